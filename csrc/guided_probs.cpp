@@ -1,0 +1,193 @@
+// guided_probs on the CPU: threads take rows; the tokens that top-k keeps are packed, and only they are exponentiated.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int32_t kInvalidRow = 2;
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kMassOne = 1099511627776.f;  // 2^40
+
+// Integers in the order of the floats: the two zeros are one, every NaN lies outside -inf .. inf.
+inline int32_t key_of(float x) {
+  x += 0.f;
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+// exp for x <= 0 to about one unit in the last place, in operations that vectorize; 0 where the result is subnormal.
+inline float exp_of(float x) {
+  const float shifted = std::max(x, -100.f) * 1.44269504f + 12582912.f;  // + 1.5 * 2^23: the low bits are the integer
+  const float n = shifted - 12582912.f;
+  const float r = (std::max(x, -100.f) - n * 0.693359375f) + n * 2.12194440e-4f;
+  float y = 1.9875691500e-4f;
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = (y * r) * r + r + 1.f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits - 0x4b400000 + 127) << 23;  // 2^n
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x < -87.f ? 0.f : y * scale;
+}
+
+struct Scratch {
+  std::vector<float> x;        // logits, later their exponentials
+  std::vector<int32_t> keys, ids;
+  std::vector<std::pair<int32_t, int64_t>> rest;  // candidates for a threshold: key and weight
+  explicit Scratch(int64_t n) : x(n), keys(n), ids(n) { rest.reserve(n); }
+};
+
+// The lowest key whose strictly greater ones weigh less than `limit`, which is positive and at most the whole weight.
+// Digit by digit from the top, each time among the keys that share the digits found so far.
+template <class WeightOf>
+int32_t threshold(Scratch& s, int64_t n, int64_t limit, WeightOf weight_of) {
+  constexpr int kBits[] = {11, 11, 10};
+  int64_t above = 0;
+  uint32_t found = 0;
+  int shift = 32;
+  s.rest.clear();
+  for (int level = 0; level < 3; ++level) {
+    const int bits = kBits[level];
+    const uint32_t mask = (1u << bits) - 1;
+    shift -= bits;
+    const auto digit = [&](int32_t key) { return ((uint32_t(key) ^ 0x80000000u) >> shift) & mask; };
+    int64_t histogram[2048] = {};
+    if (level == 0)
+      for (int64_t i = 0; i < n; ++i) histogram[digit(s.keys[i])] += weight_of(i);
+    else
+      for (const auto& [key, weight] : s.rest) histogram[digit(key)] += weight;
+    uint32_t d = mask;
+    while (above + histogram[d] < limit) above += histogram[d--];
+    found |= d << shift;
+    if (level == 0) {
+      for (int64_t i = 0; i < n; ++i)
+        if (digit(s.keys[i]) == d) s.rest.emplace_back(s.keys[i], weight_of(i));
+    } else {
+      s.rest.erase(std::remove_if(s.rest.begin(), s.rest.end(), [&](const auto& r) { return digit(r.first) != d; }),
+                   s.rest.end());
+    }
+  }
+  return int32_t(found ^ 0x80000000u);
+}
+
+template <class T>
+int32_t row_probs(const T* logits, const T* uncond, float guidance, float temperature, int64_t k, float top_p,
+                  int64_t ids, Scratch& s, float* out) {  // out is zero
+  const bool sampling = temperature != 0;
+  if (!sampling) temperature = 1;
+  int32_t lowest = std::numeric_limits<int32_t>::max(), highest = std::numeric_limits<int32_t>::min();
+  for (int64_t v = 0; v < ids; ++v) {
+    float x = logits[v];
+    if (uncond) {
+      const float u = uncond[v], guided = u + guidance * (x - u);
+      x = (x == -kInf) & (u < kInf) ? -kInf : guided;
+    }
+    x /= temperature;
+    const int32_t key = key_of(x);
+    s.x[v] = x;
+    s.keys[v] = key;
+    lowest = std::min(lowest, key);
+    highest = std::max(highest, key);
+  }
+  if (lowest < key_of(-kInf) || highest >= key_of(kInf) || highest == key_of(-kInf) || !(temperature > 0))
+    return kInvalidRow;
+
+  float best;
+  const int32_t best_bits = highest ^ ((highest >> 31) & 0x7fffffff);
+  std::memcpy(&best, &best_bits, sizeof best);
+
+  int64_t n = ids;
+  const bool packed = sampling && k > 0 && k < ids;
+  if (packed) {
+    const int32_t lowest_kept = threshold(s, ids, k, [](int64_t) { return int64_t(1); });
+    n = 0;
+    for (int64_t v = 0; v < ids; ++v) {
+      s.ids[n] = v;
+      s.x[n] = s.x[v];
+      s.keys[n] = s.keys[v];
+      n += s.keys[v] >= lowest_kept;
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) s.x[i] = exp_of(s.x[i] - best);
+
+  if (sampling && top_p > 0 && top_p < 1) {
+    const auto mass = [&](int64_t i) { return int64_t(s.x[i] * kMassOne); };
+    int64_t whole = 0;
+    for (int64_t i = 0; i < n; ++i) whole += mass(i);
+    const int64_t limit = std::ceil(double(top_p) * double(whole));
+    const int32_t lowest_kept = threshold(s, n, limit, mass);
+    for (int64_t i = 0; i < n; ++i)
+      if (s.keys[i] < lowest_kept) s.x[i] = 0;
+  }
+
+  double total = 0;
+  for (int64_t i = 0; i < n; ++i) total += s.x[i];
+  for (int64_t i = 0; i < n; ++i) out[packed ? s.ids[i] : i] = s.x[i] / float(total);
+  return 0;
+}
+
+template <class T>
+void all_rows(const Tensor& logits, const Tensor* uncond, const Tensor& guidance, const Tensor& temperature,
+              const Tensor& top_k, const Tensor& top_p, int64_t first_id, int64_t last_id, Tensor& probs,
+              Tensor& status) {
+  const int64_t B = logits.size(0), N = logits.size(1), V = logits.size(2);
+  const T* x = static_cast<const T*>(logits.const_data_ptr());
+  const T* u = uncond ? static_cast<const T*>(uncond->const_data_ptr()) : nullptr;
+  const float* g = guidance.const_data_ptr<float>();
+  const float* t = temperature.const_data_ptr<float>();
+  const int32_t* k = top_k.const_data_ptr<int32_t>();
+  const float* p = top_p.const_data_ptr<float>();
+  float* out = probs.mutable_data_ptr<float>();
+  int32_t* bits = status.mutable_data_ptr<int32_t>();
+  const int64_t ids = last_id - first_id;
+  torch::stable::parallel_for(0, B * N, std::max<int64_t>(1, 8192 / ids), [&](int64_t begin, int64_t end) {
+    Scratch scratch(ids);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t b = row / N, start = row * V + first_id;
+      std::fill_n(out + row * V, V, 0.f);
+      bits[row] = row_probs(x + start, u ? u + start : nullptr, g[b], t[b], k[b], p[b], ids, scratch, out + start);
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor> guided_probs_cpu(const Tensor& logits, const std::optional<Tensor>& uncond,
+                                            const Tensor& guidance, const Tensor& temperature, const Tensor& top_k,
+                                            const Tensor& top_p, int64_t first_id, int64_t last_id) {
+  Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
+  Tensor status = torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
+  const auto run = [&](auto type) {
+    all_rows<decltype(type)>(logits, uncond ? &*uncond : nullptr, guidance, temperature, top_k, top_p, first_id,
+                             last_id, probs, status);
+  };
+  switch (logits.scalar_type()) {
+    case ScalarType::Half: run(c10::Half()); break;
+    case ScalarType::BFloat16: run(c10::BFloat16()); break;
+    default: run(float());
+  }
+  return {probs, status};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("guided_probs", TORCH_BOX(&guided_probs_cpu)); }
