@@ -1,9 +1,12 @@
 """Fused kernels for speculative decoding of visual autoregressive models: tensors in, tensors out."""
 from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, backends, ops
 from .guided_probs import guided_probs
+from .neighborhood_sum import neighborhood_sum
+from .sample_residual import sample_residual
+from .verify_tree import verify_tree
 
 __version__ = "0.1.0"
 __all__ = [
-    "guided_probs",
+    "guided_probs", "neighborhood_sum", "sample_residual", "verify_tree",
     "backends", "ops", "EMPTY_RESIDUAL", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE",
 ]

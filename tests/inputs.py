@@ -46,3 +46,82 @@ def guided_probs(B, N, V, dtype=torch.float32, uncond=True):
             per_request([1.0, 0.0, 0.5], torch.float32), per_request([V // 2, 0, 5], torch.int32),
             per_request([0.8, 0.9, 1.0], torch.float32))
     return args, {"first_id": V // 8, "last_id": V - V // 16}
+
+
+def neighbor_table(C, k, offset=0, narrow=True, seed=0):
+    """(C, k) codes: distinct, each row without itself."""
+    g = torch.Generator().manual_seed(seed)
+    steps = torch.stack([torch.randperm(C - 1, generator=g)[:k] for _ in range(C)]) + 1
+    table = (torch.arange(C).unsqueeze(1) + steps) % C
+    return table.to(DEVICE, torch.uint16 if narrow else torch.int32)
+
+
+CASES["neighborhood_sum"] = [(1, 2, 1), (2, 19, 5, "ratio"), (4, 60, 33, "jsd", 7), (3, 1100, 300, "tvd", 5, False)]
+
+
+def neighborhood_sum(R, V, k, kind="tvd", offset=0, narrow=True):
+    g = torch.Generator().manual_seed(R + V)
+    C = V - 2 * offset
+    tokens = torch.randint(offset, offset + C, (R,), generator=g)
+    tokens[3:4] = 0  # outside the table where there is an offset
+    cutoff = torch.tensor([0.25, 0.03125, 1.0]).repeat(R)[:R]
+    args = (exact_probs(R, V), tokens.to(DEVICE), neighbor_table(C, k, narrow=narrow), cutoff.to(DEVICE))
+    return args, {"kind": kind, "offset": offset}
+
+
+def links(parents):
+    """first_child and next_sibling of parents (B, N), children in index order."""
+    first_child, next_sibling = torch.full_like(parents, -1), torch.full_like(parents, -1)
+    for b, row in enumerate(parents.tolist()):
+        last = {}
+        for n, parent in enumerate(row[1:], 1):
+            table, at = (next_sibling, last[parent]) if parent in last else (first_child, parent)
+            table[b, at] = last[parent] = n
+    return first_child.to(DEVICE, torch.int32), next_sibling.to(DEVICE, torch.int32)
+
+
+CASES["verify_tree"] = [
+    (1, 1, 2, 1),
+    (2, 6, 19, 3),
+    (3, 8, 40, 4, {"drafts": 2, "omega": (1.0, 0.75)}),
+    (3, 8, 40, 3, {"k": 6, "kind": "ratio", "offset": 4, "residual": "relaxed"}),
+    (2, 9, 33, 3, {"k": 5, "kind": "jsd", "residual": "released", "drafts": 3, "narrow": False, "omega": (0.5, 2.0)}),
+    (4, 7, 24, 3, {"k": 20, "omega": (1.0, 1.5), "drafts": 1, "greedy": True}),
+    (1, 5, 1500, 3, {"k": 300, "residual": "relaxed", "drafts": 1}),
+]
+TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
+
+
+def verify_tree(B, N, V, P, options={}):
+    options = {"k": 0, "kind": "tvd", "offset": 0, "residual": "optimal", "drafts": 0, "narrow": True, "omega": None,
+               "greedy": False} | options
+    k, offset, M = options["k"], options["offset"], options["drafts"]
+    g = torch.Generator().manual_seed(B + N + V)
+    parents = torch.tensor([[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)],
+                           dtype=torch.int64).view(B, N)
+    target_probs = exact_probs(B * N, V).view(B, N, V)
+    # Half of the drafted tokens are likely ones, so that paths are long and relaxation has something to move.
+    likely = target_probs[:, 0].argsort(1, descending=True)[:, torch.arange(N) % V].cpu()
+    tokens = torch.where(torch.rand(B, N, generator=g) < 0.5, likely, torch.randint(V, (B, N), generator=g)).to(DEVICE)
+    kwargs = {"P": P, "residual": options["residual"]}
+    if M:
+        kwargs["draft_probs"] = exact_probs(B * M, V, seed=1).view(B, M, V)
+        kwargs["draft_row"] = torch.randint(-1, M, (B, N), generator=g, dtype=torch.int32).to(DEVICE)
+    if k:
+        kwargs["neighbors"] = neighbor_table(V - 2 * offset, k, narrow=options["narrow"])
+        kwargs["cutoff"] = torch.tensor([0.25, 0.03125, 2.0]).repeat(B)[:B].to(DEVICE)
+        kwargs |= {"kind": options["kind"], "offset": offset}
+    if options["omega"]:
+        kwargs["omega"] = torch.tensor(options["omega"]).repeat(B, P)[:, :P].to(DEVICE)
+    if options["greedy"]:
+        kwargs["greedy"] = (torch.arange(B) % 2 == 0).to(DEVICE)
+    return (target_probs, tokens, *links(parents), exact_uniforms(B, N, seed=1)), kwargs
+
+
+CASES["sample_residual"] = [(1, 2), (2, 19), (3, 1100), (3, 40, (1.0, 0.5, 2.0)), (2, 40, None, False)]
+
+
+def sample_residual(R, V, omega=None, draft=True):
+    kwargs = {"omega": torch.tensor(omega).repeat(R)[:R].to(DEVICE)} if omega else {}
+    draft_probs = exact_probs(R, V, seed=1) if draft else None
+    return (exact_probs(R, V), draft_probs, exact_uniforms(R, seed=2)), kwargs

@@ -1,0 +1,40 @@
+"""Probabilities as integers, so that a sum does not depend on the order in which it was taken.
+
+A probability p stands as floor(p * 2**48) in int64: exact for float32 p >= 2**-24, and a row of total
+mass 1 sums to about 2**48, far from overflow and exact as float64.
+"""
+import torch
+from torch import Tensor
+
+FIXED_BITS = 48
+FIXED_ONE = 2.0 ** FIXED_BITS
+LARGEST = 2.0        # an entry above this is no probability, whatever its rounding
+CEILING = 2.0 ** 62  # where a threshold saturates: more than any row's total
+
+
+def to_fixed(probs: Tensor) -> Tensor:
+    """float32 or float64 probabilities -> int64 of the same shape; NaN, infinite and negative entries must be gone."""
+    return (probs * FIXED_ONE).to(torch.int64)
+
+
+def weigh(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., V) float32 -> weights (..., V) int64, their totals (...), and which rows are valid (...) bool.
+
+    A row is invalid if an entry is NaN, negative or above LARGEST, or if nothing is left of it in fixed point.
+    Such an entry weighs 0.
+    """
+    sound = (probs >= 0) & (probs <= LARGEST)
+    weights = to_fixed(torch.where(sound, probs, 0.0))
+    total = weights.sum(-1)
+    return weights, total, sound.all(-1) & (total > 0)
+
+
+def draw(weights: Tensor, total: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse CDF in vocabulary order: weights (..., V), total and uniforms (...) -> tokens (...) int64.
+
+    The token is the smallest v whose running sum of weights exceeds floor(uniform * total).
+    """
+    aim = (uniforms.double() * total.double()).floor()
+    aim = torch.where(aim > 0, aim, 0.0)  # a NaN counts as 0
+    aim = torch.where(aim < total.double(), aim.to(torch.int64), total - 1)
+    return (weights.cumsum(-1) <= aim.unsqueeze(-1)).sum(-1).clamp(max=weights.shape[-1] - 1)
