@@ -19,7 +19,7 @@ from setuptools.command.build_ext import build_ext
 
 OBJECTS = Path("build", f"objects-{sysconfig.get_platform()}")  # kept between builds, editable ones too
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]  # nothing newer than torch 2.10
-FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-Wall"]  # off: every backend rounds alike
+FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wall"]  # off: every backend rounds alike
 
 
 def find_torch() -> Path:
