@@ -20,8 +20,8 @@ def to_fixed(probs: Tensor) -> Tensor:
 def weigh(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(..., V) float32 -> weights (..., V) int64, their totals (...), and which rows are valid (...) bool.
 
-    A row is invalid if an entry is NaN, negative or above LARGEST, or if nothing is left of it in fixed point.
-    Such an entry weighs 0.
+    A row is invalid if an entry is NaN, negative or above LARGEST (such an entry weighs 0), or if nothing is left
+    of it in fixed point.
     """
     sound = (probs >= 0) & (probs <= LARGEST)
     weights = to_fixed(torch.where(sound, probs, 0.0))

@@ -1,0 +1,1 @@
+"""The program that uses specvis_kernels: models, drafters, decoding loop, command line, training."""

@@ -1,0 +1,185 @@
+"""The command line: specvis generate | compare | methods | info."""
+import os
+import platform
+import time
+from pathlib import Path
+
+import click
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+import specvis_kernels
+
+from .compare import compare_methods
+from .decode import Sampling
+from .methods import METHODS, method
+from .pipeline import SHIPPED, Pipeline
+
+STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
+
+
+class Commands(click.Group):
+    """Bad input is one line on stderr and exit status 2, whoever found it."""
+
+    def invoke(self, context):
+        try:
+            return super().invoke(context)
+        except ValueError as error:
+            click.echo(f"Error: {error}", err=True)
+            context.exit(2)
+
+
+def writable_file(path: Path) -> Path:
+    """`path` if a picture can be written there, found out without leaving anything behind."""
+    if path.suffix.lower() not in Image.registered_extensions():
+        raise ValueError(f"out must end in the name of a picture format such as .png, got {path}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"out must be a file in a folder that can be written, got {path}")
+    return path
+
+
+def writable_folder(path: Path) -> Path:
+    """`path` as a folder that exists and can be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out must be a folder that can be made, got {path}: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"out must be a folder that can be written, got {path}")
+    return path
+
+
+def save(image: Image.Image, path: Path) -> None:
+    """Write beside the goal first, so that an interruption leaves no half of a picture."""
+    part = path.with_name(f".{path.name}.part")
+    image.save(part, format=Image.registered_extensions()[path.suffix.lower()])
+    part.replace(path)
+
+
+def in_a_row(pictures: list[Image.Image], scale: int) -> Image.Image:
+    side = pictures[0].width * scale
+    row = Image.new("RGB", (side * len(pictures), side), "white")
+    for i, picture in enumerate(pictures):
+        row.paste(picture.resize((side, side), Image.Resampling.BICUBIC), (i * side, 0))
+    return row
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(specvis_kernels.__version__)
+def main():
+    """Pictures from words, token by token, with and without speculative decoding."""
+
+
+def sampling_options(command):
+    for option in reversed((
+        click.option("--seed", default=0, help="Seed of the first picture; the next ones count on."),
+        click.option("--guidance", default=3.0, help="Strength of classifier-free guidance; 1 is none."),
+        click.option("--top-k", default=0, help="Keep the likeliest TOP_K tokens; 0 keeps all."),
+        click.option("--top-p", default=1.0, help="Keep the likeliest tokens up to this probability, in (0, 1]."),
+        click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
+                     help="Folder with the model."),
+        click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Where to compute."),
+    )):
+        command = option(command)
+    return command
+
+
+@main.command()
+@click.option("--prompt", required=True, help='Words, e.g. "red heart".')
+@click.option("--style", type=click.Choice(STYLES), default=STYLES[0], help="Whose drawing style.")
+@click.option("--method", "name", default="lantern", help=f"One of {', '.join(METHODS)}.")
+@click.option("--delta", type=float, help="Probability that neighbors may lend a draft, in [0, 1]. (lantern)")
+@click.option("-k", type=int, help="Neighbors that may lend. (lantern)")
+@click.option("--depth", type=int, help="Levels drafted a step.")
+@click.option("--width", type=int, help="Children a node of the draft tree. (eagle2, lantern)")
+@click.option("--nodes", type=int, help="Nodes verified a step, the root counted. (eagle2, lantern)")
+@click.option("-n", "count", default=1, help="Pictures.")
+@click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
+@click.option("--scale", default=4, help="Enlarge the picture's 64 pixels by this factor.")
+@click.option("--out", type=click.Path(path_type=Path), default="specvis.png", help="The picture to write.")
+@sampling_options
+def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperature, scale, out, seed, guidance, top_k,
+             top_p, weights, device):
+    """Draw COUNT pictures of a prompt, side by side."""
+    if count < 1:
+        raise ValueError(f"n must be at least 1, got {count}")
+    if scale < 1:
+        raise ValueError(f"scale must be at least 1, got {scale}")
+    chosen = method(name, delta=delta, k=k, depth=depth, width=width, nodes=nodes)
+    sampling = Sampling.of(list(range(seed, seed + count)), guidance=guidance, temperature=temperature, top_k=top_k,
+                           top_p=top_p, device=device)
+    writable_file(out)
+    pipeline = Pipeline.load(weights, device)
+    prompts = [f"{style} {prompt}"] * count
+    start = time.perf_counter()
+    with tqdm(total=count * pipeline.gpt.config.tokens, unit="token", desc=name) as bar:
+        decoded = pipeline.tokens(prompts, chosen, sampling, bar.update)
+    seconds = time.perf_counter() - start
+    pictures = pipeline.pictures(decoded.tokens)
+    for i in decoded.failed.nonzero()[:, 0].tolist():
+        click.echo(f"picture {i} (seed {seed + i}) ended early: the model's logits were not finite", err=True)
+    kept = [picture for picture, failed in zip(pictures, decoded.failed.tolist()) if not failed]
+    if not kept:
+        raise click.ClickException("no picture was finished; nothing was written")
+    save(in_a_row(kept, scale), out)
+    click.echo(f"{out}: {len(kept)} of {count} pictures, {seconds:.1f} s, {decoded.forwards.float().mean():.0f} target "
+               f"forwards a picture, tau {decoded.tau.mean():.2f}")
+
+
+@main.command()
+@click.option("--prompt", "prompts", multiple=True, help="A prompt with its style first; may be repeated. [default: eight]")
+@click.option("--method", "names", multiple=True, help="A method; may be repeated. [default: all]")
+@click.option("--temperature", "temperatures", multiple=True, type=float, default=(0.0, 1.0),
+              help="May be repeated.")
+@click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
+@sampling_options
+def compare(prompts, names, temperatures, out, seed, guidance, top_k, top_p, weights, device):
+    """Run methods side by side on prompts; write pictures, plots and a table."""
+    methods = [method(name) for name in names or METHODS]
+    for temperature in temperatures:  # all settings are looked at before any work
+        Sampling.of([seed], guidance=guidance, temperature=temperature, top_k=top_k, top_p=top_p)
+    pipeline = Pipeline.load(weights, device)
+    prompts = list(prompts) or None
+    if prompts:
+        pipeline.words.encode(prompts)
+    compare_methods(pipeline, methods, temperatures, writable_folder(out), prompts=prompts, seed=seed,
+                    guidance=guidance, top_k=top_k, top_p=top_p)
+
+
+@main.command("methods")
+def list_methods():
+    """List the decoding methods, their parameters with defaults, and where they come from."""
+    for m in METHODS.values():
+        values = {"depth": m.depth, "width": m.width, "nodes": m.nodes, "k": m.k, "delta": m.delta}
+        shown = ", ".join(f"{key} {value}" for key, value in values.items() if value)
+        click.echo(f"{m.name:12} {m.source}\n{'':12} {shown or 'no parameters'}"
+                   + (f", residual {m.residual}" if m.drafting != "none" else ""))
+    click.echo("\ndepth: levels drafted a step; width: children a node; nodes: size of the verified tree, its root counted;"
+               "\nk: nearest codes that may lend a draft their probability; delta: the most they may lend, in [0, 1]")
+
+
+@main.command()
+def info():
+    """Show which ops have which backends here, versions and devices."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names = ("oracle", "cpu", "triton", "cuda")
+    click.echo(f"{'op':20}" + "".join(f"{name:>8}" for name in names))
+    for op in specvis_kernels.ops():
+        here = specvis_kernels.backends(op, device)
+        click.echo(f"{op:20}" + "".join(f"{'yes' if name in here else '-':>8}" for name in names))
+    click.echo(f"(for {device} tensors; Triton runs on a CPU only under its interpreter, TRITON_INTERPRET=1)\n")
+    for package in ("specvis_kernels", "torch", "triton", "numpy"):
+        try:
+            click.echo(f"{package:20}{version(package)}")
+        except PackageNotFoundError:
+            click.echo(f"{package:20}not installed")
+    click.echo(f"{'python':20}{platform.python_version()}")
+    click.echo(f"{'devices':20}cpu with {torch.get_num_threads()} threads"
+               + "".join(f", {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())))
+
+
+if __name__ == "__main__":
+    main(prog_name="specvis")

@@ -1,0 +1,69 @@
+"""Weights from files: safetensors, or PyTorch's own format without code in it."""
+import json
+import pickle
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or is of another model."""
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The tensors in a checkpoint, by name; LlamaGen's wrappings "model", "module" and "state_dict" are taken off.
+
+    Raises:
+        CheckpointError: no such file, truncated, or not a dictionary of tensors
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path} does not exist")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read (truncated, or not a checkpoint?): "
+                              f"{str(error).splitlines()[0]}") from error
+    for wrapping in ("model", "module", "state_dict"):
+        if isinstance(state, dict) and isinstance(state.get(wrapping), dict):
+            state = state[wrapping]
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"checkpoint {path} must hold a dictionary of tensors, got {type(state).__name__}")
+    return state
+
+
+def load_weights(module: nn.Module, path: str | Path) -> None:
+    """Fill `module` from a checkpoint; every parameter must be there, in its size.
+
+    Raises:
+        CheckpointError: also names the first tensor that is missing, unknown or of another size
+    """
+    state, own = read_weights(path), module.state_dict()
+    for name, wanted in own.items():
+        if name not in state and name in dict(module.named_parameters()):
+            raise CheckpointError(f"checkpoint {path} lacks {name} {tuple(wanted.shape)} of {type(module).__name__}")
+        if name in state and state[name].shape != wanted.shape:
+            raise CheckpointError(f"checkpoint {path} is of another size: {name} must be {tuple(wanted.shape)}, "
+                                  f"got {tuple(state[name].shape)}")
+    unknown = [name for name in state if name not in own and not name.endswith("freqs_cis")]
+    if unknown:
+        raise CheckpointError(f"checkpoint {path} is not of a {type(module).__name__}: it holds {unknown[0]}")
+    module.load_state_dict({name: state[name].to(own[name].dtype) for name in own if name in state}, strict=False)
+
+
+def read_config(path: str | Path, dataclass_type):
+    """A config dataclass from its JSON file; lists become tuples.
+
+    Raises:
+        CheckpointError: no such file, not JSON, or other fields than the dataclass has
+    """
+    try:
+        fields = json.loads(Path(path).read_text())
+        return dataclass_type(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"config {path} cannot be read as {dataclass_type.__name__}: {error}") from error

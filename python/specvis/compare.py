@@ -1,0 +1,195 @@
+"""Methods side by side on the same prompts and seeds: pictures, plots and a table."""
+import csv
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from .decode import Decoded, Sampling, guidance_pair, twice
+from .methods import Method
+from .models.llamagen import condition_mask
+from .pipeline import Pipeline
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
+
+PROMPTS = ["fluent-3d red heart", "fluent-flat grinning face", "fluent-3d waving hand", "noto pirate flag",
+           "fluent-flat pizza", "noto dog face", "fluent-3d soccer ball", "fluent-flat rocket"]
+COLUMNS = ("method", "temperature", "tau", "forwards", "seconds", "speed-up", "acceptance", "TV bound", "TV meter")
+
+
+@dataclass
+class Result:
+    """One method at one temperature on all prompts."""
+
+    method: Method
+    temperature: float
+    decoded: Decoded
+    seconds: float  # wall time of the whole batch
+
+
+def compare_methods(pipeline: Pipeline, methods: list[Method], temperatures: tuple[float, ...], out: Path, *,
+                    prompts: list[str] | None = None, seed: int = 0, **settings) -> list[dict]:
+    """Decode all prompts as one batch with each method; write compare.png, acceptance.png, distributions.png, compare.csv.
+
+    Returns:
+        the table, a dictionary per row
+    """
+    prompts = prompts or PROMPTS
+    seeds = list(range(seed, seed + len(prompts)))
+    results = []
+    total = len(methods) * len(temperatures) * len(prompts) * pipeline.gpt.config.tokens
+    for m in methods:
+        if m.k:
+            pipeline.neighbors(m.k)  # before the clock starts
+    with tqdm(total=total, unit="token", smoothing=0.05) as bar:
+        for temperature in temperatures:
+            sampling = Sampling.of(seeds, temperature=temperature, device=pipeline.device, **settings)
+            for m in methods:
+                bar.set_description(f"{m.name}, temperature {temperature:g}")
+                start = time.perf_counter()
+                decoded = pipeline.tokens(prompts, m, sampling, bar.update)
+                results.append(Result(m, temperature, decoded, time.perf_counter() - start))
+    rows = table(results)
+    draw_pictures(pipeline, results, prompts, out / "compare.png")
+    draw_acceptance(pipeline, results, out / "acceptance.png")
+    sampled = next((r for r in results if r.temperature > 0 and not r.decoded.failed.any()), None)
+    if sampled:
+        sampling = Sampling.of(seeds, temperature=sampled.temperature, device=pipeline.device, **settings)
+        draw_distributions(pipeline, prompts, sampled.decoded.tokens, sampling, out / "distributions.png")
+    with open(out / "compare.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    print_table(rows, len(prompts))
+    for result in results:
+        for i in result.decoded.failed.nonzero()[:, 0].tolist():
+            print(f"{result.method.name}: {prompts[i]!r} ended early: the model's logits were not finite")
+    return rows
+
+
+def table(results: list[Result]) -> list[dict]:
+    """The numbers of each result; `seconds` a picture, `speed-up` against plain decoding at the same temperature."""
+    plain = {r.temperature: r.seconds for r in results if r.method.drafting == "none"}
+    rows = []
+    for r in results:
+        images, L = r.decoded.tokens.shape
+        speculative = r.method.drafting != "none"
+        rows.append({
+            "method": r.method.name,
+            "temperature": r.temperature,
+            "tau": round(r.decoded.tau.mean().item(), 2),
+            "forwards": round(r.decoded.forwards.float().mean().item(), 1),
+            "seconds": round(r.seconds / images, 2),
+            "speed-up": round(plain[r.temperature] / r.seconds, 2) if r.temperature in plain else "",
+            "acceptance": round(r.decoded.acceptance_rate(r.method.depth), 3) if speculative else "",
+            "TV bound": r.method.tv_bound,
+            "TV meter": round(r.decoded.excess.mean().item() / L, 4),
+        })
+    return rows
+
+
+def print_table(rows: list[dict], batch: int) -> None:
+    print("".join(f"{name:>12}" for name in COLUMNS))
+    for row in rows:
+        print("".join(f"{row[name]:>12}" for name in COLUMNS))
+    print(f"tau: tokens a target forward; seconds a picture in a batch of {batch}; acceptance: accepted drafts per drafted "
+          "level;\nTV bound: how far one accept test may move the distribution it judges by; TV meter: the estimate of "
+          "the distance\nthat relaxed acceptance added per token (0: lossless; at temperature 0 the share of tokens "
+          "that strict acceptance\nwould have refused)")
+
+
+def draw_pictures(pipeline: Pipeline, results: list[Result], prompts: list[str], path: Path) -> None:
+    """Rows are methods and temperatures, columns prompts."""
+    figure, axes = plt.subplots(len(results), len(prompts), squeeze=False, constrained_layout=True,
+                                figsize=(1.4 * len(prompts) + 1.2, 1.4 * len(results) + 0.5))
+    for row, result in zip(axes, results):
+        for axis, picture in zip(row, pipeline.pictures(result.decoded.tokens)):
+            axis.imshow(picture)
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
+        row[0].set_ylabel(f"{result.method.name}\nT = {result.temperature:g}", rotation=0, ha="right", va="center")
+    for axis, prompt in zip(axes[0], prompts):
+        axis.set_title(prompt.replace(" ", "\n", 1), fontsize=8)
+    save_figure(figure, path)
+
+
+def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> None:
+    """Tokens gained by the step that made each position, mean over pictures (ADT-Tree, Figure 2)."""
+    results = [r for r in results if r.method.drafting != "none"]
+    grid = pipeline.gpt.config.grid
+    if not results:
+        return
+    figure, axes = plt.subplots(1, len(results), squeeze=False, constrained_layout=True, figsize=(2.6 * len(results), 3))
+    top = max(r.method.depth for r in results) + 1
+    for axis, r in zip(axes[0], results):
+        gained = steps_gain(r.decoded.accepted).float().mean(0).view(grid, grid)
+        shown = axis.imshow(gained, vmin=1, vmax=top, cmap="viridis")
+        axis.set(xticks=[], yticks=[], title=f"{r.method.name}, T = {r.temperature:g}\nmean {gained.mean():.2f}")
+    figure.colorbar(shown, ax=axes, label="tokens gained by the step here")
+    save_figure(figure, path)
+
+
+def steps_gain(accepted: Tensor) -> Tensor:
+    """accepted (B, L), -1 where no step began -> tokens gained by the step that made each position (B, L)."""
+    began = torch.where(accepted >= 0, torch.arange(accepted.shape[1]), 0).cummax(1).values
+    return accepted.gather(1, began).clamp(min=0) + 1
+
+
+@torch.inference_mode()
+def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """What target and drafter held likely at each token of finished pictures.
+
+    Returns:
+        target_probs (B, L, V) and draft_probs (B, L - 1, V), the latter for tokens 1..L - 1
+    """
+    gpt, shown = pipeline.gpt, pipeline.gpt.config.condition_tokens - 1
+    condition, valid = guidance_pair(gpt, *gpt.condition(*pipeline.words(pipeline.words.encode(prompts))))
+    hidden = gpt.teacher_forced(condition, valid, twice(tokens))                           # (2B, shown + L, dim)
+    shifted = F.pad(twice(tokens[:, :-1]), (shown, 0))
+    places = torch.arange(shifted.shape[1], device=tokens.device)[None]
+    drafted = pipeline.drafter(shifted, hidden[:, :-1], places, condition_mask(valid[:, :shown], shifted.shape[1]))
+    return sampling.probs(gpt, hidden[:, shown:])[0], sampling.probs(gpt, drafted[:, shown:])[0]
+
+
+def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling, path: Path) -> None:
+    """Target and draft over the union of their 20 likeliest tokens (LANTERN, Figure 2b); top-1 maps (ADT-Tree, Figure 4)."""
+    target, draft = teacher_forced_probs(pipeline, prompts, tokens, sampling)
+    grid, target = pipeline.gpt.config.grid, target.cpu()
+    draft = draft.cpu()
+    figure, axes = plt.subplots(2, 3, constrained_layout=True, figsize=(12, 6))
+    places = [grid * grid // 4 + grid // 2, grid * grid // 2 + grid // 2, 3 * grid * grid // 4 + grid // 2]
+    for axis, place in zip(axes[0], places):
+        p, q = target[0, place], draft[0, place - 1]
+        union = torch.cat([p.topk(20).indices, q.topk(20).indices]).unique()
+        union = union[p[union].argsort(descending=True)]
+        x = np.arange(len(union))
+        axis.bar(x - 0.2, p[union], 0.4, label="target")
+        axis.bar(x + 0.2, q[union], 0.4, label="draft")
+        overlap = torch.minimum(p, q).sum()
+        axis.set(xticks=[], xlabel="union of the 20 likeliest tokens of each", ylabel="probability",
+                 title=f"{prompts[0]}, row {place // grid}, column {place % grid}\nsum of min {overlap:.2f}")
+        axis.legend()
+    top = target.max(-1).values
+    for axis, (name, values) in zip(axes[1], {prompts[0]: top[0], "mean of all prompts": top.mean(0)}.items()):
+        shown = axis.imshow(values.view(grid, grid), vmin=0, vmax=1)
+        axis.set(xticks=[], yticks=[], title=f"top-1 probability of the target\n{name}")
+        figure.colorbar(shown, ax=axis)
+    axes[1, 2].hist(top.flatten(), bins=40, range=(0, 1), density=True)
+    axes[1, 2].set(xlabel="top-1 probability of the target", ylabel="density of positions",
+                   title=f"mean {top.mean():.3f}, top-10 {target.topk(10, -1).values.sum(-1).mean():.3f}")
+    save_figure(figure, path)
+
+
+def save_figure(figure, path: Path) -> None:
+    """Write beside the goal first, so that an interruption leaves no half of a picture."""
+    part = path.with_name(f".{path.name}.part")
+    figure.savefig(part, dpi=100, format="png")
+    plt.close(figure)
+    part.replace(path)

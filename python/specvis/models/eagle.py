@@ -1,0 +1,84 @@
+"""The EAGLE drafter for LlamaGen (arXiv:2401.15077; LANTERN's weights): one decoder layer on the target's hidden states.
+
+Entry j holds token j and the target's hidden state before it, and predicts the hidden state at token j, which
+the target's own head turns into logits. The first entry is the second position of the target's sequence (EAGLE's
+shift by one), so there is one condition entry fewer; condition entries carry token 0 beside their hidden state.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layers import Cache, attend, grid_rotations
+from .llamagen import GPTConfig, RMSNorm
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (self.heads, -1)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(q, k, v, rotations, mask, **cached))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int, ffn_dim: int):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(dim, ffn_dim, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DrafterLayer(nn.Module):
+    """A Llama layer without a norm before attention, as EAGLE's first layer is."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.self_attn = SelfAttention(config.dim, config.heads)
+        self.mlp = MLP(config.dim, config.ffn_dim)
+        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
+        x = x + self.self_attn(x, rotations, mask, **cached)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """Drafts for a GPT of the same config, whose head it borrows."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.dim)
+        self.fc = nn.Linear(2 * config.dim, config.dim)
+        self.layers = nn.ModuleList([DrafterLayer(config)])
+        rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens - 1, spare=1,
+                                   base=config.rope_base)
+        self.register_buffer("rotations", rotations, persistent=False)
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None = None,
+                slots: Tensor | None = None) -> Tensor:
+        """The hidden states that the drafter expects at `tokens`; arguments as GPT.forward, positions one less.
+
+        Args:
+            tokens:    (R, N) int64
+            hidden:    (R, N, dim)  the target's (or the drafter's own) hidden state before each token
+            positions: (R or 1, N) int64  place in [condition less one | raster grid]
+        Returns:
+            (R, N, dim)
+        """
+        rotations = self.rotations[positions.clamp(max=self.rotations.shape[0] - 1)]
+        x = self.fc(torch.cat([self.embed_tokens(tokens), hidden], -1))
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rotations, mask, cache=cache, layer=index, slots=slots)
+        return x
+
+    def new_cache(self, rows: int, columns: int) -> Cache:
+        weight, c = self.fc.weight, self.config
+        return Cache(len(self.layers), rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)

@@ -1,0 +1,59 @@
+"""What LlamaGen's GPT and its EAGLE drafter share: rotary positions on a grid and attention with a cache."""
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, base: float = 10000.0) -> Tensor:
+    """Rotations (condition + grid**2 + spare, head_dim / 2) complex64 of LlamaGen's 2D RoPE, interleaved pairs.
+
+    A cell's first half turns by its row, its second half by its column. Condition positions are 0, not 1:
+    there q = k = 0, so attention from and to them is uniform. `spare` positions behind the grid are 0 too;
+    drafted tokens that overshoot the image stand there and are thrown away.
+    """
+    half = head_dim // 2
+    frequencies = 1.0 / base ** (torch.arange(0, half, 2)[: half // 2].float() / half)
+    angles = torch.outer(torch.arange(grid).float(), frequencies)                     # (grid, head_dim / 4)
+    rows, columns = angles[:, None].expand(grid, grid, -1), angles[None].expand(grid, grid, -1)
+    angles = torch.cat([rows, columns], -1).reshape(grid * grid, half)
+    cells = torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([cells.new_zeros(condition, half), cells, cells.new_zeros(spare, half)])
+
+
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+    """x (R, N, H, D) turned pair by pair by rotations (R or 1, N, D / 2)."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotations[:, :, None]).flatten(-2).type_as(x)
+
+
+class Cache:
+    """Keys and values of all layers, allocated once: `data` (L, 2, R, H, T, D)."""
+
+    def __init__(self, layers: int, rows: int, heads: int, columns: int, head_dim: int, *, device, dtype):
+        self.data = torch.zeros(layers, 2, rows, heads, columns, head_dim, device=device, dtype=dtype)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """Put keys and values (R, H, N, D) at columns `slots` (R, N) int64; return the first `columns` of both."""
+        index = slots[:, None, :, None].expand_as(keys)
+        self.data[layer, 0].scatter_(2, index, keys)
+        self.data[layer, 1].scatter_(2, index, values)
+        return self.data[layer, 0, :, :, :columns], self.data[layer, 1, :, :, :columns]
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy columns `source` (R, N) to columns `target` (R, N) int64, in every layer; they may overlap."""
+        layers, two, _, heads, _, head_dim = self.data.shape
+        shape = (layers, two, source.shape[0], heads, source.shape[1], head_dim)
+        moved = self.data.gather(4, source[None, None, :, None, :, None].expand(shape))
+        self.data.scatter_(4, target[None, None, :, None, :, None].expand(shape), moved)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, mask: Tensor, *, cache: Cache | None = None,
+           layer: int = 0, slots: Tensor | None = None) -> Tensor:
+    """Attention of q to k, v (R, N, H, D) and, with a cache, to what it holds; returns (R, N, H * D).
+
+    mask (R or 1, N, T) bool or additive: T = N without a cache, else the number of its columns to look at.
+    """
+    q, k, v = rotate(q, rotations).transpose(1, 2), rotate(k, rotations).transpose(1, 2), v.transpose(1, 2)
+    if cache is not None:
+        k, v = cache.write(layer, k, v, slots, mask.shape[-1])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]).transpose(1, 2).flatten(2)

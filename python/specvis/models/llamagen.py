@@ -1,0 +1,218 @@
+"""LlamaGen's GPT (arXiv:2406.06525), class- or text-conditional, with the official parameter names."""
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layers import Cache, attend, grid_rotations
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The numbers of a GPT. `classes` and `caption_dim` say how it is conditioned: exactly one is set."""
+
+    dim: int
+    layers: int
+    heads: int
+    vocabulary: int = 16384        # codes of the tokenizer
+    grid: int = 16                 # an image is grid x grid tokens
+    condition_tokens: int = 1      # 1 for a class, 120 for LlamaGen's captions
+    classes: int | None = None     # class-conditional: class `classes` is the null class
+    caption_dim: int | None = None  # text-conditional: width of the caption features (FLAN-T5-XL: 2048)
+    ffn_multiple: int = 256
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        if (self.classes is None) == (self.caption_dim is None):
+            raise ValueError("set exactly one of classes and caption_dim, "
+                             f"got classes={self.classes}, caption_dim={self.caption_dim}")
+        if self.dim % self.heads or self.dim // self.heads % 4:
+            raise ValueError(f"dim / heads must be a multiple of 4, got {self.dim} / {self.heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def tokens(self) -> int:
+        return self.grid * self.grid
+
+    @property
+    def ffn_dim(self) -> int:
+        return -(-int(8 * self.dim / 3) // self.ffn_multiple) * self.ffn_multiple
+
+
+SIZES = {  # the published sizes: layers, heads, dim
+    "B": (12, 12, 768), "L": (24, 16, 1024), "XL": (36, 20, 1280), "XXL": (48, 24, 1536), "XXXL": (48, 40, 2560),
+    "1B": (22, 32, 2048), "3B": (24, 32, 3200), "7B": (32, 32, 4096),
+}
+
+
+def class_config(size: str, image: int = 256) -> GPTConfig:
+    """LlamaGen's class-conditional model of a published size for images of `image` pixels (16 a token)."""
+    layers, heads, dim = SIZES[size]
+    return GPTConfig(dim, layers, heads, grid=image // 16, classes=1000)
+
+
+def text_config(size: str, image: int = 256) -> GPTConfig:
+    """LlamaGen's text-conditional model of a published size for images of `image` pixels (16 a token)."""
+    layers, heads, dim = SIZES[size]
+    return GPTConfig(dim, layers, heads, grid=image // 16, condition_tokens=120, caption_dim=2048)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.heads = config.heads
+        self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
+        q, k, v = self.wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        return self.wo(attend(q, k, v, rotations, mask, **cached))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(config), FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotations, mask, **cached))
+        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+
+
+class ClassEmbedding(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.embedding_table = nn.Embedding(config.classes + 1, config.dim)  # the last row is the null class
+
+
+class CaptionProjection(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.fc1 = nn.Linear(config.caption_dim, config.dim, bias=False)
+        self.fc2 = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class CaptionEmbedding(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.cap_proj = CaptionProjection(config)
+        features = torch.randn(config.condition_tokens, config.caption_dim) / config.caption_dim ** 0.5
+        self.uncond_embedding = nn.Parameter(features)
+
+
+class GPT(nn.Module):
+    """Tokens of an image in raster order behind a class or a caption; rows of a batch are independent."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.cls_embedding = (ClassEmbedding if config.caption_dim is None else CaptionEmbedding)(config)
+        self.tok_embeddings = nn.Embedding(config.vocabulary, config.dim)
+        self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
+        self.register_buffer("rotations", self._rotations(), persistent=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and "uncond" not in name:
+                nn.init.normal_(parameter, std=0.02)
+
+    def _rotations(self) -> Tensor:
+        c = self.config
+        return grid_rotations(c.grid, c.head_dim, c.condition_tokens, spare=1, base=c.rope_base)
+
+    def condition(self, source: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Embed conditions.
+
+        Args:
+            source: class-conditional: (B,) int64 class ids; text: (B, S, caption_dim) caption features, left-padded
+            valid:  text: (B, S) bool, False where padded; None: all valid
+        Returns:
+            (B, S, dim) embeddings, (B, S) bool valid
+        """
+        if self.config.caption_dim is None:
+            embedded = self.cls_embedding.embedding_table(source)[:, None]
+        else:
+            embedded = self.cls_embedding.cap_proj(source)
+        if valid is None:
+            valid = torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
+        return embedded, valid
+
+    def null_condition(self, batch: int) -> tuple[Tensor, Tensor]:
+        """The condition that guidance is measured against: (B, S, dim) embeddings, (B, S) bool all True."""
+        if self.config.caption_dim is None:
+            null = torch.full((batch,), self.config.classes, device=self.output.weight.device)
+            return self.condition(null)
+        features = self.cls_embedding.uncond_embedding
+        return self.condition(features.expand(batch, *features.shape))
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None = None,
+                slots: Tensor | None = None) -> Tensor:
+        """Hidden states after the last norm.
+
+        Args:
+            x:         (R, N, dim)  embeddings of conditions or tokens
+            positions: (R or 1, N) int64  place in [condition | raster grid]; behind the grid all are one spare place
+            mask:      (R or 1, N, T) bool  which of T keys each may see
+            cache:     where keys and values are kept; they are written at columns `slots`
+            slots:     (R, N) int64
+        Returns:
+            (R, N, dim)
+        """
+        rotations = self.rotations[positions.clamp(max=self.rotations.shape[0] - 1)]
+        for index, block in enumerate(self.layers):
+            x = block(x, rotations, mask, cache=cache, layer=index, slots=slots)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(R, N, dim) hidden states -> (R, N, V) float32."""
+        return self.output(hidden).float()
+
+    def teacher_forced(self, condition: Tensor, valid: Tensor, tokens: Tensor) -> Tensor:
+        """Hidden states (B, S + L - 1, dim) at the S conditions and all but the last of `tokens` (B, L)."""
+        x = torch.cat([condition, self.tok_embeddings(tokens[:, :-1])], 1)
+        places = torch.arange(x.shape[1], device=x.device)
+        return self(x, places[None], condition_mask(valid, x.shape[1]))
+
+    def new_cache(self, rows: int, columns: int) -> Cache:
+        weight, c = self.output.weight, self.config
+        return Cache(c.layers, rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
+
+
+def condition_mask(valid: Tensor, columns: int) -> Tensor:
+    """Causal mask (B, columns, columns) bool in which padded conditions are seen by themselves alone."""
+    shown = F.pad(valid, (0, columns - valid.shape[1]), value=True)
+    causal = torch.ones(columns, columns, dtype=torch.bool, device=valid.device).tril()
+    return causal & (shown[:, None] | torch.eye(columns, dtype=torch.bool, device=valid.device))

@@ -1,0 +1,52 @@
+"""Words instead of a text encoder: a caption's features are learned vectors, one per word."""
+import difflib
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+
+class UnknownWords(ValueError):
+    """A prompt holds words that the model was not trained on."""
+
+
+class Words(nn.Module):
+    """Features (B, S, C) of prompts of at most S words, left-padded as LlamaGen's captions are.
+
+    `vocabulary` lists the words; entry 0 is the padding.
+    """
+
+    def __init__(self, vocabulary: list[str], length: int, width: int):
+        super().__init__()
+        self.vocabulary, self.length = vocabulary, length
+        self.ids = {word: index for index, word in enumerate(vocabulary)}
+        self.table = nn.Embedding(len(vocabulary), width)
+        nn.init.normal_(self.table.weight, std=width ** -0.5)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids (B, S) int64, 0 where padded -> features (B, S, C), valid (B, S) bool."""
+        return self.table(ids), ids != 0
+
+    def encode(self, prompts: list[str]) -> Tensor:
+        """Prompts, words between spaces -> ids (B, S) int64.
+
+        Raises:
+            UnknownWords: names the words, suggests near ones
+            ValueError: a prompt is empty or longer than S words
+        """
+        rows = []
+        for prompt in prompts:
+            words = prompt.lower().split()
+            unknown = [word for word in words if self.ids.get(word, 0) == 0]
+            if unknown:
+                hints = [f"{word!r}{self._near(word)}" for word in unknown]
+                raise UnknownWords(f"prompt {prompt!r} has unknown words: {', '.join(hints)}")
+            if not 1 <= len(words) <= self.length:
+                raise ValueError(f"a prompt must have 1 to {self.length} words, style included, "
+                                 f"got {len(words)}: {prompt!r}")
+            rows.append([0] * (self.length - len(words)) + [self.ids[word] for word in words])
+        return torch.tensor(rows, device=self.table.weight.device)
+
+    def _near(self, word: str) -> str:
+        near = difflib.get_close_matches(word, self.vocabulary[1:], n=3, cutoff=0.6)
+        return f" (near: {', '.join(near)})" if near else " (nothing near it)"

@@ -1,0 +1,1 @@
+"""The training of the shipped model: `python -m specvis.train data|tokenizer|gpt|drafter|ship`."""

@@ -1,0 +1,143 @@
+"""The text-conditional GPT: LlamaGen's architecture on the tokens of the emoji pictures."""
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ..models.llamagen import GPT, GPTConfig
+from ..models.words import Words
+from .run import Run
+
+NULL_SHARE = 0.1  # of the training captions are replaced by the null condition, for guidance
+
+
+class Tokens:
+    """The tokenized pictures of <runs>/tokens.npz: `ids` (N, 256), `captions` (N, S), drawn by weight."""
+
+    def __init__(self, runs: Path, device: torch.device):
+        arrays = np.load(runs / "tokens.npz")
+        self.ids = torch.from_numpy(arrays["tokens"].astype(np.int64)).to(device)
+        self.captions = torch.from_numpy(arrays["condition"].astype(np.int64)).to(device)
+        held_out = torch.from_numpy(arrays["held_out"])
+        self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
+        self.weights = torch.from_numpy(arrays["weight"]).float()[self.train]
+        self.vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
+
+    def draw(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        return self.train[torch.multinomial(self.weights, batch, replacement=True, generator=generator)]
+
+
+class Captioned(nn.Module):
+    """The GPT and the words that it is told, trained together."""
+
+    def __init__(self, config: GPTConfig, vocabulary: list[str]):
+        super().__init__()
+        self.words = Words(vocabulary, config.condition_tokens, config.caption_dim)
+        self.gpt = GPT(config)
+
+    def condition(self, captions, null=None):
+        """Captions (B, S) -> embeddings (B, S, dim), valid (B, S); `null` (B,) bool replaces them by the null condition."""
+        condition, valid = self.gpt.condition(*self.words(captions))
+        if null is not None:
+            nothing, all_valid = self.gpt.null_condition(len(captions))
+            condition = torch.where(null[:, None, None], nothing, condition)
+            valid = torch.where(null[:, None], all_valid, valid)
+        return condition, valid
+
+    def logits(self, captions, ids, null=None):
+        """Logits (B, 256, V) of ids (B, 256)."""
+        hidden = self.gpt.teacher_forced(*self.condition(captions, null), ids)
+        return self.gpt.logits(hidden[:, captions.shape[1] - 1:])
+
+
+def start_from_codebook(gpt: GPT, codebook: torch.Tensor, generator: torch.Generator) -> None:
+    """Embeddings and head begin as projections of the codes, so that near codes begin as near synonyms."""
+    dim = gpt.config.dim
+    for table, scale in ((gpt.tok_embeddings.weight, 0.1), (gpt.output.weight, 0.05)):
+        projection = torch.randn(codebook.shape[1], dim, generator=generator) * scale
+        table.data.copy_(codebook.cpu() @ projection)
+
+
+def mixed_precision(device: torch.device):
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+@torch.no_grad()
+def measure(model: Captioned, tokens: Tokens, which: torch.Tensor, batch: int = 32) -> dict[str, float]:
+    """Mean negative log-likelihood, top-1 and top-10 probability and entropy (nats) over pictures `which`."""
+    sums, count = torch.zeros(4, dtype=torch.float64), 0
+    for rows in which.split(batch):
+        log_probs = model.logits(tokens.captions[rows], tokens.ids[rows]).log_softmax(-1)
+        probs = log_probs.exp()
+        top = probs.topk(10, -1).values
+        nll = -log_probs.gather(-1, tokens.ids[rows][..., None])
+        entropy = -(probs * log_probs).sum(-1)
+        sums += torch.stack([nll.sum(), top[..., 0].sum(), top.sum(), entropy.sum()]).double().cpu()
+        count += nll.numel()
+    return dict(zip(("nll", "top1", "top10", "entropy"), (sums / count).tolist()))
+
+
+@click.command()
+@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
+              help="Folder of the training stages.")
+@click.option("--minutes", type=float, help="Length of the run in minutes, counted across interruptions.")
+@click.option("--steps", type=int, help="Length of the run in steps, instead of minutes.")
+@click.option("--batch", default=16, show_default=True, help="Pictures a step.")
+@click.option("--lr", default=1.5e-3, show_default=True, help="Peak learning rate.")
+@click.option("--dim", default=192, show_default=True, help="Width of the model.")
+@click.option("--layers", default=6, show_default=True)
+@click.option("--heads", default=3, show_default=True)
+@click.option("--dropout", default=0.0, show_default=True)
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
+              help="Compile the training step (about 1.2 times faster, a minute to start).")
+def gpt(runs, minutes, steps, batch, lr, dim, layers, heads, dropout, device, compiled):
+    """Train the GPT on runs/tokens.npz; writes runs/gpt/gpt.safetensors, words.safetensors and config.json."""
+    torch.manual_seed(0)
+    device = torch.device(device)
+    tokens = Tokens(runs, device)
+    codebook = F.normalize(load_file(runs / "tokenizer" / "tokenizer.safetensors")["quantize.embedding.weight"].float())
+    config = GPTConfig(dim, layers, heads, vocabulary=len(codebook), grid=16,
+                       condition_tokens=tokens.captions.shape[1], caption_dim=64, dropout=dropout)
+    model = Captioned(config, tokens.vocabulary)
+    start_from_codebook(model.gpt, codebook, torch.Generator().manual_seed(0))
+    model.to(device)
+    run = Run(runs / "gpt", model, lr=lr, weight_decay=0.05, minutes=minutes, steps=steps)
+
+    def loss_of(captions, ids, null):
+        with mixed_precision(device):
+            logits = model.logits(captions, ids, null)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    train_loss = torch.compile(loss_of) if compiled else loss_of
+    recent = []
+    for step in run:
+        generator = run.generator(step)
+        rows = tokens.draw(batch, generator)
+        null = (torch.rand(batch, generator=generator) < NULL_SHARE).to(device)
+        loss = train_loss(tokens.captions[rows], tokens.ids[rows], null)
+        run.descend(loss)
+        recent.append(loss.detach())
+        if run.step % 100 == 99:
+            model.eval()
+            with mixed_precision(device):
+                held_out = measure(model, tokens, tokens.test[:: max(1, len(tokens.test) // 96)])
+            model.train()
+            run.log(loss=torch.stack(recent).mean(), held_out=held_out["nll"], top1=held_out["top1"],
+                    epochs=run.step * batch / len(tokens.train), lr=run.lr)
+            recent = []
+    half = {name: value.half().contiguous() for name, value in model.state_dict().items()}
+    for part in ("gpt", "words"):
+        save_file({name.removeprefix(part + "."): value for name, value in half.items()
+                   if name.startswith(part + ".")}, runs / "gpt" / f"{part}.safetensors")
+    (runs / "gpt" / "config.json").write_text(json.dumps(asdict(config), indent=1))
+    model.eval()
+    for name, which in (("training names", tokens.train[:: max(1, len(tokens.train) // 256)]), ("held-out names", tokens.test)):
+        numbers = measure(model, tokens, which)
+        click.echo(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))

@@ -1,0 +1,87 @@
+"""What every training stage does alike: schedule, progress bar, log, checkpoints, resuming."""
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+
+class Run:
+    """Iterating gives the step numbers still to do; time and steps count on across interruptions.
+
+        for step in run:
+            loss = ...
+            run.descend(loss)
+
+    Randomness is to be drawn from `run.generator(step)`, so that a resumed run draws what an unbroken one would.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module, *, lr: float, weight_decay: float, minutes: float | None,
+                 steps: int | None, warmup: int = 100, floor: float = 0.03, seed: int = 0):
+        if (minutes is None) == (steps is None):
+            raise ValueError(f"set exactly one of minutes and steps, got minutes={minutes}, steps={steps}")
+        self.folder, self.model, self.seed = folder, model, seed
+        self.minutes, self.steps, self.peak, self.warmup, self.floor = minutes, steps, lr, warmup, floor
+        matrices = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]
+        vectors = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
+        self.optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": weight_decay},
+                                            {"params": vectors, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95))
+        self.step, self.seconds, self.lr = 0, 0.0, 0.0
+        self.checkpoint = folder / "checkpoint.pt"
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.checkpoint.exists():
+            device = next(model.parameters()).device
+            state = torch.load(self.checkpoint, map_location=device, weights_only=True)
+            model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.seconds = state["step"], state["seconds"]
+
+    @property
+    def done(self) -> float:
+        """The share of the run that is over, 0 to 1."""
+        return min(1.0, self.step / self.steps if self.steps else self.seconds / (60 * self.minutes))
+
+    def generator(self, step: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+
+    def __iter__(self) -> Iterator[int]:
+        saved = last = time.monotonic()
+        with tqdm(total=100, initial=round(100 * self.done, 1), unit="%", desc=self.folder.name,
+                  bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}") as self.bar:
+            while self.done < 1:
+                cosine = 0.5 * (1 + math.cos(math.pi * self.done))
+                self.lr = self.peak * min(1, (self.step + 1) / self.warmup) * (self.floor + (1 - self.floor) * cosine)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self.lr
+                yield self.step
+                self.step += 1
+                now = time.monotonic()
+                self.seconds, last = self.seconds + now - last, now
+                self.bar.update(round(100 * self.done, 1) - self.bar.n)
+                if now - saved > 120:
+                    self.save()
+                    saved = now
+            self.save()
+
+    def descend(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def log(self, **numbers: float) -> None:
+        """Append one line to <folder>/log.jsonl and show it beside the bar."""
+        numbers = {name: round(float(value), 4) for name, value in numbers.items()}
+        with open(self.folder / "log.jsonl", "a") as file:
+            print(json.dumps({"step": self.step, "seconds": round(self.seconds), **numbers}), file=file)
+        self.bar.set_postfix(numbers)
+
+    def save(self) -> None:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                 "step": self.step, "seconds": self.seconds}
+        torch.save(state, self.checkpoint.with_suffix(".new"))
+        self.checkpoint.with_suffix(".new").replace(self.checkpoint)  # an interruption leaves the old one whole

@@ -1,0 +1,78 @@
+"""Put the trained parts together: the package's weights, and the record of the run."""
+import json
+import shutil
+from pathlib import Path
+
+import click
+import matplotlib
+import torch
+from PIL import Image
+
+from ..decode import Sampling
+from ..methods import METHODS
+from ..pipeline import SHIPPED, Pipeline
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
+
+SHOWN = ["red heart", "grinning face", "smiling face with sunglasses", "waving hand", "thumbs up", "pirate flag",
+         "rainbow flag", "pizza", "red apple", "dog face", "cat face", "soccer ball", "rocket", "sun with face",
+         "green circle", "rose"]
+STYLES = ["fluent-3d", "fluent-flat", "noto"]
+
+
+def curves(runs: Path, path: Path) -> None:
+    """One panel per stage: what its log holds, against steps."""
+    figure, panels = plt.subplots(1, 3, figsize=(13, 3.5), constrained_layout=True)
+    for panel, (stage, keys) in zip(panels, {"tokenizer": ("psnr",), "gpt": ("loss", "held_out"),
+                                            "drafter": ("top1", "top3", "acceptance")}.items()):
+        lines = [json.loads(line) for line in (runs / stage / "log.jsonl").read_text().splitlines()]
+        for key in keys:
+            panel.plot([line["step"] for line in lines], [line[key] for line in lines], label=key)
+        panel.set(title=stage, xlabel="step", ylabel={"tokenizer": "dB", "gpt": "nats"}.get(stage, "share"))
+        panel.legend()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: float) -> None:
+    """SHOWN across, STYLES down, decoded plainly."""
+    rows = []
+    for style in STYLES:
+        sampling = Sampling.of(list(range(len(SHOWN))), guidance=guidance, temperature=temperature)
+        prompts = [f"{style} {name}" for name in SHOWN]
+        rows.append(pipeline.pictures(pipeline.tokens(prompts, METHODS["vanilla"], sampling).tokens))
+    side = rows[0][0].width
+    sheet = Image.new("RGB", (side * len(SHOWN), side * len(STYLES)), "white")
+    for y, row in enumerate(rows):
+        for x, picture in enumerate(row):
+            sheet.paste(picture, (x * side, y * side))
+    sheet.save(path)
+
+
+@click.command()
+@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
+              help="Folder of the training stages.")
+@click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, help="Where the weights go. [default: the package]")
+@click.option("--record", type=click.Path(path_type=Path), default="benchmarks/results/training", show_default=True,
+              help="Where logs, curves and the contact sheet go.")
+@click.option("--guidance", default=3.0, show_default=True)
+def ship(runs, weights, record, guidance):
+    """Copy the trained parts to the package, and logs, curves and a contact sheet to the record."""
+    weights.mkdir(parents=True, exist_ok=True)
+    record.mkdir(parents=True, exist_ok=True)
+    for source, name in (("gpt/gpt.safetensors", "gpt.safetensors"), ("gpt/words.safetensors", "words.safetensors"),
+                         ("gpt/config.json", "config.json"), ("tokenizer/tokenizer.safetensors", "tokenizer.safetensors"),
+                         ("tokenizer/config.json", "tokenizer.json"), ("drafter/drafter.safetensors", "drafter.safetensors")):
+        shutil.copyfile(runs / source, weights / name)
+    vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
+    (weights / "vocabulary.json").write_text(json.dumps({"words": vocabulary}))
+    for stage in ("tokenizer", "gpt", "drafter"):
+        shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
+    shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")
+    shutil.copyfile(runs / "tokenizer" / "reconstructions.png", record / "reconstructions.png")
+    curves(runs, record / "curves.png")
+    pipeline = Pipeline.load(weights)
+    for temperature in (1.0, 0.0):
+        torch.manual_seed(0)
+        contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance)

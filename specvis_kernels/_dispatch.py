@@ -1,0 +1,119 @@
+"""How an op finds its kernel. This file is the whole mechanism.
+
+Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
+
+    dispatch key               kernel             file
+    CompositeExplicitAutograd  oracle             specvis_kernels/<op>.py
+    Meta                       output shapes      specvis_kernels/<op>.py
+    CPU                        C++                csrc/<op>.cpp                 if built
+    CUDA                       CUDA C++           csrc/<op>.cu                  if built
+                               else Triton        specvis_kernels/triton/<op>.py
+
+PyTorch prefers a device's own key to the composite one, so where a kernel is missing the oracle
+answers: nothing is chosen in Python on the ordinary path.
+
+Every op reports per row or per request in `status` (int32): 0 is ok, else these bits.
+"""
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+EMPTY_RESIDUAL = 1  # nothing was left of the residual target: the target itself was used instead
+INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative, or no mass
+INVALID_TREE = 4    # a parent, link, row or token id out of range: reported, never followed
+INVALID_RULE = 8    # omega < 1 with neighborhoods and the optimal residual: undefined, so nothing is accepted
+
+NAMESPACE = __package__
+_library = torch.library.Library(NAMESPACE, "DEF")
+_kernels: dict[str, dict] = {}  # op name -> backend name -> callable
+
+for _file in ("_ops.so", "_ops_cuda.so"):  # built? then it must load: a broken build is an error, not a fallback
+    _path = Path(__file__).with_name(_file)
+    if _path.exists() and (_file == "_ops.so" or torch.version.cuda):
+        torch.ops.load_library(_path)
+
+
+def define(schema: str, *, oracle, meta):
+    """Define the op that `schema` names. Returns `call(backend, *args, **kwargs)`."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def built(key):
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
+
+    def triton(*args, **kwargs):  # imported at the first call: Triton takes a second or two to import
+        return getattr(import_module(f".triton.{name}", __package__), name)(*args, **kwargs)
+
+    kernels = _kernels[name] = {"oracle": oracle}
+    if built("CPU"):
+        kernels["cpu"] = op
+    if built("CUDA"):
+        kernels["cuda"] = op
+    if find_spec("triton") and find_spec(f".triton.{name}", __package__):
+        kernels["triton"] = triton
+
+    _library.impl(name, oracle, "CompositeExplicitAutograd")
+    if "triton" in kernels and "cuda" not in kernels:
+        _library.impl(name, triton, "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", meta, lib=_library)
+
+    def call(backend, *args, **kwargs):
+        if backend is None:
+            return op(*args, **kwargs)
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        if backend not in backends(name, device):
+            raise ValueError(f"backend of {name} must be one of {', '.join(backends(name, device))} "
+                             f"for {device} tensors here, got {backend!r}")
+        return kernels[backend](*args, **kwargs)
+
+    return call
+
+
+def ops() -> list[str]:
+    """The name of every op."""
+    return list(_kernels)
+
+
+def backends(name: str, device: str = "cpu") -> list[str]:
+    """The backends that op `name` can be forced to for tensors on `device`, the oracle first.
+
+    Triton runs on CPU tensors only under its interpreter (TRITON_INTERPRET=1, set before the first import).
+    """
+    runs = {"oracle": True, "cpu": device == "cpu", "cuda": device == "cuda",
+            "triton": device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"}
+    return [backend for backend in _kernels[name] if runs[backend]]
+
+
+def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | None = None, **sizes: int) -> None:
+    """Raise ValueError unless `tensor` has this dtype (or one of these), these sizes, in this order, and the device of `like`.
+
+    check("tokens", tokens, torch.int64, B=B, N=N) may say
+    "tokens must be int64 (B=2, N=5), got int64 (2, 4)".
+    """
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes or tuple(tensor.shape) != tuple(sizes.values()):
+        wanted = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
+        raise ValueError(f"{name} must be {' or '.join(str(d)[6:] for d in dtypes)} ({wanted}), "
+                         f"got {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")
+
+
+def check_dims(name: str, tensor: Tensor, letters: str) -> torch.Size:
+    """Raise ValueError unless `tensor` has one dimension per letter; returns its shape.
+
+    check_dims("probs", probs, "BNV") may say "probs must have 3 dimensions (B, N, V), got shape (2, 4)".
+    """
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.ndim != len(letters):
+        raise ValueError(f"{name} must have {len(letters)} dimensions ({', '.join(letters)}), "
+                         f"got shape {tuple(tensor.shape)}")
+    return tensor.shape
