@@ -82,6 +82,7 @@ def test_guidance_by_hand(backend, cond, uncond, guidance, expected):
     ([0.0, 1.0, 2.0], {"temperature": -1.0}),
     ([0.0, 1.0, 2.0], {"temperature": NAN}),
     ([-INF, 1.0, 2.0], {"uncond": [NAN, 0.0, 0.0]}),    # a -inf does not hide it
+    ([-INF, 1.0, 2.0], {"uncond": [INF, 0.0, 0.0]}),
     ([0.0, 1.0, 2.0], {"uncond": [-INF, 0.0, 0.0]}),    # guidance away from -inf is +inf
     ([0.0, 3e38, 0.0], {"temperature": 0.5}),           # overflow
 ])
@@ -141,6 +142,15 @@ def test_the_kept_set_is_the_oracles(backend):
     assert (got > 0).sum(-1).flatten().tolist()[1] == 1
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(got.sum(-1), torch.ones(6, 1, device=DEVICE), rtol=1e-6, atol=0)
+
+
+@BACKENDS
+def test_exp_is_right_to_rounding(backend):
+    logits = torch.linspace(-60, 0, 2001, device=DEVICE).view(1, 1, -1)
+    one = torch.ones(1, device=DEVICE)
+    probs, _ = guided_probs(logits, None, one, one, torch.zeros_like(one, dtype=torch.int32), one, backend=backend)
+    coarse = DEVICE == "cuda" and backend == "triton"  # the GPU's exp multiplies by log2(e) in float32 first
+    torch.testing.assert_close(probs.double(), logits.double().softmax(-1), rtol=1e-5 if coarse else 4e-7, atol=0)
 
 
 @BACKENDS
