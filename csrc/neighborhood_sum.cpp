@@ -1,4 +1,4 @@
-// neighborhood_sum on the CPU: one pass over each row for its validity, then a walk along the token's neighbors.
+// neighborhood_sum on the CPU: a pass over each row for its validity, then a walk along its neighbors.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -55,4 +55,6 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum_cpu(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum_cpu));
+}

@@ -63,8 +63,8 @@ struct Kept {
   int64_t mass, count;
 };
 
-// The longest prefix of the first `columns` neighbors that the budget allows: sums only grow, so stop at the first
-// overflow. weight(v) gives the row.
+// The longest prefix of the first `columns` neighbors that the budget allows: sums only grow, so stop at the
+// first overflow. weight(v) gives the row.
 template <class Weight>
 Kept kept_prefix(Weight weight, int64_t V, const Neighbors& neighbors, int64_t columns, int64_t token,
                  const Budget& budget) {

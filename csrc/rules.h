@@ -24,7 +24,9 @@ inline Cutoff cutoff_named(const std::string& kind) {
   return kind == "tvd" ? Cutoff::tvd : kind == "ratio" ? Cutoff::ratio : Cutoff::jsd;
 }
 inline Residual residual_named(const std::string& residual) {
-  return residual == "optimal" ? Residual::optimal : residual == "relaxed" ? Residual::relaxed : Residual::released;
+  return residual == "optimal"   ? Residual::optimal
+         : residual == "relaxed" ? Residual::relaxed
+                                 : Residual::released;
 }
 
 constexpr double kFixedOne = 281474976710656.0;    // 2^48: probabilities are counted in units of 2^-48
@@ -33,9 +35,11 @@ constexpr double kCeiling = 4611686018427387904.0;  // 2^62: where a threshold s
 // False for NaN, negatives, and what no rounding of a probability reaches.
 HOST_DEVICE inline bool is_probability(float p) { return p >= 0.0f && p <= 2.0f; }
 
-HOST_DEVICE inline int64_t to_fixed(float p) { return static_cast<int64_t>(p * static_cast<float>(kFixedOne)); }
+HOST_DEVICE inline int64_t to_fixed(float p) {
+  return static_cast<int64_t>(p * static_cast<float>(kFixedOne));
+}
 
-// Jensen-Shannon divergence between moving a neighborhood of mass `moved` onto a token of mass `own` and not doing so.
+// Jensen-Shannon divergence of a row from itself with mass `moved` put onto a token of mass `own`.
 HOST_DEVICE inline double jsd(double moved, double own) {
   const double half = own + moved / 2, both = own + moved;
   const double first = own > 0 ? own * log(own / half) : 0.0;
@@ -62,8 +66,8 @@ struct Budget {
   }
 };
 
-// A candidate before its uniform: `own` is its weight of `total`, `rho` the relaxed one, `drafted` its draft weight of
-// `draft_total` (both unused for a point mass).
+// A candidate before its uniform: `own` is its weight of `total`, `rho` the relaxed one, `drafted` its draft
+// weight of `draft_total` (both unused for a point mass).
 struct Candidate {
   bool sampled;
   int64_t own, rho, total, drafted, draft_total;
@@ -107,7 +111,7 @@ HOST_DEVICE inline int64_t draw_at(float uniform, int64_t total) {
   return aim < static_cast<double>(total) ? static_cast<int64_t>(aim) : total - 1;
 }
 
-// Greedy: is x the argmax (lowest id on ties) of a row whose argmax is `top`, once x's weight is raised to rho?
+// Greedy: is x the argmax (lowest id on ties) of a row with argmax `top`, once x's weight is raised to rho?
 HOST_DEVICE inline bool is_argmax(int64_t x, int64_t rho, int64_t top, int64_t most) {
   return x == top || rho > most || (rho == most && x < top);
 }

@@ -65,4 +65,6 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("sample_residual", TORCH_BOX(&sample_residual_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("sample_residual", TORCH_BOX(&sample_residual_cpu));
+}

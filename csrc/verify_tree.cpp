@@ -1,5 +1,5 @@
-// verify_tree on the CPU: one request per task, walking from the root; a row is copied into fixed point only when a
-// rejection first changes it.
+// verify_tree on the CPU: one request per task, walking from the root; a row is copied into fixed point only
+// when a rejection first changes it.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -73,7 +73,7 @@ struct Scratch {
   std::unique_ptr<int32_t[]> depth, parent, departures;  // (N)
 };
 
-// The residual target at one node: the row of probabilities until a rejection changes it, then a copy in fixed point.
+// The residual target at one node: the row of probabilities, or once changed a copy in fixed point.
 class Rest {
  public:
   Rest(const float* row, int64_t V, int64_t total, int64_t* scratch)
@@ -116,7 +116,7 @@ void clear_neighbors(const Request& request, Rest& rest, int64_t x, int64_t coun
   }
 }
 
-// `draft` spares x's first `count` neighbors for one subtraction: marked by negative values, which subtract() undoes.
+// `draft` spares x's first `count` neighbors once: marked by negatives, which subtract() undoes.
 void spare_neighbors(const Request& request, int64_t* draft, int64_t x, int64_t count) {
   for (int64_t j = 0; j < count; ++j) {
     const int64_t id = request.neighbors(x, j);
@@ -137,7 +137,8 @@ void subtract(Rest& rest, int64_t V, double total, int64_t* draft, double draft_
 }
 
 // What the rejection of x leaves of the target.
-void reject(const Request& request, Rest& rest, int64_t* draft, const Candidate& candidate, int64_t x, int64_t kept) {
+void reject(const Request& request, Rest& rest, int64_t* draft, const Candidate& candidate, int64_t x,
+            int64_t kept) {
   const int64_t all = request.neighbors.columns();
   const double slack = specvis::slack_of(candidate.omega);
   if (!candidate.sampled) {
@@ -152,8 +153,8 @@ void reject(const Request& request, Rest& rest, int64_t* draft, const Candidate&
     rest.set(x, candidate.rho);
   }
   if (request.residual == Residual::released && kept > 0) spare_neighbors(request, draft, x, all);
-  subtract(rest, request.V, static_cast<double>(candidate.total), draft, static_cast<double>(candidate.draft_total),
-           request.residual == Residual::optimal ? slack : 0.0);
+  subtract(rest, request.V, static_cast<double>(candidate.total), draft,
+           static_cast<double>(candidate.draft_total), request.residual == Residual::optimal ? slack : 0.0);
 }
 
 void walk(const Request& request, const Scratch& scratch, Verdict& out) {
@@ -197,8 +198,8 @@ void walk(const Request& request, const Scratch& scratch, Verdict& out) {
       const int64_t own = rest(x);
       const Kept kept = specvis::kept_prefix(rest, V, request.neighbors, request.columns, x,
                                              request.budget(own, rest.total()));
-      const Candidate candidate = {sampled, own, own + kept.mass, rest.total(), sampled ? draft[x] : 0, draft_total,
-                                   request.omega ? request.omega[out.accepted] : 1.0};
+      const Candidate candidate = {sampled, own, own + kept.mass, rest.total(), sampled ? draft[x] : 0,
+                                   draft_total, request.omega ? request.omega[out.accepted] : 1.0};
       const double probability = candidate.probability(false);
       out.excess += reach * (probability - candidate.probability(true));
       reach *= 1 - probability;
@@ -228,7 +229,8 @@ void walk(const Request& request, const Scratch& scratch, Verdict& out) {
 // A greedy request: nodes in order, each judging its chain of children.
 void judge(const Request& request, const Scratch& scratch, Verdict& out) {
   const int64_t N = request.N, V = request.V;
-  int32_t *depth = scratch.depth.get(), *parent = scratch.parent.get(), *departures = scratch.departures.get();
+  int32_t *depth = scratch.depth.get(), *parent = scratch.parent.get();
+  int32_t* departures = scratch.departures.get();
   for (int64_t n = 0; n < N; ++n) depth[n] = -1;
   depth[0] = departures[0] = 0;
 
@@ -301,10 +303,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
                    target_probs.const_data_ptr<float>(), tokens.const_data_ptr<int64_t>(),
                    first_child.const_data_ptr<int32_t>(), next_sibling.const_data_ptr<int32_t>(),
                    uniforms.const_data_ptr<float>(), data<float>(draft_probs), data<int32_t>(draft_row),
-                   data<float>(omega), {}, 0, 0, specvis::cutoff_named(kind), specvis::residual_named(residual)};
+                   data<float>(omega), {}, 0, 0, specvis::cutoff_named(kind),
+                   specvis::residual_named(residual)};
   if (neighbors) {
-    first.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), neighbors->scalar_type() == ScalarType::UInt16,
-                                         neighbors->size(0), neighbors->size(1), offset);
+    first.neighbors = specvis::Neighbors(
+        neighbors->const_data_ptr(), neighbors->scalar_type() == ScalarType::UInt16, neighbors->size(0),
+        neighbors->size(1), offset);
     first.columns = neighbors->size(1) - (first.residual == Residual::released);
   }
   const float* cutoffs = data<float>(cutoff);

@@ -13,15 +13,15 @@ CEILING = 2.0 ** 62  # where a threshold saturates: more than any row's total
 
 
 def to_fixed(probs: Tensor) -> Tensor:
-    """float32 or float64 probabilities -> int64 of the same shape; NaN, infinite and negative entries must be gone."""
+    """float32 or float64 probabilities -> int64 of the same shape; NaN, infinite and negative ones must be gone."""
     return (probs * FIXED_ONE).to(torch.int64)
 
 
 def weigh(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(..., V) float32 -> weights (..., V) int64, their totals (...), and which rows are valid (...) bool.
 
-    A row is invalid if an entry is NaN, negative or above LARGEST (such an entry weighs 0), or if nothing is left
-    of it in fixed point.
+    A row is invalid if an entry is NaN, negative or above LARGEST (such an entry weighs 0), or if nothing is
+    left of it in fixed point.
     """
     sound = (probs >= 0) & (probs <= LARGEST)
     weights = to_fixed(torch.where(sound, probs, 0.0))

@@ -14,20 +14,20 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, cutoff: T
                      offset: int = 0, backend: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The probability of each token, plus that of its nearest codes for as long as the cutoff allows.
 
-    Neighbors are added nearest first. With S the running sum of their probabilities and r the token's own, one is
-    kept while
+    Neighbors are added nearest first. With S the running sum of their probabilities and r the token's own,
+    one is kept while
 
-        tvd    S <= cutoff               moving them onto the token changes the row by S in total variation (LANTERN)
+        tvd    S <= cutoff               moving them to the token is a change of S in total variation (LANTERN)
         ratio  S <= cutoff * r           (LANTERN++: a release's `lantern_delta` l is the ratio l - 1)
         jsd    JSD(S, r) <= cutoff       1/2 [S ln 2 + r ln(r / h) + (r + S) ln((r + S) / h)], h = r + S / 2
 
-    and the first that is not ends the list. A neighbor of probability 0 takes a place and no budget. A negative or
-    NaN cutoff keeps nothing. Sums are in fixed point (floor(p * 2**48)), so they do not depend on their order.
+    and the first that is not ends the list. A neighbor of probability 0 takes a place and no budget. A
+    negative or NaN cutoff keeps nothing. Sums are in fixed point (floor(p * 2**48)), so their order does not matter.
     (LANTERN, arXiv:2410.03355, section 4; LANTERN++, arXiv:2502.06352.)
 
     Args:
         probs:      (R, V) float32          rows of probabilities, each of total 1
-        tokens:     (R,)   int64            a token of each row; outside [0, V) it is reported
+        tokens:     (R,)   int64            one token of each row; outside [0, V) it is reported
         neighbors:  (C, k) uint16 or int32  each code's neighbors, nearest first: distinct, itself excluded
         cutoff:     (R,)   float32          what the sum is compared with
         kind:       "tvd", "ratio" or "jsd"
@@ -47,8 +47,8 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, cutoff: T
     check("tokens", tokens, torch.int64, like=probs, R=R)
     check_neighbors(neighbors, kind, offset, V, like=probs)
     check("cutoff", cutoff, torch.float32, like=probs, R=R)
-    return _call(backend, probs.contiguous(), tokens.contiguous(), neighbors.contiguous(), cutoff.contiguous(),
-                 kind, offset)
+    rows = [t.contiguous() for t in (probs, tokens, neighbors, cutoff)]
+    return _call(backend, *rows, kind, offset)
 
 
 def check_neighbors(neighbors: Tensor, kind: str, offset: int, V: int, like: Tensor) -> None:
@@ -67,8 +67,8 @@ def kept_prefix(weights: Tensor, total: Tensor, tokens: Tensor, neighbors: Tenso
                 offset: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which of the first `columns` neighbors the cutoff keeps. For oracles.
 
-    weights (..., V) int64, total, tokens (in [0, V)) and cutoff (...) -> their sum (...) int64, how many (...),
-    and the ids (..., all columns) int64 of every neighbor, V where there is none.
+    weights (..., V) int64, total, tokens (in [0, V)) and cutoff (...) -> the kept ones' sum (...) int64, how
+    many (...), and the ids (..., all columns) int64 of every neighbor, V where there is none.
     """
     V, C = weights.shape[-1], neighbors.shape[0]
     row = tokens - offset

@@ -6,14 +6,15 @@ from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, check, check_d
 from ._numbers import FIXED_ONE, draw, weigh
 
 
-def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor, *, omega: Tensor | None = None,
-                    backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """One token per row from the normalized positive part of max(P - Q, (1 - omega) P), or from P without a draft Q.
+def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor, *,
+                    omega: Tensor | None = None, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """One token per row from the normalized max(P - Q, (1 - omega) P, 0), or from P without a draft Q.
 
     It is the residual `optimal` of verify_tree, for decoders with a loop of their own: accept a draft x if
-    u Q(x) < omega P(x), else take this op's token, and for omega <= 1 the result is distributed as P. Both rows count
-    in fixed point, floor(p * 2**48) divided by their total. Sampling is by inverse CDF in vocabulary order. If nothing
-    is left of the residual the token comes from P. (Leviathan et al., arXiv:2211.17192; COOL-SD, arXiv:2601.09212.)
+    u Q(x) < omega P(x), else take this op's token, and for omega <= 1 the result is distributed as P. Both
+    rows count in fixed point, floor(p * 2**48) divided by their total. Sampling is by inverse CDF in
+    vocabulary order. If nothing is left of the residual the token comes from P. (Leviathan et al.,
+    arXiv:2211.17192; COOL-SD, arXiv:2601.09212.)
 
     Args:
         target_probs:  (R, V) float32          P
@@ -69,5 +70,6 @@ def _meta(target_probs, draft_probs, uniforms, omega):
 
 
 _call = define(
-    "sample_residual(Tensor target_probs, Tensor? draft_probs, Tensor uniforms, Tensor? omega) -> (Tensor, Tensor)",
+    "sample_residual(Tensor target_probs, Tensor? draft_probs, Tensor uniforms, Tensor? omega)"
+    " -> (Tensor, Tensor)",
     oracle=_oracle, meta=_meta)

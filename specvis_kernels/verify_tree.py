@@ -9,74 +9,77 @@ from .neighborhood_sum import check_neighbors, kept_prefix
 RESIDUALS = ("optimal", "relaxed", "released")
 
 
-def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor, uniforms: Tensor, *,
-                draft_probs: Tensor | None = None, draft_row: Tensor | None = None,
-                neighbors: Tensor | None = None, cutoff: Tensor | None = None, kind: str = "tvd", offset: int = 0,
-                omega: Tensor | None = None, residual: str = "optimal", greedy: Tensor | None = None, P: int,
+def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
+                uniforms: Tensor, *, draft_probs: Tensor | None = None, draft_row: Tensor | None = None,
+                neighbors: Tensor | None = None, cutoff: Tensor | None = None, kind: str = "tvd",
+                offset: int = 0, omega: Tensor | None = None, residual: str = "optimal",
+                greedy: Tensor | None = None, P: int,
                 backend: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Which drafted tokens stand, and the token after them; without relaxation exactly the target's distribution.
+    """Which drafted tokens stand, and the token after them: without relaxation, distributed as the target's own.
 
-    At a node, R starts as the node's row of target_probs. Its children are tried in sibling order. Child x at depth d
-    with uniform u has relaxed mass rho = R(x) + S, S the sum of the neighbors that the cutoff keeps (see
-    neighborhood_sum; no neighbors: S = 0), and proposal Q: all mass on x, or the draft row without the earlier
+    At a node, R starts as the node's row of target_probs. Its children are tried in sibling order. Child x at
+    depth d with uniform u has relaxed mass rho = R(x) + S, S the sum of the neighbors that the cutoff keeps (see
+    neighborhood_sum; 0 without neighbors), and proposal Q: all mass on x, or the draft row without the earlier
     siblings, renormalized. It is accepted iff
 
         u * Q(x) < omega_d * rho   and   rho > 0
 
     and the walk goes on at x. Otherwise R becomes the normalized positive part of
 
-        optimal   max(R - Q, (1 - omega_d) R)       the closest to the target; exact where omega_d <= 1 without neighbors
-        relaxed   R' - Q                            R' = R with the kept neighbors' mass moved onto x (LANTERN, eq. 3)
-        released  R - Q                             as LANTERN's code does it. With at least one neighbor kept, the point
-                                                    mass also removes the first k + 1 neighbors, and a sampled Q spares
-                                                    them; the table has k + 1 columns, the cutoff looks at the first k
+        optimal   max(R - Q, (1 - omega_d) R)   the closest to the target, and exact for omega_d <= 1 without
+                                                neighbors
+        relaxed   R' - Q                        R' = R with the kept neighbors' mass moved to x (LANTERN, eq. 3)
+        released  R - Q                         as LANTERN's code does it. With at least one neighbor kept, a point
+                                                mass also removes the first k + 1 neighbors, and a sampled Q spares
+                                                them: the table has k + 1 columns, the cutoff looks at k of them
 
-    for the next sibling; if nothing is left of it, the target's row (EMPTY_RESIDUAL). When no child is accepted the
-    next token is drawn from R; at a leaf, or at depth P, from the node's row. A sibling all of whose draft mass sat
-    on earlier siblings is skipped. A node whose draft row is invalid counts as a leaf.
+    for the next sibling; if nothing is left of it, the target's row (EMPTY_RESIDUAL). When no child is accepted
+    the next token is drawn from R; at a leaf, or at depth P, from the node's row. A sibling all of whose draft
+    mass sat on earlier siblings is skipped. A node whose draft row is invalid counts as a leaf.
 
-    A greedy request judges all nodes by themselves: child x is accepted iff it is the argmax (lowest id on ties) of its
-    parent's row with x's entry raised to rho. The deepest path of at most P accepted nodes wins, the first in node order
-    on ties, and the argmax of the row at its end follows. It looks at no draft row, uniform or omega.
+    A greedy request judges every node by itself: child x is accepted iff it is the argmax (lowest id on ties) of
+    its parent's row with x's entry raised to rho. The deepest path of at most P accepted nodes wins, the first in
+    node order on ties, and the argmax of the row at its end follows. Draft rows, uniforms and omega do not matter.
 
-    All probabilities are fixed point, p = floor(p * 2**48), and a comparison takes one float64 product a side, so every
-    backend decides alike. (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, with the optimal residual at every
-    depth; EAGLE, arXiv:2401.15077.)
+    Probabilities are fixed point, floor(p * 2**48), and a comparison takes one float64 product a side, so every
+    backend decides alike. (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal residual
+    at every depth; EAGLE, arXiv:2401.15077.)
 
     Args:
-        target_probs:  (B, N, V) float32          the target's distribution after each node; node 0 is the root
-        tokens:        (B, N)    int64            the token at each node, in [0, V); the root's is not looked at
-        first_child:   (B, N)    int32            each node's first child, a later node, or -1
-        next_sibling:  (B, N)    int32            the child of the same parent tried next, a later node, or -1
-        uniforms:      (B, N)    float32          in [0, 1): column n > 0 decides node n, column 0 draws the next token
-        draft_probs:   (B, M, V) float32          rows from which children were drawn without replacement
-        draft_row:     (B, N)    int32            the row from which n's children were drawn; negative: point masses
-        neighbors:     (C, k) uint16 or int32     each code's neighbors, nearest first: distinct, itself excluded
-        cutoff:        (B,)      float32          what the neighbors' sum is compared with; negative keeps nothing
-        kind:          "tvd", "ratio" or "jsd"    how it is compared
+        target_probs:  (B, N, V) float32       the target's distribution after each node; node 0 is the root
+        tokens:        (B, N)    int64         the token at each node, in [0, V); the root's is not looked at
+        first_child:   (B, N)    int32         each node's first child, a later node, or -1
+        next_sibling:  (B, N)    int32         the child of the same parent tried next, a later node, or -1
+        uniforms:      (B, N)    float32       in [0, 1): column n > 0 decides node n, column 0 the next token
+        draft_probs:   (B, M, V) float32       rows from which children were drawn without replacement
+        draft_row:     (B, N)    int32         the row that n's children were drawn from; negative: point masses
+        neighbors:     (C, k) uint16 or int32  each code's neighbors, nearest first: distinct, itself excluded
+        cutoff:        (B,)      float32       what the neighbors' sum is compared with; negative keeps nothing
+        kind:          "tvd", "ratio" or "jsd": how it is compared
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
-        omega:         (B, P)    float32          factor on the acceptance of children at depth 1..P; None is 1
+        omega:         (B, P)    float32       factor on the acceptance of children at depth 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
-        greedy:        (B,)      bool             which requests are greedy; None is none
+        greedy:        (B,)      bool          which requests are greedy; None is none
         P:             the most nodes that can be accepted
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        path:        (B, P) int32    the accepted nodes, the root not among them; -1 pads
+        path:        (B, P) int32    the accepted nodes, without the root; -1 pads
         accepted:    (B,)   int32    how many
         next_token:  (B,)   int64    the token after them, in [0, V)
-        excess:      (B,)   float32  fidelity meter: over the tried siblings, the sum of the probability of reaching one
-                                     times (its acceptance probability - that with omega 1 and no neighbors);
+        excess:      (B,)   float32  fidelity meter: over the tried siblings, the sum of the probability of reaching
+                                     one times (its acceptance probability - that with omega 1 and no neighbors);
                                      greedy: how many nodes of the path strict greedy would refuse
-        status:      (B,)   int32    EMPTY_RESIDUAL; INVALID_ROW (of the target at the path's end: next_token is 0; of a
-                                     draft at a visited node); INVALID_TREE (a followed link that is not a later node,
-                                     its token outside [0, V): no further sibling is tried; a draft row >= M: a leaf);
-                                     INVALID_RULE (an omega of the request is negative or NaN, or below 1 with neighbors
-                                     and the optimal residual: nothing is accepted, next_token is drawn at the root)
+        status:      (B,)   int32    EMPTY_RESIDUAL
+                                     INVALID_ROW: of the target at the path's end (next_token is 0), or of a draft
+                                     INVALID_TREE: a link to no later node or to a token outside [0, V), where the
+                                     siblings end; a draft row >= M, where the node counts as a leaf
+                                     INVALID_RULE: an omega is negative, NaN, or below 1 with neighbors and the
+                                     optimal residual; nothing is accepted, next_token is drawn at the root
 
     Raises:
-        ValueError: an argument's dtype, shape or device differs from the above, N or V is 0, draft_probs comes without
-            draft_row or neighbors without cutoff, or "released" has a single column
+        ValueError: an argument's dtype, shape or device differs from the above, N or V or M is 0, draft_probs
+            comes without draft_row or neighbors without cutoff, or "released" with a single column
     """
     B, N, V = check_dims("target_probs", target_probs, "BNV")
     check("target_probs", target_probs, torch.float32, B=B, N=N, V=V)
@@ -110,24 +113,25 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         check("omega", omega, torch.float32, like=like, B=B, P=P)
     if greedy is not None:
         check("greedy", greedy, torch.bool, like=like, B=B)
-    rows = [None if t is None else t.contiguous() for t in (
-        target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, cutoff, omega, greedy)]
-    return _call(backend, *rows, kind, offset, residual, P)
+    rows = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, cutoff,
+            omega, greedy)
+    return _call(backend, *[None if t is None else t.contiguous() for t in rows], kind, offset, residual, P)
 
 
-def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, cutoff,
-            omega, greedy, kind, offset, residual, P):
-    out = _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, cutoff,
-                omega, kind, offset, residual, P)
+def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+            cutoff, omega, greedy, kind, offset, residual, P):
+    out = _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+                cutoff, omega, kind, offset, residual, P)
     if greedy is not None:
-        other = _judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, kind, offset, residual, P)
+        other = _judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, kind, offset,
+                       residual, P)
         out = [torch.where(greedy.view(-1, *[1] * (a.ndim - 1)), b, a) for a, b in zip(out, other)]
     path, accepted, next_token, excess, status = out
     return path.int(), accepted.int(), next_token, excess.float(), status.int()
 
 
-def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, cutoff,
-          omega, kind, offset, residual, P):
+def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+          cutoff, omega, kind, offset, residual, P):
     """Sampling requests. Links only lead to later nodes, so N steps of one candidate each see the whole walk."""
     B, N, V = target_probs.shape
     device = target_probs.device
@@ -158,7 +162,8 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
             status = status | torch.where(trying & (row >= 0) & (row < M) & ~sound, INVALID_ROW, 0)
             sampled = row >= 0
             trying = trying & (~sampled | (sound & (row < M)))
-        return weights, total, valid, child, node, trying, draft, draft.sum(1), sampled, torch.ones_like(excess), status
+        reach = torch.ones_like(excess)
+        return weights, total, valid, child, node, trying, draft, draft.sum(1), sampled, reach, status
 
     state = enter(node, depth)
     for _ in range(N):
@@ -181,7 +186,7 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
         rho = own + moved
         factor = factors[each, depth.clamp(max=factors.shape[1] - 1)]
         u = uniforms[each, at].double()
-        scale = torch.where(sampled, drafted.double() * total.double(), total.double())  # accepted: u * scale < gain
+        scale = torch.where(sampled, drafted.double() * total.double(), total.double())
         left = torch.where(sampled, (u * drafted.double()) * total.double(), u * total.double())
         times = torch.where(sampled, draft_total.double(), 1.0)
         gain, strict = (factor * rho.double()) * times, own.double() * times
@@ -226,15 +231,18 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
         weights = torch.where(rejected.unsqueeze(1), remnant, weights)
         total = torch.where(empty, full_total, torch.where(rejected, weights.sum(1), total))
         draft = torch.where(rejected.unsqueeze(1) & itself, 0, draft)
-        stay = (weights, total, valid, torch.where(trying, next_sibling[each, at].long(), child),
-                torch.where(trying, child, previous), trying, draft, draft.sum(1), sampled, reach, torch.zeros_like(found))
+        sibling = torch.where(trying, next_sibling[each, at].long(), child)
+        previous = torch.where(trying, child, previous)
+        stay = (weights, total, valid, sibling, previous, trying, draft, draft.sum(1), sampled, reach,
+                torch.zeros_like(found))
 
         node = torch.where(accept, child, node)
         if P > 0:
             last = depth.clamp(max=P - 1)
             path[each, last] = torch.where(accept, child, path[each, last])
         depth = depth + accept
-        state = [torch.where(accept.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(enter(node, depth), stay)]
+        state = [torch.where(accept.view(-1, *[1] * (a.ndim - 1)), a, b)
+                 for a, b in zip(enter(node, depth), stay)]
     weights, total, valid, status = state[0], state[1], state[2], status | state[-1]
     next_token = torch.where(valid, draw(weights, total, uniforms[:, 0]), 0)
     return path, depth, next_token, excess, status
@@ -289,11 +297,11 @@ def _judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, k
     return path[:, 1:], accepted, next_token, excess.double(), status
 
 
-def _meta(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, cutoff,
-          omega, greedy, kind, offset, residual, P):
+def _meta(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+          cutoff, omega, greedy, kind, offset, residual, P):
     B = target_probs.shape[0]
-    return (tokens.new_empty(B, P, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32), tokens.new_empty(B),
-            target_probs.new_empty(B), tokens.new_empty(B, dtype=torch.int32))
+    return (tokens.new_empty(B, P, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32),
+            tokens.new_empty(B), target_probs.new_empty(B), tokens.new_empty(B, dtype=torch.int32))
 
 
 _call = define(

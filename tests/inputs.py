@@ -56,7 +56,12 @@ def neighbor_table(C, k, offset=0, narrow=True, seed=0):
     return table.to(DEVICE, torch.uint16 if narrow else torch.int32)
 
 
-CASES["neighborhood_sum"] = [(1, 2, 1), (2, 19, 5, "ratio"), (4, 60, 33, "jsd", 7), (3, 1100, 300, "tvd", 5, False)]
+CASES["neighborhood_sum"] = [
+    (1, 2, 1),
+    (2, 19, 5, "ratio"),
+    (4, 60, 33, "jsd", 7),
+    (3, 4500, 300, "tvd", 5, False),
+]
 
 
 def neighborhood_sum(R, V, k, kind="tvd", offset=0, narrow=True):
@@ -85,24 +90,25 @@ CASES["verify_tree"] = [
     (2, 6, 19, 3),
     (3, 8, 40, 4, {"drafts": 2, "omega": (1.0, 0.75)}),
     (3, 8, 40, 3, {"k": 6, "kind": "ratio", "offset": 4, "residual": "relaxed"}),
-    (2, 9, 33, 3, {"k": 5, "kind": "jsd", "residual": "released", "drafts": 3, "narrow": False, "omega": (0.5, 2.0)}),
+    (2, 9, 33, 3, {"k": 5, "kind": "jsd", "residual": "released", "narrow": False, "drafts": 3,
+                   "omega": (0.5, 2.0)}),
     (4, 7, 24, 3, {"k": 20, "omega": (1.0, 1.5), "drafts": 1, "greedy": True}),
-    (1, 5, 1500, 3, {"k": 300, "residual": "relaxed", "drafts": 1}),
+    (1, 5, 4500, 3, {"k": 300, "residual": "relaxed", "drafts": 1}),
 ]
 TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 
 
 def verify_tree(B, N, V, P, options={}):
-    options = {"k": 0, "kind": "tvd", "offset": 0, "residual": "optimal", "drafts": 0, "narrow": True, "omega": None,
-               "greedy": False} | options
+    options = {"k": 0, "kind": "tvd", "offset": 0, "narrow": True, "residual": "optimal", "drafts": 0,
+               "omega": None, "greedy": False} | options
     k, offset, M = options["k"], options["offset"], options["drafts"]
     g = torch.Generator().manual_seed(B + N + V)
-    parents = torch.tensor([[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)],
-                           dtype=torch.int64).view(B, N)
+    parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
+    parents = torch.tensor(parents, dtype=torch.int64).view(B, N)
     target_probs = exact_probs(B * N, V).view(B, N, V)
     # Half of the drafted tokens are likely ones, so that paths are long and relaxation has something to move.
     likely = target_probs[:, 0].argsort(1, descending=True)[:, torch.arange(N) % V].cpu()
-    tokens = torch.where(torch.rand(B, N, generator=g) < 0.5, likely, torch.randint(V, (B, N), generator=g)).to(DEVICE)
+    tokens = torch.where(torch.rand(B, N, generator=g) < 0.5, likely, torch.randint(V, (B, N), generator=g))
     kwargs = {"P": P, "residual": options["residual"]}
     if M:
         kwargs["draft_probs"] = exact_probs(B * M, V, seed=1).view(B, M, V)
@@ -115,13 +121,84 @@ def verify_tree(B, N, V, P, options={}):
         kwargs["omega"] = torch.tensor(options["omega"]).repeat(B, P)[:, :P].to(DEVICE)
     if options["greedy"]:
         kwargs["greedy"] = (torch.arange(B) % 2 == 0).to(DEVICE)
-    return (target_probs, tokens, *links(parents), exact_uniforms(B, N, seed=1)), kwargs
+    return (target_probs, tokens.to(DEVICE), *links(parents), exact_uniforms(B, N, seed=1)), kwargs
 
 
-CASES["sample_residual"] = [(1, 2), (2, 19), (3, 1100), (3, 40, (1.0, 0.5, 2.0)), (2, 40, None, False)]
+CASES["sample_residual"] = [(1, 2), (2, 19), (3, 4500), (3, 40, (1.0, 0.5, 2.0)), (2, 40, None, False)]
 
 
 def sample_residual(R, V, omega=None, draft=True):
     kwargs = {"omega": torch.tensor(omega).repeat(R)[:R].to(DEVICE)} if omega else {}
     draft_probs = exact_probs(R, V, seed=1) if draft else None
     return (exact_probs(R, V), draft_probs, exact_uniforms(R, seed=2)), kwargs
+
+
+CASES["expand_tree"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 1100, 6)]
+
+
+def expand_tree(B, F, V, K):
+    """Widths differ in the batch; every request but the first has an unused node."""
+    g = torch.Generator().manual_seed(B + F + V)
+    scores = -torch.randint(0, 8, (B, F), generator=g).float()
+    scores[1:, F - 1:] = -torch.inf
+    width = torch.tensor([K, max(K - 2, 1), 1], dtype=torch.int32).repeat(B)[:B]
+    return (exact_probs(B * F, V).view(B, F, V), scores.to(DEVICE), width.to(DEVICE)), {"K": K}
+
+
+def random_parents(B, n, g, unused=True):
+    """(B, n) parents of nodes 1..n as nodes of a tree, level by level; with -2 in the last slots of odd requests."""
+    parents = (torch.rand(B, n, generator=g) ** 0.7 * torch.arange(1, n + 1)).long().sort(1).values
+    if unused:
+        parents[1::2, n - n // 4:] = -2
+    return parents
+
+
+CASES["select_tree"] = [(1, 0, 1), (2, 12, 6), (3, 70, 33), (3, 9, 20)]
+
+
+def select_tree(B, M, N):
+    """Scores fall along every path and are often equal; every seventh candidate is not there."""
+    g = torch.Generator().manual_seed(B + M + N)
+    parents = random_parents(B, M, g, unused=False) - 1
+    scores = torch.zeros(B, M)
+    steps = torch.randint(0, 3, (B, M), generator=g) / 4
+    for m in range(M):
+        above = scores.gather(1, parents[:, m:m + 1].clamp(min=0))[:, 0]
+        scores[:, m] = torch.where(parents[:, m] < 0, 0.0, above) - steps[:, m]
+    scores[:, 6::7] = -torch.inf
+    for m in range(M):  # nor is what hangs from it
+        lost = scores.gather(1, parents[:, m:m + 1].clamp(min=0))[:, 0] == -torch.inf
+        scores[:, m] = torch.where((parents[:, m] >= 0) & lost, -torch.inf, scores[:, m])
+    tokens = torch.randint(2**40, (B, M), generator=g)
+    size = torch.tensor([N, N // 2, 1], dtype=torch.int32).repeat(B)[:B]
+    return (tokens.to(DEVICE), scores.to(DEVICE), parents.to(DEVICE, torch.int32), torch.arange(B, device=DEVICE),
+            size.to(DEVICE)), {"N": N}
+
+
+CASES["tree_links"] = [(1, 1), (2, 7), (3, 65), (2, 130)]
+
+
+def tree_links(B, N):
+    """Every third request has a parent that is out of range."""
+    g = torch.Generator().manual_seed(B + N)
+    parents = torch.cat([torch.full((B, 1), -1), random_parents(B, N - 1, g)], 1)
+    parents[2::3, N // 2:N // 2 + 1] = N
+    return (parents.to(DEVICE, torch.int32),), {}
+
+
+CASES["tree_mask"] = [(1, 1), (2, 7, True, "packed", 20), (3, 65, True, "additive", 80, torch.float16), (2, 70),
+                      (1, 5, True, "additive", 9, torch.bfloat16), (2, 9, False, "packed", None)]
+
+
+def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float32):
+    """Ancestor bits of trees with unused slots; lengths from none to more than there are columns."""
+    g = torch.Generator().manual_seed(B + N)
+    sees = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
+    for n, parent in enumerate(random_parents(B, N - 1, g).T, 1):
+        sees[:, n] |= sees[torch.arange(B), parent.clamp(min=0)]
+        sees[:, n] &= (parent >= 0).unsqueeze(1)
+    words = torch.nn.functional.pad(sees, (0, -N % 64)).unflatten(2, (-1, 64)).long()
+    ancestors = (words << torch.arange(64)).sum(-1)
+    length = torch.tensor([0, 3, 2**20], dtype=torch.int32).roll(-1 if B < 3 else 0).repeat(B)[:B].to(DEVICE)
+    kwargs = {"form": form, "columns": columns, "dtype": dtype}
+    return (ancestors.to(DEVICE), length if lengths else None), kwargs
