@@ -1,8 +1,11 @@
 """Prompt to picture: words, GPT, drafter and tokenizer that belong together, and their neighbor table."""
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specvis_kernels import codebook_neighbors
@@ -16,6 +19,8 @@ from .models.vq import VQ, VQConfig
 from .models.words import Words
 
 SHIPPED = Path(__file__).parent / "weights"
+PARTS = ("words", "gpt", "drafter", "tokenizer")
+UNREAD = {"quantize.codebook_used"}  # a statistic in the official checkpoints
 
 
 class Pipeline(nn.Module):
@@ -39,9 +44,21 @@ class Pipeline(nn.Module):
         config = read_config(folder / "config.json", GPTConfig)
         vq_config = read_config(folder / "tokenizer.json", VQConfig)
         pipeline = Pipeline(config, vq_config, read_config(folder / "vocabulary.json", dict)["words"])
-        for part in ("words", "gpt", "drafter", "tokenizer"):
+        for part in PARTS:
             load_weights(getattr(pipeline, part), folder / f"{part}.safetensors")
         return pipeline.to(device)
+
+    def save(self, folder: str | Path) -> None:
+        """Write what `load` reads, weights in float16."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(asdict(self.gpt.config), indent=1) + "\n")
+        (folder / "tokenizer.json").write_text(json.dumps(asdict(self.tokenizer.config), indent=1) + "\n")
+        (folder / "vocabulary.json").write_text(json.dumps({"words": self.words.vocabulary}) + "\n")
+        for part in PARTS:
+            state = getattr(self, part).state_dict()
+            weights = {name: value.half().contiguous() for name, value in state.items() if name not in UNREAD}
+            save_file(weights, folder / f"{part}.safetensors")
 
     @staticmethod
     def tiny(seed: int = 0) -> "Pipeline":

@@ -1,20 +1,25 @@
-"""python -m specvis.train STAGE: one command per stage, in this order: data, tokenizer, gpt, drafter, ship."""
+"""`python -m specvis.train STAGE`: one command per stage, in this order: data, tokenizer, gpt, drafter, ship."""
+from importlib import import_module
+
 import click
 
-from .data import data
-from .drafter import drafter
-from .gpt import gpt
-from .ship import ship
-from .tokenizer import tokenizer
+STAGES = ("data", "tokenizer", "gpt", "drafter", "ship")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class Stages(click.Group):
+    """A stage is imported when it is asked for, so that it runs without what only another one needs."""
+
+    def list_commands(self, context):
+        return list(STAGES)
+
+    def get_command(self, context, name):
+        return getattr(import_module(f"{__package__}.{name}"), name) if name in STAGES else None
+
+
+@click.group(cls=Stages, context_settings={"help_option_names": ["-h", "--help"]})
 def main():
     """Reproduce the shipped model, stage by stage. Every stage resumes where an interruption left it."""
 
-
-for stage in (data, tokenizer, gpt, drafter, ship):
-    main.add_command(stage)
 
 if __name__ == "__main__":
     main(prog_name="python -m specvis.train")

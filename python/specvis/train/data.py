@@ -14,20 +14,26 @@ from tqdm import tqdm
 
 SIZE = 64
 LONGEST = 10  # words of a caption, the style included
-PACKAGES = {  # style: npm package, licence of the pictures
+PACKAGES = {  # style: npm package, license of the pictures
     "fluent-3d": ("@lobehub/fluent-emoji-3d@1.1.0", "MIT"),
     "fluent-flat": ("@iconify-json/fluent-emoji-flat@1.2.6", "MIT"),
     "noto": ("@iconify-json/noto@1.2.9", "Apache-2.0"),
 }
-PEOPLE_SHARE = 0.25   # of the draws; 57 % of the pictures are people, mostly in five skin tones
+PEOPLE = "People & Body"
+PEOPLE_SHARE = 0.25   # of the draws; 62 % of the pictures are people, mostly in five skin tones
 HELD_OUT_NAMES = 150
-TONES = ("medium-light", "medium-dark", "light", "medium", "dark")  # the longer phrases first
+TONE = "medium-light|medium-dark|light|medium|dark"  # the longer phrases first
+
+
+def spelled_out(name: str, category: str) -> str:
+    """The Fluent sets shorten "man-pilot-dark-skin-tone" to "man-pilot-dark" at the end of a name."""
+    return re.sub(f"-({TONE})$", r"-\1-skin-tone", name) if category == PEOPLE else name
 
 
 def words_of(name: str) -> list[str]:
     """"waving-hand-dark-skin-tone" -> ["waving", "hand", "skin-dark"]: a skin tone is one word."""
     words = []
-    for part in re.split(f"((?:{'|'.join(TONES)})-skin-tone)", name):
+    for part in re.split(f"((?:{TONE})-skin-tone)", name):
         if part.endswith("-skin-tone"):
             words.append("skin-" + part.removesuffix("-skin-tone"))
         else:
@@ -40,11 +46,16 @@ def fetch(package: str, folder: Path) -> tarfile.TarFile:
     archive = folder / (package.lstrip("@").replace("/", "-").replace("@", "-") + ".tgz")
     if not archive.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["npm", "pack", "--silent", package], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        try:
+            subprocess.run(["npm", "pack", "--silent", package], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            raise click.ClickException(f"`npm pack {package}` failed ({error}); "
+                                       f"--packages may name a folder that has {archive.name}") from error
     return tarfile.open(archive)
 
 
 def on_white(image: Image.Image) -> np.ndarray:
+    """Any size and mode, perhaps transparent -> (SIZE, SIZE, 3) uint8."""
     image = image.convert("RGBA")
     side = max(image.size)
     square = Image.new("RGBA", (side, side), "white")
@@ -52,7 +63,7 @@ def on_white(image: Image.Image) -> np.ndarray:
     return np.asarray(square.convert("RGB").resize((SIZE, SIZE), Image.LANCZOS))
 
 
-def read(archive: tarfile.TarFile, name: str):
+def read(archive: tarfile.TarFile, name: str) -> dict:
     return json.load(archive.extractfile(f"package/{name}"))
 
 
@@ -61,7 +72,7 @@ def drawings(archive: tarfile.TarFile):
     import resvg_py  # only this stage needs it
 
     icons, info = read(archive, "icons.json"), read(archive, "metadata.json")
-    extras = {name for group, names in info.get("categories", {}).items() if group.startswith("Extras") for name in names}
+    extras = {name for group, names in info["categories"].items() if group.startswith("Extras") for name in names}
     for name, icon in tqdm(icons["icons"].items(), desc=icons["prefix"]):
         if icon.get("hidden") or name in extras or name.endswith("-low"):
             continue
@@ -86,12 +97,26 @@ def photographs(archive: tarfile.TarFile, characters: dict[str, str]):
 
 
 def draw_weights(categories: list[str]) -> np.ndarray:
-    """How often each picture is drawn: people together get PEOPLE_SHARE, other categories the square root of their size."""
+    """(N,) float64 of mean 1, how often each picture is drawn.
+
+    People together get PEOPLE_SHARE, and every other category a part of the rest by the square root of its size.
+    """
     sizes = Counter(categories)
-    people = "People & Body"
-    roots = {c: n ** 0.5 for c, n in sizes.items() if c != people}
-    share = {c: (1 - PEOPLE_SHARE) * root / sum(roots.values()) for c, root in roots.items()} | {people: PEOPLE_SHARE}
-    return np.array([share[c] / sizes[c] for c in categories]) * len(categories)
+    roots = {category: size ** 0.5 for category, size in sizes.items() if category != PEOPLE}
+    share = {category: (1 - PEOPLE_SHARE) * root / sum(roots.values()) for category, root in roots.items()}
+    share[PEOPLE] = PEOPLE_SHARE
+    return np.array([share[category] / sizes[category] for category in categories]) * len(categories)
+
+
+def hold_out(names: list[str], words: list[list[str]]) -> np.ndarray:
+    """(N,) bool: a seeded choice of names, held out in every style and spelling.
+
+    "deaf-man" and "man-deaf" are one name; and a name with a word that no other name has stays in training.
+    """
+    chosen = set(np.random.default_rng(0).choice(sorted(set(names)), HELD_OUT_NAMES, replace=False))
+    held_out = {frozenset(w) for name, w in zip(names, words) if name in chosen}
+    known = {word for w in words if frozenset(w) not in held_out for word in w}
+    return np.array([frozenset(w) in held_out and known.issuperset(w) for w in words])
 
 
 @click.command()
@@ -100,38 +125,44 @@ def draw_weights(categories: list[str]) -> np.ndarray:
 @click.option("--packages", type=click.Path(path_type=Path),
               help="Folder with the packages' archives; missing ones are fetched into it. [default: RUNS/packages]")
 def data(runs, packages):
-    """Fetch and render the pictures; writes runs/data/pictures.npz, vocabulary.json and manifest.json."""
+    """Fetch and render the pictures; writes runs/data/pictures.npz, vocabulary.json and manifest.json.
+
+    pictures.npz: pictures (N, 64, 64, 3) uint8; captions (N, 10) int16, style and words as rows of the vocabulary,
+    0 before them; styles, names, categories (N,) text; weights (N,) float64; held_out (N,) bool.
+    """
     archives = {style: fetch(package, packages or runs / "packages") for style, (package, _) in PACKAGES.items()}
     noto, flat = archives["noto"], archives["fluent-flat"]
     characters = read(noto, "chars.json") | read(flat, "chars.json")
     category = {name: group for archive in (flat, noto)
                 for group, names in read(archive, "metadata.json")["categories"].items() for name in names}
-    pictures, styles, names = [], [], []
+    pictures, styles, names, words = [], [], [], []
     for style, archive in archives.items():
         found = photographs(archive, characters) if style == "fluent-3d" else drawings(archive)
         for name, picture in found:
-            if name in category and len(words_of(name)) < LONGEST:
+            caption = [style, *words_of(spelled_out(name, category.get(name, "")))]
+            if name in category and len(caption) <= LONGEST:
                 pictures.append(picture)
                 styles.append(style)
                 names.append(name)
+                words.append(caption[1:])
     categories = [category[name] for name in names]
-    every = sorted(set(names))
-    held_out = set(np.random.default_rng(0).choice(every, HELD_OUT_NAMES, replace=False))
-    known = {word for name in names if name not in held_out for word in words_of(name)}
-    held_out = {name for name in held_out if known.issuperset(words_of(name))}  # a word must have been seen once
-    vocabulary = ["", *PACKAGES, *sorted({word for name in names for word in words_of(name)})]
+    vocabulary = ["", *PACKAGES, *sorted({word for w in words for word in w})]
     ids = {word: i for i, word in enumerate(vocabulary)}
     captions = np.zeros((len(names), LONGEST), np.int16)
-    for row, style, name in zip(captions, styles, names):
-        words = [ids[word] for word in [style, *words_of(name)]]
-        row[-len(words):] = words
+    for row, style, w in zip(captions, styles, words):
+        row[-len(w) - 1:] = [ids[word] for word in [style, *w]]
+    held_out = hold_out(names, words)
+
     folder = runs / "data"
     folder.mkdir(parents=True, exist_ok=True)
-    np.savez(folder / "pictures.npz", pictures=np.stack(pictures), captions=captions, styles=np.array(styles),
-             names=np.array(names), categories=np.array(categories), weights=draw_weights(categories),
-             held_out=np.array([name in held_out for name in names]))
+    part = folder / "pictures.part.npz"
+    np.savez(part, pictures=np.stack(pictures), captions=captions, styles=np.array(styles), names=np.array(names),
+             categories=np.array(categories), weights=draw_weights(categories), held_out=held_out)
+    part.replace(folder / "pictures.npz")
     (folder / "vocabulary.json").write_text(json.dumps(vocabulary))
-    manifest = {"packages": PACKAGES, "pictures": len(names), "names": len(every), "words": len(vocabulary) - 1,
-                "held_out_names": sorted(held_out), "styles": Counter(styles), "categories": Counter(categories)}
+    counts = {"pictures": len(names), "held_out": int(held_out.sum()), "names": len(set(names)),
+              "words": len(vocabulary) - 1, "styles": Counter(styles), "categories": Counter(categories)}
+    held_out_names = sorted({name for name, out in zip(names, held_out) if out})
+    manifest = {"packages": PACKAGES, **counts, "held_out_names": held_out_names}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    click.echo(", ".join(f"{key} {value}" for key, value in manifest.items() if key not in ("packages", "held_out_names")))
+    click.echo("\n".join(f"{key}: {value if isinstance(value, int) else dict(value)}" for key, value in counts.items()))

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import click
 import matplotlib
-import torch
 from PIL import Image
 
+from ..checkpoint import load_weights, read_config
 from ..decode import Sampling
 from ..methods import METHODS
+from ..models.llamagen import GPTConfig
+from ..models.vq import VQConfig
 from ..pipeline import SHIPPED, Pipeline
 
 matplotlib.use("Agg")
@@ -61,18 +63,16 @@ def ship(runs, weights, record, guidance):
     """Copy the trained parts to the package, and logs, curves and a contact sheet to the record."""
     weights.mkdir(parents=True, exist_ok=True)
     record.mkdir(parents=True, exist_ok=True)
-    for source, name in (("gpt/gpt.safetensors", "gpt.safetensors"), ("gpt/words.safetensors", "words.safetensors"),
-                         ("gpt/config.json", "config.json"), ("tokenizer/tokenizer.safetensors", "tokenizer.safetensors"),
-                         ("tokenizer/config.json", "tokenizer.json"), ("drafter/drafter.safetensors", "drafter.safetensors")):
-        shutil.copyfile(runs / source, weights / name)
-    vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
-    (weights / "vocabulary.json").write_text(json.dumps({"words": vocabulary}))
+    config = read_config(runs / "gpt" / "config.json", GPTConfig)
+    vq_config = read_config(runs / "tokenizer" / "config.json", VQConfig)
+    pipeline = Pipeline(config, vq_config, json.loads((runs / "data" / "vocabulary.json").read_text()))
+    for part, stage in (("words", "gpt"), ("gpt", "gpt"), ("drafter", "drafter"), ("tokenizer", "tokenizer")):
+        load_weights(getattr(pipeline, part), runs / stage / f"{part}.safetensors")
+    pipeline.save(weights)
     for stage in ("tokenizer", "gpt", "drafter"):
         shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
     shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")
     shutil.copyfile(runs / "tokenizer" / "reconstructions.png", record / "reconstructions.png")
     curves(runs, record / "curves.png")
-    pipeline = Pipeline.load(weights)
     for temperature in (1.0, 0.0):
-        torch.manual_seed(0)
         contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance)
