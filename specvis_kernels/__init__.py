@@ -1,12 +1,17 @@
 """Fused kernels for speculative decoding of visual autoregressive models: tensors in, tensors out."""
 from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, backends, ops
+from .expand_tree import expand_tree
 from .guided_probs import guided_probs
 from .neighborhood_sum import neighborhood_sum
 from .sample_residual import sample_residual
+from .select_tree import select_tree
+from .tree_links import tree_links
+from .tree_mask import tree_mask
 from .verify_tree import verify_tree
 
 __version__ = "0.1.0"
 __all__ = [
-    "guided_probs", "neighborhood_sum", "sample_residual", "verify_tree",
+    "expand_tree", "guided_probs", "neighborhood_sum", "sample_residual", "select_tree", "tree_links",
+    "tree_mask", "verify_tree",
     "backends", "ops", "EMPTY_RESIDUAL", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE",
 ]

@@ -146,7 +146,7 @@ def expand_tree(B, F, V, K):
 
 
 def random_parents(B, n, g, unused=True):
-    """(B, n) parents of nodes 1..n as nodes of a tree, level by level; with -2 in the last slots of odd requests."""
+    """(B, n) parents of nodes 1..n of a tree, level by level; -2 in the last slots of odd requests."""
     parents = (torch.rand(B, n, generator=g) ** 0.7 * torch.arange(1, n + 1)).long().sort(1).values
     if unused:
         parents[1::2, n - n // 4:] = -2
@@ -171,8 +171,8 @@ def select_tree(B, M, N):
         scores[:, m] = torch.where((parents[:, m] >= 0) & lost, -torch.inf, scores[:, m])
     tokens = torch.randint(2**40, (B, M), generator=g)
     size = torch.tensor([N, N // 2, 1], dtype=torch.int32).repeat(B)[:B]
-    return (tokens.to(DEVICE), scores.to(DEVICE), parents.to(DEVICE, torch.int32), torch.arange(B, device=DEVICE),
-            size.to(DEVICE)), {"N": N}
+    args = tokens, scores, parents.int(), torch.arange(B), size
+    return tuple(a.to(DEVICE) for a in args), {"N": N}
 
 
 CASES["tree_links"] = [(1, 1), (2, 7), (3, 65), (2, 130)]
@@ -186,8 +186,14 @@ def tree_links(B, N):
     return (parents.to(DEVICE, torch.int32),), {}
 
 
-CASES["tree_mask"] = [(1, 1), (2, 7, True, "packed", 20), (3, 65, True, "additive", 80, torch.float16), (2, 70),
-                      (1, 5, True, "additive", 9, torch.bfloat16), (2, 9, False, "packed", None)]
+CASES["tree_mask"] = [
+    (1, 1),
+    (2, 7, True, "packed", 20),
+    (3, 65, True, "additive", 80, torch.float16),
+    (2, 70),
+    (1, 5, True, "additive", 9, torch.bfloat16),
+    (2, 9, False, "packed"),
+]
 
 
 def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float32):

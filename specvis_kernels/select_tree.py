@@ -1,0 +1,82 @@
+"""select_tree: the best of all drafted candidates, as a tree."""
+import torch
+from torch import Tensor
+
+from ._dispatch import INVALID_TREE, check, check_dims, define
+
+
+def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, size: Tensor, *, N: int,
+                backend: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The best candidates of a draft and their root, renumbered as the nodes of a tree.
+
+    The size[b] - 1 best scores are kept, ties to the smaller index, -inf and NaN never; node 0 is the root,
+    and the kept candidates follow in their own order. Candidates stand level by level, each behind its parent
+    and never scored above it, so a kept candidate's parent is kept.
+
+    (EAGLE-2, arXiv:2406.16858, section 4.2.)
+
+    Args:
+        tokens:   (B, M) int64     the candidates
+        scores:   (B, M) float32   such as those of `expand_tree`
+        parents:  (B, M) int32     each one's parent among the candidates, before itself; -1: the root
+        root:     (B,)   int64     the last accepted token
+        size:     (B,)   int32     nodes to keep, the root included; clamped to 1..N
+        N:        the largest size
+        backend:  None for the device's own kernel; a name from `backends()` to force one
+
+    Returns:
+        tokens:   (B, N) int64     the nodes' tokens; 0 in unused slots
+        parents:  (B, N) int32     the nodes' parents as nodes; -1 for the root, -2 in unused slots
+        source:   (B, N) int32     the nodes' candidates; -1 for the root and in unused slots
+        status:   (B,)   int32     INVALID_TREE if a kept candidate's parent was not kept, is not before it,
+                                   or is below -1: its slot is unused then, and its children still point to it
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, or N < 1
+    """
+    B, M = check_dims("tokens", tokens, "BM")
+    check("tokens", tokens, torch.int64, B=B, M=M)
+    check("scores", scores, torch.float32, like=tokens, B=B, M=M)
+    check("parents", parents, torch.int32, like=tokens, B=B, M=M)
+    check("root", root, torch.int64, like=tokens, B=B)
+    check("size", size, torch.int32, like=tokens, B=B)
+    if N < 1:
+        raise ValueError(f"N must be >= 1, got {N}")
+    return _call(backend, tokens.contiguous(), scores.contiguous(), parents.contiguous(), root.contiguous(),
+                 size.contiguous(), N)
+
+
+def _oracle(tokens, scores, parents, root, size, N):
+    B, M = tokens.shape
+    index = torch.arange(M, device=tokens.device).expand(B, M)
+    scores = torch.where(scores > -torch.inf, scores, -torch.inf)  # a NaN is not
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter(1, order, index)
+    kept = (rank < size.clamp(1, N).unsqueeze(1) - 1) & (scores > -torch.inf)
+    node = torch.where(kept, kept.cumsum(1), -2)
+
+    parents = parents.long()
+    before = (parents >= 0) & (parents < index)
+    parent = torch.where(before, node.gather(1, torch.where(before, parents, 0)), -2)
+    parent = torch.where(parents == -1, 0, parent)
+    good = kept & (parent >= 0)
+    slot = torch.where(good, node, N)  # slot N takes what is not kept
+
+    def fill(values, unused, first):
+        out = values.new_full((B, N + 1), unused).scatter(1, slot, values)
+        return torch.cat([first.unsqueeze(1), out[:, 1:N]], 1)
+
+    status = torch.where((kept & ~good).any(1), INVALID_TREE, 0)
+    return (fill(tokens, 0, root), fill(parent, -2, torch.full_like(root, -1)).int(),
+            fill(index, -1, torch.full_like(root, -1)).int(), status.int())
+
+
+def _meta(tokens, scores, parents, root, size, N):
+    B = tokens.shape[0]
+    return tokens.new_empty(B, N), parents.new_empty(B, N), parents.new_empty(B, N), parents.new_empty(B)
+
+
+_call = define(
+    "select_tree(Tensor tokens, Tensor scores, Tensor parents, Tensor root, Tensor size, SymInt N)"
+    " -> (Tensor node_tokens, Tensor node_parents, Tensor source, Tensor status)",
+    oracle=_oracle, meta=_meta)
