@@ -1,5 +1,6 @@
 """Fused kernels for speculative decoding of visual autoregressive models: tensors in, tensors out."""
 from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, backends, ops
+from .codebook_neighbors import codebook_neighbors
 from .expand_tree import expand_tree
 from .guided_probs import guided_probs
 from .neighborhood_sum import neighborhood_sum

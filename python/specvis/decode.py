@@ -185,9 +185,10 @@ class Drafting:
         self.gpt, self.drafter, self.sampling, self.method = gpt, drafter, sampling, method
         self.shown = gpt.config.condition_tokens - 1  # the drafter is one position behind the target
         self.valid = valid[:, : self.shown]
-        self.spare = max(1, (method.depth - 1) * max(1, method.width)) + method.depth + 1
-        self.cache = drafter.new_cache(len(valid), self.shown + gpt.config.tokens + self.spare)
-        self.uniforms = philox_uniform(sampling.seeds, DRAFT, gpt.config.tokens, method.depth)
+        self.tokens = gpt.config.tokens
+        drafted = 1 + method.depth * max(1, method.width)
+        self.cache = drafter.new_cache(len(valid), self.shown + self.tokens + drafted)
+        self.uniforms = philox_uniform(sampling.seeds, DRAFT, self.tokens, method.depth)
 
     def read_condition(self, hidden: Tensor) -> None:
         """Fill the cache with the condition; hidden (2B, S, dim) are the target's states there."""
@@ -196,7 +197,7 @@ class Drafting:
             self.drafter(torch.zeros_like(places), hidden[:, : self.shown], places,
                          condition_mask(self.valid, self.shown), self.cache, places)
 
-    def read_tokens(self, tokens: Tensor, hidden: Tensor, before: Tensor, new: Tensor, columns: int) -> None:
+    def read_tokens(self, tokens: Tensor, hidden: Tensor, before: Tensor, new: Tensor, longest: int) -> None:
         """Take in the tokens that were just emitted.
 
         Args:
@@ -204,14 +205,16 @@ class Drafting:
             hidden:  (2B, A, dim)      the target's hidden state before each
             before:  (B,) int64        how many tokens each request had
             new:     (B,) int64        how many of `tokens` are new, at least 1
-            columns: no request has more than this many keys afterwards
+            longest: the most tokens that any request had
         """
         B, A = tokens.shape
         places = self.shown + before[:, None] + torch.arange(A, device=tokens.device)   # (B, A)
-        mask = torch.arange(columns + A, device=tokens.device) <= places[..., None]     # (B, A, T)
+        columns = self.shown + longest + A
+        mask = torch.arange(columns, device=tokens.device) <= places[..., None]         # (B, A, T)
         out = self.drafter(twice(tokens), hidden, twice(places), visible(self.valid, mask), self.cache, twice(places))
         last = twice((new - 1)[:, None, None].expand(-1, -1, out.shape[-1]))
-        self.count, self.columns = before + new, columns
+        self.count = (before + new).clamp(max=self.tokens)
+        self.columns = self.shown + min(longest + A, self.tokens)
         self.hidden = out.gather(1, last)                                               # (2B, 1, dim)
         self.probs = self.sampling.probs(self.gpt, self.hidden)[0]                      # (B, 1, V)
 
@@ -312,7 +315,7 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
     tokens[:, 0] = root
     count = torch.ones(B, dtype=torch.int64, device=device)               # tokens emitted
     forwards = torch.ones(B, dtype=torch.int64, device=device)
-    drafting.read_tokens(root[:, None], hidden[:, -1:], count - 1, count, S + 1)
+    drafting.read_tokens(root[:, None], hidden[:, -1:], count - 1, count, 0)
 
     counts = [1] * B
     if progress:
@@ -354,7 +357,7 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
         gained = torch.where(going, accepted + 1, 0)
         old, count = count, torch.where(failed, L, (count + gained).clamp(max=L))
         root = torch.where(going, next_token, root)
-        drafting.read_tokens(fresh, before, old.clamp(max=L - 1), (accepted + 1).long(), columns)
+        drafting.read_tokens(fresh, before, old.clamp(max=L - 1), (accepted + 1).long(), min(max(counts), L - 1))
 
         news = count.tolist()                                             # the step's one host read
         if progress:

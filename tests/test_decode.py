@@ -1,0 +1,251 @@
+"""The loop: greedy equals plain decoding token for token, sampling equals it in distribution."""
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import specvis.decode
+from specvis.compare import steps_gain, teacher_forced_probs
+from specvis.decode import Sampling, guidance_pair, twice
+from specvis.methods import METHODS, method
+from specvis.models.llamagen import GPTConfig
+from specvis.models.vq import VQConfig
+from specvis.pipeline import Pipeline
+from specvis_kernels import sample_residual
+
+PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
+LOSSLESS = ("speculative", "eagle2")
+
+
+def lantern(**parameters):
+    return method("lantern", **{"k": 8, **parameters})
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Pipeline.tiny()
+
+
+@pytest.fixture(scope="module")
+def minute():
+    """Four tokens of five codes: small enough to know the probability of every picture."""
+    torch.manual_seed(3)
+    config = GPTConfig(dim=8, layers=1, heads=2, vocabulary=5, grid=2, condition_tokens=2, caption_dim=4, ffn_multiple=8)
+    vq_config = VQConfig(channels=4, decoder_channels=4, multipliers=(1,), residual_blocks=1, z_channels=4,
+                         codebook_size=5, codebook_dim=2, groups=2)
+    pipeline = Pipeline(config, vq_config, ["", "red", "heart"])
+    for weight in (pipeline.gpt.output.weight, pipeline.gpt.tok_embeddings.weight):
+        weight.data.normal_(std=0.5)
+    return pipeline
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("shape", [{}, {"depth": 1}, {"depth": 7}])
+def test_greedy_is_plain_decoding_token_for_token(tiny, name, shape):
+    sampling = Sampling.of(list(range(4)), temperature=0.0)
+    plain = tiny.tokens(PROMPTS, METHODS["vanilla"], sampling)
+    assert torch.equal(tiny.tokens(PROMPTS, method(name, **shape), sampling).tokens, plain.tokens)
+
+
+def test_lantern_without_room_is_eagle2(tiny):
+    sampling = Sampling.of(list(range(4)))
+    strict = tiny.tokens(PROMPTS, METHODS["eagle2"], sampling)
+    assert torch.equal(tiny.tokens(PROMPTS, lantern(delta=0.0), sampling).tokens, strict.tokens)
+
+
+def test_lantern_accepts_more_and_its_meter_says_so(tiny):
+    sampling = Sampling.of(list(range(64)))
+    strict = tiny.tokens(PROMPTS * 16, METHODS["eagle2"], sampling)
+    relaxed = tiny.tokens(PROMPTS * 16, lantern(delta=0.4, k=20), sampling)
+    assert relaxed.forwards.sum() < strict.forwards.sum()
+    assert (strict.excess == 0).all() and (relaxed.excess > 0).any()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_accounts_add_up(tiny, name):
+    decoded = tiny.tokens(PROMPTS, lantern() if name == "lantern" else method(name), Sampling.of([5, 6, 7, 8]))
+    L = tiny.gpt.config.tokens
+    assert decoded.tokens.shape == (4, L) and decoded.tokens.min() >= 0 and decoded.tokens.max() < 64
+    if name == "vanilla":
+        assert (decoded.tau == 1).all()
+        return
+    for row, forwards in zip(decoded.accepted, decoded.forwards):
+        steps = row[row >= 0]
+        assert len(steps) == forwards - 1                       # the first forward reads the condition
+        emitted = 1 + (steps + 1).sum()                         # the last step may overshoot the picture
+        assert emitted - (steps[-1] + 1) < L <= emitted
+    assert steps_gain(decoded.accepted).min() >= 1
+
+
+@pytest.mark.parametrize("name", ["vanilla", *LOSSLESS])
+def test_a_request_does_not_depend_on_its_batch(tiny, name):
+    m = method(name)
+    together = tiny.tokens(PROMPTS, m, Sampling.of([3, 1, 4, 1])).tokens
+    for i in range(4):
+        alone = tiny.tokens(PROMPTS[i: i + 1], m, Sampling.of([[3, 1, 4, 1][i]])).tokens
+        assert torch.equal(alone[0], together[i])
+
+
+def test_requests_of_one_batch_may_be_greedy_and_sampled(tiny):
+    mixed = Sampling.of([1, 2, 3, 4])
+    mixed = dataclasses.replace(mixed, temperature=torch.tensor([0.0, 1.0, 0.0, 0.7]))
+    for m in (METHODS["vanilla"], METHODS["speculative"], METHODS["eagle2"]):
+        together = tiny.tokens(PROMPTS, m, mixed).tokens
+        greedy = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4], temperature=0.0)).tokens
+        assert torch.equal(together[::2], greedy[::2])
+
+
+def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch):
+    m, sampling = lantern(delta=0.3), Sampling.of(list(range(4)))
+    ours = tiny.tokens(PROMPTS, m, sampling)
+    for op in ("expand_tree", "select_tree", "tree_links", "tree_mask", "verify_tree"):
+        kernel = getattr(specvis.decode, op)
+        monkeypatch.setattr(specvis.decode, op, lambda *a, kernel=kernel, **k: kernel(*a, **k, backend="oracle"))
+    oracles = tiny.tokens(PROMPTS, m, sampling)
+    assert torch.equal(ours.tokens, oracles.tokens) and torch.equal(ours.accepted, oracles.accepted)
+
+
+def test_nan_ends_one_picture_and_leaves_the_others(tiny):
+    for m in (METHODS["vanilla"], METHODS["speculative"], METHODS["eagle2"], lantern()):
+        whole = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
+        condition, valid = tiny.gpt.condition(*tiny.words(tiny.words.encode(PROMPTS)))
+        condition[1, -1, 0] = torch.nan
+        if m.drafting == "none":
+            broken = specvis.decode.decode(tiny.gpt, condition, valid, Sampling.of([1, 2, 3, 4]))
+        else:
+            neighbors = tiny.neighbors(m.k) if m.k else None
+            broken = specvis.decode.speculative_decode(tiny.gpt, tiny.drafter, condition, valid,
+                                                       Sampling.of([1, 2, 3, 4]), m, neighbors)
+        assert broken.failed.tolist() == [False, True, False, False]
+        keep = [0, 2, 3]
+        assert torch.equal(broken.tokens[keep], whole.tokens[keep])
+        assert broken.tokens.min() >= 0 and broken.tokens.max() < 64
+
+
+def exact_pictures(pipeline, prompt, sampling):
+    """The probability of each of the V**L pictures, (V**L,) float64: the chain rule over teacher-forced reading."""
+    V, L = pipeline.gpt.config.vocabulary, pipeline.gpt.config.tokens
+    pictures = torch.cartesian_prod(*[torch.arange(V)] * L)
+    each = Sampling.of([0] * len(pictures), guidance=sampling.guidance[0].item(),
+                       temperature=sampling.temperature[0].item(), top_k=sampling.top_k[0].item(),
+                       top_p=sampling.top_p[0].item())
+    target, _ = teacher_forced_probs(pipeline, [prompt] * len(pictures), pictures, each)
+    return target.double().gather(-1, pictures[..., None])[..., 0].prod(-1)
+
+
+def chi_square(tokens, probs, V):
+    """How many standard deviations the sampled pictures lie from `probs`; rare cells are put together."""
+    cells = (tokens * V ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(-1)
+    count = torch.bincount(cells, minlength=len(probs)).double()
+    expected = probs * len(tokens)
+    rare = expected < 10
+    count = torch.cat([count[~rare], count[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    freedom = len(count) - 1
+    statistic = ((count - expected).square() / expected.clamp(min=1e-9)).sum().item()
+    return 3 * math.sqrt(freedom / 2) * ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom))  # Wilson-Hilferty
+
+
+def sampled_pictures(pipeline, m, settings, requests=100_000, batch=20_000):
+    neighbors = pipeline.neighbors(m.k) if m.k else None
+    assert neighbors is None or neighbors.shape[1] == m.k
+    parts = [pipeline.tokens(["red heart"] * batch, m, Sampling.of(list(range(i, i + batch)), **settings)).tokens
+             for i in range(0, requests, batch)]
+    return torch.cat(parts)
+
+
+def far_from_target(pipeline, m, settings):
+    probs = exact_pictures(pipeline, "red heart", Sampling.of([0], **settings))
+    assert abs(probs.sum() - 1) < 1e-4
+    return chi_square(sampled_pictures(pipeline, m, settings), probs, pipeline.gpt.config.vocabulary)
+
+
+@pytest.mark.parametrize("settings", [{"guidance": 2.0}, {"guidance": 1.0, "temperature": 0.7, "top_k": 4, "top_p": 0.9}])
+@pytest.mark.parametrize("m", [METHODS["vanilla"], method("speculative", depth=3),
+                               method("eagle2", depth=2, width=3, nodes=8)], ids=lambda m: m.name)
+def test_sampled_pictures_have_the_target_distribution(minute, m, settings):
+    assert abs(far_from_target(minute, m, settings)) < 4.5
+
+
+def unmodified_target(probs, tokens, first_child, next_sibling, uniforms, *, P, **_):
+    """The wrong rule: every sibling of a one-level tree is judged by the target itself; then [P - Q]+."""
+    B, N, _ = probs.shape
+    chance = probs[:, 0].gather(1, tokens[:, 1:])
+    accepts = uniforms[:, 1:] < chance
+    first = torch.where(accepts.any(1), accepts.int().argmax(1) + 1, 0)
+    residual = probs[:, 0].scatter(1, tokens[:, 1:], 0.0) + 1e-9
+    rest = torch.where((first > 0)[:, None], probs[torch.arange(B), first], residual / residual.sum(1, keepdim=True))
+    token, status = sample_residual(rest.contiguous(), None, uniforms[:, 0].contiguous())
+    path = torch.where(first > 0, first, -1)[:, None].int()
+    return path, (first > 0).int(), token, torch.zeros(B), status
+
+
+def test_the_distribution_test_rejects_judging_siblings_by_the_unmodified_target(minute, monkeypatch):
+    m = method("eagle2", depth=1, width=3, nodes=4)
+    assert abs(far_from_target(minute, m, {"guidance": 2.0})) < 4.5
+    right = specvis.decode.verify_tree
+    wrong = lambda probs, tokens, *a, **k: (unmodified_target if tokens.shape[1] > 1 else right)(probs, tokens, *a, **k)
+    monkeypatch.setattr(specvis.decode, "verify_tree", wrong)
+    assert far_from_target(minute, m, {"guidance": 2.0}) > 10
+
+
+def test_the_distribution_test_rejects_relaxed_acceptance(minute):
+    m = method("lantern", depth=2, width=3, nodes=8, k=2, delta=0.4)
+    assert far_from_target(minute, m, {"guidance": 2.0}) > 10
+
+
+def test_guidance_pairs_a_request_with_nothing(tiny):
+    condition, valid = tiny.gpt.condition(*tiny.words(tiny.words.encode(PROMPTS)))
+    both, shown = guidance_pair(tiny.gpt, condition, valid)
+    assert both.shape == (8, 3, 32) and shown[4:].all() and torch.equal(twice(valid)[:4], shown[:4])
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
+    ({"temperature": math.nan}, "temperature must be at least 0, got nan"),
+    ({"top_k": -1}, "top_k must be at least 0, got -1"),
+    ({"top_p": 0.0}, r"top_p must be within \(0, 1\], got 0.0"),
+    ({"top_p": 1.5}, r"top_p must be within \(0, 1\], got 1.5"),
+    ({"guidance": math.inf}, "guidance must be a finite number, got inf"),
+])
+def test_settings_out_of_range_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling.of([0], **wrong)
+
+
+def test_conditions_of_the_wrong_shape_are_refused(tiny):
+    condition, valid = tiny.gpt.condition(*tiny.words(tiny.words.encode(PROMPTS)))
+    for c, v, seeds, message in ((condition[:, :2], valid, 4, r"condition must be \(B, S=3, dim=32\), got \(4, 2, 32\)"),
+                                 (condition, valid, 3, "got 4 rows and 3 seeds"),
+                                 (condition[:0], valid[:0], 0, "at least one"),
+                                 (condition, valid[:, :2], 4, r"valid must be bool \(B=4, S=3\), got bool \(4, 2\)")):
+        with pytest.raises(ValueError, match=message):
+            specvis.decode.decode(tiny.gpt, c, v, Sampling.of(list(range(seeds))))
+    with pytest.raises(ValueError, match="neighbors must be a table of at least k=8 columns for lantern, got none"):
+        specvis.decode.speculative_decode(tiny.gpt, tiny.drafter, condition, valid, Sampling.of([0] * 4), lantern())
+
+
+@pytest.mark.parametrize("name, parameters, message", [
+    ("lantren", {}, "unknown method 'lantren'; did you mean lantern"),
+    ("lantern", {"delta": -0.1}, r"delta must be within \[0, 1\], got -0.1"),
+    ("lantern", {"k": -1}, "k must be at least 0, got -1"),
+    ("eagle2", {"delta": 0.1}, "method eagle2 has no parameter 'delta'; it has depth, width, nodes"),
+    ("vanilla", {"depth": 1}, "method vanilla has no parameter 'depth'; it has none"),
+    ("speculative", {"depth": 0}, "depth must be at least 1, got 0"),
+    ("eagle2", {"width": 0}, "width must be at least 1, got 0"),
+    ("eagle2", {"nodes": 1}, r"nodes must be at least 2 \(the root and a draft\), got 1"),
+])
+def test_methods_and_parameters_are_checked(name, parameters, message):
+    with pytest.raises(ValueError, match=message):
+        method(name, **parameters)
+
+
+def test_a_tree_has_no_more_nodes_than_candidates():
+    assert method("eagle2", depth=1, width=3, nodes=60).tree_nodes == 4      # 1 + 3
+    assert method("eagle2", depth=2, width=3, nodes=60).tree_nodes == 13     # 1 + 3 + 9
+
+
+def test_k_beyond_the_codebook_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"k must be within 1..63 \(the codebook has 64 codes\), got 64"):
+        tiny.tokens(PROMPTS, lantern(k=64), Sampling.of([0] * 4))
