@@ -129,7 +129,7 @@ def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> No
     figure, axes = plt.subplots(1, len(results), squeeze=False, constrained_layout=True, figsize=(2.6 * len(results), 3))
     top = max(r.method.depth for r in results) + 1
     for axis, r in zip(axes[0], results):
-        gained = steps_gain(r.decoded.accepted).float().mean(0).view(grid, grid)
+        gained = steps_gain(r.decoded.accepted).float().mean(0).view(grid, grid).numpy()
         shown = axis.imshow(gained, vmin=1, vmax=top, cmap="viridis")
         axis.set(xticks=[], yticks=[], title=f"{r.method.name}, T = {r.temperature:g}\nmean {gained.mean():.2f}")
     figure.colorbar(shown, ax=axes, label="tokens gained by the step here")
@@ -167,21 +167,22 @@ def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, s
     places = [grid * grid // 4 + grid // 2, grid * grid // 2 + grid // 2, 3 * grid * grid // 4 + grid // 2]
     for axis, place in zip(axes[0], places):
         p, q = target[0, place], draft[0, place - 1]
-        union = torch.cat([p.topk(20).indices, q.topk(20).indices]).unique()
+        likeliest = min(20, len(p))
+        union = torch.cat([p.topk(likeliest).indices, q.topk(likeliest).indices]).unique()
         union = union[p[union].argsort(descending=True)]
         x = np.arange(len(union))
-        axis.bar(x - 0.2, p[union], 0.4, label="target")
-        axis.bar(x + 0.2, q[union], 0.4, label="draft")
+        axis.bar(x - 0.2, p[union].numpy(), 0.4, label="target")
+        axis.bar(x + 0.2, q[union].numpy(), 0.4, label="draft")
         overlap = torch.minimum(p, q).sum()
         axis.set(xticks=[], xlabel="union of the 20 likeliest tokens of each", ylabel="probability",
                  title=f"{prompts[0]}, row {place // grid}, column {place % grid}\nsum of min {overlap:.2f}")
         axis.legend()
     top = target.max(-1).values
     for axis, (name, values) in zip(axes[1], {prompts[0]: top[0], "mean of all prompts": top.mean(0)}.items()):
-        shown = axis.imshow(values.view(grid, grid), vmin=0, vmax=1)
+        shown = axis.imshow(values.view(grid, grid).numpy(), vmin=0, vmax=1)
         axis.set(xticks=[], yticks=[], title=f"top-1 probability of the target\n{name}")
         figure.colorbar(shown, ax=axis)
-    axes[1, 2].hist(top.flatten(), bins=40, range=(0, 1), density=True)
+    axes[1, 2].hist(top.flatten().numpy(), bins=40, range=(0, 1), density=True)
     axes[1, 2].set(xlabel="top-1 probability of the target", ylabel="density of positions",
                    title=f"mean {top.mean():.3f}, top-10 {target.topk(10, -1).values.sum(-1).mean():.3f}")
     save_figure(figure, path)

@@ -1,0 +1,135 @@
+"""The command line: what it writes, and one clear line with exit status 2 for bad input."""
+import csv
+import dataclasses
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from specvis.__main__ import main
+from specvis.pipeline import Pipeline
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    pipeline = Pipeline.tiny()
+    pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
+    pipeline.save(folder)
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_generate_writes_one_row_of_pictures(weights, tmp_path):
+    out = tmp_path / "x.png"
+    result = run("generate", "--prompt", "red heart", "--method", "lantern", "--delta", 0.2, "-k", 8, "-n", 3, "--seed", 1,
+                 "--scale", 2, "--out", out, "--weights", weights)
+    assert result.exit_code == 0, result.output
+    assert "3 of 3 pictures" in result.output and "tau" in result.output
+    assert Image.open(out).size == (3 * 16, 16)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+
+
+def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
+    for name, count in (("a.png", 1), ("b.png", 2)):
+        run("generate", "--prompt", "red heart", "--method", "eagle2", "-n", count, "--seed", 9, "--out", tmp_path / name,
+            "--scale", 1, "--weights", weights)
+    alone, first = Image.open(tmp_path / "a.png"), Image.open(tmp_path / "b.png").crop((0, 0, 8, 8))
+    assert alone.tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--prompt", "red hart"], "unknown words: 'hart' (near: heart)"),
+    (["--prompt", "red heart", "--method", "lantren"], "unknown method 'lantren'; did you mean lantern"),
+    (["--prompt", "red heart", "-n", "0"], "n must be at least 1, got 0"),
+    (["--prompt", "red heart", "--delta", "-1"], "delta must be within [0, 1], got -1.0"),
+    (["--prompt", "red heart", "-k", "64"], "k must be within 1..63 (the codebook has 64 codes), got 64"),
+    (["--prompt", "red heart", "--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+    (["--prompt", "red heart", "--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
+    (["--prompt", "red heart", "--top-p", "1.01"], "top_p must be within (0, 1], got 1.01"),
+    (["--prompt", "red heart", "--method", "vanilla", "--delta", "0.1"], "method vanilla has no parameter 'delta'"),
+    (["--prompt", "red heart", "--scale", "0"], "scale must be at least 1, got 0"),
+    (["--prompt", "red heart", "--out", "nowhere/x.png"], "out must be a file in a folder that can be written"),
+    (["--prompt", "red heart", "--out", "x.txt"], "out must end in the name of a picture format"),
+    (["--prompt", "red heart", "-n", "many"], "'many' is not a valid integer"),
+])
+def test_bad_input_is_one_line_and_status_2(weights, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = run("generate", *arguments, *([] if "--weights" in arguments else ["--weights", weights]))
+    assert result.exit_code == 2
+    assert message in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_checkpoint_is_one_line_and_status_2(weights, tmp_path):
+    result = run("generate", "--prompt", "red heart", "--weights", tmp_path)
+    assert result.exit_code == 2 and "config.json cannot be read as GPTConfig" in result.output
+    for file in weights.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: 500 if file.name == "gpt.safetensors" else None])
+    result = run("generate", "--prompt", "red heart", "--weights", tmp_path, "--out", tmp_path / "x.png")
+    assert result.exit_code == 2 and "gpt.safetensors cannot be read" in result.output
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, monkeypatch):
+    original = Pipeline.tokens
+
+    def broken(self, prompts, *rest):
+        return dataclasses.replace(original(self, prompts, *rest), failed=torch.tensor([False, True, False]))
+
+    monkeypatch.setattr(Pipeline, "tokens", broken)
+    out = tmp_path / "x.png"
+    result = run("generate", "--prompt", "red heart", "--method", "vanilla", "-n", 3, "--scale", 1, "--out", out, "--weights", weights)
+    assert "picture 1 (seed 1) ended early: the model's logits were not finite" in result.output
+    assert "2 of 3 pictures" in result.output and Image.open(out).size == (16, 8)
+
+
+def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
+    result = run("compare", "--method", "vanilla", "--method", "eagle2", "--prompt", "fluent-3d red heart", "--prompt", "blue heart",
+                 "--out", tmp_path / "out", "--weights", weights)
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.png", "acceptance.png", "distributions.png", "compare.csv"}
+    rows = list(csv.DictReader(open(tmp_path / "out" / "compare.csv")))
+    assert [(row["method"], row["temperature"]) for row in rows] == [
+        ("vanilla", "0.0"), ("eagle2", "0.0"), ("vanilla", "1.0"), ("eagle2", "1.0")]
+    assert all(float(row["tau"]) == 1 and float(row["forwards"]) == 16 for row in rows if row["method"] == "vanilla")
+    assert all(float(row["TV bound"]) == 0 and float(row["TV meter"]) == 0 for row in rows)
+
+
+def test_compare_refuses_before_any_work(weights, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments, message in ((["--method", "magic"], "unknown method 'magic'"),
+                               (["--temperature", "-1"], "temperature must be at least 0"),
+                               (["--prompt", "green heart"], "unknown words: 'green'"),
+                               (["--out", file / "x"], "out must be a folder that can be made")):
+        result = run("compare", *arguments, "--weights", weights)
+        assert result.exit_code == 2 and message in result.output, result.output
+
+
+def test_methods_and_info_list_what_there_is():
+    listed = run("methods").output
+    for word in ("vanilla", "speculative", "eagle2", "lantern", "arXiv:2410.03355", "delta 0.2"):
+        assert word in listed
+    shown = run("info").output
+    for word in ("verify_tree", "oracle", "torch", torch.__version__):
+        assert word in shown
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "methods", "info"])
+def test_help_names_defaults(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert command in ("methods", "info") or "default: 3.0" in result.output
+
+
+def test_the_shipped_model_draws(tmp_path):
+    out = tmp_path / "heart.png"
+    result = run("generate", "--prompt", "red heart", "--method", "lantern", "--out", out, "--scale", 1)
+    assert result.exit_code == 0, result.output
+    red, green, blue = Image.open(out).convert("RGB").resize((1, 1), box=(20, 20, 44, 44)).getpixel((0, 0))
+    assert red > green + 30 and red > blue + 30           # the middle of a red heart is red
