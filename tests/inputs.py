@@ -208,3 +208,11 @@ def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float3
     length = torch.tensor([0, 3, 2**20], dtype=torch.int32).roll(-1 if B < 3 else 0).repeat(B)[:B].to(DEVICE)
     kwargs = {"form": form, "columns": columns, "dtype": dtype}
     return (ancestors.to(DEVICE), length if lengths else None), kwargs
+
+
+CASES["codebook_neighbors"] = [(2, 1, 1), (40, 3, 39), (1100, 4, 7)]
+
+
+def codebook_neighbors(V, D, k):
+    g = torch.Generator().manual_seed(V)
+    return (torch.randint(-8, 9, (V, D), generator=g).float().to(DEVICE), k), {}

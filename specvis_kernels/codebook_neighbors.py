@@ -1,0 +1,76 @@
+"""codebook_neighbors: which codes look alike, computed once when a model is loaded."""
+import torch
+from torch import Tensor
+
+from ._dispatch import check, check_dims, define
+
+METRICS = ("l2", "cosine", "random")
+GRID = 2.0 ** 40      # steps between the smallest and the largest distance
+BLOCK = 2**20         # distances at a time, 8 MB
+LARGEST = 2**63 - 1
+
+
+def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normalize: bool = False, seed: int = 0,
+                       backend: str | None = None) -> Tensor:
+    """The k nearest other codes of every code, nearest first.
+
+    Squared distances are computed in float64 and rounded to 2**-40 of the largest possible, so that codes at
+    equal distance tie in spite of the arithmetic; ties go to the lower id. (LANTERN's latent proximity,
+    arXiv:2410.03355, section 4.)
+
+    Args:
+        codebook:   (V, D) float64, float32, float16 or bfloat16   finite; one code a row
+        k:          how many, 1 <= k < V
+        metric:     "l2": Euclidean distance; "cosine": the angle, and a zero row is at a right angle to all;
+                    "random": k codes without replacement, in random order, for ablations
+        normalize:  scale rows to length 1 first, as LlamaGen's tokenizer uses its codebook
+        seed:       of metric "random"
+        backend:    None or "oracle"; there is no other
+
+    Returns:
+        (V, k) uint16, or int32 if V > 65536
+
+    Raises:
+        ValueError: a dtype, shape, metric or k other than the above
+    """
+    V, D = check_dims("codebook", codebook, "VD")
+    check("codebook", codebook, (torch.float64, torch.float32, torch.float16, torch.bfloat16), V=V, D=D)
+    if metric not in METRICS:
+        raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
+    if not 1 <= k < V:
+        raise ValueError(f"k must be at least 1 and less than V={V}, got {k}")
+    return _call(backend, codebook.detach().contiguous(), k, metric, normalize, seed)
+
+
+def _oracle(codebook, k, metric, normalize, seed):
+    V = len(codebook)
+    codes = codebook.double()
+    if normalize or metric == "cosine":
+        codes = codes / codes.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    squares = codes.square().sum(1)
+    largest = 4 * squares.max().clamp(min=1e-300)  # two codes are at most twice the longest apart
+    ids = torch.arange(V, device=codes.device)
+    generator = torch.Generator().manual_seed(seed)
+    neighbors = _meta(codebook, k, metric, normalize, seed)
+    for start in range(0, V, block := max(1, BLOCK // V)):
+        rows = codes[start:start + block]
+        if metric == "l2":
+            distance = squares[start:start + block, None] + squares - 2 * rows @ codes.T
+            distance = distance / largest
+        elif metric == "cosine":
+            distance = (1 - rows @ codes.T) / 2
+        else:
+            distance = torch.rand(len(rows), V, generator=generator, dtype=torch.float64).to(codes.device)
+        keys = (distance * GRID).round().long() * V + ids  # no two are equal
+        keys.diagonal(start).fill_(LARGEST)
+        neighbors[start:start + block] = keys.topk(k, largest=False).indices.to(neighbors.dtype)
+    return neighbors
+
+
+def _meta(codebook, k, metric, normalize, seed):
+    V = codebook.shape[0]
+    return codebook.new_empty((V, k), dtype=torch.uint16 if V <= 65536 else torch.int32)
+
+
+_call = define("codebook_neighbors(Tensor codebook, int k, str metric, bool normalize, int seed) -> Tensor",
+               oracle=_oracle, meta=_meta)
