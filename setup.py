@@ -1,9 +1,9 @@
 """Builds csrc/*.cpp into specvis_kernels/_ops.so, a plain shared library against torch's stable C ABI.
 
 One library serves every Python and every torch from 2.10 on, with or without CUDA, so the wheel is
-py3-none-<platform>. torch's headers are found by path, torch is not imported: the build works in pip's isolation too.
-Without a C++ compiler the package is built without the library, and the oracles and Triton answer. CXX names the
-compiler, MAX_JOBS limits how many run at once.
+py3-none-<platform>. torch's headers are found by path, torch is not imported: the build works in pip's
+isolation too. Without a C++ compiler the package is built without the library, and the oracles and Triton
+answer. CXX names the compiler, MAX_JOBS limits how many run at once.
 """
 import os
 import shutil
@@ -18,8 +18,10 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 OBJECTS = Path("build", f"objects-{sysconfig.get_platform()}")  # kept between builds, editable ones too
-DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]  # nothing newer than torch 2.10
-FLAGS = ["-O3", "-std=c++17", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-Wall"]  # off: every backend rounds alike
+DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]  # what torch 2.10 has
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
+         "-fno-trapping-math", "-fno-math-errno",  # loops vectorize, results stay
+         "-ffp-contract=off"]                      # every backend rounds alike
 
 
 def find_torch() -> Path:
@@ -48,22 +50,23 @@ class Build(build_ext):
 
     def build_extension(self, extension):
         torch = find_torch()
-        shared = [Path(__file__), torch / "version.py", *Path("csrc").glob("*.h")]  # what every object depends on
+        shared = [Path(__file__), torch / "version.py", *Path("csrc").glob("*.h")]  # of every object
 
         def object_of(source: str) -> Path:
             target = OBJECTS / (source + ".o")
             target.parent.mkdir(parents=True, exist_ok=True)
             newest = max(path.stat().st_mtime for path in [Path(source), *shared])
             if not target.exists() or target.stat().st_mtime <= newest:
-                run(self.compiler_path, *FLAGS, *DEFINES, "-isystem", torch / "include", "-c", source, "-o", target)
+                run(self.compiler_path, *FLAGS, *DEFINES, "-isystem", torch / "include", "-c", source,
+                    "-o", target)
             return target
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
             objects = list(pool.map(object_of, extension.sources))
         library = Path(self.get_ext_fullpath(extension.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        run(self.compiler_path, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu", "-Wl,--no-undefined",
-            "-o", library)
+        run(self.compiler_path, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu",
+            "-Wl,--no-undefined", "-o", library)
 
 
 class Wheel(bdist_wheel):

@@ -1,4 +1,4 @@
-// guided_probs on the CPU: threads take rows; the tokens that top-k keeps are packed, and only they are exponentiated.
+// guided_probs on the CPU: threads take rows; what top-k keeps is packed, and only that is exponentiated.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -37,9 +37,9 @@ inline int32_t key_of(float x) {
   return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
-// exp for x <= 0 to about one unit in the last place, in operations that vectorize; 0 where the result is subnormal.
+// exp for x <= 0, to about one unit in the last place, in operations that vectorize; 0 below exp(-87).
 inline float exp_of(float x) {
-  const float shifted = std::max(x, -100.f) * 1.44269504f + 12582912.f;  // + 1.5 * 2^23: the low bits are the integer
+  const float shifted = std::max(x, -100.f) * 1.44269504f + 12582912.f;  // 1.5 * 2^23
   const float n = shifted - 12582912.f;
   const float r = (std::max(x, -100.f) - n * 0.693359375f) + n * 2.12194440e-4f;
   float y = 1.9875691500e-4f;
@@ -64,8 +64,8 @@ struct Scratch {
   explicit Scratch(int64_t n) : x(n), keys(n), ids(n) { rest.reserve(n); }
 };
 
-// The lowest key whose strictly greater ones weigh less than `limit`, which is positive and at most the whole weight.
-// Digit by digit from the top, each time among the keys that share the digits found so far.
+// The lowest key whose strictly greater ones weigh less than `limit`, which is positive and at most the whole
+// weight. Digit by digit from the top, each time among the keys that share the digits found so far.
 template <class WeightOf>
 int32_t threshold(Scratch& s, int64_t n, int64_t limit, WeightOf weight_of) {
   constexpr int kBits[] = {11, 11, 10};
@@ -90,8 +90,8 @@ int32_t threshold(Scratch& s, int64_t n, int64_t limit, WeightOf weight_of) {
       for (int64_t i = 0; i < n; ++i)
         if (digit(s.keys[i]) == d) s.rest.emplace_back(s.keys[i], weight_of(i));
     } else {
-      s.rest.erase(std::remove_if(s.rest.begin(), s.rest.end(), [&](const auto& r) { return digit(r.first) != d; }),
-                   s.rest.end());
+      const auto other = [&](const auto& r) { return digit(r.first) != d; };
+      s.rest.erase(std::remove_if(s.rest.begin(), s.rest.end(), other), s.rest.end());
     }
   }
   return int32_t(found ^ 0x80000000u);
@@ -107,8 +107,8 @@ double sum(const float* x, int64_t n) {  // eight sums side by side: one alone w
 }
 
 template <class T>
-WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidance, float temperature, int64_t k, float top_p,
-                  int64_t ids, Scratch& s, float* out) {  // out is zero
+WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidance, float temperature,
+                                 int64_t k, float top_p, int64_t ids, Scratch& s, float* out) {  // out is zero
   const bool sampling = temperature != 0;
   if (!sampling) temperature = 1;
   float* const x = s.x.data();
@@ -183,19 +183,20 @@ void all_rows(const Tensor& logits, const Tensor* uncond, const Tensor& guidance
     for (int64_t row = begin; row < end; ++row) {
       const int64_t b = row / N, start = row * V + first_id;
       std::fill_n(out + row * V, V, 0.f);
-      bits[row] = row_probs(x + start, u ? u + start : nullptr, g[b], t[b], k[b], p[b], ids, scratch, out + start);
+      bits[row] = row_probs(x + start, u ? u + start : nullptr, g[b], t[b], k[b], p[b], ids, scratch,
+                            out + start);
     }
   });
 }
 
-std::tuple<Tensor, Tensor> guided_probs_cpu(const Tensor& logits, const std::optional<Tensor>& uncond,
-                                            const Tensor& guidance, const Tensor& temperature, const Tensor& top_k,
-                                            const Tensor& top_p, int64_t first_id, int64_t last_id) {
+std::tuple<Tensor, Tensor> guided_probs_cpu(
+    const Tensor& logits, const std::optional<Tensor>& uncond, const Tensor& guidance,
+    const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, int64_t first_id, int64_t last_id) {
   Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
   Tensor status = torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
   const auto run = [&](auto type) {
-    all_rows<decltype(type)>(logits, uncond ? &*uncond : nullptr, guidance, temperature, top_k, top_p, first_id,
-                             last_id, probs, status);
+    all_rows<decltype(type)>(logits, uncond ? &*uncond : nullptr, guidance, temperature, top_k, top_p,
+                             first_id, last_id, probs, status);
   };
   switch (logits.scalar_type()) {
     case ScalarType::Half: run(c10::Half()); break;

@@ -10,8 +10,8 @@ BLOCK = 2**20         # distances at a time, 8 MB
 LARGEST = 2**63 - 1
 
 
-def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normalize: bool = False, seed: int = 0,
-                       backend: str | None = None) -> Tensor:
+def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normalize: bool = False,
+                       seed: int = 0, backend: str | None = None) -> Tensor:
     """The k nearest other codes of every code, nearest first.
 
     Squared distances are computed in float64 and rounded to 2**-40 of the largest possible, so that codes at
@@ -72,5 +72,6 @@ def _meta(codebook, k, metric, normalize, seed):
     return codebook.new_empty((V, k), dtype=torch.uint16 if V <= 65536 else torch.int32)
 
 
-_call = define("codebook_neighbors(Tensor codebook, int k, str metric, bool normalize, int seed) -> Tensor",
-               oracle=_oracle, meta=_meta)
+_call = define(
+    "codebook_neighbors(Tensor codebook, SymInt k, str metric, bool normalize, SymInt seed) -> Tensor",
+    oracle=_oracle, meta=_meta)

@@ -13,12 +13,13 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temper
                  backend: str | None = None) -> tuple[Tensor, Tensor]:
     """The distribution that a model's logits stand for after guidance, temperature, top-k and top-p.
 
-    In this order, in float32 whatever the dtype of the logits: guidance, uncond + s (logits - uncond); only ids in
-    [first_id, last_id) are looked at, the others get probability 0; division by the temperature; top-k keeps every
-    token whose logit is at least the k-th largest, ties included; top-p keeps every token for which the strictly more
-    probable ones, of those that top-k left, hold less than `top_p` of the mass: the token that crosses the
-    threshold stays, and its ties do; softmax over what is kept. Temperature 0 (greedy decoding) is the softmax at
-    temperature 1 of all ids, without top-k and top-p. A logit of -inf has probability 0, whatever the guidance.
+    In this order, in float32 whatever the dtype of the logits: guidance, uncond + s (logits - uncond); only
+    ids in [first_id, last_id) are looked at, the others get probability 0; division by the temperature;
+    top-k keeps every token whose logit is at least the k-th largest, ties included; top-p keeps every token
+    for which the strictly more probable ones, of those that top-k left, hold less than `top_p` of the mass:
+    the token that crosses the threshold stays, and so do its ties; softmax over what is kept. Temperature 0
+    (greedy decoding) is the softmax at temperature 1 without top-k and top-p. A logit of -inf has
+    probability 0, whatever the guidance.
 
     (Ho and Salimans, arXiv:2207.12598; the order of the filters is LlamaGen's, arXiv:2406.06525.)
 
@@ -35,8 +36,8 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temper
 
     Returns:
         probs:        (B, N, V) float32   each row sums to 1 up to rounding
-        status:       (B, N)    int32     INVALID_ROW, with probs all zero, where a result within the range is NaN or
-                                          +inf or all are -inf, or the temperature is negative or NaN
+        status:       (B, N)    int32     INVALID_ROW, with probs all zero, where after the division something
+                                          is NaN or +inf or all is -inf, or the temperature is negative or NaN
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, or not 0 <= first_id < last_id <= V
@@ -96,10 +97,11 @@ def _oracle(logits, uncond, guidance, temperature, top_k, top_p, first_id, last_
 
 
 def _meta(logits, uncond, guidance, temperature, top_k, top_p, first_id, last_id):
-    return (torch.empty_like(logits, dtype=torch.float32), logits.new_empty(logits.shape[:2], dtype=torch.int32))
+    return (torch.empty_like(logits, dtype=torch.float32),
+            logits.new_empty(logits.shape[:2], dtype=torch.int32))
 
 
 _call = define(
-    "guided_probs(Tensor logits, Tensor? uncond, Tensor guidance, Tensor temperature, Tensor top_k, Tensor top_p, "
-    "int first_id, int last_id) -> (Tensor probs, Tensor status)",
+    "guided_probs(Tensor logits, Tensor? uncond, Tensor guidance, Tensor temperature, Tensor top_k,"
+    " Tensor top_p, SymInt first_id, SymInt last_id) -> (Tensor probs, Tensor status)",
     oracle=_oracle, meta=_meta)

@@ -1,6 +1,6 @@
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads turn 0.05 ms into 16 where cores are shared
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning turns 0.05 ms into 16 where cores are shared
 
 import pytest  # noqa: E402  the variables are read when torch and triton are first imported
 import torch  # noqa: E402
@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """torch.empty gives NaN or the largest integer, so an output element that no kernel wrote cannot pass by luck."""
+    """torch.empty gives NaN or the largest integer: an element that no kernel wrote cannot pass by luck."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,9 +1,9 @@
 """Inputs for every op, one maker each: `make(*sizes)` gives `(args, kwargs)` of the public function, seeded.
 
-The first size is the batch, and 0 is a batch too (UNBATCHED names the ops without one). The first entry of CASES is
-the smallest that makes sense (one node, one neighbor). Probabilities are counts over 2**16, so any sum of them, in any
-order, is exact: every backend must agree with the oracle bit for bit. Where exp or log is in the way the op has a
-tolerance in TOLERANCES.
+The first size is the batch, and 0 is a batch too (UNBATCHED names the ops without one). The first entry of
+CASES is the smallest that makes sense (one node, one neighbor). Probabilities are counts over 2**16, so any
+sum of them, in any order, is exact: every backend must agree with the oracle bit for bit. Where exp or log is
+in the way the op has a tolerance in TOLERANCES.
 """
 import torch
 
@@ -29,7 +29,12 @@ def exact_uniforms(*shape, seed=0):
 
 
 # guided_probs: logits are multiples of 1/8, guidance of 1/2, temperatures powers of two: exact until the exp.
-CASES["guided_probs"] = [(1, 1, 2), (2, 3, 33, torch.bfloat16), (3, 2, 64), (2, 1, 1500, torch.float16, False)]
+CASES["guided_probs"] = [
+    (1, 1, 2),
+    (2, 3, 33, torch.bfloat16),
+    (3, 2, 64),
+    (2, 1, 1500, torch.float16, False),
+]
 TOLERANCES["guided_probs"] = {0: (1e-5, 1e-9)}
 
 

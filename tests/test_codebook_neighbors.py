@@ -27,7 +27,7 @@ def test_cosine_by_hand():
 def test_normalize_by_hand():
     """(1, 0) and (9, 0) are far apart, and the same direction; (2, 1) is between them and (0, 1)."""
     codes = [[1, 0], [9, 0], [0, 1], [2, 1]]
-    assert neighbors(codes, 3) == [[2, 3, 1], [3, 0, 2], [0, 3, 1], [0, 2, 1]]  # squares 2, 2, 64 | 50, 64, 82 | ..
+    assert neighbors(codes, 3) == [[2, 3, 1], [3, 0, 2], [0, 3, 1], [0, 2, 1]]  # 2 = 2 < 64 | 50 < 64 < 82
     assert neighbors(codes, 3, normalize=True) == [[1, 3, 2], [0, 3, 2], [3, 0, 1], [0, 1, 2]]
 
 
@@ -41,13 +41,14 @@ def test_ties_go_to_the_lower_id():
 @pytest.mark.parametrize("metric", ["l2", "cosine"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_equals_a_full_sort_of_distances(metric, normalize):
-    """Several blocks of rows, the last one ragged; codes in general position, so that nothing is near a tie."""
+    """Several blocks of rows, the last one ragged; codes in general position: nothing is near a tie."""
     V = 1500
     assert BLOCK // V < V and V % (BLOCK // V)
     codes = torch.randn(V, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(DEVICE)
     unit = codes / codes.norm(dim=1, keepdim=True)
     points = unit if normalize or metric == "cosine" else codes  # on the sphere both metrics have one order
-    distance = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").fill_diagonal_(torch.inf)
+    distance = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+    distance.fill_diagonal_(torch.inf)
     assert torch.equal(codebook_neighbors(codes, 20, metric=metric, normalize=normalize).long(),
                        distance.argsort(-1)[:, :20])
 

@@ -11,10 +11,10 @@ BACKENDS = pytest.mark.parametrize("backend", backends("guided_probs", DEVICE))
 INF, NAN = math.inf, math.nan
 
 
-def one_row(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0, dtype=torch.float32, **kwargs):
+def one_row(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0, **kwargs):
     """Probabilities (a list) and status of one row."""
     def row(values):
-        return None if values is None else torch.tensor([[values]], dtype=dtype, device=DEVICE)
+        return None if values is None else torch.tensor([[values]], device=DEVICE)
 
     def setting(value, dtype=torch.float32):
         return torch.tensor([value], dtype=dtype, device=DEVICE)
@@ -38,16 +38,16 @@ def close(expected):
     ({}, [8, 4, 2, 1, 1]),                             # /16
     ({"temperature": 0.5}, [64, 16, 4, 1, 1]),         # squares, /86
     ({"top_k": 2}, [8, 4, 0, 0, 0]),
-    ({"top_k": 4}, [8, 4, 2, 1, 1]),                   # the fourth largest is 1, and both ones are at least that
+    ({"top_k": 4}, [8, 4, 2, 1, 1]),                   # the fourth largest is 1: both ones are at least that
     ({"top_k": 5}, [8, 4, 2, 1, 1]),                   # all there are: off
     ({"top_k": -1}, [8, 4, 2, 1, 1]),                  # off
-    ({"top_p": 0.4}, [8, 0, 0, 0, 0]),                 # 0 < 0.4 stays and crosses; before the second there are 8/16
+    ({"top_p": 0.4}, [8, 0, 0, 0, 0]),                 # the first crosses: 0 < 0.4 <= 8/16
     ({"top_p": 0.6}, [8, 4, 0, 0, 0]),                 # 8/16 < 0.6 <= 12/16
     ({"top_p": 0.9}, [8, 4, 2, 1, 1]),                 # 14/16 < 0.9: one of the ties crosses, both stay
     ({"top_p": 0.0}, [8, 4, 2, 1, 1]),                 # off
     ({"top_p": 1.5}, [8, 4, 2, 1, 1]),                 # off
-    ({"top_k": 2, "top_p": 0.6}, [8, 0, 0, 0, 0]),     # top-k first: 8/12 >= 0.6; the other order would keep 8 and 4
-    ({"temperature": 0.5, "top_p": 0.7}, [64, 0, 0, 0, 0]),  # temperature first: 64/86 >= 0.7; without it 8/16 < 0.7
+    ({"top_k": 2, "top_p": 0.6}, [8, 0, 0, 0, 0]),     # top-k first: 8/12 >= 0.6; else 8 and 4 would stay
+    ({"temperature": 0.5, "top_p": 0.7}, [64, 0, 0, 0, 0]),  # temperature first: 64/86 >= 0.7 > 8/16
     ({"temperature": 0.0, "top_k": 1, "top_p": 0.1}, [8, 4, 2, 1, 1]),  # greedy: no filter
     ({"first_id": 1, "last_id": 4}, [0, 4, 2, 1, 0]),
     ({"first_id": 1, "last_id": 4, "top_k": 1}, [0, 4, 0, 0, 0]),       # the best of the range
@@ -116,14 +116,15 @@ def test_half_types_are_computed_in_float32(backend, dtype):
 
 @BACKENDS
 def test_settings_are_per_request(backend):
-    """Four requests with settings of their own give what each gives alone; all rows of a request share them."""
+    """Four requests with settings of their own, which both rows of a request share."""
     logits = torch.tensor(logs(8, 4, 2, 1, 1), device=DEVICE).expand(4, 2, 5)
     probs, status = guided_probs(
         logits, logits.roll(1, -1), torch.tensor([1.0, 1.0, 0.0, 1.0], device=DEVICE),
         torch.tensor([1.0, 0.5, 1.0, 0.0], device=DEVICE),
         torch.tensor([2, 0, 0, 1], dtype=torch.int32, device=DEVICE),
         torch.tensor([1.0, 1.0, 0.6, 1.0], device=DEVICE), backend=backend)
-    expected = torch.tensor([[8, 4, 0, 0, 0], [64, 16, 4, 1, 1], [0, 8, 4, 0, 0], [8, 4, 2, 1, 1]], device=DEVICE)
+    expected = torch.tensor([[8, 4, 0, 0, 0], [64, 16, 4, 1, 1], [0, 8, 4, 0, 0], [8, 4, 2, 1, 1.0]],
+                            device=DEVICE)
     expected = (expected / expected.sum(-1, keepdim=True)).unsqueeze(1).expand(4, 2, 5)
     torch.testing.assert_close(probs, expected, rtol=1e-6, atol=0)
     assert not status.any()
@@ -134,7 +135,8 @@ def test_the_kept_set_is_the_oracles(backend):
     """On arbitrary logits too: top-k compares exact numbers, top-p sums that are far apart here."""
     g = torch.Generator().manual_seed(0)
     logits = (torch.randn(6, 1, 200, generator=g) * 3).to(DEVICE)
-    args = (logits, logits.roll(1, 0), torch.full((6,), 2.3, device=DEVICE), torch.full((6,), 0.7, device=DEVICE),
+    args = (logits, logits.roll(1, 0),
+            torch.full((6,), 2.3, device=DEVICE), torch.full((6,), 0.7, device=DEVICE),
             torch.tensor([0, 1, 50, 199, 7, 100], dtype=torch.int32, device=DEVICE),
             torch.tensor([0.3, 1.0, 0.95, 0.5, 0.0, 0.999], device=DEVICE))
     got, expected = guided_probs(*args, backend=backend)[0], guided_probs(*args, backend="oracle")[0]
@@ -147,16 +149,17 @@ def test_the_kept_set_is_the_oracles(backend):
 @BACKENDS
 def test_exp_is_right_to_rounding(backend):
     logits = torch.linspace(-60, 0, 2001, device=DEVICE).view(1, 1, -1)
-    one = torch.ones(1, device=DEVICE)
-    probs, _ = guided_probs(logits, None, one, one, torch.zeros_like(one, dtype=torch.int32), one, backend=backend)
+    one, off = torch.ones(1, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    probs, _ = guided_probs(logits, None, one, one, off, one, backend=backend)
     coarse = DEVICE == "cuda" and backend == "triton"  # the GPU's exp multiplies by log2(e) in float32 first
-    torch.testing.assert_close(probs.double(), logits.double().softmax(-1), rtol=1e-5 if coarse else 4e-7, atol=0)
+    expected = logits.double().softmax(-1)
+    torch.testing.assert_close(probs.double(), expected, rtol=1e-5 if coarse else 4e-7, atol=0)
 
 
 @BACKENDS
 @pytest.mark.parametrize("top_p, kept", [(0.5 - 1e-5, {1}), (0.5, {1, 3}), (0.5 + 1e-5, {3})])
 def test_only_a_near_tie_of_top_p_may_differ_between_backends(backend, top_p, kept):
-    """The best token holds 0.5 up to the rounding of exp; whether the others stay may differ only at 0.5 itself."""
+    """The best token holds 0.5 up to the rounding of exp: only at 0.5 itself may the others stay or not."""
     probs, _ = one_row(logs(4, 2, 2), top_p=top_p, backend=backend)
     assert sum(x > 0 for x in probs) in kept
 
@@ -176,7 +179,8 @@ def test_only_a_near_tie_of_top_p_may_differ_between_backends(backend, top_p, ke
     ("backend", "fast", "backend of guided_probs must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):
-    arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5), "guidance": torch.zeros(2),
-                 "temperature": torch.zeros(2), "top_k": torch.zeros(2, dtype=torch.int32), "top_p": torch.zeros(2)}
+    arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5),
+                 "guidance": torch.zeros(2), "temperature": torch.zeros(2),
+                 "top_k": torch.zeros(2, dtype=torch.int32), "top_p": torch.zeros(2)}
     with pytest.raises(ValueError, match=message):
         guided_probs(**arguments | {name: value})

@@ -1,4 +1,4 @@
-"""guided_probs in Triton: one program per row, all ids in one block; thresholds by bitwise search, no sort."""
+"""guided_probs in Triton: one program per row, all ids in one block; thresholds by bitwise search."""
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +23,8 @@ def threshold(keys, weights, limit):
 
 
 @triton.jit
-def guided_probs_kernel(logits, uncond, guidance, temperature, top_k, top_p, probs, status, N, V, first_id, ids,
-                        GUIDED: tl.constexpr, BLOCK: tl.constexpr):
+def guided_probs_kernel(logits, uncond, guidance, temperature, top_k, top_p, probs, status, N, V, first_id,
+                        ids, GUIDED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)                  # row = b * N + n
     b = row // N
     at = tl.arange(0, BLOCK)
@@ -76,6 +76,7 @@ def guided_probs(logits, uncond, guidance, temperature, top_k, top_p, first_id, 
     if B * N > 0:
         block = triton.next_power_of_2(last_id - first_id)
         guided_probs_kernel[(B * N,)](
-            logits, uncond, guidance, temperature, top_k, top_p, probs, status, N, V, first_id, last_id - first_id,
-            GUIDED=uncond is not None, BLOCK=block, num_warps=min(32, max(4, block // 1024)), enable_fp_fusion=False)
+            logits, uncond, guidance, temperature, top_k, top_p, probs, status, N, V, first_id,
+            last_id - first_id, GUIDED=uncond is not None, BLOCK=block,
+            num_warps=min(32, max(4, block // 1024)), enable_fp_fusion=False)
     return probs, status
