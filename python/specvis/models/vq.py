@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VQConfig:
-    """The numbers of a tokenizer; the defaults are VQ-16. One token stands for `stride` x `stride` pixels."""
+    """The numbers of a tokenizer; the defaults are VQ-16. A token stands for `stride` x `stride` pixels."""
 
     channels: int = 128
     decoder_channels: int = 128
@@ -19,7 +19,7 @@ class VQConfig:
     codebook_size: int = 16384
     codebook_dim: int = 8
     groups: int = 32               # of the group norms
-    patch: int = 1                 # pixels are folded into channels in patch x patch blocks first; VQ-16 does not
+    patch: int = 1                 # blocks of patch x patch pixels are folded into channels first; VQ-16: 1
 
     @property
     def stride(self) -> int:
@@ -29,8 +29,10 @@ class VQConfig:
 class ResBlock(nn.Module):
     def __init__(self, inside: int, outside: int, groups: int):
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(groups, inside, eps=1e-6), nn.Conv2d(inside, outside, 3, padding=1)
-        self.norm2, self.conv2 = nn.GroupNorm(groups, outside, eps=1e-6), nn.Conv2d(outside, outside, 3, padding=1)
+        self.norm1 = nn.GroupNorm(groups, inside, eps=1e-6)
+        self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
+        self.norm2 = nn.GroupNorm(groups, outside, eps=1e-6)
+        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
         if inside != outside:
             self.nin_shortcut = nn.Conv2d(inside, outside, 1)
 
@@ -59,14 +61,17 @@ class Resample(nn.Module):
     def __init__(self, channels: int, down: bool):
         super().__init__()
         self.down = down
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2) if down else nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv = nn.Conv2d(channels, channels, 3, **({"stride": 2} if down else {"padding": 1}))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(F.pad(x, (0, 1, 0, 1)) if self.down else F.interpolate(x, scale_factor=2.0))
 
 
 class Level(nn.Module):
-    def __init__(self, inside: int, outside: int, blocks: int, groups: int, *, attention: bool, resample: str | None):
+    """The blocks of one size; `resample` ("downsample", "upsample" or None) leads to the next."""
+
+    def __init__(self, inside: int, outside: int, blocks: int, groups: int, attention: bool,
+                 resample: str | None):
         super().__init__()
         self.res = nn.ModuleList(ResBlock(outside if i else inside, outside, groups) for i in range(blocks))
         self.attn = nn.ModuleList(AttnBlock(outside, groups) for _ in range(blocks if attention else 0))
@@ -151,8 +156,9 @@ class VQ(nn.Module):
 
     def latents(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, h, w, D) float32 of length 1, before quantization."""
-        if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] % self.config.stride or images.shape[3] % self.config.stride:
-            raise ValueError(f"images must be (B, 3, H, W), H and W multiples of {self.config.stride}, "
+        stride = self.config.stride
+        if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] % stride or images.shape[3] % stride:
+            raise ValueError(f"images must be (B, 3, H, W), H and W multiples of {stride}, "
                              f"got {tuple(images.shape)}")
         z = self.quant_conv(self.encoder(F.pixel_unshuffle(images, self.config.patch)))
         return F.normalize(z.permute(0, 2, 3, 1).float(), dim=-1)
@@ -168,7 +174,7 @@ class VQ(nn.Module):
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Tokens (B, n * n) int64 of square images -> (B, 3, H, W) clamped to [-1, 1]."""
-        side = round(tokens.shape[1] ** 0.5)
+        side = round(tokens.shape[-1] ** 0.5) if tokens.ndim == 2 else 0
         if tokens.ndim != 2 or side * side != tokens.shape[1]:
             raise ValueError(f"tokens must be (B, n * n), got {tuple(tokens.shape)}")
         return self.decode_latents(self.codebook()[tokens].unflatten(1, (side, side))).clamp(-1, 1)

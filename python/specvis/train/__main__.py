@@ -1,4 +1,4 @@
-"""`python -m specvis.train STAGE`: one command per stage, in this order: data, tokenizer, gpt, drafter, ship."""
+"""`python -m specvis.train STAGE`: a command per stage, in the order data, tokenizer, gpt, drafter, ship."""
 from importlib import import_module
 
 import click

@@ -47,7 +47,8 @@ def fetch(package: str, folder: Path) -> tarfile.TarFile:
     if not archive.exists():
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            subprocess.run(["npm", "pack", "--silent", package], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            command = ["npm", "pack", "--silent", package]
+            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             raise click.ClickException(f"`npm pack {package}` failed ({error}); "
                                        f"--packages may name a folder that has {archive.name}") from error
@@ -72,7 +73,8 @@ def drawings(archive: tarfile.TarFile):
     import resvg_py  # only this stage needs it
 
     icons, info = read(archive, "icons.json"), read(archive, "metadata.json")
-    extras = {name for group, names in info["categories"].items() if group.startswith("Extras") for name in names}
+    extras = {name for group, names in info["categories"].items() if group.startswith("Extras")
+              for name in names}
     for name, icon in tqdm(icons["icons"].items(), desc=icons["prefix"]):
         if icon.get("hidden") or name in extras or name.endswith("-low"):
             continue
@@ -99,7 +101,7 @@ def photographs(archive: tarfile.TarFile, characters: dict[str, str]):
 def draw_weights(categories: list[str]) -> np.ndarray:
     """(N,) float64 of mean 1, how often each picture is drawn.
 
-    People together get PEOPLE_SHARE, and every other category a part of the rest by the square root of its size.
+    People together get PEOPLE_SHARE; the others share the rest by the square roots of their sizes.
     """
     sizes = Counter(categories)
     roots = {category: size ** 0.5 for category, size in sizes.items() if category != PEOPLE}
@@ -123,14 +125,15 @@ def hold_out(names: list[str], words: list[list[str]]) -> np.ndarray:
 @click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
               help="Folder of the training stages.")
 @click.option("--packages", type=click.Path(path_type=Path),
-              help="Folder with the packages' archives; missing ones are fetched into it. [default: RUNS/packages]")
+              help="Folder of the packages' archives; missing ones are fetched. [default: RUNS/packages]")
 def data(runs, packages):
     """Fetch and render the pictures; writes runs/data/pictures.npz, vocabulary.json and manifest.json.
 
-    pictures.npz: pictures (N, 64, 64, 3) uint8; captions (N, 10) int16, style and words as rows of the vocabulary,
-    0 before them; styles, names, categories (N,) text; weights (N,) float64; held_out (N,) bool.
+    pictures.npz: pictures (N, 64, 64, 3) uint8; captions (N, 10) int16, style and words as places in the
+    vocabulary, 0 before them; styles, names, categories (N,) text; weights (N,) float64; held_out (N,) bool.
     """
-    archives = {style: fetch(package, packages or runs / "packages") for style, (package, _) in PACKAGES.items()}
+    packages = packages or runs / "packages"
+    archives = {style: fetch(package, packages) for style, (package, _) in PACKAGES.items()}
     noto, flat = archives["noto"], archives["fluent-flat"]
     characters = read(noto, "chars.json") | read(flat, "chars.json")
     category = {name: group for archive in (flat, noto)
@@ -156,8 +159,9 @@ def data(runs, packages):
     folder = runs / "data"
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "pictures.part.npz"
-    np.savez(part, pictures=np.stack(pictures), captions=captions, styles=np.array(styles), names=np.array(names),
-             categories=np.array(categories), weights=draw_weights(categories), held_out=held_out)
+    np.savez(part, pictures=np.stack(pictures), captions=captions, styles=np.array(styles),
+             names=np.array(names), categories=np.array(categories), weights=draw_weights(categories),
+             held_out=held_out)
     part.replace(folder / "pictures.npz")
     (folder / "vocabulary.json").write_text(json.dumps(vocabulary))
     counts = {"pictures": len(names), "held_out": int(held_out.sum()), "names": len(set(names)),
@@ -165,4 +169,5 @@ def data(runs, packages):
     held_out_names = sorted({name for name, out in zip(names, held_out) if out})
     manifest = {"packages": PACKAGES, **counts, "held_out_names": held_out_names}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    click.echo("\n".join(f"{key}: {value if isinstance(value, int) else dict(value)}" for key, value in counts.items()))
+    for key, value in counts.items():
+        click.echo(f"{key}: {value if isinstance(value, int) else dict(value)}")

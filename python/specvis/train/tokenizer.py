@@ -8,20 +8,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..checkpoint import load_weights
 from ..models.vq import VQ, VQConfig
 from .run import Run
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
                   codebook_size=4096, codebook_dim=8, groups=8, patch=2)
-PHASES = (0.15, 0.75)  # shares of the run: continuous latents until the first, moving codes until the second, then fixed
+PHASES = (0.15, 0.75)  # of the run: latents are continuous until the first, codes move until the second
 NOISE = 0.1            # on the continuous latents, about the error that 4096 codes will make
 DECAY = 0.99           # of the running means that the moving codes are
 RARE = 0.03            # a code used less often than this share of its fair part is put elsewhere
 BACKGROUND = 1 / 16    # white patches for each other one in the samples that codes are clustered from
+COUNTS = "quantize.codebook_used"  # a statistic of the official checkpoints that nothing reads
 
 
 class Pictures:
@@ -36,10 +38,13 @@ class Pictures:
         self.arrays = arrays
 
     def take(self, rows: Tensor) -> Tensor:
+        """(B,) int64 -> (B, 3, 64, 64) float32."""
         return self.pictures[rows].float() / 127.5 - 1
 
     def draw(self, batch: int, generator: torch.Generator) -> Tensor:
-        return self.take(self.train[torch.multinomial(self.weights, batch, replacement=True, generator=generator)])
+        """Training pictures (B, 3, 64, 64) float32, by weight."""
+        rows = torch.multinomial(self.weights, batch, replacement=True, generator=generator)
+        return self.take(self.train[rows])
 
 
 class Learned(nn.Module):
@@ -70,8 +75,14 @@ class Learned(nn.Module):
 
     @torch.no_grad()
     def move_codes(self, latents: Tensor, tokens: Tensor, inside: Tensor, generator: torch.Generator) -> int:
-        """One step of the running means; rarely used codes restart at foreground latents. Returns how many."""
-        share = (1 - DECAY) * len(self.used) / len(tokens)      # a code with its fair part of the tokens has used = 1
+        """One step of the running means; codes out of use restart at foreground latents. Returns how many.
+
+        Args:
+            latents: (n, D) float32 of length 1
+            tokens: (n,) int64, their nearest codes
+            inside: (n,) bool, the foreground
+        """
+        share = (1 - DECAY) * len(self.used) / len(tokens)  # used = 1: a fair part of the tokens
         self.used.mul_(DECAY).index_add_(0, tokens, torch.ones_like(latents[:, 0]), alpha=share)
         self.sums.mul_(DECAY).index_add_(0, tokens, latents, alpha=share)
         source = latents[inside]
@@ -107,7 +118,10 @@ def psnr(vq: VQ, images: Tensor, quantize: bool = True) -> float:
     """Mean over pictures, in dB, of reconstructions from tokens or else from continuous latents."""
     parts = []
     for batch in images.split(64):
-        result = vq.decode(vq.encode(batch)) if quantize else vq.decode_latents(vq.latents(batch)).clamp(-1, 1)
+        if quantize:
+            result = vq.decode(vq.encode(batch))
+        else:
+            result = vq.decode_latents(vq.latents(batch)).clamp(-1, 1)
         parts.append(-10 * ((result - batch) / 2).square().mean((1, 2, 3)).log10())
     return torch.cat(parts).mean().item()
 
@@ -118,12 +132,37 @@ def perplexity(counts: Tensor) -> float:
     return torch.exp(-(share * share.clamp(min=1e-12).log()).sum()).item()
 
 
-def sheet(vq: VQ, images: Tensor, path: Path) -> None:
-    """Pictures above their reconstructions."""
-    pairs = torch.cat([images.unflatten(0, (-1, 16)), vq.decode(vq.encode(images)).unflatten(0, (-1, 16))], 1)
-    rows = pairs.unflatten(1, (2, 16)).flatten(0, 1)                                   # (rows, 16, 3, H, W)
-    canvas = rows.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
-    Image.fromarray(((canvas.clamp(-1, 1) + 1) * 127.5).round().byte().numpy()).save(path)
+def sheet(vq: VQ, images: Tensor, path: Path, across: int = 16) -> None:
+    """Rows of pictures, each above the row of their reconstructions."""
+    images = images[: len(images) // across * across]
+    pairs = torch.stack([x.unflatten(0, (-1, across)) for x in (images, vq.decode(vq.encode(images)))], 1)
+    canvas = pairs.flatten(0, 1).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)    # (height, width, 3)
+    Image.fromarray(((canvas + 1) * 127.5).round().byte().cpu().numpy()).save(path)
+
+
+def spread(pictures: Tensor, count: int) -> Tensor:
+    """At most `count` rows (int64) of these, evenly taken."""
+    return pictures[:: max(1, len(pictures) // count)][:count]
+
+
+@torch.no_grad()
+def write_tokens(vq: VQ, data: Pictures, path: Path) -> None:
+    """Tokenize all pictures, and say how evenly the codes are used."""
+    tokens, inside = [], []
+    for rows in tqdm(torch.arange(len(data.pictures)).split(128), desc="tokenize"):
+        images = data.take(rows).to(vq.post_quant_conv.weight.device)
+        tokens.append(vq.encode(images).cpu())
+        inside.append(foreground(images, vq.config.stride).cpu())
+    tokens, inside = torch.cat(tokens), torch.cat(inside)
+    for part, ids in (("all", tokens.flatten()), ("foreground", tokens[inside])):
+        counts = torch.bincount(ids, minlength=vq.config.codebook_size).double()
+        used = int((counts > 0).sum())
+        click.echo(f"{part}: {len(ids)} tokens, {used} codes, perplexity {perplexity(counts):.0f}")
+    arrays, partial = data.arrays, path.with_name("tokens.part.npz")
+    np.savez(partial, tokens=tokens.numpy().astype(np.uint16), condition=arrays["captions"],
+             weight=arrays["weights"],
+             **{name: arrays[name] for name in ("styles", "names", "categories", "held_out")})
+    partial.replace(path)
 
 
 @click.command()
@@ -135,14 +174,18 @@ def sheet(vq: VQ, images: Tensor, path: Path) -> None:
 @click.option("--lr", default=2e-3, show_default=True, help="Peak learning rate.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 def tokenizer(runs, minutes, steps, batch, lr, device):
-    """Train the tokenizer on runs/data; writes runs/tokenizer/ and the tokens of all pictures, runs/tokens.npz."""
+    """Train the tokenizer on runs/data; writes runs/tokenizer/ and the pictures' tokens, runs/tokens.npz.
+
+    tokens.npz: tokens (N, 256) uint16; condition (N, 10) int16; weight (N,) float64; held_out (N,) bool; and
+    styles, names, categories (N,) text. A finished run writes them again.
+    """
     torch.manual_seed(0)
     device = torch.device(device)
     data = Pictures(runs)
     model = Learned(CONFIG).to(device)
     run = Run(runs / "tokenizer", model, lr=lr, weight_decay=1e-4, minutes=minutes, steps=steps)
     vq, counts = model.vq, torch.zeros(CONFIG.codebook_size, device=device)
-    test = data.take(data.test[:: max(1, len(data.test) // 64)]).to(device)
+    test = data.take(spread(data.test, 64)).to(device)
     for step in run:
         generator = run.generator(step)
         if model.phase < sum(run.done >= share for share in PHASES):
@@ -150,7 +193,7 @@ def tokenizer(runs, minutes, steps, batch, lr, device):
             model.phase += 1
         images = data.draw(batch, generator).to(device)
         with torch.autocast(device.type, torch.bfloat16):
-            latents = vq.latents(images)                                               # (B, h, w, D)
+            latents = vq.latents(images)                                                # (B, h, w, D)
         tokens, moved, commitment = None, 0, torch.zeros((), device=device)
         if model.phase == 0:
             noise = torch.randn(latents.shape, generator=generator).to(device)
@@ -174,22 +217,16 @@ def tokenizer(runs, minutes, steps, batch, lr, device):
         if run.step % 100 == 99:
             with torch.no_grad():
                 quality = psnr(vq, test, quantize=tokens is not None)
-            run.log(phase=model.phase, l1=l1.detach(), psnr=quality, perplexity=perplexity(counts), moved=moved,
-                    commitment=commitment.detach(), lr=run.lr)
+            run.log(phase=model.phase, l1=l1.detach(), psnr=quality, perplexity=perplexity(counts),
+                    moved=moved, commitment=commitment.detach(), lr=run.lr)
             counts.zero_()
 
     folder = runs / "tokenizer"
-    weights = {name: value.half().contiguous() for name, value in vq.state_dict().items() if "codebook_used" not in name}
-    save_file(weights, folder / "tokenizer.safetensors")
-    (folder / "config.json").write_text(json.dumps(asdict(CONFIG), indent=1))
-    half = {name: value.float() for name, value in load_file(folder / "tokenizer.safetensors").items()}
-    vq.load_state_dict(half | {"quantize.codebook_used": vq.quantize.codebook_used})  # tokens as users will get them
+    state = {name: value.half().contiguous() for name, value in vq.state_dict().items() if name != COUNTS}
+    save_file(state, folder / "tokenizer.safetensors")
+    (folder / "config.json").write_text(json.dumps(asdict(CONFIG), indent=1) + "\n")
+    load_weights(vq, folder / "tokenizer.safetensors")  # rounded to float16: tokens as users will get them
+    write_tokens(vq, data, runs / "tokens.npz")
     with torch.no_grad():
-        rows = torch.arange(len(data.pictures))
-        ids = torch.cat([vq.encode(data.take(r).to(device)).cpu() for r in tqdm(rows.split(128), desc="tokenize")])
-        test = data.take(data.test).to(device)
-        click.echo(f"held-out names: PSNR {psnr(vq, test):.2f} dB; codes used {len(ids.unique())}")
-        sheet(vq.cpu(), test.cpu()[:: max(1, len(test) // 64)][:64], folder / "reconstructions.png")
-    arrays = data.arrays
-    np.savez(runs / "tokens.npz", tokens=ids.numpy().astype(np.uint16), condition=arrays["captions"],
-             weight=arrays["weights"], **{name: arrays[name] for name in ("styles", "names", "categories", "held_out")})
+        click.echo(f"held-out names: PSNR {psnr(vq, data.take(data.test).to(device)):.2f} dB")
+        sheet(vq, data.take(spread(data.test, 64)).to(device), folder / "reconstructions.png")
