@@ -3,7 +3,13 @@ from importlib import import_module
 
 import click
 
-STAGES = ("data", "tokenizer", "gpt", "drafter", "ship")
+STAGES = {
+    "data": "Fetch and render the pictures.",
+    "tokenizer": "Train the tokenizer and tokenize the pictures.",
+    "gpt": "Train the GPT on the tokens.",
+    "drafter": "Train the drafter on the GPT.",
+    "ship": "Put the trained parts together.",
+}
 
 
 class Stages(click.Group):
@@ -14,6 +20,10 @@ class Stages(click.Group):
 
     def get_command(self, context, name):
         return getattr(import_module(f"{__package__}.{name}"), name) if name in STAGES else None
+
+    def format_commands(self, context, formatter):
+        with formatter.section("Stages"):
+            formatter.write_dl(list(STAGES.items()))
 
 
 @click.group(cls=Stages, context_settings={"help_option_names": ["-h", "--help"]})
