@@ -39,6 +39,10 @@ class Run:
             model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds = state["step"], state["seconds"]
+        log = folder / "log.jsonl"
+        if log.exists():  # lines behind the checkpoint will be written again
+            lines = [line for line in log.read_text().splitlines() if json.loads(line)["step"] < self.step]
+            log.write_text("".join(f"{line}\n" for line in lines))
 
     @property
     def done(self) -> float:
