@@ -10,7 +10,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: test demo bench clean
 
 test: .venv/installed
-	.venv/bin/python -m pytest -q
+	.venv/bin/python -m pytest -q --benchmark-disable
 
 demo: .venv/installed
 	.venv/bin/specvis compare

@@ -38,19 +38,17 @@ CASES["guided_probs"] = [
 TOLERANCES["guided_probs"] = {0: (1e-5, 1e-9)}
 
 
-def guided_probs(B, N, V, dtype=torch.float32, uncond=True):
+def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, whole=False):
+    """`settings`: (guidance, temperature, top_k, top_p) of the requests, repeated; `whole`: no range of ids."""
+    settings = settings or [(3.5, 1.0, V // 2, 0.8), (1.0, 0.0, 0, 0.9), (0.5, 0.5, 5, 1.0)]
     g = torch.Generator().manual_seed(B + N + V)
 
     def draw():
         return (torch.randn(B, N, V, generator=g) * 16).round().div(8).to(DEVICE, dtype)
 
-    def per_request(values, dtype):  # different settings side by side in one batch
-        return torch.tensor(values, dtype=dtype, device=DEVICE).repeat(B)[:B]
-
-    args = (draw(), draw() if uncond else None, per_request([3.5, 1.0, 0.5], torch.float32),
-            per_request([1.0, 0.0, 0.5], torch.float32), per_request([V // 2, 0, 5], torch.int32),
-            per_request([0.8, 0.9, 1.0], torch.float32))
-    return args, {"first_id": V // 8, "last_id": V - V // 16}
+    guidance, temperature, top_k, top_p = torch.tensor(settings, device=DEVICE).repeat(B, 1)[:B].unbind(1)
+    args = draw(), draw() if uncond else None, guidance, temperature, top_k.int(), top_p
+    return args, {} if whole else {"first_id": V // 8, "last_id": V - V // 16}
 
 
 def neighbor_table(C, k, offset=0, narrow=True, seed=0):

@@ -1,0 +1,126 @@
+"""Timing, the one way it is done here, and what a number is worth nothing without: the machine it was on."""
+import os
+import platform
+import re
+import statistics
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+CACHE = 256 * 2**20  # bytes of inputs in rotation: more than any GPU's cache
+
+
+def machine() -> dict:
+    """Device, versions and git revision, for every record."""
+    def git(*arguments):
+        try:
+            run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+            return run.stdout.strip()
+        except FileNotFoundError:
+            return ""
+
+    def installed(package):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "cpu": cpu[1] if cpu else platform.processor(), "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(), "torch": torch.__version__, "triton": installed("triton"),
+            "python": platform.python_version(), "system": platform.platform(),
+            "git": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")}
+
+
+def file_name(machine: dict) -> str:
+    """E.g. NVIDIA-H200.json or AMD-EPYC-2-cores.json"""
+    name = machine["device"] if machine["device"] != "cpu" else f"{machine['cpu']} {machine['cores']} cores"
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json"
+
+
+def summary(microseconds: list) -> dict:
+    """Median and the quantiles at 10 and 90 per cent."""
+    tenths = statistics.quantiles(microseconds * 2, n=10, method="inclusive")  # of one sample too
+    return {"median_us": round(statistics.median(microseconds), 3), "p10_us": round(tenths[0], 3),
+            "p90_us": round(tenths[-1], 3), "samples": len(microseconds)}
+
+
+def until(seconds: float, sample, least: int = 5, most: int = 200) -> list:
+    """Samples for about so long: at least so many, unless one alone takes longer, and at most so many."""
+    start, samples = perf_counter(), []
+    while len(samples) < most:
+        samples.append(sample())
+        spent = perf_counter() - start
+        if spent > 10 * seconds or spent > seconds and len(samples) >= least:
+            break
+    return samples
+
+
+def time_on_cpu(call, arguments: tuple, seconds: float) -> dict:
+    """{"eager": summary} of call(*arguments)."""
+    def sample():
+        start = perf_counter()
+        call(*arguments)
+        return (perf_counter() - start) * 1e6
+
+    sample()
+    return {"eager": summary(until(seconds, sample))}
+
+
+def time_on_cuda(call, arguments: tuple, seconds: float) -> dict:
+    """Summaries by mode. "eager": what a loop in Python sees; "graph": the launches replayed, over inputs
+    that take turns so that none is in the cache ("cold"), or over one ("warm")."""
+    size = sum(a.nbytes for a in arguments if isinstance(a, torch.Tensor))
+    copies = [tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+              for _ in range(min(64, 1 + CACHE // max(size, 1)))]
+    calls = max(20, len(copies))
+
+    def eager():
+        start = perf_counter()
+        for i in range(calls):
+            call(*copies[i % len(copies)])
+        torch.cuda.synchronize()
+        return (perf_counter() - start) * 1e6 / calls
+
+    def replay(rotation):
+        for a in rotation:  # compiled, and memory allocated, before the capture
+            call(*a)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(calls):
+                call(*rotation[i % len(rotation)])
+
+        def sample():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) * 1e3 / calls
+
+        sample()
+        return summary(until(seconds, sample))
+
+    eager()
+    return {"eager": summary(until(seconds, eager)), "graph cold": replay(copies),
+            "graph warm": replay(copies[:1])}
+
+
+def time(call, arguments: tuple, seconds: float) -> dict:
+    """Summaries of call(*arguments) by mode, where the arguments are."""
+    device = next(a.device.type for a in arguments if isinstance(a, torch.Tensor))
+    return (time_on_cuda if device == "cuda" else time_on_cpu)(call, arguments, seconds)
+
+
+def bandwidth(device: str) -> float:
+    """Bytes that a copy larger than any cache reads and writes in a second."""
+    source = torch.empty(2 * CACHE, dtype=torch.uint8, device=device)
+    times = time(torch.Tensor.copy_, (torch.empty_like(source), source), 0.2)
+    return 2 * source.nbytes / times["graph cold" if device == "cuda" else "eager"]["median_us"] * 1e6

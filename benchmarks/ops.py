@@ -1,0 +1,137 @@
+"""Every op on every backend:   python -m benchmarks.ops [op ...] [--json [FILE]]
+
+Each row is checked against the oracle before it is timed. "floor" is what PyTorch takes to write one number:
+no op can be faster. GB/s counts the bytes that must move, "of copy" is their share of what a copy moves here.
+"""
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+import specvis_kernels
+from benchmarks import harness
+from tests import inputs
+from tests.test_every_op import assert_agree
+
+IMAGE = [(7.5, 1.0, 1000, 1.0)]  # guidance, temperature, top_k, top_p
+NUCLEUS = [(7.5, 1.0, 0, 0.9)]
+
+# op -> (sizes for its maker in tests/inputs.py, from real models; bytes that must move for one of them).
+# LlamaGen: V = 16384; EAGLE-2 trees: N = 60, K = 10; LANTERN: k = 1000; masks: a 24 x 24 image and the tree.
+ROWS = {
+    "codebook_neighbors": (
+        [(16384, 8, 1000)],
+        lambda V, D, k: V * D * 4 + V * k * 2),
+    "expand_tree": (
+        [(1, 10, 16384, 10), (8, 10, 16384, 10)],
+        lambda B, F, V, K: B * F * (V * 4 + K * 12)),
+    "guided_probs": (
+        [(1, 60, 16384, torch.float32, True, IMAGE, True),
+         (1, 60, 16384, torch.bfloat16, True, IMAGE, True),
+         (1, 60, 16384, torch.float32, True, NUCLEUS, True),
+         (8, 60, 16384, torch.bfloat16, True, IMAGE, True)],
+        lambda B, N, V, dtype, *_: B * N * V * (2 * dtype.itemsize + 4)),
+    "neighborhood_sum": (
+        [(60, 16384, 1000), (480, 16384, 1000)],
+        lambda R, V, k: R * k * (2 + 4)),
+    "sample_residual": (
+        [(1, 16384), (8, 16384)],
+        lambda R, V: R * V * 8),
+    "select_tree": (
+        [(1, 410, 60), (8, 410, 60)],
+        lambda B, M, N: B * (M * 16 + N * 16)),
+    "tree_links": (
+        [(1, 60), (8, 60)],
+        lambda B, N: B * N * (4 + 8 + 12)),
+    "tree_mask": (
+        [(1, 60, True, "additive", 636, torch.bfloat16),
+         (8, 60, True, "additive", 636, torch.bfloat16)],
+        lambda B, N, lengths, form, columns, dtype: B * N * (8 + columns * dtype.itemsize)),
+    "verify_tree": (  # the root's row, and no more than that for certain
+        [(1, 60, 16384, 6),
+         (1, 60, 16384, 6, {"k": 1000, "residual": "relaxed"}),
+         (8, 60, 16384, 6),
+         (8, 60, 16384, 6, {"k": 1000, "residual": "relaxed"})],
+        lambda B, N, V, P, *_: B * V * 4),
+}
+
+
+def show(case) -> str:
+    return " ".join(str(x).removeprefix("torch.") for x in case)
+
+
+def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> list:
+    """The records of one row, one for each mode."""
+    args, kwargs = getattr(inputs, op)(*case)
+    function = getattr(specvis_kernels, op)
+
+    def outputs(backend):
+        out = function(*args, **kwargs, backend=backend)
+        return out if isinstance(out, tuple) else (out,)
+
+    if backend != "oracle":
+        assert_agree(op, outputs(backend), outputs("oracle"))
+    times = harness.time(lambda *a: function(*a, **kwargs, backend=backend), args, seconds)
+    moved = ROWS[op][1](*case)
+    return [{"op": op, "backend": backend, "mode": mode, "shape": show(case),
+             "dtype": str(args[0].dtype).removeprefix("torch."), **summary, "bytes": moved,
+             "share_of_copy": float(f"{moved / summary['median_us'] * 1e6 / copy:.3g}")}
+            for mode, summary in times.items()]
+
+
+def floor(seconds: float) -> list:
+    one = torch.zeros(1, device=inputs.DEVICE)
+    return [{"op": "floor", "backend": "torch", "mode": mode, "shape": "1", "dtype": "float32", **times,
+             "bytes": 4, "share_of_copy": 0.0}
+            for mode, times in harness.time(torch.Tensor.zero_, (one,), seconds).items()]
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.partition("\n")[0])
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(ROWS)}; default: all")
+    parser.add_argument("--json", nargs="?", const="", metavar="FILE",
+                        help="write the records; default FILE: benchmarks/results/<machine>.json")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each number; default 0.5")
+    chosen = parser.parse_args()
+    for op in chosen.ops:
+        if op not in ROWS:
+            parser.error(f"no op {op!r}, only {', '.join(ROWS)}")
+
+    machine = harness.machine()
+    copy = harness.bandwidth(inputs.DEVICE)
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    print(f"a copy moves {copy / 1e9:.0f} GB/s")
+    print(f"{'op':20}{'shape':48}{'backend':9}{'mode':12}{'us':>11}{'p10':>11}{'p90':>11}{'GB/s':>9}"
+          f"{'of copy':>9}{'x oracle':>10}")
+    records = []
+
+    def report(rows, oracle):
+        for row in rows:
+            records.append(row)
+            median = row["median_us"]
+            print(f"{row['op']:20}{row['shape'][:46]:48}{row['backend']:9}{row['mode']:12}{median:11.1f}"
+                  f"{row['p10_us']:11.1f}{row['p90_us']:11.1f}{row['bytes'] / median / 1e3:9.2f}"
+                  f"{row['share_of_copy']:9.1%}", end="", flush=True)
+            print(f"{oracle[row['mode']] / median:10.1f}" if oracle else "", flush=True)
+
+    report(floor(chosen.seconds), {})
+    for op in chosen.ops or ROWS:
+        for case in ROWS[op][0]:
+            oracle = {}
+            for backend in specvis_kernels.backends(op, inputs.DEVICE):
+                if backend == "triton" and inputs.DEVICE == "cpu":
+                    continue  # the interpreter's time says nothing
+                rows = measure(op, case, backend, copy, chosen.seconds)
+                oracle = oracle or {row["mode"]: row["median_us"] for row in rows}
+                report(rows, oracle)
+    if chosen.json is not None:
+        file = Path(chosen.json or harness.ROOT / "benchmarks" / "results" / harness.file_name(machine))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        results = {"machine": machine, "copy_bytes_per_second": round(copy), "rows": records}
+        file.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The shape of the package: which op has which kernels, what it brings along, which way imports point."""
+import inspect
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import specvis_kernels
+from benchmarks.ops import ROWS
+from tests import inputs
+
+ROOT = Path(__file__).parent.parent
+KERNELS = {  # op -> every backend it has, on a machine that has everything
+    "codebook_neighbors": {"oracle"},
+    "expand_tree": {"oracle", "cpu", "triton"},
+    "guided_probs": {"oracle", "cpu", "triton"},
+    "neighborhood_sum": {"oracle", "cpu", "triton"},
+    "sample_residual": {"oracle", "cpu", "triton"},
+    "select_tree": {"oracle", "cpu", "triton"},
+    "tree_links": {"oracle", "cpu", "triton"},
+    "tree_mask": {"oracle", "cpu", "triton"},
+    "verify_tree": {"oracle", "cpu", "triton"},
+}
+BUILT = Path(specvis_kernels.__file__).with_name("_ops.so").exists()
+HERE = ({"oracle"} | ({"cpu"} if BUILT and inputs.DEVICE == "cpu" else set())
+        | ({"triton"} if find_spec("triton") else set()))
+
+
+def test_the_table_names_every_op():
+    assert KERNELS.keys() == set(specvis_kernels.ops())
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_no_kernel_has_gone_missing(op):
+    assert set(specvis_kernels.backends(op, inputs.DEVICE)) == KERNELS[op] & HERE
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_files_have_the_name_of_the_op(op):
+    files = {"oracle": f"specvis_kernels/{op}.py", "cpu": f"csrc/{op}.cpp",
+             "triton": f"specvis_kernels/triton/{op}.py"}
+    for backend, file in files.items():
+        assert (ROOT / file).exists() == (backend in KERNELS[op]), file
+    assert (ROOT / f"tests/test_{op}.py").exists()
+    assert op in inputs.CASES and op in ROWS
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_an_op_says_what_it_takes_and_gives(op):
+    function = getattr(specvis_kernels, op)
+    assert op in specvis_kernels.__all__
+    text = inspect.getdoc(function)
+    arguments, returns, raises = (text.find(f"\n{part}:\n") for part in ("Args", "Returns", "Raises"))
+    assert 0 < arguments < returns < raises
+    for name in inspect.signature(function).parameters:
+        assert re.search(rf"^ +{name}:? ", text[arguments:returns], re.M), f"{op} does not explain {name}"
+
+
+def lines(files, pattern):
+    """What matches in these files, with the name of the file."""
+    return [f"{file.relative_to(ROOT)}: {line}" for file in sorted(ROOT.glob(files))
+            for line in file.read_text().splitlines() if re.search(pattern, line)]
+
+
+def test_imports_point_one_way():
+    """csrc -> specvis_kernels -> python/specvis; tests and benchmarks look on."""
+    beyond_the_stable_abi = r"#include <(Python\.h|pybind|ATen/|c10/|torch/(?!csrc/stable/|headeronly/))"
+    assert not lines("csrc/*", beyond_the_stable_abi)
+    assert not lines("specvis_kernels/**/*.py", r"^\s*(from|import)\s+(specvis|tests|benchmarks)\b")
+    assert not lines("python/**/*.py", r"^\s*(from|import)\s+(tests|benchmarks)\b")
+    assert not lines("python/**/*.py", r"from specvis_kernels\.|import specvis_kernels\.")  # what is public
+
+
+def test_import_is_quick_and_leaves_triton_alone():
+    program = """if True:
+        import sys, time, torch
+        before, start = set(sys.modules), time.perf_counter()
+        import specvis_kernels
+        print(time.perf_counter() - start, "triton" in sys.modules.keys() - before)"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    seconds, triton = run.stdout.decode().split()
+    assert float(seconds) < 2 and triton == "False"
