@@ -13,7 +13,7 @@ CEILING = 2.0 ** 62  # where a threshold saturates: more than any row's total
 
 
 def to_fixed(probs: Tensor) -> Tensor:
-    """float32 or float64 probabilities -> int64 of the same shape; NaN, infinite and negative ones must be gone."""
+    """Probabilities, float32 or float64, -> int64. NaN, infinite and negative ones must be gone."""
     return (probs * FIXED_ONE).to(torch.int64)
 
 

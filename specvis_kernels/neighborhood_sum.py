@@ -17,12 +17,13 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, cutoff: T
     Neighbors are added nearest first. With S the running sum of their probabilities and r the token's own,
     one is kept while
 
-        tvd    S <= cutoff               moving them to the token is a change of S in total variation (LANTERN)
+        tvd    S <= cutoff               moving them to the token changes the row by TV = S (LANTERN)
         ratio  S <= cutoff * r           (LANTERN++: a release's `lantern_delta` l is the ratio l - 1)
         jsd    JSD(S, r) <= cutoff       1/2 [S ln 2 + r ln(r / h) + (r + S) ln((r + S) / h)], h = r + S / 2
 
     and the first that is not ends the list. A neighbor of probability 0 takes a place and no budget. A
-    negative or NaN cutoff keeps nothing. Sums are in fixed point (floor(p * 2**48)), so their order does not matter.
+    negative or NaN cutoff keeps nothing. Sums are in fixed point, floor(p * 2**48), so their order does not
+    matter.
     (LANTERN, arXiv:2410.03355, section 4; LANTERN++, arXiv:2502.06352.)
 
     Args:

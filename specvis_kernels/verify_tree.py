@@ -15,35 +15,35 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                 offset: int = 0, omega: Tensor | None = None, residual: str = "optimal",
                 greedy: Tensor | None = None, P: int,
                 backend: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Which drafted tokens stand, and the token after them: without relaxation, distributed as the target's own.
+    """Which drafted tokens stand, and the token after them: without relaxation, distributed as the target.
 
     At a node, R starts as the node's row of target_probs. Its children are tried in sibling order. Child x at
-    depth d with uniform u has relaxed mass rho = R(x) + S, S the sum of the neighbors that the cutoff keeps (see
-    neighborhood_sum; 0 without neighbors), and proposal Q: all mass on x, or the draft row without the earlier
-    siblings, renormalized. It is accepted iff
+    depth d with uniform u has relaxed mass rho = R(x) + S, S the sum of the neighbors that the cutoff keeps
+    (see neighborhood_sum; 0 without neighbors), and proposal Q: all mass on x, or the draft row without the
+    earlier siblings, renormalized. It is accepted iff
 
         u * Q(x) < omega_d * rho   and   rho > 0
 
     and the walk goes on at x. Otherwise R becomes the normalized positive part of
 
-        optimal   max(R - Q, (1 - omega_d) R)   the closest to the target, and exact for omega_d <= 1 without
-                                                neighbors
-        relaxed   R' - Q                        R' = R with the kept neighbors' mass moved to x (LANTERN, eq. 3)
-        released  R - Q                         as LANTERN's code does it. With at least one neighbor kept, a point
-                                                mass also removes the first k + 1 neighbors, and a sampled Q spares
-                                                them: the table has k + 1 columns, the cutoff looks at k of them
+        optimal   max(R - Q, (1 - omega_d) R)  the closest to the target; exact if omega_d <= 1, no neighbors
+        relaxed   R' - Q                       R' = R with the kept neighbors' mass moved to x (LANTERN, (3))
+        released  R - Q                        as LANTERN's code does it: with at least one neighbor kept, a
+                                               point mass also removes the first k + 1 neighbors, a sampled
+                                               draft spares them; k + 1 columns, the cutoff looks at k
 
-    for the next sibling; if nothing is left of it, the target's row (EMPTY_RESIDUAL). When no child is accepted
-    the next token is drawn from R; at a leaf, or at depth P, from the node's row. A sibling all of whose draft
-    mass sat on earlier siblings is skipped. A node whose draft row is invalid counts as a leaf.
+    for the next sibling; if nothing is left of it, the target's row (EMPTY_RESIDUAL). When no child is
+    accepted the next token is drawn from R; at a leaf, or at depth P, from the node's row. A sibling all of
+    whose draft mass sat on earlier siblings is skipped. A node whose draft row is invalid counts as a leaf.
 
-    A greedy request judges every node by itself: child x is accepted iff it is the argmax (lowest id on ties) of
-    its parent's row with x's entry raised to rho. The deepest path of at most P accepted nodes wins, the first in
-    node order on ties, and the argmax of the row at its end follows. Draft rows, uniforms and omega do not matter.
+    A greedy request judges every node by itself: child x is accepted iff it is the argmax (lowest id on ties)
+    of its parent's row with x's entry raised to rho. The deepest path of at most P accepted nodes wins, the
+    first in node order on ties, and the argmax of the row at its end follows. It looks at no draft row,
+    uniform or omega.
 
-    Probabilities are fixed point, floor(p * 2**48), and a comparison takes one float64 product a side, so every
-    backend decides alike. (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal residual
-    at every depth; EAGLE, arXiv:2401.15077.)
+    Probabilities are fixed point, floor(p * 2**48), and a comparison is of one float64 product a side, so all
+    backends decide alike. (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal
+    residual at every depth; EAGLE, arXiv:2401.15077.)
 
     Args:
         target_probs:  (B, N, V) float32       the target's distribution after each node; node 0 is the root
@@ -52,9 +52,9 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         next_sibling:  (B, N)    int32         the child of the same parent tried next, a later node, or -1
         uniforms:      (B, N)    float32       in [0, 1): column n > 0 decides node n, column 0 the next token
         draft_probs:   (B, M, V) float32       rows from which children were drawn without replacement
-        draft_row:     (B, N)    int32         the row that n's children were drawn from; negative: point masses
+        draft_row:     (B, N)    int32         the row n's children were drawn from; negative: point masses
         neighbors:     (C, k) uint16 or int32  each code's neighbors, nearest first: distinct, itself excluded
-        cutoff:        (B,)      float32       what the neighbors' sum is compared with; negative keeps nothing
+        cutoff:        (B,)      float32       what the neighbors' sum is compared with
         kind:          "tvd", "ratio" or "jsd": how it is compared
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
         omega:         (B, P)    float32       factor on the acceptance of children at depth 1..P; None is 1
@@ -67,14 +67,15 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         path:        (B, P) int32    the accepted nodes, without the root; -1 pads
         accepted:    (B,)   int32    how many
         next_token:  (B,)   int64    the token after them, in [0, V)
-        excess:      (B,)   float32  fidelity meter: over the tried siblings, the sum of the probability of reaching
-                                     one times (its acceptance probability - that with omega 1 and no neighbors);
-                                     greedy: how many nodes of the path strict greedy would refuse
+        excess:      (B,)   float32  fidelity meter: over the tried siblings, the sum of the probability of
+                                     reaching one times (its acceptance probability - that with omega 1 and no
+                                     neighbors); greedy: how many nodes of the path strict greedy would refuse
         status:      (B,)   int32    EMPTY_RESIDUAL
-                                     INVALID_ROW: of the target at the path's end (next_token is 0), or of a draft
-                                     INVALID_TREE: a link to no later node or to a token outside [0, V), where the
-                                     siblings end; a draft row >= M, where the node counts as a leaf
-                                     INVALID_RULE: an omega is negative, NaN, or below 1 with neighbors and the
+                                     INVALID_ROW: of the target at the path's end (next_token is 0) or of a
+                                     draft at a node with children
+                                     INVALID_TREE: a link to no later node or to a token outside [0, V), where
+                                     the siblings end; a draft row >= M, where the node counts as a leaf
+                                     INVALID_RULE: an omega negative, NaN, or below 1 with neighbors and the
                                      optimal residual; nothing is accepted, next_token is drawn at the root
 
     Raises:
@@ -113,8 +114,8 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         check("omega", omega, torch.float32, like=like, B=B, P=P)
     if greedy is not None:
         check("greedy", greedy, torch.bool, like=like, B=B)
-    rows = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, cutoff,
-            omega, greedy)
+    rows = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+            cutoff, omega, greedy)
     return _call(backend, *[None if t is None else t.contiguous() for t in rows], kind, offset, residual, P)
 
 
@@ -132,7 +133,7 @@ def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_pro
 
 def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
           cutoff, omega, kind, offset, residual, P):
-    """Sampling requests. Links only lead to later nodes, so N steps of one candidate each see the whole walk."""
+    """Sampling requests. Links lead to later nodes only, so N steps of one candidate see the whole walk."""
     B, N, V = target_probs.shape
     device = target_probs.device
     each = torch.arange(B, device=device)
@@ -208,8 +209,8 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
         itself = torch.arange(V, device=device) == x.unsqueeze(1)
 
         remnant = torch.where(taken, 0, weights)
-        own_remnant = (slack * own.double()).to(torch.int64) if residual == "optimal" else torch.zeros_like(own)
-        remnant = torch.where(itself, own_remnant.unsqueeze(1), remnant)
+        remains = (slack * own.double()).to(torch.int64) if residual == "optimal" else torch.zeros_like(own)
+        remnant = torch.where(itself, remains.unsqueeze(1), remnant)
 
         spread, proposal = weights, draft
         if residual == "relaxed":
@@ -305,7 +306,8 @@ def _meta(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
 
 
 _call = define(
-    "verify_tree(Tensor target_probs, Tensor tokens, Tensor first_child, Tensor next_sibling, Tensor uniforms,"
-    " Tensor? draft_probs, Tensor? draft_row, Tensor? neighbors, Tensor? cutoff, Tensor? omega, Tensor? greedy,"
-    " str kind, SymInt offset, str residual, SymInt P) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "verify_tree(Tensor target_probs, Tensor tokens, Tensor first_child, Tensor next_sibling,"
+    " Tensor uniforms, Tensor? draft_probs, Tensor? draft_row, Tensor? neighbors, Tensor? cutoff,"
+    " Tensor? omega, Tensor? greedy, str kind, SymInt offset, str residual, SymInt P)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     oracle=_oracle, meta=_meta)

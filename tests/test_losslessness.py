@@ -1,8 +1,9 @@
 """What verify_tree and sample_residual emit is distributed as the target, or as far from it as the rule says.
 
-By enumeration: `rule` computes with fractions when a child is accepted and what is left after the last, so the grid of
-uniforms on which the op's decisions fall evenly is known, and its counts give exact probabilities. By chi-square on 2*10^5
-draws where trees are drawn too. Either way `broken`, which holds every sibling against the unmodified target, must fail.
+By enumeration: `rule` computes with fractions when a child is accepted and what is left after the last, so a
+grid of uniforms on which the op's decisions fall evenly is known, and its counts give exact probabilities. By
+chi-square on 2*10^5 draws where trees are drawn too. Either way `broken`, which holds every sibling against
+the unmodified target, must fail.
 """
 import itertools
 import math
@@ -23,7 +24,7 @@ def normalized(weights):
 
 
 def kept(R, x, near, cutoff):
-    """The longest prefix of x's neighbors whose mass is within a `ratio` of R[x] or, as ("tvd", cutoff), within cutoff."""
+    """The longest prefix of x's neighbors that the cutoff, ("tvd" or "ratio", how much), allows."""
     if near is None:
         return []
     kind, limit = cutoff
@@ -32,7 +33,7 @@ def kept(R, x, near, cutoff):
 
 
 def rule(P, children, Q=None, omega=F(1), near=None, cutoff=None, residual="optimal"):
-    """Each child's probability to be accepted once the earlier ones were not, and what is left after the last."""
+    """Each child's probability of being accepted once the earlier ones were not; what is left at the end."""
     R, odds = list(P), []
     for i, x in enumerate(children):
         proposal = [F(v == x) for v in range(len(P))] if Q is None else normalized(
@@ -56,7 +57,7 @@ def grid(*denominators):
 
 
 def emit(backend, P, children, Q, uniforms, near=None, cutoff=None, omega=None, **options):
-    """The first token after the root: the accepted child or the one drawn instead. And the expected excess."""
+    """The first token after the root, be it the accepted child or drawn instead. And the expected excess."""
     (B, columns), V, N = uniforms.shape, len(P), len(children) + 1
     assert columns == N
     tokens = torch.tensor([0, *children]).repeat(B, 1)
@@ -70,15 +71,15 @@ def emit(backend, P, children, Q, uniforms, near=None, cutoff=None, omega=None, 
     if omega is not None:
         options["omega"] = torch.full((B, 1), float(omega), device=DEVICE)
     path, _, next_token, excess, status = verify_tree(
-        torch.tensor([float(p) for p in P]).repeat(B, N, 1).to(DEVICE), tokens.to(DEVICE), first_child, next_sibling,
-        uniforms.to(DEVICE), P=1, **options, backend=backend)
+        torch.tensor([float(p) for p in P]).repeat(B, N, 1).to(DEVICE), tokens.to(DEVICE), first_child,
+        next_sibling, uniforms.to(DEVICE), P=1, **options, backend=backend)
     assert not status.any()
     accepted = tokens.to(DEVICE).gather(1, path.clamp(min=0).long()).squeeze(1)
     return torch.where(path[:, 0] >= 0, accepted, next_token).cpu(), excess.double().mean().item()
 
 
 def broken(P, children, Q, uniforms):
-    """The negative control: every sibling against the unmodified target, and then [P - Q]+. (B, V), (B, m), (B, V)."""
+    """The negative control, wrong: every sibling against the unmodified P (B, V), and at the end [P - Q]+."""
     B, V = P.shape
     token, left = torch.full((B,), -1), torch.ones(B, V) if Q is None else Q.clone()
     for i in range(children.shape[1]):
@@ -97,7 +98,8 @@ def broken_rule(P, children, Q=None, omega=None):
     for x in children:
         odds.append(min(F(1), P[x] / (1 if Q is None else left[x] / sum(left))))
         left[x] = F(0)
-    return odds, normalized([p * q for p, q in zip(P, left)] if Q is None else [max(p - q, 0) for p, q in zip(P, Q)])
+    rest = [p * q for p, q in zip(P, left)] if Q is None else [max(p - q, 0) for p, q in zip(P, Q)]
+    return odds, normalized(rest)
 
 
 def distribution(emit_one, rule_of, P, orders, Q=None):
@@ -152,7 +154,8 @@ def test_point_masses_are_lossless(backend, omega, children):
 @pytest.mark.parametrize("P, Q, siblings, omega", [
     (FOUR, DRAFT, 1, F(1)), (FOUR, DRAFT, 2, F(1)), (FOUR, DRAFT, 4, F(1)),
     (SKEWED, UNLIKE, 1, F(1)), (SKEWED, UNLIKE, 2, F(1)), (SKEWED, UNLIKE, 4, F(1)),
-    (FOUR, DRAFT, 1, F(1, 2)), (FOUR, DRAFT, 2, F(1, 2)), (SKEWED, UNLIKE, 1, F(3, 4)), (SKEWED, UNLIKE, 2, F(3, 4)),
+    (FOUR, DRAFT, 1, F(1, 2)), (FOUR, DRAFT, 2, F(1, 2)),
+    (SKEWED, UNLIKE, 1, F(3, 4)), (SKEWED, UNLIKE, 2, F(3, 4)),
 ])
 def test_children_drawn_without_replacement_are_lossless(backend, P, Q, siblings, omega):
     def emit_one(*args):
@@ -181,10 +184,11 @@ def test_the_negative_control_is_right_with_a_single_draft():
 
 @each_backend
 def test_every_node_of_a_path_is_followed_by_its_own_row(backend):
-    """A tree of depth 3, every node with its own row: given that the walk visits a node, the next token has its row."""
+    """A tree of depth 3 with a row for every node: once the walk visits it, the next token has that row."""
     parents = [-1, 0, 0, 1, 1, 3]
     tokens = [0, 0, 1, 2, 0, 1]
-    rows = [normalized(w) for w in ([4, 2, 1, 1], [2, 1, 4, 1], [1, 1, 1, 1], [1, 4, 2, 1], [1, 2, 1, 4], [1, 1, 2, 4])]
+    rows = [normalized(weights) for weights in (
+        [4, 2, 1, 1], [2, 1, 4, 1], [1, 1, 1, 1], [1, 4, 2, 1], [1, 2, 1, 4], [1, 1, 2, 4])]
     odds, draws = {}, []
     for n in range(6):
         children = [c for c in range(6) if parents[c] == n]
@@ -196,7 +200,8 @@ def test_every_node_of_a_path_is_followed_by_its_own_row(backend):
     first_child, next_sibling = links(torch.tensor([parents]).repeat(B, 1))
     path, accepted, next_token, _, _ = verify_tree(
         torch.tensor([[[float(p) for p in row] for row in rows]]).repeat(B, 1, 1).to(DEVICE),
-        torch.tensor([tokens]).repeat(B, 1).to(DEVICE), first_child, next_sibling, uniforms, P=3, backend=backend)
+        torch.tensor([tokens]).repeat(B, 1).to(DEVICE), first_child, next_sibling, uniforms, P=3,
+        backend=backend)
     visits = torch.cat([torch.zeros_like(path[:, :1]), path], 1).cpu()       # node 0, then the path
     words = torch.tensor(tokens)[path.cpu().clamp(min=0).long()]
     words = torch.cat([words, words[:, :1]], 1).scatter(1, accepted.cpu().long().unsqueeze(1),
@@ -232,7 +237,8 @@ def test_one_relaxed_draft_is_as_far_as_the_formula_says(backend, P, Q, omega):
     def emit_one(*args):
         return emit(backend, *args, omega=omega)
 
-    got, excess = distribution(emit_one, lambda P, c, Q: rule(P, c, Q, omega), P, [(v,) for v in range(len(P))], Q)
+    orders = [(v,) for v in range(len(P))]
+    got, excess = distribution(emit_one, lambda P, c, Q: rule(P, c, Q, omega), P, orders, Q)
     expected = sum(min(q, omega * p) - min(q, p) for p, q in zip(P, Q))
     assert total_variation(got, P) == expected
     assert excess == pytest.approx(float(expected), abs=1e-6)
@@ -252,7 +258,9 @@ def test_excess_is_the_distance_with_neighborhoods_too(backend, Q, cutoff):
 
 
 @each_backend
-@pytest.mark.parametrize("x, cutoff, S", [(3, F(0), 0), (3, F(1, 4), 2), (3, F(5, 8), 5), (0, F(3, 8), 3), (1, F(1, 8), 0)])
+@pytest.mark.parametrize("x, cutoff, S", [
+    (3, F(0), 0), (3, F(1, 4), 2), (3, F(5, 8), 5), (0, F(3, 8), 3), (1, F(1, 8), 0),
+])
 def test_a_tvd_cutoff_moves_exactly_its_mass(backend, x, cutoff, S):
     """One point mass, relaxed: what is emitted is P with the kept neighbors' mass S (in eighths) on x."""
     near = [[1, 2, 3], [0, 3, 2], [3, 0, 1], [2, 1, 0]]
@@ -269,7 +277,7 @@ DRAWS, ACCEPT_ABOVE, REFUSE_BELOW = 2 * 10**5, 1e-4, 1e-30
 
 
 def p_value(counts, probs):
-    """Pearson's chi-square of counts (R, V) against probs (R, V), rows together: R (V - 1) degrees of freedom."""
+    """Pearson's chi-square of counts (R, V) against probs (R, V), with R (V - 1) degrees of freedom."""
     expected = counts.sum(1, keepdim=True).double() * probs.double()
     assert expected.min() > 5
     statistic = ((counts - expected) ** 2 / expected).sum()
@@ -285,9 +293,9 @@ def table(pairs, R, V):
     (1, True, None), (2, True, None), (4, True, None), (2, False, None), (4, False, None), (4, True, 0.7),
 ])
 def test_random_trees_by_chi_square(siblings, sampled, omega):
-    """A Markov chain over 8 tokens and trees of depth 2, drawn anew each time: both tokens are distributed as the chain's.
+    """A Markov chain over 8 tokens and trees of depth 2, drawn anew each time: both tokens follow the chain.
 
-    The draft is its own chain. Point masses are the draft's most probable tokens.
+    The draft is a chain of its own. Point masses are the draft's most probable tokens.
     """
     V, m, g = 8, siblings, torch.Generator().manual_seed(siblings + 10 * sampled)
     target, draft = ((torch.randn(V, V, generator=g) * 1.2).softmax(-1) for _ in range(2))
@@ -310,14 +318,15 @@ def test_random_trees_by_chi_square(siblings, sampled, omega):
         options = {}
         if sampled:
             rows = torch.cat([root, children], 1)
+            draft_row = torch.arange(N, dtype=torch.int32).clamp(max=m)
             options = {"draft_probs": draft[rows].to(DEVICE),
-                       "draft_row": torch.arange(N, dtype=torch.int32).clamp(max=m).repeat(chunk, 1).to(DEVICE)}
+                       "draft_row": draft_row.repeat(chunk, 1).to(DEVICE)}
         if omega:
             options["omega"] = torch.tensor([1.0, omega]).flip(0).repeat(chunk, 1).to(DEVICE)
         first_child, next_sibling = (t.repeat(chunk, 1) for t in links(torch.tensor([parents])))
         path, accepted, next_token, _, status = (t.cpu() for t in verify_tree(
-            target[tokens].to(DEVICE), tokens.to(DEVICE), first_child, next_sibling, uniforms.to(DEVICE), P=2, **options,
-            backend=backend))
+            target[tokens].to(DEVICE), tokens.to(DEVICE), first_child, next_sibling, uniforms.to(DEVICE), P=2,
+            **options, backend=backend))
         assert not status.any()
         words = torch.cat([tokens.gather(1, path.clamp(min=0).long()), root], 1)
         words = words.scatter(1, accepted.long().unsqueeze(1), next_token.unsqueeze(1))

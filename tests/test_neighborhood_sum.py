@@ -38,9 +38,10 @@ def one(backend, row, token, near, cutoff, dtype=torch.int32, **options):
     ("ratio", 0.75, 0.875, 2),   # 3/4 * 1/2 = 3/8
     ("ratio", 1.0, 1.0, 3),
     ("ratio", -1.0, 0.5, 0),
-    # S = 1/4: h = 5/8, 1/2 [1/4 ln 2 + 1/2 ln(4/5) + 3/4 ln(6/5)]   = 1/2 [0.17329 - 0.11157 + 0.13674] = 0.09923
-    # S = 3/8: h = 11/16, 1/2 [3/8 ln 2 + 1/2 ln(8/11) + 7/8 ln(14/11)] = 1/2 [0.25993 - 0.15923 + 0.21102] = 0.15586
-    # S = 1/2: h = 3/4, 1/2 [1/2 ln 2 + 1/2 ln(2/3) + 1 ln(4/3)]      = 1/2 [0.34657 - 0.20273 + 0.28768] = 0.21576
+    # S = 1/4: h = 5/8,   [1/4 ln 2 + 1/2 ln(4/5) + 3/4 ln(6/5)] / 2    = (0.17329 - 0.11157 + 0.13674) / 2
+    # S = 3/8: h = 11/16, [3/8 ln 2 + 1/2 ln(8/11) + 7/8 ln(14/11)] / 2 = (0.25993 - 0.15923 + 0.21102) / 2
+    # S = 1/2: h = 3/4,   [1/2 ln 2 + 1/2 ln(2/3) + 1 ln(4/3)] / 2      = (0.34657 - 0.20273 + 0.28768) / 2
+    # which are 0.09923, 0.15586 and 0.21576.
     ("jsd", 0.0992, 0.5, 0),
     ("jsd", 0.0993, 0.75, 1),
     ("jsd", 0.1558, 0.75, 1),
@@ -196,8 +197,8 @@ def arguments(**changes):
     (dict(probs=torch.zeros(4)), r"probs must have 2 dimensions \(R, V\), got shape \(4,\)"),
     (dict(probs=torch.zeros(2, 4).double()), r"probs must be float32 \(R=2, V=4\), got float64 \(2, 4\)"),
     (dict(tokens=torch.zeros(3).long()), r"tokens must be int64 \(R=2\), got int64 \(3,\)"),
-    (dict(neighbors=torch.ones(4, 3).long()), r"neighbors must be uint16 or int32 \(C=4, k=3\), got int64 \(4, 3\)"),
-    (dict(neighbors=torch.ones(4, 0).int()), r"neighbors must have at least one row and one column, got shape \(4, 0\)"),
+    (dict(neighbors=torch.ones(4, 3).long()), r"neighbors must be uint16 or int32 \(C=4, k=3\), got int64"),
+    (dict(neighbors=torch.ones(4, 0).int()), r"neighbors must have at least one row and one column"),
     (dict(cutoff=torch.zeros(2, 1)), r"cutoff must be float32 \(R=2\), got float32 \(2, 1\)"),
     (dict(kind="l2"), "kind must be one of tvd, ratio, jsd, got 'l2'"),
     (dict(offset=1), r"offset must be in \[0, V - C\] = \[0, 0\], got 1 with V=4, C=4"),

@@ -16,8 +16,9 @@ def tensor(values):
 
 
 def one(backend, target, draft, uniform, omega=None):
-    token, status = sample_residual(tensor([target]), None if draft is None else tensor([draft]), tensor([uniform]),
-                                    omega=None if omega is None else tensor([omega]), backend=backend)
+    token, status = sample_residual(
+        tensor([target]), None if draft is None else tensor([draft]), tensor([uniform]),
+        omega=None if omega is None else tensor([omega]), backend=backend)
     return token.item(), status.item()
 
 
@@ -42,10 +43,18 @@ def test_residuals_by_hand(backend, draft, omega, weights):
 
 
 @each_backend
-@pytest.mark.parametrize("uniform, token", [(0.0, 1), (0.49, 1), (0.5, 3), (1.0, 3), (NAN, 1), (INF, 3), (-1.0, 1)])
+@pytest.mark.parametrize("uniform, token", [
+    (0.0, 1), (0.49, 1), (0.5, 3), (1.0, 3), (NAN, 1), (INF, 3), (-1.0, 1),
+])
 def test_the_draw_stays_where_mass_is(backend, uniform, token):
     """Equality goes on to the next token, and no uniform leads outside."""
     assert one(backend, [0.0, 0.5, 0.0, 0.5, 0.0], None, uniform) == (token, 0)
+
+
+@each_backend
+def test_the_smallest_weight_has_its_turn(backend):
+    assert one(backend, [2.0**-48, 1.0], None, 0.0) == (0, 0)
+    assert one(backend, [2.0**-48, 1.0], None, 2.0**-48) == (1, 0)
 
 
 @each_backend
@@ -56,7 +65,7 @@ def test_an_empty_residual_is_the_target(backend):
 
 
 @each_backend
-@pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0.0, 0.0, 0.0], [-0.5, 0.5, 0.5, 0.5], [0.0] * 4])
+@pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
 def test_bad_rows(backend, bad):
     assert one(backend, bad, DRAFT, 0.9) == (0, INVALID_ROW)
     assert one(backend, TARGET, bad, 0.9) == (0, INVALID_ROW)
@@ -82,8 +91,9 @@ def test_is_what_verify_tree_draws_after_one_rejection(backend):
     child = torch.multinomial(draft, 1, generator=g if DEVICE == "cpu" else None)
     links = torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE).repeat(R, 1)
     path, accepted, token, _, _ = verify_tree(
-        target.unsqueeze(1).repeat(1, 2, 1), torch.cat([child, child], 1), links, torch.full_like(links, -1), uniforms,
-        draft_probs=draft.unsqueeze(1), draft_row=torch.zeros_like(links), omega=omega.unsqueeze(1), P=1, backend=backend)
+        target.unsqueeze(1).repeat(1, 2, 1), torch.cat([child, child], 1), links, torch.full_like(links, -1),
+        uniforms, draft_probs=draft.unsqueeze(1), draft_row=torch.zeros_like(links), omega=omega.unsqueeze(1),
+        P=1, backend=backend)
     alone, status = sample_residual(target, draft, uniforms[:, 0].contiguous(), omega=omega, backend=backend)
     refused = accepted == 0
     assert refused.sum() > R / 4 and torch.equal(alone[refused], token[refused]) and not status.any()
@@ -109,7 +119,7 @@ def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(target_probs=torch.zeros(4)), r"target_probs must have 2 dimensions \(R, V\), got shape \(4,\)"),
-    (dict(target_probs=torch.zeros(2, 4).half()), r"target_probs must be float32 \(R=2, V=4\), got float16 \(2, 4\)"),
+    (dict(target_probs=torch.zeros(2, 4).half()), r"target_probs must be float32 \(R=2, V=4\), got float16"),
     (dict(target_probs=torch.zeros(2, 0)), r"target_probs must have V >= 1, got shape \(2, 0\)"),
     (dict(draft_probs=torch.zeros(2, 3)), r"draft_probs must be float32 \(R=2, V=4\), got float32 \(2, 3\)"),
     (dict(uniforms=torch.zeros(2, 1)), r"uniforms must be float32 \(R=2\), got float32 \(2, 1\)"),
@@ -117,7 +127,8 @@ def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
     (dict(backend="fast"), "backend of sample_residual must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
-    base = dict(target_probs=torch.full((2, 4), 0.25), draft_probs=torch.full((2, 4), 0.25), uniforms=torch.zeros(2))
+    base = dict(target_probs=torch.full((2, 4), 0.25), draft_probs=torch.full((2, 4), 0.25),
+                uniforms=torch.zeros(2))
     with pytest.raises(ValueError, match=message):
         sample_residual(**{name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t
                            for name, t in (base | changes).items()})

@@ -4,10 +4,9 @@ import random
 import pytest
 import torch
 
-from specvis_kernels import (EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, backends, ops, verify_tree)
+from specvis_kernels import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, backends, verify_tree
 from tests.inputs import DEVICE, links
 
-assert "verify_tree" in ops()
 BACKENDS = backends("verify_tree", DEVICE)
 OTHERS = [backend for backend in BACKENDS if backend != "oracle"]
 NAN, INF = float("nan"), float("inf")
@@ -18,9 +17,9 @@ def tensor(values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def walk(backend, rows, tokens, parents, uniforms, *, P=None, draft=None, draft_row=None, near=None, cutoff=None,
-         omega=None, greedy=False, first_child=None, next_sibling=None, **options):
-    """One request: its path, the token after it, its excess and status. `near` is the whole table of neighbors."""
+def walk(backend, rows, tokens, parents, uniforms, *, P=None, draft=None, draft_row=None, near=None,
+         cutoff=None, omega=None, greedy=False, first_child=None, next_sibling=None, **options):
+    """One request: its path, the token after it, its excess and status. `near` is the table of neighbors."""
     N, V = len(tokens), len(rows[0])
     P = N - 1 if P is None else P
     rows = rows * N if len(rows) == 1 else rows   # one row: the same at every node
@@ -66,12 +65,13 @@ def test_point_masses(backend, uniforms, path, token):
 def test_a_token_without_mass_is_never_accepted_nor_drawn(backend):
     row = [0.0, 0.5, 0.0, 0.5]
     assert walk(backend, [row], [0, 0, 2], [-1, 0, 0], [0.0, 0.0, 0.0]) == ([], 1, 0.0, 0)
-    assert walk(backend, [row], [0, 0, 0], [-1, 0, 0], [0.5, 0.0, 0.0]) == ([], 3, 0.0, 0)
+    assert walk(backend, [row], [0, 0, 0], [-1, 0, 0], [0.5, 0.0, -0.5]) == ([], 3, 0.0, 0)
+    assert walk(backend, [row], [0, 0], [-1, 0], [0.5, -0.5], draft=[ROW]) == ([], 3, 0.0, 0)
 
 
 # Sampled children of node 0. Token 1 first: it has 0 of the target, so it goes. 3/8, 0, 1/2, 1/8 less
-# 1/4, 1/2, 1/8, 1/8 leaves 1/8, 0, 3/8, 0, which is R = 1/4, 0, 3/4, 0; without token 1 the draft is 1/2, 0, 1/4, 1/4.
-# Token 0 second: accepted iff u / 2 < 1/4. Otherwise R less Q leaves token 2 alone.
+# 1/4, 1/2, 1/8, 1/8 leaves 1/8, 0, 3/8, 0, which is R = 1/4, 0, 3/4, 0; without token 1 the draft is
+# 1/2, 0, 1/4, 1/4. Token 0 second: accepted iff u / 2 < 1/4. Otherwise R less Q leaves token 2 alone.
 @each_backend
 @pytest.mark.parametrize("uniforms, path, token", [
     ([0.0, 0.0, 0.49], [2], 0),
@@ -107,7 +107,7 @@ def test_the_draft_need_not_sum_to_one(backend):
 @each_backend
 def test_a_sibling_after_all_draft_mass_is_skipped(backend):
     """The draft has token 1 only. It is rejected at u >= 1/4; nothing proposes token 0, which stays in R."""
-    got = walk(backend, [ROW], [0, 1, 0, 2], [-1, 0, 0, 0], [0.0, 0.25, 0.0, 0.0], draft=[[0.0, 1.0, 0.0, 0.0]])
+    got = walk(backend, [ROW], [0, 1, 0, 2], [-1, 0, 0, 0], [0.0, 0.25, 0.0, 0.0], draft=[[0.0, 1, 0, 0]])
     assert got == ([], 0, 0.0, 0)
 
 
@@ -119,15 +119,12 @@ def test_rows_of_drafts(backend):
     # node 1: u / 2 < 1/4; then node 3, a point mass at 1/2
     assert walk(backend, [ROW], uniforms=[0.0, 0.49, 0.9, 0.49, 0.9], **tree) == ([1, 3], 0, 0.0, 0)
     assert walk(backend, [ROW], uniforms=[0.0, 0.49, 0.9, 0.5, 0.9], **tree) == ([1], 1, 0.0, 0)
-    # node 1 rejected: R = 1/2 - 0, 1/4 - 1/2, 1/8 - 0, 1/8 - 1/2 -> 4/5, 0, 1/5, 0; token 3 is gone, so is the walk
+    # node 1 rejected: R = 1/2 - 0, 1/4 - 1/2, 1/8 - 0, 1/8 - 1/2, so 4/5, 0, 1/5, 0, and node 2 has nothing
     assert walk(backend, [ROW], uniforms=[0.79, 0.5, 0.0, 0.0, 0.0], **tree)[:2] == ([], 0)
-    # Without the target's token 1, node 2 gets its chance: 0 less 1/2 leaves 1/2, 0, 1/4, 1/4 less 0, 0, 0, 1/2
-    rows = [[0.5, 0.0, 0.0, 0.5], ROW, ROW, ROW, ROW]
-    # node 1: rejected, R = 1/2 - 0, -, 0, 1/2 - 1/2 = token 0 alone; node 2 has 0
-    assert walk(backend, rows, uniforms=[0.9, 0.0, 0.0, 0.0, 0.0], **tree) == ([], 0, 0.0, 0)
-    rows = [[0.0, 0.0, 0.25, 0.75], ROW, ROW, ROW, ROW]
-    # node 1: rejected, R = 1/4, 1/4 -> token 3 has 1/2, the draft without token 1 all of it: u < 1/2;
+    assert walk(backend, [ROW], uniforms=[0.81, 0.5, 0.0, 0.0, 0.0], **tree)[:2] == ([], 2)
+    # node 1 rejected: R = 0, 0, 1/4, 3/4 - 1/2, so node 2 has 1/2, and the rest of the draft is on it;
     # then node 4 from row 0: u / 2 < 1/4
+    rows = [[0.0, 0.0, 0.25, 0.75], ROW, ROW, ROW, ROW]
     assert walk(backend, rows, uniforms=[0.0, 0.0, 0.49, 0.0, 0.49], **tree)[0] == [2, 4]
     assert walk(backend, rows, uniforms=[0.0, 0.0, 0.49, 0.0, 0.5], **tree)[0] == [2]
     assert walk(backend, rows, uniforms=[0.0, 0.0, 0.5, 0.0, 0.0], **tree)[:2] == ([], 2)
@@ -197,7 +194,8 @@ TABLE = [[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]]
     ("ratio", 3.0, 0.5),    # 3 / 8
     ("ratio", 6.99, 0.5),
     ("ratio", 7.0, 1.0),
-    # S = r = 1/8: h = 3/16, 1/2 [1/8 ln 2 + 1/8 ln(2/3) + 1/4 ln(4/3)] = 1/2 [0.08664 - 0.05068 + 0.07192] = 0.05394
+    # S = r = 1/8: h = 3/16, [1/8 ln 2 + 1/8 ln(2/3) + 1/4 ln(4/3)] / 2 = (0.08664 - 0.05068 + 0.07192) / 2
+    # = 0.05394
     ("jsd", 0.0539, 0.125),
     ("jsd", 0.0540, 0.25),
 ])
@@ -211,7 +209,7 @@ def test_cutoffs(backend, kind, cutoff, rho):
 
 @each_backend
 def test_the_cutoff_is_of_what_is_left(backend):
-    """Token 0 is rejected first, so of the remaining 1/2 token 2 and its neighbor 3 have 1/4 each, token 1 has 1/2."""
+    """Token 0 is rejected first: of what is left token 2 and its neighbor 3 have 1/4 each, token 1 1/2."""
     tree = dict(tokens=[9, 0, 2], parents=[-1, 0, 0], near=TABLE, cutoff=0.125)
     assert walk(backend, [ROW], uniforms=[0.0, 0.5, 0.249], **tree)[0] == [2]
     assert walk(backend, [ROW], uniforms=[0.0, 0.5, 0.25], **tree)[0] == []    # 1/4 is over 1/8
@@ -244,7 +242,8 @@ def test_residuals_of_a_point_mass(backend, residual, near, cutoff, weights):
 
 @each_backend
 @pytest.mark.parametrize("residual, near, weights", [
-    # The draft 1/4 1/4 1/2 0 gave token 2; with neighbor 3 its mass is 1/4: accepted iff u / 2 < 1/4. Then, in eighths:
+    # The draft 1/4 1/4 1/2 0 gave token 2; with neighbor 3 its mass is 1/4: accepted iff u / 2 < 1/4.
+    # Then, in eighths:
     ("optimal", TABLE, [2, 0, 0, 1]),                              # 4 2 1 1 less 2 2 4 0
     ("relaxed", TABLE, [2, 0, 0, 0]),                              # 4 2 2 0 less 2 2 4 0
     ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], [2, 2, 0, 1]),  # 4 2 1 1 less 2 - 4 -: 3 and 1 are spared
@@ -261,10 +260,12 @@ def test_residuals_of_a_sampled_child(backend, residual, near, weights):
 
 @each_backend
 def test_spared_neighbors_are_spared_once(backend):
-    """`released`, two siblings. The draft 2 2 4 0 (of 8) gave token 2, rejected: 4 2 1 1 less 2 - 4 - leaves 2 2 0 1 of 5.
+    """Two siblings, `released`. The draft 2 2 4 0 (of 8) gave token 2, rejected: 4 2 1 1 less 2 - 4 - is
+    2 2 0 1.
 
-    Then the draft is 4 4 0 0 (of 8) again on tokens 0 and 1, and token 1, with 2/5 and neighbors 0 and 2 too heavy to be
-    kept, is accepted iff u / 2 < 2/5. Otherwise 2/5 - 1/2, 2/5 - 1/2, 0, 1/5 leaves token 3.
+    Then the draft is 4 4 0 0 (of 8), spared neighbors and all, and token 1 has 2/5 of what is left. Its
+    neighbor 0 is too heavy to be kept: it is accepted iff u / 2 < 2/5. Otherwise 2/5 - 1/2, 2/5 - 1/2, 0, 1/5
+    leaves token 3.
     """
     tree = dict(tokens=[9, 2, 1], parents=[-1, 0, 0], near=[[1, 2], [0, 2], [3, 1], [2, 1]], cutoff=0.125,
                 residual="released", draft=[[0.25, 0.25, 0.5, 0.0]])
@@ -274,7 +275,7 @@ def test_spared_neighbors_are_spared_once(backend):
 
 @each_backend
 def test_an_empty_residual_falls_back_to_the_target(backend):
-    """Released: token 2 and all its neighbors are zeroed, which is everything. The target's row takes their place."""
+    """Released: token 2 and all its neighbors are zeroed, which is all there is. The row comes back."""
     tree = dict(near=TABLE, cutoff=0.125, residual="released")
     got = walk(backend, [ROW], [9, 2], [-1, 0], [0.49, 0.5], **tree)
     assert got[:2] == ([], 0) and got[3] == EMPTY_RESIDUAL
@@ -296,15 +297,15 @@ def test_an_empty_residual_of_a_sampled_child(backend):
 
 @each_backend
 def test_excess_counts_only_what_is_reached(backend):
-    """Tokens 2 and 0, omega 2: 2/8 against 1/8; then, past 3/4, 8/7 against 4/7 (of what is left), so 1 against 4/7."""
+    """Omega 2. Token 2: 2/8 against 1/8. Then, with 3/4, token 0: 8/7, so 1, against 4/7 of what is left."""
     got = walk(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.25, 0.999], omega=[2.0, 1.0])
     assert got[0] == [2] and got[2] == pytest.approx(1 / 8 + 3 / 4 * 3 / 7, abs=1e-6)
     got = walk(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.24, 0.999], omega=[2.0, 1.0])
     assert got[0] == [1] and got[2] == 1 / 8
 
 
-# A deep, ragged tree: 0 -> 1 2 3; 1 -> 4 5; 2 -> 6; 4 -> 7; 7 -> 8; 5 -> 9. Uniform rows: point masses with 1/4,
-# 1/3, 1/2 in sibling order.
+# A deep, ragged tree: 0 -> 1 2 3; 1 -> 4 5; 2 -> 6; 4 -> 7; 7 -> 8; 5 -> 9. Its rows are uniform, so
+# siblings have 1/4, 1/3, 1/2.
 RAGGED = dict(tokens=[0, 0, 1, 2, 0, 3, 0, 0, 2, 1], parents=[-1, 0, 0, 0, 1, 1, 2, 4, 7, 5])
 EVEN = [0.25] * 4
 
@@ -333,7 +334,9 @@ def test_a_ragged_tree(backend, accepting, P, path):
 
 
 @each_backend
-@pytest.mark.parametrize("uniform, token", [(0.0, 0), (0.49, 0), (0.5, 1), (0.74, 1), (0.75, 2), (0.875, 3), (0.99, 3)])
+@pytest.mark.parametrize("uniform, token", [
+    (0.0, 0), (0.49, 0), (0.5, 1), (0.74, 1), (0.75, 2), (0.875, 3), (0.99, 3),
+])
 def test_a_tree_of_the_root_alone_draws_from_its_row(backend, uniform, token):
     assert walk(backend, [ROW], [9], [-1], [uniform]) == ([], token, 0.0, 0)
     assert walk(backend, [ROW], [9], [-1], [uniform], greedy=True) == ([], 0, 0.0, 0)
@@ -345,7 +348,7 @@ def test_one_word_vocabulary(backend):
 
 
 @each_backend
-@pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0.0, 0.0, 0.0], [-0.5, 0.5, 0.5, 0.5], [0.0] * 4])
+@pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
 def test_bad_rows(backend, bad):
     chain = dict(tokens=[9, 0, 0], parents=[-1, 0, 1], uniforms=[0.9, 0.0, 0.0])
     assert walk(backend, [bad, ROW, ROW], **chain) == ([], 0, 0.0, INVALID_ROW)
@@ -410,14 +413,14 @@ def test_a_draft_row_out_of_range_makes_a_leaf(backend):
     ([1.0, 0.0], dict(), 0),
 ])
 def test_an_undefined_rule_accepts_nothing(backend, omega, options, status):
-    got = walk(backend, [ROW], [9, 0, 0], [-1, 0, 1], [0.75, 0.0, 0.9], omega=omega, **options)
+    tree = dict(tokens=[9, 0, 0], parents=[-1, 0, 1], uniforms=[0.75, 0.0, 0.9], omega=omega, **options)
+    got = walk(backend, [ROW], **tree)
     assert got[3] == status
     if status:
         assert got == ([], 2, 0.0, INVALID_RULE)  # from the root's row
     else:
         assert got[0] == [1]
-    greedy = walk(backend, [ROW], [9, 0, 0], [-1, 0, 1], [0.75, 0.0, 0.9], omega=omega, greedy=True, **options)
-    assert greedy == ([1, 2], 0, 0.0, 0)
+    assert walk(backend, [ROW], greedy=True, **tree) == ([1, 2], 0, 0.0, 0)
 
 
 @each_backend
@@ -436,11 +439,12 @@ def test_an_undefined_rule_at_a_bad_root(backend):
     # Raised: token 2 of 1/8, its neighbors 3 and 1 of 1/8 and 1/4, the argmax 0 of 1/2.
     (ROW, [2, 2], TABLE, 0.124, [], 0, 0),
     (ROW, [2, 2], TABLE, 0.25, [], 0, 0),                          # 1/4
-    (ROW, [2, 2], TABLE, 0.375, [], 0, 0),                         # 1/2: a tie with token 0, which has the lower id
+    (ROW, [2, 2], TABLE, 0.375, [], 0, 0),                         # 1/2: a tie with token 0, the lower id
     (ROW, [2, 2], TABLE, 1.0, [1], 0, 1),                          # 1: token 0 itself is a neighbor
-    ([0.125, 0.25, 0.125, 0.5], [1, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.249, [], 3, 0),    # 1: 3/8; 0: 1/4
-    ([0.125, 0.25, 0.125, 0.5], [1, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.375, [1], 3, 1),   # 1: 1/2, and the lower id
-    ([0.125, 0.25, 0.125, 0.5], [0, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.375, [1], 3, 1),   # 0: 1/2, and the lower id
+    # Token 3 has 1/2. Raised, tokens 1 and 0 have 3/8 and 1/4, or 1/2 and 1/2: ties, and they the lower ids.
+    ([0.125, 0.25, 0.125, 0.5], [1, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.249, [], 3, 0),
+    ([0.125, 0.25, 0.125, 0.5], [1, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.375, [1], 3, 1),
+    ([0.125, 0.25, 0.125, 0.5], [0, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.375, [1], 3, 1),
 ])
 def test_greedy_by_hand(backend, row, tokens, near, cutoff, path, token, excess):
     """Two children of the root; uniforms that would reject everything do not matter."""
@@ -481,8 +485,7 @@ def test_greedy_with_bad_rows(backend):
 @each_backend
 def test_one_batch_of_different_requests(backend):
     """A greedy, a strict, a relaxed and a deep one side by side, each as if alone."""
-    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 0, 0], [-1, 0, -2, -2], [-1, 0, 1, 2]])
-    parents = parents.where(parents > -2, torch.zeros_like(parents))  # here a child of the root that nothing accepts
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 0, 0], [-1, 0, 0, 0], [-1, 0, 1, 2]])
     tokens = tensor([[9, 0, 1, 2], [9, 0, 1, 2], [9, 2, 3, 3], [9, 0, 0, 0]], torch.int64)
     uniforms = tensor([[0.9] * 4, [0.6, 0.5, 0.5, 0.49], [0.0, 0.37, 0.9, 0.9], [0.9, 0.4, 0.4, 0.4]])
     together = dict(
@@ -497,8 +500,8 @@ def test_one_batch_of_different_requests(backend):
     assert out[4].tolist() == [0, 0, 0, 0]
     for b in range(4):
         alone = {name: t if name == "neighbors" else t[b:b + 1] for name, t in together.items()}
-        single = verify_tree(**alone, first_child=first_child[b:b + 1], next_sibling=next_sibling[b:b + 1], P=3,
-                             backend=backend)
+        single = verify_tree(**alone, first_child=first_child[b:b + 1], next_sibling=next_sibling[b:b + 1],
+                             P=3, backend=backend)
         for some, one in zip(out, single):
             assert torch.equal(some[b:b + 1], one)
 
@@ -540,7 +543,8 @@ def any_request(seed):
             kwargs["draft_probs"][somewhere(kwargs["draft_probs"])] = NAN
         if r.random() < 0.2:
             kwargs["draft_probs"] = torch.eye(V)[torch.randint(V, (B, M), generator=g)]
-        kwargs["draft_row"] = torch.randint(-1, M + (r.random() < 0.1), (B, N), generator=g, dtype=torch.int32)
+        beyond = M + (r.random() < 0.1)
+        kwargs["draft_row"] = torch.randint(-1, beyond, (B, N), generator=g, dtype=torch.int32)
     relaxing = r.random() < 0.65
     if relaxing:
         C, k = r.randrange(1, V + 1), r.choice([2, 3, 6, 20])
@@ -564,7 +568,7 @@ def any_request(seed):
 
 
 @pytest.mark.parametrize("backend", OTHERS)
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # omega = inf in Triton's interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # omega = inf, interpreted
 def test_any_request_as_the_oracle_has_it(backend, monkeypatch):
     count = 40 if backend == "triton" else 400
     if backend == "triton":  # several blocks without long rows
@@ -583,29 +587,29 @@ def arguments(**changes):
     B, N, V, M = 2, 3, 4, 2
     base = dict(target_probs=torch.full((B, N, V), 0.25), tokens=torch.zeros(B, N).long(),
                 first_child=torch.full((B, N), -1).int(), next_sibling=torch.full((B, N), -1).int(),
-                uniforms=torch.zeros(B, N), draft_probs=torch.full((B, M, V), 0.25), draft_row=torch.zeros(B, N).int(),
-                neighbors=torch.ones(V, 2).int(), cutoff=torch.zeros(B), omega=torch.ones(B, 2),
-                greedy=torch.zeros(B).bool(), P=2)
+                uniforms=torch.zeros(B, N), draft_probs=torch.full((B, M, V), 0.25),
+                draft_row=torch.zeros(B, N).int(), neighbors=torch.ones(V, 2).int(), cutoff=torch.zeros(B),
+                omega=torch.ones(B, 2), greedy=torch.zeros(B).bool(), P=2)
     return {name: a.to(DEVICE) if isinstance(a, torch.Tensor) else a for name, a in (base | changes).items()}
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(target_probs=torch.zeros(3, 4)), r"target_probs must have 3 dimensions \(B, N, V\), got shape \(3, 4\)"),
-    (dict(target_probs=torch.zeros(2, 3, 4).half()), r"target_probs must be float32 \(B=2, N=3, V=4\), got float16"),
-    (dict(target_probs=torch.zeros(2, 0, 4)), r"target_probs must have N >= 1 and V >= 1, got shape \(2, 0, 4\)"),
+    (dict(target_probs=torch.zeros(3, 4)), r"target_probs must have 3 dimensions \(B, N, V\), got shape"),
+    (dict(target_probs=torch.zeros(2, 3, 4).half()), r"target_probs must be float32 \(B=2, N=3, V=4\), got"),
+    (dict(target_probs=torch.zeros(2, 0, 4)), r"target_probs must have N >= 1 and V >= 1, got shape"),
     (dict(tokens=torch.zeros(2, 4).long()), r"tokens must be int64 \(B=2, N=3\), got int64 \(2, 4\)"),
-    (dict(first_child=torch.zeros(2, 3).long()), r"first_child must be int32 \(B=2, N=3\), got int64 \(2, 3\)"),
+    (dict(first_child=torch.zeros(2, 3).long()), r"first_child must be int32 \(B=2, N=3\), got int64"),
     (dict(next_sibling=torch.zeros(3).int()), r"next_sibling must be int32 \(B=2, N=3\), got int32 \(3,\)"),
-    (dict(uniforms=torch.zeros(2, 3).double()), r"uniforms must be float32 \(B=2, N=3\), got float64 \(2, 3\)"),
+    (dict(uniforms=torch.zeros(2, 3).double()), r"uniforms must be float32 \(B=2, N=3\), got float64"),
     (dict(draft_probs=None), "draft_probs and draft_row must be given together"),
     (dict(draft_row=None), "draft_probs and draft_row must be given together"),
-    (dict(draft_probs=torch.zeros(2, 2, 5)), r"draft_probs must be float32 \(B=2, M=2, V=4\), got float32 \(2, 2, 5\)"),
+    (dict(draft_probs=torch.zeros(2, 2, 5)), r"draft_probs must be float32 \(B=2, M=2, V=4\), got"),
     (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have M >= 1, got shape \(2, 0, 4\)"),
     (dict(draft_row=torch.zeros(2, 2).int()), r"draft_row must be int32 \(B=2, N=3\), got int32 \(2, 2\)"),
     (dict(neighbors=None), "neighbors and cutoff must be given together"),
     (dict(cutoff=None), "neighbors and cutoff must be given together"),
-    (dict(neighbors=torch.ones(4, 2).long()), r"neighbors must be uint16 or int32 \(C=4, k=2\), got int64 \(4, 2\)"),
-    (dict(neighbors=torch.ones(4, 1).int(), residual="released"), "at least two columns under 'released', got one"),
+    (dict(neighbors=torch.ones(4, 2).long()), r"neighbors must be uint16 or int32 \(C=4, k=2\)"),
+    (dict(neighbors=torch.ones(4, 1).int(), residual="released"), "two columns under 'released', got one"),
     (dict(cutoff=torch.zeros(3)), r"cutoff must be float32 \(B=2\), got float32 \(3,\)"),
     (dict(kind="l2"), "kind must be one of tvd, ratio, jsd, got 'l2'"),
     (dict(offset=1), r"offset must be in \[0, V - C\] = \[0, 0\], got 1"),

@@ -13,7 +13,7 @@ from ._rows import (EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, blo
 
 @triton.jit
 def clear_neighbors(weights, V, near, count, offset, BLOCK_K: tl.constexpr):
-    """The weights of the first `count` neighbors become 0. Returns their sum; an id that stands twice counts once."""
+    """The weights of the first `count` neighbors become 0; returns their sum, an id that repeats once."""
     sums = tl.zeros([BLOCK_K], tl.int64)
     start = count * 0
     while start < count:
@@ -233,7 +233,8 @@ def argmax(row, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, notes, path, N, V, P, C,
-          columns, offset, KIND: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+          columns, offset, KIND: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+          BLOCK_K: tl.constexpr):
     """A greedy request: nodes in order, each with its chain of children. Returns what walk() does."""
     zero = tl.program_id(0).to(tl.int64) * 0
     status = zero.to(tl.int32)
@@ -342,7 +343,8 @@ def verify_tree_kernel(
     if sampling:
         count, token, meter, found = walk(
             target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-            cutoff, omega, weights, draft, path, N, V, M, P, C, columns, offset, KIND, RESIDUAL, BLOCK, BLOCK_K)
+            cutoff, omega, weights, draft, path, N, V, M, P, C, columns, offset, KIND, RESIDUAL, BLOCK,
+            BLOCK_K)
         tl.store(accepted + b, count)
         tl.store(next_token + b, token)
         tl.store(excess + b, meter.to(tl.float32))
