@@ -37,7 +37,8 @@ def same(a, b):
     """Equal shape, dtype and bits, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    a, b = (x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
 
 
 def assert_agree(op, got, expected):
