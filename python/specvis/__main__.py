@@ -11,23 +11,13 @@ from tqdm import tqdm
 
 import specvis_kernels
 
+from .commands import Commands
 from .compare import compare_methods
 from .decode import Sampling
 from .methods import METHODS, method
 from .pipeline import SHIPPED, Pipeline
 
 STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
-
-
-class Commands(click.Group):
-    """Bad input is one line on stderr and exit status 2, whoever found it."""
-
-    def invoke(self, context):
-        try:
-            return super().invoke(context)
-        except ValueError as error:
-            click.echo(f"Error: {error}", err=True)
-            context.exit(2)
 
 
 def writable_file(path: Path) -> Path:

@@ -3,6 +3,8 @@ from importlib import import_module
 
 import click
 
+from ..commands import Commands
+
 STAGES = {
     "data": "Fetch and render the pictures.",
     "tokenizer": "Train the tokenizer and tokenize the pictures.",
@@ -12,7 +14,7 @@ STAGES = {
 }
 
 
-class Stages(click.Group):
+class Stages(Commands):
     """A stage is imported when it is asked for, so that it runs without what only another one needs."""
 
     def list_commands(self, context):

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from ..models.eagle import Drafter
 from ..models.llamagen import GPTConfig, condition_mask
-from .gpt import NULL_SHARE, Captioned, Tokens, mixed_precision
-from .run import Run
+from .gpt import Captioned, Tokens, mixed_precision
+from .run import Run, made
 
 
 def drafted(drafter, captioned, captions, ids, null=None, noise=0.0):
@@ -63,7 +63,7 @@ def drafter(runs, minutes, steps, batch, lr, noise, device, compiled):
     torch.manual_seed(0)
     device = torch.device(device)
     tokens = Tokens(runs, device)
-    config = GPTConfig(**json.loads((runs / "gpt" / "config.json").read_text()))
+    config = GPTConfig(**json.loads(made(runs / "gpt" / "config.json", "gpt").read_text()))
     captioned = Captioned(config, tokens.vocabulary).to(device).requires_grad_(False).eval()
     for part in ("gpt", "words"):
         weights = load_file(runs / "gpt" / f"{part}.safetensors")
@@ -85,11 +85,10 @@ def drafter(runs, minutes, steps, batch, lr, noise, device, compiled):
     recent = []
     for step in run:
         generator = run.generator(step)
-        rows = tokens.draw(batch, generator)
-        null = (torch.rand(batch, generator=generator) < NULL_SHARE).to(device)
+        captions, ids, null = tokens.draw(batch, generator)
         shape = (batch, config.condition_tokens + config.tokens - 2, config.dim)
         blur = (torch.rand(shape, generator=generator) - 0.5).to(device) * noise
-        loss = train_loss(tokens.captions[rows], tokens.ids[rows], null, blur)
+        loss = train_loss(captions, ids, null, blur)
         run.descend(loss)
         recent.append(loss.detach())
         if run.step % 100 == 99:

@@ -10,27 +10,47 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from specvis_kernels import codebook_neighbors
+
 from ..models.llamagen import GPT, GPTConfig
 from ..models.words import Words
-from .run import Run
+from .run import Run, made
 
 NULL_SHARE = 0.1  # of the training captions are replaced by the null condition, for guidance
+JITTER = 0.02     # squared distance at which a code replaces another 1/e times as often as itself
 
 
 class Tokens:
-    """The tokenized pictures of <runs>/tokens.npz: `ids` (N, 256), `captions` (N, S), drawn by weight."""
+    """The tokenized pictures of <runs>/tokens.npz: `ids` (N, 256), `captions` (N, S).
+
+    Training draws them by weight and exchanges codes for near ones, code c for code d with probability in
+    proportion to exp(-|c - d|^2 / JITTER): they look alike (0.5 dB), and the model learns that they may stand for
+    each other. (RQ-Transformer, arXiv:2203.01941, draws its codes in this way from the latents.)
+    """
 
     def __init__(self, runs: Path, device: torch.device):
-        arrays = np.load(runs / "tokens.npz")
+        arrays = np.load(made(runs / "tokens.npz", "tokenizer"))
         self.ids = torch.from_numpy(arrays["tokens"].astype(np.int64)).to(device)
         self.captions = torch.from_numpy(arrays["condition"].astype(np.int64)).to(device)
         held_out = torch.from_numpy(arrays["held_out"])
         self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
         self.weights = torch.from_numpy(arrays["weight"]).float()[self.train]
         self.vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
+        weights = load_file(runs / "tokenizer" / "tokenizer.safetensors")
+        self.codebook = F.normalize(weights["quantize.embedding.weight"].float(), dim=-1)
+        near = codebook_neighbors(self.codebook, 16).long()
+        self.near = torch.cat([torch.arange(len(near))[:, None], near], 1)              # (V, 17), itself first
+        distances = (self.codebook[:, None] - self.codebook[self.near]).square().sum(-1)
+        self.chances = torch.exp(-distances / JITTER)
 
-    def draw(self, batch: int, generator: torch.Generator) -> torch.Tensor:
-        return self.train[torch.multinomial(self.weights, batch, replacement=True, generator=generator)]
+    def draw(self, batch: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A training batch: captions (B, S), ids (B, 256), null (B,) bool: whose caption is withheld."""
+        rows = self.train[torch.multinomial(self.weights, batch, replacement=True, generator=generator)]
+        null = torch.rand(batch, generator=generator) < NULL_SHARE
+        ids = self.ids[rows]
+        code = ids.flatten().cpu()
+        choice = torch.multinomial(self.chances[code], 1, generator=generator)[:, 0]
+        return self.captions[rows], self.near[code, choice].view_as(ids).to(ids.device), null.to(ids.device)
 
 
 class Captioned(nn.Module):
@@ -102,11 +122,10 @@ def gpt(runs, minutes, steps, batch, lr, dim, layers, heads, dropout, device, co
     torch.manual_seed(0)
     device = torch.device(device)
     tokens = Tokens(runs, device)
-    codebook = F.normalize(load_file(runs / "tokenizer" / "tokenizer.safetensors")["quantize.embedding.weight"].float())
-    config = GPTConfig(dim, layers, heads, vocabulary=len(codebook), grid=16,
+    config = GPTConfig(dim, layers, heads, vocabulary=len(tokens.codebook), grid=16,
                        condition_tokens=tokens.captions.shape[1], caption_dim=64, dropout=dropout)
     model = Captioned(config, tokens.vocabulary)
-    start_from_codebook(model.gpt, codebook, torch.Generator().manual_seed(0))
+    start_from_codebook(model.gpt, tokens.codebook, torch.Generator().manual_seed(0))
     model.to(device)
     run = Run(runs / "gpt", model, lr=lr, weight_decay=0.05, minutes=minutes, steps=steps)
 
@@ -118,10 +137,7 @@ def gpt(runs, minutes, steps, batch, lr, dim, layers, heads, dropout, device, co
     train_loss = torch.compile(loss_of) if compiled else loss_of
     recent = []
     for step in run:
-        generator = run.generator(step)
-        rows = tokens.draw(batch, generator)
-        null = (torch.rand(batch, generator=generator) < NULL_SHARE).to(device)
-        loss = train_loss(tokens.captions[rows], tokens.ids[rows], null)
+        loss = train_loss(*tokens.draw(batch, run.generator(step)))
         run.descend(loss)
         recent.append(loss.detach())
         if run.step % 100 == 99:

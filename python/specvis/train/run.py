@@ -10,6 +10,13 @@ from torch import nn
 from tqdm import tqdm
 
 
+def made(path: Path, stage: str) -> Path:
+    """`path`, which an earlier stage makes; ValueError if it has not."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing: run `python -m specvis.train {stage}` with the same --runs first")
+    return path
+
+
 class Run:
     """Iterating gives the step numbers still to do; time and steps count on across interruptions.
 

@@ -13,6 +13,7 @@ from ..methods import METHODS
 from ..models.llamagen import GPTConfig
 from ..models.vq import VQConfig
 from ..pipeline import SHIPPED, Pipeline
+from .run import made
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
@@ -61,7 +62,7 @@ def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: 
 @click.option("--guidance", default=3.0, show_default=True)
 def ship(runs, weights, record, guidance):
     """Copy the trained parts to the package, and logs, curves and a contact sheet to the record."""
-    weights.mkdir(parents=True, exist_ok=True)
+    made(runs / "drafter" / "drafter.safetensors", "drafter")
     record.mkdir(parents=True, exist_ok=True)
     config = read_config(runs / "gpt" / "config.json", GPTConfig)
     vq_config = read_config(runs / "tokenizer" / "config.json", VQConfig)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoint import load_weights
 from ..models.vq import VQ, VQConfig
-from .run import Run
+from .run import Run, made
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
                   codebook_size=4096, codebook_dim=8, groups=8, patch=2)
@@ -30,7 +30,7 @@ class Pictures:
     """The pictures of <runs>/data: drawn by weight, as floats in [-1, 1]."""
 
     def __init__(self, runs: Path):
-        arrays = np.load(runs / "data" / "pictures.npz")
+        arrays = np.load(made(runs / "data" / "pictures.npz", "data"))
         self.pictures = torch.from_numpy(arrays["pictures"]).permute(0, 3, 1, 2)
         held_out = torch.from_numpy(arrays["held_out"])
         self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
