@@ -134,6 +134,7 @@ def perplexity(counts: Tensor) -> float:
 
 def sheet(vq: VQ, images: Tensor, path: Path, across: int = 16) -> None:
     """Rows of pictures, each above the row of their reconstructions."""
+    across = min(across, len(images))
     images = images[: len(images) // across * across]
     pairs = torch.stack([x.unflatten(0, (-1, across)) for x in (images, vq.decode(vq.encode(images)))], 1)
     canvas = pairs.flatten(0, 1).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)    # (height, width, 3)
