@@ -5,6 +5,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP := .venv/bin/python -m pip --disable-pip-version-check
+# Where packages are: --system-site-packages does not see those of a parent that is a virtual environment too.
+SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: test demo bench clean
@@ -20,7 +22,7 @@ bench: .venv/installed
 
 .venv/installed: setup.py pyproject.toml $(wildcard csrc/*)
 	test -x .venv/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) .venv
-	$(if $(TORCH),$(PIP) install "$(TORCH)")
+	$(if $(TORCH),$(PIP) install "$(TORCH)",$(PYTHON) -c $(SITE) > "$$(.venv/bin/python -c $(SITE))/parent.pth")
 	$(PIP) install "setuptools>=77" wheel
 	.venv/bin/python -c "import triton" 2>/dev/null || $(PIP) install --no-deps "triton>=3.6" \
 		|| echo "no Triton for this machine: going on without it"
