@@ -67,8 +67,8 @@ WIDEST_VECTORS bool maxima(const float* row, int64_t V, int32_t* out) {
   return !bad;
 }
 
-// Finds the row's best and returns whether the row is valid. They are at least the width-th largest of the blocks'
-// maxima, as that many entries are.
+// Finds the row's best and returns whether the row is valid. They are at least the width-th largest of the
+// blocks' maxima, as that many entries are.
 bool scan(const float* row, int64_t V, Best<int64_t>& best, std::vector<int32_t>& most,
           std::vector<int32_t>& order) {
   const int64_t blocks = most.size();

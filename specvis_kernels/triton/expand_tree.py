@@ -1,0 +1,131 @@
+"""expand_tree in Triton: one program per node for its children, then one per request for the next level.
+
+A program keeps the best entry of each chunk of its row (entries c, c + CHUNKS, c + 2 CHUNKS, ...) as a key
+that orders by value, then by lower id. The best of the keys is the next child, and its chunk's next one takes
+its place: the row is read once, and each child costs one reduction and one short load, however many tie.
+"""
+import torch
+import triton
+import triton.language as tl
+
+NONE = tl.constexpr(-(2**63))
+BAD = tl.constexpr(2**63 - 1)  # the key of what is no probability: above all others
+WIDEST = 8192  # chunks at most
+
+
+@triton.jit
+def keys_of(values, ids, FLOOR: tl.constexpr):
+    """Integers in the order of the values and, among equals, of falling ids; NONE if not above FLOOR."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(values > FLOOR, (bits.to(tl.int64) << 32) + (0x7FFFFFFF - ids), NONE)
+
+
+@triton.jit
+def id_of(key):
+    return 0x7FFFFFFF - (key & 0xFFFFFFFF)
+
+
+@triton.jit
+def without(keys, best, row, size, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, LENGTH: tl.constexpr):
+    """The keys after `best` was taken: its chunk's next one takes its place."""
+    chunk = id_of(best) % CHUNKS
+    following = tl.full([], NONE, tl.int64)
+    if LENGTH > 1:
+        ids = chunk + CHUNKS * tl.arange(0, LENGTH).to(tl.int64)
+        rest = keys_of(tl.load(row + ids, mask=ids < size, other=FLOOR), ids, FLOOR)
+        following = tl.max(tl.where(rest < best, rest, NONE), axis=0)
+    return tl.where(tl.arange(0, CHUNKS) == chunk, following, keys)
+
+
+@triton.jit
+def children_kernel(
+        draft_probs,           # (B, F, V)
+        scores,                # (B, F)
+        width,                 # (B)
+        tokens, child_scores,  # (B, F, K)
+        status,                # (B, F)
+        F, V, K, CHUNKS: tl.constexpr, LENGTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)                  # row = b * F + f
+    probs = draft_probs + row * V
+    score = tl.load(scores + row)
+    alive = score > float("-inf")
+    count = 0
+    found = 0
+    if alive:
+        wanted = tl.minimum(tl.maximum(tl.load(width + row // F), 1), K)
+        keys = tl.full([CHUNKS], NONE, tl.int64)
+        start = tl.full([], 0, tl.int64)
+        while start < V:
+            ids = start + tl.arange(0, CHUNKS)
+            p = tl.load(probs + ids, mask=ids < V, other=0.0)
+            sound = (p >= 0.0) & (p <= 2.0)
+            keys = tl.maximum(keys, tl.where(sound, keys_of(p, ids, 0.0), BAD))
+            start += CHUNKS
+        best = tl.max(keys, axis=0)
+        value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        left = value * 281474976710656.0 >= 1.0          # 2^48: in fixed point
+        if (best == NONE) | (best == BAD) | (left == 0):
+            found = 2                                    # INVALID_ROW
+            best = tl.full([], NONE, tl.int64)
+        while (count < wanted) & (best > NONE):
+            value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            step = tl.log(value.to(tl.float64)).to(tl.float32)
+            child = score + tl.where(step < 0.0, step, 0.0)
+            tl.store(tokens + row * K + count, tl.where(child > float("-inf"), id_of(best), 0))
+            tl.store(child_scores + row * K + count, child)
+            keys = without(keys, best, probs, V, 0.0, CHUNKS, LENGTH)
+            best = tl.max(keys, axis=0)
+            count += 1
+    tl.store(status + row, found)
+    k = tl.arange(0, BLOCK_K)
+    unused = (k >= count) & (k < K)
+    tl.store(tokens + row * K + k, tl.zeros([BLOCK_K], tl.int64), mask=unused)
+    tl.store(child_scores + row * K + k, tl.full([BLOCK_K], float("-inf"), tl.float32), mask=unused)
+
+
+@triton.jit
+def frontier_kernel(
+        child_scores,  # (B, F, K)
+        width,         # (B)
+        frontier,      # (B, K)
+        size, K, CHUNKS: tl.constexpr, LENGTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    scores = child_scores + b * size
+    wanted = tl.minimum(tl.maximum(tl.load(width + b), 1), K)
+    keys = tl.full([CHUNKS], NONE, tl.int64)
+    start = tl.full([], 0, tl.int64)
+    while start < size:
+        ids = start + tl.arange(0, CHUNKS)
+        score = tl.load(scores + ids, mask=ids < size, other=float("-inf"))
+        keys = tl.maximum(keys, keys_of(score, ids, float("-inf")))
+        start += CHUNKS
+    best = tl.max(keys, axis=0)
+    count = 0
+    while (count < wanted) & (best > NONE):
+        tl.store(frontier + b * K + count, id_of(best).to(tl.int32))
+        keys = without(keys, best, scores, size, float("-inf"), CHUNKS, LENGTH)
+        best = tl.max(keys, axis=0)
+        count += 1
+    k = tl.arange(0, BLOCK_K)
+    tl.store(frontier + b * K + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= count) & (k < K))
+
+
+def chunks(size):
+    """How a row of this size is divided; with as many warps as hold its keys in registers."""
+    number = min(triton.next_power_of_2(size), WIDEST)
+    return {"CHUNKS": number, "LENGTH": triton.next_power_of_2(triton.cdiv(size, number)),
+            "num_warps": min(16, max(4, number // 512))}
+
+
+def expand_tree(draft_probs, scores, width, K):
+    B, F, V = draft_probs.shape
+    tokens = draft_probs.new_empty((B, F, K), dtype=torch.int64)
+    child_scores = draft_probs.new_empty((B, F, K))
+    frontier, status = width.new_empty((B, K)), width.new_empty((B, F))
+    if B > 0:
+        block = triton.next_power_of_2(K)
+        children_kernel[(B * F,)](draft_probs, scores, width, tokens, child_scores, status, F, V, K,
+                                  BLOCK_K=block, enable_fp_fusion=False, **chunks(V))
+        frontier_kernel[(B,)](child_scores, width, frontier, F * K, K, BLOCK_K=block, **chunks(F * K))
+    return tokens, child_scores, frontier, status

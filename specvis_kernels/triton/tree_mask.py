@@ -1,0 +1,88 @@
+"""tree_mask in Triton: dense, one program per node and block of columns; packed, one per block of bytes."""
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def has_bits(words, N, W):
+    """Whether the nodes whose words start here are used: one of their first N bits is set."""
+    rest = N - (W - 1) * 64                              # bits of the last word, 1 to 64
+    some = tl.load(words + (W - 1)) << (64 - rest)
+    w = 0
+    while w < W - 1:
+        some |= tl.load(words + w)
+        w += 1
+    return some != 0
+
+
+@triton.jit
+def is_visible(words, used, n, c, length, N):
+    """Whether column c is visible to node n, whose ancestor words start at `words`."""
+    node = c - length
+    among = (node >= 0) & (node < N)
+    bit = tl.load(words + tl.where(among, node // 64, 0), mask=among, other=0) >> (node & 63)
+    return (used & ((c < length) | (among & ((bit & 1) != 0)))) | ((used == 0) & (node == n))
+
+
+@triton.jit
+def dense_kernel(
+        ancestors,  # (B, N, W)
+        lengths,    # (B) or None
+        mask,       # (B, N, columns)
+        N, W, columns, ADDITIVE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)                  # row = b * N + n
+    length = tl.full([], 0, tl.int64)
+    if lengths is not None:
+        length = tl.load(lengths + row // N).to(tl.int64)
+    words = ancestors + row * W
+    c = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    visible = is_visible(words, has_bits(words, N, W), row % N, c, length, N)
+    if ADDITIVE:
+        visible = tl.where(visible, 0.0, float("-inf"))
+    tl.store(mask + row * columns + c, visible.to(mask.dtype.element_ty), mask=c < columns)
+
+
+@triton.jit
+def packed_kernel(
+        ancestors,  # (B, N, W)
+        lengths,    # (B) or None
+        mask,       # (B, size)
+        N, W, columns, size, BLOCK: tl.constexpr):
+    b = tl.program_id(1).to(tl.int64)
+    length = tl.full([], 0, tl.int64)
+    if lengths is not None:
+        length = tl.load(lengths + b).to(tl.int64)
+    # Only the block's first entry is divided in 64 bits, the others count from there.
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    bit = tl.arange(0, 8)
+    wide = tl.full([], columns, tl.uint32)
+    ahead = (tl.arange(0, BLOCK)[:, None] * 8 + bit[None, :]).to(tl.uint32)
+    ahead += (first * 8 % columns).to(tl.uint32)
+    n = first * 8 // columns + (ahead // wide).to(tl.int64)
+    c = (ahead % wide).to(tl.int64)
+    inside = n < N
+    n = tl.where(inside, n, 0)
+    words = ancestors + (b * N + n) * W
+    visible = is_visible(words, has_bits(words, N, W), n, c, length, N) & inside
+    byte = first + tl.arange(0, BLOCK)
+    tl.store(mask + b * size + byte, tl.sum(visible.to(tl.int32) << bit[None, :], axis=1).to(tl.uint8),
+             mask=byte < size)
+
+
+def tree_mask(ancestors, lengths, form, columns, dtype):
+    B, N, W = ancestors.shape
+    if form == "packed":
+        size = triton.cdiv(N * columns, 8)
+        mask = ancestors.new_empty((B, size), dtype=torch.uint8)
+        if B > 0:
+            block = min(triton.next_power_of_2(size), 128)
+            packed_kernel[(triton.cdiv(size, block), B)](ancestors, lengths, mask, N, W, columns, size,
+                                                         BLOCK=block)
+        return mask
+    mask = ancestors.new_empty((B, N, columns), dtype=torch.uint8 if form == "bool" else dtype)
+    if B > 0:
+        block = min(triton.next_power_of_2(columns), 1024)
+        dense_kernel[(B * N, triton.cdiv(columns, block))](ancestors, lengths, mask, N, W, columns,
+                                                           ADDITIVE=form == "additive", BLOCK=block)
+    return mask.view(torch.bool) if form == "bool" else mask
