@@ -116,11 +116,11 @@ void clear_neighbors(const Request& request, Rest& rest, int64_t x, int64_t coun
   }
 }
 
-// `draft` spares x's first `count` neighbors once: marked by negatives, which subtract() undoes.
+// `draft` spares x's first `count` neighbors once: their weights' bits are inverted, which subtract() undoes.
 void spare_neighbors(const Request& request, int64_t* draft, int64_t x, int64_t count) {
   for (int64_t j = 0; j < count; ++j) {
     const int64_t id = request.neighbors(x, j);
-    if (id >= 0 && id < request.V && draft[id] >= 0) draft[id] = -draft[id] - 1;
+    if (id >= 0 && id < request.V && draft[id] >= 0) draft[id] = ~draft[id];
   }
 }
 
@@ -129,7 +129,7 @@ void subtract(Rest& rest, int64_t V, double total, int64_t* draft, double draft_
   int64_t sum = 0;
   for (int64_t v = 0; v < V; ++v) {
     const bool spared = draft[v] < 0;
-    if (spared) draft[v] = -(draft[v] + 1);
+    if (spared) draft[v] = ~draft[v];
     weights[v] = specvis::residual_weight(weights[v], total, spared ? 0 : draft[v], draft_total, slack);
     sum += weights[v];
   }

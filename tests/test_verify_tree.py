@@ -259,6 +259,19 @@ def test_residuals_of_a_sampled_child(backend, residual, near, weights):
 
 
 @each_backend
+def test_relaxed_below_omega_1_leaves_of_the_child_what_was_moved_to_it(backend):
+    """Omega 1/2: token 2, 2/16 and neighbor 3's 2/16, against 3/16 drafted, is accepted iff 3 u / 16 < 2/16.
+
+    Otherwise 8 4 4 0 less 4 8 3 1 (of 16) leaves 4 0 1 0.
+    """
+    tree = dict(tokens=[9, 2], parents=[-1, 0], near=TABLE, cutoff=0.125, residual="relaxed", omega=[0.5],
+                draft=[[0.25, 0.5, 0.1875, 0.0625]])
+    assert walk(backend, [ROW], uniforms=[0.0, 0.66], **tree)[0] == [1]
+    assert walk(backend, [ROW], uniforms=[0.79, 0.67], **tree)[:2] == ([], 0)
+    assert walk(backend, [ROW], uniforms=[0.81, 0.67], **tree)[:2] == ([], 2)
+
+
+@each_backend
 def test_spared_neighbors_are_spared_once(backend):
     """Two siblings, `released`. The draft 2 2 4 0 (of 8) gave token 2, rejected: 4 2 1 1 less 2 - 4 - is
     2 2 0 1.
