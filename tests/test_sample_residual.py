@@ -58,6 +58,18 @@ def test_the_smallest_weight_has_its_turn(backend):
 
 
 @each_backend
+@pytest.mark.parametrize("draft", [None, [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]])
+def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
+    """Exactly half of the mass stands before token 4, which has none."""
+    if backend == "triton":
+        from specvis_kernels.triton import _rows
+        monkeypatch.setitem(_rows.WIDEST, "V", 4)
+    row = [0.25, 0.25, 0.0, 0.0, 0.0, 0.25, 0.25, 0.0]
+    assert one(backend, row, draft, 0.5) == (5, 0)
+    assert one(backend, row, draft, 0.499) == (1, 0)
+
+
+@each_backend
 def test_an_empty_residual_is_the_target(backend):
     assert one(backend, TARGET, TARGET, 0.49) == (0, EMPTY_RESIDUAL)
     assert one(backend, TARGET, TARGET, 0.5) == (1, EMPTY_RESIDUAL)

@@ -177,6 +177,19 @@ def test_omega_goes_by_depth(backend):
     assert walk(backend, [ROW], uniforms=[0.0, 0.50, 0.00, 0.00], **tree)[0] == []
 
 
+@each_backend
+def test_two_sampled_children_below_omega_1(backend):
+    """Omega 1/2. Token 1 of the draft 4 8 4 0 (of 16), rejected, leaves 4 2 1 2 of 9, as above.
+
+    Token 0 of what is left of the draft, 1/2 0 1/2 0, is then accepted iff u / 2 < 4/9 / 2. Otherwise, in
+    eighteenths, 8 4 2 4 less 9 0 9 0 against half of it, 4 2 1 2, leaves 4 4 1 4.
+    """
+    tree = dict(tokens=[9, 1, 0], parents=[-1, 0, 0], omega=[0.5, 0.5], draft=[[0.25, 0.5, 0.25, 0.0]])
+    assert walk(backend, [ROW], uniforms=[0.0, 0.25, 0.44], **tree)[0] == [2]
+    for cell, token in enumerate([0, 0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]):
+        assert walk(backend, [ROW], uniforms=[(cell + 0.5) / 13, 0.25, 0.45], **tree)[:2] == ([], token)
+
+
 TABLE = [[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]]
 
 
@@ -284,6 +297,23 @@ def test_spared_neighbors_are_spared_once(backend):
                 residual="released", draft=[[0.25, 0.25, 0.5, 0.0]])
     assert walk(backend, [ROW], uniforms=[0.0, 0.5, 0.79], **tree)[0] == [2]
     assert walk(backend, [ROW], uniforms=[0.0, 0.5, 0.81], **tree)[:2] == ([], 3)
+
+
+@each_backend
+def test_an_id_listed_twice_is_removed_once(backend, monkeypatch):
+    """Out of the contract, but the same everywhere: its mass counts twice towards rho."""
+    if backend == "triton":
+        from specvis_kernels.triton import _rows
+        monkeypatch.setitem(_rows.WIDEST, "k", 1)
+    tree = dict(tokens=[9, 2], parents=[-1, 0], near=[[1, 2], [0, 2], [3, 3], [2, 1]], cutoff=0.25)
+    assert walk(backend, [ROW], uniforms=[0.0, 0.374], **tree)[0] == [1]
+    # relaxed: 4 2 0 0 (of 8) is left
+    assert walk(backend, [ROW], uniforms=[0.66, 0.375], residual="relaxed", **tree)[:2] == ([], 0)
+    assert walk(backend, [ROW], uniforms=[0.99, 0.375], residual="relaxed", **tree)[:2] == ([], 1)
+    # released: 4 2 1 1 less 2 1 4 -, token 3 spared, is 2 1 0 1
+    tree |= dict(draft=[[0.25, 0.125, 0.5, 0.125]], residual="released")
+    for cell, token in enumerate([0, 0, 1, 3]):
+        assert walk(backend, [ROW], uniforms=[(cell + 0.5) / 4, 0.9], **tree)[:2] == ([], token)
 
 
 @each_backend
