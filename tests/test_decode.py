@@ -109,7 +109,7 @@ def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch):
 def test_nan_ends_one_picture_and_leaves_the_others(tiny):
     for m in (METHODS["vanilla"], METHODS["speculative"], METHODS["eagle2"], lantern()):
         whole = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
-        condition, valid = tiny.gpt.condition(*tiny.words(tiny.words.encode(PROMPTS)))
+        condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
         condition[1, -1, 0] = torch.nan
         if m.drafting == "none":
             broken = specvis.decode.decode(tiny.gpt, condition, valid, Sampling.of([1, 2, 3, 4]))
@@ -196,7 +196,7 @@ def test_the_distribution_test_rejects_relaxed_acceptance(minute):
 
 
 def test_guidance_pairs_a_request_with_nothing(tiny):
-    condition, valid = tiny.gpt.condition(*tiny.words(tiny.words.encode(PROMPTS)))
+    condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
     both, shown = guidance_pair(tiny.gpt, condition, valid)
     assert both.shape == (8, 3, 32) and shown[4:].all() and torch.equal(twice(valid)[:4], shown[:4])
 
@@ -215,7 +215,7 @@ def test_settings_out_of_range_are_refused(wrong, message):
 
 
 def test_conditions_of_the_wrong_shape_are_refused(tiny):
-    condition, valid = tiny.gpt.condition(*tiny.words(tiny.words.encode(PROMPTS)))
+    condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
     for c, v, seeds, message in ((condition[:, :2], valid, 4, r"condition must be \(B, S=3, dim=32\), got \(4, 2, 32\)"),
                                  (condition, valid, 3, "got 4 rows and 3 seeds"),
                                  (condition[:0], valid[:0], 0, "at least one"),

@@ -150,7 +150,7 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
         target_probs (B, L, V) and draft_probs (B, L - 1, V), the latter for tokens 1..L - 1
     """
     gpt, shown = pipeline.gpt, pipeline.gpt.config.condition_tokens - 1
-    condition, valid = guidance_pair(gpt, *gpt.condition(*pipeline.words(pipeline.words.encode(prompts))))
+    condition, valid = guidance_pair(gpt, *gpt.condition(pipeline.words(pipeline.words.encode(prompts))))
     hidden = gpt.teacher_forced(condition, valid, twice(tokens))                           # (2B, shown + L, dim)
     shifted = F.pad(twice(tokens[:, :-1]), (shown, 0))
     places = torch.arange(shifted.shape[1], device=tokens.device)[None]

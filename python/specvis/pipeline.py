@@ -94,7 +94,7 @@ class Pipeline(nn.Module):
         Raises:
             UnknownWords: a prompt has words that the model does not know
         """
-        condition, valid = self.gpt.condition(*self.words(self.words.encode(prompts)))
+        condition, valid = self.gpt.condition(self.words(self.words.encode(prompts)))
         if method.drafting == "none":
             return decode(self.gpt, condition, valid, sampling, progress)
         neighbors = self.neighbors(method.k) if method.k else None

@@ -10,10 +10,15 @@ class UnknownWords(ValueError):
     """A prompt holds words that the model was not trained on."""
 
 
-class Words(nn.Module):
-    """Features (B, S, C) of prompts of at most S words, left-padded as LlamaGen's captions are.
+def repeated(words: list[int], length: int) -> list[int]:
+    """The words over and over, `length` of them: attention to conditions is uniform, so their number is their weight."""
+    return (words * -(-length // len(words)))[:length]
 
-    `vocabulary` lists the words; entry 0 is the padding.
+
+class Words(nn.Module):
+    """Features (B, S, C) of prompts of at most S words, repeated to S.
+
+    `vocabulary` lists the words; entry 0 is none of them.
     """
 
     def __init__(self, vocabulary: list[str], length: int, width: int):
@@ -21,11 +26,11 @@ class Words(nn.Module):
         self.vocabulary, self.length = vocabulary, length
         self.ids = {word: index for index, word in enumerate(vocabulary)}
         self.table = nn.Embedding(len(vocabulary), width)
-        nn.init.normal_(self.table.weight, std=width ** -0.5)
+        nn.init.normal_(self.table.weight, std=0.25)
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, S) int64, 0 where padded -> features (B, S, C), valid (B, S) bool."""
-        return self.table(ids), ids != 0
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids (B, S) int64 -> features (B, S, C)."""
+        return self.table(ids)
 
     def encode(self, prompts: list[str]) -> Tensor:
         """Prompts, words between spaces -> ids (B, S) int64.
@@ -44,7 +49,7 @@ class Words(nn.Module):
             if not 1 <= len(words) <= self.length:
                 raise ValueError(f"a prompt must have 1 to {self.length} words, style included, "
                                  f"got {len(words)}: {prompt!r}")
-            rows.append([0] * (self.length - len(words)) + [self.ids[word] for word in words])
+            rows.append(repeated([self.ids[word] for word in words], self.length))
         return torch.tensor(rows, device=self.table.weight.device)
 
     def _near(self, word: str) -> str:

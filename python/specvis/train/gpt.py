@@ -13,9 +13,10 @@ from torch import nn
 from specvis_kernels import codebook_neighbors
 
 from ..models.llamagen import GPT, GPTConfig
-from ..models.words import Words
+from ..models.words import Words, repeated
 from .run import Run, made
 
+CONDITION_TOKENS = 32
 NULL_SHARE = 0.1  # of the training captions are replaced by the null condition, for guidance
 JITTER = 0.02     # squared distance at which a code replaces another 1/e times as often as itself
 
@@ -31,7 +32,8 @@ class Tokens:
     def __init__(self, runs: Path, device: torch.device):
         arrays = np.load(made(runs / "tokens.npz", "tokenizer"))
         self.ids = torch.from_numpy(arrays["tokens"].astype(np.int64)).to(device)
-        self.captions = torch.from_numpy(arrays["condition"].astype(np.int64)).to(device)
+        captions = [repeated([int(word) for word in row if word], CONDITION_TOKENS) for row in arrays["condition"]]
+        self.captions = torch.tensor(captions, device=device)
         held_out = torch.from_numpy(arrays["held_out"])
         self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
         self.weights = torch.from_numpy(arrays["weight"]).float()[self.train]
@@ -63,11 +65,9 @@ class Captioned(nn.Module):
 
     def condition(self, captions, null=None):
         """Captions (B, S) -> embeddings (B, S, dim), valid (B, S); `null` (B,) bool replaces them by the null condition."""
-        condition, valid = self.gpt.condition(*self.words(captions))
+        condition, valid = self.gpt.condition(self.words(captions))
         if null is not None:
-            nothing, all_valid = self.gpt.null_condition(len(captions))
-            condition = torch.where(null[:, None, None], nothing, condition)
-            valid = torch.where(null[:, None], all_valid, valid)
+            condition = torch.where(null[:, None, None], self.gpt.null_condition(len(captions))[0], condition)
         return condition, valid
 
     def logits(self, captions, ids, null=None):
@@ -76,12 +76,20 @@ class Captioned(nn.Module):
         return self.gpt.logits(hidden[:, captions.shape[1] - 1:])
 
 
-def start_from_codebook(gpt: GPT, codebook: torch.Tensor, generator: torch.Generator) -> None:
-    """Embeddings and head begin as projections of the codes, so that near codes begin as near synonyms."""
-    dim = gpt.config.dim
+def start(model: Captioned, codebook: torch.Tensor, generator: torch.Generator) -> None:
+    """What learns faster than small random numbers.
+
+    Embeddings and head begin as projections of the codes, so that near codes begin as near synonyms; captions
+    begin as loud as tokens.
+    """
+    gpt, words = model.gpt, model.words.table.weight
     for table, scale in ((gpt.tok_embeddings.weight, 0.1), (gpt.output.weight, 0.05)):
-        projection = torch.randn(codebook.shape[1], dim, generator=generator) * scale
-        table.data.copy_(codebook.cpu() @ projection)
+        projection = torch.randn(codebook.shape[1], gpt.config.dim, generator=generator) * scale
+        table.data.copy_(codebook @ projection)
+    project = gpt.cls_embedding.cap_proj
+    project.fc1.weight.data.normal_(std=1 / (words.std().item() * words.shape[1] ** 0.5), generator=generator)
+    project.fc2.weight.data.normal_(std=gpt.config.dim ** -0.5, generator=generator)
+    gpt.cls_embedding.uncond_embedding.data.normal_(std=words.std().item(), generator=generator)
 
 
 def mixed_precision(device: torch.device):
@@ -108,8 +116,8 @@ def measure(model: Captioned, tokens: Tokens, which: torch.Tensor, batch: int = 
               help="Folder of the training stages.")
 @click.option("--minutes", type=float, help="Length of the run in minutes, counted across interruptions.")
 @click.option("--steps", type=int, help="Length of the run in steps, instead of minutes.")
-@click.option("--batch", default=16, show_default=True, help="Pictures a step.")
-@click.option("--lr", default=1.5e-3, show_default=True, help="Peak learning rate.")
+@click.option("--batch", default=8, show_default=True, help="Pictures a step.")
+@click.option("--lr", default=1.2e-3, show_default=True, help="Peak learning rate.")
 @click.option("--dim", default=192, show_default=True, help="Width of the model.")
 @click.option("--layers", default=6, show_default=True)
 @click.option("--heads", default=3, show_default=True)
@@ -123,9 +131,9 @@ def gpt(runs, minutes, steps, batch, lr, dim, layers, heads, dropout, device, co
     device = torch.device(device)
     tokens = Tokens(runs, device)
     config = GPTConfig(dim, layers, heads, vocabulary=len(tokens.codebook), grid=16,
-                       condition_tokens=tokens.captions.shape[1], caption_dim=64, dropout=dropout)
+                       condition_tokens=CONDITION_TOKENS, caption_dim=dim, dropout=dropout)
     model = Captioned(config, tokens.vocabulary)
-    start_from_codebook(model.gpt, tokens.codebook, torch.Generator().manual_seed(0))
+    start(model, tokens.codebook, torch.Generator().manual_seed(0))
     model.to(device)
     run = Run(runs / "gpt", model, lr=lr, weight_decay=0.05, minutes=minutes, steps=steps)
 
