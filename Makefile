@@ -18,7 +18,7 @@ demo: .venv/installed
 	.venv/bin/specvis compare
 
 bench: .venv/installed
-	.venv/bin/python -m benchmarks.ops
+	.venv/bin/python -m benchmarks.ops --json
 
 .venv/installed: setup.py pyproject.toml $(wildcard csrc/*)
 	test -x .venv/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) .venv
