@@ -496,6 +496,16 @@ def test_greedy_by_hand(backend, row, tokens, near, cutoff, path, token, excess)
 
 
 @each_backend
+def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, monkeypatch):
+    if backend == "triton":
+        from specvis_kernels.triton import _rows
+        monkeypatch.setitem(_rows.WIDEST, "V", 2)
+    row = [0.0, 0.25, 0.0, 0.25, 0.25, 0.25]
+    for token in range(6):
+        assert walk(backend, [row], [9, token], [-1, 0], [0.0] * 2, greedy=True)[:2] == ([1] * (token == 1), 1)
+
+
+@each_backend
 @pytest.mark.parametrize("tokens, P, path", [
     # 0 -> 1 2; 1 -> 3; 2 -> 4 5; 5 -> 6; the argmax is 0 everywhere
     ([0, 0, 0, 0, 0, 0, 0], 6, [2, 5, 6]),   # the deepest
