@@ -178,7 +178,7 @@ def select_tree(B, M, N):
     return tuple(a.to(DEVICE) for a in args), {"N": N}
 
 
-CASES["tree_links"] = [(1, 1), (2, 7), (3, 65), (2, 130)]
+CASES["tree_links"] = [(1, 1), (2, 7), (3, 20), (2, 130)]
 
 
 def tree_links(B, N):
@@ -192,8 +192,8 @@ def tree_links(B, N):
 CASES["tree_mask"] = [
     (1, 1),
     (2, 7, True, "packed", 20),
-    (3, 65, True, "additive", 80, torch.float16),
-    (2, 70),
+    (1, 65, True, "additive", 80, torch.float16),
+    (3, 12, True, "bool", 20),
     (1, 5, True, "additive", 9, torch.bfloat16),
     (2, 9, False, "packed"),
 ]

@@ -9,10 +9,11 @@ def has_bits(words, N, W):
     """Whether the nodes whose words start here are used: one of their first N bits is set."""
     rest = N - (W - 1) * 64                              # bits of the last word, 1 to 64
     some = tl.load(words + (W - 1)) << (64 - rest)
-    w = 0
-    while w < W - 1:
-        some |= tl.load(words + w)
-        w += 1
+    if W > 1:                                            # Triton 3.6 cannot compile a loop that never runs
+        w = 0
+        while w < W - 1:
+            some |= tl.load(words + w)
+            w += 1
     return some != 0
 
 
