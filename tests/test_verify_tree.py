@@ -502,7 +502,8 @@ def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, monkeypatch):
         monkeypatch.setitem(_rows.WIDEST, "V", 2)
     row = [0.0, 0.25, 0.0, 0.25, 0.25, 0.25]
     for token in range(6):
-        assert walk(backend, [row], [9, token], [-1, 0], [0.0] * 2, greedy=True)[:2] == ([1] * (token == 1), 1)
+        got = walk(backend, [row], [9, token], [-1, 0], [0.0, 0.0], greedy=True)
+        assert got[:2] == ([1] * (token == 1), 1)
 
 
 @each_backend
