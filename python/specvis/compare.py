@@ -19,8 +19,8 @@ from .pipeline import Pipeline
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
 
-PROMPTS = ["fluent-3d red heart", "fluent-flat grinning face", "fluent-3d waving hand", "noto pirate flag",
-           "fluent-flat pizza", "noto dog face", "fluent-3d soccer ball", "fluent-flat rocket"]
+PROMPTS = ["fluent-3d red heart", "fluent-flat red heart", "fluent-flat grinning face", "fluent-3d sun with face",
+           "fluent-flat blue heart", "fluent-flat cat face", "fluent-3d angry face", "fluent-flat green circle"]
 COLUMNS = ("method", "temperature", "tau", "forwards", "seconds", "speed-up", "acceptance", "TV bound", "TV meter")
 
 

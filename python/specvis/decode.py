@@ -30,7 +30,7 @@ class Sampling:
     top_p: Tensor        # (B,) float32   1 is off
 
     @staticmethod
-    def of(seeds: list[int], *, guidance: float = 3.0, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    def of(seeds: list[int], *, guidance: float = 2.0, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
            device: torch.device | str = "cpu") -> "Sampling":
         """The same numbers for all requests.
 

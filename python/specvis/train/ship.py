@@ -38,11 +38,11 @@ def curves(runs: Path, path: Path) -> None:
     plt.close(figure)
 
 
-def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: float) -> None:
+def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: float, top_k: int) -> None:
     """SHOWN across, STYLES down, decoded plainly."""
     rows = []
     for style in STYLES:
-        sampling = Sampling.of(list(range(len(SHOWN))), guidance=guidance, temperature=temperature)
+        sampling = Sampling.of(list(range(len(SHOWN))), guidance=guidance, temperature=temperature, top_k=top_k)
         prompts = [f"{style} {name}" for name in SHOWN]
         rows.append(pipeline.pictures(pipeline.tokens(prompts, METHODS["vanilla"], sampling).tokens))
     side = rows[0][0].width
@@ -59,8 +59,9 @@ def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: 
 @click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, help="Where the weights go. [default: the package]")
 @click.option("--record", type=click.Path(path_type=Path), default="benchmarks/results/training", show_default=True,
               help="Where logs, curves and the contact sheet go.")
-@click.option("--guidance", default=3.0, show_default=True)
-def ship(runs, weights, record, guidance):
+@click.option("--guidance", default=2.0, show_default=True)
+@click.option("--top-k", default=100, show_default=True)
+def ship(runs, weights, record, guidance, top_k):
     """Copy the trained parts to the package, and logs, curves and a contact sheet to the record."""
     made(runs / "drafter" / "drafter.safetensors", "drafter")
     record.mkdir(parents=True, exist_ok=True)
@@ -76,4 +77,4 @@ def ship(runs, weights, record, guidance):
     shutil.copyfile(runs / "tokenizer" / "reconstructions.png", record / "reconstructions.png")
     curves(runs, record / "curves.png")
     for temperature in (1.0, 0.0):
-        contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance)
+        contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance, top_k)
