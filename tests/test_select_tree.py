@@ -54,7 +54,7 @@ def test_by_hand(backend, size, N, source, parents):
 @pytest.mark.parametrize("scores, size, source", [
     ([-1.0, -1.0, -1.0, -1.0, -1.0], 4, [0, 1, 2]),        # all tie
     ([-1.0, -2.0, -2.0, -2.0, -2.0], 4, [0, 1, 2]),
-    ([0.0, -0.0, 0.0, -0.0, -1.0], 4, [0, 1, 2]),          # the zeros are one
+    ([-0.0, 0.0, -0.0, 0.0, -1.0], 3, [0, 1]),             # the zeros are one
     ([-1.0, -INF, -1.5, -INF, -INF], 6, [0, 2]),           # what is not there is never kept
     ([-1.0, NAN, -1.5, -NAN, -INF], 6, [0, 2]),
     ([-INF] * 5, 6, []),

@@ -69,6 +69,24 @@ def test_packed_by_hand(backend):
     assert tree_mask(ancestors_of([-1, 0, 0]), form="packed", backend=backend).tolist() == [[89, 1]]
 
 
+@BACKENDS
+def test_a_long_cache(backend):
+    """Longer than a program's block of columns; the packed rows begin within bytes."""
+    args = ancestors_of([-1, 0, -2]), lengths(2500)
+    mask = tree_mask(*args, columns=2503, backend=backend)
+    assert mask[0].nonzero().tolist() == [
+        *[[0, c] for c in range(2501)], *[[1, c] for c in range(2502)], [2, 2502]]
+    packed = tree_mask(*args, columns=2503, form="packed", backend=backend).cpu().numpy()
+    assert np.array_equal(packed, np.packbits(mask.flatten(1).cpu().numpy(), axis=1, bitorder="little"))
+
+
+@BACKENDS
+def test_bits_count_as_they_are(backend):
+    """Node 1 does not say that the root is its ancestor."""
+    ancestors = torch.tensor([[[1], [2]]], device=DEVICE)
+    assert picture(tree_mask(ancestors, lengths(2), columns=4, backend=backend)[0]) == ["xxx.", "xx.x"]
+
+
 def random_trees(N):
     rng = random.Random(N)
     trees = [[-1] + [rng.randrange(n) for n in range(1, N)],
