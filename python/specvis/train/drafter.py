@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from ..models.eagle import Drafter
 from ..models.llamagen import GPTConfig, condition_mask
 from .gpt import Captioned, Tokens, mixed_precision
-from .run import Run, made
+from .run import Run, made, options
 
 
 def drafted(drafter, captioned, captions, ids, null=None, noise=0.0):
@@ -48,14 +48,8 @@ def measure(drafter, captioned, tokens, which, batch: int = 32) -> dict[str, flo
 
 
 @click.command()
-@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-              help="Folder of the training stages.")
-@click.option("--minutes", type=float, help="Length of the run in minutes, counted across interruptions.")
-@click.option("--steps", type=int, help="Length of the run in steps, instead of minutes.")
-@click.option("--batch", default=16, show_default=True, help="Pictures a step.")
-@click.option("--lr", default=1.5e-3, show_default=True, help="Peak learning rate.")
+@options(batch=16, lr=1.5e-3)
 @click.option("--noise", default=0.2, show_default=True, help="Width of the uniform noise on the hidden states.")
-@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
               help="Compile the training step (about 1.2 times faster, a minute to start).")
 def drafter(runs, minutes, steps, batch, lr, noise, device, compiled):

@@ -14,7 +14,7 @@ from specvis_kernels import codebook_neighbors
 
 from ..models.llamagen import GPT, GPTConfig
 from ..models.words import Words, repeated
-from .run import Run, made
+from .run import Run, made, options
 
 CONDITION_TOKENS = 32
 NULL_SHARE = 0.1  # of the training captions are replaced by the null condition, for guidance
@@ -112,17 +112,11 @@ def measure(model: Captioned, tokens: Tokens, which: torch.Tensor, batch: int = 
 
 
 @click.command()
-@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-              help="Folder of the training stages.")
-@click.option("--minutes", type=float, help="Length of the run in minutes, counted across interruptions.")
-@click.option("--steps", type=int, help="Length of the run in steps, instead of minutes.")
-@click.option("--batch", default=8, show_default=True, help="Pictures a step.")
-@click.option("--lr", default=1.2e-3, show_default=True, help="Peak learning rate.")
+@options(batch=8, lr=1.2e-3)
 @click.option("--dim", default=192, show_default=True, help="Width of the model.")
 @click.option("--layers", default=6, show_default=True)
 @click.option("--heads", default=3, show_default=True)
 @click.option("--dropout", default=0.0, show_default=True)
-@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
               help="Compile the training step (about 1.2 times faster, a minute to start).")
 def gpt(runs, minutes, steps, batch, lr, dim, layers, heads, dropout, device, compiled):

@@ -5,9 +5,31 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import torch
 from torch import nn
 from tqdm import tqdm
+
+
+def options(batch: int, lr: float):
+    """The options that every stage with a model has."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    every = (
+        click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
+                     help="Folder of the training stages."),
+        click.option("--minutes", type=float, help="Length of the run in minutes, counted across interruptions."),
+        click.option("--steps", type=int, help="Length of the run in steps, instead of minutes."),
+        click.option("--batch", default=batch, show_default=True, help="Pictures a step."),
+        click.option("--lr", default=lr, show_default=True, help="Peak learning rate."),
+        click.option("--device", default=device, show_default=True),
+    )
+
+    def add(command):
+        for option in reversed(every):
+            command = option(command)
+        return command
+
+    return add
 
 
 def made(path: Path, stage: str) -> Path:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ..checkpoint import load_weights
 from ..models.vq import VQ, VQConfig
-from .run import Run, made
+from .run import Run, made, options
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
                   codebook_size=4096, codebook_dim=8, groups=8, patch=2)
@@ -167,13 +167,7 @@ def write_tokens(vq: VQ, data: Pictures, path: Path) -> None:
 
 
 @click.command()
-@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-              help="Folder of the training stages.")
-@click.option("--minutes", type=float, help="Length of the run in minutes, counted across interruptions.")
-@click.option("--steps", type=int, help="Length of the run in steps, instead of minutes.")
-@click.option("--batch", default=16, show_default=True, help="Pictures a step.")
-@click.option("--lr", default=2e-3, show_default=True, help="Peak learning rate.")
-@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
+@options(batch=16, lr=2e-3)
 def tokenizer(runs, minutes, steps, batch, lr, device):
     """Train the tokenizer on runs/data; writes runs/tokenizer/ and the pictures' tokens, runs/tokens.npz.
 
