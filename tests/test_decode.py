@@ -117,7 +117,7 @@ def test_nan_ends_one_picture_and_leaves_the_others(tiny):
             neighbors = tiny.neighbors(m.k) if m.k else None
             broken = specvis.decode.speculative_decode(tiny.gpt, tiny.drafter, condition, valid,
                                                        Sampling.of([1, 2, 3, 4]), m, neighbors)
-        assert broken.failed.tolist() == [False, True, False, False]
+        assert broken.failed.tolist() == broken.tau.isnan().tolist() == [False, True, False, False]
         keep = [0, 2, 3]
         assert torch.equal(broken.tokens[keep], whole.tokens[keep])
         assert broken.tokens.min() >= 0 and broken.tokens.max() < 64

@@ -114,7 +114,7 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
         raise click.ClickException("no picture was finished; nothing was written")
     save(in_a_row(kept, scale), out)
     click.echo(f"{out}: {len(kept)} of {count} pictures, {seconds:.1f} s, {decoded.forwards.float().mean():.0f} target "
-               f"forwards a picture, tau {decoded.tau.mean():.2f}")
+               f"forwards a picture, tau {decoded.tau.nanmean():.2f}")
 
 
 @main.command()

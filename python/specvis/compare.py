@@ -84,7 +84,7 @@ def table(results: list[Result]) -> list[dict]:
         rows.append({
             "method": r.method.name,
             "temperature": r.temperature,
-            "tau": round(r.decoded.tau.mean().item(), 2),
+            "tau": round(r.decoded.tau.nanmean().item(), 2),
             "forwards": round(r.decoded.forwards.float().mean().item(), 1),
             "seconds": round(r.seconds / images, 2),
             "speed-up": round(plain[r.temperature] / r.seconds, 2) if r.temperature in plain else "",

@@ -74,8 +74,8 @@ class Decoded:
 
     @property
     def tau(self) -> Tensor:
-        """(B,) tokens per target forward; 1 is plain decoding."""
-        return self.tokens.shape[1] / self.forwards
+        """(B,) tokens per target forward; 1 is plain decoding; NaN for a failed image."""
+        return (self.tokens.shape[1] / self.forwards).masked_fill(self.failed, torch.nan)
 
     def acceptance_rate(self, depth: int) -> float:
         """Accepted drafts per drafted level, over all steps of all images."""
