@@ -47,7 +47,9 @@ def define(schema: str, *, oracle, meta):
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
 
     def triton(*args, **kwargs):  # imported at the first call: Triton takes a second or two to import
-        return getattr(import_module(f".triton.{name}", __package__), name)(*args, **kwargs)
+        kernel = getattr(import_module(f".triton.{name}", __package__), name)
+        with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):  # Triton launches on the current one
+            return kernel(*args, **kwargs)
 
     kernels = _kernels[name] = {"oracle": oracle}
     if built("CPU"):

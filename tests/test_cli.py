@@ -48,7 +48,7 @@ def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
     (["--prompt", "red heart", "-n", "0"], "n must be at least 1, got 0"),
     (["--prompt", "red heart", "--delta", "-1"], "delta must be within [0, 1], got -1.0"),
     (["--prompt", "red heart", "-k", "64"], "k must be within 1..63 (the codebook has 64 codes), got 64"),
-    (["--prompt", "red heart", "--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+    (["--prompt", "red heart", "--temperature", "-1"], "temperature must be at least 0 and finite, got -1.0"),
     (["--prompt", "red heart", "--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
     (["--prompt", "red heart", "--top-p", "1.01"], "top_p must be within (0, 1], got 1.01"),
     (["--prompt", "red heart", "--method", "vanilla", "--delta", "0.1"], "method vanilla has no parameter 'delta'"),

@@ -56,6 +56,15 @@ def test_rotations_are_zero_at_conditions_and_turn_by_row_then_column():
     assert torch.allclose(cell.angle(), torch.tensor([2.0, 0.02, 1.0, 0.01]))
 
 
+def test_half_precision_keeps_the_rotations():
+    pipeline = Pipeline.tiny().to(torch.bfloat16)
+    condition, valid = pipeline.gpt.condition(pipeline.words(pipeline.words.encode(["red heart"])))
+    half = pipeline.gpt.teacher_forced(condition, valid, torch.arange(16)[None]).float()
+    pipeline.float()
+    whole = pipeline.gpt.teacher_forced(condition.float(), valid, torch.arange(16)[None])
+    assert pipeline.gpt.rotations.is_complex() and (half - whole).norm() < 0.03 * whole.norm()
+
+
 @pytest.mark.parametrize("config", [
     GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16),
     GPTConfig(dim=40, layers=2, heads=2, vocabulary=64, grid=4, condition_tokens=3, caption_dim=8, ffn_multiple=16),

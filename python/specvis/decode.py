@@ -37,8 +37,8 @@ class Sampling:
         Raises:
             ValueError: temperature < 0, top_k < 0, top_p outside (0, 1], guidance not finite
         """
-        if not temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {temperature}")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
         if top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {top_k}")
         if not 0 < top_p <= 1:
@@ -114,9 +114,8 @@ def draw(probs: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Tensor, Tenso
 
 
 def guidance_pair(gpt: GPT, condition: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Condition (B, S, dim) and mask (B, S) stacked upon the null condition: (2B, S, dim), (2B, S)."""
-    nothing, all_valid = gpt.null_condition(len(condition))
-    return torch.cat([condition, nothing]), torch.cat([valid, all_valid])
+    """Condition (B, S, dim) and mask (B, S) stacked upon the null condition under the same mask, as LlamaGen does."""
+    return torch.cat([condition, gpt.null_condition(len(condition))]), twice(valid)
 
 
 def twice(x: Tensor) -> Tensor:
@@ -298,7 +297,8 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
     check_request(gpt, condition, valid, sampling)
     rule = acceptance_rule(method, neighbors, len(condition), condition.device)
     B, S, L, device = len(condition), gpt.config.condition_tokens, gpt.config.tokens, condition.device
-    N, P = method.tree_nodes, method.depth
+    N = method.tree_nodes
+    P = min(method.depth, N - 1)                                          # no path is longer
     condition, valid = guidance_pair(gpt, condition, valid)
     cache = gpt.new_cache(2 * B, S + L + N)
     uniforms = philox_uniform(sampling.seeds, ACCEPT, L, N)
@@ -329,10 +329,10 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
         mask = visible(valid, tree_mask(ancestors, lengths.int(), columns=columns))
         places = lengths[:, None] + depth.clamp(min=0)
         hidden = gpt(twice(gpt.tok_embeddings(draft.tokens)), twice(places), mask, cache, twice(slots))
-        probs, _ = sampling.probs(gpt, hidden)
+        probs, invalid = sampling.probs(gpt, hidden)
         here = count.clamp(max=L - 1)                                     # the position that this step decides first
         coins = uniforms.gather(1, here[:, None, None].expand(-1, 1, N))[:, 0]
-        path, accepted, next_token, distance, status = verify_tree(
+        path, accepted, next_token, distance, _ = verify_tree(
             probs, draft.tokens, first_child, next_sibling, coins, draft_probs=draft.probs, draft_row=draft.rows,
             greedy=sampling.greedy, P=P, **rule)
 
@@ -349,11 +349,12 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
         # New tokens: the path's, then the drawn one, and the hidden state before each.
         nodes = torch.cat([torch.zeros_like(path[:, :1]), path.clamp(min=0)], 1).long()   # (B, P + 1)
         fresh = torch.cat([draft.tokens.gather(1, nodes[:, 1:]), next_token[:, None]], 1)
-        fresh.scatter_(1, accepted[:, None].long(), next_token[:, None])
+        end = accepted[:, None].long()
+        fresh = fresh.scatter(1, end, next_token[:, None]).masked_fill(torch.arange(P + 1, device=device) > end, 0)
         before = hidden.gather(1, twice(nodes[..., None].expand(-1, -1, hidden.shape[-1])))
         where = count.clamp(max=L)[:, None] + torch.arange(P + 1, device=device)
         tokens.scatter_(1, where, torch.where(going[:, None], fresh, tokens.gather(1, where)))
-        failed |= going & ((status & INVALID_ROW) != 0)
+        failed |= going & (invalid.gather(1, nodes.gather(1, end))[:, 0] != 0)
         gained = torch.where(going, accepted + 1, 0)
         old, count = count, torch.where(failed, L, (count + gained).clamp(max=L))
         root = torch.where(going, next_token, root)

@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._rows import FIXED_ONE, INVALID_ROW, INVALID_TREE, block, kept_prefix, load_weights, weigh
+from ._rows import FIXED_ONE, FIXED_UNIT, INVALID_ROW, INVALID_TREE, block, kept_prefix, load_weights, weigh
 
 
 @triton.jit(do_not_specialize=["C", "columns", "offset"])
@@ -24,7 +24,7 @@ def neighborhood_sum_kernel(
     moved, count = kept_prefix(probs + row * V, V, neighbors, C, columns, columns, offset, x, own, whole,
                                tl.load(cutoff + row), KIND, True, BLOCK_K)
     ok = valid & inside
-    tl.store(mass + row, tl.where(ok, (own + moved).to(tl.float32) / FIXED_ONE, 0.0))
+    tl.store(mass + row, tl.where(ok, (own + moved).to(tl.float32) * FIXED_UNIT, 0.0))
     tl.store(kept + row, tl.where(ok, count, 0))
     tl.store(status + row, tl.where(valid, 0, INVALID_ROW) | tl.where(inside, 0, INVALID_TREE))
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import Cache, attend, grid_rotations
+from .layers import Cache, attend, grid_rotations, rotations_at
 from .llamagen import GPTConfig, RMSNorm
 
 
@@ -58,9 +58,8 @@ class Drafter(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocabulary, config.dim)
         self.fc = nn.Linear(2 * config.dim, config.dim)
         self.layers = nn.ModuleList([DrafterLayer(config)])
-        rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens - 1, spare=1,
-                                   base=config.rope_base)
-        self.register_buffer("rotations", rotations, persistent=False)
+        self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens - 1, spare=1,
+                                        base=config.rope_base)
 
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None = None,
                 slots: Tensor | None = None) -> Tensor:
@@ -73,7 +72,7 @@ class Drafter(nn.Module):
         Returns:
             (R, N, dim)
         """
-        rotations = self.rotations[positions.clamp(max=self.rotations.shape[0] - 1)]
+        rotations = rotations_at(self, positions)
         x = self.fc(torch.cat([self.embed_tokens(tokens), hidden], -1))
         for index, layer in enumerate(self.layers):
             x = layer(x, rotations, mask, cache=cache, layer=index, slots=slots)

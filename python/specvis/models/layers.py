@@ -20,6 +20,16 @@ def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, bas
     return torch.cat([cells.new_zeros(condition, half), cells, cells.new_zeros(spare, half)])
 
 
+def rotations_at(module: torch.nn.Module, positions: Tensor) -> Tensor:
+    """module.rotations at positions (R, N) int64; behind the table all are its last place.
+
+    Not a buffer: Module.to(torch.bfloat16) would cast complex numbers to real ones.
+    """
+    if module.rotations.device != positions.device:
+        module.rotations = module.rotations.to(positions.device)
+    return module.rotations[positions.clamp(max=module.rotations.shape[0] - 1)]
+
+
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """x (R, N, H, D) turned pair by pair by rotations (R or 1, N, D / 2)."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))

@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import Cache, attend, grid_rotations
+from .layers import Cache, attend, grid_rotations, rotations_at
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,11 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
-        self.register_buffer("rotations", self._rotations(), persistent=False)
+        self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens, spare=1,
+                                        base=config.rope_base)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
-
-    def _rotations(self) -> Tensor:
-        c = self.config
-        return grid_rotations(c.grid, c.head_dim, c.condition_tokens, spare=1, base=c.rope_base)
 
     def condition(self, source: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Embed conditions.
@@ -170,13 +167,13 @@ class GPT(nn.Module):
             valid = torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
         return embedded, valid
 
-    def null_condition(self, batch: int) -> tuple[Tensor, Tensor]:
-        """The condition that guidance is measured against: (B, S, dim) embeddings, (B, S) bool all True."""
+    def null_condition(self, batch: int) -> Tensor:
+        """The condition that guidance is measured against: (B, S, dim) embeddings."""
         if self.config.caption_dim is None:
             null = torch.full((batch,), self.config.classes, device=self.output.weight.device)
-            return self.condition(null)
+            return self.condition(null)[0]
         features = self.cls_embedding.uncond_embedding
-        return self.condition(features.expand(batch, *features.shape))
+        return self.condition(features.expand(batch, *features.shape))[0]
 
     def forward(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None = None,
                 slots: Tensor | None = None) -> Tensor:
@@ -191,7 +188,7 @@ class GPT(nn.Module):
         Returns:
             (R, N, dim)
         """
-        rotations = self.rotations[positions.clamp(max=self.rotations.shape[0] - 1)]
+        rotations = rotations_at(self, positions)
         for index, block in enumerate(self.layers):
             x = block(x, rotations, mask, cache=cache, layer=index, slots=slots)
         return self.norm(x)

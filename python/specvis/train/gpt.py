@@ -67,7 +67,7 @@ class Captioned(nn.Module):
         """Captions (B, S) -> embeddings (B, S, dim), valid (B, S); `null` (B,) bool replaces them by the null condition."""
         condition, valid = self.gpt.condition(self.words(captions))
         if null is not None:
-            condition = torch.where(null[:, None, None], self.gpt.null_condition(len(captions))[0], condition)
+            condition = torch.where(null[:, None, None], self.gpt.null_condition(len(captions)), condition)
         return condition, valid
 
     def logits(self, captions, ids, null=None):
