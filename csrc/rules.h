@@ -29,7 +29,7 @@ inline Residual residual_named(const std::string& residual) {
                                  : Residual::released;
 }
 
-constexpr double kFixedOne = 281474976710656.0;    // 2^48: probabilities are counted in units of 2^-48
+constexpr double kFixedOne = 4398046511104.0;       // 2^42: probabilities are counted in units of 2^-42
 constexpr double kCeiling = 4611686018427387904.0;  // 2^62: where a threshold saturates
 
 // False for NaN, negatives, and what no rounding of a probability reaches.

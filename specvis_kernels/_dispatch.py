@@ -25,7 +25,7 @@ from torch import Tensor
 EMPTY_RESIDUAL = 1  # nothing was left of the residual target: the target itself was used instead
 INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative, or no mass
 INVALID_TREE = 4    # a parent, link, row or token id out of range: reported, never followed
-INVALID_RULE = 8    # omega < 1 with neighborhoods and the optimal residual: undefined, so nothing is accepted
+INVALID_RULE = 8    # omega negative, NaN, or < 1 with neighborhoods and the optimal residual: nothing is accepted
 
 NAMESPACE = __package__
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -106,6 +106,12 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
                          f"got {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    """Raise ValueError unless `value` is an integer and at least `least`."""
+    if not isinstance(value, (int, torch.SymInt)) or value < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
 
 
 def check_dims(name: str, tensor: Tensor, letters: str) -> torch.Size:

@@ -1,15 +1,15 @@
 """Probabilities as integers, so that a sum does not depend on the order in which it was taken.
 
-A probability p stands as floor(p * 2**48) in int64: exact for float32 p >= 2**-24, and a row of total
-mass 1 sums to about 2**48, far from overflow and exact as float64.
+A probability p stands as floor(p * 2**42) in int64: exact for float32 p >= 2**-19, and a row of total
+mass 1 sums to about 2**42, exact as float64. No row overflows, whatever it holds, up to 2**19 entries.
 """
 import torch
 from torch import Tensor
 
-FIXED_BITS = 48
+FIXED_BITS = 42
 FIXED_ONE = 2.0 ** FIXED_BITS
 LARGEST = 2.0        # an entry above this is no probability, whatever its rounding
-CEILING = 2.0 ** 62  # where a threshold saturates: more than any row's total
+CEILING = 2.0 ** 62  # where a threshold saturates: no row's total is larger
 
 
 def to_fixed(probs: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normaliz
     check("codebook", codebook, (torch.float64, torch.float32, torch.float16, torch.bfloat16), V=V, D=D)
     if metric not in METRICS:
         raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
-    if not 1 <= k < V:
-        raise ValueError(f"k must be at least 1 and less than V={V}, got {k}")
+    if not isinstance(k, int) or not 1 <= k < V:
+        raise ValueError(f"k must be an integer of at least 1 and less than V={V}, got {k!r}")
     return _call(backend, codebook.detach().contiguous(), k, metric, normalize, seed)
 
 

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._dispatch import INVALID_ROW, check, check_dims, define
+from ._dispatch import INVALID_ROW, check, check_count, check_dims, define
 from ._numbers import weigh
 
 
@@ -45,8 +45,7 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, K: int,
     check("width", width, torch.int32, like=draft_probs, B=B)
     if F < 1 or V < 1:
         raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
-    if K < 1:
-        raise ValueError(f"K must be >= 1, got {K}")
+    check_count("K", K, 1)
     return _call(backend, draft_probs.contiguous(), scores.contiguous(), width.contiguous(), K)
 
 

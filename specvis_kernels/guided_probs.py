@@ -19,7 +19,7 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temper
     for which the strictly more probable ones, of those that top-k left, hold less than `top_p` of the mass:
     the token that crosses the threshold stays, and so do its ties; softmax over what is kept. Temperature 0
     (greedy decoding) is the softmax at temperature 1 without top-k and top-p. A logit of -inf has
-    probability 0, whatever the guidance.
+    probability 0, whatever the guidance; -inf in `uncond` alone makes its row invalid.
 
     (Ho and Salimans, arXiv:2207.12598; the order of the filters is LlamaGen's, arXiv:2406.06525.)
 
@@ -52,9 +52,9 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temper
     check("top_k", top_k, torch.int32, like=logits, B=B)
     check("top_p", top_p, torch.float32, like=logits, B=B)
     last_id = V if last_id is None else last_id
-    if not 0 <= first_id < last_id <= V:
-        raise ValueError(f"first_id and last_id must satisfy 0 <= first_id < last_id <= V={V}, "
-                         f"got {first_id} and {last_id}")
+    if not all(isinstance(i, (int, torch.SymInt)) for i in (first_id, last_id)) or not 0 <= first_id < last_id <= V:
+        raise ValueError(f"first_id and last_id must be integers, 0 <= first_id < last_id <= V={V}, "
+                         f"got {first_id!r} and {last_id!r}")
     return _call(backend, logits.contiguous(), uncond, guidance.contiguous(), temperature.contiguous(),
                  top_k.contiguous(), top_p.contiguous(), first_id, last_id)
 

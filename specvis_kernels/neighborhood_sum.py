@@ -22,7 +22,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, cutoff: T
         jsd    JSD(S, r) <= cutoff       1/2 [S ln 2 + r ln(r / h) + (r + S) ln((r + S) / h)], h = r + S / 2
 
     and the first that is not ends the list. A neighbor of probability 0 takes a place and no budget. A
-    negative or NaN cutoff keeps nothing. Sums are in fixed point, floor(p * 2**48), so their order does not
+    negative or NaN cutoff keeps nothing. Sums are in fixed point, floor(p * 2**42), so their order does not
     matter.
     (LANTERN, arXiv:2410.03355, section 4; LANTERN++, arXiv:2502.06352.)
 
@@ -60,7 +60,7 @@ def check_neighbors(neighbors: Tensor, kind: str, offset: int, V: int, like: Ten
         raise ValueError(f"neighbors must have at least one row and one column, got shape ({C}, {k})")
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if offset < 0 or offset + C > V:
+    if not isinstance(offset, (int, torch.SymInt)) or offset < 0 or offset + C > V:
         raise ValueError(f"offset must be in [0, V - C] = [0, {V - C}], got {offset} with V={V}, C={C}")
 
 

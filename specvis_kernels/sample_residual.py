@@ -12,7 +12,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
 
     It is the residual `optimal` of verify_tree, for decoders with a loop of their own: accept a draft x if
     u Q(x) < omega P(x), else take this op's token, and for omega <= 1 the result is distributed as P. Both
-    rows count in fixed point, floor(p * 2**48) divided by their total. Sampling is by inverse CDF in
+    rows count in fixed point, floor(p * 2**42) divided by their total. Sampling is by inverse CDF in
     vocabulary order. If nothing is left of the residual the token comes from P. (Leviathan et al.,
     arXiv:2211.17192; COOL-SD, arXiv:2601.09212.)
 

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_TREE, check, check_dims, define
+from ._dispatch import INVALID_TREE, check, check_count, check_dims, define
 
 
 def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, size: Tensor, *, N: int,
@@ -40,8 +40,7 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
     check("parents", parents, torch.int32, like=tokens, B=B, M=M)
     check("root", root, torch.int64, like=tokens, B=B)
     check("size", size, torch.int32, like=tokens, B=B)
-    if N < 1:
-        raise ValueError(f"N must be >= 1, got {N}")
+    check_count("N", N, 1)
     return _call(backend, tokens.contiguous(), scores.contiguous(), parents.contiguous(), root.contiguous(),
                  size.contiguous(), N)
 

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_dims, define
+from ._dispatch import check, check_count, check_dims, define
 
 FORMS = ("bool", "additive", "packed")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -44,8 +44,7 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, form: str = "
         if columns is None:
             raise ValueError("columns must be given when lengths are")
     columns = N if columns is None else columns
-    if columns < 1:
-        raise ValueError(f"columns must be >= 1, got {columns}")
+    check_count("columns", columns, 1)
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     if dtype not in FLOATS:

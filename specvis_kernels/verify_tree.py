@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, check, check_dims, define
+from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, check, check_count, check_dims, define
 from ._numbers import FIXED_ONE, draw, weigh
 from .neighborhood_sum import check_neighbors, kept_prefix
 
@@ -41,7 +41,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     first in node order on ties, and the argmax of the row at its end follows. It looks at no draft row,
     uniform or omega.
 
-    Probabilities are fixed point, floor(p * 2**48), and a comparison is of one float64 product a side, so all
+    Probabilities are fixed point, floor(p * 2**42), and a comparison is of one float64 product a side, so all
     backends decide alike. (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal
     residual at every depth; EAGLE, arXiv:2401.15077.)
 
@@ -91,8 +91,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     check("first_child", first_child, torch.int32, like=like, B=B, N=N)
     check("next_sibling", next_sibling, torch.int32, like=like, B=B, N=N)
     check("uniforms", uniforms, torch.float32, like=like, B=B, N=N)
-    if P < 0:
-        raise ValueError(f"P must be >= 0, got {P}")
+    check_count("P", P, 0)
     if (draft_probs is None) != (draft_row is None):
         raise ValueError("draft_probs and draft_row must be given together")
     if draft_probs is not None:

@@ -76,7 +76,7 @@ def test_a_parameter_is_a_codebook():
 @pytest.mark.parametrize("arguments, message", [
     ({"codebook": torch.zeros(4)}, r"codebook must have 2 dimensions \(V, D\), got shape \(4,\)"),
     ({"codebook": torch.zeros(4, 2, dtype=torch.int64)}, "codebook must be float64 or .*, got int64"),
-    ({"k": 0}, "k must be at least 1 and less than V=4, got 0"),
+    ({"k": 0}, "k must be an integer of at least 1 and less than V=4, got 0"),
     ({"k": 4}, "less than V=4, got 4"),
     ({"metric": "hamming"}, "metric must be one of l2, cosine, random, got 'hamming'"),
     ({"backend": "cpu"}, "must be one of oracle for cpu tensors"),

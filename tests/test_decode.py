@@ -252,7 +252,7 @@ def test_conditions_of_the_wrong_shape_are_refused(tiny):
                                  (condition, valid[:, :2], 4, r"valid must be bool \(B=4, S=3\), got bool \(4, 2\)")):
         with pytest.raises(ValueError, match=message):
             specvis.decode.decode(tiny.gpt, c, v, Sampling.of(list(range(seeds))))
-    with pytest.raises(ValueError, match="neighbors must be a table of at least k=8 columns for lantern, got none"):
+    with pytest.raises(ValueError, match="neighbors must be a table of V=.* rows and at least k=8 columns for lantern, got none"):
         specvis.decode.speculative_decode(tiny.gpt, tiny.drafter, condition, valid, Sampling.of([0] * 4), lantern())
 
 

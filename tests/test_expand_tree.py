@@ -173,7 +173,8 @@ def test_equals_a_sort_of_every_row(backend):
     ("width", torch.zeros(2), r"width must be int32 \(B=2\), got float32 \(2,\)"),
     ("width", 3, "width must be a tensor, got int"),
     ("width", torch.ones(2, dtype=torch.int32, device="meta"), "width must be on cpu like the other tensors"),
-    ("K", 0, "K must be >= 1, got 0"),
+    ("K", 0, "K must be an integer >= 1, got 0"),
+    ("K", 2.0, "K must be an integer >= 1, got 2.0"),
     ("backend", "fast", "backend of expand_tree must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):

@@ -192,7 +192,7 @@ def test_grows_eagle_2s_tree(backend, V, K, depth, N, ties):
     ("root", torch.zeros(2, 1, dtype=torch.int64), r"root must be int64 \(B=2\), got int64 \(2, 1\)"),
     ("size", 3, "size must be a tensor, got int"),
     ("size", torch.zeros(2, dtype=torch.int32, device="meta"), "size must be on cpu like the other tensors"),
-    ("N", 0, "N must be >= 1, got 0"),
+    ("N", 0, "N must be an integer >= 1, got 0"),
     ("backend", "fast", "backend of select_tree must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):

@@ -148,7 +148,7 @@ def test_bits_beyond_the_last_node_are_nothing(backend, N):
     ("ancestors", torch.zeros(2, 0, 0, dtype=torch.int64), r"must have N >= 1, got shape \(2, 0, 0\)"),
     ("lengths", torch.zeros(2), r"lengths must be int32 \(B=2\), got float32 \(2,\)"),
     ("columns", None, "columns must be given when lengths are"),
-    ("columns", 0, "columns must be >= 1, got 0"),
+    ("columns", 0, "columns must be an integer >= 1, got 0"),
     ("form", "dense", "form must be one of bool, additive, packed, got 'dense'"),
     ("dtype", torch.float64, "dtype must be one of float32, float16, bfloat16, got torch.float64"),
     ("backend", "fast", "backend of tree_mask must be one of oracle.* for cpu tensors here, got 'fast'"),

@@ -63,7 +63,7 @@ def main():
 
 def sampling_options(command):
     for option in reversed((
-        click.option("--seed", default=0, help="Seed of the first picture; the next ones count on."),
+        click.option("--seed", type=click.IntRange(-2**63, 2**63 - 2**16), default=0, help="Seed of the first picture; the next ones count on."),
         click.option("--guidance", default=2.0, help="Strength of classifier-free guidance; 1 is none."),
         click.option("--top-k", default=100, help="Keep the likeliest TOP_K tokens; 0 keeps all."),
         click.option("--top-p", default=1.0, help="Keep the likeliest tokens up to this probability, in (0, 1]."),

@@ -78,9 +78,10 @@ class Decoded:
         return (self.tokens.shape[1] / self.forwards).masked_fill(self.failed, torch.nan)
 
     def acceptance_rate(self, depth: int) -> float:
-        """Accepted drafts per drafted level, over all steps of all images."""
+        """Accepted drafts per drafted level that could be, over all steps of all images."""
         steps = self.accepted >= 0
-        return (self.accepted[steps].sum() / max(1, steps.sum() * depth)).item()
+        left = torch.arange(self.accepted.shape[1] - 1, -1, -1).clamp(max=depth)  # no draft stands for the last token
+        return (self.accepted[steps].sum() / (steps * left).sum().clamp(min=1)).item()
 
 
 Progress = Callable[[int], None]  # called with how many tokens the batch has just gained
@@ -289,20 +290,22 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
                        neighbors: Tensor | None = None, progress: Progress | None = None) -> Decoded:
     """Draft a tree, read it with the target in one forward, accept a path, commit it; until every image is whole.
 
+    A NaN that the target computes anywhere in a tree ends its image, be the draft accepted or not.
+
     Args:
         condition: (B, S, dim)  `gpt.condition(...)`
         valid:     (B, S) bool
         neighbors: (V, k) uint16 or int32  `codebook_neighbors(...)`; needed where method.k > 0
     """
     check_request(gpt, condition, valid, sampling)
-    rule = acceptance_rule(method, neighbors, len(condition), condition.device)
+    rule = acceptance_rule(method, neighbors, gpt.config.vocabulary, len(condition), condition.device)
     B, S, L, device = len(condition), gpt.config.condition_tokens, gpt.config.tokens, condition.device
     N = method.tree_nodes
     P = min(method.depth, N - 1)                                          # no path is longer
     condition, valid = guidance_pair(gpt, condition, valid)
     cache = gpt.new_cache(2 * B, S + L + N)
     uniforms = philox_uniform(sampling.seeds, ACCEPT, L, N)
-    tokens = torch.zeros(B, L + P + 1, dtype=torch.int64, device=device)   # the last step may overshoot
+    tokens = torch.zeros(B, L + P + 1, dtype=torch.int64, device=device)   # behind L: scratch
     accepted_at = torch.full((B, L), -1, dtype=torch.int64, device=device)
     excess = torch.zeros(B, device=device)
 
@@ -324,6 +327,8 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
         columns = S + max(counts) + N
         draft = drafting.chain(root) if method.drafting == "chain" else drafting.tree(root)
         ancestors, depth, first_child, next_sibling, _ = tree_links(draft.parents)
+        room = (L - 1 - count)[:, None]                                   # drafts before the token that is drawn
+        first_child = torch.where(depth < room, first_child, -1)
         lengths = S + count - 1                                           # the root's column
         slots = lengths[:, None] + torch.arange(N, device=device)
         mask = visible(valid, tree_mask(ancestors, lengths.int(), columns=columns))
@@ -367,12 +372,14 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
     return Decoded(tokens[:, :L], forwards.cpu(), accepted_at.cpu(), excess.cpu(), failed.cpu())
 
 
-def acceptance_rule(method: Method, neighbors: Tensor | None, batch: int, device: torch.device) -> dict:
+def acceptance_rule(method: Method, neighbors: Tensor | None, vocabulary: int, batch: int,
+                    device: torch.device) -> dict:
     """The keyword arguments of verify_tree that a method stands for."""
     if not method.k:
         return {"residual": method.residual}
-    if neighbors is None or neighbors.shape[1] < method.k:
-        have = "none" if neighbors is None else f"{neighbors.shape[1]} columns"
-        raise ValueError(f"neighbors must be a table of at least k={method.k} columns for {method.name}, got {have}")
+    if neighbors is None or neighbors.shape[0] != vocabulary or neighbors.shape[1] < method.k:
+        have = "none" if neighbors is None else tuple(neighbors.shape)
+        raise ValueError(f"neighbors must be a table of V={vocabulary} rows and at least k={method.k} columns for "
+                         f"{method.name}, got {have}")
     return {"residual": method.residual, "neighbors": neighbors[:, : method.k].contiguous(), "kind": "tvd",
             "cutoff": torch.full((batch,), method.delta, device=device)}

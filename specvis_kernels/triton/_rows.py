@@ -2,8 +2,8 @@
 import triton
 import triton.language as tl
 
-FIXED_ONE = tl.constexpr(2.0 ** 48)
-FIXED_UNIT = tl.constexpr(2.0 ** -48)
+FIXED_ONE = tl.constexpr(2.0 ** 42)
+FIXED_UNIT = tl.constexpr(2.0 ** -42)
 CEILING = tl.constexpr(2.0 ** 62)
 EMPTY_RESIDUAL = tl.constexpr(1)  # the status bits of specvis_kernels/_dispatch.py
 INVALID_ROW = tl.constexpr(2)

@@ -64,7 +64,7 @@ def children_kernel(
             start += CHUNKS
         best = tl.max(keys, axis=0)
         value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        left = value * 281474976710656.0 >= 1.0          # 2^48: in fixed point
+        left = value * 4398046511104.0 >= 1.0            # 2^42: in fixed point
         if (best == NONE) | (best == BAD) | (left == 0):
             found = 2                                    # INVALID_ROW
             best = tl.full([], NONE, tl.int64)

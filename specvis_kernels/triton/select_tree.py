@@ -2,6 +2,7 @@
 import triton
 import triton.language as tl
 
+WIDEST = 32768  # the nodes' numbers are exchanged in shared memory
 NONE = tl.constexpr(-(2**31))  # below every score's key
 
 
@@ -54,6 +55,8 @@ def select_tree_kernel(
 
 def select_tree(tokens, scores, parents, root, size, N):
     B, M = tokens.shape
+    if M > WIDEST:
+        raise ValueError(f"tokens must have at most {WIDEST} candidates for select_tree in Triton, got M={M}")
     out = tokens.new_empty((B, N)), parents.new_empty((B, N)), parents.new_empty((B, N)), parents.new_empty(B)
     if B > 0:
         block = max(triton.next_power_of_2(M), 16)

@@ -3,6 +3,7 @@
 Entry j holds token j and the target's hidden state before it, and predicts the hidden state at token j, which
 the target's own head turns into logits. The first entry is the second position of the target's sequence (EAGLE's
 shift by one), so there is one condition entry fewer; condition entries carry token 0 beside their hidden state.
+(LANTERN's release lets the drafter see the padding of short captions; here it is masked, as for the target.)
 """
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from .layers import Cache, attend, grid_rotations, rotations_at
 from .llamagen import GPTConfig, RMSNorm
+
+NORM_EPS = 1e-6  # of LANTERN's drafter, whatever the target's
 
 
 class SelfAttention(nn.Module):
@@ -42,7 +45,7 @@ class DrafterLayer(nn.Module):
         super().__init__()
         self.self_attn = SelfAttention(config.dim, config.heads)
         self.mlp = MLP(config.dim, config.ffn_dim)
-        self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.dim, NORM_EPS)
 
     def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
         x = x + self.self_attn(x, rotations, mask, **cached)

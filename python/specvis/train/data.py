@@ -20,7 +20,7 @@ PACKAGES = {  # style: npm package, license of the pictures
     "noto": ("@iconify-json/noto@1.2.9", "Apache-2.0"),
 }
 PEOPLE = "People & Body"
-PEOPLE_SHARE = 0.25   # of the draws; 62 % of the pictures are people, mostly in five skin tones
+PEOPLE_SHARE = 0.25   # of the draws; 62 % of the pictures are people, mostly a name in many skin tones
 HELD_OUT_NAMES = 150
 TONE = "medium-light|medium-dark|light|medium|dark"  # the longer phrases first
 
@@ -98,16 +98,20 @@ def photographs(archive: tarfile.TarFile, characters: dict[str, str]):
             yield name, on_white(Image.open(archive.extractfile(member)))
 
 
-def draw_weights(categories: list[str]) -> np.ndarray:
+def draw_weights(categories: list[str], words: list[list[str]]) -> np.ndarray:
     """(N,) float64 of mean 1, how often each picture is drawn.
 
-    People together get PEOPLE_SHARE; the others share the rest by the square roots of their sizes.
+    People together get PEOPLE_SHARE, each of their names as much, in however many skin tones it was drawn;
+    the other categories share the rest by the square roots of their sizes.
     """
-    sizes = Counter(categories)
-    roots = {category: size ** 0.5 for category, size in sizes.items() if category != PEOPLE}
-    share = {category: (1 - PEOPLE_SHARE) * root / sum(roots.values()) for category, root in roots.items()}
-    share[PEOPLE] = PEOPLE_SHARE
-    return np.array([share[category] / sizes[category] for category in categories]) * len(categories)
+    groups = [tuple(word for word in w if not word.startswith("skin-")) if category == PEOPLE else category
+              for category, w in zip(categories, words)]
+    sizes = Counter(groups)
+    roots = {group: size ** 0.5 for group, size in sizes.items() if isinstance(group, str)}
+    share = {group: (1 - PEOPLE_SHARE) * root / sum(roots.values()) for group, root in roots.items()}
+    people = [group for group in sizes if group not in roots]
+    share |= {group: PEOPLE_SHARE / len(people) for group in people}
+    return np.array([share[group] / sizes[group] for group in groups]) * len(groups)
 
 
 def hold_out(names: list[str], words: list[list[str]]) -> np.ndarray:
@@ -160,7 +164,7 @@ def data(runs, packages):
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "pictures.part.npz"
     np.savez(part, pictures=np.stack(pictures), captions=captions, styles=np.array(styles),
-             names=np.array(names), categories=np.array(categories), weights=draw_weights(categories),
+             names=np.array(names), categories=np.array(categories), weights=draw_weights(categories, words),
              held_out=held_out)
     part.replace(folder / "pictures.npz")
     (folder / "vocabulary.json").write_text(json.dumps(vocabulary))

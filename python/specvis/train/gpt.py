@@ -142,7 +142,7 @@ def gpt(runs, minutes, steps, batch, lr, dim, layers, heads, dropout, device, co
         loss = train_loss(*tokens.draw(batch, run.generator(step)))
         run.descend(loss)
         recent.append(loss.detach())
-        if run.step % 100 == 99:
+        if run.step % 250 == 249:
             model.eval()
             with mixed_precision(device):
                 held_out = measure(model, tokens, tokens.test[:: max(1, len(tokens.test) // 96)])
