@@ -92,7 +92,7 @@ def backends(name: str, device: str = "cpu") -> list[str]:
 
 
 def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | None = None, **sizes: int) -> None:
-    """Raise ValueError unless `tensor` has this dtype (or one of these), these sizes, in this order, and the device of `like`.
+    """Raise ValueError unless `tensor` has this dtype (or one of these), these sizes and the device of `like`.
 
     check("tokens", tokens, torch.int64, B=B, N=N) may say
     "tokens must be int64 (B=2, N=5), got int64 (2, 4)".

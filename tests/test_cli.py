@@ -26,8 +26,8 @@ def run(*arguments):
 
 def test_generate_writes_one_row_of_pictures(weights, tmp_path):
     out = tmp_path / "x.png"
-    result = run("generate", "--prompt", "red heart", "--method", "lantern", "--delta", 0.2, "-k", 8, "-n", 3, "--seed", 1,
-                 "--scale", 2, "--out", out, "--weights", weights)
+    result = run("generate", "--prompt", "red heart", "--method", "lantern", "--delta", 0.2, "-k", 8, "-n", 3,
+                 "--seed", 1, "--scale", 2, "--out", out, "--weights", weights)
     assert result.exit_code == 0, result.output
     assert "3 of 3 pictures" in result.output and "tau" in result.output
     assert Image.open(out).size == (3 * 16, 16)
@@ -36,8 +36,8 @@ def test_generate_writes_one_row_of_pictures(weights, tmp_path):
 
 def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
     for name, count in (("a.png", 1), ("b.png", 2)):
-        run("generate", "--prompt", "red heart", "--method", "eagle2", "-n", count, "--seed", 9, "--out", tmp_path / name,
-            "--scale", 1, "--weights", weights)
+        run("generate", "--prompt", "red heart", "--method", "eagle2", "-n", count, "--seed", 9,
+            "--out", tmp_path / name, "--scale", 1, "--weights", weights)
     alone, first = Image.open(tmp_path / "a.png"), Image.open(tmp_path / "b.png").crop((0, 0, 8, 8))
     assert alone.tobytes() == first.tobytes()
 
@@ -83,16 +83,18 @@ def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, mo
 
     monkeypatch.setattr(Pipeline, "tokens", broken)
     out = tmp_path / "x.png"
-    result = run("generate", "--prompt", "red heart", "--method", "vanilla", "-n", 3, "--scale", 1, "--out", out, "--weights", weights)
+    result = run("generate", "--prompt", "red heart", "--method", "vanilla", "-n", 3, "--scale", 1, "--out", out,
+                 "--weights", weights)
     assert "picture 1 (seed 1) ended early: the model's logits were not finite" in result.output
     assert "2 of 3 pictures" in result.output and Image.open(out).size == (16, 8)
 
 
 def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
-    result = run("compare", "--method", "vanilla", "--method", "eagle2", "--prompt", "fluent-3d red heart", "--prompt", "blue heart",
-                 "--out", tmp_path / "out", "--weights", weights)
+    result = run("compare", "--method", "vanilla", "--method", "eagle2", "--prompt", "fluent-3d red heart",
+                 "--prompt", "blue heart", "--out", tmp_path / "out", "--weights", weights)
     assert result.exit_code == 0, result.output
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.png", "acceptance.png", "distributions.png", "compare.csv"}
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"compare.png", "acceptance.png", "distributions.png", "compare.csv"}
     rows = list(csv.DictReader(open(tmp_path / "out" / "compare.csv")))
     assert [(row["method"], row["temperature"]) for row in rows] == [
         ("vanilla", "0.0"), ("eagle2", "0.0"), ("vanilla", "1.0"), ("eagle2", "1.0")]

@@ -31,7 +31,8 @@ def tiny():
 def minute():
     """Four tokens of five codes: small enough to know the probability of every picture."""
     torch.manual_seed(3)
-    config = GPTConfig(dim=8, layers=1, heads=2, vocabulary=5, grid=2, condition_tokens=2, caption_dim=4, ffn_multiple=8)
+    config = GPTConfig(dim=8, layers=1, heads=2, vocabulary=5, grid=2, condition_tokens=2, caption_dim=4,
+                       ffn_multiple=8)
     vq_config = VQConfig(channels=4, decoder_channels=4, multipliers=(1,), residual_blocks=1, z_channels=4,
                          codebook_size=5, codebook_dim=2, groups=2)
     pipeline = Pipeline(config, vq_config, ["", "red", "heart"])
@@ -191,7 +192,8 @@ def far_from_target(pipeline, m, settings):
     return chi_square(sampled_pictures(pipeline, m, settings), probs, pipeline.gpt.config.vocabulary)
 
 
-@pytest.mark.parametrize("settings", [{"guidance": 2.0}, {"guidance": 1.0, "temperature": 0.7, "top_k": 4, "top_p": 0.9}])
+@pytest.mark.parametrize("settings", [{"guidance": 2.0},
+                                      {"guidance": 1.0, "temperature": 0.7, "top_k": 4, "top_p": 0.9}])
 @pytest.mark.parametrize("m", [METHODS["vanilla"], method("speculative", depth=3),
                                method("eagle2", depth=2, width=3, nodes=8)], ids=lambda m: m.name)
 def test_sampled_pictures_have_the_target_distribution(minute, m, settings):
@@ -246,13 +248,13 @@ def test_settings_out_of_range_are_refused(wrong, message):
 
 def test_conditions_of_the_wrong_shape_are_refused(tiny):
     condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
-    for c, v, seeds, message in ((condition[:, :2], valid, 4, r"condition must be \(B, S=3, dim=32\), got \(4, 2, 32\)"),
+    for c, v, seeds, message in ((condition[:, :2], valid, 4, r"must be \(B, S=3, dim=32\), got \(4, 2, 32\)"),
                                  (condition, valid, 3, "got 4 rows and 3 seeds"),
                                  (condition[:0], valid[:0], 0, "at least one"),
                                  (condition, valid[:, :2], 4, r"valid must be bool \(B=4, S=3\), got bool \(4, 2\)")):
         with pytest.raises(ValueError, match=message):
             specvis.decode.decode(tiny.gpt, c, v, Sampling.of(list(range(seeds))))
-    with pytest.raises(ValueError, match="neighbors must be a table of V=.* rows and at least k=8 columns for lantern, got none"):
+    with pytest.raises(ValueError, match="table of V=.* rows and at least k=8 columns for lantern, got none"):
         specvis.decode.speculative_decode(tiny.gpt, tiny.drafter, condition, valid, Sampling.of([0] * 4), lantern())
 
 

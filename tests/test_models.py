@@ -131,7 +131,7 @@ def test_a_checkpoint_of_another_model_names_the_tensor(tmp_path):
     gpt = GPT(config)
     torch.save({"model": gpt.state_dict()}, tmp_path / "official.pt")           # as the official files are wrapped
     load_weights(GPT(config), tmp_path / "official.pt")
-    with pytest.raises(CheckpointError, match=r"cls_embedding.embedding_table.weight must be \(11, 64\), got \(11, 32\)"):
+    with pytest.raises(CheckpointError, match=r"embedding_table.weight must be \(11, 64\), got \(11, 32\)"):
         load_weights(GPT(dataclasses.replace(config, dim=64)), tmp_path / "official.pt")
     with pytest.raises(CheckpointError, match="lacks layers.1.attention.wqkv.weight"):
         load_weights(GPT(dataclasses.replace(config, layers=2)), tmp_path / "official.pt")

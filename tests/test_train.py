@@ -26,13 +26,15 @@ def pictures(folder, count=24):
     captions = np.zeros((count, 10), np.int16)
     captions[:, -2:] = generator.integers(1, 4, (count, 2))
     np.savez(folder / "pictures.npz", pictures=blots, captions=captions, weights=np.ones(count),
-             held_out=np.arange(count) % 4 == 0, **{name: np.array(["a"] * count) for name in ("styles", "names", "categories")})
+             held_out=np.arange(count) % 4 == 0,
+             **{name: np.array(["a"] * count) for name in ("styles", "names", "categories")})
     (folder / "vocabulary.json").write_text(json.dumps(["", "fluent-3d", "red", "heart"]))
 
 
 def test_stages_follow_each_other(tmp_path):
     pictures(tmp_path / "data")
-    for stage, more in (("tokenizer", ["--batch", 2]), ("gpt", ["--batch", 2, "--dim", 32, "--layers", 1, "--heads", 2, "--no-compile"]),
+    small = ["--dim", 32, "--layers", 1, "--heads", 2]
+    for stage, more in (("tokenizer", ["--batch", 2]), ("gpt", ["--batch", 2, *small, "--no-compile"]),
                         ("drafter", ["--batch", 2, "--no-compile"])):
         result = run(stage, "--runs", tmp_path, "--steps", 3, "--device", "cpu", *more)
         assert result.exit_code == 0, result.output

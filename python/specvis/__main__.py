@@ -63,7 +63,8 @@ def main():
 
 def sampling_options(command):
     for option in reversed((
-        click.option("--seed", type=click.IntRange(-2**63, 2**63 - 2**16), default=0, help="Seed of the first picture; the next ones count on."),
+        click.option("--seed", type=click.IntRange(-2**63, 2**63 - 2**16), default=0,
+                     help="Seed of the first picture; the next ones count on."),
         click.option("--guidance", default=2.0, help="Strength of classifier-free guidance; 1 is none."),
         click.option("--top-k", default=100, help="Keep the likeliest TOP_K tokens; 0 keeps all."),
         click.option("--top-p", default=1.0, help="Keep the likeliest tokens up to this probability, in (0, 1]."),
@@ -118,7 +119,8 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
 
 
 @main.command()
-@click.option("--prompt", "prompts", multiple=True, help="A prompt with its style first; may be repeated. [default: eight]")
+@click.option("--prompt", "prompts", multiple=True,
+              help="A prompt with its style first; may be repeated. [default: eight]")
 @click.option("--method", "names", multiple=True, help="A method; may be repeated. [default: all]")
 @click.option("--temperature", "temperatures", multiple=True, type=float, default=(0.0, 1.0),
               help="May be repeated.")
@@ -145,8 +147,9 @@ def list_methods():
         shown = ", ".join(f"{key} {value}" for key, value in values.items() if value)
         click.echo(f"{m.name:12} {m.source}\n{'':12} {shown or 'no parameters'}"
                    + (f", residual {m.residual}" if m.drafting != "none" else ""))
-    click.echo("\ndepth: levels drafted a step; width: children a node; nodes: size of the verified tree, its root counted;"
-               "\nk: nearest codes that may lend a draft their probability; delta: the most they may lend, in [0, 1]")
+    click.echo("\ndepth: levels drafted a step; width: children a node; nodes: size of the verified tree, its root "
+               "counted;\nk: nearest codes that may lend a draft their probability; delta: the most they may lend, "
+               "in [0, 1]")
 
 
 @main.command()

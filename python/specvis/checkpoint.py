@@ -64,6 +64,7 @@ def read_config(path: str | Path, dataclass_type):
     """
     try:
         fields = json.loads(Path(path).read_text())
-        return dataclass_type(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+        return dataclass_type(**{key: tuple(value) if isinstance(value, list) else value
+                                 for key, value in fields.items()})
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"config {path} cannot be read as {dataclass_type.__name__}: {error}") from error

@@ -36,7 +36,7 @@ class Result:
 
 def compare_methods(pipeline: Pipeline, methods: list[Method], temperatures: tuple[float, ...], out: Path, *,
                     prompts: list[str] | None = None, seed: int = 0, **settings) -> list[dict]:
-    """Decode all prompts as one batch with each method; write compare.png, acceptance.png, distributions.png, compare.csv.
+    """Decode all prompts as one batch with each method; write pictures, two plots and compare.csv to `out`.
 
     Returns:
         the table, a dictionary per row
@@ -99,9 +99,9 @@ def print_table(rows: list[dict], batch: int) -> None:
     print("".join(f"{name:>12}" for name in COLUMNS))
     for row in rows:
         print("".join(f"{row[name]:>12}" for name in COLUMNS))
-    print(f"tau: tokens a target forward; seconds a picture in a batch of {batch}; acceptance: accepted drafts per drafted "
-          "level;\nTV bound: how far one accept test may move the distribution it judges by; TV meter: the estimate of "
-          "the distance\nthat relaxed acceptance added per token (0: lossless; at temperature 0 the share of tokens "
+    print(f"tau: tokens a target forward; seconds a picture in a batch of {batch}; acceptance: accepted drafts per "
+          "drafted level;\nTV bound: how far one accept test may move the distribution it judges by; TV meter: the "
+          "estimate of the distance\nthat relaxed acceptance added per token (0: lossless; at temperature 0 the share of tokens "
           "that strict acceptance\nwould have refused)")
 
 
@@ -126,7 +126,8 @@ def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> No
     grid = pipeline.gpt.config.grid
     if not results:
         return
-    figure, axes = plt.subplots(1, len(results), squeeze=False, constrained_layout=True, figsize=(2.6 * len(results), 3))
+    figure, axes = plt.subplots(1, len(results), squeeze=False, constrained_layout=True,
+                                figsize=(2.6 * len(results), 3))
     top = max(r.method.depth for r in results) + 1
     for axis, r in zip(axes[0], results):
         gained = steps_gain(r.decoded.accepted).float().mean(0).view(grid, grid).numpy()
@@ -143,7 +144,8 @@ def steps_gain(accepted: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
+                         sampling: Sampling) -> tuple[Tensor, Tensor]:
     """What target and drafter held likely at each token of finished pictures.
 
     Returns:
@@ -159,7 +161,8 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
 
 
 def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling, path: Path) -> None:
-    """Target and draft over the union of their 20 likeliest tokens (LANTERN, Figure 2b); top-1 maps (ADT-Tree, Figure 4)."""
+    """Target and draft over the union of their 20 likeliest tokens (LANTERN, Figure 2b); top-1 maps
+    (ADT-Tree, Figure 4)."""
     target, draft = teacher_forced_probs(pipeline, prompts, tokens, sampling)
     grid, target = pipeline.gpt.config.grid, target.cpu()
     draft = draft.cpu()

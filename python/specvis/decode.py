@@ -271,8 +271,8 @@ class Drafting:
             if level == self.method.depth:
                 break
             unused, chosen = frontier < 0, frontier.clamp(min=0).long()                # (B, K)
-            mother = chosen // K                                                       # node of this level's F
-            first = parents.shape[1] - F                                               # its number in the drafter's tree
+            mother = chosen // K                                                   # node of this level's F
+            first = parents.shape[1] - F                                           # its number in the drafter's tree
             parents = torch.cat([parents, torch.where(unused, -2, mother + first).int()], 1)
             offset = sum(c[0].shape[1] for c in candidates[:-1])
             above = torch.where(unused, -1, frontier + offset)

@@ -88,7 +88,8 @@ class Pipeline(nn.Module):
         return self._neighbors[:, :k].contiguous()
 
     @torch.inference_mode()
-    def tokens(self, prompts: list[str], method: Method, sampling: Sampling, progress: Progress | None = None) -> Decoded:
+    def tokens(self, prompts: list[str], method: Method, sampling: Sampling,
+               progress: Progress | None = None) -> Decoded:
         """Decode one picture's tokens per prompt.
 
         Raises:

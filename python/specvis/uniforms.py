@@ -22,8 +22,8 @@ def philox_uniform(seeds: Tensor, stream: int, positions: int, columns: int) -> 
     blocks = -(-columns // 4)
     shape = (len(seeds), positions, blocks)
     ranges = [torch.arange(n, device=seeds.device) for n in (blocks, positions)]
-    counter = [ranges[0].expand(shape), ranges[1][:, None].expand(shape),
-               torch.full(shape, stream, device=seeds.device), torch.zeros(shape, dtype=torch.int64, device=seeds.device)]
+    zeros = torch.zeros(shape, dtype=torch.int64, device=seeds.device)
+    counter = [zeros + ranges[0], zeros + ranges[1][:, None], zeros + stream, zeros]
     key = [(seeds & _WORD)[:, None, None], ((seeds >> 32) & _WORD)[:, None, None]]
     for _ in range(10):
         left, right = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57  # int64 wraps: the low 64 bits are right

@@ -1,4 +1,4 @@
-"""The EAGLE drafter for LlamaGen (arXiv:2401.15077; LANTERN's weights): one decoder layer on the target's hidden states.
+"""The EAGLE drafter for LlamaGen (arXiv:2401.15077; LANTERN's weights): one layer on the target's hidden states.
 
 Entry j holds token j and the target's hidden state before it, and predicts the hidden state at token j, which
 the target's own head turns into logits. The first entry is the second position of the target's sequence (EAGLE's

@@ -11,7 +11,7 @@ class UnknownWords(ValueError):
 
 
 def repeated(words: list[int], length: int) -> list[int]:
-    """The words over and over, `length` of them: attention to conditions is uniform, so their number is their weight."""
+    """The words over and over, `length` of them: attention to conditions is uniform, so their number weighs."""
     return (words * -(-length // len(words)))[:length]
 
 

@@ -42,7 +42,8 @@ def measure(drafter, captioned, tokens, which, batch: int = 32) -> dict[str, flo
         draft_probs, target_probs = (captioned.gpt.logits(h).softmax(-1) for h in (hidden, target))
         best = target_probs.argmax(-1, keepdim=True)
         hits = draft_probs.topk(3, -1).indices == best
-        sums += torch.stack([hits[..., 0].sum(), hits.sum(), torch.minimum(draft_probs, target_probs).sum()]).double().cpu()
+        overlap = torch.minimum(draft_probs, target_probs).sum()
+        sums += torch.stack([hits[..., 0].sum(), hits.sum(), overlap]).double().cpu()
         count += best.numel()
     return dict(zip(("top1", "top3", "acceptance"), (sums / count).tolist()))
 

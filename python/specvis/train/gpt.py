@@ -64,7 +64,7 @@ class Captioned(nn.Module):
         self.gpt = GPT(config)
 
     def condition(self, captions, null=None):
-        """Captions (B, S) -> embeddings (B, S, dim), valid (B, S); `null` (B,) bool replaces them by the null condition."""
+        """Captions (B, S) -> embeddings (B, S, dim), valid (B, S); the null condition where `null` (B,)."""
         condition, valid = self.gpt.condition(self.words(captions))
         if null is not None:
             condition = torch.where(null[:, None, None], self.gpt.null_condition(len(captions)), condition)
@@ -156,6 +156,7 @@ def gpt(runs, minutes, steps, batch, lr, dim, layers, heads, dropout, device, co
                    if name.startswith(part + ".")}, runs / "gpt" / f"{part}.safetensors")
     (runs / "gpt" / "config.json").write_text(json.dumps(asdict(config), indent=1))
     model.eval()
-    for name, which in (("training names", tokens.train[:: max(1, len(tokens.train) // 256)]), ("held-out names", tokens.test)):
+    some = tokens.train[:: max(1, len(tokens.train) // 256)]
+    for name, which in (("training names", some), ("held-out names", tokens.test)):
         numbers = measure(model, tokens, which)
         click.echo(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))

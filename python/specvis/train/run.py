@@ -57,8 +57,8 @@ class Run:
         self.minutes, self.steps, self.peak, self.warmup, self.floor = minutes, steps, lr, warmup, floor
         matrices = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]
         vectors = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
-        self.optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": weight_decay},
-                                            {"params": vectors, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95), fused=True)
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
         self.step, self.seconds, self.lr = 0, 0.0, 0.0
         self.checkpoint = folder / "checkpoint.pt"
         folder.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,8 @@ def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: 
 @click.command()
 @click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
               help="Folder of the training stages.")
-@click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, help="Where the weights go. [default: the package]")
+@click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED,
+              help="Where the weights go. [default: the package]")
 @click.option("--record", type=click.Path(path_type=Path), default="benchmarks/results/training", show_default=True,
               help="Where logs, curves and the contact sheet go.")
 @click.option("--guidance", default=2.0, show_default=True)
