@@ -21,6 +21,7 @@ PACKAGES = {  # style: npm package, license of the pictures
 }
 PEOPLE = "People & Body"
 PEOPLE_SHARE = 0.25   # of the draws; 62 % of the pictures are people, mostly a name in many skin tones
+PERSON = {"person", "man", "woman", "people", "men", "women", "boy", "girl"}
 HELD_OUT_NAMES = 150
 TONE = "medium-light|medium-dark|light|medium|dark"  # the longer phrases first
 
@@ -101,11 +102,13 @@ def photographs(archive: tarfile.TarFile, characters: dict[str, str]):
 def draw_weights(categories: list[str], words: list[list[str]]) -> np.ndarray:
     """(N,) float64 of mean 1, how often each picture is drawn.
 
-    People together get PEOPLE_SHARE, each of their names as much, in however many skin tones it was drawn;
-    the other categories share the rest by the square roots of their sizes.
+    People together get PEOPLE_SHARE, each of their names as much, in however many skin tones and sexes it was
+    drawn; the other categories share the rest by the square roots of their sizes.
     """
-    groups = [tuple(word for word in w if not word.startswith("skin-")) if category == PEOPLE else category
-              for category, w in zip(categories, words)]
+    def subject(w):
+        return frozenset(word for word in w if word not in PERSON and not word.startswith("skin-"))
+
+    groups = [subject(w) if category == PEOPLE else category for category, w in zip(categories, words)]
     sizes = Counter(groups)
     roots = {group: size ** 0.5 for group, size in sizes.items() if isinstance(group, str)}
     share = {group: (1 - PEOPLE_SHARE) * root / sum(roots.values()) for group, root in roots.items()}
