@@ -56,12 +56,14 @@ def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
     (["--prompt", "red heart", "--out", "nowhere/x.png"], "out must be a file in a folder that can be written"),
     (["--prompt", "red heart", "--out", "x.txt"], "out must end in the name of a picture format"),
     (["--prompt", "red heart", "-n", "many"], "'many' is not a valid integer"),
+    (["--prompt", "red heart", "--seed", "-1"], "-1 is not in the range"),
+    (["--prompt", "red heart", "--device", "abacus"], "device must be one that torch"),
 ])
 def test_bad_input_is_one_line_and_status_2(weights, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     result = run("generate", *arguments, *([] if "--weights" in arguments else ["--weights", weights]))
     assert result.exit_code == 2
-    assert message in result.output
+    assert message in result.output and "token/s" not in result.output      # found before the work starts
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 """The command line: specvis generate | compare | methods | info."""
 import os
 import platform
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tqdm import tqdm
 
 import specvis_kernels
 
-from .commands import Commands
+from .commands import Commands, device_option
 from .compare import compare_methods
 from .decode import Sampling
 from .methods import METHODS, method
@@ -20,11 +21,20 @@ from .pipeline import SHIPPED, Pipeline
 STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
 
 
+def takes_files(folder: Path) -> bool:
+    """Tried, not asked: permissions alone do not tell."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
 def writable_file(path: Path) -> Path:
     """`path` if a picture can be written there, found out without leaving anything behind."""
     if path.suffix.lower() not in Image.registered_extensions():
         raise ValueError(f"out must end in the name of a picture format such as .png, got {path}")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if path.is_dir() or not takes_files(path.parent) or path.exists() and not os.access(path, os.W_OK):
         raise ValueError(f"out must be a file in a folder that can be written, got {path}")
     return path
 
@@ -35,7 +45,7 @@ def writable_folder(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"out must be a folder that can be made, got {path}: {error.strerror}") from error
-    if not os.access(path, os.W_OK):
+    if not takes_files(path):
         raise ValueError(f"out must be a folder that can be written, got {path}")
     return path
 
@@ -63,14 +73,14 @@ def main():
 
 def sampling_options(command):
     for option in reversed((
-        click.option("--seed", type=click.IntRange(-2**63, 2**63 - 2**16), default=0,
+        click.option("--seed", type=click.IntRange(0, 2**32), default=0,
                      help="Seed of the first picture; the next ones count on."),
         click.option("--guidance", default=2.0, help="Strength of classifier-free guidance; 1 is none."),
         click.option("--top-k", default=100, help="Keep the likeliest TOP_K tokens; 0 keeps all."),
         click.option("--top-p", default=1.0, help="Keep the likeliest tokens up to this probability, in (0, 1]."),
         click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
                      help="Folder with the model."),
-        click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Where to compute."),
+        device_option,
     )):
         command = option(command)
     return command
@@ -103,6 +113,9 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
     writable_file(out)
     pipeline = Pipeline.load(weights, device)
     prompts = [f"{style} {prompt}"] * count
+    pipeline.words.encode(prompts[:1])  # bad input is found before the bar and the clock start
+    if chosen.k:
+        pipeline.neighbors(chosen.k)
     start = time.perf_counter()
     with tqdm(total=count * pipeline.gpt.config.tokens, unit="token", desc=name) as bar:
         decoded = pipeline.tokens(prompts, chosen, sampling, bar.update)

@@ -1,5 +1,6 @@
-"""How the command lines report bad input."""
+"""What the command lines have in common."""
 import click
+import torch
 
 
 class Commands(click.Group):
@@ -11,3 +12,15 @@ class Commands(click.Group):
         except ValueError as error:
             click.echo(f"Error: {error}", err=True)
             context.exit(2)
+
+
+def usable_device(context, parameter, device: str) -> str:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device must be one that torch {torch.__version__} can use here, got {device}") from error
+    return device
+
+
+device_option = click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True,
+                             callback=usable_device, help="Where to compute.")

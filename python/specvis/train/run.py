@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from ..commands import device_option
+
 
 def options(batch: int, lr: float):
     """The options that every stage with a model has."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     every = (
         click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
                      help="Folder of the training stages."),
@@ -21,7 +22,7 @@ def options(batch: int, lr: float):
         click.option("--steps", type=int, help="Length of the run in steps, instead of minutes."),
         click.option("--batch", default=batch, show_default=True, help="Pictures a step."),
         click.option("--lr", default=lr, show_default=True, help="Peak learning rate."),
-        click.option("--device", default=device, show_default=True),
+        device_option,
     )
 
     def add(command):
