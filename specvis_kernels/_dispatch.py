@@ -85,7 +85,12 @@ def backends(name: str, device: str = "cpu") -> list[str]:
     """The backends that op `name` can be forced to for tensors on `device`, the oracle first.
 
     Triton runs on CPU tensors only under its interpreter (TRITON_INTERPRET=1, set before the first import).
+
+    Raises:
+        ValueError: no such op
     """
+    if name not in _kernels:
+        raise ValueError(f"op must be one of {', '.join(_kernels)}, got {name!r}")
     runs = {"oracle": True, "cpu": device == "cpu", "cuda": device == "cuda",
             "triton": device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"}
     return [backend for backend in _kernels[name] if runs[backend]]
@@ -98,12 +103,10 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
     "tokens must be int64 (B=2, N=5), got int64 (2, 4)".
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes or tuple(tensor.shape) != tuple(sizes.values()):
+    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes or tuple(tensor.shape) != tuple(sizes.values()):
         wanted = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
-        raise ValueError(f"{name} must be {' or '.join(str(d)[6:] for d in dtypes)} ({wanted}), "
-                         f"got {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
+        got = f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"{name} must be {' or '.join(str(d)[6:] for d in dtypes)} ({wanted}), got {got}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")
 

@@ -43,6 +43,7 @@ def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
+    (["--prompt", " "], "prompt must have at least one word"),
     (["--prompt", "red hart"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "lantren"], "unknown method 'lantren'; did you mean lantern"),
     (["--prompt", "red heart", "-n", "0"], "n must be at least 1, got 0"),

@@ -171,7 +171,7 @@ def test_equals_a_sort_of_every_row(backend):
     ("draft_probs", torch.zeros(2, 0, 5), r"scores must be float32 \(B=2, F=0\)"),
     ("scores", torch.zeros(2, 4), r"scores must be float32 \(B=2, F=3\), got float32 \(2, 4\)"),
     ("width", torch.zeros(2), r"width must be int32 \(B=2\), got float32 \(2,\)"),
-    ("width", 3, "width must be a tensor, got int"),
+    ("width", 3, r"width must be int32 \(B=2\), got int"),
     ("width", torch.ones(2, dtype=torch.int32, device="meta"), "width must be on cpu like the other tensors"),
     ("K", 0, "K must be an integer >= 1, got 0"),
     ("K", 2.0, "K must be an integer >= 1, got 2.0"),

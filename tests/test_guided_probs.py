@@ -170,7 +170,7 @@ def test_only_a_near_tie_of_top_p_may_differ_between_backends(backend, top_p, ke
     ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, N=3, V=5\), got float32 \(2, 3, 4\)"),
     ("uncond", torch.zeros(2, 3, 5, dtype=torch.float16), "uncond must be float32 .*, got float16"),
     ("guidance", torch.zeros(3), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
-    ("temperature", 1.0, "temperature must be a tensor, got float"),
+    ("temperature", 1.0, r"temperature must be float32 \(B=2\), got float"),
     ("top_k", torch.zeros(2), r"top_k must be int32 \(B=2\), got float32 \(2,\)"),
     ("top_p", torch.zeros(2, device="meta"), "top_p must be on cpu like the other tensors, got meta"),
     ("last_id", 6, "0 <= first_id < last_id <= V=5, got 0 and 6"),

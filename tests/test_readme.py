@@ -2,19 +2,32 @@
 import re
 from pathlib import Path
 
+from PIL import Image
+
 import specvis_kernels
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-def test_the_snippet_runs():
-    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.S)
+def snippets():
+    return re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_the_snippet_of_ops_runs():
     names = {}
-    exec(snippet, names)
+    exec(snippets()[0], names)
     assert names["mask"][0].tolist() == [[True, False, False, False], [True, True, False, False],
                                          [True, False, True, False], [True, True, False, True]]
     assert 0 <= names["next_token"].item() < 16 and 0 <= names["accepted"].item() <= 2
     assert names["status"].item() in (0, specvis_kernels.EMPTY_RESIDUAL)
+    assert len(names["emitted"]) == names["accepted"].item() + 1
+
+
+def test_the_snippet_of_pictures_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(snippets()[1], names)
+    assert Image.open("heart.png").size == (64, 64) and (names["decoded"].tau >= 1).all()
 
 
 def test_the_table_of_ops_is_the_truth():

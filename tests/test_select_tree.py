@@ -190,7 +190,7 @@ def test_grows_eagle_2s_tree(backend, V, K, depth, N, ties):
     ("scores", torch.zeros(2, 4), r"scores must be float32 \(B=2, M=5\), got float32 \(2, 4\)"),
     ("parents", torch.zeros(2, 5), r"parents must be int32 \(B=2, M=5\), got float32 \(2, 5\)"),
     ("root", torch.zeros(2, 1, dtype=torch.int64), r"root must be int64 \(B=2\), got int64 \(2, 1\)"),
-    ("size", 3, "size must be a tensor, got int"),
+    ("size", 3, r"size must be int32 \(B=2\), got int"),
     ("size", torch.zeros(2, dtype=torch.int32, device="meta"), "size must be on cpu like the other tensors"),
     ("N", 0, "N must be an integer >= 1, got 0"),
     ("backend", "fast", "backend of select_tree must be one of oracle.* for cpu tensors here, got 'fast'"),

@@ -95,14 +95,19 @@ def sampling_options(command):
 @click.option("--depth", type=int, help="Levels drafted a step.")
 @click.option("--width", type=int, help="Children a node of the draft tree. (eagle2, lantern)")
 @click.option("--nodes", type=int, help="Nodes verified a step, the root counted. (eagle2, lantern)")
-@click.option("-n", "count", default=1, help="Pictures.")
+@click.option("-n", "count", default=1, help="How many pictures.")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
 @click.option("--scale", default=4, help="Enlarge the picture's 64 pixels by this factor.")
 @click.option("--out", type=click.Path(path_type=Path), default="specvis.png", help="The picture to write.")
 @sampling_options
 def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperature, scale, out, seed, guidance, top_k,
              top_p, weights, device):
-    """Draw COUNT pictures of a prompt, side by side."""
+    """Draw pictures of a prompt, side by side.
+
+    What a method's parameters are, and their defaults: specvis methods.
+    """
+    if not prompt.split():
+        raise ValueError("prompt must have at least one word")
     if count < 1:
         raise ValueError(f"n must be at least 1, got {count}")
     if scale < 1:
@@ -140,7 +145,7 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
 @click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
 @sampling_options
 def compare(prompts, names, temperatures, out, seed, guidance, top_k, top_p, weights, device):
-    """Run methods side by side on prompts; write pictures, plots and a table."""
+    """Run methods side by side: pictures, plots, a table."""
     methods = [method(name) for name in names or METHODS]
     for temperature in temperatures:  # all settings are looked at before any work
         Sampling.of([seed], guidance=guidance, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -154,7 +159,7 @@ def compare(prompts, names, temperatures, out, seed, guidance, top_k, top_p, wei
 
 @main.command("methods")
 def list_methods():
-    """List the decoding methods, their parameters with defaults, and where they come from."""
+    """List the decoding methods, with their parameters."""
     for m in METHODS.values():
         values = {"depth": m.depth, "width": m.width, "nodes": m.nodes, "k": m.k, "delta": m.delta}
         shown = ", ".join(f"{key} {value}" for key, value in values.items() if value)

@@ -69,5 +69,6 @@ def method(name: str, **parameters) -> Method:
         relaxed = key not in ("k", "delta") or base.k
         if base.drafting not in PARAMETERS.get(key, ()) or not relaxed:
             has = [p for p in PARAMETERS if base.drafting in PARAMETERS[p] and (p not in ("k", "delta") or base.k)]
-            raise ValueError(f"method {name} has no parameter {key!r}; it has {', '.join(has) or 'none'}")
+            raise ValueError(f"method {name} has no parameter {key!r}; "
+                             f"its parameters: {', '.join(has) or 'none'}")
     return replace(base, **changed)
