@@ -129,7 +129,7 @@ def test_methods_and_info_list_what_there_is():
 def test_help_names_defaults(command):
     result = run(command, "--help")
     assert result.exit_code == 0
-    assert command in ("methods", "info") or "default: 2.0" in result.output
+    assert command in ("methods", "info") or "default: 1.2" in result.output
 
 
 def test_the_shipped_model_draws(tmp_path):

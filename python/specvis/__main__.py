@@ -75,9 +75,9 @@ def sampling_options(command):
     for option in reversed((
         click.option("--seed", type=click.IntRange(0, 2**32), default=0,
                      help="Seed of the first picture; the next ones count on."),
-        click.option("--guidance", default=2.0, help="Strength of classifier-free guidance; 1 is none."),
+        click.option("--guidance", default=1.2, help="Strength of classifier-free guidance; 1 is none."),
         click.option("--top-k", default=100, help="Keep the likeliest TOP_K tokens; 0 keeps all."),
-        click.option("--top-p", default=1.0, help="Keep the likeliest tokens up to this probability, in (0, 1]."),
+        click.option("--top-p", default=0.8, help="Keep the likeliest tokens up to this probability, in (0, 1]."),
         click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
                      help="Folder with the model."),
         device_option,

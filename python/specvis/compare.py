@@ -19,8 +19,8 @@ from .pipeline import Pipeline
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
 
-PROMPTS = ["fluent-3d red heart", "fluent-flat red heart", "fluent-flat grinning face", "fluent-3d sun with face",
-           "fluent-flat blue heart", "fluent-flat cat face", "fluent-3d angry face", "fluent-flat green circle"]
+PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "fluent-3d grinning face", "noto neutral face",
+           "fluent-flat raised fist", "fluent-3d thumbs up", "fluent-flat pirate flag", "noto chequered flag"]
 COLUMNS = ("method", "temperature", "tau", "forwards", "seconds", "speed-up", "acceptance", "TV bound", "TV meter")
 
 

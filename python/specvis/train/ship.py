@@ -18,7 +18,7 @@ from .run import made
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
 
-SHOWN = ["red heart", "grinning face", "smiling face with sunglasses", "waving hand", "thumbs up", "pirate flag",
+SHOWN = ["red heart", "grinning face", "smiling face with sunglasses", "raised fist", "thumbs up", "pirate flag",
          "rainbow flag", "pizza", "red apple", "dog face", "cat face", "soccer ball", "rocket", "sun with face",
          "green circle", "rose"]
 STYLES = ["fluent-3d", "fluent-flat", "noto"]
@@ -38,11 +38,13 @@ def curves(runs: Path, path: Path) -> None:
     plt.close(figure)
 
 
-def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: float, top_k: int) -> None:
+def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: float, top_k: int,
+                  top_p: float) -> None:
     """SHOWN across, STYLES down, decoded plainly."""
     rows = []
     for style in STYLES:
-        sampling = Sampling.of(list(range(len(SHOWN))), guidance=guidance, temperature=temperature, top_k=top_k)
+        sampling = Sampling.of(list(range(len(SHOWN))), guidance=guidance, temperature=temperature, top_k=top_k,
+                               top_p=top_p)
         prompts = [f"{style} {name}" for name in SHOWN]
         rows.append(pipeline.pictures(pipeline.tokens(prompts, METHODS["vanilla"], sampling).tokens))
     side = rows[0][0].width
@@ -60,9 +62,10 @@ def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: 
               help="Where the weights go. [default: the package]")
 @click.option("--record", type=click.Path(path_type=Path), default="benchmarks/results/training", show_default=True,
               help="Where logs, curves and the contact sheet go.")
-@click.option("--guidance", default=2.0, show_default=True)
+@click.option("--guidance", default=1.2, show_default=True)
 @click.option("--top-k", default=100, show_default=True)
-def ship(runs, weights, record, guidance, top_k):
+@click.option("--top-p", default=0.8, show_default=True)
+def ship(runs, weights, record, guidance, top_k, top_p):
     """Copy the trained parts to the package, and logs, curves and a contact sheet to the record."""
     made(runs / "drafter" / "drafter.safetensors", "drafter")
     record.mkdir(parents=True, exist_ok=True)
@@ -78,4 +81,4 @@ def ship(runs, weights, record, guidance, top_k):
     shutil.copyfile(runs / "tokenizer" / "reconstructions.png", record / "reconstructions.png")
     curves(runs, record / "curves.png")
     for temperature in (1.0, 0.0):
-        contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance, top_k)
+        contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance, top_k, top_p)
