@@ -670,7 +670,7 @@ def arguments(**changes):
     (dict(residual="best"), "residual must be one of optimal, relaxed, released, got 'best'"),
     (dict(omega=torch.ones(2, 3)), r"omega must be float32 \(B=2, P=2\), got float32 \(2, 3\)"),
     (dict(greedy=torch.zeros(2)), r"greedy must be bool \(B=2\), got float32 \(2,\)"),
-    (dict(P=-1), "P must be >= 0, got -1"),
+    (dict(P=-1), "P must be an integer >= 0, got -1"),
     (dict(backend="fast"), "backend of verify_tree must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
