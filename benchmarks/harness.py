@@ -62,11 +62,13 @@ def until(seconds: float, sample, least: int = 5, most: int = 200) -> list:
     return samples
 
 
-def time_on_cpu(call, arguments: tuple, seconds: float) -> dict:
-    """{"eager": summary} of call(*arguments)."""
+def time_eager(call, arguments: tuple, seconds: float) -> dict:
+    """{"eager": summary} of call(*arguments), which may wait for the device itself."""
     def sample():
         start = perf_counter()
         call(*arguments)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return (perf_counter() - start) * 1e6
 
     sample()
@@ -116,7 +118,7 @@ def time_on_cuda(call, arguments: tuple, seconds: float) -> dict:
 def time(call, arguments: tuple, seconds: float) -> dict:
     """Summaries of call(*arguments) by mode, where the arguments are."""
     device = next(a.device.type for a in arguments if isinstance(a, torch.Tensor))
-    return (time_on_cuda if device == "cuda" else time_on_cpu)(call, arguments, seconds)
+    return (time_on_cuda if device == "cuda" else time_eager)(call, arguments, seconds)
 
 
 def bandwidth(device: str) -> float:

@@ -1,7 +1,7 @@
 """Every op on every backend:   python -m benchmarks.ops [op ...] [--json [FILE]]
 
-Each row is checked against the oracle before it is timed. "floor" is what PyTorch takes to write one number:
-no op can be faster. GB/s counts the bytes that must move, "of copy" is their share of what a copy moves here.
+Each row is checked against the oracle before it is timed, but for what a decoder would write without the op
+(benchmarks/rivals.py). "floor" is what PyTorch takes to write one number: no op can be faster. GB/s counts the bytes that must move, "of copy" is their share of what a copy moves here.
 """
 import argparse
 import json
@@ -11,6 +11,7 @@ import torch
 
 import specvis_kernels
 from benchmarks import harness
+from benchmarks.rivals import RIVALS
 from tests import inputs
 from tests.test_every_op import assert_agree
 
@@ -33,8 +34,8 @@ ROWS = {
          (8, 60, 16384, torch.bfloat16, True, IMAGE, True)],
         lambda B, N, V, dtype, *_: B * N * V * (2 * dtype.itemsize + 4)),
     "neighborhood_sum": (
-        [(60, 16384, 1000), (480, 16384, 1000)],
-        lambda R, V, k: R * k * (2 + 4)),
+        [(60, 16384, 1000, "tvd", 0, True, 0.05), (60, 16384, 1000, "tvd", 0, True, 2.0), (480, 16384, 1000)],
+        lambda R, V, k, *_: R * k * (2 + 4)),
     "sample_residual": (
         [(1, 16384), (8, 16384)],
         lambda R, V: R * V * 8),
@@ -70,9 +71,13 @@ def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> 
         out = function(*args, **kwargs, backend=backend)
         return out if isinstance(out, tuple) else (out,)
 
-    if backend != "oracle":
-        assert_agree(op, outputs(backend), outputs("oracle"))
-    times = harness.time(lambda *a: function(*a, **kwargs, backend=backend), args, seconds)
+    if backend in RIVALS.get(op, {}):
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("kind", "offset")}
+        times = harness.time_eager(lambda *a: RIVALS[op][backend](*a, **kwargs), args, seconds)
+    else:
+        if backend != "oracle":
+            assert_agree(op, outputs(backend), outputs("oracle"))
+        times = harness.time(lambda *a: function(*a, **kwargs, backend=backend), args, seconds)
     moved = ROWS[op][1](*case)
     return [{"op": op, "backend": backend, "mode": mode, "shape": show(case),
              "dtype": str(args[0].dtype).removeprefix("torch."), **summary, "bytes": moved,
@@ -102,7 +107,7 @@ def main():
     copy = harness.bandwidth(inputs.DEVICE)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"a copy moves {copy / 1e9:.0f} GB/s")
-    print(f"{'op':20}{'shape':48}{'backend':9}{'mode':12}{'us':>11}{'p10':>11}{'p90':>11}{'GB/s':>9}"
+    print(f"{'op':20}{'shape':48}{'backend':14}{'mode':12}{'us':>11}{'p10':>11}{'p90':>11}{'GB/s':>9}"
           f"{'of copy':>9}{'x oracle':>10}")
     records = []
 
@@ -110,7 +115,7 @@ def main():
         for row in rows:
             records.append(row)
             median = row["median_us"]
-            print(f"{row['op']:20}{row['shape'][:46]:48}{row['backend']:9}{row['mode']:12}{median:11.1f}"
+            print(f"{row['op']:20}{row['shape'][:46]:48}{row['backend']:14}{row['mode']:12}{median:11.1f}"
                   f"{row['p10_us']:11.1f}{row['p90_us']:11.1f}{row['bytes'] / median / 1e3:9.2f}"
                   f"{row['share_of_copy']:9.1%}", end="", flush=True)
             print(f"{oracle[row['mode']] / median:10.1f}" if oracle else "", flush=True)
@@ -119,7 +124,7 @@ def main():
     for op in chosen.ops or ROWS:
         for case in ROWS[op][0]:
             oracle = {}
-            for backend in specvis_kernels.backends(op, inputs.DEVICE):
+            for backend in [*specvis_kernels.backends(op, inputs.DEVICE), *RIVALS.get(op, {})]:
                 if backend == "triton" and inputs.DEVICE == "cpu":
                     continue  # the interpreter's time says nothing
                 rows = measure(op, case, backend, copy, chosen.seconds)

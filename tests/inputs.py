@@ -67,12 +67,13 @@ CASES["neighborhood_sum"] = [
 ]
 
 
-def neighborhood_sum(R, V, k, kind="tvd", offset=0, narrow=True):
+def neighborhood_sum(R, V, k, kind="tvd", offset=0, narrow=True, cutoff=None):
+    """`cutoff`: one for all rows; None: of several sizes."""
     g = torch.Generator().manual_seed(R + V)
     C = V - 2 * offset
     tokens = torch.randint(offset, offset + C, (R,), generator=g)
     tokens[3:4] = 0  # outside the table where there is an offset
-    cutoff = torch.tensor([0.25, 0.03125, 1.0]).repeat(R)[:R]
+    cutoff = torch.tensor([0.25, 0.03125, 1.0] if cutoff is None else [cutoff]).repeat(R)[:R]
     args = (exact_probs(R, V), tokens.to(DEVICE), neighbor_table(C, k, narrow=narrow), cutoff.to(DEVICE))
     return args, {"kind": kind, "offset": offset}
 

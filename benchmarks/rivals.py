@@ -1,0 +1,90 @@
+"""What a decoder has without these ops: the same work in plain PyTorch, as the released decoders write it.
+
+RIVALS[op][name] takes the op's arguments. They are timed, not compared: they round and draw in their own ways.
+"""
+import torch
+from torch import Tensor
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    return (target_probs - draft_probs).clamp(min=0)
+
+
+def multinomial(target_probs, draft_probs, uniforms):
+    return torch.multinomial(residual(target_probs, draft_probs), 1)
+
+
+def searchsorted(target_probs, draft_probs, uniforms):
+    sums = residual(target_probs, draft_probs).cumsum(-1)
+    return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:])
+
+
+def topk_twice(logits, scores, width, *, K):
+    """EAGLE-2's level: log_softmax, topk, add, topk."""
+    log_probs, tokens = logits.log_softmax(-1).topk(K, -1)
+    scores = scores[..., None] + log_probs
+    return tokens, scores, scores.flatten(1).topk(K, -1)
+
+
+def warpers(logits, uncond, guidance, temperature, top_k, top_p):
+    """Guidance, temperature, top-k and top-p, one after the other, by sorting."""
+    def per_row(setting):
+        return setting[:, None, None]
+
+    x = (uncond + per_row(guidance) * (logits - uncond)).float() / per_row(temperature)
+    if top_k[0] > 0:
+        x = x.masked_fill(x < x.topk(int(top_k[0]), -1).values[..., -1:], -torch.inf)
+    if top_p[0] < 1:
+        ordered, order = x.sort(-1, descending=True)
+        probs = ordered.softmax(-1)
+        beyond = probs.cumsum(-1) - probs >= per_row(top_p)
+        x = x.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+    return x.softmax(-1)
+
+
+def gather_cumsum(probs, tokens, neighbors, cutoff):
+    """All neighbors' probabilities, their running sums, the last within the cutoff."""
+    near = probs.gather(1, neighbors.long()[tokens])
+    kept = near.cumsum(-1) <= cutoff[:, None]
+    return probs.gather(1, tokens[:, None])[:, 0] + (near * kept).sum(-1), kept.sum(-1)
+
+
+def python_walk(target_probs, tokens, first_child, next_sibling, uniforms, *, P, neighbors=None, cutoff=None,
+                residual="optimal"):
+    """verify_tree with deterministic drafts: a request, a node, a candidate at a time, as LANTERN's release walks."""
+    results = []
+    for b in range(len(tokens)):
+        node, path = 0, []
+        while True:
+            row = target_probs[b, node].clone()
+            child = first_child[b, node].item() if len(path) < P else -1
+            while child >= 0:
+                token = tokens[b, child].item()
+                chance, near = row[token], None
+                if neighbors is not None:
+                    near = neighbors[token].long()
+                    sums = row[near].cumsum(0)
+                    near = near[: int((sums <= cutoff[b]).sum())]
+                    chance = chance + row[near].sum()
+                if uniforms[b, child].item() < chance.item():
+                    break
+                row[token] = 0
+                if residual == "relaxed":
+                    row[near] = 0
+                row /= row.sum()
+                child = next_sibling[b, child].item()
+            if child < 0:
+                break
+            path.append(child)
+            node = child
+        results.append((path, int((row.cumsum(0) <= uniforms[b, 0] * row.sum()).sum())))
+    return results
+
+
+RIVALS = {
+    "expand_tree": {"topk twice": topk_twice},
+    "guided_probs": {"warpers": warpers},
+    "neighborhood_sum": {"gather": gather_cumsum},
+    "sample_residual": {"multinomial": multinomial, "searchsorted": searchsorted},
+    "verify_tree": {"python walk": python_walk},
+}
