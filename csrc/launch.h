@@ -1,0 +1,70 @@
+// What the bindings hand to the kernels: one struct and one launcher per op. Plain C++, no torch.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "rules.h"
+
+namespace specvis {
+
+struct NeighborhoodSum {
+  int64_t R, V;
+  const float* probs;      // (R, V)
+  const int64_t* tokens;   // (R)
+  const void* neighbors;   // (C, columns), uint16 if narrow, else int32
+  bool narrow;
+  int64_t C, columns, offset;
+  const float* cutoff;     // (R)
+  Cutoff kind;
+  float* mass;             // (R)
+  int32_t *kept, *status;  // (R)
+};
+cudaError_t neighborhood_sum_cuda(const NeighborhoodSum& batch, cudaStream_t stream);
+
+struct SampleResidual {
+  int64_t R, V;
+  const float* target_probs;  // (R, V)
+  const float* draft_probs;   // (R, V) or null
+  const float* uniforms;      // (R)
+  const float* omega;         // (R) or null
+  int64_t* tokens;            // (R)
+  int32_t* status;            // (R)
+};
+cudaError_t sample_residual_cuda(const SampleResidual& batch, cudaStream_t stream);
+
+struct TreeLinks {
+  int64_t B, N, words;
+  const int32_t* parents;                               // (B, N)
+  int64_t* ancestors;                                   // (B, N, words)
+  int32_t *depth, *first_child, *next_sibling, *status;  // (B, N) and status (B)
+};
+cudaError_t tree_links_cuda(const TreeLinks& batch, cudaStream_t stream);
+
+struct VerifyTree {
+  int64_t B, N, V, M, P;
+  const float* target_probs;    // (B, N, V)
+  const int64_t* tokens;        // (B, N)
+  const int32_t* first_child;   // (B, N)
+  const int32_t* next_sibling;  // (B, N)
+  const float* uniforms;        // (B, N)
+  const float* draft_probs;     // (B, M, V) or null
+  const int32_t* draft_row;     // (B, N) or null
+  const void* neighbors;        // (C, columns), uint16 if narrow, else int32; or null
+  bool narrow;
+  int64_t C, columns, offset;
+  const float* cutoff;          // (B) or null
+  const float* omega;           // (B, P) or null
+  const bool* greedy;           // (B) or null
+  Cutoff kind;
+  Residual residual;
+  char* scratch;                // verify_tree_scratch() bytes, aligned to 16
+  int32_t *path, *accepted;     // (B, P), (B)
+  int64_t* next_token;          // (B)
+  float* excess;                // (B)
+  int32_t* status;              // (B)
+};
+cudaError_t verify_tree_scratch(const VerifyTree& batch, int64_t* bytes);
+cudaError_t verify_tree_cuda(const VerifyTree& batch, cudaStream_t stream);
+
+}  // namespace specvis
