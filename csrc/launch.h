@@ -1,4 +1,5 @@
-// What the bindings hand to the kernels: one struct and one launcher per op. Plain C++, no torch.
+// What the bindings hand to the kernels: one struct and one launcher per op. Plain C++, no torch. Pointers are to
+// the device's memory; a batch of 0 launches nothing.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -12,9 +13,7 @@ struct NeighborhoodSum {
   int64_t R, V;
   const float* probs;      // (R, V)
   const int64_t* tokens;   // (R)
-  const void* neighbors;   // (C, columns), uint16 if narrow, else int32
-  bool narrow;
-  int64_t C, columns, offset;
+  Neighbors neighbors;
   const float* cutoff;     // (R)
   Cutoff kind;
   float* mass;             // (R)
@@ -34,12 +33,25 @@ struct SampleResidual {
 cudaError_t sample_residual_cuda(const SampleResidual& batch, cudaStream_t stream);
 
 struct TreeLinks {
-  int64_t B, N, words;
-  const int32_t* parents;                               // (B, N)
-  int64_t* ancestors;                                   // (B, N, words)
-  int32_t *depth, *first_child, *next_sibling, *status;  // (B, N) and status (B)
+  int64_t B, N;
+  const int32_t* parents;                        // (B, N)
+  int64_t* ancestors;                            // (B, N, ceil(N / 64))
+  int32_t *depth, *first_child, *next_sibling;  // (B, N)
+  int32_t* status;                               // (B)
 };
 cudaError_t tree_links_cuda(const TreeLinks& batch, cudaStream_t stream);
+
+// What a mask consists of: bytes 0 and 1, 0 and -inf in a float type, or bits.
+enum class Form { bytes, float32, float16, bfloat16, bits };
+
+struct TreeMask {
+  int64_t B, N, columns;
+  const int64_t* ancestors;  // (B, N, ceil(N / 64))
+  const int32_t* lengths;    // (B) or null
+  Form form;
+  void* mask;                // (B, N, columns), or bits (B, ceil(N * columns / 8))
+};
+cudaError_t tree_mask_cuda(const TreeMask& batch, cudaStream_t stream);
 
 struct VerifyTree {
   int64_t B, N, V, M, P;
@@ -50,9 +62,7 @@ struct VerifyTree {
   const float* uniforms;        // (B, N)
   const float* draft_probs;     // (B, M, V) or null
   const int32_t* draft_row;     // (B, N) or null
-  const void* neighbors;        // (C, columns), uint16 if narrow, else int32; or null
-  bool narrow;
-  int64_t C, columns, offset;
+  Neighbors neighbors;          // or none
   const float* cutoff;          // (B) or null
   const float* omega;           // (B, P) or null
   const bool* greedy;           // (B) or null

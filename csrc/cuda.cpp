@@ -1,0 +1,160 @@
+// The CUDA kernels as ops: outputs allocated as on the CPU, the current stream, every launch checked. Nothing of
+// libtorch_cuda is linked, so one library loads beside every build of torch. With SPECVIS_EMULATED the same
+// functions are ops of a library of their own, on CPU tensors, for kernels that tests/cuda_on_cpu runs.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "launch.h"
+
+#ifdef SPECVIS_EMULATED
+#define LIBRARY specvis_kernels_emulated
+#define DEVICE CPU
+#else
+#define LIBRARY specvis_kernels
+#define DEVICE CUDA
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// While it lives, the tensor's device is the current one; its stream is PyTorch's current one there.
+class Device {
+#ifdef SPECVIS_EMULATED
+ public:
+  explicit Device(const Tensor&) {}
+  cudaStream_t stream() const { return nullptr; }
+#else
+ public:
+  explicit Device(const Tensor& tensor) : index_(tensor.get_device_index()), guard_(index_) {}
+  cudaStream_t stream() const {
+    using Get = int32_t (*)(int32_t, void**);
+    static const Get get = [] {
+      void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+      return reinterpret_cast<Get>(
+          dlsym(library ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+    }();
+    void* stream = nullptr;
+    STD_TORCH_CHECK(get, "specvis_kernels: this build of torch has no CUDA streams");
+    STD_TORCH_CHECK(!get(index_, &stream), "specvis_kernels: no current stream on CUDA device ", index_);
+    return static_cast<cudaStream_t>(stream);
+  }
+
+ private:
+  torch::stable::DeviceIndex index_;
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+};
+
+void check(cudaError_t error) {
+  STD_TORCH_CHECK(error == cudaSuccess, "specvis_kernels: CUDA error: ", cudaGetErrorString(error));
+}
+
+template <class T>
+const T* data(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+bool narrow(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
+
+std::tuple<Tensor, Tensor, Tensor> neighborhood_sum(
+    const Tensor& probs,      // (R, V)
+    const Tensor& tokens,     // (R)
+    const Tensor& neighbors,  // (C, k)
+    const Tensor& cutoff,     // (R)
+    std::string kind, int64_t offset) {
+  const int64_t R = probs.size(0);
+  const Device device(probs);
+  Tensor mass = torch::stable::new_empty(probs, {R});
+  Tensor kept = torch::stable::new_empty(probs, {R}, ScalarType::Int);
+  Tensor status = torch::stable::new_empty(probs, {R}, ScalarType::Int);
+  specvis::NeighborhoodSum batch = {};
+  batch.R = R;
+  batch.V = probs.size(1);
+  batch.probs = probs.const_data_ptr<float>();
+  batch.tokens = tokens.const_data_ptr<int64_t>();
+  batch.neighbors = specvis::Neighbors(neighbors.const_data_ptr(), narrow(neighbors), neighbors.size(0),
+                                       neighbors.size(1), offset);
+  batch.cutoff = cutoff.const_data_ptr<float>();
+  batch.kind = specvis::cutoff_named(kind);
+  batch.mass = mass.mutable_data_ptr<float>();
+  batch.kept = kept.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::neighborhood_sum_cuda(batch, device.stream()));
+  return {mass, kept, status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(
+    const Tensor& target_probs,                // (B, N, V)
+    const Tensor& tokens,                      // (B, N)
+    const Tensor& first_child,                 // (B, N)
+    const Tensor& next_sibling,                // (B, N)
+    const Tensor& uniforms,                    // (B, N)
+    const std::optional<Tensor>& draft_probs,  // (B, M, V)
+    const std::optional<Tensor>& draft_row,    // (B, N)
+    const std::optional<Tensor>& neighbors,    // (C, k)
+    const std::optional<Tensor>& cutoff,       // (B)
+    const std::optional<Tensor>& omega,        // (B, P)
+    const std::optional<Tensor>& greedy,       // (B)
+    std::string kind, int64_t offset, std::string residual, int64_t P) {
+  const int64_t B = target_probs.size(0);
+  const Device device(target_probs);
+  Tensor path = torch::stable::new_empty(tokens, {B, P}, ScalarType::Int);
+  Tensor accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor next_token = torch::stable::new_empty(tokens, {B});
+  Tensor excess = torch::stable::new_empty(target_probs, {B});
+  Tensor status = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  specvis::VerifyTree batch = {};
+  batch.B = B;
+  batch.N = target_probs.size(1);
+  batch.V = target_probs.size(2);
+  batch.M = draft_probs ? draft_probs->size(1) : 0;
+  batch.P = P;
+  batch.target_probs = target_probs.const_data_ptr<float>();
+  batch.tokens = tokens.const_data_ptr<int64_t>();
+  batch.first_child = first_child.const_data_ptr<int32_t>();
+  batch.next_sibling = next_sibling.const_data_ptr<int32_t>();
+  batch.uniforms = uniforms.const_data_ptr<float>();
+  batch.draft_probs = data<float>(draft_probs);
+  batch.draft_row = data<int32_t>(draft_row);
+  if (neighbors) {
+    batch.neighbors = neighbors->const_data_ptr();
+    batch.narrow = narrow(*neighbors);
+    batch.C = neighbors->size(0);
+    batch.columns = neighbors->size(1);
+    batch.offset = offset;
+  }
+  batch.cutoff = data<float>(cutoff);
+  batch.omega = data<float>(omega);
+  batch.greedy = data<bool>(greedy);
+  batch.kind = specvis::cutoff_named(kind);
+  batch.residual = specvis::residual_named(residual);
+  batch.path = path.mutable_data_ptr<int32_t>();
+  batch.accepted = accepted.mutable_data_ptr<int32_t>();
+  batch.next_token = next_token.mutable_data_ptr<int64_t>();
+  batch.excess = excess.mutable_data_ptr<float>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  int64_t bytes = 0;
+  check(specvis::verify_tree_scratch(batch, &bytes));
+  Tensor scratch = torch::stable::new_empty(tokens, {bytes}, ScalarType::Char);
+  batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
+  check(specvis::verify_tree_cuda(batch, device.stream()));
+  return {path, accepted, next_token, excess, status};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+  m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum));
+  m.impl("verify_tree", TORCH_BOX(&verify_tree));
+}
