@@ -24,22 +24,20 @@ struct Layout {
     bool shared;
     int64_t offset;  // bytes
   };
-  int64_t limit, shared = 0, scratch = 0;  // bytes
   Place nodes, weights, draft;
+  int64_t shared = 0, scratch = 0;  // bytes in all
 
-  Layout(const VerifyTree& batch, int64_t limit) : limit(limit) {
+  Layout(const VerifyTree& batch, int64_t limit) {
+    const auto place = [&](int64_t bytes) {
+      bytes = (bytes + 15) / 16 * 16;
+      const bool fits = shared + bytes <= limit;
+      int64_t& end = fits ? shared : scratch;
+      end += bytes;
+      return Place{fits, end - bytes};
+    };
     nodes = place(batch.N * sizeof(Node));
     weights = place(batch.V * sizeof(int64_t));
     draft = place(batch.draft_probs ? batch.V * sizeof(float) : 0);
-  }
-
- private:
-  Place place(int64_t bytes) {
-    bytes = (bytes + 15) / 16 * 16;
-    const bool fits = shared + bytes <= limit;
-    int64_t& end = fits ? shared : scratch;
-    end += bytes;
-    return {fits, end - bytes};
   }
 };
 
@@ -51,8 +49,7 @@ struct Request {
   int64_t* weights;  // (V)
   bool stages;       // are the weights in shared memory? Then every visited row is copied there
   float* draft;      // (V)
-  Neighbors neighbors;
-  int64_t columns;   // how many of them the cutoff looks at; 0 without neighbors
+  int64_t columns;   // how many neighbors the cutoff looks at; 0 without
 
   __device__ const float* target(int64_t node) const {
     return batch.target_probs + (b * batch.N + node) * batch.V;
@@ -64,7 +61,9 @@ struct Request {
   __device__ Budget budget(int64_t own, int64_t total) const {
     return Budget(batch.kind, batch.cutoff ? batch.cutoff[b] : -1.0f, own, total);
   }
-  __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.P + depth] : 1.0; }
+  __device__ double omega(int64_t depth) const {
+    return batch.omega ? batch.omega[b * batch.P + depth] : 1.0;
+  }
   __device__ bool refused() const {
     for (int64_t d = 0; batch.omega && d < batch.P; ++d) {
       if (!(omega(d) >= 0)) return true;
@@ -87,15 +86,13 @@ struct Verdict {
 class Rest {
  public:
   __device__ Rest(const Request& request, int64_t node)
-      : row_(request.target(node)), V_(request.batch.V), weights_(request.weights), stages_(request.stages) {
+      : row_(request.target(node)), V_(request.batch.V), weights_(request.weights), copied_(request.stages) {
     __syncthreads();  // every thread is done with the node before
-    const Total whole = weigh(row_, V_, stages_ ? weights_ : nullptr);
-    whole_ = total_ = whole.weight;
-    valid_ = whole.valid;
-    copied_ = stages_;
+    whole_ = weigh(row_, V_, copied_ ? weights_ : nullptr);
+    total_ = whole_.weight;
   }
 
-  __device__ bool valid() const { return valid_; }
+  __device__ bool valid() const { return whole_.valid; }
   __device__ int64_t total() const { return total_; }
   __device__ int64_t operator()(int64_t v) const { return copied_ ? weights_[v] : to_fixed(row_[v]); }
 
@@ -150,8 +147,7 @@ class Rest {
   }
   __device__ void restore() {
     copied_ = false;
-    total_ = whole_;
-    if (stages_) copy();
+    total_ = whole_.weight;
   }
   __device__ int64_t draw(float uniform) const { return specvis::draw(*this, V_, total_, uniform); }
 
@@ -164,8 +160,9 @@ class Rest {
   const float* row_;
   int64_t V_;
   int64_t* weights_;
-  bool stages_, copied_, valid_;
-  int64_t whole_, total_;
+  bool copied_;
+  Total whole_;
+  int64_t total_;
 };
 
 // What the rejection of x leaves of the target, and of the draft.
@@ -175,20 +172,20 @@ __device__ void reject(const Request& request, Rest& rest, const Candidate& cand
   const double slack = residual == Residual::optimal ? slack_of(candidate.omega) : 0.0;
   const int64_t near = residual == Residual::optimal   ? 0
                        : residual == Residual::relaxed ? kept
-                       : kept > 0                      ? request.batch.columns
+                       : kept > 0                      ? request.batch.neighbors.columns()
                                                        : 0;
   __syncthreads();  // every thread has judged x
   if (!candidate.sampled) {
     rest.set(x, candidate.own, static_cast<int64_t>(slack * static_cast<double>(candidate.own)));
-    rest.clear(request.neighbors, x, near);
+    rest.clear(request.batch.neighbors, x, near);
     return;
   }
   if (residual == Residual::relaxed) {
-    rest.clear(request.neighbors, x, near);
+    rest.clear(request.batch.neighbors, x, near);
     rest.set(x, candidate.own, candidate.rho);
   } else {
     for (int64_t j = threadIdx.x; j < near; j += blockDim.x) {
-      const int64_t id = request.neighbors(x, j);
+      const int64_t id = request.batch.neighbors(x, j);
       if (id >= 0 && id < request.batch.V) {
         atomicOr(reinterpret_cast<unsigned*>(request.draft + id), 0x80000000u);  // the sign: spared
       }
@@ -236,7 +233,7 @@ __device__ void walk(const Request& request, Verdict& out) {
       }
       if (sampled && draft_total == 0) continue;
       const int64_t x = nodes[child].token, own = rest(x);
-      const Kept kept = kept_prefix(rest, batch.V, request.neighbors, request.columns, x,
+      const Kept kept = kept_prefix(rest, batch.V, request.batch.neighbors, request.columns, x,
                                     request.budget(own, rest.total()));
       const Candidate candidate = {sampled, own, own + kept.mass, rest.total(),
                                    sampled ? to_fixed(request.draft[x]) : 0, draft_total,
@@ -274,18 +271,18 @@ __device__ int64_t argmax(const Rest& rest, int64_t V) {
     if (weight > most || (weight == most && id < top)) most = weight, top = id;
   };
   for (int64_t v = threadIdx.x; v < V; v += blockDim.x) challenge(rest(v), v);
-  for (int distance = 16; distance > 0; distance /= 2) {
-    const int64_t weight = __shfl_xor_sync(0xffffffffu, most, distance);
-    challenge(weight, __shfl_xor_sync(0xffffffffu, top, distance));
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const int64_t weight = __shfl_xor_sync(kAllLanes, most, distance);
+    challenge(weight, __shfl_xor_sync(kAllLanes, top, distance));
   }
-  __shared__ int64_t weights[kThreads / 32], ids[kThreads / 32];
+  __shared__ int64_t weights[kMostWarps], ids[kMostWarps];
   __syncthreads();  // of an earlier call
-  if (threadIdx.x % 32 == 0) {
-    weights[threadIdx.x / 32] = most;
-    ids[threadIdx.x / 32] = top;
+  if (lane() == 0) {
+    weights[warp()] = most;
+    ids[warp()] = top;
   }
   __syncthreads();
-  for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) challenge(weights[warp], ids[warp]);
+  for (unsigned w = 0; w < warps(); ++w) challenge(weights[w], ids[w]);
   return top;
 }
 
@@ -308,7 +305,7 @@ __device__ void judge(const Request& request, Verdict& out) {
         break;
       }
       const int64_t x = nodes[child].token, own = row(x);
-      const Kept kept = kept_prefix(row, batch.V, request.neighbors, request.columns, x,
+      const Kept kept = kept_prefix(row, batch.V, request.batch.neighbors, request.columns, x,
                                     request.budget(own, row.total()));
       if (threadIdx.x != 0 || !is_argmax(x, own + kept.mass, top, row(top))) continue;
       nodes[child].depth = nodes[n].depth + 1;
@@ -334,15 +331,14 @@ __device__ void judge(const Request& request, Verdict& out) {
 
 __global__ void __launch_bounds__(kThreads) verify_tree_kernel(VerifyTree batch, Layout layout) {
   DYNAMIC_SHARED(char, shared);
-  const int64_t b = blockIdx.x, N = batch.N, P = batch.P;
+  const int64_t b = blockIdx.x, N = batch.N, P = batch.P, columns = batch.neighbors.columns();
   char* scratch = batch.scratch + b * layout.scratch;
   const auto at = [&](Layout::Place place) { return (place.shared ? shared : scratch) + place.offset; };
 
   const Request request = {
       batch, b, reinterpret_cast<Node*>(at(layout.nodes)), reinterpret_cast<int64_t*>(at(layout.weights)),
       layout.weights.shared, reinterpret_cast<float*>(at(layout.draft)),
-      Neighbors(batch.neighbors, batch.narrow, batch.C, batch.columns, batch.offset),
-      batch.columns > 0 ? batch.columns - (batch.residual == Residual::released) : 0};
+      columns > 0 ? columns - (batch.residual == Residual::released) : 0};
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
     const int64_t i = b * N + n;
     request.nodes[n] = {batch.tokens[i], batch.first_child[i], batch.next_sibling[i],
@@ -364,34 +360,37 @@ __global__ void __launch_bounds__(kThreads) verify_tree_kernel(VerifyTree batch,
   batch.status[b] = out.status;
 }
 
-cudaError_t lay_out(const VerifyTree& batch, Layout* layout) {
+// Bytes of shared memory that a block may ask for.
+cudaError_t shared_limit(int64_t* bytes) {
   int device = 0, limit = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
-  *layout = Layout(batch, limit - kKeptBack);
+  *bytes = limit - kKeptBack;
   return error;
 }
 
 }  // namespace
 
 cudaError_t verify_tree_scratch(const VerifyTree& batch, int64_t* bytes) {
-  Layout layout(batch, 0);
-  const cudaError_t error = lay_out(batch, &layout);
-  *bytes = batch.B * layout.scratch;
+  int64_t limit;
+  const cudaError_t error = shared_limit(&limit);
+  *bytes = batch.B * Layout(batch, limit).scratch;
   return error;
 }
 
 cudaError_t verify_tree_cuda(const VerifyTree& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
-  Layout layout(batch, 0);
-  cudaError_t error = lay_out(batch, &layout);
+  int64_t limit;
+  cudaError_t error = shared_limit(&limit);
   if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(verify_tree_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.shared);
+  const Layout layout(batch, limit);
+  error = cudaFuncSetAttribute(verify_tree_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(layout.shared));
   if (error != cudaSuccess) return error;
-  const unsigned threads = batch.V < kThreads ? (batch.V + 31) / 32 * 32 : kThreads;
-  LAUNCH(verify_tree_kernel, batch.B, threads, layout.shared, stream, batch, layout);
+  LAUNCH(verify_tree_kernel, batch.B, threads_for(batch.V, kThreads), layout.shared, stream, batch, layout);
   return cudaGetLastError();
 }
+
 }  // namespace specvis
