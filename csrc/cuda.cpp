@@ -128,11 +128,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(
   batch.draft_probs = data<float>(draft_probs);
   batch.draft_row = data<int32_t>(draft_row);
   if (neighbors) {
-    batch.neighbors = neighbors->const_data_ptr();
-    batch.narrow = narrow(*neighbors);
-    batch.C = neighbors->size(0);
-    batch.columns = neighbors->size(1);
-    batch.offset = offset;
+    batch.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), narrow(*neighbors), neighbors->size(0),
+                                         neighbors->size(1), offset);
   }
   batch.cutoff = data<float>(cutoff);
   batch.omega = data<float>(omega);
