@@ -1,5 +1,5 @@
-// The CUDA kernels as ops: outputs allocated as on the CPU, the current stream, every launch checked. Nothing of
-// libtorch_cuda is linked, so one library loads beside every build of torch. With SPECVIS_EMULATED the same
+// The CUDA kernels as ops: outputs allocated as on the CPU, the current stream, every launch checked. Nothing
+// of libtorch_cuda is linked, so one library loads beside every build of torch. With SPECVIS_EMULATED the same
 // functions are ops of a library of their own, on CPU tensors, for kernels that tests/cuda_on_cpu runs.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -94,6 +94,76 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum(
   return {mass, kept, status};
 }
 
+std::tuple<Tensor, Tensor> sample_residual(
+    const Tensor& target_probs,                // (R, V)
+    const std::optional<Tensor>& draft_probs,  // (R, V)
+    const Tensor& uniforms,                    // (R)
+    const std::optional<Tensor>& omega) {      // (R)
+  const int64_t R = target_probs.size(0);
+  const Device device(target_probs);
+  Tensor tokens = torch::stable::new_empty(uniforms, {R}, ScalarType::Long);
+  Tensor status = torch::stable::new_empty(uniforms, {R}, ScalarType::Int);
+  specvis::SampleResidual batch = {};
+  batch.R = R;
+  batch.V = target_probs.size(1);
+  batch.target_probs = target_probs.const_data_ptr<float>();
+  batch.draft_probs = data<float>(draft_probs);
+  batch.uniforms = uniforms.const_data_ptr<float>();
+  batch.omega = data<float>(omega);
+  batch.tokens = tokens.mutable_data_ptr<int64_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::sample_residual_cuda(batch, device.stream()));
+  return {tokens, status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links(const Tensor& parents) {  // (B, N)
+  const int64_t B = parents.size(0), N = parents.size(1);
+  const Device device(parents);
+  Tensor ancestors = torch::stable::new_empty(parents, {B, N, (N + 63) / 64}, ScalarType::Long);
+  Tensor depth = torch::stable::new_empty(parents, {B, N});
+  Tensor first_child = torch::stable::new_empty(parents, {B, N});
+  Tensor next_sibling = torch::stable::new_empty(parents, {B, N});
+  Tensor status = torch::stable::new_empty(parents, {B});
+  specvis::TreeLinks batch = {};
+  batch.B = B;
+  batch.N = N;
+  batch.parents = parents.const_data_ptr<int32_t>();
+  batch.ancestors = ancestors.mutable_data_ptr<int64_t>();
+  batch.depth = depth.mutable_data_ptr<int32_t>();
+  batch.first_child = first_child.mutable_data_ptr<int32_t>();
+  batch.next_sibling = next_sibling.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::tree_links_cuda(batch, device.stream()));
+  return {ancestors, depth, first_child, next_sibling, status};
+}
+
+Tensor tree_mask(
+    const Tensor& ancestors,               // (B, N, W)
+    const std::optional<Tensor>& lengths,  // (B)
+    std::string form, int64_t columns, ScalarType dtype) {
+  using specvis::Form;
+  const int64_t B = ancestors.size(0), N = ancestors.size(1);
+  const bool packed = form == "packed", additive = form == "additive";
+  const ScalarType type = packed ? ScalarType::Byte : additive ? dtype : ScalarType::Bool;
+  const Device device(ancestors);
+  Tensor mask = packed ? torch::stable::new_empty(ancestors, {B, (N * columns + 7) / 8}, type)
+                       : torch::stable::new_empty(ancestors, {B, N, columns}, type);
+  specvis::TreeMask batch = {};
+  batch.B = B;
+  batch.N = N;
+  batch.columns = columns;
+  batch.ancestors = ancestors.const_data_ptr<int64_t>();
+  batch.lengths = data<int32_t>(lengths);
+  batch.form = packed                       ? Form::bits
+               : !additive                  ? Form::bytes
+               : dtype == ScalarType::Float ? Form::float32
+               : dtype == ScalarType::Half  ? Form::float16
+                                            : Form::bfloat16;
+  batch.mask = mask.mutable_data_ptr();
+  check(specvis::tree_mask_cuda(batch, device.stream()));
+  return mask;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(
     const Tensor& target_probs,                // (B, N, V)
     const Tensor& tokens,                      // (B, N)
@@ -153,5 +223,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(
 
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
   m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum));
+  m.impl("sample_residual", TORCH_BOX(&sample_residual));
+  m.impl("tree_links", TORCH_BOX(&tree_links));
+  m.impl("tree_mask", TORCH_BOX(&tree_mask));
   m.impl("verify_tree", TORCH_BOX(&verify_tree));
 }

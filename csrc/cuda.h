@@ -1,5 +1,5 @@
-// What the kernels share: sums over a block, and rows of probabilities read by a block. Blocks are whole warps in
-// one dimension. Every thread calls these functions with the others, and gets the result.
+// What the kernels share: sums over a block, and rows of probabilities read by a block. Blocks are whole warps
+// in one dimension. Every thread calls these functions together with the others, and gets the result.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -27,7 +27,8 @@ constexpr int kMostWarps = 32;  // in a block
 
 // As many threads as there are things to do, in whole warps, but at most `most`.
 inline unsigned threads_for(int64_t things, int64_t most) {
-  return static_cast<unsigned>(things >= most ? most : things < 1 ? kWarp : (things + kWarp - 1) / kWarp * kWarp);
+  const int64_t whole = (things + kWarp - 1) / kWarp * kWarp;
+  return static_cast<unsigned>(whole < kWarp ? kWarp : whole < most ? whole : most);
 }
 
 __device__ inline unsigned lane() { return threadIdx.x % kWarp; }

@@ -31,7 +31,8 @@ __global__ void __launch_bounds__(kThreads) neighborhood_sum_kernel(Neighborhood
 
 cudaError_t neighborhood_sum_cuda(const NeighborhoodSum& batch, cudaStream_t stream) {
   if (batch.R == 0) return cudaSuccess;
-  LAUNCH(neighborhood_sum_kernel, static_cast<unsigned>(batch.R), threads_for(batch.V, kThreads), 0, stream, batch);
+  LAUNCH(neighborhood_sum_kernel, static_cast<unsigned>(batch.R), threads_for(batch.V, kThreads), 0, stream,
+         batch);
   return cudaGetLastError();
 }
 
