@@ -260,6 +260,7 @@ def test_residuals_of_a_point_mass(backend, residual, near, cutoff, weights):
     ("optimal", TABLE, [2, 0, 0, 1]),                              # 4 2 1 1 less 2 2 4 0
     ("relaxed", TABLE, [2, 0, 0, 0]),                              # 4 2 2 0 less 2 2 4 0
     ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], [2, 2, 0, 1]),  # 4 2 1 1 less 2 - 4 -: 3 and 1 are spared
+    ("released", [[1, 2], [0, 2], [3, 0], [2, 1]], [4, 0, 0, 1]),  # 4 2 1 1 less - 2 4 -: 3 and 0 are spared
 ])
 def test_residuals_of_a_sampled_child(backend, residual, near, weights):
     tree = dict(tokens=[9, 2], parents=[-1, 0], near=near, cutoff=0.125, residual=residual,
@@ -314,6 +315,18 @@ def test_an_id_listed_twice_is_removed_once(backend, monkeypatch):
     tree |= dict(draft=[[0.25, 0.125, 0.5, 0.125]], residual="released")
     for cell, token in enumerate([0, 0, 1, 3]):
         assert walk(backend, [ROW], uniforms=[(cell + 0.5) / 4, 0.9], **tree)[:2] == ([], token)
+
+
+@each_backend
+def test_a_token_that_is_its_own_neighbor_keeps_what_was_moved_to_it(backend):
+    """Out of the contract, but the same everywhere. Omega 1/2: token 2 has 1/8 and moves its own and 3's 1/8 to
+    itself, 3/8, against 2/8 drafted: accepted iff u * 2 < 3 / 2. Otherwise 4 2 3 0 less 4 2 2 0 leaves token 2.
+    """
+    tree = dict(tokens=[9, 2], parents=[-1, 0], near=[[1, 2], [0, 2], [2, 3], [2, 1]], cutoff=0.25, omega=[0.5],
+                residual="relaxed", draft=[[0.5, 0.25, 0.25, 0.0]])
+    assert walk(backend, [ROW], uniforms=[0.0, 0.749], **tree)[0] == [1]
+    assert walk(backend, [ROW], uniforms=[0.0, 0.75], **tree)[::3] == ([], 0)
+    assert walk(backend, [ROW], uniforms=[0.0, 0.75], **tree)[1] == 2
 
 
 @each_backend
@@ -423,6 +436,14 @@ def test_bad_links_are_reported_and_not_followed(backend, first_child, next_sibl
     got = walk(backend, [ROW], [9, 0, 3, 3], None, [0.0, 0.0, 0.9, 0.9], P=3, first_child=first_child,
                next_sibling=next_sibling, greedy=greedy)
     assert got == (path, 0, 0.0, INVALID_TREE)
+
+
+@each_backend
+def test_there_is_no_node_beyond_the_last(backend):
+    """Whatever stands in memory there: a kernel that keeps the row behind its nodes would find token 1."""
+    got = walk(backend, [[2.0**-42, 0.5, 0.25, 0.25]], [9, 0, 3, 3], None, [0.99, 0.0, 0.0, 0.0], P=3,
+               first_child=[4, -1, -1, -1], next_sibling=[-1] * 4)
+    assert got == ([], 3, 0.0, INVALID_TREE)
 
 
 @each_backend
@@ -631,6 +652,8 @@ def test_any_request_as_the_oracle_has_it(backend, monkeypatch):
         monkeypatch.setitem(_rows.WIDEST, "k", 2)
     for seed in range(count):
         args, kwargs = any_request(seed)
+        if backend == "cuda_emulated":  # shared memory for all of a request's arrays, for some, or for none
+            monkeypatch.setenv("CUDA_ON_CPU_SHARED", str(4096 + 32 * (seed % 32) if seed % 2 else 65536))
         for i, (got, expected) in enumerate(zip(verify_tree(*args, **kwargs, backend=backend),
                                                 verify_tree(*args, **kwargs, backend="oracle"))):
             same = torch.allclose(got, expected, rtol=0, atol=1e-5) if i == 3 else torch.equal(got, expected)
@@ -670,7 +693,7 @@ def arguments(**changes):
     (dict(residual="best"), "residual must be one of optimal, relaxed, released, got 'best'"),
     (dict(omega=torch.ones(2, 3)), r"omega must be float32 \(B=2, P=2\), got float32 \(2, 3\)"),
     (dict(greedy=torch.zeros(2)), r"greedy must be bool \(B=2\), got float32 \(2,\)"),
-    (dict(P=-1), "P must be >= 0, got -1"),
+    (dict(P=-1), "P must be an integer >= 0, got -1"),
     (dict(backend="fast"), "backend of verify_tree must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
