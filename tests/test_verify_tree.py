@@ -319,11 +319,11 @@ def test_an_id_listed_twice_is_removed_once(backend, monkeypatch):
 
 @each_backend
 def test_a_token_that_is_its_own_neighbor_keeps_what_was_moved_to_it(backend):
-    """Out of the contract, but the same everywhere. Omega 1/2: token 2 has 1/8 and moves its own and 3's 1/8 to
-    itself, 3/8, against 2/8 drafted: accepted iff u * 2 < 3 / 2. Otherwise 4 2 3 0 less 4 2 2 0 leaves token 2.
+    """Out of the contract, but the same everywhere. Omega 1/2: token 2 has 1/8 and moves its own and 3's 1/8
+    to itself, 3/8, against 2/8 drafted: accepted iff u * 2 < 3 / 2. Otherwise 4 2 3 0 less 4 2 2 0 leaves it.
     """
-    tree = dict(tokens=[9, 2], parents=[-1, 0], near=[[1, 2], [0, 2], [2, 3], [2, 1]], cutoff=0.25, omega=[0.5],
-                residual="relaxed", draft=[[0.5, 0.25, 0.25, 0.0]])
+    tree = dict(tokens=[9, 2], parents=[-1, 0], near=[[1, 2], [0, 2], [2, 3], [2, 1]], cutoff=0.25,
+                omega=[0.5], residual="relaxed", draft=[[0.5, 0.25, 0.25, 0.0]])
     assert walk(backend, [ROW], uniforms=[0.0, 0.749], **tree)[0] == [1]
     assert walk(backend, [ROW], uniforms=[0.0, 0.75], **tree)[::3] == ([], 0)
     assert walk(backend, [ROW], uniforms=[0.0, 0.75], **tree)[1] == 2
