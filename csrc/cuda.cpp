@@ -1,5 +1,5 @@
 // The CUDA kernels as ops: outputs allocated as on the CPU, the current stream, every launch checked. Nothing
-// of libtorch_cuda is linked, so one library loads beside every build of torch. With SPECVIS_EMULATED the same
+// of libtorch_cuda is linked, so one library loads beside any build of torch. With SPECVIS_EMULATED the same
 // functions are ops of a library of their own, on CPU tensors, for kernels that tests/cuda_on_cpu runs.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

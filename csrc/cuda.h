@@ -1,5 +1,5 @@
-// What the kernels share: sums over a block, and rows of probabilities read by a block. Blocks are whole warps
-// in one dimension. Every thread calls these functions together with the others, and gets the result.
+// What the kernels share: sums over a block, and rows of probabilities read by a block. Blocks are whole
+// warps in one dimension. All threads call these functions together, and each gets the result.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -37,7 +37,9 @@ __device__ inline unsigned warps() { return blockDim.x / kWarp; }
 
 template <class T>
 __device__ T warp_sum(T value) {
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
   return value;
 }
 
@@ -110,8 +112,8 @@ __device__ void for_each_entry(const float* row, int64_t V, F f) {
 __device__ inline void put(int64_t* copy, float, int64_t weight) { *copy = weight; }
 __device__ inline void put(float* copy, float p, int64_t) { *copy = p; }
 
-// The row's total in fixed point. `copy`, if not null, receives its entries, as weights or as they are, with 0
-// for what is no probability; all of it is there when this returns.
+// The row's total in fixed point. `copy`, if not null, receives its entries, as weights or as they are, with
+// 0 for what is no probability; all of it is there when this returns.
 template <class T = float>
 __device__ Total weigh(const float* row, int64_t V, T* copy = nullptr) {
   int64_t sum = 0;
@@ -129,8 +131,8 @@ __device__ Total weigh(const float* row, int64_t V, T* copy = nullptr) {
   return {sum, !broken && sum > 0};
 }
 
-// The longest prefix of the first `columns` neighbors that the budget allows, a neighbor per thread at a time, up
-// to the first that does not fit. weight(v) gives the row.
+// The longest prefix of the first `columns` neighbors that the budget allows, a neighbor per thread at a
+// time, up to the first that does not fit. weight(v) gives the row.
 template <class Weight>
 __device__ Kept kept_prefix(const Weight& weight, int64_t V, const Neighbors& neighbors, int64_t columns,
                             int64_t token, const Budget& budget) {

@@ -1,5 +1,5 @@
-// What the bindings hand to the kernels: one struct and one launcher per op. Plain C++, no torch. Pointers are to
-// the device's memory; a batch of 0 launches nothing.
+// What the bindings hand to the kernels: one struct and one launcher per op. Plain C++, no torch. Pointers
+// are to the device's memory; a batch of 0 launches nothing.
 #pragma once
 #include <cuda_runtime_api.h>
 

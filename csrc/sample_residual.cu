@@ -1,4 +1,4 @@
-// sample_residual on CUDA: a block per row. One pass weighs target and draft, one the residual, of which every
+// sample_residual on CUDA: a block per row. One pass weighs target and draft, one the residual, of which each
 // warp sums a share; the token is looked for in a single share. Nothing is stored.
 #include "cuda.h"
 #include "launch.h"

@@ -1,4 +1,4 @@
-// tree_links on CUDA: a block per tree. Every node walks up for itself, so that no node waits for another, and
+// tree_links on CUDA: a block per tree. Every node walks up for itself, so that none waits for another, and
 // then looks for its links among the nodes behind it.
 #include "cuda.h"
 #include "launch.h"

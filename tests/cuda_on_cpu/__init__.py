@@ -1,4 +1,4 @@
-"""The CUDA kernels on the CPU: csrc/*.cu compiled by g++ against the headers here, as backend "cuda_emulated"."""
+"""The CUDA kernels on the CPU, as backend "cuda_emulated": csrc/*.cu, by g++ with the headers here."""
 import os
 import shutil
 import subprocess
@@ -18,6 +18,10 @@ FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contr
          "-Wno-unknown-pragmas", f"-I{HERE}"]
 
 
+def newer(file: Path, others) -> bool:
+    return file.exists() and file.stat().st_mtime > max(other.stat().st_mtime for other in others)
+
+
 def build(sources, library: Path, *flags: str) -> Path:
     """Compile what changed since the last time, and link it. Raises CalledProcessError."""
     compiler = os.environ.get("CXX", "g++")
@@ -27,7 +31,7 @@ def build(sources, library: Path, *flags: str) -> Path:
 
     def object_of(source: Path) -> Path:
         target = library.parent / (source.name + ".o")
-        if not target.exists() or target.stat().st_mtime <= max(p.stat().st_mtime for p in [source, *headers]):
+        if not newer(target, [source, *headers]):
             subprocess.run([compiler, *FLAGS, *flags, "-x", "c++", "-c", source, "-o", target,
                             "-isystem", torch_folder / "include", f"-I{CSRC}", "-DSPECVIS_EMULATED",
                             "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
@@ -35,7 +39,7 @@ def build(sources, library: Path, *flags: str) -> Path:
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         objects = list(pool.map(object_of, sources))
-    if not library.exists() or library.stat().st_mtime <= max(o.stat().st_mtime for o in objects):
+    if not newer(library, objects):
         subprocess.run([compiler, "-shared", *flags, *objects, f"-L{torch_folder / 'lib'}", "-ltorch_cpu",
                         "-o", library], check=True)
     return library
@@ -51,8 +55,7 @@ def load() -> None:
     path = build([*kernels, CSRC / "cuda.cpp"], folder / "emulated.so", *(SANITIZE if sanitize else []))
     library = torch.library.Library(NAMESPACE, "DEF")
     load.keep = library  # its ops live as long as it does
-    for kernel in kernels:
-        schema = str(getattr(torch.ops.specvis_kernels, kernel.stem).default._schema)
-        library.define(schema.partition("::")[2])
-        _dispatch._kernels[kernel.stem]["cuda_emulated"] = getattr(getattr(torch.ops, NAMESPACE), kernel.stem).default
+    for op in (kernel.stem for kernel in kernels):
+        library.define(str(getattr(torch.ops.specvis_kernels, op).default._schema).partition("::")[2])
+        _dispatch._kernels[op]["cuda_emulated"] = getattr(getattr(torch.ops, NAMESPACE), op).default
     torch.ops.load_library(path)

@@ -1,8 +1,10 @@
 // CUDA C++ kernels as plain C++ on the CPU, for tests: found instead of CUDA's header when g++ compiles a .cu
-// file. Blocks run one after another; a block's threads are fibers that change at barriers and warp operations.
-// What would hang or be undefined on a GPU fails the launch, and cudaGetErrorString() says where: a barrier or
-// a warp operation that not all reach, or not at the same place. A thread runs on until it has to wait, and the
-// order changes between any two barriers, so a missing barrier gives wrong results, in one order or another.
+// file. Blocks run one after another; a block's threads are fibers that change at barriers and warp
+// operations. What would hang or be undefined on a GPU fails the launch, and cudaGetErrorString() says where:
+// a barrier or a warp operation that not all reach, or not at the same place. A thread runs on until it has to
+// wait, in an order that changes from barrier to barrier, so that a missing one gives wrong results in one
+// order or another. Dynamic shared memory starts as NaN. Not covered: static shared memory that nobody wrote,
+// the memory model between blocks, time.
 //
 //   CUDA_ON_CPU_SHARED   bytes of shared memory that a block may have; Hopper's 227 KB unless set
 //   CUDA_ON_CPU_SEED     another order of the threads
@@ -140,8 +142,9 @@ inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place) {
   }
   for (unsigned to = 0; to < lanes; ++to) {
     if (!(mask >> to & 1)) continue;
-    for (unsigned from = 0; from < lanes; ++from) threads[first + to]->values[from] = threads[first + from]->value;
-    threads[first + to]->state = Thread::ready;
+    Thread& thread = *threads[first + to];
+    for (unsigned from = 0; from < lanes; ++from) thread.values[from] = threads[first + from]->value;
+    thread.state = Thread::ready;
   }
   return self->values;
 }
@@ -193,8 +196,9 @@ inline void run_block(std::minstd_rand& order) {
   }
   if (at[Thread::exited] == size) return;
   failure = "divergence: " + std::to_string(at[Thread::at_barrier]) + " threads wait at a barrier, " +
-            std::to_string(at[Thread::in_warp]) + " in a warp operation, " + std::to_string(at[Thread::exited]) +
-            " have exited; thread " + std::to_string(some) + " is at " + threads[some]->place.text();
+            std::to_string(at[Thread::in_warp]) + " in a warp operation, " +
+            std::to_string(at[Thread::exited]) + " have exited; thread " + std::to_string(some) + " is at " +
+            threads[some]->place.text();
 }
 
 template <class... Parameters, class... Arguments>
@@ -287,7 +291,9 @@ T modify(T* memory, Operation operation) {
 inline void __syncthreads(HERE) { cuda_on_cpu::barrier(false, place); }
 inline int __syncthreads_count(int vote, HERE) { return cuda_on_cpu::barrier(vote, place); }
 inline int __syncthreads_or(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) > 0; }
-inline int __syncthreads_and(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) == cuda_on_cpu::size; }
+inline int __syncthreads_and(int vote, HERE) {
+  return cuda_on_cpu::barrier(vote, place) == cuda_on_cpu::size;
+}
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, HERE) { cuda_on_cpu::exchange(mask, 0, place); }
 template <class T>
