@@ -7,8 +7,9 @@ namespace specvis {
 namespace {
 
 constexpr int kThreads = 256;  // at most
+constexpr int kBlocks = 3;     // of an SM: what leaves enough registers
 
-__global__ void __launch_bounds__(kThreads) neighborhood_sum_kernel(NeighborhoodSum batch) {
+__global__ void __launch_bounds__(kThreads, kBlocks) neighborhood_sum_kernel(NeighborhoodSum batch) {
   const int64_t r = blockIdx.x, V = batch.V;
   const float* row = batch.probs + r * V;
   const int64_t token = batch.tokens[r];

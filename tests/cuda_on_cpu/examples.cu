@@ -15,7 +15,7 @@ __global__ void collectives(int64_t* data) {
     const Scan scan = block_scan(value);
     mine[0] = sum;
     mine[1] = scan.before;
-    mine[2] = block_any(value < 0) ? block_first(value < 0) : -1;
+    mine[2] = block_any(value < 0) ? int64_t{block_first(value < 0)} : -1;
     mine[3] = scan.total;
   }
 }
