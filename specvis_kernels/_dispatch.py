@@ -34,7 +34,10 @@ _kernels: dict[str, dict] = {}  # op name -> backend name -> callable
 for _file in ("_ops.so", "_ops_cuda.so"):  # built? then it must load: a broken build is an error, not a fallback
     _path = Path(__file__).with_name(_file)
     if _path.exists() and (_file == "_ops.so" or torch.version.cuda):
-        torch.ops.load_library(_path)
+        try:
+            torch.ops.load_library(_path)
+        except OSError as error:
+            raise ImportError(f"{_path} does not load, build the package again: {error}") from error
 
 
 def define(schema: str, *, oracle, meta):

@@ -109,6 +109,14 @@ def test_the_library_loads_without_a_gpu():
     assert run.returncode == 0, run.stderr
 
 
+def test_a_broken_library_is_an_error(tmp_path):
+    shutil.copytree(LIBRARY.parent, tmp_path / "specvis_kernels", ignore=shutil.ignore_patterns("*.so"))
+    (tmp_path / "specvis_kernels/_ops.so").write_text("no library")
+    run = subprocess.run([sys.executable, "-c", "import specvis_kernels"], cwd=tmp_path,
+                         env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+    assert "ImportError" in run.stderr and "_ops.so does not load, build the package again" in run.stderr
+
+
 def test_the_gpus_are_in_the_library(setup):
     if not LIBRARY.exists():
         pytest.skip("needs the CUDA library")

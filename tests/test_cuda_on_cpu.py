@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import cuda_on_cpu
+from tests.inputs import DEVICE
 
 ROOT = Path(__file__).parent.parent
 COMPILER = os.environ.get("CXX", "g++")
@@ -131,6 +132,7 @@ def test_the_sanitizers_see_shared_memory(bytes, says):
     assert says in run.stdout, run.stdout
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="kernels run on the GPU")
 def test_the_sanitizers_find_nothing():
     run = sanitized("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_every_op.py",
                     "-k", "cuda_emulated and (equals_its_oracle or bad_row)")

@@ -1,4 +1,5 @@
 """The CUDA kernels on the CPU, as backend "cuda_emulated": csrc/*.cu, by g++ with the headers here."""
+import fcntl
 import os
 import shutil
 import subprocess
@@ -28,6 +29,8 @@ def build(sources, library: Path, *flags: str) -> Path:
     headers = [*HERE.glob("*.h"), *CSRC.glob("*.h"), Path(__file__)]
     torch_folder = Path(torch.__file__).parent
     library.parent.mkdir(parents=True, exist_ok=True)
+    lock = open(library.parent / "lock", "w")  # until this function returns: other processes may build too
+    fcntl.flock(lock, fcntl.LOCK_EX)
 
     def object_of(source: Path) -> Path:
         target = library.parent / (source.name + ".o")
