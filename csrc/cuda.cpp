@@ -67,6 +67,68 @@ const T* data(const std::optional<Tensor>& tensor) {
 
 bool narrow(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(
+    const Tensor& draft_probs,  // (B, F, V)
+    const Tensor& scores,       // (B, F)
+    const Tensor& width,        // (B)
+    int64_t K) {
+  const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
+  const Device device(draft_probs);
+  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
+  Tensor child_scores = torch::stable::new_empty(draft_probs, {B, F, K});
+  Tensor frontier = torch::stable::new_empty(width, {B, K});
+  Tensor status = torch::stable::new_empty(width, {B, F});
+  specvis::ExpandTree batch = {};
+  batch.B = B;
+  batch.F = F;
+  batch.V = draft_probs.size(2);
+  batch.K = K;
+  batch.draft_probs = draft_probs.const_data_ptr<float>();
+  batch.scores = scores.const_data_ptr<float>();
+  batch.width = width.const_data_ptr<int32_t>();
+  batch.tokens = tokens.mutable_data_ptr<int64_t>();
+  batch.child_scores = child_scores.mutable_data_ptr<float>();
+  batch.frontier = frontier.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::expand_tree_cuda(batch, device.stream()));
+  return {tokens, child_scores, frontier, status};
+}
+
+std::tuple<Tensor, Tensor> guided_probs(
+    const Tensor& logits,                 // (B, N, V)
+    const std::optional<Tensor>& uncond,  // (B, N, V)
+    const Tensor& guidance,               // (B)
+    const Tensor& temperature,            // (B)
+    const Tensor& top_k,                  // (B)
+    const Tensor& top_p,                  // (B)
+    int64_t first_id, int64_t last_id) {
+  using specvis::LogitType;
+  const int64_t B = logits.size(0), N = logits.size(1);
+  const Device device(logits);
+  Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
+  Tensor status = torch::stable::new_empty(logits, {B, N}, ScalarType::Int);
+  const ScalarType type = logits.scalar_type();
+  specvis::GuidedProbs batch = {};
+  batch.B = B;
+  batch.N = N;
+  batch.V = logits.size(2);
+  batch.first_id = first_id;
+  batch.ids = last_id - first_id;
+  batch.type = type == ScalarType::Half       ? LogitType::float16
+               : type == ScalarType::BFloat16 ? LogitType::bfloat16
+                                              : LogitType::float32;
+  batch.logits = logits.const_data_ptr();
+  batch.uncond = uncond ? uncond->const_data_ptr() : nullptr;
+  batch.guidance = guidance.const_data_ptr<float>();
+  batch.temperature = temperature.const_data_ptr<float>();
+  batch.top_k = top_k.const_data_ptr<int32_t>();
+  batch.top_p = top_p.const_data_ptr<float>();
+  batch.probs = probs.mutable_data_ptr<float>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::guided_probs_cuda(batch, device.stream()));
+  return {probs, status};
+}
+
 std::tuple<Tensor, Tensor, Tensor> neighborhood_sum(
     const Tensor& probs,      // (R, V)
     const Tensor& tokens,     // (R)
@@ -114,6 +176,36 @@ std::tuple<Tensor, Tensor> sample_residual(
   batch.status = status.mutable_data_ptr<int32_t>();
   check(specvis::sample_residual_cuda(batch, device.stream()));
   return {tokens, status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree(
+    const Tensor& tokens,   // (B, M)
+    const Tensor& scores,   // (B, M)
+    const Tensor& parents,  // (B, M)
+    const Tensor& root,     // (B)
+    const Tensor& size,     // (B)
+    int64_t N) {
+  const int64_t B = tokens.size(0);
+  const Device device(tokens);
+  Tensor node_tokens = torch::stable::new_empty(tokens, {B, N});
+  Tensor node_parents = torch::stable::new_empty(parents, {B, N});
+  Tensor source = torch::stable::new_empty(parents, {B, N});
+  Tensor status = torch::stable::new_empty(parents, {B});
+  specvis::SelectTree batch = {};
+  batch.B = B;
+  batch.M = tokens.size(1);
+  batch.N = N;
+  batch.tokens = tokens.const_data_ptr<int64_t>();
+  batch.scores = scores.const_data_ptr<float>();
+  batch.parents = parents.const_data_ptr<int32_t>();
+  batch.root = root.const_data_ptr<int64_t>();
+  batch.size = size.const_data_ptr<int32_t>();
+  batch.node_tokens = node_tokens.mutable_data_ptr<int64_t>();
+  batch.node_parents = node_parents.mutable_data_ptr<int32_t>();
+  batch.source = source.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::select_tree_cuda(batch, device.stream()));
+  return {node_tokens, node_parents, source, status};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links(const Tensor& parents) {  // (B, N)
@@ -222,8 +314,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+  m.impl("expand_tree", TORCH_BOX(&expand_tree));
+  m.impl("guided_probs", TORCH_BOX(&guided_probs));
   m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum));
   m.impl("sample_residual", TORCH_BOX(&sample_residual));
+  m.impl("select_tree", TORCH_BOX(&select_tree));
   m.impl("tree_links", TORCH_BOX(&tree_links));
   m.impl("tree_mask", TORCH_BOX(&tree_mask));
   m.impl("verify_tree", TORCH_BOX(&verify_tree));

@@ -9,6 +9,32 @@
 
 namespace specvis {
 
+struct ExpandTree {
+  int64_t B, F, V, K;
+  const float* draft_probs;  // (B, F, V)
+  const float* scores;       // (B, F)
+  const int32_t* width;      // (B)
+  int64_t* tokens;           // (B, F, K)
+  float* child_scores;       // (B, F, K)
+  int32_t* frontier;         // (B, K)
+  int32_t* status;           // (B, F)
+};
+cudaError_t expand_tree_cuda(const ExpandTree& batch, cudaStream_t stream);
+
+enum class LogitType { float32, float16, bfloat16 };
+
+struct GuidedProbs {
+  int64_t B, N, V, first_id, ids;
+  LogitType type;
+  const void *logits, *uncond;           // (B, N, V); uncond may be null
+  const float *guidance, *temperature;  // (B)
+  const int32_t* top_k;                 // (B)
+  const float* top_p;                   // (B)
+  float* probs;                         // (B, N, V)
+  int32_t* status;                      // (B, N)
+};
+cudaError_t guided_probs_cuda(const GuidedProbs& batch, cudaStream_t stream);
+
 struct NeighborhoodSum {
   int64_t R, V;
   const float* probs;      // (R, V)
@@ -31,6 +57,19 @@ struct SampleResidual {
   int32_t* status;            // (R)
 };
 cudaError_t sample_residual_cuda(const SampleResidual& batch, cudaStream_t stream);
+
+struct SelectTree {
+  int64_t B, M, N;
+  const int64_t* tokens;            // (B, M)
+  const float* scores;              // (B, M)
+  const int32_t* parents;           // (B, M)
+  const int64_t* root;              // (B)
+  const int32_t* size;              // (B)
+  int64_t* node_tokens;             // (B, N)
+  int32_t *node_parents, *source;  // (B, N)
+  int32_t* status;                  // (B)
+};
+cudaError_t select_tree_cuda(const SelectTree& batch, cudaStream_t stream);
 
 struct TreeLinks {
   int64_t B, N;
