@@ -1,11 +1,18 @@
-"""Builds csrc/*.cpp into specvis_kernels/_ops.so, a plain shared library against torch's stable C ABI.
+"""Builds csrc/ into specvis_kernels/_ops.so and _ops_cuda.so, shared libraries against torch's stable C ABI.
 
-One library serves every Python and every torch from 2.10 on, with or without CUDA, so the wheel is
+One build serves every Python and every torch from 2.10 on, with or without CUDA, so the wheel is
 py3-none-<platform>. torch's headers are found by path, torch is not imported: the build works in pip's
-isolation too. Without a C++ compiler the package is built without the library, and the oracles and Triton
-answer. CXX names the compiler, MAX_JOBS limits how many run at once.
+isolation too. Without a C++ compiler the package is built without libraries, and the oracles and Triton
+answer. The CUDA library is built where nvcc is, be there a GPU or not.
+
+    CXX                   the C++ compiler
+    MAX_JOBS              how many of them run at once
+    SPECVIS_CUDA          0: no CUDA library; 1: an error if there is no nvcc
+    CUDA_HOME             where nvcc is, if it is neither in PATH nor in /usr/local/cuda
+    TORCH_CUDA_ARCH_LIST  the GPUs to build for, "8.0;9.0;10.0+PTX" unless set
 """
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +29,8 @@ DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]  
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
          "-fno-trapping-math", "-fno-math-errno",  # loops vectorize, results stay
          "-ffp-contract=off"]                      # every backend rounds alike
+CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall",
+              "-fmad=false"]                       # on the GPU too
 
 
 def find_torch() -> Path:
@@ -29,6 +38,29 @@ def find_torch() -> Path:
         if Path(folder, "torch/include/torch/csrc/stable/library.h").exists():
             return Path(folder, "torch")
     sys.exit("specvis_kernels: torch >= 2.10 must be installed first: python -m pip install torch")
+
+
+def find_nvcc() -> str | None:
+    wanted = os.environ.get("SPECVIS_CUDA", "")
+    folders = [Path(os.environ["CUDA_HOME"], "bin")] if os.environ.get("CUDA_HOME") else []
+    folders += [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(map(str, folders))) if wanted != "0" else None
+    if wanted == "1" and not nvcc:
+        sys.exit("specvis_kernels: SPECVIS_CUDA=1, but no nvcc in CUDA_HOME, PATH or /usr/local/cuda")
+    return nvcc
+
+
+def gpu_flags() -> list[str]:
+    flags = []
+    for name in re.split("[; ,]+", os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0;10.0+PTX"):
+        match = re.fullmatch(r"(\d+)\.?(\d)([af]?)(\+PTX)?", name)
+        if not match:
+            sys.exit(f"specvis_kernels: TORCH_CUDA_ARCH_LIST must be like 8.0;9.0+PTX, got {name!r}")
+        arch = "".join(match.groups()[:3])
+        flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+        if match[4]:
+            flags += ["-gencode", f"arch=compute_{arch},code=compute_{arch}"]
+    return flags
 
 
 def run(*command) -> None:
@@ -42,31 +74,42 @@ class Build(build_ext):
         return name.replace(".", os.sep) + ".so"
 
     def run(self):
-        self.compiler_path = shutil.which(os.environ.get("CXX", "g++"))
-        if not self.compiler_path:
-            print("specvis_kernels: no C++ compiler: built without C++ kernels", flush=True)
+        compiler, self.nvcc = shutil.which(os.environ.get("CXX", "g++")), find_nvcc()
+        if not compiler:
+            if os.environ.get("SPECVIS_CUDA") == "1":
+                sys.exit("specvis_kernels: SPECVIS_CUDA=1, but there is no C++ compiler")
+            print("specvis_kernels: no C++ compiler: built without C++ and CUDA kernels", flush=True)
             self.extensions = []
+        if not self.nvcc:
+            print("specvis_kernels: no nvcc: built without CUDA kernels", flush=True)
+            self.extensions = [e for e in self.extensions if not e.name.endswith("_cuda")]
+        self.compiler_path = compiler
         super().run()
 
     def build_extension(self, extension):
         torch = find_torch()
         shared = [Path(__file__), torch / "version.py", *Path("csrc").glob("*.h")]  # of every object
+        compile, link, objects = [self.compiler_path, *FLAGS], [self.compiler_path], OBJECTS
+        if extension.name.endswith("_cuda"):  # nvcc knows where CUDA's headers and its static runtime are
+            host = [self.nvcc, "-ccbin", self.compiler_path]
+            compile, link = [*host, *CUDA_FLAGS, *gpu_flags()], [*host, "-Xlinker", "--no-undefined"]
+            objects = OBJECTS / "-".join(flag.partition("code=")[2] for flag in gpu_flags()[1::2])
+        else:
+            link += ["-Wl,--no-undefined"]
 
         def object_of(source: str) -> Path:
-            target = OBJECTS / (source + ".o")
+            target = objects / (source + ".o")
             target.parent.mkdir(parents=True, exist_ok=True)
             newest = max(path.stat().st_mtime for path in [Path(source), *shared])
             if not target.exists() or target.stat().st_mtime <= newest:
-                run(self.compiler_path, *FLAGS, *DEFINES, "-isystem", torch / "include", "-c", source,
-                    "-o", target)
+                run(*compile, *DEFINES, "-isystem", torch / "include", "-c", source, "-o", target)
             return target
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            objects = list(pool.map(object_of, extension.sources))
+            built = list(pool.map(object_of, extension.sources))
         library = Path(self.get_ext_fullpath(extension.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        run(self.compiler_path, "-shared", *objects, f"-L{torch / 'lib'}", "-ltorch_cpu",
-            "-Wl,--no-undefined", "-o", library)
+        run(*link, "-shared", *built, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", library)
 
 
 class Wheel(bdist_wheel):
@@ -74,8 +117,11 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+BINDINGS = "csrc/cuda.cpp"
 setup(
-    # A CUDA library would be a second Extension here, specvis_kernels._ops_cuda, built where nvcc is.
-    ext_modules=[Extension("specvis_kernels._ops", sorted(map(str, Path("csrc").glob("*.cpp"))))],
+    ext_modules=[
+        Extension("specvis_kernels._ops", sorted({*map(str, Path("csrc").glob("*.cpp"))} - {BINDINGS})),
+        Extension("specvis_kernels._ops_cuda", sorted(map(str, Path("csrc").glob("*.cu"))) + [BINDINGS]),
+    ],
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
 )

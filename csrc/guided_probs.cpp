@@ -8,11 +8,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
+
+#include "floats.h"
 
 #if defined(__x86_64__) && defined(__gnu_linux__)  // compiled for each, chosen when the library is loaded
 #define WIDEST_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -24,38 +25,11 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using specvis::exp_of;
+using specvis::key_of;
+using specvis::kInvalidRow;
 
-constexpr int32_t kInvalidRow = 2;
 constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kMassOne = 1099511627776.f;  // 2^40
-
-// Integers in the order of the floats: the two zeros are one, every NaN lies outside -inf .. inf.
-inline int32_t key_of(float x) {
-  x += 0.f;
-  int32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-
-// exp for x <= 0, to about one unit in the last place, in operations that vectorize; 0 below exp(-87).
-inline float exp_of(float x) {
-  const float shifted = std::max(x, -100.f) * 1.44269504f + 12582912.f;  // 1.5 * 2^23
-  const float n = shifted - 12582912.f;
-  const float r = (std::max(x, -100.f) - n * 0.693359375f) + n * 2.12194440e-4f;
-  float y = 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = (y * r) * r + r + 1.f;
-  int32_t bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits - 0x4b400000 + 127) << 23;  // 2^n
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return x < -87.f ? 0.f : y * scale;
-}
 
 struct Scratch {
   std::vector<float> x;        // logits, later their exponentials
@@ -129,10 +103,7 @@ WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidanc
   if (lowest < key_of(-kInf) || highest >= key_of(kInf) || highest == key_of(-kInf) || !(temperature > 0))
     return kInvalidRow;
 
-  float best;
-  const int32_t best_bits = highest ^ ((highest >> 31) & 0x7fffffff);
-  std::memcpy(&best, &best_bits, sizeof best);
-
+  const float best = specvis::float_of(highest);
   int64_t n = ids;
   const bool packed = sampling && k > 0 && k < ids;
   if (packed) {
@@ -147,7 +118,7 @@ WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidanc
   for (int64_t i = 0; i < n; ++i) x[i] = exp_of(x[i] - best);
 
   if (sampling && top_p > 0 && top_p < 1) {
-    const auto mass = [&](int64_t i) { return int64_t(x[i] * kMassOne); };
+    const auto mass = [&](int64_t i) { return specvis::mass_of(x[i]); };
     int64_t whole = 0;
     for (int64_t i = 0; i < n; ++i) whole += mass(i);
     const int64_t limit = std::ceil(double(top_p) * double(whole));

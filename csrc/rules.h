@@ -39,6 +39,39 @@ HOST_DEVICE inline int64_t to_fixed(float p) {
   return static_cast<int64_t>(p * static_cast<float>(kFixedOne));
 }
 
+// A row's total in fixed point, and whether the row is one of probabilities.
+struct Total {
+  int64_t weight;
+  bool valid;
+};
+
+// How many of a token's neighbors the cutoff keeps, and their weight.
+struct Kept {
+  int64_t mass, count;
+};
+
+// The neighbors of every code: either width of table, as token ids.
+class Neighbors {
+ public:
+  Neighbors() = default;
+  HOST_DEVICE Neighbors(const void* table, bool narrow, int64_t C, int64_t columns, int64_t offset)
+      : table_(table), narrow_(narrow), C_(C), columns_(columns), offset_(offset) {}
+
+  HOST_DEVICE int64_t columns() const { return columns_; }
+  HOST_DEVICE bool has(int64_t token) const { return token >= offset_ && token - offset_ < C_; }
+  // The j-th neighbor of a token that has() any; out of the vocabulary if the table says so.
+  HOST_DEVICE int64_t operator()(int64_t token, int64_t j) const {
+    const int64_t at = (token - offset_) * columns_ + j;
+    return offset_ + (narrow_ ? int64_t{static_cast<const uint16_t*>(table_)[at]}
+                              : int64_t{static_cast<const int32_t*>(table_)[at]});
+  }
+
+ private:
+  const void* table_ = nullptr;
+  bool narrow_ = false;
+  int64_t C_ = 0, columns_ = 0, offset_ = 0;
+};
+
 // Jensen-Shannon divergence of a row from itself with mass `moved` put onto a token of mass `own`.
 HOST_DEVICE inline double jsd(double moved, double own) {
   const double half = own + moved / 2, both = own + moved;

@@ -6,7 +6,9 @@ import pytest  # noqa: E402  the variables are read when torch and triton are fi
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU,
+    from tests import cuda_on_cpu
+    cuda_on_cpu.load()  # and so do the CUDA ones
 
 
 @pytest.fixture(autouse=True)

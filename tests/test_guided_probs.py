@@ -19,8 +19,15 @@ def one_row(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1
     def setting(value, dtype=torch.float32):
         return torch.tensor([value], dtype=dtype, device=DEVICE)
 
-    probs, status = guided_probs(row(logits), row(uncond), setting(guidance), setting(temperature),
-                                 setting(top_k, torch.int32), setting(top_p), **kwargs)
+    def run():
+        return guided_probs(row(logits), row(uncond), setting(guidance), setting(temperature),
+                            setting(top_k, torch.int32), setting(top_p), **kwargs)
+
+    probs, status = out = run()
+    if kwargs.get("backend") == "cuda_emulated":  # and where no row fits into shared memory
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_ON_CPU_SHARED", "17000")
+            assert all(map(torch.equal, run(), out))
     return probs[0, 0].tolist(), status.item()
 
 
@@ -112,6 +119,21 @@ def test_half_types_are_computed_in_float32(backend, dtype):
     half = guided_probs(cond, uncond, *settings, *filters, backend=backend)[0]
     full = guided_probs(cond.float(), uncond.float(), *settings, *filters, backend=backend)[0]
     assert torch.equal(half, full)
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first, second", [(0, 1), (1, 0), (1, 1), (3, 7), (2, 10)])
+def test_rows_start_at_any_address(backend, dtype, first, second):
+    """Each half of a pair at one of its own."""
+    V = 45
+    memory = torch.randn(2, V + 16, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    cond, uncond = (row[at:at + V].view(1, 1, V) for row, at in zip(memory.unbind(0), (first, second)))
+    rest = [torch.tensor([x], device=DEVICE) for x in (2.0, 1.0, 9, 0.9)]
+    rest[2] = rest[2].int()
+    got = guided_probs(cond, uncond, *rest, backend=backend)
+    for a, b in zip(got, guided_probs(cond.clone(), uncond.clone(), *rest, backend=backend)):
+        assert torch.equal(a, b)
 
 
 @BACKENDS

@@ -1,6 +1,8 @@
 """The shape of the package: which op has which kernels, what it brings along, which way imports point."""
 import inspect
+import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,20 +15,25 @@ from benchmarks.ops import ROWS
 from tests import inputs
 
 ROOT = Path(__file__).parent.parent
+CUDA = {"cuda", "cuda_emulated"}  # the same files; the second in tests, where there is no GPU
 KERNELS = {  # op -> every backend it has, on a machine that has everything
     "codebook_neighbors": {"oracle"},
     "expand_tree": {"oracle", "cpu", "triton"},
     "guided_probs": {"oracle", "cpu", "triton"},
-    "neighborhood_sum": {"oracle", "cpu", "triton"},
-    "sample_residual": {"oracle", "cpu", "triton"},
+    "neighborhood_sum": {"oracle", "cpu", "triton", *CUDA},
+    "sample_residual": {"oracle", "cpu", "triton", *CUDA},
     "select_tree": {"oracle", "cpu", "triton"},
-    "tree_links": {"oracle", "cpu", "triton"},
-    "tree_mask": {"oracle", "cpu", "triton"},
-    "verify_tree": {"oracle", "cpu", "triton"},
+    "tree_links": {"oracle", "cpu", "triton", *CUDA},
+    "tree_mask": {"oracle", "cpu", "triton", *CUDA},
+    "verify_tree": {"oracle", "cpu", "triton", *CUDA},
 }
-BUILT = Path(specvis_kernels.__file__).with_name("_ops.so").exists()
-HERE = ({"oracle"} | ({"cpu"} if BUILT and inputs.DEVICE == "cpu" else set())
-        | ({"triton"} if find_spec("triton") else set()))
+PACKAGE = Path(specvis_kernels.__file__).parent
+HERE = {"oracle"} | ({"triton"} if find_spec("triton") else set())
+if inputs.DEVICE == "cuda":
+    HERE |= {"cuda"} if (PACKAGE / "_ops_cuda.so").exists() else set()
+else:
+    HERE |= {"cpu"} if (PACKAGE / "_ops.so").exists() else set()
+    HERE |= {"cuda_emulated"} if shutil.which(os.environ.get("CXX", "g++")) else set()
 
 
 def test_the_table_names_every_op():
@@ -40,7 +47,7 @@ def test_no_kernel_has_gone_missing(op):
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_files_have_the_name_of_the_op(op):
-    files = {"oracle": f"specvis_kernels/{op}.py", "cpu": f"csrc/{op}.cpp",
+    files = {"oracle": f"specvis_kernels/{op}.py", "cpu": f"csrc/{op}.cpp", "cuda": f"csrc/{op}.cu",
              "triton": f"specvis_kernels/triton/{op}.py"}
     for backend, file in files.items():
         assert (ROOT / file).exists() == (backend in KERNELS[op]), file

@@ -50,6 +50,7 @@ def test_unused_slots(backend):
     ([-1, 0, -2**31, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),
     ([-1, -2, 1, 0], [0, -1, -1, 1], [3, -1, -1, -1], [-1, -1, -1, -1]),      # a parent that is unused
     ([-1, 3, 1, 2], [0, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),     # a cycle
+    ([-1, 2, 0, 2], [0, -1, 1, 2], [2, -1, 3, -1], [-1, -1, -1, -1]),         # a used node's parent, behind it
     ([-1, 5, 1, 1], [0, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),     # an invalid parent's children
     ([0, 0, 1, 0], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),     # no root: nothing is used
     ([-2, 0, 1, 0], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),
@@ -79,6 +80,14 @@ def test_bits_run_on_through_the_words(backend, N):
         2 ** (n + 1) - 1 for n in range(N)]
     assert depth == [[*range(N)]] and status == [0]
     assert first_child == [[*range(1, N), -1]] and next_sibling == [[-1] * N]
+
+
+@BACKENDS
+def test_a_second_root_far_behind(backend):
+    """It is no sibling of the first one, and does not stay unnoticed."""
+    ancestors, depth, first_child, next_sibling, status = links([-1] + [0] * 128 + [-1], backend=backend)
+    assert status == [INVALID_TREE] and depth == [[0] + [1] * 128 + [-1]] and ancestors[0][129] == [0, 0, 0]
+    assert first_child == [[1] + [-1] * 129] and next_sibling == [[-1, *range(2, 129), -1, -1]]
 
 
 @BACKENDS

@@ -1,0 +1,325 @@
+// The CUDA kernels as ops: outputs allocated as on the CPU, the current stream, every launch checked. Nothing
+// of libtorch_cuda is linked, so one library loads beside any build of torch. With SPECVIS_EMULATED the same
+// functions are ops of a library of their own, on CPU tensors, for kernels that tests/cuda_on_cpu runs.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+
+#include "launch.h"
+
+#ifdef SPECVIS_EMULATED
+#define LIBRARY specvis_kernels_emulated
+#define DEVICE CPU
+#else
+#define LIBRARY specvis_kernels
+#define DEVICE CUDA
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// While it lives, the tensor's device is the current one; its stream is PyTorch's current one there.
+class Device {
+#ifdef SPECVIS_EMULATED
+ public:
+  explicit Device(const Tensor&) {}
+  cudaStream_t stream() const { return nullptr; }
+#else
+ public:
+  explicit Device(const Tensor& tensor) : index_(tensor.get_device_index()), guard_(index_) {}
+  cudaStream_t stream() const {
+    using Get = int32_t (*)(int32_t, void**);
+    static const Get get = [] {
+      void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+      return reinterpret_cast<Get>(
+          dlsym(library ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+    }();
+    void* stream = nullptr;
+    STD_TORCH_CHECK(get, "specvis_kernels: this build of torch has no CUDA streams");
+    STD_TORCH_CHECK(!get(index_, &stream), "specvis_kernels: no current stream on CUDA device ", index_);
+    return static_cast<cudaStream_t>(stream);
+  }
+
+ private:
+  torch::stable::DeviceIndex index_;
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+};
+
+void check(cudaError_t error) {
+  STD_TORCH_CHECK(error == cudaSuccess, "specvis_kernels: CUDA error: ", cudaGetErrorString(error));
+}
+
+template <class T>
+const T* data(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+bool narrow(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(
+    const Tensor& draft_probs,  // (B, F, V)
+    const Tensor& scores,       // (B, F)
+    const Tensor& width,        // (B)
+    int64_t K) {
+  const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
+  const Device device(draft_probs);
+  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
+  Tensor child_scores = torch::stable::new_empty(draft_probs, {B, F, K});
+  Tensor frontier = torch::stable::new_empty(width, {B, K});
+  Tensor status = torch::stable::new_empty(width, {B, F});
+  specvis::ExpandTree batch = {};
+  batch.B = B;
+  batch.F = F;
+  batch.V = draft_probs.size(2);
+  batch.K = K;
+  batch.draft_probs = draft_probs.const_data_ptr<float>();
+  batch.scores = scores.const_data_ptr<float>();
+  batch.width = width.const_data_ptr<int32_t>();
+  batch.tokens = tokens.mutable_data_ptr<int64_t>();
+  batch.child_scores = child_scores.mutable_data_ptr<float>();
+  batch.frontier = frontier.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::expand_tree_cuda(batch, device.stream()));
+  return {tokens, child_scores, frontier, status};
+}
+
+std::tuple<Tensor, Tensor> guided_probs(
+    const Tensor& logits,                 // (B, N, V)
+    const std::optional<Tensor>& uncond,  // (B, N, V)
+    const Tensor& guidance,               // (B)
+    const Tensor& temperature,            // (B)
+    const Tensor& top_k,                  // (B)
+    const Tensor& top_p,                  // (B)
+    int64_t first_id, int64_t last_id) {
+  using specvis::LogitType;
+  const int64_t B = logits.size(0), N = logits.size(1);
+  const Device device(logits);
+  Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
+  Tensor status = torch::stable::new_empty(logits, {B, N}, ScalarType::Int);
+  const ScalarType type = logits.scalar_type();
+  specvis::GuidedProbs batch = {};
+  batch.B = B;
+  batch.N = N;
+  batch.V = logits.size(2);
+  batch.first_id = first_id;
+  batch.ids = last_id - first_id;
+  batch.type = type == ScalarType::Half       ? LogitType::float16
+               : type == ScalarType::BFloat16 ? LogitType::bfloat16
+                                              : LogitType::float32;
+  batch.logits = logits.const_data_ptr();
+  batch.uncond = uncond ? uncond->const_data_ptr() : nullptr;
+  batch.guidance = guidance.const_data_ptr<float>();
+  batch.temperature = temperature.const_data_ptr<float>();
+  batch.top_k = top_k.const_data_ptr<int32_t>();
+  batch.top_p = top_p.const_data_ptr<float>();
+  batch.probs = probs.mutable_data_ptr<float>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::guided_probs_cuda(batch, device.stream()));
+  return {probs, status};
+}
+
+std::tuple<Tensor, Tensor, Tensor> neighborhood_sum(
+    const Tensor& probs,      // (R, V)
+    const Tensor& tokens,     // (R)
+    const Tensor& neighbors,  // (C, k)
+    const Tensor& cutoff,     // (R)
+    std::string kind, int64_t offset) {
+  const int64_t R = probs.size(0);
+  const Device device(probs);
+  Tensor mass = torch::stable::new_empty(probs, {R});
+  Tensor kept = torch::stable::new_empty(probs, {R}, ScalarType::Int);
+  Tensor status = torch::stable::new_empty(probs, {R}, ScalarType::Int);
+  specvis::NeighborhoodSum batch = {};
+  batch.R = R;
+  batch.V = probs.size(1);
+  batch.probs = probs.const_data_ptr<float>();
+  batch.tokens = tokens.const_data_ptr<int64_t>();
+  batch.neighbors = specvis::Neighbors(neighbors.const_data_ptr(), narrow(neighbors), neighbors.size(0),
+                                       neighbors.size(1), offset);
+  batch.cutoff = cutoff.const_data_ptr<float>();
+  batch.kind = specvis::cutoff_named(kind);
+  batch.mass = mass.mutable_data_ptr<float>();
+  batch.kept = kept.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::neighborhood_sum_cuda(batch, device.stream()));
+  return {mass, kept, status};
+}
+
+std::tuple<Tensor, Tensor> sample_residual(
+    const Tensor& target_probs,                // (R, V)
+    const std::optional<Tensor>& draft_probs,  // (R, V)
+    const Tensor& uniforms,                    // (R)
+    const std::optional<Tensor>& omega) {      // (R)
+  const int64_t R = target_probs.size(0);
+  const Device device(target_probs);
+  Tensor tokens = torch::stable::new_empty(uniforms, {R}, ScalarType::Long);
+  Tensor status = torch::stable::new_empty(uniforms, {R}, ScalarType::Int);
+  specvis::SampleResidual batch = {};
+  batch.R = R;
+  batch.V = target_probs.size(1);
+  batch.target_probs = target_probs.const_data_ptr<float>();
+  batch.draft_probs = data<float>(draft_probs);
+  batch.uniforms = uniforms.const_data_ptr<float>();
+  batch.omega = data<float>(omega);
+  batch.tokens = tokens.mutable_data_ptr<int64_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::sample_residual_cuda(batch, device.stream()));
+  return {tokens, status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree(
+    const Tensor& tokens,   // (B, M)
+    const Tensor& scores,   // (B, M)
+    const Tensor& parents,  // (B, M)
+    const Tensor& root,     // (B)
+    const Tensor& size,     // (B)
+    int64_t N) {
+  const int64_t B = tokens.size(0);
+  const Device device(tokens);
+  Tensor node_tokens = torch::stable::new_empty(tokens, {B, N});
+  Tensor node_parents = torch::stable::new_empty(parents, {B, N});
+  Tensor source = torch::stable::new_empty(parents, {B, N});
+  Tensor status = torch::stable::new_empty(parents, {B});
+  specvis::SelectTree batch = {};
+  batch.B = B;
+  batch.M = tokens.size(1);
+  batch.N = N;
+  batch.tokens = tokens.const_data_ptr<int64_t>();
+  batch.scores = scores.const_data_ptr<float>();
+  batch.parents = parents.const_data_ptr<int32_t>();
+  batch.root = root.const_data_ptr<int64_t>();
+  batch.size = size.const_data_ptr<int32_t>();
+  batch.node_tokens = node_tokens.mutable_data_ptr<int64_t>();
+  batch.node_parents = node_parents.mutable_data_ptr<int32_t>();
+  batch.source = source.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::select_tree_cuda(batch, device.stream()));
+  return {node_tokens, node_parents, source, status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links(const Tensor& parents) {  // (B, N)
+  const int64_t B = parents.size(0), N = parents.size(1);
+  const Device device(parents);
+  Tensor ancestors = torch::stable::new_empty(parents, {B, N, (N + 63) / 64}, ScalarType::Long);
+  Tensor depth = torch::stable::new_empty(parents, {B, N});
+  Tensor first_child = torch::stable::new_empty(parents, {B, N});
+  Tensor next_sibling = torch::stable::new_empty(parents, {B, N});
+  Tensor status = torch::stable::new_empty(parents, {B});
+  specvis::TreeLinks batch = {};
+  batch.B = B;
+  batch.N = N;
+  batch.parents = parents.const_data_ptr<int32_t>();
+  batch.ancestors = ancestors.mutable_data_ptr<int64_t>();
+  batch.depth = depth.mutable_data_ptr<int32_t>();
+  batch.first_child = first_child.mutable_data_ptr<int32_t>();
+  batch.next_sibling = next_sibling.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::tree_links_cuda(batch, device.stream()));
+  return {ancestors, depth, first_child, next_sibling, status};
+}
+
+Tensor tree_mask(
+    const Tensor& ancestors,               // (B, N, W)
+    const std::optional<Tensor>& lengths,  // (B)
+    std::string form, int64_t columns, ScalarType dtype) {
+  using specvis::Form;
+  const int64_t B = ancestors.size(0), N = ancestors.size(1);
+  const bool packed = form == "packed", additive = form == "additive";
+  const ScalarType type = packed ? ScalarType::Byte : additive ? dtype : ScalarType::Bool;
+  const Device device(ancestors);
+  Tensor mask = packed ? torch::stable::new_empty(ancestors, {B, (N * columns + 7) / 8}, type)
+                       : torch::stable::new_empty(ancestors, {B, N, columns}, type);
+  specvis::TreeMask batch = {};
+  batch.B = B;
+  batch.N = N;
+  batch.columns = columns;
+  batch.ancestors = ancestors.const_data_ptr<int64_t>();
+  batch.lengths = data<int32_t>(lengths);
+  batch.form = packed                       ? Form::bits
+               : !additive                  ? Form::bytes
+               : dtype == ScalarType::Float ? Form::float32
+               : dtype == ScalarType::Half  ? Form::float16
+                                            : Form::bfloat16;
+  batch.mask = mask.mutable_data_ptr();
+  check(specvis::tree_mask_cuda(batch, device.stream()));
+  return mask;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(
+    const Tensor& target_probs,                // (B, N, V)
+    const Tensor& tokens,                      // (B, N)
+    const Tensor& first_child,                 // (B, N)
+    const Tensor& next_sibling,                // (B, N)
+    const Tensor& uniforms,                    // (B, N)
+    const std::optional<Tensor>& draft_probs,  // (B, M, V)
+    const std::optional<Tensor>& draft_row,    // (B, N)
+    const std::optional<Tensor>& neighbors,    // (C, k)
+    const std::optional<Tensor>& cutoff,       // (B)
+    const std::optional<Tensor>& omega,        // (B, P)
+    const std::optional<Tensor>& greedy,       // (B)
+    std::string kind, int64_t offset, std::string residual, int64_t P) {
+  const int64_t B = target_probs.size(0);
+  const Device device(target_probs);
+  Tensor path = torch::stable::new_empty(tokens, {B, P}, ScalarType::Int);
+  Tensor accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor next_token = torch::stable::new_empty(tokens, {B});
+  Tensor excess = torch::stable::new_empty(target_probs, {B});
+  Tensor status = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  specvis::VerifyTree batch = {};
+  batch.B = B;
+  batch.N = target_probs.size(1);
+  batch.V = target_probs.size(2);
+  batch.M = draft_probs ? draft_probs->size(1) : 0;
+  batch.P = P;
+  batch.target_probs = target_probs.const_data_ptr<float>();
+  batch.tokens = tokens.const_data_ptr<int64_t>();
+  batch.first_child = first_child.const_data_ptr<int32_t>();
+  batch.next_sibling = next_sibling.const_data_ptr<int32_t>();
+  batch.uniforms = uniforms.const_data_ptr<float>();
+  batch.draft_probs = data<float>(draft_probs);
+  batch.draft_row = data<int32_t>(draft_row);
+  if (neighbors) {
+    batch.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), narrow(*neighbors), neighbors->size(0),
+                                         neighbors->size(1), offset);
+  }
+  batch.cutoff = data<float>(cutoff);
+  batch.omega = data<float>(omega);
+  batch.greedy = data<bool>(greedy);
+  batch.kind = specvis::cutoff_named(kind);
+  batch.residual = specvis::residual_named(residual);
+  batch.path = path.mutable_data_ptr<int32_t>();
+  batch.accepted = accepted.mutable_data_ptr<int32_t>();
+  batch.next_token = next_token.mutable_data_ptr<int64_t>();
+  batch.excess = excess.mutable_data_ptr<float>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  int64_t bytes = 0;
+  check(specvis::verify_tree_scratch(batch, &bytes));
+  Tensor scratch = torch::stable::new_empty(tokens, {bytes}, ScalarType::Char);
+  batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
+  check(specvis::verify_tree_cuda(batch, device.stream()));
+  return {path, accepted, next_token, excess, status};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+  m.impl("expand_tree", TORCH_BOX(&expand_tree));
+  m.impl("guided_probs", TORCH_BOX(&guided_probs));
+  m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum));
+  m.impl("sample_residual", TORCH_BOX(&sample_residual));
+  m.impl("select_tree", TORCH_BOX(&select_tree));
+  m.impl("tree_links", TORCH_BOX(&tree_links));
+  m.impl("tree_mask", TORCH_BOX(&tree_mask));
+  m.impl("verify_tree", TORCH_BOX(&verify_tree));
+}

@@ -1,0 +1,85 @@
+// select_tree on CUDA: a block per request. The lowest score that is kept is found bit by bit; one pass in
+// the order of the candidates gives the kept ones their slots, and each looks for its parent among these.
+#include "cuda.h"
+#include "floats.h"
+#include "launch.h"
+
+namespace specvis {
+namespace {
+
+constexpr int kThreads = 1024;  // at most
+
+__global__ void __launch_bounds__(kThreads) select_tree_kernel(SelectTree batch) {
+  const int64_t b = blockIdx.x, M = batch.M, N = batch.N;
+  const float* scores = batch.scores + b * M;
+  const int32_t* parents = batch.parents + b * M;
+  int64_t* node_tokens = batch.node_tokens + b * N;
+  int32_t* node_parents = batch.node_parents + b * N;
+  int32_t* source = batch.source + b * N;
+  const int64_t size = batch.size[b], room = (size < 1 ? 1 : size < N ? size : N) - 1;
+
+  // Scores as integers of the same order; 0 for what is not there.
+  const auto order_of = [=](int64_t m) { return m < M && scores[m] > -INFINITY ? ordered(scores[m]) : 0; };
+  const auto at_least = [=](uint64_t bound) {
+    int64_t count = 0;
+    for (int64_t start = 0; start < M; start += blockDim.x)
+      count += __syncthreads_count(order_of(start + threadIdx.x) >= bound);
+    return count;
+  };
+  uint32_t lowest = 0;  // of the kept
+  for (uint32_t bit = 0x80000000u; bit > 0; bit >>= 1)
+    if (at_least(lowest + bit) >= room) lowest += bit;
+  const int64_t ties = lowest > 0 ? room - at_least(uint64_t{lowest} + 1) : 0;  // of these, the first few
+
+  int64_t higher = 0, equal = 0;  // before this chunk
+  for (int64_t start = 0; start < M; start += blockDim.x) {
+    const int64_t m = start + threadIdx.x;
+    const uint32_t order = order_of(m);
+    const bool is_higher = order > lowest, is_equal = order == lowest && lowest > 0;
+    const Scan scan = block_scan(int64_t{is_higher} << 32 | int64_t{is_equal});
+    const int64_t equals = equal + (scan.before & 0xffffffff);
+    const int64_t slot = 1 + higher + (scan.before >> 32) + (equals < ties ? equals : ties);
+    if (is_higher || (is_equal && equals < ties)) source[slot] = static_cast<int32_t>(m);
+    higher += scan.total >> 32;
+    equal += scan.total & 0xffffffff;
+  }
+  const int64_t nodes = 1 + higher + (equal < ties ? equal : ties);
+  __syncthreads();
+
+  bool wrong = false;
+  for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
+    int64_t parent = n == 0 ? -1 : -2, token = n == 0 ? batch.root[b] : 0;
+    if (n > 0 && n < nodes) {
+      const int64_t m = source[n], above = parents[m];
+      if (above == -1) parent = 0;
+      if (above >= 0 && above < m) {
+        int64_t low = 1, high = n;  // nodes stand in the order of their candidates
+        while (low < high) {
+          const int64_t middle = (low + high) / 2;
+          if (source[middle] < above) low = middle + 1;
+          else high = middle;
+        }
+        if (low < n && source[low] == above) parent = low;
+      }
+      wrong |= parent < 0;
+      if (parent >= 0) token = batch.tokens[b * M + m];
+    }
+    node_parents[n] = static_cast<int32_t>(parent);
+    node_tokens[n] = token;
+  }
+  wrong = block_any(wrong);  // and every parent is found: unused slots lose their candidates
+  for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
+    if (node_parents[n] < 0) source[n] = -1;
+  if (threadIdx.x == 0) batch.status[b] = wrong ? kInvalidTree : 0;
+}
+
+}  // namespace
+
+cudaError_t select_tree_cuda(const SelectTree& batch, cudaStream_t stream) {
+  if (batch.B == 0) return cudaSuccess;
+  const int64_t most = batch.M > batch.N ? batch.M : batch.N;
+  LAUNCH(select_tree_kernel, static_cast<unsigned>(batch.B), threads_for(most, kThreads), 0, stream, batch);
+  return cudaGetLastError();
+}
+
+}  // namespace specvis

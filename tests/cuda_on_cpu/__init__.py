@@ -1,0 +1,64 @@
+"""The CUDA kernels on the CPU, as backend "cuda_emulated": csrc/*.cu, by g++ with the headers here."""
+import fcntl
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from specvis_kernels import _dispatch
+
+HERE = Path(__file__).parent
+CSRC = HERE.parent.parent / "csrc"
+BUILD = HERE.parent.parent / "build"
+NAMESPACE = "specvis_kernels_emulated"
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
+         "-Wno-unknown-pragmas", f"-I{HERE}"]
+
+
+def newer(file: Path, others) -> bool:
+    return file.exists() and file.stat().st_mtime > max(other.stat().st_mtime for other in others)
+
+
+def build(sources, library: Path, *flags: str) -> Path:
+    """Compile what changed since the last time, and link it. Raises CalledProcessError."""
+    compiler = os.environ.get("CXX", "g++")
+    headers = [*HERE.glob("*.h"), *CSRC.glob("*.h"), Path(__file__)]
+    torch_folder = Path(torch.__file__).parent
+    library.parent.mkdir(parents=True, exist_ok=True)
+    lock = open(library.parent / "lock", "w")  # until this function returns: other processes may build too
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def object_of(source: Path) -> Path:
+        target = library.parent / (source.name + ".o")
+        if not newer(target, [source, *headers]):
+            subprocess.run([compiler, *FLAGS, *flags, "-x", "c++", "-c", source, "-o", target,
+                            "-isystem", torch_folder / "include", f"-I{CSRC}", "-DSPECVIS_EMULATED",
+                            "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
+        return target
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        objects = list(pool.map(object_of, sources))
+    if not newer(library, objects):
+        subprocess.run([compiler, "-shared", *flags, *objects, f"-L{torch_folder / 'lib'}", "-ltorch_cpu",
+                        "-o", library], check=True)
+    return library
+
+
+def load() -> None:
+    """Adds backend "cuda_emulated" to every op that has a kernel. Without a compiler there is none."""
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        return
+    kernels = sorted(CSRC.glob("*.cu"))
+    sanitize = os.environ.get("CUDA_ON_CPU_SANITIZE") == "1"  # needs LD_PRELOAD, see test_cuda_on_cpu.py
+    folder = BUILD / ("cuda_on_cpu_sanitized" if sanitize else "cuda_on_cpu")
+    path = build([*kernels, CSRC / "cuda.cpp"], folder / "emulated.so", *(SANITIZE if sanitize else []))
+    library = torch.library.Library(NAMESPACE, "DEF")
+    load.keep = library  # its ops live as long as it does
+    for op in (kernel.stem for kernel in kernels):
+        library.define(str(getattr(torch.ops.specvis_kernels, op).default._schema).partition("::")[2])
+        _dispatch._kernels[op]["cuda_emulated"] = getattr(getattr(torch.ops, NAMESPACE), op).default
+    torch.ops.load_library(path)

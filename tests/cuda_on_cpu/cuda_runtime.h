@@ -1,0 +1,390 @@
+// CUDA C++ kernels as plain C++ on the CPU, for tests: found instead of CUDA's header when g++ compiles a .cu
+// file. Blocks run one after another; a block's threads are fibers that change at barriers and warp
+// operations. What would hang or be undefined on a GPU fails the launch, and cudaGetErrorString() says where:
+// a barrier or a warp operation that not all reach, or not at the same place. A thread runs on until it has to
+// wait, in an order that changes from barrier to barrier, so that a missing one gives wrong results in one
+// order or another. Dynamic shared memory starts as NaN. Not covered: static shared memory that nobody wrote,
+// the memory model between blocks, time.
+//
+//   CUDA_ON_CPU_SHARED   bytes of shared memory that a block may have; Hopper's 227 KB unless set
+//   CUDA_ON_CPU_SEED     another order of the threads
+#pragma once
+#include <math.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <type_traits>
+#include <vector>
+
+#include "cuda_runtime_api.h"
+#include "fiber.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __shared__ static  // one block at a time: what its threads share, all of the running ones do
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+#define VECTORS(T, name)                                                      \
+  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                          \
+  struct alignas(sizeof(T) < 8 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; }; \
+  inline name##2 make_##name##2(T x, T y) { return {x, y}; }                  \
+  inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+VECTORS(float, float)
+VECTORS(int, int)
+VECTORS(unsigned, uint)
+VECTORS(unsigned short, ushort)
+VECTORS(unsigned char, uchar)
+VECTORS(long long, longlong)
+VECTORS(unsigned long long, ulonglong)
+VECTORS(double, double)
+#undef VECTORS
+
+constexpr int warpSize = 32;
+inline uint3 threadIdx, blockIdx;  // of the thread that runs
+inline dim3 blockDim, gridDim;
+
+namespace cuda_on_cpu {
+
+struct Place {
+  const char* file;
+  int line;
+  bool operator==(const Place& other) const { return line == other.line && !std::strcmp(file, other.file); }
+  std::string text() const {
+    const char* name = std::strrchr(file, '/');
+    return std::string(name ? name + 1 : file) + ":" + std::to_string(line);
+  }
+};
+
+struct Thread {
+  enum State { ready, at_barrier, in_warp, exited };
+  Fiber fiber;
+  uint3 index;
+  unsigned rank;  // in its block
+  State state;
+  Place place;          // where it waits
+  unsigned mask;        // of the warp operation there
+  uint64_t value;       // what it brings to that
+  uint64_t values[32];  // and what all the lanes brought
+};
+
+// The running block.
+inline std::vector<std::unique_ptr<Thread>> threads;
+inline unsigned size;
+inline Thread* self;
+inline std::unique_ptr<unsigned char[]> dynamic_shared;
+inline const std::function<void()>* body;
+inline unsigned arrived, votes, counted;  // at the barrier; votes so far, and those of the last barrier
+inline Place barrier_place;
+inline std::string failure;
+
+// The running thread cannot go on, and with it the launch.
+[[noreturn]] inline void fail(const std::string& what) {
+  failure = "thread " + std::to_string(self->rank) + ": " + what;
+  while (true) self->fiber.wait();
+}
+
+// Every thread waits for the others; returns how many voted yes.
+inline unsigned barrier(bool vote, Place place) {
+  if (arrived == 0) barrier_place = place;
+  if (!(place == barrier_place))
+    fail("waits at the barrier of " + place.text() + ", others at that of " + barrier_place.text());
+  votes += vote;
+  self->place = place;
+  if (++arrived < size) {
+    self->state = Thread::at_barrier;
+    self->fiber.wait();
+  } else {
+    for (unsigned i = 0; i < size; ++i) threads[i]->state = Thread::ready;
+    counted = votes;
+    arrived = votes = 0;
+  }
+  return counted;
+}
+
+// The lanes in the mask wait for each other; returns what each of them brought.
+inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place) {
+  const unsigned first = self->rank / 32 * 32, lanes = std::min(32u, size - first);
+  if (lanes < 32 && mask >> lanes)
+    fail("the mask names lanes that the block does not have, at " + place.text());
+  if (!(mask >> self->rank % 32 & 1)) fail("not in the mask of its own warp operation at " + place.text());
+  self->state = Thread::in_warp;
+  self->place = place;
+  self->mask = mask;
+  self->value = value;
+  for (unsigned lane = 0; lane < lanes; ++lane) {
+    const Thread& other = *threads[first + lane];
+    if (!(mask >> lane & 1)) continue;
+    if (other.state == Thread::exited)
+      fail("lane " + std::to_string(lane) + " of the mask has exited, at " + place.text());
+    if (other.state == Thread::in_warp && (other.mask != mask || !(other.place == place)))
+      fail("lane " + std::to_string(lane) + " of the mask is in another warp operation, " +
+           other.place.text() + " and not " + place.text());
+    if (other.state != Thread::in_warp) {  // not there yet: the last one to arrive wakes the others
+      self->fiber.wait();
+      return self->values;
+    }
+  }
+  for (unsigned to = 0; to < lanes; ++to) {
+    if (!(mask >> to & 1)) continue;
+    Thread& thread = *threads[first + to];
+    for (unsigned from = 0; from < lanes; ++from) thread.values[from] = threads[first + from]->value;
+    thread.state = Thread::ready;
+  }
+  return self->values;
+}
+
+inline void run_thread() {
+  (*body)();
+  self->state = Thread::exited;
+  while (true) self->fiber.wait();
+}
+
+inline void resume(Thread& thread) {
+  self = &thread;
+  threadIdx = thread.index;
+  thread.fiber.resume();
+}
+
+// Until every thread has exited, or no one can go on.
+inline void run_block(std::minstd_rand& order) {
+  for (unsigned i = 0; i < size; ++i) {
+    Thread& thread = *threads[i];
+    thread.rank = i;
+    thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
+    thread.state = Thread::ready;
+    thread.fiber.begin(run_thread);
+  }
+  arrived = votes = 0;
+  for (bool progress = true; progress;) {
+    progress = false;
+    const unsigned backward = order() / 2 % 2;
+    for (unsigned i = 0; i < size; i += 32) {  // a warp runs on until all its lanes wait for the block
+      const unsigned first = backward ? (size - 1 - i) / 32 * 32 : i;
+      const unsigned lanes = std::min(32u, size - first);
+      for (bool again = true; again;) {
+        again = false;
+        for (unsigned lane = 0; lane < lanes; ++lane) {
+          Thread& thread = *threads[first + (backward ? lanes - 1 - lane : lane)];
+          if (thread.state != Thread::ready) continue;
+          again = progress = true;
+          resume(thread);
+          if (!failure.empty()) return;
+        }
+      }
+    }
+  }
+  unsigned at[4] = {}, some = 0;
+  for (unsigned i = 0; i < size; ++i) {
+    ++at[threads[i]->state];
+    if (threads[i]->state != Thread::exited) some = i;
+  }
+  if (at[Thread::exited] == size) return;
+  failure = "divergence: " + std::to_string(at[Thread::at_barrier]) + " threads wait at a barrier, " +
+            std::to_string(at[Thread::in_warp]) + " in a warp operation, " +
+            std::to_string(at[Thread::exited]) + " have exited; thread " + std::to_string(some) + " is at " +
+            threads[some]->place.text();
+}
+
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+            cudaStream_t, const Arguments&... arguments) {
+  static_assert((std::is_trivially_copyable<Parameters>::value && ...), "a kernel gets copies of the bytes");
+  static std::mutex one;
+  const std::lock_guard<std::mutex> lock(one);
+  const auto limit = shared_limits.find(reinterpret_cast<const void*>(kernel));
+  const uint64_t count = uint64_t{block.x} * block.y * block.z;
+  if (grid.x < 1 || grid.x > 0x7fffffffu || grid.y < 1 || grid.y > 65535 || grid.z < 1 || grid.z > 65535 ||
+      count < 1 || count > 1024) {
+    last_error = cudaErrorInvalidConfiguration;
+    return;
+  }
+  if (shared > size_t(std::max(limit == shared_limits.end() ? 0 : limit->second, kSharedByDefault)) ||
+      shared > size_t(most_shared())) {
+    last_error = cudaErrorInvalidValue;
+    return;
+  }
+  const std::function<void()> run = [&] { kernel(arguments...); };
+  body = &run;
+  size = count;
+  gridDim = grid;
+  blockDim = block;
+  while (threads.size() < size) threads.push_back(std::make_unique<Thread>());
+  dynamic_shared.reset(new unsigned char[shared]);
+  const char* seed = std::getenv("CUDA_ON_CPU_SEED");
+  std::minstd_rand order(seed ? std::atoi(seed) : 1);
+  failure.clear();
+  for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z)
+    for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
+      for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
+        std::memset(dynamic_shared.get(), 0xff, shared);  // NaN, or -1: what nobody wrote shows
+        run_block(order);
+        if (failure.empty()) continue;
+        report = std::string(name) + ", block (" + std::to_string(blockIdx.x) + ", " +
+                 std::to_string(blockIdx.y) + ", " + std::to_string(blockIdx.z) + "), " + failure;
+        last_error = cudaErrorLaunchFailure;
+        return;
+      }
+}
+
+template <class T>
+uint64_t bits_of(T value) {
+  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value, "up to eight bytes");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  return bits;
+}
+template <class T, class Bits>
+T from_bits(Bits bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline int lane() { return self->rank % 32; }
+
+// What lane `source` brought; the own value if that is in another group of `width` lanes.
+template <class T>
+T take(unsigned mask, T value, int source, int width, Place place) {
+  const uint64_t* values = exchange(mask, bits_of(value), place);
+  if (source < 0 || source / width != lane() / width) source = lane();
+  if (!(mask >> source & 1)) fail("takes from a lane outside the mask at " + place.text());
+  return from_bits<T>(values[source]);
+}
+
+template <class T, class Operation>
+T reduce(unsigned mask, T value, Place place, Operation operation) {
+  const uint64_t* values = exchange(mask, bits_of(value), place);
+  T result = value;
+  for (int other = 0; other < 32; ++other)
+    if (mask >> other & 1 && other != lane()) result = operation(result, from_bits<T>(values[other]));
+  return result;
+}
+
+// Nothing interrupts a fiber: reading and writing one after the other is atomic.
+template <class T, class Operation>
+T modify(T* memory, Operation operation) {
+  const T before = *memory;
+  *memory = operation(before);
+  return before;
+}
+
+}  // namespace cuda_on_cpu
+
+#define HERE cuda_on_cpu::Place place = {__builtin_FILE(), __builtin_LINE()}  // the caller's
+
+inline void __syncthreads(HERE) { cuda_on_cpu::barrier(false, place); }
+inline int __syncthreads_count(int vote, HERE) { return cuda_on_cpu::barrier(vote, place); }
+inline int __syncthreads_or(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) > 0; }
+inline int __syncthreads_and(int vote, HERE) {
+  return cuda_on_cpu::barrier(vote, place) == cuda_on_cpu::size;
+}
+
+inline void __syncwarp(unsigned mask = 0xffffffffu, HERE) { cuda_on_cpu::exchange(mask, 0, place); }
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32, HERE) {
+  const int first = cuda_on_cpu::lane() / width * width;
+  return cuda_on_cpu::take(mask, value, first + (source & (width - 1)), width, place);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32, HERE) {
+  return cuda_on_cpu::take(mask, value, cuda_on_cpu::lane() - int(distance), width, place);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32, HERE) {
+  return cuda_on_cpu::take(mask, value, cuda_on_cpu::lane() + int(distance), width, place);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int distance, int width = 32, HERE) {
+  return cuda_on_cpu::take(mask, value, cuda_on_cpu::lane() ^ distance, width, place);
+}
+inline unsigned __ballot_sync(unsigned mask, int vote, HERE) {
+  const unsigned bit = unsigned{vote != 0} << cuda_on_cpu::lane();
+  return cuda_on_cpu::reduce(mask, bit, place, [](unsigned a, unsigned b) { return a | b; });
+}
+inline int __any_sync(unsigned mask, int vote, HERE) { return __ballot_sync(mask, vote, place) != 0; }
+inline int __all_sync(unsigned mask, int vote, HERE) { return __ballot_sync(mask, !vote, place) == 0; }
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value, HERE) {
+  return cuda_on_cpu::reduce(mask, value, place, [](unsigned a, unsigned b) { return a + b; });
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value, HERE) {
+  return cuda_on_cpu::reduce(mask, value, place, [](unsigned a, unsigned b) { return a | b; });
+}
+inline unsigned __reduce_and_sync(unsigned mask, unsigned value, HERE) {
+  return cuda_on_cpu::reduce(mask, value, place, [](unsigned a, unsigned b) { return a & b; });
+}
+template <class T>
+T __reduce_min_sync(unsigned mask, T value, HERE) {
+  static_assert(sizeof(T) == 4 && std::is_integral<T>::value, "as in CUDA");
+  return cuda_on_cpu::reduce(mask, value, place, [](T a, T b) { return std::min(a, b); });
+}
+template <class T>
+T __reduce_max_sync(unsigned mask, T value, HERE) {
+  static_assert(sizeof(T) == 4 && std::is_integral<T>::value, "as in CUDA");
+  return cuda_on_cpu::reduce(mask, value, place, [](T a, T b) { return std::max(a, b); });
+}
+template <class T>
+unsigned __match_any_sync(unsigned mask, T value, HERE) {
+  const uint64_t mine = cuda_on_cpu::bits_of(value);
+  const uint64_t* values = cuda_on_cpu::exchange(mask, mine, place);
+  unsigned equal = 0;
+  for (int lane = 0; lane < 32; ++lane) equal |= unsigned{mask >> lane & 1 && values[lane] == mine} << lane;
+  return equal;
+}
+#undef HERE
+
+#define ATOMIC(name, result)                                                    \
+  template <class T>                                                            \
+  T name(T* memory, std::common_type_t<T> value) {                              \
+    return cuda_on_cpu::modify(memory, [=](T before) -> T { return result; }); \
+  }
+ATOMIC(atomicAdd, before + value)
+ATOMIC(atomicSub, before - value)
+ATOMIC(atomicMax, before < value ? value : before)
+ATOMIC(atomicMin, value < before ? value : before)
+ATOMIC(atomicOr, before | value)
+ATOMIC(atomicAnd, before & value)
+ATOMIC(atomicXor, before ^ value)
+ATOMIC(atomicExch, value)
+#undef ATOMIC
+template <class T>
+T atomicCAS(T* memory, std::common_type_t<T> expected, std::common_type_t<T> value) {
+  return cuda_on_cpu::modify(memory, [=](T before) { return before == expected ? value : before; });
+}
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+template <class T>
+T __ldg(const T* memory) { return *memory; }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+inline int __clzll(long long bits) { return bits ? __builtin_clzll(bits) : 64; }
+inline unsigned __float_as_uint(float value) { return cuda_on_cpu::from_bits<unsigned>(value); }
+inline int __float_as_int(float value) { return cuda_on_cpu::from_bits<int>(value); }
+inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::from_bits<float>(bits); }
+inline float __int_as_float(int bits) { return cuda_on_cpu::from_bits<float>(bits); }
+inline long long __double_as_longlong(double value) { return cuda_on_cpu::from_bits<long long>(value); }
+inline double __longlong_as_double(long long bits) { return cuda_on_cpu::from_bits<double>(bits); }
+
+template <class A, class B>
+std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
+template <class A, class B>
+std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
