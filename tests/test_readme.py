@@ -31,12 +31,13 @@ def test_the_snippet_of_pictures_runs(tmp_path, monkeypatch):
 
 
 def test_the_table_of_ops_is_the_truth():
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\w*) \| (\w*) ?\| (\w*) ?\|$", README, re.M)
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\w*) \| (\w*) ?\| (\w*) ?\| (\w*) ?\|$", README, re.M)
     folder = Path(specvis_kernels.__file__).parent
     assert [row[0] for row in rows] and {row[0] for row in rows} == set(specvis_kernels.ops())
-    for name, oracle, cpp, triton in rows:
+    for name, oracle, cpp, cuda, triton in rows:
         assert oracle == "yes"
         assert (cpp == "yes") == (folder.parent / "csrc" / f"{name}.cpp").exists(), name
+        assert (cuda == "yes") == (folder.parent / "csrc" / f"{name}.cu").exists(), name
         assert (triton == "yes") == (folder / "triton" / f"{name}.py").exists(), name
 
 
