@@ -14,12 +14,6 @@
 
 #include "rules.h"
 
-#if defined(__x86_64__) && defined(__gnu_linux__)  // compiled for each, chosen when the library is loaded
-#define WIDEST_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define WIDEST_VECTORS
-#endif
-
 namespace {
 
 using torch::headeronly::ScalarType;

@@ -11,6 +11,12 @@
 #define HOST_DEVICE
 #endif
 
+#if defined(__x86_64__) && defined(__gnu_linux__)  // compiled for each, chosen when the library is loaded
+#define WIDEST_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define WIDEST_VECTORS
+#endif
+
 namespace specvis {
 
 // Status bits, as in specvis_kernels/_dispatch.py.

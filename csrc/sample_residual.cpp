@@ -1,11 +1,14 @@
-// sample_residual on the CPU: two passes over a row, the residual's total and the search; nothing is stored.
+// sample_residual on the CPU: a pass over a row for the residual's sums by block, a search among these, and one
+// through the block that it finds.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "rows.h"
 
@@ -13,6 +16,60 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+constexpr int64_t kBlock = 256, kLanes = 8;
+constexpr double kBig = 4503599627370496.0;  // 2^52: a double above has no fraction
+
+// A double in [0, 2^51) without its fraction, in operations that vectorize.
+inline double whole(double x) {
+  const double near = (x + kBig) - kBig;
+  return near > x ? near - 1 : near;
+}
+
+struct Residual {
+  const float *target, *draft;
+  double total, draft_total, slack;
+
+  int64_t operator()(int64_t v) const {
+    return specvis::residual_weight(specvis::to_fixed(target[v]), total, specvis::to_fixed(draft[v]),
+                                    draft_total, slack);
+  }
+  // The same as a double, which holds it exactly; so are sums of up to a row.
+  double weight(int64_t v) const {
+    const double r = whole(target[v] * static_cast<float>(specvis::kFixedOne)) / total;
+    const double q = whole(draft[v] * static_cast<float>(specvis::kFixedOne)) / draft_total;
+    const double rest = std::max(std::max(r - q, slack * r), 0.0);
+    return whole(rest * specvis::kFixedOne);
+  }
+};
+
+// The residual's sums over blocks of the vocabulary; returns their sum.
+WIDEST_VECTORS double block_sums(const Residual rest, int64_t V, double* sums) {
+  double total = 0;
+  for (int64_t begin = 0; begin < V; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, V);
+    double lanes[kLanes] = {};
+    int64_t v = begin;
+    for (; v + kLanes <= end; v += kLanes)
+      for (int64_t i = 0; i < kLanes; ++i) lanes[i] += rest.weight(v + i);
+    for (; v < end; ++v) lanes[0] += rest.weight(v);
+    double sum = 0;
+    for (double lane : lanes) sum += lane;
+    sums[begin / kBlock] = sum;
+    total += sum;
+  }
+  return total;
+}
+
+// Inverse CDF by the sums of the blocks, then within one.
+int64_t draw(const Residual& rest, int64_t V, const double* sums, double total, float uniform) {
+  double left = static_cast<double>(specvis::draw_at(uniform, static_cast<int64_t>(total)));
+  int64_t block = 0;
+  while (sums[block] <= left) left -= sums[block++];  // the last that weighs anything stops this
+  int64_t v = block * kBlock;
+  for (auto aim = static_cast<int64_t>(left); (aim -= rest(v)) >= 0;) ++v;
+  return v;
+}
 
 std::tuple<Tensor, Tensor> sample_residual_cpu(
     const Tensor& target_probs,                // (R, V)
@@ -30,6 +87,7 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
   torch::stable::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
+    std::vector<double> sums((V + kBlock - 1) / kBlock);
     for (int64_t r = begin; r < end; ++r) {
       const float* target = targets + r * V;
       const float* draft = drafts ? drafts + r * V : nullptr;
@@ -43,15 +101,11 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(
         continue;
       }
       if (draft && !status_out[r]) {
-        const double slack = specvis::slack_of(factor);
-        const auto rest = [&](int64_t v) {
-          return specvis::residual_weight(specvis::to_fixed(target[v]), static_cast<double>(P.weight),
-                                          specvis::to_fixed(draft[v]), static_cast<double>(Q.weight), slack);
-        };
-        int64_t total = 0;
-        for (int64_t v = 0; v < V; ++v) total += rest(v);
+        const Residual rest = {target, draft, static_cast<double>(P.weight), static_cast<double>(Q.weight),
+                               specvis::slack_of(factor)};
+        const double total = block_sums(rest, V, sums.data());
         if (total > 0) {
-          token_out[r] = specvis::draw(rest, V, total, u[r]);
+          token_out[r] = draw(rest, V, sums.data(), total, u[r]);
           continue;
         }
         status_out[r] |= specvis::kEmptyResidual;
