@@ -18,11 +18,11 @@ ROOT = Path(__file__).parent.parent
 CUDA = {"cuda", "cuda_emulated"}  # the same files; the second in tests, where there is no GPU
 KERNELS = {  # op -> every backend it has, on a machine that has everything
     "codebook_neighbors": {"oracle"},
-    "expand_tree": {"oracle", "cpu", "triton"},
-    "guided_probs": {"oracle", "cpu", "triton"},
+    "expand_tree": {"oracle", "cpu", "triton", *CUDA},
+    "guided_probs": {"oracle", "cpu", "triton", *CUDA},
     "neighborhood_sum": {"oracle", "cpu", "triton", *CUDA},
     "sample_residual": {"oracle", "cpu", "triton", *CUDA},
-    "select_tree": {"oracle", "cpu", "triton"},
+    "select_tree": {"oracle", "cpu", "triton", *CUDA},
     "tree_links": {"oracle", "cpu", "triton", *CUDA},
     "tree_mask": {"oracle", "cpu", "triton", *CUDA},
     "verify_tree": {"oracle", "cpu", "triton", *CUDA},
