@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_tree_kernel(SelectTree bat
   for (int64_t start = 0; start < M; start += blockDim.x) {
     const int64_t m = start + threadIdx.x;
     const uint32_t order = order_of(m);
-    const bool is_higher = order > lowest, is_equal = order == lowest && lowest > 0;
+    const bool is_higher = order > lowest, is_equal = order == lowest;
     const Scan scan = block_scan(int64_t{is_higher} << 32 | int64_t{is_equal});
     const int64_t equals = equal + (scan.before & 0xffffffff);
     const int64_t slot = 1 + higher + (scan.before >> 32) + (equals < ties ? equals : ties);
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_tree_kernel(SelectTree bat
     higher += scan.total >> 32;
     equal += scan.total & 0xffffffff;
   }
-  const int64_t nodes = 1 + higher + (equal < ties ? equal : ties);
+  const int64_t nodes = 1 + higher + ties;
   __syncthreads();
 
   bool wrong = false;

@@ -138,6 +138,17 @@ def test_the_best_may_stand_anywhere(backend, V, widest, monkeypatch):
         assert [row[:width] for row in tokens] == [row[:width] for row in order] and status == [0, 0, 0]
 
 
+@pytest.mark.parametrize("backend", [b for b in backends("expand_tree", DEVICE) if b != "triton"])
+@pytest.mark.parametrize("ties", [512, 513])
+def test_many_children_of_one_probability(backend, ties):
+    """As many as a block of the CUDA kernel ranks at once, and one more. (Triton's interpreter is too slow.)"""
+    V = 600
+    row = [0.0] * (V - ties) + [2.0**-10] * ties
+    tokens, scores, frontier, status = one_level([row], width=V, K=V, backend=backend)
+    assert tokens == [[*range(V - ties, V), *[0] * (V - ties)]] and status == [0]
+    assert frontier == [*range(ties), *[-1] * (V - ties)]
+
+
 @BACKENDS
 def test_equals_a_sort_of_every_row(backend):
     """Widths and unused nodes differ in the batch; probabilities are few, so ties are many."""

@@ -96,7 +96,7 @@ def test_no_candidates(backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("M, N", [(30, 12), (90, 65)])
+@pytest.mark.parametrize("M, N", [(30, 12), (90, 65), (2200, 1900)])
 def test_a_kept_nodes_parent_is_kept(backend, M, N):
     """Scores that never rise along a path, most of them equal: three requests with sizes of their own."""
     rng = random.Random(M)

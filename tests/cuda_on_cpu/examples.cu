@@ -6,18 +6,20 @@
 namespace specvis {
 namespace {
 
-// data: a value per thread -> its sum, scan and total, and the first negative one, of each block
+// data: a value per thread -> the block's sum, the sum of the values before, the first negative one, and how
+// often a second call at once said the same
 __global__ void collectives(int64_t* data) {
   int64_t* mine = data + (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 4;
   const int64_t value = mine[0];
-  for (int twice = 0; twice < 2; ++twice) {
-    const int64_t sum = block_sum(value);
-    const Scan scan = block_scan(value);
-    mine[0] = sum;
-    mine[1] = scan.before;
-    mine[2] = block_any(value < 0) ? int64_t{block_first(value < 0)} : -1;
-    mine[3] = scan.total;
-  }
+  mine[0] = block_sum(value);
+  mine[3] = block_sum(-value) == -mine[0];
+  const Scan scan = block_scan(value), negative = block_scan(-value);
+  mine[1] = scan.before;
+  mine[3] += scan.total == mine[0] && negative.before == -scan.before && negative.total == -scan.total;
+  const bool any = block_any(value < 0);
+  const unsigned first = block_first(value < 0), again = block_first(value < 0 || threadIdx.x == 1);
+  mine[2] = any ? int64_t{first} : -1;
+  mine[3] += again == min(first, 1u);
 }
 
 __global__ void warp_operations(int64_t* data) {
