@@ -9,7 +9,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: test demo bench clean
+.PHONY: test demo bench gpu clean
 
 test: .venv/installed
 	.venv/bin/python -m pytest -q --benchmark-disable
@@ -19,6 +19,9 @@ demo: .venv/installed
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks.ops --json
+
+gpu:  # with the machine's own torch: nothing is installed
+	PYTHON=$(PYTHON) bash benchmarks/gpu.sh
 
 .venv/installed: setup.py pyproject.toml $(wildcard csrc/*)
 	test -x .venv/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) .venv

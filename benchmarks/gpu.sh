@@ -1,29 +1,36 @@
 #!/usr/bin/env bash
 # On a machine with a GPU, with the torch that is there and no network: builds in place, holds every op on CUDA
-# against its oracle, looks for bad accesses and races where compute-sanitizer is, and measures.
-#   [PYTHON=python3] bash benchmarks/gpu.sh FOLDER
-# FOLDER gets build.txt, tests.txt, memcheck.txt, racecheck.txt, ops.txt and ops.json. Nothing stops at the first
-# failure; the exit status is that of the last one.
-set -euo pipefail
-folder=$(mkdir -p "${1:?which folder}" && cd "$1" && pwd)
+# against its oracle, looks for bad accesses, races and uninitialized reads, and measures.
+#   make gpu        or [PYTHON=python3] [OUT=out] bash benchmarks/gpu.sh
+# OUT gets a text file per part and ops.json. Each part has a time limit, nothing stops at the first failure, and
+# the exit status is that of the last one.
+set -uo pipefail
 cd "$(dirname "$0")/.."
+folder=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 python=${PYTHON:-python3}
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 SPECVIS_CUDA=1
 status=0
 
-$python -c 'import torch; assert torch.cuda.is_available(), "no GPU"; print(torch.cuda.get_device_name())'
-$python setup.py build_ext --inplace 2>&1 | tee "$folder/build.txt"
+part() {  # name, seconds, command
+    echo "== $1"
+    timeout "$2" "${@:3}" 2>&1 | tee "$folder/$1.txt" || status=$?
+}
+
+gpu='import torch; assert torch.cuda.is_available(), "no GPU"; print("%d.%d" % torch.cuda.get_device_capability())'
+TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
+export TORCH_CUDA_ARCH_LIST
+
+part build 120 "$python" setup.py build_ext --inplace
 tests=(tests/test_every_op.py tests/test_package.py tests/test_benchmarks.py)
 for op in specvis_kernels/[a-z]*.py; do tests+=("tests/test_$(basename "$op")"); done
-$python -m pytest -q --benchmark-disable "${tests[@]}" 2>&1 | tee "$folder/tests.txt" || status=$?
-for tool in memcheck racecheck; do
+part tests 150 "$python" -m pytest -q --benchmark-disable "${tests[@]}"
+for tool in memcheck racecheck initcheck synccheck; do
     if command -v compute-sanitizer >/dev/null; then
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 3 \
-            "$python" -m pytest -q tests/test_every_op.py -k "(equals_its_oracle or bad_row) and triton" \
-            2>&1 | tee "$folder/$tool.txt" || status=$?
+        part $tool 30 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 3 \
+            "$python" -m pytest -q tests/test_every_op.py -k "(equals_its_oracle or bad_row) and (triton or cuda)"
     else
-        echo "compute-sanitizer: not available" | tee "$folder/$tool.txt"
+        part $tool 1 echo "compute-sanitizer: not available"
     fi
 done
-$python -m benchmarks.ops --json "$folder/ops.json" 2>&1 | tee "$folder/ops.txt" || status=$?
+part ops 120 "$python" -m benchmarks.ops --seconds 0.2 --json "$folder/ops.json"
 exit $status
