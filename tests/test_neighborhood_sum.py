@@ -120,6 +120,19 @@ def test_bad_rows_and_tokens_are_reported(backend, row, token, status):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("V", [1, 2, 7, 38])
+def test_every_entry_of_a_row_is_looked_at(backend, V):
+    """And of no other row, wherever in memory it begins and ends: every second one has a NaN."""
+    probs = torch.full((2 * V, V), 2.0**-6)
+    probs[::2].fill_diagonal_(NAN)
+    zeros = torch.zeros(2 * V, dtype=torch.int64)
+    _, _, status = neighborhood_sum(
+        probs.to(DEVICE), zeros.to(DEVICE), zeros[:V].unsqueeze(1).to(DEVICE, torch.int32),
+        zeros.float().to(DEVICE), backend=backend)
+    assert status.tolist() == [INVALID_ROW, 0] * V
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_narrow_tables_hold_large_ids(backend):
     V = 40000
     row = torch.zeros(1, V)
