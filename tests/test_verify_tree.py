@@ -104,7 +104,7 @@ def test_one_sampled_child(backend, uniforms, path, token):
 
 
 @each_backend
-@pytest.mark.parametrize("V", [31, 32, 33, 64])
+@pytest.mark.parametrize("V", [31, 32, 33, 64, 2560])
 def test_every_length_of_row(backend, V):
     """Tokens 0 and V - 1 have 1/2. The draft 1/4 1/4 1/2 0 .. gave token 2, which has nothing: 1/4 and 1/2
     are left. Token 0 of the rest of the draft is accepted iff u / 2 < 1/3; otherwise the last one remains.
