@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kThreads = 1024;  // at most
 
-__global__ void __launch_bounds__(kThreads) select_tree_kernel(SelectTree batch) {
+// A block at a time on a multiprocessor: with two, registers run out on sm_100.
+__global__ void __launch_bounds__(kThreads, 1) select_tree_kernel(SelectTree batch) {
   const int64_t b = blockIdx.x, M = batch.M, N = batch.N;
   const float* scores = batch.scores + b * M;
   const int32_t* parents = batch.parents + b * M;

@@ -101,6 +101,15 @@ def test_an_id_outside_the_vocabulary_weighs_nothing(backend, strange):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_first_id_outside_the_vocabulary_is_not_the_next_row(backend):
+    mass, kept, _ = neighborhood_sum(
+        torch.tensor([[0.5, 0.25, 0.25]] * 2, device=DEVICE), torch.tensor([0, 0], device=DEVICE),
+        torch.tensor([[3, 1], [0, 2], [0, 1]], dtype=torch.int32, device=DEVICE),
+        torch.ones(2, device=DEVICE), backend=backend)
+    assert mass.tolist() == [0.75, 0.75] and kept.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("row, token, status", [
     ([0.5, NAN, 0.5], 0, INVALID_ROW),
     ([0.5, INF, 0.5], 0, INVALID_ROW),
