@@ -192,8 +192,8 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
         gain, strict = (factor * rho.double()) * times, own.double() * times
         accept = tried & (left < gain) & (rho > 0)
 
-        odds = torch.where(gain >= scale, 1.0, gain / scale) * ((rho > 0) & (gain > 0))
-        strict_odds = torch.where(strict >= scale, 1.0, strict / scale) * (own > 0)
+        odds = torch.where((rho > 0) & (gain > 0), torch.where(gain >= scale, 1.0, gain / scale), 0.0)
+        strict_odds = torch.where(own > 0, torch.where(strict >= scale, 1.0, strict / scale), 0.0)
         excess = torch.where(tried, excess + reach * (odds - strict_odds), excess)
         reach = torch.where(tried, reach * (1 - odds), reach)
 

@@ -101,6 +101,15 @@ def test_an_id_outside_the_vocabulary_weighs_nothing(backend, strange):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_first_id_outside_the_vocabulary_is_not_the_next_row(backend):
+    mass, kept, _ = neighborhood_sum(
+        torch.tensor([[0.5, 0.25, 0.25]] * 2, device=DEVICE), torch.tensor([0, 0], device=DEVICE),
+        torch.tensor([[3, 1], [0, 2], [0, 1]], dtype=torch.int32, device=DEVICE),
+        torch.ones(2, device=DEVICE), backend=backend)
+    assert mass.tolist() == [0.75, 0.75] and kept.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("row, token, status", [
     ([0.5, NAN, 0.5], 0, INVALID_ROW),
     ([0.5, INF, 0.5], 0, INVALID_ROW),
@@ -117,6 +126,19 @@ def test_an_id_outside_the_vocabulary_weighs_nothing(backend, strange):
 ])
 def test_bad_rows_and_tokens_are_reported(backend, row, token, status):
     assert one(backend, row, token, [[1, 2], [0, 2], [0, 1]], 1.0) == (0.0, 0, status)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("V", [1, 2, 7, 38])
+def test_every_entry_of_a_row_is_looked_at(backend, V):
+    """And of no other row, wherever in memory it begins and ends: every second one has a NaN."""
+    probs = torch.full((2 * V, V), 2.0**-6)
+    probs[::2].fill_diagonal_(NAN)
+    zeros = torch.zeros(2 * V, dtype=torch.int64)
+    _, _, status = neighborhood_sum(
+        probs.to(DEVICE), zeros.to(DEVICE), zeros[:V].unsqueeze(1).to(DEVICE, torch.int32),
+        zeros.float().to(DEVICE), backend=backend)
+    assert status.tolist() == [INVALID_ROW, 0] * V
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -104,7 +104,7 @@ def test_one_sampled_child(backend, uniforms, path, token):
 
 
 @each_backend
-@pytest.mark.parametrize("V", [31, 32, 33, 64])
+@pytest.mark.parametrize("V", [31, 32, 33, 64, 2560])
 def test_every_length_of_row(backend, V):
     """Tokens 0 and V - 1 have 1/2. The draft 1/4 1/4 1/2 0 .. gave token 2, which has nothing: 1/4 and 1/2
     are left. Token 0 of the rest of the draft is accepted iff u / 2 < 1/3; otherwise the last one remains.
@@ -673,6 +673,14 @@ def any_request(seed):
     args = (target_probs, tokens, first_child, next_sibling, uniforms)
     return [a.to(DEVICE) for a in args], {name: a.to(DEVICE) if isinstance(a, torch.Tensor) else a
                                           for name, a in kwargs.items()}
+
+
+@each_backend
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_no_factor_saves_a_token_without_mass(backend):
+    """Infinity times 0 is not a number; the token is rejected, and adds nothing to the excess."""
+    got = walk(backend, [[0.0, 0.5, 0.5, 0.0]], [9, 0], [-1, 0], [0.75, 0.0], omega=[INF])
+    assert got == ([], 2, 0.0, 0)
 
 
 @pytest.mark.parametrize("backend", OTHERS)
