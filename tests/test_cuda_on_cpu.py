@@ -132,7 +132,8 @@ def test_the_sanitizers_see_shared_memory(bytes, says):
     assert says in run.stdout, run.stdout
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="kernels run on the GPU")
+@pytest.mark.skipif(DEVICE != "cpu" or os.environ.get("SPECVIS_SANITIZE") != "1",
+                    reason="takes minutes: SPECVIS_SANITIZE=1, without a GPU")
 def test_the_sanitizers_find_nothing():
     run = sanitized("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_every_op.py",
                     "-k", "cuda_emulated and (equals_its_oracle or bad_row)")

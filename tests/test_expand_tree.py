@@ -141,7 +141,7 @@ def test_the_best_may_stand_anywhere(backend, V, widest, monkeypatch):
 @pytest.mark.parametrize("backend", [b for b in backends("expand_tree", DEVICE) if b != "triton"])
 @pytest.mark.parametrize("ties", [512, 513])
 def test_many_children_of_one_probability(backend, ties):
-    """As many as a block of the CUDA kernel ranks at once, and one more. (Triton's interpreter is too slow.)"""
+    """As many as a block of the CUDA kernel ranks at once, and one more. (Slow in Triton.)"""
     V = 600
     row = [0.0] * (V - ties) + [2.0**-10] * ties
     tokens, scores, frontier, status = one_level([row], width=V, K=V, backend=backend)

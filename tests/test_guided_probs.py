@@ -59,6 +59,7 @@ def close(expected):
     ({"first_id": 1, "last_id": 4}, [0, 4, 2, 1, 0]),
     ({"first_id": 1, "last_id": 4, "top_k": 1}, [0, 4, 0, 0, 0]),       # the best of the range
     ({"first_id": 2, "last_id": 3}, [0, 0, 2, 0, 0]),
+    ({"first_id": 0, "last_id": 4, "top_k": 3}, [8, 4, 2, 0, 0]),       # all but one
 ])
 def test_by_hand(backend, settings, expected):
     probs, status = one_row(logs(8, 4, 2, 1, 1), backend=backend, **settings)

@@ -1,7 +1,7 @@
 // CUDA C++ kernels as plain C++ on the CPU, for tests: found instead of CUDA's header when g++ compiles a .cu
 // file. Blocks run one after another; a block's threads are fibers that change at barriers and warp
 // operations. What would hang or be undefined on a GPU fails the launch, and cudaGetErrorString() says where:
-// a barrier or a warp operation that not all reach, or not at the same place. A thread runs on until it has to
+// a barrier or a warp operation that some do not reach, or reach elsewhere. A thread runs on until it has to
 // wait, in an order that changes from barrier to barrier, so that a missing one gives wrong results in one
 // order or another. Dynamic shared memory starts as NaN. Not covered: static shared memory that nobody wrote,
 // the memory model between blocks, time.
