@@ -1,7 +1,8 @@
 """Every op on every backend:   python -m benchmarks.ops [op ...] [--json [FILE]]
 
 Each row is checked against the oracle before it is timed, but for what a decoder would write without the op
-(benchmarks/rivals.py). "floor" is what PyTorch takes to write one number: no op can be faster. GB/s counts the bytes that must move, "of copy" is their share of what a copy moves here.
+(benchmarks/rivals.py). "floor" is what PyTorch takes to write one number: no op can be faster. GB/s counts
+the bytes that must move, "of copy" is their share of what a copy moves here.
 """
 import argparse
 import json

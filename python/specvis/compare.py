@@ -101,8 +101,8 @@ def print_table(rows: list[dict], batch: int) -> None:
         print("".join(f"{row[name]:>12}" for name in COLUMNS))
     print(f"tau: tokens a target forward; seconds a picture in a batch of {batch}; acceptance: accepted drafts per "
           "drafted level;\nTV bound: how far one accept test may move the distribution it judges by; TV meter: the "
-          "estimate of the distance\nthat relaxed acceptance added per token (0: lossless; at temperature 0 the share of tokens "
-          "that strict acceptance\nwould have refused)")
+          "estimate of the distance\nthat relaxed acceptance added per token (0: lossless; at temperature 0 the share "
+          "of tokens that strict acceptance\nwould have refused)")
 
 
 def draw_pictures(pipeline: Pipeline, results: list[Result], prompts: list[str], path: Path) -> None:
