@@ -51,10 +51,8 @@ ROWS = {
          (8, 60, True, "additive", 636, torch.bfloat16)],
         lambda B, N, lengths, form, columns, dtype: B * N * (8 + columns * dtype.itemsize)),
     "verify_tree": (  # the root's row, and no more than that for certain
-        [(1, 60, 16384, 6),
-         (1, 60, 16384, 6, {"k": 1000, "residual": "relaxed"}),
-         (8, 60, 16384, 6),
-         (8, 60, 16384, 6, {"k": 1000, "residual": "relaxed"})],
+        [(B, 60, 16384, 6, {"branch": 10} | rule)
+         for B in (1, 8) for rule in ({}, {"k": 1000, "residual": "relaxed"})],
         lambda B, N, V, P, *_: B * V * 4),
 }
 

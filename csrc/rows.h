@@ -1,35 +1,41 @@
-// Rows of probabilities on the CPU: totals, copies in fixed point, and draws.
+// Rows of probabilities on the CPU: totals, copies in fixed point, the largest, and draws.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "rules.h"
 
 namespace specvis {
 
-// The row's total in fixed point. `copy`, if not null, receives the weights.
-inline Total weigh(const float* probs, int64_t V, int64_t* copy = nullptr) {
-  int64_t total = 0;
-  bool sound = true;
-  for (int64_t v = 0; v < V; ++v) {
-    const bool ok = is_probability(probs[v]);
-    const int64_t weight = to_fixed(ok ? probs[v] : 0.0f);
-    if (copy) copy[v] = weight;
-    sound &= ok;
-    total += weight;
-  }
-  return {total, sound && total > 0};
-}
+// The row's total in fixed point; what is no probability weighs nothing.
+Total weigh(const float* row, int64_t V);
 
-// Inverse CDF over V weights; weight(v) gives them.
-template <class Weight>
-int64_t draw(Weight weight, int64_t V, int64_t total, float uniform) {
-  const int64_t aim = draw_at(uniform, total);
-  int64_t sum = 0;
-  for (int64_t v = 0; v < V; ++v) {
-    sum += weight(v);
-    if (sum > aim) return v;
+// The same, and every entry's weight goes to `copy`.
+Total weigh(const float* row, int64_t V, int64_t* copy);
+
+int64_t sum(const int64_t* weights, int64_t V);
+
+// The heaviest entry, lowest id on ties.
+int64_t argmax(const float* row, int64_t V);
+
+// What an entry weighs, and what entries weigh together, of a row of probabilities or of weights.
+inline int64_t weight_of(float p) { return to_fixed(p); }
+inline int64_t weight_of(int64_t weight) { return weight; }
+inline int64_t weight_of(const float* row, int64_t n) { return weigh(row, n).weight; }
+inline int64_t weight_of(const int64_t* row, int64_t n) { return sum(row, n); }
+
+// Inverse CDF: a block at a time, then within one.
+template <class T>
+int64_t draw(const T* row, int64_t V, int64_t total, float uniform) {
+  constexpr int64_t kBlock = 1024;
+  int64_t left = draw_at(uniform, total), v = 0;
+  for (; v + kBlock < V; v += kBlock) {
+    const int64_t block = weight_of(row + v, kBlock);
+    if (block > left) break;
+    left -= block;
   }
-  return V - 1;
+  for (; v + 1 < V && (left -= weight_of(row[v])) >= 0;) ++v;
+  return v;
 }
 
 // The longest prefix of the first `columns` neighbors that the budget allows: sums only grow, so stop at the

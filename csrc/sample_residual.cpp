@@ -6,6 +6,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -17,29 +18,18 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kBlock = 256, kLanes = 8;
-constexpr double kBig = 4503599627370496.0;  // 2^52: a double above has no fraction
-
-// A double in [0, 2^51) without its fraction, in operations that vectorize.
-inline double whole(double x) {
-  const double near = (x + kBig) - kBig;
-  return near > x ? near - 1 : near;
-}
+constexpr int64_t kBlock = 256, kLanes = 16;
 
 struct Residual {
   const float *target, *draft;
-  double total, draft_total, slack;
+  double unit, draft_unit, slack;
 
-  int64_t operator()(int64_t v) const {
-    return specvis::residual_weight(specvis::to_fixed(target[v]), total, specvis::to_fixed(draft[v]),
-                                    draft_total, slack);
-  }
-  // The same as a double, which holds it exactly; so are sums of up to a row.
-  double weight(int64_t v) const {
-    const double r = whole(target[v] * static_cast<float>(specvis::kFixedOne)) / total;
-    const double q = whole(draft[v] * static_cast<float>(specvis::kFixedOne)) / draft_total;
-    const double rest = std::max(std::max(r - q, slack * r), 0.0);
-    return whole(rest * specvis::kFixedOne);
+  // A whole number; sums of up to a row of them are exact.
+  double operator()(int64_t v) const {
+    constexpr float kOne = static_cast<float>(specvis::kFixedOne);
+    const double weight = std::floor(static_cast<double>(target[v] * kOne));
+    const double drafted = std::floor(static_cast<double>(draft[v] * kOne));
+    return std::floor(specvis::residual_weight(weight, unit, drafted, draft_unit, slack));
   }
 };
 
@@ -51,8 +41,8 @@ WIDEST_VECTORS double block_sums(const Residual rest, int64_t V, double* sums) {
     double lanes[kLanes] = {};
     int64_t v = begin;
     for (; v + kLanes <= end; v += kLanes)
-      for (int64_t i = 0; i < kLanes; ++i) lanes[i] += rest.weight(v + i);
-    for (; v < end; ++v) lanes[0] += rest.weight(v);
+      for (int64_t i = 0; i < kLanes; ++i) lanes[i] += rest(v + i);
+    for (; v < end; ++v) lanes[0] += rest(v);
     double sum = 0;
     for (double lane : lanes) sum += lane;
     sums[begin / kBlock] = sum;
@@ -67,7 +57,7 @@ int64_t draw(const Residual& rest, int64_t V, const double* sums, double total, 
   int64_t block = 0;
   while (sums[block] <= left) left -= sums[block++];  // the last that weighs anything stops this
   int64_t v = block * kBlock;
-  for (auto aim = static_cast<int64_t>(left); (aim -= rest(v)) >= 0;) ++v;
+  while ((left -= rest(v)) >= 0) ++v;
   return v;
 }
 
@@ -101,8 +91,8 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(
         continue;
       }
       if (draft && !status_out[r]) {
-        const Residual rest = {target, draft, static_cast<double>(P.weight), static_cast<double>(Q.weight),
-                               specvis::slack_of(factor)};
+        const Residual rest = {target, draft, 1 / static_cast<double>(P.weight),
+                               1 / static_cast<double>(Q.weight), specvis::slack_of(factor)};
         const double total = block_sums(rest, V, sums.data());
         if (total > 0) {
           token_out[r] = draw(rest, V, sums.data(), total, u[r]);
@@ -110,8 +100,7 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(
         }
         status_out[r] |= specvis::kEmptyResidual;
       }
-      token_out[r] =
-          specvis::draw([target](int64_t v) { return specvis::to_fixed(target[v]); }, V, P.weight, u[r]);
+      token_out[r] = specvis::draw(target, V, P.weight, u[r]);
     }
   });
   return {tokens, status};

@@ -19,11 +19,14 @@ __global__ void __launch_bounds__(kThreads) sample_residual_kernel(SampleResidua
   int32_t status = omega >= 0 ? 0 : kInvalidRule;
   int64_t token = 0;
   if (P.valid && Q.valid) {
-    const double P_total = static_cast<double>(P.weight), Q_total = static_cast<double>(Q.weight);
+    const double unit = 1 / static_cast<double>(P.weight), draft_unit = 1 / static_cast<double>(Q.weight);
     const double slack = slack_of(omega);
     const auto rest = [=](int64_t v) {
       const int64_t weight = to_fixed(target[v]);
-      return weight > 0 ? residual_weight(weight, P_total, to_fixed(draft[v]), Q_total, slack) : 0;
+      if (weight == 0) return weight;
+      const double drafted = static_cast<double>(to_fixed(draft[v]));
+      return static_cast<int64_t>(
+          residual_weight(static_cast<double>(weight), unit, drafted, draft_unit, slack));
     };
     int64_t total = 0;
     if (draft && status == 0) {

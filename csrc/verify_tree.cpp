@@ -98,7 +98,7 @@ class Rest {
     total_ = specvis::weigh(row_, V_).weight;
   }
   int64_t draw(float uniform) const {
-    return specvis::draw([this](int64_t v) { return (*this)(v); }, V_, total_, uniform);
+    return changed_ ? specvis::draw(scratch_, V_, total_, uniform) : specvis::draw(row_, V_, total_, uniform);
   }
 
  private:
@@ -124,16 +124,30 @@ void spare_neighbors(const Request& request, int64_t* draft, int64_t x, int64_t 
   }
 }
 
-void subtract(Rest& rest, int64_t V, double total, int64_t* draft, double draft_total, double slack) {
-  int64_t* weights = rest.copy();
+// Conversions of whole numbers below 2^62, and of numbers below 2^55, in operations that vectorize.
+inline double as_double(int64_t x) {
+  return static_cast<double>(static_cast<int32_t>(x >> 31)) * 2147483648.0 +
+         static_cast<double>(static_cast<int32_t>(x & 0x7fffffff));
+}
+inline int64_t as_int64(double x) {
+  const int32_t high = static_cast<int32_t>(x / 16777216.0);
+  return (int64_t{high} << 24) + static_cast<int32_t>(x - static_cast<double>(high) * 16777216.0);
+}
+
+// What a sampled proposal leaves of the weights; returns their sum. The draft's inverted bits are undone.
+WIDEST_VECTORS int64_t subtract(int64_t* weights, int64_t V, double total, int64_t* draft, double draft_total,
+                                double slack) {
+  const double unit = 1 / total, draft_unit = 1 / draft_total;
   int64_t sum = 0;
   for (int64_t v = 0; v < V; ++v) {
     const bool spared = draft[v] < 0;
-    if (spared) draft[v] = ~draft[v];
-    weights[v] = specvis::residual_weight(weights[v], total, spared ? 0 : draft[v], draft_total, slack);
+    draft[v] = spared ? ~draft[v] : draft[v];
+    const double drafted = spared ? 0.0 : as_double(draft[v]);
+    weights[v] = as_int64(
+        specvis::residual_weight(as_double(weights[v]), unit, drafted, draft_unit, slack));
     sum += weights[v];
   }
-  rest.set_total(sum);
+  return sum;
 }
 
 // What the rejection of x leaves of the target.
@@ -153,8 +167,9 @@ void reject(const Request& request, Rest& rest, int64_t* draft, const Candidate&
     rest.set(x, candidate.rho);
   }
   if (request.residual == Residual::released && kept > 0) spare_neighbors(request, draft, x, all);
-  subtract(rest, request.V, static_cast<double>(candidate.total), draft,
-           static_cast<double>(candidate.draft_total), request.residual == Residual::optimal ? slack : 0.0);
+  rest.set_total(subtract(rest.copy(), request.V, static_cast<double>(candidate.total), draft,
+                          static_cast<double>(candidate.draft_total),
+                          request.residual == Residual::optimal ? slack : 0.0));
 }
 
 void walk(const Request& request, const Scratch& scratch, Verdict& out) {
@@ -234,12 +249,6 @@ void judge(const Request& request, const Scratch& scratch, Verdict& out) {
   for (int64_t n = 0; n < N; ++n) depth[n] = -1;
   depth[0] = departures[0] = 0;
 
-  const auto argmax = [&](const float* row) {
-    int64_t top = 0;
-    for (int64_t v = 1; v < V; ++v)
-      if (to_fixed(row[v]) > to_fixed(row[top])) top = v;
-    return top;
-  };
   int64_t best = 0;
   for (int64_t n = 0; n < N; ++n) {
     if (depth[n] > depth[best]) best = n;
@@ -248,7 +257,7 @@ void judge(const Request& request, const Scratch& scratch, Verdict& out) {
     const Total whole = specvis::weigh(row, V);
     if (!whole.valid) continue;
     const auto weight = [row](int64_t v) { return to_fixed(row[v]); };
-    const int64_t top = argmax(row);
+    const int64_t top = specvis::argmax(row, V);
     int64_t previous = n;
     for (int64_t child = request.first_child[n]; child >= 0;
          previous = child, child = request.next_sibling[child]) {
@@ -269,7 +278,7 @@ void judge(const Request& request, const Scratch& scratch, Verdict& out) {
   out.excess = departures[best];
   const float* row = request.target + best * V;
   if (specvis::weigh(row, V).valid) {
-    out.next_token = argmax(row);
+    out.next_token = specvis::argmax(row, V);
   } else {
     out.status |= specvis::kInvalidRow;
   }

@@ -117,6 +117,7 @@ class Rest {
   // The residual after a sampled proposal. Negative draft entries are spared once; x leaves the draft.
   __device__ void subtract(float* draft, int64_t draft_total, int64_t total, double slack, int64_t x) {
     constexpr int kAhead = 4;  // loads in flight per thread, for rows in scratch
+    const double unit = 1 / static_cast<double>(total), draft_unit = 1 / static_cast<double>(draft_total);
     int64_t sum = 0;
     for (int64_t start = threadIdx.x; start < V_; start += kAhead * blockDim.x) {
       int64_t weights[kAhead];
@@ -134,8 +135,8 @@ class Rest {
         const int64_t drafted = drafts[i] > 0 ? to_fixed(drafts[i]) : 0;
         int64_t weight = weights[i];
         if (weight > 0) {
-          weight = residual_weight(weight, static_cast<double>(total), drafted,
-                                   static_cast<double>(draft_total), slack);
+          weight = static_cast<int64_t>(residual_weight(static_cast<double>(weight), unit,
+                                                        static_cast<double>(drafted), draft_unit, slack));
         }
         weights_[v] = weight;
         sum += weight;

@@ -12,7 +12,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
 
     It is the residual `optimal` of verify_tree, for decoders with a loop of their own: accept a draft x if
     u Q(x) < omega P(x), else take this op's token, and for omega <= 1 the result is distributed as P. Both
-    rows count in fixed point, floor(p * 2**42) divided by their total. Sampling is by inverse CDF in
+    rows count in fixed point, floor(p * 2**42) times one over their total. Sampling is by inverse CDF in
     vocabulary order. If nothing is left of the residual the token comes from P. (Leviathan et al.,
     arXiv:2211.17192; COOL-SD, arXiv:2601.09212.)
 
@@ -52,8 +52,8 @@ def _oracle(target_probs, draft_probs, uniforms, omega):
     if draft_probs is not None:
         draft, draft_total, sound = weigh(draft_probs)
         slack = torch.where(factor < 1, 1 - factor.double(), 0.0).unsqueeze(1)
-        r = weights.double() / total.double().unsqueeze(1)
-        rest = torch.maximum(r - draft.double() / draft_total.double().unsqueeze(1), slack * r)
+        r = weights.double() * (1 / total.double()).unsqueeze(1)
+        rest = torch.maximum(r - draft.double() * (1 / draft_total.double()).unsqueeze(1), slack * r)
         rest = (torch.where(rest > 0, rest, 0.0) * FIXED_ONE).to(torch.int64)
         empty = rest.sum(1) == 0
         valid = valid & sound

@@ -216,8 +216,8 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
             spread = torch.where(itself, rho.unsqueeze(1), torch.where(taken, 0, weights))
         if residual == "released":
             proposal = torch.where(taken, 0, draft)
-        r = spread.double() / total.double().unsqueeze(1)
-        rest = r - proposal.double() / draft_total.double().unsqueeze(1)
+        r = spread.double() * (1 / total.double()).unsqueeze(1)
+        rest = r - proposal.double() * (1 / draft_total.double()).unsqueeze(1)
         if residual == "optimal":
             rest = torch.maximum(rest, slack.unsqueeze(1) * r)
         rest = (torch.where(rest > 0, rest, 0.0) * FIXED_ONE).to(torch.int64)

@@ -104,15 +104,20 @@ TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 
 def verify_tree(B, N, V, P, options={}):
     options = {"k": 0, "kind": "tvd", "offset": 0, "narrow": True, "residual": "optimal", "drafts": 0,
-               "omega": None, "greedy": False} | options
+               "omega": None, "greedy": False, "branch": None} | options
     k, offset, M = options["k"], options["offset"], options["drafts"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
+    if options["branch"]:  # so many children each, as they are drafted on flat distributions
+        parents = [[-1] + [(n - 1) // options["branch"] for n in range(1, N)]] * B
     parents = torch.tensor(parents, dtype=torch.int64).view(B, N)
     target_probs = exact_probs(B * N, V).view(B, N, V)
     # Half of the drafted tokens are likely ones, so that paths are long and relaxation has something to move.
     likely = target_probs[:, 0].argsort(1, descending=True)[:, torch.arange(N) % V].cpu()
     tokens = torch.where(torch.rand(B, N, generator=g) < 0.5, likely, torch.randint(V, (B, N), generator=g))
+    if options["branch"]:  # the likeliest of each node, in order, are its children
+        best = target_probs.topk(options["branch"]).indices.cpu()
+        tokens[:, 1:] = best.flatten(1)[:, :N - 1]
     kwargs = {"P": P, "residual": options["residual"]}
     if M:
         kwargs["draft_probs"] = exact_probs(B * M, V, seed=1).view(B, M, V)

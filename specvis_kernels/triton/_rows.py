@@ -121,6 +121,6 @@ def draw(row, V, total, uniform, FLOAT: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def residual_weights(weight, total, drafted, draft_total, slack):
     """max(R - Q, slack R, 0) in fixed point."""
-    r = weight.to(tl.float64) / total.to(tl.float64)
-    rest = tl.maximum(r - drafted.to(tl.float64) / draft_total.to(tl.float64), slack * r)
+    r = weight.to(tl.float64) * (1.0 / total.to(tl.float64))
+    rest = tl.maximum(r - drafted.to(tl.float64) * (1.0 / draft_total.to(tl.float64)), slack * r)
     return (tl.maximum(rest, 0.0) * FIXED_ONE).to(tl.int64)
