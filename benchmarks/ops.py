@@ -6,6 +6,7 @@ the bytes that must move, "of copy" is their share of what a copy moves here.
 """
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,42 +19,47 @@ from tests.test_every_op import assert_agree
 
 IMAGE = [(7.5, 1.0, 1000, 1.0)]  # guidance, temperature, top_k, top_p
 NUCLEUS = [(7.5, 1.0, 0, 0.9)]
+LANTERN = {"branch": 10, "k": 1000, "residual": "relaxed"}
+CODES = 28672  # of 65536 ids as many lie before the 8192 codes, and after them
 
 # op -> (sizes for its maker in tests/inputs.py, from real models; bytes that must move for one of them).
-# LlamaGen: V = 16384; EAGLE-2 trees: N = 60, K = 10; LANTERN: k = 1000; masks: a 24 x 24 image and the tree.
+# LlamaGen: V = 16384; Chameleon's family (Anole, Lumina-mGPT): V = 65536, of which 8192 are codes. EAGLE-2 trees:
+# N = 60, K = 10; LANTERN: k = 1000; masks: a 24 x 24 image and the tree. Batches of 1, 8, 64.
 ROWS = {
     "codebook_neighbors": (
         [(16384, 8, 1000)],
         lambda V, D, k: V * D * 4 + V * k * 2),
     "expand_tree": (
-        [(1, 10, 16384, 10), (8, 10, 16384, 10)],
+        [*((B, 10, 16384, 10) for B in (1, 8, 64)), (8, 10, 65536, 10)],
         lambda B, F, V, K: B * F * (V * 4 + K * 12)),
-    "guided_probs": (
+    "guided_probs": (  # pairs with and without condition
         [(1, 60, 16384, torch.float32, True, IMAGE, True),
          (1, 60, 16384, torch.bfloat16, True, IMAGE, True),
          (1, 60, 16384, torch.float32, True, NUCLEUS, True),
-         (8, 60, 16384, torch.bfloat16, True, IMAGE, True)],
+         (8, 60, 16384, torch.bfloat16, True, IMAGE, True),
+         (64, 1, 16384, torch.bfloat16, True, IMAGE, True),
+         (1, 60, 65536, torch.bfloat16, True, IMAGE)],
         lambda B, N, V, dtype, *_: B * N * V * (2 * dtype.itemsize + 4)),
     "neighborhood_sum": (
-        [(60, 16384, 1000, "tvd", 0, True, 0.05), (60, 16384, 1000, "tvd", 0, True, 2.0), (480, 16384, 1000)],
-        lambda R, V, k, *_: R * k * (2 + 4)),
+        [(60, 16384, 1000, "tvd", 0, True, 0.05), (60, 16384, 1000, "tvd", 0, True, 2.0), (480, 16384, 1000),
+         (3840, 16384, 1000), (60, 65536, 1000, "tvd", CODES, True, 0.05)],
+        lambda R, V, k, *_: R * (V * 4 + k * 2)),
     "sample_residual": (
-        [(1, 16384), (8, 16384)],
+        [*((R, 16384) for R in (1, 8, 64)), (8, 65536)],
         lambda R, V: R * V * 8),
     "select_tree": (
-        [(1, 410, 60), (8, 410, 60)],
+        [(B, 410, 60) for B in (1, 8, 64)],
         lambda B, M, N: B * (M * 16 + N * 16)),
     "tree_links": (
-        [(1, 60), (8, 60)],
+        [(B, 60) for B in (1, 8, 64)],
         lambda B, N: B * N * (4 + 8 + 12)),
     "tree_mask": (
-        [(1, 60, True, "additive", 636, torch.bfloat16),
-         (8, 60, True, "additive", 636, torch.bfloat16)],
+        [(B, 60, True, "additive", 636, torch.bfloat16) for B in (1, 8, 64)],
         lambda B, N, lengths, form, columns, dtype: B * N * (8 + columns * dtype.itemsize)),
     "verify_tree": (  # the root's row, and no more than that for certain
-        [(B, 60, 16384, 6, {"branch": 10} | rule)
-         for B in (1, 8) for rule in ({}, {"k": 1000, "residual": "relaxed"})],
-        lambda B, N, V, P, *_: B * V * 4),
+        [*((B, 60, 16384, 6, rule) for B in (1, 8, 64) for rule in ({"branch": 10}, LANTERN)),
+         (8, 60, 65536, 6, {"branch": 10})],
+        lambda B, N, V, *_: B * V * 4),
 }
 
 
@@ -61,22 +67,28 @@ def show(case) -> str:
     return " ".join(str(x).removeprefix("torch.") for x in case)
 
 
+def prepare(op: str, case: tuple, backend: str):
+    """(call, its tensors), checked against the oracle if it is a backend."""
+    args, kwargs = getattr(inputs, op)(*case)
+    if backend in RIVALS.get(op, {}):
+        return partial(RIVALS[op][backend], **{name: v for name, v in kwargs.items() if name != "kind"}), args
+    function = partial(getattr(specvis_kernels, op), **kwargs)
+    if backend != "oracle":
+        got, expected = (function(*args, backend=name) for name in (backend, "oracle"))
+        assert_agree(op, *(out if isinstance(out, tuple) else (out,) for out in (got, expected)))
+    return partial(function, backend=backend), args
+
+
+def measured(op: str) -> list:
+    """What there is to compare here: the oracle first, the rivals last."""
+    return [backend for backend in [*specvis_kernels.backends(op, inputs.DEVICE), *RIVALS.get(op, {})]
+            if (backend, inputs.DEVICE) != ("triton", "cpu") and backend != "cuda_emulated"]
+
+
 def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> list:
     """The records of one row, one for each mode."""
-    args, kwargs = getattr(inputs, op)(*case)
-    function = getattr(specvis_kernels, op)
-
-    def outputs(backend):
-        out = function(*args, **kwargs, backend=backend)
-        return out if isinstance(out, tuple) else (out,)
-
-    if backend in RIVALS.get(op, {}):
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("kind", "offset")}
-        times = harness.time_eager(lambda *a: RIVALS[op][backend](*a, **kwargs), args, seconds)
-    else:
-        if backend != "oracle":
-            assert_agree(op, outputs(backend), outputs("oracle"))
-        times = harness.time(lambda *a: function(*a, **kwargs, backend=backend), args, seconds)
+    call, args = prepare(op, case, backend)
+    times = (harness.time_eager if backend in RIVALS.get(op, {}) else harness.time)(call, args, seconds)
     moved = ROWS[op][1](*case)
     return [{"op": op, "backend": backend, "mode": mode, "shape": show(case),
              "dtype": str(args[0].dtype).removeprefix("torch."), **summary, "bytes": moved,
@@ -123,9 +135,7 @@ def main():
     for op in chosen.ops or ROWS:
         for case in ROWS[op][0]:
             oracle = {}
-            for backend in [*specvis_kernels.backends(op, inputs.DEVICE), *RIVALS.get(op, {})]:
-                if backend == "triton" and inputs.DEVICE == "cpu":
-                    continue  # the interpreter's time says nothing
+            for backend in measured(op):
                 rows = measure(op, case, backend, copy, chosen.seconds)
                 oracle = oracle or {row["mode"]: row["median_us"] for row in rows}
                 report(rows, oracle)

@@ -1,6 +1,7 @@
 """What a decoder has without these ops: the same work in plain PyTorch, as the released decoders write it.
 
-RIVALS[op][name] takes the op's arguments. They are timed, not compared: they round and draw in their own ways.
+RIVALS[op][name] takes the op's arguments, but for backend and kind. They round and draw in their own ways; where
+that can be told, tests/test_benchmarks.py holds them against the oracle too.
 """
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def multinomial(target_probs, draft_probs, uniforms):
 
 def searchsorted(target_probs, draft_probs, uniforms):
     sums = residual(target_probs, draft_probs).cumsum(-1)
-    return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:])
+    return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
 
 
 def topk_twice(logits, scores, width, *, K):
@@ -26,12 +27,15 @@ def topk_twice(logits, scores, width, *, K):
     return tokens, scores, scores.flatten(1).topk(K, -1)
 
 
-def warpers(logits, uncond, guidance, temperature, top_k, top_p):
+def warpers(logits, uncond, guidance, temperature, top_k, top_p, *, first_id=0, last_id=None):
     """Guidance, temperature, top-k and top-p, one after the other, by sorting."""
     def per_row(setting):
         return setting[:, None, None]
 
     x = (uncond + per_row(guidance) * (logits - uncond)).float() / per_row(temperature)
+    x[..., :first_id] = -torch.inf
+    if last_id is not None:
+        x[..., last_id:] = -torch.inf
     if top_k[0] > 0:
         x = x.masked_fill(x < x.topk(int(top_k[0]), -1).values[..., -1:], -torch.inf)
     if top_p[0] < 1:
@@ -42,15 +46,16 @@ def warpers(logits, uncond, guidance, temperature, top_k, top_p):
     return x.softmax(-1)
 
 
-def gather_cumsum(probs, tokens, neighbors, cutoff):
+def gather_cumsum(probs, tokens, neighbors, cutoff, *, offset):
     """All neighbors' probabilities, their running sums, the last within the cutoff."""
-    near = probs.gather(1, neighbors.long()[tokens])
+    codes = (tokens - offset).clamp(0, len(neighbors) - 1)
+    near = probs.gather(1, neighbors[codes].long() + offset)
     kept = near.cumsum(-1) <= cutoff[:, None]
     return probs.gather(1, tokens[:, None])[:, 0] + (near * kept).sum(-1), kept.sum(-1)
 
 
 def python_walk(target_probs, tokens, first_child, next_sibling, uniforms, *, P, neighbors=None, cutoff=None,
-                residual="optimal"):
+                offset=0, residual="optimal"):
     """verify_tree with deterministic drafts: a request, a node, a candidate at a time, as LANTERN's release walks."""
     results = []
     for b in range(len(tokens)):
@@ -61,15 +66,15 @@ def python_walk(target_probs, tokens, first_child, next_sibling, uniforms, *, P,
             while child >= 0:
                 token = tokens[b, child].item()
                 chance, near = row[token], None
-                if neighbors is not None:
-                    near = neighbors[token].long()
+                if neighbors is not None and 0 <= token - offset < len(neighbors):
+                    near = neighbors[token - offset].long() + offset
                     sums = row[near].cumsum(0)
                     near = near[: int((sums <= cutoff[b]).sum())]
                     chance = chance + row[near].sum()
                 if uniforms[b, child].item() < chance.item():
                     break
                 row[token] = 0
-                if residual == "relaxed":
+                if residual == "relaxed" and near is not None:
                     row[near] = 0
                 row /= row.sum()
                 child = next_sibling[b, child].item()

@@ -12,14 +12,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
 UNBATCHED = {"codebook_neighbors"}
+MOST = 512       # rows are drawn; more repeat them
 
 
 def exact_probs(rows, V, seed=0):
     """(rows, V) float32 probabilities: peaked, as a model's are, and exact to sum."""
     g = torch.Generator().manual_seed(seed)
-    draws = (torch.rand(rows, 2**16, generator=g) ** 4 * V).long()
-    counts = torch.zeros(rows, V).scatter_add_(1, draws, torch.ones(()).expand_as(draws))
-    return (counts / 2**16)[:, torch.randperm(V, generator=g)].to(DEVICE)
+    draws = (torch.rand(min(rows, MOST), 2**16, generator=g) ** 4 * V).long()
+    counts = torch.zeros(len(draws), V).scatter_add_(1, draws, torch.ones(()).expand_as(draws))
+    probs = (counts / 2**16)[:, torch.randperm(V, generator=g)].to(DEVICE)
+    return probs if rows <= MOST else probs.repeat(-(-rows // MOST), 1)[:rows]
 
 
 def exact_uniforms(*shape, seed=0):

@@ -1,24 +1,40 @@
-"""The benchmark checks what it times, and one small case of every kernel for comparing two revisions:
-
-    pytest tests/test_benchmarks.py --benchmark-autosave            before
-    pytest tests/test_benchmarks.py --benchmark-compare             after
-"""
+"""The benchmark checks what it times and says what it measured."""
 import pytest
+import torch
 
 import specvis_kernels
 from benchmarks import harness, ops
-from tests import inputs
-from tests.test_every_op import assert_agree, run
-
-COMPILED = [(op, backend) for op in inputs.CASES for backend in specvis_kernels.backends(op, inputs.DEVICE)
-            if backend != "oracle" and (backend, inputs.DEVICE) != ("triton", "cpu")]
 
 
-@pytest.mark.parametrize("op, backend", COMPILED)
-def test_speed(benchmark, op, backend):
-    args, kwargs = getattr(inputs, op)(*inputs.CASES[op][1])
-    out = benchmark(getattr(specvis_kernels, op), *args, **kwargs, backend=backend)
-    assert_agree(op, out if isinstance(out, tuple) else (out,), run(op, args, kwargs, "oracle"))
+def both(op, name, *sizes):
+    """What the rival and the oracle return."""
+    rival, args = ops.prepare(op, sizes, name)
+    return rival(*args), ops.prepare(op, sizes, "oracle")[0](*args)
+
+
+@pytest.mark.parametrize("options", [{}, {"k": 6, "residual": "relaxed"},
+                                     {"k": 6, "residual": "relaxed", "offset": 8}])
+def test_the_rival_walks_the_same_path(options):
+    walks, (path, accepted, next_token, _, _) = both("verify_tree", "python walk", 8, 60, 30, 4,
+                                                     {"branch": 5} | options)
+    assert accepted.max() > 1
+    for b, (nodes, token) in enumerate(walks):
+        assert nodes == path[b, :accepted[b]].tolist() and token == next_token[b]
+
+
+def test_the_rivals_compute_the_same():
+    for settings in (ops.IMAGE, ops.NUCLEUS):
+        probs, (expected, _) = both("guided_probs", "warpers", 1, 3, 2000, torch.float32, True, settings)
+        torch.testing.assert_close(probs, expected)
+    (mass, kept), (expected, count, _) = both("neighborhood_sum", "gather", 3, 300, 20, "tvd", 7)
+    torch.testing.assert_close(mass, expected)
+    assert kept.equal(count.long())
+    tokens, (expected, _) = both("sample_residual", "searchsorted", 20, 40)
+    assert tokens[:, 0].equal(expected)
+    tokens, _ = both("sample_residual", "multinomial", 20, 40)
+    assert tokens.shape == (20, 1)
+    (_, _, best), (_, _, frontier, _) = both("expand_tree", "topk twice", 2, 3, 50, 4)
+    assert best[1].shape == frontier.shape
 
 
 def test_a_record_says_what_was_measured():
