@@ -1,4 +1,4 @@
-"""`python -m specvis.train STAGE`: a command per stage, in the order data, tokenizer, gpt, drafter, ship."""
+"""`python -m specvis.train STAGE`: a command per stage, in the order data, tokenizer, gpt, drafter, small, ship."""
 from importlib import import_module
 
 import click
@@ -10,6 +10,7 @@ STAGES = {
     "tokenizer": "Train the tokenizer and tokenize the pictures.",
     "gpt": "Train the GPT on the tokens.",
     "drafter": "Train the drafter on the GPT.",
+    "small": "Train a smaller GPT that drafts on its own.",
     "ship": "Put the trained parts together.",
 }
 

@@ -111,25 +111,32 @@ def measure(model: Captioned, tokens: Tokens, which: torch.Tensor, batch: int = 
     return dict(zip(("nll", "top1", "top10", "entropy"), (sums / count).tolist()))
 
 
-@click.command()
-@options(batch=8, lr=1.2e-3)
-@click.option("--dim", default=192, show_default=True, help="Width of the model.")
-@click.option("--layers", default=6, show_default=True)
-@click.option("--heads", default=3, show_default=True)
-@click.option("--dropout", default=0.0, show_default=True)
-@click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
-              help="Compile the training step (about 1.2 times faster, a minute to start).")
-def gpt(runs, minutes, steps, batch, lr, dim, layers, heads, dropout, device, compiled):
-    """Train the GPT on runs/tokens.npz; writes runs/gpt/gpt.safetensors, words.safetensors and config.json."""
-    torch.manual_seed(0)
-    device = torch.device(device)
-    tokens = Tokens(runs, device)
-    config = GPTConfig(dim, layers, heads, vocabulary=len(tokens.codebook), grid=16,
-                       condition_tokens=CONDITION_TOKENS, caption_dim=dim, dropout=dropout)
-    model = Captioned(config, tokens.vocabulary)
+def training_options(dim: int, layers: int, heads: int, **defaults):
+    """The options of a stage that trains a GPT."""
+    every = (
+        options(**defaults),
+        click.option("--dim", default=dim, show_default=True, help="Width of the model."),
+        click.option("--layers", default=layers, show_default=True),
+        click.option("--heads", default=heads, show_default=True),
+        click.option("--dropout", default=0.0, show_default=True),
+        click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
+                     help="Compile the training step (about 1.2 times faster, a minute to start)."),
+    )
+
+    def add(command):
+        for option in reversed(every):
+            command = option(command)
+        return command
+
+    return add
+
+
+def train(folder: Path, model: Captioned, tokens: Tokens, device: torch.device, *, lr: float, minutes: float | None,
+          steps: int | None, batch: int, compiled: bool) -> None:
+    """Train, write <folder>/gpt.safetensors, words.safetensors and config.json, and say how well it does."""
     start(model, tokens.codebook, torch.Generator().manual_seed(0))
     model.to(device)
-    run = Run(runs / "gpt", model, lr=lr, weight_decay=0.05, minutes=minutes, steps=steps)
+    run = Run(folder, model, lr=lr, weight_decay=0.05, minutes=minutes, steps=steps)
 
     def loss_of(captions, ids, null):
         with mixed_precision(device):
@@ -153,10 +160,26 @@ def gpt(runs, minutes, steps, batch, lr, dim, layers, heads, dropout, device, co
     half = {name: value.half().contiguous() for name, value in model.state_dict().items()}
     for part in ("gpt", "words"):
         save_file({name.removeprefix(part + "."): value for name, value in half.items()
-                   if name.startswith(part + ".")}, runs / "gpt" / f"{part}.safetensors")
-    (runs / "gpt" / "config.json").write_text(json.dumps(asdict(config), indent=1))
+                   if name.startswith(part + ".")}, folder / f"{part}.safetensors")
+    (folder / "config.json").write_text(json.dumps(asdict(model.gpt.config), indent=1))
     model.eval()
     some = tokens.train[:: max(1, len(tokens.train) // 256)]
     for name, which in (("training names", some), ("held-out names", tokens.test)):
         numbers = measure(model, tokens, which)
         click.echo(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
+
+
+def captioned(tokens: Tokens, dim: int, layers: int, heads: int, dropout: float, caption_dim: int) -> Captioned:
+    config = GPTConfig(dim, layers, heads, vocabulary=len(tokens.codebook), grid=16,
+                       condition_tokens=CONDITION_TOKENS, caption_dim=caption_dim, dropout=dropout)
+    return Captioned(config, tokens.vocabulary)
+
+
+@click.command()
+@training_options(192, 6, 3, batch=8, lr=1.2e-3)
+def gpt(runs, dim, layers, heads, dropout, device, **training):
+    """Train the GPT on runs/tokens.npz; writes runs/gpt/gpt.safetensors, words.safetensors and config.json."""
+    torch.manual_seed(0)
+    device = torch.device(device)
+    tokens = Tokens(runs, device)
+    train(runs / "gpt", captioned(tokens, dim, layers, heads, dropout, dim), tokens, device, **training)

@@ -1,0 +1,21 @@
+"""A smaller GPT of the same family, which drafts on its own (LANTERN's Table 1 lets LlamaGen-L draft for the 3B)."""
+import click
+import torch
+from safetensors.torch import load_file
+
+from .gpt import Tokens, captioned, train, training_options
+from .run import made
+
+
+@click.command()
+@training_options(96, 2, 3, batch=16, lr=2e-3)
+def small(runs, dim, layers, heads, dropout, device, **training):
+    """Train the smaller GPT on runs/tokens.npz, told the GPT's own words; writes runs/small/gpt.safetensors."""
+    torch.manual_seed(0)
+    device = torch.device(device)
+    tokens = Tokens(runs, device)
+    words = load_file(made(runs / "gpt" / "words.safetensors", "gpt"))
+    model = captioned(tokens, dim, layers, heads, dropout, next(iter(words.values())).shape[1])
+    model.words.load_state_dict({name: value.float() for name, value in words.items()})
+    model.words.requires_grad_(False)
+    train(runs / "small", model, tokens, device, **training)
