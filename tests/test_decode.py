@@ -8,6 +8,7 @@ import torch
 import specvis.decode
 from specvis.compare import steps_gain, teacher_forced_probs
 from specvis.decode import Sampling, guidance_pair, twice
+from specvis.drafters import Eagle
 from specvis.methods import METHODS, method
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
@@ -15,11 +16,17 @@ from specvis.pipeline import Pipeline
 from specvis_kernels import sample_residual
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
-LOSSLESS = ("speculative", "eagle2")
+LOSSLESS = [m.name for m in METHODS.values() if m.lossless and m.drafting != "none"]
+DRAFTERS = ("eagle", "small")
+
+
+def small(name, **parameters):
+    """The recipe, with no more neighbors than a small codebook has."""
+    return method(name, **{"k": 8} | parameters) if METHODS[name].k else method(name, **parameters)
 
 
 def lantern(**parameters):
-    return method("lantern", **{"k": 8, **parameters})
+    return small("lantern", **parameters)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +48,21 @@ def minute():
     return pipeline
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
-@pytest.mark.parametrize("shape", [{}, {"depth": 1}, {"depth": 7}])
-def test_greedy_is_plain_decoding_token_for_token(tiny, name, shape):
+def test_what_is_lossless():
+    assert LOSSLESS == ["speculative", "eagle1", "eagle2", "adt-tree"]
+    assert method("cool-sd", omega=0.3).lossless and not METHODS["cool-sd"].lossless
+
+
+@pytest.mark.parametrize("m", [
+    *(method(name, drafter=drafter) for name in LOSSLESS for drafter in DRAFTERS),
+    *(method(name, depth=depth) for name in ("speculative", "eagle2") for depth in (1, 7)),
+    *(method("adt-tree", start=start) for start in ("vertical", "random", "tokenflock")),
+    method("adt-tree", nodes=5, width=2, depth=1, widths=(1, 3)), method("eagle1", tree="medusa_2_7b_63"),
+], ids=lambda m: m.label)
+def test_greedy_is_plain_decoding_token_for_token(tiny, m):
     sampling = Sampling.of(list(range(4)), temperature=0.0)
     plain = tiny.tokens(PROMPTS, METHODS["vanilla"], sampling)
-    assert torch.equal(tiny.tokens(PROMPTS, method(name, **shape), sampling).tokens, plain.tokens)
+    assert torch.equal(tiny.tokens(PROMPTS, m, sampling).tokens, plain.tokens)
 
 
 def test_lantern_without_room_is_eagle2(tiny):
@@ -65,12 +81,13 @@ def test_lantern_accepts_more_and_its_meter_says_so(tiny):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_accounts_add_up(tiny, name):
-    decoded = tiny.tokens(PROMPTS, lantern() if name == "lantern" else method(name), Sampling.of([5, 6, 7, 8]))
+    decoded = tiny.tokens(PROMPTS, small(name), Sampling.of([5, 6, 7, 8]))
     L = tiny.gpt.config.tokens
     assert decoded.tokens.shape == (4, L) and decoded.tokens.min() >= 0 and decoded.tokens.max() < 64
     if name == "vanilla":
         assert (decoded.tau == 1).all()
         return
+    assert (decoded.accepted <= decoded.drafted).all() and 0 < decoded.acceptance_rate < 1
     for row, forwards in zip(decoded.accepted, decoded.forwards):
         steps = row[row >= 0]
         assert len(steps) == forwards - 1                       # the first forward reads the condition
@@ -78,13 +95,36 @@ def test_accounts_add_up(tiny, name):
     assert steps_gain(decoded.accepted).min() >= 1
 
 
-@pytest.mark.parametrize("name", ["vanilla", *LOSSLESS])
+SEEDS = [3, 1, 4, 1, 5, 9]
+
+
+def assert_alone_as_together(tiny, prompts, methods, seeds):
+    together = tiny.tokens(prompts, methods, Sampling.of(seeds))
+    back = list(range(len(prompts)))[::-1]
+    turned = tiny.tokens([prompts[i] for i in back], [methods[i] for i in back], Sampling.of([seeds[i] for i in back]))
+    for i in range(len(prompts)):
+        alone = tiny.tokens(prompts[i: i + 1], methods[i], Sampling.of(seeds[i: i + 1]))
+        for other in (turned, together):
+            row = back[i] if other is turned else i
+            for field in ("tokens", "accepted", "drafted", "forwards", "failed"):
+                assert torch.equal(getattr(alone, field)[0], getattr(other, field)[row]), field
+            torch.testing.assert_close(alone.excess[0], other.excess[row])  # rounded as matrix products are
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_a_request_does_not_depend_on_its_batch(tiny, name):
-    m = method(name)
-    together = tiny.tokens(PROMPTS, m, Sampling.of([3, 1, 4, 1])).tokens
-    for i in range(4):
-        alone = tiny.tokens(PROMPTS[i: i + 1], m, Sampling.of([[3, 1, 4, 1][i]])).tokens
-        assert torch.equal(alone[0], together[i])
+    assert_alone_as_together(tiny, PROMPTS, [small(name)] * 4, SEEDS[:4])
+
+
+@pytest.mark.parametrize("methods", [
+    [method("eagle2", depth=d, width=w, nodes=n) for d, w, n in ((1, 1, 2), (4, 6, 32), (2, 9, 12), (7, 3, 9))],
+    [method("cool-sd", omega=omega, nu=nu) for omega, nu in ((1.1, 0.7), (0.5, 0.0), (3.0, 0.2), (1.0, 0.0))],
+    [small("lantern", delta=delta, depth=d) for delta, d in ((0.0, 1), (0.4, 3), (0.1, 6), (1.0, 2))],
+    [method("adt-tree", depth=d, width=w, nodes=n) for d, w, n in ((1, 4, 60), (9, 39, 60), (4, 10, 20), (2, 2, 7))],
+    [small(name) for name in ("vanilla", "lantern++", "adt-tree", "speculative", "lantern+optimal", "adt-tree")],
+], ids=["shapes", "schedules", "cutoffs", "adaptive", "families"])
+def test_requests_with_methods_of_their_own_share_a_batch(tiny, methods):
+    assert_alone_as_together(tiny, (PROMPTS * 2)[:len(methods)], methods, SEEDS[:len(methods)])
 
 
 def test_requests_of_one_batch_may_be_greedy_and_sampled(tiny):
@@ -96,10 +136,11 @@ def test_requests_of_one_batch_may_be_greedy_and_sampled(tiny):
         assert torch.equal(together[::2], greedy[::2])
 
 
-def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch):
-    m, sampling = lantern(delta=0.3), Sampling.of(list(range(4)))
+@pytest.mark.parametrize("name", ["adt-tree+lantern", "lantern++", "cool-sd"])
+def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, name):
+    m, sampling = small(name), Sampling.of(list(range(4)))
     ours = tiny.tokens(PROMPTS, m, sampling)
-    for op in ("expand_tree", "select_tree", "tree_links", "tree_mask", "verify_tree"):
+    for op in ("draw_children", "expand_tree", "select_tree", "tree_links", "tree_mask", "verify_tree"):
         kernel = getattr(specvis.decode, op)
         monkeypatch.setattr(specvis.decode, op, lambda *a, kernel=kernel, **k: kernel(*a, **k, backend="oracle"))
     oracles = tiny.tokens(PROMPTS, m, sampling)
@@ -107,7 +148,7 @@ def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch):
 
 
 def test_nan_ends_one_picture_and_leaves_the_others(tiny):
-    for m in (METHODS["vanilla"], METHODS["speculative"], METHODS["eagle2"], lantern()):
+    for m in map(small, METHODS):
         whole = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
         condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
         condition[1, -1, 0] = torch.nan
@@ -115,8 +156,8 @@ def test_nan_ends_one_picture_and_leaves_the_others(tiny):
             broken = specvis.decode.decode(tiny.gpt, condition, valid, Sampling.of([1, 2, 3, 4]))
         else:
             neighbors = tiny.neighbors(m.k) if m.k else None
-            broken = specvis.decode.speculative_decode(tiny.gpt, tiny.drafter, condition, valid,
-                                                       Sampling.of([1, 2, 3, 4]), m, neighbors)
+            broken = specvis.decode.speculative_decode(tiny.gpt, Eagle(tiny.gpt, tiny.drafter, twice(valid)), condition,
+                                                       valid, Sampling.of([1, 2, 3, 4]), [m] * 4, neighbors)
         assert broken.failed.tolist() == broken.tau.isnan().tolist() == [False, True, False, False]
         keep = [0, 2, 3]
         assert torch.equal(broken.tokens[keep], whole.tokens[keep])
@@ -153,6 +194,9 @@ def test_a_tree_may_have_fewer_nodes_than_levels(tiny, nodes, depth):
     assert torch.equal(tiny.tokens(PROMPTS, method("eagle2", nodes=nodes, depth=depth), sampling).tokens, plain.tokens)
 
 
+TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
+
+
 def exact_pictures(pipeline, prompt, sampling):
     """The probability of each of the V**L pictures, (V**L,) float64: the chain rule over teacher-forced reading."""
     V, L = pipeline.gpt.config.vocabulary, pipeline.gpt.config.tokens
@@ -177,9 +221,8 @@ def chi_square(tokens, probs, V):
     return 3 * math.sqrt(freedom / 2) * ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom))  # Wilson-Hilferty
 
 
-def sampled_pictures(pipeline, m, settings, requests=100_000, batch=20_000):
-    neighbors = pipeline.neighbors(m.k) if m.k else None
-    assert neighbors is None or neighbors.shape[1] == m.k
+def sampled_pictures(pipeline, m, settings, requests=250_000, batch=25_000):
+    """A million tokens."""
     parts = [pipeline.tokens(["red heart"] * batch, m, Sampling.of(list(range(i, i + batch)), **settings)).tokens
              for i in range(0, requests, batch)]
     return torch.cat(parts)
@@ -193,10 +236,16 @@ def far_from_target(pipeline, m, settings):
 
 @pytest.mark.parametrize("settings", [{"guidance": 2.0},
                                       {"guidance": 1.0, "temperature": 0.7, "top_k": 4, "top_p": 0.9}])
-@pytest.mark.parametrize("m", [METHODS["vanilla"], method("speculative", depth=3),
-                               method("eagle2", depth=2, width=3, nodes=8)], ids=lambda m: m.name)
+@pytest.mark.parametrize("m", [METHODS["vanilla"], method("speculative", depth=3), method("eagle1", tree=TREE),
+                               method("eagle2", depth=2, width=3, nodes=8),
+                               method("adt-tree", depth=2, width=3, nodes=8, widths=(1, 4), width_step=1),
+                               method("cool-sd", tree=TREE, omega=0.5)], ids=lambda m: m.name)
 def test_sampled_pictures_have_the_target_distribution(minute, m, settings):
-    assert abs(far_from_target(minute, m, settings)) < 4.5
+    assert m.lossless and abs(far_from_target(minute, m, settings)) < 4.5
+
+
+def test_the_distribution_test_rejects_acceptance_above_one(minute):
+    assert far_from_target(minute, method("cool-sd", tree=TREE, omega=1.5), {"guidance": 2.0}) > 10
 
 
 def unmodified_target(probs, tokens, first_child, next_sibling, uniforms, *, P, **_):
@@ -254,27 +303,8 @@ def test_conditions_of_the_wrong_shape_are_refused(tiny):
         with pytest.raises(ValueError, match=message):
             specvis.decode.decode(tiny.gpt, c, v, Sampling.of(list(range(seeds))))
     with pytest.raises(ValueError, match="table of V=.* rows and at least k=8 columns for lantern, got none"):
-        specvis.decode.speculative_decode(tiny.gpt, tiny.drafter, condition, valid, Sampling.of([0] * 4), lantern())
-
-
-@pytest.mark.parametrize("name, parameters, message", [
-    ("lantren", {}, "unknown method 'lantren'; did you mean lantern"),
-    ("lantern", {"delta": -0.1}, r"delta must be within \[0, 1\], got -0.1"),
-    ("lantern", {"k": -1}, "k must be at least 0, got -1"),
-    ("eagle2", {"delta": 0.1}, "method eagle2 has no parameter 'delta'; its parameters: depth, width, nodes"),
-    ("vanilla", {"depth": 1}, "method vanilla has no parameter 'depth'; its parameters: none"),
-    ("speculative", {"depth": 0}, "depth must be at least 1, got 0"),
-    ("eagle2", {"width": 0}, "width must be at least 1, got 0"),
-    ("eagle2", {"nodes": 1}, r"nodes must be at least 2 \(the root and a draft\), got 1"),
-])
-def test_methods_and_parameters_are_checked(name, parameters, message):
-    with pytest.raises(ValueError, match=message):
-        method(name, **parameters)
-
-
-def test_a_tree_has_no_more_nodes_than_candidates():
-    assert method("eagle2", depth=1, width=3, nodes=60).tree_nodes == 4      # 1 + 3
-    assert method("eagle2", depth=2, width=3, nodes=60).tree_nodes == 13     # 1 + 3 + 9
+        specvis.decode.speculative_decode(tiny.gpt, Eagle(tiny.gpt, tiny.drafter, twice(valid)), condition, valid,
+                                          Sampling.of([0] * 4), [lantern()] * 4)
 
 
 def test_k_beyond_the_codebook_is_refused(tiny):

@@ -2,6 +2,7 @@
 import os
 import platform
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from tqdm import tqdm
 import specvis_kernels
 
 from .commands import Commands, device_option
-from .compare import compare_methods
+from .compare import PROMPTS, compare_methods
 from .decode import Sampling
-from .methods import METHODS, method
+from .methods import METHODS, PARAMETERS, parameters_of, parse_method, parse_methods
+from .models.words import repeated
 from .pipeline import SHIPPED, Pipeline
+from .trees import TREES
 
 STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
 
@@ -89,12 +92,13 @@ def sampling_options(command):
 @main.command()
 @click.option("--prompt", required=True, help='Words, e.g. "red heart".')
 @click.option("--style", type=click.Choice(STYLES), default=STYLES[0], help="Whose drawing style.")
-@click.option("--method", "name", default="lantern", help=f"One of {', '.join(METHODS)}.")
-@click.option("--delta", type=float, help="Probability that neighbors may lend a draft, in [0, 1]. (lantern)")
-@click.option("-k", type=int, help="Neighbors that may lend. (lantern)")
-@click.option("--depth", type=int, help="Levels drafted a step.")
-@click.option("--width", type=int, help="Children a node of the draft tree. (eagle2, lantern)")
-@click.option("--nodes", type=int, help="Nodes verified a step, the root counted. (eagle2, lantern)")
+@click.option("--method", "name", default="lantern",
+              help=f"One of {', '.join(METHODS)}; or NAME:PARAMETER=VALUE:..., see `specvis methods`.")
+@click.option("--delta", type=float, help="The same as :delta=...")
+@click.option("-k", type=int, help="The same as :k=...")
+@click.option("--depth", type=int, help="The same as :depth=...")
+@click.option("--width", type=int, help="The same as :width=...")
+@click.option("--nodes", type=int, help="The same as :nodes=...")
 @click.option("-n", "count", default=1, help="How many pictures.")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
 @click.option("--scale", default=4, help="Enlarge the picture's 64 pixels by this factor.")
@@ -112,17 +116,16 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
         raise ValueError(f"n must be at least 1, got {count}")
     if scale < 1:
         raise ValueError(f"scale must be at least 1, got {scale}")
-    chosen = method(name, delta=delta, k=k, depth=depth, width=width, nodes=nodes)
+    chosen = parse_method(name, delta=delta, k=k, depth=depth, width=width, nodes=nodes)
     sampling = Sampling.of(list(range(seed, seed + count)), guidance=guidance, temperature=temperature, top_k=top_k,
                            top_p=top_p, device=device)
     writable_file(out)
     pipeline = Pipeline.load(weights, device)
     prompts = [f"{style} {prompt}"] * count
     pipeline.words.encode(prompts[:1])  # bad input is found before the bar and the clock start
-    if chosen.k:
-        pipeline.neighbors(chosen.k)
+    pipeline.check(chosen)
     start = time.perf_counter()
-    with tqdm(total=count * pipeline.gpt.config.tokens, unit="token", desc=name) as bar:
+    with tqdm(total=count * pipeline.gpt.config.tokens, unit="token", desc=chosen.label) as bar:
         decoded = pipeline.tokens(prompts, chosen, sampling, bar.update)
     seconds = time.perf_counter() - start
     pictures = pipeline.pictures(decoded.tokens)
@@ -139,20 +142,22 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
 @main.command()
 @click.option("--prompt", "prompts", multiple=True,
               help="A prompt with its style first; may be repeated. [default: eight]")
-@click.option("--method", "names", multiple=True, help="A method; may be repeated. [default: all]")
+@click.option("--methods", "names", multiple=True, default=("all",),
+              help="all, or methods with commas between them, each a NAME or NAME:PARAMETER=VALUE:...")
+@click.option("-n", "count", type=click.IntRange(1), help="How many pictures a method. [default: one a prompt]")
 @click.option("--temperature", "temperatures", multiple=True, type=float, default=(0.0, 1.0),
               help="May be repeated.")
 @click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
 @sampling_options
-def compare(prompts, names, temperatures, out, seed, guidance, top_k, top_p, weights, device):
+def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top_p, weights, device):
     """Run methods side by side: pictures, plots, a table."""
-    methods = [method(name) for name in names or METHODS]
+    methods = parse_methods(names)
     for temperature in temperatures:  # all settings are looked at before any work
         Sampling.of([seed], guidance=guidance, temperature=temperature, top_k=top_k, top_p=top_p)
     pipeline = Pipeline.load(weights, device)
-    prompts = list(prompts) or None
-    if prompts:
-        pipeline.words.encode(prompts)
+    prompts = list(prompts or PROMPTS)
+    prompts = repeated(prompts, count or len(prompts))
+    pipeline.words.encode(prompts)
     compare_methods(pipeline, methods, temperatures, writable_folder(out), prompts=prompts, seed=seed,
                     guidance=guidance, top_k=top_k, top_p=top_p)
 
@@ -161,13 +166,15 @@ def compare(prompts, names, temperatures, out, seed, guidance, top_k, top_p, wei
 def list_methods():
     """List the decoding methods, with their parameters."""
     for m in METHODS.values():
-        values = {"depth": m.depth, "width": m.width, "nodes": m.nodes, "k": m.k, "delta": m.delta}
-        shown = ", ".join(f"{key} {value}" for key, value in values.items() if value)
-        click.echo(f"{m.name:12} {m.source}\n{'':12} {shown or 'no parameters'}"
-                   + (f", residual {m.residual}" if m.drafting != "none" else ""))
-    click.echo("\ndepth: levels drafted a step; width: children a node; nodes: size of the verified tree, its root "
-               "counted;\nk: nearest codes that may lend a draft their probability; delta: the most they may lend, "
-               "in [0, 1]")
+        click.echo(f"{m.name:18}{m.source}")
+        shown = [f"{key} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+                 for key, value in parameters_of(m).items() if value is not None]
+        for line in textwrap.wrap(", ".join(shown) or "no parameters", 100):
+            click.echo(f"{'':18}{line}")
+    click.echo("\nTo change some: --method lantern:delta=0.1:k=300, --methods vanilla,adt-tree:start=vertical\n")
+    for name, what in PARAMETERS.items():
+        click.echo(f"{name:12}{what}")
+    click.echo(f"\ntrees       {', '.join(TREES)}")
 
 
 @main.command()

@@ -21,7 +21,8 @@ import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: ther
 
 PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "fluent-3d grinning face", "noto neutral face",
            "fluent-flat raised fist", "fluent-3d thumbs up", "fluent-flat pirate flag", "noto chequered flag"]
-COLUMNS = ("method", "temperature", "tau", "forwards", "seconds", "speed-up", "acceptance", "TV bound", "TV meter")
+COLUMNS = ("method", "temperature", "tau", "forwards", "seconds", "speed-up", "overhead", "acceptance", "TV bound",
+           "TV meter")
 
 
 @dataclass
@@ -31,31 +32,62 @@ class Result:
     method: Method
     temperature: float
     decoded: Decoded
-    seconds: float  # wall time of the whole batch
+    seconds: float          # wall time of the whole batch
+    forwards: float | None  # of that, in forwards of the models; None: not measured
+
+    @property
+    def overhead(self) -> float | None:
+        """The share of the time that is not forwards of the models."""
+        return None if self.forwards is None else 1 - self.forwards / self.seconds
+
+
+class ModelClock:
+    """Adds up the seconds that a pipeline's models spend, on the CPU: elsewhere to wait for them would cost time."""
+
+    def __init__(self, pipeline: Pipeline):
+        gpts = [gpt for gpt in (pipeline.gpt, pipeline.small) if gpt is not None]
+        self.modules = [*gpts, *(gpt.output for gpt in gpts), pipeline.drafter]
+        self.seconds = 0.0 if pipeline.device.type == "cpu" else None
+
+    def __enter__(self):
+        def before(*_):
+            self.start = time.perf_counter()
+
+        def after(*_):
+            self.seconds += time.perf_counter() - self.start
+
+        measured = [] if self.seconds is None else self.modules
+        self.hooks = [hook for module in measured
+                      for hook in (module.register_forward_pre_hook(before), module.register_forward_hook(after))]
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
 
 
 def compare_methods(pipeline: Pipeline, methods: list[Method], temperatures: tuple[float, ...], out: Path, *,
-                    prompts: list[str] | None = None, seed: int = 0, **settings) -> list[dict]:
+                    prompts: list[str], seed: int = 0, **settings) -> list[dict]:
     """Decode all prompts as one batch with each method; write pictures, two plots and compare.csv to `out`.
 
     Returns:
         the table, a dictionary per row
     """
-    prompts = prompts or PROMPTS
     seeds = list(range(seed, seed + len(prompts)))
     results = []
     total = len(methods) * len(temperatures) * len(prompts) * pipeline.gpt.config.tokens
     for m in methods:
-        if m.k:
-            pipeline.neighbors(m.k)  # before the clock starts
+        pipeline.check(m)  # and the neighbors are found, before the clock starts
     with tqdm(total=total, unit="token", smoothing=0.05) as bar:
         for temperature in temperatures:
             sampling = Sampling.of(seeds, temperature=temperature, device=pipeline.device, **settings)
             for m in methods:
-                bar.set_description(f"{m.name}, temperature {temperature:g}")
-                start = time.perf_counter()
-                decoded = pipeline.tokens(prompts, m, sampling, bar.update)
-                results.append(Result(m, temperature, decoded, time.perf_counter() - start))
+                bar.set_description(f"{m.label}, temperature {temperature:g}")
+                with ModelClock(pipeline) as clock:
+                    start = time.perf_counter()
+                    decoded = pipeline.tokens(prompts, m, sampling, bar.update)
+                    seconds = time.perf_counter() - start
+                results.append(Result(m, temperature, decoded, seconds, clock.seconds))
     rows = table(results)
     draw_pictures(pipeline, results, prompts, out / "compare.png")
     draw_acceptance(pipeline, results, out / "acceptance.png")
@@ -70,7 +102,7 @@ def compare_methods(pipeline: Pipeline, methods: list[Method], temperatures: tup
     print_table(rows, len(prompts))
     for result in results:
         for i in result.decoded.failed.nonzero()[:, 0].tolist():
-            print(f"{result.method.name}: {prompts[i]!r} ended early: the model's logits were not finite")
+            print(f"{result.method.label}: {prompts[i]!r} ended early: the model's logits were not finite")
     return rows
 
 
@@ -82,27 +114,30 @@ def table(results: list[Result]) -> list[dict]:
         images, L = r.decoded.tokens.shape
         speculative = r.method.drafting != "none"
         rows.append({
-            "method": r.method.name,
+            "method": r.method.label,
             "temperature": r.temperature,
             "tau": round(r.decoded.tau.nanmean().item(), 2),
             "forwards": round(r.decoded.forwards.float().mean().item(), 1),
             "seconds": round(r.seconds / images, 2),
             "speed-up": round(plain[r.temperature] / r.seconds, 2) if r.temperature in plain else "",
-            "acceptance": round(r.decoded.acceptance_rate(r.method.depth), 3) if speculative else "",
-            "TV bound": r.method.tv_bound,
+            "overhead": "" if r.overhead is None else round(r.overhead, 3),
+            "acceptance": round(r.decoded.acceptance_rate, 3) if speculative else "",
+            "TV bound": "" if r.method.tv_bound is None else round(r.method.tv_bound, 3),
             "TV meter": round(r.decoded.excess.mean().item() / L, 4),
         })
     return rows
 
 
 def print_table(rows: list[dict], batch: int) -> None:
-    print("".join(f"{name:>12}" for name in COLUMNS))
+    wide = max(len(row["method"]) for row in rows) + 1
+    print(f"{'method':{wide}}" + "".join(f"{name:>12}" for name in COLUMNS[1:]))
     for row in rows:
-        print("".join(f"{row[name]:>12}" for name in COLUMNS))
-    print(f"tau: tokens a target forward; seconds a picture in a batch of {batch}; acceptance: accepted drafts per "
-          "drafted level;\nTV bound: how far one accept test may move the distribution it judges by; TV meter: the "
-          "estimate of the distance\nthat relaxed acceptance added per token (0: lossless; at temperature 0 the share "
-          "of tokens that strict acceptance\nwould have refused)")
+        print(f"{row['method']:{wide}}" + "".join(f"{row[name]:>12}" for name in COLUMNS[1:]))
+    print(f"tau: tokens a target forward; seconds a picture in a batch of {batch}; overhead: the share of them that is "
+          "not model\nforwards; acceptance: accepted drafts per drafted level; TV bound: how far one accept test may "
+          "move the distribution\nit judges by (empty: not known); TV meter: the estimate of the distance that relaxed "
+          "acceptance added per token\n(0: lossless; at temperature 0 the share of tokens that strict acceptance would "
+          "have refused)")
 
 
 def draw_pictures(pipeline: Pipeline, results: list[Result], prompts: list[str], path: Path) -> None:
@@ -114,7 +149,7 @@ def draw_pictures(pipeline: Pipeline, results: list[Result], prompts: list[str],
             axis.imshow(picture)
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
-        row[0].set_ylabel(f"{result.method.name}\nT = {result.temperature:g}", rotation=0, ha="right", va="center")
+        row[0].set_ylabel(f"{result.method.label}\nT = {result.temperature:g}", rotation=0, ha="right", va="center")
     for axis, prompt in zip(axes[0], prompts):
         axis.set_title(prompt.replace(" ", "\n", 1), fontsize=8)
     save_figure(figure, path)
@@ -128,11 +163,11 @@ def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> No
         return
     figure, axes = plt.subplots(1, len(results), squeeze=False, constrained_layout=True,
                                 figsize=(2.6 * len(results), 3))
-    top = max(r.method.depth for r in results) + 1
+    top = max(r.method.levels for r in results) + 1
     for axis, r in zip(axes[0], results):
         gained = steps_gain(r.decoded.accepted).float().mean(0).view(grid, grid).numpy()
         shown = axis.imshow(gained, vmin=1, vmax=top, cmap="viridis")
-        axis.set(xticks=[], yticks=[], title=f"{r.method.name}, T = {r.temperature:g}\nmean {gained.mean():.2f}")
+        axis.set(xticks=[], yticks=[], title=f"{r.method.label}, T = {r.temperature:g}\nmean {gained.mean():.2f}")
     figure.colorbar(shown, ax=axes, label="tokens gained by the step here")
     save_figure(figure, path)
 

@@ -4,19 +4,20 @@ Every request of a batch has a seed, a guidance and a temperature of its own, an
 row b reads the caption, row B + b nothing, and guidance moves from the one towards the other.
 """
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from specvis_kernels import (INVALID_ROW, expand_tree, guided_probs, sample_residual, select_tree, tree_links,
-                             tree_mask, verify_tree)
+from specvis_kernels import (INVALID_ROW, draw_children, expand_tree, guided_probs, select_tree, tree_links, tree_mask,
+                             verify_tree)
 
+from .drafters import Eagle, Independent
 from .methods import Method
-from .models.eagle import Drafter
 from .models.layers import Cache
 from .models.llamagen import GPT, condition_mask
-from .uniforms import ACCEPT, DRAFT, philox_uniform
+from .trees import Shapes, StaticTree, static_tree
+from .uniforms import ACCEPT, DRAFT, SHAPE, philox_uniform
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class Sampling:
         return Sampling(torch.tensor(seeds, dtype=torch.int64, device=device), each(guidance, torch.float32),
                         each(temperature, torch.float32), each(top_k, torch.int32), each(top_p, torch.float32))
 
+    def __getitem__(self, requests: list[int]) -> "Sampling":
+        return Sampling(*(getattr(self, field.name)[requests] for field in fields(Sampling)))
+
     def probs(self, model: GPT, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states (2B, N, dim) -> guided probabilities (B, N, V), status (B, N)."""
         conditional, unconditional = model.logits(hidden).chunk(2)
@@ -69,6 +73,7 @@ class Decoded:
     tokens: Tensor    # (B, L) int64
     forwards: Tensor  # (B,) int64    target forwards, the one that read the condition counted
     accepted: Tensor  # (B, L) int64  drafts accepted by the step whose first token stands here; -1: no step began here
+    drafted: Tensor   # (B, L) int64  levels that this step drafted, as far as the image goes; 0 where none began
     excess: Tensor    # (B,) float32  fidelity meter, summed over the image's tokens
     failed: Tensor    # (B,) bool     the logits were not finite: the image ended there, its other tokens are 0
 
@@ -77,11 +82,16 @@ class Decoded:
         """(B,) tokens per target forward; 1 is plain decoding; NaN for a failed image."""
         return (self.tokens.shape[1] / self.forwards).masked_fill(self.failed, torch.nan)
 
-    def acceptance_rate(self, depth: int) -> float:
-        """Accepted drafts per drafted level that could be, over all steps of all images."""
-        steps = self.accepted >= 0
-        left = torch.arange(self.accepted.shape[1] - 1, -1, -1).clamp(max=depth)  # no draft stands for the last token
-        return (self.accepted[steps].sum() / (steps * left).sum().clamp(min=1)).item()
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts per drafted level, over all steps of all images."""
+        return (self.accepted.clamp(min=0).sum() / self.drafted.sum().clamp(min=1)).item()
+
+    @staticmethod
+    def merged(parts: "list[Decoded]", order: Tensor) -> "Decoded":
+        """The images of all parts, of which the i-th goes to place order[i]."""
+        back = order.argsort()
+        return Decoded(*(torch.cat([getattr(part, field.name) for part in parts])[back] for field in fields(Decoded)))
 
 
 Progress = Callable[[int], None]  # called with how many tokens the batch has just gained
@@ -165,7 +175,8 @@ def decode(gpt: GPT, condition: Tensor, valid: Tensor, sampling: Sampling, progr
         tokens[:, i] = token.masked_fill(failed, 0)
         if progress:
             progress(B)
-    return Decoded(tokens, torch.full((B,), L), torch.zeros(B, L, dtype=torch.int64), torch.zeros(B), failed.cpu())
+    none = torch.zeros(B, L, dtype=torch.int64)
+    return Decoded(tokens, torch.full((B,), L), none, none, torch.zeros(B), failed.cpu())
 
 
 @dataclass
@@ -178,24 +189,51 @@ class Draft:
     rows: Tensor | None      # (B, N) int32   row of `probs` of a node's children
 
 
+class StaticPlan:
+    """The steps by which a static tree is drafted, level by level, as indices on the device."""
+
+    @dataclass
+    class Level:
+        children: int      # the most that a node has
+        columns: Tensor    # (F, K) int64  the node that each child becomes, less one; 0 where there is no such child
+        picked: Tensor     # (nodes of the level,) int64  which of the F * K children they are
+        expanded: Tensor   # (F',) int64  which nodes of the level have children
+        mothers: Tensor    # (F',) int64  which of the F nodes above they stand on
+
+    def __init__(self, tree: StaticTree, batch: int, device: torch.device):
+        def indices(numbers):
+            return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+        def rows(numbers):
+            return torch.tensor(numbers, dtype=torch.int32, device=device).expand(batch, -1)
+
+        self.levels, read, parents = [], [0], [-1]  # read: nodes that the drafter has read
+        above = [0]
+        for depth in range(1, tree.depth + 1):
+            families = [tree.children(node) for node in above]
+            K = max(map(len, families))
+            expanded = [node for node in tree.level(depth) if tree.children(node)]
+            self.levels.append(self.Level(
+                K, indices([[node - 1 for node in family] + [0] * (K - len(family)) for family in families]),
+                indices([f * K + j for f, family in enumerate(families) for j in range(len(family))]),
+                indices([tree.level(depth).index(node) for node in expanded]),
+                indices([above.index(tree.parents[node]) for node in expanded])))
+            parents += [read.index(tree.parents[node]) for node in expanded]
+            read += expanded
+            above = expanded
+        self.parents = rows(tree.parents)
+        self.drafter_parents = rows(parents)  # of the nodes that the drafter reads
+        self.draft_rows = rows([read.index(n) if n in read else -1 for n in range(len(tree.parents))])
+
+
 class Drafting:
     """The drafter at work on a batch: its cache, and the distribution after the newest token."""
 
-    def __init__(self, gpt: GPT, drafter: Drafter, sampling: Sampling, method: Method, valid: Tensor):
-        self.gpt, self.drafter, self.sampling, self.method = gpt, drafter, sampling, method
-        self.shown = gpt.config.condition_tokens - 1  # the drafter is one position behind the target
-        self.valid = valid[:, : self.shown]
-        self.tokens = gpt.config.tokens
-        drafted = 1 + method.depth * max(1, method.width)
-        self.cache = drafter.new_cache(len(valid), self.shown + self.tokens + drafted)
-        self.uniforms = philox_uniform(sampling.seeds, DRAFT, self.tokens, method.depth)
-
-    def read_condition(self, hidden: Tensor) -> None:
-        """Fill the cache with the condition; hidden (2B, S, dim) are the target's states there."""
-        if self.shown:
-            places = torch.arange(self.shown, device=hidden.device)[None].expand(len(hidden), -1)
-            self.drafter(torch.zeros_like(places), hidden[:, : self.shown], places,
-                         condition_mask(self.valid, self.shown), self.cache, places)
+    def __init__(self, drafter: Eagle | Independent, sampling: Sampling, tokens: int, room: int):
+        """tokens: of an image; room: columns that a draft needs."""
+        self.drafter, self.sampling, self.tokens = drafter, sampling, tokens
+        self.shown, self.valid = drafter.shown, drafter.valid
+        self.cache = drafter.new_cache(self.shown + tokens + room)
 
     def read_tokens(self, tokens: Tensor, hidden: Tensor, before: Tensor, new: Tensor, longest: int) -> None:
         """Take in the tokens that were just emitted.
@@ -211,12 +249,13 @@ class Drafting:
         places = self.shown + before[:, None] + torch.arange(A, device=tokens.device)   # (B, A)
         columns = self.shown + longest + A
         mask = torch.arange(columns, device=tokens.device) <= places[..., None]         # (B, A, T)
-        out = self.drafter(twice(tokens), hidden, twice(places), visible(self.valid, mask), self.cache, twice(places))
+        out = self.drafter.read(twice(tokens), hidden, twice(places), visible(self.valid, mask), self.cache,
+                                twice(places))
         last = twice((new - 1)[:, None, None].expand(-1, -1, out.shape[-1]))
         self.count = (before + new).clamp(max=self.tokens)
         self.columns = self.shown + min(longest + A, self.tokens)
         self.hidden = out.gather(1, last)                                               # (2B, 1, dim)
-        self.probs = self.sampling.probs(self.gpt, self.hidden)[0]                      # (B, 1, V)
+        self.probs = self.sampling.probs(self.drafter.head, self.hidden)[0]             # (B, 1, V)
 
     def deepen(self, tokens: Tensor, hidden: Tensor, parents: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """Read one level of the tree.
@@ -236,41 +275,55 @@ class Drafting:
         mask = tree_mask(ancestors, root, columns=self.columns + n)[:, n - F:]
         slots = root[:, None] + torch.arange(n - F, n, device=root.device)
         places = (self.shown + self.count - 1 + level)[:, None].expand(-1, F)
-        out = self.drafter(twice(tokens), hidden, twice(places), visible(self.valid, mask), self.cache,
-                           twice(slots))
-        return out, self.sampling.probs(self.gpt, out)[0]
+        out = self.drafter.read(twice(tokens), hidden, twice(places), visible(self.valid, mask), self.cache,
+                                twice(slots))
+        return out, self.sampling.probs(self.drafter.head, out)[0]
 
-    def chain(self, root: Tensor) -> Draft:
-        """`depth` tokens in a row, each sampled (greedy requests: the likeliest), after root (B,)."""
-        B, depth = len(root), self.method.depth
-        parents = torch.arange(-1, depth, dtype=torch.int32, device=root.device).expand(B, -1)
-        position = (self.count - 1)[:, None, None].expand(-1, 1, depth)
-        uniforms = self.uniforms.gather(1, position.clamp(max=self.uniforms.shape[1] - 1))[:, 0]  # (B, depth)
-        tokens, rows, hidden = [root], [self.probs], self.hidden
-        for level in range(1, depth + 1):
-            tokens.append(draw(rows[-1][:, 0], uniforms[:, level - 1], self.sampling.greedy)[0])
-            if level < depth:
-                hidden, probs = self.deepen(tokens[-1][:, None], hidden, parents[:, : level + 1].contiguous(), level)
-                rows.append(probs)
-        row = torch.arange(depth + 1, dtype=torch.int32, device=root.device).expand(B, -1)
-        return Draft(torch.stack(tokens, 1), parents, torch.cat(rows, 1), torch.where(row < depth, row, -1))
+    def static(self, root: Tensor, plan: StaticPlan, uniforms: Tensor) -> Draft:
+        """A static tree after root (B,), its children sampled without replacement (greedy requests: the likeliest).
 
-    def tree(self, root: Tensor) -> Draft:
-        """EAGLE-2's dynamic tree: each level expands the likeliest paths; the likeliest nodes of all are kept."""
-        B, K, device = len(root), self.method.width, root.device
-        width = torch.full((B,), K, dtype=torch.int32, device=device)
+        uniforms (B, L, N - 1): one for each node but the root.
+        """
+        B = len(root)
+        position = (self.count - 1)[:, None, None].expand(-1, 1, uniforms.shape[2])
+        coins = uniforms.gather(1, position.clamp(max=uniforms.shape[1] - 1))[:, 0]
+        greedy = self.sampling.greedy[:, None, None]
+        tokens, rows, hidden, probs, read = [root[:, None]], [], self.hidden, self.probs, 1
+        for depth, level in enumerate(plan.levels, 1):
+            rows.append(probs)
+            F, K = level.columns.shape
+            sampled = draw_children(probs, coins[:, level.columns])[0]
+            scores, width = probs.new_zeros(B, F), torch.full((B,), K, dtype=torch.int32, device=root.device)
+            children = torch.where(greedy, expand_tree(probs, scores, width, K=K)[0], sampled)
+            tokens.append(children.flatten(1)[:, level.picked])
+            if len(level.expanded):
+                read += len(level.expanded)
+                hidden, probs = self.deepen(tokens[-1][:, level.expanded], hidden[:, level.mothers],
+                                            plan.drafter_parents[:, :read].contiguous(), depth)
+        return Draft(torch.cat(tokens, 1), plan.parents, torch.cat(rows, 1), plan.draft_rows)
+
+    def dynamic(self, root: Tensor, shapes: Shapes, nodes: Tensor, deepest: int, widest: int, N: int) -> Draft:
+        """EAGLE-2's tree after root (B,): each level expands the likeliest paths, the likeliest nodes of all are kept.
+
+        Args:
+            shapes:  depth and width for each request; deepest and widest: the most of them
+            nodes:   (B,) int32  the most nodes to keep, at most N
+        """
+        B, K, device = len(root), widest, root.device
+        width = shapes.width.int()
         parents = torch.full((B, 1), -1, dtype=torch.int32, device=device)
         above = torch.full((B, K), -1, dtype=torch.int32, device=device)    # candidates that the frontier stands on
         hidden, probs, scores = self.hidden, self.probs, torch.zeros(B, 1, device=device)
         candidates = []
-        for level in range(1, self.method.depth + 1):
+        for level in range(1, deepest + 1):
             tokens, child_scores, frontier, _ = expand_tree(probs, scores, width, K=K)
             F = tokens.shape[1]
             from_candidate = above[:, :F, None].expand(B, F, K).reshape(B, F * K)
             candidates.append((tokens.flatten(1), child_scores.flatten(1), from_candidate))
-            if level == self.method.depth:
+            if level == deepest:
                 break
-            unused, chosen = frontier < 0, frontier.clamp(min=0).long()                # (B, K)
+            unused = (frontier < 0) | (shapes.depth <= level)[:, None]             # (B, K)
+            chosen = frontier.clamp(min=0).long()
             mother = chosen // K                                                   # node of this level's F
             first = parents.shape[1] - F                                           # its number in the drafter's tree
             parents = torch.cat([parents, torch.where(unused, -2, mother + first).int()], 1)
@@ -280,38 +333,54 @@ class Drafting:
             hidden = hidden.gather(1, twice(mother[..., None].expand(-1, -1, hidden.shape[-1])))
             hidden, probs = self.deepen(tokens.flatten(1).gather(1, chosen), hidden, parents, level)
         tokens, scores, origin = (torch.cat(part, 1) for part in zip(*candidates))
-        size = torch.full((B,), self.method.tree_nodes, dtype=torch.int32, device=device)
-        tokens, parents, _, _ = select_tree(tokens, scores, origin, root, size, N=self.method.tree_nodes)
+        tokens, parents, _, _ = select_tree(tokens, scores, origin, root, nodes, N=N)
         return Draft(tokens, parents, None, None)
 
 
 @torch.inference_mode()
-def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Tensor, sampling: Sampling, method: Method,
-                       neighbors: Tensor | None = None, progress: Progress | None = None) -> Decoded:
+def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor, valid: Tensor, sampling: Sampling,
+                       methods: list[Method], neighbors: Tensor | None = None,
+                       progress: Progress | None = None) -> Decoded:
     """Draft a tree, read it with the target in one forward, accept a path, commit it; until every image is whole.
 
     A NaN that the target computes anywhere in a tree ends its image, be the draft accepted or not.
 
     Args:
+        drafter:   of both rows of each request, see `guidance_pair`
         condition: (B, S, dim)  `gpt.condition(...)`
         valid:     (B, S) bool
-        neighbors: (V, k) uint16 or int32  `codebook_neighbors(...)`; needed where method.k > 0
+        methods:   one for each request, all of one `Method.family`
+        neighbors: (V, k) uint16 or int32  `codebook_neighbors(...)`; needed where k > 0
     """
     check_request(gpt, condition, valid, sampling)
-    rule = acceptance_rule(method, neighbors, gpt.config.vocabulary, len(condition), condition.device)
+    check_methods(gpt, methods, len(condition))
     B, S, L, device = len(condition), gpt.config.condition_tokens, gpt.config.tokens, condition.device
-    N = method.tree_nodes
-    P = min(method.depth, N - 1)                                          # no path is longer
+    base, N, P = methods[0], max(m.tree_nodes for m in methods), max(m.levels for m in methods)
+    rule = acceptance_rule(methods, neighbors, gpt.config.vocabulary, P, device)
     condition, valid = guidance_pair(gpt, condition, valid)
     cache = gpt.new_cache(2 * B, S + L + N)
     uniforms = philox_uniform(sampling.seeds, ACCEPT, L, N)
     tokens = torch.zeros(B, L + P + 1, dtype=torch.int64, device=device)   # behind L: scratch
     accepted_at = torch.full((B, L), -1, dtype=torch.int64, device=device)
+    drafted_at = torch.zeros(B, L, dtype=torch.int64, device=device)
     excess = torch.zeros(B, device=device)
 
+    def of_each(what, dtype=torch.int64):
+        return torch.tensor([what(m) for m in methods], dtype=dtype, device=device)
+
+    if base.drafting == "static":
+        plan = StaticPlan(static_tree(base.tree), B, device)
+        shapes = Shapes(*(of_each(lambda m: m.levels) for _ in range(3)), gpt.config.grid)
+        draft_uniforms, room = philox_uniform(sampling.seeds, DRAFT, L, N - 1), plan.drafter_parents.shape[1]
+    else:
+        shapes = Shapes(of_each(lambda m: m.depth), of_each(lambda m: m.width), of_each(lambda m: m.nodes - 1),
+                        gpt.config.grid, base.adaptation, philox_uniform(sampling.seeds, SHAPE, L, 2))
+        nodes = of_each(lambda m: m.nodes, torch.int32)
+        room = 1 + P * max(m.widest for m in methods)
+
     hidden = read_condition(gpt, condition, valid, cache)
-    drafting = Drafting(gpt, drafter, sampling, method, valid)
-    drafting.read_condition(hidden)
+    drafting = Drafting(drafter, sampling, L, room)
+    drafter.read_condition(hidden, drafting.cache)
     probs, _ = sampling.probs(gpt, hidden[:, -1:])
     root, status = draw(probs[:, 0], uniforms[:, 0, 0], sampling.greedy)
     failed = (status & INVALID_ROW) != 0
@@ -320,12 +389,18 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
     forwards = torch.ones(B, dtype=torch.int64, device=device)
     drafting.read_tokens(root[:, None], hidden[:, -1:], count - 1, count, 0)
 
-    counts = [1] * B
+    counts, deepest, widest = [1] * B, *(min(max(getattr(m, of) for m in methods), max(m.nodes - 1 for m in methods))
+                                         for of in ("depth", "width"))
+    each = torch.arange(B, device=device)
     if progress:
         progress(B)
     while min(counts) < L:
+        if base.drafting == "static":
+            draft = drafting.static(root, plan, draft_uniforms)
+        else:
+            N = min(max(m.nodes for m in methods), 1 + widest + (deepest - 1) * widest ** 2)
+            draft = drafting.dynamic(root, shapes, nodes, deepest, widest, N)
         columns = S + max(counts) + N
-        draft = drafting.chain(root) if method.drafting == "chain" else drafting.tree(root)
         ancestors, depth, first_child, next_sibling, _ = tree_links(draft.parents)
         room = (L - 1 - count)[:, None]                                   # drafts before the token that is drawn
         first_child = torch.where(depth < room, first_child, -1)
@@ -336,14 +411,14 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
         hidden = gpt(twice(gpt.tok_embeddings(draft.tokens)), twice(places), mask, cache, twice(slots))
         probs, invalid = sampling.probs(gpt, hidden)
         here = count.clamp(max=L - 1)                                     # the position that this step decides first
-        coins = uniforms.gather(1, here[:, None, None].expand(-1, 1, N))[:, 0]
+        coins = uniforms[:, :, :N].gather(1, here[:, None, None].expand(-1, 1, N))[:, 0]
         path, accepted, next_token, distance, _ = verify_tree(
             probs, draft.tokens, first_child, next_sibling, coins, draft_probs=draft.probs, draft_row=draft.rows,
             greedy=sampling.greedy, P=P, **rule)
 
         going = (count < L) & ~failed
-        accepted_at[torch.arange(B, device=device), here] = torch.where(
-            going, accepted.long(), accepted_at[torch.arange(B, device=device), here])
+        accepted_at[each, here] = torch.where(going, accepted.long(), accepted_at[each, here])
+        drafted_at[each, here] = torch.where(going, shapes.depth.minimum(room[:, 0]), drafted_at[each, here])
         excess += distance * going
         forwards += going
         # The path moves to the front of the cache; behind its end every column is copied onto itself.
@@ -352,34 +427,53 @@ def speculative_decode(gpt: GPT, drafter: Drafter, condition: Tensor, valid: Ten
         source = torch.where(order < accepted[:, None], lengths[:, None] + path, target)
         cache.move(twice(source), twice(target))
         # New tokens: the path's, then the drawn one, and the hidden state before each.
-        nodes = torch.cat([torch.zeros_like(path[:, :1]), path.clamp(min=0)], 1).long()   # (B, P + 1)
-        fresh = torch.cat([draft.tokens.gather(1, nodes[:, 1:]), next_token[:, None]], 1)
+        nodes_of_path = torch.cat([torch.zeros_like(path[:, :1]), path.clamp(min=0)], 1).long()   # (B, P + 1)
+        fresh = torch.cat([draft.tokens.gather(1, nodes_of_path[:, 1:]), next_token[:, None]], 1)
         end = accepted[:, None].long()
         fresh = fresh.scatter(1, end, next_token[:, None]).masked_fill(torch.arange(P + 1, device=device) > end, 0)
-        before = hidden.gather(1, twice(nodes[..., None].expand(-1, -1, hidden.shape[-1])))
+        before = hidden.gather(1, twice(nodes_of_path[..., None].expand(-1, -1, hidden.shape[-1])))
         where = count.clamp(max=L)[:, None] + torch.arange(P + 1, device=device)
         tokens.scatter_(1, where, torch.where(going[:, None], fresh, tokens.gather(1, where)))
-        failed |= going & (invalid.gather(1, nodes.gather(1, end))[:, 0] != 0)
+        failed |= going & (invalid.gather(1, nodes_of_path.gather(1, end))[:, 0] != 0)
         gained = torch.where(going, accepted + 1, 0)
         old, count = count, torch.where(failed, L, (count + gained).clamp(max=L))
         root = torch.where(going, next_token, root)
+        shapes.record(here, accepted.long())
         drafting.read_tokens(fresh, before, old.clamp(max=L - 1), (accepted + 1).long(), min(max(counts), L - 1))
 
-        news = count.tolist()                                             # the step's one host read
+        news, depths, widths = torch.stack([count, shapes.depth, shapes.width]).tolist()  # the step's one host read
         if progress:
             progress(sum(news) - sum(counts))
-        counts = news
-    return Decoded(tokens[:, :L], forwards.cpu(), accepted_at.cpu(), excess.cpu(), failed.cpu())
+        counts, deepest, widest = news, max(depths), max(widths)
+    return Decoded(tokens[:, :L], forwards.cpu(), accepted_at.cpu(), drafted_at.cpu(), excess.cpu(), failed.cpu())
 
 
-def acceptance_rule(method: Method, neighbors: Tensor | None, vocabulary: int, batch: int,
+def check_methods(gpt: GPT, methods: list[Method], batch: int) -> None:
+    """Raise ValueError unless there is a method for each request, of one family, that this model can decode by."""
+    if len(methods) != batch:
+        raise ValueError(f"methods must be one for each of the {batch} requests, got {len(methods)}")
+    for m in methods:
+        if m.drafting == "none" or m.family != methods[0].family:
+            raise ValueError("methods must be speculative and of one family (Method.family), "
+                             f"got {methods[0].name} and {m.name}")
+        if m.widest > gpt.config.vocabulary:
+            raise ValueError(f"{'tree' if m.drafting == 'static' else 'width'} must have at most as many children a node "
+                             f"as there are codes, {gpt.config.vocabulary}; {m.name} has {m.widest}")
+
+
+def acceptance_rule(methods: list[Method], neighbors: Tensor | None, vocabulary: int, P: int,
                     device: torch.device) -> dict:
-    """The keyword arguments of verify_tree that a method stands for."""
-    if not method.k:
-        return {"residual": method.residual}
-    if neighbors is None or neighbors.shape[0] != vocabulary or neighbors.shape[1] < method.k:
+    """The keyword arguments of verify_tree that methods of one family stand for; P: levels."""
+    base = methods[0]
+    rule = {"residual": base.residual}
+    if any(omega != 1 for m in methods for omega in m.omegas):
+        padded = [[*m.omegas, *[1.0] * (P - m.levels)] for m in methods]
+        rule["omega"] = torch.tensor(padded, dtype=torch.float32, device=device)
+    if not base.k:
+        return rule
+    if neighbors is None or neighbors.shape[0] != vocabulary or neighbors.shape[1] < base.columns:
         have = "none" if neighbors is None else tuple(neighbors.shape)
-        raise ValueError(f"neighbors must be a table of V={vocabulary} rows and at least k={method.k} columns for "
-                         f"{method.name}, got {have}")
-    return {"residual": method.residual, "neighbors": neighbors[:, : method.k].contiguous(), "kind": "tvd",
-            "cutoff": torch.full((batch,), method.delta, device=device)}
+        raise ValueError(f"neighbors must be a table of V={vocabulary} rows and at least k={base.columns} columns for "
+                         f"{base.name}, got {have}")
+    return rule | {"neighbors": neighbors[:, : base.columns].contiguous(), "kind": base.kind,
+                   "cutoff": torch.tensor([m.delta for m in methods], dtype=torch.float32, device=device)}

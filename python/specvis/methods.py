@@ -1,56 +1,199 @@
-"""Decoding methods as data: how to draft, and the rule by which drafts are accepted."""
+"""Decoding methods as data: how to draft, in trees of which shape, and the rule by which drafts are accepted."""
 import difflib
-from dataclasses import dataclass, replace
+import math
+import re
+from dataclasses import dataclass, fields, replace
+
+from .theory import omega_schedule
+from .trees import Adaptation, static_tree
+
+KINDS, RESIDUALS, METRICS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released"), ("l2", "cosine", "random")
+DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "small": "a smaller model of the target's family"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to decode. `drafting` is "none", "chain" (depth drafts, sampled) or "tree" (EAGLE-2's dynamic tree)."""
+    """One way to decode: drafting x tree shape x acceptance rule.
+
+    drafting   "none": plain decoding; "static": children sampled without replacement on the tree `tree` (at temperature
+               0 the likeliest ones); "dynamic": EAGLE-2's tree of the likeliest, `depth` x `width`, cut to `nodes`
+    adaptation None: every tree has this shape; else ADT-Tree's
+    acceptance u Q(x) < omega_d rho(x), where rho is the target's R(x) and what the first of x's k neighbors have, up
+               to the cutoff; after a rejection `residual` says what is left (specvis_kernels.verify_tree)
+    """
 
     name: str
-    source: str                # the paper, and where in it
-    drafting: str
-    depth: int = 0             # levels drafted
-    width: int = 0             # children a node, and nodes expanded a level
-    nodes: int = 0             # size of the tree that is verified, its root counted
-    k: int = 0                 # neighbors that may lend their probability; 0: lossless
-    delta: float = 0.0         # the most probability they may lend (the tvd cutoff)
+    source: str                          # the paper, and where in it
+    drafting: str = "none"
+    drafter: str = "eagle"
+    tree: str | tuple = ""               # a name or paths, see trees.static_tree
+    depth: int = 0                       # levels drafted
+    width: int = 0                       # children a node, and nodes expanded a level
+    nodes: int = 0                       # size of the tree that is verified at most, its root counted
+    adaptation: Adaptation | None = None
+    k: int = 0                           # neighbors that may lend their probability
+    kind: str = "tvd"                    # of the cutoff delta: probability lent ("tvd"), divergence in nats ("jsd"),
+    delta: float = 0.0                   # or multiple of the draft's own probability ("ratio", LANTERN++'s lambda)
+    metric: str = "l2"                   # by which codes are near
+    omega: float | tuple[float, ...] = 1.0  # factor of acceptance: its mean over the levels, or one for each
+    nu: float = 0.0                      # how fast it falls from level to level (COOL-SD); 0: it does not
     residual: str = "optimal"
 
     def __post_init__(self):
-        if self.drafting != "none" and self.depth < 1:
-            raise ValueError(f"depth must be at least 1, got {self.depth}")
-        if self.drafting == "tree" and self.width < 1:
-            raise ValueError(f"width must be at least 1, got {self.width}")
-        if self.drafting == "tree" and self.nodes < 2:
-            raise ValueError(f"nodes must be at least 2 (the root and a draft), got {self.nodes}")
-        if self.k < 0:
-            raise ValueError(f"k must be at least 0, got {self.k}")
-        if not 0 <= self.delta <= 1:
-            raise ValueError(f"delta must be within [0, 1], got {self.delta}")
+        def need(name, condition, wanted):
+            if not condition:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+        if self.drafting == "dynamic":
+            need("depth", self.depth >= 1, "at least 1")
+            need("width", self.width >= 1, "at least 1")
+            need("nodes", self.nodes >= 2, "at least 2 (the root and a draft)")
+        if self.drafting == "static":
+            static_tree(self.tree)
+        need("drafter", self.drafter in DRAFTERS, f"one of {', '.join(DRAFTERS)}")
+        need("k", self.k >= 0, "at least 0")
+        need("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}")
+        most = {"tvd": 1.0, "jsd": math.log(2), "ratio": math.inf}[self.kind]
+        need("delta", 0 <= self.delta <= most,
+             f"within [0, {most:.4g}]" if most < math.inf else "at least 0 where kind is ratio")
+        need("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}")
+        need("residual", self.residual in RESIDUALS, f"one of {', '.join(RESIDUALS)}")
+        need("nu", 0 <= self.nu < math.inf, "at least 0 and finite")
+        given = self.omega if isinstance(self.omega, tuple) else (self.omega,)
+        need("omega", all(0 <= omega < math.inf for omega in given), "at least 0 and finite")
+        if isinstance(self.omega, tuple):
+            need("omega", self.drafting == "none" or len(given) == self.levels,
+                 f"one number, or one for each of the {self.levels} levels")
+            need("nu", self.nu == 0, "0 where omega is given level by level")
+        if self.k and self.residual == "optimal" and min(self.omegas, default=1.0) < 1:
+            raise ValueError("omega must be at least 1 at every level where neighbors lend (k > 0) and residual is "
+                             f"optimal: below, the best residual is not known; got {min(self.omegas):.4g} at the least")
+
+    @property
+    def label(self) -> str:
+        """The name, and what differs from the recipe of that name."""
+        usual = parameters_of(METHODS[self.name]) if self.name in METHODS else {}
+        changed = [f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+                   for key, value in parameters_of(self).items() if value != usual.get(key, value)
+                   and (key, self.drafting) != ("depth", "static")]
+        return ":".join([self.name, *changed])
+
+    @property
+    def levels(self) -> int:
+        """The most drafts that one step can accept."""
+        if self.drafting == "static":
+            return static_tree(self.tree).depth
+        return min(self.adaptation.depths[1] if self.adaptation else self.depth, max(self.nodes - 1, 0))
 
     @property
     def tree_nodes(self) -> int:
-        """Nodes verified in one target forward, the root counted."""
-        if self.drafting == "tree":
-            return min(self.nodes, 1 + self.width + (self.depth - 1) * self.width ** 2)
-        return 1 + self.depth
+        """The most nodes verified in one target forward, the root counted."""
+        if self.drafting == "static":
+            return len(static_tree(self.tree).parents)
+        if self.adaptation:
+            return self.nodes
+        return min(self.nodes, 1 + self.width + (self.depth - 1) * self.width ** 2)
 
     @property
-    def tv_bound(self) -> float:
-        """How far in total variation one accept test may move the distribution it judges by."""
-        return self.delta if self.k else 0.0
+    def widest(self) -> int:
+        """The most children that a node can have."""
+        if self.drafting == "static":
+            return static_tree(self.tree).widest
+        return min(max(self.width, self.adaptation.widths[1] if self.adaptation else 0), self.nodes - 1)
+
+    @property
+    def omegas(self) -> tuple[float, ...]:
+        """The factor at each level."""
+        return self.omega if isinstance(self.omega, tuple) else omega_schedule(self.omega, self.nu, self.levels)
+
+    @property
+    def columns(self) -> int:
+        """How many neighbors of each code are looked at: "released" zeroes one more than may lend."""
+        return self.k + (self.residual == "released") if self.k else 0
+
+    @property
+    def lossless(self) -> bool:
+        """Are the tokens distributed as the target's? (The optimal residual at omega <= 1 keeps them so.)"""
+        return not self.k and self.residual == "optimal" and max(self.omegas, default=1.0) <= 1
+
+    @property
+    def tv_bound(self) -> float | None:
+        """How far in total variation one accept test can move the distribution it judges by; None: not known."""
+        omega = max(self.omegas, default=1.0)
+        if self.lossless or self.drafting == "none":
+            return 0.0
+        if not self.k:
+            return 1 - 1 / omega if self.residual == "optimal" else None
+        if omega != 1 or min(self.omegas) != 1:
+            return None
+        return {"tvd": self.delta, "ratio": self.delta / (1 + self.delta)}.get(self.kind)
+
+    @property
+    def family(self) -> tuple:
+        """What methods must have in common to share a forward; the rest may differ from request to request."""
+        return (self.drafting, self.drafter, self.tree, self.adaptation, self.k, self.kind, self.metric, self.residual)
 
 
-METHODS = {method.name: method for method in (
-    Method("vanilla", "plain decoding, a token a forward", "none"),
-    Method("speculative", "Leviathan et al. 2023, Algorithm 1", "chain", depth=4),
-    Method("eagle2", "EAGLE-2, arXiv:2406.16858, section 4", "tree", depth=4, width=6, nodes=32),
-    Method("lantern", "LANTERN, arXiv:2410.03355, Algorithm 1", "tree", depth=4, width=6, nodes=32,
-           k=100, delta=0.2, residual="relaxed"),
+EAGLE1, LANTERN, COOL_SD = ("EAGLE, arXiv:2401.15077", "LANTERN, arXiv:2410.03355, Algorithm 1",
+                            "COOL-SD, arXiv:2601.09212")
+DYNAMIC = {"drafting": "dynamic", "depth": 4, "width": 6, "nodes": 32}
+ADAPTIVE = {"drafting": "dynamic", "depth": 4, "width": 10, "nodes": 60, "adaptation": Adaptation()}
+RELAXED = {"k": 100, "delta": 0.2, "residual": "relaxed"}
+
+METHODS = {m.name: m for m in (
+    Method("vanilla", "plain decoding, a token a forward"),
+    Method("speculative", "Leviathan et al., arXiv:2211.17192, Algorithm 1", "static", tree="chain-4"),
+    Method("eagle1", f"{EAGLE1}: a static tree, children sampled", "static", tree="mc_sim_7b_63"),
+    Method("eagle2", "EAGLE-2, arXiv:2406.16858, section 4", **DYNAMIC),
+    Method("lantern", LANTERN, **DYNAMIC, **RELAXED),
+    Method("lantern++", "LANTERN++, arXiv:2502.06352: static tree, cutoff relative to the draft's probability", "static",
+           tree="naive_extend_57", k=10, kind="ratio", delta=1.0, residual="relaxed"),
+    Method("adt-tree", "ADT-Tree, arXiv:2512.21857", **ADAPTIVE),
+    Method("adt-tree+lantern", "ADT-Tree, arXiv:2512.21857, with LANTERN's acceptance", **ADAPTIVE, **RELAXED),
+    Method("uniform-rsd", f"{COOL_SD}: one factor for all levels", "static", tree="mc_sim_7b_63", omega=1.1),
+    Method("cool-sd", f"{COOL_SD}, eq. 10: the factor falls from level to level", "static", tree="mc_sim_7b_63", omega=1.1,
+           nu=0.7),
+    Method("lantern+optimal", f"{COOL_SD}, section 5.2: LANTERN's acceptance, optimal residual", **DYNAMIC,
+           **RELAXED | {"residual": "optimal"}),
 )}
 
-PARAMETERS = {"depth": ("chain", "tree"), "width": ("tree",), "nodes": ("tree",), "k": ("tree",), "delta": ("tree",)}
+SHAPE = {field.name for field in fields(Adaptation)}  # parameters of an adaptation, by their own names
+PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
+    "drafter": "who drafts: " + ", ".join(f"{name} ({what})" for name, what in DRAFTERS.items()),
+    "tree": "static tree: a name, chain-<depth>, or a JSON file of paths",
+    "depth": "levels drafted a step",
+    "width": "children a node",
+    "nodes": "most nodes verified a step, the root counted",
+    "start": "where a tree's shape starts from: horizontal, vertical, random or tokenflock",
+    "beta": "share of accepted levels from which trees get deeper, in [0, 1]",
+    "depth_step": "levels that a tree gains or loses",
+    "width_step": "children a node that a tree loses or gains",
+    "depths": "least and most levels",
+    "widths": "least and most children a node, of trees deeper than 1",
+    "radius": "how many tokens far tokenflock looks",
+    "flat_depth": "depth to start from instead",
+    "flat_width": "width to start from instead",
+    "k": "nearest codes that may lend a draft their probability; 0: none",
+    "delta": "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)",
+    "kind": "of the cutoff delta: tvd, ratio or jsd",
+    "metric": "by which codes are near: l2, cosine or random",
+    "omega": "factor of acceptance: its mean over the levels, or one for each",
+    "nu": "how fast omega falls from level to level; 0: it does not",
+    "residual": "what a rejection leaves: optimal, relaxed or released",
+}
+
+
+def parameters_of(m: Method) -> dict:
+    """The parameters that a method has, with their values."""
+    if m.drafting == "none":
+        return {}
+    values = {name: getattr(m.adaptation, name) if name in SHAPE else getattr(m, name) for name in PARAMETERS
+              if name not in SHAPE or m.adaptation}
+    absent = {"tree"}
+    if m.drafting == "static":
+        values["depth"] = m.levels  # of a chain; other trees have their own
+        absent = {"width", "nodes"} if static_tree(m.tree).is_chain else {"width", "nodes", "depth"}
+    return {name: value for name, value in values.items() if name not in absent}
 
 
 def method(name: str, **parameters) -> Method:
@@ -66,9 +209,64 @@ def method(name: str, **parameters) -> Method:
     base = METHODS[name]
     changed = {key: value for key, value in parameters.items() if value is not None}
     for key in changed:
-        relaxed = key not in ("k", "delta") or base.k
-        if base.drafting not in PARAMETERS.get(key, ()) or not relaxed:
-            has = [p for p in PARAMETERS if base.drafting in PARAMETERS[p] and (p not in ("k", "delta") or base.k)]
+        if isinstance(changed[key], list):
+            changed[key] = tuple(tuple(path) if isinstance(path, list) else path for path in changed[key])
+    for key in changed:
+        if key not in parameters_of(base):
+            near = difflib.get_close_matches(key, parameters_of(base), n=2, cutoff=0.6)
             raise ValueError(f"method {name} has no parameter {key!r}; "
-                             f"its parameters: {', '.join(has) or 'none'}")
+                             + (f"did you mean {' or '.join(near)}? " if near else "")
+                             + f"its parameters: {', '.join(parameters_of(base)) or 'none'}")
+    if base.drafting == "static" and "depth" in changed:
+        if "tree" in changed:
+            raise ValueError("depth and tree must not be given together: a static tree has its own depth")
+        if changed["depth"] < 1:
+            raise ValueError(f"depth must be at least 1, got {changed['depth']}")
+        changed["tree"] = f"chain-{changed.pop('depth')}"
+    if not changed.get("k", base.k):
+        for key in ("delta", "kind", "metric"):
+            if key in changed:
+                raise ValueError(f"{key} must come with k > 0: without neighbors there is nothing to cut off")
+    shape = {key: changed.pop(key) for key in list(changed) if key in SHAPE}
+    if shape:
+        changed["adaptation"] = replace(base.adaptation, **shape)
     return replace(base, **changed)
+
+
+def parse_method(text: str, **parameters) -> Method:
+    """A method as it is written on the command line, "name" or "name:parameter=value:...", e.g.
+    "adt-tree:start=vertical:widths=4,13".
+
+    Raises:
+        ValueError: as `method`; or a value is not what the parameter takes
+    """
+    name, *settings = text.split(":")
+    known = parameters_of(method(name))
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"method must be like name:parameter=value, got {text!r}")
+        parameters[key] = value if key not in known or isinstance(known[key], str) else number(key, value)
+    return method(name, **parameters)
+
+
+def number(name: str, text: str) -> int | float | tuple:
+    """A value for parameter `name`: one number, or several with commas where there may be several."""
+    whole = name not in ("delta", "omega", "nu", "beta", "radius")
+    try:
+        values = tuple((int if whole else float)(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{name} must be {'an integer' if whole else 'a number'}, got {text!r}") from None
+    if name in ("depths", "widths"):
+        if len(values) != 2:
+            raise ValueError(f"{name} must be two numbers, least,most; got {text!r}")
+        return values
+    if len(values) > 1 and name != "omega":
+        raise ValueError(f"{name} must be one number, got {text!r}")
+    return values if len(values) > 1 else values[0]
+
+
+def parse_methods(texts: tuple[str, ...]) -> list[Method]:
+    """Methods with commas between them; "all" is every one."""
+    names = [part for text in texts for part in re.split(",(?=[a-z])", text)]
+    return [parse_method(part) for name in names for part in (METHODS if name == "all" else [name])]

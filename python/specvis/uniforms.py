@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-ACCEPT, DRAFT = 0, 1  # streams: what a number is used for
+ACCEPT, DRAFT, SHAPE = 0, 1, 2  # streams: what a number is used for
 
 _WORD = 0xFFFFFFFF
 
@@ -12,7 +12,7 @@ def philox_uniform(seeds: Tensor, stream: int, positions: int, columns: int) -> 
 
     Args:
         seeds:     (B,) int64  one per request; equal seeds give equal numbers in any batch
-        stream:    ACCEPT or DRAFT
+        stream:    ACCEPT, DRAFT or SHAPE
         positions: numbers are made for image positions 0..positions - 1
         columns:   how many for each; a position's first numbers do not depend on how many are made
 
