@@ -29,6 +29,9 @@ ROWS = {
     "codebook_neighbors": (
         [(16384, 8, 1000)],
         lambda V, D, k: V * D * 4 + V * k * 2),
+    "draw_children": (
+        [(B, 10, 16384, 10) for B in (1, 8, 64)],
+        lambda B, F, V, K: B * F * (V * 4 + K * 12)),
     "expand_tree": (
         [*((B, 10, 16384, 10) for B in (1, 8, 64)), (8, 10, 65536, 10)],
         lambda B, F, V, K: B * F * (V * 4 + K * 12)),

@@ -20,6 +20,10 @@ def searchsorted(target_probs, draft_probs, uniforms):
     return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
 
 
+def without_replacement(draft_probs, uniforms):
+    return torch.multinomial(draft_probs.flatten(0, 1), uniforms.shape[-1]).view(uniforms.shape)
+
+
 def topk_twice(logits, scores, width, *, K):
     """EAGLE-2's level: log_softmax, topk, add, topk."""
     log_probs, tokens = logits.log_softmax(-1).topk(K, -1)
@@ -87,6 +91,7 @@ def python_walk(target_probs, tokens, first_child, next_sibling, uniforms, *, P,
 
 
 RIVALS = {
+    "draw_children": {"multinomial": without_replacement},
     "expand_tree": {"topk twice": topk_twice},
     "guided_probs": {"warpers": warpers},
     "neighborhood_sum": {"gather": gather_cumsum},

@@ -67,6 +67,27 @@ const T* data(const std::optional<Tensor>& tensor) {
 
 bool narrow(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
 
+std::tuple<Tensor, Tensor, Tensor> draw_children(
+    const Tensor& draft_probs,  // (B, F, V)
+    const Tensor& uniforms) {   // (B, F, K)
+  const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
+  const Device device(draft_probs);
+  Tensor tokens = torch::stable::new_empty(uniforms, uniforms.sizes(), ScalarType::Long);
+  Tensor count = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
+  Tensor status = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
+  specvis::DrawChildren batch = {};
+  batch.R = B * F;
+  batch.V = draft_probs.size(2);
+  batch.K = uniforms.size(2);
+  batch.draft_probs = draft_probs.const_data_ptr<float>();
+  batch.uniforms = uniforms.const_data_ptr<float>();
+  batch.tokens = tokens.mutable_data_ptr<int64_t>();
+  batch.count = count.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::draw_children_cuda(batch, device.stream()));
+  return {tokens, count, status};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(
     const Tensor& draft_probs,  // (B, F, V)
     const Tensor& scores,       // (B, F)
@@ -314,6 +335,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+  m.impl("draw_children", TORCH_BOX(&draw_children));
   m.impl("expand_tree", TORCH_BOX(&expand_tree));
   m.impl("guided_probs", TORCH_BOX(&guided_probs));
   m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum));

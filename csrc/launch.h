@@ -9,6 +9,15 @@
 
 namespace specvis {
 
+struct DrawChildren {
+  int64_t R, V, K;
+  const float* draft_probs;  // (R, V)
+  const float* uniforms;     // (R, K)
+  int64_t* tokens;           // (R, K)
+  int32_t *count, *status;   // (R)
+};
+cudaError_t draw_children_cuda(const DrawChildren& batch, cudaStream_t stream);
+
 struct ExpandTree {
   int64_t B, F, V, K;
   const float* draft_probs;  // (B, F, V)

@@ -5,7 +5,6 @@
 namespace specvis {
 namespace {
 
-constexpr int64_t kBlock = 128;  // entries whose 32-bit sums fit in 32 bits
 constexpr int kLow = 24;
 
 struct Parts {
@@ -22,10 +21,10 @@ inline Parts parts_of(float p) {
 
 }  // namespace
 
-WIDEST_VECTORS Total weigh(const float* row, int64_t V) {
+WIDEST_VECTORS Total weigh_blocks(const float* row, int64_t V, int64_t* sums) {
   int64_t total = 0, good = 0;
-  for (int64_t begin = 0; begin < V; begin += kBlock) {
-    const int64_t n = std::min(kBlock, V - begin);
+  for (int64_t begin = 0; begin < V; begin += kRowBlock) {
+    const int64_t n = std::min(kRowBlock, V - begin);
     uint32_t high = 0, low = 0, fine = 0;
     for (int64_t i = 0; i < n; ++i) {
       const Parts parts = parts_of(row[begin + i]);
@@ -33,11 +32,15 @@ WIDEST_VECTORS Total weigh(const float* row, int64_t V) {
       low += parts.low;
       fine += sound(row[begin + i]);
     }
-    total += (int64_t{high} << kLow) + low;
+    const int64_t sum = (int64_t{high} << kLow) + low;
+    if (sums) sums[begin / kRowBlock] = sum;
+    total += sum;
     good += fine;
   }
   return {total, good == V && total > 0};
 }
+
+Total weigh(const float* row, int64_t V) { return weigh_blocks(row, V, nullptr); }
 
 WIDEST_VECTORS Total weigh(const float* row, int64_t V, int64_t* copy) {
   for (int64_t v = 0; v < V; ++v) {
@@ -55,8 +58,8 @@ WIDEST_VECTORS int64_t sum(const int64_t* weights, int64_t V) {
 
 WIDEST_VECTORS int64_t argmax(const float* row, int64_t V) {
   int64_t most = -1, from = 0;
-  for (int64_t begin = 0; begin < V; begin += kBlock) {
-    const int64_t end = std::min(begin + kBlock, V);
+  for (int64_t begin = 0; begin < V; begin += kRowBlock) {
+    const int64_t end = std::min(begin + kRowBlock, V);
     float top = 0;
     for (int64_t v = begin; v < end; ++v) top = row[v] > top ? row[v] : top;
     if (to_fixed(top) <= most) continue;

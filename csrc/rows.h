@@ -10,6 +10,10 @@ namespace specvis {
 // The row's total in fixed point; what is no probability weighs nothing.
 Total weigh(const float* row, int64_t V);
 
+// The same, and what every kRowBlock entries weigh goes to `sums`, unless it is null.
+constexpr int64_t kRowBlock = 128;  // entries whose 32-bit sums fit in 32 bits
+Total weigh_blocks(const float* row, int64_t V, int64_t* sums);
+
 // The same, and every entry's weight goes to `copy`.
 Total weigh(const float* row, int64_t V, int64_t* copy);
 

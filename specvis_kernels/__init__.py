@@ -13,7 +13,7 @@ from .verify_tree import verify_tree
 
 __version__ = "0.1.0"
 __all__ = [
-    "codebook_neighbors", "draw_children", "expand_tree", "guided_probs", "neighborhood_sum", "sample_residual", "select_tree",
-    "tree_links", "tree_mask", "verify_tree",
+    "codebook_neighbors", "draw_children", "expand_tree", "guided_probs", "neighborhood_sum", "sample_residual",
+    "select_tree", "tree_links", "tree_mask", "verify_tree",
     "backends", "ops", "EMPTY_RESIDUAL", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE",
 ]

@@ -144,6 +144,13 @@ def sample_residual(R, V, omega=None, draft=True):
     return (exact_probs(R, V), draft_probs, exact_uniforms(R, seed=2)), kwargs
 
 
+CASES["draw_children"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 4500, 6)]
+
+
+def draw_children(B, F, V, K):
+    return (exact_probs(B * F, V).view(B, F, V), exact_uniforms(B, F, K, seed=3)), {}
+
+
 CASES["expand_tree"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 1100, 6)]
 
 

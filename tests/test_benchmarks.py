@@ -33,6 +33,8 @@ def test_the_rivals_compute_the_same():
     assert tokens[:, 0].equal(expected)
     tokens, _ = both("sample_residual", "multinomial", 20, 40)
     assert tokens.shape == (20, 1)
+    tokens, (expected, _, _) = both("draw_children", "multinomial", 2, 3, 50, 4)
+    assert tokens.shape == expected.shape and tokens.dtype == expected.dtype
     (_, _, best), (_, _, frontier, _) = both("expand_tree", "topk twice", 2, 3, 50, 4)
     assert best[1].shape == frontier.shape
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 CUDA = {"cuda", "cuda_emulated"}  # the same files; the second in tests, where there is no GPU
 KERNELS = {  # op -> every backend it has, on a machine that has everything
     "codebook_neighbors": {"oracle"},
+    "draw_children": {"oracle", "cpu", "triton", *CUDA},
     "expand_tree": {"oracle", "cpu", "triton", *CUDA},
     "guided_probs": {"oracle", "cpu", "triton", *CUDA},
     "neighborhood_sum": {"oracle", "cpu", "triton", *CUDA},
