@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -27,34 +29,36 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 
 struct Scratch {
   std::vector<float> x;        // logits, later their exponentials
-  std::vector<int32_t> keys, ids;
+  std::vector<int32_t> keys, ids, maxima;
   std::vector<std::pair<int32_t, int64_t>> rest;  // candidates for a threshold: key and weight
-  explicit Scratch(int64_t n) : x(n), keys(n), ids(n) { rest.reserve(n); }
+  explicit Scratch(int64_t n) : x(n), keys(n), ids(n), maxima(n) { rest.reserve(n); }
 };
 
 // The lowest key whose strictly greater ones weigh less than `limit`, which is positive and at most the whole
-// weight. Digit by digit from the top, each time among the keys that share the digits found so far.
+// weight. Digit by digit from the top, each time among the keys that share the digits found so far, until they
+// are few enough to be sorted.
 template <class WeightOf>
 int32_t threshold(Scratch& s, int64_t n, int64_t limit, WeightOf weight_of) {
-  constexpr int kBits[] = {11, 11, 10};
+  constexpr int64_t kFew = 64;
+  constexpr int kBits[] = {11, 7, 7, 7};
   int64_t above = 0;
-  uint32_t found = 0;
   int shift = 32;
   s.rest.clear();
-  for (int level = 0; level < 3; ++level) {
-    const int bits = kBits[level];
+  for (int bits : kBits) {
+    const bool first = shift == 32;
+    if ((first ? n : int64_t(s.rest.size())) <= kFew) break;
     const uint32_t mask = (1u << bits) - 1;
     shift -= bits;
     const auto digit = [&](int32_t key) { return ((uint32_t(key) ^ 0x80000000u) >> shift) & mask; };
-    int64_t histogram[2048] = {};
-    if (level == 0)
+    int64_t histogram[1 << 11];
+    std::fill_n(histogram, mask + 1, 0);
+    if (first)
       for (int64_t i = 0; i < n; ++i) histogram[digit(s.keys[i])] += weight_of(i);
     else
       for (const auto& [key, weight] : s.rest) histogram[digit(key)] += weight;
     uint32_t d = mask;
     while (above + histogram[d] < limit) above += histogram[d--];
-    found |= d << shift;
-    if (level == 0) {
+    if (first) {
       for (int64_t i = 0; i < n; ++i)
         if (digit(s.keys[i]) == d) s.rest.emplace_back(s.keys[i], weight_of(i));
     } else {
@@ -62,7 +66,42 @@ int32_t threshold(Scratch& s, int64_t n, int64_t limit, WeightOf weight_of) {
       s.rest.erase(std::remove_if(s.rest.begin(), s.rest.end(), other), s.rest.end());
     }
   }
-  return int32_t(found ^ 0x80000000u);
+  if (shift == 32)
+    for (int64_t i = 0; i < n; ++i) s.rest.emplace_back(s.keys[i], weight_of(i));
+  std::sort(s.rest.begin(), s.rest.end(), std::greater<>());  // or equal, after the last digit
+  size_t i = 0;
+  while (above + s.rest[i].second < limit) above += s.rest[i++].second;
+  return s.rest[i].first;
+}
+
+// Packs the ids whose keys are at least the k-th largest, and few others: all ids, unless k is small. For the
+// k-th largest of the maxima of blocks is not above the k-th largest key.
+WIDEST_VECTORS int64_t pack_largest(Scratch& s, int64_t ids, int64_t k) {
+  constexpr int64_t kBlock = 16;
+  const int32_t* const keys = s.keys.data();
+  const int64_t blocks = ids / kBlock;  // the ids behind them are packed in any case
+  if (blocks < 2 * k) {
+    std::iota(s.ids.begin(), s.ids.end(), 0);
+    return ids;
+  }
+  int32_t *const maxima = s.maxima.data(), *const sorted = maxima + blocks;
+  for (int64_t i = 0; i < blocks; ++i) {
+    int32_t most = keys[i * kBlock];
+    for (int64_t j = 1; j < kBlock; ++j) most = keys[i * kBlock + j] > most ? keys[i * kBlock + j] : most;
+    maxima[i] = most;
+  }
+  std::copy_n(maxima, blocks, sorted);
+  std::nth_element(sorted, sorted + k - 1, sorted + blocks, std::greater<>());
+  int64_t n = 0;
+  for (int64_t i = 0; i < blocks; ++i) {
+    if (maxima[i] < sorted[k - 1]) continue;
+    for (int64_t v = i * kBlock; v < (i + 1) * kBlock; ++v) {
+      s.ids[n] = v;
+      n += keys[v] >= sorted[k - 1];
+    }
+  }
+  for (int64_t v = blocks * kBlock; v < ids; ++v) s.ids[n++] = v;
+  return n;
 }
 
 double sum(const float* x, int64_t n) {  // eight sums side by side: one alone waits for every addition
@@ -101,13 +140,15 @@ WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidanc
   int64_t n = ids;
   const bool packed = sampling && k > 0 && k < ids;
   if (packed) {
-    const int32_t lowest_kept = threshold(s, ids, k, [](int64_t) { return int64_t(1); });
+    const int64_t some = pack_largest(s, ids, k);
+    if (some < ids)
+      for (int64_t i = 0; i < some; ++i) x[i] = x[s.ids[i]], keys[i] = keys[s.ids[i]];
+    const int32_t lowest_kept = threshold(s, some, k, [](int64_t) { return int64_t(1); });
     n = 0;
-    for (int64_t v = 0; v < ids; ++v) {
-      s.ids[n] = v;
-      n += keys[v] >= lowest_kept;
+    for (int64_t i = 0; i < some; ++i) {
+      x[n] = x[i], keys[n] = keys[i], s.ids[n] = s.ids[i];
+      n += keys[i] >= lowest_kept;
     }
-    for (int64_t i = 0; i < n; ++i) x[i] = x[s.ids[i]], keys[i] = keys[s.ids[i]];
   }
   for (int64_t i = 0; i < n; ++i) x[i] = exp_of(x[i] - best);
 
