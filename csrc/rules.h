@@ -128,6 +128,11 @@ struct Candidate {
     if ((strict ? own : rho) <= 0 || !(part > 0)) return 0.0;
     return part >= scale ? 1.0 : part / scale;
   }
+  // How much likelier the rule accepts than the strict one.
+  HOST_DEVICE double excess() const {
+    const double more = probability(false) - probability(true);
+    return more > 0 ? more : 0.0;
+  }
 };
 
 // The share of the target that a rejection leaves in any case: 1 - omega, at least 0.

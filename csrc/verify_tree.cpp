@@ -216,7 +216,7 @@ void walk(const Request& request, const Scratch& scratch, Verdict& out) {
       const Candidate candidate = {sampled, own, own + kept.mass, rest.total(), sampled ? draft[x] : 0,
                                    draft_total, request.omega ? request.omega[out.accepted] : 1.0};
       const double probability = candidate.probability(false);
-      out.excess += reach * (probability - candidate.probability(true));
+      out.excess += reach * candidate.excess();
       reach *= 1 - probability;
       if (candidate.accepted(request.uniforms[child])) {
         next = child;

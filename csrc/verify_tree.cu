@@ -241,7 +241,7 @@ __device__ void walk(const Request& request, Verdict& out) {
                                    request.omega(out.accepted)};
       if (threadIdx.x == 0) {
         const double probability = candidate.probability(false);
-        out.excess += reach * (probability - candidate.probability(true));
+        out.excess += reach * candidate.excess();
         reach *= 1 - probability;
       }
       if (candidate.accepted(nodes[child].uniform)) {

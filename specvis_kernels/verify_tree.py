@@ -68,8 +68,9 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         accepted:    (B,)   int32    how many
         next_token:  (B,)   int64    the token after them, in [0, V)
         excess:      (B,)   float32  fidelity meter: over the tried siblings, the sum of the probability of
-                                     reaching one times (its acceptance probability - that with omega 1 and no
-                                     neighbors); greedy: how many nodes of the path strict greedy would refuse
+                                     reaching one times what its acceptance probability has above that with
+                                     omega 1 and no neighbors; greedy: how many nodes of the path strict greedy
+                                     would refuse
         status:      (B,)   int32    EMPTY_RESIDUAL
                                      INVALID_ROW: of the target at the path's end (next_token is 0) or of a
                                      draft at a node with children
@@ -194,7 +195,7 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
 
         odds = torch.where((rho > 0) & (gain > 0), torch.where(gain >= scale, 1.0, gain / scale), 0.0)
         strict_odds = torch.where(own > 0, torch.where(strict >= scale, 1.0, strict / scale), 0.0)
-        excess = torch.where(tried, excess + reach * (odds - strict_odds), excess)
+        excess = torch.where(tried, excess + reach * (odds - strict_odds).clamp(min=0), excess)
         reach = torch.where(tried, reach * (1 - odds), reach)
 
         # The residual, for the next sibling: the neighbors' part in it is `taken`.

@@ -151,7 +151,7 @@ def walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs,
                     gain = gain * draft_total.to(tl.float64)
                 likely = odds(sampled, rho, total, drafted, draft_total, factor)
                 strict = odds(sampled, own, total, drafted, draft_total, excess * 0.0 + 1.0)
-                excess += reach * (likely - strict)
+                excess += reach * tl.maximum(likely - strict, 0.0)
                 reach *= 1.0 - likely
                 tl.debug_barrier()
                 if (need < gain) & (rho > 0):
