@@ -367,7 +367,7 @@ def test_an_empty_residual_falls_back_to_the_target(backend):
 def test_an_empty_residual_of_a_sampled_child(backend):
     """Relaxed with omega 1/2 and a draft equal to the target: everything is taken away at u >= 1/2."""
     got = walk(backend, [ROW], [9, 0], [-1, 0], [0.99, 0.5], draft=[ROW], omega=[0.5], residual="relaxed")
-    assert got == ([], 3, -0.5, EMPTY_RESIDUAL)
+    assert got == ([], 3, 0, EMPTY_RESIDUAL)
 
 
 @each_backend

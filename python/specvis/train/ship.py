@@ -26,13 +26,14 @@ STYLES = ["fluent-3d", "fluent-flat", "noto"]
 
 def curves(runs: Path, path: Path) -> None:
     """One panel per stage: what its log holds, against steps."""
-    figure, panels = plt.subplots(1, 3, figsize=(13, 3.5), constrained_layout=True)
+    figure, panels = plt.subplots(1, 4, figsize=(17, 3.5), constrained_layout=True)
     for panel, (stage, keys) in zip(panels, {"tokenizer": ("psnr",), "gpt": ("loss", "held_out"),
-                                            "drafter": ("top1", "top3", "acceptance")}.items()):
+                                            "drafter": ("top1", "top3", "acceptance"),
+                                            "small": ("loss", "held_out")}.items()):
         lines = [json.loads(line) for line in (runs / stage / "log.jsonl").read_text().splitlines()]
         for key in keys:
             panel.plot([line["step"] for line in lines], [line[key] for line in lines], label=key)
-        panel.set(title=stage, xlabel="step", ylabel={"tokenizer": "dB", "gpt": "nats"}.get(stage, "share"))
+        panel.set(title=stage, xlabel="step", ylabel={"tokenizer": "dB", "drafter": "share"}.get(stage, "nats"))
         panel.legend()
     figure.savefig(path, dpi=100)
     plt.close(figure)
@@ -67,15 +68,18 @@ def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: 
 @click.option("--top-p", default=0.8, show_default=True)
 def ship(runs, weights, record, guidance, top_k, top_p):
     """Copy the trained parts to the package, and logs, curves and a contact sheet to the record."""
-    made(runs / "drafter" / "drafter.safetensors", "drafter")
+    for stage, part in (("drafter", "drafter"), ("small", "gpt")):
+        made(runs / stage / f"{part}.safetensors", stage)
     record.mkdir(parents=True, exist_ok=True)
     config = read_config(runs / "gpt" / "config.json", GPTConfig)
     vq_config = read_config(runs / "tokenizer" / "config.json", VQConfig)
-    pipeline = Pipeline(config, vq_config, json.loads((runs / "data" / "vocabulary.json").read_text()))
-    for part, stage in (("words", "gpt"), ("gpt", "gpt"), ("drafter", "drafter"), ("tokenizer", "tokenizer")):
-        load_weights(getattr(pipeline, part), runs / stage / f"{part}.safetensors")
+    small = read_config(runs / "small" / "config.json", GPTConfig)
+    pipeline = Pipeline(config, vq_config, json.loads((runs / "data" / "vocabulary.json").read_text()), small)
+    for part, file in (("words", "gpt/words"), ("gpt", "gpt/gpt"), ("drafter", "drafter/drafter"),
+                       ("tokenizer", "tokenizer/tokenizer"), ("small", "small/gpt")):
+        load_weights(getattr(pipeline, part), runs / f"{file}.safetensors")
     pipeline.save(weights)
-    for stage in ("tokenizer", "gpt", "drafter"):
+    for stage in ("tokenizer", "gpt", "drafter", "small"):
         shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
     shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")
     shutil.copyfile(runs / "tokenizer" / "reconstructions.png", record / "reconstructions.png")
