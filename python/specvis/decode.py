@@ -234,6 +234,7 @@ class Drafting:
         self.drafter, self.sampling, self.tokens = drafter, sampling, tokens
         self.shown, self.valid = drafter.shown, drafter.valid
         self.cache = drafter.new_cache(self.shown + tokens + room)
+        self.any_greedy = bool(sampling.greedy.any())
 
     def read_tokens(self, tokens: Tensor, hidden: Tensor, before: Tensor, new: Tensor, longest: int) -> None:
         """Take in the tokens that were just emitted.
@@ -287,14 +288,15 @@ class Drafting:
         B = len(root)
         position = (self.count - 1)[:, None, None].expand(-1, 1, uniforms.shape[2])
         coins = uniforms.gather(1, position.clamp(max=uniforms.shape[1] - 1))[:, 0]
-        greedy = self.sampling.greedy[:, None, None]
         tokens, rows, hidden, probs, read = [root[:, None]], [], self.hidden, self.probs, 1
         for depth, level in enumerate(plan.levels, 1):
             rows.append(probs)
             F, K = level.columns.shape
-            sampled = draw_children(probs, coins[:, level.columns])[0]
-            scores, width = probs.new_zeros(B, F), torch.full((B,), K, dtype=torch.int32, device=root.device)
-            children = torch.where(greedy, expand_tree(probs, scores, width, K=K)[0], sampled)
+            children = draw_children(probs, coins[:, level.columns])[0]
+            if self.any_greedy:
+                scores, width = probs.new_zeros(B, F), torch.full((B,), K, dtype=torch.int32, device=root.device)
+                likeliest = expand_tree(probs, scores, width, K=K)[0]
+                children = torch.where(self.sampling.greedy[:, None, None], likeliest, children)
             tokens.append(children.flatten(1)[:, level.picked])
             if len(level.expanded):
                 read += len(level.expanded)
@@ -391,7 +393,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
 
     counts, deepest, widest = [1] * B, *(min(max(getattr(m, of) for m in methods), max(m.nodes - 1 for m in methods))
                                          for of in ("depth", "width"))
-    each = torch.arange(B, device=device)
+    each, chain = torch.arange(B, device=device), base.drafting == "static" and static_tree(base.tree).is_chain
     if progress:
         progress(B)
     while min(counts) < L:
@@ -421,11 +423,12 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         drafted_at[each, here] = torch.where(going, shapes.depth.minimum(room[:, 0]), drafted_at[each, here])
         excess += distance * going
         forwards += going
-        # The path moves to the front of the cache; behind its end every column is copied onto itself.
+        # The path moves to the front of the cache, where a chain's is; behind its end columns are copied onto themselves.
         order = torch.arange(P, device=device)
         target = lengths[:, None] + 1 + order
         source = torch.where(order < accepted[:, None], lengths[:, None] + path, target)
-        cache.move(twice(source), twice(target))
+        if not chain:
+            cache.move(twice(source), twice(target))
         # New tokens: the path's, then the drawn one, and the hidden state before each.
         nodes_of_path = torch.cat([torch.zeros_like(path[:, :1]), path.clamp(min=0)], 1).long()   # (B, P + 1)
         fresh = torch.cat([draft.tokens.gather(1, nodes_of_path[:, 1:]), next_token[:, None]], 1)
