@@ -20,6 +20,7 @@
 #endif
 
 namespace specvis {
+namespace {  // of each kernel file its own, as are the kernels
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarp = 32;
@@ -202,4 +203,5 @@ __device__ int64_t draw(const Weight& weight, int64_t V, int64_t total, float un
   return search(weight, V, sums, draw_at(uniform, total));
 }
 
+}  // namespace
 }  // namespace specvis

@@ -39,9 +39,9 @@ HOST_DEVICE inline float exp_of(float x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = (y * r) * r + r + 1.f;
-  int32_t bits;
+  uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits - 0x4b400000 + 127) << 23;  // 2^n
+  bits = (bits - 0x4b400000u + 127u) << 23;  // 2^n; wraps below 2^-127
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
   return x < -87.f ? 0.f : y * scale;

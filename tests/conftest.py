@@ -1,4 +1,5 @@
 import os
+from collections import Counter
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning turns 0.05 ms into 16 where cores are shared
 
@@ -9,6 +10,43 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton kernels run on the CPU,
     from tests import cuda_on_cpu
     cuda_on_cpu.load()  # and so do the CUDA ones
+
+COMPARED = Counter()  # backend -> tests passed
+MEASURED = {}         # compiler -> kernel -> GPU -> the most of any variant, and which one spills most
+
+
+@pytest.fixture
+def measured():
+    """measured(compiler, op, kernel, gpu, registers, spilled, shared, variant): shown at the end of the run."""
+    def add(compiler, op, kernel, gpu, registers, spilled, shared, variant=""):
+        name = " ".join(dict.fromkeys([op, kernel.removesuffix("_kernel")]))
+        row = MEASURED.setdefault(compiler, {}).setdefault(name, {})
+        before = row.get(gpu, (0, 0, 0, ""))
+        row[gpu] = (max(before[0], registers), max(before[1], spilled), max(before[2], shared),
+                    variant if spilled > before[1] else before[3])
+    return add
+
+
+def pytest_runtest_makereport(item, call):
+    """Counts the tests of an op on one backend: they have the parameter `backend`."""
+    if call.when == "call" and not call.excinfo and hasattr(item, "callspec") and "backend" in item.callspec.params:
+        COMPARED[item.callspec.params["backend"] or "PyTorch's choice"] += 1
+
+
+def pytest_terminal_summary(terminalreporter):
+    say = terminalreporter.write_line
+    if COMPARED:
+        interpreted = " (Triton in its interpreter)" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+        say("\ntests that passed, each holding one backend against the oracle or what is known of the result"
+            + interpreted + ":\n" + ", ".join(f"{backend} {tests}" for backend, tests in COMPARED.items()))
+    for compiler, kernels in MEASURED.items():
+        gpus = next(iter(kernels.values()))
+        say(f"\nregisters / bytes spilled / bytes shared, {compiler}\n"
+            f"{'the most of any variant':24}" + "".join(f"{gpu:>17}" for gpu in gpus))
+        for kernel, row in kernels.items():
+            cells = "".join(f"{'%d / %d / %d' % row[gpu][:3]:>17}" for gpu in gpus)
+            spills = ", ".join(f"{gpu} at sizes {row[gpu][3]}" for gpu in gpus if row[gpu][1])
+            say(f"{kernel:24}{cells}" + f"  spills most: {spills}" * bool(spills))
 
 
 @pytest.fixture(autouse=True)

@@ -82,6 +82,13 @@ def test_dynamic_shared_memory(run, monkeypatch):
     assert run("more_shared_memory", np.array([8193, 0]), 64, shared=65544) == "invalid argument"
 
 
+def test_static_shared_memory(run):
+    """It starts as -1 in every block."""
+    data = np.zeros(3, np.int64)
+    assert run("static_shared_memory", data, 64, blocks=3) == "no error"
+    assert data.tolist() == [-1, -1, -1]
+
+
 @pytest.mark.parametrize("blocks, threads", [(0, 32), (1, 0), (1, 1025), (2**31, 32)])
 def test_a_grid_that_no_gpu_takes(run, blocks, threads):
     assert run("reverse", np.zeros(2, np.int64), threads, blocks) == "invalid configuration argument"
@@ -118,23 +125,28 @@ def sanitized(*command):
                           stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("bytes, says", [(512, "no error"), (504, "heap-buffer-overflow")])
-def test_the_sanitizers_see_shared_memory(bytes, says):
-    """64 threads use 8 bytes each."""
+@pytest.mark.parametrize("kernel, threads, shared, says", [
+    ("dynamic_shared_memory", 64, 512, "no error"),
+    ("dynamic_shared_memory", 64, 504, "heap-buffer-overflow"),
+    ("static_shared_memory", 64, 0, "no error"),
+    ("static_shared_memory", 65, 0, "global-buffer-overflow"),
+])
+def test_the_sanitizers_see_shared_memory(kernel, threads, shared, says):
+    """Each thread uses 8 bytes; static ones are there for 64."""
     folder = cuda_on_cpu.BUILD / "cuda_on_cpu_examples_sanitized"
     path = cuda_on_cpu.build([cuda_on_cpu.HERE / "examples.cu"], folder / "examples.so",
                              *cuda_on_cpu.SANITIZE)
     program = f"""if True:
         import numpy as np
         from tests.test_cuda_on_cpu import examples
-        print(examples({str(path)!r})("dynamic_shared_memory", np.array([64, 0]), 64, shared={bytes}))"""
+        print(examples({str(path)!r})({kernel!r}, np.array([64, 0]), {threads}, shared={shared}))"""
     run = sanitized("-c", program)
     assert says in run.stdout, run.stdout
 
 
-@pytest.mark.skipif(DEVICE != "cpu" or os.environ.get("SPECVIS_SANITIZE") != "1",
-                    reason="takes minutes: SPECVIS_SANITIZE=1, without a GPU")
+@pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
 def test_the_sanitizers_find_nothing():
-    run = sanitized("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/test_every_op.py",
-                    "-k", "cuda_emulated and (equals_its_oracle or bad_row)")
+    """In any test of an op. With -s, since pytest would lose what a sanitizer says when it ends the process."""
+    tests = ["tests/test_every_op.py", *(f"tests/test_{kernel.stem}.py" for kernel in cuda_on_cpu.CSRC.glob("*.cu"))]
+    run = sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *tests, "-k", "cuda_emulated")
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout

@@ -3,8 +3,8 @@
 // operations. What would hang or be undefined on a GPU fails the launch, and cudaGetErrorString() says where:
 // a barrier or a warp operation that some do not reach, or reach elsewhere. A thread runs on until it has to
 // wait, in an order that changes from barrier to barrier, so that a missing one gives wrong results in one
-// order or another. Dynamic shared memory starts as NaN. Not covered: static shared memory that nobody wrote,
-// the memory model between blocks, time.
+// order or another. Shared memory starts as NaN in every block. Not covered: the memory model between blocks,
+// time.
 //
 //   CUDA_ON_CPU_SHARED   bytes of shared memory that a block may have; Hopper's 227 KB unless set
 //   CUDA_ON_CPU_SEED     another order of the threads
@@ -27,7 +27,8 @@
 #define __device__
 #define __host__
 #define __constant__
-#define __shared__ static  // one block at a time: what its threads share, all of the running ones do
+// One block at a time: what its threads share, all of the running ones do. The section lets every block fill it.
+#define __shared__ static __attribute__((section("specvis_shared")))
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
@@ -82,6 +83,10 @@ struct Thread {
   uint64_t value;       // what it brings to that
   uint64_t values[32];  // and what all the lanes brought
 };
+
+// Where the linker puts __shared__ variables.
+extern "C" __attribute__((weak, visibility("hidden"))) volatile unsigned char __start_specvis_shared[],
+    __stop_specvis_shared[];
 
 // The running block.
 inline std::vector<std::unique_ptr<Thread>> threads;
@@ -201,6 +206,11 @@ inline void run_block(std::minstd_rand& order) {
             threads[some]->place.text();
 }
 
+// Not memset(), which the sanitizer would keep from what it put between the variables.
+__attribute__((no_sanitize("address"))) inline void fill_static_shared() {
+  for (volatile unsigned char* byte = __start_specvis_shared; byte != __stop_specvis_shared; ++byte) *byte = 0xff;
+}
+
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
             cudaStream_t, const Arguments&... arguments) {
@@ -233,6 +243,7 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 blo
     for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
       for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
         std::memset(dynamic_shared.get(), 0xff, shared);  // NaN, or -1: what nobody wrote shows
+        fill_static_shared();
         run_block(order);
         if (failure.empty()) continue;
         report = std::string(name) + ", block (" + std::to_string(blockIdx.x) + ", " +

@@ -45,6 +45,16 @@ __global__ void dynamic_shared_memory(int64_t* data, int64_t count) {
   if (threadIdx.x == 0) data[1] = sum;
 }
 
+__noinline__ __device__ void clear(int64_t* entry) { *entry = 0; }
+
+// What each block finds, and then clears, an entry per thread.
+__global__ void static_shared_memory(int64_t* data) {
+  __shared__ int64_t values[64];
+  data[blockIdx.x] = values[5];
+  __syncthreads();
+  clear(values + threadIdx.x);
+}
+
 __global__ void a_barrier_for_some(int64_t*) {
   if (threadIdx.x < 32) __syncthreads();
 }
@@ -98,6 +108,7 @@ extern "C" __attribute__((visibility("default"))) const char* run(
   } else {
     const auto kernel = is("collectives")               ? collectives
                         : is("warp_operations")         ? warp_operations
+                        : is("static_shared_memory")    ? static_shared_memory
                         : is("a_barrier_for_some")      ? a_barrier_for_some
                         : is("two_barriers")            ? two_barriers
                         : is("a_missing_lane")          ? a_missing_lane
