@@ -20,7 +20,8 @@ using torch::stable::Tensor;
 std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(
     const Tensor& draft_probs,  // (B, F, V)
     const Tensor& uniforms) {   // (B, F, K)
-  const int64_t B = draft_probs.size(0), F = draft_probs.size(1), V = draft_probs.size(2), K = uniforms.size(2);
+  const int64_t B = draft_probs.size(0), F = draft_probs.size(1), V = draft_probs.size(2);
+  const int64_t K = uniforms.size(2);
   Tensor tokens = torch::stable::new_empty(uniforms, {B, F, K}, ScalarType::Long);
   Tensor count = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
   Tensor status = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);

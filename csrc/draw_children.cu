@@ -1,5 +1,5 @@
-// draw_children on CUDA: a block per row. One pass weighs it, each warp a share; each child is looked for in a
-// single share, with what was drawn before left out. Nothing is stored but the children.
+// draw_children on CUDA: a block per row. One pass weighs it, each warp a share; each child is looked for in
+// a single share, without what was drawn before. Nothing is stored but the children.
 #include "cuda.h"
 #include "launch.h"
 
