@@ -16,6 +16,7 @@ from .drafters import Eagle, Independent
 from .methods import Method
 from .models.layers import Cache
 from .models.llamagen import GPT, condition_mask
+from .theory import chain_bound, optimal_residual, scaled, vanilla_residual
 from .trees import Shapes, StaticTree, static_tree
 from .uniforms import ACCEPT, DRAFT, SHAPE, philox_uniform
 
@@ -75,6 +76,7 @@ class Decoded:
     accepted: Tensor  # (B, L) int64  drafts accepted by the step whose first token stands here; -1: no step began here
     drafted: Tensor   # (B, L) int64  levels that this step drafted, as far as the image goes; 0 where none began
     excess: Tensor    # (B,) float32  fidelity meter, summed over the image's tokens
+    bound: Tensor     # (B,) float32  its bound for sampled chains, COOL-SD's eq. (4), summed likewise; NaN: not known
     failed: Tensor    # (B,) bool     the logits were not finite: the image ended there, its other tokens are 0
 
     @property
@@ -176,7 +178,7 @@ def decode(gpt: GPT, condition: Tensor, valid: Tensor, sampling: Sampling, progr
         if progress:
             progress(B)
     none = torch.zeros(B, L, dtype=torch.int64)
-    return Decoded(tokens, torch.full((B,), L), none, none, torch.zeros(B), failed.cpu())
+    return Decoded(tokens, torch.full((B,), L), none, none, torch.zeros(B), torch.zeros(B), failed.cpu())
 
 
 @dataclass
@@ -366,6 +368,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
     accepted_at = torch.full((B, L), -1, dtype=torch.int64, device=device)
     drafted_at = torch.zeros(B, L, dtype=torch.int64, device=device)
     excess = torch.zeros(B, device=device)
+    bound = torch.full((B,), 0.0 if all(m.lossless for m in methods) else torch.nan, device=device)
 
     def of_each(what, dtype=torch.int64):
         return torch.tensor([what(m) for m in methods], dtype=dtype, device=device)
@@ -394,6 +397,9 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
     counts, deepest, widest = [1] * B, *(min(max(getattr(m, of) for m in methods), max(m.nodes - 1 for m in methods))
                                          for of in ("depth", "width"))
     each, chain = torch.arange(B, device=device), base.drafting == "static" and static_tree(base.tree).is_chain
+    bounded = chain and not base.k and bound.isnan().any()
+    if bounded:
+        bound = torch.where(sampling.greedy, torch.nan, 0.0)
     if progress:
         progress(B)
     while min(counts) < L:
@@ -422,6 +428,10 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         accepted_at[each, here] = torch.where(going, accepted.long(), accepted_at[each, here])
         drafted_at[each, here] = torch.where(going, shapes.depth.minimum(room[:, 0]), drafted_at[each, here])
         excess += distance * going
+        if bounded:
+            residual = optimal_residual if base.residual == "optimal" else vanilla_residual
+            accepts = [scaled(rule["omega"][:, i:i + 1].double()) for i in range(P)]
+            bound += chain_bound(probs[:, :P], draft.probs, draft.tokens[:, 1:], accepts, residual, room[:, 0]) * going
         forwards += going
         # The path moves to the front of the cache, where a chain's is; behind its end columns are copied onto themselves.
         order = torch.arange(P, device=device)
@@ -448,7 +458,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         if progress:
             progress(sum(news) - sum(counts))
         counts, deepest, widest = news, max(depths), max(widths)
-    return Decoded(tokens[:, :L], forwards.cpu(), accepted_at.cpu(), drafted_at.cpu(), excess.cpu(), failed.cpu())
+    return Decoded(tokens[:, :L], forwards.cpu(), accepted_at.cpu(), drafted_at.cpu(), excess.cpu(), bound.cpu(), failed.cpu())
 
 
 def check_methods(gpt: GPT, methods: list[Method], batch: int) -> None:

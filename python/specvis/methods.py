@@ -104,7 +104,9 @@ class Method:
     @property
     def omegas(self) -> tuple[float, ...]:
         """The factor at each level."""
-        return self.omega if isinstance(self.omega, tuple) else omega_schedule(self.omega, self.nu, self.levels)
+        if self.drafting == "none":
+            return ()
+        return self.omega if isinstance(self.omega, tuple) else tuple(omega_schedule(self.omega, self.levels, self.nu))
 
     @property
     def columns(self) -> int:
