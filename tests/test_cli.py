@@ -8,7 +8,9 @@ from click.testing import CliRunner
 from PIL import Image
 
 from specvis.__main__ import main
+from specvis.methods import METHODS, PARAMETERS
 from specvis.pipeline import Pipeline
+from specvis.trees import TREES
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +18,7 @@ def weights(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     pipeline = Pipeline.tiny()
     pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
+    pipeline.small = None
     pipeline.save(folder)
     return folder
 
@@ -53,6 +56,9 @@ def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
     (["--prompt", "red heart", "--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
     (["--prompt", "red heart", "--top-p", "1.01"], "top_p must be within (0, 1], got 1.01"),
     (["--prompt", "red heart", "--method", "vanilla", "--delta", "0.1"], "method vanilla has no parameter 'delta'"),
+    (["--prompt", "red heart", "--method", "lantern:delta=2"], "delta must be within [0, 1], got 2.0"),
+    (["--prompt", "red heart", "--method", "eagle1:tree=nowhere.json"], "got 'nowhere.json'"),
+    (["--prompt", "red heart", "--method", "eagle1:drafter=small"], "this model has no small.safetensors"),
     (["--prompt", "red heart", "--scale", "0"], "scale must be at least 1, got 0"),
     (["--prompt", "red heart", "--out", "nowhere/x.png"], "out must be a file in a folder that can be written"),
     (["--prompt", "red heart", "--out", "x.txt"], "out must end in the name of a picture format"),
@@ -93,22 +99,28 @@ def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, mo
 
 
 def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
-    result = run("compare", "--method", "vanilla", "--method", "eagle2", "--prompt", "fluent-3d red heart",
-                 "--prompt", "blue heart", "--out", tmp_path / "out", "--weights", weights)
+    result = run("compare", "--methods", "vanilla,eagle2:depth=2", "--methods", "cool-sd:tree=chain-2", "-n", 3,
+                 "--prompt", "fluent-3d red heart", "--prompt", "blue heart", "--out", tmp_path / "out",
+                 "--weights", weights)
     assert result.exit_code == 0, result.output
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"compare.png", "acceptance.png", "distributions.png", "compare.csv"}
     rows = list(csv.DictReader(open(tmp_path / "out" / "compare.csv")))
     assert [(row["method"], row["temperature"]) for row in rows] == [
-        ("vanilla", "0.0"), ("eagle2", "0.0"), ("vanilla", "1.0"), ("eagle2", "1.0")]
+        (name, T) for T in ("0.0", "1.0") for name in ("vanilla", "eagle2:depth=2", "cool-sd:tree=chain-2")]
     assert all(float(row["tau"]) == 1 and float(row["forwards"]) == 16 for row in rows if row["method"] == "vanilla")
-    assert all(float(row["TV bound"]) == 0 and float(row["TV meter"]) == 0 for row in rows)
+    assert all(0 < float(row["overhead"]) < 1 for row in rows)
+    for row in rows:
+        if "cool" not in row["method"]:
+            assert float(row["TV test"]) == float(row["TV meter"]) == float(row["TV bound"]) == 0
+    assert rows[2]["TV bound"] == "" and float(rows[5]["TV bound"]) > 0     # eq. (4) says nothing of greedy decoding
 
 
 def test_compare_refuses_before_any_work(weights, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
-    for arguments, message in ((["--method", "magic"], "unknown method 'magic'"),
+    for arguments, message in ((["--methods", "vanilla,magic"], "unknown method 'magic'"),
+                               (["--methods", "lantern:k=64", "--prompt", "red heart"], "k must be within 1..63"),
                                (["--temperature", "-1"], "temperature must be at least 0"),
                                (["--prompt", "green heart"], "unknown words: 'green'"),
                                (["--out", file / "x"], "out must be a folder that can be made")):
@@ -118,7 +130,7 @@ def test_compare_refuses_before_any_work(weights, tmp_path):
 
 def test_methods_and_info_list_what_there_is():
     listed = run("methods").output
-    for word in ("vanilla", "speculative", "eagle2", "lantern", "arXiv:2410.03355", "delta 0.2"):
+    for word in (*METHODS, *PARAMETERS, *TREES, "arXiv:2410.03355", "delta 0.2", "widths 4,39"):
         assert word in listed
     shown = run("info").output
     for word in ("verify_tree", "oracle", "torch", torch.__version__):

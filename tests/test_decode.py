@@ -1,6 +1,8 @@
 """The loop: greedy equals plain decoding token for token, sampling equals it in distribution."""
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -310,3 +312,33 @@ def test_conditions_of_the_wrong_shape_are_refused(tiny):
 def test_k_beyond_the_codebook_is_refused(tiny):
     with pytest.raises(ValueError, match=r"k must be within 1..63 \(the codebook has 64 codes\), got 64"):
         tiny.tokens(PROMPTS, lantern(k=64), Sampling.of([0] * 4))
+
+
+MEMORY = """if True:
+    import resource, torch
+    from dataclasses import replace
+    from specvis.decode import Sampling
+    from specvis.methods import method
+    from specvis.models.llamagen import GPTConfig
+    from specvis.models.vq import VQConfig
+    from specvis.pipeline import Pipeline
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    config = GPTConfig(dim=16, layers=1, heads=2, vocabulary=65536, grid=3, condition_tokens=2, caption_dim=4,
+                       ffn_multiple=8)
+    vq = VQConfig(channels=4, decoder_channels=4, multipliers=(1,), residual_blocks=1, z_channels=4,
+                  codebook_size=65536, codebook_dim=2, groups=2)
+    pipeline = Pipeline(config, vq, ["", "red", "heart"])
+    before = peak()
+    for m in (method("eagle1", tree="medusa_2_7b_63"), method("eagle2", nodes=64, width=10, depth=5)):
+        assert m.tree_nodes == 64
+        decoded = pipeline.tokens(["red heart"] * 8, m, Sampling.of(list(range(8)), top_k=2000))
+    print(peak() - before)
+"""
+
+
+def test_the_memory_of_a_large_vocabulary():
+    """V = 65536, 64 nodes, 8 requests: below 2 GB beyond the models."""
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert 0.1 < float(run.stdout) < 2

@@ -433,11 +433,10 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
             accepts = [scaled(rule["omega"][:, i:i + 1].double()) for i in range(P)]
             bound += chain_bound(probs[:, :P], draft.probs, draft.tokens[:, 1:], accepts, residual, room[:, 0]) * going
         forwards += going
-        # The path moves to the front of the cache, where a chain's is; behind its end columns are copied onto themselves.
-        order = torch.arange(P, device=device)
-        target = lengths[:, None] + 1 + order
-        source = torch.where(order < accepted[:, None], lengths[:, None] + path, target)
-        if not chain:
+        if not chain:  # the path moves to the front of the cache; behind its end every column is copied onto itself
+            order = torch.arange(P, device=device)
+            target = lengths[:, None] + 1 + order
+            source = torch.where(order < accepted[:, None], lengths[:, None] + path, target)
             cache.move(twice(source), twice(target))
         # New tokens: the path's, then the drawn one, and the hidden state before each.
         nodes_of_path = torch.cat([torch.zeros_like(path[:, :1]), path.clamp(min=0)], 1).long()   # (B, P + 1)
@@ -458,7 +457,8 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         if progress:
             progress(sum(news) - sum(counts))
         counts, deepest, widest = news, max(depths), max(widths)
-    return Decoded(tokens[:, :L], forwards.cpu(), accepted_at.cpu(), drafted_at.cpu(), excess.cpu(), bound.cpu(), failed.cpu())
+    accounts = (forwards, accepted_at, drafted_at, excess, bound, failed)
+    return Decoded(tokens[:, :L], *(account.cpu() for account in accounts))
 
 
 def check_methods(gpt: GPT, methods: list[Method], batch: int) -> None:
@@ -470,8 +470,9 @@ def check_methods(gpt: GPT, methods: list[Method], batch: int) -> None:
             raise ValueError("methods must be speculative and of one family (Method.family), "
                              f"got {methods[0].name} and {m.name}")
         if m.widest > gpt.config.vocabulary:
-            raise ValueError(f"{'tree' if m.drafting == 'static' else 'width'} must have at most as many children a node "
-                             f"as there are codes, {gpt.config.vocabulary}; {m.name} has {m.widest}")
+            name = "tree" if m.drafting == "static" else "width"
+            raise ValueError(f"{name} must have at most as many children a node as there are codes, "
+                             f"{gpt.config.vocabulary}; {m.name} has {m.widest}")
 
 
 def acceptance_rule(methods: list[Method], neighbors: Tensor | None, vocabulary: int, P: int,

@@ -115,8 +115,8 @@ class Method:
 
     @property
     def lossless(self) -> bool:
-        """Are the tokens distributed as the target's? (The optimal residual at omega <= 1 keeps them so.)"""
-        return not self.k and self.residual == "optimal" and max(self.omegas, default=1.0) <= 1
+        """Are the tokens distributed as the target's? The optimal residual keeps them so up to omega 1, any at 1."""
+        return not self.k and all(omega <= 1 if self.residual == "optimal" else omega == 1 for omega in self.omegas)
 
     @property
     def tv_bound(self) -> float | None:
@@ -148,13 +148,13 @@ METHODS = {m.name: m for m in (
     Method("eagle1", f"{EAGLE1}: a static tree, children sampled", "static", tree="mc_sim_7b_63"),
     Method("eagle2", "EAGLE-2, arXiv:2406.16858, section 4", **DYNAMIC),
     Method("lantern", LANTERN, **DYNAMIC, **RELAXED),
-    Method("lantern++", "LANTERN++, arXiv:2502.06352: static tree, cutoff relative to the draft's probability", "static",
-           tree="naive_extend_57", k=10, kind="ratio", delta=1.0, residual="relaxed"),
+    Method("lantern++", "LANTERN++, arXiv:2502.06352: static tree, cutoff relative to the draft's probability",
+           "static", tree="naive_extend_57", k=10, kind="ratio", delta=1.0, residual="relaxed"),
     Method("adt-tree", "ADT-Tree, arXiv:2512.21857", **ADAPTIVE),
     Method("adt-tree+lantern", "ADT-Tree, arXiv:2512.21857, with LANTERN's acceptance", **ADAPTIVE, **RELAXED),
     Method("uniform-rsd", f"{COOL_SD}: one factor for all levels", "static", tree="mc_sim_7b_63", omega=1.1),
-    Method("cool-sd", f"{COOL_SD}, eq. 10: the factor falls from level to level", "static", tree="mc_sim_7b_63", omega=1.1,
-           nu=0.7),
+    Method("cool-sd", f"{COOL_SD}, eq. 10: the factor falls from level to level", "static", tree="mc_sim_7b_63",
+           omega=1.1, nu=0.7),
     Method("lantern+optimal", f"{COOL_SD}, section 5.2: LANTERN's acceptance, optimal residual", **DYNAMIC,
            **RELAXED | {"residual": "optimal"}),
 )}

@@ -131,7 +131,8 @@ class Pipeline(nn.Module):
             parts.append(self._decode(features[those], [methods[i] for i in those], sampling[those], progress))
         return Decoded.merged(parts, torch.tensor(order))
 
-    def _decode(self, features: Tensor, methods: list[Method], sampling: Sampling, progress: Progress | None) -> Decoded:
+    def _decode(self, features: Tensor, methods: list[Method], sampling: Sampling,
+                progress: Progress | None) -> Decoded:
         base = methods[0]
         condition, valid = self.gpt.condition(features)
         if base.drafting == "none":
