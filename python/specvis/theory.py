@@ -71,8 +71,7 @@ def _kept(P: Tensor, table: Tensor, cutoff: float, kind: str) -> tuple[Tensor, T
         fits = S <= (cutoff * r if kind == "ratio" else cutoff)
     else:
         raise ValueError(f"kind must be one of tvd, ratio, jsd, got {kind!r}")
-    kept = fits.long().cumprod(-1).bool()
-    return kept, P + (near * kept).sum(-1)
+    return fits, P + (near * fits).sum(-1)  # a prefix: no kind lets a larger S in
 
 
 def neighborhood(table: Tensor, cutoff: float, kind: str = "tvd") -> Accept:
@@ -107,7 +106,11 @@ def omega_residual(omega: float) -> Residual:
 
 
 def relaxed_residual(table: Tensor, cutoff: float, kind: str = "tvd") -> Residual:
-    """norm([P' - Q]+), LANTERN's eq. (3): P' is P with the kept neighbors' mass moved onto the rejected token."""
+    """norm([P' - Q]+), LANTERN's eq. (3): P' is P with the kept neighbors' mass moved onto the rejected token.
+
+    It brings a level as near as eq. (5)'s G* does: a rejected x is resampled to at most the share (Q - rho)(x) /
+    sum [P' - Q]+ of [P - Q]+, and these shares add to at most 1, so no token gets more than P.
+    """
     def residual(P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
         kept, rho = _kept(P, table, cutoff, kind)
         V = P.shape[-1]
