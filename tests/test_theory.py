@@ -333,7 +333,7 @@ def test_one_draft_is_beta_omega_minus_beta_1_away(omega):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("omega", [0.5, 1.0, 1.5, 4.0])
 def test_the_fidelity_meter_averages_to_the_distance_of_one_draft(backend, omega):
-    """From omega = 1 on. Below, the level is exact and the meter beta_omega - beta_1, less than 0."""
+    """beta_omega - beta_1 from omega = 1 on; below, the level is exact and the meter 0."""
     P, Q = chain(5, length=1)
     p, q = P[0].float(), Q[0].float()
     link = torch.tensor([[1, -1]] * V, dtype=torch.int32, device=DEVICE)
@@ -343,10 +343,9 @@ def test_the_fidelity_meter_averages_to_the_distance_of_one_draft(backend, omega
                          draft_row=link - 1 - (link < 0).int(), omega=torch.full((V, 1), omega, device=DEVICE), P=1,
                          backend=backend)[3]
     meter = (excess.cpu().double() * Q[0]).sum().item()
-    expected = (torch.minimum(Q[0], omega * P[0]) - torch.minimum(Q[0], P[0])).sum().item()
-    assert meter == pytest.approx(expected, abs=1e-6)
-    assert tv_bound(P, Q, [scaled(omega)]) == pytest.approx(max(meter, 0), abs=1e-6)
-    assert (meter < -0.01) == (omega < 1)
+    expected = (torch.minimum(Q[0], omega * P[0]) - torch.minimum(Q[0], P[0])).sum().clamp(min=0).item()
+    assert meter == pytest.approx(expected, abs=1e-6) and (meter > 0.01) == (omega > 1)
+    assert tv_bound(P, Q, [scaled(omega)]) == pytest.approx(meter, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
