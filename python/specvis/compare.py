@@ -1,5 +1,6 @@
 """Methods side by side on the same prompts and seeds: pictures, plots and a table."""
 import csv
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,34 +142,47 @@ def print_table(rows: list[dict], batch: int) -> None:
           "have refused); TV bound: its bound\nper token, COOL-SD's eq. (4), as the drafted chains let estimate it")
 
 
+def by_method(results: list[Result]) -> tuple[list[str], list[float], dict]:
+    """Labels of methods and temperatures, in order, and the result of each pair."""
+    table = {(r.method.label, r.temperature): r for r in results}
+    return list(dict.fromkeys(label for label, _ in table)), list(dict.fromkeys(T for _, T in table)), table
+
+
 def draw_pictures(pipeline: Pipeline, results: list[Result], prompts: list[str], path: Path) -> None:
-    """Rows are methods and temperatures, columns prompts."""
-    figure, axes = plt.subplots(len(results), len(prompts), squeeze=False, constrained_layout=True,
-                                figsize=(1.4 * len(prompts) + 1.2, 1.4 * len(results) + 0.5))
-    for row, result in zip(axes, results):
-        for axis, picture in zip(row, pipeline.pictures(result.decoded.tokens)):
+    """Rows are methods, columns prompts, once for each temperature."""
+    labels, temperatures, table = by_method(results)
+    count = len(prompts)
+    figure, axes = plt.subplots(len(labels), count * len(temperatures), squeeze=False, layout="constrained",
+                                figsize=(0.95 * count * len(temperatures) + 1.5, 0.95 * len(labels) + 0.7))
+    figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01, wspace=0, hspace=0)
+    for (label, temperature), result in table.items():
+        row, start = axes[labels.index(label)], count * temperatures.index(temperature)
+        for axis, picture in zip(row[start: start + count], pipeline.pictures(result.decoded.tokens)):
             axis.imshow(picture)
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
-        row[0].set_ylabel(f"{result.method.label}\nT = {result.temperature:g}", rotation=0, ha="right", va="center")
-    for axis, prompt in zip(axes[0], prompts):
-        axis.set_title(prompt.replace(" ", "\n", 1), fontsize=8)
+        row[0].set_ylabel(label, rotation=0, ha="right", va="center")
+    for start, temperature in enumerate(temperatures):
+        for axis, prompt in zip(axes[0, count * start:], prompts):
+            axis.set_title(f"T = {temperature:g}\n" + "\n".join(textwrap.wrap(prompt, 13)), fontsize=7)
     save_figure(figure, path)
 
 
 def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> None:
     """Tokens gained by the step that made each position, mean over pictures (ADT-Tree, Figure 2)."""
-    results = [r for r in results if r.method.drafting != "none"]
+    labels, temperatures, table = by_method([r for r in results if r.method.drafting != "none"])
     grid = pipeline.gpt.config.grid
-    if not results:
+    if not table:
         return
-    figure, axes = plt.subplots(1, len(results), squeeze=False, constrained_layout=True,
-                                figsize=(2.6 * len(results), 3))
-    top = max(r.method.levels for r in results) + 1
-    for axis, r in zip(axes[0], results):
-        gained = steps_gain(r.decoded.accepted).float().mean(0).view(grid, grid).numpy()
-        shown = axis.imshow(gained, vmin=1, vmax=top, cmap="viridis")
-        axis.set(xticks=[], yticks=[], title=f"{r.method.label}, T = {r.temperature:g}\nmean {gained.mean():.2f}")
+    figure, axes = plt.subplots(len(temperatures), len(labels), squeeze=False, layout="constrained",
+                                figsize=(2.0 * len(labels) + 0.8, 2.4 * len(temperatures)))
+    gained = {key: steps_gain(r.decoded.accepted).float().mean(0).view(grid, grid).numpy() for key, r in table.items()}
+    top = max(gains.max() for gains in gained.values())
+    for (label, temperature), gains in gained.items():
+        axis = axes[temperatures.index(temperature), labels.index(label)]
+        shown = axis.imshow(gains, vmin=1, vmax=top, cmap="viridis")
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(f"{label}, T = {temperature:g}\nmean {gains.mean():.2f}", fontsize=8)
     figure.colorbar(shown, ax=axes, label="tokens gained by the step here")
     save_figure(figure, path)
 
