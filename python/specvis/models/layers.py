@@ -51,10 +51,10 @@ class Cache:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy columns `source` (R, N) to columns `target` (R, N) int64, in every layer; they may overlap."""
-        layers, two, _, heads, _, head_dim = self.data.shape
-        shape = (layers, two, source.shape[0], heads, source.shape[1], head_dim)
-        moved = self.data.gather(4, source[None, None, :, None, :, None].expand(shape))
-        self.data.scatter_(4, target[None, None, :, None, :, None].expand(shape), moved)
+        heads = self.data.shape[3]
+        data = self.data.flatten(0, 1).flatten(1, 2)                       # (2L, RH, T, D), a view
+        rows = torch.arange(data.shape[1], device=data.device)[:, None]
+        data[:, rows, target.repeat_interleave(heads, 0)] = data[:, rows, source.repeat_interleave(heads, 0)]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, mask: Tensor, *, cache: Cache | None = None,
