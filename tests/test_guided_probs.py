@@ -51,6 +51,7 @@ def close(expected):
     ({"top_p": 0.4}, [8, 0, 0, 0, 0]),                 # the first crosses: 0 < 0.4 <= 8/16
     ({"top_p": 0.6}, [8, 4, 0, 0, 0]),                 # 8/16 < 0.6 <= 12/16
     ({"top_p": 0.9}, [8, 4, 2, 1, 1]),                 # 14/16 < 0.9: one of the ties crosses, both stay
+    ({"top_p": 1e-30}, [8, 0, 0, 0, 0]),               # less than any mass: the best one stays
     ({"top_p": 0.0}, [8, 4, 2, 1, 1]),                 # off
     ({"top_p": 1.5}, [8, 4, 2, 1, 1]),                 # off
     ({"top_k": 2, "top_p": 0.6}, [8, 0, 0, 0, 0]),     # top-k first: 8/12 >= 0.6; else 8 and 4 would stay
@@ -102,6 +103,7 @@ def test_an_invalid_row_is_zero(backend, logits, settings):
 @pytest.mark.parametrize("logits, settings, expected", [
     ([NAN, 0.0, INF], {"first_id": 1, "last_id": 2}, [0, 1, 0]),  # what is outside the range is not looked at
     ([0.0, -0.0, -1.0], {"top_k": 1}, [0.5, 0.5, 0]),             # the two zeros are a tie
+    ([1.0, 1 + 2**-23, 0.0], {"top_k": 1}, [0, 1, 0]),            # the last bit counts
     ([-INF, 0.0, -INF], {"top_k": 2, "top_p": 0.5}, [0, 1, 0]),
     ([-1e30, 1e30, 0.0], {"top_p": 0.5}, [0, 1, 0]),
     ([7.0], {"top_p": 0.5, "top_k": 1}, [1]),
@@ -185,6 +187,27 @@ def test_only_a_near_tie_of_top_p_may_differ_between_backends(backend, top_p, ke
     """The best token holds 0.5 up to the rounding of exp: only at 0.5 itself may the others stay or not."""
     probs, _ = one_row(logs(4, 2, 2), top_p=top_p, backend=backend)
     assert sum(x > 0 for x in probs) in kept
+
+
+@BACKENDS
+@pytest.mark.parametrize("units, kept", [(65536, 1), (65537, 2)])
+def test_top_p_counts_exactly(backend, units, kept):
+    """In units of 2**-40 the best weighs 2**40, and top_p of all 2**40 - 0.004 or 2**40 + 0.996.
+
+    Taken in float32 or rounded to whole units any other way, one of them is on the wrong side of 2**40.
+    """
+    probs, _ = one_row([0.0, math.log(units + 0.5) - 40 * math.log(2)], top_p=1 - 2**-24, backend=backend)
+    assert sum(p > 0 for p in probs) == kept
+
+
+@BACKENDS
+@pytest.mark.parametrize("V", [70, 300])
+def test_top_k_in_rows_of_any_length(backend, V):
+    """Integers, whose low bits are zero: the kernels' digits of the threshold are the lowest or highest ones."""
+    logits = [float(v % 32 - 16) for v in range(V)]
+    for k in range(3, V, V // 16):
+        probs, _ = one_row(logits, top_k=k, backend=backend)
+        assert [p > 0 for p in probs] == [x >= sorted(logits)[-k] for x in logits]
 
 
 @pytest.mark.parametrize("name, value, message", [

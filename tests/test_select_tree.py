@@ -70,6 +70,7 @@ def test_ranks(backend, scores, size, source):
 @BACKENDS
 @pytest.mark.parametrize("scores, parents, expected, source", [
     ([-3.0, -1.0], [-1, 0], [-1, -2, -2], [-1, -1, -1]),   # its parent was not kept
+    ([-3.0, -1.0, -1.0], [-1, -1, 0], [-1, 0, -2], [-1, 1, -1]),  # nor the first one behind that
     ([-1.0, -1.0], [-1, 1], [-1, 0, -2], [-1, 0, -1]),     # its own parent
     ([-1.0, -1.0], [1, -1], [-1, -2, 0], [-1, -1, 1]),     # a parent behind it: a hole in the middle
     ([-1.0, -1.0], [-1, 2], [-1, 0, -2], [-1, 0, -1]),
@@ -78,10 +79,20 @@ def test_ranks(backend, scores, size, source):
     ([-1.0, -1.0], [-7, 0], [-1, -2, 1], [-1, -1, 1]),     # what hangs from an unused slot still points to it
 ])
 def test_an_invalid_parent_is_reported_and_not_followed(backend, scores, parents, expected, source):
-    size = 2 if min(scores) < -1 else 3
+    size = len(scores) if min(scores) < -1 else 3
     tokens, got, origin, status = one_tree(scores, parents, size, 3, backend)
     assert got == expected and origin == source and status == INVALID_TREE
     assert tokens == [7, *[10 + m if m >= 0 else 0 for m in source[1:]]]
+
+
+@BACKENDS
+@pytest.mark.parametrize("M", [50, 1100, 2100])
+def test_an_invalid_parent_of_many(backend, M):
+    """The first candidate's: every third one hangs from it, and points to a slot that is unused."""
+    parents = [-7] + [-1 if m % 3 else 0 for m in range(1, M)]
+    _, got, origin, status = one_tree([-1.0] * M, parents, M + 1, M + 1, backend)
+    assert got == [-1, -2] + [parent + 1 for parent in parents[1:]] and status == INVALID_TREE
+    assert origin == [-1, -1, *range(1, M)]
 
 
 @BACKENDS
