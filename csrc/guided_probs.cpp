@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <numeric>
 #include <optional>
@@ -28,50 +27,74 @@ using specvis::kInvalidRow;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 struct Scratch {
-  std::vector<float> x;        // logits, later their exponentials
+  std::vector<float> x;  // logits, later their exponentials
   std::vector<int32_t> keys, ids, maxima;
+  std::vector<int64_t> weights;
   std::vector<std::pair<int32_t, int64_t>> rest;  // candidates for a threshold: key and weight
-  explicit Scratch(int64_t n) : x(n), keys(n), ids(n), maxima(n) { rest.reserve(n); }
+  explicit Scratch(int64_t n) : x(n), keys(n), ids(n), maxima(n), weights(n) { rest.reserve(n); }
 };
 
+// What the keys above `key` weigh: one each, or what `weights` says.
+WIDEST_VECTORS int64_t weight_above(const int32_t* keys, const int64_t* weights, int64_t n, int32_t key) {
+  int64_t sum = 0;
+  if (weights) {
+    for (int64_t i = 0; i < n; ++i) sum += keys[i] > key ? weights[i] : 0;
+    return sum;
+  }
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count += keys[i] > key;
+  return count;
+}
+
 // The lowest key whose strictly greater ones weigh less than `limit`, which is positive and at most the whole
-// weight. Digit by digit from the top, each time among the keys that share the digits found so far, until they
-// are few enough to be sorted.
-template <class WeightOf>
-int32_t threshold(Scratch& s, int64_t n, int64_t limit, WeightOf weight_of) {
-  constexpr int64_t kFew = 64;
-  constexpr int kBits[] = {11, 7, 7, 7};
+// weight; or an integer below it and above all lower keys. By halves: passes without a branch, for few keys.
+int32_t threshold_of_few(const int32_t* keys, const int64_t* weights, int64_t n, int64_t limit) {
+  const auto [lowest, highest] = std::minmax_element(keys, keys + n);
+  int64_t low = *lowest, high = *highest;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (weight_above(keys, weights, n, static_cast<int32_t>(middle)) < limit)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  return static_cast<int32_t>(low);
+}
+
+// The same for many keys: digit by digit from the top, each time among those that share the digits found so far.
+int32_t threshold_of_many(Scratch& s, const int64_t* weights, int64_t n, int64_t limit) {
+  constexpr int kBits[] = {11, 11, 10};
   int64_t above = 0;
+  uint32_t found = 0;
   int shift = 32;
   s.rest.clear();
-  for (int bits : kBits) {
-    const bool first = shift == 32;
-    if ((first ? n : int64_t(s.rest.size())) <= kFew) break;
+  for (int level = 0; level < 3; ++level) {
+    const int bits = kBits[level];
     const uint32_t mask = (1u << bits) - 1;
     shift -= bits;
     const auto digit = [&](int32_t key) { return ((uint32_t(key) ^ 0x80000000u) >> shift) & mask; };
-    int64_t histogram[1 << 11];
-    std::fill_n(histogram, mask + 1, 0);
-    if (first)
-      for (int64_t i = 0; i < n; ++i) histogram[digit(s.keys[i])] += weight_of(i);
+    int64_t histogram[2048] = {};
+    if (level == 0)
+      for (int64_t i = 0; i < n; ++i) histogram[digit(s.keys[i])] += weights ? weights[i] : 1;
     else
       for (const auto& [key, weight] : s.rest) histogram[digit(key)] += weight;
     uint32_t d = mask;
     while (above + histogram[d] < limit) above += histogram[d--];
-    if (first) {
+    found |= d << shift;
+    if (level == 0) {
       for (int64_t i = 0; i < n; ++i)
-        if (digit(s.keys[i]) == d) s.rest.emplace_back(s.keys[i], weight_of(i));
+        if (digit(s.keys[i]) == d) s.rest.emplace_back(s.keys[i], weights ? weights[i] : 1);
     } else {
       const auto other = [&](const auto& r) { return digit(r.first) != d; };
       s.rest.erase(std::remove_if(s.rest.begin(), s.rest.end(), other), s.rest.end());
     }
   }
-  if (shift == 32)
-    for (int64_t i = 0; i < n; ++i) s.rest.emplace_back(s.keys[i], weight_of(i));
-  std::sort(s.rest.begin(), s.rest.end(), std::greater<>());  // or equal, after the last digit
-  size_t i = 0;
-  while (above + s.rest[i].second < limit) above += s.rest[i++].second;
-  return s.rest[i].first;
+  return int32_t(found ^ 0x80000000u);
+}
+
+int32_t threshold(Scratch& s, const int64_t* weights, int64_t n, int64_t limit) {
+  constexpr int64_t kFew = 2048;
+  return n <= kFew ? threshold_of_few(s.keys.data(), weights, n, limit) : threshold_of_many(s, weights, n, limit);
 }
 
 // Packs the ids whose keys are at least the k-th largest, and few others: all ids, unless k is small. For the
@@ -84,20 +107,19 @@ WIDEST_VECTORS int64_t pack_largest(Scratch& s, int64_t ids, int64_t k) {
     std::iota(s.ids.begin(), s.ids.end(), 0);
     return ids;
   }
-  int32_t *const maxima = s.maxima.data(), *const sorted = maxima + blocks;
+  int32_t* const maxima = s.maxima.data();
   for (int64_t i = 0; i < blocks; ++i) {
     int32_t most = keys[i * kBlock];
     for (int64_t j = 1; j < kBlock; ++j) most = keys[i * kBlock + j] > most ? keys[i * kBlock + j] : most;
     maxima[i] = most;
   }
-  std::copy_n(maxima, blocks, sorted);
-  std::nth_element(sorted, sorted + k - 1, sorted + blocks, std::greater<>());
+  const int32_t bound = threshold_of_few(maxima, nullptr, blocks, k);
   int64_t n = 0;
   for (int64_t i = 0; i < blocks; ++i) {
-    if (maxima[i] < sorted[k - 1]) continue;
+    if (maxima[i] < bound) continue;
     for (int64_t v = i * kBlock; v < (i + 1) * kBlock; ++v) {
       s.ids[n] = v;
-      n += keys[v] >= sorted[k - 1];
+      n += keys[v] >= bound;
     }
   }
   for (int64_t v = blocks * kBlock; v < ids; ++v) s.ids[n++] = v;
@@ -143,7 +165,7 @@ WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidanc
     const int64_t some = pack_largest(s, ids, k);
     if (some < ids)
       for (int64_t i = 0; i < some; ++i) x[i] = x[s.ids[i]], keys[i] = keys[s.ids[i]];
-    const int32_t lowest_kept = threshold(s, some, k, [](int64_t) { return int64_t(1); });
+    const int32_t lowest_kept = threshold(s, nullptr, some, k);
     n = 0;
     for (int64_t i = 0; i < some; ++i) {
       x[n] = x[i], keys[n] = keys[i], s.ids[n] = s.ids[i];
@@ -153,11 +175,10 @@ WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidanc
   for (int64_t i = 0; i < n; ++i) x[i] = exp_of(x[i] - best);
 
   if (sampling && top_p > 0 && top_p < 1) {
-    const auto mass = [&](int64_t i) { return specvis::mass_of(x[i]); };
     int64_t whole = 0;
-    for (int64_t i = 0; i < n; ++i) whole += mass(i);
+    for (int64_t i = 0; i < n; ++i) whole += s.weights[i] = specvis::mass_of(x[i]);
     const int64_t limit = std::ceil(double(top_p) * double(whole));
-    const int32_t lowest_kept = threshold(s, n, limit, mass);
+    const int32_t lowest_kept = threshold(s, s.weights.data(), n, limit);
     for (int64_t i = 0; i < n; ++i)
       if (keys[i] < lowest_kept) x[i] = 0;
   }
