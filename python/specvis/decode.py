@@ -181,12 +181,15 @@ def decode(gpt: GPT, condition: Tensor, valid: Tensor, sampling: Sampling, progr
     return Decoded(tokens, torch.full((B,), L), none, none, torch.zeros(B), torch.zeros(B), failed.cpu())
 
 
+Links = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # what tree_links says of a tree
+
+
 @dataclass
 class Draft:
     """A tree for each request, its root the last token, and the rows that its children were drawn from."""
 
     tokens: Tensor           # (B, N) int64
-    parents: Tensor          # (B, N) int32   -1 the root, -2 unused
+    links: Links             # of its nodes
     probs: Tensor | None     # (B, M, V) float32; None: the children are a deterministic choice
     rows: Tensor | None      # (B, N) int32   row of `probs` of a node's children
 
@@ -201,6 +204,7 @@ class StaticPlan:
         picked: Tensor     # (nodes of the level,) int64  which of the F * K children they are
         expanded: Tensor   # (F',) int64  which nodes of the level have children
         mothers: Tensor    # (F',) int64  which of the F nodes above they stand on
+        ancestors: Tensor  # (B, n, W) int64  of all nodes that the drafter has read then
 
     def __init__(self, tree: StaticTree, batch: int, device: torch.device):
         def indices(numbers):
@@ -215,16 +219,16 @@ class StaticPlan:
             families = [tree.children(node) for node in above]
             K = max(map(len, families))
             expanded = [node for node in tree.level(depth) if tree.children(node)]
+            parents += [read.index(tree.parents[node]) for node in expanded]
+            read += expanded
             self.levels.append(self.Level(
                 K, indices([[node - 1 for node in family] + [0] * (K - len(family)) for family in families]),
                 indices([f * K + j for f, family in enumerate(families) for j in range(len(family))]),
                 indices([tree.level(depth).index(node) for node in expanded]),
-                indices([above.index(tree.parents[node]) for node in expanded])))
-            parents += [read.index(tree.parents[node]) for node in expanded]
-            read += expanded
+                indices([above.index(tree.parents[node]) for node in expanded]),
+                tree_links(rows(parents))[0]))
             above = expanded
-        self.parents = rows(tree.parents)
-        self.drafter_parents = rows(parents)  # of the nodes that the drafter reads
+        self.links, self.read = tree_links(rows(tree.parents)), len(read)
         self.draft_rows = rows([read.index(n) if n in read else -1 for n in range(len(tree.parents))])
 
 
@@ -260,20 +264,19 @@ class Drafting:
         self.hidden = out.gather(1, last)                                               # (2B, 1, dim)
         self.probs = self.sampling.probs(self.drafter.head, self.hidden)[0]             # (B, 1, V)
 
-    def deepen(self, tokens: Tensor, hidden: Tensor, parents: Tensor, level: int) -> tuple[Tensor, Tensor]:
+    def deepen(self, tokens: Tensor, hidden: Tensor, ancestors: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """Read one level of the tree.
 
         Args:
-            tokens:  (B, F) int64      its nodes: the last F of `parents`
-            hidden:  (2B, F, dim)      the drafter's hidden states at their parents
-            parents: (B, 1 + n) int32  of all nodes so far; node 0 is the newest token
-            level:   1 for children of the newest token
+            tokens:    (B, F) int64      its nodes: the last F of `ancestors`
+            hidden:    (2B, F, dim)      the drafter's hidden states at their parents
+            ancestors: (B, n, W) int64   of all nodes so far; node 0 is the newest token
+            level:     1 for children of the newest token
 
         Returns:
             hidden states (2B, F, dim), probabilities (B, F, V)
         """
-        n, F = parents.shape[1], tokens.shape[1]
-        ancestors = tree_links(parents)[0]
+        n, F = ancestors.shape[1], tokens.shape[1]
         root = (self.shown + self.count - 1).int()                                      # the newest token's column
         mask = tree_mask(ancestors, root, columns=self.columns + n)[:, n - F:]
         slots = root[:, None] + torch.arange(n - F, n, device=root.device)
@@ -290,7 +293,7 @@ class Drafting:
         B = len(root)
         position = (self.count - 1)[:, None, None].expand(-1, 1, uniforms.shape[2])
         coins = uniforms.gather(1, position.clamp(max=uniforms.shape[1] - 1))[:, 0]
-        tokens, rows, hidden, probs, read = [root[:, None]], [], self.hidden, self.probs, 1
+        tokens, rows, hidden, probs = [root[:, None]], [], self.hidden, self.probs
         for depth, level in enumerate(plan.levels, 1):
             rows.append(probs)
             F, K = level.columns.shape
@@ -301,10 +304,9 @@ class Drafting:
                 children = torch.where(self.sampling.greedy[:, None, None], likeliest, children)
             tokens.append(children.flatten(1)[:, level.picked])
             if len(level.expanded):
-                read += len(level.expanded)
-                hidden, probs = self.deepen(tokens[-1][:, level.expanded], hidden[:, level.mothers],
-                                            plan.drafter_parents[:, :read].contiguous(), depth)
-        return Draft(torch.cat(tokens, 1), plan.parents, torch.cat(rows, 1), plan.draft_rows)
+                hidden, probs = self.deepen(tokens[-1][:, level.expanded], hidden[:, level.mothers], level.ancestors,
+                                            depth)
+        return Draft(torch.cat(tokens, 1), plan.links, torch.cat(rows, 1), plan.draft_rows)
 
     def dynamic(self, root: Tensor, shapes: Shapes, nodes: Tensor, deepest: int, widest: int, N: int) -> Draft:
         """EAGLE-2's tree after root (B,): each level expands the likeliest paths, the likeliest nodes of all are kept.
@@ -335,10 +337,10 @@ class Drafting:
             above = torch.where(unused, -1, frontier + offset)
             scores = child_scores.flatten(1).gather(1, chosen).masked_fill(unused, -torch.inf)
             hidden = hidden.gather(1, twice(mother[..., None].expand(-1, -1, hidden.shape[-1])))
-            hidden, probs = self.deepen(tokens.flatten(1).gather(1, chosen), hidden, parents, level)
+            hidden, probs = self.deepen(tokens.flatten(1).gather(1, chosen), hidden, tree_links(parents)[0], level)
         tokens, scores, origin = (torch.cat(part, 1) for part in zip(*candidates))
         tokens, parents, _, _ = select_tree(tokens, scores, origin, root, nodes, N=N)
-        return Draft(tokens, parents, None, None)
+        return Draft(tokens, tree_links(parents), None, None)
 
 
 @torch.inference_mode()
@@ -376,7 +378,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
     if base.drafting == "static":
         plan = StaticPlan(static_tree(base.tree), B, device)
         shapes = Shapes(*(of_each(lambda m: m.levels) for _ in range(3)), gpt.config.grid)
-        draft_uniforms, room = philox_uniform(sampling.seeds, DRAFT, L, N - 1), plan.drafter_parents.shape[1]
+        draft_uniforms, room = philox_uniform(sampling.seeds, DRAFT, L, N - 1), plan.read
     else:
         shapes = Shapes(of_each(lambda m: m.depth), of_each(lambda m: m.width), of_each(lambda m: m.nodes - 1),
                         gpt.config.grid, base.adaptation, philox_uniform(sampling.seeds, SHAPE, L, 2))
@@ -409,7 +411,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
             N = min(max(m.nodes for m in methods), 1 + widest + (deepest - 1) * widest ** 2)
             draft = drafting.dynamic(root, shapes, nodes, deepest, widest, N)
         columns = S + max(counts) + N
-        ancestors, depth, first_child, next_sibling, _ = tree_links(draft.parents)
+        ancestors, depth, first_child, next_sibling, _ = draft.links
         room = (L - 1 - count)[:, None]                                   # drafts before the token that is drawn
         first_child = torch.where(depth < room, first_child, -1)
         lengths = S + count - 1                                           # the root's column
