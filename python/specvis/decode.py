@@ -370,7 +370,8 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
     accepted_at = torch.full((B, L), -1, dtype=torch.int64, device=device)
     drafted_at = torch.zeros(B, L, dtype=torch.int64, device=device)
     excess = torch.zeros(B, device=device)
-    bound = torch.full((B,), 0.0 if all(m.lossless for m in methods) else torch.nan, device=device)
+    lossless = all(m.lossless for m in methods)
+    bound = torch.full((B,), 0.0 if lossless else torch.nan, device=device)
 
     def of_each(what, dtype=torch.int64):
         return torch.tensor([what(m) for m in methods], dtype=dtype, device=device)
@@ -399,7 +400,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
     counts, deepest, widest = [1] * B, *(min(max(getattr(m, of) for m in methods), max(m.nodes - 1 for m in methods))
                                          for of in ("depth", "width"))
     each, chain = torch.arange(B, device=device), base.drafting == "static" and static_tree(base.tree).is_chain
-    bounded = chain and not base.k and bound.isnan().any()
+    bounded = chain and not base.k and not lossless
     if bounded:
         bound = torch.where(sampling.greedy, torch.nan, 0.0)
     if progress:
