@@ -1,4 +1,5 @@
 """What the verification kernels do with a row of probabilities: one program, BLOCK entries at a time."""
+import torch
 import triton
 import triton.language as tl
 
@@ -10,6 +11,7 @@ INVALID_ROW = tl.constexpr(2)
 INVALID_TREE = tl.constexpr(4)
 INVALID_RULE = tl.constexpr(8)
 
+MOST_WARPS = 16 if torch.version.hip else 32  # 1024 threads: AMD's warps have 64
 WIDEST = {"V": 4096, "k": 256}  # tokens and neighbors that a program takes at a time, at most
 
 

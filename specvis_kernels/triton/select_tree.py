@@ -2,6 +2,8 @@
 import triton
 import triton.language as tl
 
+from ._rows import MOST_WARPS
+
 WIDEST = 32768  # the nodes' numbers are exchanged in shared memory
 NONE = tl.constexpr(-(2**31))  # below every score's key
 
@@ -61,5 +63,6 @@ def select_tree(tokens, scores, parents, root, size, N):
     if B > 0:
         block = max(triton.next_power_of_2(M), 16)
         select_tree_kernel[(B,)](tokens, scores, parents, root, size, *out, M, N, BLOCK_M=block,
-                                 BLOCK_N=triton.next_power_of_2(N), num_warps=min(32, max(4, block // 512)))
+                                 BLOCK_N=triton.next_power_of_2(N),
+                                 num_warps=min(MOST_WARPS, max(4, block // 512)))
     return out
