@@ -123,7 +123,7 @@ def test_compare_refuses_before_any_work(weights, tmp_path):
                                (["--methods", "lantern:k=64", "--prompt", "red heart"], "k must be within 1..63"),
                                (["--temperature", "-1"], "temperature must be at least 0"),
                                (["--prompt", "green heart"], "unknown words: 'green'"),
-                               (["--out", file / "x", "--prompt", "red heart"], "out must be a folder that can be made")):
+                               (["--out", file / "x", "--prompt", "red heart"], "out must be a folder that can")):
         result = run("compare", *arguments, "--weights", weights)
         assert result.exit_code == 2 and message in result.output, result.output
 

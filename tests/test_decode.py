@@ -111,7 +111,8 @@ def assert_alone_as_together(tiny, prompts, methods, seeds):
             row = back[i] if other is turned else i
             for field in ("tokens", "accepted", "drafted", "forwards", "failed"):
                 assert torch.equal(getattr(alone, field)[0], getattr(other, field)[row]), field
-            torch.testing.assert_close(alone.excess[0], other.excess[row])  # rounded as matrix products are
+            for field in ("excess", "bound"):                              # rounded as matrix products are
+                torch.testing.assert_close(getattr(alone, field)[0], getattr(other, field)[row], equal_nan=True)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -125,7 +126,13 @@ def test_a_request_does_not_depend_on_its_batch(tiny, name):
     [small("lantern", delta=delta, depth=d) for delta, d in ((0.0, 1), (0.4, 3), (0.1, 6), (1.0, 2))],
     [method("adt-tree", depth=d, width=w, nodes=n) for d, w, n in ((1, 4, 60), (9, 39, 60), (4, 10, 20), (2, 2, 7))],
     [small(name) for name in ("vanilla", "lantern++", "adt-tree", "speculative", "lantern+optimal", "adt-tree")],
-], ids=["shapes", "schedules", "cutoffs", "adaptive", "families"])
+    [method("eagle2", depth=10, width=1), method("eagle2", depth=1, width=10), method("eagle2", depth=10, nodes=2)],
+    [method("adt-tree", depths=(1, 3), widths=(4, 5), depth=2, width=4, beta=0.5)] * 6,
+    [method("adt-tree", nodes=20, depth=2, width=3, depths=(1, 4), widths=(1, 4), width_step=1, beta=0.5)] * 6,
+    [method("adt-tree", depth=12, depths=(1, 2), widths=(4, 4), width=10)],
+    [method("speculative", omega=omega) for omega in (1.0, 1.2, 0.7)],
+], ids=["shapes", "schedules", "cutoffs", "adaptive", "families", "deep and wide", "wider than its bounds",
+        "wider and wider", "deeper than its bounds", "chains"])
 def test_requests_with_methods_of_their_own_share_a_batch(tiny, methods):
     assert_alone_as_together(tiny, (PROMPTS * 2)[:len(methods)], methods, SEEDS[:len(methods)])
 
@@ -308,6 +315,26 @@ def test_conditions_of_the_wrong_shape_are_refused(tiny):
     with pytest.raises(ValueError, match="table of V=.* rows and at least k=8 columns for lantern, got none"):
         specvis.decode.speculative_decode(tiny.gpt, Eagle(tiny.gpt, tiny.drafter, twice(valid)), condition, valid,
                                           Sampling.of([0] * 4), [lantern()] * 4)
+
+
+@pytest.mark.parametrize("prompts, seeds", [(1, 3), (2, 1), (0, 0)])
+def test_a_seed_for_each_prompt(tiny, prompts, seeds):
+    message = f"sampling must have a seed for each of at least one prompt, got {seeds} seeds and {prompts} prompts"
+    with pytest.raises(ValueError, match=message):
+        tiny.tokens(PROMPTS[:prompts], METHODS["eagle2"], Sampling.of(list(range(seeds))))
+
+
+def test_a_method_for_each_prompt(tiny):
+    with pytest.raises(ValueError, match="method must be one, or one for each of the 4 prompts, got 2"):
+        tiny.tokens(PROMPTS, [METHODS["eagle2"]] * 2, Sampling.of([0] * 4))
+
+
+def test_the_bound_is_known_for_sampled_chains(tiny):
+    both = dataclasses.replace(Sampling.of([1, 2]), temperature=torch.tensor([1.0, 0.0]))
+    bound = tiny.tokens(PROMPTS[:2], method("speculative", omega=1.5), both).bound
+    assert bound[0] > 0 and bound[1].isnan()
+    assert (tiny.tokens(PROMPTS[:2], METHODS["eagle2"], both).bound == 0).all()
+    assert tiny.tokens(PROMPTS[:2], METHODS["cool-sd"], both).bound.isnan().all()
 
 
 def test_k_beyond_the_codebook_is_refused(tiny):

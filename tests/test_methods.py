@@ -10,7 +10,8 @@ from specvis.methods import METHODS, method, parameters_of, parse_method, parse_
     ("lantren", {}, "unknown method 'lantren'; did you mean lantern"),
     ("lantern", {"delta": -0.1}, r"delta must be within \[0, 1\], got -0.1"),
     ("lantern", {"delta": 0.7, "kind": "jsd"}, r"delta must be within \[0, 0.6931\], got 0.7"),
-    ("lantern++", {"delta": -1.0}, "delta must be at least 0 where kind is ratio, got -1.0"),
+    ("lantern++", {"delta": -1.0}, "delta must be at least 0 and finite where kind is ratio, got -1.0"),
+    ("lantern++", {"delta": math.inf}, "delta must be at least 0 and finite where kind is ratio, got inf"),
     ("lantern", {"k": -1}, "k must be at least 0, got -1"),
     ("lantern", {"kind": "kl"}, "kind must be one of tvd, ratio, jsd, got 'kl'"),
     ("lantern", {"metric": "l1"}, "metric must be one of l2, cosine, random, got 'l1'"),
@@ -88,6 +89,7 @@ def test_a_schedule_falls_and_has_its_mean():
 @pytest.mark.parametrize("name, parameters, bound", [
     ("eagle2", {}, 0.0), ("lantern", {}, 0.2), ("lantern+optimal", {"delta": 0.4}, 0.4), ("lantern++", {}, 0.5),
     ("uniform-rsd", {"omega": 2.0}, 0.5), ("uniform-rsd", {"omega": 0.5}, 0.0), ("lantern", {"kind": "jsd"}, None),
+    ("lantern", {"residual": "released"}, None),
     ("uniform-rsd", {"omega": 2.0, "residual": "relaxed"}, None), ("vanilla", {}, 0.0),
 ])
 def test_how_far_one_accept_test_can_go(name, parameters, bound):

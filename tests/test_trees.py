@@ -1,5 +1,6 @@
 """Draft trees: the released ones by name, what is refused, and ADT-Tree's steps worked out by hand."""
 import json
+import math
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def after(shapes, steps):
     """(depth, width) of the tree after each step, given as how many drafts it accepts."""
     first, seen = 1, []
     for accepted in steps:
-        shapes.record(torch.tensor([first]), torch.tensor([accepted]))
+        shapes.record(torch.tensor([first]), torch.tensor([accepted]), torch.tensor([True]))
         seen.append((shapes.depth.item(), shapes.width.item()))
         first += accepted + 1
     return seen
@@ -126,6 +127,12 @@ def test_bounds_are_kept_but_flat_trees_may_be_of_any_width():
     assert after(shapes(a, depth=2, width=5, most=20), [0, 0]) == [(1, 15), (1, 20)]
 
 
+def test_a_finished_image_asks_for_the_smallest_tree():
+    s = shapes(Adaptation())
+    s.record(torch.tensor([1]), torch.tensor([4]), torch.tensor([False]))
+    assert (s.depth.item(), s.width.item()) == (1, 1)
+
+
 def test_a_fixed_start():
     a = Adaptation(width_step=3, widths=(4, 39), flat_depth=1, flat_width=25)
     assert after(shapes(a), [4, 0, 2]) == [(2, 22), (1, 28), (2, 22)]
@@ -140,7 +147,8 @@ def test_without_an_adaptation_trees_stay_as_they_are():
     ({"beta": 1.5}, r"beta must be within \[0, 1\], got 1.5"),
     ({"depth_step": -1}, "depth_step must be at least 0, got -1"),
     ({"flat_width": 0}, "flat_width must be at least 1, got 0"),
-    ({"radius": 0.5}, "radius must be at least 1, got 0.5"),
+    ({"radius": 0.5}, "radius must be at least 1 and finite, got 0.5"),
+    ({"radius": math.inf}, "radius must be at least 1 and finite, got inf"),
     ({"widths": (5, 4)}, "widths must be 1 <= least <= most, got 5 and 4"),
     ({"depths": (0, 4)}, "depths must be 1 <= least <= most, got 0 and 4"),
 ])

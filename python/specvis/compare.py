@@ -213,11 +213,13 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
 def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling, path: Path) -> None:
     """Target and draft over the union of their 20 likeliest tokens (LANTERN, Figure 2b); top-1 maps
     (ADT-Tree, Figure 4)."""
+    if tokens.shape[1] < 4:
+        return  # no room for three places to look at
     target, draft = teacher_forced_probs(pipeline, prompts, tokens, sampling)
     grid, target = pipeline.gpt.config.grid, target.cpu()
     draft = draft.cpu()
     figure, axes = plt.subplots(2, 3, constrained_layout=True, figsize=(12, 6))
-    places = [grid * grid // 4 + grid // 2, grid * grid // 2 + grid // 2, 3 * grid * grid // 4 + grid // 2]
+    places = [min(row * grid * grid // 4 + grid // 2, grid * grid - 1) for row in (1, 2, 3)]
     for axis, place in zip(axes[0], places):
         p, q = target[0, place], draft[0, place - 1]
         likeliest = min(20, len(p))

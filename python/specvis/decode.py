@@ -349,7 +349,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
                        progress: Progress | None = None) -> Decoded:
     """Draft a tree, read it with the target in one forward, accept a path, commit it; until every image is whole.
 
-    A NaN that the target computes anywhere in a tree ends its image, be the draft accepted or not.
+    A NaN that the target puts into its cache ends its image, be the draft accepted or not.
 
     Args:
         drafter:   of both rows of each request, see `guidance_pair`
@@ -359,9 +359,10 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         neighbors: (V, k) uint16 or int32  `codebook_neighbors(...)`; needed where k > 0
     """
     check_request(gpt, condition, valid, sampling)
-    check_methods(gpt, methods, len(condition))
+    check_methods(methods, len(condition))
     B, S, L, device = len(condition), gpt.config.condition_tokens, gpt.config.tokens, condition.device
-    base, N, P = methods[0], max(m.tree_nodes for m in methods), max(m.levels for m in methods)
+    base, P = methods[0], max(m.levels for m in methods)
+    most = N = max(m.tree_nodes for m in methods)
     rule = acceptance_rule(methods, neighbors, gpt.config.vocabulary, P, device)
     condition, valid = guidance_pair(gpt, condition, valid)
     cache = gpt.new_cache(2 * B, S + L + N)
@@ -370,8 +371,6 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
     accepted_at = torch.full((B, L), -1, dtype=torch.int64, device=device)
     drafted_at = torch.zeros(B, L, dtype=torch.int64, device=device)
     excess = torch.zeros(B, device=device)
-    lossless = all(m.lossless for m in methods)
-    bound = torch.full((B,), 0.0 if lossless else torch.nan, device=device)
 
     def of_each(what, dtype=torch.int64):
         return torch.tensor([what(m) for m in methods], dtype=dtype, device=device)
@@ -397,19 +396,20 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
     forwards = torch.ones(B, dtype=torch.int64, device=device)
     drafting.read_tokens(root[:, None], hidden[:, -1:], count - 1, count, 0)
 
-    counts, deepest, widest = [1] * B, *(min(max(getattr(m, of) for m in methods), max(m.nodes - 1 for m in methods))
-                                         for of in ("depth", "width"))
+    counts = [1] * B
+    deepest, widest = (max(min(size, m.nodes - 1) for m in methods for size in [getattr(m, of)])
+                       for of in ("depth", "width"))
     each, chain = torch.arange(B, device=device), base.drafting == "static" and static_tree(base.tree).is_chain
-    bounded = chain and not base.k and not lossless
-    if bounded:
-        bound = torch.where(sampling.greedy, torch.nan, 0.0)
+    lossless = of_each(lambda m: m.lossless, torch.bool)
+    bounded = chain and not base.k and not all(m.lossless for m in methods)
+    bound = torch.where(lossless | ~sampling.greedy & bounded, 0.0, torch.nan)
     if progress:
         progress(B)
     while min(counts) < L:
         if base.drafting == "static":
             draft = drafting.static(root, plan, draft_uniforms)
         else:
-            N = min(max(m.nodes for m in methods), 1 + widest + (deepest - 1) * widest ** 2)
+            N = min(most, 1 + widest + (deepest - 1) * widest ** 2)
             draft = drafting.dynamic(root, shapes, nodes, deepest, widest, N)
         columns = S + max(counts) + N
         ancestors, depth, first_child, next_sibling, _ = draft.links
@@ -434,7 +434,8 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         if bounded:
             residual = optimal_residual if base.residual == "optimal" else vanilla_residual
             accepts = [scaled(rule["omega"][:, i:i + 1].double()) for i in range(P)]
-            bound += chain_bound(probs[:, :P], draft.probs, draft.tokens[:, 1:], accepts, residual, room[:, 0]) * going
+            levels = torch.where(lossless | ~going, 0, room[:, 0])
+            bound += chain_bound(probs[:, :P], draft.probs, draft.tokens[:, 1:], accepts, residual, levels)
         forwards += going
         if not chain:  # the path moves to the front of the cache; behind its end every column is copied onto itself
             order = torch.arange(P, device=device)
@@ -453,7 +454,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         gained = torch.where(going, accepted + 1, 0)
         old, count = count, torch.where(failed, L, (count + gained).clamp(max=L))
         root = torch.where(going, next_token, root)
-        shapes.record(here, accepted.long())
+        shapes.record(here, accepted.long(), (count < L) & ~failed)
         drafting.read_tokens(fresh, before, old.clamp(max=L - 1), (accepted + 1).long(), min(max(counts), L - 1))
 
         news, depths, widths = torch.stack([count, shapes.depth, shapes.width]).tolist()  # the step's one host read
@@ -464,18 +465,14 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
     return Decoded(tokens[:, :L], *(account.cpu() for account in accounts))
 
 
-def check_methods(gpt: GPT, methods: list[Method], batch: int) -> None:
-    """Raise ValueError unless there is a method for each request, of one family, that this model can decode by."""
+def check_methods(methods: list[Method], batch: int) -> None:
+    """Raise ValueError unless there is a speculative method for each request, all of one family."""
     if len(methods) != batch:
         raise ValueError(f"methods must be one for each of the {batch} requests, got {len(methods)}")
     for m in methods:
         if m.drafting == "none" or m.family != methods[0].family:
             raise ValueError("methods must be speculative and of one family (Method.family), "
                              f"got {methods[0].name} and {m.name}")
-        if m.widest > gpt.config.vocabulary:
-            name = "tree" if m.drafting == "static" else "width"
-            raise ValueError(f"{name} must have at most as many children a node as there are codes, "
-                             f"{gpt.config.vocabulary}; {m.name} has {m.widest}")
 
 
 def acceptance_rule(methods: list[Method], neighbors: Tensor | None, vocabulary: int, P: int,

@@ -40,6 +40,11 @@ class Method:
     residual: str = "optimal"
 
     def __post_init__(self):
+        if isinstance(self.tree, list):
+            object.__setattr__(self, "tree", tuple(tuple(p) if isinstance(p, list) else p for p in self.tree))
+        if isinstance(self.omega, list):
+            object.__setattr__(self, "omega", tuple(self.omega))
+
         def need(name, condition, wanted):
             if not condition:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
@@ -53,9 +58,11 @@ class Method:
         need("drafter", self.drafter in DRAFTERS, f"one of {', '.join(DRAFTERS)}")
         need("k", self.k >= 0, "at least 0")
         need("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}")
-        most = {"tvd": 1.0, "jsd": math.log(2), "ratio": math.inf}[self.kind]
-        need("delta", 0 <= self.delta <= most,
-             f"within [0, {most:.4g}]" if most < math.inf else "at least 0 where kind is ratio")
+        most = {"tvd": 1.0, "jsd": math.log(2)}.get(self.kind)
+        if most is None:
+            need("delta", 0 <= self.delta < math.inf, "at least 0 and finite where kind is ratio")
+        else:
+            need("delta", 0 <= self.delta <= most, f"within [0, {most:.4g}]")
         need("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}")
         need("residual", self.residual in RESIDUALS, f"one of {', '.join(RESIDUALS)}")
         need("nu", 0 <= self.nu < math.inf, "at least 0 and finite")
@@ -83,7 +90,7 @@ class Method:
         """The most drafts that one step can accept."""
         if self.drafting == "static":
             return static_tree(self.tree).depth
-        return min(self.adaptation.depths[1] if self.adaptation else self.depth, max(self.nodes - 1, 0))
+        return min(max(self.depth, self.adaptation.depths[1] if self.adaptation else 0), max(self.nodes - 1, 0))
 
     @property
     def tree_nodes(self) -> int:
@@ -96,10 +103,10 @@ class Method:
 
     @property
     def widest(self) -> int:
-        """The most children that a node can have."""
+        """The most children that a node can have. (A tree of one level adapts beyond the bounds of the others.)"""
         if self.drafting == "static":
             return static_tree(self.tree).widest
-        return min(max(self.width, self.adaptation.widths[1] if self.adaptation else 0), self.nodes - 1)
+        return self.nodes - 1 if self.adaptation else min(self.width, self.nodes - 1)
 
     @property
     def omegas(self) -> tuple[float, ...]:
@@ -126,7 +133,7 @@ class Method:
             return 0.0
         if not self.k:
             return 1 - 1 / omega if self.residual == "optimal" else None
-        if omega != 1 or min(self.omegas) != 1:
+        if omega != 1 or min(self.omegas) != 1 or self.residual == "released":
             return None
         return {"tvd": self.delta, "ratio": self.delta / (1 + self.delta)}.get(self.kind)
 
@@ -210,9 +217,6 @@ def method(name: str, **parameters) -> Method:
                          + f"known: {', '.join(METHODS)}")
     base = METHODS[name]
     changed = {key: value for key, value in parameters.items() if value is not None}
-    for key in changed:
-        if isinstance(changed[key], list):
-            changed[key] = tuple(tuple(path) if isinstance(path, list) else path for path in changed[key])
     for key in changed:
         if key not in parameters_of(base):
             near = difflib.get_close_matches(key, parameters_of(base), n=2, cutoff=0.6)

@@ -120,6 +120,9 @@ class Pipeline(nn.Module):
         methods = [method] * len(prompts) if isinstance(method, Method) else method
         if len(methods) != len(prompts):
             raise ValueError(f"method must be one, or one for each of the {len(prompts)} prompts, got {len(methods)}")
+        if len(sampling.seeds) != len(prompts) or not prompts:
+            raise ValueError("sampling must have a seed for each of at least one prompt, "
+                             f"got {len(sampling.seeds)} seeds and {len(prompts)} prompts")
         for m in set(methods):
             self.check(m)
         features = self.words(self.words.encode(prompts))

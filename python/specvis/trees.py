@@ -1,6 +1,7 @@
 """Draft trees: static ones by name, from a file, or as paths; adaptive ones by the state of an image (ADT-Tree)."""
 import difflib
 import json
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -85,7 +86,7 @@ class StaticTree:
 
 @lru_cache
 def static_tree(name: str | tuple) -> StaticTree:
-    """A tree of TREES, "chain-5" (so many drafts in a row), of a JSON file that lists its paths, or of paths.
+    """A tree of TREES, "chain-5" (so many drafts in a row), of a JSON file that lists its paths (which is read once), or of paths.
 
     Raises:
         ValueError: no such tree and no such file (the nearest names are given), or what `StaticTree.of` refuses
@@ -125,7 +126,7 @@ class Adaptation:
     What the paper leaves open is decided so: alpha is that of the position that the shape comes from ("horizontal",
     "vertical"), else that of the token before; at the start of a row "horizontal" looks up, and in the first row
     "vertical" looks left; the first tree of an image has the method's own depth and width, unadapted, and counts for
-    the image's first token too, which no tree drew.
+    the image's first token too, which no tree drew; every tree keeps at most the method's `nodes`.
     """
 
     start: str = "horizontal"
@@ -143,8 +144,8 @@ class Adaptation:
             raise ValueError(f"start must be one of {', '.join(STARTS)}, got {self.start!r}")
         if not 0 <= self.beta <= 1:
             raise ValueError(f"beta must be within [0, 1], got {self.beta}")
-        if not self.radius >= 1:
-            raise ValueError(f"radius must be at least 1, got {self.radius}")
+        if not 1 <= self.radius < math.inf:
+            raise ValueError(f"radius must be at least 1 and finite, got {self.radius}")
         for name, least in (("depth_step", 0), ("width_step", 0), ("flat_depth", 1), ("flat_width", 1)):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
@@ -170,8 +171,11 @@ class Shapes:
         self.grid, self.adaptation, self.uniforms = grid, adaptation, uniforms
         self.depths, self.widths, self.alphas = torch.zeros(3, len(depth), grid * grid, device=depth.device)
 
-    def record(self, first: Tensor, accepted: Tensor) -> None:
-        """A step drew the tokens from `first` (B,) on, `accepted` (B,) of them drafts: choose the next tree."""
+    def record(self, first: Tensor, accepted: Tensor, going: Tensor) -> None:
+        """A step drew the tokens from `first` (B,) on, `accepted` (B,) of them drafts: choose the next tree.
+
+        going (B,) bool: the images that this step was for; the others get the smallest tree.
+        """
         if self.adaptation is None:
             return
         a, L = self.adaptation, self.grid * self.grid
@@ -185,8 +189,8 @@ class Shapes:
         grow = alpha >= a.beta
         depth = (depth + torch.where(grow, a.depth_step, -a.depth_step)).clamp(*a.depths).minimum(self.most)
         width = (width + torch.where(grow, -a.width_step, a.width_step)).clamp(min=1)
-        self.depth = depth
-        self.width = torch.where(depth > 1, width.clamp(*a.widths), width).minimum(self.most)
+        width = torch.where(depth > 1, width.clamp(*a.widths), width).minimum(self.most)
+        self.depth, self.width = torch.where(going, depth, 1), torch.where(going, width, 1)
 
     def _start(self, position: Tensor, last_alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The shape that the tree at `position` (B,) starts from, and the alpha that it is judged by."""
