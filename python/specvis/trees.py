@@ -86,7 +86,9 @@ class StaticTree:
 
 @lru_cache
 def static_tree(name: str | tuple) -> StaticTree:
-    """A tree of TREES, "chain-5" (so many drafts in a row), of a JSON file that lists its paths (which is read once), or of paths.
+    """A tree of TREES, "chain-5" (so many drafts in a row), of a JSON file that lists its paths, or of paths.
+
+    A file is read once.
 
     Raises:
         ValueError: no such tree and no such file (the nearest names are given), or what `StaticTree.of` refuses
