@@ -15,6 +15,7 @@ answers: nothing is chosen in Python on the ordinary path.
 Every op reports per row or per request in `status` (int32): 0 is ok, else these bits.
 """
 import os
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,12 @@ INVALID_RULE = 8    # omega negative, NaN, or < 1 with neighborhoods and the opt
 NAMESPACE = __package__
 _library = torch.library.Library(NAMESPACE, "DEF")
 _kernels: dict[str, dict] = {}  # op name -> backend name -> callable
+
+_here = Path(__file__).parent
+if not (_here / "_ops.so").exists() and (_here.parent / "csrc").exists():
+    warnings.warn(f"{_here} is a source folder without built libraries, so only oracles and Triton answer here: "
+                  "build it with python -m pip install -e . or import the installed package from elsewhere",
+                  stacklevel=2)
 
 for _file in ("_ops.so", "_ops_cuda.so"):  # built? then it must load: a broken build is an error, not a fallback
     _path = Path(__file__).with_name(_file)
@@ -63,6 +70,7 @@ def define(schema: str, *, oracle, meta):
         kernels["triton"] = triton
 
     _library.impl(name, oracle, "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # inference only: no output asks for gradients
     if "triton" in kernels and "cuda" not in kernels:
         _library.impl(name, triton, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", meta, lib=_library)

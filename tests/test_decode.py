@@ -324,6 +324,24 @@ def test_a_seed_for_each_prompt(tiny, prompts, seeds):
         tiny.tokens(PROMPTS[:prompts], METHODS["eagle2"], Sampling.of(list(range(seeds))))
 
 
+def test_settings_for_each_request(tiny):
+    both = Sampling.of([1, 2], guidance=[1.0, 2.0], temperature=[0, 1], top_k=(3, 0), top_p=[1.0, 0.5])
+    assert both.guidance.tolist() == [1, 2] and both.greedy.tolist() == [True, False]
+    assert both.top_k.tolist() == [3, 0] and both.top_p.tolist() == [1, 0.5]
+    with pytest.raises(ValueError, match="guidance must be one number or 2, one for each seed, got 3"):
+        Sampling.of([1, 2], guidance=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"top_p must be within \(0, 1\], got 2"):
+        Sampling.of([1, 2], top_p=[1, 2])
+
+
+def test_methods_by_name(tiny):
+    sampling = Sampling.of([0, 1])
+    named = tiny.tokens(PROMPTS[:2], "eagle2:depth=2", sampling)
+    assert torch.equal(named.tokens, tiny.tokens(PROMPTS[:2], method("eagle2", depth=2), sampling).tokens)
+    with pytest.raises(ValueError, match="prompts must be a list of strings, got 'red heart'"):
+        tiny.tokens("red heart", METHODS["eagle2"], sampling)
+
+
 def test_a_method_for_each_prompt(tiny):
     with pytest.raises(ValueError, match="method must be one, or one for each of the 4 prompts, got 2"):
         tiny.tokens(PROMPTS, [METHODS["eagle2"]] * 2, Sampling.of([0] * 4))

@@ -59,6 +59,13 @@ def test_equals_its_oracle(op, backend, case):
     assert_agree(op, run(op, args, kwargs, backend), run(op, args, kwargs, "oracle"))
 
 
+@pytest.mark.parametrize("op", sorted(inputs.CASES))
+def test_inference_only(op):
+    args, kwargs = make(op, *inputs.CASES[op][1])
+    args = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    assert not any(out.requires_grad for out in run(op, args, kwargs))
+
+
 @pytest.mark.parametrize("op, backend", BATCHED)
 def test_empty_batch(op, backend):
     args, kwargs = make(op, 0, *inputs.CASES[op][1][1:])

@@ -33,7 +33,7 @@ from specvis.methods import METHODS, method, parameters_of, parse_method, parse_
     ("cool-sd", {"omega": math.inf}, "omega must be at least 0 and finite, got inf"),
     ("cool-sd", {"nu": math.nan}, "nu must be at least 0 and finite, got nan"),
     ("cool-sd", {"omega": (1.0, 2.0), "nu": 0.0}, r"one for each of the 5 levels, got \(1.0, 2.0\)"),
-    ("cool-sd", {"omega": (1.0,) * 5}, "nu must be 0 where omega is given level by level, got 0.7"),
+    ("cool-sd", {"omega": (1.0,) * 5, "nu": 0.7}, "nu must be 0 where omega is given level by level, got 0.7"),
     ("cool-sd", {"k": 10}, r"omega must be at least 1 at every level where neighbors lend .* got 0.1736 at the least"),
     ("lantern+optimal", {"omega": 0.9}, "omega must be at least 1 at every level where neighbors lend"),
 ])
@@ -54,13 +54,18 @@ def test_how_methods_are_not_written(text, message):
         parse_method(text)
 
 
+def test_a_parameter_is_given_once():
+    with pytest.raises(ValueError, match="delta must be given once, got 0.1 and 0.3"):
+        parse_method("lantern:delta=0.1", delta=0.3)
+
+
 def test_how_methods_are_written():
     m = parse_method("adt-tree:start=vertical:widths=4,13:beta=0.5", depth=3)
     assert (m.adaptation.start, m.adaptation.widths, m.adaptation.beta, m.depth) == ("vertical", (4, 13), 0.5, 3)
     assert m.label == "adt-tree:depth=3:start=vertical:beta=0.5:widths=4,13"
     assert parse_method(m.label) == m
     assert parse_method("speculative", depth=7).tree == "chain-7"
-    assert [m.label for m in parse_methods(("vanilla,cool-sd:omega=2,1,1,1,0.5:nu=0,lantern", "eagle2"))] == [
+    assert [m.label for m in parse_methods(("vanilla, cool-sd:omega=2,1,1,1,0.5,lantern", "eagle2"))] == [
         "vanilla", "cool-sd:omega=2.0,1.0,1.0,1.0,0.5:nu=0.0", "lantern", "eagle2"]
     assert parse_methods(("all",)) == list(METHODS.values())
 

@@ -91,3 +91,11 @@ def test_import_is_quick_and_leaves_triton_alone():
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     seconds, triton = run.stdout.decode().split()
     assert float(seconds) < 2 and triton == "False"
+
+
+def test_an_unbuilt_source_folder_says_so(tmp_path):
+    here = Path(specvis_kernels.__file__).parent
+    shutil.copytree(here, tmp_path / "specvis_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "csrc").mkdir()
+    run = subprocess.run([sys.executable, "-c", "import specvis_kernels"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0 and "is a source folder without built libraries" in run.stderr

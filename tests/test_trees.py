@@ -58,7 +58,8 @@ def test_trees_that_are_none(paths, message):
 
 
 @pytest.mark.parametrize("name, message", [
-    ("mc_sim_7b", "did you mean mc_sim_7b_63"), ("chain-0", "got 'chain-0'"), ("nowhere.json", "got 'nowhere.json'"),
+    ("mc_sim_7b", "did you mean mc_sim_7b_63"), ("chain-0", "got 'chain-0'"),
+    ("nowhere.json", "tree nowhere.json is not a file"),
 ])
 def test_unknown_trees(name, message):
     with pytest.raises(ValueError, match=message):

@@ -19,7 +19,7 @@ from .decode import Sampling
 from .methods import METHODS, PARAMETERS, parameters_of, parse_method, parse_methods
 from .models.words import repeated
 from .pipeline import SHIPPED, Pipeline
-from .trees import TREES
+from .trees import TREES, static_tree
 
 STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
 
@@ -38,7 +38,7 @@ def writable_file(path: Path) -> Path:
     if path.suffix.lower() not in Image.registered_extensions():
         raise ValueError(f"out must end in the name of a picture format such as .png, got {path}")
     if path.is_dir() or not takes_files(path.parent) or path.exists() and not os.access(path, os.W_OK):
-        raise ValueError(f"out must be a file in a folder that can be written, got {path}")
+        raise ValueError(f"out must be a file in a folder that exists and can be written, got {path}")
     return path
 
 
@@ -125,7 +125,7 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
     pipeline.words.encode(prompts[:1])  # bad input is found before the bar and the clock start
     pipeline.check(chosen)
     start = time.perf_counter()
-    with tqdm(total=count * pipeline.gpt.config.tokens, unit="token", desc=chosen.label) as bar:
+    with tqdm(total=count * pipeline.gpt.config.tokens, unit="token", desc=chosen.label, disable=None) as bar:
         decoded = pipeline.tokens(prompts, chosen, sampling, bar.update)
     seconds = time.perf_counter() - start
     pictures = pipeline.pictures(decoded.tokens)
@@ -174,7 +174,10 @@ def list_methods():
     click.echo("\nTo change some: --method lantern:delta=0.1:k=300, --methods vanilla,adt-tree:start=vertical\n")
     for name, what in PARAMETERS.items():
         click.echo(f"{name:12}{what}")
-    click.echo(f"\ntrees       {', '.join(TREES)}")
+    click.echo()
+    for name in TREES:
+        tree = static_tree(name)
+        click.echo(f"tree {name:24}{len(tree.parents) - 1} drafts on {tree.depth} levels")
 
 
 @main.command()

@@ -79,7 +79,7 @@ def compare_methods(pipeline: Pipeline, methods: list[Method], temperatures: tup
     total = len(methods) * len(temperatures) * len(prompts) * pipeline.gpt.config.tokens
     for m in methods:
         pipeline.check(m)  # and the neighbors are found, before the clock starts
-    with tqdm(total=total, unit="token", smoothing=0.05) as bar:
+    with tqdm(total=total, unit="token", smoothing=0.05, disable=None) as bar:
         for temperature in temperatures:
             sampling = Sampling.of(seeds, temperature=temperature, device=pipeline.device, **settings)
             for m in methods:
@@ -153,7 +153,7 @@ def draw_pictures(pipeline: Pipeline, results: list[Result], prompts: list[str],
     labels, temperatures, table = by_method(results)
     count = len(prompts)
     figure, axes = plt.subplots(len(labels), count * len(temperatures), squeeze=False, layout="constrained",
-                                figsize=(0.95 * count * len(temperatures) + 1.5, 0.95 * len(labels) + 0.7))
+                                figsize=(0.95 * count * len(temperatures) + 1.8, 0.95 * len(labels) + 0.7))
     figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01, wspace=0, hspace=0)
     for (label, temperature), result in table.items():
         row, start = axes[labels.index(label)], count * temperatures.index(temperature)
@@ -161,7 +161,7 @@ def draw_pictures(pipeline: Pipeline, results: list[Result], prompts: list[str],
             axis.imshow(picture)
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
-        row[0].set_ylabel(label, rotation=0, ha="right", va="center")
+        row[0].set_ylabel(label.replace(":", "\n"), rotation=0, ha="right", va="center")
     for start, temperature in enumerate(temperatures):
         for axis, prompt in zip(axes[0, count * start:], prompts):
             axis.set_title(f"T = {temperature:g}\n" + "\n".join(textwrap.wrap(prompt, 13)), fontsize=7)
@@ -182,7 +182,7 @@ def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> No
         axis = axes[temperatures.index(temperature), labels.index(label)]
         shown = axis.imshow(gains, vmin=1, vmax=top, cmap="viridis")
         axis.set(xticks=[], yticks=[])
-        axis.set_title(f"{label}, T = {temperature:g}\nmean {gains.mean():.2f}", fontsize=8)
+        axis.set_title(label.replace(":", "\n") + f"\nT = {temperature:g}, mean {gains.mean():.2f}", fontsize=8)
     figure.colorbar(shown, ax=axes, label="tokens gained by the step here")
     save_figure(figure, path)
 
@@ -230,7 +230,7 @@ def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, s
         axis.bar(x + 0.2, q[union].numpy(), 0.4, label="draft")
         overlap = torch.minimum(p, q).sum()
         axis.set(xticks=[], xlabel="union of the 20 likeliest tokens of each", ylabel="probability",
-                 title=f"{prompts[0]}, row {place // grid}, column {place % grid}\nsum of min {overlap:.2f}")
+                 title=f"{prompts[0]}\nrow {place // grid}, column {place % grid}, sum of min {overlap:.2f}")
         axis.legend()
     top = target.max(-1).values
     for axis, (name, values) in zip(axes[1], {prompts[0]: top[0], "mean of all prompts": top.mean(0)}.items()):

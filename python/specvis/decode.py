@@ -32,27 +32,30 @@ class Sampling:
     top_p: Tensor        # (B,) float32   1 is off
 
     @staticmethod
-    def of(seeds: list[int], *, guidance: float = 2.0, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+    def of(seeds: list[int], *, guidance: float | list[float] = 2.0, temperature: float | list[float] = 1.0,
+           top_k: int | list[int] = 0, top_p: float | list[float] = 1.0,
            device: torch.device | str = "cpu") -> "Sampling":
-        """The same numbers for all requests.
+        """The same number for all requests, or a list of one for each.
 
         Raises:
-            ValueError: temperature < 0, top_k < 0, top_p outside (0, 1], guidance not finite
+            ValueError: temperature < 0, top_k < 0, top_p outside (0, 1], guidance not finite, a list of another length
         """
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
-        if top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {top_k}")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p must be within (0, 1], got {top_p}")
-        if not abs(guidance) < float("inf"):
-            raise ValueError(f"guidance must be a finite number, got {guidance}")
+        def each(name, value, dtype, holds, wanted):
+            values = list(value) if isinstance(value, (list, tuple)) else [value] * len(seeds)
+            if len(values) != len(seeds):
+                raise ValueError(f"{name} must be one number or {len(seeds)}, one for each seed, got {len(values)}")
+            for one in values:
+                if not holds(one):
+                    raise ValueError(f"{name} must be {wanted}, got {one}")
+            return torch.tensor(values, dtype=dtype, device=device)
 
-        def each(value, dtype):
-            return torch.full((len(seeds),), value, dtype=dtype, device=device)
-
-        return Sampling(torch.tensor(seeds, dtype=torch.int64, device=device), each(guidance, torch.float32),
-                        each(temperature, torch.float32), each(top_k, torch.int32), each(top_p, torch.float32))
+        infinity = float("inf")
+        return Sampling(
+            torch.tensor(seeds, dtype=torch.int64, device=device),
+            each("guidance", guidance, torch.float32, lambda x: abs(x) < infinity, "a finite number"),
+            each("temperature", temperature, torch.float32, lambda x: 0 <= x < infinity, "at least 0 and finite"),
+            each("top_k", top_k, torch.int32, lambda x: x >= 0, "at least 0"),
+            each("top_p", top_p, torch.float32, lambda x: 0 < x <= 1, "within (0, 1]"))
 
     def __getitem__(self, requests: list[int]) -> "Sampling":
         return Sampling(*(getattr(self, field.name)[requests] for field in fields(Sampling)))

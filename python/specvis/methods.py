@@ -74,7 +74,8 @@ class Method:
             need("nu", self.nu == 0, "0 where omega is given level by level")
         if self.k and self.residual == "optimal" and min(self.omegas, default=1.0) < 1:
             raise ValueError("omega must be at least 1 at every level where neighbors lend (k > 0) and residual is "
-                             f"optimal: below, the best residual is not known; got {min(self.omegas):.4g} at the least")
+                             "optimal: below, the best residual is not known; got "
+                             f"{min(self.omegas):.4g} at the least. Raise omega, or set nu to 0 or residual to relaxed")
 
     @property
     def label(self) -> str:
@@ -186,7 +187,7 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "delta": "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)",
     "kind": "of the cutoff delta: tvd, ratio or jsd",
     "metric": "by which codes are near: l2, cosine or random",
-    "omega": "factor of acceptance: its mean over the levels, or one for each",
+    "omega": "factor of acceptance: its mean over the levels, or one for each, as 1.2,1,0.8",
     "nu": "how fast omega falls from level to level; 0: it does not",
     "residual": "what a rejection leaves: optimal, relaxed or released",
 }
@@ -212,14 +213,14 @@ def method(name: str, **parameters) -> Method:
         ValueError: unknown name (the nearest are named), a parameter that the method lacks or out of its range
     """
     if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=2, cutoff=0.4)
+        near = difflib.get_close_matches(name.lower(), METHODS, n=2, cutoff=0.4)
         raise ValueError(f"unknown method {name!r}; " + (f"did you mean {' or '.join(near)}? " if near else "")
                          + f"known: {', '.join(METHODS)}")
     base = METHODS[name]
     changed = {key: value for key, value in parameters.items() if value is not None}
     for key in changed:
         if key not in parameters_of(base):
-            near = difflib.get_close_matches(key, parameters_of(base), n=2, cutoff=0.6)
+            near = difflib.get_close_matches(key, parameters_of(base), n=2, cutoff=0.7)
             raise ValueError(f"method {name} has no parameter {key!r}; "
                              + (f"did you mean {' or '.join(near)}? " if near else "")
                              + f"its parameters: {', '.join(parameters_of(base)) or 'none'}")
@@ -229,6 +230,8 @@ def method(name: str, **parameters) -> Method:
         if changed["depth"] < 1:
             raise ValueError(f"depth must be at least 1, got {changed['depth']}")
         changed["tree"] = f"chain-{changed.pop('depth')}"
+    if isinstance(changed.get("omega"), (tuple, list)):
+        changed.setdefault("nu", 0.0)
     if not changed.get("k", base.k):
         for key in ("delta", "kind", "metric"):
             if key in changed:
@@ -246,12 +249,14 @@ def parse_method(text: str, **parameters) -> Method:
     Raises:
         ValueError: as `method`; or a value is not what the parameter takes
     """
-    name, *settings = text.split(":")
+    name, *settings = text.strip().split(":")
     known = parameters_of(method(name))
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"method must be like name:parameter=value, got {text!r}")
+        if parameters.get(key) is not None:
+            raise ValueError(f"{key} must be given once, got {value} and {parameters[key]}")
         parameters[key] = value if key not in known or isinstance(known[key], str) else number(key, value)
     return method(name, **parameters)
 
@@ -274,5 +279,5 @@ def number(name: str, text: str) -> int | float | tuple:
 
 def parse_methods(texts: tuple[str, ...]) -> list[Method]:
     """Methods with commas between them; "all" is every one."""
-    names = [part for text in texts for part in re.split(",(?=[a-z])", text)]
+    names = [part.strip() for text in texts for part in re.split(r",\s*(?=[A-Za-z])", text)]
     return [parse_method(part) for name in names for part in (METHODS if name == "all" else [name])]

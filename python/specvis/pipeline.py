@@ -13,7 +13,7 @@ from specvis_kernels import codebook_neighbors
 from .checkpoint import load_weights, read_config
 from .decode import Decoded, Progress, Sampling, decode, guidance_pair, speculative_decode, twice
 from .drafters import Eagle, Independent
-from .methods import Method
+from .methods import Method, parse_method
 from .models.eagle import Drafter
 from .models.llamagen import GPT, GPTConfig
 from .models.vq import VQ, VQConfig
@@ -107,9 +107,9 @@ class Pipeline(nn.Module):
             self.neighbors(method.columns, method.metric)
 
     @torch.inference_mode()
-    def tokens(self, prompts: list[str], method: Method | list[Method], sampling: Sampling,
+    def tokens(self, prompts: list[str], method: str | Method | list[Method], sampling: Sampling,
                progress: Progress | None = None) -> Decoded:
-        """Decode one picture's tokens per prompt, all by one method or each by its own.
+        """Decode one picture's tokens per prompt, all by one method (or its name, see parse_method) or each by its own.
 
         Requests whose methods are of one family are decoded together; no request's tokens depend on the others.
 
@@ -117,6 +117,10 @@ class Pipeline(nn.Module):
             UnknownWords: a prompt has words that the model does not know
             ValueError:   not a method for each prompt, or one that this model lacks something for
         """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
+        if isinstance(method, str):
+            method = parse_method(method)
         methods = [method] * len(prompts) if isinstance(method, Method) else method
         if len(methods) != len(prompts):
             raise ValueError(f"method must be one, or one for each of the {len(prompts)} prompts, got {len(methods)}")

@@ -109,6 +109,8 @@ def static_tree(name: str | tuple) -> StaticTree:
             return StaticTree.of(json.loads(Path(name).read_text()))
         except json.JSONDecodeError as error:
             raise ValueError(f"tree {name} is no JSON: {error}") from error
+    if name.endswith(".json"):
+        raise ValueError(f"tree {name} is not a file")
     near = difflib.get_close_matches(name, TREES, n=2, cutoff=0.4)
     raise ValueError(f"tree must be one of {', '.join(TREES)}, chain-<depth> or a .json file of paths, got {name!r}"
                      + (f"; did you mean {' or '.join(near)}?" if near else ""))
