@@ -547,6 +547,15 @@ def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, monkeypatch):
 
 
 @each_backend
+def test_a_tie_over_a_long_row_goes_to_the_lowest_id(backend):
+    row = torch.full((700,), 2.0 ** -11)
+    row[[5, 130, 300, 699]] = 2.0 ** -4
+    assert walk(backend, [row.tolist()], [9], [-1], [0.0], P=1, greedy=True) == ([], 5, 0, 0)
+    row[5] = 0.0
+    assert walk(backend, [row.tolist()], [9], [-1], [0.0], P=1, greedy=True) == ([], 130, 0, 0)
+
+
+@each_backend
 @pytest.mark.parametrize("heavy, top", [([0, 69], 0), ([33], 33), ([69], 69), ([33, 69], 33), ([31, 32], 31)])
 def test_greedy_finds_the_argmax_wherever_it_is(backend, heavy, top):
     row = [1 / len(heavy) if v in heavy else 0.0 for v in range(70)]
