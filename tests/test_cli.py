@@ -133,7 +133,7 @@ def test_methods_and_info_list_what_there_is():
     for word in (*METHODS, *PARAMETERS, *TREES, "arXiv:2410.03355", "delta 0.2", "widths 4,39"):
         assert word in listed
     shown = run("info").output
-    for word in ("verify_tree", "oracle", "torch", torch.__version__):
+    for word in ("verify_tree", "oracle", "torch", torch.__version__, "C++ kernels", "CUDA kernels"):
         assert word in shown
 
 
