@@ -6,8 +6,10 @@ import textwrap
 import time
 from pathlib import Path
 
-import click
-import torch
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
+
+import click  # noqa: E402  torch reads the variable when it is first imported
+import torch  # noqa: E402
 from PIL import Image
 from tqdm import tqdm
 
