@@ -399,9 +399,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
     forwards = torch.ones(B, dtype=torch.int64, device=device)
     drafting.read_tokens(root[:, None], hidden[:, -1:], count - 1, count, 0)
 
-    counts = [1] * B
-    deepest, widest = (max(min(size, m.nodes - 1) for m in methods for size in [getattr(m, of)])
-                       for of in ("depth", "width"))
+    counts, deepest, widest = [1] * B, shapes.depth.max().item(), shapes.width.max().item()
     each, chain = torch.arange(B, device=device), base.drafting == "static" and static_tree(base.tree).is_chain
     lossless = of_each(lambda m: m.lossless, torch.bool)
     bounded = chain and not base.k and not all(m.lossless for m in methods)
