@@ -210,6 +210,16 @@ def test_top_k_in_rows_of_any_length(backend, V):
         assert [p > 0 for p in probs] == [x >= sorted(logits)[-k] for x in logits]
 
 
+@BACKENDS
+@pytest.mark.parametrize("V", [33, 47, 129, 300])
+def test_a_small_top_k_sees_the_last_ids(backend, V):
+    for best in (0, 15, 16, V - 2, V - 1):
+        logits = [float(v % 7) for v in range(V)]
+        logits[best] = 9.0
+        probs, _ = one_row(logits, top_k=1, backend=backend)
+        assert [v for v in range(V) if probs[v] > 0] == [best]
+
+
 @pytest.mark.parametrize("name, value, message", [
     ("logits", torch.zeros(2, 5), r"logits must have 3 dimensions \(B, N, V\), got shape \(2, 5\)"),
     ("logits", torch.zeros(2, 3, 5, dtype=torch.float64), "logits must be float32 or float16 or bfloat16"),
