@@ -1,9 +1,10 @@
-"""The command line: specvis generate | compare | methods | info."""
+"""The command line: specvis generate | compare | report | tune | methods | info."""
 import os
 import platform
 import tempfile
 import textwrap
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
@@ -162,6 +163,80 @@ def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top
     pipeline.words.encode(prompts)
     compare_methods(pipeline, methods, temperatures, writable_folder(out), prompts=prompts, seed=seed,
                     guidance=guidance, top_k=top_k, top_p=top_p)
+
+
+@main.command()
+@click.option("--only", "names", multiple=True, help="A table or figure, or several with commas. [default: all]")
+@click.option("--quick", is_flag=True, help="Few pictures and the main tables only: under 10 minutes on two cores.")
+@click.option("--images", type=click.IntRange(1), help="Pictures a method, decoded in batches. [default: 48, quick 12]")
+@click.option("--timed", type=click.IntRange(1), help="Pictures a method, timed alone. [default: 4, quick 1]")
+@click.option("--out", type=click.Path(path_type=Path), default="out/report", help="Folder for the report and its runs.")
+@sampling_options
+def report(names, quick, images, timed, out, seed, guidance, top_k, top_p, weights, device):
+    """The papers' tables and figures on this model, beside the papers' own numbers.
+
+    Every run is kept in the folder: after an interruption the same command goes on where it stopped.
+    """
+    from .report.write import chosen, judged, scope_of, write_report
+
+    items = chosen(names, quick)
+    Sampling.of([seed], guidance=guidance, top_k=top_k, top_p=top_p)
+    scope = scope_of(quick, images, timed, len(judged(weights)[0]))
+    options = {"images": images, "timed": timed}
+    command = " ".join(["specvis report", *(["--quick"] if quick else []),
+                        *(f"--{name} {value}" for name, value in options.items() if value)])
+    with goes_on():
+        write_report(Pipeline.load(weights, device), weights, writable_folder(out), items, scope, command=command,
+                     seed=seed, guidance=guidance, top_k=top_k, top_p=top_p)
+
+
+@main.command()
+@click.option("--target-tv", type=click.FloatRange(0, 1), help="The most total variation a token: the fidelity meter.")
+@click.option("--target-speedup", type=click.FloatRange(0, min_open=True), help="The least speed-up.")
+@click.option("--by", type=click.Choice(["tau", "seconds"]), default="tau",
+              help="Speed-up is tokens per target forward, or seconds of single pictures on this machine.")
+@click.option("--images", type=click.IntRange(4), default=16, help="Pictures that the last methods are judged by.")
+@click.option("--out", type=click.Path(path_type=Path), default="out/tune", help="Folder for the table and its runs.")
+@sampling_options
+def tune(target_tv, target_speedup, by, images, out, seed, guidance, top_k, top_p, weights, device):
+    """Find the fastest method within a budget of fidelity, or the most faithful that is fast enough.
+
+    Every run is kept in the folder: after an interruption the same command goes on where it stopped.
+    """
+    from . import tune as search
+    from .report.study import Study
+
+    if (target_tv is None) == (target_speedup is None):
+        raise ValueError("give one of --target-tv and --target-speedup")
+    Sampling.of([seed], guidance=guidance, top_k=top_k, top_p=top_p)
+    study = Study(Pipeline.load(weights, device), writable_folder(out) / "runs", PROMPTS, images=images, seed=seed,
+                  guidance=guidance, top_k=top_k, top_p=top_p)
+    with goes_on():
+        trials, chosen = search.tune(study, target_tv, target_speedup, pictures=images, by_seconds=by == "seconds")
+    rows = search.rows_of(trials, chosen)
+    search.write_trials(rows, out / "tune.csv")
+    search.draw_trials(trials, chosen, target_tv, target_speedup, out / "tune.png")
+    wide = max(len(row["method"]) for row in rows) + 1
+    for row in [dict(zip(search.COLUMNS, search.COLUMNS)), *(row for row in rows if row["frontier"])]:
+        click.echo(f"{row['method']:{wide}}" + "".join(f"{row[name]:>10}" for name in search.COLUMNS[1:6]))
+    click.echo(f"(the frontier of {len(rows)} methods, temperature 1; TV meter: estimated total variation per token; "
+               f"all in {out / 'tune.csv'})")
+    if chosen is None:
+        wanted = f"TV meter of {target_tv:g}" if target_tv is not None else f"speed-up of {target_speedup:g} by {by}"
+        fastest = max(trials, key=lambda t: t.speed)
+        raise click.ClickException(f"no method that was tried reaches a {wanted}; the fastest is "
+                                   f"{fastest.method.label} at {fastest.speed:.2f}")
+    click.echo(f"chosen: {chosen.method.label}, {by} {chosen.speed:.2f}, TV meter {chosen.tv:.4f} +- {chosen.error:.4f}"
+               f'\n  specvis generate --prompt "red heart" --method {chosen.method.label}')
+
+
+@contextmanager
+def goes_on():
+    """An interruption of work that is kept is no failure."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise click.ClickException("interrupted; the same command goes on from here") from None
 
 
 @main.command("methods")

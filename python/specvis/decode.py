@@ -4,7 +4,7 @@ Every request of a batch has a seed, a guidance and a temperature of its own, an
 row b reads the caption, row B + b nothing, and guidance moves from the one towards the other.
 """
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -100,6 +100,20 @@ class Decoded:
 
 
 Progress = Callable[[int], None]  # called with how many tokens the batch has just gained
+
+
+@dataclass
+class Step:
+    """What one step of speculative decoding did, for an observer."""
+
+    links: "Links"     # of the trees
+    first: Tensor      # (B,) int64     the position that it decided first
+    path: Tensor       # (B, P) int32   accepted nodes, -1 behind them
+    accepted: Tensor   # (B,) int32     how many
+    going: Tensor      # (B,) bool      the images that were not finished before
+
+
+Observer = Callable[[Step], None]
 
 
 def check_request(gpt: GPT, condition: Tensor, valid: Tensor, sampling: Sampling) -> None:
@@ -238,9 +252,10 @@ class StaticPlan:
 class Drafting:
     """The drafter at work on a batch: its cache, and the distribution after the newest token."""
 
-    def __init__(self, drafter: Eagle | Independent, sampling: Sampling, tokens: int, room: int):
-        """tokens: of an image; room: columns that a draft needs."""
-        self.drafter, self.sampling, self.tokens = drafter, sampling, tokens
+    def __init__(self, drafter: Eagle | Independent, sampling: Sampling, share: Tensor, tokens: int, room: int):
+        """share (B,): of the guidance, for the drafter; tokens: of an image; room: columns that a draft needs."""
+        self.drafter, self.tokens = drafter, tokens
+        self.sampling = replace(sampling, guidance=torch.lerp(torch.ones_like(share), sampling.guidance, share))
         self.shown, self.valid = drafter.shown, drafter.valid
         self.cache = drafter.new_cache(self.shown + tokens + room)
         self.any_greedy = bool(sampling.greedy.any())
@@ -348,8 +363,8 @@ class Drafting:
 
 @torch.inference_mode()
 def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor, valid: Tensor, sampling: Sampling,
-                       methods: list[Method], neighbors: Tensor | None = None,
-                       progress: Progress | None = None) -> Decoded:
+                       methods: list[Method], neighbors: Tensor | None = None, progress: Progress | None = None,
+                       observe: Observer | None = None) -> Decoded:
     """Draft a tree, read it with the target in one forward, accept a path, commit it; until every image is whole.
 
     A NaN that the target puts into its cache ends its image, be the draft accepted or not.
@@ -360,6 +375,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         valid:     (B, S) bool
         methods:   one for each request, all of one `Method.family`
         neighbors: (V, k) uint16 or int32  `codebook_neighbors(...)`; needed where k > 0
+        observe:   called after every step, with tensors that it must not change
     """
     check_request(gpt, condition, valid, sampling)
     check_methods(methods, len(condition))
@@ -389,7 +405,7 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         room = 1 + P * max(m.widest for m in methods)
 
     hidden = read_condition(gpt, condition, valid, cache)
-    drafting = Drafting(drafter, sampling, L, room)
+    drafting = Drafting(drafter, sampling, of_each(lambda m: m.draft_guidance, torch.float32), L, room)
     drafter.read_condition(hidden, drafting.cache)
     probs, _ = sampling.probs(gpt, hidden[:, -1:])
     root, status = draw(probs[:, 0], uniforms[:, 0, 0], sampling.greedy)
@@ -432,6 +448,8 @@ def speculative_decode(gpt: GPT, drafter: Eagle | Independent, condition: Tensor
         accepted_at[each, here] = torch.where(going, accepted.long(), accepted_at[each, here])
         drafted_at[each, here] = torch.where(going, shapes.depth.minimum(room[:, 0]), drafted_at[each, here])
         excess += distance * going
+        if observe:
+            observe(Step(draft.links, here, path, accepted, going))
         if bounded:
             residual = optimal_residual if base.residual == "optimal" else vanilla_residual
             accepts = [scaled(rule["omega"][:, i:i + 1].double()) for i in range(P)]

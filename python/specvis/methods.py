@@ -26,6 +26,7 @@ class Method:
     source: str                          # the paper, and where in it
     drafting: str = "none"
     drafter: str = "eagle"
+    draft_guidance: float = 1.0          # the share of the request's guidance that the drafter gets; 0: none
     tree: str | tuple = ""               # a name or paths, see trees.static_tree
     depth: int = 0                       # levels drafted
     width: int = 0                       # children a node, and nodes expanded a level
@@ -56,6 +57,7 @@ class Method:
         if self.drafting == "static":
             static_tree(self.tree)
         need("drafter", self.drafter in DRAFTERS, f"one of {', '.join(DRAFTERS)}")
+        need("draft_guidance", 0 <= self.draft_guidance < math.inf, "at least 0 and finite")
         need("k", self.k >= 0, "at least 0")
         need("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}")
         most = {"tvd": 1.0, "jsd": math.log(2)}.get(self.kind)
@@ -170,6 +172,7 @@ METHODS = {m.name: m for m in (
 SHAPE = {field.name for field in fields(Adaptation)}  # parameters of an adaptation, by their own names
 PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "drafter": "who drafts: " + ", ".join(f"{name} ({what})" for name, what in DRAFTERS.items()),
+    "draft_guidance": "share of the guidance that the drafter gets; 0: it drafts without",
     "tree": "static tree: a name, chain-<depth>, or a JSON file of paths",
     "depth": "levels drafted a step",
     "width": "children a node",
@@ -263,7 +266,7 @@ def parse_method(text: str, **parameters) -> Method:
 
 def number(name: str, text: str) -> int | float | tuple:
     """A value for parameter `name`: one number, or several with commas where there may be several."""
-    whole = name not in ("delta", "omega", "nu", "beta", "radius")
+    whole = name not in ("draft_guidance", "delta", "omega", "nu", "beta", "radius")
     try:
         values = tuple((int if whole else float)(part) for part in text.split(","))
     except ValueError:

