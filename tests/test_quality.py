@@ -1,11 +1,15 @@
 """Distances and scores of pictures against hand-worked numbers and plain formulas."""
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 from specvis.report.quality import (GROUPS, Network, Score, Seen, frechet_distance, inception_score, kernel_distance,
                                     nearest_name, quality)
+
+
+NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs specvis_kernels[report]")
 
 
 def normal(n, d=6, seed=0, shift=0.0, scale=1.0):
@@ -101,6 +105,7 @@ def test_quality_beside_greedy_pictures():
         quality(plain, seen(normal(24, 30)), own)
 
 
+@NETWORK
 def test_the_network_tells_pictures_apart():
     network = Network(batch=2)
     pictures = np.full((3, 8, 8, 3), 255, np.uint8)

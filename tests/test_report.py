@@ -17,10 +17,13 @@ from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipeline import Pipeline
 from specvis.report import study as study_module
-from specvis.report.items import FULL, ITEMS, QUICK, Report, between, grows
+from specvis.report.items import FULL, ITEMS, QUICK, Report, between, grows, least_squares
 from specvis.report.page import Section, shown
-from specvis.report.study import Latency, Recorder, Run, Study
+from specvis.report.quality import MORE_SCORES
+from specvis.report.study import Latency, Memory, Recorder, Run, Study
 from specvis_kernels import tree_links
+
+from .test_quality import NETWORK
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "report"
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
@@ -152,6 +155,14 @@ def test_single_pictures_are_timed_beside_plain_ones(study, pipeline, monkeypatc
     assert torch.tensor(seconds.tokens).shape == (2, 16)
 
 
+def test_memory_grows_with_the_tree(study, pipeline):
+    small, large = (study.memory(Memory(parse_method(f"eagle2:depth=2:width=8:nodes={n}"))) for n in (4, 40))
+    row = 4 * pipeline.gpt.config.vocabulary
+    assert large - small > 36 * row                # of every node's probabilities at least
+    assert study.memory(Memory(parse_method("vanilla"))) < small
+    assert study.pending([Memory(parse_method("vanilla"))]) == []
+
+
 def test_the_recorder_writes_ranks_and_nodes():
     """Root 0 has the children 1, 2, 3; 2 has 4, 5. Accepted: 3 in one picture; 2, 5 in the other, from place 4 on."""
     links = tree_links(torch.tensor([[-1, 0, 0, 0, 2, 2], [-1, 0, 0, -2, 2, 2]], dtype=torch.int32))
@@ -181,7 +192,14 @@ def test_curves_are_compared_where_both_are():
     a, b = np.array([[0.0, 1.0], [2.0, 3.0]]), np.array([[1.0, 0.0], [3.0, 2.0]])
     assert between(a, b) == (pytest.approx(2.0), (1.0, 2.0))
     assert between(a, b + [5, 0])[1] is None
-    assert grows(np.array([[1.0, 2.0], [1.5, 1.9]]), 0, 0.1) and not grows(np.array([[1.0, 2.0], [1.5, 1.8]]), 0, 0.1)
+    assert grows(np.array([[1.0, 2.0], [1.5, 1.95]]), 0, 0.1) and not grows(np.array([[1.0, 2.0], [1.5, 1.85]]), 0, 0.1)
+
+
+def test_least_squares_explain_what_is_linear():
+    x = np.array([[1.0, 0], [1, 1], [1, 2], [1, 5]])
+    fitted, weights, share = least_squares(x, x @ [2.0, 3.0])
+    assert np.allclose(weights, [2, 3]) and np.allclose(fitted, x @ [2, 3]) and share == pytest.approx(1)
+    assert least_squares(x[:, :1], np.array([1.0, -1, 1, -1]))[2] == pytest.approx(0)
 
 
 def test_numbers_are_shown_with_three_digits():
@@ -202,6 +220,7 @@ def test_a_section_says_what_agrees(tmp_path):
     assert list(csv.DictReader(open(tmp_path / "table.csv")))[0] == {"a": "1", "b": "x", "c": ""}
 
 
+@NETWORK
 def test_every_section_can_be_written(weights, tmp_path):
     result = run("report", "--quick", "--images", 12, "--out", tmp_path, "--weights", weights, *(
         f"--only={name}" for name in ITEMS))
@@ -253,12 +272,27 @@ def test_each_full_item_looks_at_runs_of_the_quick_ones():
     (["--only", "trade-off,magic"], "unknown table or figure 'magic'"),
     (["--images", "4"], "images must be at least 12, got 4: with fewer"),
     (["--images", "14"], "images must be at most 4 or a multiple of it, the number of prompts, got 14"),
+    (["--score", "clip"], "score must be like clip=my_module:function, got 'clip'"),
+    (["--score", "clip=json:nothing"], "score must be like clip=my_module:function, got 'clip=json:nothing': module"),
     (["--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
 ])
 def test_bad_input_is_one_clear_line(weights, tmp_path, arguments, message):
     result = run("report", *arguments, "--out", tmp_path / "out", "--weights", weights)
     assert result.exit_code == 2 and message in result.output, result.output
     assert not (tmp_path / "out").exists()
+
+
+@NETWORK
+def test_one_more_score(weights, tmp_path, monkeypatch):
+    (tmp_path / "my_scores.py").write_text("def red(pictures, prompts):\n    assert prompts[1] == 'blue heart'\n"
+                                           "    return pictures[..., 0].mean((1, 2))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(MORE_SCORES, "redness", None)  # to be taken out again
+    result = run("report", "--only", "lantern-table-4", "--quick", "--score", "redness=my_scores:red", "--out",
+                 tmp_path / "out", "--weights", weights)
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader(open(tmp_path / "out" / "lantern-table-4.csv")))
+    assert all(50 < float(row["redness"].strip("*")) < 200 for row in rows)
 
 
 def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path):
@@ -271,6 +305,7 @@ def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path)
     assert result.exit_code == 2 and "must be a square of as many pictures" in result.output
 
 
+@NETWORK
 def test_a_report_of_another_model_is_refused(weights, tmp_path, pipeline):
     Study(Pipeline.tiny(), tmp_path / "runs", PROMPTS, images=12)
     result = run("report", "--only", "latency", "--quick", "--out", tmp_path, "--weights", weights)

@@ -170,16 +170,19 @@ def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top
 @click.option("--quick", is_flag=True, help="Few pictures and the main tables only: under 10 minutes on two cores.")
 @click.option("--images", type=click.IntRange(1), help="Pictures a method, decoded in batches. [default: 48, quick 12]")
 @click.option("--timed", type=click.IntRange(1), help="Pictures a method, timed alone. [default: 4, quick 1]")
+@click.option("--score", "scores", multiple=True, help="One more score, as clip=my_module:function; the function takes "
+              "pictures (n, H, W, 3) uint8 and n prompts and returns n numbers.")
 @click.option("--out", type=click.Path(path_type=Path), default="out/report", help="Folder for the report and its runs.")
 @sampling_options
-def report(names, quick, images, timed, out, seed, guidance, top_k, top_p, weights, device):
+def report(names, quick, images, timed, scores, out, seed, guidance, top_k, top_p, weights, device):
     """The papers' tables and figures on this model, beside the papers' own numbers.
 
     Every run is kept in the folder: after an interruption the same command goes on where it stopped.
     """
-    from .report.write import chosen, judged, scope_of, write_report
+    from .report.write import chosen, judged, more_scores, scope_of, write_report
 
     items = chosen(names, quick)
+    more_scores(scores)
     Sampling.of([seed], guidance=guidance, top_k=top_k, top_p=top_p)
     scope = scope_of(quick, images, timed, len(judged(weights)[0]))
     options = {"images": images, "timed": timed}

@@ -10,7 +10,7 @@ from ..methods import METHODS, Method, parse_method
 from . import papers
 from .page import Section, axes, heat, show
 from .quality import GROUPS, Score
-from .study import CHUNK, Latency, Pictures, Run, Study
+from .study import CHUNK, Latency, Memory, Run, Study, Work
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ FULL = Scope(48, 4, (30, 100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0,
              (1, 2, 4, 6), (2, 6, 10))
 QUICK = Scope(12, 1, (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0), (1, 4), (2, 10))
 
-Work = Iterator[Run | Latency]
+Works = Iterator[Work]
 
 
 @dataclass
@@ -81,14 +81,14 @@ class Item:
 
     name: str
     title: str
-    works: Callable[[Scope], Work]
+    works: Callable[[Scope], Works]
     write: Callable[[Report, Section], None]
 
 
 ITEMS: dict[str, Item] = {}
 
 
-def item(name: str, title: str, works: Callable[[Scope], Work]):
+def item(name: str, title: str, works: Callable[[Scope], Works]):
     def register(write):
         ITEMS[name] = Item(name, title, works, write)
         return write
@@ -104,7 +104,7 @@ def plain(scope: Scope, T: float = 1.0) -> Run:
     return Run.of("vanilla", T, count=GROUPS * scope.images if T else scope.images)
 
 
-def grid(scope: Scope) -> Work:
+def grid(scope: Scope) -> Works:
     for k in scope.k:
         for delta in scope.delta:
             yield Run.of(lantern(k, delta))
@@ -120,7 +120,7 @@ def grows(values: np.ndarray, axis: int, slack: float) -> bool:
 
 # --- all methods -------------------------------------------------------------------------------------------------
 
-def all_methods(scope: Scope) -> Work:
+def all_methods(scope: Scope) -> Works:
     yield plain(scope)
     yield from grid(scope)
     for m in METHODS.values():
@@ -129,7 +129,7 @@ def all_methods(scope: Scope) -> Work:
     yield from sweeps(scope)
 
 
-def sweeps(scope: Scope) -> Work:
+def sweeps(scope: Scope) -> Works:
     for omega in scope.omega:
         yield Run.of(f"uniform-rsd:omega={omega:g}")
         yield Run.of(f"cool-sd:omega={omega:g}")
@@ -139,7 +139,8 @@ def sweeps(scope: Scope) -> Work:
 
 
 FAMILIES = {  # how the curves are named: recipe, then what tells the runs of a curve apart from it
-    "LANTERN": lambda m: m.name == "lantern",
+    "LANTERN, k 100": lambda m: m.name == "lantern" and m.k == 100,
+    "LANTERN, k 1000": lambda m: m.name == "lantern" and m.k == 1000,
     "LANTERN++": lambda m: m.name == "lantern++" and m.residual == "relaxed",
     "LANTERN++ with G*": lambda m: m.name == "lantern++" and m.residual == "optimal",
     "UniformRSD": lambda m: m.name == "uniform-rsd",
@@ -228,7 +229,7 @@ def lantern_table_2(report: Report, section: Section) -> None:
                   f"from {eagle.decoded.acceptance_rate:.3f} without neighbors to {acceptance[-1, -1]:.3f}")
 
 
-def table_3(scope: Scope) -> Work:
+def table_3(scope: Scope) -> Works:
     for T in (0.0, 1.0):
         yield plain(scope, T)
         for text in ("eagle2", "lantern", strongest(scope)):
@@ -270,7 +271,7 @@ def latency_row(study: Study, latency: Latency) -> dict:
             "tau": float(np.mean(seconds.tau)), "pictures": len(seconds.tau)}
 
 
-def table_4(scope: Scope) -> Work:
+def table_4(scope: Scope) -> Works:
     yield plain(scope)
     for metric in ("l2", "cosine", "random"):
         yield Run.of(lantern(100, 0.2, metric=metric))
@@ -399,7 +400,7 @@ def lantern_figures_5_7(report: Report, section: Section) -> None:
 ADT = ("eagle2", "lantern", "adt-tree", "adt-tree+lantern")
 
 
-def adt_table_1_works(scope: Scope) -> Work:
+def adt_table_1_works(scope: Scope) -> Works:
     for T in (0.0, 1.0):
         for text in ADT:
             yield Run.of(text, T)
@@ -531,7 +532,7 @@ def adt_figures(report: Report, section: Section) -> None:
     shown = min(6, len(top))
     figure, all_axes = axes(4, shown, 1.5, 1.5)
     for i, image in enumerate(study.pipeline.pictures(pictures.decoded.tokens[:shown])):
-        show(all_axes[0, i], image, study.prompts[i])
+        show(all_axes[0, i], image, study.prompts[i % len(study.prompts)])
         show(all_axes[1, i], top[i].view(side, side), "target's top-1")
         first = torch.cat([draft.new_full((1,), float("nan")), draft[i]])
         show(all_axes[2, i], first.view(side, side), "draft's top-1")
@@ -542,7 +543,7 @@ def adt_figures(report: Report, section: Section) -> None:
     for axis, (name, values) in zip(three, {
             "target's top-1": top.mean(0), "tokens of the step": gains.mean(0),
             "sum min(target, draft)": torch.cat([overlap.new_full((1,), float("nan")), overlap.mean(0)])}.items()):
-        image = axis.imshow(values.view(side, side))
+        image = axis.imshow(values.view(side, side).numpy())
         axis.set(xticks=[], yticks=[])
         axis.set_title(f"{name}, mean of {len(top)} pictures", fontsize=8)
         figure.colorbar(image, ax=axis)
@@ -560,55 +561,63 @@ def adt_figures(report: Report, section: Section) -> None:
                   f"correlation with the left neighbor {left:.2f}, with the upper {up:.2f}")
 
 
-def cost_works(scope: Scope) -> Work:
-    for depth in scope.depth:
-        for width in scope.width:
-            yield Latency(cost_method(depth, width), 1.0, 2 if scope is FULL else 1)
+def cost_shapes(scope: Scope) -> list[tuple[Method, Latency, Memory]]:
+    methods = [parse_method(f"eagle2:depth={depth}:width={width}:nodes={1 + width + min(depth - 1, 5) * width}")
+               for depth in scope.depth for width in scope.width]
+    return [(m, Latency(m, 1.0, 2 if len(scope.depth) > 2 else 1), Memory(m)) for m in methods]
 
 
-def cost_method(depth: int, width: int) -> Method:
-    return parse_method(f"eagle2:depth={depth}:width={width}:nodes={1 + width + min(depth - 1, 5) * width}")
-
-
-@item("adt-cost", "ADT-Tree, equations 4 and 5: cost of a tree in time and space", cost_works)
+@item("adt-cost", "ADT-Tree, equations 4 and 5: cost of a tree in time and space",
+      lambda scope: [work for shape in cost_shapes(scope) for work in shape[1:]] + [Memory(parse_method("vanilla"))])
 def adt_cost(report: Report, section: Section) -> None:
     study, rows, seen = report.study, [], []
     section.text("The equations' text was not at hand. As cost in time we take C_T = d t_D(w) + t_T(N), d forwards of "
-                 "the drafter on w nodes and one of the target on N; as cost in space the candidates "
-                 "C_S = w + (d - 1) w^2 that are ranked, and the rows of V probabilities that are held at once.")
-    V = study.pipeline.gpt.config.vocabulary
-    for work in cost_works(report.scope):
-        m = work.method
-        seconds = study.seconds(work)
-        steps = [study.pipeline.gpt.config.tokens / tau for tau in seconds.tau]
+                 "the drafter on w nodes and one of the target on N; as cost in space C_S = N + w + (d - 1) w, the rows "
+                 "of V probabilities that the target's and the drafter's forwards give. Memory is the most that all "
+                 "tensors of one picture took together, less plain decoding's.")
+    plain_bytes = study.memory(Memory(parse_method("vanilla")))
+    for m, latency, memory in cost_shapes(report.scope):
+        seconds = study.seconds(latency)
+        steps = np.array([study.pipeline.gpt.config.tokens / tau for tau in seconds.tau])
         step = 1e3 * float(np.median(np.array(seconds.method) / steps))
-        seen.append((1, m.depth, (m.depth - 1) * m.width, m.tree_nodes, step))
-        rows.append({"depth d": m.depth, "width w": m.width, "nodes N": m.tree_nodes,
-                     "candidates C_S": m.width + (m.depth - 1) * m.width ** 2,
-                     "rows of V (MB)": 4e-6 * V * (m.tree_nodes + m.width), "step (ms)": step,
-                     "tau": float(np.mean(seconds.tau))})
-    seen = np.array(seen)
-    weights, *_ = np.linalg.lstsq(seen[:, :-1], seen[:, -1], rcond=None)
-    predicted = seen[:, :-1] @ weights
-    for row, value in zip(rows, predicted):
-        row["C_T fitted (ms)"] = float(value)
-    rest = 1 - ((seen[:, -1] - predicted) ** 2).sum() / ((seen[:, -1] - seen[:, -1].mean()) ** 2).sum()
+        inner = (m.depth - 1) * m.width
+        held = (study.memory(memory) - plain_bytes) / 1e6
+        seen.append((1, m.depth, inner, m.tree_nodes, m.tree_nodes + m.width + inner, step, held))
+        rows.append({"depth d": m.depth, "width w": m.width, "nodes N": m.tree_nodes, "step (ms)": step,
+                     "C_T fitted (ms)": 0.0, "rows C_S": m.tree_nodes + m.width + inner, "memory (MB)": held,
+                     "C_S fitted (MB)": 0.0, "tau": float(np.mean(seconds.tau))})
+    one, depth, inner, nodes, space, step, held = np.array(seen, dtype=np.float64).T
+    time_fit, time_weights, time_rest = least_squares(np.stack([one, depth, inner, nodes], 1), step)
+    space_fit, space_weights, space_rest = least_squares(np.stack([one, space], 1), held)
+    for row, a, b in zip(rows, time_fit, space_fit):
+        row |= {"C_T fitted (ms)": float(a), "C_S fitted (MB)": float(b)}
     section.table(rows)
-    section.text(f"Least squares: {weights[0]:.2f} ms + {weights[1]:.2f} ms a level + {weights[2]:.3f} ms a drafted "
-                 f"inner node + {weights[3]:.3f} ms a verified node, R^2 {rest:.2f}; single pictures.")
-    figure, (both,) = axes(1, 2, 3.8, 3)
-    both[0].plot(seen[:, -1], predicted, "o", ms=4)
-    limit = [0, 1.05 * max(seen[:, -1].max(), predicted.max())]
-    both[0].plot(limit, limit, "k:", lw=1)
-    both[0].set(xlabel="measured step (ms)", ylabel="C_T fitted (ms)")
+    V = study.pipeline.gpt.config.vocabulary
+    section.text(f"Least squares, single pictures: a step takes {time_weights[0]:.2f} ms + {time_weights[1]:.2f} ms a "
+                 f"level + {time_weights[2]:.3f} ms a drafted inner node + {time_weights[3]:.3f} ms a verified node, R^2 "
+                 f"{time_rest:.2f}; memory is {space_weights[0]:.2f} MB + {1e3 * space_weights[1]:.1f} kB a row, R^2 "
+                 f"{space_rest:.2f}. (A row of float32 is {4e-3 * V:.1f} kB; a node has two rows of logits too.)")
+    figure, (three,) = axes(1, 3, 3.6, 3)
+    for axis, x, y, unit in ((three[0], step, time_fit, "step (ms)"), (three[1], held, space_fit, "memory (MB)")):
+        axis.plot(x, y, "o", ms=4)
+        axis.plot([0, 1.05 * max(x.max(), y.max())], [0, 1.05 * max(x.max(), y.max())], "k:", lw=1)
+        axis.set(xlabel=f"measured {unit}", ylabel=f"fitted {unit}")
     for width in report.scope.width:
-        those = seen[[row["width w"] == width for row in rows]]
-        both[1].plot(those[:, 1], those[:, -1], "o-", ms=4, lw=1, label=f"width {width}")
-    both[1].set(xlabel="depth", ylabel="measured step (ms)")
-    both[1].legend(fontsize=7)
-    section.figure(figure, "The linear cost against measured steps of single pictures")
-    section.claim("a step costs a forward of the drafter a level and one of the target", bool(rest > 0.8),
-                  f"the linear form explains {rest:.0%} of the variance")
+        those = np.array([row["width w"] == width for row in rows])
+        three[2].plot(depth[those], step[those], "o-", ms=4, lw=1, label=f"width {width}")
+    three[2].set(xlabel="depth", ylabel="measured step (ms)")
+    three[2].legend(fontsize=7)
+    section.figure(figure, "The linear costs against measured steps and memory of single pictures")
+    section.claim("time goes as a forward of the drafter a level and one of the target", bool(time_rest > 0.8),
+                  f"the linear form explains {time_rest:.0%} of the variance")
+    section.claim("space goes as the nodes", bool(space_rest > 0.8), f"the linear form explains {space_rest:.0%}")
+
+
+def least_squares(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Fitted values, weights, and the share of y's variance that they explain."""
+    weights, *_ = np.linalg.lstsq(x, y, rcond=None)
+    spread = ((y - y.mean()) ** 2).sum()
+    return x @ weights, weights, float(1 - ((y - x @ weights) ** 2).sum() / spread) if spread else 1.0
 
 
 @item("peanut-figures-1-2", "PEANUT, Figures 1 and 2: where and how much is accepted",
@@ -646,7 +655,7 @@ def peanut_figures(report: Report, section: Section) -> None:
 GUIDED = ("eagle2", "eagle1", "speculative")
 
 
-def guided_works(scope: Scope) -> Work:
+def guided_works(scope: Scope) -> Works:
     for guidance in (1.2, 3.0):
         for text in GUIDED:
             for share in (1, 0):
@@ -765,7 +774,7 @@ def cool_figure_4(report: Report, section: Section) -> None:
                   better[-1] < better[0], f"by {better[0]:+.2g} at the smallest lambda, {better[-1]:+.2g} at the largest")
 
 
-def strip_works(scope: Scope) -> Work:
+def strip_works(scope: Scope) -> Works:
     for text in ("cool-sd:omega=", "uniform-rsd:omega="):
         for omega in (1.0, *scope.omega):
             yield Latency(parse_method(f"{text}{omega:g}"))
@@ -780,13 +789,14 @@ def cool_figure_2(report: Report, section: Section) -> None:
                 "LANTERN, k 100": [w for w in works if w.method.name == "lantern"]}
     for name, those in families.items():
         count = min(4, study.whole(those[0]).count)
-        figure, all_axes = axes(count, len(those), 1.15, 1.3)
+        figure, all_axes = axes(count, len(those), 1.15, 1.4)
         for column, work in enumerate(those):
             seconds = study.seconds(work)
             value = work.method.omega if work.method.name == "cool-sd" else work.method.delta
+            mean, spread = np.mean(seconds.method), np.std(seconds.method)
             images = study.pipeline.pictures(torch.tensor(seconds.tokens[:count]))
             for line, image in enumerate(images):
-                head = f"delta {value:g}\n" if line == 0 else ""
+                head = f"delta {value:g}\n{mean:.2f} +- {spread:.2f} s\n\n" if line == 0 else ""
                 show(all_axes[line, column], image, f"{head}{seconds.method[line]:.2f} s, tau {seconds.tau[line]:.2f}")
         section.figure(figure, f"{name}: each row is a prompt and a seed, each column a delta; the pictures are those "
                                "that were timed, alone", "-" + ("cool-sd" if name == "COOL-SD" else "lantern"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 
 from specvis_kernels import __version__
 
@@ -111,7 +112,7 @@ def heat(axis, values, rows, columns, title: str, names: tuple[str, str]) -> Non
 
 def show(axis, image, title: str = "") -> None:
     """A picture without its axes."""
-    axis.imshow(image)
+    axis.imshow(np.asarray(image))
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
     axis.set_title(title, fontsize=7)

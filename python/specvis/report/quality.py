@@ -1,7 +1,7 @@
 """How good pictures are, by a network that was trained on ImageNet: distances to other pictures, and scores.
 
 CLIP score, HPSv2, ImageReward and the aesthetic predictor of the papers need weights that no package brings. Whoever
-has them adds a function to `SCORES`.
+has them adds a function to `MORE_SCORES`, or names it by `specvis report --score`.
 """
 import io
 from collections.abc import Callable
@@ -115,6 +115,8 @@ SCORES: dict[str, Callable[[Seen, np.ndarray], float]] = {  # of pictures and th
     "inception score": lambda seen, own: inception_score(seen.classes),
     "nearest name": nearest_name,
 }
+
+MORE_SCORES: dict[str, Callable[[np.ndarray, list[str]], np.ndarray]] = {}  # of pictures (n, H, W, 3) and prompts: (n,)
 
 
 @dataclass

@@ -18,9 +18,10 @@ import specvis_kernels
 from ..decode import Decoded, Sampling, Step
 from ..methods import Method, parse_method
 from ..pipeline import Pipeline
-from .quality import GROUPS, Network, Score, Seen, quality
+from .quality import GROUPS, MORE_SCORES, Network, Score, Seen, quality
 
 CHUNK = 32  # pictures decoded as one batch
+STEPS = 12  # that memory is looked at for: caches have their full size from the first
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,17 @@ class Latency:
     method: Method
     temperature: float = 1.0
     count: int = 0                 # 0: as many as the study times
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The most bytes that the tensors of one picture take between operations, in the first steps of its decoding."""
+
+    method: Method
+    temperature: float = 1.0
+
+
+Work = Run | Latency | Memory
 
 
 @dataclass
@@ -187,7 +199,7 @@ class Study:
             start = end
         return runs
 
-    def path(self, work: Run | Latency) -> Path:
+    def path(self, work: Work) -> Path:
         values = [getattr(work, field.name) for field in fields(work)]
         digest = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
         return self.folder / f"{work.method.name}-{digest}.{'npz' if isinstance(work, Run) else 'json'}"
@@ -195,13 +207,13 @@ class Study:
     def whole(self, latency: Latency) -> Latency:
         return Latency(latency.method, latency.temperature, latency.count or self.timed)
 
-    def pending(self, works: list[Run | Latency]) -> list[Run | Latency]:
-        """What of it is not in the folder yet, each once. Latencies come first."""
-        times = [self.whole(work) for work in works if isinstance(work, Latency)]
+    def pending(self, works: list[Work]) -> list[Work]:
+        """What of it is not in the folder yet, each once. Runs of many pictures come last."""
+        times = [self.whole(work) if isinstance(work, Latency) else work for work in works if not isinstance(work, Run)]
         runs = [chunk for work in works if isinstance(work, Run) for chunk in self.chunks(work)]
         return [work for work in dict.fromkeys(times + runs) if not self.path(work).exists()]
 
-    def do(self, works: list[Run | Latency], say: str = "") -> None:
+    def do(self, works: list[Work], say: str = "") -> None:
         """Do what is pending of `works`, with a bar that tells how much time is left."""
         pending = self.pending(works)
         for method in {work.method: None for work in pending}:
@@ -219,8 +231,11 @@ class Study:
                 tokens = self.pipeline.gpt.config.tokens
                 if isinstance(work, Run):
                     self._decode(work, lambda gained: bar.update(price * gained / (work.count * tokens)))
-                else:
+                elif isinstance(work, Latency):
                     self._time(work, lambda: bar.update(price / work.count))
+                else:
+                    self.memory(work)
+                    bar.update(price)
                 done += price
 
     # --- what was done -------------------------------------------------------------------------------------------
@@ -243,6 +258,13 @@ class Study:
             self._time(latency)
         return Seconds(**json.loads(self.path(latency).read_text()))
 
+    def memory(self, work: Memory) -> int:
+        """Bytes, of all tensors together; the model's weights do not count."""
+        path = self.path(work)
+        if not path.exists():
+            write(path, json.dumps({"bytes": self._peak(work)}) + "\n")
+        return json.loads(path.read_text())["bytes"]
+
     def images_of(self, run: Run) -> np.ndarray:
         """(n, H, W, 3) uint8."""
         tokens = self.pictures(run).decoded.tokens
@@ -252,7 +274,12 @@ class Study:
         """Distances to plain decoding's pictures at the same temperature, and scores; own: see quality.quality."""
         count = run.count or self.images
         plain = Run.of("vanilla", run.temperature, count=GROUPS * count if run.temperature else count)
-        return quality(self.seen(run), self.seen(plain), own)
+        result = quality(self.seen(run), self.seen(plain), own)
+        for name, score in MORE_SCORES.items():
+            of_run, of_plain = (np.asarray(score(self.images_of(r), self._prompts(r.start, r.count or self.images)))
+                                for r in (run, plain))
+            result[name] = Score.of(of_run.mean(), of_plain.reshape(-1, count).mean(1).tolist())
+        return result
 
     def seen(self, run: Run) -> Seen:
         """What the network sees in a run's pictures, kept beside them."""
@@ -325,10 +352,39 @@ class Study:
                     progress()
         write(self.path(latency), json.dumps(asdict(kept)) + "\n")
 
+    def _peak(self, work: Memory) -> int:
+        steps = iter(range(STEPS))
 
-def cost(work: Run | Latency) -> float:
+        def enough(_) -> None:
+            if next(steps, None) is None:
+                raise Enough
+
+        cuda = self.pipeline.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        activities = [] if cuda else [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=not cuda, acc_events=True) as profiler:
+            try:
+                self.pipeline.tokens(self._prompts(0, 1), work.method, self._sampling(0, 1, work.temperature), enough)
+            except Enough:
+                pass
+        if cuda:
+            return torch.cuda.max_memory_allocated() - before
+        changes = sorted((event.time_range.end, event.self_cpu_memory_usage) for event in profiler.events())
+        held = np.cumsum([change for _, change in changes])
+        return int(held.max())
+
+
+class Enough(Exception):
+    """As many steps as were wanted."""
+
+
+def cost(work: Work) -> float:
     """About how many seconds of two processor cores, for the estimate of what is left."""
     m = work.method
+    if isinstance(work, Memory):
+        return 5.0
     if isinstance(work, Latency):
         return (work.count + 1) * (3.0 if m.adaptation else 2.2)
     if m.drafting == "none":

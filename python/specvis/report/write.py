@@ -2,6 +2,7 @@
 import json
 from dataclasses import replace
 from datetime import date
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from ..pipeline import Pipeline
 from .items import FULL, ITEMS, QUICK, Item, Report, Scope
 from .page import Section, revision
-from .quality import GROUPS
+from .quality import GROUPS, MORE_SCORES
 from .study import Study, machine, write
 
 LEAST = 12  # pictures: with about so many the kernel distance of the strongest relaxation exceeds the noise
@@ -53,6 +54,21 @@ def judged(folder: Path) -> tuple[list[str], np.ndarray]:
         raise ValueError(f"{folder / 'prompts.png'} must be a square of as many pictures as prompts.json has captions "
                          f"({len(prompts)}), got {sheet.shape[1]} x {sheet.shape[0]} pixels")
     return prompts, sheet.reshape(across, side, across, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+
+
+def more_scores(texts: tuple[str, ...]) -> None:
+    """Register "name=module:function", a score of pictures and prompts as quality.MORE_SCORES has them.
+
+    Raises:
+        ValueError: not of this form, or no such function
+    """
+    for text in texts:
+        name, _, where = text.partition("=")
+        module, _, function = where.partition(":")
+        try:
+            MORE_SCORES[name] = getattr(import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"score must be like clip=my_module:function, got {text!r}: {error}") from error
 
 
 def scope_of(quick: bool, images: int | None, timed: int | None, prompts: int) -> Scope:
@@ -117,7 +133,7 @@ def cover(report: Report, sections: list[Section], command: str, origin: str) ->
         "Frechet and kernel distance are to plain decoding's pictures, on the features of an ImageNet network "
         "(EfficientNet-Lite0); the inception score is on its classes; nearest name is the share of pictures whose "
         "features are nearest to those of the picture that their prompt names. CLIP score, HPSv2, ImageReward and the "
-        "aesthetic predictor need weights that no package brings: not measured (`quality.SCORES` takes more scores). "
+        "aesthetic predictor need weights that no package brings: not measured (`--score` takes them). "
         "Medusa, SJD and GSD are out of scope.", "",
         "The papers' models have 0.8 to 7 billion parameters on A100 GPUs, ours has millions on what is named above: "
         "what can agree is a trend. Of the papers only abstracts, released repositories and notes by others were at "
