@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from specvis.report.quality import (GROUPS, Network, Score, Seen, frechet_distance, inception_score, kernel_distance,
-                                    nearest_name, quality)
+from specvis.report.quality import (GROUPS, Network, Score, Seen, frechet_distance, inception_score, jackknife,
+                                    kernel_distance, nearest_name, quality)
 
 
 NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs specvis_kernels[report]")
@@ -40,20 +40,31 @@ def test_the_frechet_distance_is_the_formula(n, m):
     assert abs(frechet_distance(a, b) - expected) < 1e-5 * max(1, expected)
 
 
-def test_the_kernel_distance_is_the_sum_over_pairs():
-    a, b = normal(7, 3, 1), normal(5, 3, 2, shift=0.5)
-
-    def k(x, y):
-        return (float(x @ y) / 3 + 1) ** 3
-
-    within = [np.mean([k(x, y) for i, x in enumerate(s) for j, y in enumerate(s) if i != j]) for s in (a, b)]
-    assert abs(kernel_distance(a, b) - (sum(within) - 2 * np.mean([k(x, y) for x in a for y in b]))) < 1e-6
+def seen(features, names=None):
+    classes = np.exp(features[:, :3]) / np.exp(features[:, :3]).sum(1, keepdims=True)
+    return Seen(features, classes, np.arange(len(features)) % 12 if names is None else np.array(names))
 
 
-def test_the_kernel_distance_has_no_bias_and_sees_a_shift():
-    same = np.array([kernel_distance(normal(20, seed=2 * i), normal(30, seed=2 * i + 1)) for i in range(300)])
+def test_the_kernel_distance_is_the_sum_over_pairs_of_different_prompts():
+    a, b = seen(normal(4, 3, 1), [0, 1, 2, 2]), seen(normal(3, 3, 2, shift=0.5), [0, 1, 3])
+
+    def mean(x, y):
+        return np.mean([(float(x.features[i] @ y.features[j]) / 3 + 1) ** 3 for i in range(len(x))
+                        for j in range(len(y)) if x.names[i] != y.names[j]])
+
+    assert abs(kernel_distance(a, b) - (mean(a, a) + mean(b, b) - 2 * mean(a, b))) < 1e-6
+    assert kernel_distance(a, a) == 0
+
+
+def test_the_kernel_distance_has_no_bias_where_prompts_differ_and_sees_a_shift():
+    means = normal(12, seed=7, scale=2)
+
+    def pictures(groups, seed, shift=0.0):
+        return seen(np.tile(means, (groups, 1)) + normal(12 * groups, seed=seed) + np.float32(shift))
+
+    same = np.array([kernel_distance(pictures(1, 2 * i), pictures(3, 2 * i + 1)) for i in range(300)])
     assert abs(same.mean()) < 4 * same.std() / 300 ** 0.5
-    assert kernel_distance(normal(20, seed=0), normal(30, seed=1, shift=1.0)) > same.max()
+    assert kernel_distance(pictures(1, 0), pictures(3, 1, shift=1.0)) > same.max()
 
 
 def test_the_inception_score_counts_classes():
@@ -78,13 +89,14 @@ def test_noise_is_a_prediction_interval():
     score = Score.of(4.0, [1.0, 3.0] * 4)
     assert score.plain == 2 and score.effect == 2
     assert abs(score.noise - 2.365 * (8 / 7) ** 0.5 * (9 / 8) ** 0.5) < 1e-9
-    assert score.pictures_needed(100) == int(np.ceil(100 * (score.noise / 2) ** 2))
+    assert score.pictures_needed(100) == int(np.ceil(100 * score.noise / 2))
     assert Score.of(2.0, [2.0]).noise == 0 and Score.of(2.0, [2.0]).pictures_needed(10) is None
 
 
-def seen(features):
-    classes = np.exp(features[:, :3]) / np.exp(features[:, :3]).sum(1, keepdims=True)
-    return Seen(features, classes, np.arange(len(features)) % 12)
+def test_the_jackknife_of_a_mean_is_its_standard_error():
+    values = normal(20)[:, 0].astype(np.float64)
+    value, half = jackknife(20, lambda kept: values[kept].mean())
+    assert abs(value - values.mean()) < 1e-12 and abs(half - 2 * values.std(ddof=1) / 20 ** 0.5) < 1e-12
 
 
 def test_quality_tells_another_distribution_from_the_same():

@@ -3,6 +3,7 @@ import csv
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipeline import Pipeline
 from specvis.report import study as study_module
-from specvis.report.items import FULL, ITEMS, QUICK, Report, between, grows, least_squares
+from specvis.report.items import FULL, ITEMS, QUICK, Report, alike, curve_gap, decided, grows, least_squares
 from specvis.report.page import Section, shown
 from specvis.report.quality import MORE_SCORES
 from specvis.report.study import Latency, Memory, Recorder, Run, Study
@@ -130,14 +131,46 @@ def test_half_a_file_is_never_left(tmp_path):
 def test_a_folder_of_another_study_is_refused(study, pipeline, monkeypatch):
     for change, says in (({"guidance": 3.0}, r"another guidance \(1.2; here it is 3.0\)"),
                          ({"seed": 5}, r"another seed \(0; here it is 5\)"),
-                         ({"prompts": PROMPTS[:2]}, "another prompts")):
+                         ({"prompts": PROMPTS[:2]}, "another prompts: choose")):
         with pytest.raises(ValueError, match=says):
             Study(pipeline, study.folder, **{"prompts": PROMPTS, "images": 6} | change)
+    assert Study(pipeline, study.folder, PROMPTS, images=3).prompts == PROMPTS[:3]     # a shorter one may go on there
     with pytest.raises(ValueError, match="holds results of another model"):
         Study(Pipeline.tiny(), study.folder, PROMPTS, images=6)
     monkeypatch.setattr(study_module.specvis_kernels, "__version__", "9")
     with pytest.raises(ValueError, match=r"another version \(.*; here it is 9\)"):
         Study(pipeline, study.folder, PROMPTS, images=6)
+
+
+def test_runs_of_other_prompts_or_machines_are_others(study, pipeline, monkeypatch):
+    few = Study(pipeline, study.folder, PROMPTS, images=3)
+    assert few.path(Run.of("eagle2", count=3)) != study.path(Run.of("eagle2", count=3))
+    monkeypatch.setattr(study_module, "machine", lambda device: "another")
+    other = Study(pipeline, study.folder, PROMPTS, images=6)
+    same, latency = Run.of("eagle2", count=3), Latency(parse_method("eagle2"), count=2)
+    assert other.path(same) == study.path(same) and other.path(latency) != study.path(latency)
+
+
+def test_where_runs_come_from_is_kept(study):
+    assert study.made == []
+    study.do([Run.of("eagle2")])
+    made = study.made
+    assert len(made) == 1 and study.machine in made[0]
+    study.do([Run.of("eagle2"), Run.of("cool-sd")])
+    assert study.made == made
+
+
+def test_a_damaged_file_is_named(study):
+    run = Run.of("eagle2", count=2)
+    study.pictures(run)
+    path = study.path(run)
+    path.write_bytes(path.read_bytes()[:100])
+    study.kept.clear()
+    with pytest.raises(ValueError, match=f"{path.name} cannot be read: .*; remove it, it will be made again"):
+        study.pictures(run)
+    study.record.write_text("[]")
+    with pytest.raises(ValueError, match="study.json cannot be read: no JSON object"):
+        Study(study.pipeline, study.folder, PROMPTS, images=6)
 
 
 def test_single_pictures_are_timed_beside_plain_ones(study, pipeline, monkeypatch):
@@ -177,6 +210,18 @@ def test_the_recorder_writes_ranks_and_nodes():
     assert torch.equal(recorder.ranks[:, :8], before[:, :8]) and recorder.nodes[:, 5:].sum() == 0
 
 
+def test_the_recorder_of_a_large_tree():
+    """130 nodes, three words of ancestors: 64 children of the root, then each one's child, some unused."""
+    parents = [-1] + [0] * 64 + [1 + i if i % 3 else -2 for i in range(65)]
+    parents[-1] = 64
+    recorder = Recorder(1, 4)
+    recorder(Step(tree_links(torch.tensor([parents], dtype=torch.int32)), torch.tensor([0]),
+                  torch.tensor([[64, 129]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32),
+                  torch.tensor([True])))
+    assert recorder.ranks[0, :4].tolist() == [63, int(parents[128] == 64), -1, -1]
+    assert recorder.nodes[0, 0] == sum(parent != -2 for parent in parents)
+
+
 def test_ranks_and_nodes_of_a_run(study):
     pictures = study.pictures(Run.of("eagle1"))
     began = pictures.decoded.accepted >= 0
@@ -188,10 +233,29 @@ def test_ranks_and_nodes_of_a_run(study):
 
 # --- sections --------------------------------------------------------------------------------------------------------
 
+class FakeReport:
+    """tau and distance of runs, without pictures."""
+
+    def __init__(self, points):
+        self.points, self.study = points, self
+
+    def pictures(self, run):
+        return SimpleNamespace(tau=self.points[run][0])
+
+    def compared(self, statistic, runs):
+        return statistic(lambda run: self.points[run][1]), 0.1
+
+
 def test_curves_are_compared_where_both_are():
-    a, b = np.array([[0.0, 1.0], [2.0, 3.0]]), np.array([[1.0, 0.0], [3.0, 2.0]])
-    assert between(a, b) == (pytest.approx(2.0), (1.0, 2.0))
-    assert between(a, b + [5, 0])[1] is None
+    points = {"a": (0.0, 1.0), "b": (2.0, 3.0), "c": (1.0, 0.0), "d": (3.0, 2.0), "e": (9.0, 9.0), "f": (8.0, 9.0)}
+    gap, half, shared = curve_gap(FakeReport(points), ["b", "a"], ["c", "d"])
+    assert gap == pytest.approx(2.0) and half == 0.1 and shared == (1.0, 2.0)
+    assert curve_gap(FakeReport(points), ["a", "b"], ["e", "f"])[2] is None
+
+
+def test_what_is_decided():
+    assert decided(2, 1) is True and decided(-2, 1) is False and decided(1, 2) is None
+    assert alike(0.1, 0.2, 0.5) is True and alike(-0.1, 0.5, 0.5) is None and alike(-2, 1, 0.5) is False
     assert grows(np.array([[1.0, 2.0], [1.5, 1.95]]), 0, 0.1) and not grows(np.array([[1.0, 2.0], [1.5, 1.85]]), 0, 0.1)
 
 
@@ -232,7 +296,9 @@ def test_every_section_can_be_written(weights, tmp_path):
         assert "nan" not in text.replace("nano", ""), text
         for link in [part.split(")")[0] for part in text.split("](")[1:]]:
             assert (tmp_path / link).stat().st_size > 0, link
-    assert cover.count("agree") >= 10
+    claims = cover.count("| agrees |") + cover.count("| does not agree |") + cover.count("| not decided |")
+    assert claims >= 20 and f"of {claims} trends" in result.output
+    assert f"state {cover.count('| agrees |')} are seen" in result.output
     (tmp_path / "README.md").unlink()
     again = run("report", "--quick", "--out", tmp_path, "--weights", weights)
     assert again.exit_code == 0 and "1 of" not in again.output       # nothing is decoded again
@@ -262,9 +328,9 @@ def test_the_committed_report_is_whole():
             assert (RESULTS / link).stat().st_size > 0, link
 
 
-def test_each_full_item_looks_at_runs_of_the_quick_ones():
+def test_a_quick_report_is_shorter():
     for item in ITEMS.values():
-        assert list(item.works(FULL)) and len(list(item.works(QUICK))) <= len(list(item.works(FULL)))
+        assert 0 < len(set(item.works(QUICK))) <= len(set(item.works(FULL)))
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -273,6 +339,8 @@ def test_each_full_item_looks_at_runs_of_the_quick_ones():
     (["--images", "4"], "images must be at least 12, got 4: with fewer"),
     (["--images", "14"], "images must be at most 4 or a multiple of it, the number of prompts, got 14"),
     (["--score", "clip"], "score must be like clip=my_module:function, got 'clip'"),
+    (["--score", "clip=json:dumps"], "got 'clip=json:dumps'"),
+    (["--score", "kernel distance=numpy:zeros"], "got 'kernel distance=numpy:zeros'"),
     (["--score", "clip=json:nothing"], "score must be like clip=my_module:function, got 'clip=json:nothing': module"),
     (["--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
 ])
@@ -292,13 +360,17 @@ def test_one_more_score(weights, tmp_path, monkeypatch):
                  tmp_path / "out", "--weights", weights)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(open(tmp_path / "out" / "lantern-table-4.csv")))
-    assert all(50 < float(row["redness"].strip("*")) < 200 for row in rows)
+    assert all(50 < float(row["redness"]) < 200 and row["redness differs"] in ("yes", "no") for row in rows)
 
 
 def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path):
     pipeline.save(tmp_path / "bare")
     result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
     assert result.exit_code == 2 and "weights must have prompts.json" in result.output
+    for content in ("[]", "{bad", "[1]"):
+        (tmp_path / "bare" / "prompts.json").write_text(content)
+        result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
+        assert result.exit_code == 2 and "weights must have prompts.json" in result.output
     (tmp_path / "bare" / "prompts.json").write_text(json.dumps(PROMPTS[:3]))
     Image.open(weights / "prompts.png").save(tmp_path / "bare" / "prompts.png")
     result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")

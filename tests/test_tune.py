@@ -40,7 +40,8 @@ def test_speed_is_seconds_where_they_were_measured():
 
 def test_the_second_round_looks_around_the_target():
     assert nearest([A, B, C, WORSE], 0.05, None, 2) == [B, A]
-    assert nearest([A, B, C, WORSE], None, 2.9, 3) == [C, B, A]
+    assert nearest([A, B, C, WORSE], None, 2.9, 3) == [C, A, B]
+    assert nearest([A, B, C, WORSE], 0.2, None, 2) == [C, A]       # the most faithful stays, should the others fail
 
 
 @pytest.mark.parametrize("text", RULES)
@@ -62,13 +63,19 @@ def test_a_longer_trial_uses_a_shorter_ones_runs():
     assert runs_of(m, 8) == runs_of(m, 16)[:2] and [(r.start, r.count) for r in runs_of(m, 7)] == [(0, 4), (4, 3)]
 
 
-def test_tuning_a_small_model(tmp_path):
+def test_tuning_a_small_model(tmp_path, monkeypatch):
     study = Study(Pipeline.tiny(), tmp_path, ["red heart", "blue heart"], images=8)
-    rules = [parse_method(text) for text in ("eagle2", "lantern:k=8:delta=0.1", "lantern:k=8:delta=0.6", "cool-sd:omega=3")]
+    rules = [parse_method(text) for text in ("eagle2", "lantern:k=8:delta=0.1", "lantern:k=8:delta=0.6",
+                                             "cool-sd:omega=3")]
     trials, chosen = tune(study, 0.02, None, pictures=8, by_seconds=False, rules=rules)
     assert chosen is not None and chosen.pictures == 8 and chosen.tv_at_most <= 0.02
     assert chosen.tau == max(t.tau for t in trials if t.pictures == 8 and t.tv_at_most <= 0.02)
     assert {t.method for t in trials} > set(rules) and len(trials) > len(rules) + 3
+
+    def refuse(*_):
+        raise AssertionError("decoded again")
+
+    monkeypatch.setattr(study.pipeline, "tokens", refuse)
     again, same = tune(study, 0.02, None, pictures=8, by_seconds=False, rules=rules)
     assert again == trials and same == chosen
 

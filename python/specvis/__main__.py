@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold eac
 
 import click  # noqa: E402  torch reads the variable when it is first imported
 import torch  # noqa: E402
+from click.core import ParameterSource
 from PIL import Image
 from tqdm import tqdm
 
@@ -172,7 +173,8 @@ def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top
 @click.option("--timed", type=click.IntRange(1), help="Pictures a method, timed alone. [default: 4, quick 1]")
 @click.option("--score", "scores", multiple=True, help="One more score, as clip=my_module:function; the function takes "
               "pictures (n, H, W, 3) uint8 and n prompts and returns n numbers.")
-@click.option("--out", type=click.Path(path_type=Path), default="out/report", help="Folder for the report and its runs.")
+@click.option("--out", type=click.Path(path_type=Path), default="out/report",
+              help="Folder for the report and its runs.")
 @sampling_options
 def report(names, quick, images, timed, scores, out, seed, guidance, top_k, top_p, weights, device):
     """The papers' tables and figures on this model, beside the papers' own numbers.
@@ -185,12 +187,22 @@ def report(names, quick, images, timed, scores, out, seed, guidance, top_k, top_
     more_scores(scores)
     Sampling.of([seed], guidance=guidance, top_k=top_k, top_p=top_p)
     scope = scope_of(quick, images, timed, len(judged(weights)[0]))
-    options = {"images": images, "timed": timed}
-    command = " ".join(["specvis report", *(["--quick"] if quick else []),
-                        *(f"--{name} {value}" for name, value in options.items() if value)])
     with goes_on():
-        write_report(Pipeline.load(weights, device), weights, writable_folder(out), items, scope, command=command,
-                     seed=seed, guidance=guidance, top_k=top_k, top_p=top_p)
+        write_report(Pipeline.load(weights, device), weights, writable_folder(out), items, scope,
+                     command=" ".join(["specvis report", *given(but=("names", "out", "device"))]), seed=seed,
+                     guidance=guidance, top_k=top_k, top_p=top_p)
+
+
+def given(but: tuple[str, ...]) -> list[str]:
+    """The options that this command was given, as one would write them again; `but`: without these."""
+    context = click.get_current_context()
+    words = []
+    for option in context.command.params:
+        value = context.params[option.name]
+        if option.name not in but and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+            words += [option.opts[0]] if option.is_flag else [
+                f"{option.opts[0]} {one}" for one in (value if option.multiple else [value])]
+    return words
 
 
 @main.command()
@@ -230,7 +242,8 @@ def tune(target_tv, target_speedup, by, images, out, seed, guidance, top_k, top_
         raise click.ClickException(f"no method that was tried reaches a {wanted}; the fastest is "
                                    f"{fastest.method.label} at {fastest.speed:.2f}")
     click.echo(f"chosen: {chosen.method.label}, {by} {chosen.speed:.2f}, TV meter {chosen.tv:.4f} +- {chosen.error:.4f}"
-               f'\n  specvis generate --prompt "red heart" --method {chosen.method.label}')
+               + "\n  " + " ".join(['specvis generate --prompt "red heart" --method', chosen.method.label, *given(
+                   but=("target_tv", "target_speedup", "by", "images", "out", "seed"))]))
 
 
 @contextmanager

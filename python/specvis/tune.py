@@ -110,12 +110,13 @@ def trial(study: Study, m: Method, pictures: int, by_seconds: bool, timed: int) 
 
 
 def nearest(trials: list[Trial], target_tv: float | None, target_speedup: float | None, count: int) -> list[Trial]:
-    """The trials of the frontier next to the target on either side, and the best besides."""
+    """The best choice now, the most faithful of all, and the trials of the frontier that are nearest to the target."""
     by = (lambda t: abs(t.tv_at_most - target_tv)) if target_tv is not None else (
         lambda t: abs(t.speed - target_speedup))
     edge = frontier(trials)
     chosen = choose(trials, target_tv, target_speedup)
-    return list(dict.fromkeys([*([chosen] if chosen else []), *sorted(edge, key=by)]))[:count]
+    first = [*([chosen] if chosen else []), edge[0]]  # the last of them keeps a choice possible
+    return list(dict.fromkeys([*first, *sorted(edge, key=by)]))[:count]
 
 
 def tune(study: Study, target_tv: float | None, target_speedup: float | None, *, pictures: int, by_seconds: bool,
@@ -125,7 +126,7 @@ def tune(study: Study, target_tv: float | None, target_speedup: float | None, *,
     Returns:
         all trials, each method by its longest, and the chosen one
     """
-    device_has = study.pipeline.small is not None
+    has_small = study.pipeline.small is not None
     methods = [parse_method(text) for text in RULES] if rules is None else rules
     V = study.pipeline.gpt.config.vocabulary
     known: dict[Method, Trial] = {}
@@ -137,7 +138,7 @@ def tune(study: Study, target_tv: float | None, target_speedup: float | None, *,
             if number == 2:
                 methods += [m for base in best for m in variations(base.method)]
         methods = [m for m in dict.fromkeys(methods)
-                   if m.columns < V and (device_has or m.drafter != "small")]
+                   if m.columns < V and (has_small or m.drafter != "small")]
         works = [run for m in methods for run in runs_of(m, count)]
         study.do(works + [Latency(m, 1.0, timed) for m in methods if by_seconds], f"round {number} of 3: ")
         known |= {m: trial(study, m, count, by_seconds, timed) for m in methods}

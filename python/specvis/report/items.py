@@ -9,7 +9,7 @@ from ..compare import steps_gain, teacher_forced_probs
 from ..methods import METHODS, Method, parse_method
 from . import papers
 from .page import Section, axes, heat, show
-from .quality import GROUPS, Score
+from .quality import DISTANCES, GROUPS, Score, jackknife
 from .study import CHUNK, Latency, Memory, Run, Study, Work
 
 
@@ -56,23 +56,54 @@ class Report:
         pictures = self.study.pictures(run)
         row = {"method": run.method.label, "T": f"{run.temperature:g}", "tau": pictures.tau,
                "TV meter": pictures.excess.mean().item()}
-        return row | {name: marked(score) for name, score in self.quality(run).items()}
+        return row | self.quality(run)
+
+    def meter(self, run: Run) -> float:
+        return self.study.pictures(run).excess.mean().item()
+
+    def compared(self, statistic: Callable[[Callable[[Run], float]], float], runs: list[Run],
+                 name: str = "kernel distance") -> tuple[float, float]:
+        """A number made of several runs' distances to plain decoding, with the half-width of its 95 % interval.
+
+        statistic: from a function that gives each run's distance. Pictures of one prompt and seed are left out of all
+        runs together (jackknife): what the methods have in common does not count as noise.
+        """
+        plain_seen = self.study.seen(plain(self.scope))
+        seen = {run: self.study.seen(run) for run in runs}
+        return jackknife(self.study.images, lambda kept: statistic(
+            lambda run: DISTANCES[name](seen[run][kept], plain_seen)))
 
     def noise(self, section: Section, runs: list[Run]) -> None:
         """What the scores of these runs can tell, below their table."""
-        plain, count = self.quality(runs[0]), self.study.images
-        parts = [f"{name} {score.plain:.3g} +- {score.noise:.2g}" for name, score in plain.items()]
-        text = (f"{count} pictures of plain decoding among its others: {'; '.join(parts)}. A star marks what is outside.")
+        scores, count = self.quality(runs[0]), self.study.images
+        parts = [f"{name} {score.plain:.3g} +- {score.noise:.2g}" for name, score in scores.items()]
+        chance = 0.05 * len(runs) * len(scores)
+        text = (f"{count} pictures of plain decoding beside its others: {'; '.join(parts)}. A star marks what is "
+                f"outside; of so many numbers about {chance:.0f} would be by chance alone.")
         relaxed = [self.quality(run)["kernel distance"] for run in runs if not run.method.lossless]
         hidden = sorted(score.pictures_needed(count) for score in relaxed if not score.significant and score.effect)
         if hidden:
-            text += (f" {len(hidden)} of {len(relaxed)} relaxed methods cannot be told from plain decoding by the kernel "
-                     f"distance of {count} pictures: half of them would need {hidden[len(hidden) // 2]} or more.")
+            text += (f" {len(hidden)} of {len(relaxed)} relaxed methods cannot be told from plain decoding by the "
+                     f"kernel distance of {count} pictures: half of them would need {hidden[len(hidden) // 2]} or more.")
         section.text(text)
 
 
-def marked(score: Score) -> str:
-    return f"{score.value:.3g}{'*' if score.significant else ''}"
+def decided(value: float, half: float) -> bool | None:
+    """Is it above 0? None: its interval has both signs."""
+    return None if abs(value) <= half else value > 0
+
+
+def alike(value: float, half: float, margin: float) -> bool | None:
+    """Is a difference within the margin, or for certain not? None: neither."""
+    if abs(value) + half <= margin:
+        return True
+    return False if abs(value) - half > margin else None
+
+
+def faster(study: Study, a: Latency, b: Latency) -> tuple[bool | None, float]:
+    """Does a draw every picture faster than b, both beside plain decoding (None: some), and the median ratio."""
+    ratios = study.seconds(a).speedup / study.seconds(b).speedup
+    return (True if ratios.min() > 1 else False if ratios.max() < 1 else None), float(np.median(ratios))
 
 
 @dataclass(frozen=True)
@@ -138,37 +169,40 @@ def sweeps(scope: Scope) -> Works:
         yield Run.of(f"lantern++:delta={ratio:g}:residual=optimal")
 
 
-FAMILIES = {  # how the curves are named: recipe, then what tells the runs of a curve apart from it
-    "LANTERN, k 100": lambda m: m.name == "lantern" and m.k == 100,
-    "LANTERN, k 1000": lambda m: m.name == "lantern" and m.k == 1000,
-    "LANTERN++": lambda m: m.name == "lantern++" and m.residual == "relaxed",
-    "LANTERN++ with G*": lambda m: m.name == "lantern++" and m.residual == "optimal",
-    "UniformRSD": lambda m: m.name == "uniform-rsd",
-    "COOL-SD": lambda m: m.name == "cool-sd",
-}
+def families(scope: Scope) -> dict[str, Callable[[Method], bool]]:
+    """The curves: a recipe, whose runs differ in one parameter."""
+    def lantern_of(k: int):
+        return lambda m: m.name == "lantern" and m.k == k
+
+    return {f"LANTERN, k {k}": lantern_of(k) for k in scope.k} | {
+        "LANTERN++": lambda m: m.name == "lantern++" and m.residual == "relaxed",
+        "LANTERN++ with G*": lambda m: m.name == "lantern++" and m.residual == "optimal",
+        "UniformRSD": lambda m: m.name == "uniform-rsd",
+        "COOL-SD": lambda m: m.name == "cool-sd",
+    }
 
 
-def curves(report: Report, runs: list[Run], axis, quality: str, wanted=tuple(FAMILIES)) -> dict[str, np.ndarray]:
-    """Points (tau, quality) of the runs of each family, drawn as curves from slow to fast; lossless ones as stars."""
-    result = {}
-    for family in wanted:
-        those = [run for run in runs if FAMILIES[family](run.method)]
+def curves(report: Report, runs: list[Run], axis, quality: str | None) -> None:
+    """Points (tau, quality; None: the fidelity meter) of the runs of each family as curves, of other runs by name."""
+    def point(run):
+        height = report.meter(run) if quality is None else report.quality(run)[quality].value
+        return report.study.pictures(run).tau, height
+
+    alone = list(runs)
+    for family, holds in families(report.scope).items():
+        those = [run for run in runs if holds(run.method)]
+        alone = [run for run in alone if run not in those]
         if those:
-            points = np.array(sorted((report.study.pictures(run).tau, report.quality(run)[quality].value)
-                                     for run in those))
-            result[family] = points
-            axis.plot(*points.T, "o-", ms=4, lw=1, label=family)
-    for run in runs:
-        if run.method.lossless:
-            x, y = report.study.pictures(run).tau, report.quality(run)[quality].value
-            axis.plot(x, y, "k*", ms=7)
-            axis.annotate(run.method.label, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
-    score = report.quality(runs[-1])[quality]
-    axis.axhspan(score.plain - score.noise, score.plain + score.noise, color="gray", alpha=0.25,
-                 label="plain decoding among itself")
-    axis.set(xlabel="tau: tokens per target forward", ylabel=quality)
-    axis.legend(fontsize=7)
-    return result
+            axis.plot(*zip(*sorted(point(run) for run in those)), "o-", ms=4, lw=1, label=family)
+    for run in alone:
+        axis.plot(*point(run), "k*" if run.method.lossless else "kx", ms=6)
+        axis.annotate(run.method.label, point(run), fontsize=6, xytext=(3, 3), textcoords="offset points")
+    if quality is not None:
+        score = report.quality(runs[-1])[quality]
+        axis.axhspan(score.plain - score.noise, score.plain + score.noise, color="gray", alpha=0.25,
+                     label="plain decoding among itself")
+    axis.set(xlabel="tau: tokens per target forward", ylabel=quality or "fidelity meter: TV per token (estimate)")
+    axis.legend(fontsize=6)
 
 
 @item("trade-off", "Every method: speed against fidelity", all_methods)
@@ -177,29 +211,20 @@ def trade_off(report: Report, section: Section) -> None:
     rows = sorted((report.row(run) for run in runs), key=lambda row: row["tau"])
     section.text("tau is tokens per target forward, of pictures decoded in batches; seconds of single pictures are in "
                  "`latency`. The meter estimates the total variation that relaxed acceptance added per token.")
-    figure, (all_axes,) = axes(1, 3, 4.6, 3.8)
-    for axis, quality in zip(all_axes, ("Frechet distance", "kernel distance")):
+    figure, (all_axes,) = axes(1, 3, 4.6, 4.2)
+    for axis, quality in zip(all_axes, ("Frechet distance", "kernel distance", None)):
         curves(report, runs, axis, quality)
-    for family, holds in FAMILIES.items():
-        points = np.array([(report.study.pictures(run).tau, report.study.pictures(run).excess.mean().item())
-                           for run in runs if holds(run.method)])
-        if len(points):
-            all_axes[2].plot(*points[points[:, 0].argsort()].T, "o-", ms=4, lw=1, label=family)
-    all_axes[2].set(xlabel="tau: tokens per target forward", ylabel="fidelity meter: TV per token (estimate)")
-    all_axes[2].legend(fontsize=7)
-    section.figure(figure, "Speed against distance from plain decoding's pictures (band: the distance that its own "
-                           "pictures have among themselves), and against the fidelity meter; stars are lossless")
+    section.figure(figure, "Speed against distance from plain decoding's pictures (band: what plain decoding's own "
+                           "pictures have), and against the fidelity meter; stars are lossless")
     section.table(rows)
     report.noise(section, runs)
     best = []
     for budget in (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4):
-        within = [(report.study.pictures(run).tau, run) for run in runs
-                  if report.study.pictures(run).excess.mean().item() <= budget]
-        tau, run = max(within, key=lambda pair: pair[0])
-        best.append({"TV meter at most": f"{budget:g}", "fastest method": run.method.label, "tau": tau,
-                     "TV meter": report.study.pictures(run).excess.mean().item(),
-                     "Frechet distance": marked(report.quality(run)["Frechet distance"])})
-    section.text("Which method for which budget, among these runs:")
+        run = max((run for run in runs if report.meter(run) <= budget), key=lambda run: report.study.pictures(run).tau)
+        best.append({"TV meter at most": f"{budget:g}", "largest tau": report.study.pictures(run).tau,
+                     "method": run.method.label, "TV meter": report.meter(run),
+                     "kernel distance": report.quality(run)["kernel distance"]})
+    section.text("Which method needs the fewest target forwards for which budget, among these runs:")
     section.table(best, "-budgets")
 
 
@@ -213,8 +238,8 @@ def lantern_table_2(report: Report, section: Section) -> None:
                                  for k in scope.k])
                        for what in (lambda p: p.decoded.acceptance_rate, lambda p: p.tau))
     eagle = study.pictures(Run.of("eagle2"))
-    section.text("Accepted drafts per drafted level at temperature 1. k counts other codes of 4096; LANTERN's k is of "
-                 "16384, and counts the draft's own.")
+    section.text("Accepted drafts per drafted level at temperature 1. k counts other codes of "
+                 f"{study.pipeline.gpt.config.vocabulary}; LANTERN's k is of 16384, and counts the draft's own.")
     section.table([{"k": 0, **{f"delta {delta:g}": eagle.decoded.acceptance_rate for delta in scope.delta}},
                    *({"k": k, **{f"delta {delta:g}": value for delta, value in zip(scope.delta, line)}}
                      for k, line in zip(scope.k, acceptance.tolist()))])
@@ -251,14 +276,19 @@ def lantern_table_3(report: Report, section: Section) -> None:
     section.table([latency_row(report.study, work) for work in works if isinstance(work, Latency)], "-latency")
     for T, ratio in ((0.0, "1.75"), (1.0, "1.82")):
         eagle, ours = (report.tau(text, T) for text in ("eagle2", strongest(report.scope)))
-        section.claim(f"at temperature {T:g} LANTERN's speed-up is {ratio} times EAGLE-2's", ours > 1.1 * eagle,
-                      f"tau grows {ours / eagle:.2f} times, from {eagle:.2f} to {ours:.2f}")
-    drop = report.quality(Run.of(strongest(report.scope)))["nearest name"]
-    section.claim("its agreement with the prompt stays (CLIP score)", not drop.significant or drop.value >= drop.plain,
-                  f"nearest name {drop.value:.3g}, plain decoding {drop.plain:.3g} +- {drop.noise:.2g}")
-    distance = report.quality(Run.of(strongest(report.scope)))["Frechet distance"]
-    section.claim("its distance (FID) grows somewhat", distance.value > distance.plain,
-                  f"{distance.value:.3g}, plain decoding among itself {distance.plain:.3g} +- {distance.noise:.2g}")
+        holds, times = faster(report.study, *(Latency(parse_method(text), T) for text in
+                                              (strongest(report.scope), "eagle2")))
+        section.claim(f"at temperature {T:g} LANTERN is faster than EAGLE-2, {ratio} times", holds,
+                      f"{times:.2f} times in seconds of single pictures; tau grows {ours / eagle:.2f} times, from "
+                      f"{eagle:.2f} to {ours:.2f}")
+    name = report.quality(Run.of(strongest(report.scope)))["nearest name"]
+    section.claim("its agreement with the prompt stays (CLIP score)",
+                  False if name.significant and name.value < name.plain else None,
+                  f"nearest name {name.value:.3g}, plain decoding {name.plain:.3g} +- {name.noise:.2g}")
+    distance = report.quality(Run.of(strongest(report.scope)))["kernel distance"]
+    section.claim("its distance (FID) grows somewhat", decided(distance.value - distance.plain, distance.noise),
+                  f"kernel distance {distance.value:.3g}, plain decoding's own {distance.plain:.2g} +- "
+                  f"{distance.noise:.2g}")
 
 
 def latency_row(study: Study, latency: Latency) -> dict:
@@ -287,24 +317,37 @@ def lantern_table_4(report: Report, section: Section) -> None:
     section.table([report.row(run) for run in runs])
     report.noise(section, runs)
     of = {metric: Run.of(lantern(100, 0.2, metric=metric)) for metric in ("l2", "cosine", "random")}
-    frechet = {metric: report.quality(run)["Frechet distance"] for metric, run in of.items()}
-    noise = frechet["l2"].noise
-    section.claim("l2 and cosine are about equal", abs(frechet["l2"].value - frechet["cosine"].value) <= noise,
-                  f"Frechet distances {frechet['l2'].value:.3g} and {frechet['cosine'].value:.3g}, noise {noise:.2g}")
-    better = [frechet[metric].value < frechet["random"].value for metric in ("l2", "cosine")]
-    gap = frechet["random"].value - max(frechet["l2"].value, frechet["cosine"].value)
-    section.claim("near codes are better neighbors than random ones",
-                  all(better) if abs(gap) > noise else None,
-                  f"with random ones the Frechet distance is {frechet['random'].value:.3g}, tau "
+    margin = report.quality(of["l2"])["kernel distance"].noise
+    gap, half = report.compared(lambda d: d(of["cosine"]) - d(of["l2"]), list(of.values()))
+    section.claim("l2 and cosine are about equal", alike(gap, half, margin),
+                  f"the kernel distance with cosine differs by {gap:+.2g} +- {half:.2g}; plain decoding's own noise is "
+                  f"{margin:.2g}")
+    gap, half = report.compared(lambda d: d(of["random"]) - (d(of["l2"]) + d(of["cosine"])) / 2, list(of.values()))
+    section.claim("near codes are better neighbors than random ones", decided(gap, half),
+                  f"with random ones the kernel distance differs by {gap:+.2g} +- {half:.2g}, tau is "
                   f"{report.study.pictures(of['random']).tau:.2f} against {report.study.pictures(of['l2']).tau:.2f}")
-    points = {kind: sorted((report.study.pictures(run).tau, report.quality(run)["Frechet distance"].value)
-                           for run in runs if run.method.kind == kind and run.method.metric == "l2")
-              for kind in ("tvd", "jsd")}
-    gaps = [y - np.interp(x, *zip(*points["tvd"])) for x, y in points["jsd"]]
+    kinds = {kind: sorted((run for run in runs if run.method.kind == kind and run.method.metric == "l2"),
+                          key=lambda run: report.study.pictures(run).tau) for kind in ("tvd", "jsd")}
+    gap, half, shared = curve_gap(report, kinds["jsd"], kinds["tvd"])
     section.claim("total variation and Jensen-Shannon divergence do equally well at equal speed",
-                  bool(np.mean(np.abs(gaps)) <= noise),
-                  f"at the tau of the JSD runs the Frechet distance differs from the TVD curve by {np.mean(gaps):+.2g} "
-                  "on average")
+                  alike(gap, half, margin) if shared else None,
+                  f"over tau {shared[0]:.2f} to {shared[1]:.2f} the kernel distance with the latter differs by "
+                  f"{gap:+.2g} +- {half:.2g}" if shared else "their curves have no tau in common")
+
+
+def curve_gap(report: Report, a: list[Run], b: list[Run]) -> tuple[float, float, tuple[float, float] | None]:
+    """How far the curve of kernel distance over tau of runs a lies above that of b where both are; its half-width."""
+    tau = {run: report.study.pictures(run).tau for run in a + b}
+    low, high = (pick(pick2(tau[run] for run in runs) for runs in (a, b)) for pick, pick2 in ((max, min), (min, max)))
+    if low >= high:
+        return float("nan"), float("nan"), None
+    x = np.linspace(low, high, 50)
+
+    def gap(distance):
+        lines = [np.array(sorted((tau[run], distance(run)) for run in runs)).T for runs in (a, b)]
+        return float((np.interp(x, *lines[0]) - np.interp(x, *lines[1])).mean())
+
+    return *report.compared(gap, a + b), (low, high)
 
 
 @item("lantern-figure-3", "LANTERN, Figure 3: codes re-sampled among their nearest", lambda scope: [plain(scope)])
@@ -331,7 +374,7 @@ def lantern_figure_3(report: Report, section: Section) -> None:
     section.figure(figure, "Every code of a picture replaced by one drawn uniformly among its nearest, itself counted")
     reference = images["as drawn"].astype(np.float64)
 
-    def alike(name):
+    def cosine(name):
         a, b = (features[n] / np.linalg.norm(features[n], axis=1, keepdims=True) for n in ("as drawn", name))
         return float((a * b).sum(1).mean())
 
@@ -339,7 +382,7 @@ def lantern_figure_3(report: Report, section: Section) -> None:
     for name, these in list(images.items())[1:]:
         error = ((these - reference) ** 2).mean((1, 2, 3))
         rows.append({"codes": name, "PSNR (dB)": float((10 * np.log10(255**2 / error.clip(1e-9))).mean()),
-                     "cosine of features": alike(name)})
+                     "cosine of features": cosine(name)})
     section.table(rows)
     section.text(f"Of {V} codes 100 are {100 / V:.1%}; of LlamaGen's 16384 they are 0.6 %: the row of 30 is the like "
                  "of the paper's.")
@@ -383,16 +426,17 @@ def lantern_figures_5_7(report: Report, section: Section) -> None:
                     show(all_axes[line, column], study.pipeline.pictures(tokens)[0], title)
             section.figure(figure, f"Pictures over k and delta, {study.prompts[index % len(study.prompts)]!r}",
                            f"-pictures-{index}")
-    distance = values["Frechet distance"]
-    noise = report.quality(runs[scope.k[0], scope.delta[0]])["Frechet distance"].noise
     section.claim("larger k and delta are faster", grows(tau, 0, 0.05) and grows(tau, 1, 0.05),
                   f"tau from {tau.min():.2f} to {tau.max():.2f}")
-    section.claim("and lower the quality", bool(distance[-1, -1] > distance[0, 0]) if
-                  abs(distance[-1, -1] - distance[0, 0]) > noise else None,
-                  f"the Frechet distance goes from {distance[0, 0]:.3g} to {distance[-1, -1]:.3g}, noise {noise:.2g}")
-    section.claim("at a small delta a larger k is free of loss", bool(distance[-1, 0] - distance[0, 0] <= noise),
-                  f"at delta {scope.delta[0]:g} tau goes from {tau[0, 0]:.2f} to {tau[-1, 0]:.2f}, the Frechet distance "
-                  f"from {distance[0, 0]:.3g} to {distance[-1, 0]:.3g}")
+    corners = [runs[k, d] for k in (scope.k[0], scope.k[-1]) for d in (scope.delta[0], scope.delta[-1])]
+    gap, half = report.compared(lambda d: d(corners[3]) - d(corners[0]), corners)
+    section.claim("and lower the quality", decided(gap, half),
+                  f"from the smallest to the largest the kernel distance grows by {gap:+.2g} +- {half:.2g}")
+    gap, half = report.compared(lambda d: d(corners[2]) - d(corners[0]), corners)
+    margin = report.quality(corners[0])["kernel distance"].noise
+    section.claim("at a small delta a larger k is without significant loss", alike(gap, half, margin),
+                  f"at delta {scope.delta[0]:g} tau goes from {tau[0, 0]:.2f} to {tau[-1, 0]:.2f}, the kernel distance "
+                  f"by {gap:+.2g} +- {half:.2g}; plain decoding's own noise is {margin:.2g}")
 
 
 # --- ADT-Tree ----------------------------------------------------------------------------------------------------
@@ -412,8 +456,7 @@ def adt_table_1(report: Report, section: Section) -> None:
     study = report.study
     section.text("The paper, Anole:")
     section.table(papers.ADT_TABLE_1, "-paper")
-    section.text("Here. Its depth counts one level more than ours: EAGLE-2's 5.00 are 4 drafted levels and the one "
-                 "below, ours is the drafted ones.")
+    section.text("Here; depth is drafted levels (EAGLE-2 drafts 5 there, 4 in our recipe).")
     rows, tau, depth = [], {}, {}
     for T in (0.0, 1.0):
         for text in ADT:
@@ -426,23 +469,27 @@ def adt_table_1(report: Report, section: Section) -> None:
     section.table(rows)
     section.text("Single pictures, each right after plain decoding's:")
     section.table([latency_row(study, Latency(parse_method(text), T)) for T in (0.0, 1.0) for text in ADT], "-latency")
-    speed = {text: float(np.median(study.seconds(Latency(parse_method(text), 1.0)).speedup)) for text in ADT}
-    section.claim("ADT-Tree is faster than EAGLE-2 at temperature 1 (1.06 against 0.76 times plain decoding)",
-                  speed["adt-tree"] > speed["eagle2"],
-                  f"speed-up of single pictures {speed['adt-tree']:.2f} against {speed['eagle2']:.2f}; tau "
-                  f"{tau['adt-tree', 1.0]:.2f} against {tau['eagle2', 1.0]:.2f}")
-    section.claim("the more so at temperature 0", tau["adt-tree", 0.0] / tau["eagle2", 0.0] >
-                  tau["adt-tree", 1.0] / tau["eagle2", 1.0],
-                  f"tau grows {tau['adt-tree', 0.0] / tau['eagle2', 0.0]:.2f} times at temperature 0, "
-                  f"{tau['adt-tree', 1.0] / tau['eagle2', 1.0]:.2f} times at 1")
-    section.claim("LANTERN's acceptance adds to it", tau["adt-tree+lantern", 1.0] > tau["adt-tree", 1.0],
-                  f"tau {tau['adt-tree+lantern', 1.0]:.2f} against {tau['adt-tree', 1.0]:.2f}")
+    for T, paper in ((1.0, "at temperature 1 ADT-Tree is faster than EAGLE-2 (1.06 against 0.76 times plain decoding)"),
+                     (0.0, "and at temperature 0, where most of its gain is")):
+        holds, times = faster(study, *(Latency(parse_method(text), T) for text in ("adt-tree", "eagle2")))
+        section.claim(paper, holds, f"{times:.2f} times in seconds of single pictures, tau {tau['adt-tree', T]:.2f} "
+                                    f"against {tau['eagle2', T]:.2f}")
+    section.claim("LANTERN's acceptance adds to it", *gain(study, "adt-tree+lantern", "adt-tree"))
     section.claim("its trees are shallower than EAGLE-2's at temperature 1",
                   depth["adt-tree", 1.0] < depth["eagle2", 1.0],
                   f"mean depth {depth['adt-tree', 1.0]:.2f} against {depth['eagle2', 1.0]:.2f}")
 
 
-STARTS = {"horizontal (the paper's)": "adt-tree", "vertical": "adt-tree:start=vertical",
+def gain(study: Study, a: str, b: str) -> tuple[bool | None, str]:
+    """Has a the larger tau of the two at temperature 1, and the words for it; by differences of the same pictures."""
+    taus = [study.pictures(Run.of(text)).decoded.tau for text in (a, b)]
+    change = (taus[0] - taus[1])[~(taus[0] - taus[1]).isnan()]
+    half = 2 * change.std().item() / len(change) ** 0.5
+    return decided(change.mean().item(), half), (f"tau {taus[0].nanmean():.2f} against {taus[1].nanmean():.2f}, a "
+                                                 f"difference of {change.mean():+.2f} +- {half:.2f}")
+
+
+STARTS = {"horizontal (the default)": "adt-tree", "vertical": "adt-tree:start=vertical",
           "random": "adt-tree:start=random", "TokenFlock": "adt-tree:start=tokenflock",
           "depth from 1": "adt-tree:flat_depth=1", "width from 25": "adt-tree:flat_width=25"}
 
@@ -459,14 +506,13 @@ def adt_table_5(report: Report, section: Section) -> None:
     section.text("At temperature 1. The last two rows are the ablation's fixed starts; where the paper leaves a choice "
                  "open, `Adaptation` in trees.py says what was taken.")
     section.table(rows)
-    tau = {row["start"]: row["tau"] for row in rows}
-    best = max(tau, key=tau.get)
-    section.claim("starting from the left neighbor is best", best == "horizontal (the paper's)",
-                  f"the largest tau is {tau[best]:.2f}, by {best}; horizontal has {rows[0]['tau']:.2f}")
+    for name in ("vertical", "random"):
+        section.claim(f"the default, the left neighbor's shape, is a better start than {name}",
+                      *gain(report.study, STARTS["horizontal (the default)"], STARTS[name]))
 
 
 @item("adt-figure-3b", "ADT-Tree, Figure 3b: rank of the accepted token",
-      lambda scope: [plain(scope), Run.of("eagle2:width=10:nodes=60"), Run.of("adt-tree")])
+      lambda scope: [Run.of("eagle2:width=10:nodes=60"), Run.of("adt-tree")])
 def adt_figure_3b(report: Report, section: Section) -> None:
     study, rows = report.study, []
     figure, (both,) = axes(1, 2, 4.2, 3.2)
@@ -486,7 +532,8 @@ def adt_figure_3b(report: Report, section: Section) -> None:
             rows.append({"method": run.method.label, "places": name, "accepted drafts": len(those),
                          "mean rank": 1 + shares[text, name], "rank 1": share[0].item(), "rank 2": share[1].item(),
                          "rank 3": share[2].item(), "rank 4 or more": share[3:].sum().item()})
-        axis.set(xlabel=f"rank among the siblings ({width}: and beyond)", ylabel="share of accepted drafts", yscale="log")
+        axis.set(xlabel=f"rank among the siblings ({width}: and beyond)", ylabel="share of accepted drafts",
+                 yscale="log")
         axis.set_title(run.method.label, fontsize=8)
         axis.legend(fontsize=7)
     section.figure(figure, "Rank, by the draft's probability, of the sibling that was accepted, for places where the "
@@ -511,17 +558,17 @@ def forced(report: Report, run: Run) -> tuple[torch.Tensor, torch.Tensor, torch.
     if key not in study.kept:
         tokens, parts = study.pictures(run).decoded.tokens, []
         for start in range(0, len(tokens), 8):
-            some = tokens[start: start + 8]
+            some = tokens[start: start + 8].to(study.pipeline.device)
             target, draft = teacher_forced_probs(study.pipeline, study._prompts(start, len(some)), some,
                                                  study._sampling(start, len(some), run.temperature))
             parts.append((target.max(-1).values, draft.max(-1).values,
                           torch.minimum(target[:, 1:], draft).sum(-1)))
-        study.kept[key] = tuple(torch.cat(part) for part in zip(*parts))
+        study.kept[key] = tuple(torch.cat(part).cpu() for part in zip(*parts))
     return study.kept[key]
 
 
 @item("adt-figures-4-5-9", "ADT-Tree, Figures 4, 5 and 9: maps of the likeliest token's probability",
-      lambda scope: [plain(scope), Run.of("eagle2")])
+      lambda scope: [Run.of("eagle2")])
 def adt_figures(report: Report, section: Section) -> None:
     study = report.study
     run = Run.of("eagle2")
@@ -572,8 +619,8 @@ def cost_shapes(scope: Scope) -> list[tuple[Method, Latency, Memory]]:
 def adt_cost(report: Report, section: Section) -> None:
     study, rows, seen = report.study, [], []
     section.text("The equations' text was not at hand. As cost in time we take C_T = d t_D(w) + t_T(N), d forwards of "
-                 "the drafter on w nodes and one of the target on N; as cost in space C_S = N + w + (d - 1) w, the rows "
-                 "of V probabilities that the target's and the drafter's forwards give. Memory is the most that all "
+                 "the drafter on w nodes and one of the target on N; as cost in space C_S = N + w + (d - 1) w, the "
+                 "rows of V probabilities that the target's and the drafter's forwards give. Memory is the most that all "
                  "tensors of one picture took together, less plain decoding's.")
     plain_bytes = study.memory(Memory(parse_method("vanilla")))
     for m, latency, memory in cost_shapes(report.scope):
@@ -593,10 +640,11 @@ def adt_cost(report: Report, section: Section) -> None:
         row |= {"C_T fitted (ms)": float(a), "C_S fitted (MB)": float(b)}
     section.table(rows)
     V = study.pipeline.gpt.config.vocabulary
+    few = " (as many weights as trees: R^2 says nothing)" if len(rows) <= time_weights.size else ""
     section.text(f"Least squares, single pictures: a step takes {time_weights[0]:.2f} ms + {time_weights[1]:.2f} ms a "
-                 f"level + {time_weights[2]:.3f} ms a drafted inner node + {time_weights[3]:.3f} ms a verified node, R^2 "
-                 f"{time_rest:.2f}; memory is {space_weights[0]:.2f} MB + {1e3 * space_weights[1]:.1f} kB a row, R^2 "
-                 f"{space_rest:.2f}. (A row of float32 is {4e-3 * V:.1f} kB; a node has two rows of logits too.)")
+                 f"level + {time_weights[2]:.3f} ms a drafted inner node + {time_weights[3]:.3f} ms a verified node, "
+                 f"R^2 {time_rest:.2f}{few}; memory is {space_weights[0]:.2f} MB + {1e3 * space_weights[1]:.1f} kB a row, "
+                 f"R^2 {space_rest:.2f}. (A row of float32 is {4e-3 * V:.1f} kB; a node has two rows of logits too.)")
     figure, (three,) = axes(1, 3, 3.6, 3)
     for axis, x, y, unit in ((three[0], step, time_fit, "step (ms)"), (three[1], held, space_fit, "memory (MB)")):
         axis.plot(x, y, "o", ms=4)
@@ -608,9 +656,6 @@ def adt_cost(report: Report, section: Section) -> None:
     three[2].set(xlabel="depth", ylabel="measured step (ms)")
     three[2].legend(fontsize=7)
     section.figure(figure, "The linear costs against measured steps and memory of single pictures")
-    section.claim("time goes as a forward of the drafter a level and one of the target", bool(time_rest > 0.8),
-                  f"the linear form explains {time_rest:.0%} of the variance")
-    section.claim("space goes as the nodes", bool(space_rest > 0.8), f"the linear form explains {space_rest:.0%}")
 
 
 def least_squares(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
@@ -647,16 +692,22 @@ def peanut_figures(report: Report, section: Section) -> None:
                      "mean": lengths.float().mean().item()})
     section.figure(figure, "How many drafts a step accepts, share of steps", "-lengths")
     section.table(rows)
-    spread = {text: float(values.max() / values.min()) for text, values in gains.items()}
-    section.claim("acceptance differs strongly between regions", spread["eagle2"] > 1.2,
-                  f"EAGLE-2's steps gain {spread['eagle2']:.1f} times as many tokens at the best place as at the worst")
+    each = steps_gain(study.pictures(Run.of("eagle2")).decoded.accepted).float()
+    generator = torch.Generator().manual_seed(0)
+    places = torch.stack([torch.stack([torch.randperm(side * side, generator=generator) for _ in each])
+                          for _ in range(20)])
+    shuffled = [each.gather(1, order).mean(0) for order in places]
+    spread, chance = gains["eagle2"].max() / gains["eagle2"].min(), max((m.max() / m.min()).item() for m in shuffled)
+    section.claim("acceptance differs strongly between regions", spread > chance,
+                  f"EAGLE-2's steps gain {spread:.1f} times as many tokens at the best place as at the worst; with "
+                  f"places shuffled in each picture at most {chance:.1f} times")
 
 
 GUIDED = ("eagle2", "eagle1", "speculative")
 
 
 def guided_works(scope: Scope) -> Works:
-    for guidance in (1.2, 3.0):
+    for guidance in (None, 3.0):
         for text in GUIDED:
             for share in (1, 0):
                 yield Run(parse_method(f"{text}:draft_guidance={share}"), 1.0, min(scope.images, CHUNK), 0, guidance)
@@ -664,26 +715,29 @@ def guided_works(scope: Scope) -> Works:
 
 @item("peanut-figure-7", "PEANUT, Figure 7: drafting with and without guidance", guided_works)
 def peanut_figure_7(report: Report, section: Section) -> None:
-    rows, gains = [], {}
+    rows, gains, usual = [], {}, report.study.settings["guidance"]
     for run in guided_works(report.scope):
         pictures = report.study.pictures(run)
         gains[run.method.name, run.guidance, run.method.draft_guidance] = pictures.tau
-        rows.append({"method": run.method.name, "guidance": f"{run.guidance:g}",
+        rows.append({"method": run.method.name, "guidance": f"{run.guidance or usual:g}",
                      "drafter": "guided" if run.method.draft_guidance else "not guided", "tau": pictures.tau,
                      "acceptance": pictures.decoded.acceptance_rate})
-    section.text("The drafter's distribution is moved by the request's guidance (1.2 is the study's; 3 is common), or "
-                 "is that with the caption alone.")
+    section.text("The drafter's distribution is moved by the request's guidance, or is that with the caption "
+                 "alone.")
     section.table(rows)
     figure, (all_axes,) = axes(1, 2, 3.6, 2.8)
-    for axis, guidance in zip(all_axes, (1.2, 3.0)):
+    for axis, guidance in zip(all_axes, (None, 3.0)):
         for shift, share, label in ((-0.2, 1.0, "guided drafter"), (0.2, 0.0, "not guided")):
-            axis.bar(np.arange(len(GUIDED)) + shift, [gains[text, guidance, share] for text in GUIDED], 0.4, label=label)
-        axis.set(xticks=range(len(GUIDED)), xticklabels=GUIDED, ylabel="tau", title=f"guidance {guidance:g}")
+            heights = [gains[text, guidance, share] for text in GUIDED]
+            axis.bar(np.arange(len(GUIDED)) + shift, heights, 0.4, label=label)
+        axis.set(xticks=range(len(GUIDED)), xticklabels=GUIDED, ylabel="tau",
+                 title=f"guidance {guidance or usual:g}")
         axis.legend(fontsize=7)
     section.figure(figure, "tau with and without guidance of the drafter")
-    better = [gains[text, guidance, 1.0] / gains[text, guidance, 0.0] for text in GUIDED for guidance in (1.2, 3.0)]
-    section.claim("guiding the drafter as the target pays (the paper's drafter is guided)", min(better) > 0.98 and
-                  max(better) > 1.02, f"tau changes by {min(better) - 1:+.1%} to {max(better) - 1:+.1%}")
+    better = [gains[text, guidance, 1.0] / gains[text, guidance, 0.0] for text in GUIDED for guidance in (None, 3.0)]
+    section.claim("the drafter is guided as the target (the paper's method figure), which pays",
+                  True if min(better) > 1 else False if max(better) < 1 else None,
+                  f"tau changes by {min(better) - 1:+.1%} to {max(better) - 1:+.1%}")
 
 
 # --- COOL-SD -----------------------------------------------------------------------------------------------------
@@ -702,76 +756,53 @@ def cool_table_1(report: Report, section: Section) -> None:
     report.noise(section, runs)
     section.text("Single pictures, each right after plain decoding's:")
     section.table([latency_row(report.study, Latency(parse_method(text))) for text in COOL], "-latency")
-    tau = {text: report.tau(text) for text in COOL}
     section.claim("COOL-SD with delta 1.1 accepts more than Eagle-1 (1.13 times on both models)",
-                  tau["cool-sd"] > tau["eagle1"], f"{tau['cool-sd'] / tau['eagle1']:.2f} times: tau {tau['cool-sd']:.2f} "
-                  f"against {tau['eagle1']:.2f}")
-    section.claim("with delta 2 still more (1.38 times)", tau["cool-sd:omega=2"] > tau["cool-sd"],
-                  f"{tau['cool-sd:omega=2'] / tau['eagle1']:.2f} times")
-    section.claim("LANTERN++ lies between Eagle-1 and COOL-SD (1.08 to 1.10 times)",
-                  tau["eagle1"] < tau["lantern++"] < tau["cool-sd"],
-                  f"{tau['lantern++'] / tau['eagle1']:.2f} times, on a tree of another shape")
+                  *gain(report.study, "cool-sd", "eagle1"))
+    section.claim("with delta 2 still more (1.38 times)", *gain(report.study, "cool-sd:omega=2", "cool-sd"))
+    section.claim("LANTERN++ accepts more than Eagle-1 (1.08 to 1.10 times)",
+                  *gain(report.study, "lantern++", "eagle1"))
+    section.claim("and less than COOL-SD with delta 1.1", *gain(report.study, "cool-sd", "lantern++"))
+    section.text("(LANTERN++'s recipe has a tree of its own here, of 57 drafts; the others' has 25.)")
 
 
 @item("cool-figure-3", "COOL-SD, Figure 3: annealed against uniform relaxation",
       lambda scope: [plain(scope), Run.of("eagle1"), *sweeps(scope)])
 def cool_figure_3(report: Report, section: Section) -> None:
-    wanted = ("UniformRSD", "COOL-SD", "LANTERN++")
-    runs = [run for run in sweeps(report.scope) if any(FAMILIES[name](run.method) for name in wanted)]
-    runs.append(Run.of("eagle1"))
+    of = families(report.scope)
+    runs = {name: [run for run in sweeps(report.scope) if of[name](run.method)]
+            for name in ("UniformRSD", "COOL-SD", "LANTERN++")}
+    every = [*sum(runs.values(), []), Run.of("eagle1")]
     section.text("Delta of UniformRSD and COOL-SD (our `omega`): " + ", ".join(f"{x:g}" for x in report.scope.omega)
                  + "; lambda of LANTERN++ (our `delta`, k = 10): " + ", ".join(f"{x:g}" for x in report.scope.ratio)
                  + ". COOL-SD's tree is EAGLE-1's, LANTERN++'s is its own, which is larger.")
-    figure, (both,) = axes(1, 2, 4.6, 3.6)
-    points = {quality: curves(report, runs, axis, quality, wanted)
-              for axis, quality in zip(both, ("Frechet distance", "kernel distance"))}
-    section.figure(figure, "Distance from plain decoding over tau")
-    section.table([report.row(run) for run in runs])
-    report.noise(section, runs)
-    meters = {name: np.array(sorted((report.study.pictures(run).tau, report.study.pictures(run).excess.mean().item())
-                                    for run in runs if FAMILIES[name](run.method))) for name in wanted}
-    gap, shared = between(points["Frechet distance"]["COOL-SD"], points["Frechet distance"]["UniformRSD"])
-    noise = report.quality(runs[0])["Frechet distance"].noise
-    meter, _ = between(meters["COOL-SD"], meters["UniformRSD"])
+    figure, (three,) = axes(1, 3, 4.2, 3.6)
+    for axis, quality in zip(three, ("Frechet distance", "kernel distance", None)):
+        curves(report, every, axis, quality)
+    section.figure(figure, "Distance from plain decoding, and the fidelity meter, over tau")
+    section.table([report.row(run) for run in every])
+    report.noise(section, every)
+    gap, half, shared = curve_gap(report, runs["COOL-SD"], runs["UniformRSD"])
     section.claim("at equal speed annealed relaxation is nearer to the target than uniform",
-                  None if shared is None or abs(gap) <= noise else gap < 0,
-                  "the curves have no tau in common" if shared is None else
-                  f"over tau {shared[0]:.2f} to {shared[1]:.2f} its Frechet distance differs by {gap:+.2g} on average "
-                  f"(noise {noise:.2g}), its meter by {meter:+.2g}")
-
-
-def between(a: np.ndarray, b: np.ndarray) -> tuple[float, tuple[float, float] | None]:
-    """How much curve a lies above b on average over the x that they share (None: none)."""
-    low, high = max(a[0, 0], b[0, 0]), min(a[-1, 0], b[-1, 0])
-    if low >= high:
-        return float("nan"), None
-    x = np.linspace(low, high, 50)
-    return float((np.interp(x, *a.T) - np.interp(x, *b.T)).mean()), (low, high)
+                  decided(-gap, half) if shared else None,
+                  f"over tau {shared[0]:.2f} to {shared[1]:.2f} its kernel distance differs by {gap:+.2g} +- {half:.2g}"
+                  if shared else "the curves have no tau in common")
 
 
 @item("cool-figure-4", "COOL-SD, Figure 4: LANTERN++ with the optimal residual",
       lambda scope: [plain(scope), *sweeps(scope)])
 def cool_figure_4(report: Report, section: Section) -> None:
-    rows, better = [], []
-    figure, (both,) = axes(1, 2, 4.6, 3.6)
-    wanted = ("LANTERN++", "LANTERN++ with G*")
-    runs = [run for run in sweeps(report.scope) if any(FAMILIES[name](run.method) for name in wanted)]
-    for axis, quality in zip(both, ("Frechet distance", "kernel distance")):
-        curves(report, runs, axis, quality, wanted)
-    section.figure(figure, "LANTERN++ with its own and with COOL-SD's residual, over lambda")
-    for ratio in report.scope.ratio:
-        pair = [Run.of(f"lantern++:delta={ratio:g}{tail}") for tail in ("", ":residual=optimal")]
-        rows += [report.row(run) for run in pair]
-        a, b = (report.quality(run)["Frechet distance"] for run in pair)
-        better.append(b.value - a.value)
-    section.table(rows)
+    pairs = [[Run.of(f"lantern++:delta={ratio:g}{tail}") for tail in ("", ":residual=optimal")]
+             for ratio in report.scope.ratio]
+    runs = sum(pairs, [])
+    figure, (three,) = axes(1, 3, 4.2, 3.6)
+    for axis, quality in zip(three, ("Frechet distance", "kernel distance", None)):
+        curves(report, runs, axis, quality)
+    section.figure(figure, "LANTERN++ with its own and with COOL-SD's residual, over lambda, k = 10")
+    section.table([report.row(run) for run in runs])
     report.noise(section, runs)
-    noise, mean = report.quality(runs[0])["Frechet distance"].noise, float(np.mean(better))
-    section.claim("the optimal residual brings LANTERN++ nearer to the target",
-                  None if abs(mean) <= noise else mean < 0,
-                  f"its Frechet distance differs by {mean:+.2g} on average over lambda, noise {noise:.2g}")
-    section.claim("the more so the larger the neighborhood", None if np.ptp(better) <= noise else
-                  better[-1] < better[0], f"by {better[0]:+.2g} at the smallest lambda, {better[-1]:+.2g} at the largest")
+    gap, half = report.compared(lambda d: float(np.mean([d(b) - d(a) for a, b in pairs])), runs)
+    section.claim("the optimal residual brings LANTERN++ nearer to the target", decided(-gap, half),
+                  f"its kernel distance differs by {gap:+.2g} +- {half:.2g} on average over lambda")
 
 
 def strip_works(scope: Scope) -> Works:
@@ -802,7 +833,7 @@ def cool_figure_2(report: Report, section: Section) -> None:
                                "that were timed, alone", "-" + ("cool-sd" if name == "COOL-SD" else "lantern"))
     section.table([latency_row(study, work) for work in works])
     cool = [np.mean(study.seconds(work).tau) for work in families["COOL-SD"]]
-    section.claim("a larger delta needs fewer target forwards", bool(cool[-1] > cool[0]),
+    section.claim("a larger delta needs fewer target forwards", cool[-1] > cool[0],
                   f"tau {cool[0]:.2f} at delta {families['COOL-SD'][0].method.omega:g}, {cool[-1]:.2f} at "
                   f"{families['COOL-SD'][-1].method.omega:g}")
 
@@ -826,6 +857,8 @@ def latency(report: Report, section: Section) -> None:
     axis.set(xlabel="speed-up over plain decoding, single pictures")
     section.figure(figure, "Median and range of the speed-up in seconds, batch 1")
     fastest = max(rows, key=lambda row: row["speed-up"])
-    section.claim("speculative decoding is faster than plain decoding (on GPUs)", fastest["speed-up"] > 1,
-                  f"the fastest is {fastest['method']} at {fastest['speed-up']:.2f} times; this machine has no idle "
-                  "arithmetic for a tree, a GPU has")
+    section.claim("speculative decoding is faster than plain decoding (on GPUs)",
+                  True if max(row["least"] for row in rows) > 1 else
+                  False if max(row["most"] for row in rows) < 1 else None,
+                  f"on {study.machine} the fastest is {fastest['method']} at {fastest['speed-up']:.2f} times "
+                  f"({fastest['least']:.2f} to {fastest['most']:.2f})")

@@ -1,6 +1,5 @@
 """A report's sections: text, tables and plots, as Markdown, CSV and PNG in one folder."""
 import csv
-import subprocess
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,21 +7,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from specvis_kernels import __version__
-
 from ..compare import save_figure
-
-
-def revision() -> str:
-    """The commit that this package is a checkout of, else its version."""
-    here = Path(__file__).parent
-    try:
-        def git(*arguments):
-            return subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True, check=True).stdout
-        changed = "+changes" if git("status", "--porcelain", "--untracked-files=no").strip() else ""
-        return git("rev-parse", "--short", "HEAD").strip() + changed
-    except (OSError, subprocess.CalledProcessError):
-        return f"version {__version__}"
+from .quality import Score
 
 
 @dataclass
@@ -53,16 +39,18 @@ class Section:
         self.parts += paragraphs
 
     def claim(self, text: str, holds: bool | None, seen: str) -> None:
-        self.claims.append(Claim(text, holds, seen))
+        self.claims.append(Claim(text, None if holds is None else bool(holds), seen))
 
     def table(self, rows: list[dict], ending: str = "") -> None:
-        """A table in the text and as <name><ending>.csv."""
+        """A table in the text and as <name><ending>.csv, which has a column more for each score: is it beyond noise?"""
         columns = list(dict.fromkeys(key for row in rows for key in row))
         path = self.folder / f"{self.name}{ending}.csv"
+        flat = [{name: shown(cell) for key, value in row.items() for name, cell in cells(key, value)} for row in rows]
         with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)), restval="",
+                                    lineterminator="\n")
             writer.writeheader()
-            writer.writerows({key: shown(value) for key, value in row.items()} for row in rows)
+            writer.writerows(flat)
         lines = [columns, ["---"] * len(columns), *([shown(row.get(key, "")) for key in columns] for row in rows)]
         self.parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n([CSV]({path.name}))")
 
@@ -82,10 +70,19 @@ class Section:
         return "\n\n".join([f"## {self.title}", f"`{self.name}`", *self.parts, "\n".join(claims)]).rstrip() + "\n"
 
 
+def cells(key: str, value) -> list[tuple[str, object]]:
+    """What a value is in a CSV."""
+    if isinstance(value, Score):
+        return [(key, value.value), (f"{key} differs", "yes" if value.significant else "no")]
+    return [(key, value)]
+
+
 def shown(value) -> str:
-    """A number with three significant digits; None is "not measured"."""
+    """A number with three significant digits, with a star for a score beyond noise; None is "not measured"."""
     if value is None:
         return "not measured"
+    if isinstance(value, Score):
+        return shown(value.value) + "*" * value.significant
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
     return str(value)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 SIDE = 224        # the network's input
 GROUPS = 8        # of plain pictures, each as many as are judged, that the noise is taken from
-QUANTILE = {8: 2.365}  # 97.5 % of the t distribution with GROUPS - 1 degrees of freedom
+QUANTILE = 2.365  # 97.5 % of the t distribution with GROUPS - 1 degrees of freedom
 
 
 class Network:
@@ -77,18 +77,15 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(((means[0] - means[1]) ** 2).sum() + (x ** 2).sum() + (y ** 2).sum() - 2 * both)
 
 
-def kernel_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Squared maximum mean discrepancy, unbiased, kernel (x y / d + 1)^3 (Binkowski et al., arXiv:1801.01401)."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
+def kernel_distance(a: Seen, b: Seen) -> float:
+    """Squared maximum mean discrepancy, kernel (x y / d + 1)^3 (Binkowski et al., arXiv:1801.01401), over all pairs of
+    pictures of different prompts: such pairs alone are as frequent within a set as between two, so that it is unbiased.
+    """
+    def mean(x: Seen, y: Seen) -> float:
+        kernel = (x.features.astype(np.float64) @ y.features.astype(np.float64).T / x.features.shape[1] + 1) ** 3
+        return kernel[x.names[:, None] != y.names].mean()
 
-    def kernel(x, y):
-        return (x @ y.T / x.shape[1] + 1) ** 3
-
-    def within(x):
-        k = kernel(x, x)
-        return (k.sum() - k.trace()) / (len(x) * (len(x) - 1))
-
-    return float(within(a) + within(b) - 2 * kernel(a, b).mean())
+    return float(mean(a, a) + mean(b, b) - 2 * mean(a, b))
 
 
 def inception_score(classes: np.ndarray) -> float:
@@ -107,8 +104,8 @@ def nearest_name(seen: Seen, own: np.ndarray) -> float:
     return float(((x @ y.T).argmax(1) == seen.names).mean())
 
 
-DISTANCES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {  # to plain decoding's pictures, from features
-    "Frechet distance": frechet_distance,
+DISTANCES: dict[str, Callable[[Seen, Seen], float]] = {  # to plain decoding's pictures
+    "Frechet distance": lambda a, b: frechet_distance(a.features, b.features),
     "kernel distance": kernel_distance,
 }
 SCORES: dict[str, Callable[[Seen, np.ndarray], float]] = {  # of pictures and the features of the prompts' own pictures
@@ -137,14 +134,14 @@ class Score:
         return self.effect > self.noise
 
     def pictures_needed(self, now: int) -> int | None:
-        """With about how many pictures the noise, taken to fall as 1 / sqrt(n), would be below the effect."""
-        return int(np.ceil(now * (self.noise / self.effect) ** 2)) if self.effect else None
+        """With about how many pictures the noise of a distance, which falls as 1 / n, would be below the effect."""
+        return int(np.ceil(now * self.noise / self.effect)) if self.effect else None
 
     @staticmethod
     def of(value: float, groups: list[float]) -> "Score":
         """Beside the same number of each group of plain pictures: a prediction interval of the t distribution."""
         g = len(groups)
-        spread = np.std(groups, ddof=1) * np.sqrt(1 + 1 / g) * QUANTILE[g] if g > 1 else 0.0
+        spread = np.std(groups, ddof=1) * np.sqrt(1 + 1 / g) * QUANTILE if g > 1 else 0.0
         return Score(float(value), float(np.mean(groups)), float(spread))
 
 
@@ -161,9 +158,20 @@ def quality(seen: Seen, plain: Seen, own: np.ndarray) -> dict[str, Score]:
     if len(plain) not in (n, GROUPS * n):
         raise ValueError(f"plain must have {GROUPS} times as many pictures as the {n} judged, got {len(plain)}")
     groups = [np.arange(start, start + n) for start in range(0, len(plain), n)]
-    others = [np.delete(plain.features, group, 0) if len(groups) > 1 else plain.features for group in groups]
-    result = {name: Score.of(np.mean([distance(seen.features, other) for other in others]),
-                             [distance(plain.features[group], other) for group, other in zip(groups, others)])
+    others = [plain[np.setdiff1d(np.arange(len(plain)), group)] if len(groups) > 1 else plain for group in groups]
+    result = {name: Score.of(np.mean([distance(seen, other) for other in others]),
+                             [distance(plain[group], other) for group, other in zip(groups, others)])
               for name, distance in DISTANCES.items()}
     return result | {name: Score.of(score(seen, own), [score(plain[group], own) for group in groups])
                      for name, score in SCORES.items()}
+
+
+def jackknife(count: int, statistic: Callable[[np.ndarray], float]) -> tuple[float, float]:
+    """A number that is found from `count` pictures, and the half-width of its 95 % interval.
+
+    statistic: from the numbers of the pictures that are kept; each is left out once, from all methods alike.
+    """
+    every = np.arange(count)
+    without = np.array([statistic(np.delete(every, i)) for i in every])
+    error = np.sqrt((count - 1) * ((without - without.mean()) ** 2).mean())
+    return float(statistic(every)), float(2 * error)

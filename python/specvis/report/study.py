@@ -2,10 +2,14 @@
 import hashlib
 import json
 import platform
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from datetime import date
 from pathlib import Path
+from zipfile import BadZipFile
 
 import click
 import numpy as np
@@ -66,7 +70,6 @@ class Pictures:
     decoded: Decoded
     ranks: Tensor    # (n, L) int64  elder siblings of the draft that was accepted here; -1: drawn, not drafted
     nodes: Tensor    # (n, L) int64  nodes of the tree whose step began here, the root counted; 0: none began
-    seconds: float   # of the batches, together
 
     @property
     def tau(self) -> float:
@@ -131,18 +134,20 @@ class Recorder:
 
 
 def fingerprint(pipeline: Pipeline) -> str:
-    """Sixteen digits of the weights: two models with the same are the same."""
-    digest = hashlib.sha256()
+    """Sixteen digits of weights, configurations and vocabulary: two models with the same are the same."""
+    small = pipeline.small and pipeline.small.config
+    digest = hashlib.sha256(repr((pipeline.gpt.config, pipeline.tokenizer.config, small,
+                                  pipeline.words.vocabulary)).encode())
     for name, weight in sorted(pipeline.state_dict().items()):
         digest.update(name.encode())
         digest.update(weight.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
-def machine() -> str:
+def machine(device: torch.device) -> str:
     """The processor, as the system names it."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -151,11 +156,25 @@ def machine() -> str:
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
+def revision() -> str:
+    """The commit that this package is a checkout of, else its version."""
+    here = Path(__file__)
+    try:
+        def git(*arguments):
+            command = ["git", "-C", str(here.parent), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        git("ls-files", "--error-unmatch", str(here))  # not that of a repository around an installed package
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", str(here.parents[1]))
+                                                      else "")
+    except (OSError, subprocess.CalledProcessError):
+        return f"version {specvis_kernels.__version__}"
+
+
 class Study:
     """Runs of a pipeline under the same settings; each is done once and kept in `folder`.
 
     Args:
-        prompts: picture i is of prompts[i % len(prompts)], with seed `seed + i`
+        prompts: of which the first `images` are used, over and over: picture i has seed `seed + i`
         images:  pictures of a run
         timed:   pictures of a latency
     """
@@ -167,7 +186,8 @@ class Study:
             ValueError: the folder holds runs of another model, version or setting
         """
         self.pipeline, self.folder = pipeline, Path(folder)
-        self.prompts, self.images, self.timed, self.seed = prompts, images, timed, seed
+        self.prompts, self.images, self.timed, self.seed = prompts[:images], images, timed, seed
+        self.machine = machine(pipeline.device)
         self.settings = {"guidance": guidance, "top_k": top_k, "top_p": top_p}
         pipeline.words.encode(prompts)
         self.kept: dict[tuple, Pictures] = {}
@@ -175,18 +195,20 @@ class Study:
         identity = {"model": fingerprint(pipeline), "version": specvis_kernels.__version__, "seed": seed,
                     "prompts": prompts, **self.settings}
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "study.json"
-        if path.exists():
-            try:
-                other = json.loads(path.read_text())
-            except ValueError as error:
-                raise ValueError(f"{path} cannot be read: {error}; remove the folder, or choose another") from error
-            for key, wanted in identity.items():
-                if other.get(key) != wanted:
-                    raise ValueError(f"{self.folder} holds results of another {key} ({other.get(key)}; here it is "
-                                     f"{wanted}): choose another folder, or remove it")
-        else:
-            write(path, json.dumps(identity, indent=1) + "\n")
+        self.record = self.folder / "study.json"
+        if not self.record.exists():
+            write(self.record, json.dumps(identity | {"made": []}, indent=1) + "\n")
+        other = read_json(self.record)
+        for key, wanted in identity.items():
+            if other.get(key) != wanted:
+                differ = f" ({other.get(key)}; here it is {wanted})" if not isinstance(wanted, list) else ""
+                raise ValueError(f"{self.folder} holds results of another {key}{differ}: choose another folder, or "
+                                 "remove it")
+
+    @property
+    def made(self) -> list[str]:
+        """Where the runs come from: revision, machine and day of each time that some were done."""
+        return read_json(self.record)["made"]
 
     # --- what is to do -------------------------------------------------------------------------------------------
 
@@ -200,7 +222,9 @@ class Study:
         return runs
 
     def path(self, work: Work) -> Path:
-        values = [getattr(work, field.name) for field in fields(work)]
+        values = [getattr(work, field.name) for field in fields(work)] + [len(self.prompts)]
+        if not isinstance(work, Run):
+            values.append(self.machine)
         digest = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
         return self.folder / f"{work.method.name}-{digest}.{'npz' if isinstance(work, Run) else 'json'}"
 
@@ -218,6 +242,9 @@ class Study:
         pending = self.pending(works)
         for method in {work.method: None for work in pending}:
             self.pipeline.check(method)
+        origin = f"{revision()}, {self.machine}, {date.today()}"
+        if pending and origin not in self.made:
+            write(self.record, json.dumps(read_json(self.record) | {"made": [*self.made, origin]}, indent=1) + "\n")
         costs = [cost(work) for work in pending]
         began, done = time.perf_counter(), 0.0
         form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} gone, {remaining} left"
@@ -248,22 +275,21 @@ class Study:
             decoded = [part.decoded for part in parts]
             self.kept[key] = Pictures(
                 Decoded(*(torch.cat([getattr(d, field.name) for d in decoded]) for field in fields(Decoded))),
-                torch.cat([part.ranks for part in parts]), torch.cat([part.nodes for part in parts]),
-                sum(part.seconds for part in parts))
+                torch.cat([part.ranks for part in parts]), torch.cat([part.nodes for part in parts]))
         return self.kept[key]
 
     def seconds(self, latency: Latency) -> Seconds:
         latency = self.whole(latency)
         if not self.path(latency).exists():
             self._time(latency)
-        return Seconds(**json.loads(self.path(latency).read_text()))
+        return Seconds(**read_json(self.path(latency)))
 
     def memory(self, work: Memory) -> int:
         """Bytes, of all tensors together; the model's weights do not count."""
         path = self.path(work)
         if not path.exists():
             write(path, json.dumps({"bytes": self._peak(work)}) + "\n")
-        return json.loads(path.read_text())["bytes"]
+        return read_json(path)["bytes"]
 
     def images_of(self, run: Run) -> np.ndarray:
         """(n, H, W, 3) uint8."""
@@ -275,11 +301,17 @@ class Study:
         count = run.count or self.images
         plain = Run.of("vanilla", run.temperature, count=GROUPS * count if run.temperature else count)
         result = quality(self.seen(run), self.seen(plain), own)
-        for name, score in MORE_SCORES.items():
-            of_run, of_plain = (np.asarray(score(self.images_of(r), self._prompts(r.start, r.count or self.images)))
-                                for r in (run, plain))
-            result[name] = Score.of(of_run.mean(), of_plain.reshape(-1, count).mean(1).tolist())
+        for name in MORE_SCORES:
+            groups = self.more(name, plain).reshape(-1, count).mean(1)
+            result[name] = Score.of(self.more(name, run).mean(), groups.tolist())
         return result
+
+    def more(self, name: str, run: Run) -> np.ndarray:
+        """(n,) one of quality.MORE_SCORES."""
+        if (name, run) not in self.kept:
+            self.kept[name, run] = np.asarray(MORE_SCORES[name](self.images_of(run), self._prompts(
+                run.start, run.count or self.images)), dtype=np.float64)
+        return self.kept[name, run]
 
     def seen(self, run: Run) -> Seen:
         """What the network sees in a run's pictures, kept beside them."""
@@ -289,8 +321,8 @@ class Study:
             if not path.exists():
                 features, classes = self.network(self.images_of(chunk))
                 write(path, lambda file: np.savez(file, features=features, classes=classes))
-            with np.load(path) as kept:
-                parts.append((kept["features"], kept["classes"]))
+            kept = read_arrays(path)
+            parts.append((kept["features"], kept["classes"]))
         count = run.count or self.images
         return Seen(*(np.concatenate(part) for part in zip(*parts)),
                     (run.start + np.arange(count)) % len(self.prompts))
@@ -315,24 +347,21 @@ class Study:
         path = self.path(run)
         if not path.exists():
             self._decode(run)
-        with np.load(path) as kept:
-            of = {name: torch.from_numpy(kept[name]) for name in kept.files}
+        of = {name: torch.from_numpy(value) for name, value in read_arrays(path).items()}
         whole = ("tokens", "forwards", "accepted", "drafted")
         decoded = Decoded(**{field.name: of[field.name].long() if field.name in whole else of[field.name]
                              for field in fields(Decoded)})
-        return Pictures(decoded, of["ranks"].long(), of["nodes"].long(), of["seconds"].item())
+        return Pictures(decoded, of["ranks"].long(), of["nodes"].long())
 
     def _decode(self, run: Run, progress: Callable[[int], None] | None = None) -> None:
         length = self.pipeline.gpt.config.tokens
         recorder = Recorder(run.count, length)
         sampling = self._sampling(run.start, run.count, run.temperature, run.guidance)
-        began = time.perf_counter()
         decoded = self.pipeline.tokens(self._prompts(run.start, run.count), run.method, sampling, progress, recorder)
         arrays = {field.name: getattr(decoded, field.name).cpu().numpy() for field in fields(Decoded)}
         arrays |= {"ranks": recorder.ranks[:, :length].numpy(), "nodes": recorder.nodes.numpy()}
         arrays = {name: a.astype(np.int32) if a.dtype == np.int64 else a for name, a in arrays.items()}
-        seconds = time.perf_counter() - began
-        write(self.path(run), lambda file: np.savez_compressed(file, seconds=np.float64(seconds), **arrays))
+        write(self.path(run), lambda file: np.savez_compressed(file, **arrays))
 
     def _time(self, latency: Latency, progress: Callable[[], None] | None = None) -> None:
         plain, kept = parse_method("vanilla"), Seconds([], [], [], [])
@@ -363,8 +392,9 @@ class Study:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        activities = [] if cuda else [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=not cuda, acc_events=True) as profiler:
+        profiled = nullcontext() if cuda else torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        with profiled as profiler:
             try:
                 self.pipeline.tokens(self._prompts(0, 1), work.method, self._sampling(0, 1, work.temperature), enough)
             except Enough:
@@ -390,6 +420,32 @@ def cost(work: Work) -> float:
     if m.drafting == "none":
         return 0.12 * work.count
     return work.count * (0.35 + 0.02 * m.tree_nodes)
+
+
+def read_json(path: Path) -> dict:
+    """
+    Raises:
+        ValueError: not a JSON object
+    """
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+        return content
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; remove it, it will be made again") from error
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """
+    Raises:
+        ValueError: not a whole archive of arrays
+    """
+    try:
+        with np.load(path) as kept:
+            return {name: kept[name] for name in kept.files}
+    except (ValueError, OSError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read: {error}; remove it, it will be made again") from error
 
 
 def write(path: Path, content: str | Callable) -> None:

@@ -1,7 +1,7 @@
 """`specvis report`: do what is not done yet, then write every section."""
 import json
+import sys
 from dataclasses import replace
-from datetime import date
 from importlib import import_module
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from ..pipeline import Pipeline
 from .items import FULL, ITEMS, QUICK, Item, Report, Scope
-from .page import Section, revision
-from .quality import GROUPS, MORE_SCORES
-from .study import Study, machine, write
+from .page import Section
+from .quality import DISTANCES, GROUPS, MORE_SCORES, SCORES
+from .study import Study, write
 
 LEAST = 12  # pictures: with about so many the kernel distance of the strongest relaxation exceeds the noise
 LEFT_OUT = ("lantern-table-4", "adt-table-5", "adt-figure-3b", "adt-cost", "peanut-figure-7", "cool-figure-2")
@@ -44,8 +44,10 @@ def judged(folder: Path) -> tuple[list[str], np.ndarray]:
     """
     try:
         prompts = json.loads((folder / "prompts.json").read_text())
+        if not (isinstance(prompts, list) and prompts and all(isinstance(p, str) for p in prompts)):
+            raise ValueError("prompts.json is no list of strings")
         sheet = np.asarray(Image.open(folder / "prompts.png").convert("RGB"))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"weights must have prompts.json, a list of captions, and prompts.png, a square of their "
                          f"pictures, to be judged by: {error}") from error
     across = round(len(prompts) ** 0.5)
@@ -65,10 +67,16 @@ def more_scores(texts: tuple[str, ...]) -> None:
     for text in texts:
         name, _, where = text.partition("=")
         module, _, function = where.partition(":")
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # modules of the folder that the command is run in
         try:
-            MORE_SCORES[name] = getattr(import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
+            score = getattr(import_module(module), function)
+            values = np.asarray(score(np.zeros((2, 64, 64, 3), np.uint8), ["red heart", "blue heart"]))
+            if not name or name in (*DISTANCES, *SCORES) or values.shape != (2,):
+                raise ValueError("it needs a name of its own, and must return a number for each of two pictures")
+        except Exception as error:
             raise ValueError(f"score must be like clip=my_module:function, got {text!r}: {error}") from error
+        MORE_SCORES[name] = score
 
 
 def scope_of(quick: bool, images: int | None, timed: int | None, prompts: int) -> Scope:
@@ -80,8 +88,8 @@ def scope_of(quick: bool, images: int | None, timed: int | None, prompts: int) -
     scope = replace(scope, images=images or scope.images, timed=timed or scope.timed)
     if scope.images < LEAST:
         raise ValueError(f"images must be at least {LEAST}, got {scope.images}: with fewer, plain decoding's own "
-                         "pictures differ more by chance than the strongest relaxation makes them; the report says for "
-                         "each score how many would be needed")
+                         "pictures differ more by chance than the strongest relaxation makes them. The report says how "
+                         "many would be needed to tell a method from plain decoding")
     if scope.images > prompts and scope.images % prompts:
         raise ValueError(f"images must be at most {prompts} or a multiple of it, the number of prompts, "
                          f"got {scope.images}")
@@ -97,11 +105,11 @@ def write_report(pipeline: Pipeline, weights: Path, out: Path, items: list[Item]
     """
     prompts, pictures = judged(weights)
     count = min(scope.images, len(prompts))
-    study = Study(pipeline, out / "runs", prompts[:count], images=scope.images, timed=scope.timed, **settings)
+    study = Study(pipeline, out / "runs", prompts, images=scope.images, timed=scope.timed, **settings)
     own, _ = study.network(pictures[:count])
     works = [work for item in items for work in item.works(scope)]
     study.do(works)
-    report, origin = Report(study, scope, own), f"{revision()}, {machine()}, {date.today()}"
+    report, origin = Report(study, scope, own), "; ".join(study.made)
     sections = []
     with tqdm(items, desc="writing", disable=None) as bar:
         for item in bar:
@@ -124,10 +132,10 @@ def cover(report: Report, sections: list[Section], command: str, origin: str) ->
     lines = [
         "# The papers' tables and figures on our model", "",
         f"`{command}`", "",
-        f"Revision, machine, day: {origin}.", "",
+        f"Runs: {origin}.", "",
         f"Model: {config.layers} layers of width {config.dim}, {config.vocabulary} codes, {config.tokens} tokens a "
-        f"picture. {scope.images} pictures a method, {GROUPS * scope.images} of plain decoding, of {len(study.prompts)} "
-        f"prompts; guidance {study.settings['guidance']:g}, top-k {study.settings['top_k']}, top-p "
+        f"picture. {scope.images} pictures a method, {GROUPS * scope.images} of plain decoding, of "
+        f"{len(study.prompts)} prompts; guidance {study.settings['guidance']:g}, top-k {study.settings['top_k']}, top-p "
         f"{study.settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything else of "
         "pictures decoded in batches.", "",
         "Frechet and kernel distance are to plain decoding's pictures, on the features of an ImageNet network "
