@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from specvis.report.quality import (GROUPS, Network, Score, Seen, frechet_distance, inception_score, jackknife,
-                                    kernel_distance, nearest_name, quality)
+from specvis.report.quality import (GROUPS, Network, Score, Seen, frechet_distance, inception_score, kernel_distance,
+                                    nearest_name, quality)
 
 
 NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs specvis_kernels[report]")
@@ -91,12 +91,6 @@ def test_noise_is_a_prediction_interval():
     assert abs(score.noise - 2.365 * (8 / 7) ** 0.5 * (9 / 8) ** 0.5) < 1e-9
     assert score.pictures_needed(100) == int(np.ceil(100 * score.noise / 2))
     assert Score.of(2.0, [2.0]).noise == 0 and Score.of(2.0, [2.0]).pictures_needed(10) is None
-
-
-def test_the_jackknife_of_a_mean_is_its_standard_error():
-    values = normal(20)[:, 0].astype(np.float64)
-    value, half = jackknife(20, lambda kept: values[kept].mean())
-    assert abs(value - values.mean()) < 1e-12 and abs(half - 2 * values.std(ddof=1) / 20 ** 0.5) < 1e-12
 
 
 def test_quality_tells_another_distribution_from_the_same():

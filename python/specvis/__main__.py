@@ -189,8 +189,8 @@ def report(names, quick, images, timed, scores, out, seed, guidance, top_k, top_
     scope = scope_of(quick, images, timed, len(judged(weights)[0]))
     with goes_on():
         write_report(Pipeline.load(weights, device), weights, writable_folder(out), items, scope,
-                     command=" ".join(["specvis report", *given(but=("names", "out", "device"))]), seed=seed,
-                     guidance=guidance, top_k=top_k, top_p=top_p)
+                     command=" ".join(["specvis report", *given(but=("names", "out", "device"))]),
+                     whole=not names, seed=seed, guidance=guidance, top_k=top_k, top_p=top_p)
 
 
 def given(but: tuple[str, ...]) -> list[str]:

@@ -9,7 +9,7 @@ from ..compare import steps_gain, teacher_forced_probs
 from ..methods import METHODS, Method, parse_method
 from . import papers
 from .page import Section, axes, heat, show
-from .quality import DISTANCES, GROUPS, Score, jackknife
+from .quality import GROUPS, Score
 from .study import CHUNK, Latency, Memory, Run, Study, Work
 
 
@@ -63,15 +63,14 @@ class Report:
 
     def compared(self, statistic: Callable[[Callable[[Run], float]], float], runs: list[Run],
                  name: str = "kernel distance") -> tuple[float, float]:
-        """A number made of several runs' distances to plain decoding, with the half-width of its 95 % interval.
+        """A weighted sum of runs' distances to plain decoding, and what chance alone adds or takes in 19 of 20 cases.
 
-        statistic: from a function that gives each run's distance. Pictures of one prompt and seed are left out of all
-        runs together (jackknife): what the methods have in common does not count as noise.
+        statistic: from a function that gives each run's distance; linear in it. Every run is taken to have the noise
+        that plain decoding has, of its own.
         """
-        plain_seen = self.study.seen(plain(self.scope))
-        seen = {run: self.study.seen(run) for run in runs}
-        return jackknife(self.study.images, lambda kept: statistic(
-            lambda run: DISTANCES[name](seen[run][kept], plain_seen)))
+        weights = [statistic(lambda other: float(other == run)) for run in runs]
+        value = statistic(lambda run: self.quality(run)[name].value)
+        return value, self.quality(runs[0])[name].noise * float(np.linalg.norm(weights))
 
     def noise(self, section: Section, runs: list[Run]) -> None:
         """What the scores of these runs can tell, below their table."""
@@ -84,7 +83,8 @@ class Report:
         hidden = sorted(score.pictures_needed(count) for score in relaxed if not score.significant and score.effect)
         if hidden:
             text += (f" {len(hidden)} of {len(relaxed)} relaxed methods cannot be told from plain decoding by the "
-                     f"kernel distance of {count} pictures: half of them would need {hidden[len(hidden) // 2]} or more.")
+                     f"kernel distance of {count} pictures: half of them would need {hidden[len(hidden) // 2]} or "
+                     "more.")
         section.text(text)
 
 
@@ -182,27 +182,30 @@ def families(scope: Scope) -> dict[str, Callable[[Method], bool]]:
     }
 
 
-def curves(report: Report, runs: list[Run], axis, quality: str | None) -> None:
-    """Points (tau, quality; None: the fidelity meter) of the runs of each family as curves, of other runs by name."""
-    def point(run):
-        height = report.meter(run) if quality is None else report.quality(run)[quality].value
-        return report.study.pictures(run).tau, height
+def curves(report: Report, runs: list[Run]):
+    """A figure of distances and fidelity meter over tau: runs of a family as curves, other runs by name."""
+    figure, (three,) = axes(1, 3, 4.6, 3.8)
+    for axis, quality in zip(three, ("Frechet distance", "kernel distance", None)):
+        def point(run):
+            height = report.meter(run) if quality is None else report.quality(run)[quality].value
+            return report.study.pictures(run).tau, height
 
-    alone = list(runs)
-    for family, holds in families(report.scope).items():
-        those = [run for run in runs if holds(run.method)]
-        alone = [run for run in alone if run not in those]
-        if those:
-            axis.plot(*zip(*sorted(point(run) for run in those)), "o-", ms=4, lw=1, label=family)
-    for run in alone:
-        axis.plot(*point(run), "k*" if run.method.lossless else "kx", ms=6)
-        axis.annotate(run.method.label, point(run), fontsize=6, xytext=(3, 3), textcoords="offset points")
-    if quality is not None:
-        score = report.quality(runs[-1])[quality]
-        axis.axhspan(score.plain - score.noise, score.plain + score.noise, color="gray", alpha=0.25,
-                     label="plain decoding among itself")
-    axis.set(xlabel="tau: tokens per target forward", ylabel=quality or "fidelity meter: TV per token (estimate)")
-    axis.legend(fontsize=6)
+        if quality is not None:
+            score = report.quality(runs[-1])[quality]
+            axis.axhspan(score.plain - score.noise, score.plain + score.noise, color="gray", alpha=0.25,
+                         label="plain decoding")
+        alone = list(runs)
+        for family, holds in families(report.scope).items():
+            those = [run for run in runs if holds(run.method)]
+            alone = [run for run in alone if run not in those]
+            if those:
+                axis.plot(*zip(*sorted(point(run) for run in those)), "o-", ms=4, lw=1, label=family)
+        for run in alone:
+            axis.plot(*point(run), "k*" if run.method.lossless else "kx", ms=6)
+            axis.annotate(run.method.label, point(run), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        axis.set(xlabel="tau: tokens per target forward", ylabel=quality or "fidelity meter: TV per token (estimate)")
+    figure.legend(*three[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
+    return figure
 
 
 @item("trade-off", "Every method: speed against fidelity", all_methods)
@@ -211,11 +214,8 @@ def trade_off(report: Report, section: Section) -> None:
     rows = sorted((report.row(run) for run in runs), key=lambda row: row["tau"])
     section.text("tau is tokens per target forward, of pictures decoded in batches; seconds of single pictures are in "
                  "`latency`. The meter estimates the total variation that relaxed acceptance added per token.")
-    figure, (all_axes,) = axes(1, 3, 4.6, 4.2)
-    for axis, quality in zip(all_axes, ("Frechet distance", "kernel distance", None)):
-        curves(report, runs, axis, quality)
-    section.figure(figure, "Speed against distance from plain decoding's pictures (band: what plain decoding's own "
-                           "pictures have), and against the fidelity meter; stars are lossless")
+    section.figure(curves(report, runs), "Speed against distance from plain decoding's pictures (band: plain "
+                                         "decoding's own), and against the fidelity meter; stars are lossless")
     section.table(rows)
     report.noise(section, runs)
     best = []
@@ -620,8 +620,8 @@ def adt_cost(report: Report, section: Section) -> None:
     study, rows, seen = report.study, [], []
     section.text("The equations' text was not at hand. As cost in time we take C_T = d t_D(w) + t_T(N), d forwards of "
                  "the drafter on w nodes and one of the target on N; as cost in space C_S = N + w + (d - 1) w, the "
-                 "rows of V probabilities that the target's and the drafter's forwards give. Memory is the most that all "
-                 "tensors of one picture took together, less plain decoding's.")
+                 "rows of V probabilities that the target's and the drafter's forwards give. Memory is the most that "
+                 "all tensors of one picture took together, less plain decoding's.")
     plain_bytes = study.memory(Memory(parse_method("vanilla")))
     for m, latency, memory in cost_shapes(report.scope):
         seconds = study.seconds(latency)
@@ -643,8 +643,8 @@ def adt_cost(report: Report, section: Section) -> None:
     few = " (as many weights as trees: R^2 says nothing)" if len(rows) <= time_weights.size else ""
     section.text(f"Least squares, single pictures: a step takes {time_weights[0]:.2f} ms + {time_weights[1]:.2f} ms a "
                  f"level + {time_weights[2]:.3f} ms a drafted inner node + {time_weights[3]:.3f} ms a verified node, "
-                 f"R^2 {time_rest:.2f}{few}; memory is {space_weights[0]:.2f} MB + {1e3 * space_weights[1]:.1f} kB a row, "
-                 f"R^2 {space_rest:.2f}. (A row of float32 is {4e-3 * V:.1f} kB; a node has two rows of logits too.)")
+                 f"R^2 {time_rest:.2f}{few}; memory is {space_weights[0]:.2f} MB + {1e3 * space_weights[1]:.1f} kB a "
+                 f"row, R^2 {space_rest:.2f}. (A row of float32 is {4e-3 * V:.1f} kB; a node has two rows of logits too.)")
     figure, (three,) = axes(1, 3, 3.6, 3)
     for axis, x, y, unit in ((three[0], step, time_fit, "step (ms)"), (three[1], held, space_fit, "memory (MB)")):
         axis.plot(x, y, "o", ms=4)
@@ -775,10 +775,7 @@ def cool_figure_3(report: Report, section: Section) -> None:
     section.text("Delta of UniformRSD and COOL-SD (our `omega`): " + ", ".join(f"{x:g}" for x in report.scope.omega)
                  + "; lambda of LANTERN++ (our `delta`, k = 10): " + ", ".join(f"{x:g}" for x in report.scope.ratio)
                  + ". COOL-SD's tree is EAGLE-1's, LANTERN++'s is its own, which is larger.")
-    figure, (three,) = axes(1, 3, 4.2, 3.6)
-    for axis, quality in zip(three, ("Frechet distance", "kernel distance", None)):
-        curves(report, every, axis, quality)
-    section.figure(figure, "Distance from plain decoding, and the fidelity meter, over tau")
+    section.figure(curves(report, every), "Distance from plain decoding, and the fidelity meter, over tau")
     section.table([report.row(run) for run in every])
     report.noise(section, every)
     gap, half, shared = curve_gap(report, runs["COOL-SD"], runs["UniformRSD"])
@@ -794,10 +791,7 @@ def cool_figure_4(report: Report, section: Section) -> None:
     pairs = [[Run.of(f"lantern++:delta={ratio:g}{tail}") for tail in ("", ":residual=optimal")]
              for ratio in report.scope.ratio]
     runs = sum(pairs, [])
-    figure, (three,) = axes(1, 3, 4.2, 3.6)
-    for axis, quality in zip(three, ("Frechet distance", "kernel distance", None)):
-        curves(report, runs, axis, quality)
-    section.figure(figure, "LANTERN++ with its own and with COOL-SD's residual, over lambda, k = 10")
+    section.figure(curves(report, runs), "LANTERN++ with its own and with COOL-SD's residual, over lambda, k = 10")
     section.table([report.row(run) for run in runs])
     report.noise(section, runs)
     gap, half = report.compared(lambda d: float(np.mean([d(b) - d(a) for a, b in pairs])), runs)

@@ -164,14 +164,3 @@ def quality(seen: Seen, plain: Seen, own: np.ndarray) -> dict[str, Score]:
               for name, distance in DISTANCES.items()}
     return result | {name: Score.of(score(seen, own), [score(plain[group], own) for group in groups])
                      for name, score in SCORES.items()}
-
-
-def jackknife(count: int, statistic: Callable[[np.ndarray], float]) -> tuple[float, float]:
-    """A number that is found from `count` pictures, and the half-width of its 95 % interval.
-
-    statistic: from the numbers of the pictures that are kept; each is left out once, from all methods alike.
-    """
-    every = np.arange(count)
-    without = np.array([statistic(np.delete(every, i)) for i in every])
-    error = np.sqrt((count - 1) * ((without - without.mean()) ** 2).mean())
-    return float(statistic(every)), float(2 * error)

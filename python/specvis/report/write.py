@@ -97,8 +97,8 @@ def scope_of(quick: bool, images: int | None, timed: int | None, prompts: int) -
 
 
 def write_report(pipeline: Pipeline, weights: Path, out: Path, items: list[Item], scope: Scope, *, command: str,
-                 **settings) -> None:
-    """Sections, tables and plots in `out`, its runs in `out`/runs.
+                 whole: bool, **settings) -> None:
+    """Sections, tables and plots in `out`, its runs in `out`/runs; if `whole`, a README.md that leads to them.
 
     Raises:
         ValueError: `out` holds runs of another model, version or setting, or a package is missing
@@ -118,11 +118,13 @@ def write_report(pipeline: Pipeline, weights: Path, out: Path, items: list[Item]
             item.write(report, section)
             write(out / f"{item.name}.md", section.markdown())
             sections.append(section)
-    write(out / "README.md", cover(report, sections, command, origin))
+    if whole:
+        write(out / "README.md", cover(report, sections, command, origin))
     claims = [claim for section in sections for claim in section.claims]
     agree = sum(claim.holds is True for claim in claims)
-    click.echo(f"{out / 'README.md'}: {len(sections)} tables and figures; of {len(claims)} trends that the papers "
-               f"state {agree} are seen here")
+    first = "README" if whole else ",".join(item.name for item in items)
+    click.echo(f"{out / first}.md: {len(sections)} tables and figures; of {len(claims)} trends that the papers state "
+               f"{agree} are seen here")
 
 
 def cover(report: Report, sections: list[Section], command: str, origin: str) -> str:
@@ -135,8 +137,8 @@ def cover(report: Report, sections: list[Section], command: str, origin: str) ->
         f"Runs: {origin}.", "",
         f"Model: {config.layers} layers of width {config.dim}, {config.vocabulary} codes, {config.tokens} tokens a "
         f"picture. {scope.images} pictures a method, {GROUPS * scope.images} of plain decoding, of "
-        f"{len(study.prompts)} prompts; guidance {study.settings['guidance']:g}, top-k {study.settings['top_k']}, top-p "
-        f"{study.settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything else of "
+        f"{len(study.prompts)} prompts; guidance {study.settings['guidance']:g}, top-k {study.settings['top_k']}, "
+        f"top-p {study.settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything else of "
         "pictures decoded in batches.", "",
         "Frechet and kernel distance are to plain decoding's pictures, on the features of an ImageNet network "
         "(EfficientNet-Lite0); the inception score is on its classes; nearest name is the share of pictures whose "
