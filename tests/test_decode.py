@@ -61,6 +61,7 @@ def test_what_is_lossless():
     *(method(name, depth=depth) for name in ("speculative", "eagle2") for depth in (1, 7)),
     *(method("adt-tree", start=start) for start in ("vertical", "random", "tokenflock")),
     method("adt-tree", nodes=5, width=2, depth=1, widths=(1, 3)), method("eagle1", tree="medusa_2_7b_63"),
+    *(method(name, draft_guidance=0.0) for name in ("speculative", "eagle2")),
 ], ids=lambda m: m.label)
 def test_greedy_is_plain_decoding_token_for_token(tiny, m):
     sampling = Sampling.of(list(range(4)), temperature=0.0)
@@ -155,6 +156,42 @@ def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, 
         monkeypatch.setattr(specvis.decode, op, lambda *a, kernel=kernel, **k: kernel(*a, **k, backend="oracle"))
     oracles = tiny.tokens(PROMPTS, m, sampling)
     assert torch.equal(ours.tokens, oracles.tokens) and torch.equal(ours.accepted, oracles.accepted)
+
+
+def test_the_drafter_gets_its_share_of_the_guidance(tiny):
+    """Guidance 5 with a share of 0 drafts as guidance 1 does, and a share is each request's own."""
+    drafts, shares = {}, (1.0, 0.0, 0.5)
+    read = specvis.decode.Drafting.static
+
+    def watched(self, *arguments):
+        draft = read(self, *arguments)
+        drafts.setdefault(key, draft.probs[:, 0].clone())       # the first step's, after the newest token
+        return draft
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(specvis.decode.Drafting, "static", watched)
+        for key in shares:
+            tiny.tokens(["red heart"], method("speculative", draft_guidance=key), Sampling.of([1], guidance=5.0))
+        key = "together"
+        tiny.tokens(["red heart"] * 3, [method("speculative", draft_guidance=share) for share in shares],
+                    Sampling.of([1] * 3, guidance=5.0))
+    assert torch.allclose(drafts["together"], torch.cat([drafts[share] for share in shares]), atol=1e-6)
+    one, none, half = (drafts[share].clamp(min=1e-30).log() for share in shares)
+    between = torch.softmax((one + none) / 2, -1)                # guidance moves logits along a line
+    assert torch.allclose(half.exp(), between, atol=1e-5) and not torch.allclose(one.exp(), none.exp(), atol=1e-3)
+    with pytest.raises(ValueError, match="draft_guidance must be at least 0 and finite, got -1"):
+        method("eagle2", draft_guidance=-1)
+
+
+def test_an_observer_sees_every_step(tiny):
+    steps = []
+    decoded = tiny.tokens(PROMPTS, "eagle2", Sampling.of(list(range(4))), observe=steps.append)
+    assert len(steps) == decoded.forwards.max() - 1
+    for b in range(4):
+        mine = [step for step in steps if step.going[b]]
+        assert len(mine) == decoded.forwards[b] - 1
+        assert [step.accepted[b].item() for step in mine] == decoded.accepted[b][decoded.accepted[b] >= 0].tolist()
+        assert [step.first[b].item() for step in mine] == (decoded.accepted[b] >= 0).nonzero()[:, 0].tolist()
 
 
 def test_nan_ends_one_picture_and_leaves_the_others(tiny):

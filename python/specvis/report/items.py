@@ -644,7 +644,8 @@ def adt_cost(report: Report, section: Section) -> None:
     section.text(f"Least squares, single pictures: a step takes {time_weights[0]:.2f} ms + {time_weights[1]:.2f} ms a "
                  f"level + {time_weights[2]:.3f} ms a drafted inner node + {time_weights[3]:.3f} ms a verified node, "
                  f"R^2 {time_rest:.2f}{few}; memory is {space_weights[0]:.2f} MB + {1e3 * space_weights[1]:.1f} kB a "
-                 f"row, R^2 {space_rest:.2f}. (A row of float32 is {4e-3 * V:.1f} kB; a node has two rows of logits too.)")
+                 f"row, R^2 {space_rest:.2f}. (A row of float32 is {4e-3 * V:.1f} kB; a node has two rows of "
+                 "logits too.)")
     figure, (three,) = axes(1, 3, 3.6, 3)
     for axis, x, y, unit in ((three[0], step, time_fit, "step (ms)"), (three[1], held, space_fit, "memory (MB)")):
         axis.plot(x, y, "o", ms=4)

@@ -138,8 +138,8 @@ def cover(report: Report, sections: list[Section], command: str, origin: str) ->
         f"Model: {config.layers} layers of width {config.dim}, {config.vocabulary} codes, {config.tokens} tokens a "
         f"picture. {scope.images} pictures a method, {GROUPS * scope.images} of plain decoding, of "
         f"{len(study.prompts)} prompts; guidance {study.settings['guidance']:g}, top-k {study.settings['top_k']}, "
-        f"top-p {study.settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything else of "
-        "pictures decoded in batches.", "",
+        f"top-p {study.settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything "
+        "else of pictures decoded in batches.", "",
         "Frechet and kernel distance are to plain decoding's pictures, on the features of an ImageNet network "
         "(EfficientNet-Lite0); the inception score is on its classes; nearest name is the share of pictures whose "
         "features are nearest to those of the picture that their prompt names. CLIP score, HPSv2, ImageReward and the "
