@@ -319,9 +319,10 @@ def lantern_table_4(report: Report, section: Section) -> None:
     of = {metric: Run.of(lantern(100, 0.2, metric=metric)) for metric in ("l2", "cosine", "random")}
     margin = report.quality(of["l2"])["kernel distance"].noise
     gap, half = report.compared(lambda d: d(of["cosine"]) - d(of["l2"]), list(of.values()))
-    same = torch.equal(*(report.study.pipeline.neighbors(100, metric) for metric in ("l2", "cosine")))
-    section.claim("l2 and cosine are about equal", same or alike(gap, half, margin), "the codes have unit length, which "
-                  "makes both choose the same neighbors" if same else f"the kernel distance with cosine differs by {gap:+.2g} +- {half:.2g}; plain decoding's own noise is "
+    same = torch.equal(*(report.study.pictures(of[metric]).decoded.tokens for metric in ("l2", "cosine")))
+    section.claim("l2 and cosine are about equal", same or alike(gap, half, margin),
+                  "the codes have unit length: both find the same neighbors and draw the same pictures" if same else
+                  f"the kernel distance with cosine differs by {gap:+.2g} +- {half:.2g}; plain decoding's own noise is "
                   f"{margin:.2g}")
     gap, half = report.compared(lambda d: d(of["random"]) - (d(of["l2"]) + d(of["cosine"])) / 2, list(of.values()))
     section.claim("near codes are better neighbors than random ones", decided(gap, half),
@@ -529,7 +530,7 @@ def adt_figure_3b(report: Report, section: Section) -> None:
             those = ranks[where & (ranks >= 0)].clamp(max=width - 1)
             share = torch.bincount(those, minlength=width).float() / max(len(those), 1)
             shares[text, name] = those.float().mean().item() if len(those) else float("nan")
-            axis.plot(1 + np.arange(width), share.numpy(), "o-", ms=4, lw=1, label=name)
+            axis.plot(1 + np.arange(width), share.where(share > 0, torch.nan).numpy(), "o-", ms=4, lw=1, label=name)
             rows.append({"method": run.method.label, "places": name, "accepted drafts": len(those),
                          "mean rank": 1 + shares[text, name], "rank 1": share[0].item(), "rank 2": share[1].item(),
                          "rank 3": share[2].item(), "rank 4 or more": share[3:].sum().item()})

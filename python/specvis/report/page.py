@@ -100,7 +100,8 @@ def heat(axis, values, rows, columns, title: str, names: tuple[str, str]) -> Non
     middle = (values.min() + values.max()) / 2
     for i, line in enumerate(values):
         for j, value in enumerate(line):
-            axis.text(j, i, f"{value:.3g}" if abs(value) >= 0.1 else f"{value:.1g}", ha="center", va="center", fontsize=8,
+            number = f"{value:.3g}" if abs(value) >= 0.1 else f"{value:.1g}"
+            axis.text(j, i, number, ha="center", va="center", fontsize=8,
                       color="black" if value > middle else "white")
     axis.set(xticks=range(len(columns)), xticklabels=[str(c) for c in columns], yticks=range(len(rows)),
              yticklabels=[str(r) for r in rows], ylabel=names[0], xlabel=names[1])
