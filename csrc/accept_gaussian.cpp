@@ -16,8 +16,9 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-const float* floats(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr<float>() : nullptr;
+template <class T>
+const T* data(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
@@ -35,7 +36,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
   const float* x = tokens.const_data_ptr<float>();
   const float* earlier = log_ratio.const_data_ptr<float>();
   const float* u = uniforms.const_data_ptr<float>();
-  const int32_t* counts = drafted ? drafted->const_data_ptr<int32_t>() : nullptr;
+  const int32_t* counts = data<int32_t>(drafted);
   int32_t* accepted_out = accepted.mutable_data_ptr<int32_t>();
   bool* keep_out = keep.mutable_data_ptr<bool>();
   bool* redraw_out = redraw.mutable_data_ptr<bool>();
@@ -43,11 +44,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
   torch::stable::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
-    specvis::LastStep step(floats(target_means), floats(target_log_sigmas), floats(draft_means),
-                           floats(draft_log_sigmas), C);
+    specvis::LastStep step(data<float>(target_means), data<float>(target_log_sigmas), data<float>(draft_means),
+                           data<float>(draft_log_sigmas), C);
     for (int64_t b = begin; b < end; ++b) {
       const int64_t row = b * G, here = counts ? std::clamp<int64_t>(counts[b], 0, G) : G;
-      const specvis::Temperature T(floats(temperature), b);
+      const specvis::Temperature T(data<float>(temperature), b);
       std::fill_n(keep_out + row, G, false);
       std::fill_n(redraw_out + row, G, false);
       std::fill_n(log_r_out + row, G, 0.0f);

@@ -17,9 +17,46 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-const float* floats(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr<float>() : nullptr;
+template <class T>
+const T* data(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
+
+// Tries at one position until one is kept.
+struct Search {
+  const float *proposals, *log_ratio, *uniforms, *fallback;
+  int64_t C, M;
+  specvis::LastStep step;
+  std::vector<float> drawn;
+
+  struct Found {
+    const float* token;  // null: there is none
+    int32_t tries, status;
+  };
+
+  Found at(int64_t i, double half_precision) {
+    if (step) {
+      step.move_to(i);
+      step.prepare_draws();
+    }
+    for (int64_t m = 0; m < M; ++m) {
+      const int64_t j = i * M + m;
+      const int32_t tries = static_cast<int32_t>(m + 1);
+      const float* x = proposals + j * C;
+      double sum = log_ratio[step ? i : j];
+      if (step) {
+        step.draw(x, drawn.data());
+        x = drawn.data();
+        sum += step.log_ratio(x, half_precision);
+      }
+      const float log_r = static_cast<float>(sum);
+      if (!std::isfinite(log_r) || !std::isfinite(uniforms[j]) || !specvis::all_finite(x, C))
+        return {nullptr, tries, specvis::kInvalidRow};
+      if (specvis::happens_beyond(uniforms[j], log_r)) return {x, tries, 0};
+    }
+    return {fallback + i * C, static_cast<int32_t>(M), specvis::kOutOfTries};
+  }
+};
 
 std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(
     const Tensor& tokens,                                                                       // (B, G, C)
@@ -37,66 +74,33 @@ std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(
   Tensor status = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Int);
   const float* drafts = tokens.const_data_ptr<float>();
   const bool* kept = keep.const_data_ptr<bool>();
-  const bool* wanted = redraw.const_data_ptr<bool>();
-  const float* proposal = proposals.const_data_ptr<float>();
-  const float* given = log_ratio.const_data_ptr<float>();
-  const float* u = uniforms.const_data_ptr<float>();
-  const float* last = fallback.const_data_ptr<float>();
+  const bool* rejected = redraw.const_data_ptr<bool>();
   float* token_out = out.mutable_data_ptr<float>();
   int32_t* tries_out = tries.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
   torch::stable::parallel_for(0, B * G, 1, [&](int64_t begin, int64_t end) {
-    specvis::LastStep step(floats(target_means), floats(target_log_sigmas), floats(draft_means),
-                           floats(draft_log_sigmas), C);
-    std::vector<float> drawn(C);
+    Search search = {proposals.const_data_ptr<float>(), log_ratio.const_data_ptr<float>(),
+                     uniforms.const_data_ptr<float>(), fallback.const_data_ptr<float>(), C, M,
+                     {data<float>(target_means), data<float>(target_log_sigmas), data<float>(draft_means),
+                      data<float>(draft_log_sigmas), C},
+                     std::vector<float>(C)};
     for (int64_t i = begin; i < end; ++i) {
-      const float* token = kept[i] ? drafts + i * C : nullptr;  // null: 0
-      tries_out[i] = status_out[i] = 0;
-      if (wanted[i]) {
-        const specvis::Temperature T(floats(temperature), i / G);
-        token = nullptr;
-        if (T.refused) {
-          status_out[i] = specvis::kInvalidRule;
-        } else {
-          if (step) {
-            step.move_to(i);
-            step.prepare_draws();
-          }
-          int64_t m = 0;
-          for (bool more = true; more && m < M; ++m) {
-            const int64_t j = i * M + m;
-            const float* x = proposal + j * C;
-            double sum = given[step ? i : j];
-            if (step) {
-              step.draw(x, drawn.data());
-              x = drawn.data();
-              sum += step.log_ratio(x, T.half_precision);
-            }
-            const float log_r = static_cast<float>(sum);
-            if (!std::isfinite(log_r) || !std::isfinite(u[j]) || !specvis::all_finite(x, C)) {
-              status_out[i] = specvis::kInvalidRow;
-              more = false;
-            } else if (specvis::happens_beyond(u[j], log_r)) {
-              token = x;
-              more = false;
-            }
-          }
-          tries_out[i] = static_cast<int32_t>(m);
-          if (!token && !status_out[i]) {
-            status_out[i] = specvis::kOutOfTries;
-            token = last + i * C;
-          }
-        }
+      Search::Found found = {kept[i] ? drafts + i * C : nullptr, 0, 0};
+      if (rejected[i]) {
+        const specvis::Temperature T(data<float>(temperature), i / G);
+        found = T.refused ? Search::Found{nullptr, 0, specvis::kInvalidRule} : search.at(i, T.half_precision);
       }
-      if (token && !specvis::all_finite(token, C)) {
-        status_out[i] |= specvis::kInvalidRow;
-        token = nullptr;
+      if (found.token && !specvis::all_finite(found.token, C)) {
+        found.status |= specvis::kInvalidRow;
+        found.token = nullptr;
       }
-      if (token)
-        std::copy_n(token, C, token_out + i * C);
+      if (found.token)
+        std::copy_n(found.token, C, token_out + i * C);
       else
         std::fill_n(token_out + i * C, C, 0.0f);
+      tries_out[i] = found.tries;
+      status_out[i] = found.status;
     }
   });
   return {out, tries, status};

@@ -188,13 +188,14 @@ def resample_gaussian(B, G, C, M, options={}):
     """A third of the positions is kept, a third redrawn."""
     options = {"variant": "paper"} | options
     g = torch.Generator().manual_seed(B + G + C + M)
-    tokens, last_step = gaussian_pair(B, G, C, g)
+    tokens, last_step = gaussian_pair(B, G, C, g, apart=1.0)
     whose = torch.arange(1, B * G + 1).view(B, G) % 3
     path = options["variant"] == "path"
-    log_ratio = torch.randn(*((B, G, M) if path else (B, G)), generator=g) / 4
+    log_ratio = torch.randn(B, G, M, generator=g) if path else torch.randn(B, G, generator=g) / 4
     proposals, fallback = torch.randn(B, G, M, C, generator=g), torch.randn(B, G, C, generator=g)
     uniforms = 0.5 + torch.rand(B, G, M, generator=g) / 2  # so that several tries are looked at
-    args = (tokens, whose == 0, whose == 1, proposals, log_ratio, uniforms, fallback, *(4 * [None] if path else last_step))
+    last_step = 4 * [None] if path else last_step
+    args = (tokens, whose == 0, whose == 1, proposals, log_ratio, uniforms, fallback, *last_step)
     if "temperature" in options:
         options["temperature"] = torch.tensor(options["temperature"]).repeat(B)[:B].to(DEVICE)
     return tuple(None if a is None else a.to(DEVICE) for a in args), options
