@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
     specvis::LastStep step(data<float>(target_means), data<float>(target_log_sigmas), data<float>(draft_means),
                            data<float>(draft_log_sigmas), C);
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t row = b * G, here = counts ? std::clamp<int64_t>(counts[b], 0, G) : G;
+      const int64_t row = b * G, here = counts ? std::min<int64_t>(counts[b], G) : G;  // negative: none
       const specvis::Temperature T(data<float>(temperature), b);
       std::fill_n(keep_out + row, G, false);
       std::fill_n(redraw_out + row, G, false);

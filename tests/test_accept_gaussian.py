@@ -197,6 +197,31 @@ def test_the_same_bits_on_every_backend(backend, options):
 
 
 @each_backend
+@pytest.mark.parametrize("large", [(0, 16), (0, 8), (3, 7), (4, 6), (32, 1)])
+def test_channels_are_added_in_one_order(backend, large):
+    """2^60 and -2^60 leave the 1 of channel 2 alone where they meet before it: 16 lanes, added by halves."""
+    log_sigmas = torch.zeros(33)
+    log_sigmas[2] = 1.0
+    log_sigmas[large[0]], log_sigmas[large[1]] = 2.0**60, -2.0**60
+    still = [0.0] * 33
+    log_r = judge(backend, still, (still, still), (still, log_sigmas.tolist()))[3].item()
+    assert log_r == (0.0 if large in ((4, 6), (32, 1)) else 1.0)
+
+
+@each_backend
+def test_the_same_bits_where_sums_cancel(backend):
+    """log r is what rounding to float32 took from a distance: the 48 first bits of its exp must agree."""
+    B = 20 if backend == "triton" else 3000
+    g = torch.Generator().manual_seed(7)
+    log_sigmas = (torch.randn(B, 1, 1, generator=g) * 2).to(DEVICE)
+    x, none = torch.ones_like(log_sigmas), torch.zeros_like(log_sigmas)
+    S = (exp(-log_sigmas.double())**2 / 2).float()[..., 0]
+    args = x, S, S * 0, none, log_sigmas, x, log_sigmas
+    got, expected = (accept_gaussian(*args, backend=name)[3] for name in (backend, "oracle"))
+    assert same(got, expected) and 0 < expected.abs().max() and (expected.abs() <= 2.0**-24 * S).all()
+
+
+@each_backend
 @pytest.mark.parametrize("which", range(7))
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_bad_number_ends_its_request_alone(backend, which, bad):

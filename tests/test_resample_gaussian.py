@@ -41,6 +41,7 @@ def one(backend, normals, uniforms, S=0.0, keep=False, redraw=True, draft=DRAFT,
     ([0.5], [0.633], 0.0, {}, (FALLBACK, 1, OUT_OF_TRIES)),
     ([1.0], [0.0], 0.0, {}, (FALLBACK, 1, OUT_OF_TRIES)),          # log r = 0: never
     ([2.0], [0.0], 0.0, {}, (FALLBACK, 1, OUT_OF_TRIES)),          # log r = -2: never
+    ([1.25], [-1.0], 0.0, {}, (FALLBACK, 1, OUT_OF_TRIES)),        # not for a uniform out of range either
     ([1.0], [0.632], 1.0, {}, (1.0, 1, 0)),                        # S = 1
     ([0.0], [0.632], 1.0, {"variant": "released"}, (0.0, 1, 0)),   # 2 - S
     ([0.0], [0.633], 1.0, {"variant": "released"}, (FALLBACK, 1, OUT_OF_TRIES)),
