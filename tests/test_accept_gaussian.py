@@ -61,10 +61,10 @@ def test_log_ratios_by_hand(backend, x, target, draft, S, options, log_r):
 
 @each_backend
 def test_what_is_kept_by_enumeration(backend):
-    """Every pattern of four decisions, every number of drafts."""
-    G = 4
+    """Every pattern of three decisions, every number of drafts."""
+    G = 3
     patterns = list(itertools.product([True, False], repeat=G))
-    cases = list(itertools.product(patterns, [-3, 0, 1, 3, 4, 9]))
+    cases = list(itertools.product(patterns, [-3, 0, 1, 2, 3, 9]))
     S = tensor([[0.0 if yes else -2.0 for yes in pattern] for pattern, _ in cases])
     drafted = torch.tensor([n for _, n in cases], dtype=torch.int32, device=DEVICE)
     tokens, uniforms = torch.zeros(len(cases), G, 1, device=DEVICE), torch.full_like(S, 0.5)

@@ -55,7 +55,8 @@ def one_step(target, draft, g, n=SAMPLES, M=64, S=0.0, still=0, **options):
     last_step = [rows(part, n) for part in (mp, [math.log(s) for s in sp], mq, [math.log(s) for s in sq])]
     x = last_step[2] + last_step[3].exp() * torch.randn(n, 1, C, generator=g) * moves
     S = torch.full((n, 1), S)
-    accepted, keep, redraw, _, status = call(accept_gaussian, x, S, torch.rand(n, 1, generator=g), *last_step, **options)
+    uniforms = torch.rand(n, 1, generator=g)
+    accepted, keep, redraw, _, status = call(accept_gaussian, x, S, uniforms, *last_step, **options)
     assert not status.any()
     again = redraw[:, 0]
     some = again.sum()

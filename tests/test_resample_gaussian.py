@@ -131,6 +131,7 @@ def test_bad_numbers(backend):
         assert one(backend, [0.5], [0.0], draft=bad, keep=True, redraw=False) == (0.0, 0, INVALID_ROW)
         assert one(backend, [0.5], [0.0], draft=bad, keep=False, redraw=False) == (0.0, 0, 0)
         assert one(backend, [bad, 1.0], [0.0, 0.0], [1.0, 1.0], variant="path") == zero
+        assert one(backend, [bad, 1.0], [0.0, 0.0], [-1.0, 1.0], variant="path") == zero
         assert one(backend, [1.0, 1.0], [0.0, 0.0], [bad, 1.0], variant="path") == zero
         assert one(backend, [1.0, bad], [0.0, 0.0], [1.0, bad], variant="path") == (1.0, 1, 0)
     assert one(backend, [1.0], [0.0], target=(0.0, 400.0)) == zero  # sigma overflows
