@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
         double sum = earlier[i];
         if (step) {
           step.move_to(i);
-          sum += step.log_ratio(x + i * C, T.half_precision);
+          sum += step.log_ratio(x + i * C, T.distance_weight);
         }
         log_r_out[i] = static_cast<float>(sum);
         valid &= std::isfinite(log_r_out[i]) && std::isfinite(u[i]) && specvis::all_finite(x + i * C, C);

@@ -53,11 +53,11 @@ inline bool all_finite(const float* x, int64_t n) {
 // Half of 1 / temperature^2 of request b; a temperature that is refused counts as 1.
 struct Temperature {
   bool refused;
-  double half_precision;
+  double distance_weight;
   Temperature(const float* temperature, int64_t b) {
     const double t = temperature ? temperature[b] : 1.0;
     refused = !(t > 0 && t < INFINITY);
-    half_precision = refused ? 0.5 : 0.5 / (t * t);
+    distance_weight = refused ? 0.5 : 0.5 / (t * t);
   }
 };
 
@@ -88,12 +88,12 @@ class LastStep {
   }
 
   // log P(x) - log Q(x).
-  double log_ratio(const float* x, double half_precision) const {
+  double log_ratio(const float* x, double distance_weight) const {
     double lanes[kLanes] = {};
     for (int64_t c = 0; c < C_; ++c) {
       const double target = (double{x[c]} - double{target_means_[at_ + c]}) * target_scale_[c];
       const double draft = (double{x[c]} - double{draft_means_[at_ + c]}) * draft_scale_[c];
-      lanes[c % kLanes] += shift_[c] + (draft * draft - target * target) * half_precision;
+      lanes[c % kLanes] += shift_[c] + (draft * draft - target * target) * distance_weight;
     }
     for (int64_t half = kLanes / 2; half > 0; half /= 2)
       for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];

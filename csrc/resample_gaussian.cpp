@@ -34,7 +34,7 @@ struct Search {
     int32_t tries, status;
   };
 
-  Found at(int64_t i, double half_precision) {
+  Found at(int64_t i, double distance_weight) {
     if (step) {
       step.move_to(i);
       step.prepare_draws();
@@ -47,7 +47,7 @@ struct Search {
       if (step) {
         step.draw(x, drawn.data());
         x = drawn.data();
-        sum += step.log_ratio(x, half_precision);
+        sum += step.log_ratio(x, distance_weight);
       }
       const float log_r = static_cast<float>(sum);
       if (!std::isfinite(log_r) || !std::isfinite(uniforms[j]) || !specvis::all_finite(x, C))
@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(
       Search::Found found = {kept[i] ? drafts + i * C : nullptr, 0, 0};
       if (rejected[i]) {
         const specvis::Temperature T(data<float>(temperature), i / G);
-        found = T.refused ? Search::Found{nullptr, 0, specvis::kInvalidRule} : search.at(i, T.half_precision);
+        found = T.refused ? Search::Found{nullptr, 0, specvis::kInvalidRule} : search.at(i, T.distance_weight);
       }
       if (found.token && !specvis::all_finite(found.token, C)) {
         found.status |= specvis::kInvalidRow;

@@ -69,8 +69,8 @@ def add_channels(terms: Tensor) -> Tensor:
     return total[..., 0]
 
 
-def half_precision_of(temperature: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) float64: 1/2 over the temperature squared; (B,) bool: which temperatures are refused."""
+def distance_weight_of(temperature: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) float64: what a squared distance counts, half of 1 / temperature^2; (B,) bool: the temperature is refused."""
     if temperature is None:
         temperature = tokens.new_ones(tokens.shape[0])
     refused = ~((temperature > 0) & (temperature < torch.inf))
@@ -79,9 +79,9 @@ def half_precision_of(temperature: Tensor | None, tokens: Tensor) -> tuple[Tenso
 
 
 def last_step_log_ratio(x: Tensor, target_means: Tensor, target_log_sigmas: Tensor, draft_means: Tensor,
-                        draft_log_sigmas: Tensor, half_precision: Tensor) -> Tensor:
+                        draft_log_sigmas: Tensor, distance_weight: Tensor) -> Tensor:
     """log P(x) - log Q(x): (..., C) float32 each -> (...) float64."""
     target = (x.double() - target_means.double()) * exp(-target_log_sigmas.double())
     draft = (x.double() - draft_means.double()) * exp(-draft_log_sigmas.double())
     shift = draft_log_sigmas.double() - target_log_sigmas.double()
-    return add_channels(shift + (draft * draft - target * target) * half_precision.unsqueeze(-1))
+    return add_channels(shift + (draft * draft - target * target) * distance_weight.unsqueeze(-1))

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_ROW, INVALID_RULE, check, check_dims, define
-from ._gaussian import at_least_one, check_last_step, exp, half_precision_of, last_step_log_ratio
+from ._gaussian import at_least_one, check_last_step, exp, distance_weight_of, last_step_log_ratio
 
 
 def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
@@ -80,11 +80,11 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
 
 def _oracle(tokens, log_ratio, uniforms, target_means, target_log_sigmas, draft_means, draft_log_sigmas,
             temperature, drafted, truncate):
-    half_precision, refused = half_precision_of(temperature, tokens)
+    distance_weight, refused = distance_weight_of(temperature, tokens)
     log_r = log_ratio.double()
     if target_means is not None:
         log_r = log_r + last_step_log_ratio(tokens, target_means, target_log_sigmas, draft_means, draft_log_sigmas,
-                                            half_precision[:, None])
+                                            distance_weight[:, None])
     log_r = log_r.float()
 
     here = torch.ones_like(log_r, dtype=torch.bool)

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, check, check_dims, define
-from ._gaussian import at_least_one, check_last_step, exp, half_precision_of, last_step_log_ratio
+from ._gaussian import at_least_one, check_last_step, exp, distance_weight_of, last_step_log_ratio
 
 
 def resample_gaussian(tokens: Tensor, keep: Tensor, redraw: Tensor, proposals: Tensor, log_ratio: Tensor,
@@ -77,7 +77,7 @@ def resample_gaussian(tokens: Tensor, keep: Tensor, redraw: Tensor, proposals: T
 
 def _oracle(tokens, keep, redraw, proposals, log_ratio, uniforms, fallback, target_means, target_log_sigmas,
             draft_means, draft_log_sigmas, temperature):
-    half_precision, refused = half_precision_of(temperature, tokens)
+    distance_weight, refused = distance_weight_of(temperature, tokens)
     M = uniforms.shape[2]
     if target_means is None:
         x, log_r = proposals, log_ratio
@@ -86,7 +86,7 @@ def _oracle(tokens, keep, redraw, proposals, log_ratio, uniforms, fallback, targ
             t.unsqueeze(2) for t in (target_means, target_log_sigmas, draft_means, draft_log_sigmas))
         x = (target_means.double() + exp(target_log_sigmas.double()) * proposals.double()).float()
         log_r = (log_ratio.double().unsqueeze(2) + last_step_log_ratio(
-            x, target_means, target_log_sigmas, draft_means, draft_log_sigmas, half_precision[:, None, None])).float()
+            x, target_means, target_log_sigmas, draft_means, draft_log_sigmas, distance_weight[:, None, None])).float()
 
     bad = ~(log_r.isfinite() & uniforms.isfinite() & x.isfinite().all(-1))
     kept = ~bad & (log_r > 0) & (uniforms.double() < 1 - exp(-log_r.double()))

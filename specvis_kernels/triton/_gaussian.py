@@ -43,27 +43,27 @@ def exp64(x):
 
 
 @triton.jit
-def half_precision_of(temperature, b):
+def distance_weight_of(temperature, b):
     """Half of 1 / temperature**2 of request b, and INVALID_RULE or 0; a temperature that is refused counts as 1."""
-    half_precision = 0.5
+    distance_weight = 0.5
     found = 0
     if temperature is not None:
         t = tl.load(temperature + b)
         defined = (t > 0.0) & finite(t)
         t = tl.where(defined, t, 1.0).to(tl.float64)
-        half_precision = 0.5 / (t * t)
+        distance_weight = 0.5 / (t * t)
         found = tl.where(defined, 0, INVALID_RULE)
-    return half_precision, found
+    return distance_weight, found
 
 
 @triton.jit
-def log_ratio_terms(x, target_mean, target_log_sigma, draft_mean, draft_log_sigma, half_precision):
+def log_ratio_terms(x, target_mean, target_log_sigma, draft_mean, draft_log_sigma, distance_weight):
     """What each channel adds to log P(x) - log Q(x)."""
     p = target_log_sigma.to(tl.float64)
     q = draft_log_sigma.to(tl.float64)
     target = (x.to(tl.float64) - target_mean.to(tl.float64)) * exp64(-p)
     draft = (x.to(tl.float64) - draft_mean.to(tl.float64)) * exp64(-q)
-    return (q - p) + (draft * draft - target * target) * half_precision
+    return (q - p) + (draft * draft - target * target) * distance_weight
 
 
 @triton.jit

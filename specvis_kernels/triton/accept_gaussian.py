@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._gaussian import LANES, add_lanes, exp64, finite, half_precision_of, log_ratio_terms
+from ._gaussian import LANES, add_lanes, exp64, finite, distance_weight_of, log_ratio_terms
 from ._rows import INVALID_ROW, MOST_WARPS
 
 
@@ -22,7 +22,7 @@ def accept_gaussian_kernel(
     here = g < G
     if drafted is not None:
         here = here & (g < tl.load(drafted + b))
-    half_precision, found = half_precision_of(temperature, b)
+    distance_weight, found = distance_weight_of(temperature, b)
 
     row = b * G + g
     lane = tl.arange(0, LANES)
@@ -39,7 +39,7 @@ def accept_gaussian_kernel(
             sums += log_ratio_terms(x, tl.load(target_means + at, mask=inside, other=0.0),
                                     tl.load(target_log_sigmas + at, mask=inside, other=0.0),
                                     tl.load(draft_means + at, mask=inside, other=0.0),
-                                    tl.load(draft_log_sigmas + at, mask=inside, other=0.0), half_precision)
+                                    tl.load(draft_log_sigmas + at, mask=inside, other=0.0), distance_weight)
         start += LANES
 
     ratio = (tl.load(log_ratio + row, mask=here, other=0.0).to(tl.float64) + add_lanes(sums, BLOCK)).to(tl.float32)

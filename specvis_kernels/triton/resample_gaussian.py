@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._gaussian import LANES, add_lanes, exp64, finite, half_precision_of, log_ratio_terms
+from ._gaussian import LANES, add_lanes, exp64, finite, distance_weight_of, log_ratio_terms
 from ._rows import INVALID_ROW, OUT_OF_TRIES
 
 TRIES = 16  # that a program looks at together, at most
@@ -30,7 +30,7 @@ def resample_gaussian_kernel(
     i = tl.program_id(0).to(tl.int64)
     rejected = tl.load(redraw + i)
     kept = (tl.load(keep + i) != 0) & (rejected == 0)
-    half_precision, refused = half_precision_of(temperature, i // G)
+    distance_weight, refused = distance_weight_of(temperature, i // G)
     wanted = (rejected != 0) & (refused == 0)
     found = tl.where(rejected != 0, refused, 0)
 
@@ -55,7 +55,7 @@ def resample_gaussian_kernel(
                 log_sigma = tl.load(target_log_sigmas + at, mask=channel, other=0.0)
                 x = draw(mean, log_sigma, x)
                 terms = log_ratio_terms(x, mean, log_sigma, tl.load(draft_means + at, mask=channel, other=0.0),
-                                        tl.load(draft_log_sigmas + at, mask=channel, other=0.0), half_precision)
+                                        tl.load(draft_log_sigmas + at, mask=channel, other=0.0), distance_weight)
                 sums += tl.where(inside, terms, 0.0)
             bad += tl.where(finite(x), 0, tl.where(inside, 1, 0))
             begin += LANES
