@@ -70,7 +70,7 @@ def add_channels(terms: Tensor) -> Tensor:
 
 
 def distance_weight_of(temperature: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) float64: what a squared distance counts, half of 1 / temperature^2; (B,) bool: the temperature is refused."""
+    """(B,) float64: what a squared distance counts, half of 1 / temperature^2; (B,) bool: it is refused."""
     if temperature is None:
         temperature = tokens.new_ones(tokens.shape[0])
     refused = ~((temperature > 0) & (temperature < torch.inf))
