@@ -24,8 +24,12 @@ CODES = 28672  # of 65536 ids as many lie before the 8192 codes, and after them
 
 # op -> (sizes for its maker in tests/inputs.py, from real models; bytes that must move for one of them).
 # LlamaGen: V = 16384; Chameleon's family (Anole, Lumina-mGPT): V = 65536, of which 8192 are codes. EAGLE-2 trees:
-# N = 60, K = 10; LANTERN: k = 1000; masks: a 24 x 24 image and the tree. Batches of 1, 8, 64.
+# N = 60, K = 10; LANTERN: k = 1000; masks: a 24 x 24 image and the tree; MAR: 16 channels, CSpD: 32 drafts and 100
+# tries. Batches of 1, 8, 64.
 ROWS = {
+    "accept_gaussian": (  # what it reads: tokens, four parameters, a ratio and a uniform
+        [(B, 32, 16) for B in (1, 8, 64, 256)],
+        lambda B, G, C: B * G * (C * 20 + 8 + 6)),
     "codebook_neighbors": (
         [(16384, 8, 1000)],
         lambda V, D, k: V * D * 4 + V * k * 2),
@@ -47,6 +51,9 @@ ROWS = {
         [(60, 16384, 1000, "tvd", 0, True, 0.05), (60, 16384, 1000, "tvd", 0, True, 2.0), (480, 16384, 1000),
          (3840, 16384, 1000), (60, 65536, 1000, "tvd", CODES, True, 0.05)],
         lambda R, V, k, *_: R * (V * 4 + k * 2)),
+    "resample_gaussian": (  # the redrawn third at least one try, the others a draft or none
+        [*((B, 1, 16, 100) for B in (1, 8, 64, 256)), (64, 32, 16, 100), (64, 1, 16, 100, {"variant": "path"})],
+        lambda B, G, C, M, *_: B * G * C * 8),
     "sample_residual": (
         [*((R, 16384) for R in (1, 8, 64)), (8, 65536)],
         lambda R, V: R * V * 8),

@@ -24,9 +24,12 @@ import torch
 from torch import Tensor
 
 EMPTY_RESIDUAL = 1  # nothing was left of the residual target: the target itself was used instead
-INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative, or no mass
+INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative, or no mass; or a Gaussian's
+                    # mean, log sigma, token or log ratio is NaN, infinite, or leads to such a number
 INVALID_TREE = 4    # a parent, link, row or token id out of range: reported, never followed
-INVALID_RULE = 8    # omega negative, NaN, or < 1 with neighborhoods and the optimal residual: nothing is accepted
+INVALID_RULE = 8    # omega negative, NaN, or < 1 with neighborhoods and the optimal residual; temperature of a
+                    # Gaussian's distances not positive and finite: nothing is accepted
+OUT_OF_TRIES = 16   # no redraw of a continuous token was kept: the target's own sample was used instead
 
 NAMESPACE = __package__
 _library = torch.library.Library(NAMESPACE, "DEF")

@@ -17,11 +17,13 @@ from tests import inputs
 ROOT = Path(__file__).parent.parent
 CUDA = {"cuda", "cuda_emulated"}  # the same files; the second in tests, where there is no GPU
 KERNELS = {  # op -> every backend it has, on a machine that has everything
+    "accept_gaussian": {"oracle", "cpu", "triton"},
     "codebook_neighbors": {"oracle"},
     "draw_children": {"oracle", "cpu", "triton", *CUDA},
     "expand_tree": {"oracle", "cpu", "triton", *CUDA},
     "guided_probs": {"oracle", "cpu", "triton", *CUDA},
     "neighborhood_sum": {"oracle", "cpu", "triton", *CUDA},
+    "resample_gaussian": {"oracle", "cpu", "triton"},
     "sample_residual": {"oracle", "cpu", "triton", *CUDA},
     "select_tree": {"oracle", "cpu", "triton", *CUDA},
     "tree_links": {"oracle", "cpu", "triton", *CUDA},

@@ -1,0 +1,121 @@
+"""resample_gaussian: continuous tokens in place of the rejected drafts."""
+import torch
+from torch import Tensor
+
+from ._dispatch import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, check, check_dims, define
+from ._gaussian import at_least_one, check_last_step, exp, distance_weight_of, last_step_log_ratio
+
+
+def resample_gaussian(tokens: Tensor, keep: Tensor, redraw: Tensor, proposals: Tensor, log_ratio: Tensor,
+                      uniforms: Tensor, fallback: Tensor,
+                      target_means: Tensor | None = None, target_log_sigmas: Tensor | None = None,
+                      draft_means: Tensor | None = None, draft_log_sigmas: Tensor | None = None, *,
+                      variant: str = "paper", temperature: Tensor | None = None, backend: str | None = None
+                      ) -> tuple[Tensor, Tensor, Tensor]:
+    """A token for every rejected draft, by acceptance and rejection from the target, at most M tries.
+
+    Try j is kept with probability max(0, 1 - 1/r(x_j)), so iff log r(x_j) > 0 and u_j < 1 - exp(-log r(x_j));
+    the first that is kept is the token. If none is, the token is the position's `fallback`, a fresh sample of
+    the target. For an exact rule that moves the distribution by at most 1 / (e (M + 1)) in total variation.
+    log r is accept_gaussian's, computed and rounded as there, of
+
+        variant          x_j                                       and the log_ratio
+        paper, released  mean_P + sigma_P * proposals[..., j, :]   of the rejected draft, (B, G)
+        path             proposals[..., j, :]                      of try j itself, (B, G, M)
+
+    A `path` is rejected as a whole, and a new one needs the target: a try is the token of a whole new path of the
+    target, and its log_ratio is log p(path) - log q(path) of that path. For the other two variants a try is the
+    target's last denoising step alone, and the proposals are standard normal numbers.
+
+    Where only one position of each request is to be redrawn, as after `truncate`, the rest need not be given:
+    gather it and call with G = 1.
+
+    Args:
+        tokens:             (B, G, C)    float32  the drafts
+        keep:               (B, G)       bool     the drafts that are kept, from accept_gaussian
+        redraw:             (B, G)       bool     the ones to replace, from accept_gaussian
+        proposals:          (B, G, M, C) float32  standard normal numbers; for `path` tokens of the target
+        log_ratio:          (B, G)       float32  for `path` (B, G, M)
+        uniforms:           (B, G, M)    float32  in [0, 1)
+        fallback:           (B, G, C)    float32  fresh samples of the target
+        target_means:       (B, G, C)    float32  or None, as the next three, for `path`
+        target_log_sigmas:  (B, G, C)    float32  natural logarithms of the standard deviations
+        draft_means:        (B, G, C)    float32
+        draft_log_sigmas:   (B, G, C)    float32
+        variant:            "paper", "released" or "path"
+        temperature:        (B,)         float32  of the distances; None is 1, which the release has here
+        backend:            None for the device's own kernel; a name from `backends()` to force one
+
+    Returns:
+        tokens:  (B, G, C) float32  the draft where it is kept, the new token where it is redrawn, else 0
+        tries:   (B, G)    int32    how many tries were looked at; 0 where nothing is redrawn
+        status:  (B, G)    int32    OUT_OF_TRIES: the token is the fallback; INVALID_ROW: a number looked at is NaN,
+                                    infinite or leads to such a token or log r; INVALID_RULE: a temperature not
+                                    positive and finite. After either of the last two the token is 0
+
+    Raises:
+        ValueError: an argument's dtype, shape or device differs from the above, G, M or C is 0, no such variant
+    """
+    B, G, C = check_dims("tokens", tokens, "BGC")
+    check("tokens", tokens, torch.float32, B=B, G=G, C=C)
+    at_least_one("tokens", tokens, G=G, C=C)
+    check("keep", keep, torch.bool, like=tokens, B=B, G=G)
+    check("redraw", redraw, torch.bool, like=tokens, B=B, G=G)
+    M = check_dims("proposals", proposals, "BGMC")[2]
+    check("proposals", proposals, torch.float32, like=tokens, B=B, G=G, M=M, C=C)
+    at_least_one("proposals", proposals, M=M)
+    check_last_step(variant, tokens, {"B": B, "G": G, "C": C}, temperature,
+                    target_means=target_means, target_log_sigmas=target_log_sigmas,
+                    draft_means=draft_means, draft_log_sigmas=draft_log_sigmas)
+    check("log_ratio", log_ratio, torch.float32, like=tokens, B=B, G=G, **({"M": M} if variant == "path" else {}))
+    check("uniforms", uniforms, torch.float32, like=tokens, B=B, G=G, M=M)
+    check("fallback", fallback, torch.float32, like=tokens, B=B, G=G, C=C)
+    inputs = [tokens, keep, redraw, proposals, -log_ratio if variant == "released" else log_ratio, uniforms,
+              fallback, target_means, target_log_sigmas, draft_means, draft_log_sigmas, temperature]
+    return _call(backend, *[None if t is None else t.contiguous() for t in inputs])
+
+
+def _oracle(tokens, keep, redraw, proposals, log_ratio, uniforms, fallback, target_means, target_log_sigmas,
+            draft_means, draft_log_sigmas, temperature):
+    distance_weight, refused = distance_weight_of(temperature, tokens)
+    M = uniforms.shape[2]
+    if target_means is None:
+        x, log_r = proposals, log_ratio
+    else:
+        target_means, target_log_sigmas, draft_means, draft_log_sigmas = (
+            t.unsqueeze(2) for t in (target_means, target_log_sigmas, draft_means, draft_log_sigmas))
+        x = (target_means.double() + exp(target_log_sigmas.double()) * proposals.double()).float()
+        log_r = (log_ratio.double().unsqueeze(2) + last_step_log_ratio(
+            x, target_means, target_log_sigmas, draft_means, draft_log_sigmas, distance_weight[:, None, None])).float()
+
+    bad = ~(log_r.isfinite() & uniforms.isfinite() & x.isfinite().all(-1))
+    kept = ~bad & (log_r > 0) & (uniforms.double() < 1 - exp(-log_r.double()))
+    first = ((bad | kept).cumsum(2) == 0).sum(2)  # (B, G) tries before the one that ends the search; M: none does
+    at = first.clamp(max=M - 1).unsqueeze(2)
+    drawn = x.gather(2, at.unsqueeze(3).expand(-1, -1, 1, x.shape[3])).squeeze(2)
+
+    refused = redraw & refused.unsqueeze(1)
+    redrawn = redraw & ~refused
+    out_of_tries = redrawn & (first == M)
+    chosen = torch.where(redrawn.unsqueeze(2), drawn, tokens)
+    chosen = torch.where(out_of_tries.unsqueeze(2), fallback, chosen)
+    broken = redrawn & ~out_of_tries & bad.gather(2, at).squeeze(2) | ~chosen.isfinite().all(-1)
+    wanted = redrawn | keep & ~redraw
+    status = (torch.where(wanted & broken, INVALID_ROW, 0) | torch.where(refused, INVALID_RULE, 0)
+              | torch.where(out_of_tries, OUT_OF_TRIES, 0))
+    tries = torch.where(redrawn, (first + 1).clamp(max=M), 0)
+    return torch.where((wanted & ~broken).unsqueeze(2), chosen, 0.0), tries.int(), status.int()
+
+
+def _meta(tokens, keep, redraw, proposals, log_ratio, uniforms, fallback, target_means, target_log_sigmas,
+          draft_means, draft_log_sigmas, temperature):
+    B, G, _ = tokens.shape
+    tries, status = (uniforms.new_empty((B, G), dtype=torch.int32) for _ in range(2))
+    return torch.empty_like(tokens), tries, status
+
+
+_call = define(
+    "resample_gaussian(Tensor tokens, Tensor keep, Tensor redraw, Tensor proposals, Tensor log_ratio,"
+    " Tensor uniforms, Tensor fallback, Tensor? target_means, Tensor? target_log_sigmas, Tensor? draft_means,"
+    " Tensor? draft_log_sigmas, Tensor? temperature) -> (Tensor tokens, Tensor tries, Tensor status)",
+    oracle=_oracle, meta=_meta)
