@@ -21,7 +21,7 @@ def cosine_alpha_bar(steps: int) -> Tensor:
 
     cos((s + 0.008) / 1.008 * pi / 2)^2 at s = t / steps over its value at 0, but no noising takes more than MAX_BETA.
     """
-    times = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
+    times = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device="cpu")
     curve = torch.cos((times + 0.008) / 1.008 * math.pi / 2) ** 2
     return (curve[1:] / curve[:-1]).clamp(min=1 - MAX_BETA).cumprod(0)
 
@@ -41,7 +41,7 @@ class Schedule:
     def __init__(self, steps: int, kept: int):
         if not 2 <= kept <= steps:
             raise ValueError(f"denoising steps must be within 2..{steps} (the noisings trained on), got {kept}")
-        self.timesteps = torch.tensor([round(i * (steps - 1) / (kept - 1)) for i in range(kept)])
+        self.timesteps = torch.tensor([round(i * (steps - 1) / (kept - 1)) for i in range(kept)], device="cpu")
         self.alpha_bar = cosine_alpha_bar(steps)[self.timesteps]
         before = F.pad(self.alpha_bar[:-1], (1, 0), value=1.0)
         self.beta = 1 - self.alpha_bar / before
@@ -50,12 +50,20 @@ class Schedule:
         posterior = self.beta * (1 - before) / (1 - self.alpha_bar)
         self.least = torch.cat([posterior[1:2], posterior[1:]]).log() / 2
         self.most = self.beta.log() / 2
-        # float32 for the device; not buffers, which Module.to(torch.bfloat16) would round
-        self._rows = torch.stack([self.alpha_bar.rsqrt(), (1 / self.alpha_bar - 1).sqrt(), self.from_start,
-                                  self.from_here, self.least, self.most], -1).float()
+        self._rows = torch.stack([self.timesteps.double(), self.alpha_bar.rsqrt(), (1 / self.alpha_bar - 1).sqrt(),
+                                  self.from_start, self.from_here, self.least, self.most], -1).float()
 
     def __len__(self) -> int:
         return len(self.timesteps)
+
+    def rows(self, device: torch.device) -> Tensor:
+        """(kept, 7) float32 per step: timestep, what x_t and its noise weigh in x_0, and the last four tables.
+
+        Not a buffer: Module.to(torch.bfloat16) would round it.
+        """
+        if self._rows.device != device:
+            self._rows = self._rows.to(device)
+        return self._rows
 
     def transition(self, x: Tensor, epsilon: Tensor, share: Tensor, t: int | Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log sigma of x_(t-1) from what the network says about x = x_t.
@@ -65,9 +73,7 @@ class Schedule:
             share:      (..., C) float32  where log sigma lies: -1 at `least`, 1 at `most`, and linearly beyond
             t:          1..T, or int64 (P, 1, ..) that broadcasts against (...,)
         """
-        if self._rows.device != x.device:
-            self._rows = self._rows.to(x.device)
-        inverse, noise, from_start, from_here, least, most = self._rows[t - 1][..., None, :].unbind(-1)
+        _, inverse, noise, from_start, from_here, least, most = self.rows(x.device)[t - 1][..., None, :].unbind(-1)
         start = inverse * x - noise * epsilon
         share = (share + 1) / 2
         return from_start * start + from_here * x, share * most + (1 - share) * least
@@ -79,7 +85,7 @@ class TimeEmbedding(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(TIME_FEATURES, width), nn.SiLU(), nn.Linear(width, width))
 
     def forward(self, timesteps: Tensor) -> Tensor:
-        """(...,) int64 -> (..., width)."""
+        """(...,) counted from 0 -> (..., width)."""
         half = TIME_FEATURES // 2
         places = torch.arange(half, device=timesteps.device, dtype=torch.float32)
         angles = timesteps[..., None].float() * torch.exp(places * (-math.log(10000.0) / half))
@@ -174,7 +180,7 @@ class Denoising:
         self.guidance = guidance[..., None] if isinstance(guidance, Tensor) else guidance
         self.log_temperature = math.log(temperature)
         self.conditions = self.net.cond_embed(torch.stack([z, null] if self.guided else [z], -2))
-        self.times = self.net.time_embed(self.schedule.timesteps.to(z.device))
+        self.times = self.net.time_embed(self.schedule.rows(z.device)[:, 0])
 
     def transition(self, x: Tensor, t: int | Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log sigma (..., C) float32 of x_(t-1) given x = x_t (..., C), under this model.

@@ -177,7 +177,7 @@ class MAR(nn.Module):
         x = self.z_proj_ln(x + self.encoder_pos_embed_learned)
 
         # known tokens first, then as many unknown ones as the longest row needs, seen by none
-        places = known.byte().argsort(1, descending=True, stable=True)[:, :most]
+        places = known.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
         valid = known.gather(1, places)
         columns = places[..., None].expand(-1, -1, c.dim)
         x = torch.cat([x[:, :c.buffer], x[:, c.buffer:].gather(1, columns)], 1)
