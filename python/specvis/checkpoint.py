@@ -1,6 +1,7 @@
 """Weights from files: safetensors, or PyTorch's own format without code in it."""
 import json
 import pickle
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,10 @@ class CheckpointError(ValueError):
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The tensors in a checkpoint, by name; LlamaGen's wrappings "model", "module" and "state_dict" are taken off.
+    """The tensors in a checkpoint, by name.
+
+    The wrappings "model_ema" (MAR's), "model", "module" and "state_dict" (LlamaGen's) are taken off, the first before
+    the others: it is the weights' moving average, which MAR samples with.
 
     Raises:
         CheckpointError: no such file, truncated, or not a dictionary of tensors
@@ -25,11 +29,12 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([Namespace]):  # MAR keeps its command line beside the weights
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read (truncated, or not a checkpoint?): "
                               f"{str(error).splitlines()[0]}") from error
-    for wrapping in ("model", "module", "state_dict"):
+    for wrapping in ("model_ema", "model", "module", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(wrapping), dict):
             state = state[wrapping]
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
