@@ -1,4 +1,7 @@
-"""`python -m specvis.train STAGE`: a command per stage, in the order data, tokenizer, gpt, drafter, small, ship."""
+"""`python -m specvis.train STAGE`: a command per stage.
+
+In the order data, tokenizer, gpt, drafter, small, mar, mar-draft, ship.
+"""
 from importlib import import_module
 
 import click
@@ -11,6 +14,8 @@ STAGES = {
     "gpt": "Train the GPT on the tokens.",
     "drafter": "Train the drafter on the GPT.",
     "small": "Train a smaller GPT that drafts on its own.",
+    "mar": "Train the MAR on the tokenizer's continuous latents.",
+    "mar-draft": "Train a smaller MAR that drafts.",
     "ship": "Put the trained parts together.",
 }
 
@@ -22,7 +27,8 @@ class Stages(Commands):
         return list(STAGES)
 
     def get_command(self, context, name):
-        return getattr(import_module(f"{__package__}.{name}"), name) if name in STAGES else None
+        module = name.replace("-", "_")
+        return getattr(import_module(f"{__package__}.{module}"), module) if name in STAGES else None
 
     def format_commands(self, context, formatter):
         with formatter.section("Stages"):

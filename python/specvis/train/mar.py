@@ -1,0 +1,242 @@
+"""The small MAR: masked autoregression on the tokenizer's continuous latents, told the GPT's words."""
+import json
+import math
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..checkpoint import load_weights, read_config
+from ..mar_pair import Scaling
+from ..models.diffloss import DiffLoss, Schedule
+from ..models.mar import MAR, MARConfig
+from ..models.vq import VQ, VQConfig
+from ..models.words import Words, repeated
+from .gpt import NULL_SHARE, mixed_precision
+from .run import Run, made, options
+from .tokenizer import Pictures, spread
+
+BUFFER = 16          # condition tokens: a caption has at most 10 words
+STEPS = 50           # of the denoising; any number can be chosen later
+LEAST_MASKED = 0.7   # of the tokens, in training; the share is normal about 1, cut at 1
+SPREAD = 0.25
+DECAY = 0.999        # of the weights' moving average
+
+
+@dataclass
+class Batch:
+    features: Tensor  # (B, S, caption_dim)
+    null: Tensor      # (B,) bool  whose caption is withheld
+    tokens: Tensor    # (B, L, C) float32
+    known: Tensor     # (B, L) bool
+    times: Tensor     # (M, n) int64  steps 1..T of the n unknown tokens, M for each
+    noise: Tensor     # (M, n, C) float32
+
+
+class Latents:
+    """The pictures as continuous tokens, (N, 256, 8): of runs/latents.npz, which is made where it is missing."""
+
+    def __init__(self, runs: Path, device: torch.device):
+        data = Pictures(runs)
+        weights = made(runs / "tokenizer" / "tokenizer.safetensors", "tokenizer")
+        words = load_file(made(runs / "gpt" / "words.safetensors", "gpt"))
+        path = runs / "latents.npz"
+        if not path.exists() or path.stat().st_mtime < weights.stat().st_mtime:
+            write_latents(runs, data, path, device)
+        arrays = np.load(path)
+        self.scaling = Scaling(tuple(arrays["shift"].tolist()), arrays["scale"].item())
+        self.tokens = torch.from_numpy(arrays["tokens"])  # float16
+        captions = [repeated([int(word) for word in row if word], BUFFER) for row in data.arrays["captions"]]
+        self.captions = torch.tensor(captions)
+        self.train, self.test, self.weights = data.train, data.test, data.weights
+        vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
+        self.words = Words(vocabulary, BUFFER, words["table.weight"].shape[1]).requires_grad_(False)
+        load_weights(self.words, runs / "gpt" / "words.safetensors")
+        self.device = device
+
+    def draw(self, batch: int, times: int, noisings: int, generator: torch.Generator) -> Batch:
+        """A training batch by weight, each unknown token at `times` steps of the diffusion."""
+        rows = self.train[torch.multinomial(self.weights, batch, replacement=True, generator=generator)]
+        null = torch.rand(batch, generator=generator) < NULL_SHARE
+        return self.masked(rows, null, times, noisings, generator)
+
+    def masked(self, rows: Tensor, null: Tensor, times: int, noisings: int, generator: torch.Generator) -> Batch:
+        """Pictures `rows` with MAR's share of their tokens unknown, at random places."""
+        tokens = self.tokens[rows].float()
+        (B, L, C), M = tokens.shape, times
+        lowest = torch.special.ndtr(torch.tensor((LEAST_MASKED - 1) / SPREAD))
+        share = 1 + SPREAD * torch.special.ndtri(lowest + torch.rand(B, 1, generator=generator) * (0.5 - lowest))
+        order = torch.rand(B, L, generator=generator).argsort(1).argsort(1)
+        known = order >= (share.clamp(LEAST_MASKED, 1) * L).ceil()
+        n = int((~known).sum())
+        # a token's steps are evenly apart: they tell more than independent ones
+        when = (torch.rand(n, generator=generator) + torch.arange(M)[:, None] / M) % 1
+        steps = (when * noisings).long().clamp(max=noisings - 1) + 1
+        noise = torch.randn(M, n, C, generator=generator)
+        batch = (self.words(self.captions[rows]), null, tokens, known, steps, noise)
+        return Batch(*(part.to(self.device) for part in batch))
+
+
+@torch.no_grad()
+def write_latents(runs: Path, data: Pictures, path: Path, device: torch.device) -> None:
+    """runs/latents.npz: tokens (N, 256, 8) float16, and the shift (8,) and scale that made them of unit latents."""
+    vq = VQ(read_config(runs / "tokenizer" / "config.json", VQConfig))
+    load_weights(vq, runs / "tokenizer" / "tokenizer.safetensors")
+    vq.to(device).eval()
+    latents = torch.cat([vq.latents(data.take(rows).to(device)).flatten(1, 2).cpu()
+                         for rows in tqdm(torch.arange(len(data.pictures)).split(128), desc="latents")])
+    scaling = Scaling.of(latents[data.train].flatten(0, 1))
+    partial = path.with_name("latents.part.npz")
+    np.savez(partial, tokens=scaling.tokens(latents).half().numpy(), shift=np.array(scaling.shift),
+             scale=np.array(scaling.scale))
+    partial.replace(path)
+
+
+def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Tensor, times: Tensor,
+                   noise: Tensor) -> tuple[Tensor, Tensor]:
+    """What the network is trained by (improved DDPM, arXiv:2102.09672): their sum is the hybrid loss.
+
+    Args:
+        schedule: of all the noisings
+        z, tokens, times, noise: (n, dim), (n, C), (M, n), (M, n, C)
+    Returns:
+        mean squared error of the noise; the variational bound in bits a number, of a mean taken as given: it
+        trains the variance alone
+    """
+    net = diffloss.net
+    rows = schedule.rows(tokens.device)
+    _, inverse, weight, from_start, from_here, least, _ = rows[times - 1][..., None, :].unbind(-1)  # each (M, n, 1)
+    x = (tokens + weight * noise) / inverse
+    y = net.time_embed(rows[:, 0])[times - 1] + net.cond_embed(z)
+    epsilon, share = net(x, y).split(diffloss.channels, -1)
+    mean, log_sigma = schedule.transition(x, epsilon.detach(), share, times)
+    first = (times == 1)[..., None]  # a density of the token; all others are divergences between two Gaussians
+    wanted = torch.where(first, tokens, from_start * tokens + from_here * x)
+    distance = (wanted - mean).square() * torch.exp(-2 * log_sigma) / 2
+    divergence = log_sigma - least + torch.exp(2 * (least - log_sigma)) / 2 - 0.5 + distance
+    density = log_sigma + math.log(2 * math.pi) / 2 + distance
+    return (epsilon - noise).square().mean(), torch.where(first, density, divergence).mean() / math.log(2)
+
+
+class Averaged(nn.Module):
+    """The MAR and the moving average of its weights, with which it samples."""
+
+    def __init__(self, config: MARConfig):
+        super().__init__()
+        self.mar = MAR(config)
+        start(self.mar)
+        self.average = deepcopy(self.mar).requires_grad_(False).eval()
+        self.schedule = Schedule(config.noisings, config.noisings)
+        self.most = config.tokens - math.ceil(LEAST_MASKED * config.tokens)  # known tokens in training
+
+    def losses(self, mar: MAR, batch: Batch) -> tuple[Tensor, Tensor]:
+        condition = mar.condition(batch.features)
+        condition = torch.where(batch.null[:, None, None], mar.null_condition(len(condition))[:, None], condition)
+        unknown = ~batch.known
+        z = mar(batch.tokens, batch.known, condition, self.most)[unknown]
+        return diffusion_loss(mar.diffloss, self.schedule, z, batch.tokens[unknown], batch.times, batch.noise)
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Move the average; a short run's is over its own length."""
+        weight = 1 - min(DECAY, (1 + step) / (10 + step))
+        torch._foreach_lerp_(list(self.average.parameters()), list(self.mar.parameters()), weight)
+
+
+def grid_waves(side: int, width: int) -> Tensor:
+    """(side * side, width): sines and cosines of row and column, by which near places begin as alike."""
+    frequencies = 10000.0 ** -(torch.arange(width // 4) / (width // 4))
+    angles = torch.arange(side)[:, None] * frequencies
+    waves = torch.cat([angles.sin(), angles.cos()], -1)                                 # (side, width / 2)
+    return torch.cat([waves[:, None].expand(-1, side, -1), waves.expand(side, -1, -1)], -1).flatten(0, 1)
+
+
+def start(mar: MAR) -> None:
+    """What learns faster than small random numbers: places begin as waves, captions as loud as tokens."""
+    c = mar.config
+    for table in (mar.encoder_pos_embed_learned, mar.decoder_pos_embed_learned):
+        table.data[0, c.buffer:] = 0.3 * grid_waves(math.isqrt(c.tokens), c.dim)
+    for layer in (mar.cap_proj.fc1, mar.cap_proj.fc2):
+        layer.weight.data.normal_(std=layer.in_features ** -0.5)
+    mar.cap_proj.fc1.weight.data *= 4  # a word's features have a deviation of about 1 / 4
+
+
+@torch.no_grad()
+def measure(model: Averaged, latents: Latents, which: Tensor, device: torch.device) -> dict[str, float]:
+    """Losses of the average over pictures `which`, always with the same masks and noise."""
+    generator = torch.Generator().manual_seed(1)
+    sums = torch.zeros(2)
+    for rows in which.split(32):
+        batch = latents.masked(rows, torch.zeros(len(rows), dtype=torch.bool), 2, len(model.schedule), generator)
+        with mixed_precision(device):
+            sums += torch.stack(model.losses(model.average, batch)).cpu() * len(rows)
+    return dict(zip(("noise", "bits"), (sums / len(which)).tolist()))
+
+
+def training_options(dim: int, layers: int, heads: int, width: int, blocks: int, **defaults):
+    """The options of a stage that trains a MAR."""
+    every = (
+        options(**defaults),
+        click.option("--dim", default=dim, show_default=True, help="Width of the transformer."),
+        click.option("--layers", default=layers, show_default=True, help="Of the encoder, and of the decoder."),
+        click.option("--heads", default=heads, show_default=True),
+        click.option("--width", default=width, show_default=True, help="Of the diffusion's MLP."),
+        click.option("--blocks", default=blocks, show_default=True, help="Of the diffusion's MLP."),
+        click.option("--times", default=2, show_default=True, help="Diffusion steps of each token and picture."),
+    )
+
+    def add(command):
+        for option in reversed(every):
+            command = option(command)
+        return command
+
+    return add
+
+
+def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads: int, width: int, blocks: int,
+          times: int, batch: int, lr: float, minutes: float | None, steps: int | None) -> None:
+    """Train, write <folder>/mar.safetensors, config.json and scaling.json, and say how well it does."""
+    torch.manual_seed(0)
+    device = torch.device(device)
+    latents = Latents(runs, device)
+    _, tokens, channels = latents.tokens.shape
+    model = Averaged(MARConfig(dim, heads, layers, layers, width, blocks, tokens, channels, BUFFER, steps=STEPS,
+                               caption_dim=latents.words.table.embedding_dim)).to(device)
+    run = Run(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps)
+    recent = []
+    for step in run:
+        drawn = latents.draw(batch, times, len(model.schedule), run.generator(step))
+        with mixed_precision(device):
+            noise, bits = model.losses(model.mar, drawn)
+        run.descend(noise + bits)
+        model.follow(step)
+        recent.append(torch.stack([noise, bits]).detach())
+        if run.step % 100 == 99:
+            held_out = measure(model, latents, spread(latents.test, 96), device)
+            noise, bits = torch.stack(recent).mean(0)
+            run.log(noise=noise, bits=bits, held_out=held_out["noise"], held_out_bits=held_out["bits"],
+                    epochs=run.step * batch / len(latents.train), lr=run.lr)
+            recent = []
+    save_file({name: value.half().contiguous() for name, value in model.average.state_dict().items()},
+              folder / "mar.safetensors")
+    (folder / "config.json").write_text(json.dumps(asdict(model.average.config), indent=1) + "\n")
+    (folder / "scaling.json").write_text(json.dumps(asdict(latents.scaling), indent=1) + "\n")
+    for name, which in (("training names", spread(latents.train, 256)), ("held-out names", latents.test)):
+        numbers = measure(model, latents, which, device)
+        click.echo(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in numbers.items()))
+
+
+@click.command()
+@training_options(192, 4, 3, 256, 3, batch=16, lr=1e-3)
+def mar(runs, device, **training):
+    """Train the MAR on runs/data, told the GPT's words; writes runs/mar/mar.safetensors and its JSON files.
+
+    The pictures become continuous tokens once, in runs/latents.npz.
+    """
+    train(runs / "mar", runs, device, **training)
