@@ -1,16 +1,29 @@
 """The training stages: each runs on what the one before made, and an interrupted run ends as an unbroken one."""
+import dataclasses
 import json
+import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from PIL import Image
 from torch import nn
+from torch.distributions import Normal, kl_divergence
 
+from specvis.mar_pair import MARPair, Scaling, parallel_decode, unknown_after
+from specvis.models.diffloss import DiffLoss, Schedule
+from specvis.models.mar import MAR, TINY
 from specvis.pipeline import Pipeline
+from specvis.train import ship
 from specvis.train.__main__ import main
 from specvis.train.data import hold_out, spelled_out, words_of
+from specvis.train.mar import Averaged, diffusion_loss
 from specvis.train.run import Run
+
+
+TINY_TEXT = dataclasses.replace(TINY, classes=None, caption_dim=8)
 
 
 def run(*arguments):
@@ -31,7 +44,9 @@ def pictures(folder, count=24):
     (folder / "vocabulary.json").write_text(json.dumps(["", "fluent-3d", "red", "heart"]))
 
 
-def test_stages_follow_each_other(tmp_path):
+def test_stages_follow_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(ship, "SHOWN", ["red", "heart"])
+    monkeypatch.setattr(ship, "STYLES", ["fluent-3d"])
     pictures(tmp_path / "data")
     small = ["--dim", 32, "--layers", 1, "--heads", 2]
     for stage, more in (("tokenizer", ["--batch", 2]), ("gpt", ["--batch", 2, *small, "--no-compile"]),
@@ -39,6 +54,24 @@ def test_stages_follow_each_other(tmp_path):
         result = run(stage, "--runs", tmp_path, "--steps", 3, "--device", "cpu", *more)
         assert result.exit_code == 0, result.output
     tokens = np.load(tmp_path / "tokens.npz")
+    mar = ["--dim", 32, "--layers", 1, "--heads", 2, "--width", 16, "--blocks", 1, "--batch", 2]
+    for stage in ("mar", "mar-draft"):
+        result = run(stage, "--runs", tmp_path, "--steps", 100, "--device", "cpu", *mar)
+        assert result.exit_code == 0, result.output
+    result = run("ship", "--only", "mar", "--runs", tmp_path, "--weights", tmp_path / "weights",
+                 "--record", tmp_path / "record", "--passes", 2)
+    assert result.exit_code == 0, result.output
+    assert Image.open(tmp_path / "record" / "contact_mar_draft.png").size == (128, 64)
+    for source, name in (("tokenizer/tokenizer.safetensors", "tokenizer.safetensors"),
+                         ("tokenizer/config.json", "tokenizer.json"), ("gpt/words.safetensors", "words.safetensors")):
+        shutil.copyfile(tmp_path / source, tmp_path / "weights" / name)
+    words = json.loads((tmp_path / "data" / "vocabulary.json").read_text())
+    (tmp_path / "weights" / "vocabulary.json").write_text(json.dumps({"words": words}))
+    pair, arrays = MARPair.load(tmp_path / "weights"), np.load(tmp_path / "latents.npz")
+    assert pair.mar.config.tokens == 256 and pair.features(["red heart"]).shape == (1, 16, 32)
+    scaled = torch.from_numpy(arrays["tokens"]).float()
+    assert torch.allclose(pair.scaling.latents(scaled).norm(dim=-1), torch.ones(24, 256), atol=0.01)
+
     assert tokens["tokens"].shape == (24, 256) and tokens["tokens"].max() < 4096
     for part, made in {"tokenizer": "tokenizer", "gpt": "gpt", "words": "gpt", "drafter": "drafter"}.items():
         assert (tmp_path / made / f"{part}.safetensors").exists()
@@ -47,7 +80,10 @@ def test_stages_follow_each_other(tmp_path):
 @pytest.mark.parametrize("arguments, message", [
     (["tokenizer", "--steps", "1"], "pictures.npz is missing: run `python -m specvis.train data`"),
     (["gpt", "--steps", "1"], "tokens.npz is missing: run `python -m specvis.train tokenizer`"),
+    (["mar", "--steps", "1"], "pictures.npz is missing: run `python -m specvis.train data`"),
+    (["mar-draft", "--steps", "1"], "pictures.npz is missing: run `python -m specvis.train data`"),
     (["ship"], "drafter.safetensors is missing: run `python -m specvis.train drafter`"),
+    (["ship", "--only", "mar"], "mar.safetensors is missing: run `python -m specvis.train mar`"),
     (["paint"], "No such command 'paint'"),
 ])
 def test_what_is_missing_is_named(tmp_path, arguments, message):
@@ -80,6 +116,87 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(tmp_path):
     train(tmp_path / "broken", 3)
     again, log = train(tmp_path / "broken", None)
     assert torch.equal(whole.weight, again.weight) and log == whole_log == list(range(6))
+
+
+def test_the_diffusion_loss_is_the_divergence_of_its_gaussians():
+    torch.manual_seed(0)
+    diffloss, schedule = DiffLoss(2, 4, 8, 1, steps=20, kept=5), Schedule(20, 20)
+    torch.nn.init.normal_(diffloss.net.final_layer.linear.weight)
+    z, tokens = torch.randn(3, 4), torch.randn(3, 2)
+    times, noise = torch.tensor([[1, 2, 20], [7, 1, 3]]), torch.randn(2, 3, 2)
+    noise_loss, bits = diffusion_loss(diffloss, schedule, z, tokens, times, noise)
+    given, errors, bounds = diffloss.given(z), [], []
+    given.schedule, given.times = schedule, diffloss.net.time_embed(schedule.rows(z.device)[:, 0])
+    for m in range(2):
+        for n in range(3):
+            t = int(times[m, n])
+            share = schedule.alpha_bar[t - 1]
+            x = (share.sqrt() * tokens[n] + (1 - share).sqrt() * noise[m, n]).float()
+            mean, log_sigma = (part[n] for part in given.transition(x.expand(3, -1), t))
+            own = Normal(mean, log_sigma.exp())
+            if t == 1:
+                bounds.append(-own.log_prob(tokens[n]))
+            else:
+                centre = schedule.from_start[t - 1] * tokens[n] + schedule.from_here[t - 1] * x
+                bounds.append(kl_divergence(Normal(centre.float(), schedule.least[t - 1].exp().float()), own))
+            start = (schedule.alpha_bar[t - 1].rsqrt() * x).float()
+            told = (start - (mean - schedule.from_here[t - 1] * x) / schedule.from_start[t - 1])
+            errors.append((told / (1 / schedule.alpha_bar[t - 1] - 1).sqrt() - noise[m, n]).square())
+    assert noise_loss.item() == pytest.approx(torch.stack(errors).mean().item(), rel=1e-2)
+    assert bits.item() == pytest.approx(torch.stack(bounds).mean().item() / math.log(2), rel=1e-3)
+
+
+def test_the_bound_trains_the_variance_alone():
+    diffloss = DiffLoss(2, 4, 8, 1, steps=20, kept=5)
+    times, noise = torch.randint(1, 21, (2, 3)), torch.randn(2, 3, 2)
+    _, bits = diffusion_loss(diffloss, Schedule(20, 20), torch.randn(3, 4), torch.randn(3, 2), times, noise)
+    bits.backward()
+    gradient = diffloss.net.final_layer.linear.bias.grad
+    assert (gradient[:2] == 0).all() and (gradient[2:] != 0).all()
+
+
+def test_the_average_follows():
+    model = Averaged(TINY_TEXT)
+    before = [p.clone() for p in model.average.parameters()]
+    for parameter in model.mar.parameters():
+        parameter.data += 1
+    model.follow(10 ** 6)
+    for old, new in zip(before, model.average.parameters()):
+        assert torch.allclose(new, old + 0.001, atol=1e-6) and not new.requires_grad
+
+
+@pytest.mark.parametrize("passes", [1, 2, 7, 15, 16])
+def test_parallel_decoding_knows_every_token_once(passes):
+    assert unknown_after(16, 4) == [14, 11, 6, 0] and unknown_after(4, 4) == [3, 2, 1, 0]
+    left = [16, *unknown_after(16, passes)]
+    assert len(left) == passes + 1 and left[-1] == 0 and all(a > b for a, b in zip(left, left[1:]))
+    torch.manual_seed(0)
+    mar = MAR(TINY).eval()
+    order, noise = torch.rand(3, 16).argsort(1), torch.randn(3, 16, 8, 4)
+    gained = []
+    tokens = parallel_decode(mar, torch.tensor([1, 2, 3]), order, noise, passes, guidance=2.0, progress=gained.append)
+    assert tokens.shape == (3, 16, 4) and tokens.isfinite().all() and sum(gained) == 48
+    alone = parallel_decode(mar, torch.tensor([2]), order[1:2], noise[1:2], passes, guidance=2.0)
+    assert torch.allclose(alone[0], tokens[1], rtol=1e-3, atol=1e-4)
+
+
+def test_parallel_decoding_says_what_it_expected():
+    mar = MAR(TINY)
+    order, noise = torch.rand(1, 16).argsort(1), torch.randn(1, 16, 8, 4)
+    with pytest.raises(ValueError, match=r"passes must be within 1\.\.16 \(the tokens of an image\), got 17"):
+        parallel_decode(mar, torch.tensor([1]), order, noise, 17)
+    with pytest.raises(ValueError, match=r"noise must be \(B, L, T, C\) = \(1, 16, 8, 4\), got \(1, 16, 4\)"):
+        parallel_decode(mar, torch.tensor([1]), order, noise[:, :, 0], 4)
+    with pytest.raises(ValueError, match=r"order must be \(B, L=16\), got \(1, 8\)"):
+        parallel_decode(mar, torch.tensor([1]), order[:, :8], noise, 4)
+
+
+def test_scaled_tokens_have_variance_1():
+    latents = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 2, 3]) + 5
+    scaling = Scaling.of(latents)
+    tokens = scaling.tokens(latents)
+    assert tokens.mean(0).abs().max() < 1e-5 and tokens.var(0).mean().item() == pytest.approx(1)
+    assert torch.allclose(scaling.latents(tokens), latents, atol=1e-5)
 
 
 def test_a_name_becomes_words_with_one_for_a_skin_tone():

@@ -6,13 +6,16 @@ from pathlib import Path
 import click
 import matplotlib
 import numpy as np
+import torch
 from PIL import Image
 
 from ..checkpoint import load_weights, read_config
 from ..compare import PROMPTS
 from ..decode import Sampling
+from ..mar_pair import MARPair, Scaling, parallel_decode
 from ..methods import METHODS
 from ..models.llamagen import GPTConfig
+from ..models.mar import MAR, MARConfig
 from ..models.vq import VQConfig
 from ..pipeline import SHIPPED, Pipeline
 from .data import spelled_out, words_of
@@ -27,19 +30,37 @@ SHOWN = ["red heart", "grinning face", "smiling face with sunglasses", "raised f
 STYLES = ["fluent-3d", "fluent-flat", "noto"]
 
 
-def curves(runs: Path, path: Path) -> None:
+CURVES = {  # stage: what is shown of its log, in which unit
+    "tokenizer": (("psnr",), "dB"), "gpt": (("loss", "held_out"), "nats"),
+    "drafter": (("top1", "top3", "acceptance"), "share"), "small": (("loss", "held_out"), "nats"),
+}
+MAR_CURVES = {
+    "mar": (("noise", "held_out"), "squared error of the noise"),
+    "mar_draft": (("noise", "held_out"), "squared error of the noise"),
+}
+
+
+def curves(runs: Path, path: Path, shown: dict[str, tuple[tuple[str, ...], str]]) -> None:
     """One panel per stage: what its log holds, against steps."""
-    figure, panels = plt.subplots(1, 4, figsize=(17, 3.5), constrained_layout=True)
-    for panel, (stage, keys) in zip(panels, {"tokenizer": ("psnr",), "gpt": ("loss", "held_out"),
-                                            "drafter": ("top1", "top3", "acceptance"),
-                                            "small": ("loss", "held_out")}.items()):
+    figure, panels = plt.subplots(1, len(shown), figsize=(4.25 * len(shown), 3.5), constrained_layout=True)
+    for panel, (stage, (keys, unit)) in zip(panels, shown.items()):
         lines = [json.loads(line) for line in (runs / stage / "log.jsonl").read_text().splitlines()]
         for key in keys:
             panel.plot([line["step"] for line in lines], [line[key] for line in lines], label=key)
-        panel.set(title=stage, xlabel="step", ylabel={"tokenizer": "dB", "drafter": "share"}.get(stage, "nats"))
+        panel.set(title=stage, xlabel="step", ylabel=unit)
         panel.legend()
     figure.savefig(path, dpi=100)
     plt.close(figure)
+
+
+def tiled(rows: list[list[Image.Image]]) -> Image.Image:
+    """Rows of pictures of one size, as one."""
+    side = rows[0][0].width
+    sheet = Image.new("RGB", (side * len(rows[0]), side * len(rows)), "white")
+    for y, row in enumerate(rows):
+        for x, picture in enumerate(row):
+            sheet.paste(picture, (x * side, y * side))
+    return sheet
 
 
 def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: float, top_k: int,
@@ -51,12 +72,19 @@ def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: 
                                top_p=top_p)
         prompts = [f"{style} {name}" for name in SHOWN]
         rows.append(pipeline.pictures(pipeline.tokens(prompts, METHODS["vanilla"], sampling).tokens))
-    side = rows[0][0].width
-    sheet = Image.new("RGB", (side * len(SHOWN), side * len(STYLES)), "white")
-    for y, row in enumerate(rows):
-        for x, picture in enumerate(row):
-            sheet.paste(picture, (x * side, y * side))
-    sheet.save(path)
+    tiled(rows).save(path)
+
+
+def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path, guidance: float, passes: int) -> None:
+    """SHOWN across, STYLES down, by MAR's own decoding; the same orders and noise for any model."""
+    rows, c = [], mar.config
+    for i, style in enumerate(STYLES):
+        generator = torch.Generator().manual_seed(i)
+        order = torch.rand(len(SHOWN), c.tokens, generator=generator).argsort(1)
+        noise = torch.randn(len(SHOWN), c.tokens, c.steps, c.channels, generator=generator)
+        features = pair.features([f"{style} {name}" for name in SHOWN])
+        rows.append(pair.pictures(parallel_decode(mar, features, order, noise, passes, guidance=guidance)))
+    tiled(rows).save(path)
 
 
 def judged_prompts(pictures: Path, weights: Path, across: int = 8) -> None:
@@ -78,18 +106,7 @@ def judged_prompts(pictures: Path, weights: Path, across: int = 8) -> None:
     Image.fromarray(sheet).save(weights / "prompts.png", optimize=True)
 
 
-@click.command()
-@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-              help="Folder of the training stages.")
-@click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED,
-              help="Where the weights go. [default: the package]")
-@click.option("--record", type=click.Path(path_type=Path), default="benchmarks/results/training", show_default=True,
-              help="Where logs, curves and the contact sheet go.")
-@click.option("--guidance", default=1.2, show_default=True)
-@click.option("--top-k", default=100, show_default=True)
-@click.option("--top-p", default=0.8, show_default=True)
-def ship(runs, weights, record, guidance, top_k, top_p):
-    """Copy the trained parts to the package, and logs, curves and a contact sheet to the record."""
+def ship_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: int, top_p: float) -> None:
     for stage, part in (("drafter", "drafter"), ("small", "gpt")):
         made(runs / stage / f"{part}.safetensors", stage)
     record.mkdir(parents=True, exist_ok=True)
@@ -102,10 +119,53 @@ def ship(runs, weights, record, guidance, top_k, top_p):
         load_weights(getattr(pipeline, part), runs / f"{file}.safetensors")
     pipeline.save(weights)
     judged_prompts(runs / "data" / "pictures.npz", weights)
-    for stage in ("tokenizer", "gpt", "drafter", "small"):
+    for stage in CURVES:
         shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
     shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")
     shutil.copyfile(runs / "tokenizer" / "reconstructions.png", record / "reconstructions.png")
-    curves(runs, record / "curves.png")
+    curves(runs, record / "curves.png", CURVES)
     for temperature in (1.0, 0.0):
         contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance, top_k, top_p)
+
+
+def ship_mar(runs: Path, weights: Path, record: Path, guidance: float, passes: int) -> None:
+    for stage in MAR_CURVES:
+        made(runs / stage / "mar.safetensors", stage.replace("_", "-"))
+    record.mkdir(parents=True, exist_ok=True)
+    configs = [read_config(runs / stage / "config.json", MARConfig) for stage in MAR_CURVES]
+    scaling, other = (read_config(runs / stage / "scaling.json", Scaling) for stage in MAR_CURVES)
+    if scaling != other:
+        raise ValueError("mar and mar-draft must be trained on the same latents, got scales "
+                         f"{scaling.scale:.4f} and {other.scale:.4f}")
+    vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
+    pair = MARPair(*configs, read_config(runs / "tokenizer" / "config.json", VQConfig), vocabulary, scaling)
+    for part, file in (("words", "gpt/words"), ("tokenizer", "tokenizer/tokenizer"), ("mar", "mar/mar"),
+                       ("mar_draft", "mar_draft/mar")):
+        load_weights(getattr(pair, part), runs / f"{file}.safetensors")
+    pair.save(weights)
+    for stage in MAR_CURVES:
+        shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
+        mar_contact_sheet(pair, getattr(pair, stage), record / f"contact_{stage}.png", guidance, passes)
+    curves(runs, record / "curves_mar.png", MAR_CURVES)
+
+
+@click.command()
+@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
+              help="Folder of the training stages.")
+@click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED,
+              help="Where the weights go. [default: the package]")
+@click.option("--record", type=click.Path(path_type=Path), default="benchmarks/results/training", show_default=True,
+              help="Where logs, curves and the contact sheet go.")
+@click.option("--only", type=click.Choice(["gpt", "mar"]),
+              help="The discrete model or the continuous one. [default: both]")
+@click.option("--guidance", default=1.2, show_default=True, help="Of the discrete model's contact sheet.")
+@click.option("--top-k", default=100, show_default=True)
+@click.option("--top-p", default=0.8, show_default=True)
+@click.option("--mar-guidance", default=2.5, show_default=True, help="Of the continuous models' contact sheets.")
+@click.option("--passes", default=32, show_default=True, help="Of the continuous models' decoding.")
+def ship(runs, weights, record, only, guidance, top_k, top_p, mar_guidance, passes):
+    """Copy the trained parts to the package, and logs, curves and contact sheets to the record."""
+    if only != "mar":
+        ship_gpt(runs, weights, record, guidance, top_k, top_p)
+    if only != "gpt":
+        ship_mar(runs, weights, record, mar_guidance, passes)
