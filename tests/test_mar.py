@@ -168,6 +168,26 @@ def test_half_precision_stays_near():
     assert (sample.mean - whole.mean).norm() < 0.1 * whole.mean.norm()
 
 
+def test_densities_are_exact_in_half_precision():
+    model, tokens, known = mar(steps=100), normals(4, 16, 4), known_sets(4)
+    torch.manual_seed(0)
+    model.diffloss.net = stirred(Stable(channels=4, condition=32, width=32, blocks=2))
+    weights = [weight.clone() for weight in model.diffloss.net.parameters()]
+    for cast in (model.bfloat16, model.double, model.half, lambda: model.to("cpu", torch.bfloat16)):
+        cast()
+        assert all(torch.equal(own, weight) for own, weight in zip(model.diffloss.net.parameters(), weights))
+    z = model(tokens, known, model.condition(torch.arange(4)))
+    assert z.dtype == torch.bfloat16
+    given = model.diffloss.given(z)
+    sample = given.sample(normals(4, 16, 100, 4, seed=3), keep_path=True)
+    log_ratio = given.log_density(sample.path) - sample.log_density                # of a model to itself
+    assert log_ratio.abs().max() < 1e-3
+    assert math.isclose(log_ratio.clamp(max=0).exp().mean(), 1, abs_tol=1e-3)      # what an acceptance rule makes of it
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.to("meta").diffloss.net.parameters())
+    guided = diffusion().given(normals(4, 5).bfloat16(), null=normals(4, 5, seed=2).double(), guidance=2.0)
+    assert guided.sample(normals(4, 12, 3)).mean.dtype == torch.float32            # any dtype of z, and of null
+
+
 def test_everything_follows_the_device():
     model, tokens, known = mar(classes=None).to("meta"), normals(4, 16, 4).to("meta"), known_sets(4).to("meta")
     z = model(tokens, known, model.null_condition(4), most=9)

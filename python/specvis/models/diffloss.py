@@ -121,7 +121,10 @@ class FinalLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """The MLP: (x_t, time and condition) -> the noise in x_t and where log sigma lies, side by side."""
+    """The MLP: (x_t, time and condition) -> the noise in x_t and where log sigma lies, side by side.
+
+    It keeps its dtype, float32, whatever the model around it is cast to.
+    """
 
     def __init__(self, channels: int, condition: int, width: int, blocks: int):
         super().__init__()
@@ -139,6 +142,17 @@ class Network(nn.Module):
         for block in [*self.res_blocks, self.final_layer]:
             nn.init.zeros_(block.adaLN_modulation[1].weight)  # a block starts as the identity
         nn.init.zeros_(self.final_layer.linear.weight)
+
+    def _apply(self, fn, recurse: bool = True):
+        """Moves go through, casts do not: at t = T the mean is 316 times the noise found and sigma is 1.
+
+        In bfloat16 one rounding of that noise would weigh as much as what a step draws, and the density of a path
+        would depend on the batch in which it was evaluated.
+        """
+        def same_dtype(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+        return super()._apply(same_dtype, recurse)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """x (..., C), y = time_embed(timesteps) + cond_embed(z) (..., width) -> (..., 2 C) float32."""
@@ -179,7 +193,8 @@ class Denoising:
         self.rows, self.guided = z.shape[:-1], null is not None
         self.guidance = guidance[..., None] if isinstance(guidance, Tensor) else guidance
         self.log_temperature = math.log(temperature)
-        self.conditions = self.net.cond_embed(torch.stack([z, null] if self.guided else [z], -2))
+        z = torch.stack([z, null] if self.guided else [z], -2)
+        self.conditions = self.net.cond_embed(z.to(self.net.cond_embed.weight.dtype))
         self.times = self.net.time_embed(self.schedule.rows(z.device)[:, 0])
 
     def transition(self, x: Tensor, t: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -259,7 +274,7 @@ class DiffLoss(nn.Module):
         """The diffusion of tokens (R, C) given their conditions; R stands for any dimensions.
 
         Args:
-            z:           (R, condition)
+            z:           (R, condition), of any dtype
             null:        (R, condition)  z under the null condition; None: no guidance
             guidance:    a number, or (R,): the noise is null + guidance * (conditional - null)
             temperature: scales each step's sigma (not x_T), positive
