@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Normal
 
@@ -43,6 +44,108 @@ def known_sets(rows, tokens=16):
     """Sets of 0, 3, 6 .. known tokens."""
     order = torch.rand(rows, tokens, generator=torch.Generator().manual_seed(2)).argsort(1)
     return order < 3 * torch.arange(rows)[:, None]
+
+
+# The networks once more, from the official names and plain functions of tensors alone
+
+def under(state, prefix):
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def linear(w, name, x):
+    return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+
+def conv(w, name, x, **settings):
+    return F.conv2d(x, w[f"{name}.weight"], w[f"{name}.bias"], **settings)
+
+
+def layer_norm(x, weight=None, bias=None):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+
+
+def plain_block(w, x, heads):
+    qkv = linear(w, "attn.qkv", layer_norm(x, w["norm1.weight"], w["norm1.bias"]))
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    x = x + linear(w, "attn.proj", (weights @ v).transpose(1, 2).flatten(2))
+    h = linear(w, "mlp.fc1", layer_norm(x, w["norm2.weight"], w["norm2.bias"]))
+    return x + linear(w, "mlp.fc2", h * (1 + torch.erf(h / 2 ** 0.5)) / 2)
+
+
+def plain_diffusion(w, x, z, timesteps, blocks):
+    angles = timesteps[:, None] * 10000.0 ** (-torch.arange(128) / 128)
+    time = linear(w, "time_embed.mlp.0", torch.cat([angles.cos(), angles.sin()], -1))
+    y = F.silu(linear(w, "time_embed.mlp.2", F.silu(time)) + linear(w, "cond_embed", z))
+    x = linear(w, "input_proj", x)
+    for own in (under(w, f"res_blocks.{i}.") for i in range(blocks)):
+        shift, scale, gate = linear(own, "adaLN_modulation.1", y).chunk(3, -1)
+        h = layer_norm(x, own["in_ln.weight"], own["in_ln.bias"]) * (1 + scale) + shift
+        x = x + gate * linear(own, "mlp.2", F.silu(linear(own, "mlp.0", h)))
+    shift, scale = linear(w, "final_layer.adaLN_modulation.1", y).chunk(2, -1)
+    return linear(w, "final_layer.linear", layer_norm(x) * (1 + scale) + shift)
+
+
+def group_norm(w, name, x):
+    return F.group_norm(x, TINY_KL.groups, w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
+
+
+def plain_residual(w, x):
+    h = conv(w, "conv1", F.silu(group_norm(w, "norm1", x)), padding=1)
+    h = conv(w, "conv2", F.silu(group_norm(w, "norm2", h)), padding=1)
+    return h + (conv(w, "nin_shortcut", x) if "nin_shortcut.weight" in w else x)
+
+
+def plain_attention(w, x):
+    h = group_norm(w, "norm", x)
+    q, k, v = (conv(w, name, h).flatten(2) for name in "qkv")                      # (B, C, places)
+    weights = (q.mT @ k / q.shape[1] ** 0.5).softmax(-1)
+    return x + conv(w, "proj_out", (v @ weights.mT).unflatten(2, x.shape[2:]))
+
+
+def plain_middle(w, x):
+    x = plain_attention(under(w, "attn_1."), plain_residual(under(w, "block_1."), x))
+    return plain_residual(under(w, "block_2."), x)
+
+
+def plain_encoder(w, x):
+    """Of TINY_KL: a block a level, attention at the lower."""
+    x = plain_residual(under(w, "down.0.block.0."), conv(w, "conv_in", x, padding=1))
+    x = conv(w, "down.0.downsample.conv", F.pad(x, (0, 1, 0, 1)), stride=2)
+    x = plain_attention(under(w, "down.1.attn.0."), plain_residual(under(w, "down.1.block.0."), x))
+    return conv(w, "conv_out", F.silu(group_norm(w, "norm_out", plain_middle(under(w, "mid."), x))), padding=1)
+
+
+def plain_decoder(w, z):
+    """Of TINY_KL: two blocks a level, the lower resolution first."""
+    x = plain_middle(under(w, "mid."), conv(w, "conv_in", z, padding=1))
+    x = plain_residual(under(w, "up.1.block.1."), plain_residual(under(w, "up.1.block.0."), x))
+    x = conv(w, "up.1.upsample.conv", x.repeat_interleave(2, 2).repeat_interleave(2, 3), padding=1)
+    x = plain_residual(under(w, "up.0.block.1."), plain_residual(under(w, "up.0.block.0."), x))
+    return conv(w, "conv_out", F.silu(group_norm(w, "norm_out", x)), padding=1)
+
+
+def test_a_block_of_mar_in_plain_functions():
+    model, x = mar().double(), normals(3, 7, 32).double()                          # double: GELUs differ by 1e-4
+    for name in ("encoder_blocks.1.", "decoder_blocks.0."):
+        expected = plain_block(under(model.state_dict(), name), x, TINY.heads)
+        assert torch.allclose(model.get_submodule(name[:-1])(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_diffusion_network_in_plain_functions():
+    net, x, z = diffusion(network=Network).net, normals(5, 3), normals(5, 5, seed=2)
+    timesteps = torch.tensor([0.0, 1.0, 20.0, 500.0, 999.0])
+    output = net(x, net.time_embed(timesteps) + net.cond_embed(z))
+    assert torch.allclose(output, plain_diffusion(net.state_dict(), x, z, timesteps, blocks=2), atol=1e-4)
+
+
+def test_the_autoencoder_in_plain_functions():
+    kl = stirred(KL(TINY_KL)).double()
+    images, latents = normals(2, 3, 8, 12).double(), normals(2, 3, 4, 6).double()
+    expected = plain_encoder(under(kl.state_dict(), "encoder."), images)
+    assert torch.allclose(kl.encoder(images), expected, rtol=1e-9, atol=1e-9)
+    expected = plain_decoder(under(kl.state_dict(), "decoder."), latents)
+    assert torch.allclose(kl.decoder(latents), expected, rtol=1e-9, atol=1e-9)
 
 
 # Names and sizes
@@ -287,10 +390,10 @@ class Stable(Network):
         return torch.cat([x + epsilon, share], -1)
 
 
-def diffusion(seed=0, kept=12):
+def diffusion(seed=0, kept=12, network=Stable):
     torch.manual_seed(seed)
     model = DiffLoss(channels=3, condition=5, width=16, blocks=2, kept=kept)
-    model.net = Stable(channels=3, condition=5, width=16, blocks=2)
+    model.net = network(channels=3, condition=5, width=16, blocks=2)
     return stirred(model, seed)
 
 
