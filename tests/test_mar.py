@@ -522,8 +522,14 @@ def test_official_checkpoints(tmp_path):
     with pytest.raises(CheckpointError, match=r"encoder_pos_embed_learned must be \(1, 31, 32\), got \(1, 22, 32\)"):
         load_weights(MAR(dataclasses.replace(TINY, tokens=25)), tmp_path / "checkpoint-last.pth")
     kl = KL(TINY_KL)
-    torch.save({"model": kl.state_dict()}, tmp_path / "kl16.ckpt")
-    load_weights(KL(TINY_KL), tmp_path / "kl16.ckpt")
+    trained_against = {"loss.logvar": torch.zeros(()), "loss.discriminator.main.0.weight": torch.zeros(8, 3, 4, 4)}
+    torch.save({"model": kl.state_dict() | trained_against}, tmp_path / "kl16.ckpt")
+    loaded = KL(TINY_KL)
+    load_weights(loaded, tmp_path / "kl16.ckpt")
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in kl.state_dict().items())
+    torch.save({"model": kl.state_dict() | {"lossy.weight": torch.zeros(2)}}, tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match=r"not of a KL: it holds lossy.weight"):
+        load_weights(KL(TINY_KL), tmp_path / "other.ckpt")
     with pytest.raises(CheckpointError, match=r"lacks fake_latent \(1, 32\) of MAR"):
         load_weights(MAR(TINY), tmp_path / "kl16.ckpt")
 
