@@ -329,6 +329,19 @@ def test_the_published_steps():
     assert round(schedule.least[0].exp().item(), 4) == 0.0062 and round(schedule.most[0].exp().item(), 4) == 0.0064
 
 
+def test_timesteps_are_those_of_a_summed_stride():
+    differ = []
+    for kept in range(2, 1001):
+        place, expected = 0.0, []
+        for _ in range(kept):
+            expected.append(round(place))
+            place += 999 / (kept - 1)
+        assert Schedule(1000, kept).timesteps.tolist() == expected
+        if expected != [round(i * 999 / (kept - 1)) for i in range(kept)]:
+            differ.append(kept)
+    assert differ[:4] == [21, 23, 27, 35] and len(differ) == 283                   # from multiples of the stride
+
+
 def test_a_step_from_what_the_network_says():
     schedule = Schedule(1000, 10)
     start, epsilon = normals(5, 3), normals(5, 3, seed=2)

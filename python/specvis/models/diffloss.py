@@ -5,6 +5,7 @@ from x_t; the last step, t = 1, adds no noise. All noise is passed in, so two mo
 """
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn as nn
@@ -41,7 +42,9 @@ class Schedule:
     def __init__(self, steps: int, kept: int):
         if not 2 <= kept <= steps:
             raise ValueError(f"denoising steps must be within 2..{steps} (the noisings trained on), got {kept}")
-        self.timesteps = torch.tensor([round(i * (steps - 1) / (kept - 1)) for i in range(kept)], device="cpu")
+        # summed rather than multiplied, as in the release: the sum's rounding errors decide where a half goes
+        places = accumulate([(steps - 1) / (kept - 1)] * (kept - 1), initial=0.0)
+        self.timesteps = torch.tensor([round(place) for place in places], device="cpu")
         self.alpha_bar = cosine_alpha_bar(steps)[self.timesteps]
         before = F.pad(self.alpha_bar[:-1], (1, 0), value=1.0)
         self.beta = 1 - self.alpha_bar / before
