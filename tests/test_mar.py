@@ -582,8 +582,9 @@ def test_configs_that_cannot_be():
     (dict(null=(3, 5)), r"null must have z's shape \(4, 5\), got \(3, 5\)"),
     (dict(guidance=2.0), "guidance 2.0 needs null"),
     (dict(null=(4, 5), guidance=torch.ones(3)), r"guidance must be a number or \(4,\), got \(3,\)"),
-    (dict(temperature=0.0), "temperature must be positive, got 0.0"),
-    (dict(temperature=math.nan), "temperature must be positive, got nan"),
+    (dict(temperature=0.0), "temperature must be positive and finite, got 0.0"),
+    (dict(temperature=math.nan), "temperature must be positive and finite, got nan"),
+    (dict(temperature=math.inf), "temperature must be positive and finite, got inf"),
 ])
 def test_mismatched_conditions(settings, message):
     settings = dict(z=(4, 5)) | settings

@@ -190,8 +190,8 @@ class Denoising:
             raise ValueError(f"guidance {guidance} needs null, z under the null condition")
         if isinstance(guidance, Tensor) and guidance.shape not in (z.shape[:-1], ()):
             raise ValueError(f"guidance must be a number or {tuple(z.shape[:-1])}, got {tuple(guidance.shape)}")
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite, got {temperature}")
         self.net, self.schedule, self.channels = diffloss.net, diffloss.schedule, diffloss.channels
         self.rows, self.guided = z.shape[:-1], null is not None
         self.guidance = guidance[..., None] if isinstance(guidance, Tensor) else guidance
@@ -280,8 +280,9 @@ class DiffLoss(nn.Module):
             z:           (R, condition), of any dtype
             null:        (R, condition)  z under the null condition; None: no guidance
             guidance:    a number, or (R,): the noise is null + guidance * (conditional - null)
-            temperature: scales each step's sigma (not x_T), positive
+            temperature: scales each step's sigma (not x_T), positive and finite
         Raises:
             ValueError: shapes other than these, guidance without null, or a temperature that is not positive
+                and finite
         """
         return Denoising(self, z, null, guidance, temperature)
