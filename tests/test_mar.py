@@ -361,6 +361,13 @@ def test_a_step_from_what_the_network_says():
         assert all(torch.equal(side[i], one) for side, one in zip(side_by_side, alone))
 
 
+def test_rows_are_kept_on_each_device():
+    schedule = Schedule(1000, 10)
+    meta, cpu = (schedule.rows(torch.device(name)) for name in ("meta", "cpu"))
+    assert not cpu.is_meta and meta.is_meta                                        # meta gives no values back
+    assert schedule.rows(torch.device("cpu")) is cpu and schedule.rows(torch.device("meta")) is meta
+
+
 # Sampling
 
 class Exact(nn.Module):

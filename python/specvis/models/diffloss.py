@@ -55,6 +55,7 @@ class Schedule:
         self.most = self.beta.log() / 2
         self._rows = torch.stack([self.timesteps.double(), self.alpha_bar.rsqrt(), (1 / self.alpha_bar - 1).sqrt(),
                                   self.from_start, self.from_here, self.least, self.most], -1).float()
+        self._copies: dict[torch.device, Tensor] = {}  # of the rows, which stay on the CPU
 
     def __len__(self) -> int:
         return len(self.timesteps)
@@ -64,9 +65,9 @@ class Schedule:
 
         Not a buffer: Module.to(torch.bfloat16) would round it.
         """
-        if self._rows.device != device:
-            self._rows = self._rows.to(device)
-        return self._rows
+        if device not in self._copies:
+            self._copies[device] = self._rows.to(device)
+        return self._copies[device]
 
     def transition(self, x: Tensor, epsilon: Tensor, share: Tensor, t: int | Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log sigma of x_(t-1) from what the network says about x = x_t.
