@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributions import Normal
 
@@ -43,6 +44,108 @@ def known_sets(rows, tokens=16):
     """Sets of 0, 3, 6 .. known tokens."""
     order = torch.rand(rows, tokens, generator=torch.Generator().manual_seed(2)).argsort(1)
     return order < 3 * torch.arange(rows)[:, None]
+
+
+# The networks once more, from the official names and plain functions of tensors alone
+
+def under(state, prefix):
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def linear(w, name, x):
+    return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+
+def conv(w, name, x, **settings):
+    return F.conv2d(x, w[f"{name}.weight"], w[f"{name}.bias"], **settings)
+
+
+def layer_norm(x, weight=None, bias=None):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-6)
+
+
+def plain_block(w, x, heads):
+    qkv = linear(w, "attn.qkv", layer_norm(x, w["norm1.weight"], w["norm1.bias"]))
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    x = x + linear(w, "attn.proj", (weights @ v).transpose(1, 2).flatten(2))
+    h = linear(w, "mlp.fc1", layer_norm(x, w["norm2.weight"], w["norm2.bias"]))
+    return x + linear(w, "mlp.fc2", h * (1 + torch.erf(h / 2 ** 0.5)) / 2)
+
+
+def plain_diffusion(w, x, z, timesteps, blocks):
+    angles = timesteps[:, None] * 10000.0 ** (-torch.arange(128) / 128)
+    time = linear(w, "time_embed.mlp.0", torch.cat([angles.cos(), angles.sin()], -1))
+    y = F.silu(linear(w, "time_embed.mlp.2", F.silu(time)) + linear(w, "cond_embed", z))
+    x = linear(w, "input_proj", x)
+    for own in (under(w, f"res_blocks.{i}.") for i in range(blocks)):
+        shift, scale, gate = linear(own, "adaLN_modulation.1", y).chunk(3, -1)
+        h = layer_norm(x, own["in_ln.weight"], own["in_ln.bias"]) * (1 + scale) + shift
+        x = x + gate * linear(own, "mlp.2", F.silu(linear(own, "mlp.0", h)))
+    shift, scale = linear(w, "final_layer.adaLN_modulation.1", y).chunk(2, -1)
+    return linear(w, "final_layer.linear", layer_norm(x) * (1 + scale) + shift)
+
+
+def group_norm(w, name, x):
+    return F.group_norm(x, TINY_KL.groups, w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
+
+
+def plain_residual(w, x):
+    h = conv(w, "conv1", F.silu(group_norm(w, "norm1", x)), padding=1)
+    h = conv(w, "conv2", F.silu(group_norm(w, "norm2", h)), padding=1)
+    return h + (conv(w, "nin_shortcut", x) if "nin_shortcut.weight" in w else x)
+
+
+def plain_attention(w, x):
+    h = group_norm(w, "norm", x)
+    q, k, v = (conv(w, name, h).flatten(2) for name in "qkv")                      # (B, C, places)
+    weights = (q.mT @ k / q.shape[1] ** 0.5).softmax(-1)
+    return x + conv(w, "proj_out", (v @ weights.mT).unflatten(2, x.shape[2:]))
+
+
+def plain_middle(w, x):
+    x = plain_attention(under(w, "attn_1."), plain_residual(under(w, "block_1."), x))
+    return plain_residual(under(w, "block_2."), x)
+
+
+def plain_encoder(w, x):
+    """Of TINY_KL: a block a level, attention at the lower."""
+    x = plain_residual(under(w, "down.0.block.0."), conv(w, "conv_in", x, padding=1))
+    x = conv(w, "down.0.downsample.conv", F.pad(x, (0, 1, 0, 1)), stride=2)
+    x = plain_attention(under(w, "down.1.attn.0."), plain_residual(under(w, "down.1.block.0."), x))
+    return conv(w, "conv_out", F.silu(group_norm(w, "norm_out", plain_middle(under(w, "mid."), x))), padding=1)
+
+
+def plain_decoder(w, z):
+    """Of TINY_KL: two blocks a level, the lower resolution first."""
+    x = plain_middle(under(w, "mid."), conv(w, "conv_in", z, padding=1))
+    x = plain_residual(under(w, "up.1.block.1."), plain_residual(under(w, "up.1.block.0."), x))
+    x = conv(w, "up.1.upsample.conv", x.repeat_interleave(2, 2).repeat_interleave(2, 3), padding=1)
+    x = plain_residual(under(w, "up.0.block.1."), plain_residual(under(w, "up.0.block.0."), x))
+    return conv(w, "conv_out", F.silu(group_norm(w, "norm_out", x)), padding=1)
+
+
+def test_a_block_of_mar_in_plain_functions():
+    model, x = mar().double(), normals(3, 7, 32).double()                          # double: GELUs differ by 1e-4
+    for name in ("encoder_blocks.1.", "decoder_blocks.0."):
+        expected = plain_block(under(model.state_dict(), name), x, TINY.heads)
+        assert torch.allclose(model.get_submodule(name[:-1])(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_diffusion_network_in_plain_functions():
+    net, x, z = diffusion(network=Network).net, normals(5, 3), normals(5, 5, seed=2)
+    timesteps = torch.tensor([0.0, 1.0, 20.0, 500.0, 999.0])
+    output = net(x, net.time_embed(timesteps) + net.cond_embed(z))
+    assert torch.allclose(output, plain_diffusion(net.state_dict(), x, z, timesteps, blocks=2), atol=1e-4)
+
+
+def test_the_autoencoder_in_plain_functions():
+    kl = stirred(KL(TINY_KL)).double()
+    images, latents = normals(2, 3, 8, 12).double(), normals(2, 3, 4, 6).double()
+    expected = plain_encoder(under(kl.state_dict(), "encoder."), images)
+    assert torch.allclose(kl.encoder(images), expected, rtol=1e-9, atol=1e-9)
+    expected = plain_decoder(under(kl.state_dict(), "decoder."), latents)
+    assert torch.allclose(kl.decoder(latents), expected, rtol=1e-9, atol=1e-9)
 
 
 # Names and sizes
@@ -168,6 +271,26 @@ def test_half_precision_stays_near():
     assert (sample.mean - whole.mean).norm() < 0.1 * whole.mean.norm()
 
 
+def test_densities_are_exact_in_half_precision():
+    model, tokens, known = mar(steps=100), normals(4, 16, 4), known_sets(4)
+    torch.manual_seed(0)
+    model.diffloss.net = stirred(Stable(channels=4, condition=32, width=32, blocks=2))
+    weights = [weight.clone() for weight in model.diffloss.net.parameters()]
+    for cast in (model.bfloat16, model.double, model.half, lambda: model.to("cpu", torch.bfloat16)):
+        cast()
+        assert all(torch.equal(own, weight) for own, weight in zip(model.diffloss.net.parameters(), weights))
+    z = model(tokens, known, model.condition(torch.arange(4)))
+    assert z.dtype == torch.bfloat16
+    given = model.diffloss.given(z)
+    sample = given.sample(normals(4, 16, 100, 4, seed=3), keep_path=True)
+    log_ratio = given.log_density(sample.path) - sample.log_density                # of a model to itself
+    assert log_ratio.abs().max() < 1e-3
+    assert math.isclose(log_ratio.clamp(max=0).exp().mean(), 1, abs_tol=1e-3)      # what an acceptance rule makes of it
+    assert all(p.is_meta and p.dtype == torch.float32 for p in model.to("meta").diffloss.net.parameters())
+    guided = diffusion().given(normals(4, 5).bfloat16(), null=normals(4, 5, seed=2).double(), guidance=2.0)
+    assert guided.sample(normals(4, 12, 3)).mean.dtype == torch.float32            # any dtype of z, and of null
+
+
 def test_everything_follows_the_device():
     model, tokens, known = mar(classes=None).to("meta"), normals(4, 16, 4).to("meta"), known_sets(4).to("meta")
     z = model(tokens, known, model.null_condition(4), most=9)
@@ -206,6 +329,19 @@ def test_the_published_steps():
     assert round(schedule.least[0].exp().item(), 4) == 0.0062 and round(schedule.most[0].exp().item(), 4) == 0.0064
 
 
+def test_timesteps_are_those_of_a_summed_stride():
+    differ = []
+    for kept in range(2, 1001):
+        place, expected = 0.0, []
+        for _ in range(kept):
+            expected.append(round(place))
+            place += 999 / (kept - 1)
+        assert Schedule(1000, kept).timesteps.tolist() == expected
+        if expected != [round(i * 999 / (kept - 1)) for i in range(kept)]:
+            differ.append(kept)
+    assert differ[:4] == [21, 23, 27, 35] and len(differ) == 283                   # from multiples of the stride
+
+
 def test_a_step_from_what_the_network_says():
     schedule = Schedule(1000, 10)
     start, epsilon = normals(5, 3), normals(5, 3, seed=2)
@@ -223,6 +359,13 @@ def test_a_step_from_what_the_network_says():
     for i, t in enumerate((3, 10)):
         alone = schedule.transition([start, x][i], epsilon, start, t)
         assert all(torch.equal(side[i], one) for side, one in zip(side_by_side, alone))
+
+
+def test_rows_are_kept_on_each_device():
+    schedule = Schedule(1000, 10)
+    meta, cpu = (schedule.rows(torch.device(name)) for name in ("meta", "cpu"))
+    assert not cpu.is_meta and meta.is_meta                                        # meta gives no values back
+    assert schedule.rows(torch.device("cpu")) is cpu and schedule.rows(torch.device("meta")) is meta
 
 
 # Sampling
@@ -267,10 +410,10 @@ class Stable(Network):
         return torch.cat([x + epsilon, share], -1)
 
 
-def diffusion(seed=0, kept=12):
+def diffusion(seed=0, kept=12, network=Stable):
     torch.manual_seed(seed)
     model = DiffLoss(channels=3, condition=5, width=16, blocks=2, kept=kept)
-    model.net = Stable(channels=3, condition=5, width=16, blocks=2)
+    model.net = network(channels=3, condition=5, width=16, blocks=2)
     return stirred(model, seed)
 
 
@@ -399,8 +542,14 @@ def test_official_checkpoints(tmp_path):
     with pytest.raises(CheckpointError, match=r"encoder_pos_embed_learned must be \(1, 31, 32\), got \(1, 22, 32\)"):
         load_weights(MAR(dataclasses.replace(TINY, tokens=25)), tmp_path / "checkpoint-last.pth")
     kl = KL(TINY_KL)
-    torch.save({"model": kl.state_dict()}, tmp_path / "kl16.ckpt")
-    load_weights(KL(TINY_KL), tmp_path / "kl16.ckpt")
+    trained_against = {"loss.logvar": torch.zeros(()), "loss.discriminator.main.0.weight": torch.zeros(8, 3, 4, 4)}
+    torch.save({"model": kl.state_dict() | trained_against}, tmp_path / "kl16.ckpt")
+    loaded = KL(TINY_KL)
+    load_weights(loaded, tmp_path / "kl16.ckpt")
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in kl.state_dict().items())
+    torch.save({"model": kl.state_dict() | {"lossy.weight": torch.zeros(2)}}, tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match=r"not of a KL: it holds lossy.weight"):
+        load_weights(KL(TINY_KL), tmp_path / "other.ckpt")
     with pytest.raises(CheckpointError, match=r"lacks fake_latent \(1, 32\) of MAR"):
         load_weights(MAR(TINY), tmp_path / "kl16.ckpt")
 
@@ -440,8 +589,9 @@ def test_configs_that_cannot_be():
     (dict(null=(3, 5)), r"null must have z's shape \(4, 5\), got \(3, 5\)"),
     (dict(guidance=2.0), "guidance 2.0 needs null"),
     (dict(null=(4, 5), guidance=torch.ones(3)), r"guidance must be a number or \(4,\), got \(3,\)"),
-    (dict(temperature=0.0), "temperature must be positive, got 0.0"),
-    (dict(temperature=math.nan), "temperature must be positive, got nan"),
+    (dict(temperature=0.0), "temperature must be positive and finite, got 0.0"),
+    (dict(temperature=math.nan), "temperature must be positive and finite, got nan"),
+    (dict(temperature=math.inf), "temperature must be positive and finite, got inf"),
 ])
 def test_mismatched_conditions(settings, message):
     settings = dict(z=(4, 5)) | settings

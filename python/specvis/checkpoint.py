@@ -55,7 +55,9 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
         if name in state and state[name].shape != wanted.shape:
             raise CheckpointError(f"checkpoint {path} is of another size: {name} must be {tuple(wanted.shape)}, "
                                   f"got {tuple(state[name].shape)}")
-    unknown = [name for name in state if name not in own and not name.endswith("freqs_cis")]
+    # left out by the releases' own loading too: tables of rotations, and what an autoencoder was trained against
+    unknown = [name for name in state
+               if name not in own and not name.endswith("freqs_cis") and not name.startswith("loss.")]
     if unknown:
         raise CheckpointError(f"checkpoint {path} is not of a {type(module).__name__}: it holds {unknown[0]}")
     module.load_state_dict({name: state[name].to(own[name].dtype) for name in own if name in state}, strict=False)

@@ -5,6 +5,7 @@ from x_t; the last step, t = 1, adds no noise. All noise is passed in, so two mo
 """
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn as nn
@@ -41,7 +42,9 @@ class Schedule:
     def __init__(self, steps: int, kept: int):
         if not 2 <= kept <= steps:
             raise ValueError(f"denoising steps must be within 2..{steps} (the noisings trained on), got {kept}")
-        self.timesteps = torch.tensor([round(i * (steps - 1) / (kept - 1)) for i in range(kept)], device="cpu")
+        # summed rather than multiplied, as in the release: the sum's rounding errors decide where a half goes
+        places = accumulate([(steps - 1) / (kept - 1)] * (kept - 1), initial=0.0)
+        self.timesteps = torch.tensor([round(place) for place in places], device="cpu")
         self.alpha_bar = cosine_alpha_bar(steps)[self.timesteps]
         before = F.pad(self.alpha_bar[:-1], (1, 0), value=1.0)
         self.beta = 1 - self.alpha_bar / before
@@ -52,6 +55,7 @@ class Schedule:
         self.most = self.beta.log() / 2
         self._rows = torch.stack([self.timesteps.double(), self.alpha_bar.rsqrt(), (1 / self.alpha_bar - 1).sqrt(),
                                   self.from_start, self.from_here, self.least, self.most], -1).float()
+        self._copies: dict[torch.device, Tensor] = {}  # of the rows, which stay on the CPU
 
     def __len__(self) -> int:
         return len(self.timesteps)
@@ -61,9 +65,9 @@ class Schedule:
 
         Not a buffer: Module.to(torch.bfloat16) would round it.
         """
-        if self._rows.device != device:
-            self._rows = self._rows.to(device)
-        return self._rows
+        if device not in self._copies:
+            self._copies[device] = self._rows.to(device)
+        return self._copies[device]
 
     def transition(self, x: Tensor, epsilon: Tensor, share: Tensor, t: int | Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log sigma of x_(t-1) from what the network says about x = x_t.
@@ -121,7 +125,10 @@ class FinalLayer(nn.Module):
 
 
 class Network(nn.Module):
-    """The MLP: (x_t, time and condition) -> the noise in x_t and where log sigma lies, side by side."""
+    """The MLP: (x_t, time and condition) -> the noise in x_t and where log sigma lies, side by side.
+
+    It keeps its dtype, float32, whatever the model around it is cast to.
+    """
 
     def __init__(self, channels: int, condition: int, width: int, blocks: int):
         super().__init__()
@@ -139,6 +146,17 @@ class Network(nn.Module):
         for block in [*self.res_blocks, self.final_layer]:
             nn.init.zeros_(block.adaLN_modulation[1].weight)  # a block starts as the identity
         nn.init.zeros_(self.final_layer.linear.weight)
+
+    def _apply(self, fn, recurse: bool = True):
+        """Moves go through, casts do not: at t = T the mean is 316 times the noise found and sigma is 1.
+
+        In bfloat16 one rounding of that noise would weigh as much as what a step draws, and the density of a path
+        would depend on the batch in which it was evaluated.
+        """
+        def same_dtype(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype else tensor.to(result.device)
+        return super()._apply(same_dtype, recurse)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """x (..., C), y = time_embed(timesteps) + cond_embed(z) (..., width) -> (..., 2 C) float32."""
@@ -173,13 +191,14 @@ class Denoising:
             raise ValueError(f"guidance {guidance} needs null, z under the null condition")
         if isinstance(guidance, Tensor) and guidance.shape not in (z.shape[:-1], ()):
             raise ValueError(f"guidance must be a number or {tuple(z.shape[:-1])}, got {tuple(guidance.shape)}")
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, got {temperature}")
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite, got {temperature}")
         self.net, self.schedule, self.channels = diffloss.net, diffloss.schedule, diffloss.channels
         self.rows, self.guided = z.shape[:-1], null is not None
         self.guidance = guidance[..., None] if isinstance(guidance, Tensor) else guidance
         self.log_temperature = math.log(temperature)
-        self.conditions = self.net.cond_embed(torch.stack([z, null] if self.guided else [z], -2))
+        z = torch.stack([z, null] if self.guided else [z], -2)
+        self.conditions = self.net.cond_embed(z.to(self.net.cond_embed.weight.dtype))
         self.times = self.net.time_embed(self.schedule.rows(z.device)[:, 0])
 
     def transition(self, x: Tensor, t: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -259,11 +278,12 @@ class DiffLoss(nn.Module):
         """The diffusion of tokens (R, C) given their conditions; R stands for any dimensions.
 
         Args:
-            z:           (R, condition)
+            z:           (R, condition), of any dtype
             null:        (R, condition)  z under the null condition; None: no guidance
             guidance:    a number, or (R,): the noise is null + guidance * (conditional - null)
-            temperature: scales each step's sigma (not x_T), positive
+            temperature: scales each step's sigma (not x_T), positive and finite
         Raises:
             ValueError: shapes other than these, guidance without null, or a temperature that is not positive
+                and finite
         """
         return Denoising(self, z, null, guidance, temperature)
