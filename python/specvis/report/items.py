@@ -214,7 +214,8 @@ def trade_off(report: Report, section: Section) -> None:
     runs = [run for run in dict.fromkeys(all_methods(report.scope)) if run.method.drafting != "none"]
     rows = sorted((report.row(run) for run in runs), key=lambda row: row["tau"])
     section.text("tau is tokens per target forward (of trees of so many nodes), of pictures decoded in batches; "
-                 "seconds of single pictures are in `latency`. The meter estimates the total variation that relaxed acceptance added per token.")
+                 "seconds of single pictures are in `latency`. The meter estimates the total variation that "
+                 "relaxed acceptance added per token.")
     section.figure(curves(report, runs), "Speed against distance from plain decoding's pictures (band: plain "
                                          "decoding's own), and against the fidelity meter; stars are lossless")
     section.table(rows)
