@@ -179,7 +179,7 @@ def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top
               help="Folder for the report and its runs.")
 @sampling_options
 def report(names, quick, images, timed, scores, out, seed, guidance, top_k, top_p, weights, device):
-    """The papers' tables and figures on this model, beside the papers' own numbers: 75 minutes on two cores.
+    """The papers' tables and figures on this model, beside the papers' own numbers.
 
     Every run is kept in the folder: after an interruption the same command goes on where it stopped.
     """

@@ -76,7 +76,7 @@ def more_scores(texts: tuple[str, ...]) -> None:
             values = np.asarray(score(np.zeros((2, 64, 64, 3), np.uint8), ["red heart", "blue heart"]))
             if not name or name in (*DISTANCES, *SCORES) or values.shape != (2,):
                 raise ValueError("it needs a name of its own, and must return a number for each of two pictures")
-        except Exception as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:  # absent, or not of this form
             raise ValueError(f"score must be like clip=my_module:function, got {text!r}: {error}") from error
         MORE_SCORES[name] = score
 
