@@ -132,7 +132,7 @@ def test_half_a_file_is_never_left(tmp_path):
 def test_a_folder_of_another_study_is_refused(study, pipeline, monkeypatch):
     for change, says in (({"guidance": 3.0}, r"another guidance \(1.2; here it is 3.0\)"),
                          ({"seed": 5}, r"another seed \(0; here it is 5\)"),
-                         ({"prompts": PROMPTS[:2]}, "another prompts: choose")):
+                         ({"prompts": PROMPTS[:2]}, "of other prompts: choose")):
         with pytest.raises(ValueError, match=says):
             Study(pipeline, study.folder, **{"prompts": PROMPTS, "images": 6} | change)
     assert Study(pipeline, study.folder, PROMPTS, images=3).prompts == PROMPTS[:3]     # a shorter one may go on there

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")      # the profiler that finds memory tells of its starts
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
 
 import click  # noqa: E402  torch reads the variable when it is first imported
@@ -23,6 +24,7 @@ from .decode import Sampling
 from .methods import METHODS, PARAMETERS, parameters_of, parse_method, parse_methods
 from .models.words import repeated
 from .pipeline import SHIPPED, Pipeline
+from .report.items import ITEMS
 from .trees import TREES, static_tree
 
 STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
@@ -167,7 +169,7 @@ def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top
 
 
 @main.command()
-@click.option("--only", "names", multiple=True, help="A table or figure, or several with commas. [default: all]")
+@click.option("--only", "names", multiple=True, help=f"Of {', '.join(ITEMS)}; several with commas. [default: all]")
 @click.option("--quick", is_flag=True, help="Few pictures and the main tables only: under 10 minutes on two cores.")
 @click.option("--images", type=click.IntRange(1), help="Pictures a method, decoded in batches. [default: 48, quick 12]")
 @click.option("--timed", type=click.IntRange(1), help="Pictures a method, timed alone. [default: 4, quick 1]")

@@ -79,15 +79,17 @@ def variations(base: Method) -> Iterator[Method]:
         changes += [{"delta": round(base.delta * factor, 4)} for factor in (0.7, 1.4)]
     elif base.omega != 1:
         changes += [{"omega": round(1 + (base.omega - 1) * factor, 4)} for factor in (0.7, 1.4)]
+    shape = {"static": ("tree",), "dynamic": ("depth", "width", "nodes")}[base.drafting]
     for change in changes:
+        keep = ("drafter", "k", "kind", "delta", "metric", "residual", "omega", "nu",
+                *(shape if not set(shape) & set(change) else ()))
+        kept = {key: getattr(base, key) for key in keep if getattr(base, key) != getattr(method(base.name), key)}
         try:
-            kept = {key: getattr(base, key) for key in ("k", "kind", "delta", "metric", "residual", "omega", "nu")
-                    if getattr(base, key) != getattr(method(base.name), key)}
-            if "tree" not in change and base.drafting == "static":
-                kept["tree"] = base.tree
-            yield method(base.name, **kept | change)
+            changed = method(base.name, **kept | change)
         except ValueError:  # such as a delta beyond its range: no variation then
             continue
+        if changed != base:
+            yield changed
 
 
 def runs_of(m: Method, pictures: int) -> list[Run]:
@@ -121,7 +123,7 @@ def nearest(trials: list[Trial], target_tv: float | None, target_speedup: float 
 
 def tune(study: Study, target_tv: float | None, target_speedup: float | None, *, pictures: int, by_seconds: bool,
          rules: list[Method] | None = None) -> tuple[list[Trial], Trial | None]:
-    """Three rounds: all rules on a quarter of the pictures; variations of the best on a half; the best on all.
+    """All rules on a quarter of the pictures; twice variations of the best, on a half; the best on all.
 
     Returns:
         all trials, each method by its longest, and the chosen one
@@ -130,17 +132,17 @@ def tune(study: Study, target_tv: float | None, target_speedup: float | None, *,
     methods = [parse_method(text) for text in RULES] if rules is None else rules
     V = study.pipeline.gpt.config.vocabulary
     known: dict[Method, Trial] = {}
-    for number, share in enumerate((4, 2, 1), 1):
+    for number, (share, kept) in enumerate(((4, 0), (2, 4), (2, 2), (1, 6)), 1):
         count, timed = max(4, pictures // share), 1 if share > 1 else 3
         if number > 1:
-            best = nearest(list(known.values()), target_tv, target_speedup, 4 if number == 2 else 6)
+            best = nearest(list(known.values()), target_tv, target_speedup, kept)
             methods = [t.method for t in best]
-            if number == 2:
+            if share > 1:
                 methods += [m for base in best for m in variations(base.method)]
         methods = [m for m in dict.fromkeys(methods)
                    if m.columns < V and (has_small or m.drafter != "small")]
         works = [run for m in methods for run in runs_of(m, count)]
-        study.do(works + [Latency(m, 1.0, timed) for m in methods if by_seconds], f"round {number} of 3: ")
+        study.do(works + [Latency(m, 1.0, timed) for m in methods if by_seconds], f"round {number} of 4: ")
         known |= {m: trial(study, m, count, by_seconds, timed) for m in methods}
     trials = list(known.values())
     whole = [t for t in trials if t.pictures == pictures]  # only what was looked at closely is chosen
@@ -180,5 +182,6 @@ def draw_trials(trials: list[Trial], chosen: Trial | None, target_tv: float | No
         axis.plot(chosen.speed, chosen.tv, "*", ms=14, color="tab:red", label="chosen")
     by = "tokens per target forward (tau)" if trials[0].seconds is None else "speed-up in seconds, single pictures"
     axis.set(xlabel=by, ylabel="fidelity meter: TV per token (estimate)")
+    axis.margins(x=0.2)  # room for the names
     axis.legend()
     save_figure(figure, path)

@@ -54,8 +54,8 @@ class Report:
     def row(self, run: Run) -> dict:
         """The usual columns: steps, the meter, and every score. No seconds: those are of single pictures."""
         pictures = self.study.pictures(run)
-        row = {"method": run.method.label, "T": f"{run.temperature:g}", "tau": pictures.tau,
-               "TV meter": pictures.excess.mean().item()}
+        row = {"method": run.method.label, "T": f"{run.temperature:g}", "nodes": run.method.tree_nodes,
+               "tau": pictures.tau, "TV meter": pictures.excess.mean().item()}
         return row | self.quality(run)
 
     def meter(self, run: Run) -> float:
@@ -157,6 +157,7 @@ def all_methods(scope: Scope) -> Works:
     for m in METHODS.values():
         if m.drafting != "none":
             yield Run(m)
+    yield Run.of("eagle1:tree=naive_extend_57")  # lossless on LANTERN++'s tree
     yield from sweeps(scope)
 
 
@@ -212,8 +213,9 @@ def curves(report: Report, runs: list[Run]):
 def trade_off(report: Report, section: Section) -> None:
     runs = [run for run in dict.fromkeys(all_methods(report.scope)) if run.method.drafting != "none"]
     rows = sorted((report.row(run) for run in runs), key=lambda row: row["tau"])
-    section.text("tau is tokens per target forward, of pictures decoded in batches; seconds of single pictures are in "
-                 "`latency`. The meter estimates the total variation that relaxed acceptance added per token.")
+    section.text("tau is tokens per target forward (of trees of so many nodes), of pictures decoded in batches; "
+                 "seconds of single pictures are in `latency`. The meter estimates the total variation that "
+                 "relaxed acceptance added per token.")
     section.figure(curves(report, runs), "Speed against distance from plain decoding's pictures (band: plain "
                                          "decoding's own), and against the fidelity meter; stars are lossless")
     section.table(rows)
@@ -222,7 +224,7 @@ def trade_off(report: Report, section: Section) -> None:
     for budget in (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4):
         run = max((run for run in runs if report.meter(run) <= budget), key=lambda run: report.study.pictures(run).tau)
         best.append({"TV meter at most": f"{budget:g}", "largest tau": report.study.pictures(run).tau,
-                     "method": run.method.label, "TV meter": report.meter(run),
+                     "method": run.method.label, "nodes": run.method.tree_nodes, "TV meter": report.meter(run),
                      "kernel distance": report.quality(run)["kernel distance"]})
     section.text("Which method needs the fewest target forwards for which budget, among these runs:")
     section.table(best, "-budgets")
@@ -602,8 +604,13 @@ def adt_figures(report: Report, section: Section) -> None:
                        top.view(-1, side, side)[:, :, :-1].flatten().numpy())[0, 1]
     up = np.corrcoef(top.view(-1, side, side)[:, 1:].flatten().numpy(),
                      top.view(-1, side, side)[:, :-1].flatten().numpy())[0, 1]
-    section.table([{"correlation of the target's top-1 with": name, "value": float(value)} for name, value in (
-        ("tokens gained by the step", correlation), ("the left neighbor's", left), ("the upper neighbor's", up))])
+    shared = np.corrcoef(overlap.flatten().numpy(), gains[:, 1:].flatten().numpy())[0, 1]
+    section.table([{"correlation over all places of": name, "value": float(value)} for name, value in (
+        ("the target's top-1 with the tokens gained by the step", correlation),
+        ("sum min(target, draft) with the tokens gained by the step", shared),
+        ("the target's top-1 with the left neighbor's", left), ("the target's top-1 with the upper neighbor's", up))])
+    section.text("At the edges of the pictures, which are white, the target is unsure among codes that are all white, "
+                 "and so is the draft: there top-1 is low, and yet what they share and what is accepted is much.")
     section.claim("difficulty differs between regions, and acceptance follows it", bool(correlation > 0.1),
                   f"correlation of the target's top-1 with the tokens gained {correlation:.2f}")
     section.claim("neighbors are alike", bool(min(left, up) > 0.2),
@@ -682,17 +689,18 @@ def peanut_figures(report: Report, section: Section) -> None:
         axis.set(xticks=[], yticks=[])
         axis.set_title(f"{text}, mean {values.mean():.2f}", fontsize=8)
     figure.colorbar(image, ax=all_axes, label="tokens of the step")
-    section.figure(figure, "Tokens gained by the step that drew each place, mean over pictures, temperature 1", "-maps")
+    section.figure(figure, "Tokens gained by the step that drew each place, mean over pictures, temperature 1 (a step "
+                           "of many tokens counts at many places: these means exceed tau)", "-maps")
     figure, (all_axes,) = axes(1, len(texts), 2.1, 2.2)
-    rows = []
+    rows, most = [], max(study.pictures(Run.of(text)).lengths.max().item() for text in texts)
     for axis, text in zip(all_axes, texts):
         lengths = study.pictures(Run.of(text)).lengths
-        share = torch.bincount(lengths, minlength=10)[:10].float() / len(lengths)
-        axis.bar(range(10), share.numpy())
+        share = torch.bincount(lengths, minlength=most + 1).float() / len(lengths)
+        axis.bar(range(most + 1), share.numpy())
         axis.set(ylim=(0, 1), xlabel="accepted drafts")
         axis.set_title(text, fontsize=8)
         rows.append({"method": text, **{f"{n}": value.item() for n, value in enumerate(share)},
-                     "mean": lengths.float().mean().item()})
+                     "mean accepted drafts": lengths.float().mean().item()})
     section.figure(figure, "How many drafts a step accepts, share of steps", "-lengths")
     section.table(rows)
     each = steps_gain(study.pictures(Run.of("eagle2")).decoded.accepted).float()
@@ -829,10 +837,7 @@ def cool_figure_2(report: Report, section: Section) -> None:
         section.figure(figure, f"{name}: each row is a prompt and a seed, each column a delta; the pictures are those "
                                "that were timed, alone", "-" + ("cool-sd" if name == "COOL-SD" else "lantern"))
     section.table([latency_row(study, work) for work in works])
-    cool = [np.mean(study.seconds(work).tau) for work in families["COOL-SD"]]
-    section.claim("a larger delta needs fewer target forwards", cool[-1] > cool[0],
-                  f"tau {cool[0]:.2f} at delta {families['COOL-SD'][0].method.omega:g}, {cool[-1]:.2f} at "
-                  f"{families['COOL-SD'][-1].method.omega:g}")
+    section.text("COOL-SD's delta is our `omega`. What delta does to tau, by more pictures: `cool-figure-3`.")
 
 
 @item("latency", "Latency of single pictures, every method",

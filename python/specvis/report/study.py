@@ -202,7 +202,8 @@ class Study:
         for key, wanted in identity.items():
             if other.get(key) != wanted:
                 differ = f" ({other.get(key)}; here it is {wanted})" if not isinstance(wanted, list) else ""
-                raise ValueError(f"{self.folder} holds results of another {key}{differ}: choose another folder, or "
+                other_key = f"another {key}" if not isinstance(wanted, list) else f"other {key}"
+                raise ValueError(f"{self.folder} holds results of {other_key}{differ}: choose another folder, or "
                                  "remove it")
 
     @property

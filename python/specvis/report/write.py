@@ -26,7 +26,7 @@ def chosen(names: tuple[str, ...], quick: bool = False) -> list[Item]:
     Raises:
         ValueError: an unknown name; the known are listed
     """
-    names = [name.strip() for text in names for name in text.split(",")]
+    names = [name.strip() for text in names for name in text.split(",") if name.strip()]
     for name in names:
         if name not in ITEMS:
             raise ValueError(f"unknown table or figure {name!r}; known: {', '.join(ITEMS)}")
@@ -42,11 +42,13 @@ def judged(folder: Path) -> tuple[list[str], np.ndarray]:
     Raises:
         ValueError: a file is missing or the picture does not hold as many as there are prompts
     """
+    if not folder.is_dir():
+        raise ValueError(f"weights must be a folder, got {folder}")
     try:
         prompts = json.loads((folder / "prompts.json").read_text())
         if not (isinstance(prompts, list) and prompts and all(isinstance(p, str) for p in prompts)):
             raise ValueError("prompts.json is no list of strings")
-        sheet = np.asarray(Image.open(folder / "prompts.png").convert("RGB"))
+        sheet = np.array(Image.open(folder / "prompts.png").convert("RGB"))
     except (OSError, ValueError) as error:
         raise ValueError(f"weights must have prompts.json, a list of captions, and prompts.png, a square of their "
                          f"pictures, to be judged by: {error}") from error
@@ -74,7 +76,7 @@ def more_scores(texts: tuple[str, ...]) -> None:
             values = np.asarray(score(np.zeros((2, 64, 64, 3), np.uint8), ["red heart", "blue heart"]))
             if not name or name in (*DISTANCES, *SCORES) or values.shape != (2,):
                 raise ValueError("it needs a name of its own, and must return a number for each of two pictures")
-        except Exception as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:  # absent, or not of this form
             raise ValueError(f"score must be like clip=my_module:function, got {text!r}: {error}") from error
         MORE_SCORES[name] = score
 
