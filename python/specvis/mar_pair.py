@@ -1,7 +1,7 @@
 """The continuous models that come with the package: a MAR, a smaller one that drafts, and the tokens they share."""
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .checkpoint import load_weights, read_config
-from .models.mar import MAR, MARConfig, linear_guidance
+from .continuous import ContinuousDecoded, ContinuousSampling, Progress, continuous_decode
+from .methods import CONTINUOUS, ContinuousMethod, parse_method
+from .models.mar import MAR, TINY, MARConfig
 from .models.vq import VQ, VQConfig
 from .models.words import Words
 from .pipeline import SHIPPED
@@ -86,6 +88,35 @@ class MARPair(nn.Module):
         """
         return self.words(self.words.encode(prompts))
 
+    @staticmethod
+    def tiny(seed: int = 0) -> "MARPair":
+        """Random weights, deliberately small (16 tokens of 4 numbers): for tests."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = replace(TINY, classes=None, caption_dim=8)
+            vq_config = VQConfig(channels=8, decoder_channels=8, multipliers=(1, 1), residual_blocks=1, z_channels=8,
+                                 codebook_size=64, codebook_dim=config.channels, groups=4)
+            return MARPair(config, replace(config, dim=16, encoder_layers=1, decoder_layers=1), vq_config,
+                           ["", "plain", "red", "blue", "heart"], Scaling((0.0,) * config.channels, 1.0))
+
+    @torch.inference_mode()
+    def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
+               progress: Progress | None = None) -> ContinuousDecoded:
+        """Decode one picture's tokens per prompt by one method (or its name, see parse_method).
+
+        Raises:
+            UnknownWords: a prompt has words that the models do not know
+            ValueError:   not a method for continuous tokens, or not a seed for each prompt
+        """
+        if isinstance(method, str):
+            method = parse_method(method)
+        if not isinstance(method, ContinuousMethod):
+            raise ValueError(f"method must be for continuous tokens ({', '.join(CONTINUOUS)}), got {method.name}")
+        if len(sampling.seeds) != len(prompts):
+            raise ValueError(f"sampling must have a seed for each of the {len(prompts)} prompts, "
+                             f"got {len(sampling.seeds)}")
+        return continuous_decode(self.mar, self.mar_draft, self.features(prompts), sampling, method, progress)
+
     @torch.inference_mode()
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
         """Tokens (B, L, C) float32 of square images -> B pictures."""
@@ -93,61 +124,3 @@ class MARPair(nn.Module):
         images = self.tokenizer.decode_latents(self.scaling.latents(tokens).unflatten(1, (side, side)))
         images = (images.clamp(-1, 1).permute(0, 2, 3, 1) + 1) * 127.5
         return [Image.fromarray(image.round().byte().cpu().numpy()) for image in images]
-
-
-def unknown_after(tokens: int, passes: int) -> list[int]:
-    """How many tokens each pass of MAR's decoding leaves unknown: a cosine, at least one token a pass."""
-    if not 1 <= passes <= tokens:
-        raise ValueError(f"passes must be within 1..{tokens} (the tokens of an image), got {passes}")
-    left, unknown = [], tokens
-    for step in range(1, passes + 1):
-        later = passes - step  # each of these passes needs one
-        unknown = max(later, min(unknown - 1, math.floor(tokens * math.cos(math.pi / 2 * step / passes))))
-        left.append(unknown)
-    return left[:-1] + [0]
-
-
-@torch.inference_mode()
-def parallel_decode(mar: MAR, features: Tensor, order: Tensor, noise: Tensor, passes: int, *, guidance: float = 1.0,
-                    temperature: float = 1.0, progress=None) -> Tensor:
-    """MAR's own decoding: every pass draws the next tokens of the order, independently given the known ones.
-
-    Args:
-        features:  (B, ..) what `mar.condition` embeds
-        order:     (B, L) int64  places, in the order in which they become known
-        noise:     (B, L, T, C) float32  standard normals of each place, see Denoising.sample
-        passes:    1..L
-        guidance:  1 is none; grows towards this with the known tokens (linear_guidance)
-        progress:  called with how many tokens the batch has just gained
-    Returns:
-        tokens (B, L, C) float32
-    """
-    c, B = mar.config, len(order)
-    if order.shape != (B, c.tokens):
-        raise ValueError(f"order must be (B, L={c.tokens}), got {tuple(order.shape)}")
-    expected = (B, c.tokens, len(mar.diffloss.schedule), c.channels)
-    if noise.shape != expected:
-        raise ValueError(f"noise must be (B, L, T, C) = {expected}, got {tuple(noise.shape)}")
-    condition = mar.condition(features)
-    guided = guidance != 1.0
-    if guided:
-        null = mar.null_condition(B)
-        null = null[:, None].expand_as(condition) if condition.ndim == 3 else null
-        condition = torch.cat([condition, null])
-    tokens = torch.zeros(B, c.tokens, c.channels, device=noise.device)
-    known = torch.zeros(B, c.tokens, dtype=torch.bool, device=noise.device)
-    unknown = c.tokens
-    rows = torch.arange(B, device=noise.device)[:, None]
-    for left in unknown_after(c.tokens, passes):
-        places = order[:, c.tokens - unknown:c.tokens - left]                                       # (B, n)
-        copies = 2 if guided else 1
-        z = mar(tokens.repeat(copies, 1, 1), known.repeat(copies, 1), condition, most=c.tokens - unknown)
-        z, *null = (part[rows, places] for part in z.chunk(copies))
-        scale = linear_guidance(guidance, left, c.tokens) if guided else 1.0
-        denoising = mar.diffloss.given(z, null=null[0] if null else None, guidance=scale, temperature=temperature)
-        tokens[rows, places] = denoising.sample(noise[rows, places]).mean
-        known[rows, places] = True
-        unknown = left
-        if progress:
-            progress(places.numel())
-    return tokens

@@ -8,6 +8,7 @@ from .theory import omega_schedule
 from .trees import Adaptation, static_tree
 
 KINDS, RESIDUALS, METRICS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released"), ("l2", "cosine", "random")
+VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
 DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "small": "a smaller model of the target's family"}
 
 
@@ -146,6 +147,56 @@ class Method:
         return (self.drafting, self.drafter, self.tree, self.adaptation, self.k, self.kind, self.metric, self.residual)
 
 
+@dataclass(frozen=True)
+class ContinuousMethod:
+    """One way to decode continuous tokens with a MAR: its own, or speculatively (CSpD, arXiv:2411.11925).
+
+    `path`, on one token a step (gamma 1, truncate off), draws from the target's distribution up to the bound of
+    `tries` (specvis_kernels.resample_gaussian). With more, later drafts are judged given the draft's last denoising
+    step of the earlier ones, where what is kept is the target's: the rest is exact. All else is an approximation.
+    """
+
+    name: str
+    source: str                        # the paper, and where in it
+    passes: int = 0                    # MAR's own decoding in so many passes; 0: a token a pass
+    gamma: int = 0                     # tokens drafted a step; 0: MAR's own decoding
+    prefill: float = 0.0               # the share of the tokens that the target draws alone, first
+    variant: str = "paper"             # of the density ratio, see specvis_kernels.accept_gaussian
+    distance_temperature: float = 1.0  # divides the last step's distances; in the release 42, when it accepts only
+    conditioning: str = "exact"        # "exact": the target judges a draft given those before it; "block": it does not
+    truncate: bool = True              # Algorithm 1: what follows a step's first rejection is drafted anew
+    aligned: bool = True               # draft and target denoise the same noise
+    tries: int = 100                   # of a redraw, then the target's own sample
+
+    def __post_init__(self):
+        def need(name, condition, wanted):
+            if not condition:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+        need("passes", self.passes >= 0, "at least 1, or 0 for a token a pass")
+        need("gamma", self.gamma >= (self.name != "mar"), "at least 1")
+        need("prefill", 0 <= self.prefill <= 1, "within [0, 1]")
+        need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
+        need("conditioning", self.conditioning in CONDITIONINGS, f"one of {', '.join(CONDITIONINGS)}")
+        need("distance_temperature", 0 < self.distance_temperature < math.inf, "positive and finite")
+        need("distance_temperature", self.variant != "path" or self.distance_temperature == 1,
+             "1 where variant is path: it has no distances")
+        need("aligned", self.variant != "path" or self.aligned,
+             "true where variant is path: there is the draft's noise only")
+        need("tries", self.tries >= 1, "at least 1")
+
+    @property
+    def drafting(self) -> str:
+        return "chain" if self.gamma else "none"
+
+    @property
+    def label(self) -> str:
+        """The name, and what differs from the recipe of that name."""
+        usual = parameters_of(CONTINUOUS[self.name]) if self.name in CONTINUOUS else {}
+        return ":".join([self.name, *(f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+                                      for key, value in parameters_of(self).items() if value != usual.get(key))])
+
+
 EAGLE1, LANTERN, COOL_SD = ("EAGLE, arXiv:2401.15077", "LANTERN, arXiv:2410.03355, Algorithm 1",
                             "COOL-SD, arXiv:2601.09212")
 DYNAMIC = {"drafting": "dynamic", "depth": 4, "width": 6, "nodes": 32}
@@ -167,6 +218,15 @@ METHODS = {m.name: m for m in (
            omega=1.1, nu=0.7),
     Method("lantern+optimal", f"{COOL_SD}, section 5.2: LANTERN's acceptance, optimal residual", **DYNAMIC,
            **RELAXED | {"residual": "optimal"}),
+)}
+
+CSPD = "CSpD, arXiv:2411.11925"
+CONTINUOUS = {m.name: m for m in (
+    ContinuousMethod("mar", "MAR, arXiv:2406.11838: a token a pass, or several at once"),
+    ContinuousMethod("cspd", f"{CSPD}, Algorithm 1", gamma=4, prefill=0.05),
+    ContinuousMethod("cspd-path", f"{CSPD}, with the density ratio of whole denoising paths", gamma=4, variant="path"),
+    ContinuousMethod("cspd-released", f"{CSPD}, as its code has it", gamma=8, prefill=0.15, variant="released",
+                     distance_temperature=42.0, conditioning="block", truncate=False),
 )}
 
 SHAPE = {field.name for field in fields(Adaptation)}  # parameters of an adaptation, by their own names
@@ -194,10 +254,23 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "nu": "how fast omega falls from level to level; 0: it does not",
     "residual": "what a rejection leaves: optimal, relaxed or released",
 }
+CONTINUOUS_PARAMETERS = {
+    "passes": "target passes of MAR's own decoding; 0: a token a pass",
+    "gamma": "tokens drafted a step",
+    "prefill": "share of the tokens that the target draws alone, first",
+    "variant": "of the density ratio: paper, released or path",
+    "distance_temperature": "divides the last denoising step's distances",
+    "conditioning": "exact: the target judges a draft given those before it; block: given the step's start",
+    "truncate": "true: what follows a step's first rejection is drafted anew; false: it is kept",
+    "aligned": "true: draft and target denoise the same noise",
+    "tries": "of a redraw, before the target's own sample is taken",
+}
 
 
-def parameters_of(m: Method) -> dict:
+def parameters_of(m: Method | ContinuousMethod) -> dict:
     """The parameters that a method has, with their values."""
+    if isinstance(m, ContinuousMethod):
+        return {name: getattr(m, name) for name in CONTINUOUS_PARAMETERS if (name == "passes") == (m.gamma == 0)}
     if m.drafting == "none":
         return {}
     values = {name: getattr(m.adaptation, name) if name in SHAPE else getattr(m, name) for name in PARAMETERS
@@ -209,17 +282,18 @@ def parameters_of(m: Method) -> dict:
     return {name: value for name, value in values.items() if name not in absent}
 
 
-def method(name: str, **parameters) -> Method:
+def method(name: str, **parameters) -> Method | ContinuousMethod:
     """The method of that name with some parameters changed (those that are None stay).
 
     Raises:
         ValueError: unknown name (the nearest are named), a parameter that the method lacks or out of its range
     """
-    if name not in METHODS:
-        near = difflib.get_close_matches(name.lower(), METHODS, n=2, cutoff=0.4)
+    known = METHODS | CONTINUOUS
+    if name not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.4)
         raise ValueError(f"unknown method {name!r}; " + (f"did you mean {' or '.join(near)}? " if near else "")
-                         + f"known: {', '.join(METHODS)}")
-    base = METHODS[name]
+                         + f"known: {', '.join(known)}")
+    base = known[name]
     changed = {key: value for key, value in parameters.items() if value is not None}
     for key in changed:
         if key not in parameters_of(base):
@@ -227,6 +301,8 @@ def method(name: str, **parameters) -> Method:
             raise ValueError(f"method {name} has no parameter {key!r}; "
                              + (f"did you mean {' or '.join(near)}? " if near else "")
                              + f"its parameters: {', '.join(parameters_of(base)) or 'none'}")
+    if name in CONTINUOUS:
+        return replace(base, **changed)
     if base.drafting == "static" and "depth" in changed:
         if "tree" in changed:
             raise ValueError("depth and tree must not be given together: a static tree has its own depth")
@@ -245,7 +321,7 @@ def method(name: str, **parameters) -> Method:
     return replace(base, **changed)
 
 
-def parse_method(text: str, **parameters) -> Method:
+def parse_method(text: str, **parameters) -> Method | ContinuousMethod:
     """A method as it is written on the command line, "name" or "name:parameter=value:...", e.g.
     "adt-tree:start=vertical:widths=4,13".
 
@@ -260,13 +336,22 @@ def parse_method(text: str, **parameters) -> Method:
             raise ValueError(f"method must be like name:parameter=value, got {text!r}")
         if parameters.get(key) is not None:
             raise ValueError(f"{key} must be given once, got {value} and {parameters[key]}")
-        parameters[key] = value if key not in known or isinstance(known[key], str) else number(key, value)
+        if isinstance(known.get(key), bool):
+            parameters[key] = truth(key, value)
+        else:
+            parameters[key] = value if key not in known or isinstance(known[key], str) else number(key, value)
     return method(name, **parameters)
+
+
+def truth(name: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{name} must be true or false, got {text!r}")
+    return text.lower() == "true"
 
 
 def number(name: str, text: str) -> int | float | tuple:
     """A value for parameter `name`: one number, or several with commas where there may be several."""
-    whole = name not in ("draft_guidance", "delta", "omega", "nu", "beta", "radius")
+    whole = name not in ("draft_guidance", "delta", "omega", "nu", "beta", "radius", "prefill", "distance_temperature")
     try:
         values = tuple((int if whole else float)(part) for part in text.split(","))
     except ValueError:
@@ -280,7 +365,7 @@ def number(name: str, text: str) -> int | float | tuple:
     return values if len(values) > 1 else values[0]
 
 
-def parse_methods(texts: tuple[str, ...]) -> list[Method]:
+def parse_methods(texts: tuple[str, ...]) -> list[Method | ContinuousMethod]:
     """Methods with commas between them; "all" is every one."""
     names = [part.strip() for text in texts for part in re.split(r",\s*(?=[A-Za-z])", text)]
     return [parse_method(part) for name in names for part in (METHODS if name == "all" else [name])]

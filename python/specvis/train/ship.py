@@ -11,8 +11,9 @@ from PIL import Image
 
 from ..checkpoint import load_weights, read_config
 from ..compare import PROMPTS
+from ..continuous import ContinuousSampling, parallel_decode
 from ..decode import Sampling
-from ..mar_pair import MARPair, Scaling, parallel_decode
+from ..mar_pair import MARPair, Scaling
 from ..methods import METHODS
 from ..models.llamagen import GPTConfig
 from ..models.mar import MAR, MARConfig
@@ -77,13 +78,11 @@ def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: 
 
 def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path, guidance: float, passes: int) -> None:
     """SHOWN across, STYLES down, by MAR's own decoding; the same orders and noise for any model."""
-    rows, c = [], mar.config
+    rows = []
     for i, style in enumerate(STYLES):
-        generator = torch.Generator().manual_seed(i)
-        order = torch.rand(len(SHOWN), c.tokens, generator=generator).argsort(1)
-        noise = torch.randn(len(SHOWN), c.tokens, c.steps, c.channels, generator=generator)
+        sampling = ContinuousSampling(len(SHOWN) * i + torch.arange(len(SHOWN)), guidance)
         features = pair.features([f"{style} {name}" for name in SHOWN])
-        rows.append(pair.pictures(parallel_decode(mar, features, order, noise, passes, guidance=guidance)))
+        rows.append(pair.pictures(parallel_decode(mar, features, sampling, passes).tokens))
     tiled(rows).save(path)
 
 
