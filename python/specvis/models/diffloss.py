@@ -69,16 +69,18 @@ class Schedule:
             self._copies[device] = self._rows.to(device)
         return self._copies[device]
 
-    def transition(self, x: Tensor, epsilon: Tensor, share: Tensor, t: int | Tensor) -> tuple[Tensor, Tensor]:
+    def transition(self, x: Tensor, epsilon: Tensor, share: Tensor, t: int | Tensor,
+                   bound: float = math.inf) -> tuple[Tensor, Tensor]:
         """Mean and log sigma of x_(t-1) from what the network says about x = x_t.
 
         Args:
             x, epsilon: (..., C) float32  x_t and the noise in it
             share:      (..., C) float32  where log sigma lies: -1 at `least`, 1 at `most`, and linearly beyond
             t:          1..T, or int64 (P, 1, ..) that broadcasts against (...,)
+            bound:      x_0 is known to lie within plus and minus this
         """
         _, inverse, noise, from_start, from_here, least, most = self.rows(x.device)[t - 1][..., None, :].unbind(-1)
-        start = inverse * x - noise * epsilon
+        start = (inverse * x - noise * epsilon).clamp(-bound, bound)
         share = (share + 1) / 2
         return from_start * start + from_here * x, share * most + (1 - share) * least
 
@@ -194,6 +196,7 @@ class Denoising:
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be positive and finite, got {temperature}")
         self.net, self.schedule, self.channels = diffloss.net, diffloss.schedule, diffloss.channels
+        self.bound = diffloss.bound
         self.rows, self.guided = z.shape[:-1], null is not None
         self.guidance = guidance[..., None] if isinstance(guidance, Tensor) else guidance
         self.log_temperature = math.log(temperature)
@@ -213,7 +216,7 @@ class Denoising:
             epsilon = epsilon[..., 1, :] + self.guidance * (epsilon[..., 0, :] - epsilon[..., 1, :])
         else:
             epsilon = epsilon[..., 0, :]
-        mean, log_sigma = self.schedule.transition(x, epsilon, share[..., 0, :], t)
+        mean, log_sigma = self.schedule.transition(x, epsilon, share[..., 0, :], t, self.bound)
         return mean, log_sigma + self.log_temperature
 
     def sample(self, noise: Tensor, keep_path: bool = False) -> Sample:
@@ -267,9 +270,11 @@ class Denoising:
 class DiffLoss(nn.Module):
     """Distributions of tokens of `channels` numbers given a vector z of `condition` numbers each."""
 
-    def __init__(self, channels: int, condition: int, width: int, blocks: int, steps: int = 1000, kept: int = 100):
+    def __init__(self, channels: int, condition: int, width: int, blocks: int, steps: int = 1000, kept: int = 100,
+                 bound: float | None = None):
         super().__init__()
         self.channels = channels
+        self.bound = math.inf if bound is None else bound  # of tokens, see Schedule.transition
         self.net = Network(channels, condition, width, blocks)
         self.schedule = Schedule(steps, kept)
 

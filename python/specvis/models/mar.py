@@ -33,6 +33,7 @@ class MARConfig:
     noisings: int = 1000           # of the diffusion in training
     steps: int = 100               # of the denoising
     dropout: float = 0.0
+    bound: float | None = None     # no token's numbers are larger, so no guess of one is taken to be; None: not known
 
     def __post_init__(self):
         if self.classes is not None and self.caption_dim is not None:
@@ -126,7 +127,8 @@ class MAR(nn.Module):
                 nn.init.xavier_uniform_(parameter)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
-        self.diffloss = DiffLoss(c.channels, c.dim, c.diffusion_width, c.diffusion_blocks, c.noisings, c.steps)
+        self.diffloss = DiffLoss(c.channels, c.dim, c.diffusion_width, c.diffusion_blocks, c.noisings, c.steps,
+                                 c.bound)
 
     def condition(self, source: Tensor) -> Tensor:
         """Embed conditions.

@@ -207,7 +207,8 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
     latents = Latents(runs, device)
     _, tokens, channels = latents.tokens.shape
     model = Averaged(MARConfig(dim, heads, layers, layers, width, blocks, tokens, channels, BUFFER, steps=STEPS,
-                               caption_dim=latents.words.table.embedding_dim)).to(device)
+                               caption_dim=latents.words.table.embedding_dim,
+                               bound=round(latents.tokens.abs().max().item(), 3))).to(device)
     run = Run(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps)
     recent = []
     for step in run:
