@@ -42,6 +42,15 @@ class ContinuousSampling:
             raise ValueError(f"temperature must be positive and finite for continuous tokens, got {self.temperature}")
 
 
+@dataclass(frozen=True)
+class Begun:
+    """Images to go on with: their known tokens come first in the order."""
+
+    tokens: Tensor           # (B, L, C) float32  what stands at unknown places does not matter
+    known: Tensor            # (B, L) bool  as many in each image
+    more: int | None = None  # how many tokens to draw; None: all that are unknown
+
+
 @dataclass
 class ContinuousDecoded:
     """What decoding gave, for B images of L tokens. `order` says which place the n-th token of an image took."""
@@ -56,11 +65,12 @@ class ContinuousDecoded:
     log_r: Tensor           # (B, L) float32 its log density ratio; NaN where none was judged
     drafts: Tensor          # (B, L, C) float32  by place: the draft that was judged there; NaN where none was
     failed: Tensor          # (B,) bool      a model's output was not finite: the image ended there, its rest is 0
+    drawn: int              # tokens of each image that were drawn, of L unless it was begun before
 
     @property
     def tau(self) -> Tensor:
         """(B,) tokens per target pass; NaN for a failed image."""
-        return (self.tokens.shape[1] / self.forwards).masked_fill(self.failed, torch.nan)
+        return (self.drawn / self.forwards).masked_fill(self.failed, torch.nan)
 
     @property
     def acceptance_rate(self) -> float:
@@ -72,15 +82,21 @@ class ContinuousDecoded:
 class Canvas:
     """The images of a batch while they are being drawn."""
 
-    def __init__(self, mar: MAR, sampling: ContinuousSampling):
+    def __init__(self, mar: MAR, sampling: ContinuousSampling, begun: Begun | None):
         c, seeds = mar.config, sampling.seeds
         B, L, T, C = len(seeds), c.tokens, len(mar.diffloss.schedule), c.channels
         self.L, self.T, self.C, self.sampling = L, T, C, sampling
-        self.order = philox_uniform(seeds, ORDER, 1, L)[:, 0].argsort(dim=1, stable=True)
+        chance = philox_uniform(seeds, ORDER, 1, L)[:, 0]
+        self.tokens = torch.zeros(B, L, C, device=seeds.device)
+        self.start, self.end = 0, L                                                   # tokens to begin and end with
+        if begun is not None:
+            self.start, self.end = check_begun(begun, B, L, C)
+            self.tokens = begun.tokens.masked_fill(~begun.known[..., None], 0.0)
+            chance = torch.where(begun.known, -1.0, chance)
+        self.order = chance.argsort(dim=1, stable=True)
         self.rank = self.order.argsort(1)                                             # of a place: when it is drawn
         self.noise = philox_normal(seeds, NOISE, L, T * C).unflatten(-1, (T, C))      # (B, L, T, C) by place
-        self.tokens = torch.zeros(B, L, C, device=seeds.device)
-        self.count = torch.zeros(B, dtype=torch.int64, device=seeds.device)           # tokens drawn
+        self.count = torch.full((B,), self.start, device=seeds.device)                # tokens known
         self.forwards, self.draft_forwards = torch.zeros_like(self.count), torch.zeros_like(self.count)
         self.kept = torch.full((B, L), -1, dtype=torch.int8, device=seeds.device)
         self.tries = torch.zeros(B, L, dtype=torch.int32, device=seeds.device)
@@ -104,12 +120,28 @@ class Canvas:
         """End the images of `requests` (B,) bool where they are."""
         self.failed |= requests
         self.tokens.masked_fill_(requests[:, None, None] & ~(self.known(self.count)[..., None]), 0.0)
-        self.count.masked_fill_(requests, self.L)
+        self.count.masked_fill_(requests, self.end)
 
     def decoded(self) -> ContinuousDecoded:
         return ContinuousDecoded(*(part.cpu() for part in (
             self.tokens, self.order, self.forwards, self.draft_forwards, self.kept, self.tries, self.out_of_tries,
-            self.log_r, self.drafts, self.failed)))
+            self.log_r, self.drafts, self.failed)), drawn=self.end - self.start)
+
+
+def check_begun(begun: Begun, B: int, L: int, C: int) -> tuple[int, int]:
+    """How many tokens are known, and how many are to be in the end; ValueError unless the images fit."""
+    if begun.tokens.shape != (B, L, C):
+        raise ValueError(f"tokens must be (B, L, C) = {(B, L, C)}, got {tuple(begun.tokens.shape)}")
+    if begun.known.shape != (B, L) or begun.known.dtype != torch.bool:
+        raise ValueError(f"known must be bool {(B, L)}, got {begun.known.dtype} {tuple(begun.known.shape)}")
+    counts = begun.known.sum(1)
+    start = counts[0].item()
+    if (counts != start).any():
+        raise ValueError(f"known must hold as many places in each image, got {counts.tolist()}")
+    more = L - start if begun.more is None else begun.more
+    if not 0 <= more <= L - start:
+        raise ValueError(f"more must be within 0..{L - start} (the unknown tokens), got {more}")
+    return start, start + more
 
 
 class Conditioned:
@@ -165,7 +197,7 @@ def unknown_after(tokens: int, passes: int) -> list[int]:
 
 
 def draw_tokens(canvas: Canvas, model: Conditioned, start: int, end: int) -> None:
-    """Tokens start..end - 1 of every image in one pass, independently given the known ones."""
+    """Tokens start..end - 1 of every image in one pass, independently given the known ones, which are `start` each."""
     places = canvas.order[:, start:end]
     B, n = places.shape
     every = torch.arange(B, device=places.device)
@@ -181,20 +213,20 @@ def draw_tokens(canvas: Canvas, model: Conditioned, start: int, end: int) -> Non
 
 @torch.inference_mode()
 def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, passes: int | None = None,
-                    progress: Progress | None = None) -> ContinuousDecoded:
+                    progress: Progress | None = None, begun: Begun | None = None) -> ContinuousDecoded:
     """MAR's own decoding: every pass draws the next tokens of the order, independently given the known ones.
 
     Args:
         source: (B, ..)  what `mar.condition` embeds
-        passes: 1..L; None: one for each token
+        passes: 1 to as many as there are tokens to draw; None: one for each
     """
-    canvas, model = Canvas(mar, sampling), Conditioned(mar, source, sampling)
-    start = 0
-    for left in unknown_after(canvas.L, canvas.L if passes is None else passes):
-        draw_tokens(canvas, model, start, canvas.L - left)
+    canvas, model = Canvas(mar, sampling, begun), Conditioned(mar, source, sampling)
+    start, tokens = canvas.start, canvas.end - canvas.start
+    for left in unknown_after(tokens, tokens if passes is None else passes) if tokens else ():
+        draw_tokens(canvas, model, start, canvas.end - left)
         if progress:
-            progress((canvas.L - left - start) * len(canvas.count))
-        start = canvas.L - left
+            progress((canvas.end - left - start) * len(canvas.count))
+        start = canvas.end - left
     return canvas.decoded()
 
 
@@ -227,7 +259,7 @@ class Round:
     requests: Tensor  # (R,) int64
     count: Tensor     # (R,) int64   tokens drawn before
     drafted: Tensor   # (R,) int32   tokens to draft, 1..G
-    index: Tensor     # (R, n) int64 of the drafts, and of the token behind them if the method draws one; at most L - 1
+    index: Tensor     # (R, n) int64 of the drafts, and of the token behind them if the method draws one
     places: Tensor    # (R, n) int64 of these
     unknown: Tensor   # (R, n) int64 tokens left after each
     most: int         # of `count`
@@ -340,7 +372,7 @@ def step(canvas: Canvas, target: Conditioned, draft: Conditioned, turn: Round, G
         temperature=tempered(method, R, device), truncate=method.truncate)
 
     gained = (accepted if method.truncate else turn.drafted).long()
-    whole = gained + turn.count == canvas.L                               # all that was missing is accepted
+    whole = gained + turn.count == canvas.end                             # all that was missing is accepted
     fresh = torch.zeros(R, n, canvas.C, device=device)                    # the step's tokens
     fresh[:, :G] = torch.where(keep[..., None], judged.tokens, 0.0)
     to_draw = torch.zeros(R, n, dtype=torch.bool, device=device)          # by the target alone
@@ -381,7 +413,8 @@ def step(canvas: Canvas, target: Conditioned, draft: Conditioned, turn: Round, G
 
 @torch.inference_mode()
 def continuous_decode(target: MAR, draft: MAR, source: Tensor, sampling: ContinuousSampling,
-                      method: ContinuousMethod, progress: Progress | None = None) -> ContinuousDecoded:
+                      method: ContinuousMethod, progress: Progress | None = None,
+                      begun: Begun | None = None) -> ContinuousDecoded:
     """Draft tokens, judge them in one target pass, redraw what is rejected; until every image is whole.
 
     A NaN in either model's output ends its image.
@@ -389,24 +422,25 @@ def continuous_decode(target: MAR, draft: MAR, source: Tensor, sampling: Continu
     Args:
         source: (B, ..)  what the `condition` of either model embeds: class ids or caption features
         method: with gamma 0, parallel_decode
+        begun:  None: from nothing
     Raises:
         ValueError: the drafter's tokens, channels or denoising steps are not the target's
     """
     if not method.gamma:
-        return parallel_decode(target, source, sampling, method.passes or None, progress)
+        return parallel_decode(target, source, sampling, method.passes or None, progress, begun)
     check_pair(target, draft)
-    canvas = Canvas(target, sampling)
+    canvas = Canvas(target, sampling, begun)
     target, draft = Conditioned(target, source, sampling), Conditioned(draft, source, sampling)
     uniforms = philox_uniform(sampling.seeds, ACCEPT, canvas.L, 1)[..., 0]                 # (B, L) by place
-    for start in range(round(method.prefill * canvas.L)):
+    for start in range(canvas.start, min(round(method.prefill * canvas.L), canvas.end)):
         draw_tokens(canvas, target, start, start + 1)
         if progress:
             progress(len(uniforms))
-    while (requests := (canvas.count < canvas.L).nonzero()[:, 0]).numel():
+    while (requests := (canvas.count < canvas.end).nonzero()[:, 0]).numel():
         count = canvas.count[requests]
-        drafted = (canvas.L - count).clamp(max=method.gamma)
+        drafted = (canvas.end - count).clamp(max=method.gamma)
         most, G = torch.stack([count.max(), drafted.max()]).tolist()
-        index = (count[:, None] + torch.arange(G + method.truncate, device=count.device)).clamp(max=canvas.L - 1)
+        index = (count[:, None] + torch.arange(G + method.truncate, device=count.device)).clamp(max=canvas.end - 1)
         turn = Round(requests, count, drafted.int(), index, canvas.order[requests].gather(1, index),
                      canvas.L - 1 - index, most)
         before = canvas.count.sum()
