@@ -49,6 +49,7 @@ class Begun:
     tokens: Tensor           # (B, L, C) float32  what stands at unknown places does not matter
     known: Tensor            # (B, L) bool  as many in each image
     more: int | None = None  # how many tokens to draw; None: all that are unknown
+    order: Tensor | None = None  # (B, L) int64  the place of the n-th token, the known first; None: by the seeds
 
 
 @dataclass
@@ -93,9 +94,11 @@ class Canvas:
             self.start, self.end = check_begun(begun, B, L, C)
             self.tokens = begun.tokens.masked_fill(~begun.known[..., None], 0.0)
             chance = torch.where(begun.known, -1.0, chance)
-        self.order = chance.argsort(dim=1, stable=True)
+        given = begun is not None and begun.order is not None
+        self.order = begun.order if given else chance.argsort(dim=1, stable=True)
         self.rank = self.order.argsort(1)                                             # of a place: when it is drawn
-        self.noise = philox_normal(seeds, NOISE, L, T * C).unflatten(-1, (T, C))      # (B, L, T, C) by place
+        drawn = self.order[:, self.start:self.end]
+        self.noise = philox_normal(seeds, NOISE, drawn, T * C).unflatten(-1, (T, C))  # of the tokens that are drawn
         self.count = torch.full((B,), self.start, device=seeds.device)                # tokens known
         self.forwards, self.draft_forwards = torch.zeros_like(self.count), torch.zeros_like(self.count)
         self.kept = torch.full((B, L), -1, dtype=torch.int8, device=seeds.device)
@@ -111,6 +114,10 @@ class Canvas:
         shape = (self.T, self.C) if paths is None else (paths, self.T, self.C)
         normals = philox_normal(self.sampling.seeds[requests], stream, places, math.prod(shape), turn)
         return normals.unflatten(-1, shape)
+
+    def noise_of(self, requests: Tensor, index: Tensor) -> Tensor:
+        """(.., T, C): the noise that both models denoise for the n-th tokens `index` (..) of `requests`."""
+        return self.noise[requests, index - self.start]
 
     def known(self, counts: Tensor) -> Tensor:
         """(B, L) bool: the places of the first `counts` (B,) tokens."""
@@ -141,6 +148,12 @@ def check_begun(begun: Begun, B: int, L: int, C: int) -> tuple[int, int]:
     more = L - start if begun.more is None else begun.more
     if not 0 <= more <= L - start:
         raise ValueError(f"more must be within 0..{L - start} (the unknown tokens), got {more}")
+    if begun.order is not None:
+        every = torch.arange(L, device=begun.order.device)
+        if begun.order.shape != (B, L) or (begun.order.sort(1).values != every).any():
+            raise ValueError(f"order must hold each of the {L} places once for each of the {B} images")
+        if not begun.known.gather(1, begun.order[:, :start]).all():
+            raise ValueError("order must have the known places first")
     return start, start + more
 
 
@@ -203,7 +216,7 @@ def draw_tokens(canvas: Canvas, model: Conditioned, start: int, end: int) -> Non
     every = torch.arange(B, device=places.device)
     z = model.z(canvas.tokens, canvas.known(torch.full_like(canvas.count, start)), places, every, most=start)
     unknown = torch.full((B, n), canvas.L - end, device=places.device)
-    drawn = model.denoising(z, unknown).sample(canvas.noise[every[:, None], places]).mean
+    drawn = model.denoising(z, unknown).sample(canvas.noise[:, start - canvas.start:end - canvas.start]).mean
     going = ~canvas.failed
     canvas.tokens[every[:, None], places] = torch.where(going[:, None, None], drawn, 0.0)
     canvas.forwards += going
@@ -273,7 +286,7 @@ def draft_tokens(canvas: Canvas, drafter: Conditioned, turn: Round, G: int, keep
         places = turn.places[:, g:g + 1]
         known = canvas.rank[turn.requests] < turn.index[:, g, None]
         z = drafter.z(images, known, places, turn.requests, min(canvas.L, turn.most + g))
-        noise = canvas.noise[turn.requests[:, None], places]
+        noise = canvas.noise_of(turn.requests[:, None], turn.index[:, g:g + 1])
         sample = drafter.denoising(z, turn.unknown[:, g:g + 1]).sample(noise, keep_path=keep_paths)
         images[rows, places[:, 0]] = sample.mean[:, 0]
         zs.append(z)
@@ -304,7 +317,7 @@ def judge(canvas: Canvas, target: Conditioned, draft: Conditioned, turn: Round, 
         ratio = p.log_density(drafts.paths) - q.log_density(drafts.paths)
         return Judged(z, p.transition(drafts.paths[..., 1, :], 1)[0], ratio.float(), [])
     places = turn.places[:, :G]
-    noise = (canvas.noise[turn.requests[:, None], places] if method.aligned
+    noise = (canvas.noise_of(turn.requests[:, None], turn.index[:, :G]) if method.aligned
              else canvas.normals(UNALIGNED, turn.requests, places))
     own = p.sample(noise)
     return Judged(z, drafts.means, (drafts.log_sigma_sum - own.log_sigma_sum).float(),
@@ -394,7 +407,7 @@ def step(canvas: Canvas, target: Conditioned, draft: Conditioned, turn: Round, G
         places = turn.places[row, column]
         again = canvas.normals(FRESH, requests[row], places[:, None])[:, 0]
         used = F.pad(rejected, (0, n - G))[row, column]                   # the draft judged there came of this noise
-        noise = torch.where(used[:, None, None], again, canvas.noise[requests[row], places])
+        noise = torch.where(used[:, None, None], again, canvas.noise_of(requests[row], turn.index[row, column]))
         fresh[row, column] = target.denoising(judged.z[row, column], turn.unknown[row, column]).sample(noise).mean
 
     column = torch.arange(n, device=device)
