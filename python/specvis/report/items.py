@@ -116,14 +116,18 @@ class Item:
     write: Callable[[Report, Section], None]
 
 
+def items_of(registry: dict[str, Item]):
+    """A decorator by which functions that write a section become items of `registry`."""
+    def item(name: str, title: str, works: Callable[[Scope], Works]):
+        def register(write):
+            registry[name] = Item(name, title, works, write)
+            return write
+        return register
+    return item
+
+
 ITEMS: dict[str, Item] = {}
-
-
-def item(name: str, title: str, works: Callable[[Scope], Works]):
-    def register(write):
-        ITEMS[name] = Item(name, title, works, write)
-        return write
-    return register
+item = items_of(ITEMS)
 
 
 def lantern(k: int, delta: float, **others) -> str:

@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 import click
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 import specvis_kernels
@@ -133,12 +133,10 @@ class Recorder:
         self.nodes[rows, first[rows]] = (depth >= 0).sum(1)[rows]
 
 
-def fingerprint(pipeline: Pipeline) -> str:
-    """Sixteen digits of weights, configurations and vocabulary: two models with the same are the same."""
-    small = pipeline.small and pipeline.small.config
-    digest = hashlib.sha256(repr((pipeline.gpt.config, pipeline.tokenizer.config, small,
-                                  pipeline.words.vocabulary)).encode())
-    for name, weight in sorted(pipeline.state_dict().items()):
+def fingerprint(module: nn.Module, *configs) -> str:
+    """Sixteen digits of weights and configurations: two models with the same are the same."""
+    digest = hashlib.sha256(repr(configs).encode())
+    for name, weight in sorted(module.state_dict().items()):
         digest.update(name.encode())
         digest.update(weight.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -170,30 +168,19 @@ def revision() -> str:
         return f"version {specvis_kernels.__version__}"
 
 
-class Study:
-    """Runs of a pipeline under the same settings; each is done once and kept in `folder`.
+class Kept:
+    """Works that are done once each and kept in `folder`, a file each.
 
-    Args:
-        prompts: of which the first `images` are used, over and over: picture i has seed `seed + i`
-        images:  pictures of a run
-        timed:   pictures of a latency
+    Who inherits says how: `suffix`, `title`, `cost` and `make` of a work, and its `key` if more than its fields tell
+    it from others.
     """
 
-    def __init__(self, pipeline: Pipeline, folder: str | Path, prompts: list[str], *, images: int, timed: int = 4,
-                 seed: int = 0, guidance: float = 1.2, top_k: int = 100, top_p: float = 0.8):
+    def __init__(self, folder: str | Path, machine: str, identity: dict):
         """
         Raises:
-            ValueError: the folder holds runs of another model, version or setting
+            ValueError: the folder holds results of another `identity`
         """
-        self.pipeline, self.folder = pipeline, Path(folder)
-        self.prompts, self.images, self.timed, self.seed = prompts[:images], images, timed, seed
-        self.machine = machine(pipeline.device)
-        self.settings = {"guidance": guidance, "top_k": top_k, "top_p": top_p}
-        pipeline.words.encode(prompts)
-        self.kept: dict[tuple, Pictures] = {}
-        self._network = None
-        identity = {"model": fingerprint(pipeline), "version": specvis_kernels.__version__, "seed": seed,
-                    "prompts": prompts, **self.settings}
+        self.folder, self.machine = Path(folder), machine
         self.folder.mkdir(parents=True, exist_ok=True)
         self.record = self.folder / "study.json"
         if not self.record.exists():
@@ -211,6 +198,69 @@ class Study:
         """Where the runs come from: revision, machine and day of each time that some were done."""
         return read_json(self.record)["made"]
 
+    def key(self, work) -> list:
+        """What tells a work from others."""
+        return [getattr(work, field.name) for field in fields(work)]
+
+    def path(self, work) -> Path:
+        digest = hashlib.sha256(repr(self.key(work)).encode()).hexdigest()[:16]
+        return self.folder / f"{work.method.name}-{digest}.{self.suffix(work)}"
+
+    def parts(self, work) -> list:
+        """The works that it is made of, which are kept."""
+        return [work]
+
+    def pending(self, works: list) -> list:
+        """What of it is not in the folder yet, each once."""
+        parts = [part for work in works for part in self.parts(work)]
+        return [work for work in dict.fromkeys(parts) if not self.path(work).exists()]
+
+    def do(self, works: list, say: str = "") -> None:
+        """Do what is pending of `works`, with a bar that tells how much time is left."""
+        pending = self.pending(works)
+        origin = f"{revision()}, {self.machine}, {date.today()}"
+        if pending and origin not in self.made:
+            write(self.record, json.dumps(read_json(self.record) | {"made": [*self.made, origin]}, indent=1) + "\n")
+        costs = [self.cost(work) for work in pending]
+        began, done = time.perf_counter(), 0.0
+        form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} gone, {remaining} left"
+        with tqdm(total=sum(costs), bar_format=form, smoothing=0, disable=None) as bar:
+            for number, (work, price) in enumerate(zip(pending, costs), 1):
+                what = f"{say}{number} of {len(pending)}, {self.title(work)}"
+                bar.set_description(what)
+                if bar.disable:
+                    left = (time.perf_counter() - began) / done * (sum(costs) - done) if done else None
+                    click.echo(what + ("" if left is None else f", {left / 60:.0f} min left"), err=True)
+                self.make(work, lambda share: bar.update(price * share))
+                done += price
+
+
+class Study(Kept):
+    """Runs of a pipeline under the same settings; each is done once and kept in `folder`.
+
+    Args:
+        prompts: of which the first `images` are used, over and over: picture i has seed `seed + i`
+        images:  pictures of a run
+        timed:   pictures of a latency
+    """
+
+    def __init__(self, pipeline: Pipeline, folder: str | Path, prompts: list[str], *, images: int, timed: int = 4,
+                 seed: int = 0, guidance: float = 1.2, top_k: int = 100, top_p: float = 0.8):
+        """
+        Raises:
+            ValueError: the folder holds runs of another model, version or setting
+        """
+        self.pipeline = pipeline
+        self.prompts, self.images, self.timed, self.seed = prompts[:images], images, timed, seed
+        self.settings = {"guidance": guidance, "top_k": top_k, "top_p": top_p}
+        pipeline.words.encode(prompts)
+        self.kept: dict[tuple, Pictures] = {}
+        self._network = None
+        small = pipeline.small and pipeline.small.config
+        model = fingerprint(pipeline, pipeline.gpt.config, pipeline.tokenizer.config, small, pipeline.words.vocabulary)
+        super().__init__(folder, machine(pipeline.device), {
+            "model": model, "version": specvis_kernels.__version__, "seed": seed, "prompts": prompts, **self.settings})
+
     # --- what is to do -------------------------------------------------------------------------------------------
 
     def chunks(self, run: Run) -> list[Run]:
@@ -222,49 +272,45 @@ class Study:
             start = end
         return runs
 
-    def path(self, work: Work) -> Path:
-        values = [getattr(work, field.name) for field in fields(work)] + [len(self.prompts)]
-        if not isinstance(work, Run):
-            values.append(self.machine)
-        digest = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-        return self.folder / f"{work.method.name}-{digest}.{'npz' if isinstance(work, Run) else 'json'}"
+    def parts(self, work: Work) -> list[Work]:
+        if isinstance(work, Run):
+            return self.chunks(work)
+        return [self.whole(work) if isinstance(work, Latency) else work]
+
+    def key(self, work: Work) -> list:
+        values = super().key(work) + [len(self.prompts)]
+        return values if isinstance(work, Run) else values + [self.machine]
+
+    def suffix(self, work: Work) -> str:
+        return "npz" if isinstance(work, Run) else "json"
 
     def whole(self, latency: Latency) -> Latency:
         return Latency(latency.method, latency.temperature, latency.count or self.timed)
 
     def pending(self, works: list[Work]) -> list[Work]:
         """What of it is not in the folder yet, each once. Runs of many pictures come last."""
-        times = [self.whole(work) if isinstance(work, Latency) else work for work in works if not isinstance(work, Run)]
-        runs = [chunk for work in works if isinstance(work, Run) for chunk in self.chunks(work)]
-        return [work for work in dict.fromkeys(times + runs) if not self.path(work).exists()]
+        return super().pending(sorted(works, key=lambda work: isinstance(work, Run)))
 
     def do(self, works: list[Work], say: str = "") -> None:
-        """Do what is pending of `works`, with a bar that tells how much time is left."""
-        pending = self.pending(works)
-        for method in {work.method: None for work in pending}:
+        for method in {work.method: None for work in self.pending(works)}:
             self.pipeline.check(method)
-        origin = f"{revision()}, {self.machine}, {date.today()}"
-        if pending and origin not in self.made:
-            write(self.record, json.dumps(read_json(self.record) | {"made": [*self.made, origin]}, indent=1) + "\n")
-        costs = [cost(work) for work in pending]
-        began, done = time.perf_counter(), 0.0
-        form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} gone, {remaining} left"
-        with tqdm(total=sum(costs), bar_format=form, smoothing=0, disable=None) as bar:
-            for number, (work, price) in enumerate(zip(pending, costs), 1):
-                what = f"{say}{number} of {len(pending)}, {work.method.label}, T = {work.temperature:g}"
-                bar.set_description(what)
-                if bar.disable:
-                    left = (time.perf_counter() - began) / done * (sum(costs) - done) if done else None
-                    click.echo(what + ("" if left is None else f", {left / 60:.0f} min left"), err=True)
-                tokens = self.pipeline.gpt.config.tokens
-                if isinstance(work, Run):
-                    self._decode(work, lambda gained: bar.update(price * gained / (work.count * tokens)))
-                elif isinstance(work, Latency):
-                    self._time(work, lambda: bar.update(price / work.count))
-                else:
-                    self.memory(work)
-                    bar.update(price)
-                done += price
+        super().do(works, say)
+
+    def title(self, work: Work) -> str:
+        return f"{work.method.label}, T = {work.temperature:g}"
+
+    def cost(self, work: Work) -> float:
+        return cost(work)
+
+    def make(self, work: Work, gained: Callable[[float], None]) -> None:
+        tokens = self.pipeline.gpt.config.tokens
+        if isinstance(work, Run):
+            self._decode(work, lambda new: gained(new / (work.count * tokens)))
+        elif isinstance(work, Latency):
+            self._time(work, lambda: gained(1 / work.count))
+        else:
+            self.memory(work)
+            gained(1)
 
     # --- what was done -------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """`specvis report`: do what is not done yet, then write every section."""
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +21,8 @@ LEAST = 12  # pictures: with about so many the kernel distance of the strongest 
 LEFT_OUT = ("lantern-table-4", "adt-table-5", "adt-figure-3b", "adt-cost", "peanut-figure-7", "cool-figure-2")
 
 
-def chosen(names: tuple[str, ...], quick: bool = False) -> list[Item]:
+def chosen(names: tuple[str, ...], quick: bool = False, items: dict[str, Item] = ITEMS,
+           left_out: tuple[str, ...] = LEFT_OUT) -> list[Item]:
     """The items of these names, in the report's order; none named: all, or those of a quick report.
 
     Raises:
@@ -28,10 +30,10 @@ def chosen(names: tuple[str, ...], quick: bool = False) -> list[Item]:
     """
     names = [name.strip() for text in names for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in ITEMS:
-            raise ValueError(f"unknown table or figure {name!r}; known: {', '.join(ITEMS)}")
-    return [item for name, item in ITEMS.items()
-            if (name in names if names else not (quick and name in LEFT_OUT))]
+        if name not in items:
+            raise ValueError(f"unknown table or figure {name!r}; known: {', '.join(items)}")
+    return [item for name, item in items.items()
+            if (name in names if names else not (quick and name in left_out))]
 
 
 def judged(folder: Path) -> tuple[list[str], np.ndarray]:
@@ -109,10 +111,14 @@ def write_report(pipeline: Pipeline, weights: Path, out: Path, items: list[Item]
     count = min(scope.images, len(prompts))
     study = Study(pipeline, out / "runs", prompts, images=scope.images, timed=scope.timed, **settings)
     own, _ = study.network(pictures[:count])
-    works = [work for item in items for work in item.works(scope)]
-    study.do(works)
-    report, origin = Report(study, scope, own), "; ".join(study.made)
-    sections = []
+    study.do([work for item in items for work in item.works(scope)])
+    report = Report(study, scope, own)
+    write_items(report, items, out, command, cover if whole else None)
+
+
+def write_items(report, items: list[Item], out: Path, command: str, cover: Callable | None) -> None:
+    """A page for each item in `out`, and if there is a `cover`, what it makes of the sections as README.md."""
+    origin, sections = "; ".join(report.study.made), []
     with tqdm(items, desc="writing", disable=None) as bar:
         for item in bar:
             bar.set_postfix_str(item.name)
@@ -120,11 +126,11 @@ def write_report(pipeline: Pipeline, weights: Path, out: Path, items: list[Item]
             item.write(report, section)
             write(out / f"{item.name}.md", section.markdown())
             sections.append(section)
-    if whole:
+    if cover:
         write(out / "README.md", cover(report, sections, command, origin))
     claims = [claim for section in sections for claim in section.claims]
     agree = sum(claim.holds is True for claim in claims)
-    first = "README" if whole else ",".join(item.name for item in items)
+    first = "README" if cover else ",".join(item.name for item in items)
     click.echo(f"{out / first}.md: {len(sections)} tables and figures; of {len(claims)} trends that the papers state "
                f"{agree} are seen here")
 
@@ -152,8 +158,11 @@ def cover(report: Report, sections: list[Section], command: str, origin: str) ->
         "hand; their numbers stand here where they could be read, and nowhere else.", "",
         "| | the paper says | here | |", "|---|---|---|---|",
     ]
-    for section in sections:
-        lines += [f"| [{section.name}]({section.name}.md) | {claim.text} | {claim.seen} | {claim.verdict} |"
-                  for claim in section.claims]
-    lines += ["", *(f"- [{section.title}]({section.name}.md)" for section in sections), ""]
-    return "\n".join(lines)
+    return "\n".join(lines + links(sections))
+
+
+def links(sections: list[Section]) -> list[str]:
+    """The rows of a table of claims, and a list of the sections."""
+    claims = [f"| [{section.name}]({section.name}.md) | {claim.text} | {claim.seen} | {claim.verdict} |"
+              for section in sections for claim in section.claims]
+    return [*claims, "", *(f"- [{section.title}]({section.name}.md)" for section in sections), ""]
