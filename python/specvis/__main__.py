@@ -80,11 +80,14 @@ def main():
     """Pictures from words, token by token, with and without speculative decoding."""
 
 
+GUIDANCE = 1.2  # of discrete tokens, where none is given
+
+
 def sampling_options(command):
     for option in reversed((
         click.option("--seed", type=click.IntRange(0, 2**32), default=0,
                      help="Seed of the first picture; the next ones count on."),
-        click.option("--guidance", default=1.2, help="Strength of classifier-free guidance; 1 is none."),
+        click.option("--guidance", default=GUIDANCE, help="Strength of classifier-free guidance; 1 is none."),
         click.option("--top-k", default=100, help="Keep the likeliest TOP_K tokens; 0 keeps all."),
         click.option("--top-p", default=0.8, help="Keep the likeliest tokens up to this probability, in (0, 1]."),
         click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",

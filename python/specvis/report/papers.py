@@ -30,3 +30,5 @@ COOL_TABLE_1 = [
         ("LlamaGen-XL", "COOL-SD, delta 1.1", "2.73", "4.46", "2.27", "21.02", "0.3167", "-0.0997"),
         ("LlamaGen-XL", "COOL-SD, delta 2", "3.34", "3.72", "2.72", "21.20", "0.3154", "-0.1353"))
 ]
+
+CSPD_TABLE_1 = {4: "1.62", 8: "1.96", 16: "2.20", 32: "2.33"}  # gamma: speed-up of MAR-H with MAR-B, batch 256

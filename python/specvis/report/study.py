@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -171,8 +172,8 @@ def revision() -> str:
 class Kept:
     """Works that are done once each and kept in `folder`, a file each.
 
-    Who inherits says how: `suffix`, `title`, `cost` and `make` of a work, and its `key` if more than its fields tell
-    it from others.
+    Who inherits says how: `suffix`, `title`, `cost` and `make` of a work, its `key` if more than its fields tell it
+    from others, and for the network `prompts` and `images_of` a run.
     """
 
     def __init__(self, folder: str | Path, machine: str, identity: dict):
@@ -234,6 +235,23 @@ class Kept:
                 self.make(work, lambda share: bar.update(price * share))
                 done += price
 
+    def seen(self, run) -> Seen:
+        """What the network sees in a run's pictures, kept beside them."""
+        arrays = [self._seen(part) for part in self.parts(run)]
+        names = np.concatenate([part.start + np.arange(part.count) for part in self.parts(run)]) % len(self.prompts)
+        return Seen(*(np.concatenate([kept[name] for kept in arrays]) for name in ("features", "classes")), names)
+
+    def _seen(self, part) -> dict[str, np.ndarray]:
+        path = self.path(part).with_suffix(".features.npz")
+        if not path.exists():
+            features, classes = self.network(self.images_of(part))
+            write(path, lambda file: np.savez(file, features=features, classes=classes))
+        return read_arrays(path)
+
+    @cached_property
+    def network(self) -> Network:
+        return Network()
+
 
 class Study(Kept):
     """Runs of a pipeline under the same settings; each is done once and kept in `folder`.
@@ -255,7 +273,6 @@ class Study(Kept):
         self.settings = {"guidance": guidance, "top_k": top_k, "top_p": top_p}
         pipeline.words.encode(prompts)
         self.kept: dict[tuple, Pictures] = {}
-        self._network = None
         small = pipeline.small and pipeline.small.config
         model = fingerprint(pipeline, pipeline.gpt.config, pipeline.tokenizer.config, small, pipeline.words.vocabulary)
         super().__init__(folder, machine(pipeline.device), {
@@ -359,26 +376,6 @@ class Study(Kept):
             self.kept[name, run] = np.asarray(MORE_SCORES[name](self.images_of(run), self._prompts(
                 run.start, run.count or self.images)), dtype=np.float64)
         return self.kept[name, run]
-
-    def seen(self, run: Run) -> Seen:
-        """What the network sees in a run's pictures, kept beside them."""
-        parts = []
-        for chunk in self.chunks(run):
-            path = self.path(chunk).with_suffix(".features.npz")
-            if not path.exists():
-                features, classes = self.network(self.images_of(chunk))
-                write(path, lambda file: np.savez(file, features=features, classes=classes))
-            kept = read_arrays(path)
-            parts.append((kept["features"], kept["classes"]))
-        count = run.count or self.images
-        return Seen(*(np.concatenate(part) for part in zip(*parts)),
-                    (run.start + np.arange(count)) % len(self.prompts))
-
-    @property
-    def network(self) -> Network:
-        if self._network is None:
-            self._network = Network()
-        return self._network
 
     # --- doing it ------------------------------------------------------------------------------------------------
 
