@@ -165,7 +165,8 @@ def test_compare_refuses_before_any_work(weights, tmp_path):
 
 def test_methods_and_info_list_what_there_is():
     listed = run("methods").output
-    for word in (*METHODS, *PARAMETERS, *CONTINUOUS, *CONTINUOUS_PARAMETERS, *TREES, "arXiv:2410.03355", "delta 0.2", "widths 4,39"):
+    for word in (*METHODS, *PARAMETERS, *CONTINUOUS, *CONTINUOUS_PARAMETERS, *TREES, "arXiv:2410.03355", "delta 0.2",
+                 "widths 4,39"):
         assert word in listed
     shown = run("info").output
     for word in ("verify_tree", "oracle", "torch", torch.__version__, "C++ kernels", "CUDA kernels"):
