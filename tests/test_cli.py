@@ -8,7 +8,9 @@ from click.testing import CliRunner
 from PIL import Image
 
 from specvis.__main__ import main
-from specvis.methods import METHODS, PARAMETERS
+from specvis.mar_pair import MARPair
+from specvis.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
+from specvis.models.mar import MAR
 from specvis.pipeline import Pipeline
 from specvis.trees import TREES
 
@@ -20,6 +22,9 @@ def weights(tmp_path_factory):
     pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
     pipeline.small = None
     pipeline.save(folder)
+    pair = MARPair.tiny()
+    pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, bound=3.0)) for m in (pair.mar, pair.mar_draft))
+    pair.save(folder)
     return folder
 
 
@@ -57,6 +62,13 @@ def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
     (["--prompt", "red heart", "--top-p", "1.01"], "top_p must be within (0, 1], got 1.01"),
     (["--prompt", "red heart", "--method", "vanilla", "--delta", "0.1"], "method vanilla has no parameter 'delta'"),
     (["--prompt", "red heart", "--method", "lantern:delta=2"], "delta must be within [0, 1], got 2.0"),
+    (["--prompt", "red heart", "--method", "cspd:gamma=0"], "gamma must be at least 1, got 0"),
+    (["--prompt", "red heart", "--method", "cspd:truncate=1"], "truncate must be true or false, got '1'"),
+    (["--prompt", "red heart", "--method", "cspd", "--delta", "0.1"], "method cspd has no parameter 'delta'"),
+    (["--prompt", "red heart", "--method", "cspd", "--top-k", "5"], "top_k must not be given with cspd"),
+    (["--prompt", "red heart", "--method", "mar", "--temperature", "0"], "temperature must be positive and finite"),
+    (["--prompt", "red heart", "--method", "mar:passes=17"], "passes must be within 1..16"),
+    (["--prompt", "red hart", "--method", "cspd"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "eagle1:tree=nowhere.json"], "tree nowhere.json is not a file"),
     (["--prompt", "red heart", "--method", "eagle1:drafter=small"], "this model has no small.safetensors"),
     (["--prompt", "red heart", "--scale", "0"], "scale must be at least 1, got 0"),
@@ -94,7 +106,7 @@ def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, mo
     out = tmp_path / "x.png"
     result = run("generate", "--prompt", "red heart", "--method", "vanilla", "-n", 3, "--scale", 1, "--out", out,
                  "--weights", weights)
-    assert "picture 1 (seed 1) ended early: the model's logits were not finite" in result.output
+    assert "picture 1 (seed 1) ended early: the model's output was not finite" in result.output
     assert "2 of 3 pictures" in result.output and Image.open(out).size == (16, 8)
 
 
@@ -116,6 +128,29 @@ def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
     assert rows[2]["TV bound"] == "" and float(rows[5]["TV bound"]) > 0     # eq. (4) says nothing of greedy decoding
 
 
+@pytest.mark.parametrize("name", ["mar", "cspd", "cspd-path:gamma=2", "cspd-released"])
+def test_continuous_tokens_are_drawn_as_others_are(weights, tmp_path, name):
+    out = tmp_path / "x.png"
+    result = run("generate", "--prompt", "red heart", "--method", name, "-n", 2, "--scale", 1, "--out", out,
+                 "--weights", weights)
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 pictures" in result.output and Image.open(out).size == (16, 8)
+
+
+def test_compare_sets_continuous_tokens_beside_discrete_ones(weights, tmp_path):
+    result = run("compare", "--methods", "vanilla,mar,cspd:gamma=2", "--prompt", "red heart", "-n", 2,
+                 "--out", tmp_path, "--weights", weights)
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader(open(tmp_path / "compare.csv")))
+    assert [(row["method"], row["temperature"]) for row in rows] == [
+        ("vanilla", "0.0"), ("vanilla", "1.0"), ("mar", "1.0"), ("cspd:gamma=2", "1.0")]
+    assert rows[2]["speed-up"] == "1.0" and rows[2]["acceptance"] == "" and 0 <= float(rows[3]["acceptance"]) <= 1
+    assert 0 < float(rows[3]["overhead"]) < 1 and rows[3]["TV meter"] == ""
+    only = run("compare", "--methods", "continuous", "--prompt", "red heart", "--temperature", 0, "--out", tmp_path,
+               "--weights", weights)
+    assert only.exit_code == 2 and "temperature must be positive for mar, got 0" in only.output
+
+
 def test_compare_refuses_before_any_work(weights, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
@@ -130,7 +165,8 @@ def test_compare_refuses_before_any_work(weights, tmp_path):
 
 def test_methods_and_info_list_what_there_is():
     listed = run("methods").output
-    for word in (*METHODS, *PARAMETERS, *TREES, "arXiv:2410.03355", "delta 0.2", "widths 4,39"):
+    for word in (*METHODS, *PARAMETERS, *CONTINUOUS, *CONTINUOUS_PARAMETERS, *TREES, "arXiv:2410.03355", "delta 0.2",
+                 "widths 4,39"):
         assert word in listed
     shown = run("info").output
     for word in ("verify_tree", "oracle", "torch", torch.__version__, "C++ kernels", "CUDA kernels"):

@@ -20,13 +20,18 @@ import specvis_kernels
 
 from .commands import Commands, device_option
 from .compare import PROMPTS, compare_methods
+from .continuous import ContinuousSampling
 from .decode import Sampling
-from .methods import METHODS, PARAMETERS, parameters_of, parse_method, parse_methods
+from .mar_pair import MARPair
+from .methods import (CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS, ContinuousMethod, Method, parameters_of,
+                      parse_method, parse_methods, written)
 from .models.words import repeated
 from .pipeline import SHIPPED, Pipeline
+from .report.continuous import ITEMS as CONTINUOUS_ITEMS
 from .report.items import ITEMS
 from .trees import TREES, static_tree
 
+GUIDANCE, CONTINUOUS_GUIDANCE = 1.2, 2.5  # of the shipped models
 STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
 
 
@@ -80,16 +85,16 @@ def main():
     """Pictures from words, token by token, with and without speculative decoding."""
 
 
-GUIDANCE = 1.2  # of discrete tokens, where none is given
-
-
 def sampling_options(command):
     for option in reversed((
         click.option("--seed", type=click.IntRange(0, 2**32), default=0,
                      help="Seed of the first picture; the next ones count on."),
-        click.option("--guidance", default=GUIDANCE, help="Strength of classifier-free guidance; 1 is none."),
-        click.option("--top-k", default=100, help="Keep the likeliest TOP_K tokens; 0 keeps all."),
-        click.option("--top-p", default=0.8, help="Keep the likeliest tokens up to this probability, in (0, 1]."),
+        click.option("--guidance", type=float, help="Strength of classifier-free guidance; 1 is none. "
+                     f"[default: {GUIDANCE}; {CONTINUOUS_GUIDANCE} for continuous tokens]"),
+        click.option("--top-k", default=100, help="Keep the likeliest TOP_K tokens; 0 keeps all. "
+                     "Discrete tokens only."),
+        click.option("--top-p", default=0.8, help="Keep the likeliest tokens up to this probability, in (0, 1]. "
+                     "Discrete tokens only."),
         click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
                      help="Folder with the model."),
         device_option,
@@ -98,11 +103,29 @@ def sampling_options(command):
     return command
 
 
+def sampling_of(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None, temperature: float,
+                top_k: int, top_p: float, device: str = "cpu") -> Sampling | ContinuousSampling:
+    """How to draw by this method; ValueError names the option that is out of its range."""
+    if not isinstance(method, ContinuousMethod):
+        return Sampling.of(seeds, guidance=GUIDANCE if guidance is None else guidance, temperature=temperature,
+                           top_k=top_k, top_p=top_p, device=device)
+    return ContinuousSampling(torch.tensor(seeds, device=device),
+                              CONTINUOUS_GUIDANCE if guidance is None else guidance, temperature)
+
+
+def refuse_filters(what: str) -> None:
+    """Raise ValueError where filters of discrete tokens are given."""
+    for name in ("top_k", "top_p"):
+        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ValueError(f"{name} must not be given with {what}: continuous tokens have no filters")
+
+
 @main.command()
 @click.option("--prompt", required=True, help='Words, e.g. "red heart".')
 @click.option("--style", type=click.Choice(STYLES), default=STYLES[0], help="Whose drawing style.")
 @click.option("--method", "name", default="lantern",
-              help=f"One of {', '.join(METHODS)}; or NAME:PARAMETER=VALUE:..., see `specvis methods`.")
+              help=f"One of {', '.join([*METHODS, *CONTINUOUS])}; or NAME:PARAMETER=VALUE:..., "
+              "see `specvis methods`.")
 @click.option("--delta", type=float, help="The same as :delta=...")
 @click.option("-k", type=int, help="The same as :k=...")
 @click.option("--depth", type=int, help="The same as :depth=...")
@@ -126,20 +149,21 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
     if scale < 1:
         raise ValueError(f"scale must be at least 1, got {scale}")
     chosen = parse_method(name, delta=delta, k=k, depth=depth, width=width, nodes=nodes)
-    sampling = Sampling.of(list(range(seed, seed + count)), guidance=guidance, temperature=temperature, top_k=top_k,
-                           top_p=top_p, device=device)
+    if isinstance(chosen, ContinuousMethod):
+        refuse_filters(chosen.name)
+    sampling = sampling_of(chosen, list(range(seed, seed + count)), guidance, temperature, top_k, top_p, device)
     writable_file(out)
-    pipeline = Pipeline.load(weights, device)
+    pipeline = (MARPair if isinstance(chosen, ContinuousMethod) else Pipeline).load(weights, device)
     prompts = [f"{style} {prompt}"] * count
     pipeline.words.encode(prompts[:1])  # bad input is found before the bar and the clock start
     pipeline.check(chosen)
     start = time.perf_counter()
-    with tqdm(total=count * pipeline.gpt.config.tokens, unit="token", desc=chosen.label, disable=None) as bar:
+    with tqdm(total=count * pipeline.places, unit="token", desc=chosen.label, disable=None) as bar:
         decoded = pipeline.tokens(prompts, chosen, sampling, bar.update)
     seconds = time.perf_counter() - start
     pictures = pipeline.pictures(decoded.tokens)
     for i in decoded.failed.nonzero()[:, 0].tolist():
-        click.echo(f"picture {i} (seed {seed + i}) ended early: the model's logits were not finite", err=True)
+        click.echo(f"picture {i} (seed {seed + i}) ended early: the model's output was not finite", err=True)
     kept = [picture for picture, failed in zip(pictures, decoded.failed.tolist()) if not failed]
     if not kept:
         raise click.ClickException("no picture was finished; nothing was written")
@@ -152,7 +176,8 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
 @click.option("--prompt", "prompts", multiple=True,
               help="A prompt with its style first; may be repeated. [default: eight]")
 @click.option("--methods", "names", multiple=True, default=("all",),
-              help="all, or methods with commas between them, each a NAME or NAME:PARAMETER=VALUE:...")
+              help="all (of discrete tokens), continuous, or methods with commas between them, each a NAME or "
+              "NAME:PARAMETER=VALUE:...")
 @click.option("-n", "count", type=click.IntRange(1), help="How many pictures a method. [default: one a prompt]")
 @click.option("--temperature", "temperatures", multiple=True, type=float, default=(0.0, 1.0),
               help="May be repeated.")
@@ -161,41 +186,73 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
 def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top_p, weights, device):
     """Run methods side by side: pictures, plots, a table."""
     methods = parse_methods(names)
-    for temperature in temperatures:  # all settings are looked at before any work
-        Sampling.of([seed], guidance=guidance, temperature=temperature, top_k=top_k, top_p=top_p)
-    pipeline = Pipeline.load(weights, device)
     prompts = list(prompts or PROMPTS)
     prompts = repeated(prompts, count or len(prompts))
-    pipeline.words.encode(prompts)
-    compare_methods(pipeline, methods, temperatures, writable_folder(out), prompts=prompts, seed=seed,
-                    guidance=guidance, top_k=top_k, top_p=top_p)
+    seeds = list(range(seed, seed + len(prompts)))
+    if all(isinstance(m, ContinuousMethod) for m in methods):
+        refuse_filters(methods[0].name)
+    runs = [(m, temperature, sampling_of(m, seeds, guidance, temperature, top_k, top_p, device))
+            for temperature in temperatures for m in methods
+            if temperature or not isinstance(m, ContinuousMethod)]  # continuous tokens have no likeliest one
+    if not runs:
+        raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
+    loaders = {Method: Pipeline.load, ContinuousMethod: MARPair.load}
+    pipelines = {kind: loaders[kind](weights, device) for kind in dict.fromkeys(type(m) for m, *_ in runs)}
+    next(iter(pipelines.values())).words.encode(prompts)
+    compare_methods(pipelines, runs, writable_folder(out), prompts)
 
 
 @main.command()
-@click.option("--only", "names", multiple=True, help=f"Of {', '.join(ITEMS)}; several with commas. [default: all]")
+@click.option("--continuous", is_flag=True, help="CSpD's tables and figures, of continuous tokens.")
+@click.option("--only", "names", multiple=True, help=f"Of {', '.join(ITEMS)}; with --continuous of "
+              f"{', '.join(CONTINUOUS_ITEMS)}; several with commas. [default: all]")
 @click.option("--quick", is_flag=True, help="Few pictures and the main tables only: under 10 minutes on two cores.")
-@click.option("--images", type=click.IntRange(1), help="Pictures a method, decoded in batches. [default: 48, quick 12]")
+@click.option("--images", type=click.IntRange(1), help="Pictures a method, decoded in batches. [default: 48, quick 12; "
+              "with --continuous 4, quick 2]")
 @click.option("--timed", type=click.IntRange(1), help="Pictures a method, timed alone. [default: 4, quick 1]")
 @click.option("--score", "scores", multiple=True, help="One more score, as clip=my_module:function; the function takes "
               "pictures (n, H, W, 3) uint8 and n prompts and returns n numbers.")
-@click.option("--out", type=click.Path(path_type=Path), default="out/report",
-              help="Folder for the report and its runs.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the report and its runs. [default: "
+              "out/report; with --continuous out/report-continuous]")
 @sampling_options
-def report(names, quick, images, timed, scores, out, seed, guidance, top_k, top_p, weights, device):
+def report(continuous, names, quick, images, timed, scores, out, seed, guidance, top_k, top_p, weights, device):
     """The papers' tables and figures on this model, beside the papers' own numbers.
 
     Every run is kept in the folder: after an interruption the same command goes on where it stopped.
     """
     from .report.write import chosen, judged, more_scores, scope_of, write_report
 
+    command = " ".join(["specvis report", *given(but=("names", "out", "device"))])
+    if continuous:
+        continuous_report(names, quick, images, out or Path("out/report-continuous"), seed, guidance, weights, device,
+                          command)
+        return
+    guidance = GUIDANCE if guidance is None else guidance
     items = chosen(names, quick)
     more_scores(scores)
     Sampling.of([seed], guidance=guidance, top_k=top_k, top_p=top_p)
     scope = scope_of(quick, images, timed, len(judged(weights)[0]))
     with goes_on():
-        write_report(Pipeline.load(weights, device), weights, writable_folder(out), items, scope,
-                     command=" ".join(["specvis report", *given(but=("names", "out", "device"))]),
-                     whole=not names, seed=seed, guidance=guidance, top_k=top_k, top_p=top_p)
+        write_report(Pipeline.load(weights, device), weights, writable_folder(out or Path("out/report")), items, scope,
+                     command=command, whole=not names, seed=seed, guidance=guidance, top_k=top_k, top_p=top_p)
+
+
+def continuous_report(names, quick, images, out, seed, guidance, weights, device, command) -> None:
+    """`report` of continuous tokens."""
+    from .report.continuous import LEFT_OUT, scope_of, write_report
+    from .report.write import chosen, judged
+
+    refuse_filters("--continuous")
+    for name, what in (("timed", "what is timed is timed in batches"), ("scores", "its pictures are too few to score")):
+        if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ValueError(f"{name.removesuffix('s')} must not be given with --continuous: {what}")
+    items = chosen(names, quick, CONTINUOUS_ITEMS, LEFT_OUT)
+    scope = scope_of(quick, images, guidance)
+    ContinuousSampling(torch.tensor([seed]), scope.guidance)
+    judged(weights)
+    with goes_on():
+        write_report(MARPair.load(weights, device), weights, writable_folder(out), items, scope, command=command,
+                     whole=not names, seed=seed)
 
 
 def given(but: tuple[str, ...]) -> list[str]:
@@ -226,6 +283,7 @@ def tune(target_tv, target_speedup, by, images, out, seed, guidance, top_k, top_
     from . import tune as search
     from .report.study import Study
 
+    guidance = GUIDANCE if guidance is None else guidance
     if (target_tv is None) == (target_speedup is None):
         raise ValueError("give one of --target-tv and --target-speedup")
     Sampling.of([seed], guidance=guidance, top_k=top_k, top_p=top_p)
@@ -263,15 +321,17 @@ def goes_on():
 @main.command("methods")
 def list_methods():
     """List the decoding methods, with their parameters."""
-    for m in METHODS.values():
+    for m in [*METHODS.values(), *CONTINUOUS.values()]:
+        if m.name == next(iter(CONTINUOUS)):
+            click.echo("\ncontinuous tokens:\n")
         click.echo(f"{m.name:18}{m.source}")
-        shown = [f"{key} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        shown = [f"{key} {written(value)}"
                  for key, value in parameters_of(m).items() if value is not None]
         for line in textwrap.wrap(", ".join(shown) or "no parameters", 100):
             click.echo(f"{'':18}{line}")
     click.echo("\nTo change some: --method lantern:delta=0.1:k=300, --methods vanilla,adt-tree:start=vertical\n")
-    for name, what in PARAMETERS.items():
-        click.echo(f"{name:12}{what}")
+    for name, what in (PARAMETERS | CONTINUOUS_PARAMETERS).items():
+        click.echo(f"{name:21}{what}")
     click.echo()
     for name in TREES:
         tree = static_tree(name)

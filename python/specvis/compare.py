@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from .continuous import ContinuousDecoded, ContinuousSampling
 from .decode import Decoded, Sampling, guidance_pair, twice
-from .methods import Method
+from .mar_pair import MARPair
+from .methods import ContinuousMethod, Method
 from .models.llamagen import condition_mask
 from .pipeline import Pipeline
 
@@ -30,9 +32,9 @@ COLUMNS = ("method", "temperature", "tau", "forwards", "seconds", "speed-up", "o
 class Result:
     """One method at one temperature on all prompts."""
 
-    method: Method
+    method: Method | ContinuousMethod
     temperature: float
-    decoded: Decoded
+    decoded: Decoded | ContinuousDecoded
     seconds: float          # wall time of the whole batch
     forwards: float | None  # of that, in forwards of the models; None: not measured
 
@@ -45,9 +47,14 @@ class Result:
 class ModelClock:
     """Adds up the seconds that a pipeline's models spend, on the CPU: elsewhere to wait for them would cost time."""
 
-    def __init__(self, pipeline: Pipeline):
-        gpts = [gpt for gpt in (pipeline.gpt, pipeline.small) if gpt is not None]
-        self.modules = [*gpts, *(gpt.output for gpt in gpts), pipeline.drafter]
+    def __init__(self, pipeline: Pipeline | MARPair):
+        if isinstance(pipeline, MARPair):
+            models = (pipeline.mar, pipeline.mar_draft)
+            self.modules = [*models, *(part for m in models for part in (m.diffloss.net, m.diffloss.net.time_embed,
+                                                                         m.diffloss.net.cond_embed))]
+        else:
+            gpts = [gpt for gpt in (pipeline.gpt, pipeline.small) if gpt is not None]
+            self.modules = [*gpts, *(gpt.output for gpt in gpts), pipeline.drafter]
         self.seconds = 0.0 if pipeline.device.type == "cpu" else None
 
     def __enter__(self):
@@ -67,35 +74,38 @@ class ModelClock:
             hook.remove()
 
 
-def compare_methods(pipeline: Pipeline, methods: list[Method], temperatures: tuple[float, ...], out: Path, *,
-                    prompts: list[str], seed: int = 0, **settings) -> list[dict]:
-    """Decode all prompts as one batch with each method; write pictures, two plots and compare.csv to `out`.
+def compare_methods(pipelines: dict[type, Pipeline | MARPair],
+                    runs: list[tuple[Method | ContinuousMethod, float, Sampling | ContinuousSampling]], out: Path,
+                    prompts: list[str]) -> list[dict]:
+    """Decode all prompts as one batch in each run; write pictures, two plots and compare.csv to `out`.
 
+    Args:
+        pipelines: the models, by the type of the methods that they decode by
+        runs:      method, temperature, and how each prompt's request draws
     Returns:
         the table, a dictionary per row
     """
-    seeds = list(range(seed, seed + len(prompts)))
     results = []
-    total = len(methods) * len(temperatures) * len(prompts) * pipeline.gpt.config.tokens
-    for m in methods:
-        pipeline.check(m)  # and the neighbors are found, before the clock starts
+    for m, *_ in runs:
+        pipelines[type(m)].check(m)  # and the neighbors are found, before the clock starts
+    total = len(prompts) * sum(pipelines[type(m)].places for m, *_ in runs)
     with tqdm(total=total, unit="token", smoothing=0.05, disable=None) as bar:
-        for temperature in temperatures:
-            sampling = Sampling.of(seeds, temperature=temperature, device=pipeline.device, **settings)
-            for m in methods:
-                bar.set_description(f"{m.label}, temperature {temperature:g}")
-                with ModelClock(pipeline) as clock:
-                    start = time.perf_counter()
-                    decoded = pipeline.tokens(prompts, m, sampling, bar.update)
-                    seconds = time.perf_counter() - start
-                results.append(Result(m, temperature, decoded, seconds, clock.seconds))
+        for m, temperature, sampling in runs:
+            bar.set_description(f"{m.label}, temperature {temperature:g}")
+            with ModelClock(pipelines[type(m)]) as clock:
+                start = time.perf_counter()
+                decoded = pipelines[type(m)].tokens(prompts, m, sampling, bar.update)
+                seconds = time.perf_counter() - start
+            results.append(Result(m, temperature, decoded, seconds, clock.seconds))
     rows = table(results)
-    draw_pictures(pipeline, results, prompts, out / "compare.png")
-    draw_acceptance(pipeline, results, out / "acceptance.png")
-    sampled = next((r for r in results if r.temperature > 0 and not r.decoded.failed.any()), None)
+    draw_pictures(pipelines, results, prompts, out / "compare.png")
+    discrete = [r for r in results if isinstance(r.method, Method)]
+    if discrete:
+        draw_acceptance(pipelines[Method], discrete, out / "acceptance.png")
+    sampled = next((r for r in discrete if r.temperature > 0 and not r.decoded.failed.any()), None)
     if sampled:
-        sampling = Sampling.of(seeds, temperature=sampled.temperature, device=pipeline.device, **settings)
-        draw_distributions(pipeline, prompts, sampled.decoded.tokens, sampling, out / "distributions.png")
+        sampling = next(s for m, temperature, s in runs if (m, temperature) == (sampled.method, sampled.temperature))
+        draw_distributions(pipelines[Method], prompts, sampled.decoded.tokens, sampling, out / "distributions.png")
     with open(out / "compare.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -103,30 +113,31 @@ def compare_methods(pipeline: Pipeline, methods: list[Method], temperatures: tup
     print_table(rows, len(prompts))
     for result in results:
         for i in result.decoded.failed.nonzero()[:, 0].tolist():
-            print(f"{result.method.label}: {prompts[i]!r} ended early: the model's logits were not finite")
+            print(f"{result.method.label}: {prompts[i]!r} ended early: the model's output was not finite")
     return rows
 
 
 def table(results: list[Result]) -> list[dict]:
     """The numbers of each result; `seconds` a picture, `speed-up` against plain decoding at the same temperature."""
-    plain = {r.temperature: r.seconds for r in results if r.method.drafting == "none"}
+    plain = {(type(r.method), r.temperature): r.seconds for r in results if r.method.plain}
     rows = []
     for r in results:
-        images, L = r.decoded.tokens.shape
-        speculative = r.method.drafting != "none"
+        (images, L), discrete = r.decoded.tokens.shape[:2], isinstance(r.method, Method)
+        speculative, kind = r.method.drafting != "none", (type(r.method), r.temperature)
         rows.append({
             "method": r.method.label,
             "temperature": r.temperature,
             "tau": round(r.decoded.tau.nanmean().item(), 2),
             "forwards": round(r.decoded.forwards.float().mean().item(), 1),
             "seconds": round(r.seconds / images, 2),
-            "speed-up": round(plain[r.temperature] / r.seconds, 2) if r.temperature in plain else "",
+            "speed-up": round(plain[kind] / r.seconds, 2) if kind in plain else "",
             "overhead": "" if r.overhead is None else round(r.overhead, 3),
             "acceptance": round(r.decoded.acceptance_rate, 3) if speculative else "",
+        } | ({
             "TV test": "" if r.method.tv_bound is None else round(r.method.tv_bound, 3),
             "TV meter": round(r.decoded.excess.mean().item() / L, 4),
             "TV bound": "" if r.decoded.bound.isnan().any() else round(r.decoded.bound.mean().item() / L, 4),
-        })
+        } if discrete else dict.fromkeys(("TV test", "TV meter", "TV bound"), "")))
     return rows
 
 
@@ -136,10 +147,11 @@ def print_table(rows: list[dict], batch: int) -> None:
     for row in rows:
         print(f"{row['method']:{wide}}" + "".join(f"{row[name]:>12}" for name in COLUMNS[1:]))
     print(f"tau: tokens a target forward; seconds a picture in a batch of {batch}; overhead: the share of them that is "
-          "not model\nforwards; acceptance: accepted drafts per drafted level; TV test: how far one accept test may "
-          "move the distribution\nit judges by (empty: not known); TV meter: the estimate of the distance that relaxed "
-          "acceptance added per token\n(0: lossless; at temperature 0 the share of tokens that strict acceptance would "
-          "have refused); TV bound: its bound\nper token, COOL-SD's eq. (4), as the drafted chains let estimate it")
+          "not model\nforwards; acceptance: accepted drafts per drafted level, of continuous tokens per judged draft; "
+          "TV test: how far one\naccept test may move the distribution it judges by (empty: not known); TV meter: the "
+          "estimate of the distance that\nrelaxed acceptance added per token (0: lossless; at temperature 0 the share "
+          "of tokens that strict acceptance would\nhave refused); TV bound: its bound per token, COOL-SD's eq. (4), as "
+          "the drafted chains let estimate it")
 
 
 def by_method(results: list[Result]) -> tuple[list[str], list[float], dict]:
@@ -148,19 +160,22 @@ def by_method(results: list[Result]) -> tuple[list[str], list[float], dict]:
     return list(dict.fromkeys(label for label, _ in table)), list(dict.fromkeys(T for _, T in table)), table
 
 
-def draw_pictures(pipeline: Pipeline, results: list[Result], prompts: list[str], path: Path) -> None:
+def draw_pictures(pipelines: dict[type, Pipeline | MARPair], results: list[Result], prompts: list[str],
+                  path: Path) -> None:
     """Rows are methods, columns prompts, once for each temperature."""
     labels, temperatures, table = by_method(results)
     count = len(prompts)
     figure, axes = plt.subplots(len(labels), count * len(temperatures), squeeze=False, layout="constrained",
                                 figsize=(0.95 * count * len(temperatures) + 1.8, 0.95 * len(labels) + 0.7))
     figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01, wspace=0, hspace=0)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
     for (label, temperature), result in table.items():
         row, start = axes[labels.index(label)], count * temperatures.index(temperature)
-        for axis, picture in zip(row[start: start + count], pipeline.pictures(result.decoded.tokens)):
+        pictures = pipelines[type(result.method)].pictures(result.decoded.tokens)
+        for axis, picture in zip(row[start: start + count], pictures):
             axis.imshow(picture)
-            axis.set(xticks=[], yticks=[])
-            axis.spines[:].set_visible(False)
         row[0].set_ylabel(label.replace(":", "\n"), rotation=0, ha="right", va="center")
     for start, temperature in enumerate(temperatures):
         for axis, prompt in zip(axes[0, count * start:], prompts):

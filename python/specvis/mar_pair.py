@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .checkpoint import load_weights, read_config
-from .continuous import ContinuousDecoded, ContinuousSampling, Progress, continuous_decode
+from .continuous import ContinuousDecoded, ContinuousSampling, Progress, continuous_decode, unknown_after
 from .methods import CONTINUOUS, ContinuousMethod, parse_method
 from .models.mar import MAR, TINY, MARConfig
 from .models.vq import VQ, VQConfig
@@ -80,6 +80,21 @@ class MARPair(nn.Module):
                       folder / f"{part}.safetensors")
         (folder / "mar_scaling.json").write_text(json.dumps(asdict(self.scaling), indent=1) + "\n")
 
+    @property
+    def device(self) -> torch.device:
+        return self.mar.mask_token.device
+
+    @property
+    def places(self) -> int:
+        """Tokens of a picture."""
+        return self.mar.config.tokens
+
+    def check(self, method: ContinuousMethod) -> None:
+        """Raise ValueError where this pair cannot decode by the method."""
+        if not isinstance(method, ContinuousMethod):
+            raise ValueError(f"method must be for continuous tokens ({', '.join(CONTINUOUS)}), got {method.name}")
+        unknown_after(self.places, method.passes or self.places)
+
     def features(self, prompts: list[str]) -> Tensor:
         """(B, S, caption_dim), which either model's `condition` embeds.
 
@@ -110,8 +125,7 @@ class MARPair(nn.Module):
         """
         if isinstance(method, str):
             method = parse_method(method)
-        if not isinstance(method, ContinuousMethod):
-            raise ValueError(f"method must be for continuous tokens ({', '.join(CONTINUOUS)}), got {method.name}")
+        self.check(method)
         if len(sampling.seeds) != len(prompts):
             raise ValueError(f"sampling must have a seed for each of the {len(prompts)} prompts, "
                              f"got {len(sampling.seeds)}")

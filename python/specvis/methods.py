@@ -12,6 +12,13 @@ VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
 DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "small": "a smaller model of the target's family"}
 
 
+def written(value) -> str:
+    """A parameter's value as the command line takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 @dataclass(frozen=True)
 class Method:
     """One way to decode: drafting x tree shape x acceptance rule.
@@ -84,10 +91,15 @@ class Method:
     def label(self) -> str:
         """The name, and what differs from the recipe of that name."""
         usual = parameters_of(METHODS[self.name]) if self.name in METHODS else {}
-        changed = [f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        changed = [f"{key}={written(value)}"
                    for key, value in parameters_of(self).items() if value != usual.get(key, value)
                    and (key, self.drafting) != ("depth", "static")]
         return ":".join([self.name, *changed])
+
+    @property
+    def plain(self) -> bool:
+        """Is it what others are measured against: a token a forward, no drafts?"""
+        return self.drafting == "none"
 
     @property
     def levels(self) -> int:
@@ -190,11 +202,16 @@ class ContinuousMethod:
         return "chain" if self.gamma else "none"
 
     @property
+    def plain(self) -> bool:
+        """Is it what others are measured against: a token a pass, no drafts?"""
+        return not self.gamma and not self.passes
+
+    @property
     def label(self) -> str:
         """The name, and what differs from the recipe of that name."""
         usual = parameters_of(CONTINUOUS[self.name]) if self.name in CONTINUOUS else {}
-        return ":".join([self.name, *(f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-                                      for key, value in parameters_of(self).items() if value != usual.get(key))])
+        return ":".join([self.name, *(f"{key}={written(value)}" for key, value in parameters_of(self).items()
+                                      if value != usual.get(key))])
 
 
 EAGLE1, LANTERN, COOL_SD = ("EAGLE, arXiv:2401.15077", "LANTERN, arXiv:2410.03355, Algorithm 1",
@@ -366,6 +383,7 @@ def number(name: str, text: str) -> int | float | tuple:
 
 
 def parse_methods(texts: tuple[str, ...]) -> list[Method | ContinuousMethod]:
-    """Methods with commas between them; "all" is every one."""
+    """Methods with commas between them; "all" is every one of discrete tokens, "continuous" of the others."""
     names = [part.strip() for text in texts for part in re.split(r",\s*(?=[A-Za-z])", text)]
-    return [parse_method(part) for name in names for part in (METHODS if name == "all" else [name])]
+    groups = {"all": METHODS, "continuous": CONTINUOUS}
+    return [parse_method(part) for name in names for part in groups.get(name, [name])]

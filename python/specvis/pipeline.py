@@ -90,6 +90,11 @@ class Pipeline(nn.Module):
     def device(self) -> torch.device:
         return self.gpt.output.weight.device
 
+    @property
+    def places(self) -> int:
+        """Tokens of a picture."""
+        return self.gpt.config.tokens
+
     def neighbors(self, k: int, metric: str = "l2") -> Tensor:
         """(V, k) neighbor table of the tokenizer's codes, computed at the first call for that many."""
         if not 0 < k < self.gpt.config.vocabulary:

@@ -15,7 +15,7 @@ from . import papers
 from .continuous_study import ContinuousStudy, Draws, Run, Speed, Work
 from .distances import DISTANCES, SURE, Compared, compare, joint
 from .items import Item, decided, items_of
-from .page import Section, axes, heat, show
+from .page import Section, axes, show
 from .quality import kernel_distance
 from .write import judged, links, write_items
 

@@ -135,9 +135,9 @@ class ContinuousStudy(Kept):
             ValueError: the folder holds runs of another model, version or setting
         """
         self.pair, self.prompts, self.seed = pair, prompts, seed
-        self.device = pair.mar.fake_latent.device
+        self.device = pair.device
         self.features = pair.features(prompts)  # (P, S, caption_dim)
-        self.tokens = pair.mar.config.tokens
+        self.tokens = pair.places
         self.kept: dict[Run, Pictures] = {}
         model = fingerprint(pair, pair.mar.config, pair.mar_draft.config, pair.tokenizer.config, pair.scaling,
                             pair.words.vocabulary)
