@@ -243,12 +243,11 @@ class ContinuousStudy(Kept):
         target, draft = wrap(self.pair.mar_draft if drafter else self.pair.mar), wrap(self.pair.mar_draft)
         return continuous_decode(target, draft, self.features[prompts], sampling, method, progress, begun)
 
-    def timed(self, *arguments, begun: Begun, **others) -> tuple[ContinuousDecoded, float]:
+    def timed(self, method: ContinuousMethod, *arguments, begun: Begun, **others) -> tuple[ContinuousDecoded, float]:
         """Decode, and the seconds of it, after two tokens that are thrown away: memory is touched, libraries load."""
-        if begun.known.shape[1] - begun.known[0].sum() >= 2:
-            self.decode(*arguments, begun=replace(begun, more=2), **others | {"progress": None})
+        self.decode(replace(method, passes=0), *arguments, begun=replace(begun, more=2), **others | {"progress": None})
         began = time.perf_counter()
-        decoded = self.decode(*arguments, begun=begun, **others)  # it ends on the CPU
+        decoded = self.decode(method, *arguments, begun=begun, **others)  # it ends on the CPU
         return decoded, time.perf_counter() - began
 
     def _decode(self, run: Run, gained: Callable[[float], None]) -> None:
