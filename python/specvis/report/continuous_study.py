@@ -1,5 +1,6 @@
 """Runs of a MAR pair, kept in a folder: whole pictures, seconds at a batch size, and draws from one state."""
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -102,12 +103,18 @@ def share(kept: Tensor, judged: Tensor) -> tuple[float, float]:
     spread of pictures, whose tokens resemble each other.
     """
     kept, judged = kept.sum(1).double(), judged.sum(1).double()
-    n, total = len(kept), judged.sum()
-    value = kept.sum() / total
-    variance = value * (1 - value) / total
-    if n > 1:
-        variance = torch.maximum(variance, (kept - value * judged).square().sum() * n / (n - 1) / total ** 2)
-    return value.item(), 1.96 * variance.sqrt().item()
+    n, total = len(kept), judged.sum().item()
+    if not total:
+        return math.nan, math.nan
+    value = kept.sum().item() / total
+    spread = (kept - value * judged).square().sum().item() * n / (n - 1) / total ** 2 if n > 1 else 0.0
+    return value, max(binomial(kept.sum().item(), total), 1.96 * spread ** 0.5)
+
+
+def binomial(some: float, every: float) -> float:
+    """Half a 95 % interval of the share some / every (Agresti and Coull: not 0 where all or nothing is kept)."""
+    middle = (some + 2) / (every + 4)
+    return 1.96 * (middle * (1 - middle) / (every + 4)) ** 0.5
 
 
 class Merged:
