@@ -14,6 +14,7 @@ from specvis.__main__ import main
 from specvis.continuous import Begun, ContinuousDecoded, ContinuousSampling, continuous_decode
 from specvis.mar_pair import MARPair
 from specvis.methods import parse_method
+from specvis.report import continuous_study
 from specvis.report.continuous import (FULL, ITEMS, LEFT_OUT, QUICK, against_parallel, eq_35, fidelity,
                                        fidelity_rows, kept_speedup, sets, speed, write_report)
 from specvis.report.continuous_study import ContinuousStudy, Merged, Run, Speed, share
@@ -52,6 +53,11 @@ def weights(pair, tmp_path_factory):
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(folder / "prompts.png")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+    monkeypatch.setattr(continuous_study, "ENOUGH", 0.01)
 
 
 @pytest.fixture
@@ -268,7 +274,7 @@ def test_the_summary_says_what_the_draws_say():
     draft = fidelity_row("draft model alone", 50.0)
     text = fidelity([fidelity_row("cspd-path", 1.0), fidelity_row("cspd", 12.0), draft])
     assert "100 draws for: cspd-path (" in text and "changed by: cspd (" in text and "too few" not in text
-    text = fidelity([fidelity_row("cspd-path", 1.0, 4.0), fidelity_row("cspd", 2.0), draft])
+    text = fidelity([fidelity_row("cspd-path", 1.0, 5.0), fidelity_row("cspd", 2.0), draft])
     assert "draws for: cspd (" in text and "changed by: cspd-path (" in text
     assert "too few to decide" in fidelity([fidelity_row("cspd", 0.0), fidelity_row("draft model alone", 0.0)])
 

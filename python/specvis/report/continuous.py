@@ -12,7 +12,7 @@ import torch
 from ..mar_pair import MARPair
 from ..methods import parse_method
 from . import papers
-from .continuous_study import ContinuousStudy, Draws, Run, Speed, Work, binomial
+from .continuous_study import ENOUGH, ContinuousStudy, Draws, Run, Speed, Work, binomial
 from .distances import DISTANCES, SURE, Compared, compare, joint
 from .items import Item, decided, items_of
 from .page import Section, axes, show
@@ -190,10 +190,9 @@ def table_1(report: Report, section: Section) -> None:
     three[2].plot(*zip(*((gamma, float(value)) for gamma, value in papers.CSPD_TABLE_1.items())), "k*",
                   label="the paper")
     three[2].axhline(1, color="gray", lw=1)
+    gammas = sorted({row["gamma"] for row in rows} | set(papers.CSPD_TABLE_1))
     for axis, what in zip(three, ("alpha", "tau: tokens per target pass", "speed-up")):
-        axis.set_xscale("log", base=2)
-        axis.set(xlabel="gamma", ylabel=what)
-        axis.legend(fontsize=6)
+        over_gamma(axis, what, gammas)
     section.figure(figure, "Acceptance, tokens per target pass and speed-up over gamma")
     released = [row for row in rows if row["family"] == "cspd-released"]
     gains = [row["speed-up"] for row in released]
@@ -259,8 +258,8 @@ def timed(scope: Scope) -> dict[int, list[Speed]]:
 def batch(report: Report, section: Section) -> None:
     study, scope = report.study, report.scope
     section.text(f"What was timed: {scope.more} tokens behind the first {scope.tokens // 4} of begun images (those of "
-                 "plain decoding, over and over), once, after two tokens that warm up. Seconds are a token of one "
-                 "image.")
+                 "plain decoding, over and over), after two tokens that warm up, again and again until "
+                 f"{ENOUGH:g} seconds are timed. Seconds are a token of one image, the median.")
     rows = []
     for size, works in timed(scope).items():
         plain = study.speed(works[0])
@@ -272,6 +271,7 @@ def batch(report: Report, section: Section) -> None:
         axis.plot(*zip(*((row["batch"], row["seconds a token"]) for row in rows if row["method"] == label)), "o-",
                   label=label)
     axis.set_xscale("log", base=2)
+    axis.set_xticks(scope.batches, [str(size) for size in scope.batches])
     axis.set(xlabel="batch", ylabel="seconds a token of one image", yscale="log")
     axis.legend(fontsize=7)
     section.figure(figure, "Seconds a token over the batch size")
@@ -285,31 +285,38 @@ def batch(report: Report, section: Section) -> None:
       lambda scope: [scope.run("mar"), scope.run("mar", drafter=True), *scope.middles])
 def figure_9(report: Report, section: Section) -> None:
     study, scope = report.study, report.scope
-    lines = {"target alone": study.pictures(scope.run("mar")).decoded.tokens,
-             "draft model alone": study.pictures(scope.run("mar", drafter=True)).decoded.tokens}
+    columns = {"target alone": study.pictures(scope.run("mar")).decoded.tokens,
+               "draft model alone": study.pictures(scope.run("mar", drafter=True)).decoded.tokens}
     for run in scope.middles:
         decoded = study.pictures(run).decoded
-        lines[f"{run.method.label}, drafts"] = torch.where(decoded.drafts.isnan(), decoded.tokens, decoded.drafts)
-        lines[f"{run.method.label}, verified"] = decoded.tokens
-    count = min(len(tokens) for tokens in lines.values())
-    section.figure(gallery(study, {name: tokens[:count] for name, tokens in lines.items()}),
-                   "Each column is a prompt and a seed. Drafts: those that were judged, the picture's own tokens "
+        columns[f"{run.method.label}, drafts"] = torch.where(decoded.drafts.isnan(), decoded.tokens, decoded.drafts)
+        columns[f"{run.method.label}, verified"] = decoded.tokens
+    count = min(len(tokens) for tokens in columns.values())
+    section.figure(gallery(study, {name: tokens[:count] for name, tokens in columns.items()}),
+                   "Each row is a prompt and a seed. Drafts: those that were judged, the picture's own tokens "
                    "elsewhere")
     section.text("Prompts: " + "; ".join(study.prompts[i % len(study.prompts)] for i in range(count)) + ".")
 
 
-def gallery(study: ContinuousStudy, lines: dict[str, torch.Tensor]):
-    """A figure with a row of pictures for each name's tokens (n, L, C)."""
-    count = max(len(tokens) for tokens in lines.values())
-    figure, grid = axes(len(lines), count, 1.5, 1.6)
-    for axis in grid.flat:
-        axis.axis("off")
-    for row, (name, tokens) in zip(grid, lines.items()):
-        for axis, image in zip(row, study.images(tokens)):
+def gallery(study: ContinuousStudy, columns: dict[str, torch.Tensor]):
+    """A figure with a column of pictures for each name's tokens (n, L, C)."""
+    figure, grid = axes(max(map(len, columns.values())), len(columns), 1.3, 1.4)
+    for line, (name, tokens) in zip(grid.T, columns.items()):
+        for axis in line:
+            axis.axis("off")
+        for axis, image in zip(line, study.images(tokens)):
             axis.axis("on")
             show(axis, image)
-        row[0].set_title(name, fontsize=7, loc="left")
+        line[0].set_title(name.replace(", ", "\n").replace(":", "\n"), fontsize=6)
     return figure
+
+
+def over_gamma(axis, what: str, gammas: list[int]) -> None:
+    """A plot over gamma, on a logarithmic scale."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(gammas, [str(gamma) for gamma in gammas])
+    axis.set(xlabel="gamma", ylabel=what)
+    axis.legend(fontsize=6)
 
 
 @item("figure-11", "CSpD, Figure 11: acceptance along the order", lambda scope: scope.middles)
@@ -391,9 +398,8 @@ def figure_15(report: Report, section: Section) -> None:
         if own:
             axis.plot(*zip(*((row["gamma"], row["mean tries"]) for row in own)), "o-", label=name)
         rows += own
-    axis.set_xscale("log", base=2)
-    axis.set(xlabel="gamma", ylabel="mean tries of a redraw")
-    axis.legend(fontsize=7)
+    if rows:
+        over_gamma(axis, "mean tries of a redraw", sorted({row["gamma"] for row in rows}))
     section.text("Out of tries: the share of redraws that reached the bound; the token is then the target's own sample "
                  "(in the release, zero).")
     section.figure(figure, "Mean tries of a redraw over gamma")
