@@ -266,8 +266,8 @@ def test_a_quick_report_is_shorter(pair, tmp_path):
 
 
 def fidelity_row(method, energy, sliced=0.0):
-    return {"method": method, "draws": 100, "energy distance, deviations": energy, "energy distance, share of draft":
-            energy / 50 if energy else "", "sliced Wasserstein, deviations": sliced}
+    return {"method": method, "draws": 100, "alpha": 0.5, "energy distance, deviations": energy,
+            "energy distance, share of draft": energy / 50 if energy else "", "sliced Wasserstein, deviations": sliced}
 
 
 def test_the_summary_says_what_the_draws_say():
@@ -275,7 +275,7 @@ def test_the_summary_says_what_the_draws_say():
     text = fidelity([fidelity_row("cspd-path", 1.0), fidelity_row("cspd", 12.0), draft])
     assert "100 draws for: cspd-path (" in text and "changed by: cspd (" in text and "too few" not in text
     text = fidelity([fidelity_row("cspd-path", 1.0, 5.0), fidelity_row("cspd", 2.0), draft])
-    assert "draws for: cspd (" in text and "changed by: cspd-path (" in text
+    assert "draws for: cspd (alpha 0.500, 0.04 of" in text and "changed by: cspd-path (" in text
     assert "too few to decide" in fidelity([fidelity_row("cspd", 0.0), fidelity_row("draft model alone", 0.0)])
 
 

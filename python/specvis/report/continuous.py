@@ -470,6 +470,8 @@ def fidelity_rows(study: ContinuousStudy, states: list[dict[str, Draws]]) -> lis
             samples[name], alpha, forwards = study.draws(work)
             alphas.setdefault(name, []).append(alpha)
             passes.setdefault(name, []).append(forwards)
+        spread = samples["target"].var(0).mean().sqrt()  # the unit, so that each state counts as much
+        samples = {name: x / spread for name, x in samples.items()}
         compared.append(compare({name: x for name, x in samples.items() if name != "target"}, samples["target"],
                                 samples["target again"]))
     rows, drafts = [], [state["draft model alone"] for state in compared]
@@ -534,8 +536,8 @@ def distribution(report: Report, section: Section) -> None:
     counts = ", ".join(str(state["target"].known) for state in states)
     section.text(f"The next token, drawn {scope.draws} times from each of {len(states)} states (the first {counts} "
                  "tokens of pictures of plain decoding known), each set with seeds of its own, by the decoding loop "
-                 "itself. Distances are to a set of the target's; chance is what they are between halves of two sets "
-                 f"of the target's. A method differs if either distance is more than {SURE:g} standard deviations "
+                 "itself. Distances are to a set of the target's, in units of its spread; chance is what they are between "
+                 f"halves of two sets of the target's. A method differs if either distance is more than {SURE:g} standard deviations "
                  "above chance; `share of draft` is 0 for the target and 1 for the draft model alone, and blank "
                  "where not even that differs. To keep "
                  "one token's distribution is necessary, not sufficient.")
@@ -555,16 +557,19 @@ def distribution(report: Report, section: Section) -> None:
         section.table(more, "-several")
         section.figure(fidelity_figure(study, more, state), f"The same of {AHEAD} tokens jointly", "-several")
         section.text(fidelity(more))
-    methods = [row for row in rows if row["method"] in ONE]
+    row_of = {row["method"]: row for row in rows}
+    draft = row_of["draft model alone"]
     for name in ("cspd", "cspd-released"):
-        row = next(row for row in methods if row["method"] == name)
-        section.claim("the output distribution is kept (its abstract)", False if differs(row) else None,
-                      f"{name}: {deviations(row)}")
+        row = row_of[name]
+        section.claim("the output distribution is kept (its abstract)",
+                      False if differs(row) else True if differs(draft) else None,
+                      f"{name}: alpha {row['alpha']:.3f}{' (next to nothing is kept)' * (row['alpha'] < 0.01)}, "
+                      f"{deviations(row)}; the draft model alone: {deviations(draft)}")
 
 
 def deviations(row: dict) -> str:
     energy, sliced = (row[f"{distance}, deviations"] for distance in DISTANCES)
-    return f"energy distance {energy:+.1f} standard deviations of chance from chance, sliced Wasserstein {sliced:+.1f}"
+    return f"energy distance {energy:+.1f}, sliced Wasserstein {sliced:+.1f} standard deviations of chance"
 
 
 # --- against parallel decoding -----------------------------------------------------------------------------------
@@ -645,11 +650,14 @@ def parallel(report: Report, section: Section) -> None:
 def fidelity(rows: list[dict]) -> str:
     """Which methods keep the target's distribution."""
     def named(those):
-        return "; ".join(f"{row['method']} ({of_draft(row)}{deviations(row)})" for row in those) or "none"
+        return "; ".join(f"{row['method']} ({', '.join(about(row))})" for row in those) or "none"
 
-    def of_draft(row):
-        value = row["energy distance, share of draft"]
-        return "" if value == "" else f"{value:.2f} of the draft model's distance; "
+    def about(row):
+        if row["alpha"] != "":
+            yield f"alpha {row['alpha']:.3f}"
+        if row["energy distance, share of draft"] != "":
+            yield f"{row['energy distance, share of draft']:.2f} of the draft model's energy distance"
+        yield deviations(row)
 
     methods = [row for row in rows if row["method"] not in ("target again", "draft model alone")]
     same, other = ([row for row in methods if differs(row) is which] for which in (False, True))
@@ -711,13 +719,13 @@ def cover(report: Report, sections: list[Section], command: str, origin: str) ->
         f"- **Fidelity.** {fidelity(report.known['distribution'])}",
         f"- **Speed.** {speed(report.known['table-1'])}",
         f"- **Parallel decoding.** {against_parallel(report.known['parallel'])}", "",
-        f"Models: a MAR of {config.encoder_layers} + {config.decoder_layers} layers of width {config.dim}, a drafter of "
-        f"{draft.encoder_layers} + {draft.decoder_layers} of width {draft.dim}; {config.tokens} tokens of "
+        f"Models: a MAR of {config.encoder_layers} + {config.decoder_layers} layers of width {config.dim}, a drafter "
+        f"of {draft.encoder_layers} + {draft.decoder_layers} of width {draft.dim}; {config.tokens} tokens of "
         f"{config.channels} numbers a picture, {config.steps} denoising steps. {scope.images} pictures a run, "
         f"{scope.few} where each draft is judged given those before it, {scope.plain_run.count} of plain decoding; "
         f"guidance {scope.guidance:g} where nothing else is said.", "",
-        "The paper's models have 0.2 to 0.9 billion parameters on GPUs at batch 128 and 256, ours are small and on what "
-        "is named above: what can agree is a trend. Of the paper's numbers only the speed-ups of its Table 1 were at "
+        "The paper's models have 0.2 to 0.9 billion parameters on GPUs at batch 128 and 256, ours are small and on "
+        "what is named above: what can agree is a trend. Of the paper's numbers only the speed-ups of its Table 1 were at "
         "hand; a cell that could not be read is not filled in.", "",
         "| | the paper says | here | |", "|---|---|---|---|", *links(sections)])
 

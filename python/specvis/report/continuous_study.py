@@ -168,15 +168,16 @@ class ContinuousStudy(Kept):
         label = f"{work.method.label}{' of the draft model' * getattr(work, 'drafter', False)}"
         if isinstance(work, Run):
             return f"{label}, guidance {work.guidance:g}, T = {work.temperature:g}"
-        return f"{label}, " + (f"{work.batch} images" if isinstance(work, Speed) else f"{work.count} draws of one state")
+        if isinstance(work, Speed):
+            return f"{label}, {work.more} tokens of {work.batch} images"
+        return f"{label}, {work.count} draws of one state"
 
     def cost(self, work: Work) -> float:
-        if isinstance(work, Draws):
-            return seconds(work.method, work.begun.guidance, work.count, work.more, self.tokens, merged=True)
-        guidance = work.guidance if isinstance(work, Run) else work.begun.guidance
+        run = work if isinstance(work, Run) else work.begun
+        rows = work.count if isinstance(work, (Run, Draws)) else work.batch
         tokens = self.tokens if isinstance(work, Run) else work.more
-        return seconds(work.method, guidance, work.batch, tokens, self.tokens) * (0.3 if getattr(work, "drafter", 0)
-                                                                                  else 1)
+        alone = 0.3 if getattr(work, "drafter", False) else 1.0
+        return alone * seconds(work.method, run.guidance, rows, tokens, self.tokens, merged=isinstance(work, Draws))
 
     def make(self, work: Work, gained: Callable[[float], None]) -> None:
         if isinstance(work, Run):
