@@ -254,7 +254,7 @@ def timed(scope: Scope) -> dict[int, list[Speed]]:
             for batch in scope.batches}
 
 
-@item("batch", "Batch size", lambda scope: sum(timed(scope).values(), []))
+@item("batch", "Batch size", lambda scope: [scope.run("mar"), *sum(timed(scope).values(), [])])
 def batch(report: Report, section: Section) -> None:
     study, scope = report.study, report.scope
     section.text(f"What was timed: {scope.more} tokens behind the first {scope.tokens // 4} of begun images (those of "
@@ -524,6 +524,7 @@ def fidelity_figure(study: ContinuousStudy, rows: list[dict], state: dict[str, D
 
 
 def distribution_works(scope: Scope) -> Works:
+    yield scope.run("mar")
     for state in one_token(scope) + several(scope):
         yield from state.values()
 
@@ -536,11 +537,11 @@ def distribution(report: Report, section: Section) -> None:
     counts = ", ".join(str(state["target"].known) for state in states)
     section.text(f"The next token, drawn {scope.draws} times from each of {len(states)} states (the first {counts} "
                  "tokens of pictures of plain decoding known), each set with seeds of its own, by the decoding loop "
-                 "itself. Distances are to a set of the target's, in units of its spread; chance is what they are between "
-                 f"halves of two sets of the target's. A method differs if either distance is more than {SURE:g} standard deviations "
-                 "above chance; `share of draft` is 0 for the target and 1 for the draft model alone, and blank "
-                 "where not even that differs. To keep "
-                 "one token's distribution is necessary, not sufficient.")
+                 "itself. Distances are to a set of the target's, in units of its spread; chance is what they are "
+                 "between halves of two sets of the target's. A method differs if either distance is more than "
+                 f"{SURE:g} standard deviations above chance; `share of draft` is 0 for the target and 1 for the draft "
+                 "model alone, and blank where not even that differs. To keep one token's distribution is necessary, "
+                 "not sufficient.")
     section.table(rows)
     section.figure(fidelity_figure(study, rows, states[0]), "Distance from the target's distribution (line: where a "
                    "difference is believed), and samples of the first state")
@@ -551,7 +552,7 @@ def distribution(report: Report, section: Section) -> None:
                  "earlier ones, and keeps the target's. How far these are apart, from the same x_1 of the draft's:")
     section.table(gaps, "-last-step")
     for state in several(scope):
-        more = fidelity_rows(study, [state])
+        more = report.once("several", lambda: fidelity_rows(study, [state]))
         section.text(f"The next {AHEAD} tokens jointly, {scope.ahead} draws from one state ({state['target'].known} "
                      "known), with MAR's own parallel decoding beside:")
         section.table(more, "-several")
@@ -713,10 +714,11 @@ def cover(report: Report, sections: list[Section], command: str, origin: str) ->
     """The first page: what came out, what was run, a line for each trend."""
     study, scope = report.study, report.scope
     config, draft = study.pair.mar.config, study.pair.mar_draft.config
+    ahead = f" Of {AHEAD} tokens jointly: {fidelity(report.known['several'])}" if scope.ahead else ""
     return "\n".join([
         "# Speculative decoding of continuous tokens: CSpD's tables and figures on our MAR pair", "",
         f"`{command}`", "", f"Runs: {origin}.", "",
-        f"- **Fidelity.** {fidelity(report.known['distribution'])}",
+        f"- **Fidelity.** Of the next token: {fidelity(report.known['distribution'])}{ahead}",
         f"- **Speed.** {speed(report.known['table-1'])}",
         f"- **Parallel decoding.** {against_parallel(report.known['parallel'])}", "",
         f"Models: a MAR of {config.encoder_layers} + {config.decoder_layers} layers of width {config.dim}, a drafter "
@@ -725,8 +727,8 @@ def cover(report: Report, sections: list[Section], command: str, origin: str) ->
         f"{scope.few} where each draft is judged given those before it, {scope.plain_run.count} of plain decoding; "
         f"guidance {scope.guidance:g} where nothing else is said.", "",
         "The paper's models have 0.2 to 0.9 billion parameters on GPUs at batch 128 and 256, ours are small and on "
-        "what is named above: what can agree is a trend. Of the paper's numbers only the speed-ups of its Table 1 were at "
-        "hand; a cell that could not be read is not filled in.", "",
+        "what is named above: what can agree is a trend. Of the paper's numbers only the speed-ups of its Table 1 were "
+        "at hand; a cell that could not be read is not filled in.", "",
         "| | the paper says | here | |", "|---|---|---|---|", *links(sections)])
 
 
