@@ -275,7 +275,7 @@ def test_the_summary_says_what_the_draws_say():
     text = fidelity([fidelity_row("cspd-path", 1.0), fidelity_row("cspd", 12.0), draft])
     assert "100 draws for: cspd-path (" in text and "changed by: cspd (" in text and "too few" not in text
     text = fidelity([fidelity_row("cspd-path", 1.0, 5.0), fidelity_row("cspd", 2.0), draft])
-    assert "draws for: cspd (alpha 0.500, 0.04 of" in text and "changed by: cspd-path (" in text
+    assert "draws for: cspd (alpha 0.500; +2.0, +0.0)" in text and "changed by: cspd-path (" in text
     assert "too few to decide" in fidelity([fidelity_row("cspd", 0.0), fidelity_row("draft model alone", 0.0)])
 
 
@@ -296,9 +296,9 @@ def test_the_summary_says_who_wins():
     text = against_parallel([parallel, slow])
     assert "1 of 1 speculative" in text and "Parallel decoding wins" in text and "mar:passes=64, 4.00 times" in text
     text = against_parallel([parallel, row("cspd", 5.0, 0.0, "yes")])
-    assert "0 of 1" in text and "Speculative decoding wins" in text
+    assert "0 of 1" in text and "Speculative decoding wins" in text and "it is speed alone" in text
     text = against_parallel([row("mar:passes=64", 4.0, 1.0, "no"), slow, row("cspd-released", 1.0, 1.0, "yes")])
-    assert "Not beaten: cspd." in text and "Every parallel decoding can be told" in text
+    assert "Not beaten: cspd." in text and "speed alone" not in text and "Every parallel decoding can be told" in text
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -545,7 +545,7 @@ def distribution(report: Report, section: Section) -> None:
     section.table(rows)
     section.figure(fidelity_figure(study, rows, states[0]), "Distance from the target's distribution (line: where a "
                    "difference is believed), and samples of the first state")
-    section.text(fidelity(rows))
+    section.text(f"Of the next token: {fidelity(rows)}")
     gaps = [{"tokens known": state["target"].known, "paths": 256, "rms gap": gap, "rms spread of the token": spread}
             for state in states for gap, spread in [study.last_steps(state["target"])]]
     section.text("`cspd-path` with gamma above 1 judges later drafts given the draft's last denoising step of the "
@@ -557,7 +557,7 @@ def distribution(report: Report, section: Section) -> None:
                      "known), with MAR's own parallel decoding beside:")
         section.table(more, "-several")
         section.figure(fidelity_figure(study, more, state), f"The same of {AHEAD} tokens jointly", "-several")
-        section.text(fidelity(more))
+        section.text(f"Of {AHEAD} tokens jointly: {fidelity(more)}")
     row_of = {row["method"]: row for row in rows}
     draft = row_of["draft model alone"]
     for name in ("cspd", "cspd-released"):
@@ -651,22 +651,21 @@ def parallel(report: Report, section: Section) -> None:
 def fidelity(rows: list[dict]) -> str:
     """Which methods keep the target's distribution."""
     def named(those):
-        return "; ".join(f"{row['method']} ({', '.join(about(row))})" for row in those) or "none"
+        return "; ".join(f"{row['method']} ({'; '.join(about(row))})" for row in those) or "none"
 
     def about(row):
         if row["alpha"] != "":
             yield f"alpha {row['alpha']:.3f}"
-        if row["energy distance, share of draft"] != "":
-            yield f"{row['energy distance, share of draft']:.2f} of the draft model's energy distance"
-        yield deviations(row)
+        yield ", ".join(f"{row[f'{distance}, deviations']:+.1f}" for distance in DISTANCES)
 
     methods = [row for row in rows if row["method"] not in ("target again", "draft model alone")]
     same, other = ([row for row in methods if differs(row) is which] for which in (False, True))
     draft = next(row for row in rows if row["method"] == "draft model alone")
     power = "" if differs(draft) else (" The draft model alone cannot be told from the target either: these draws are "
                                        "too few to decide anything.")
-    return (f"No difference from the target is found in {rows[0]['draws']} draws for: {named(same)}. The distribution "
-            f"is changed by: {named(other)}.{power}")
+    return (f"no difference from the target is found in {rows[0]['draws']} draws for: {named(same)}. The distribution "
+            f"is changed by: {named(other)}. (In brackets the {' and the '.join(DISTANCES)} above chance, in "
+            f"standard deviations of chance.){power}")
 
 
 def speed(rows: list[dict]) -> str:
@@ -707,6 +706,9 @@ def against_parallel(rows: list[dict]) -> str:
                  f"{first['method']}, {first['speed-up']:.2f} times plain decoding's speed; ")
     else:
         text += "Every parallel decoding can be told from plain decoding; "
+    if all(row["kernel distance"] <= row["plain"] + row["+-"] for row in rows):
+        text = ("No run can be told from plain decoding by so few pictures: it is speed alone that is compared. "
+                + text)
     return text + f"the fastest speculative run is {best['method']}, {best['speed-up']:.2f} times."
 
 
