@@ -18,7 +18,8 @@ from specvis.models.diffloss import cosine_alpha_bar
 from specvis.models.mar import MAR, TINY, MARConfig
 from specvis.models.words import UnknownWords
 from specvis.pipeline import Pipeline
-from specvis.uniforms import ACCEPT, FRESH, NOISE, ORDER, philox_normal, philox_uniform
+from specvis.uniforms import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normal,
+                              philox_uniform)
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain", "blue"]
 SEEDS = torch.tensor([3, 1, 4, 1, 5, 9])
@@ -83,6 +84,10 @@ def tiny():
 
 def classes(requests, first=0):
     return torch.arange(first, first + requests) % 2
+
+
+def plain_z(model, source, tokens, known):
+    return model(tokens, known, model.condition(source))
 
 
 def in_order(decoded, part="tokens"):
@@ -154,6 +159,18 @@ def test_paths_draw_the_targets_images(m, settings):
     assert p > ACCEPT_ABOVE
     assert 0.3 < decoded.acceptance_rate < 0.95 and decoded.tries.max() > 8        # more than one turn of redraws
     assert decoded.out_of_tries.float().mean() < 1e-3
+
+
+def test_every_turn_of_redraws_has_numbers_of_its_own(monkeypatch):
+    monkeypatch.setattr(continuous, "PATHS_A_TURN", 1)
+    p, decoded = distance("cspd-path:gamma=2")
+    assert p > ACCEPT_ABOVE
+    for numbers in ("philox_normal", "philox_uniform"):
+        drawn = getattr(continuous, numbers)
+        with monkeypatch.context() as patched:
+            patched.setattr(continuous, numbers, lambda *args: drawn(*args[:4]))
+            repeated = distance("cspd-path:gamma=2")[1]
+        assert (repeated.tokens != decoded.tokens).any(2).float().mean() > 0.05
 
 
 @pytest.mark.parametrize("m", ["cspd:distance_temperature=42", "cspd-released",
@@ -239,22 +256,23 @@ def test_parallel_decoding_knows_every_token_once(tiny, passes):
         assert torch.equal(decoded.tokens, decode(tiny, "mar").tokens)
 
 
-def test_parallel_decoding_by_hand(tiny):
-    """Three passes over the toy; guidance follows what the pass leaves unknown."""
-    target, seeds, guidance = toys(tokens=5)[0], torch.tensor([8, 9]), 3.0
-    decoded = parallel_decode(target, torch.tensor([0, 1]), ContinuousSampling(seeds, guidance, 0.7), passes=3)
-    order = philox_uniform(seeds, ORDER, 1, 5)[:, 0].argsort(1)
-    noise = philox_normal(seeds, NOISE, 5, 3).unflatten(-1, (3, 1))
-    tokens, known = torch.zeros(2, 5, 1), torch.zeros(2, 5, dtype=torch.bool)
-    for start, end in ((0, 1), (1, 3), (3, 5)):                    # 5 cos(30 degrees) = 4.3, 5 cos(60 degrees) = 2.5
-        with_it = target(tokens, known, target.condition(torch.tensor([0, 1])))
-        without = target(tokens, known, target.null_condition(2))
-        scale = 1 + (guidance - 1) * end / 5
-        drawn = target.diffloss.given(with_it, null=without, guidance=scale, temperature=0.7).sample(noise).mean
+@pytest.mark.parametrize("captions", [False, True])
+def test_parallel_decoding_by_hand(tiny, captions):
+    """Three passes; guidance follows what each leaves unknown."""
+    target = tiny.mar if captions else toys(tokens=16, coupling=0.1)[0]
+    source = tiny.features(PROMPTS[:2]) if captions else torch.tensor([0, 1])
+    seeds, T, C = torch.tensor([8, 9]), target.config.steps, target.config.channels
+    decoded = parallel_decode(target, source, ContinuousSampling(seeds, 3.0, 0.7), passes=3)
+    order = philox_uniform(seeds, ORDER, 1, 16)[:, 0].argsort(1)
+    noise = philox_normal(seeds, NOISE, 16, T * C).unflatten(-1, (T, C))
+    tokens, known = torch.zeros(2, 16, C), torch.zeros(2, 16, dtype=torch.bool)
+    for start, end in ((0, 3), (3, 8), (8, 16)):                   # 16 cos(30 degrees) = 13.9, 16 cos(60 degrees) = 8
+        z, null = plain_z(target, source, tokens, known), target(tokens, known, target.null_condition(2))
+        drawn = target.diffloss.given(z, null=null, guidance=1 + 2 * end / 16, temperature=0.7).sample(noise).mean
         for b in range(2):
             places = order[b, start:end]
             tokens[b, places], known[b, places] = drawn[b, places], True
-    torch.testing.assert_close(decoded.tokens, tokens)
+    torch.testing.assert_close(decoded.tokens, tokens, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("m", ["mar", "mar:passes=3", *METHODS])
@@ -281,6 +299,9 @@ def test_begun_images_keep_what_they_know(tiny, m):
     assert (decoded.kept[:, :5] == -1).all() and (decoded.tau == 11 / decoded.forwards).all()
     other = decode(tiny, m, begun=Begun(torch.where(known[..., None], -tokens, 0.0), known))
     assert not torch.allclose(decoded.tokens[~known], other.tokens[~known], atol=0.01)
+    if parse_method(m).gamma:                                      # what is known counts as drawn first
+        first = max(5, round(16 * parse_method(m).prefill))
+        assert (decoded.kept[:, 5:first] == -1).all() and (decoded.kept[:, first] >= 0).all()
     some = decode(tiny, m, begun=Begun(tokens, known, more=6))
     assert torch.equal(some.order, decoded.order) and not in_order(some)[:, 11:].any()
     assert in_order(some)[:, :11].all() and (some.kept[:, 11:] == -1).all()
@@ -337,8 +358,24 @@ def test_nan_from_the_start_leaves_an_empty_image(tiny):
         assert not ended.tokens[0].any() and ended.tokens[1].all() and ended.forwards[0] == 1
 
 
-def plain_z(model, source, tokens, known):
-    return model(tokens, known, model.condition(source))
+@pytest.mark.parametrize("m", ["cspd:prefill=0", "cspd-path"])
+def test_a_redraw_that_is_not_finite_ends_its_image(monkeypatch, m):
+    target, draft = toys(tokens=16, coupling=0.05)
+    drawn = continuous.philox_normal
+
+    def broken(seeds, stream, *more):
+        numbers = drawn(seeds, stream, *more)
+        return numbers.masked_fill((seeds == 1)[:, None, None], torch.nan) if stream == REDRAW_NOISE else numbers
+
+    whole, sampling = None, ContinuousSampling(torch.arange(3))
+    for numbers in (drawn, broken):
+        monkeypatch.setattr(continuous, "philox_normal", numbers)
+        before, whole = whole, continuous_decode(target, draft, classes(3), sampling, parse_method(m))
+    assert whole.failed.tolist() == [False, True, False]
+    assert torch.equal(whole.tokens[::2], before.tokens[::2])
+    x = in_order(whole)[1, :, 0]
+    n = (x != 0).sum()
+    assert torch.equal(x[:n], in_order(before)[1, :n, 0]) and not x[n:].any() and n < 16
 
 
 @pytest.mark.parametrize("m, prefill, gamma", [("cspd-path:gamma=3:prefill=0.25", 4, 3), ("cspd:gamma=5", 1, 5),
@@ -419,26 +456,66 @@ def test_out_of_tries_the_target_draws_anew(monkeypatch, m):
     assert some > 10
 
 
-def test_the_ratio_of_paths_by_hand():
-    target, draft = toys(coupling=0.3)
-    seeds, source = torch.arange(50), classes(50)
-    decoded = continuous_decode(target, draft, source, ContinuousSampling(seeds, 2.0),
-                                parse_method("cspd-path:gamma=1:truncate=false"))
-    noise = philox_normal(seeds, NOISE, 3, 3).unflatten(-1, (3, 1))
-    rank = decoded.order.argsort(1)
+def by_hand(m, guidance, coupling=0.3):
+    """A decoding one token a step, and for the n-th: target and draft given what was known, places and the noise."""
+    target, draft = toys(coupling=coupling)
+    seeds, source = torch.arange(500), classes(500)
+    decoded = continuous_decode(target, draft, source, ContinuousSampling(seeds, guidance), parse_method(m))
+    rank, steps = decoded.order.argsort(1), []
     for n in range(3):
         given = []
         for model in (target, draft):
-            null = model(decoded.tokens, rank < n, model.null_condition(50))
-            given.append(model.diffloss.given(plain_z(model, source, decoded.tokens, rank < n), null=null,
-                                              guidance=1 + (n + 1) / 3))
-        path = given[1].sample(noise, keep_path=True).path
-        log_r = (given[0].log_density(path) - given[1].log_density(path)).float()
-        here = decoded.order[:, n, None]
-        torch.testing.assert_close(decoded.log_r[:, n], log_r.gather(1, here)[:, 0], rtol=1e-3, atol=1e-3)
-        token = given[0].transition(path[..., 1, :], 1)[0].gather(1, here[..., None])[:, 0]
-        kept = decoded.kept[:, n] == 1
-        torch.testing.assert_close(in_order(decoded)[:, n][kept], token[kept], rtol=1e-4, atol=1e-4)
+            z = plain_z(model, source, decoded.tokens, rank < n)
+            null = model(decoded.tokens, rank < n, model.null_condition(500))
+            z, null = (part.gather(1, decoded.order[:, n, None, None])[:, 0] for part in (z, null))
+            given.append(model.diffloss.given(z, null=null, guidance=1 + (guidance - 1) * (n + 1) / 3))
+        place = decoded.order[:, n, None]
+        noise = philox_normal(seeds, NOISE, place, 3)[:, 0, :, None]
+        steps.append((n, place, *given, noise))
+    return decoded, seeds, steps
+
+
+def test_a_path_is_judged_and_redrawn_as_a_whole():
+    decoded, seeds, steps = by_hand("cspd-path:gamma=1:truncate=false", 2.0)
+    for n, place, target, draft, noise in steps:
+        sample = draft.sample(noise, keep_path=True)
+        log_r = (target.log_density(sample.path) - draft.log_density(sample.path)).float()
+        torch.testing.assert_close(decoded.log_r[:, n], log_r, rtol=1e-4, atol=1e-4)
+        x, kept, token = in_order(decoded)[:, n], decoded.kept[:, n] == 1, target.transition(sample.path[:, 1], 1)[0]
+        torch.testing.assert_close(x[kept], token[kept], rtol=0, atol=1e-5)
+        assert ((x - sample.mean)[kept].abs() > 2e-5).float().mean() > 0.5         # the draft's own last step
+        new = target.sample(philox_normal(seeds, REDRAW_NOISE, place, 3)[:, 0, :, None], keep_path=True)
+        ratio = target.log_density(new.path) - draft.log_density(new.path)
+        first = philox_uniform(seeds, REDRAW, place, 1)[:, 0, 0] < 1 - torch.exp(-ratio)
+        assert torch.equal(decoded.tries[:, n] == 1, first & ~kept) and 20 < (first & ~kept).sum() < (~kept).sum() - 20
+        torch.testing.assert_close(x[first & ~kept], new.mean[first & ~kept], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant, sign, later", [("paper", 1, 42.0), ("released", -1, 1.0)])
+@pytest.mark.parametrize("aligned", ["true", "false"])
+def test_the_last_step_is_judged_and_redrawn(variant, sign, later, aligned):
+    decoded, seeds, steps = by_hand(f"cspd:gamma=1:truncate=false:prefill=0:distance_temperature=42:variant={variant}:"
+                                    f"aligned={aligned}", 2.0)
+    some = 0
+    for n, place, target, draft, noise in steps:
+        p = target.sample(noise if aligned == "true" else philox_normal(seeds, UNALIGNED, place, 3)[:, 0, :, None])
+        q = draft.sample(noise)
+
+        def log_r(x, temperature):
+            scaled = [((x - one.mean) / one.log_sigma.exp() / temperature).double() for one in (p, q)]
+            last = q.log_sigma - p.log_sigma + (scaled[1] ** 2 - scaled[0] ** 2) / 2
+            return sign * (q.log_sigma_sum - p.log_sigma_sum) + last.sum(1)
+
+        torch.testing.assert_close(decoded.log_r[:, n], log_r(q.mean, 42.0).float(), rtol=1e-3, atol=1e-3)
+        x, kept = in_order(decoded)[:, n], decoded.kept[:, n] == 1
+        torch.testing.assert_close(x[kept], q.mean[kept], rtol=1e-5, atol=1e-5)
+        new = p.mean + p.log_sigma.exp() * philox_normal(seeds, REDRAW_NOISE, place, 1)[:, 0]
+        chance = 1 - torch.exp(-log_r(new, later))
+        first = philox_uniform(seeds, REDRAW, place, 1)[:, 0, 0] < chance
+        assert torch.equal(decoded.tries[:, n] == 1, first & ~kept)
+        torch.testing.assert_close(x[first & ~kept], new[first & ~kept], rtol=1e-4, atol=1e-4)
+        some += (first & ~kept).sum()
+    assert some > 100 and 0 < decoded.acceptance_rate < 1
 
 
 @pytest.mark.parametrize("name, parameters, message", [
