@@ -74,7 +74,7 @@ class Toy(MAR):
 
 def toys(**settings):
     """Target and draft."""
-    return Toy(0.6, **settings), Toy(0.9, **{"shift": 0.7, "coupling": 0.5} | settings)
+    return Toy(0.6, **settings), Toy(0.9, **{"shift": 0.7, "coupling": 0.5, "share": 0.7} | settings)
 
 
 @pytest.fixture(scope="module")
