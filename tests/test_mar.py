@@ -361,6 +361,35 @@ def test_a_step_from_what_the_network_says():
         assert all(torch.equal(side[i], one) for side, one in zip(side_by_side, alone))
 
 
+@pytest.mark.parametrize("bound", [0.5, 2.0])
+def test_a_guess_of_the_token_stays_within_its_bound(bound):
+    schedule, start, epsilon = Schedule(1000, 10), 2 * normals(50, 3), normals(50, 3, seed=2)
+    assert (start.abs() > bound).any() and (start.abs() < bound).any()
+    for t in (1, 2, 10):
+        a = schedule.alpha_bar[t - 1].float()
+        x = a.sqrt() * start + (1 - a).sqrt() * epsilon
+        free, log_sigma = schedule.transition(x, epsilon, torch.zeros(50, 3), t)
+        cut, same = schedule.transition(x, epsilon, torch.zeros(50, 3), t, bound)
+        expected = schedule.from_start[t - 1] * start.clamp(-bound, bound) + schedule.from_here[t - 1] * x
+        assert torch.allclose(cut, expected.float(), atol=1e-3) and torch.equal(same, log_sigma)
+        inside = start.abs() < bound - 1e-3
+        assert torch.equal(cut[inside], free[inside]) and not torch.equal(cut[~inside], free[~inside])
+
+
+def test_only_a_model_with_a_bound_cuts_its_guesses():
+    free, wide, bounded = mar(), mar(bound=1e30), mar(bound=1.5)
+    z, noise = normals(20, TINY.dim), normals(20, TINY.steps, TINY.channels, seed=2)
+    path = free.diffloss.given(z).sample(noise, keep_path=True).path
+    assert free.config.bound is None and free.diffloss.bound == math.inf and path.abs().max() > 100
+    for t in range(1, TINY.steps + 1):
+        x = path[:, t]
+        assert torch.equal(free.diffloss.given(z).transition(x, t)[0], wide.diffloss.given(z).transition(x, t)[0])
+    tokens = bounded.diffloss.given(z).sample(noise).mean                          # at t = 1 this is x_0
+    assert tokens.abs().max() <= 1.5 + 1e-6 and (tokens.abs() < 1.4).any()
+    both = bounded.diffloss.given(z, null=z.flip(0), guidance=5.0).sample(noise).mean
+    assert both.abs().max() <= 1.5 + 1e-6                                          # the guided guess is cut
+
+
 def test_rows_are_kept_on_each_device():
     schedule = Schedule(1000, 10)
     meta, cpu = (schedule.rows(torch.device(name)) for name in ("meta", "cpu"))

@@ -30,6 +30,15 @@ def test_the_snippet_of_pictures_runs(tmp_path, monkeypatch):
     assert Image.open("heart.png").size == (64, 64) and (names["decoded"].tau >= 1).all()
 
 
+def test_the_snippets_of_continuous_tokens_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(snippets()[2], names)
+    assert Image.open("heart.png").size == (64, 64) and 0 <= names["again"].acceptance_rate <= 1
+    exec(snippets()[3], names := {})
+    assert names["accepted"] == 4 or names["redraw"][0, names["accepted"]] and names["tries"].max() >= 1
+
+
 def test_the_table_of_ops_is_the_truth():
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\w*) \| (\w*) ?\| (\w*) ?\| (\w*) ?\|$", README, re.M)
     folder = Path(specvis_kernels.__file__).parent

@@ -12,9 +12,9 @@ from PIL import Image
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
-from specvis.mar_pair import MARPair, Scaling, parallel_decode, unknown_after
+from specvis.mar_pair import MARPair, Scaling
 from specvis.models.diffloss import DiffLoss, Schedule
-from specvis.models.mar import MAR, TINY
+from specvis.models.mar import TINY
 from specvis.pipeline import Pipeline
 from specvis.train import ship
 from specvis.train.__main__ import main
@@ -163,32 +163,6 @@ def test_the_average_follows():
     model.follow(10 ** 6)
     for old, new in zip(before, model.average.parameters()):
         assert torch.allclose(new, old + 0.001, atol=1e-6) and not new.requires_grad
-
-
-@pytest.mark.parametrize("passes", [1, 2, 7, 15, 16])
-def test_parallel_decoding_knows_every_token_once(passes):
-    assert unknown_after(16, 4) == [14, 11, 6, 0] and unknown_after(4, 4) == [3, 2, 1, 0]
-    left = [16, *unknown_after(16, passes)]
-    assert len(left) == passes + 1 and left[-1] == 0 and all(a > b for a, b in zip(left, left[1:]))
-    torch.manual_seed(0)
-    mar = MAR(TINY).eval()
-    order, noise = torch.rand(3, 16).argsort(1), torch.randn(3, 16, 8, 4)
-    gained = []
-    tokens = parallel_decode(mar, torch.tensor([1, 2, 3]), order, noise, passes, guidance=2.0, progress=gained.append)
-    assert tokens.shape == (3, 16, 4) and tokens.isfinite().all() and sum(gained) == 48
-    alone = parallel_decode(mar, torch.tensor([2]), order[1:2], noise[1:2], passes, guidance=2.0)
-    assert torch.allclose(alone[0], tokens[1], rtol=1e-3, atol=1e-4)
-
-
-def test_parallel_decoding_says_what_it_expected():
-    mar = MAR(TINY)
-    order, noise = torch.rand(1, 16).argsort(1), torch.randn(1, 16, 8, 4)
-    with pytest.raises(ValueError, match=r"passes must be within 1\.\.16 \(the tokens of an image\), got 17"):
-        parallel_decode(mar, torch.tensor([1]), order, noise, 17)
-    with pytest.raises(ValueError, match=r"noise must be \(B, L, T, C\) = \(1, 16, 8, 4\), got \(1, 16, 4\)"):
-        parallel_decode(mar, torch.tensor([1]), order, noise[:, :, 0], 4)
-    with pytest.raises(ValueError, match=r"order must be \(B, L=16\), got \(1, 8\)"):
-        parallel_decode(mar, torch.tensor([1]), order[:, :8], noise, 4)
 
 
 def test_scaled_tokens_have_variance_1():

@@ -22,7 +22,7 @@ from .uniforms import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIG
 ROWS = 256        # of a model's forward at most, for the memory that it takes
 PATHS_A_TURN = 8  # whole paths that are redrawn side by side before looking whether one is kept
 
-Progress = Callable[[int], None]  # called with how many tokens the batch has just gained
+Progress = Callable[[int], None]  # called with how many tokens the batch has just gained, or given up
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,9 @@ class Canvas:
 
 def check_begun(begun: Begun, B: int, L: int, C: int) -> tuple[int, int]:
     """How many tokens are known, and how many are to be in the end; ValueError unless the images fit."""
-    if begun.tokens.shape != (B, L, C):
-        raise ValueError(f"tokens must be (B, L, C) = {(B, L, C)}, got {tuple(begun.tokens.shape)}")
+    if begun.tokens.shape != (B, L, C) or begun.tokens.dtype != torch.float32:
+        raise ValueError(f"tokens must be float32 (B, L, C) = {(B, L, C)}, "
+                         f"got {begun.tokens.dtype} {tuple(begun.tokens.shape)}")
     if begun.known.shape != (B, L) or begun.known.dtype != torch.bool:
         raise ValueError(f"known must be bool {(B, L)}, got {begun.known.dtype} {tuple(begun.known.shape)}")
     counts = begun.known.sum(1)
@@ -200,7 +201,7 @@ class Conditioned:
 def unknown_after(tokens: int, passes: int) -> list[int]:
     """How many tokens each pass of MAR's decoding leaves unknown: a cosine, at least one token a pass."""
     if not 1 <= passes <= tokens:
-        raise ValueError(f"passes must be within 1..{tokens} (the tokens of an image), got {passes}")
+        raise ValueError(f"passes must be within 1..{tokens} (the tokens to draw), got {passes}")
     left, unknown = [], tokens
     for step in range(1, passes + 1):
         later = passes - step  # each of these passes needs one
@@ -394,15 +395,13 @@ def step(canvas: Canvas, target: Conditioned, draft: Conditioned, turn: Round, G
         to_draw[:, :G] &= ~rejected
         gained = gained + ~whole
     tries = torch.zeros(R, n, dtype=torch.int32, device=device)
+    given_up = torch.zeros_like(to_draw)
     row, column = rejected.nonzero(as_tuple=True)
     if len(row):
         new, tries[row, column], state = redraw(canvas, target, draft, turn, drafts, judged, row, column, method)
-        fresh[row, column] = new
-        given_up = (state & OUT_OF_TRIES) != 0
-        to_draw[row[given_up], column[given_up]] = True
-        canvas.out_of_tries[requests[row], turn.index[row, column]] = given_up
+        given_up[row, column] = (state & OUT_OF_TRIES) != 0
         fresh[row, column] = torch.where((state & ~OUT_OF_TRIES != 0)[:, None], torch.nan, new)
-    row, column = to_draw.nonzero(as_tuple=True)
+    row, column = (to_draw | given_up).nonzero(as_tuple=True)
     if len(row):
         places = turn.places[row, column]
         again = canvas.normals(FRESH, requests[row], places[:, None])[:, 0]
@@ -418,6 +417,7 @@ def step(canvas: Canvas, target: Conditioned, draft: Conditioned, turn: Round, G
     at = requests[row], turn.index[row, column]
     canvas.kept[at] = keep[row, column].to(canvas.kept.dtype)
     canvas.tries[at], canvas.log_r[at] = tries[row, column], log_r[row, column]
+    canvas.out_of_tries[at] = given_up[row, column]
     canvas.drafts[requests[row], turn.places[row, column]] = drafts.means[row, column]
     canvas.forwards[requests] += 1
     canvas.count[requests] += torch.where(bad, 0, gained)
@@ -446,9 +446,10 @@ def continuous_decode(target: MAR, draft: MAR, source: Tensor, sampling: Continu
     target, draft = Conditioned(target, source, sampling), Conditioned(draft, source, sampling)
     uniforms = philox_uniform(sampling.seeds, ACCEPT, canvas.L, 1)[..., 0]                 # (B, L) by place
     for start in range(canvas.start, min(round(method.prefill * canvas.L), canvas.end)):
+        before = canvas.count.sum()
         draw_tokens(canvas, target, start, start + 1)
         if progress:
-            progress(len(uniforms))
+            progress((canvas.count.sum() - before).item())
     while (requests := (canvas.count < canvas.end).nonzero()[:, 0]).numel():
         count = canvas.count[requests]
         drafted = (canvas.end - count).clamp(max=method.gamma)

@@ -108,11 +108,17 @@ class MARPair(nn.Module):
         """Random weights, deliberately small (16 tokens of 4 numbers): for tests."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            config = replace(TINY, classes=None, caption_dim=8)
+            config = replace(TINY, classes=None, caption_dim=8, bound=3.0)
             vq_config = VQConfig(channels=8, decoder_channels=8, multipliers=(1, 1), residual_blocks=1, z_channels=8,
                                  codebook_size=64, codebook_dim=config.channels, groups=4)
-            return MARPair(config, replace(config, dim=16, encoder_layers=1, decoder_layers=1), vq_config,
+            pair = MARPair(config, replace(config, dim=16, encoder_layers=1, decoder_layers=1), vq_config,
                            ["", "plain", "red", "blue", "heart"], Scaling((0.0,) * config.channels, 1.0))
+            net, draft_net = pair.mar.diffloss.net, pair.mar_draft.diffloss.net
+            for block in (*net.res_blocks, net.final_layer):
+                block.adaLN_modulation[1].weight.normal_(std=0.2)  # tokens depend on what is known
+            net.final_layer.linear.weight.normal_(std=0.01)
+            draft_net.load_state_dict(net.state_dict() | {"cond_embed.weight": draft_net.cond_embed.weight})
+            return pair
 
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
