@@ -162,7 +162,7 @@ def test_paths_draw_the_targets_images(m, settings):
 
 
 def test_every_turn_of_redraws_has_numbers_of_its_own(monkeypatch):
-    monkeypatch.setattr(continuous, "PATHS_A_TURN", 1)
+    monkeypatch.setattr(continuous, "PATHS_FIRST", 1)
     p, decoded = distance("cspd-path:gamma=2")
     assert p > ACCEPT_ABOVE
     for numbers in ("philox_normal", "philox_uniform"):
@@ -441,7 +441,7 @@ def test_accounts_agree(m):
 @pytest.mark.parametrize("m", ["cspd-path:gamma=1:truncate=false:tries=1", "cspd-path:gamma=1:truncate=false:tries=3",
                                "cspd:gamma=1:truncate=false:prefill=0:tries=1:distance_temperature=42"])
 def test_out_of_tries_the_target_draws_anew(monkeypatch, m):
-    monkeypatch.setattr(continuous, "PATHS_A_TURN", 2)
+    monkeypatch.setattr(continuous, "PATHS_FIRST", 2)
     target, draft = toys(coupling=0.3)
     seeds, source = torch.arange(2000), classes(2000)
     decoded = continuous_decode(target, draft, source, ContinuousSampling(seeds), parse_method(m))

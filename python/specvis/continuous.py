@@ -20,7 +20,7 @@ from .uniforms import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIG
                        philox_uniform)
 
 ROWS = 256        # of a model's forward at most, for the memory that it takes
-PATHS_A_TURN = 8  # whole paths that are redrawn side by side before looking whether one is kept
+PATHS_FIRST = 2   # whole paths that are redrawn side by side before looking whether one is kept; then twice as many
 
 Progress = Callable[[int], None]  # called with how many tokens the batch has just gained, or given up
 
@@ -360,8 +360,9 @@ def redraw(canvas: Canvas, target: Conditioned, draft: Conditioned, turn: Round,
                                temperature=tempered(method, n, device) if method.variant == "paper" else None))
     tokens = torch.zeros(n, C, device=device)
     tries, status = (torch.zeros(n, dtype=torch.int32, device=device) for _ in range(2))
-    for round, first in enumerate(range(0, method.tries, PATHS_A_TURN)):
-        M = min(PATHS_A_TURN, method.tries - first)
+    round = tried = 0
+    while len(left) and tried < method.tries:
+        M = min(PATHS_FIRST << round, method.tries - tried)
         at = row[left, None].expand(-1, M), column[left, None].expand(-1, M)
         noise = canvas.normals(REDRAW_NOISE, requests[left], places[left], M, round)[:, 0]
         sample = target.denoising(judged.z[at], turn.unknown[at]).sample(noise, keep_path=True)
@@ -369,8 +370,7 @@ def redraw(canvas: Canvas, target: Conditioned, draft: Conditioned, turn: Round,
         tokens[left], more, status[left] = resampled(left, sample.mean, (sample.log_density - log_q).float(), round)
         tries[left] += more
         left = left[(status[left] & OUT_OF_TRIES) != 0]
-        if not len(left):
-            break
+        round, tried = round + 1, tried + M
     return tokens, tries, status
 
 
