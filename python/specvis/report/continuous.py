@@ -435,7 +435,8 @@ def save_rows(section: Section, rows: list[dict]) -> None:
 
 # --- fidelity ----------------------------------------------------------------------------------------------------
 
-ONE = {"cspd": "cspd:gamma=1:prefill=0", "cspd, not aligned": "cspd:gamma=1:prefill=0:aligned=false",
+ONE = {"cspd": "cspd:gamma=1:prefill=0", "cspd, distances / 42": "cspd:gamma=1:prefill=0:distance_temperature=42",
+       "cspd, not aligned": "cspd:gamma=1:prefill=0:aligned=false",
        "cspd-released": "cspd-released:gamma=1:prefill=0", "cspd-path": "cspd-path:gamma=1:prefill=0"}
 SEVERAL = {name: f"{text}:gamma={AHEAD}:prefill=0" for name, text in {
     "cspd": "cspd", "cspd, nothing truncated": "cspd:truncate=false",
