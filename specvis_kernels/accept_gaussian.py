@@ -45,7 +45,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
         draft_log_sigmas:   (B, G, C) float32
         variant:            "paper", "released" or "path"
         temperature:        (B,)      float32  of the distances; None is 1, the paper's; the release has 42
-        drafted:            (B,)      int32    only the first so many positions are drafts; None: all G
+        drafted:            (B,)      int32    only the first so many positions are drafts; None, or more than G: all
         truncate:           see above
         backend:            None for the device's own kernel; a name from `backends()` to force one
 
@@ -54,7 +54,8 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
         keep:      (B, G) bool     the drafts that are kept
         redraw:    (B, G) bool     the rejected ones that resample_gaussian is to replace
         log_r:     (B, G) float32  0 where nothing was to be judged
-        status:    (B,)   int32    INVALID_ROW: a number of a draft is NaN, infinite, or leads to a log r that is;
+        status:    (B,)   int32    INVALID_ROW: a number of a draft, kept or not, is NaN, infinite, or leads to a log
+                                   r that is;
                                    INVALID_RULE: a temperature not positive and finite. Either ends the request:
                                    nothing is kept or redrawn
 

@@ -535,6 +535,13 @@ def test_the_last_step_is_judged_and_redrawn(variant, sign, later, aligned):
     ("cspd", {"gama": 3}, "method cspd has no parameter 'gama'; did you mean gamma"),
     ("mar", {"passes": -1}, "passes must be at least 1, or 0 for a token a pass, got -1"),
     ("mar", {"gamma": 2}, "method mar has no parameter 'gamma'.* its parameters: passes"),
+    ("cspd", {"gamma": 2.0}, "gamma must be an integer, got 2.0"),
+    ("cspd", {"gamma": "2"}, "gamma must be an integer, got '2'"),
+    ("cspd", {"tries": True}, "tries must be an integer, got True"),
+    ("mar", {"passes": 4.0}, "passes must be an integer, got 4.0"),
+    ("cspd", {"truncate": "false"}, "truncate must be True or False, got 'false'"),
+    ("cspd", {"aligned": 0}, "aligned must be True or False, got 0"),
+    ("cspd", {"prefill": "a"}, "prefill must be a number, got 'a'"),
     ("cspd-paths", {}, "unknown method 'cspd-paths'; did you mean cspd-path"),
 ])
 def test_methods_for_continuous_tokens_are_checked(name, parameters, message):
@@ -577,6 +584,9 @@ def test_every_continuous_recipe_says_what_it_is(name):
     ({"temperature": 0.0}, "temperature must be positive and finite for continuous tokens, got 0.0"),
     ({"temperature": -1.0}, "temperature must be positive and finite for continuous tokens, got -1.0"),
     ({"temperature": math.inf}, "temperature must be positive and finite for continuous tokens, got inf"),
+    ({"seeds": [1, 2]}, "seeds must be an int64 tensor .* got list; ContinuousSampling.of takes a list"),
+    ({"guidance": [1.0, 2.0]}, r"guidance must be one number for the whole batch, got \[1.0, 2.0\]"),
+    ({"temperature": torch.ones(2)}, "temperature must be one number for the whole batch"),
     ({"guidance": math.nan}, "guidance must be a finite number, got nan"),
     ({"guidance": math.inf}, "guidance must be a finite number, got inf"),
 ])
@@ -585,7 +595,8 @@ def test_settings_out_of_range_are_refused(settings, message):
         ContinuousSampling(**{"seeds": SEEDS} | settings)
 
 
-@pytest.mark.parametrize("wanted, got", [("tokens", 9), ("channels", 5), ("steps", 6), ("noisings", 500)])
+@pytest.mark.parametrize("wanted, got", [("tokens", 9), ("channels", 5), ("steps", 6), ("noisings", 500),
+                                         ("classes", 9)])
 def test_a_drafter_of_other_tokens_is_refused(wanted, got):
     ours = getattr(TINY, wanted)
     with pytest.raises(ValueError, match=f"draft must have the target's {wanted}={ours}, got {wanted}={got}"):
@@ -604,8 +615,11 @@ ZEROS, HALF = torch.zeros(6, 16, 4), torch.arange(16).expand(6, -1) < 8
     (Begun(ZEROS, HALF.long()), r"known must be bool \(6, 16\), got torch.int64 \(6, 16\)"),
     (Begun(ZEROS, torch.arange(16) < torch.tensor([8, 8, 9, 8, 8, 8])[:, None]),
      r"known must hold as many places in each image, got \[8, 8, 9, 8, 8, 8\]"),
-    (Begun(ZEROS, HALF, more=9), r"more must be within 0\.\.8 \(the unknown tokens\), got 9"),
-    (Begun(ZEROS, HALF, more=-1), r"more must be within 0\.\.8 \(the unknown tokens\), got -1"),
+    (Begun(ZEROS, HALF, more=9), r"more must be an integer within 0\.\.8 \(the unknown tokens\), got 9"),
+    (Begun(ZEROS, HALF, more=1.0), "more must be an integer within"),
+    (Begun(ZEROS * math.nan, HALF), "tokens must be finite where they are known"),
+    (Begun(ZEROS, HALF, order=torch.zeros(6, 16)), "order must be int64 and hold each of the 16 places once"),
+    (Begun(ZEROS, HALF, more=-1), r"more must be an integer within 0\.\.8 \(the unknown tokens\), got -1"),
 ])
 @pytest.mark.parametrize("m", ["mar", "cspd"])
 def test_begun_images_that_do_not_fit_are_refused(tiny, m, begun, message):
@@ -630,8 +644,9 @@ def test_other_arguments_are_checked(tiny):
     (["red hart"], "cspd", r"prompt 'red hart' has unknown words: 'hart' \(near: heart\)"),
     (["green"], "mar", "prompt 'green' has unknown words: 'green'"),
     ([""], "mar", "a prompt must have 1 to 6 words, style included, got 0"),
-    (["heart"], "lantern", "method must be for continuous tokens .*mar, cspd, cspd-path, cspd-released.* got lantern"),
+    (["heart"], "lantern", "method must be one for continuous tokens .mar, cspd, cspd-path, cspd-released.* 'lantern'"),
     (["heart"], "cspd:gamma=0", "gamma must be at least 1, got 0"),
+    ("heart", "cspd", "prompts must be a list of strings, got 'heart'"),
     (["heart", "heart"], "cspd", "sampling must have a seed for each of the 2 prompts, got 1"),
     ([], "cspd", "sampling must have a seed for each of the 0 prompts, got 1"),
 ])
@@ -651,6 +666,19 @@ def test_a_pair_draws_by_prompt(tiny):
     assert torch.equal(*same_seed.order) and not torch.allclose(*same_seed.tokens, atol=0.05)
     pictures = tiny.pictures(decoded.tokens)
     assert len(pictures) == 6 and pictures[0].size == (8, 8)
+
+
+def test_begun_images_and_tokens_of_other_shapes(tiny):
+    decoded = tiny.tokens(PROMPTS, "cspd", ContinuousSampling.of(SEEDS.tolist()), begun=Begun(ZEROS, HALF, more=2))
+    assert decoded.drawn == 2 and not decoded.tokens[:, :8].any()
+    with pytest.raises(ValueError, match=r"tokens must be \(B, L, C\) = \(B, 16, 4\), got \(6, 9, 4\)"):
+        tiny.pictures(decoded.tokens[:, :9])
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([10]), torch.tensor([-1]), torch.tensor([1.0]), torch.tensor([[1]])])
+def test_class_ids_that_do_not_exist_are_refused(ids):
+    with pytest.raises(ValueError, match=r"class ids must be int64 \(R,\) within 0\.\.9, got"):
+        continuous_decode(MAR(TINY), MAR(TINY), ids, ContinuousSampling.of([1]), "cspd")
 
 
 def test_a_pair_saved_is_the_pair_loaded(tiny, tmp_path):

@@ -31,7 +31,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             return load_file(path)
         with torch.serialization.safe_globals([Namespace]):  # MAR keeps its command line beside the weights
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read (truncated, or not a checkpoint?): "
                               f"{str(error).splitlines()[0]}") from error
     for wrapping in ("model_ema", "model", "module", "state_dict"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specvis_kernels import OUT_OF_TRIES, accept_gaussian, resample_gaussian
 
-from .methods import ContinuousMethod
+from .methods import CONTINUOUS, ContinuousMethod, parse_method
 from .models.diffloss import Denoising
 from .models.mar import MAR, linear_guidance
 from .uniforms import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normal,
@@ -33,9 +33,24 @@ class ContinuousSampling:
     guidance: float = 1.0     # 1 is none; a token's grows towards this with the known tokens (linear_guidance)
     temperature: float = 1.0  # scales the sigma of each denoising step
 
+    @staticmethod
+    def of(seeds: list[int], *, guidance: float = 1.0, temperature: float = 1.0,
+           device: torch.device | str = "cpu") -> "ContinuousSampling":
+        """
+        Raises:
+            ValueError: no seeds, guidance not finite, temperature not positive and finite
+        """
+        return ContinuousSampling(torch.tensor(seeds, dtype=torch.int64, device=device), guidance, temperature)
+
     def __post_init__(self):
+        if not isinstance(self.seeds, Tensor):
+            raise ValueError(f"seeds must be an int64 tensor (B,), got {type(self.seeds).__name__}; "
+                             "ContinuousSampling.of takes a list")
         if self.seeds.ndim != 1 or self.seeds.dtype != torch.int64 or not len(self.seeds):
             raise ValueError(f"seeds must be int64 (B,) with B >= 1, got {self.seeds.dtype} {tuple(self.seeds.shape)}")
+        for name in ("guidance", "temperature"):
+            if not isinstance(getattr(self, name), (int, float)):
+                raise ValueError(f"{name} must be one number for the whole batch, got {getattr(self, name)!r}")
         if not abs(self.guidance) < float("inf"):
             raise ValueError(f"guidance must be a finite number, got {self.guidance}")
         if not 0 < self.temperature < float("inf"):
@@ -146,13 +161,16 @@ def check_begun(begun: Begun, B: int, L: int, C: int) -> tuple[int, int]:
     start = counts[0].item()
     if (counts != start).any():
         raise ValueError(f"known must hold as many places in each image, got {counts.tolist()}")
+    if not begun.tokens[begun.known].isfinite().all():
+        raise ValueError("tokens must be finite where they are known")
     more = L - start if begun.more is None else begun.more
-    if not 0 <= more <= L - start:
-        raise ValueError(f"more must be within 0..{L - start} (the unknown tokens), got {more}")
+    if not isinstance(more, int) or not 0 <= more <= L - start:
+        raise ValueError(f"more must be an integer within 0..{L - start} (the unknown tokens), got {more}")
     if begun.order is not None:
         every = torch.arange(L, device=begun.order.device)
-        if begun.order.shape != (B, L) or (begun.order.sort(1).values != every).any():
-            raise ValueError(f"order must hold each of the {L} places once for each of the {B} images")
+        whole = begun.order.dtype == torch.int64 and begun.order.shape == (B, L)
+        if not whole or (begun.order.sort(1).values != every).any():
+            raise ValueError(f"order must be int64 and hold each of the {L} places once for each of the {B} images")
         if not begun.known.gather(1, begun.order[:, :start]).all():
             raise ValueError("order must have the known places first")
     return start, start + more
@@ -426,7 +444,7 @@ def step(canvas: Canvas, target: Conditioned, draft: Conditioned, turn: Round, G
 
 @torch.inference_mode()
 def continuous_decode(target: MAR, draft: MAR, source: Tensor, sampling: ContinuousSampling,
-                      method: ContinuousMethod, progress: Progress | None = None,
+                      method: str | ContinuousMethod, progress: Progress | None = None,
                       begun: Begun | None = None) -> ContinuousDecoded:
     """Draft tokens, judge them in one target pass, redraw what is rejected; until every image is whole.
 
@@ -434,11 +452,13 @@ def continuous_decode(target: MAR, draft: MAR, source: Tensor, sampling: Continu
 
     Args:
         source: (B, ..)  what the `condition` of either model embeds: class ids or caption features
-        method: with gamma 0, parallel_decode
+        method: or its name, see parse_method; with gamma 0 it is parallel_decode
         begun:  None: from nothing
     Raises:
-        ValueError: the drafter's tokens, channels or denoising steps are not the target's
+        ValueError: not a method for continuous tokens, not a condition for each seed, or the drafter's tokens,
+            channels, denoising steps or classes are not the target's
     """
+    method = continuous(method)
     if not method.gamma:
         return parallel_decode(target, source, sampling, method.passes or None, progress, begun)
     check_pair(target, draft)
@@ -464,9 +484,19 @@ def continuous_decode(target: MAR, draft: MAR, source: Tensor, sampling: Continu
     return canvas.decoded()
 
 
+def continuous(method: str | ContinuousMethod) -> ContinuousMethod:
+    """The method, which may be given by its name; ValueError unless it is one for continuous tokens."""
+    if isinstance(method, str):
+        method = parse_method(method)
+    if not isinstance(method, ContinuousMethod):
+        raise ValueError(f"method must be one for continuous tokens ({', '.join(CONTINUOUS)}), "
+                         f"got {getattr(method, 'name', method)!r}")
+    return method
+
+
 def check_pair(target: MAR, draft: MAR) -> None:
     """Raise ValueError unless both models speak of the same tokens and denoise them in the same steps."""
-    for name in ("tokens", "channels", "noisings", "steps"):
+    for name in ("tokens", "channels", "noisings", "steps", "classes"):
         wanted, got = getattr(target.config, name), getattr(draft.config, name)
         if wanted != got:
             raise ValueError(f"draft must have the target's {name}={wanted}, got {name}={got}")

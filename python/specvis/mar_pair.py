@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .checkpoint import load_weights, read_config
-from .continuous import ContinuousDecoded, ContinuousSampling, Progress, continuous_decode, unknown_after
-from .methods import CONTINUOUS, ContinuousMethod, parse_method
+from .continuous import (Begun, ContinuousDecoded, ContinuousSampling, Progress, continuous, continuous_decode,
+                         unknown_after)
+from .methods import ContinuousMethod
 from .models.mar import MAR, TINY, MARConfig
 from .models.vq import VQ, VQConfig
 from .models.words import Words
@@ -91,9 +92,7 @@ class MARPair(nn.Module):
 
     def check(self, method: ContinuousMethod) -> None:
         """Raise ValueError where this pair cannot decode by the method."""
-        if not isinstance(method, ContinuousMethod):
-            raise ValueError(f"method must be for continuous tokens ({', '.join(CONTINUOUS)}), got {method.name}")
-        unknown_after(self.places, method.passes or self.places)
+        unknown_after(self.places, continuous(method).passes or self.places)
 
     def features(self, prompts: list[str]) -> Tensor:
         """(B, S, caption_dim), which either model's `condition` embeds.
@@ -122,25 +121,27 @@ class MARPair(nn.Module):
 
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
-               progress: Progress | None = None) -> ContinuousDecoded:
+               progress: Progress | None = None, begun: Begun | None = None) -> ContinuousDecoded:
         """Decode one picture's tokens per prompt by one method (or its name, see parse_method).
 
         Raises:
             UnknownWords: a prompt has words that the models do not know
             ValueError:   not a method for continuous tokens, or not a seed for each prompt
         """
-        if isinstance(method, str):
-            method = parse_method(method)
-        self.check(method)
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
         if len(sampling.seeds) != len(prompts):
             raise ValueError(f"sampling must have a seed for each of the {len(prompts)} prompts, "
                              f"got {len(sampling.seeds)}")
-        return continuous_decode(self.mar, self.mar_draft, self.features(prompts), sampling, method, progress)
+        return continuous_decode(self.mar, self.mar_draft, self.features(prompts), sampling, method, progress, begun)
 
     @torch.inference_mode()
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
         """Tokens (B, L, C) float32 of square images -> B pictures."""
-        side = math.isqrt(tokens.shape[1])
+        c = self.mar.config
+        if tokens.shape[1:] != (c.tokens, c.channels):
+            raise ValueError(f"tokens must be (B, L, C) = (B, {c.tokens}, {c.channels}), got {tuple(tokens.shape)}")
+        side = math.isqrt(c.tokens)
         images = self.tokenizer.decode_latents(self.scaling.latents(tokens).unflatten(1, (side, side)))
         images = (images.clamp(-1, 1).permute(0, 2, 3, 1) + 1) * 127.5
         return [Image.fromarray(image.round().byte().cpu().numpy()) for image in images]

@@ -185,6 +185,12 @@ class ContinuousMethod:
             if not condition:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
+        for names, types, wanted in ((("passes", "gamma", "tries"), int, "an integer"),
+                                     (("truncate", "aligned"), bool, "True or False"),
+                                     (("prefill", "distance_temperature"), (int, float), "a number")):
+            for name in names:
+                value = getattr(self, name)
+                need(name, isinstance(value, types) and (types is bool or not isinstance(value, bool)), wanted)
         need("passes", self.passes >= 0, "at least 1, or 0 for a token a pass")
         need("gamma", self.gamma >= (self.name != "mar"), "at least 1")
         need("prefill", 0 <= self.prefill <= 1, "within [0, 1]")

@@ -50,6 +50,8 @@ SIZES = {  # the published sizes: layers of encoder and of decoder, heads, dim, 
 
 def class_config(size: str) -> MARConfig:
     """The class-conditional model of a published size, for ImageNet at 256 pixels and the KL-16 autoencoder."""
+    if size not in SIZES:
+        raise ValueError(f"size must be one of {', '.join(SIZES)}, got {size!r}")
     layers, heads, dim, blocks, width = SIZES[size]
     return MARConfig(dim, heads, layers, layers, width, blocks, classes=1000)
 
@@ -144,7 +146,12 @@ class MAR(nn.Module):
             if source.ndim != 3 or source.shape[-1] != c.caption_dim:
                 raise ValueError(f"caption features must be (R, S, {c.caption_dim}), got {tuple(source.shape)}")
             return self.cap_proj(source)
-        return source if c.classes is None else self.class_emb(source)
+        if c.classes is None:
+            return source
+        if source.ndim != 1 or source.dtype != torch.int64 or not ((source >= 0) & (source < c.classes)).all():
+            raise ValueError(f"class ids must be int64 (R,) within 0..{c.classes - 1}, "
+                             f"got {source.dtype} {tuple(source.shape)}, {source.tolist()}")
+        return self.class_emb(source)
 
     def null_condition(self, rows: int) -> Tensor:
         """The condition that guidance is measured against: (R, dim)."""

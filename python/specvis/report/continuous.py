@@ -69,8 +69,8 @@ class Scope:
         return [self.middle(name) for name in FAMILIES]
 
 
-FULL = Scope(4, 2, 5, 2, {"cspd-released": (1, 2, 4, 8, 16, 32), "cspd": (1, 2, 4, 8), "cspd-path": (1, 2, 4)},
-             (1, 8, 32), 8, (1.0, 4.0), (0.9, 1.05), (0.05, 0.25, 0.75), 2048, 192)
+FULL = Scope(4, 2, 5, 2, {"cspd-released": (1, 2, 4, 8, 16, 32), "cspd": (1, 2, 4), "cspd-path": (1, 2, 4)},
+             (1, 8, 32), 8, (1.0, 4.0), (0.9, 1.05), (0.05, 0.25, 0.75), 1024, 128)
 QUICK = Scope(2, 2, 4, 2, {"cspd-released": (2, 8, 32), "cspd": (4,), "cspd-path": (4,)},
               (1, 8), 8, (4.0,), (0.9,), (0.05, 0.5), 512, 0)
 LEFT_OUT = ("table-2", "table-3", "table-4", "figure-13", "figure-14")
