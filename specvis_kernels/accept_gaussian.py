@@ -24,9 +24,9 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
         log P(x) - log Q(x) = sum over channels of log sigma_Q - log sigma_P + (d_Q^2 - d_P^2) / 2
         d_P = (x - mean_P) / (temperature * sigma_P), d_Q likewise
 
-    With one denoising step S is 0 and `paper`, with resample_gaussian, emits the target's distribution; with
-    several only `path` does. For `path` the last step contributes nothing, its four arguments are None, and
-    `tokens` are the target's last step applied to the draft's path. (CSpD, arXiv:2411.11925, eq. 5.)
+    With one denoising step S is 0 and `paper`, with resample_gaussian, emits the target's distribution if `tokens` are
+    samples of Q; with several only `path` does. For `path` the last step contributes nothing, its four arguments are
+    None, and `tokens` are the target's last step applied to the draft's path. (CSpD, arXiv:2411.11925, eq. 5.)
 
     log r is computed in float64, in one order whatever the batch and the backend, and rounded to float32: that
     number is returned and decides, by u < exp(log r). So u = 0 keeps a draft unless exp(log r) is 0 in float64,

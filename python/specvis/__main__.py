@@ -196,6 +196,8 @@ def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top
             if temperature or not isinstance(m, ContinuousMethod)]  # continuous tokens have no likeliest one
     if not runs:
         raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
+    if len(runs) < len(methods) * len(temperatures):
+        click.echo("temperature 0: left out for continuous tokens, which have no likeliest one")
     loaders = {Method: Pipeline.load, ContinuousMethod: MARPair.load}
     pipelines = {kind: loaders[kind](weights, device) for kind in dict.fromkeys(type(m) for m, *_ in runs)}
     next(iter(pipelines.values())).words.encode(prompts)

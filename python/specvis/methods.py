@@ -165,7 +165,8 @@ class ContinuousMethod:
 
     `path`, on one token a step (gamma 1, truncate off), draws from the target's distribution up to the bound of
     `tries` (specvis_kernels.resample_gaussian). With more, later drafts are judged given the draft's last denoising
-    step of the earlier ones, where what is kept is the target's: the rest is exact. All else is an approximation.
+    step of the earlier ones, where what is kept is the target's: the rest is exact. The other variants, and block
+    conditioning, are approximations.
     """
 
     name: str

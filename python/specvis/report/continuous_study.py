@@ -98,18 +98,12 @@ class Pictures:
 
 
 def share(kept: Tensor, judged: Tensor) -> tuple[float, float]:
-    """How much of what is judged is kept, with a 95 % interval; NaN where nothing is.
+    """How much of what is judged is kept, with half a 95 % interval; NaN where nothing is.
 
-    kept, judged: (n, L) bool, a row a picture. The interval is the wider of the binomial one and of that from the
-    spread of pictures, whose tokens resemble each other.
+    The interval is binomial, of the tokens of these pictures: other pictures may differ by more.
     """
-    kept, judged = kept.sum(1).double(), judged.sum(1).double()
-    n, total = len(kept), judged.sum().item()
-    if not total:
-        return math.nan, math.nan
-    value = kept.sum().item() / total
-    spread = (kept - value * judged).square().sum().item() * n / (n - 1) / total ** 2 if n > 1 else 0.0
-    return value, max(binomial(kept.sum().item(), total), 1.96 * spread ** 0.5)
+    some, total = kept.sum().item(), judged.sum().item()
+    return (some / total, binomial(some, total)) if total else (math.nan, math.nan)
 
 
 def binomial(some: float, every: float) -> float:
@@ -254,7 +248,8 @@ class ContinuousStudy(Kept):
 
     def timed(self, method: ContinuousMethod, *arguments, begun: Begun, **others) -> tuple[ContinuousDecoded, float]:
         """Decode, and the seconds of it, after two tokens that are thrown away: memory is touched, libraries load."""
-        self.decode(replace(method, passes=0), *arguments, begun=replace(begun, more=2), **others | {"progress": None})
+        warm = replace(method, passes=0, prefill=0.0)
+        self.decode(warm, *arguments, begun=replace(begun, more=2), **others | {"progress": None})
         began = time.perf_counter()
         decoded = self.decode(method, *arguments, begun=begun, **others)  # it ends on the CPU
         return decoded, time.perf_counter() - began

@@ -1,4 +1,5 @@
 """Distances between samples of distributions over a few numbers, beside what chance alone makes of them."""
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -6,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SPLITS = 40      # of the target's samples, from which the noise is taken
+SPLITS = 200     # of the target's samples, from which the noise is taken
 DIRECTIONS = 64  # that samples are projected on
-SURE = 4.0       # standard deviations of the noise from which a difference is believed: it is skewed upwards
+SURE = 5.0       # standard deviations of the noise from which a difference is believed: it is skewed upwards
 
 
 def energy_distance(a: Tensor, b: Tensor) -> float:
@@ -46,7 +47,9 @@ class Compared:
     @property
     def deviations(self) -> float:
         """How many standard deviations of the noise it is above the noise."""
-        return (self.value - self.floor) / self.spread if self.spread else 0.0
+        if not self.spread:
+            return math.inf if self.value > self.floor else 0.0
+        return (self.value - self.floor) / self.spread
 
 
 def floor(a: Tensor, b: Tensor, distance: Callable[[Tensor, Tensor], float]) -> list[float]:
