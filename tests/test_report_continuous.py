@@ -18,7 +18,7 @@ from specvis.report import continuous_study
 from specvis.report.continuous import (FULL, ITEMS, LEFT_OUT, QUICK, against_parallel, eq_35, fidelity,
                                        fidelity_rows, kept_speedup, sets, speed, write_report)
 from specvis.report.continuous_study import ContinuousStudy, Merged, Run, Speed, share
-from specvis.report.distances import Compared, compare, energy_distance, joint, sliced_distance
+from specvis.report.distances import DISTANCES, Compared, compare, energy_distance, floors, joint, sliced_distance
 
 from .test_quality import NETWORK
 
@@ -106,6 +106,16 @@ def test_differences_are_measured_in_deviations_of_chance():
     for distance in ("energy distance", "sliced Wasserstein"):
         assert result["same"][distance].deviations < 4 < 10 < result["other"][distance].deviations
     assert joint([Compared(3.0, 1.0, 1.0)] * 4) == pytest.approx(4.0)
+
+
+def test_the_noise_of_distances_is_that_of_splits():
+    a, b = torch.randn(2, 30, 3, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    halves = [torch.cat([a, b])[part] for part in order.split(30)]
+    for name, distance in DISTANCES.items():
+        chance = floors(a, b)[name]
+        assert chance[0] == pytest.approx(distance(*halves)) and len(set(chance)) > 100
+    assert abs(sum(floors(a, b)["energy distance"])) / 200 < 0.02     # 0 in the mean
 
 
 def test_speedups_by_hand():

@@ -12,16 +12,19 @@ DIRECTIONS = 64  # that samples are projected on
 SURE = 5.0       # standard deviations of the noise from which a difference is believed: it is skewed upwards
 
 
+def pairs(a: Tensor, b: Tensor) -> Tensor:
+    """(n, m) float64: how far apart samples (n, d) and (m, d) are."""
+    return torch.cdist(a.double(), b.double(), compute_mode="donot_use_mm_for_euclid_dist")
+
+
 def energy_distance(a: Tensor, b: Tensor) -> float:
     """2 E|x - y| - E|x - x'| - E|y - y'| of samples (n, d) and (m, d), unbiased: 0 in the mean for equal distributions.
 
     It is 0 for equal distributions only (Szekely and Rizzo, 2013); the mean is over pairs of different samples.
     """
-    def apart(x: Tensor, y: Tensor) -> float:
-        return torch.cdist(x.double(), y.double(), compute_mode="donot_use_mm_for_euclid_dist").sum().item()
-
     n, m = len(a), len(b)
-    return 2 * apart(a, b) / (n * m) - apart(a, a) / (n * (n - 1)) - apart(b, b) / (m * (m - 1))
+    return (2 * pairs(a, b).sum() / (n * m) - pairs(a, a).sum() / (n * (n - 1))
+            - pairs(b, b).sum() / (m * (m - 1))).item()
 
 
 def sliced_distance(a: Tensor, b: Tensor) -> float:
@@ -52,17 +55,25 @@ class Compared:
         return (self.value - self.floor) / self.spread
 
 
-def floor(a: Tensor, b: Tensor, distance: Callable[[Tensor, Tensor], float]) -> list[float]:
+def floors(a: Tensor, b: Tensor) -> dict[str, list[float]]:
     """Distances between halves of samples a and b (n, d) of one distribution, split anew SPLITS times."""
-    both, generator = torch.cat([a, b]), torch.Generator().manual_seed(0)
-    orders = [torch.randperm(len(both), generator=generator) for _ in range(SPLITS)]
-    return [distance(both[order[:len(a)]], both[order[len(a):]]) for order in orders]
+    both, n, m, generator = torch.cat([a, b]), len(a), len(b), torch.Generator().manual_seed(0)
+    orders = torch.stack([torch.randperm(n + m, generator=generator) for _ in range(SPLITS)])
+    first = torch.zeros(n + m, SPLITS, dtype=torch.float64).scatter_(0, orders[:, :n].T, 1.0)
+    apart = pairs(both, both)  # once: every split's sums are quadratic forms of it
+    from_first = apart @ first
+    within = (first * from_first).sum(0)
+    across = ((1 - first) * from_first).sum(0)
+    others = apart.sum() - within - 2 * across
+    energy = 2 * across / (n * m) - within / (n * (n - 1)) - others / (m * (m - 1))
+    return {"energy distance": energy.tolist(),
+            "sliced Wasserstein": [sliced_distance(both[order[:n]], both[order[n:]]) for order in orders]}
 
 
 def compare(samples: dict[str, Tensor], a: Tensor, b: Tensor) -> dict[str, dict[str, Compared]]:
     """Every distance of each set of samples (n, d) to the target's a (n, d); b is more of the target's."""
-    floors = {name: floor(a, b, distance) for name, distance in DISTANCES.items()}
-    return {label: {name: Compared(distance(x, a), float(np.mean(floors[name])), float(np.std(floors[name], ddof=1)))
+    chance = floors(a, b)
+    return {label: {name: Compared(distance(x, a), float(np.mean(chance[name])), float(np.std(chance[name], ddof=1)))
                     for name, distance in DISTANCES.items()} for label, x in samples.items()}
 
 
