@@ -1,7 +1,8 @@
 """Continuous tokens, read downwards: one request's numbers, MAR's own decoding, CSpD's (arXiv:2411.11925).
 
 Tokens become known in a random order of each request, given by its seed. Where guidance is not 1, each request is one
-pair of model rows, with and without condition.
+pair of model rows, with and without condition. The ops read nothing on the host; a step does, some eight times: what
+was rejected, and how far the images are.
 """
 import math
 from collections.abc import Callable
