@@ -635,3 +635,14 @@ def test_mismatched_noise_and_paths():
         given.sample(torch.zeros(4, 11, 3))
     with pytest.raises(ValueError, match=r"path must be \(R, T \+ 1, C\) = \(4, 13, 3\), got \(4, 13, 2\)"):
         given.log_density(torch.zeros(4, 13, 2))
+
+
+def test_a_size_that_was_not_published_is_refused():
+    with pytest.raises(ValueError, match="size must be one of B, L, H, got 'X'"):
+        class_config("X")
+
+
+def test_a_file_that_is_no_checkpoint_is_said_to_be_none(tmp_path):
+    (tmp_path / "checkpoint-last.pth").write_bytes(b"hello")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_weights(nn.Linear(1, 1), tmp_path / "checkpoint-last.pth")
