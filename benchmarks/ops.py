@@ -14,8 +14,8 @@ import torch
 import specvis_kernels
 from benchmarks import harness
 from benchmarks.rivals import RIVALS
-from tests import inputs
-from tests.test_every_op import assert_agree
+from tests.kernels import inputs
+from tests.kernels.test_every_op import assert_agree
 
 IMAGE = [(7.5, 1.0, 1000, 1.0)]  # guidance, temperature, top_k, top_p
 NUCLEUS = [(7.5, 1.0, 0, 0.9)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import harness, ops
-from tests import inputs
+from tests.kernels import inputs
 
 
 @pytest.mark.parametrize("op, backend, case", [

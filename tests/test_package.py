@@ -12,7 +12,7 @@ import pytest
 
 import specvis_kernels
 from benchmarks.ops import ROWS
-from tests import inputs
+from tests.kernels import inputs
 
 ROOT = Path(__file__).parent.parent
 CUDA = {"cuda", "cuda_emulated"}  # the same files; the second in tests, where there is no GPU

@@ -12,11 +12,11 @@ from PIL import Image
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
-from specvis.mar_pair import MARPair, Scaling
+from specvis.pipelines.mar import MARPair, Scaling
 from specvis.models.diffloss import DiffLoss, Schedule
 from specvis.models.mar import TINY
-from specvis.pipeline import Pipeline
-from specvis.train import ship
+from specvis.pipelines.discrete import Pipeline
+from specvis.train import export
 from specvis.train.__main__ import main
 from specvis.train.data import hold_out, spelled_out, words_of
 from specvis.train.mar import Averaged, diffusion_loss
@@ -45,8 +45,8 @@ def pictures(folder, count=24):
 
 
 def test_stages_follow_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(ship, "SHOWN", ["red", "heart"])
-    monkeypatch.setattr(ship, "STYLES", ["fluent-3d"])
+    monkeypatch.setattr(export, "SHOWN", ["red", "heart"])
+    monkeypatch.setattr(export, "STYLES", ["fluent-3d"])
     pictures(tmp_path / "data")
     small = ["--dim", 32, "--layers", 1, "--heads", 2]
     for stage, more in (("tokenizer", ["--batch", 2]), ("gpt", ["--batch", 2, *small, "--no-compile"]),
@@ -58,7 +58,7 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
     for stage in ("mar", "mar-draft"):
         result = run(stage, "--runs", tmp_path, "--steps", 100, "--device", "cpu", *mar)
         assert result.exit_code == 0, result.output
-    result = run("ship", "--only", "mar", "--runs", tmp_path, "--weights", tmp_path / "weights",
+    result = run("export", "--only", "mar", "--runs", tmp_path, "--weights", tmp_path / "weights",
                  "--record", tmp_path / "record", "--passes", 2)
     assert result.exit_code == 0, result.output
     assert Image.open(tmp_path / "record" / "contact_mar_draft.png").size == (128, 64)
@@ -82,8 +82,8 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
     (["gpt", "--steps", "1"], "tokens.npz is missing: run `python -m specvis.train tokenizer`"),
     (["mar", "--steps", "1"], "pictures.npz is missing: run `python -m specvis.train data`"),
     (["mar-draft", "--steps", "1"], "pictures.npz is missing: run `python -m specvis.train data`"),
-    (["ship"], "drafter.safetensors is missing: run `python -m specvis.train drafter`"),
-    (["ship", "--only", "mar"], "mar.safetensors is missing: run `python -m specvis.train mar`"),
+    (["export"], "drafter.safetensors is missing: run `python -m specvis.train drafter`"),
+    (["export", "--only", "mar"], "mar.safetensors is missing: run `python -m specvis.train mar`"),
     (["paint"], "No such command 'paint'"),
 ])
 def test_what_is_missing_is_named(tmp_path, arguments, message):
@@ -191,6 +191,6 @@ def test_a_held_out_name_is_held_out_in_every_spelling():
 
 
 def test_the_shipped_weights_are_small_enough_to_ship():
-    from specvis.pipeline import SHIPPED
+    from specvis.pipelines.discrete import SHIPPED
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= 32e6
     assert Pipeline.load().gpt.config.tokens == 256

@@ -1,1 +1,1 @@
-"""The training of the shipped model: `python -m specvis.train data|tokenizer|gpt|drafter|ship`."""
+"""The training of the shipped model: `python -m specvis.train data|tokenizer|gpt|drafter|export`."""

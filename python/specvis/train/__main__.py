@@ -1,12 +1,12 @@
 """`python -m specvis.train STAGE`: a command per stage.
 
-In the order data, tokenizer, gpt, drafter, small, mar, mar-draft, ship.
+In the order data, tokenizer, gpt, drafter, small, mar, mar-draft, export.
 """
 from importlib import import_module
 
 import click
 
-from ..commands import Commands
+from ..cli.options import Commands
 
 STAGES = {
     "data": "Fetch and render the pictures.",
@@ -16,7 +16,7 @@ STAGES = {
     "small": "Train a smaller GPT that drafts on its own.",
     "mar": "Train the MAR on the tokenizer's continuous latents.",
     "mar-draft": "Train a smaller MAR that drafts.",
-    "ship": "Put the trained parts together.",
+    "export": "Put the trained parts together.",
 }
 
 

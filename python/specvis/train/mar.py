@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..checkpoint import load_weights, read_config
-from ..mar_pair import Scaling
+from ..pipelines.checkpoint import load_weights, read_config
+from ..pipelines.mar import Scaling
 from ..models.diffloss import DiffLoss, Schedule
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig

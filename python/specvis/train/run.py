@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..commands import device_option
+from ..cli.options import device_option
 
 
 def options(batch: int, lr: float):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..checkpoint import load_weights
+from ..pipelines.checkpoint import load_weights
 from ..models.vq import VQ, VQConfig
 from .run import Run, made, options
 

@@ -1,0 +1,147 @@
+"""The continuous models that come with the package: a MAR, a smaller one that drafts, and the tokens they share."""
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .checkpoint import load_weights, read_config
+from ..decoding.continuous import (Begun, ContinuousDecoded, ContinuousSampling, Progress, continuous, continuous_decode,
+                         unknown_after)
+from ..decoding.methods import ContinuousMethod
+from ..models.mar import MAR, TINY, MARConfig
+from ..models.vq import VQ, VQConfig
+from ..models.words import Words
+from .discrete import SHIPPED
+
+PARTS = ("mar", "mar_draft")  # of the folder's files; words and tokenizer are those of the discrete model
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Tokens are (latents - shift) * scale: of mean 0 in each channel and variance 1 over all of them.
+
+    One scale for all channels keeps a token's error as visible in one direction as in another.
+    """
+
+    shift: tuple[float, ...]  # of each channel
+    scale: float
+
+    @staticmethod
+    def of(latents: Tensor) -> "Scaling":
+        """That of latents (n, D)."""
+        return Scaling(tuple(latents.mean(0).tolist()), latents.var(0).mean().rsqrt().item())
+
+    def tokens(self, latents: Tensor) -> Tensor:
+        return (latents - torch.tensor(self.shift, device=latents.device)) * self.scale
+
+    def latents(self, tokens: Tensor) -> Tensor:
+        return tokens / self.scale + torch.tensor(self.shift, device=tokens.device)
+
+
+class MARPair(nn.Module):
+    """Prompts to conditions, and tokens (B, 256, 8) to pictures, for the target `mar` and its drafter `mar_draft`."""
+
+    def __init__(self, config: MARConfig, draft_config: MARConfig, vq_config: VQConfig, vocabulary: list[str],
+                 scaling: Scaling):
+        super().__init__()
+        self.mar, self.mar_draft, self.tokenizer = MAR(config), MAR(draft_config), VQ(vq_config)
+        self.words = Words(vocabulary, config.buffer, config.caption_dim)
+        self.scaling = scaling
+        self.requires_grad_(False).eval()
+
+    @staticmethod
+    def load(folder: str | Path = SHIPPED, device: torch.device | str = "cpu") -> "MARPair":
+        """The pair in `folder`: mar.json, mar_draft.json, mar_scaling.json and the discrete model's files.
+
+        Raises:
+            CheckpointError: a file is missing, truncated, or of another model
+        """
+        folder = Path(folder)
+        configs = [read_config(folder / f"{part}.json", MARConfig) for part in PARTS]
+        vocabulary = read_config(folder / "vocabulary.json", dict)["words"]
+        pair = MARPair(*configs, read_config(folder / "tokenizer.json", VQConfig), vocabulary,
+                       read_config(folder / "mar_scaling.json", Scaling))
+        for part in (*PARTS, "words", "tokenizer"):
+            load_weights(getattr(pair, part), folder / f"{part}.safetensors")
+        return pair.to(device)
+
+    def save(self, folder: str | Path) -> None:
+        """Write what `load` reads beside the discrete model's files, weights in float16."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in PARTS:
+            model = getattr(self, part)
+            (folder / f"{part}.json").write_text(json.dumps(asdict(model.config), indent=1) + "\n")
+            save_file({name: value.half().contiguous() for name, value in model.state_dict().items()},
+                      folder / f"{part}.safetensors")
+        (folder / "mar_scaling.json").write_text(json.dumps(asdict(self.scaling), indent=1) + "\n")
+
+    @property
+    def device(self) -> torch.device:
+        return self.mar.mask_token.device
+
+    @property
+    def places(self) -> int:
+        """Tokens of a picture."""
+        return self.mar.config.tokens
+
+    def check(self, method: ContinuousMethod) -> None:
+        """Raise ValueError where this pair cannot decode by the method."""
+        unknown_after(self.places, continuous(method).passes or self.places)
+
+    def features(self, prompts: list[str]) -> Tensor:
+        """(B, S, caption_dim), which either model's `condition` embeds.
+
+        Raises:
+            UnknownWords: a prompt has words that the models do not know
+        """
+        return self.words(self.words.encode(prompts))
+
+    @staticmethod
+    def tiny(seed: int = 0) -> "MARPair":
+        """Random weights, deliberately small (16 tokens of 4 numbers): for tests."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = replace(TINY, classes=None, caption_dim=8, bound=3.0)
+            vq_config = VQConfig(channels=8, decoder_channels=8, multipliers=(1, 1), residual_blocks=1, z_channels=8,
+                                 codebook_size=64, codebook_dim=config.channels, groups=4)
+            pair = MARPair(config, replace(config, dim=16, encoder_layers=1, decoder_layers=1), vq_config,
+                           ["", "plain", "red", "blue", "heart"], Scaling((0.0,) * config.channels, 1.0))
+            net, draft_net = pair.mar.diffloss.net, pair.mar_draft.diffloss.net
+            for block in (*net.res_blocks, net.final_layer):
+                block.adaLN_modulation[1].weight.normal_(std=0.2)  # tokens depend on what is known
+            net.final_layer.linear.weight.normal_(std=0.01)
+            draft_net.load_state_dict(net.state_dict() | {"cond_embed.weight": draft_net.cond_embed.weight})
+            return pair
+
+    @torch.inference_mode()
+    def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
+               progress: Progress | None = None, begun: Begun | None = None) -> ContinuousDecoded:
+        """Decode one picture's tokens per prompt by one method (or its name, see parse_method).
+
+        Raises:
+            UnknownWords: a prompt has words that the models do not know
+            ValueError:   not a method for continuous tokens, or not a seed for each prompt
+        """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
+        if len(sampling.seeds) != len(prompts):
+            raise ValueError(f"sampling must have a seed for each of the {len(prompts)} prompts, "
+                             f"got {len(sampling.seeds)}")
+        return continuous_decode(self.mar, self.mar_draft, self.features(prompts), sampling, method, progress, begun)
+
+    @torch.inference_mode()
+    def pictures(self, tokens: Tensor) -> list[Image.Image]:
+        """Tokens (B, L, C) float32 of square images -> B pictures."""
+        c = self.mar.config
+        if tokens.shape[1:] != (c.tokens, c.channels):
+            raise ValueError(f"tokens must be (B, L, C) = (B, {c.tokens}, {c.channels}), got {tuple(tokens.shape)}")
+        side = math.isqrt(c.tokens)
+        images = self.tokenizer.decode_latents(self.scaling.latents(tokens).unflatten(1, (side, side)))
+        images = (images.clamp(-1, 1).permute(0, 2, 3, 1) + 1) * 127.5
+        return [Image.fromarray(image.round().byte().cpu().numpy()) for image in images]

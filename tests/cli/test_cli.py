@@ -1,0 +1,188 @@
+"""The command line: what it writes, and one clear line with exit status 2 for bad input."""
+import csv
+import dataclasses
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from specvis.cli.main import main
+from specvis.pipelines.mar import MARPair
+from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
+from specvis.models.mar import MAR
+from specvis.pipelines.discrete import Pipeline
+from specvis.decoding.trees import TREES
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    pipeline = Pipeline.tiny()
+    pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
+    pipeline.small = None
+    pipeline.save(folder)
+    pair = MARPair.tiny()
+    pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, bound=3.0)) for m in (pair.mar, pair.mar_draft))
+    pair.save(folder)
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_generate_writes_one_row_of_pictures(weights, tmp_path):
+    out = tmp_path / "x.png"
+    result = run("generate", "--prompt", "red heart", "--method", "lantern", "--delta", 0.2, "-k", 8, "-n", 3,
+                 "--seed", 1, "--scale", 2, "--out", out, "--weights", weights)
+    assert result.exit_code == 0, result.output
+    assert "3 of 3 pictures" in result.output and "tau" in result.output
+    assert Image.open(out).size == (3 * 16, 16)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+
+
+def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
+    for name, count in (("a.png", 1), ("b.png", 2)):
+        run("generate", "--prompt", "red heart", "--method", "eagle2", "-n", count, "--seed", 9,
+            "--out", tmp_path / name, "--scale", 1, "--weights", weights)
+    alone, first = Image.open(tmp_path / "a.png"), Image.open(tmp_path / "b.png").crop((0, 0, 8, 8))
+    assert alone.tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--prompt", " "], "prompt must have at least one word"),
+    (["--prompt", "red hart"], "unknown words: 'hart' (near: heart)"),
+    (["--prompt", "red heart", "--method", "lantren"], "unknown method 'lantren'; did you mean lantern"),
+    (["--prompt", "red heart", "-n", "0"], "n must be at least 1, got 0"),
+    (["--prompt", "red heart", "--delta", "-1"], "delta must be within [0, 1], got -1.0"),
+    (["--prompt", "red heart", "-k", "64"], "k must be within 1..63 (the codebook has 64 codes), got 64"),
+    (["--prompt", "red heart", "--temperature", "-1"], "temperature must be at least 0 and finite, got -1.0"),
+    (["--prompt", "red heart", "--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
+    (["--prompt", "red heart", "--top-p", "1.01"], "top_p must be within (0, 1], got 1.01"),
+    (["--prompt", "red heart", "--method", "vanilla", "--delta", "0.1"], "method vanilla has no parameter 'delta'"),
+    (["--prompt", "red heart", "--method", "lantern:delta=2"], "delta must be within [0, 1], got 2.0"),
+    (["--prompt", "red heart", "--method", "cspd:gamma=0"], "gamma must be at least 1, got 0"),
+    (["--prompt", "red heart", "--method", "cspd:truncate=1"], "truncate must be true or false, got '1'"),
+    (["--prompt", "red heart", "--method", "cspd", "--delta", "0.1"], "method cspd has no parameter 'delta'"),
+    (["--prompt", "red heart", "--method", "cspd", "--top-k", "5"], "top_k must not be given with cspd"),
+    (["--prompt", "red heart", "--method", "mar", "--temperature", "0"], "temperature must be positive and finite"),
+    (["--prompt", "red heart", "--method", "mar:passes=17"], "passes must be within 1..16"),
+    (["--prompt", "red hart", "--method", "cspd"], "unknown words: 'hart' (near: heart)"),
+    (["--prompt", "red heart", "--method", "eagle1:tree=nowhere.json"], "tree nowhere.json is not a file"),
+    (["--prompt", "red heart", "--method", "eagle1:drafter=small"], "this model has no small.safetensors"),
+    (["--prompt", "red heart", "--scale", "0"], "scale must be at least 1, got 0"),
+    (["--prompt", "red heart", "--out", "nowhere/x.png"], "out must be a file in a folder that exists and can"),
+    (["--prompt", "red heart", "--out", "x.txt"], "out must end in the name of a picture format"),
+    (["--prompt", "red heart", "-n", "many"], "'many' is not a valid integer"),
+    (["--prompt", "red heart", "--seed", "-1"], "-1 is not in the range"),
+    (["--prompt", "red heart", "--device", "abacus"], "device must be one that torch"),
+])
+def test_bad_input_is_one_line_and_status_2(weights, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = run("generate", *arguments, *([] if "--weights" in arguments else ["--weights", weights]))
+    assert result.exit_code == 2
+    assert message in result.output and "token/s" not in result.output      # found before the work starts
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_checkpoint_is_one_line_and_status_2(weights, tmp_path):
+    result = run("generate", "--prompt", "red heart", "--weights", tmp_path)
+    assert result.exit_code == 2 and "config.json cannot be read as GPTConfig" in result.output
+    for file in weights.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: 500 if file.name == "gpt.safetensors" else None])
+    result = run("generate", "--prompt", "red heart", "--weights", tmp_path, "--out", tmp_path / "x.png")
+    assert result.exit_code == 2 and "gpt.safetensors cannot be read" in result.output
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, monkeypatch):
+    original = Pipeline.tokens
+
+    def broken(self, prompts, *rest):
+        return dataclasses.replace(original(self, prompts, *rest), failed=torch.tensor([False, True, False]))
+
+    monkeypatch.setattr(Pipeline, "tokens", broken)
+    out = tmp_path / "x.png"
+    result = run("generate", "--prompt", "red heart", "--method", "vanilla", "-n", 3, "--scale", 1, "--out", out,
+                 "--weights", weights)
+    assert "picture 1 (seed 1) ended early: the model's output was not finite" in result.output
+    assert "2 of 3 pictures" in result.output and Image.open(out).size == (16, 8)
+
+
+def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
+    result = run("compare", "--methods", "vanilla,eagle2:depth=2", "--methods", "cool-sd:tree=chain-2", "-n", 3,
+                 "--prompt", "fluent-3d red heart", "--prompt", "blue heart", "--out", tmp_path / "out",
+                 "--weights", weights)
+    assert result.exit_code == 0, result.output
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"compare.png", "acceptance.png", "distributions.png", "compare.csv"}
+    rows = list(csv.DictReader(open(tmp_path / "out" / "compare.csv")))
+    assert [(row["method"], row["temperature"]) for row in rows] == [
+        (name, T) for T in ("0.0", "1.0") for name in ("vanilla", "eagle2:depth=2", "cool-sd:tree=chain-2")]
+    assert all(float(row["tau"]) == 1 and float(row["forwards"]) == 16 for row in rows if row["method"] == "vanilla")
+    assert all(0 < float(row["overhead"]) < 1 for row in rows)
+    for row in rows:
+        if "cool" not in row["method"]:
+            assert float(row["TV test"]) == float(row["TV meter"]) == float(row["TV bound"]) == 0
+    assert rows[2]["TV bound"] == "" and float(rows[5]["TV bound"]) > 0     # eq. (4) says nothing of greedy decoding
+
+
+@pytest.mark.parametrize("name", ["mar", "cspd", "cspd-path:gamma=2", "cspd-released"])
+def test_continuous_tokens_are_drawn_as_others_are(weights, tmp_path, name):
+    out = tmp_path / "x.png"
+    result = run("generate", "--prompt", "red heart", "--method", name, "-n", 2, "--scale", 1, "--out", out,
+                 "--weights", weights)
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 pictures" in result.output and Image.open(out).size == (16, 8)
+
+
+def test_compare_sets_continuous_tokens_beside_discrete_ones(weights, tmp_path):
+    result = run("compare", "--methods", "vanilla,mar,cspd:gamma=2", "--prompt", "red heart", "-n", 2,
+                 "--out", tmp_path, "--weights", weights)
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader(open(tmp_path / "compare.csv")))
+    assert [(row["method"], row["temperature"]) for row in rows] == [
+        ("vanilla", "0.0"), ("vanilla", "1.0"), ("mar", "1.0"), ("cspd:gamma=2", "1.0")]
+    assert rows[2]["speed-up"] == "1.0" and rows[2]["acceptance"] == "" and 0 <= float(rows[3]["acceptance"]) <= 1
+    assert 0 < float(rows[3]["overhead"]) < 1 and rows[3]["TV meter"] == ""
+    only = run("compare", "--methods", "continuous", "--prompt", "red heart", "--temperature", 0, "--out", tmp_path,
+               "--weights", weights)
+    assert only.exit_code == 2 and "temperature must be positive for mar, got 0" in only.output
+
+
+def test_compare_refuses_before_any_work(weights, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments, message in ((["--methods", "vanilla,magic"], "unknown method 'magic'"),
+                               (["--methods", "lantern:k=64", "--prompt", "red heart"], "k must be within 1..63"),
+                               (["--temperature", "-1"], "temperature must be at least 0"),
+                               (["--prompt", "green heart"], "unknown words: 'green'"),
+                               (["--out", file / "x", "--prompt", "red heart"], "out must be a folder that can")):
+        result = run("compare", *arguments, "--weights", weights)
+        assert result.exit_code == 2 and message in result.output, result.output
+
+
+def test_methods_and_info_list_what_there_is():
+    listed = run("methods").output
+    for word in (*METHODS, *PARAMETERS, *CONTINUOUS, *CONTINUOUS_PARAMETERS, *TREES, "arXiv:2410.03355", "delta 0.2",
+                 "widths 4,39"):
+        assert word in listed
+    shown = run("info").output
+    for word in ("verify_tree", "oracle", "torch", torch.__version__, "C++ kernels", "CUDA kernels"):
+        assert word in shown
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "methods", "info"])
+def test_help_names_defaults(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert command in ("methods", "info") or "default: 1.2" in result.output
+
+
+def test_the_shipped_model_draws(tmp_path):
+    out = tmp_path / "heart.png"
+    result = run("generate", "--prompt", "red heart", "--method", "lantern", "--out", out, "--scale", 1)
+    assert result.exit_code == 0, result.output
+    red, green, blue = Image.open(out).convert("RGB").resize((1, 1), box=(20, 20, 44, 44)).getpixel((0, 0))
+    assert red > green + 30 and red > blue + 30           # the middle of a red heart is red

@@ -1,0 +1,410 @@
+"""COOL-SD's equations (arXiv:2601.09212) against exact enumeration, and against what verify_tree does."""
+import itertools
+import math
+
+import pytest
+import torch
+
+from specvis.decoding.bounds import (chain_bound, compensation, expected_length, level_law, level_tv, neighborhood,
+                            omega_residual, omega_schedule, optimal_residual, output_law, point_mass, relaxed_residual,
+                            scaled, schedule_mu, tables, target_law, total_variation, tv_bound, vanilla,
+                            vanilla_residual)
+from specvis_kernels import backends, neighborhood_sum, verify_tree
+from tests.kernels.inputs import DEVICE
+
+V, L, DRAWS = 5, 3, 40_000
+BACKENDS = [backend for backend in backends("verify_tree", DEVICE) if backend in ("cpu", "cuda", "oracle")]
+TABLE = torch.tensor([[1, 2, 4], [0, 3, 2], [4, 0, 1], [1, 4, 0], [2, 3, 1]])  # (V, 3) nearest first
+SCHEDULES = {
+    "lossless": [1.0] * 4, "uniform": [1.5] * 4, "strict": [0.6] * 4, "cool": omega_schedule(1.5, 4, 0.7),
+    "wild": [4.0, 0.3, 2.0, 0.1], "all": [1e9] * 4,
+}
+CUTOFFS = [("tvd", 0.0), ("tvd", 0.15), ("tvd", 0.5), ("ratio", 1.0), ("jsd", 0.1)]
+
+
+def rows(*shape, seed):
+    g = torch.Generator().manual_seed(seed)
+    return (1.5 * torch.randn(*shape, generator=g, dtype=torch.float64)).softmax(-1)
+
+
+def chain(seed, length=L, size=V):
+    """A target with a row for the bonus token and a draft that is half like it."""
+    P = [rows(*(size,) * (i + 1), seed=seed + i) for i in range(length + 1)]
+    Q = [(p + rows(*p.shape, seed=seed + 100 + i)) / 2 for i, p in enumerate(P)]
+    return P, Q
+
+
+def rules():
+    """(acceptance functions, residual) of every kind."""
+    for omegas in SCHEDULES.values():
+        for residual in (optimal_residual, vanilla_residual):
+            yield [scaled(omega) for omega in omegas[:L]], residual
+    for kind, cutoff in CUTOFFS:
+        for residual in (optimal_residual, relaxed_residual(TABLE, cutoff, kind)):
+            yield [neighborhood(TABLE, cutoff, kind)] * L, residual
+
+
+def distance(P, Q, accepts, residual=optimal_residual):
+    return total_variation(output_law(P, Q, accepts, residual)[0], target_law(P)).item()
+
+
+def same_length(P, Q, length, build):
+    """build(x) with the x at which the expected length, which grows with x, is `length`."""
+    low, high = 0.0, 1e4
+    for _ in range(100):
+        x = (low + high) / 2
+        low, high = (x, high) if expected_length(P, Q, build(x)) < length else (low, x)
+    assert expected_length(P, Q, build(high)) == pytest.approx(length, abs=1e-9)
+    return build(high)
+
+
+def test_tables_are_rows_for_each_prefix():
+    P = tables(lambda prefix: [0.25, 0.75] if sum(prefix) % 2 else [1.0, 0.0], 2, 3)
+    assert [tuple(p.shape) for p in P] == [(2,), (2, 2), (2, 2, 2)]
+    assert P[0].tolist() == [1, 0] and P[2][0, 1].tolist() == [0.25, 0.75] and P[2][1, 1].tolist() == [1, 0]
+    with pytest.raises(ValueError, match="V=2 probabilities of total 1"):
+        tables(lambda prefix: [0.5, 0.6], 2, 1)
+
+
+def test_two_tokens_by_hand():
+    """P = (1/4, 3/4), Q = (3/4, 1/4), omega 2: f = (2/3, 1), beta_2 = 3/4, beta_1 = 1/2."""
+    P, Q = torch.tensor([0.25, 0.75]).double(), torch.tensor([0.75, 0.25]).double()
+    f = scaled(2.0)(P, Q)
+    assert f.tolist() == pytest.approx([2 / 3, 1])
+    G = optimal_residual(P, Q, f)
+    assert G.tolist() == [0, 1]
+    assert level_law(P, Q, f, G).tolist() == pytest.approx([0.5, 0.5])
+    assert level_tv(P, Q, f, G).item() == pytest.approx(0.25)
+    assert expected_length([P], [Q], [scaled(2.0)]) == pytest.approx(0.75)
+    assert tv_bound([P], [Q], [scaled(2.0)]) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("kind, cutoff", CUTOFFS)
+def test_the_neighborhood_is_that_of_the_op(kind, cutoff):
+    """A draft that is likely everywhere: f Q is the mass that neighborhood_sum gives."""
+    P = rows(20, V, seed=3)
+    P[::2, 1] = 0  # a neighbor without probability
+    P = P / P.sum(-1, keepdim=True)
+    rho = neighborhood(TABLE, cutoff, kind)(P, 2 * torch.ones_like(P)) * 2
+    for x in range(V):
+        mass, _, _ = neighborhood_sum(P.float().to(DEVICE), torch.full((20,), x, device=DEVICE),
+                                      TABLE.int().to(DEVICE), torch.full((20,), cutoff, device=DEVICE), kind=kind)
+        assert torch.allclose(mass.cpu().double(), rho[:, x], atol=1e-6)
+    with pytest.raises(ValueError, match="kind must be one of"):
+        neighborhood(TABLE, cutoff, "tv")(P, P)
+
+
+def test_a_neighborhood_by_hand():
+    """Token 1's neighbors are 2, then 0. A cutoff equal to the sum keeps it; eq. (3) then moves it onto token 1."""
+    P, Q = torch.tensor([0.5, 0.25, 0.25]).double(), torch.tensor([0.25, 0.5, 0.25]).double()
+    table = torch.tensor([[1, 2], [2, 0], [0, 1]])
+    f = neighborhood(table, 0.25)(P, 4 * Q)
+    assert f.tolist() == [0.75, 0.25, 0.25]
+    assert neighborhood(table, 1.0, "ratio")(P, 4 * Q).tolist() == [1, 0.25, 0.25]
+    assert neighborhood(table, 0.2499)(P, 4 * Q).tolist() == [0.5, 0.125, 0.25]
+    G = relaxed_residual(table, 0.25)(P, Q, f)
+    assert G.tolist() == [[1, 0, 0], [1, 0, 0], [1, 0, 0]]
+    G = relaxed_residual(table, 0.75)(P, Q, f)
+    assert G.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+
+
+SIMULATED = [
+    ("lossless", None, "optimal"), ("cool", None, "optimal"), ("wild", None, "optimal"),
+    (None, ("tvd", 0.2), "optimal"), (None, ("tvd", 0.2), "relaxed"), (None, ("ratio", 1.0), "relaxed"),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("schedule, cutoff, residual", SIMULATED)
+def test_verify_tree_is_what_is_enumerated(backend, schedule, cutoff, residual):
+    """Chains drawn from Q: the length of eq. (3), the bound of eq. (4) and the law of the first token after the root,
+    all within 4 standard errors. Draft n is node n, so its rows stand at node n - 1.
+    """
+    P, Q = chain(7)
+    g = torch.Generator().manual_seed(1)
+    tokens, target, draft = torch.zeros(DRAWS, 1, dtype=torch.int64), [], []
+    for i in range(L + 1):
+        past = tuple(tokens[:, 1:].unbind(1))
+        target.append(P[i][past].expand(DRAWS, V))
+        if i < L:
+            draft.append(Q[i][past].expand(DRAWS, V))
+            tokens = torch.cat([tokens, torch.multinomial(draft[i], 1, generator=g)], 1)
+    node = torch.arange(L + 1, dtype=torch.int32).expand(DRAWS, -1)
+    rule = optimal_residual
+    if cutoff:
+        kind, limit = cutoff
+        accepts = [neighborhood(TABLE, limit, kind)] * L
+        options = {"neighbors": TABLE.int(), "cutoff": torch.full((DRAWS,), limit), "kind": kind}
+        if residual == "relaxed":
+            rule = relaxed_residual(TABLE, limit, kind)
+    else:
+        accepts = [scaled(omega) for omega in SCHEDULES[schedule][:L]]
+        options = {"omega": torch.tensor(SCHEDULES[schedule][:L]).expand(DRAWS, -1)}
+    target, draft = torch.stack(target, 1), torch.stack(draft, 1)
+    options = {key: value.to(DEVICE) if torch.is_tensor(value) else value for key, value in options.items()}
+    path, accepted, next_token, _, status = (t.cpu() for t in verify_tree(
+        target.float().to(DEVICE), tokens.to(DEVICE), torch.where(node < L, node + 1, -1).to(DEVICE),
+        torch.full_like(node, -1).to(DEVICE), torch.rand(DRAWS, L + 1, generator=g).to(DEVICE),
+        draft_probs=draft.float().to(DEVICE), draft_row=torch.where(node < L, node, -1).to(DEVICE),
+        residual=residual, P=L, **options, backend=backend))
+    assert not status.any()
+
+    def agrees(sample, exact):
+        sample = sample.double()
+        return abs(sample.mean() - exact) <= 4 * sample.std() / DRAWS ** 0.5 + 1e-7
+
+    assert agrees(accepted, expected_length(P, Q, accepts))
+    first = torch.where(accepted > 0, tokens[:, 1], next_token)
+    exact = output_law(P, Q, accepts, rule)[0].sum(tuple(range(1, L + 1)))
+    assert all(agrees(first == v, exact[v]) for v in range(V))
+    if residual == "optimal":
+        step = chain_bound(target[:, :L], draft, tokens[:, 1:], accepts)
+        assert agrees(step, tv_bound(P, Q, accepts))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_round_is_farther_than_equation_4(seed):
+    P, Q = chain(1000 * seed)
+    positive = 0
+    for accepts, residual in rules():
+        law, bound = output_law(P, Q, accepts, residual)
+        tv = total_variation(law, target_law(P)).item()
+        assert law.sum().item() == pytest.approx(1) and law.min() >= 0
+        assert tv <= bound + 1e-12
+        assert bound == pytest.approx(tv_bound(P, Q, accepts, residual), abs=1e-12)
+        positive += tv > 0.01
+    assert positive >= 12  # of 22 rules
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_image_is_farther_than_the_sum_over_its_rounds(seed):
+    """Rounds of two drafts until five tokens are there; a round's drafts stop short of the last token."""
+    P, Q = chain(2000 * seed + 5, length=4, size=4)
+    for omegas in SCHEDULES.values():
+        law, bound = output_law(P, Q, [scaled(omega) for omega in omegas[:2]], again=True)
+        first = output_law(P, Q, [scaled(omega) for omega in omegas[:2]])[1]
+        assert law.sum().item() == pytest.approx(1)
+        assert total_variation(law, target_law(P)) <= bound + 1e-12
+        assert bound >= first - 1e-12
+        if max(omegas[:2]) > 1:
+            assert bound > first + 0.01  # later rounds count
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_at_most_omega_1_is_lossless_with_the_optimal_residual(seed, again):
+    P, Q = chain(seed)
+    target = target_law(P)
+    for omegas in ([1.0] * L, [0.5] * L, [1.0, 0.7, 0.2], [0.0, 1.0, 0.9]):
+        law = output_law(P, Q, [scaled(omega) for omega in omegas], again=again)[0]
+        assert total_variation(law, target) < 1e-6
+        if min(omegas) < 1:  # Algorithm 1, line 12
+            biased = output_law(P, Q, [scaled(omega) for omega in omegas], vanilla_residual, again)[0]
+            assert total_variation(biased, target) > 0.02
+    assert total_variation(output_law(P, Q, [point_mass] * L, again=again)[0], target) < 1e-6
+    assert total_variation(output_law(P, Q, [scaled(1.2)] * L, again=again)[0], target) > 1e-3
+
+
+def test_point_masses_are_deterministic_drafts():
+    """One-hot draft rows: min(1, P / Q) is P at the draft, and what is left is P without it."""
+    P, _ = chain(4)
+    Q = [torch.nn.functional.one_hot(p.argmax(-1), V).double() for p in P]
+    for p, q in zip(P, Q):
+        assert torch.equal(q * point_mass(p, q), q * vanilla(p, q))
+        rest = p * (1 - q)
+        assert torch.allclose(optimal_residual(p, q, point_mass(p, q)), rest / rest.sum(-1, keepdim=True))
+    assert distance(P, Q, [point_mass] * L) < 1e-12
+
+
+@pytest.mark.parametrize("omega", [0.0, 0.4, 1.0, 1.3, 3.0])
+def test_the_special_form_of_equation_5(omega):
+    P, Q = rows(200, V, seed=1), rows(200, V, seed=2)
+    f = scaled(omega)(P, Q)
+    assert torch.allclose(omega_residual(omega)(P, Q, f), optimal_residual(P, Q, f), atol=1e-12)
+    assert (omega >= 1) == torch.allclose(vanilla_residual(P, Q, f), optimal_residual(P, Q, f), atol=1e-3)
+
+
+def test_proposition_1():
+    """For f >= vanilla G* is the vanilla residual, and no residual brings any f's level nearer than G*."""
+    P, Q = rows(200, V, seed=1), rows(200, V, seed=2)
+    strict, anything = vanilla(P, Q), rows(200, V, seed=3) * 1.2
+    above = strict + (1 - strict) * torch.rand(200, V, generator=torch.Generator().manual_seed(4)).double()
+    fs = [above, scaled(1.7)(P, Q), *(neighborhood(TABLE, cutoff, kind)(P, Q) for kind, cutoff in CUTOFFS)]
+    for f in fs:
+        assert torch.allclose(optimal_residual(P, Q, f), vanilla_residual(P, Q, f), atol=1e-12)
+    for f in [*fs, anything, scaled(0.5)(P, Q)]:
+        best = optimal_residual(P, Q, f)
+        nearest = level_tv(P, Q, f, best)
+        assert torch.allclose(nearest, (Q * f - P).clamp(min=0).sum(-1), atol=1e-12)
+        others = [rows(200, V, seed=seed) for seed in range(10, 30)]
+        others += [0.99 * best + 0.01 * other for other in others] + [vanilla_residual(P, Q, f)]
+        gaps = torch.stack([level_tv(P, Q, f, other) - nearest for other in others])
+        assert gaps.min() >= -1e-12
+        assert gaps.max() > 0.01
+
+
+@pytest.mark.parametrize("kind, cutoff", CUTOFFS[1:])
+@pytest.mark.parametrize("size", [5, 40])
+def test_lanterns_residual_is_another_law_as_near(kind, cutoff, size):
+    """One draft: LANTERN's eq. (3) resamples otherwise than eq. (5), and the level is as near."""
+    g = torch.Generator().manual_seed(size)
+    table = torch.stack([torch.randperm(size - 1, generator=g)[:3] + 1 for _ in range(size)])
+    table = (table + torch.arange(size)[:, None]) % size
+    P, Q = rows(200, size, seed=1), rows(200, size, seed=2)
+    f = neighborhood(table, cutoff, kind)(P, Q)
+    best, other = optimal_residual(P, Q, f), relaxed_residual(table, cutoff, kind)(P, Q, f)
+    assert torch.allclose(level_tv(P, Q, f, other), level_tv(P, Q, f, best), atol=1e-12)
+    assert level_tv(P, Q, f, best).mean() > 0.01
+    assert (level_law(P, Q, f, other) - level_law(P, Q, f, best)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_bound_is_the_length_less_what_strict_acceptance_pays_for(seed):
+    """f >= vanilla: bound = length - sum_i E_Q[f_1 .. f_(i-1) sum min(P_i, Q_i)]. The identity behind Proposition 2."""
+    P, Q = chain(300 + seed)
+    for accepts in ([scaled(1.0), scaled(2.5), scaled(1.2)], [neighborhood(TABLE, 0.3), scaled(1.0), scaled(3.0)]):
+        paid, reach = 0.0, torch.ones(()).double()
+        for p, q, accept in zip(P, Q, accepts):
+            paid += (reach * torch.minimum(p, q).sum(-1)).sum().item()
+            reach = reach[..., None] * q * accept(p, q)
+        assert tv_bound(P, Q, accepts) == pytest.approx(expected_length(P, Q, accepts) - paid)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_proposition_2(seed):
+    """Two drafts, lengths equal, both rules at least vanilla: accepting more at first lowers the bound by exactly
+    E_Q[(g_1 - f_1) sum min(P_2, Q_2)]; accepting more later raises it. Below vanilla it ends.
+    """
+    P, Q = chain(400 + seed, length=2)
+    even = [scaled(1.1), scaled(1.1)]
+    length, bound = expected_length(P, Q, even), tv_bound(P, Q, even)
+
+    def sooner(second):
+        return same_length(P, Q, length, lambda omega: [scaled(omega), scaled(second)])
+
+    for second, sign in ((1.05, -1), (1.0, -1), (1.12, 1)):
+        other = sooner(second)
+        more = Q[0] * (other[0](P[0], Q[0]) - even[0](P[0], Q[0]))
+        change = tv_bound(P, Q, other) - bound
+        assert change == pytest.approx(-(more * torch.minimum(P[1], Q[1]).sum(-1)).sum().item(), abs=1e-8)
+        assert change * sign > 1e-4
+    assert tv_bound(P, Q, sooner(0.85)) > tv_bound(P, Q, sooner(1.0)) + 1e-3
+
+
+def test_annealing_pays_only_down_to_omega_1():
+    """Four drafts whose rows do not depend on the prefix, lengths equal. Annealed with omegas of at least 1 the bound
+    is below UniformRSD's on every instance; with eq. (10)'s own omegas, some below 1, mostly above.
+    """
+    beaten, total = 0, 20
+    for seed in range(total):
+        p, q = rows(V, seed=seed), rows(V, seed=seed + 1000)
+        P, Q = ([row.expand((V,) * (i + 1)) for i in range(4)] for row in (p, (p + q) / 2))
+        even = [scaled(1.15)] * 4
+        length, bound = expected_length(P, Q, even), tv_bound(P, Q, even)
+        cool = same_length(P, Q, length, lambda d: [scaled(omega) for omega in omega_schedule(d, 4, 0.7)])
+        floored = same_length(P, Q, length,
+                              lambda d: [scaled(max(omega, 1.0)) for omega in omega_schedule(d, 4, 0.7)])
+        assert tv_bound(P, Q, floored) < bound - 1e-6
+        beaten += tv_bound(P, Q, cool) > bound
+    assert beaten > total / 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_omegas_below_1_only_cost_length(seed):
+    P, Q = chain(seed)
+    omegas = omega_schedule(1.5, L, 0.9)
+    assert omegas[0] > 1 > omegas[-1]
+    low, raised = [scaled(omega) for omega in omegas], [scaled(max(omega, 1.0)) for omega in omegas]
+    assert torch.allclose(output_law(P, Q, low)[0], output_law(P, Q, raised)[0], atol=1e-12)
+    assert tv_bound(P, Q, low) == pytest.approx(tv_bound(P, Q, raised), abs=1e-12)
+    assert expected_length(P, Q, raised) > expected_length(P, Q, low) + 0.01
+    assert distance(P, Q, low, vanilla_residual) > distance(P, Q, low) + 0.01
+
+
+@pytest.mark.parametrize("omega", [1.0, 1.25, 2.0, 10.0])
+def test_one_draft_is_beta_omega_minus_beta_1_away(omega):
+    P, Q = chain(5, length=1)
+    expected = (torch.minimum(Q[0], omega * P[0]) - torch.minimum(Q[0], P[0])).sum().item()
+    assert distance(P, Q, [scaled(omega)]) == pytest.approx(expected, abs=1e-12)
+    assert tv_bound(P, Q, [scaled(omega)]) == pytest.approx(expected, abs=1e-12)
+    assert (expected > 0.01) == (omega > 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("omega", [0.5, 1.0, 1.5, 4.0])
+def test_the_fidelity_meter_averages_to_the_distance_of_one_draft(backend, omega):
+    """beta_omega - beta_1 from omega = 1 on; below, the level is exact and the meter 0."""
+    P, Q = chain(5, length=1)
+    p, q = P[0].float(), Q[0].float()
+    link = torch.tensor([[1, -1]] * V, dtype=torch.int32, device=DEVICE)
+    tokens = torch.stack([torch.zeros(V, dtype=torch.int64), torch.arange(V)], 1)  # every token once as the draft
+    excess = verify_tree(p.expand(V, 2, V).to(DEVICE), tokens.to(DEVICE), link, torch.full_like(link, -1),
+                         torch.full((V, 2), 0.5, device=DEVICE), draft_probs=q.expand(V, 1, V).to(DEVICE),
+                         draft_row=link - 1 - (link < 0).int(), omega=torch.full((V, 1), omega, device=DEVICE), P=1,
+                         backend=backend)[3]
+    meter = (excess.cpu().double() * Q[0]).sum().item()
+    expected = (torch.minimum(Q[0], omega * P[0]) - torch.minimum(Q[0], P[0])).sum().clamp(min=0).item()
+    assert meter == pytest.approx(expected, abs=1e-6) and (meter > 0.01) == (omega > 1)
+    assert tv_bound(P, Q, [scaled(omega)]) == pytest.approx(meter, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equation_8_keeps_the_length(seed):
+    """Two rules of arbitrary numbers, moved by constants."""
+    P, Q = chain(600 + seed, length=2)
+    first, second = 0.3 + 0.2 * rows(V, seed=seed), 0.3 + 0.2 * rows(V, V, seed=seed + 50)
+    f1 = (Q[0] * first).sum().item()
+    f2 = (Q[0][:, None] * Q[1] * second).sum().item()
+
+    def length(c1, c2):
+        return expected_length(P, Q, [lambda p, q: first + c1, lambda p, q: second + c2])
+
+    for c2 in (-0.2, -0.05, 0.1, 0.3):
+        c1 = compensation(f1, f2, c2)
+        assert c1 * c2 < 0
+        assert length(c1, c2) == pytest.approx(length(0, 0), abs=1e-12)
+        assert abs(length(-f1 * c2 / (1 + f2), c2) - length(0, 0)) > 1e-4  # the first order alone
+    with pytest.raises(ValueError, match="above 0"):
+        compensation(0.5, 0.5, -1.5)
+
+
+@pytest.mark.parametrize("nu", [0.0, 0.3, 0.7, -0.4])
+@pytest.mark.parametrize("length", [1, 4, 5])
+def test_the_schedule_has_mean_delta(nu, length):
+    omegas = omega_schedule(1.1, length, nu)
+    assert sum(omegas) / length == pytest.approx(1.1)
+    assert schedule_mu(length, nu) == pytest.approx(
+        math.log(sum(math.exp(-nu * i) for i in range(1, length + 1)) / length))
+    for a, b in itertools.pairwise(omegas):
+        assert b / a == pytest.approx(math.exp(-nu))
+
+
+def test_the_schedule_at_the_papers_nu():
+    assert schedule_mu(5, 0.7) == pytest.approx(-1.6538, abs=1e-4)
+    assert omega_schedule(1.0, 5, 0.7) == pytest.approx([2.595, 1.289, 0.640, 0.318, 0.158], abs=1e-3)
+    assert omega_schedule(2.0, 3, 0.0) == [2.0, 2.0, 2.0]
+    for wrong in [(-1, 5, 0.7), (1, 0, 0.7), (1, 5, math.inf), (math.nan, 5, 0.7)]:
+        with pytest.raises(ValueError):
+            omega_schedule(*wrong)
+
+
+def test_a_step_counts_the_levels_that_it_tries():
+    """By hand: levels of distance 1/4, the first draft accepted with 2/3; and per-request omegas."""
+    P = torch.tensor([0.25, 0.75]).expand(3, 2, 2)
+    Q = torch.tensor([0.75, 0.25]).expand(3, 2, 2)
+    tokens = torch.tensor([[0, 0], [1, 0], [0, 1]])
+    got = chain_bound(P, Q, tokens, [scaled(2.0), scaled(2.0)])
+    assert got.tolist() == pytest.approx([0.25 * (1 + 2 / 3), 0.5, 0.25 * (1 + 2 / 3)])
+    got = chain_bound(P, Q, tokens, [scaled(2.0), scaled(2.0)], levels=torch.tensor([0, 1, 2]))
+    assert got.tolist() == pytest.approx([0, 0.25, 0.25 * (1 + 2 / 3)])
+    omega = torch.tensor([[1.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
+    got = chain_bound(P, Q, tokens, [scaled(omega[:, i:i + 1]) for i in range(2)])
+    assert got.tolist() == pytest.approx([0, 0.25, 0.25 / 3], abs=1e-12)
+
+
+def test_too_few_tables_are_refused():
+    P, Q = chain(0)
+    with pytest.raises(ValueError, match="need as many tables"):
+        expected_length(P, Q[:1], [vanilla] * 2)
+    with pytest.raises(ValueError, match="need 3 tables"):
+        output_law(P, Q[:2], [vanilla])

@@ -1,0 +1,427 @@
+"""The loop: greedy equals plain decoding token for token, sampling equals it in distribution."""
+import dataclasses
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import specvis.decoding.discrete
+from specvis.cli.compare import steps_gain, teacher_forced_probs
+from specvis.decoding.discrete import Sampling, guidance_pair, twice
+from specvis.decoding.drafters import Eagle
+from specvis.decoding.methods import METHODS, method
+from specvis.models.llamagen import GPTConfig
+from specvis.models.vq import VQConfig
+from specvis.pipelines.discrete import Pipeline
+from specvis_kernels import sample_residual
+
+PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
+LOSSLESS = [m.name for m in METHODS.values() if m.lossless and m.drafting != "none"]
+DRAFTERS = ("eagle", "small")
+
+
+def small(name, **parameters):
+    """The recipe, with no more neighbors than a small codebook has."""
+    return method(name, **{"k": 8} | parameters) if METHODS[name].k else method(name, **parameters)
+
+
+def lantern(**parameters):
+    return small("lantern", **parameters)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return Pipeline.tiny()
+
+
+@pytest.fixture(scope="module")
+def minute():
+    """Four tokens of five codes: small enough to know the probability of every picture."""
+    torch.manual_seed(3)
+    config = GPTConfig(dim=8, layers=1, heads=2, vocabulary=5, grid=2, condition_tokens=2, caption_dim=4,
+                       ffn_multiple=8)
+    vq_config = VQConfig(channels=4, decoder_channels=4, multipliers=(1,), residual_blocks=1, z_channels=4,
+                         codebook_size=5, codebook_dim=2, groups=2)
+    pipeline = Pipeline(config, vq_config, ["", "red", "heart"])
+    for weight in (pipeline.gpt.output.weight, pipeline.gpt.tok_embeddings.weight):
+        weight.data.normal_(std=0.5)
+    return pipeline
+
+
+def test_what_is_lossless():
+    assert LOSSLESS == ["speculative", "eagle1", "eagle2", "adt-tree"]
+    assert method("cool-sd", omega=0.3).lossless and not METHODS["cool-sd"].lossless
+
+
+@pytest.mark.parametrize("m", [
+    *(method(name, drafter=drafter) for name in LOSSLESS for drafter in DRAFTERS),
+    *(method(name, depth=depth) for name in ("speculative", "eagle2") for depth in (1, 7)),
+    *(method("adt-tree", start=start) for start in ("vertical", "random", "tokenflock")),
+    method("adt-tree", nodes=5, width=2, depth=1, widths=(1, 3)), method("eagle1", tree="medusa_2_7b_63"),
+    *(method(name, draft_guidance=0.0) for name in ("speculative", "eagle2")),
+], ids=lambda m: m.label)
+def test_greedy_is_plain_decoding_token_for_token(tiny, m):
+    sampling = Sampling.of(list(range(4)), temperature=0.0)
+    plain = tiny.tokens(PROMPTS, METHODS["vanilla"], sampling)
+    assert torch.equal(tiny.tokens(PROMPTS, m, sampling).tokens, plain.tokens)
+
+
+def test_lantern_without_room_is_eagle2(tiny):
+    sampling = Sampling.of(list(range(4)))
+    strict = tiny.tokens(PROMPTS, METHODS["eagle2"], sampling)
+    assert torch.equal(tiny.tokens(PROMPTS, lantern(delta=0.0), sampling).tokens, strict.tokens)
+
+
+def test_lantern_accepts_more_and_its_meter_says_so(tiny):
+    sampling = Sampling.of(list(range(64)))
+    strict = tiny.tokens(PROMPTS * 16, METHODS["eagle2"], sampling)
+    relaxed = tiny.tokens(PROMPTS * 16, lantern(delta=0.4, k=20), sampling)
+    assert relaxed.forwards.sum() < strict.forwards.sum()
+    assert (strict.excess == 0).all() and (relaxed.excess > 0).any()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_accounts_add_up(tiny, name):
+    decoded = tiny.tokens(PROMPTS, small(name), Sampling.of([5, 6, 7, 8]))
+    L = tiny.gpt.config.tokens
+    assert decoded.tokens.shape == (4, L) and decoded.tokens.min() >= 0 and decoded.tokens.max() < 64
+    if name == "vanilla":
+        assert (decoded.tau == 1).all()
+        return
+    assert (decoded.accepted <= decoded.drafted).all() and 0 < decoded.acceptance_rate < 1
+    for row, forwards in zip(decoded.accepted, decoded.forwards):
+        steps = row[row >= 0]
+        assert len(steps) == forwards - 1                       # the first forward reads the condition
+        assert 1 + (steps + 1).sum() == L                       # and no draft stands behind the last token
+    assert steps_gain(decoded.accepted).min() >= 1
+
+
+SEEDS = [3, 1, 4, 1, 5, 9]
+
+
+def assert_alone_as_together(tiny, prompts, methods, seeds):
+    together = tiny.tokens(prompts, methods, Sampling.of(seeds))
+    back = list(range(len(prompts)))[::-1]
+    turned = tiny.tokens([prompts[i] for i in back], [methods[i] for i in back], Sampling.of([seeds[i] for i in back]))
+    for i in range(len(prompts)):
+        alone = tiny.tokens(prompts[i: i + 1], methods[i], Sampling.of(seeds[i: i + 1]))
+        for other in (turned, together):
+            row = back[i] if other is turned else i
+            for field in ("tokens", "accepted", "drafted", "forwards", "failed"):
+                assert torch.equal(getattr(alone, field)[0], getattr(other, field)[row]), field
+            for field in ("excess", "bound"):                              # rounded as matrix products are
+                torch.testing.assert_close(getattr(alone, field)[0], getattr(other, field)[row], equal_nan=True)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_request_does_not_depend_on_its_batch(tiny, name):
+    assert_alone_as_together(tiny, PROMPTS, [small(name)] * 4, SEEDS[:4])
+
+
+@pytest.mark.parametrize("methods", [
+    [method("eagle2", depth=d, width=w, nodes=n) for d, w, n in ((1, 1, 2), (4, 6, 32), (2, 9, 12), (7, 3, 9))],
+    [method("cool-sd", omega=omega, nu=nu) for omega, nu in ((1.1, 0.7), (0.5, 0.0), (3.0, 0.2), (1.0, 0.0))],
+    [small("lantern", delta=delta, depth=d) for delta, d in ((0.0, 1), (0.4, 3), (0.1, 6), (1.0, 2))],
+    [method("adt-tree", depth=d, width=w, nodes=n) for d, w, n in ((1, 4, 60), (9, 39, 60), (4, 10, 20), (2, 2, 7))],
+    [small(name) for name in ("vanilla", "lantern++", "adt-tree", "speculative", "lantern+optimal", "adt-tree")],
+    [method("eagle2", depth=10, width=1), method("eagle2", depth=1, width=10), method("eagle2", depth=10, nodes=2)],
+    [method("adt-tree", depths=(1, 3), widths=(4, 5), depth=2, width=4, beta=0.5)] * 6,
+    [method("adt-tree", nodes=20, depth=2, width=3, depths=(1, 4), widths=(1, 4), width_step=1, beta=0.5)] * 6,
+    [method("adt-tree", depth=12, depths=(1, 2), widths=(4, 4), width=10)],
+    [method("speculative", omega=omega) for omega in (1.0, 1.2, 0.7)],
+], ids=["shapes", "schedules", "cutoffs", "adaptive", "families", "deep and wide", "wider than its bounds",
+        "wider and wider", "deeper than its bounds", "chains"])
+def test_requests_with_methods_of_their_own_share_a_batch(tiny, methods):
+    assert_alone_as_together(tiny, (PROMPTS * 2)[:len(methods)], methods, SEEDS[:len(methods)])
+
+
+def test_requests_of_one_batch_may_be_greedy_and_sampled(tiny):
+    mixed = Sampling.of([1, 2, 3, 4])
+    mixed = dataclasses.replace(mixed, temperature=torch.tensor([0.0, 1.0, 0.0, 0.7]))
+    for m in (METHODS["vanilla"], METHODS["speculative"], METHODS["eagle2"]):
+        together = tiny.tokens(PROMPTS, m, mixed).tokens
+        greedy = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4], temperature=0.0)).tokens
+        assert torch.equal(together[::2], greedy[::2])
+
+
+@pytest.mark.parametrize("name", ["adt-tree+lantern", "lantern++", "cool-sd"])
+def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, name):
+    m, sampling = small(name), Sampling.of(list(range(4)))
+    ours = tiny.tokens(PROMPTS, m, sampling)
+    for op in ("draw_children", "expand_tree", "select_tree", "tree_links", "tree_mask", "verify_tree"):
+        kernel = getattr(specvis.decoding.discrete, op)
+        monkeypatch.setattr(specvis.decoding.discrete, op, lambda *a, kernel=kernel, **k: kernel(*a, **k, backend="oracle"))
+    oracles = tiny.tokens(PROMPTS, m, sampling)
+    assert torch.equal(ours.tokens, oracles.tokens) and torch.equal(ours.accepted, oracles.accepted)
+
+
+def test_the_drafter_gets_its_share_of_the_guidance(tiny):
+    """Guidance 5 with a share of 0 drafts as guidance 1 does, and a share is each request's own."""
+    drafts, shares = {}, (1.0, 0.0, 0.5)
+    read = specvis.decoding.discrete.Drafting.static
+
+    def watched(self, *arguments):
+        draft = read(self, *arguments)
+        drafts.setdefault(key, draft.probs[:, 0].clone())       # the first step's, after the newest token
+        return draft
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(specvis.decoding.discrete.Drafting, "static", watched)
+        for key in shares:
+            tiny.tokens(["red heart"], method("speculative", draft_guidance=key), Sampling.of([1], guidance=5.0))
+        key = "together"
+        tiny.tokens(["red heart"] * 3, [method("speculative", draft_guidance=share) for share in shares],
+                    Sampling.of([1] * 3, guidance=5.0))
+    assert torch.allclose(drafts["together"], torch.cat([drafts[share] for share in shares]), atol=1e-6)
+    one, none, half = (drafts[share].clamp(min=1e-30).log() for share in shares)
+    between = torch.softmax((one + none) / 2, -1)                # guidance moves logits along a line
+    assert torch.allclose(half.exp(), between, atol=1e-5) and not torch.allclose(one.exp(), none.exp(), atol=1e-3)
+    with pytest.raises(ValueError, match="draft_guidance must be at least 0 and finite, got -1"):
+        method("eagle2", draft_guidance=-1)
+
+
+def test_an_observer_sees_every_step(tiny):
+    steps = []
+    decoded = tiny.tokens(PROMPTS, "eagle2", Sampling.of(list(range(4))), observe=steps.append)
+    assert len(steps) == decoded.forwards.max() - 1
+    for b in range(4):
+        mine = [step for step in steps if step.going[b]]
+        assert len(mine) == decoded.forwards[b] - 1
+        assert [step.accepted[b].item() for step in mine] == decoded.accepted[b][decoded.accepted[b] >= 0].tolist()
+        assert [step.first[b].item() for step in mine] == (decoded.accepted[b] >= 0).nonzero()[:, 0].tolist()
+
+
+def test_nan_ends_one_picture_and_leaves_the_others(tiny):
+    for m in map(small, METHODS):
+        whole = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
+        condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+        condition[1, -1, 0] = torch.nan
+        if m.drafting == "none":
+            broken = specvis.decoding.discrete.decode(tiny.gpt, condition, valid, Sampling.of([1, 2, 3, 4]))
+        else:
+            neighbors = tiny.neighbors(m.k) if m.k else None
+            broken = specvis.decoding.discrete.speculative_decode(tiny.gpt, Eagle(tiny.gpt, tiny.drafter, twice(valid)), condition,
+                                                       valid, Sampling.of([1, 2, 3, 4]), [m] * 4, neighbors)
+        assert broken.failed.tolist() == broken.tau.isnan().tolist() == [False, True, False, False]
+        keep = [0, 2, 3]
+        assert torch.equal(broken.tokens[keep], whole.tokens[keep])
+        assert broken.tokens.min() >= 0 and broken.tokens.max() < 64
+
+
+def test_a_picture_that_fails_midway_ends_in_zeros(tiny):
+    L, bad = tiny.gpt.config.tokens, 13
+    for m in (METHODS["vanilla"], METHODS["speculative"], METHODS["eagle2"]):
+        whole = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4])).tokens
+        code = whole[0, bad].item()                                 # its embedding breaks what comes after it
+        before = tiny.gpt.tok_embeddings.weight[code].clone()
+        tiny.gpt.tok_embeddings.weight[code] = torch.nan
+        broken = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
+        tiny.gpt.tok_embeddings.weight[code] = before
+        assert broken.failed[0]
+        first = (whole[0] == code).nonzero()[0, 0]
+        assert first < L - 1 and (broken.tokens[0, first + 1:] == 0).all()
+
+
+def test_a_broken_drafter_costs_speed_and_no_picture(tiny):
+    bias = tiny.drafter.fc.bias.clone()
+    tiny.drafter.fc.bias[0] = torch.nan
+    for m in (METHODS["speculative"], METHODS["eagle2"]):
+        decoded = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
+        assert not decoded.failed.any()
+    tiny.drafter.fc.bias.copy_(bias)
+
+
+@pytest.mark.parametrize("nodes, depth", [(2, 4), (3, 4), (3, 7)])
+def test_a_tree_may_have_fewer_nodes_than_levels(tiny, nodes, depth):
+    sampling = Sampling.of(list(range(4)), temperature=0.0)
+    plain = tiny.tokens(PROMPTS, METHODS["vanilla"], sampling)
+    assert torch.equal(tiny.tokens(PROMPTS, method("eagle2", nodes=nodes, depth=depth), sampling).tokens, plain.tokens)
+
+
+TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
+
+
+def exact_pictures(pipeline, prompt, sampling):
+    """The probability of each of the V**L pictures, (V**L,) float64: the chain rule over teacher-forced reading."""
+    V, L = pipeline.gpt.config.vocabulary, pipeline.gpt.config.tokens
+    pictures = torch.cartesian_prod(*[torch.arange(V)] * L)
+    each = Sampling.of([0] * len(pictures), guidance=sampling.guidance[0].item(),
+                       temperature=sampling.temperature[0].item(), top_k=sampling.top_k[0].item(),
+                       top_p=sampling.top_p[0].item())
+    target, _ = teacher_forced_probs(pipeline, [prompt] * len(pictures), pictures, each)
+    return target.double().gather(-1, pictures[..., None])[..., 0].prod(-1)
+
+
+def chi_square(tokens, probs, V):
+    """How many standard deviations the sampled pictures lie from `probs`; rare cells are put together."""
+    cells = (tokens * V ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(-1)
+    count = torch.bincount(cells, minlength=len(probs)).double()
+    expected = probs * len(tokens)
+    rare = expected < 10
+    count = torch.cat([count[~rare], count[rare].sum()[None]])
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    freedom = len(count) - 1
+    statistic = ((count - expected).square() / expected.clamp(min=1e-9)).sum().item()
+    return 3 * math.sqrt(freedom / 2) * ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom))  # Wilson-Hilferty
+
+
+def sampled_pictures(pipeline, m, settings, requests=250_000, batch=25_000):
+    """A million tokens."""
+    parts = [pipeline.tokens(["red heart"] * batch, m, Sampling.of(list(range(i, i + batch)), **settings)).tokens
+             for i in range(0, requests, batch)]
+    return torch.cat(parts)
+
+
+def far_from_target(pipeline, m, settings):
+    probs = exact_pictures(pipeline, "red heart", Sampling.of([0], **settings))
+    assert abs(probs.sum() - 1) < 1e-4
+    return chi_square(sampled_pictures(pipeline, m, settings), probs, pipeline.gpt.config.vocabulary)
+
+
+@pytest.mark.parametrize("settings", [{"guidance": 2.0},
+                                      {"guidance": 1.0, "temperature": 0.7, "top_k": 4, "top_p": 0.9}])
+@pytest.mark.parametrize("m", [METHODS["vanilla"], method("speculative", depth=3), method("eagle1", tree=TREE),
+                               method("eagle2", depth=2, width=3, nodes=8),
+                               method("adt-tree", depth=2, width=3, nodes=8, widths=(1, 4), width_step=1),
+                               method("cool-sd", tree=TREE, omega=0.5)], ids=lambda m: m.name)
+def test_sampled_pictures_have_the_target_distribution(minute, m, settings):
+    assert m.lossless and abs(far_from_target(minute, m, settings)) < 4.5
+
+
+def test_the_distribution_test_rejects_acceptance_above_one(minute):
+    assert far_from_target(minute, method("cool-sd", tree=TREE, omega=1.5), {"guidance": 2.0}) > 10
+
+
+def unmodified_target(probs, tokens, first_child, next_sibling, uniforms, *, P, **_):
+    """The wrong rule: every sibling of a one-level tree is judged by the target itself; then [P - Q]+."""
+    B, N, _ = probs.shape
+    chance = probs[:, 0].gather(1, tokens[:, 1:])
+    accepts = uniforms[:, 1:] < chance
+    first = torch.where(accepts.any(1), accepts.int().argmax(1) + 1, 0)
+    residual = probs[:, 0].scatter(1, tokens[:, 1:], 0.0) + 1e-9
+    rest = torch.where((first > 0)[:, None], probs[torch.arange(B), first], residual / residual.sum(1, keepdim=True))
+    token, status = sample_residual(rest.contiguous(), None, uniforms[:, 0].contiguous())
+    path = torch.where(first > 0, first, -1)[:, None].int()
+    return path, (first > 0).int(), token, torch.zeros(B), status
+
+
+def test_the_distribution_test_rejects_judging_siblings_by_the_unmodified_target(minute, monkeypatch):
+    m = method("eagle2", depth=1, width=3, nodes=4)
+    assert abs(far_from_target(minute, m, {"guidance": 2.0})) < 4.5
+    right = specvis.decoding.discrete.verify_tree
+    wrong = lambda probs, tokens, *a, **k: (unmodified_target if tokens.shape[1] > 1 else right)(probs, tokens, *a, **k)
+    monkeypatch.setattr(specvis.decoding.discrete, "verify_tree", wrong)
+    assert far_from_target(minute, m, {"guidance": 2.0}) > 10
+
+
+def test_the_distribution_test_rejects_relaxed_acceptance(minute):
+    m = method("lantern", depth=2, width=3, nodes=8, k=2, delta=0.4)
+    assert far_from_target(minute, m, {"guidance": 2.0}) > 10
+
+
+def test_guidance_pairs_a_request_with_nothing(tiny):
+    condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+    both, shown = guidance_pair(tiny.gpt, condition, valid)
+    assert both.shape == (8, 3, 32) and torch.equal(shown, twice(valid))
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"temperature": -1.0}, "temperature must be at least 0 and finite, got -1.0"),
+    ({"temperature": math.nan}, "temperature must be at least 0 and finite, got nan"),
+    ({"top_k": -1}, "top_k must be at least 0, got -1"),
+    ({"top_p": 0.0}, r"top_p must be within \(0, 1\], got 0.0"),
+    ({"top_p": 1.5}, r"top_p must be within \(0, 1\], got 1.5"),
+    ({"guidance": math.inf}, "guidance must be a finite number, got inf"),
+])
+def test_settings_out_of_range_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling.of([0], **wrong)
+
+
+def test_conditions_of_the_wrong_shape_are_refused(tiny):
+    condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+    for c, v, seeds, message in ((condition[:, :2], valid, 4, r"must be \(B, S=3, dim=32\), got \(4, 2, 32\)"),
+                                 (condition, valid, 3, "got 4 rows and 3 seeds"),
+                                 (condition[:0], valid[:0], 0, "at least one"),
+                                 (condition, valid[:, :2], 4, r"valid must be bool \(B=4, S=3\), got bool \(4, 2\)")):
+        with pytest.raises(ValueError, match=message):
+            specvis.decoding.discrete.decode(tiny.gpt, c, v, Sampling.of(list(range(seeds))))
+    with pytest.raises(ValueError, match="table of V=.* rows and at least k=8 columns for lantern, got none"):
+        specvis.decoding.discrete.speculative_decode(tiny.gpt, Eagle(tiny.gpt, tiny.drafter, twice(valid)), condition, valid,
+                                          Sampling.of([0] * 4), [lantern()] * 4)
+
+
+@pytest.mark.parametrize("prompts, seeds", [(1, 3), (2, 1), (0, 0)])
+def test_a_seed_for_each_prompt(tiny, prompts, seeds):
+    message = f"sampling must have a seed for each of at least one prompt, got {seeds} seeds and {prompts} prompts"
+    with pytest.raises(ValueError, match=message):
+        tiny.tokens(PROMPTS[:prompts], METHODS["eagle2"], Sampling.of(list(range(seeds))))
+
+
+def test_settings_for_each_request(tiny):
+    both = Sampling.of([1, 2], guidance=[1.0, 2.0], temperature=[0, 1], top_k=(3, 0), top_p=[1.0, 0.5])
+    assert both.guidance.tolist() == [1, 2] and both.greedy.tolist() == [True, False]
+    assert both.top_k.tolist() == [3, 0] and both.top_p.tolist() == [1, 0.5]
+    with pytest.raises(ValueError, match="guidance must be one number or 2, one for each seed, got 3"):
+        Sampling.of([1, 2], guidance=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"top_p must be within \(0, 1\], got 2"):
+        Sampling.of([1, 2], top_p=[1, 2])
+
+
+def test_methods_by_name(tiny):
+    sampling = Sampling.of([0, 1])
+    named = tiny.tokens(PROMPTS[:2], "eagle2:depth=2", sampling)
+    assert torch.equal(named.tokens, tiny.tokens(PROMPTS[:2], method("eagle2", depth=2), sampling).tokens)
+    with pytest.raises(ValueError, match="prompts must be a list of strings, got 'red heart'"):
+        tiny.tokens("red heart", METHODS["eagle2"], sampling)
+
+
+def test_a_method_for_each_prompt(tiny):
+    with pytest.raises(ValueError, match="method must be one, or one for each of the 4 prompts, got 2"):
+        tiny.tokens(PROMPTS, [METHODS["eagle2"]] * 2, Sampling.of([0] * 4))
+
+
+def test_the_bound_is_known_for_sampled_chains(tiny):
+    both = dataclasses.replace(Sampling.of([1, 2]), temperature=torch.tensor([1.0, 0.0]))
+    bound = tiny.tokens(PROMPTS[:2], method("speculative", omega=1.5), both).bound
+    assert bound[0] > 0 and bound[1].isnan()
+    assert (tiny.tokens(PROMPTS[:2], METHODS["eagle2"], both).bound == 0).all()
+    assert tiny.tokens(PROMPTS[:2], METHODS["cool-sd"], both).bound.isnan().all()
+
+
+def test_k_beyond_the_codebook_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"k must be within 1..63 \(the codebook has 64 codes\), got 64"):
+        tiny.tokens(PROMPTS, lantern(k=64), Sampling.of([0] * 4))
+
+
+MEMORY = """if True:
+    import re
+    from specvis.decoding.discrete import Sampling
+    from specvis.decoding.methods import method
+    from specvis.models.llamagen import GPTConfig
+    from specvis.models.vq import VQConfig
+    from specvis.pipelines.discrete import Pipeline
+    def peak():
+        return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 2**20
+    config = GPTConfig(dim=16, layers=1, heads=2, vocabulary=65536, grid=3, condition_tokens=2, caption_dim=4,
+                       ffn_multiple=8)
+    vq = VQConfig(channels=4, decoder_channels=4, multipliers=(1,), residual_blocks=1, z_channels=4,
+                  codebook_size=65536, codebook_dim=2, groups=2)
+    pipeline = Pipeline(config, vq, ["", "red", "heart"])
+    before = peak()
+    for m in (method("eagle1", tree="medusa_2_7b_63"), method("eagle2", nodes=64, width=10, depth=5)):
+        assert m.tree_nodes == 64
+        decoded = pipeline.tokens(["red heart"] * 8, m, Sampling.of(list(range(8)), top_k=2000))
+    print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_the_memory_of_a_large_vocabulary():
+    """V = 65536, 64 nodes, 8 requests: below 2 GB beyond the models."""
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert 0.1 < float(run.stdout) < 2

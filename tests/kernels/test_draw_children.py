@@ -1,0 +1,181 @@
+"""draw_children on rows small enough to check by hand."""
+import itertools
+from fractions import Fraction as F
+
+import pytest
+import torch
+
+from specvis_kernels import INVALID_ROW, backends, draw_children, verify_tree
+from tests.kernels.inputs import DEVICE, links
+
+BACKENDS = backends("draw_children", DEVICE)
+NAN, INF = float("nan"), float("inf")
+LAST = 1 - 2.0**-24  # the largest uniform
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def draws(backend, row, uniforms):
+    """One node: its tokens, how many they are, its status."""
+    out = draw_children(torch.tensor([[row]], device=DEVICE), torch.tensor([[uniforms]], device=DEVICE),
+                        backend=backend)
+    return tuple(a[0, 0].tolist() for a in out)
+
+
+def blocks_of(size, backend, monkeypatch):
+    """Triton takes so many tokens at a time; the others have blocks and shares of 32 or more."""
+    if backend == "triton":
+        from specvis_kernels.triton import _rows
+        monkeypatch.setitem(_rows.WIDEST, "V", size)
+
+
+@each_backend
+@pytest.mark.parametrize("uniforms, tokens", [
+    # Sixteenths: 8 4 2 2; each draw sees what is left.
+    ([0.5, 0.5, 0.5, 0.5], [1, 0, 3, 2]),     # 8 of 16, 6 of 8 0 2 2, 2 of 0 0 2 2, 1 of 0 0 2 0
+    ([0.499, 0.499, 0.499, 0.9], [0, 1, 2, 3]),
+    ([0.75, 0.0, 0.67, 0.0], [2, 0, 3, 1]),   # 12 of 16, 0 of 14, 4.02 of 0 4 0 2
+    ([0.0, 0.0, 0.0, 0.0], [0, 1, 2, 3]),
+    ([LAST, LAST, LAST, LAST], [3, 2, 1, 0]),
+    ([0.8], [2]),
+])
+def test_draws_by_hand(backend, uniforms, tokens):
+    assert draws(backend, [0.5, 0.25, 0.125, 0.125], uniforms) == (tokens, len(tokens), 0)
+
+
+@each_backend
+def test_rows_count_relative_to_their_total(backend):
+    assert draws(backend, [0.25, 0.125, 0.0625, 0.0625], [0.5, 0.5, 0.5]) == ([1, 0, 3], 3, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("K", [2, 3, 5])
+def test_once_nothing_is_left_there_are_no_more_children(backend, K):
+    """Tokens without mass are no children, whatever the uniform."""
+    assert draws(backend, [0.0, 0.5, 0.0, 0.5, 0.0], [LAST] * K) == ([3, 1] + [0] * (K - 2), 2, 0)
+    assert draws(backend, [0.0, 0.5, 0.0, 0.5, 0.0], [0.0] * K) == ([1, 3] + [0] * (K - 2), 2, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("uniform, token", [(NAN, 1), (-1.0, 1), (-INF, 1), (1.0, 3), (INF, 3)])
+def test_no_uniform_leads_outside(backend, uniform, token):
+    assert draws(backend, [0.0, 0.5, 0.0, 0.5, 0.0], [uniform, 0.5]) == ([token, 4 - token], 2, 0)
+
+
+@each_backend
+def test_the_smallest_weight_has_its_turn(backend):
+    assert draws(backend, [2.0**-42, 1.0], [0.0, 0.0, 0.0]) == ([0, 1, 0], 2, 0)
+    assert draws(backend, [2.0**-42, 1.0], [2.0**-42, LAST, 0.0]) == ([1, 0, 0], 2, 0)
+    assert draws(backend, [2.0**-43, 1.0], [0.0, 0.0]) == ([1, 0], 1, 0)  # less than that is nothing
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5], [INF, 0, 0.0], [0.5, 0.5, -0.5], [0.5, 2.5, 0.5], 3 * [0.0],
+                                 3 * [2.0**-43]])
+def test_bad_rows_have_no_children(backend, bad):
+    """And the nodes beside them do not notice."""
+    rows = torch.tensor([[[0.5, 0.5, 0.0], bad], [bad, [0.0, 0.5, 2.0]]], device=DEVICE)
+    tokens, count, status = draw_children(rows, torch.full((2, 2, 2), 0.5, device=DEVICE), backend=backend)
+    assert tokens.tolist() == [[[1, 0], [0, 0]], [[0, 0], [2, 1]]]
+    assert count.tolist() == [[2, 0], [0, 2]] and status.tolist() == [[0, INVALID_ROW], [INVALID_ROW, 0]]
+
+
+@each_backend
+@pytest.mark.parametrize("weights, K, cells", [
+    ([1, 1, 0, 2], 3, (4, 6, 2)),        # what is left weighs 4; 3 or 2; 2 or 1
+    ([4, 1, 0, 1], 2, (6, 2 * 5)),
+])
+def test_every_order_has_its_probability(backend, weights, K, cells):
+    """Over a grid of uniforms on which every draw falls evenly."""
+    grid = torch.cartesian_prod(*[(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in cells]).float()
+    row = torch.tensor(weights) / sum(weights)
+    tokens, count, _ = draw_children(row.to(DEVICE).expand(len(grid), 1, -1), grid.unsqueeze(1).to(DEVICE),
+                                     backend=backend)
+    assert count.eq(K).all()
+    orders, counts = tokens[:, 0].unique(dim=0, return_counts=True)
+    got = {tuple(order): F(n, len(grid)) for order, n in zip(orders.tolist(), counts.tolist())}
+    expected = {}
+    for order in itertools.permutations([v for v, weight in enumerate(weights) if weight], K):
+        probability, left = F(1), sum(weights)
+        for v in order:
+            probability, left = probability * F(weights[v], left), left - weights[v]
+        expected[order] = probability
+    assert got == expected
+
+
+@each_backend
+def test_draws_that_fall_between_two_blocks(backend, monkeypatch):
+    """Quarters: exactly half of the mass stands before token 128, which has none."""
+    blocks_of(64, backend, monkeypatch)
+    row = torch.zeros(260)
+    row[[100, 127, 130, 259]] = 0.25
+    assert draws(backend, row.tolist(), [0.5, 0.5, 0.5, 0.5, 0.5]) == ([130, 127, 259, 100, 0], 4, 0)
+    assert draws(backend, row.tolist(), [0.499, 0.0, LAST, LAST]) == ([127, 100, 259, 130], 4, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("V, K", [(1, 1), (5, 5), (33, 40), (200, 200)])
+def test_all_of_a_row(backend, V, K, monkeypatch):
+    blocks_of(32, backend, monkeypatch)
+    g = torch.Generator().manual_seed(V)
+    uniforms = torch.rand(1, 2, K, generator=g).to(DEVICE)
+    rows = torch.rand(1, 2, V, generator=g).add(0.1).to(DEVICE) / V
+    tokens, count, _ = draw_children(rows, uniforms, backend=backend)
+    assert count.eq(V).all() and tokens[..., V:].eq(0).all()
+    assert tokens[..., :V].sort().values.eq(torch.arange(V, device=DEVICE)).all()
+    assert tokens.equal(draw_children(rows, uniforms, backend="oracle")[0])
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
+def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
+    """Nothing about the rows is aligned, and their totals are not 1."""
+    blocks_of(16, backend, monkeypatch)
+    B, F, V, K = (4, 3, 61, 9) if backend == "triton" and DEVICE == "cpu" else (60, 5, 701, 12)
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(B, F, V, generator=g) * 3
+    logits[:, 1, K // 2:] = -INF                      # fewer than K
+    probs = logits.softmax(-1) * (0.1 + torch.rand(B, F, 1, generator=g))
+    probs[1, 0, V - 1], probs[2, 0, 0] = NAN, -1.0
+    rows = torch.cat([torch.zeros(1), probs.flatten()]).to(DEVICE)[1:].view(B, F, V)
+    uniforms = torch.rand(B, F, K, generator=g).to(DEVICE)
+    got, expected = (draw_children(rows, uniforms, backend=name) for name in (backend, "oracle"))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected))
+    assert expected[1][:, 1].eq(K // 2).all() and (expected[2] != 0).sum() == 2
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b in backends("verify_tree", DEVICE)])
+def test_children_that_are_not_there_leave_verification_exact(backend):
+    """P is a quarter each, Q half of tokens 1 and 2: of three children the third, token 0, does not exist.
+
+    A child is accepted with probability (1/4) / (1/2), the other one, with Q = 1 and nothing left of P, never;
+    then tokens 0 and 3 are equally likely.
+    """
+    first, accept, end = torch.cartesian_prod(*[torch.tensor([0.25, 0.75])] * 3).to(DEVICE).unbind(1)
+    B, low = len(first), torch.full_like(first, 0.25)
+    draft = torch.tensor([0.0, 0.5, 0.5, 0.0], device=DEVICE).expand(B, 1, -1)
+    children, count, _ = draw_children(draft, torch.stack([first, low, low], 1).unsqueeze(1), backend=backend)
+    assert count.eq(2).all()
+    tokens = torch.cat([torch.zeros_like(children[:, 0, :1]), children[:, 0]], 1)
+    path, _, next_token, _, status = verify_tree(
+        torch.full((B, 4, 4), 0.25, device=DEVICE), tokens, *links(torch.tensor([[-1, 0, 0, 0]] * B)),
+        torch.stack([end, accept, low, low], 1), draft_probs=draft,
+        draft_row=torch.zeros(B, 4, dtype=torch.int32, device=DEVICE), P=1, backend=backend)
+    emitted = torch.where(path[:, 0] < 0, next_token, tokens.gather(1, path.clamp(min=0).long())[:, 0])
+    assert emitted.bincount().tolist() == [B // 4] * 4 and not status.any()
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(draft_probs=torch.zeros(2, 4)), r"draft_probs must have 3 dimensions \(B, F, V\), got shape \(2, 4\)"),
+    (dict(draft_probs=torch.zeros(2, 3, 4).half()), r"draft_probs must be float32 \(B=2, F=3, V=4\), got float16"),
+    (dict(draft_probs=torch.zeros(2, 3, 0)), r"draft_probs must have F >= 1 and V >= 1, got shape \(2, 3, 0\)"),
+    (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have F >= 1 and V >= 1, got shape \(2, 0, 4\)"),
+    (dict(uniforms=torch.zeros(2, 3)), r"uniforms must have 3 dimensions \(B, F, K\), got shape \(2, 3\)"),
+    (dict(uniforms=torch.zeros(2, 4, 5)), r"uniforms must be float32 \(B=2, F=3, K=5\), got float32 \(2, 4, 5\)"),
+    (dict(uniforms=torch.zeros(2, 3, 5).double()), r"uniforms must be float32 \(B=2, F=3, K=5\), got float64"),
+    (dict(uniforms=torch.zeros(2, 3, 0)), r"uniforms must have K >= 1, got shape \(2, 3, 0\)"),
+    (dict(backend="fast"), "backend of draw_children must be one of oracle"),
+])
+def test_says_which_argument_is_wrong(changes, message):
+    base = dict(draft_probs=torch.full((2, 3, 4), 0.25), uniforms=torch.zeros(2, 3, 5))
+    with pytest.raises(ValueError, match=message):
+        draw_children(**{name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t
+                         for name, t in (base | changes).items()})

@@ -1,0 +1,165 @@
+"""What holds for every op on every backend, said once."""
+import inspect
+import shutil
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import specvis_kernels
+from specvis_kernels import INVALID_ROW, backends
+from tests.kernels import inputs
+
+EVERY = [(op, backend) for op in inputs.CASES for backend in [None, *backends(op, inputs.DEVICE)]]
+BATCHED = [(op, backend) for op, backend in EVERY if op not in inputs.UNBATCHED]
+ROWS = {"logits", "probs", "draft_probs", "target_probs"}  # first arguments whose rows may be bad
+TAKES_ROWS = [(op, backend) for op, backend in EVERY
+              if next(iter(inspect.signature(getattr(specvis_kernels, op)).parameters)) in ROWS]
+
+
+def make(op, *sizes):
+    return getattr(inputs, op)(*sizes)
+
+
+def run(op, args, kwargs, backend=None):
+    """The op's outputs as a tuple; on the way, that no input was written to."""
+    before = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    out = getattr(specvis_kernels, op)(*args, **kwargs, backend=backend)
+    for a, b in zip(tree_leaves(before), tree_leaves((args, kwargs))):
+        if isinstance(a, torch.Tensor):
+            assert same(a, b), f"{op} wrote to an input"
+    return out if isinstance(out, tuple) else (out,)
+
+
+def same(a, b):
+    """Equal shape, dtype and bits, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = (x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
+
+
+def assert_agree(op, got, expected):
+    assert len(got) == len(expected)
+    for i, (a, b) in enumerate(zip(got, expected)):
+        rtol, atol = inputs.TOLERANCES.get(op, {}).get(i, (0, 0))
+        if rtol or atol:
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda m: f"output {i} of {op}: {m}")
+        else:
+            assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b), \
+                f"output {i} of {op}: got {a}, expected {b}"
+
+
+@pytest.mark.parametrize("op, backend, case", [(op, backend, case) for op, backend in EVERY
+                                               if backend != "oracle" for case in inputs.CASES[op]])
+def test_equals_its_oracle(op, backend, case):
+    args, kwargs = make(op, *case)
+    assert_agree(op, run(op, args, kwargs, backend), run(op, args, kwargs, "oracle"))
+
+
+@pytest.mark.parametrize("op", sorted(inputs.CASES))
+def test_inference_only(op):
+    args, kwargs = make(op, *inputs.CASES[op][1])
+    args = [a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    assert not any(out.requires_grad for out in run(op, args, kwargs))
+
+
+@pytest.mark.parametrize("op, backend", BATCHED)
+def test_empty_batch(op, backend):
+    args, kwargs = make(op, 0, *inputs.CASES[op][1][1:])
+    full_args, full_kwargs = make(op, 1, *inputs.CASES[op][1][1:])
+    for empty, full in zip(run(op, args, kwargs, backend), run(op, full_args, full_kwargs, "oracle")):
+        assert empty.dtype == full.dtype and empty.shape == (0, *full.shape[1:])
+
+
+@pytest.mark.parametrize("op, backend", EVERY)
+def test_takes_views(op, backend):
+    args, kwargs = make(op, *inputs.CASES[op][1])
+
+    def view(a):
+        return torch.stack([a, torch.zeros_like(a)], -1)[..., 0]
+
+    views = tree_map_only(torch.Tensor, view, (args, kwargs))
+    assert not args[0].numel() > 1 or not views[0][0].is_contiguous()
+    for got, expected in zip(run(op, *views, backend), run(op, args, kwargs, backend)):
+        assert same(got, expected)
+
+
+@pytest.mark.parametrize("op, backend", BATCHED)
+def test_knows_no_neighbors_in_the_batch(op, backend):
+    """A batch of three is three batches of one."""
+    args, kwargs = make(op, 3, *inputs.CASES[op][1][1:])
+    together = run(op, args, kwargs, backend)
+    for i in range(3):
+        alone = tree_map_only(torch.Tensor, lambda a: a[i:i + 1] if a.shape[0] == 3 else a, (args, kwargs))
+        for got, expected in zip(run(op, *alone, backend), together):
+            assert same(got, expected[i:i + 1])
+
+
+@pytest.mark.parametrize("op, backend", TAKES_ROWS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_row_is_reported_and_hurts_nobody_else(op, backend, bad):
+    """Its status says so, ids stay inside the vocabulary, and the other rows of the batch do not notice."""
+    args, kwargs = make(op, 3, *inputs.CASES[op][1][1:])
+    rows = args[0].clone()
+    V = rows.shape[-1]
+    rows.view(-1, V)[0, V // 2] = bad
+    clean, got = run(op, args, kwargs, backend), run(op, (rows, *args[1:]), kwargs, backend)
+    assert got[-1].flatten()[0] & INVALID_ROW
+    for a, b in zip(got, clean):
+        assert same(a[1:], b[1:])
+        assert not a.is_floating_point() or not a.isnan().any()
+        assert a.dtype != torch.int64 or 0 <= a.min() and a.max() < V  # these ops' int64 are token ids
+
+
+@pytest.mark.parametrize("op", inputs.CASES)
+def test_is_registered_correctly(op):
+    calls = []
+
+    class Recorder(TorchDispatchMode):  # what the public function hands to the registered op
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == specvis_kernels.__name__:
+                calls.append((func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    args, kwargs = make(op, *inputs.CASES[op][1])
+    with Recorder():
+        run(op, args, kwargs)
+    (registered, *call), = calls
+    assert registered is getattr(torch.ops.specvis_kernels, op).default
+    torch.library.opcheck(registered, *call)
+
+
+@pytest.mark.parametrize("op", inputs.CASES)
+def test_the_oracle_reads_nothing_back(op):
+    """It is the fallback on every device, so it must run where tensors have shapes and no values."""
+    args, kwargs = make(op, *inputs.CASES[op][1])
+    expected = run(op, args, kwargs, "oracle")
+    with FakeTensorMode() as mode:
+        fake = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+        out = getattr(specvis_kernels, op)(*fake[0], **fake[1], backend="oracle")
+    for a, b in zip(out if isinstance(out, tuple) else (out,), expected):
+        assert a.shape == b.shape and a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("op", inputs.CASES)
+def test_compiles_whole(op):
+    torch._dynamo.reset()
+    args, kwargs = make(op, *inputs.CASES[op][1])
+    compiled = torch.compile(getattr(specvis_kernels, op), backend="aot_eager", fullgraph=True)
+    out = compiled(*args, **kwargs)
+    for got, expected in zip(out if isinstance(out, tuple) else (out,), run(op, args, kwargs)):
+        assert same(got, expected)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a compiler")
+def test_compiles_with_inductor():
+    torch._dynamo.reset()
+    args, kwargs = make("guided_probs", *inputs.CASES["guided_probs"][1])
+
+    def step(logits, *rest):
+        return specvis_kernels.guided_probs(logits + 1, *rest, **kwargs)[0] * 2
+
+    torch.testing.assert_close(torch.compile(step, fullgraph=True)(*args), step(*args))

@@ -1,0 +1,242 @@
+"""guided_probs on numbers small enough to check by hand, and its own laws."""
+import math
+
+import pytest
+import torch
+
+from specvis_kernels import INVALID_ROW, backends, guided_probs
+from tests.kernels.inputs import DEVICE
+
+BACKENDS = pytest.mark.parametrize("backend", backends("guided_probs", DEVICE))
+INF, NAN = math.inf, math.nan
+
+
+def one_row(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0, **kwargs):
+    """Probabilities (a list) and status of one row."""
+    def row(values):
+        return None if values is None else torch.tensor([[values]], device=DEVICE)
+
+    def setting(value, dtype=torch.float32):
+        return torch.tensor([value], dtype=dtype, device=DEVICE)
+
+    def run():
+        return guided_probs(row(logits), row(uncond), setting(guidance), setting(temperature),
+                            setting(top_k, torch.int32), setting(top_p), **kwargs)
+
+    probs, status = out = run()
+    if kwargs.get("backend") == "cuda_emulated":  # and where no row fits into shared memory
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_ON_CPU_SHARED", "17000")
+            assert all(map(torch.equal, run(), out))
+    return probs[0, 0].tolist(), status.item()
+
+
+def logs(*odds):
+    """Logits of tokens in these proportions."""
+    return [math.log(x) if x else -INF for x in odds]
+
+
+def close(expected):
+    return pytest.approx(expected, rel=1e-6, abs=0)  # abs=0: a zero is a zero
+
+
+@BACKENDS
+@pytest.mark.parametrize("settings, expected", [
+    ({}, [8, 4, 2, 1, 1]),                             # /16
+    ({"temperature": 0.5}, [64, 16, 4, 1, 1]),         # squares, /86
+    ({"top_k": 2}, [8, 4, 0, 0, 0]),
+    ({"top_k": 4}, [8, 4, 2, 1, 1]),                   # the fourth largest is 1: both ones are at least that
+    ({"top_k": 5}, [8, 4, 2, 1, 1]),                   # all there are: off
+    ({"top_k": -1}, [8, 4, 2, 1, 1]),                  # off
+    ({"top_p": 0.4}, [8, 0, 0, 0, 0]),                 # the first crosses: 0 < 0.4 <= 8/16
+    ({"top_p": 0.6}, [8, 4, 0, 0, 0]),                 # 8/16 < 0.6 <= 12/16
+    ({"top_p": 0.9}, [8, 4, 2, 1, 1]),                 # 14/16 < 0.9: one of the ties crosses, both stay
+    ({"top_p": 1e-30}, [8, 0, 0, 0, 0]),               # less than any mass: the best one stays
+    ({"top_p": 0.0}, [8, 4, 2, 1, 1]),                 # off
+    ({"top_p": 1.5}, [8, 4, 2, 1, 1]),                 # off
+    ({"top_k": 2, "top_p": 0.6}, [8, 0, 0, 0, 0]),     # top-k first: 8/12 >= 0.6; else 8 and 4 would stay
+    ({"temperature": 0.5, "top_p": 0.7}, [64, 0, 0, 0, 0]),  # temperature first: 64/86 >= 0.7 > 8/16
+    ({"temperature": 0.0, "top_k": 1, "top_p": 0.1}, [8, 4, 2, 1, 1]),  # greedy: no filter
+    ({"first_id": 1, "last_id": 4}, [0, 4, 2, 1, 0]),
+    ({"first_id": 1, "last_id": 4, "top_k": 1}, [0, 4, 0, 0, 0]),       # the best of the range
+    ({"first_id": 2, "last_id": 3}, [0, 0, 2, 0, 0]),
+    ({"first_id": 0, "last_id": 4, "top_k": 3}, [8, 4, 2, 0, 0]),       # all but one
+])
+def test_by_hand(backend, settings, expected):
+    probs, status = one_row(logs(8, 4, 2, 1, 1), backend=backend, **settings)
+    assert probs == close([x / sum(expected) for x in expected]) and status == 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("cond, uncond, guidance, expected", [
+    (logs(2, 4, 2), logs(1, 1, 4), 1.0, [2, 4, 2]),    # u + (c - u) = c
+    (logs(2, 4, 2), logs(1, 1, 4), 0.0, [1, 1, 4]),
+    (logs(2, 4, 2), logs(1, 1, 4), 2.0, [4, 16, 1]),   # c^2 / u
+    (logs(0, 4, 2), logs(1, 1, 4), 2.0, [0, 16, 1]),   # -inf stays -inf
+    (logs(0, 4, 2), logs(0, 1, 4), 2.0, [0, 16, 1]),   # and -inf - -inf is not NaN
+    (logs(0, 4, 2), logs(1, 1, 4), 0.0, [0, 1, 4]),    # nor is 0 times -inf
+])
+def test_guidance_by_hand(backend, cond, uncond, guidance, expected):
+    probs, status = one_row(cond, uncond, guidance, backend=backend)
+    assert probs == close([x / sum(expected) for x in expected]) and status == 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("logits, settings", [
+    ([0.0, NAN, 1.0], {}),
+    ([0.0, -NAN, 1.0], {"top_k": 1}),
+    ([0.0, INF, 1.0], {}),
+    ([-INF, -INF, -INF], {}),
+    ([1.0, -INF, -INF], {"first_id": 1}),               # nothing within the range
+    ([0.0, 1.0, 2.0], {"temperature": -1.0}),
+    ([0.0, 1.0, 2.0], {"temperature": NAN}),
+    ([-INF, 1.0, 2.0], {"uncond": [NAN, 0.0, 0.0]}),    # a -inf does not hide it
+    ([-INF, 1.0, 2.0], {"uncond": [INF, 0.0, 0.0]}),
+    ([0.0, 1.0, 2.0], {"uncond": [-INF, 0.0, 0.0]}),    # guidance away from -inf is +inf
+    ([0.0, 3e38, 0.0], {"temperature": 0.5}),           # overflow
+])
+def test_an_invalid_row_is_zero(backend, logits, settings):
+    assert one_row(logits, backend=backend, **settings) == ([0.0, 0.0, 0.0], INVALID_ROW)
+
+
+@BACKENDS
+@pytest.mark.parametrize("logits, settings, expected", [
+    ([NAN, 0.0, INF], {"first_id": 1, "last_id": 2}, [0, 1, 0]),  # what is outside the range is not looked at
+    ([0.0, -0.0, -1.0], {"top_k": 1}, [0.5, 0.5, 0]),             # the two zeros are a tie
+    ([1.0, 1 + 2**-23, 0.0], {"top_k": 1}, [0, 1, 0]),            # the last bit counts
+    ([-INF, 0.0, -INF], {"top_k": 2, "top_p": 0.5}, [0, 1, 0]),
+    ([-1e30, 1e30, 0.0], {"top_p": 0.5}, [0, 1, 0]),
+    ([7.0], {"top_p": 0.5, "top_k": 1}, [1]),
+])
+def test_extremes(backend, logits, settings, expected):
+    assert one_row(logits, backend=backend, **settings) == (expected, 0)
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_computed_in_float32(backend, dtype):
+    g = torch.Generator().manual_seed(0)
+    cond, uncond = (torch.randn(1, 2, 40, generator=g).to(DEVICE, dtype) for _ in range(2))
+    settings = [torch.tensor([x], device=DEVICE) for x in (7.5, 0.9)]
+    filters = torch.tensor([20], dtype=torch.int32, device=DEVICE), torch.tensor([0.9], device=DEVICE)
+    half = guided_probs(cond, uncond, *settings, *filters, backend=backend)[0]
+    full = guided_probs(cond.float(), uncond.float(), *settings, *filters, backend=backend)[0]
+    assert torch.equal(half, full)
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first, second", [(0, 1), (1, 0), (1, 1), (3, 7), (2, 10)])
+def test_rows_start_at_any_address(backend, dtype, first, second):
+    """Each half of a pair at one of its own."""
+    V = 45
+    memory = torch.randn(2, V + 16, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    cond, uncond = (row[at:at + V].view(1, 1, V) for row, at in zip(memory.unbind(0), (first, second)))
+    rest = [torch.tensor([x], device=DEVICE) for x in (2.0, 1.0, 9, 0.9)]
+    rest[2] = rest[2].int()
+    got = guided_probs(cond, uncond, *rest, backend=backend)
+    for a, b in zip(got, guided_probs(cond.clone(), uncond.clone(), *rest, backend=backend)):
+        assert torch.equal(a, b)
+
+
+@BACKENDS
+def test_settings_are_per_request(backend):
+    """Four requests with settings of their own, which both rows of a request share."""
+    logits = torch.tensor(logs(8, 4, 2, 1, 1), device=DEVICE).expand(4, 2, 5)
+    probs, status = guided_probs(
+        logits, logits.roll(1, -1), torch.tensor([1.0, 1.0, 0.0, 1.0], device=DEVICE),
+        torch.tensor([1.0, 0.5, 1.0, 0.0], device=DEVICE),
+        torch.tensor([2, 0, 0, 1], dtype=torch.int32, device=DEVICE),
+        torch.tensor([1.0, 1.0, 0.6, 1.0], device=DEVICE), backend=backend)
+    expected = torch.tensor([[8, 4, 0, 0, 0], [64, 16, 4, 1, 1], [0, 8, 4, 0, 0], [8, 4, 2, 1, 1.0]],
+                            device=DEVICE)
+    expected = (expected / expected.sum(-1, keepdim=True)).unsqueeze(1).expand(4, 2, 5)
+    torch.testing.assert_close(probs, expected, rtol=1e-6, atol=0)
+    assert not status.any()
+
+
+@BACKENDS
+def test_the_kept_set_is_the_oracles(backend):
+    """On arbitrary logits too: top-k compares exact numbers, top-p sums that are far apart here."""
+    g = torch.Generator().manual_seed(0)
+    logits = (torch.randn(6, 1, 200, generator=g) * 3).to(DEVICE)
+    args = (logits, logits.roll(1, 0),
+            torch.full((6,), 2.3, device=DEVICE), torch.full((6,), 0.7, device=DEVICE),
+            torch.tensor([0, 1, 50, 199, 7, 100], dtype=torch.int32, device=DEVICE),
+            torch.tensor([0.3, 1.0, 0.95, 0.5, 0.0, 0.999], device=DEVICE))
+    got, expected = guided_probs(*args, backend=backend)[0], guided_probs(*args, backend="oracle")[0]
+    assert torch.equal(got > 0, expected > 0)
+    assert (got > 0).sum(-1).flatten().tolist()[1] == 1
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(got.sum(-1), torch.ones(6, 1, device=DEVICE), rtol=1e-6, atol=0)
+
+
+@BACKENDS
+def test_exp_is_right_to_rounding(backend):
+    logits = torch.linspace(-60, 0, 2001, device=DEVICE).view(1, 1, -1)
+    one, off = torch.ones(1, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    probs, _ = guided_probs(logits, None, one, one, off, one, backend=backend)
+    coarse = DEVICE == "cuda" and backend == "triton"  # the GPU's exp multiplies by log2(e) in float32 first
+    expected = logits.double().softmax(-1)
+    torch.testing.assert_close(probs.double(), expected, rtol=1e-5 if coarse else 4e-7, atol=0)
+
+
+@BACKENDS
+@pytest.mark.parametrize("top_p, kept", [(0.5 - 1e-5, {1}), (0.5, {1, 3}), (0.5 + 1e-5, {3})])
+def test_only_a_near_tie_of_top_p_may_differ_between_backends(backend, top_p, kept):
+    """The best token holds 0.5 up to the rounding of exp: only at 0.5 itself may the others stay or not."""
+    probs, _ = one_row(logs(4, 2, 2), top_p=top_p, backend=backend)
+    assert sum(x > 0 for x in probs) in kept
+
+
+@BACKENDS
+@pytest.mark.parametrize("units, kept", [(65536, 1), (65537, 2)])
+def test_top_p_counts_exactly(backend, units, kept):
+    """In units of 2**-40 the best weighs 2**40, and top_p of all 2**40 - 0.004 or 2**40 + 0.996.
+
+    Taken in float32 or rounded to whole units any other way, one of them is on the wrong side of 2**40.
+    """
+    probs, _ = one_row([0.0, math.log(units + 0.5) - 40 * math.log(2)], top_p=1 - 2**-24, backend=backend)
+    assert sum(p > 0 for p in probs) == kept
+
+
+@BACKENDS
+@pytest.mark.parametrize("V", [70, 300])
+def test_top_k_in_rows_of_any_length(backend, V):
+    """Integers, whose low bits are zero: the kernels' digits of the threshold are the lowest or highest ones."""
+    logits = [float(v % 32 - 16) for v in range(V)]
+    for k in range(3, V, V // 16):
+        probs, _ = one_row(logits, top_k=k, backend=backend)
+        assert [p > 0 for p in probs] == [x >= sorted(logits)[-k] for x in logits]
+
+
+@BACKENDS
+@pytest.mark.parametrize("V", [33, 47, 129, 300])
+def test_a_small_top_k_sees_the_last_ids(backend, V):
+    for best in (0, 15, 16, V - 2, V - 1):
+        logits = [float(v % 7) for v in range(V)]
+        logits[best] = 9.0
+        probs, _ = one_row(logits, top_k=1, backend=backend)
+        assert [v for v in range(V) if probs[v] > 0] == [best]
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("logits", torch.zeros(2, 5), r"logits must have 3 dimensions \(B, N, V\), got shape \(2, 5\)"),
+    ("logits", torch.zeros(2, 3, 5, dtype=torch.float64), "logits must be float32 or float16 or bfloat16"),
+    ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, N=3, V=5\), got float32 \(2, 3, 4\)"),
+    ("uncond", torch.zeros(2, 3, 5, dtype=torch.float16), "uncond must be float32 .*, got float16"),
+    ("guidance", torch.zeros(3), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
+    ("temperature", 1.0, r"temperature must be float32 \(B=2\), got float"),
+    ("top_k", torch.zeros(2), r"top_k must be int32 \(B=2\), got float32 \(2,\)"),
+    ("top_p", torch.zeros(2, device="meta"), "top_p must be on cpu like the other tensors, got meta"),
+    ("last_id", 6, "0 <= first_id < last_id <= V=5, got 0 and 6"),
+    ("first_id", 5, "got 5 and 5"),
+    ("first_id", -1, "got -1 and 5"),
+    ("backend", "fast", "backend of guided_probs must be one of oracle.* for cpu tensors here, got 'fast'"),
+])
+def test_says_which_argument_is_wrong(name, value, message):
+    arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5),
+                 "guidance": torch.zeros(2), "temperature": torch.zeros(2),
+                 "top_k": torch.zeros(2, dtype=torch.int32), "top_p": torch.zeros(2)}
+    with pytest.raises(ValueError, match=message):
+        guided_probs(**arguments | {name: value})

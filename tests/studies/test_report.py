@@ -1,0 +1,394 @@
+"""The report: runs are kept and gone on with, what they record is right, every section can be written."""
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from specvis.cli.main import main
+from specvis.decoding.discrete import Step
+from specvis.decoding.methods import parse_method
+from specvis.models.llamagen import GPTConfig
+from specvis.models.vq import VQConfig
+from specvis.pipelines.discrete import Pipeline
+from specvis.studies import base as study_module
+from specvis.studies.items import FULL, ITEMS, QUICK, Report, alike, curve_gap, decided, grows, least_squares
+from specvis.studies.page import Section, shown
+from specvis.studies.quality import MORE_SCORES, Score
+from specvis.studies.base import Latency, Memory, Recorder, Run, Study
+from specvis.studies.write import LEFT_OUT
+from specvis_kernels import tree_links
+
+from .test_quality import NETWORK
+
+RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "report"
+PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    """16 tokens of 1100 codes: every k of the report is within."""
+    tiny = Pipeline.tiny()
+    config = dataclasses.replace(tiny.gpt.config, vocabulary=1100)
+    codes = dataclasses.replace(tiny.tokenizer.config, codebook_size=1100)
+    assert isinstance(config, GPTConfig) and isinstance(codes, VQConfig)
+    torch.manual_seed(0)
+    pipeline = Pipeline(config, codes, tiny.words.vocabulary, dataclasses.replace(config, dim=16, layers=1))
+    for gpt in (pipeline.gpt, pipeline.small):
+        for weight in (gpt.output.weight, gpt.tok_embeddings.weight):
+            weight.data.normal_(std=0.5)
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def weights(pipeline, tmp_path_factory):
+    """The same in a folder, with pictures of its prompts."""
+    folder = tmp_path_factory.mktemp("weights")
+    pipeline.save(folder)
+    (folder / "prompts.json").write_text(json.dumps(PROMPTS))
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "prompts.png")
+    return folder
+
+
+@pytest.fixture
+def study(pipeline, tmp_path):
+    return Study(pipeline, tmp_path / "runs", PROMPTS, images=6, timed=2)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refuse(*_):
+    raise AssertionError("decoded again")
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+def test_a_run_is_done_once_and_kept(study, pipeline, monkeypatch):
+    wanted = Run.of("eagle2")
+    first = study.pictures(wanted)
+    monkeypatch.setattr(pipeline, "tokens", refuse)
+    again = Study(pipeline, study.folder, PROMPTS, images=6).pictures(wanted)
+    for field in dataclasses.fields(first.decoded):
+        a, b = (getattr(p.decoded, field.name) for p in (first, again))
+        assert a.dtype == b.dtype and torch.equal(a, b), field.name
+    assert torch.equal(first.ranks, again.ranks) and torch.equal(first.nodes, again.nodes)
+    assert study.pending([wanted, Latency(wanted.method)]) == [Latency(wanted.method, count=2)]
+
+
+def test_a_run_is_what_the_pipeline_draws(study, pipeline):
+    wanted = Run.of("lantern:k=8:delta=0.2", 0.7, count=5, start=3)
+    expected = pipeline.tokens([PROMPTS[i % 4] for i in range(3, 8)], wanted.method, study._sampling(3, 5, 0.7))
+    pictures = study.pictures(wanted)
+    assert torch.equal(pictures.decoded.tokens, expected.tokens)
+    assert torch.equal(pictures.decoded.accepted, expected.accepted)
+    assert study.images_of(wanted).shape == (5, 8, 8, 3)
+
+
+def test_long_runs_share_batches_with_short_ones(study):
+    short, long = Run.of("eagle2", count=64), Run.of("eagle2", count=100)
+    assert [(c.start, c.count) for c in study.chunks(long)] == [(0, 32), (32, 32), (64, 32), (96, 4)]
+    assert set(study.chunks(short)) < set(study.chunks(long))
+    assert [(c.start, c.count) for c in study.chunks(Run.of("eagle2", start=30, count=4))] == [(30, 2), (32, 2)]
+
+
+def test_an_interruption_loses_only_the_batch_at_work(study, pipeline, monkeypatch):
+    works = [Run.of(text) for text in ("eagle2", "cool-sd", "speculative")]
+    tokens = pipeline.tokens
+
+    def interrupted(prompts, method, *others):
+        if method.name == "cool-sd":
+            raise KeyboardInterrupt
+        return tokens(prompts, method, *others)
+
+    monkeypatch.setattr(pipeline, "tokens", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study.do(works)
+    assert study.pending(works) == [Run(work.method, 1.0, 6, 0) for work in works[1:]]
+    assert not list(study.folder.glob(".*"))
+    monkeypatch.setattr(pipeline, "tokens", tokens)
+    study.do(works)
+    assert study.pending(works) == []
+
+
+def test_half_a_file_is_never_left(tmp_path):
+    def breaks(file):
+        file.write(b"half")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError):
+        study_module.write(tmp_path / "run.npz", breaks)
+    assert not (tmp_path / "run.npz").exists()
+
+
+def test_a_folder_of_another_study_is_refused(study, pipeline, monkeypatch):
+    for change, says in (({"guidance": 3.0}, r"another guidance \(1.2; here it is 3.0\)"),
+                         ({"seed": 5}, r"another seed \(0; here it is 5\)"),
+                         ({"prompts": PROMPTS[:2]}, "of other prompts: choose")):
+        with pytest.raises(ValueError, match=says):
+            Study(pipeline, study.folder, **{"prompts": PROMPTS, "images": 6} | change)
+    assert Study(pipeline, study.folder, PROMPTS, images=3).prompts == PROMPTS[:3]     # a shorter one may go on there
+    with pytest.raises(ValueError, match="holds results of another model"):
+        Study(Pipeline.tiny(), study.folder, PROMPTS, images=6)
+    monkeypatch.setattr(study_module.specvis_kernels, "__version__", "9")
+    with pytest.raises(ValueError, match=r"another version \(.*; here it is 9\)"):
+        Study(pipeline, study.folder, PROMPTS, images=6)
+
+
+def test_runs_of_other_prompts_or_machines_are_others(study, pipeline, monkeypatch):
+    few = Study(pipeline, study.folder, PROMPTS, images=3)
+    assert few.path(Run.of("eagle2", count=3)) != study.path(Run.of("eagle2", count=3))
+    monkeypatch.setattr(study_module, "machine", lambda device: "another")
+    other = Study(pipeline, study.folder, PROMPTS, images=6)
+    same, latency = Run.of("eagle2", count=3), Latency(parse_method("eagle2"), count=2)
+    assert other.path(same) == study.path(same) and other.path(latency) != study.path(latency)
+
+
+def test_where_runs_come_from_is_kept(study):
+    assert study.made == []
+    study.do([Run.of("eagle2")])
+    made = study.made
+    assert len(made) == 1 and study.machine in made[0]
+    study.do([Run.of("eagle2"), Run.of("cool-sd")])
+    assert study.made == made
+
+
+def test_a_damaged_file_is_named(study):
+    run = Run.of("eagle2", count=2)
+    study.pictures(run)
+    path = study.path(run)
+    path.write_bytes(path.read_bytes()[:100])
+    study.kept.clear()
+    with pytest.raises(ValueError, match=f"{path.name} cannot be read: .*; remove it, it will be made again"):
+        study.pictures(run)
+    study.record.write_text("[]")
+    with pytest.raises(ValueError, match="study.json cannot be read: no JSON object"):
+        Study(study.pipeline, study.folder, PROMPTS, images=6)
+
+
+def test_single_pictures_are_timed_beside_plain_ones(study, pipeline, monkeypatch):
+    calls, tokens = [], pipeline.tokens
+
+    def counted(prompts, method, sampling):
+        calls.append((method.name, prompts, sampling.seeds.tolist()))
+        return tokens(prompts, method, sampling)
+
+    monkeypatch.setattr(pipeline, "tokens", counted)
+    seconds = study.seconds(Latency(parse_method("eagle2")))
+    pair = [[("vanilla", [PROMPTS[i]], [i]), ("eagle2", [PROMPTS[i]], [i])] for i in (0, 0, 1)]  # the first warms up
+    assert calls == sum(pair, [])
+    assert len(seconds.plain) == len(seconds.method) == len(seconds.tau) == 2 and (seconds.speedup > 0).all()
+    assert torch.tensor(seconds.tokens).shape == (2, 16)
+
+
+def test_memory_grows_with_the_tree(study, pipeline):
+    small, large = (study.memory(Memory(parse_method(f"eagle2:depth=2:width=8:nodes={n}"))) for n in (4, 40))
+    row = 4 * pipeline.gpt.config.vocabulary
+    assert large - small > 36 * row                # of every node's probabilities at least
+    assert study.memory(Memory(parse_method("vanilla"))) < small
+    assert study.pending([Memory(parse_method("vanilla"))]) == []
+
+
+def test_the_recorder_writes_ranks_and_nodes():
+    """Root 0 has the children 1, 2, 3; 2 has 4, 5. Accepted: 3 in one picture; 2, 5 in the other, from place 4 on."""
+    links = tree_links(torch.tensor([[-1, 0, 0, 0, 2, 2], [-1, 0, 0, -2, 2, 2]], dtype=torch.int32))
+    recorder = Recorder(2, 8)
+    path = torch.tensor([[3, -1], [2, 5]], dtype=torch.int32)
+    accepted = torch.tensor([1, 2], dtype=torch.int32)
+    recorder(Step(links, torch.tensor([0, 4]), path, accepted, torch.tensor([True, True])))
+    assert recorder.ranks[:, :8].tolist() == [[2, -1, -1, -1, -1, -1, -1, -1], [-1, -1, -1, -1, 1, 1, -1, -1]]
+    assert recorder.nodes.tolist() == [[6, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 5, 0, 0, 0]]
+    before = recorder.ranks.clone()
+    recorder(Step(links, torch.tensor([5, 6]), path, accepted, torch.tensor([False, False])))
+    assert torch.equal(recorder.ranks[:, :8], before[:, :8]) and recorder.nodes[:, 5:].sum() == 0
+
+
+def test_the_recorder_of_a_large_tree():
+    """130 nodes, three words of ancestors: 64 children of the root, then each one's child, some unused."""
+    parents = [-1] + [0] * 64 + [1 + i if i % 3 else -2 for i in range(65)]
+    parents[-1] = 64
+    recorder = Recorder(1, 4)
+    recorder(Step(tree_links(torch.tensor([parents], dtype=torch.int32)), torch.tensor([0]),
+                  torch.tensor([[64, 129]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32),
+                  torch.tensor([True])))
+    assert recorder.ranks[0, :4].tolist() == [63, int(parents[128] == 64), -1, -1]
+    assert recorder.nodes[0, 0] == sum(parent != -2 for parent in parents)
+
+
+def test_ranks_and_nodes_of_a_run(study):
+    pictures = study.pictures(Run.of("eagle1"))
+    began = pictures.decoded.accepted >= 0
+    assert torch.equal(pictures.nodes > 0, began) and (pictures.nodes[began] == 26).all()
+    assert ((pictures.ranks >= 0).sum(1) == pictures.decoded.accepted.clamp(min=0).sum(1)).all()
+    assert pictures.lengths.sum() == pictures.decoded.accepted.clamp(min=0).sum()
+    assert (study.pictures(Run.of("vanilla")).nodes == 0).all()
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+class FakeReport:
+    """tau and distance of runs, without pictures."""
+
+    def __init__(self, points):
+        self.points, self.study = points, self
+
+    def pictures(self, run):
+        return SimpleNamespace(tau=self.points[run][0])
+
+    def compared(self, statistic, runs):
+        return statistic(lambda run: self.points[run][1]), 0.1
+
+
+def test_curves_are_compared_where_both_are():
+    points = {"a": (0.0, 1.0), "b": (2.0, 3.0), "c": (1.0, 0.0), "d": (3.0, 2.0), "e": (9.0, 9.0), "f": (8.0, 9.0)}
+    gap, half, shared = curve_gap(FakeReport(points), ["b", "a"], ["c", "d"])
+    assert gap == pytest.approx(2.0) and half == 0.1 and shared == (1.0, 2.0)
+    assert curve_gap(FakeReport(points), ["a", "b"], ["e", "f"])[2] is None
+
+
+def test_noise_of_what_is_made_of_several_distances():
+    report = Report(None, FULL, None)
+    report.scored = {name: {"kernel distance": Score(value, 0.0, 2.0)} for name, value in zip("abc", (1.0, 4.0, 9.0))}
+    value, half = report.compared(lambda d: d("c") - (d("a") + d("b")) / 2, ["a", "b", "c"])
+    assert value == 6.5 and half == pytest.approx(2 * 1.5 ** 0.5)
+
+
+def test_what_is_decided():
+    assert decided(2, 1) is True and decided(-2, 1) is False and decided(1, 2) is None
+    assert alike(0.1, 0.2, 0.5) is True and alike(-0.1, 0.5, 0.5) is None and alike(-2, 1, 0.5) is False
+    assert grows(np.array([[1.0, 2.0], [1.5, 1.95]]), 0, 0.1) and not grows(np.array([[1.0, 2.0], [1.5, 1.85]]), 0, 0.1)
+
+
+def test_least_squares_explain_what_is_linear():
+    x = np.array([[1.0, 0], [1, 1], [1, 2], [1, 5]])
+    fitted, weights, share = least_squares(x, x @ [2.0, 3.0])
+    assert np.allclose(weights, [2, 3]) and np.allclose(fitted, x @ [2, 3]) and share == pytest.approx(1)
+    assert least_squares(x[:, :1], np.array([1.0, -1, 1, -1]))[2] == pytest.approx(0)
+
+
+def test_numbers_are_shown_with_three_digits():
+    assert [shown(x) for x in (0.18349, 1.23456, 123.456, 5, "x", None)] == ["0.183", "1.23", "123.5", "5", "x",
+                                                                            "not measured"]
+
+
+def test_a_section_says_what_agrees(tmp_path):
+    section = Section("table", "A table", tmp_path, "origin")
+    section.table([{"a": 1.0, "b": "x"}, {"a": 0.25, "c": None}])
+    section.claim("it grows", True, "from 1 to 2")
+    section.claim("it falls", False, "it grows")
+    section.claim("it is best", None, "noise")
+    text = section.markdown()
+    assert "| a | b | c |" in text and "| 0.25 |  | not measured |" in text
+    assert "**agrees**: it grows. Here: from 1 to 2." in text and "**does not agree**: it falls" in text
+    assert "**not decided**: it is best" in text
+    assert list(csv.DictReader(open(tmp_path / "table.csv")))[0] == {"a": "1", "b": "x", "c": ""}
+
+
+@NETWORK
+def test_every_section_can_be_written(weights, tmp_path):
+    result = run("report", "--quick", "--out", tmp_path, "--weights", weights)
+    assert result.exit_code == 0, result.output
+    cover = (tmp_path / "README.md").read_text()
+    others = run("report", "--quick", "--out", tmp_path, "--weights", weights, "--only", ",".join(LEFT_OUT))
+    assert others.exit_code == 0, others.output
+    assert (tmp_path / "README.md").read_text() == cover
+    for name in ITEMS:
+        text = (tmp_path / f"{name}.md").read_text()
+        assert (f"({name}.md)" in cover) == (name not in LEFT_OUT) and text.startswith(f"## {ITEMS[name].title}")
+        assert "nan" not in text.replace("nano", ""), text
+        for link in [part.split(")")[0] for part in text.split("](")[1:]]:
+            assert (tmp_path / link).stat().st_size > 0, link
+    claims = cover.count("| agrees |") + cover.count("| does not agree |") + cover.count("| not decided |")
+    assert claims >= 15 and f"of {claims} trends" in result.output
+    assert f"state {cover.count('| agrees |')} are seen" in result.output
+    (tmp_path / "README.md").unlink()
+    again = run("report", "--quick", "--out", tmp_path, "--weights", weights)
+    assert again.exit_code == 0 and "1 of" not in again.output       # nothing is decoded again
+    assert "lantern-table-2" in (tmp_path / "README.md").read_text()
+
+
+def test_the_committed_table_has_the_form_that_the_command_writes(pipeline, tmp_path):
+    """LANTERN's Table 2 of the committed report: columns, rows, and numbers that can be."""
+    scope = dataclasses.replace(FULL, images=4)
+    study = Study(pipeline, tmp_path / "runs", PROMPTS, images=4)
+    study.do([work for work in ITEMS["lantern-table-2"].works(scope)])
+    section = Section("lantern-table-2", "", tmp_path, "")
+    ITEMS["lantern-table-2"].write(Report(study, scope, np.zeros((4, 1280))), section)
+    ours, theirs = (list(csv.DictReader(open(folder / "lantern-table-2.csv"))) for folder in (tmp_path, RESULTS))
+    assert [list(row) for row in ours] == [list(row) for row in theirs]
+    assert [row["k"] for row in ours] == [row["k"] for row in theirs] == ["0", "30", "100", "300", "1000"]
+    for row in ours + theirs:
+        assert all(0 <= float(value) <= 1 for name, value in row.items() if name != "k")
+
+
+def test_the_committed_report_is_whole():
+    cover = (RESULTS / "README.md").read_text()
+    for item in ITEMS.values():
+        text = (RESULTS / f"{item.name}.md").read_text()
+        assert text.startswith(f"## {item.title}") and f"[{item.title}]({item.name}.md)" in cover
+        for link in [part.split(")")[0] for part in text.split("](")[1:]]:
+            assert (RESULTS / link).stat().st_size > 0, link
+
+
+def test_a_quick_report_is_shorter():
+    for item in ITEMS.values():
+        assert 0 < len(set(item.works(QUICK))) <= len(set(item.works(FULL)))
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--only", "lantern-table-9"], "unknown table or figure 'lantern-table-9'; known: trade-off, lantern-table-2"),
+    (["--only", "trade-off,magic"], "unknown table or figure 'magic'"),
+    (["--images", "4"], "images must be at least 12, got 4: with fewer"),
+    (["--images", "14"], "images must be at most 4 or a multiple of it, the number of prompts, got 14"),
+    (["--score", "clip"], "score must be like clip=my_module:function, got 'clip'"),
+    (["--score", "clip=json:dumps"], "got 'clip=json:dumps'"),
+    (["--score", "kernel distance=numpy:zeros"], "got 'kernel distance=numpy:zeros'"),
+    (["--score", "clip=json:nothing"], "score must be like clip=my_module:function, got 'clip=json:nothing': module"),
+    (["--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
+])
+def test_bad_input_is_one_clear_line(weights, tmp_path, arguments, message):
+    result = run("report", *arguments, "--out", tmp_path / "out", "--weights", weights)
+    assert result.exit_code == 2 and message in result.output, result.output
+    assert not (tmp_path / "out").exists()
+
+
+@NETWORK
+def test_one_more_score(weights, tmp_path, monkeypatch):
+    (tmp_path / "my_scores.py").write_text("def red(pictures, prompts):\n    assert prompts[1] == 'blue heart'\n"
+                                           "    return pictures[..., 0].mean((1, 2))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(MORE_SCORES, "redness", None)  # to be taken out again
+    result = run("report", "--only", "lantern-table-4", "--quick", "--score", "redness=my_scores:red", "--out",
+                 tmp_path / "out", "--weights", weights)
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader(open(tmp_path / "out" / "lantern-table-4.csv")))
+    assert all(50 < float(row["redness"]) < 200 and row["redness differs"] in ("yes", "no") for row in rows)
+
+
+def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path):
+    pipeline.save(tmp_path / "bare")
+    result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
+    assert result.exit_code == 2 and "weights must have prompts.json" in result.output
+    for content in ("[]", "{bad", "[1]"):
+        (tmp_path / "bare" / "prompts.json").write_text(content)
+        result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
+        assert result.exit_code == 2 and "weights must have prompts.json" in result.output
+    (tmp_path / "bare" / "prompts.json").write_text(json.dumps(PROMPTS[:3]))
+    Image.open(weights / "prompts.png").save(tmp_path / "bare" / "prompts.png")
+    result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
+    assert result.exit_code == 2 and "must be a square of as many pictures" in result.output
+
+
+@NETWORK
+def test_a_report_of_another_model_is_refused(weights, tmp_path, pipeline):
+    Study(Pipeline.tiny(), tmp_path / "runs", PROMPTS, images=12)
+    result = run("report", "--only", "latency", "--quick", "--out", tmp_path, "--weights", weights)
+    assert result.exit_code == 2 and "holds results of another model" in result.output
