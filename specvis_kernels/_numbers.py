@@ -1,7 +1,8 @@
 """Probabilities as integers, so that a sum does not depend on the order in which it was taken.
 
-A probability p stands as floor(p * 2**42) in int64: exact for float32 p >= 2**-19, and a row of total
-mass 1 sums to about 2**42, exact as float64. No row overflows, whatever it holds, up to 2**19 entries.
+A probability p stands as floor(p * 2**42) in int64. That is exact for every float32 p >= 2**-19, and a row of
+total 1 sums to about 2**42, which float64 holds exactly. A row of up to 2**19 entries cannot overflow,
+whatever it holds.
 """
 import torch
 from torch import Tensor
@@ -12,29 +13,24 @@ LARGEST = 2.0        # an entry above this is no probability, whatever its round
 CEILING = 2.0 ** 62  # where a threshold saturates: no row's total is larger
 
 
-def to_fixed(probs: Tensor) -> Tensor:
-    """Probabilities, float32 or float64, -> int64. NaN, infinite and negative ones must be gone."""
-    return (probs * FIXED_ONE).to(torch.int64)
+def to_fixed_point(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., V) float32 -> fixed_probs (..., V) int64, their totals (...) int64, and is_valid (...) bool.
 
-
-def weigh(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(..., V) float32 -> weights (..., V) int64, their totals (...), and which rows are valid (...) bool.
-
-    A row is invalid if an entry is NaN, negative or above LARGEST (such an entry weighs 0), or if nothing is
-    left of it in fixed point.
+    A row is invalid if an entry is NaN, negative or above LARGEST (such an entry becomes 0), or if all of it is
+    0 in fixed point.
     """
-    sound = (probs >= 0) & (probs <= LARGEST)
-    weights = to_fixed(torch.where(sound, probs, 0.0))
-    total = weights.sum(-1)
-    return weights, total, sound.all(-1) & (total > 0)
+    is_prob = (probs >= 0) & (probs <= LARGEST)
+    fixed_probs = (torch.where(is_prob, probs, 0.0) * FIXED_ONE).to(torch.int64)
+    total = fixed_probs.sum(-1)
+    return fixed_probs, total, is_prob.all(-1) & (total > 0)
 
 
-def draw(weights: Tensor, total: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse CDF in vocabulary order: weights (..., V), total and uniforms (...) -> tokens (...) int64.
+def draw(mass: Tensor, total: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse CDF in vocabulary order: mass (..., V) int64, total and uniforms (...) -> tokens (...) int64.
 
-    The token is the smallest v whose running sum of weights exceeds floor(uniform * total).
+    The token is the smallest v whose running sum of mass exceeds floor(uniform * total).
     """
-    aim = (uniforms.double() * total.double()).floor()
-    aim = torch.where(aim > 0, aim, 0.0)  # a NaN counts as 0
-    aim = torch.where(aim < total.double(), aim.to(torch.int64), total - 1)
-    return (weights.cumsum(-1) <= aim.unsqueeze(-1)).sum(-1).clamp(max=weights.shape[-1] - 1)
+    target_sum = (uniforms.double() * total.double()).floor()
+    target_sum = torch.where(target_sum > 0, target_sum, 0.0)  # a NaN counts as 0
+    target_sum = torch.where(target_sum < total.double(), target_sum.to(torch.int64), total - 1)
+    return (mass.cumsum(-1) <= target_sum.unsqueeze(-1)).sum(-1).clamp(max=mass.shape[-1] - 1)

@@ -1,19 +1,28 @@
 """draw_children: the children of a static draft tree's nodes, sampled without replacement."""
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_ROW, check, check_dims, define
-from ._numbers import draw, weigh
+from ._numbers import draw, to_fixed_point
+
+
+class DrawChildrenResult(NamedTuple):
+    """What `draw_children` returns."""
+    tokens: Tensor        # (B, F, K) int64
+    num_children: Tensor  # (B, F) int32
+    status: Tensor        # (B, F) int32
 
 
 def draw_children(draft_probs: Tensor, uniforms: Tensor, *,
-                  backend: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                  backend: str | None = None) -> DrawChildrenResult:
     """K different tokens for each node, one after the other, each from what the earlier ones left of its row.
 
     The row counts in fixed point, floor(p * 2**42). Child k is drawn by inverse CDF in vocabulary order: the
     first token whose running sum of the weights that are left exceeds floor(uniforms[b, f, k] * their total).
     Then its weight is gone. Once nothing is left the other children do not exist: their tokens are 0, and
-    `count` says how many there are. verify_tree, with these rows as its draft_probs, takes the weights away
+    `num_children` says how many there are. verify_tree, with these rows as its draft_probs, takes the weights away
     likewise and skips children once the draft's mass is spent, so it stays exact even on a tree that has
     them.
 
@@ -26,9 +35,9 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor, *,
 
     Returns:
         tokens:       (B, F, K) int64     the children, in the order in which they were drawn
-        count:        (B, F)    int32     how many of them exist
+        num_children:        (B, F)    int32     how many of them exist
         status:       (B, F)    int32     INVALID_ROW where a row is invalid: an entry is NaN, negative or
-                                          above 2, or nothing is left of it in fixed point; its count is 0
+                                          above 2, or nothing is left of it in fixed point; its num_children is 0
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, or F, V or K is 0
@@ -45,17 +54,17 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor, *,
 
 
 def _oracle(draft_probs, uniforms):
-    weights, total, valid = weigh(draft_probs)
+    weights, total, valid = to_fixed_point(draft_probs)
     total = torch.where(valid, total, 0)
-    tokens, count = [], torch.zeros_like(total)
+    tokens, num_children = [], torch.zeros_like(total)
     for uniform in uniforms.unbind(-1):
         some = total > 0
         token = torch.where(some, draw(weights, total, uniform), 0).unsqueeze(-1)
         total = total - torch.where(some, weights.gather(-1, token)[..., 0], 0)
         weights = weights.scatter(-1, token, 0)
         tokens.append(token)
-        count = count + some
-    return torch.cat(tokens, -1), count.int(), torch.where(valid, 0, INVALID_ROW).int()
+        num_children = num_children + some
+    return torch.cat(tokens, -1), num_children.int(), torch.where(valid, 0, INVALID_ROW).int()
 
 
 def _meta(draft_probs, uniforms):
@@ -65,5 +74,5 @@ def _meta(draft_probs, uniforms):
 
 
 _call = define(
-    "draw_children(Tensor draft_probs, Tensor uniforms) -> (Tensor tokens, Tensor count, Tensor status)",
-    oracle=_oracle, meta=_meta)
+    "draw_children(Tensor draft_probs, Tensor uniforms) -> (Tensor tokens, Tensor num_children, Tensor status)",
+    oracle=_oracle, meta=_meta, result=DrawChildrenResult)

@@ -1,14 +1,24 @@
 """expand_tree: one level of a draft tree that grows where the draft model is confident."""
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ._dispatch import INVALID_ROW, check, check_count, check_dims, define
-from ._numbers import weigh
+from ._numbers import to_fixed_point
 
 
-def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, K: int,
-                backend: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class ExpandTreeResult(NamedTuple):
+    """What `expand_tree` returns."""
+    tokens: Tensor    # (B, F, K) int64
+    scores: Tensor    # (B, F, K) float32
+    frontier: Tensor  # (B, K) int32
+    status: Tensor    # (B, F) int32
+
+
+def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_children: int,
+                backend: str | None = None) -> ExpandTreeResult:
     """The children of a level of nodes, and which of the children are the next level.
 
     A node's children are the width[b] most probable tokens of its row, most probable first, ties to the lower
@@ -25,7 +35,7 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, K: int,
         draft_probs:  (B, F, V) float32   the draft's probabilities after each node of the level
         scores:       (B, F)    float32   the nodes' scores
         width:        (B,)      int32     children per node and size of the next level; clamped to 1..K
-        K:            the largest width
+        num_children: K, the largest width
         backend:      None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -45,14 +55,14 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, K: int,
     check("width", width, torch.int32, like=draft_probs, B=B)
     if F < 1 or V < 1:
         raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
-    check_count("K", K, 1)
-    return _call(backend, draft_probs.contiguous(), scores.contiguous(), width.contiguous(), K)
+    check_count("num_children", num_children, 1)
+    return _call(backend, draft_probs.contiguous(), scores.contiguous(), width.contiguous(), num_children)
 
 
 def _oracle(draft_probs, scores, width, K):
     V = draft_probs.shape[-1]
     alive = scores > -torch.inf  # a NaN is not
-    valid = weigh(draft_probs)[2]
+    valid = to_fixed_point(draft_probs)[2]
     within = torch.arange(K, device=width.device) < width.clamp(1, K).unsqueeze(1)  # (B, K)
 
     probs, tokens = draft_probs.sort(dim=-1, descending=True, stable=True)
@@ -76,6 +86,6 @@ def _meta(draft_probs, scores, width, K):
 
 
 _call = define(
-    "expand_tree(Tensor draft_probs, Tensor scores, Tensor width, SymInt K)"
+    "expand_tree(Tensor draft_probs, Tensor scores, Tensor width, SymInt num_children)"
     " -> (Tensor tokens, Tensor child_scores, Tensor frontier, Tensor status)",
-    oracle=_oracle, meta=_meta)
+    oracle=_oracle, meta=_meta, result=ExpandTreeResult)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define
-from ._numbers import CEILING, FIXED_BITS, FIXED_ONE, weigh
+from ._numbers import CEILING, FIXED_BITS, FIXED_ONE, to_fixed_point
 
 KINDS = ("tvd", "ratio", "jsd")
 
@@ -100,7 +100,7 @@ def _jsd(moved: Tensor, own: Tensor) -> Tensor:
 
 def _oracle(probs, tokens, neighbors, cutoff, kind, offset):
     V = probs.shape[1]
-    weights, _, valid = weigh(probs)
+    weights, _, valid = to_fixed_point(probs)
     inside = (tokens >= 0) & (tokens < V)
     tokens = tokens.clamp(0, V - 1)
     whole = torch.full_like(tokens, 1 << FIXED_BITS)

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, check, check_dims, define
-from ._numbers import FIXED_ONE, draw, weigh
+from ._numbers import FIXED_ONE, draw, to_fixed_point
 
 
 def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor, *,
@@ -45,12 +45,12 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
 
 
 def _oracle(target_probs, draft_probs, uniforms, omega):
-    weights, total, valid = weigh(target_probs)
+    weights, total, valid = to_fixed_point(target_probs)
     factor = torch.ones_like(uniforms) if omega is None else omega
     refused = ~(factor >= 0)
     status = torch.where(refused, INVALID_RULE, 0)
     if draft_probs is not None:
-        draft, draft_total, sound = weigh(draft_probs)
+        draft, draft_total, sound = to_fixed_point(draft_probs)
         slack = torch.where(factor < 1, 1 - factor.double(), 0.0).unsqueeze(1)
         r = weights.double() * (1 / total.double()).unsqueeze(1)
         rest = torch.maximum(r - draft.double() * (1 / draft_total.double()).unsqueeze(1), slack * r)

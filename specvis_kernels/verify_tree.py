@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, check, check_count, check_dims, define
-from ._numbers import FIXED_ONE, draw, weigh
+from ._numbers import FIXED_ONE, draw, to_fixed_point
 from .neighborhood_sum import check_neighbors, kept_prefix
 
 RESIDUALS = ("optimal", "relaxed", "released")
@@ -151,7 +151,7 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
 
     def enter(node, depth):
         """The state at `node` before its first child."""
-        weights, total, valid = weigh(target_probs[each, node])
+        weights, total, valid = to_fixed_point(target_probs[each, node])
         status = torch.where(valid, 0, INVALID_ROW)
         child = first_child[each, node].long()
         trying = valid & ~refused & (depth < P) & (child >= 0)
@@ -159,7 +159,7 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
         if draft_probs is not None:
             row, M = draft_row[each, node].long(), draft_probs.shape[1]
             status = status | torch.where(trying & (row >= M), INVALID_TREE, 0)
-            draft, _, sound = weigh(draft_probs[each, row.clamp(0, M - 1)])
+            draft, _, sound = to_fixed_point(draft_probs[each, row.clamp(0, M - 1)])
             status = status | torch.where(trying & (row >= 0) & (row < M) & ~sound, INVALID_ROW, 0)
             sampled = row >= 0
             trying = trying & (~sampled | (sound & (row < M)))
@@ -225,7 +225,7 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
         remnant = torch.where(sampled.unsqueeze(1), rest, remnant)
 
         rejected = tried & ~accept
-        full, full_total, _ = weigh(target_probs[each, node])
+        full, full_total, _ = to_fixed_point(target_probs[each, node])
         empty = rejected & (remnant.sum(1) == 0)
         status = status | torch.where(empty, EMPTY_RESIDUAL, 0)
         remnant = torch.where(empty.unsqueeze(1), full, remnant)
@@ -261,7 +261,7 @@ def _judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, k
     x = tokens.clamp(0, V - 1)
 
     for n in range(N):
-        weights, total, valid = weigh(target_probs[:, n])
+        weights, total, valid = to_fixed_point(target_probs[:, n])
         most, top = weights.max(1, keepdim=True)
         rho = weights.gather(1, x)
         if neighbors is not None:
@@ -287,7 +287,7 @@ def _judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, k
 
     accepted, node = depth.max(1)
     excess = swerves.gather(1, node.unsqueeze(1)).squeeze(1)
-    weights, _, valid = weigh(target_probs[torch.arange(B, device=device), node])
+    weights, _, valid = to_fixed_point(target_probs[torch.arange(B, device=device), node])
     status = status | torch.where(valid, 0, INVALID_ROW)
     next_token = torch.where(valid, weights.argmax(1), 0)
     path = torch.full((B, P + 1), -1, device=device)
