@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..cli.compare import steps_gain, teacher_forced_probs
 from ..decoding.methods import METHODS, Method, parse_method
 from . import papers
 from .page import Section, axes, heat, show
+from .positions import steps_gain, teacher_forced_probs
 from .quality import GROUPS, Score
 from .base import CHUNK, Latency, Memory, Run, Study, Work
 

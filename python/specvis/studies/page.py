@@ -4,11 +4,13 @@ import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+import matplotlib
 import numpy as np
 
-from ..cli.compare import save_figure
 from .quality import Score
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
 
 
 @dataclass
@@ -114,3 +116,11 @@ def show(axis, image, title: str = "") -> None:
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)
     axis.set_title(title, fontsize=7)
+
+
+def save_figure(figure, path: Path) -> None:
+    """Write a PNG to a file beside `path` first, so that an interruption leaves no half of a picture."""
+    part = path.with_name(f".{path.name}.part")
+    figure.savefig(part, dpi=100, format="png")
+    plt.close(figure)
+    part.replace(path)
