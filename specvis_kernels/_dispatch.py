@@ -50,8 +50,11 @@ for _file in ("_ops.so", "_ops_cuda.so"):  # built? then it must load: a broken 
             raise ImportError(f"{_path} does not load, build the package again: {error}") from error
 
 
-def define(schema: str, *, oracle, meta):
-    """Define the op that `schema` names. Returns `call(backend, *args, **kwargs)`."""
+def define(schema: str, *, oracle, meta, result: type | None = None):
+    """Define the op that `schema` names and return `call(backend, *args, **kwargs)`.
+
+    torch.ops knows plain tuples only. `result` is the named tuple that `call` makes of them; None: as it is.
+    """
     name = schema.partition("(")[0]
     _library.define(schema)
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -80,12 +83,14 @@ def define(schema: str, *, oracle, meta):
 
     def call(backend, *args, **kwargs):
         if backend is None:
-            return op(*args, **kwargs)
+            out = op(*args, **kwargs)
+            return out if result is None else result(*out)
         device = next(a for a in args if isinstance(a, Tensor)).device.type
         if backend not in backends(name, device):
             raise ValueError(f"backend of {name} must be one of {', '.join(backends(name, device))} "
                              f"for {device} tensors here, got {backend!r}")
-        return kernels[backend](*args, **kwargs)
+        out = kernels[backend](*args, **kwargs)
+        return out if result is None else result(*out)
 
     return call
 

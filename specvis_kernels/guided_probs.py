@@ -1,4 +1,6 @@
 """guided_probs: from a model's logits to the distribution that is sampled."""
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -8,9 +10,15 @@ HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
 MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer: any vocabulary's sum stays far below 2**63
 
 
+class GuidedProbsResult(NamedTuple):
+    """What `guided_probs` returns."""
+    probs: Tensor   # (B, N, V) float32
+    status: Tensor  # (B, N) int32
+
+
 def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor,
                  top_p: Tensor, *, first_id: int = 0, last_id: int | None = None,
-                 backend: str | None = None) -> tuple[Tensor, Tensor]:
+                 backend: str | None = None) -> GuidedProbsResult:
     """The distribution that a model's logits stand for after guidance, temperature, top-k and top-p.
 
     In this order, in float32 whatever the dtype of the logits: guidance, uncond + s (logits - uncond); only
@@ -104,4 +112,4 @@ def _meta(logits, uncond, guidance, temperature, top_k, top_p, first_id, last_id
 _call = define(
     "guided_probs(Tensor logits, Tensor? uncond, Tensor guidance, Tensor temperature, Tensor top_k,"
     " Tensor top_p, SymInt first_id, SymInt last_id) -> (Tensor probs, Tensor status)",
-    oracle=_oracle, meta=_meta)
+    oracle=_oracle, meta=_meta, result=GuidedProbsResult)

@@ -1,4 +1,6 @@
 """resample_gaussian: continuous tokens in place of the rejected drafts."""
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -6,12 +8,19 @@ from ._dispatch import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, check, check_dim
 from ._gaussian import at_least_one, check_last_step, exp, distance_weight_of, last_step_log_ratio
 
 
-def resample_gaussian(tokens: Tensor, keep: Tensor, redraw: Tensor, proposals: Tensor, log_ratio: Tensor,
+class ResampleGaussianResult(NamedTuple):
+    """What `resample_gaussian` returns."""
+    tokens: Tensor     # (B, G, C) float32
+    num_tries: Tensor  # (B, G) int32
+    status: Tensor     # (B, G) int32
+
+
+def resample_gaussian(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, proposals: Tensor, log_ratio: Tensor,
                       uniforms: Tensor, fallback: Tensor,
                       target_means: Tensor | None = None, target_log_sigmas: Tensor | None = None,
                       draft_means: Tensor | None = None, draft_log_sigmas: Tensor | None = None, *,
                       variant: str = "paper", temperature: Tensor | None = None, backend: str | None = None
-                      ) -> tuple[Tensor, Tensor, Tensor]:
+                      ) -> ResampleGaussianResult:
     """A token for every rejected draft, by acceptance and rejection from the target, at most M tries.
 
     Try j is kept with probability max(0, 1 - 1/r(x_j)), so iff log r(x_j) > 0 and u_j < 1 - exp(-log r(x_j));
@@ -32,8 +41,8 @@ def resample_gaussian(tokens: Tensor, keep: Tensor, redraw: Tensor, proposals: T
 
     Args:
         tokens:             (B, G, C)    float32  the drafts
-        keep:               (B, G)       bool     the drafts that are kept, from accept_gaussian
-        redraw:             (B, G)       bool     the ones to replace, from accept_gaussian
+        is_accepted:               (B, G)       bool     the drafts that are kept, from accept_gaussian
+        is_rejected:             (B, G)       bool     the ones to replace, from accept_gaussian
         proposals:          (B, G, M, C) float32  standard normal numbers; for `path` tokens of the target
         log_ratio:          (B, G)       float32  for `path` (B, G, M)
         uniforms:           (B, G, M)    float32  in [0, 1)
@@ -48,7 +57,7 @@ def resample_gaussian(tokens: Tensor, keep: Tensor, redraw: Tensor, proposals: T
 
     Returns:
         tokens:  (B, G, C) float32  the draft where it is kept, the new token where it is redrawn, else 0
-        tries:   (B, G)    int32    how many tries were looked at; 0 where nothing is redrawn
+        num_tries:   (B, G)    int32    how many tries were looked at; 0 where nothing is redrawn
         status:  (B, G)    int32    OUT_OF_TRIES: the token is the fallback; INVALID_ROW: a number looked at is NaN,
                                     infinite or leads to such a token or log r; INVALID_RULE: a temperature not
                                     positive and finite. After either of the last two the token is 0
@@ -59,8 +68,8 @@ def resample_gaussian(tokens: Tensor, keep: Tensor, redraw: Tensor, proposals: T
     B, G, C = check_dims("tokens", tokens, "BGC")
     check("tokens", tokens, torch.float32, B=B, G=G, C=C)
     at_least_one("tokens", tokens, G=G, C=C)
-    check("keep", keep, torch.bool, like=tokens, B=B, G=G)
-    check("redraw", redraw, torch.bool, like=tokens, B=B, G=G)
+    check("is_accepted", is_accepted, torch.bool, like=tokens, B=B, G=G)
+    check("is_rejected", is_rejected, torch.bool, like=tokens, B=B, G=G)
     M = check_dims("proposals", proposals, "BGMC")[2]
     check("proposals", proposals, torch.float32, like=tokens, B=B, G=G, M=M, C=C)
     at_least_one("proposals", proposals, M=M)
@@ -70,12 +79,12 @@ def resample_gaussian(tokens: Tensor, keep: Tensor, redraw: Tensor, proposals: T
     check("log_ratio", log_ratio, torch.float32, like=tokens, B=B, G=G, **({"M": M} if variant == "path" else {}))
     check("uniforms", uniforms, torch.float32, like=tokens, B=B, G=G, M=M)
     check("fallback", fallback, torch.float32, like=tokens, B=B, G=G, C=C)
-    inputs = [tokens, keep, redraw, proposals, -log_ratio if variant == "released" else log_ratio, uniforms,
+    inputs = [tokens, is_accepted, is_rejected, proposals, -log_ratio if variant == "released" else log_ratio, uniforms,
               fallback, target_means, target_log_sigmas, draft_means, draft_log_sigmas, temperature]
     return _call(backend, *[None if t is None else t.contiguous() for t in inputs])
 
 
-def _oracle(tokens, keep, redraw, proposals, log_ratio, uniforms, fallback, target_means, target_log_sigmas,
+def _oracle(tokens, is_accepted, is_rejected, proposals, log_ratio, uniforms, fallback, target_means, target_log_sigmas,
             draft_means, draft_log_sigmas, temperature):
     distance_weight, refused = distance_weight_of(temperature, tokens)
     M = uniforms.shape[2]
@@ -94,28 +103,28 @@ def _oracle(tokens, keep, redraw, proposals, log_ratio, uniforms, fallback, targ
     at = first.clamp(max=M - 1).unsqueeze(2)
     drawn = x.gather(2, at.unsqueeze(3).expand(-1, -1, 1, x.shape[3])).squeeze(2)
 
-    refused = redraw & refused.unsqueeze(1)
-    redrawn = redraw & ~refused
+    refused = is_rejected & refused.unsqueeze(1)
+    redrawn = is_rejected & ~refused
     out_of_tries = redrawn & (first == M)
     chosen = torch.where(redrawn.unsqueeze(2), drawn, tokens)
     chosen = torch.where(out_of_tries.unsqueeze(2), fallback, chosen)
     broken = redrawn & ~out_of_tries & bad.gather(2, at).squeeze(2) | ~chosen.isfinite().all(-1)
-    wanted = redrawn | keep & ~redraw
+    wanted = redrawn | is_accepted & ~is_rejected
     status = (torch.where(wanted & broken, INVALID_ROW, 0) | torch.where(refused, INVALID_RULE, 0)
               | torch.where(out_of_tries, OUT_OF_TRIES, 0))
-    tries = torch.where(redrawn, (first + 1).clamp(max=M), 0)
-    return torch.where((wanted & ~broken).unsqueeze(2), chosen, 0.0), tries.int(), status.int()
+    num_tries = torch.where(redrawn, (first + 1).clamp(max=M), 0)
+    return torch.where((wanted & ~broken).unsqueeze(2), chosen, 0.0), num_tries.int(), status.int()
 
 
-def _meta(tokens, keep, redraw, proposals, log_ratio, uniforms, fallback, target_means, target_log_sigmas,
+def _meta(tokens, is_accepted, is_rejected, proposals, log_ratio, uniforms, fallback, target_means, target_log_sigmas,
           draft_means, draft_log_sigmas, temperature):
     B, G, _ = tokens.shape
-    tries, status = (uniforms.new_empty((B, G), dtype=torch.int32) for _ in range(2))
-    return torch.empty_like(tokens), tries, status
+    num_tries, status = (uniforms.new_empty((B, G), dtype=torch.int32) for _ in range(2))
+    return torch.empty_like(tokens), num_tries, status
 
 
 _call = define(
-    "resample_gaussian(Tensor tokens, Tensor keep, Tensor redraw, Tensor proposals, Tensor log_ratio,"
+    "resample_gaussian(Tensor tokens, Tensor is_accepted, Tensor is_rejected, Tensor proposals, Tensor log_ratio,"
     " Tensor uniforms, Tensor fallback, Tensor? target_means, Tensor? target_log_sigmas, Tensor? draft_means,"
-    " Tensor? draft_log_sigmas, Tensor? temperature) -> (Tensor tokens, Tensor tries, Tensor status)",
-    oracle=_oracle, meta=_meta)
+    " Tensor? draft_log_sigmas, Tensor? temperature) -> (Tensor tokens, Tensor num_tries, Tensor status)",
+    oracle=_oracle, meta=_meta, result=ResampleGaussianResult)

@@ -1,12 +1,22 @@
 """select_tree: the best of all drafted candidates, as a tree."""
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_TREE, check, check_count, check_dims, define
 
 
-def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, size: Tensor, *, N: int,
-                backend: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class SelectTreeResult(NamedTuple):
+    """What `select_tree` returns."""
+    tokens: Tensor   # (B, N) int64
+    parents: Tensor  # (B, N) int32
+    source: Tensor   # (B, N) int32
+    status: Tensor   # (B,) int32
+
+
+def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, size: Tensor, *, num_nodes: int,
+                backend: str | None = None) -> SelectTreeResult:
     """The best candidates of a draft and their root, renumbered as the nodes of a tree.
 
     The size[b] - 1 best scores are kept, ties to the smaller index, -inf and NaN never; node 0 is the root,
@@ -21,7 +31,7 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
         parents:  (B, M) int32     each one's parent among the candidates, before itself; -1: the root
         root:     (B,)   int64     the last accepted token
         size:     (B,)   int32     nodes to keep, the root included; clamped to 1..N
-        N:        the largest size
+        num_nodes: N, the largest size
         backend:  None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -40,9 +50,9 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
     check("parents", parents, torch.int32, like=tokens, B=B, M=M)
     check("root", root, torch.int64, like=tokens, B=B)
     check("size", size, torch.int32, like=tokens, B=B)
-    check_count("N", N, 1)
+    check_count("num_nodes", num_nodes, 1)
     return _call(backend, tokens.contiguous(), scores.contiguous(), parents.contiguous(), root.contiguous(),
-                 size.contiguous(), N)
+                 size.contiguous(), num_nodes)
 
 
 def _oracle(tokens, scores, parents, root, size, N):
@@ -76,6 +86,6 @@ def _meta(tokens, scores, parents, root, size, N):
 
 
 _call = define(
-    "select_tree(Tensor tokens, Tensor scores, Tensor parents, Tensor root, Tensor size, SymInt N)"
+    "select_tree(Tensor tokens, Tensor scores, Tensor parents, Tensor root, Tensor size, SymInt num_nodes)"
     " -> (Tensor node_tokens, Tensor node_parents, Tensor source, Tensor status)",
-    oracle=_oracle, meta=_meta)
+    oracle=_oracle, meta=_meta, result=SelectTreeResult)

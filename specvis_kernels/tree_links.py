@@ -1,12 +1,23 @@
 """tree_links: from parents to everything that a walk or an attention mask needs to know of a tree."""
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_TREE, check, check_dims, define
 
 
+class TreeLinksResult(NamedTuple):
+    """What `tree_links` returns."""
+    ancestors: Tensor     # (B, N, W) int64
+    depth: Tensor         # (B, N) int32
+    first_child: Tensor   # (B, N) int32
+    next_sibling: Tensor  # (B, N) int32
+    status: Tensor        # (B,) int32
+
+
 def tree_links(parents: Tensor, *,
-               backend: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+               backend: str | None = None) -> TreeLinksResult:
     """Ancestors, depths, first children and next siblings of the nodes of a tree.
 
     Node 0 is the root, parents precede their children, and a node's children are in the order of their
@@ -78,4 +89,4 @@ def _meta(parents):
 _call = define(
     "tree_links(Tensor parents)"
     " -> (Tensor ancestors, Tensor depth, Tensor first_child, Tensor next_sibling, Tensor status)",
-    oracle=_oracle, meta=_meta)
+    oracle=_oracle, meta=_meta, result=TreeLinksResult)

@@ -148,7 +148,7 @@ CASES["accept_gaussian"] = [
     (1, 1, 1),
     (2, 5, 16),
     (3, 7, 33, {"temperature": (42.0, 1.0, 0.5), "truncate": False, "variant": "released"}),
-    (3, 12, 4, {"variant": "path", "drafted": (12, 0, 5)}),
+    (3, 12, 4, {"variant": "path", "num_drafted": (12, 0, 5)}),
 ]
 
 
@@ -171,8 +171,8 @@ def accept_gaussian(B, G, C, options={}):
     args = (tokens, log_ratio, uniforms, *(last_step if options["variant"] != "path" else 4 * [None]))
     if "temperature" in options:
         options["temperature"] = torch.tensor(options["temperature"]).repeat(B)[:B].to(DEVICE)
-    if "drafted" in options:
-        options["drafted"] = torch.tensor(options["drafted"], dtype=torch.int32).repeat(B)[:B].to(DEVICE)
+    if "num_drafted" in options:
+        options["num_drafted"] = torch.tensor(options["num_drafted"], dtype=torch.int32).repeat(B)[:B].to(DEVICE)
     return tuple(None if a is None else a.to(DEVICE) for a in args), options
 
 
@@ -217,7 +217,7 @@ def expand_tree(B, F, V, K):
     scores = -torch.randint(0, 8, (B, F), generator=g).float()
     scores[1:, F - 1:] = -torch.inf
     width = torch.tensor([K, max(K - 2, 1), 1], dtype=torch.int32).repeat(B)[:B]
-    return (exact_probs(B * F, V).view(B, F, V), scores.to(DEVICE), width.to(DEVICE)), {"K": K}
+    return (exact_probs(B * F, V).view(B, F, V), scores.to(DEVICE), width.to(DEVICE)), {"num_children": K}
 
 
 def random_parents(B, n, g, unused=True):
@@ -247,7 +247,7 @@ def select_tree(B, M, N):
     tokens = torch.randint(2**40, (B, M), generator=g)
     size = torch.tensor([N, N // 2, 1], dtype=torch.int32).repeat(B)[:B]
     args = tokens, scores, parents.int(), torch.arange(B), size
-    return tuple(a.to(DEVICE) for a in args), {"N": N}
+    return tuple(a.to(DEVICE) for a in args), {"num_nodes": N}
 
 
 CASES["tree_links"] = [(1, 1), (2, 7), (3, 20), (2, 130)]
