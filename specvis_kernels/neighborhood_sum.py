@@ -1,5 +1,6 @@
 """neighborhood_sum: the probability of a token together with that of its neighbors in the codebook."""
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -7,116 +8,139 @@ from torch import Tensor
 from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define
 from ._numbers import CEILING, FIXED_BITS, FIXED_ONE, to_fixed_point
 
-KINDS = ("tvd", "ratio", "jsd")
+CUTOFFS = ("tvd", "ratio", "jsd")
 
 
-def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, cutoff: Tensor, *, kind: str = "tvd",
-                     offset: int = 0, backend: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The probability of each token, plus that of its nearest codes for as long as the cutoff allows.
+class NeighborhoodSumResult(NamedTuple):
+    """What `neighborhood_sum` returns; its docstring says what the fields hold."""
+    relaxed_mass: Tensor
+    num_neighbors: Tensor
+    status: Tensor
 
-    Neighbors are added nearest first. With S the running sum of their probabilities and r the token's own,
-    one is kept while
 
-        tvd    S <= cutoff               moving them to the token changes the row by TV = S (LANTERN)
-        ratio  S <= cutoff * r           (LANTERN++: a release's `lantern_delta` l is the ratio l - 1)
-        jsd    JSD(S, r) <= cutoff       1/2 [S ln 2 + r ln(r / h) + (r + S) ln((r + S) / h)], h = r + S / 2
+def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, *, cutoff: str = "tvd",
+                     offset: int = 0, backend: str | None = None) -> NeighborhoodSumResult:
+    """The relaxed mass of each token: its own probability plus that of its nearest neighbors in the codebook.
 
-    and the first that is not ends the list. A neighbor of probability 0 takes a place and no budget. A
-    negative or NaN cutoff keeps nothing. Sums are in fixed point, floor(p * 2**42), so their order does not
-    matter.
+    Neighbors are added one by one, the nearest first. The cutoff says where to stop. With r the probability of
+    the token and S the sum over the neighbors so far, the next one included, a neighbor is added if
+
+        tvd    S <= delta        moving these neighbors' mass onto the token changes the row by S in total
+                                 variation (LANTERN)
+        ratio  S <= delta * r    LANTERN++; a released `lantern_delta` l above 1 is delta = l - 1 here
+        jsd    JSD(S, r) <= delta, the Jensen-Shannon divergence between the row and the row with this mass
+                                 moved: 1/2 [S ln 2 + r ln(r / h) + (r + S) ln((r + S) / h)], h = r + S / 2
+
+    The first neighbor that does not fit ends the list. A neighbor of probability 0 fits whenever those before
+    it do. If delta is negative or NaN no neighbor is added. Sums are taken in fixed point, floor(p * 2**42), so
+    they do not depend on the order of addition.
+
     (LANTERN, arXiv:2410.03355, section 4; LANTERN++, arXiv:2502.06352.)
 
     Args:
         probs:      (R, V) float32          rows of probabilities, each of total 1
-        tokens:     (R,)   int64            one token of each row; outside [0, V) it is reported
+        tokens:     (R,)   int64            one token of each row; a token outside [0, V) is reported
         neighbors:  (C, k) uint16 or int32  each code's neighbors, nearest first: distinct, itself excluded
-        cutoff:     (R,)   float32          what the sum is compared with
-        kind:       "tvd", "ratio" or "jsd"
+        delta:      (R,)   float32          how much the cutoff allows
+        cutoff:     the rule by which delta limits the sum: "tvd", "ratio" or "jsd"
         offset:     the token id of code 0; a token outside [offset, offset + C) has no neighbors
         backend:    None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        mass:    (R,) float32  the token's probability and its kept neighbors'
-        kept:    (R,) int32    how many neighbors were kept
-        status:  (R,) int32    INVALID_ROW, INVALID_TREE (token out of range); mass and kept are then 0
+        relaxed_mass:   (R,) float32  the probability of the token and of the neighbors that were added
+        num_neighbors:  (R,) int32    how many neighbors were added
+        status:         (R,) int32    INVALID_ROW: the row has an entry that is NaN, negative or above 2, or it is
+                                      0 in fixed point. INVALID_TREE: the token is outside [0, V).
+                                      With either, the other two results are 0
 
     Raises:
-        ValueError: an argument's dtype, shape or device differs from the above, or offset + C > V
+        ValueError: an argument's dtype, shape or device differs from the above, cutoff is none of the three, or
+            offset + C > V
+
+    Example:
+        >>> probs = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
+        >>> neighbors = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]], dtype=torch.int32)
+        >>> result = neighborhood_sum(probs, torch.tensor([0]), neighbors, torch.tensor([0.375]))
+        >>> result.relaxed_mass, result.num_neighbors  # 1/2 of its own, 1/4 + 1/8 of tokens 1 and 2
+        (tensor([0.8750]), tensor([2], dtype=torch.int32))
     """
     R, V = check_dims("probs", probs, "RV")
     check("probs", probs, torch.float32, R=R, V=V)
     check("tokens", tokens, torch.int64, like=probs, R=R)
-    check_neighbors(neighbors, kind, offset, V, like=probs)
-    check("cutoff", cutoff, torch.float32, like=probs, R=R)
-    rows = [t.contiguous() for t in (probs, tokens, neighbors, cutoff)]
-    return _call(backend, *rows, kind, offset)
+    check_neighbors(neighbors, cutoff, offset, V, like=probs)
+    check("delta", delta, torch.float32, like=probs, R=R)
+    tensors = [t.contiguous() for t in (probs, tokens, neighbors, delta)]
+    return NeighborhoodSumResult(*_call(backend, *tensors, cutoff, offset))
 
 
-def check_neighbors(neighbors: Tensor, kind: str, offset: int, V: int, like: Tensor) -> None:
-    """Raise ValueError unless the table, the kind of cutoff and the offset fit a vocabulary of V."""
+def check_neighbors(neighbors: Tensor, cutoff: str, offset: int, V: int, like: Tensor) -> None:
+    """Raise ValueError unless the table, the cutoff and the offset fit a vocabulary of V."""
     C, k = check_dims("neighbors", neighbors, "Ck")
     check("neighbors", neighbors, (torch.uint16, torch.int32), like=like, C=C, k=k)
     if C < 1 or k < 1:
         raise ValueError(f"neighbors must have at least one row and one column, got shape ({C}, {k})")
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if cutoff not in CUTOFFS:
+        raise ValueError(f"cutoff must be one of {', '.join(CUTOFFS)}, got {cutoff!r}")
     if not isinstance(offset, (int, torch.SymInt)) or offset < 0 or offset + C > V:
         raise ValueError(f"offset must be in [0, V - C] = [0, {V - C}], got {offset} with V={V}, C={C}")
 
 
-def kept_prefix(weights: Tensor, total: Tensor, tokens: Tensor, neighbors: Tensor, cutoff: Tensor, kind: str,
-                offset: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which of the first `columns` neighbors the cutoff keeps. For oracles.
+def kept_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, cutoff: str,
+                offset: int, num_considered: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which of the first `num_considered` neighbors the cutoff allows. For oracles.
 
-    weights (..., V) int64, total, tokens (in [0, V)) and cutoff (...) -> the kept ones' sum (...) int64, how
-    many (...), and the ids (..., all columns) int64 of every neighbor, V where there is none.
+    mass (..., V) int64, total, tokens (in [0, V)) and delta (...) -> neighbor_mass, the sum over the neighbors
+    kept (...) int64, num_neighbors, how many these are (...), and ids, the token of every neighbor of the table,
+    (..., k) int64, V where there is none.
     """
-    V, C = weights.shape[-1], neighbors.shape[0]
-    row = tokens - offset
-    known = ((row >= 0) & (row < C)).unsqueeze(-1)
-    ids = neighbors[row.clamp(0, C - 1)].long() + offset
-    ids = torch.where(known & (ids >= 0) & (ids < V), ids, V)
-    near = ids[..., :columns]
-    near_weights = torch.where(near < V, weights.gather(-1, near.clamp(max=V - 1)), 0)
-    own = weights.gather(-1, tokens.unsqueeze(-1))
-    sums, total, cutoff = near_weights.cumsum(-1), total.unsqueeze(-1), cutoff.unsqueeze(-1).double()
-    if kind == "jsd":
-        fits = _jsd(sums.double() / total.double(), own.double() / total.double()) <= cutoff
+    V, C = mass.shape[-1], neighbors.shape[0]
+    code = tokens - offset
+    in_codebook = ((code >= 0) & (code < C)).unsqueeze(-1)
+    ids = neighbors[code.clamp(0, C - 1)].long() + offset
+    ids = torch.where(in_codebook & (ids >= 0) & (ids < V), ids, V)
+    considered = ids[..., :num_considered]
+    each_mass = torch.where(considered < V, mass.gather(-1, considered.clamp(max=V - 1)), 0)
+    token_mass = mass.gather(-1, tokens.unsqueeze(-1))
+    sums, total, delta = each_mass.cumsum(-1), total.unsqueeze(-1), delta.unsqueeze(-1).double()
+    if cutoff == "jsd":
+        fits = _jsd(sums.double() / total.double(), token_mass.double() / total.double()) <= delta
     else:
-        threshold = cutoff * (total if kind == "tvd" else own).double()
+        threshold = delta * (total if cutoff == "tvd" else token_mass).double()
         threshold = torch.where(threshold < CEILING, threshold, CEILING).to(torch.int64)
         fits = sums <= threshold
-    kept = (fits & known & (cutoff >= 0)).long().cumprod(-1)
-    return (near_weights * kept).sum(-1), kept.sum(-1), ids
+    kept = (fits & in_codebook & (delta >= 0)).long().cumprod(-1)
+    return (each_mass * kept).sum(-1), kept.sum(-1), ids
 
 
-def _jsd(moved: Tensor, own: Tensor) -> Tensor:
-    half = own + moved / 2
-    both = own + moved
-    first = torch.where(own > 0, own * (own / half).log(), 0.0)
-    second = torch.where(both > 0, both * (both / half).log(), 0.0)
-    return 0.5 * (moved * math.log(2) + first + second)
+def _jsd(neighbor_mass: Tensor, token_mass: Tensor) -> Tensor:
+    middle = token_mass + neighbor_mass / 2
+    relaxed_mass = token_mass + neighbor_mass
+    first = torch.where(token_mass > 0, token_mass * (token_mass / middle).log(), 0.0)
+    second = torch.where(relaxed_mass > 0, relaxed_mass * (relaxed_mass / middle).log(), 0.0)
+    return 0.5 * (neighbor_mass * math.log(2) + first + second)
 
 
-def _oracle(probs, tokens, neighbors, cutoff, kind, offset):
+def _oracle(probs, tokens, neighbors, delta, cutoff, offset):
     V = probs.shape[1]
-    weights, _, valid = to_fixed_point(probs)
-    inside = (tokens >= 0) & (tokens < V)
+    fixed_probs, _, is_valid = to_fixed_point(probs)
+    in_vocabulary = (tokens >= 0) & (tokens < V)
     tokens = tokens.clamp(0, V - 1)
-    whole = torch.full_like(tokens, 1 << FIXED_BITS)
-    moved, kept, _ = kept_prefix(weights, whole, tokens, neighbors, cutoff, kind, offset, neighbors.shape[1])
-    mass = (weights.gather(1, tokens.unsqueeze(1)).squeeze(1) + moved).float() / FIXED_ONE
-    ok = valid & inside
-    status = torch.where(valid, 0, INVALID_ROW) | torch.where(inside, 0, INVALID_TREE)
-    return torch.where(ok, mass, 0.0), torch.where(ok, kept, 0).int(), status.int()
+    total = torch.full_like(tokens, 1 << FIXED_BITS)  # delta is held against 1, not against the row's rounded sum
+    neighbor_mass, num_neighbors, _ = kept_prefix(
+        fixed_probs, total, tokens, neighbors, delta, cutoff, offset, neighbors.shape[1])
+    token_mass = fixed_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    relaxed_mass = (token_mass + neighbor_mass).float() / FIXED_ONE
+    ok = is_valid & in_vocabulary
+    status = torch.where(is_valid, 0, INVALID_ROW) | torch.where(in_vocabulary, 0, INVALID_TREE)
+    return torch.where(ok, relaxed_mass, 0.0), torch.where(ok, num_neighbors, 0).int(), status.int()
 
 
-def _meta(probs, tokens, neighbors, cutoff, kind, offset):
+def _meta(probs, tokens, neighbors, delta, cutoff, offset):
     R = probs.shape[0]
     return probs.new_empty(R), probs.new_empty(R, dtype=torch.int32), probs.new_empty(R, dtype=torch.int32)
 
 
 _call = define(
-    "neighborhood_sum(Tensor probs, Tensor tokens, Tensor neighbors, Tensor cutoff, str kind, SymInt offset)"
-    " -> (Tensor, Tensor, Tensor)",
+    "neighborhood_sum(Tensor probs, Tensor tokens, Tensor neighbors, Tensor delta, str cutoff, SymInt offset)"
+    " -> (Tensor relaxed_mass, Tensor num_neighbors, Tensor status)",
     oracle=_oracle, meta=_meta)

@@ -1,4 +1,6 @@
-"""sample_residual: one token from what the target has left after a drafted token was refused."""
+"""sample_residual: the token that replaces a rejected draft."""
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -6,30 +8,48 @@ from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, check, check_d
 from ._numbers import FIXED_ONE, draw, to_fixed_point
 
 
-def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor, *,
-                    omega: Tensor | None = None, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """One token per row from the normalized max(P - Q, (1 - omega) P, 0), or from P without a draft Q.
+class SampleResidualResult(NamedTuple):
+    """What `sample_residual` returns; its docstring says what the fields hold."""
+    tokens: Tensor
+    status: Tensor
 
-    It is the residual `optimal` of verify_tree, for decoders with a loop of their own: accept a draft x if
-    u Q(x) < omega P(x), else take this op's token, and for omega <= 1 the result is distributed as P. Both
-    rows count in fixed point, floor(p * 2**42) times one over their total. Sampling is by inverse CDF in
-    vocabulary order. If nothing is left of the residual the token comes from P. (Leviathan et al.,
-    arXiv:2211.17192; COOL-SD, arXiv:2601.09212.)
+
+def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor, *,
+                    omega: Tensor | None = None, backend: str | None = None) -> SampleResidualResult:
+    """Draw one token per row from the residual max(P - Q, (1 - omega) P, 0), normalized.
+
+    This is the rule `optimal` of verify_tree, for decoders that accept and reject in a loop of their own. Such a
+    loop draws x from Q and u in [0, 1), accepts x if u * Q(x) < omega * P(x), and otherwise takes this op's
+    token. For omega <= 1 what it emits is then distributed as P.
+
+    Without draft_probs, and if the residual is empty, the token is drawn from P. Both rows are in fixed point,
+    floor(p * 2**42), and each is divided by its total. The draw is by inverse CDF in vocabulary order.
+
+    (Leviathan et al., arXiv:2211.17192, section 2.3; COOL-SD, arXiv:2601.09212.)
 
     Args:
-        target_probs:  (R, V) float32          P
-        draft_probs:   (R, V) float32 or None  Q
+        target_probs:  (R, V) float32          the target's distributions, P
+        draft_probs:   (R, V) float32 or None  the distributions that the rejected tokens were drawn from, Q
         uniforms:      (R,)   float32          in [0, 1)
-        omega:         (R,)   float32          None is 1
+        omega:         (R,)   float32          the factor on the accept test; None is 1
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
         tokens:  (R,) int64  in [0, V)
-        status:  (R,) int32  EMPTY_RESIDUAL; INVALID_ROW (of P or of Q: the token is 0);
-                             INVALID_RULE (omega negative or NaN: the token comes from P)
+        status:  (R,) int32  EMPTY_RESIDUAL: the residual was 0 everywhere and the token comes from P.
+                             INVALID_ROW: a row of P or of Q has an entry that is NaN, negative or above 2, or it
+                             is 0 in fixed point; the token is 0.
+                             INVALID_RULE: omega is negative or NaN and the token comes from P
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, or V is 0
+
+    Example:
+        >>> P, Q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
+        >>> sample_residual(P, Q, torch.tensor([0.9])).tokens  # of P - Q only token 0 is positive
+        tensor([0])
+        >>> sample_residual(P, None, torch.tensor([0.9])).tokens
+        tensor([2])
     """
     R, V = check_dims("target_probs", target_probs, "RV")
     check("target_probs", target_probs, torch.float32, R=R, V=V)
@@ -40,28 +60,29 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
     check("uniforms", uniforms, torch.float32, like=target_probs, R=R)
     if omega is not None:
         check("omega", omega, torch.float32, like=target_probs, R=R)
-    rows = [None if t is None else t.contiguous() for t in (target_probs, draft_probs, uniforms, omega)]
-    return _call(backend, *rows)
+    tensors = [None if t is None else t.contiguous() for t in (target_probs, draft_probs, uniforms, omega)]
+    return SampleResidualResult(*_call(backend, *tensors))
 
 
 def _oracle(target_probs, draft_probs, uniforms, omega):
-    weights, total, valid = to_fixed_point(target_probs)
+    mass, total, is_valid = to_fixed_point(target_probs)
     factor = torch.ones_like(uniforms) if omega is None else omega
-    refused = ~(factor >= 0)
-    status = torch.where(refused, INVALID_RULE, 0)
+    is_undefined = ~(factor >= 0)
+    status = torch.where(is_undefined, INVALID_RULE, 0)
     if draft_probs is not None:
-        draft, draft_total, sound = to_fixed_point(draft_probs)
-        slack = torch.where(factor < 1, 1 - factor.double(), 0.0).unsqueeze(1)
-        r = weights.double() * (1 / total.double()).unsqueeze(1)
-        rest = torch.maximum(r - draft.double() * (1 / draft_total.double()).unsqueeze(1), slack * r)
-        rest = (torch.where(rest > 0, rest, 0.0) * FIXED_ONE).to(torch.int64)
-        empty = rest.sum(1) == 0
-        valid = valid & sound
-        status = status | torch.where(valid & ~refused & empty, EMPTY_RESIDUAL, 0)
-        weights = torch.where((empty | refused).unsqueeze(1), weights, rest)
-        total = weights.sum(1)
-    status = status | torch.where(valid, 0, INVALID_ROW)
-    return torch.where(valid, draw(weights, total, uniforms), 0), status.int()
+        draft_mass, draft_total, draft_is_valid = to_fixed_point(draft_probs)
+        min_kept = torch.where(factor < 1, 1 - factor.double(), 0.0).unsqueeze(1)
+        p = mass.double() * (1 / total.double()).unsqueeze(1)
+        q = draft_mass.double() * (1 / draft_total.double()).unsqueeze(1)
+        residual = torch.maximum(p - q, min_kept * p)
+        residual = (torch.where(residual > 0, residual, 0.0) * FIXED_ONE).to(torch.int64)
+        is_empty = residual.sum(1) == 0
+        is_valid = is_valid & draft_is_valid
+        status = status | torch.where(is_valid & ~is_undefined & is_empty, EMPTY_RESIDUAL, 0)
+        mass = torch.where((is_empty | is_undefined).unsqueeze(1), mass, residual)
+        total = mass.sum(1)
+    status = status | torch.where(is_valid, 0, INVALID_ROW)
+    return torch.where(is_valid, draw(mass, total, uniforms), 0), status.int()
 
 
 def _meta(target_probs, draft_probs, uniforms, omega):
@@ -71,5 +92,5 @@ def _meta(target_probs, draft_probs, uniforms, omega):
 
 _call = define(
     "sample_residual(Tensor target_probs, Tensor? draft_probs, Tensor uniforms, Tensor? omega)"
-    " -> (Tensor, Tensor)",
+    " -> (Tensor tokens, Tensor status)",
     oracle=_oracle, meta=_meta)

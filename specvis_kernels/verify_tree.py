@@ -1,4 +1,6 @@
 """verify_tree: walk the draft tree from the root, accept one path, draw the token that follows it."""
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,16 +11,25 @@ from .neighborhood_sum import check_neighbors, kept_prefix
 RESIDUALS = ("optimal", "relaxed", "released")
 
 
+class VerifyResult(NamedTuple):
+    """What `verify_tree` returns; its docstring says what the fields hold."""
+    accepted_nodes: Tensor
+    num_accepted: Tensor
+    next_token: Tensor
+    tv_excess: Tensor
+    status: Tensor
+
+
 def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
                 uniforms: Tensor, *, draft_probs: Tensor | None = None, draft_row: Tensor | None = None,
-                neighbors: Tensor | None = None, cutoff: Tensor | None = None, kind: str = "tvd",
+                neighbors: Tensor | None = None, delta: Tensor | None = None, cutoff: str = "tvd",
                 offset: int = 0, omega: Tensor | None = None, residual: str = "optimal",
-                greedy: Tensor | None = None, P: int,
-                backend: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+                greedy: Tensor | None = None, max_depth: int,
+                backend: str | None = None) -> VerifyResult:
     """Which drafted tokens stand, and the token after them: without relaxation, distributed as the target.
 
     At a node, R starts as the node's row of target_probs. Its children are tried in sibling order. Child x at
-    depth d with uniform u has relaxed mass rho = R(x) + S, S the sum of the neighbors that the cutoff keeps
+    depth d with uniform u has relaxed mass rho = R(x) + S, S the sum of the neighbors that the delta keeps
     (see neighborhood_sum; 0 without neighbors), and proposal Q: all mass on x, or the draft row without the
     earlier siblings, renormalized. It is accepted iff
 
@@ -30,7 +41,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         relaxed   R' - Q                       R' = R with the kept neighbors' mass moved to x (LANTERN, (3))
         released  R - Q                        as LANTERN's code does it: with at least one neighbor kept, a
                                                point mass also removes the first k + 1 neighbors, a sampled
-                                               draft spares them; k + 1 columns, the cutoff looks at k
+                                               draft spares them; k + 1 columns, the delta looks at k
 
     for the next sibling; if nothing is left of it, the target's row (EMPTY_RESIDUAL). When no child is
     accepted the next token is drawn from R; at a leaf, or at depth P, from the node's row. A sibling all of
@@ -54,8 +65,8 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         draft_probs:   (B, M, V) float32       rows from which children were drawn without replacement
         draft_row:     (B, N)    int32         the row n's children were drawn from; negative: point masses
         neighbors:     (C, k) uint16 or int32  each code's neighbors, nearest first: distinct, itself excluded
-        cutoff:        (B,)      float32       what the neighbors' sum is compared with
-        kind:          "tvd", "ratio" or "jsd": how it is compared
+        delta:        (B,)      float32       what the neighbors' sum is compared with
+        cutoff:          "tvd", "ratio" or "jsd": how it is compared
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
         omega:         (B, P)    float32       factor on the acceptance of children at depth 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
@@ -81,7 +92,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, N or V or M is 0, draft_probs
-            comes without draft_row or neighbors without cutoff, or "released" with a single column
+            comes without draft_row or neighbors without delta, or "released" with a single column
     """
     B, N, V = check_dims("target_probs", target_probs, "BNV")
     check("target_probs", target_probs, torch.float32, B=B, N=N, V=V)
@@ -92,7 +103,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     check("first_child", first_child, torch.int32, like=like, B=B, N=N)
     check("next_sibling", next_sibling, torch.int32, like=like, B=B, N=N)
     check("uniforms", uniforms, torch.float32, like=like, B=B, N=N)
-    check_count("P", P, 0)
+    check_count("max_depth", max_depth, 0)
     if (draft_probs is None) != (draft_row is None):
         raise ValueError("draft_probs and draft_row must be given together")
     if draft_probs is not None:
@@ -103,36 +114,37 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
             raise ValueError(f"draft_probs must have M >= 1, got shape ({B}, {M}, {V})")
     if residual not in RESIDUALS:
         raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
-    if (neighbors is None) != (cutoff is None):
-        raise ValueError("neighbors and cutoff must be given together")
+    if (neighbors is None) != (delta is None):
+        raise ValueError("neighbors and delta must be given together")
     if neighbors is not None:
-        check_neighbors(neighbors, kind, offset, V, like=like)
-        check("cutoff", cutoff, torch.float32, like=like, B=B)
+        check_neighbors(neighbors, cutoff, offset, V, like=like)
+        check("delta", delta, torch.float32, like=like, B=B)
         if residual == "released" and neighbors.shape[1] < 2:
             raise ValueError("neighbors must have at least two columns under 'released', got one")
     if omega is not None:
-        check("omega", omega, torch.float32, like=like, B=B, P=P)
+        check("omega", omega, torch.float32, like=like, B=B, P=max_depth)
     if greedy is not None:
         check("greedy", greedy, torch.bool, like=like, B=B)
     rows = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-            cutoff, omega, greedy)
-    return _call(backend, *[None if t is None else t.contiguous() for t in rows], kind, offset, residual, P)
+            delta, omega, greedy)
+    return VerifyResult(*_call(backend, *[None if t is None else t.contiguous() for t in rows], cutoff, offset,
+                               residual, max_depth))
 
 
 def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-            cutoff, omega, greedy, kind, offset, residual, P):
+            delta, omega, greedy, cutoff, offset, residual, max_depth):
     out = _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                cutoff, omega, kind, offset, residual, P)
+                delta, omega, cutoff, offset, residual, max_depth)
     if greedy is not None:
-        other = _judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, kind, offset,
-                       residual, P)
+        other = _judge(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset,
+                       residual, max_depth)
         out = [torch.where(greedy.view(-1, *[1] * (a.ndim - 1)), b, a) for a, b in zip(out, other)]
     path, accepted, next_token, excess, status = out
     return path.int(), accepted.int(), next_token, excess.float(), status.int()
 
 
 def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-          cutoff, omega, kind, offset, residual, P):
+          delta, omega, cutoff, offset, residual, P):
     """Sampling requests. Links lead to later nodes only, so N steps of one candidate see the whole walk."""
     B, N, V = target_probs.shape
     device = target_probs.device
@@ -183,7 +195,7 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
         moved, kept, ids = torch.zeros_like(own), torch.zeros_like(own), x.new_empty(B, 0)
         if neighbors is not None:
             looked = columns - 1 if residual == "released" else columns
-            moved, kept, ids = kept_prefix(weights, total, x, neighbors, cutoff, kind, offset, looked)
+            moved, kept, ids = kept_prefix(weights, total, x, neighbors, delta, cutoff, offset, looked)
         rho = own + moved
         factor = factors[each, depth.clamp(max=factors.shape[1] - 1)]
         u = uniforms[each, at].double()
@@ -249,7 +261,7 @@ def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
     return path, depth, next_token, excess, status
 
 
-def _judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, kind, offset, residual, P):
+def _judge(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset, residual, P):
     """Greedy requests: nodes in order, each with its chain of children."""
     B, N, V = target_probs.shape
     device = target_probs.device
@@ -267,7 +279,7 @@ def _judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, k
         if neighbors is not None:
             looked = neighbors.shape[1] - (residual == "released")
             rho = rho + kept_prefix(weights.unsqueeze(1).expand(B, N, V), total.unsqueeze(1), x, neighbors,
-                                    cutoff.unsqueeze(1), kind, offset, looked)[0]
+                                    delta.unsqueeze(1), cutoff, offset, looked)[0]
         best = (x == top) | (rho > most) | ((rho == most) & (x < top))
 
         trying = valid & (depth[:, n] >= 0) & (depth[:, n] < P)
@@ -299,15 +311,15 @@ def _judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, k
 
 
 def _meta(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-          cutoff, omega, greedy, kind, offset, residual, P):
+          delta, omega, greedy, cutoff, offset, residual, max_depth):
     B = target_probs.shape[0]
-    return (tokens.new_empty(B, P, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32),
+    return (tokens.new_empty(B, max_depth, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32),
             tokens.new_empty(B), target_probs.new_empty(B), tokens.new_empty(B, dtype=torch.int32))
 
 
 _call = define(
     "verify_tree(Tensor target_probs, Tensor tokens, Tensor first_child, Tensor next_sibling,"
-    " Tensor uniforms, Tensor? draft_probs, Tensor? draft_row, Tensor? neighbors, Tensor? cutoff,"
-    " Tensor? omega, Tensor? greedy, str kind, SymInt offset, str residual, SymInt P)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor uniforms, Tensor? draft_probs, Tensor? draft_row, Tensor? neighbors, Tensor? delta,"
+    " Tensor? omega, Tensor? greedy, str cutoff, SymInt offset, str residual, SymInt max_depth)"
+    " -> (Tensor accepted_nodes, Tensor num_accepted, Tensor next_token, Tensor tv_excess, Tensor status)",
     oracle=_oracle, meta=_meta)
