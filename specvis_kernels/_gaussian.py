@@ -1,7 +1,8 @@
-"""Density ratios of diagonal Gaussians in float64, the same bits on every backend and at any batch size.
+"""Density ratios of diagonal Gaussians in float64: the same bits on every backend and at any batch size.
 
-exp is made of additions and multiplications, and channels are added in one order, whatever the shape: lane c of
-LANES takes channels c, c + LANES, ...; then the upper half of the lanes is added to the lower until one is left.
+exp is made of additions and multiplications. Channels are added in one order, whatever the shape: lane c of LANES
+takes the channels c, c + LANES, and so on; then the upper half of the lanes is added to the lower half until one
+lane is left.
 """
 import math
 
@@ -12,11 +13,11 @@ from ._dispatch import check
 
 VARIANTS = ("paper", "released", "path")
 LANES = 16
-LEAST_EXP, MOST_EXP = -708.0, 709.0  # where 2**n is a normal number: below, exp is 0; above, that of MOST_EXP
+MIN_EXP, MAX_EXP = -708.0, 709.0  # where 2**n is a normal number: below, exp is 0; above, it is that of MAX_EXP
 LOG2_E = 1.4426950408889634
-LN2_HIGH = 2977044471 / 2**32        # 32 bits of log 2, so that n * LN2_HIGH is exact, and the rest
+LN2_HIGH = 2977044471 / 2**32     # 32 bits of log 2, so that n * LN2_HIGH is exact, and what they lack
 LN2_LOW = 1.9082149292705877e-10
-TERMS = 13                           # of the series, for |x| <= log(2) / 2: more change no bit
+TERMS = 13                        # of the series, for |x| <= log(2) / 2: more of them change no bit
 
 
 def check_last_step(variant: str, tokens: Tensor, sizes: dict[str, int], temperature: Tensor | None,
@@ -36,7 +37,7 @@ def check_last_step(variant: str, tokens: Tensor, sizes: dict[str, int], tempera
         check("temperature", temperature, torch.float32, like=tokens, B=sizes["B"])
 
 
-def at_least_one(name: str, tensor: Tensor, **sizes: int) -> None:
+def check_not_empty(name: str, tensor: Tensor, **sizes: int) -> None:
     """Raise ValueError if one of these sizes is 0."""
     for letter, size in sizes.items():
         if size < 1:
@@ -44,20 +45,20 @@ def at_least_one(name: str, tensor: Tensor, **sizes: int) -> None:
 
 
 def exp(x: Tensor) -> Tensor:
-    """float64 -> float64, to about two units in the last place. A NaN gives 0."""
-    inside = torch.where(x > LEAST_EXP, x, LEAST_EXP)
-    inside = torch.where(inside < MOST_EXP, inside, MOST_EXP)
-    n = (inside * LOG2_E + 0.5).floor()
-    r = (inside - n * LN2_HIGH) - n * LN2_LOW
+    """exp(x) of float64, to about two units in the last place. A NaN gives 0."""
+    clamped = torch.where(x > MIN_EXP, x, MIN_EXP)
+    clamped = torch.where(clamped < MAX_EXP, clamped, MAX_EXP)
+    n = (clamped * LOG2_E + 0.5).floor()
+    r = (clamped - n * LN2_HIGH) - n * LN2_LOW
     y = torch.full_like(r, 1 / math.factorial(TERMS))
     for k in reversed(range(TERMS)):
         y = y * r + 1 / math.factorial(k)
     power = ((n.long() + 1023) << 52).view(torch.float64)  # 2**n
-    return torch.where(x > LEAST_EXP, y * power, 0.0)
+    return torch.where(x > MIN_EXP, y * power, 0.0)
 
 
 def add_channels(terms: Tensor) -> Tensor:
-    """(..., C) float64 -> (...)."""
+    """Sum float64 terms (..., C) over the channels -> (...)."""
     lanes = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % LANES)).unflatten(-1, (-1, LANES))
     total = lanes[..., 0, :]
     for i in range(1, lanes.shape[-2]):
@@ -69,8 +70,13 @@ def add_channels(terms: Tensor) -> Tensor:
     return total[..., 0]
 
 
-def distance_weight_of(temperature: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) float64: what a squared distance counts, half of 1 / temperature^2; (B,) bool: it is refused."""
+def distance_factor(temperature: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What a squared distance is multiplied by: 1 / (2 temperature^2).
+
+    Returns:
+        factor:   (B,) float64  of temperature 1 where the temperature is refused
+        refused:  (B,) bool     the temperature is not positive or not finite
+    """
     if temperature is None:
         temperature = tokens.new_ones(tokens.shape[0])
     refused = ~((temperature > 0) & (temperature < torch.inf))
@@ -79,9 +85,10 @@ def distance_weight_of(temperature: Tensor | None, tokens: Tensor) -> tuple[Tens
 
 
 def last_step_log_ratio(x: Tensor, target_means: Tensor, target_log_sigmas: Tensor, draft_means: Tensor,
-                        draft_log_sigmas: Tensor, distance_weight: Tensor) -> Tensor:
-    """log P(x) - log Q(x): (..., C) float32 each -> (...) float64."""
-    target = (x.double() - target_means.double()) * exp(-target_log_sigmas.double())
-    draft = (x.double() - draft_means.double()) * exp(-draft_log_sigmas.double())
+                        draft_log_sigmas: Tensor, factor: Tensor) -> Tensor:
+    """log P(x) - log Q(x) of the last denoising step: (..., C) float32 each -> (...) float64."""
+    target_distance = (x.double() - target_means.double()) * exp(-target_log_sigmas.double())
+    draft_distance = (x.double() - draft_means.double()) * exp(-draft_log_sigmas.double())
     shift = draft_log_sigmas.double() - target_log_sigmas.double()
-    return add_channels(shift + (draft * draft - target * target) * distance_weight.unsqueeze(-1))
+    squares = draft_distance * draft_distance - target_distance * target_distance
+    return add_channels(shift + squares * factor.unsqueeze(-1))

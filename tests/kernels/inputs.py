@@ -12,16 +12,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
 UNBATCHED = {"codebook_neighbors"}
-MOST = 512       # rows are drawn; more repeat them
+MAX_ROWS = 512   # are drawn; more rows repeat them
 
 
 def exact_probs(rows, V, seed=0):
     """(rows, V) float32 probabilities: peaked, as a model's are, and exact to sum."""
     g = torch.Generator().manual_seed(seed)
-    draws = (torch.rand(min(rows, MOST), 2**16, generator=g) ** 4 * V).long()
+    draws = (torch.rand(min(rows, MAX_ROWS), 2**16, generator=g) ** 4 * V).long()
     counts = torch.zeros(len(draws), V).scatter_add_(1, draws, torch.ones(()).expand_as(draws))
     probs = (counts / 2**16)[:, torch.randperm(V, generator=g)].to(DEVICE)
-    return probs if rows <= MOST else probs.repeat(-(-rows // MOST), 1)[:rows]
+    return probs if rows <= MAX_ROWS else probs.repeat(-(-rows // MOST), 1)[:rows]
 
 
 def exact_uniforms(*shape, seed=0):
@@ -69,15 +69,15 @@ CASES["neighborhood_sum"] = [
 ]
 
 
-def neighborhood_sum(R, V, k, kind="tvd", offset=0, narrow=True, cutoff=None):
-    """`cutoff`: one for all rows; None: of several sizes."""
+def neighborhood_sum(R, V, k, cutoff="tvd", offset=0, narrow=True, delta=None):
+    """`delta`: one for all rows; None: several sizes take turns."""
     g = torch.Generator().manual_seed(R + V)
     C = V - 2 * offset
     tokens = torch.randint(offset, offset + C, (R,), generator=g)
     tokens[3:4] = 0  # outside the table where there is an offset
-    cutoff = torch.tensor([0.25, 0.03125, 1.0] if cutoff is None else [cutoff]).repeat(R)[:R]
-    args = (exact_probs(R, V), tokens.to(DEVICE), neighbor_table(C, k, narrow=narrow), cutoff.to(DEVICE))
-    return args, {"kind": kind, "offset": offset}
+    delta = torch.tensor([0.25, 0.03125, 1.0] if delta is None else [delta]).repeat(R)[:R]
+    args = (exact_probs(R, V), tokens.to(DEVICE), neighbor_table(C, k, narrow=narrow), delta.to(DEVICE))
+    return args, {"cutoff": cutoff, "offset": offset}
 
 
 def links(parents):
@@ -94,20 +94,20 @@ def links(parents):
 CASES["verify_tree"] = [
     (1, 1, 2, 1),
     (2, 6, 19, 3),
-    (3, 8, 40, 4, {"drafts": 2, "omega": (1.0, 0.75)}),
-    (3, 8, 40, 3, {"k": 6, "kind": "ratio", "offset": 4, "residual": "relaxed"}),
-    (2, 9, 33, 3, {"k": 5, "kind": "jsd", "residual": "released", "narrow": False, "drafts": 3,
-                   "omega": (0.5, 2.0)}),
-    (4, 7, 24, 3, {"k": 20, "omega": (1.0, 1.5), "drafts": 1, "greedy": True}),
-    (1, 5, 4500, 3, {"k": 300, "residual": "relaxed", "drafts": 1}),
+    (3, 8, 40, 4, {"num_draft_rows": 2, "omega": (1.0, 0.75)}),
+    (3, 8, 40, 3, {"k": 6, "cutoff": "ratio", "offset": 4, "residual": "relaxed"}),
+    (2, 9, 33, 3, {"k": 5, "cutoff": "jsd", "residual": "released", "narrow": False,
+                   "num_draft_rows": 3, "omega": (0.5, 2.0)}),
+    (4, 7, 24, 3, {"k": 20, "omega": (1.0, 1.5), "num_draft_rows": 1, "greedy": True}),
+    (1, 5, 4500, 3, {"k": 300, "residual": "relaxed", "num_draft_rows": 1}),
 ]
 TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 
 
-def verify_tree(B, N, V, P, options={}):
-    options = {"k": 0, "kind": "tvd", "offset": 0, "narrow": True, "residual": "optimal", "drafts": 0,
-               "omega": None, "greedy": False, "branch": None} | options
-    k, offset, M = options["k"], options["offset"], options["drafts"]
+def verify_tree(B, N, V, max_depth, options={}):
+    options = {"k": 0, "cutoff": "tvd", "offset": 0, "narrow": True, "residual": "optimal",
+               "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None} | options
+    k, offset, M = options["k"], options["offset"], options["num_draft_rows"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
     if options["branch"]:  # so many children each, as they are drafted on flat distributions
@@ -120,16 +120,16 @@ def verify_tree(B, N, V, P, options={}):
     if options["branch"]:  # the likeliest of each node, in order, are its children
         best = target_probs.topk(options["branch"]).indices.cpu()
         tokens[:, 1:] = best.flatten(1)[:, :N - 1]
-    kwargs = {"P": P, "residual": options["residual"]}
+    kwargs = {"max_depth": max_depth, "residual": options["residual"]}
     if M:
         kwargs["draft_probs"] = exact_probs(B * M, V, seed=1).view(B, M, V)
         kwargs["draft_row"] = torch.randint(-1, M, (B, N), generator=g, dtype=torch.int32).to(DEVICE)
     if k:
         kwargs["neighbors"] = neighbor_table(V - 2 * offset, k, narrow=options["narrow"])
-        kwargs["cutoff"] = torch.tensor([0.25, 0.03125, 2.0]).repeat(B)[:B].to(DEVICE)
-        kwargs |= {"kind": options["kind"], "offset": offset}
+        kwargs["delta"] = torch.tensor([0.25, 0.03125, 2.0]).repeat(B)[:B].to(DEVICE)
+        kwargs |= {"cutoff": options["cutoff"], "offset": offset}
     if options["omega"]:
-        kwargs["omega"] = torch.tensor(options["omega"]).repeat(B, P)[:, :P].to(DEVICE)
+        kwargs["omega"] = torch.tensor(options["omega"]).repeat(B, max_depth)[:, :max_depth].to(DEVICE)
     if options["greedy"]:
         kwargs["greedy"] = (torch.arange(B) % 2 == 0).to(DEVICE)
     return (target_probs, tokens.to(DEVICE), *links(parents), exact_uniforms(B, N, seed=1)), kwargs
