@@ -5,8 +5,8 @@ import triton.language as tl
 from ._rows import INVALID_RULE
 
 LANES = tl.constexpr(16)
-LEAST_EXP = tl.constexpr(-708.0)
-MOST_EXP = tl.constexpr(709.0)
+MIN_EXP = tl.constexpr(-708.0)
+MAX_EXP = tl.constexpr(709.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN2_HIGH = tl.constexpr(2977044471 / 2**32)
 LN2_LOW = tl.constexpr(1.9082149292705877e-10)
@@ -14,17 +14,18 @@ LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @triton.jit
-def finite(x):
-    """False for NaN and the infinities, of float32 or of what was one."""
+def is_finite(x):
+    """Whether a float32, or a float64 that was one, is neither NaN nor infinite."""
     return (x >= -LARGEST) & (x <= LARGEST)
 
 
 @triton.jit
 def exp64(x):
-    inside = tl.where(x > LEAST_EXP, x, LEAST_EXP)
-    inside = tl.where(inside < MOST_EXP, inside, MOST_EXP)
-    n = tl.floor(inside * LOG2_E + 0.5)
-    r = (inside - n * LN2_HIGH) - n * LN2_LOW
+    """exp(x) of float64, to about two units in the last place. A NaN gives 0."""
+    clamped = tl.where(x > MIN_EXP, x, MIN_EXP)
+    clamped = tl.where(clamped < MAX_EXP, clamped, MAX_EXP)
+    n = tl.floor(clamped * LOG2_E + 0.5)
+    r = (clamped - n * LN2_HIGH) - n * LN2_LOW
     y = r * (1 / 6227020800) + 1 / 479001600
     y = y * r + 1 / 39916800
     y = y * r + 1 / 3628800
@@ -39,36 +40,37 @@ def exp64(x):
     y = y * r + 1.0
     y = y * r + 1.0
     power = ((n.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)  # 2**n
-    return tl.where(x > LEAST_EXP, y * power, 0.0)
+    return tl.where(x > MIN_EXP, y * power, 0.0)
 
 
 @triton.jit
-def distance_weight_of(temperature, b):
-    """Half of 1 / temperature**2 of request b, and INVALID_RULE or 0; a temperature that is refused counts as 1."""
-    distance_weight = 0.5
-    found = 0
+def distance_factor(temperature, b):
+    """1 / (2 temperature^2) of request b, and INVALID_RULE or 0. A temperature that is refused counts as 1."""
+    factor = 0.5
+    status_bits = 0
     if temperature is not None:
         t = tl.load(temperature + b)
-        defined = (t > 0.0) & finite(t)
-        t = tl.where(defined, t, 1.0).to(tl.float64)
-        distance_weight = 0.5 / (t * t)
-        found = tl.where(defined, 0, INVALID_RULE)
-    return distance_weight, found
+        is_valid = (t > 0.0) & is_finite(t)
+        t = tl.where(is_valid, t, 1.0).to(tl.float64)
+        factor = 0.5 / (t * t)
+        status_bits = tl.where(is_valid, 0, INVALID_RULE)
+    return factor, status_bits
 
 
 @triton.jit
-def log_ratio_terms(x, target_mean, target_log_sigma, draft_mean, draft_log_sigma, distance_weight):
-    """What each channel adds to log P(x) - log Q(x)."""
-    p = target_log_sigma.to(tl.float64)
-    q = draft_log_sigma.to(tl.float64)
-    target = (x.to(tl.float64) - target_mean.to(tl.float64)) * exp64(-p)
-    draft = (x.to(tl.float64) - draft_mean.to(tl.float64)) * exp64(-q)
-    return (q - p) + (draft * draft - target * target) * distance_weight
+def log_ratio_terms(x, target_mean, target_log_sigma, draft_mean, draft_log_sigma, factor):
+    """The terms of the channels, whose sum is log P(x) - log Q(x) of the last denoising step."""
+    target_log_sigma = target_log_sigma.to(tl.float64)
+    draft_log_sigma = draft_log_sigma.to(tl.float64)
+    target_distance = (x.to(tl.float64) - target_mean.to(tl.float64)) * exp64(-target_log_sigma)
+    draft_distance = (x.to(tl.float64) - draft_mean.to(tl.float64)) * exp64(-draft_log_sigma)
+    squares = draft_distance * draft_distance - target_distance * target_distance
+    return (draft_log_sigma - target_log_sigma) + squares * factor
 
 
 @triton.jit
 def add_lanes(x, ROWS: tl.constexpr):
-    """(ROWS, LANES) -> (ROWS): two halves at a time, so that no layout can change the order."""
+    """(ROWS, LANES) -> (ROWS), two halves at a time, so that no layout can change the order."""
     x = tl.sum(tl.reshape(x, [ROWS, 2, 8]), axis=1)
     x = tl.sum(tl.reshape(x, [ROWS, 2, 4]), axis=1)
     x = tl.sum(tl.reshape(x, [ROWS, 2, 2]), axis=1)

@@ -21,7 +21,7 @@ def exact_probs(rows, V, seed=0):
     draws = (torch.rand(min(rows, MAX_ROWS), 2**16, generator=g) ** 4 * V).long()
     counts = torch.zeros(len(draws), V).scatter_add_(1, draws, torch.ones(()).expand_as(draws))
     probs = (counts / 2**16)[:, torch.randperm(V, generator=g)].to(DEVICE)
-    return probs if rows <= MAX_ROWS else probs.repeat(-(-rows // MOST), 1)[:rows]
+    return probs if rows <= MAX_ROWS else probs.repeat(-(-rows // MAX_ROWS), 1)[:rows]
 
 
 def exact_uniforms(*shape, seed=0):
