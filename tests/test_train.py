@@ -12,10 +12,10 @@ from PIL import Image
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
-from specvis.pipelines.mar import MARPair, Scaling
 from specvis.models.diffloss import DiffLoss, Schedule
 from specvis.models.mar import TINY
-from specvis.pipelines.discrete import Pipeline
+from specvis.pipelines.discrete import SHIPPED, Pipeline
+from specvis.pipelines.mar import MARPair, Scaling
 from specvis.train import export
 from specvis.train.__main__ import main
 from specvis.train.data import hold_out, spelled_out, words_of
@@ -38,14 +38,14 @@ def pictures(folder, count=24):
     blots[:, 16:48, 16:48] = generator.integers(0, 255, (count, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)
     captions = np.zeros((count, 10), np.int16)
     captions[:, -2:] = generator.integers(1, 4, (count, 2))
-    np.savez(folder / "pictures.npz", pictures=blots, captions=captions, weights=np.ones(count),
+    np.savez(folder / "pictures.npz", pictures=blots, captions=captions, sampling_weights=np.ones(count),
              held_out=np.arange(count) % 4 == 0,
              **{name: np.array(["a"] * count) for name in ("styles", "names", "categories")})
     (folder / "vocabulary.json").write_text(json.dumps(["", "fluent-3d", "red", "heart"]))
 
 
 def test_stages_follow_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(export, "SHOWN", ["red", "heart"])
+    monkeypatch.setattr(export, "NAMES", ["red", "heart"])
     monkeypatch.setattr(export, "STYLES", ["fluent-3d"])
     pictures(tmp_path / "data")
     small = ["--dim", 32, "--layers", 1, "--heads", 2]
@@ -59,7 +59,7 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
         result = run(stage, "--runs", tmp_path, "--steps", 100, "--device", "cpu", *mar)
         assert result.exit_code == 0, result.output
     result = run("export", "--only", "mar", "--runs", tmp_path, "--weights", tmp_path / "weights",
-                 "--record", tmp_path / "record", "--passes", 2)
+                 "--record", tmp_path / "record", "--num-iter", 2)
     assert result.exit_code == 0, result.output
     assert Image.open(tmp_path / "record" / "contact_mar_draft.png").size == (128, 64)
     for source, name in (("tokenizer/tokenizer.safetensors", "tokenizer.safetensors"),
@@ -123,13 +123,13 @@ def test_the_diffusion_loss_is_the_divergence_of_its_gaussians():
     diffloss, schedule = DiffLoss(2, 4, 8, 1, steps=20, kept=5), Schedule(20, 20)
     torch.nn.init.normal_(diffloss.net.final_layer.linear.weight)
     z, tokens = torch.randn(3, 4), torch.randn(3, 2)
-    times, noise = torch.tensor([[1, 2, 20], [7, 1, 3]]), torch.randn(2, 3, 2)
-    noise_loss, bits = diffusion_loss(diffloss, schedule, z, tokens, times, noise)
+    timesteps, noise = torch.tensor([[1, 2, 20], [7, 1, 3]]), torch.randn(2, 3, 2)
+    noise_loss, bits = diffusion_loss(diffloss, schedule, z, tokens, timesteps, noise)
     given, errors, bounds = diffloss.given(z), [], []
     given.schedule, given.times = schedule, diffloss.net.time_embed(schedule.rows(z.device)[:, 0])
     for m in range(2):
         for n in range(3):
-            t = int(times[m, n])
+            t = int(timesteps[m, n])
             share = schedule.alpha_bar[t - 1]
             x = (share.sqrt() * tokens[n] + (1 - share).sqrt() * noise[m, n]).float()
             mean, log_sigma = (part[n] for part in given.transition(x.expand(3, -1), t))
@@ -148,8 +148,8 @@ def test_the_diffusion_loss_is_the_divergence_of_its_gaussians():
 
 def test_the_bound_trains_the_variance_alone():
     diffloss = DiffLoss(2, 4, 8, 1, steps=20, kept=5)
-    times, noise = torch.randint(1, 21, (2, 3)), torch.randn(2, 3, 2)
-    _, bits = diffusion_loss(diffloss, Schedule(20, 20), torch.randn(3, 4), torch.randn(3, 2), times, noise)
+    timesteps, noise = torch.randint(1, 21, (2, 3)), torch.randn(2, 3, 2)
+    _, bits = diffusion_loss(diffloss, Schedule(20, 20), torch.randn(3, 4), torch.randn(3, 2), timesteps, noise)
     bits.backward()
     gradient = diffloss.net.final_layer.linear.bias.grad
     assert (gradient[:2] == 0).all() and (gradient[2:] != 0).all()
@@ -191,6 +191,5 @@ def test_a_held_out_name_is_held_out_in_every_spelling():
 
 
 def test_the_shipped_weights_are_small_enough_to_ship():
-    from specvis.pipelines.discrete import SHIPPED
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= 32e6
     assert Pipeline.load().gpt.config.tokens == 256

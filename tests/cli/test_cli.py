@@ -1,18 +1,23 @@
 """The command line: what it writes, and one clear line with exit status 2 for bad input."""
 import csv
 import dataclasses
+import re
+import subprocess
+import sys
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
 
 from specvis.cli.main import main
-from specvis.pipelines.mar import MARPair
 from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
+from specvis.decoding.trees import TREES
 from specvis.models.mar import MAR
 from specvis.pipelines.discrete import Pipeline
-from specvis.decoding.trees import TREES
+from specvis.pipelines.mar import MARPair
+from specvis.train.__main__ import main as train
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +25,7 @@ def weights(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     pipeline = Pipeline.tiny()
     pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
-    pipeline.small = None
+    pipeline.draft_model = None
     pipeline.save(folder)
     pair = MARPair.tiny()
     pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, bound=3.0)) for m in (pair.mar, pair.mar_draft))
@@ -67,10 +72,10 @@ def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
     (["--prompt", "red heart", "--method", "cspd", "--delta", "0.1"], "method cspd has no parameter 'delta'"),
     (["--prompt", "red heart", "--method", "cspd", "--top-k", "5"], "top_k must not be given with cspd"),
     (["--prompt", "red heart", "--method", "mar", "--temperature", "0"], "temperature must be positive and finite"),
-    (["--prompt", "red heart", "--method", "mar:passes=17"], "passes must be within 1..16"),
+    (["--prompt", "red heart", "--method", "mar:num_iter=17"], "num_iter must be within 1..16"),
     (["--prompt", "red hart", "--method", "cspd"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "eagle1:tree=nowhere.json"], "tree nowhere.json is not a file"),
-    (["--prompt", "red heart", "--method", "eagle1:drafter=small"], "this model has no small.safetensors"),
+    (["--prompt", "red heart", "--method", "eagle1:drafter=model"], "this model has no small.safetensors"),
     (["--prompt", "red heart", "--scale", "0"], "scale must be at least 1, got 0"),
     (["--prompt", "red heart", "--out", "nowhere/x.png"], "out must be a file in a folder that exists and can"),
     (["--prompt", "red heart", "--out", "x.txt"], "out must end in the name of a picture format"),
@@ -120,12 +125,14 @@ def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
     rows = list(csv.DictReader(open(tmp_path / "out" / "compare.csv")))
     assert [(row["method"], row["temperature"]) for row in rows] == [
         (name, T) for T in ("0.0", "1.0") for name in ("vanilla", "eagle2:depth=2", "cool-sd:tree=chain-2")]
-    assert all(float(row["tau"]) == 1 and float(row["forwards"]) == 16 for row in rows if row["method"] == "vanilla")
+    vanilla = [row for row in rows if row["method"] == "vanilla"]
+    assert all(float(row["tau"]) == 1 and float(row["target_forwards"]) == 16 for row in vanilla)
     assert all(0 < float(row["overhead"]) < 1 for row in rows)
     for row in rows:
         if "cool" not in row["method"]:
-            assert float(row["TV test"]) == float(row["TV meter"]) == float(row["TV bound"]) == 0
-    assert rows[2]["TV bound"] == "" and float(rows[5]["TV bound"]) > 0     # eq. (4) says nothing of greedy decoding
+            assert float(row["tv_bound"]) == float(row["tv_excess"]) == float(row["tv_excess_bound"]) == 0
+    assert rows[2]["tv_excess_bound"] == ""                     # eq. (4) says nothing of greedy decoding
+    assert float(rows[5]["tv_excess_bound"]) > 0
 
 
 @pytest.mark.parametrize("name", ["mar", "cspd", "cspd-path:gamma=2", "cspd-released"])
@@ -144,8 +151,8 @@ def test_compare_sets_continuous_tokens_beside_discrete_ones(weights, tmp_path):
     rows = list(csv.DictReader(open(tmp_path / "compare.csv")))
     assert [(row["method"], row["temperature"]) for row in rows] == [
         ("vanilla", "0.0"), ("vanilla", "1.0"), ("mar", "1.0"), ("cspd:gamma=2", "1.0")]
-    assert rows[2]["speed-up"] == "1.0" and rows[2]["acceptance"] == "" and 0 <= float(rows[3]["acceptance"]) <= 1
-    assert 0 < float(rows[3]["overhead"]) < 1 and rows[3]["TV meter"] == ""
+    assert rows[2]["speedup"] == "1.0" and rows[2]["acceptance"] == "" and 0 <= float(rows[3]["acceptance"]) <= 1
+    assert 0 < float(rows[3]["overhead"]) < 1 and rows[3]["tv_excess"] == ""
     only = run("compare", "--methods", "continuous", "--prompt", "red heart", "--temperature", 0, "--out", tmp_path,
                "--weights", weights)
     assert only.exit_code == 2 and "temperature must be positive for mar, got 0" in only.output
@@ -168,16 +175,35 @@ def test_methods_and_info_list_what_there_is():
     for word in (*METHODS, *PARAMETERS, *CONTINUOUS, *CONTINUOUS_PARAMETERS, *TREES, "arXiv:2410.03355", "delta 0.2",
                  "widths 4,39"):
         assert word in listed
-    shown = run("info").output
+    listed = run("info").output
     for word in ("verify_tree", "oracle", "torch", torch.__version__, "C++ kernels", "CUDA kernels"):
-        assert word in shown
+        assert word in listed
 
 
-@pytest.mark.parametrize("command", ["generate", "compare", "methods", "info"])
+@pytest.mark.parametrize("command", ["generate", "compare", "report", "tune", "methods", "info"])
 def test_help_names_defaults(command):
     result = run(command, "--help")
     assert result.exit_code == 0
     assert command in ("methods", "info") or "default: 1.2" in result.output
+
+
+@pytest.mark.parametrize("group", [main, train])
+def test_the_list_of_commands_says_what_each_says_itself(group):
+    result = CliRunner().invoke(group, ["--help"], terminal_width=200)
+    with click.Context(group) as context:
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            assert command.name == name
+            assert re.search(rf"^  {name} .*\w\.$", result.output, re.M), name
+            if group is main:
+                assert f"  {command.help.splitlines()[0]}\n" in result.output
+
+
+def test_the_list_of_commands_imports_none_of_them():
+    code = ("import sys; from specvis.cli.main import main; main(['--help'], standalone_mode=False); "
+            "print(*{'matplotlib', 'torch', 'specvis.studies', 'specvis.cli.options'}.intersection(sys.modules))")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "compare" in result.stdout and result.stdout.splitlines()[-1] == ""
 
 
 def test_the_shipped_model_draws(tmp_path):

@@ -5,14 +5,14 @@ import pytest
 from click.testing import CliRunner
 
 from specvis.cli.main import main
+from specvis.cli.tune import RULES, Target, Trial, frontier, nearest, runs_of, search, variations
 from specvis.decoding.methods import METHODS, method, parse_method
 from specvis.pipelines.discrete import Pipeline
-from specvis.studies.base import Study
-from specvis.cli.tune import RULES, Trial, choose, frontier, nearest, runs_of, tune, variations
+from specvis.studies.discrete import DiscreteStudy
 
 
-def trial(name, speed, tv, error=0.0, **parameters):
-    return Trial(method(name, **parameters), 16, speed, tv, error, None)
+def trial(name, speed, tv_excess, standard_error=0.0, **parameters):
+    return Trial(method(name, **parameters), 16, speed, tv_excess, standard_error, None)
 
 
 A, B, C = trial("eagle2", 1.5, 0.0), trial("cool-sd", 2.0, 0.03, 0.01), trial("lantern", 3.0, 0.2)
@@ -26,11 +26,11 @@ def test_the_frontier_has_no_trial_that_another_beats():
 
 def test_the_choice_keeps_to_the_target():
     every = [A, B, C, WORSE]
-    assert choose(every, 0.05, None) == B and choose(every, 0.04, None) == B
-    assert choose(every, 0.035, None) == A          # 0.03 and one standard error are more
-    assert choose(every, 0.0, None) == A and choose(every, 1.0, None) == C
-    assert choose(every, None, 1.8) == B and choose(every, None, 2.5) == C and choose(every, None, 4.0) is None
-    assert choose([B, C], 0.01, None) is None
+    assert Target(tv_excess=0.05).choose(every) == B and Target(tv_excess=0.04).choose(every) == B
+    assert Target(tv_excess=0.035).choose(every) == A          # 0.03 and one standard error are more
+    assert Target(tv_excess=0.0).choose(every) == A and Target(tv_excess=1.0).choose(every) == C
+    assert Target(speedup=1.8).choose(every) == B and Target(speedup=2.5).choose(every) == C
+    assert Target(speedup=4.0).choose(every) is None and Target(tv_excess=0.01).choose([B, C]) is None
 
 
 def test_speed_is_seconds_where_they_were_measured():
@@ -39,9 +39,10 @@ def test_speed_is_seconds_where_they_were_measured():
 
 
 def test_the_second_round_looks_around_the_target():
-    assert nearest([A, B, C, WORSE], 0.05, None, 2) == [B, A]
-    assert nearest([A, B, C, WORSE], None, 2.9, 3) == [C, A, B]
-    assert nearest([A, B, C, WORSE], 0.2, None, 2) == [C, A]       # the most faithful stays, should the others fail
+    assert nearest([A, B, C, WORSE], Target(tv_excess=0.05), 2) == [B, A]
+    assert nearest([A, B, C, WORSE], Target(speedup=2.9), 3) == [C, A, B]
+    assert nearest([A, B, C, WORSE], Target(tv_excess=0.2), 2) == [C, A]
+    # the most faithful stays, should the others fail
 
 
 @pytest.mark.parametrize("text", RULES)
@@ -50,19 +51,19 @@ def test_every_rule_and_its_variations_are_methods(text):
     around = list(variations(base))
     assert len(around) >= 3 and base not in around
     for m in around:
-        assert m.name == base.name and m.residual == base.residual and m.kind == base.kind and m.nu == base.nu
+        assert m.name == base.name and m.residual == base.residual and m.cutoff == base.cutoff and m.nu == base.nu
     if base.k:
         assert {m.delta for m in around} == {base.delta, *(m.delta for m in around[-2:])}
         assert all(m.delta != base.delta for m in around if m.delta <= 1 and m in around[-2:])
-    assert len({m.tree_nodes for m in around}) > 1 or base.adaptation
+    assert len({m.max_nodes for m in around}) > 1 or base.adaptation
 
 
 def test_variations_go_on_from_variations():
-    base = parse_method("uniform-rsd:drafter=small:tree=chain-4:omega=1.5")
+    base = parse_method("uniform-rsd:drafter=model:tree=chain-4:omega=1.5")
     around = [m.label for m in variations(base)]
-    assert "uniform-rsd:drafter=small:tree=chain-4:omega=1.35" in around and base.label not in around
-    assert "uniform-rsd:drafter=small:tree=chain-6:omega=1.5" in around and all("drafter=small" in m for m in around)
-    assert "eagle2:drafter=small:depth=6:width=3" in [m.label for m in variations(method("eagle2", depth=6, width=3))]
+    assert "uniform-rsd:drafter=model:tree=chain-4:omega=1.35" in around and base.label not in around
+    assert "uniform-rsd:drafter=model:tree=chain-6:omega=1.5" in around and all("drafter=model" in m for m in around)
+    assert "eagle2:drafter=model:depth=6:width=3" in [m.label for m in variations(method("eagle2", depth=6, width=3))]
 
 
 def test_a_longer_trial_uses_a_shorter_ones_runs():
@@ -72,19 +73,19 @@ def test_a_longer_trial_uses_a_shorter_ones_runs():
 
 
 def test_tuning_a_small_model(tmp_path, monkeypatch):
-    study = Study(Pipeline.tiny(), tmp_path, ["red heart", "blue heart"], images=8)
+    study = DiscreteStudy(Pipeline.tiny(), tmp_path, ["red heart", "blue heart"], images=8)
     rules = [parse_method(text) for text in ("eagle2", "lantern:k=8:delta=0.1", "lantern:k=8:delta=0.6",
                                              "cool-sd:omega=3")]
-    trials, chosen = tune(study, 0.02, None, pictures=8, by_seconds=False, rules=rules)
-    assert chosen is not None and chosen.pictures == 8 and chosen.tv_at_most <= 0.02
-    assert chosen.tau == max(t.tau for t in trials if t.pictures == 8 and t.tv_at_most <= 0.02)
+    trials, chosen = search(study, Target(tv_excess=0.02), pictures=8, by_seconds=False, rules=rules)
+    assert chosen is not None and chosen.pictures == 8 and chosen.tv_excess_above <= 0.02
+    assert chosen.tau == max(t.tau for t in trials if t.pictures == 8 and t.tv_excess_above <= 0.02)
     assert {t.method for t in trials} > set(rules) and len(trials) > len(rules) + 3
 
     def refuse(*_):
         raise AssertionError("decoded again")
 
     monkeypatch.setattr(study.pipeline, "tokens", refuse)
-    again, same = tune(study, 0.02, None, pictures=8, by_seconds=False, rules=rules)
+    again, same = search(study, Target(tv_excess=0.02), pictures=8, by_seconds=False, rules=rules)
     assert again == trials and same == chosen
 
 
@@ -105,7 +106,7 @@ def run(*arguments):
 
 
 def test_the_command_prints_the_frontier_and_the_choice(weights, tmp_path):
-    result = run("--target-tv", 0.05, "--images", 4, "--out", tmp_path, "--weights", weights)
+    result = run("--target-tv-excess", 0.05, "--images", 4, "--out", tmp_path, "--weights", weights)
     assert result.exit_code == 0, result.output
     assert "chosen: " in result.output and "specvis generate --prompt" in result.output
     rows = list(csv.DictReader(open(tmp_path / "tune.csv")))
@@ -116,16 +117,16 @@ def test_the_command_prints_the_frontier_and_the_choice(weights, tmp_path):
 def test_what_cannot_be_reached_is_said(weights, tmp_path):
     result = run("--target-speedup", 50, "--images", 4, "--out", tmp_path, "--weights", weights)
     assert result.exit_code == 1
-    assert "no method that was tried reaches a speed-up of 50 by tau; the fastest is" in result.output
+    assert "no method that was tried reaches a speedup of 50 by tau; the fastest is" in result.output
     assert (tmp_path / "tune.csv").exists()
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ([], "give one of --target-tv and --target-speedup"),
-    (["--target-tv", "0.1", "--target-speedup", "2"], "give one of --target-tv and --target-speedup"),
-    (["--target-tv", "2"], "2.0 is not in the range 0<=x<=1"),
+    ([], "give one of --target-tv-excess and --target-speedup"),
+    (["--target-tv-excess", "0.1", "--target-speedup", "2"], "give one of --target-tv-excess and --target-speedup"),
+    (["--target-tv-excess", "2"], "2.0 is not in the range 0<=x<=1"),
     (["--target-speedup", "0"], "0.0 is not in the range x>0"),
-    (["--target-tv", "0.1", "--images", "3"], "3 is not in the range x>=4"),
+    (["--target-tv-excess", "0.1", "--images", "3"], "3 is not in the range x>=4"),
 ])
 def test_bad_input(weights, arguments, message):
     result = run(*arguments, "--weights", weights)

@@ -1,47 +1,126 @@
-"""Methods side by side on the same prompts and seeds: pictures, plots and a table."""
+"""`specvis compare`: methods side by side on the same prompts and seeds: pictures, plots and a table."""
 import csv
 import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import matplotlib
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
 from ..decoding.continuous import ContinuousDecoded, ContinuousSampling
-from ..decoding.discrete import Decoded, Sampling, guidance_pair, twice
-from ..pipelines.mar import MARPair
-from ..decoding.methods import ContinuousMethod, Method
-from ..models.llamagen import condition_mask
+from ..decoding.discrete import Decoded
+from ..decoding.methods import ContinuousMethod, Method, parse_methods
+from ..decoding.sampling import Sampling
+from ..models.words import repeated
 from ..pipelines.discrete import Pipeline
+from ..pipelines.mar import MARPair
+from ..studies.page import save_figure
+from ..studies.positions import steps_gain, teacher_forced_probs
+from .options import PROMPTS, refuse_filters, sampling_for, sampling_options, writable_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
 
-PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "fluent-3d grinning face", "noto neutral face",
-           "fluent-flat raised fist", "fluent-3d thumbs up", "fluent-flat pirate flag", "noto chequered flag"]
-COLUMNS = ("method", "temperature", "tau", "forwards", "seconds", "speed-up", "overhead", "acceptance", "TV test",
-           "TV meter", "TV bound")
+COLUMNS = ("method", "temperature", "tau", "target_forwards", "seconds", "speedup", "overhead", "acceptance",
+           "tv_bound", "tv_excess", "tv_excess_bound")
+LEGEND = """\
+tau: tokens a target forward
+seconds: of a picture, in a batch of {batch}
+speedup: against the baseline method of the same kind of tokens at the same temperature
+overhead: the share of the seconds that is not forwards of the models
+acceptance: accepted drafts per drafted level; of continuous tokens, per draft that was evaluated
+tv_bound: how far one accept test can move the distribution it tests against (empty: not known)
+tv_excess: added total variation per token, estimated (0: lossless; at temperature 0 the share of tokens that strict
+    acceptance would have rejected)
+tv_excess_bound: a bound of tv_excess, COOL-SD's eq. (4), estimated on the drafted chains (empty: not known)"""
+
+
+@click.command()
+@click.option("--prompt", "prompts", multiple=True,
+              help="A prompt with its style first; may be repeated. [default: eight]")
+@click.option("--methods", "names", multiple=True, default=("all",),
+              help="all (of discrete tokens), continuous, or methods with commas between them, each a NAME or "
+              "NAME:PARAMETER=VALUE:...")
+@click.option("-n", "count", type=click.IntRange(1), help="How many pictures a method. [default: one a prompt]")
+@click.option("--temperature", "temperatures", multiple=True, type=float, default=(0.0, 1.0),
+              help="May be repeated.")
+@click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
+@sampling_options
+def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top_p, weights, device):
+    """Run methods side by side: pictures, plots, a table."""
+    methods = parse_methods(names)
+    prompts = list(prompts or PROMPTS)
+    prompts = repeated(prompts, count or len(prompts))
+    seeds = list(range(seed, seed + len(prompts)))
+    if all(isinstance(method, ContinuousMethod) for method in methods):
+        refuse_filters(methods[0].name)
+    runs = [Run(method, temperature, sampling_for(method, seeds, guidance, temperature, top_k, top_p, device))
+            for temperature in temperatures for method in methods
+            if temperature or not isinstance(method, ContinuousMethod)]  # continuous tokens have no likeliest one
+    if not runs:
+        raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
+    if len(runs) < len(methods) * len(temperatures):
+        click.echo("temperature 0: left out for continuous tokens, which have no likeliest one")
+    loaders = {Method: Pipeline.load, ContinuousMethod: MARPair.load}
+    pipelines = {kind: loaders[kind](weights, device) for kind in dict.fromkeys(type(run.method) for run in runs)}
+    next(iter(pipelines.values())).words.encode(prompts)
+    writable_folder(out)
+
+    results = decode_all(pipelines, runs, prompts)
+    rows = table(results)
+    draw_all(pipelines, results, prompts, out)
+    with open(out / "compare.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    print_table(rows, len(prompts))
+    for result in results:
+        for i in result.decoded.failed.nonzero()[:, 0].tolist():
+            click.echo(f"{result.method.label}: {prompts[i]!r} ended early: the model's output was not finite")
 
 
 @dataclass
-class Result:
-    """One method at one temperature on all prompts."""
+class Run:
+    """One method at one temperature, on all prompts."""
 
     method: Method | ContinuousMethod
     temperature: float
+    sampling: Sampling | ContinuousSampling
+
+
+@dataclass
+class Result(Run):
     decoded: Decoded | ContinuousDecoded
-    seconds: float          # wall time of the whole batch
-    forwards: float | None  # of that, in forwards of the models; None: not measured
+    seconds: float               # wall time of the whole batch
+    model_seconds: float | None  # of that, in forwards of the models; None: not measured
 
     @property
     def overhead(self) -> float | None:
         """The share of the time that is not forwards of the models."""
-        return None if self.forwards is None else 1 - self.forwards / self.seconds
+        return None if self.model_seconds is None else 1 - self.model_seconds / self.seconds
+
+
+def decode_all(pipelines: dict[type, Pipeline | MARPair], runs: list[Run], prompts: list[str]) -> list[Result]:
+    """Decode all prompts as one batch in each run; `pipelines`: by the type of the methods that they decode by."""
+    for run in runs:
+        pipelines[type(run.method)].check(run.method)  # and the neighbors are found, before the clock starts
+    results = []
+    total = len(prompts) * sum(pipelines[type(run.method)].num_tokens for run in runs)
+    with tqdm(total=total, unit="token", smoothing=0.05, disable=None) as bar:
+        for run in runs:
+            pipeline = pipelines[type(run.method)]
+            bar.set_description(f"{run.method.label}, temperature {run.temperature:g}")
+            with ModelClock(pipeline) as clock:
+                start = time.perf_counter()
+                decoded = pipeline.tokens(prompts, run.method, run.sampling, bar.update)
+                seconds = time.perf_counter() - start
+            results.append(Result(run.method, run.temperature, run.sampling, decoded, seconds, clock.seconds))
+    return results
 
 
 class ModelClock:
@@ -53,20 +132,20 @@ class ModelClock:
             self.modules = [*models, *(part for m in models for part in (m.diffloss.net, m.diffloss.net.time_embed,
                                                                          m.diffloss.net.cond_embed))]
         else:
-            gpts = [gpt for gpt in (pipeline.gpt, pipeline.small) if gpt is not None]
+            gpts = [gpt for gpt in (pipeline.gpt, pipeline.draft_model) if gpt is not None]
             self.modules = [*gpts, *(gpt.output for gpt in gpts), pipeline.drafter]
         self.seconds = 0.0 if pipeline.device.type == "cpu" else None
 
     def __enter__(self):
-        def before(*_):
+        def start(*_):
             self.start = time.perf_counter()
 
-        def after(*_):
+        def stop(*_):
             self.seconds += time.perf_counter() - self.start
 
         measured = [] if self.seconds is None else self.modules
         self.hooks = [hook for module in measured
-                      for hook in (module.register_forward_pre_hook(before), module.register_forward_hook(after))]
+                      for hook in (module.register_forward_pre_hook(start), module.register_forward_hook(stop))]
         return self
 
     def __exit__(self, *_):
@@ -74,84 +153,54 @@ class ModelClock:
             hook.remove()
 
 
-def compare_methods(pipelines: dict[type, Pipeline | MARPair],
-                    runs: list[tuple[Method | ContinuousMethod, float, Sampling | ContinuousSampling]], out: Path,
-                    prompts: list[str]) -> list[dict]:
-    """Decode all prompts as one batch in each run; write pictures, two plots and compare.csv to `out`.
+def table(results: list[Result]) -> list[dict]:
+    """A row of COLUMNS for each result."""
+    baseline = {(type(r.method), r.temperature): r.seconds for r in results if r.method.is_baseline}
+    rows = []
+    for r in results:
+        B, L = r.decoded.tokens.shape[:2]
+        seconds = baseline.get((type(r.method), r.temperature))
+        row = dict.fromkeys(COLUMNS, "") | {
+            "method": r.method.label,
+            "temperature": r.temperature,
+            "tau": round(r.decoded.tau.nanmean().item(), 2),
+            "target_forwards": round(r.decoded.target_forwards.float().mean().item(), 1),
+            "seconds": round(r.seconds / B, 2),
+        }
+        if seconds is not None:
+            row["speedup"] = round(seconds / r.seconds, 2)
+        if r.overhead is not None:
+            row["overhead"] = round(r.overhead, 3)
+        if r.method.drafting != "none":
+            row["acceptance"] = round(r.decoded.acceptance_rate, 3)
+        if isinstance(r.method, Method):
+            row["tv_excess"] = round(r.decoded.tv_excess.mean().item() / L, 4)
+            if r.method.tv_bound is not None:
+                row["tv_bound"] = round(r.method.tv_bound, 3)
+            if not r.decoded.tv_bound.isnan().any():
+                row["tv_excess_bound"] = round(r.decoded.tv_bound.mean().item() / L, 4)
+        rows.append(row)
+    return rows
 
-    Args:
-        pipelines: the models, by the type of the methods that they decode by
-        runs:      method, temperature, and how each prompt's request draws
-    Returns:
-        the table, a dictionary per row
-    """
-    results = []
-    for m, *_ in runs:
-        pipelines[type(m)].check(m)  # and the neighbors are found, before the clock starts
-    total = len(prompts) * sum(pipelines[type(m)].places for m, *_ in runs)
-    with tqdm(total=total, unit="token", smoothing=0.05, disable=None) as bar:
-        for m, temperature, sampling in runs:
-            bar.set_description(f"{m.label}, temperature {temperature:g}")
-            with ModelClock(pipelines[type(m)]) as clock:
-                start = time.perf_counter()
-                decoded = pipelines[type(m)].tokens(prompts, m, sampling, bar.update)
-                seconds = time.perf_counter() - start
-            results.append(Result(m, temperature, decoded, seconds, clock.seconds))
-    rows = table(results)
+
+def print_table(rows: list[dict], batch: int) -> None:
+    name_width = max(len(row["method"]) for row in rows) + 1
+    widths = [max(12, len(name) + 2) for name in COLUMNS[1:]]
+    for row in [dict(zip(COLUMNS, COLUMNS)), *rows]:
+        click.echo(f"{row['method']:{name_width}}"
+                   + "".join(f"{row[name]:>{width}}" for name, width in zip(COLUMNS[1:], widths)))
+    click.echo(LEGEND.format(batch=batch))
+
+
+def draw_all(pipelines: dict[type, Pipeline | MARPair], results: list[Result], prompts: list[str], out: Path) -> None:
     draw_pictures(pipelines, results, prompts, out / "compare.png")
     discrete = [r for r in results if isinstance(r.method, Method)]
     if discrete:
         draw_acceptance(pipelines[Method], discrete, out / "acceptance.png")
     sampled = next((r for r in discrete if r.temperature > 0 and not r.decoded.failed.any()), None)
     if sampled:
-        sampling = next(s for m, temperature, s in runs if (m, temperature) == (sampled.method, sampled.temperature))
-        draw_distributions(pipelines[Method], prompts, sampled.decoded.tokens, sampling, out / "distributions.png")
-    with open(out / "compare.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    print_table(rows, len(prompts))
-    for result in results:
-        for i in result.decoded.failed.nonzero()[:, 0].tolist():
-            print(f"{result.method.label}: {prompts[i]!r} ended early: the model's output was not finite")
-    return rows
-
-
-def table(results: list[Result]) -> list[dict]:
-    """The numbers of each result; `seconds` a picture, `speed-up` against plain decoding at the same temperature."""
-    plain = {(type(r.method), r.temperature): r.seconds for r in results if r.method.plain}
-    rows = []
-    for r in results:
-        (images, L), discrete = r.decoded.tokens.shape[:2], isinstance(r.method, Method)
-        speculative, kind = r.method.drafting != "none", (type(r.method), r.temperature)
-        rows.append({
-            "method": r.method.label,
-            "temperature": r.temperature,
-            "tau": round(r.decoded.tau.nanmean().item(), 2),
-            "forwards": round(r.decoded.forwards.float().mean().item(), 1),
-            "seconds": round(r.seconds / images, 2),
-            "speed-up": round(plain[kind] / r.seconds, 2) if kind in plain else "",
-            "overhead": "" if r.overhead is None else round(r.overhead, 3),
-            "acceptance": round(r.decoded.acceptance_rate, 3) if speculative else "",
-        } | ({
-            "TV test": "" if r.method.tv_bound is None else round(r.method.tv_bound, 3),
-            "TV meter": round(r.decoded.excess.mean().item() / L, 4),
-            "TV bound": "" if r.decoded.bound.isnan().any() else round(r.decoded.bound.mean().item() / L, 4),
-        } if discrete else dict.fromkeys(("TV test", "TV meter", "TV bound"), "")))
-    return rows
-
-
-def print_table(rows: list[dict], batch: int) -> None:
-    wide = max(len(row["method"]) for row in rows) + 1
-    print(f"{'method':{wide}}" + "".join(f"{name:>12}" for name in COLUMNS[1:]))
-    for row in rows:
-        print(f"{row['method']:{wide}}" + "".join(f"{row[name]:>12}" for name in COLUMNS[1:]))
-    print(f"tau: tokens a target forward; seconds a picture in a batch of {batch}; overhead: the share of them that is "
-          "not model\nforwards; acceptance: accepted drafts per drafted level, of continuous tokens per judged draft; "
-          "TV test: how far one\naccept test may move the distribution it judges by (empty: not known); TV meter: the "
-          "estimate of the distance that\nrelaxed acceptance added per token (0: lossless; at temperature 0 the share "
-          "of tokens that strict acceptance would\nhave refused); TV bound: its bound per token, COOL-SD's eq. (4), as "
-          "the drafted chains let estimate it")
+        draw_distributions(pipelines[Method], prompts, sampled.decoded.tokens, sampled.sampling,
+                           out / "distributions.png")
 
 
 def by_method(results: list[Result]) -> tuple[list[str], list[float], dict]:
@@ -184,59 +233,36 @@ def draw_pictures(pipelines: dict[type, Pipeline | MARPair], results: list[Resul
 
 
 def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> None:
-    """Tokens gained by the step that made each position, mean over pictures (ADT-Tree, Figure 2)."""
+    """How many tokens the step gave that made each position, mean over pictures (ADT-Tree, Figure 2)."""
     labels, temperatures, table = by_method([r for r in results if r.method.drafting != "none"])
-    grid = pipeline.gpt.config.grid
     if not table:
         return
+    grid = pipeline.gpt.config.grid
+    gains = {key: steps_gain(r.decoded.num_accepted).float().mean(0).view(grid, grid).numpy()
+             for key, r in table.items()}
     figure, axes = plt.subplots(len(temperatures), len(labels), squeeze=False, layout="constrained",
                                 figsize=(2.0 * len(labels) + 0.8, 2.4 * len(temperatures)))
-    gained = {key: steps_gain(r.decoded.accepted).float().mean(0).view(grid, grid).numpy() for key, r in table.items()}
-    top = max(gains.max() for gains in gained.values())
-    for (label, temperature), gains in gained.items():
+    top = max(gain.max() for gain in gains.values())
+    for (label, temperature), gain in gains.items():
         axis = axes[temperatures.index(temperature), labels.index(label)]
-        shown = axis.imshow(gains, vmin=1, vmax=top, cmap="viridis")
+        image = axis.imshow(gain, vmin=1, vmax=top, cmap="viridis")
         axis.set(xticks=[], yticks=[])
-        axis.set_title(label.replace(":", "\n") + f"\nT = {temperature:g}, mean {gains.mean():.2f}", fontsize=8)
-    figure.colorbar(shown, ax=axes, label="tokens gained by the step here")
+        axis.set_title(label.replace(":", "\n") + f"\nT = {temperature:g}, mean {gain.mean():.2f}", fontsize=8)
+    figure.colorbar(image, ax=axes, label="tokens of the step that made this position")
     save_figure(figure, path)
-
-
-def steps_gain(accepted: Tensor) -> Tensor:
-    """accepted (B, L), -1 where no step began -> tokens gained by the step that made each position (B, L)."""
-    began = torch.where(accepted >= 0, torch.arange(accepted.shape[1]), 0).cummax(1).values
-    return accepted.gather(1, began).clamp(min=0) + 1
-
-
-@torch.inference_mode()
-def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
-                         sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """What target and drafter held likely at each token of finished pictures.
-
-    Returns:
-        target_probs (B, L, V) and draft_probs (B, L - 1, V), the latter for tokens 1..L - 1
-    """
-    gpt, shown = pipeline.gpt, pipeline.gpt.config.condition_tokens - 1
-    condition, valid = guidance_pair(gpt, *gpt.condition(pipeline.words(pipeline.words.encode(prompts))))
-    hidden = gpt.teacher_forced(condition, valid, twice(tokens))                           # (2B, shown + L, dim)
-    shifted = F.pad(twice(tokens[:, :-1]), (shown, 0))
-    places = torch.arange(shifted.shape[1], device=tokens.device)[None]
-    drafted = pipeline.drafter(shifted, hidden[:, :-1], places, condition_mask(valid[:, :shown], shifted.shape[1]))
-    return sampling.probs(gpt, hidden[:, shown:])[0], sampling.probs(gpt, drafted[:, shown:])[0]
 
 
 def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling, path: Path) -> None:
     """Target and draft over the union of their 20 likeliest tokens (LANTERN, Figure 2b); top-1 maps
     (ADT-Tree, Figure 4)."""
     if tokens.shape[1] < 4:
-        return  # no room for three places to look at
-    target, draft = teacher_forced_probs(pipeline, prompts, tokens, sampling)
-    grid, target = pipeline.gpt.config.grid, target.cpu()
-    draft = draft.cpu()
+        return  # no room for three positions to look at
+    target, draft = (probs.cpu() for probs in teacher_forced_probs(pipeline, prompts, tokens, sampling))
+    grid = pipeline.gpt.config.grid
     figure, axes = plt.subplots(2, 3, constrained_layout=True, figsize=(12, 6))
-    places = [min(row * grid * grid // 4 + grid // 2, grid * grid - 1) for row in (1, 2, 3)]
-    for axis, place in zip(axes[0], places):
-        p, q = target[0, place], draft[0, place - 1]
+    positions = [min(row * grid * grid // 4 + grid // 2, grid * grid - 1) for row in (1, 2, 3)]
+    for axis, position in zip(axes[0], positions):
+        p, q = target[0, position], draft[0, position - 1]
         likeliest = min(20, len(p))
         union = torch.cat([p.topk(likeliest).indices, q.topk(likeliest).indices]).unique()
         union = union[p[union].argsort(descending=True)]
@@ -245,22 +271,14 @@ def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, s
         axis.bar(x + 0.2, q[union].numpy(), 0.4, label="draft")
         overlap = torch.minimum(p, q).sum()
         axis.set(xticks=[], xlabel="union of the 20 likeliest tokens of each", ylabel="probability",
-                 title=f"{prompts[0]}\nrow {place // grid}, column {place % grid}, sum of min {overlap:.2f}")
+                 title=f"{prompts[0]}\nrow {position // grid}, column {position % grid}, sum of min {overlap:.2f}")
         axis.legend()
     top = target.max(-1).values
     for axis, (name, values) in zip(axes[1], {prompts[0]: top[0], "mean of all prompts": top.mean(0)}.items()):
-        shown = axis.imshow(values.view(grid, grid).numpy(), vmin=0, vmax=1)
+        image = axis.imshow(values.view(grid, grid).numpy(), vmin=0, vmax=1)
         axis.set(xticks=[], yticks=[], title=f"top-1 probability of the target\n{name}")
-        figure.colorbar(shown, ax=axis)
+        figure.colorbar(image, ax=axis)
     axes[1, 2].hist(top.flatten().numpy(), bins=40, range=(0, 1), density=True)
     axes[1, 2].set(xlabel="top-1 probability of the target", ylabel="density of positions",
                    title=f"mean {top.mean():.3f}, top-10 {target.topk(10, -1).values.sum(-1).mean():.3f}")
     save_figure(figure, path)
-
-
-def save_figure(figure, path: Path) -> None:
-    """Write beside the goal first, so that an interruption leaves no half of a picture."""
-    part = path.with_name(f".{path.name}.part")
-    figure.savefig(part, dpi=100, format="png")
-    plt.close(figure)
-    part.replace(path)

@@ -1,17 +1,22 @@
-"""What the command lines have in common."""
+"""Options that several commands share, and the checks of what they are given."""
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
 import click
 import torch
+from click.core import ParameterSource
+from PIL import Image
 
+from ..decoding.continuous import ContinuousSampling
+from ..decoding.methods import ContinuousMethod, Method
+from ..decoding.sampling import Sampling
+from ..pipelines.discrete import SHIPPED
 
-class Commands(click.Group):
-    """Bad input is one line on stderr and exit status 2, whoever found it."""
-
-    def invoke(self, context):
-        try:
-            return super().invoke(context)
-        except ValueError as error:
-            click.echo(f"Error: {error}", err=True)
-            context.exit(2)
+GUIDANCE, CONTINUOUS_GUIDANCE = 1.2, 2.5  # of the shipped models
+PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "fluent-3d grinning face", "noto neutral face",
+           "fluent-flat raised fist", "fluent-3d thumbs up", "fluent-flat pirate flag", "noto chequered flag"]
 
 
 def usable_device(context, parameter, device: str) -> str:
@@ -24,3 +29,92 @@ def usable_device(context, parameter, device: str) -> str:
 
 device_option = click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True,
                              callback=usable_device, help="Where to compute.")
+
+
+def sampling_options(command):
+    for option in reversed((
+        click.option("--seed", type=click.IntRange(0, 2**32), default=0,
+                     help="Seed of the first picture; the next ones count on."),
+        click.option("--guidance", type=float, help="Strength of classifier-free guidance; 1 is none. "
+                     f"[default: {GUIDANCE}; {CONTINUOUS_GUIDANCE} for continuous tokens]"),
+        click.option("--top-k", default=100, help="Keep the likeliest TOP_K tokens; 0 keeps all. "
+                     "Discrete tokens only."),
+        click.option("--top-p", default=0.8, help="Keep the likeliest tokens up to this probability, in (0, 1]. "
+                     "Discrete tokens only."),
+        click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
+                     help="Folder with the model."),
+        device_option,
+    )):
+        command = option(command)
+    return command
+
+
+def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None, temperature: float,
+                 top_k: int, top_p: float, device: str = "cpu") -> Sampling | ContinuousSampling:
+    """How to draw by this method; ValueError names the option that is out of its range."""
+    if isinstance(method, ContinuousMethod):
+        return ContinuousSampling.of(seeds, guidance=CONTINUOUS_GUIDANCE if guidance is None else guidance,
+                                     temperature=temperature, device=device)
+    return Sampling.of(seeds, guidance=GUIDANCE if guidance is None else guidance, temperature=temperature,
+                       top_k=top_k, top_p=top_p, device=device)
+
+
+def is_given(name: str) -> bool:
+    """Whether this command was given the option, rather than having its default."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def refuse_filters(what: str) -> None:
+    """Raise ValueError where filters of discrete tokens are given."""
+    for name in ("top_k", "top_p"):
+        if is_given(name):
+            raise ValueError(f"{name} must not be given with {what}: continuous tokens have no filters")
+
+
+def given_options(but: tuple[str, ...]) -> list[str]:
+    """The options that this command was given, as one would write them again; `but`: without these."""
+    context, words = click.get_current_context(), []
+    for option in context.command.params:
+        value = context.params[option.name]
+        if is_given(option.name) and option.name not in but:
+            words += [option.opts[0]] if option.is_flag else [
+                f"{option.opts[0]} {one}" for one in (value if option.multiple else [value])]
+    return words
+
+
+def takes_files(folder: Path) -> bool:
+    """Tried, not asked: permissions alone do not tell."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
+
+
+def writable_file(path: Path) -> Path:
+    """`path` if a picture can be written there, found out without leaving anything behind."""
+    if path.suffix.lower() not in Image.registered_extensions():
+        raise ValueError(f"out must end in the name of a picture format such as .png, got {path}")
+    if path.is_dir() or not takes_files(path.parent) or path.exists() and not os.access(path, os.W_OK):
+        raise ValueError(f"out must be a file in a folder that exists and can be written, got {path}")
+    return path
+
+
+def writable_folder(path: Path) -> Path:
+    """`path` as a folder that exists and can be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"out must be a folder that can be made, got {path}: {error.strerror}") from error
+    if not takes_files(path):
+        raise ValueError(f"out must be a folder that can be written, got {path}")
+    return path
+
+
+@contextmanager
+def resumable():
+    """An interruption of work whose runs are saved is no failure."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise click.ClickException("interrupted; the same command goes on from here") from None

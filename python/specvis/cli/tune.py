@@ -4,12 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import matplotlib
 import torch
 
-from .compare import save_figure
 from ..decoding.methods import Method, method, parse_method
-from ..studies.base import Latency, Run, Study
+from ..decoding.sampling import Sampling
+from ..pipelines.discrete import Pipeline
+from ..studies.base import Run
+from ..studies.discrete import DiscreteStudy, Latency
+from ..studies.page import save_figure
+from .options import GUIDANCE, PROMPTS, given_options, resumable, sampling_options, writable_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
@@ -27,7 +32,48 @@ TREES = {  # shapes that a second round tries
     "dynamic": [{"depth": depth, "width": width, "nodes": nodes}
                 for depth, width, nodes in ((2, 8, 16), (4, 4, 16), (4, 6, 32), (6, 6, 48), (4, 10, 60))],
 }
-COLUMNS = ("method", "speed-up", "tau", "TV meter", "+-", "pictures", "frontier", "chosen")
+ROUNDS = ((4, 0), (2, 4), (2, 2), (1, 6))  # one n-th of the pictures; how many of the best trials go on
+COLUMNS = ("method", "speedup", "tau", "tv_excess", "+-", "pictures", "frontier", "chosen")
+
+
+@click.command()
+@click.option("--target-tv-excess", type=click.FloatRange(0, 1),
+              help="The most total variation added per token, estimated.")
+@click.option("--target-speedup", type=click.FloatRange(0, min_open=True), help="The least speedup.")
+@click.option("--by", type=click.Choice(["tau", "seconds"]), default="tau",
+              help="The speedup is tokens per target forward, or in seconds of single pictures on this machine.")
+@click.option("--images", type=click.IntRange(4), default=16, help="Pictures by which the last methods are compared.")
+@click.option("--out", type=click.Path(path_type=Path), default="out/tune", help="Folder for the table and its runs.")
+@sampling_options
+def tune(target_tv_excess, target_speedup, by, images, out, seed, guidance, top_k, top_p, weights, device):
+    """Find the fastest method within a budget of fidelity, or the most faithful that is fast enough.
+
+    Every run is saved in the folder: after an interruption the same command goes on where it stopped.
+    """
+    if (target_tv_excess is None) == (target_speedup is None):
+        raise ValueError("give one of --target-tv-excess and --target-speedup")
+    target = Target(target_tv_excess, target_speedup)
+    settings = {"guidance": GUIDANCE if guidance is None else guidance, "top_k": top_k, "top_p": top_p}
+    Sampling.of([seed], **settings)
+    pipeline = Pipeline.load(weights, device)
+    study = DiscreteStudy(pipeline, writable_folder(out) / "runs", PROMPTS, images=images, seed=seed, **settings)
+
+    with resumable():
+        trials, chosen = search(study, target, pictures=images, by_seconds=by == "seconds")
+    rows = table(trials, chosen)
+    write_table(rows, out / "tune.csv")
+    draw_trials(trials, chosen, target, out / "tune.png")
+    print_frontier(rows)
+    click.echo(f"(the frontier of {len(rows)} methods at temperature 1; tv_excess: added total variation per token, "
+               f"estimated; all in {out / 'tune.csv'})")
+    if chosen is None:
+        fastest = max(trials, key=lambda t: t.speed)
+        raise click.ClickException(f"no method that was tried reaches a {target.described(by)}; the fastest is "
+                                   f"{fastest.method.label} at {fastest.speed:.2f}")
+    command = ['specvis generate --prompt "red heart" --method', chosen.method.label,
+               *given_options(but=("target_tv_excess", "target_speedup", "by", "images", "out", "seed"))]
+    click.echo(f"chosen: {chosen.method.label}, {by} {chosen.speed:.2f}, tv_excess {chosen.tv_excess:.4f} "
+               f"+- {chosen.standard_error:.4f}\n  {' '.join(command)}")
 
 
 @dataclass(frozen=True)
@@ -37,55 +83,107 @@ class Trial:
     method: Method
     pictures: int
     tau: float
-    tv: float               # fidelity meter per token, mean over pictures
-    error: float            # its standard error
-    seconds: float | None   # speed-up over plain decoding of single pictures; None: judged by tau
+    tv_excess: float         # per token, mean over pictures
+    standard_error: float    # of tv_excess
+    speedup: float | None    # in seconds of single pictures, against the baseline; None: compared by tau
 
     @property
     def speed(self) -> float:
-        return self.tau if self.seconds is None else self.seconds
+        return self.tau if self.speedup is None else self.speedup
 
     @property
-    def tv_at_most(self) -> float:
-        """What the meter is held to: one standard error above its mean."""
-        return self.tv + self.error
+    def tv_excess_above(self) -> float:
+        """One standard error above the mean: what is compared with a target, and with other methods."""
+        return self.tv_excess + self.standard_error
+
+
+@dataclass(frozen=True)
+class Target:
+    """One of the two is given."""
+
+    tv_excess: float | None = None  # at most
+    speedup: float | None = None    # at least
+
+    def choose(self, trials: list[Trial]) -> Trial | None:
+        """The fastest within the budget, or the most faithful that is fast enough; None: there is none."""
+        if self.tv_excess is not None:
+            within = [t for t in trials if t.tv_excess_above <= self.tv_excess]
+            return max(within, key=lambda t: t.speed, default=None)
+        within = [t for t in trials if t.speed >= self.speedup]
+        return min(within, key=lambda t: (t.tv_excess_above, -t.speed), default=None)
+
+    def distance(self, trial: Trial) -> float:
+        if self.tv_excess is not None:
+            return abs(trial.tv_excess_above - self.tv_excess)
+        return abs(trial.speed - self.speedup)
+
+    def described(self, by: str) -> str:
+        if self.tv_excess is not None:
+            return f"tv_excess of {self.tv_excess:g}"
+        return f"speedup of {self.speedup:g} by {by}"
+
+
+def search(study: DiscreteStudy, target: Target, *, pictures: int, by_seconds: bool,
+           rules: list[Method] | None = None) -> tuple[list[Trial], Trial | None]:
+    """All rules on a quarter of the pictures; twice variations of the best, on a half; the best on all.
+
+    Returns:
+        all trials, each method by its longest, and the chosen one
+    """
+    V, has_draft_model = study.pipeline.gpt.config.vocabulary, study.pipeline.draft_model is not None
+    methods = [parse_method(text) for text in RULES] if rules is None else rules
+    trials: dict[Method, Trial] = {}
+    for number, (share, num_best) in enumerate(ROUNDS, 1):
+        count, timed = max(4, pictures // share), 1 if share > 1 else 3
+        if number > 1:
+            methods = [t.method for t in nearest(list(trials.values()), target, num_best)]
+            if share > 1:
+                methods += [m for base in list(methods) for m in variations(base)]
+        methods = [m for m in dict.fromkeys(methods)
+                   if m.num_neighbors < V and (has_draft_model or m.drafter != "model")]
+        works = [run for m in methods for run in runs_of(m, count)]
+        works += [Latency(m, 1.0, timed) for m in methods if by_seconds]
+        study.compute(works, f"round {number} of {len(ROUNDS)}: ")
+        trials |= {m: trial(study, m, count, by_seconds, timed) for m in methods}
+    longest = [t for t in trials.values() if t.pictures == pictures]  # only what was looked at closely is chosen
+    return list(trials.values()), target.choose(longest)
+
+
+def nearest(trials: list[Trial], target: Target, count: int) -> list[Trial]:
+    """The best choice now, the most faithful of all, and the trials of the frontier that are nearest to the target."""
+    edge = frontier(trials)
+    chosen = target.choose(trials)
+    first = [*([chosen] if chosen else []), edge[0]]  # the last of them keeps a choice possible
+    return list(dict.fromkeys([*first, *sorted(edge, key=target.distance)]))[:count]
 
 
 def frontier(trials: list[Trial]) -> list[Trial]:
     """Those that no other is both faster and more faithful than, from slow to fast."""
-    best, kept = float("inf"), []
-    for trial in sorted(trials, key=lambda t: (-t.speed, t.tv_at_most)):
-        if trial.tv_at_most < best:
-            best = trial.tv_at_most
-            kept.append(trial)
-    return kept[::-1]
-
-
-def choose(trials: list[Trial], target_tv: float | None, target_speedup: float | None) -> Trial | None:
-    """The fastest within the budget, or the most faithful that is fast enough; None: there is none."""
-    if target_tv is not None:
-        within = [trial for trial in trials if trial.tv_at_most <= target_tv]
-        return max(within, key=lambda t: t.speed, default=None)
-    within = [trial for trial in trials if trial.speed >= target_speedup]
-    return min(within, key=lambda t: (t.tv_at_most, -t.speed), default=None)
+    least, edge = float("inf"), []
+    for trial in sorted(trials, key=lambda t: (-t.speed, t.tv_excess_above)):
+        if trial.tv_excess_above < least:
+            least = trial.tv_excess_above
+            edge.append(trial)
+    return edge[::-1]
 
 
 def variations(base: Method) -> Iterator[Method]:
-    """The method with other trees, a drafter more, and acceptance somewhat stricter and looser."""
+    """The method with other trees, with the other drafter, and with acceptance somewhat stricter and looser."""
     changes = list(TREES[base.drafting]) if base.adaptation is None else [
         {"start": start} for start in ("vertical", "tokenflock")]
-    changes.append({"drafter": "small"})
+    changes.append({"drafter": "model"})
     if base.k:
         changes += [{"delta": round(base.delta * factor, 4)} for factor in (0.7, 1.4)]
     elif base.omega != 1:
         changes += [{"omega": round(1 + (base.omega - 1) * factor, 4)} for factor in (0.7, 1.4)]
     shape = {"static": ("tree",), "dynamic": ("depth", "width", "nodes")}[base.drafting]
+    recipe = method(base.name)
     for change in changes:
-        keep = ("drafter", "k", "kind", "delta", "metric", "residual", "omega", "nu",
-                *(shape if not set(shape) & set(change) else ()))
-        kept = {key: getattr(base, key) for key in keep if getattr(base, key) != getattr(method(base.name), key)}
+        names = ("drafter", "k", "cutoff", "delta", "metric", "residual", "omega", "nu",
+                 *(shape if not set(shape) & set(change) else ()))
+        unchanged = {name: getattr(base, name) for name in names if getattr(base, name) != getattr(recipe, name)}
         try:
-            changed = method(base.name, **kept | change)
+            changed = method(base.name, **unchanged | change)
         except ValueError:  # such as a delta beyond its range: no variation then
             continue
         if changed != base:
@@ -102,86 +200,54 @@ def runs_of(m: Method, pictures: int) -> list[Run]:
     return pieces
 
 
-def trial(study: Study, m: Method, pictures: int, by_seconds: bool, timed: int) -> Trial:
+def trial(study: DiscreteStudy, m: Method, pictures: int, by_seconds: bool, timed: int) -> Trial:
     parts = [study.pictures(run) for run in runs_of(m, pictures)]
-    tv = torch.cat([part.excess for part in parts])
+    tv_excess = torch.cat([part.tv_excess for part in parts])
     tau = torch.cat([part.decoded.tau for part in parts]).nanmean().item()
-    seconds = float(sorted(study.seconds(Latency(m, 1.0, timed)).speedup)[timed // 2]) if by_seconds else None
-    error = tv.std().item() / len(tv) ** 0.5 if len(tv) > 1 else 0.0
-    return Trial(m, pictures, tau, tv.mean().item(), error, seconds)
+    speedup = float(sorted(study.seconds(Latency(m, 1.0, timed)).speedup)[timed // 2]) if by_seconds else None
+    standard_error = tv_excess.std().item() / len(tv_excess) ** 0.5 if len(tv_excess) > 1 else 0.0
+    return Trial(m, pictures, tau, tv_excess.mean().item(), standard_error, speedup)
 
 
-def nearest(trials: list[Trial], target_tv: float | None, target_speedup: float | None, count: int) -> list[Trial]:
-    """The best choice now, the most faithful of all, and the trials of the frontier that are nearest to the target."""
-    by = (lambda t: abs(t.tv_at_most - target_tv)) if target_tv is not None else (
-        lambda t: abs(t.speed - target_speedup))
+def table(trials: list[Trial], chosen: Trial | None) -> list[dict]:
+    """A row of COLUMNS for each trial, from slow to fast."""
     edge = frontier(trials)
-    chosen = choose(trials, target_tv, target_speedup)
-    first = [*([chosen] if chosen else []), edge[0]]  # the last of them keeps a choice possible
-    return list(dict.fromkeys([*first, *sorted(edge, key=by)]))[:count]
-
-
-def tune(study: Study, target_tv: float | None, target_speedup: float | None, *, pictures: int, by_seconds: bool,
-         rules: list[Method] | None = None) -> tuple[list[Trial], Trial | None]:
-    """All rules on a quarter of the pictures; twice variations of the best, on a half; the best on all.
-
-    Returns:
-        all trials, each method by its longest, and the chosen one
-    """
-    has_small = study.pipeline.small is not None
-    methods = [parse_method(text) for text in RULES] if rules is None else rules
-    V = study.pipeline.gpt.config.vocabulary
-    known: dict[Method, Trial] = {}
-    for number, (share, kept) in enumerate(((4, 0), (2, 4), (2, 2), (1, 6)), 1):
-        count, timed = max(4, pictures // share), 1 if share > 1 else 3
-        if number > 1:
-            best = nearest(list(known.values()), target_tv, target_speedup, kept)
-            methods = [t.method for t in best]
-            if share > 1:
-                methods += [m for base in best for m in variations(base.method)]
-        methods = [m for m in dict.fromkeys(methods)
-                   if m.columns < V and (has_small or m.drafter != "small")]
-        works = [run for m in methods for run in runs_of(m, count)]
-        study.do(works + [Latency(m, 1.0, timed) for m in methods if by_seconds], f"round {number} of 4: ")
-        known |= {m: trial(study, m, count, by_seconds, timed) for m in methods}
-    trials = list(known.values())
-    whole = [t for t in trials if t.pictures == pictures]  # only what was looked at closely is chosen
-    return trials, choose(whole, target_tv, target_speedup)
-
-
-def rows_of(trials: list[Trial], chosen: Trial | None) -> list[dict]:
-    edge = frontier(trials)
-    return [{"method": t.method.label, "speed-up": "" if t.seconds is None else round(t.seconds, 3),
-             "tau": round(t.tau, 3), "TV meter": round(t.tv, 4), "+-": round(t.error, 4), "pictures": t.pictures,
-             "frontier": "yes" if t in edge else "", "chosen": "yes" if t == chosen else ""}
+    return [{"method": t.method.label, "speedup": "" if t.speedup is None else round(t.speedup, 3),
+             "tau": round(t.tau, 3), "tv_excess": round(t.tv_excess, 4), "+-": round(t.standard_error, 4),
+             "pictures": t.pictures, "frontier": "yes" if t in edge else "", "chosen": "yes" if t == chosen else ""}
             for t in sorted(trials, key=lambda t: t.speed)]
 
 
-def write_trials(rows: list[dict], path: Path) -> None:
+def write_table(rows: list[dict], path: Path) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
 
-def draw_trials(trials: list[Trial], chosen: Trial | None, target_tv: float | None, target_speedup: float | None,
-                path: Path) -> None:
+def print_frontier(rows: list[dict]) -> None:
+    name_width = max(len(row["method"]) for row in rows) + 1
+    for row in [dict(zip(COLUMNS, COLUMNS)), *(row for row in rows if row["frontier"])]:
+        click.echo(f"{row['method']:{name_width}}" + "".join(f"{row[name]:>10}" for name in COLUMNS[1:6]))
+
+
+def draw_trials(trials: list[Trial], chosen: Trial | None, target: Target, path: Path) -> None:
     """Every trial, the frontier, the target and the choice."""
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    axis.errorbar([t.speed for t in trials], [t.tv for t in trials], [t.error for t in trials], fmt="o", ms=4,
-                  color="lightgray", ecolor="lightgray", label="tried")
+    axis.errorbar([t.speed for t in trials], [t.tv_excess for t in trials], [t.standard_error for t in trials],
+                  fmt="o", ms=4, color="lightgray", ecolor="lightgray", label="tried")
     edge = frontier(trials)
-    axis.plot([t.speed for t in edge], [t.tv for t in edge], "o-", ms=4, color="tab:blue", label="frontier")
+    axis.plot([t.speed for t in edge], [t.tv_excess for t in edge], "o-", ms=4, color="tab:blue", label="frontier")
     for t in edge:
-        axis.annotate(t.method.label, (t.speed, t.tv), fontsize=6, xytext=(4, 2), textcoords="offset points")
-    if target_tv is not None:
-        axis.axhline(target_tv, color="gray", ls=":", label="target")
+        axis.annotate(t.method.label, (t.speed, t.tv_excess), fontsize=6, xytext=(4, 2), textcoords="offset points")
+    if target.tv_excess is not None:
+        axis.axhline(target.tv_excess, color="gray", ls=":", label="target")
     else:
-        axis.axvline(target_speedup, color="gray", ls=":", label="target")
+        axis.axvline(target.speedup, color="gray", ls=":", label="target")
     if chosen:
-        axis.plot(chosen.speed, chosen.tv, "*", ms=14, color="tab:red", label="chosen")
-    by = "tokens per target forward (tau)" if trials[0].seconds is None else "speed-up in seconds, single pictures"
-    axis.set(xlabel=by, ylabel="fidelity meter: TV per token (estimate)")
-    axis.margins(x=0.2)  # room for the names
+        axis.plot(chosen.speed, chosen.tv_excess, "*", ms=14, color="tab:red", label="chosen")
+    by = "tokens per target forward (tau)" if trials[0].speedup is None else "speedup in seconds, single pictures"
+    axis.set(xlabel=by, ylabel="added total variation per token, estimated")
+    axis.margins(x=0.2)  # space for the names
     axis.legend()
     save_figure(figure, path)

@@ -1,1 +1,1 @@
-"""The training of the shipped model: `python -m specvis.train data|tokenizer|gpt|drafter|export`."""
+"""The training of the shipped model: `python -m specvis.train STAGE`, see __main__.py."""

@@ -88,18 +88,18 @@ def drawings(archive: tarfile.TarFile):
 
 def photographs(archive: tarfile.TarFile, characters: dict[str, str]):
     """(name, picture) of the set of rendered pictures, named by code point."""
-    def plain(code):
+    def without_selector(code):
         return re.sub("-?fe0f", "", code)
 
-    names = {plain(code): name for code, name in characters.items()}
+    names = {without_selector(code): name for code, name in characters.items()}
     files = sorted((m for m in archive.getmembers() if m.name.endswith(".webp")), key=lambda m: m.name)
     for member in tqdm(files, desc="fluent-emoji-3d"):
-        name = names.get(plain(Path(member.name).stem))
+        name = names.get(without_selector(Path(member.name).stem))
         if name is not None:
             yield name, on_white(Image.open(archive.extractfile(member)))
 
 
-def draw_weights(categories: list[str], words: list[list[str]]) -> np.ndarray:
+def sampling_weights_of(categories: list[str], words: list[list[str]]) -> np.ndarray:
     """(N,) float64 of mean 1, how often each picture is drawn.
 
     People together get PEOPLE_SHARE, each of their names as much, in however many skin tones and sexes it was
@@ -136,8 +136,9 @@ def hold_out(names: list[str], words: list[list[str]]) -> np.ndarray:
 def data(runs, packages):
     """Fetch and render the pictures; writes runs/data/pictures.npz, vocabulary.json and manifest.json.
 
-    pictures.npz: pictures (N, 64, 64, 3) uint8; captions (N, 10) int16, style and words as places in the
-    vocabulary, 0 before them; styles, names, categories (N,) text; weights (N,) float64; held_out (N,) bool.
+    pictures.npz: pictures (N, 64, 64, 3) uint8; captions (N, 10) int16, style and words as ids of the
+    vocabulary, 0 before them; styles, names, categories (N,) text;
+    sampling_weights (N,) float64; held_out (N,) bool.
     """
     packages = packages or runs / "packages"
     archives = {style: fetch(package, packages) for style, (package, _) in PACKAGES.items()}
@@ -167,8 +168,8 @@ def data(runs, packages):
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "pictures.part.npz"
     np.savez(part, pictures=np.stack(pictures), captions=captions, styles=np.array(styles),
-             names=np.array(names), categories=np.array(categories), weights=draw_weights(categories, words),
-             held_out=held_out)
+             names=np.array(names), categories=np.array(categories),
+             sampling_weights=sampling_weights_of(categories, words), held_out=held_out)
     part.replace(folder / "pictures.npz")
     (folder / "vocabulary.json").write_text(json.dumps(vocabulary))
     counts = {"pictures": len(names), "held_out": int(held_out.sum()), "names": len(set(names)),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from ..models.eagle import Drafter
+from ..models.eagle import EagleHead
 from ..models.llamagen import GPTConfig, condition_mask
 from .gpt import Captioned, Tokens, mixed_precision
 from .run import Run, made, options
@@ -19,21 +19,22 @@ def drafted(drafter, captioned, captions, ids, null=None, noise=0.0):
     Returns:
         hidden states (B, 255, dim) that the drafter expects, and the target's own, at ids 0..254
     """
-    shown = captions.shape[1] - 1  # condition entries of the drafter
-    condition, valid = captioned.condition(captions, null)
+    prefix_len = captions.shape[1] - 1  # condition entries of the drafter
+    condition, padding_mask = captioned.condition(captions, null)
     with torch.no_grad():
-        target = captioned.gpt.teacher_forced(condition, valid, ids)                 # (B, shown + 256, dim)
-    tokens = F.pad(ids[:, :-1], (shown, 0))                                          # token 0 beside a condition
-    places = torch.arange(tokens.shape[1], device=ids.device)[None]
-    hidden = drafter(tokens, target[:, :-1] + noise, places, condition_mask(valid[:, :-1], tokens.shape[1]))
-    return hidden[:, shown:], target[:, shown + 1:]
+        target = captioned.gpt.teacher_forced(condition, padding_mask, ids)          # (B, prefix_len + 256, dim)
+    tokens = F.pad(ids[:, :-1], (prefix_len, 0))                                     # token 0 beside a condition
+    position_ids = torch.arange(tokens.shape[1], device=ids.device)[None]
+    mask = condition_mask(padding_mask[:, :-1], tokens.shape[1])
+    hidden = drafter(tokens, target[:, :-1] + noise, position_ids, mask)
+    return hidden[:, prefix_len:], target[:, prefix_len + 1:]
 
 
 @torch.no_grad()
 def measure(drafter, captioned, tokens, which, batch: int = 32) -> dict[str, float]:
     """How well drafts of one token do, without guidance at temperature 1.
 
-    top1, top3: share of places where the target's likeliest token is among the drafter's 1 or 3 likeliest;
+    top1, top3: share of positions where the target's likeliest token is among the drafter's 1 or 3 likeliest;
     acceptance: E[sum min(P, Q)], what speculative sampling accepts of single drafts.
     """
     sums, count = torch.zeros(3, dtype=torch.float64), 0
@@ -63,7 +64,7 @@ def drafter(runs, minutes, steps, batch, lr, noise, device, compiled):
     for part in ("gpt", "words"):
         weights = load_file(runs / "gpt" / f"{part}.safetensors")
         getattr(captioned, part).load_state_dict({name: value.float() for name, value in weights.items()})
-    model = Drafter(config)
+    model = EagleHead(config)
     model.embed_tokens.weight.data.copy_(captioned.gpt.tok_embeddings.weight)  # the target's, frozen
     model.embed_tokens.weight.requires_grad_(False)
     model.to(device)

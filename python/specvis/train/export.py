@@ -9,29 +9,27 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..pipelines.checkpoint import load_weights, read_config
-from ..cli.compare import PROMPTS
+from ..cli.options import PROMPTS
 from ..decoding.continuous import ContinuousSampling, parallel_decode
-from ..decoding.discrete import Sampling
-from ..pipelines.mar import MARPair, Scaling
 from ..decoding.methods import METHODS
+from ..decoding.sampling import Sampling
 from ..models.llamagen import GPTConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQConfig
+from ..pipelines.checkpoint import load_weights, read_config
 from ..pipelines.discrete import SHIPPED, Pipeline
+from ..pipelines.mar import MARPair, Scaling
 from .data import spelled_out, words_of
 from .run import made
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
 
-SHOWN = ["red heart", "grinning face", "smiling face with sunglasses", "raised fist", "thumbs up", "pirate flag",
+NAMES = ["red heart", "grinning face", "smiling face with sunglasses", "raised fist", "thumbs up", "pirate flag",
          "rainbow flag", "pizza", "red apple", "dog face", "cat face", "soccer ball", "rocket", "sun with face",
          "green circle", "rose"]
 STYLES = ["fluent-3d", "fluent-flat", "noto"]
-
-
-CURVES = {  # stage: what is shown of its log, in which unit
+CURVES = {  # stage: what is drawn of its log, in which unit
     "tokenizer": (("psnr",), "dB"), "gpt": (("loss", "held_out"), "nats"),
     "drafter": (("top1", "top3", "acceptance"), "share"), "small": (("loss", "held_out"), "nats"),
 }
@@ -41,10 +39,10 @@ MAR_CURVES = {
 }
 
 
-def curves(runs: Path, path: Path, shown: dict[str, tuple[tuple[str, ...], str]]) -> None:
+def curves(runs: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str]]) -> None:
     """One panel per stage: what its log holds, against steps."""
-    figure, panels = plt.subplots(1, len(shown), figsize=(4.25 * len(shown), 3.5), constrained_layout=True)
-    for panel, (stage, (keys, unit)) in zip(panels, shown.items()):
+    figure, panels = plt.subplots(1, len(drawn), figsize=(4.25 * len(drawn), 3.5), constrained_layout=True)
+    for panel, (stage, (keys, unit)) in zip(panels, drawn.items()):
         lines = [json.loads(line) for line in (runs / stage / "log.jsonl").read_text().splitlines()]
         for key in keys:
             panel.plot([line["step"] for line in lines], [line[key] for line in lines], label=key)
@@ -66,42 +64,43 @@ def tiled(rows: list[list[Image.Image]]) -> Image.Image:
 
 def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: float, top_k: int,
                   top_p: float) -> None:
-    """SHOWN across, STYLES down, decoded plainly."""
+    """NAMES across, STYLES down, by the method vanilla."""
     rows = []
     for style in STYLES:
-        sampling = Sampling.of(list(range(len(SHOWN))), guidance=guidance, temperature=temperature, top_k=top_k,
+        sampling = Sampling.of(list(range(len(NAMES))), guidance=guidance, temperature=temperature, top_k=top_k,
                                top_p=top_p)
-        prompts = [f"{style} {name}" for name in SHOWN]
+        prompts = [f"{style} {name}" for name in NAMES]
         rows.append(pipeline.pictures(pipeline.tokens(prompts, METHODS["vanilla"], sampling).tokens))
     tiled(rows).save(path)
 
 
-def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path, guidance: float, passes: int) -> None:
-    """SHOWN across, STYLES down, by MAR's own decoding; the same orders and noise for any model."""
+def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path, guidance: float, num_iter: int) -> None:
+    """NAMES across, STYLES down, by MAR's own decoding; the same orders and noise for any model."""
     rows = []
     for i, style in enumerate(STYLES):
-        sampling = ContinuousSampling(len(SHOWN) * i + torch.arange(len(SHOWN)), guidance)
-        features = pair.features([f"{style} {name}" for name in SHOWN])
-        rows.append(pair.pictures(parallel_decode(mar, features, sampling, passes).tokens))
+        sampling = ContinuousSampling(len(NAMES) * i + torch.arange(len(NAMES)), guidance)
+        features = pair.features([f"{style} {name}" for name in NAMES])
+        rows.append(pair.pictures(parallel_decode(mar, features, sampling, num_iter).tokens))
     tiled(rows).save(path)
 
 
-def judged_prompts(pictures: Path, weights: Path, across: int = 8) -> None:
+def write_reference_prompts(path: Path, weights: Path, across: int = 8) -> None:
     """prompts.json and prompts.png: PROMPTS and names drawn as training draws them, with their pictures."""
-    with np.load(pictures) as data:
+    with np.load(path) as data:
         data = dict(data)
     captions = [f"{style} {' '.join(words_of(spelled_out(name, category)))}"
                 for style, name, category in zip(*(data[key].tolist() for key in ("styles", "names", "categories")))]
     index = {caption: i for i, caption in enumerate(captions)}
-    chances = data["weights"] * ~data["held_out"]
+    chances = data["sampling_weights"] * ~data["held_out"]
     order = np.random.default_rng(0).choice(len(captions), len(captions) // 2, replace=False, p=chances / chances.sum())
-    kept = [index[prompt] for prompt in PROMPTS]
+    rows = [index[prompt] for prompt in PROMPTS]
     for i in order:
-        if data["names"][i] not in data["names"][kept] and len(captions[i].split()) <= 7 and len(kept) < across ** 2:
-            kept.append(i)
-    (weights / "prompts.json").write_text(json.dumps([captions[i] for i in kept], indent=1) + "\n")
-    shown = data["pictures"][kept]
-    sheet = shown.reshape(across, across, *shown.shape[1:]).swapaxes(1, 2).reshape(across * shown.shape[1], -1, 3)
+        if data["names"][i] not in data["names"][rows] and len(captions[i].split()) <= 7 and len(rows) < across ** 2:
+            rows.append(i)
+    (weights / "prompts.json").write_text(json.dumps([captions[i] for i in rows], indent=1) + "\n")
+    pictures = data["pictures"][rows]
+    side = pictures.shape[1]
+    sheet = pictures.reshape(across, across, side, side, 3).swapaxes(1, 2).reshape(across * side, across * side, 3)
     Image.fromarray(sheet).save(weights / "prompts.png", optimize=True)
 
 
@@ -111,13 +110,13 @@ def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: 
     record.mkdir(parents=True, exist_ok=True)
     config = read_config(runs / "gpt" / "config.json", GPTConfig)
     vq_config = read_config(runs / "tokenizer" / "config.json", VQConfig)
-    small = read_config(runs / "small" / "config.json", GPTConfig)
-    pipeline = Pipeline(config, vq_config, json.loads((runs / "data" / "vocabulary.json").read_text()), small)
+    draft_config = read_config(runs / "small" / "config.json", GPTConfig)
+    pipeline = Pipeline(config, vq_config, json.loads((runs / "data" / "vocabulary.json").read_text()), draft_config)
     for part, file in (("words", "gpt/words"), ("gpt", "gpt/gpt"), ("drafter", "drafter/drafter"),
-                       ("tokenizer", "tokenizer/tokenizer"), ("small", "small/gpt")):
+                       ("tokenizer", "tokenizer/tokenizer"), ("draft_model", "small/gpt")):
         load_weights(getattr(pipeline, part), runs / f"{file}.safetensors")
     pipeline.save(weights)
-    judged_prompts(runs / "data" / "pictures.npz", weights)
+    write_reference_prompts(runs / "data" / "pictures.npz", weights)
     for stage in CURVES:
         shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
     shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")
@@ -127,7 +126,7 @@ def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: 
         contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance, top_k, top_p)
 
 
-def export_mar(runs: Path, weights: Path, record: Path, guidance: float, passes: int) -> None:
+def export_mar(runs: Path, weights: Path, record: Path, guidance: float, num_iter: int) -> None:
     for stage in MAR_CURVES:
         made(runs / stage / "mar.safetensors", stage.replace("_", "-"))
     record.mkdir(parents=True, exist_ok=True)
@@ -144,7 +143,7 @@ def export_mar(runs: Path, weights: Path, record: Path, guidance: float, passes:
     pair.save(weights)
     for stage in MAR_CURVES:
         shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
-        mar_contact_sheet(pair, getattr(pair, stage), record / f"contact_{stage}.png", guidance, passes)
+        mar_contact_sheet(pair, getattr(pair, stage), record / f"contact_{stage}.png", guidance, num_iter)
     curves(runs, record / "curves_mar.png", MAR_CURVES)
 
 
@@ -161,10 +160,10 @@ def export_mar(runs: Path, weights: Path, record: Path, guidance: float, passes:
 @click.option("--top-k", default=100, show_default=True)
 @click.option("--top-p", default=0.8, show_default=True)
 @click.option("--mar-guidance", default=2.5, show_default=True, help="Of the continuous models' contact sheets.")
-@click.option("--passes", default=32, show_default=True, help="Of the continuous models' decoding.")
-def export(runs, weights, record, only, guidance, top_k, top_p, mar_guidance, passes):
+@click.option("--num-iter", default=32, show_default=True, help="Target forwards of a picture there.")
+def export(runs, weights, record, only, guidance, top_k, top_p, mar_guidance, num_iter):
     """Copy the trained parts to the package, and logs, curves and contact sheets to the record."""
     if only != "mar":
         export_gpt(runs, weights, record, guidance, top_k, top_p)
     if only != "gpt":
-        export_mar(runs, weights, record, mar_guidance, passes)
+        export_mar(runs, weights, record, mar_guidance, num_iter)

@@ -36,7 +36,7 @@ class Tokens:
         self.captions = torch.tensor(captions, device=device)
         held_out = torch.from_numpy(arrays["held_out"])
         self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
-        self.weights = torch.from_numpy(arrays["weight"]).float()[self.train]
+        self.sampling_weights = torch.from_numpy(arrays["sampling_weights"]).float()[self.train]
         self.vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
         weights = load_file(runs / "tokenizer" / "tokenizer.safetensors")
         self.codebook = F.normalize(weights["quantize.embedding.weight"].float(), dim=-1)
@@ -47,7 +47,7 @@ class Tokens:
 
     def draw(self, batch: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A training batch: captions (B, S), ids (B, 256), null (B,) bool: whose caption is withheld."""
-        rows = self.train[torch.multinomial(self.weights, batch, replacement=True, generator=generator)]
+        rows = self.train[torch.multinomial(self.sampling_weights, batch, replacement=True, generator=generator)]
         null = torch.rand(batch, generator=generator) < NULL_SHARE
         ids = self.ids[rows]
         code = ids.flatten().cpu()
@@ -64,11 +64,11 @@ class Captioned(nn.Module):
         self.gpt = GPT(config)
 
     def condition(self, captions, null=None):
-        """Captions (B, S) -> embeddings (B, S, dim), valid (B, S); the null condition where `null` (B,)."""
-        condition, valid = self.gpt.condition(self.words(captions))
+        """Captions (B, S) -> embeddings (B, S, dim), padding_mask (B, S); the null condition where `null` (B,)."""
+        condition, padding_mask = self.gpt.condition(self.words(captions))
         if null is not None:
             condition = torch.where(null[:, None, None], self.gpt.null_condition(len(captions)), condition)
-        return condition, valid
+        return condition, padding_mask
 
     def logits(self, captions, ids, null=None):
         """Logits (B, 256, V) of ids (B, 256)."""

@@ -31,12 +31,12 @@ DECAY = 0.999        # of the weights' moving average
 
 @dataclass
 class Batch:
-    features: Tensor  # (B, S, caption_dim)
-    null: Tensor      # (B,) bool  whose caption is withheld
-    tokens: Tensor    # (B, L, C) float32
-    known: Tensor     # (B, L) bool
-    times: Tensor     # (M, n) int64  steps 1..T of the n unknown tokens, M for each
-    noise: Tensor     # (M, n, C) float32
+    features: Tensor   # (B, S, caption_dim)
+    null: Tensor       # (B,) bool  whose caption is withheld
+    tokens: Tensor     # (B, L, C) float32
+    is_known: Tensor   # (B, L) bool
+    timesteps: Tensor  # (M, n) int64  1..T, of the n unknown tokens, M for each
+    noise: Tensor      # (M, n, C) float32
 
 
 class Latents:
@@ -54,32 +54,33 @@ class Latents:
         self.tokens = torch.from_numpy(arrays["tokens"])  # float16
         captions = [repeated([int(word) for word in row if word], BUFFER) for row in data.arrays["captions"]]
         self.captions = torch.tensor(captions)
-        self.train, self.test, self.weights = data.train, data.test, data.weights
+        self.train, self.test, self.sampling_weights = data.train, data.test, data.sampling_weights
         vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
         self.words = Words(vocabulary, BUFFER, words["table.weight"].shape[1]).requires_grad_(False)
         load_weights(self.words, runs / "gpt" / "words.safetensors")
         self.device = device
 
-    def draw(self, batch: int, times: int, noisings: int, generator: torch.Generator) -> Batch:
-        """A training batch by weight, each unknown token at `times` steps of the diffusion."""
-        rows = self.train[torch.multinomial(self.weights, batch, replacement=True, generator=generator)]
+    def draw(self, batch: int, num_timesteps: int, noisings: int, generator: torch.Generator) -> Batch:
+        """A training batch by weight, each unknown token at `num_timesteps` steps of the diffusion."""
+        rows = self.train[torch.multinomial(self.sampling_weights, batch, replacement=True, generator=generator)]
         null = torch.rand(batch, generator=generator) < NULL_SHARE
-        return self.masked(rows, null, times, noisings, generator)
+        return self.masked(rows, null, num_timesteps, noisings, generator)
 
-    def masked(self, rows: Tensor, null: Tensor, times: int, noisings: int, generator: torch.Generator) -> Batch:
-        """Pictures `rows` with MAR's share of their tokens unknown, at random places."""
+    def masked(self, rows: Tensor, null: Tensor, num_timesteps: int, noisings: int,
+               generator: torch.Generator) -> Batch:
+        """Pictures `rows` with MAR's share of their tokens unknown, at random positions."""
         tokens = self.tokens[rows].float()
-        (B, L, C), M = tokens.shape, times
+        (B, L, C), M = tokens.shape, num_timesteps
         lowest = torch.special.ndtr(torch.tensor((LEAST_MASKED - 1) / SPREAD))
         share = 1 + SPREAD * torch.special.ndtri(lowest + torch.rand(B, 1, generator=generator) * (0.5 - lowest))
         order = torch.rand(B, L, generator=generator).argsort(1).argsort(1)
-        known = order >= (share.clamp(LEAST_MASKED, 1) * L).ceil()
-        n = int((~known).sum())
-        # a token's steps are evenly apart: they tell more than independent ones
+        is_known = order >= (share.clamp(LEAST_MASKED, 1) * L).ceil()
+        n = int((~is_known).sum())
+        # a token's timesteps are evenly apart: they tell more than independent ones
         when = (torch.rand(n, generator=generator) + torch.arange(M)[:, None] / M) % 1
-        steps = (when * noisings).long().clamp(max=noisings - 1) + 1
+        timesteps = (when * noisings).long().clamp(max=noisings - 1) + 1
         noise = torch.randn(M, n, C, generator=generator)
-        batch = (self.words(self.captions[rows]), null, tokens, known, steps, noise)
+        batch = (self.words(self.captions[rows]), null, tokens, is_known, timesteps, noise)
         return Batch(*(part.to(self.device) for part in batch))
 
 
@@ -98,25 +99,25 @@ def write_latents(runs: Path, data: Pictures, path: Path, device: torch.device) 
     partial.replace(path)
 
 
-def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Tensor, times: Tensor,
+def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Tensor, timesteps: Tensor,
                    noise: Tensor) -> tuple[Tensor, Tensor]:
     """What the network is trained by (improved DDPM, arXiv:2102.09672): their sum is the hybrid loss.
 
     Args:
         schedule: of all the noisings
-        z, tokens, times, noise: (n, dim), (n, C), (M, n), (M, n, C)
+        z, tokens, timesteps, noise: (n, dim), (n, C), (M, n), (M, n, C)
     Returns:
         mean squared error of the noise; the variational bound in bits a number, of a mean taken as given: it
         trains the variance alone
     """
     net = diffloss.net
     rows = schedule.rows(tokens.device)
-    _, inverse, weight, from_start, from_here, least, _ = rows[times - 1][..., None, :].unbind(-1)  # each (M, n, 1)
+    _, inverse, weight, from_start, from_here, least, _ = rows[timesteps - 1][..., None, :].unbind(-1)  # each (M, n, 1)
     x = (tokens + weight * noise) / inverse
-    y = net.time_embed(rows[:, 0])[times - 1] + net.cond_embed(z)
+    y = net.time_embed(rows[:, 0])[timesteps - 1] + net.cond_embed(z)
     epsilon, share = net(x, y).split(diffloss.channels, -1)
-    mean, log_sigma = schedule.transition(x, epsilon.detach(), share, times)
-    first = (times == 1)[..., None]  # a density of the token; all others are divergences between two Gaussians
+    mean, log_sigma = schedule.transition(x, epsilon.detach(), share, timesteps)
+    first = (timesteps == 1)[..., None]  # a density of the token; all others are divergences between two Gaussians
     wanted = torch.where(first, tokens, from_start * tokens + from_here * x)
     distance = (wanted - mean).square() * torch.exp(-2 * log_sigma) / 2
     divergence = log_sigma - least + torch.exp(2 * (least - log_sigma)) / 2 - 0.5 + distance
@@ -133,14 +134,14 @@ class Averaged(nn.Module):
         start(self.mar)
         self.average = deepcopy(self.mar).requires_grad_(False).eval()
         self.schedule = Schedule(config.noisings, config.noisings)
-        self.most = config.tokens - math.ceil(LEAST_MASKED * config.tokens)  # known tokens in training
+        self.max_known = config.tokens - math.ceil(LEAST_MASKED * config.tokens)  # known tokens in training
 
     def losses(self, mar: MAR, batch: Batch) -> tuple[Tensor, Tensor]:
         condition = mar.condition(batch.features)
         condition = torch.where(batch.null[:, None, None], mar.null_condition(len(condition))[:, None], condition)
-        unknown = ~batch.known
-        z = mar(batch.tokens, batch.known, condition, self.most)[unknown]
-        return diffusion_loss(mar.diffloss, self.schedule, z, batch.tokens[unknown], batch.times, batch.noise)
+        unknown = ~batch.is_known
+        z = mar(batch.tokens, batch.is_known, condition, self.max_known)[unknown]
+        return diffusion_loss(mar.diffloss, self.schedule, z, batch.tokens[unknown], batch.timesteps, batch.noise)
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
@@ -150,7 +151,7 @@ class Averaged(nn.Module):
 
 
 def grid_waves(side: int, width: int) -> Tensor:
-    """(side * side, width): sines and cosines of row and column, by which near places begin as alike."""
+    """(side * side, width): sines and cosines of row and column, by which near positions begin as alike."""
     frequencies = 10000.0 ** -(torch.arange(width // 4) / (width // 4))
     angles = torch.arange(side)[:, None] * frequencies
     waves = torch.cat([angles.sin(), angles.cos()], -1)                                 # (side, width / 2)
@@ -158,7 +159,7 @@ def grid_waves(side: int, width: int) -> Tensor:
 
 
 def start(mar: MAR) -> None:
-    """What learns faster than small random numbers: places begin as waves, captions as loud as tokens."""
+    """What learns faster than small random numbers: positions begin as waves, captions as loud as tokens."""
     c = mar.config
     for table in (mar.encoder_pos_embed_learned, mar.decoder_pos_embed_learned):
         table.data[0, c.buffer:] = 0.3 * grid_waves(math.isqrt(c.tokens), c.dim)
@@ -188,7 +189,8 @@ def training_options(dim: int, layers: int, heads: int, width: int, blocks: int,
         click.option("--heads", default=heads, show_default=True),
         click.option("--width", default=width, show_default=True, help="Of the diffusion's MLP."),
         click.option("--blocks", default=blocks, show_default=True, help="Of the diffusion's MLP."),
-        click.option("--times", default=2, show_default=True, help="Diffusion steps of each token and picture."),
+        click.option("--num-timesteps", default=2, show_default=True,
+                     help="Diffusion steps of each token and picture."),
     )
 
     def add(command):
@@ -200,7 +202,7 @@ def training_options(dim: int, layers: int, heads: int, width: int, blocks: int,
 
 
 def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads: int, width: int, blocks: int,
-          times: int, batch: int, lr: float, minutes: float | None, steps: int | None) -> None:
+          num_timesteps: int, batch: int, lr: float, minutes: float | None, steps: int | None) -> None:
     """Train, write <folder>/mar.safetensors, config.json and scaling.json, and say how well it does."""
     torch.manual_seed(0)
     device = torch.device(device)
@@ -212,7 +214,7 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
     run = Run(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps)
     recent = []
     for step in run:
-        drawn = latents.draw(batch, times, len(model.schedule), run.generator(step))
+        drawn = latents.draw(batch, num_timesteps, len(model.schedule), run.generator(step))
         with mixed_precision(device):
             noise, bits = model.losses(model.mar, drawn)
         run.descend(noise + bits)

@@ -1,0 +1,74 @@
+"""`specvis report`: the papers' tables and figures on this model."""
+from pathlib import Path
+
+import click
+
+from ..decoding.continuous import ContinuousSampling
+from ..decoding.sampling import Sampling
+from ..pipelines.discrete import Pipeline
+from ..pipelines.mar import MARPair
+from ..studies import continuous, discrete
+from ..studies.base import choose_items, reference_pictures, write_report
+from ..studies.continuous import ContinuousReport
+from ..studies.discrete import DiscreteReport
+from ..studies.quality import register_scores
+from ..studies.report import CONTINUOUS_ITEMS, ITEMS
+from .options import GUIDANCE, given_options, is_given, refuse_filters, resumable, sampling_options, writable_folder
+
+
+@click.command()
+@click.option("--continuous", "is_continuous", is_flag=True, help="CSpD's tables and figures, of continuous tokens.")
+@click.option("--only", "names", multiple=True, help=f"Of {', '.join(ITEMS)}; with --continuous of "
+              f"{', '.join(CONTINUOUS_ITEMS)}; several with commas. [default: all]")
+@click.option("--quick", is_flag=True, help="Few pictures and the main tables only: under 10 minutes on two cores "
+              "(with --continuous not timed).")
+@click.option("--images", type=click.IntRange(1), help="Pictures a method, decoded in batches. [default: 48, quick 12; "
+              "with --continuous 4, quick 2]")
+@click.option("--timed", type=click.IntRange(1), help="Pictures a method, timed alone. [default: 4, quick 1]")
+@click.option("--score", "scores", multiple=True, help="One more score, as clip=my_module:function; the function takes "
+              "pictures (n, H, W, 3) uint8 and n prompts and returns n numbers.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder for the report and its runs. [default: "
+              "out/report; with --continuous out/report-continuous]")
+@sampling_options
+def report(is_continuous, names, quick, images, timed, scores, out, seed, guidance, top_k, top_p, weights, device):
+    """The papers' tables and figures on this model, beside the papers' own numbers.
+
+    Every run is saved in the folder: after an interruption the same command goes on where it stopped.
+    """
+    if is_continuous:
+        refuse_discrete_options()
+    items = choose_items(CONTINUOUS_ITEMS if is_continuous else ITEMS, names, quick)
+    command = " ".join(["specvis report", *given_options(but=("names", "out", "device"))])
+    with resumable():
+        if is_continuous:
+            made = continuous_report(quick, images, out or Path("out/report-continuous"), seed, guidance, weights,
+                                     device)
+        else:
+            register_scores(scores)
+            made = discrete_report(quick, images, timed, out or Path("out/report"), seed, guidance, top_k, top_p,
+                                   weights, device)
+        write_report(made, items, command=command, whole=not names)
+
+
+def refuse_discrete_options() -> None:
+    """Raise ValueError where options are given that mean nothing for continuous tokens."""
+    refuse_filters("--continuous")
+    for name, reason in (("timed", "what is timed is timed in batches"),
+                         ("scores", "its pictures are too few to score")):
+        if is_given(name):
+            raise ValueError(f"{name.removesuffix('s')} must not be given with --continuous: {reason}")
+
+
+def discrete_report(quick, images, timed, out, seed, guidance, top_k, top_p, weights, device) -> DiscreteReport:
+    settings = {"guidance": GUIDANCE if guidance is None else guidance, "top_k": top_k, "top_p": top_p}
+    Sampling.of([seed], **settings)  # what is out of its range is told before the model is loaded
+    scope = discrete.scope_of(quick, images, timed, len(reference_pictures(weights)[0]))
+    return DiscreteReport.of(Pipeline.load(weights, device), weights, writable_folder(out), scope, seed=seed,
+                             **settings)
+
+
+def continuous_report(quick, images, out, seed, guidance, weights, device) -> ContinuousReport:
+    scope = continuous.scope_of(quick, images, guidance)
+    ContinuousSampling.of([seed], guidance=scope.guidance)
+    reference_pictures(weights)
+    return ContinuousReport.of(MARPair.load(weights, device), weights, writable_folder(out), scope, seed=seed)
