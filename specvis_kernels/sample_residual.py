@@ -71,10 +71,10 @@ def _oracle(target_probs, draft_probs, uniforms, omega):
     status = torch.where(is_undefined, INVALID_RULE, 0)
     if draft_probs is not None:
         draft_mass, draft_total, draft_is_valid = to_fixed_point(draft_probs)
-        min_kept = torch.where(factor < 1, 1 - factor.double(), 0.0).unsqueeze(1)
+        slack = torch.where(factor < 1, 1 - factor.double(), 0.0).unsqueeze(1)
         p = mass.double() * (1 / total.double()).unsqueeze(1)
         q = draft_mass.double() * (1 / draft_total.double()).unsqueeze(1)
-        residual = torch.maximum(p - q, min_kept * p)
+        residual = torch.maximum(p - q, slack * p)
         residual = (torch.where(residual > 0, residual, 0.0) * FIXED_ONE).to(torch.int64)
         is_empty = residual.sum(1) == 0
         is_valid = is_valid & draft_is_valid

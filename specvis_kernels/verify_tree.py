@@ -1,4 +1,4 @@
-"""verify_tree: walk the draft tree from the root, accept one path, draw the token that follows it."""
+"""verify_tree: accept one path of drafted tokens, and draw the token that follows it."""
 from typing import NamedTuple
 
 import torch
@@ -21,40 +21,47 @@ class VerifyResult(NamedTuple):
 
 
 def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
-                uniforms: Tensor, *, draft_probs: Tensor | None = None, draft_row: Tensor | None = None,
-                neighbors: Tensor | None = None, delta: Tensor | None = None, cutoff: str = "tvd",
-                offset: int = 0, omega: Tensor | None = None, residual: str = "optimal",
-                greedy: Tensor | None = None, max_depth: int,
-                backend: str | None = None) -> VerifyResult:
-    """Which drafted tokens stand, and the token after them: without relaxation, distributed as the target.
+                uniforms: Tensor, *, max_depth: int, draft_probs: Tensor | None = None,
+                draft_row: Tensor | None = None, neighbors: Tensor | None = None, delta: Tensor | None = None,
+                cutoff: str = "tvd", offset: int = 0, omega: Tensor | None = None, residual: str = "optimal",
+                greedy: Tensor | None = None, backend: str | None = None) -> VerifyResult:
+    """Accept drafted tokens along one path of each request's tree, and draw the token that follows them.
 
-    At a node, R starts as the node's row of target_probs. Its children are tried in sibling order. Child x at
-    depth d with uniform u has relaxed mass rho = R(x) + S, S the sum of the neighbors that the delta keeps
-    (see neighborhood_sum; 0 without neighbors), and proposal Q: all mass on x, or the draft row without the
-    earlier siblings, renormalized. It is accepted iff
+    A walk starts at the root. At each node, R starts as the node's row of target_probs, and the children are
+    tried in sibling order. Take a child at depth d with token x and uniform u. Q is the distribution that
+    proposed x: all mass on x (a point mass), or the draft row without the tokens of earlier siblings, normalized.
+    The relaxed mass of x is R(x), plus R of the neighbors that the cutoff allows (see neighborhood_sum). The
+    child is accepted if
 
-        u * Q(x) < omega_d * rho   and   rho > 0
+        u * Q(x) < omega[d] * relaxed mass
 
-    and the walk goes on at x. Otherwise R becomes the normalized positive part of
+    and the walk goes on at this child. Otherwise the child is rejected, and R becomes the residual, normalized:
 
-        optimal   max(R - Q, (1 - omega_d) R)  the closest to the target; exact if omega_d <= 1, no neighbors
-        relaxed   R' - Q                       R' = R with the kept neighbors' mass moved to x (LANTERN, (3))
-        released  R - Q                        as LANTERN's code does it: with at least one neighbor kept, a
-                                               point mass also removes the first k + 1 neighbors, a sampled
-                                               draft spares them; k + 1 columns, the delta looks at k
+        optimal   max(R - Q, (1 - omega[d]) R, 0)
+        relaxed   max(R' - Q, 0), where R' is R after the allowed neighbors' mass has been moved onto x
+                  (LANTERN, equation 3)
+        released  max(R - Q, 0), and if at least one neighbor was allowed, LANTERN's released code treats all the
+                  neighbors in the table specially: if Q is a point mass it also sets R to 0 on them; if Q is a
+                  draft row it sets Q to 0 on them, so that nothing is subtracted there. Here the last column of
+                  the table only takes part in this treatment. The cutoff does not look at it
 
-    for the next sibling; if nothing is left of it, the target's row (EMPTY_RESIDUAL). When no child is
-    accepted the next token is drawn from R; at a leaf, or at depth P, from the node's row. A sibling all of
-    whose draft mass sat on earlier siblings is skipped. A node whose draft row is invalid counts as a leaf.
+    The next sibling is tried against this R. If nothing is left of R, the node's row of target_probs takes its
+    place (EMPTY_RESIDUAL). If no child is accepted, the next token is drawn from R. At a leaf and at max_depth
+    it is drawn from the node's row. docs/verification.md states this rule in plain Python, and shows with which
+    options what is emitted is distributed exactly as the target: for instance with omega at most 1, no neighbors
+    and the optimal residual.
 
-    A greedy request judges every node by itself: child x is accepted iff it is the argmax (lowest id on ties)
-    of its parent's row with x's entry raised to rho. The deepest path of at most P accepted nodes wins, the
-    first in node order on ties, and the argmax of the row at its end follows. It looks at no draft row,
-    uniform or omega.
+    A greedy request looks at no draft row, uniform or omega. Each child is judged on its own: it is accepted if
+    its token is the argmax of its parent's row, after the token's entry has been raised to the relaxed mass. The
+    lowest id wins a tie. Of the paths on which every node is accepted, down to max_depth, the deepest is taken,
+    and of several the one whose end has the lowest node number. The argmax of the row at its end follows.
 
-    Probabilities are fixed point, floor(p * 2**42), and a comparison is of one float64 product a side, so all
-    backends decide alike. (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal
-    residual at every depth; EAGLE, arXiv:2401.15077.)
+    Probabilities are in fixed point, floor(p * 2**42), and each side of a comparison is one product in float64.
+    So all backends decide alike. A sibling is skipped if its draft row has no mass left without the earlier
+    siblings. A node whose draft row is invalid counts as a leaf.
+
+    (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal residual at every depth;
+    EAGLE, arXiv:2401.15077.)
 
     Args:
         target_probs:  (B, N, V) float32       the target's distribution after each node; node 0 is the root
@@ -62,37 +69,53 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         first_child:   (B, N)    int32         each node's first child, a later node, or -1
         next_sibling:  (B, N)    int32         the child of the same parent tried next, a later node, or -1
         uniforms:      (B, N)    float32       in [0, 1): column n > 0 decides node n, column 0 the next token
+        max_depth:     P, the most nodes that can be accepted
         draft_probs:   (B, M, V) float32       rows from which children were drawn without replacement
-        draft_row:     (B, N)    int32         the row n's children were drawn from; negative: point masses
+        draft_row:     (B, N)    int32         the row that node n's children were drawn from; if negative, each
+                                               child is a point mass
         neighbors:     (C, k) uint16 or int32  each code's neighbors, nearest first: distinct, itself excluded
-        delta:        (B,)      float32       what the neighbors' sum is compared with
-        cutoff:          "tvd", "ratio" or "jsd": how it is compared
+        delta:         (B,)      float32       how much the cutoff allows
+        cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
-        omega:         (B, P)    float32       factor on the acceptance of children at depth 1..P; None is 1
+        omega:         (B, P)    float32       the factor on the accept test at depths 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
         greedy:        (B,)      bool          which requests are greedy; None is none
-        P:             the most nodes that can be accepted
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        path:        (B, P) int32    the accepted nodes, without the root; -1 pads
-        accepted:    (B,)   int32    how many
-        next_token:  (B,)   int64    the token after them, in [0, V)
-        excess:      (B,)   float32  fidelity meter: over the tried siblings, the sum of the probability of
-                                     reaching one times what its acceptance probability has above that with
-                                     omega 1 and no neighbors; greedy: how many nodes of the path strict greedy
-                                     would refuse
-        status:      (B,)   int32    EMPTY_RESIDUAL
-                                     INVALID_ROW: of the target at the path's end (next_token is 0) or of a
-                                     draft at a node with children
-                                     INVALID_TREE: a link to no later node or to a token outside [0, V), where
-                                     the siblings end; a draft row >= M, where the node counts as a leaf
-                                     INVALID_RULE: an omega negative, NaN, or below 1 with neighbors and the
-                                     optimal residual; nothing is accepted, next_token is drawn at the root
+        accepted_nodes:  (B, P) int32    the accepted nodes from the root down, without the root; -1 pads
+        num_accepted:    (B,)   int32    how many there are
+        next_token:      (B,)   int64    the token that follows them, in [0, V)
+        tv_excess:       (B,)   float32  estimated total variation that relaxation adds. Each child that was tried
+                                         contributes the probability of coming to try it at its node, times how
+                                         much its accept probability exceeds the one without omega and neighbors.
+                                         With one child per node and the optimal residual the mean over drafts and
+                                         uniforms is exact. For a greedy request: how many accepted tokens are not
+                                         the argmax of their parent's row
+        status:          (B,)   int32    EMPTY_RESIDUAL: nothing was left of R after a rejection.
+                                         INVALID_ROW: the target's row at the end of the path has an entry that is
+                                         NaN, negative or above 2, or it is 0 in fixed point (next_token is 0); or
+                                         a draft row of a node with children has, or is.
+                                         INVALID_TREE: a link to no later node, or a token outside [0, V); the
+                                         siblings end there. Or a draft row >= M; the node counts as a leaf.
+                                         INVALID_RULE: an omega is negative or NaN, or is below 1 with neighbors and
+                                         the optimal residual; nothing is accepted, and next_token is drawn at
+                                         the root
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, N or V or M is 0, draft_probs
             comes without draft_row or neighbors without delta, or "released" with a single column
+
+    Example:
+        >>> row = [0.5, 0.25, 0.125, 0.125]
+        >>> target_probs = torch.tensor([[row, row, row]])  # a root and its two children, tokens 0 and 1
+        >>> links = tree_links(torch.tensor([[-1, 0, 0]], dtype=torch.int32))
+        >>> result = verify_tree(target_probs, torch.tensor([[3, 0, 1]]), links.first_child, links.next_sibling,
+        ...                      torch.tensor([[0.9, 0.5, 0.4]]), max_depth=1)
+        >>> result.accepted_nodes  # token 0 has 1/2 and is rejected at u = 0.5; token 1 has 1/4 of the 1/2 left
+        tensor([[2]], dtype=torch.int32)
+        >>> result.next_token      # after node 2, from its row at u = 0.9
+        tensor([3])
     """
     B, N, V = check_dims("target_probs", target_probs, "BNV")
     check("target_probs", target_probs, torch.float32, B=B, N=N, V=V)
@@ -125,193 +148,232 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         check("omega", omega, torch.float32, like=like, B=B, P=max_depth)
     if greedy is not None:
         check("greedy", greedy, torch.bool, like=like, B=B)
-    rows = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-            delta, omega, greedy)
-    return VerifyResult(*_call(backend, *[None if t is None else t.contiguous() for t in rows], cutoff, offset,
-                               residual, max_depth))
+    tensors = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
+               omega, greedy)
+    return VerifyResult(*_call(backend, *[None if t is None else t.contiguous() for t in tensors],
+                               cutoff, offset, residual, max_depth))
 
 
-def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-            delta, omega, greedy, cutoff, offset, residual, max_depth):
-    out = _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                delta, omega, cutoff, offset, residual, max_depth)
+def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
+            omega, greedy, cutoff, offset, residual, max_depth):
+    result = _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row,
+                             neighbors, delta, omega, cutoff, offset, residual, max_depth)
     if greedy is not None:
-        other = _judge(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset,
-                       residual, max_depth)
-        out = [torch.where(greedy.view(-1, *[1] * (a.ndim - 1)), b, a) for a, b in zip(out, other)]
-    path, accepted, next_token, excess, status = out
-    return path.int(), accepted.int(), next_token, excess.float(), status.int()
+        greedy_result = _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff,
+                                       offset, residual, max_depth)
+        result = [torch.where(_to_dims_of(a, greedy), b, a) for a, b in zip(result, greedy_result)]
+    accepted_nodes, num_accepted, next_token, tv_excess, status = result
+    return accepted_nodes.int(), num_accepted.int(), next_token, tv_excess.float(), status.int()
 
 
-def _walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-          delta, omega, cutoff, offset, residual, P):
-    """Sampling requests. Links lead to later nodes only, so N steps of one candidate see the whole walk."""
+def _to_dims_of(tensor, flags):
+    """flags (B,), shaped to choose among requests of `tensor` (B, ..)."""
+    return flags.view(-1, *[1] * (tensor.ndim - 1))
+
+
+class _Node(NamedTuple):
+    """Where the walk of each request stands: what is left at its node, and which child is tried next."""
+    mass: Tensor         # (B, V) int64    R in fixed point
+    total: Tensor        # (B,)   int64    its sum
+    is_valid: Tensor     # (B,)   bool     of the node's row of target_probs
+    child: Tensor        # (B,)   int64    the child to try, or -1
+    previous: Tensor     # (B,)   int64    the sibling before it, else the node: links must lead further
+    active: Tensor       # (B,)   bool     whether children may still be tried
+    draft_mass: Tensor   # (B, V) int64    the draft row without the earlier siblings
+    draft_total: Tensor  # (B,)   int64    its sum
+    is_sampled: Tensor   # (B,)   bool     whether children come from the draft row; else they are point masses
+    reach_prob: Tensor   # (B,)   float64  the probability that all earlier siblings are rejected
+    status: Tensor       # (B,)   int64    what was found on entering
+
+
+def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+                    delta, omega, cutoff, offset, residual, max_depth):
+    """Requests that sample. Links lead to later nodes only, so N steps of one child each see every walk end."""
     B, N, V = target_probs.shape
     device = target_probs.device
-    each = torch.arange(B, device=device)
-    columns = 0 if neighbors is None else neighbors.shape[1]
-    path = torch.full((B, P), -1, device=device)
-    node, depth, status = (torch.zeros(B, dtype=torch.int64, device=device) for _ in range(3))
-    excess = torch.zeros(B, dtype=torch.float64, device=device)
-    factors = torch.ones(B, max(P, 1), dtype=torch.float64, device=device)
-    if omega is not None and P > 0:
+    batch = torch.arange(B, device=device)
+    accepted_nodes = torch.full((B, max_depth), -1, device=device)
+    node, num_accepted, status = (torch.zeros(B, dtype=torch.int64, device=device) for _ in range(3))
+    tv_excess = torch.zeros(B, dtype=torch.float64, device=device)
+    factors = torch.ones(B, max(max_depth, 1), dtype=torch.float64, device=device)
+    if omega is not None and max_depth > 0:
         factors = omega.double()
-    refused = (~(factors >= 0)).any(1)
+    is_undefined = (~(factors >= 0)).any(1)
     if neighbors is not None and residual == "optimal":
-        refused = refused | (factors < 1).any(1)
-    status = status | torch.where(refused, INVALID_RULE, 0)
+        is_undefined = is_undefined | (factors < 1).any(1)
+    status = status | torch.where(is_undefined, INVALID_RULE, 0)
 
-    def enter(node, depth):
-        """The state at `node` before its first child."""
-        weights, total, valid = to_fixed_point(target_probs[each, node])
-        status = torch.where(valid, 0, INVALID_ROW)
-        child = first_child[each, node].long()
-        trying = valid & ~refused & (depth < P) & (child >= 0)
-        draft, sampled = torch.zeros_like(weights), torch.zeros_like(valid)
+    def enter(node, num_accepted):
+        """The walk at `node`, before its first child."""
+        mass, total, is_valid = to_fixed_point(target_probs[batch, node])
+        status = torch.where(is_valid, 0, INVALID_ROW)
+        child = first_child[batch, node].long()
+        active = is_valid & ~is_undefined & (num_accepted < max_depth) & (child >= 0)
+        draft_mass, is_sampled = torch.zeros_like(mass), torch.zeros_like(is_valid)
         if draft_probs is not None:
-            row, M = draft_row[each, node].long(), draft_probs.shape[1]
-            status = status | torch.where(trying & (row >= M), INVALID_TREE, 0)
-            draft, _, sound = to_fixed_point(draft_probs[each, row.clamp(0, M - 1)])
-            status = status | torch.where(trying & (row >= 0) & (row < M) & ~sound, INVALID_ROW, 0)
-            sampled = row >= 0
-            trying = trying & (~sampled | (sound & (row < M)))
-        reach = torch.ones_like(excess)
-        return weights, total, valid, child, node, trying, draft, draft.sum(1), sampled, reach, status
+            row, M = draft_row[batch, node].long(), draft_probs.shape[1]
+            is_sampled = row >= 0
+            status = status | torch.where(active & (row >= M), INVALID_TREE, 0)
+            draft_mass, _, draft_is_valid = to_fixed_point(draft_probs[batch, row.clamp(0, M - 1)])
+            status = status | torch.where(active & is_sampled & (row < M) & ~draft_is_valid, INVALID_ROW, 0)
+            active = active & (~is_sampled | (draft_is_valid & (row < M)))
+        return _Node(mass, total, is_valid, child, node, active, draft_mass, draft_mass.sum(1), is_sampled,
+                     torch.ones_like(tv_excess), status)
 
-    state = enter(node, depth)
+    at = enter(node, num_accepted)
     for _ in range(N):
-        weights, total, valid, child, previous, trying, draft, draft_total, sampled, reach, found = state
-        status = status | found
-        trying = trying & (child >= 0)
-        at = child.clamp(0, N - 1)
-        x = tokens[each, at]
-        good = (child > previous) & (child < N) & (x >= 0) & (x < V)
-        status = status | torch.where(trying & ~good, INVALID_TREE, 0)
-        trying = trying & good
-        tried = trying & ~(sampled & (draft_total == 0))
-        x = x.clamp(0, V - 1)
+        # Which child: a later node than the one before it, with a token in the vocabulary.
+        status = status | at.status
+        active = at.active & (at.child >= 0)
+        child = at.child.clamp(0, N - 1)
+        token = tokens[batch, child]
+        is_valid = (at.child > at.previous) & (at.child < N) & (token >= 0) & (token < V)
+        status = status | torch.where(active & ~is_valid, INVALID_TREE, 0)
+        active = active & is_valid
+        is_tried = active & ~(at.is_sampled & (at.draft_total == 0))
+        token = token.clamp(0, V - 1)
 
-        own, drafted = weights[each, x], draft[each, x]
-        moved, kept, ids = torch.zeros_like(own), torch.zeros_like(own), x.new_empty(B, 0)
+        # The mass that the accept test sees.
+        token_mass, token_draft_mass = at.mass[batch, token], at.draft_mass[batch, token]
+        neighbor_mass, num_kept = torch.zeros_like(token_mass), torch.zeros_like(token_mass)
+        ids = token.new_empty(B, 0)
         if neighbors is not None:
-            looked = columns - 1 if residual == "released" else columns
-            moved, kept, ids = kept_prefix(weights, total, x, neighbors, delta, cutoff, offset, looked)
-        rho = own + moved
-        factor = factors[each, depth.clamp(max=factors.shape[1] - 1)]
-        u = uniforms[each, at].double()
-        scale = torch.where(sampled, drafted.double() * total.double(), total.double())
-        left = torch.where(sampled, (u * drafted.double()) * total.double(), u * total.double())
-        times = torch.where(sampled, draft_total.double(), 1.0)
-        gain, strict = (factor * rho.double()) * times, own.double() * times
-        accept = tried & (left < gain) & (rho > 0)
+            num_considered = neighbors.shape[1] - (residual == "released")
+            neighbor_mass, num_kept, ids = kept_prefix(
+                at.mass, at.total, token, neighbors, delta, cutoff, offset, num_considered)
+        relaxed_mass = token_mass + neighbor_mass
 
-        odds = torch.where((rho > 0) & (gain > 0), torch.where(gain >= scale, 1.0, gain / scale), 0.0)
-        strict_odds = torch.where(own > 0, torch.where(strict >= scale, 1.0, strict / scale), 0.0)
-        excess = torch.where(tried, excess + reach * (odds - strict_odds).clamp(min=0), excess)
-        reach = torch.where(tried, reach * (1 - odds), reach)
+        # u Q(x) < omega * relaxed mass, both sides times the totals of R and of the draft row.
+        factor = factors[batch, num_accepted.clamp(max=factors.shape[1] - 1)]
+        uniform, total = uniforms[batch, child].double(), at.total.double()
+        proposal = torch.where(at.is_sampled, token_draft_mass.double(), 1.0)
+        proposal_total = torch.where(at.is_sampled, at.draft_total.double(), 1.0)
+        gain = (factor * relaxed_mass.double()) * proposal_total
+        is_accepted = is_tried & ((uniform * proposal) * total < gain) & (relaxed_mass > 0)
 
-        # The residual, for the next sibling: the neighbors' part in it is `taken`.
+        accept_prob = _accept_prob(relaxed_mass, gain, proposal * total)
+        strict_prob = _accept_prob(token_mass, token_mass.double() * proposal_total, proposal * total)
+        added = at.reach_prob * (accept_prob - strict_prob).clamp(min=0)
+        tv_excess = torch.where(is_tried, tv_excess + added, tv_excess)
+        reach_prob = torch.where(is_tried, at.reach_prob * (1 - accept_prob), at.reach_prob)
+
+        # Rejected: the residual takes R's place, or the target's row does where nothing is left of it.
+        is_rejected = is_tried & ~is_accepted
+        mass = _residual_mass(residual, at, token, token_mass, relaxed_mass, num_kept, ids, factor)
+        is_empty = is_rejected & (mass.sum(1) == 0)
+        status = status | torch.where(is_empty, EMPTY_RESIDUAL, 0)
+        mass = torch.where(is_empty.unsqueeze(1), to_fixed_point(target_probs[batch, node])[0], mass)
+        mass = torch.where(is_rejected.unsqueeze(1), mass, at.mass)
+        is_token = torch.arange(V, device=device) == token.unsqueeze(1)
+        draft_mass = torch.where(is_rejected.unsqueeze(1) & is_token, 0, at.draft_mass)
+        stay = at._replace(
+            mass=mass, total=torch.where(is_rejected, mass.sum(1), at.total), active=active,
+            child=torch.where(active, next_sibling[batch, child].long(), at.child),
+            previous=torch.where(active, at.child, at.previous),
+            draft_mass=draft_mass, draft_total=draft_mass.sum(1), reach_prob=reach_prob,
+            status=torch.zeros_like(status))
+
+        # Accepted: the walk goes on at the child.
+        node = torch.where(is_accepted, at.child, node)
+        if max_depth > 0:
+            column = num_accepted.clamp(max=max_depth - 1)
+            accepted_nodes[batch, column] = torch.where(is_accepted, at.child, accepted_nodes[batch, column])
+        num_accepted = num_accepted + is_accepted
+        at = _Node(*[torch.where(_to_dims_of(a, is_accepted), a, b)
+                     for a, b in zip(enter(node, num_accepted), stay)])
+    next_token = torch.where(at.is_valid, draw(at.mass, at.total, uniforms[:, 0]), 0)
+    return accepted_nodes, num_accepted, next_token, tv_excess, status | at.status
+
+
+def _accept_prob(mass, gain, scale):
+    """min(1, gain / scale); a token without mass is never accepted, whatever its factor."""
+    is_possible = (mass > 0) & (gain > 0)
+    return torch.where(is_possible, torch.where(gain >= scale, 1.0, gain / scale), 0.0)
+
+
+def _residual_mass(residual, at, token, token_mass, relaxed_mass, num_kept, ids, factor):
+    """R in fixed point (B, V), once the child with this token has been rejected."""
+    (B, V), device = at.mass.shape, token.device
+    slack = torch.zeros_like(factor)  # the share of R that stays at least
+    if residual == "optimal":
         slack = torch.where(factor < 1, 1 - factor, 0.0)
-        place = torch.arange(ids.shape[1], device=device)
-        taken = torch.zeros_like(kept) if residual == "optimal" else kept
-        if residual == "released":
-            taken = torch.where(kept >= 1, columns, 0)
-        ids = torch.where(place < taken.unsqueeze(1), ids, V)
-        taken = torch.zeros(B, V + 1, dtype=torch.bool, device=device).scatter(1, ids, True)[:, :V]
-        itself = torch.arange(V, device=device) == x.unsqueeze(1)
+    num_treated = {"optimal": torch.zeros_like(num_kept), "relaxed": num_kept,
+                   "released": torch.where(num_kept >= 1, ids.shape[1], 0)}[residual]
+    ids = torch.where(torch.arange(ids.shape[1], device=device) < num_treated.unsqueeze(1), ids, V)
+    is_treated = torch.zeros(B, V + 1, dtype=torch.bool, device=device).scatter(1, ids, True)[:, :V]
+    is_token = torch.arange(V, device=device) == token.unsqueeze(1)
 
-        remnant = torch.where(taken, 0, weights)
-        remains = (slack * own.double()).to(torch.int64) if residual == "optimal" else torch.zeros_like(own)
-        remnant = torch.where(itself, remains.unsqueeze(1), remnant)
+    after_point_mass = torch.where(is_treated, 0, at.mass)
+    left = (slack * token_mass.double()).to(torch.int64)
+    after_point_mass = torch.where(is_token, left.unsqueeze(1), after_point_mass)
 
-        spread, proposal = weights, draft
-        if residual == "relaxed":
-            spread = torch.where(itself, rho.unsqueeze(1), torch.where(taken, 0, weights))
-        if residual == "released":
-            proposal = torch.where(taken, 0, draft)
-        r = spread.double() * (1 / total.double()).unsqueeze(1)
-        rest = r - proposal.double() * (1 / draft_total.double()).unsqueeze(1)
-        if residual == "optimal":
-            rest = torch.maximum(rest, slack.unsqueeze(1) * r)
-        rest = (torch.where(rest > 0, rest, 0.0) * FIXED_ONE).to(torch.int64)
-        remnant = torch.where(sampled.unsqueeze(1), rest, remnant)
-
-        rejected = tried & ~accept
-        full, full_total, _ = to_fixed_point(target_probs[each, node])
-        empty = rejected & (remnant.sum(1) == 0)
-        status = status | torch.where(empty, EMPTY_RESIDUAL, 0)
-        remnant = torch.where(empty.unsqueeze(1), full, remnant)
-        weights = torch.where(rejected.unsqueeze(1), remnant, weights)
-        total = torch.where(empty, full_total, torch.where(rejected, weights.sum(1), total))
-        draft = torch.where(rejected.unsqueeze(1) & itself, 0, draft)
-        sibling = torch.where(trying, next_sibling[each, at].long(), child)
-        previous = torch.where(trying, child, previous)
-        stay = (weights, total, valid, sibling, previous, trying, draft, draft.sum(1), sampled, reach,
-                torch.zeros_like(found))
-
-        node = torch.where(accept, child, node)
-        if P > 0:
-            last = depth.clamp(max=P - 1)
-            path[each, last] = torch.where(accept, child, path[each, last])
-        depth = depth + accept
-        state = [torch.where(accept.view(-1, *[1] * (a.ndim - 1)), a, b)
-                 for a, b in zip(enter(node, depth), stay)]
-    weights, total, valid, status = state[0], state[1], state[2], status | state[-1]
-    next_token = torch.where(valid, draw(weights, total, uniforms[:, 0]), 0)
-    return path, depth, next_token, excess, status
+    mass, proposal = at.mass, at.draft_mass
+    if residual == "relaxed":
+        mass = torch.where(is_token, relaxed_mass.unsqueeze(1), torch.where(is_treated, 0, mass))
+    if residual == "released":
+        proposal = torch.where(is_treated, 0, proposal)
+    r = mass.double() * (1 / at.total.double()).unsqueeze(1)
+    q = proposal.double() * (1 / at.draft_total.double()).unsqueeze(1)
+    after_draft_row = torch.maximum(r - q, slack.unsqueeze(1) * r)
+    after_draft_row = (torch.where(after_draft_row > 0, after_draft_row, 0.0) * FIXED_ONE).to(torch.int64)
+    return torch.where(at.is_sampled.unsqueeze(1), after_draft_row, after_point_mass)
 
 
-def _judge(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset, residual, P):
-    """Greedy requests: nodes in order, each with its chain of children."""
+def _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset, residual,
+                   max_depth):
+    """Greedy requests: the nodes in order, each with its chain of children."""
     B, N, V = target_probs.shape
     device = target_probs.device
     status = torch.zeros(B, dtype=torch.int64, device=device)
-    depth = torch.full((B, N), -1, device=device)  # of accepted nodes
+    depth = torch.full((B, N), -1, device=device)  # of the nodes on an accepted path, else -1
     depth[:, 0] = 0
-    parent, swerves = torch.zeros_like(depth), torch.zeros_like(depth)
-    known = (tokens >= 0) & (tokens < V)
-    x = tokens.clamp(0, V - 1)
+    parent, num_non_argmax = torch.zeros_like(depth), torch.zeros_like(depth)
+    in_vocabulary = (tokens >= 0) & (tokens < V)
+    tokens = tokens.clamp(0, V - 1)
 
     for n in range(N):
-        weights, total, valid = to_fixed_point(target_probs[:, n])
-        most, top = weights.max(1, keepdim=True)
-        rho = weights.gather(1, x)
+        mass, total, row_is_valid = to_fixed_point(target_probs[:, n])
+        max_mass, argmax = mass.max(1, keepdim=True)
+        relaxed_mass = mass.gather(1, tokens)  # (B, N): of every token, were it node n's child
         if neighbors is not None:
-            looked = neighbors.shape[1] - (residual == "released")
-            rho = rho + kept_prefix(weights.unsqueeze(1).expand(B, N, V), total.unsqueeze(1), x, neighbors,
-                                    delta.unsqueeze(1), cutoff, offset, looked)[0]
-        best = (x == top) | (rho > most) | ((rho == most) & (x < top))
+            num_considered = neighbors.shape[1] - (residual == "released")
+            relaxed_mass = relaxed_mass + kept_prefix(
+                mass.unsqueeze(1).expand(B, N, V), total.unsqueeze(1), tokens, neighbors, delta.unsqueeze(1), cutoff,
+                offset, num_considered)[0]
+        is_best = ((tokens == argmax) | (relaxed_mass > max_mass)
+                   | ((relaxed_mass == max_mass) & (tokens < argmax)))
 
-        trying = valid & (depth[:, n] >= 0) & (depth[:, n] < P)
+        active = row_is_valid & (depth[:, n] >= 0) & (depth[:, n] < max_depth)
         child, previous = first_child[:, n].long(), torch.full_like(status, n)
         for _ in range(N - n):
-            trying = trying & (child >= 0)
-            at = child.clamp(0, N - 1).unsqueeze(1)
-            good = (child > previous) & (child < N) & known.gather(1, at).squeeze(1)
-            status = status | torch.where(trying & ~good, INVALID_TREE, 0)
-            trying = trying & good
-            accept = trying.unsqueeze(1) & best.gather(1, at)
-            swerve = (x.gather(1, at) != top).long() + swerves[:, n:n + 1]
-            depth = depth.scatter(1, at, torch.where(accept, depth[:, n:n + 1] + 1, depth.gather(1, at)))
-            parent = parent.scatter(1, at, torch.where(accept, n, parent.gather(1, at)))
-            swerves = swerves.scatter(1, at, torch.where(accept, swerve, swerves.gather(1, at)))
-            previous, child = child, next_sibling.gather(1, at).squeeze(1).long()
+            active = active & (child >= 0)
+            index = child.clamp(0, N - 1).unsqueeze(1)
+            is_valid = (child > previous) & (child < N) & in_vocabulary.gather(1, index).squeeze(1)
+            status = status | torch.where(active & ~is_valid, INVALID_TREE, 0)
+            active = active & is_valid
+            is_accepted = active.unsqueeze(1) & is_best.gather(1, index)
+            count = num_non_argmax[:, n:n + 1] + (tokens.gather(1, index) != argmax)
+            depth = depth.scatter(1, index, torch.where(is_accepted, depth[:, n:n + 1] + 1, depth.gather(1, index)))
+            parent = parent.scatter(1, index, torch.where(is_accepted, n, parent.gather(1, index)))
+            num_non_argmax = num_non_argmax.scatter(
+                1, index, torch.where(is_accepted, count, num_non_argmax.gather(1, index)))
+            previous, child = child, next_sibling.gather(1, index).squeeze(1).long()
 
-    accepted, node = depth.max(1)
-    excess = swerves.gather(1, node.unsqueeze(1)).squeeze(1)
-    weights, _, valid = to_fixed_point(target_probs[torch.arange(B, device=device), node])
-    status = status | torch.where(valid, 0, INVALID_ROW)
-    next_token = torch.where(valid, weights.argmax(1), 0)
-    path = torch.full((B, P + 1), -1, device=device)
-    for d in range(min(P, N - 1), 0, -1):
-        on = accepted >= d
-        path[:, d] = torch.where(on, node, -1)
-        node = torch.where(on, parent.gather(1, node.unsqueeze(1)).squeeze(1), node)
-    return path[:, 1:], accepted, next_token, excess.double(), status
+    num_accepted, node = depth.max(1)  # of several the first
+    tv_excess = num_non_argmax.gather(1, node.unsqueeze(1)).squeeze(1)
+    mass, _, is_valid = to_fixed_point(target_probs[torch.arange(B, device=device), node])
+    status = status | torch.where(is_valid, 0, INVALID_ROW)
+    next_token = torch.where(is_valid, mass.argmax(1), 0)
+    accepted_nodes = torch.full((B, max_depth + 1), -1, device=device)
+    for d in range(min(max_depth, N - 1), 0, -1):
+        is_on_path = num_accepted >= d
+        accepted_nodes[:, d] = torch.where(is_on_path, node, -1)
+        node = torch.where(is_on_path, parent.gather(1, node.unsqueeze(1)).squeeze(1), node)
+    return accepted_nodes[:, 1:], num_accepted, next_token, tv_excess.double(), status
 
 
-def _meta(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-          delta, omega, greedy, cutoff, offset, residual, max_depth):
+def _meta(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
+          omega, greedy, cutoff, offset, residual, max_depth):
     B = target_probs.shape[0]
     return (tokens.new_empty(B, max_depth, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32),
             tokens.new_empty(B), target_probs.new_empty(B), tokens.new_empty(B, dtype=torch.int32))
