@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from specvis.decoding import continuous
-from specvis.decoding.continuous import Begun, ContinuousSampling, continuous_decode, parallel_decode, unknown_after
+from specvis.decoding.continuous import KnownTokens, ContinuousSampling, continuous_decode, parallel_decode, mask_lengths
 from specvis.pipelines.mar import MARPair
 from specvis.decoding.methods import CONTINUOUS, method, parameters_of, parse_method
 from specvis.models.diffloss import cosine_alpha_bar
 from specvis.models.mar import MAR, TINY, MARConfig
 from specvis.models.words import UnknownWords
 from specvis.pipelines.discrete import Pipeline
-from specvis.decoding.sampling import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normal,
-                              philox_uniform)
+from specvis.decoding.sampling import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normals,
+                              philox_uniforms)
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain", "blue"]
 SEEDS = torch.tensor([3, 1, 4, 1, 5, 9])
@@ -142,7 +142,7 @@ def test_the_test_knows_the_target_and_refuses_the_draft():
     sampling = ContinuousSampling(torch.arange(REQUESTS))
     assert p_value(features(parallel_decode(target, classes(REQUESTS), sampling)), reference()) > ACCEPT_ABOVE
     assert p_value(features(parallel_decode(draft, classes(REQUESTS), sampling)), reference()) < REFUSE_BELOW
-    at_once = parallel_decode(target, classes(REQUESTS), sampling, passes=1)      # independently of each other
+    at_once = parallel_decode(target, classes(REQUESTS), sampling, num_iter=1)      # independently of each other
     assert p_value(features(at_once), reference()) < REFUSE_BELOW
     x = torch.randn(2, REQUESTS, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert p_value(*x) > ACCEPT_ABOVE and p_value(x[0], x[1] + 0.1) < REFUSE_BELOW
@@ -157,7 +157,7 @@ def test_the_test_knows_the_target_and_refuses_the_draft():
 def test_paths_draw_the_targets_images(m, settings):
     p, decoded = distance(m, **settings)
     assert p > ACCEPT_ABOVE
-    assert 0.3 < decoded.acceptance_rate < 0.95 and decoded.tries.max() > 8        # more than one turn of redraws
+    assert 0.3 < decoded.acceptance_rate < 0.95 and decoded.num_tries.max() > 8        # more than one turn of redraws
     assert decoded.out_of_tries.float().mean() < 1e-3
 
 
@@ -165,7 +165,7 @@ def test_every_turn_of_redraws_has_numbers_of_its_own(monkeypatch):
     monkeypatch.setattr(continuous, "PATHS_FIRST", 1)
     p, decoded = distance("cspd-path:gamma=2")
     assert p > ACCEPT_ABOVE
-    for numbers in ("philox_normal", "philox_uniform"):
+    for numbers in ("philox_normals", "philox_uniforms"):
         drawn = getattr(continuous, numbers)
         with monkeypatch.context() as patched:
             patched.setattr(continuous, numbers, lambda *args: drawn(*args[:4]))
@@ -213,14 +213,14 @@ def test_a_draft_of_the_target_itself_is_kept(tiny, m, guidance):
     decoded = decode(tiny, m, guidance=guidance, draft=tiny.mar)
     torch.testing.assert_close(decoded.tokens, plain.tokens, rtol=1e-4, atol=1e-4)
     assert torch.equal(decoded.order, plain.order) and decoded.acceptance_rate == 1
-    assert not decoded.tries.any() and not decoded.out_of_tries.any()
+    assert not decoded.num_tries.any() and not decoded.out_of_tries.any()
     c = parse_method(m)
     prefill, gain = round(16 * c.prefill), c.gamma + c.truncate
-    assert decoded.forwards.tolist() == [prefill + math.ceil((16 - prefill) / gain)] * 6
-    assert (decoded.tau == 16 / decoded.forwards).all() and (decoded.log_r[decoded.kept == 1].abs() < 0.1).all()
+    assert decoded.target_forwards.tolist() == [prefill + math.ceil((16 - prefill) / gain)] * 6
+    assert (decoded.tau == 16 / decoded.target_forwards).all() and (decoded.log_r[decoded.acceptance == 1].abs() < 0.1).all()
 
 
-@pytest.mark.parametrize("m", ["mar", "mar:passes=5", *METHODS])
+@pytest.mark.parametrize("m", ["mar", "mar:num_iter=5", *METHODS])
 def test_a_request_does_not_depend_on_its_batch(tiny, m):
     together = decode(tiny, m)
     back = torch.arange(5, -1, -1)
@@ -238,19 +238,19 @@ def test_a_request_does_not_depend_on_its_batch(tiny, m):
 def test_requests_advance_at_their_own_pace(tiny):
     """Or else the test above would not have met batches whose rows differ."""
     decoded = decode(tiny, "cspd-path")
-    assert len(set(decoded.forwards.tolist())) > 1 and decoded.forwards.min() < decoded.forwards.max() < 16
+    assert len(set(decoded.target_forwards.tolist())) > 1 and decoded.target_forwards.min() < decoded.target_forwards.max() < 16
 
 
 @pytest.mark.parametrize("passes", [1, 2, 7, 15, 16])
 def test_parallel_decoding_knows_every_token_once(tiny, passes):
-    assert unknown_after(16, 4) == [14, 11, 6, 0] and unknown_after(4, 4) == [3, 2, 1, 0]
-    left = [16, *unknown_after(16, passes)]
+    assert mask_lengths(16, 4) == [14, 11, 6, 0] and mask_lengths(4, 4) == [3, 2, 1, 0]
+    left = [16, *mask_lengths(16, passes)]
     assert len(left) == passes + 1 and left[-1] == 0 and all(a > b for a, b in zip(left, left[1:]))
     gained = []
-    decoded = decode(tiny, f"mar:passes={passes}", progress=gained.append)
+    decoded = decode(tiny, f"mar:num_iter={passes}", progress=gained.append)
     assert decoded.tokens.shape == (6, 16, 4) and decoded.tokens.isfinite().all() and sum(gained) == 96
     assert gained == [6 * (a - b) for a, b in zip(left, left[1:])]
-    assert decoded.forwards.tolist() == [passes] * 6 and not decoded.draft_forwards.any()
+    assert decoded.target_forwards.tolist() == [passes] * 6 and not decoded.draft_forwards.any()
     assert torch.equal(decoded.order.sort(1).values, torch.arange(16).expand(6, -1))
     if passes == 16:
         assert torch.equal(decoded.tokens, decode(tiny, "mar").tokens)
@@ -262,63 +262,63 @@ def test_parallel_decoding_by_hand(tiny, captions):
     target = tiny.mar if captions else toys(tokens=16, coupling=0.1)[0]
     source = tiny.features(PROMPTS[:2]) if captions else torch.tensor([0, 1])
     seeds, T, C = torch.tensor([8, 9]), target.config.steps, target.config.channels
-    decoded = parallel_decode(target, source, ContinuousSampling(seeds, 3.0, 0.7), passes=3)
-    order = philox_uniform(seeds, ORDER, 1, 16)[:, 0].argsort(1)
-    noise = philox_normal(seeds, NOISE, 16, T * C).unflatten(-1, (T, C))
+    decoded = parallel_decode(target, source, ContinuousSampling(seeds, 3.0, 0.7), num_iter=3)
+    order = philox_uniforms(seeds, ORDER, 1, 16)[:, 0].argsort(1)
+    noise = philox_normals(seeds, NOISE, 16, T * C).unflatten(-1, (T, C))
     tokens, known = torch.zeros(2, 16, C), torch.zeros(2, 16, dtype=torch.bool)
     for start, end in ((0, 3), (3, 8), (8, 16)):                   # 16 cos(30 degrees) = 13.9, 16 cos(60 degrees) = 8
         z, null = plain_z(target, source, tokens, known), target(tokens, known, target.null_condition(2))
         drawn = target.diffloss.given(z, null=null, guidance=1 + 2 * end / 16, temperature=0.7).sample(noise).mean
         for b in range(2):
-            places = order[b, start:end]
-            tokens[b, places], known[b, places] = drawn[b, places], True
+            positions = order[b, start:end]
+            tokens[b, positions], known[b, positions] = drawn[b, positions], True
     torch.testing.assert_close(decoded.tokens, tokens, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("m", ["mar", "mar:passes=3", *METHODS])
+@pytest.mark.parametrize("m", ["mar", "mar:num_iter=3", *METHODS])
 def test_progress_counts_every_token(tiny, m):
     gained = []
     decoded = decode(tiny, m, progress=gained.append)
-    assert sum(gained) == 96 and min(gained) > 0 and decoded.drawn == 16
+    assert sum(gained) == 96 and min(gained) > 0 and decoded.num_drawn == 16
     known = torch.rand(6, 16, generator=torch.Generator().manual_seed(0)).argsort(1) < 5
     gained.clear()
-    begun = Begun(decoded.tokens, known, more=7)
-    assert decode(tiny, m, progress=gained.append, begun=begun).drawn == 7 and sum(gained) == 42
+    known = KnownTokens(decoded.tokens, known, more=7)
+    assert decode(tiny, m, progress=gained.append, known=known).drawn == 7 and sum(gained) == 42
 
 
-@pytest.mark.parametrize("m", ["mar", "mar:passes=4", *METHODS])
+@pytest.mark.parametrize("m", ["mar", "mar:num_iter=4", *METHODS])
 def test_begun_images_keep_what_they_know(tiny, m):
     known = torch.rand(6, 16, generator=torch.Generator().manual_seed(0)).argsort(1) < 5
     tokens = torch.randn(6, 16, 4, generator=torch.Generator().manual_seed(1))
     holes = tokens.masked_fill(~known[..., None], torch.nan)
-    decoded = decode(tiny, m, begun=Begun(holes, known))
+    decoded = decode(tiny, m, known=KnownTokens(holes, known))
     assert torch.equal(decoded.tokens[known], tokens[known]) and decoded.tokens.isfinite().all()
     assert holes.isnan().any() and not decoded.failed.any()                        # the caller's are as they were
     for b in range(6):
         assert decoded.order[b, :5].tolist() == known[b].nonzero()[:, 0].tolist()
-    assert (decoded.kept[:, :5] == -1).all() and (decoded.tau == 11 / decoded.forwards).all()
-    other = decode(tiny, m, begun=Begun(torch.where(known[..., None], -tokens, 0.0), known))
+    assert (decoded.acceptance[:, :5] == -1).all() and (decoded.tau == 11 / decoded.target_forwards).all()
+    other = decode(tiny, m, known=KnownTokens(torch.where(known[..., None], -tokens, 0.0), known))
     assert not torch.allclose(decoded.tokens[~known], other.tokens[~known], atol=0.01)
     if parse_method(m).gamma:                                      # what is known counts as drawn first
         first = max(5, round(16 * parse_method(m).prefill))
-        assert (decoded.kept[:, 5:first] == -1).all() and (decoded.kept[:, first] >= 0).all()
-    some = decode(tiny, m, begun=Begun(tokens, known, more=6))
+        assert (decoded.acceptance[:, 5:first] == -1).all() and (decoded.acceptance[:, first] >= 0).all()
+    some = decode(tiny, m, known=KnownTokens(tokens, known, more=6))
     assert torch.equal(some.order, decoded.order) and not in_order(some)[:, 11:].any()
     assert in_order(some)[:, :11].all() and (some.kept[:, 11:] == -1).all()
-    none = decode(tiny, m, begun=Begun(tokens, known, more=0))
-    assert torch.equal(none.tokens, tokens.masked_fill(~known[..., None], 0.0)) and not none.forwards.any()
+    none = decode(tiny, m, known=KnownTokens(tokens, known, more=0))
+    assert torch.equal(none.tokens, tokens.masked_fill(~known[..., None], 0.0)) and not none.target_forwards.any()
     assert none.tau.isnan().all()
 
 
 @pytest.mark.parametrize("m", ["mar", "cspd-path:gamma=1:truncate=false", "cspd:gamma=4:truncate=false:prefill=0"])
 def test_an_image_drawn_in_two_parts_is_that_drawn_at_once(tiny, m):
     whole = decode(tiny, m)
-    nothing = Begun(torch.zeros(6, 16, 4), torch.zeros(6, 16, dtype=torch.bool), more=8)
-    half = decode(tiny, m, begun=nothing)
+    nothing = KnownTokens(torch.zeros(6, 16, 4), torch.zeros(6, 16, dtype=torch.bool), more=8)
+    half = decode(tiny, m, known=nothing)
     known = half.order.argsort(1) < 8
-    rest = decode(tiny, m, begun=Begun(half.tokens, known))
+    rest = decode(tiny, m, known=KnownTokens(half.tokens, known))
     torch.testing.assert_close(rest.tokens, whole.tokens, rtol=1e-3, atol=1e-4)
-    assert torch.equal(half.forwards + rest.forwards, whole.forwards)
+    assert torch.equal(half.target_forwards + rest.target_forwards, whole.target_forwards)
 
 
 @pytest.mark.parametrize("broken", ["target", "draft"])
@@ -347,21 +347,21 @@ def test_nan_ends_one_image_and_leaves_the_others(m, broken):
     assert in_order(ended, "drafts")[1, n:].isnan().all()
     c = parse_method(m)
     assert n == most if m == "mar" else 0 < n <= max(most, round(16 * c.prefill)) + c.gamma
-    assert ended.forwards[1] <= whole.forwards[1]
+    assert ended.target_forwards[1] <= whole.target_forwards[1]
 
 
 def test_nan_from_the_start_leaves_an_empty_image(tiny):
-    for m in ("mar", "mar:passes=3", *METHODS):
+    for m in ("mar", "mar:num_iter=3", *METHODS):
         target, draft = toys(tokens=6, coupling=0.1, breaks=0)
         ended = continuous_decode(target, draft, torch.tensor([2, 0]), ContinuousSampling(SEEDS[:2]), parse_method(m))
         assert ended.failed.tolist() == [True, False]
-        assert not ended.tokens[0].any() and ended.tokens[1].all() and ended.forwards[0] == 1
+        assert not ended.tokens[0].any() and ended.tokens[1].all() and ended.target_forwards[0] == 1
 
 
 @pytest.mark.parametrize("m", ["cspd:prefill=0", "cspd-path"])
 def test_a_redraw_that_is_not_finite_ends_its_image(monkeypatch, m):
     target, draft = toys(tokens=16, coupling=0.05)
-    drawn = continuous.philox_normal
+    drawn = continuous.philox_normals
 
     def broken(seeds, stream, *more):
         numbers = drawn(seeds, stream, *more)
@@ -369,7 +369,7 @@ def test_a_redraw_that_is_not_finite_ends_its_image(monkeypatch, m):
 
     whole, sampling = None, ContinuousSampling(torch.arange(3))
     for numbers in (drawn, broken):
-        monkeypatch.setattr(continuous, "philox_normal", numbers)
+        monkeypatch.setattr(continuous, "philox_normals", numbers)
         before, whole = whole, continuous_decode(target, draft, classes(3), sampling, parse_method(m))
     assert whole.failed.tolist() == [False, True, False]
     assert torch.equal(whole.tokens[::2], before.tokens[::2])
@@ -386,10 +386,10 @@ def test_passes_are_counted(m, prefill, gamma):
         target.seen.clear(), draft.seen.clear()
         decoded = continuous_decode(target, draft, torch.tensor([1]), ContinuousSampling(torch.tensor([seed])),
                                     parse_method(m))
-        assert decoded.forwards.tolist() == [len(target.seen)]
+        assert decoded.target_forwards.tolist() == [len(target.seen)]
         assert decoded.draft_forwards.tolist() == [len(draft.seen)]
         assert target.seen[:prefill] == [[n] for n in range(prefill)]
-        count, drafts, kept = prefill, iter(draft.seen), decoded.kept[0].tolist()
+        count, drafts, kept = prefill, iter(draft.seen), decoded.acceptance[0].tolist()
         for counts in target.seen[prefill:]:                       # one variant a draft, and one for the token behind
             drafted = min(gamma, 16 - count)
             assert counts == [*range(count, min(count + drafted + 1, 16))] + [15] * (count + drafted == 16)
@@ -406,13 +406,13 @@ def test_passes_are_counted(m, prefill, gamma):
 
 @pytest.mark.parametrize("m, forwards, drafted", [
     ("cspd-released", 2 + 2, 14), ("cspd-released:gamma=5:prefill=0", 4, 16), ("cspd-released:prefill=1", 16, 0),
-    ("cspd-path:truncate=false:gamma=3", 6, 16), ("cspd:prefill=1", 16, 0), ("mar", 16, 0), ("mar:passes=7", 7, 0),
+    ("cspd-path:truncate=false:gamma=3", 6, 16), ("cspd:prefill=1", 16, 0), ("mar", 16, 0), ("mar:num_iter=7", 7, 0),
 ])
 def test_passes_without_truncation_are_known_before(m, forwards, drafted):
     target, draft = toys(tokens=16, coupling=0.05)
     decoded = continuous_decode(target, draft, classes(5), ContinuousSampling(torch.arange(5)), parse_method(m))
-    assert decoded.forwards.tolist() == [forwards] * 5 and decoded.draft_forwards.tolist() == [drafted] * 5
-    assert (decoded.kept >= 0).sum(1).tolist() == [drafted] * 5
+    assert decoded.target_forwards.tolist() == [forwards] * 5 and decoded.draft_forwards.tolist() == [drafted] * 5
+    assert (decoded.acceptance >= 0).sum(1).tolist() == [drafted] * 5
     assert math.isnan(decoded.acceptance_rate) == (drafted == 0)
     if m == "cspd-released":
         assert target.seen == [[0] * 5, [1] * 5, [2] * 5, [10] * 5]    # a row an image, whatever it judges
@@ -423,19 +423,19 @@ def test_accounts_agree(m):
     target, draft = toys(tokens=16, coupling=0.05)
     seeds = torch.arange(40)
     decoded = continuous_decode(target, draft, classes(40), ContinuousSampling(seeds), parse_method(m))
-    judged, kept = decoded.kept >= 0, decoded.kept == 1
-    assert judged.any() and ((decoded.tries > 0) == (decoded.kept == 0)).all()
-    assert (decoded.tries <= parse_method(m).tries).all()
-    assert (~decoded.out_of_tries | (decoded.tries == parse_method(m).tries)).all()
+    judged, kept = decoded.acceptance >= 0, decoded.acceptance == 1
+    assert judged.any() and ((decoded.num_tries > 0) == (decoded.acceptance == 0)).all()
+    assert (decoded.num_tries <= parse_method(m).tries).all()
+    assert (~decoded.out_of_tries | (decoded.num_tries == parse_method(m).tries)).all()
     assert torch.equal(decoded.log_r.isfinite(), judged)
     assert torch.equal(in_order(decoded, "drafts").isfinite()[..., 0], judged)
-    coins = philox_uniform(seeds, ACCEPT, 16, 1)[..., 0].gather(1, decoded.order)
+    coins = philox_uniforms(seeds, ACCEPT, 16, 1)[..., 0].gather(1, decoded.order)
     assert torch.equal(kept, judged & (coins.double() < decoded.log_r.double().exp()))
     assert decoded.acceptance_rate == pytest.approx(kept.sum().item() / judged.sum().item())
     if parse_method(m).variant != "path":                          # then a kept token is the target's last step
         assert torch.equal(in_order(decoded)[kept], in_order(decoded, "drafts")[kept])
-    assert not torch.isclose(in_order(decoded)[decoded.kept == 0],
-                             in_order(decoded, "drafts")[decoded.kept == 0]).any()
+    assert not torch.isclose(in_order(decoded)[decoded.acceptance == 0],
+                             in_order(decoded, "drafts")[decoded.acceptance == 0]).any()
 
 
 @pytest.mark.parametrize("m", ["cspd-path:gamma=1:truncate=false:tries=1", "cspd-path:gamma=1:truncate=false:tries=3",
@@ -445,7 +445,7 @@ def test_out_of_tries_the_target_draws_anew(monkeypatch, m):
     target, draft = toys(coupling=0.3)
     seeds, source = torch.arange(2000), classes(2000)
     decoded = continuous_decode(target, draft, source, ContinuousSampling(seeds), parse_method(m))
-    noise = philox_normal(seeds, FRESH, 3, 3).unflatten(-1, (3, 1))
+    noise = philox_normals(seeds, FRESH, 3, 3).unflatten(-1, (3, 1))
     rank, some = decoded.order.argsort(1), 0
     for n in range(3):
         own = target.diffloss.given(plain_z(target, source, decoded.tokens, rank < n)).sample(noise).mean
@@ -457,7 +457,7 @@ def test_out_of_tries_the_target_draws_anew(monkeypatch, m):
 
 
 def by_hand(m, guidance, coupling=0.3):
-    """A decoding one token a step, and for the n-th: target and draft given what was known, places and the noise."""
+    """A decoding one token a step, and for the n-th: target and draft given what was known, positions and the noise."""
     target, draft = toys(coupling=coupling)
     seeds, source = torch.arange(500), classes(500)
     decoded = continuous_decode(target, draft, source, ContinuousSampling(seeds, guidance), parse_method(m))
@@ -470,7 +470,7 @@ def by_hand(m, guidance, coupling=0.3):
             z, null = (part.gather(1, decoded.order[:, n, None, None])[:, 0] for part in (z, null))
             given.append(model.diffloss.given(z, null=null, guidance=1 + (guidance - 1) * (n + 1) / 3))
         place = decoded.order[:, n, None]
-        noise = philox_normal(seeds, NOISE, place, 3)[:, 0, :, None]
+        noise = philox_normals(seeds, NOISE, place, 3)[:, 0, :, None]
         steps.append((n, place, *given, noise))
     return decoded, seeds, steps
 
@@ -481,13 +481,13 @@ def test_a_path_is_judged_and_redrawn_as_a_whole():
         sample = draft.sample(noise, keep_path=True)
         log_r = (target.log_density(sample.path) - draft.log_density(sample.path)).float()
         torch.testing.assert_close(decoded.log_r[:, n], log_r, rtol=1e-4, atol=1e-4)
-        x, kept, token = in_order(decoded)[:, n], decoded.kept[:, n] == 1, target.transition(sample.path[:, 1], 1)[0]
+        x, kept, token = in_order(decoded)[:, n], decoded.acceptance[:, n] == 1, target.transition(sample.path[:, 1], 1)[0]
         torch.testing.assert_close(x[kept], token[kept], rtol=0, atol=1e-5)
         assert ((x - sample.mean)[kept].abs() > 2e-5).float().mean() > 0.5         # the draft's own last step
-        new = target.sample(philox_normal(seeds, REDRAW_NOISE, place, 3)[:, 0, :, None], keep_path=True)
+        new = target.sample(philox_normals(seeds, REDRAW_NOISE, place, 3)[:, 0, :, None], keep_path=True)
         ratio = target.log_density(new.path) - draft.log_density(new.path)
-        first = philox_uniform(seeds, REDRAW, place, 1)[:, 0, 0] < 1 - torch.exp(-ratio)
-        assert torch.equal(decoded.tries[:, n] == 1, first & ~kept) and 20 < (first & ~kept).sum() < (~kept).sum() - 20
+        first = philox_uniforms(seeds, REDRAW, place, 1)[:, 0, 0] < 1 - torch.exp(-ratio)
+        assert torch.equal(decoded.num_tries[:, n] == 1, first & ~kept) and 20 < (first & ~kept).sum() < (~kept).sum() - 20
         torch.testing.assert_close(x[first & ~kept], new.mean[first & ~kept], rtol=1e-4, atol=1e-4)
 
 
@@ -498,7 +498,7 @@ def test_the_last_step_is_judged_and_redrawn(variant, sign, later, aligned):
                                     f"aligned={aligned}", 2.0)
     some = 0
     for n, place, target, draft, noise in steps:
-        p = target.sample(noise if aligned == "true" else philox_normal(seeds, UNALIGNED, place, 3)[:, 0, :, None])
+        p = target.sample(noise if aligned == "true" else philox_normals(seeds, UNALIGNED, place, 3)[:, 0, :, None])
         q = draft.sample(noise)
 
         def log_r(x, temperature):
@@ -507,12 +507,12 @@ def test_the_last_step_is_judged_and_redrawn(variant, sign, later, aligned):
             return sign * (q.log_sigma_sum - p.log_sigma_sum) + last.sum(1)
 
         torch.testing.assert_close(decoded.log_r[:, n], log_r(q.mean, 42.0).float(), rtol=1e-3, atol=1e-3)
-        x, kept = in_order(decoded)[:, n], decoded.kept[:, n] == 1
+        x, kept = in_order(decoded)[:, n], decoded.acceptance[:, n] == 1
         torch.testing.assert_close(x[kept], q.mean[kept], rtol=1e-5, atol=1e-5)
-        new = p.mean + p.log_sigma.exp() * philox_normal(seeds, REDRAW_NOISE, place, 1)[:, 0]
+        new = p.mean + p.log_sigma.exp() * philox_normals(seeds, REDRAW_NOISE, place, 1)[:, 0]
         chance = 1 - torch.exp(-log_r(new, later))
-        first = philox_uniform(seeds, REDRAW, place, 1)[:, 0, 0] < chance
-        assert torch.equal(decoded.tries[:, n] == 1, first & ~kept)
+        first = philox_uniforms(seeds, REDRAW, place, 1)[:, 0, 0] < chance
+        assert torch.equal(decoded.num_tries[:, n] == 1, first & ~kept)
         torch.testing.assert_close(x[first & ~kept], new[first & ~kept], rtol=1e-4, atol=1e-4)
         some += (first & ~kept).sum()
     assert some > 100 and 0 < decoded.acceptance_rate < 1
@@ -552,7 +552,7 @@ def test_methods_for_continuous_tokens_are_checked(name, parameters, message):
 @pytest.mark.parametrize("text, message", [
     ("cspd:truncate=maybe", "truncate must be true or false, got 'maybe'"),
     ("cspd:aligned=1", "aligned must be true or false, got '1'"),
-    ("cspd:passes=3", "method cspd has no parameter 'passes'"),
+    ("cspd:num_iter=3", "method cspd has no parameter 'passes'"),
     ("cspd:gamma=two", "gamma must be an integer, got 'two'"),
     ("cspd:gamma=2.5", "gamma must be an integer, got '2.5'"),
     ("cspd:prefill=much", "prefill must be a number, got 'much'"),
@@ -563,7 +563,7 @@ def test_how_methods_for_continuous_tokens_are_not_written(text, message):
         parse_method(text)
 
 
-@pytest.mark.parametrize("text", ["mar:passes=8", "cspd:gamma=2:prefill=0.5:truncate=false", "cspd-released:tries=7",
+@pytest.mark.parametrize("text", ["mar:num_iter=8", "cspd:gamma=2:prefill=0.5:truncate=false", "cspd-released:tries=7",
                                   "cspd-path:conditioning=block", "cspd:variant=released:aligned=false"])
 def test_a_label_names_its_method(text):
     m = parse_method(text)
@@ -607,31 +607,31 @@ def test_a_drafter_of_other_tokens_is_refused(wanted, got):
 ZEROS, HALF = torch.zeros(6, 16, 4), torch.arange(16).expand(6, -1) < 8
 
 
-@pytest.mark.parametrize("begun, message", [
-    (Begun(ZEROS[:2], HALF), r"tokens must be float32 \(B, L, C\) = \(6, 16, 4\), got torch.float32 \(2, 16, 4\)"),
-    (Begun(ZEROS[..., :2], HALF), r"tokens must be .* got torch.float32 \(6, 16, 2\)"),
-    (Begun(ZEROS.double(), HALF), r"tokens must be float32 .* got torch.float64 \(6, 16, 4\)"),
-    (Begun(ZEROS, HALF[0]), r"known must be bool \(6, 16\), got torch.bool \(16,\)"),
-    (Begun(ZEROS, HALF.long()), r"known must be bool \(6, 16\), got torch.int64 \(6, 16\)"),
-    (Begun(ZEROS, torch.arange(16) < torch.tensor([8, 8, 9, 8, 8, 8])[:, None]),
-     r"known must hold as many places in each image, got \[8, 8, 9, 8, 8, 8\]"),
-    (Begun(ZEROS, HALF, more=9), r"more must be an integer within 0\.\.8 \(the unknown tokens\), got 9"),
-    (Begun(ZEROS, HALF, more=1.0), "more must be an integer within"),
-    (Begun(ZEROS * math.nan, HALF), "tokens must be finite where they are known"),
-    (Begun(ZEROS, HALF, order=torch.zeros(6, 16)), "order must be int64 and hold each of the 16 places once"),
-    (Begun(ZEROS, HALF, more=-1), r"more must be an integer within 0\.\.8 \(the unknown tokens\), got -1"),
+@pytest.mark.parametrize("known, message", [
+    (KnownTokens(ZEROS[:2], HALF), r"tokens must be float32 \(B, L, C\) = \(6, 16, 4\), got torch.float32 \(2, 16, 4\)"),
+    (KnownTokens(ZEROS[..., :2], HALF), r"tokens must be .* got torch.float32 \(6, 16, 2\)"),
+    (KnownTokens(ZEROS.double(), HALF), r"tokens must be float32 .* got torch.float64 \(6, 16, 4\)"),
+    (KnownTokens(ZEROS, HALF[0]), r"known must be bool \(6, 16\), got torch.bool \(16,\)"),
+    (KnownTokens(ZEROS, HALF.long()), r"known must be bool \(6, 16\), got torch.int64 \(6, 16\)"),
+    (KnownTokens(ZEROS, torch.arange(16) < torch.tensor([8, 8, 9, 8, 8, 8])[:, None]),
+     r"known must hold as many positions in each image, got \[8, 8, 9, 8, 8, 8\]"),
+    (KnownTokens(ZEROS, HALF, more=9), r"more must be an integer within 0\.\.8 \(the unknown tokens\), got 9"),
+    (KnownTokens(ZEROS, HALF, more=1.0), "more must be an integer within"),
+    (KnownTokens(ZEROS * math.nan, HALF), "tokens must be finite where they are known"),
+    (KnownTokens(ZEROS, HALF, order=torch.zeros(6, 16)), "order must be int64 and hold each of the 16 positions once"),
+    (KnownTokens(ZEROS, HALF, more=-1), r"more must be an integer within 0\.\.8 \(the unknown tokens\), got -1"),
 ])
 @pytest.mark.parametrize("m", ["mar", "cspd"])
-def test_begun_images_that_do_not_fit_are_refused(tiny, m, begun, message):
+def test_begun_images_that_do_not_fit_are_refused(tiny, m, known, message):
     with pytest.raises(ValueError, match=message):
-        decode(tiny, m, begun=begun)
+        decode(tiny, m, known=known)
 
 
 def test_other_arguments_are_checked(tiny):
     with pytest.raises(ValueError, match=r"passes must be within 1\.\.16 \(the tokens to draw\), got 17"):
-        decode(tiny, "mar:passes=17")
+        decode(tiny, "mar:num_iter=17")
     with pytest.raises(ValueError, match=r"passes must be within 1\.\.8 \(the tokens to draw\), got 9"):
-        decode(tiny, "mar:passes=9", begun=Begun(ZEROS, HALF))
+        decode(tiny, "mar:num_iter=9", known=KnownTokens(ZEROS, HALF))
     for m in ("mar", "cspd"):
         with pytest.raises(ValueError, match="there must be a condition for each of the 6 seeds, got 2"):
             continuous_decode(tiny.mar, tiny.mar_draft, tiny.features(PROMPTS[:2]), ContinuousSampling(SEEDS),
@@ -669,8 +669,8 @@ def test_a_pair_draws_by_prompt(tiny):
 
 
 def test_begun_images_and_tokens_of_other_shapes(tiny):
-    decoded = tiny.tokens(PROMPTS, "cspd", ContinuousSampling.of(SEEDS.tolist()), begun=Begun(ZEROS, HALF, more=2))
-    assert decoded.drawn == 2 and not decoded.tokens[:, :8].any()
+    decoded = tiny.tokens(PROMPTS, "cspd", ContinuousSampling.of(SEEDS.tolist()), known=KnownTokens(ZEROS, HALF, more=2))
+    assert decoded.num_drawn == 2 and not decoded.tokens[:, :8].any()
     with pytest.raises(ValueError, match=r"tokens must be \(B, L, C\) = \(B, 16, 4\), got \(6, 9, 4\)"):
         tiny.pictures(decoded.tokens[:, :9])
 
@@ -699,7 +699,7 @@ def test_a_pair_saved_is_the_pair_loaded(tiny, tmp_path):
 
 
 def test_normal_numbers_are_normal():
-    x = philox_normal(torch.arange(100), NOISE, 50, 20).double()
+    x = philox_normals(torch.arange(100), NOISE, 50, 20).double()
     assert x.shape == (100, 50, 20) and x.mean().abs() < 5 / 10 ** 2.5
     assert (x.var() - 1).abs() < 5 * math.sqrt(2e-5) and (x ** 3).mean().abs() < 5 * math.sqrt(15e-5)
     assert ((x ** 4).mean() - 3).abs() < 5 * math.sqrt(96e-5) and x.abs().max() < 5.6
@@ -713,19 +713,19 @@ def test_normal_numbers_are_normal():
 
 def test_normal_numbers_depend_on_seed_position_and_turn_alone():
     seeds = torch.tensor([5, 6, 2 ** 40 + 5])
-    whole = philox_normal(seeds, NOISE, 9, 10)
-    assert torch.equal(philox_normal(seeds, NOISE, 9, 7), whole[..., :7])
-    assert torch.equal(philox_normal(seeds[1:2], NOISE, 4, 10)[0], whole[1, :4])
-    assert torch.equal(philox_normal(seeds, NOISE, 9, 10, turn=0), whole)
-    others = [philox_normal(seeds, NOISE, 9, 10, turn=1), philox_normal(seeds, FRESH, 9, 10), whole.roll(1, 0),
+    whole = philox_normals(seeds, NOISE, 9, 10)
+    assert torch.equal(philox_normals(seeds, NOISE, 9, 7), whole[..., :7])
+    assert torch.equal(philox_normals(seeds[1:2], NOISE, 4, 10)[0], whole[1, :4])
+    assert torch.equal(philox_normals(seeds, NOISE, 9, 10, turn=0), whole)
+    others = [philox_normals(seeds, NOISE, 9, 10, turn=1), philox_normals(seeds, FRESH, 9, 10), whole.roll(1, 0),
               whole.roll(1, 1), whole.roll(1, 2)]
     assert all((other != whole).float().mean() > 0.999 for other in others)
 
 
-@pytest.mark.parametrize("numbers", [philox_uniform, philox_normal])
+@pytest.mark.parametrize("numbers", [philox_uniforms, philox_normals])
 @pytest.mark.parametrize("turn", [0, 3])
 def test_positions_are_those_counted(numbers, turn):
     seeds = torch.tensor([5, 6, 7])
-    places = torch.tensor([[8, 0, 3, 3], [1, 2, 3, 4], [7, 7, 0, 5]])
-    some, whole = numbers(seeds, ACCEPT, places, 6, turn), numbers(seeds, ACCEPT, 9, 6, turn)
-    assert torch.equal(some, whole.gather(1, places[..., None].expand(-1, -1, 6)))
+    positions = torch.tensor([[8, 0, 3, 3], [1, 2, 3, 4], [7, 7, 0, 5]])
+    some, whole = numbers(seeds, ACCEPT, positions, 6, turn), numbers(seeds, ACCEPT, 9, 6, turn)
+    assert torch.equal(some, whole.gather(1, positions[..., None].expand(-1, -1, 6)))

@@ -1,7 +1,7 @@
 """MAR (arXiv:2406.11838): masked autoregression over continuous tokens, with the official parameter names.
 
-An encoder sees the known tokens behind `buffer` condition tokens, a decoder fills in the rest, and what it says at a
-place conditions the diffusion (diffloss.py) of the token there. Attention is bidirectional: a cache is not possible.
+An encoder reads `buffer` condition tokens and the known tokens. A decoder fills in the rest: its output z at a position
+conditions the diffusion (diffloss.py) of the token there. Attention is bidirectional, so there can be no cache.
 """
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from .llamagen import CaptionProjection
 
 @dataclass(frozen=True)
 class MARConfig:
-    """The numbers of a MAR; at most one of `classes` and `caption_dim` is set, see MAR.condition."""
+    """The numbers of a MAR. At most one of `classes` and `caption_dim` is set, see MAR.condition."""
 
     dim: int
     heads: int
@@ -24,16 +24,16 @@ class MARConfig:
     decoder_layers: int
     diffusion_width: int
     diffusion_blocks: int
-    tokens: int = 256              # of an image
-    channels: int = 16             # of a token
-    buffer: int = 64               # condition tokens
-    classes: int | None = None     # class-conditional
-    caption_dim: int | None = None  # text-conditional: width of the caption features
+    tokens: int = 256                        # of an image
+    channels: int = 16                       # of a token
+    buffer: int = 64                         # condition tokens
+    classes: int | None = None               # for a class-conditional model
+    caption_dim: int | None = None           # for a text-conditional model: the width of the caption features
     mlp_ratio: float = 4.0
-    noisings: int = 1000           # of the diffusion in training
-    steps: int = 100               # of the denoising
+    num_train_timesteps: int = 1000          # of the diffusion
+    num_sampling_steps: int = 100            # of the denoising
     dropout: float = 0.0
-    bound: float | None = None     # no token's numbers are larger, so no guess of one is taken to be; None: not known
+    clip_sample_range: float | None = None   # a denoising step clamps its predicted x_0 to this; None: it does not
 
     def __post_init__(self):
         if self.classes is not None and self.caption_dim is not None:
@@ -57,15 +57,16 @@ def class_config(size: str) -> MARConfig:
 
 
 TINY = MARConfig(dim=32, heads=2, encoder_layers=2, decoder_layers=2, diffusion_width=32, diffusion_blocks=2,
-                 tokens=16, channels=4, buffer=6, classes=10, steps=8)  # for tests
+                 tokens=16, channels=4, buffer=6, classes=10, num_sampling_steps=8)  # for tests
 
 
-def linear_guidance(guidance: float, unknown: int, tokens: int) -> float:
-    """MAR's guidance schedule: from 1 at no known token to `guidance` at all.
+def linear_guidance(guidance: float, num_unknown: int, num_tokens: int) -> float:
+    """MAR's guidance schedule: it grows from 1 where no token is known to `guidance` where all are.
 
-    `unknown` counts the tokens that the step at hand leaves unknown; the release lets it stay 1 in the last step.
+    `num_unknown` counts the tokens that are unknown after the current iteration. (In the release's last iteration it
+    stays 1.)
     """
-    return 1 + (guidance - 1) * (tokens - unknown) / tokens
+    return 1 + (guidance - 1) * (num_tokens - num_unknown) / num_tokens
 
 
 class Attention(nn.Module):
@@ -80,9 +81,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, dim: int, hidden: int):
+    def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.fc1, self.fc2 = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x)))
@@ -102,7 +103,7 @@ class Block(nn.Module):
 
 
 class MAR(nn.Module):
-    """Conditions of the tokens' diffusions, given any set of known tokens; rows of a batch are independent."""
+    """The z of each token's diffusion, given any set of known tokens. The rows of a batch are independent."""
 
     def __init__(self, config: MARConfig):
         super().__init__()
@@ -129,15 +130,15 @@ class MAR(nn.Module):
                 nn.init.xavier_uniform_(parameter)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
-        self.diffloss = DiffLoss(c.channels, c.dim, c.diffusion_width, c.diffusion_blocks, c.noisings, c.steps,
-                                 c.bound)
+        self.diffloss = DiffLoss(c.channels, c.dim, c.diffusion_width, c.diffusion_blocks, c.num_train_timesteps,
+                                 c.num_sampling_steps, c.clip_sample_range)
 
     def condition(self, source: Tensor) -> Tensor:
         """Embed conditions.
 
         Args:
-            source: class-conditional: (R,) int64 class ids; text: (R, S, caption_dim) caption features;
-                    neither: (R, dim) or (R, S, dim), embedded elsewhere
+            source: (R,) int64 class ids, or (R, S, caption_dim) caption features; where the config has neither,
+                    (R, dim) or (R, S, dim), which is returned as it is
         Returns:
             (R, dim) or (R, S, dim)
         """
@@ -153,19 +154,19 @@ class MAR(nn.Module):
                              f"got {source.dtype} {tuple(source.shape)}, {source.tolist()}")
         return self.class_emb(source)
 
-    def null_condition(self, rows: int) -> Tensor:
-        """The condition that guidance is measured against: (R, dim)."""
-        return self.fake_latent.expand(rows, -1)
+    def null_condition(self, num_rows: int) -> Tensor:
+        """(R, dim): the condition that guidance leads away from."""
+        return self.fake_latent.expand(num_rows, -1)
 
-    def forward(self, tokens: Tensor, known: Tensor, condition: Tensor, most: int | None = None) -> Tensor:
-        """What conditions the diffusion of each token, given the known ones.
+    def forward(self, tokens: Tensor, is_known: Tensor, condition: Tensor, max_known: int | None = None) -> Tensor:
+        """The z of each token's diffusion, given the known tokens.
 
         Args:
-            tokens:    (R, L, C)  what stands at unknown places does not matter
-            known:     (R, L) bool  any set per row
-            condition: (R, dim), or (R, S, dim) which is repeated over the buffer
-            most:      no row knows more tokens than this (the caller answers for it): the encoder is that much
-                       shorter; the result does not change. None: no row's number is looked at
+            tokens:    (R, L, C)    the values at unknown positions do not matter
+            is_known:  (R, L) bool  any set in each row
+            condition: (R, dim), or (R, S, dim), which is repeated over the buffer
+            max_known: no row knows more tokens than this, which is not checked. The encoder gets that much shorter,
+                       and the result stays the same. None: all L
         Returns:
             (R, L, dim)
         """
@@ -173,30 +174,30 @@ class MAR(nn.Module):
         R, L = tokens.shape[0], c.tokens
         if tokens.shape[1:] != (L, c.channels):
             raise ValueError(f"tokens must be (R, L={L}, C={c.channels}), got {tuple(tokens.shape)}")
-        if known.shape != (R, L) or known.dtype != torch.bool:
-            raise ValueError(f"known must be bool (R={R}, L={L}), got {known.dtype} {tuple(known.shape)}")
+        if is_known.shape != (R, L) or is_known.dtype != torch.bool:
+            raise ValueError(f"is_known must be bool (R={R}, L={L}), got {is_known.dtype} {tuple(is_known.shape)}")
         if condition.ndim == 2:
             condition = condition[:, None]
         if condition.ndim != 3 or condition.shape[::2] != (R, c.dim) or not 1 <= condition.shape[1] <= c.buffer:
             raise ValueError(f"condition must be (R={R}, {c.dim}) or (R={R}, S, {c.dim}) with S within 1..{c.buffer}, "
                              f"got {tuple(condition.shape)}")
-        repeats = torch.arange(c.buffer, device=tokens.device) % condition.shape[1]
-        tokens = tokens.masked_fill(~known[..., None], 0).to(self.z_proj.weight.dtype)
-        x = torch.cat([condition[:, repeats].to(tokens.dtype), self.z_proj(tokens)], 1)
+        repeated = torch.arange(c.buffer, device=tokens.device) % condition.shape[1]
+        tokens = tokens.masked_fill(~is_known[..., None], 0).to(self.z_proj.weight.dtype)
+        x = torch.cat([condition[:, repeated].to(tokens.dtype), self.z_proj(tokens)], 1)
         x = self.z_proj_ln(x + self.encoder_pos_embed_learned)
 
-        # known tokens first, then as many unknown ones as the longest row needs, seen by none
-        places = known.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-        valid = known.gather(1, places)
-        columns = places[..., None].expand(-1, -1, c.dim)
-        x = torch.cat([x[:, :c.buffer], x[:, c.buffer:].gather(1, columns)], 1)
-        mask = F.pad(valid, (c.buffer, 0), value=True)[:, None, None]
+        # The encoder reads the known tokens. Shorter rows are padded with unknown ones, which the mask hides.
+        positions = is_known.byte().argsort(dim=1, descending=True, stable=True)[:, :max_known]
+        padding_mask = is_known.gather(1, positions)  # True where a token is known
+        index = positions[..., None].expand(-1, -1, c.dim)
+        x = torch.cat([x[:, :c.buffer], x[:, c.buffer:].gather(1, index)], 1)
+        mask = F.pad(padding_mask, (c.buffer, 0), value=True)[:, None, None]
         for block in self.encoder_blocks:
             x = block(x, mask)
         x = self.decoder_embed(self.encoder_norm(x))
 
-        seen = torch.where(valid[..., None], x[:, c.buffer:], self.mask_token)
-        x = torch.cat([x[:, :c.buffer], self.mask_token.expand(R, L, -1).scatter(1, columns, seen)], 1)
+        known = torch.where(padding_mask[..., None], x[:, c.buffer:], self.mask_token)
+        x = torch.cat([x[:, :c.buffer], self.mask_token.expand(R, L, -1).scatter(1, index, known)], 1)
         x = x + self.decoder_pos_embed_learned
         for block in self.decoder_blocks:
             x = block(x)

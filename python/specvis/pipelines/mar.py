@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .checkpoint import load_weights, read_config
-from ..decoding.continuous import (Begun, ContinuousDecoded, ContinuousSampling, Progress, continuous, continuous_decode,
-                         unknown_after)
+from ..decoding.continuous import (ContinuousDecoded, ContinuousSampling, KnownTokens, Progress, continuous_decode,
+                                   continuous_method, mask_lengths)
 from ..decoding.methods import ContinuousMethod
 from ..models.mar import MAR, TINY, MARConfig
 from ..models.vq import VQ, VQConfig
@@ -86,13 +86,13 @@ class MARPair(nn.Module):
         return self.mar.mask_token.device
 
     @property
-    def places(self) -> int:
-        """Tokens of a picture."""
+    def num_tokens(self) -> int:
+        """How many tokens a picture has."""
         return self.mar.config.tokens
 
     def check(self, method: ContinuousMethod) -> None:
         """Raise ValueError where this pair cannot decode by the method."""
-        unknown_after(self.places, continuous(method).passes or self.places)
+        mask_lengths(self.num_tokens, continuous_method(method).num_iter or self.num_tokens)
 
     def features(self, prompts: list[str]) -> Tensor:
         """(B, S, caption_dim), which either model's `condition` embeds.
@@ -107,7 +107,7 @@ class MARPair(nn.Module):
         """Random weights, deliberately small (16 tokens of 4 numbers): for tests."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            config = replace(TINY, classes=None, caption_dim=8, bound=3.0)
+            config = replace(TINY, classes=None, caption_dim=8, clip_sample_range=3.0)
             vq_config = VQConfig(channels=8, decoder_channels=8, multipliers=(1, 1), residual_blocks=1, z_channels=8,
                                  codebook_size=64, codebook_dim=config.channels, groups=4)
             pair = MARPair(config, replace(config, dim=16, encoder_layers=1, decoder_layers=1), vq_config,
@@ -121,7 +121,7 @@ class MARPair(nn.Module):
 
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
-               progress: Progress | None = None, begun: Begun | None = None) -> ContinuousDecoded:
+               progress: Progress | None = None, known: KnownTokens | None = None) -> ContinuousDecoded:
         """Decode one picture's tokens per prompt by one method (or its name, see parse_method).
 
         Raises:
@@ -133,7 +133,7 @@ class MARPair(nn.Module):
         if len(sampling.seeds) != len(prompts):
             raise ValueError(f"sampling must have a seed for each of the {len(prompts)} prompts, "
                              f"got {len(sampling.seeds)}")
-        return continuous_decode(self.mar, self.mar_draft, self.features(prompts), sampling, method, progress, begun)
+        return continuous_decode(self.mar, self.mar_draft, self.features(prompts), sampling, method, progress, known)
 
     @torch.inference_mode()
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
