@@ -12,26 +12,36 @@ LARGEST = 2**63 - 1
 
 def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normalize: bool = False,
                        seed: int = 0, backend: str | None = None) -> Tensor:
-    """The k nearest other codes of every code, nearest first.
+    """Find the k nearest other codes of every code, nearest first.
 
-    Squared distances are computed in float64 and rounded to 2**-40 of the largest possible, so that codes at
-    equal distance tie in spite of the arithmetic; ties go to the lower id. (LANTERN's latent proximity,
+    Squared distances are computed in float64 and rounded to 2**-40 of the largest possible distance. So codes at
+    equal distance tie in spite of the arithmetic. Ties go to the lower id. (LANTERN's latent proximity,
     arXiv:2410.03355, section 4.)
 
     Args:
         codebook:   (V, D) float64, float32, float16 or bfloat16   finite; one code a row
-        k:          how many, 1 <= k < V
-        metric:     "l2": Euclidean distance; "cosine": the angle, and a zero row is at a right angle to all;
+        k:          how many neighbors, 1 <= k < V
+        metric:     "l2": the Euclidean distance; "cosine": the angle, where a zero row is at a right angle to all;
                     "random": k codes without replacement, in random order, for ablations
-        normalize:  scale rows to length 1 first, as LlamaGen's tokenizer uses its codebook
-        seed:       of metric "random"
+        normalize:  scale rows to length 1 first, as LlamaGen's tokenizer does with its codebook
+        seed:       the seed of metric "random"
         backend:    None or "oracle"; there is no other
 
     Returns:
-        (V, k) uint16, or int32 if V > 65536
+        neighbors:  (V, k) uint16, or int32 if V > 65536
 
     Raises:
         ValueError: a dtype, shape, metric or k other than the above
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import codebook_neighbors
+        >>> codebook = torch.tensor([[0.0], [1.0], [3.0], [7.0]])   # four codes of one channel
+        >>> codebook_neighbors(codebook, 2).int()
+        tensor([[1, 2],
+                [0, 2],
+                [1, 0],
+                [2, 1]], dtype=torch.int32)
     """
     V, D = check_dims("codebook", codebook, "VD")
     check("codebook", codebook, (torch.float64, torch.float32, torch.float16, torch.bfloat16), V=V, D=D)

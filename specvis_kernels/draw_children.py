@@ -9,38 +9,47 @@ from ._numbers import draw, to_fixed_point
 
 
 class DrawChildrenResult(NamedTuple):
-    """What `draw_children` returns."""
+    """What `draw_children` returns. Its docstring explains the fields."""
     tokens: Tensor        # (B, F, K) int64
-    num_children: Tensor  # (B, F) int32
-    status: Tensor        # (B, F) int32
+    num_children: Tensor  # (B, F)    int32
+    status: Tensor        # (B, F)    int32
 
 
-def draw_children(draft_probs: Tensor, uniforms: Tensor, *,
-                  backend: str | None = None) -> DrawChildrenResult:
-    """K different tokens for each node, one after the other, each from what the earlier ones left of its row.
+def draw_children(draft_probs: Tensor, uniforms: Tensor, *, backend: str | None = None) -> DrawChildrenResult:
+    """Draw K different tokens for each node, one after the other, without replacement.
 
-    The row counts in fixed point, floor(p * 2**42). Child k is drawn by inverse CDF in vocabulary order: the
-    first token whose running sum of the weights that are left exceeds floor(uniforms[b, f, k] * their total).
-    Then its weight is gone. Once nothing is left the other children do not exist: their tokens are 0, and
-    `num_children` says how many there are. verify_tree, with these rows as its draft_probs, takes the weights away
-    likewise and skips children once the draft's mass is spent, so it stays exact even on a tree that has
-    them.
+    The row counts in fixed point, floor(p * 2**42). Child k is drawn by inverse CDF in vocabulary order, from what
+    the earlier children have left of the row. It is the first token whose running sum of the remaining mass exceeds
+    floor(uniforms[b, f, k] * the remaining total). Then its mass is removed. Once no mass is left the other children
+    do not exist: their tokens are 0, and `num_children` says how many exist.
+
+    verify_tree, with these rows as its draft_probs, removes mass in the same way. It skips a child that does not
+    exist, so it stays exact even on a tree that has such children.
 
     (The static trees of EAGLE, arXiv:2401.15077; LANTERN++, arXiv:2502.06352; COOL-SD, arXiv:2601.09212.)
 
     Args:
-        draft_probs:  (B, F, V) float32   the draft's probabilities after each of F nodes
-        uniforms:     (B, F, K) float32   in [0, 1), one for each child
-        backend:      None for the device's own kernel; a name from `backends()` to force one
+        draft_probs:   (B, F, V) float32   the draft's probabilities after each of F nodes
+        uniforms:      (B, F, K) float32   in [0, 1), one for each child
+        backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        tokens:       (B, F, K) int64     the children, in the order in which they were drawn
-        num_children:        (B, F)    int32     how many of them exist
-        status:       (B, F)    int32     INVALID_ROW where a row is invalid: an entry is NaN, negative or
-                                          above 2, or nothing is left of it in fixed point; its num_children is 0
+        tokens:        (B, F, K) int64     the children, in the order in which they were drawn
+        num_children:  (B, F)    int32     how many of them exist
+        status:        (B, F)    int32     INVALID_ROW: an entry of the row is NaN, negative or above 2, or the whole
+                                           row is 0 in fixed point; then the node has no children
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, or F, V or K is 0
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import draw_children
+        >>> draft_probs = torch.tensor([[[0.5, 0.25, 0.25, 0.0]]])
+        >>> uniforms = torch.tensor([[[0.6, 0.7, 0.0, 0.0]]])
+        >>> children = draw_children(draft_probs, uniforms)
+        >>> children.tokens, children.num_children
+        (tensor([[[1, 2, 0, 0]]]), tensor([[3]], dtype=torch.int32))
     """
     B, F, V = check_dims("draft_probs", draft_probs, "BFV")
     check("draft_probs", draft_probs, torch.float32, B=B, F=F, V=V)
@@ -54,17 +63,17 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor, *,
 
 
 def _oracle(draft_probs, uniforms):
-    weights, total, valid = to_fixed_point(draft_probs)
-    total = torch.where(valid, total, 0)
+    mass, total, is_valid = to_fixed_point(draft_probs)
+    total = torch.where(is_valid, total, 0)
     tokens, num_children = [], torch.zeros_like(total)
     for uniform in uniforms.unbind(-1):
-        some = total > 0
-        token = torch.where(some, draw(weights, total, uniform), 0).unsqueeze(-1)
-        total = total - torch.where(some, weights.gather(-1, token)[..., 0], 0)
-        weights = weights.scatter(-1, token, 0)
+        exists = total > 0
+        token = torch.where(exists, draw(mass, total, uniform), 0).unsqueeze(-1)
+        total = total - torch.where(exists, mass.gather(-1, token)[..., 0], 0)
+        mass = mass.scatter(-1, token, 0)
         tokens.append(token)
-        num_children = num_children + some
-    return torch.cat(tokens, -1), num_children.int(), torch.where(valid, 0, INVALID_ROW).int()
+        num_children = num_children + exists
+    return torch.cat(tokens, -1), num_children.int(), torch.where(is_valid, 0, INVALID_ROW).int()
 
 
 def _meta(draft_probs, uniforms):

@@ -10,44 +10,63 @@ from ._numbers import to_fixed_point
 
 
 class ExpandTreeResult(NamedTuple):
-    """What `expand_tree` returns."""
+    """What `expand_tree` returns. Its docstring explains the fields."""
     tokens: Tensor    # (B, F, K) int64
     scores: Tensor    # (B, F, K) float32
-    frontier: Tensor  # (B, K) int32
-    status: Tensor    # (B, F) int32
+    frontier: Tensor  # (B, K)    int32
+    status: Tensor    # (B, F)    int32
 
 
 def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_children: int,
                 backend: str | None = None) -> ExpandTreeResult:
-    """The children of a level of nodes, and which of the children are the next level.
+    """Draft the children of a level of nodes, and choose which of these children are the next level.
 
-    A node's children are the width[b] most probable tokens of its row, most probable first, ties to the lower
-    id. A child's score is its path's log-probability: its parent's score plus min(0, log p), the log taken in
-    float64 and rounded to float32, the sum in float32; so a child never scores above its parent. The next
-    level is the width[b] best of all children, best first, ties to the smaller index. A child that does not
-    exist has score -inf and token 0: one beyond the width, of probability 0, of a node whose own score is
-    -inf or NaN, or of an invalid row. So the root is a level of one node with score 0, and padding is a node
-    with score -inf.
+    A node's children are the width[b] most probable tokens of its row, most probable first. Ties go to the lower id.
+
+    A child's score is the log-probability of its path: its parent's score plus min(0, log p). The log is taken in
+    float64 and rounded to float32; the sum is in float32. So no child scores above its parent.
+
+    The next level, the frontier, holds the width[b] best of all children, best first. Ties go to the smaller index.
+
+    A child that does not exist has score -inf and token 0. That is a child beyond the width, one of probability 0,
+    and every child of an invalid row or of a node whose own score is -inf or NaN. So the root is a level of one node
+    with score 0, and padding is a node with score -inf.
 
     (EAGLE-2, arXiv:2406.16858, section 4.1.)
 
     Args:
-        draft_probs:  (B, F, V) float32   the draft's probabilities after each node of the level
-        scores:       (B, F)    float32   the nodes' scores
-        width:        (B,)      int32     children per node and size of the next level; clamped to 1..K
-        num_children: K, the largest width
-        backend:      None for the device's own kernel; a name from `backends()` to force one
+        draft_probs:   (B, F, V) float32   the draft's probabilities after each node of the level
+        scores:        (B, F)    float32   the nodes' scores
+        width:         (B,)      int32     children per node and size of the next level; clamped to 1..K
+        num_children:  K, the largest width
+        backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        tokens:       (B, F, K) int64     the children's tokens
-        scores:       (B, F, K) float32   their scores
-        frontier:     (B, K)    int32     the next level as flat indices f * K + k into them; -1 pads
-        status:       (B, F)    int32     INVALID_ROW where a node's row is invalid: an entry is NaN, negative
-                                          or above 2, or nothing is left of it in fixed point; not looked at
-                                          if the node's score is -inf
+        tokens:        (B, F, K) int64     the children's tokens
+        scores:        (B, F, K) float32   their scores
+        frontier:      (B, K)    int32     the next level as flat indices f * K + k into the children; -1 pads
+        status:        (B, F)    int32     INVALID_ROW: an entry of the node's row is NaN, negative or above 2, or the
+                                           whole row is 0 in fixed point; not looked at if the node's score is -inf
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, F or V is 0, or K < 1
+        ValueError: a dtype, shape or device differs from the above, F or V is 0, or num_children < 1
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import expand_tree
+        >>> draft_probs = torch.tensor([[[0.1, 0.6, 0.3],         # after node 0
+        ...                              [0.9, 0.1, 0.0]]])       # after node 1
+        >>> scores = torch.tensor([[0.7, 0.2]]).log()
+        >>> width = torch.tensor([2], dtype=torch.int32)
+        >>> level = expand_tree(draft_probs, scores, width, num_children=2)
+        >>> level.tokens
+        tensor([[[1, 2],
+                 [0, 1]]])
+        >>> level.scores.exp().round(decimals=2)
+        tensor([[[0.4200, 0.2100],
+                 [0.1800, 0.0200]]])
+        >>> level.frontier                                        # both children of node 0
+        tensor([[0, 1]], dtype=torch.int32)
     """
     B, F, V = check_dims("draft_probs", draft_probs, "BFV")
     check("draft_probs", draft_probs, torch.float32, B=B, F=F, V=V)
@@ -59,30 +78,30 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
     return _call(backend, draft_probs.contiguous(), scores.contiguous(), width.contiguous(), num_children)
 
 
-def _oracle(draft_probs, scores, width, K):
-    V = draft_probs.shape[-1]
-    alive = scores > -torch.inf  # a NaN is not
-    valid = to_fixed_point(draft_probs)[2]
-    within = torch.arange(K, device=width.device) < width.clamp(1, K).unsqueeze(1)  # (B, K)
+def _oracle(draft_probs, scores, width, num_children):
+    V, K = draft_probs.shape[-1], num_children
+    exists = scores > -torch.inf  # a node whose score is NaN does not
+    is_valid = to_fixed_point(draft_probs)[2]
+    in_width = torch.arange(K, device=width.device) < width.clamp(1, K).unsqueeze(1)  # (B, K)
 
     probs, tokens = draft_probs.sort(dim=-1, descending=True, stable=True)
     probs, tokens = (pad(a[..., :K], (0, K - min(K, V))) for a in (probs, tokens))
-    kept = (alive & valid).unsqueeze(-1) & within.unsqueeze(1) & (probs > 0)
-    steps = torch.where(kept, probs, 1.0).double().log().float()
-    children = scores.unsqueeze(-1) + torch.where(steps < 0, steps, 0.0)
-    kept = kept & (children > -torch.inf)
-    children = torch.where(kept, children, -torch.inf)
+    is_child = (exists & is_valid).unsqueeze(-1) & in_width.unsqueeze(1) & (probs > 0)
+    log_probs = torch.where(is_child, probs, 1.0).double().log().float()
+    child_scores = scores.unsqueeze(-1) + torch.where(log_probs < 0, log_probs, 0.0)
+    is_child = is_child & (child_scores > -torch.inf)
+    child_scores = torch.where(is_child, child_scores, -torch.inf)
 
-    best, frontier = children.flatten(1).sort(dim=-1, descending=True, stable=True)
-    frontier = torch.where(within & (best[:, :K] > -torch.inf), frontier[:, :K], -1)
-    status = torch.where(alive & ~valid, INVALID_ROW, 0)
-    return torch.where(kept, tokens, 0), children, frontier.int(), status.int()
+    best, frontier = child_scores.flatten(1).sort(dim=-1, descending=True, stable=True)
+    frontier = torch.where(in_width & (best[:, :K] > -torch.inf), frontier[:, :K], -1)
+    status = torch.where(exists & ~is_valid, INVALID_ROW, 0)
+    return torch.where(is_child, tokens, 0), child_scores, frontier.int(), status.int()
 
 
-def _meta(draft_probs, scores, width, K):
+def _meta(draft_probs, scores, width, num_children):
     B, F, _ = draft_probs.shape
-    return (draft_probs.new_empty(B, F, K, dtype=torch.int64), draft_probs.new_empty(B, F, K),
-            width.new_empty(B, K), width.new_empty(B, F))
+    return (draft_probs.new_empty(B, F, num_children, dtype=torch.int64), draft_probs.new_empty(B, F, num_children),
+            width.new_empty(B, num_children), width.new_empty(B, F))
 
 
 _call = define(

@@ -1,4 +1,4 @@
-"""guided_probs: from a model's logits to the distribution that is sampled."""
+"""guided_probs: from a model's logits to the distribution that tokens are sampled from."""
 from typing import NamedTuple
 
 import torch
@@ -11,30 +11,35 @@ MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer: any vocabulary's s
 
 
 class GuidedProbsResult(NamedTuple):
-    """What `guided_probs` returns."""
+    """What `guided_probs` returns. Its docstring explains the fields."""
     probs: Tensor   # (B, N, V) float32
-    status: Tensor  # (B, N) int32
+    status: Tensor  # (B, N)    int32
 
 
 def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor,
                  top_p: Tensor, *, first_id: int = 0, last_id: int | None = None,
                  backend: str | None = None) -> GuidedProbsResult:
-    """The distribution that a model's logits stand for after guidance, temperature, top-k and top-p.
+    """Compute the distribution of the next token: classifier-free guidance, temperature, top-k, top-p, softmax.
 
-    In this order, in float32 whatever the dtype of the logits: guidance, uncond + s (logits - uncond); only
-    ids in [first_id, last_id) are looked at, the others get probability 0; division by the temperature;
-    top-k keeps every token whose logit is at least the k-th largest, ties included; top-p keeps every token
-    for which the strictly more probable ones, of those that top-k left, hold less than `top_p` of the mass:
-    the token that crosses the threshold stays, and so do its ties; softmax over what is kept. Temperature 0
-    (greedy decoding) is the softmax at temperature 1 without top-k and top-p. A logit of -inf has
-    probability 0, whatever the guidance; -inf in `uncond` alone makes its row invalid.
+    Everything is computed in float32, whatever the dtype of the logits, in this order:
+
+        guidance      x = uncond + s (logits - uncond)
+        range         only ids in [first_id, last_id) are looked at; the others get probability 0
+        temperature   x is divided by it
+        top-k         keeps every token whose x is at least the k-th largest, ties included
+        top-p         of the tokens that top-k kept, keeps each one for which the strictly more probable ones hold
+                      less than `top_p` of the mass: the token that crosses the threshold is kept, and so are its ties
+        softmax       over the tokens that were kept
+
+    Temperature 0 stands for greedy decoding: it gives the softmax at temperature 1, without top-k and top-p. A logit
+    of -inf has probability 0, whatever the guidance. If only `uncond` is -inf, the row is invalid.
 
     (Ho and Salimans, arXiv:2207.12598; the order of the filters is LlamaGen's, arXiv:2406.06525.)
 
     Args:
         logits:       (B, N, V) float32, float16 or bfloat16   with the condition
-        uncond:       (B, N, V) the same dtype                 without it; None: no guidance
-        guidance:     (B,)      float32   s; not used without `uncond`
+        uncond:       (B, N, V) the same dtype                 without the condition; None: no guidance
+        guidance:     (B,)      float32   s, the guidance scale; not used without `uncond`
         temperature:  (B,)      float32   >= 0
         top_k:        (B,)      int32     off if <= 0 or at least the number of ids
         top_p:        (B,)      float32   off if <= 0 or >= 1
@@ -44,11 +49,21 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temper
 
     Returns:
         probs:        (B, N, V) float32   each row sums to 1 up to rounding
-        status:       (B, N)    int32     INVALID_ROW, with probs all zero, where after the division something
-                                          is NaN or +inf or all is -inf, or the temperature is negative or NaN
+        status:       (B, N)    int32     INVALID_ROW, with probs all zero: after the division an entry is NaN or
+                                          +inf or all are -inf, or the temperature is negative or NaN
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, or not 0 <= first_id < last_id <= V
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import guided_probs
+        >>> logits = torch.tensor([[[4.0, 2.0, 1.0, 0.0]]])       # one request, one position, four tokens
+        >>> uncond = torch.tensor([[[3.0, 2.0, 1.0, 0.0]]])
+        >>> probs, status = guided_probs(logits, uncond, guidance=torch.tensor([2.0]), temperature=torch.tensor([1.0]),
+        ...                              top_k=torch.tensor([2], dtype=torch.int32), top_p=torch.tensor([1.0]))
+        >>> probs.round(decimals=2)                               # softmax of 5 and 2
+        tensor([[[0.9500, 0.0500, 0.0000, 0.0000]]])
     """
     B, N, V = check_dims("logits", logits, "BNV")
     check("logits", logits, HALF_OR_FLOAT, B=B, N=N, V=V)
@@ -68,40 +83,36 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temper
 
 
 def _oracle(logits, uncond, guidance, temperature, top_k, top_p, first_id, last_id):
-    def per_row(setting):
-        return setting[:, None, None]
-
+    guidance, temperature, top_k, top_p = (t[:, None, None] for t in (guidance, temperature, top_k, top_p))
     x = logits[..., first_id:last_id].float()  # (B, N, ids)
-    ids = x.shape[-1]
+    num_ids = x.shape[-1]
     if uncond is not None:
         u = uncond[..., first_id:last_id].float()
-        guided = u + per_row(guidance) * (x - u)
-        x = torch.where((x == -torch.inf) & (u < torch.inf), -torch.inf, guided)
-    sampling = per_row(temperature) != 0
-    x = x / torch.where(sampling, per_row(temperature), 1.0)
+        x = torch.where((x == -torch.inf) & (u < torch.inf), -torch.inf, u + guidance * (x - u))
+    is_sampled = temperature != 0
+    x = x / torch.where(is_sampled, temperature, 1.0)
     best = x.amax(-1, keepdim=True)  # NaN if any is
-    invalid = ~(best.abs() < torch.inf) | ~(per_row(temperature) >= 0)
-    x = torch.where(invalid, 0.0, x)
-    best = torch.where(invalid, 0.0, best)
+    is_valid = (best.abs() < torch.inf) & (temperature >= 0)
+    x = torch.where(is_valid, x, 0.0)
+    best = torch.where(is_valid, best, 0.0)
 
-    ordered = x.sort(-1, descending=True).values
-    k = per_row(top_k).long()
-    k = torch.where(sampling & (k > 0) & (k < ids), k, ids).expand(*x.shape[:-1], 1)
-    kept = x >= ordered.gather(-1, k - 1)
+    descending = x.sort(-1, descending=True).values
+    k = torch.where(is_sampled & (top_k > 0) & (top_k < num_ids), top_k.long(), num_ids)
+    is_kept = x >= descending.gather(-1, k.expand(*x.shape[:-1], 1) - 1)
 
-    e = torch.where(kept, (x - best).exp(), 0.0)
-    mass = (e.sort(-1, descending=True).values * MASS_ONE).long().cumsum(-1)  # in the order of `ordered`
-    above = torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)  # of the tokens before this one
-    limit = (per_row(top_p).double() * mass[..., -1:].double()).ceil().long()
-    crossing = (above < limit).sum(-1, keepdim=True) - 1
-    on = sampling & (per_row(top_p) > 0) & (per_row(top_p) < 1)
-    kept = kept & (~on | (x >= ordered.gather(-1, crossing.clamp(min=0))))
+    e = torch.where(is_kept, (x - best).exp(), 0.0)
+    mass = (e.sort(-1, descending=True).values * MASS_ONE).long().cumsum(-1)  # in the order of `descending`
+    mass_before = torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)
+    limit = (top_p.double() * mass[..., -1:].double()).ceil().long()
+    crossing = (mass_before < limit).sum(-1, keepdim=True) - 1
+    has_top_p = is_sampled & (top_p > 0) & (top_p < 1)
+    is_kept = is_kept & (~has_top_p | (x >= descending.gather(-1, crossing.clamp(min=0))))
 
-    e = torch.where(kept & ~invalid, e, 0.0)
+    e = torch.where(is_kept & is_valid, e, 0.0)
     total = e.double().sum(-1, keepdim=True).float()
     probs = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-    probs[..., first_id:last_id] = e / torch.where(invalid, 1.0, total)
-    return probs, torch.where(invalid[..., 0], INVALID_ROW, 0).int()
+    probs[..., first_id:last_id] = e / torch.where(is_valid, total, 1.0)
+    return probs, torch.where(is_valid[..., 0], 0, INVALID_ROW).int()
 
 
 def _meta(logits, uncond, guidance, temperature, top_k, top_p, first_id, last_id):

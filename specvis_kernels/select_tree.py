@@ -8,41 +8,54 @@ from ._dispatch import INVALID_TREE, check, check_count, check_dims, define
 
 
 class SelectTreeResult(NamedTuple):
-    """What `select_tree` returns."""
+    """What `select_tree` returns. Its docstring explains the fields."""
     tokens: Tensor   # (B, N) int64
     parents: Tensor  # (B, N) int32
     source: Tensor   # (B, N) int32
-    status: Tensor   # (B,) int32
+    status: Tensor   # (B,)   int32
 
 
 def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, size: Tensor, *, num_nodes: int,
                 backend: str | None = None) -> SelectTreeResult:
-    """The best candidates of a draft and their root, renumbered as the nodes of a tree.
+    """Keep the best candidates of a draft and number them, with their root, as the nodes of a tree.
 
-    The size[b] - 1 best scores are kept, ties to the smaller index, -inf and NaN never; node 0 is the root,
-    and the kept candidates follow in their own order. Candidates stand level by level, each behind its parent
-    and never scored above it, so a kept candidate's parent is kept.
+    The size[b] - 1 best scores are kept. Ties go to the smaller index; -inf and NaN are never kept. Node 0 is the
+    root. The kept candidates follow it in the order in which they were given. Candidates must be given level by
+    level, each behind its parent and with no higher score, so that a kept candidate's parent is kept too.
 
     (EAGLE-2, arXiv:2406.16858, section 4.2.)
 
     Args:
-        tokens:   (B, M) int64     the candidates
-        scores:   (B, M) float32   such as those of `expand_tree`
-        parents:  (B, M) int32     each one's parent among the candidates, before itself; -1: the root
-        root:     (B,)   int64     the last accepted token
-        size:     (B,)   int32     nodes to keep, the root included; clamped to 1..N
-        num_nodes: N, the largest size
-        backend:  None for the device's own kernel; a name from `backends()` to force one
+        tokens:     (B, M) int64     the candidates
+        scores:     (B, M) float32   their scores, such as those of `expand_tree`
+        parents:    (B, M) int32     each one's parent among the candidates, before itself; -1: the root
+        root:       (B,)   int64     the last accepted token
+        size:       (B,)   int32     how many nodes to keep, the root included; clamped to 1..N
+        num_nodes:  N, the largest size
+        backend:    None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        tokens:   (B, N) int64     the nodes' tokens; 0 in unused slots
-        parents:  (B, N) int32     the nodes' parents as nodes; -1 for the root, -2 in unused slots
-        source:   (B, N) int32     the nodes' candidates; -1 for the root and in unused slots
-        status:   (B,)   int32     INVALID_TREE if a kept candidate's parent was not kept, is not before it,
-                                   or is below -1: its slot is unused then, and its children still point to it
+        tokens:     (B, N) int64     the nodes' tokens; 0 in unused slots
+        parents:    (B, N) int32     the nodes' parents as nodes; -1 for the root, -2 in unused slots
+        source:     (B, N) int32     which candidate each node was; -1 for the root and in unused slots
+        status:     (B,)   int32     INVALID_TREE: a kept candidate's parent was not kept, is not before it, or is
+                                     below -1; its slot is unused then, and its children still point to it
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, or N < 1
+        ValueError: a dtype, shape or device differs from the above, or num_nodes < 1
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import select_tree
+        >>> tokens = torch.tensor([[11, 12, 13, 14]])
+        >>> scores = torch.tensor([[-0.5, -2.0, -1.0, -3.0]])
+        >>> parents = torch.tensor([[-1, -1, 0, 1]], dtype=torch.int32)
+        >>> root, size = torch.tensor([10]), torch.tensor([4], dtype=torch.int32)
+        >>> tree = select_tree(tokens, scores, parents, root, size, num_nodes=4)
+        >>> tree.tokens
+        tensor([[10, 11, 12, 13]])
+        >>> tree.parents
+        tensor([[-1,  0,  0,  1]], dtype=torch.int32)
     """
     B, M = check_dims("tokens", tokens, "BM")
     check("tokens", tokens, torch.int64, B=B, M=M)
@@ -55,34 +68,35 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
                  size.contiguous(), num_nodes)
 
 
-def _oracle(tokens, scores, parents, root, size, N):
-    B, M = tokens.shape
+def _oracle(tokens, scores, parents, root, size, num_nodes):
+    (B, M), N = tokens.shape, num_nodes
     index = torch.arange(M, device=tokens.device).expand(B, M)
     scores = torch.where(scores > -torch.inf, scores, -torch.inf)  # a NaN is not
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter(1, order, index)
-    kept = (rank < size.clamp(1, N).unsqueeze(1) - 1) & (scores > -torch.inf)
-    node = torch.where(kept, kept.cumsum(1), -2)
+    is_kept = (rank < size.clamp(1, N).unsqueeze(1) - 1) & (scores > -torch.inf)
+    node = torch.where(is_kept, is_kept.cumsum(1), -2)
 
     parents = parents.long()
-    before = (parents >= 0) & (parents < index)
-    parent = torch.where(before, node.gather(1, torch.where(before, parents, 0)), -2)
+    is_before = (parents >= 0) & (parents < index)
+    parent = torch.where(is_before, node.gather(1, torch.where(is_before, parents, 0)), -2)
     parent = torch.where(parents == -1, 0, parent)
-    good = kept & (parent >= 0)
-    slot = torch.where(good, node, N)  # slot N takes what is not kept
+    is_valid = is_kept & (parent >= 0)
+    slot = torch.where(is_valid, node, N)  # slot N takes what is not kept
 
-    def fill(values, unused, first):
+    def fill(values, unused, at_root):
         out = values.new_full((B, N + 1), unused).scatter(1, slot, values)
-        return torch.cat([first.unsqueeze(1), out[:, 1:N]], 1)
+        return torch.cat([at_root.unsqueeze(1), out[:, 1:N]], 1)
 
-    status = torch.where((kept & ~good).any(1), INVALID_TREE, 0)
+    status = torch.where((is_kept & ~is_valid).any(1), INVALID_TREE, 0)
     return (fill(tokens, 0, root), fill(parent, -2, torch.full_like(root, -1)).int(),
             fill(index, -1, torch.full_like(root, -1)).int(), status.int())
 
 
-def _meta(tokens, scores, parents, root, size, N):
+def _meta(tokens, scores, parents, root, size, num_nodes):
     B = tokens.shape[0]
-    return tokens.new_empty(B, N), parents.new_empty(B, N), parents.new_empty(B, N), parents.new_empty(B)
+    return (tokens.new_empty(B, num_nodes), parents.new_empty(B, num_nodes), parents.new_empty(B, num_nodes),
+            parents.new_empty(B))
 
 
 _call = define(

@@ -22,7 +22,7 @@ def tensor(values, *shape):
     return values.view(shape) if shape else values
 
 
-def judge(backend, x, target, draft, S=0.0, uniforms=(0.5,), **options):
+def accept(backend, x, target, draft, S=0.0, uniforms=(0.5,), **options):
     """One draft with channels x under (means, log sigmas) of both models, for every uniform a request."""
     B, C = len(uniforms), len(x)
     last_step = [tensor(part, 1, 1, C).repeat(B, 1, 1) for part in (*target, *draft)] if target else [None] * 4
@@ -51,33 +51,33 @@ ONE, OTHER = ([1.0], [0.0]), ([0.0], [0.0])  # means and log sigmas
     ([7.0, 8.0], None, None, -1.25, {"variant": "path"}, -1.25),  # S, whatever the token
 ])
 def test_log_ratios_by_hand(backend, x, target, draft, S, options, log_r):
-    odds = torch.tensor(math.exp(log_r))
-    uniforms = [0.0, torch.nextafter(odds, odds * 0).item(), torch.nextafter(odds, odds * 2).item()]
-    accepted, keep, redraw, got, status = judge(backend, x, target, draft, S, uniforms, **options)
+    r = torch.tensor(math.exp(log_r))
+    uniforms = [0.0, torch.nextafter(r, r * 0).item(), torch.nextafter(r, r * 2).item()]
+    num_accepted, is_accepted, is_rejected, got, status = accept(backend, x, target, draft, S, uniforms, **options)
     assert got.flatten().tolist() == 3 * [log_r] and not status.any()
-    assert keep.flatten().tolist() == [u < math.exp(log_r) for u in uniforms] == [True, True, False]
-    assert redraw.equal(~keep) and accepted.tolist() == [1, 1, 0]
+    assert is_accepted.flatten().tolist() == [u < math.exp(log_r) for u in uniforms] == [True, True, False]
+    assert is_rejected.equal(~is_accepted) and num_accepted.tolist() == [1, 1, 0]
 
 
 @each_backend
-def test_what_is_kept_by_enumeration(backend):
+def test_what_is_accepted_by_enumeration(backend):
     """Every pattern of three decisions, every number of drafts."""
     G = 3
     patterns = list(itertools.product([True, False], repeat=G))
     cases = list(itertools.product(patterns, [-3, 0, 1, 2, 3, 9]))
     S = tensor([[0.0 if yes else -2.0 for yes in pattern] for pattern, _ in cases])
-    drafted = torch.tensor([n for _, n in cases], dtype=torch.int32, device=DEVICE)
+    num_drafted = torch.tensor([n for _, n in cases], dtype=torch.int32, device=DEVICE)
     tokens, uniforms = torch.zeros(len(cases), G, 1, device=DEVICE), torch.full_like(S, 0.5)
     for truncate in (True, False):
-        accepted, keep, redraw, log_r, status = accept_gaussian(
-            tokens, S, uniforms, variant="path", drafted=drafted, truncate=truncate, backend=backend)
+        num_accepted, is_accepted, is_rejected, log_r, status = accept_gaussian(
+            tokens, S, uniforms, variant="path", num_drafted=num_drafted, truncate=truncate, backend=backend)
         for b, (pattern, n) in enumerate(cases):
             n = min(max(n, 0), G)
             first = next((g for g in range(n) if not pattern[g]), n)
             end = first + 1 if truncate else n
-            assert keep[b].tolist() == [g < end and g < n and pattern[g] for g in range(G)]
-            assert redraw[b].tolist() == [g < end and g < n and not pattern[g] for g in range(G)]
-            assert accepted[b] == keep[b].sum() and (not truncate or accepted[b] == first)
+            assert is_accepted[b].tolist() == [g < end and g < n and pattern[g] for g in range(G)]
+            assert is_rejected[b].tolist() == [g < end and g < n and not pattern[g] for g in range(G)]
+            assert num_accepted[b] == is_accepted[b].sum() and (not truncate or num_accepted[b] == first)
             assert log_r[b].tolist() == [S[b, g] if g < n else 0.0 for g in range(G)]
         assert not status.any()
 
@@ -87,7 +87,7 @@ def test_without_a_count_all_are_drafts(backend):
     args, kwargs = inputs.accept_gaussian(3, 5, 2)
     every = torch.full((3,), 5, dtype=torch.int32, device=DEVICE)
     for a, b in zip(accept_gaussian(*args, **kwargs, backend=backend),
-                    accept_gaussian(*args, **kwargs, drafted=every, backend=backend)):
+                    accept_gaussian(*args, **kwargs, num_drafted=every, backend=backend)):
         assert same(a, b)
 
 
@@ -99,8 +99,8 @@ def test_identical_models_reject_nothing(backend, temperature):
     for sigma in (1e-4, 0.006, 1.0, 1e3):
         part = (torch.randn(16, generator=g).tolist(), [math.log(sigma)] * 16)
         x = (torch.randn(16, generator=g) * 3).tolist()
-        _, keep, redraw, log_r, _ = judge(backend, x, part, part, 0.0, uniforms, temperature=temperature)
-        assert keep.all() and not redraw.any() and not log_r.any()
+        _, is_accepted, is_rejected, log_r, _ = accept(backend, x, part, part, 0.0, uniforms, temperature=temperature)
+        assert is_accepted.all() and not is_rejected.any() and not log_r.any()
 
 
 @each_backend
@@ -108,8 +108,8 @@ def test_disjoint_supports_reject_everything(backend):
     sigma = [math.log(1e-4)] * 16
     target, draft = ([0.0] * 16, sigma), ([1000.0] * 16, sigma)
     for x, yes in ((draft[0], False), (target[0], True)):
-        _, keep, _, log_r, status = judge(backend, x, target, draft, 0.0, [0.0, 2.0**-24, BELOW_ONE])
-        assert log_r.isfinite().all() and not status.any() and (keep == yes).all()
+        _, is_accepted, _, log_r, status = accept(backend, x, target, draft, 0.0, [0.0, 2.0**-24, BELOW_ONE])
+        assert log_r.isfinite().all() and not status.any() and (is_accepted == yes).all()
         assert log_r[0, 0].item() == pytest.approx((8e14 if yes else -8e14), rel=1e-5)  # 16 * 1e7^2 / 2
 
 
@@ -121,9 +121,9 @@ def test_sigmas_a_thousand_times_apart(backend, wide):
     sign = -1 if wide == "target" else 1
     for far in (0.0, 0.001, 0.0035, 0.1):
         expected = sign * 4 * (math.log(1e3) + (far**2 - (far * 1e3)**2) / 2)
-        _, keep, _, log_r, _ = judge(backend, [far] * 4, *pair, 0.0, [0.0, 0.5, BELOW_ONE])
+        _, is_accepted, _, log_r, _ = accept(backend, [far] * 4, *pair, 0.0, [0.0, 0.5, BELOW_ONE])
         assert log_r[0, 0].item() == pytest.approx(expected, rel=1e-5)
-        assert keep.flatten().tolist() == [expected > -708, expected > math.log(0.5), expected >= 0]
+        assert is_accepted.flatten().tolist() == [expected > -708, expected > math.log(0.5), expected >= 0]
 
 
 @each_backend
@@ -132,16 +132,16 @@ def test_a_thousand_steps_at_their_extremes(backend):
     S = 1000 * 16 * math.log(1e3)
     small = ([0.25] * 16, [math.log(1e-4)] * 16)
     for sign in (1, -1):
-        _, keep, _, log_r, status = judge(backend, [0.25] * 16, small, small, sign * S, [0.0, BELOW_ONE])
+        _, is_accepted, _, log_r, status = accept(backend, [0.25] * 16, small, small, sign * S, [0.0, BELOW_ONE])
         assert log_r[0, 0].item() == pytest.approx(sign * S) and not status.any()
-        assert keep.flatten().tolist() == 2 * [sign > 0]
+        assert is_accepted.flatten().tolist() == 2 * [sign > 0]
 
 
 @each_backend
 def test_a_uniform_of_zero(backend):
-    """It keeps whatever has a probability in float64, and nothing else."""
+    """It accepts whatever has a probability in float64, and nothing else."""
     for S, yes in ((-100.0, True), (-707.9, True), (-708.1, False), (-1e30, False)):
-        assert judge(backend, [0.0], None, None, S, [0.0], variant="path")[1].item() is yes
+        assert accept(backend, [0.0], None, None, S, [0.0], variant="path").is_accepted.item() is yes
 
 
 @each_backend
@@ -150,12 +150,12 @@ def test_near_ties(backend):
     g = torch.Generator().manual_seed(3)
     B = 30 if backend == "triton" else 2000
     S = -torch.rand(B, 1, generator=g) * 10
-    odds = S.double().exp()
+    r = S.double().exp()
     for direction in (0.0, 0.5, 2.0):
-        uniforms = torch.nextafter(odds.float(), odds.float() * direction) if direction else odds.float()
-        keep = accept_gaussian(torch.zeros(B, 1, 1).to(DEVICE), S.to(DEVICE), uniforms.to(DEVICE), variant="path",
-                               backend=backend)[1]
-        assert keep.cpu().equal(uniforms.double() < odds)
+        uniforms = torch.nextafter(r.float(), r.float() * direction) if direction else r.float()
+        result = accept_gaussian(torch.zeros(B, 1, 1).to(DEVICE), S.to(DEVICE), uniforms.to(DEVICE), variant="path",
+                                 backend=backend)
+        assert result.is_accepted.cpu().equal(uniforms.double() < r)
 
 
 def test_exp_is_exp():
@@ -172,7 +172,7 @@ def test_is_the_ratio_of_densities(backend):
     target, draft = (torch.distributions.Normal(mean, log_sigma.exp()) for mean, log_sigma in
                      (last_step[:2], last_step[2:]))
     expected = S + (target.log_prob(tokens) - draft.log_prob(tokens)).sum(-1)
-    torch.testing.assert_close(accept_gaussian(*args, backend=backend)[3].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(accept_gaussian(*args, backend=backend).log_r.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @each_backend
@@ -184,7 +184,8 @@ def test_the_same_bits_in_any_batch_and_order(backend):
     for got, expected in zip(accept_gaussian(*(a[order] for a in args), truncate=False, backend=backend), together):
         assert same(got, expected[order])
     alone = accept_gaussian(*(a[3:4, 2:3] for a in args), truncate=False, backend=backend)
-    assert same(alone[3], together[3][3:4, 2:3]) and same(alone[1], together[1][3:4, 2:3])
+    assert same(alone.log_r, together.log_r[3:4, 2:3])
+    assert same(alone.is_accepted, together.is_accepted[3:4, 2:3])
 
 
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
@@ -204,7 +205,7 @@ def test_channels_are_added_in_one_order(backend, large):
     log_sigmas[2] = 1.0
     log_sigmas[large[0]], log_sigmas[large[1]] = 2.0**60, -2.0**60
     still = [0.0] * 33
-    log_r = judge(backend, still, (still, still), (still, log_sigmas.tolist()))[3].item()
+    log_r = accept(backend, still, (still, still), (still, log_sigmas.tolist())).log_r.item()
     assert log_r == (0.0 if large in ((4, 6), (32, 1)) else 1.0)
 
 
@@ -217,7 +218,7 @@ def test_the_same_bits_where_sums_cancel(backend):
     x, none = torch.ones_like(log_sigmas), torch.zeros_like(log_sigmas)
     S = (exp(-log_sigmas.double())**2 / 2).float()[..., 0]
     args = x, S, S * 0, none, log_sigmas, x, log_sigmas
-    got, expected = (accept_gaussian(*args, backend=name)[3] for name in (backend, "oracle"))
+    got, expected = (accept_gaussian(*args, backend=name).log_r for name in (backend, "oracle"))
     assert same(got, expected) and 0 < expected.abs().max() and (expected.abs() <= 2.0**-24 * S).all()
 
 
@@ -227,17 +228,18 @@ def test_the_same_bits_where_sums_cancel(backend):
 def test_a_bad_number_ends_its_request_alone(backend, which, bad):
     """log sigma = -inf is a sigma of 0, NaN what the logarithm of a negative one is."""
     args, kwargs = inputs.accept_gaussian(3, 4, 17)
-    drafted = torch.tensor([4, 3, 4], dtype=torch.int32, device=DEVICE)
-    clean = accept_gaussian(*args, **kwargs, drafted=drafted, backend=backend)
+    num_drafted = torch.tensor([4, 3, 4], dtype=torch.int32, device=DEVICE)
+    clean = accept_gaussian(*args, **kwargs, num_drafted=num_drafted, backend=backend)
     broken = [a.clone() for a in args]
     broken[which][0, 2].fill_(NAN if which == 2 else bad)  # one position of the first request
     broken[which].view(3, 4, -1)[1, 3] = bad               # beyond the drafts of the second: not looked at
     if args[which].ndim == 3:
         broken[which][0, 2] = args[which][0, 2]
         broken[which][0, 2, 16] = bad                      # one channel of it
-    got = accept_gaussian(*broken, **kwargs, drafted=drafted, backend=backend)
-    assert got[4].tolist() == [INVALID_ROW, 0, 0] and not got[3].isnan().any()
-    assert got[0][0] == 0 and not got[1][0].any() and not got[2][0].any() and not got[3][0].any()
+    got = accept_gaussian(*broken, **kwargs, num_drafted=num_drafted, backend=backend)
+    assert got.status.tolist() == [INVALID_ROW, 0, 0] and not got.log_r.isnan().any()
+    assert got.num_accepted[0] == 0 and not got.log_r[0].any()
+    assert not got.is_accepted[0].any() and not got.is_rejected[0].any()
     for a, b in zip(got, clean):
         assert same(a[1:], b[1:])
 
@@ -245,16 +247,16 @@ def test_a_bad_number_ends_its_request_alone(backend, which, bad):
 @each_backend
 def test_what_overflows_is_a_bad_number_too(backend):
     tiny = ([0.0], [-400.0])
-    assert judge(backend, [1.0], tiny, OTHER)[4].item() == INVALID_ROW
-    assert judge(backend, [0.0], tiny, OTHER)[4].item() == 0  # no distance: log r is 400
+    assert accept(backend, [1.0], tiny, OTHER).status.item() == INVALID_ROW
+    assert accept(backend, [0.0], tiny, OTHER).status.item() == 0  # no distance: log r is 400
 
 
 @each_backend
 @pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF])
-def test_an_undefined_temperature_keeps_nothing(backend, temperature):
-    accepted, keep, redraw, log_r, status = judge(backend, [1.0], ONE, OTHER, temperature=temperature)
-    assert status.item() == INVALID_RULE and not (accepted.any() or keep.any() or redraw.any() or log_r.any())
-    status = judge(backend, [NAN], ONE, OTHER, temperature=temperature)[4]
+def test_an_undefined_temperature_accepts_nothing(backend, temperature):
+    result = accept(backend, [1.0], ONE, OTHER, temperature=temperature)
+    assert result.status.item() == INVALID_RULE and not any(output.any() for output in result[:4])
+    status = accept(backend, [NAN], ONE, OTHER, temperature=temperature).status
     assert status.item() == INVALID_RULE | INVALID_ROW
 
 
@@ -271,7 +273,7 @@ def test_an_undefined_temperature_keeps_nothing(backend, temperature):
     (dict(variant="path"), "target_means must be None with variant 'path', .* got Tensor"),
     (dict(temperature=torch.ones(3)), r"temperature must be float32 \(B=2\), got float32 \(3,\)"),
     (dict(temperature=1.0), r"temperature must be float32 \(B=2\), got float"),
-    (dict(drafted=torch.ones(2)), r"drafted must be int32 \(B=2\), got float32 \(2,\)"),
+    (dict(num_drafted=torch.ones(2)), r"num_drafted must be int32 \(B=2\), got float32 \(2,\)"),
     (dict(truncate=1), "truncate must be True or False, got 1"),
     (dict(backend="fast"), "backend of accept_gaussian must be one of oracle"),
 ])

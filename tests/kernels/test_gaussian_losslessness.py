@@ -12,7 +12,7 @@ from specvis_kernels import OUT_OF_TRIES, accept_gaussian, backends, resample_ga
 from tests.kernels.inputs import DEVICE
 
 BACKEND = "cpu" if "cpu" in backends("accept_gaussian", DEVICE) else backends("accept_gaussian", DEVICE)[0]
-SAMPLES, ACCEPT_ABOVE, REFUSE_BELOW = 10**6, 1e-4, 1e-30
+SAMPLES, ACCEPT_ABOVE, REJECT_BELOW = 10**6, 1e-4, 1e-30
 
 
 def distance(samples, mean=0.0, sigma=1.0):
@@ -32,7 +32,7 @@ def p_value(samples, mean=0.0, sigma=1.0):
 def test_the_test_knows_a_normal_distribution():
     z = torch.randn(SAMPLES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert p_value(z) > ACCEPT_ABOVE
-    assert p_value(z + 0.02) < REFUSE_BELOW and p_value(z * 1.04) < REFUSE_BELOW
+    assert p_value(z + 0.02) < REJECT_BELOW and p_value(z * 1.04) < REJECT_BELOW
 
 
 def rows(values, n):
@@ -41,13 +41,13 @@ def rows(values, n):
 
 def call(op, *args, **kwargs):
     out = op(*[None if a is None else a.to(DEVICE) for a in args], **kwargs, backend=BACKEND)
-    return [a.cpu() for a in out]
+    return out._make(a.cpu() for a in out)
 
 
 def one_step(target, draft, g, n=SAMPLES, M=64, S=0.0, still=0, **options):
-    """Samples (n, C) of one denoising step, target and draft (means, sigmas); and the share of the drafts kept.
+    """Samples (n, C) of one denoising step and the acceptance rate of its drafts; target, draft: (means, sigmas).
 
-    The last `still` channels do not move: neither the draft's noise nor the redraws'.
+    The last `still` channels do not move: neither the draft's noise nor the new tokens'.
     """
     (mp, sp), (mq, sq) = target, draft
     C = len(mp)
@@ -56,17 +56,17 @@ def one_step(target, draft, g, n=SAMPLES, M=64, S=0.0, still=0, **options):
     x = last_step[2] + last_step[3].exp() * torch.randn(n, 1, C, generator=g) * moves
     S = torch.full((n, 1), S)
     uniforms = torch.rand(n, 1, generator=g)
-    accepted, keep, redraw, _, status = call(accept_gaussian, x, S, uniforms, *last_step, **options)
+    num_accepted, is_accepted, is_rejected, _, status = call(accept_gaussian, x, S, uniforms, *last_step, **options)
     assert not status.any()
-    again = redraw[:, 0]
-    some = again.sum()
-    normals = torch.randn(some, 1, M, C, generator=g) * moves
-    fallback = last_step[0][again] + last_step[1][again].exp() * torch.randn(some, 1, C, generator=g) * moves
+    again = is_rejected[:, 0]
+    n_again = again.sum()
+    normals = torch.randn(n_again, 1, M, C, generator=g) * moves
+    fallback = last_step[0][again] + last_step[1][again].exp() * torch.randn(n_again, 1, C, generator=g) * moves
     x[again], _, status = call(
-        resample_gaussian, x[again], keep[again], redraw[again], normals, S[again],
-        torch.rand(some, 1, M, generator=g), fallback, *[part[again] for part in last_step], **options)
+        resample_gaussian, x[again], is_accepted[again], is_rejected[again], normals, S[again],
+        torch.rand(n_again, 1, M, generator=g), fallback, *[part[again] for part in last_step], **options)
     assert not (status & ~OUT_OF_TRIES).any()
-    return x[:, 0], accepted.double().mean().item()
+    return x[:, 0], num_accepted.double().mean().item()
 
 
 @pytest.mark.parametrize("target, draft", [
@@ -80,14 +80,14 @@ def one_step(target, draft, g, n=SAMPLES, M=64, S=0.0, still=0, **options):
 def test_one_step_is_the_target(target, draft):
     g = torch.Generator().manual_seed(1)
     (mp, sp), (mq, sq) = target, draft
-    x, kept = one_step(*((([m], [s])) for m, s in (target, draft)), g)
+    x, acceptance = one_step(*((([m], [s])) for m, s in (target, draft)), g)
     assert p_value(x[:, 0], mp, sp) > ACCEPT_ABOVE
     if sp == sq:
         overlap = math.erfc(abs(mp - mq) / sp / 2 / math.sqrt(2))  # 1 - TV
-        assert kept == pytest.approx(overlap, abs=5 * math.sqrt(0.25 / SAMPLES))
-    if target != draft and kept > 0.1:  # the draft itself is not
+        assert acceptance == pytest.approx(overlap, abs=5 * math.sqrt(0.25 / SAMPLES))
+    if target != draft and acceptance > 0.1:  # the draft itself is not
         z = mq + sq * torch.randn(SAMPLES, generator=g)
-        assert p_value(z, mp, sp) < REFUSE_BELOW
+        assert p_value(z, mp, sp) < REJECT_BELOW
 
 
 def test_one_step_in_three_dimensions():
@@ -113,7 +113,7 @@ def test_the_sign_of_the_earlier_steps(variant, exact):
     if exact:
         assert p_value(x[:, 0]) > ACCEPT_ABOVE
     else:
-        assert p_value(x[:, 0]) < REFUSE_BELOW
+        assert p_value(x[:, 0]) < REJECT_BELOW
 
 
 @pytest.mark.parametrize("M", [1, 2, 5])
@@ -122,7 +122,7 @@ def test_too_few_tries_cost_no_more_than_the_bound(M):
     g = torch.Generator().manual_seed(4)
     apart = 2 * 2**0.5 * torch.erfinv(torch.tensor(1 / (M + 2))).item()  # TV 1 / (M + 2), where it costs most
     x, _ = one_step(([0.0], [1.0]), ([apart], [1.0]), g, M=M)
-    assert p_value(x[:, 0]) < REFUSE_BELOW
+    assert p_value(x[:, 0]) < REJECT_BELOW
     assert distance(x[:, 0]) < 1 / (math.e * (M + 1))
 
 
@@ -162,22 +162,22 @@ def test_paths_of_several_steps_are_the_targets(sign, exact):
         return 1.5 * path[-1].float().unsqueeze(-1), sign * (P.log_density(path) - Q.log_density(path)).float()
 
     x, S = draw(Q, n, 1)
-    _, keep, redraw, _, status = call(accept_gaussian, x, S, torch.rand(n, 1, generator=g), None, None, None, None,
-                                      variant="path")
-    again = redraw[:, 0]
-    some = again.sum()
-    proposals, ratios = draw(P, some, 1, M)
+    _, is_accepted, is_rejected, _, status = call(
+        accept_gaussian, x, S, torch.rand(n, 1, generator=g), None, None, None, None, variant="path")
+    again = is_rejected[:, 0]
+    n_again = again.sum()
+    proposals, ratios = draw(P, n_again, 1, M)
     x[again], _, late = call(
-        resample_gaussian, x[again], keep[again], redraw[again], proposals, ratios,
-        torch.rand(some, 1, M, generator=g), draw(P, some, 1)[0], None, None, None, None, variant="path")
+        resample_gaussian, x[again], is_accepted[again], is_rejected[again], proposals, ratios,
+        torch.rand(n_again, 1, M, generator=g), draw(P, n_again, 1)[0], None, None, None, None, variant="path")
     assert not status.any() and not (late & ~OUT_OF_TRIES).any()
     p = p_value(x[:, 0, 0], *P.moments())
-    assert p > ACCEPT_ABOVE if exact else p < REFUSE_BELOW
+    assert p > ACCEPT_ABOVE if exact else p < REJECT_BELOW
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_aligned_paths_of_several_steps_are_not(variant):
-    """Each model on its own path with the same noise, the last step redrawn: the paper's rule is not exact."""
+    """Each model on its own path with the same noise, the last step drawn anew: the paper's rule is not exact."""
     g, n, M = torch.Generator().manual_seed(6), SAMPLES, 64
     start, noise = (torch.randn(n, *more, generator=g, dtype=torch.float64) for more in ((), (2,)))
     before = [chain.path(start, noise)[-2] for chain in (P, Q)]
@@ -187,12 +187,13 @@ def test_aligned_paths_of_several_steps_are_not(variant):
         last_step += [mean, torch.full_like(mean, math.log(chain.sigmas[-1]))]
     x = Q.path(start, noise)[-1].float().view(n, 1, 1)
     S = torch.full((n, 1), math.log(Q.sigmas[0] / P.sigmas[0]))
-    uniforms, tries = torch.rand(n, 1, generator=g), torch.rand(n, 1, M, generator=g)
+    uniforms, try_uniforms = torch.rand(n, 1, generator=g), torch.rand(n, 1, M, generator=g)
     normals = torch.randn(n, 1, M, 1, generator=g)
     fallback = P.path(start, noise)[-1].float().view(n, 1, 1)
-    _, keep, redraw, _, _ = call(accept_gaussian, x, S, uniforms, *last_step, variant=variant)
-    x, _, status = call(resample_gaussian, x, keep, redraw, normals, S, tries, fallback, *last_step, variant=variant)
+    _, is_accepted, is_rejected, _, _ = call(accept_gaussian, x, S, uniforms, *last_step, variant=variant)
+    x, _, status = call(resample_gaussian, x, is_accepted, is_rejected, normals, S, try_uniforms, fallback, *last_step,
+                        variant=variant)
     assert not (status & ~OUT_OF_TRIES).any()
     mean, sigma = P.moments()
     assert p_value(fallback[:, 0, 0], mean / 1.5, sigma / 1.5) > ACCEPT_ABOVE
-    assert p_value(x[:, 0, 0], mean / 1.5, sigma / 1.5) < REFUSE_BELOW
+    assert p_value(x[:, 0, 0], mean / 1.5, sigma / 1.5) < REJECT_BELOW

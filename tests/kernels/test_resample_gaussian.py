@@ -20,7 +20,7 @@ def tensor(values, *shape):
     return torch.tensor(values, dtype=torch.float32, device=DEVICE).view(shape)
 
 
-def one(backend, normals, uniforms, S=0.0, keep=False, redraw=True, draft=DRAFT, fallback=FALLBACK,
+def one(backend, normals, uniforms, S=0.0, is_accepted=False, is_rejected=True, draft=DRAFT, fallback=FALLBACK,
         target=(0.0, 0.0), other=(2.0, 0.0), **options):
     """One position of one channel: target N(0, 1), draft N(2, 1), so a try x has log r = S + 2 - 2 x."""
     M = len(normals)
@@ -28,11 +28,11 @@ def one(backend, normals, uniforms, S=0.0, keep=False, redraw=True, draft=DRAFT,
     last_step = [None] * 4 if path else [tensor([part], 1, 1, 1) for part in (*target, *other)]
     if "temperature" in options:
         options["temperature"] = tensor([options["temperature"]], 1)
-    token, tries, status = resample_gaussian(
-        tensor([draft], 1, 1, 1), torch.tensor([[keep]], device=DEVICE), torch.tensor([[redraw]], device=DEVICE),
+    token, num_tries, status = resample_gaussian(
+        tensor([draft], 1, 1, 1), *torch.tensor([[[is_accepted]], [[is_rejected]]], device=DEVICE),
         tensor(normals, 1, 1, M, 1), tensor(S, 1, 1, M) if path else tensor([S], 1, 1),
         tensor(uniforms, 1, 1, M), tensor([fallback], 1, 1, 1), *last_step, backend=backend, **options)
-    return token.item(), tries.item(), status.item()
+    return token.item(), num_tries.item(), status.item()
 
 
 @each_backend
@@ -47,7 +47,7 @@ def one(backend, normals, uniforms, S=0.0, keep=False, redraw=True, draft=DRAFT,
     ([0.0], [0.633], 1.0, {"variant": "released"}, (FALLBACK, 1, OUT_OF_TRIES)),
     ([0.0], [0.393], 0.0, {"temperature": 2.0}, (0.0, 1, 0)),      # 2 / 4, 1 - exp(-1/2) = 0.39347
     ([0.0], [0.394], 0.0, {"temperature": 2.0}, (FALLBACK, 1, OUT_OF_TRIES)),
-    ([1.0, 2.0, 0.5, 0.0], [0.0, 0.0, 0.7, 0.5], 0.0, {}, (0.0, 4, 0)),   # the first that is kept
+    ([1.0, 2.0, 0.5, 0.0], [0.0, 0.0, 0.7, 0.5], 0.0, {}, (0.0, 4, 0)),   # the first that is accepted
     ([1.0, 2.0, 0.5, 0.0], [0.0, 0.0, 0.6, 0.5], 0.0, {}, (0.5, 3, 0)),
     ([-60.0], [BELOW_ONE], 0.0, {}, (-60.0, 1, 0)),
     ([3.0, 4.0, 5.0], [0.0, 0.64, 0.63], [0.0, 1.0, 1.0], {"variant": "path"}, (5.0, 3, 0)),
@@ -61,15 +61,15 @@ def test_tries_by_hand(backend, normals, uniforms, S, options, expected):
 @each_backend
 def test_a_try_is_the_targets_last_step(backend):
     """mean + sigma * normal: 3 + 0.5 * 2 = 4."""
-    token, tries, status = one(backend, [2.0], [0.0], target=(3.0, math.log(0.5)), other=(30.0, 0.0))
-    assert token == pytest.approx(4.0, abs=1e-6) and (tries, status) == (1, 0)
+    token, num_tries, status = one(backend, [2.0], [0.0], target=(3.0, math.log(0.5)), other=(30.0, 0.0))
+    assert token == pytest.approx(4.0, abs=1e-6) and (num_tries, status) == (1, 0)
 
 
 @each_backend
-def test_what_is_neither_kept_nor_redrawn_is_zero(backend):
-    assert one(backend, [0.0], [0.0], keep=True, redraw=False) == (DRAFT, 0, 0)
-    assert one(backend, [0.0], [0.0], keep=False, redraw=False) == (0.0, 0, 0)
-    assert one(backend, [0.0], [0.0], keep=True, redraw=True) == (0.0, 1, 0)
+def test_what_is_neither_accepted_nor_rejected_is_zero(backend):
+    assert one(backend, [0.0], [0.0], is_accepted=True, is_rejected=False) == (DRAFT, 0, 0)
+    assert one(backend, [0.0], [0.0], is_accepted=False, is_rejected=False) == (0.0, 0, 0)
+    assert one(backend, [0.0], [0.0], is_accepted=True, is_rejected=True) == (0.0, 1, 0)
 
 
 @each_backend
@@ -83,7 +83,7 @@ def test_any_try_may_be_the_first(backend):
 
 
 @each_backend
-def test_identical_models_leave_nothing_to_redraw(backend):
+def test_identical_models_leave_nothing_to_resample(backend):
     """accept_gaussian rejects nothing; who asks all the same gets the fallback."""
     M = 20
     normals = torch.randn(M, generator=torch.Generator().manual_seed(0)).tolist()
@@ -91,22 +91,22 @@ def test_identical_models_leave_nothing_to_redraw(backend):
 
 
 @each_backend
-def test_disjoint_supports_keep_the_first_try(backend):
+def test_disjoint_supports_accept_the_first_try(backend):
     for sigma in (1e-4, 1.0, 1e3):
         options = dict(target=(0.0, math.log(sigma)), other=(1e7 * sigma, math.log(sigma)))
-        token, tries, status = one(backend, [1.0, 2.0], [BELOW_ONE, 0.0], **options)
-        assert token == pytest.approx(sigma) and (tries, status) == (1, 0)
+        token, num_tries, status = one(backend, [1.0, 2.0], [BELOW_ONE, 0.0], **options)
+        assert token == pytest.approx(sigma) and (num_tries, status) == (1, 0)
 
 
 @each_backend
 def test_sigmas_a_thousand_times_apart(backend):
-    """A wide target over a narrow draft: only what falls under the draft's peak is refused. And the reverse."""
+    """A wide target over a narrow draft: only what falls under the draft's peak is rejected. And the reverse."""
     wide, narrow = (0.0, 0.0), (0.0, math.log(1e-3))
     # log r = -log(1000) + 8 = 1.092 at four sigmas of the draft, below 0 at three and a half
     assert one(backend, [0.001, 0.0035, 0.004], [0.0, 0.0, 0.66], target=wide, other=narrow)[1:] == (3, 0)
     log_r = math.log(1e3) - 0.5  # a narrow target one sigma from its mean; the draft there is at its peak
-    for nudge, tries in ((-1e-6, 1), (1e-6, 2)):
-        assert one(backend, [1.0, 0.0], [1 - math.exp(-log_r) + nudge, 0.0], target=narrow, other=wide)[1] == tries
+    for nudge, num_tries in ((-1e-6, 1), (1e-6, 2)):
+        assert one(backend, [1.0, 0.0], [1 - math.exp(-log_r) + nudge, 0.0], target=narrow, other=wide)[1] == num_tries
 
 
 @each_backend
@@ -124,12 +124,12 @@ def test_bad_numbers(backend):
             parts[i] = bad
             assert one(backend, [0.0], [0.0], target=parts) == zero
             assert one(backend, [0.0], [0.0], other=parts) == zero
-            assert one(backend, [0.0], [0.0], target=parts, keep=True, redraw=False) == (DRAFT, 0, 0)
+            assert one(backend, [0.0], [0.0], target=parts, is_accepted=True, is_rejected=False) == (DRAFT, 0, 0)
         assert one(backend, [0.0], [0.0], fallback=bad) == (0.0, 1, 0)
         assert one(backend, [1.0], [0.0], fallback=bad) == (0.0, 1, OUT_OF_TRIES | INVALID_ROW)
         assert one(backend, [0.5], [0.0], draft=bad) == (0.5, 1, 0)
-        assert one(backend, [0.5], [0.0], draft=bad, keep=True, redraw=False) == (0.0, 0, INVALID_ROW)
-        assert one(backend, [0.5], [0.0], draft=bad, keep=False, redraw=False) == (0.0, 0, 0)
+        assert one(backend, [0.5], [0.0], draft=bad, is_accepted=True, is_rejected=False) == (0.0, 0, INVALID_ROW)
+        assert one(backend, [0.5], [0.0], draft=bad, is_accepted=False, is_rejected=False) == (0.0, 0, 0)
         assert one(backend, [bad, 1.0], [0.0, 0.0], [1.0, 1.0], variant="path") == zero
         assert one(backend, [bad, 1.0], [0.0, 0.0], [-1.0, 1.0], variant="path") == zero
         assert one(backend, [1.0, 1.0], [0.0, 0.0], [bad, 1.0], variant="path") == zero
@@ -139,29 +139,29 @@ def test_bad_numbers(backend):
 
 @each_backend
 @pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF])
-def test_an_undefined_temperature_redraws_nothing(backend, temperature):
+def test_an_undefined_temperature_resamples_nothing(backend, temperature):
     assert one(backend, [0.0], [0.0], temperature=temperature) == (0.0, 0, INVALID_RULE)
-    assert one(backend, [0.0], [0.0], temperature=temperature, keep=True, redraw=False) == (DRAFT, 0, 0)
+    assert one(backend, [0.0], [0.0], temperature=temperature, is_accepted=True, is_rejected=False) == (DRAFT, 0, 0)
 
 
 @each_backend
-def test_judges_a_try_as_accept_gaussian_judges_a_draft(backend):
-    """A try that was kept with u, and no other, has u < 1 - exp(-log_r) for accept_gaussian's log_r of it."""
+def test_tests_a_try_as_accept_gaussian_tests_a_draft(backend):
+    """An accepted try with uniform u, and no other, has u < 1 - exp(-log_r) for accept_gaussian's log_r of it."""
     B, G, C, M = (12, 3, 18, 5) if backend == "triton" else (300, 3, 18, 5)
     args, _ = inputs.resample_gaussian(B, G, C, M)
-    tokens, keep, redraw, normals, S, uniforms, fallback, *last_step = args
-    drawn, tries, status = resample_gaussian(*args, backend=backend)
-    refused = 0
+    tokens, is_accepted, is_rejected, normals, S, uniforms, fallback, *last_step = args
+    new_tokens, num_tries, status = resample_gaussian(*args, backend=backend)
+    rejected_tries = 0
     for m in range(M):
-        x, *_ = resample_gaussian(tokens, keep, redraw, normals[:, :, m:m + 1], torch.full_like(S, 1e6),
+        x, *_ = resample_gaussian(tokens, is_accepted, is_rejected, normals[:, :, m:m + 1], torch.full_like(S, 1e6),
                                   uniforms[:, :, m:m + 1] * 0, fallback, *last_step, backend=backend)
-        log_r = accept_gaussian(x, S, uniforms[..., m].contiguous(), *last_step, backend=backend)[3]
-        kept = uniforms[..., m] < -torch.expm1(-log_r.double())
-        mine = redraw & (tries == m + 1) & (status == 0)
-        assert kept[mine].all() and same(drawn[mine], x[mine])
-        assert not kept[redraw & (tries > m + 1)].any()
-        refused += (redraw & (tries > m + 1)).sum()
-    assert refused > 0 and (redraw & (status == 0)).any() and (status == OUT_OF_TRIES).any()
+        log_r = accept_gaussian(x, S, uniforms[..., m].contiguous(), *last_step, backend=backend).log_r
+        accepted = uniforms[..., m] < -torch.expm1(-log_r.double())
+        mine = is_rejected & (num_tries == m + 1) & (status == 0)
+        assert accepted[mine].all() and same(new_tokens[mine], x[mine])
+        assert not accepted[is_rejected & (num_tries > m + 1)].any()
+        rejected_tries += (is_rejected & (num_tries > m + 1)).sum()
+    assert rejected_tries > 0 and (is_rejected & (status == 0)).any() and (status == OUT_OF_TRIES).any()
 
 
 @each_backend
@@ -195,8 +195,8 @@ def test_the_same_bits_on_every_backend(backend, options):
 @pytest.mark.parametrize("changes, message", [
     (dict(tokens=torch.zeros(2, 3)), r"tokens must have 3 dimensions \(B, G, C\), got shape \(2, 3\)"),
     (dict(tokens=torch.zeros(2, 0, 4)), r"tokens must have G >= 1, got shape \(2, 0, 4\)"),
-    (dict(keep=torch.zeros(2, 3)), r"keep must be bool \(B=2, G=3\), got float32 \(2, 3\)"),
-    (dict(redraw=torch.zeros(2, dtype=torch.bool)), r"redraw must be bool \(B=2, G=3\), got bool \(2,\)"),
+    (dict(is_accepted=torch.zeros(2, 3)), r"is_accepted must be bool \(B=2, G=3\), got float32 \(2, 3\)"),
+    (dict(is_rejected=torch.zeros(2, dtype=torch.bool)), r"is_rejected must be bool \(B=2, G=3\), got bool \(2,\)"),
     (dict(proposals=torch.zeros(2, 3, 4)), r"proposals must have 4 dimensions \(B, G, M, C\), got shape \(2, 3, 4\)"),
     (dict(proposals=torch.zeros(2, 3, 5, 1)), r"proposals must be float32 \(B=2, G=3, M=5, C=4\), got .*5, 1\)"),
     (dict(proposals=torch.zeros(2, 3, 0, 4)), r"proposals must have M >= 1, got shape \(2, 3, 0, 4\)"),
@@ -211,7 +211,7 @@ def test_the_same_bits_on_every_backend(backend, options):
 ])
 def test_says_which_argument_is_wrong(changes, message):
     names = ("tokens", "fallback", "target_means", "target_log_sigmas", "draft_means", "draft_log_sigmas")
-    base = dict(keep=torch.zeros(2, 3, dtype=torch.bool), redraw=torch.ones(2, 3, dtype=torch.bool),
+    base = dict(is_accepted=torch.zeros(2, 3, dtype=torch.bool), is_rejected=torch.ones(2, 3, dtype=torch.bool),
                 proposals=torch.zeros(2, 3, 5, 4), log_ratio=torch.zeros(2, 3), uniforms=torch.zeros(2, 3, 5),
                 **{name: torch.zeros(2, 3, 4) for name in names})
     with pytest.raises(ValueError, match=message):
