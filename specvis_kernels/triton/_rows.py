@@ -12,18 +12,19 @@ INVALID_TREE = tl.constexpr(4)
 INVALID_RULE = tl.constexpr(8)
 OUT_OF_TRIES = tl.constexpr(16)
 
-MOST_WARPS = 16 if torch.version.hip else 32  # 1024 threads: AMD's warps have 64
-WIDEST = {"V": 4096, "k": 256}  # tokens and neighbors that a program takes at a time, at most
+MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads: AMD's warps have 64
+MAX_BLOCK = {"V": 4096, "k": 256}  # tokens and neighbors that a program takes at a time, at most
 
 
-def block(kind, size):
-    return min(triton.next_power_of_2(size), WIDEST[kind])
+def block(letter, size):
+    """The block size for a dimension of this letter and size."""
+    return min(triton.next_power_of_2(size), MAX_BLOCK[letter])
 
 
 @triton.jit
-def load_weights(row, v, mask, FLOAT: tl.constexpr):
-    """Entries of a row in fixed point: of probabilities (FLOAT), or of weights as they are."""
-    if FLOAT:
+def load_mass(row, v, mask, IS_FLOAT: tl.constexpr):
+    """Entries of a row in fixed point: of probabilities (IS_FLOAT), or of a row that is in fixed point already."""
+    if IS_FLOAT:
         p = tl.load(row + v, mask=mask, other=0.0)
         return (tl.where((p >= 0.0) & (p <= 2.0), p, 0.0) * FIXED_ONE).to(tl.int64)
     else:
@@ -31,99 +32,99 @@ def load_weights(row, v, mask, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def weigh(probs, V, copy, copied, BLOCK: tl.constexpr):
-    """A row's total in fixed point and its validity. The first `copied` weights go to `copy`, if not None."""
-    total = tl.zeros([BLOCK], tl.int64)
-    bad = tl.zeros([BLOCK], tl.int32)
+def to_fixed_point(probs, V, copy, num_copied, BLOCK: tl.constexpr):
+    """A row's total in fixed point and its validity. The first `num_copied` entries go to `copy`, if not None."""
+    totals = tl.zeros([BLOCK], tl.int64)
+    num_invalid = tl.zeros([BLOCK], tl.int32)
     start = 0
     while start < V:
         v = start + tl.arange(0, BLOCK)
         p = tl.load(probs + v, mask=v < V, other=0.0)
-        sound = (p >= 0.0) & (p <= 2.0)
-        weight = (tl.where(sound, p, 0.0) * FIXED_ONE).to(tl.int64)
+        is_prob = (p >= 0.0) & (p <= 2.0)
+        mass = (tl.where(is_prob, p, 0.0) * FIXED_ONE).to(tl.int64)
         if copy is not None:
-            tl.store(copy + v, weight, mask=v < copied)
-        total += weight
-        bad += tl.where(sound, 0, 1)
+            tl.store(copy + v, mass, mask=v < num_copied)
+        totals += mass
+        num_invalid += tl.where(is_prob, 0, 1)
         start += BLOCK
-    mass = tl.sum(total, axis=0)
-    return mass, (tl.sum(bad, axis=0) == 0) & (mass > 0)
+    total = tl.sum(totals, axis=0)
+    return total, (tl.sum(num_invalid, axis=0) == 0) & (total > 0)
 
 
 @triton.jit
-def jsd(moved, own):
-    half = own + moved / 2
-    both = own + moved
-    some = tl.where(half > 0, half, 1.0)
-    first = own * tl.log(tl.where(own > 0, own / some, 1.0))
-    second = both * tl.log(tl.where(both > 0, both / some, 1.0))
-    return 0.5 * (moved * 0.6931471805599453 + first + second)
+def jsd(neighbor_mass, token_mass):
+    middle = token_mass + neighbor_mass / 2
+    relaxed_mass = token_mass + neighbor_mass
+    divisor = tl.where(middle > 0, middle, 1.0)
+    first = token_mass * tl.log(tl.where(token_mass > 0, token_mass / divisor, 1.0))
+    second = relaxed_mass * tl.log(tl.where(relaxed_mass > 0, relaxed_mass / divisor, 1.0))
+    return 0.5 * (neighbor_mass * 0.6931471805599453 + first + second)
 
 
 @triton.jit
-def kept_prefix(row, V, neighbors, C, columns, looked, offset, token, own, total, cutoff,
-                KIND: tl.constexpr, FLOAT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """How much weight and how many of the token's first `looked` neighbors the cutoff keeps."""
-    share = own.to(tl.float64) / total.to(tl.float64)
-    bound = cutoff.to(tl.float64)
-    if KIND == "tvd":
+def kept_prefix(row, V, neighbors, C, num_columns, num_considered, offset, token, token_mass, total, delta,
+                CUTOFF: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Which of the token's first `num_considered` neighbors the cutoff allows: their mass, and how many."""
+    token_prob = token_mass.to(tl.float64) / total.to(tl.float64)
+    bound = delta.to(tl.float64)
+    if CUTOFF == "tvd":
         bound *= total.to(tl.float64)
-    if KIND == "ratio":
-        bound *= own.to(tl.float64)
-    bound = tl.where(cutoff >= 0.0, bound, 0.0)
+    if CUTOFF == "ratio":
+        bound *= token_mass.to(tl.float64)
+    bound = tl.where(delta >= 0.0, bound, 0.0)
     threshold = tl.where(bound < CEILING, bound, CEILING).to(tl.int64)
 
     code = token - offset
-    going = (cutoff >= 0.0) & (code >= 0) & (code < C) & (looked > 0)
-    sums = total * 0
-    kept = looked * 0
-    while going:
+    active = (delta >= 0.0) & (code >= 0) & (code < C) & (num_considered > 0)
+    neighbor_mass = total * 0
+    num_kept = num_considered * 0
+    while active:
         j = tl.arange(0, BLOCK_K)
-        listed = kept + j < looked
-        ids = tl.load(neighbors + code * columns + kept + j, mask=listed, other=0).to(tl.int64) + offset
-        near = load_weights(row, ids, listed & (ids >= 0) & (ids < V), FLOAT)
-        running = sums + tl.cumsum(near, axis=0)
-        if KIND == "jsd":
-            over = jsd(running.to(tl.float64) / total.to(tl.float64), share) > bound
+        is_considered = num_kept + j < num_considered
+        ids = tl.load(neighbors + code * num_columns + num_kept + j, mask=is_considered, other=0).to(tl.int64) + offset
+        each_mass = load_mass(row, ids, is_considered & (ids >= 0) & (ids < V), IS_FLOAT)
+        sums = neighbor_mass + tl.cumsum(each_mass, axis=0)
+        if CUTOFF == "jsd":
+            is_over = jsd(sums.to(tl.float64) / total.to(tl.float64), token_prob) > bound
         else:
-            over = running > threshold
+            is_over = sums > threshold
         # Sums only grow: the first entry that is over, or the table's end, ends the prefix.
-        more = tl.min(tl.where(over | (kept + j >= looked), j, BLOCK_K), axis=0)
-        sums += tl.sum(tl.where(j < more, near, 0), axis=0)
-        kept += more
-        going = (more == BLOCK_K) & (kept < looked)
-    return sums, kept
+        num_new = tl.min(tl.where(is_over | (num_kept + j >= num_considered), j, BLOCK_K), axis=0)
+        neighbor_mass += tl.sum(tl.where(j < num_new, each_mass, 0), axis=0)
+        num_kept += num_new
+        active = (num_new == BLOCK_K) & (num_kept < num_considered)
+    return neighbor_mass, num_kept
 
 
 @triton.jit
-def draw_at(uniform, total):
-    """Inverse CDF: the token is the first whose running sum of weights exceeds this. A NaN counts as 0."""
-    aim = uniform.to(tl.float64) * total.to(tl.float64)
-    inside = (aim > 0.0) & (aim < total.to(tl.float64))
-    at = tl.where(inside, aim, 0.0).to(tl.int64)
-    return tl.where(aim >= total.to(tl.float64), total - 1, at)
+def draw_threshold(uniform, total):
+    """Inverse CDF: the token is the first whose running sum of mass exceeds this. A NaN counts as 0."""
+    target_sum = uniform.to(tl.float64) * total.to(tl.float64)
+    is_inside = (target_sum > 0.0) & (target_sum < total.to(tl.float64))
+    threshold = tl.where(is_inside, target_sum, 0.0).to(tl.int64)
+    return tl.where(target_sum >= total.to(tl.float64), total - 1, threshold)
 
 
 @triton.jit
-def draw(row, V, total, uniform, FLOAT: tl.constexpr, BLOCK: tl.constexpr):
-    at = draw_at(uniform, total)
+def draw(row, V, total, uniform, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr):
+    threshold = draw_threshold(uniform, total)
     start = 0
-    below = total * 0
+    sum_before = total * 0
     v = tl.arange(0, BLOCK)
-    weight = load_weights(row, v, v < V, FLOAT)
-    mass = tl.sum(weight, axis=0)
-    while (start + BLOCK < V) & (below + mass <= at):
-        below += mass
+    mass = load_mass(row, v, v < V, IS_FLOAT)
+    block_total = tl.sum(mass, axis=0)
+    while (start + BLOCK < V) & (sum_before + block_total <= threshold):
+        sum_before += block_total
         start += BLOCK
-        weight = load_weights(row, start + v, start + v < V, FLOAT)
-        mass = tl.sum(weight, axis=0)
-    before = (below + tl.cumsum(weight, axis=0) <= at).to(tl.int64)
-    return tl.minimum(start + tl.sum(before, axis=0), V - 1)
+        mass = load_mass(row, start + v, start + v < V, IS_FLOAT)
+        block_total = tl.sum(mass, axis=0)
+    is_before = (sum_before + tl.cumsum(mass, axis=0) <= threshold).to(tl.int64)
+    return tl.minimum(start + tl.sum(is_before, axis=0), V - 1)
 
 
 @triton.jit
-def residual_weights(weight, total, drafted, draft_total, slack):
+def residual_mass(mass, total, draft_mass, draft_total, slack):
     """max(R - Q, slack R, 0) in fixed point."""
-    r = weight.to(tl.float64) * (1.0 / total.to(tl.float64))
-    rest = tl.maximum(r - drafted.to(tl.float64) * (1.0 / draft_total.to(tl.float64)), slack * r)
-    return (tl.maximum(rest, 0.0) * FIXED_ONE).to(tl.int64)
+    r = mass.to(tl.float64) * (1.0 / total.to(tl.float64))
+    residual = tl.maximum(r - draft_mass.to(tl.float64) * (1.0 / draft_total.to(tl.float64)), slack * r)
+    return (tl.maximum(residual, 0.0) * FIXED_ONE).to(tl.int64)

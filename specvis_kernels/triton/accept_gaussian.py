@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ._gaussian import LANES, add_lanes, distance_factor, exp64, is_finite, log_ratio_terms
-from ._rows import INVALID_ROW, MOST_WARPS
+from ._rows import INVALID_ROW, MAX_WARPS
 
 
 @triton.jit
@@ -73,5 +73,5 @@ def accept_gaussian(tokens, log_ratio, uniforms, target_means, target_log_sigmas
         accept_gaussian_kernel[(B,)](
             tokens, log_ratio, uniforms, target_means, target_log_sigmas, draft_means, draft_log_sigmas, temperature,
             num_drafted, num_accepted, is_accepted, is_rejected, log_r, status, G, C, TRUNCATE=truncate, BLOCK=block,
-            num_warps=min(MOST_WARPS, max(1, block // 8)), enable_fp_fusion=False)
+            num_warps=min(MAX_WARPS, max(1, block // 8)), enable_fp_fusion=False)
     return num_accepted, is_accepted.view(torch.bool), is_rejected.view(torch.bool), log_r, status

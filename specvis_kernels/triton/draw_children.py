@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._rows import INVALID_ROW, block, draw_at, load_weights
+from ._rows import INVALID_ROW, block, draw_threshold, load_mass
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def draw_children_kernel(
     while start < V:
         p = tl.load(row + start + v, mask=start + v < V, other=0.0)
         bad += tl.where((p >= 0.0) & (p <= 2.0), 0, 1)
-        mass = tl.sum(load_weights(row, start + v, start + v < V, True), axis=0)
+        mass = tl.sum(load_mass(row, start + v, start + v < V, True), axis=0)
         sums += tl.where(b == start // BLOCK, mass, 0)
         start += BLOCK
     left = tl.sum(sums, axis=0)
@@ -40,12 +40,12 @@ def draw_children_kernel(
     places = tl.zeros([BLOCK_K], tl.int64)
     n = 0
     while valid & (n < K) & (left > 0):
-        at = draw_at(tl.load(uniforms + r * K + n), left)
+        at = draw_threshold(tl.load(uniforms + r * K + n), left)
         passed = tl.sum(tl.where(places <= at, weights, 0), axis=0)
         at += passed
         begin = tl.sum((ends <= at).to(tl.int64), axis=0) * BLOCK
         below = tl.sum(tl.where(ends <= at, sums, 0), axis=0)
-        weight = load_weights(row, begin + v, begin + v < V, True)
+        weight = load_mass(row, begin + v, begin + v < V, True)
         before = below + tl.cumsum(weight, axis=0) <= at
         token = begin + tl.sum(before.to(tl.int64), axis=0)
         place = below + tl.sum(tl.where(before, weight, 0), axis=0) - passed

@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._rows import MOST_WARPS
+from ._rows import MAX_WARPS
 
 
 @triton.jit
@@ -80,5 +80,5 @@ def guided_probs(logits, uncond, guidance, temperature, top_k, top_p, first_id, 
         guided_probs_kernel[(B * N,)](
             logits, uncond, guidance, temperature, top_k, top_p, probs, status, N, V, first_id,
             last_id - first_id, GUIDED=uncond is not None, BLOCK=block,
-            num_warps=min(MOST_WARPS, max(4, block // 1024)), enable_fp_fusion=False)
+            num_warps=min(MAX_WARPS, max(4, block // 1024)), enable_fp_fusion=False)
     return probs, status

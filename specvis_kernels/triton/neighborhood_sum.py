@@ -3,38 +3,39 @@ import torch
 import triton
 import triton.language as tl
 
-from ._rows import FIXED_ONE, FIXED_UNIT, INVALID_ROW, INVALID_TREE, block, kept_prefix, load_weights, weigh
+from ._rows import FIXED_ONE, FIXED_UNIT, INVALID_ROW, INVALID_TREE, block, kept_prefix, load_mass, to_fixed_point
 
 
-@triton.jit(do_not_specialize=["C", "columns", "offset"])
+@triton.jit(do_not_specialize=["C", "num_columns", "offset"])
 def neighborhood_sum_kernel(
-        probs,             # (R, V)
-        tokens,            # (R)
-        neighbors,         # (C, columns)
-        cutoff,            # (R)
-        mass, kept, status,  # (R)
-        V, C, columns, offset, KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    _, valid = weigh(probs + row * V, V, None, 0, BLOCK)
-    token = tl.load(tokens + row)
-    inside = (token >= 0) & (token < V)
-    x = tl.where(inside, token, 0)
-    own = load_weights(probs + row * V, x, inside, True)
-    whole = tl.full([], FIXED_ONE, tl.float64).to(tl.int64)
-    moved, count = kept_prefix(probs + row * V, V, neighbors, C, columns, columns, offset, x, own, whole,
-                               tl.load(cutoff + row), KIND, True, BLOCK_K)
-    ok = valid & inside
-    tl.store(mass + row, tl.where(ok, (own + moved).to(tl.float32) * FIXED_UNIT, 0.0))
-    tl.store(kept + row, tl.where(ok, count, 0))
-    tl.store(status + row, tl.where(valid, 0, INVALID_ROW) | tl.where(inside, 0, INVALID_TREE))
+        probs,                                # (R, V)
+        tokens,                               # (R)
+        neighbors,                            # (C, num_columns)
+        delta,                                # (R)
+        relaxed_mass, num_neighbors, status,  # (R)
+        V, C, num_columns, offset, CUTOFF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    row = probs + r * V
+    _, is_valid = to_fixed_point(row, V, None, 0, BLOCK)
+    token = tl.load(tokens + r)
+    in_vocabulary = (token >= 0) & (token < V)
+    token = tl.where(in_vocabulary, token, 0)
+    token_mass = load_mass(row, token, in_vocabulary, True)
+    total = tl.full([], FIXED_ONE, tl.float64).to(tl.int64)  # delta is held against 1, not the row's rounded sum
+    neighbor_mass, num_kept = kept_prefix(row, V, neighbors, C, num_columns, num_columns, offset, token, token_mass,
+                                          total, tl.load(delta + r), CUTOFF, True, BLOCK_K)
+    ok = is_valid & in_vocabulary
+    tl.store(relaxed_mass + r, tl.where(ok, (token_mass + neighbor_mass).to(tl.float32) * FIXED_UNIT, 0.0))
+    tl.store(num_neighbors + r, tl.where(ok, num_kept, 0))
+    tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW) | tl.where(in_vocabulary, 0, INVALID_TREE))
 
 
-def neighborhood_sum(probs, tokens, neighbors, cutoff, kind, offset):
-    (R, V), (C, columns) = probs.shape, neighbors.shape
-    mass = probs.new_empty(R)
-    kept, status = probs.new_empty(R, dtype=torch.int32), probs.new_empty(R, dtype=torch.int32)
+def neighborhood_sum(probs, tokens, neighbors, delta, cutoff, offset):
+    (R, V), (C, k) = probs.shape, neighbors.shape
+    relaxed_mass = probs.new_empty(R)
+    num_neighbors, status = probs.new_empty(R, dtype=torch.int32), probs.new_empty(R, dtype=torch.int32)
     if R > 0:
         neighborhood_sum_kernel[(R,)](
-            probs, tokens, neighbors, cutoff, mass, kept, status, V, C, columns, offset, KIND=kind,
-            BLOCK=block("V", V), BLOCK_K=block("k", columns), num_warps=8, enable_fp_fusion=False)
-    return mass, kept, status
+            probs, tokens, neighbors, delta, relaxed_mass, num_neighbors, status, V, C, k, offset, CUTOFF=cutoff,
+            BLOCK=block("V", V), BLOCK_K=block("k", k), num_warps=8, enable_fp_fusion=False)
+    return relaxed_mass, num_neighbors, status

@@ -3,16 +3,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ._rows import (EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, block, draw, draw_at, load_weights,
-                    residual_weights, weigh)
+from ._rows import (EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, block, draw, draw_threshold, load_mass, residual_mass,
+                    to_fixed_point)
 
 
 @triton.jit
-def left(target, draft, v, V, total, draft_total, slack):
-    """The residual's weights of tokens v."""
-    weight = load_weights(target, v, v < V, True)
-    drafted = load_weights(draft, v, v < V, True)
-    return residual_weights(weight, total, drafted, draft_total, slack)
+def load_residual(target_row, draft_row, v, V, total, draft_total, slack):
+    """The residual's mass at tokens v."""
+    mass = load_mass(target_row, v, v < V, True)
+    draft_mass = load_mass(draft_row, v, v < V, True)
+    return residual_mass(mass, total, draft_mass, draft_total, slack)
 
 
 @triton.jit
@@ -23,52 +23,52 @@ def sample_residual_kernel(
         omega,           # (R) or None
         tokens, status,  # (R)
         V, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    target = target_probs + row * V
-    uniform = tl.load(uniforms + row)
-    total, valid = weigh(target, V, None, 0, BLOCK)
-    found = 0
-    slack = tl.full([], 0.0, tl.float64)
+    r = tl.program_id(0).to(tl.int64)
+    target_row = target_probs + r * V
+    uniform = tl.load(uniforms + r)
+    total, is_valid = to_fixed_point(target_row, V, None, 0, BLOCK)
+    row_status = 0
+    slack = tl.full([], 0.0, tl.float64)  # the share of the target that stays at least
     if omega is not None:
-        factor = tl.load(omega + row).to(tl.float64)
-        found = tl.where(factor >= 0.0, 0, INVALID_RULE)
+        factor = tl.load(omega + r).to(tl.float64)
+        row_status = tl.where(factor >= 0.0, 0, INVALID_RULE)
         slack = tl.where(factor < 1.0, 1.0 - factor, slack)
 
-    from_target = valid
+    draws_from_target = is_valid
     token = total * 0
     if draft_probs is not None:
-        draft = draft_probs + row * V
-        draft_total, sound = weigh(draft, V, None, 0, BLOCK)
-        valid = valid & sound
-        from_target = valid
-        if valid & (found == 0):
-            sums = tl.zeros([BLOCK], tl.int64)
+        draft_row = draft_probs + r * V
+        draft_total, draft_is_valid = to_fixed_point(draft_row, V, None, 0, BLOCK)
+        is_valid = is_valid & draft_is_valid
+        draws_from_target = is_valid
+        if is_valid & (row_status == 0):
+            totals = tl.zeros([BLOCK], tl.int64)
             v = tl.arange(0, BLOCK)
             start = 0
             while start < V:
-                sums += left(target, draft, start + v, V, total, draft_total, slack)
+                totals += load_residual(target_row, draft_row, start + v, V, total, draft_total, slack)
                 start += BLOCK
-            rest_total = tl.sum(sums, axis=0)
-            from_target = rest_total == 0
-            if rest_total == 0:
-                found = EMPTY_RESIDUAL
+            residual_total = tl.sum(totals, axis=0)
+            draws_from_target = residual_total == 0
+            if residual_total == 0:
+                row_status = EMPTY_RESIDUAL
             else:
-                at = draw_at(uniform, rest_total)
+                threshold = draw_threshold(uniform, residual_total)
                 begin = 0
-                below = rest_total * 0
-                rest = left(target, draft, v, V, total, draft_total, slack)
-                mass = tl.sum(rest, axis=0)
-                while (begin + BLOCK < V) & (below + mass <= at):
-                    below += mass
+                sum_before = residual_total * 0
+                residual = load_residual(target_row, draft_row, v, V, total, draft_total, slack)
+                block_total = tl.sum(residual, axis=0)
+                while (begin + BLOCK < V) & (sum_before + block_total <= threshold):
+                    sum_before += block_total
                     begin += BLOCK
-                    rest = left(target, draft, begin + v, V, total, draft_total, slack)
-                    mass = tl.sum(rest, axis=0)
-                before = (below + tl.cumsum(rest, axis=0) <= at).to(tl.int64)
-                token = tl.minimum(begin + tl.sum(before, axis=0), V - 1)
-    if from_target:
-        token = draw(target, V, total, uniform, True, BLOCK)
-    tl.store(tokens + row, token)
-    tl.store(status + row, found | tl.where(valid, 0, INVALID_ROW))
+                    residual = load_residual(target_row, draft_row, begin + v, V, total, draft_total, slack)
+                    block_total = tl.sum(residual, axis=0)
+                is_before = (sum_before + tl.cumsum(residual, axis=0) <= threshold).to(tl.int64)
+                token = tl.minimum(begin + tl.sum(is_before, axis=0), V - 1)
+    if draws_from_target:
+        token = draw(target_row, V, total, uniform, True, BLOCK)
+    tl.store(tokens + r, token)
+    tl.store(status + r, row_status | tl.where(is_valid, 0, INVALID_ROW))
 
 
 def sample_residual(target_probs, draft_probs, uniforms, omega):

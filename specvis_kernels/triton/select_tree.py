@@ -2,7 +2,7 @@
 import triton
 import triton.language as tl
 
-from ._rows import MOST_WARPS
+from ._rows import MAX_WARPS
 
 WIDEST = 32768  # the nodes' numbers are exchanged in shared memory
 NONE = tl.constexpr(-(2**31))  # below every score's key
@@ -64,5 +64,5 @@ def select_tree(tokens, scores, parents, root, size, N):
         block = max(triton.next_power_of_2(M), 16)
         select_tree_kernel[(B,)](tokens, scores, parents, root, size, *out, M, N, BLOCK_M=block,
                                  BLOCK_N=triton.next_power_of_2(N),
-                                 num_warps=min(MOST_WARPS, max(4, block // 512)))
+                                 num_warps=min(MAX_WARPS, max(4, block // 512)))
     return out

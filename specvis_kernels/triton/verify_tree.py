@@ -1,303 +1,308 @@
-"""verify_tree in Triton: one program per request, walking from the root to a leaf.
+"""verify_tree in Triton: one program per request, from the root of its tree to a leaf.
 
-The residual target and the draft row of the current node stand in scratch of this program, in fixed point. A
-barrier stands wherever threads read what others wrote, or write what others may still be reading.
+What is left of the target at the current node, and the draft row of its children, stand in scratch of this
+program, in fixed point. A barrier stands wherever threads read what others wrote, or write what others may still
+be reading.
 """
 import torch
 import triton
 import triton.language as tl
 
-from ._rows import (EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, block, draw, kept_prefix,
-                    load_weights, residual_weights, weigh)
+from ._rows import (EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, block, draw, kept_prefix, load_mass,
+                    residual_mass, to_fixed_point)
 
 
 @triton.jit
-def clear_neighbors(weights, V, near, count, offset, BLOCK_K: tl.constexpr):
-    """The weights of the first `count` neighbors become 0; returns their sum, an id that repeats once."""
+def clear_neighbors(mass, V, token_neighbors, count, offset, BLOCK_K: tl.constexpr):
+    """The mass of the first `count` neighbors becomes 0; returns its sum, in which an id counts once."""
     sums = tl.zeros([BLOCK_K], tl.int64)
     start = count * 0
     while start < count:
         j = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(near + j, mask=j < count, other=0).to(tl.int64) + offset
-        inside = (j < count) & (ids >= 0) & (ids < V)
-        sums += tl.where(inside, tl.atomic_xchg(weights + ids, tl.zeros([BLOCK_K], tl.int64), mask=inside), 0)
+        ids = tl.load(token_neighbors + j, mask=j < count, other=0).to(tl.int64) + offset
+        in_vocabulary = (j < count) & (ids >= 0) & (ids < V)
+        cleared = tl.atomic_xchg(mass + ids, tl.zeros([BLOCK_K], tl.int64), mask=in_vocabulary)
+        sums += tl.where(in_vocabulary, cleared, 0)
         start += BLOCK_K
     return tl.sum(sums, axis=0)
 
 
 @triton.jit
-def spare_neighbors(draft, V, near, count, offset, BLOCK_K: tl.constexpr):
-    """`draft` spares the first `count` neighbors once: marked by negatives, which subtract() undoes."""
+def protect_neighbors(draft_mass, V, token_neighbors, count, offset, BLOCK_K: tl.constexpr):
+    """The next subtract() takes nothing from the first `count` neighbors: negatives mark them, which it undoes."""
     start = count * 0
     while start < count:
         j = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(near + j, mask=j < count, other=0).to(tl.int64) + offset
-        inside = (j < count) & (ids >= 0) & (ids < V)
-        drafted = tl.load(draft + ids, mask=inside, other=0)
-        tl.store(draft + ids, tl.where(drafted >= 0, -drafted - 1, drafted), mask=inside)
+        ids = tl.load(token_neighbors + j, mask=j < count, other=0).to(tl.int64) + offset
+        in_vocabulary = (j < count) & (ids >= 0) & (ids < V)
+        entry = tl.load(draft_mass + ids, mask=in_vocabulary, other=0)
+        tl.store(draft_mass + ids, tl.where(entry >= 0, -entry - 1, entry), mask=in_vocabulary)
         tl.debug_barrier()  # an id listed twice must be seen as marked
         start += BLOCK_K
 
 
 @triton.jit
-def subtract(weights, draft, V, total, draft_total, slack, BLOCK: tl.constexpr):
-    """weights becomes the residual after a sampled proposal; returns its total."""
-    sums = tl.zeros([BLOCK], tl.int64)
+def subtract(mass, draft_mass, V, total, draft_total, slack, BLOCK: tl.constexpr):
+    """mass becomes the residual after a child from the draft row; returns its total."""
+    totals = tl.zeros([BLOCK], tl.int64)
     start = 0
     while start < V:
         v = start + tl.arange(0, BLOCK)
-        weight = tl.load(weights + v, mask=v < V, other=0)
-        drafted = tl.load(draft + v, mask=v < V, other=0)
-        tl.store(draft + v, tl.where(drafted < 0, -drafted - 1, drafted), mask=v < V)
-        rest = residual_weights(weight, total, tl.maximum(drafted, 0), draft_total, slack)
-        tl.store(weights + v, rest, mask=v < V)
-        sums += rest
+        entry = tl.load(mass + v, mask=v < V, other=0)
+        draft_entry = tl.load(draft_mass + v, mask=v < V, other=0)
+        tl.store(draft_mass + v, tl.where(draft_entry < 0, -draft_entry - 1, draft_entry), mask=v < V)
+        residual = residual_mass(entry, total, tl.maximum(draft_entry, 0), draft_total, slack)
+        tl.store(mass + v, residual, mask=v < V)
+        totals += residual
         start += BLOCK
-    return tl.sum(sums, axis=0)
+    return tl.sum(totals, axis=0)
 
 
 @triton.jit
-def odds(sampled, mass, total, drafted, draft_total, factor):
-    """The probability that a candidate of this mass is accepted."""
+def accept_prob(is_sampled, mass, total, token_draft_mass, draft_total, factor):
+    """The probability that a child of this mass is accepted."""
     gain = factor * mass.to(tl.float64)
     scale = total.to(tl.float64)
-    if sampled:
+    if is_sampled:
         gain *= draft_total.to(tl.float64)
-        scale *= drafted.to(tl.float64)
-    likely = (mass > 0) & (gain > 0.0)
-    sure = gain >= scale
-    return tl.where(likely, tl.where(sure, 1.0, gain / tl.where(sure, 1.0, scale)), 0.0)
+        scale *= token_draft_mass.to(tl.float64)
+    is_possible = (mass > 0) & (gain > 0.0)
+    is_certain = gain >= scale
+    return tl.where(is_possible, tl.where(is_certain, 1.0, gain / tl.where(is_certain, 1.0, scale)), 0.0)
 
 
 @triton.jit
-def walk(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, cutoff,
-         omega, weights, draft, path, N, V, M, P, C, columns, offset,
-         KIND: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A sampling request; returns accepted, next_token, excess, status."""
+def verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
+                   omega, mass, draft_mass, accepted_nodes, N, V, M, P, C, num_columns, offset,
+                   CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A request that samples; returns num_accepted, next_token, tv_excess, status."""
     zero = tl.program_id(0).to(tl.int64) * 0
     status = zero.to(tl.int32)
     if omega is not None:
         d = 0
         while d < P:
-            allowed = tl.load(omega + d) >= 0.0
+            is_defined = tl.load(omega + d) >= 0.0
             if neighbors is not None and RESIDUAL == "optimal":
-                allowed = tl.load(omega + d) >= 1.0
-            status = tl.where(allowed, status, INVALID_RULE)
+                is_defined = tl.load(omega + d) >= 1.0
+            status = tl.where(is_defined, status, INVALID_RULE)
             d += 1
-    refused = status != 0
+    is_undefined = status != 0
 
     node = zero
-    accepted = zero.to(tl.int32)
-    excess = zero.to(tl.float64)
+    num_accepted = zero.to(tl.int32)
+    tv_excess = zero.to(tl.float64)
     total = zero
-    valid = zero == 0
-    changed = zero != 0  # do the weights differ from the target's row?
-    going = zero == 0
-    while going:
+    is_valid = zero == 0
+    is_changed = zero != 0  # does the mass differ from the target's row?
+    descends = zero == 0
+    while descends:
         tl.debug_barrier()
-        row = target_probs + node * V
+        target_row = target_probs + node * V
         child = tl.load(first_child + node).to(tl.int64)
-        trying = (child >= 0) & (accepted < P) & (refused == 0)
-        total, valid = weigh(row, V, weights, tl.where(trying, V, 0), BLOCK)
-        changed = zero != 0
-        status |= tl.where(valid, 0, INVALID_ROW)
-        trying = trying & valid
-        sampled = zero != 0
+        active = (child >= 0) & (num_accepted < P) & (is_undefined == 0)
+        total, is_valid = to_fixed_point(target_row, V, mass, tl.where(active, V, 0), BLOCK)
+        is_changed = zero != 0
+        status |= tl.where(is_valid, 0, INVALID_ROW)
+        active = active & is_valid
+        is_sampled = zero != 0
         draft_total = zero
         if draft_probs is not None:
-            source = tl.load(draft_row + node).to(tl.int64)
-            sampled = source >= 0
-            status |= tl.where(trying & (source >= M), INVALID_TREE, 0)
-            trying = trying & (source < M)
-            if trying & sampled:
-                draft_total, sound = weigh(draft_probs + source * V, V, draft, V, BLOCK)
-                status |= tl.where(sound, 0, INVALID_ROW)
-                trying = sound
+            m = tl.load(draft_row + node).to(tl.int64)
+            is_sampled = m >= 0
+            status |= tl.where(active & (m >= M), INVALID_TREE, 0)
+            active = active & (m < M)
+            if active & is_sampled:
+                draft_total, draft_is_valid = to_fixed_point(draft_probs + m * V, V, draft_mass, V, BLOCK)
+                status |= tl.where(draft_is_valid, 0, INVALID_ROW)
+                active = draft_is_valid
         tl.debug_barrier()
 
         previous = node
-        chosen = zero - 1
-        reach = zero.to(tl.float64) + 1.0
-        while trying:
-            follows = (child > previous) & (child < N)
-            x = tl.load(tokens + child, mask=follows, other=-1)
-            trying = follows & (x >= 0) & (x < V)
-            status |= tl.where(trying, 0, INVALID_TREE)
-            if trying & ((sampled == 0) | (draft_total > 0)):
-                own = tl.load(weights + x)
-                drafted = zero
+        accepted_child = zero - 1
+        reach_prob = zero.to(tl.float64) + 1.0
+        while active:
+            is_later = (child > previous) & (child < N)
+            token = tl.load(tokens + child, mask=is_later, other=-1)
+            active = is_later & (token >= 0) & (token < V)
+            status |= tl.where(active, 0, INVALID_TREE)
+            if active & ((is_sampled == 0) | (draft_total > 0)):
+                token_mass = tl.load(mass + token)
+                token_draft_mass = zero
                 if draft_probs is not None:
-                    if sampled:
-                        drafted = tl.load(draft + x)
-                rho = own
-                kept = accepted * 0
+                    if is_sampled:
+                        token_draft_mass = tl.load(draft_mass + token)
+                relaxed_mass = token_mass
+                num_kept = num_accepted * 0
                 if neighbors is not None:
-                    looked = columns
+                    num_considered = num_columns
                     if RESIDUAL == "released":
-                        looked = columns - 1
-                    moved, kept = kept_prefix(weights, V, neighbors, C, columns, looked, offset, x, own,
-                                              total, tl.load(cutoff), KIND, False, BLOCK_K)
-                    rho += moved
-                factor = excess * 0.0 + 1.0
+                        num_considered = num_columns - 1
+                    neighbor_mass, num_kept = kept_prefix(
+                        mass, V, neighbors, C, num_columns, num_considered, offset, token, token_mass, total,
+                        tl.load(delta), CUTOFF, False, BLOCK_K)
+                    relaxed_mass += neighbor_mass
+                factor = tv_excess * 0.0 + 1.0
                 if omega is not None:
-                    factor = tl.load(omega + accepted).to(tl.float64)
+                    factor = tl.load(omega + num_accepted).to(tl.float64)
 
-                u = tl.load(uniforms + child).to(tl.float64)
-                mass = total.to(tl.float64)
-                need = u * mass
-                gain = factor * rho.to(tl.float64)
-                if sampled:
-                    need = (u * drafted.to(tl.float64)) * mass
+                # u Q(x) < omega * relaxed mass, both sides times the totals of R and of the draft row.
+                uniform = tl.load(uniforms + child).to(tl.float64)
+                need = uniform * total.to(tl.float64)
+                gain = factor * relaxed_mass.to(tl.float64)
+                if is_sampled:
+                    need = (uniform * token_draft_mass.to(tl.float64)) * total.to(tl.float64)
                     gain = gain * draft_total.to(tl.float64)
-                likely = odds(sampled, rho, total, drafted, draft_total, factor)
-                strict = odds(sampled, own, total, drafted, draft_total, excess * 0.0 + 1.0)
-                excess += reach * tl.maximum(likely - strict, 0.0)
-                reach *= 1.0 - likely
+                relaxed_prob = accept_prob(is_sampled, relaxed_mass, total, token_draft_mass, draft_total, factor)
+                strict_prob = accept_prob(is_sampled, token_mass, total, token_draft_mass, draft_total,
+                                          tv_excess * 0.0 + 1.0)
+                tv_excess += reach_prob * tl.maximum(relaxed_prob - strict_prob, 0.0)
+                reach_prob *= 1.0 - relaxed_prob
                 tl.debug_barrier()
-                if (need < gain) & (rho > 0):
-                    chosen = child
+                if (need < gain) & (relaxed_mass > 0):
+                    accepted_child = child
                 else:
-                    slack = tl.where(factor < 1.0, 1.0 - factor, 0.0)
+                    slack = tl.where(factor < 1.0, 1.0 - factor, 0.0)  # the share of R that stays at least
+                    if RESIDUAL != "optimal":
+                        slack = slack * 0.0
                     if draft_probs is not None:
-                        if sampled:
+                        if is_sampled:
                             if neighbors is not None and RESIDUAL == "relaxed":
-                                clear_neighbors(weights, V, neighbors + (x - offset) * columns, kept, offset,
+                                clear_neighbors(mass, V, neighbors + (token - offset) * num_columns, num_kept, offset,
                                                 BLOCK_K)
                                 tl.debug_barrier()
-                                tl.store(weights + x, rho)
+                                tl.store(mass + token, relaxed_mass)
                             if neighbors is not None and RESIDUAL == "released":
-                                spare_neighbors(draft, V, neighbors + (x - offset) * columns,
-                                                tl.where(kept > 0, columns, 0), offset, BLOCK_K)
-                            if RESIDUAL != "optimal":
-                                slack = slack * 0.0
+                                protect_neighbors(draft_mass, V, neighbors + (token - offset) * num_columns,
+                                                  tl.where(num_kept > 0, num_columns, 0), offset, BLOCK_K)
                             tl.debug_barrier()
-                            total = subtract(weights, draft, V, total, draft_total, slack, BLOCK)
+                            total = subtract(mass, draft_mass, V, total, draft_total, slack, BLOCK)
                             tl.debug_barrier()
-                            tl.store(draft + x, zero)
-                            draft_total -= drafted
-                    if sampled == 0:
-                        left = zero
-                        if RESIDUAL == "optimal":
-                            left = (slack * own.to(tl.float64)).to(tl.int64)
-                        tl.store(weights + x, left)
-                        total += left - own
+                            tl.store(draft_mass + token, zero)
+                            draft_total -= token_draft_mass
+                    if is_sampled == 0:
+                        left = (slack * token_mass.to(tl.float64)).to(tl.int64)
+                        tl.store(mass + token, left)
+                        total += left - token_mass
                         if neighbors is not None and RESIDUAL != "optimal":
                             tl.debug_barrier()
-                            count = kept
+                            num_cleared = num_kept
                             if RESIDUAL == "released":
-                                count = tl.where(kept > 0, columns, 0)
-                            total -= clear_neighbors(weights, V, neighbors + (x - offset) * columns, count,
+                                num_cleared = tl.where(num_kept > 0, num_columns, 0)
+                            total -= clear_neighbors(mass, V, neighbors + (token - offset) * num_columns, num_cleared,
                                                      offset, BLOCK_K)
                     tl.debug_barrier()
-                    changed = total != 0
+                    is_changed = total != 0
                     if total == 0:
                         status |= EMPTY_RESIDUAL
-                        total, valid = weigh(row, V, weights, V, BLOCK)
+                        total, is_valid = to_fixed_point(target_row, V, mass, V, BLOCK)
                         tl.debug_barrier()
             previous = child
-            trying = trying & (chosen < 0)
-            child = tl.load(next_sibling + child, mask=trying, other=-1).to(tl.int64)
-            trying = trying & (child >= 0)
+            active = active & (accepted_child < 0)
+            child = tl.load(next_sibling + child, mask=active, other=-1).to(tl.int64)
+            active = active & (child >= 0)
 
-        going = chosen >= 0
-        if going:
-            tl.store(path + accepted, chosen.to(tl.int32))
-            accepted += 1
-            node = chosen
+        descends = accepted_child >= 0
+        if descends:
+            tl.store(accepted_nodes + num_accepted, accepted_child.to(tl.int32))
+            num_accepted += 1
+            node = accepted_child
 
-    token = zero
-    if valid:
-        if changed:
-            token = draw(weights, V, total, tl.load(uniforms), False, BLOCK)
+    next_token = zero
+    if is_valid:
+        if is_changed:
+            next_token = draw(mass, V, total, tl.load(uniforms), False, BLOCK)
         else:
-            token = draw(target_probs + node * V, V, total, tl.load(uniforms), True, BLOCK)
-    return accepted, token, excess, status
+            next_token = draw(target_probs + node * V, V, total, tl.load(uniforms), True, BLOCK)
+    return num_accepted, next_token, tv_excess, status
 
 
 @triton.jit
 def argmax(row, V, BLOCK: tl.constexpr):
-    """The row's largest weight and its lowest id."""
-    most = tl.full([BLOCK], -1, tl.int64)
-    at = tl.zeros([BLOCK], tl.int64)
+    """The row's largest mass and its lowest id."""
+    largest = tl.full([BLOCK], -1, tl.int64)
+    ids = tl.zeros([BLOCK], tl.int64)
     start = 0
     while start < V:
         v = start + tl.arange(0, BLOCK)
-        weight = load_weights(row, v, v < V, True)
-        more = (weight > most) & (v < V)
-        most = tl.where(more, weight, most)
-        at = tl.where(more, v, at)
+        mass = load_mass(row, v, v < V, True)
+        is_larger = (mass > largest) & (v < V)
+        largest = tl.where(is_larger, mass, largest)
+        ids = tl.where(is_larger, v, ids)
         start += BLOCK
-    top = tl.max(most, axis=0)
-    return top, tl.min(tl.where(most == top, at, V), axis=0)
+    max_mass = tl.max(largest, axis=0)
+    return max_mass, tl.min(tl.where(largest == max_mass, ids, V), axis=0)
 
 
 @triton.jit
-def judge(target_probs, tokens, first_child, next_sibling, neighbors, cutoff, notes, path, N, V, P, C,
-          columns, offset, KIND: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
-          BLOCK_K: tl.constexpr):
-    """A greedy request: nodes in order, each with its chain of children. Returns what walk() does."""
+def verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, delta, scratch, accepted_nodes, N, V, P,
+                  C, num_columns, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+                  BLOCK_K: tl.constexpr):
+    """A greedy request: nodes in order, each with its chain of children. Returns what verify_sampled() does."""
     zero = tl.program_id(0).to(tl.int64) * 0
     status = zero.to(tl.int32)
-    depth = notes               # (N) of an accepted node, else -1
-    parent = notes + N          # (N) written where the node is accepted
-    departures = notes + 2 * N  # (N) nodes on its path that strict greedy would refuse
+    depth = scratch                   # (N) of a node on an accepted path, else -1
+    parent = scratch + N              # (N) written where the node is accepted
+    num_non_argmax = scratch + 2 * N  # (N) accepted tokens down to this node that are not their row's argmax
     n = zero
     while n < N:
         tl.store(depth + n, tl.where(n == 0, 0, -1))
         n += 1
-    tl.store(departures, 0)
+    tl.store(num_non_argmax, 0)
     tl.debug_barrier()
 
-    best = zero
-    accepted = zero.to(tl.int32)
+    deepest = zero
+    num_accepted = zero.to(tl.int32)
     n = zero
     while n < N:
-        here = tl.load(depth + n)
-        best = tl.where(here > accepted, n, best)
-        accepted = tl.maximum(here, accepted)
+        node_depth = tl.load(depth + n)
+        deepest = tl.where(node_depth > num_accepted, n, deepest)
+        num_accepted = tl.maximum(node_depth, num_accepted)
         child = tl.load(first_child + n).to(tl.int64)
-        if (here >= 0) & (here < P) & (child >= 0):
+        if (node_depth >= 0) & (node_depth < P) & (child >= 0):
             row = target_probs + n * V
-            total, trying = weigh(row, V, None, 0, BLOCK)
-            most, top = argmax(row, V, BLOCK)
+            total, active = to_fixed_point(row, V, None, 0, BLOCK)
+            max_mass, top = argmax(row, V, BLOCK)
             previous = n
-            while trying:
-                follows = (child > previous) & (child < N)
-                x = tl.load(tokens + child, mask=follows, other=-1)
-                trying = follows & (x >= 0) & (x < V)
-                status |= tl.where(trying, 0, INVALID_TREE)
-                rho = load_weights(row, x, trying, True)
+            while active:
+                is_later = (child > previous) & (child < N)
+                token = tl.load(tokens + child, mask=is_later, other=-1)
+                active = is_later & (token >= 0) & (token < V)
+                status |= tl.where(active, 0, INVALID_TREE)
+                relaxed_mass = load_mass(row, token, active, True)
                 if neighbors is not None:
-                    looked = columns
+                    num_considered = num_columns
                     if RESIDUAL == "released":
-                        looked = columns - 1
-                    moved, _ = kept_prefix(row, V, neighbors, C, columns, looked, offset, x, rho, total,
-                                           tl.load(cutoff), KIND, True, BLOCK_K)
-                    rho += moved
-                if trying & ((x == top) | (rho > most) | ((rho == most) & (x < top))):
-                    tl.store(depth + child, here + 1)
+                        num_considered = num_columns - 1
+                    neighbor_mass, _ = kept_prefix(
+                        row, V, neighbors, C, num_columns, num_considered, offset, token, relaxed_mass, total,
+                        tl.load(delta), CUTOFF, True, BLOCK_K)
+                    relaxed_mass += neighbor_mass
+                is_best = (token == top) | (relaxed_mass > max_mass) | ((relaxed_mass == max_mass) & (token < top))
+                if active & is_best:
+                    tl.store(depth + child, node_depth + 1)
                     tl.store(parent + child, n.to(tl.int32))
-                    tl.store(departures + child, tl.load(departures + n) + tl.where(x == top, 0, 1))
+                    tl.store(num_non_argmax + child, tl.load(num_non_argmax + n) + tl.where(token == top, 0, 1))
                 previous = child
-                child = tl.load(next_sibling + child, mask=trying, other=-1).to(tl.int64)
-                trying = trying & (child >= 0)
+                child = tl.load(next_sibling + child, mask=active, other=-1).to(tl.int64)
+                active = active & (child >= 0)
             tl.debug_barrier()
         n += 1
 
-    row = target_probs + best * V
-    total, valid = weigh(row, V, None, 0, BLOCK)
-    most, top = argmax(row, V, BLOCK)
-    status |= tl.where(valid, 0, INVALID_ROW)
-    excess = tl.load(departures + best).to(tl.float64)
-    d = accepted
+    row = target_probs + deepest * V
+    total, is_valid = to_fixed_point(row, V, None, 0, BLOCK)
+    max_mass, top = argmax(row, V, BLOCK)
+    status |= tl.where(is_valid, 0, INVALID_ROW)
+    tv_excess = tl.load(num_non_argmax + deepest).to(tl.float64)
+    node = deepest
+    d = num_accepted
     while d > 0:
-        tl.store(path + d - 1, best.to(tl.int32))
-        best = tl.load(parent + best).to(tl.int64)
+        tl.store(accepted_nodes + d - 1, node.to(tl.int32))
+        node = tl.load(parent + node).to(tl.int64)
         d -= 1
-    return accepted, tl.where(valid, top, 0).to(tl.int64), excess, status
+    return num_accepted, tl.where(is_valid, top, 0).to(tl.int64), tv_excess, status
 
 
-@triton.jit(do_not_specialize=["N", "M", "P", "C", "columns", "offset"])  # they change from step to step
+@triton.jit(do_not_specialize=["N", "M", "P", "C", "num_columns", "offset"])  # they change from step to step
 def verify_tree_kernel(
         target_probs,               # (B, N, V)
         tokens,                     # (B, N)
@@ -305,15 +310,15 @@ def verify_tree_kernel(
         uniforms,                   # (B, N)
         draft_probs,                # (B, M, V) or None
         draft_row,                  # (B, N)
-        neighbors,                  # (C, columns) or None
-        cutoff,                     # (B)
+        neighbors,                  # (C, num_columns) or None
+        delta,                      # (B)
         omega,                      # (B, P) or None
         greedy,                     # (B) or None
-        weights, draft,             # (B, V) scratch
-        notes,                      # (B, 3, N) scratch
-        path,                       # (B, P)
-        accepted, next_token, excess, status,  # (B)
-        N, V, M, P, C, columns, offset, KIND: tl.constexpr, RESIDUAL: tl.constexpr,
+        mass, draft_mass,           # (B, V) scratch
+        greedy_scratch,             # (B, 3, N)
+        accepted_nodes,             # (B, P)
+        num_accepted, next_token, tv_excess, status,  # (B)
+        N, V, M, P, C, num_columns, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
         BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     target_probs += b * N * V
@@ -321,61 +326,60 @@ def verify_tree_kernel(
     first_child += b * N
     next_sibling += b * N
     uniforms += b * N
-    weights += b * V
-    path += b * P
+    mass += b * V
+    accepted_nodes += b * P
     if draft_probs is not None:
         draft_probs += b * M * V
         draft_row += b * N
-        draft += b * V
+        draft_mass += b * V
     if neighbors is not None:
-        cutoff += b
+        delta += b
     if omega is not None:
         omega += b * P
 
     d = 0
     while d < P:
-        tl.store(path + d, -1)
+        tl.store(accepted_nodes + d, -1)
         d += 1
     tl.debug_barrier()
-    sampling = b >= 0
+    is_sampling = b >= 0
     if greedy is not None:
-        sampling = tl.load(greedy + b) == 0
-    if sampling:
-        count, token, meter, found = walk(
-            target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-            cutoff, omega, weights, draft, path, N, V, M, P, C, columns, offset, KIND, RESIDUAL, BLOCK,
-            BLOCK_K)
-        tl.store(accepted + b, count)
+        is_sampling = tl.load(greedy + b) == 0
+    if is_sampling:
+        count, token, excess, request_status = verify_sampled(
+            target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega,
+            mass, draft_mass, accepted_nodes, N, V, M, P, C, num_columns, offset, CUTOFF, RESIDUAL, BLOCK, BLOCK_K)
+        tl.store(num_accepted + b, count)
         tl.store(next_token + b, token)
-        tl.store(excess + b, meter.to(tl.float32))
-        tl.store(status + b, found)
+        tl.store(tv_excess + b, excess.to(tl.float32))
+        tl.store(status + b, request_status)
     if greedy is not None:
-        if sampling == 0:
-            count, token, meter, found = judge(
-                target_probs, tokens, first_child, next_sibling, neighbors, cutoff, notes + b * 3 * N, path,
-                N, V, P, C, columns, offset, KIND, RESIDUAL, BLOCK, BLOCK_K)
-            tl.store(accepted + b, count)
+        if is_sampling == 0:
+            count, token, excess, request_status = verify_greedy(
+                target_probs, tokens, first_child, next_sibling, neighbors, delta, greedy_scratch + b * 3 * N,
+                accepted_nodes, N, V, P, C, num_columns, offset, CUTOFF, RESIDUAL, BLOCK, BLOCK_K)
+            tl.store(num_accepted + b, count)
             tl.store(next_token + b, token)
-            tl.store(excess + b, meter.to(tl.float32))
-            tl.store(status + b, found)
+            tl.store(tv_excess + b, excess.to(tl.float32))
+            tl.store(status + b, request_status)
 
 
-def verify_tree(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                cutoff, omega, greedy, kind, offset, residual, P):
+def verify_tree(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
+                omega, greedy, cutoff, offset, residual, max_depth):
     B, N, V = target_probs.shape
     M = 0 if draft_probs is None else draft_probs.shape[1]
-    C, columns = (0, 0) if neighbors is None else neighbors.shape
-    path, accepted = tokens.new_empty(B, P, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32)
-    next_token, excess = tokens.new_empty(B), target_probs.new_empty(B)
-    status = tokens.new_empty(B, dtype=torch.int32)
+    C, k = (0, 0) if neighbors is None else neighbors.shape
+    accepted_nodes = tokens.new_empty(B, max_depth, dtype=torch.int32)
+    num_accepted, next_token = tokens.new_empty(B, dtype=torch.int32), tokens.new_empty(B)
+    tv_excess, status = target_probs.new_empty(B), tokens.new_empty(B, dtype=torch.int32)
     if B > 0:
-        weights = tokens.new_empty(B, V)
-        draft = None if draft_probs is None else tokens.new_empty(B, V)
-        notes = None if greedy is None else tokens.new_empty(B, 3, N, dtype=torch.int32)
+        mass = tokens.new_empty(B, V)
+        draft_mass = None if draft_probs is None else tokens.new_empty(B, V)
+        greedy_scratch = None if greedy is None else tokens.new_empty(B, 3, N, dtype=torch.int32)
         verify_tree_kernel[(B,)](
-            target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-            cutoff, omega, None if greedy is None else greedy.view(torch.uint8), weights, draft, notes,
-            path, accepted, next_token, excess, status, N, V, M, P, C, columns, offset,
-            KIND=kind, RESIDUAL=residual, BLOCK=block("V", V), BLOCK_K=block("k", max(columns, 1)),
+            target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
+            omega, None if greedy is None else greedy.view(torch.uint8), mass, draft_mass, greedy_scratch,
+            accepted_nodes, num_accepted, next_token, tv_excess, status, N, V, M, max_depth, C, k, offset,
+            CUTOFF=cutoff, RESIDUAL=residual, BLOCK=block("V", V), BLOCK_K=block("k", max(k, 1)),
             num_warps=8, enable_fp_fusion=False)
-    return path, accepted, next_token, excess, status
+    return accepted_nodes, num_accepted, next_token, tv_excess, status

@@ -25,7 +25,7 @@ def blocks_of(size, backend, monkeypatch):
     """Triton takes so many tokens at a time; the others have blocks and shares of 32 or more."""
     if backend == "triton":
         from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.WIDEST, "V", size)
+        monkeypatch.setitem(_rows.MAX_BLOCK, "V", size)
 
 
 @each_backend
