@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-NONE = tl.constexpr(-(2**63))
-BAD = tl.constexpr(2**63 - 1)  # the key of what is no probability: above all others
-WIDEST = 8192  # chunks at most
+from ._rows import INVALID_ROW
+
+NONE = tl.constexpr(-(2**63))       # below every key
+NO_PROB = tl.constexpr(2**63 - 1)  # the key of what is no probability: above all others
+MAX_CHUNKS = 8192
 
 
 @triton.jit
@@ -28,13 +30,13 @@ def id_of(key):
 
 @triton.jit
 def without(keys, best, row, size, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, LENGTH: tl.constexpr):
-    """The keys after `best` was taken: its chunk's next one takes its place."""
+    """The keys after `best` was taken: the next one of its chunk takes its place."""
     chunk = id_of(best) % CHUNKS
     following = tl.full([], NONE, tl.int64)
     if LENGTH > 1:
         ids = chunk + CHUNKS * tl.arange(0, LENGTH).to(tl.int64)
-        rest = keys_of(tl.load(row + ids, mask=ids < size, other=FLOOR), ids, FLOOR)
-        following = tl.max(tl.where(rest < best, rest, NONE), axis=0)
+        chunk_keys = keys_of(tl.load(row + ids, mask=ids < size, other=FLOOR), ids, FLOOR)
+        following = tl.max(tl.where(chunk_keys < best, chunk_keys, NONE), axis=0)
     return tl.where(tl.arange(0, CHUNKS) == chunk, following, keys)
 
 
@@ -49,35 +51,35 @@ def children_kernel(
     row = tl.program_id(0).to(tl.int64)                  # row = b * F + f
     probs = draft_probs + row * V
     score = tl.load(scores + row)
-    alive = score > float("-inf")
+    exists = score > float("-inf")
     count = 0
-    found = 0
-    if alive:
-        wanted = tl.minimum(tl.maximum(tl.load(width + row // F), 1), K)
+    status_bits = 0
+    if exists:
+        max_count = tl.minimum(tl.maximum(tl.load(width + row // F), 1), K)
         keys = tl.full([CHUNKS], NONE, tl.int64)
         start = tl.full([], 0, tl.int64)
         while start < V:
             ids = start + tl.arange(0, CHUNKS)
             p = tl.load(probs + ids, mask=ids < V, other=0.0)
-            sound = (p >= 0.0) & (p <= 2.0)
-            keys = tl.maximum(keys, tl.where(sound, keys_of(p, ids, 0.0), BAD))
+            is_prob = (p >= 0.0) & (p <= 2.0)
+            keys = tl.maximum(keys, tl.where(is_prob, keys_of(p, ids, 0.0), NO_PROB))
             start += CHUNKS
         best = tl.max(keys, axis=0)
         value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        left = value * 4398046511104.0 >= 1.0            # 2^42: in fixed point
-        if (best == NONE) | (best == BAD) | (left == 0):
-            found = 2                                    # INVALID_ROW
+        has_mass = value * 4398046511104.0 >= 1.0        # 2^42: in fixed point
+        if (best == NONE) | (best == NO_PROB) | (has_mass == 0):
+            status_bits = INVALID_ROW
             best = tl.full([], NONE, tl.int64)
-        while (count < wanted) & (best > NONE):
+        while (count < max_count) & (best > NONE):
             value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            step = tl.log(value.to(tl.float64)).to(tl.float32)
-            child = score + tl.where(step < 0.0, step, 0.0)
+            log_prob = tl.log(value.to(tl.float64)).to(tl.float32)
+            child = score + tl.where(log_prob < 0.0, log_prob, 0.0)
             tl.store(tokens + row * K + count, tl.where(child > float("-inf"), id_of(best), 0))
             tl.store(child_scores + row * K + count, child)
             keys = without(keys, best, probs, V, 0.0, CHUNKS, LENGTH)
             best = tl.max(keys, axis=0)
             count += 1
-    tl.store(status + row, found)
+    tl.store(status + row, status_bits)
     k = tl.arange(0, BLOCK_K)
     unused = (k >= count) & (k < K)
     tl.store(tokens + row * K + k, tl.zeros([BLOCK_K], tl.int64), mask=unused)
@@ -92,7 +94,7 @@ def frontier_kernel(
         size, K, CHUNKS: tl.constexpr, LENGTH: tl.constexpr, BLOCK_K: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     scores = child_scores + b * size
-    wanted = tl.minimum(tl.maximum(tl.load(width + b), 1), K)
+    max_count = tl.minimum(tl.maximum(tl.load(width + b), 1), K)
     keys = tl.full([CHUNKS], NONE, tl.int64)
     start = tl.full([], 0, tl.int64)
     while start < size:
@@ -102,7 +104,7 @@ def frontier_kernel(
         start += CHUNKS
     best = tl.max(keys, axis=0)
     count = 0
-    while (count < wanted) & (best > NONE):
+    while (count < max_count) & (best > NONE):
         tl.store(frontier + b * K + count, id_of(best).to(tl.int32))
         keys = without(keys, best, scores, size, float("-inf"), CHUNKS, LENGTH)
         best = tl.max(keys, axis=0)
@@ -112,14 +114,14 @@ def frontier_kernel(
 
 
 def chunks(size):
-    """How a row of this size is divided; with as many warps as hold its keys in registers."""
-    number = min(triton.next_power_of_2(size), WIDEST)
-    return {"CHUNKS": number, "LENGTH": triton.next_power_of_2(triton.cdiv(size, number)),
-            "num_warps": min(16, max(4, number // 512))}
+    """How a row of this size is divided, and how many warps hold its keys in registers."""
+    count = min(triton.next_power_of_2(size), MAX_CHUNKS)
+    return {"CHUNKS": count, "LENGTH": triton.next_power_of_2(triton.cdiv(size, count)),
+            "num_warps": min(16, max(4, count // 512))}
 
 
-def expand_tree(draft_probs, scores, width, K):
-    B, F, V = draft_probs.shape
+def expand_tree(draft_probs, scores, width, num_children):
+    (B, F, V), K = draft_probs.shape, num_children
     tokens = draft_probs.new_empty((B, F, K), dtype=torch.int64)
     child_scores = draft_probs.new_empty((B, F, K))
     frontier, status = width.new_empty((B, K)), width.new_empty((B, F))

@@ -3,6 +3,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ._rows import INVALID_TREE
+
 
 @triton.jit
 def tree_links_kernel(
@@ -14,50 +16,50 @@ def tree_links_kernel(
     b = tl.program_id(0).to(tl.int64)
     parents += b * N
     word = tl.arange(0, BLOCK_W)
-    found = 0
+    any_wrong = 0
     start = 0
     while start < N:
         n = start + tl.arange(0, BLOCK_N)
-        own = tl.load(parents + n, mask=n < N, other=-2)
+        parent = tl.load(parents + n, mask=n < N, other=-2)
         bits = tl.zeros([BLOCK_N, BLOCK_W], tl.int64)
-        steps = tl.full([BLOCK_N], -1, tl.int32)
-        used = n < N
-        at = tl.where(used, n, -1)                       # -1: this walk is over
-        going = tl.max(at, axis=0) >= 0
-        while going:
-            here = (at[:, None] // 64 == word[None, :]) & (at[:, None] >= 0)
-            bits |= tl.where(here, tl.full([], 1, tl.int64) << (at[:, None] & 63).to(tl.int64), 0)
-            steps += tl.where(at >= 0, 1, 0)
-            up = tl.load(parents + at, mask=at >= 0, other=-2)
-            good = ((up >= 0) & (up < at)) | ((at == 0) & (up == -1))
-            used = used & (good | (at < 0))
-            at = tl.where(good & (at > 0), up, -1)
-            going = tl.max(at, axis=0) >= 0
-        wrong = (n < N) & (used == 0) & ((own != -2) | (n == 0))
-        found |= tl.max(wrong.to(tl.int32), axis=0)
+        node_depth = tl.full([BLOCK_N], -1, tl.int32)
+        is_used = n < N
+        node = tl.where(is_used, n, -1)                  # where this walk is; -1: it is over
+        active = tl.max(node, axis=0) >= 0
+        while active:
+            has_word = (node[:, None] // 64 == word[None, :]) & (node[:, None] >= 0)
+            bits |= tl.where(has_word, tl.full([], 1, tl.int64) << (node[:, None] & 63).to(tl.int64), 0)
+            node_depth += tl.where(node >= 0, 1, 0)
+            up = tl.load(parents + node, mask=node >= 0, other=-2)
+            is_valid = ((up >= 0) & (up < node)) | ((node == 0) & (up == -1))
+            is_used = is_used & (is_valid | (node < 0))
+            node = tl.where(is_valid & (node > 0), up, -1)
+            active = tl.max(node, axis=0) >= 0
+        is_wrong = (n < N) & (is_used == 0) & ((parent != -2) | (n == 0))
+        any_wrong |= tl.max(is_wrong.to(tl.int32), axis=0)
 
-        # What names a used node as its parent and stands behind it is used too.
+        # A later node whose parent is a used node is used too.
         child = tl.full([BLOCK_N], N, tl.int32)
         sibling = tl.full([BLOCK_N], N, tl.int32)
-        other = 0
-        while other < N:
-            m = other + tl.arange(0, BLOCK_N)
-            theirs = tl.load(parents + m, mask=m < N, other=-2)
-            later = (m[None, :] > n[:, None]) & (theirs[None, :] >= 0)
+        other_start = 0
+        while other_start < N:
+            m = other_start + tl.arange(0, BLOCK_N)
+            other_parent = tl.load(parents + m, mask=m < N, other=-2)
+            is_later = (m[None, :] > n[:, None]) & (other_parent[None, :] >= 0)
             child = tl.minimum(child, tl.min(
-                tl.where(later & (theirs[None, :] == n[:, None]), m[None, :], N), axis=1))
+                tl.where(is_later & (other_parent[None, :] == n[:, None]), m[None, :], N), axis=1))
             sibling = tl.minimum(sibling, tl.min(
-                tl.where(later & (theirs[None, :] == own[:, None]), m[None, :], N), axis=1))
-            other += BLOCK_N
+                tl.where(is_later & (other_parent[None, :] == parent[:, None]), m[None, :], N), axis=1))
+            other_start += BLOCK_N
 
         row = b * N + n
-        tl.store(ancestors + row[:, None] * W + word[None, :], tl.where(used[:, None], bits, 0),
+        tl.store(ancestors + row[:, None] * W + word[None, :], tl.where(is_used[:, None], bits, 0),
                  mask=(n < N)[:, None] & (word < W)[None, :])
-        tl.store(depth + row, tl.where(used, steps, -1), mask=n < N)
-        tl.store(first_child + row, tl.where(used & (child < N), child, -1), mask=n < N)
-        tl.store(next_sibling + row, tl.where(used & (sibling < N), sibling, -1), mask=n < N)
+        tl.store(depth + row, tl.where(is_used, node_depth, -1), mask=n < N)
+        tl.store(first_child + row, tl.where(is_used & (child < N), child, -1), mask=n < N)
+        tl.store(next_sibling + row, tl.where(is_used & (sibling < N), sibling, -1), mask=n < N)
         start += BLOCK_N
-    tl.store(status + b, found * 4)                      # INVALID_TREE
+    tl.store(status + b, any_wrong * INVALID_TREE)
 
 
 def tree_links(parents):

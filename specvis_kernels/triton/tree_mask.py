@@ -7,23 +7,23 @@ import triton.language as tl
 @triton.jit
 def has_bits(words, N, W):
     """Whether the nodes whose words start here are used: one of their first N bits is set."""
-    rest = N - (W - 1) * 64                              # bits of the last word, 1 to 64
-    some = tl.load(words + (W - 1)) << (64 - rest)
+    last_bits = N - (W - 1) * 64                         # of the last word, 1 to 64
+    bits = tl.load(words + (W - 1)) << (64 - last_bits)
     if W > 1:                                            # Triton 3.6 cannot compile a loop that never runs
         w = 0
         while w < W - 1:
-            some |= tl.load(words + w)
+            bits |= tl.load(words + w)
             w += 1
-    return some != 0
+    return bits != 0
 
 
 @triton.jit
-def is_visible(words, used, n, c, length, N):
+def is_visible(words, is_used, n, c, length, N):
     """Whether column c is visible to node n, whose ancestor words start at `words`."""
     node = c - length
-    among = (node >= 0) & (node < N)
-    bit = tl.load(words + tl.where(among, node // 64, 0), mask=among, other=0) >> (node & 63)
-    return (used & ((c < length) | (among & ((bit & 1) != 0)))) | ((used == 0) & (node == n))
+    is_node = (node >= 0) & (node < N)
+    shifted = tl.load(words + tl.where(is_node, node // 64, 0), mask=is_node, other=0) >> (node & 63)
+    return (is_used & ((c < length) | (is_node & ((shifted & 1) != 0)))) | ((is_used == 0) & (node == n))
 
 
 @triton.jit
@@ -57,11 +57,11 @@ def packed_kernel(
     # Only the block's first entry is divided in 64 bits, the others count from there.
     first = tl.program_id(0).to(tl.int64) * BLOCK
     bit = tl.arange(0, 8)
-    wide = tl.full([], columns, tl.uint32)
-    ahead = (tl.arange(0, BLOCK)[:, None] * 8 + bit[None, :]).to(tl.uint32)
-    ahead += (first * 8 % columns).to(tl.uint32)
-    n = first * 8 // columns + (ahead // wide).to(tl.int64)
-    c = (ahead % wide).to(tl.int64)
+    num_columns = tl.full([], columns, tl.uint32)
+    entry = (tl.arange(0, BLOCK)[:, None] * 8 + bit[None, :]).to(tl.uint32)
+    entry += (first * 8 % columns).to(tl.uint32)
+    n = first * 8 // columns + (entry // num_columns).to(tl.int64)
+    c = (entry % num_columns).to(tl.int64)
     inside = n < N
     n = tl.where(inside, n, 0)
     words = ancestors + (b * N + n) * W
