@@ -1,29 +1,30 @@
-"""Continuous tokens, read downwards: one request's numbers, MAR's own decoding, CSpD's (arXiv:2411.11925).
+"""Decoding of continuous tokens, read downwards: MAR's own decoding, then the speculative one (CSpD, arXiv:2411.11925).
 
-Tokens become known in a random order of each request, given by its seed. Where guidance is not 1, each request is one
-pair of model rows, with and without condition. The ops read nothing on the host; a step does, some eight times: what
-was rejected, and how far the images are.
+Each request has a seed. It gives the order in which the tokens of its image become known, and all of its noise. Where
+guidance is not 1, each request is two rows of the model, one with its condition and one with the null condition. The
+ops read nothing back to the host. A step of the loop does, some eight times: how far the images are, and what was
+rejected.
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import OUT_OF_TRIES, accept_gaussian, resample_gaussian
+from specvis_kernels import OUT_OF_TRIES, ResampleGaussianResult, accept_gaussian, resample_gaussian
 
-from .methods import CONTINUOUS, ContinuousMethod, parse_method
 from ..models.diffloss import Denoiser
 from ..models.mar import MAR, linear_guidance
+from .methods import CONTINUOUS, ContinuousMethod, parse_method
 from .sampling import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normals,
                        philox_uniforms)
 
-ROWS = 256        # of a model's forward at most, for the memory that it takes
-PATHS_FIRST = 2   # whole paths that are redrawn side by side before looking whether one is kept; then twice as many
+MAX_ROWS = 256       # in one forward of a model, for the memory that it takes
+NUM_FIRST_PATHS = 2  # whole paths that are redrawn side by side at first; twice as many in each turn after it
 
-Progress = Callable[[int], None]  # called with how many tokens the batch has just gained, or given up
+Progress = Callable[[int], None]  # called with how many tokens the batch has just gained or given up
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,14 @@ class ContinuousSampling:
     """How B requests draw their tokens."""
 
     seeds: Tensor             # (B,) int64
-    guidance: float = 1.0     # 1 is none; a token's grows towards this with the known tokens (linear_guidance)
+    guidance: float = 1.0     # 1 is none; it grows to this while tokens become known, see linear_guidance
     temperature: float = 1.0  # scales the sigma of each denoising step
 
     @staticmethod
     def of(seeds: list[int], *, guidance: float = 1.0, temperature: float = 1.0,
            device: torch.device | str = "cpu") -> "ContinuousSampling":
-        """
+        """The settings, from a list of seeds.
+
         Raises:
             ValueError: no seeds, guidance not finite, temperature not positive and finite
         """
@@ -60,99 +62,92 @@ class ContinuousSampling:
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """Images to go on with: their known tokens come first in the order."""
+    """Tokens that are known from the start, for inpainting. They come first in the order."""
 
-    tokens: Tensor           # (B, L, C) float32  what stands at unknown positions does not matter
-    is_known: Tensor         # (B, L) bool  as many in each image
-    num_new: int | None = None  # how many tokens to draw; None: all that are unknown
-    order: Tensor | None = None  # (B, L) int64  the place of the n-th token, the known first; None: by the seeds
+    tokens: Tensor               # (B, L, C) float32  the values at unknown positions do not matter
+    is_known: Tensor             # (B, L) bool  the same number in each image
+    num_new: int | None = None   # how many tokens to draw; None: all that are unknown
+    order: Tensor | None = None  # (B, L) int64  the position of the n-th token, known ones first; None: by the seeds
 
 
 @dataclass
 class ContinuousDecoded:
-    """What decoding gave, for B images of L tokens. `order` says which place the n-th token of an image took."""
+    """What decoding gave, for B images of L tokens. The n-th token of an image is at position `order[.., n]`."""
 
-    tokens: Tensor          # (B, L, C) float32  by place
-    order: Tensor           # (B, L) int64   the place of the n-th token
-    target_forwards: Tensor # (B,) int64     target passes
-    draft_forwards: Tensor  # (B,) int64
-    acceptance: Tensor      # (B, L) int8    of the n-th token: 1 the draft was kept, 0 rejected, -1 none was judged
-    num_tries: Tensor       # (B, L) int32   of its redraw
-    out_of_tries: Tensor    # (B, L) bool    the redraw was given up: it is the target's own sample
-    log_r: Tensor           # (B, L) float32 its log density ratio; NaN where none was judged
-    drafts: Tensor          # (B, L, C) float32  by place: the draft that was judged there; NaN where none was
-    failed: Tensor          # (B,) bool      a model's output was not finite: the image ended there, its rest is 0
-    num_drawn: int          # tokens of each image that were drawn, of L unless it was known before
+    tokens: Tensor           # (B, L, C) float32  by position
+    order: Tensor            # (B, L) int64  the position of the n-th token
+    target_forwards: Tensor  # (B,) int64
+    draft_forwards: Tensor   # (B,) int64
+    acceptance: Tensor       # (B, L) int8     of the n-th token: 1 draft accepted, 0 draft rejected, -1 not drafted
+    num_tries: Tensor        # (B, L) int32    of the n-th token's redraw
+    out_of_tries: Tensor     # (B, L) bool     the n-th token's redraw was given up: it is the target's own sample
+    log_r: Tensor            # (B, L) float32  the n-th token's log density ratio; NaN where there was no draft
+    drafts: Tensor           # (B, L, C) float32  by position; NaN where there was no draft
+    failed: Tensor           # (B,) bool       a model's output was not finite: the image ended there, its rest is 0
+    num_drawn: int           # how many tokens of each image were drawn: L, less those that were known
 
     @property
     def tau(self) -> Tensor:
-        """(B,) tokens per target pass; NaN for a failed image."""
+        """(B,) tokens per target forward; NaN for a failed image."""
         return (self.num_drawn / self.target_forwards).masked_fill(self.failed, torch.nan)
 
     @property
     def acceptance_rate(self) -> float:
-        """Kept drafts per judged draft (alpha), over all images; NaN where none was judged."""
-        judged = (self.acceptance >= 0).sum()
-        return ((self.acceptance == 1).sum() / judged).item()
+        """Accepted drafts per draft (alpha), over all images; NaN where there was none."""
+        num_drafts = (self.acceptance >= 0).sum()
+        return ((self.acceptance == 1).sum() / num_drafts).item()
 
 
-class Canvas:
-    """The images of a batch while they are being drawn."""
+class ContinuousState:
+    """The images of a batch while they are being drawn, and the record of how. ContinuousDecoded explains its part."""
 
     def __init__(self, mar: MAR, sampling: ContinuousSampling, known: KnownTokens | None):
-        c, seeds = mar.config, sampling.seeds
-        B, L, T, C = len(seeds), c.tokens, len(mar.diffloss.schedule), c.channels
-        self.L, self.T, self.C, self.sampling = L, T, C, sampling
-        chance = philox_uniforms(seeds, ORDER, 1, L)[:, 0]
-        self.tokens = torch.zeros(B, L, C, device=seeds.device)
-        self.start, self.end = 0, L                                                   # tokens to begin and end with
+        seeds, device, B = sampling.seeds, sampling.seeds.device, len(sampling.seeds)
+        L, T, C = mar.config.tokens, len(mar.diffloss.schedule), mar.config.channels
+        self.seeds, self.num_tokens, self.noise_shape = seeds, L, (T, C)
+        self.tokens = torch.zeros(B, L, C, device=device)
+        self.start, self.end = 0, L                                           # how many tokens are known before, after
+        sort_key = philox_uniforms(seeds, ORDER, 1, L)[:, 0]
         if known is not None:
-            self.start, self.end = check_begun(known, B, L, C)
+            self.start, self.end = check_known(known, B, L, C)
             self.tokens = known.tokens.masked_fill(~known.is_known[..., None], 0.0)
-            chance = torch.where(known.is_known, -1.0, chance)
-        given = known is not None and known.order is not None
-        self.order = known.order if given else chance.argsort(dim=1, stable=True)
-        self.rank = self.order.argsort(1)                                             # of a place: when it is drawn
-        drawn = self.order[:, self.start:self.end]
-        self.noise = philox_normals(seeds, NOISE, drawn, T * C).unflatten(-1, (T, C))  # of the tokens that are drawn
-        self.count = torch.full((B,), self.start, device=seeds.device)                # tokens known
-        self.target_forwards, self.draft_forwards = torch.zeros_like(self.count), torch.zeros_like(self.count)
-        self.acceptance = torch.full((B, L), -1, dtype=torch.int8, device=seeds.device)
-        self.num_tries = torch.zeros(B, L, dtype=torch.int32, device=seeds.device)
-        self.out_of_tries = torch.zeros(B, L, dtype=torch.bool, device=seeds.device)
-        self.log_r = torch.full((B, L), torch.nan, device=seeds.device)
-        self.drafts = torch.full((B, L, C), torch.nan, device=seeds.device)
-        self.failed = torch.zeros(B, dtype=torch.bool, device=seeds.device)
+            sort_key = torch.where(known.is_known, -1.0, sort_key)
+        has_order = known is not None and known.order is not None
+        self.order = known.order if has_order else sort_key.argsort(dim=1, stable=True)
+        self.ranks = self.order.argsort(1)                                    # (B, L) the n of the token at a position
+        self.noise = path_noise(seeds, NOISE, self.order[:, self.start:self.end], (T, C))
+        self.counts = torch.full((B,), self.start, device=device)             # (B,) how many tokens are known
+        self.num_reported = self.start * B
+        self.target_forwards, self.draft_forwards = torch.zeros_like(self.counts), torch.zeros_like(self.counts)
+        self.acceptance = torch.full((B, L), -1, dtype=torch.int8, device=device)
+        self.num_tries = torch.zeros(B, L, dtype=torch.int32, device=device)
+        self.out_of_tries = torch.zeros(B, L, dtype=torch.bool, device=device)
+        self.log_r = torch.full((B, L), torch.nan, device=device)
+        self.drafts = torch.full((B, L, C), torch.nan, device=device)
+        self.failed = torch.zeros(B, dtype=torch.bool, device=device)
 
-    def normals(self, stream: int, requests: Tensor, positions: Tensor, paths: int | None = None,
-                turn: int = 0) -> Tensor:
-        """Numbers of the requests (R,) for paths at positions (R, n): (R, n, T, C), or (R, n, paths, T, C) of several."""
-        shape = (self.T, self.C) if paths is None else (paths, self.T, self.C)
-        normals = philox_normals(self.sampling.seeds[requests], stream, positions, math.prod(shape), turn)
-        return normals.unflatten(-1, shape)
+    def fail(self, is_failed: Tensor) -> None:
+        """End the images of `is_failed` (B,) bool where they are."""
+        self.failed |= is_failed
+        is_unknown = self.ranks >= self.counts[:, None]
+        self.tokens.masked_fill_((is_failed[:, None] & is_unknown)[..., None], 0.0)
+        self.counts.masked_fill_(is_failed, self.end)
 
-    def noise_of(self, requests: Tensor, index: Tensor) -> Tensor:
-        """(.., T, C): the noise that both models denoise for the n-th tokens `index` (..) of `requests`."""
-        return self.noise[requests, index - self.start]
-
-    def is_known(self, counts: Tensor) -> Tensor:
-        """(B, L) bool: the positions of the first `counts` (B,) tokens."""
-        return self.rank < counts[:, None]
-
-    def fail(self, requests: Tensor) -> None:
-        """End the images of `requests` (B,) bool where they are."""
-        self.failed |= requests
-        self.tokens.masked_fill_(requests[:, None, None] & ~(self.is_known(self.count)[..., None]), 0.0)
-        self.count.masked_fill_(requests, self.end)
+    def report(self, progress: Progress | None) -> None:
+        """Tell `progress` how many tokens the batch has gained since the last report."""
+        if progress:
+            total = self.counts.sum().item()
+            progress(total - self.num_reported)
+            self.num_reported = total
 
     def decoded(self) -> ContinuousDecoded:
-        return ContinuousDecoded(*(part.cpu() for part in (
-            self.tokens, self.order, self.target_forwards, self.draft_forwards, self.acceptance, self.num_tries, self.out_of_tries,
-            self.log_r, self.drafts, self.failed)), num_drawn=self.end - self.start)
+        names = [field.name for field in fields(ContinuousDecoded) if field.name != "num_drawn"]
+        return ContinuousDecoded(**{name: getattr(self, name).cpu() for name in names},
+                                 num_drawn=self.end - self.start)
 
 
-def check_begun(known: KnownTokens, B: int, L: int, C: int) -> tuple[int, int]:
-    """How many tokens are known, and how many are to be in the end; ValueError unless the images fit."""
+def check_known(known: KnownTokens, B: int, L: int, C: int) -> tuple[int, int]:
+    """How many tokens are known, and how many will be in the end. ValueError unless they fit the images."""
     if known.tokens.shape != (B, L, C) or known.tokens.dtype != torch.float32:
         raise ValueError(f"tokens must be float32 (B, L, C) = {(B, L, C)}, "
                          f"got {known.tokens.dtype} {tuple(known.tokens.shape)}")
@@ -161,332 +156,454 @@ def check_begun(known: KnownTokens, B: int, L: int, C: int) -> tuple[int, int]:
     counts = known.is_known.sum(1)
     start = counts[0].item()
     if (counts != start).any():
-        raise ValueError(f"is_known must hold as many positions in each image, got {counts.tolist()}")
+        raise ValueError(f"is_known must have the same number of tokens in each image, got {counts.tolist()}")
     if not known.tokens[known.is_known].isfinite().all():
         raise ValueError("tokens must be finite where they are known")
     num_new = L - start if known.num_new is None else known.num_new
     if not isinstance(num_new, int) or not 0 <= num_new <= L - start:
         raise ValueError(f"num_new must be an integer within 0..{L - start} (the unknown tokens), got {num_new}")
     if known.order is not None:
-        every = torch.arange(L, device=known.order.device)
-        whole = known.order.dtype == torch.int64 and known.order.shape == (B, L)
-        if not whole or (known.order.sort(1).values != every).any():
+        positions = torch.arange(L, device=known.order.device)
+        fits = known.order.dtype == torch.int64 and known.order.shape == (B, L)
+        if not fits or (known.order.sort(1).values != positions).any():
             raise ValueError(f"order must be int64 and hold each of the {L} positions once for each of the {B} images")
         if not known.is_known.gather(1, known.order[:, :start]).all():
             raise ValueError("order must have the known positions first")
     return start, start + num_new
 
 
+def path_noise(seeds: Tensor, stream: int, positions: Tensor, shape: tuple[int, ...], turn: int = 0) -> Tensor:
+    """Standard normals for denoising paths: seeds (R,), positions (R, n) -> (R, n, *shape); a path's is (T, C)."""
+    return philox_normals(seeds, stream, positions, math.prod(shape), turn).unflatten(-1, shape)
+
+
 class GuidedMAR:
-    """A model and the conditions of B requests."""
+    """A model with the conditions of B requests."""
 
     def __init__(self, mar: MAR, source: Tensor, sampling: ContinuousSampling):
         B = len(sampling.seeds)
         condition = mar.condition(source)
         if len(condition) != B:
             raise ValueError(f"there must be a condition for each of the {B} seeds, got {len(condition)}")
-        self.mar, self.sampling, self.guided = mar, sampling, sampling.guidance != 1.0
+        self.mar, self.sampling, self.is_guided = mar, sampling, sampling.guidance != 1.0
         null = mar.null_condition(B)
         null = null[:, None].expand_as(condition) if condition.ndim == 3 else null
-        self.condition = torch.stack([condition, null] if self.guided else [condition], 1)  # (B, 1 or 2, ..)
+        self.condition = torch.stack([condition, null] if self.is_guided else [condition], 1)  # (B, 1 or 2, ..)
 
-    def z(self, tokens: Tensor, known: Tensor, positions: Tensor, requests: Tensor, most: int) -> Tensor:
-        """What conditions the tokens at `positions`.
+    def z(self, tokens: Tensor, is_known: Tensor, positions: Tensor, requests: Tensor, max_known: int) -> Tensor:
+        """The z of the tokens at `positions`, which conditions their diffusions.
 
         Args:
-            tokens:   (R, L, C); known: (R, L) bool, at most `most` a row; positions: (R, n) int64
-            requests: (R,) int64  whose image each row is
+            tokens:    (R, L, C) float32
+            is_known:  (R, L) bool   at most `max_known` in a row
+            positions: (R, n) int64
+            requests:  (R,) int64    the request of each row
         Returns:
-            (R, n, 1 or 2, dim): with condition, and without where there is guidance
+            (R, n, 1 or 2, dim): under the condition, and where there is guidance under the null condition
         """
-        copies = self.condition.shape[1]
+        repeats = self.condition.shape[1]
         parts = []
-        for rows in torch.arange(len(tokens), device=tokens.device).split(max(1, ROWS // copies)):
+        for rows in torch.arange(len(tokens), device=tokens.device).split(max(1, MAX_ROWS // repeats)):
             condition = self.condition[requests[rows]].flatten(0, 1)
-            z = self.mar(tokens[rows].repeat_interleave(copies, 0), known[rows].repeat_interleave(copies, 0),
-                         condition, max_known=most).unflatten(0, (len(rows), copies)).transpose(1, 2)  # (r, L, copies, dim)
+            z = self.mar(tokens[rows].repeat_interleave(repeats, 0), is_known[rows].repeat_interleave(repeats, 0),
+                         condition, max_known=max_known)
+            z = z.unflatten(0, (len(rows), repeats)).transpose(1, 2)                           # (r, L, 1 or 2, dim)
             parts.append(z[torch.arange(len(rows), device=z.device)[:, None], positions[rows]])
         return torch.cat(parts)
 
-    def denoiser(self, z: Tensor, unknown: Tensor) -> Denoiser:
-        """The diffusion given z (R, copies, dim), R any dimensions; unknown (R): tokens left after these."""
-        if not self.guided:
+    def denoiser(self, z: Tensor, num_unknown: Tensor) -> Denoiser:
+        """The diffusion given z (R, 1 or 2, dim), R any dimensions.
+
+        num_unknown (R): how many tokens are unknown when these are drawn, by which guidance is chosen
+        """
+        if not self.is_guided:
             return self.mar.diffloss.denoiser(z[..., 0, :], temperature=self.sampling.temperature)
-        scale = linear_guidance(self.sampling.guidance, unknown, self.mar.config.tokens)
-        return self.mar.diffloss.denoiser(z[..., 0, :], uncond=z[..., 1, :], guidance=scale,
-                                       temperature=self.sampling.temperature)
+        guidance = linear_guidance(self.sampling.guidance, num_unknown, self.mar.config.tokens)
+        return self.mar.diffloss.denoiser(z[..., 0, :], uncond=z[..., 1, :], guidance=guidance,
+                                          temperature=self.sampling.temperature)
 
 
-def mask_lengths(tokens: int, num_iter: int) -> list[int]:
-    """How many tokens each pass of MAR's decoding leaves unknown: a cosine, at least one token a pass."""
-    if not 1 <= num_iter <= tokens:
-        raise ValueError(f"num_iter must be within 1..{tokens} (the tokens to draw), got {num_iter}")
-    left, unknown = [], tokens
-    for step in range(1, num_iter + 1):
-        later = num_iter - step  # each of these num_iter needs one
-        unknown = max(later, min(unknown - 1, math.floor(tokens * math.cos(math.pi / 2 * step / num_iter))))
-        left.append(unknown)
-    return left[:-1] + [0]
+def mask_lengths(num_tokens: int, num_iter: int) -> list[int]:
+    """How many tokens are unknown after each iteration of MAR's decoding: a cosine, but one token each at least."""
+    if not 1 <= num_iter <= num_tokens:
+        raise ValueError(f"num_iter must be within 1..{num_tokens} (the tokens to draw), got {num_iter}")
+    lengths, length = [], num_tokens
+    for iteration in range(1, num_iter + 1):
+        cosine = math.floor(num_tokens * math.cos(math.pi / 2 * iteration / num_iter))
+        length = max(num_iter - iteration, min(length - 1, cosine))  # a token for each of the iterations behind it
+        lengths.append(length)
+    return lengths[:-1] + [0]
 
 
-def draw_tokens(canvas: Canvas, model: GuidedMAR, start: int, end: int) -> None:
-    """Tokens start..end - 1 of every image in one pass, independently given the known ones, which are `start` each."""
-    positions = canvas.order[:, start:end]
+def sample_tokens(state: ContinuousState, model: GuidedMAR, start: int, end: int) -> None:
+    """Draw tokens start..end - 1 of every image in one forward, independently given the first `start`, the known ones.
+    """
+    positions = state.order[:, start:end]
     B, n = positions.shape
-    every = torch.arange(B, device=positions.device)
-    z = model.z(canvas.tokens, canvas.is_known(torch.full_like(canvas.count, start)), positions, every, most=start)
-    unknown = torch.full((B, n), canvas.L - end, device=positions.device)
-    drawn = model.denoiser(z, unknown).sample(canvas.noise[:, start - canvas.start:end - canvas.start]).mean
-    going = ~canvas.failed
-    canvas.tokens[every[:, None], positions] = torch.where(going[:, None, None], drawn, 0.0)
-    canvas.target_forwards += going
-    canvas.fail(going & ~drawn.isfinite().all(2).all(1))
-    canvas.count.clamp_(min=end)
+    requests = torch.arange(B, device=positions.device)
+    z = model.z(state.tokens, state.ranks < start, positions, requests, max_known=start)
+    num_unknown = torch.full((B, n), state.num_tokens - end, device=positions.device)
+    noise = state.noise[:, start - state.start:end - state.start]
+    tokens = model.denoiser(z, num_unknown).sample(noise).mean
+    active = ~state.failed
+    state.tokens[requests[:, None], positions] = torch.where(active[:, None, None], tokens, 0.0)
+    state.target_forwards += active
+    state.fail(active & ~tokens.isfinite().all(2).all(1))
+    state.counts.clamp_(min=end)
 
 
 @torch.inference_mode()
 def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_iter: int | None = None,
                     progress: Progress | None = None, known: KnownTokens | None = None) -> ContinuousDecoded:
-    """MAR's own decoding: every pass draws the next tokens of the order, independently given the known ones.
+    """MAR's own decoding: each iteration draws the next tokens of the order, independently given the known ones.
 
     Args:
-        source: (B, ..)  what `mar.condition` embeds
-        num_iter: 1 to as many as there are tokens to draw; None: one for each
+        source:   (B, ..)  what `mar.condition` embeds
+        num_iter: 1 to the number of tokens to draw; None: one iteration for each token
+        known:    tokens that are known from the start; None: there are none
     """
-    canvas, model = Canvas(mar, sampling, known), GuidedMAR(mar, source, sampling)
-    start, tokens = canvas.start, canvas.end - canvas.start
-    for left in mask_lengths(tokens, tokens if num_iter is None else num_iter) if tokens else ():
-        draw_tokens(canvas, model, start, canvas.end - left)
+    state, model = ContinuousState(mar, sampling, known), GuidedMAR(mar, source, sampling)
+    start, num_new = state.start, state.end - state.start
+    for length in mask_lengths(num_new, num_new if num_iter is None else num_iter) if num_new else ():
+        end = state.end - length
+        sample_tokens(state, model, start, end)
         if progress:
-            progress((canvas.end - left - start) * len(canvas.count))
-        start = canvas.end - left
-    return canvas.decoded()
-
-
-@dataclass
-class Drafted:
-    """What the drafter proposed in one step, for R images and up to G tokens each."""
-
-    canvas: Tensor         # (R, L, C) float32  the images with the drafts in their positions
-    z: Tensor              # (R, G, copies, dim)
-    means: Tensor          # (R, G, C) float32  the drafts: their last denoising step's means
-    log_sigmas: Tensor     # (R, G, C) float32
-    log_sigma_sum: Tensor  # (R, G) float64
-    paths: Tensor | None   # (R, G, T + 1, C) float32, for the variant "path"
-
-
-@dataclass
-class Judged:
-    """What the target has to say of them; `accept_gaussian` explains."""
-
-    z: Tensor                # (R, n, copies, dim)
-    tokens: Tensor           # (R, G, C) float32
-    log_ratio: Tensor        # (R, G) float32
-    last_step: list[Tensor]  # four of (R, G, C); none for the variant "path"
-
-
-@dataclass
-class Round:
-    """One step: whose turn it is, R images, and what is asked of each."""
-
-    requests: Tensor  # (R,) int64
-    count: Tensor     # (R,) int64   tokens drawn before
-    drafted: Tensor   # (R,) int32   tokens to draft, 1..G
-    index: Tensor     # (R, n) int64 of the drafts, and of the token behind them if the method draws one
-    positions: Tensor    # (R, n) int64 of these
-    unknown: Tensor   # (R, n) int64 tokens left after each
-    most: int         # of `count`
-
-
-def draft_tokens(canvas: Canvas, drafter: GuidedMAR, turn: Round, G: int, keep_paths: bool) -> Drafted:
-    """G tokens a row, one after the other, each given those before it."""
-    images, rows = canvas.tokens[turn.requests], torch.arange(len(turn.requests), device=turn.count.device)
-    zs, samples = [], []
-    for g in range(G):
-        positions = turn.positions[:, g:g + 1]
-        known = canvas.rank[turn.requests] < turn.index[:, g, None]
-        z = drafter.z(images, known, positions, turn.requests, min(canvas.L, turn.most + g))
-        noise = canvas.noise_of(turn.requests[:, None], turn.index[:, g:g + 1])
-        sample = drafter.denoiser(z, turn.unknown[:, g:g + 1]).sample(noise, keep_path=keep_paths)
-        images[rows, positions[:, 0]] = sample.mean[:, 0]
-        zs.append(z)
-        samples.append(sample)
-
-    def side_by_side(name):
-        return torch.cat([getattr(sample, name) for sample in samples], 1)
-
-    canvas.draft_forwards[turn.requests] += turn.drafted
-    return Drafted(images, torch.cat(zs, 1), side_by_side("mean"), side_by_side("log_sigma"),
-                   side_by_side("log_sigma_sum"), side_by_side("path") if keep_paths else None)
-
-
-def judge(canvas: Canvas, target: GuidedMAR, draft: GuidedMAR, turn: Round, drafts: Drafted,
-          method: ContinuousMethod) -> Judged:
-    """One target pass over all drafts, and their density ratios."""
-    (R, n), G = turn.index.shape, drafts.means.shape[1]
-    if method.conditioning == "block":
-        z = target.z(canvas.tokens[turn.requests], canvas.is_known(canvas.count)[turn.requests], turn.positions,
-                     turn.requests, turn.most)
-    else:
-        known = canvas.rank[turn.requests, None] < turn.index[..., None]              # (R, n, L): n masked variants
-        z = target.z(drafts.canvas.repeat_interleave(n, 0), known.flatten(0, 1), turn.positions.reshape(-1, 1),
-                     turn.requests.repeat_interleave(n), min(canvas.L, turn.most + n - 1))[:, 0].unflatten(0, (R, n))
-    p = target.denoiser(z[:, :G], turn.unknown[:, :G])
-    if method.variant == "path":
-        q = draft.denoiser(drafts.z, turn.unknown[:, :G])
-        ratio = p.log_density(drafts.paths) - q.log_density(drafts.paths)
-        return Judged(z, p.transition(drafts.paths[..., 1, :], 1)[0], ratio.float(), [])
-    positions = turn.positions[:, :G]
-    noise = (canvas.noise_of(turn.requests[:, None], turn.index[:, :G]) if method.aligned
-             else canvas.normals(UNALIGNED, turn.requests, positions))
-    own = p.sample(noise)
-    return Judged(z, drafts.means, (drafts.log_sigma_sum - own.log_sigma_sum).float(),
-                  [own.mean, own.log_sigma, drafts.means, drafts.log_sigmas])
-
-
-def tempered(method: ContinuousMethod, rows: int, device: torch.device) -> Tensor | None:
-    if method.distance_temperature == 1:
-        return None
-    return torch.full((rows,), method.distance_temperature, device=device)
-
-
-def redraw(canvas: Canvas, target: GuidedMAR, draft: GuidedMAR, turn: Round, drafts: Drafted, judged: Judged,
-           row: Tensor, column: Tensor, method: ContinuousMethod) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens in place of the rejected drafts at row (n,) and column (n,).
-
-    Returns:
-        tokens (n, C), tries (n,) int32, status (n,) int32: where it is OUT_OF_TRIES the token is still to be drawn
-    """
-    n, C, device = len(row), canvas.C, row.device
-    requests, positions = turn.requests[row], turn.positions[row, column][:, None]
-    seeds = canvas.sampling.seeds[requests]
-    rejected = judged.tokens[row, column][:, None]
-    here = torch.ones(n, 1, dtype=torch.bool, device=device)
-
-    def resampled(which: Tensor, proposals: Tensor, log_ratio: Tensor, round: int, *last_step: Tensor,
-                  temperature: Tensor | None = None) -> list[Tensor]:
-        uniforms = philox_uniforms(seeds[which], REDRAW, positions[which], proposals.shape[1], round)
-        results = resample_gaussian(rejected[which], ~here[which], here[which], proposals[:, None], log_ratio[:, None],
-                                    uniforms, torch.zeros_like(rejected[which]), *last_step, variant=method.variant,
-                                    temperature=temperature)
-        return [result[:, 0] for result in results]
-
-    left = torch.arange(n, device=device)
-    if method.variant != "path":
-        normals = philox_normals(seeds, REDRAW_NOISE, positions, method.max_tries * C)[:, 0].unflatten(-1, (-1, C))
-        return tuple(resampled(left, normals, judged.log_ratio[row, column], 0,
-                               *(part[row, column][:, None] for part in judged.last_step),
-                               temperature=tempered(method, n, device) if method.variant == "paper" else None))
-    tokens = torch.zeros(n, C, device=device)
-    tries, status = (torch.zeros(n, dtype=torch.int32, device=device) for _ in range(2))
-    round = tried = 0
-    while len(left) and tried < method.max_tries:
-        M = min(PATHS_FIRST << round, method.max_tries - tried)
-        at = row[left, None].expand(-1, M), column[left, None].expand(-1, M)
-        noise = canvas.normals(REDRAW_NOISE, requests[left], positions[left], M, round)[:, 0]
-        sample = target.denoiser(judged.z[at], turn.unknown[at]).sample(noise, keep_path=True)
-        log_q = draft.denoiser(drafts.z[at], turn.unknown[at]).log_density(sample.path)
-        tokens[left], more, status[left] = resampled(left, sample.mean, (sample.log_density - log_q).float(), round)
-        tries[left] += more
-        left = left[(status[left] & OUT_OF_TRIES) != 0]
-        round, tried = round + 1, tried + M
-    return tokens, tries, status
-
-
-def step(canvas: Canvas, target: GuidedMAR, draft: GuidedMAR, turn: Round, G: int, method: ContinuousMethod,
-         uniforms: Tensor) -> None:
-    """Draft, judge, redraw; put the tokens that result on the canvas."""
-    requests, (R, n), device = turn.requests, turn.index.shape, uniforms.device
-    drafts = draft_tokens(canvas, draft, turn, G, keep_paths=method.variant == "path")
-    judged = judge(canvas, target, draft, turn, drafts, method)
-    coins = uniforms[requests].gather(1, turn.positions[:, :G])
-    accepted, keep, rejected, log_r, status = accept_gaussian(
-        judged.tokens, judged.log_ratio, coins, *judged.last_step, variant=method.variant, num_drafted=turn.drafted,
-        temperature=tempered(method, R, device), truncate=method.truncate)
-
-    gained = (accepted if method.truncate else turn.drafted).long()
-    whole = gained + turn.count == canvas.end                             # all that was missing is accepted
-    fresh = torch.zeros(R, n, canvas.C, device=device)                    # the step's tokens
-    fresh[:, :G] = torch.where(keep[..., None], judged.tokens, 0.0)
-    to_draw = torch.zeros(R, n, dtype=torch.bool, device=device)          # by the target alone
-    if method.truncate:  # the rejected draft's successor, or the token behind the drafts
-        to_draw.scatter_(1, gained[:, None].clamp(max=n - 1), ~whole[:, None])
-        to_draw[:, :G] &= ~rejected
-        gained = gained + ~whole
-    tries = torch.zeros(R, n, dtype=torch.int32, device=device)
-    given_up = torch.zeros_like(to_draw)
-    row, column = rejected.nonzero(as_tuple=True)
-    if len(row):
-        new, tries[row, column], state = redraw(canvas, target, draft, turn, drafts, judged, row, column, method)
-        given_up[row, column] = (state & OUT_OF_TRIES) != 0
-        fresh[row, column] = torch.where((state & ~OUT_OF_TRIES != 0)[:, None], torch.nan, new)
-    row, column = (to_draw | given_up).nonzero(as_tuple=True)
-    if len(row):
-        positions = turn.positions[row, column]
-        again = canvas.normals(FRESH, requests[row], positions[:, None])[:, 0]
-        used = F.pad(rejected, (0, n - G))[row, column]                   # the draft judged there came of this noise
-        noise = torch.where(used[:, None, None], again, canvas.noise_of(requests[row], turn.index[row, column]))
-        fresh[row, column] = target.denoiser(judged.z[row, column], turn.unknown[row, column]).sample(noise).mean
-
-    column = torch.arange(n, device=device)
-    bad = (status != 0) | (~fresh.isfinite().all(2) & (column < gained[:, None])).any(1)
-    row, column = ((column < gained[:, None]) & ~bad[:, None]).nonzero(as_tuple=True)
-    canvas.tokens[requests[row], turn.positions[row, column]] = fresh[row, column]
-    row, column = ((keep | rejected) & ~bad[:, None]).nonzero(as_tuple=True)
-    at = requests[row], turn.index[row, column]
-    canvas.acceptance[at] = keep[row, column].to(canvas.acceptance.dtype)
-    canvas.num_tries[at], canvas.log_r[at] = tries[row, column], log_r[row, column]
-    canvas.out_of_tries[at] = given_up[row, column]
-    canvas.drafts[requests[row], turn.positions[row, column]] = drafts.means[row, column]
-    canvas.target_forwards[requests] += 1
-    canvas.count[requests] += torch.where(bad, 0, gained)
-    canvas.fail(torch.zeros_like(canvas.failed).index_fill(0, requests[bad], True))
+            progress((end - start) * len(state.counts))
+        start = end
+    return state.decoded()
 
 
 @torch.inference_mode()
-def continuous_decode(target: MAR, draft: MAR, source: Tensor, sampling: ContinuousSampling,
+def continuous_decode(target: MAR, drafter: MAR, source: Tensor, sampling: ContinuousSampling,
                       method: str | ContinuousMethod, progress: Progress | None = None,
                       known: KnownTokens | None = None) -> ContinuousDecoded:
-    """Draft tokens, judge them in one target pass, redraw what is rejected; until every image is whole.
+    """Draft tokens, verify them in one target forward, redraw what is rejected, until every image is complete.
 
-    A NaN in either model's output ends its image.
+    A NaN in the output of either model ends its image.
 
     Args:
-        source: (B, ..)  what the `condition` of either model embeds: class ids or caption features
-        method: or its name, see parse_method; with gamma 0 it is parallel_decode
-        known:  None: from nothing
+        source: (B, ..)  what `condition` of either model embeds: class ids or caption features
+        method: a method or its name, see parse_method; with gamma 0 this is parallel_decode
+        known:  tokens that are known from the start; None: there are none
     Raises:
-        ValueError: not a method for continuous tokens, not a condition for each seed, or the drafter's tokens,
-            channels, denoising steps or classes are not the target's
+        ValueError: not a method for continuous tokens, not one condition for each seed, or the drafter's tokens,
+            channels, timesteps, denoising steps or classes are not the target's
     """
     method = continuous_method(method)
     if not method.gamma:
         return parallel_decode(target, source, sampling, method.num_iter or None, progress, known)
-    check_pair(target, draft)
-    canvas = Canvas(target, sampling, known)
-    target, draft = GuidedMAR(target, source, sampling), GuidedMAR(draft, source, sampling)
-    uniforms = philox_uniforms(sampling.seeds, ACCEPT, canvas.L, 1)[..., 0]                 # (B, L) by place
-    for start in range(canvas.start, min(round(method.prefill * canvas.L), canvas.end)):
-        before = canvas.count.sum()
-        draw_tokens(canvas, target, start, start + 1)
-        if progress:
-            progress((canvas.count.sum() - before).item())
-    while (requests := (canvas.count < canvas.end).nonzero()[:, 0]).numel():
-        count = canvas.count[requests]
-        drafted = (canvas.end - count).clamp(max=method.gamma)
-        most, G = torch.stack([count.max(), drafted.max()]).tolist()
-        index = (count[:, None] + torch.arange(G + method.truncate, device=count.device)).clamp(max=canvas.end - 1)
-        turn = Round(requests, count, drafted.int(), index, canvas.order[requests].gather(1, index),
-                     canvas.L - 1 - index, most)
-        before = canvas.count.sum()
-        step(canvas, target, draft, turn, G, method, uniforms)
-        if progress:
-            progress((canvas.count.sum() - before).item())
-    return canvas.decoded()
+    check_pair(target, drafter)
+    state = ContinuousState(target, sampling, known)
+    target, drafter = GuidedMAR(target, source, sampling), GuidedMAR(drafter, source, sampling)
+    for start in range(state.start, min(round(method.prefill * state.num_tokens), state.end)):
+        sample_tokens(state, target, start, start + 1)
+        state.report(progress)
+    while (step := next_step(state, method)) is not None:
+        run_step(state, target, drafter, step, method)
+        state.report(progress)
+    return state.decoded()
+
+
+@dataclass
+class Step:
+    """One step of the loop: its R images, and the n tokens of each that it may add.
+
+    The first G of the n are drafted. Where the method truncates, there is one more: the token behind the drafts. Where
+    an image needs fewer than n, its last token is repeated.
+    """
+
+    requests: Tensor     # (R,) int64  the images that are not complete
+    seeds: Tensor        # (R,) int64
+    counts: Tensor       # (R,) int64  how many tokens are known
+    num_missing: Tensor  # (R,) int64  how many are to be drawn
+    num_drafted: Tensor  # (R,) int32  how many to draft, 1..G
+    max_count: int       # the largest of `counts`
+    max_drafted: int     # G, the largest of `num_drafted`
+    ranks: Tensor        # (R, n) int64  the places of the n tokens in the order
+    positions: Tensor    # (R, n) int64  their positions
+    num_unknown: Tensor  # (R, n) int64  how many tokens are unknown after each
+    noise: Tensor        # (R, n, T, C)  that both models denoise
+
+
+def next_step(state: ContinuousState, method: ContinuousMethod) -> Step | None:
+    """The step that goes on with all images that are not complete; None where all are."""
+    requests = (state.counts < state.end).nonzero()[:, 0]
+    if not len(requests):
+        return None
+    counts = state.counts[requests]
+    num_missing = state.end - counts
+    num_drafted = num_missing.clamp(max=method.gamma)
+    max_count, max_drafted = torch.stack([counts.max(), num_drafted.max()]).tolist()
+    ranks = counts[:, None] + torch.arange(max_drafted + method.truncate, device=counts.device)
+    ranks = ranks.clamp(max=state.end - 1)
+    return Step(requests, state.seeds[requests], counts, num_missing, num_drafted.int(), max_count, max_drafted,
+                ranks, state.order[requests].gather(1, ranks), state.num_tokens - 1 - ranks,
+                state.noise[requests[:, None], ranks - state.start])
+
+
+def run_step(state: ContinuousState, target: GuidedMAR, drafter: GuidedMAR, step: Step,
+             method: ContinuousMethod) -> None:
+    """Add tokens to the images of one step."""
+    drafts = draft(state, drafter, step, method)
+    denoisers = target_forward(state, target, step, drafts, method)
+    verified = verify(step, drafts, denoisers, method)
+    commit(state, step, verified)
+    update(state, step, drafts, verified)
+
+
+@dataclass
+class Denoisers:
+    """The diffusions of a step's tokens under one model. An index selects some of them."""
+
+    model: GuidedMAR
+    z: Tensor            # (R, n, 1 or 2, dim)
+    num_unknown: Tensor  # (R, n)
+
+    def __getitem__(self, index) -> Denoiser:
+        return self.model.denoiser(self.z[index], self.num_unknown[index])
+
+
+@dataclass
+class Drafts:
+    """What the drafter proposes in one step, for R images and up to G tokens of each."""
+
+    images: Tensor         # (R, L, C) float32  the known tokens and the drafts
+    denoisers: Denoisers   # (R, G)
+    means: Tensor          # (R, G, C) float32  of the last denoising step: these are the drafts
+    log_sigmas: Tensor     # (R, G, C) float32  of the last denoising step
+    log_sigma_sum: Tensor  # (R, G) float64     over the steps before it
+    paths: Tensor | None   # (R, G, T + 1, C) float32  for the variant "path"
+
+
+def draft(state: ContinuousState, drafter: GuidedMAR, step: Step, method: ContinuousMethod) -> Drafts:
+    """Draft G tokens for each image, one after the other, each given those before it."""
+    images, ranks = state.tokens[step.requests], state.ranks[step.requests]
+    rows, keep_paths = torch.arange(len(images), device=images.device), method.variant == "path"
+    zs, samples = [], []
+    for g in range(step.max_drafted):
+        token = slice(g, g + 1)
+        z = drafter.z(images, ranks < step.ranks[:, token], step.positions[:, token], step.requests,
+                      min(state.num_tokens, step.max_count + g))
+        sample = drafter.denoiser(z, step.num_unknown[:, token]).sample(step.noise[:, token], keep_paths)
+        images[rows, step.positions[:, g]] = sample.mean[:, 0]
+        zs.append(z)
+        samples.append(sample)
+
+    def joined(name):
+        return torch.cat([getattr(sample, name) for sample in samples], 1)
+
+    denoisers = Denoisers(drafter, torch.cat(zs, 1), step.num_unknown[:, :step.max_drafted])
+    return Drafts(images, denoisers, joined("mean"), joined("log_sigma"), joined("log_sigma_sum"),
+                  joined("path") if keep_paths else None)
+
+
+def target_forward(state: ContinuousState, target: GuidedMAR, step: Step, drafts: Drafts,
+                   method: ContinuousMethod) -> Denoisers:
+    """The target's diffusions of the step's tokens (R, n), from one forward.
+
+    With "exact" conditioning, a token is given the drafts before it: an image is n rows of the forward, each of which
+    hides what comes later. With "block" conditioning, all are given the tokens that were known before the step.
+    """
+    ranks = state.ranks[step.requests]
+    if method.conditioning == "block":
+        z = target.z(state.tokens[step.requests], ranks < step.counts[:, None], step.positions, step.requests,
+                     step.max_count)
+        return Denoisers(target, z, step.num_unknown)
+    R, n = step.ranks.shape
+    is_known = ranks[:, None] < step.ranks[..., None]                                           # (R, n, L)
+    z = target.z(drafts.images.repeat_interleave(n, 0), is_known.flatten(0, 1), step.positions.reshape(-1, 1),
+                 step.requests.repeat_interleave(n), min(state.num_tokens, step.max_count + n - 1))
+    return Denoisers(target, z[:, 0].unflatten(0, (R, n)), step.num_unknown)
+
+
+@dataclass
+class Evaluated:
+    """The drafts as the target sees them: arguments of `accept_gaussian`, which explains them."""
+
+    tokens: Tensor           # (R, G, C) float32
+    log_ratio: Tensor        # (R, G) float32
+    last_step: list[Tensor]  # four of (R, G, C): target_means to draft_log_sigmas; empty for the variant "path"
+
+
+def evaluate_drafts(step: Step, drafts: Drafts, denoisers: Denoisers, method: ContinuousMethod) -> Evaluated:
+    """The density ratios of the drafts, target to drafter."""
+    G = step.max_drafted
+    target = denoisers[:, :G]
+    if method.variant == "path":
+        log_ratio = target.log_density(drafts.paths) - drafts.denoisers[:, :].log_density(drafts.paths)
+        return Evaluated(target.transition(drafts.paths[..., 1, :], 1)[0], log_ratio.float(), [])
+    noise = step.noise[:, :G]
+    if not method.aligned:
+        noise = path_noise(step.seeds, UNALIGNED, step.positions[:, :G], noise.shape[2:])
+    sample = target.sample(noise)
+    return Evaluated(drafts.means, (drafts.log_sigma_sum - sample.log_sigma_sum).float(),
+                     [sample.mean, sample.log_sigma, drafts.means, drafts.log_sigmas])
+
+
+def distance_temperatures(method: ContinuousMethod, log_ratio: Tensor) -> Tensor | None:
+    """The ops' `temperature`, for as many requests as log_ratio (R, ..) has; None is 1."""
+    if method.distance_temperature == 1:
+        return None
+    return torch.full((len(log_ratio),), method.distance_temperature, device=log_ratio.device)
+
+
+@dataclass
+class Verified:
+    """The tokens that a step adds, and what became of its drafts. All but log_r is 0 where an image failed."""
+
+    tokens: Tensor        # (R, n, C) float32
+    is_new: Tensor        # (R, n) bool   the tokens that the step adds: the first of each row
+    is_accepted: Tensor   # (R, n) bool   drafts
+    is_rejected: Tensor   # (R, n) bool   drafts, which were redrawn
+    num_tries: Tensor     # (R, n) int32
+    out_of_tries: Tensor  # (R, n) bool
+    log_r: Tensor         # (R, G) float32
+    is_failed: Tensor     # (R,) bool     a number of either model was not finite
+
+
+def verify(step: Step, drafts: Drafts, denoisers: Denoisers, method: ContinuousMethod) -> Verified:
+    """Accept or reject the drafts, redraw the rejected ones, and draw what the target adds alone.
+
+    That is the token behind the drafts where all are accepted, if the method truncates, and the redraws that were
+    given up.
+    """
+    (R, n), G, device = step.ranks.shape, step.max_drafted, step.ranks.device
+    evaluated = evaluate_drafts(step, drafts, denoisers, method)
+    uniforms = philox_uniforms(step.seeds, ACCEPT, step.positions[:, :G], 1)[..., 0]
+    result = accept_gaussian(
+        evaluated.tokens, evaluated.log_ratio, uniforms, *evaluated.last_step, variant=method.variant,
+        temperature=distance_temperatures(method, uniforms), num_drafted=step.num_drafted, truncate=method.truncate)
+    is_accepted, is_rejected = (F.pad(mask, (0, n - G)) for mask in (result.is_accepted, result.is_rejected))
+    num_new = (is_accepted | is_rejected).sum(1)
+    if method.truncate:
+        num_new = (result.num_accepted + 1).minimum(step.num_missing)
+    is_new = torch.arange(n, device=device) < num_new[:, None]
+
+    tokens = F.pad(torch.where(result.is_accepted[..., None], evaluated.tokens, 0.0), (0, 0, 0, n - G))
+    num_tries = torch.zeros(R, n, dtype=torch.int32, device=device)
+    out_of_tries = torch.zeros(R, n, dtype=torch.bool, device=device)
+    index = is_rejected.nonzero(as_tuple=True)
+    if len(index[0]):
+        redrawn = redraw(step, drafts, denoisers, evaluated, index, method)
+        tokens[index], num_tries[index] = redrawn.tokens, redrawn.num_tries
+        out_of_tries[index] = (redrawn.status & OUT_OF_TRIES) != 0
+    index = ((is_new & ~is_accepted & ~is_rejected) | out_of_tries).nonzero(as_tuple=True)
+    if len(index[0]):
+        tokens[index] = sample_target(step, denoisers, index, is_rejected[index])
+
+    is_failed = (result.status != 0) | (is_new & ~tokens.isfinite().all(2)).any(1)
+    active = ~is_failed[:, None]
+    return Verified(tokens, is_new & active, is_accepted & active, is_rejected & active, num_tries, out_of_tries,
+                    result.log_r, is_failed)
+
+
+def redraw(step: Step, drafts: Drafts, denoisers: Denoisers, evaluated: Evaluated, index: tuple[Tensor, Tensor],
+           method: ContinuousMethod) -> ResampleGaussianResult:
+    """Tokens (m, C) in place of the m rejected drafts at `index`, NaN where a number was not finite.
+
+    Where the status is OUT_OF_TRIES, the token is still to be drawn.
+    """
+    if method.variant == "path":
+        tokens, num_tries, status = redraw_paths(step, drafts, denoisers, index, method)
+    else:
+        tokens, num_tries, status = redraw_last_step(step, evaluated, index, method)
+    is_invalid = (status & ~OUT_OF_TRIES) != 0
+    return ResampleGaussianResult(tokens.masked_fill(is_invalid[:, None], torch.nan), num_tries, status)
+
+
+def redraw_last_step(step: Step, evaluated: Evaluated, index: tuple[Tensor, Tensor],
+                     method: ContinuousMethod) -> ResampleGaussianResult:
+    """Redraw the last step of the target's denoising, for the m rejected drafts at `index`."""
+    seeds, positions = step.seeds[index[0]], step.positions[index][:, None]
+    last_step = [part[index][:, None] for part in evaluated.last_step]                          # each (m, 1, C)
+    normals = path_noise(seeds, REDRAW_NOISE, positions, (method.max_tries, evaluated.tokens.shape[-1]))[:, 0]
+    # the release divides the distances by its temperature when it accepts, but not here
+    temperature = distance_temperatures(method, seeds) if method.variant == "paper" else None
+    return try_proposals(seeds, positions, normals, evaluated.log_ratio[index], 0, *last_step, variant=method.variant,
+                         temperature=temperature)
+
+
+def redraw_paths(step: Step, drafts: Drafts, denoisers: Denoisers, index: tuple[Tensor, Tensor],
+                 method: ContinuousMethod) -> ResampleGaussianResult:
+    """Redraw whole paths of the target, for the m rejected drafts at `index`, until one is accepted.
+
+    They are drawn in turns. Each turn tries twice as many paths as the one before.
+    """
+    seeds, positions = step.seeds[index[0]], step.positions[index][:, None]
+    m, (T, C), device = len(seeds), step.noise.shape[2:], seeds.device
+    tokens = torch.zeros(m, C, device=device)
+    num_tries, status = (torch.zeros(m, dtype=torch.int32, device=device) for _ in range(2))
+    pending, turn, num_tried = torch.arange(m, device=device), 0, 0
+    while len(pending) and num_tried < method.max_tries:
+        num_paths = min(NUM_FIRST_PATHS << turn, method.max_tries - num_tried)
+        repeated = tuple(part[pending, None].expand(-1, num_paths) for part in index)
+        noise = path_noise(seeds[pending], REDRAW_NOISE, positions[pending], (num_paths, T, C), turn)[:, 0]
+        sample = denoisers[repeated].sample(noise, keep_path=True)
+        log_ratio = sample.log_density - drafts.denoisers[repeated].log_density(sample.path)
+        result = try_proposals(seeds[pending], positions[pending], sample.mean, log_ratio.float(), turn,
+                               variant="path")
+        tokens[pending], status[pending] = result.tokens, result.status
+        num_tries[pending] += result.num_tries
+        pending = pending[(result.status & OUT_OF_TRIES) != 0]
+        turn, num_tried = turn + 1, num_tried + num_paths
+    return ResampleGaussianResult(tokens, num_tries, status)
+
+
+def try_proposals(seeds: Tensor, positions: Tensor, proposals: Tensor, log_ratio: Tensor, turn: int,
+                  *last_step: Tensor, **options) -> ResampleGaussianResult:
+    """`resample_gaussian` for m rejected drafts, as if each were a request of its own.
+
+    Args:
+        seeds, positions: (m,), (m, 1) int64
+        proposals:        (m, M, C) float32
+        log_ratio:        (m,) float32, for the variant "path" (m, M)
+        last_step:        four of (m, 1, C) float32; none for the variant "path"
+        options:          variant and temperature of the op
+    Returns:
+        tokens (m, C), num_tries (m,), status (m,)
+    """
+    uniforms = philox_uniforms(seeds, REDRAW, positions, proposals.shape[1], turn)              # (m, 1, M)
+    is_rejected = torch.ones_like(positions, dtype=torch.bool)
+    unused = torch.zeros_like(proposals[:, :1])                                                 # drafts, and fallback
+    result = resample_gaussian(unused, ~is_rejected, is_rejected, proposals[:, None], log_ratio[:, None], uniforms,
+                               unused, *last_step, **options)
+    return ResampleGaussianResult(*(part[:, 0] for part in result))
+
+
+def sample_target(step: Step, denoisers: Denoisers, index: tuple[Tensor, Tensor], is_rejected: Tensor) -> Tensor:
+    """The target's own samples (m, C) of the tokens at `index`.
+
+    is_rejected (m,): there was a draft, made from the token's noise, so that this sample needs other noise
+    """
+    noise = step.noise[index]
+    fresh_noise = path_noise(step.seeds[index[0]], FRESH, step.positions[index][:, None], noise.shape[1:])[:, 0]
+    noise = torch.where(is_rejected[:, None, None], fresh_noise, noise)
+    return denoisers[index].sample(noise).mean
+
+
+def commit(state: ContinuousState, step: Step, verified: Verified) -> None:
+    """Put the step's tokens into the images."""
+    index = verified.is_new.nonzero(as_tuple=True)
+    state.tokens[step.requests[index[0]], step.positions[index]] = verified.tokens[index]
+    state.counts[step.requests] += verified.is_new.sum(1)
+
+
+def update(state: ContinuousState, step: Step, drafts: Drafts, verified: Verified) -> None:
+    """Record what became of the drafts, and end the images that failed."""
+    index = (verified.is_accepted | verified.is_rejected).nonzero(as_tuple=True)
+    requests, ranks = step.requests[index[0]], step.ranks[index]
+    state.acceptance[requests, ranks] = verified.is_accepted[index].to(state.acceptance.dtype)
+    state.num_tries[requests, ranks] = verified.num_tries[index]
+    state.out_of_tries[requests, ranks] = verified.out_of_tries[index]
+    state.log_r[requests, ranks] = verified.log_r[index]
+    state.drafts[requests, step.positions[index]] = drafts.means[index]
+    state.target_forwards[step.requests] += 1
+    state.draft_forwards[step.requests] += step.num_drafted
+    state.fail(torch.zeros_like(state.failed).index_fill(0, step.requests[verified.is_failed], True))
 
 
 def continuous_method(method: str | ContinuousMethod) -> ContinuousMethod:
-    """The method, which may be given by its name; ValueError unless it is one for continuous tokens."""
+    """The method, also from its name. ValueError unless it is one for continuous tokens."""
     if isinstance(method, str):
         method = parse_method(method)
     if not isinstance(method, ContinuousMethod):
@@ -495,9 +612,9 @@ def continuous_method(method: str | ContinuousMethod) -> ContinuousMethod:
     return method
 
 
-def check_pair(target: MAR, draft: MAR) -> None:
-    """Raise ValueError unless both models speak of the same tokens and denoise them in the same steps."""
+def check_pair(target: MAR, drafter: MAR) -> None:
+    """ValueError unless both models have the same tokens and denoise them in the same steps."""
     for name in ("tokens", "channels", "num_train_timesteps", "num_sampling_steps", "classes"):
-        wanted, got = getattr(target.config, name), getattr(draft.config, name)
+        wanted, got = getattr(target.config, name), getattr(drafter.config, name)
         if wanted != got:
-            raise ValueError(f"draft must have the target's {name}={wanted}, got {name}={got}")
+            raise ValueError(f"drafter must have the target's {name}={wanted}, got {name}={got}")
