@@ -22,7 +22,7 @@ def draws(backend, row, uniforms):
 
 
 def blocks_of(size, backend, monkeypatch):
-    """Triton takes so many tokens at a time; the others have blocks and shares of 32 or more."""
+    """Triton takes this many tokens at a time; the others have blocks and shares of 32 or more."""
     if backend == "triton":
         from specvis_kernels.triton import _rows
         monkeypatch.setitem(_rows.MAX_BLOCK, "V", size)
@@ -62,7 +62,7 @@ def test_no_uniform_leads_outside(backend, uniform, token):
 
 
 @each_backend
-def test_the_smallest_weight_has_its_turn(backend):
+def test_the_smallest_mass_has_its_turn(backend):
     assert draws(backend, [2.0**-42, 1.0], [0.0, 0.0, 0.0]) == ([0, 1, 0], 2, 0)
     assert draws(backend, [2.0**-42, 1.0], [2.0**-42, LAST, 0.0]) == ([1, 0, 0], 2, 0)
     assert draws(backend, [2.0**-43, 1.0], [0.0, 0.0]) == ([1, 0], 1, 0)  # less than that is nothing
@@ -74,30 +74,30 @@ def test_the_smallest_weight_has_its_turn(backend):
 def test_bad_rows_have_no_children(backend, bad):
     """And the nodes beside them do not notice."""
     rows = torch.tensor([[[0.5, 0.5, 0.0], bad], [bad, [0.0, 0.5, 2.0]]], device=DEVICE)
-    tokens, count, status = draw_children(rows, torch.full((2, 2, 2), 0.5, device=DEVICE), backend=backend)
+    tokens, num_children, status = draw_children(rows, torch.full((2, 2, 2), 0.5, device=DEVICE), backend=backend)
     assert tokens.tolist() == [[[1, 0], [0, 0]], [[0, 0], [2, 1]]]
-    assert count.tolist() == [[2, 0], [0, 2]] and status.tolist() == [[0, INVALID_ROW], [INVALID_ROW, 0]]
+    assert num_children.tolist() == [[2, 0], [0, 2]] and status.tolist() == [[0, INVALID_ROW], [INVALID_ROW, 0]]
 
 
 @each_backend
-@pytest.mark.parametrize("weights, K, cells", [
-    ([1, 1, 0, 2], 3, (4, 6, 2)),        # what is left weighs 4; 3 or 2; 2 or 1
+@pytest.mark.parametrize("masses, K, cells", [
+    ([1, 1, 0, 2], 3, (4, 6, 2)),        # what is left has mass 4; 3 or 2; 2 or 1
     ([4, 1, 0, 1], 2, (6, 2 * 5)),
 ])
-def test_every_order_has_its_probability(backend, weights, K, cells):
+def test_every_order_has_its_probability(backend, masses, K, cells):
     """Over a grid of uniforms on which every draw falls evenly."""
     grid = torch.cartesian_prod(*[(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in cells]).float()
-    row = torch.tensor(weights) / sum(weights)
-    tokens, count, _ = draw_children(row.to(DEVICE).expand(len(grid), 1, -1), grid.unsqueeze(1).to(DEVICE),
+    row = torch.tensor(masses) / sum(masses)
+    tokens, num_children, _ = draw_children(row.to(DEVICE).expand(len(grid), 1, -1), grid.unsqueeze(1).to(DEVICE),
                                      backend=backend)
-    assert count.eq(K).all()
+    assert num_children.eq(K).all()
     orders, counts = tokens[:, 0].unique(dim=0, return_counts=True)
     got = {tuple(order): F(n, len(grid)) for order, n in zip(orders.tolist(), counts.tolist())}
     expected = {}
-    for order in itertools.permutations([v for v, weight in enumerate(weights) if weight], K):
-        probability, left = F(1), sum(weights)
+    for order in itertools.permutations([v for v, mass in enumerate(masses) if mass], K):
+        probability, remaining = F(1), sum(masses)
         for v in order:
-            probability, left = probability * F(weights[v], left), left - weights[v]
+            probability, remaining = probability * F(masses[v], remaining), remaining - masses[v]
         expected[order] = probability
     assert got == expected
 
@@ -119,10 +119,10 @@ def test_all_of_a_row(backend, V, K, monkeypatch):
     g = torch.Generator().manual_seed(V)
     uniforms = torch.rand(1, 2, K, generator=g).to(DEVICE)
     rows = torch.rand(1, 2, V, generator=g).add(0.1).to(DEVICE) / V
-    tokens, count, _ = draw_children(rows, uniforms, backend=backend)
-    assert count.eq(V).all() and tokens[..., V:].eq(0).all()
+    tokens, num_children, _ = draw_children(rows, uniforms, backend=backend)
+    assert num_children.eq(V).all() and tokens[..., V:].eq(0).all()
     assert tokens[..., :V].sort().values.eq(torch.arange(V, device=DEVICE)).all()
-    assert tokens.equal(draw_children(rows, uniforms, backend="oracle")[0])
+    assert tokens.equal(draw_children(rows, uniforms, backend="oracle").tokens)
 
 
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
@@ -139,7 +139,7 @@ def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
     uniforms = torch.rand(B, F, K, generator=g).to(DEVICE)
     got, expected = (draw_children(rows, uniforms, backend=name) for name in (backend, "oracle"))
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
-    assert expected[1][:, 1].eq(K // 2).all() and (expected[2] != 0).sum() == 2
+    assert expected.num_children[:, 1].eq(K // 2).all() and (expected.status != 0).sum() == 2
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b in backends("verify_tree", DEVICE)])
@@ -152,14 +152,15 @@ def test_children_that_are_not_there_leave_verification_exact(backend):
     first, accept, end = torch.cartesian_prod(*[torch.tensor([0.25, 0.75])] * 3).to(DEVICE).unbind(1)
     B, low = len(first), torch.full_like(first, 0.25)
     draft = torch.tensor([0.0, 0.5, 0.5, 0.0], device=DEVICE).expand(B, 1, -1)
-    children, count, _ = draw_children(draft, torch.stack([first, low, low], 1).unsqueeze(1), backend=backend)
-    assert count.eq(2).all()
+    children, num_children, _ = draw_children(draft, torch.stack([first, low, low], 1).unsqueeze(1), backend=backend)
+    assert num_children.eq(2).all()
     tokens = torch.cat([torch.zeros_like(children[:, 0, :1]), children[:, 0]], 1)
-    path, _, next_token, _, status = verify_tree(
+    accepted_nodes, _, next_token, _, status = verify_tree(
         torch.full((B, 4, 4), 0.25, device=DEVICE), tokens, *links(torch.tensor([[-1, 0, 0, 0]] * B)),
         torch.stack([end, accept, low, low], 1), draft_probs=draft,
-        draft_row=torch.zeros(B, 4, dtype=torch.int32, device=DEVICE), P=1, backend=backend)
-    emitted = torch.where(path[:, 0] < 0, next_token, tokens.gather(1, path.clamp(min=0).long())[:, 0])
+        draft_row=torch.zeros(B, 4, dtype=torch.int32, device=DEVICE), max_depth=1, backend=backend)
+    drafted = tokens.gather(1, accepted_nodes.clamp(min=0).long())[:, 0]
+    emitted = torch.where(accepted_nodes[:, 0] < 0, next_token, drafted)
     assert emitted.bincount().tolist() == [B // 4] * 4 and not status.any()
 
 

@@ -21,7 +21,7 @@ def one_level(rows, scores=(0.0,), width=3, K=3, backend=None):
     """Tokens and scores (lists of lists), frontier and status (lists) of one request."""
     out = expand_tree(torch.tensor([rows], dtype=torch.float32, device=DEVICE),
                       torch.tensor([scores], dtype=torch.float32, device=DEVICE),
-                      torch.tensor([width], dtype=torch.int32, device=DEVICE), K=K, backend=backend)
+                      torch.tensor([width], dtype=torch.int32, device=DEVICE), num_children=K, backend=backend)
     return [a[0].tolist() for a in out]
 
 
@@ -76,10 +76,10 @@ def test_width_is_clamped(backend, width, kept):
 ])
 def test_only_tokens_of_positive_probability_are_children(backend, row, K, children):
     tokens, scores, frontier, status = one_level([row], width=K, K=K, backend=backend)
-    rest = K - len(children)
-    assert tokens == [children + [0] * rest] and status == [0]
-    assert scores == [[log(np.float32(row[v])) for v in children] + [-INF] * rest]
-    assert frontier == [*range(len(children)), *[-1] * rest]
+    padding = K - len(children)
+    assert tokens == [children + [0] * padding] and status == [0]
+    assert scores == [[log(np.float32(row[v])) for v in children] + [-INF] * padding]
+    assert frontier == [*range(len(children)), *[-1] * padding]
 
 
 @BACKENDS
@@ -88,8 +88,8 @@ def test_only_tokens_of_positive_probability_are_children(backend, row, K, child
     [0, 0, 0, 0], [3, 0, 0, 0], [2.0**-49] * 4,
 ])
 def test_an_invalid_row_has_no_children(backend, row):
-    good = [1/2, 1/2, 0, 0]
-    tokens, scores, frontier, status = one_level([good, row, good], [0.0, 0.0, -1.0], backend=backend)
+    valid = [1/2, 1/2, 0, 0]
+    tokens, scores, frontier, status = one_level([valid, row, valid], [0.0, 0.0, -1.0], backend=backend)
     assert status == [0, INVALID_ROW, 0]
     assert tokens[1] == [0, 0, 0] and scores[1] == [-INF] * 3
     assert frontier == [0, 1, 6]
@@ -120,7 +120,7 @@ def test_the_log_is_taken_in_float64(backend):
 
 @BACKENDS
 def test_the_lowest_score_has_children_of_its_own_score(backend):
-    """So far down every step is lost in the rounding."""
+    """So far down every log-probability is lost in the rounding."""
     lowest = float(np.finfo(np.float32).min)
     rows = [[0, 1/2, 0], [0, 2.0**-40, 1]]
     tokens, scores, frontier, _ = one_level(rows, [0.0, lowest], backend=backend)
@@ -128,18 +128,18 @@ def test_the_lowest_score_has_children_of_its_own_score(backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("V, widest", [(50, 4), (50, 16), (64, 64), (9000, 8192)])
-def test_the_best_may_stand_anywhere(backend, V, widest, monkeypatch):
+@pytest.mark.parametrize("V, max_chunks", [(50, 4), (50, 16), (64, 64), (9000, 8192)])
+def test_the_best_may_stand_anywhere(backend, V, max_chunks, monkeypatch):
     """All in one of the chunks that a program divides its row into, in either order, or in one each."""
     if backend == "triton":
-        monkeypatch.setattr(importlib.import_module("specvis_kernels.triton.expand_tree"), "WIDEST", widest)
+        monkeypatch.setattr(importlib.import_module("specvis_kernels.triton.expand_tree"), "MAX_CHUNKS", max_chunks)
     K = 7
-    together = [v for v in range(3, V, widest)][:K]
-    places = torch.tensor([together + [v for v in range(V) if v not in together][:K - len(together)],
-                           list(range(K)), list(range(V - K, V))])
+    together = [v for v in range(3, V, max_chunks)][:K]
+    ids = torch.tensor([together + [v for v in range(V) if v not in together][:K - len(together)],
+                        list(range(K)), list(range(V - K, V))])
     values = torch.tensor([[7, 6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6, 7], [1, 1, 1, 1, 1, 1, 1]]) / 64
-    probs = torch.full((3, V), 2.0**-20).scatter(1, places, values)
-    order = [places[0].tolist(), places[1].flip(0).tolist(), places[2].tolist()]
+    probs = torch.full((3, V), 2.0**-20).scatter(1, ids, values)
+    order = [ids[0].tolist(), ids[1].flip(0).tolist(), ids[2].tolist()]
     for width in (K, 2):
         tokens, _, _, status = one_level(probs.tolist(), [0.0] * 3, width=width, K=K, backend=backend)
         assert [row[:width] for row in tokens] == [row[:width] for row in order] and status == [0, 0, 0]
@@ -165,9 +165,9 @@ def test_equals_a_sort_of_every_row(backend):
     scores = [[0.0, -1.0, -1.0, -2.0], [-1.0, -INF, -0.5, -INF], [-INF] * 4]
     width = [5, 2, 3]
     out = expand_tree(probs, torch.tensor(scores, device=DEVICE),
-                      torch.tensor(width, dtype=torch.int32, device=DEVICE), K=K, backend=backend)
+                      torch.tensor(width, dtype=torch.int32, device=DEVICE), num_children=K, backend=backend)
     tokens, child_scores, frontier, status = [a.tolist() for a in out]
-    assert not out[3].any()
+    assert not out.status.any()
     for b in range(B):
         level = []
         for f in range(F):
@@ -175,8 +175,8 @@ def test_equals_a_sort_of_every_row(backend):
             best = sorted((v for v in range(V) if row[v] > 0), key=lambda v: (-row[v], v))[:width[b]]
             best = best if scores[b][f] > -INF else []
             expected = [float(np.float32(scores[b][f]) + np.float32(log(row[v]))) for v in best]
-            rest = K - len(best)
-            assert tokens[b][f] == best + [0] * rest and child_scores[b][f] == expected + [-INF] * rest
+            padding = K - len(best)
+            assert tokens[b][f] == best + [0] * padding and child_scores[b][f] == expected + [-INF] * padding
             level += child_scores[b][f]
         best = sorted((i for i in range(F * K) if level[i] > -INF), key=lambda i: (-level[i], i))[:width[b]]
         assert frontier[b] == best + [-1] * (K - len(best))
@@ -190,13 +190,13 @@ def test_equals_a_sort_of_every_row(backend):
     ("width", torch.zeros(2), r"width must be int32 \(B=2\), got float32 \(2,\)"),
     ("width", 3, r"width must be int32 \(B=2\), got int"),
     ("width", torch.ones(2, dtype=torch.int32, device="meta"), "width must be on cpu like the other tensors"),
-    ("K", 0, "K must be an integer >= 1, got 0"),
-    ("K", 2.0, "K must be an integer >= 1, got 2.0"),
+    ("num_children", 0, "num_children must be an integer >= 1, got 0"),
+    ("num_children", 2.0, "num_children must be an integer >= 1, got 2.0"),
     ("backend", "fast", "backend of expand_tree must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):
     arguments = {"draft_probs": torch.zeros(2, 3, 5), "scores": torch.zeros(2, 3),
-                 "width": torch.ones(2, dtype=torch.int32), "K": 4}
+                 "width": torch.ones(2, dtype=torch.int32), "num_children": 4}
     with pytest.raises(ValueError, match=message):
         expand_tree(**arguments | {name: value})
 
@@ -204,4 +204,4 @@ def test_says_which_argument_is_wrong(name, value, message):
 @pytest.mark.parametrize("F, V", [(0, 5), (3, 0)])
 def test_refuses_an_empty_level(F, V):
     with pytest.raises(ValueError, match=rf"must have F >= 1 and V >= 1, got shape \(2, {F}, {V}\)"):
-        expand_tree(torch.zeros(2, F, V), torch.zeros(2, F), torch.ones(2, dtype=torch.int32), K=4)
+        expand_tree(torch.zeros(2, F, V), torch.zeros(2, F), torch.ones(2, dtype=torch.int32), num_children=4)

@@ -31,9 +31,9 @@ def one_row(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1
     return probs[0, 0].tolist(), status.item()
 
 
-def logs(*odds):
+def logs(*proportions):
     """Logits of tokens in these proportions."""
-    return [math.log(x) if x else -INF for x in odds]
+    return [math.log(x) if x else -INF for x in proportions]
 
 
 def close(expected):
@@ -132,10 +132,10 @@ def test_rows_start_at_any_address(backend, dtype, first, second):
     V = 45
     memory = torch.randn(2, V + 16, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     cond, uncond = (row[at:at + V].view(1, 1, V) for row, at in zip(memory.unbind(0), (first, second)))
-    rest = [torch.tensor([x], device=DEVICE) for x in (2.0, 1.0, 9, 0.9)]
-    rest[2] = rest[2].int()
-    got = guided_probs(cond, uncond, *rest, backend=backend)
-    for a, b in zip(got, guided_probs(cond.clone(), uncond.clone(), *rest, backend=backend)):
+    settings = [torch.tensor([x], device=DEVICE) for x in (2.0, 1.0, 9, 0.9)]
+    settings[2] = settings[2].int()
+    got = guided_probs(cond, uncond, *settings, backend=backend)
+    for a, b in zip(got, guided_probs(cond.clone(), uncond.clone(), *settings, backend=backend)):
         assert torch.equal(a, b)
 
 
@@ -192,7 +192,7 @@ def test_only_a_near_tie_of_top_p_may_differ_between_backends(backend, top_p, ke
 @BACKENDS
 @pytest.mark.parametrize("units, kept", [(65536, 1), (65537, 2)])
 def test_top_p_counts_exactly(backend, units, kept):
-    """In units of 2**-40 the best weighs 2**40, and top_p of all 2**40 - 0.004 or 2**40 + 0.996.
+    """In units of 2**-40 the best token has mass 2**40, and top_p of all 2**40 - 0.004 or 2**40 + 0.996.
 
     Taken in float32 or rounded to whole units any other way, one of them is on the wrong side of 2**40.
     """

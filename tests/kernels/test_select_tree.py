@@ -21,7 +21,7 @@ def one_tree(scores, parents, size=4, N=4, backend=None):
     M = len(scores)
     out = select_tree(tensor([10 + m for m in range(M)], torch.int64), tensor(scores, torch.float32),
                       tensor(parents, torch.int32), tensor(7, torch.int64), tensor(size, torch.int32),
-                      N=N, backend=backend)
+                      num_nodes=N, backend=backend)
     return [a[0].tolist() for a in out]
 
 
@@ -45,10 +45,10 @@ SCORES, PARENTS = [-1.0, -2.0, -1.5, -4.0, -3.0], [-1, -1, 0, 0, 1]
     (1, 1, [], []),
 ])
 def test_by_hand(backend, size, N, source, parents):
-    rest = N - 1 - len(source)
+    padding = N - 1 - len(source)
     assert one_tree(SCORES, PARENTS, size, N, backend) == [
-        [7, *[10 + m for m in source], *[0] * rest], [-1, *parents, *[-2] * rest],
-        [-1, *source, *[-1] * rest], 0]
+        [7, *[10 + m for m in source], *[0] * padding], [-1, *parents, *[-2] * padding],
+        [-1, *source, *[-1] * padding], 0]
 
 
 @BACKENDS
@@ -80,8 +80,8 @@ def test_ranks(backend, scores, size, source):
 ])
 def test_an_invalid_parent_is_reported_and_not_followed(backend, scores, parents, expected, source):
     size = len(scores) if min(scores) < -1 else 3
-    tokens, got, origin, status = one_tree(scores, parents, size, 3, backend)
-    assert got == expected and origin == source and status == INVALID_TREE
+    tokens, node_parents, got_source, status = one_tree(scores, parents, size, 3, backend)
+    assert node_parents == expected and got_source == source and status == INVALID_TREE
     assert tokens == [7, *[10 + m if m >= 0 else 0 for m in source[1:]]]
 
 
@@ -90,9 +90,9 @@ def test_an_invalid_parent_is_reported_and_not_followed(backend, scores, parents
 def test_an_invalid_parent_of_many(backend, M):
     """The first candidate's: every third one hangs from it, and points to a slot that is unused."""
     parents = [-7] + [-1 if m % 3 else 0 for m in range(1, M)]
-    _, got, origin, status = one_tree([-1.0] * M, parents, M + 1, M + 1, backend)
-    assert got == [-1, -2] + [parent + 1 for parent in parents[1:]] and status == INVALID_TREE
-    assert origin == [-1, -1, *range(1, M)]
+    _, node_parents, source, status = one_tree([-1.0] * M, parents, M + 1, M + 1, backend)
+    assert node_parents == [-1, -2] + [parent + 1 for parent in parents[1:]] and status == INVALID_TREE
+    assert source == [-1, -1, *range(1, M)]
 
 
 @BACKENDS
@@ -118,19 +118,19 @@ def test_a_kept_nodes_parent_is_kept(backend, M, N):
             score[m] = (score[parent] if parent >= 0 else 0.0) - rng.choice([0.0, 0.0, 0.5])
     size = [N, N // 2, 3]
     tokens = torch.arange(3 * M, device=DEVICE).view(3, M)
-    got, nodes_parents, source, status = select_tree(
+    node_tokens, node_parents, source, status = select_tree(
         tokens, torch.tensor(scores, device=DEVICE), torch.tensor(parents, dtype=torch.int32, device=DEVICE),
         torch.tensor([7, 8, 9], device=DEVICE), torch.tensor(size, dtype=torch.int32, device=DEVICE),
-        N=N, backend=backend)
-    assert not status.any() and not tree_links(nodes_parents, backend="oracle")[4].any()
+        num_nodes=N, backend=backend)
+    assert not status.any() and not tree_links(node_parents, backend="oracle").status.any()
     for b in range(3):
         best = sorted(sorted(range(M), key=lambda m: (-scores[b][m], m))[:size[b] - 1])
-        rest = [-1] * (N - size[b])
-        assert source[b].tolist() == [-1, *best, *rest]
-        assert nodes_parents[b].tolist() == [
+        padding = N - size[b]
+        assert source[b].tolist() == [-1, *best, *[-1] * padding]
+        assert node_parents[b].tolist() == [
             -1, *[1 + best.index(parents[b][m]) if parents[b][m] >= 0 else 0 for m in best],
-            *[-2] * len(rest)]
-        assert got[b].tolist() == [7 + b, *[b * M + m for m in best], *[0] * len(rest)]
+            *[-2] * padding]
+        assert node_tokens[b].tolist() == [7 + b, *[b * M + m for m in best], *[0] * padding]
 
 
 def eagle_2(distribution, root, K, depth, N):
@@ -167,33 +167,33 @@ def test_grows_eagle_2s_tree(backend, V, K, depth, N, ties):
 
     root, widths, depths = [3, 4], [K, max(K - 1, 1)], [depth, depth - 1]
     scores = torch.zeros(2, 1, device=DEVICE)
-    above, paths, candidates = [[-1], [-1]], [[()], [()]], []
+    level_parents, paths, candidates = [[-1], [-1]], [[()], [()]], []
     for level in range(depth):
-        alive = torch.tensor([level < d for d in depths], device=DEVICE).unsqueeze(1)
+        exists = torch.tensor([level < d for d in depths], device=DEVICE).unsqueeze(1)
         probs = torch.tensor([[distribution(b, path) for path in paths[b]] for b in range(2)])
         F = probs.shape[1]
         tokens, child_scores, frontier, _ = expand_tree(
-            probs.to(DEVICE, torch.float32), scores.masked_fill(~alive, -INF),
-            torch.tensor(widths, dtype=torch.int32, device=DEVICE), K=K, backend=backend)
+            probs.to(DEVICE, torch.float32), scores.masked_fill(~exists, -INF),
+            torch.tensor(widths, dtype=torch.int32, device=DEVICE), num_children=K, backend=backend)
         offset = sum(c[0].shape[1] for c in candidates)
-        origin = torch.tensor([[above[b][f] for f in range(F) for _ in range(K)] for b in range(2)],
-                              dtype=torch.int32, device=DEVICE)
-        candidates.append((tokens.flatten(1), child_scores.flatten(1), origin))
+        parents = torch.tensor([[level_parents[b][f] for f in range(F) for _ in range(K)] for b in range(2)],
+                               dtype=torch.int32, device=DEVICE)
+        candidates.append((tokens.flatten(1), child_scores.flatten(1), parents))
         chosen = frontier.clamp(min=0)
         scores = child_scores.flatten(1).gather(1, chosen.long()).masked_fill(frontier < 0, -INF)
-        above = (chosen + offset).tolist()
+        level_parents = (chosen + offset).tolist()
         paths = [[paths[b][i // K] + (tokens[b].flatten()[i].item(),) for i in chosen[b].tolist()]
                  for b in range(2)]
     tokens, scores, parents = (torch.cat(part, 1) for part in zip(*candidates))
     tokens, parents, _, status = select_tree(
         tokens, scores, parents, torch.tensor(root, device=DEVICE),
-        torch.full((2,), N, dtype=torch.int32, device=DEVICE), N=N, backend=backend)
+        torch.full((2,), N, dtype=torch.int32, device=DEVICE), num_nodes=N, backend=backend)
     assert not status.any()
     for b in range(2):
         expected = eagle_2(lambda path: distribution(b, path), root[b], widths[b], depths[b], N)
-        rest = N - len(expected[0])
-        assert tokens[b].tolist() == expected[0] + [0] * rest
-        assert parents[b].tolist() == expected[1] + [-2] * rest
+        padding = N - len(expected[0])
+        assert tokens[b].tolist() == expected[0] + [0] * padding
+        assert parents[b].tolist() == expected[1] + [-2] * padding
 
 
 @pytest.mark.parametrize("name, value, message", [
@@ -204,12 +204,12 @@ def test_grows_eagle_2s_tree(backend, V, K, depth, N, ties):
     ("root", torch.zeros(2, 1, dtype=torch.int64), r"root must be int64 \(B=2\), got int64 \(2, 1\)"),
     ("size", 3, r"size must be int32 \(B=2\), got int"),
     ("size", torch.zeros(2, dtype=torch.int32, device="meta"), "size must be on cpu like the other tensors"),
-    ("N", 0, "N must be an integer >= 1, got 0"),
+    ("num_nodes", 0, "num_nodes must be an integer >= 1, got 0"),
     ("backend", "fast", "backend of select_tree must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):
     arguments = {"tokens": torch.zeros(2, 5, dtype=torch.int64), "scores": torch.zeros(2, 5),
                  "parents": torch.zeros(2, 5, dtype=torch.int32), "root": torch.zeros(2, dtype=torch.int64),
-                 "size": torch.zeros(2, dtype=torch.int32), "N": 4}
+                 "size": torch.zeros(2, dtype=torch.int32), "num_nodes": 4}
     with pytest.raises(ValueError, match=message):
         select_tree(**arguments | {name: value})

@@ -13,8 +13,8 @@ BACKENDS = pytest.mark.parametrize("backend", backends("tree_links", DEVICE))
 def links(*parents, backend=None):
     """The outputs as lists; the words of ancestors as unsigned integers."""
     out = tree_links(torch.tensor(parents, dtype=torch.int32, device=DEVICE), backend=backend)
-    ancestors, *rest = [a.tolist() for a in out]
-    return [[[word % 2**64 for word in words] for words in tree] for tree in ancestors], *rest
+    ancestors, *others = [a.tolist() for a in out]
+    return [[[word % 2**64 for word in words] for words in tree] for tree in ancestors], *others
 
 
 @BACKENDS
@@ -58,10 +58,10 @@ def test_unused_slots(backend):
     ([7, -2, -2, -2], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),
 ])
 def test_an_invalid_parent_is_reported_and_not_followed(backend, parents, depth, first_child, next_sibling):
-    ancestors, *rest = links(parents, [-1, 0, 1, 2], backend=backend)
-    assert rest[0][0] == depth and rest[1][0] == first_child and rest[2][0] == next_sibling
+    ancestors, *got, status = links(parents, [-1, 0, 1, 2], backend=backend)
+    assert [output[0] for output in got] == [depth, first_child, next_sibling]
     assert [words == [0] for words in ancestors[0]] == [d < 0 for d in depth]
-    assert ancestors[1] == [[1], [3], [7], [15]] and rest[3] == [INVALID_TREE, 0]
+    assert ancestors[1] == [[1], [3], [7], [15]] and status == [INVALID_TREE, 0]
 
 
 @BACKENDS
@@ -121,11 +121,11 @@ def test_the_links_say_what_the_parents_said(backend, N):
         for n in range(N):
             bits = sum(word << 64 * w for w, word in enumerate(ancestors[b][n]))
             assert bits.bit_count() == depth[b][n] + 1
-            walk, path = n if parents[n] != -2 else -1, 0
+            walk, ancestor_bits = n if parents[n] != -2 else -1, 0
             while walk >= 0:
-                path |= 1 << walk
+                ancestor_bits |= 1 << walk
                 walk = parents[walk]
-            assert bits == path
+            assert bits == ancestor_bits
 
 
 @pytest.mark.parametrize("arguments, message", [

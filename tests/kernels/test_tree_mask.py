@@ -13,7 +13,7 @@ BACKENDS = pytest.mark.parametrize("backend", backends("tree_mask", DEVICE))
 
 
 def ancestors_of(*trees):
-    return tree_links(torch.tensor(trees, dtype=torch.int32, device=DEVICE), backend="oracle")[0]
+    return tree_links(torch.tensor(trees, dtype=torch.int32, device=DEVICE), backend="oracle").ancestors
 
 
 def lengths(*values):
