@@ -1,9 +1,10 @@
 """Builds csrc/ into specvis_kernels/_ops.so and _ops_cuda.so, shared libraries against torch's stable C ABI.
 
 One build serves every Python and every torch from 2.10 on, with or without CUDA, so the wheel is
-py3-none-<platform>. torch's headers are found by path, torch is not imported: the build works in pip's
-isolation too. Without a C++ compiler the package is built without libraries, and the oracles and Triton
-answer. The CUDA library is built where nvcc is, be there a GPU or not.
+py3-none-<platform>. torch's headers are found by path and torch is not imported, so the build also works
+in pip's isolation, which runs the same Python. Without a C++ compiler the package is built without
+libraries: then the oracles and Triton answer. The CUDA library is built if nvcc is found, with or without
+a GPU.
 
     CXX                   the C++ compiler
     MAX_JOBS              how many of them run at once
@@ -24,6 +25,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
+NEED_TORCH = {"build", "build_ext", "bdist_wheel", "dist_info", "editable_wheel", "install", "develop"}
 OBJECTS = Path("build", f"objects-{sysconfig.get_platform()}")  # kept between builds, editable ones too
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"]  # what torch 2.10 has
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
@@ -37,7 +39,7 @@ def find_torch() -> Path:
     for folder in [*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]:
         if Path(folder, "torch/include/torch/csrc/stable/library.h").exists():
             return Path(folder, "torch")
-    sys.exit("specvis_kernels: torch >= 2.10 must be installed first: python -m pip install torch")
+    sys.exit("specvis_kernels: torch must be installed first: python -m pip install 'torch>=2.10'")
 
 
 def find_nvcc() -> str | None:
@@ -88,7 +90,8 @@ class Build(build_ext):
 
     def build_extension(self, extension):
         torch = find_torch()
-        shared = [Path(__file__), torch / "version.py", *Path("csrc").glob("*.h")]  # of every object
+        headers = [*Path("csrc").glob("*.h"), *Path("csrc").glob("*.cuh")]
+        shared = [Path(__file__), torch / "version.py", *headers]  # what every object depends on
         compile, link, objects = [self.compiler_path, *FLAGS], [self.compiler_path], OBJECTS
         if extension.name.endswith("_cuda"):  # nvcc knows where CUDA's headers and its static runtime are
             host = [self.nvcc, "-ccbin", self.compiler_path]
@@ -111,13 +114,21 @@ class Build(build_ext):
         library.parent.mkdir(parents=True, exist_ok=True)
         run(*link, "-shared", *built, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", library)
 
+    def copy_file(self, source, target, *_, **__):  # to the source folder, in one step: others may be loading it
+        shutil.copy(source, f"{target}.new")
+        os.replace(f"{target}.new", target)
+        return target, True
+
 
 class Wheel(bdist_wheel):
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
 
 
-BINDINGS = "csrc/cuda.cpp"
+if NEED_TORCH & {*sys.argv[1:]}:
+    find_torch()  # before anything else, so that a missing torch is the first line that a build prints
+
+BINDINGS = "csrc/bindings.cpp"
 setup(
     ext_modules=[
         Extension("specvis_kernels._ops", sorted({*map(str, Path("csrc").glob("*.cpp"))} - {BINDINGS})),

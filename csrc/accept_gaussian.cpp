@@ -1,4 +1,4 @@
-// accept_gaussian on the CPU: threads take requests; every position's log ratio first, then the decisions.
+// accept_gaussian on the CPU: each task takes requests. First come the log ratios of all positions, then the decisions.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -22,24 +22,24 @@ const T* data(const std::optional<Tensor>& tensor) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
-    const Tensor& tokens,                                                                        // (B, G, C)
-    const Tensor& log_ratio, const Tensor& uniforms,                                             // (B, G)
-    const std::optional<Tensor>& target_means, const std::optional<Tensor>& target_log_sigmas,   // (B, G, C)
-    const std::optional<Tensor>& draft_means, const std::optional<Tensor>& draft_log_sigmas,     // (B, G, C)
-    const std::optional<Tensor>& temperature, const std::optional<Tensor>& drafted, bool truncate) {  // (B)
+    const Tensor& tokens,                                                                                 // (B, G, C)
+    const Tensor& log_ratio, const Tensor& uniforms,                                                      // (B, G)
+    const std::optional<Tensor>& target_means, const std::optional<Tensor>& target_log_sigmas,            // (B, G, C)
+    const std::optional<Tensor>& draft_means, const std::optional<Tensor>& draft_log_sigmas,              // (B, G, C)
+    const std::optional<Tensor>& temperature, const std::optional<Tensor>& num_drafted, bool truncate) {  // (B)
   const int64_t B = tokens.size(0), G = tokens.size(1), C = tokens.size(2);
-  Tensor accepted = torch::stable::new_empty(uniforms, {B}, ScalarType::Int);
-  Tensor keep = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Bool);
-  Tensor redraw = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Bool);
+  Tensor num_accepted = torch::stable::new_empty(uniforms, {B}, ScalarType::Int);
+  Tensor is_accepted = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Bool);
+  Tensor is_rejected = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Bool);
   Tensor log_r = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Float);
   Tensor status = torch::stable::new_empty(uniforms, {B}, ScalarType::Int);
   const float* x = tokens.const_data_ptr<float>();
-  const float* earlier = log_ratio.const_data_ptr<float>();
+  const float* earlier_log_ratio = log_ratio.const_data_ptr<float>();
   const float* u = uniforms.const_data_ptr<float>();
-  const int32_t* counts = data<int32_t>(drafted);
-  int32_t* accepted_out = accepted.mutable_data_ptr<int32_t>();
-  bool* keep_out = keep.mutable_data_ptr<bool>();
-  bool* redraw_out = redraw.mutable_data_ptr<bool>();
+  const int32_t* num_drafted_in = data<int32_t>(num_drafted);
+  int32_t* num_accepted_out = num_accepted.mutable_data_ptr<int32_t>();
+  bool* is_accepted_out = is_accepted.mutable_data_ptr<bool>();
+  bool* is_rejected_out = is_rejected.mutable_data_ptr<bool>();
   float* log_r_out = log_r.mutable_data_ptr<float>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
@@ -47,40 +47,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
     specvis::LastStep step(data<float>(target_means), data<float>(target_log_sigmas), data<float>(draft_means),
                            data<float>(draft_log_sigmas), C);
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t row = b * G, here = counts ? std::min<int64_t>(counts[b], G) : G;  // negative: none
-      const specvis::Temperature T(data<float>(temperature), b);
-      std::fill_n(keep_out + row, G, false);
-      std::fill_n(redraw_out + row, G, false);
+      const int64_t row = b * G, n = num_drafted_in ? std::min<int64_t>(num_drafted_in[b], G) : G;  // may be negative
+      const specvis::Temperature temperature_b(data<float>(temperature), b);
+      std::fill_n(is_accepted_out + row, G, false);
+      std::fill_n(is_rejected_out + row, G, false);
       std::fill_n(log_r_out + row, G, 0.0f);
       bool valid = true;
-      for (int64_t i = row; i < row + here; ++i) {
-        double sum = earlier[i];
+      for (int64_t i = row; i < row + n; ++i) {
+        double sum = earlier_log_ratio[i];
         if (step) {
           step.move_to(i);
-          sum += step.log_ratio(x + i * C, T.distance_weight);
+          sum += step.log_ratio(x + i * C, temperature_b.distance_weight);
         }
         log_r_out[i] = static_cast<float>(sum);
         valid &= std::isfinite(log_r_out[i]) && std::isfinite(u[i]) && specvis::all_finite(x + i * C, C);
       }
-      accepted_out[b] = 0;
-      status_out[b] = (valid ? 0 : specvis::kInvalidRow) | (T.refused ? specvis::kInvalidRule : 0);
+      num_accepted_out[b] = 0;
+      status_out[b] = (valid ? 0 : specvis::kInvalidRow) | (temperature_b.is_invalid ? specvis::kInvalidRule : 0);
       if (status_out[b]) {
-        std::fill_n(log_r_out + row, here, 0.0f);
+        std::fill_n(log_r_out + row, n, 0.0f);
         continue;
       }
-      for (int64_t i = row; i < row + here; ++i) {
-        keep_out[i] = specvis::happens(u[i], log_r_out[i]);
-        redraw_out[i] = !keep_out[i];
-        accepted_out[b] += keep_out[i];
-        if (truncate && redraw_out[i]) break;
+      for (int64_t i = row; i < row + n; ++i) {
+        is_accepted_out[i] = specvis::accepts(u[i], log_r_out[i]);
+        is_rejected_out[i] = !is_accepted_out[i];
+        num_accepted_out[b] += is_accepted_out[i];
+        if (truncate && is_rejected_out[i]) break;
       }
     }
   });
-  return {accepted, keep, redraw, log_r, status};
+  return {num_accepted, is_accepted, is_rejected, log_r, status};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
-  m.impl("accept_gaussian", TORCH_BOX(&accept_gaussian_cpu));
-}
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("accept_gaussian", TORCH_BOX(&accept_gaussian_cpu)); }

@@ -1,5 +1,5 @@
-// draw_children on the CPU: a pass over a row for its sums by block; then each child is a search among these,
-// and one through the block that it finds.
+// draw_children on the CPU: one pass over a row sums it by blocks. Each child is then searched for among these sums,
+// and within the block that is found.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -17,18 +17,17 @@ using specvis::kRowBlock;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(
-    const Tensor& draft_probs,  // (B, F, V)
-    const Tensor& uniforms) {   // (B, F, K)
+std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(const Tensor& draft_probs,  // (B, F, V)
+                                                     const Tensor& uniforms) {   // (B, F, K)
   const int64_t B = draft_probs.size(0), F = draft_probs.size(1), V = draft_probs.size(2);
   const int64_t K = uniforms.size(2);
   Tensor tokens = torch::stable::new_empty(uniforms, {B, F, K}, ScalarType::Long);
-  Tensor count = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
+  Tensor num_children = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
   Tensor status = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
   const float* probs = draft_probs.const_data_ptr<float>();
   const float* u = uniforms.const_data_ptr<float>();
   int64_t* token_out = tokens.mutable_data_ptr<int64_t>();
-  int32_t* count_out = count.mutable_data_ptr<int32_t>();
+  int32_t* num_children_out = num_children.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
   torch::stable::parallel_for(0, B * F, std::max<int64_t>(1, 16384 / V), [&](int64_t begin, int64_t end) {
@@ -37,25 +36,25 @@ std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(
     for (int64_t r = begin; r < end; ++r) {
       const float* row = probs + r * V;
       int64_t* children = token_out + r * K;
-      const specvis::Total total = specvis::weigh_blocks(row, V, sums.data());
-      int64_t left = total.valid ? total.weight : 0, n = 0;
-      for (; n < K && left > 0; ++n) {
-        int64_t aim = specvis::draw_at(u[r * K + n], left), block = 0;
-        while (sums[block] <= aim) aim -= sums[block++];  // the last that weighs anything stops this
+      const specvis::Total total = specvis::sum_blocks(row, V, sums.data());
+      int64_t remaining = total.valid ? total.mass : 0, n = 0;
+      for (; n < K && remaining > 0; ++n) {
+        int64_t threshold = specvis::draw_threshold(u[r * K + n], remaining), block = 0;
+        while (sums[block] <= threshold) threshold -= sums[block++];  // ends at the last positive sum at the latest
         int64_t v = block * kRowBlock;
-        while ((aim -= drawn[v] ? 0 : specvis::to_fixed(row[v])) >= 0) ++v;
-        sums[block] -= specvis::to_fixed(row[v]);
-        left -= specvis::to_fixed(row[v]);
+        while ((threshold -= drawn[v] ? 0 : specvis::to_fixed_point(row[v])) >= 0) ++v;
+        sums[block] -= specvis::to_fixed_point(row[v]);
+        remaining -= specvis::to_fixed_point(row[v]);
         drawn[v] = true;
         children[n] = v;
       }
       for (int64_t k = 0; k < n; ++k) drawn[children[k]] = false;
       std::fill(children + n, children + K, 0);
-      count_out[r] = static_cast<int32_t>(n);
+      num_children_out[r] = static_cast<int32_t>(n);
       status_out[r] = total.valid ? 0 : specvis::kInvalidRow;
     }
   });
-  return {tokens, count, status};
+  return {tokens, num_children, status};
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// guided_probs on the CPU: threads take rows; what top-k keeps is packed, and only that is exponentiated.
+// guided_probs on the CPU: each task takes rows. The logits that top-k keeps are packed, and exp is computed of these
+// alone.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -18,27 +19,27 @@
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using specvis::exp_of;
 using specvis::key_of;
 using specvis::kInvalidRow;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 struct Scratch {
   std::vector<float> x;  // logits, later their exponentials
   std::vector<int32_t> keys, ids, maxima;
-  std::vector<int64_t> weights;
-  std::vector<std::pair<int32_t, int64_t>> rest;  // candidates for a threshold: key and weight
-  explicit Scratch(int64_t n) : x(n), keys(n), ids(n), maxima(n), weights(n) { rest.reserve(n); }
+  std::vector<int64_t> masses;
+  std::vector<std::pair<int32_t, int64_t>> candidates;  // for a threshold: key and mass
+  explicit Scratch(int64_t n) : x(n), keys(n), ids(n), maxima(n), masses(n) { candidates.reserve(n); }
 };
 
-// What the keys above `key` weigh: one each, or what `weights` says.
-WIDEST_VECTORS int64_t weight_above(const int32_t* keys, const int64_t* weights, int64_t n, int32_t key) {
+// The mass of the keys above `key`: one each, or as `masses` says.
+WIDEST_VECTORS int64_t mass_above(const int32_t* keys, const int64_t* masses, int64_t n, int32_t key) {
   int64_t sum = 0;
-  if (weights) {
-    for (int64_t i = 0; i < n; ++i) sum += keys[i] > key ? weights[i] : 0;
+  if (masses) {
+    for (int64_t i = 0; i < n; ++i) sum += keys[i] > key ? masses[i] : 0;
     return sum;
   }
   int32_t count = 0;
@@ -46,14 +47,15 @@ WIDEST_VECTORS int64_t weight_above(const int32_t* keys, const int64_t* weights,
   return count;
 }
 
-// The lowest key whose strictly greater ones weigh less than `limit`, which is positive and at most the whole
-// weight; or an integer below it and above all lower keys. By halves: passes without a branch, for few keys.
-int32_t threshold_of_few(const int32_t* keys, const int64_t* weights, int64_t n, int64_t limit) {
+// The lowest key such that the mass of all greater keys is less than `limit`, which is positive and at most the mass of
+// all keys; or an integer between the next lower key and that one. It is found by bisection, in passes without a
+// branch, which is fast for few keys.
+int32_t threshold_of_few(const int32_t* keys, const int64_t* masses, int64_t n, int64_t limit) {
   const auto [lowest, highest] = std::minmax_element(keys, keys + n);
   int64_t low = *lowest, high = *highest;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
-    if (weight_above(keys, weights, n, static_cast<int32_t>(middle)) < limit)
+    if (mass_above(keys, masses, n, static_cast<int32_t>(middle)) < limit)
       high = middle;
     else
       low = middle + 1;
@@ -61,13 +63,13 @@ int32_t threshold_of_few(const int32_t* keys, const int64_t* weights, int64_t n,
   return static_cast<int32_t>(low);
 }
 
-// The same for many keys: digit by digit from the top, each time among those that share the digits found so far.
-int32_t threshold_of_many(Scratch& s, const int64_t* weights, int64_t n, int64_t limit) {
+// The same for many keys: digit by digit from the highest, each time among the keys that share the digits found so far.
+int32_t threshold_of_many(Scratch& s, const int64_t* masses, int64_t n, int64_t limit) {
   constexpr int kBits[] = {11, 11, 10};
   int64_t above = 0;
   uint32_t found = 0;
   int shift = 32;
-  s.rest.clear();
+  s.candidates.clear();
   for (int level = 0; level < 3; ++level) {
     const int bits = kBits[level];
     const uint32_t mask = (1u << bits) - 1;
@@ -75,43 +77,43 @@ int32_t threshold_of_many(Scratch& s, const int64_t* weights, int64_t n, int64_t
     const auto digit = [&](int32_t key) { return ((uint32_t(key) ^ 0x80000000u) >> shift) & mask; };
     int64_t histogram[2048] = {};
     if (level == 0)
-      for (int64_t i = 0; i < n; ++i) histogram[digit(s.keys[i])] += weights ? weights[i] : 1;
+      for (int64_t i = 0; i < n; ++i) histogram[digit(s.keys[i])] += masses ? masses[i] : 1;
     else
-      for (const auto& [key, weight] : s.rest) histogram[digit(key)] += weight;
+      for (const auto& [key, mass] : s.candidates) histogram[digit(key)] += mass;
     uint32_t d = mask;
     while (above + histogram[d] < limit) above += histogram[d--];
     found |= d << shift;
     if (level == 0) {
       for (int64_t i = 0; i < n; ++i)
-        if (digit(s.keys[i]) == d) s.rest.emplace_back(s.keys[i], weights ? weights[i] : 1);
+        if (digit(s.keys[i]) == d) s.candidates.emplace_back(s.keys[i], masses ? masses[i] : 1);
     } else {
       const auto other = [&](const auto& r) { return digit(r.first) != d; };
-      s.rest.erase(std::remove_if(s.rest.begin(), s.rest.end(), other), s.rest.end());
+      s.candidates.erase(std::remove_if(s.candidates.begin(), s.candidates.end(), other), s.candidates.end());
     }
   }
   return int32_t(found ^ 0x80000000u);
 }
 
-int32_t threshold(Scratch& s, const int64_t* weights, int64_t n, int64_t limit) {
+int32_t threshold(Scratch& s, const int64_t* masses, int64_t n, int64_t limit) {
   constexpr int64_t kFew = 2048;
-  return n <= kFew ? threshold_of_few(s.keys.data(), weights, n, limit) : threshold_of_many(s, weights, n, limit);
+  return n <= kFew ? threshold_of_few(s.keys.data(), masses, n, limit) : threshold_of_many(s, masses, n, limit);
 }
 
-// Packs the ids whose keys are at least the k-th largest, and few others: all ids, unless k is small. For the
-// k-th largest of the maxima of blocks is not above the k-th largest key.
+// Packs the ids whose keys are at least the k-th largest, and few others; all ids, unless k is small. It packs the keys
+// that are at least the k-th largest of the blocks' maxima, which is not above the k-th largest key.
 WIDEST_VECTORS int64_t pack_largest(Scratch& s, int64_t ids, int64_t k) {
   constexpr int64_t kBlock = 16;
   const int32_t* const keys = s.keys.data();
-  const int64_t blocks = ids / kBlock;  // the ids behind them are packed in any case
+  const int64_t blocks = ids / kBlock;  // the ids after them are packed in any case
   if (blocks < 2 * k) {
     std::iota(s.ids.begin(), s.ids.end(), 0);
     return ids;
   }
   int32_t* const maxima = s.maxima.data();
   for (int64_t i = 0; i < blocks; ++i) {
-    int32_t most = keys[i * kBlock];
-    for (int64_t j = 1; j < kBlock; ++j) most = keys[i * kBlock + j] > most ? keys[i * kBlock + j] : most;
-    maxima[i] = most;
+    int32_t largest = keys[i * kBlock];
+    for (int64_t j = 1; j < kBlock; ++j) largest = keys[i * kBlock + j] > largest ? keys[i * kBlock + j] : largest;
+    maxima[i] = largest;
   }
   const int32_t bound = threshold_of_few(maxima, nullptr, blocks, k);
   int64_t n = 0;
@@ -126,7 +128,7 @@ WIDEST_VECTORS int64_t pack_largest(Scratch& s, int64_t ids, int64_t k) {
   return n;
 }
 
-double sum(const float* x, int64_t n) {  // eight sums side by side: one alone waits for every addition
+double sum(const float* x, int64_t n) {  // eight sums side by side, since a single one would wait for every addition
   double lanes[8] = {};
   int64_t i = 0;
   for (; i + 8 <= n; i += 8)
@@ -136,8 +138,8 @@ double sum(const float* x, int64_t n) {  // eight sums side by side: one alone w
 }
 
 template <class T>
-WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidance, float temperature,
-                                 int64_t k, float top_p, int64_t ids, Scratch& s, float* out) {  // out is zero
+WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidance, float temperature, int64_t k,
+                                 float top_p, int64_t ids, Scratch& s, float* out) {  // out is zero
   const bool sampling = temperature != 0;
   if (!sampling) temperature = 1;
   float* const x = s.x.data();
@@ -176,9 +178,9 @@ WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidanc
 
   if (sampling && top_p > 0 && top_p < 1) {
     int64_t whole = 0;
-    for (int64_t i = 0; i < n; ++i) whole += s.weights[i] = specvis::mass_of(x[i]);
+    for (int64_t i = 0; i < n; ++i) whole += s.masses[i] = specvis::mass_of(x[i]);
     const int64_t limit = std::ceil(double(top_p) * double(whole));
-    const int32_t lowest_kept = threshold(s, s.weights.data(), n, limit);
+    const int32_t lowest_kept = threshold(s, s.masses.data(), n, limit);
     for (int64_t i = 0; i < n; ++i)
       if (keys[i] < lowest_kept) x[i] = 0;
   }
@@ -210,20 +212,19 @@ void all_rows(const Tensor& logits, const Tensor* uncond, const Tensor& guidance
     for (int64_t row = begin; row < end; ++row) {
       const int64_t b = row / N, start = row * V + first_id;
       std::fill_n(out + row * V, V, 0.f);
-      bits[row] = row_probs(x + start, u ? u + start : nullptr, g[b], t[b], k[b], p[b], ids, scratch,
-                            out + start);
+      bits[row] = row_probs(x + start, u ? u + start : nullptr, g[b], t[b], k[b], p[b], ids, scratch, out + start);
     }
   });
 }
 
-std::tuple<Tensor, Tensor> guided_probs_cpu(
-    const Tensor& logits, const std::optional<Tensor>& uncond, const Tensor& guidance,
-    const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, int64_t first_id, int64_t last_id) {
+std::tuple<Tensor, Tensor> guided_probs_cpu(const Tensor& logits, const std::optional<Tensor>& uncond,
+                                            const Tensor& guidance, const Tensor& temperature, const Tensor& top_k,
+                                            const Tensor& top_p, int64_t first_id, int64_t last_id) {
   Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
   Tensor status = torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
   const auto run = [&](auto type) {
-    all_rows<decltype(type)>(logits, uncond ? &*uncond : nullptr, guidance, temperature, top_k, top_p,
-                             first_id, last_id, probs, status);
+    all_rows<decltype(type)>(logits, uncond ? &*uncond : nullptr, guidance, temperature, top_k, top_p, first_id,
+                             last_id, probs, status);
   };
   switch (logits.scalar_type()) {
     case ScalarType::Half: run(c10::Half()); break;

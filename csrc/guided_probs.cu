@@ -1,18 +1,18 @@
-// guided_probs on CUDA: a block per row. The logits are read once and stay, guided, in shared memory; a row
-// that does not fit is read again by every pass. Thresholds are found digit by digit, nothing is sorted.
+// guided_probs on CUDA: one block per row. The logits are read once, and the guided ones stay in shared memory; a row
+// that does not fit there is read again in every pass. Thresholds are found digit by digit, without sorting.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda.h"
+#include "block.cuh"
 #include "floats.h"
-#include "launch.h"
+#include "params.h"
 
 namespace specvis {
 namespace {
 
 constexpr int kThreads = 1024;  // at most
 constexpr int kBins = 2048;
-constexpr int64_t kKeptBack = 1024;  // of shared memory: more than the small arrays below take
+constexpr int64_t kReserved = 1024;  // bytes of shared memory, more than the small arrays below take
 
 __device__ inline float value(float x) { return x; }
 __device__ inline float value(__half x) { return __half2float(x); }
@@ -35,12 +35,13 @@ struct Row {
   }
   __device__ float operator()(int64_t v) const { return of(cond[v], uncond ? uncond[v] : cond[v]); }
 
-  // f(v, x) for every entry, shared out among the threads; 16 bytes in a load where both halves allow it.
+  // Calls f(v, x) for every entry. The threads share the entries, and load 16 bytes at a time if cond and uncond are
+  // both aligned.
   template <class F>
   __device__ void for_each(int64_t ids, F f) const {
     constexpr int kWide = 16 / sizeof(T);
     struct alignas(16) Pack {
-      T at[kWide];
+      T values[kWide];
     };
     const uintptr_t c = reinterpret_cast<uintptr_t>(cond), u = reinterpret_cast<uintptr_t>(uncond);
     const int64_t ahead = uncond && (c - u) % 16 ? ids : (16 - c % 16) % 16 / sizeof(T);
@@ -52,40 +53,37 @@ struct Row {
     for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
       const Pack a = cond_packs[i], b = uncond ? uncond_packs[i] : a;
 #pragma unroll
-      for (int j = 0; j < kWide; ++j) f(head + i * kWide + j, of(a.at[j], b.at[j]));
+      for (int j = 0; j < kWide; ++j) f(head + i * kWide + j, of(a.values[j], b.values[j]));
     }
     for (int64_t v = head + packs * kWide + threadIdx.x; v < ids; v += blockDim.x) f(v, (*this)(v));
   }
 };
 
-// 64-bit sums by 32-bit atomics, which shared memory has in hardware.
+// 64-bit sums made with 32-bit atomics, which shared memory has in hardware.
 struct Histogram {
   unsigned low[kBins], high[kBins];
 
   __device__ void clear() {
     for (int d = threadIdx.x; d < kBins; d += blockDim.x) low[d] = high[d] = 0;
   }
-  __device__ void add(unsigned d, int64_t weight) {
-    const unsigned less = static_cast<unsigned>(weight);
-    const unsigned more = static_cast<unsigned>(weight >> 32) + (atomicAdd(&low[d], less) + less < less);
-    if (more) atomicAdd(&high[d], more);
+  __device__ void add(unsigned d, int64_t mass) {
+    const unsigned low_part = static_cast<unsigned>(mass);
+    const unsigned high_part = static_cast<unsigned>(mass >> 32) + (atomicAdd(&low[d], low_part) + low_part < low_part);
+    if (high_part) atomicAdd(&high[d], high_part);
   }
-  __device__ int64_t operator[](int d) const {
-    return static_cast<int64_t>(uint64_t{high[d]} << 32 | low[d]);
-  }
+  __device__ int64_t operator[](int d) const { return static_cast<int64_t>(uint64_t{high[d]} << 32 | low[d]); }
 };
 
-// The lowest key whose strictly greater ones weigh less than `limit`, which is positive and at most the whole
-// weight. Digit by digit from the top, each time among the keys that share the digits found so far.
-template <class Logit, class Weight>
-__device__ int32_t threshold(Histogram& histogram, int64_t ids, int64_t limit, const Logit& logit,
-                             const Weight& weight) {
+// The lowest key such that the mass of all greater keys is less than `limit`, which is positive and at most the mass of
+// all keys. It is found digit by digit from the highest, each time among the keys that share the digits found so far.
+template <class Logit, class Mass>
+__device__ int32_t threshold(Histogram& histogram, int64_t ids, int64_t limit, const Logit& logit, const Mass& mass) {
   __shared__ unsigned digit;
   __shared__ int64_t greater;
   int64_t above = 0;
   uint32_t found = 0;
   for (int shift = 32; shift > 0;) {
-    const int known = shift;  // the bits from here on up
+    const int known = shift;  // the bits from this one upwards are known
     shift = shift > 10 ? shift - 11 : 0;
     const uint32_t mask = (1u << (known - shift)) - 1;
     histogram.clear();
@@ -93,10 +91,10 @@ __device__ int32_t threshold(Histogram& histogram, int64_t ids, int64_t limit, c
     for (int64_t v = threadIdx.x; v < ids; v += blockDim.x) {
       const float x = logit(v);
       const uint32_t key = ordered(x);
-      if (uint64_t{key ^ found} >> known == 0) histogram.add(key >> shift & mask, weight(x));
+      if (uint64_t{key ^ found} >> known == 0) histogram.add(key >> shift & mask, mass(x));
     }
     __syncthreads();
-    const int share = (kBins + blockDim.x - 1) / blockDim.x;  // of the digits, from the highest on down
+    const int share = (kBins + blockDim.x - 1) / blockDim.x;  // of the digits, from the highest downwards
     const int first = kBins - 1 - static_cast<int>(threadIdx.x) * share;
     int64_t own = 0;
     for (int d = first; d > first - share && d >= 0; --d) own += histogram[d];
@@ -119,40 +117,40 @@ __global__ void __launch_bounds__(kThreads) guided_probs_kernel(GuidedProbs batc
   DYNAMIC_SHARED(Histogram, histogram);
   float* const copy = reinterpret_cast<float*>(histogram + 1);
   __shared__ int32_t lowest, highest;
-  const int64_t r = blockIdx.x, b = r / batch.N, ids = batch.ids, start = r * batch.V + batch.first_id;
-  const float heat = batch.temperature[b], top_p = batch.top_p[b];
-  const bool sampling = heat != 0;
+  const int64_t r = blockIdx.x, b = r / batch.N, ids = batch.num_ids, start = r * batch.V + batch.first_id;
+  const float temperature = batch.temperature[b], top_p = batch.top_p[b];
+  const bool sampling = temperature != 0;
   const T* uncond = static_cast<const T*>(batch.uncond);
-  const Row<T> row = {static_cast<const T*>(batch.logits) + start, uncond ? uncond + start : nullptr,
-                      batch.guidance[b], sampling ? heat : 1.0f};
+  const Row<T> row = {static_cast<const T*>(batch.logits) + start, uncond ? uncond + start : nullptr, batch.guidance[b],
+                      sampling ? temperature : 1.0f};
 
   if (threadIdx.x == 0) {
     lowest = INT32_MAX;
     highest = INT32_MIN;
   }
   __syncthreads();
-  int32_t least = INT32_MAX, most = INT32_MIN;
+  int32_t min_key = INT32_MAX, max_key = INT32_MIN;
   row.for_each(ids, [&](int64_t v, float x) {
     const int32_t key = key_of(x);
     if (kInShared) copy[v] = x;
-    least = key < least ? key : least;
-    most = key > most ? key : most;
+    min_key = key < min_key ? key : min_key;
+    max_key = key > max_key ? key : max_key;
   });
-  least = __reduce_min_sync(kAllLanes, least);
-  most = __reduce_max_sync(kAllLanes, most);
+  min_key = __reduce_min_sync(kAllLanes, min_key);
+  max_key = __reduce_max_sync(kAllLanes, max_key);
   if (lane() == 0) {
-    atomicMin(&lowest, least);
-    atomicMax(&highest, most);
+    atomicMin(&lowest, min_key);
+    atomicMax(&highest, max_key);
   }
   __syncthreads();
-  const bool valid = lowest >= key_of(-INFINITY) && highest < key_of(INFINITY) &&
-                     highest > key_of(-INFINITY) && (heat > 0 || !sampling);
+  const bool valid = lowest >= key_of(-INFINITY) && highest < key_of(INFINITY) && highest > key_of(-INFINITY) &&
+                     (temperature > 0 || !sampling);
 
   const float best = float_of(highest);
   const auto logit = [=](int64_t v) { return kInShared ? copy[v] : row(v); };
-  int32_t kept = INT32_MIN;  // the lowest key that is kept
-  const auto mass = [&](float x) { return key_of(x) >= kept ? mass_of(exp_of(x - best)) : 0; };
-  const auto whole = [&] {
+  int32_t lowest_kept = INT32_MIN;  // the lowest key that is kept
+  const auto mass = [&](float x) { return key_of(x) >= lowest_kept ? mass_of(exp_of(x - best)) : 0; };
+  const auto sum_masses = [&] {
     int64_t sum = 0;
     for (int64_t v = threadIdx.x; v < ids; v += blockDim.x) sum += mass(logit(v));
     return block_sum(sum);
@@ -161,12 +159,12 @@ __global__ void __launch_bounds__(kThreads) guided_probs_kernel(GuidedProbs batc
   if (valid) {
     const int32_t k = batch.top_k[b];
     if (sampling && k > 0 && k < ids)
-      kept = threshold(*histogram, ids, k, logit, [](float) { return int64_t{1}; });
-    total = whole();
+      lowest_kept = threshold(*histogram, ids, k, logit, [](float) { return int64_t{1}; });
+    total = sum_masses();
     if (sampling && top_p > 0 && top_p < 1) {
       const double limit = ceil(static_cast<double>(top_p) * static_cast<double>(total));
-      kept = threshold(*histogram, ids, static_cast<int64_t>(limit), logit, mass);
-      total = whole();
+      lowest_kept = threshold(*histogram, ids, static_cast<int64_t>(limit), logit, mass);
+      total = sum_masses();
     }
   }
 
@@ -177,7 +175,7 @@ __global__ void __launch_bounds__(kThreads) guided_probs_kernel(GuidedProbs batc
     float p = 0;
     if (valid && i >= 0 && i < ids) {
       const float x = logit(i);
-      if (key_of(x) >= kept) p = exp_of(x - best) / sum;
+      if (key_of(x) >= lowest_kept) p = exp_of(x - best) / sum;
     }
     probs[v] = p;
   }
@@ -190,21 +188,19 @@ cudaError_t launch(const GuidedProbs& batch, int64_t shared, cudaStream_t stream
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
-  LAUNCH(kernel, static_cast<unsigned>(batch.B * batch.N), threads_for(batch.ids, kThreads), shared, stream,
-         batch);
+  LAUNCH(kernel, static_cast<unsigned>(batch.B * batch.N), threads_for(batch.num_ids, kThreads), shared, stream, batch);
   return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch(const GuidedProbs& batch, cudaStream_t stream) {
-  int device = 0, most = 0;
+  int device = 0, limit = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  const int64_t histogram = sizeof(Histogram), row = batch.ids * static_cast<int64_t>(sizeof(float));
-  return histogram + row + kKeptBack <= most ? launch<T, true>(batch, histogram + row, stream)
-                                             : launch<T, false>(batch, histogram, stream);
+  const int64_t histogram = sizeof(Histogram), row = batch.num_ids * static_cast<int64_t>(sizeof(float));
+  return histogram + row + kReserved <= limit ? launch<T, true>(batch, histogram + row, stream)
+                                              : launch<T, false>(batch, histogram, stream);
 }
 
 }  // namespace

@@ -1,30 +1,30 @@
-// neighborhood_sum on CUDA: a block per row reads it once for its validity, then its threads take the token's
-// neighbors, one each, until the cutoff. The row is in cache by then.
-#include "cuda.h"
-#include "launch.h"
+// neighborhood_sum on CUDA: one block per row reads it once to say whether it is valid. Then its threads take the
+// token's neighbors, one each, until the cutoff. The row is in the cache by then.
+#include "block.cuh"
+#include "params.h"
 
 namespace specvis {
 namespace {
 
 constexpr int kThreads = 256;  // at most
-constexpr int kBlocks = 3;     // of an SM: what leaves enough registers
+constexpr int kBlocks = 3;     // per multiprocessor, so that registers suffice
 
 __global__ void __launch_bounds__(kThreads, kBlocks) neighborhood_sum_kernel(NeighborhoodSum batch) {
   const int64_t r = blockIdx.x, V = batch.V;
   const float* row = batch.probs + r * V;
   const int64_t token = batch.tokens[r];
-  const bool valid = weigh(row, V).valid, inside = token >= 0 && token < V;
-  int64_t own = 0;
-  Kept found = {0, 0};
+  const bool valid = sum_row(row, V).valid, inside = token >= 0 && token < V;
+  int64_t token_mass = 0;
+  NeighborPrefix prefix = {0, 0};
   if (valid && inside) {
-    const auto weight = [row](int64_t v) { return to_fixed(row[v]); };
-    own = weight(token);
-    const Budget budget(batch.kind, batch.cutoff[r], own, static_cast<int64_t>(kFixedOne));
-    found = kept_prefix(weight, V, batch.neighbors, batch.neighbors.columns(), token, budget);
+    const auto mass = [row](int64_t v) { return to_fixed_point(row[v]); };
+    token_mass = mass(token);
+    const Budget budget(batch.cutoff, batch.delta[r], token_mass, static_cast<int64_t>(kFixedOne));
+    prefix = neighbor_prefix(mass, V, batch.neighbors, batch.neighbors.max_neighbors(), token, budget);
   }
   if (threadIdx.x != 0) return;
-  batch.mass[r] = static_cast<float>(own + found.mass) / static_cast<float>(kFixedOne);
-  batch.kept[r] = static_cast<int32_t>(found.count);
+  batch.relaxed_mass[r] = static_cast<float>(token_mass + prefix.mass) / static_cast<float>(kFixedOne);
+  batch.num_neighbors[r] = static_cast<int32_t>(prefix.count);
   batch.status[r] = (valid ? 0 : kInvalidRow) | (inside ? 0 : kInvalidTree);
 }
 
@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) neighborhood_sum_kernel(Nei
 
 cudaError_t neighborhood_sum_cuda(const NeighborhoodSum& batch, cudaStream_t stream) {
   if (batch.R == 0) return cudaSuccess;
-  LAUNCH(neighborhood_sum_kernel, static_cast<unsigned>(batch.R), threads_for(batch.V, kThreads), 0, stream,
-         batch);
+  LAUNCH(neighborhood_sum_kernel, static_cast<unsigned>(batch.R), threads_for(batch.V, kThreads), 0, stream, batch);
   return cudaGetLastError();
 }
 

@@ -1,4 +1,4 @@
-// Rows of probabilities on the CPU: totals, copies in fixed point, the largest, and draws.
+// Rows of probabilities on the CPU: their sums, copies in fixed point, argmax, and draws from them.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -7,55 +7,55 @@
 
 namespace specvis {
 
-// The row's total in fixed point; what is no probability weighs nothing.
-Total weigh(const float* row, int64_t V);
+// The sum of a row in fixed point. An entry that is no probability counts as 0.
+Total sum_row(const float* row, int64_t V);
 
-// The same, and what every kRowBlock entries weigh goes to `sums`, unless it is null.
-constexpr int64_t kRowBlock = 128;  // entries whose 32-bit sums fit in 32 bits
-Total weigh_blocks(const float* row, int64_t V, int64_t* sums);
+// The same. Unless it is null, `sums` also receives the sum of every kRowBlock entries.
+constexpr int64_t kRowBlock = 128;  // so few that the sums of their 32-bit parts fit in 32 bits
+Total sum_blocks(const float* row, int64_t V, int64_t* sums);
 
-// The same, and every entry's weight goes to `copy`.
-Total weigh(const float* row, int64_t V, int64_t* copy);
+// The same. `fixed_probs` receives the row in fixed point.
+Total sum_row(const float* row, int64_t V, int64_t* fixed_probs);
 
-int64_t sum(const int64_t* weights, int64_t V);
+int64_t sum(const int64_t* fixed_probs, int64_t V);
 
-// The heaviest entry, lowest id on ties.
+// The id of the largest entry in fixed point, the lowest id on ties.
 int64_t argmax(const float* row, int64_t V);
 
-// What an entry weighs, and what entries weigh together, of a row of probabilities or of weights.
-inline int64_t weight_of(float p) { return to_fixed(p); }
-inline int64_t weight_of(int64_t weight) { return weight; }
-inline int64_t weight_of(const float* row, int64_t n) { return weigh(row, n).weight; }
-inline int64_t weight_of(const int64_t* row, int64_t n) { return sum(row, n); }
+// The mass of one entry, and of n of them, in a row of probabilities or of fixed_probs.
+inline int64_t entry_mass(float p) { return to_fixed_point(p); }
+inline int64_t entry_mass(int64_t mass) { return mass; }
+inline int64_t block_mass(const float* row, int64_t n) { return sum_row(row, n).mass; }
+inline int64_t block_mass(const int64_t* row, int64_t n) { return sum(row, n); }
 
-// Inverse CDF: a block at a time, then within one.
+// Inverse CDF: the row is searched a block at a time, then the block entry by entry.
 template <class T>
 int64_t draw(const T* row, int64_t V, int64_t total, float uniform) {
   constexpr int64_t kBlock = 1024;
-  int64_t left = draw_at(uniform, total), v = 0;
+  int64_t remaining = draw_threshold(uniform, total), v = 0;
   for (; v + kBlock < V; v += kBlock) {
-    const int64_t block = weight_of(row + v, kBlock);
-    if (block > left) break;
-    left -= block;
+    const int64_t block = block_mass(row + v, kBlock);
+    if (block > remaining) break;
+    remaining -= block;
   }
-  for (; v + 1 < V && (left -= weight_of(row[v])) >= 0;) ++v;
+  for (; v + 1 < V && (remaining -= entry_mass(row[v])) >= 0;) ++v;
   return v;
 }
 
-// The longest prefix of the first `columns` neighbors that the budget allows: sums only grow, so stop at the
-// first overflow. weight(v) gives the row.
-template <class Weight>
-Kept kept_prefix(Weight weight, int64_t V, const Neighbors& neighbors, int64_t columns, int64_t token,
-                 const Budget& budget) {
-  Kept kept = {0, 0};
-  if (!budget.any || !neighbors.has(token)) return kept;
-  for (; kept.count < columns; ++kept.count) {
-    const int64_t id = neighbors(token, kept.count);
-    const int64_t sum = kept.mass + (id >= 0 && id < V ? weight(id) : 0);
+// The longest prefix of a token's first k neighbors that the budget allows. The running sum only grows, so the first
+// neighbor that does not fit ends it. mass(v) is an entry of the row.
+template <class Mass>
+NeighborPrefix neighbor_prefix(Mass mass, int64_t V, const Neighbors& neighbors, int64_t k, int64_t token,
+                               const Budget& budget) {
+  NeighborPrefix prefix = {0, 0};
+  if (!budget.any || !neighbors.has(token)) return prefix;
+  for (; prefix.count < k; ++prefix.count) {
+    const int64_t id = neighbors(token, prefix.count);
+    const int64_t sum = prefix.mass + (id >= 0 && id < V ? mass(id) : 0);
     if (!budget.fits(sum)) break;
-    kept.mass = sum;
+    prefix.mass = sum;
   }
-  return kept;
+  return prefix;
 }
 
 }  // namespace specvis

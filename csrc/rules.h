@@ -1,5 +1,5 @@
-// The scalar rules of verification, said once for the CPU and for CUDA. Plain C++, no torch.
-// Compile without contraction of a * b + c: every comparison is of values rounded the same way everywhere.
+// The scalar rules of verification, written once for the CPU and for CUDA. Plain C++, without torch.
+// Compile without contraction of a * b + c: then both sides of every comparison are rounded alike everywhere.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -11,7 +11,7 @@
 #define HOST_DEVICE
 #endif
 
-#if defined(__x86_64__) && defined(__gnu_linux__)  // compiled for each, chosen when the library is loaded
+#if defined(__x86_64__) && defined(__gnu_linux__)  // compiled for each of them; the loader chooses
 #define WIDEST_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define WIDEST_VECTORS
@@ -20,144 +20,143 @@
 namespace specvis {
 
 // Status bits, as in specvis_kernels/_dispatch.py.
-constexpr int32_t kEmptyResidual = 1, kInvalidRow = 2, kInvalidTree = 4, kInvalidRule = 8,
-                  kOutOfTries = 16;
+constexpr int32_t kEmptyResidual = 1, kInvalidRow = 2, kInvalidTree = 4, kInvalidRule = 8, kOutOfTries = 16;
 
 enum class Cutoff { tvd, ratio, jsd };
-enum class Residual { optimal, relaxed, released };
+enum class ResidualRule { optimal, relaxed, released };
 
-// Names as Python checked them.
-inline Cutoff cutoff_named(const std::string& kind) {
-  return kind == "tvd" ? Cutoff::tvd : kind == "ratio" ? Cutoff::ratio : Cutoff::jsd;
+// The enumerators of names that Python has checked.
+inline Cutoff cutoff_named(const std::string& name) {
+  return name == "tvd" ? Cutoff::tvd : name == "ratio" ? Cutoff::ratio : Cutoff::jsd;
 }
-inline Residual residual_named(const std::string& residual) {
-  return residual == "optimal"   ? Residual::optimal
-         : residual == "relaxed" ? Residual::relaxed
-                                 : Residual::released;
+inline ResidualRule residual_named(const std::string& name) {
+  return name == "optimal" ? ResidualRule::optimal : name == "relaxed" ? ResidualRule::relaxed : ResidualRule::released;
 }
 
-constexpr double kFixedOne = 4398046511104.0;       // 2^42: probabilities are counted in units of 2^-42
-constexpr double kCeiling = 4611686018427387904.0;  // 2^62: where a threshold saturates
+constexpr double kFixedOne = 4398046511104.0;            // 2^42: probabilities are counted in units of 2^-42
+constexpr double kMaxThreshold = 4611686018427387904.0;  // 2^62: no threshold is larger
 
-// False for NaN, negatives, and what no rounding of a probability reaches.
+// False for NaN, for negative numbers, and for numbers that rounding cannot make of a probability.
 HOST_DEVICE inline bool is_probability(float p) { return p >= 0.0f && p <= 2.0f; }
 
-HOST_DEVICE inline int64_t to_fixed(float p) {
-  return static_cast<int64_t>(p * static_cast<float>(kFixedOne));
-}
+HOST_DEVICE inline int64_t to_fixed_point(float p) { return static_cast<int64_t>(p * static_cast<float>(kFixedOne)); }
 
-// A row's total in fixed point, and whether the row is one of probabilities.
+// The sum of a row in fixed point, and whether all of its entries are probabilities and one is positive.
 struct Total {
-  int64_t weight;
+  int64_t mass;
   bool valid;
 };
 
-// How many of a token's neighbors the cutoff keeps, and their weight.
-struct Kept {
+// How many of a token's nearest neighbors the cutoff keeps, and their mass.
+struct NeighborPrefix {
   int64_t mass, count;
 };
 
-// The neighbors of every code: either width of table, as token ids.
+// The table of neighbors, of 16-bit or of 32-bit codes, read as token ids.
 class Neighbors {
  public:
   Neighbors() = default;
-  HOST_DEVICE Neighbors(const void* table, bool narrow, int64_t C, int64_t columns, int64_t offset)
-      : table_(table), narrow_(narrow), C_(C), columns_(columns), offset_(offset) {}
+  HOST_DEVICE Neighbors(const void* table, bool is_uint16, int64_t C, int64_t k, int64_t offset)
+      : table_(table), is_uint16_(is_uint16), C_(C), k_(k), offset_(offset) {}
 
-  HOST_DEVICE int64_t columns() const { return columns_; }
+  HOST_DEVICE int64_t max_neighbors() const { return k_; }
   HOST_DEVICE bool has(int64_t token) const { return token >= offset_ && token - offset_ < C_; }
-  // The j-th neighbor of a token that has() any; out of the vocabulary if the table says so.
+  // The j-th neighbor of a token that has() neighbors. The table may hold an id outside of the vocabulary.
   HOST_DEVICE int64_t operator()(int64_t token, int64_t j) const {
-    const int64_t at = (token - offset_) * columns_ + j;
-    return offset_ + (narrow_ ? int64_t{static_cast<const uint16_t*>(table_)[at]}
-                              : int64_t{static_cast<const int32_t*>(table_)[at]});
+    const int64_t i = (token - offset_) * k_ + j;
+    return offset_ + (is_uint16_ ? int64_t{static_cast<const uint16_t*>(table_)[i]}
+                                 : int64_t{static_cast<const int32_t*>(table_)[i]});
   }
 
  private:
   const void* table_ = nullptr;
-  bool narrow_ = false;
-  int64_t C_ = 0, columns_ = 0, offset_ = 0;
+  bool is_uint16_ = false;
+  int64_t C_ = 0, k_ = 0, offset_ = 0;
 };
 
-// Jensen-Shannon divergence of a row from itself with mass `moved` put onto a token of mass `own`.
-HOST_DEVICE inline double jsd(double moved, double own) {
-  const double half = own + moved / 2, both = own + moved;
-  const double first = own > 0 ? own * log(own / half) : 0.0;
-  const double second = both > 0 ? both * log(both / half) : 0.0;
-  return 0.5 * (moved * 0.69314718055994530942 + first + second);
+// Jensen-Shannon divergence of a row from the same row with its neighbors' mass moved onto the token.
+HOST_DEVICE inline double jsd(double neighbor_mass, double token_mass) {
+  const double mean = token_mass + neighbor_mass / 2, relaxed_mass = token_mass + neighbor_mass;
+  const double first = token_mass > 0 ? token_mass * log(token_mass / mean) : 0.0;
+  const double second = relaxed_mass > 0 ? relaxed_mass * log(relaxed_mass / mean) : 0.0;
+  return 0.5 * (neighbor_mass * 0.69314718055994530942 + first + second);
 }
 
-// When does a running sum of neighbors stay within the cutoff? One object per candidate.
+// Says whether a running sum of neighbors stays within the cutoff. There is one object per candidate.
 struct Budget {
-  Cutoff kind;
-  bool any;           // false: nothing is kept
-  int64_t threshold;  // tvd, ratio
-  double cutoff, own, total;  // jsd
+  Cutoff cutoff;
+  bool any;                         // false: no neighbor is kept
+  int64_t threshold;                // for tvd and ratio
+  double delta, token_mass, total;  // for jsd; token_mass as a share of the total
 
-  HOST_DEVICE Budget(Cutoff kind, float cutoff, int64_t own, int64_t total)
-      : kind(kind), any(cutoff >= 0), threshold(0), cutoff(cutoff),
-        own(static_cast<double>(own) / static_cast<double>(total)), total(static_cast<double>(total)) {
-    if (kind == Cutoff::jsd || !any) return;
-    const double bound = this->cutoff * static_cast<double>(kind == Cutoff::tvd ? total : own);
-    threshold = static_cast<int64_t>(bound < kCeiling ? bound : kCeiling);
+  HOST_DEVICE Budget(Cutoff cutoff, float delta, int64_t token_mass, int64_t total)
+      : cutoff(cutoff), any(delta >= 0), threshold(0), delta(delta),
+        token_mass(static_cast<double>(token_mass) / static_cast<double>(total)), total(static_cast<double>(total)) {
+    if (cutoff == Cutoff::jsd || !any) return;
+    const double bound = this->delta * static_cast<double>(cutoff == Cutoff::tvd ? total : token_mass);
+    threshold = static_cast<int64_t>(bound < kMaxThreshold ? bound : kMaxThreshold);
   }
   HOST_DEVICE bool fits(int64_t sum) const {
-    return kind == Cutoff::jsd ? jsd(static_cast<double>(sum) / total, own) <= cutoff : sum <= threshold;
+    return cutoff == Cutoff::jsd ? jsd(static_cast<double>(sum) / total, token_mass) <= delta : sum <= threshold;
   }
 };
 
-// A candidate before its uniform: `own` is its weight of `total`, `rho` the relaxed one, `drafted` its draft
-// weight of `draft_total` (both unused for a point mass).
+// A candidate that is about to be accepted or rejected. Out of `total`, the target gives it `token_mass`, and
+// `relaxed_mass` together with its neighbors; out of `draft_total`, the draft gives it `draft_mass`. These two are
+// unused if the candidate was not sampled, that is, if the draft is a point mass.
 struct Candidate {
   bool sampled;
-  int64_t own, rho, total, drafted, draft_total;
+  int64_t token_mass, relaxed_mass, total, draft_mass, draft_total;
   double omega;
 
-  HOST_DEVICE double gain(int64_t mass, double factor) const {
+  HOST_DEVICE double scaled(int64_t mass, double factor) const {
     const double product = factor * static_cast<double>(mass);
     return sampled ? product * static_cast<double>(draft_total) : product;
   }
-  HOST_DEVICE bool accepted(float uniform) const {
-    const double u = uniform, W = static_cast<double>(total);
-    return rho > 0 && (sampled ? (u * static_cast<double>(drafted)) * W : u * W) < gain(rho, omega);
+  HOST_DEVICE bool accepts(float uniform) const {
+    const double u = uniform, whole = static_cast<double>(total);
+    return relaxed_mass > 0 &&
+           (sampled ? (u * static_cast<double>(draft_mass)) * whole : u * whole) < scaled(relaxed_mass, omega);
   }
-  // The probability of accepted() over uniforms; strict: with omega 1 and no neighbors.
-  HOST_DEVICE double probability(bool strict) const {
-    const double W = static_cast<double>(total);
-    const double scale = sampled ? static_cast<double>(drafted) * W : W;
-    const double part = strict ? gain(own, 1.0) : gain(rho, omega);
-    if ((strict ? own : rho) <= 0 || !(part > 0)) return 0.0;
-    return part >= scale ? 1.0 : part / scale;
+  // The probability that accepts() holds for a uniform number; strict: if omega were 1 and there were no neighbors.
+  HOST_DEVICE double accept_prob(bool strict) const {
+    const double whole = static_cast<double>(total);
+    const double draft = sampled ? static_cast<double>(draft_mass) * whole : whole;
+    const double target = strict ? scaled(token_mass, 1.0) : scaled(relaxed_mass, omega);
+    if ((strict ? token_mass : relaxed_mass) <= 0 || !(target > 0)) return 0.0;
+    return target >= draft ? 1.0 : target / draft;
   }
-  // How much likelier the rule accepts than the strict one.
-  HOST_DEVICE double excess() const {
-    const double more = probability(false) - probability(true);
-    return more > 0 ? more : 0.0;
+  // By how much the rule's probability of accepting exceeds the strict one: what the candidate adds to tv_excess.
+  HOST_DEVICE double tv_excess() const {
+    const double excess = accept_prob(false) - accept_prob(true);
+    return excess > 0 ? excess : 0.0;
   }
 };
 
-// The share of the target that a rejection leaves in any case: 1 - omega, at least 0.
+// The share of the target that is left after a rejection in any case: 1 - omega, at least 0.
 HOST_DEVICE inline double slack_of(double omega) { return omega < 1 ? 1 - omega : 0.0; }
 
-// What a rejection leaves of a token whose proposal was sampled: max(R - Q, slack R, 0), of which the whole part
-// is its weight. `unit` and `draft_unit` are 1 / total: a division for every token would be what takes time.
-HOST_DEVICE inline double residual_weight(
-    double weight, double unit, double drafted, double draft_unit, double slack) {
-  const double r = weight * unit, rest = r - drafted * draft_unit, floor = slack * r;
-  const double more = rest > floor ? rest : floor;
-  return (more > 0 ? more : 0) * kFixedOne;
+// The residual of one token after a sampled candidate was rejected: max(R - Q, slack R, 0). Its mass is the whole
+// part of the result. `unit` and `draft_unit` are 1 / total, since a division for every token would take most of
+// the time.
+HOST_DEVICE inline double residual_mass(double mass, double unit, double draft_mass, double draft_unit, double slack) {
+  const double r = mass * unit, difference = r - draft_mass * draft_unit, floor = slack * r;
+  const double residual = difference > floor ? difference : floor;
+  return (residual > 0 ? residual : 0) * kFixedOne;
 }
 
-// Inverse CDF: the token is the first whose running sum of weights exceeds this. A NaN counts as 0.
-HOST_DEVICE inline int64_t draw_at(float uniform, int64_t total) {
-  const double aim = static_cast<double>(uniform) * static_cast<double>(total);
-  if (!(aim > 0)) return 0;
-  return aim < static_cast<double>(total) ? static_cast<int64_t>(aim) : total - 1;
+// Inverse CDF: the token drawn is the first at which the running sum of the row exceeds this threshold. A NaN
+// counts as 0.
+HOST_DEVICE inline int64_t draw_threshold(float uniform, int64_t total) {
+  const double threshold = static_cast<double>(uniform) * static_cast<double>(total);
+  if (!(threshold > 0)) return 0;
+  return threshold < static_cast<double>(total) ? static_cast<int64_t>(threshold) : total - 1;
 }
 
-// Greedy: is x the argmax (lowest id on ties) of a row with argmax `top`, once x's weight is raised to rho?
-HOST_DEVICE inline bool is_argmax(int64_t x, int64_t rho, int64_t top, int64_t most) {
-  return x == top || rho > most || (rho == most && x < top);
+// Greedy: `argmax` is the row's argmax, of mass `max_mass`. Is the token the argmax (the lowest id on ties) once its
+// own mass is raised to `relaxed_mass`?
+HOST_DEVICE inline bool is_argmax(int64_t token, int64_t relaxed_mass, int64_t argmax, int64_t max_mass) {
+  return token == argmax || relaxed_mass > max_mass || (relaxed_mass == max_mass && token < argmax);
 }
 
 }  // namespace specvis

@@ -1,4 +1,4 @@
-// tree_links on the CPU: threads take requests; one pass over the nodes, parents before their children.
+// tree_links on the CPU: each task takes requests. One pass over the nodes meets parents before their children.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links_cpu(const Tensor& 
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
   torch::stable::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
-    std::vector<int32_t> youngest(N);  // of each node's children so far
+    std::vector<int32_t> youngest(N);  // the last child of each node so far
     for (int64_t b = begin; b < end; ++b) {
       const int32_t* parent = all_parents + b * N;
       int64_t* words = ancestors_out + b * N * W;
@@ -39,20 +39,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links_cpu(const Tensor& 
       int32_t* sibling = sibling_out + b * N;
       status_out[b] = 0;
       for (int64_t n = 0; n < N; ++n) {
-        const int64_t above = parent[n];
+        const int64_t p = parent[n];
         depths[n] = child[n] = sibling[n] = -1;
         std::fill_n(words + n * W, W, 0);
-        const bool used = n == 0 ? above == -1 : above >= 0 && above < n && depths[above] >= 0;
+        const bool used = n == 0 ? p == -1 : p >= 0 && p < n && depths[p] >= 0;
         if (!used) {
-          if (n == 0 || above != -2) status_out[b] = specvis::kInvalidTree;
+          if (n == 0 || p != -2) status_out[b] = specvis::kInvalidTree;
           continue;
         }
         depths[n] = 0;
         if (n > 0) {
-          depths[n] = depths[above] + 1;
-          std::copy_n(words + above * W, W, words + n * W);
-          (child[above] < 0 ? child[above] : sibling[youngest[above]]) = static_cast<int32_t>(n);
-          youngest[above] = static_cast<int32_t>(n);
+          depths[n] = depths[p] + 1;
+          std::copy_n(words + p * W, W, words + n * W);
+          (child[p] < 0 ? child[p] : sibling[youngest[p]]) = static_cast<int32_t>(n);
+          youngest[p] = static_cast<int32_t>(n);
         }
         words[n * W + n / 64] |= static_cast<int64_t>(uint64_t{1} << n % 64);
       }

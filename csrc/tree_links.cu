@@ -1,7 +1,7 @@
-// tree_links on CUDA: a block per tree. Every node walks up for itself, so that none waits for another, and
-// then looks for its links among the nodes behind it.
-#include "cuda.h"
-#include "launch.h"
+// tree_links on CUDA: one block per tree. Every node climbs to the root by itself, so that none waits for another. Then
+// it searches for its first child and its next sibling among the later nodes.
+#include "block.cuh"
+#include "params.h"
 
 namespace specvis {
 namespace {
@@ -13,25 +13,26 @@ __global__ void __launch_bounds__(kThreads) tree_links_kernel(TreeLinks batch) {
   const int32_t* parents = batch.parents + b * N;
   int32_t* depth = batch.depth + b * N;
 
-  bool wrong = false;
+  bool invalid = false;
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
-    int64_t at = n;
+    int64_t ancestor = n;
     int32_t steps = 0;
-    for (; at > 0 && parents[at] >= 0 && parents[at] < at; at = parents[at]) ++steps;
-    const bool used = at == 0 && parents[0] == -1;
+    for (; ancestor > 0 && parents[ancestor] >= 0 && parents[ancestor] < ancestor; ancestor = parents[ancestor])
+      ++steps;
+    const bool used = ancestor == 0 && parents[0] == -1;
     depth[n] = used ? steps : -1;
-    wrong |= !used && (n == 0 || parents[n] != -2);
+    invalid |= !used && (n == 0 || parents[n] != -2);
   }
-  wrong = block_any(wrong);  // and every depth is known
-  if (threadIdx.x == 0) batch.status[b] = wrong ? kInvalidTree : 0;
+  invalid = block_any(invalid);  // a barrier too: every depth is known
+  if (threadIdx.x == 0) batch.status[b] = invalid ? kInvalidTree : 0;
 
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
     const bool used = depth[n] >= 0;
     int64_t* ancestors = batch.ancestors + (b * N + n) * W;
-    int64_t at = used ? n : -1;
+    int64_t ancestor = used ? n : -1;
     for (int64_t w = W - 1; w >= 0; --w) {
       uint64_t word = 0;
-      for (; at >= w * 64; at = parents[at]) word |= uint64_t{1} << at % 64;
+      for (; ancestor >= w * 64; ancestor = parents[ancestor]) word |= uint64_t{1} << ancestor % 64;
       ancestors[w] = static_cast<int64_t>(word);
     }
     int64_t child = -1, sibling = -1;

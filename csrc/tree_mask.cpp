@@ -1,4 +1,4 @@
-// tree_mask on the CPU: threads take requests; whole ranges are filled, then the set bits are visited.
+// tree_mask on the CPU: each task takes requests. Whole ranges are filled at once; the rest follows the set bits.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -15,7 +15,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Entries of one request's mask, flat: all hidden first, then some made visible.
+// One request's mask as a flat array. All entries are hidden first; then some are made visible.
 template <class T>
 struct Dense {
   T* out;
@@ -45,8 +45,8 @@ void fill(Mask mask, const uint64_t* ancestors, int64_t N, int64_t W, int64_t le
     };
     bool used = false;
     for (int64_t w = 0; w < W; ++w)
-      for (uint64_t rest = ancestors[n * W + w]; rest; rest &= rest - 1) {
-        const int64_t node = w * 64 + __builtin_ctzll(rest);
+      for (uint64_t bits = ancestors[n * W + w]; bits; bits &= bits - 1) {
+        const int64_t node = w * 64 + __builtin_ctzll(bits);
         used |= node < N;
         show_node(node);
       }
@@ -57,13 +57,12 @@ void fill(Mask mask, const uint64_t* ancestors, int64_t N, int64_t W, int64_t le
   }
 }
 
-Tensor tree_mask_cpu(
-    const Tensor& ancestors,               // (B, N, W)
-    const std::optional<Tensor>& lengths,  // (B)
-    std::string form, int64_t columns, ScalarType dtype) {
+Tensor tree_mask_cpu(const Tensor& ancestors,               // (B, N, W)
+                     const std::optional<Tensor>& lengths,  // (B)
+                     std::string form, int64_t columns, ScalarType dtype) {
   const int64_t B = ancestors.size(0), N = ancestors.size(1), W = ancestors.size(2);
   const bool packed = form == "packed", additive = form == "additive";
-  const int64_t entries = packed ? (N * columns + 7) / 8 : N * columns;  // of a request
+  const int64_t entries = packed ? (N * columns + 7) / 8 : N * columns;  // of one request
   const ScalarType type = packed ? ScalarType::Byte : additive ? dtype : ScalarType::Bool;
   Tensor mask = packed ? torch::stable::new_empty(ancestors, {B, entries}, type)
                        : torch::stable::new_empty(ancestors, {B, N, columns}, type);
@@ -75,9 +74,9 @@ Tensor tree_mask_cpu(
     using T = decltype(hidden);
     torch::stable::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b) {
-        T* mine = static_cast<T*>(out) + b * entries;
-        std::fill_n(mine, entries, hidden);
-        fill(mask_at(mine), words + b * N * W, N, W, length ? length[b] : 0, columns);
+        T* entry = static_cast<T*>(out) + b * entries;
+        std::fill_n(entry, entries, hidden);
+        fill(mask_at(entry), words + b * N * W, N, W, length ? length[b] : 0, columns);
       }
     });
   };

@@ -1,22 +1,21 @@
-// tree_mask on CUDA: a block per node where entries have bytes of their own, a thread per byte where they are
-// bits.
-#include "cuda.h"
-#include "launch.h"
+// tree_mask on CUDA: one block per node if each entry has a byte or more, one thread per byte if entries are bits.
+#include "block.cuh"
+#include "params.h"
 
 namespace specvis {
 namespace {
 
 constexpr int kThreads = 256;  // at most
 
-// What node n of request b sees.
+// The columns that node n of request b sees.
 class View {
  public:
   __device__ View(const TreeMask& batch, int64_t b, int64_t n)
       : words_(batch.ancestors + (b * batch.N + n) * ((batch.N + 63) / 64)), n_(n), N_(batch.N),
         length_(batch.lengths ? batch.lengths[b] : 0), used_(false) {
     for (int64_t w = 0; w * 64 < N_; ++w) {
-      const int64_t rest = N_ - w * 64;  // bits beyond the last node are nothing
-      used_ |= (static_cast<uint64_t>(words_[w]) << (rest < 64 ? 64 - rest : 0)) != 0;
+      const int64_t num_bits = N_ - w * 64;  // bits beyond the last node do not count
+      used_ |= (static_cast<uint64_t>(words_[w]) << (num_bits < 64 ? 64 - num_bits : 0)) != 0;
     }
   }
   __device__ bool sees(int64_t column) const {
@@ -42,25 +41,25 @@ __global__ void __launch_bounds__(kThreads) dense_kernel(TreeMask batch, T hidde
 
 __global__ void __launch_bounds__(kThreads) packed_kernel(TreeMask batch, int64_t bytes, int64_t blocks) {
   const int64_t b = blockIdx.x / blocks, entries = batch.N * batch.columns;
-  const int64_t at = blockIdx.x % blocks * blockDim.x + threadIdx.x;
-  if (at >= bytes) return;
-  int64_t n = at * 8 / batch.columns, column = at * 8 % batch.columns;
+  const int64_t i = blockIdx.x % blocks * blockDim.x + threadIdx.x;
+  if (i >= bytes) return;
+  int64_t n = i * 8 / batch.columns, column = i * 8 % batch.columns;
   View view(batch, b, n);
   unsigned byte = 0;
-  for (int bit = 0; bit < 8 && at * 8 + bit < entries; ++bit) {
+  for (int bit = 0; bit < 8 && i * 8 + bit < entries; ++bit) {
     if (column == batch.columns) {
       column = 0;
       view = View(batch, b, ++n);
     }
     byte |= static_cast<unsigned>(view.sees(column++)) << bit;
   }
-  static_cast<uint8_t*>(batch.mask)[b * bytes + at] = static_cast<uint8_t>(byte);
+  static_cast<uint8_t*>(batch.mask)[b * bytes + i] = static_cast<uint8_t>(byte);
 }
 
 template <class T>
 cudaError_t dense(const TreeMask& batch, T hidden, T visible, cudaStream_t stream) {
-  LAUNCH(dense_kernel<T>, static_cast<unsigned>(batch.B * batch.N), threads_for(batch.columns, kThreads), 0,
-         stream, batch, hidden, visible);
+  LAUNCH(dense_kernel<T>, static_cast<unsigned>(batch.B * batch.N), threads_for(batch.columns, kThreads), 0, stream,
+         batch, hidden, visible);
   return cudaGetLastError();
 }
 

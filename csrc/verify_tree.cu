@@ -1,374 +1,386 @@
-// verify_tree on CUDA: one block per request, walking from the root. The tree, the visited row in fixed point
-// and the draft's row live in shared memory, or where that is too small in scratch. Every thread follows the
-// walk and decides alike; only the passes over rows are shared out.
-#include "cuda.h"
-#include "launch.h"
+// verify_tree on CUDA: one block per request, verified from the root downwards. The tree, the visited row in fixed
+// point and the draft's row are in shared memory, or in scratch memory where that is too small. Every thread takes
+// the same decisions; only the passes over rows are divided among the threads.
+#include "block.cuh"
+#include "params.h"
 #include "rules.h"
 
 namespace specvis {
 namespace {
 
 constexpr int kThreads = 512;        // at most
-constexpr int64_t kKeptBack = 4096;  // bytes of shared memory for what the kernel itself declares
+constexpr int64_t kReserved = 4096;  // bytes of shared memory for the arrays that the kernel itself declares
 
 struct Node {
   int64_t token;
   int32_t first_child, next_sibling, draft_row;
   float uniform;
-  int32_t depth, parent, departures;  // greedy, of an accepted node; until then the depth is -1
+  int32_t depth, parent, num_non_argmax;  // of an accepted node of a greedy request; until then, depth is -1
 };
 
-// A block's arrays, each in shared memory if it still fits, else in the request's part of scratch.
+// Where a block's arrays are: each is in shared memory if it still fits there, else in the request's part of scratch.
 struct Layout {
-  struct Place {
+  struct Region {
     bool shared;
     int64_t offset;  // bytes
   };
-  Place nodes, weights, draft;
-  int64_t shared = 0, scratch = 0;  // bytes in all
+  Region nodes, fixed_probs, draft;
+  int64_t shared = 0, scratch = 0;  // bytes of each in all
 
   Layout(const VerifyTree& batch, int64_t limit) {
-    const auto place = [&](int64_t bytes) {
+    const auto reserve = [&](int64_t bytes) {
       bytes = (bytes + 15) / 16 * 16;
       const bool fits = shared + bytes <= limit;
       int64_t& end = fits ? shared : scratch;
       end += bytes;
-      return Place{fits, end - bytes};
+      return Region{fits, end - bytes};
     };
-    nodes = place(batch.N * sizeof(Node));
-    weights = place(batch.V * sizeof(int64_t));
-    draft = place(batch.draft_probs ? batch.V * sizeof(float) : 0);
+    nodes = reserve(batch.N * sizeof(Node));
+    fixed_probs = reserve(batch.V * sizeof(int64_t));
+    draft = reserve(batch.draft_probs ? batch.V * sizeof(float) : 0);
   }
 };
 
-// One request, as its block sees it.
+// One request: its arrays, and the rules.
 struct Request {
   const VerifyTree& batch;
   int64_t b;
-  Node* nodes;       // (N)
-  int64_t* weights;  // (V)
-  bool stages;       // are the weights in shared memory? Then every visited row is copied there
-  float* draft;      // (V)
-  int64_t columns;   // how many neighbors the cutoff looks at; 0 without
+  Node* nodes;            // (N)
+  int64_t* fixed_probs;   // (V)
+  bool copies_rows;       // whether fixed_probs is in shared memory, to which every visited row is then copied
+  float* draft;           // (V)
+  int64_t num_neighbors;  // how many neighbors of a token the cutoff looks at; 0 without neighbors
 
-  __device__ const float* target(int64_t node) const {
-    return batch.target_probs + (b * batch.N + node) * batch.V;
-  }
+  __device__ const float* target(int64_t node) const { return batch.target_probs + (b * batch.N + node) * batch.V; }
   // Is `child` a later node than `previous`, with a token in the vocabulary?
-  __device__ bool sound(int64_t child, int64_t previous) const {
+  __device__ bool is_valid(int64_t child, int64_t previous) const {
     return child > previous && child < batch.N && nodes[child].token >= 0 && nodes[child].token < batch.V;
   }
-  __device__ Budget budget(int64_t own, int64_t total) const {
-    return Budget(batch.kind, batch.cutoff ? batch.cutoff[b] : -1.0f, own, total);
+  __device__ Budget budget(int64_t token_mass, int64_t total) const {
+    return Budget(batch.cutoff, batch.delta ? batch.delta[b] : -1.0f, token_mass, total);
   }
-  __device__ double omega(int64_t depth) const {
-    return batch.omega ? batch.omega[b * batch.P + depth] : 1.0;
-  }
-  __device__ bool refused() const {
-    for (int64_t d = 0; batch.omega && d < batch.P; ++d) {
+  __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.max_depth + depth] : 1.0; }
+  __device__ bool has_invalid_rule() const {
+    for (int64_t d = 0; batch.omega && d < batch.max_depth; ++d) {
       if (!(omega(d) >= 0)) return true;
-      if (omega(d) < 1 && columns > 0 && batch.residual == Residual::optimal) return true;
+      if (omega(d) < 1 && num_neighbors > 0 && batch.residual == ResidualRule::optimal) return true;
     }
     return false;
   }
 };
 
-struct Verdict {
-  int32_t* path;  // (P), filled with -1
-  int32_t accepted = 0;
+struct VerifyResult {
+  int32_t* accepted_nodes;  // (P), filled with -1
+  int32_t num_accepted = 0;
   int64_t next_token = 0;
-  double excess = 0;  // thread 0 alone knows it
+  double tv_excess = 0;  // in thread 0 only
   int32_t status = 0;
 };
 
-// The residual target at one node: the row of probabilities, or a copy in fixed point. All threads hold it
-// alike and call its methods together; a method that writes leaves the weights ready for every thread.
-class Rest {
+// The residual of the target at one node: the row of probabilities, or a copy in fixed point. Every thread has the
+// same object and calls its methods together with the others. After a method that writes, every thread may read.
+class Residual {
  public:
-  __device__ Rest(const Request& request, int64_t node)
-      : row_(request.target(node)), V_(request.batch.V), weights_(request.weights), copied_(request.stages) {
-    __syncthreads();  // every thread is done with the node before
-    whole_ = weigh(row_, V_, copied_ ? weights_ : nullptr);
-    total_ = whole_.weight;
+  __device__ Residual(const Request& request, int64_t node)
+      : row_(request.target(node)), V_(request.batch.V), fixed_probs_(request.fixed_probs),
+        is_copy_(request.copies_rows) {
+    __syncthreads();  // every thread is done with the previous node
+    row_sum_ = sum_row(row_, V_, is_copy_ ? fixed_probs_ : nullptr);
+    total_ = row_sum_.mass;
   }
 
-  __device__ bool valid() const { return whole_.valid; }
+  __device__ bool valid() const { return row_sum_.valid; }
   __device__ int64_t total() const { return total_; }
-  __device__ int64_t operator()(int64_t v) const { return copied_ ? weights_[v] : to_fixed(row_[v]); }
+  __device__ int64_t operator()(int64_t v) const { return is_copy_ ? fixed_probs_[v] : to_fixed_point(row_[v]); }
 
   __device__ void set(int64_t v, int64_t before, int64_t after) {
     copy();
-    if (threadIdx.x == 0) weights_[v] = after;
+    if (threadIdx.x == 0) fixed_probs_[v] = after;
     total_ += after - before;
     __syncthreads();
   }
-  // The weights of x's first `count` neighbors become 0; one that is listed twice counts once.
+  // Sets the residual of x's first `count` neighbors to 0. A neighbor that is listed twice counts once.
   __device__ void clear(const Neighbors& neighbors, int64_t x, int64_t count) {
     if (count == 0) return;
     copy();
-    int64_t gone = 0;
+    int64_t cleared = 0;
     for (int64_t j = threadIdx.x; j < count; j += blockDim.x) {
       const int64_t id = neighbors(x, j);
       if (id < 0 || id >= V_) continue;
-      gone += static_cast<int64_t>(atomicExch(reinterpret_cast<unsigned long long*>(weights_ + id), 0ull));
+      cleared += static_cast<int64_t>(atomicExch(reinterpret_cast<unsigned long long*>(fixed_probs_ + id), 0ull));
     }
-    total_ -= block_sum(gone);
+    total_ -= block_sum(cleared);
   }
-  // The residual after a sampled proposal. Negative draft entries are spared once; x leaves the draft.
+  // Subtracts the draft after a sampled candidate x was rejected, and takes x out of the draft. Nothing is taken from a
+  // protected token: its draft entry is negative, and becomes positive again.
   __device__ void subtract(float* draft, int64_t draft_total, int64_t total, double slack, int64_t x) {
-    constexpr int kAhead = 4;  // loads in flight per thread, for rows in scratch
+    constexpr int kAhead = 4;  // loads in flight per thread, for rows in scratch memory
     const double unit = 1 / static_cast<double>(total), draft_unit = 1 / static_cast<double>(draft_total);
     int64_t sum = 0;
     for (int64_t start = threadIdx.x; start < V_; start += kAhead * blockDim.x) {
-      int64_t weights[kAhead];
-      float drafts[kAhead];
+      int64_t masses[kAhead];
+      float draft_probs[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int64_t v = start + i * blockDim.x;
-        weights[i] = v < V_ ? (*this)(v) : 0;
-        drafts[i] = v < V_ ? draft[v] : 0.0f;
+        masses[i] = v < V_ ? (*this)(v) : 0;
+        draft_probs[i] = v < V_ ? draft[v] : 0.0f;
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int64_t v = start + i * blockDim.x;
         if (v >= V_) break;
-        const int64_t drafted = drafts[i] > 0 ? to_fixed(drafts[i]) : 0;
-        int64_t weight = weights[i];
-        if (weight > 0) {
-          weight = static_cast<int64_t>(residual_weight(static_cast<double>(weight), unit,
-                                                        static_cast<double>(drafted), draft_unit, slack));
+        const int64_t draft_mass = draft_probs[i] > 0 ? to_fixed_point(draft_probs[i]) : 0;
+        int64_t mass = masses[i];
+        if (mass > 0) {
+          mass = static_cast<int64_t>(
+              residual_mass(static_cast<double>(mass), unit, static_cast<double>(draft_mass), draft_unit, slack));
         }
-        weights_[v] = weight;
-        sum += weight;
-        if (drafts[i] < 0 || v == x) draft[v] = v == x ? 0.0f : -drafts[i];
+        fixed_probs_[v] = mass;
+        sum += mass;
+        if (draft_probs[i] < 0 || v == x) draft[v] = v == x ? 0.0f : -draft_probs[i];
       }
     }
-    copied_ = true;
+    is_copy_ = true;
     total_ = block_sum(sum);
   }
   __device__ void restore() {
-    copied_ = false;
-    total_ = whole_.weight;
+    is_copy_ = false;
+    total_ = row_sum_.mass;
   }
   __device__ int64_t draw(float uniform) const { return specvis::draw(*this, V_, total_, uniform); }
 
  private:
   __device__ void copy() {
-    if (!copied_) weigh(row_, V_, weights_);
-    copied_ = true;
+    if (!is_copy_) sum_row(row_, V_, fixed_probs_);
+    is_copy_ = true;
   }
 
   const float* row_;
   int64_t V_;
-  int64_t* weights_;
-  bool copied_;
-  Total whole_;
+  int64_t* fixed_probs_;
+  bool is_copy_;
+  Total row_sum_;
   int64_t total_;
 };
 
-// What the rejection of x leaves of the target, and of the draft.
-__device__ void reject(const Request& request, Rest& rest, const Candidate& candidate, int64_t x,
-                       int64_t kept) {
-  const Residual residual = request.batch.residual;
-  const double slack = residual == Residual::optimal ? slack_of(candidate.omega) : 0.0;
-  const int64_t near = residual == Residual::optimal   ? 0
-                       : residual == Residual::relaxed ? kept
-                       : kept > 0                      ? request.batch.neighbors.columns()
-                                                       : 0;
-  __syncthreads();  // every thread has judged x
+// Updates the residual, and the draft, after the rejection of x, of whose neighbors the cutoff had kept num_kept. The
+// rule "released" is that of LANTERN's released code, which takes all neighbors in the table as soon as one was kept.
+__device__ void reject(const Request& request, Residual& residual, const Candidate& candidate, int64_t x,
+                       int64_t num_kept) {
+  const ResidualRule rule = request.batch.residual;
+  const double slack = rule == ResidualRule::optimal ? slack_of(candidate.omega) : 0.0;
+  const int64_t count = rule == ResidualRule::optimal   ? 0
+                        : rule == ResidualRule::relaxed ? num_kept
+                        : num_kept > 0                  ? request.batch.neighbors.max_neighbors()
+                                                        : 0;
+  __syncthreads();  // every thread has rejected x
   if (!candidate.sampled) {
-    rest.set(x, candidate.own, static_cast<int64_t>(slack * static_cast<double>(candidate.own)));
-    rest.clear(request.batch.neighbors, x, near);
+    residual.set(x, candidate.token_mass, static_cast<int64_t>(slack * static_cast<double>(candidate.token_mass)));
+    residual.clear(request.batch.neighbors, x, count);
     return;
   }
-  if (residual == Residual::relaxed) {
-    rest.clear(request.batch.neighbors, x, near);
-    rest.set(x, candidate.own, candidate.rho);
+  if (rule == ResidualRule::relaxed) {
+    residual.clear(request.batch.neighbors, x, count);
+    residual.set(x, candidate.token_mass, candidate.relaxed_mass);
   } else {
-    for (int64_t j = threadIdx.x; j < near; j += blockDim.x) {
+    for (int64_t j = threadIdx.x; j < count; j += blockDim.x) {
       const int64_t id = request.batch.neighbors(x, j);
       if (id >= 0 && id < request.batch.V) {
-        atomicOr(reinterpret_cast<unsigned*>(request.draft + id), 0x80000000u);  // the sign: spared
+        atomicOr(reinterpret_cast<unsigned*>(request.draft + id), 0x80000000u);  // the sign marks it as protected
       }
     }
     __syncthreads();
   }
-  rest.subtract(request.draft, candidate.draft_total, candidate.total, slack, x);
+  residual.subtract(request.draft, candidate.draft_total, candidate.total, slack, x);
 }
 
-__device__ void walk(const Request& request, Verdict& out) {
+__device__ void verify_sampled(const Request& request, VerifyResult& out) {
   const VerifyTree& batch = request.batch;
   const Node* nodes = request.nodes;
-  const bool refused = request.refused();
-  if (refused) out.status |= kInvalidRule;
+  const bool invalid_rule = request.has_invalid_rule();
+  if (invalid_rule) out.status |= kInvalidRule;
   int64_t node = 0;
   while (true) {
-    Rest rest(request, node);
-    if (!rest.valid()) {
+    Residual residual(request, node);
+    if (!residual.valid()) {
       out.status |= kInvalidRow;
       return;
     }
 
-    int64_t child = refused || out.accepted == batch.P ? -1 : nodes[node].first_child;
+    int64_t child = invalid_rule || out.num_accepted == batch.max_depth ? -1 : nodes[node].first_child;
     const int64_t from = nodes[node].draft_row;
     const bool sampled = child >= 0 && from >= 0;
     int64_t draft_total = 0;
     if (sampled) {
-      Total drafts = {0, false};
-      if (from < batch.M) {
-        drafts = weigh(batch.draft_probs + (request.b * batch.M + from) * batch.V, batch.V, request.draft);
+      Total draft_row_sum = {0, false};
+      if (from < batch.num_draft_rows) {
+        draft_row_sum =
+            sum_row(batch.draft_probs + (request.b * batch.num_draft_rows + from) * batch.V, batch.V, request.draft);
       }
-      if (!drafts.valid) {
-        out.status |= from < batch.M ? kInvalidRow : kInvalidTree;
+      if (!draft_row_sum.valid) {
+        out.status |= from < batch.num_draft_rows ? kInvalidRow : kInvalidTree;
         child = -1;
       }
-      draft_total = drafts.weight;
+      draft_total = draft_row_sum.mass;
     }
 
     int64_t previous = node, next = -1;
-    double reach = 1;
+    double reach_prob = 1;
     for (; child >= 0; previous = child, child = nodes[child].next_sibling) {
-      if (!request.sound(child, previous)) {
+      if (!request.is_valid(child, previous)) {
         out.status |= kInvalidTree;
         break;
       }
       if (sampled && draft_total == 0) continue;
-      const int64_t x = nodes[child].token, own = rest(x);
-      const Kept kept = kept_prefix(rest, batch.V, request.batch.neighbors, request.columns, x,
-                                    request.budget(own, rest.total()));
-      const Candidate candidate = {sampled, own, own + kept.mass, rest.total(),
-                                   sampled ? to_fixed(request.draft[x]) : 0, draft_total,
-                                   request.omega(out.accepted)};
+      const int64_t x = nodes[child].token, token_mass = residual(x);
+      const NeighborPrefix prefix = neighbor_prefix(residual, batch.V, request.batch.neighbors, request.num_neighbors,
+                                                    x, request.budget(token_mass, residual.total()));
+      const Candidate candidate = {sampled,
+                                   token_mass,
+                                   token_mass + prefix.mass,
+                                   residual.total(),
+                                   sampled ? to_fixed_point(request.draft[x]) : 0,
+                                   draft_total,
+                                   request.omega(out.num_accepted)};
       if (threadIdx.x == 0) {
-        const double probability = candidate.probability(false);
-        out.excess += reach * candidate.excess();
-        reach *= 1 - probability;
+        const double accept_prob = candidate.accept_prob(false);
+        out.tv_excess += reach_prob * candidate.tv_excess();
+        reach_prob *= 1 - accept_prob;
       }
-      if (candidate.accepted(nodes[child].uniform)) {
+      if (candidate.accepts(nodes[child].uniform)) {
         next = child;
         break;
       }
-      reject(request, rest, candidate, x, kept.count);
-      draft_total -= candidate.drafted;
-      if (rest.total() == 0) {
+      reject(request, residual, candidate, x, prefix.count);
+      draft_total -= candidate.draft_mass;
+      if (residual.total() == 0) {
         out.status |= kEmptyResidual;
-        rest.restore();
+        residual.restore();
       }
     }
     if (next < 0) {
-      out.next_token = rest.draw(nodes[0].uniform);
+      out.next_token = residual.draw(nodes[0].uniform);
       return;
     }
-    if (threadIdx.x == 0) out.path[out.accepted] = static_cast<int32_t>(next);
-    ++out.accepted;
+    if (threadIdx.x == 0) out.accepted_nodes[out.num_accepted] = static_cast<int32_t>(next);
+    ++out.num_accepted;
     node = next;
   }
 }
 
-// The row's largest weight's id, the lowest on ties.
-__device__ int64_t argmax(const Rest& rest, int64_t V) {
-  int64_t most = -1, top = V;
-  const auto challenge = [&](int64_t weight, int64_t id) {
-    if (weight > most || (weight == most && id < top)) most = weight, top = id;
+// The id of the row's largest entry, the lowest id on ties.
+__device__ int64_t argmax(const Residual& row, int64_t V) {
+  int64_t max_mass = -1, argmax = V;
+  const auto offer = [&](int64_t mass, int64_t id) {
+    if (mass > max_mass || (mass == max_mass && id < argmax)) max_mass = mass, argmax = id;
   };
-  for (int64_t v = threadIdx.x; v < V; v += blockDim.x) challenge(rest(v), v);
+  for (int64_t v = threadIdx.x; v < V; v += blockDim.x) offer(row(v), v);
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const int64_t weight = __shfl_xor_sync(kAllLanes, most, distance);
-    challenge(weight, __shfl_xor_sync(kAllLanes, top, distance));
+    const int64_t mass = __shfl_xor_sync(kAllLanes, max_mass, distance);
+    offer(mass, __shfl_xor_sync(kAllLanes, argmax, distance));
   }
-  __shared__ int64_t weights[kMostWarps], ids[kMostWarps];
-  __syncthreads();  // of an earlier call
+  __shared__ int64_t masses[kMaxWarps], ids[kMaxWarps];
+  __syncthreads();  // every thread has read those of the previous call
   if (lane() == 0) {
-    weights[warp()] = most;
-    ids[warp()] = top;
+    masses[warp()] = max_mass;
+    ids[warp()] = argmax;
   }
   __syncthreads();
-  for (unsigned w = 0; w < warps(); ++w) challenge(weights[w], ids[w]);
-  return top;
+  for (unsigned w = 0; w < warps(); ++w) offer(masses[w], ids[w]);
+  return argmax;
 }
 
-// A greedy request: nodes in order, each judging its chain of children.
-__device__ void judge(const Request& request, Verdict& out) {
+// A greedy request: the nodes in order. Each accepted node verifies the chain of its children.
+__device__ void verify_greedy(const Request& request, VerifyResult& out) {
   const VerifyTree& batch = request.batch;
   Node* nodes = request.nodes;
   int64_t best = 0;
   for (int64_t n = 0; n < batch.N; ++n) {
     if (nodes[n].depth > nodes[best].depth) best = n;
-    if (nodes[n].depth < 0 || nodes[n].depth >= batch.P || nodes[n].first_child < 0) continue;
-    const Rest row(request, n);
+    if (nodes[n].depth < 0 || nodes[n].depth >= batch.max_depth || nodes[n].first_child < 0) continue;
+    const Residual row(request, n);
     if (!row.valid()) continue;
-    const int64_t top = argmax(row, batch.V);
+    const int64_t argmax_id = argmax(row, batch.V);
     int64_t previous = n;
-    for (int64_t child = nodes[n].first_child; child >= 0;
-         previous = child, child = nodes[child].next_sibling) {
-      if (!request.sound(child, previous)) {
+    for (int64_t child = nodes[n].first_child; child >= 0; previous = child, child = nodes[child].next_sibling) {
+      if (!request.is_valid(child, previous)) {
         out.status |= kInvalidTree;
         break;
       }
-      const int64_t x = nodes[child].token, own = row(x);
-      const Kept kept = kept_prefix(row, batch.V, request.batch.neighbors, request.columns, x,
-                                    request.budget(own, row.total()));
-      if (threadIdx.x != 0 || !is_argmax(x, own + kept.mass, top, row(top))) continue;
+      const int64_t x = nodes[child].token, token_mass = row(x);
+      const NeighborPrefix prefix = neighbor_prefix(row, batch.V, request.batch.neighbors, request.num_neighbors, x,
+                                                    request.budget(token_mass, row.total()));
+      if (threadIdx.x != 0 || !is_argmax(x, token_mass + prefix.mass, argmax_id, row(argmax_id))) continue;
       nodes[child].depth = nodes[n].depth + 1;
       nodes[child].parent = static_cast<int32_t>(n);
-      nodes[child].departures = nodes[n].departures + (x != top);
+      nodes[child].num_non_argmax = nodes[n].num_non_argmax + (x != argmax_id);
     }
     __syncthreads();
   }
-  out.accepted = nodes[best].depth;
-  out.excess = nodes[best].departures;
-  const Rest row(request, best);
+  out.num_accepted = nodes[best].depth;
+  out.tv_excess = nodes[best].num_non_argmax;
+  const Residual row(request, best);
   if (row.valid()) {
     out.next_token = argmax(row, batch.V);
   } else {
     out.status |= kInvalidRow;
   }
   if (threadIdx.x != 0) return;
-  for (int64_t d = out.accepted; d > 0; --d) {
-    out.path[d - 1] = static_cast<int32_t>(best);
+  for (int64_t d = out.num_accepted; d > 0; --d) {
+    out.accepted_nodes[d - 1] = static_cast<int32_t>(best);
     best = nodes[best].parent;
   }
 }
 
 __global__ void __launch_bounds__(kThreads) verify_tree_kernel(VerifyTree batch, Layout layout) {
   DYNAMIC_SHARED(char, shared);
-  const int64_t b = blockIdx.x, N = batch.N, P = batch.P, columns = batch.neighbors.columns();
+  const int64_t b = blockIdx.x, N = batch.N, max_depth = batch.max_depth, k = batch.neighbors.max_neighbors();
   char* scratch = batch.scratch + b * layout.scratch;
-  const auto at = [&](Layout::Place place) { return (place.shared ? shared : scratch) + place.offset; };
+  const auto at = [&](Layout::Region region) { return (region.shared ? shared : scratch) + region.offset; };
 
-  const Request request = {
-      batch, b, reinterpret_cast<Node*>(at(layout.nodes)), reinterpret_cast<int64_t*>(at(layout.weights)),
-      layout.weights.shared, reinterpret_cast<float*>(at(layout.draft)),
-      columns > 0 ? columns - (batch.residual == Residual::released) : 0};
+  const Request request = {batch,
+                           b,
+                           reinterpret_cast<Node*>(at(layout.nodes)),
+                           reinterpret_cast<int64_t*>(at(layout.fixed_probs)),
+                           layout.fixed_probs.shared,
+                           reinterpret_cast<float*>(at(layout.draft)),
+                           k > 0 ? k - (batch.residual == ResidualRule::released) : 0};
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
     const int64_t i = b * N + n;
-    request.nodes[n] = {batch.tokens[i], batch.first_child[i], batch.next_sibling[i],
-                        batch.draft_row ? batch.draft_row[i] : -1, batch.uniforms[i], n == 0 ? 0 : -1, 0, 0};
+    request.nodes[n] = {batch.tokens[i],
+                        batch.first_child[i],
+                        batch.next_sibling[i],
+                        batch.draft_row ? batch.draft_row[i] : -1,
+                        batch.uniforms[i],
+                        n == 0 ? 0 : -1,
+                        0,
+                        0};
   }
-  Verdict out = {batch.path + b * P};
-  for (int64_t d = threadIdx.x; d < P; d += blockDim.x) out.path[d] = -1;
+  VerifyResult out = {batch.accepted_nodes + b * max_depth};
+  for (int64_t d = threadIdx.x; d < max_depth; d += blockDim.x) out.accepted_nodes[d] = -1;
   __syncthreads();
 
   if (batch.greedy && batch.greedy[b]) {
-    judge(request, out);
+    verify_greedy(request, out);
   } else {
-    walk(request, out);
+    verify_sampled(request, out);
   }
   if (threadIdx.x != 0) return;
-  batch.accepted[b] = out.accepted;
+  batch.num_accepted[b] = out.num_accepted;
   batch.next_token[b] = out.next_token;
-  batch.excess[b] = static_cast<float>(out.excess);
+  batch.tv_excess[b] = static_cast<float>(out.tv_excess);
   batch.status[b] = out.status;
 }
 
-// Bytes of shared memory that a block may ask for.
+// How many bytes of dynamic shared memory a block may have.
 cudaError_t shared_limit(int64_t* bytes) {
   int device = 0, limit = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
-  *bytes = limit - kKeptBack;
+  *bytes = limit - kReserved;
   return error;
 }
 

@@ -26,7 +26,7 @@ def newer(file: Path, others) -> bool:
 def build(sources, library: Path, *flags: str) -> Path:
     """Compile what changed since the last time, and link it. Raises CalledProcessError."""
     compiler = os.environ.get("CXX", "g++")
-    headers = [*HERE.glob("*.h"), *CSRC.glob("*.h"), Path(__file__)]
+    headers = [*HERE.glob("*.h"), *CSRC.glob("*.h"), *CSRC.glob("*.cuh"), Path(__file__)]
     torch_folder = Path(torch.__file__).parent
     library.parent.mkdir(parents=True, exist_ok=True)
     lock = open(library.parent / "lock", "w")  # until this function returns: other processes may build too
@@ -55,7 +55,7 @@ def load() -> None:
     kernels = sorted(CSRC.glob("*.cu"))
     sanitize = os.environ.get("CUDA_ON_CPU_SANITIZE") == "1"  # needs LD_PRELOAD, see test_cuda_on_cpu.py
     folder = BUILD / ("cuda_on_cpu_sanitized" if sanitize else "cuda_on_cpu")
-    path = build([*kernels, CSRC / "cuda.cpp"], folder / "emulated.so", *(SANITIZE if sanitize else []))
+    path = build([*kernels, CSRC / "bindings.cpp"], folder / "emulated.so", *(SANITIZE if sanitize else []))
     library = torch.library.Library(NAMESPACE, "DEF")
     load.keep = library  # its ops live as long as it does
     for op in (kernel.stem for kernel in kernels):

@@ -1,7 +1,7 @@
 // Kernels right and wrong, to test what runs them: see test_cuda_on_cpu.py.
 #include <cstring>
 
-#include "cuda.h"
+#include "block.cuh"
 
 namespace specvis {
 namespace {

@@ -138,15 +138,17 @@ def test_the_sanitizers_see_shared_memory(kernel, threads, shared, says):
                              *cuda_on_cpu.SANITIZE)
     program = f"""if True:
         import numpy as np
-        from tests.test_cuda_on_cpu import examples
+        from tests.cuda_on_cpu.test_cuda_on_cpu import examples
         print(examples({str(path)!r})({kernel!r}, np.array([64, 0]), {threads}, shared={shared}))"""
     run = sanitized("-c", program)
     assert says in run.stdout, run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
 def test_the_sanitizers_find_nothing():
     """In any test of an op. With -s, since pytest would lose what a sanitizer says when it ends the process."""
-    tests = ["tests/test_every_op.py", *(f"tests/test_{kernel.stem}.py" for kernel in cuda_on_cpu.CSRC.glob("*.cu"))]
+    kernels = cuda_on_cpu.CSRC.glob("*.cu")
+    tests = ["tests/kernels/test_every_op.py", *(f"tests/kernels/test_{kernel.stem}.py" for kernel in kernels)]
     run = sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *tests, "-k", "cuda_emulated")
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout

@@ -2,7 +2,7 @@
 
 The interpreter, which runs the kernels in the other tests where there is no GPU, accepts more than the
 compiler, and cannot share a process with it: so this file is also a program,
-`python -m tests.test_triton_compiles sm_90`. It prints what the kernels use; spilling is no error.
+`python -m tests.kernels.test_triton_compiles sm_90`. It prints what the kernels use; spilling is no error.
 """
 import json
 import os
@@ -23,7 +23,7 @@ GPUS = {"sm_90": (("cuda", 90, 32), 227 * 1024, 1024), "gfx942": (("hip", "gfx94
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_kernel_compiles(gpu, measured):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-m", "tests.test_triton_compiles", gpu], env=environment,
+    run = subprocess.run([sys.executable, "-m", "tests.kernels.test_triton_compiles", gpu], env=environment,
                          cwd=Path(__file__).parent.parent.parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]

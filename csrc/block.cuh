@@ -1,5 +1,5 @@
-// What the kernels share: sums over a block, and rows of probabilities read by a block. Blocks are whole
-// warps in one dimension. All threads call these functions together, and each gets the result.
+// What the CUDA kernels share: sums over the threads of a block, and rows of probabilities that a block reads. A block
+// has one dimension and whole warps. All of its threads call these functions together, and each gets the result.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,7 +10,7 @@
 #ifdef __CUDACC__
 #define LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
-#define DYNAMIC_SHARED(T, name)                                            \
+#define DYNAMIC_SHARED(T, name)                                           \
   extern __shared__ __align__(16) unsigned char specvis_dynamic_shared[]; \
   T* const name = reinterpret_cast<T*>(specvis_dynamic_shared)
 #else  // tests/cuda_on_cpu
@@ -20,16 +20,16 @@
 #endif
 
 namespace specvis {
-namespace {  // of each kernel file its own, as are the kernels
+namespace {  // each kernel file has its own copies
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarp = 32;
-constexpr int kMostWarps = 32;  // in a block
+constexpr int kMaxWarps = 32;  // in a block
 
-// As many threads as there are things to do, in whole warps, but at most `most`.
-inline unsigned threads_for(int64_t things, int64_t most) {
-  const int64_t whole = (things + kWarp - 1) / kWarp * kWarp;
-  return static_cast<unsigned>(whole < kWarp ? kWarp : whole < most ? whole : most);
+// The number of threads for so many items: in whole warps, and at most max_threads.
+inline unsigned threads_for(int64_t items, int64_t max_threads) {
+  const int64_t whole = (items + kWarp - 1) / kWarp * kWarp;
+  return static_cast<unsigned>(whole < kWarp ? kWarp : whole < max_threads ? whole : max_threads);
 }
 
 __device__ inline unsigned lane() { return threadIdx.x % kWarp; }
@@ -45,9 +45,9 @@ __device__ T warp_sum(T value) {
 }
 
 __device__ inline int64_t block_sum(int64_t value) {
-  __shared__ int64_t sums[kMostWarps];
+  __shared__ int64_t sums[kMaxWarps];
   value = warp_sum(value);
-  __syncthreads();  // everyone has read the sums of the call before
+  __syncthreads();  // every thread has read the sums of the previous call
   if (lane() == 0) sums[warp()] = value;
   __syncthreads();
   int64_t total = 0;
@@ -57,9 +57,9 @@ __device__ inline int64_t block_sum(int64_t value) {
 
 __device__ inline bool block_any(bool condition) { return __syncthreads_or(condition); }
 
-// The lowest thread of which the condition holds, or blockDim.x.
+// The lowest thread for which the condition holds, or blockDim.x if there is none.
 __device__ inline unsigned block_first(bool condition) {
-  __shared__ unsigned firsts[kMostWarps];
+  __shared__ unsigned firsts[kMaxWarps];
   const unsigned votes = __ballot_sync(kAllLanes, condition);
   __syncthreads();
   if (lane() == 0) firsts[warp()] = votes ? threadIdx.x + __ffs(votes) - 1 : blockDim.x;
@@ -70,11 +70,11 @@ __device__ inline unsigned block_first(bool condition) {
 }
 
 struct Scan {
-  int64_t before, total;  // the sum of the lower threads' values, and of all
+  int64_t before, total;  // the sum of the lower threads' values, and of all threads' values
 };
 
 __device__ inline Scan block_scan(int64_t value) {
-  __shared__ int64_t sums[kMostWarps];
+  __shared__ int64_t sums[kMaxWarps];
   int64_t sum = value;
   for (unsigned distance = 1; distance < kWarp; distance *= 2) {
     const int64_t lower = __shfl_up_sync(kAllLanes, sum, distance);
@@ -91,7 +91,7 @@ __device__ inline Scan block_scan(int64_t value) {
   return scan;
 }
 
-// f(v, p) for every entry of a row, shared out among the threads; 16 bytes in a load where they are aligned.
+// Calls f(v, p) for every entry of a row. The threads share the entries, and load 16 aligned bytes at a time.
 template <class F>
 __device__ void for_each_entry(const float* row, int64_t V, F f) {
   const int64_t ahead = (16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(float);
@@ -110,63 +110,64 @@ __device__ void for_each_entry(const float* row, int64_t V, F f) {
   if (tail + threadIdx.x < V) f(tail + threadIdx.x, row[tail + threadIdx.x]);
 }
 
-__device__ inline void put(int64_t* copy, float, int64_t weight) { *copy = weight; }
+__device__ inline void put(int64_t* copy, float, int64_t mass) { *copy = mass; }
 __device__ inline void put(float* copy, float p, int64_t) { *copy = p; }
 
-// The row's total in fixed point. `copy`, if not null, receives its entries, as weights or as they are, with
-// 0 for what is no probability; all of it is there when this returns.
+// The sum of a row in fixed point. An entry that is no probability counts as 0. Unless it is null, `copy` receives the
+// entries, in fixed point or as they are, and is complete when the function returns.
 template <class T = float>
-__device__ Total weigh(const float* row, int64_t V, T* copy = nullptr) {
+__device__ Total sum_row(const float* row, int64_t V, T* copy = nullptr) {
   int64_t sum = 0;
-  bool sound = true;
+  bool is_valid = true;
   for_each_entry(row, V, [&](int64_t v, float p) {
     const bool ok = is_probability(p);
     const float probability = ok ? p : 0.0f;
-    const int64_t weight = to_fixed(probability);
-    if (copy) put(copy + v, probability, weight);
-    sound &= ok;
-    sum += weight;
+    const int64_t mass = to_fixed_point(probability);
+    if (copy) put(copy + v, probability, mass);
+    is_valid &= ok;
+    sum += mass;
   });
-  const bool broken = block_any(!sound);
+  const bool is_broken = block_any(!is_valid);
   sum = block_sum(sum);
-  return {sum, !broken && sum > 0};
+  return {sum, !is_broken && sum > 0};
 }
 
-// The longest prefix of the first `columns` neighbors that the budget allows, a neighbor per thread at a
-// time, up to the first that does not fit. weight(v) gives the row.
-template <class Weight>
-__device__ Kept kept_prefix(const Weight& weight, int64_t V, const Neighbors& neighbors, int64_t columns,
-                            int64_t token, const Budget& budget) {
-  __shared__ int64_t mass;
-  Kept kept = {0, 0};
-  if (!budget.any || !neighbors.has(token)) return kept;
-  for (int64_t start = 0; start < columns; start += blockDim.x) {
+// The longest prefix of a token's first k neighbors that the budget allows. Each thread takes one neighbor at a time,
+// until the first that does not fit. mass(v) is an entry of the row.
+template <class Mass>
+__device__ NeighborPrefix neighbor_prefix(const Mass& mass, int64_t V, const Neighbors& neighbors, int64_t k,
+                                          int64_t token, const Budget& budget) {
+  __shared__ int64_t mass_before;  // of the neighbors before the first that does not fit
+  NeighborPrefix prefix = {0, 0};
+  if (!budget.any || !neighbors.has(token)) return prefix;
+  for (int64_t start = 0; start < k; start += blockDim.x) {
     const int64_t j = start + threadIdx.x;
-    const int64_t id = j < columns ? neighbors(token, j) : -1;
-    const int64_t own = id >= 0 && id < V ? weight(id) : 0;
-    const Scan scan = block_scan(own);
-    const unsigned first = block_first(j >= columns || !budget.fits(kept.mass + scan.before + own));
-    kept.count += first;
+    const int64_t id = j < k ? neighbors(token, j) : -1;
+    const int64_t own_mass = id >= 0 && id < V ? mass(id) : 0;
+    const Scan scan = block_scan(own_mass);
+    const unsigned first = block_first(j >= k || !budget.fits(prefix.mass + scan.before + own_mass));
+    prefix.count += first;
     if (first == blockDim.x) {
-      kept.mass += scan.total;
+      prefix.mass += scan.total;
       continue;
     }
-    if (threadIdx.x == first) mass = scan.before;
+    if (threadIdx.x == first) mass_before = scan.before;
     __syncthreads();
-    kept.mass += mass;
+    prefix.mass += mass_before;
     break;
   }
-  return kept;
+  return prefix;
 }
 
-// Inverse CDF in vocabulary order, in two steps: sums[w] receives what warp w's share of the row weighs, ...
-template <class Weight>
-__device__ int64_t sum_shares(const Weight& weight, int64_t V, int64_t* sums) {
+// Inverse CDF in vocabulary order, in two steps. First every warp w sums its share of the row into sums[w]; returns
+// the sum of the row.
+template <class Mass>
+__device__ int64_t sum_shares(const Mass& mass, int64_t V, int64_t* sums) {
   const int64_t share = (V + warps() - 1) / warps(), begin = warp() * share;
   const int64_t end = begin + share < V ? begin + share : V;
   int64_t sum = 0;
 #pragma unroll 4
-  for (int64_t v = begin + lane(); v < end; v += kWarp) sum += weight(v);
+  for (int64_t v = begin + lane(); v < end; v += kWarp) sum += mass(v);
   sum = warp_sum(sum);
   __syncthreads();
   if (lane() == 0) sums[warp()] = sum;
@@ -176,31 +177,31 @@ __device__ int64_t sum_shares(const Weight& weight, int64_t V, int64_t* sums) {
   return total;
 }
 
-// ... and the first token whose running sum exceeds `aim` is looked for in one of those shares.
-template <class Weight>
-__device__ int64_t search(const Weight& weight, int64_t V, const int64_t* sums, int64_t aim) {
+// Then the first token whose running sum exceeds the threshold is searched for in one of those shares.
+template <class Mass>
+__device__ int64_t search(const Mass& mass, int64_t V, const int64_t* sums, int64_t threshold) {
   __shared__ int64_t token;
   int64_t before = 0;
   unsigned w = 0;
-  while (w + 1 < warps() && before + sums[w] <= aim) before += sums[w++];
+  while (w + 1 < warps() && before + sums[w] <= threshold) before += sums[w++];
   __syncthreads();
   if (threadIdx.x == 0) token = V - 1;
-  for (int64_t start = w * ((V + warps() - 1) / warps()); start < V && before <= aim; start += blockDim.x) {
-    const int64_t v = start + threadIdx.x, own = v < V ? weight(v) : 0;
-    const Scan scan = block_scan(own);
+  for (int64_t start = w * ((V + warps() - 1) / warps()); start < V && before <= threshold; start += blockDim.x) {
+    const int64_t v = start + threadIdx.x, own_mass = v < V ? mass(v) : 0;
+    const Scan scan = block_scan(own_mass);
     const int64_t sum = before + scan.before;
-    if (sum <= aim && sum + own > aim) token = v;
+    if (sum <= threshold && sum + own_mass > threshold) token = v;
     before += scan.total;
   }
   __syncthreads();
   return token;
 }
 
-template <class Weight>
-__device__ int64_t draw(const Weight& weight, int64_t V, int64_t total, float uniform) {
-  __shared__ int64_t sums[kMostWarps];
-  sum_shares(weight, V, sums);
-  return search(weight, V, sums, draw_at(uniform, total));
+template <class Mass>
+__device__ int64_t draw(const Mass& mass, int64_t V, int64_t total, float uniform) {
+  __shared__ int64_t sums[kMaxWarps];
+  sum_shares(mass, V, sums);
+  return search(mass, V, sums, draw_threshold(uniform, total));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
-// The CUDA kernels as ops: outputs allocated as on the CPU, the current stream, every launch checked. Nothing
-// of libtorch_cuda is linked, so one library loads beside any build of torch. With SPECVIS_EMULATED the same
-// functions are ops of a library of their own, on CPU tensors, for kernels that tests/cuda_on_cpu runs.
+// The bindings: the CUDA kernels as ops of torch. They allocate the outputs, launch on PyTorch's current stream and
+// check every launch. Nothing of libtorch_cuda is linked, so that one library loads beside any build of torch. With
+// SPECVIS_EMULATED the same functions are ops of another library, on CPU tensors, whose kernels tests/cuda_on_cpu
+// runs.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -11,7 +12,7 @@
 #include <string>
 #include <tuple>
 
-#include "launch.h"
+#include "params.h"
 
 #ifdef SPECVIS_EMULATED
 #define LIBRARY specvis_kernels_emulated
@@ -28,7 +29,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// While it lives, the tensor's device is the current one; its stream is PyTorch's current one there.
+// As long as this object exists, the tensor's device is the current one. stream() is PyTorch's current stream there.
 class Device {
 #ifdef SPECVIS_EMULATED
  public:
@@ -41,8 +42,7 @@ class Device {
     using Get = int32_t (*)(int32_t, void**);
     static const Get get = [] {
       void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-      return reinterpret_cast<Get>(
-          dlsym(library ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
+      return reinterpret_cast<Get>(dlsym(library ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream"));
     }();
     void* stream = nullptr;
     STD_TORCH_CHECK(get, "specvis_kernels: this build of torch has no CUDA streams");
@@ -65,15 +65,14 @@ const T* data(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
 
-bool narrow(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
+bool is_uint16(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
 
-std::tuple<Tensor, Tensor, Tensor> draw_children(
-    const Tensor& draft_probs,  // (B, F, V)
-    const Tensor& uniforms) {   // (B, F, K)
+std::tuple<Tensor, Tensor, Tensor> draw_children(const Tensor& draft_probs,  // (B, F, V)
+                                                 const Tensor& uniforms) {   // (B, F, K)
   const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
   const Device device(draft_probs);
   Tensor tokens = torch::stable::new_empty(uniforms, uniforms.sizes(), ScalarType::Long);
-  Tensor count = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
+  Tensor num_children = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
   Tensor status = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
   specvis::DrawChildren batch = {};
   batch.R = B * F;
@@ -82,28 +81,27 @@ std::tuple<Tensor, Tensor, Tensor> draw_children(
   batch.draft_probs = draft_probs.const_data_ptr<float>();
   batch.uniforms = uniforms.const_data_ptr<float>();
   batch.tokens = tokens.mutable_data_ptr<int64_t>();
-  batch.count = count.mutable_data_ptr<int32_t>();
+  batch.num_children = num_children.mutable_data_ptr<int32_t>();
   batch.status = status.mutable_data_ptr<int32_t>();
   check(specvis::draw_children_cuda(batch, device.stream()));
-  return {tokens, count, status};
+  return {tokens, num_children, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(
-    const Tensor& draft_probs,  // (B, F, V)
-    const Tensor& scores,       // (B, F)
-    const Tensor& width,        // (B)
-    int64_t K) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(const Tensor& draft_probs,  // (B, F, V)
+                                                       const Tensor& scores,       // (B, F)
+                                                       const Tensor& width,        // (B)
+                                                       int64_t num_children) {
   const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
   const Device device(draft_probs);
-  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
-  Tensor child_scores = torch::stable::new_empty(draft_probs, {B, F, K});
-  Tensor frontier = torch::stable::new_empty(width, {B, K});
+  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, num_children}, ScalarType::Long);
+  Tensor child_scores = torch::stable::new_empty(draft_probs, {B, F, num_children});
+  Tensor frontier = torch::stable::new_empty(width, {B, num_children});
   Tensor status = torch::stable::new_empty(width, {B, F});
   specvis::ExpandTree batch = {};
   batch.B = B;
   batch.F = F;
   batch.V = draft_probs.size(2);
-  batch.K = K;
+  batch.num_children = num_children;
   batch.draft_probs = draft_probs.const_data_ptr<float>();
   batch.scores = scores.const_data_ptr<float>();
   batch.width = width.const_data_ptr<int32_t>();
@@ -115,14 +113,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(
   return {tokens, child_scores, frontier, status};
 }
 
-std::tuple<Tensor, Tensor> guided_probs(
-    const Tensor& logits,                 // (B, N, V)
-    const std::optional<Tensor>& uncond,  // (B, N, V)
-    const Tensor& guidance,               // (B)
-    const Tensor& temperature,            // (B)
-    const Tensor& top_k,                  // (B)
-    const Tensor& top_p,                  // (B)
-    int64_t first_id, int64_t last_id) {
+std::tuple<Tensor, Tensor> guided_probs(const Tensor& logits,                 // (B, N, V)
+                                        const std::optional<Tensor>& uncond,  // (B, N, V)
+                                        const Tensor& guidance,               // (B)
+                                        const Tensor& temperature,            // (B)
+                                        const Tensor& top_k,                  // (B)
+                                        const Tensor& top_p,                  // (B)
+                                        int64_t first_id, int64_t last_id) {
   using specvis::LogitType;
   const int64_t B = logits.size(0), N = logits.size(1);
   const Device device(logits);
@@ -134,7 +131,7 @@ std::tuple<Tensor, Tensor> guided_probs(
   batch.N = N;
   batch.V = logits.size(2);
   batch.first_id = first_id;
-  batch.ids = last_id - first_id;
+  batch.num_ids = last_id - first_id;
   batch.type = type == ScalarType::Half       ? LogitType::float16
                : type == ScalarType::BFloat16 ? LogitType::bfloat16
                                               : LogitType::float32;
@@ -150,38 +147,36 @@ std::tuple<Tensor, Tensor> guided_probs(
   return {probs, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor> neighborhood_sum(
-    const Tensor& probs,      // (R, V)
-    const Tensor& tokens,     // (R)
-    const Tensor& neighbors,  // (C, k)
-    const Tensor& cutoff,     // (R)
-    std::string kind, int64_t offset) {
+std::tuple<Tensor, Tensor, Tensor> neighborhood_sum(const Tensor& probs,      // (R, V)
+                                                    const Tensor& tokens,     // (R)
+                                                    const Tensor& neighbors,  // (C, k)
+                                                    const Tensor& delta,      // (R)
+                                                    std::string cutoff, int64_t offset) {
   const int64_t R = probs.size(0);
   const Device device(probs);
-  Tensor mass = torch::stable::new_empty(probs, {R});
-  Tensor kept = torch::stable::new_empty(probs, {R}, ScalarType::Int);
+  Tensor relaxed_mass = torch::stable::new_empty(probs, {R});
+  Tensor num_neighbors = torch::stable::new_empty(probs, {R}, ScalarType::Int);
   Tensor status = torch::stable::new_empty(probs, {R}, ScalarType::Int);
   specvis::NeighborhoodSum batch = {};
   batch.R = R;
   batch.V = probs.size(1);
   batch.probs = probs.const_data_ptr<float>();
   batch.tokens = tokens.const_data_ptr<int64_t>();
-  batch.neighbors = specvis::Neighbors(neighbors.const_data_ptr(), narrow(neighbors), neighbors.size(0),
+  batch.neighbors = specvis::Neighbors(neighbors.const_data_ptr(), is_uint16(neighbors), neighbors.size(0),
                                        neighbors.size(1), offset);
-  batch.cutoff = cutoff.const_data_ptr<float>();
-  batch.kind = specvis::cutoff_named(kind);
-  batch.mass = mass.mutable_data_ptr<float>();
-  batch.kept = kept.mutable_data_ptr<int32_t>();
+  batch.delta = delta.const_data_ptr<float>();
+  batch.cutoff = specvis::cutoff_named(cutoff);
+  batch.relaxed_mass = relaxed_mass.mutable_data_ptr<float>();
+  batch.num_neighbors = num_neighbors.mutable_data_ptr<int32_t>();
   batch.status = status.mutable_data_ptr<int32_t>();
   check(specvis::neighborhood_sum_cuda(batch, device.stream()));
-  return {mass, kept, status};
+  return {relaxed_mass, num_neighbors, status};
 }
 
-std::tuple<Tensor, Tensor> sample_residual(
-    const Tensor& target_probs,                // (R, V)
-    const std::optional<Tensor>& draft_probs,  // (R, V)
-    const Tensor& uniforms,                    // (R)
-    const std::optional<Tensor>& omega) {      // (R)
+std::tuple<Tensor, Tensor> sample_residual(const Tensor& target_probs,                // (R, V)
+                                           const std::optional<Tensor>& draft_probs,  // (R, V)
+                                           const Tensor& uniforms,                    // (R)
+                                           const std::optional<Tensor>& omega) {      // (R)
   const int64_t R = target_probs.size(0);
   const Device device(target_probs);
   Tensor tokens = torch::stable::new_empty(uniforms, {R}, ScalarType::Long);
@@ -199,23 +194,22 @@ std::tuple<Tensor, Tensor> sample_residual(
   return {tokens, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree(
-    const Tensor& tokens,   // (B, M)
-    const Tensor& scores,   // (B, M)
-    const Tensor& parents,  // (B, M)
-    const Tensor& root,     // (B)
-    const Tensor& size,     // (B)
-    int64_t N) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree(const Tensor& tokens,   // (B, M)
+                                                       const Tensor& scores,   // (B, M)
+                                                       const Tensor& parents,  // (B, M)
+                                                       const Tensor& root,     // (B)
+                                                       const Tensor& size,     // (B)
+                                                       int64_t num_nodes) {
   const int64_t B = tokens.size(0);
   const Device device(tokens);
-  Tensor node_tokens = torch::stable::new_empty(tokens, {B, N});
-  Tensor node_parents = torch::stable::new_empty(parents, {B, N});
-  Tensor source = torch::stable::new_empty(parents, {B, N});
+  Tensor node_tokens = torch::stable::new_empty(tokens, {B, num_nodes});
+  Tensor node_parents = torch::stable::new_empty(parents, {B, num_nodes});
+  Tensor source = torch::stable::new_empty(parents, {B, num_nodes});
   Tensor status = torch::stable::new_empty(parents, {B});
   specvis::SelectTree batch = {};
   batch.B = B;
   batch.M = tokens.size(1);
-  batch.N = N;
+  batch.num_nodes = num_nodes;
   batch.tokens = tokens.const_data_ptr<int64_t>();
   batch.scores = scores.const_data_ptr<float>();
   batch.parents = parents.const_data_ptr<int32_t>();
@@ -250,10 +244,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links(const Tensor& pare
   return {ancestors, depth, first_child, next_sibling, status};
 }
 
-Tensor tree_mask(
-    const Tensor& ancestors,               // (B, N, W)
-    const std::optional<Tensor>& lengths,  // (B)
-    std::string form, int64_t columns, ScalarType dtype) {
+Tensor tree_mask(const Tensor& ancestors,               // (B, N, W)
+                 const std::optional<Tensor>& lengths,  // (B)
+                 std::string form, int64_t columns, ScalarType dtype) {
   using specvis::Form;
   const int64_t B = ancestors.size(0), N = ancestors.size(1);
   const bool packed = form == "packed", additive = form == "additive";
@@ -277,32 +270,32 @@ Tensor tree_mask(
   return mask;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(
-    const Tensor& target_probs,                // (B, N, V)
-    const Tensor& tokens,                      // (B, N)
-    const Tensor& first_child,                 // (B, N)
-    const Tensor& next_sibling,                // (B, N)
-    const Tensor& uniforms,                    // (B, N)
-    const std::optional<Tensor>& draft_probs,  // (B, M, V)
-    const std::optional<Tensor>& draft_row,    // (B, N)
-    const std::optional<Tensor>& neighbors,    // (C, k)
-    const std::optional<Tensor>& cutoff,       // (B)
-    const std::optional<Tensor>& omega,        // (B, P)
-    const std::optional<Tensor>& greedy,       // (B)
-    std::string kind, int64_t offset, std::string residual, int64_t P) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(const Tensor& target_probs,                // (B, N, V)
+                                                               const Tensor& tokens,                      // (B, N)
+                                                               const Tensor& first_child,                 // (B, N)
+                                                               const Tensor& next_sibling,                // (B, N)
+                                                               const Tensor& uniforms,                    // (B, N)
+                                                               const std::optional<Tensor>& draft_probs,  // (B, M, V)
+                                                               const std::optional<Tensor>& draft_row,    // (B, N)
+                                                               const std::optional<Tensor>& neighbors,    // (C, k)
+                                                               const std::optional<Tensor>& delta,        // (B)
+                                                               const std::optional<Tensor>& omega,        // (B, P)
+                                                               const std::optional<Tensor>& greedy,       // (B)
+                                                               std::string cutoff, int64_t offset, std::string residual,
+                                                               int64_t max_depth) {
   const int64_t B = target_probs.size(0);
   const Device device(target_probs);
-  Tensor path = torch::stable::new_empty(tokens, {B, P}, ScalarType::Int);
-  Tensor accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor accepted_nodes = torch::stable::new_empty(tokens, {B, max_depth}, ScalarType::Int);
+  Tensor num_accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
   Tensor next_token = torch::stable::new_empty(tokens, {B});
-  Tensor excess = torch::stable::new_empty(target_probs, {B});
+  Tensor tv_excess = torch::stable::new_empty(target_probs, {B});
   Tensor status = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
   specvis::VerifyTree batch = {};
   batch.B = B;
   batch.N = target_probs.size(1);
   batch.V = target_probs.size(2);
-  batch.M = draft_probs ? draft_probs->size(1) : 0;
-  batch.P = P;
+  batch.num_draft_rows = draft_probs ? draft_probs->size(1) : 0;
+  batch.max_depth = max_depth;
   batch.target_probs = target_probs.const_data_ptr<float>();
   batch.tokens = tokens.const_data_ptr<int64_t>();
   batch.first_child = first_child.const_data_ptr<int32_t>();
@@ -311,25 +304,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(
   batch.draft_probs = data<float>(draft_probs);
   batch.draft_row = data<int32_t>(draft_row);
   if (neighbors) {
-    batch.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), narrow(*neighbors), neighbors->size(0),
+    batch.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), is_uint16(*neighbors), neighbors->size(0),
                                          neighbors->size(1), offset);
   }
-  batch.cutoff = data<float>(cutoff);
+  batch.delta = data<float>(delta);
   batch.omega = data<float>(omega);
   batch.greedy = data<bool>(greedy);
-  batch.kind = specvis::cutoff_named(kind);
+  batch.cutoff = specvis::cutoff_named(cutoff);
   batch.residual = specvis::residual_named(residual);
-  batch.path = path.mutable_data_ptr<int32_t>();
-  batch.accepted = accepted.mutable_data_ptr<int32_t>();
+  batch.accepted_nodes = accepted_nodes.mutable_data_ptr<int32_t>();
+  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
   batch.next_token = next_token.mutable_data_ptr<int64_t>();
-  batch.excess = excess.mutable_data_ptr<float>();
+  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
   batch.status = status.mutable_data_ptr<int32_t>();
   int64_t bytes = 0;
   check(specvis::verify_tree_scratch(batch, &bytes));
   Tensor scratch = torch::stable::new_empty(tokens, {bytes}, ScalarType::Char);
   batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
   check(specvis::verify_tree_cuda(batch, device.stream()));
-  return {path, accepted, next_token, excess, status};
+  return {accepted_nodes, num_accepted, next_token, tv_excess, status};
 }
 
 }  // namespace

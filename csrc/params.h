@@ -1,0 +1,132 @@
+// The parameters that the bindings give to the kernels: one struct and one launcher per op. Plain C++, without
+// torch. Pointers are to the device's memory. A batch of size 0 launches nothing.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "rules.h"
+
+namespace specvis {
+
+struct DrawChildren {
+  int64_t R, V, K;
+  const float* draft_probs;  // (R, V)
+  const float* uniforms;     // (R, K)
+  int64_t* tokens;           // (R, K)
+  int32_t* num_children;     // (R)
+  int32_t* status;           // (R)
+};
+cudaError_t draw_children_cuda(const DrawChildren& batch, cudaStream_t stream);
+
+struct ExpandTree {
+  int64_t B, F, V, num_children;  // num_children is K below
+  const float* draft_probs;       // (B, F, V)
+  const float* scores;            // (B, F)
+  const int32_t* width;           // (B)
+  int64_t* tokens;                // (B, F, K)
+  float* child_scores;            // (B, F, K)
+  int32_t* frontier;              // (B, K)
+  int32_t* status;                // (B, F)
+};
+cudaError_t expand_tree_cuda(const ExpandTree& batch, cudaStream_t stream);
+
+enum class LogitType { float32, float16, bfloat16 };
+
+struct GuidedProbs {
+  int64_t B, N, V, first_id, num_ids;
+  LogitType type;
+  const void *logits, *uncond;          // (B, N, V); uncond may be null
+  const float *guidance, *temperature;  // (B)
+  const int32_t* top_k;                 // (B)
+  const float* top_p;                   // (B)
+  float* probs;                         // (B, N, V)
+  int32_t* status;                      // (B, N)
+};
+cudaError_t guided_probs_cuda(const GuidedProbs& batch, cudaStream_t stream);
+
+struct NeighborhoodSum {
+  int64_t R, V;
+  const float* probs;     // (R, V)
+  const int64_t* tokens;  // (R)
+  Neighbors neighbors;
+  const float* delta;  // (R)
+  Cutoff cutoff;
+  float* relaxed_mass;     // (R)
+  int32_t* num_neighbors;  // (R)
+  int32_t* status;         // (R)
+};
+cudaError_t neighborhood_sum_cuda(const NeighborhoodSum& batch, cudaStream_t stream);
+
+struct SampleResidual {
+  int64_t R, V;
+  const float* target_probs;  // (R, V)
+  const float* draft_probs;   // (R, V) or null
+  const float* uniforms;      // (R)
+  const float* omega;         // (R) or null
+  int64_t* tokens;            // (R)
+  int32_t* status;            // (R)
+};
+cudaError_t sample_residual_cuda(const SampleResidual& batch, cudaStream_t stream);
+
+struct SelectTree {
+  int64_t B, M, num_nodes;         // num_nodes is N below
+  const int64_t* tokens;           // (B, M)
+  const float* scores;             // (B, M)
+  const int32_t* parents;          // (B, M)
+  const int64_t* root;             // (B)
+  const int32_t* size;             // (B)
+  int64_t* node_tokens;            // (B, N)
+  int32_t *node_parents, *source;  // (B, N)
+  int32_t* status;                 // (B)
+};
+cudaError_t select_tree_cuda(const SelectTree& batch, cudaStream_t stream);
+
+struct TreeLinks {
+  int64_t B, N;
+  const int32_t* parents;                       // (B, N)
+  int64_t* ancestors;                           // (B, N, ceil(N / 64))
+  int32_t *depth, *first_child, *next_sibling;  // (B, N)
+  int32_t* status;                              // (B)
+};
+cudaError_t tree_links_cuda(const TreeLinks& batch, cudaStream_t stream);
+
+// The entries of a mask: bytes 0 and 1, or 0 and -inf in a float type, or bits.
+enum class Form { bytes, float32, float16, bfloat16, bits };
+
+struct TreeMask {
+  int64_t B, N, columns;
+  const int64_t* ancestors;  // (B, N, ceil(N / 64))
+  const int32_t* lengths;    // (B) or null
+  Form form;
+  void* mask;  // (B, N, columns), or bits (B, ceil(N * columns / 8))
+};
+cudaError_t tree_mask_cuda(const TreeMask& batch, cudaStream_t stream);
+
+struct VerifyTree {
+  int64_t B, N, V, num_draft_rows, max_depth;  // the last two are M and P below
+  const float* target_probs;                   // (B, N, V)
+  const int64_t* tokens;                       // (B, N)
+  const int32_t* first_child;                  // (B, N)
+  const int32_t* next_sibling;                 // (B, N)
+  const float* uniforms;                       // (B, N)
+  const float* draft_probs;                    // (B, M, V) or null
+  const int32_t* draft_row;                    // (B, N) or null
+  Neighbors neighbors;                         // empty if there are none
+  const float* delta;                          // (B) or null
+  const float* omega;                          // (B, P) or null
+  const bool* greedy;                          // (B) or null
+  Cutoff cutoff;
+  ResidualRule residual;
+  char* scratch;            // of verify_tree_scratch() bytes, aligned to 16
+  int32_t* accepted_nodes;  // (B, P)
+  int32_t* num_accepted;    // (B)
+  int64_t* next_token;      // (B)
+  float* tv_excess;         // (B)
+  int32_t* status;          // (B)
+};
+// How many bytes of scratch memory verify_tree_cuda needs.
+cudaError_t verify_tree_scratch(const VerifyTree& batch, int64_t* bytes);
+cudaError_t verify_tree_cuda(const VerifyTree& batch, cudaStream_t stream);
+
+}  // namespace specvis
