@@ -20,17 +20,17 @@ gpu='import torch; assert torch.cuda.is_available(), "no GPU"; print("%d.%d" % t
 TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
 export TORCH_CUDA_ARCH_LIST
 
-ops=(tests/test_every_op.py)
-for op in specvis_kernels/[a-z]*.py; do ops+=("tests/test_$(basename "$op")"); done
+ops=(tests/kernels/test_every_op.py)
+for op in specvis_kernels/[a-z]*.py; do ops+=("tests/kernels/test_$(basename "$op")"); done
 others=()
-for file in tests/test_*.py; do [[ " ${ops[*]} " == *" $file "* ]] || others+=("$file"); done
+for file in tests/test_*.py tests/*/test_*.py; do [[ " ${ops[*]} " == *" $file "* ]] || others+=("$file"); done
 
 part build 100 "$python" setup.py build_ext --inplace
 part tests 120 "$python" -m pytest -q --benchmark-disable "${ops[@]}"
 for tool in memcheck racecheck initcheck synccheck; do
     if command -v compute-sanitizer >/dev/null; then
         part $tool 20 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 3 \
-            "$python" -m pytest -q tests/test_every_op.py -k "(equals_its_oracle or bad_row) and (triton or cuda)"
+            "$python" -m pytest -q tests/kernels/test_every_op.py -k "(equals_its_oracle or bad_row) and (triton or cuda)"
     else
         part $tool 1 echo "compute-sanitizer: not available"
     fi

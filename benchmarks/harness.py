@@ -1,4 +1,4 @@
-"""Timing, the one way it is done here, and what a number is worth nothing without: the machine it was on."""
+"""The one way in which times are taken here, and the machine that every number belongs to."""
 import os
 import platform
 import re
@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 ROOT = Path(__file__).parent.parent
-CACHE = 256 * 2**20  # bytes of inputs in rotation: more than any GPU's cache
+CACHE = 256 * 2**20  # bytes of inputs that take turns: more than any GPU's cache
 
 
 def machine() -> dict:
@@ -51,13 +51,13 @@ def summary(microseconds: list) -> dict:
             "p90_us": round(tenths[-1], 3), "samples": len(microseconds)}
 
 
-def until(seconds: float, sample, least: int = 5, most: int = 200) -> list:
-    """Samples for about so long: at least so many, unless one alone takes longer, and at most so many."""
+def collect(sample, seconds: float, min_samples: int = 5, max_samples: int = 200) -> list:
+    """Samples for about this many seconds; at least `min_samples` of them, unless a single one takes much longer."""
     start, samples = perf_counter(), []
-    while len(samples) < most:
+    while len(samples) < max_samples:
         samples.append(sample())
         spent = perf_counter() - start
-        if spent > 10 * seconds or spent > seconds and len(samples) >= least:
+        if spent > 10 * seconds or spent > seconds and len(samples) >= min_samples:
             break
     return samples
 
@@ -72,7 +72,7 @@ def time_eager(call, arguments: tuple, seconds: float) -> dict:
         return (perf_counter() - start) * 1e6
 
     sample()
-    return {"eager": summary(until(seconds, sample))}
+    return {"eager": summary(collect(sample, seconds))}
 
 
 def time_on_cuda(call, arguments: tuple, seconds: float) -> dict:
@@ -108,10 +108,10 @@ def time_on_cuda(call, arguments: tuple, seconds: float) -> dict:
             return start.elapsed_time(end) * 1e3 / calls
 
         sample()
-        return summary(until(seconds, sample))
+        return summary(collect(sample, seconds))
 
     eager()
-    return {"eager": summary(until(seconds, eager)), "graph cold": replay(copies),
+    return {"eager": summary(collect(eager, seconds)), "graph cold": replay(copies),
             "graph warm": replay(copies[:1])}
 
 

@@ -1,8 +1,8 @@
 """Every op on every backend:   python -m benchmarks.ops [op ...] [--json [FILE]]
 
-Each row is checked against the oracle before it is timed, but for what a decoder would write without the op
-(benchmarks/rivals.py). "floor" is what PyTorch takes to write one number: no op can be faster. GB/s counts
-the bytes that must move, "of copy" is their share of what a copy moves here.
+Each backend is checked against the oracle before it is timed. The baselines (benchmarks/baselines.py), what a decoder
+would write without the op, are timed only. "floor" is the time in which PyTorch writes one number: no op can be
+faster. GB/s counts the bytes that must move; "of copy" is their share of what a copy moves on this machine.
 """
 import argparse
 import json
@@ -13,16 +13,16 @@ import torch
 
 import specvis_kernels
 from benchmarks import harness
-from benchmarks.rivals import RIVALS
+from benchmarks.baselines import BASELINES
 from tests.kernels import inputs
 from tests.kernels.test_every_op import assert_agree
 
 IMAGE = [(7.5, 1.0, 1000, 1.0)]  # guidance, temperature, top_k, top_p
 NUCLEUS = [(7.5, 1.0, 0, 0.9)]
 LANTERN = {"branch": 10, "k": 1000, "residual": "relaxed"}
-CODES = 28672  # of 65536 ids as many lie before the 8192 codes, and after them
+FIRST_CODE = 28672  # of 65536 ids, this many lie before the 8192 codes, and as many after them
 
-# op -> (sizes for its maker in tests/inputs.py, from real models; bytes that must move for one of them).
+# op -> (sizes for its maker in tests/kernels/inputs.py, from real models; bytes that must move for one of them).
 # LlamaGen: V = 16384; Chameleon's family (Anole, Lumina-mGPT): V = 65536, of which 8192 are codes. EAGLE-2 trees:
 # N = 60, K = 10; LANTERN: k = 1000; masks: a 24 x 24 image and the tree; MAR: 16 channels, CSpD: 32 drafts and 100
 # tries. Batches of 1, 8, 64.
@@ -49,9 +49,9 @@ ROWS = {
         lambda B, N, V, dtype, *_: B * N * V * (2 * dtype.itemsize + 4)),
     "neighborhood_sum": (
         [(60, 16384, 1000, "tvd", 0, True, 0.05), (60, 16384, 1000, "tvd", 0, True, 2.0), (480, 16384, 1000),
-         (3840, 16384, 1000), (60, 65536, 1000, "tvd", CODES, True, 0.05)],
+         (3840, 16384, 1000), (60, 65536, 1000, "tvd", FIRST_CODE, True, 0.05)],
         lambda R, V, k, *_: R * (V * 4 + k * 2)),
-    "resample_gaussian": (  # the redrawn third at least one try, the others a draft or none
+    "resample_gaussian": (  # a rejected draft at least one try, the others a draft or none
         [*((B, 1, 16, 100) for B in (1, 8, 64, 256)), (64, 32, 16, 100), (64, 1, 16, 100, {"variant": "path"})],
         lambda B, G, C, M, *_: B * G * C * 8),
     "sample_residual": (
@@ -67,21 +67,21 @@ ROWS = {
         [(B, 60, True, "additive", 636, torch.bfloat16) for B in (1, 8, 64)],
         lambda B, N, lengths, form, columns, dtype: B * N * (8 + columns * dtype.itemsize)),
     "verify_tree": (  # the root's row, and no more than that for certain
-        [*((B, 60, 16384, 6, rule) for B in (1, 8, 64) for rule in ({"branch": 10}, LANTERN)),
+        [*((B, 60, 16384, 6, options) for B in (1, 8, 64) for options in ({"branch": 10}, LANTERN)),
          (8, 60, 65536, 6, {"branch": 10})],
         lambda B, N, V, *_: B * V * 4),
 }
 
 
-def show(case) -> str:
+def format_case(case) -> str:
     return " ".join(str(x).removeprefix("torch.") for x in case)
 
 
 def prepare(op: str, case: tuple, backend: str):
     """(call, its tensors), checked against the oracle if it is a backend."""
     args, kwargs = getattr(inputs, op)(*case)
-    if backend in RIVALS.get(op, {}):
-        return partial(RIVALS[op][backend], **{name: v for name, v in kwargs.items() if name != "kind"}), args
+    if backend in BASELINES.get(op, {}):
+        return partial(BASELINES[op][backend], **{name: v for name, v in kwargs.items() if name != "cutoff"}), args
     function = partial(getattr(specvis_kernels, op), **kwargs)
     if backend != "oracle":
         got, expected = (function(*args, backend=name) for name in (backend, "oracle"))
@@ -90,19 +90,19 @@ def prepare(op: str, case: tuple, backend: str):
 
 
 def measured(op: str) -> list:
-    """What there is to compare here: the oracle first, the rivals last."""
-    return [backend for backend in [*specvis_kernels.backends(op, inputs.DEVICE), *RIVALS.get(op, {})]
+    """What there is to time here: the oracle first, the baselines last."""
+    return [backend for backend in [*specvis_kernels.backends(op, inputs.DEVICE), *BASELINES.get(op, {})]
             if (backend, inputs.DEVICE) != ("triton", "cpu") and backend != "cuda_emulated"]
 
 
 def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> list:
     """The records of one row, one for each mode."""
     call, args = prepare(op, case, backend)
-    times = (harness.time_eager if backend in RIVALS.get(op, {}) else harness.time)(call, args, seconds)
-    moved = ROWS[op][1](*case)
-    return [{"op": op, "backend": backend, "mode": mode, "shape": show(case),
-             "dtype": str(args[0].dtype).removeprefix("torch."), **summary, "bytes": moved,
-             "share_of_copy": float(f"{moved / summary['median_us'] * 1e6 / copy:.3g}")}
+    times = (harness.time_eager if backend in BASELINES.get(op, {}) else harness.time)(call, args, seconds)
+    num_bytes = ROWS[op][1](*case)
+    return [{"op": op, "backend": backend, "mode": mode, "shape": format_case(case),
+             "dtype": str(args[0].dtype).removeprefix("torch."), **summary, "bytes": num_bytes,
+             "share_of_copy": float(f"{num_bytes / summary['median_us'] * 1e6 / copy:.3g}")}
             for mode, summary in times.items()]
 
 
@@ -119,8 +119,8 @@ def main():
     parser.add_argument("--json", nargs="?", const="", metavar="FILE",
                         help="write the records; default FILE: benchmarks/results/<machine>.json")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each number; default 0.5")
-    chosen = parser.parse_args()
-    for op in chosen.ops:
+    options = parser.parse_args()
+    for op in options.ops:
         if op not in ROWS:
             parser.error(f"no op {op!r}, only {', '.join(ROWS)}")
 
@@ -141,16 +141,16 @@ def main():
                   f"{row['share_of_copy']:9.1%}", end="", flush=True)
             print(f"{oracle[row['mode']] / median:10.1f}" if oracle else "", flush=True)
 
-    report(floor(chosen.seconds), {})
-    for op in chosen.ops or ROWS:
+    report(floor(options.seconds), {})
+    for op in options.ops or ROWS:
         for case in ROWS[op][0]:
             oracle = {}
             for backend in measured(op):
-                rows = measure(op, case, backend, copy, chosen.seconds)
+                rows = measure(op, case, backend, copy, options.seconds)
                 oracle = oracle or {row["mode"]: row["median_us"] for row in rows}
                 report(rows, oracle)
-    if chosen.json is not None:
-        file = Path(chosen.json or harness.ROOT / "benchmarks" / "results" / harness.file_name(machine))
+    if options.json is not None:
+        file = Path(options.json or harness.ROOT / "benchmarks" / "results" / harness.file_name(machine))
         file.parent.mkdir(parents=True, exist_ok=True)
         results = {"machine": machine, "copy_bytes_per_second": round(copy), "rows": records}
         file.write_text(json.dumps(results, indent=1) + "\n")

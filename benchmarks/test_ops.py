@@ -11,16 +11,16 @@ from tests.kernels import inputs
 
 
 @pytest.mark.parametrize("op, backend, case", [
-    pytest.param(op, backend, case, id=f"{op}-{backend}-{ops.show(case)}")
+    pytest.param(op, backend, case, id=f"{op}-{backend}-{ops.format_case(case)}")
     for op, (cases, _) in ops.ROWS.items() for case in cases for backend in ops.measured(op)])
 def test_speed(benchmark, op, backend, case):
     call, args = ops.prepare(op, case, backend)
 
-    def finished():
+    def run():
         call(*args)
         if inputs.DEVICE == "cuda":
             torch.cuda.synchronize()
 
-    benchmark.group = f"{op} {ops.show(case)}"
+    benchmark.group = f"{op} {ops.format_case(case)}"
     benchmark.extra_info |= harness.machine()
-    benchmark(finished)
+    benchmark(run)

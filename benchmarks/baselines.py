@@ -1,0 +1,99 @@
+"""What a decoder has without these ops: the same work in plain PyTorch, as the released decoders write it.
+
+BASELINES[op][name] takes the op's arguments, but for `backend` and `cutoff`. They round and draw in their own ways.
+Where the results can be compared, tests/test_benchmarks.py checks them against the oracle too.
+"""
+import torch
+from torch import Tensor
+
+
+def residual_of(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    return (target_probs - draft_probs).clamp(min=0)
+
+
+def multinomial(target_probs, draft_probs, uniforms):
+    return torch.multinomial(residual_of(target_probs, draft_probs), 1)
+
+
+def searchsorted(target_probs, draft_probs, uniforms):
+    sums = residual_of(target_probs, draft_probs).cumsum(-1)
+    return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
+
+
+def without_replacement(draft_probs, uniforms):
+    return torch.multinomial(draft_probs.flatten(0, 1), uniforms.shape[-1]).view(uniforms.shape)
+
+
+def topk_twice(logits, scores, width, *, num_children):
+    """EAGLE-2's level: log_softmax, topk, add, topk."""
+    log_probs, tokens = logits.log_softmax(-1).topk(num_children, -1)
+    scores = scores[..., None] + log_probs
+    return tokens, scores, scores.flatten(1).topk(num_children, -1)
+
+
+def warpers(logits, uncond, guidance, temperature, top_k, top_p, *, first_id=0, last_id=None):
+    """Guidance, temperature, top-k and top-p, one after the other, by sorting."""
+    guidance, temperature, each_top_p = (t[:, None, None] for t in (guidance, temperature, top_p))
+    x = (uncond + guidance * (logits - uncond)).float() / temperature
+    x[..., :first_id] = -torch.inf
+    if last_id is not None:
+        x[..., last_id:] = -torch.inf
+    if top_k[0] > 0:
+        x = x.masked_fill(x < x.topk(int(top_k[0]), -1).values[..., -1:], -torch.inf)
+    if top_p[0] < 1:
+        descending, order = x.sort(-1, descending=True)
+        probs = descending.softmax(-1)
+        is_beyond = probs.cumsum(-1) - probs >= each_top_p
+        x = x.masked_fill(is_beyond.scatter(-1, order, is_beyond), -torch.inf)
+    return x.softmax(-1)
+
+
+def gather_cumsum(probs, tokens, neighbors, delta, *, offset):
+    """All neighbors' probabilities, their running sums, the last sum within delta."""
+    codes = (tokens - offset).clamp(0, len(neighbors) - 1)
+    neighbor_probs = probs.gather(1, neighbors[codes].long() + offset)
+    is_kept = neighbor_probs.cumsum(-1) <= delta[:, None]
+    return probs.gather(1, tokens[:, None])[:, 0] + (neighbor_probs * is_kept).sum(-1), is_kept.sum(-1)
+
+
+def python_loop(target_probs, tokens, first_child, next_sibling, uniforms, *, max_depth, neighbors=None, delta=None,
+                offset=0, residual="optimal"):
+    """verify_tree with deterministic drafts: a request, a node, a child at a time, as in LANTERN's release."""
+    results = []
+    for b in range(len(tokens)):
+        node, accepted_nodes = 0, []
+        while True:
+            probs = target_probs[b, node].clone()
+            child = first_child[b, node].item() if len(accepted_nodes) < max_depth else -1
+            while child >= 0:
+                token = tokens[b, child].item()
+                accept_prob, kept_neighbors = probs[token], None
+                if neighbors is not None and 0 <= token - offset < len(neighbors):
+                    kept_neighbors = neighbors[token - offset].long() + offset
+                    sums = probs[kept_neighbors].cumsum(0)
+                    kept_neighbors = kept_neighbors[: int((sums <= delta[b]).sum())]
+                    accept_prob = accept_prob + probs[kept_neighbors].sum()
+                if uniforms[b, child].item() < accept_prob.item():
+                    break
+                probs[token] = 0
+                if residual == "relaxed" and kept_neighbors is not None:
+                    probs[kept_neighbors] = 0
+                probs /= probs.sum()
+                child = next_sibling[b, child].item()
+            if child < 0:
+                break
+            accepted_nodes.append(child)
+            node = child
+        next_token = int((probs.cumsum(0) <= uniforms[b, 0] * probs.sum()).sum())
+        results.append((accepted_nodes, next_token))
+    return results
+
+
+BASELINES = {
+    "draw_children": {"multinomial": without_replacement},
+    "expand_tree": {"topk twice": topk_twice},
+    "guided_probs": {"warpers": warpers},
+    "neighborhood_sum": {"gather": gather_cumsum},
+    "sample_residual": {"multinomial": multinomial, "searchsorted": searchsorted},
+    "verify_tree": {"python loop": python_loop},
+}
