@@ -1,0 +1,139 @@
+"""What the documents say of code is true: snippets run, tables match the files, links lead somewhere."""
+import re
+import time
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from PIL import Image
+
+import specvis_kernels
+from specvis.decoding.methods import CONTINUOUS, METHODS, PARAMETERS
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text()
+PAGES = sorted(DOCS.glob("**/*.md"))
+LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+SECONDS = 20  # that a block of a page may take
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def snippets(path: Path) -> list[str]:
+    """The blocks of Python of a document, in order."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.S | re.M)
+
+
+def prose(path: Path) -> str:
+    """A document without its blocks of code: fenced, indented and between backticks."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^ {4,}.*$", "", text, flags=re.M))
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub and mkdocs give the headings of a document."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.S | re.M)
+    return {re.sub(r"[^\w\- ]", "", title.replace("`", "").lower()).strip().replace(" ", "-")
+            for title in re.findall(r"^#+ +(.+)$", text, re.M)}
+
+
+def test_the_readme_is_one_screen_a_topic():
+    assert len(README.encode()) <= 9 * 1024
+
+
+def test_the_readme_says_at_once_what_ran_on_a_gpu():
+    assert "GPU" in README.split("\n\n")[2]
+
+
+def test_the_snippet_of_an_op_runs():
+    exec(snippets(ROOT / "README.md")[0], names := {})
+    assert names["mask"][0].tolist() == [[True, False, False, False], [True, True, False, False],
+                                         [True, False, True, False], [True, True, False, True]]
+    assert names["result"].status.item() == 0
+    assert len(names["new_tokens"]) == names["result"].num_accepted.item() + 1
+    assert all(0 <= token < 16 for token in names["new_tokens"])
+
+
+def test_the_snippet_of_a_picture_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(snippets(ROOT / "README.md")[1], names := {})
+    assert Image.open("heart.png").size == (64, 64) and (names["decoded"].tau >= 1).all()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)
+def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
+    """From top to bottom, in one namespace."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": page.stem}
+    for number, block in enumerate(snippets(page), 1):
+        start = time.perf_counter()
+        exec(compile(block, f"{name_of(page)}, block {number}", "exec"), names)
+        assert time.perf_counter() - start < SECONDS, f"block {number} of {name_of(page)} is too slow"
+
+
+def test_the_table_of_ops_is_the_truth():
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\w*) \| (\w*) ?\| (\w*) ?\| (\w*) ?\|$", README, re.M)
+    assert [row[0] for row in rows] and {row[0] for row in rows} == set(specvis_kernels.ops())
+    for name, oracle, cpp, cuda, triton in rows:
+        assert oracle == "yes"
+        assert (cpp == "yes") == (ROOT / "csrc" / f"{name}.cpp").exists(), name
+        assert (cuda == "yes") == (ROOT / "csrc" / f"{name}.cu").exists(), name
+        assert (triton == "yes") == (ROOT / "specvis_kernels" / "triton" / f"{name}.py").exists(), name
+
+
+def test_every_op_is_explained():
+    assert set(re.findall(r"^## (\w+)$", (DOCS / "ops.md").read_text(), re.M)) == set(specvis_kernels.ops())
+
+
+def test_every_method_is_in_the_tables():
+    """The README names all but the baseline; a method's row says whether it is lossless."""
+    table = (DOCS / "methods.md").read_text()
+    for name, method in METHODS.items():
+        assert method.is_baseline or f"`{name}`" in README, name
+        lossless, = re.findall(rf"^\| `{re.escape(name)}` \|.*\| (yes|no) \| [^|]*\|$", table, re.M)
+        assert (lossless == "yes") == method.lossless, name
+    for name in CONTINUOUS:
+        assert f"`{name}`" in README and f"| `{name}`" in (DOCS / "continuous.md").read_text(), name
+
+
+def test_every_setting_is_explained():
+    pages = (DOCS / "methods.md").read_text()
+    first_cells = " ".join(re.findall(r"^\| (`[^|]*`) \|", pages, re.M))
+    for name in PARAMETERS:
+        assert f"`{name}`" in first_cells, name
+
+
+@pytest.mark.parametrize("path", LINKED, ids=name_of)
+def test_links_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+        if re.match(r"[a-z]+:", link):
+            assert link.startswith("https://"), link
+            continue
+        file, _, anchor = unquote(link).partition("#")
+        target = path.parent / file if file else path
+        assert target.exists(), f"{name_of(path)} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{name_of(path)} links to {link}"
+
+
+def test_the_site_lists_every_page():
+    nav = re.search(r"^nav:\n((?: +- .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.M)[1]
+    listed = re.findall(r": (\S+\.md)$", nav, re.M)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+def test_every_drawing_is_shown_and_made():
+    """docs/drawings/draw.py draws what is there, and a page shows it."""
+    drawings = {path.stem for path in (DOCS / "drawings").glob("*.svg")}
+    assert drawings == set(re.findall(r'd\.save\("(\w+)"\)', (DOCS / "drawings" / "draw.py").read_text()))
+    shown = {match for page in PAGES for match in re.findall(r"!\[[^]]+\]\(drawings/(\w+)\.svg\)", page.read_text())}
+    assert shown == drawings
+
+
+def test_measurements_have_a_command():
+    """Every section with a table of numbers says how to get them."""
+    for section in re.split(r"^## ", (DOCS / "measurements.md").read_text(), flags=re.M)[1:]:
+        if re.search(r"\d\.\d", section) and not section.startswith("Not measured"):
+            assert re.search(r"specvis (report|compare)|make (demo|bench|test)|python -[mX] ", section), section[:40]
