@@ -1,53 +1,57 @@
-"""Who drafts: EAGLE's head, which reads the target's hidden states, or a smaller model that reads tokens alone.
+"""Who drafts: EAGLE's head, which reads the target's hidden states, or a model that reads the tokens alone.
 
-Both are read alike by python/specvis/decode.py. Row b of a batch has the caption of request b, row B + b has none.
+Both are drafters as `models.interface.Drafter` describes them: row b of 2B has the condition of request b, row B + b
+has none.
 """
 import torch
 from torch import Tensor
 
-from ..models.eagle import Drafter
+from ..models.eagle import EagleHead
+from ..models.interface import ModelCache, TargetModel
 from ..models.layers import Cache
 from ..models.llamagen import GPT, condition_mask
 
 
-class Eagle:
-    """It stands one position behind the target, and its hidden states go through the target's head."""
+class EagleDrafter:
+    """EAGLE's head on a GPT. It stands one position behind the target, and borrows the target's output layer."""
 
-    def __init__(self, gpt: GPT, drafter: Drafter, valid: Tensor):
-        """valid (2B, S): which conditions are not padding."""
-        self.head, self.drafter = gpt, drafter
-        self.shown = gpt.config.condition_tokens - 1  # entries before the first token's
-        self.valid = valid[:, : self.shown]
-
-    def new_cache(self, columns: int) -> Cache:
-        return self.drafter.new_cache(len(self.valid), columns)
-
-    def read_condition(self, hidden: Tensor, cache: Cache) -> None:
-        """Fill the cache; hidden (2B, S, dim) are the target's states at the condition."""
-        if self.shown:
-            places = torch.arange(self.shown, device=hidden.device)[None].expand(len(hidden), -1)
-            self.drafter(torch.zeros_like(places), hidden[:, : self.shown], places,
-                         condition_mask(self.valid, self.shown), cache, places)
-
-    def read(self, tokens: Tensor, hidden: Tensor, places: Tensor, mask: Tensor, cache: Cache, slots: Tensor) -> Tensor:
-        """Hidden states (2B, N, dim) at tokens (2B, N); hidden (2B, N, dim): the states before them."""
-        return self.drafter(tokens, hidden, places, mask, cache, slots)
-
-
-class Independent:
-    """A smaller GPT of the target's family, which is told the caption itself."""
-
-    def __init__(self, gpt: GPT, condition: Tensor, valid: Tensor):
-        """condition (2B, S, its dim), valid (2B, S)."""
-        self.head, self.condition, self.valid = gpt, condition, valid
-        self.shown = gpt.config.condition_tokens
+    def __init__(self, gpt: GPT, head: EagleHead, padding_mask: Tensor):
+        """padding_mask (2B, S) bool: True where the target's condition is real."""
+        self.head, self.logits = head, gpt.logits
+        self.prefix_len = gpt.prefix_len - 1
+        self.padding_mask = padding_mask[:, : self.prefix_len]
 
     def new_cache(self, columns: int) -> Cache:
-        return self.head.new_cache(len(self.valid), columns)
+        return self.head.new_cache(len(self.padding_mask), columns)
 
-    def read_condition(self, hidden: Tensor, cache: Cache) -> None:
-        places = torch.arange(self.shown, device=hidden.device)[None].expand(len(hidden), -1)
-        self.head(self.condition, places, condition_mask(self.valid, self.shown), cache, places)
+    def prefill(self, hidden: Tensor, cache: Cache) -> None:
+        if self.prefix_len:
+            slots = torch.arange(self.prefix_len, device=hidden.device)[None].expand(len(hidden), -1)
+            self.head(torch.zeros_like(slots), hidden[:, : self.prefix_len], slots,
+                      condition_mask(self.padding_mask, self.prefix_len), cache, slots)
 
-    def read(self, tokens: Tensor, hidden: Tensor, places: Tensor, mask: Tensor, cache: Cache, slots: Tensor) -> Tensor:
-        return self.head(self.head.tok_embeddings(tokens), places, mask, cache, slots)
+    def extend(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache,
+               slots: Tensor) -> Tensor:
+        return self.head(tokens, previous_hidden, position_ids, mask, cache, slots)
+
+
+class ModelDrafter:
+    """A model that drafts by itself: it knows the condition and the tokens, and nothing of the target's states.
+
+    Any `TargetModel` with the target's grid and vocabulary will do.
+    """
+
+    def __init__(self, model: TargetModel, condition: Tensor, padding_mask: Tensor):
+        """What `cfg_inputs` gives for this model: condition (2B, S, dim), padding_mask (2B, S) bool."""
+        self.model, self.condition, self.padding_mask = model, condition, padding_mask
+        self.logits, self.prefix_len = model.logits, model.prefix_len
+
+    def new_cache(self, columns: int) -> ModelCache:
+        return self.model.new_cache(len(self.padding_mask), columns)
+
+    def prefill(self, hidden: Tensor, cache: ModelCache) -> None:
+        self.model.prefill(self.condition, self.padding_mask, cache)
+
+    def extend(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: ModelCache,
+               slots: Tensor) -> Tensor:
+        return self.model.extend(tokens, position_ids, mask, cache, slots)

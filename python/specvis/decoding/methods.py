@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields, replace
 from .bounds import omega_schedule
 from .trees import Adaptation, static_tree
 
-KINDS, RESIDUALS, METRICS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released"), ("l2", "cosine", "random")
+CUTOFFS, RESIDUALS, METRICS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released"), ("l2", "cosine", "random")
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
-DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "small": "a smaller model of the target's family"}
+DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "model": "a smaller model of the target's family"}
 
 
-def written(value) -> str:
-    """A parameter's value as the command line takes it."""
+def format_value(value) -> str:
+    """A parameter's value, as the command line takes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -21,32 +21,37 @@ def written(value) -> str:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to decode: drafting x tree shape x acceptance rule.
+    """One way to decode discrete tokens: how to draft, in a tree of which shape, and which drafts to accept.
 
-    drafting   "none": plain decoding; "static": children sampled without replacement on the tree `tree` (at temperature
-               0 the likeliest ones); "dynamic": EAGLE-2's tree of the likeliest, `depth` x `width`, cut to `nodes`
-    adaptation None: every tree has this shape; else ADT-Tree's
-    acceptance u Q(x) < omega_d rho(x), where rho is the target's R(x) and what the first of x's k neighbors have, up
-               to the cutoff; after a rejection `residual` says what is left (specvis_kernels.verify_tree)
+    Drafting is one of three:
+    "none"     There are no drafts: every target forward gives one token.
+    "static"   The tree has the shape `tree`. Children are sampled without replacement; at temperature 0 they are the
+               likeliest tokens.
+    "dynamic"  The tree is EAGLE-2's: the likeliest tokens, `depth` x `width`, cut to `nodes`. With an `adaptation`
+               the depth and the width change from step to step, as ADT-Tree says.
+
+    A draft x at depth d is accepted if u Q(x) < omega_d rho(x). Here rho(x) is the target's probability of x and of
+    those of its first k neighbors that the cutoff admits. After a rejection, `residual` says what is left of the
+    target's distribution. (See `specvis_kernels.verify_tree`.)
     """
 
     name: str
-    source: str                          # the paper, and where in it
-    drafting: str = "none"
-    drafter: str = "eagle"
+    source: str                          # the paper, and the place in it
+    drafting: str = "none"               # "none", "static" or "dynamic"
+    drafter: str = "eagle"               # "eagle" or "model", see DRAFTERS
     draft_guidance: float = 1.0          # the share of the request's guidance that the drafter gets; 0: none
-    tree: str | tuple = ""               # a name or paths, see trees.static_tree
-    depth: int = 0                       # levels drafted
-    width: int = 0                       # children a node, and nodes expanded a level
-    nodes: int = 0                       # size of the tree that is verified at most, its root counted
-    adaptation: Adaptation | None = None
-    k: int = 0                           # neighbors that may lend their probability
-    kind: str = "tvd"                    # of the cutoff delta: probability lent ("tvd"), divergence in nats ("jsd"),
-    delta: float = 0.0                   # or multiple of the draft's own probability ("ratio", LANTERN++'s lambda)
+    tree: str | tuple = ""               # of static drafting: a name or paths, see trees.static_tree
+    depth: int = 0                       # drafted levels
+    width: int = 0                       # children of a node, and expanded nodes of a level
+    nodes: int = 0                       # the tree that is verified has at most this size, the root counted
+    adaptation: Adaptation | None = None  # None: every tree has the same depth and width
+    k: int = 0                           # how many neighbors may lend their probability
+    cutoff: str = "tvd"                  # delta limits the lent probability ("tvd"), the divergence in nats ("jsd"),
+    delta: float = 0.0                   # or the multiple of the draft's own probability ("ratio", LANTERN++'s lambda)
     metric: str = "l2"                   # by which codes are near
-    omega: float | tuple[float, ...] = 1.0  # factor of acceptance: its mean over the levels, or one for each
-    nu: float = 0.0                      # how fast it falls from level to level (COOL-SD); 0: it does not
-    residual: str = "optimal"
+    omega: float | tuple[float, ...] = 1.0  # the factor of acceptance: its mean over the levels, or one for each
+    nu: float = 0.0                      # how fast omega falls from level to level (COOL-SD); 0: it does not
+    residual: str = "optimal"            # "optimal", "relaxed" or "released"
 
     def __post_init__(self):
         if isinstance(self.tree, list):
@@ -67,20 +72,20 @@ class Method:
         need("drafter", self.drafter in DRAFTERS, f"one of {', '.join(DRAFTERS)}")
         need("draft_guidance", 0 <= self.draft_guidance < math.inf, "at least 0 and finite")
         need("k", self.k >= 0, "at least 0")
-        need("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}")
-        most = {"tvd": 1.0, "jsd": math.log(2)}.get(self.kind)
-        if most is None:
-            need("delta", 0 <= self.delta < math.inf, "at least 0 and finite where kind is ratio")
+        need("cutoff", self.cutoff in CUTOFFS, f"one of {', '.join(CUTOFFS)}")
+        max_delta = {"tvd": 1.0, "jsd": math.log(2)}.get(self.cutoff)
+        if max_delta is None:
+            need("delta", 0 <= self.delta < math.inf, "at least 0 and finite where cutoff is ratio")
         else:
-            need("delta", 0 <= self.delta <= most, f"within [0, {most:.4g}]")
+            need("delta", 0 <= self.delta <= max_delta, f"within [0, {max_delta:.4g}]")
         need("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}")
         need("residual", self.residual in RESIDUALS, f"one of {', '.join(RESIDUALS)}")
         need("nu", 0 <= self.nu < math.inf, "at least 0 and finite")
         given = self.omega if isinstance(self.omega, tuple) else (self.omega,)
         need("omega", all(0 <= omega < math.inf for omega in given), "at least 0 and finite")
         if isinstance(self.omega, tuple):
-            need("omega", self.drafting == "none" or len(given) == self.levels,
-                 f"one number, or one for each of the {self.levels} levels")
+            need("omega", self.drafting == "none" or len(given) == self.max_depth,
+                 f"one number, or one for each of the {self.max_depth} levels")
             need("nu", self.nu == 0, "0 where omega is given level by level")
         if self.k and self.residual == "optimal" and min(self.omegas, default=1.0) < 1:
             raise ValueError("omega must be at least 1 at every level where neighbors lend (k > 0) and residual is "
@@ -91,26 +96,26 @@ class Method:
     def label(self) -> str:
         """The name, and what differs from the recipe of that name."""
         usual = parameters_of(METHODS[self.name]) if self.name in METHODS else {}
-        changed = [f"{key}={written(value)}"
+        changed = [f"{key}={format_value(value)}"
                    for key, value in parameters_of(self).items() if value != usual.get(key, value)
                    and (key, self.drafting) != ("depth", "static")]
         return ":".join([self.name, *changed])
 
     @property
-    def plain(self) -> bool:
-        """Is it what others are measured against: a token a forward, no drafts?"""
+    def is_baseline(self) -> bool:
+        """Is this the method that others are measured against: one token a forward, no drafts?"""
         return self.drafting == "none"
 
     @property
-    def levels(self) -> int:
-        """The most drafts that one step can accept."""
+    def max_depth(self) -> int:
+        """How many drafts one step can accept at most."""
         if self.drafting == "static":
             return static_tree(self.tree).depth
         return min(max(self.depth, self.adaptation.depths[1] if self.adaptation else 0), max(self.nodes - 1, 0))
 
     @property
-    def tree_nodes(self) -> int:
-        """The most nodes verified in one target forward, the root counted."""
+    def max_nodes(self) -> int:
+        """How many nodes one target forward verifies at most, the root counted."""
         if self.drafting == "static":
             return len(static_tree(self.tree).parents)
         if self.adaptation:
@@ -118,32 +123,37 @@ class Method:
         return min(self.nodes, 1 + self.width + (self.depth - 1) * self.width ** 2)
 
     @property
-    def widest(self) -> int:
-        """The most children that a node can have. (A tree of one level adapts beyond the bounds of the others.)"""
+    def max_width(self) -> int:
+        """How many children a node can have at most. (A tree of one level may adapt beyond the others' bounds.)"""
         if self.drafting == "static":
-            return static_tree(self.tree).widest
+            return static_tree(self.tree).max_width
         return self.nodes - 1 if self.adaptation else min(self.width, self.nodes - 1)
 
     @property
     def omegas(self) -> tuple[float, ...]:
-        """The factor at each level."""
+        """The factor of acceptance at each level."""
         if self.drafting == "none":
             return ()
-        return self.omega if isinstance(self.omega, tuple) else tuple(omega_schedule(self.omega, self.levels, self.nu))
+        return self.omega if isinstance(self.omega, tuple) else tuple(omega_schedule(self.omega, self.max_depth,
+                                                                                     self.nu))
 
     @property
-    def columns(self) -> int:
-        """How many neighbors of each code are looked at: "released" zeroes one more than may lend."""
+    def num_neighbors(self) -> int:
+        """How many neighbors of each code are looked at. The residual "released" zeroes one more than may lend."""
         return self.k + (self.residual == "released") if self.k else 0
 
     @property
     def lossless(self) -> bool:
-        """Are the tokens distributed as the target's? The optimal residual keeps them so up to omega 1, any at 1."""
+        """Are the tokens distributed as the target's?
+
+        Neighbors must lend nothing. The optimal residual then keeps the distribution at every omega up to 1, the other
+        residuals at omega 1 only.
+        """
         return not self.k and all(omega <= 1 if self.residual == "optimal" else omega == 1 for omega in self.omegas)
 
     @property
     def tv_bound(self) -> float | None:
-        """How far in total variation one accept test can move the distribution it judges by; None: not known."""
+        """How far one accept test can move the distribution that it tests, in total variation; None: not known."""
         omega = max(self.omegas, default=1.0)
         if self.lossless or self.drafting == "none":
             return 0.0
@@ -151,48 +161,49 @@ class Method:
             return 1 - 1 / omega if self.residual == "optimal" else None
         if omega != 1 or min(self.omegas) != 1 or self.residual == "released":
             return None
-        return {"tvd": self.delta, "ratio": self.delta / (1 + self.delta)}.get(self.kind)
+        return {"tvd": self.delta, "ratio": self.delta / (1 + self.delta)}.get(self.cutoff)
 
     @property
     def family(self) -> tuple:
-        """What methods must have in common to share a forward; the rest may differ from request to request."""
-        return (self.drafting, self.drafter, self.tree, self.adaptation, self.k, self.kind, self.metric, self.residual)
+        """What methods must have in common to share a forward. The rest may differ from request to request."""
+        return (self.drafting, self.drafter, self.tree, self.adaptation, self.k, self.cutoff, self.metric,
+                self.residual)
 
 
 @dataclass(frozen=True)
 class ContinuousMethod:
     """One way to decode continuous tokens with a MAR: its own, or speculatively (CSpD, arXiv:2411.11925).
 
-    `path`, on one token a step (gamma 1, truncate off), draws from the target's distribution up to the bound of
-    `tries` (specvis_kernels.resample_gaussian). With more, later drafts are judged given the draft's last denoising
-    step of the earlier ones, where what is kept is the target's: the rest is exact. The other variants, and block
-    conditioning, are approximations.
+    One setting is exact: the variant `path` with gamma 1 and without `truncate` draws from the target's distribution,
+    up to the bound that `max_tries` leaves (see `specvis_kernels.resample_gaussian`). With a larger gamma, `path`
+    deviates in one place: a later draft is tested given the draft's last denoising step of the earlier drafts, while
+    the tokens that are kept went through the target's. The other variants, and block conditioning, are approximations.
     """
 
     name: str
-    source: str                        # the paper, and where in it
-    passes: int = 0                    # MAR's own decoding in so many passes; 0: a token a pass
-    gamma: int = 0                     # tokens drafted a step; 0: MAR's own decoding
+    source: str                        # the paper, and the place in it
+    num_iter: int = 0                  # MAR's own decoding takes this many target forwards; 0: one for each token
+    gamma: int = 0                     # drafted tokens a step; 0: MAR's own decoding
     prefill: float = 0.0               # the share of the tokens that the target draws alone, first
     variant: str = "paper"             # of the density ratio, see specvis_kernels.accept_gaussian
     distance_temperature: float = 1.0  # divides the last step's distances; in the release 42, when it accepts only
-    conditioning: str = "exact"        # "exact": the target judges a draft given those before it; "block": it does not
+    conditioning: str = "exact"        # "exact": a draft is verified given those before it; "block": it is not
     truncate: bool = True              # Algorithm 1: what follows a step's first rejection is drafted anew
     aligned: bool = True               # draft and target denoise the same noise
-    tries: int = 100                   # of a redraw, then the target's own sample
+    max_tries: int = 100               # of a redraw; after them the target draws its own sample
 
     def __post_init__(self):
         def need(name, condition, wanted):
             if not condition:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
-        for names, types, wanted in ((("passes", "gamma", "tries"), int, "an integer"),
+        for names, types, wanted in ((("num_iter", "gamma", "max_tries"), int, "an integer"),
                                      (("truncate", "aligned"), bool, "True or False"),
                                      (("prefill", "distance_temperature"), (int, float), "a number")):
             for name in names:
                 value = getattr(self, name)
                 need(name, isinstance(value, types) and (types is bool or not isinstance(value, bool)), wanted)
-        need("passes", self.passes >= 0, "at least 1, or 0 for a token a pass")
+        need("num_iter", self.num_iter >= 0, "at least 1, or 0 for one target forward a token")
         need("gamma", self.gamma >= (self.name != "mar"), "at least 1")
         need("prefill", 0 <= self.prefill <= 1, "within [0, 1]")
         need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
@@ -202,22 +213,22 @@ class ContinuousMethod:
              "1 where variant is path: it has no distances")
         need("aligned", self.variant != "path" or self.aligned,
              "true where variant is path: there is the draft's noise only")
-        need("tries", self.tries >= 1, "at least 1")
+        need("max_tries", self.max_tries >= 1, "at least 1")
 
     @property
     def drafting(self) -> str:
         return "chain" if self.gamma else "none"
 
     @property
-    def plain(self) -> bool:
-        """Is it what others are measured against: a token a pass, no drafts?"""
-        return not self.gamma and not self.passes
+    def is_baseline(self) -> bool:
+        """Is this the method that others are measured against: one token a forward, no drafts?"""
+        return not self.gamma and not self.num_iter
 
     @property
     def label(self) -> str:
         """The name, and what differs from the recipe of that name."""
         usual = parameters_of(CONTINUOUS[self.name]) if self.name in CONTINUOUS else {}
-        return ":".join([self.name, *(f"{key}={written(value)}" for key, value in parameters_of(self).items()
+        return ":".join([self.name, *(f"{key}={format_value(value)}" for key, value in parameters_of(self).items()
                                       if value != usual.get(key))])
 
 
@@ -228,13 +239,13 @@ ADAPTIVE = {"drafting": "dynamic", "depth": 4, "width": 10, "nodes": 60, "adapta
 RELAXED = {"k": 100, "delta": 0.2, "residual": "relaxed"}
 
 METHODS = {m.name: m for m in (
-    Method("vanilla", "plain decoding, a token a forward"),
+    Method("vanilla", "the baseline: a token a target forward"),
     Method("speculative", "Leviathan et al., arXiv:2211.17192, Algorithm 1", "static", tree="chain-4"),
     Method("eagle1", f"{EAGLE1}: a static tree, children sampled", "static", tree="mc_sim_7b_63"),
     Method("eagle2", "EAGLE-2, arXiv:2406.16858, section 4", **DYNAMIC),
     Method("lantern", LANTERN, **DYNAMIC, **RELAXED),
     Method("lantern++", "LANTERN++, arXiv:2502.06352: static tree, cutoff relative to the draft's probability",
-           "static", tree="naive_extend_57", k=10, kind="ratio", delta=1.0, residual="relaxed"),
+           "static", tree="naive_extend_57", k=10, cutoff="ratio", delta=1.0, residual="relaxed"),
     Method("adt-tree", "ADT-Tree, arXiv:2512.21857", **ADAPTIVE),
     Method("adt-tree+lantern", "ADT-Tree, arXiv:2512.21857, with LANTERN's acceptance", **ADAPTIVE, **RELAXED),
     Method("uniform-rsd", f"{COOL_SD}: one factor for all levels", "static", tree="mc_sim_7b_63", omega=1.1),
@@ -246,23 +257,23 @@ METHODS = {m.name: m for m in (
 
 CSPD = "CSpD, arXiv:2411.11925"
 CONTINUOUS = {m.name: m for m in (
-    ContinuousMethod("mar", "MAR, arXiv:2406.11838: a token a pass, or several at once"),
+    ContinuousMethod("mar", "MAR, arXiv:2406.11838: a token a target forward, or several at once"),
     ContinuousMethod("cspd", f"{CSPD}, Algorithm 1", gamma=4, prefill=0.05),
     ContinuousMethod("cspd-path", f"{CSPD}, with the density ratio of whole denoising paths", gamma=4, variant="path"),
     ContinuousMethod("cspd-released", f"{CSPD}, as its code has it", gamma=8, prefill=0.15, variant="released",
                      distance_temperature=42.0, conditioning="block", truncate=False),
 )}
 
-SHAPE = {field.name for field in fields(Adaptation)}  # parameters of an adaptation, by their own names
+ADAPTATION = {field.name for field in fields(Adaptation)}  # parameters of an adaptation, by their own names
 PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "drafter": "who drafts: " + ", ".join(f"{name} ({what})" for name, what in DRAFTERS.items()),
     "draft_guidance": "share of the guidance that the drafter gets; 0: it drafts without",
     "tree": "static tree: a name, chain-<depth>, or a JSON file of paths",
-    "depth": "levels drafted a step",
-    "width": "children a node",
-    "nodes": "most nodes verified a step, the root counted",
+    "depth": "levels that a step drafts",
+    "width": "children of a node",
+    "nodes": "how many nodes a step verifies at most, the root counted",
     "start": "where a tree's shape starts from: horizontal, vertical, random or tokenflock",
-    "beta": "share of accepted levels from which trees get deeper, in [0, 1]",
+    "beta": "share of accepted levels from which on trees get deeper, in [0, 1]",
     "depth_step": "levels that a tree gains or loses",
     "width_step": "children a node that a tree loses or gains",
     "depths": "least and most levels",
@@ -272,36 +283,36 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "flat_width": "width to start from instead",
     "k": "nearest codes that may lend a draft their probability; 0: none",
     "delta": "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)",
-    "kind": "of the cutoff delta: tvd, ratio or jsd",
+    "cutoff": "what delta limits: tvd, ratio or jsd",
     "metric": "by which codes are near: l2, cosine or random",
     "omega": "factor of acceptance: its mean over the levels, or one for each, as 1.2,1,0.8",
     "nu": "how fast omega falls from level to level; 0: it does not",
     "residual": "what a rejection leaves: optimal, relaxed or released",
 }
 CONTINUOUS_PARAMETERS = {
-    "passes": "target passes of MAR's own decoding; 0: a token a pass",
-    "gamma": "tokens drafted a step",
+    "num_iter": "target forwards of MAR's own decoding; 0: one for each token",
+    "gamma": "tokens that a step drafts",
     "prefill": "share of the tokens that the target draws alone, first",
     "variant": "of the density ratio: paper, released or path",
     "distance_temperature": "divides the last denoising step's distances",
-    "conditioning": "exact: the target judges a draft given those before it; block: given the step's start",
+    "conditioning": "exact: a draft is verified given those before it; block: given the step's start",
     "truncate": "true: what follows a step's first rejection is drafted anew; false: it is kept",
     "aligned": "true: draft and target denoise the same noise",
-    "tries": "of a redraw, before the target's own sample is taken",
+    "max_tries": "of a redraw, before the target draws its own sample",
 }
 
 
 def parameters_of(m: Method | ContinuousMethod) -> dict:
     """The parameters that a method has, with their values."""
     if isinstance(m, ContinuousMethod):
-        return {name: getattr(m, name) for name in CONTINUOUS_PARAMETERS if (name == "passes") == (m.gamma == 0)}
+        return {name: getattr(m, name) for name in CONTINUOUS_PARAMETERS if (name == "num_iter") == (m.gamma == 0)}
     if m.drafting == "none":
         return {}
-    values = {name: getattr(m.adaptation, name) if name in SHAPE else getattr(m, name) for name in PARAMETERS
-              if name not in SHAPE or m.adaptation}
+    values = {name: getattr(m.adaptation, name) if name in ADAPTATION else getattr(m, name)
+              for name in PARAMETERS if name not in ADAPTATION or m.adaptation}
     absent = {"tree"}
     if m.drafting == "static":
-        values["depth"] = m.levels  # of a chain; other trees have their own
+        values["depth"] = m.max_depth  # of a chain; other trees have their own
         absent = {"width", "nodes"} if static_tree(m.tree).is_chain else {"width", "nodes", "depth"}
     return {name: value for name, value in values.items() if name not in absent}
 
@@ -336,12 +347,12 @@ def method(name: str, **parameters) -> Method | ContinuousMethod:
     if isinstance(changed.get("omega"), (tuple, list)):
         changed.setdefault("nu", 0.0)
     if not changed.get("k", base.k):
-        for key in ("delta", "kind", "metric"):
+        for key in ("delta", "cutoff", "metric"):
             if key in changed:
                 raise ValueError(f"{key} must come with k > 0: without neighbors there is nothing to cut off")
-    shape = {key: changed.pop(key) for key in list(changed) if key in SHAPE}
-    if shape:
-        changed["adaptation"] = replace(base.adaptation, **shape)
+    adaptation = {key: changed.pop(key) for key in list(changed) if key in ADAPTATION}
+    if adaptation:
+        changed["adaptation"] = replace(base.adaptation, **adaptation)
     return replace(base, **changed)
 
 
@@ -361,19 +372,19 @@ def parse_method(text: str, **parameters) -> Method | ContinuousMethod:
         if parameters.get(key) is not None:
             raise ValueError(f"{key} must be given once, got {value} and {parameters[key]}")
         if isinstance(known.get(key), bool):
-            parameters[key] = truth(key, value)
+            parameters[key] = parse_bool(key, value)
         else:
-            parameters[key] = value if key not in known or isinstance(known[key], str) else number(key, value)
+            parameters[key] = value if key not in known or isinstance(known[key], str) else parse_number(key, value)
     return method(name, **parameters)
 
 
-def truth(name: str, text: str) -> bool:
+def parse_bool(name: str, text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError(f"{name} must be true or false, got {text!r}")
     return text.lower() == "true"
 
 
-def number(name: str, text: str) -> int | float | tuple:
+def parse_number(name: str, text: str) -> int | float | tuple:
     """A value for parameter `name`: one number, or several with commas where there may be several."""
     whole = name not in ("draft_guidance", "delta", "omega", "nu", "beta", "radius", "prefill", "distance_temperature")
     try:

@@ -1,6 +1,12 @@
-"""Uniform numbers that depend on a request's seed alone: Philox4x32-10 (Salmon et al., SC 2011)."""
+"""How a request draws its tokens: its settings, classifier-free guidance, and numbers that its seed alone decides."""
+from dataclasses import dataclass, fields
+
 import torch
 from torch import Tensor
+
+from specvis_kernels import GuidedProbsResult, guided_probs
+
+from ..models.interface import Drafter, TargetModel
 
 # streams: what a number is used for
 ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, REDRAW, REDRAW_NOISE, FRESH = range(9)
@@ -8,22 +14,100 @@ ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, REDRAW, REDRAW_NOISE, FRESH = ran
 _WORD = 0xFFFFFFFF
 
 
-def philox_uniform(seeds: Tensor, stream: int, positions: int | Tensor, columns: int, turn: int = 0) -> Tensor:
-    """Uniforms in [0, 1), multiples of 2**-24.
+@dataclass(frozen=True)
+class Sampling:
+    """How each of B requests draws its tokens."""
+
+    seeds: Tensor        # (B,) int64
+    guidance: Tensor     # (B,) float32   1 is none
+    temperature: Tensor  # (B,) float32   0 is greedy
+    top_k: Tensor        # (B,) int32     0 is off
+    top_p: Tensor        # (B,) float32   1 is off
+
+    @staticmethod
+    def of(seeds: list[int], *, guidance: float | list[float] = 2.0, temperature: float | list[float] = 1.0,
+           top_k: int | list[int] = 0, top_p: float | list[float] = 1.0,
+           device: torch.device | str = "cpu") -> "Sampling":
+        """The same number for all requests, or a list with one for each.
+
+        Raises:
+            ValueError: temperature < 0, top_k < 0, top_p outside (0, 1], guidance not finite, a list of another length
+        """
+        def each(name, value, dtype, holds, wanted):
+            values = list(value) if isinstance(value, (list, tuple)) else [value] * len(seeds)
+            if len(values) != len(seeds):
+                raise ValueError(f"{name} must be one number or {len(seeds)}, one for each seed, got {len(values)}")
+            for one in values:
+                if not holds(one):
+                    raise ValueError(f"{name} must be {wanted}, got {one}")
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        infinity = float("inf")
+        return Sampling(
+            torch.tensor(seeds, dtype=torch.int64, device=device),
+            each("guidance", guidance, torch.float32, lambda x: abs(x) < infinity, "a finite number"),
+            each("temperature", temperature, torch.float32, lambda x: 0 <= x < infinity, "at least 0 and finite"),
+            each("top_k", top_k, torch.int32, lambda x: x >= 0, "at least 0"),
+            each("top_p", top_p, torch.float32, lambda x: 0 < x <= 1, "within (0, 1]"))
+
+    def __getitem__(self, requests: list[int]) -> "Sampling":
+        return Sampling(*(getattr(self, field.name)[requests] for field in fields(Sampling)))
+
+    def probs(self, model: TargetModel | Drafter, hidden: Tensor) -> GuidedProbsResult:
+        """Hidden states (2B, N, dim) -> guided probabilities (B, N, V) and their status (B, N)."""
+        conditional, unconditional = model.logits(hidden).chunk(2)
+        return guided_probs(conditional, unconditional, self.guidance, self.temperature, self.top_k, self.top_p)
+
+    @property
+    def greedy(self) -> Tensor:
+        return self.temperature == 0
+
+
+def cfg_inputs(model: TargetModel, condition: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Stack the null condition below the conditions, under the same mask, as LlamaGen does.
+
+    Classifier-free guidance reads every request twice: row b of 2B reads its condition, row B + b reads none.
+
+    Args:
+        condition:    (B, S, dim)
+        padding_mask: (B, S) bool  True where the condition is real
+    Returns:
+        condition (2B, S, dim), padding_mask (2B, S)
+    """
+    return torch.cat([condition, model.null_condition(len(condition))]), repeat_for_cfg(padding_mask)
+
+
+def repeat_for_cfg(x: Tensor) -> Tensor:
+    """(B, ...) -> (2B, ...): the same for the row with the condition and for the row without."""
+    return torch.cat([x, x])
+
+
+def mask_padding(padding_mask: Tensor, mask: Tensor) -> Tensor:
+    """An attention mask (B, N, T) for both rows of each request, without the padding: (2B, N, T).
+
+    padding_mask (2B, S) bool: True where the condition is real. The conditions are the first S of the T columns.
+    """
+    mask = repeat_for_cfg(mask)
+    mask[:, :, : padding_mask.shape[1]] &= padding_mask[:, None]
+    return mask
+
+
+def philox_uniforms(seeds: Tensor, stream: int, positions: int | Tensor, n: int, turn: int = 0) -> Tensor:
+    """Uniforms in [0, 1) that depend on a request's seed alone: Philox4x32-10 (Salmon et al., SC 2011).
 
     Args:
         seeds:     (B,) int64  one per request; equal seeds give equal numbers in any batch
-        stream:    ACCEPT, DRAFT, ..: what they are for
-        positions: numbers are made for image positions 0..positions - 1; or (B, n) int64, these of each request
-        columns:   how many for each; a position's first numbers do not depend on how many are made
+        stream:    ACCEPT, DRAFT, ..: what the numbers are for
+        positions: a number L: for the image positions 0..L - 1; or (B, L) int64: for these of each request
+        n:         how many for each position; the first of them do not depend on how many there are
         turn:      each turn has numbers of its own
 
     Returns:
-        (B, positions, columns) float32 on the seeds' device
+        (B, L, n) float32 on the seeds' device, multiples of 2**-24
     """
     if isinstance(positions, int):
         positions = torch.arange(positions, device=seeds.device).expand(len(seeds), -1)
-    blocks = -(-columns // 4)
+    blocks = -(-n // 4)
     zeros = torch.zeros((*positions.shape, blocks), dtype=torch.int64, device=seeds.device)
     counter = [zeros + torch.arange(blocks, device=seeds.device), zeros + positions[..., None], zeros + stream,
                zeros + turn]
@@ -33,11 +117,11 @@ def philox_uniform(seeds: Tensor, stream: int, positions: int | Tensor, columns:
         counter = [((right >> 32) & _WORD) ^ counter[1] ^ key[0], right & _WORD,
                    ((left >> 32) & _WORD) ^ counter[3] ^ key[1], left & _WORD]
         key = [(key[0] + 0x9E3779B9) & _WORD, (key[1] + 0xBB67AE85) & _WORD]
-    words = torch.stack(counter, -1).flatten(2)[..., :columns]
+    words = torch.stack(counter, -1).flatten(2)[..., :n]
     return (words >> 8).float() * 2.0 ** -24
 
 
-def philox_normal(seeds: Tensor, stream: int, positions: int | Tensor, columns: int, turn: int = 0) -> Tensor:
-    """Standard normal numbers from the uniforms of these arguments, by the inverse CDF; none is beyond 5.6."""
-    middles = philox_uniform(seeds, stream, positions, columns, turn).double() + 2.0 ** -25
+def philox_normals(seeds: Tensor, stream: int, positions: int | Tensor, n: int, turn: int = 0) -> Tensor:
+    """Standard normal numbers from the uniforms of these arguments, by the inverse CDF. None is beyond 5.6."""
+    middles = philox_uniforms(seeds, stream, positions, n, turn).double() + 2.0 ** -25
     return torch.special.ndtri(middles).float()

@@ -31,12 +31,14 @@ class StaticTree:
 
     @staticmethod
     def of(paths) -> "StaticTree":
-        """The tree of these paths, as the released decoders list them: [1, 0] is the first child of the second
-        child of the root. Children are tried in this order, and drawn without replacement, so none is left out.
+        """The tree of these paths, as the released decoders list them.
+
+        The path [1, 0] is the first child of the second child of the root. Siblings are drawn without replacement and
+        are verified in this order, so a node may not be there without its older siblings.
 
         Raises:
-            ValueError: not a list of lists of child numbers, or a path is empty, twice there, or without its parent
-                or its elder sibling
+            ValueError: not a list of lists of child numbers; or a path is empty, is there twice, or is there without
+                its parent or without the sibling before it
         """
         def wrong(problem):
             return ValueError(f"tree must be a list of paths like [[0], [1], [0, 0]]: {problem}")
@@ -52,9 +54,9 @@ class StaticTree:
                 raise wrong(f"{list(path)} is there twice")
             if path[:-1] not in nodes:
                 raise wrong(f"{list(path)} is there without its parent {list(path[:-1])}")
-            elder = (*path[:-1], path[-1] - 1)
-            if path[-1] > 0 and elder not in nodes:
-                raise wrong(f"{list(path)} is there without {list(elder)}")
+            older_sibling = (*path[:-1], path[-1] - 1)
+            if path[-1] > 0 and older_sibling not in nodes:
+                raise wrong(f"{list(path)} is there without its older sibling {list(older_sibling)}")
             nodes[path] = len(nodes)
         return StaticTree(tuple(nodes[path[:-1]] if path else -1 for path in nodes), tuple(len(path) for path in nodes))
 
@@ -64,7 +66,7 @@ class StaticTree:
 
     @property
     def depth(self) -> int:
-        """Its levels, the root not counted."""
+        """How many levels it has, the root not counted."""
         return self.depths[-1]
 
     @property
@@ -72,12 +74,12 @@ class StaticTree:
         return len(self.parents) == 1 + self.depth
 
     @property
-    def widest(self) -> int:
-        """The most children that a node has."""
+    def max_width(self) -> int:
+        """How many children a node has at most."""
         return max(self.parents.count(n) for n in range(len(self.parents)))
 
     def level(self, depth: int) -> list[int]:
-        """Its nodes at this depth."""
+        """The nodes at this depth."""
         return [n for n, d in enumerate(self.depths) if d == depth]
 
     def children(self, node: int) -> list[int]:
@@ -97,8 +99,8 @@ def static_tree(name: str | tuple) -> StaticTree:
         return StaticTree.of(name)
     if name in TREES:
         paths, level = [], [()]
-        for counts in TREES[name]:
-            level = [(*path, i) for path, count in zip(level, counts) for i in range(count)]
+        for num_children in TREES[name]:
+            level = [(*path, i) for path, n in zip(level, num_children) for i in range(n)]
             paths += level
         return StaticTree.of(paths)
     chain, _, depth = name.partition("-")
@@ -121,27 +123,32 @@ STARTS = ("horizontal", "vertical", "random", "tokenflock")
 
 @dataclass(frozen=True)
 class Adaptation:
-    """ADT-Tree (arXiv:2512.21857): trees as deep and as wide as their neighborhood in the image lets expect.
+    """ADT-Tree (arXiv:2512.21857): a tree's depth and width follow what was accepted nearby in the image.
 
-    The state of an image is, for every position, depth, width and success of the tree that drew the token there.
-    A step starts from the shape that `start` says and adapts it by success alpha = accepted / depth: from beta on it
-    gets depth_step deeper and width_step narrower, else the reverse, within the bounds.
+    For every position of an image, the depth and the width of the tree that drew its token are remembered, and its
+    success alpha = accepted drafts / depth. The next tree is chosen in two steps. First, `start` says from which depth
+    and width to start, and which alpha to look at. Then the shape is adapted: if alpha >= beta, the tree gets
+    `depth_step` levels deeper and `width_step` children narrower, else the reverse. The bounds are kept.
 
-    What the paper leaves open is decided so: alpha is that of the position that the shape comes from ("horizontal",
-    "vertical"), else that of the token before; at the start of a row "horizontal" looks up, and in the first row
-    "vertical" looks left; the first tree of an image has the method's own depth and width, unadapted, and counts for
-    the image's first token too, which no tree drew; every tree keeps at most the method's `nodes`.
+    The paper leaves four questions open. They are answered so:
+    1. Which alpha counts? With "horizontal" and "vertical" it is that of the position that the shape comes from. With
+       the other starts it is that of the last tree.
+    2. What is the neighbor at the edge of the image? At the start of a row "horizontal" takes the position above. In
+       the first row "vertical" takes the position to the left.
+    3. Which tree is the first of an image? It has the method's own depth and width, unadapted. It is remembered for
+       the image's first token as well, which no tree drew.
+    4. How many nodes does a tree keep? At most the method's `nodes`, whatever its shape.
     """
 
-    start: str = "horizontal"
-    beta: float = 1.0
+    start: str = "horizontal"          # one of STARTS
+    beta: float = 1.0                  # the share of accepted levels from which on trees get deeper
     depth_step: int = 1
     width_step: int = 10
     depths: tuple[int, int] = (1, 9)   # least and most
-    widths: tuple[int, int] = (4, 39)  # least and most; where the new depth is 1 any width may be
-    radius: float = 2.0                # "tokenflock": how many tokens far it looks
-    flat_depth: int | None = None      # start from this depth
-    flat_width: int | None = None      # or this width, whatever the neighborhood says: the paper's ablation
+    widths: tuple[int, int] = (4, 39)  # least and most; a tree of depth 1 may have any width
+    radius: float = 2.0                # of "tokenflock": how many tokens far it looks
+    flat_depth: int | None = None      # the paper's ablation: start from this depth, whatever `start` says,
+    flat_width: int | None = None      # and from this width
 
     def __post_init__(self):
         if self.start not in STARTS:
@@ -150,75 +157,91 @@ class Adaptation:
             raise ValueError(f"beta must be within [0, 1], got {self.beta}")
         if not 1 <= self.radius < math.inf:
             raise ValueError(f"radius must be at least 1 and finite, got {self.radius}")
-        for name, least in (("depth_step", 0), ("width_step", 0), ("flat_depth", 1), ("flat_width", 1)):
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name, low in (("depth_step", 0), ("width_step", 0), ("flat_depth", 1), ("flat_width", 1)):
+            if getattr(self, name) is not None and getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         for name in ("depths", "widths"):
-            least, most = getattr(self, name)
-            if not 1 <= least <= most:
-                raise ValueError(f"{name} must be 1 <= least <= most, got {least} and {most}")
+            low, high = getattr(self, name)
+            if not 1 <= low <= high:
+                raise ValueError(f"{name} must be 1 <= least <= most, got {low} and {high}")
 
 
 class Shapes:
-    """Depth and width of the next tree of each request, for images of `grid` x `grid` tokens.
+    """The depth and width of the next tree of each of B requests, for images of `grid` x `grid` tokens.
 
-    Without an adaptation they stay what they are at the start.
+    Without an adaptation they never change.
     """
 
-    def __init__(self, depth: Tensor, width: Tensor, most: Tensor, grid: int, adaptation: Adaptation | None = None,
-                 uniforms: Tensor | None = None):
-        """depth and width (B,) int64 of the first tree; no tree is deeper or wider than `most` (B,).
-
-        uniforms (B, L, 2): for "random".
+    def __init__(self, depth: Tensor, width: Tensor, max_nodes: Tensor, grid: int,
+                 adaptation: Adaptation | None = None, uniforms: Tensor | None = None):
         """
-        self.depth, self.width, self.most = depth.minimum(most), width.minimum(most), most
+        Args:
+            depth, width: (B,) int64  of the first tree
+            max_nodes:    (B,) int64  how many drafts a tree has at most: no tree is deeper or wider
+            uniforms:     (B, L, 2) float32  for the start "random"
+        """
+        self.depth, self.width, self.max_nodes = depth.minimum(max_nodes), width.minimum(max_nodes), max_nodes
         self.grid, self.adaptation, self.uniforms = grid, adaptation, uniforms
         self.depths, self.widths, self.alphas = torch.zeros(3, len(depth), grid * grid, device=depth.device)
 
-    def record(self, first: Tensor, accepted: Tensor, going: Tensor) -> None:
-        """A step drew the tokens from `first` (B,) on, `accepted` (B,) of them drafts: choose the next tree.
+    def record(self, position: Tensor, num_accepted: Tensor, active: Tensor) -> None:
+        """Remember a step's tree for the tokens that it drew, and choose the next tree.
 
-        going (B,) bool: the images that this step was for; the others get the smallest tree.
+        Args:
+            position:     (B,) int64  of the step's first token
+            num_accepted: (B,) int64  how many of its tokens were drafts; one more token was drawn
+            active:       (B,) bool   images that go on; the others get the smallest tree
         """
         if self.adaptation is None:
             return
         a, L = self.adaptation, self.grid * self.grid
-        places = torch.arange(L, device=first.device)
-        begin = torch.where(first == 1, 0, first)
-        new = (places >= begin[:, None]) & (places <= (first + accepted)[:, None])
-        alpha = accepted / self.depth
+        positions = torch.arange(L, device=position.device)
+        begin = torch.where(position == 1, 0, position)
+        is_new = (positions >= begin[:, None]) & (positions <= (position + num_accepted)[:, None])
+        alpha = num_accepted / self.depth
         for table, value in ((self.depths, self.depth), (self.widths, self.width), (self.alphas, alpha)):
-            table.copy_(torch.where(new, value[:, None].float(), table))
-        depth, width, alpha = self._start((first + accepted + 1).clamp(max=L - 1), alpha)
+            table.copy_(torch.where(is_new, value[:, None].float(), table))
+        depth, width, alpha = self._start((position + num_accepted + 1).clamp(max=L - 1), alpha)
         grow = alpha >= a.beta
-        depth = (depth + torch.where(grow, a.depth_step, -a.depth_step)).clamp(*a.depths).minimum(self.most)
+        depth = (depth + torch.where(grow, a.depth_step, -a.depth_step)).clamp(*a.depths).minimum(self.max_nodes)
         width = (width + torch.where(grow, -a.width_step, a.width_step)).clamp(min=1)
-        width = torch.where(depth > 1, width.clamp(*a.widths), width).minimum(self.most)
-        self.depth, self.width = torch.where(going, depth, 1), torch.where(going, width, 1)
+        width = torch.where(depth > 1, width.clamp(*a.widths), width).minimum(self.max_nodes)
+        self.depth, self.width = torch.where(active, depth, 1), torch.where(active, width, 1)
 
     def _start(self, position: Tensor, last_alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The shape that the tree at `position` (B,) starts from, and the alpha that it is judged by."""
-        a, n = self.adaptation, self.grid
-        row, column = position // n, position % n
+        """Depth and width that the tree at `position` (B,) starts from, and the alpha that decides how it adapts."""
+        a = self.adaptation
         if a.start in ("horizontal", "vertical"):
-            left, up = position - 1, position - n
-            wish_left = column > 0 if a.start == "horizontal" else row == 0
-            source = torch.where(wish_left | (up < 0), left, up).clamp(min=0)[:, None]
-            depth, width, alpha = (t.gather(1, source)[:, 0] for t in (self.depths, self.widths, self.alphas))
-        elif a.start == "tokenflock":
-            place = torch.arange(n * n, device=position.device)
-            down = row[:, None] - place // n                                    # how much higher in the image
-            far = (down ** 2 + (column[:, None] - place % n) ** 2).float().sqrt()
-            near = (far <= a.radius) & (place < position[:, None])
-            weight = torch.where(near, (a.radius - down + 1) / a.radius, 0.0)
-            weight = weight / weight.sum(1, keepdim=True)
-            depth, width = ((weight * t).sum(1) for t in (self.depths, self.widths))
-            alpha = last_alpha
+            depth, width, alpha = self._of_neighbor(position)
         else:
-            u = self.uniforms.gather(1, position[:, None, None].expand(-1, 1, 2))[:, 0]
-            depth, width = (least + torch.floor(u[:, i] * (most - least + 1))
-                            for i, (least, most) in enumerate((a.depths, a.widths)))
+            depth, width = self._of_flock(position) if a.start == "tokenflock" else self._random(position)
             alpha = last_alpha
         depth = depth if a.flat_depth is None else torch.full_like(depth, a.flat_depth)
         width = width if a.flat_width is None else torch.full_like(width, a.flat_width)
         return depth.round().long(), width.round().long(), alpha
+
+    def _of_neighbor(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Depth, width and alpha of the position to the left or above."""
+        row, column = position // self.grid, position % self.grid
+        left, up = position - 1, position - self.grid
+        prefer_left = column > 0 if self.adaptation.start == "horizontal" else row == 0
+        neighbor = torch.where(prefer_left | (up < 0), left, up).clamp(min=0)[:, None]
+        return tuple(table.gather(1, neighbor)[:, 0] for table in (self.depths, self.widths, self.alphas))
+
+    def _of_flock(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean depth and width of the earlier positions within the radius, the nearer rows weighing more."""
+        n, radius = self.grid, self.adaptation.radius
+        positions = torch.arange(n * n, device=position.device)
+        rows_up = (position // n)[:, None] - positions // n                 # how much higher in the image it is
+        columns_left = (position % n)[:, None] - positions % n
+        distance = (rows_up ** 2 + columns_left ** 2).float().sqrt()
+        near = (distance <= radius) & (positions < position[:, None])
+        weight = torch.where(near, (radius - rows_up + 1) / radius, 0.0)
+        weight = weight / weight.sum(1, keepdim=True)
+        return tuple((weight * table).sum(1) for table in (self.depths, self.widths))
+
+    def _random(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Depth and width drawn uniformly within the bounds."""
+        u = self.uniforms.gather(1, position[:, None, None].expand(-1, 1, 2))[:, 0]
+        return tuple(low + torch.floor(u[:, i] * (high - low + 1))
+                     for i, (low, high) in enumerate((self.adaptation.depths, self.adaptation.widths)))

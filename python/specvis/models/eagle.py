@@ -38,7 +38,7 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DrafterLayer(nn.Module):
+class EagleLayer(nn.Module):
     """A Llama layer without a norm before attention, as EAGLE's first layer is."""
 
     def __init__(self, config: GPTConfig):
@@ -52,31 +52,31 @@ class DrafterLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Drafter(nn.Module):
-    """Drafts for a GPT of the same config, whose head it borrows."""
+class EagleHead(nn.Module):
+    """Drafts for a GPT of the same config, whose output layer turns its hidden states into logits."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocabulary, config.dim)
         self.fc = nn.Linear(2 * config.dim, config.dim)
-        self.layers = nn.ModuleList([DrafterLayer(config)])
+        self.layers = nn.ModuleList([EagleLayer(config)])
         self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens - 1, spare=1,
                                         base=config.rope_base)
 
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None = None,
-                slots: Tensor | None = None) -> Tensor:
-        """The hidden states that the drafter expects at `tokens`; arguments as GPT.forward, positions one less.
+    def forward(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor,
+                cache: Cache | None = None, slots: Tensor | None = None) -> Tensor:
+        """Predict the target's hidden states at `tokens`. The other arguments are those of GPT.forward.
 
         Args:
-            tokens:    (R, N) int64
-            hidden:    (R, N, dim)  the target's (or the drafter's own) hidden state before each token
-            positions: (R or 1, N) int64  place in [condition less one | raster grid]
+            tokens:          (R, N) int64
+            previous_hidden: (R, N, dim)  the hidden state before each token, the target's or the head's own
+            position_ids:    (R or 1, N) int64  where each token stands in [condition less one | raster grid]
         Returns:
             (R, N, dim)
         """
-        rotations = rotations_at(self, positions)
-        x = self.fc(torch.cat([self.embed_tokens(tokens), hidden], -1))
+        rotations = rotations_at(self, position_ids)
+        x = self.fc(torch.cat([self.embed_tokens(tokens), previous_hidden], -1))
         for index, layer in enumerate(self.layers):
             x = layer(x, rotations, mask, cache=cache, layer=index, slots=slots)
         return x

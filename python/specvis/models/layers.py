@@ -20,14 +20,14 @@ def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, bas
     return torch.cat([cells.new_zeros(condition, half), cells, cells.new_zeros(spare, half)])
 
 
-def rotations_at(module: torch.nn.Module, positions: Tensor) -> Tensor:
-    """module.rotations at positions (R, N) int64; behind the table all are its last place.
+def rotations_at(module: torch.nn.Module, position_ids: Tensor) -> Tensor:
+    """module.rotations at position_ids (R, N) int64; all positions behind the table get its last entry.
 
-    Not a buffer: Module.to(torch.bfloat16) would cast complex numbers to real ones.
+    The table is no buffer: Module.to(torch.bfloat16) would cast its complex numbers to real ones.
     """
-    if module.rotations.device != positions.device:
-        module.rotations = module.rotations.to(positions.device)
-    return module.rotations[positions.clamp(max=module.rotations.shape[0] - 1)]
+    if module.rotations.device != position_ids.device:
+        module.rotations = module.rotations.to(position_ids.device)
+    return module.rotations[position_ids.clamp(max=module.rotations.shape[0] - 1)]
 
 
 def rotate(x: Tensor, rotations: Tensor) -> Tensor:
@@ -49,8 +49,17 @@ class Cache:
         self.data[layer, 1].scatter_(2, index, values)
         return self.data[layer, 0, :, :, :columns], self.data[layer, 1, :, :, :columns]
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy columns `source` (R, N) to columns `target` (R, N) int64, in every layer; they may overlap."""
+    def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
+        """Move the accepted nodes of a tree to the columns behind its root, in every layer; see `ModelCache.commit`.
+
+        Behind the last accepted node every column is copied onto itself.
+
+        Args:
+            accepted_nodes: (R, P) int32, num_accepted: (R,) int32, lengths: (R,) int64  the root's column
+        """
+        order = torch.arange(accepted_nodes.shape[1], device=lengths.device)
+        target = lengths[:, None] + 1 + order
+        source = torch.where(order < num_accepted[:, None], lengths[:, None] + accepted_nodes, target)
         heads = self.data.shape[3]
         data = self.data.flatten(0, 1).flatten(1, 2)                       # (2L, RH, T, D), a view
         rows = torch.arange(data.shape[1], device=data.device)[:, None]

@@ -150,22 +150,36 @@ class GPT(nn.Module):
             if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
 
-    def condition(self, source: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @property
+    def prefix_len(self) -> int:
+        """How many entries a condition has."""
+        return self.config.condition_tokens
+
+    @property
+    def grid(self) -> int:
+        return self.config.grid
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocabulary
+
+    def condition(self, source: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Embed conditions.
 
         Args:
-            source: class-conditional: (B,) int64 class ids; text: (B, S, caption_dim) caption features, left-padded
-            valid:  text: (B, S) bool, False where padded; None: all valid
+            source:       class-conditional: (B,) int64 class ids
+                          text-conditional: (B, S, caption_dim) caption features, padded on the left
+            padding_mask: text-conditional: (B, S) bool, True where the condition is real; None: everywhere
         Returns:
-            (B, S, dim) embeddings, (B, S) bool valid
+            embeddings (B, S, dim), padding_mask (B, S) bool: True where the condition is real
         """
         if self.config.caption_dim is None:
             embedded = self.cls_embedding.embedding_table(source)[:, None]
         else:
             embedded = self.cls_embedding.cap_proj(source)
-        if valid is None:
-            valid = torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
-        return embedded, valid
+        if padding_mask is None:
+            padding_mask = torch.ones(embedded.shape[:2], dtype=torch.bool, device=embedded.device)
+        return embedded, padding_mask
 
     def null_condition(self, batch: int) -> Tensor:
         """The condition that guidance is measured against: (B, S, dim) embeddings."""
@@ -175,41 +189,54 @@ class GPT(nn.Module):
         features = self.cls_embedding.uncond_embedding
         return self.condition(features.expand(batch, *features.shape))[0]
 
-    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Cache | None = None,
+    def forward(self, x: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None,
                 slots: Tensor | None = None) -> Tensor:
         """Hidden states after the last norm.
 
         Args:
-            x:         (R, N, dim)  embeddings of conditions or tokens
-            positions: (R or 1, N) int64  place in [condition | raster grid]; behind the grid all are one spare place
-            mask:      (R or 1, N, T) bool  which of T keys each may see
-            cache:     where keys and values are kept; they are written at columns `slots`
-            slots:     (R, N) int64
+            x:            (R, N, dim)  embeddings of conditions or tokens
+            position_ids: (R or 1, N) int64  where each stands in [condition | raster grid]; all positions behind the
+                grid are one spare position
+            mask:         (R or 1, N, T) bool  which of T keys each may see
+            cache:        keeps the keys and values, in columns `slots`
+            slots:        (R, N) int64
         Returns:
             (R, N, dim)
         """
-        rotations = rotations_at(self, positions)
+        rotations = rotations_at(self, position_ids)
         for index, block in enumerate(self.layers):
             x = block(x, rotations, mask, cache=cache, layer=index, slots=slots)
         return self.norm(x)
+
+    def prefill(self, condition: Tensor, padding_mask: Tensor, cache: Cache) -> Tensor:
+        """Read conditions (R, S, dim) into an empty cache; hidden states (R, S, dim). See `TargetModel.prefill`."""
+        slots = torch.arange(condition.shape[1], device=condition.device)[None].expand(len(condition), -1)
+        return self(condition, slots, condition_mask(padding_mask, condition.shape[1]), cache, slots)
+
+    def extend(self, tokens: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache, slots: Tensor) -> Tensor:
+        """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
+        return self(self.tok_embeddings(tokens), position_ids, mask, cache, slots)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, dim) hidden states -> (R, N, V) float32."""
         return self.output(hidden).float()
 
-    def teacher_forced(self, condition: Tensor, valid: Tensor, tokens: Tensor) -> Tensor:
-        """Hidden states (B, S + L - 1, dim) at the S conditions and all but the last of `tokens` (B, L)."""
+    def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor) -> Tensor:
+        """Hidden states (B, S + L - 1, dim) at the S conditions and at all but the last of `tokens` (B, L)."""
         x = torch.cat([condition, self.tok_embeddings(tokens[:, :-1])], 1)
-        places = torch.arange(x.shape[1], device=x.device)
-        return self(x, places[None], condition_mask(valid, x.shape[1]))
+        position_ids = torch.arange(x.shape[1], device=x.device)
+        return self(x, position_ids[None], condition_mask(padding_mask, x.shape[1]))
 
     def new_cache(self, rows: int, columns: int) -> Cache:
         weight, c = self.output.weight, self.config
         return Cache(c.layers, rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
 
 
-def condition_mask(valid: Tensor, columns: int) -> Tensor:
-    """Causal mask (B, columns, columns) bool in which padded conditions are seen by themselves alone."""
-    shown = F.pad(valid, (0, columns - valid.shape[1]), value=True)
-    causal = torch.ones(columns, columns, dtype=torch.bool, device=valid.device).tril()
-    return causal & (shown[:, None] | torch.eye(columns, dtype=torch.bool, device=valid.device))
+def condition_mask(padding_mask: Tensor, columns: int) -> Tensor:
+    """The causal mask (B, columns, columns) bool in which a padded condition is seen by itself alone.
+
+    padding_mask (B, S) bool: True where the condition is real.
+    """
+    visible = F.pad(padding_mask, (0, columns - padding_mask.shape[1]), value=True)
+    causal = torch.ones(columns, columns, dtype=torch.bool, device=padding_mask.device).tril()
+    return causal & (visible[:, None] | torch.eye(columns, dtype=torch.bool, device=padding_mask.device))

@@ -1,4 +1,4 @@
-"""Prompt to picture: words, GPT, drafter and tokenizer that belong together, and their neighbor table."""
+"""From a prompt to a picture: the words, GPT, drafters and tokenizer that belong together, and their neighbors."""
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,28 +11,34 @@ from torch import Tensor, nn
 from specvis_kernels import codebook_neighbors
 
 from .checkpoint import load_weights, read_config
-from ..decoding.discrete import Decoded, Observer, Progress, Sampling, decode, guidance_pair, speculative_decode, twice
-from ..decoding.drafters import Eagle, Independent
+from ..decoding.discrete import Decoded, Observer, Progress, decode, speculative_decode
+from ..decoding.drafters import EagleDrafter, ModelDrafter
 from ..decoding.methods import Method, parse_method
-from ..models.eagle import Drafter
+from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from ..models.eagle import EagleHead
+from ..models.interface import Drafter
 from ..models.llamagen import GPT, GPTConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
 
 SHIPPED = Path(__file__).parent.parent / "weights"
-PARTS = ("words", "gpt", "drafter", "tokenizer")
-SMALL = "small"  # a smaller GPT that drafts on its own; a folder need not have one
+PARTS = {"words": "words", "gpt": "gpt", "drafter": "drafter", "tokenizer": "tokenizer"}  # attribute -> file's name
+DRAFT_MODEL = {"draft_model": "small"}  # a smaller GPT that drafts by itself; a folder need not have one
 UNREAD = {"quantize.codebook_used"}  # a statistic in the official checkpoints
 
 
 class Pipeline(nn.Module):
-    """A text-conditional GPT with all that surrounds it."""
+    """A text-conditional GPT with all that surrounds it.
 
-    def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str], small: GPTConfig | None = None):
+    `drafter` is the GPT's EAGLE head, `draft_model` a smaller GPT that drafts by itself, or None.
+    """
+
+    def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str],
+                 draft_config: GPTConfig | None = None):
         super().__init__()
         self.words = Words(vocabulary, config.condition_tokens, config.caption_dim)
-        self.gpt, self.drafter, self.tokenizer = GPT(config), Drafter(config), VQ(vq_config)
-        self.small = GPT(small) if small else None
+        self.gpt, self.drafter, self.tokenizer = GPT(config), EagleHead(config), VQ(vq_config)
+        self.draft_model = GPT(draft_config) if draft_config else None
         self._neighbors: dict[str, Tensor] = {}  # by metric
         self.requires_grad_(False).eval()
 
@@ -40,16 +46,18 @@ class Pipeline(nn.Module):
     def load(folder: str | Path = SHIPPED, device: torch.device | str = "cpu") -> "Pipeline":
         """The pipeline in `folder`: config.json, tokenizer.json, vocabulary.json and a safetensors file per part.
 
+        small.json and small.safetensors are the draft model's, and may be missing.
+
         Raises:
             CheckpointError: a file is missing, truncated, or of another model
         """
         folder = Path(folder)
         config = read_config(folder / "config.json", GPTConfig)
         vq_config = read_config(folder / "tokenizer.json", VQConfig)
-        small = read_config(folder / f"{SMALL}.json", GPTConfig) if (folder / f"{SMALL}.json").exists() else None
-        pipeline = Pipeline(config, vq_config, read_config(folder / "vocabulary.json", dict)["words"], small)
-        for part in pipeline.parts:
-            load_weights(getattr(pipeline, part), folder / f"{part}.safetensors")
+        draft_config = read_config(folder / "small.json", GPTConfig) if (folder / "small.json").exists() else None
+        pipeline = Pipeline(config, vq_config, read_config(folder / "vocabulary.json", dict)["words"], draft_config)
+        for part, file in pipeline.parts.items():
+            load_weights(getattr(pipeline, part), folder / f"{file}.safetensors")
         return pipeline.to(device)
 
     def save(self, folder: str | Path) -> None:
@@ -59,12 +67,12 @@ class Pipeline(nn.Module):
         (folder / "config.json").write_text(json.dumps(asdict(self.gpt.config), indent=1) + "\n")
         (folder / "tokenizer.json").write_text(json.dumps(asdict(self.tokenizer.config), indent=1) + "\n")
         (folder / "vocabulary.json").write_text(json.dumps({"words": self.words.vocabulary}) + "\n")
-        if self.small:
-            (folder / f"{SMALL}.json").write_text(json.dumps(asdict(self.small.config), indent=1) + "\n")
-        for part in self.parts:
+        if self.draft_model:
+            (folder / "small.json").write_text(json.dumps(asdict(self.draft_model.config), indent=1) + "\n")
+        for part, file in self.parts.items():
             state = getattr(self, part).state_dict()
             weights = {name: value.half().contiguous() for name, value in state.items() if name not in UNREAD}
-            save_file(weights, folder / f"{part}.safetensors")
+            save_file(weights, folder / f"{file}.safetensors")
 
     @staticmethod
     def tiny(seed: int = 0) -> "Pipeline":
@@ -77,22 +85,23 @@ class Pipeline(nn.Module):
                                  codebook_size=64, codebook_dim=4, groups=4)
             pipeline = Pipeline(config, vq_config, ["", "plain", "red", "blue", "heart"],
                                 replace(config, dim=16, layers=1))
-            for gpt in (pipeline.gpt, pipeline.small):
+            for gpt in (pipeline.gpt, pipeline.draft_model):
                 for weight in (gpt.output.weight, gpt.tok_embeddings.weight):
                     weight.data.normal_(std=0.5)  # peaked enough that tokens depend on what came before
         return pipeline
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        return (*PARTS, SMALL) if self.small else PARTS
+    def parts(self) -> dict[str, str]:
+        """The parts that have weights, and the names of their files."""
+        return PARTS | DRAFT_MODEL if self.draft_model else PARTS
 
     @property
     def device(self) -> torch.device:
         return self.gpt.output.weight.device
 
     @property
-    def places(self) -> int:
-        """Tokens of a picture."""
+    def num_tokens(self) -> int:
+        """How many tokens a picture has."""
         return self.gpt.config.tokens
 
     def neighbors(self, k: int, metric: str = "l2") -> Tensor:
@@ -105,19 +114,20 @@ class Pipeline(nn.Module):
         return self._neighbors[metric][:, :k].contiguous()
 
     def check(self, method: Method) -> None:
-        """Raise ValueError where this model cannot decode by the method; make ready what it needs."""
-        if method.drafter == SMALL and method.drafting != "none" and self.small is None:
-            raise ValueError(f"drafter must be eagle: this model has no {SMALL}.safetensors and {SMALL}.json")
+        """Raise ValueError if this model cannot decode by the method; make ready what the method needs."""
+        if method.drafter == "model" and method.drafting != "none" and self.draft_model is None:
+            raise ValueError("drafter must be eagle: this model has no small.safetensors and small.json")
         if method.k:
-            self.neighbors(method.columns, method.metric)
+            self.neighbors(method.num_neighbors, method.metric)
 
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | Method | list[Method], sampling: Sampling,
                progress: Progress | None = None, observe: Observer | None = None) -> Decoded:
-        """Decode one picture's tokens per prompt, all by one method (or its name, see parse_method) or each by its own.
+        """Decode the tokens of one picture for each prompt.
 
-        Requests whose methods are of one family are decoded together; no request's tokens depend on the others.
-        `observe` is called after every step of each such group.
+        All prompts have one method (or its name, see parse_method), or each has its own. Requests whose methods are of
+        one family are decoded together. No request's tokens depend on the others. `observe` is called after every step
+        of each such group.
 
         Raises:
             UnknownWords: a prompt has words that the model does not know
@@ -139,25 +149,27 @@ class Pipeline(nn.Module):
         families = [m.family for m in methods]
         parts, order = [], []
         for family in dict.fromkeys(families):
-            those = [i for i, other in enumerate(families) if other == family]
-            order += those
-            parts.append(self._decode(features[those], [methods[i] for i in those], sampling[those], progress,
+            requests = [i for i, other in enumerate(families) if other == family]
+            order += requests
+            parts.append(self._decode(features[requests], [methods[i] for i in requests], sampling[requests], progress,
                                       observe))
         return Decoded.merged(parts, torch.tensor(order))
 
     def _decode(self, features: Tensor, methods: list[Method], sampling: Sampling,
                 progress: Progress | None, observe: Observer | None) -> Decoded:
         base = methods[0]
-        condition, valid = self.gpt.condition(features)
+        condition, padding_mask = self.gpt.condition(features)
         if base.drafting == "none":
-            return decode(self.gpt, condition, valid, sampling, progress)
-        if base.drafter == SMALL:
-            drafter = Independent(self.small, *guidance_pair(self.small, *self.small.condition(features)))
-        else:
-            drafter = Eagle(self.gpt, self.drafter, twice(valid))
-        neighbors = self.neighbors(base.columns, base.metric) if base.k else None
-        return speculative_decode(self.gpt, drafter, condition, valid, sampling, methods, neighbors, progress,
-                                  observe)
+            return decode(self.gpt, condition, padding_mask, sampling, progress)
+        neighbors = self.neighbors(base.num_neighbors, base.metric) if base.k else None
+        return speculative_decode(self.gpt, self._drafter(base.drafter, features, padding_mask), condition,
+                                  padding_mask, sampling, methods, neighbors, progress, observe)
+
+    def _drafter(self, kind: str, features: Tensor, padding_mask: Tensor) -> Drafter:
+        if kind == "model":
+            model = self.draft_model
+            return ModelDrafter(model, *cfg_inputs(model, *model.condition(features)))
+        return EagleDrafter(self.gpt, self.drafter, repeat_for_cfg(padding_mask))
 
     @torch.inference_mode()
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
