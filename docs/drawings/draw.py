@@ -202,8 +202,8 @@ def neighborhood():
     d.line(x - 12, base, x + 275, base, INK, 1.2)
     d.line(x - 12, base - delta * scale, x + 275, base - delta * scale, NO, 1.5, dash="6 4")
     d.text(x + 280, base - delta * scale + 4, f"delta = {delta:.2f}", 12, NO, "start")
-    d.text(x - 10, 268, f"relaxed_mass = P(x) + S = {own:.2f} + {total:.2f} = {own + total:.2f},   num_neighbors = 3", 12,
-           anchor="start")
+    sums = f"{own:.2f} + {total:.2f} = {own + total:.2f}"
+    d.text(x - 10, 268, f"relaxed_mass = P(x) + S = {sums},   num_neighbors = 3", 12, anchor="start")
     d.text(x - 10, 287, "Neighbor 4 does not fit: the list ends there. Neighbor 2 adds no mass.", 10.5,
            GRAY, "start")
     d.save("neighborhood")
@@ -376,8 +376,10 @@ def residual():
 def steps():
     """The five verbs of a decoding step."""
     d = Drawing(760, 170, "a decoding step: draft, target forward, verify, commit, update")
-    verbs = [("draft", DRAFT, "a tree, by the", "draft model"), ("target forward", TARGET, "all its nodes", "in one forward"),
-             ("verify", YES, "accept a path, draw", "the token after it"), ("commit", INK, "tokens and cache of", "the accepted nodes"),
+    verbs = [("draft", DRAFT, "a tree, by the", "draft model"),
+             ("target forward", TARGET, "all its nodes", "in one forward"),
+             ("verify", YES, "accept a path, draw", "the token after it"),
+             ("commit", INK, "tokens and cache of", "the accepted nodes"),
              ("update", INK, "the draft model and", "the tree's shape")]
     for i, (name, color, one, two) in enumerate(verbs):
         x = 14 + i * 149
