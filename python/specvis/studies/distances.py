@@ -40,22 +40,22 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], float]] = {
 
 
 @dataclass
-class Compared:
-    """A distance to the target's samples, and those of sets of the target's own samples from one another."""
+class SampleDistance:
+    """A distance of samples to the target's, beside the distances that two sets of the target's own samples have."""
 
     value: float
-    floor: float   # mean of these
-    spread: float  # their standard deviation
+    chance: float  # mean of the latter
+    spread: float  # standard deviation of the latter
 
     @property
     def deviations(self) -> float:
         """How many standard deviations of the noise it is above the noise."""
         if not self.spread:
-            return math.inf if self.value > self.floor else 0.0
-        return (self.value - self.floor) / self.spread
+            return math.inf if self.value > self.chance else 0.0
+        return (self.value - self.chance) / self.spread
 
 
-def floors(a: Tensor, b: Tensor) -> dict[str, list[float]]:
+def chance_distances(a: Tensor, b: Tensor) -> dict[str, list[float]]:
     """Distances between halves of samples a and b (n, d) of one distribution, split anew SPLITS times."""
     both, n, m, generator = torch.cat([a, b]), len(a), len(b), torch.Generator().manual_seed(0)
     orders = torch.stack([torch.randperm(n + m, generator=generator) for _ in range(SPLITS)])
@@ -70,13 +70,14 @@ def floors(a: Tensor, b: Tensor) -> dict[str, list[float]]:
             "sliced Wasserstein": [sliced_distance(both[order[:n]], both[order[n:]]) for order in orders]}
 
 
-def compare(samples: dict[str, Tensor], a: Tensor, b: Tensor) -> dict[str, dict[str, Compared]]:
+def compare(samples: dict[str, Tensor], a: Tensor, b: Tensor) -> dict[str, dict[str, SampleDistance]]:
     """Every distance of each set of samples (n, d) to the target's a (n, d); b is more of the target's."""
-    chance = floors(a, b)
-    return {label: {name: Compared(distance(x, a), float(np.mean(chance[name])), float(np.std(chance[name], ddof=1)))
-                    for name, distance in DISTANCES.items()} for label, x in samples.items()}
+    chance = {name: (float(np.mean(values)), float(np.std(values, ddof=1)))
+              for name, values in chance_distances(a, b).items()}
+    return {label: {name: SampleDistance(distance(x, a), *chance[name]) for name, distance in DISTANCES.items()}
+            for label, x in samples.items()}
 
 
-def joint(parts: list[Compared]) -> float:
+def joint(parts: list[SampleDistance]) -> float:
     """Deviations of independent comparisons together."""
     return sum(part.deviations for part in parts) / len(parts) ** 0.5

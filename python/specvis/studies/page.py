@@ -19,7 +19,7 @@ class Claim:
 
     text: str
     holds: bool | None
-    seen: str
+    evidence: str
 
     @property
     def verdict(self) -> str:
@@ -40,21 +40,26 @@ class Section:
     def text(self, *paragraphs: str) -> None:
         self.parts += paragraphs
 
-    def claim(self, text: str, holds: bool | None, seen: str) -> None:
-        self.claims.append(Claim(text, None if holds is None else bool(holds), seen))
+    def claim(self, text: str, holds: bool | None, evidence: str) -> None:
+        self.claims.append(Claim(text, None if holds is None else bool(holds), evidence))
 
-    def table(self, rows: list[dict], ending: str = "") -> None:
-        """A table in the text and as <name><ending>.csv, which has a column more for each score: is it beyond noise?"""
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+    def table(self, rows: list[dict], ending: str = "", csv_only: bool = False) -> None:
+        """A table in the text and as <name><ending>.csv. In the CSV each score has a second column: is it significant?
+
+        csv_only: the text has the link alone, for a long table
+        """
         path = self.folder / f"{self.name}{ending}.csv"
-        flat = [{name: shown(cell) for key, value in row.items() for name, cell in cells(key, value)} for row in rows]
+        flat = [dict(cell for key, value in row.items() for cell in csv_cells(key, value)) for row in rows]
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)), restval="",
                                     lineterminator="\n")
             writer.writeheader()
             writer.writerows(flat)
-        lines = [columns, ["---"] * len(columns), *([shown(row.get(key, "")) for key in columns] for row in rows)]
-        self.parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n([CSV]({path.name}))")
+        link = f"([CSV]({path.name}))"
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        lines = [columns, ["---"] * len(columns), *([format_cell(row.get(key, "")) for key in columns] for row in rows)]
+        markdown = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        self.parts.append(link if csv_only else f"{markdown}\n\n{link}")
 
     def figure(self, figure, caption: str, ending: str = "") -> None:
         """A plot as <name><ending>.png, signed with where it comes from."""
@@ -68,23 +73,23 @@ class Section:
         self.parts.append(f"![{caption}]({path.name})\n\n*{caption}*")
 
     def markdown(self) -> str:
-        claims = [f"- **{c.verdict}**: {c.text}. Here: {c.seen}." for c in self.claims]
+        claims = [f"- **{c.verdict}**: {c.text}. Here: {c.evidence}." for c in self.claims]
         return "\n\n".join([f"## {self.title}", f"`{self.name}`", *self.parts, "\n".join(claims)]).rstrip() + "\n"
 
 
-def cells(key: str, value) -> list[tuple[str, object]]:
-    """What a value is in a CSV."""
+def csv_cells(key: str, value) -> list[tuple[str, str]]:
+    """The columns that a value has in a CSV, and their texts."""
     if isinstance(value, Score):
-        return [(key, value.value), (f"{key} differs", "yes" if value.significant else "no")]
-    return [(key, value)]
+        return [(key, format_cell(value.value)), (f"{key} differs", "yes" if value.significant else "no")]
+    return [(key, format_cell(value))]
 
 
-def shown(value) -> str:
-    """A number with three significant digits, with a star for a score beyond noise; None is "not measured"."""
+def format_cell(value) -> str:
+    """A number with three significant digits, with a star for a significant score; None is "not measured"."""
     if value is None:
         return "not measured"
     if isinstance(value, Score):
-        return shown(value.value) + "*" * value.significant
+        return format_cell(value.value) + "*" * value.significant
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.1f}"
     return str(value)
@@ -96,7 +101,7 @@ def axes(rows: int, columns: int, width: float, height: float, **others):
                         layout="constrained", **others)
 
 
-def heat(axis, values, rows, columns, title: str, names: tuple[str, str]) -> None:
+def heatmap(axis, values, rows, columns, title: str, names: tuple[str, str]) -> None:
     """Numbers as a colored table; names: of rows and of columns."""
     axis.imshow(values, cmap="viridis", aspect="auto")
     middle = (values.min() + values.max()) / 2

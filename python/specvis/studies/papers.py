@@ -6,19 +6,19 @@ Lumina-mGPT 7B on A100 GPUs) are another world than a 4M model on two processor 
 """
 
 LANTERN_TABLE_3 = [  # main results, LlamaGen-XL Stage I; the first ratio of each pair is the abstract's 1.75 and 1.82
-    {"T": 0, "method": "EAGLE-2", "speed-up": "1.29"}, {"T": 0, "method": "LANTERN, its best", "speed-up": "2.26"},
-    {"T": 1, "method": "EAGLE-2", "speed-up": "0.93"}, {"T": 1, "method": "LANTERN, its best", "speed-up": "1.69"},
+    {"T": 0, "method": "EAGLE-2", "speedup": "1.29"}, {"T": 0, "method": "LANTERN, its best", "speedup": "2.26"},
+    {"T": 1, "method": "EAGLE-2", "speedup": "0.93"}, {"T": 1, "method": "LANTERN, its best", "speedup": "1.69"},
 ]
 
 ADT_TABLE_1 = [  # Anole, T = 1, MS-COCO and PartiPrompts
-    {"T": 1, "method": "EAGLE-2", "speed-up, COCO": "0.76", "speed-up, Parti": "0.80", "mean depth": "5.00"},
-    {"T": 1, "method": "LANTERN", "speed-up, COCO": "1.38", "speed-up, Parti": "1.90", "mean depth": ""},
-    {"T": 1, "method": "ADT-Tree", "speed-up, COCO": "1.06", "speed-up, Parti": "1.57", "mean depth": "2.09"},
-    {"T": 1, "method": "ADT-Tree + LANTERN", "speed-up, COCO": "1.53", "speed-up, Parti": "2.20", "mean depth": ""},
+    {"T": 1, "method": "EAGLE-2", "speedup, COCO": "0.76", "speedup, Parti": "0.80", "mean depth": "5.00"},
+    {"T": 1, "method": "LANTERN", "speedup, COCO": "1.38", "speedup, Parti": "1.90", "mean depth": ""},
+    {"T": 1, "method": "ADT-Tree", "speedup, COCO": "1.06", "speedup, Parti": "1.57", "mean depth": "2.09"},
+    {"T": 1, "method": "ADT-Tree + LANTERN", "speedup, COCO": "1.53", "speedup, Parti": "2.20", "mean depth": ""},
 ]
 
 COOL_TABLE_1 = [
-    {"model": model, "method": name, "accept length": length, "latency (s)": latency, "speed-up": speedup, "FID": fid,
+    {"model": model, "method": name, "accept length": length, "latency (s)": latency, "speedup": speedup, "FID": fid,
      "CLIP": clip, "ImageReward": reward}
     for model, name, length, latency, speedup, fid, clip, reward in (
         ("Lumina-mGPT", "target", "1.00", "170.14", "1.00", "28.99", "0.3330", "0.6855"),
@@ -31,4 +31,4 @@ COOL_TABLE_1 = [
         ("LlamaGen-XL", "COOL-SD, delta 2", "3.34", "3.72", "2.72", "21.20", "0.3154", "-0.1353"))
 ]
 
-CSPD_TABLE_1 = {4: "1.62", 8: "1.96", 16: "2.20", 32: "2.33"}  # gamma: speed-up of MAR-H with MAR-B, batch 256
+CSPD_TABLE_1 = {4: "1.62", 8: "1.96", 16: "2.20", 32: "2.33"}  # gamma: speedup of MAR-H with MAR-B, batch 256

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..decoding.discrete import Sampling, cfg_inputs, repeat_for_cfg
+from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..models.llamagen import condition_mask
 from ..pipelines.discrete import Pipeline
 

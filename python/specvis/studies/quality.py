@@ -4,16 +4,18 @@ CLIP score, HPSv2, ImageReward and the aesthetic predictor of the papers need we
 has them adds a function to `MORE_SCORES`, or names it by `specvis report --score`.
 """
 import io
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 SIDE = 224        # the network's input
-GROUPS = 8        # of plain pictures, each as many as are judged, that the noise is taken from
+GROUPS = 8        # of baseline pictures, each as many as are compared, that the noise is taken from
 QUANTILE = 2.365  # 97.5 % of the t distribution with GROUPS - 1 degrees of freedom
 
 
@@ -51,18 +53,18 @@ class Network:
 
 
 @dataclass
-class Seen:
-    """What the network sees in pictures."""
+class Features:
+    """What the network makes of pictures."""
 
-    features: np.ndarray  # (n, d)
-    classes: np.ndarray   # (n, c)  probabilities
-    names: np.ndarray     # (n,)    which of the prompts' own pictures each should resemble
+    vectors: np.ndarray  # (n, d)
+    classes: np.ndarray  # (n, c)  probabilities
+    names: np.ndarray    # (n,)    which prompt's reference picture each should resemble
 
-    def __getitem__(self, those) -> "Seen":
-        return Seen(self.features[those], self.classes[those], self.names[those])
+    def __getitem__(self, rows) -> "Features":
+        return Features(self.vectors[rows], self.classes[rows], self.names[rows])
 
     def __len__(self) -> int:
-        return len(self.features)
+        return len(self.vectors)
 
 
 def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -77,12 +79,12 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(((means[0] - means[1]) ** 2).sum() + (x ** 2).sum() + (y ** 2).sum() - 2 * both)
 
 
-def kernel_distance(a: Seen, b: Seen) -> float:
+def kernel_distance(a: Features, b: Features) -> float:
     """Squared maximum mean discrepancy, kernel (x y / d + 1)^3 (Binkowski et al., arXiv:1801.01401), over all pairs of
     pictures of different prompts: such pairs alone are as frequent within a set as between two, so that it is unbiased.
     """
-    def mean(x: Seen, y: Seen) -> float:
-        kernel = (x.features.astype(np.float64) @ y.features.astype(np.float64).T / x.features.shape[1] + 1) ** 3
+    def mean(x: Features, y: Features) -> float:
+        kernel = (x.vectors.astype(np.float64) @ y.vectors.astype(np.float64).T / x.vectors.shape[1] + 1) ** 3
         return kernel[x.names[:, None] != y.names].mean()
 
     return float(mean(a, a) + mean(b, b) - 2 * mean(a, b))
@@ -94,73 +96,101 @@ def inception_score(classes: np.ndarray) -> float:
     return float(np.exp((classes * (np.log(classes) - np.log(classes.mean(0)))).sum(1).mean()))
 
 
-def nearest_name(seen: Seen, own: np.ndarray) -> float:
-    """The share of pictures whose features are nearest, by angle, to those of their prompt's own picture.
+def nearest_name(pictures: Features, references: np.ndarray) -> float:
+    """The share of pictures whose features are nearest, by angle, to those of their prompt's reference picture.
 
-    own (prompts, d): features of the pictures that the prompts name. By chance the share is 1 / prompts.
+    references (prompts, d): features of the pictures that the prompts name. By chance the share is 1 / prompts.
     """
-    mean = own.mean(0)
-    x, y = ((part - mean) / np.linalg.norm(part - mean, axis=1, keepdims=True) for part in (seen.features, own))
-    return float(((x @ y.T).argmax(1) == seen.names).mean())
+    mean = references.mean(0)
+    x, y = ((part - mean) / np.linalg.norm(part - mean, axis=1, keepdims=True)
+            for part in (pictures.vectors, references))
+    return float(((x @ y.T).argmax(1) == pictures.names).mean())
 
 
-DISTANCES: dict[str, Callable[[Seen, Seen], float]] = {  # to plain decoding's pictures
-    "Frechet distance": lambda a, b: frechet_distance(a.features, b.features),
+DISTANCES: dict[str, Callable[[Features, Features], float]] = {  # to baseline pictures
+    "Frechet distance": lambda a, b: frechet_distance(a.vectors, b.vectors),
     "kernel distance": kernel_distance,
 }
-SCORES: dict[str, Callable[[Seen, np.ndarray], float]] = {  # of pictures and the features of the prompts' own pictures
-    "inception score": lambda seen, own: inception_score(seen.classes),
+SCORES: dict[str, Callable[[Features, np.ndarray], float]] = {  # of pictures, and of features of reference pictures
+    "inception score": lambda pictures, references: inception_score(pictures.classes),
     "nearest name": nearest_name,
 }
 
 MORE_SCORES: dict[str, Callable[[np.ndarray, list[str]], np.ndarray]] = {}  # of pictures (n, H, W, 3) and prompts: (n,)
 
 
+def register_scores(texts: tuple[str, ...]) -> None:
+    """Add functions to MORE_SCORES, each given as "name=module:function".
+
+    Raises:
+        ValueError: not of this form, or no such function
+    """
+    for text in texts:
+        name, _, where = text.partition("=")
+        module, _, function = where.partition(":")
+        if "" not in sys.path:
+            sys.path.insert(0, "")  # modules of the folder that the command is run in
+        try:
+            score = getattr(import_module(module), function)
+            values = np.asarray(score(np.zeros((2, 64, 64, 3), np.uint8), ["red heart", "blue heart"]))
+            if not name or name in (*DISTANCES, *SCORES) or values.shape != (2,):
+                raise ValueError("it needs a name of its own, and must return a number for each of two pictures")
+        except (ImportError, AttributeError, TypeError, ValueError) as error:  # absent, or not of this form
+            raise ValueError(f"score must be like clip=my_module:function, got {text!r}: {error}") from error
+        MORE_SCORES[name] = score
+
+
 @dataclass
 class Score:
-    """A number beside what plain decoding's own pictures have."""
+    """A number beside the same number of baseline pictures."""
 
     value: float
-    plain: float    # mean over groups of plain pictures
-    noise: float    # what chance alone adds or takes in 19 of 20 cases, from the spread of these groups
+    baseline: float  # mean over groups of baseline pictures
+    noise: float     # what chance alone adds or takes in 19 of 20 cases, from the spread of these groups
 
     @property
     def effect(self) -> float:
-        """How far the number is from plain decoding's."""
-        return abs(self.value - self.plain)
+        """How far the number is from the baseline's."""
+        return abs(self.value - self.baseline)
 
     @property
     def significant(self) -> bool:
         return self.effect > self.noise
 
-    def pictures_needed(self, now: int) -> int | None:
-        """With about how many pictures the noise of a distance, which falls as 1 / n, would be below the effect."""
-        return int(np.ceil(now * self.noise / self.effect)) if self.effect else None
+    def pictures_needed(self, count: int) -> int | None:
+        """With about how many pictures the noise of a distance, which falls as 1 / n, would be below the effect.
+
+        count: of the pictures that the noise is of
+        """
+        return int(np.ceil(count * self.noise / self.effect)) if self.effect else None
 
     @staticmethod
     def of(value: float, groups: list[float]) -> "Score":
-        """Beside the same number of each group of plain pictures: a prediction interval of the t distribution."""
+        """Beside the same number of each group of baseline pictures: a prediction interval of the t distribution."""
         g = len(groups)
         spread = np.std(groups, ddof=1) * np.sqrt(1 + 1 / g) * QUANTILE if g > 1 else 0.0
         return Score(float(value), float(np.mean(groups)), float(spread))
 
 
-def quality(seen: Seen, plain: Seen, own: np.ndarray) -> dict[str, Score]:
-    """Every distance and score of n pictures beside GROUPS n of plain decoding, all groups of the same prompts.
+def quality(pictures: Features, baseline: Features, references: np.ndarray) -> dict[str, Score]:
+    """Every distance and score of n pictures beside GROUPS n baseline pictures, all groups of the same prompts.
 
-    A distance is to all groups but one, the mean over which one; plain decoding's is from each group to the others.
-    Where plain decoding has only n pictures (greedy ones do not differ), it is to these, without noise.
+    A distance is to all groups but one, the mean over which one; the baseline's is from each group to the others.
+    Where the baseline has only n pictures (greedy ones do not differ), it is to these, without noise.
 
     Raises:
-        ValueError: another number of plain pictures
+        ValueError: another number of baseline pictures
     """
-    n = len(seen)
-    if len(plain) not in (n, GROUPS * n):
-        raise ValueError(f"plain must have {GROUPS} times as many pictures as the {n} judged, got {len(plain)}")
-    groups = [np.arange(start, start + n) for start in range(0, len(plain), n)]
-    others = [plain[np.setdiff1d(np.arange(len(plain)), group)] if len(groups) > 1 else plain for group in groups]
-    result = {name: Score.of(np.mean([distance(seen, other) for other in others]),
-                             [distance(plain[group], other) for group, other in zip(groups, others)])
+    n = len(pictures)
+    if len(baseline) not in (n, GROUPS * n):
+        raise ValueError(f"baseline must have {GROUPS} times as many pictures as the {n} that are compared, "
+                         f"got {len(baseline)}")
+    groups = [np.arange(start, start + n) for start in range(0, len(baseline), n)]
+    others = [baseline[np.setdiff1d(np.arange(len(baseline)), group)] if len(groups) > 1 else baseline
+              for group in groups]
+    result = {name: Score.of(np.mean([distance(pictures, other) for other in others]),
+                             [distance(baseline[group], other) for group, other in zip(groups, others)])
               for name, distance in DISTANCES.items()}
-    return result | {name: Score.of(score(seen, own), [score(plain[group], own) for group in groups])
+    return result | {name: Score.of(score(pictures, references), [score(baseline[group], references)
+                                                                  for group in groups])
                      for name, score in SCORES.items()}

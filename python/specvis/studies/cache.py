@@ -1,0 +1,159 @@
+"""Results of long work, kept in a folder: an interruption loses only the one that was being computed."""
+import hashlib
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from datetime import date
+from pathlib import Path
+from zipfile import BadZipFile
+
+import click
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+import specvis_kernels
+
+
+class ResultCache:
+    """Jobs, each computed once; its result is a file in `folder`.
+
+    A job is a frozen dataclass with a field `method`. A subclass says what a job is: the `suffix` of its file, its
+    `title`, its `cost` in seconds, how to `make` it, and its `key` if more than its fields tells it from others.
+    """
+
+    def __init__(self, folder: str | Path, machine: str, identity: dict):
+        """
+        Raises:
+            ValueError: the folder holds results of another `identity`
+        """
+        self.folder, self.machine = Path(folder), machine
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.record = self.folder / "study.json"
+        if not self.record.exists():
+            write_file(self.record, json.dumps(identity | {"origins": []}, indent=1) + "\n")
+        found = read_json(self.record)
+        for key, wanted in identity.items():
+            if found.get(key) != wanted:
+                many = isinstance(wanted, list)
+                difference = "" if many else f" ({found.get(key)}; here it is {wanted})"
+                raise ValueError(f"{self.folder} holds results of {'other' if many else 'another'} {key}{difference}: "
+                                 "choose another folder, or remove it")
+
+    @property
+    def origins(self) -> list[str]:
+        """Where the results come from: revision, machine and day of each time that some were computed."""
+        return read_json(self.record)["origins"]
+
+    def key(self, job) -> list:
+        """What tells a job from others."""
+        return [getattr(job, field.name) for field in fields(job)]
+
+    def path(self, job) -> Path:
+        digest = hashlib.sha256(repr(self.key(job)).encode()).hexdigest()[:16]
+        return self.folder / f"{job.method.name}-{digest}.{self.suffix(job)}"
+
+    def parts(self, job) -> list:
+        """The jobs that it consists of. These are what is computed and kept."""
+        return [job]
+
+    def pending(self, jobs: list) -> list:
+        """The parts of these jobs that are not in the folder yet, each once."""
+        parts = [part for job in jobs for part in self.parts(job)]
+        return [part for part in dict.fromkeys(parts) if not self.path(part).exists()]
+
+    def compute(self, jobs: list, label: str = "") -> None:
+        """Compute what is pending of `jobs`, with a bar that tells how much time is left."""
+        pending = self.pending(jobs)
+        origin = f"{revision()}, {self.machine}, {date.today()}"
+        if pending and origin not in self.origins:
+            record = read_json(self.record)
+            write_file(self.record, json.dumps(record | {"origins": [*self.origins, origin]}, indent=1) + "\n")
+        costs = [self.cost(job) for job in pending]
+        start, done = time.perf_counter(), 0.0
+        bar_format = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} gone, {remaining} left"
+        with tqdm(total=sum(costs), bar_format=bar_format, smoothing=0, disable=None) as bar:
+            for number, (job, cost) in enumerate(zip(pending, costs), 1):
+                text = f"{label}{number} of {len(pending)}, {self.title(job)}"
+                bar.set_description(text)
+                if bar.disable:
+                    left = (time.perf_counter() - start) / done * (sum(costs) - done) if done else None
+                    click.echo(text + ("" if left is None else f", {left / 60:.0f} min left"), err=True)
+                self.make(job, lambda share: bar.update(cost * share))
+                done += cost
+
+
+def fingerprint(module: nn.Module, *configs) -> str:
+    """Sixteen digits of a model's weights and configurations: models that have the same are the same."""
+    digest = hashlib.sha256(repr(configs).encode())
+    for name, weight in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(weight.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def machine(device: torch.device) -> str:
+    """The processor, as the system names it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        return f"{names[0]}, {torch.get_num_threads()} threads"
+    except (OSError, IndexError):
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def revision() -> str:
+    """The commit that this package is a checkout of, else its version."""
+    this = Path(__file__)
+    try:
+        def git(*arguments):
+            command = ["git", "-C", str(this.parent), *arguments]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        git("ls-files", "--error-unmatch", str(this))  # not that of a repository around an installed package
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", str(this.parents[1]))
+                                                      else "")
+    except (OSError, subprocess.CalledProcessError):
+        return f"version {specvis_kernels.__version__}"
+
+
+def read_json(path: Path) -> dict:
+    """
+    Raises:
+        ValueError: not a JSON object
+    """
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+        return content
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; remove it, it will be made again") from error
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """
+    Raises:
+        ValueError: not a whole archive of arrays
+    """
+    try:
+        with np.load(path) as archive:
+            return {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, EOFError, BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read: {error}; remove it, it will be made again") from error
+
+
+def write_file(path: Path, content: str | Callable) -> None:
+    """Write a text, or what a function writes to an open file, at once: an interruption leaves no half of it."""
+    part = path.with_name(f".{path.name}.part")
+    if isinstance(content, str):
+        part.write_text(content)
+    else:
+        with open(part, "wb") as file:
+            content(file)
+    part.replace(path)
