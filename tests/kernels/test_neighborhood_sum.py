@@ -11,21 +11,21 @@ BACKENDS = backends("neighborhood_sum", DEVICE)
 NAN, INF = float("nan"), float("inf")
 
 
-def one(backend, row, token, near, cutoff, dtype=torch.int32, **options):
-    """The op on one row; `near` is the whole table."""
-    mass, kept, status = neighborhood_sum(
+def one(backend, row, token, neighbors, delta, dtype=torch.int32, **options):
+    """The op on one row; `neighbors` is the whole table."""
+    relaxed_mass, num_neighbors, status = neighborhood_sum(
         torch.tensor([row], device=DEVICE), torch.tensor([token], device=DEVICE),
-        torch.tensor(near, device=DEVICE).to(dtype), torch.tensor([cutoff], device=DEVICE), **options,
+        torch.tensor(neighbors, device=DEVICE).to(dtype), torch.tensor([delta], device=DEVICE), **options,
         backend=backend)
-    return mass.item(), kept.item(), status.item()
+    return relaxed_mass.item(), num_neighbors.item(), status.item()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind, cutoff, mass, kept", [
+@pytest.mark.parametrize("cutoff, delta, relaxed_mass, num_neighbors", [
     # The token has 1/2; its neighbors, nearest first, 1/4, 1/8, 1/8: running sums 1/4, 3/8, 1/2.
     ("tvd", 0.0, 0.5, 0),
     ("tvd", 0.249, 0.5, 0),
-    ("tvd", 0.25, 0.75, 1),      # a sum equal to the cutoff is kept
+    ("tvd", 0.25, 0.75, 1),      # a sum equal to delta is kept
     ("tvd", 0.374, 0.75, 1),
     ("tvd", 0.375, 0.875, 2),
     ("tvd", 1.0, 1.0, 3),
@@ -51,36 +51,38 @@ def one(backend, row, token, near, cutoff, dtype=torch.int32, **options):
     ("jsd", NAN, 0.5, 0),
 ])
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.int32])
-def test_cutoffs_by_hand(backend, kind, cutoff, mass, kept, dtype):
+def test_cutoffs_by_hand(backend, cutoff, delta, relaxed_mass, num_neighbors, dtype):
     table = [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
-    assert one(backend, [0.5, 0.25, 0.125, 0.125], 0, table, cutoff, dtype, kind=kind) == (mass, kept, 0)
+    got = one(backend, [0.5, 0.25, 0.125, 0.125], 0, table, delta, dtype, cutoff=cutoff)
+    assert got == (relaxed_mass, num_neighbors, 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind, cutoff, mass, kept", [
+@pytest.mark.parametrize("cutoff, delta, relaxed_mass, num_neighbors", [
     ("tvd", 0.0, 0.5, 1),    # the neighbor of probability 0 takes a place and no budget; 1/4 does not fit
     ("ratio", 0.0, 0.5, 1),
     ("jsd", 0.0, 0.5, 1),
     ("tvd", 0.25, 0.75, 2),
 ])
-def test_a_neighbor_without_probability_takes_a_place(backend, kind, cutoff, mass, kept):
+def test_a_neighbor_without_probability_takes_a_place(backend, cutoff, delta, relaxed_mass, num_neighbors):
     table = [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
-    assert one(backend, [0.5, 0.0, 0.25, 0.25], 0, table, cutoff, kind=kind) == (mass, kept, 0)
+    assert one(backend, [0.5, 0.0, 0.25, 0.25], 0, table, delta, cutoff=cutoff) == (relaxed_mass, num_neighbors, 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind, cutoff, mass, kept", [
+@pytest.mark.parametrize("cutoff, delta, relaxed_mass, num_neighbors", [
     ("tvd", 0.25, 0.25, 1),
     ("ratio", 5.0, 0.0, 0),  # 5 * 0 < 1/4
     ("jsd", 0.17, 0.0, 0),   # JSD(1/4, 0) = 1/4 ln 2 = 0.1733
     ("jsd", 0.18, 0.25, 1),
 ])
-def test_a_token_without_probability(backend, kind, cutoff, mass, kept):
-    assert one(backend, [0.0, 0.25, 0.75], 0, [[1, 2], [0, 2], [0, 1]], cutoff, kind=kind) == (mass, kept, 0)
+def test_a_token_without_probability(backend, cutoff, delta, relaxed_mass, num_neighbors):
+    got = one(backend, [0.0, 0.25, 0.75], 0, [[1, 2], [0, 2], [0, 1]], delta, cutoff=cutoff)
+    assert got == (relaxed_mass, num_neighbors, 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("token, mass, kept", [
+@pytest.mark.parametrize("token, relaxed_mass, num_neighbors", [
     (0, 0.25, 0),   # below the codebook: no neighbors
     (1, 0.125, 0),
     (2, 0.375, 2),  # code 0, neighbors codes 1 and 2, ids 3 and 4: 1/4 + 1/8 + 0
@@ -88,25 +90,25 @@ def test_a_token_without_probability(backend, kind, cutoff, mass, kept):
     (4, 0.375, 2),  # code 2: codes 0 and 1
     (5, 0.25, 0),   # above
 ])
-def test_an_offset_table(backend, token, mass, kept):
+def test_an_offset_table(backend, token, relaxed_mass, num_neighbors):
     row = [0.25, 0.125, 0.25, 0.125, 0.0, 0.25]
-    assert one(backend, row, token, [[1, 2], [0, 2], [0, 1]], 1.0, offset=2) == (mass, kept, 0)
+    assert one(backend, row, token, [[1, 2], [0, 2], [0, 1]], 1.0, offset=2) == (relaxed_mass, num_neighbors, 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strange", [100, -3, 2**31 - 1, -2**31])
-def test_an_id_outside_the_vocabulary_weighs_nothing(backend, strange):
+def test_an_id_outside_the_vocabulary_adds_nothing(backend, strange):
     table = [[strange, 1], [0, 2], [0, 1]]
     assert one(backend, [0.5, 0.25, 0.25], 0, table, 1.0) == (0.75, 2, 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_id_outside_the_vocabulary_is_not_the_next_row(backend):
-    mass, kept, _ = neighborhood_sum(
+    relaxed_mass, num_neighbors, _ = neighborhood_sum(
         torch.tensor([[0.5, 0.25, 0.25]] * 2, device=DEVICE), torch.tensor([0, 0], device=DEVICE),
         torch.tensor([[3, 1], [0, 2], [0, 1]], dtype=torch.int32, device=DEVICE),
         torch.ones(2, device=DEVICE), backend=backend)
-    assert mass.tolist() == [0.75, 0.75] and kept.tolist() == [2, 2]
+    assert relaxed_mass.tolist() == [0.75, 0.75] and num_neighbors.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,10 +150,10 @@ def test_narrow_tables_hold_large_ids(backend):
     row[0, 39999], row[0, 32768] = 0.75, 0.25
     table = torch.zeros(V, 1, dtype=torch.int64)
     table[39999] = 32768
-    mass, kept, _ = neighborhood_sum(
+    relaxed_mass, num_neighbors, _ = neighborhood_sum(
         row.to(DEVICE), torch.tensor([39999], device=DEVICE), table.to(DEVICE, torch.uint16),
         torch.tensor([0.25], device=DEVICE), backend=backend)
-    assert mass.item() == 1.0 and kept.item() == 1
+    assert relaxed_mass.item() == 1.0 and num_neighbors.item() == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -162,36 +164,37 @@ def test_moving_the_kept_mass_is_that_far_in_total_variation(backend):
     counts = torch.randint(1, 2**12, (R, V), generator=g).double()
     probs = (counts / 2**18).float()                  # exact
     table, tokens = neighbor_table(V, k), torch.arange(R, device=DEVICE)
-    cutoff = torch.linspace(0, 0.1, R)
-    mass, kept, _ = neighborhood_sum(probs.to(DEVICE), tokens, table, cutoff.to(DEVICE), backend=backend)
-    assert kept.unique().numel() > 2
+    delta = torch.linspace(0, 0.1, R)
+    relaxed_mass, num_neighbors, _ = neighborhood_sum(
+        probs.to(DEVICE), tokens, table, delta.to(DEVICE), backend=backend)
+    assert num_neighbors.unique().numel() > 2
     for r in range(R):
         moved = probs[r].double().clone()
-        near = table[r, :kept[r]].long().cpu()
-        moved[r] += moved[near].sum()
-        moved[near] = 0
-        assert moved[r] == mass[r].item()
+        neighbors = table[r, :num_neighbors[r]].long().cpu()
+        moved[r] += moved[neighbors].sum()
+        moved[neighbors] = 0
+        assert moved[r] == relaxed_mass[r].item()
         distance = (moved - probs[r].double()).abs().sum() / 2
-        assert distance == mass[r].item() - probs[r, r].item() and distance <= cutoff[r]
-        one_more = probs[r, table[r, kept[r].item()].long().cpu()] + distance
-        assert one_more > cutoff[r]
+        assert distance == relaxed_mass[r].item() - probs[r, r].item() and distance <= delta[r]
+        one_more = probs[r, table[r, num_neighbors[r].item()].long().cpu()] + distance
+        assert one_more > delta[r]
 
 
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
-@pytest.mark.parametrize("kind", ["tvd", "ratio", "jsd"])
-def test_agrees_with_the_oracle_on_inexact_rows(backend, kind, monkeypatch):
-    g = torch.Generator().manual_seed(len(kind))
+@pytest.mark.parametrize("cutoff", ["tvd", "ratio", "jsd"])
+def test_agrees_with_the_oracle_on_inexact_rows(backend, cutoff, monkeypatch):
+    g = torch.Generator().manual_seed(len(cutoff))
     if backend == "triton":  # several blocks without a long row
         from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.WIDEST, "V", 16)
-        monkeypatch.setitem(_rows.WIDEST, "k", 4)
+        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 16)
+        monkeypatch.setitem(_rows.MAX_BLOCK, "k", 4)
     R, V, k = (6, 60, 30) if backend == "triton" else (400, 300, 200)
     probs = (torch.randn(R, V, generator=g) * 3).softmax(-1).to(DEVICE)
     tokens = torch.randint(V, (R,), generator=g).to(DEVICE)
-    cutoff = (torch.rand(R, generator=g) * (3 if kind == "ratio" else 0.5)).to(DEVICE)
-    args = (probs, tokens, neighbor_table(V, k), cutoff)
-    for got, expected in zip(neighborhood_sum(*args, kind=kind, backend=backend),
-                             neighborhood_sum(*args, kind=kind, backend="oracle")):
+    delta = (torch.rand(R, generator=g) * (3 if cutoff == "ratio" else 0.5)).to(DEVICE)
+    args = (probs, tokens, neighbor_table(V, k), delta)
+    for got, expected in zip(neighborhood_sum(*args, cutoff=cutoff, backend=backend),
+                             neighborhood_sum(*args, cutoff=cutoff, backend="oracle")):
         assert torch.equal(got, expected)
 
 
@@ -204,13 +207,13 @@ def test_jsd_is_the_divergence_it_is_named_after():
     middle = [(a + b) / 2 for a, b in zip(row, moved)]
     distance = (divergence(row, middle) + divergence(moved, middle)) / 2
     table = [[1, 2], [0, 2], [0, 1]]
-    assert one("oracle", row, 0, table, distance - 1e-6, kind="jsd")[1] == 1
-    assert one("oracle", row, 0, table, distance + 1e-6, kind="jsd")[1] == 2
+    assert one("oracle", row, 0, table, distance - 1e-6, cutoff="jsd")[1] == 1
+    assert one("oracle", row, 0, table, distance + 1e-6, cutoff="jsd")[1] == 2
 
 
 def arguments(**changes):
     base = dict(probs=torch.full((2, 4), 0.25), tokens=torch.zeros(2, dtype=torch.int64),
-                neighbors=torch.ones(4, 3, dtype=torch.int32), cutoff=torch.zeros(2))
+                neighbors=torch.ones(4, 3, dtype=torch.int32), delta=torch.zeros(2))
     return {name: tensor.to(DEVICE) if isinstance(tensor, torch.Tensor) else tensor
             for name, tensor in (base | changes).items()}
 
@@ -221,8 +224,8 @@ def arguments(**changes):
     (dict(tokens=torch.zeros(3).long()), r"tokens must be int64 \(R=2\), got int64 \(3,\)"),
     (dict(neighbors=torch.ones(4, 3).long()), r"neighbors must be uint16 or int32 \(C=4, k=3\), got int64"),
     (dict(neighbors=torch.ones(4, 0).int()), r"neighbors must have at least one row and one column"),
-    (dict(cutoff=torch.zeros(2, 1)), r"cutoff must be float32 \(R=2\), got float32 \(2, 1\)"),
-    (dict(kind="l2"), "kind must be one of tvd, ratio, jsd, got 'l2'"),
+    (dict(delta=torch.zeros(2, 1)), r"delta must be float32 \(R=2\), got float32 \(2, 1\)"),
+    (dict(cutoff="l2"), "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
     (dict(offset=1), r"offset must be in \[0, V - C\] = \[0, 0\], got 1 with V=4, C=4"),
     (dict(offset=-1), r"offset must be in \[0, V - C\] = \[0, 0\], got -1"),
     (dict(backend="fast"), "backend of neighborhood_sum must be one of oracle"),

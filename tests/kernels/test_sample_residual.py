@@ -23,7 +23,7 @@ def one(backend, target, draft, uniform, omega=None):
 
 
 @each_backend
-@pytest.mark.parametrize("draft, omega, weights", [
+@pytest.mark.parametrize("draft, omega, masses", [
     # What is left, in sixteenths; P is 8 4 2 2, Q is 4 8 4 0.
     (DRAFT, None, [4, 0, 0, 2]),
     (DRAFT, 1.0, [4, 0, 0, 2]),
@@ -35,10 +35,10 @@ def one(backend, target, draft, uniform, omega=None):
     (None, None, [8, 4, 2, 2]),
     (None, 0.5, [8, 4, 2, 2]),
 ])
-def test_residuals_by_hand(backend, draft, omega, weights):
-    total = sum(weights)
+def test_residuals_by_hand(backend, draft, omega, masses):
+    total = sum(masses)
     for i in range(total):
-        token = next(v for v in range(4) if sum(weights[:v + 1]) > i)
+        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
         assert one(backend, TARGET, draft, (i + 0.5) / total, omega) == (token, 0)
 
 
@@ -52,7 +52,7 @@ def test_the_draw_stays_where_mass_is(backend, uniform, token):
 
 
 @each_backend
-def test_the_smallest_weight_has_its_turn(backend):
+def test_the_smallest_mass_has_its_turn(backend):
     assert one(backend, [2.0**-42, 1.0], None, 0.0) == (0, 0)
     assert one(backend, [2.0**-42, 1.0], None, 2.0**-42) == (1, 0)
 
@@ -63,7 +63,7 @@ def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
     """Exactly half of the mass stands before token 4, which has none."""
     if backend == "triton":
         from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.WIDEST, "V", 4)
+        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
     row = [0.25, 0.25, 0.0, 0.0, 0.0, 0.25, 0.25, 0.0]
     assert one(backend, row, draft, 0.5) == (5, 0)
     assert one(backend, row, draft, 0.499) == (1, 0)
@@ -102,13 +102,13 @@ def test_is_what_verify_tree_draws_after_one_rejection(backend):
     uniforms[:, 1] = 0.999
     child = torch.multinomial(draft, 1, generator=g if DEVICE == "cpu" else None)
     links = torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE).repeat(R, 1)
-    path, accepted, token, _, _ = verify_tree(
+    verified = verify_tree(
         target.unsqueeze(1).repeat(1, 2, 1), torch.cat([child, child], 1), links, torch.full_like(links, -1),
         uniforms, draft_probs=draft.unsqueeze(1), draft_row=torch.zeros_like(links), omega=omega.unsqueeze(1),
-        P=1, backend=backend)
+        max_depth=1, backend=backend)
     alone, status = sample_residual(target, draft, uniforms[:, 0].contiguous(), omega=omega, backend=backend)
-    refused = accepted == 0
-    assert refused.sum() > R / 4 and torch.equal(alone[refused], token[refused]) and not status.any()
+    rejected = verified.num_accepted == 0
+    assert rejected.sum() > R / 4 and torch.equal(alone[rejected], verified.next_token[rejected]) and not status.any()
 
 
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
@@ -116,16 +116,16 @@ def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
     g = torch.Generator().manual_seed(1)
     if backend == "triton":  # several blocks without a long row
         from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.WIDEST, "V", 16)
+        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 16)
     R, V = (30, 60) if backend == "triton" else (1000, 300)
     target, draft = ((torch.randn(R, V, generator=g) * 3).softmax(-1) for _ in range(2))
     draft[::7] = target[::7]        # nothing is left but rounding
     target[3, 5], draft[4, 6] = NAN, -1.0
     uniforms, omega = torch.rand(R, generator=g).to(DEVICE), (torch.rand(R, generator=g) * 2).to(DEVICE)
-    for some in (None, draft.to(DEVICE)):
+    for draft_probs in (None, draft.to(DEVICE)):
         for factor in (None, omega):
-            got = sample_residual(target.to(DEVICE), some, uniforms, omega=factor, backend=backend)
-            expected = sample_residual(target.to(DEVICE), some, uniforms, omega=factor, backend="oracle")
+            got = sample_residual(target.to(DEVICE), draft_probs, uniforms, omega=factor, backend=backend)
+            expected = sample_residual(target.to(DEVICE), draft_probs, uniforms, omega=factor, backend="oracle")
             assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 

@@ -1,4 +1,4 @@
-"""verify_tree on trees small enough to walk by hand; its distributions are in test_losslessness.py."""
+"""verify_tree on trees small enough to verify by hand; its distributions are in test_losslessness.py."""
 import random
 
 import pytest
@@ -17,41 +17,42 @@ def tensor(values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def walk(backend, rows, tokens, parents, uniforms, *, P=None, draft=None, draft_row=None, near=None,
-         cutoff=None, omega=None, greedy=False, first_child=None, next_sibling=None, **options):
-    """One request: its path, the token after it, its excess and status. `near` is the table of neighbors."""
+def verify(backend, rows, tokens, parents, uniforms, *, max_depth=None, draft=None, draft_row=None, neighbors=None,
+           delta=None, omega=None, greedy=False, first_child=None, next_sibling=None, **options):
+    """One request: its accepted nodes, the token after them, its tv_excess and status."""
     N, V = len(tokens), len(rows[0])
-    P = N - 1 if P is None else P
+    max_depth = N - 1 if max_depth is None else max_depth
     rows = rows * N if len(rows) == 1 else rows   # one row: the same at every node
     links_of = links(torch.tensor([parents])) if parents else (tensor([first_child], torch.int32),
                                                                tensor([next_sibling], torch.int32))
     if draft is not None:
         options |= {"draft_probs": tensor([draft]), "draft_row": tensor([draft_row or [0] * N], torch.int32)}
-    if near is not None:
-        options |= {"neighbors": tensor(near, torch.int32), "cutoff": tensor([cutoff])}
+    if neighbors is not None:
+        options |= {"neighbors": tensor(neighbors, torch.int32), "delta": tensor([delta])}
     if omega is not None:
         options |= {"omega": tensor([omega])}
 
     def run():
-        return verify_tree(tensor([rows]), tensor([tokens], torch.int64), *links_of, tensor([uniforms]), P=P,
-                           greedy=tensor([greedy], torch.bool), **options, backend=backend)
+        return verify_tree(tensor([rows]), tensor([tokens], torch.int64), *links_of, tensor([uniforms]),
+                           max_depth=max_depth, greedy=tensor([greedy], torch.bool), **options, backend=backend)
 
-    path, accepted, next_token, excess, status = out = run()
+    accepted_nodes, num_accepted, next_token, tv_excess, status = out = run()
     if backend == "cuda_emulated":  # and where nothing fits into shared memory
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUDA_ON_CPU_SHARED", "0")
             assert all(map(torch.equal, run(), out))
-    assert path.shape == (1, P) and 0 <= next_token.item() < V
-    path, accepted = path[0].tolist(), accepted.item()
-    assert path[accepted:] == [-1] * (P - accepted) and -1 not in path[:accepted]
-    return path[:accepted], next_token.item(), excess.item(), status.item()
+    assert accepted_nodes.shape == (1, max_depth) and 0 <= next_token.item() < V
+    num_accepted = num_accepted.item()
+    accepted_nodes, padding = accepted_nodes[0].tolist()[:num_accepted], accepted_nodes[0].tolist()[num_accepted:]
+    assert -1 not in accepted_nodes and padding == [-1] * (max_depth - num_accepted)
+    return accepted_nodes, next_token.item(), tv_excess.item(), status.item()
 
 
 ROW = [0.5, 0.25, 0.125, 0.125]
 
 
 @each_backend
-@pytest.mark.parametrize("uniforms, path, token", [
+@pytest.mark.parametrize("uniforms, accepted_nodes, token", [
     # Node 1 proposes token 0, which has 1/2; node 2, after it, token 1: 1/4 of the remaining 1/2.
     ([0.0, 0.0, 0.0], [1], 0),
     ([0.6, 0.49, 0.0], [1], 1),     # an accepted leaf: the next token comes from its row, .5 <= .6 < .75
@@ -63,44 +64,44 @@ ROW = [0.5, 0.25, 0.125, 0.125]
     ([0.99, NAN, NAN], [], 3),
     ([1.0, 1.0, 1.0], [], 3),
 ])
-def test_point_masses(backend, uniforms, path, token):
-    assert walk(backend, [ROW], [9, 0, 1], [-1, 0, 0], uniforms)[::3] == (path, 0)
-    assert walk(backend, [ROW], [9, 0, 1], [-1, 0, 0], uniforms)[1] == token
+def test_point_masses(backend, uniforms, accepted_nodes, token):
+    assert verify(backend, [ROW], [9, 0, 1], [-1, 0, 0], uniforms)[::3] == (accepted_nodes, 0)
+    assert verify(backend, [ROW], [9, 0, 1], [-1, 0, 0], uniforms)[1] == token
 
 
 @each_backend
 def test_a_token_without_mass_is_never_accepted_nor_drawn(backend):
     row = [0.0, 0.5, 0.0, 0.5]
-    assert walk(backend, [row], [0, 0, 2], [-1, 0, 0], [0.0, 0.0, 0.0]) == ([], 1, 0.0, 0)
-    assert walk(backend, [row], [0, 0, 0], [-1, 0, 0], [0.5, 0.0, -0.5]) == ([], 3, 0.0, 0)
-    assert walk(backend, [row], [0, 0], [-1, 0], [0.5, -0.5], draft=[ROW]) == ([], 3, 0.0, 0)
+    assert verify(backend, [row], [0, 0, 2], [-1, 0, 0], [0.0, 0.0, 0.0]) == ([], 1, 0.0, 0)
+    assert verify(backend, [row], [0, 0, 0], [-1, 0, 0], [0.5, 0.0, -0.5]) == ([], 3, 0.0, 0)
+    assert verify(backend, [row], [0, 0], [-1, 0], [0.5, -0.5], draft=[ROW]) == ([], 3, 0.0, 0)
 
 
 # Sampled children of node 0. Token 1 first: it has 0 of the target, so it goes. 3/8, 0, 1/2, 1/8 less
 # 1/4, 1/2, 1/8, 1/8 leaves 1/8, 0, 3/8, 0, which is R = 1/4, 0, 3/4, 0; without token 1 the draft is
 # 1/2, 0, 1/4, 1/4. Token 0 second: accepted iff u / 2 < 1/4. Otherwise R less Q leaves token 2 alone.
 @each_backend
-@pytest.mark.parametrize("uniforms, path, token", [
+@pytest.mark.parametrize("uniforms, accepted_nodes, token", [
     ([0.0, 0.0, 0.49], [2], 0),
     ([0.0, 0.0, 0.5], [], 2),
     ([0.99, 0.0, 0.99], [], 2),
 ])
-def test_sampled_children(backend, uniforms, path, token):
-    got = walk(backend, [[0.375, 0.0, 0.5, 0.125]], [0, 1, 0], [-1, 0, 0], uniforms,
+def test_sampled_children(backend, uniforms, accepted_nodes, token):
+    got = verify(backend, [[0.375, 0.0, 0.5, 0.125]], [0, 1, 0], [-1, 0, 0], uniforms,
                draft=[[0.25, 0.5, 0.125, 0.125]])
-    assert got == (path, token, 0.0, 0)
+    assert got == (accepted_nodes, token, 0.0, 0)
 
 
 @each_backend
-@pytest.mark.parametrize("uniforms, path, token", [
+@pytest.mark.parametrize("uniforms, accepted_nodes, token", [
     # accepted iff u / 2 < 1/4; then 1/2, 1/4, 1/8, 1/8 less 1/4, 1/2, 1/4, 0 leaves 1/4, 0, 0, 1/8
     ([0.0, 0.49], [1], 0),
     ([0.66, 0.5], [], 0),
     ([0.67, 0.5], [], 3),
 ])
-def test_one_sampled_child(backend, uniforms, path, token):
-    got = walk(backend, [ROW], [0, 1], [-1, 0], uniforms, draft=[[0.25, 0.5, 0.25, 0.0]])
-    assert got == (path, token, 0.0, 0)
+def test_one_sampled_child(backend, uniforms, accepted_nodes, token):
+    got = verify(backend, [ROW], [0, 1], [-1, 0], uniforms, draft=[[0.25, 0.5, 0.25, 0.0]])
+    assert got == (accepted_nodes, token, 0.0, 0)
 
 
 @each_backend
@@ -111,22 +112,22 @@ def test_every_length_of_row(backend, V):
     """
     tree = dict(tokens=[9, 2, 0], parents=[-1, 0, 0], draft=[[0.25, 0.25, 0.5] + [0.0] * (V - 3)])
     row = [0.5] + [0.0] * (V - 2) + [0.5]
-    assert walk(backend, [row], uniforms=[0.0, 0.0, 0.66], **tree)[0] == [2]
-    assert walk(backend, [row], uniforms=[0.0, 0.0, 0.67], **tree)[:2] == ([], V - 1)
+    assert verify(backend, [row], uniforms=[0.0, 0.0, 0.66], **tree)[0] == [2]
+    assert verify(backend, [row], uniforms=[0.0, 0.0, 0.67], **tree)[:2] == ([], V - 1)
 
 
 @each_backend
 def test_the_draft_need_not_sum_to_one(backend):
     """Its total is carried along: half of every draft probability is the same draft."""
     for draft in ([0.25, 0.5, 0.25, 0.0], [0.125, 0.25, 0.125, 0.0]):
-        assert walk(backend, [ROW], [0, 1], [-1, 0], [0.0, 0.49], draft=[draft])[0] == [1]
-        assert walk(backend, [ROW], [0, 1], [-1, 0], [0.67, 0.5], draft=[draft])[:2] == ([], 3)
+        assert verify(backend, [ROW], [0, 1], [-1, 0], [0.0, 0.49], draft=[draft])[0] == [1]
+        assert verify(backend, [ROW], [0, 1], [-1, 0], [0.67, 0.5], draft=[draft])[:2] == ([], 3)
 
 
 @each_backend
 def test_a_sibling_after_all_draft_mass_is_skipped(backend):
     """The draft has token 1 only. It is rejected at u >= 1/4; nothing proposes token 0, which stays in R."""
-    got = walk(backend, [ROW], [0, 1, 0, 2], [-1, 0, 0, 0], [0.0, 0.25, 0.0, 0.0], draft=[[0.0, 1, 0, 0]])
+    got = verify(backend, [ROW], [0, 1, 0, 2], [-1, 0, 0, 0], [0.0, 0.25, 0.0, 0.0], draft=[[0.0, 1, 0, 0]])
     assert got == ([], 0, 0.0, 0)
 
 
@@ -136,21 +137,21 @@ def test_rows_of_drafts(backend):
     draft = [[0.25, 0.5, 0.25, 0.0], [0.0, 0.5, 0.0, 0.5]]
     tree = dict(tokens=[0, 1, 3, 0, 1], parents=[-1, 0, 0, 1, 2], draft=draft, draft_row=[1, -1, 0, 7, -5])
     # node 1: u / 2 < 1/4; then node 3, a point mass at 1/2
-    assert walk(backend, [ROW], uniforms=[0.0, 0.49, 0.9, 0.49, 0.9], **tree) == ([1, 3], 0, 0.0, 0)
-    assert walk(backend, [ROW], uniforms=[0.0, 0.49, 0.9, 0.5, 0.9], **tree) == ([1], 1, 0.0, 0)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.49, 0.9, 0.49, 0.9], **tree) == ([1, 3], 0, 0.0, 0)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.49, 0.9, 0.5, 0.9], **tree) == ([1], 1, 0.0, 0)
     # node 1 rejected: R = 1/2 - 0, 1/4 - 1/2, 1/8 - 0, 1/8 - 1/2, so 4/5, 0, 1/5, 0, and node 2 has nothing
-    assert walk(backend, [ROW], uniforms=[0.79, 0.5, 0.0, 0.0, 0.0], **tree)[:2] == ([], 0)
-    assert walk(backend, [ROW], uniforms=[0.81, 0.5, 0.0, 0.0, 0.0], **tree)[:2] == ([], 2)
+    assert verify(backend, [ROW], uniforms=[0.79, 0.5, 0.0, 0.0, 0.0], **tree)[:2] == ([], 0)
+    assert verify(backend, [ROW], uniforms=[0.81, 0.5, 0.0, 0.0, 0.0], **tree)[:2] == ([], 2)
     # node 1 rejected: R = 0, 0, 1/4, 3/4 - 1/2, so node 2 has 1/2, and the rest of the draft is on it;
     # then node 4 from row 0: u / 2 < 1/4
     rows = [[0.0, 0.0, 0.25, 0.75], ROW, ROW, ROW, ROW]
-    assert walk(backend, rows, uniforms=[0.0, 0.0, 0.49, 0.0, 0.49], **tree)[0] == [2, 4]
-    assert walk(backend, rows, uniforms=[0.0, 0.0, 0.49, 0.0, 0.5], **tree)[0] == [2]
-    assert walk(backend, rows, uniforms=[0.0, 0.0, 0.5, 0.0, 0.0], **tree)[:2] == ([], 2)
+    assert verify(backend, rows, uniforms=[0.0, 0.0, 0.49, 0.0, 0.49], **tree)[0] == [2, 4]
+    assert verify(backend, rows, uniforms=[0.0, 0.0, 0.49, 0.0, 0.5], **tree)[0] == [2]
+    assert verify(backend, rows, uniforms=[0.0, 0.0, 0.5, 0.0, 0.0], **tree)[:2] == ([], 2)
 
 
 @each_backend
-@pytest.mark.parametrize("omega, uniforms, path, token, excess", [
+@pytest.mark.parametrize("omega, uniforms, accepted_nodes, token, tv_excess", [
     # point mass on token 0, which has 1/2
     (0.5, [0.0, 0.249], [1], 0, 0),
     # rejected at omega 1/2: half of 1/2 is left, 1/4 1/4 1/8 1/8 of 3/4
@@ -163,12 +164,12 @@ def test_rows_of_drafts(backend):
     (1.5, [0.5, 0.75], [], 2, 0.25),
     (INF, [0.0, 0.999], [1], 0, 0.5),
 ])
-def test_omega_with_a_point_mass(backend, omega, uniforms, path, token, excess):
-    assert walk(backend, [ROW], [9, 0], [-1, 0], uniforms, omega=[omega]) == (path, token, excess, 0)
+def test_omega_with_a_point_mass(backend, omega, uniforms, accepted_nodes, token, tv_excess):
+    assert verify(backend, [ROW], [9, 0], [-1, 0], uniforms, omega=[omega]) == (accepted_nodes, token, tv_excess, 0)
 
 
 @each_backend
-@pytest.mark.parametrize("omega, uniforms, path, token, excess", [
+@pytest.mark.parametrize("omega, uniforms, accepted_nodes, token, tv_excess", [
     # Token 1 has 1/4, the draft 1/4 1/2 1/4 0: strictly 1/2 is accepted.
     (0.5, [0.0, 0.249], [1], 0, 0),
     # P - Q = 1/4 -1/4 -1/8 1/8 against half of P, 1/4 1/8 1/16 1/16: 4 2 1 2 of 9 sixteenths
@@ -182,18 +183,18 @@ def test_omega_with_a_point_mass(backend, omega, uniforms, path, token, excess):
     (1.5, [0.67, 0.75], [], 3, 0.25),
     (3.0, [0.0, 0.999], [1], 0, 0.5),
 ])
-def test_omega_with_a_sampled_child(backend, omega, uniforms, path, token, excess):
-    got = walk(backend, [ROW], [9, 1], [-1, 0], uniforms, omega=[omega], draft=[[0.25, 0.5, 0.25, 0.0]])
-    assert got == (path, token, excess, 0)
+def test_omega_with_a_sampled_child(backend, omega, uniforms, accepted_nodes, token, tv_excess):
+    got = verify(backend, [ROW], [9, 1], [-1, 0], uniforms, omega=[omega], draft=[[0.25, 0.5, 0.25, 0.0]])
+    assert got == (accepted_nodes, token, tv_excess, 0)
 
 
 @each_backend
 def test_omega_goes_by_depth(backend):
     """A chain of token 0, which has 1/2: with 1, 1/2 and 2 it is accepted below 1/2, 1/4 and 1."""
     tree = dict(tokens=[9, 0, 0, 0], parents=[-1, 0, 1, 2], omega=[1.0, 0.5, 2.0])
-    assert walk(backend, [ROW], uniforms=[0.0, 0.49, 0.24, 0.99], **tree)[0] == [1, 2, 3]
-    assert walk(backend, [ROW], uniforms=[0.0, 0.49, 0.25, 0.00], **tree)[0] == [1]
-    assert walk(backend, [ROW], uniforms=[0.0, 0.50, 0.00, 0.00], **tree)[0] == []
+    assert verify(backend, [ROW], uniforms=[0.0, 0.49, 0.24, 0.99], **tree)[0] == [1, 2, 3]
+    assert verify(backend, [ROW], uniforms=[0.0, 0.49, 0.25, 0.00], **tree)[0] == [1]
+    assert verify(backend, [ROW], uniforms=[0.0, 0.50, 0.00, 0.00], **tree)[0] == []
 
 
 @each_backend
@@ -204,16 +205,16 @@ def test_two_sampled_children_below_omega_1(backend):
     eighteenths, 8 4 2 4 less 9 0 9 0 against half of it, 4 2 1 2, leaves 4 4 1 4.
     """
     tree = dict(tokens=[9, 1, 0], parents=[-1, 0, 0], omega=[0.5, 0.5], draft=[[0.25, 0.5, 0.25, 0.0]])
-    assert walk(backend, [ROW], uniforms=[0.0, 0.25, 0.44], **tree)[0] == [2]
+    assert verify(backend, [ROW], uniforms=[0.0, 0.25, 0.44], **tree)[0] == [2]
     for cell, token in enumerate([0, 0, 0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 3]):
-        assert walk(backend, [ROW], uniforms=[(cell + 0.5) / 13, 0.25, 0.45], **tree)[:2] == ([], token)
+        assert verify(backend, [ROW], uniforms=[(cell + 0.5) / 13, 0.25, 0.45], **tree)[:2] == ([], token)
 
 
 TABLE = [[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]]
 
 
 @each_backend
-@pytest.mark.parametrize("kind, cutoff, rho", [
+@pytest.mark.parametrize("cutoff, delta, relaxed_mass", [
     # Token 2 has 1/8; its neighbors 3, 1, 0 have 1/8, 1/4, 1/2: running sums 1/8, 3/8, 7/8.
     ("tvd", -1.0, 0.125),
     ("tvd", NAN, 0.125),
@@ -231,27 +232,27 @@ TABLE = [[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]]
     ("jsd", 0.0539, 0.125),
     ("jsd", 0.0540, 0.25),
 ])
-def test_cutoffs(backend, kind, cutoff, rho):
-    tree = dict(tokens=[9, 2], parents=[-1, 0], near=TABLE, cutoff=cutoff, kind=kind)
-    below, at = rho - 2.0**-10, rho
-    assert walk(backend, [ROW], uniforms=[0.0, below], **tree) == ([1], 0, rho - 0.125, 0)
-    if rho < 1:
-        assert walk(backend, [ROW], uniforms=[0.0, at], **tree) == ([], 0, rho - 0.125, 0)
+def test_cutoffs(backend, cutoff, delta, relaxed_mass):
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=TABLE, delta=delta, cutoff=cutoff)
+    below, at = relaxed_mass - 2.0**-10, relaxed_mass
+    assert verify(backend, [ROW], uniforms=[0.0, below], **tree) == ([1], 0, relaxed_mass - 0.125, 0)
+    if relaxed_mass < 1:
+        assert verify(backend, [ROW], uniforms=[0.0, at], **tree) == ([], 0, relaxed_mass - 0.125, 0)
 
 
 @each_backend
 def test_the_cutoff_is_of_what_is_left(backend):
     """Token 0 is rejected first: of what is left token 2 and its neighbor 3 have 1/4 each, token 1 1/2."""
-    tree = dict(tokens=[9, 0, 2], parents=[-1, 0, 0], near=TABLE, cutoff=0.125)
-    assert walk(backend, [ROW], uniforms=[0.0, 0.5, 0.249], **tree)[0] == [2]
-    assert walk(backend, [ROW], uniforms=[0.0, 0.5, 0.25], **tree)[0] == []    # 1/4 is over 1/8
-    tree["cutoff"] = 0.25  # token 0 keeps its neighbor 1 and is rejected from 3/4 on
-    assert walk(backend, [ROW], uniforms=[0.0, 0.75, 0.499], **tree)[0] == [2]  # and within 1/4
-    assert walk(backend, [ROW], uniforms=[0.0, 0.75, 0.5], **tree)[0] == []     # token 1 would make 3/4
+    tree = dict(tokens=[9, 0, 2], parents=[-1, 0, 0], neighbors=TABLE, delta=0.125)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.249], **tree)[0] == [2]
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.25], **tree)[0] == []    # 1/4 is over 1/8
+    tree["delta"] = 0.25  # token 0 keeps its neighbor 1 and is rejected from 3/4 on
+    assert verify(backend, [ROW], uniforms=[0.0, 0.75, 0.499], **tree)[0] == [2]  # and within 1/4
+    assert verify(backend, [ROW], uniforms=[0.0, 0.75, 0.5], **tree)[0] == []     # token 1 would make 3/4
 
 
 @each_backend
-@pytest.mark.parametrize("residual, near, cutoff, weights", [
+@pytest.mark.parametrize("residual, neighbors, delta, masses", [
     # Token 2 (1/8) with neighbor 3 (1/8) kept is rejected. What is left, in eighths:
     ("optimal", TABLE, 0.125, [4, 2, 0, 1]),
     ("relaxed", TABLE, 0.125, [4, 2, 0, 0]),
@@ -262,33 +263,33 @@ def test_the_cutoff_is_of_what_is_left(backend):
     ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], 0.124, [4, 2, 0, 1]),      # none kept
     ("released", [[1, 2], [0, 2], [3, 0], [2, 1]], 0.125, [0, 2, 0, 0]),
 ])
-def test_residuals_of_a_point_mass(backend, residual, near, cutoff, weights):
-    """Over a grid of uniforms, the next token falls as the weights say."""
-    total = sum(weights)
+def test_residuals_of_a_point_mass(backend, residual, neighbors, delta, masses):
+    """Over a grid of uniforms, the next token falls as the masses say."""
+    total = sum(masses)
     for i in range(total):
-        token = next(v for v in range(4) if sum(weights[:v + 1]) > i)
-        got = walk(backend, [ROW], [9, 2], [-1, 0], [(i + 0.5) / total, 0.99], near=near, cutoff=cutoff,
+        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
+        got = verify(backend, [ROW], [9, 2], [-1, 0], [(i + 0.5) / total, 0.99], neighbors=neighbors, delta=delta,
                    residual=residual)
         assert got[:2] == ([], token) and got[3] == 0
 
 
 @each_backend
-@pytest.mark.parametrize("residual, near, weights", [
+@pytest.mark.parametrize("residual, neighbors, masses", [
     # The draft 1/4 1/4 1/2 0 gave token 2; with neighbor 3 its mass is 1/4: accepted iff u / 2 < 1/4.
     # Then, in eighths:
     ("optimal", TABLE, [2, 0, 0, 1]),                              # 4 2 1 1 less 2 2 4 0
     ("relaxed", TABLE, [2, 0, 0, 0]),                              # 4 2 2 0 less 2 2 4 0
-    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], [2, 2, 0, 1]),  # 4 2 1 1 less 2 - 4 -: 3 and 1 are spared
-    ("released", [[1, 2], [0, 2], [3, 0], [2, 1]], [4, 0, 0, 1]),  # 4 2 1 1 less - 2 4 -: 3 and 0 are spared
+    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], [2, 2, 0, 1]),  # 4 2 1 1 less 2 - 4 -: 3 and 1 are protected
+    ("released", [[1, 2], [0, 2], [3, 0], [2, 1]], [4, 0, 0, 1]),  # 4 2 1 1 less - 2 4 -: 3 and 0 are protected
 ])
-def test_residuals_of_a_sampled_child(backend, residual, near, weights):
-    tree = dict(tokens=[9, 2], parents=[-1, 0], near=near, cutoff=0.125, residual=residual,
+def test_residuals_of_a_sampled_child(backend, residual, neighbors, masses):
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=neighbors, delta=0.125, residual=residual,
                 draft=[[0.25, 0.25, 0.5, 0.0]])
-    assert walk(backend, [ROW], uniforms=[0.0, 0.49], **tree) == ([1], 0, 0.25, 0)  # 1/2 against 1/4
-    total = sum(weights)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.49], **tree) == ([1], 0, 0.25, 0)  # 1/2 against 1/4
+    total = sum(masses)
     for i in range(total):
-        token = next(v for v in range(4) if sum(weights[:v + 1]) > i)
-        assert walk(backend, [ROW], uniforms=[(i + 0.5) / total, 0.5], **tree) == ([], token, 0.25, 0)
+        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
+        assert verify(backend, [ROW], uniforms=[(i + 0.5) / total, 0.5], **tree) == ([], token, 0.25, 0)
 
 
 @each_backend
@@ -297,43 +298,43 @@ def test_relaxed_below_omega_1_leaves_of_the_child_what_was_moved_to_it(backend)
 
     Otherwise 8 4 4 0 less 4 8 3 1 (of 16) leaves 4 0 1 0.
     """
-    tree = dict(tokens=[9, 2], parents=[-1, 0], near=TABLE, cutoff=0.125, residual="relaxed", omega=[0.5],
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=TABLE, delta=0.125, residual="relaxed", omega=[0.5],
                 draft=[[0.25, 0.5, 0.1875, 0.0625]])
-    assert walk(backend, [ROW], uniforms=[0.0, 0.66], **tree)[0] == [1]
-    assert walk(backend, [ROW], uniforms=[0.79, 0.67], **tree)[:2] == ([], 0)
-    assert walk(backend, [ROW], uniforms=[0.81, 0.67], **tree)[:2] == ([], 2)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.66], **tree)[0] == [1]
+    assert verify(backend, [ROW], uniforms=[0.79, 0.67], **tree)[:2] == ([], 0)
+    assert verify(backend, [ROW], uniforms=[0.81, 0.67], **tree)[:2] == ([], 2)
 
 
 @each_backend
-def test_spared_neighbors_are_spared_once(backend):
+def test_protected_neighbors_are_protected_once(backend):
     """Two siblings, `released`. The draft 2 2 4 0 (of 8) gave token 2, rejected: 4 2 1 1 less 2 - 4 - is
     2 2 0 1.
 
-    Then the draft is 4 4 0 0 (of 8), spared neighbors and all, and token 1 has 2/5 of what is left. Its
+    Then the draft is 4 4 0 0 (of 8), protected neighbors and all, and token 1 has 2/5 of what is left. Its
     neighbor 0 is too heavy to be kept: it is accepted iff u / 2 < 2/5. Otherwise 2/5 - 1/2, 2/5 - 1/2, 0, 1/5
     leaves token 3.
     """
-    tree = dict(tokens=[9, 2, 1], parents=[-1, 0, 0], near=[[1, 2], [0, 2], [3, 1], [2, 1]], cutoff=0.125,
+    tree = dict(tokens=[9, 2, 1], parents=[-1, 0, 0], neighbors=[[1, 2], [0, 2], [3, 1], [2, 1]], delta=0.125,
                 residual="released", draft=[[0.25, 0.25, 0.5, 0.0]])
-    assert walk(backend, [ROW], uniforms=[0.0, 0.5, 0.79], **tree)[0] == [2]
-    assert walk(backend, [ROW], uniforms=[0.0, 0.5, 0.81], **tree)[:2] == ([], 3)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.79], **tree)[0] == [2]
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.81], **tree)[:2] == ([], 3)
 
 
 @each_backend
 def test_an_id_listed_twice_is_removed_once(backend, monkeypatch):
-    """Out of the contract, but the same everywhere: its mass counts twice towards rho."""
+    """Out of the contract, but the same everywhere: its mass counts twice in the relaxed mass."""
     if backend == "triton":
         from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.WIDEST, "k", 1)
-    tree = dict(tokens=[9, 2], parents=[-1, 0], near=[[1, 2], [0, 2], [3, 3], [2, 1]], cutoff=0.25)
-    assert walk(backend, [ROW], uniforms=[0.0, 0.374], **tree)[0] == [1]
+        monkeypatch.setitem(_rows.MAX_BLOCK, "k", 1)
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=[[1, 2], [0, 2], [3, 3], [2, 1]], delta=0.25)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.374], **tree)[0] == [1]
     # relaxed: 4 2 0 0 (of 8) is left
-    assert walk(backend, [ROW], uniforms=[0.66, 0.375], residual="relaxed", **tree)[:2] == ([], 0)
-    assert walk(backend, [ROW], uniforms=[0.99, 0.375], residual="relaxed", **tree)[:2] == ([], 1)
-    # released: 4 2 1 1 less 2 1 4 -, token 3 spared, is 2 1 0 1
+    assert verify(backend, [ROW], uniforms=[0.66, 0.375], residual="relaxed", **tree)[:2] == ([], 0)
+    assert verify(backend, [ROW], uniforms=[0.99, 0.375], residual="relaxed", **tree)[:2] == ([], 1)
+    # released: 4 2 1 1 less 2 1 4 -, token 3 protected, is 2 1 0 1
     tree |= dict(draft=[[0.25, 0.125, 0.5, 0.125]], residual="released")
     for cell, token in enumerate([0, 0, 1, 3]):
-        assert walk(backend, [ROW], uniforms=[(cell + 0.5) / 4, 0.9], **tree)[:2] == ([], token)
+        assert verify(backend, [ROW], uniforms=[(cell + 0.5) / 4, 0.9], **tree)[:2] == ([], token)
 
 
 @each_backend
@@ -341,41 +342,41 @@ def test_a_token_that_is_its_own_neighbor_keeps_what_was_moved_to_it(backend):
     """Out of the contract, but the same everywhere. Omega 1/2: token 2 has 1/8 and moves its own and 3's 1/8
     to itself, 3/8, against 2/8 drafted: accepted iff u * 2 < 3 / 2. Otherwise 4 2 3 0 less 4 2 2 0 leaves it.
     """
-    tree = dict(tokens=[9, 2], parents=[-1, 0], near=[[1, 2], [0, 2], [2, 3], [2, 1]], cutoff=0.25,
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=[[1, 2], [0, 2], [2, 3], [2, 1]], delta=0.25,
                 omega=[0.5], residual="relaxed", draft=[[0.5, 0.25, 0.25, 0.0]])
-    assert walk(backend, [ROW], uniforms=[0.0, 0.749], **tree)[0] == [1]
-    assert walk(backend, [ROW], uniforms=[0.0, 0.75], **tree)[::3] == ([], 0)
-    assert walk(backend, [ROW], uniforms=[0.0, 0.75], **tree)[1] == 2
+    assert verify(backend, [ROW], uniforms=[0.0, 0.749], **tree)[0] == [1]
+    assert verify(backend, [ROW], uniforms=[0.0, 0.75], **tree)[::3] == ([], 0)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.75], **tree)[1] == 2
 
 
 @each_backend
 def test_an_empty_residual_falls_back_to_the_target(backend):
     """Released: token 2 and all its neighbors are zeroed, which is all there is. The row comes back."""
-    tree = dict(near=TABLE, cutoff=0.125, residual="released")
-    got = walk(backend, [ROW], [9, 2], [-1, 0], [0.49, 0.5], **tree)
+    tree = dict(neighbors=TABLE, delta=0.125, residual="released")
+    got = verify(backend, [ROW], [9, 2], [-1, 0], [0.49, 0.5], **tree)
     assert got[:2] == ([], 0) and got[3] == EMPTY_RESIDUAL
-    got = walk(backend, [ROW], [9, 2], [-1, 0], [0.5, 0.5], **tree)
+    got = verify(backend, [ROW], [9, 2], [-1, 0], [0.5, 0.5], **tree)
     assert got[:2] == ([], 1) and got[3] == EMPTY_RESIDUAL
     # The next sibling is held against the target again: token 0 has 1/2.
-    assert walk(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.5, 0.49], **tree)[::3] == ([2], EMPTY_RESIDUAL)
+    assert verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.5, 0.49], **tree)[::3] == ([2], EMPTY_RESIDUAL)
     # and rejected, it leaves 1/4 1/8 1/8 as if nothing had happened (its neighbors are too heavy).
-    got = walk(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.5, 0.5, 0.5], **tree)
+    got = verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.5, 0.5, 0.5], **tree)
     assert got[:2] == ([], 2) and got[3] == EMPTY_RESIDUAL
 
 
 @each_backend
 def test_an_empty_residual_of_a_sampled_child(backend):
     """Relaxed with omega 1/2 and a draft equal to the target: everything is taken away at u >= 1/2."""
-    got = walk(backend, [ROW], [9, 0], [-1, 0], [0.99, 0.5], draft=[ROW], omega=[0.5], residual="relaxed")
+    got = verify(backend, [ROW], [9, 0], [-1, 0], [0.99, 0.5], draft=[ROW], omega=[0.5], residual="relaxed")
     assert got == ([], 3, 0, EMPTY_RESIDUAL)
 
 
 @each_backend
-def test_excess_counts_only_what_is_reached(backend):
+def test_tv_excess_counts_only_what_is_reached(backend):
     """Omega 2. Token 2: 2/8 against 1/8. Then, with 3/4, token 0: 8/7, so 1, against 4/7 of what is left."""
-    got = walk(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.25, 0.999], omega=[2.0, 1.0])
+    got = verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.25, 0.999], omega=[2.0, 1.0])
     assert got[0] == [2] and got[2] == pytest.approx(1 / 8 + 3 / 4 * 3 / 7, abs=1e-6)
-    got = walk(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.24, 0.999], omega=[2.0, 1.0])
+    got = verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.24, 0.999], omega=[2.0, 1.0])
     assert got[0] == [1] and got[2] == 1 / 8
 
 
@@ -386,7 +387,7 @@ EVEN = [0.25] * 4
 
 
 @each_backend
-@pytest.mark.parametrize("accepting, P, path", [
+@pytest.mark.parametrize("accepting, max_depth, accepted_nodes", [
     ([1, 4, 7, 8], 9, [1, 4, 7, 8]),
     ([1, 4, 7, 8], 4, [1, 4, 7, 8]),
     ([1, 4, 7, 8], 3, [1, 4, 7]),
@@ -398,14 +399,16 @@ EVEN = [0.25] * 4
     ([3, 4, 6], 9, [3]),
     ([4, 5, 6], 9, []),
 ])
-def test_a_ragged_tree(backend, accepting, P, path):
+def test_a_ragged_tree(backend, accepting, max_depth, accepted_nodes):
     uniforms = [0.0 if n in accepting else 0.999 for n in range(10)]
     uniforms[0] = 0.999
-    assert walk(backend, [EVEN], uniforms=uniforms, P=P, **RAGGED)[0] == path
+    assert verify(backend, [EVEN], uniforms=uniforms, max_depth=max_depth, **RAGGED)[0] == accepted_nodes
     # The next token: the last one with mass left, 3 unless the rejected child was token 3.
-    rows = [[float(v == n % 4) for v in range(4)] if n == (path or [0])[-1] else EVEN for n in range(10)]
-    if len(path) == P:  # at depth P and at leaves the row itself answers, here a one-hot one
-        assert walk(backend, rows, uniforms=uniforms, P=P, **RAGGED)[:2] == (path, (path or [0])[-1] % 4)
+    end = (accepted_nodes or [0])[-1]
+    rows = [[float(v == n % 4) for v in range(4)] if n == end else EVEN for n in range(10)]
+    if len(accepted_nodes) == max_depth:  # at max_depth and at leaves the row itself answers, here a one-hot one
+        got = verify(backend, rows, uniforms=uniforms, max_depth=max_depth, **RAGGED)
+        assert got[:2] == (accepted_nodes, end % 4)
 
 
 @each_backend
@@ -413,33 +416,33 @@ def test_a_ragged_tree(backend, accepting, P, path):
     (0.0, 0), (0.49, 0), (0.5, 1), (0.74, 1), (0.75, 2), (0.875, 3), (0.99, 3),
 ])
 def test_a_tree_of_the_root_alone_draws_from_its_row(backend, uniform, token):
-    assert walk(backend, [ROW], [9], [-1], [uniform]) == ([], token, 0.0, 0)
-    assert walk(backend, [ROW], [9], [-1], [uniform], greedy=True) == ([], 0, 0.0, 0)
+    assert verify(backend, [ROW], [9], [-1], [uniform]) == ([], token, 0.0, 0)
+    assert verify(backend, [ROW], [9], [-1], [uniform], greedy=True) == ([], 0, 0.0, 0)
 
 
 @each_backend
 def test_one_word_vocabulary(backend):
-    assert walk(backend, [[1.0]], [0, 0, 0], [-1, 0, 1], [0.9, 0.9, 0.9]) == ([1, 2], 0, 0.0, 0)
+    assert verify(backend, [[1.0]], [0, 0, 0], [-1, 0, 1], [0.9, 0.9, 0.9]) == ([1, 2], 0, 0.0, 0)
 
 
 @each_backend
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
 def test_bad_rows(backend, bad):
     chain = dict(tokens=[9, 0, 0], parents=[-1, 0, 1], uniforms=[0.9, 0.0, 0.0])
-    assert walk(backend, [bad, ROW, ROW], **chain) == ([], 0, 0.0, INVALID_ROW)
-    assert walk(backend, [ROW, bad, ROW], **chain) == ([1], 0, 0.0, INVALID_ROW)
-    assert walk(backend, [ROW, ROW, bad], **chain) == ([1, 2], 0, 0.0, INVALID_ROW)
+    assert verify(backend, [bad, ROW, ROW], **chain) == ([], 0, 0.0, INVALID_ROW)
+    assert verify(backend, [ROW, bad, ROW], **chain) == ([1], 0, 0.0, INVALID_ROW)
+    assert verify(backend, [ROW, ROW, bad], **chain) == ([1, 2], 0, 0.0, INVALID_ROW)
     # Rows that are not visited do not matter, nor do draft rows that are not used.
-    assert walk(backend, [ROW, ROW, bad], **(chain | {"uniforms": [0.9, 0.0, 0.5]}))[::3] == ([1], 0)
+    assert verify(backend, [ROW, ROW, bad], **(chain | {"uniforms": [0.9, 0.0, 0.5]}))[::3] == ([1], 0)
     # A bad draft row: the node counts as a leaf.
     drafts = dict(draft=[bad, ROW], draft_row=[1, 0, 0])
-    assert walk(backend, [ROW], **chain, **drafts) == ([1], 3, 0.0, INVALID_ROW)
+    assert verify(backend, [ROW], **chain, **drafts) == ([1], 3, 0.0, INVALID_ROW)
     drafts["draft_row"] = [1, -1, 0]
-    assert walk(backend, [ROW], **chain, **drafts)[::3] == ([1, 2], 0)
+    assert verify(backend, [ROW], **chain, **drafts)[::3] == ([1, 2], 0)
 
 
 @each_backend
-@pytest.mark.parametrize("first_child, next_sibling, path", [
+@pytest.mark.parametrize("first_child, next_sibling, accepted_nodes", [
     ([0, -1, -1, -1], [-1] * 4, []),          # its own child
     ([4, -1, -1, -1], [-1] * 4, []),          # beyond the tree
     ([2**31 - 1, -1, -1, -1], [-1] * 4, []),
@@ -450,17 +453,17 @@ def test_bad_rows(backend, bad):
     ([3, -1, -1, -1], [-1, -1, -1, 4], []),   # a sibling beyond the tree
 ])
 @pytest.mark.parametrize("greedy", [False, True])
-def test_bad_links_are_reported_and_not_followed(backend, first_child, next_sibling, path, greedy):
+def test_bad_links_are_reported_and_not_followed(backend, first_child, next_sibling, accepted_nodes, greedy):
     """Node 1 would be accepted, nodes 2 and 3 are not (their token is 3, at 1/8; the argmax is 0)."""
-    got = walk(backend, [ROW], [9, 0, 3, 3], None, [0.0, 0.0, 0.9, 0.9], P=3, first_child=first_child,
+    got = verify(backend, [ROW], [9, 0, 3, 3], None, [0.0, 0.0, 0.9, 0.9], max_depth=3, first_child=first_child,
                next_sibling=next_sibling, greedy=greedy)
-    assert got == (path, 0, 0.0, INVALID_TREE)
+    assert got == (accepted_nodes, 0, 0.0, INVALID_TREE)
 
 
 @each_backend
 def test_there_is_no_node_beyond_the_last(backend):
     """Whatever stands in memory there: a kernel that keeps the row behind its nodes would find token 1."""
-    got = walk(backend, [[2.0**-42, 0.5, 0.25, 0.25]], [9, 0, 3, 3], None, [0.99, 0.0, 0.0, 0.0], P=3,
+    got = verify(backend, [[2.0**-42, 0.5, 0.25, 0.25]], [9, 0, 3, 3], None, [0.99, 0.0, 0.0, 0.0], max_depth=3,
                first_child=[4, -1, -1, -1], next_sibling=[-1] * 4)
     assert got == ([], 3, 0.0, INVALID_TREE)
 
@@ -470,26 +473,26 @@ def test_there_is_no_node_beyond_the_last(backend):
 @pytest.mark.parametrize("greedy", [False, True])
 def test_bad_tokens_end_the_siblings(backend, token, greedy):
     """Siblings 3, bad, 0: the first is rejected, the last never tried. The root's token is not looked at."""
-    got = walk(backend, [ROW], [token, 3, token, 0], [-1, 0, 0, 0], [0.0, 0.9, 0.0, 0.0], greedy=greedy)
+    got = verify(backend, [ROW], [token, 3, token, 0], [-1, 0, 0, 0], [0.0, 0.9, 0.0, 0.0], greedy=greedy)
     assert got == ([], 0, 0.0, INVALID_TREE)
-    got = walk(backend, [ROW], [token, 0, token, 0], [-1, 0, 0, 0], [0.0, 0.0, 0.0, 0.0])
+    got = verify(backend, [ROW], [token, 0, token, 0], [-1, 0, 0, 0], [0.0, 0.0, 0.0, 0.0])
     assert got == ([1], 0, 0.0, 0)  # never seen
 
 
 @each_backend
 def test_a_draft_row_out_of_range_makes_a_leaf(backend):
-    got = walk(backend, [ROW], [9, 0, 0], [-1, 0, 1], [0.9, 0.0, 0.0], draft=[ROW], draft_row=[0, 1, 0])
+    got = verify(backend, [ROW], [9, 0, 0], [-1, 0, 1], [0.9, 0.0, 0.0], draft=[ROW], draft_row=[0, 1, 0])
     assert got == ([1], 3, 0.0, INVALID_TREE)
-    got = walk(backend, [ROW], [9, 0, 0], [-1, 0, 1], [0.9, 0.0, 0.0], draft=[ROW], draft_row=[0, 0, 1])
+    got = verify(backend, [ROW], [9, 0, 0], [-1, 0, 1], [0.9, 0.0, 0.0], draft=[ROW], draft_row=[0, 0, 1])
     assert got == ([1, 2], 3, 0.0, 0)  # node 2 has no children to draw
 
 
 @each_backend
 @pytest.mark.parametrize("omega, options, status", [
-    ([1.0, 0.9], dict(near=TABLE, cutoff=0.125), INVALID_RULE),   # below 1 at any depth
-    ([1.0, 0.9], dict(near=TABLE, cutoff=-1.0), INVALID_RULE),    # with neighbors, kept or not
-    ([1.0, 0.9], dict(near=TABLE, cutoff=0.125, residual="relaxed"), 0),
-    ([1.0, 1.0], dict(near=TABLE, cutoff=0.125), 0),
+    ([1.0, 0.9], dict(neighbors=TABLE, delta=0.125), INVALID_RULE),   # below 1 at any depth
+    ([1.0, 0.9], dict(neighbors=TABLE, delta=-1.0), INVALID_RULE),    # with neighbors, kept or not
+    ([1.0, 0.9], dict(neighbors=TABLE, delta=0.125, residual="relaxed"), 0),
+    ([1.0, 1.0], dict(neighbors=TABLE, delta=0.125), 0),
     ([1.0, 0.9], dict(), 0),
     ([1.0, NAN], dict(), INVALID_RULE),
     ([-0.1, 1.0], dict(residual="relaxed"), INVALID_RULE),
@@ -497,23 +500,23 @@ def test_a_draft_row_out_of_range_makes_a_leaf(backend):
 ])
 def test_an_undefined_rule_accepts_nothing(backend, omega, options, status):
     tree = dict(tokens=[9, 0, 0], parents=[-1, 0, 1], uniforms=[0.75, 0.0, 0.9], omega=omega, **options)
-    got = walk(backend, [ROW], **tree)
+    got = verify(backend, [ROW], **tree)
     assert got[3] == status
     if status:
         assert got == ([], 2, 0.0, INVALID_RULE)  # from the root's row
     else:
         assert got[0] == [1]
-    assert walk(backend, [ROW], greedy=True, **tree) == ([1, 2], 0, 0.0, 0)
+    assert verify(backend, [ROW], greedy=True, **tree) == ([1, 2], 0, 0.0, 0)
 
 
 @each_backend
 def test_an_undefined_rule_at_a_bad_root(backend):
-    got = walk(backend, [[NAN] * 4], [9, 0], [-1, 0], [0.5, 0.0], omega=[NAN])
+    got = verify(backend, [[NAN] * 4], [9, 0], [-1, 0], [0.5, 0.0], omega=[NAN])
     assert got == ([], 0, 0.0, INVALID_RULE | INVALID_ROW)
 
 
 @each_backend
-@pytest.mark.parametrize("row, tokens, near, cutoff, path, token, excess", [
+@pytest.mark.parametrize("row, tokens, neighbors, delta, accepted_nodes, token, tv_excess", [
     (ROW, [0, 1], None, None, [1], 0, 0),
     (ROW, [1, 0], None, None, [2], 0, 0),
     (ROW, [1, 2], None, None, [], 0, 0),
@@ -529,20 +532,20 @@ def test_an_undefined_rule_at_a_bad_root(backend):
     ([0.125, 0.25, 0.125, 0.5], [1, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.375, [1], 3, 1),
     ([0.125, 0.25, 0.125, 0.5], [0, 0], [[2, 1], [2, 0], [1, 0], [1, 2]], 0.375, [1], 3, 1),
 ])
-def test_greedy_by_hand(backend, row, tokens, near, cutoff, path, token, excess):
+def test_greedy_by_hand(backend, row, tokens, neighbors, delta, accepted_nodes, token, tv_excess):
     """Two children of the root; uniforms that would reject everything do not matter."""
-    got = walk(backend, [row], [9, *tokens], [-1, 0, 0], [0.999] * 3, near=near, cutoff=cutoff, greedy=True)
-    assert got == (path, token, excess, 0)
+    got = verify(backend, [row], [9, *tokens], [-1, 0, 0], [0.999] * 3, neighbors=neighbors, delta=delta, greedy=True)
+    assert got == (accepted_nodes, token, tv_excess, 0)
 
 
 @each_backend
 def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, monkeypatch):
     if backend == "triton":
         from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.WIDEST, "V", 2)
+        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 2)
     row = [0.0, 0.25, 0.0, 0.25, 0.25, 0.25]
     for token in range(6):
-        got = walk(backend, [row], [9, token], [-1, 0], [0.0, 0.0], greedy=True)
+        got = verify(backend, [row], [9, token], [-1, 0], [0.0, 0.0], greedy=True)
         assert got[:2] == ([1] * (token == 1), 1)
 
 
@@ -550,27 +553,27 @@ def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, monkeypatch):
 def test_a_tie_over_a_long_row_goes_to_the_lowest_id(backend):
     row = torch.full((700,), 2.0 ** -11)
     row[[5, 130, 300, 699]] = 2.0 ** -4
-    assert walk(backend, [row.tolist()], [9], [-1], [0.0], P=1, greedy=True) == ([], 5, 0, 0)
+    assert verify(backend, [row.tolist()], [9], [-1], [0.0], max_depth=1, greedy=True) == ([], 5, 0, 0)
     row[5] = 0.0
-    assert walk(backend, [row.tolist()], [9], [-1], [0.0], P=1, greedy=True) == ([], 130, 0, 0)
+    assert verify(backend, [row.tolist()], [9], [-1], [0.0], max_depth=1, greedy=True) == ([], 130, 0, 0)
 
 
 @each_backend
 @pytest.mark.parametrize("heavy, top", [([0, 69], 0), ([33], 33), ([69], 69), ([33, 69], 33), ([31, 32], 31)])
 def test_greedy_finds_the_argmax_wherever_it_is(backend, heavy, top):
     row = [1 / len(heavy) if v in heavy else 0.0 for v in range(70)]
-    assert walk(backend, [row], [9, 68, top], [-1, 0, 0], [0.0] * 3, greedy=True)[:2] == ([2], top)
+    assert verify(backend, [row], [9, 68, top], [-1, 0, 0], [0.0] * 3, greedy=True)[:2] == ([2], top)
 
 
 @each_backend
-def test_greedy_counts_every_departure_of_the_path(backend):
+def test_greedy_counts_the_tokens_that_are_not_the_argmax(backend):
     """Token 2 with all its neighbors is more than the argmax 0; nodes 1 and 3 leave it, node 2 does not."""
-    got = walk(backend, [ROW], [9, 2, 0, 2], [-1, 0, 1, 2], [0.0] * 4, near=TABLE, cutoff=1.0, greedy=True)
+    got = verify(backend, [ROW], [9, 2, 0, 2], [-1, 0, 1, 2], [0.0] * 4, neighbors=TABLE, delta=1.0, greedy=True)
     assert got == ([1, 2, 3], 0, 2.0, 0)
 
 
 @each_backend
-@pytest.mark.parametrize("tokens, P, path", [
+@pytest.mark.parametrize("tokens, max_depth, accepted_nodes", [
     # 0 -> 1 2; 1 -> 3; 2 -> 4 5; 5 -> 6; the argmax is 0 everywhere
     ([0, 0, 0, 0, 0, 0, 0], 6, [2, 5, 6]),   # the deepest
     ([0, 0, 0, 0, 0, 0, 0], 2, [1, 3]),      # of depth 2 the first in node order
@@ -581,22 +584,22 @@ def test_greedy_counts_every_departure_of_the_path(backend):
     ([0, 0, 0, 0, 0, 0, 0], 0, []),
     ([0, 0, 0, 0, 0, 0, 0], 1, [1]),
 ])
-def test_greedy_takes_the_deepest_path(backend, tokens, P, path):
+def test_greedy_takes_the_deepest_path(backend, tokens, max_depth, accepted_nodes):
     rows = [ROW] * 7
-    rows[(path or [0])[-1]] = [0.5, 0.0, 0.0, 0.5] if tokens[0] else ROW
-    got = walk(backend, rows, tokens, [-1, 0, 0, 1, 2, 2, 5], [0.999] * 7, P=P, greedy=True)
-    assert got == (path, 0, 0.0, 0)
+    rows[(accepted_nodes or [0])[-1]] = [0.5, 0.0, 0.0, 0.5] if tokens[0] else ROW
+    got = verify(backend, rows, tokens, [-1, 0, 0, 1, 2, 2, 5], [0.999] * 7, max_depth=max_depth, greedy=True)
+    assert got == (accepted_nodes, 0, 0.0, 0)
 
 
 @each_backend
 def test_greedy_with_bad_rows(backend):
     bad = [0.5, NAN, 0.5, 0.0]
     tree = dict(tokens=[0, 0, 0, 0, 0], parents=[-1, 0, 0, 1, 2], uniforms=[0.0] * 5, greedy=True)
-    # Node 1's children are not accepted; node 2's path is deeper and ends in a good row.
-    assert walk(backend, [ROW, bad, ROW, ROW, ROW], **tree) == ([2, 4], 0, 0.0, 0)
-    assert walk(backend, [ROW, bad, bad, ROW, ROW], **tree) == ([1], 0, 0.0, INVALID_ROW)
-    assert walk(backend, [ROW, ROW, ROW, bad, ROW], **tree) == ([1, 3], 0, 0.0, INVALID_ROW)
-    assert walk(backend, [bad, ROW, ROW, ROW, ROW], **tree) == ([], 0, 0.0, INVALID_ROW)
+    # Node 1's children are not accepted; node 2's accepted_nodes is deeper and ends in a good row.
+    assert verify(backend, [ROW, bad, ROW, ROW, ROW], **tree) == ([2, 4], 0, 0.0, 0)
+    assert verify(backend, [ROW, bad, bad, ROW, ROW], **tree) == ([1], 0, 0.0, INVALID_ROW)
+    assert verify(backend, [ROW, ROW, ROW, bad, ROW], **tree) == ([1, 3], 0, 0.0, INVALID_ROW)
+    assert verify(backend, [bad, ROW, ROW, ROW, ROW], **tree) == ([], 0, 0.0, INVALID_ROW)
 
 
 @each_backend
@@ -607,27 +610,27 @@ def test_one_batch_of_different_requests(backend):
     uniforms = tensor([[0.9] * 4, [0.6, 0.5, 0.5, 0.49], [0.0, 0.37, 0.9, 0.9], [0.9, 0.4, 0.4, 0.4]])
     together = dict(
         target_probs=tensor([[ROW] * 4] * 4), tokens=tokens, uniforms=uniforms,
-        neighbors=tensor(TABLE, torch.int32), cutoff=tensor([1.0, -1.0, 0.375, 0.0]),
+        neighbors=tensor(TABLE, torch.int32), delta=tensor([1.0, -1.0, 0.375, 0.0]),
         omega=tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 2.0, 2.0], [1.0, 1.0, 1.25]]),
         greedy=tensor([True, False, False, False], torch.bool))
     first_child, next_sibling = links(parents)
-    out = verify_tree(**together, first_child=first_child, next_sibling=next_sibling, P=3, backend=backend)
+    out = verify_tree(**together, first_child=first_child, next_sibling=next_sibling, max_depth=3, backend=backend)
     assert out[0].tolist() == [[1, 3, -1], [3, -1, -1], [1, -1, -1], [1, 2, 3]]
     assert out[1].tolist() == [2, 1, 1, 3]
     assert out[4].tolist() == [0, 0, 0, 0]
     for b in range(4):
         alone = {name: t if name == "neighbors" else t[b:b + 1] for name, t in together.items()}
         single = verify_tree(**alone, first_child=first_child[b:b + 1], next_sibling=next_sibling[b:b + 1],
-                             P=3, backend=backend)
-        for some, one in zip(out, single):
-            assert torch.equal(some[b:b + 1], one)
+                             max_depth=3, backend=backend)
+        for all_requests, one in zip(out, single):
+            assert torch.equal(all_requests[b:b + 1], one)
 
 
 def any_request(seed):
     """Arguments of one small batch: any rule, any shape; sometimes broken links, tokens and rows."""
     g, r = torch.Generator().manual_seed(seed), random.Random(seed)
     B, N, V = r.choice([1, 2, 3]), r.choice([1, 2, 3, 5, 9]), r.choice([1, 2, 3, 5, 17, 32, 64])
-    P, exact = r.choice([0, 1, 2, 3, N]), r.random() < 0.5
+    max_depth, exact = r.choice([0, 1, 2, 3, N]), r.random() < 0.5
 
     def rows(*shape):
         if not exact:
@@ -652,7 +655,7 @@ def any_request(seed):
     if r.random() < 0.15:
         tokens[somewhere(tokens)] = r.choice([-1, V, 2**63 - 1, -2**63])
     uniforms = torch.rand(B, N, generator=g) * r.choice([1, 1, 0.1])
-    kwargs = {"P": P, "residual": r.choice(["optimal", "relaxed", "released"])}
+    kwargs = {"max_depth": max_depth, "residual": r.choice(["optimal", "relaxed", "released"])}
     if r.random() < 0.6:
         M = r.choice([1, 2, N])
         kwargs["draft_probs"] = rows(B, M)
@@ -669,12 +672,12 @@ def any_request(seed):
         dtype = r.choice([torch.uint16, torch.int32])
         # Out of the contract but harmless: ids that repeat, that are the code itself, or that do not exist.
         kwargs |= {"neighbors": torch.randint(V - offset + r.choice([0, 3]), (C, k), generator=g).to(dtype),
-                   "cutoff": torch.rand(B, generator=g) * r.choice([0.1, 0.6, 2]), "offset": offset,
-                   "kind": r.choice(["tvd", "ratio", "jsd"])}
+                   "delta": torch.rand(B, generator=g) * r.choice([0.1, 0.6, 2]), "offset": offset,
+                   "cutoff": r.choice(["tvd", "ratio", "jsd"])}
         if r.random() < 0.2:
-            kwargs["cutoff"][r.randrange(B)] = r.choice([-1.0, NAN, INF, 0.0, -0.0])
-    if r.random() < 0.6 and P:
-        kwargs["omega"] = torch.rand(B, P, generator=g) + (0.3 if not relaxing or r.random() < 0.2 else 1.0)
+            kwargs["delta"][r.randrange(B)] = r.choice([-1.0, NAN, INF, 0.0, -0.0])
+    if r.random() < 0.6 and max_depth:
+        kwargs["omega"] = torch.rand(B, max_depth, generator=g) + (0.3 if not relaxing or r.random() < 0.2 else 1.0)
         if r.random() < 0.15:
             kwargs["omega"][somewhere(kwargs["omega"])] = r.choice([NAN, INF, -1.0, 0.0, -0.0])
     if r.random() < 0.5:
@@ -687,8 +690,8 @@ def any_request(seed):
 @each_backend
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_no_factor_saves_a_token_without_mass(backend):
-    """Infinity times 0 is not a number; the token is rejected, and adds nothing to the excess."""
-    got = walk(backend, [[0.0, 0.5, 0.5, 0.0]], [9, 0], [-1, 0], [0.75, 0.0], omega=[INF])
+    """Infinity times 0 is not a number; the token is rejected, and adds nothing to tv_excess."""
+    got = verify(backend, [[0.0, 0.5, 0.5, 0.0]], [9, 0], [-1, 0], [0.75, 0.0], omega=[INF])
     assert got == ([], 2, 0.0, 0)
 
 
@@ -698,8 +701,8 @@ def test_any_request_as_the_oracle_has_it(backend, monkeypatch):
     count = 40 if backend == "triton" else 400
     if backend == "triton":  # several blocks without long rows
         from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.WIDEST, "V", 8)
-        monkeypatch.setitem(_rows.WIDEST, "k", 2)
+        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 8)
+        monkeypatch.setitem(_rows.MAX_BLOCK, "k", 2)
     for seed in range(count):
         args, kwargs = any_request(seed)
         if backend == "cuda_emulated":  # shared memory for all of a request's arrays, for some, or for none
@@ -715,8 +718,8 @@ def arguments(**changes):
     base = dict(target_probs=torch.full((B, N, V), 0.25), tokens=torch.zeros(B, N).long(),
                 first_child=torch.full((B, N), -1).int(), next_sibling=torch.full((B, N), -1).int(),
                 uniforms=torch.zeros(B, N), draft_probs=torch.full((B, M, V), 0.25),
-                draft_row=torch.zeros(B, N).int(), neighbors=torch.ones(V, 2).int(), cutoff=torch.zeros(B),
-                omega=torch.ones(B, 2), greedy=torch.zeros(B).bool(), P=2)
+                draft_row=torch.zeros(B, N).int(), neighbors=torch.ones(V, 2).int(), delta=torch.zeros(B),
+                omega=torch.ones(B, 2), greedy=torch.zeros(B).bool(), max_depth=2)
     return {name: a.to(DEVICE) if isinstance(a, torch.Tensor) else a for name, a in (base | changes).items()}
 
 
@@ -733,17 +736,17 @@ def arguments(**changes):
     (dict(draft_probs=torch.zeros(2, 2, 5)), r"draft_probs must be float32 \(B=2, M=2, V=4\), got"),
     (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have M >= 1, got shape \(2, 0, 4\)"),
     (dict(draft_row=torch.zeros(2, 2).int()), r"draft_row must be int32 \(B=2, N=3\), got int32 \(2, 2\)"),
-    (dict(neighbors=None), "neighbors and cutoff must be given together"),
-    (dict(cutoff=None), "neighbors and cutoff must be given together"),
+    (dict(neighbors=None), "neighbors and delta must be given together"),
+    (dict(delta=None), "neighbors and delta must be given together"),
     (dict(neighbors=torch.ones(4, 2).long()), r"neighbors must be uint16 or int32 \(C=4, k=2\)"),
     (dict(neighbors=torch.ones(4, 1).int(), residual="released"), "two columns under 'released', got one"),
-    (dict(cutoff=torch.zeros(3)), r"cutoff must be float32 \(B=2\), got float32 \(3,\)"),
-    (dict(kind="l2"), "kind must be one of tvd, ratio, jsd, got 'l2'"),
+    (dict(delta=torch.zeros(3)), r"delta must be float32 \(B=2\), got float32 \(3,\)"),
+    (dict(cutoff="l2"), "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
     (dict(offset=1), r"offset must be in \[0, V - C\] = \[0, 0\], got 1"),
     (dict(residual="best"), "residual must be one of optimal, relaxed, released, got 'best'"),
     (dict(omega=torch.ones(2, 3)), r"omega must be float32 \(B=2, P=2\), got float32 \(2, 3\)"),
     (dict(greedy=torch.zeros(2)), r"greedy must be bool \(B=2\), got float32 \(2,\)"),
-    (dict(P=-1), "P must be an integer >= 0, got -1"),
+    (dict(max_depth=-1), "max_depth must be an integer >= 0, got -1"),
     (dict(backend="fast"), "backend of verify_tree must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
