@@ -78,6 +78,9 @@ def test_every_kernel_stays_in_registers(setup, tmp_path, measured):
                    "-Xptxas", "-v,-warn-spills,-warn-lmem-usage", *flags]
         return subprocess.run(command, capture_output=True, text=True)
 
+    def number(what, report):
+        return int((re.search(rf"(\d+) {what}", report) or [0, 0])[1])
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = dict(zip(KERNELS, pool.map(compile, KERNELS)))
     spilling = []
@@ -86,14 +89,11 @@ def test_every_kernel_stays_in_registers(setup, tmp_path, measured):
         reports = (run.stdout + run.stderr).split("Compiling entry function '")[1:]
         assert reports, run.stderr
         for report in reports:
-            def number(pattern):
-                return int((re.search(rf"(\d+) {pattern}", report) or [0, 0])[1])
-
-            stack, spills = number("bytes stack frame"), number("bytes spill stores")
+            stack, spills = number("bytes stack frame", report), number("bytes spill stores", report)
             name, arch = re.match(r"(\w+)' for '(\w+)'", report).groups()
             kernel = re.search(r"\d([a-z_]+_kernel)", name)
-            measured("CUDA C++ by nvcc (shared: static)", file.stem, kernel[1], arch, number("registers"),
-                     max(stack, spills), number("bytes smem"))
+            measured("CUDA C++ by nvcc (shared: static)", file.stem, kernel[1], arch, number("registers", report),
+                     max(stack, spills), number("bytes smem", report))
             if stack or spills:
                 spilling.append(f"{name} for {arch}")
     assert not spilling
