@@ -1,4 +1,5 @@
-"""The shape of the package: which op has which kernels, what it brings along, which way imports point."""
+"""The shape of the packages: which op has which kernels, what it brings along, which way imports point."""
+import ast
 import inspect
 import os
 import re
@@ -9,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 import specvis_kernels
 from benchmarks.ops import ROWS
@@ -54,7 +57,7 @@ def test_files_have_the_name_of_the_op(op):
              "triton": f"specvis_kernels/triton/{op}.py"}
     for backend, file in files.items():
         assert (ROOT / file).exists() == (backend in KERNELS[op]), file
-    assert (ROOT / f"tests/test_{op}.py").exists()
+    assert (ROOT / f"tests/kernels/test_{op}.py").exists()
     assert op in inputs.CASES and op in ROWS
 
 
@@ -63,10 +66,29 @@ def test_an_op_says_what_it_takes_and_gives(op):
     function = getattr(specvis_kernels, op)
     assert op in specvis_kernels.__all__
     text = inspect.getdoc(function)
-    arguments, returns, raises = (text.find(f"\n{part}:\n") for part in ("Args", "Returns", "Raises"))
-    assert 0 < arguments < returns < raises
+    parts = ("Args", "Returns", "Raises", "Example")
+    arguments, returns, raises, example = (text.find(f"\n{part}:\n") for part in parts)
+    assert 0 < arguments < returns < raises < example and ">>> " in text[example:]
     for name in inspect.signature(function).parameters:
-        assert re.search(rf"^ +{name}:? ", text[arguments:returns], re.M), f"{op} does not explain {name}"
+        assert re.search(rf"^ +{name}: ", text[arguments:returns], re.M), f"{op} does not explain {name}"
+    for name in getattr(result_of(function), "_fields", ()):
+        assert re.search(rf"^ +{name}: ", text[returns:raises], re.M), f"{op} does not explain {name}"
+
+
+def result_of(function):
+    return inspect.signature(function, eval_str=True).return_annotation
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_several_tensors_come_as_a_named_tuple(op):
+    result = result_of(getattr(specvis_kernels, op))
+    returns = getattr(torch.ops.specvis_kernels, op).default._schema.returns
+    if len(returns) == 1:
+        assert result is Tensor
+    else:
+        assert issubclass(result, tuple) and set(result.__annotations__.values()) == {Tensor}
+        assert len(result._fields) == len(returns) and result._fields[-1] == "status"
+        assert result.__name__ in specvis_kernels.__all__ and getattr(specvis_kernels, result.__name__) is result
 
 
 def lines(files, pattern):
@@ -75,13 +97,76 @@ def lines(files, pattern):
             for line in file.read_text().splitlines() if re.search(pattern, line)]
 
 
+def imports(file: Path, source: str, root: Path) -> set[str]:
+    """What a file imports, at its top or in a function, by its full name: from a import b is a.b."""
+    package = file.relative_to(root).parts[:-1]
+    modules = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules |= {name.name for name in node.names}
+        if isinstance(node, ast.ImportFrom):
+            above = package[:len(package) + 1 - node.level] if node.level else ()
+            modules |= {".".join([*above, *filter(None, [node.module]), name.name]) for name in node.names}
+    return modules
+
+
+def imported(root: Path, folder: str) -> dict[str, set[str]]:
+    """File -> the modules that it imports, for the Python files of a folder."""
+    return {str(file.relative_to(root)): imports(file, file.read_text(), root)
+            for file in sorted((root / folder).rglob("*.py"))}
+
+
+def test_imports_are_read_right():
+    source = "import a.b\n" \
+             "from ..models import gpt\ndef f():\n    from . import trees\n    from x.y import z\nfrom .m import n"
+    assert imports(ROOT / "specvis/decoding/loop.py", source, ROOT) == {
+        "a.b", "specvis.models.gpt", "specvis.decoding.trees", "x.y.z", "specvis.decoding.m.n"}
+
+
+def test_the_ops_need_torch_alone():
+    for file, modules in imported(ROOT, "specvis_kernels").items():
+        allowed = {"torch", "specvis_kernels", *sys.stdlib_module_names} | ({"triton"} if "triton/" in file else set())
+        assert {module.partition(".")[0] for module in modules} <= allowed, file
+
+
+LAYERS = ("models", "decoding", "pipelines", "studies", "cli")  # each imports itself and those before it
+MAY_IMPORT = {layer: LAYERS[:i + 1] for i, layer in enumerate(LAYERS)} | {
+    "train": ("models", "decoding", "pipelines", "train", "cli.options", "cli.commands"),  # a command line of its own
+    "__init__": ("models", "decoding", "pipelines"),
+    "__main__": ("cli",),
+}
+
+
+def test_imports_point_down():
+    """cli -> studies -> pipelines -> decoding -> models, in python/specvis."""
+    wrong = []
+    for file, modules in imported(ROOT / "python", "specvis").items():
+        layer = Path(file).parts[1].removesuffix(".py")
+        for module in sorted(modules):
+            name = module.removeprefix("specvis.")
+            if name != module and not any(f"{name}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[layer]):
+                wrong.append(f"{file} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_imports_point_one_way():
     """csrc -> specvis_kernels -> python/specvis; tests and benchmarks look on."""
     beyond_the_stable_abi = r"#include <(Python\.h|pybind|ATen/|c10/|torch/(?!csrc/stable/|headeronly/))"
     assert not lines("csrc/*", beyond_the_stable_abi)
-    assert not lines("specvis_kernels/**/*.py", r"^\s*(from|import)\s+(specvis|tests|benchmarks)\b")
     assert not lines("python/**/*.py", r"^\s*(from|import)\s+(tests|benchmarks)\b")
     assert not lines("python/**/*.py", r"from specvis_kernels\.|import specvis_kernels\.")  # what is public
+
+
+def test_types_are_declared():
+    """A type checker reads the annotations of a package that has this file (PEP 561)."""
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_the_version_stands_in_one_place():
+    version = specvis_kernels.__version__
+    files = ("pyproject.toml", "setup.py", "csrc/*", "specvis_kernels/**/*.py", "python/specvis/**/*.py")
+    found = [line for pattern in files for line in lines(pattern, rf"(?<![\d.]){re.escape(version)}(?![\d.])")]
+    assert found == [f'specvis_kernels/__init__.py: __version__ = "{version}"']
 
 
 def test_import_is_quick_and_leaves_triton_alone():
