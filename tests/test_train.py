@@ -22,7 +22,6 @@ from specvis.train.data import hold_out, spelled_out, words_of
 from specvis.train.mar import Averaged, diffusion_loss
 from specvis.train.run import Run
 
-
 TINY_TEXT = dataclasses.replace(TINY, classes=None, caption_dim=8)
 
 
@@ -120,34 +119,35 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(tmp_path):
 
 def test_the_diffusion_loss_is_the_divergence_of_its_gaussians():
     torch.manual_seed(0)
-    diffloss, schedule = DiffLoss(2, 4, 8, 1, steps=20, kept=5), Schedule(20, 20)
+    diffloss, schedule = DiffLoss(2, 4, 8, 1, num_train_timesteps=20, num_sampling_steps=5), Schedule(20, 20)
     torch.nn.init.normal_(diffloss.net.final_layer.linear.weight)
     z, tokens = torch.randn(3, 4), torch.randn(3, 2)
     timesteps, noise = torch.tensor([[1, 2, 20], [7, 1, 3]]), torch.randn(2, 3, 2)
     noise_loss, bits = diffusion_loss(diffloss, schedule, z, tokens, timesteps, noise)
-    given, errors, bounds = diffloss.given(z), [], []
-    given.schedule, given.times = schedule, diffloss.net.time_embed(schedule.rows(z.device)[:, 0])
+    denoiser, errors, bounds = diffloss.denoiser(z), [], []
+    denoiser.schedule = schedule
+    denoiser.time_embeddings = diffloss.net.time_embed(schedule.table(z.device)[:, 0])
     for m in range(2):
         for n in range(3):
             t = int(timesteps[m, n])
             share = schedule.alpha_bar[t - 1]
             x = (share.sqrt() * tokens[n] + (1 - share).sqrt() * noise[m, n]).float()
-            mean, log_sigma = (part[n] for part in given.transition(x.expand(3, -1), t))
+            mean, log_sigma = (part[n] for part in denoiser.transition(x.expand(3, -1), t))
             own = Normal(mean, log_sigma.exp())
             if t == 1:
                 bounds.append(-own.log_prob(tokens[n]))
             else:
-                centre = schedule.from_start[t - 1] * tokens[n] + schedule.from_here[t - 1] * x
-                bounds.append(kl_divergence(Normal(centre.float(), schedule.least[t - 1].exp().float()), own))
+                centre = schedule.posterior_mean_coef1[t - 1] * tokens[n] + schedule.posterior_mean_coef2[t - 1] * x
+                bounds.append(kl_divergence(Normal(centre.float(), schedule.min_log_sigma[t - 1].exp().float()), own))
             start = (schedule.alpha_bar[t - 1].rsqrt() * x).float()
-            told = (start - (mean - schedule.from_here[t - 1] * x) / schedule.from_start[t - 1])
+            told = (start - (mean - schedule.posterior_mean_coef2[t - 1] * x) / schedule.posterior_mean_coef1[t - 1])
             errors.append((told / (1 / schedule.alpha_bar[t - 1] - 1).sqrt() - noise[m, n]).square())
     assert noise_loss.item() == pytest.approx(torch.stack(errors).mean().item(), rel=1e-2)
     assert bits.item() == pytest.approx(torch.stack(bounds).mean().item() / math.log(2), rel=1e-3)
 
 
 def test_the_bound_trains_the_variance_alone():
-    diffloss = DiffLoss(2, 4, 8, 1, steps=20, kept=5)
+    diffloss = DiffLoss(2, 4, 8, 1, num_train_timesteps=20, num_sampling_steps=5)
     timesteps, noise = torch.randint(1, 21, (2, 3)), torch.randn(2, 3, 2)
     _, bits = diffusion_loss(diffloss, Schedule(20, 20), torch.randn(3, 4), torch.randn(3, 2), timesteps, noise)
     bits.backward()

@@ -26,8 +26,7 @@ def main():
 @main.command("methods")
 def list_methods():
     """List the decoding methods, with their parameters."""
-    from ..decoding.methods import (CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS, format_value,
-                                    parameters_of)
+    from ..decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS, format_value, parameters_of
     from ..decoding.trees import TREES, static_tree
 
     for method in [*METHODS.values(), *CONTINUOUS.values()]:

@@ -1,6 +1,5 @@
 """The EAGLE drafter: learns the target's next hidden state, and through it the target's distribution."""
 import json
-from pathlib import Path
 
 import click
 import torch

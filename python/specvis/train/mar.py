@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..pipelines.checkpoint import load_weights, read_config
-from ..pipelines.mar import Scaling
 from ..models.diffloss import DiffLoss, Schedule
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words, repeated
+from ..pipelines.checkpoint import load_weights, read_config
+from ..pipelines.mar import Scaling
 from .gpt import NULL_SHARE, mixed_precision
 from .run import Run, made, options
 from .tokenizer import Pictures, spread
@@ -60,13 +60,13 @@ class Latents:
         load_weights(self.words, runs / "gpt" / "words.safetensors")
         self.device = device
 
-    def draw(self, batch: int, num_timesteps: int, noisings: int, generator: torch.Generator) -> Batch:
+    def draw(self, batch: int, num_timesteps: int, num_train_timesteps: int, generator: torch.Generator) -> Batch:
         """A training batch by weight, each unknown token at `num_timesteps` steps of the diffusion."""
         rows = self.train[torch.multinomial(self.sampling_weights, batch, replacement=True, generator=generator)]
         null = torch.rand(batch, generator=generator) < NULL_SHARE
-        return self.masked(rows, null, num_timesteps, noisings, generator)
+        return self.masked(rows, null, num_timesteps, num_train_timesteps, generator)
 
-    def masked(self, rows: Tensor, null: Tensor, num_timesteps: int, noisings: int,
+    def masked(self, rows: Tensor, null: Tensor, num_timesteps: int, num_train_timesteps: int,
                generator: torch.Generator) -> Batch:
         """Pictures `rows` with MAR's share of their tokens unknown, at random positions."""
         tokens = self.tokens[rows].float()
@@ -78,7 +78,7 @@ class Latents:
         n = int((~is_known).sum())
         # a token's timesteps are evenly apart: they tell more than independent ones
         when = (torch.rand(n, generator=generator) + torch.arange(M)[:, None] / M) % 1
-        timesteps = (when * noisings).long().clamp(max=noisings - 1) + 1
+        timesteps = (when * num_train_timesteps).long().clamp(max=num_train_timesteps - 1) + 1
         noise = torch.randn(M, n, C, generator=generator)
         batch = (self.words(self.captions[rows]), null, tokens, is_known, timesteps, noise)
         return Batch(*(part.to(self.device) for part in batch))
@@ -104,23 +104,23 @@ def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Te
     """What the network is trained by (improved DDPM, arXiv:2102.09672): their sum is the hybrid loss.
 
     Args:
-        schedule: of all the noisings
+        schedule: of all the timesteps
         z, tokens, timesteps, noise: (n, dim), (n, C), (M, n), (M, n, C)
     Returns:
         mean squared error of the noise; the variational bound in bits a number, of a mean taken as given: it
         trains the variance alone
     """
     net = diffloss.net
-    rows = schedule.rows(tokens.device)
-    _, inverse, weight, from_start, from_here, least, _ = rows[timesteps - 1][..., None, :].unbind(-1)  # each (M, n, 1)
-    x = (tokens + weight * noise) / inverse
-    y = net.time_embed(rows[:, 0])[timesteps - 1] + net.cond_embed(z)
-    epsilon, share = net(x, y).split(diffloss.channels, -1)
-    mean, log_sigma = schedule.transition(x, epsilon.detach(), share, timesteps)
+    table = schedule.table(tokens.device)
+    _, x_coef, noise_coef, coef1, coef2, min_log_sigma, _ = table[timesteps - 1][..., None, :].unbind(-1)  # (M, n, 1)
+    x = (tokens + noise_coef * noise) / x_coef
+    y = net.time_embed(table[:, 0])[timesteps - 1] + net.cond_embed(z)
+    epsilon, var_values = net(x, y).split(diffloss.channels, -1)
+    mean, log_sigma = schedule.transition(x, epsilon.detach(), var_values, timesteps)
     first = (timesteps == 1)[..., None]  # a density of the token; all others are divergences between two Gaussians
-    wanted = torch.where(first, tokens, from_start * tokens + from_here * x)
+    wanted = torch.where(first, tokens, coef1 * tokens + coef2 * x)
     distance = (wanted - mean).square() * torch.exp(-2 * log_sigma) / 2
-    divergence = log_sigma - least + torch.exp(2 * (least - log_sigma)) / 2 - 0.5 + distance
+    divergence = log_sigma - min_log_sigma + torch.exp(2 * (min_log_sigma - log_sigma)) / 2 - 0.5 + distance
     density = log_sigma + math.log(2 * math.pi) / 2 + distance
     return (epsilon - noise).square().mean(), torch.where(first, density, divergence).mean() / math.log(2)
 
@@ -133,7 +133,7 @@ class Averaged(nn.Module):
         self.mar = MAR(config)
         start(self.mar)
         self.average = deepcopy(self.mar).requires_grad_(False).eval()
-        self.schedule = Schedule(config.noisings, config.noisings)
+        self.schedule = Schedule(config.num_train_timesteps, config.num_train_timesteps)
         self.max_known = config.tokens - math.ceil(LEAST_MASKED * config.tokens)  # known tokens in training
 
     def losses(self, mar: MAR, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -208,9 +208,10 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
     device = torch.device(device)
     latents = Latents(runs, device)
     _, tokens, channels = latents.tokens.shape
-    model = Averaged(MARConfig(dim, heads, layers, layers, width, blocks, tokens, channels, BUFFER, steps=STEPS,
-                               caption_dim=latents.words.table.embedding_dim,
-                               bound=round(latents.tokens.abs().max().item(), 3))).to(device)
+    config = MARConfig(dim, heads, layers, layers, width, blocks, tokens, channels, BUFFER, num_sampling_steps=STEPS,
+                       caption_dim=latents.words.table.embedding_dim,
+                       clip_sample_range=round(latents.tokens.abs().max().item(), 3))
+    model = Averaged(config).to(device)
     run = Run(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps)
     recent = []
     for step in run:

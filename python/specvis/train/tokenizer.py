@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..pipelines.checkpoint import load_weights
 from ..models.vq import VQ, VQConfig
+from ..pipelines.checkpoint import load_weights
 from .run import Run, made, options
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
