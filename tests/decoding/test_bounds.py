@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from specvis.decoding.bounds import (chain_bound, compensation, expected_length, level_law, level_tv, neighborhood,
-                            omega_residual, omega_schedule, optimal_residual, output_law, point_mass, relaxed_residual,
-                            scaled, schedule_mu, tables, target_law, total_variation, tv_bound, vanilla,
-                            vanilla_residual)
+from specvis.decoding.bounds import (chain_bound, level_law, level_tv, omega_schedule, optimal_residual, scaled,
+                                     schedule_mu, vanilla_residual)
 from specvis_kernels import backends, neighborhood_sum, verify_tree
+from tests.decoding.theory import (compensation, expected_length, neighborhood, omega_residual, output_law, point_mass,
+                                   relaxed_residual, tables, target_law, total_variation, tv_bound, vanilla)
 from tests.kernels.inputs import DEVICE
 
 V, L, DRAWS = 5, 3, 40_000
@@ -39,9 +39,9 @@ def rules():
     for omegas in SCHEDULES.values():
         for residual in (optimal_residual, vanilla_residual):
             yield [scaled(omega) for omega in omegas[:L]], residual
-    for kind, cutoff in CUTOFFS:
-        for residual in (optimal_residual, relaxed_residual(TABLE, cutoff, kind)):
-            yield [neighborhood(TABLE, cutoff, kind)] * L, residual
+    for cutoff, delta in CUTOFFS:
+        for residual in (optimal_residual, relaxed_residual(TABLE, delta, cutoff)):
+            yield [neighborhood(TABLE, delta, cutoff)] * L, residual
 
 
 def distance(P, Q, accepts, residual=optimal_residual):
@@ -79,23 +79,23 @@ def test_two_tokens_by_hand():
     assert tv_bound([P], [Q], [scaled(2.0)]) == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize("kind, cutoff", CUTOFFS)
-def test_the_neighborhood_is_that_of_the_op(kind, cutoff):
+@pytest.mark.parametrize("cutoff, delta", CUTOFFS)
+def test_the_neighborhood_is_that_of_the_op(cutoff, delta):
     """A draft that is likely everywhere: f Q is the mass that neighborhood_sum gives."""
     P = rows(20, V, seed=3)
     P[::2, 1] = 0  # a neighbor without probability
     P = P / P.sum(-1, keepdim=True)
-    rho = neighborhood(TABLE, cutoff, kind)(P, 2 * torch.ones_like(P)) * 2
+    relaxed_mass = neighborhood(TABLE, delta, cutoff)(P, 2 * torch.ones_like(P)) * 2
     for x in range(V):
         mass, _, _ = neighborhood_sum(P.float().to(DEVICE), torch.full((20,), x, device=DEVICE),
-                                      TABLE.int().to(DEVICE), torch.full((20,), cutoff, device=DEVICE), kind=kind)
-        assert torch.allclose(mass.cpu().double(), rho[:, x], atol=1e-6)
-    with pytest.raises(ValueError, match="kind must be one of"):
-        neighborhood(TABLE, cutoff, "tv")(P, P)
+                                      TABLE.int().to(DEVICE), torch.full((20,), delta, device=DEVICE), cutoff=cutoff)
+        assert torch.allclose(mass.cpu().double(), relaxed_mass[:, x], atol=1e-6)
+    with pytest.raises(ValueError, match="cutoff must be one of"):
+        neighborhood(TABLE, delta, "tv")(P, P)
 
 
 def test_a_neighborhood_by_hand():
-    """Token 1's neighbors are 2, then 0. A cutoff equal to the sum keeps it; eq. (3) then moves it onto token 1."""
+    """Token 1's neighbors are 2, then 0. A delta equal to the sum admits it; eq. (3) then moves it onto token 1."""
     P, Q = torch.tensor([0.5, 0.25, 0.25]).double(), torch.tensor([0.25, 0.5, 0.25]).double()
     table = torch.tensor([[1, 2], [2, 0], [0, 1]])
     f = neighborhood(table, 0.25)(P, 4 * Q)
@@ -132,29 +132,29 @@ def test_verify_tree_is_what_is_enumerated(backend, schedule, cutoff, residual):
     node = torch.arange(L + 1, dtype=torch.int32).expand(DRAWS, -1)
     rule = optimal_residual
     if cutoff:
-        kind, limit = cutoff
-        accepts = [neighborhood(TABLE, limit, kind)] * L
-        options = {"neighbors": TABLE.int(), "cutoff": torch.full((DRAWS,), limit), "kind": kind}
+        cutoff, delta = cutoff
+        accepts = [neighborhood(TABLE, delta, cutoff)] * L
+        options = {"neighbors": TABLE.int(), "delta": torch.full((DRAWS,), delta), "cutoff": cutoff}
         if residual == "relaxed":
-            rule = relaxed_residual(TABLE, limit, kind)
+            rule = relaxed_residual(TABLE, delta, cutoff)
     else:
         accepts = [scaled(omega) for omega in SCHEDULES[schedule][:L]]
         options = {"omega": torch.tensor(SCHEDULES[schedule][:L]).expand(DRAWS, -1)}
     target, draft = torch.stack(target, 1), torch.stack(draft, 1)
     options = {key: value.to(DEVICE) if torch.is_tensor(value) else value for key, value in options.items()}
-    path, accepted, next_token, _, status = (t.cpu() for t in verify_tree(
+    _, num_accepted, next_token, _, status = (t.cpu() for t in verify_tree(
         target.float().to(DEVICE), tokens.to(DEVICE), torch.where(node < L, node + 1, -1).to(DEVICE),
         torch.full_like(node, -1).to(DEVICE), torch.rand(DRAWS, L + 1, generator=g).to(DEVICE),
         draft_probs=draft.float().to(DEVICE), draft_row=torch.where(node < L, node, -1).to(DEVICE),
-        residual=residual, P=L, **options, backend=backend))
+        residual=residual, max_depth=L, **options, backend=backend))
     assert not status.any()
 
     def agrees(sample, exact):
         sample = sample.double()
         return abs(sample.mean() - exact) <= 4 * sample.std() / DRAWS ** 0.5 + 1e-7
 
-    assert agrees(accepted, expected_length(P, Q, accepts))
-    first = torch.where(accepted > 0, tokens[:, 1], next_token)
+    assert agrees(num_accepted, expected_length(P, Q, accepts))
+    first = torch.where(num_accepted > 0, tokens[:, 1], next_token)
     exact = output_law(P, Q, accepts, rule)[0].sum(tuple(range(1, L + 1)))
     assert all(agrees(first == v, exact[v]) for v in range(V))
     if residual == "optimal":
@@ -163,7 +163,7 @@ def test_verify_tree_is_what_is_enumerated(backend, schedule, cutoff, residual):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_round_is_farther_than_equation_4(seed):
+def test_no_step_is_farther_than_equation_4(seed):
     P, Q = chain(1000 * seed)
     positive = 0
     for accepts, residual in rules():
@@ -177,8 +177,8 @@ def test_no_round_is_farther_than_equation_4(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_image_is_farther_than_the_sum_over_its_rounds(seed):
-    """Rounds of two drafts until five tokens are there; a round's drafts stop short of the last token."""
+def test_no_image_is_farther_than_the_sum_over_its_steps(seed):
+    """Steps of two drafts until five tokens are there; a step's drafts stop short of the last token."""
     P, Q = chain(2000 * seed + 5, length=4, size=4)
     for omegas in SCHEDULES.values():
         law, bound = output_law(P, Q, [scaled(omega) for omega in omegas[:2]], again=True)
@@ -187,7 +187,7 @@ def test_no_image_is_farther_than_the_sum_over_its_rounds(seed):
         assert total_variation(law, target_law(P)) <= bound + 1e-12
         assert bound >= first - 1e-12
         if max(omegas[:2]) > 1:
-            assert bound > first + 0.01  # later rounds count
+            assert bound > first + 0.01  # later steps count
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -211,8 +211,8 @@ def test_point_masses_are_deterministic_drafts():
     Q = [torch.nn.functional.one_hot(p.argmax(-1), V).double() for p in P]
     for p, q in zip(P, Q):
         assert torch.equal(q * point_mass(p, q), q * vanilla(p, q))
-        rest = p * (1 - q)
-        assert torch.allclose(optimal_residual(p, q, point_mass(p, q)), rest / rest.sum(-1, keepdim=True))
+        residual = p * (1 - q)
+        assert torch.allclose(optimal_residual(p, q, point_mass(p, q)), residual / residual.sum(-1, keepdim=True))
     assert distance(P, Q, [point_mass] * L) < 1e-12
 
 
@@ -229,7 +229,7 @@ def test_proposition_1():
     P, Q = rows(200, V, seed=1), rows(200, V, seed=2)
     strict, anything = vanilla(P, Q), rows(200, V, seed=3) * 1.2
     above = strict + (1 - strict) * torch.rand(200, V, generator=torch.Generator().manual_seed(4)).double()
-    fs = [above, scaled(1.7)(P, Q), *(neighborhood(TABLE, cutoff, kind)(P, Q) for kind, cutoff in CUTOFFS)]
+    fs = [above, scaled(1.7)(P, Q), *(neighborhood(TABLE, delta, cutoff)(P, Q) for cutoff, delta in CUTOFFS)]
     for f in fs:
         assert torch.allclose(optimal_residual(P, Q, f), vanilla_residual(P, Q, f), atol=1e-12)
     for f in [*fs, anything, scaled(0.5)(P, Q)]:
@@ -243,16 +243,16 @@ def test_proposition_1():
         assert gaps.max() > 0.01
 
 
-@pytest.mark.parametrize("kind, cutoff", CUTOFFS[1:])
+@pytest.mark.parametrize("cutoff, delta", CUTOFFS[1:])
 @pytest.mark.parametrize("size", [5, 40])
-def test_lanterns_residual_is_another_law_as_near(kind, cutoff, size):
+def test_lanterns_residual_is_another_law_as_near(cutoff, delta, size):
     """One draft: LANTERN's eq. (3) resamples otherwise than eq. (5), and the level is as near."""
     g = torch.Generator().manual_seed(size)
     table = torch.stack([torch.randperm(size - 1, generator=g)[:3] + 1 for _ in range(size)])
     table = (table + torch.arange(size)[:, None]) % size
     P, Q = rows(200, size, seed=1), rows(200, size, seed=2)
-    f = neighborhood(table, cutoff, kind)(P, Q)
-    best, other = optimal_residual(P, Q, f), relaxed_residual(table, cutoff, kind)(P, Q, f)
+    f = neighborhood(table, delta, cutoff)(P, Q)
+    best, other = optimal_residual(P, Q, f), relaxed_residual(table, delta, cutoff)(P, Q, f)
     assert torch.allclose(level_tv(P, Q, f, other), level_tv(P, Q, f, best), atol=1e-12)
     assert level_tv(P, Q, f, best).mean() > 0.01
     assert (level_law(P, Q, f, other) - level_law(P, Q, f, best)).abs().max() > 1e-3
@@ -263,10 +263,10 @@ def test_the_bound_is_the_length_less_what_strict_acceptance_pays_for(seed):
     """f >= vanilla: bound = length - sum_i E_Q[f_1 .. f_(i-1) sum min(P_i, Q_i)]. The identity behind Proposition 2."""
     P, Q = chain(300 + seed)
     for accepts in ([scaled(1.0), scaled(2.5), scaled(1.2)], [neighborhood(TABLE, 0.3), scaled(1.0), scaled(3.0)]):
-        paid, reach = 0.0, torch.ones(()).double()
+        paid, reach_prob = 0.0, torch.ones(()).double()
         for p, q, accept in zip(P, Q, accepts):
-            paid += (reach * torch.minimum(p, q).sum(-1)).sum().item()
-            reach = reach[..., None] * q * accept(p, q)
+            paid += (reach_prob * torch.minimum(p, q).sum(-1)).sum().item()
+            reach_prob = reach_prob[..., None] * q * accept(p, q)
         assert tv_bound(P, Q, accepts) == pytest.approx(expected_length(P, Q, accepts) - paid)
 
 
@@ -332,20 +332,20 @@ def test_one_draft_is_beta_omega_minus_beta_1_away(omega):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("omega", [0.5, 1.0, 1.5, 4.0])
-def test_the_fidelity_meter_averages_to_the_distance_of_one_draft(backend, omega):
-    """beta_omega - beta_1 from omega = 1 on; below, the level is exact and the meter 0."""
+def test_tv_excess_averages_to_the_distance_of_one_draft(backend, omega):
+    """beta_omega - beta_1 from omega = 1 on; below, the level is exact and tv_excess 0."""
     P, Q = chain(5, length=1)
     p, q = P[0].float(), Q[0].float()
     link = torch.tensor([[1, -1]] * V, dtype=torch.int32, device=DEVICE)
     tokens = torch.stack([torch.zeros(V, dtype=torch.int64), torch.arange(V)], 1)  # every token once as the draft
-    excess = verify_tree(p.expand(V, 2, V).to(DEVICE), tokens.to(DEVICE), link, torch.full_like(link, -1),
-                         torch.full((V, 2), 0.5, device=DEVICE), draft_probs=q.expand(V, 1, V).to(DEVICE),
-                         draft_row=link - 1 - (link < 0).int(), omega=torch.full((V, 1), omega, device=DEVICE), P=1,
-                         backend=backend)[3]
-    meter = (excess.cpu().double() * Q[0]).sum().item()
+    verified = verify_tree(p.expand(V, 2, V).to(DEVICE), tokens.to(DEVICE), link, torch.full_like(link, -1),
+                           torch.full((V, 2), 0.5, device=DEVICE), draft_probs=q.expand(V, 1, V).to(DEVICE),
+                           draft_row=link - 1 - (link < 0).int(), omega=torch.full((V, 1), omega, device=DEVICE),
+                           max_depth=1, backend=backend)
+    tv_excess = (verified.tv_excess.cpu().double() * Q[0]).sum().item()
     expected = (torch.minimum(Q[0], omega * P[0]) - torch.minimum(Q[0], P[0])).sum().clamp(min=0).item()
-    assert meter == pytest.approx(expected, abs=1e-6) and (meter > 0.01) == (omega > 1)
-    assert tv_bound(P, Q, [scaled(omega)]) == pytest.approx(meter, abs=1e-6)
+    assert tv_excess == pytest.approx(expected, abs=1e-6) and (tv_excess > 0.01) == (omega > 1)
+    assert tv_bound(P, Q, [scaled(omega)]) == pytest.approx(tv_excess, abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))

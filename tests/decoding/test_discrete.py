@@ -1,4 +1,4 @@
-"""The loop: greedy equals plain decoding token for token, sampling equals it in distribution."""
+"""The loop: greedy equals the baseline token for token, sampling equals it in distribution."""
 import dataclasses
 import math
 import subprocess
@@ -9,27 +9,30 @@ import pytest
 import torch
 
 import specvis.decoding.discrete
-from specvis.cli.compare import steps_gain, teacher_forced_probs
-from specvis.decoding.discrete import Sampling, guidance_pair, twice
-from specvis.decoding.drafters import Eagle
+import specvis.decoding.drafting
+from specvis.decoding.discrete import decode, speculative_decode
+from specvis.decoding.drafters import EagleDrafter
+from specvis.decoding.drafting import StaticDrafting
 from specvis.decoding.methods import METHODS, method
+from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
-from specvis_kernels import sample_residual
+from specvis.studies.positions import steps_gain, teacher_forced_probs
+from specvis_kernels import VerifyResult, sample_residual
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
 LOSSLESS = [m.name for m in METHODS.values() if m.lossless and m.drafting != "none"]
-DRAFTERS = ("eagle", "small")
+DRAFTERS = ("eagle", "model")
 
 
-def small(name, **parameters):
+def fitted(name, **parameters):
     """The recipe, with no more neighbors than a small codebook has."""
     return method(name, **{"k": 8} | parameters) if METHODS[name].k else method(name, **parameters)
 
 
 def lantern(**parameters):
-    return small("lantern", **parameters)
+    return fitted("lantern", **parameters)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,10 @@ def minute():
     return pipeline
 
 
+def eagle(pipeline, padding_mask):
+    return EagleDrafter(pipeline.gpt, pipeline.drafter, repeat_for_cfg(padding_mask))
+
+
 def test_what_is_lossless():
     assert LOSSLESS == ["speculative", "eagle1", "eagle2", "adt-tree"]
     assert method("cool-sd", omega=0.3).lossless and not METHODS["cool-sd"].lossless
@@ -63,38 +70,38 @@ def test_what_is_lossless():
     method("adt-tree", nodes=5, width=2, depth=1, widths=(1, 3)), method("eagle1", tree="medusa_2_7b_63"),
     *(method(name, draft_guidance=0.0) for name in ("speculative", "eagle2")),
 ], ids=lambda m: m.label)
-def test_greedy_is_plain_decoding_token_for_token(tiny, m):
+def test_greedy_is_the_baseline_token_for_token(tiny, m):
     sampling = Sampling.of(list(range(4)), temperature=0.0)
-    plain = tiny.tokens(PROMPTS, METHODS["vanilla"], sampling)
-    assert torch.equal(tiny.tokens(PROMPTS, m, sampling).tokens, plain.tokens)
+    baseline = tiny.tokens(PROMPTS, METHODS["vanilla"], sampling)
+    assert torch.equal(tiny.tokens(PROMPTS, m, sampling).tokens, baseline.tokens)
 
 
-def test_lantern_without_room_is_eagle2(tiny):
+def test_lantern_with_delta_0_is_eagle2(tiny):
     sampling = Sampling.of(list(range(4)))
     strict = tiny.tokens(PROMPTS, METHODS["eagle2"], sampling)
     assert torch.equal(tiny.tokens(PROMPTS, lantern(delta=0.0), sampling).tokens, strict.tokens)
 
 
-def test_lantern_accepts_more_and_its_meter_says_so(tiny):
+def test_lantern_accepts_more_and_its_tv_excess_says_so(tiny):
     sampling = Sampling.of(list(range(64)))
     strict = tiny.tokens(PROMPTS * 16, METHODS["eagle2"], sampling)
     relaxed = tiny.tokens(PROMPTS * 16, lantern(delta=0.4, k=20), sampling)
-    assert relaxed.forwards.sum() < strict.forwards.sum()
-    assert (strict.excess == 0).all() and (relaxed.excess > 0).any()
+    assert relaxed.target_forwards.sum() < strict.target_forwards.sum()
+    assert (strict.tv_excess == 0).all() and (relaxed.tv_excess > 0).any()
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_accounts_add_up(tiny, name):
-    decoded = tiny.tokens(PROMPTS, small(name), Sampling.of([5, 6, 7, 8]))
+    decoded = tiny.tokens(PROMPTS, fitted(name), Sampling.of([5, 6, 7, 8]))
     L = tiny.gpt.config.tokens
     assert decoded.tokens.shape == (4, L) and decoded.tokens.min() >= 0 and decoded.tokens.max() < 64
     if name == "vanilla":
         assert (decoded.tau == 1).all()
         return
-    assert (decoded.accepted <= decoded.drafted).all() and 0 < decoded.acceptance_rate < 1
-    for row, forwards in zip(decoded.accepted, decoded.forwards):
+    assert (decoded.num_accepted <= decoded.num_drafted).all() and 0 < decoded.acceptance_rate < 1
+    for row, target_forwards in zip(decoded.num_accepted, decoded.target_forwards):
         steps = row[row >= 0]
-        assert len(steps) == forwards - 1                       # the first forward reads the condition
+        assert len(steps) == target_forwards - 1                       # the first forward reads the condition
         assert 1 + (steps + 1).sum() == L                       # and no draft stands behind the last token
     assert steps_gain(decoded.accepted).min() >= 1
 
@@ -110,23 +117,23 @@ def assert_alone_as_together(tiny, prompts, methods, seeds):
         alone = tiny.tokens(prompts[i: i + 1], methods[i], Sampling.of(seeds[i: i + 1]))
         for other in (turned, together):
             row = back[i] if other is turned else i
-            for field in ("tokens", "accepted", "drafted", "forwards", "failed"):
+            for field in ("tokens", "num_accepted", "num_drafted", "target_forwards", "failed"):
                 assert torch.equal(getattr(alone, field)[0], getattr(other, field)[row]), field
-            for field in ("excess", "bound"):                              # rounded as matrix products are
+            for field in ("tv_excess", "tv_bound"):                              # rounded as matrix products are
                 torch.testing.assert_close(getattr(alone, field)[0], getattr(other, field)[row], equal_nan=True)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_request_does_not_depend_on_its_batch(tiny, name):
-    assert_alone_as_together(tiny, PROMPTS, [small(name)] * 4, SEEDS[:4])
+    assert_alone_as_together(tiny, PROMPTS, [fitted(name)] * 4, SEEDS[:4])
 
 
 @pytest.mark.parametrize("methods", [
     [method("eagle2", depth=d, width=w, nodes=n) for d, w, n in ((1, 1, 2), (4, 6, 32), (2, 9, 12), (7, 3, 9))],
     [method("cool-sd", omega=omega, nu=nu) for omega, nu in ((1.1, 0.7), (0.5, 0.0), (3.0, 0.2), (1.0, 0.0))],
-    [small("lantern", delta=delta, depth=d) for delta, d in ((0.0, 1), (0.4, 3), (0.1, 6), (1.0, 2))],
+    [fitted("lantern", delta=delta, depth=d) for delta, d in ((0.0, 1), (0.4, 3), (0.1, 6), (1.0, 2))],
     [method("adt-tree", depth=d, width=w, nodes=n) for d, w, n in ((1, 4, 60), (9, 39, 60), (4, 10, 20), (2, 2, 7))],
-    [small(name) for name in ("vanilla", "lantern++", "adt-tree", "speculative", "lantern+optimal", "adt-tree")],
+    [fitted(name) for name in ("vanilla", "lantern++", "adt-tree", "speculative", "lantern+optimal", "adt-tree")],
     [method("eagle2", depth=10, width=1), method("eagle2", depth=1, width=10), method("eagle2", depth=10, nodes=2)],
     [method("adt-tree", depths=(1, 3), widths=(4, 5), depth=2, width=4, beta=0.5)] * 6,
     [method("adt-tree", nodes=20, depth=2, width=3, depths=(1, 4), widths=(1, 4), width_step=1, beta=0.5)] * 6,
@@ -149,27 +156,29 @@ def test_requests_of_one_batch_may_be_greedy_and_sampled(tiny):
 
 @pytest.mark.parametrize("name", ["adt-tree+lantern", "lantern++", "cool-sd"])
 def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, name):
-    m, sampling = small(name), Sampling.of(list(range(4)))
+    m, sampling = fitted(name), Sampling.of(list(range(4)))
     ours = tiny.tokens(PROMPTS, m, sampling)
     for op in ("draw_children", "expand_tree", "select_tree", "tree_links", "tree_mask", "verify_tree"):
-        kernel = getattr(specvis.decoding.discrete, op)
-        monkeypatch.setattr(specvis.decoding.discrete, op, lambda *a, kernel=kernel, **k: kernel(*a, **k, backend="oracle"))
+        for module in (specvis.decoding.discrete, specvis.decoding.drafting):
+            if hasattr(module, op):
+                kernel = getattr(module, op)
+                monkeypatch.setattr(module, op, lambda *a, kernel=kernel, **k: kernel(*a, **k, backend="oracle"))
     oracles = tiny.tokens(PROMPTS, m, sampling)
-    assert torch.equal(ours.tokens, oracles.tokens) and torch.equal(ours.accepted, oracles.accepted)
+    assert torch.equal(ours.tokens, oracles.tokens) and torch.equal(ours.num_accepted, oracles.num_accepted)
 
 
 def test_the_drafter_gets_its_share_of_the_guidance(tiny):
     """Guidance 5 with a share of 0 drafts as guidance 1 does, and a share is each request's own."""
     drafts, shares = {}, (1.0, 0.0, 0.5)
-    read = specvis.decoding.discrete.Drafting.static
+    propose = StaticDrafting.draft
 
     def watched(self, *arguments):
-        draft = read(self, *arguments)
-        drafts.setdefault(key, draft.probs[:, 0].clone())       # the first step's, after the newest token
+        draft = propose(self, *arguments)
+        drafts.setdefault(key, draft.draft_probs[:, 0].clone())  # the first step's, after the newest token
         return draft
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(specvis.decoding.discrete.Drafting, "static", watched)
+        patch.setattr(StaticDrafting, "draft", watched)
         for key in shares:
             tiny.tokens(["red heart"], method("speculative", draft_guidance=key), Sampling.of([1], guidance=5.0))
         key = "together"
@@ -186,25 +195,26 @@ def test_the_drafter_gets_its_share_of_the_guidance(tiny):
 def test_an_observer_sees_every_step(tiny):
     steps = []
     decoded = tiny.tokens(PROMPTS, "eagle2", Sampling.of(list(range(4))), observe=steps.append)
-    assert len(steps) == decoded.forwards.max() - 1
+    assert len(steps) == decoded.target_forwards.max() - 1
     for b in range(4):
-        mine = [step for step in steps if step.going[b]]
-        assert len(mine) == decoded.forwards[b] - 1
-        assert [step.accepted[b].item() for step in mine] == decoded.accepted[b][decoded.accepted[b] >= 0].tolist()
-        assert [step.first[b].item() for step in mine] == (decoded.accepted[b] >= 0).nonzero()[:, 0].tolist()
+        mine = [step for step in steps if step.active[b]]
+        assert len(mine) == decoded.target_forwards[b] - 1
+        num_accepted = decoded.num_accepted[b]
+        assert [step.num_accepted[b].item() for step in mine] == num_accepted[num_accepted >= 0].tolist()
+        assert [step.position[b].item() for step in mine] == (num_accepted >= 0).nonzero()[:, 0].tolist()
 
 
 def test_nan_ends_one_picture_and_leaves_the_others(tiny):
-    for m in map(small, METHODS):
+    for m in map(fitted, METHODS):
         whole = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
-        condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+        condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
         condition[1, -1, 0] = torch.nan
         if m.drafting == "none":
-            broken = specvis.decoding.discrete.decode(tiny.gpt, condition, valid, Sampling.of([1, 2, 3, 4]))
+            broken = decode(tiny.gpt, condition, padding_mask, Sampling.of([1, 2, 3, 4]))
         else:
             neighbors = tiny.neighbors(m.k) if m.k else None
-            broken = specvis.decoding.discrete.speculative_decode(tiny.gpt, Eagle(tiny.gpt, tiny.drafter, twice(valid)), condition,
-                                                       valid, Sampling.of([1, 2, 3, 4]), [m] * 4, neighbors)
+            broken = speculative_decode(tiny.gpt, eagle(tiny, padding_mask), condition, padding_mask,
+                                        Sampling.of([1, 2, 3, 4]), [m] * 4, neighbors)
         assert broken.failed.tolist() == broken.tau.isnan().tolist() == [False, True, False, False]
         keep = [0, 2, 3]
         assert torch.equal(broken.tokens[keep], whole.tokens[keep])
@@ -216,13 +226,13 @@ def test_a_picture_that_fails_midway_ends_in_zeros(tiny):
     for m in (METHODS["vanilla"], METHODS["speculative"], METHODS["eagle2"]):
         whole = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4])).tokens
         code = whole[0, bad].item()                                 # its embedding breaks what comes after it
-        before = tiny.gpt.tok_embeddings.weight[code].clone()
+        embedding = tiny.gpt.tok_embeddings.weight[code].clone()
         tiny.gpt.tok_embeddings.weight[code] = torch.nan
         broken = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
-        tiny.gpt.tok_embeddings.weight[code] = before
+        tiny.gpt.tok_embeddings.weight[code] = embedding
         assert broken.failed[0]
-        first = (whole[0] == code).nonzero()[0, 0]
-        assert first < L - 1 and (broken.tokens[0, first + 1:] == 0).all()
+        position = (whole[0] == code).nonzero()[0, 0]
+        assert position < L - 1 and (broken.tokens[0, position + 1:] == 0).all()
 
 
 def test_a_broken_drafter_costs_speed_and_no_picture(tiny):
@@ -237,8 +247,8 @@ def test_a_broken_drafter_costs_speed_and_no_picture(tiny):
 @pytest.mark.parametrize("nodes, depth", [(2, 4), (3, 4), (3, 7)])
 def test_a_tree_may_have_fewer_nodes_than_levels(tiny, nodes, depth):
     sampling = Sampling.of(list(range(4)), temperature=0.0)
-    plain = tiny.tokens(PROMPTS, METHODS["vanilla"], sampling)
-    assert torch.equal(tiny.tokens(PROMPTS, method("eagle2", nodes=nodes, depth=depth), sampling).tokens, plain.tokens)
+    baseline = tiny.tokens(PROMPTS, METHODS["vanilla"], sampling)
+    assert torch.equal(tiny.tokens(PROMPTS, method("eagle2", nodes=nodes, depth=depth), sampling).tokens, baseline.tokens)
 
 
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
@@ -295,20 +305,19 @@ def test_the_distribution_test_rejects_acceptance_above_one(minute):
     assert far_from_target(minute, method("cool-sd", tree=TREE, omega=1.5), {"guidance": 2.0}) > 10
 
 
-def unmodified_target(probs, tokens, first_child, next_sibling, uniforms, *, P, **_):
-    """The wrong rule: every sibling of a one-level tree is judged by the target itself; then [P - Q]+."""
+def unmodified_target(probs, tokens, first_child, next_sibling, uniforms, **_):
+    """The wrong rule: every sibling of a one-level tree is verified by the target itself; then [P - Q]+."""
     B, N, _ = probs.shape
-    chance = probs[:, 0].gather(1, tokens[:, 1:])
-    accepts = uniforms[:, 1:] < chance
-    first = torch.where(accepts.any(1), accepts.int().argmax(1) + 1, 0)
+    is_accepted = uniforms[:, 1:] < probs[:, 0].gather(1, tokens[:, 1:])
+    node = torch.where(is_accepted.any(1), is_accepted.int().argmax(1) + 1, 0)
     residual = probs[:, 0].scatter(1, tokens[:, 1:], 0.0) + 1e-9
-    rest = torch.where((first > 0)[:, None], probs[torch.arange(B), first], residual / residual.sum(1, keepdim=True))
-    token, status = sample_residual(rest.contiguous(), None, uniforms[:, 0].contiguous())
-    path = torch.where(first > 0, first, -1)[:, None].int()
-    return path, (first > 0).int(), token, torch.zeros(B), status
+    residual = residual / residual.sum(1, keepdim=True)
+    drawn_from = torch.where((node > 0)[:, None], probs[torch.arange(B), node], residual)
+    token, status = sample_residual(drawn_from.contiguous(), None, uniforms[:, 0].contiguous())
+    return VerifyResult(torch.where(node > 0, node, -1)[:, None].int(), (node > 0).int(), token, torch.zeros(B), status)
 
 
-def test_the_distribution_test_rejects_judging_siblings_by_the_unmodified_target(minute, monkeypatch):
+def test_the_distribution_test_rejects_siblings_verified_by_the_unmodified_target(minute, monkeypatch):
     m = method("eagle2", depth=1, width=3, nodes=4)
     assert abs(far_from_target(minute, m, {"guidance": 2.0})) < 4.5
     right = specvis.decoding.discrete.verify_tree
@@ -323,9 +332,9 @@ def test_the_distribution_test_rejects_relaxed_acceptance(minute):
 
 
 def test_guidance_pairs_a_request_with_nothing(tiny):
-    condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
-    both, shown = guidance_pair(tiny.gpt, condition, valid)
-    assert both.shape == (8, 3, 32) and torch.equal(shown, twice(valid))
+    condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+    both, both_masks = cfg_inputs(tiny.gpt, condition, padding_mask)
+    assert both.shape == (8, 3, 32) and torch.equal(both_masks, repeat_for_cfg(padding_mask))
 
 
 @pytest.mark.parametrize("wrong, message", [
@@ -342,16 +351,17 @@ def test_settings_out_of_range_are_refused(wrong, message):
 
 
 def test_conditions_of_the_wrong_shape_are_refused(tiny):
-    condition, valid = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
-    for c, v, seeds, message in ((condition[:, :2], valid, 4, r"must be \(B, S=3, dim=32\), got \(4, 2, 32\)"),
-                                 (condition, valid, 3, "got 4 rows and 3 seeds"),
-                                 (condition[:0], valid[:0], 0, "at least one"),
-                                 (condition, valid[:, :2], 4, r"valid must be bool \(B=4, S=3\), got bool \(4, 2\)")):
+    condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+    for c, mask, seeds, message in (
+            (condition[:, :2], padding_mask, 4, r"must be \(B, S=3, dim=32\), got \(4, 2, 32\)"),
+            (condition, padding_mask, 3, "got 4 rows and 3 seeds"),
+            (condition[:0], padding_mask[:0], 0, "at least one"),
+            (condition, padding_mask[:, :2], 4, r"padding_mask must be bool \(B=4, S=3\), got bool \(4, 2\)")):
         with pytest.raises(ValueError, match=message):
-            specvis.decoding.discrete.decode(tiny.gpt, c, v, Sampling.of(list(range(seeds))))
+            decode(tiny.gpt, c, mask, Sampling.of(list(range(seeds))))
     with pytest.raises(ValueError, match="table of V=.* rows and at least k=8 columns for lantern, got none"):
-        specvis.decoding.discrete.speculative_decode(tiny.gpt, Eagle(tiny.gpt, tiny.drafter, twice(valid)), condition, valid,
-                                          Sampling.of([0] * 4), [lantern()] * 4)
+        speculative_decode(tiny.gpt, eagle(tiny, padding_mask), condition, padding_mask, Sampling.of([0] * 4),
+                           [lantern()] * 4)
 
 
 @pytest.mark.parametrize("prompts, seeds", [(1, 3), (2, 1), (0, 0)])
@@ -386,10 +396,10 @@ def test_a_method_for_each_prompt(tiny):
 
 def test_the_bound_is_known_for_sampled_chains(tiny):
     both = dataclasses.replace(Sampling.of([1, 2]), temperature=torch.tensor([1.0, 0.0]))
-    bound = tiny.tokens(PROMPTS[:2], method("speculative", omega=1.5), both).bound
+    bound = tiny.tokens(PROMPTS[:2], method("speculative", omega=1.5), both).tv_bound
     assert bound[0] > 0 and bound[1].isnan()
-    assert (tiny.tokens(PROMPTS[:2], METHODS["eagle2"], both).bound == 0).all()
-    assert tiny.tokens(PROMPTS[:2], METHODS["cool-sd"], both).bound.isnan().all()
+    assert (tiny.tokens(PROMPTS[:2], METHODS["eagle2"], both).tv_bound == 0).all()
+    assert tiny.tokens(PROMPTS[:2], METHODS["cool-sd"], both).tv_bound.isnan().all()
 
 
 def test_k_beyond_the_codebook_is_refused(tiny):
@@ -399,8 +409,8 @@ def test_k_beyond_the_codebook_is_refused(tiny):
 
 MEMORY = """if True:
     import re
-    from specvis.decoding.discrete import Sampling
     from specvis.decoding.methods import method
+    from specvis.decoding.sampling import Sampling
     from specvis.models.llamagen import GPTConfig
     from specvis.models.vq import VQConfig
     from specvis.pipelines.discrete import Pipeline
@@ -413,7 +423,7 @@ MEMORY = """if True:
     pipeline = Pipeline(config, vq, ["", "red", "heart"])
     before = peak()
     for m in (method("eagle1", tree="medusa_2_7b_63"), method("eagle2", nodes=64, width=10, depth=5)):
-        assert m.tree_nodes == 64
+        assert m.max_nodes == 64
         decoded = pipeline.tokens(["red heart"] * 8, m, Sampling.of(list(range(8)), top_k=2000))
     print(peak() - before)
 """

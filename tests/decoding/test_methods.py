@@ -9,15 +9,15 @@ from specvis.decoding.methods import METHODS, method, parameters_of, parse_metho
 @pytest.mark.parametrize("name, parameters, message", [
     ("lantren", {}, "unknown method 'lantren'; did you mean lantern"),
     ("lantern", {"delta": -0.1}, r"delta must be within \[0, 1\], got -0.1"),
-    ("lantern", {"delta": 0.7, "kind": "jsd"}, r"delta must be within \[0, 0.6931\], got 0.7"),
-    ("lantern++", {"delta": -1.0}, "delta must be at least 0 and finite where kind is ratio, got -1.0"),
-    ("lantern++", {"delta": math.inf}, "delta must be at least 0 and finite where kind is ratio, got inf"),
+    ("lantern", {"delta": 0.7, "cutoff": "jsd"}, r"delta must be within \[0, 0.6931\], got 0.7"),
+    ("lantern++", {"delta": -1.0}, "delta must be at least 0 and finite where cutoff is ratio, got -1.0"),
+    ("lantern++", {"delta": math.inf}, "delta must be at least 0 and finite where cutoff is ratio, got inf"),
     ("lantern", {"k": -1}, "k must be at least 0, got -1"),
-    ("lantern", {"kind": "kl"}, "kind must be one of tvd, ratio, jsd, got 'kl'"),
+    ("lantern", {"cutoff": "kl"}, "cutoff must be one of tvd, ratio, jsd, got 'kl'"),
     ("lantern", {"metric": "l1"}, "metric must be one of l2, cosine, random, got 'l1'"),
     ("lantern", {"residual": "best"}, "residual must be one of optimal, relaxed, released, got 'best'"),
     ("eagle2", {"delta": 0.1}, "delta must come with k > 0"),
-    ("eagle2", {"drafter": "large"}, "drafter must be one of eagle, small, got 'large'"),
+    ("eagle2", {"drafter": "large"}, "drafter must be one of eagle, model, got 'large'"),
     ("eagle2", {"tree": "chain-3"}, "method eagle2 has no parameter 'tree'"),
     ("eagle2", {"start": "vertical"}, "method eagle2 has no parameter 'start'"),
     ("adt-tree", {"stat": "vertical"}, "no parameter 'stat'; did you mean start"),
@@ -78,10 +78,10 @@ def test_every_recipe_says_what_it_is(name):
 
 
 def test_a_tree_has_no_more_nodes_than_candidates():
-    assert method("eagle2", depth=1, width=3, nodes=60).tree_nodes == 4      # 1 + 3
-    assert method("eagle2", depth=2, width=3, nodes=60).tree_nodes == 13     # 1 + 3 + 9
-    assert METHODS["eagle1"].tree_nodes == 26 and METHODS["lantern++"].tree_nodes == 58
-    assert METHODS["adt-tree"].tree_nodes == 60 and METHODS["adt-tree"].levels == 9
+    assert method("eagle2", depth=1, width=3, nodes=60).max_nodes == 4      # 1 + 3
+    assert method("eagle2", depth=2, width=3, nodes=60).max_nodes == 13     # 1 + 3 + 9
+    assert METHODS["eagle1"].max_nodes == 26 and METHODS["lantern++"].max_nodes == 58
+    assert METHODS["adt-tree"].max_nodes == 60 and METHODS["adt-tree"].max_depth == 9
 
 
 def test_a_schedule_falls_and_has_its_mean():
@@ -93,7 +93,7 @@ def test_a_schedule_falls_and_has_its_mean():
 
 @pytest.mark.parametrize("name, parameters, bound", [
     ("eagle2", {}, 0.0), ("lantern", {}, 0.2), ("lantern+optimal", {"delta": 0.4}, 0.4), ("lantern++", {}, 0.5),
-    ("uniform-rsd", {"omega": 2.0}, 0.5), ("uniform-rsd", {"omega": 0.5}, 0.0), ("lantern", {"kind": "jsd"}, None),
+    ("uniform-rsd", {"omega": 2.0}, 0.5), ("uniform-rsd", {"omega": 0.5}, 0.0), ("lantern", {"cutoff": "jsd"}, None),
     ("lantern", {"residual": "released"}, None),
     ("uniform-rsd", {"omega": 2.0, "residual": "relaxed"}, None), ("vanilla", {}, 0.0),
 ])

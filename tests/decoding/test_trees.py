@@ -23,12 +23,12 @@ def test_the_released_trees(name, levels, leaves):
 def test_paths_in_any_order_are_numbered_level_by_level():
     tree = StaticTree.of([[1], [0, 1], [0], [1, 0], [0, 0], [1, 0, 0]])
     assert tree.parents == (-1, 0, 0, 1, 1, 2, 5) and tree.depths == (0, 1, 1, 2, 2, 2, 3)
-    assert tree.widest == 2 and tree.depth == 3 and tree.children(1) == [3, 4]
+    assert tree.max_width == 2 and tree.depth == 3 and tree.children(1) == [3, 4]
 
 
 def test_a_chain_is_a_tree():
     assert static_tree("chain-3") == StaticTree.of([[0], [0, 0], [0, 0, 0]])
-    assert static_tree("chain-3").is_chain and static_tree("chain-3").widest == 1
+    assert static_tree("chain-3").is_chain and static_tree("chain-3").max_width == 1
 
 
 def test_a_tree_from_a_file(tmp_path):
@@ -50,7 +50,7 @@ def test_a_tree_from_a_file(tmp_path):
     ([[0], 1], "got the path 1"),
     ([[0], [0, 0], [0]], r"\[0\] is there twice"),
     ([[0], [1, 0]], r"\[1, 0\] is there without its parent \[1\]"),
-    ([[0], [0, 1]], r"\[0, 1\] is there without \[0, 0\]"),
+    ([[0], [0, 1]], r"\[0, 1\] is there without its older sibling \[0, 0\]"),
 ])
 def test_trees_that_are_none(paths, message):
     with pytest.raises(ValueError, match=message):
@@ -66,18 +66,18 @@ def test_unknown_trees(name, message):
         static_tree(name)
 
 
-def shapes(adaptation, depth=4, width=10, most=99, uniforms=None):
+def shapes(adaptation, depth=4, width=10, max_nodes=99, uniforms=None):
     """For one image of 4 x 4 tokens."""
-    return Shapes(*(torch.tensor([n]) for n in (depth, width, most)), 4, adaptation, uniforms)
+    return Shapes(*(torch.tensor([n]) for n in (depth, width, max_nodes)), 4, adaptation, uniforms)
 
 
 def after(shapes, steps):
     """(depth, width) of the tree after each step, given as how many drafts it accepts."""
-    first, seen = 1, []
-    for accepted in steps:
-        shapes.record(torch.tensor([first]), torch.tensor([accepted]), torch.tensor([True]))
+    position, seen = 1, []
+    for num_accepted in steps:
+        shapes.record(torch.tensor([position]), torch.tensor([num_accepted]), torch.tensor([True]))
         seen.append((shapes.depth.item(), shapes.width.item()))
-        first += accepted + 1
+        position += num_accepted + 1
     return seen
 
 
@@ -125,7 +125,7 @@ def test_bounds_are_kept_but_flat_trees_may_be_of_any_width():
     a = Adaptation(width_step=10, depths=(1, 3), widths=(4, 12))
     assert after(shapes(a, depth=3, width=5), [3, 3, 3]) == [(3, 4), (3, 4), (3, 4)]
     assert after(shapes(a, depth=2, width=5), [0, 0]) == [(1, 15), (1, 25)]
-    assert after(shapes(a, depth=2, width=5, most=20), [0, 0]) == [(1, 15), (1, 20)]
+    assert after(shapes(a, depth=2, width=5, max_nodes=20), [0, 0]) == [(1, 15), (1, 20)]
 
 
 def test_a_finished_image_asks_for_the_smallest_tree():

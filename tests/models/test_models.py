@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import save_file
 
 from specvis.pipelines.checkpoint import CheckpointError, load_weights, read_weights
-from specvis.models.eagle import Drafter
+from specvis.models.eagle import EagleHead
 from specvis.models.layers import grid_rotations
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config, condition_mask, text_config
 from specvis.models.vq import VQ, VQConfig
 from specvis.models.words import UnknownWords, Words
 from specvis.pipelines.discrete import Pipeline
-from specvis.decoding.sampling import ACCEPT, DRAFT, philox_uniform
+from specvis.decoding.sampling import ACCEPT, DRAFT, philox_uniforms
 
 MILLIONS = {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "XXXL": 3893, "1B": 1200, "3B": 3097, "7B": 6615}
 
@@ -30,7 +30,7 @@ def test_published_sizes(size):
 
 def test_text_model_and_drafter_have_the_published_names_and_sizes():
     with torch.device("meta"):
-        gpt, drafter, vq = GPT(text_config("XL")), Drafter(text_config("XL")), VQ(VQConfig())
+        gpt, drafter, vq = GPT(text_config("XL")), EagleHead(text_config("XL")), VQ(VQConfig())
     assert round(parameters(gpt) / 1e6) == 778
     names = {name: tuple(value.shape) for name, value in gpt.state_dict().items()}
     assert names["cls_embedding.uncond_embedding"] == (120, 2048)
@@ -58,10 +58,10 @@ def test_rotations_are_zero_at_conditions_and_turn_by_row_then_column():
 
 def test_half_precision_keeps_the_rotations():
     pipeline = Pipeline.tiny().to(torch.bfloat16)
-    condition, valid = pipeline.gpt.condition(pipeline.words(pipeline.words.encode(["red heart"])))
-    half = pipeline.gpt.teacher_forced(condition, valid, torch.arange(16)[None]).float()
+    condition, padding_mask = pipeline.gpt.condition(pipeline.words(pipeline.words.encode(["red heart"])))
+    half = pipeline.gpt.teacher_forced(condition, padding_mask, torch.arange(16)[None]).float()
     pipeline.float()
-    whole = pipeline.gpt.teacher_forced(condition.float(), valid, torch.arange(16)[None])
+    whole = pipeline.gpt.teacher_forced(condition.float(), padding_mask, torch.arange(16)[None])
     assert pipeline.gpt.rotations.is_complex() and (half - whole).norm() < 0.03 * whole.norm()
 
 
@@ -74,16 +74,16 @@ def test_reading_token_by_token_equals_reading_at_once(config):
     gpt = GPT(config).eval()
     tokens = torch.randint(64, (2, 16))
     source = torch.tensor([1, 10]) if config.classes else torch.randn(2, 3, 8)
-    valid = None if config.classes else torch.tensor([[False, True, True], [True, True, True]])
-    condition, valid = gpt.condition(source, valid)
+    padding_mask = None if config.classes else torch.tensor([[False, True, True], [True, True, True]])
+    condition, padding_mask = gpt.condition(source, padding_mask)
     S = condition.shape[1]
-    whole = gpt.teacher_forced(condition, valid, tokens)
+    whole = gpt.teacher_forced(condition, padding_mask, tokens)
     cache = gpt.new_cache(2, S + 16)
     slots = torch.arange(S).expand(2, -1)
-    parts = [gpt(condition, slots, condition_mask(valid, S), cache, slots)]
+    parts = [gpt(condition, slots, condition_mask(padding_mask, S), cache, slots)]
     for i in range(15):
         slot = torch.full((2, 1), S + i)
-        mask = torch.cat([valid, torch.ones(2, i + 1, dtype=torch.bool)], 1)[:, None]
+        mask = torch.cat([padding_mask, torch.ones(2, i + 1, dtype=torch.bool)], 1)[:, None]
         parts.append(gpt(gpt.tok_embeddings(tokens[:, i: i + 1]), slot, mask, cache, slot))
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
@@ -91,11 +91,11 @@ def test_reading_token_by_token_equals_reading_at_once(config):
 def test_padding_of_a_caption_changes_nothing():
     pipeline = Pipeline.tiny()
     tokens = torch.randint(64, (2, 16))
-    valid = torch.tensor([[False, False, True], [True, True, True]])
-    condition, valid = pipeline.gpt.condition(torch.randn(2, 3, 8), valid)
-    before = pipeline.gpt.teacher_forced(condition, valid, tokens)[:, 2:]
+    padding_mask = torch.tensor([[False, False, True], [True, True, True]])
+    condition, padding_mask = pipeline.gpt.condition(torch.randn(2, 3, 8), padding_mask)
+    before = pipeline.gpt.teacher_forced(condition, padding_mask, tokens)[:, 2:]
     condition[0, 0] += 1.0
-    assert torch.equal(pipeline.gpt.teacher_forced(condition, valid, tokens)[:, 2:], before)
+    assert torch.equal(pipeline.gpt.teacher_forced(condition, padding_mask, tokens)[:, 2:], before)
 
 
 def test_tokenizer_round_trip_keeps_shapes_and_codes_are_unit():
@@ -171,15 +171,15 @@ def test_a_pipeline_saved_and_loaded_is_the_same_to_half_precision(tmp_path):
 def test_philox_gives_the_published_numbers():
     # Random123's known answer for Philox4x32-10 with counter 0 and key 0
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    uniforms = philox_uniform(torch.tensor([0]), ACCEPT, 1, 4)[0, 0]
+    uniforms = philox_uniforms(torch.tensor([0]), ACCEPT, 1, 4)[0, 0]
     assert uniforms.tolist() == [(word >> 8) / 2 ** 24 for word in words]
 
 
 def test_uniforms_depend_on_the_seed_and_not_on_the_batch():
     seeds = torch.tensor([7, 2 ** 40 + 1, 7])
-    many = philox_uniform(seeds, ACCEPT, 5, 9)
+    many = philox_uniforms(seeds, ACCEPT, 5, 9)
     assert torch.equal(many[0], many[2]) and not torch.equal(many[0], many[1])
-    assert torch.equal(philox_uniform(seeds[1:2], ACCEPT, 5, 6)[0], many[1, :, :6])
-    assert not torch.equal(philox_uniform(seeds, DRAFT, 5, 9), many)
-    large = philox_uniform(torch.arange(100), ACCEPT, 100, 4)
+    assert torch.equal(philox_uniforms(seeds[1:2], ACCEPT, 5, 6)[0], many[1, :, :6])
+    assert not torch.equal(philox_uniforms(seeds, DRAFT, 5, 9), many)
+    large = philox_uniforms(torch.arange(100), ACCEPT, 100, 4)
     assert large.min() >= 0 and large.max() < 1 and abs(large.mean() - 0.5) < 0.01

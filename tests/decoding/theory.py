@@ -1,0 +1,175 @@
+"""What relaxed acceptance does to the distribution of a chain of drafts: exactly, by enumeration of a small vocabulary.
+
+The theory is COOL-SD's (arXiv:2601.09212). Equations are named by the paper's numbers, and accept and residual functions
+are those of specvis.decoding.bounds. A chain over V tokens is a pair of tables: P[i] and Q[i], float64 (V,) * (i + 1),
+hold in their last dimension the target's and the draft's distribution of the token after each prefix of i tokens.
+"""
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from specvis.decoding.bounds import Accept, Residual, accept_prob, level_law, level_tv, normalized, optimal_residual
+
+
+def tables(conditional: Callable[[tuple[int, ...]], Sequence[float]], V: int, length: int) -> list[Tensor]:
+    """Conditional distributions x_i given x_<i, as in eq. (3), from a function of the prefix: (V,) * (i + 1) each.
+
+    Raises:
+        ValueError: a row is not V numbers of at least 0 whose total is 1
+    """
+    result = []
+    for i in range(length):
+        prefixes = itertools.product(range(V), repeat=i)
+        rows = torch.stack([torch.as_tensor(conditional(prefix), dtype=torch.float64) for prefix in prefixes])
+        if rows.shape[1:] != (V,) or not (rows >= 0).all() or not ((rows.sum(1) - 1).abs() < 1e-9).all():
+            raise ValueError(f"each row after {i} tokens must be V={V} probabilities of total 1")
+        result.append(rows.view((V,) * (i + 1)))
+    return result
+
+
+def total_variation(a: Tensor, b: Tensor) -> Tensor:
+    """The left side of eq. (4), half the L1 distance of two laws of one shape: ()."""
+    return (a - b).abs().sum() / 2
+
+
+def vanilla(P: Tensor, Q: Tensor) -> Tensor:
+    """min(1, P / Q), the strict rule that eq. (6)'s residual belongs to."""
+    return accept_prob(P, Q)
+
+
+def point_mass(P: Tensor, Q: Tensor) -> Tensor:
+    """min(1, P), eq. (3)'s f for deterministic drafts: all of the proposal's mass is on the draft, whatever Q says."""
+    return P.clamp(max=1)
+
+
+def _lent(P: Tensor, table: Tensor, delta: float, cutoff: str) -> tuple[Tensor, Tensor]:
+    """Whether each token's neighbors lend their mass (..., V, k), and the token's mass with theirs (..., V)."""
+    near = P[..., table]
+    S, r = near.cumsum(-1), P[..., None]
+    if cutoff == "jsd":
+        whole, h = r + S, torch.where(r + S > 0, r + S / 2, 1.0)
+        fits = (S * math.log(2) + torch.xlogy(r, r / h) + torch.xlogy(whole, whole / h)) / 2 <= delta
+    elif cutoff in ("tvd", "ratio"):
+        fits = S <= (delta * r if cutoff == "ratio" else delta)
+    else:
+        raise ValueError(f"cutoff must be one of tvd, ratio, jsd, got {cutoff!r}")
+    return fits, P + (near * fits).sum(-1)  # a prefix: no cutoff lets a larger S in
+
+
+def neighborhood(table: Tensor, delta: float, cutoff: str = "tvd") -> Accept:
+    """min(1, rho / Q), LANTERN's f, which Proposition 1 is about: rho is P with the neighbors that the cutoff admits.
+
+    table: (V, k) int64, nearest first. Cutoffs and deltas are those of `specvis_kernels.neighborhood_sum`.
+
+    Raises (when called):
+        ValueError: an unknown cutoff
+    """
+    return lambda P, Q: accept_prob(_lent(P, table, delta, cutoff)[1], Q)
+
+
+def omega_residual(omega: float) -> Residual:
+    """norm([max(P - Q, (1 - omega) P)]+), what eq. (5) is for min(1, omega P / Q); verify_tree's `optimal`."""
+    return lambda P, Q, f: normalized(torch.maximum(P - Q, (1 - omega) * P).clamp(min=0), P)
+
+
+def relaxed_residual(table: Tensor, delta: float, cutoff: str = "tvd") -> Residual:
+    """norm([P' - Q]+), LANTERN's eq. (3): P' is P with the admitted neighbors' mass moved onto the rejected token.
+
+    It brings a level as near as eq. (5)'s G* does: a rejected x is resampled to at most the share (Q - rho)(x) /
+    sum [P' - Q]+ of [P - Q]+, and these shares add to at most 1, so no token gets more than P.
+    """
+    def residual(P: Tensor, Q: Tensor, f: Tensor) -> Tensor:
+        lends, relaxed_mass = _lent(P, table, delta, cutoff)
+        V = P.shape[-1]
+        taken = torch.zeros(*P.shape, V, dtype=torch.bool).scatter(-1, table.expand(lends.shape), lends)
+        relaxed = torch.where(torch.eye(V, dtype=torch.bool), relaxed_mass[..., None],
+                              P[..., None, :].masked_fill(taken, 0))
+        return normalized((relaxed - Q[..., None, :]).clamp(min=0), P[..., None, :])
+    return residual
+
+
+def _levels(P: Sequence[Tensor], Q: Sequence[Tensor],
+            accepts: Sequence[Accept]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """For each level i the probability that its prefix was drafted and accepted (V,) * (i - 1), P, Q and f."""
+    if not len(accepts) <= min(len(P), len(Q)):
+        raise ValueError(f"{len(accepts)} acceptance functions need as many tables, got {len(P)} and {len(Q)}")
+    reach_prob = torch.ones((), dtype=torch.float64)
+    for p, q, accept in zip(P, Q, accepts):
+        f = accept(p, q)
+        yield reach_prob, p, q, f
+        reach_prob = reach_prob[..., None] * q * f
+
+
+def expected_length(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accept]) -> float:
+    """sum_i E_Q[f_1 .. f_i], the expected number of accepted drafts of a step, eq. (3); a token more is emitted.
+
+    Raises:
+        ValueError: fewer tables than acceptance functions
+    """
+    return sum((reach_prob * (q * f).sum(-1)).sum().item() for reach_prob, p, q, f in _levels(P, Q, accepts))
+
+
+def tv_bound(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accept],
+             residual: Residual = optimal_residual) -> float:
+    """sum_i E_Q[f_1 .. f_(i-1) TV(level_law_i, P_i)], eq. (4): no less than a step's TV from the target.
+
+    For f >= vanilla and the optimal residual it is expected_length - sum_i E_Q[f_1 .. f_(i-1) sum min(P_i, Q_i)].
+
+    Raises:
+        ValueError: fewer tables than acceptance functions
+    """
+    return sum((reach_prob * level_tv(p, q, f, residual(p, q, f))).sum().item()
+               for reach_prob, p, q, f in _levels(P, Q, accepts))
+
+
+def output_law(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accept],
+               residual: Residual = optimal_residual, again: bool = False) -> tuple[Tensor, float]:
+    """The exact law of the first T = len(P) tokens, (V,) * T, and the bound of eq. (4) on its TV from the target's.
+
+    After the first step the target goes on by itself (what eq. (4) is about), or with `again` further steps, each from
+    accepts[0], and the bound is the sum of eq. (4) over steps, each weighted by its probability. No draft stands for
+    the last token.
+
+    Raises:
+        ValueError: fewer than T - 1 tables of the draft
+    """
+    T, V = len(P), P[0].shape[-1]
+    if len(Q) < T - 1:
+        raise ValueError(f"{T} tokens need {T - 1} tables of the draft, got {len(Q)}")
+    begun = [torch.zeros((V,) * t, dtype=torch.float64) for t in range(T + 1)]  # a step begins after this prefix
+    begun[0] += 1
+    bound = 0.0
+    for s in range(T):
+        reach_prob, drafts = begun[s], min(len(accepts), T - 1 - s) if again or s == 0 else 0
+        for t, accept in zip(range(s, s + drafts), accepts):
+            f = accept(P[t], Q[t])
+            G = residual(P[t], Q[t], f)
+            bound += (reach_prob * level_tv(P[t], Q[t], f, G)).sum().item()
+            begun[t + 1] += reach_prob[..., None] * (level_law(P[t], Q[t], f, G) - Q[t] * f)
+            reach_prob = reach_prob[..., None] * Q[t] * f
+        begun[s + drafts + 1] += reach_prob[..., None] * P[s + drafts]
+    return begun[T], bound
+
+
+def target_law(P: Sequence[Tensor]) -> Tensor:
+    """The target's law of len(P) tokens, (V,) * len(P): what eq. (4) measures from."""
+    return output_law(P, P, [])[0]
+
+
+def compensation(f1: float, f2: float, c2: float) -> float:
+    """c_1 = -f1 c_2 / (1 + f2 + c_2): eq. (8), its misprint corrected. f1 and f2 are E_Q[f_1] and E_Q[f_2].
+
+    With two drafts, f_1 + c_1 and f_2 + c_2 then have the expected length of f_1 and f_2, whatever the prefix does.
+    Proposition 2: of two such rules the one that accepts more at first has the lower bound. Precisely, for two drafts,
+    g_1 >= f_1 >= vanilla, g_2 and f_2 >= vanilla, optimal residuals and equal expected lengths, g's bound (eq. (4)) is
+    lower by E_Q[(g_1 - f_1) sum min(P_2, Q_2)]. It ends where g_2 falls below vanilla: from there it rises again.
+
+    Raises:
+        ValueError: 1 + f2 + c_2 is not above 0
+    """
+    if not 1 + f2 + c2 > 0:
+        raise ValueError(f"1 + f2 + c2 must be above 0, got {1 + f2 + c2}")
+    return -f1 * c2 / (1 + f2 + c2)

@@ -1,0 +1,175 @@
+"""A model of one's own: the loop asks for no more than `specvis.models.interface` says."""
+import pytest
+import torch
+
+from specvis.decoding.discrete import decode, draw_token, speculative_decode
+from specvis.decoding.drafters import EagleDrafter, ModelDrafter
+from specvis.decoding.methods import METHODS, method
+from specvis.decoding.sampling import ACCEPT, Sampling, cfg_inputs, philox_uniforms, repeat_for_cfg
+from specvis.models.interface import Drafter, ModelCache, TargetModel
+from specvis.pipelines.discrete import Pipeline
+from specvis_kernels import codebook_neighbors, guided_probs
+
+GRID, VOCAB, S, DIM, HIDDEN = 4, 12, 2, 3, 8
+L = GRID * GRID
+
+
+class Columns:
+    """What a model keeps of each entry that it has read: R rows of columns."""
+
+    def __init__(self, rows, columns, size):
+        self.data = torch.zeros(rows, columns, size, dtype=torch.float64)
+
+    def commit(self, accepted_nodes, num_accepted, lengths):
+        target = lengths[:, None] + 1 + torch.arange(accepted_nodes.shape[1])
+        source = torch.where(accepted_nodes >= 0, lengths[:, None] + accepted_nodes, target)
+        rows = torch.arange(len(lengths))[:, None]
+        self.data[rows, target] = self.data[rows, source]
+
+
+class BagModel:
+    """An entry is a vector of its token and its position; a hidden state is the sum of all entries that it sees."""
+
+    prefix_len, grid, vocab_size = S, GRID, VOCAB
+
+    def __init__(self, seed):
+        random = torch.Generator().manual_seed(seed)
+        self.of_condition, self.of_token, self.of_position, self.output = (
+            torch.randint(-8, 9, size, generator=random).double()  # whole numbers: their sums are exact in any order
+            for size in ((DIM, HIDDEN), (VOCAB, HIDDEN), (S + L + 1, HIDDEN), (HIDDEN, VOCAB)))
+
+    def embed(self, tokens, position_ids):
+        return self.of_token[tokens] * self.of_position[position_ids.clamp(max=S + L)]
+
+    def null_condition(self, batch):
+        return torch.zeros(batch, S, DIM, dtype=torch.float64)
+
+    def new_cache(self, rows, columns):
+        return Columns(rows, columns, HIDDEN)
+
+    def prefill(self, condition, padding_mask, cache):
+        cache.data[:, :S] = condition @ self.of_condition
+        return padding_mask[:, None].expand(-1, S, -1).double() @ cache.data[:, :S]
+
+    def extend(self, tokens, position_ids, mask, cache, slots):
+        cache.data.scatter_(1, slots[..., None].expand(-1, -1, HIDDEN), self.embed(tokens, position_ids))
+        return mask.double() @ cache.data[:, :mask.shape[-1]]
+
+    def logits(self, hidden):
+        return (torch.sin(hidden) @ self.output / 8).float()
+
+
+class CacheFreeModel(BagModel):
+    """The same model, which keeps no result: it notes what it read, and recomputes every entry in every forward."""
+
+    def new_cache(self, rows, columns):
+        return Columns(rows, columns, DIM + 2)  # condition, token, position
+
+    def prefill(self, condition, padding_mask, cache):
+        cache.data[:, :S, :DIM] = condition
+        return super().prefill(condition, padding_mask, Columns(len(condition), S, HIDDEN))
+
+    def extend(self, tokens, position_ids, mask, cache, slots):
+        cache.data[torch.arange(len(slots))[:, None], slots, DIM:] = torch.stack([tokens, position_ids], -1).double()
+        notes = cache.data[:, :mask.shape[-1]]
+        read, read_ids = notes[:, S:, DIM:].long().unbind(-1)
+        return mask.double() @ torch.cat([notes[:, :S, :DIM] @ self.of_condition, self.embed(read, read_ids)], 1)
+
+
+class WithoutCommit(BagModel):
+    """The control: what was drafted stays in the columns where it was drafted."""
+
+    class Broken(Columns):
+        def commit(self, accepted_nodes, num_accepted, lengths):
+            pass
+
+    def new_cache(self, rows, columns):
+        return self.Broken(rows, columns, HIDDEN)
+
+
+B = 5
+CONDITION = torch.randint(-2, 3, (B, S, DIM), generator=torch.Generator().manual_seed(0)).double()
+PADDING_MASK = torch.tensor([[True, True], [False, True], [True, True], [False, True], [True, True]])
+NEIGHBORS = codebook_neighbors(torch.randn(VOCAB, 4, generator=torch.Generator().manual_seed(1)), 6)
+SPECULATIVE = [method(name, k=5) if m.k else m for name, m in METHODS.items() if not m.is_baseline]
+BRANCHING = [m for m in SPECULATIVE if m.name != "speculative"]  # a chain's accepted drafts need no commit
+
+
+def sampling(temperature):
+    return Sampling.of(list(range(B)), guidance=1.5, temperature=temperature)
+
+
+def speculative(m, target, draft, temperature):
+    drafter = ModelDrafter(draft, *cfg_inputs(draft, CONDITION, PADDING_MASK))
+    return speculative_decode(target, drafter, CONDITION, PADDING_MASK, sampling(temperature), [m] * B, NEIGHBORS)
+
+
+def test_the_protocols_are_what_the_models_here_offer():
+    pipeline = Pipeline.tiny()
+    condition, padding_mask = pipeline.gpt.condition(torch.zeros(1, 3, 8))
+    assert isinstance(pipeline.gpt, TargetModel) and isinstance(pipeline.gpt.new_cache(1, 1), ModelCache)
+    assert isinstance(EagleDrafter(pipeline.gpt, pipeline.drafter, repeat_for_cfg(padding_mask)), Drafter)
+    for model in (pipeline.draft_model, BagModel(0)):
+        assert isinstance(model, TargetModel) and isinstance(ModelDrafter(model, condition, padding_mask), Drafter)
+    assert not isinstance(pipeline.tokenizer, TargetModel)
+
+
+def next_logits(model, condition, padding_mask, tokens):
+    """Of the token behind `tokens` (R, n): by one sum over everything, without a cache and without the loop."""
+    of_condition = (condition @ model.of_condition * padding_mask[..., None]).sum(1)
+    of_tokens = model.embed(tokens, S + torch.arange(tokens.shape[1])).sum(1)
+    return model.logits((of_condition + of_tokens)[:, None])
+
+
+def test_the_next_token_depends_on_every_token_before_it():
+    """Or a wrong cache would not show."""
+    model, tokens = BagModel(1), torch.arange(L)[None] % VOCAB
+    logits = next_logits(model, CONDITION[:1], PADDING_MASK[:1], tokens)
+    for position in range(L):
+        changed = tokens.clone()
+        changed[0, position] = (changed[0, position] + 1) % VOCAB
+        assert not torch.equal(next_logits(model, CONDITION[:1], PADDING_MASK[:1], changed), logits)
+
+
+def recomputed(model, temperature):
+    """The baseline once more, written out: the whole prefix is read anew for every token."""
+    settings, uniforms = sampling(temperature), philox_uniforms(torch.arange(B), ACCEPT, L, 1)
+    both, both_masks = cfg_inputs(model, CONDITION, PADDING_MASK)
+    tokens = torch.zeros(B, 0, dtype=torch.int64)
+    for i in range(L):
+        logits = next_logits(model, both, both_masks, repeat_for_cfg(tokens))
+        probs, _ = guided_probs(*logits.chunk(2), settings.guidance, settings.temperature, settings.top_k,
+                                settings.top_p)
+        token, _ = draw_token(probs[:, 0], uniforms[:, i, 0], settings.greedy)
+        tokens = torch.cat([tokens, token[:, None]], 1)
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_baseline_is_the_model_without_a_cache(temperature):
+    tokens = recomputed(BagModel(1), temperature)
+    for model in (BagModel, CacheFreeModel):
+        assert torch.equal(decode(model(1), CONDITION, PADDING_MASK, sampling(temperature)).tokens, tokens)
+    assert not torch.equal(recomputed(BagModel(2), temperature), tokens)
+
+
+@pytest.mark.parametrize("m", SPECULATIVE, ids=lambda m: m.name)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_of_ones_own_decodes_by_every_method(m, temperature):
+    """The drafter is another such model: EAGLE's head needs the hidden states of a GPT that it was trained on."""
+    for draft in (1, 2):  # 1 is the target itself, whose drafts are mostly accepted
+        decoded = speculative(m, BagModel(1), BagModel(draft), temperature)
+        cache_free = speculative(m, CacheFreeModel(1), CacheFreeModel(draft), temperature)
+        assert torch.equal(decoded.tokens, cache_free.tokens)
+        assert torch.equal(decoded.num_accepted, cache_free.num_accepted)
+        assert draft == 2 or (decoded.tau > 1.3).all()
+        if temperature == 0 and m.lossless:
+            assert torch.equal(decoded.tokens, recomputed(BagModel(1), temperature))
+
+
+@pytest.mark.parametrize("m", BRANCHING, ids=lambda m: m.name)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_cache_whose_commit_is_broken_is_noticed(m, temperature):
+    right = speculative(m, CacheFreeModel(1), CacheFreeModel(1), temperature)
+    wrong = speculative(m, WithoutCommit(1), BagModel(1), temperature)
+    assert not torch.equal(right.tokens, wrong.tokens)
