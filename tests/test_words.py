@@ -74,7 +74,7 @@ OLD = (
     Old("departures swerves", "num_non_argmax", part=True),
     Old("P K N M", "max_depth, num_children, num_nodes, num_draft_rows", "specvis_kernels/*", ("public parameter",)),
     Old("cutoff", "delta", kinds=VALUES, type="Tensor|float"),
-    Old("kind", "cutoff"),
+    Old("kind", "cutoff", f"{KERNELS} python/specvis/decoding/*"),
     Old("path", "accepted_nodes", KERNELS),
     Old("path", "accepted_nodes", "python/specvis/decoding/* python/specvis/studies/*", VALUES, type="Tensor"),
     Old("accepted", "num_accepted"),
