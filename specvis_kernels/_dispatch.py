@@ -9,10 +9,11 @@ Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
     CUDA                       CUDA C++           csrc/<op>.cu                  if built
                                else Triton        specvis_kernels/triton/<op>.py
 
-PyTorch prefers a device's own key to the composite one, so where a kernel is missing the oracle
-answers: nothing is chosen in Python on the ordinary path.
+PyTorch prefers a device's own key to the composite one. So where a kernel is missing the oracle answers, and nothing
+is chosen in Python on the ordinary path.
 
-Every op reports per row or per request in `status` (int32): 0 is ok, else these bits.
+Every op but tree_mask and codebook_neighbors reports on each row or request in `status` (int32): 0 is ok, else the
+sum of the bits below.
 """
 import os
 import warnings
@@ -23,13 +24,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-EMPTY_RESIDUAL = 1  # nothing was left of the residual target: the target itself was used instead
-INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative, or no mass; or a Gaussian's
-                    # mean, log sigma, token or log ratio is NaN, infinite, or leads to such a number
-INVALID_TREE = 4    # a parent, link, row or token id out of range: reported, never followed
-INVALID_RULE = 8    # omega negative, NaN, or < 1 with neighborhoods and the optimal residual; temperature of a
-                    # Gaussian's distances not positive and finite: nothing is accepted
-OUT_OF_TRIES = 16   # no redraw of a continuous token was kept: the target's own sample was used instead
+EMPTY_RESIDUAL = 1  # the residual was empty: the target's own distribution was used instead
+INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative number, or no mass; or a
+                    # Gaussian's mean, log sigma, token or log ratio is NaN or infinite, or leads to such a number
+INVALID_TREE = 4    # a parent, link, row or token id is out of range: it is reported and never followed
+INVALID_RULE = 8    # omega is negative, NaN, or < 1 with neighborhoods and the optimal residual; or the temperature of
+                    # a Gaussian's distances is not positive and finite: nothing is accepted
+OUT_OF_TRIES = 16   # no try for a continuous token was accepted: the target's own sample was used instead
 
 NAMESPACE = __package__
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -51,9 +52,13 @@ for _file in ("_ops.so", "_ops_cuda.so"):  # built? then it must load: a broken 
 
 
 def define(schema: str, *, oracle, meta, result: type | None = None):
-    """Define the op that `schema` names and return `call(backend, *args, **kwargs)`.
+    """Register the op that `schema` names. Returns `call(backend, *args)`, which runs it.
 
-    torch.ops knows plain tuples only. `result` is the named tuple that `call` makes of them; None: as it is.
+    Args:
+        schema:  of torch.library, e.g. "tree_mask(Tensor ancestors, SymInt columns) -> Tensor"
+        oracle:  the op in plain torch, with the schema's arguments: it says what is right and runs where no kernel does
+        meta:    the same arguments -> empty outputs of the right shapes
+        result:  the named tuple that `call` makes of several outputs (torch.ops returns plain tuples); None: one output
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -62,10 +67,10 @@ def define(schema: str, *, oracle, meta, result: type | None = None):
     def built(key):
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
 
-    def triton(*args, **kwargs):  # imported at the first call: Triton takes a second or two to import
+    def triton(*args):  # imported at the first call: Triton takes a second or two to import
         kernel = getattr(import_module(f".triton.{name}", __package__), name)
         with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):  # Triton launches on the current one
-            return kernel(*args, **kwargs)
+            return kernel(*args)
 
     kernels = _kernels[name] = {"oracle": oracle}
     if built("CPU"):
@@ -81,16 +86,17 @@ def define(schema: str, *, oracle, meta, result: type | None = None):
         _library.impl(name, triton, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", meta, lib=_library)
 
-    def call(backend, *args, **kwargs):
-        if backend is None:
-            out = op(*args, **kwargs)
-            return out if result is None else result(*out)
+    def forced(backend, args):
         device = next(a for a in args if isinstance(a, Tensor)).device.type
         if backend not in backends(name, device):
             raise ValueError(f"backend of {name} must be one of {', '.join(backends(name, device))} "
                              f"for {device} tensors here, got {backend!r}")
-        out = kernels[backend](*args, **kwargs)
-        return out if result is None else result(*out)
+        return kernels[backend]
+
+    def call(backend, *args):
+        kernel = op if backend is None else forced(backend, args)
+        outputs = kernel(*args)
+        return outputs if result is None else result(*outputs)
 
     return call
 
@@ -130,10 +136,10 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
         raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Raise ValueError unless `value` is an integer and at least `least`."""
-    if not isinstance(value, (int, torch.SymInt)) or value < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+def check_count(name: str, value: int, minimum: int) -> None:
+    """Raise ValueError unless `value` is an integer and at least `minimum`."""
+    if not isinstance(value, (int, torch.SymInt)) or value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
 
 
 def check_dims(name: str, tensor: Tensor, letters: str) -> torch.Size:

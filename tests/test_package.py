@@ -137,16 +137,28 @@ MAY_IMPORT = {layer: LAYERS[:i + 1] for i, layer in enumerate(LAYERS)} | {
 }
 
 
+def imports_that_point_up(root: Path) -> list[str]:
+    return [f"{file} imports {module}" for file, modules in imported(root, "specvis").items()
+            for module in sorted(modules) if module.startswith("specvis.")
+            and not any(f"{module}.".startswith(f"specvis.{allowed}.")
+                        for allowed in MAY_IMPORT[Path(file).parts[1].removesuffix(".py")])]
+
+
 def test_imports_point_down():
     """cli -> studies -> pipelines -> decoding -> models, in python/specvis."""
-    wrong = []
-    for file, modules in imported(ROOT / "python", "specvis").items():
-        layer = Path(file).parts[1].removesuffix(".py")
-        for module in sorted(modules):
-            name = module.removeprefix("specvis.")
-            if name != module and not any(f"{name}.".startswith(f"{allowed}.") for allowed in MAY_IMPORT[layer]):
-                wrong.append(f"{file} imports {name}")
-    assert not wrong, "\n".join(wrong)
+    assert not imports_that_point_up(ROOT / "python")
+
+
+def test_an_import_that_points_up_is_found(tmp_path):
+    lines = {"models/gpt.py": "from ..decoding import trees", "decoding/trees.py": "from ..models import gpt",
+             "studies/lantern.py": "from ..cli.main import main", "train/run.py": "import specvis.studies.base",
+             "cli/main.py": "from ..train import run"}
+    for file, line in lines.items():
+        (tmp_path / "specvis" / file).parent.mkdir(parents=True)
+        (tmp_path / "specvis" / file).write_text(line)
+    assert imports_that_point_up(tmp_path) == [
+        "specvis/cli/main.py imports specvis.train.run", "specvis/models/gpt.py imports specvis.decoding.trees",
+        "specvis/studies/lantern.py imports specvis.cli.main.main", "specvis/train/run.py imports specvis.studies.base"]
 
 
 def test_imports_point_one_way():
