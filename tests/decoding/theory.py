@@ -1,6 +1,6 @@
 """What relaxed acceptance does to the distribution of a chain of drafts: exactly, by enumeration of a small vocabulary.
 
-The theory is COOL-SD's (arXiv:2601.09212). Equations are named by the paper's numbers, and accept and residual functions
+The theory is COOL-SD's (arXiv:2601.09212). Equations are named by the paper's numbers; accept and residual functions
 are those of specvis.decoding.bounds. A chain over V tokens is a pair of tables: P[i] and Q[i], float64 (V,) * (i + 1),
 hold in their last dimension the target's and the draft's distribution of the token after each prefix of i tokens.
 """

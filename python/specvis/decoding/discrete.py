@@ -139,12 +139,12 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
     if progress:
         progress(len(methods))
     while min(state.host_counts) < settings.num_tokens:
-        before = sum(state.host_counts)
-        step = run_step(settings, state)
+        total = sum(state.host_counts)
+        step = run_step(state, settings)
         if observe:
             observe(step)
         if progress:
-            progress(sum(state.host_counts) - before)
+            progress(sum(state.host_counts) - total)
     return state.decoded()
 
 
@@ -156,8 +156,7 @@ class Settings:
     sampling: Sampling
     padding_mask: Tensor  # (2B, S) bool
     uniforms: Tensor      # (B, L, N) float32  for verification, by the position of a step's first token
-    max_depth: int        # P, how many drafts a step can accept
-    max_nodes: int        # N, how many nodes a step can verify, the root counted
+    max_depth: int        # P, how many drafts a step can accept at most
     rule: dict            # of acceptance: keyword arguments of verify_tree
     lossless: Tensor      # (B,) bool
     is_chain: bool        # do all trees have one node a level?
@@ -167,13 +166,13 @@ class Settings:
     def of(target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method],
            neighbors: Tensor | None) -> "Settings":
         base, device = methods[0], sampling.seeds.device
-        max_depth, max_nodes = max(m.max_depth for m in methods), max(m.max_nodes for m in methods)
+        uniforms = philox_uniforms(sampling.seeds, ACCEPT, target.grid ** 2, max(m.max_nodes for m in methods))
+        max_depth = max(m.max_depth for m in methods)
+        rule = acceptance_rule(methods, neighbors, target.vocab_size, max_depth, device)
+        lossless = torch.tensor([m.lossless for m in methods], device=device)
         is_chain = base.drafting == "static" and static_tree(base.tree).is_chain
-        return Settings(
-            target, sampling, padding_mask, philox_uniforms(sampling.seeds, ACCEPT, target.grid ** 2, max_nodes),
-            max_depth, max_nodes, acceptance_rule(methods, neighbors, target.vocab_size, max_depth, device),
-            torch.tensor([m.lossless for m in methods], device=device), is_chain,
-            is_chain and not base.k and not all(m.lossless for m in methods))
+        has_bound = is_chain and not base.k and not all(m.lossless for m in methods)
+        return Settings(target, sampling, padding_mask, uniforms, max_depth, rule, lossless, is_chain, has_bound)
 
     @property
     def num_tokens(self) -> int:
@@ -182,32 +181,33 @@ class Settings:
 
 
 class State:
-    """What goes around the loop: the images, where they are, and the accounts of what it took."""
+    """What goes around the loop: the images, how far they are, and the accounts of what it took."""
 
     def __init__(self, settings: Settings, drafting: Drafting):
-        B, L, device = len(settings.lossless), settings.num_tokens, settings.uniforms.device
+        (B, L, N), device = settings.uniforms.shape, settings.uniforms.device
         self.prefix_len, self.num_tokens, self.drafting = settings.target.prefix_len, L, drafting
-        self.cache = settings.target.new_cache(2 * B, self.prefix_len + L + settings.max_nodes)
+        self.cache = settings.target.new_cache(2 * B, self.prefix_len + L + N)
         self.tokens = torch.zeros(B, L + settings.max_depth + 1, dtype=torch.int64, device=device)  # behind L: scratch
+        self.root = self.tokens[:, 0]                                      # (B,) the newest token
         self.failed = torch.zeros(B, dtype=torch.bool, device=device)
+        # the accounts, see Decoded
         self.target_forwards = torch.ones(B, dtype=torch.int64, device=device)
         self.num_accepted = torch.full((B, L), -1, dtype=torch.int64, device=device)
         self.num_drafted = torch.zeros(B, L, dtype=torch.int64, device=device)
         self.tv_excess = torch.zeros(B, device=device)
         is_known = settings.lossless | ~settings.sampling.greedy & settings.has_bound
         self.tv_bound = torch.where(is_known, 0.0, torch.nan)
-        # what the host knows, read once a step: tokens of each image, largest depth and width of the next trees
+        # what the host knows: the tokens of each image, the largest depth and width of the next trees
         self.host_counts = [1] * B
         self.tree_depth, self.tree_width = drafting.shapes.depth.max().item(), drafting.shapes.width.max().item()
-        self.advance(torch.ones(B, dtype=torch.int64, device=device))
 
     def advance(self, counts: Tensor) -> None:
         """The images now have counts (B,) tokens. The newest of them, the next tree's root, is not in the cache yet."""
         self.counts = counts
-        self.lengths = self.prefix_len + counts - 1                    # (B,) entries in the cache: the root's column
-        self.position = counts.clamp(max=self.num_tokens - 1)          # (B,) of the next step's first token
-        self.budget = self.num_tokens - 1 - counts                     # (B,) drafts that leave room for one more token
-        self.active = (counts < self.num_tokens) & ~self.failed        # (B,) images that are not finished
+        self.lengths = self.prefix_len + counts - 1               # (B,) entries in the cache: the root's column
+        self.position = counts.clamp(max=self.num_tokens - 1)     # (B,) of the next step's first token
+        self.budget = self.num_tokens - 1 - counts                # (B,) drafts that fit, and one more token with them
+        self.active = (counts < self.num_tokens) & ~self.failed   # (B,) images that are not finished
 
     def decoded(self) -> Decoded:
         return Decoded(self.tokens[:, :self.num_tokens], *(account.cpu() for account in (
@@ -223,19 +223,19 @@ def prefill(settings: Settings, drafting: Drafting, condition: Tensor) -> State:
     state.root, status = draw_token(probs[:, 0], settings.uniforms[:, 0, 0], sampling.greedy)
     state.tokens[:, 0] = state.root
     state.failed = (status & INVALID_ROW) != 0
-    state.advance(state.counts)
+    state.advance(torch.ones_like(state.root))
     drafting.extend(state.root[:, None], hidden[:, -1:], state.counts - 1, state.counts, 0)
     return state
 
 
-def run_step(settings: Settings, state: State) -> Step:
+def run_step(state: State, settings: Settings) -> Step:
     """One step of all images that are not finished."""
     tree = draft(state)
-    output = target_forward(settings, state, tree)
-    verified = verify(settings, state, tree, output)
+    output = target_forward(state, settings, tree)
+    verified = verify(state, settings, tree, output)
     step = Step(tree.links, state.position, verified.accepted_nodes, verified.num_accepted, state.active)
-    committed = commit(settings, state, tree, output, verified)
-    update(settings, state, tree, output, verified, committed)
+    committed = commit(state, settings, tree, output, verified)
+    update(state, settings, tree, output, verified, committed)
     return step
 
 
@@ -251,7 +251,7 @@ class TargetOutput(NamedTuple):
     status: Tensor  # (B, N) int32
 
 
-def target_forward(settings: Settings, state: State, tree: Draft) -> TargetOutput:
+def target_forward(state: State, settings: Settings, tree: Draft) -> TargetOutput:
     """Read all nodes of the trees at once. Each sees the tokens before the root, its ancestors and itself."""
     N = tree.tokens.shape[1]
     slots = state.lengths[:, None] + torch.arange(N, device=tree.tokens.device)
@@ -263,7 +263,7 @@ def target_forward(settings: Settings, state: State, tree: Draft) -> TargetOutpu
     return TargetOutput(hidden, *settings.sampling.probs(settings.target, hidden))
 
 
-def verify(settings: Settings, state: State, tree: Draft, output: TargetOutput) -> VerifyResult:
+def verify(state: State, settings: Settings, tree: Draft, output: TargetOutput) -> VerifyResult:
     """Say which drafts are accepted, and draw the token behind them, for which the drafts leave a position."""
     N = tree.tokens.shape[1]
     uniforms = settings.uniforms[:, :, :N].gather(1, state.position[:, None, None].expand(-1, 1, N))[:, 0]
@@ -280,27 +280,27 @@ class Committed(NamedTuple):
     is_invalid: Tensor       # (B,) bool         the last was drawn from a row that was not finite
 
 
-def commit(settings: Settings, state: State, tree: Draft, output: TargetOutput, verified: VerifyResult) -> Committed:
+def commit(state: State, settings: Settings, tree: Draft, output: TargetOutput, verified: VerifyResult) -> Committed:
     """Put the accepted drafts into the cache, and them and the next token into the images."""
     accepted_nodes, num_accepted, next_token = verified[:3]
     if not settings.is_chain:  # an accepted part of a chain is where it should be
         state.cache.commit(repeat_for_cfg(accepted_nodes), repeat_for_cfg(num_accepted), repeat_for_cfg(state.lengths))
-    path = torch.cat([torch.zeros_like(accepted_nodes[:, :1]), accepted_nodes.clamp(min=0)], 1).long()  # from the root
-    order, last = torch.arange(path.shape[1], device=path.device), num_accepted[:, None].long()
-    new_tokens = torch.cat([tree.tokens.gather(1, path[:, 1:]), next_token[:, None]], 1)
+    nodes = torch.cat([torch.zeros_like(accepted_nodes[:, :1]), accepted_nodes.clamp(min=0)], 1).long()  # and the root
+    order, last = torch.arange(nodes.shape[1], device=nodes.device), num_accepted[:, None].long()
+    new_tokens = torch.cat([tree.tokens.gather(1, nodes[:, 1:]), next_token[:, None]], 1)
     new_tokens = new_tokens.scatter(1, last, next_token[:, None]).masked_fill(order > last, 0)
     index = state.counts.clamp(max=settings.num_tokens)[:, None] + order
     state.tokens.scatter_(1, index, torch.where(state.active[:, None], new_tokens, state.tokens.gather(1, index)))
     state.root = torch.where(state.active, next_token, state.root)
     hidden = output.hidden
-    previous_hidden = hidden.gather(1, repeat_for_cfg(path[..., None].expand(-1, -1, hidden.shape[-1])))
-    return Committed(new_tokens, previous_hidden, output.status.gather(1, path.gather(1, last))[:, 0] != 0)
+    previous_hidden = hidden.gather(1, repeat_for_cfg(nodes[..., None].expand(-1, -1, hidden.shape[-1])))
+    return Committed(new_tokens, previous_hidden, output.status.gather(1, nodes.gather(1, last))[:, 0] != 0)
 
 
-def update(settings: Settings, state: State, tree: Draft, output: TargetOutput, verified: VerifyResult,
+def update(state: State, settings: Settings, tree: Draft, output: TargetOutput, verified: VerifyResult,
            committed: Committed) -> None:
     """Account for the step, let the drafter read the new tokens, and choose the next trees' shapes."""
-    account(settings, state, tree, output, verified)
+    account(state, settings, tree, output, verified)
     shapes, position, num_new = state.drafting.shapes, state.position, verified.num_accepted + 1
     state.failed |= state.active & committed.is_invalid
     counts = (state.counts + torch.where(state.active, num_new, 0)).clamp(max=settings.num_tokens)
@@ -313,7 +313,7 @@ def update(settings: Settings, state: State, tree: Draft, output: TargetOutput, 
     state.tree_depth, state.tree_width = max(depths), max(widths)
 
 
-def account(settings: Settings, state: State, tree: Draft, output: TargetOutput, verified: VerifyResult) -> None:
+def account(state: State, settings: Settings, tree: Draft, output: TargetOutput, verified: VerifyResult) -> None:
     """Count the step of each active image."""
     request = torch.arange(len(state.counts), device=state.counts.device)
     position, active = state.position, state.active

@@ -1,4 +1,4 @@
-"""Weights from files: safetensors, or PyTorch's own format without code in it."""
+"""Weights from files: safetensors, or PyTorch's own format, of which no code is run."""
 import json
 import pickle
 from argparse import Namespace
@@ -17,8 +17,8 @@ class CheckpointError(ValueError):
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors in a checkpoint, by name.
 
-    The wrappings "model_ema" (MAR's), "model", "module" and "state_dict" (LlamaGen's) are taken off, the first before
-    the others: it is the weights' moving average, which MAR samples with.
+    Some releases wrap the tensors in "model_ema" (MAR), "model", "module" or "state_dict" (LlamaGen). The wrapping is
+    taken off, "model_ema" before the others: it is the moving average of the weights, which MAR samples with.
 
     Raises:
         CheckpointError: no such file, truncated, or not a dictionary of tensors
@@ -43,13 +43,13 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def load_weights(module: nn.Module, path: str | Path) -> None:
-    """Fill `module` from a checkpoint; every parameter must be there, in its size.
+    """Fill `module` from a checkpoint, which must hold every parameter in its size.
 
     Raises:
-        CheckpointError: also names the first tensor that is missing, unknown or of another size
+        CheckpointError: as `read_weights`; or a tensor is missing, unknown or of another size: the first is named
     """
-    state, own = read_weights(path), module.state_dict()
-    for name, wanted in own.items():
+    state, expected = read_weights(path), module.state_dict()
+    for name, wanted in expected.items():
         if name not in state and name in dict(module.named_parameters()):
             raise CheckpointError(f"checkpoint {path} lacks {name} {tuple(wanted.shape)} of {type(module).__name__}")
         if name in state and state[name].shape != wanted.shape:
@@ -57,10 +57,11 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
                                   f"got {tuple(state[name].shape)}")
     # left out by the releases' own loading too: tables of rotations, and what an autoencoder was trained against
     unknown = [name for name in state
-               if name not in own and not name.endswith("freqs_cis") and not name.startswith("loss.")]
+               if name not in expected and not name.endswith("freqs_cis") and not name.startswith("loss.")]
     if unknown:
         raise CheckpointError(f"checkpoint {path} is not of a {type(module).__name__}: it holds {unknown[0]}")
-    module.load_state_dict({name: state[name].to(own[name].dtype) for name in own if name in state}, strict=False)
+    module.load_state_dict({name: state[name].to(expected[name].dtype) for name in expected
+                            if name in state}, strict=False)
 
 
 def read_config(path: str | Path, dataclass_type):

@@ -165,8 +165,8 @@ class Pipeline(nn.Module):
         return speculative_decode(self.gpt, self._drafter(base.drafter, features, padding_mask), condition,
                                   padding_mask, sampling, methods, neighbors, progress, observe)
 
-    def _drafter(self, kind: str, features: Tensor, padding_mask: Tensor) -> Drafter:
-        if kind == "model":
+    def _drafter(self, name: str, features: Tensor, padding_mask: Tensor) -> Drafter:
+        if name == "model":
             model = self.draft_model
             return ModelDrafter(model, *cfg_inputs(model, *model.condition(features)))
         return EagleDrafter(self.gpt, self.drafter, repeat_for_cfg(padding_mask))
