@@ -9,14 +9,26 @@
 what the command line takes. The loops themselves, for models of your own, are `decode` and `speculative_decode` (see
 `specvis.models.interface`), and for continuous tokens `parallel_decode` and `continuous_decode`.
 """
-from .decoding.continuous import ContinuousSampling, KnownTokens, continuous_decode, parallel_decode
-from .decoding.discrete import decode, speculative_decode
-from .decoding.methods import METHODS, ContinuousMethod, Method, method, parse_method
-from .decoding.sampling import Sampling
-from .pipelines.discrete import Pipeline
-from .pipelines.mar import MARPair
+from importlib import import_module
 
-__all__ = [
-    "METHODS", "ContinuousMethod", "ContinuousSampling", "KnownTokens", "MARPair", "Method", "Pipeline", "Sampling",
-    "continuous_decode", "decode", "method", "parallel_decode", "parse_method", "speculative_decode",
-]
+# Each is imported when it is asked for: cli/main.py sets variables before torch reads them, and --help needs no torch.
+_HOMES = {
+    "decoding.continuous": ("ContinuousSampling", "KnownTokens", "continuous_decode", "parallel_decode"),
+    "decoding.discrete": ("decode", "speculative_decode"),
+    "decoding.methods": ("METHODS", "ContinuousMethod", "Method", "method", "parse_method"),
+    "decoding.sampling": ("Sampling",),
+    "pipelines.discrete": ("Pipeline",),
+    "pipelines.mar": ("MARPair",),
+}
+__all__ = sorted(name for names in _HOMES.values() for name in names)
+
+
+def __getattr__(name: str):
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return __all__
