@@ -21,9 +21,9 @@ def measured():
     def add(compiler, op, kernel, gpu, registers, spilled, shared, variant=""):
         name = " ".join(dict.fromkeys([op, kernel.removesuffix("_kernel")]))
         row = MEASURED.setdefault(compiler, {}).setdefault(name, {})
-        before = row.get(gpu, (0, 0, 0, ""))
-        row[gpu] = (max(before[0], registers), max(before[1], spilled), max(before[2], shared),
-                    variant if spilled > before[1] else before[3])
+        largest = row.get(gpu, (0, 0, 0, ""))
+        row[gpu] = (max(largest[0], registers), max(largest[1], spilled), max(largest[2], shared),
+                    variant if spilled > largest[1] else largest[3])
     return add
 
 

@@ -1,9 +1,9 @@
-"""Inputs for every op, one maker each: `make(*sizes)` gives `(args, kwargs)` of the public function, seeded.
+"""Inputs for every op. Each op has a maker of its name: `maker(*sizes)` returns `(args, kwargs)` of the op.
 
-The first size is the batch, and 0 is a batch too (UNBATCHED names the ops without one). The first entry of
-CASES is the smallest that makes sense (one node, one neighbor). Probabilities are counts over 2**16, so any
-sum of them, in any order, is exact: every backend must agree with the oracle bit for bit. Where exp or log is
-in the way the op has a tolerance in TOLERANCES.
+The makers are seeded. The first size is the batch, which may be 0 (UNBATCHED names the ops without one). The first
+entry of an op's CASES is the smallest that makes sense (one node, one neighbor). Probabilities are counts over 2**16,
+so any sum of them, in any order, is exact: every backend must agree with the oracle bit for bit. Where exp or log is in
+the way, the op has a tolerance in TOLERANCES.
 """
 import torch
 
@@ -81,13 +81,13 @@ def neighborhood_sum(R, V, k, cutoff="tvd", offset=0, narrow=True, delta=None):
 
 
 def links(parents):
-    """first_child and next_sibling of parents (B, N), children in index order."""
+    """first_child and next_sibling of parents (B, N); siblings are in the order of their indices."""
     first_child, next_sibling = torch.full_like(parents, -1), torch.full_like(parents, -1)
     for b, row in enumerate(parents.tolist()):
-        last = {}
+        last_child = {}
         for n, parent in enumerate(row[1:], 1):
-            table, at = (next_sibling, last[parent]) if parent in last else (first_child, parent)
-            table[b, at] = last[parent] = n
+            table, node = (next_sibling, last_child[parent]) if parent in last_child else (first_child, parent)
+            table[b, node] = last_child[parent] = n
     return first_child.to(DEVICE, torch.int32), next_sibling.to(DEVICE, torch.int32)
 
 
@@ -110,11 +110,11 @@ def verify_tree(B, N, V, max_depth, options={}):
     k, offset, M = options["k"], options["offset"], options["num_draft_rows"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
-    if options["branch"]:  # so many children each, as they are drafted on flat distributions
+    if options["branch"]:  # that many children each, as drafters make them on flat distributions
         parents = [[-1] + [(n - 1) // options["branch"] for n in range(1, N)]] * B
     parents = torch.tensor(parents, dtype=torch.int64).view(B, N)
     target_probs = exact_probs(B * N, V).view(B, N, V)
-    # Half of the drafted tokens are likely ones, so that paths are long and relaxation has something to move.
+    # Half of the drafted tokens are likely ones, so that long paths are accepted and neighbors have mass to move.
     likely = target_probs[:, 0].argsort(1, descending=True)[:, torch.arange(N) % V].cpu()
     tokens = torch.where(torch.rand(B, N, generator=g) < 0.5, likely, torch.randint(V, (B, N), generator=g))
     if options["branch"]:  # the likeliest of each node, in order, are its children
@@ -185,17 +185,17 @@ CASES["resample_gaussian"] = [
 
 
 def resample_gaussian(B, G, C, M, options={}):
-    """A third of the positions is kept, a third redrawn."""
+    """A third of the positions is accepted, a third is rejected."""
     options = {"variant": "paper"} | options
     g = torch.Generator().manual_seed(B + G + C + M)
     tokens, last_step = gaussian_pair(B, G, C, g, apart=1.0)
-    whose = torch.arange(1, B * G + 1).view(B, G) % 3
+    third = torch.arange(1, B * G + 1).view(B, G) % 3
     path = options["variant"] == "path"
     log_ratio = torch.randn(B, G, M, generator=g) if path else torch.randn(B, G, generator=g) / 4
     proposals, fallback = torch.randn(B, G, M, C, generator=g), torch.randn(B, G, C, generator=g)
     uniforms = 0.5 + torch.rand(B, G, M, generator=g) / 2  # so that several tries are looked at
     last_step = 4 * [None] if path else last_step
-    args = (tokens, whose == 0, whose == 1, proposals, log_ratio, uniforms, fallback, *last_step)
+    args = (tokens, third == 0, third == 1, proposals, log_ratio, uniforms, fallback, *last_step)
     if "temperature" in options:
         options["temperature"] = torch.tensor(options["temperature"]).repeat(B)[:B].to(DEVICE)
     return tuple(None if a is None else a.to(DEVICE) for a in args), options
@@ -232,18 +232,18 @@ CASES["select_tree"] = [(1, 0, 1), (2, 12, 6), (3, 70, 33), (3, 9, 20)]
 
 
 def select_tree(B, M, N):
-    """Scores fall along every path and are often equal; every seventh candidate is not there."""
+    """Scores fall along every path and are often equal. Every seventh candidate does not exist."""
     g = torch.Generator().manual_seed(B + M + N)
     parents = random_parents(B, M, g, unused=False) - 1
     scores = torch.zeros(B, M)
     steps = torch.randint(0, 3, (B, M), generator=g) / 4
     for m in range(M):
-        above = scores.gather(1, parents[:, m:m + 1].clamp(min=0))[:, 0]
-        scores[:, m] = torch.where(parents[:, m] < 0, 0.0, above) - steps[:, m]
+        parent_scores = scores.gather(1, parents[:, m:m + 1].clamp(min=0))[:, 0]
+        scores[:, m] = torch.where(parents[:, m] < 0, 0.0, parent_scores) - steps[:, m]
     scores[:, 6::7] = -torch.inf
-    for m in range(M):  # nor is what hangs from it
-        lost = scores.gather(1, parents[:, m:m + 1].clamp(min=0))[:, 0] == -torch.inf
-        scores[:, m] = torch.where((parents[:, m] >= 0) & lost, -torch.inf, scores[:, m])
+    for m in range(M):  # nor are its descendants
+        is_lost = scores.gather(1, parents[:, m:m + 1].clamp(min=0))[:, 0] == -torch.inf
+        scores[:, m] = torch.where((parents[:, m] >= 0) & is_lost, -torch.inf, scores[:, m])
     tokens = torch.randint(2**40, (B, M), generator=g)
     size = torch.tensor([N, N // 2, 1], dtype=torch.int32).repeat(B)[:B]
     args = tokens, scores, parents.int(), torch.arange(B), size
@@ -272,17 +272,17 @@ CASES["tree_mask"] = [
 
 
 def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float32):
-    """Ancestor bits of trees with unused slots; lengths from none to more than there are columns."""
+    """Ancestor bits of trees with unused slots; lengths from 0 to more than there are columns."""
     g = torch.Generator().manual_seed(B + N)
-    sees = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
+    is_ancestor = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
     for n, parent in enumerate(random_parents(B, N - 1, g).T, 1):
-        sees[:, n] |= sees[torch.arange(B), parent.clamp(min=0)]
-        sees[:, n] &= (parent >= 0).unsqueeze(1)
-    words = torch.nn.functional.pad(sees, (0, -N % 64)).unflatten(2, (-1, 64)).long()
+        is_ancestor[:, n] |= is_ancestor[torch.arange(B), parent.clamp(min=0)]
+        is_ancestor[:, n] &= (parent >= 0).unsqueeze(1)
+    words = torch.nn.functional.pad(is_ancestor, (0, -N % 64)).unflatten(2, (-1, 64)).long()
     ancestors = (words << torch.arange(64)).sum(-1)
-    length = torch.tensor([0, 3, 2**20], dtype=torch.int32).roll(-1 if B < 3 else 0).repeat(B)[:B].to(DEVICE)
+    each_length = torch.tensor([0, 3, 2**20], dtype=torch.int32).roll(-1 if B < 3 else 0).repeat(B)[:B].to(DEVICE)
     kwargs = {"form": form, "columns": columns, "dtype": dtype}
-    return (ancestors.to(DEVICE), length if lengths else None), kwargs
+    return (ancestors.to(DEVICE), each_length if lengths else None), kwargs
 
 
 CASES["codebook_neighbors"] = [(2, 1, 1), (40, 3, 39), (1100, 4, 7)]

@@ -14,7 +14,7 @@ from tests.kernels import inputs
 
 EVERY = [(op, backend) for op in inputs.CASES for backend in [None, *backends(op, inputs.DEVICE)]]
 BATCHED = [(op, backend) for op, backend in EVERY if op not in inputs.UNBATCHED]
-ROWS = {"logits", "probs", "draft_probs", "target_probs"}  # first arguments whose rows may be bad
+ROWS = {"logits", "probs", "draft_probs", "target_probs"}  # first arguments whose rows may be invalid
 TAKES_ROWS = [(op, backend) for op, backend in EVERY
               if next(iter(inspect.signature(getattr(specvis_kernels, op)).parameters)) in ROWS]
 
@@ -24,12 +24,16 @@ def make(op, *sizes):
 
 
 def run(op, args, kwargs, backend=None):
-    """The op's outputs as a tuple; on the way, that no input was written to."""
+    """The op's outputs as a tuple. Asserts that no input was written to."""
     before = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
     out = getattr(specvis_kernels, op)(*args, **kwargs, backend=backend)
     for a, b in zip(tree_leaves(before), tree_leaves((args, kwargs))):
         if isinstance(a, torch.Tensor):
             assert same(a, b), f"{op} wrote to an input"
+    return as_tuple(out)
+
+
+def as_tuple(out):
     return out if isinstance(out, tuple) else (out,)
 
 
@@ -101,7 +105,7 @@ def test_knows_no_neighbors_in_the_batch(op, backend):
 @pytest.mark.parametrize("op, backend", TAKES_ROWS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_row_is_reported_and_hurts_nobody_else(op, backend, bad):
-    """Its status says so, ids stay inside the vocabulary, and the other rows of the batch do not notice."""
+    """Its status says so, ids stay inside the vocabulary, and the other rows of the batch do not change."""
     args, kwargs = make(op, 3, *inputs.CASES[op][1][1:])
     rows = args[0].clone()
     V = rows.shape[-1]
@@ -134,13 +138,13 @@ def test_is_registered_correctly(op):
 
 @pytest.mark.parametrize("op", inputs.CASES)
 def test_the_oracle_reads_nothing_back(op):
-    """It is the fallback on every device, so it must run where tensors have shapes and no values."""
+    """It is the fallback on every device, so it must run where tensors have shapes but no values."""
     args, kwargs = make(op, *inputs.CASES[op][1])
     expected = run(op, args, kwargs, "oracle")
     with FakeTensorMode() as mode:
         fake = tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
         out = getattr(specvis_kernels, op)(*fake[0], **fake[1], backend="oracle")
-    for a, b in zip(out if isinstance(out, tuple) else (out,), expected):
+    for a, b in zip(as_tuple(out), expected):
         assert a.shape == b.shape and a.dtype == b.dtype
 
 
@@ -149,9 +153,10 @@ def test_compiles_whole(op):
     torch._dynamo.reset()
     args, kwargs = make(op, *inputs.CASES[op][1])
     compiled = torch.compile(getattr(specvis_kernels, op), backend="aot_eager", fullgraph=True)
-    out = compiled(*args, **kwargs)
-    for got, expected in zip(out if isinstance(out, tuple) else (out,), run(op, args, kwargs)):
-        assert same(got, expected)
+    got, expected = as_tuple(compiled(*args, **kwargs)), run(op, args, kwargs)
+    assert type(got) is type(expected)
+    for a, b in zip(got, expected):
+        assert same(a, b)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a compiler")
@@ -159,7 +164,7 @@ def test_compiles_with_inductor():
     torch._dynamo.reset()
     args, kwargs = make("guided_probs", *inputs.CASES["guided_probs"][1])
 
-    def step(logits, *rest):
-        return specvis_kernels.guided_probs(logits + 1, *rest, **kwargs)[0] * 2
+    def step(logits, *others):
+        return specvis_kernels.guided_probs(logits + 1, *others, **kwargs).probs * 2
 
     torch.testing.assert_close(torch.compile(step, fullgraph=True)(*args), step(*args))
