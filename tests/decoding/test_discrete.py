@@ -204,6 +204,20 @@ def test_an_observer_sees_every_step(tiny):
         assert [step.position[b].item() for step in mine] == (num_accepted >= 0).nonzero()[:, 0].tolist()
 
 
+@pytest.mark.parametrize("name", ["speculative", "eagle1", "adt-tree+lantern"])
+def test_a_step_reads_the_host_once(tiny, monkeypatch, name):
+    reads, per_step = [], []
+    for read in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"):
+        original = getattr(torch.Tensor, read)
+        monkeypatch.setattr(torch.Tensor, read, lambda *a, read=read, original=original, **k: (reads.append(read),
+                                                                                              original(*a, **k))[1])
+    step = specvis.decoding.discrete.run_step
+    monkeypatch.setattr(specvis.decoding.discrete, "run_step",
+                        lambda *a: (reads.clear(), step(*a), per_step.append(reads.copy()))[1])
+    tiny.tokens(PROMPTS, fitted(name), Sampling.of(list(range(4))))
+    assert len(per_step) > 2 and all(names == ["tolist"] for names in per_step)
+
+
 def test_nan_ends_one_picture_and_leaves_the_others(tiny):
     for m in map(fitted, METHODS):
         whole = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))

@@ -44,7 +44,7 @@ class Drafting:
     def draft(self, root: Tensor, max_depth: int, max_width: int) -> Draft:
         """The next trees, below the newest tokens root (B,).
 
-        max_depth, max_width: the largest depth and width that any request asks for (`shapes`)
+        max_depth, max_width: the largest depth and width of any request's tree; each request's own are in `shapes`
         """
         raise NotImplementedError
 
@@ -181,7 +181,7 @@ class StaticDrafting(Drafting):
 
 
 class DynamicDrafting(Drafting):
-    """EAGLE-2's trees: each level expands the likeliest paths, and of all candidates the likeliest are kept."""
+    """EAGLE-2's trees: each level continues the likeliest paths, and in the end the likeliest drafts are kept."""
 
     def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, num_columns: int,
                  sizes: Tensor, max_nodes: int):
@@ -194,8 +194,8 @@ class DynamicDrafting(Drafting):
         width = self.shapes.width.int()
         hidden, probs, scores = self.hidden, self.probs, torch.zeros(B, 1, device=device)
         parents = torch.full((B, 1), -1, dtype=torch.int32, device=device)  # of the nodes that the drafter has read
-        frontier_candidates = torch.full((B, K), -1, dtype=torch.int32, device=device)  # at first the root: it is none
-        candidates, num_candidates = [], 0                                  # tokens, scores, the parent's candidate
+        candidates, num_candidates = [], 0                         # of each level: tokens, scores, parents' candidates
+        frontier_candidates = torch.full((B, K), -1, dtype=torch.int32, device=device)  # -1: the root, or none
         for level in range(1, max_depth + 1):
             tokens, child_scores, frontier, _ = expand_tree(probs, scores, width, num_children=K)
             F = tokens.shape[1]
@@ -204,10 +204,10 @@ class DynamicDrafting(Drafting):
             candidates.append((tokens, child_scores, origin))
             if level == max_depth:
                 break
-            # The frontier: the best children of this level, of which the drafter reads on.
+            # The frontier is the best K of the F * K children. The drafter reads it, to draft the next level.
             unused = (frontier < 0) | (self.shapes.depth <= level)[:, None]                      # (B, K)
             chosen = frontier.clamp(min=0).long()
-            parent = chosen // K                                                                 # among the level's F
+            parent = chosen // K                                                                 # which of the F nodes
             parents = torch.cat([parents, torch.where(unused, -2, parent + parents.shape[1] - F).int()], 1)
             frontier_candidates = torch.where(unused, -1, frontier + num_candidates)
             num_candidates += F * K

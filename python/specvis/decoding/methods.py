@@ -153,7 +153,7 @@ class Method:
 
     @property
     def tv_bound(self) -> float | None:
-        """How far one accept test can move the distribution that it tests, in total variation; None: not known."""
+        """How far one accept test can move the target's distribution, in total variation; None: not known."""
         omega = max(self.omegas, default=1.0)
         if self.lossless or self.drafting == "none":
             return 0.0
