@@ -104,9 +104,9 @@ CASES["verify_tree"] = [
 TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 
 
-def verify_tree(B, N, V, max_depth, options={}):
+def verify_tree(B, N, V, max_depth, options=None):
     options = {"k": 0, "cutoff": "tvd", "offset": 0, "narrow": True, "residual": "optimal",
-               "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None} | options
+               "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None} | (options or {})
     k, offset, M = options["k"], options["offset"], options["num_draft_rows"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
@@ -163,8 +163,8 @@ def gaussian_pair(B, G, C, g, apart=0.5):
     return tokens, (target_means, target_log_sigmas, draft_means, draft_log_sigmas)
 
 
-def accept_gaussian(B, G, C, options={}):
-    options = {"variant": "paper", "truncate": True} | options
+def accept_gaussian(B, G, C, options=None):
+    options = {"variant": "paper", "truncate": True} | (options or {})
     g = torch.Generator().manual_seed(B + G + C)
     tokens, last_step = gaussian_pair(B, G, C, g)
     log_ratio, uniforms = torch.randn(B, G, generator=g) / 4, torch.rand(B, G, generator=g)
@@ -184,9 +184,9 @@ CASES["resample_gaussian"] = [
 ]
 
 
-def resample_gaussian(B, G, C, M, options={}):
+def resample_gaussian(B, G, C, M, options=None):
     """A third of the positions is accepted, a third is rejected."""
-    options = {"variant": "paper"} | options
+    options = {"variant": "paper"} | (options or {})
     g = torch.Generator().manual_seed(B + G + C + M)
     tokens, last_step = gaussian_pair(B, G, C, g, apart=1.0)
     third = torch.arange(1, B * G + 1).view(B, G) % 3

@@ -50,7 +50,7 @@ def assert_agree(op, got, expected):
     for i, (a, b) in enumerate(zip(got, expected)):
         rtol, atol = inputs.TOLERANCES.get(op, {}).get(i, (0, 0))
         if rtol or atol:
-            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda m: f"output {i} of {op}: {m}")
+            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda m, i=i: f"output {i} of {op}: {m}")
         else:
             assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b), \
                 f"output {i} of {op}: got {a}, expected {b}"
@@ -97,7 +97,7 @@ def test_knows_no_neighbors_in_the_batch(op, backend):
     args, kwargs = make(op, 3, *inputs.CASES[op][1][1:])
     together = run(op, args, kwargs, backend)
     for i in range(3):
-        alone = tree_map_only(torch.Tensor, lambda a: a[i:i + 1] if a.shape[0] == 3 else a, (args, kwargs))
+        alone = tree_map_only(torch.Tensor, lambda a, i=i: a[i:i + 1] if a.shape[0] == 3 else a, (args, kwargs))
         for got, expected in zip(run(op, *alone, backend), together):
             assert same(got, expected[i:i + 1])
 

@@ -190,7 +190,7 @@ def test_grows_eagle_2s_tree(backend, V, K, depth, N, ties):
         torch.full((2,), N, dtype=torch.int32, device=DEVICE), num_nodes=N, backend=backend)
     assert not status.any()
     for b in range(2):
-        expected = eagle_2(lambda path: distribution(b, path), root[b], widths[b], depths[b], N)
+        expected = eagle_2(lambda path, b=b: distribution(b, path), root[b], widths[b], depths[b], N)
         padding = N - len(expected[0])
         assert tokens[b].tolist() == expected[0] + [0] * padding
         assert parents[b].tolist() == expected[1] + [-2] * padding
