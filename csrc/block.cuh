@@ -118,18 +118,18 @@ __device__ inline void put(float* copy, float p, int64_t) { *copy = p; }
 template <class T = float>
 __device__ Total sum_row(const float* row, int64_t V, T* copy = nullptr) {
   int64_t sum = 0;
-  bool is_valid = true;
+  bool entries_valid = true;  // this thread's
   for_each_entry(row, V, [&](int64_t v, float p) {
     const bool ok = is_probability(p);
     const float probability = ok ? p : 0.0f;
     const int64_t mass = to_fixed_point(probability);
     if (copy) put(copy + v, probability, mass);
-    is_valid &= ok;
+    entries_valid &= ok;
     sum += mass;
   });
-  const bool is_broken = block_any(!is_valid);
+  const bool invalid = block_any(!entries_valid);
   sum = block_sum(sum);
-  return {sum, !is_broken && sum > 0};
+  return {sum, !invalid && sum > 0};
 }
 
 // The longest prefix of a token's first k neighbors that the budget allows. Each thread takes one neighbor at a time,

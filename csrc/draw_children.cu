@@ -16,14 +16,14 @@ __global__ void __launch_bounds__(kThreads) draw_children_kernel(DrawChildren ba
   int64_t* tokens = batch.tokens + r * K;
   int64_t* drawn = K <= kMaxShared ? shared : tokens;
 
-  bool is_valid = true;
+  bool entries_valid = true;  // this thread's
   const auto mass = [&](int64_t v) {
     const float p = row[v];
-    is_valid &= is_probability(p);
+    entries_valid &= is_probability(p);
     return is_probability(p) ? to_fixed_point(p) : 0;
   };
   int64_t remaining = sum_shares(mass, V, sums);
-  const bool valid = !block_any(!is_valid) && remaining > 0;
+  const bool valid = !block_any(!entries_valid) && remaining > 0;
   int64_t n = 0;
   const auto remaining_mass = [&](int64_t v) {
     for (int64_t k = 0; k < n; ++k)

@@ -12,7 +12,7 @@ namespace specvis {
 namespace {
 
 constexpr int kThreads = 512;         // at most
-constexpr unsigned kMaxRanked = 512;  // at most; if more entries reach the bound, the best are taken one by one
+constexpr unsigned kMaxRanked = 512;  // entries; if more reach the bound, the best are taken one by one
 
 // An entry as an integer, ordered by value and then by falling id; 0 if the value is not above `floor`.
 __device__ inline uint32_t order_of(float x, float floor) { return x > floor ? ordered(x) : 0; }
@@ -54,7 +54,7 @@ __device__ void best_of(const float* row, int64_t n, float floor, float largest,
   uint32_t bound = 0;
   for (uint32_t bit = 0x80000000u; bit > 0; bit >>= 1)
     if (__syncthreads_count(own_largest >= bound + bit) >= count) bound += bit;
-  if (bound == 0) bound = 1;  // fewer threads than that have any: take all entries
+  if (bound == 0) bound = 1;  // fewer than `count` threads have an entry above `floor`: take all entries
 
   if (threadIdx.x == 0) num_found = 0;
   __syncthreads();
@@ -74,13 +74,13 @@ __device__ void best_of(const float* row, int64_t n, float floor, float largest,
     }
     return;
   }
-  uint64_t own = largest_below(UINT64_MAX, row, n, floor);
+  uint64_t own_entry = largest_below(UINT64_MAX, row, n, floor);
   for (int64_t rank = 0; rank < count; ++rank) {
-    const uint64_t best = block_max(own);
+    const uint64_t best = block_max(own_entry);
     if (best == 0) break;
-    if (own != best) continue;
+    if (own_entry != best) continue;
     emit(rank, id_of(best));
-    own = largest_below(best, row, n, floor);
+    own_entry = largest_below(best, row, n, floor);
   }
 }
 
@@ -101,13 +101,13 @@ __global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTree batch)
   const bool active = score > -INFINITY;
   bool valid = true;
   if (active) {
-    bool is_valid = true;
+    bool entries_valid = true;  // this thread's
     float largest = 0;
     for_each_entry(probs, V, [&](int64_t, float p) {
-      is_valid &= is_probability(p);
+      entries_valid &= is_probability(p);
       largest = p > largest ? p : largest;
     });
-    valid = !block_any(!is_valid);
+    valid = !block_any(!entries_valid);
     valid = valid && block_any(to_fixed_point(largest) > 0);
     if (valid)
       best_of(probs, V, 0, largest, count, [&](int64_t rank, int64_t id) {

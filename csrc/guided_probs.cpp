@@ -164,12 +164,12 @@ WIDEST_VECTORS int32_t row_probs(const T* logits, const T* uncond, float guidanc
   int64_t n = ids;
   const bool packed = sampling && k > 0 && k < ids;
   if (packed) {
-    const int64_t some = pack_largest(s, ids, k);
-    if (some < ids)
-      for (int64_t i = 0; i < some; ++i) x[i] = x[s.ids[i]], keys[i] = keys[s.ids[i]];
-    const int32_t lowest_kept = threshold(s, nullptr, some, k);
+    const int64_t num_packed = pack_largest(s, ids, k);
+    if (num_packed < ids)
+      for (int64_t i = 0; i < num_packed; ++i) x[i] = x[s.ids[i]], keys[i] = keys[s.ids[i]];
+    const int32_t lowest_kept = threshold(s, nullptr, num_packed, k);
     n = 0;
-    for (int64_t i = 0; i < some; ++i) {
+    for (int64_t i = 0; i < num_packed; ++i) {
       x[n] = x[i], keys[n] = keys[i], s.ids[n] = s.ids[i];
       n += keys[i] >= lowest_kept;
     }

@@ -96,10 +96,10 @@ __device__ int32_t threshold(Histogram& histogram, int64_t ids, int64_t limit, c
     __syncthreads();
     const int share = (kBins + blockDim.x - 1) / blockDim.x;  // of the digits, from the highest downwards
     const int first = kBins - 1 - static_cast<int>(threadIdx.x) * share;
-    int64_t own = 0;
-    for (int d = first; d > first - share && d >= 0; --d) own += histogram[d];
-    int64_t sum = above + block_scan(own).before;
-    if (sum < limit && sum + own >= limit) {  // one thread
+    int64_t own_mass = 0;
+    for (int d = first; d > first - share && d >= 0; --d) own_mass += histogram[d];
+    int64_t sum = above + block_scan(own_mass).before;
+    if (sum < limit && sum + own_mass >= limit) {  // one thread
       int d = first;
       while (sum + histogram[d] < limit) sum += histogram[d--];
       digit = d;

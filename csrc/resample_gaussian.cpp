@@ -58,18 +58,18 @@ struct Search {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(const Tensor& tokens,  // (B, G, C)
-                                                         const Tensor& is_accepted,
+std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(const Tensor& tokens,       // (B, G, C)
+                                                         const Tensor& is_accepted,  // (B, G)
                                                          const Tensor& is_rejected,  // (B, G)
                                                          const Tensor& proposals,    // (B, G, M, C)
                                                          const Tensor& log_ratio,    // (B, G) or (B, G, M)
                                                          const Tensor& uniforms,     // (B, G, M)
                                                          const Tensor& fallback,     // (B, G, C)
-                                                         const std::optional<Tensor>& target_means,
+                                                         const std::optional<Tensor>& target_means,       // (B, G, C)
                                                          const std::optional<Tensor>& target_log_sigmas,  // (B, G, C)
-                                                         const std::optional<Tensor>& draft_means,
-                                                         const std::optional<Tensor>& draft_log_sigmas,  // (B, G, C)
-                                                         const std::optional<Tensor>& temperature) {     // (B)
+                                                         const std::optional<Tensor>& draft_means,        // (B, G, C)
+                                                         const std::optional<Tensor>& draft_log_sigmas,   // (B, G, C)
+                                                         const std::optional<Tensor>& temperature) {      // (B)
   const int64_t B = tokens.size(0), G = tokens.size(1), C = tokens.size(2), M = uniforms.size(2);
   Tensor out = torch::stable::new_empty(tokens, {B, G, C}, ScalarType::Float);
   Tensor num_tries = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Int);

@@ -136,9 +136,9 @@ struct Candidate {
 // The share of the target that is left after a rejection in any case: 1 - omega, at least 0.
 HOST_DEVICE inline double slack_of(double omega) { return omega < 1 ? 1 - omega : 0.0; }
 
-// The residual of one token after a sampled candidate was rejected: max(R - Q, slack R, 0). Its mass is the whole
-// part of the result. `unit` and `draft_unit` are 1 / total, since a division for every token would take most of
-// the time.
+// The residual of one token after a sampled candidate was rejected: max(R - Q, slack R, 0), where R is the token's
+// share of the residual before, and Q its share of the draft. Its mass is the whole part of the result. `unit` and
+// `draft_unit` are 1 / total, since a division for every token would take most of the time.
 HOST_DEVICE inline double residual_mass(double mass, double unit, double draft_mass, double draft_unit, double slack) {
   const double r = mass * unit, difference = r - draft_mass * draft_unit, floor = slack * r;
   const double residual = difference > floor ? difference : floor;

@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kThreads, 1) select_tree_kernel(SelectTree bat
   uint32_t lowest = 0;  // of the kept scores
   for (uint32_t bit = 0x80000000u; bit > 0; bit >>= 1)
     if (at_least(lowest + bit) >= budget) lowest += bit;
-  const int64_t ties = lowest > 0 ? budget - at_least(uint64_t{lowest} + 1) : 0;  // kept ones with it
+  // How many of the candidates with the lowest score are kept.
+  const int64_t ties = lowest > 0 ? budget - at_least(uint64_t{lowest} + 1) : 0;
 
   int64_t higher = 0, equal = 0;  // candidates with such scores before this chunk
   for (int64_t start = 0; start < M; start += blockDim.x) {
@@ -70,10 +71,9 @@ __global__ void __launch_bounds__(kThreads, 1) select_tree_kernel(SelectTree bat
     node_parents[n] = static_cast<int32_t>(parent);
     node_tokens[n] = token;
   }
-  invalid =
-      block_any(invalid);  // a barrier too: every parent has been found, so unused slots may lose their candidates
+  invalid = block_any(invalid);  // a barrier too: every parent has been found
   for (int64_t n = threadIdx.x; n < num_nodes; n += blockDim.x)
-    if (node_parents[n] < 0) source[n] = -1;
+    if (node_parents[n] < 0) source[n] = -1;  // the slot is unused
   if (threadIdx.x == 0) batch.status[b] = invalid ? kInvalidTree : 0;
 }
 

@@ -153,7 +153,8 @@ WIDEST_VECTORS int64_t subtract(int64_t* fixed_probs, int64_t V, double total, i
 }
 
 // Updates the residual after the rejection of x, of whose neighbors the cutoff had kept num_kept. The rule "released"
-// is that of LANTERN's released code, which takes all neighbors in the table as soon as one was kept.
+// is that of LANTERN's released code: as soon as one neighbor was kept, it clears or protects all neighbors of x in
+// the table.
 void reject(const Request& request, Residual& residual, int64_t* draft, const Candidate& candidate, int64_t x,
             int64_t num_kept) {
   const int64_t num_all = request.neighbors.max_neighbors();

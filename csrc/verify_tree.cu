@@ -164,8 +164,9 @@ class Residual {
   int64_t total_;
 };
 
-// Updates the residual, and the draft, after the rejection of x, of whose neighbors the cutoff had kept num_kept. The
-// rule "released" is that of LANTERN's released code, which takes all neighbors in the table as soon as one was kept.
+// Updates the residual and the draft after the rejection of x, of whose neighbors the cutoff had kept num_kept. The
+// rule "released" is that of LANTERN's released code: as soon as one neighbor was kept, it clears or protects all
+// neighbors of x in the table.
 __device__ void reject(const Request& request, Residual& residual, const Candidate& candidate, int64_t x,
                        int64_t num_kept) {
   const ResidualRule rule = request.batch.residual;
