@@ -27,41 +27,42 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                 greedy: Tensor | None = None, backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, and draw the token that follows them.
 
-    A walk starts at the root. At each node, R starts as the node's row of target_probs, and the children are
-    tried in sibling order. Take a child at depth d with token x and uniform u. Q is the distribution that
-    proposed x: all mass on x (a point mass), or the draft row without the tokens of earlier siblings, normalized.
-    The relaxed mass of x is R(x), plus R of the neighbors that the cutoff allows (see neighborhood_sum). The
-    child is accepted if
+    Verification starts at the root. At each node, R starts as the node's row of target_probs, and the children are
+    tried in sibling order. Take a child at depth d with token x and uniform u. Q is the distribution that proposed
+    x: all mass on x (a point mass), or the draft row without the tokens of earlier siblings, normalized. The
+    relaxed mass of x is R(x), plus R of the neighbors that the cutoff allows (see neighborhood_sum). The child is
+    accepted if
 
         u * Q(x) < omega[d] * relaxed mass
 
-    and the walk goes on at this child. Otherwise the child is rejected, and R becomes the residual, normalized:
+    and verification goes on at this child. Otherwise the child is rejected, and R becomes the residual, normalized:
 
         optimal   max(R - Q, (1 - omega[d]) R, 0)
-        relaxed   max(R' - Q, 0), where R' is R after the allowed neighbors' mass has been moved onto x
-                  (LANTERN, equation 3)
-        released  max(R - Q, 0), and if at least one neighbor was allowed, LANTERN's released code treats all the
-                  neighbors in the table specially: if Q is a point mass it also sets R to 0 on them; if Q is a
-                  draft row it sets Q to 0 on them, so that nothing is subtracted there. Here the last column of
-                  the table only takes part in this treatment. The cutoff does not look at it
+        relaxed   max(R' - Q, 0). R' is R after the allowed neighbors' mass has been moved onto x (LANTERN,
+                  equation 3)
+        released  max(R - Q, 0), changed as in LANTERN's released code if at least one neighbor was allowed: then
+                  all neighbors in the table count, allowed or not. If Q is a point mass, R is also set to 0 on
+                  them. If Q is a draft row, Q is set to 0 on them, so that R loses nothing there. The cutoff does
+                  not look at the last column of the table; it is there for this rule alone
 
     The next sibling is tried against this R. If nothing is left of R, the node's row of target_probs takes its
-    place (EMPTY_RESIDUAL). If no child is accepted, the next token is drawn from R. At a leaf and at max_depth
-    it is drawn from the node's row. docs/verification.md states this rule in plain Python, and shows with which
-    options what is emitted is distributed exactly as the target: for instance with omega at most 1, no neighbors
-    and the optimal residual.
+    place (EMPTY_RESIDUAL). If no child is accepted, the next token is drawn from R. At a leaf and at max_depth it
+    is drawn from the node's row.
 
-    A greedy request looks at no draft row, uniform or omega. Each child is judged on its own: it is accepted if
-    its token is the argmax of its parent's row, after the token's entry has been raised to the relaxed mass. The
-    lowest id wins a tie. Of the paths on which every node is accepted, down to max_depth, the deepest is taken,
-    and of several the one whose end has the lowest node number. The argmax of the row at its end follows.
+    docs/verification.md states this rule as Python that can be run. It also says which options keep the target's
+    distribution: for instance omega at most 1 with no neighbors and the optimal residual.
 
-    Probabilities are in fixed point, floor(p * 2**42), and each side of a comparison is one product in float64.
-    So all backends decide alike. A sibling is skipped if its draft row has no mass left without the earlier
-    siblings. A node whose draft row is invalid counts as a leaf.
+    A greedy request looks at no draft row, uniform or omega. Each child is judged on its own: it is accepted if its
+    token is the argmax of its parent's row, after the token's entry has been raised to the relaxed mass. The lowest
+    id wins a tie. The deepest path on which every node is accepted is taken, down to max_depth; of several, the one
+    whose end has the lowest node number. The argmax of the row at its end follows.
 
-    (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal residual at every depth;
-    EAGLE, arXiv:2401.15077.)
+    Probabilities are in fixed point, floor(p * 2**42), and each side of a comparison is one product in float64. So
+    all backends decide alike. A sibling is skipped if its draft row has no mass left without the earlier siblings.
+    A node whose draft row is invalid counts as a leaf.
+
+    (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal residual at every depth; EAGLE,
+    arXiv:2401.15077.)
 
     Args:
         target_probs:  (B, N, V) float32       the target's distribution after each node; node 0 is the root
@@ -86,16 +87,15 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         accepted_nodes:  (B, P) int32    the accepted nodes from the root down, without the root; -1 pads
         num_accepted:    (B,)   int32    how many there are
         next_token:      (B,)   int64    the token that follows them, in [0, V)
-        tv_excess:       (B,)   float32  estimated total variation that relaxation adds. Each child that was tried
-                                         contributes the probability of coming to try it at its node, times how
-                                         much its accept probability exceeds the one without omega and neighbors.
-                                         With one child per node and the optimal residual the mean over drafts and
-                                         uniforms is exact. For a greedy request: how many accepted tokens are not
-                                         the argmax of their parent's row
+        tv_excess:       (B,)   float32  the added total variation, estimated: a sum over the children that were
+                                         tried. For each it takes how much the accept probability exceeds the one
+                                         with omega 1 and no neighbors (0 if it does not), times the probability
+                                         that all earlier siblings are rejected. For a greedy request: how many
+                                         accepted tokens are not the argmax of their parent's row
         status:          (B,)   int32    EMPTY_RESIDUAL: nothing was left of R after a rejection.
-                                         INVALID_ROW: the target's row at the end of the path has an entry that is
-                                         NaN, negative or above 2, or it is 0 in fixed point (next_token is 0); or
-                                         a draft row of a node with children has, or is.
+                                         INVALID_ROW: the target's row at the end of the path (next_token is 0) or
+                                         the draft row of a node with children has an entry that is NaN, negative
+                                         or above 2, or is 0 in fixed point.
                                          INVALID_TREE: a link to no later node, or a token outside [0, V); the
                                          siblings end there. Or a draft row >= M; the node counts as a leaf.
                                          INVALID_RULE: an omega is negative or NaN, or is below 1 with neighbors and
@@ -172,7 +172,7 @@ def _to_dims_of(tensor, flags):
 
 
 class _Node(NamedTuple):
-    """Where the walk of each request stands: what is left at its node, and which child is tried next."""
+    """Where each request stands: its node, what is left of the target there, and which child is tried next."""
     mass: Tensor         # (B, V) int64    R in fixed point
     total: Tensor        # (B,)   int64    its sum
     is_valid: Tensor     # (B,)   bool     of the node's row of target_probs
@@ -188,7 +188,7 @@ class _Node(NamedTuple):
 
 def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
                     delta, omega, cutoff, offset, residual, max_depth):
-    """Requests that sample. Links lead to later nodes only, so N steps of one child each see every walk end."""
+    """Requests that sample. Links lead to later nodes only, so N steps of one child each reach every request's end."""
     B, N, V = target_probs.shape
     device = target_probs.device
     batch = torch.arange(B, device=device)
@@ -204,7 +204,7 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
     status = status | torch.where(is_undefined, INVALID_RULE, 0)
 
     def enter(node, num_accepted):
-        """The walk at `node`, before its first child."""
+        """Where requests stand on entering `node`, before its first child."""
         mass, total, is_valid = to_fixed_point(target_probs[batch, node])
         status = torch.where(is_valid, 0, INVALID_ROW)
         child = first_child[batch, node].long()
@@ -273,7 +273,7 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
             draft_mass=draft_mass, draft_total=draft_mass.sum(1), reach_prob=reach_prob,
             status=torch.zeros_like(status))
 
-        # Accepted: the walk goes on at the child.
+        # Accepted: verification goes on at the child.
         node = torch.where(is_accepted, at.child, node)
         if max_depth > 0:
             column = num_accepted.clamp(max=max_depth - 1)

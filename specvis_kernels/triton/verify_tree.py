@@ -250,12 +250,12 @@ def verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, de
     tl.store(num_non_argmax, 0)
     tl.debug_barrier()
 
-    deepest = zero
+    end_node = zero
     num_accepted = zero.to(tl.int32)
     n = zero
     while n < N:
         node_depth = tl.load(depth + n)
-        deepest = tl.where(node_depth > num_accepted, n, deepest)
+        end_node = tl.where(node_depth > num_accepted, n, end_node)
         num_accepted = tl.maximum(node_depth, num_accepted)
         child = tl.load(first_child + n).to(tl.int64)
         if (node_depth >= 0) & (node_depth < P) & (child >= 0):
@@ -288,12 +288,12 @@ def verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, de
             tl.debug_barrier()
         n += 1
 
-    row = target_probs + deepest * V
+    row = target_probs + end_node * V
     total, is_valid = to_fixed_point(row, V, None, 0, BLOCK)
     max_mass, top = argmax(row, V, BLOCK)
     status |= tl.where(is_valid, 0, INVALID_ROW)
-    tv_excess = tl.load(num_non_argmax + deepest).to(tl.float64)
-    node = deepest
+    tv_excess = tl.load(num_non_argmax + end_node).to(tl.float64)
+    node = end_node
     d = num_accepted
     while d > 0:
         tl.store(accepted_nodes + d - 1, node.to(tl.int32))
