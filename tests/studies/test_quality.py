@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from specvis.studies.quality import (GROUPS, Network, Score, Seen, frechet_distance, inception_score, kernel_distance,
-                                    nearest_name, quality)
+from specvis.studies.quality import (GROUPS, Features, Network, Score, frechet_distance, inception_score,
+                                     kernel_distance, nearest_name, quality)
 
 
 NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs specvis_kernels[report]")
@@ -40,16 +40,16 @@ def test_the_frechet_distance_is_the_formula(n, m):
     assert abs(frechet_distance(a, b) - expected) < 1e-5 * max(1, expected)
 
 
-def seen(features, names=None):
-    classes = np.exp(features[:, :3]) / np.exp(features[:, :3]).sum(1, keepdims=True)
-    return Seen(features, classes, np.arange(len(features)) % 12 if names is None else np.array(names))
+def features_of(vectors, names=None):
+    classes = np.exp(vectors[:, :3]) / np.exp(vectors[:, :3]).sum(1, keepdims=True)
+    return Features(vectors, classes, np.arange(len(vectors)) % 12 if names is None else np.array(names))
 
 
 def test_the_kernel_distance_is_the_sum_over_pairs_of_different_prompts():
-    a, b = seen(normal(4, 3, 1), [0, 1, 2, 2]), seen(normal(3, 3, 2, shift=0.5), [0, 1, 3])
+    a, b = features_of(normal(4, 3, 1), [0, 1, 2, 2]), features_of(normal(3, 3, 2, shift=0.5), [0, 1, 3])
 
     def mean(x, y):
-        return np.mean([(float(x.features[i] @ y.features[j]) / 3 + 1) ** 3 for i in range(len(x))
+        return np.mean([(float(x.vectors[i] @ y.vectors[j]) / 3 + 1) ** 3 for i in range(len(x))
                         for j in range(len(y)) if x.names[i] != y.names[j]])
 
     assert abs(kernel_distance(a, b) - (mean(a, a) + mean(b, b) - 2 * mean(a, b))) < 1e-6
@@ -60,7 +60,7 @@ def test_the_kernel_distance_has_no_bias_where_prompts_differ_and_sees_a_shift()
     means = normal(12, seed=7, scale=2)
 
     def pictures(groups, seed, shift=0.0):
-        return seen(np.tile(means, (groups, 1)) + normal(12 * groups, seed=seed) + np.float32(shift))
+        return features_of(np.tile(means, (groups, 1)) + normal(12 * groups, seed=seed) + np.float32(shift))
 
     same = np.array([kernel_distance(pictures(1, 2 * i), pictures(3, 2 * i + 1)) for i in range(300)])
     assert abs(same.mean()) < 4 * same.std() / 300 ** 0.5
@@ -74,10 +74,10 @@ def test_the_inception_score_counts_classes():
 
 
 def test_the_nearest_name_is_found():
-    own = normal(9, 20)
+    references = normal(9, 20)
     names = np.array([3, 1, 8, 3])
-    assert nearest_name(Seen(own[names] + 0.01, own, names), own) == 1
-    assert nearest_name(Seen(5 * own[names], own, names[::-1]), own) == 0.5      # 3 is first and last
+    assert nearest_name(Features(references[names] + 0.01, references, names), references) == 1
+    assert nearest_name(Features(5 * references[names], references, names[::-1]), references) == 0.5  # 3 is first and last
 
 
 def test_noise_is_a_prediction_interval():
@@ -87,28 +87,30 @@ def test_noise_is_a_prediction_interval():
     outside = np.mean([Score.of(value, list(groups)).significant for value, *groups in draws])
     assert 0.04 < outside < 0.06
     score = Score.of(4.0, [1.0, 3.0] * 4)
-    assert score.plain == 2 and score.effect == 2
+    assert score.baseline == 2 and score.effect == 2
     assert abs(score.noise - 2.365 * (8 / 7) ** 0.5 * (9 / 8) ** 0.5) < 1e-9
     assert score.pictures_needed(100) == int(np.ceil(100 * score.noise / 2))
     assert Score.of(2.0, [2.0]).noise == 0 and Score.of(2.0, [2.0]).pictures_needed(10) is None
 
 
 def test_quality_tells_another_distribution_from_the_same():
-    own = normal(12, 30, 9)
-    plain, same, other = seen(normal(12 * GROUPS, 30)), seen(normal(12, 30, 1)), seen(normal(12, 30, 2, shift=0.6))
+    references = normal(12, 30, 9)
+    baseline, same = features_of(normal(12 * GROUPS, 30)), features_of(normal(12, 30, 1))
+    other = features_of(normal(12, 30, 2, shift=0.6))
     for name in ("Frechet distance", "kernel distance"):
-        assert not quality(same, plain, own)[name].significant
-        assert quality(other, plain, own)[name].significant
-    assert set(quality(same, plain, own)) == {"Frechet distance", "kernel distance", "inception score", "nearest name"}
+        assert not quality(same, baseline, references)[name].significant
+        assert quality(other, baseline, references)[name].significant
+    assert set(quality(same, baseline, references)) == {
+        "Frechet distance", "kernel distance", "inception score", "nearest name"}
 
 
 def test_quality_beside_greedy_pictures():
     """Greedy pictures do not differ: no noise, and the same ones have no effect."""
-    own, plain = normal(12, 30, 9), seen(normal(12, 30))
-    assert all(score.noise == score.effect == 0 for score in quality(plain, plain, own).values())
-    assert quality(seen(normal(12, 30, 1)), plain, own)["kernel distance"].significant
-    with pytest.raises(ValueError, match="plain must have 8 times as many pictures as the 12 judged, got 24"):
-        quality(plain, seen(normal(24, 30)), own)
+    references, baseline = normal(12, 30, 9), features_of(normal(12, 30))
+    assert all(score.noise == score.effect == 0 for score in quality(baseline, baseline, references).values())
+    assert quality(features_of(normal(12, 30, 1)), baseline, references)["kernel distance"].significant
+    with pytest.raises(ValueError, match="baseline must have 8 times as many pictures as the 12 .*, got 24"):
+        quality(baseline, features_of(normal(24, 30)), references)
 
 
 @NETWORK

@@ -17,12 +17,15 @@ from specvis.decoding.methods import parse_method
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
-from specvis.studies import base as study_module
-from specvis.studies.items import FULL, ITEMS, QUICK, Report, alike, curve_gap, decided, grows, least_squares
-from specvis.studies.page import Section, shown
+from specvis.studies import base, cache
+from specvis.studies.adt_tree import least_squares
+from specvis.studies.base import Run, alike, decided
+from specvis.studies.discrete import FULL, QUICK, DiscreteReport, DiscreteStudy, Latency, Memory, Recorder
+from specvis.studies.general import curve_gap
+from specvis.studies.lantern import grows
+from specvis.studies.page import Section, format_cell
 from specvis.studies.quality import MORE_SCORES, Score
-from specvis.studies.base import Latency, Memory, Recorder, Run, Study
-from specvis.studies.write import LEFT_OUT
+from specvis.studies.report import ITEMS
 from specvis_kernels import tree_links
 
 from .test_quality import NETWORK
@@ -40,7 +43,7 @@ def pipeline():
     assert isinstance(config, GPTConfig) and isinstance(codes, VQConfig)
     torch.manual_seed(0)
     pipeline = Pipeline(config, codes, tiny.words.vocabulary, dataclasses.replace(config, dim=16, layers=1))
-    for gpt in (pipeline.gpt, pipeline.small):
+    for gpt in (pipeline.gpt, pipeline.draft_model):
         for weight in (gpt.output.weight, gpt.tok_embeddings.weight):
             weight.data.normal_(std=0.5)
     return pipeline
@@ -59,7 +62,7 @@ def weights(pipeline, tmp_path_factory):
 
 @pytest.fixture
 def study(pipeline, tmp_path):
-    return Study(pipeline, tmp_path / "runs", PROMPTS, images=6, timed=2)
+    return DiscreteStudy(pipeline, tmp_path / "runs", PROMPTS, images=6, timed=2)
 
 
 def run(*arguments):
@@ -76,7 +79,7 @@ def test_a_run_is_done_once_and_kept(study, pipeline, monkeypatch):
     wanted = Run.of("eagle2")
     first = study.pictures(wanted)
     monkeypatch.setattr(pipeline, "tokens", refuse)
-    again = Study(pipeline, study.folder, PROMPTS, images=6).pictures(wanted)
+    again = DiscreteStudy(pipeline, study.folder, PROMPTS, images=6).pictures(wanted)
     for field in dataclasses.fields(first.decoded):
         a, b = (getattr(p.decoded, field.name) for p in (first, again))
         assert a.dtype == b.dtype and torch.equal(a, b), field.name
@@ -86,22 +89,22 @@ def test_a_run_is_done_once_and_kept(study, pipeline, monkeypatch):
 
 def test_a_run_is_what_the_pipeline_draws(study, pipeline):
     wanted = Run.of("lantern:k=8:delta=0.2", 0.7, count=5, start=3)
-    expected = pipeline.tokens([PROMPTS[i % 4] for i in range(3, 8)], wanted.method, study._sampling(3, 5, 0.7))
+    expected = pipeline.tokens([PROMPTS[i % 4] for i in range(3, 8)], wanted.method, study.sampling_of(3, 5, 0.7))
     pictures = study.pictures(wanted)
     assert torch.equal(pictures.decoded.tokens, expected.tokens)
-    assert torch.equal(pictures.decoded.accepted, expected.accepted)
+    assert torch.equal(pictures.decoded.num_accepted, expected.num_accepted)
     assert study.images_of(wanted).shape == (5, 8, 8, 3)
 
 
 def test_long_runs_share_batches_with_short_ones(study):
     short, long = Run.of("eagle2", count=64), Run.of("eagle2", count=100)
-    assert [(c.start, c.count) for c in study.chunks(long)] == [(0, 32), (32, 32), (64, 32), (96, 4)]
-    assert set(study.chunks(short)) < set(study.chunks(long))
-    assert [(c.start, c.count) for c in study.chunks(Run.of("eagle2", start=30, count=4))] == [(30, 2), (32, 2)]
+    assert [(c.start, c.count) for c in study.batches(long)] == [(0, 32), (32, 32), (64, 32), (96, 4)]
+    assert set(study.batches(short)) < set(study.batches(long))
+    assert [(c.start, c.count) for c in study.batches(Run.of("eagle2", start=30, count=4))] == [(30, 2), (32, 2)]
 
 
 def test_an_interruption_loses_only_the_batch_at_work(study, pipeline, monkeypatch):
-    works = [Run.of(text) for text in ("eagle2", "cool-sd", "speculative")]
+    jobs = [Run.of(text) for text in ("eagle2", "cool-sd", "speculative")]
     tokens = pipeline.tokens
 
     def interrupted(prompts, method, *others):
@@ -111,12 +114,12 @@ def test_an_interruption_loses_only_the_batch_at_work(study, pipeline, monkeypat
 
     monkeypatch.setattr(pipeline, "tokens", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        study.do(works)
-    assert study.pending(works) == [Run(work.method, 1.0, 6, 0) for work in works[1:]]
+        study.compute(jobs)
+    assert study.pending(jobs) == [Run(job.method, 1.0, 6, 0) for job in jobs[1:]]
     assert not list(study.folder.glob(".*"))
     monkeypatch.setattr(pipeline, "tokens", tokens)
-    study.do(works)
-    assert study.pending(works) == []
+    study.compute(jobs)
+    assert study.pending(jobs) == []
 
 
 def test_half_a_file_is_never_left(tmp_path):
@@ -125,7 +128,7 @@ def test_half_a_file_is_never_left(tmp_path):
         raise OSError("no space left")
 
     with pytest.raises(OSError):
-        study_module.write(tmp_path / "run.npz", breaks)
+        cache.write_file(tmp_path / "run.npz", breaks)
     assert not (tmp_path / "run.npz").exists()
 
 
@@ -134,31 +137,32 @@ def test_a_folder_of_another_study_is_refused(study, pipeline, monkeypatch):
                          ({"seed": 5}, r"another seed \(0; here it is 5\)"),
                          ({"prompts": PROMPTS[:2]}, "of other prompts: choose")):
         with pytest.raises(ValueError, match=says):
-            Study(pipeline, study.folder, **{"prompts": PROMPTS, "images": 6} | change)
-    assert Study(pipeline, study.folder, PROMPTS, images=3).prompts == PROMPTS[:3]     # a shorter one may go on there
+            DiscreteStudy(pipeline, study.folder, **{"prompts": PROMPTS, "images": 6} | change)
+    shorter = DiscreteStudy(pipeline, study.folder, PROMPTS, images=3)  # may go on there
+    assert shorter.prompts == PROMPTS[:3]
     with pytest.raises(ValueError, match="holds results of another model"):
-        Study(Pipeline.tiny(), study.folder, PROMPTS, images=6)
-    monkeypatch.setattr(study_module.specvis_kernels, "__version__", "9")
+        DiscreteStudy(Pipeline.tiny(), study.folder, PROMPTS, images=6)
+    monkeypatch.setattr(cache.specvis_kernels, "__version__", "9")
     with pytest.raises(ValueError, match=r"another version \(.*; here it is 9\)"):
-        Study(pipeline, study.folder, PROMPTS, images=6)
+        DiscreteStudy(pipeline, study.folder, PROMPTS, images=6)
 
 
 def test_runs_of_other_prompts_or_machines_are_others(study, pipeline, monkeypatch):
-    few = Study(pipeline, study.folder, PROMPTS, images=3)
+    few = DiscreteStudy(pipeline, study.folder, PROMPTS, images=3)
     assert few.path(Run.of("eagle2", count=3)) != study.path(Run.of("eagle2", count=3))
-    monkeypatch.setattr(study_module, "machine", lambda device: "another")
-    other = Study(pipeline, study.folder, PROMPTS, images=6)
+    monkeypatch.setattr(base, "machine", lambda device: "another")
+    other = DiscreteStudy(pipeline, study.folder, PROMPTS, images=6)
     same, latency = Run.of("eagle2", count=3), Latency(parse_method("eagle2"), count=2)
     assert other.path(same) == study.path(same) and other.path(latency) != study.path(latency)
 
 
 def test_where_runs_come_from_is_kept(study):
-    assert study.made == []
-    study.do([Run.of("eagle2")])
-    made = study.made
-    assert len(made) == 1 and study.machine in made[0]
-    study.do([Run.of("eagle2"), Run.of("cool-sd")])
-    assert study.made == made
+    assert study.origins == []
+    study.compute([Run.of("eagle2")])
+    origins = study.origins
+    assert len(origins) == 1 and study.machine in origins[0]
+    study.compute([Run.of("eagle2"), Run.of("cool-sd")])
+    assert study.origins == origins
 
 
 def test_a_damaged_file_is_named(study):
@@ -166,15 +170,15 @@ def test_a_damaged_file_is_named(study):
     study.pictures(run)
     path = study.path(run)
     path.write_bytes(path.read_bytes()[:100])
-    study.kept.clear()
+    study.loaded.clear()
     with pytest.raises(ValueError, match=f"{path.name} cannot be read: .*; remove it, it will be made again"):
         study.pictures(run)
     study.record.write_text("[]")
     with pytest.raises(ValueError, match="study.json cannot be read: no JSON object"):
-        Study(study.pipeline, study.folder, PROMPTS, images=6)
+        DiscreteStudy(study.pipeline, study.folder, PROMPTS, images=6)
 
 
-def test_single_pictures_are_timed_beside_plain_ones(study, pipeline, monkeypatch):
+def test_single_pictures_are_timed_beside_the_baselines(study, pipeline, monkeypatch):
     calls, tokens = [], pipeline.tokens
 
     def counted(prompts, method, sampling):
@@ -182,10 +186,10 @@ def test_single_pictures_are_timed_beside_plain_ones(study, pipeline, monkeypatc
         return tokens(prompts, method, sampling)
 
     monkeypatch.setattr(pipeline, "tokens", counted)
-    seconds = study.seconds(Latency(parse_method("eagle2")))
+    seconds = study.seconds(Latency.of("eagle2"))
     pair = [[("vanilla", [PROMPTS[i]], [i]), ("eagle2", [PROMPTS[i]], [i])] for i in (0, 0, 1)]  # the first warms up
     assert calls == sum(pair, [])
-    assert len(seconds.plain) == len(seconds.method) == len(seconds.tau) == 2 and (seconds.speedup > 0).all()
+    assert len(seconds.baseline) == len(seconds.method) == len(seconds.tau) == 2 and (seconds.speedup > 0).all()
     assert torch.tensor(seconds.tokens).shape == (2, 16)
 
 
@@ -198,17 +202,17 @@ def test_memory_grows_with_the_tree(study, pipeline):
 
 
 def test_the_recorder_writes_ranks_and_nodes():
-    """Root 0 has the children 1, 2, 3; 2 has 4, 5. Accepted: 3 in one picture; 2, 5 in the other, from place 4 on."""
+    """Root 0 has the children 1, 2, 3; 2 has 4, 5. Accepted: 3 in one picture, 2 and 5 in the other, from token 4 on."""
     links = tree_links(torch.tensor([[-1, 0, 0, 0, 2, 2], [-1, 0, 0, -2, 2, 2]], dtype=torch.int32))
     recorder = Recorder(2, 8)
-    path = torch.tensor([[3, -1], [2, 5]], dtype=torch.int32)
-    accepted = torch.tensor([1, 2], dtype=torch.int32)
-    recorder(Step(links, torch.tensor([0, 4]), path, accepted, torch.tensor([True, True])))
+    nodes = torch.tensor([[3, -1], [2, 5]], dtype=torch.int32)
+    num_accepted = torch.tensor([1, 2], dtype=torch.int32)
+    recorder(Step(links, torch.tensor([0, 4]), nodes, num_accepted, torch.tensor([True, True])))
     assert recorder.ranks[:, :8].tolist() == [[2, -1, -1, -1, -1, -1, -1, -1], [-1, -1, -1, -1, 1, 1, -1, -1]]
     assert recorder.nodes.tolist() == [[6, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 5, 0, 0, 0]]
-    before = recorder.ranks.clone()
-    recorder(Step(links, torch.tensor([5, 6]), path, accepted, torch.tensor([False, False])))
-    assert torch.equal(recorder.ranks[:, :8], before[:, :8]) and recorder.nodes[:, 5:].sum() == 0
+    previous = recorder.ranks.clone()
+    recorder(Step(links, torch.tensor([5, 6]), nodes, num_accepted, torch.tensor([False, False])))
+    assert torch.equal(recorder.ranks[:, :8], previous[:, :8]) and recorder.nodes[:, 5:].sum() == 0
 
 
 def test_the_recorder_of_a_large_tree():
@@ -225,10 +229,10 @@ def test_the_recorder_of_a_large_tree():
 
 def test_ranks_and_nodes_of_a_run(study):
     pictures = study.pictures(Run.of("eagle1"))
-    began = pictures.decoded.accepted >= 0
+    began = pictures.decoded.num_accepted >= 0
     assert torch.equal(pictures.nodes > 0, began) and (pictures.nodes[began] == 26).all()
-    assert ((pictures.ranks >= 0).sum(1) == pictures.decoded.accepted.clamp(min=0).sum(1)).all()
-    assert pictures.lengths.sum() == pictures.decoded.accepted.clamp(min=0).sum()
+    assert ((pictures.ranks >= 0).sum(1) == pictures.decoded.num_accepted.clamp(min=0).sum(1)).all()
+    assert pictures.accepted_per_step.sum() == pictures.decoded.num_accepted.clamp(min=0).sum()
     assert (study.pictures(Run.of("vanilla")).nodes == 0).all()
 
 
@@ -243,7 +247,7 @@ class FakeReport:
     def pictures(self, run):
         return SimpleNamespace(tau=self.points[run][0])
 
-    def compared(self, statistic, runs):
+    def contrast(self, statistic, runs):
         return statistic(lambda run: self.points[run][1]), 0.1
 
 
@@ -255,9 +259,10 @@ def test_curves_are_compared_where_both_are():
 
 
 def test_noise_of_what_is_made_of_several_distances():
-    report = Report(None, FULL, None)
-    report.scored = {name: {"kernel distance": Score(value, 0.0, 2.0)} for name, value in zip("abc", (1.0, 4.0, 9.0))}
-    value, half = report.compared(lambda d: d("c") - (d("a") + d("b")) / 2, ["a", "b", "c"])
+    report = DiscreteReport(None, FULL, None, references=None)
+    report.results = {("quality", name): {"kernel distance": Score(value, 0.0, 2.0)}
+                      for name, value in zip("abc", (1.0, 4.0, 9.0))}
+    value, half = report.contrast(lambda d: d("c") - (d("a") + d("b")) / 2, ["a", "b", "c"])
     assert value == 6.5 and half == pytest.approx(2 * 1.5 ** 0.5)
 
 
@@ -275,8 +280,8 @@ def test_least_squares_explain_what_is_linear():
 
 
 def test_numbers_are_shown_with_three_digits():
-    assert [shown(x) for x in (0.18349, 1.23456, 123.456, 5, "x", None)] == ["0.183", "1.23", "123.5", "5", "x",
-                                                                            "not measured"]
+    assert [format_cell(x) for x in (0.18349, 1.23456, 123.456, 5, "x", None)] == [
+        "0.183", "1.23", "123.5", "5", "x", "not measured"]
 
 
 def test_a_section_says_what_agrees(tmp_path):
@@ -297,12 +302,13 @@ def test_every_section_can_be_written(weights, tmp_path):
     result = run("report", "--quick", "--out", tmp_path, "--weights", weights)
     assert result.exit_code == 0, result.output
     cover = (tmp_path / "README.md").read_text()
-    others = run("report", "--quick", "--out", tmp_path, "--weights", weights, "--only", ",".join(LEFT_OUT))
+    left_out = [name for name, item in ITEMS.items() if not item.quick]
+    others = run("report", "--quick", "--out", tmp_path, "--weights", weights, "--only", ",".join(left_out))
     assert others.exit_code == 0, others.output
     assert (tmp_path / "README.md").read_text() == cover
     for name in ITEMS:
         text = (tmp_path / f"{name}.md").read_text()
-        assert (f"({name}.md)" in cover) == (name not in LEFT_OUT) and text.startswith(f"## {ITEMS[name].title}")
+        assert (f"({name}.md)" in cover) == ITEMS[name].quick and text.startswith(f"## {ITEMS[name].title}")
         assert "nan" not in text.replace("nano", ""), text
         for link in [part.split(")")[0] for part in text.split("](")[1:]]:
             assert (tmp_path / link).stat().st_size > 0, link
@@ -318,10 +324,10 @@ def test_every_section_can_be_written(weights, tmp_path):
 def test_the_committed_table_has_the_form_that_the_command_writes(pipeline, tmp_path):
     """LANTERN's Table 2 of the committed report: columns, rows, and numbers that can be."""
     scope = dataclasses.replace(FULL, images=4)
-    study = Study(pipeline, tmp_path / "runs", PROMPTS, images=4)
-    study.do([work for work in ITEMS["lantern-table-2"].works(scope)])
+    study = DiscreteStudy(pipeline, tmp_path / "runs", PROMPTS, images=4)
+    study.compute(ITEMS["lantern-table-2"].jobs(scope))
     section = Section("lantern-table-2", "", tmp_path, "")
-    ITEMS["lantern-table-2"].write(Report(study, scope, np.zeros((4, 1280))), section)
+    ITEMS["lantern-table-2"].write(DiscreteReport(study, scope, tmp_path, references=None), section)
     ours, theirs = (list(csv.DictReader(open(folder / "lantern-table-2.csv"))) for folder in (tmp_path, RESULTS))
     assert [list(row) for row in ours] == [list(row) for row in theirs]
     assert [row["k"] for row in ours] == [row["k"] for row in theirs] == ["0", "30", "100", "300", "1000"]
@@ -340,7 +346,7 @@ def test_the_committed_report_is_whole():
 
 def test_a_quick_report_is_shorter():
     for item in ITEMS.values():
-        assert 0 < len(set(item.works(QUICK))) <= len(set(item.works(FULL)))
+        assert 0 < len(set(item.jobs(QUICK))) <= len(set(item.jobs(FULL)))
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -389,6 +395,6 @@ def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path)
 
 @NETWORK
 def test_a_report_of_another_model_is_refused(weights, tmp_path, pipeline):
-    Study(Pipeline.tiny(), tmp_path / "runs", PROMPTS, images=12)
+    DiscreteStudy(Pipeline.tiny(), tmp_path / "runs", PROMPTS, images=12)
     result = run("report", "--only", "latency", "--quick", "--out", tmp_path, "--weights", weights)
     assert result.exit_code == 2 and "holds results of another model" in result.output

@@ -11,26 +11,29 @@ from click.testing import CliRunner
 from PIL import Image
 
 from specvis.cli.main import main
-from specvis.decoding.continuous import Begun, ContinuousDecoded, ContinuousSampling, continuous_decode
-from specvis.pipelines.mar import MARPair
+from specvis.decoding.continuous import ContinuousDecoded, ContinuousSampling, KnownTokens, continuous_decode
 from specvis.decoding.methods import parse_method
-from specvis.studies import continuous_base as continuous_study
-from specvis.studies.cspd import (FULL, ITEMS, LEFT_OUT, QUICK, against_parallel, eq_35, fidelity,
-                                       fidelity_rows, kept_speedup, sets, speed, write_report)
-from specvis.studies.continuous_base import ContinuousStudy, Merged, Run, Speed, share
-from specvis.studies.distances import DISTANCES, Compared, compare, energy_distance, floors, joint, sliced_distance
+from specvis.pipelines.mar import MARPair
+from specvis.studies import continuous
+from specvis.studies.base import write_report
+from specvis.studies.continuous import (FULL, QUICK, ContinuousReport, ContinuousRun, ContinuousStudy, DeduplicatedMAR,
+                                        TokenTiming, against_parallel, fidelity, share, speed)
+from specvis.studies.cspd import ITEMS, draw_sets, eq_35, fidelity_rows, speedup_by_forwards
+from specvis.studies.distances import (DISTANCES, SampleDistance, chance_distances, compare, energy_distance, joint,
+                                       sliced_distance)
 
 from .test_quality import NETWORK
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
 SCOPE = dataclasses.replace(
-    FULL, plain=2, parallel=1, images=2, gammas={"cspd-released": (2, 4), "cspd": (2,), "cspd-path": (2,)},
-    batches=(1, 2), more=4, guidances=(1.0,), temperatures=(0.9,), known=(0.25, 0.5), draws=64, ahead=16, tokens=16)
+    FULL, baseline_batches=2, parallel_batches=1, images=2,
+    gammas={"cspd-released": (2, 4), "cspd": (2,), "cspd-path": (2,)}, batch_sizes=(1, 2), timed_tokens=4,
+    guidances=(1.0,), temperatures=(0.9,), known_shares=(0.25, 0.5), draws=64, joint_draws=16, num_tokens=16)
 
 
 @pytest.fixture(scope="module")
 def pair():
-    """A draft model that is the target with noise, so that some of its tokens are kept."""
+    """A draft model that is the target with noise, so that some of its tokens are accepted."""
     tiny = MARPair.tiny()
     pair = MARPair(tiny.mar.config, tiny.mar.config, tiny.tokenizer.config, tiny.words.vocabulary, tiny.scaling)
     pair.load_state_dict({name.replace("mar_draft.", "mar."): value for name, value in tiny.state_dict().items()
@@ -41,7 +44,7 @@ def pair():
     pair.mar_draft.load_state_dict(pair.mar.state_dict())
     for weight in pair.mar_draft.diffloss.net.final_layer.parameters():
         weight.data += 0.03 * torch.randn(weight.shape, generator=generator)
-    pair.mar.diffloss.bound = pair.mar_draft.diffloss.bound = 3.0
+    pair.mar.diffloss.clip_sample_range = pair.mar_draft.diffloss.clip_sample_range = 3.0
     return pair
 
 
@@ -57,7 +60,7 @@ def weights(pair, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch):
-    monkeypatch.setattr(continuous_study, "ENOUGH", 0.01)
+    monkeypatch.setattr(continuous, "MIN_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def test_differences_are_measured_in_deviations_of_chance():
     result = compare({"same": same, "other": other + 1.0}, a, b)
     for distance in ("energy distance", "sliced Wasserstein"):
         assert result["same"][distance].deviations < 4 < 10 < result["other"][distance].deviations
-    assert joint([Compared(3.0, 1.0, 1.0)] * 4) == pytest.approx(4.0)
+    assert joint([SampleDistance(3.0, 1.0, 1.0)] * 4) == pytest.approx(4.0)
 
 
 def test_the_noise_of_distances_is_that_of_splits():
@@ -113,30 +116,30 @@ def test_the_noise_of_distances_is_that_of_splits():
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     halves = [torch.cat([a, b])[part] for part in order.split(30)]
     for name, distance in DISTANCES.items():
-        chance = floors(a, b)[name]
+        chance = chance_distances(a, b)[name]
         assert chance[0] == pytest.approx(distance(*halves)) and len(set(chance)) > 100
-    assert abs(sum(floors(a, b)["energy distance"])) / 200 < 0.02     # 0 in the mean
+    assert abs(sum(chance_distances(a, b)["energy distance"])) / 200 < 0.02     # 0 in the mean
 
 
 def test_speedups_by_hand():
     assert eq_35(0.5, 2, 0.25) == pytest.approx(1.75 / 1.5)
     assert eq_35(0.0, 4, 0.5) == pytest.approx(1 / 3) and eq_35(1.0, 4, 0.5) == pytest.approx(5 / 3)
     assert eq_35(0.19, 32, 0.38) == pytest.approx(0.094, abs=0.001)     # the paper's alpha and c: not its 2.33
-    passes = 13 + math.ceil(243 / 32)
-    assert kept_speedup(256, passes, 243, 0.38) == pytest.approx(2.26, abs=0.03)
+    target_forwards = 13 + math.ceil(243 / 32)
+    assert speedup_by_forwards(256, target_forwards, 243, 0.38) == pytest.approx(2.26, abs=0.03)
 
 
 def test_the_interval_of_a_share():
-    kept = torch.tensor([[True, False, False, False], [True, True, True, True]])
-    value, half = share(kept, torch.ones(2, 4, dtype=torch.bool))
+    is_accepted = torch.tensor([[True, False, False, False], [True, True, True, True]])
+    value, half = share(is_accepted, torch.ones(2, 4, dtype=torch.bool))
     assert value == 5 / 8 and half == pytest.approx(1.96 * (7 / 12 * 5 / 12 / 12) ** 0.5)
-    assert math.isnan(share(kept & False, kept & False)[0])
+    assert math.isnan(share(is_accepted & False, is_accepted & False)[0])
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 def test_a_run_is_what_the_pair_draws_and_is_kept(study, pair, monkeypatch):
-    wanted = Run(parse_method("cspd:gamma=2"), 2.0, 3, 2, 0.9)
+    wanted = ContinuousRun(parse_method("cspd:gamma=2"), 0.9, 3, guidance=2.0, batch=2)
     pictures = study.pictures(wanted)
     expected = pair.tokens(PROMPTS[:3], wanted.method, ContinuousSampling(torch.arange(3), 2.0, 0.9))
     for field in dataclasses.fields(ContinuousDecoded):
@@ -147,7 +150,7 @@ def test_a_run_is_what_the_pair_draws_and_is_kept(study, pair, monkeypatch):
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs)), field.name
     assert 0 < pictures.seconds and study.images_of(wanted).shape == (3, 8, 8, 3)
     monkeypatch.setattr(study, "decode", refuse)
-    study.kept.clear()
+    study.loaded.clear()
     assert study.pending([wanted]) == [] and study.pictures(wanted).seconds == pictures.seconds
     longer = dataclasses.replace(wanted, count=6)
     assert [(part.start, part.count) for part in study.pending([longer])] == [(2, 2), (4, 2)]
@@ -161,20 +164,20 @@ def test_other_prompts_are_refused(study, pair):
 def test_equal_rows_are_computed_once(pair):
     calls, forward = [], pair.mar.forward
     tokens = torch.randn(1, 16, 4, generator=torch.Generator().manual_seed(0)).repeat(5, 1, 1)
-    known = torch.zeros(5, 16, dtype=torch.bool)
-    known[:, :3] = True
+    is_known = torch.zeros(5, 16, dtype=torch.bool)
+    is_known[:, :3] = True
     tokens[1, 7] += 1.0                                                 # not known: no difference
-    known[3, 5] = True
+    is_known[3, 5] = True
     condition = pair.mar.condition(pair.features(["red heart"] * 4 + ["heart"]))
-    wanted = forward(tokens, known, condition, most=4)
+    wanted = forward(tokens, is_known, condition, max_known=4)
 
     def counted(tokens, *others, **more):
         calls.append(len(tokens))
         return forward(tokens, *others, **more)
 
-    merged = Merged(pair.mar)
+    merged = DeduplicatedMAR(pair.mar)
     merged.mar = counted
-    assert torch.allclose(merged(tokens, known, condition, most=4), wanted, atol=1e-5) and calls == [3]
+    assert torch.allclose(merged(tokens, is_known, condition, max_known=4), wanted, atol=1e-5) and calls == [3]
 
 
 def test_an_order_may_be_given(pair):
@@ -182,28 +185,27 @@ def test_an_order_may_be_given(pair):
     sampling = ContinuousSampling(torch.arange(3))
     whole = continuous_decode(pair.mar, pair.mar_draft, features, sampling, parse_method("mar"))
     first = whole.order[:1].expand(3, -1)
-    begun = Begun(whole.tokens[:1].expand(3, -1, -1), first.argsort(1) < 5, 2, first)
-    more = continuous_decode(pair.mar, pair.mar_draft, features, sampling, parse_method("mar"), begun=begun)
+    known = KnownTokens(whole.tokens[:1].expand(3, -1, -1), first.argsort(1) < 5, 2, first)
+    more = continuous_decode(pair.mar, pair.mar_draft, features, sampling, parse_method("mar"), known=known)
     assert torch.equal(more.order, first)
-    places = first[0, 5:7]
-    assert torch.allclose(more.tokens[0, places], whole.tokens[0, places], atol=1e-4)  # the same seed and order
-    assert (more.tokens[1, places] - more.tokens[0, places]).abs().max() > 0.1
-    for bad, says in ((first.flip(1), "known places first"), (first * 0, "each of the 16 places once")):
+    new = first[0, 5:7]
+    assert torch.allclose(more.tokens[0, new], whole.tokens[0, new], atol=1e-4)  # the same seed and order
+    assert (more.tokens[1, new] - more.tokens[0, new]).abs().max() > 0.1
+    for bad, says in ((first.flip(1), "known positions first"), (first * 0, "each of the 16 positions once")):
         with pytest.raises(ValueError, match=f"order must .*{says}"):
             continuous_decode(pair.mar, pair.mar_draft, features, sampling, parse_method("mar"),
-                              begun=dataclasses.replace(begun, order=bad))
+                              known=dataclasses.replace(known, order=bad))
 
 
 def test_draws_are_of_one_state_and_independent(study):
-    plain = SCOPE.run("mar")
-    state = sets(SCOPE, 4, 1, 600)
-    decoded = study.pictures(plain).decoded
-    samples = {name: study.draws(work)[0] for name, work in state.items() if name in ("target", "target again")}
+    state = draw_sets(SCOPE, 4, 1, 600)
+    decoded = study.pictures(SCOPE.run("mar")).decoded
+    samples = {name: study.draws(job)[0] for name, job in state.items() if name in ("target", "target again")}
     for x in samples.values():
         assert x.shape == (600, 4) and len(x.unique(dim=0)) == 600
     assert not torch.equal(*samples.values())
-    begun, prompt = study._state(state["target"], 2)
-    assert prompt == 0 and torch.equal(begun.tokens[1], decoded.tokens[0]) and begun.known.sum(1).tolist() == [4, 4]
+    known, prompt = study._state(state["target"], 2)
+    assert prompt == 0 and torch.equal(known.tokens[1], decoded.tokens[0]) and known.is_known.sum(1).tolist() == [4, 4]
     found = compare({"again": samples["target again"]}, samples["target"], samples["target again"])["again"]
     assert abs(found["energy distance"].deviations) < 3
 
@@ -211,7 +213,7 @@ def test_draws_are_of_one_state_and_independent(study):
 def test_what_keeps_the_distribution_and_what_does_not(study):
     """The path ratio keeps one token's; the draft alone does not."""
     scope = dataclasses.replace(SCOPE, draws=1500)
-    state = sets(scope, 8, 1, 1500)
+    state = draw_sets(scope, 8, 1, 1500)
     rows = {row["method"]: row for row in fidelity_rows(study, [state])}
     assert rows["cspd-path"]["verdict"] == rows["target again"]["verdict"] == "no difference found"
     assert rows["draft model alone"]["verdict"] == "differs"
@@ -220,19 +222,19 @@ def test_what_keeps_the_distribution_and_what_does_not(study):
 
 
 def test_a_batch_is_timed(study):
-    work = Speed(parse_method("cspd:gamma=2"), SCOPE.run("mar"), 3, 4, 4)
-    taken = study.speed(work)
-    assert 0 < taken and study.pending([work]) == [] and study.speed(work) == taken
+    job = TokenTiming(parse_method("cspd:gamma=2"), SCOPE.run("mar"), 3, 4, 4)
+    taken = study.token_seconds(job)
+    assert 0 < taken and study.pending([job]) == [] and study.token_seconds(job) == taken
 
 
 def test_last_steps_of_equal_models_agree(pair, study, tmp_path):
-    gap, spread = study.last_steps(sets(SCOPE, 4, 1, 8)["target"])
+    gap, spread = study.last_steps(draw_sets(SCOPE, 4, 1, 8)["target"])
     assert 0 < gap and 0 < spread
     twin = MARPair(pair.mar.config, pair.mar.config, pair.tokenizer.config, pair.words.vocabulary, pair.scaling)
     twin.load_state_dict(pair.state_dict())
     twin.mar_draft.load_state_dict(pair.mar.state_dict())
-    twin.mar.diffloss.bound = twin.mar_draft.diffloss.bound = 3.0
-    assert ContinuousStudy(twin, tmp_path / "twin", PROMPTS).last_steps(sets(SCOPE, 4, 1, 8)["target"])[0] < 1e-6
+    twin.mar.diffloss.clip_sample_range = twin.mar_draft.diffloss.clip_sample_range = 3.0
+    assert ContinuousStudy(twin, tmp_path / "twin", PROMPTS).last_steps(draw_sets(SCOPE, 4, 1, 8)["target"])[0] < 1e-6
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -240,8 +242,8 @@ def test_last_steps_of_equal_models_agree(pair, study, tmp_path):
 @NETWORK
 def test_every_section_is_written_and_nothing_is_done_twice(pair, weights, tmp_path, monkeypatch):
     def write():
-        write_report(pair, weights, tmp_path, list(ITEMS.values()), SCOPE, command="specvis report --continuous",
-                     whole=True, seed=0)
+        report = ContinuousReport.of(pair, weights, tmp_path, SCOPE, seed=0)
+        write_report(report, list(ITEMS.values()), command="specvis report --continuous", whole=True)
 
     write()
     cover = (tmp_path / "README.md").read_text()
@@ -253,14 +255,14 @@ def test_every_section_is_written_and_nothing_is_done_twice(pair, weights, tmp_p
         for link in [part.split(")")[0] for part in text.split("](")[1:]]:
             assert (tmp_path / link).stat().st_size > 0, link
     rows = list(csv.DictReader(open(tmp_path / "table-1.csv")))
-    assert [row["gamma"] for row in rows] == ["2", "4", "2", "2"] and rows[1]["the paper's speed-up"] == "1.62"
-    assert rows[2]["the paper's speed-up"] == ""
+    assert [row["gamma"] for row in rows] == ["2", "4", "2", "2"] and rows[1]["the paper's speedup"] == "1.62"
+    assert rows[2]["the paper's speedup"] == ""
     for row in rows:
-        numbers = {name: float(row[name]) for name in ("alpha", "c", "eq. 35", "target passes", "draft passes")}
+        numbers = {name: float(row[name]) for name in ("alpha", "c", "eq. 35", "target_forwards", "draft_forwards")}
         assert numbers["eq. 35"] == pytest.approx(eq_35(numbers["alpha"], int(row["gamma"]), numbers["c"]), rel=0.05)
     assert len(list(csv.DictReader(open(tmp_path / "figure-16.csv")))) == 48
     assert {row["method"] for row in csv.DictReader(open(tmp_path / "distribution-several.csv"))} > {
-        "parallel, 1 pass", "cspd-path, nothing truncated"}
+        "parallel, 1 forward", "cspd-path, nothing truncated"}
     monkeypatch.setattr(ContinuousStudy, "decode", refuse)
     write()
     assert (tmp_path / "README.md").read_text() == cover
@@ -268,8 +270,8 @@ def test_every_section_is_written_and_nothing_is_done_twice(pair, weights, tmp_p
 
 def test_a_quick_report_is_shorter(pair, tmp_path):
     study = ContinuousStudy(pair, tmp_path, PROMPTS)
-    costs = [sum(study.cost(work) for item in items for work in set(item.works(scope))) for items, scope in (
-        ([item for item in ITEMS.values() if item.name not in LEFT_OUT], QUICK), (ITEMS.values(), FULL))]
+    costs = [sum(study.cost(job) for item in items for job in set(item.jobs(scope))) for items, scope in (
+        ([item for item in ITEMS.values() if item.quick], QUICK), (ITEMS.values(), FULL))]
     assert 0 < 3 * costs[0] < costs[1]
 
 
@@ -288,24 +290,24 @@ def test_the_summary_says_what_the_draws_say():
 
 
 def test_the_summary_says_who_is_fastest():
-    rows = [{"family": "a", "method": "a:gamma=1", "gamma": 1, "tau": 2.0, "speed-up": 0.5, "batch": 4},
-            {"family": "a", "method": "a:gamma=2", "gamma": 2, "tau": 1.0, "speed-up": 0.9, "batch": 4}]
-    assert "a 2.00 tokens a target pass (gamma 1), 0.90 times" in speed(rows) and "None is faster" in speed(rows)
-    rows[0]["speed-up"] = 1.5
+    rows = [{"family": "a", "method": "a:gamma=1", "gamma": 1, "tau": 2.0, "speedup": 0.5, "batch": 4},
+            {"family": "a", "method": "a:gamma=2", "gamma": 2, "tau": 1.0, "speedup": 0.9, "batch": 4}]
+    assert "a 2.00 tokens a target forward (gamma 1), 0.90 times" in speed(rows) and "None is faster" in speed(rows)
+    rows[0]["speedup"] = 1.5
     assert "The fastest in seconds is a:gamma=1." in speed(rows)
 
 
 def test_the_summary_says_who_wins():
     def row(method, times, distance, speculative):
-        return {"method": method, "speed-up": times, "kernel distance": distance, "plain": 0.0, "+-": 0.1,
+        return {"method": method, "speedup": times, "kernel distance": distance, "baseline": 0.0, "+-": 0.1,
                 "speculative": speculative}
 
-    parallel, slow = row("mar:passes=64", 4.0, 0.05, "no"), row("cspd", 2.0, 0.0, "yes")
+    parallel, slow = row("mar:num_iter=64", 4.0, 0.05, "no"), row("cspd", 2.0, 0.0, "yes")
     text = against_parallel([parallel, slow])
-    assert "For 1 of 1 speculative" in text and "; not for" not in text and "is mar:passes=64, 4.00 times" in text
+    assert "For 1 of 1 speculative" in text and "; not for" not in text and "is mar:num_iter=64, 4.00 times" in text
     text = against_parallel([parallel, row("cspd", 5.0, 0.0, "yes")])
     assert "For 0 of 1" in text and "; not for cspd. " in text and "run is cspd, 5.00 times" in text
-    text = against_parallel([row("mar:passes=64", 4.0, 1.0, "no"), slow, row("cspd-released", 1.0, 1.0, "yes")])
+    text = against_parallel([row("mar:num_iter=64", 4.0, 1.0, "no"), slow, row("cspd-released", 1.0, 1.0, "yes")])
     assert "For 1 of 2" in text and "; not for cspd. " in text and "Every parallel decoding can be told" in text
 
 
@@ -327,7 +329,7 @@ def test_bad_input_is_one_clear_line(weights, tmp_path, arguments, message):
 
 def test_the_command_writes_a_section(weights, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(MARPair, "load", lambda *_: pair)
-    monkeypatch.setattr("specvis.studies.cspd.QUICK", SCOPE)
+    monkeypatch.setattr("specvis.studies.continuous.QUICK", SCOPE)
     result = run("--quick", "--only", "figure-15,figure-11", "--images", "2", "--guidance", "1.5", "--seed", "3",
                  "--out", tmp_path, "--weights", weights)
     assert result.exit_code == 0, result.output

@@ -167,9 +167,9 @@ def timings(scope: ContinuousScope) -> dict[int, list[TokenTiming]]:
 @item(ITEMS, "batch", "Batch size", lambda scope: [scope.baseline, *sum(timings(scope).values(), [])])
 def batch(report: ContinuousReport, section: Section) -> None:
     study, scope = report.study, report.scope
-    section.text(f"What was timed: {scope.timed_tokens} tokens behind the first {scope.num_tokens // 4} of images that "
-                 "are known so far (those of the baseline, over and over), after two tokens that warm up, again and "
-                 f"again until {MIN_SECONDS:g} seconds are timed. Seconds are a token of one image, the median.")
+    section.text(f"What was timed: {scope.timed_tokens} tokens behind the first {scope.num_tokens // 4} of baseline "
+                 "pictures, used over and over, after two tokens that warm up, again and again until "
+                 f"{MIN_SECONDS:g} seconds are timed. Seconds are a token of one image, the median.")
     rows = []
     for size, jobs in timings(scope).items():
         baseline = study.token_seconds(jobs[0])
@@ -190,8 +190,8 @@ def batch(report: ContinuousReport, section: Section) -> None:
     least, most = min(speedups), max(speedups)
     section.claim("larger batches gain more (the paper's are of 128 and 256)",
                   decided(float(np.log(speedups[most] / speedups[least])), report.timing_error),
-                  f"cspd-released {speedups[least]:.2f} times at batch {least}, {speedups[most]:.2f} at {most}; a ratio "
-                  f"of timings is good to {report.timing_error:.0%}")
+                  f"cspd-released {speedups[least]:.2f} times at batch {least}, {speedups[most]:.2f} at {most}; a "
+                  f"ratio of timings is good to {report.timing_error:.0%}")
 
 
 @item(ITEMS, "figure-9", "CSpD, Figure 9: drafts and what was made of them",
