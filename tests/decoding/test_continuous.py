@@ -1,7 +1,8 @@
-"""Continuous tokens: CSpD's loop where the target's distribution is known, its accounts, and what is refused.
+"""Continuous tokens: CSpD's loop where the target's distribution is known, what it records, and what is refused.
 
-A toy pair denoises Gaussians, whose mean depends on the known tokens, in three steps. Its images by the loop and by the
-target alone are compared by Kolmogorov-Smirnov on each token, sums, differences and products; wrong rules must fail.
+A toy pair denoises Gaussians in three steps. Their mean depends on the known tokens. Images of the loop are compared
+with images of the target alone, by the Kolmogorov-Smirnov test on each token, on sums, differences and products. Wrong
+rules must fail the test.
 """
 import math
 from dataclasses import fields, replace
@@ -11,30 +12,31 @@ import torch
 from torch import nn
 
 from specvis.decoding import continuous
-from specvis.decoding.continuous import KnownTokens, ContinuousSampling, continuous_decode, parallel_decode, mask_lengths
-from specvis.pipelines.mar import MARPair
+from specvis.decoding.continuous import (ContinuousSampling, KnownTokens, continuous_decode, mask_lengths,
+                                         parallel_decode)
 from specvis.decoding.methods import CONTINUOUS, method, parameters_of, parse_method
+from specvis.decoding.sampling import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normals,
+                                       philox_uniforms)
 from specvis.models.diffloss import cosine_alpha_bar
 from specvis.models.mar import MAR, TINY, MARConfig
 from specvis.models.words import UnknownWords
 from specvis.pipelines.discrete import Pipeline
-from specvis.decoding.sampling import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normals,
-                              philox_uniforms)
+from specvis.pipelines.mar import MARPair
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain", "blue"]
 SEEDS = torch.tensor([3, 1, 4, 1, 5, 9])
 METHODS = ["cspd", "cspd:gamma=2:prefill=0.3:distance_temperature=20", "cspd:aligned=false", "cspd:truncate=false",
            "cspd-path", "cspd-path:gamma=7:prefill=0.5", "cspd-path:gamma=1:truncate=false",
            "cspd-path:conditioning=block", "cspd-released", "cspd-released:truncate=true"]
-REQUESTS, ACCEPT_ABOVE, REFUSE_BELOW = 16384, 1e-4, 1e-8
+NUM_REQUESTS, ACCEPT_ABOVE, REFUSE_BELOW = 16384, 1e-4, 1e-8
 
 
 class Perfect(nn.Module):
-    """What a perfect network says where tokens are N(z, sigma^2); log sigma of a step lies at `share`."""
+    """The output of a perfect network where tokens are N(z, sigma^2), with the same var_values everywhere."""
 
-    def __init__(self, channels, sigma, share):
+    def __init__(self, channels, sigma, var_values):
         super().__init__()
-        self.sigma, self.share, self.alpha_bar = sigma, share, cosine_alpha_bar(1000).float()
+        self.sigma, self.var_values, self.alpha_bar = sigma, var_values, cosine_alpha_bar(1000).float()
         self.cond_embed = nn.Linear(channels, channels + 1, bias=False)      # the last is the time's
         self.cond_embed.weight.data = torch.eye(channels + 1, channels)
 
@@ -44,37 +46,37 @@ class Perfect(nn.Module):
     def forward(self, x, y):
         z, a = y[..., :-1], self.alpha_bar[y[..., -1:].nan_to_num().round().long()]
         epsilon = (1 - a).sqrt() * (x - a.sqrt() * z) / (a * self.sigma ** 2 + 1 - a)
-        return torch.cat([epsilon, torch.full_like(epsilon, self.share)], -1)
+        return torch.cat([epsilon, torch.full_like(epsilon, self.var_values)], -1)
 
 
 class Toy(MAR):
-    """z is the condition, `coupling` times the sum of the known tokens, and something of the place.
+    """z is the condition, plus `coupling` times the sum of the known tokens, plus a number for the position.
 
-    `seen` gathers the number of known tokens of each row of each call. A row of class 2 that knows `breaks` tokens or
-    more gives NaN.
+    `seen` collects the number of known tokens of each row of each forward. A row of class 2 that knows `breaks` tokens
+    or more gives NaN.
     """
 
-    def __init__(self, sigma, shift=0.0, coupling=0.8, share=0.6, tokens=3, channels=1, breaks=math.inf):
+    def __init__(self, sigma, shift=0.0, coupling=0.8, var_values=0.6, tokens=3, channels=1, breaks=math.inf):
         super().__init__(MARConfig(channels, 1, 0, 0, 1, 0, tokens=tokens, channels=channels, buffer=1, classes=3,
-                                   steps=3))
-        self.diffloss.net = Perfect(channels, sigma, share)
+                                   num_sampling_steps=3))
+        self.diffloss.net = Perfect(channels, sigma, var_values)
         self.class_emb.weight.data = torch.tensor([0.0, 1.0, 2.0])[:, None].repeat(1, channels)
         self.fake_latent.data.fill_(-0.5)
         self.shift, self.coupling, self.breaks, self.seen = shift, coupling, breaks, []
         self.requires_grad_(False)
 
-    def forward(self, tokens, known, condition, most=None):
-        count = known.sum(1)
-        assert most is None or count.max() <= most
-        self.seen.append(count.tolist())
-        z = condition + self.coupling * tokens.masked_fill(~known[..., None], 0.0).sum(1) + self.shift
-        z = z.masked_fill(((count >= self.breaks) & (condition[:, 0] == 2))[:, None], torch.nan)
+    def forward(self, tokens, is_known, condition, max_known=None):
+        counts = is_known.sum(1)
+        assert max_known is None or counts.max() <= max_known
+        self.seen.append(counts.tolist())
+        z = condition + self.coupling * tokens.masked_fill(~is_known[..., None], 0.0).sum(1) + self.shift
+        z = z.masked_fill(((counts >= self.breaks) & (condition[:, 0] == 2))[:, None], torch.nan)
         return z[:, None] + 0.2 * torch.arange(self.config.tokens)[:, None]
 
 
 def toys(**settings):
-    """Target and draft."""
-    return Toy(0.6, **settings), Toy(0.9, **{"shift": 0.7, "coupling": 0.5, "share": 0.7} | settings)
+    """Target and drafter."""
+    return Toy(0.6, **settings), Toy(0.9, **{"shift": 0.7, "coupling": 0.5, "var_values": 0.7} | settings)
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +84,22 @@ def tiny():
     return MARPair.tiny()
 
 
-def classes(requests, first=0):
-    return torch.arange(first, first + requests) % 2
+def classes(num_requests):
+    return torch.arange(num_requests) % 2
 
 
-def plain_z(model, source, tokens, known):
-    return model(tokens, known, model.condition(source))
+def z_of(model, source, tokens, is_known):
+    return model(tokens, is_known, model.condition(source))
 
 
-def in_order(decoded, part="tokens"):
-    """What stands at the place of the n-th token, for n = 0, 1, .."""
-    values = getattr(decoded, part)
+def in_order(decoded, field="tokens"):
+    """What is at the position of the n-th token, for n = 0, 1, .."""
+    values = getattr(decoded, field)
     return values.gather(1, decoded.order[..., None].expand_as(values))
 
 
 def features(decoded):
-    """(B, F): the n-th tokens, those of each place, and sums, differences and products of them."""
+    """(B, F): the n-th tokens, those at each position, and sums, differences and products of them."""
     x = in_order(decoded)
     parts = [x, decoded.tokens, x.diff(dim=1), x.cumsum(1), x[:, 1:] * x[:, :-1], x.cumsum(1)[:, :-1] * x[:, 1:]]
     parts += [x[..., :1] - x[..., 1:], x[..., :1] * x[..., 1:]]
@@ -105,46 +107,46 @@ def features(decoded):
 
 
 def p_value(one, other):
-    """Kolmogorov's two-sample test on each column (B, F), and the least p times their number."""
-    n, least = len(one), 1.0
+    """Kolmogorov's two-sample test on each column (B, F): the smallest p times their number."""
+    n, smallest = len(one), 1.0
     assert len(other) == n
     for a, b in zip(one.T.contiguous(), other.T.contiguous()):
         both = torch.cat([a, b]).sort().values
         gap = torch.searchsorted(a.sort().values, both, right=True) - torch.searchsorted(b.sort().values, both,
                                                                                          right=True)
         x = (gap.abs().max() / n).item() ** 2 * n / 2
-        least = min(least, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x) for k in range(1, 101)))
-    return min(1.0, least * one.shape[1])
+        smallest = min(smallest, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x) for k in range(1, 101)))
+    return min(1.0, smallest * one.shape[1])
 
 
 REFERENCES = {}
 
 
 def reference(channels=1, guidance=1.0, temperature=1.0):
-    """Features of images that the target draws alone, from other seeds."""
+    """Features of images that the target draws alone, with other seeds."""
     key = channels, guidance, temperature
     if key not in REFERENCES:
-        sampling = ContinuousSampling(10 ** 6 + torch.arange(REQUESTS), guidance, temperature)
-        REFERENCES[key] = features(parallel_decode(toys(channels=channels)[0], classes(REQUESTS), sampling))
+        sampling = ContinuousSampling(10 ** 6 + torch.arange(NUM_REQUESTS), guidance, temperature)
+        REFERENCES[key] = features(parallel_decode(toys(channels=channels)[0], classes(NUM_REQUESTS), sampling))
     return REFERENCES[key]
 
 
-def distance(m, channels=1, guidance=1.0, temperature=1.0):
-    """p-value of the method's images being the target's, and the decoding."""
-    sampling = ContinuousSampling(torch.arange(REQUESTS), guidance, temperature)
-    decoded = continuous_decode(*toys(channels=channels), classes(REQUESTS), sampling, parse_method(m))
+def compare(m, channels=1, guidance=1.0, temperature=1.0):
+    """The p-value of the method's images being the target's, and the images."""
+    sampling = ContinuousSampling(torch.arange(NUM_REQUESTS), guidance, temperature)
+    decoded = continuous_decode(*toys(channels=channels), classes(NUM_REQUESTS), sampling, parse_method(m))
     assert not decoded.failed.any()
     return p_value(features(decoded), reference(channels, guidance, temperature)), decoded
 
 
-def test_the_test_knows_the_target_and_refuses_the_draft():
-    target, draft = toys()
-    sampling = ContinuousSampling(torch.arange(REQUESTS))
-    assert p_value(features(parallel_decode(target, classes(REQUESTS), sampling)), reference()) > ACCEPT_ABOVE
-    assert p_value(features(parallel_decode(draft, classes(REQUESTS), sampling)), reference()) < REFUSE_BELOW
-    at_once = parallel_decode(target, classes(REQUESTS), sampling, num_iter=1)      # independently of each other
-    assert p_value(features(at_once), reference()) < REFUSE_BELOW
-    x = torch.randn(2, REQUESTS, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def test_the_test_knows_the_target_and_refuses_the_drafter():
+    target, drafter = toys()
+    sampling = ContinuousSampling(torch.arange(NUM_REQUESTS))
+    assert p_value(features(parallel_decode(target, classes(NUM_REQUESTS), sampling)), reference()) > ACCEPT_ABOVE
+    assert p_value(features(parallel_decode(drafter, classes(NUM_REQUESTS), sampling)), reference()) < REFUSE_BELOW
+    independent = parallel_decode(target, classes(NUM_REQUESTS), sampling, num_iter=1)
+    assert p_value(features(independent), reference()) < REFUSE_BELOW
+    x = torch.randn(2, NUM_REQUESTS, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert p_value(*x) > ACCEPT_ABOVE and p_value(x[0], x[1] + 0.1) < REFUSE_BELOW
 
 
@@ -155,80 +157,82 @@ def test_the_test_knows_the_target_and_refuses_the_draft():
     ("cspd-path:gamma=2", {"guidance": 2.0}), ("cspd-path:gamma=2", {"temperature": 0.7}),
 ], ids=str)
 def test_paths_draw_the_targets_images(m, settings):
-    p, decoded = distance(m, **settings)
+    p, decoded = compare(m, **settings)
     assert p > ACCEPT_ABOVE
-    assert 0.3 < decoded.acceptance_rate < 0.95 and decoded.num_tries.max() > 8        # more than one turn of redraws
+    assert 0.3 < decoded.acceptance_rate < 0.95 and decoded.num_tries.max() > 8    # more than one turn of redraws
     assert decoded.out_of_tries.float().mean() < 1e-3
 
 
 def test_every_turn_of_redraws_has_numbers_of_its_own(monkeypatch):
-    monkeypatch.setattr(continuous, "PATHS_FIRST", 1)
-    p, decoded = distance("cspd-path:gamma=2")
+    monkeypatch.setattr(continuous, "NUM_FIRST_PATHS", 1)
+    p, decoded = compare("cspd-path:gamma=2")
     assert p > ACCEPT_ABOVE
-    for numbers in ("philox_normals", "philox_uniforms"):
-        drawn = getattr(continuous, numbers)
+    for name in ("philox_normals", "philox_uniforms"):
+        numbers = getattr(continuous, name)
         with monkeypatch.context() as patched:
-            patched.setattr(continuous, numbers, lambda *args: drawn(*args[:4]))
-            repeated = distance("cspd-path:gamma=2")[1]
+            patched.setattr(continuous, name, lambda *args: numbers(*args[:4]))
+            repeated = compare("cspd-path:gamma=2")[1]
         assert (repeated.tokens != decoded.tokens).any(2).float().mean() > 0.05
 
 
 @pytest.mark.parametrize("m", ["cspd:distance_temperature=42", "cspd-released",
                                "cspd-path:conditioning=block", "cspd-path:gamma=3:truncate=false"])
-def test_what_is_not_exact_does_not(m):
-    assert distance(m)[0] < REFUSE_BELOW
+def test_methods_that_are_not_exact_do_not(m):
+    assert compare(m)[0] < REFUSE_BELOW
 
 
-@pytest.mark.parametrize("wrong", ["sign", "first try", "the draft's noise"])
-def test_paths_judged_or_redrawn_wrongly_do_not(monkeypatch, wrong):
+@pytest.mark.parametrize("wrong", ["sign", "first try", "the drafter's noise"])
+def test_paths_accepted_or_redrawn_wrongly_do_not(monkeypatch, wrong):
     accept, resample = continuous.accept_gaussian, continuous.resample_gaussian
 
-    def turned(op, at):
-        return lambda *args, **options: op(*args[:at], -args[at], *args[at + 1:], **options)
+    def negated(op, i):
+        return lambda *args, **options: op(*args[:i], -args[i], *args[i + 1:], **options)
 
     def first_try(*args, **options):
-        tokens, tries, status = resample(*args, **options)
-        return args[3][:, :, 0], tries, torch.zeros_like(status)
+        result = resample(*args, **options)
+        return result._replace(tokens=args[3][:, :, 0], status=torch.zeros_like(result.status))
 
     if wrong == "sign":
-        monkeypatch.setattr(continuous, "accept_gaussian", turned(accept, 1))
-        monkeypatch.setattr(continuous, "resample_gaussian", turned(resample, 4))
+        monkeypatch.setattr(continuous, "accept_gaussian", negated(accept, 1))
+        monkeypatch.setattr(continuous, "resample_gaussian", negated(resample, 4))
     if wrong == "first try":
         monkeypatch.setattr(continuous, "resample_gaussian", first_try)
-    if wrong == "the draft's noise":
+    if wrong == "the drafter's noise":
         monkeypatch.setattr(continuous, "REDRAW_NOISE", NOISE)
-    assert distance("cspd-path:gamma=2")[0] < REFUSE_BELOW
+    assert compare("cspd-path:gamma=2")[0] < REFUSE_BELOW
 
 
-def decode(pair, m, seeds=SEEDS, prompts=PROMPTS, guidance=2.0, draft=None, **more):
-    return continuous_decode(pair.mar, draft or pair.mar_draft, pair.features(prompts[:len(seeds)]),
-                             ContinuousSampling(seeds, guidance), parse_method(m), **more)
+def decode(pair, m, seeds=SEEDS, prompts=PROMPTS, guidance=2.0, drafter=None, **options):
+    return continuous_decode(pair.mar, drafter or pair.mar_draft, pair.features(prompts[:len(seeds)]),
+                             ContinuousSampling(seeds, guidance), parse_method(m), **options)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 @pytest.mark.parametrize("m", ["cspd", "cspd-path", "cspd:truncate=false", "cspd-released:conditioning=exact",
                                "cspd-path:gamma=16"])
-def test_a_draft_of_the_target_itself_is_kept(tiny, m, guidance):
-    plain = decode(tiny, "mar", guidance=guidance)
-    decoded = decode(tiny, m, guidance=guidance, draft=tiny.mar)
-    torch.testing.assert_close(decoded.tokens, plain.tokens, rtol=1e-4, atol=1e-4)
-    assert torch.equal(decoded.order, plain.order) and decoded.acceptance_rate == 1
+def test_a_draft_of_the_target_itself_is_accepted(tiny, m, guidance):
+    baseline = decode(tiny, "mar", guidance=guidance)
+    decoded = decode(tiny, m, guidance=guidance, drafter=tiny.mar)
+    torch.testing.assert_close(decoded.tokens, baseline.tokens, rtol=1e-4, atol=1e-4)
+    assert torch.equal(decoded.order, baseline.order) and decoded.acceptance_rate == 1
     assert not decoded.num_tries.any() and not decoded.out_of_tries.any()
     c = parse_method(m)
-    prefill, gain = round(16 * c.prefill), c.gamma + c.truncate
-    assert decoded.target_forwards.tolist() == [prefill + math.ceil((16 - prefill) / gain)] * 6
-    assert (decoded.tau == 16 / decoded.target_forwards).all() and (decoded.log_r[decoded.acceptance == 1].abs() < 0.1).all()
+    prefill, num_new = round(16 * c.prefill), c.gamma + c.truncate
+    assert decoded.target_forwards.tolist() == [prefill + math.ceil((16 - prefill) / num_new)] * 6
+    assert (decoded.tau == 16 / decoded.target_forwards).all()
+    assert (decoded.log_r[decoded.acceptance == 1].abs() < 0.1).all()
 
 
 @pytest.mark.parametrize("m", ["mar", "mar:num_iter=5", *METHODS])
 def test_a_request_does_not_depend_on_its_batch(tiny, m):
     together = decode(tiny, m)
-    back = torch.arange(5, -1, -1)
-    turned = decode(tiny, m, SEEDS[back], PROMPTS[::-1])
+    reverse = torch.arange(5, -1, -1)
+    reversed_batch = decode(tiny, m, SEEDS[reverse], PROMPTS[::-1])
     for i in range(6):
         alone = decode(tiny, m, SEEDS[i:i + 1], PROMPTS[i:i + 1])
-        for other, row in ((together, i), (turned, 5 - i)):
-            for field in ("order", "forwards", "draft_forwards", "kept", "tries", "out_of_tries", "failed"):
+        for other, row in ((together, i), (reversed_batch, 5 - i)):
+            for field in ("order", "target_forwards", "draft_forwards", "acceptance", "num_tries", "out_of_tries",
+                          "failed"):
                 assert torch.equal(getattr(alone, field)[0], getattr(other, field)[row]), field
             for field in ("tokens", "drafts"):
                 torch.testing.assert_close(getattr(alone, field)[0], getattr(other, field)[row], rtol=1e-3, atol=1e-4,
@@ -236,286 +240,292 @@ def test_a_request_does_not_depend_on_its_batch(tiny, m):
 
 
 def test_requests_advance_at_their_own_pace(tiny):
-    """Or else the test above would not have met batches whose rows differ."""
+    """Otherwise the test above would not have had batches whose rows differ."""
     decoded = decode(tiny, "cspd-path")
-    assert len(set(decoded.target_forwards.tolist())) > 1 and decoded.target_forwards.min() < decoded.target_forwards.max() < 16
+    forwards = decoded.target_forwards
+    assert len(set(forwards.tolist())) > 1 and forwards.min() < forwards.max() < 16
 
 
-@pytest.mark.parametrize("passes", [1, 2, 7, 15, 16])
-def test_parallel_decoding_knows_every_token_once(tiny, passes):
+@pytest.mark.parametrize("num_iter", [1, 2, 7, 15, 16])
+def test_parallel_decoding_draws_every_token_once(tiny, num_iter):
     assert mask_lengths(16, 4) == [14, 11, 6, 0] and mask_lengths(4, 4) == [3, 2, 1, 0]
-    left = [16, *mask_lengths(16, passes)]
-    assert len(left) == passes + 1 and left[-1] == 0 and all(a > b for a, b in zip(left, left[1:]))
-    gained = []
-    decoded = decode(tiny, f"mar:num_iter={passes}", progress=gained.append)
-    assert decoded.tokens.shape == (6, 16, 4) and decoded.tokens.isfinite().all() and sum(gained) == 96
-    assert gained == [6 * (a - b) for a, b in zip(left, left[1:])]
-    assert decoded.target_forwards.tolist() == [passes] * 6 and not decoded.draft_forwards.any()
+    lengths = [16, *mask_lengths(16, num_iter)]
+    assert len(lengths) == num_iter + 1 and lengths[-1] == 0 and all(a > b for a, b in zip(lengths, lengths[1:]))
+    reports = []
+    decoded = decode(tiny, f"mar:num_iter={num_iter}", progress=reports.append)
+    assert decoded.tokens.shape == (6, 16, 4) and decoded.tokens.isfinite().all() and sum(reports) == 96
+    assert reports == [6 * (a - b) for a, b in zip(lengths, lengths[1:])]
+    assert decoded.target_forwards.tolist() == [num_iter] * 6 and not decoded.draft_forwards.any()
     assert torch.equal(decoded.order.sort(1).values, torch.arange(16).expand(6, -1))
-    if passes == 16:
+    if num_iter == 16:
         assert torch.equal(decoded.tokens, decode(tiny, "mar").tokens)
 
 
 @pytest.mark.parametrize("captions", [False, True])
 def test_parallel_decoding_by_hand(tiny, captions):
-    """Three passes; guidance follows what each leaves unknown."""
+    """Three iterations. Guidance follows how many tokens each leaves unknown."""
     target = tiny.mar if captions else toys(tokens=16, coupling=0.1)[0]
     source = tiny.features(PROMPTS[:2]) if captions else torch.tensor([0, 1])
-    seeds, T, C = torch.tensor([8, 9]), target.config.steps, target.config.channels
+    seeds, T, C = torch.tensor([8, 9]), target.config.num_sampling_steps, target.config.channels
     decoded = parallel_decode(target, source, ContinuousSampling(seeds, 3.0, 0.7), num_iter=3)
     order = philox_uniforms(seeds, ORDER, 1, 16)[:, 0].argsort(1)
     noise = philox_normals(seeds, NOISE, 16, T * C).unflatten(-1, (T, C))
-    tokens, known = torch.zeros(2, 16, C), torch.zeros(2, 16, dtype=torch.bool)
+    tokens, is_known = torch.zeros(2, 16, C), torch.zeros(2, 16, dtype=torch.bool)
     for start, end in ((0, 3), (3, 8), (8, 16)):                   # 16 cos(30 degrees) = 13.9, 16 cos(60 degrees) = 8
-        z, null = plain_z(target, source, tokens, known), target(tokens, known, target.null_condition(2))
-        drawn = target.diffloss.given(z, null=null, guidance=1 + 2 * end / 16, temperature=0.7).sample(noise).mean
+        z, uncond = z_of(target, source, tokens, is_known), target(tokens, is_known, target.null_condition(2))
+        denoiser = target.diffloss.denoiser(z, uncond=uncond, guidance=1 + 2 * end / 16, temperature=0.7)
+        sampled = denoiser.sample(noise).mean
         for b in range(2):
             positions = order[b, start:end]
-            tokens[b, positions], known[b, positions] = drawn[b, positions], True
+            tokens[b, positions], is_known[b, positions] = sampled[b, positions], True
     torch.testing.assert_close(decoded.tokens, tokens, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("m", ["mar", "mar:num_iter=3", *METHODS])
 def test_progress_counts_every_token(tiny, m):
-    gained = []
-    decoded = decode(tiny, m, progress=gained.append)
-    assert sum(gained) == 96 and min(gained) > 0 and decoded.num_drawn == 16
-    known = torch.rand(6, 16, generator=torch.Generator().manual_seed(0)).argsort(1) < 5
-    gained.clear()
-    known = KnownTokens(decoded.tokens, known, more=7)
-    assert decode(tiny, m, progress=gained.append, known=known).drawn == 7 and sum(gained) == 42
+    reports = []
+    decoded = decode(tiny, m, progress=reports.append)
+    assert sum(reports) == 96 and min(reports) > 0 and decoded.num_drawn == 16
+    is_known = torch.rand(6, 16, generator=torch.Generator().manual_seed(0)).argsort(1) < 5
+    reports.clear()
+    known = KnownTokens(decoded.tokens, is_known, num_new=7)
+    assert decode(tiny, m, progress=reports.append, known=known).num_drawn == 7 and sum(reports) == 42
 
 
 @pytest.mark.parametrize("m", ["mar", "mar:num_iter=4", *METHODS])
-def test_begun_images_keep_what_they_know(tiny, m):
-    known = torch.rand(6, 16, generator=torch.Generator().manual_seed(0)).argsort(1) < 5
+def test_known_tokens_stay(tiny, m):
+    is_known = torch.rand(6, 16, generator=torch.Generator().manual_seed(0)).argsort(1) < 5
     tokens = torch.randn(6, 16, 4, generator=torch.Generator().manual_seed(1))
-    holes = tokens.masked_fill(~known[..., None], torch.nan)
-    decoded = decode(tiny, m, known=KnownTokens(holes, known))
-    assert torch.equal(decoded.tokens[known], tokens[known]) and decoded.tokens.isfinite().all()
-    assert holes.isnan().any() and not decoded.failed.any()                        # the caller's are as they were
+    holes = tokens.masked_fill(~is_known[..., None], torch.nan)
+    decoded = decode(tiny, m, known=KnownTokens(holes, is_known))
+    assert torch.equal(decoded.tokens[is_known], tokens[is_known]) and decoded.tokens.isfinite().all()
+    assert holes.isnan().any() and not decoded.failed.any()                        # the caller's tensor is unchanged
     for b in range(6):
-        assert decoded.order[b, :5].tolist() == known[b].nonzero()[:, 0].tolist()
+        assert decoded.order[b, :5].tolist() == is_known[b].nonzero()[:, 0].tolist()
     assert (decoded.acceptance[:, :5] == -1).all() and (decoded.tau == 11 / decoded.target_forwards).all()
-    other = decode(tiny, m, known=KnownTokens(torch.where(known[..., None], -tokens, 0.0), known))
+    other = decode(tiny, m, known=KnownTokens(torch.where(is_known[..., None], -tokens, 0.0), is_known))
     assert not torch.allclose(decoded.tokens[~known], other.tokens[~known], atol=0.01)
-    if parse_method(m).gamma:                                      # what is known counts as drawn first
+    if parse_method(m).gamma:                                      # known tokens are part of the prefill
         first = max(5, round(16 * parse_method(m).prefill))
         assert (decoded.acceptance[:, 5:first] == -1).all() and (decoded.acceptance[:, first] >= 0).all()
-    some = decode(tiny, m, known=KnownTokens(tokens, known, more=6))
+    some = decode(tiny, m, known=KnownTokens(tokens, is_known, num_new=6))
     assert torch.equal(some.order, decoded.order) and not in_order(some)[:, 11:].any()
-    assert in_order(some)[:, :11].all() and (some.kept[:, 11:] == -1).all()
-    none = decode(tiny, m, known=KnownTokens(tokens, known, more=0))
-    assert torch.equal(none.tokens, tokens.masked_fill(~known[..., None], 0.0)) and not none.target_forwards.any()
+    assert in_order(some)[:, :11].all() and (some.acceptance[:, 11:] == -1).all()
+    none = decode(tiny, m, known=KnownTokens(tokens, is_known, num_new=0))
+    assert torch.equal(none.tokens, tokens.masked_fill(~is_known[..., None], 0.0)) and not none.target_forwards.any()
     assert none.tau.isnan().all()
 
 
 @pytest.mark.parametrize("m", ["mar", "cspd-path:gamma=1:truncate=false", "cspd:gamma=4:truncate=false:prefill=0"])
-def test_an_image_drawn_in_two_parts_is_that_drawn_at_once(tiny, m):
-    whole = decode(tiny, m)
-    nothing = KnownTokens(torch.zeros(6, 16, 4), torch.zeros(6, 16, dtype=torch.bool), more=8)
-    half = decode(tiny, m, known=nothing)
-    known = half.order.argsort(1) < 8
-    rest = decode(tiny, m, known=KnownTokens(half.tokens, known))
-    torch.testing.assert_close(rest.tokens, whole.tokens, rtol=1e-3, atol=1e-4)
-    assert torch.equal(half.target_forwards + rest.target_forwards, whole.target_forwards)
+def test_an_image_drawn_in_two_parts_is_the_image_drawn_at_once(tiny, m):
+    at_once = decode(tiny, m)
+    none = KnownTokens(torch.zeros(6, 16, 4), torch.zeros(6, 16, dtype=torch.bool), num_new=8)
+    first_half = decode(tiny, m, known=none)
+    is_known = first_half.order.argsort(1) < 8
+    second_half = decode(tiny, m, known=KnownTokens(first_half.tokens, is_known))
+    torch.testing.assert_close(second_half.tokens, at_once.tokens, rtol=1e-3, atol=1e-4)
+    assert torch.equal(first_half.target_forwards + second_half.target_forwards, at_once.target_forwards)
 
 
-@pytest.mark.parametrize("broken", ["target", "draft"])
+@pytest.mark.parametrize("broken", ["target", "drafter"])
 @pytest.mark.parametrize("m", ["mar", "cspd:prefill=0.125", "cspd:prefill=0.9", "cspd-path", "cspd-released",
                                "cspd-path:truncate=false"])
 def test_nan_ends_one_image_and_leaves_the_others(m, broken):
-    target, draft = toys(tokens=16, coupling=0.1)
-    source, seeds, most = torch.tensor([0, 2, 1, 0]), ContinuousSampling(torch.arange(4), 1.5), 9
-    whole = continuous_decode(target, draft, source, seeds, parse_method(m))
-    assert not whole.failed.any() and not whole.tau.isnan().any()
-    (target if broken == "target" else draft).breaks = most
-    gained = []
-    ended = continuous_decode(target, draft, source, seeds, parse_method(m), gained.append)
-    if broken == "draft" and m == "mar":
-        assert torch.equal(ended.tokens, whole.tokens)
+    target, drafter = toys(tokens=16, coupling=0.1)
+    source, sampling, breaks = torch.tensor([0, 2, 1, 0]), ContinuousSampling(torch.arange(4), 1.5), 9
+    complete = continuous_decode(target, drafter, source, sampling, parse_method(m))
+    assert not complete.failed.any() and not complete.tau.isnan().any()
+    (target if broken == "target" else drafter).breaks = breaks
+    reports = []
+    ended = continuous_decode(target, drafter, source, sampling, parse_method(m), reports.append)
+    if broken == "drafter" and m == "mar":
+        assert torch.equal(ended.tokens, complete.tokens)
         return
     assert ended.failed.tolist() == ended.tau.isnan().tolist() == [False, True, False, False]
-    assert sum(gained) == 64
-    for field in fields(whole)[:-1]:
-        kept = [0, 2, 3]
-        torch.testing.assert_close(getattr(ended, field.name)[kept], getattr(whole, field.name)[kept], equal_nan=True)
+    assert sum(reports) == 64
+    for name in [field.name for field in fields(complete)][:-1]:
+        others = [0, 2, 3]
+        torch.testing.assert_close(getattr(ended, name)[others], getattr(complete, name)[others], equal_nan=True)
     x, n = in_order(ended)[1, :, 0], (in_order(ended)[1, :, 0] != 0).sum()
-    torch.testing.assert_close(x[:n], in_order(whole)[1, :n, 0])
-    assert not x[n:].any() and (ended.kept[1, n:] == -1).all() and not ended.tries[1, n:].any()
+    torch.testing.assert_close(x[:n], in_order(complete)[1, :n, 0])
+    assert not x[n:].any() and (ended.acceptance[1, n:] == -1).all() and not ended.num_tries[1, n:].any()
     assert not ended.out_of_tries[1, n:].any() and ended.log_r[1, n:].isnan().all()
     assert in_order(ended, "drafts")[1, n:].isnan().all()
     c = parse_method(m)
-    assert n == most if m == "mar" else 0 < n <= max(most, round(16 * c.prefill)) + c.gamma
-    assert ended.target_forwards[1] <= whole.target_forwards[1]
+    assert n == breaks if m == "mar" else 0 < n <= max(breaks, round(16 * c.prefill)) + c.gamma
+    assert ended.target_forwards[1] <= complete.target_forwards[1]
 
 
 def test_nan_from_the_start_leaves_an_empty_image(tiny):
     for m in ("mar", "mar:num_iter=3", *METHODS):
-        target, draft = toys(tokens=6, coupling=0.1, breaks=0)
-        ended = continuous_decode(target, draft, torch.tensor([2, 0]), ContinuousSampling(SEEDS[:2]), parse_method(m))
+        target, drafter = toys(tokens=6, coupling=0.1, breaks=0)
+        ended = continuous_decode(target, drafter, torch.tensor([2, 0]), ContinuousSampling(SEEDS[:2]), parse_method(m))
         assert ended.failed.tolist() == [True, False]
         assert not ended.tokens[0].any() and ended.tokens[1].all() and ended.target_forwards[0] == 1
 
 
 @pytest.mark.parametrize("m", ["cspd:prefill=0", "cspd-path"])
 def test_a_redraw_that_is_not_finite_ends_its_image(monkeypatch, m):
-    target, draft = toys(tokens=16, coupling=0.05)
-    drawn = continuous.philox_normals
+    target, drafter = toys(tokens=16, coupling=0.05)
+    philox_normals = continuous.philox_normals
 
-    def broken(seeds, stream, *more):
-        numbers = drawn(seeds, stream, *more)
+    def broken(seeds, stream, *others):
+        numbers = philox_normals(seeds, stream, *others)
         return numbers.masked_fill((seeds == 1)[:, None, None], torch.nan) if stream == REDRAW_NOISE else numbers
 
-    whole, sampling = None, ContinuousSampling(torch.arange(3))
-    for numbers in (drawn, broken):
-        monkeypatch.setattr(continuous, "philox_normals", numbers)
-        before, whole = whole, continuous_decode(target, draft, classes(3), sampling, parse_method(m))
-    assert whole.failed.tolist() == [False, True, False]
-    assert torch.equal(whole.tokens[::2], before.tokens[::2])
-    x = in_order(whole)[1, :, 0]
+    sampling = ContinuousSampling(torch.arange(3))
+    complete = continuous_decode(target, drafter, classes(3), sampling, parse_method(m))
+    monkeypatch.setattr(continuous, "philox_normals", broken)
+    ended = continuous_decode(target, drafter, classes(3), sampling, parse_method(m))
+    assert ended.failed.tolist() == [False, True, False]
+    assert torch.equal(ended.tokens[::2], complete.tokens[::2])
+    x = in_order(ended)[1, :, 0]
     n = (x != 0).sum()
-    assert torch.equal(x[:n], in_order(before)[1, :n, 0]) and not x[n:].any() and n < 16
+    assert torch.equal(x[:n], in_order(complete)[1, :n, 0]) and not x[n:].any() and n < 16
 
 
 @pytest.mark.parametrize("m, prefill, gamma", [("cspd-path:gamma=3:prefill=0.25", 4, 3), ("cspd:gamma=5", 1, 5),
                                                ("cspd-path:gamma=1", 0, 1)])
-def test_passes_are_counted(m, prefill, gamma):
-    target, draft = toys(tokens=16, coupling=0.05)
+def test_forwards_are_counted(m, prefill, gamma):
+    target, drafter = toys(tokens=16, coupling=0.05)
     for seed in range(5):
-        target.seen.clear(), draft.seen.clear()
-        decoded = continuous_decode(target, draft, torch.tensor([1]), ContinuousSampling(torch.tensor([seed])),
+        target.seen.clear(), drafter.seen.clear()
+        decoded = continuous_decode(target, drafter, torch.tensor([1]), ContinuousSampling(torch.tensor([seed])),
                                     parse_method(m))
         assert decoded.target_forwards.tolist() == [len(target.seen)]
-        assert decoded.draft_forwards.tolist() == [len(draft.seen)]
+        assert decoded.draft_forwards.tolist() == [len(drafter.seen)]
         assert target.seen[:prefill] == [[n] for n in range(prefill)]
-        count, drafts, kept = prefill, iter(draft.seen), decoded.acceptance[0].tolist()
-        for counts in target.seen[prefill:]:                       # one variant a draft, and one for the token behind
-            drafted = min(gamma, 16 - count)
-            assert counts == [*range(count, min(count + drafted + 1, 16))] + [15] * (count + drafted == 16)
-            assert [next(drafts) for _ in range(drafted)] == [[count + g] for g in range(drafted)]
-            accepted = next((g for g in range(drafted) if kept[count + g] != 1), drafted)
-            if accepted < drafted:
-                assert kept[count + accepted] == 0
-            elif count + drafted < 16:
-                assert kept[count + drafted] == -1                 # the target's own
-            count += accepted + (count + accepted < 16)
-        assert count == 16 and next(drafts, None) is None
+        count, seen, acceptance = prefill, iter(drafter.seen), decoded.acceptance[0].tolist()
+        for counts in target.seen[prefill:]:                       # a row for each draft, and one for the token behind
+            num_drafted = min(gamma, 16 - count)
+            assert counts == [*range(count, min(count + num_drafted + 1, 16))] + [15] * (count + num_drafted == 16)
+            assert [next(seen) for _ in range(num_drafted)] == [[count + g] for g in range(num_drafted)]
+            num_accepted = next((g for g in range(num_drafted) if acceptance[count + g] != 1), num_drafted)
+            if num_accepted < num_drafted:
+                assert acceptance[count + num_accepted] == 0
+            elif count + num_drafted < 16:
+                assert acceptance[count + num_drafted] == -1                 # the target's own
+            count += num_accepted + (count + num_accepted < 16)
+        assert count == 16 and next(seen, None) is None
         assert decoded.tau.item() == pytest.approx(16 / len(target.seen))
 
 
-@pytest.mark.parametrize("m, forwards, drafted", [
+@pytest.mark.parametrize("m, target_forwards, draft_forwards", [
     ("cspd-released", 2 + 2, 14), ("cspd-released:gamma=5:prefill=0", 4, 16), ("cspd-released:prefill=1", 16, 0),
     ("cspd-path:truncate=false:gamma=3", 6, 16), ("cspd:prefill=1", 16, 0), ("mar", 16, 0), ("mar:num_iter=7", 7, 0),
 ])
-def test_passes_without_truncation_are_known_before(m, forwards, drafted):
-    target, draft = toys(tokens=16, coupling=0.05)
-    decoded = continuous_decode(target, draft, classes(5), ContinuousSampling(torch.arange(5)), parse_method(m))
-    assert decoded.target_forwards.tolist() == [forwards] * 5 and decoded.draft_forwards.tolist() == [drafted] * 5
-    assert (decoded.acceptance >= 0).sum(1).tolist() == [drafted] * 5
-    assert math.isnan(decoded.acceptance_rate) == (drafted == 0)
+def test_forwards_without_truncation_are_known_before(m, target_forwards, draft_forwards):
+    target, drafter = toys(tokens=16, coupling=0.05)
+    decoded = continuous_decode(target, drafter, classes(5), ContinuousSampling(torch.arange(5)), parse_method(m))
+    assert decoded.target_forwards.tolist() == [target_forwards] * 5
+    assert decoded.draft_forwards.tolist() == [draft_forwards] * 5
+    assert (decoded.acceptance >= 0).sum(1).tolist() == [draft_forwards] * 5
+    assert math.isnan(decoded.acceptance_rate) == (draft_forwards == 0)
     if m == "cspd-released":
-        assert target.seen == [[0] * 5, [1] * 5, [2] * 5, [10] * 5]    # a row an image, whatever it judges
+        assert target.seen == [[0] * 5, [1] * 5, [2] * 5, [10] * 5]    # one row for each image, however many drafts
 
 
-@pytest.mark.parametrize("m", [*METHODS, "cspd:tries=1", "cspd-path:tries=1", "cspd-path:tries=9"])
-def test_accounts_agree(m):
-    target, draft = toys(tokens=16, coupling=0.05)
+@pytest.mark.parametrize("m", [*METHODS, "cspd:max_tries=1", "cspd-path:max_tries=1", "cspd-path:max_tries=9"])
+def test_the_records_agree(m):
+    target, drafter = toys(tokens=16, coupling=0.05)
     seeds = torch.arange(40)
-    decoded = continuous_decode(target, draft, classes(40), ContinuousSampling(seeds), parse_method(m))
-    judged, kept = decoded.acceptance >= 0, decoded.acceptance == 1
-    assert judged.any() and ((decoded.num_tries > 0) == (decoded.acceptance == 0)).all()
-    assert (decoded.num_tries <= parse_method(m).tries).all()
-    assert (~decoded.out_of_tries | (decoded.num_tries == parse_method(m).tries)).all()
-    assert torch.equal(decoded.log_r.isfinite(), judged)
-    assert torch.equal(in_order(decoded, "drafts").isfinite()[..., 0], judged)
-    coins = philox_uniforms(seeds, ACCEPT, 16, 1)[..., 0].gather(1, decoded.order)
-    assert torch.equal(kept, judged & (coins.double() < decoded.log_r.double().exp()))
-    assert decoded.acceptance_rate == pytest.approx(kept.sum().item() / judged.sum().item())
-    if parse_method(m).variant != "path":                          # then a kept token is the target's last step
-        assert torch.equal(in_order(decoded)[kept], in_order(decoded, "drafts")[kept])
+    decoded = continuous_decode(target, drafter, classes(40), ContinuousSampling(seeds), parse_method(m))
+    is_draft, is_accepted = decoded.acceptance >= 0, decoded.acceptance == 1
+    assert is_draft.any() and ((decoded.num_tries > 0) == (decoded.acceptance == 0)).all()
+    assert (decoded.num_tries <= parse_method(m).max_tries).all()
+    assert (~decoded.out_of_tries | (decoded.num_tries == parse_method(m).max_tries)).all()
+    assert torch.equal(decoded.log_r.isfinite(), is_draft)
+    assert torch.equal(in_order(decoded, "drafts").isfinite()[..., 0], is_draft)
+    uniforms = philox_uniforms(seeds, ACCEPT, 16, 1)[..., 0].gather(1, decoded.order)
+    assert torch.equal(is_accepted, is_draft & (uniforms.double() < decoded.log_r.double().exp()))
+    assert decoded.acceptance_rate == pytest.approx(is_accepted.sum().item() / is_draft.sum().item())
+    if parse_method(m).variant != "path":                          # with it, the token is of the target's last step
+        assert torch.equal(in_order(decoded)[is_accepted], in_order(decoded, "drafts")[is_accepted])
     assert not torch.isclose(in_order(decoded)[decoded.acceptance == 0],
                              in_order(decoded, "drafts")[decoded.acceptance == 0]).any()
 
 
-@pytest.mark.parametrize("m", ["cspd-path:gamma=1:truncate=false:tries=1", "cspd-path:gamma=1:truncate=false:tries=3",
-                               "cspd:gamma=1:truncate=false:prefill=0:tries=1:distance_temperature=42"])
+@pytest.mark.parametrize("m", ["cspd-path:gamma=1:truncate=false:max_tries=1",
+                               "cspd-path:gamma=1:truncate=false:max_tries=3",
+                               "cspd:gamma=1:truncate=false:prefill=0:max_tries=1:distance_temperature=42"])
 def test_out_of_tries_the_target_draws_anew(monkeypatch, m):
-    monkeypatch.setattr(continuous, "PATHS_FIRST", 2)
-    target, draft = toys(coupling=0.3)
+    monkeypatch.setattr(continuous, "NUM_FIRST_PATHS", 2)
+    target, drafter = toys(coupling=0.3)
     seeds, source = torch.arange(2000), classes(2000)
-    decoded = continuous_decode(target, draft, source, ContinuousSampling(seeds), parse_method(m))
+    decoded = continuous_decode(target, drafter, source, ContinuousSampling(seeds), parse_method(m))
     noise = philox_normals(seeds, FRESH, 3, 3).unflatten(-1, (3, 1))
-    rank, some = decoded.order.argsort(1), 0
+    ranks, num_given_up = decoded.order.argsort(1), 0
     for n in range(3):
-        own = target.diffloss.given(plain_z(target, source, decoded.tokens, rank < n)).sample(noise).mean
-        own = own.gather(1, decoded.order[:, n, None, None])[:, 0]
+        sampled = target.diffloss.denoiser(z_of(target, source, decoded.tokens, ranks < n)).sample(noise).mean
+        sampled = sampled.gather(1, decoded.order[:, n, None, None])[:, 0]
         given_up = decoded.out_of_tries[:, n]
-        torch.testing.assert_close(in_order(decoded)[:, n][given_up], own[given_up], rtol=1e-4, atol=1e-4)
-        some += given_up.sum()
-    assert some > 10
+        torch.testing.assert_close(in_order(decoded)[:, n][given_up], sampled[given_up], rtol=1e-4, atol=1e-4)
+        num_given_up += given_up.sum()
+    assert num_given_up > 10
 
 
 def by_hand(m, guidance, coupling=0.3):
-    """A decoding one token a step, and for the n-th: target and draft given what was known, positions and the noise."""
-    target, draft = toys(coupling=coupling)
+    """A decoding of one token a step. For each n: its position, the denoisers of target and drafter, and the noise."""
+    target, drafter = toys(coupling=coupling)
     seeds, source = torch.arange(500), classes(500)
-    decoded = continuous_decode(target, draft, source, ContinuousSampling(seeds, guidance), parse_method(m))
-    rank, steps = decoded.order.argsort(1), []
+    decoded = continuous_decode(target, drafter, source, ContinuousSampling(seeds, guidance), parse_method(m))
+    ranks, steps = decoded.order.argsort(1), []
     for n in range(3):
-        given = []
-        for model in (target, draft):
-            z = plain_z(model, source, decoded.tokens, rank < n)
-            null = model(decoded.tokens, rank < n, model.null_condition(500))
-            z, null = (part.gather(1, decoded.order[:, n, None, None])[:, 0] for part in (z, null))
-            given.append(model.diffloss.given(z, null=null, guidance=1 + (guidance - 1) * (n + 1) / 3))
-        place = decoded.order[:, n, None]
-        noise = philox_normals(seeds, NOISE, place, 3)[:, 0, :, None]
-        steps.append((n, place, *given, noise))
+        denoisers = []
+        for model in (target, drafter):
+            z = z_of(model, source, decoded.tokens, ranks < n)
+            uncond = model(decoded.tokens, ranks < n, model.null_condition(500))
+            z, uncond = (part.gather(1, decoded.order[:, n, None, None])[:, 0] for part in (z, uncond))
+            denoisers.append(model.diffloss.denoiser(z, uncond=uncond, guidance=1 + (guidance - 1) * (n + 1) / 3))
+        position = decoded.order[:, n, None]
+        noise = philox_normals(seeds, NOISE, position, 3)[:, 0, :, None]
+        steps.append((n, position, *denoisers, noise))
     return decoded, seeds, steps
 
 
-def test_a_path_is_judged_and_redrawn_as_a_whole():
+def test_a_path_is_accepted_or_redrawn_as_a_whole():
     decoded, seeds, steps = by_hand("cspd-path:gamma=1:truncate=false", 2.0)
-    for n, place, target, draft, noise in steps:
-        sample = draft.sample(noise, keep_path=True)
-        log_r = (target.log_density(sample.path) - draft.log_density(sample.path)).float()
+    for n, position, target, drafter, noise in steps:
+        sample = drafter.sample(noise, keep_path=True)
+        log_r = (target.log_density(sample.path) - drafter.log_density(sample.path)).float()
         torch.testing.assert_close(decoded.log_r[:, n], log_r, rtol=1e-4, atol=1e-4)
-        x, kept, token = in_order(decoded)[:, n], decoded.acceptance[:, n] == 1, target.transition(sample.path[:, 1], 1)[0]
-        torch.testing.assert_close(x[kept], token[kept], rtol=0, atol=1e-5)
-        assert ((x - sample.mean)[kept].abs() > 2e-5).float().mean() > 0.5         # the draft's own last step
-        new = target.sample(philox_normals(seeds, REDRAW_NOISE, place, 3)[:, 0, :, None], keep_path=True)
-        ratio = target.log_density(new.path) - draft.log_density(new.path)
-        first = philox_uniforms(seeds, REDRAW, place, 1)[:, 0, 0] < 1 - torch.exp(-ratio)
-        assert torch.equal(decoded.num_tries[:, n] == 1, first & ~kept) and 20 < (first & ~kept).sum() < (~kept).sum() - 20
-        torch.testing.assert_close(x[first & ~kept], new.mean[first & ~kept], rtol=1e-4, atol=1e-4)
+        x, is_accepted = in_order(decoded)[:, n], decoded.acceptance[:, n] == 1
+        token = target.transition(sample.path[:, 1], 1)[0]
+        torch.testing.assert_close(x[is_accepted], token[is_accepted], rtol=0, atol=1e-5)
+        assert ((x - sample.mean)[is_accepted].abs() > 2e-5).float().mean() > 0.5  # the drafter's own last step
+        new = target.sample(philox_normals(seeds, REDRAW_NOISE, position, 3)[:, 0, :, None], keep_path=True)
+        ratio = target.log_density(new.path) - drafter.log_density(new.path)
+        first_try = ~is_accepted & (philox_uniforms(seeds, REDRAW, position, 1)[:, 0, 0] < 1 - torch.exp(-ratio))
+        assert torch.equal(decoded.num_tries[:, n] == 1, first_try)
+        assert 20 < first_try.sum() < (~is_accepted).sum() - 20
+        torch.testing.assert_close(x[first_try], new.mean[first_try], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant, sign, later", [("paper", 1, 42.0), ("released", -1, 1.0)])
+@pytest.mark.parametrize("variant, sign, redraw_temperature", [("paper", 1, 42.0), ("released", -1, 1.0)])
 @pytest.mark.parametrize("aligned", ["true", "false"])
-def test_the_last_step_is_judged_and_redrawn(variant, sign, later, aligned):
+def test_the_last_step_is_accepted_or_redrawn(variant, sign, redraw_temperature, aligned):
     decoded, seeds, steps = by_hand(f"cspd:gamma=1:truncate=false:prefill=0:distance_temperature=42:variant={variant}:"
                                     f"aligned={aligned}", 2.0)
-    some = 0
-    for n, place, target, draft, noise in steps:
-        p = target.sample(noise if aligned == "true" else philox_normals(seeds, UNALIGNED, place, 3)[:, 0, :, None])
-        q = draft.sample(noise)
+    num_first_tries = 0
+    for n, position, target, drafter, noise in steps:
+        p = target.sample(noise if aligned == "true" else philox_normals(seeds, UNALIGNED, position, 3)[:, 0, :, None])
+        q = drafter.sample(noise)
 
         def log_r(x, temperature):
-            scaled = [((x - one.mean) / one.log_sigma.exp() / temperature).double() for one in (p, q)]
-            last = q.log_sigma - p.log_sigma + (scaled[1] ** 2 - scaled[0] ** 2) / 2
-            return sign * (q.log_sigma_sum - p.log_sigma_sum) + last.sum(1)
+            distances = [((x - s.mean) / s.log_sigma.exp() / temperature).double() for s in (p, q)]
+            last_step = q.log_sigma - p.log_sigma + (distances[1] ** 2 - distances[0] ** 2) / 2
+            return sign * (q.log_sigma_sum - p.log_sigma_sum) + last_step.sum(1)
 
         torch.testing.assert_close(decoded.log_r[:, n], log_r(q.mean, 42.0).float(), rtol=1e-3, atol=1e-3)
-        x, kept = in_order(decoded)[:, n], decoded.acceptance[:, n] == 1
-        torch.testing.assert_close(x[kept], q.mean[kept], rtol=1e-5, atol=1e-5)
-        new = p.mean + p.log_sigma.exp() * philox_normals(seeds, REDRAW_NOISE, place, 1)[:, 0]
-        chance = 1 - torch.exp(-log_r(new, later))
-        first = philox_uniforms(seeds, REDRAW, place, 1)[:, 0, 0] < chance
-        assert torch.equal(decoded.num_tries[:, n] == 1, first & ~kept)
-        torch.testing.assert_close(x[first & ~kept], new[first & ~kept], rtol=1e-4, atol=1e-4)
-        some += (first & ~kept).sum()
-    assert some > 100 and 0 < decoded.acceptance_rate < 1
+        x, is_accepted = in_order(decoded)[:, n], decoded.acceptance[:, n] == 1
+        torch.testing.assert_close(x[is_accepted], q.mean[is_accepted], rtol=1e-5, atol=1e-5)
+        new = p.mean + p.log_sigma.exp() * philox_normals(seeds, REDRAW_NOISE, position, 1)[:, 0]
+        accept_prob = 1 - torch.exp(-log_r(new, redraw_temperature))
+        first_try = ~is_accepted & (philox_uniforms(seeds, REDRAW, position, 1)[:, 0, 0] < accept_prob)
+        assert torch.equal(decoded.num_tries[:, n] == 1, first_try)
+        torch.testing.assert_close(x[first_try], new[first_try], rtol=1e-4, atol=1e-4)
+        num_first_tries += first_try.sum()
+    assert num_first_tries > 100 and 0 < decoded.acceptance_rate < 1
 
 
 @pytest.mark.parametrize("name, parameters, message", [
@@ -530,15 +540,15 @@ def test_the_last_step_is_judged_and_redrawn(variant, sign, later, aligned):
     ("cspd", {"distance_temperature": math.inf}, "distance_temperature must be positive and finite, got inf"),
     ("cspd-path", {"distance_temperature": 42.0}, "distance_temperature must be 1 where variant is path.* got 42.0"),
     ("cspd", {"variant": "path", "aligned": False}, "aligned must be true where variant is path.* got False"),
-    ("cspd", {"tries": 0}, "tries must be at least 1, got 0"),
-    ("cspd", {"passes": 3}, "method cspd has no parameter 'passes'.* its parameters: gamma, prefill"),
+    ("cspd", {"max_tries": 0}, "max_tries must be at least 1, got 0"),
+    ("cspd", {"num_iter": 3}, "method cspd has no parameter 'num_iter'.* its parameters: gamma, prefill"),
     ("cspd", {"gama": 3}, "method cspd has no parameter 'gama'; did you mean gamma"),
-    ("mar", {"passes": -1}, "passes must be at least 1, or 0 for a token a pass, got -1"),
-    ("mar", {"gamma": 2}, "method mar has no parameter 'gamma'.* its parameters: passes"),
+    ("mar", {"num_iter": -1}, "num_iter must be at least 1, or 0 for one target forward a token, got -1"),
+    ("mar", {"gamma": 2}, "method mar has no parameter 'gamma'.* its parameters: num_iter"),
     ("cspd", {"gamma": 2.0}, "gamma must be an integer, got 2.0"),
     ("cspd", {"gamma": "2"}, "gamma must be an integer, got '2'"),
-    ("cspd", {"tries": True}, "tries must be an integer, got True"),
-    ("mar", {"passes": 4.0}, "passes must be an integer, got 4.0"),
+    ("cspd", {"max_tries": True}, "max_tries must be an integer, got True"),
+    ("mar", {"num_iter": 4.0}, "num_iter must be an integer, got 4.0"),
     ("cspd", {"truncate": "false"}, "truncate must be True or False, got 'false'"),
     ("cspd", {"aligned": 0}, "aligned must be True or False, got 0"),
     ("cspd", {"prefill": "a"}, "prefill must be a number, got 'a'"),
@@ -552,7 +562,7 @@ def test_methods_for_continuous_tokens_are_checked(name, parameters, message):
 @pytest.mark.parametrize("text, message", [
     ("cspd:truncate=maybe", "truncate must be true or false, got 'maybe'"),
     ("cspd:aligned=1", "aligned must be true or false, got '1'"),
-    ("cspd:num_iter=3", "method cspd has no parameter 'passes'"),
+    ("cspd:num_iter=3", "method cspd has no parameter 'num_iter'"),
     ("cspd:gamma=two", "gamma must be an integer, got 'two'"),
     ("cspd:gamma=2.5", "gamma must be an integer, got '2.5'"),
     ("cspd:prefill=much", "prefill must be a number, got 'much'"),
@@ -563,8 +573,9 @@ def test_how_methods_for_continuous_tokens_are_not_written(text, message):
         parse_method(text)
 
 
-@pytest.mark.parametrize("text", ["mar:num_iter=8", "cspd:gamma=2:prefill=0.5:truncate=false", "cspd-released:tries=7",
-                                  "cspd-path:conditioning=block", "cspd:variant=released:aligned=false"])
+@pytest.mark.parametrize("text", ["mar:num_iter=8", "cspd:gamma=2:prefill=0.5:truncate=false",
+                                  "cspd-released:max_tries=7", "cspd-path:conditioning=block",
+                                  "cspd:variant=released:aligned=false"])
 def test_a_label_names_its_method(text):
     m = parse_method(text)
     assert sorted(m.label.split(":")) == sorted(text.split(":")) and parse_method(m.label) == m
@@ -574,7 +585,7 @@ def test_a_label_names_its_method(text):
 def test_every_continuous_recipe_says_what_it_is(name):
     m = CONTINUOUS[name]
     assert m.name == name == m.label and "arXiv" in m.source and method(name) == m
-    assert ("passes" in parameters_of(m)) == (name == "mar") == (m.drafting == "none")
+    assert ("num_iter" in parameters_of(m)) == (name == "mar") == (m.drafting == "none")
 
 
 @pytest.mark.parametrize("settings, message", [
@@ -595,12 +606,12 @@ def test_settings_out_of_range_are_refused(settings, message):
         ContinuousSampling(**{"seeds": SEEDS} | settings)
 
 
-@pytest.mark.parametrize("wanted, got", [("tokens", 9), ("channels", 5), ("steps", 6), ("noisings", 500),
-                                         ("classes", 9)])
-def test_a_drafter_of_other_tokens_is_refused(wanted, got):
-    ours = getattr(TINY, wanted)
-    with pytest.raises(ValueError, match=f"draft must have the target's {wanted}={ours}, got {wanted}={got}"):
-        continuous_decode(MAR(TINY), MAR(replace(TINY, **{wanted: got})), torch.tensor([1]),
+@pytest.mark.parametrize("name, got", [("tokens", 9), ("channels", 5), ("num_sampling_steps", 6),
+                                       ("num_train_timesteps", 500), ("classes", 9)])
+def test_a_drafter_of_other_tokens_is_refused(name, got):
+    wanted = getattr(TINY, name)
+    with pytest.raises(ValueError, match=f"drafter must have the target's {name}={wanted}, got {name}={got}"):
+        continuous_decode(MAR(TINY), MAR(replace(TINY, **{name: got})), torch.tensor([1]),
                           ContinuousSampling(SEEDS[:1]), method("cspd"))
 
 
@@ -608,29 +619,30 @@ ZEROS, HALF = torch.zeros(6, 16, 4), torch.arange(16).expand(6, -1) < 8
 
 
 @pytest.mark.parametrize("known, message", [
-    (KnownTokens(ZEROS[:2], HALF), r"tokens must be float32 \(B, L, C\) = \(6, 16, 4\), got torch.float32 \(2, 16, 4\)"),
+    (KnownTokens(ZEROS[:2], HALF),
+     r"tokens must be float32 \(B, L, C\) = \(6, 16, 4\), got torch.float32 \(2, 16, 4\)"),
     (KnownTokens(ZEROS[..., :2], HALF), r"tokens must be .* got torch.float32 \(6, 16, 2\)"),
     (KnownTokens(ZEROS.double(), HALF), r"tokens must be float32 .* got torch.float64 \(6, 16, 4\)"),
-    (KnownTokens(ZEROS, HALF[0]), r"known must be bool \(6, 16\), got torch.bool \(16,\)"),
-    (KnownTokens(ZEROS, HALF.long()), r"known must be bool \(6, 16\), got torch.int64 \(6, 16\)"),
+    (KnownTokens(ZEROS, HALF[0]), r"is_known must be bool \(6, 16\), got torch.bool \(16,\)"),
+    (KnownTokens(ZEROS, HALF.long()), r"is_known must be bool \(6, 16\), got torch.int64 \(6, 16\)"),
     (KnownTokens(ZEROS, torch.arange(16) < torch.tensor([8, 8, 9, 8, 8, 8])[:, None]),
-     r"known must hold as many positions in each image, got \[8, 8, 9, 8, 8, 8\]"),
-    (KnownTokens(ZEROS, HALF, more=9), r"more must be an integer within 0\.\.8 \(the unknown tokens\), got 9"),
-    (KnownTokens(ZEROS, HALF, more=1.0), "more must be an integer within"),
+     r"is_known must have the same number of tokens in each image, got \[8, 8, 9, 8, 8, 8\]"),
+    (KnownTokens(ZEROS, HALF, num_new=9), r"num_new must be an integer within 0\.\.8 \(the unknown tokens\), got 9"),
+    (KnownTokens(ZEROS, HALF, num_new=1.0), "num_new must be an integer within"),
     (KnownTokens(ZEROS * math.nan, HALF), "tokens must be finite where they are known"),
     (KnownTokens(ZEROS, HALF, order=torch.zeros(6, 16)), "order must be int64 and hold each of the 16 positions once"),
-    (KnownTokens(ZEROS, HALF, more=-1), r"more must be an integer within 0\.\.8 \(the unknown tokens\), got -1"),
+    (KnownTokens(ZEROS, HALF, num_new=-1), r"num_new must be an integer within 0\.\.8 \(the unknown tokens\), got -1"),
 ])
 @pytest.mark.parametrize("m", ["mar", "cspd"])
-def test_begun_images_that_do_not_fit_are_refused(tiny, m, known, message):
+def test_known_tokens_that_do_not_fit_are_refused(tiny, m, known, message):
     with pytest.raises(ValueError, match=message):
         decode(tiny, m, known=known)
 
 
 def test_other_arguments_are_checked(tiny):
-    with pytest.raises(ValueError, match=r"passes must be within 1\.\.16 \(the tokens to draw\), got 17"):
+    with pytest.raises(ValueError, match=r"num_iter must be within 1\.\.16 \(the tokens to draw\), got 17"):
         decode(tiny, "mar:num_iter=17")
-    with pytest.raises(ValueError, match=r"passes must be within 1\.\.8 \(the tokens to draw\), got 9"):
+    with pytest.raises(ValueError, match=r"num_iter must be within 1\.\.8 \(the tokens to draw\), got 9"):
         decode(tiny, "mar:num_iter=9", known=KnownTokens(ZEROS, HALF))
     for m in ("mar", "cspd"):
         with pytest.raises(ValueError, match="there must be a condition for each of the 6 seeds, got 2"):
@@ -668,8 +680,9 @@ def test_a_pair_draws_by_prompt(tiny):
     assert len(pictures) == 6 and pictures[0].size == (8, 8)
 
 
-def test_begun_images_and_tokens_of_other_shapes(tiny):
-    decoded = tiny.tokens(PROMPTS, "cspd", ContinuousSampling.of(SEEDS.tolist()), known=KnownTokens(ZEROS, HALF, more=2))
+def test_known_tokens_and_tokens_of_other_shapes(tiny):
+    decoded = tiny.tokens(PROMPTS, "cspd", ContinuousSampling.of(SEEDS.tolist()),
+                          known=KnownTokens(ZEROS, HALF, num_new=2))
     assert decoded.num_drawn == 2 and not decoded.tokens[:, :8].any()
     with pytest.raises(ValueError, match=r"tokens must be \(B, L, C\) = \(B, 16, 4\), got \(6, 9, 4\)"):
         tiny.pictures(decoded.tokens[:, :9])
@@ -694,7 +707,7 @@ def test_a_pair_saved_is_the_pair_loaded(tiny, tmp_path):
     assert loaded.scaling == tiny.scaling and loaded.words.ids == tiny.words.ids
     for m in ("mar", "cspd-path"):
         one, other = (pair.tokens(PROMPTS, m, ContinuousSampling(SEEDS, 2.0)) for pair in (loaded, rounded))
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.kept, other.kept)
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.acceptance, other.acceptance)
     assert [a.tobytes() for a in loaded.pictures(one.tokens)] == [b.tobytes() for b in rounded.pictures(other.tokens)]
 
 
@@ -713,19 +726,19 @@ def test_normal_numbers_are_normal():
 
 def test_normal_numbers_depend_on_seed_position_and_turn_alone():
     seeds = torch.tensor([5, 6, 2 ** 40 + 5])
-    whole = philox_normals(seeds, NOISE, 9, 10)
-    assert torch.equal(philox_normals(seeds, NOISE, 9, 7), whole[..., :7])
-    assert torch.equal(philox_normals(seeds[1:2], NOISE, 4, 10)[0], whole[1, :4])
-    assert torch.equal(philox_normals(seeds, NOISE, 9, 10, turn=0), whole)
-    others = [philox_normals(seeds, NOISE, 9, 10, turn=1), philox_normals(seeds, FRESH, 9, 10), whole.roll(1, 0),
-              whole.roll(1, 1), whole.roll(1, 2)]
-    assert all((other != whole).float().mean() > 0.999 for other in others)
+    numbers = philox_normals(seeds, NOISE, 9, 10)
+    assert torch.equal(philox_normals(seeds, NOISE, 9, 7), numbers[..., :7])
+    assert torch.equal(philox_normals(seeds[1:2], NOISE, 4, 10)[0], numbers[1, :4])
+    assert torch.equal(philox_normals(seeds, NOISE, 9, 10, turn=0), numbers)
+    others = [philox_normals(seeds, NOISE, 9, 10, turn=1), philox_normals(seeds, FRESH, 9, 10), numbers.roll(1, 0),
+              numbers.roll(1, 1), numbers.roll(1, 2)]
+    assert all((other != numbers).float().mean() > 0.999 for other in others)
 
 
-@pytest.mark.parametrize("numbers", [philox_uniforms, philox_normals])
+@pytest.mark.parametrize("philox", [philox_uniforms, philox_normals])
 @pytest.mark.parametrize("turn", [0, 3])
-def test_positions_are_those_counted(numbers, turn):
+def test_given_positions_have_the_numbers_of_all_positions(philox, turn):
     seeds = torch.tensor([5, 6, 7])
     positions = torch.tensor([[8, 0, 3, 3], [1, 2, 3, 4], [7, 7, 0, 5]])
-    some, whole = numbers(seeds, ACCEPT, positions, 6, turn), numbers(seeds, ACCEPT, 9, 6, turn)
-    assert torch.equal(some, whole.gather(1, positions[..., None].expand(-1, -1, 6)))
+    given, every = philox(seeds, ACCEPT, positions, 6, turn), philox(seeds, ACCEPT, 9, 6, turn)
+    assert torch.equal(given, every.gather(1, positions[..., None].expand(-1, -1, 6)))
