@@ -30,9 +30,9 @@ def resample_gaussian_kernel(
     i = tl.program_id(0).to(tl.int64)
     rejected = tl.load(is_rejected + i)
     accepted = (tl.load(is_accepted + i) != 0) & (rejected == 0)
-    factor, refused = distance_factor(temperature, i // G)
-    resampled = (rejected != 0) & (refused == 0)
-    status_bits = tl.where(rejected != 0, refused, 0)
+    factor, rule_bits = distance_factor(temperature, i // G)
+    resampled = (rejected != 0) & (rule_bits == 0)
+    status_bits = tl.where(rejected != 0, rule_bits, 0)
 
     lane = tl.arange(0, LANES)
     j = tl.arange(0, BLOCK)

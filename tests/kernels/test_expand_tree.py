@@ -57,12 +57,12 @@ def test_ties_between_nodes_go_to_the_smaller_index(backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("width, kept", [(3, 3), (2, 2), (1, 1), (0, 1), (-7, 1), (4, 3), (2**31 - 1, 3)])
-def test_width_is_clamped(backend, width, kept):
+@pytest.mark.parametrize("width, num_kept", [(3, 3), (2, 2), (1, 1), (0, 1), (-7, 1), (4, 3), (2**31 - 1, 3)])
+def test_width_is_clamped(backend, width, num_kept):
     tokens, scores, frontier, _ = one_level([[1/8, 1/2, 1/8, 1/4]], width=width, backend=backend)
-    assert tokens == [[1, 3, 0][:kept] + [0] * (3 - kept)]
-    assert scores == [[log(1/2), log(1/4), log(1/8)][:kept] + [-INF] * (3 - kept)]
-    assert frontier == [0, 1, 2][:kept] + [-1] * (3 - kept)
+    assert tokens == [[1, 3, 0][:num_kept] + [0] * (3 - num_kept)]
+    assert scores == [[log(1/2), log(1/4), log(1/8)][:num_kept] + [-INF] * (3 - num_kept)]
+    assert frontier == [0, 1, 2][:num_kept] + [-1] * (3 - num_kept)
 
 
 @BACKENDS

@@ -182,22 +182,22 @@ def test_exp_is_right_to_rounding(backend):
 
 
 @BACKENDS
-@pytest.mark.parametrize("top_p, kept", [(0.5 - 1e-5, {1}), (0.5, {1, 3}), (0.5 + 1e-5, {3})])
-def test_only_a_near_tie_of_top_p_may_differ_between_backends(backend, top_p, kept):
+@pytest.mark.parametrize("top_p, num_kept", [(0.5 - 1e-5, {1}), (0.5, {1, 3}), (0.5 + 1e-5, {3})])
+def test_only_a_near_tie_of_top_p_may_differ_between_backends(backend, top_p, num_kept):
     """The best token holds 0.5 up to the rounding of exp: only at 0.5 itself may the others stay or not."""
     probs, _ = one_row(logs(4, 2, 2), top_p=top_p, backend=backend)
-    assert sum(x > 0 for x in probs) in kept
+    assert sum(x > 0 for x in probs) in num_kept
 
 
 @BACKENDS
-@pytest.mark.parametrize("units, kept", [(65536, 1), (65537, 2)])
-def test_top_p_counts_exactly(backend, units, kept):
+@pytest.mark.parametrize("units, num_kept", [(65536, 1), (65537, 2)])
+def test_top_p_counts_exactly(backend, units, num_kept):
     """In units of 2**-40 the best token has mass 2**40, and top_p of all 2**40 - 0.004 or 2**40 + 0.996.
 
     Taken in float32 or rounded to whole units any other way, one of them is on the wrong side of 2**40.
     """
     probs, _ = one_row([0.0, math.log(units + 0.5) - 40 * math.log(2)], top_p=1 - 2**-24, backend=backend)
-    assert sum(p > 0 for p in probs) == kept
+    assert sum(p > 0 for p in probs) == num_kept
 
 
 @BACKENDS

@@ -121,10 +121,10 @@ def test_the_links_say_what_the_parents_said(backend, N):
         for n in range(N):
             bits = sum(word << 64 * w for w, word in enumerate(ancestors[b][n]))
             assert bits.bit_count() == depth[b][n] + 1
-            walk, ancestor_bits = n if parents[n] != -2 else -1, 0
-            while walk >= 0:
-                ancestor_bits |= 1 << walk
-                walk = parents[walk]
+            node, ancestor_bits = n if parents[n] != -2 else -1, 0
+            while node >= 0:
+                ancestor_bits |= 1 << node
+                node = parents[node]
             assert bits == ancestor_bits
 
 

@@ -117,10 +117,10 @@ def test_what_is_seen_is_the_way_up(backend, N):
     for b, parents in enumerate(trees):
         length = [3, 0][b]
         for n in range(N):
-            seen, walk = {length + n}, n
-            while parents[walk] >= 0:
-                walk = parents[walk]
-                seen.add(length + walk)
+            seen, node = {length + n}, n
+            while parents[node] >= 0:
+                node = parents[node]
+                seen.add(length + node)
             if parents[n] != -2:
                 seen |= set(range(length))
             assert {c for c in range(N + 4) if mask[b][n][c]} == seen
