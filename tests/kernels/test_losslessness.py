@@ -57,8 +57,8 @@ def grid(*denominators):
 
 def emit(backend, P, children, Q, uniforms, neighbors=None, cutoff=None, delta=None, omega=None, **options):
     """The first token after the root, be it the accepted child or drawn instead. And the expected tv_excess."""
-    (B, columns), V, N = uniforms.shape, len(P), len(children) + 1
-    assert columns == N
+    B, N = uniforms.shape
+    assert N == len(children) + 1
     tokens = torch.tensor([0, *children]).repeat(B, 1)
     first_child, next_sibling = links(torch.tensor([[-1] + [0] * (N - 1)]).repeat(B, 1))
     if Q is not None:
