@@ -37,5 +37,5 @@ for tool in memcheck racecheck initcheck synccheck; do
 done
 part ops 120 "$python" -m benchmarks.ops --seconds 0.1 --json
 sed -n "s/^wrote //p" "$folder/ops.txt" | xargs -r cp -t "$folder"
-part program 60 "$python" -m pytest -q --benchmark-disable "${others[@]}"
+part program 60 "$python" -m pytest -q --benchmark-disable -m "not slow" "${others[@]}"
 exit $status
