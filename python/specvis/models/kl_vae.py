@@ -11,11 +11,11 @@ from .vq import AttnBlock, ResBlock, Resample
 
 @dataclass(frozen=True)
 class KLConfig:
-    """The numbers of an autoencoder; the defaults are KL-16. A latent stands for `stride` x `stride` pixels."""
+    """The numbers of an autoencoder; the defaults are KL-16. Each latent encodes `stride` x `stride` pixels."""
 
     channels: int = 128
     multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
-    residual_blocks: int = 2       # a level; the decoder has one more
+    residual_blocks: int = 2       # in a level of the encoder; one more in the decoder
     z_channels: int = 16
     groups: int = 32               # of the group norms
     scale: float = 0.2325          # a token is its latent times this
@@ -26,14 +26,16 @@ class KLConfig:
 
 
 class Level(nn.Module):
-    """The blocks of one size; `resample` ("downsample", "upsample" or None) leads to the next."""
+    """The blocks of one resolution. `resample` ("downsample", "upsample" or None) leads to the next."""
 
-    def __init__(self, inside: int, outside: int, blocks: int, groups: int, attention: bool, resample: str | None):
+    def __init__(self, in_channels: int, out_channels: int, num_blocks: int, groups: int, has_attention: bool,
+                 resample: str | None):
         super().__init__()
-        self.block = nn.ModuleList(ResBlock(outside if i else inside, outside, groups) for i in range(blocks))
-        self.attn = nn.ModuleList(AttnBlock(outside, groups) for _ in range(blocks if attention else 0))
+        self.block = nn.ModuleList(ResBlock(out_channels if i else in_channels, out_channels, groups)
+                                   for i in range(num_blocks))
+        self.attn = nn.ModuleList(AttnBlock(out_channels, groups) for _ in range(num_blocks if has_attention else 0))
         if resample:
-            setattr(self, resample, Resample(outside, resample == "downsample"))
+            setattr(self, resample, Resample(out_channels, resample == "downsample"))
         self.resample = resample
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ class Middle(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Images to the latents' means and log variances, side by side; attention at the lowest resolution."""
+    """From images to means and log variances of latents, side by side. The lowest resolution has attention."""
 
     def __init__(self, c: KLConfig):
         super().__init__()
@@ -63,8 +65,9 @@ class Encoder(nn.Module):
         last = len(widths) - 1
         self.conv_in = nn.Conv2d(3, c.channels, 3, padding=1)
         self.down = nn.ModuleList(
-            Level(inside, outside, c.residual_blocks, c.groups, i == last, None if i == last else "downsample")
-            for i, (inside, outside) in enumerate(zip([c.channels, *widths], widths)))
+            Level(in_channels, out_channels, c.residual_blocks, c.groups, i == last,
+                  None if i == last else "downsample")
+            for i, (in_channels, out_channels) in enumerate(zip([c.channels, *widths], widths)))
         self.mid = Middle(widths[-1], c.groups)
         self.norm_out = nn.GroupNorm(c.groups, widths[-1], eps=1e-6)
         self.conv_out = nn.Conv2d(widths[-1], 2 * c.z_channels, 3, padding=1)
@@ -77,7 +80,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latents to images; `up` counts from the highest resolution, which comes last. No attention but in the middle."""
+    """From latents to images. `up` counts from the highest resolution, which runs last. Only `mid` has attention."""
 
     def __init__(self, c: KLConfig):
         super().__init__()
@@ -85,8 +88,8 @@ class Decoder(nn.Module):
         self.conv_in = nn.Conv2d(c.z_channels, widths[-1], 3, padding=1)
         self.mid = Middle(widths[-1], c.groups)
         self.up = nn.ModuleList(
-            Level(inside, outside, c.residual_blocks + 1, c.groups, False, "upsample" if i else None)
-            for i, (inside, outside) in enumerate(zip([*widths[1:], widths[-1]], widths)))
+            Level(in_channels, out_channels, c.residual_blocks + 1, c.groups, False, "upsample" if i else None)
+            for i, (in_channels, out_channels) in enumerate(zip([*widths[1:], widths[-1]], widths)))
         self.norm_out = nn.GroupNorm(c.groups, widths[0], eps=1e-6)
         self.conv_out = nn.Conv2d(widths[0], 3, 3, padding=1)
 
@@ -106,11 +109,11 @@ class KL(nn.Module):
         self.post_quant_conv = nn.Conv2d(config.z_channels, config.z_channels, 1)
 
     def latents(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Tokens of images: the latents' means, or samples, times `scale`.
+        """The tokens of images: means of the latents, or samples, times `scale`.
 
         Args:
             images: (B, 3, H, W) in [-1, 1]
-            noise:  (B, h, w, C) standard normals; None: means
+            noise:  (B, h, w, C) standard normals, for samples; None: means
         Returns:
             (B, h, w, C) float32
         """

@@ -1,4 +1,4 @@
-"""The continuous models that come with the package: a MAR, a smaller one that drafts, and the tokens they share."""
+"""The continuous models that come with the package: a MAR, a smaller one that drafts, and the tokens that they share."""
 import json
 import math
 from dataclasses import asdict, dataclass, replace
@@ -9,23 +9,23 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .checkpoint import load_weights, read_config
 from ..decoding.continuous import (ContinuousDecoded, ContinuousSampling, KnownTokens, Progress, continuous_decode,
                                    continuous_method, mask_lengths)
 from ..decoding.methods import ContinuousMethod
 from ..models.mar import MAR, TINY, MARConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
+from .checkpoint import load_weights, read_config
 from .discrete import SHIPPED
 
-PARTS = ("mar", "mar_draft")  # of the folder's files; words and tokenizer are those of the discrete model
+PARTS = ("mar", "mar_draft")  # files of the folder; words and tokenizer are shared with the discrete model
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Tokens are (latents - shift) * scale: of mean 0 in each channel and variance 1 over all of them.
+    """Tokens are (latents - shift) * scale. Each channel has mean 0, and all channels together have variance 1.
 
-    One scale for all channels keeps a token's error as visible in one direction as in another.
+    All channels have the same scale, so that an error of a token is as visible in one direction as in another.
     """
 
     shift: tuple[float, ...]  # of each channel
@@ -33,7 +33,7 @@ class Scaling:
 
     @staticmethod
     def of(latents: Tensor) -> "Scaling":
-        """That of latents (n, D)."""
+        """The scaling that fits latents (n, D)."""
         return Scaling(tuple(latents.mean(0).tolist()), latents.var(0).mean().rsqrt().item())
 
     def tokens(self, latents: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Scaling:
 
 
 class MARPair(nn.Module):
-    """Prompts to conditions, and tokens (B, 256, 8) to pictures, for the target `mar` and its drafter `mar_draft`."""
+    """The target `mar` and its drafter `mar_draft`, with what turns prompts to conditions and tokens to pictures."""
 
     def __init__(self, config: MARConfig, draft_config: MARConfig, vq_config: VQConfig, vocabulary: list[str],
                  scaling: Scaling):
@@ -71,7 +71,7 @@ class MARPair(nn.Module):
         return pair.to(device)
 
     def save(self, folder: str | Path) -> None:
-        """Write what `load` reads beside the discrete model's files, weights in float16."""
+        """Write the files that `load` reads, except those of the discrete model. Weights are written in float16."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for part in PARTS:
@@ -91,11 +91,11 @@ class MARPair(nn.Module):
         return self.mar.config.tokens
 
     def check(self, method: ContinuousMethod) -> None:
-        """Raise ValueError where this pair cannot decode by the method."""
+        """Raise ValueError if this pair cannot decode by the method."""
         mask_lengths(self.num_tokens, continuous_method(method).num_iter or self.num_tokens)
 
     def features(self, prompts: list[str]) -> Tensor:
-        """(B, S, caption_dim), which either model's `condition` embeds.
+        """Caption features (B, S, caption_dim), which `condition` of either model embeds.
 
         Raises:
             UnknownWords: a prompt has words that the models do not know
@@ -104,7 +104,7 @@ class MARPair(nn.Module):
 
     @staticmethod
     def tiny(seed: int = 0) -> "MARPair":
-        """Random weights, deliberately small (16 tokens of 4 numbers): for tests."""
+        """A pair of small models with random weights (16 tokens of 4 numbers), for tests."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = replace(TINY, classes=None, caption_dim=8, clip_sample_range=3.0)
@@ -114,7 +114,7 @@ class MARPair(nn.Module):
                            ["", "plain", "red", "blue", "heart"], Scaling((0.0,) * config.channels, 1.0))
             net, draft_net = pair.mar.diffloss.net, pair.mar_draft.diffloss.net
             for block in (*net.res_blocks, net.final_layer):
-                block.adaLN_modulation[1].weight.normal_(std=0.2)  # tokens depend on what is known
+                block.adaLN_modulation[1].weight.normal_(std=0.2)  # tokens depend on the known ones
             net.final_layer.linear.weight.normal_(std=0.01)
             draft_net.load_state_dict(net.state_dict() | {"cond_embed.weight": draft_net.cond_embed.weight})
             return pair
@@ -122,7 +122,7 @@ class MARPair(nn.Module):
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
                progress: Progress | None = None, known: KnownTokens | None = None) -> ContinuousDecoded:
-        """Decode one picture's tokens per prompt by one method (or its name, see parse_method).
+        """Decode the tokens of one picture for each prompt, by a method or its name (see parse_method).
 
         Raises:
             UnknownWords: a prompt has words that the models do not know
