@@ -37,7 +37,7 @@ def pictures(folder, count=24):
     blots[:, 16:48, 16:48] = generator.integers(0, 255, (count, 4, 4, 3), np.uint8).repeat(8, 1).repeat(8, 2)
     captions = np.zeros((count, 10), np.int16)
     captions[:, -2:] = generator.integers(1, 4, (count, 2))
-    np.savez(folder / "pictures.npz", pictures=blots, captions=captions, sampling_weights=np.ones(count),
+    np.savez(folder / "pictures.npz", pictures=blots, captions=captions, weights=np.ones(count),
              held_out=np.arange(count) % 4 == 0,
              **{name: np.array(["a"] * count) for name in ("styles", "names", "categories")})
     (folder / "vocabulary.json").write_text(json.dumps(["", "fluent-3d", "red", "heart"]))

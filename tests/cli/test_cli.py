@@ -28,7 +28,8 @@ def weights(tmp_path_factory):
     pipeline.draft_model = None
     pipeline.save(folder)
     pair = MARPair.tiny()
-    pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, clip_sample_range=3.0)) for m in (pair.mar, pair.mar_draft))
+    pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, clip_sample_range=3.0))
+                                for m in (pair.mar, pair.mar_draft))
     pair.save(folder)
     return folder
 

@@ -137,8 +137,8 @@ def data(runs, packages):
     """Fetch and render the pictures; writes runs/data/pictures.npz, vocabulary.json and manifest.json.
 
     pictures.npz: pictures (N, 64, 64, 3) uint8; captions (N, 10) int16, style and words as ids of the
-    vocabulary, 0 before them; styles, names, categories (N,) text;
-    sampling_weights (N,) float64; held_out (N,) bool.
+    vocabulary, 0 before them; styles, names, categories (N,) text; weights (N,) float64, how often each
+    is drawn; held_out (N,) bool.
     """
     packages = packages or runs / "packages"
     archives = {style: fetch(package, packages) for style, (package, _) in PACKAGES.items()}
@@ -169,7 +169,7 @@ def data(runs, packages):
     part = folder / "pictures.part.npz"
     np.savez(part, pictures=np.stack(pictures), captions=captions, styles=np.array(styles),
              names=np.array(names), categories=np.array(categories),
-             sampling_weights=sampling_weights_of(categories, words), held_out=held_out)
+             weights=sampling_weights_of(categories, words), held_out=held_out)
     part.replace(folder / "pictures.npz")
     (folder / "vocabulary.json").write_text(json.dumps(vocabulary))
     counts = {"pictures": len(names), "held_out": int(held_out.sum()), "names": len(set(names)),

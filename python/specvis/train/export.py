@@ -91,7 +91,7 @@ def write_reference_prompts(path: Path, weights: Path, across: int = 8) -> None:
     captions = [f"{style} {' '.join(words_of(spelled_out(name, category)))}"
                 for style, name, category in zip(*(data[key].tolist() for key in ("styles", "names", "categories")))]
     index = {caption: i for i, caption in enumerate(captions)}
-    chances = data["sampling_weights"] * ~data["held_out"]
+    chances = data["weights"] * ~data["held_out"]
     order = np.random.default_rng(0).choice(len(captions), len(captions) // 2, replace=False, p=chances / chances.sum())
     rows = [index[prompt] for prompt in PROMPTS]
     for i in order:
@@ -160,7 +160,8 @@ def export_mar(runs: Path, weights: Path, record: Path, guidance: float, num_ite
 @click.option("--top-k", default=100, show_default=True)
 @click.option("--top-p", default=0.8, show_default=True)
 @click.option("--mar-guidance", default=2.5, show_default=True, help="Of the continuous models' contact sheets.")
-@click.option("--num-iter", default=32, show_default=True, help="Target forwards of a picture there.")
+@click.option("--num-iter", type=click.IntRange(1), default=32, show_default=True,
+              help="Target forwards of a picture there.")
 def export(runs, weights, record, only, guidance, top_k, top_p, mar_guidance, num_iter):
     """Copy the trained parts to the package, and logs, curves and contact sheets to the record."""
     if only != "mar":

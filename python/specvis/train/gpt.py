@@ -36,7 +36,7 @@ class Tokens:
         self.captions = torch.tensor(captions, device=device)
         held_out = torch.from_numpy(arrays["held_out"])
         self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
-        self.sampling_weights = torch.from_numpy(arrays["sampling_weights"]).float()[self.train]
+        self.sampling_weights = torch.from_numpy(arrays["weight"]).float()[self.train]
         self.vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
         weights = load_file(runs / "tokenizer" / "tokenizer.safetensors")
         self.codebook = F.normalize(weights["quantize.embedding.weight"].float(), dim=-1)
@@ -115,10 +115,10 @@ def training_options(dim: int, layers: int, heads: int, **defaults):
     """The options of a stage that trains a GPT."""
     every = (
         options(**defaults),
-        click.option("--dim", default=dim, show_default=True, help="Width of the model."),
-        click.option("--layers", default=layers, show_default=True),
-        click.option("--heads", default=heads, show_default=True),
-        click.option("--dropout", default=0.0, show_default=True),
+        click.option("--dim", type=click.IntRange(1), default=dim, show_default=True, help="Width of the model."),
+        click.option("--layers", type=click.IntRange(1), default=layers, show_default=True),
+        click.option("--heads", type=click.IntRange(1), default=heads, show_default=True),
+        click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True),
         click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
                      help="Compile the training step (about 1.2 times faster, a minute to start)."),
     )

@@ -184,12 +184,15 @@ def training_options(dim: int, layers: int, heads: int, width: int, blocks: int,
     """The options of a stage that trains a MAR."""
     every = (
         options(**defaults),
-        click.option("--dim", default=dim, show_default=True, help="Width of the transformer."),
-        click.option("--layers", default=layers, show_default=True, help="Of the encoder, and of the decoder."),
-        click.option("--heads", default=heads, show_default=True),
-        click.option("--width", default=width, show_default=True, help="Of the diffusion's MLP."),
-        click.option("--blocks", default=blocks, show_default=True, help="Of the diffusion's MLP."),
-        click.option("--num-timesteps", default=2, show_default=True,
+        click.option("--dim", type=click.IntRange(1), default=dim, show_default=True, help="Width of the transformer."),
+        click.option("--layers", type=click.IntRange(1), default=layers, show_default=True,
+                     help="Of the encoder, and of the decoder."),
+        click.option("--heads", type=click.IntRange(1), default=heads, show_default=True),
+        click.option("--width", type=click.IntRange(1), default=width, show_default=True,
+                     help="Of the diffusion's MLP."),
+        click.option("--blocks", type=click.IntRange(1), default=blocks, show_default=True,
+                     help="Of the diffusion's MLP."),
+        click.option("--num-timesteps", type=click.IntRange(1), default=2, show_default=True,
                      help="Diffusion steps of each token and picture."),
     )
 

@@ -18,10 +18,12 @@ def options(batch: int, lr: float):
     every = (
         click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
                      help="Folder of the training stages."),
-        click.option("--minutes", type=float, help="Length of the run in minutes, counted across interruptions."),
-        click.option("--steps", type=int, help="Length of the run in steps, instead of minutes."),
-        click.option("--batch", default=batch, show_default=True, help="Pictures a step."),
-        click.option("--lr", default=lr, show_default=True, help="Peak learning rate."),
+        click.option("--minutes", type=click.FloatRange(0, min_open=True),
+                     help="Length of the run in minutes, counted across interruptions."),
+        click.option("--steps", type=click.IntRange(1), help="Length of the run in steps, instead of minutes."),
+        click.option("--batch", type=click.IntRange(1), default=batch, show_default=True, help="Pictures a step."),
+        click.option("--lr", type=click.FloatRange(0, min_open=True), default=lr, show_default=True,
+                     help="Peak learning rate."),
         device_option,
     )
 

@@ -34,7 +34,7 @@ class Pictures:
         self.pictures = torch.from_numpy(arrays["pictures"]).permute(0, 3, 1, 2)
         held_out = torch.from_numpy(arrays["held_out"])
         self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
-        self.sampling_weights = torch.from_numpy(arrays["sampling_weights"]).float()[self.train]
+        self.sampling_weights = torch.from_numpy(arrays["weights"]).float()[self.train]
         self.arrays = arrays
 
     def take(self, rows: Tensor) -> Tensor:
@@ -161,7 +161,8 @@ def write_tokens(vq: VQ, data: Pictures, path: Path) -> None:
         click.echo(f"{part}: {len(ids)} tokens, {used} codes, perplexity {perplexity(counts):.0f}")
     arrays, partial = data.arrays, path.with_name("tokens.part.npz")
     np.savez(partial, tokens=tokens.numpy().astype(np.uint16), condition=arrays["captions"],
-             **{name: arrays[name] for name in ("sampling_weights", "styles", "names", "categories", "held_out")})
+             weight=arrays["weights"],
+             **{name: arrays[name] for name in ("styles", "names", "categories", "held_out")})
     partial.replace(path)
 
 
@@ -170,8 +171,8 @@ def write_tokens(vq: VQ, data: Pictures, path: Path) -> None:
 def tokenizer(runs, minutes, steps, batch, lr, device):
     """Train the tokenizer on runs/data; writes runs/tokenizer/ and the pictures' tokens, runs/tokens.npz.
 
-    tokens.npz: tokens (N, 256) uint16; condition (N, 10) int16; sampling_weights (N,) float64; held_out (N,) bool;
-    and styles, names, categories (N,) text. A finished run writes them again.
+    tokens.npz: tokens (N, 256) uint16; condition (N, 10) int16; weight (N,) float64; held_out (N,) bool; and
+    styles, names, categories (N,) text. A finished run writes them again.
     """
     torch.manual_seed(0)
     device = torch.device(device)
