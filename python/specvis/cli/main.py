@@ -18,7 +18,7 @@ from .commands import Commands  # noqa: E402
     "report": "The papers' tables and figures on this model, beside the papers' own numbers.",
     "tune": "Find the fastest method within a budget of fidelity, or the most faithful that is fast enough.",
 }, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.version_option(package_name="specvis_kernels")
+@click.version_option(package_name="specvis")
 def main():
     """Pictures from words, token by token, with and without speculative decoding."""
 
@@ -66,7 +66,7 @@ def info():
     for name, file, use in (("C++ kernels", "_ops.so", ""),
                             ("CUDA kernels", "_ops_cuda.so", ", for a torch with CUDA")):
         click.echo(f"{name:20}" + (f"built{use}" if (folder / file).exists() else "not built"))
-    for package in ("specvis_kernels", "torch", "triton", "numpy"):
+    for package in ("specvis", "specvis_kernels", "torch", "triton", "numpy"):
         try:
             click.echo(f"{package:20}{version(package)}")
         except PackageNotFoundError:
