@@ -164,9 +164,9 @@ class ContinuousStudy(Study):
         run = job if isinstance(job, Run) else job.source
         rows = job.batch if isinstance(job, TokenTiming) else job.count
         tokens = self.num_tokens if isinstance(job, Run) else job.num_new
-        share = 0.3 if getattr(job, "draft_alone", False) else 1.0
-        return share * estimated_seconds(job.method, run.guidance, rows, tokens, self.num_tokens,
-                                         deduplicated=isinstance(job, Draws))
+        factor = 0.3 if getattr(job, "draft_alone", False) else 1.0
+        return factor * estimated_seconds(job.method, run.guidance, rows, tokens, self.num_tokens,
+                                          deduplicated=isinstance(job, Draws))
 
     def make(self, job: Job, progress: Callable[[float], None]) -> None:
         """progress: called with the share of the job that was just done"""
