@@ -5,11 +5,19 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from specvis.studies.quality import (GROUPS, Features, Network, Score, frechet_distance, inception_score,
-                                     kernel_distance, nearest_name, quality)
+from specvis.studies.quality import (
+    GROUPS,
+    Features,
+    Network,
+    Score,
+    frechet_distance,
+    inception_score,
+    kernel_distance,
+    nearest_name,
+    quality,
+)
 
-
-NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs specvis_kernels[report]")
+NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs specvis[report]")
 
 
 def normal(n, d=6, seed=0, shift=0.0, scale=1.0):
@@ -77,7 +85,7 @@ def test_the_nearest_name_is_found():
     references = normal(9, 20)
     names = np.array([3, 1, 8, 3])
     assert nearest_name(Features(references[names] + 0.01, references, names), references) == 1
-    assert nearest_name(Features(5 * references[names], references, names[::-1]), references) == 0.5  # 3 is first and last
+    assert nearest_name(Features(5 * references[names], references, names[::-1]), references) == 0.5  # 3: both ends
 
 
 def test_noise_is_a_prediction_interval():
@@ -128,5 +136,5 @@ def test_the_network_tells_pictures_apart():
 
 def test_without_the_network_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
-    with pytest.raises(ValueError, match=r"pip install 'specvis_kernels\[report\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'specvis\[report\]'"):
         Network()

@@ -202,7 +202,7 @@ def test_memory_grows_with_the_tree(study, pipeline):
 
 
 def test_the_recorder_writes_ranks_and_nodes():
-    """Root 0 has the children 1, 2, 3; 2 has 4, 5. Accepted: 3 in one picture, 2 and 5 in the other, from token 4 on."""
+    """Root 0 has the children 1, 2, 3; 2 has 4, 5. Accepted: 3 in one picture; 2, 5 in the other, from token 4."""
     links = tree_links(torch.tensor([[-1, 0, 0, 0, 2, 2], [-1, 0, 0, -2, 2, 2]], dtype=torch.int32))
     recorder = Recorder(2, 8)
     nodes = torch.tensor([[3, -1], [2, 5]], dtype=torch.int32)

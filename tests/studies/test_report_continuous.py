@@ -16,11 +16,29 @@ from specvis.decoding.methods import parse_method
 from specvis.pipelines.mar import MARPair
 from specvis.studies import continuous
 from specvis.studies.base import write_report
-from specvis.studies.continuous import (FULL, QUICK, ContinuousReport, ContinuousRun, ContinuousStudy, DeduplicatedMAR,
-                                        TokenTiming, against_parallel, fidelity, share, speed)
+from specvis.studies.continuous import (
+    FULL,
+    QUICK,
+    ContinuousReport,
+    ContinuousRun,
+    ContinuousStudy,
+    DeduplicatedMAR,
+    TokenTiming,
+    against_parallel,
+    fidelity,
+    share,
+    speed,
+)
 from specvis.studies.cspd import ITEMS, draw_sets, eq_35, fidelity_rows, speedup_by_forwards
-from specvis.studies.distances import (DISTANCES, SampleDistance, chance_distances, compare, energy_distance, joint,
-                                       sliced_distance)
+from specvis.studies.distances import (
+    DISTANCES,
+    SampleDistance,
+    chance_distances,
+    compare,
+    energy_distance,
+    joint,
+    sliced_distance,
+)
 
 from .test_quality import NETWORK
 

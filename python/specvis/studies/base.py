@@ -102,7 +102,7 @@ class Scope:
 
 @dataclass
 class Report:
-    """What the items look at, and the sections that they have written. A subclass has a `row` and a `cover`."""
+    """What the items look at, and the sections that they have written. A subclass writes the `cover`."""
 
     study: Study
     scope: Scope
@@ -115,10 +115,6 @@ class Report:
         if name not in self.results:
             self.results[name] = make()
         return self.results[name]
-
-    def row(self, run: Run) -> dict:
-        """The usual columns."""
-        raise NotImplementedError
 
     def cover(self, command: str, origin: str) -> str:
         """The first page: what was run, and a line for each trend."""
@@ -141,7 +137,7 @@ class Item:
     jobs: Callable[[Scope], Iterable]
     write: Callable[[Report, Section], None]
     quick: bool         # a quick report has it too
-    uses_network: bool  # its jobs do not, but its section needs the network of quality.py
+    uses_network: bool  # of quality.py
 
 
 def item(registry: dict[str, Item], name: str, title: str, jobs: Callable[[Scope], Iterable], *, quick: bool = True,
@@ -174,7 +170,7 @@ def write_report(report: Report, items: list[Item], *, command: str, whole: bool
     """
     study, out = report.study, report.out
     if any(item.uses_network for item in items):
-        study.network  # a package that is missing is told before hours of work
+        _ = study.network  # a package that is missing is told before hours of work
     study.compute([job for item in items for job in item.jobs(report.scope)])
     origin = "; ".join(study.origins)
     with tqdm(items, desc="writing", disable=None) as bar:

@@ -83,7 +83,7 @@ class ResultCache:
                 if bar.disable:
                     left = (time.perf_counter() - start) / done * (sum(costs) - done) if done else None
                     click.echo(text + ("" if left is None else f", {left / 60:.0f} min left"), err=True)
-                self.make(job, lambda share: bar.update(cost * share))
+                self.make(job, lambda share, cost=cost: bar.update(cost * share))
                 done += cost
 
 

@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..decoding.continuous import (ContinuousDecoded, ContinuousSampling, GuidedMAR, KnownTokens, Progress,
-                                   continuous_decode)
+from ..decoding.continuous import (
+    ContinuousDecoded,
+    ContinuousSampling,
+    GuidedMAR,
+    KnownTokens,
+    Progress,
+    continuous_decode,
+)
 from ..decoding.methods import ContinuousMethod, parse_method
 from ..models.mar import MAR
 from ..pipelines.mar import MARPair
@@ -411,6 +417,7 @@ class ContinuousReport(Report):
         return draft / target
 
     def row(self, run: ContinuousRun) -> dict:
+        """The usual columns."""
         pictures, method = self.study.pictures(run), run.method
         alpha, half = pictures.alpha
         decoded = pictures.decoded

@@ -11,8 +11,22 @@ import torch
 from ..decoding.methods import parse_method
 from . import papers
 from .base import Item, decided, item
-from .continuous import (FAMILIES, JOINT_TOKENS, MIN_SECONDS, ContinuousReport, ContinuousRun, ContinuousScope,
-                         ContinuousStudy, Draws, Job, TokenTiming, against_parallel, differs, fidelity, half_interval)
+from .continuous import (
+    FAMILIES,
+    JOINT_TOKENS,
+    MIN_SECONDS,
+    ContinuousReport,
+    ContinuousRun,
+    ContinuousScope,
+    ContinuousStudy,
+    Draws,
+    Job,
+    TokenTiming,
+    against_parallel,
+    differs,
+    fidelity,
+    half_interval,
+)
 from .distances import DISTANCES, SURE, SampleDistance, compare, joint
 from .page import Section, axes, show
 from .quality import kernel_distance

@@ -435,7 +435,7 @@ class DiscreteReport(Report):
         statistic: from a function that gives each run's distance; linear in it. Every run is taken to have the noise
         that the baseline has, of its own.
         """
-        weights = [statistic(lambda other: float(other == run)) for run in runs]
+        weights = [statistic(lambda other, run=run: float(other == run)) for run in runs]
         value = statistic(lambda run: self.quality(run)[name].value)
         return value, self.quality(runs[0])[name].noise * float(np.linalg.norm(weights))
 

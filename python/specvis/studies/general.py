@@ -27,14 +27,14 @@ def families(scope: DiscreteScope) -> dict[str, Callable[[Method], bool]]:
 
 def plot_curves(report: DiscreteReport, runs: list[Run]):
     """A figure of distances and tv_excess over tau: runs of a family as curves, other runs by name."""
-    figure, (three,) = axes(1, 3, 4.6, 3.8)
-    for axis, quality in zip(three, ("Frechet distance", "kernel distance", None)):
-        def point(run):
-            height = report.tv_excess(run) if quality is None else report.quality(run)[quality].value
-            return report.study.pictures(run).tau, height
+    def point(run: Run, distance: str | None) -> tuple[float, float]:
+        height = report.tv_excess(run) if distance is None else report.quality(run)[distance].value
+        return report.study.pictures(run).tau, height
 
-        if quality is not None:
-            score = report.quality(runs[-1])[quality]
+    figure, (three,) = axes(1, 3, 4.6, 3.8)
+    for axis, distance in zip(three, ("Frechet distance", "kernel distance", None)):
+        if distance is not None:
+            score = report.quality(runs[-1])[distance]
             axis.axhspan(score.baseline - score.noise, score.baseline + score.noise, color="gray", alpha=0.25,
                          label="baseline")
         alone = list(runs)
@@ -42,12 +42,13 @@ def plot_curves(report: DiscreteReport, runs: list[Run]):
             those = [run for run in runs if holds(run.method)]
             alone = [run for run in alone if run not in those]
             if those:
-                axis.plot(*zip(*sorted(point(run) for run in those)), "o-", ms=4, lw=1, label=family)
+                axis.plot(*zip(*sorted(point(run, distance) for run in those)), "o-", ms=4, lw=1, label=family)
         for run in alone:
-            axis.plot(*point(run), "k*" if run.method.lossless else "kx", ms=6)
-            axis.annotate(run.method.label, point(run), fontsize=6, xytext=(3, 3), textcoords="offset points")
+            axis.plot(*point(run, distance), "k*" if run.method.lossless else "kx", ms=6)
+            axis.annotate(run.method.label, point(run, distance), fontsize=6, xytext=(3, 3),
+                          textcoords="offset points")
         axis.set(xlabel="tau: tokens per target forward",
-                 ylabel=quality or "tv_excess: added total variation per token")
+                 ylabel=distance or "tv_excess: added total variation per token")
     figure.legend(*three[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     return figure
 

