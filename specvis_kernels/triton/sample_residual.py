@@ -3,8 +3,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ._rows import (EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, block, draw, draw_threshold, load_mass, residual_mass,
-                    to_fixed_point)
+from ._rows import (
+    EMPTY_RESIDUAL,
+    INVALID_ROW,
+    INVALID_RULE,
+    block,
+    draw,
+    draw_threshold,
+    load_mass,
+    residual_mass,
+    to_fixed_point,
+)
 
 
 @triton.jit

@@ -8,8 +8,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ._rows import (EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, block, draw, kept_prefix, load_mass,
-                    residual_mass, to_fixed_point)
+from ._rows import (
+    EMPTY_RESIDUAL,
+    INVALID_ROW,
+    INVALID_RULE,
+    INVALID_TREE,
+    block,
+    draw,
+    kept_prefix,
+    load_mass,
+    residual_mass,
+    to_fixed_point,
+)
 
 
 @triton.jit

@@ -5,11 +5,31 @@ import math
 import pytest
 import torch
 
-from specvis.decoding.bounds import (chain_bound, level_law, level_tv, omega_schedule, optimal_residual, scaled,
-                                     schedule_mu, vanilla_residual)
+from specvis.decoding.bounds import (
+    chain_bound,
+    level_law,
+    level_tv,
+    omega_schedule,
+    optimal_residual,
+    scaled,
+    schedule_mu,
+    vanilla_residual,
+)
 from specvis_kernels import backends, neighborhood_sum, verify_tree
-from tests.decoding.theory import (compensation, expected_length, neighborhood, omega_residual, output_law, point_mass,
-                                   relaxed_residual, tables, target_law, total_variation, tv_bound, vanilla)
+from tests.decoding.theory import (
+    compensation,
+    expected_length,
+    neighborhood,
+    omega_residual,
+    output_law,
+    point_mass,
+    relaxed_residual,
+    tables,
+    target_law,
+    total_variation,
+    tv_bound,
+    vanilla,
+)
 from tests.kernels.inputs import DEVICE
 
 V, L, DRAWS = 5, 3, 40_000

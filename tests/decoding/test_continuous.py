@@ -12,11 +12,25 @@ import torch
 from torch import nn
 
 from specvis.decoding import continuous
-from specvis.decoding.continuous import (ContinuousSampling, KnownTokens, continuous_decode, mask_lengths,
-                                         parallel_decode)
+from specvis.decoding.continuous import (
+    ContinuousSampling,
+    KnownTokens,
+    continuous_decode,
+    mask_lengths,
+    parallel_decode,
+)
 from specvis.decoding.methods import CONTINUOUS, method, parameters_of, parse_method
-from specvis.decoding.sampling import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normals,
-                                       philox_uniforms)
+from specvis.decoding.sampling import (
+    ACCEPT,
+    FRESH,
+    NOISE,
+    ORDER,
+    REDRAW,
+    REDRAW_NOISE,
+    UNALIGNED,
+    philox_normals,
+    philox_uniforms,
+)
 from specvis.models.diffloss import cosine_alpha_bar
 from specvis.models.mar import MAR, TINY, MARConfig
 from specvis.models.words import UnknownWords
@@ -170,7 +184,7 @@ def test_every_turn_of_redraws_has_numbers_of_its_own(monkeypatch):
     for name in ("philox_normals", "philox_uniforms"):
         numbers = getattr(continuous, name)
         with monkeypatch.context() as patched:
-            patched.setattr(continuous, name, lambda *args: numbers(*args[:4]))
+            patched.setattr(continuous, name, lambda *args, numbers=numbers: numbers(*args[:4]))
             repeated = compare("cspd-path:gamma=2")[1]
         assert (repeated.tokens != decoded.tokens).any(2).float().mean() > 0.05
 
@@ -511,7 +525,7 @@ def test_the_last_step_is_accepted_or_redrawn(variant, sign, redraw_temperature,
         p = target.sample(noise if aligned == "true" else philox_normals(seeds, UNALIGNED, position, 3)[:, 0, :, None])
         q = drafter.sample(noise)
 
-        def log_r(x, temperature):
+        def log_r(x, temperature, p=p, q=q):
             distances = [((x - s.mean) / s.log_sigma.exp() / temperature).double() for s in (p, q)]
             last_step = q.log_sigma - p.log_sigma + (distances[1] ** 2 - distances[0] ** 2) / 2
             return sign * (q.log_sigma_sum - p.log_sigma_sum) + last_step.sum(1)

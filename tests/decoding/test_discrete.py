@@ -337,7 +337,10 @@ def test_the_distribution_test_rejects_siblings_verified_by_the_unmodified_targe
     m = method("eagle2", depth=1, width=3, nodes=4)
     assert abs(far_from_target(minute, m, {"guidance": 2.0})) < 4.5
     right = specvis.decoding.discrete.verify_tree
-    wrong = lambda probs, tokens, *a, **k: (unmodified_target if tokens.shape[1] > 1 else right)(probs, tokens, *a, **k)
+
+    def wrong(probs, tokens, *rest, **options):
+        return (unmodified_target if tokens.shape[1] > 1 else right)(probs, tokens, *rest, **options)
+
     monkeypatch.setattr(specvis.decoding.discrete, "verify_tree", wrong)
     assert far_from_target(minute, m, {"guidance": 2.0}) > 10
 

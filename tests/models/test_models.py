@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specvis.pipelines.checkpoint import CheckpointError, load_weights, read_weights
+from specvis.decoding.sampling import ACCEPT, DRAFT, philox_uniforms
 from specvis.models.eagle import EagleHead
 from specvis.models.layers import grid_rotations
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config, condition_mask, text_config
 from specvis.models.vq import VQ, VQConfig
 from specvis.models.words import UnknownWords, Words
+from specvis.pipelines.checkpoint import CheckpointError, load_weights, read_weights
 from specvis.pipelines.discrete import Pipeline
-from specvis.decoding.sampling import ACCEPT, DRAFT, philox_uniforms
 
 MILLIONS = {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "XXXL": 3893, "1B": 1200, "3B": 3097, "7B": 6615}
 

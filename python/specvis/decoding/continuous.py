@@ -18,8 +18,7 @@ from specvis_kernels import OUT_OF_TRIES, ResampleGaussianResult, accept_gaussia
 from ..models.diffloss import Denoiser
 from ..models.mar import MAR, linear_guidance
 from .methods import CONTINUOUS, ContinuousMethod, parse_method
-from .sampling import (ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normals,
-                       philox_uniforms)
+from .sampling import ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normals, philox_uniforms
 
 MAX_ROWS = 256       # in one forward of a model, for the memory that it takes
 NUM_FIRST_PATHS = 2  # whole paths that are redrawn side by side at first; twice as many in each turn after it

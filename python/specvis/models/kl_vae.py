@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .vq import AttnBlock, ResBlock, Resample
+from .vq import AttnBlock, Resample, ResBlock
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from specvis_kernels import codebook_neighbors
 
-from .checkpoint import load_weights, read_config
 from ..decoding.discrete import Decoded, Observer, Progress, decode, speculative_decode
 from ..decoding.drafters import EagleDrafter, ModelDrafter
 from ..decoding.methods import Method, parse_method
@@ -20,6 +19,7 @@ from ..models.interface import Drafter
 from ..models.llamagen import GPT, GPTConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
+from .checkpoint import load_weights, read_config
 
 SHIPPED = Path(__file__).parent.parent / "weights"
 PARTS = {"words": "words", "gpt": "gpt", "drafter": "drafter", "tokenizer": "tokenizer"}  # attribute -> file's name

@@ -1,4 +1,4 @@
-"""The continuous models that come with the package: a MAR, a smaller one that drafts, and the tokens that they share."""
+"""The continuous models that come with the package: a MAR, a smaller one that drafts, and the tokens they share."""
 import json
 import math
 from dataclasses import asdict, dataclass, replace
@@ -9,8 +9,15 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..decoding.continuous import (ContinuousDecoded, ContinuousSampling, KnownTokens, Progress, continuous_decode,
-                                   continuous_method, mask_lengths)
+from ..decoding.continuous import (
+    ContinuousDecoded,
+    ContinuousSampling,
+    KnownTokens,
+    Progress,
+    continuous_decode,
+    continuous_method,
+    mask_lengths,
+)
 from ..decoding.methods import ContinuousMethod
 from ..models.mar import MAR, TINY, MARConfig
 from ..models.vq import VQ, VQConfig
