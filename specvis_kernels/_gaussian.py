@@ -74,14 +74,14 @@ def distance_factor(temperature: Tensor | None, tokens: Tensor) -> tuple[Tensor,
     """What a squared distance is multiplied by: 1 / (2 temperature^2).
 
     Returns:
-        factor:   (B,) float64  of temperature 1 where the temperature is refused
-        refused:  (B,) bool     the temperature is not positive or not finite
+        factor:        (B,) float64  of temperature 1 where the temperature is undefined
+        is_undefined:  (B,) bool     the temperature is not positive or not finite
     """
     if temperature is None:
         temperature = tokens.new_ones(tokens.shape[0])
-    refused = ~((temperature > 0) & (temperature < torch.inf))
-    temperature = torch.where(refused, 1.0, temperature).double()
-    return 0.5 / (temperature * temperature), refused
+    is_undefined = ~((temperature > 0) & (temperature < torch.inf))
+    temperature = torch.where(is_undefined, 1.0, temperature).double()
+    return 0.5 / (temperature * temperature), is_undefined
 
 
 def last_step_log_ratio(x: Tensor, target_means: Tensor, target_log_sigmas: Tensor, draft_means: Tensor,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 FIXED_BITS = 42
 FIXED_ONE = 2.0 ** FIXED_BITS
-LARGEST = 2.0        # an entry above this is no probability, whatever its rounding
-CEILING = 2.0 ** 62  # where a threshold saturates: no row's total is larger
+LARGEST = 2.0              # an entry above this is no probability, whatever its rounding
+MAX_THRESHOLD = 2.0 ** 62  # where a threshold saturates: no row's total is larger
 
 
 def to_fixed_point(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def draw(mass: Tensor, total: Tensor, uniforms: Tensor) -> Tensor:
 
     The token is the smallest v whose running sum of mass exceeds floor(uniform * total).
     """
-    target_sum = (uniforms.double() * total.double()).floor()
-    target_sum = torch.where(target_sum > 0, target_sum, 0.0)  # a NaN counts as 0
-    target_sum = torch.where(target_sum < total.double(), target_sum.to(torch.int64), total - 1)
-    return (mass.cumsum(-1) <= target_sum.unsqueeze(-1)).sum(-1).clamp(max=mass.shape[-1] - 1)
+    threshold = (uniforms.double() * total.double()).floor()
+    threshold = torch.where(threshold > 0, threshold, 0.0)  # a NaN counts as 0
+    threshold = torch.where(threshold < total.double(), threshold.to(torch.int64), total - 1)
+    return (mass.cumsum(-1) <= threshold.unsqueeze(-1)).sum(-1).clamp(max=mass.shape[-1] - 1)

@@ -104,7 +104,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
 
 def _oracle(tokens, log_ratio, uniforms, target_means, target_log_sigmas, draft_means, draft_log_sigmas,
             temperature, num_drafted, truncate):
-    factor, refused = distance_factor(temperature, tokens)
+    factor, is_undefined = distance_factor(temperature, tokens)
     log_r = log_ratio.double()
     if target_means is not None:
         log_r = log_r + last_step_log_ratio(tokens, target_means, target_log_sigmas, draft_means, draft_log_sigmas,
@@ -116,7 +116,7 @@ def _oracle(tokens, log_ratio, uniforms, target_means, target_log_sigmas, draft_
         is_drafted = torch.arange(is_drafted.shape[1], device=is_drafted.device) < num_drafted.unsqueeze(1)
     is_finite = log_r.isfinite() & uniforms.isfinite() & tokens.isfinite().all(-1)
     is_valid = (is_finite | ~is_drafted).all(1)
-    is_tested = is_drafted & (is_valid & ~refused).unsqueeze(1)
+    is_tested = is_drafted & (is_valid & ~is_undefined).unsqueeze(1)
 
     is_accepted = is_tested & (uniforms.double() < exp(log_r.double()))
     is_rejected = is_tested & ~is_accepted
@@ -124,7 +124,7 @@ def _oracle(tokens, log_ratio, uniforms, target_means, target_log_sigmas, draft_
         rejections = is_rejected.cumsum(1)
         is_accepted = is_accepted & (rejections == 0)
         is_rejected = is_rejected & (rejections == 1)
-    status = torch.where(is_valid, 0, INVALID_ROW) | torch.where(refused, INVALID_RULE, 0)
+    status = torch.where(is_valid, 0, INVALID_ROW) | torch.where(is_undefined, INVALID_RULE, 0)
     return is_accepted.sum(1).int(), is_accepted, is_rejected, torch.where(is_tested, log_r, 0.0), status.int()
 
 

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define
-from ._numbers import CEILING, FIXED_BITS, FIXED_ONE, to_fixed_point
+from ._numbers import FIXED_BITS, FIXED_ONE, MAX_THRESHOLD, to_fixed_point
 
 CUTOFFS = ("tvd", "ratio", "jsd")
 
 
 class NeighborhoodSumResult(NamedTuple):
-    """What `neighborhood_sum` returns; its docstring says what the fields hold."""
-    relaxed_mass: Tensor
-    num_neighbors: Tensor
-    status: Tensor
+    """What `neighborhood_sum` returns. Its docstring explains the fields."""
+    relaxed_mass: Tensor   # (R,) float32
+    num_neighbors: Tensor  # (R,) int32
+    status: Tensor         # (R,) int32
 
 
 def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, *, cutoff: str = "tvd",
@@ -58,6 +58,8 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
             offset + C > V
 
     Example:
+        >>> import torch
+        >>> from specvis_kernels import neighborhood_sum
         >>> probs = torch.tensor([[0.5, 0.25, 0.125, 0.125]])
         >>> neighbors = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]], dtype=torch.int32)
         >>> result = neighborhood_sum(probs, torch.tensor([0]), neighbors, torch.tensor([0.375]))
@@ -70,7 +72,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
     check_neighbors(neighbors, cutoff, offset, V, like=probs)
     check("delta", delta, torch.float32, like=probs, R=R)
     tensors = [t.contiguous() for t in (probs, tokens, neighbors, delta)]
-    return NeighborhoodSumResult(*_call(backend, *tensors, cutoff, offset))
+    return _call(backend, *tensors, cutoff, offset)
 
 
 def check_neighbors(neighbors: Tensor, cutoff: str, offset: int, V: int, like: Tensor) -> None:
@@ -85,8 +87,8 @@ def check_neighbors(neighbors: Tensor, cutoff: str, offset: int, V: int, like: T
         raise ValueError(f"offset must be in [0, V - C] = [0, {V - C}], got {offset} with V={V}, C={C}")
 
 
-def kept_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, cutoff: str,
-                offset: int, num_considered: int) -> tuple[Tensor, Tensor, Tensor]:
+def neighbor_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, cutoff: str,
+                    offset: int, num_considered: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which of the first `num_considered` neighbors the cutoff allows. For oracles.
 
     mass (..., V) int64, total, tokens (in [0, V)) and delta (...) -> neighbor_mass, the sum over the neighbors
@@ -106,7 +108,7 @@ def kept_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tensor, 
         fits = _jsd(sums.double() / total.double(), token_mass.double() / total.double()) <= delta
     else:
         threshold = delta * (total if cutoff == "tvd" else token_mass).double()
-        threshold = torch.where(threshold < CEILING, threshold, CEILING).to(torch.int64)
+        threshold = torch.where(threshold < MAX_THRESHOLD, threshold, MAX_THRESHOLD).to(torch.int64)
         fits = sums <= threshold
     kept = (fits & in_codebook & (delta >= 0)).long().cumprod(-1)
     return (each_mass * kept).sum(-1), kept.sum(-1), ids
@@ -126,7 +128,7 @@ def _oracle(probs, tokens, neighbors, delta, cutoff, offset):
     in_vocabulary = (tokens >= 0) & (tokens < V)
     tokens = tokens.clamp(0, V - 1)
     total = torch.full_like(tokens, 1 << FIXED_BITS)  # delta is held against 1, not against the row's rounded sum
-    neighbor_mass, num_neighbors, _ = kept_prefix(
+    neighbor_mass, num_neighbors, _ = neighbor_prefix(
         fixed_probs, total, tokens, neighbors, delta, cutoff, offset, neighbors.shape[1])
     token_mass = fixed_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     relaxed_mass = (token_mass + neighbor_mass).float() / FIXED_ONE
@@ -143,4 +145,4 @@ def _meta(probs, tokens, neighbors, delta, cutoff, offset):
 _call = define(
     "neighborhood_sum(Tensor probs, Tensor tokens, Tensor neighbors, Tensor delta, str cutoff, SymInt offset)"
     " -> (Tensor relaxed_mass, Tensor num_neighbors, Tensor status)",
-    oracle=_oracle, meta=_meta)
+    oracle=_oracle, meta=_meta, result=NeighborhoodSumResult)

@@ -100,7 +100,7 @@ def resample_gaussian(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, 
 
 def _oracle(tokens, is_accepted, is_rejected, proposals, log_ratio, uniforms, fallback, target_means,
             target_log_sigmas, draft_means, draft_log_sigmas, temperature):
-    factor, refused = distance_factor(temperature, tokens)
+    factor, is_undefined = distance_factor(temperature, tokens)
     M = uniforms.shape[2]
     if target_means is None:
         x, log_r = proposals, log_ratio
@@ -118,15 +118,15 @@ def _oracle(tokens, is_accepted, is_rejected, proposals, log_ratio, uniforms, fa
     index = last.clamp(max=M - 1).unsqueeze(2)
     proposed = x.gather(2, index.unsqueeze(3).expand(-1, -1, 1, x.shape[3])).squeeze(2)
 
-    refused = is_rejected & refused.unsqueeze(1)
-    is_resampled = is_rejected & ~refused
+    is_undefined = is_rejected & is_undefined.unsqueeze(1)
+    is_resampled = is_rejected & ~is_undefined
     out_of_tries = is_resampled & (last == M)
     chosen = torch.where(is_resampled.unsqueeze(2), proposed, tokens)
     chosen = torch.where(out_of_tries.unsqueeze(2), fallback, chosen)
     try_is_valid = try_is_valid.gather(2, index).squeeze(2) | out_of_tries | ~is_resampled
     is_valid = try_is_valid & chosen.isfinite().all(-1)
     has_token = is_resampled | is_accepted & ~is_rejected
-    status = (torch.where(has_token & ~is_valid, INVALID_ROW, 0) | torch.where(refused, INVALID_RULE, 0)
+    status = (torch.where(has_token & ~is_valid, INVALID_ROW, 0) | torch.where(is_undefined, INVALID_RULE, 0)
               | torch.where(out_of_tries, OUT_OF_TRIES, 0))
     num_tries = torch.where(is_resampled, (last + 1).clamp(max=M), 0)
     return torch.where((has_token & is_valid).unsqueeze(2), chosen, 0.0), num_tries.int(), status.int()

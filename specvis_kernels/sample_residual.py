@@ -9,9 +9,9 @@ from ._numbers import FIXED_ONE, draw, to_fixed_point
 
 
 class SampleResidualResult(NamedTuple):
-    """What `sample_residual` returns; its docstring says what the fields hold."""
-    tokens: Tensor
-    status: Tensor
+    """What `sample_residual` returns. Its docstring explains the fields."""
+    tokens: Tensor  # (R,) int64
+    status: Tensor  # (R,) int32
 
 
 def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor, *,
@@ -45,6 +45,8 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
         ValueError: an argument's dtype, shape or device differs from the above, or V is 0
 
     Example:
+        >>> import torch
+        >>> from specvis_kernels import sample_residual
         >>> P, Q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
         >>> sample_residual(P, Q, torch.tensor([0.9])).tokens  # of P - Q only token 0 is positive
         tensor([0])
@@ -61,7 +63,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
     if omega is not None:
         check("omega", omega, torch.float32, like=target_probs, R=R)
     tensors = [None if t is None else t.contiguous() for t in (target_probs, draft_probs, uniforms, omega)]
-    return SampleResidualResult(*_call(backend, *tensors))
+    return _call(backend, *tensors)
 
 
 def _oracle(target_probs, draft_probs, uniforms, omega):
@@ -93,4 +95,4 @@ def _meta(target_probs, draft_probs, uniforms, omega):
 _call = define(
     "sample_residual(Tensor target_probs, Tensor? draft_probs, Tensor uniforms, Tensor? omega)"
     " -> (Tensor tokens, Tensor status)",
-    oracle=_oracle, meta=_meta)
+    oracle=_oracle, meta=_meta, result=SampleResidualResult)

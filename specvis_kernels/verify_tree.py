@@ -6,18 +6,18 @@ from torch import Tensor
 
 from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, check, check_count, check_dims, define
 from ._numbers import FIXED_ONE, draw, to_fixed_point
-from .neighborhood_sum import check_neighbors, kept_prefix
+from .neighborhood_sum import check_neighbors, neighbor_prefix
 
 RESIDUALS = ("optimal", "relaxed", "released")
 
 
 class VerifyResult(NamedTuple):
-    """What `verify_tree` returns; its docstring says what the fields hold."""
-    accepted_nodes: Tensor
-    num_accepted: Tensor
-    next_token: Tensor
-    tv_excess: Tensor
-    status: Tensor
+    """What `verify_tree` returns. Its docstring explains the fields."""
+    accepted_nodes: Tensor  # (B, P) int32
+    num_accepted: Tensor    # (B,)   int32
+    next_token: Tensor      # (B,)   int64
+    tv_excess: Tensor       # (B,)   float32
+    status: Tensor          # (B,)   int32
 
 
 def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
@@ -52,7 +52,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     docs/verification.md states this rule as Python that can be run. It also says which options keep the target's
     distribution: for instance omega at most 1 with no neighbors and the optimal residual.
 
-    A greedy request looks at no draft row, uniform or omega. Each child is judged on its own: it is accepted if its
+    A greedy request looks at no draft row, uniform or omega. Each child is verified by itself: it is accepted if its
     token is the argmax of its parent's row, after the token's entry has been raised to the relaxed mass. The lowest
     id wins a tie. The deepest path on which every node is accepted is taken, down to max_depth; of several, the one
     whose end has the lowest node number. The argmax of the row at its end follows.
@@ -107,6 +107,8 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
             comes without draft_row or neighbors without delta, or "released" with a single column
 
     Example:
+        >>> import torch
+        >>> from specvis_kernels import tree_links, verify_tree
         >>> row = [0.5, 0.25, 0.125, 0.125]
         >>> target_probs = torch.tensor([[row, row, row]])  # a root and its two children, tokens 0 and 1
         >>> links = tree_links(torch.tensor([[-1, 0, 0]], dtype=torch.int32))
@@ -150,8 +152,8 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         check("greedy", greedy, torch.bool, like=like, B=B)
     tensors = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
                omega, greedy)
-    return VerifyResult(*_call(backend, *[None if t is None else t.contiguous() for t in tensors],
-                               cutoff, offset, residual, max_depth))
+    return _call(backend, *[None if t is None else t.contiguous() for t in tensors],
+                 cutoff, offset, residual, max_depth)
 
 
 def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
@@ -239,7 +241,7 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
         ids = token.new_empty(B, 0)
         if neighbors is not None:
             num_considered = neighbors.shape[1] - (residual == "released")
-            neighbor_mass, num_kept, ids = kept_prefix(
+            neighbor_mass, num_kept, ids = neighbor_prefix(
                 at.mass, at.total, token, neighbors, delta, cutoff, offset, num_considered)
         relaxed_mass = token_mass + neighbor_mass
 
@@ -337,7 +339,7 @@ def _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, d
         relaxed_mass = mass.gather(1, tokens)  # (B, N): of every token, were it node n's child
         if neighbors is not None:
             num_considered = neighbors.shape[1] - (residual == "released")
-            relaxed_mass = relaxed_mass + kept_prefix(
+            relaxed_mass = relaxed_mass + neighbor_prefix(
                 mass.unsqueeze(1).expand(B, N, V), total.unsqueeze(1), tokens, neighbors, delta.unsqueeze(1), cutoff,
                 offset, num_considered)[0]
         is_best = ((tokens == argmax) | (relaxed_mass > max_mass)
@@ -384,4 +386,4 @@ _call = define(
     " Tensor uniforms, Tensor? draft_probs, Tensor? draft_row, Tensor? neighbors, Tensor? delta,"
     " Tensor? omega, Tensor? greedy, str cutoff, SymInt offset, str residual, SymInt max_depth)"
     " -> (Tensor accepted_nodes, Tensor num_accepted, Tensor next_token, Tensor tv_excess, Tensor status)",
-    oracle=_oracle, meta=_meta)
+    oracle=_oracle, meta=_meta, result=VerifyResult)

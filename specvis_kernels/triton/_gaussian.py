@@ -45,7 +45,7 @@ def exp64(x):
 
 @triton.jit
 def distance_factor(temperature, b):
-    """1 / (2 temperature^2) of request b, and INVALID_RULE or 0. A temperature that is refused counts as 1."""
+    """1 / (2 temperature^2) of request b, and INVALID_RULE or 0. An undefined temperature counts as 1."""
     factor = 0.5
     status_bits = 0
     if temperature is not None:

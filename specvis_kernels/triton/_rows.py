@@ -5,7 +5,7 @@ import triton.language as tl
 
 FIXED_ONE = tl.constexpr(2.0 ** 42)
 FIXED_UNIT = tl.constexpr(2.0 ** -42)
-CEILING = tl.constexpr(2.0 ** 62)
+MAX_THRESHOLD = tl.constexpr(2.0 ** 62)
 EMPTY_RESIDUAL = tl.constexpr(1)  # the status bits of specvis_kernels/_dispatch.py
 INVALID_ROW = tl.constexpr(2)
 INVALID_TREE = tl.constexpr(4)
@@ -62,8 +62,8 @@ def jsd(neighbor_mass, token_mass):
 
 
 @triton.jit
-def kept_prefix(row, V, neighbors, C, num_columns, num_considered, offset, token, token_mass, total, delta,
-                CUTOFF: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_K: tl.constexpr):
+def neighbor_prefix(row, V, neighbors, C, num_columns, num_considered, offset, token, token_mass, total, delta,
+                    CUTOFF: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_K: tl.constexpr):
     """Which of the token's first `num_considered` neighbors the cutoff allows: their mass, and how many."""
     token_prob = token_mass.to(tl.float64) / total.to(tl.float64)
     bound = delta.to(tl.float64)
@@ -72,7 +72,7 @@ def kept_prefix(row, V, neighbors, C, num_columns, num_considered, offset, token
     if CUTOFF == "ratio":
         bound *= token_mass.to(tl.float64)
     bound = tl.where(delta >= 0.0, bound, 0.0)
-    threshold = tl.where(bound < CEILING, bound, CEILING).to(tl.int64)
+    threshold = tl.where(bound < MAX_THRESHOLD, bound, MAX_THRESHOLD).to(tl.int64)
 
     code = token - offset
     active = (delta >= 0.0) & (code >= 0) & (code < C) & (num_considered > 0)

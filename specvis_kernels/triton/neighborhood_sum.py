@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._rows import FIXED_ONE, FIXED_UNIT, INVALID_ROW, INVALID_TREE, block, kept_prefix, load_mass, to_fixed_point
+from ._rows import FIXED_ONE, FIXED_UNIT, INVALID_ROW, INVALID_TREE, block, load_mass, neighbor_prefix, to_fixed_point
 
 
 @triton.jit(do_not_specialize=["C", "num_columns", "offset"])
@@ -22,8 +22,9 @@ def neighborhood_sum_kernel(
     token = tl.where(in_vocabulary, token, 0)
     token_mass = load_mass(row, token, in_vocabulary, True)
     total = tl.full([], FIXED_ONE, tl.float64).to(tl.int64)  # delta is held against 1, not the row's rounded sum
-    neighbor_mass, num_kept = kept_prefix(row, V, neighbors, C, num_columns, num_columns, offset, token, token_mass,
-                                          total, tl.load(delta + r), CUTOFF, True, BLOCK_K)
+    neighbor_mass, num_kept = neighbor_prefix(
+        row, V, neighbors, C, num_columns, num_columns, offset, token, token_mass, total, tl.load(delta + r), CUTOFF,
+        True, BLOCK_K)
     ok = is_valid & in_vocabulary
     tl.store(relaxed_mass + r, tl.where(ok, (token_mass + neighbor_mass).to(tl.float32) * FIXED_UNIT, 0.0))
     tl.store(num_neighbors + r, tl.where(ok, num_kept, 0))

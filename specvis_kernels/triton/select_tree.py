@@ -36,10 +36,10 @@ def select_tree_kernel(
     is_kept = is_above | (is_tie & (tl.cumsum(is_tie.to(tl.int32), axis=0) <= max_ties))
     node = tl.where(is_kept, tl.cumsum(is_kept.to(tl.int32), axis=0), -2)
 
-    candidate = tl.load(parents + b * M + m, mask=m < M, other=-2)
-    is_before = (candidate >= 0) & (candidate < m)
-    parent = tl.where(is_before, tl.gather(node, tl.where(is_before, candidate, 0), axis=0), -2)
-    parent = tl.where(candidate == -1, 0, parent)
+    parent_candidate = tl.load(parents + b * M + m, mask=m < M, other=-2)
+    is_before = (parent_candidate >= 0) & (parent_candidate < m)
+    parent = tl.where(is_before, tl.gather(node, tl.where(is_before, parent_candidate, 0), axis=0), -2)
+    parent = tl.where(parent_candidate == -1, 0, parent)
     is_valid = parent >= 0
     token = tl.load(tokens + b * M + m, mask=is_kept & is_valid, other=0)
     tl.store(node_tokens + b * N + node, token, mask=is_kept)

@@ -15,8 +15,8 @@ from ._rows import (
     INVALID_TREE,
     block,
     draw,
-    kept_prefix,
     load_mass,
+    neighbor_prefix,
     residual_mass,
     to_fixed_point,
 )
@@ -147,7 +147,7 @@ def verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, dr
                     num_considered = num_columns
                     if RESIDUAL == "released":
                         num_considered = num_columns - 1
-                    neighbor_mass, num_kept = kept_prefix(
+                    neighbor_mass, num_kept = neighbor_prefix(
                         mass, V, neighbors, C, num_columns, num_considered, offset, token, token_mass, total,
                         tl.load(delta), CUTOFF, False, BLOCK_K)
                     relaxed_mass += neighbor_mass
@@ -283,7 +283,7 @@ def verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, de
                     num_considered = num_columns
                     if RESIDUAL == "released":
                         num_considered = num_columns - 1
-                    neighbor_mass, _ = kept_prefix(
+                    neighbor_mass, _ = neighbor_prefix(
                         row, V, neighbors, C, num_columns, num_considered, offset, token, relaxed_mass, total,
                         tl.load(delta), CUTOFF, True, BLOCK_K)
                     relaxed_mass += neighbor_mass

@@ -89,7 +89,7 @@ def test_every_order_has_its_probability(backend, masses, K, cells):
     grid = torch.cartesian_prod(*[(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in cells]).float()
     row = torch.tensor(masses) / sum(masses)
     tokens, num_children, _ = draw_children(row.to(DEVICE).expand(len(grid), 1, -1), grid.unsqueeze(1).to(DEVICE),
-                                     backend=backend)
+                                            backend=backend)
     assert num_children.eq(K).all()
     orders, counts = tokens[:, 0].unique(dim=0, return_counts=True)
     got = {tuple(order): F(n, len(grid)) for order, n in zip(orders.tolist(), counts.tolist())}

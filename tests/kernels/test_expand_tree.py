@@ -49,7 +49,7 @@ def test_two_nodes_by_hand(backend):
 
 @BACKENDS
 def test_ties_between_nodes_go_to_the_smaller_index(backend):
-    """2 ln 1/2 rounds to exactly ln 1/4: children 1, 3 and 4 tie for two places."""
+    """2 ln 1/2 rounds to exactly ln 1/4: children 1, 3 and 4 tie for two slots."""
     frontier = one_level([[1/2, 1/4, 1/4, 0], [1/2, 1/2, 0, 0]], [0.0, log(1/2)], backend=backend)[2]
     assert frontier == [0, 1, 2]
     frontier = one_level([[1/2, 1/4, 1/8, 1/8], [1/2, 1/2, 0, 0]], [0.0, log(1/2)], backend=backend)[2]

@@ -184,7 +184,7 @@ def test_the_negative_control_is_right_with_a_single_draft():
 
 @each_backend
 def test_every_node_of_a_path_is_followed_by_its_own_row(backend):
-    """A tree of depth 3 with a row for every node: once the walk visits it, the next token has that row."""
+    """A tree of depth 3 with a row for every node: once it is visited, the next token has that row."""
     parents = [-1, 0, 0, 1, 1, 3]
     tokens = [0, 0, 1, 2, 0, 1]
     rows = [normalized(counts) for counts in (
@@ -335,7 +335,7 @@ def test_random_trees_by_chi_square(siblings, sampled, omega):
         deep = num_accepted > 0
         second += histogram(emitted[deep, 0] * V + emitted[deep, 1], V, V)
         control += histogram(broken(target[root[:, 0]], children, draft[root[:, 0]] if sampled else None,
-                                uniforms[:, :m + 1]), 1, V)
+                                    uniforms[:, :m + 1]), 1, V)
     assert p_value(first, target[:1]) > ACCEPT_ABOVE
     enough = (second.sum(1, keepdim=True) * target).min(1).values > 5
     assert enough.any() and p_value(second[enough], target[enough]) > ACCEPT_ABOVE

@@ -88,7 +88,7 @@ def test_a_token_without_mass_is_never_accepted_nor_drawn(backend):
 ])
 def test_sampled_children(backend, uniforms, accepted_nodes, token):
     got = verify(backend, [[0.375, 0.0, 0.5, 0.125]], [0, 1, 0], [-1, 0, 0], uniforms,
-               draft=[[0.25, 0.5, 0.125, 0.125]])
+                 draft=[[0.25, 0.5, 0.125, 0.125]])
     assert got == (accepted_nodes, token, 0.0, 0)
 
 
@@ -269,7 +269,7 @@ def test_residuals_of_a_point_mass(backend, residual, neighbors, delta, masses):
     for i in range(total):
         token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
         got = verify(backend, [ROW], [9, 2], [-1, 0], [(i + 0.5) / total, 0.99], neighbors=neighbors, delta=delta,
-                   residual=residual)
+                     residual=residual)
         assert got[:2] == ([], token) and got[3] == 0
 
 
@@ -456,7 +456,7 @@ def test_bad_rows(backend, bad):
 def test_bad_links_are_reported_and_not_followed(backend, first_child, next_sibling, accepted_nodes, greedy):
     """Node 1 would be accepted, nodes 2 and 3 are not (their token is 3, at 1/8; the argmax is 0)."""
     got = verify(backend, [ROW], [9, 0, 3, 3], None, [0.0, 0.0, 0.9, 0.9], max_depth=3, first_child=first_child,
-               next_sibling=next_sibling, greedy=greedy)
+                 next_sibling=next_sibling, greedy=greedy)
     assert got == (accepted_nodes, 0, 0.0, INVALID_TREE)
 
 
@@ -464,7 +464,7 @@ def test_bad_links_are_reported_and_not_followed(backend, first_child, next_sibl
 def test_there_is_no_node_beyond_the_last(backend):
     """Whatever stands in memory there: a kernel that keeps the row behind its nodes would find token 1."""
     got = verify(backend, [[2.0**-42, 0.5, 0.25, 0.25]], [9, 0, 3, 3], None, [0.99, 0.0, 0.0, 0.0], max_depth=3,
-               first_child=[4, -1, -1, -1], next_sibling=[-1] * 4)
+                 first_child=[4, -1, -1, -1], next_sibling=[-1] * 4)
     assert got == ([], 3, 0.0, INVALID_TREE)
 
 
@@ -578,7 +578,7 @@ def test_greedy_counts_the_tokens_that_are_not_the_argmax(backend):
     ([0, 0, 0, 0, 0, 0, 0], 6, [2, 5, 6]),   # the deepest
     ([0, 0, 0, 0, 0, 0, 0], 2, [1, 3]),      # of depth 2 the first in node order
     ([0, 0, 0, 1, 0, 0, 1], 6, [2, 4]),
-    ([0, 0, 0, 0, 1, 1, 0], 6, [1, 3]),      # an accepted node below a refused one does not count
+    ([0, 0, 0, 0, 1, 1, 0], 6, [1, 3]),      # an accepted node below a rejected one does not count
     ([0, 1, 0, 0, 1, 0, 0], 6, [2, 5, 6]),
     ([0, 1, 1, 0, 0, 0, 0], 6, []),
     ([0, 0, 0, 0, 0, 0, 0], 0, []),
@@ -595,7 +595,7 @@ def test_greedy_takes_the_deepest_path(backend, tokens, max_depth, accepted_node
 def test_greedy_with_bad_rows(backend):
     bad = [0.5, NAN, 0.5, 0.0]
     tree = dict(tokens=[0, 0, 0, 0, 0], parents=[-1, 0, 0, 1, 2], uniforms=[0.0] * 5, greedy=True)
-    # Node 1's children are not accepted; node 2's accepted_nodes is deeper and ends in a good row.
+    # Node 1's children are not accepted; node 2's path is deeper and ends in a good row.
     assert verify(backend, [ROW, bad, ROW, ROW, ROW], **tree) == ([2, 4], 0, 0.0, 0)
     assert verify(backend, [ROW, bad, bad, ROW, ROW], **tree) == ([1], 0, 0.0, INVALID_ROW)
     assert verify(backend, [ROW, ROW, ROW, bad, ROW], **tree) == ([1, 3], 0, 0.0, INVALID_ROW)
