@@ -1,4 +1,4 @@
-"""A picture of continuous tokens: a MAR draws the most tokens last, 256 in 16 target forwards.
+"""A picture of continuous tokens: a MAR draws its 256 tokens in 16 target forwards.
 
     python examples/continuous_picture.py --method mar:num_iter=16
 

@@ -101,7 +101,7 @@ def test_accounts_add_up(tiny, name):
     assert (decoded.num_accepted <= decoded.num_drafted).all() and 0 < decoded.acceptance_rate < 1
     for row, target_forwards in zip(decoded.num_accepted, decoded.target_forwards):
         steps = row[row >= 0]
-        assert len(steps) == target_forwards - 1                       # the first forward reads the condition
+        assert len(steps) == target_forwards - 1                # the first forward reads the condition
         assert 1 + (steps + 1).sum() == L                       # and no draft stands behind the last token
     assert steps_gain(decoded.num_accepted).min() >= 1
 
@@ -119,7 +119,7 @@ def assert_alone_as_together(tiny, prompts, methods, seeds):
             row = back[i] if other is turned else i
             for field in ("tokens", "num_accepted", "num_drafted", "target_forwards", "failed"):
                 assert torch.equal(getattr(alone, field)[0], getattr(other, field)[row]), field
-            for field in ("tv_excess", "tv_bound"):                              # rounded as matrix products are
+            for field in ("tv_excess", "tv_bound"):                        # rounded as matrix products are
                 torch.testing.assert_close(getattr(alone, field)[0], getattr(other, field)[row], equal_nan=True)
 
 

@@ -4,7 +4,7 @@ import platform
 import textwrap
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")      # the profiler that finds memory tells of its starts
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")      # torch's profiler prints no line when it starts
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
 
 import click  # noqa: E402  torch reads the variables when it is first imported

@@ -83,7 +83,7 @@ def given_options(but: tuple[str, ...]) -> list[str]:
 
 
 def takes_files(folder: Path) -> bool:
-    """Tried, not asked: permissions alone do not tell."""
+    """Can files be made in `folder`? It is tried, since its permissions alone do not say so."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
@@ -113,7 +113,7 @@ def writable_folder(path: Path) -> Path:
 
 @contextmanager
 def resumable():
-    """An interruption of work whose runs are saved is no failure."""
+    """Ctrl-C ends the command with a line that says how to go on, since all finished runs are saved."""
     try:
         yield
     except KeyboardInterrupt:

@@ -125,10 +125,14 @@ class Target:
 
 def search(study: DiscreteStudy, target: Target, *, pictures: int, by_seconds: bool,
            rules: list[Method] | None = None) -> tuple[list[Trial], Trial | None]:
-    """All rules on a quarter of the pictures; twice variations of the best, on a half; the best on all.
+    """Try methods in four rounds, each of which starts from the best methods of the rounds before.
+
+    1.    All rules, on a quarter of the pictures.
+    2, 3. The best methods and variations of them, on a half.
+    4.    The best methods, on all pictures. One of these is chosen.
 
     Returns:
-        all trials, each method by its longest, and the chosen one
+        the trial of each method with the most pictures, and the chosen one; None: no method meets the target
     """
     V, has_draft_model = study.pipeline.gpt.config.vocabulary, study.pipeline.draft_model is not None
     methods = [parse_method(text) for text in RULES] if rules is None else rules
@@ -150,7 +154,7 @@ def search(study: DiscreteStudy, target: Target, *, pictures: int, by_seconds: b
 
 
 def nearest(trials: list[Trial], target: Target, count: int) -> list[Trial]:
-    """The best choice now, the most faithful of all, and the trials of the frontier that are nearest to the target."""
+    """At most `count` trials: the choice so far, the most faithful, then the frontier's nearest to the target."""
     edge = frontier(trials)
     chosen = target.choose(trials)
     first = [*([chosen] if chosen else []), edge[0]]  # the last of them keeps a choice possible
@@ -158,7 +162,7 @@ def nearest(trials: list[Trial], target: Target, count: int) -> list[Trial]:
 
 
 def frontier(trials: list[Trial]) -> list[Trial]:
-    """Those that no other is both faster and more faithful than, from slow to fast."""
+    """The trials for which no other is both faster and more faithful, from slow to fast."""
     least, edge = float("inf"), []
     for trial in sorted(trials, key=lambda t: (-t.speed, t.tv_excess_above)):
         if trial.tv_excess_above < least:
@@ -191,7 +195,7 @@ def variations(base: Method) -> Iterator[Method]:
 
 
 def runs_of(m: Method, pictures: int) -> list[Run]:
-    """The run in pieces 4, 4, 8, 16, ..., of which a longer trial uses a shorter one's."""
+    """The pictures in runs of 4, 4, 8, 16, ...: a longer trial begins with the runs of a shorter one."""
     pieces, start = [], 0
     while start < pictures:
         count = min(max(start, 4), pictures - start)

@@ -103,7 +103,7 @@ class ContinuousState:
     def __init__(self, mar: MAR, sampling: ContinuousSampling, known: KnownTokens | None):
         seeds, device, B = sampling.seeds, sampling.seeds.device, len(sampling.seeds)
         L, T, C = mar.config.tokens, len(mar.diffloss.schedule), mar.config.channels
-        self.seeds, self.num_tokens, self.noise_shape = seeds, L, (T, C)
+        self.seeds, self.num_tokens = seeds, L
         self.tokens = torch.zeros(B, L, C, device=device)
         self.start, self.end = 0, L                                           # how many tokens are known before, after
         sort_key = philox_uniforms(seeds, ORDER, 1, L)[:, 0]
@@ -318,8 +318,8 @@ class Step:
     num_drafted: Tensor  # (R,) int32  how many to draft, 1..G
     max_count: int       # the largest of `counts`
     max_drafted: int     # G, the largest of `num_drafted`
-    ranks: Tensor        # (R, n) int64  the places of the n tokens in the order
-    positions: Tensor    # (R, n) int64  their positions
+    ranks: Tensor        # (R, n) int64  which tokens of the order they are
+    positions: Tensor    # (R, n) int64  their positions in the image
     num_unknown: Tensor  # (R, n) int64  how many tokens are unknown after each
     noise: Tensor        # (R, n, T, C)  that both models denoise
 

@@ -100,10 +100,10 @@ def photographs(archive: tarfile.TarFile, characters: dict[str, str]):
 
 
 def sampling_weights_of(categories: list[str], words: list[list[str]]) -> np.ndarray:
-    """(N,) float64 of mean 1, how often each picture is drawn.
+    """How often training draws each picture: (N,) float64 of mean 1.
 
-    People together get PEOPLE_SHARE, each of their names as much, in however many skin tones and sexes it was
-    drawn; the other categories share the rest by the square roots of their sizes.
+    Pictures of people get PEOPLE_SHARE together. Each of their names gets the same, no matter how many skin tones and
+    sexes it comes in. The other categories get the remaining share, in proportion to the square roots of their sizes.
     """
     def subject(w):
         return frozenset(word for word in w if word not in PERSON and not word.startswith("skin-"))
@@ -118,9 +118,9 @@ def sampling_weights_of(categories: list[str], words: list[list[str]]) -> np.nda
 
 
 def hold_out(names: list[str], words: list[list[str]]) -> np.ndarray:
-    """(N,) bool: a seeded choice of names, held out in every style and spelling.
+    """Which pictures are held out: (N,) bool. Names are chosen by a seed, and held out in every style and spelling.
 
-    "deaf-man" and "man-deaf" are one name; and a name with a word that no other name has stays in training.
+    "deaf-man" and "man-deaf" are one name. A name with a word that no other name has is not held out.
     """
     chosen = set(np.random.default_rng(0).choice(sorted(set(names)), HELD_OUT_NAMES, replace=False))
     held_out = {frozenset(w) for name, w in zip(names, words) if name in chosen}

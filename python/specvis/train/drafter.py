@@ -1,4 +1,4 @@
-"""The EAGLE drafter: learns the target's next hidden state, and through it the target's distribution."""
+"""The EAGLE head: it learns to predict the target's next hidden state, and so the target's distribution."""
 import json
 
 import click

@@ -40,7 +40,7 @@ MAR_CURVES = {
 
 
 def curves(runs: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str]]) -> None:
-    """One panel per stage: what its log holds, against steps."""
+    """Draw a panel for each stage: numbers of its log, by step."""
     figure, panels = plt.subplots(1, len(drawn), figsize=(4.25 * len(drawn), 3.5), constrained_layout=True)
     for panel, (stage, (keys, unit)) in zip(panels, drawn.items()):
         lines = [json.loads(line) for line in (runs / stage / "log.jsonl").read_text().splitlines()]
@@ -53,7 +53,7 @@ def curves(runs: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str]]
 
 
 def tiled(rows: list[list[Image.Image]]) -> Image.Image:
-    """Rows of pictures of one size, as one."""
+    """One picture of rows of pictures, which all have the same size."""
     side = rows[0][0].width
     sheet = Image.new("RGB", (side * len(rows[0]), side * len(rows)), "white")
     for y, row in enumerate(rows):
@@ -85,7 +85,7 @@ def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path, guidance: float, num_
 
 
 def write_reference_prompts(path: Path, weights: Path, across: int = 8) -> None:
-    """prompts.json and prompts.png: PROMPTS and names drawn as training draws them, with their pictures."""
+    """Write prompts.json and prompts.png: PROMPTS, and prompts drawn as training draws them, with their pictures."""
     with np.load(path) as data:
         data = dict(data)
     captions = [f"{style} {' '.join(words_of(spelled_out(name, category)))}"

@@ -46,7 +46,7 @@ class Tokens:
         self.chances = torch.exp(-distances / JITTER)
 
     def draw(self, batch: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A training batch: captions (B, S), ids (B, 256), null (B,) bool: whose caption is withheld."""
+        """A training batch: captions (B, S), ids (B, 256), null (B,) bool: which get no caption."""
         rows = self.train[torch.multinomial(self.sampling_weights, batch, replacement=True, generator=generator)]
         null = torch.rand(batch, generator=generator) < NULL_SHARE
         ids = self.ids[rows]
@@ -56,7 +56,7 @@ class Tokens:
 
 
 class Captioned(nn.Module):
-    """The GPT and the words that it is told, trained together."""
+    """The GPT and the embeddings of its captions' words, trained together."""
 
     def __init__(self, config: GPTConfig, vocabulary: list[str]):
         super().__init__()
@@ -77,10 +77,10 @@ class Captioned(nn.Module):
 
 
 def start(model: Captioned, codebook: torch.Tensor, generator: torch.Generator) -> None:
-    """What learns faster than small random numbers.
+    """Initialize what learns faster from better values than from small random numbers.
 
-    Embeddings and head begin as projections of the codes, so that near codes begin as near synonyms; captions
-    begin as loud as tokens.
+    The embeddings and the output layer are projections of the codes, so that near codes mean nearly the same from the
+    beginning. The embeddings of captions are as large as those of tokens.
     """
     gpt, words = model.gpt, model.words.table.weight
     for table, scale in ((gpt.tok_embeddings.weight, 0.1), (gpt.output.weight, 0.05)):

@@ -1,4 +1,4 @@
-"""The small MAR: masked autoregression on the tokenizer's continuous latents, told the GPT's words."""
+"""The small MAR: masked autoregression on the tokenizer's continuous latents, with the GPT's embeddings of words."""
 import json
 import math
 from copy import deepcopy
@@ -32,7 +32,7 @@ DECAY = 0.999        # of the weights' moving average
 @dataclass
 class Batch:
     features: Tensor   # (B, S, caption_dim)
-    null: Tensor       # (B,) bool  whose caption is withheld
+    null: Tensor       # (B,) bool  which get no caption
     tokens: Tensor     # (B, L, C) float32
     is_known: Tensor   # (B, L) bool
     timesteps: Tensor  # (M, n) int64  1..T, of the n unknown tokens, M for each
@@ -40,7 +40,7 @@ class Batch:
 
 
 class Latents:
-    """The pictures as continuous tokens, (N, 256, 8): of runs/latents.npz, which is made where it is missing."""
+    """The pictures as continuous tokens (N, 256, 8), from runs/latents.npz, which is made if it is missing."""
 
     def __init__(self, runs: Path, device: torch.device):
         data = Pictures(runs)
@@ -61,7 +61,7 @@ class Latents:
         self.device = device
 
     def draw(self, batch: int, num_timesteps: int, num_train_timesteps: int, generator: torch.Generator) -> Batch:
-        """A training batch by weight, each unknown token at `num_timesteps` steps of the diffusion."""
+        """A training batch, drawn by weight. Each unknown token is there at `num_timesteps` steps of the diffusion."""
         rows = self.train[torch.multinomial(self.sampling_weights, batch, replacement=True, generator=generator)]
         null = torch.rand(batch, generator=generator) < NULL_SHARE
         return self.masked(rows, null, num_timesteps, num_train_timesteps, generator)
@@ -101,14 +101,14 @@ def write_latents(runs: Path, data: Pictures, path: Path, device: torch.device) 
 
 def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Tensor, timesteps: Tensor,
                    noise: Tensor) -> tuple[Tensor, Tensor]:
-    """What the network is trained by (improved DDPM, arXiv:2102.09672): their sum is the hybrid loss.
+    """The two losses of the network (improved DDPM, arXiv:2102.09672). Their sum is the hybrid loss.
 
     Args:
         schedule: of all the timesteps
         z, tokens, timesteps, noise: (n, dim), (n, C), (M, n), (M, n, C)
     Returns:
-        mean squared error of the noise; the variational bound in bits a number, of a mean taken as given: it
-        trains the variance alone
+        the mean squared error of the noise, and the variational bound in bits a number. The bound trains the variance
+        alone, since the mean is detached.
     """
     net = diffloss.net
     table = schedule.table(tokens.device)
@@ -126,7 +126,7 @@ def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Te
 
 
 class Averaged(nn.Module):
-    """The MAR and the moving average of its weights, with which it samples."""
+    """The MAR, and the moving average of its weights, which the stage writes."""
 
     def __init__(self, config: MARConfig):
         super().__init__()
@@ -145,13 +145,13 @@ class Averaged(nn.Module):
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """Move the average; a short run's is over its own length."""
+        """Move the average. Early in a run it covers fewer steps."""
         weight = 1 - min(DECAY, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.average.parameters()), list(self.mar.parameters()), weight)
 
 
 def grid_waves(side: int, width: int) -> Tensor:
-    """(side * side, width): sines and cosines of row and column, by which near positions begin as alike."""
+    """(side * side, width): sines and cosines of row and column, so that near positions have similar rows."""
     frequencies = 10000.0 ** -(torch.arange(width // 4) / (width // 4))
     angles = torch.arange(side)[:, None] * frequencies
     waves = torch.cat([angles.sin(), angles.cos()], -1)                                 # (side, width / 2)
@@ -159,7 +159,10 @@ def grid_waves(side: int, width: int) -> Tensor:
 
 
 def start(mar: MAR) -> None:
-    """What learns faster than small random numbers: positions begin as waves, captions as loud as tokens."""
+    """Initialize what learns faster from better values than from small random numbers.
+
+    The embeddings of positions are waves, and those of captions are as large as those of tokens.
+    """
     c = mar.config
     for table in (mar.encoder_pos_embed_learned, mar.decoder_pos_embed_learned):
         table.data[0, c.buffer:] = 0.3 * grid_waves(math.isqrt(c.tokens), c.dim)
@@ -170,7 +173,7 @@ def start(mar: MAR) -> None:
 
 @torch.no_grad()
 def measure(model: Averaged, latents: Latents, which: Tensor, device: torch.device) -> dict[str, float]:
-    """Losses of the average over pictures `which`, always with the same masks and noise."""
+    """The losses of the averaged weights on pictures `which`. Masks and noise are always the same."""
     generator = torch.Generator().manual_seed(1)
     sums = torch.zeros(2)
     for rows in which.split(32):
@@ -242,8 +245,8 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
 @click.command()
 @training_options(192, 4, 3, 256, 3, batch=16, lr=1e-3)
 def mar(runs, device, **training):
-    """Train the MAR on runs/data, told the GPT's words; writes runs/mar/mar.safetensors and its JSON files.
+    """Train the MAR on runs/data with the GPT's words; writes runs/mar/mar.safetensors and its JSON files.
 
-    The pictures become continuous tokens once, in runs/latents.npz.
+    The first run also writes the pictures' continuous tokens, runs/latents.npz.
     """
     train(runs / "mar", runs, device, **training)

@@ -1,4 +1,4 @@
-"""What every training stage does alike: schedule, progress bar, log, checkpoints, resuming."""
+"""What all training stages have in common: schedule, progress bar, log, checkpoints, resuming."""
 import json
 import math
 import time
@@ -36,20 +36,22 @@ def options(batch: int, lr: float):
 
 
 def made(path: Path, stage: str) -> Path:
-    """`path`, which an earlier stage makes; ValueError if it has not."""
+    """`path`, a file that an earlier stage makes. ValueError if it is missing."""
     if not path.exists():
         raise ValueError(f"{path} is missing: run `python -m specvis.train {stage}` with the same --runs first")
     return path
 
 
 class Run:
-    """Iterating gives the step numbers still to do; time and steps count on across interruptions.
+    """A training run. Iterating over it gives the numbers of the steps that are still to do.
+
+    A run that was interrupted goes on from its checkpoint, with its time and its steps.
 
         for step in run:
             loss = ...
             run.descend(loss)
 
-    Randomness is to be drawn from `run.generator(step)`, so that a resumed run draws what an unbroken one would.
+    Draw random numbers from `run.generator(step)`. A resumed run then draws the same as one without interruption.
     """
 
     def __init__(self, folder: Path, model: nn.Module, *, lr: float, weight_decay: float, minutes: float | None,

@@ -10,7 +10,7 @@ from .run import made
 @click.command()
 @training_options(96, 2, 3, batch=16, lr=2e-3)
 def small(runs, dim, layers, heads, dropout, device, **training):
-    """Train the smaller GPT on runs/tokens.npz, told the GPT's own words; writes runs/small/gpt.safetensors."""
+    """Train the smaller GPT on runs/tokens.npz, with the GPT's words; writes runs/small/gpt.safetensors."""
     torch.manual_seed(0)
     device = torch.device(device)
     tokens = Tokens(runs, device)

@@ -1,4 +1,4 @@
-"""The tokenizer: 64-pixel pictures to 16 x 16 tokens out of 4096 codes."""
+"""The tokenizer: it turns pictures of 64 x 64 pixels into 16 x 16 tokens, each one of 4096 codes."""
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +48,7 @@ class Pictures:
 
 
 class Learned(nn.Module):
-    """The tokenizer and the running means that its codes are."""
+    """The tokenizer, and the running means from which its codes are made."""
 
     def __init__(self, config: VQConfig):
         super().__init__()
@@ -60,7 +60,7 @@ class Learned(nn.Module):
 
     @torch.no_grad()
     def cluster(self, sample: Tensor, generator: torch.Generator, rounds: int = 12) -> None:
-        """Spherical k-means of the sample (n, D), from random members of it, becomes the codes."""
+        """Set the codes by spherical k-means on the sample (n, D), which starts from random members of it."""
         size = len(self.used)
         codes = sample[torch.randperm(len(sample), generator=generator)[:size].to(sample.device)]
         for _ in tqdm(range(rounds), desc="cluster", leave=False):
@@ -75,7 +75,7 @@ class Learned(nn.Module):
 
     @torch.no_grad()
     def move_codes(self, latents: Tensor, tokens: Tensor, inside: Tensor, generator: torch.Generator) -> int:
-        """One step of the running means; codes out of use restart at foreground latents. Returns how many.
+        """One step of the running means. Rarely used codes start again at foreground latents; returns how many did.
 
         Args:
             latents: (n, D) float32 of length 1
@@ -100,7 +100,7 @@ def foreground(images: Tensor, stride: int) -> Tensor:
 
 @torch.no_grad()
 def sample_latents(vq: VQ, data: Pictures, pictures: int, generator: torch.Generator) -> Tensor:
-    """Latents (n, D) of drawn training pictures, with few of the white patches: they need few codes."""
+    """Latents (n, D) of drawn training pictures, with few of the white patches, which need few codes."""
     inside, outside = [], []
     for _ in range(pictures // 128):
         images = data.draw(128, generator).to(vq.post_quant_conv.weight.device)
@@ -115,7 +115,7 @@ def sample_latents(vq: VQ, data: Pictures, pictures: int, generator: torch.Gener
 
 
 def psnr(vq: VQ, images: Tensor, quantize: bool = True) -> float:
-    """Mean over pictures, in dB, of reconstructions from tokens or else from continuous latents."""
+    """The mean PSNR of reconstructions in dB, from tokens or from continuous latents."""
     parts = []
     for batch in images.split(64):
         if quantize:
@@ -142,7 +142,7 @@ def sheet(vq: VQ, images: Tensor, path: Path, across: int = 16) -> None:
 
 
 def spread(pictures: Tensor, count: int) -> Tensor:
-    """At most `count` rows (int64) of these, evenly taken."""
+    """At most `count` of these rows (int64), evenly spaced."""
     return pictures[:: max(1, len(pictures) // count)][:count]
 
 
