@@ -31,8 +31,8 @@ draft_row = torch.tensor([[0, -1, -1, -1]], dtype=torch.int32).expand(B, -1)  # 
 result = verify_tree(target[tokens], tokens, links.first_child, links.next_sibling,
                      torch.rand(B, 4, generator=generator), draft_probs=draft_probs, draft_row=draft_row, max_depth=1)
 
-accepted = tokens.gather(1, result.accepted_nodes.clamp(min=0).long())[:, 0]   # meaningless where none was accepted
-first = torch.where(result.num_accepted > 0, accepted, result.next_token)      # the first new token of each request
+child = tokens.gather(1, result.accepted_nodes.clamp(min=0).long())[:, 0]   # meaningless where none was accepted
+first = torch.where(result.num_accepted > 0, child, result.next_token)      # the first new token of each request
 measured = first.bincount(minlength=8) / B
 print("token       " + "".join(f"{x:8}" for x in range(8)))
 print("target      " + "".join(f"{p:8.3f}" for p in target[5]))

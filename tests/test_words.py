@@ -1,8 +1,9 @@
 """One word for one thing: the words that were given up are not in the code's names any more.
 
-What is read: functions, classes, parameters and fields of specvis_kernels, python/specvis and csrc (structs, enums and
-functions there), the arguments of the registered ops, the options of the command lines, the parameters of methods, and
-the columns of tables. Local variables are not read. A word that has a good meaning elsewhere is old in some files only.
+What is read: functions, classes, parameters, fields and constants of specvis_kernels, python/specvis, csrc (structs,
+enums and functions there), benchmarks and examples, second names such as `old = new`, the arguments of the registered
+ops, the options of the command lines, the parameters of methods, and the columns of tables. Local variables are not
+read. A word that has a good meaning elsewhere is old in some files only.
 """
 import ast
 import re
@@ -22,14 +23,14 @@ from specvis.train.__main__ import main as train
 ROOT = Path(__file__).parent.parent
 KERNELS, PROGRAM = "specvis_kernels/* csrc/*", "python/specvis/*"
 VALUES = ("parameter", "field", "option")
-NAMES = (*VALUES, "function", "class", "file")
+NAMES = (*VALUES, "function", "class", "constant", "file")
 
 
 @dataclass(frozen=True)
 class Name:
     """A name as the code declares it."""
 
-    kind: str        # function, class, parameter, public parameter (of an op), field, file, option or text
+    kind: str        # function, class, parameter, public parameter (of an op), field, constant, file, option or text
     name: str
     file: str
     line: int
@@ -85,14 +86,16 @@ OLD = (
     Old("shown", "prefix_len; format_cell"),
     Old("twice visible guidance_pair", "repeat_for_cfg, mask_padding, cfg_inputs", PROGRAM),
     Old("read_condition read_tokens deepen", "prefill, extend, expand_level"),
-    Old("room most deepest widest here going fresh news gained before",
-        "budget, max_nodes, max_depth, max_width, position, active, new_tokens, counts, num_new, previous_hidden",
-        PROGRAM),
+    Old("room most deepest widest going fresh news gained",
+        "budget, max_nodes, max_depth, max_width, active, new_tokens, counts, num_new"),
+    Old("here before", "position, previous_hidden", PROGRAM),
+    Old("drafted tries", "num_drafted, num_tries, max_tries", kinds=VALUES),
     Old("mothers elder", "parents, older_siblings", part=True),
     Old("families", "child_lists", "python/specvis/decoding/*"),
     Old("Eagle Independent", "EagleDrafter, ModelDrafter"),
     Old("small", "model, draft_model", "python/specvis/decoding/* python/specvis/pipelines/*"),
-    Old("forwards passes", "target_forwards, num_iter"),
+    Old("forwards", "target_forwards"),
+    Old("passes", "target_forwards, num_iter", part=True),
     Old("Round", "Step"),
     Old("turn step", "run_step", "python/specvis/decoding/*", ("function",)),
     Old("begun conditioned", "KnownTokens, GuidedMAR", part=True),
@@ -119,8 +122,15 @@ def python_names(text: str, file: str):
     public = {node for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
               and Path(file).parent.name == "specvis_kernels"}
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield Name("function", node.name, file, node.lineno)
+        if isinstance(node, (ast.Module, ast.ClassDef)):
+            for target in [target for line in node.body if isinstance(line, ast.Assign) for target in line.targets]:
+                for name in [name for name in ast.walk(target) if isinstance(name, ast.Name)]:
+                    yield Name("constant", name.id, file, name.lineno)
+        if isinstance(node, ast.alias) and node.asname:
+            yield Name("constant", node.asname, file, node.lineno)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            if not isinstance(node, ast.Lambda):
+                yield Name("function", node.name, file, node.lineno)
             a = node.args
             for arg in [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]:
                 type_ = ast.unparse(arg.annotation) if arg.annotation else ""
@@ -182,6 +192,11 @@ def cpp_names(text: str, file: str):
 
     for match in re.finditer(r"\b(?:struct|enum\s+class|enum|class)\s+(\w+)", text):
         yield Name("class", match[1], file, line(match.start()))
+    for match in re.finditer(r"\b(?:constexpr\s[\w:<>\s*]*?|using\s+)(\w+)\s*(?:=|\[)", text):
+        yield Name("constant", match[1], file, line(match.start(1)))
+    for match in re.finditer(r"\benum\s[^;{(]*\{([^}]*)\}", text):
+        for enumerator in split(match[1]):
+            yield Name("constant", enumerator.split("=")[0].strip(), file, line(match.start()))
     # a function has a type before its name and a body or, where it is not indented, a semicolon behind it
     arguments, rest = r"\(((?:[^(){};]|\([^(){};]*\))*)\)\s*", r"(?:const\s*|noexcept\s*|mutable\s*)*(?:->[\s\w:]+)?\{"
     body = rf"(?<=[\s*&>])(\w+)\s*{arguments}{rest}"
@@ -262,6 +277,8 @@ def report(names) -> list[str]:
     pytest.param(lambda: folder_names("specvis_kernels"), id="specvis_kernels"),
     pytest.param(lambda: folder_names("csrc"), id="csrc"),
     pytest.param(lambda: folder_names("python/specvis"), id="specvis"),
+    pytest.param(lambda: folder_names("benchmarks"), id="benchmarks"),
+    pytest.param(lambda: folder_names("examples"), id="examples"),
     pytest.param(op_names, id="ops"),
     pytest.param(method_names, id="methods"),
     pytest.param(lambda: command_names(main, "specvis"), id="commands"),
@@ -274,10 +291,12 @@ def test_no_old_name_is_left(names):
 
 SOURCES = {
     ".py": {"function": "def {0}(): pass", "class": "class {0}: pass", "parameter": "def _f(x, *, {0}: {1} = 0): pass",
-            "public parameter": "def f({0}: {1}): pass", "field": "class C:\n    x: int\n    {0}: {1} = None"},
+            "public parameter": "def f({0}: {1}): pass", "field": "class C:\n    x: int\n    {0}: {1} = None",
+            "constant": "from a import b\nx, {0} = 1, b"},
     ".cu": {"function": "static {1} {0}({1} x) {{\n  return g(x);\n}}", "class": "struct {0} {{\n  {1} x;\n}};",
             "parameter": "template <int W>\nvoid f(int x,  // its\n       {1} {0}) {{\n}}",
-            "field": "struct C {{\n  int f(int y) const {{ return y; }}\n  {1} x, {0};  // more\n}};"},
+            "field": "struct C {{\n  int f(int y) const {{ return y; }}\n  {1} x, {0};  // more\n}};",
+            "constant": "enum class E {{ x, {0} }};"},
 }
 FILES = {"*": ("python/specvis/decoding/x.py", "csrc/x.cu"), "csrc/*": ("csrc/x.cu",), "*verify_tree*": (
     "specvis_kernels/verify_tree.py", "csrc/verify_tree.cu")}
@@ -322,6 +341,16 @@ def test_every_old_option_and_file_would_be_found():
     assert [line.split(" -> ")[0].split()[-1] for line in report(command_names(group, "x"))] == [
         "ship", "target_tv", "passes"]
     assert report([Name("file", "launch", "csrc/launch.h", 0), Name("file", "rivals", "python/specvis/rivals.py", 0)])
+
+
+@pytest.mark.parametrize("file, source", [
+    ("specvis_kernels/x.py", "weigh = to_fixed_point"), ("specvis_kernels/x.py", "from ._numbers import draw as weigh"),
+    ("specvis_kernels/x.py", "class Rule(Enum):\n    odds = 1"), ("specvis_kernels/x.py", "f = lambda odds: odds"),
+    ("csrc/x.h", "using Rest = Residual;"), ("csrc/x.h", "constexpr int64_t odds = 3;"),
+    ("csrc/x.h", "enum class Rule { optimal, odds = 2 };"),
+])
+def test_a_second_name_would_be_found(file, source):
+    assert report(names_of(source, file))
 
 
 def test_good_names_are_not_found():
