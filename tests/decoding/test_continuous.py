@@ -25,8 +25,8 @@ from specvis.decoding.sampling import (
     FRESH,
     NOISE,
     ORDER,
-    REDRAW,
-    REDRAW_NOISE,
+    RESAMPLE,
+    RESAMPLE_NOISE,
     UNALIGNED,
     philox_normals,
     philox_uniforms,
@@ -173,11 +173,11 @@ def test_the_test_knows_the_target_and_refuses_the_drafter():
 def test_paths_draw_the_targets_images(m, settings):
     p, decoded = compare(m, **settings)
     assert p > ACCEPT_ABOVE
-    assert 0.3 < decoded.acceptance_rate < 0.95 and decoded.num_tries.max() > 8    # more than one turn of redraws
+    assert 0.3 < decoded.acceptance_rate < 0.95 and decoded.num_tries.max() > 8    # more than one turn of resampling
     assert decoded.out_of_tries.float().mean() < 1e-3
 
 
-def test_every_turn_of_redraws_has_numbers_of_its_own(monkeypatch):
+def test_every_turn_of_resampling_has_numbers_of_its_own(monkeypatch):
     monkeypatch.setattr(continuous, "NUM_FIRST_PATHS", 1)
     p, decoded = compare("cspd-path:gamma=2")
     assert p > ACCEPT_ABOVE
@@ -196,7 +196,7 @@ def test_methods_that_are_not_exact_do_not(m):
 
 
 @pytest.mark.parametrize("wrong", ["sign", "first try", "the drafter's noise"])
-def test_paths_accepted_or_redrawn_wrongly_do_not(monkeypatch, wrong):
+def test_paths_accepted_or_resampled_wrongly_do_not(monkeypatch, wrong):
     accept, resample = continuous.accept_gaussian, continuous.resample_gaussian
 
     def negated(op, i):
@@ -212,7 +212,7 @@ def test_paths_accepted_or_redrawn_wrongly_do_not(monkeypatch, wrong):
     if wrong == "first try":
         monkeypatch.setattr(continuous, "resample_gaussian", first_try)
     if wrong == "the drafter's noise":
-        monkeypatch.setattr(continuous, "REDRAW_NOISE", NOISE)
+        monkeypatch.setattr(continuous, "RESAMPLE_NOISE", NOISE)
     assert compare("cspd-path:gamma=2")[0] < REFUSE_BELOW
 
 
@@ -379,13 +379,13 @@ def test_nan_from_the_start_leaves_an_empty_image(tiny):
 
 
 @pytest.mark.parametrize("m", ["cspd:prefill=0", "cspd-path"])
-def test_a_redraw_that_is_not_finite_ends_its_image(monkeypatch, m):
+def test_a_resample_that_is_not_finite_ends_its_image(monkeypatch, m):
     target, drafter = toys(tokens=16, coupling=0.05)
     philox_normals = continuous.philox_normals
 
     def broken(seeds, stream, *others):
         numbers = philox_normals(seeds, stream, *others)
-        return numbers.masked_fill((seeds == 1)[:, None, None], torch.nan) if stream == REDRAW_NOISE else numbers
+        return numbers.masked_fill((seeds == 1)[:, None, None], torch.nan) if stream == RESAMPLE_NOISE else numbers
 
     sampling = ContinuousSampling(torch.arange(3))
     complete = continuous_decode(target, drafter, classes(3), sampling, parse_method(m))
@@ -497,7 +497,7 @@ def by_hand(m, guidance, coupling=0.3):
     return decoded, seeds, steps
 
 
-def test_a_path_is_accepted_or_redrawn_as_a_whole():
+def test_a_path_is_accepted_or_resampled_as_a_whole():
     decoded, seeds, steps = by_hand("cspd-path:gamma=1:truncate=false", 2.0)
     for n, position, target, drafter, noise in steps:
         sample = drafter.sample(noise, keep_path=True)
@@ -507,17 +507,17 @@ def test_a_path_is_accepted_or_redrawn_as_a_whole():
         token = target.transition(sample.path[:, 1], 1)[0]
         torch.testing.assert_close(x[is_accepted], token[is_accepted], rtol=0, atol=1e-5)
         assert ((x - sample.mean)[is_accepted].abs() > 2e-5).float().mean() > 0.5  # the drafter's own last step
-        new = target.sample(philox_normals(seeds, REDRAW_NOISE, position, 3)[:, 0, :, None], keep_path=True)
+        new = target.sample(philox_normals(seeds, RESAMPLE_NOISE, position, 3)[:, 0, :, None], keep_path=True)
         ratio = target.log_density(new.path) - drafter.log_density(new.path)
-        first_try = ~is_accepted & (philox_uniforms(seeds, REDRAW, position, 1)[:, 0, 0] < 1 - torch.exp(-ratio))
+        first_try = ~is_accepted & (philox_uniforms(seeds, RESAMPLE, position, 1)[:, 0, 0] < 1 - torch.exp(-ratio))
         assert torch.equal(decoded.num_tries[:, n] == 1, first_try)
         assert 20 < first_try.sum() < (~is_accepted).sum() - 20
         torch.testing.assert_close(x[first_try], new.mean[first_try], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant, sign, redraw_temperature", [("paper", 1, 42.0), ("released", -1, 1.0)])
+@pytest.mark.parametrize("variant, sign, resample_temperature", [("paper", 1, 42.0), ("released", -1, 1.0)])
 @pytest.mark.parametrize("aligned", ["true", "false"])
-def test_the_last_step_is_accepted_or_redrawn(variant, sign, redraw_temperature, aligned):
+def test_the_last_step_is_accepted_or_resampled(variant, sign, resample_temperature, aligned):
     decoded, seeds, steps = by_hand(f"cspd:gamma=1:truncate=false:prefill=0:distance_temperature=42:variant={variant}:"
                                     f"aligned={aligned}", 2.0)
     num_first_tries = 0
@@ -533,9 +533,9 @@ def test_the_last_step_is_accepted_or_redrawn(variant, sign, redraw_temperature,
         torch.testing.assert_close(decoded.log_r[:, n], log_r(q.mean, 42.0).float(), rtol=1e-3, atol=1e-3)
         x, is_accepted = in_order(decoded)[:, n], decoded.acceptance[:, n] == 1
         torch.testing.assert_close(x[is_accepted], q.mean[is_accepted], rtol=1e-5, atol=1e-5)
-        new = p.mean + p.log_sigma.exp() * philox_normals(seeds, REDRAW_NOISE, position, 1)[:, 0]
-        accept_prob = 1 - torch.exp(-log_r(new, redraw_temperature))
-        first_try = ~is_accepted & (philox_uniforms(seeds, REDRAW, position, 1)[:, 0, 0] < accept_prob)
+        new = p.mean + p.log_sigma.exp() * philox_normals(seeds, RESAMPLE_NOISE, position, 1)[:, 0]
+        accept_prob = 1 - torch.exp(-log_r(new, resample_temperature))
+        first_try = ~is_accepted & (philox_uniforms(seeds, RESAMPLE, position, 1)[:, 0, 0] < accept_prob)
         assert torch.equal(decoded.num_tries[:, n] == 1, first_try)
         torch.testing.assert_close(x[first_try], new[first_try], rtol=1e-4, atol=1e-4)
         num_first_tries += first_try.sum()

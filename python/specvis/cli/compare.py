@@ -33,7 +33,7 @@ tau: tokens a target forward
 seconds: of a picture, in a batch of {batch}
 speedup: against the baseline method of the same kind of tokens at the same temperature
 overhead: the share of the seconds that is not forwards of the models
-acceptance: accepted drafts per drafted level; of continuous tokens, per draft that was evaluated
+acceptance: accepted drafts per drafted level; of continuous tokens, per draft that was verified
 tv_bound: how far one accept test can move the distribution it tests against (empty: not known)
 tv_excess: added total variation per token, estimated (0: lossless; at temperature 0 the share of tokens that strict
     acceptance would have rejected)

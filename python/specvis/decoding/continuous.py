@@ -18,10 +18,10 @@ from specvis_kernels import OUT_OF_TRIES, ResampleGaussianResult, accept_gaussia
 from ..models.diffloss import Denoiser
 from ..models.mar import MAR, linear_guidance
 from .methods import CONTINUOUS, ContinuousMethod, parse_method
-from .sampling import ACCEPT, FRESH, NOISE, ORDER, REDRAW, REDRAW_NOISE, UNALIGNED, philox_normals, philox_uniforms
+from .sampling import ACCEPT, FRESH, NOISE, ORDER, RESAMPLE, RESAMPLE_NOISE, UNALIGNED, philox_normals, philox_uniforms
 
 MAX_ROWS = 256       # in one forward of a model, for the memory that it takes
-NUM_FIRST_PATHS = 2  # whole paths that are redrawn side by side at first; twice as many in each turn after it
+NUM_FIRST_PATHS = 2  # whole paths that are first tried side by side to resample; twice as many in each turn after it
 
 Progress = Callable[[int], None]  # called with how many tokens the batch has just gained or given up
 
@@ -78,8 +78,8 @@ class ContinuousDecoded:
     target_forwards: Tensor  # (B,) int64
     draft_forwards: Tensor   # (B,) int64
     acceptance: Tensor       # (B, L) int8     of the n-th token: 1 draft accepted, 0 draft rejected, -1 not drafted
-    num_tries: Tensor        # (B, L) int32    of the n-th token's redraw
-    out_of_tries: Tensor     # (B, L) bool     the n-th token's redraw was given up: it is the target's own sample
+    num_tries: Tensor        # (B, L) int32    of the resampling of the n-th token
+    out_of_tries: Tensor     # (B, L) bool     the n-th token's resampling was given up: it is the target's own sample
     log_r: Tensor            # (B, L) float32  the n-th token's log density ratio; NaN where there was no draft
     drafts: Tensor           # (B, L, C) float32  by position; NaN where there was no draft
     failed: Tensor           # (B,) bool       a model's output was not finite: the image ended there, its rest is 0
@@ -276,7 +276,7 @@ def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_
 def continuous_decode(target: MAR, drafter: MAR, source: Tensor, sampling: ContinuousSampling,
                       method: str | ContinuousMethod, progress: Progress | None = None,
                       known: KnownTokens | None = None) -> ContinuousDecoded:
-    """Draft tokens, verify them in one target forward, redraw what is rejected, until every image is complete.
+    """Draft tokens, verify them in one target forward, resample what is rejected, until every image is complete.
 
     A NaN in the output of either model ends its image.
 
@@ -453,7 +453,7 @@ class Verified:
     tokens: Tensor        # (R, n, C) float32
     is_new: Tensor        # (R, n) bool   the tokens that the step adds: the first of each row
     is_accepted: Tensor   # (R, n) bool   drafts
-    is_rejected: Tensor   # (R, n) bool   drafts, which were redrawn
+    is_rejected: Tensor   # (R, n) bool   drafts, which were resampled
     num_tries: Tensor     # (R, n) int32
     out_of_tries: Tensor  # (R, n) bool
     log_r: Tensor         # (R, G) float32
@@ -461,10 +461,10 @@ class Verified:
 
 
 def verify(step: Step, drafts: Drafts, denoisers: Denoisers, method: ContinuousMethod) -> Verified:
-    """Accept or reject the drafts, redraw the rejected ones, and draw what the target adds alone.
+    """Accept or reject the drafts, resample the rejected ones, and draw what the target adds alone.
 
-    That is the token behind the drafts where all are accepted, if the method truncates, and the redraws that were
-    given up.
+    That is the token behind the drafts where all are accepted, if the method truncates, and the tokens whose
+    resampling was given up.
     """
     (R, n), G, device = step.ranks.shape, step.max_drafted, step.ranks.device
     evaluated = evaluate_drafts(step, drafts, denoisers, method)
@@ -483,9 +483,9 @@ def verify(step: Step, drafts: Drafts, denoisers: Denoisers, method: ContinuousM
     out_of_tries = torch.zeros(R, n, dtype=torch.bool, device=device)
     index = is_rejected.nonzero(as_tuple=True)
     if len(index[0]):
-        redrawn = redraw(step, drafts, denoisers, evaluated, index, method)
-        tokens[index], num_tries[index] = redrawn.tokens, redrawn.num_tries
-        out_of_tries[index] = (redrawn.status & OUT_OF_TRIES) != 0
+        resampled = resample(step, drafts, denoisers, evaluated, index, method)
+        tokens[index], num_tries[index] = resampled.tokens, resampled.num_tries
+        out_of_tries[index] = (resampled.status & OUT_OF_TRIES) != 0
     index = ((is_new & ~is_accepted & ~is_rejected) | out_of_tries).nonzero(as_tuple=True)
     if len(index[0]):
         tokens[index] = sample_target(step, denoisers, index, is_rejected[index])
@@ -496,35 +496,35 @@ def verify(step: Step, drafts: Drafts, denoisers: Denoisers, method: ContinuousM
                     result.log_r, is_failed)
 
 
-def redraw(step: Step, drafts: Drafts, denoisers: Denoisers, evaluated: Evaluated, index: tuple[Tensor, Tensor],
+def resample(step: Step, drafts: Drafts, denoisers: Denoisers, evaluated: Evaluated, index: tuple[Tensor, Tensor],
            method: ContinuousMethod) -> ResampleGaussianResult:
     """Tokens (m, C) in place of the m rejected drafts at `index`, NaN where a number was not finite.
 
     Where the status is OUT_OF_TRIES, the token is still to be drawn.
     """
     if method.variant == "path":
-        tokens, num_tries, status = redraw_paths(step, drafts, denoisers, index, method)
+        tokens, num_tries, status = resample_paths(step, drafts, denoisers, index, method)
     else:
-        tokens, num_tries, status = redraw_last_step(step, evaluated, index, method)
+        tokens, num_tries, status = resample_last_step(step, evaluated, index, method)
     is_invalid = (status & ~OUT_OF_TRIES) != 0
     return ResampleGaussianResult(tokens.masked_fill(is_invalid[:, None], torch.nan), num_tries, status)
 
 
-def redraw_last_step(step: Step, evaluated: Evaluated, index: tuple[Tensor, Tensor],
+def resample_last_step(step: Step, evaluated: Evaluated, index: tuple[Tensor, Tensor],
                      method: ContinuousMethod) -> ResampleGaussianResult:
-    """Redraw the last step of the target's denoising, for the m rejected drafts at `index`."""
+    """Resample the last step of the target's denoising, for the m rejected drafts at `index`."""
     seeds, positions = step.seeds[index[0]], step.positions[index][:, None]
     last_step = [part[index][:, None] for part in evaluated.last_step]                          # each (m, 1, C)
-    normals = path_noise(seeds, REDRAW_NOISE, positions, (method.max_tries, evaluated.tokens.shape[-1]))[:, 0]
+    normals = path_noise(seeds, RESAMPLE_NOISE, positions, (method.max_tries, evaluated.tokens.shape[-1]))[:, 0]
     # the release divides the distances by its temperature when it accepts, but not here
     temperature = distance_temperatures(method, seeds) if method.variant == "paper" else None
     return try_proposals(seeds, positions, normals, evaluated.log_ratio[index], 0, *last_step, variant=method.variant,
                          temperature=temperature)
 
 
-def redraw_paths(step: Step, drafts: Drafts, denoisers: Denoisers, index: tuple[Tensor, Tensor],
+def resample_paths(step: Step, drafts: Drafts, denoisers: Denoisers, index: tuple[Tensor, Tensor],
                  method: ContinuousMethod) -> ResampleGaussianResult:
-    """Redraw whole paths of the target, for the m rejected drafts at `index`, until one is accepted.
+    """Resample whole paths of the target, for the m rejected drafts at `index`, until one is accepted.
 
     They are drawn in turns. Each turn tries twice as many paths as the one before.
     """
@@ -536,7 +536,7 @@ def redraw_paths(step: Step, drafts: Drafts, denoisers: Denoisers, index: tuple[
     while len(pending) and num_tried < method.max_tries:
         num_paths = min(NUM_FIRST_PATHS << turn, method.max_tries - num_tried)
         repeated = tuple(part[pending, None].expand(-1, num_paths) for part in index)
-        noise = path_noise(seeds[pending], REDRAW_NOISE, positions[pending], (num_paths, T, C), turn)[:, 0]
+        noise = path_noise(seeds[pending], RESAMPLE_NOISE, positions[pending], (num_paths, T, C), turn)[:, 0]
         sample = denoisers[repeated].sample(noise, keep_path=True)
         log_ratio = sample.log_density - drafts.denoisers[repeated].log_density(sample.path)
         result = try_proposals(seeds[pending], positions[pending], sample.mean, log_ratio.float(), turn,
@@ -561,7 +561,7 @@ def try_proposals(seeds: Tensor, positions: Tensor, proposals: Tensor, log_ratio
     Returns:
         tokens (m, C), num_tries (m,), status (m,)
     """
-    uniforms = philox_uniforms(seeds, REDRAW, positions, proposals.shape[1], turn)              # (m, 1, M)
+    uniforms = philox_uniforms(seeds, RESAMPLE, positions, proposals.shape[1], turn)              # (m, 1, M)
     is_rejected = torch.ones_like(positions, dtype=torch.bool)
     unused = torch.zeros_like(proposals[:, :1])                                                 # drafts, and fallback
     result = resample_gaussian(unused, ~is_rejected, is_rejected, proposals[:, None], log_ratio[:, None], uniforms,

@@ -176,7 +176,7 @@ class ContinuousMethod:
 
     One setting is exact: the variant `path` with gamma 1 and without `truncate` draws from the target's distribution,
     up to the bound that `max_tries` leaves (see `specvis_kernels.resample_gaussian`). With a larger gamma, `path`
-    deviates in one place: a later draft is tested given the draft's last denoising step of the earlier drafts, while
+    deviates in one place: a later draft is verified given the draft's last denoising step of the earlier drafts, while
     the tokens that are kept went through the target's. The other variants, and block conditioning, are approximations.
     """
 
@@ -190,7 +190,7 @@ class ContinuousMethod:
     conditioning: str = "exact"        # "exact": a draft is verified given those before it; "block": it is not
     truncate: bool = True              # Algorithm 1: what follows a step's first rejection is drafted anew
     aligned: bool = True               # draft and target denoise the same noise
-    max_tries: int = 100               # of a redraw; after them the target draws its own sample
+    max_tries: int = 100               # of resampling; after them the target draws its own sample
 
     def __post_init__(self):
         def need(name, condition, wanted):
@@ -298,7 +298,7 @@ CONTINUOUS_PARAMETERS = {
     "conditioning": "exact: a draft is verified given those before it; block: given the step's start",
     "truncate": "true: what follows a step's first rejection is drafted anew; false: it is kept",
     "aligned": "true: draft and target denoise the same noise",
-    "max_tries": "of a redraw, before the target draws its own sample",
+    "max_tries": "of resampling, before the target draws its own sample",
 }
 
 

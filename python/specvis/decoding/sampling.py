@@ -9,7 +9,7 @@ from specvis_kernels import GuidedProbsResult, guided_probs
 from ..models.interface import Drafter, TargetModel
 
 # streams: what a number is used for
-ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, REDRAW, REDRAW_NOISE, FRESH = range(9)
+ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, RESAMPLE, RESAMPLE_NOISE, FRESH = range(9)
 
 _WORD = 0xFFFFFFFF
 

@@ -123,7 +123,8 @@ def revision() -> str:
 
 
 def read_json(path: Path) -> dict:
-    """
+    """The object in a JSON file.
+
     Raises:
         ValueError: not a JSON object
     """
@@ -137,7 +138,8 @@ def read_json(path: Path) -> dict:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """
+    """The arrays in a NumPy archive, by name.
+
     Raises:
         ValueError: not a whole archive of arrays
     """

@@ -97,7 +97,7 @@ class Pictures:
 
     @property
     def num_tries(self) -> Tensor:
-        """(rejections,) of each resampled token."""
+        """(rejections,) how many tries the resampling of each rejected token took."""
         return self.decoded.num_tries[self.decoded.acceptance == 0]
 
 
@@ -356,7 +356,7 @@ class ContinuousScope(Scope):
 
     @property
     def speculative(self) -> list[ContinuousRun]:
-        """Table 1's."""
+        """The runs of Table 1: each family with each gamma."""
         return [self.run(f"{name}:gamma={gamma}") for name in FAMILIES for gamma in self.gammas[name]]
 
     def middle(self, name: str) -> ContinuousRun:
@@ -376,7 +376,8 @@ QUICK = ContinuousScope(2, 2, 4, 2, {"cspd-released": (2, 8, 32), "cspd": (4,), 
 
 
 def scope_of(quick: bool, images: int | None, guidance: float | None) -> ContinuousScope:
-    """
+    """The scope of a report, quick or full.
+
     Raises:
         ValueError: a single picture has no other to be compared with
     """

@@ -352,7 +352,8 @@ QUICK = DiscreteScope(12, 1, (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0), (1
 
 
 def scope_of(quick: bool, images: int | None, timed: int | None, num_prompts: int) -> DiscreteScope:
-    """
+    """The scope of a report, quick or full.
+
     Raises:
         ValueError: too few pictures for a score, or not every prompt equally often
     """
