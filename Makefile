@@ -5,7 +5,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP := .venv/bin/python -m pip --disable-pip-version-check
-PYTEST := .venv/bin/python -m pytest -q --benchmark-disable --durations=20
+PYTEST := .venv/bin/python -m pytest -q --benchmark-disable --durations=20 -n auto --dist worksteal
 # Where packages are: --system-site-packages does not see those of a parent that is a virtual environment too.
 SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 export OMP_WAIT_POLICY ?= PASSIVE

@@ -11,6 +11,9 @@ if not torch.cuda.is_available():
     from tests import cuda_on_cpu
     cuda_on_cpu.load()  # and so do the CUDA ones
 
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # the cores are shared by as many processes
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+
 COMPARED = Counter()  # backend -> tests passed
 MEASURED = {}         # compiler -> kernel -> GPU -> the most of any variant, and which one spills most
 
@@ -20,17 +23,38 @@ def measured():
     """measured(compiler, op, kernel, gpu, registers, spilled, shared, variant): shown at the end of the run."""
     def add(compiler, op, kernel, gpu, registers, spilled, shared, variant=""):
         name = " ".join(dict.fromkeys([op, kernel.removesuffix("_kernel")]))
-        row = MEASURED.setdefault(compiler, {}).setdefault(name, {})
-        largest = row.get(gpu, (0, 0, 0, ""))
-        row[gpu] = (max(largest[0], registers), max(largest[1], spilled), max(largest[2], shared),
-                    variant if spilled > largest[1] else largest[3])
+        merge_measured(compiler, name, gpu, registers, spilled, shared, variant)
     return add
+
+
+def merge_measured(compiler, name, gpu, registers, spilled, shared, variant):
+    row = MEASURED.setdefault(compiler, {}).setdefault(name, {})
+    largest = row.get(gpu, (0, 0, 0, ""))
+    row[gpu] = (max(largest[0], registers), max(largest[1], spilled), max(largest[2], shared),
+                variant if spilled > largest[1] else largest[3])
 
 
 def pytest_runtest_makereport(item, call):
     """Counts the tests of an op on one backend: they have the parameter `backend`."""
     if call.when == "call" and not call.excinfo and hasattr(item, "callspec") and "backend" in item.callspec.params:
         COMPARED[item.callspec.params["backend"] or "PyTorch's choice"] += 1
+
+
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist hands over what it counted."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput.update(compared=dict(COMPARED), measured=MEASURED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """The process that shows the summary takes what a worker hands over."""
+    output = getattr(node, "workeroutput", {})
+    COMPARED.update(output.get("compared", {}))
+    for compiler, kernels in output.get("measured", {}).items():
+        for kernel, row in kernels.items():
+            for gpu, numbers in row.items():
+                merge_measured(compiler, kernel, gpu, *numbers)
 
 
 def pytest_terminal_summary(terminalreporter):
