@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from specvis.models.diffloss import DiffLoss, Schedule
-from specvis.models.mar import TINY
 from specvis.pipelines.discrete import SHIPPED, Pipeline
 from specvis.pipelines.mar import MARPair, Scaling
 from specvis.train import export
@@ -21,6 +20,7 @@ from specvis.train.__main__ import main
 from specvis.train.data import hold_out, spelled_out, words_of
 from specvis.train.mar import Averaged, diffusion_loss
 from specvis.train.run import Run
+from tests.tiny import TINY
 
 TINY_TEXT = dataclasses.replace(TINY, classes=None, caption_dim=8)
 

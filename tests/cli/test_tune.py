@@ -7,8 +7,8 @@ from click.testing import CliRunner
 from specvis.cli.main import main
 from specvis.cli.tune import RULES, Target, Trial, frontier, nearest, runs_of, search, variations
 from specvis.decoding.methods import METHODS, method, parse_method
-from specvis.pipelines.discrete import Pipeline
 from specvis.studies.discrete import DiscreteStudy
+from tests.tiny import tiny_pipeline
 
 
 def trial(name, speed, tv_excess, standard_error=0.0, **parameters):
@@ -66,6 +66,17 @@ def test_variations_go_on_from_variations():
     assert "eagle2:drafter=model:depth=6:width=3" in [m.label for m in variations(method("eagle2", depth=6, width=3))]
 
 
+def test_a_variation_keeps_every_other_setting():
+    base = parse_method("adt-tree+lantern:start=vertical:beta=0.5:draft_guidance=0.5:depth=3")
+    around = [m.label for m in variations(base)]
+    start = "start=tokenflock:beta=0.5"
+    assert f"adt-tree+lantern:draft_guidance=0.5:depth=3:{start}" in around
+    assert "adt-tree+lantern:drafter=model:draft_guidance=0.5:depth=3:start=vertical:beta=0.5" in around
+    assert [m.label for m in variations(parse_method("eagle1:draft_guidance=0.5:residual=relaxed"))][:2] == [
+        "eagle1:draft_guidance=0.5:tree=chain-2:residual=relaxed",
+        "eagle1:draft_guidance=0.5:tree=chain-4:residual=relaxed"]
+
+
 def test_a_longer_trial_uses_a_shorter_ones_runs():
     m = METHODS["eagle2"]
     assert [(r.start, r.count) for r in runs_of(m, 16)] == [(0, 4), (4, 4), (8, 8)]
@@ -73,7 +84,7 @@ def test_a_longer_trial_uses_a_shorter_ones_runs():
 
 
 def test_tuning_a_small_model(tmp_path, monkeypatch):
-    study = DiscreteStudy(Pipeline.tiny(), tmp_path, ["red heart", "blue heart"], images=8)
+    study = DiscreteStudy(tiny_pipeline(), tmp_path, ["red heart", "blue heart"], images=8)
     rules = [parse_method(text) for text in ("eagle2", "lantern:k=8:delta=0.1", "lantern:k=8:delta=0.6",
                                              "cool-sd:omega=3")]
     trials, chosen = search(study, Target(tv_excess=0.02), pictures=8, by_seconds=False, rules=rules)
@@ -92,7 +103,7 @@ def test_tuning_a_small_model(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    pipeline = Pipeline.tiny()
+    pipeline = tiny_pipeline()
     pipeline.words.vocabulary = ["", *"fluent-3d fluent-flat noto red blue heart grinning face neutral raised fist "
                                       "thumbs up pirate flag chequered".split()]
     import torch

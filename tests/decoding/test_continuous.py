@@ -32,10 +32,10 @@ from specvis.decoding.sampling import (
     philox_uniforms,
 )
 from specvis.models.diffloss import cosine_alpha_bar
-from specvis.models.mar import MAR, TINY, MARConfig
+from specvis.models.mar import MAR, MARConfig
 from specvis.models.words import UnknownWords
-from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
+from tests.tiny import TINY, tiny_pair, tiny_pipeline
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain", "blue"]
 SEEDS = torch.tensor([3, 1, 4, 1, 5, 9])
@@ -95,7 +95,7 @@ def toys(**settings):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return MARPair.tiny()
+    return tiny_pair()
 
 
 def classes(num_requests):
@@ -709,12 +709,12 @@ def test_class_ids_that_do_not_exist_are_refused(ids):
 
 
 def test_a_pair_saved_is_the_pair_loaded(tiny, tmp_path):
-    pipeline = Pipeline.tiny()
+    pipeline = tiny_pipeline()
     pipeline.words, pipeline.tokenizer = tiny.words, tiny.tokenizer
     pipeline.save(tmp_path)
     tiny.save(tmp_path)
     loaded = MARPair.load(tmp_path)
-    rounded = MARPair.tiny()                                       # files hold float16
+    rounded = tiny_pair()                                       # files hold float16
     for parameter in rounded.parameters():
         parameter.copy_(parameter.half())
     assert loaded.mar.config == tiny.mar.config and loaded.mar_draft.config == tiny.mar_draft.config

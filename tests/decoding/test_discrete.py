@@ -13,17 +13,17 @@ import specvis.decoding.drafting
 from specvis.decoding.discrete import decode, speculative_decode
 from specvis.decoding.drafters import EagleDrafter
 from specvis.decoding.drafting import StaticDrafting
-from specvis.decoding.methods import METHODS, method
+from specvis.decoding.methods import DRAFTERS, METHODS, method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
 from specvis.studies.positions import steps_gain, teacher_forced_probs
 from specvis_kernels import VerifyResult, sample_residual
+from tests.tiny import tiny_pipeline
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
 LOSSLESS = [m.name for m in METHODS.values() if m.lossless and m.drafting != "none"]
-DRAFTERS = ("eagle", "model")
 
 
 def fitted(name, **parameters):
@@ -37,7 +37,7 @@ def lantern(**parameters):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return Pipeline.tiny()
+    return tiny_pipeline()
 
 
 @pytest.fixture(scope="module")

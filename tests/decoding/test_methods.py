@@ -3,7 +3,15 @@ import math
 
 import pytest
 
-from specvis.decoding.methods import METHODS, method, parameters_of, parse_method, parse_methods
+from specvis.decoding.methods import (
+    DRAFTERS,
+    FRACTIONAL,
+    METHODS,
+    method,
+    parameters_of,
+    parse_method,
+    parse_methods,
+)
 
 
 @pytest.mark.parametrize("name, parameters, message", [
@@ -17,7 +25,7 @@ from specvis.decoding.methods import METHODS, method, parameters_of, parse_metho
     ("lantern", {"metric": "l1"}, "metric must be one of l2, cosine, random, got 'l1'"),
     ("lantern", {"residual": "best"}, "residual must be one of optimal, relaxed, released, got 'best'"),
     ("eagle2", {"delta": 0.1}, "delta must come with k > 0"),
-    ("eagle2", {"drafter": "large"}, "drafter must be one of eagle, model, got 'large'"),
+    ("eagle2", {"drafter": "large"}, f"drafter must be one of {', '.join(DRAFTERS)}, got 'large'"),
     ("eagle2", {"tree": "chain-3"}, "method eagle2 has no parameter 'tree'"),
     ("eagle2", {"start": "vertical"}, "method eagle2 has no parameter 'start'"),
     ("adt-tree", {"stat": "vertical"}, "no parameter 'stat'; did you mean start"),
@@ -40,6 +48,10 @@ from specvis.decoding.methods import METHODS, method, parameters_of, parse_metho
 def test_methods_and_parameters_are_checked(name, parameters, message):
     with pytest.raises(ValueError, match=message):
         method(name, **parameters)
+
+
+def test_which_parameters_have_fractions():
+    assert FRACTIONAL == {"draft_guidance", "delta", "omega", "nu", "beta", "radius", "prefill", "distance_temperature"}
 
 
 @pytest.mark.parametrize("text, message", [

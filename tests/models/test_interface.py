@@ -7,8 +7,8 @@ from specvis.decoding.drafters import EagleDrafter, ModelDrafter
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import ACCEPT, Sampling, cfg_inputs, philox_uniforms, repeat_for_cfg
 from specvis.models.interface import Drafter, ModelCache, TargetModel
-from specvis.pipelines.discrete import Pipeline
 from specvis_kernels import codebook_neighbors, guided_probs
+from tests.tiny import tiny_pipeline
 
 GRID, VOCAB, S, DIM, HIDDEN = 4, 12, 2, 3, 8
 L = GRID * GRID
@@ -92,7 +92,7 @@ CONDITION = torch.randint(-2, 3, (B, S, DIM), generator=torch.Generator().manual
 PADDING_MASK = torch.tensor([[True, True], [False, True], [True, True], [False, True], [True, True]])
 NEIGHBORS = codebook_neighbors(torch.randn(VOCAB, 4, generator=torch.Generator().manual_seed(1)), 6)
 SPECULATIVE = [method(name, k=5) if m.k else m for name, m in METHODS.items() if not m.is_baseline]
-BRANCHING = [m for m in SPECULATIVE if m.name != "speculative"]  # a chain's accepted drafts need no commit
+BRANCHING = [m for m in SPECULATIVE if m.max_width > 1]  # of a chain the accepted drafts need no commit
 
 
 def sampling(temperature):
@@ -105,7 +105,7 @@ def speculative(m, target, draft, temperature):
 
 
 def test_the_protocols_are_what_the_models_here_offer():
-    pipeline = Pipeline.tiny()
+    pipeline = tiny_pipeline()
     condition, padding_mask = pipeline.gpt.condition(torch.zeros(1, 3, 8))
     assert isinstance(pipeline.gpt, TargetModel) and isinstance(pipeline.gpt.new_cache(1, 1), ModelCache)
     assert isinstance(EagleDrafter(pipeline.gpt, pipeline.drafter, repeat_for_cfg(padding_mask)), Drafter)

@@ -11,9 +11,10 @@ from torch.distributions import Normal
 
 from specvis.models.diffloss import DiffLoss, Network, Schedule, cosine_alpha_bar
 from specvis.models.kl_vae import KL, KLConfig
-from specvis.models.mar import MAR, SIZES, TINY, MARConfig, class_config, linear_guidance
+from specvis.models.mar import MAR, SIZES, MARConfig, class_config, linear_guidance
 from specvis.models.words import Words
 from specvis.pipelines.checkpoint import CheckpointError, load_weights
+from tests.tiny import TINY
 
 PUBLISHED = {"B": (208, 35.7), "L": (479, 72.2), "H": (943, 151.2)}  # millions: all rounded up, of them DiffLoss
 TINY_KL = KLConfig(channels=8, multipliers=(1, 2), residual_blocks=1, z_channels=3, groups=4)

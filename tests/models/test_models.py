@@ -14,6 +14,7 @@ from specvis.models.vq import VQ, VQConfig
 from specvis.models.words import UnknownWords, Words
 from specvis.pipelines.checkpoint import CheckpointError, load_weights, read_weights
 from specvis.pipelines.discrete import Pipeline
+from tests.tiny import tiny_pipeline
 
 MILLIONS = {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "XXXL": 3893, "1B": 1200, "3B": 3097, "7B": 6615}
 
@@ -57,7 +58,7 @@ def test_rotations_are_zero_at_conditions_and_turn_by_row_then_column():
 
 
 def test_half_precision_keeps_the_rotations():
-    pipeline = Pipeline.tiny().to(torch.bfloat16)
+    pipeline = tiny_pipeline().to(torch.bfloat16)
     condition, padding_mask = pipeline.gpt.condition(pipeline.words(pipeline.words.encode(["red heart"])))
     half = pipeline.gpt.teacher_forced(condition, padding_mask, torch.arange(16)[None]).float()
     pipeline.float()
@@ -89,7 +90,7 @@ def test_reading_token_by_token_equals_reading_at_once(config):
 
 
 def test_padding_of_a_caption_changes_nothing():
-    pipeline = Pipeline.tiny()
+    pipeline = tiny_pipeline()
     tokens = torch.randint(64, (2, 16))
     padding_mask = torch.tensor([[False, False, True], [True, True, True]])
     condition, padding_mask = pipeline.gpt.condition(torch.randn(2, 3, 8), padding_mask)
@@ -99,7 +100,7 @@ def test_padding_of_a_caption_changes_nothing():
 
 
 def test_tokenizer_round_trip_keeps_shapes_and_codes_are_unit():
-    vq = Pipeline.tiny().tokenizer
+    vq = tiny_pipeline().tokenizer
     tokens = vq.encode(torch.rand(3, 3, 8, 8) * 2 - 1)
     assert tokens.shape == (3, 16) and tokens.dtype == torch.int64
     assert vq.decode(tokens).shape == (3, 3, 8, 8)
@@ -109,7 +110,7 @@ def test_tokenizer_round_trip_keeps_shapes_and_codes_are_unit():
 
 
 def test_a_code_decodes_alone_as_its_unit_vector():
-    vq = Pipeline.tiny().tokenizer
+    vq = tiny_pipeline().tokenizer
     before = vq.decode(torch.arange(16)[None])
     vq.quantize.embedding.weight.data *= 3
     assert torch.allclose(vq.decode(torch.arange(16)[None]), before, atol=1e-6)
@@ -157,14 +158,28 @@ def test_a_truncated_checkpoint_is_one_clear_line(tmp_path, name):
 
 
 def test_a_pipeline_saved_and_loaded_is_the_same_to_half_precision(tmp_path):
-    pipeline = Pipeline.tiny()
+    pipeline = tiny_pipeline()
     pipeline.save(tmp_path)
     loaded = Pipeline.load(tmp_path)
     for name, value in pipeline.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value.half().float() if "used" not in name else value), name
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"wings": 2}))
-    with pytest.raises(CheckpointError, match="config.json cannot be read as GPTConfig.*wings"):
+
+
+def test_a_config_says_which_fields_are_wrong(tmp_path):
+    tiny_pipeline().save(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for changed, message in (
+            (config | {"wings": 2}, "unknown field 'wings'; its fields are dim, layers, heads, .*, ffn_multiple, "),
+            ({name: value for name, value in config.items() if name != "heads"}, "missing field 'heads'; its fields"),
+            ({"dim": 8, "wings": 2}, "unknown field 'wings', missing field 'layers', missing field 'heads'; its"),
+            ([1], "cannot be read as GPTConfig: 'list' object has no attribute 'items'")):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(CheckpointError, match=f"config .*config.json:? {message}"):
+            Pipeline.load(tmp_path)
+    path.write_text(json.dumps(config))
+    (tmp_path / "vocabulary.json").write_text(json.dumps({"texts": [""]}))
+    with pytest.raises(CheckpointError, match="unknown field 'texts', missing field 'words'; its fields are words"):
         Pipeline.load(tmp_path)
 
 

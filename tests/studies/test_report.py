@@ -27,6 +27,7 @@ from specvis.studies.page import Section, format_cell
 from specvis.studies.quality import MORE_SCORES, Score
 from specvis.studies.report import ITEMS
 from specvis_kernels import tree_links
+from tests.tiny import tiny_pipeline
 
 from .test_quality import NETWORK
 
@@ -37,7 +38,7 @@ PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
 @pytest.fixture(scope="module")
 def pipeline():
     """16 tokens of 1100 codes: every k of the report is within."""
-    tiny = Pipeline.tiny()
+    tiny = tiny_pipeline()
     config = dataclasses.replace(tiny.gpt.config, vocabulary=1100)
     codes = dataclasses.replace(tiny.tokenizer.config, codebook_size=1100)
     assert isinstance(config, GPTConfig) and isinstance(codes, VQConfig)
@@ -141,7 +142,7 @@ def test_a_folder_of_another_study_is_refused(study, pipeline, monkeypatch):
     shorter = DiscreteStudy(pipeline, study.folder, PROMPTS, images=3)  # may go on there
     assert shorter.prompts == PROMPTS[:3]
     with pytest.raises(ValueError, match="holds results of another model"):
-        DiscreteStudy(Pipeline.tiny(), study.folder, PROMPTS, images=6)
+        DiscreteStudy(tiny_pipeline(), study.folder, PROMPTS, images=6)
     monkeypatch.setattr(cache.specvis_kernels, "__version__", "9")
     with pytest.raises(ValueError, match=r"another version \(.*; here it is 9\)"):
         DiscreteStudy(pipeline, study.folder, PROMPTS, images=6)
@@ -395,6 +396,6 @@ def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path)
 
 @NETWORK
 def test_a_report_of_another_model_is_refused(weights, tmp_path, pipeline):
-    DiscreteStudy(Pipeline.tiny(), tmp_path / "runs", PROMPTS, images=12)
+    DiscreteStudy(tiny_pipeline(), tmp_path / "runs", PROMPTS, images=12)
     result = run("report", "--only", "latency", "--quick", "--out", tmp_path, "--weights", weights)
     assert result.exit_code == 2 and "holds results of another model" in result.output

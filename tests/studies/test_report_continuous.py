@@ -39,6 +39,7 @@ from specvis.studies.distances import (
     joint,
     sliced_distance,
 )
+from tests.tiny import tiny_pair
 
 from .test_quality import NETWORK
 
@@ -52,7 +53,7 @@ SCOPE = dataclasses.replace(
 @pytest.fixture(scope="module")
 def pair():
     """A draft model that is the target with noise, so that some of its tokens are accepted."""
-    tiny = MARPair.tiny()
+    tiny = tiny_pair()
     pair = MARPair(tiny.mar.config, tiny.mar.config, tiny.tokenizer.config, tiny.words.vocabulary, tiny.scaling)
     pair.load_state_dict({name.replace("mar_draft.", "mar."): value for name, value in tiny.state_dict().items()
                           if not name.startswith("mar_draft.")}, strict=False)

@@ -8,7 +8,7 @@ import click
 import matplotlib
 import torch
 
-from ..decoding.methods import Method, method, parse_method
+from ..decoding.methods import Method, method, parameters_of, parse_method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
 from ..studies.base import Run
@@ -180,14 +180,15 @@ def variations(base: Method) -> Iterator[Method]:
         changes += [{"delta": round(base.delta * factor, 4)} for factor in (0.7, 1.4)]
     elif base.omega != 1:
         changes += [{"omega": round(1 + (base.omega - 1) * factor, 4)} for factor in (0.7, 1.4)]
-    shape = {"static": ("tree",), "dynamic": ("depth", "width", "nodes")}[base.drafting]
-    recipe = method(base.name)
+    shape = {"tree"} if base.drafting == "static" else {"depth", "width", "nodes"}
+    recipe = parameters_of(method(base.name))
+    differing = {name: value for name, value in parameters_of(base).items() if value != recipe.get(name)
+                 and (name, base.drafting) != ("depth", "static")}  # a static tree has its own depth
     for change in changes:
-        names = ("drafter", "k", "cutoff", "delta", "metric", "residual", "omega", "nu",
-                 *(shape if not set(shape) & set(change) else ()))
-        unchanged = {name: getattr(base, name) for name in names if getattr(base, name) != getattr(recipe, name)}
+        replaced = set(change) | (shape if shape & set(change) else set())
+        unchanged = {name: value for name, value in differing.items() if name not in replaced}
         try:
-            changed = method(base.name, **unchanged | change)
+            changed = method(base.name, **unchanged, **change)
         except ValueError:  # such as a delta beyond its range: no variation then
             continue
         if changed != base:

@@ -286,11 +286,12 @@ def commit(state: State, settings: Settings, tree: Draft, output: TargetOutput, 
     if not settings.is_chain:  # an accepted part of a chain is where it should be
         state.cache.commit(repeat_for_cfg(accepted_nodes), repeat_for_cfg(num_accepted), repeat_for_cfg(state.lengths))
     nodes = torch.cat([torch.zeros_like(accepted_nodes[:, :1]), accepted_nodes.clamp(min=0)], 1).long()  # and the root
-    order, last = torch.arange(nodes.shape[1], device=nodes.device), num_accepted[:, None].long()
+    index, last = torch.arange(nodes.shape[1], device=nodes.device), num_accepted[:, None].long()
     new_tokens = torch.cat([tree.tokens.gather(1, nodes[:, 1:]), next_token[:, None]], 1)
-    new_tokens = new_tokens.scatter(1, last, next_token[:, None]).masked_fill(order > last, 0)
-    index = state.counts.clamp(max=settings.num_tokens)[:, None] + order
-    state.tokens.scatter_(1, index, torch.where(state.active[:, None], new_tokens, state.tokens.gather(1, index)))
+    new_tokens = new_tokens.scatter(1, last, next_token[:, None]).masked_fill(index > last, 0)
+    positions = state.counts.clamp(max=settings.num_tokens)[:, None] + index
+    old_tokens = state.tokens.gather(1, positions)
+    state.tokens.scatter_(1, positions, torch.where(state.active[:, None], new_tokens, old_tokens))
     state.root = torch.where(state.active, next_token, state.root)
     hidden = output.hidden
     previous_hidden = hidden.gather(1, repeat_for_cfg(nodes[..., None].expand(-1, -1, hidden.shape[-1])))

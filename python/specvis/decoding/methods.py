@@ -3,6 +3,7 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, fields, replace
+from typing import get_args
 
 from .bounds import omega_schedule
 from .trees import Adaptation, static_tree
@@ -264,7 +265,16 @@ CONTINUOUS = {m.name: m for m in (
                      distance_temperature=42.0, conditioning="block", truncate=False),
 )}
 
+
+
+def takes_float(annotation) -> bool:
+    """Has the annotation of a field `float` in it, as in `float | tuple[float, ...]`?"""
+    return annotation is float or any(map(takes_float, get_args(annotation)))
+
+
 ADAPTATION = {field.name for field in fields(Adaptation)}  # parameters of an adaptation, by their own names
+FRACTIONAL = {field.name for kind in (Method, Adaptation, ContinuousMethod) for field in fields(kind)
+              if takes_float(field.type)}  # parameters that need not be whole numbers
 PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "drafter": "who drafts: " + ", ".join(f"{name} ({what})" for name, what in DRAFTERS.items()),
     "draft_guidance": "share of the guidance that the drafter gets; 0: it drafts without",
@@ -386,7 +396,7 @@ def parse_bool(name: str, text: str) -> bool:
 
 def parse_number(name: str, text: str) -> int | float | tuple:
     """A value for parameter `name`: one number, or several with commas where there may be several."""
-    whole = name not in ("draft_guidance", "delta", "omega", "nu", "beta", "radius", "prefill", "distance_temperature")
+    whole = name not in FRACTIONAL
     try:
         values = tuple((int if whole else float)(part) for part in text.split(","))
     except ValueError:

@@ -57,9 +57,9 @@ class Cache:
         Args:
             accepted_nodes: (R, P) int32, num_accepted: (R,) int32, lengths: (R,) int64  the root's column
         """
-        order = torch.arange(accepted_nodes.shape[1], device=lengths.device)
-        target = lengths[:, None] + 1 + order
-        source = torch.where(order < num_accepted[:, None], lengths[:, None] + accepted_nodes, target)
+        index = torch.arange(accepted_nodes.shape[1], device=lengths.device)
+        target = lengths[:, None] + 1 + index
+        source = torch.where(index < num_accepted[:, None], lengths[:, None] + accepted_nodes, target)
         heads = self.data.shape[3]
         data = self.data.flatten(0, 1).flatten(1, 2)                       # (2L, RH, T, D), a view
         rows = torch.arange(data.shape[1], device=data.device)[:, None]

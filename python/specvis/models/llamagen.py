@@ -52,16 +52,16 @@ SIZES = {  # the published sizes: layers, heads, dim
 }
 
 
-def class_config(size: str, image: int = 256) -> GPTConfig:
-    """LlamaGen's class-conditional model of a published size for images of `image` pixels (16 a token)."""
+def class_config(size: str, resolution: int = 256) -> GPTConfig:
+    """LlamaGen's class-conditional model of a published size for `resolution` pixels a side, 16 a token."""
     layers, heads, dim = SIZES[size]
-    return GPTConfig(dim, layers, heads, grid=image // 16, classes=1000)
+    return GPTConfig(dim, layers, heads, grid=resolution // 16, classes=1000)
 
 
-def text_config(size: str, image: int = 256) -> GPTConfig:
-    """LlamaGen's text-conditional model of a published size for images of `image` pixels (16 a token)."""
+def text_config(size: str, resolution: int = 256) -> GPTConfig:
+    """LlamaGen's text-conditional model of a published size for `resolution` pixels a side, 16 a token."""
     layers, heads, dim = SIZES[size]
-    return GPTConfig(dim, layers, heads, grid=image // 16, condition_tokens=120, caption_dim=2048)
+    return GPTConfig(dim, layers, heads, grid=resolution // 16, condition_tokens=120, caption_dim=2048)
 
 
 class RMSNorm(nn.Module):
@@ -237,6 +237,6 @@ def condition_mask(padding_mask: Tensor, columns: int) -> Tensor:
 
     padding_mask (B, S) bool: True where the condition is real.
     """
-    visible = F.pad(padding_mask, (0, columns - padding_mask.shape[1]), value=True)
+    is_real = F.pad(padding_mask, (0, columns - padding_mask.shape[1]), value=True)
     causal = torch.ones(columns, columns, dtype=torch.bool, device=padding_mask.device).tril()
-    return causal & (visible[:, None] | torch.eye(columns, dtype=torch.bool, device=padding_mask.device))
+    return causal & (is_real[:, None] | torch.eye(columns, dtype=torch.bool, device=padding_mask.device))

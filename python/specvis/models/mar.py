@@ -56,10 +56,6 @@ def class_config(size: str) -> MARConfig:
     return MARConfig(dim, heads, layers, layers, width, blocks, classes=1000)
 
 
-TINY = MARConfig(dim=32, heads=2, encoder_layers=2, decoder_layers=2, diffusion_width=32, diffusion_blocks=2,
-                 tokens=16, channels=4, buffer=6, classes=10, num_sampling_steps=8)  # for tests
-
-
 def linear_guidance(guidance: float, num_unknown: int, num_tokens: int) -> float:
     """MAR's guidance schedule: it grows from 1 where no token is known to `guidance` where all are.
 

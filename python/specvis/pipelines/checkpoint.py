@@ -2,6 +2,7 @@
 import json
 import pickle
 from argparse import Namespace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -12,6 +13,13 @@ from torch import Tensor, nn
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read, or is of another model."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What vocabulary.json holds."""
+
+    words: tuple[str, ...]
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -68,11 +76,20 @@ def read_config(path: str | Path, dataclass_type):
     """A config dataclass from its JSON file; lists become tuples.
 
     Raises:
-        CheckpointError: no such file, not JSON, or other fields than the dataclass has
+        CheckpointError: no such file, not JSON, a field that the dataclass does not have or one that it must be given
     """
     try:
-        fields = json.loads(Path(path).read_text())
-        return dataclass_type(**{key: tuple(value) if isinstance(value, list) else value
-                                 for key, value in fields.items()})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        values = {key: tuple(value) if isinstance(value, list) else value
+                  for key, value in json.loads(Path(path).read_text()).items()}
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"config {path} cannot be read as {dataclass_type.__name__}: {error}") from error
+    known = {field.name: field.default is MISSING and field.default_factory is MISSING
+             for field in fields(dataclass_type)}  # name -> must it be given?
+    wrong = [f"unknown field {name!r}" for name in values if name not in known]
+    wrong += [f"missing field {name!r}" for name, is_required in known.items() if is_required and name not in values]
+    if wrong:
+        raise CheckpointError(f"config {path}: {', '.join(wrong)}; its fields are {', '.join(known)}")
+    try:
+        return dataclass_type(**values)
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"config {path} cannot be read as {dataclass_type.__name__}: {error}") from error

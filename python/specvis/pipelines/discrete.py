@@ -1,6 +1,6 @@
 """From a prompt to a picture: the words, GPT, drafters and tokenizer that belong together, and their neighbors."""
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from ..models.interface import Drafter
 from ..models.llamagen import GPT, GPTConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
-from .checkpoint import load_weights, read_config
+from .checkpoint import Vocabulary, load_weights, read_config
 
 SHIPPED = Path(__file__).parent.parent / "weights"
 PARTS = {"words": "words", "gpt": "gpt", "drafter": "drafter", "tokenizer": "tokenizer"}  # attribute -> file's name
@@ -55,7 +55,8 @@ class Pipeline(nn.Module):
         config = read_config(folder / "config.json", GPTConfig)
         vq_config = read_config(folder / "tokenizer.json", VQConfig)
         draft_config = read_config(folder / "small.json", GPTConfig) if (folder / "small.json").exists() else None
-        pipeline = Pipeline(config, vq_config, read_config(folder / "vocabulary.json", dict)["words"], draft_config)
+        vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words
+        pipeline = Pipeline(config, vq_config, vocabulary, draft_config)
         for part, file in pipeline.parts.items():
             load_weights(getattr(pipeline, part), folder / f"{file}.safetensors")
         return pipeline.to(device)
@@ -74,22 +75,6 @@ class Pipeline(nn.Module):
             weights = {name: value.half().contiguous() for name, value in state.items() if name not in UNREAD}
             save_file(weights, folder / f"{file}.safetensors")
 
-    @staticmethod
-    def tiny(seed: int = 0) -> "Pipeline":
-        """Random weights, deliberately small (16 tokens of 64 codes): for tests."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            config = GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=4, condition_tokens=3, caption_dim=8,
-                               ffn_multiple=16)
-            vq_config = VQConfig(channels=8, decoder_channels=8, multipliers=(1, 1), residual_blocks=1, z_channels=8,
-                                 codebook_size=64, codebook_dim=4, groups=4)
-            pipeline = Pipeline(config, vq_config, ["", "plain", "red", "blue", "heart"],
-                                replace(config, dim=16, layers=1))
-            for gpt in (pipeline.gpt, pipeline.draft_model):
-                for weight in (gpt.output.weight, gpt.tok_embeddings.weight):
-                    weight.data.normal_(std=0.5)  # peaked enough that tokens depend on what came before
-        return pipeline
-
     @property
     def parts(self) -> dict[str, str]:
         """The parts that have weights, and the names of their files."""
@@ -101,7 +86,7 @@ class Pipeline(nn.Module):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens a picture has."""
+        """How many tokens an image has."""
         return self.gpt.config.tokens
 
     def neighbors(self, k: int, metric: str = "l2") -> Tensor:

@@ -1,7 +1,7 @@
 """The continuous models that come with the package: a MAR, a smaller one that drafts, and the tokens they share."""
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,10 +19,10 @@ from ..decoding.continuous import (
     mask_lengths,
 )
 from ..decoding.methods import ContinuousMethod
-from ..models.mar import MAR, TINY, MARConfig
+from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
-from .checkpoint import load_weights, read_config
+from .checkpoint import Vocabulary, load_weights, read_config
 from .discrete import SHIPPED
 
 PARTS = ("mar", "mar_draft")  # files of the folder; words and tokenizer are shared with the discrete model
@@ -70,7 +70,7 @@ class MARPair(nn.Module):
         """
         folder = Path(folder)
         configs = [read_config(folder / f"{part}.json", MARConfig) for part in PARTS]
-        vocabulary = read_config(folder / "vocabulary.json", dict)["words"]
+        vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words
         pair = MARPair(*configs, read_config(folder / "tokenizer.json", VQConfig), vocabulary,
                        read_config(folder / "mar_scaling.json", Scaling))
         for part in (*PARTS, "words", "tokenizer"):
@@ -94,7 +94,7 @@ class MARPair(nn.Module):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens a picture has."""
+        """How many tokens an image has."""
         return self.mar.config.tokens
 
     def check(self, method: ContinuousMethod) -> None:
@@ -108,23 +108,6 @@ class MARPair(nn.Module):
             UnknownWords: a prompt has words that the models do not know
         """
         return self.words(self.words.encode(prompts))
-
-    @staticmethod
-    def tiny(seed: int = 0) -> "MARPair":
-        """A pair of small models with random weights (16 tokens of 4 numbers), for tests."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            config = replace(TINY, classes=None, caption_dim=8, clip_sample_range=3.0)
-            vq_config = VQConfig(channels=8, decoder_channels=8, multipliers=(1, 1), residual_blocks=1, z_channels=8,
-                                 codebook_size=64, codebook_dim=config.channels, groups=4)
-            pair = MARPair(config, replace(config, dim=16, encoder_layers=1, decoder_layers=1), vq_config,
-                           ["", "plain", "red", "blue", "heart"], Scaling((0.0,) * config.channels, 1.0))
-            net, draft_net = pair.mar.diffloss.net, pair.mar_draft.diffloss.net
-            for block in (*net.res_blocks, net.final_layer):
-                block.adaLN_modulation[1].weight.normal_(std=0.2)  # tokens depend on the known ones
-            net.final_layer.linear.weight.normal_(std=0.01)
-            draft_net.load_state_dict(net.state_dict() | {"cond_embed.weight": draft_net.cond_embed.weight})
-            return pair
 
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
