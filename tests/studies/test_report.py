@@ -94,7 +94,7 @@ def test_a_run_is_what_the_pipeline_draws(study, pipeline):
     pictures = study.pictures(wanted)
     assert torch.equal(pictures.decoded.tokens, expected.tokens)
     assert torch.equal(pictures.decoded.num_accepted, expected.num_accepted)
-    assert study.images_of(wanted).shape == (5, 8, 8, 3)
+    assert study.pixels_of(wanted).shape == (5, 8, 8, 3)
 
 
 def test_long_runs_share_batches_with_short_ones(study):

@@ -25,11 +25,11 @@ from specvis.studies.continuous import (
     DeduplicatedMAR,
     TokenTiming,
     against_parallel,
-    fidelity,
+    distributions_kept,
     share,
     speed,
 )
-from specvis.studies.cspd import ITEMS, draw_sets, eq_35, fidelity_rows, speedup_by_forwards
+from specvis.studies.cspd import ITEMS, distance_rows, draw_sets, eq_35, speedup_by_forwards
 from specvis.studies.distances import (
     DISTANCES,
     SampleDistance,
@@ -167,7 +167,7 @@ def test_a_run_is_what_the_pair_draws_and_is_kept(study, pair, monkeypatch):
             torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-3, atol=1e-3)
         else:
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs)), field.name
-    assert 0 < pictures.seconds and study.images_of(wanted).shape == (3, 8, 8, 3)
+    assert 0 < pictures.seconds and study.pixels_of(wanted).shape == (3, 8, 8, 3)
     monkeypatch.setattr(study, "decode", refuse)
     study.loaded.clear()
     assert study.pending([wanted]) == [] and study.pictures(wanted).seconds == pictures.seconds
@@ -233,9 +233,9 @@ def test_what_keeps_the_distribution_and_what_does_not(study):
     """The path ratio keeps one token's; the draft alone does not."""
     scope = dataclasses.replace(SCOPE, draws=1500)
     state = draw_sets(scope, 8, 1, 1500)
-    rows = {row["method"]: row for row in fidelity_rows(study, [state])}
-    assert rows["cspd-path"]["verdict"] == rows["target again"]["verdict"] == "no difference found"
-    assert rows["draft model alone"]["verdict"] == "differs"
+    rows = {row["method"]: row for row in distance_rows(study, [state])}
+    assert rows["cspd-path"]["finding"] == rows["target again"]["finding"] == "no difference found"
+    assert rows["draft model alone"]["finding"] == "differs"
     assert rows["draft model alone"]["energy distance, share of draft"] == 1
     assert 0 < rows["cspd-path"]["alpha"] < 1 and rows["draft model alone"]["alpha"] == ""
 
@@ -266,7 +266,7 @@ def test_every_section_is_written_and_nothing_is_done_twice(pair, weights, tmp_p
 
     write()
     cover = (tmp_path / "README.md").read_text()
-    assert all(f"**{word}.**" in cover for word in ("Fidelity", "Speed", "Parallel decoding"))
+    assert all(f"**{word}.**" in cover for word in ("Distribution", "Speed", "Parallel decoding"))
     for name, item in ITEMS.items():
         text = (tmp_path / f"{name}.md").read_text()
         assert text.startswith(f"## {item.title}") and f"({name}.md)" in cover
@@ -294,18 +294,19 @@ def test_a_quick_report_is_shorter(pair, tmp_path):
     assert 0 < 3 * costs[0] < costs[1]
 
 
-def fidelity_row(method, energy, sliced=0.0):
+def distance_row(method, energy, sliced=0.0):
     return {"method": method, "draws": 100, "alpha": 0.5, "energy distance, deviations": energy,
             "energy distance, share of draft": energy / 50 if energy else "", "sliced Wasserstein, deviations": sliced}
 
 
 def test_the_summary_says_what_the_draws_say():
-    draft = fidelity_row("draft model alone", 50.0)
-    text = fidelity([fidelity_row("cspd-path", 1.0), fidelity_row("cspd", 12.0), draft])
+    draft = distance_row("draft model alone", 50.0)
+    text = distributions_kept([distance_row("cspd-path", 1.0), distance_row("cspd", 12.0), draft])
     assert "100 draws for: cspd-path (" in text and "changed by: cspd (" in text and "too few" not in text
-    text = fidelity([fidelity_row("cspd-path", 1.0, 6.0), fidelity_row("cspd", 2.0), draft])
+    text = distributions_kept([distance_row("cspd-path", 1.0, 6.0), distance_row("cspd", 2.0), draft])
     assert "draws for: cspd (alpha 0.500; +2.0, +0.0)" in text and "changed by: cspd-path (" in text
-    assert "too few to decide" in fidelity([fidelity_row("cspd", 0.0), fidelity_row("draft model alone", 0.0)])
+    same = [distance_row("cspd", 0.0), distance_row("draft model alone", 0.0)]
+    assert "too few to decide" in distributions_kept(same)
 
 
 def test_the_summary_says_who_is_fastest():

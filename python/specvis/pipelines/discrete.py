@@ -108,7 +108,7 @@ class Pipeline(nn.Module):
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | Method | list[Method], sampling: Sampling,
                progress: Progress | None = None, observe: Observer | None = None) -> Decoded:
-        """Decode the tokens of one picture for each prompt.
+        """Decode the tokens of one image for each prompt.
 
         All prompts have one method (or its name, see parse_method), or each has its own. Requests whose methods are of
         one family are decoded together. No request's tokens depend on the others. `observe` is called after every step

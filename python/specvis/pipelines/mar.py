@@ -112,7 +112,7 @@ class MARPair(nn.Module):
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
                progress: Progress | None = None, known: KnownTokens | None = None) -> ContinuousDecoded:
-        """Decode the tokens of one picture for each prompt, by a method or its name (see parse_method).
+        """Decode the tokens of one image for each prompt, by a method or its name (see parse_method).
 
         Raises:
             UnknownWords: a prompt has words that the models do not know

@@ -139,8 +139,8 @@ def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
     draft, shared = (torch.cat([unknown, values], 1) for values in (draft, overlap))
     count = min(6, len(top))
     figure, all_axes = axes(4, count, 1.5, 1.5)
-    for i, image in enumerate(study.images(study.pictures(run).decoded.tokens[:count])):
-        show(all_axes[0, i], image, study.prompts[i % len(study.prompts)])
+    for i, picture in enumerate(study.pixels(study.pictures(run).decoded.tokens[:count])):
+        show(all_axes[0, i], picture, study.prompts[i % len(study.prompts)])
         show(all_axes[1, i], top[i].view(side, side), "target's top-1")
         show(all_axes[2, i], draft[i].view(side, side), "draft's top-1")
         show(all_axes[3, i], gains[i].view(side, side), "tokens of the step")

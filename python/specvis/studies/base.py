@@ -60,22 +60,22 @@ class Study(ResultCache):
             "prompts": prompts, **settings})
 
     def pictures(self, run: Run):
-        """All of a run, with its field `decoded`; decoded now if it was not before."""
+        """All pictures of a run, with a field `decoded`. They are decoded now if they were not before."""
         raise NotImplementedError
 
     def prompts_of(self, start: int, count: int) -> list[str]:
         return [self.prompts[i % len(self.prompts)] for i in range(start, start + count)]
 
-    def images(self, tokens: Tensor) -> np.ndarray:
-        """(n, H, W, 3) uint8."""
-        return np.stack([np.asarray(image) for part in tokens.split(BATCH)
-                         for image in self.pipeline.pictures(part.to(self.pipeline.device))])
+    def pixels(self, tokens: Tensor) -> np.ndarray:
+        """The pictures (n, H, W, 3) uint8 that the tokens of n images decode to."""
+        return np.stack([np.asarray(picture) for part in tokens.split(BATCH)
+                         for picture in self.pipeline.pictures(part.to(self.pipeline.device))])
 
-    def images_of(self, run: Run) -> np.ndarray:
-        return self.images(self.pictures(run).decoded.tokens)
+    def pixels_of(self, run: Run) -> np.ndarray:
+        return self.pixels(self.pictures(run).decoded.tokens)
 
     def features(self, run: Run) -> Features:
-        """Those of a run's pictures, kept beside them."""
+        """The features of a run's pictures, which are kept beside the pictures."""
         parts = self.parts(run)
         arrays = [self._features(part) for part in parts]
         names = np.concatenate([part.start + np.arange(part.count) for part in parts]) % len(self.prompts)
@@ -84,7 +84,7 @@ class Study(ResultCache):
     def _features(self, part: Run) -> dict[str, np.ndarray]:
         path = self.path(part).with_suffix(".features.npz")
         if not path.exists():
-            vectors, classes = self.network(self.images_of(part))
+            vectors, classes = self.network(self.pixels_of(part))
             write_file(path, lambda file: np.savez(file, vectors=vectors, classes=classes))
         return read_arrays(path)
 
@@ -122,7 +122,7 @@ class Report:
 
     def links(self) -> list[str]:
         """The rows of a table of claims, and a list of the sections."""
-        claims = [f"| [{section.name}]({section.name}.md) | {claim.text} | {claim.evidence} | {claim.verdict} |"
+        claims = [f"| [{section.name}]({section.name}.md) | {claim.text} | {claim.evidence} | {claim.finding} |"
                   for section in self.sections for claim in section.claims]
         return ["| | the paper says | here | |", "|---|---|---|---|", *claims, "",
                 *(f"- [{section.title}]({section.name}.md)" for section in self.sections), ""]
@@ -216,12 +216,15 @@ def reference_pictures(folder: Path) -> tuple[list[str], np.ndarray]:
 
 
 def decided(value: float, half: float) -> bool | None:
-    """Is it above 0? None: its interval has both signs."""
+    """Say whether a value is above 0; None: its interval, from value - half to value + half, has both signs."""
     return None if abs(value) <= half else value > 0
 
 
 def alike(value: float, half: float, margin: float) -> bool | None:
-    """Is a difference within the margin, or for certain not? None: neither."""
+    """Say whether a difference is within a margin; None: its interval is partly within and partly outside.
+
+    value: the difference; half: half the width of its interval
+    """
     if abs(value) + half <= margin:
         return True
     return False if abs(value) - half > margin else None

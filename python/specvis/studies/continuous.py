@@ -340,7 +340,7 @@ class ContinuousScope(Scope):
     draws: int                       # of one token
     joint_draws: int                 # of JOINT_TOKENS tokens; 0: none
     guidance: float = 2.5
-    num_tokens: int = 256            # of a picture
+    num_tokens: int = 256            # of an image
 
     def run(self, text: str, guidance: float | None = None, temperature: float = 1.0, draft_alone: bool = False
             ) -> ContinuousRun:
@@ -408,7 +408,7 @@ class ContinuousReport(Report):
         return ContinuousReport(study, replace(scope, num_tokens=study.num_tokens), out)
 
     def speedup(self, run: ContinuousRun) -> float:
-        """Against the baseline at the same batch size and guidance, in seconds a picture."""
+        """The speedup over the baseline at the same batch size and guidance, in seconds a picture."""
         return self.study.pictures(run.baseline).seconds_each / self.study.pictures(run).seconds_each
 
     def draft_cost(self, run: ContinuousRun) -> float:
@@ -418,7 +418,7 @@ class ContinuousReport(Report):
         return draft / target
 
     def row(self, run: ContinuousRun) -> dict:
-        """The usual columns."""
+        """A run's row of a table, with the columns that most tables have."""
         pictures, method = self.study.pictures(run), run.method
         alpha, half = pictures.alpha
         decoded = pictures.decoded
@@ -443,7 +443,7 @@ class ContinuousReport(Report):
         return T_QUANTILE[len(seconds)] * float(np.std(seconds, ddof=1) / np.mean(seconds)) * 2 ** 0.5
 
     def higher(self, a: ContinuousRun, b: ContinuousRun, start: int = 0) -> tuple[bool | None, str]:
-        """Is a's alpha above b's, of the tokens from number `start`?"""
+        """Say whether a's alpha is above b's, of the tokens from number `start`, and the numbers of it."""
         acceptance = [self.study.pictures(run).decoded.acceptance[:, start:] for run in (a, b)]
         (x, half_x), (y, half_y) = (share(part == 1, part >= 0) for part in acceptance)
         half = float(np.hypot(half_x, half_y))
@@ -452,11 +452,13 @@ class ContinuousReport(Report):
     def cover(self, command: str, origin: str) -> str:
         scope, results = self.scope, self.results
         config, draft = self.study.pipeline.mar.config, self.study.pipeline.mar_draft.config
-        joint = f" Of {JOINT_TOKENS} tokens jointly: {fidelity(results['several'])}" if scope.joint_draws else ""
+        joint = ""
+        if scope.joint_draws:
+            joint = f" Of {JOINT_TOKENS} tokens jointly: {distributions_kept(results['several'])}"
         return "\n".join([
             "# Speculative decoding of continuous tokens: CSpD's tables and figures on our MAR pair", "",
             f"`{command}`", "", f"Runs: {origin}.", "",
-            f"- **Fidelity.** Of the next token: {fidelity(results['distribution'])}{joint}",
+            f"- **Distribution.** Of the next token: {distributions_kept(results['distribution'])}{joint}",
             f"- **Speed.** {speed(results['table-1'])}",
             f"- **Parallel decoding.** {against_parallel(results['parallel'])}", "",
             f"Models: a MAR of {config.encoder_layers} + {config.decoder_layers} layers of width {config.dim}, a "
@@ -474,11 +476,12 @@ class ContinuousReport(Report):
 # --- the summary, from rows alone --------------------------------------------------------------------------------
 
 def differs(row: dict) -> bool:
+    """Say whether a row's distances are further from the target than chance explains."""
     return not all(row[f"{distance}, deviations"] <= SURE for distance in DISTANCES)  # a distance may be NaN
 
 
-def fidelity(rows: list[dict]) -> str:
-    """Which methods keep the target's distribution."""
+def distributions_kept(rows: list[dict]) -> str:
+    """Say which methods keep the target's distribution, and which change it."""
     def named(those):
         return "; ".join(f"{row['method']} ({'; '.join(about(row))})" for row in those) or "none"
 
@@ -498,7 +501,7 @@ def fidelity(rows: list[dict]) -> str:
 
 
 def speed(rows: list[dict]) -> str:
-    """The best of each family in target forwards and in seconds."""
+    """Say what the best of each family is in target forwards and in seconds."""
     said = []
     for name in dict.fromkeys(row["family"] for row in rows):
         those = [row for row in rows if row["family"] == name]
@@ -506,13 +509,13 @@ def speed(rows: list[dict]) -> str:
         said.append(f"{name} {tau['tau']:.2f} tokens a target forward (gamma {tau['gamma']}), {fast['speedup']:.2f} "
                     f"times the baseline's speed in seconds (gamma {fast['gamma']}, batch {fast['batch']})")
     best = max(rows, key=lambda row: row["speedup"])
-    verdict = (f"The fastest in seconds is {best['method']}" if best["speedup"] > 1
+    fastest = (f"The fastest in seconds is {best['method']}" if best["speedup"] > 1
                else "None is faster than the baseline in seconds")
-    return f"At best: {'; '.join(said)}. {verdict}."
+    return f"At best: {'; '.join(said)}. {fastest}."
 
 
 def against_parallel(rows: list[dict]) -> str:
-    """Which speculative runs lose: a parallel one is as fast, and by its pictures not shown to be further from the
+    """Say which speculative runs lose: a parallel one is as fast, and by its pictures not shown to be further from the
     baseline."""
     speculative, others = ([row for row in rows if row["speculative"] == which] for which in ("yes", "no"))
 

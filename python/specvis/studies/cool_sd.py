@@ -94,7 +94,7 @@ def strip(report: DiscreteReport, jobs: list[Latency]):
         timings = study.seconds(job)
         delta = job.method.omega if job.method.name == "cool-sd" else job.method.delta
         head = f"delta {delta:g}\n{np.mean(timings.method):.2f} +- {np.std(timings.method):.2f} s\n\n"
-        for line, image in enumerate(study.images(torch.tensor(timings.tokens[:count]))):
+        for line, picture in enumerate(study.pixels(torch.tensor(timings.tokens[:count]))):
             title = f"{timings.method[line]:.2f} s, tau {timings.tau[line]:.2f}"
-            show(all_axes[line, column], image, head * (line == 0) + title)
+            show(all_axes[line, column], picture, head * (line == 0) + title)
     return figure

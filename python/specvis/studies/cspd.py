@@ -24,7 +24,7 @@ from .continuous import (
     TokenTiming,
     against_parallel,
     differs,
-    fidelity,
+    distributions_kept,
     half_interval,
 )
 from .distances import DISTANCES, SURE, SampleDistance, compare, joint
@@ -37,7 +37,7 @@ WINDOWS = 16  # of the order
 
 
 def baselines(runs: list[ContinuousRun]) -> Iterator[Job]:
-    """What their seconds are compared with."""
+    """The baselines that the seconds of these runs are compared with, each once."""
     yield from dict.fromkeys(run.baseline for run in runs)
 
 
@@ -138,7 +138,7 @@ def table_2(report: ContinuousReport, section: Section) -> None:
 
 
 def table_3_pairs(scope: ContinuousScope) -> list[tuple[ContinuousRun, ContinuousRun]]:
-    """Aligned and not."""
+    """Pairs of runs that differ in one thing: the first is trajectory-aligned, the second is not."""
     runs = [run for run in scope.middles if run.method.variant != "path"]
     return [(run, replace(run, method=replace(run.method, aligned=False))) for run in runs]
 
@@ -201,11 +201,11 @@ def batch(report: ContinuousReport, section: Section) -> None:
     axis.legend(fontsize=7)
     section.figure(figure, "Seconds a token over the batch size")
     speedups = {row["batch"]: row["speedup"] for row in rows if row["method"].startswith("cspd-released")}
-    least, most = min(speedups), max(speedups)
+    smallest, largest = min(speedups), max(speedups)
     section.claim("larger batches gain more (the paper's are of 128 and 256)",
-                  decided(float(np.log(speedups[most] / speedups[least])), report.timing_error),
-                  f"cspd-released {speedups[least]:.2f} times at batch {least}, {speedups[most]:.2f} at {most}; a "
-                  f"ratio of timings is good to {report.timing_error:.0%}")
+                  decided(float(np.log(speedups[largest] / speedups[smallest])), report.timing_error),
+                  f"cspd-released {speedups[smallest]:.2f} times at batch {smallest}, {speedups[largest]:.2f} "
+                  f"at {largest}; a ratio of timings is good to {report.timing_error:.0%}")
 
 
 @item(ITEMS, "figure-9", "CSpD, Figure 9: drafts and what was made of them",
@@ -231,9 +231,9 @@ def gallery(study: ContinuousStudy, columns: dict[str, torch.Tensor]):
     for line, (name, tokens) in zip(grid.T, columns.items()):
         for axis in line:
             axis.axis("off")
-        for axis, image in zip(line, study.images(tokens)):
+        for axis, picture in zip(line, study.pixels(tokens)):
             axis.axis("on")
-            show(axis, image)
+            show(axis, picture)
         line[0].set_title(name.replace(", ", "\n").replace(":", "\n"), fontsize=6)
     return figure
 
@@ -253,12 +253,13 @@ def figure_11(report: ContinuousReport, section: Section) -> None:
     for run in report.scope.middles:
         windows = report.study.pictures(run).decoded.acceptance.split(width, 1)
         counts = [((part == 1).sum().item(), (part >= 0).sum().item()) for part in windows]
-        own = [{"method": run.method.label, "from token": i * width, "accepted": accepted, "verified": verified,
-                "alpha": accepted / verified, "+-": half_interval(accepted, verified)}
-               for i, (accepted, verified) in enumerate(counts) if verified]
-        axis.errorbar([row["from token"] + width / 2 for row in own], [row["alpha"] for row in own],
-                      [row["+-"] for row in own], marker="o", ms=3, lw=1, capsize=2, label=run.method.label)
-        rows += own
+        run_rows = [{"method": run.method.label, "from token": i * width, "accepted": num_accepted,
+                     "verified": num_verified, "alpha": num_accepted / num_verified,
+                     "+-": half_interval(num_accepted, num_verified)}
+                    for i, (num_accepted, num_verified) in enumerate(counts) if num_verified]
+        axis.errorbar([row["from token"] + width / 2 for row in run_rows], [row["alpha"] for row in run_rows],
+                      [row["+-"] for row in run_rows], marker="o", ms=3, lw=1, capsize=2, label=run.method.label)
+        rows += run_rows
     axis.set(xlabel="tokens known", ylabel="alpha")
     axis.legend(fontsize=7)
     section.figure(figure, f"Share of drafts accepted, over windows of {width} tokens of the order; bars are binomial "
@@ -274,13 +275,13 @@ def block(scope: ContinuousScope, guidance: float | None = None, temperature: fl
 
 
 def sweep(scope: ContinuousScope, name: str) -> dict[float, list[ContinuousRun]]:
-    """Runs over a setting, the usual one among them."""
+    """The runs of `block` at each value of a setting, the usual value among them."""
     values = {"guidance": (*scope.guidances, scope.guidance), "temperature": (*scope.temperatures, 1.0)}[name]
     return {value: block(scope, **{name: value}) for value in sorted(set(values))}
 
 
 def over(report: ContinuousReport, section: Section, name: str) -> None:
-    """alpha over a setting."""
+    """Write a figure and a table of alpha over the values of a setting."""
     runs = sweep(report.scope, name)
     figure, ((axis,),) = axes(1, 1, 5, 3.2)
     rows = []
@@ -313,18 +314,18 @@ def figure_14(report: ContinuousReport, section: Section) -> None:
 def figure_15(report: ContinuousReport, section: Section) -> None:
     rows, (figure, ((axis,),)) = [], axes(1, 1, 5, 3.2)
     for name in FAMILIES:
-        own = []
+        family_rows = []
         for run in report.scope.speculative:
             pictures = report.study.pictures(run)
             if run.method.name == name and len(pictures.num_tries):
                 out = pictures.decoded.out_of_tries[pictures.decoded.acceptance == 0]
-                own.append({"method": run.method.label, "gamma": run.method.gamma, "resampled": len(out),
-                            "mean tries": pictures.num_tries.float().mean().item(),
-                            "median": pictures.num_tries.float().median().item(),
-                            "out of tries": out.float().mean().item(), "bound": run.method.max_tries})
-        if own:
-            axis.plot(*zip(*((row["gamma"], row["mean tries"]) for row in own)), "o-", label=name)
-        rows += own
+                family_rows.append({"method": run.method.label, "gamma": run.method.gamma, "resampled": len(out),
+                                    "mean tries": pictures.num_tries.float().mean().item(),
+                                    "median": pictures.num_tries.float().median().item(),
+                                    "out of tries": out.float().mean().item(), "bound": run.method.max_tries})
+        if family_rows:
+            axis.plot(*zip(*((row["gamma"], row["mean tries"]) for row in family_rows)), "o-", label=name)
+        rows += family_rows
     if not rows:
         section.text("No draft was rejected.")
         return
@@ -357,7 +358,7 @@ def figure_16(report: ContinuousReport, section: Section) -> None:
     section.table(rows, csv_only=True)
 
 
-# --- fidelity ----------------------------------------------------------------------------------------------------
+# --- is the distribution kept? -----------------------------------------------------------------------------------
 
 ONE = {"cspd": "cspd:gamma=1:prefill=0", "cspd, distances / 42": "cspd:gamma=1:prefill=0:distance_temperature=42",
        "cspd, not aligned": "cspd:gamma=1:prefill=0:aligned=false",
@@ -379,23 +380,25 @@ def draw_sets(scope: ContinuousScope, num_known: int, num_new: int, count: int, 
 
 
 def one_token(scope: ContinuousScope) -> list[dict[str, Draws]]:
+    """The sets of draws of the next token, for each state."""
     return [draw_sets(scope, max(1, round(share * scope.num_tokens)), 1, scope.draws, i % scope.images)
             for i, share in enumerate(scope.known_shares)]
 
 
 def several(scope: ContinuousScope) -> list[dict[str, Draws]]:
+    """The sets of draws of the next JOINT_TOKENS tokens, from one state; a quick report has none."""
     return [draw_sets(scope, scope.num_tokens // 4, JOINT_TOKENS, scope.joint_draws)] if scope.joint_draws else []
 
 
-def fidelity_rows(study: ContinuousStudy, states: list[dict[str, Draws]]) -> list[dict]:
+def distance_rows(study: ContinuousStudy, states: list[dict[str, Draws]]) -> list[dict]:
     """A row for each method: its distances over all states, beside what chance makes of them."""
-    compared, alphas, forwards = [], {}, {}
+    compared, alphas, all_forwards = [], {}, {}
     for state in states:
         samples = {}
         for name, job in state.items():
             samples[name], alpha, target_forwards = study.draws(job)
             alphas.setdefault(name, []).append(alpha)
-            forwards.setdefault(name, []).append(target_forwards)
+            all_forwards.setdefault(name, []).append(target_forwards)
         spread = samples["target"].var(0).mean().sqrt()  # the unit, so that each state counts as much
         samples = {name: x / spread for name, x in samples.items()}
         compared.append(compare({name: x for name, x in samples.items() if name != "target"}, samples["target"],
@@ -404,13 +407,13 @@ def fidelity_rows(study: ContinuousStudy, states: list[dict[str, Draws]]) -> lis
     for name in compared[0]:
         alpha, half = np.array(alphas[name]).T
         row = {"method": name, "states": len(states), "draws": len(states) * next(iter(states[0].values())).count,
-               "target_forwards": float(np.mean(forwards[name])),
+               "target_forwards": float(np.mean(all_forwards[name])),
                "alpha": "" if np.isnan(alpha).any() else float(alpha.mean()),
                "+-": "" if np.isnan(half).any() else float(np.linalg.norm(half) / len(half))}
         for distance in DISTANCES:
             row |= distance_columns(distance, *([state[of][distance] for state in compared]
                                                 for of in (name, "draft model alone")))
-        rows.append(row | {"verdict": "differs" if differs(row) else "no difference found"})
+        rows.append(row | {"finding": "differs" if differs(row) else "no difference found"})
     return rows
 
 
@@ -427,7 +430,7 @@ def distance_excess(parts: list[SampleDistance]) -> float:
     return sum(part.value - part.chance for part in parts)
 
 
-def fidelity_figure(study: ContinuousStudy, rows: list[dict], state: dict[str, Draws]):
+def distance_figure(study: ContinuousStudy, rows: list[dict], state: dict[str, Draws]):
     """How far each method is from the target, and the samples of one state along the way from target to draft."""
     figure, ((left, right),) = axes(1, 2, 5, 3.4)
     names = [row["method"] for row in rows]
@@ -459,7 +462,7 @@ def distribution_jobs(scope: ContinuousScope) -> Iterator[Job]:
 def distribution(report: ContinuousReport, section: Section) -> None:
     study, scope = report.study, report.scope
     states = one_token(scope)
-    rows = report.once("distribution", lambda: fidelity_rows(study, states))
+    rows = report.once("distribution", lambda: distance_rows(study, states))
     counts = ", ".join(str(state["target"].num_known) for state in states)
     section.text(f"The next token, drawn {scope.draws} times from each of {len(states)} states (the first {counts} "
                  "tokens of baseline pictures known), each set with seeds of its own, by the decoding loop itself. "
@@ -469,9 +472,9 @@ def distribution(report: ContinuousReport, section: Section) -> None:
                  "model alone, and blank where not even that differs. To keep one token's distribution is necessary, "
                  "not sufficient.")
     section.table(rows)
-    section.figure(fidelity_figure(study, rows, states[0]), "Distance from the target's distribution (line: where a "
+    section.figure(distance_figure(study, rows, states[0]), "Distance from the target's distribution (line: where a "
                    "difference is believed), and samples of the first state")
-    section.text(f"Of the next token: {fidelity(rows)}")
+    section.text(f"Of the next token: {distributions_kept(rows)}")
     gaps = [{"tokens known": state["target"].num_known, "paths": 256, "rms gap": gap, "rms spread of the token": spread}
             for state in states for gap, spread in [study.last_steps(state["target"])]]
     section.text("`cspd-path` with gamma above 1 verifies later drafts given the draft's last denoising step of the "
@@ -494,12 +497,12 @@ def distribution(report: ContinuousReport, section: Section) -> None:
 def joint_distribution(report: ContinuousReport, section: Section, state: dict[str, Draws]) -> None:
     """The part of `distribution` about several tokens."""
     study, known = report.study, state["target"].num_known
-    rows = report.once("several", lambda: fidelity_rows(study, [state]))
+    rows = report.once("several", lambda: distance_rows(study, [state]))
     section.text(f"The next {JOINT_TOKENS} tokens jointly, {report.scope.joint_draws} draws from one state ({known} "
                  "known), with MAR's own parallel decoding beside:")
     section.table(rows, "-several")
-    section.figure(fidelity_figure(study, rows, state), f"The same of {JOINT_TOKENS} tokens jointly", "-several")
-    section.text(f"Of {JOINT_TOKENS} tokens jointly: {fidelity(rows)}")
+    section.figure(distance_figure(study, rows, state), f"The same of {JOINT_TOKENS} tokens jointly", "-several")
+    section.text(f"Of {JOINT_TOKENS} tokens jointly: {distributions_kept(rows)}")
 
 
 def deviations(row: dict) -> str:
@@ -576,8 +579,8 @@ def parallel(report: ContinuousReport, section: Section) -> None:
     speculative, others = ([row for row in rows if row["speculative"] == which] for which in ("yes", "no"))
     faster = [row for row in speculative if any(other["target_forwards"] >= row["target_forwards"]
                                                 and other["speedup"] > row["speedup"] for other in others)]
-    most = max(other["target_forwards"] for other in others)
-    asked = [row for row in speculative if row["target_forwards"] <= most]
+    max_forwards = max(other["target_forwards"] for other in others)
+    asked = [row for row in speculative if row["target_forwards"] <= max_forwards]
     section.claim("parallel decoding in as many target forwards is faster (the author, in the repository's issue 1)",
                   len(faster) == len(asked) if asked else None,
                   f"parallel decoding in as many forwards or more is faster than {len(faster)} of the {len(asked)} "

@@ -114,9 +114,9 @@ class Recorder:
         older_siblings = siblings.tril(-1).sum(-1)                                    # (B, N)
         nodes, position, active = step.accepted_nodes.long().cpu(), step.position.cpu(), step.active.cpu()
         index = torch.arange(nodes.shape[1])
-        accepted = (index < step.num_accepted.cpu()[:, None]) & active[:, None]
+        is_accepted = (index < step.num_accepted.cpu()[:, None]) & active[:, None]
         end = self.ranks.shape[1] - 1
-        positions = torch.where(accepted, position[:, None] + index, end).clamp(max=end)
+        positions = torch.where(is_accepted, position[:, None] + index, end).clamp(max=end)
         self.ranks.scatter_(1, positions, older_siblings.gather(1, nodes.clamp(min=0)))
         rows = active.nonzero()[:, 0]
         self.nodes[rows, position[rows]] = (depth >= 0).sum(1)[rows]
@@ -405,7 +405,7 @@ class DiscreteReport(Report):
     def _more(self, name: str, run: Run) -> np.ndarray:
         """(n,) one of quality.MORE_SCORES."""
         prompts = self.study.prompts_of(run.start, run.count or self.study.num_images)
-        return self.once((name, run), lambda: np.asarray(MORE_SCORES[name](self.study.images_of(run), prompts),
+        return self.once((name, run), lambda: np.asarray(MORE_SCORES[name](self.study.pixels_of(run), prompts),
                                                          dtype=np.float64))
 
     def tau(self, text: str, temperature: float = 1.0) -> float:
@@ -416,7 +416,7 @@ class DiscreteReport(Report):
         return self.study.pictures(run).tv_excess.mean().item()
 
     def row(self, run: Run) -> dict:
-        """The usual columns: steps, tv_excess, and every score. No seconds: those are of single pictures."""
+        """A run's row of a table: tau, tv_excess and every score. It has no seconds: those are of single pictures."""
         return {"method": run.method.label, "T": f"{run.temperature:g}", "nodes": run.method.max_nodes,
                 "tau": self.study.pictures(run).tau, "tv_excess": self.tv_excess(run)} | self.quality(run)
 
@@ -426,7 +426,7 @@ class DiscreteReport(Report):
         return {"method": latency.method.label, "T": f"{latency.temperature:g}",
                 "seconds": float(np.mean(timings.method)), "+-": float(np.std(timings.method)),
                 "baseline_seconds": float(np.mean(timings.baseline)), "speedup": float(np.median(timings.speedup)),
-                "least": float(timings.speedup.min()), "most": float(timings.speedup.max()),
+                "min": float(timings.speedup.min()), "max": float(timings.speedup.max()),
                 "tau": float(np.mean(timings.tau)), "pictures": len(timings.tau)}
 
     def contrast(self, statistic: Callable[[Callable[[Run], float]], float], runs: list[Run],
@@ -441,13 +441,15 @@ class DiscreteReport(Report):
         return value, self.quality(runs[0])[name].noise * float(np.linalg.norm(weights))
 
     def faster(self, a: str, b: str, temperature: float) -> tuple[bool | None, float]:
-        """Is a faster than b in every picture, both beside the baseline (None: in some), and the median ratio."""
+        """Say whether a is faster than b in every picture, both beside the baseline (None: in some); and the median
+        ratio of their speeds."""
         speedups = [self.study.seconds(Latency.of(text, temperature)).speedup for text in (a, b)]
         ratios = speedups[0] / speedups[1]
         return (True if ratios.min() > 1 else False if ratios.max() < 1 else None), float(np.median(ratios))
 
     def tau_gain(self, a: str, b: str) -> tuple[bool | None, str]:
-        """Has a the larger tau at temperature 1, and the words for it; by differences of the same pictures."""
+        """Say whether a has the larger tau at temperature 1, by differences of the same pictures; and put it in
+        words."""
         taus = [self.study.pictures(Run.of(text)).decoded.tau for text in (a, b)]
         change = (taus[0] - taus[1])[~(taus[0] - taus[1]).isnan()]
         half = 2 * change.std().item() / len(change) ** 0.5
@@ -455,7 +457,7 @@ class DiscreteReport(Report):
                                                      f"difference of {change.mean():+.2f} +- {half:.2f}")
 
     def noise(self, section: Section, runs: list[Run]) -> None:
-        """What the scores of these runs can tell, below their table."""
+        """Write below a table of these runs what their scores can tell."""
         scores, count = self.quality(runs[0]), self.study.num_images
         parts = [f"{name} {score.baseline:.3g} +- {score.noise:.2g}" for name, score in scores.items()]
         chance = 0.05 * len(runs) * len(scores)

@@ -79,5 +79,5 @@ def compare(samples: dict[str, Tensor], a: Tensor, b: Tensor) -> dict[str, dict[
 
 
 def joint(parts: list[SampleDistance]) -> float:
-    """Deviations of independent comparisons together."""
+    """Take independent comparisons together: how many standard deviations of the noise their sum is above the noise."""
     return sum(part.deviations for part in parts) / len(parts) ** 0.5

@@ -113,12 +113,12 @@ def latencies(scope: DiscreteScope) -> list[Latency]:
 def latency(report: DiscreteReport, section: Section) -> None:
     rows = [report.latency_row(job) for job in latencies(report.scope)]
     section.text("Batch 1, temperature 1. Each picture was timed right after the baseline's of the same prompt and "
-                 "seed; speedup is the median of these ratios, least and most their range.")
+                 "seed; speedup is the median of these ratios, min and max their range.")
     section.table(rows)
     figure, ((axis,),) = axes(1, 1, 6, 3.4)
     names = [row["method"] for row in rows]
     middle = np.array([row["speedup"] for row in rows])
-    spread = np.array([[row["speedup"] - row["least"], row["most"] - row["speedup"]] for row in rows]).T
+    spread = np.array([[row["speedup"] - row["min"], row["max"] - row["speedup"]] for row in rows]).T
     axis.barh(names, middle, xerr=spread, color="tab:blue", ecolor="gray")
     axis.axvline(1, color="black", lw=1)
     axis.invert_yaxis()
@@ -126,7 +126,7 @@ def latency(report: DiscreteReport, section: Section) -> None:
     section.figure(figure, "Median and range of the speedup in seconds, batch 1")
     fastest = max(rows, key=lambda row: row["speedup"])
     section.claim("speculative decoding is faster than baseline decoding (on GPUs)",
-                  True if max(row["least"] for row in rows) > 1 else
-                  False if max(row["most"] for row in rows) < 1 else None,
+                  True if max(row["min"] for row in rows) > 1 else
+                  False if max(row["max"] for row in rows) < 1 else None,
                   f"on {report.study.machine} the fastest is {fastest['method']} at {fastest['speedup']:.2f} times "
-                  f"({fastest['least']:.2f} to {fastest['most']:.2f})")
+                  f"({fastest['min']:.2f} to {fastest['max']:.2f})")

@@ -132,22 +132,22 @@ def resampled(report: DiscreteReport, tokens: Tensor) -> dict[str, Tensor]:
 def figure_3(report: DiscreteReport, section: Section) -> None:
     study = report.study
     tokens = study.pictures(report.scope.baseline()).decoded.tokens[:study.num_images]
-    images = {name: study.images(version) for name, version in resampled(report, tokens).items()}
-    features = {name: study.network(these)[0] for name, these in images.items()}
+    pictures = {name: study.pixels(version) for name, version in resampled(report, tokens).items()}
+    features = {name: study.network(these)[0] for name, these in pictures.items()}
     count = min(8, len(tokens))
-    figure, all_axes = axes(count, len(images), 0.95, 0.95)
-    for column, (name, these) in enumerate(images.items()):
-        for line, image in enumerate(these[:count]):
-            show(all_axes[line, column], image, name if line == 0 else "")
+    figure, all_axes = axes(count, len(pictures), 0.95, 0.95)
+    for column, (name, these) in enumerate(pictures.items()):
+        for line, picture in enumerate(these[:count]):
+            show(all_axes[line, column], picture, name if line == 0 else "")
     section.figure(figure, "Every code of a picture replaced by one drawn uniformly among its nearest, itself counted")
-    drawn = images["as drawn"].astype(np.float64)
+    drawn = pictures["as drawn"].astype(np.float64)
 
     def cosine(name):
         a, b = (features[n] / np.linalg.norm(features[n], axis=1, keepdims=True) for n in ("as drawn", name))
         return float((a * b).sum(1).mean())
 
     rows = []
-    for name, these in list(images.items())[1:]:
+    for name, these in list(pictures.items())[1:]:
         error = ((these - drawn) ** 2).mean((1, 2, 3))
         rows.append({"codes": name, "PSNR (dB)": float((10 * np.log10(255**2 / error.clip(1e-9))).mean()),
                      "cosine of features": cosine(name)})
@@ -209,5 +209,5 @@ def picture_grid(report: DiscreteReport, runs: dict[tuple[int, float], Run], ind
         for column, run in enumerate((scope.baseline(), *(runs[k, d] for d in scope.delta))):
             tokens = study.pictures(run).decoded.tokens[index:index + 1]
             title = "baseline" if column == 0 else f"delta {scope.delta[column - 1]:g}, k {k}"
-            show(all_axes[line, column], study.images(tokens)[0], title)
+            show(all_axes[line, column], study.pixels(tokens)[0], title)
     return figure

@@ -22,7 +22,7 @@ class Claim:
     evidence: str
 
     @property
-    def verdict(self) -> str:
+    def finding(self) -> str:
         return {True: "agrees", False: "does not agree", None: "not decided"}[self.holds]
 
 
@@ -73,7 +73,7 @@ class Section:
         self.parts.append(f"![{caption}]({path.name})\n\n*{caption}*")
 
     def markdown(self) -> str:
-        claims = [f"- **{c.verdict}**: {c.text}. Here: {c.evidence}." for c in self.claims]
+        claims = [f"- **{c.finding}**: {c.text}. Here: {c.evidence}." for c in self.claims]
         return "\n\n".join([f"## {self.title}", f"`{self.name}`", *self.parts, "\n".join(claims)]).rstrip() + "\n"
 
 
@@ -102,7 +102,7 @@ def axes(rows: int, columns: int, width: float, height: float, **others):
 
 
 def heatmap(axis, values, rows, columns, title: str, names: tuple[str, str]) -> None:
-    """Numbers as a colored table; names: of rows and of columns."""
+    """Draw numbers as a colored table; names: of the rows and of the columns."""
     axis.imshow(values, cmap="viridis", aspect="auto")
     middle = (values.min() + values.max()) / 2
     for i, line in enumerate(values):
@@ -116,7 +116,7 @@ def heatmap(axis, values, rows, columns, title: str, names: tuple[str, str]) -> 
 
 
 def show(axis, image, title: str = "") -> None:
-    """A picture without its axes."""
+    """Draw a picture without axes."""
     axis.imshow(np.asarray(image))
     axis.set(xticks=[], yticks=[])
     axis.spines[:].set_visible(False)

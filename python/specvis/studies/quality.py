@@ -68,7 +68,7 @@ class Features:
 
 
 def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Between Gaussians of the features' means and covariances (Heusel et al., arXiv:1706.08500, eq. 6).
+    """The distance between Gaussians of the features' means and covariances (Heusel et al., arXiv:1706.08500, eq. 6).
 
     The trace of (A B)^(1/2) is the sum of the singular values of the product of the centered features, so that fewer
     pictures (n, d) than features do no harm but the bias that the distance always has: compare equal numbers only.
