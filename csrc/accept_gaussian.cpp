@@ -57,13 +57,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
         double sum = earlier_log_ratio[i];
         if (step) {
           step.move_to(i);
-          sum += step.log_ratio(x + i * C, temperature_b.distance_weight);
+          sum += step.log_ratio(x + i * C, temperature_b.distance_factor);
         }
         log_r_out[i] = static_cast<float>(sum);
         valid &= std::isfinite(log_r_out[i]) && std::isfinite(u[i]) && specvis::all_finite(x + i * C, C);
       }
       num_accepted_out[b] = 0;
-      status_out[b] = (valid ? 0 : specvis::kInvalidRow) | (temperature_b.is_invalid ? specvis::kInvalidRule : 0);
+      status_out[b] = (valid ? 0 : specvis::kInvalidRow) | (temperature_b.is_undefined ? specvis::kInvalidRule : 0);
       if (status_out[b]) {
         std::fill_n(log_r_out + row, n, 0.0f);
         continue;

@@ -132,21 +132,21 @@ __device__ Total sum_row(const float* row, int64_t V, T* copy = nullptr) {
   return {sum, !invalid && sum > 0};
 }
 
-// The longest prefix of a token's first k neighbors that the budget allows. Each thread takes one neighbor at a time,
-// until the first that does not fit. mass(v) is an entry of the row.
+// The longest prefix of a token's first num_considered neighbors that fits the budget. Each thread takes one neighbor
+// at a time, until the first that does not fit. mass(v) is an entry of the row.
 template <class Mass>
-__device__ NeighborPrefix neighbor_prefix(const Mass& mass, int64_t V, const Neighbors& neighbors, int64_t k,
-                                          int64_t token, const Budget& budget) {
+__device__ NeighborPrefix neighbor_prefix(const Mass& mass, int64_t V, const Neighbors& neighbors,
+                                          int64_t num_considered, int64_t token, const Budget& budget) {
   __shared__ int64_t mass_before;  // of the neighbors before the first that does not fit
   NeighborPrefix prefix = {0, 0};
   if (!budget.any || !neighbors.has(token)) return prefix;
-  for (int64_t start = 0; start < k; start += blockDim.x) {
+  for (int64_t start = 0; start < num_considered; start += blockDim.x) {
     const int64_t j = start + threadIdx.x;
-    const int64_t id = j < k ? neighbors(token, j) : -1;
+    const int64_t id = j < num_considered ? neighbors(token, j) : -1;
     const int64_t own_mass = id >= 0 && id < V ? mass(id) : 0;
     const Scan scan = block_scan(own_mass);
-    const unsigned first = block_first(j >= k || !budget.fits(prefix.mass + scan.before + own_mass));
-    prefix.count += first;
+    const unsigned first = block_first(j >= num_considered || !budget.fits(prefix.mass + scan.before + own_mass));
+    prefix.num_kept += first;
     if (first == blockDim.x) {
       prefix.mass += scan.total;
       continue;

@@ -50,14 +50,15 @@ inline bool all_finite(const float* x, int64_t n) {
   return finite;
 }
 
-// The temperature of request b as the weight 0.5 / temperature^2; an invalid temperature counts as 1.
+// The temperature of request b, and what a squared distance is multiplied by: 1 / (2 temperature^2). An undefined
+// temperature counts as 1.
 struct Temperature {
-  bool is_invalid;
-  double distance_weight;
+  bool is_undefined;
+  double distance_factor;
   Temperature(const float* temperature, int64_t b) {
     const double t = temperature ? temperature[b] : 1.0;
-    is_invalid = !(t > 0 && t < INFINITY);
-    distance_weight = is_invalid ? 0.5 : 0.5 / (t * t);
+    is_undefined = !(t > 0 && t < INFINITY);
+    distance_factor = is_undefined ? 0.5 : 0.5 / (t * t);
   }
 };
 
@@ -87,12 +88,12 @@ class LastStep {
   }
 
   // log P(x) - log Q(x).
-  double log_ratio(const float* x, double distance_weight) const {
+  double log_ratio(const float* x, double distance_factor) const {
     double lanes[kLanes] = {};
     for (int64_t c = 0; c < C_; ++c) {
       const double target = (double{x[c]} - double{target_means_[start_ + c]}) * target_scale_[c];
       const double draft = (double{x[c]} - double{draft_means_[start_ + c]}) * draft_scale_[c];
-      lanes[c % kLanes] += shift_[c] + (draft * draft - target * target) * distance_weight;
+      lanes[c % kLanes] += shift_[c] + (draft * draft - target * target) * distance_factor;
     }
     for (int64_t half = kLanes / 2; half > 0; half /= 2)
       for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];

@@ -44,9 +44,9 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum_cpu(const Tensor& probs,    
       const int64_t token_mass = specvis::to_fixed_point(row[x[r]]);
       const specvis::Budget budget(rule, d[r], token_mass, static_cast<int64_t>(specvis::kFixedOne));
       const specvis::NeighborPrefix prefix = specvis::neighbor_prefix(
-          [row](int64_t v) { return specvis::to_fixed_point(row[v]); }, V, table, table.max_neighbors(), x[r], budget);
+          [row](int64_t v) { return specvis::to_fixed_point(row[v]); }, V, table, table.k(), x[r], budget);
       mass_out[r] = static_cast<float>(token_mass + prefix.mass) / static_cast<float>(specvis::kFixedOne);
-      num_neighbors_out[r] = static_cast<int32_t>(prefix.count);
+      num_neighbors_out[r] = static_cast<int32_t>(prefix.num_kept);
     }
   });
   return {relaxed_mass, num_neighbors, status};

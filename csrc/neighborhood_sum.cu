@@ -20,11 +20,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) neighborhood_sum_kernel(Nei
     const auto mass = [row](int64_t v) { return to_fixed_point(row[v]); };
     token_mass = mass(token);
     const Budget budget(batch.cutoff, batch.delta[r], token_mass, static_cast<int64_t>(kFixedOne));
-    prefix = neighbor_prefix(mass, V, batch.neighbors, batch.neighbors.max_neighbors(), token, budget);
+    prefix = neighbor_prefix(mass, V, batch.neighbors, batch.neighbors.k(), token, budget);
   }
   if (threadIdx.x != 0) return;
   batch.relaxed_mass[r] = static_cast<float>(token_mass + prefix.mass) / static_cast<float>(kFixedOne);
-  batch.num_neighbors[r] = static_cast<int32_t>(prefix.count);
+  batch.num_neighbors[r] = static_cast<int32_t>(prefix.num_kept);
   batch.status[r] = (valid ? 0 : kInvalidRow) | (inside ? 0 : kInvalidTree);
 }
 

@@ -34,7 +34,7 @@ struct Search {
     int32_t num_tries, status;
   };
 
-  Found at(int64_t i, double distance_weight) {
+  Found at(int64_t i, double distance_factor) {
     if (step) {
       step.move_to(i);
       step.prepare_draws();
@@ -47,7 +47,7 @@ struct Search {
       if (step) {
         step.draw(x, drawn.data());
         x = drawn.data();
-        sum += step.log_ratio(x, distance_weight);
+        sum += step.log_ratio(x, distance_factor);
       }
       const float log_r = static_cast<float>(sum);
       if (!std::isfinite(log_r) || !std::isfinite(uniforms[j]) || !specvis::all_finite(x, C))
@@ -75,8 +75,8 @@ std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(const Tensor& tokens,  
   Tensor num_tries = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Int);
   Tensor status = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Int);
   const float* drafts = tokens.const_data_ptr<float>();
-  const bool* accepted = is_accepted.const_data_ptr<bool>();
-  const bool* rejected = is_rejected.const_data_ptr<bool>();
+  const bool* is_accepted_in = is_accepted.const_data_ptr<bool>();
+  const bool* is_rejected_in = is_rejected.const_data_ptr<bool>();
   float* token_out = out.mutable_data_ptr<float>();
   int32_t* num_tries_out = num_tries.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
@@ -92,11 +92,11 @@ std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(const Tensor& tokens,  
                       data<float>(draft_log_sigmas), C},
                      std::vector<float>(C)};
     for (int64_t i = begin; i < end; ++i) {
-      Search::Found found = {accepted[i] ? drafts + i * C : nullptr, 0, 0};
-      if (rejected[i]) {
+      Search::Found found = {is_accepted_in[i] ? drafts + i * C : nullptr, 0, 0};
+      if (is_rejected_in[i]) {
         const specvis::Temperature temperature_i(data<float>(temperature), i / G);
-        found = temperature_i.is_invalid ? Search::Found{nullptr, 0, specvis::kInvalidRule}
-                                         : search.at(i, temperature_i.distance_weight);
+        found = temperature_i.is_undefined ? Search::Found{nullptr, 0, specvis::kInvalidRule}
+                                           : search.at(i, temperature_i.distance_factor);
       }
       if (found.token && !specvis::all_finite(found.token, C)) {
         found.status |= specvis::kInvalidRow;

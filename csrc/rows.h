@@ -42,15 +42,15 @@ int64_t draw(const T* row, int64_t V, int64_t total, float uniform) {
   return v;
 }
 
-// The longest prefix of a token's first k neighbors that the budget allows. The running sum only grows, so the first
-// neighbor that does not fit ends it. mass(v) is an entry of the row.
+// The longest prefix of a token's first num_considered neighbors that fits the budget. The running sum only grows, so
+// the first neighbor that does not fit ends it. mass(v) is an entry of the row.
 template <class Mass>
-NeighborPrefix neighbor_prefix(Mass mass, int64_t V, const Neighbors& neighbors, int64_t k, int64_t token,
+NeighborPrefix neighbor_prefix(Mass mass, int64_t V, const Neighbors& neighbors, int64_t num_considered, int64_t token,
                                const Budget& budget) {
   NeighborPrefix prefix = {0, 0};
   if (!budget.any || !neighbors.has(token)) return prefix;
-  for (; prefix.count < k; ++prefix.count) {
-    const int64_t id = neighbors(token, prefix.count);
+  for (; prefix.num_kept < num_considered; ++prefix.num_kept) {
+    const int64_t id = neighbors(token, prefix.num_kept);
     const int64_t sum = prefix.mass + (id >= 0 && id < V ? mass(id) : 0);
     if (!budget.fits(sum)) break;
     prefix.mass = sum;

@@ -49,7 +49,7 @@ struct Total {
 
 // How many of a token's nearest neighbors the cutoff keeps, and their mass.
 struct NeighborPrefix {
-  int64_t mass, count;
+  int64_t mass, num_kept;
 };
 
 // The table of neighbors, of 16-bit or of 32-bit codes, read as token ids.
@@ -59,7 +59,7 @@ class Neighbors {
   HOST_DEVICE Neighbors(const void* table, bool is_uint16, int64_t C, int64_t k, int64_t offset)
       : table_(table), is_uint16_(is_uint16), C_(C), k_(k), offset_(offset) {}
 
-  HOST_DEVICE int64_t max_neighbors() const { return k_; }
+  HOST_DEVICE int64_t k() const { return k_; }  // neighbors of a token in the table
   HOST_DEVICE bool has(int64_t token) const { return token >= offset_ && token - offset_ < C_; }
   // The j-th neighbor of a token that has() neighbors. The table may hold an id outside of the vocabulary.
   HOST_DEVICE int64_t operator()(int64_t token, int64_t j) const {
@@ -109,22 +109,22 @@ struct Candidate {
   int64_t token_mass, relaxed_mass, total, draft_mass, draft_total;
   double omega;
 
-  HOST_DEVICE double scaled(int64_t mass, double factor) const {
-    const double product = factor * static_cast<double>(mass);
+  HOST_DEVICE double numerator_of(int64_t mass, double omega) const {  // of accept_prob()
+    const double product = omega * static_cast<double>(mass);
     return sampled ? product * static_cast<double>(draft_total) : product;
   }
   HOST_DEVICE bool accepts(float uniform) const {
     const double u = uniform, whole = static_cast<double>(total);
     return relaxed_mass > 0 &&
-           (sampled ? (u * static_cast<double>(draft_mass)) * whole : u * whole) < scaled(relaxed_mass, omega);
+           (sampled ? (u * static_cast<double>(draft_mass)) * whole : u * whole) < numerator_of(relaxed_mass, omega);
   }
   // The probability that accepts() holds for a uniform number; strict: if omega were 1 and there were no neighbors.
   HOST_DEVICE double accept_prob(bool strict) const {
     const double whole = static_cast<double>(total);
-    const double draft = sampled ? static_cast<double>(draft_mass) * whole : whole;
-    const double target = strict ? scaled(token_mass, 1.0) : scaled(relaxed_mass, omega);
-    if ((strict ? token_mass : relaxed_mass) <= 0 || !(target > 0)) return 0.0;
-    return target >= draft ? 1.0 : target / draft;
+    const double denominator = sampled ? static_cast<double>(draft_mass) * whole : whole;
+    const double numerator = strict ? numerator_of(token_mass, 1.0) : numerator_of(relaxed_mass, omega);
+    if ((strict ? token_mass : relaxed_mass) <= 0 || !(numerator > 0)) return 0.0;
+    return numerator >= denominator ? 1.0 : numerator / denominator;
   }
   // By how much the rule's probability of accepting exceeds the strict one: what the candidate adds to tv_excess.
   HOST_DEVICE double tv_excess() const {

@@ -1,5 +1,5 @@
 // select_tree on the CPU: each task takes requests. A partial selection finds the candidates to keep; one pass in their
-// order then gives them their places.
+// order then gives them their slots.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -40,7 +40,7 @@ struct Request {
   const int32_t* draft_row;                 // (N)
   const float* omega;                       // (P) or null
   specvis::Neighbors neighbors;
-  int64_t num_neighbors;  // how many neighbors of a token the cutoff looks at; 0 without neighbors
+  int64_t num_considered;  // how many neighbors of a token the cutoff looks at; 0 without neighbors
   float delta;
   specvis::Cutoff cutoff;
   ResidualRule residual;
@@ -50,10 +50,11 @@ struct Request {
     return child > previous && child < N && tokens[child] >= 0 && tokens[child] < V;
   }
   Budget budget(int64_t token_mass, int64_t total) const { return Budget(cutoff, delta, token_mass, total); }
-  bool has_invalid_rule() const {
+  // Is an omega negative or NaN, or below 1 with neighbors and the optimal residual? No rule says what to do then.
+  bool is_undefined() const {
     for (int64_t d = 0; omega && d < max_depth; ++d) {
       if (!(omega[d] >= 0)) return true;
-      if (omega[d] < 1 && num_neighbors > 0 && residual == ResidualRule::optimal) return true;
+      if (omega[d] < 1 && num_considered > 0 && residual == ResidualRule::optimal) return true;
     }
     return false;
   }
@@ -157,7 +158,7 @@ WIDEST_VECTORS int64_t subtract(int64_t* fixed_probs, int64_t V, double total, i
 // the table.
 void reject(const Request& request, Residual& residual, int64_t* draft, const Candidate& candidate, int64_t x,
             int64_t num_kept) {
-  const int64_t num_all = request.neighbors.max_neighbors();
+  const int64_t num_all = request.neighbors.k();
   const double slack = specvis::slack_of(candidate.omega);
   if (!candidate.sampled) {
     residual.set(x, request.residual == ResidualRule::optimal
@@ -179,8 +180,8 @@ void reject(const Request& request, Residual& residual, int64_t* draft, const Ca
 
 void verify_sampled(const Request& request, const Scratch& scratch, VerifyResult& out) {
   const int64_t V = request.V;
-  const bool invalid_rule = request.has_invalid_rule();
-  if (invalid_rule) out.status |= specvis::kInvalidRule;
+  const bool is_undefined = request.is_undefined();
+  if (is_undefined) out.status |= specvis::kInvalidRule;
   int64_t node = 0;
   while (true) {
     const float* row = request.target + node * V;
@@ -191,7 +192,7 @@ void verify_sampled(const Request& request, const Scratch& scratch, VerifyResult
     }
     Residual residual(row, V, row_sum.mass, scratch.fixed_probs.get());
 
-    int64_t child = invalid_rule || out.num_accepted == request.max_depth ? -1 : request.first_child[node];
+    int64_t child = is_undefined || out.num_accepted == request.max_depth ? -1 : request.first_child[node];
     int64_t* draft = scratch.draft.get();
     int64_t draft_total = 0;
     const bool sampled = child >= 0 && request.draft && request.draft_row[node] >= 0;
@@ -216,7 +217,7 @@ void verify_sampled(const Request& request, const Scratch& scratch, VerifyResult
       if (sampled && draft_total == 0) continue;
       const int64_t x = request.tokens[child];
       const int64_t token_mass = residual(x);
-      const NeighborPrefix prefix = specvis::neighbor_prefix(residual, V, request.neighbors, request.num_neighbors, x,
+      const NeighborPrefix prefix = specvis::neighbor_prefix(residual, V, request.neighbors, request.num_considered, x,
                                                              request.budget(token_mass, residual.total()));
       const Candidate candidate = {sampled,
                                    token_mass,
@@ -232,7 +233,7 @@ void verify_sampled(const Request& request, const Scratch& scratch, VerifyResult
         next = child;
         break;
       }
-      reject(request, residual, draft, candidate, x, prefix.count);
+      reject(request, residual, draft, candidate, x, prefix.num_kept);
       if (sampled) {
         draft_total -= draft[x];
         draft[x] = 0;
@@ -275,7 +276,7 @@ void verify_greedy(const Request& request, const Scratch& scratch, VerifyResult&
         break;
       }
       const int64_t x = request.tokens[child], token_mass = mass(x);
-      const NeighborPrefix prefix = specvis::neighbor_prefix(mass, V, request.neighbors, request.num_neighbors, x,
+      const NeighborPrefix prefix = specvis::neighbor_prefix(mass, V, request.neighbors, request.num_considered, x,
                                                              request.budget(token_mass, row_sum.mass));
       if (!specvis::is_argmax(x, token_mass + prefix.mass, argmax, mass(argmax))) continue;
       depth[child] = depth[n] + 1;
@@ -337,14 +338,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
   if (neighbors) {
     first.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), neighbors->scalar_type() == ScalarType::UInt16,
                                          neighbors->size(0), neighbors->size(1), offset);
-    first.num_neighbors = neighbors->size(1) - (first.residual == ResidualRule::released);
+    first.num_considered = neighbors->size(1) - (first.residual == ResidualRule::released);
   }
   const float* deltas = data<float>(delta);
   const bool* is_greedy = data<bool>(greedy);
   int32_t* node_out = accepted_nodes.mutable_data_ptr<int32_t>();
   int32_t* num_accepted_out = num_accepted.mutable_data_ptr<int32_t>();
   int64_t* next_out = next_token.mutable_data_ptr<int64_t>();
-  float* excess_out = tv_excess.mutable_data_ptr<float>();
+  float* tv_excess_out = tv_excess.mutable_data_ptr<float>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
   torch::stable::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
@@ -379,7 +380,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
       }
       num_accepted_out[b] = out.num_accepted;
       next_out[b] = out.next_token;
-      excess_out[b] = static_cast<float>(out.tv_excess);
+      tv_excess_out[b] = static_cast<float>(out.tv_excess);
       status_out[b] = out.status;
     }
   });

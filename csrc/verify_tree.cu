@@ -45,11 +45,11 @@ struct Layout {
 struct Request {
   const VerifyTree& batch;
   int64_t b;
-  Node* nodes;            // (N)
-  int64_t* fixed_probs;   // (V)
-  bool copies_rows;       // whether fixed_probs is in shared memory, to which every visited row is then copied
-  float* draft;           // (V)
-  int64_t num_neighbors;  // how many neighbors of a token the cutoff looks at; 0 without neighbors
+  Node* nodes;             // (N)
+  int64_t* fixed_probs;    // (V)
+  bool copies_rows;        // whether fixed_probs is in shared memory, to which every visited row is then copied
+  float* draft;            // (V)
+  int64_t num_considered;  // how many neighbors of a token the cutoff looks at; 0 without neighbors
 
   __device__ const float* target(int64_t node) const { return batch.target_probs + (b * batch.N + node) * batch.V; }
   // Is `child` a later node than `previous`, with a token in the vocabulary?
@@ -60,10 +60,11 @@ struct Request {
     return Budget(batch.cutoff, batch.delta ? batch.delta[b] : -1.0f, token_mass, total);
   }
   __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.max_depth + depth] : 1.0; }
-  __device__ bool has_invalid_rule() const {
+  // Is an omega negative or NaN, or below 1 with neighbors and the optimal residual? No rule says what to do then.
+  __device__ bool is_undefined() const {
     for (int64_t d = 0; batch.omega && d < batch.max_depth; ++d) {
       if (!(omega(d) >= 0)) return true;
-      if (omega(d) < 1 && num_neighbors > 0 && batch.residual == ResidualRule::optimal) return true;
+      if (omega(d) < 1 && num_considered > 0 && batch.residual == ResidualRule::optimal) return true;
     }
     return false;
   }
@@ -173,7 +174,7 @@ __device__ void reject(const Request& request, Residual& residual, const Candida
   const double slack = rule == ResidualRule::optimal ? slack_of(candidate.omega) : 0.0;
   const int64_t count = rule == ResidualRule::optimal   ? 0
                         : rule == ResidualRule::relaxed ? num_kept
-                        : num_kept > 0                  ? request.batch.neighbors.max_neighbors()
+                        : num_kept > 0                  ? request.batch.neighbors.k()
                                                         : 0;
   __syncthreads();  // every thread has rejected x
   if (!candidate.sampled) {
@@ -199,8 +200,8 @@ __device__ void reject(const Request& request, Residual& residual, const Candida
 __device__ void verify_sampled(const Request& request, VerifyResult& out) {
   const VerifyTree& batch = request.batch;
   const Node* nodes = request.nodes;
-  const bool invalid_rule = request.has_invalid_rule();
-  if (invalid_rule) out.status |= kInvalidRule;
+  const bool is_undefined = request.is_undefined();
+  if (is_undefined) out.status |= kInvalidRule;
   int64_t node = 0;
   while (true) {
     Residual residual(request, node);
@@ -209,7 +210,7 @@ __device__ void verify_sampled(const Request& request, VerifyResult& out) {
       return;
     }
 
-    int64_t child = invalid_rule || out.num_accepted == batch.max_depth ? -1 : nodes[node].first_child;
+    int64_t child = is_undefined || out.num_accepted == batch.max_depth ? -1 : nodes[node].first_child;
     const int64_t from = nodes[node].draft_row;
     const bool sampled = child >= 0 && from >= 0;
     int64_t draft_total = 0;
@@ -235,7 +236,7 @@ __device__ void verify_sampled(const Request& request, VerifyResult& out) {
       }
       if (sampled && draft_total == 0) continue;
       const int64_t x = nodes[child].token, token_mass = residual(x);
-      const NeighborPrefix prefix = neighbor_prefix(residual, batch.V, request.batch.neighbors, request.num_neighbors,
+      const NeighborPrefix prefix = neighbor_prefix(residual, batch.V, request.batch.neighbors, request.num_considered,
                                                     x, request.budget(token_mass, residual.total()));
       const Candidate candidate = {sampled,
                                    token_mass,
@@ -253,7 +254,7 @@ __device__ void verify_sampled(const Request& request, VerifyResult& out) {
         next = child;
         break;
       }
-      reject(request, residual, candidate, x, prefix.count);
+      reject(request, residual, candidate, x, prefix.num_kept);
       draft_total -= candidate.draft_mass;
       if (residual.total() == 0) {
         out.status |= kEmptyResidual;
@@ -271,7 +272,7 @@ __device__ void verify_sampled(const Request& request, VerifyResult& out) {
 }
 
 // The id of the row's largest entry, the lowest id on ties.
-__device__ int64_t argmax(const Residual& row, int64_t V) {
+__device__ int64_t row_argmax(const Residual& row, int64_t V) {
   int64_t max_mass = -1, argmax = V;
   const auto offer = [&](int64_t mass, int64_t id) {
     if (mass > max_mass || (mass == max_mass && id < argmax)) max_mass = mass, argmax = id;
@@ -302,7 +303,7 @@ __device__ void verify_greedy(const Request& request, VerifyResult& out) {
     if (nodes[n].depth < 0 || nodes[n].depth >= batch.max_depth || nodes[n].first_child < 0) continue;
     const Residual row(request, n);
     if (!row.valid()) continue;
-    const int64_t argmax_id = argmax(row, batch.V);
+    const int64_t argmax = row_argmax(row, batch.V);
     int64_t previous = n;
     for (int64_t child = nodes[n].first_child; child >= 0; previous = child, child = nodes[child].next_sibling) {
       if (!request.is_valid(child, previous)) {
@@ -310,12 +311,12 @@ __device__ void verify_greedy(const Request& request, VerifyResult& out) {
         break;
       }
       const int64_t x = nodes[child].token, token_mass = row(x);
-      const NeighborPrefix prefix = neighbor_prefix(row, batch.V, request.batch.neighbors, request.num_neighbors, x,
+      const NeighborPrefix prefix = neighbor_prefix(row, batch.V, request.batch.neighbors, request.num_considered, x,
                                                     request.budget(token_mass, row.total()));
-      if (threadIdx.x != 0 || !is_argmax(x, token_mass + prefix.mass, argmax_id, row(argmax_id))) continue;
+      if (threadIdx.x != 0 || !is_argmax(x, token_mass + prefix.mass, argmax, row(argmax))) continue;
       nodes[child].depth = nodes[n].depth + 1;
       nodes[child].parent = static_cast<int32_t>(n);
-      nodes[child].num_non_argmax = nodes[n].num_non_argmax + (x != argmax_id);
+      nodes[child].num_non_argmax = nodes[n].num_non_argmax + (x != argmax);
     }
     __syncthreads();
   }
@@ -323,7 +324,7 @@ __device__ void verify_greedy(const Request& request, VerifyResult& out) {
   out.tv_excess = nodes[best].num_non_argmax;
   const Residual row(request, best);
   if (row.valid()) {
-    out.next_token = argmax(row, batch.V);
+    out.next_token = row_argmax(row, batch.V);
   } else {
     out.status |= kInvalidRow;
   }
@@ -336,7 +337,7 @@ __device__ void verify_greedy(const Request& request, VerifyResult& out) {
 
 __global__ void __launch_bounds__(kThreads) verify_tree_kernel(VerifyTree batch, Layout layout) {
   DYNAMIC_SHARED(char, shared);
-  const int64_t b = blockIdx.x, N = batch.N, max_depth = batch.max_depth, k = batch.neighbors.max_neighbors();
+  const int64_t b = blockIdx.x, N = batch.N, max_depth = batch.max_depth, k = batch.neighbors.k();
   char* scratch = batch.scratch + b * layout.scratch;
   const auto at = [&](Layout::Region region) { return (region.shared ? shared : scratch) + region.offset; };
 

@@ -22,8 +22,8 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
                      offset: int = 0, backend: str | None = None) -> NeighborhoodSumResult:
     """The relaxed mass of each token: its own probability plus that of its nearest neighbors in the codebook.
 
-    Neighbors are added one by one, the nearest first. The cutoff says where to stop. With r the probability of
-    the token and S the sum over the neighbors so far, the next one included, a neighbor is added if
+    Neighbors are taken one by one, the nearest first. The cutoff says which are kept. With r the probability of
+    the token and S the sum over the neighbors so far, the next one included, a neighbor is kept if
 
         tvd    S <= delta        moving these neighbors' mass onto the token changes the row by S in total
                                  variation (LANTERN)
@@ -32,7 +32,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
                                  moved: 1/2 [S ln 2 + r ln(r / h) + (r + S) ln((r + S) / h)], h = r + S / 2
 
     The first neighbor that does not fit ends the list. A neighbor of probability 0 fits whenever those before
-    it do. If delta is negative or NaN no neighbor is added. Sums are taken in fixed point, floor(p * 2**42), so
+    it do. If delta is negative or NaN no neighbor is kept. Sums are taken in fixed point, floor(p * 2**42), so
     they do not depend on the order of addition.
 
     (LANTERN, arXiv:2410.03355, section 4; LANTERN++, arXiv:2502.06352.)
@@ -47,8 +47,8 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
         backend:    None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        relaxed_mass:   (R,) float32  the probability of the token and of the neighbors that were added
-        num_neighbors:  (R,) int32    how many neighbors were added
+        relaxed_mass:   (R,) float32  the probability of the token and of the neighbors that were kept
+        num_neighbors:  (R,) int32    how many neighbors were kept
         status:         (R,) int32    INVALID_ROW: the row has an entry that is NaN, negative or above 2, or it is
                                       0 in fixed point. INVALID_TREE: the token is outside [0, V).
                                       With either, the other two results are 0
@@ -89,10 +89,10 @@ def check_neighbors(neighbors: Tensor, cutoff: str, offset: int, V: int, like: T
 
 def neighbor_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, cutoff: str,
                     offset: int, num_considered: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which of the first `num_considered` neighbors the cutoff allows. For oracles.
+    """Which of the first `num_considered` neighbors the cutoff keeps. For oracles.
 
     mass (..., V) int64, total, tokens (in [0, V)) and delta (...) -> neighbor_mass, the sum over the neighbors
-    kept (...) int64, num_neighbors, how many these are (...), and ids, the token of every neighbor of the table,
+    kept (...) int64, num_kept, how many these are (...), and ids, the token of every neighbor of the table,
     (..., k) int64, V where there is none.
     """
     V, C = mass.shape[-1], neighbors.shape[0]
@@ -110,15 +110,15 @@ def neighbor_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tens
         threshold = delta * (total if cutoff == "tvd" else token_mass).double()
         threshold = torch.where(threshold < MAX_THRESHOLD, threshold, MAX_THRESHOLD).to(torch.int64)
         fits = sums <= threshold
-    kept = (fits & in_codebook & (delta >= 0)).long().cumprod(-1)
-    return (each_mass * kept).sum(-1), kept.sum(-1), ids
+    is_kept = (fits & in_codebook & (delta >= 0)).long().cumprod(-1)
+    return (each_mass * is_kept).sum(-1), is_kept.sum(-1), ids
 
 
 def _jsd(neighbor_mass: Tensor, token_mass: Tensor) -> Tensor:
-    middle = token_mass + neighbor_mass / 2
+    mean = token_mass + neighbor_mass / 2
     relaxed_mass = token_mass + neighbor_mass
-    first = torch.where(token_mass > 0, token_mass * (token_mass / middle).log(), 0.0)
-    second = torch.where(relaxed_mass > 0, relaxed_mass * (relaxed_mass / middle).log(), 0.0)
+    first = torch.where(token_mass > 0, token_mass * (token_mass / mean).log(), 0.0)
+    second = torch.where(relaxed_mass > 0, relaxed_mass * (relaxed_mass / mean).log(), 0.0)
     return 0.5 * (neighbor_mass * math.log(2) + first + second)
 
 
@@ -128,13 +128,13 @@ def _oracle(probs, tokens, neighbors, delta, cutoff, offset):
     in_vocabulary = (tokens >= 0) & (tokens < V)
     tokens = tokens.clamp(0, V - 1)
     total = torch.full_like(tokens, 1 << FIXED_BITS)  # delta is held against 1, not against the row's rounded sum
-    neighbor_mass, num_neighbors, _ = neighbor_prefix(
+    neighbor_mass, num_kept, _ = neighbor_prefix(
         fixed_probs, total, tokens, neighbors, delta, cutoff, offset, neighbors.shape[1])
     token_mass = fixed_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     relaxed_mass = (token_mass + neighbor_mass).float() / FIXED_ONE
     ok = is_valid & in_vocabulary
     status = torch.where(is_valid, 0, INVALID_ROW) | torch.where(in_vocabulary, 0, INVALID_TREE)
-    return torch.where(ok, relaxed_mass, 0.0), torch.where(ok, num_neighbors, 0).int(), status.int()
+    return torch.where(ok, relaxed_mass, 0.0), torch.where(ok, num_kept, 0).int(), status.int()
 
 
 def _meta(probs, tokens, neighbors, delta, cutoff, offset):

@@ -68,12 +68,12 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
 
 def _oracle(target_probs, draft_probs, uniforms, omega):
     mass, total, is_valid = to_fixed_point(target_probs)
-    factor = torch.ones_like(uniforms) if omega is None else omega
-    is_undefined = ~(factor >= 0)
+    omega = torch.ones_like(uniforms) if omega is None else omega
+    is_undefined = ~(omega >= 0)
     status = torch.where(is_undefined, INVALID_RULE, 0)
     if draft_probs is not None:
         draft_mass, draft_total, draft_is_valid = to_fixed_point(draft_probs)
-        slack = torch.where(factor < 1, 1 - factor.double(), 0.0).unsqueeze(1)
+        slack = torch.where(omega < 1, 1 - omega.double(), 0.0).unsqueeze(1)
         p = mass.double() * (1 / total.double()).unsqueeze(1)
         q = draft_mass.double() * (1 / draft_total.double()).unsqueeze(1)
         residual = torch.maximum(p - q, slack * p)

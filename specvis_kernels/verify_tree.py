@@ -30,7 +30,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     Verification starts at the root. At each node, R starts as the node's row of target_probs, and the children are
     tried in sibling order. Take a child at depth d with token x and uniform u. Q is the distribution that proposed
     x: all mass on x (a point mass), or the draft row without the tokens of earlier siblings, normalized. The
-    relaxed mass of x is R(x), plus R of the neighbors that the cutoff allows (see neighborhood_sum). The child is
+    relaxed mass of x is R(x), plus R of the neighbors that the cutoff keeps (see neighborhood_sum). The child is
     accepted if
 
         u * Q(x) < omega[d] * relaxed mass
@@ -38,10 +38,10 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     and verification goes on at this child. Otherwise the child is rejected, and R becomes the residual, normalized:
 
         optimal   max(R - Q, (1 - omega[d]) R, 0)
-        relaxed   max(R' - Q, 0). R' is R after the allowed neighbors' mass has been moved onto x (LANTERN,
+        relaxed   max(R' - Q, 0). R' is R after the kept neighbors' mass has been moved onto x (LANTERN,
                   equation 3)
-        released  max(R - Q, 0), changed as in LANTERN's released code if at least one neighbor was allowed: then
-                  all neighbors in the table count, allowed or not. If Q is a point mass, R is also set to 0 on
+        released  max(R - Q, 0), changed as in LANTERN's released code if at least one neighbor was kept: then all
+                  neighbors in the table count, kept or not. If Q is a point mass, R is also set to 0 on
                   them. If Q is a draft row, Q is set to 0 on them, so that R loses nothing there. The cutoff does
                   not look at the last column of the table; it is there for this rule alone
 
@@ -197,12 +197,12 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
     accepted_nodes = torch.full((B, max_depth), -1, device=device)
     node, num_accepted, status = (torch.zeros(B, dtype=torch.int64, device=device) for _ in range(3))
     tv_excess = torch.zeros(B, dtype=torch.float64, device=device)
-    factors = torch.ones(B, max(max_depth, 1), dtype=torch.float64, device=device)
-    if omega is not None and max_depth > 0:
-        factors = omega.double()
-    is_undefined = (~(factors >= 0)).any(1)
+    if omega is None or max_depth == 0:
+        omega = torch.ones(B, max(max_depth, 1), device=device)
+    omega = omega.double()
+    is_undefined = (~(omega >= 0)).any(1)
     if neighbors is not None and residual == "optimal":
-        is_undefined = is_undefined | (factors < 1).any(1)
+        is_undefined = is_undefined | (omega < 1).any(1)
     status = status | torch.where(is_undefined, INVALID_RULE, 0)
 
     def enter(node, num_accepted):
@@ -246,22 +246,23 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
         relaxed_mass = token_mass + neighbor_mass
 
         # u Q(x) < omega * relaxed mass, both sides times the totals of R and of the draft row.
-        factor = factors[batch, num_accepted.clamp(max=factors.shape[1] - 1)]
+        omega_d = omega[batch, num_accepted.clamp(max=omega.shape[1] - 1)]
         uniform, total = uniforms[batch, child].double(), at.total.double()
         proposal = torch.where(at.is_sampled, token_draft_mass.double(), 1.0)
         proposal_total = torch.where(at.is_sampled, at.draft_total.double(), 1.0)
-        gain = (factor * relaxed_mass.double()) * proposal_total
-        is_accepted = is_tried & ((uniform * proposal) * total < gain) & (relaxed_mass > 0)
+        numerator = (omega_d * relaxed_mass.double()) * proposal_total
+        is_accepted = is_tried & ((uniform * proposal) * total < numerator) & (relaxed_mass > 0)
 
-        accept_prob = _accept_prob(relaxed_mass, gain, proposal * total)
-        strict_prob = _accept_prob(token_mass, token_mass.double() * proposal_total, proposal * total)
+        denominator = proposal * total
+        accept_prob = _accept_prob(relaxed_mass, numerator, denominator)
+        strict_prob = _accept_prob(token_mass, token_mass.double() * proposal_total, denominator)
         added = at.reach_prob * (accept_prob - strict_prob).clamp(min=0)
         tv_excess = torch.where(is_tried, tv_excess + added, tv_excess)
         reach_prob = torch.where(is_tried, at.reach_prob * (1 - accept_prob), at.reach_prob)
 
         # Rejected: the residual takes R's place, or the target's row does where nothing is left of it.
         is_rejected = is_tried & ~is_accepted
-        mass = _residual_mass(residual, at, token, token_mass, relaxed_mass, num_kept, ids, factor)
+        mass = _residual_mass(residual, at, token, token_mass, relaxed_mass, num_kept, ids, omega_d)
         is_empty = is_rejected & (mass.sum(1) == 0)
         status = status | torch.where(is_empty, EMPTY_RESIDUAL, 0)
         mass = torch.where(is_empty.unsqueeze(1), to_fixed_point(target_probs[batch, node])[0], mass)
@@ -287,18 +288,18 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
     return accepted_nodes, num_accepted, next_token, tv_excess, status | at.status
 
 
-def _accept_prob(mass, gain, scale):
-    """min(1, gain / scale); a token without mass is never accepted, whatever its factor."""
-    is_possible = (mass > 0) & (gain > 0)
-    return torch.where(is_possible, torch.where(gain >= scale, 1.0, gain / scale), 0.0)
+def _accept_prob(mass, numerator, denominator):
+    """min(1, numerator / denominator); a token without mass is never accepted, whatever its omega."""
+    is_possible = (mass > 0) & (numerator > 0)
+    return torch.where(is_possible, torch.where(numerator >= denominator, 1.0, numerator / denominator), 0.0)
 
 
-def _residual_mass(residual, at, token, token_mass, relaxed_mass, num_kept, ids, factor):
+def _residual_mass(residual, at, token, token_mass, relaxed_mass, num_kept, ids, omega_d):
     """R in fixed point (B, V), once the child with this token has been rejected."""
     (B, V), device = at.mass.shape, token.device
-    slack = torch.zeros_like(factor)  # the share of R that stays at least
+    slack = torch.zeros_like(omega_d)  # the share of R that stays at least
     if residual == "optimal":
-        slack = torch.where(factor < 1, 1 - factor, 0.0)
+        slack = torch.where(omega_d < 1, 1 - omega_d, 0.0)
     num_treated = {"optimal": torch.zeros_like(num_kept), "relaxed": num_kept,
                    "released": torch.where(num_kept >= 1, ids.shape[1], 0)}[residual]
     ids = torch.where(torch.arange(ids.shape[1], device=device) < num_treated.unsqueeze(1), ids, V)

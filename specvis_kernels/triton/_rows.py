@@ -53,18 +53,18 @@ def to_fixed_point(probs, V, copy, num_copied, BLOCK: tl.constexpr):
 
 @triton.jit
 def jsd(neighbor_mass, token_mass):
-    middle = token_mass + neighbor_mass / 2
+    mean = token_mass + neighbor_mass / 2
     relaxed_mass = token_mass + neighbor_mass
-    divisor = tl.where(middle > 0, middle, 1.0)
+    divisor = tl.where(mean > 0, mean, 1.0)
     first = token_mass * tl.log(tl.where(token_mass > 0, token_mass / divisor, 1.0))
     second = relaxed_mass * tl.log(tl.where(relaxed_mass > 0, relaxed_mass / divisor, 1.0))
     return 0.5 * (neighbor_mass * 0.6931471805599453 + first + second)
 
 
 @triton.jit
-def neighbor_prefix(row, V, neighbors, C, num_columns, num_considered, offset, token, token_mass, total, delta,
+def neighbor_prefix(row, V, neighbors, C, k, num_considered, offset, token, token_mass, total, delta,
                     CUTOFF: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Which of the token's first `num_considered` neighbors the cutoff allows: their mass, and how many."""
+    """Which of the token's first `num_considered` neighbors the cutoff keeps: their mass, and how many."""
     token_prob = token_mass.to(tl.float64) / total.to(tl.float64)
     bound = delta.to(tl.float64)
     if CUTOFF == "tvd":
@@ -81,7 +81,7 @@ def neighbor_prefix(row, V, neighbors, C, num_columns, num_considered, offset, t
     while active:
         j = tl.arange(0, BLOCK_K)
         is_considered = num_kept + j < num_considered
-        ids = tl.load(neighbors + code * num_columns + num_kept + j, mask=is_considered, other=0).to(tl.int64) + offset
+        ids = tl.load(neighbors + code * k + num_kept + j, mask=is_considered, other=0).to(tl.int64) + offset
         each_mass = load_mass(row, ids, is_considered & (ids >= 0) & (ids < V), IS_FLOAT)
         sums = neighbor_mass + tl.cumsum(each_mass, axis=0)
         if CUTOFF == "jsd":

@@ -14,14 +14,14 @@ def accept_gaussian_kernel(
         target_means, target_log_sigmas, draft_means, draft_log_sigmas,  # (B, G, C) or None
         temperature, num_drafted,                                        # (B) or None
         num_accepted,                                                    # (B)
-        is_accepted, is_rejected, log_r,                                 # (B, G)
+        is_accepted_out, is_rejected_out, log_r,                         # (B, G)
         status,                                                          # (B)
         G, C, TRUNCATE: tl.constexpr, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, BLOCK)
-    drafted = g < G
+    is_drafted = g < G
     if num_drafted is not None:
-        drafted = drafted & (g < tl.load(num_drafted + b))
+        is_drafted = is_drafted & (g < tl.load(num_drafted + b))
     factor, status_bits = distance_factor(temperature, b)
 
     row = b * G + g
@@ -32,7 +32,7 @@ def accept_gaussian_kernel(
     while start < C:
         c = start + lane
         at = row[:, None] * C + c[None, :]
-        mask = drafted[:, None] & (c < C)[None, :]
+        mask = is_drafted[:, None] & (c < C)[None, :]
         x = tl.load(tokens + at, mask=mask, other=0.0)
         bad_tokens += tl.where(is_finite(x), 0, 1)
         if target_means is not None:
@@ -42,23 +42,23 @@ def accept_gaussian_kernel(
                                     tl.load(draft_log_sigmas + at, mask=mask, other=0.0), factor)
         start += LANES
 
-    earlier_steps = tl.load(log_ratio + row, mask=drafted, other=0.0).to(tl.float64)
+    earlier_steps = tl.load(log_ratio + row, mask=is_drafted, other=0.0).to(tl.float64)
     ratio = (earlier_steps + add_lanes(sums, BLOCK)).to(tl.float32)
-    uniform = tl.load(uniforms + row, mask=drafted, other=0.0)
+    uniform = tl.load(uniforms + row, mask=is_drafted, other=0.0)
     bad = tl.sum(bad_tokens, axis=1) + tl.where(is_finite(ratio) & is_finite(uniform), 0, 1)
     is_valid = tl.sum(bad, axis=0) == 0
-    tested = drafted & is_valid & (status_bits == 0)
+    is_tested = is_drafted & is_valid & (status_bits == 0)
     r = exp64(ratio.to(tl.float64))
-    accepted = tested & (uniform.to(tl.float64) < r)
-    rejected = tested & (uniform.to(tl.float64) >= r)
+    is_accepted = is_tested & (uniform.to(tl.float64) < r)
+    is_rejected = is_tested & (uniform.to(tl.float64) >= r)
     if TRUNCATE:
-        rejections = tl.cumsum(rejected.to(tl.int32), axis=0)
-        accepted = accepted & (rejections == 0)
-        rejected = rejected & (rejections == 1)
-    tl.store(num_accepted + b, tl.sum(accepted.to(tl.int32), axis=0))
-    tl.store(is_accepted + row, accepted.to(tl.uint8), mask=g < G)
-    tl.store(is_rejected + row, rejected.to(tl.uint8), mask=g < G)
-    tl.store(log_r + row, tl.where(tested, ratio, 0.0), mask=g < G)
+        rejections = tl.cumsum(is_rejected.to(tl.int32), axis=0)
+        is_accepted = is_accepted & (rejections == 0)
+        is_rejected = is_rejected & (rejections == 1)
+    tl.store(num_accepted + b, tl.sum(is_accepted.to(tl.int32), axis=0))
+    tl.store(is_accepted_out + row, is_accepted.to(tl.uint8), mask=g < G)
+    tl.store(is_rejected_out + row, is_rejected.to(tl.uint8), mask=g < G)
+    tl.store(log_r + row, tl.where(is_tested, ratio, 0.0), mask=g < G)
     tl.store(status + b, status_bits | tl.where(is_valid, 0, INVALID_ROW))
 
 

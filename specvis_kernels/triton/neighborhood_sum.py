@@ -6,14 +6,14 @@ import triton.language as tl
 from ._rows import FIXED_ONE, FIXED_UNIT, INVALID_ROW, INVALID_TREE, block, load_mass, neighbor_prefix, to_fixed_point
 
 
-@triton.jit(do_not_specialize=["C", "num_columns", "offset"])
+@triton.jit(do_not_specialize=["C", "k", "offset"])
 def neighborhood_sum_kernel(
         probs,                                # (R, V)
         tokens,                               # (R)
-        neighbors,                            # (C, num_columns)
+        neighbors,                            # (C, k)
         delta,                                # (R)
         relaxed_mass, num_neighbors, status,  # (R)
-        V, C, num_columns, offset, CUTOFF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+        V, C, k, offset, CUTOFF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     row = probs + r * V
     _, is_valid = to_fixed_point(row, V, None, 0, BLOCK)
@@ -23,8 +23,7 @@ def neighborhood_sum_kernel(
     token_mass = load_mass(row, token, in_vocabulary, True)
     total = tl.full([], FIXED_ONE, tl.float64).to(tl.int64)  # delta is held against 1, not the row's rounded sum
     neighbor_mass, num_kept = neighbor_prefix(
-        row, V, neighbors, C, num_columns, num_columns, offset, token, token_mass, total, tl.load(delta + r), CUTOFF,
-        True, BLOCK_K)
+        row, V, neighbors, C, k, k, offset, token, token_mass, total, tl.load(delta + r), CUTOFF, True, BLOCK_K)
     ok = is_valid & in_vocabulary
     tl.store(relaxed_mass + r, tl.where(ok, (token_mass + neighbor_mass).to(tl.float32) * FIXED_UNIT, 0.0))
     tl.store(num_neighbors + r, tl.where(ok, num_kept, 0))

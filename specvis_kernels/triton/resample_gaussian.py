@@ -17,7 +17,7 @@ def sample(mean, log_sigma, normals):
 @triton.jit
 def resample_gaussian_kernel(
         tokens,                                                          # (B, G, C)
-        is_accepted, is_rejected,                                        # (B, G)
+        is_accepted_in, is_rejected_in,                                  # (B, G)
         proposals,                                                       # (B, G, M, C)
         log_ratio,                                                       # (B, G), or (B, G, M) without the last step
         uniforms,                                                        # (B, G, M)
@@ -28,17 +28,17 @@ def resample_gaussian_kernel(
         num_tries, status,                                               # (B, G)
         G, C, M, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
-    rejected = tl.load(is_rejected + i)
-    accepted = (tl.load(is_accepted + i) != 0) & (rejected == 0)
+    is_rejected = tl.load(is_rejected_in + i)
+    is_accepted = (tl.load(is_accepted_in + i) != 0) & (is_rejected == 0)
     factor, rule_bits = distance_factor(temperature, i // G)
-    resampled = (rejected != 0) & (rule_bits == 0)
-    status_bits = tl.where(rejected != 0, rule_bits, 0)
+    is_resampled = (is_rejected != 0) & (rule_bits == 0)
+    status_bits = tl.where(is_rejected != 0, rule_bits, 0)
 
     lane = tl.arange(0, LANES)
     j = tl.arange(0, BLOCK)
     start = 0
     last = M  # the try that ends the search
-    while resampled & (start < M) & (last == M):
+    while is_resampled & (start < M) & (last == M):
         m = start + j
         exists = m < M
         sums = tl.zeros([BLOCK, LANES], tl.float64)
@@ -73,9 +73,9 @@ def resample_gaussian_kernel(
 
     c = tl.arange(0, BLOCK_C)
     mask = c < C
-    chosen = tl.load(tokens + i * C + c, mask=c < tl.where(accepted, C, 0), other=0.0)
+    chosen = tl.load(tokens + i * C + c, mask=c < tl.where(is_accepted, C, 0), other=0.0)
     count = 0
-    if resampled:
+    if is_resampled:
         count = tl.minimum(last + 1, M)
         if last == M:
             status_bits = OUT_OF_TRIES

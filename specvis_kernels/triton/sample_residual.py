@@ -39,9 +39,9 @@ def sample_residual_kernel(
     row_status = 0
     slack = tl.full([], 0.0, tl.float64)  # the share of the target that stays at least
     if omega is not None:
-        factor = tl.load(omega + r).to(tl.float64)
-        row_status = tl.where(factor >= 0.0, 0, INVALID_RULE)
-        slack = tl.where(factor < 1.0, 1.0 - factor, slack)
+        omega_r = tl.load(omega + r).to(tl.float64)
+        row_status = tl.where(omega_r >= 0.0, 0, INVALID_RULE)
+        slack = tl.where(omega_r < 1.0, 1.0 - omega_r, slack)
 
     draws_from_target = is_valid
     token = total * 0

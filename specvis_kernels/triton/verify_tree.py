@@ -69,21 +69,21 @@ def subtract(mass, draft_mass, V, total, draft_total, slack, BLOCK: tl.constexpr
 
 
 @triton.jit
-def accept_prob(is_sampled, mass, total, token_draft_mass, draft_total, factor):
+def accept_prob(is_sampled, mass, total, token_draft_mass, draft_total, omega_d):
     """The probability that a child of this mass is accepted."""
-    gain = factor * mass.to(tl.float64)
-    scale = total.to(tl.float64)
+    numerator = omega_d * mass.to(tl.float64)
+    denominator = total.to(tl.float64)
     if is_sampled:
-        gain *= draft_total.to(tl.float64)
-        scale *= token_draft_mass.to(tl.float64)
-    is_possible = (mass > 0) & (gain > 0.0)
-    is_certain = gain >= scale
-    return tl.where(is_possible, tl.where(is_certain, 1.0, gain / tl.where(is_certain, 1.0, scale)), 0.0)
+        numerator *= draft_total.to(tl.float64)
+        denominator *= token_draft_mass.to(tl.float64)
+    is_possible = (mass > 0) & (numerator > 0.0)
+    is_certain = numerator >= denominator
+    return tl.where(is_possible, tl.where(is_certain, 1.0, numerator / tl.where(is_certain, 1.0, denominator)), 0.0)
 
 
 @triton.jit
 def verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-                   omega, mass, draft_mass, accepted_nodes, N, V, M, P, C, num_columns, offset,
+                   omega, mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset,
                    CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     """A request that samples; returns num_accepted, next_token, tv_excess, status."""
     zero = tl.program_id(0).to(tl.int64) * 0
@@ -144,46 +144,45 @@ def verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, dr
                 relaxed_mass = token_mass
                 num_kept = num_accepted * 0
                 if neighbors is not None:
-                    num_considered = num_columns
+                    num_considered = k
                     if RESIDUAL == "released":
-                        num_considered = num_columns - 1
+                        num_considered = k - 1
                     neighbor_mass, num_kept = neighbor_prefix(
-                        mass, V, neighbors, C, num_columns, num_considered, offset, token, token_mass, total,
-                        tl.load(delta), CUTOFF, False, BLOCK_K)
+                        mass, V, neighbors, C, k, num_considered, offset, token, token_mass, total, tl.load(delta),
+                        CUTOFF, False, BLOCK_K)
                     relaxed_mass += neighbor_mass
-                factor = tv_excess * 0.0 + 1.0
+                omega_d = tv_excess * 0.0 + 1.0
                 if omega is not None:
-                    factor = tl.load(omega + num_accepted).to(tl.float64)
+                    omega_d = tl.load(omega + num_accepted).to(tl.float64)
 
                 # u Q(x) < omega * relaxed mass, both sides times the totals of R and of the draft row.
                 uniform = tl.load(uniforms + child).to(tl.float64)
                 need = uniform * total.to(tl.float64)
-                gain = factor * relaxed_mass.to(tl.float64)
+                numerator = omega_d * relaxed_mass.to(tl.float64)
                 if is_sampled:
                     need = (uniform * token_draft_mass.to(tl.float64)) * total.to(tl.float64)
-                    gain = gain * draft_total.to(tl.float64)
-                relaxed_prob = accept_prob(is_sampled, relaxed_mass, total, token_draft_mass, draft_total, factor)
+                    numerator = numerator * draft_total.to(tl.float64)
+                relaxed_prob = accept_prob(is_sampled, relaxed_mass, total, token_draft_mass, draft_total, omega_d)
                 strict_prob = accept_prob(is_sampled, token_mass, total, token_draft_mass, draft_total,
                                           tv_excess * 0.0 + 1.0)
                 tv_excess += reach_prob * tl.maximum(relaxed_prob - strict_prob, 0.0)
                 reach_prob *= 1.0 - relaxed_prob
                 tl.debug_barrier()
-                if (need < gain) & (relaxed_mass > 0):
+                if (need < numerator) & (relaxed_mass > 0):
                     accepted_child = child
                 else:
-                    slack = tl.where(factor < 1.0, 1.0 - factor, 0.0)  # the share of R that stays at least
+                    slack = tl.where(omega_d < 1.0, 1.0 - omega_d, 0.0)  # the share of R that stays at least
                     if RESIDUAL != "optimal":
                         slack = slack * 0.0
                     if draft_probs is not None:
                         if is_sampled:
                             if neighbors is not None and RESIDUAL == "relaxed":
-                                clear_neighbors(mass, V, neighbors + (token - offset) * num_columns, num_kept, offset,
-                                                BLOCK_K)
+                                clear_neighbors(mass, V, neighbors + (token - offset) * k, num_kept, offset, BLOCK_K)
                                 tl.debug_barrier()
                                 tl.store(mass + token, relaxed_mass)
                             if neighbors is not None and RESIDUAL == "released":
-                                protect_neighbors(draft_mass, V, neighbors + (token - offset) * num_columns,
-                                                  tl.where(num_kept > 0, num_columns, 0), offset, BLOCK_K)
+                                protect_neighbors(draft_mass, V, neighbors + (token - offset) * k,
+                                                  tl.where(num_kept > 0, k, 0), offset, BLOCK_K)
                             tl.debug_barrier()
                             total = subtract(mass, draft_mass, V, total, draft_total, slack, BLOCK)
                             tl.debug_barrier()
@@ -197,9 +196,9 @@ def verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, dr
                             tl.debug_barrier()
                             num_cleared = num_kept
                             if RESIDUAL == "released":
-                                num_cleared = tl.where(num_kept > 0, num_columns, 0)
-                            total -= clear_neighbors(mass, V, neighbors + (token - offset) * num_columns, num_cleared,
-                                                     offset, BLOCK_K)
+                                num_cleared = tl.where(num_kept > 0, k, 0)
+                            total -= clear_neighbors(mass, V, neighbors + (token - offset) * k, num_cleared, offset,
+                                                     BLOCK_K)
                     tl.debug_barrier()
                     is_changed = total != 0
                     if total == 0:
@@ -227,7 +226,7 @@ def verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, dr
 
 
 @triton.jit
-def argmax(row, V, BLOCK: tl.constexpr):
+def row_argmax(row, V, BLOCK: tl.constexpr):
     """The row's largest mass and its lowest id."""
     largest = tl.full([BLOCK], -1, tl.int64)
     ids = tl.zeros([BLOCK], tl.int64)
@@ -245,7 +244,7 @@ def argmax(row, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, delta, scratch, accepted_nodes, N, V, P,
-                  C, num_columns, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+                  C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
                   BLOCK_K: tl.constexpr):
     """A greedy request: nodes in order, each with its chain of children. Returns what verify_sampled() does."""
     zero = tl.program_id(0).to(tl.int64) * 0
@@ -271,7 +270,7 @@ def verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, de
         if (node_depth >= 0) & (node_depth < P) & (child >= 0):
             row = target_probs + n * V
             total, active = to_fixed_point(row, V, None, 0, BLOCK)
-            max_mass, top = argmax(row, V, BLOCK)
+            max_mass, argmax = row_argmax(row, V, BLOCK)
             previous = n
             while active:
                 is_later = (child > previous) & (child < N)
@@ -280,18 +279,19 @@ def verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, de
                 status |= tl.where(active, 0, INVALID_TREE)
                 relaxed_mass = load_mass(row, token, active, True)
                 if neighbors is not None:
-                    num_considered = num_columns
+                    num_considered = k
                     if RESIDUAL == "released":
-                        num_considered = num_columns - 1
+                        num_considered = k - 1
                     neighbor_mass, _ = neighbor_prefix(
-                        row, V, neighbors, C, num_columns, num_considered, offset, token, relaxed_mass, total,
-                        tl.load(delta), CUTOFF, True, BLOCK_K)
+                        row, V, neighbors, C, k, num_considered, offset, token, relaxed_mass, total, tl.load(delta),
+                        CUTOFF, True, BLOCK_K)
                     relaxed_mass += neighbor_mass
-                is_best = (token == top) | (relaxed_mass > max_mass) | ((relaxed_mass == max_mass) & (token < top))
+                is_best = ((token == argmax) | (relaxed_mass > max_mass)
+                           | ((relaxed_mass == max_mass) & (token < argmax)))
                 if active & is_best:
                     tl.store(depth + child, node_depth + 1)
                     tl.store(parent + child, n.to(tl.int32))
-                    tl.store(num_non_argmax + child, tl.load(num_non_argmax + n) + tl.where(token == top, 0, 1))
+                    tl.store(num_non_argmax + child, tl.load(num_non_argmax + n) + tl.where(token == argmax, 0, 1))
                 previous = child
                 child = tl.load(next_sibling + child, mask=active, other=-1).to(tl.int64)
                 active = active & (child >= 0)
@@ -300,7 +300,7 @@ def verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, de
 
     row = target_probs + end_node * V
     total, is_valid = to_fixed_point(row, V, None, 0, BLOCK)
-    max_mass, top = argmax(row, V, BLOCK)
+    max_mass, argmax = row_argmax(row, V, BLOCK)
     status |= tl.where(is_valid, 0, INVALID_ROW)
     tv_excess = tl.load(num_non_argmax + end_node).to(tl.float64)
     node = end_node
@@ -309,10 +309,10 @@ def verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, de
         tl.store(accepted_nodes + d - 1, node.to(tl.int32))
         node = tl.load(parent + node).to(tl.int64)
         d -= 1
-    return num_accepted, tl.where(is_valid, top, 0).to(tl.int64), tv_excess, status
+    return num_accepted, tl.where(is_valid, argmax, 0).to(tl.int64), tv_excess, status
 
 
-@triton.jit(do_not_specialize=["N", "M", "P", "C", "num_columns", "offset"])  # they change from step to step
+@triton.jit(do_not_specialize=["N", "M", "P", "C", "k", "offset"])  # they change from step to step
 def verify_tree_kernel(
         target_probs,               # (B, N, V)
         tokens,                     # (B, N)
@@ -320,15 +320,15 @@ def verify_tree_kernel(
         uniforms,                   # (B, N)
         draft_probs,                # (B, M, V) or None
         draft_row,                  # (B, N)
-        neighbors,                  # (C, num_columns) or None
+        neighbors,                  # (C, k) or None
         delta,                      # (B)
         omega,                      # (B, P) or None
         greedy,                     # (B) or None
         mass, draft_mass,           # (B, V) scratch
         greedy_scratch,             # (B, 3, N)
         accepted_nodes,             # (B, P)
-        num_accepted, next_token, tv_excess, status,  # (B)
-        N, V, M, P, C, num_columns, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
+        num_accepted_out, next_token_out, tv_excess_out, status_out,  # (B)
+        N, V, M, P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
         BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     target_probs += b * N * V
@@ -356,22 +356,22 @@ def verify_tree_kernel(
     if greedy is not None:
         is_sampling = tl.load(greedy + b) == 0
     if is_sampling:
-        count, token, excess, request_status = verify_sampled(
+        num_accepted, next_token, tv_excess, status = verify_sampled(
             target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega,
-            mass, draft_mass, accepted_nodes, N, V, M, P, C, num_columns, offset, CUTOFF, RESIDUAL, BLOCK, BLOCK_K)
-        tl.store(num_accepted + b, count)
-        tl.store(next_token + b, token)
-        tl.store(tv_excess + b, excess.to(tl.float32))
-        tl.store(status + b, request_status)
+            mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, BLOCK, BLOCK_K)
+        tl.store(num_accepted_out + b, num_accepted)
+        tl.store(next_token_out + b, next_token)
+        tl.store(tv_excess_out + b, tv_excess.to(tl.float32))
+        tl.store(status_out + b, status)
     if greedy is not None:
         if is_sampling == 0:
-            count, token, excess, request_status = verify_greedy(
+            num_accepted, next_token, tv_excess, status = verify_greedy(
                 target_probs, tokens, first_child, next_sibling, neighbors, delta, greedy_scratch + b * 3 * N,
-                accepted_nodes, N, V, P, C, num_columns, offset, CUTOFF, RESIDUAL, BLOCK, BLOCK_K)
-            tl.store(num_accepted + b, count)
-            tl.store(next_token + b, token)
-            tl.store(tv_excess + b, excess.to(tl.float32))
-            tl.store(status + b, request_status)
+                accepted_nodes, N, V, P, C, k, offset, CUTOFF, RESIDUAL, BLOCK, BLOCK_K)
+            tl.store(num_accepted_out + b, num_accepted)
+            tl.store(next_token_out + b, next_token)
+            tl.store(tv_excess_out + b, tv_excess.to(tl.float32))
+            tl.store(status_out + b, status)
 
 
 def verify_tree(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
