@@ -41,10 +41,10 @@ struct dim3 {
   unsigned x, y, z;
   constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-#define VECTORS(T, name)                                                      \
-  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                          \
+#define VECTORS(T, name)                                                        \
+  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                            \
   struct alignas(sizeof(T) < 8 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; }; \
-  inline name##2 make_##name##2(T x, T y) { return {x, y}; }                  \
+  inline name##2 make_##name##2(T x, T y) { return {x, y}; }                    \
   inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 VECTORS(float, float)
 VECTORS(int, int)
@@ -125,8 +125,7 @@ inline unsigned barrier(bool vote, Place place) {
 // The lanes in the mask wait for each other; returns what each of them brought.
 inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place) {
   const unsigned first = self->rank / 32 * 32, lanes = std::min(32u, size - first);
-  if (lanes < 32 && mask >> lanes)
-    fail("the mask names lanes that the block does not have, at " + place.text());
+  if (lanes < 32 && mask >> lanes) fail("the mask names lanes that the block does not have, at " + place.text());
   if (!(mask >> self->rank % 32 & 1)) fail("not in the mask of its own warp operation at " + place.text());
   self->state = Thread::in_warp;
   self->place = place;
@@ -138,8 +137,8 @@ inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place) {
     if (other.state == Thread::exited)
       fail("lane " + std::to_string(lane) + " of the mask has exited, at " + place.text());
     if (other.state == Thread::in_warp && (other.mask != mask || !(other.place == place)))
-      fail("lane " + std::to_string(lane) + " of the mask is in another warp operation, " +
-           other.place.text() + " and not " + place.text());
+      fail("lane " + std::to_string(lane) + " of the mask is in another warp operation, " + other.place.text() +
+           " and not " + place.text());
     if (other.state != Thread::in_warp) {  // not there yet: the last one to arrive wakes the others
       self->fiber.wait();
       return self->values;
@@ -201,9 +200,8 @@ inline void run_block(std::minstd_rand& order) {
   }
   if (at[Thread::exited] == size) return;
   failure = "divergence: " + std::to_string(at[Thread::at_barrier]) + " threads wait at a barrier, " +
-            std::to_string(at[Thread::in_warp]) + " in a warp operation, " +
-            std::to_string(at[Thread::exited]) + " have exited; thread " + std::to_string(some) + " is at " +
-            threads[some]->place.text();
+            std::to_string(at[Thread::in_warp]) + " in a warp operation, " + std::to_string(at[Thread::exited]) +
+            " have exited; thread " + std::to_string(some) + " is at " + threads[some]->place.text();
 }
 
 // Not memset(), which the sanitizer would keep from what it put between the variables.
@@ -212,15 +210,15 @@ __attribute__((no_sanitize("address"))) inline void fill_static_shared() {
 }
 
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
-            cudaStream_t, const Arguments&... arguments) {
+void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t,
+            const Arguments&... arguments) {
   static_assert((std::is_trivially_copyable<Parameters>::value && ...), "a kernel gets copies of the bytes");
   static std::mutex one;
   const std::lock_guard<std::mutex> lock(one);
   const auto limit = shared_limits.find(reinterpret_cast<const void*>(kernel));
   const uint64_t count = uint64_t{block.x} * block.y * block.z;
-  if (grid.x < 1 || grid.x > 0x7fffffffu || grid.y < 1 || grid.y > 65535 || grid.z < 1 || grid.z > 65535 ||
-      count < 1 || count > 1024) {
+  if (grid.x < 1 || grid.x > 0x7fffffffu || grid.y < 1 || grid.y > 65535 || grid.z < 1 || grid.z > 65535 || count < 1 ||
+      count > 1024) {
     last_error = cudaErrorInvalidConfiguration;
     return;
   }
@@ -246,8 +244,8 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 blo
         fill_static_shared();
         run_block(order);
         if (failure.empty()) continue;
-        report = std::string(name) + ", block (" + std::to_string(blockIdx.x) + ", " +
-                 std::to_string(blockIdx.y) + ", " + std::to_string(blockIdx.z) + "), " + failure;
+        report = std::string(name) + ", block (" + std::to_string(blockIdx.x) + ", " + std::to_string(blockIdx.y) +
+                 ", " + std::to_string(blockIdx.z) + "), " + failure;
         last_error = cudaErrorLaunchFailure;
         return;
       }
@@ -302,9 +300,7 @@ T modify(T* memory, Operation operation) {
 inline void __syncthreads(HERE) { cuda_on_cpu::barrier(false, place); }
 inline int __syncthreads_count(int vote, HERE) { return cuda_on_cpu::barrier(vote, place); }
 inline int __syncthreads_or(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) > 0; }
-inline int __syncthreads_and(int vote, HERE) {
-  return cuda_on_cpu::barrier(vote, place) == cuda_on_cpu::size;
-}
+inline int __syncthreads_and(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) == cuda_on_cpu::size; }
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, HERE) { cuda_on_cpu::exchange(mask, 0, place); }
 template <class T>
@@ -359,9 +355,9 @@ unsigned __match_any_sync(unsigned mask, T value, HERE) {
 }
 #undef HERE
 
-#define ATOMIC(name, result)                                                    \
-  template <class T>                                                            \
-  T name(T* memory, std::common_type_t<T> value) {                              \
+#define ATOMIC(name, result)                                                   \
+  template <class T>                                                           \
+  T name(T* memory, std::common_type_t<T> value) {                             \
     return cuda_on_cpu::modify(memory, [=](T before) -> T { return result; }); \
   }
 ATOMIC(atomicAdd, before + value)
@@ -369,7 +365,7 @@ ATOMIC(atomicSub, before - value)
 ATOMIC(atomicMax, before < value ? value : before)
 ATOMIC(atomicMin, value < before ? value : before)
 ATOMIC(atomicOr, before | value)
-ATOMIC(atomicAnd, before & value)
+ATOMIC(atomicAnd, (before & value))
 ATOMIC(atomicXor, before ^ value)
 ATOMIC(atomicExch, value)
 #undef ATOMIC
@@ -381,7 +377,9 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 
 template <class T>
-T __ldg(const T* memory) { return *memory; }
+T __ldg(const T* memory) {
+  return *memory;
+}
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
@@ -396,6 +394,10 @@ inline long long __double_as_longlong(double value) { return cuda_on_cpu::from_b
 inline double __longlong_as_double(long long bits) { return cuda_on_cpu::from_bits<double>(bits); }
 
 template <class A, class B>
-std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
+std::common_type_t<A, B> min(A a, B b) {
+  return b < a ? b : a;
+}
 template <class A, class B>
-std::common_type_t<A, B> max(A a, B b) { return a < b ? b : a; }
+std::common_type_t<A, B> max(A a, B b) {
+  return a < b ? b : a;
+}

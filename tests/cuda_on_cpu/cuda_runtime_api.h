@@ -8,10 +8,17 @@
 
 typedef struct CUstream_st* cudaStream_t;
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9,
-                   cudaErrorLaunchFailure = 719 };
-enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlock = 8, cudaDevAttrMultiProcessorCount = 16,
-                      cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719
+};
+enum cudaDeviceAttr {
+  cudaDevAttrMaxSharedMemoryPerBlock = 8,
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 namespace cuda_on_cpu {
@@ -19,7 +26,7 @@ namespace cuda_on_cpu {
 constexpr int kSharedByDefault = 48 * 1024;
 
 inline cudaError_t last_error = cudaSuccess;
-inline std::string report;                       // of the last launch that failed
+inline std::string report;                        // of the last launch that failed
 inline std::map<const void*, int> shared_limits;  // of kernels that asked for more dynamic shared memory
 
 // What a block may have of shared memory: Hopper's, or what the variable says.

@@ -96,8 +96,8 @@ __global__ void reverse(int64_t* data) {
 }  // namespace specvis
 
 // What became of the kernel of this name, as cudaGetErrorString() says it.
-extern "C" __attribute__((visibility("default"))) const char* run(
-    const char* name, unsigned blocks, unsigned threads, int shared, int64_t* data) {
+extern "C" __attribute__((visibility("default"))) const char* run(const char* name, unsigned blocks, unsigned threads,
+                                                                  int shared, int64_t* data) {
   using namespace specvis;
   const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
   if (is("dynamic_shared_memory")) {

@@ -56,8 +56,9 @@ class Fiber {
  public:
   static constexpr size_t kStack = 128 * 1024;
 
-  Fiber() : stack_(static_cast<char*>(mmap(nullptr, kStack, PROT_READ | PROT_WRITE,
-                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
+  Fiber()
+      : stack_(static_cast<char*>(
+            mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
     if (stack_ == MAP_FAILED) std::abort();
   }
   Fiber(const Fiber&) = delete;
