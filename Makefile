@@ -8,6 +8,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check
 PYTEST := .venv/bin/python -m pytest -q --benchmark-disable --durations=20 -n auto --dist worksteal
 # Where packages are: --system-site-packages does not see those of a parent that is a virtual environment too.
 SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
+CLANG_FORMAT := .venv/bin/clang-format csrc/* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: install test test-all lint format demo bench gpu clean
@@ -22,11 +23,11 @@ test-all: lint
 
 lint: .venv/installed
 	.venv/bin/ruff check
-	.venv/bin/clang-format --dry-run --Werror csrc/*
+	$(CLANG_FORMAT) --dry-run --Werror
 
 format: .venv/installed  # what lint asks for, as far as it can be done by machine
 	.venv/bin/ruff check --fix
-	.venv/bin/clang-format -i csrc/*
+	$(CLANG_FORMAT) -i
 
 demo: .venv/installed
 	.venv/bin/specvis compare
@@ -40,7 +41,7 @@ gpu:  # with the machine's own torch: nothing is installed
 .venv/installed: setup.py pyproject.toml python/pyproject.toml $(wildcard csrc/*)
 	test -x .venv/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) .venv
 	$(if $(TORCH),$(PIP) install "$(TORCH)",$(PYTHON) -c $(SITE) > "$$(.venv/bin/python -c $(SITE))/parent.pth")
-	$(PIP) install "setuptools>=77" wheel
+	$(PIP) install "setuptools>=77"
 	.venv/bin/python -c "import triton" 2>/dev/null || $(PIP) install --no-deps "triton>=3.6" \
 		|| echo "no Triton for this machine: going on without it"
 	$(PIP) install --no-build-isolation -e ".[test]" -e "./python[test]"

@@ -36,10 +36,15 @@ CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wal
 
 
 def find_torch() -> Path:
+    what_to_do = "python -m pip install 'torch>=2.10'"
     for folder in [*sys.path, sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]:
-        if Path(folder, "torch/include/torch/csrc/stable/library.h").exists():
+        version = Path(folder, "torch/version.py")
+        match = version.exists() and re.search(r"^__version__ = '((\d+)\.(\d+)[^']*)'", version.read_text(), re.M)
+        if match and (int(match[2]), int(match[3])) < (2, 10):
+            sys.exit(f"specvis_kernels: torch {match[1]} is too old: {what_to_do}")
+        if match and Path(folder, "torch/include/torch/csrc/stable/library.h").exists():
             return Path(folder, "torch")
-    sys.exit("specvis_kernels: torch must be installed first: python -m pip install 'torch>=2.10'")
+    sys.exit(f"specvis_kernels: torch must be installed first: {what_to_do}")
 
 
 def find_nvcc() -> str | None:
