@@ -15,7 +15,6 @@ DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 PAGES = sorted(DOCS.glob("**/*.md"))
 LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
-SLOW = {DOCS / "continuous.md"}  # it draws
 SECONDS = 20  # that a block of a page may take, on one idle core
 
 
@@ -64,8 +63,7 @@ def test_the_snippet_of_a_picture_runs(tmp_path, monkeypatch):
     assert Image.open("heart.png").size == (64, 64) and (names["decoded"].tau >= 1).all()
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=name_of(page), marks=pytest.mark.slow if page in SLOW else ())
-                                  for page in PAGES if snippets(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
     """From top to bottom, in one namespace."""
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,5 @@
-"""The ops' wheel, alone with torch in an empty environment; and what its build says where torch is missing."""
+"""The wheels: the ops', alone with torch in an empty environment, and the program's. And what the ops' build says where
+torch is missing or too old."""
 import importlib.metadata
 import os
 import re
@@ -98,12 +99,43 @@ def test_the_wheel_works_with_torch_alone(empty, sources, tmp_path):
     assert depths == "0, 1, 1, 2]]" and ("cpu" in backends) == ("specvis_kernels/_ops.so" in names)
 
 
+@pytest.mark.slow
+def test_the_wheel_of_the_program_has_its_weights_and_its_command(tmp_path):
+    sources = shutil.copytree(ROOT / "python", tmp_path / "python",
+                              ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    built = run(sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", ".", "--no-build-isolation",
+                "--no-deps", "-w", tmp_path, cwd=sources)
+    assert built.returncode == 0, built.stdout
+    wheel, = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    files = zipfile.ZipFile(wheel)
+    information = f"specvis-{specvis_kernels.__version__}.dist-info"
+    assert {name.partition("/")[0] for name in files.namelist()} == {"specvis", information}
+    for folder in ("specvis", "specvis/weights"):  # all of it, as it is here
+        expected = {path for path in (sources / folder).iterdir() if path.is_file()}
+        assert expected and all(files.read(f"{folder}/{path.name}") == path.read_bytes() for path in expected)
+    assert files.read(f"{information}/entry_points.txt").decode().split("\n")[:2] == [
+        "[console_scripts]", "specvis = specvis.cli.main:main"]
+    for license in ("LICENSE", "specvis/weights/LICENSE"):
+        assert files.read(f"{information}/licenses/{license}") == (sources / license).read_bytes()
+
+
 @pytest.mark.parametrize("command", ["dist_info", "bdist_wheel", "editable_wheel", "build_ext"])
 def test_a_build_without_torch_says_what_to_do(empty, sources, command):
     """In its first line; pip runs these commands."""
     said = run(empty("setuptools"), "setup.py", command, cwd=sources)
     assert said.returncode == 1
     assert said.stdout == "specvis_kernels: torch must be installed first: python -m pip install 'torch>=2.10'\n"
+
+
+def test_a_build_with_an_old_torch_says_what_to_do(empty, sources, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.9.1+cpu'\ncuda = None\n")
+    code = f"import runpy, sys; sys.argv = ['setup.py', 'build_ext']; sys.path.insert(0, {str(tmp_path)!r});" \
+        " runpy.run_path('setup.py', run_name='__main__')"
+    said = run(empty("setuptools"), "-c", code, cwd=sources)
+    assert said.returncode == 1
+    assert said.stdout == "specvis_kernels: torch 2.9.1+cpu is too old: python -m pip install 'torch>=2.10'\n"
 
 
 def test_sources_are_packed_without_torch(empty, sources, tmp_path):
