@@ -105,8 +105,8 @@ def test_a_broken_checkpoint_is_one_line_and_status_2(weights, tmp_path):
 def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, monkeypatch):
     original = Pipeline.tokens
 
-    def broken(self, prompts, *rest):
-        return dataclasses.replace(original(self, prompts, *rest), failed=torch.tensor([False, True, False]))
+    def broken(self, prompts, *arguments):
+        return dataclasses.replace(original(self, prompts, *arguments), failed=torch.tensor([False, True, False]))
 
     monkeypatch.setattr(Pipeline, "tokens", broken)
     out = tmp_path / "x.png"

@@ -66,8 +66,8 @@ class Perfect(nn.Module):
 class Toy(MAR):
     """z is the condition, plus `coupling` times the sum of the known tokens, plus a number for the position.
 
-    `seen` collects the number of known tokens of each row of each forward. A row of class 2 that knows `breaks` tokens
-    or more gives NaN.
+    `num_known` collects the number of known tokens of each row of each forward. A row of class 2 that knows `breaks`
+    tokens or more gives NaN.
     """
 
     def __init__(self, sigma, shift=0.0, coupling=0.8, var_values=0.6, tokens=3, channels=1, breaks=math.inf):
@@ -76,13 +76,13 @@ class Toy(MAR):
         self.diffloss.net = Perfect(channels, sigma, var_values)
         self.class_emb.weight.data = torch.tensor([0.0, 1.0, 2.0])[:, None].repeat(1, channels)
         self.fake_latent.data.fill_(-0.5)
-        self.shift, self.coupling, self.breaks, self.seen = shift, coupling, breaks, []
+        self.shift, self.coupling, self.breaks, self.num_known = shift, coupling, breaks, []
         self.requires_grad_(False)
 
     def forward(self, tokens, is_known, condition, max_known=None):
         counts = is_known.sum(1)
         assert max_known is None or counts.max() <= max_known
-        self.seen.append(counts.tolist())
+        self.num_known.append(counts.tolist())
         z = condition + self.coupling * tokens.masked_fill(~is_known[..., None], 0.0).sum(1) + self.shift
         z = z.masked_fill(((counts >= self.breaks) & (condition[:, 0] == 2))[:, None], torch.nan)
         return z[:, None] + 0.2 * torch.arange(self.config.tokens)[:, None]
@@ -403,25 +403,25 @@ def test_a_resample_that_is_not_finite_ends_its_image(monkeypatch, m):
 def test_forwards_are_counted(m, prefill, gamma):
     target, drafter = toys(tokens=16, coupling=0.05)
     for seed in range(5):
-        target.seen.clear(), drafter.seen.clear()
+        target.num_known.clear(), drafter.num_known.clear()
         decoded = continuous_decode(target, drafter, torch.tensor([1]), ContinuousSampling(torch.tensor([seed])),
                                     parse_method(m))
-        assert decoded.target_forwards.tolist() == [len(target.seen)]
-        assert decoded.draft_forwards.tolist() == [len(drafter.seen)]
-        assert target.seen[:prefill] == [[n] for n in range(prefill)]
-        count, seen, acceptance = prefill, iter(drafter.seen), decoded.acceptance[0].tolist()
-        for counts in target.seen[prefill:]:                       # a row for each draft, and one for the token behind
+        assert decoded.target_forwards.tolist() == [len(target.num_known)]
+        assert decoded.draft_forwards.tolist() == [len(drafter.num_known)]
+        assert target.num_known[:prefill] == [[n] for n in range(prefill)]
+        count, draft_counts, acceptance = prefill, iter(drafter.num_known), decoded.acceptance[0].tolist()
+        for counts in target.num_known[prefill:]:                  # a row for each draft, and one for the token behind
             num_drafted = min(gamma, 16 - count)
             assert counts == [*range(count, min(count + num_drafted + 1, 16))] + [15] * (count + num_drafted == 16)
-            assert [next(seen) for _ in range(num_drafted)] == [[count + g] for g in range(num_drafted)]
+            assert [next(draft_counts) for _ in range(num_drafted)] == [[count + g] for g in range(num_drafted)]
             num_accepted = next((g for g in range(num_drafted) if acceptance[count + g] != 1), num_drafted)
             if num_accepted < num_drafted:
                 assert acceptance[count + num_accepted] == 0
             elif count + num_drafted < 16:
                 assert acceptance[count + num_drafted] == -1                 # the target's own
             count += num_accepted + (count + num_accepted < 16)
-        assert count == 16 and next(seen, None) is None
-        assert decoded.tau.item() == pytest.approx(16 / len(target.seen))
+        assert count == 16 and next(draft_counts, None) is None
+        assert decoded.tau.item() == pytest.approx(16 / len(target.num_known))
 
 
 @pytest.mark.parametrize("m, target_forwards, draft_forwards", [
@@ -436,7 +436,7 @@ def test_forwards_without_truncation_are_known_before(m, target_forwards, draft_
     assert (decoded.acceptance >= 0).sum(1).tolist() == [draft_forwards] * 5
     assert math.isnan(decoded.acceptance_rate) == (draft_forwards == 0)
     if m == "cspd-released":
-        assert target.seen == [[0] * 5, [1] * 5, [2] * 5, [10] * 5]    # one row for each image, however many drafts
+        assert target.num_known == [[0] * 5, [1] * 5, [2] * 5, [10] * 5]  # one row for each image, however many drafts
 
 
 @pytest.mark.parametrize("m", [*METHODS, "cspd:max_tries=1", "cspd-path:max_tries=1", "cspd-path:max_tries=9"])

@@ -338,8 +338,8 @@ def test_the_distribution_test_rejects_siblings_verified_by_the_unmodified_targe
     assert abs(far_from_target(minute, m, {"guidance": 2.0})) < 4.5
     right = specvis.decoding.discrete.verify_tree
 
-    def wrong(probs, tokens, *rest, **options):
-        return (unmodified_target if tokens.shape[1] > 1 else right)(probs, tokens, *rest, **options)
+    def wrong(probs, tokens, *arguments, **options):
+        return (unmodified_target if tokens.shape[1] > 1 else right)(probs, tokens, *arguments, **options)
 
     monkeypatch.setattr(specvis.decoding.discrete, "verify_tree", wrong)
     assert far_from_target(minute, m, {"guidance": 2.0}) > 10
