@@ -70,7 +70,6 @@ def sources(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_the_wheel_works_with_torch_alone(empty, sources, tmp_path):
     pip = sys.executable, "-m", "pip", "--disable-pip-version-check"
     built = run(*pip, "wheel", ".", "--no-build-isolation", "--no-deps", "-w", tmp_path, cwd=sources)
@@ -99,7 +98,6 @@ def test_the_wheel_works_with_torch_alone(empty, sources, tmp_path):
     assert depths == "0, 1, 1, 2]]" and ("cpu" in backends) == ("specvis_kernels/_ops.so" in names)
 
 
-@pytest.mark.slow
 def test_the_wheel_of_the_program_has_its_weights_and_its_command(tmp_path):
     sources = shutil.copytree(ROOT / "python", tmp_path / "python",
                               ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))

@@ -144,11 +144,14 @@ def test_the_sanitizers_see_shared_memory(kernel, threads, shared, says):
     assert says in run.stdout, run.stdout
 
 
-@pytest.mark.slow
+OF_EVERY_OP = ("tests/kernels/test_every_op.py",)
+OF_ITS_OWN = tuple(f"tests/kernels/test_{kernel.stem}.py" for kernel in sorted(cuda_on_cpu.CSRC.glob("*.cu")))
+
+
+@pytest.mark.parametrize("tests", [pytest.param(OF_EVERY_OP, id="of every op"),
+                                   pytest.param(OF_ITS_OWN, id="of its own", marks=pytest.mark.slow)])
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
-def test_the_sanitizers_find_nothing():
+def test_the_sanitizers_find_nothing(tests):
     """In any test of an op. With -s, since pytest would lose what a sanitizer says when it ends the process."""
-    kernels = cuda_on_cpu.CSRC.glob("*.cu")
-    tests = ["tests/kernels/test_every_op.py", *(f"tests/kernels/test_{kernel.stem}.py" for kernel in kernels)]
     run = sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *tests, "-k", "cuda_emulated")
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout
