@@ -130,7 +130,9 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes or tuple(tensor.shape) != tuple(sizes.values()):
         wanted = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
-        got = f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        got = f"{type(tensor).__name__}, not a tensor"
+        if isinstance(tensor, Tensor):
+            got = f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}"
         raise ValueError(f"{name} must be {' or '.join(str(d)[6:] for d in dtypes)} ({wanted}), got {got}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")

@@ -28,6 +28,7 @@ from specvis.decoding.sampling import (
     RESAMPLE,
     RESAMPLE_NOISE,
     UNALIGNED,
+    Sampling,
     philox_normals,
     philox_uniforms,
 )
@@ -756,3 +757,12 @@ def test_given_positions_have_the_numbers_of_all_positions(philox, turn):
     positions = torch.tensor([[8, 0, 3, 3], [1, 2, 3, 4], [7, 7, 0, 5]])
     given, every = philox(seeds, ACCEPT, positions, 6, turn), philox(seeds, ACCEPT, 9, 6, turn)
     assert torch.equal(given, every.gather(1, positions[..., None].expand(-1, -1, 6)))
+
+
+def test_the_two_kinds_of_tokens_are_not_mixed_up(tiny):
+    discrete, continuous_ = Sampling.of([0]), ContinuousSampling.of([0])
+    for method_, sampling in (("mar", discrete), ("vanilla", continuous_)):
+        with pytest.raises(ValueError, match="must be for discrete tokens.*MARPair decodes continuous ones"):
+            tiny_pipeline().tokens(["red heart"], method_, sampling)
+    with pytest.raises(ValueError, match="sampling must be a ContinuousSampling, got Sampling"):
+        tiny.tokens(["red heart"], "mar", discrete)

@@ -79,6 +79,7 @@ def compare(prompts, names, count, temperatures, out, seed, guidance, top_k, top
         writer.writeheader()
         writer.writerows(rows)
     print_table(rows, len(prompts))
+    print(f"the table and the pictures are in {out}")
     for result in results:
         for i in result.decoded.failed.nonzero()[:, 0].tolist():
             click.echo(f"{result.method.label}: {prompts[i]!r} ended early: the model's output was not finite")

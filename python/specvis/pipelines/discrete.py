@@ -12,7 +12,7 @@ from specvis_kernels import codebook_neighbors
 
 from ..decoding.discrete import Decoded, Observer, Progress, decode, speculative_decode
 from ..decoding.drafters import EagleDrafter, ModelDrafter
-from ..decoding.methods import Method, parse_method
+from ..decoding.methods import ContinuousMethod, Method, parse_method
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..models.eagle import EagleHead
 from ..models.interface import Drafter
@@ -122,6 +122,9 @@ class Pipeline(nn.Module):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
         if isinstance(method, str):
             method = parse_method(method)
+        if isinstance(method, ContinuousMethod) or not isinstance(sampling, Sampling):
+            raise ValueError("method and sampling must be for discrete tokens, a Method and a Sampling, got "
+                             f"{type(method).__name__} and {type(sampling).__name__}: MARPair decodes continuous ones")
         methods = [method] * len(prompts) if isinstance(method, Method) else method
         if len(methods) != len(prompts):
             raise ValueError(f"method must be one, or one for each of the {len(prompts)} prompts, got {len(methods)}")

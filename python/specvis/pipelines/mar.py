@@ -120,6 +120,8 @@ class MARPair(nn.Module):
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
+        if not isinstance(sampling, ContinuousSampling):
+            raise ValueError(f"sampling must be a ContinuousSampling, got {type(sampling).__name__}")
         if len(sampling.seeds) != len(prompts):
             raise ValueError(f"sampling must have a seed for each of the {len(prompts)} prompts, "
                              f"got {len(sampling.seeds)}")
