@@ -1,4 +1,5 @@
 """Drafting for a batch: the drafter's cache, and the trees that it proposes, of a static or a dynamic shape."""
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,7 @@ class Draft:
     draft_row: Tensor | None    # (B, N) int32  which of these rows a node's children were sampled from
 
 
-class Drafting:
+class Drafting(ABC):
     """The drafter at work on B requests, and what it says of the token behind the newest one.
 
     After `extend` there are, for the newest token of each request, the drafter's hidden state (2B, 1, H) and the
@@ -41,12 +42,12 @@ class Drafting:
         self.sampling = replace(sampling, guidance=guidance)
         self.cache = drafter.new_cache(drafter.prefix_len + self.num_tokens + num_columns)
 
+    @abstractmethod
     def draft(self, root: Tensor, max_depth: int, max_width: int) -> Draft:
         """The next trees, below the newest tokens root (B,).
 
         max_depth, max_width: the largest depth and width of any request's tree; each request's own are in `shapes`
         """
-        raise NotImplementedError
 
     def prefill(self, hidden: Tensor) -> None:
         """Read the conditions; hidden (2B, S, H): the target's states at them."""

@@ -1,6 +1,7 @@
 """What reports on discrete and on continuous tokens have in common: runs, a study that computes them, the items of a
 report, and how it is written."""
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,7 +40,7 @@ class Run:
         return cls(parse_method(text), temperature, **others)
 
 
-class Study(ResultCache):
+class Study(ResultCache, ABC):
     """Pictures by one model's methods, of the same prompts and seeds. A subclass decodes the `pictures` of a run.
 
     Args:
@@ -59,9 +60,9 @@ class Study(ResultCache):
             "model": fingerprint(pipeline, *configs), "version": specvis_kernels.__version__, "seed": seed,
             "prompts": prompts, **settings})
 
+    @abstractmethod
     def pictures(self, run: Run):
         """All pictures of a run, with a field `decoded`. They are decoded now if they were not before."""
-        raise NotImplementedError
 
     def prompts_of(self, start: int, count: int) -> list[str]:
         return [self.prompts[i % len(self.prompts)] for i in range(start, start + count)]
@@ -101,7 +102,7 @@ class Scope:
 
 
 @dataclass
-class Report:
+class Report(ABC):
     """What the items look at, and the sections that they have written. A subclass writes the `cover`."""
 
     study: Study
@@ -116,9 +117,9 @@ class Report:
             self.results[name] = make()
         return self.results[name]
 
+    @abstractmethod
     def cover(self, command: str, origin: str) -> str:
         """The first page: what was run, and a line for each trend."""
-        raise NotImplementedError
 
     def links(self) -> list[str]:
         """The rows of a table of claims, and a list of the sections."""
