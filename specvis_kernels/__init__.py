@@ -3,22 +3,26 @@ from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, 
 from .accept_gaussian import AcceptGaussianResult, accept_gaussian
 from .codebook_neighbors import codebook_neighbors
 from .draw_children import DrawChildrenResult, draw_children
+from .draw_tokens import DrawTokensResult, draw_tokens
 from .expand_tree import ExpandTreeResult, expand_tree
 from .guided_probs import GuidedProbsResult, guided_probs
 from .neighborhood_sum import NeighborhoodSumResult, neighborhood_sum
+from .noise import gumbel_noise
 from .resample_gaussian import ResampleGaussianResult, resample_gaussian
 from .sample_residual import SampleResidualResult, sample_residual
 from .select_tree import SelectTreeResult, select_tree
 from .tree_links import TreeLinksResult, tree_links
 from .tree_mask import tree_mask
+from .verify_greedy import VerifyGreedyResult, verify_greedy
 from .verify_tree import VerifyResult, verify_tree
 
 __version__ = "0.1.0"
 __all__ = [
-    "accept_gaussian", "codebook_neighbors", "draw_children", "expand_tree", "guided_probs", "neighborhood_sum",
-    "resample_gaussian", "sample_residual", "select_tree", "tree_links", "tree_mask", "verify_tree",
-    "AcceptGaussianResult", "DrawChildrenResult", "ExpandTreeResult", "GuidedProbsResult",
+    "accept_gaussian", "codebook_neighbors", "draw_children", "draw_tokens", "expand_tree", "guided_probs",
+    "neighborhood_sum", "resample_gaussian", "sample_residual", "select_tree", "tree_links", "tree_mask",
+    "verify_greedy", "verify_tree",
+    "AcceptGaussianResult", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult",
     "NeighborhoodSumResult", "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "TreeLinksResult",
-    "VerifyResult",
-    "backends", "ops", "EMPTY_RESIDUAL", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
+    "VerifyGreedyResult", "VerifyResult",
+    "backends", "gumbel_noise", "ops", "EMPTY_RESIDUAL", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

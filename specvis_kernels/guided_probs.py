@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_ROW, check, check_dims, define
+from ._filters import filter_logits
+from ._numbers import exp
 
 HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
-MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer: any vocabulary's sum stays far below 2**63
 
 
 class GuidedProbsResult(NamedTuple):
@@ -83,36 +84,11 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temper
 
 
 def _oracle(logits, uncond, guidance, temperature, top_k, top_p, first_id, last_id):
-    guidance, temperature, top_k, top_p = (t[:, None, None] for t in (guidance, temperature, top_k, top_p))
-    x = logits[..., first_id:last_id].float()  # (B, N, ids)
-    num_ids = x.shape[-1]
-    if uncond is not None:
-        u = uncond[..., first_id:last_id].float()
-        x = torch.where((x == -torch.inf) & (u < torch.inf), -torch.inf, u + guidance * (x - u))
-    is_sampled = temperature != 0
-    x = x / torch.where(is_sampled, temperature, 1.0)
-    best = x.amax(-1, keepdim=True)  # NaN if any is
-    is_valid = (best.abs() < torch.inf) & (temperature >= 0)
-    x = torch.where(is_valid, x, 0.0)
-    best = torch.where(is_valid, best, 0.0)
-
-    descending = x.sort(-1, descending=True).values
-    k = torch.where(is_sampled & (top_k > 0) & (top_k < num_ids), top_k.long(), num_ids)
-    is_kept = x >= descending.gather(-1, k.expand(*x.shape[:-1], 1) - 1)
-
-    e = torch.where(is_kept, (x - best).exp(), 0.0)
-    mass = (e.sort(-1, descending=True).values * MASS_ONE).long().cumsum(-1)  # in the order of `descending`
-    mass_before = torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)
-    limit = (top_p.double() * mass[..., -1:].double()).ceil().long()
-    crossing = (mass_before < limit).sum(-1, keepdim=True) - 1
-    has_top_p = is_sampled & (top_p > 0) & (top_p < 1)
-    is_kept = is_kept & (~has_top_p | (x >= descending.gather(-1, crossing.clamp(min=0))))
-
-    e = torch.where(is_kept & is_valid, e, 0.0)
+    row = filter_logits(logits, uncond, guidance, temperature, top_k, top_p, first_id, last_id)
+    e = torch.where(row.is_kept, exp(row.margins), 0.0)
     total = e.double().sum(-1, keepdim=True).float()
-    probs = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-    probs[..., first_id:last_id] = e / torch.where(is_valid, total, 1.0)
-    return probs, torch.where(is_valid[..., 0], 0, INVALID_ROW).int()
+    probs = e / torch.where(row.is_valid[..., None], total, 1.0)
+    return probs, torch.where(row.is_valid, 0, INVALID_ROW).int()
 
 
 def _meta(logits, uncond, guidance, temperature, top_k, top_p, first_id, last_id):

@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 
 from specvis_kernels import GuidedProbsResult, guided_probs
+from specvis_kernels.noise import philox_words
 
 from ..models.interface import Drafter, TargetModel
 
 # streams: what a number is used for
 ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, RESAMPLE, RESAMPLE_NOISE, FRESH = range(9)
-
-_WORD = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -107,17 +106,7 @@ def philox_uniforms(seeds: Tensor, stream: int, positions: int | Tensor, n: int,
     """
     if isinstance(positions, int):
         positions = torch.arange(positions, device=seeds.device).expand(len(seeds), -1)
-    blocks = -(-n // 4)
-    zeros = torch.zeros((*positions.shape, blocks), dtype=torch.int64, device=seeds.device)
-    counter = [zeros + torch.arange(blocks, device=seeds.device), zeros + positions[..., None], zeros + stream,
-               zeros + turn]
-    key = [(seeds & _WORD)[:, None, None], ((seeds >> 32) & _WORD)[:, None, None]]
-    for _ in range(10):
-        left, right = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57  # int64 wraps: the low 64 bits are right
-        counter = [((right >> 32) & _WORD) ^ counter[1] ^ key[0], right & _WORD,
-                   ((left >> 32) & _WORD) ^ counter[3] ^ key[1], left & _WORD]
-        key = [(key[0] + 0x9E3779B9) & _WORD, (key[1] + 0xBB67AE85) & _WORD]
-    words = torch.stack(counter, -1).flatten(2)[..., :n]
+    words = philox_words(seeds, positions, n, stream, turn)
     return (words >> 8).float() * 2.0 ** -24
 
 

@@ -1,0 +1,73 @@
+"""Random numbers that a request's seed alone decides: Philox4x32-10 (Salmon et al., SC 2011), and Gumbel noise from it.
+
+These are plain torch. The kernels make the same words inside; csrc/rules.h and triton/_noise.py say the same in other
+words.
+"""
+import torch
+from torch import Tensor
+
+from ._numbers import log, log1p_of_negative
+
+WORD = 0xFFFFFFFF
+GUMBEL_STREAM = 9  # of the draws of tokens; the program's other streams are lower
+
+
+def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: int = 0) -> Tensor:
+    """Words of 32 bits that depend on these arguments alone.
+
+    Word i of a position is word i % 4 of the block with the counter (i // 4, position, stream, turn) under the key
+    (low, high half of the seed).
+
+    Args:
+        seeds:     (B,) int64    one per request; equal seeds give equal words in any batch
+        positions: (B, L) int64  the low 32 bits count
+        n:         how many words for each position; the first of them do not depend on how many there are
+        stream:    what the words are for
+        turn:      each turn has words of its own
+
+    Returns:
+        (B, L, n) int64 in [0, 2**32)
+    """
+    blocks = -(-n // 4)
+    zeros = torch.zeros((*positions.shape, blocks), dtype=torch.int64, device=seeds.device)
+    counter = [zeros + torch.arange(blocks, device=seeds.device), zeros + (positions & WORD)[..., None],
+               zeros + stream, zeros + turn]
+    key = [(seeds & WORD)[:, None, None], ((seeds >> 32) & WORD)[:, None, None]]
+    for _ in range(10):
+        left, right = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57  # int64 wraps: the low 64 bits are right
+        counter = [((right >> 32) & WORD) ^ counter[1] ^ key[0], right & WORD,
+                   ((left >> 32) & WORD) ^ counter[3] ^ key[1], left & WORD]
+        key = [(key[0] + 0x9E3779B9) & WORD, (key[1] + 0xBB67AE85) & WORD]
+    return torch.stack(counter, -1).flatten(2)[..., :n]
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
+    """The Gumbel noise with which `draw_tokens` and `draw_children` draw, of the ids 0 to n - 1.
+
+    v = (floor(word / 2) + 1/2) 2**-31 is uniform in (0, 1), and -log(-log(1 - v)) is standard Gumbel. Where v is small,
+    which is where the noise is large and decides, v is fine: the largest noise is 22.2.
+
+    (The Gumbel-max trick: Maddison, Tarlow and Minka, arXiv:1411.0030.)
+
+    Args:
+        seeds:     (B,) int64    one per request
+        positions: (B, L) int64  in the image
+        n:         how many ids
+
+    Returns:
+        (B, L, n) float32 on the seeds' device, with the same bits on every backend
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import gumbel_noise
+        >>> noise = gumbel_noise(torch.tensor([7, 7]), torch.tensor([[0, 1], [1, 2]]), 5)
+        >>> torch.equal(noise[0, 1], noise[1, 0])  # the same seed and position
+        True
+    """
+    return to_gumbel(philox_words(seeds, positions, n, GUMBEL_STREAM))
+
+
+def to_gumbel(words: Tensor) -> Tensor:
+    """Words (int64, of 32 bits) -> standard Gumbel noise, float32."""
+    v = ((words >> 1).float() + 0.5) * 2.0 ** -31
+    return -log(-log1p_of_negative(v.clamp(max=1 - 2.0 ** -24)))

@@ -1,0 +1,108 @@
+"""verify_greedy: accept the drafted tokens that equal the target's own."""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._dispatch import INVALID_TREE, check, check_count, check_dims, define
+
+
+class VerifyGreedyResult(NamedTuple):
+    """What `verify_greedy` returns. Its docstring explains the fields."""
+    accepted_nodes: Tensor  # (B, P) int32
+    num_accepted: Tensor    # (B,)   int32
+    next_token: Tensor      # (B,)   int64
+    status: Tensor          # (B,)   int32
+
+
+def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor, *, max_depth: int,
+                  backend: str | None = None) -> VerifyGreedyResult:
+    """Accept the path of each request's tree on which every token is the target's own.
+
+    Verification starts at the root. At each node it goes on at the first child, in sibling order, whose token equals
+    the node's target token. Where no child does, and at max_depth, the node's target token follows as the next token.
+
+    If the target tokens are the target's argmaxes, this is greedy decoding. If they are the draws of `draw_tokens` at
+    each node's position, the tokens are those that decoding one by one draws with the same seeds, whatever the tree:
+    nothing is lost, and verification needs neither probabilities nor uniforms.
+
+    Args:
+        target_tokens:  (B, N) int64   the target's token after each node; node 0 is the root
+        tokens:         (B, N) int64   the token at each node; the root's is not looked at
+        first_child:    (B, N) int32   each node's first child, a later node, or -1
+        next_sibling:   (B, N) int32   the child of the same parent tried next, a later node, or -1
+        max_depth:      P, the most nodes that can be accepted
+        backend:        None for the device's own kernel; a name from `backends()` to force one
+
+    Returns:
+        accepted_nodes:  (B, P) int32   the accepted nodes from the root down, without the root; -1 pads
+        num_accepted:    (B,)   int32   how many there are
+        next_token:      (B,)   int64   the token that follows them
+        status:          (B,)   int32   INVALID_TREE: a link that was followed leads to no later node; the siblings
+                                        end there
+
+    Raises:
+        ValueError: an argument's dtype, shape or device differs from the above, N is 0, or max_depth is negative
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import tree_links, verify_greedy
+        >>> links = tree_links(torch.tensor([[-1, 0, 0, 2]], dtype=torch.int32))
+        >>> tokens = torch.tensor([[9, 4, 5, 6]])          # 4 and 5 follow the root, 6 follows 5
+        >>> target_tokens = torch.tensor([[5, 0, 6, 7]])   # after the root the target says 5, then 6, then 7
+        >>> result = verify_greedy(target_tokens, tokens, links.first_child, links.next_sibling, max_depth=2)
+        >>> result.accepted_nodes, result.next_token
+        (tensor([[2, 3]], dtype=torch.int32), tensor([7]))
+    """
+    B, N = check_dims("target_tokens", target_tokens, "BN")
+    check("target_tokens", target_tokens, torch.int64, B=B, N=N)
+    if N < 1:
+        raise ValueError(f"target_tokens must have N >= 1, got shape ({B}, {N})")
+    check("tokens", tokens, torch.int64, like=target_tokens, B=B, N=N)
+    check("first_child", first_child, torch.int32, like=target_tokens, B=B, N=N)
+    check("next_sibling", next_sibling, torch.int32, like=target_tokens, B=B, N=N)
+    check_count("max_depth", max_depth, 0)
+    return _call(backend, target_tokens.contiguous(), tokens.contiguous(), first_child.contiguous(),
+                 next_sibling.contiguous(), max_depth)
+
+
+def _oracle(target_tokens, tokens, first_child, next_sibling, max_depth):
+    B, N = tokens.shape
+    node = torch.zeros(B, dtype=torch.int64, device=tokens.device)
+    num_accepted, status = torch.zeros_like(node), torch.zeros_like(node)
+    path, is_open = [], torch.ones_like(node, dtype=torch.bool)
+
+    def at(table, node):
+        return table.gather(1, node[:, None])[:, 0].long()
+
+    for _ in range(max_depth):
+        wanted, child, previous = at(target_tokens, node), at(first_child, node), node
+        found, is_searching = torch.full_like(node, -1), is_open
+        for _ in range(N - 1):  # a node has at most so many children
+            is_bad = is_searching & (child != -1) & ((child <= previous) | (child >= N))
+            status = torch.where(is_bad, INVALID_TREE, status)
+            is_searching = is_searching & (child != -1) & ~is_bad
+            safe = torch.where(is_searching, child, 0)
+            is_found = is_searching & (at(tokens, safe) == wanted)
+            found = torch.where(is_found, safe, found)
+            is_searching = is_searching & ~is_found
+            previous, child = torch.where(is_searching, safe, previous), torch.where(
+                is_searching, at(next_sibling, safe), -1)
+        is_open = is_open & (found >= 0)
+        path.append(found.int())
+        num_accepted = num_accepted + is_open
+        node = torch.where(is_open, found, node)
+    accepted_nodes = torch.stack(path, 1) if path else tokens.new_empty((B, 0), dtype=torch.int32)
+    return accepted_nodes, num_accepted.int(), at(target_tokens, node), status.int()
+
+
+def _meta(target_tokens, tokens, first_child, next_sibling, max_depth):
+    B = tokens.shape[0]
+    return (first_child.new_empty((B, max_depth)), first_child.new_empty(B), tokens.new_empty(B),
+            first_child.new_empty(B))
+
+
+_call = define(
+    "verify_greedy(Tensor target_tokens, Tensor tokens, Tensor first_child, Tensor next_sibling, SymInt max_depth)"
+    " -> (Tensor accepted_nodes, Tensor num_accepted, Tensor next_token, Tensor status)",
+    oracle=_oracle, meta=_meta, result=VerifyGreedyResult)
