@@ -1,5 +1,5 @@
-// Floats as integers of the same order, and an exp that gives the same bits on the CPU and in CUDA: the tokens that
-// top-p keeps depend on it.
+// Floats as integers of the same order; exp and log with the bits of specvis_kernels/_numbers.py on every backend: the
+// tokens that top-p keeps, and those that noise draws, depend on them.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -45,6 +45,51 @@ HOST_DEVICE inline float exp_of(float x) {
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
   return x < -87.f ? 0.f : y * scale;
+}
+
+// x = mantissa * 2^exponent, with the mantissa within [sqrt(1/2), sqrt(2)), of a positive, normal x.
+HOST_DEVICE inline int32_t exponent_of(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return (bits - 0x3f3504f3) >> 23;
+}
+
+HOST_DEVICE inline float mantissa_of(float x, int32_t exponent) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits -= static_cast<uint32_t>(exponent) << 23;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// log((1 + r) 2^exponent), by a polynomial in r (Cephes, logf).
+HOST_DEVICE inline float log_of_parts(int32_t exponent, float r) {
+  float y = r * 7.0376836292e-2f - 1.1514610310e-1f;
+  y = y * r + 1.1676998740e-1f;
+  y = y * r + -1.2420140846e-1f;
+  y = y * r + 1.4249322787e-1f;
+  y = y * r + -1.6668057665e-1f;
+  y = y * r + 2.0000714765e-1f;
+  y = y * r + -2.4999993993e-1f;
+  y = y * r + 3.3333331174e-1f;
+  const float n = static_cast<float>(exponent), z = r * r;
+  y = (y * r) * z;
+  y = y + n * -2.12194440e-4f;
+  y = y - z * 0.5f;
+  return (r + y) + n * 0.693359375f;
+}
+
+// log of a positive, normal x, to about one unit in the last place.
+HOST_DEVICE inline float log_of(float x) {
+  const int32_t exponent = exponent_of(x);
+  return log_of_parts(exponent, mantissa_of(x, exponent) - 1.f);
+}
+
+// log(1 - v) of v in (0, 1 - 2^-24], as exact where v is small.
+HOST_DEVICE inline float log1p_of_negative(float v) {
+  const float x = 1.f - v;
+  const int32_t exponent = exponent_of(x);
+  return log_of_parts(exponent, exponent == 0 ? -v : mantissa_of(x, exponent) - 1.f);
 }
 
 constexpr float kMassOne = 1099511627776.f;  // 2^40: the mass of exp(0)
