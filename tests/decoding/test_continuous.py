@@ -16,6 +16,7 @@ from specvis.decoding.continuous import (
     ContinuousSampling,
     KnownTokens,
     continuous_decode,
+    denoising_steps,
     mask_lengths,
     parallel_decode,
 )
@@ -296,6 +297,27 @@ def test_parallel_decoding_by_hand(tiny, captions):
     torch.testing.assert_close(decoded.tokens, tokens, rtol=1e-3, atol=1e-4)
 
 
+def test_denoising_steps_fall_linearly():
+    assert denoising_steps(50, 5, 4) == [50, 35, 20, 5] and denoising_steps(8, 2, 1) == [8]
+    assert denoising_steps(5, 8, 2) == [5, 8] and denoising_steps(8, 8, 3) == [8, 8, 8]
+
+
+def test_fewer_steps_denoise_the_last_noise(tiny):
+    """Two iterations: 8 steps, then 3. The other draws do not notice."""
+    decoded, usual = (decode(tiny, f"mar:num_iter=2{more}", guidance=3.0) for more in (":steps_last=3", ""))
+    first, = mask_lengths(16, 2)[:1]
+    positions = decoded.order[:, :16 - first, None].expand(-1, -1, 4)
+    assert torch.equal(decoded.tokens.gather(1, positions), usual.tokens.gather(1, positions))
+    T, C = 8, 4
+    noise = philox_normals(SEEDS, NOISE, 16, T * C).unflatten(-1, (T, C))[:, :, -3:]
+    is_known = torch.zeros(6, 16, dtype=torch.bool).scatter(1, decoded.order[:, :16 - first], True)
+    source = tiny.features(PROMPTS)
+    known = usual.tokens.masked_fill(~is_known[..., None], 0.0)
+    z, uncond = z_of(tiny.mar, source, known, is_known), tiny.mar(known, is_known, tiny.mar.null_condition(6))
+    expected = tiny.mar.diffloss.denoiser(z, uncond=uncond, guidance=3.0, num_steps=3).sample(noise).mean
+    torch.testing.assert_close(decoded.tokens[~is_known], expected[~is_known], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("m", ["mar", "mar:num_iter=3", *METHODS])
 def test_progress_counts_every_token(tiny, m):
     reports = []
@@ -564,6 +586,9 @@ def test_the_last_step_is_accepted_or_resampled(variant, sign, resample_temperat
     ("cspd", {"gamma": "2"}, "gamma must be an integer, got '2'"),
     ("cspd", {"max_tries": True}, "max_tries must be an integer, got True"),
     ("mar", {"num_iter": 4.0}, "num_iter must be an integer, got 4.0"),
+    ("mar", {"steps_last": 1}, "steps_last must be at least 2, or 0 for the model's own number, got 1"),
+    ("mar", {"steps_first": 5.0}, "steps_first must be an integer, got 5.0"),
+    ("cspd", {"steps_last": 5}, "method cspd has no parameter 'steps_last'"),
     ("cspd", {"truncate": "false"}, "truncate must be True or False, got 'false'"),
     ("cspd", {"aligned": 0}, "aligned must be True or False, got 0"),
     ("cspd", {"prefill": "a"}, "prefill must be a number, got 'a'"),
@@ -588,8 +613,8 @@ def test_how_methods_for_continuous_tokens_are_not_written(text, message):
         parse_method(text)
 
 
-@pytest.mark.parametrize("text", ["mar:num_iter=8", "cspd:gamma=2:prefill=0.5:truncate=false",
-                                  "cspd-released:max_tries=7", "cspd-path:conditioning=block",
+@pytest.mark.parametrize("text", ["mar:num_iter=8", "mar:steps_first=8:steps_last=5",
+                                  "cspd:gamma=2:prefill=0.5:truncate=false", "cspd-released:max_tries=7", "cspd-path:conditioning=block",
                                   "cspd:variant=released:aligned=false"])
 def test_a_label_names_its_method(text):
     m = parse_method(text)
@@ -655,6 +680,8 @@ def test_known_tokens_that_do_not_fit_are_refused(tiny, m, known, message):
 
 
 def test_other_arguments_are_checked(tiny):
+    with pytest.raises(ValueError, match=r"steps_last must be within 2\.\.8 \(the model's denoising steps\), got 9"):
+        decode(tiny, "mar:steps_last=9")
     with pytest.raises(ValueError, match=r"num_iter must be within 1\.\.16 \(the tokens to draw\), got 17"):
         decode(tiny, "mar:num_iter=17")
     with pytest.raises(ValueError, match=r"num_iter must be within 1\.\.8 \(the tokens to draw\), got 9"):

@@ -210,16 +210,18 @@ class GuidedMAR:
             parts.append(z[torch.arange(len(rows), device=z.device)[:, None], positions[rows]])
         return torch.cat(parts)
 
-    def denoiser(self, z: Tensor, num_unknown: Tensor) -> Denoiser:
+    def denoiser(self, z: Tensor, num_unknown: Tensor, num_steps: int | None = None) -> Denoiser:
         """The diffusion given z (R, 1 or 2, dim), R any dimensions.
 
-        num_unknown (R): how many tokens are unknown when these are drawn, by which guidance is chosen
+        Args:
+            num_unknown: (R) how many tokens are unknown when these are drawn, by which guidance is chosen
+            num_steps:   how many denoising steps; None: the model's own number
         """
+        settings = {"temperature": self.sampling.temperature, "num_steps": num_steps}
         if not self.is_guided:
-            return self.mar.diffloss.denoiser(z[..., 0, :], temperature=self.sampling.temperature)
+            return self.mar.diffloss.denoiser(z[..., 0, :], **settings)
         guidance = linear_guidance(self.sampling.guidance, num_unknown, self.mar.config.tokens)
-        return self.mar.diffloss.denoiser(z[..., 0, :], uncond=z[..., 1, :], guidance=guidance,
-                                          temperature=self.sampling.temperature)
+        return self.mar.diffloss.denoiser(z[..., 0, :], uncond=z[..., 1, :], guidance=guidance, **settings)
 
 
 def mask_lengths(num_tokens: int, num_iter: int) -> list[int]:
@@ -234,16 +236,28 @@ def mask_lengths(num_tokens: int, num_iter: int) -> list[int]:
     return lengths[:-1] + [0]
 
 
-def sample_tokens(state: ContinuousState, model: GuidedMAR, start: int, end: int) -> None:
+def denoising_steps(steps_first: int, steps_last: int, num_iter: int) -> list[int]:
+    """How many denoising steps the tokens of each iteration get: from the first number to the last one, linearly.
+
+    The more tokens are known, the less is left to decide (DiSA, arXiv:2505.20297).
+    """
+    share = [i / max(1, num_iter - 1) for i in range(num_iter)]
+    return [round(steps_first + (steps_last - steps_first) * s) for s in share]
+
+
+def sample_tokens(state: ContinuousState, model: GuidedMAR, start: int, end: int, num_steps: int | None = None) -> None:
     """Draw tokens start..end - 1 of every image in one forward, independently given the first `start`, the known ones.
+
+    num_steps: how many denoising steps they get; None: the model's own number
     """
     positions = state.order[:, start:end]
     B, n = positions.shape
     requests = torch.arange(B, device=positions.device)
     z = model.z(state.tokens, state.ranks < start, positions, requests, max_known=start)
     num_unknown = torch.full((B, n), state.num_tokens - end, device=positions.device)
-    noise = state.noise[:, start - state.start:end - state.start]
-    tokens = model.denoiser(z, num_unknown).sample(noise).mean
+    denoiser = model.denoiser(z, num_unknown, num_steps)
+    noise = state.noise[:, start - state.start:end - state.start, -len(denoiser.schedule):]  # its last is x_T
+    tokens = denoiser.sample(noise).mean
     active = ~state.failed
     state.tokens[requests[:, None], positions] = torch.where(active[:, None, None], tokens, 0.0)
     state.target_forwards += active
@@ -253,19 +267,30 @@ def sample_tokens(state: ContinuousState, model: GuidedMAR, start: int, end: int
 
 @torch.inference_mode()
 def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_iter: int | None = None,
-                    progress: Progress | None = None, known: KnownTokens | None = None) -> ContinuousDecoded:
+                    progress: Progress | None = None, known: KnownTokens | None = None, *,
+                    steps_first: int | None = None, steps_last: int | None = None) -> ContinuousDecoded:
     """MAR's own decoding: each iteration draws the next tokens of the order, independently given the known ones.
 
     Args:
         source:   (B, ..)  what `mar.condition` embeds
         num_iter: 1 to the number of tokens to draw; None: one iteration for each token
         known:    tokens that are known from the start; None: there are none
+        steps_first, steps_last: denoising steps in the first and in the last iteration, between them linearly (DiSA);
+            2 to the model's own number, which None stands for
+    Raises:
+        ValueError: num_iter, steps_first or steps_last out of its range, or `known` does not fit the images
     """
+    most = len(mar.diffloss.schedule)
+    steps_first, steps_last = (most if steps is None else steps for steps in (steps_first, steps_last))
+    for name, steps in (("steps_first", steps_first), ("steps_last", steps_last)):
+        if not 2 <= steps <= most:
+            raise ValueError(f"{name} must be within 2..{most} (the model's denoising steps), got {steps}")
     state, model = ContinuousState(mar, sampling, known), GuidedMAR(mar, source, sampling)
     start, num_new = state.start, state.end - state.start
-    for length in mask_lengths(num_new, num_new if num_iter is None else num_iter) if num_new else ():
+    lengths = mask_lengths(num_new, num_new if num_iter is None else num_iter) if num_new else []
+    for length, num_steps in zip(lengths, denoising_steps(steps_first, steps_last, len(lengths))):
         end = state.end - length
-        sample_tokens(state, model, start, end)
+        sample_tokens(state, model, start, end, num_steps)
         if progress:
             progress((end - start) * len(state.counts))
         start = end
@@ -290,7 +315,8 @@ def continuous_decode(target: MAR, drafter: MAR, source: Tensor, sampling: Conti
     """
     method = continuous_method(method)
     if not method.gamma:
-        return parallel_decode(target, source, sampling, method.num_iter or None, progress, known)
+        return parallel_decode(target, source, sampling, method.num_iter or None, progress, known,
+                               steps_first=method.steps_first or None, steps_last=method.steps_last or None)
     check_pair(target, drafter)
     state = ContinuousState(target, sampling, known)
     target, drafter = GuidedMAR(target, source, sampling), GuidedMAR(drafter, source, sampling)

@@ -194,7 +194,7 @@ class Denoiser:
     """The diffusion of tokens, given one model and z. DiffLoss.denoiser makes it."""
 
     def __init__(self, diffloss: "DiffLoss", z: Tensor, uncond: Tensor | None, guidance: float | Tensor,
-                 temperature: float):
+                 temperature: float, schedule: Schedule):
         z_channels = diffloss.net.cond_embed.in_features
         if z.ndim < 1 or z.shape[-1] != z_channels:
             raise ValueError(f"z must be (..., {z_channels}), got {tuple(z.shape)}")
@@ -206,7 +206,7 @@ class Denoiser:
             raise ValueError(f"guidance must be a number or {tuple(z.shape[:-1])}, got {tuple(guidance.shape)}")
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be positive and finite, got {temperature}")
-        self.net, self.schedule, self.channels = diffloss.net, diffloss.schedule, diffloss.channels
+        self.net, self.schedule, self.channels = diffloss.net, schedule, diffloss.channels
         self.clip_sample_range = diffloss.clip_sample_range
         self.batch_shape, self.is_guided = z.shape[:-1], uncond is not None
         self.guidance = guidance[..., None] if isinstance(guidance, Tensor) else guidance
@@ -287,10 +287,18 @@ class DiffLoss(nn.Module):
         self.channels = channels
         self.clip_sample_range = math.inf if clip_sample_range is None else clip_sample_range
         self.net = Network(channels, z_channels, width, num_blocks)
+        self.num_train_timesteps = num_train_timesteps
         self.schedule = Schedule(num_train_timesteps, num_sampling_steps)
+        self._schedules = {num_sampling_steps: self.schedule}
+
+    def schedule_of(self, num_steps: int) -> Schedule:
+        """The schedule of so many denoising steps, made at the first call."""
+        if num_steps not in self._schedules:
+            self._schedules[num_steps] = Schedule(self.num_train_timesteps, num_steps)
+        return self._schedules[num_steps]
 
     def denoiser(self, z: Tensor, *, uncond: Tensor | None = None, guidance: float | Tensor = 1.0,
-                 temperature: float = 1.0) -> Denoiser:
+                 temperature: float = 1.0, num_steps: int | None = None) -> Denoiser:
         """The diffusion of tokens (R, C), given z. R stands for any dimensions.
 
         Args:
@@ -298,8 +306,10 @@ class DiffLoss(nn.Module):
             uncond:      (R, z_channels)  z under the null condition; None: no guidance
             guidance:    a number, or (R,): the noise is that of uncond + guidance * (that of z - that of uncond)
             temperature: scales the sigma of each step, but not x_T; positive and finite
+            num_steps:   how many denoising steps, at least 2; None: as many as `schedule` has
         Raises:
             ValueError: shapes other than these, guidance without uncond, or a temperature that is not positive
                 and finite
         """
-        return Denoiser(self, z, uncond, guidance, temperature)
+        schedule = self.schedule if num_steps is None else self.schedule_of(num_steps)
+        return Denoiser(self, z, uncond, guidance, temperature, schedule)

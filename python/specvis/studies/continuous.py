@@ -341,6 +341,7 @@ class ContinuousScope(Scope):
     joint_draws: int                 # of JOINT_TOKENS tokens; 0: none
     guidance: float = 2.5
     num_tokens: int = 256            # of an image
+    steps_last: int = 5              # denoising steps of the last tokens, where they fall
 
     def run(self, text: str, guidance: float | None = None, temperature: float = 1.0, draft_alone: bool = False
             ) -> ContinuousRun:
