@@ -614,8 +614,8 @@ def test_how_methods_for_continuous_tokens_are_not_written(text, message):
 
 
 @pytest.mark.parametrize("text", ["mar:num_iter=8", "mar:steps_first=8:steps_last=5",
-                                  "cspd:gamma=2:prefill=0.5:truncate=false", "cspd-released:max_tries=7", "cspd-path:conditioning=block",
-                                  "cspd:variant=released:aligned=false"])
+                                  "cspd:gamma=2:prefill=0.5:truncate=false", "cspd-released:max_tries=7",
+                                  "cspd-path:conditioning=block", "cspd:variant=released:aligned=false"])
 def test_a_label_names_its_method(text):
     m = parse_method(text)
     assert sorted(m.label.split(":")) == sorted(text.split(":")) and parse_method(m.label) == m
