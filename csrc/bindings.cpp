@@ -67,19 +67,22 @@ const T* data(const std::optional<Tensor>& tensor) {
 
 bool is_uint16(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
 
-std::tuple<Tensor, Tensor, Tensor> draw_children(const Tensor& draft_probs,  // (B, F, V)
-                                                 const Tensor& uniforms) {   // (B, F, K)
+std::tuple<Tensor, Tensor, Tensor> draw_children(const Tensor& draft_probs,               // (B, F, V)
+                                                 const std::optional<Tensor>& uniforms,   // (B, F, K)
+                                                 const std::optional<Tensor>& seeds,      // (B)
+                                                 const std::optional<Tensor>& positions,  // (B, F)
+                                                 int64_t K) {
   const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
   const Device device(draft_probs);
-  Tensor tokens = torch::stable::new_empty(uniforms, uniforms.sizes(), ScalarType::Long);
-  Tensor num_children = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
+  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
+  Tensor num_children = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
+  Tensor status = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
   specvis::DrawChildren batch = {};
   batch.R = B * F;
   batch.V = draft_probs.size(2);
-  batch.K = uniforms.size(2);
+  batch.K = K;
   batch.draft_probs = draft_probs.const_data_ptr<float>();
-  batch.uniforms = uniforms.const_data_ptr<float>();
+  batch.uniforms = data<float>(uniforms);
   batch.tokens = tokens.mutable_data_ptr<int64_t>();
   batch.num_children = num_children.mutable_data_ptr<int32_t>();
   batch.status = status.mutable_data_ptr<int32_t>();

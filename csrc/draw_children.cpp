@@ -6,6 +6,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -17,15 +18,17 @@ using specvis::kRowBlock;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(const Tensor& draft_probs,  // (B, F, V)
-                                                     const Tensor& uniforms) {   // (B, F, K)
+std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(const Tensor& draft_probs,               // (B, F, V)
+                                                     const std::optional<Tensor>& uniforms,   // (B, F, K)
+                                                     const std::optional<Tensor>& seeds,      // (B)
+                                                     const std::optional<Tensor>& positions,  // (B, F)
+                                                     int64_t K) {
   const int64_t B = draft_probs.size(0), F = draft_probs.size(1), V = draft_probs.size(2);
-  const int64_t K = uniforms.size(2);
-  Tensor tokens = torch::stable::new_empty(uniforms, {B, F, K}, ScalarType::Long);
-  Tensor num_children = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(uniforms, {B, F}, ScalarType::Int);
+  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
+  Tensor num_children = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
+  Tensor status = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
   const float* probs = draft_probs.const_data_ptr<float>();
-  const float* u = uniforms.const_data_ptr<float>();
+  const float* u = uniforms->const_data_ptr<float>();
   int64_t* token_out = tokens.mutable_data_ptr<int64_t>();
   int32_t* num_children_out = num_children.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();

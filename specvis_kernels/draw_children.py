@@ -4,8 +4,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, check, check_dims, define
-from ._numbers import draw, to_fixed_point
+from ._dispatch import INVALID_ROW, check, check_count, check_dims, define
+from ._numbers import draw, log, to_fixed_point
+from .noise import gumbel_noise
 
 
 class DrawChildrenResult(NamedTuple):
@@ -15,22 +16,40 @@ class DrawChildrenResult(NamedTuple):
     status: Tensor        # (B, F)    int32
 
 
-def draw_children(draft_probs: Tensor, uniforms: Tensor, *, backend: str | None = None) -> DrawChildrenResult:
+def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds: Tensor | None = None,
+                  positions: Tensor | None = None, num_children: int | None = None,
+                  backend: str | None = None) -> DrawChildrenResult:
     """Draw K different tokens for each node, one after the other, without replacement.
 
-    The row counts in fixed point, floor(p * 2**42). Child k is drawn by inverse CDF in vocabulary order, from what
-    the earlier children have left of the row. It is the first token whose running sum of the remaining mass exceeds
-    floor(uniforms[b, f, k] * the remaining total). Then its mass is removed. Once no mass is left the other children
-    do not exist: their tokens are 0, and `num_children` says how many exist.
+    The row counts in fixed point, floor(p * 2**42). A token without mass is never drawn. Once no mass is left the other
+    children do not exist: their tokens are 0, and `num_children` says how many exist.
+
+    With `uniforms`, child k is drawn by inverse CDF in vocabulary order, from what the earlier children have left of
+    the row. It is the first token whose running sum of the remaining mass exceeds floor(uniforms[b, f, k] * the
+    remaining total). Then its mass is removed.
+
+    With `seeds` and `positions`, the children are drawn with the noise of `draw_tokens`. Child k is the token with the
+    k-th largest
+
+        score = (log(p) - best) + g
+
+    where best is log(p) of the row's largest p, and g the noise that `gumbel_noise` gives for (seed, position, token).
+    The lowest token comes first on ties. So if the target's row is the draft's, the first child is the token that the
+    target draws there. Children that are drawn in this way are distributed as those that are drawn with uniforms.
 
     verify_tree, with these rows as its draft_probs, removes mass in the same way. It skips a child that does not
-    exist, so it stays exact even on a tree that has such children.
+    exist, so it stays exact even on a tree that has such children. Children that share the target's noise are verified
+    by verify_greedy instead: verify_tree would have to know that they are not independent of the target's draws.
 
-    (The static trees of EAGLE, arXiv:2401.15077; LANTERN++, arXiv:2502.06352; COOL-SD, arXiv:2601.09212.)
+    (The static trees of EAGLE, arXiv:2401.15077; LANTERN++, arXiv:2502.06352; COOL-SD, arXiv:2601.09212. Sampling
+    without replacement by Gumbel noise: Kool, van Hoof and Welling, arXiv:1903.06059.)
 
     Args:
         draft_probs:   (B, F, V) float32   the draft's probabilities after each of F nodes
-        uniforms:      (B, F, K) float32   in [0, 1), one for each child
+        uniforms:      (B, F, K) float32   in [0, 1), one for each child; None: draw with the noise of `seeds`
+        seeds:         (B,)      int64     one for each request; None: draw with `uniforms`
+        positions:     (B, F)    int64     of the token that follows each node; the low 32 bits count. Only with seeds
+        num_children:  K, how many children to draw for each node. Only with seeds
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -40,7 +59,8 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor, *, backend: str | None 
                                            row is 0 in fixed point; then the node has no children
 
     Raises:
-        ValueError: an argument's dtype, shape or device differs from the above, or F, V or K is 0
+        ValueError: an argument's dtype, shape or device differs from the above, F, V or K is 0, or both or none of
+                    uniforms and seeds are given
 
     Example:
         >>> import torch
@@ -50,38 +70,71 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor, *, backend: str | None 
         >>> children = draw_children(draft_probs, uniforms)
         >>> children.tokens, children.num_children
         (tensor([[[1, 2, 0, 0]]]), tensor([[3]], dtype=torch.int32))
+        >>> noisy = draw_children(draft_probs, seeds=torch.tensor([7]), positions=torch.tensor([[0]]), num_children=4)
+        >>> noisy.num_children  # the token of probability 0 is no child
+        tensor([[3]], dtype=torch.int32)
     """
     B, F, V = check_dims("draft_probs", draft_probs, "BFV")
     check("draft_probs", draft_probs, torch.float32, B=B, F=F, V=V)
     if F < 1 or V < 1:
         raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
-    K = check_dims("uniforms", uniforms, "BFK")[2]
-    check("uniforms", uniforms, torch.float32, like=draft_probs, B=B, F=F, K=K)
-    if K < 1:
-        raise ValueError(f"uniforms must have K >= 1, got shape ({B}, {F}, {K})")
-    return _call(backend, draft_probs.contiguous(), uniforms.contiguous())
+    if (uniforms is None) == (seeds is None):
+        raise ValueError("exactly one of uniforms and seeds must be given, got "
+                         + ("neither" if seeds is None else "both"))
+    if seeds is None:
+        for name, value in (("positions", positions), ("num_children", num_children)):
+            if value is not None:
+                raise ValueError(f"{name} must be None with uniforms, got {type(value).__name__}")
+        K = check_dims("uniforms", uniforms, "BFK")[2]
+        check("uniforms", uniforms, torch.float32, like=draft_probs, B=B, F=F, K=K)
+        if K < 1:
+            raise ValueError(f"uniforms must have K >= 1, got shape ({B}, {F}, {K})")
+        return _call(backend, draft_probs.contiguous(), uniforms.contiguous(), None, None, K)
+    check("seeds", seeds, torch.int64, like=draft_probs, B=B)
+    check("positions", positions, torch.int64, like=draft_probs, B=B, F=F)
+    check_count("num_children", num_children, 1)
+    return _call("oracle", draft_probs.contiguous(), None, seeds.contiguous(), positions.contiguous(), num_children)
 
 
-def _oracle(draft_probs, uniforms):
+def _oracle(draft_probs, uniforms, seeds, positions, num_children):
     mass, total, is_valid = to_fixed_point(draft_probs)
-    total = torch.where(is_valid, total, 0)
-    tokens, num_children = [], torch.zeros_like(total)
+    if uniforms is None:
+        tokens, num_drawn = draw_by_noise(draft_probs, (mass > 0) & is_valid[..., None], seeds, positions, num_children)
+    else:
+        tokens, num_drawn = draw_by_inverse_cdf(mass, torch.where(is_valid, total, 0), uniforms)
+    return tokens, num_drawn.int(), torch.where(is_valid, 0, INVALID_ROW).int()
+
+
+def draw_by_inverse_cdf(mass, total, uniforms):
+    tokens, num_drawn = [], torch.zeros_like(total)
     for uniform in uniforms.unbind(-1):
         exists = total > 0
         token = torch.where(exists, draw(mass, total, uniform), 0).unsqueeze(-1)
         total = total - torch.where(exists, mass.gather(-1, token)[..., 0], 0)
         mass = mass.scatter(-1, token, 0)
         tokens.append(token)
-        num_children = num_children + exists
-    return torch.cat(tokens, -1), num_children.int(), torch.where(is_valid, 0, INVALID_ROW).int()
+        num_drawn = num_drawn + exists
+    return torch.cat(tokens, -1), num_drawn
 
 
-def _meta(draft_probs, uniforms):
-    nodes = uniforms.shape[:2]
-    return (torch.empty_like(uniforms, dtype=torch.int64), uniforms.new_empty(nodes, dtype=torch.int32),
-            uniforms.new_empty(nodes, dtype=torch.int32))
+def draw_by_noise(draft_probs, exists, seeds, positions, K):
+    V = draft_probs.shape[-1]
+    x = torch.where(exists, log(torch.where(exists, draft_probs, 1.0)), -torch.inf)
+    best = torch.where(exists.any(-1), x.amax(-1), 0.0)
+    score = (x - best[..., None]) + gumbel_noise(seeds, positions, V)
+    tokens = score.sort(dim=-1, descending=True, stable=True).indices[..., :K]
+    tokens = torch.nn.functional.pad(tokens, (0, max(K - V, 0)))
+    num_drawn = exists.sum(-1).clamp(max=K)
+    return torch.where(torch.arange(K, device=x.device) < num_drawn[..., None], tokens, 0), num_drawn
+
+
+def _meta(draft_probs, uniforms, seeds, positions, num_children):
+    nodes = draft_probs.shape[:2]
+    return (draft_probs.new_empty((*nodes, num_children), dtype=torch.int64),
+            draft_probs.new_empty(nodes, dtype=torch.int32), draft_probs.new_empty(nodes, dtype=torch.int32))
 
 
 _call = define(
-    "draw_children(Tensor draft_probs, Tensor uniforms) -> (Tensor tokens, Tensor num_children, Tensor status)",
+    "draw_children(Tensor draft_probs, Tensor? uniforms, Tensor? seeds, Tensor? positions, SymInt num_children)"
+    " -> (Tensor tokens, Tensor num_children, Tensor status)",
     oracle=_oracle, meta=_meta, result=DrawChildrenResult)

@@ -61,11 +61,10 @@ def draw_children_kernel(
     tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
 
 
-def draw_children(draft_probs, uniforms):
+def draw_children(draft_probs, uniforms, seeds, positions, K):
     B, F, V = draft_probs.shape
-    K = uniforms.shape[2]
-    tokens = torch.empty_like(uniforms, dtype=torch.int64)
-    num_children, status = (uniforms.new_empty((B, F), dtype=torch.int32) for _ in range(2))
+    tokens = draft_probs.new_empty((B, F, K), dtype=torch.int64)
+    num_children, status = (draft_probs.new_empty((B, F), dtype=torch.int32) for _ in range(2))
     if B > 0:
         size = block("V", V)
         draw_children_kernel[(B * F,)](draft_probs, uniforms, tokens, num_children, status, V, K, BLOCK=size,

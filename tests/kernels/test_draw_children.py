@@ -1,11 +1,14 @@
 """draw_children on rows small enough to check by hand."""
 import itertools
+import math
 from fractions import Fraction as F
 
 import pytest
 import torch
 
-from specvis_kernels import INVALID_ROW, backends, draw_children, verify_tree
+from specvis_kernels import INVALID_ROW, backends, draw_children, draw_tokens, verify_tree
+from specvis_kernels._numbers import log
+from specvis_kernels.noise import GUMBEL_STREAM, philox_words
 from tests.kernels.inputs import DEVICE, links
 
 BACKENDS = backends("draw_children", DEVICE)
@@ -164,6 +167,156 @@ def test_children_that_are_not_there_leave_verification_exact(backend):
     assert emitted.bincount().tolist() == [B // 4] * 4 and not status.any()
 
 
+def noisy_draws(backend, rows, seeds, positions, K):
+    """rows (B, F, V), seeds (B), positions (B, F) as lists or tensors."""
+    rows, seeds, positions = (torch.as_tensor(a).to(DEVICE) for a in (rows, seeds, positions))
+    return draw_children(rows, seeds=seeds, positions=positions, num_children=K, backend=backend)
+
+
+def scores_by_hand(row, seed, position):
+    """log p + g in Python's floats, for the ids that have mass."""
+    words = philox_words(torch.tensor([seed]), torch.tensor([[position]]), len(row), GUMBEL_STREAM)[0, 0].tolist()
+    uniforms = [(word // 2 + 0.5) / 2**31 for word in words]
+    return {v: math.log(p) - math.log(-math.log1p(-u)) for v, (p, u) in enumerate(zip(row, uniforms)) if p >= 2**-42}
+
+
+@each_backend
+@pytest.mark.parametrize("K", [1, 3, 9])
+def test_with_noise_the_children_are_the_highest_scores(backend, K):
+    g = torch.Generator().manual_seed(K)
+    rows = torch.randn(2, 3, 7, generator=g).softmax(-1)
+    rows[1, 2, 2:] = 0
+    rows[0, 0] *= 0.01  # the total does not matter
+    seeds, positions = [5, -3], [[0, 1, 2], [575, 2**31 + 7, 9]]
+    tokens, num_children, status = noisy_draws(backend, rows, seeds, positions, K)
+    for b, f in itertools.product(range(2), range(3)):
+        scores = scores_by_hand(rows[b, f].tolist(), seeds[b], positions[b][f])
+        order = sorted(scores, key=scores.get, reverse=True)[:K]
+        assert tokens[b, f].tolist() == order + [0] * (K - len(order)) and num_children[b, f] == len(order)
+    assert not status.any()
+
+
+@each_backend
+def test_with_noise_a_token_without_mass_is_no_child(backend):
+    tokens, num_children, status = noisy_draws(backend, [[[0.0, 2.0**-42, 2.0**-43, 1.0, 0.0]]] * 2, [3, 4],
+                                               [[0], [1]], 4)
+    assert tokens.tolist() == [[[3, 1, 0, 0]]] * 2 and num_children.eq(2).all() and not status.any()
+
+
+@each_backend
+def test_with_noise_the_lower_of_two_equal_scores_comes_first(backend):
+    """Under seed 1 at position 346 the noise of ids 61 and 296 is the same number, as a search has found."""
+    row = torch.zeros(1, 1, 300)
+    row[..., [61, 296]] = 0.5
+    assert noisy_draws(backend, row, [1], [[346]], 1).tokens.tolist() == [[[61]]]
+    assert noisy_draws(backend, row, [1], [[346]], 2).tokens.tolist() == [[[61, 296]]]
+    row[..., 296] += 2.0**-10
+    assert noisy_draws(backend, row, [1], [[346]], 2).tokens.tolist() == [[[296, 61]]]
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5], [INF, 0, 0.0], [0.5, 0.5, -0.5], [0.5, 2.5, 0.5], 3 * [0.0],
+                                 3 * [2.0**-43]])
+def test_with_noise_bad_rows_have_no_children(backend, bad):
+    tokens, num_children, status = noisy_draws(backend, [[[0.0, 0.5, 0.0], bad], [bad, [0.0, 0.0, 2.0]]], [1, 2],
+                                               [[0, 0], [7, 8]], 2)
+    assert tokens.tolist() == [[[1, 0], [0, 0]], [[0, 0], [2, 0]]]
+    assert num_children.tolist() == [[1, 0], [0, 1]] and status.tolist() == [[0, INVALID_ROW], [INVALID_ROW, 0]]
+
+
+@each_backend
+def test_the_seed_and_the_position_decide_and_nothing_else(backend):
+    rows = torch.full((1, 1, 50), 0.02)
+    alone = noisy_draws(backend, rows, [-8], [[41]], 5).tokens[0, 0].tolist()
+    among = noisy_draws(backend, rows.expand(2, 3, -1), [1, -8], [[41, 41, 41], [40, 41 + 2**32, 41]], 5).tokens
+    assert [list(map(int, node)) == alone for node in among.flatten(0, 1)] == [False, False, False, False, True, True]
+
+
+@each_backend
+def test_the_first_child_is_what_the_target_draws(backend, monkeypatch):
+    """Bit for bit where the target's logits are the logarithms that draw_children takes, whatever the row's total."""
+    blocks_of(16, backend, monkeypatch)
+    B, F, V = 3, 30, 53
+    g = torch.Generator().manual_seed(6)
+    rows = torch.randn(B, F, V, generator=g).mul(2).softmax(-1).to(DEVICE)
+    rows[:, ::2, ::3] = 0
+    seeds = torch.arange(B, device=DEVICE)
+    positions = torch.arange(B * F, device=DEVICE).view(B, F)
+    logits = torch.where(rows > 0, log(torch.where(rows > 0, rows, 1.0)), -INF)
+    one, off = torch.ones(B, device=DEVICE), torch.zeros(B, dtype=torch.int32, device=DEVICE)
+    drawn = draw_tokens(logits, None, one, one, off, one, seeds, positions)
+    children = noisy_draws(backend, rows, seeds, positions, 4).tokens
+    assert children[..., 0].equal(drawn.tokens) and not drawn.status.any()
+    shifted = noisy_draws(backend, rows, seeds, positions + 1, 4).tokens  # other noise
+    assert not shifted[..., 0].equal(drawn.tokens)
+
+
+def order_probabilities(masses, K):
+    """The probability of every order of K children, drawn one after the other from what is left."""
+    probabilities = {}
+    for order in itertools.permutations([v for v, mass in enumerate(masses) if mass], K):
+        probability, remaining = 1.0, sum(masses)
+        for v in order:
+            probability, remaining = probability * masses[v] / remaining, remaining - masses[v]
+        probabilities[order] = probability
+    return probabilities
+
+
+@each_backend
+def test_with_noise_every_order_has_its_probability(backend):
+    """Chi-square over seeds and positions. Rows of another law, and children that are drawn in another order, fail."""
+    masses, K = [1, 4, 0, 2, 1], 3
+    B, F = (40, 50) if backend == "triton" and DEVICE == "cpu" else (200, 200)
+    row = (torch.tensor(masses) / sum(masses)).expand(B, F, -1)
+    tokens = noisy_draws(backend, row, torch.arange(B), torch.arange(F).expand(B, F), K).tokens
+    orders, counts = tokens.flatten(0, 1).unique(dim=0, return_counts=True)
+    counts = {tuple(order): n for order, n in zip(orders.tolist(), counts.tolist())}
+
+    def z_of(expected):
+        statistic = sum((counts.get(order, 0) - B * F * p) ** 2 / (B * F * p) for order, p in expected.items())
+        return (statistic - (len(expected) - 1)) / (2 * (len(expected) - 1)) ** 0.5
+
+    expected = order_probabilities(masses, K)
+    assert len(expected) == 24 and counts.keys() <= expected.keys()
+    assert z_of(expected) < 4
+    assert z_of({order[::-1]: p for order, p in expected.items()}) > 20
+    assert z_of(order_probabilities([1, 4, 0, 2, 1.5], K)) > 5
+
+
+@each_backend
+@pytest.mark.parametrize("V, K", [(1, 1), (5, 5), (33, 40), (200, 200)])
+def test_with_noise_all_of_a_row(backend, V, K, monkeypatch):
+    blocks_of(32, backend, monkeypatch)
+    g = torch.Generator().manual_seed(V)
+    rows = torch.rand(1, 2, V, generator=g).add(0.1) / V
+    tokens, num_children, _ = noisy_draws(backend, rows, [9], [[0, 1]], K)
+    assert num_children.eq(V).all() and tokens[..., V:].eq(0).all()
+    assert tokens[..., :V].sort().values.eq(torch.arange(V, device=DEVICE)).all()
+    assert tokens.equal(noisy_draws("oracle", rows, [9], [[0, 1]], K).tokens)
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
+@pytest.mark.parametrize("scale", [0.0, 3.0, 20.0])
+def test_with_noise_agrees_with_the_oracle_on_inexact_rows(backend, scale, monkeypatch):
+    """Flat, peaked and very peaked rows, of which nothing is aligned."""
+    blocks_of(16, backend, monkeypatch)
+    B, F, V, K = (3, 3, 61, 9) if backend == "triton" and DEVICE == "cpu" else (20, 5, 1701, 12)
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(B, F, V, generator=g) * scale
+    logits[:, 1, K // 2:] = -INF                      # fewer than K
+    probs = logits.softmax(-1) * (0.1 + torch.rand(B, F, 1, generator=g))
+    probs[1, 0, V - 1], probs[2, 0, 0] = NAN, -1.0
+    rows = torch.cat([torch.zeros(1), probs.flatten()]).to(DEVICE)[1:].view(B, F, V)
+    seeds = torch.randint(-2**63, 2**63 - 1, (B,), generator=g)
+    positions = torch.randint(2**40, (B, F), generator=g)
+    got, expected = (noisy_draws(name, rows, seeds, positions, K) for name in (backend, "oracle"))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected))
+    assert expected.num_children[:, 1].le(K // 2).all() and (expected.status != 0).sum() == 2
+
+
+SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(2, 3).long(), num_children=5)
+
+
 @pytest.mark.parametrize("changes, message", [
     (dict(draft_probs=torch.zeros(2, 4)), r"draft_probs must have 3 dimensions \(B, F, V\), got shape \(2, 4\)"),
     (dict(draft_probs=torch.zeros(2, 3, 4).half()), r"draft_probs must be float32 \(B=2, F=3, V=4\), got float16"),
@@ -174,6 +327,16 @@ def test_children_that_are_not_there_leave_verification_exact(backend):
     (dict(uniforms=torch.zeros(2, 3, 5).double()), r"uniforms must be float32 \(B=2, F=3, K=5\), got float64"),
     (dict(uniforms=torch.zeros(2, 3, 0)), r"uniforms must have K >= 1, got shape \(2, 3, 0\)"),
     (dict(backend="fast"), "backend of draw_children must be one of oracle"),
+    (dict(uniforms=None), "exactly one of uniforms and seeds must be given, got neither"),
+    (dict(seeds=torch.zeros(2).long()), "exactly one of uniforms and seeds must be given, got both"),
+    (dict(positions=torch.zeros(2, 3).long()), "positions must be None with uniforms, got Tensor"),
+    (dict(num_children=5), "num_children must be None with uniforms, got int"),
+    (SEEDED | dict(seeds=torch.zeros(3).long()), r"seeds must be int64 \(B=2\), got int64 \(3,\)"),
+    (SEEDED | dict(seeds=torch.zeros(2)), r"seeds must be int64 \(B=2\), got float32"),
+    (SEEDED | dict(positions=None), r"positions must be int64 \(B=2, F=3\), got NoneType, not a tensor"),
+    (SEEDED | dict(positions=torch.zeros(2).long()), r"positions must be int64 \(B=2, F=3\), got int64 \(2,\)"),
+    (SEEDED | dict(num_children=None), "num_children must be an integer >= 1, got None"),
+    (SEEDED | dict(num_children=0), "num_children must be an integer >= 1, got 0"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     base = dict(draft_probs=torch.full((2, 3, 4), 0.25), uniforms=torch.zeros(2, 3, 5))
