@@ -8,7 +8,10 @@ from typing import get_args
 from .bounds import omega_schedule
 from .trees import Adaptation, static_tree
 
-CUTOFFS, RESIDUALS, METRICS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released"), ("l2", "cosine", "random")
+CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
+METRICS = ("l2", "cosine", "random", "rank")
+GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
+MAX_WINDOW = 32  # of "auto"
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
 DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "model": "a smaller model of the target's family"}
 
@@ -24,21 +27,28 @@ def format_value(value) -> str:
 class Method:
     """One way to decode discrete tokens: how to draft, in a tree of which shape, and which drafts to accept.
 
-    Drafting is one of three:
+    Drafting is one of four:
     "none"     There are no drafts: every target forward gives one token.
     "static"   The tree has the shape `tree`. Children are sampled without replacement; at temperature 0 they are the
                likeliest tokens.
     "dynamic"  The tree is EAGLE-2's: the likeliest tokens, `depth` x `width`, cut to `nodes`. With an `adaptation`
                the depth and the width change from step to step, as ADT-Tree says.
+    "jacobi"   There is no drafter. The target itself guesses the next `window` tokens, and improves its guesses from
+               forward to forward.
 
-    A draft x at depth d is accepted if u Q(x) < omega_d rho(x). Here rho(x) is the target's probability of x and of
-    those of its first k neighbors that the cutoff admits. After a rejection, `residual` says what is left of the
-    target's distribution. (See `specvis_kernels.verify_tree`.)
+    With `seed_exact`, a draft is accepted if it equals the target's own draw, which the request's seed and the position
+    decide: the tokens are those of plain decoding with the same seed. (See `specvis_kernels.draw_tokens`.)
+
+    Without it, a draft x at depth d is accepted if u Q(x) < omega_d rho(x). Here rho(x) is the target's probability of
+    x and of those of its first k neighbors that the cutoff admits. After a rejection, `residual` says what is left of
+    the target's distribution. (See `specvis_kernels.verify_tree`.) With the metric "rank", the target's probability of
+    x and k others is compared with the draft's probability of the same tokens (see `specvis_kernels.couple_tokens`).
     """
 
     name: str
     source: str                          # the paper, and the place in it
-    drafting: str = "none"               # "none", "static" or "dynamic"
+    drafting: str = "none"               # "none", "static", "dynamic" or "jacobi"
+    seed_exact: bool = False             # accept what equals the target's own draw: plain decoding's tokens
     drafter: str = "eagle"               # "eagle" or "model", see DRAFTERS
     draft_guidance: float = 1.0          # the share of the request's guidance that the drafter gets; 0: none
     tree: str | tuple = ""               # of static drafting: a name or paths, see trees.static_tree
@@ -46,10 +56,13 @@ class Method:
     width: int = 0                       # children of a node, and expanded nodes of a level
     nodes: int = 0                       # the tree that is verified has at most this size, the root counted
     adaptation: Adaptation | None = None  # None: every tree has the same depth and width
+    window: int | str = 0                # of jacobi: guesses that a forward reads; "auto": as many as time best
+    guess: str = "above"                 # of a new position: drawn from the row "above" it, or from the "last" row
+    coupling: str = "maximal"            # "none": what follows a rejected guess is drawn anew, as SJD is published
     k: int = 0                           # how many neighbors may lend their probability
     cutoff: str = "tvd"                  # delta limits the lent probability ("tvd"), the divergence in nats ("jsd"),
     delta: float = 0.0                   # or the multiple of the draft's own probability ("ratio", LANTERN++'s lambda)
-    metric: str = "l2"                   # by which codes are near
+    metric: str = "l2"                   # by which codes are near; "rank": in the order of the target's probability
     omega: float | tuple[float, ...] = 1.0  # the factor of acceptance: its mean over the levels, or one for each
     nu: float = 0.0                      # how fast omega falls from level to level (COOL-SD); 0: it does not
     residual: str = "optimal"            # "optimal", "relaxed" or "released"
@@ -70,6 +83,13 @@ class Method:
             need("nodes", self.nodes >= 2, "at least 2 (the root and a draft)")
         if self.drafting == "static":
             static_tree(self.tree)
+        if self.drafting == "jacobi":
+            is_count = isinstance(self.window, int) and not isinstance(self.window, bool) and self.window >= 1
+            need("window", is_count or self.window == "auto", "a whole number of at least 1, or auto")
+            need("window", is_count or self.seed_exact,
+                 "a number where seed_exact is false (auto goes by the clock, and the tokens would too)")
+        need("guess", self.guess in GUESSES, f"one of {', '.join(GUESSES)}")
+        need("coupling", self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}")
         need("drafter", self.drafter in DRAFTERS, f"one of {', '.join(DRAFTERS)}")
         need("draft_guidance", 0 <= self.draft_guidance < math.inf, "at least 0 and finite")
         need("k", self.k >= 0, "at least 0")
@@ -81,6 +101,11 @@ class Method:
             need("delta", 0 <= self.delta <= max_delta, f"within [0, {max_delta:.4g}]")
         need("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}")
         need("residual", self.residual in RESIDUALS, f"one of {', '.join(RESIDUALS)}")
+        if self.metric == "rank":
+            need("metric", self.drafting == "jacobi", "l2, cosine or random (rank is for jacobi)")
+            need("cutoff", self.cutoff == "tvd", "tvd where metric is rank (its delta is a difference)")
+            need("residual", self.residual == "optimal",
+                 "optimal where metric is rank (both masses are summed, and the others are not defined for that)")
         need("nu", 0 <= self.nu < math.inf, "at least 0 and finite")
         given = self.omega if isinstance(self.omega, tuple) else (self.omega,)
         need("omega", all(0 <= omega < math.inf for omega in given), "at least 0 and finite")
@@ -92,11 +117,20 @@ class Method:
             raise ValueError("omega must be at least 1 at every level where neighbors lend (k > 0) and residual is "
                              "optimal: below, the best residual is not known; got "
                              f"{min(self.omegas):.4g} at the least. Raise omega, or set nu to 0 or residual to relaxed")
+        if self.seed_exact and self.drafting != "none":
+            why = "with shared noise a draft is accepted if it is the target's own draw"
+            if self.k or any(omega != 1 for omega in self.omegas):
+                raise ValueError(f"seed_exact must be false where k > 0 or omega is not 1: {why}, which leaves nothing "
+                                 f"to relax; got k={self.k} and omega={format_value(self.omega)}. "
+                                 "Set seed_exact to false")
+            if self.coupling != "maximal":
+                raise ValueError(f"coupling must be maximal where seed_exact is true: {why}, and nothing is rejected; "
+                                 f"got {self.coupling!r}. Set seed_exact to false")
 
     @property
     def label(self) -> str:
         """The name, and what differs from the recipe of that name."""
-        usual = parameters_of(METHODS[self.name]) if self.name in METHODS else {}
+        usual = every_parameter_of(METHODS[self.name]) if self.name in METHODS else {}
         changed = [f"{key}={format_value(value)}"
                    for key, value in parameters_of(self).items() if value != usual.get(key, value)
                    and (key, self.drafting) != ("depth", "static")]
@@ -112,6 +146,8 @@ class Method:
         """How many drafts one step can accept at most."""
         if self.drafting == "static":
             return static_tree(self.tree).depth
+        if self.drafting == "jacobi":
+            return MAX_WINDOW if self.window == "auto" else self.window
         return min(max(self.depth, self.adaptation.depths[1] if self.adaptation else 0), max(self.nodes - 1, 0))
 
     @property
@@ -119,6 +155,8 @@ class Method:
         """How many nodes one target forward verifies at most, the root counted."""
         if self.drafting == "static":
             return len(static_tree(self.tree).parents)
+        if self.drafting == "jacobi":
+            return self.max_depth + 1
         if self.adaptation:
             return self.nodes
         return min(self.nodes, 1 + self.width + (self.depth - 1) * self.width ** 2)
@@ -128,6 +166,8 @@ class Method:
         """How many children a node can have at most. (A tree of one level may adapt beyond the others' bounds.)"""
         if self.drafting == "static":
             return static_tree(self.tree).max_width
+        if self.drafting == "jacobi":
+            return 1
         return self.nodes - 1 if self.adaptation else min(self.width, self.nodes - 1)
 
     @property
@@ -140,8 +180,11 @@ class Method:
 
     @property
     def num_neighbors(self) -> int:
-        """How many neighbors of each code are looked at. The residual "released" zeroes one more than may lend."""
-        return self.k + (self.residual == "released") if self.k else 0
+        """How many columns a table of neighbors must have. The residual "released" zeroes one more than may lend.
+
+        The metric "rank" needs no table.
+        """
+        return self.k + (self.residual == "released") if self.k and self.metric != "rank" else 0
 
     @property
     def lossless(self) -> bool:
@@ -160,15 +203,15 @@ class Method:
             return 0.0
         if not self.k:
             return 1 - 1 / omega if self.residual == "optimal" else None
-        if omega != 1 or min(self.omegas) != 1 or self.residual == "released":
+        if self.metric == "rank" or omega != 1 or min(self.omegas) != 1 or self.residual == "released":
             return None
         return {"tvd": self.delta, "ratio": self.delta / (1 + self.delta)}.get(self.cutoff)
 
     @property
     def family(self) -> tuple:
         """What methods must have in common to share a forward. The rest may differ from request to request."""
-        return (self.drafting, self.drafter, self.tree, self.adaptation, self.k, self.cutoff, self.metric,
-                self.residual)
+        return (self.drafting, self.seed_exact, self.drafter, self.tree, self.adaptation, self.guess, self.coupling,
+                self.k, self.cutoff, self.metric, self.residual)
 
 
 @dataclass(frozen=True)
@@ -235,25 +278,30 @@ class ContinuousMethod:
 
 EAGLE1, LANTERN, COOL_SD = ("EAGLE, arXiv:2401.15077", "LANTERN, arXiv:2410.03355, Algorithm 1",
                             "COOL-SD, arXiv:2601.09212")
+SJD = "speculative Jacobi decoding, arXiv:2410.01699"
 DYNAMIC = {"drafting": "dynamic", "depth": 4, "width": 6, "nodes": 32}
 ADAPTIVE = {"drafting": "dynamic", "depth": 4, "width": 10, "nodes": 60, "adaptation": Adaptation()}
 RELAXED = {"k": 100, "delta": 0.2, "residual": "relaxed"}
 
 METHODS = {m.name: m for m in (
     Method("vanilla", "the baseline: a token a target forward"),
+    Method("jacobi", f"{SJD}, with the noise of arXiv:2510.24211: no drafter, plain decoding's tokens", "jacobi",
+           seed_exact=True, window=16),
     Method("speculative", "Leviathan et al., arXiv:2211.17192, Algorithm 1", "static", tree="chain-4"),
     Method("eagle1", f"{EAGLE1}: a static tree, children sampled", "static", tree="mc_sim_7b_63"),
-    Method("eagle2", "EAGLE-2, arXiv:2406.16858, section 4", **DYNAMIC),
+    Method("eagle2", "EAGLE-2, arXiv:2406.16858, section 4", seed_exact=True, **DYNAMIC),
     Method("lantern", LANTERN, **DYNAMIC, **RELAXED),
     Method("lantern++", "LANTERN++, arXiv:2502.06352: static tree, cutoff relative to the draft's probability",
            "static", tree="naive_extend_57", k=10, cutoff="ratio", delta=1.0, residual="relaxed"),
-    Method("adt-tree", "ADT-Tree, arXiv:2512.21857", **ADAPTIVE),
+    Method("adt-tree", "ADT-Tree, arXiv:2512.21857", seed_exact=True, **ADAPTIVE),
     Method("adt-tree+lantern", "ADT-Tree, arXiv:2512.21857, with LANTERN's acceptance", **ADAPTIVE, **RELAXED),
     Method("uniform-rsd", f"{COOL_SD}: one factor for all levels", "static", tree="mc_sim_7b_63", omega=1.1),
     Method("cool-sd", f"{COOL_SD}, eq. 10: the factor falls from level to level", "static", tree="mc_sim_7b_63",
            omega=1.1, nu=0.7),
     Method("lantern+optimal", f"{COOL_SD}, section 5.2: LANTERN's acceptance, optimal residual", **DYNAMIC,
            **RELAXED | {"residual": "optimal"}),
+    Method("gsd", "GSD, arXiv:2508.07747: Jacobi decoding that accepts groups of tokens", "jacobi", window=16, k=14,
+           delta=0.15, metric="rank"),
 )}
 
 CSPD = "CSpD, arXiv:2411.11925"
@@ -291,10 +339,14 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "radius": "how many tokens far tokenflock looks",
     "flat_depth": "depth to start from instead",
     "flat_width": "width to start from instead",
+    "window": "guesses that a forward reads, or auto: as many as are fastest here",
+    "guess": "where a new position's first guess is drawn from: the row above it, or the last row",
+    "seed_exact": "true: the tokens of plain decoding with the same seed; false: the same distribution",
+    "coupling": "maximal: a rejected guess leaves the others as they are; none: they are drawn anew",
     "k": "nearest codes that may lend a draft their probability; 0: none",
     "delta": "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)",
     "cutoff": "what delta limits: tvd, ratio or jsd",
-    "metric": "by which codes are near: l2, cosine or random",
+    "metric": "by which codes are near: l2, cosine, random, or rank (of jacobi): by the target's own probability",
     "omega": "factor of acceptance: its mean over the levels, or one for each, as 1.2,1,0.8",
     "nu": "how fast omega falls from level to level; 0: it does not",
     "residual": "what a rejection leaves: optimal, relaxed or released",
@@ -312,19 +364,32 @@ CONTINUOUS_PARAMETERS = {
 }
 
 
+OF_JACOBI = ("window", "guess", "seed_exact")
+OF_ACCEPTANCE = ("coupling", "k", "delta", "cutoff", "metric", "omega", "nu", "residual")
+
+
 def parameters_of(m: Method | ContinuousMethod) -> dict:
     """The parameters that a method has, with their values."""
     if isinstance(m, ContinuousMethod):
         return {name: getattr(m, name) for name in CONTINUOUS_PARAMETERS if (name == "num_iter") == (m.gamma == 0)}
     if m.drafting == "none":
         return {}
+    if m.drafting == "jacobi":
+        return {name: getattr(m, name) for name in (OF_JACOBI if m.seed_exact else OF_JACOBI + OF_ACCEPTANCE)}
     values = {name: getattr(m.adaptation, name) if name in ADAPTATION else getattr(m, name)
               for name in PARAMETERS if name not in ADAPTATION or m.adaptation}
-    absent = {"tree"}
+    absent = {"tree", "window", "guess", "coupling"}
     if m.drafting == "static":
         values["depth"] = m.max_depth  # of a chain; other trees have their own
-        absent = {"width", "nodes"} if static_tree(m.tree).is_chain else {"width", "nodes", "depth"}
+        absent = absent - {"tree"} | {"width", "nodes"} | (set() if static_tree(m.tree).is_chain else {"depth"})
     return {name: value for name, value in values.items() if name not in absent}
+
+
+def every_parameter_of(m: Method | ContinuousMethod) -> dict:
+    """The parameters that a method has, and those that it has without seed_exact."""
+    if isinstance(m, ContinuousMethod):
+        return parameters_of(m)
+    return parameters_of(replace(m, seed_exact=False, window=m.max_depth)) | parameters_of(m)
 
 
 def method(name: str, **parameters) -> Method | ContinuousMethod:
@@ -340,12 +405,13 @@ def method(name: str, **parameters) -> Method | ContinuousMethod:
                          + f"known: {', '.join(known)}")
     base = known[name]
     changed = {key: value for key, value in parameters.items() if value is not None}
+    usual = every_parameter_of(base)
     for key in changed:
-        if key not in parameters_of(base):
-            near = difflib.get_close_matches(key, parameters_of(base), n=2, cutoff=0.7)
+        if key not in usual:
+            near = difflib.get_close_matches(key, usual, n=2, cutoff=0.7)
             raise ValueError(f"method {name} has no parameter {key!r}; "
                              + (f"did you mean {' or '.join(near)}? " if near else "")
-                             + f"its parameters: {', '.join(parameters_of(base)) or 'none'}")
+                             + f"its parameters: {', '.join(usual) or 'none'}")
     if name in CONTINUOUS:
         return replace(base, **changed)
     if base.drafting == "static" and "depth" in changed:
@@ -374,7 +440,7 @@ def parse_method(text: str, **parameters) -> Method | ContinuousMethod:
         ValueError: as `method`; or a value is not what the parameter takes
     """
     name, *settings = text.strip().split(":")
-    known = parameters_of(method(name))
+    known = every_parameter_of(method(name))
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
@@ -383,6 +449,8 @@ def parse_method(text: str, **parameters) -> Method | ContinuousMethod:
             raise ValueError(f"{key} must be given once, got {value} and {parameters[key]}")
         if isinstance(known.get(key), bool):
             parameters[key] = parse_bool(key, value)
+        elif key == "window" and not value.lstrip("-").isdecimal():
+            parameters[key] = value
         else:
             parameters[key] = value if key not in known or isinstance(known[key], str) else parse_number(key, value)
     return method(name, **parameters)
