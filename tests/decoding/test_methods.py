@@ -6,6 +6,7 @@ import pytest
 from specvis.decoding.methods import (
     DRAFTERS,
     FRACTIONAL,
+    MAX_WINDOW,
     METHODS,
     method,
     parameters_of,
@@ -22,7 +23,7 @@ from specvis.decoding.methods import (
     ("lantern++", {"delta": math.inf}, "delta must be at least 0 and finite where cutoff is ratio, got inf"),
     ("lantern", {"k": -1}, "k must be at least 0, got -1"),
     ("lantern", {"cutoff": "kl"}, "cutoff must be one of tvd, ratio, jsd, got 'kl'"),
-    ("lantern", {"metric": "l1"}, "metric must be one of l2, cosine, random, got 'l1'"),
+    ("lantern", {"metric": "l1"}, "metric must be one of l2, cosine, random, rank, got 'l1'"),
     ("lantern", {"residual": "best"}, "residual must be one of optimal, relaxed, released, got 'best'"),
     ("eagle2", {"delta": 0.1}, "delta must come with k > 0"),
     ("eagle2", {"drafter": "large"}, f"drafter must be one of {', '.join(DRAFTERS)}, got 'large'"),
@@ -44,6 +45,23 @@ from specvis.decoding.methods import (
     ("cool-sd", {"omega": (1.0,) * 5, "nu": 0.7}, "nu must be 0 where omega is given level by level, got 0.7"),
     ("cool-sd", {"k": 10}, r"omega must be at least 1 at every level where neighbors lend .* got 0.1736 at the least"),
     ("lantern+optimal", {"omega": 0.9}, "omega must be at least 1 at every level where neighbors lend"),
+    ("jacobi", {"window": 0}, "window must be a whole number of at least 1, or auto, got 0"),
+    ("jacobi", {"window": True}, "window must be a whole number of at least 1, or auto, got True"),
+    ("jacobi", {"window": "all"}, "window must be a whole number of at least 1, or auto, got 'all'"),
+    ("gsd", {"window": "auto"}, "window must be a number where seed_exact is false .*, got 'auto'"),
+    ("jacobi", {"guess": "below"}, "guess must be one of above, last, got 'below'"),
+    ("jacobi", {"drafter": "eagle"}, "method jacobi has no parameter 'drafter'; its parameters: window, guess, seed"),
+    ("jacobi", {"seed_exact": False, "coupling": "half"}, "coupling must be one of maximal, none, got 'half'"),
+    ("jacobi", {"coupling": "none"}, "coupling must be maximal where seed_exact is true: with shared noise"),
+    ("eagle1", {"coupling": "none"}, "method eagle1 has no parameter 'coupling'"),
+    ("jacobi", {"k": 3}, r"seed_exact must be false where k > 0 or omega is not 1: with .*; got k=3 and omega=1\."),
+    ("eagle2", {"omega": 1.1}, "seed_exact must be false where k > 0 or .* nothing to relax; got k=0 and omega=1.1"),
+    ("cool-sd", {"seed_exact": True, "omega": 1.0}, "seed_exact must be false where k > 0 or omega is not 1"),  # nu
+    ("lantern", {"seed_exact": True}, "seed_exact must be false where k > 0 or omega is not 1"),
+    ("gsd", {"seed_exact": True}, "seed_exact must be false where k > 0 or omega is not 1"),
+    ("gsd", {"residual": "relaxed"}, r"residual must be optimal where metric is rank \(.*\), got 'relaxed'"),
+    ("gsd", {"cutoff": "jsd"}, r"cutoff must be tvd where metric is rank \(.*\), got 'jsd'"),
+    ("lantern", {"metric": "rank"}, r"metric must be l2, cosine or random \(rank is for jacobi\), got 'rank'"),
 ])
 def test_methods_and_parameters_are_checked(name, parameters, message):
     with pytest.raises(ValueError, match=message):
@@ -60,6 +78,8 @@ def test_which_parameters_have_fractions():
     ("lantern:k=1.5", "k must be an integer, got '1.5'"),
     ("lantern:k=1,2", "k must be one number, got '1,2'"),
     ("adt-tree:widths=4", "widths must be two numbers, least,most; got '4'"),
+    ("jacobi:window=1.5", "window must be a whole number of at least 1, or auto, got '1.5'"),
+    ("jacobi:seed_exact=maybe", "seed_exact must be true or false, got 'maybe'"),
 ])
 def test_how_methods_are_not_written(text, message):
     with pytest.raises(ValueError, match=message):
@@ -80,6 +100,41 @@ def test_how_methods_are_written():
     assert [m.label for m in parse_methods(("vanilla, cool-sd:omega=2,1,1,1,0.5,lantern", "eagle2"))] == [
         "vanilla", "cool-sd:omega=2.0,1.0,1.0,1.0,0.5:nu=0.0", "lantern", "eagle2"]
     assert parse_methods(("all",)) == list(METHODS.values())
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("jacobi:window=8", {"window": 8}), ("jacobi:window=auto", {"window": "auto"}),
+    ("jacobi:guess=last", {"guess": "last"}),
+    ("jacobi:seed_exact=false:coupling=none", {"seed_exact": False, "coupling": "none"}),
+    ("jacobi:seed_exact=false:omega=1.2:nu=0.1", {"seed_exact": False, "omega": 1.2, "nu": 0.1}),
+    ("gsd:k=6:delta=0.2", {"k": 6, "delta": 0.2, "metric": "rank"}),
+    ("eagle1:seed_exact=true", {"seed_exact": True}), ("eagle2:seed_exact=false", {"seed_exact": False}),
+])
+def test_labels_read_back(text, expected):
+    m = parse_method(text)
+    assert {key: getattr(m, key) for key in expected} == expected
+    assert m.label == text and parse_method(m.label) == m
+
+
+def test_what_a_jacobi_method_is():
+    m = METHODS["jacobi"]
+    assert list(parameters_of(m)) == ["window", "guess", "seed_exact"]
+    assert list(parameters_of(METHODS["gsd"])) == ["window", "guess", "seed_exact", "coupling", "k", "delta", "cutoff",
+                                                   "metric", "omega", "nu", "residual"]
+    assert (m.max_depth, m.max_nodes, m.max_width) == (m.window, m.window + 1, 1)
+    assert method("jacobi", window="auto").max_depth == MAX_WINDOW
+    relaxed = method("jacobi", seed_exact=False, window=5, omega=1.5)
+    assert relaxed.omegas == (1.5,) * 5 and relaxed.family == method("jacobi", seed_exact=False, window=9).family
+    assert len({m.family, relaxed.family, method("jacobi", guess="last").family, METHODS["gsd"].family,
+                method("jacobi", seed_exact=False, coupling="none").family}) == 5
+    assert METHODS["gsd"].num_neighbors == 0  # the target's own order is no table
+    assert not m.is_baseline
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_seed_exact_is_lossless(name):
+    m = METHODS[name]
+    assert m.seed_exact == (name in ("jacobi", "eagle2", "adt-tree")) and m.lossless >= m.seed_exact
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -107,7 +162,9 @@ def test_a_schedule_falls_and_has_its_mean():
     ("eagle2", {}, 0.0), ("lantern", {}, 0.2), ("lantern+optimal", {"delta": 0.4}, 0.4), ("lantern++", {}, 0.5),
     ("uniform-rsd", {"omega": 2.0}, 0.5), ("uniform-rsd", {"omega": 0.5}, 0.0), ("lantern", {"cutoff": "jsd"}, None),
     ("lantern", {"residual": "released"}, None),
-    ("uniform-rsd", {"omega": 2.0, "residual": "relaxed"}, None), ("vanilla", {}, 0.0),
+    ("uniform-rsd", {"omega": 2.0, "residual": "relaxed"}, None), ("vanilla", {}, 0.0), ("jacobi", {}, 0.0),
+    ("jacobi", {"seed_exact": False}, 0.0), ("jacobi", {"seed_exact": False, "omega": 2.0}, 0.5), ("gsd", {}, None),
+    ("eagle1", {"seed_exact": True}, 0.0),
 ])
 def test_how_far_one_accept_test_can_go(name, parameters, bound):
     m = method(name, **parameters)

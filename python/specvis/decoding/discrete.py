@@ -30,7 +30,8 @@ class Decoded:
     """What decoding gives, for B images of L tokens."""
 
     tokens: Tensor           # (B, L) int64
-    target_forwards: Tensor  # (B,) int64    the one that reads the condition is counted
+    num_known: Tensor        # (B,) int64    how many of the tokens were known before
+    target_forwards: Tensor  # (B,) int64    the one that reads the condition and the known tokens is counted
     num_accepted: Tensor     # (B, L) int64  by the step whose first token is here; -1: no step began here
     num_drafted: Tensor      # (B, L) int64  levels drafted by this step, as far as the image goes; 0: none began here
     tv_excess: Tensor        # (B,) float32  added total variation, estimated, summed over the image's tokens
@@ -39,8 +40,8 @@ class Decoded:
 
     @property
     def tau(self) -> Tensor:
-        """(B,) tokens per target forward. The baseline's is 1, a failed image's is NaN."""
-        return (self.tokens.shape[1] / self.target_forwards).masked_fill(self.failed, torch.nan)
+        """(B,) new tokens per target forward. The baseline's is 1, a failed image's is NaN."""
+        return ((self.tokens.shape[1] - self.num_known) / self.target_forwards).masked_fill(self.failed, torch.nan)
 
     @property
     def acceptance_rate(self) -> float:
@@ -84,7 +85,7 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
         if progress:
             progress(B)
     none = torch.zeros(B, L, dtype=torch.int64)
-    return Decoded(tokens, torch.full((B,), L), none, none, torch.zeros(B), torch.zeros(B), failed.cpu())
+    return Decoded(tokens, none[:, 0], torch.full((B,), L), none, none, torch.zeros(B), torch.zeros(B), failed.cpu())
 
 
 def draw_token(probs: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +212,8 @@ class State:
 
     def decoded(self) -> Decoded:
         return Decoded(self.tokens[:, :self.num_tokens], *(account.cpu() for account in (
-            self.target_forwards, self.num_accepted, self.num_drafted, self.tv_excess, self.tv_bound, self.failed)))
+            torch.zeros_like(self.target_forwards), self.target_forwards, self.num_accepted, self.num_drafted,
+            self.tv_excess, self.tv_bound, self.failed)))
 
 
 def prefill(settings: Settings, drafting: Drafting, condition: Tensor) -> State:

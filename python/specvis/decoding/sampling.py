@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from specvis_kernels import GuidedProbsResult, guided_probs
+from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs
 from specvis_kernels.noise import philox_words
 
 from ..models.interface import Drafter, TargetModel
@@ -30,8 +30,12 @@ class Sampling:
         """The same number for all requests, or a list with one for each.
 
         Raises:
-            ValueError: temperature < 0, top_k < 0, top_p outside (0, 1], guidance not finite, a list of another length
+            ValueError: seeds are no list of whole numbers, temperature < 0, top_k < 0, top_p outside (0, 1], guidance
+                not finite, a list of another length
         """
+        if not isinstance(seeds, (list, tuple, range)) or not all(isinstance(seed, int) for seed in seeds):
+            raise ValueError(f"seeds must be a list of whole numbers, one for each image, got {seeds!r}")
+
         def each(name, value, dtype, holds, wanted):
             values = list(value) if isinstance(value, (list, tuple)) else [value] * len(seeds)
             if len(values) != len(seeds):
@@ -56,6 +60,16 @@ class Sampling:
         """Hidden states (2B, N, dim) -> guided probabilities (B, N, V) and their status (B, N)."""
         conditional, unconditional = model.logits(hidden).chunk(2)
         return guided_probs(conditional, unconditional, self.guidance, self.temperature, self.top_k, self.top_p)
+
+    def draw(self, model: TargetModel, hidden: Tensor, positions: Tensor, guesses: Tensor | None = None,
+             ahead: int = 0) -> DrawTokensResult:
+        """The target's own draws from hidden states (2B, N, dim), for the positions (B, N) int64 in the image.
+
+        guesses (B, N) int64 and ahead: see `draw_tokens`
+        """
+        conditional, unconditional = model.logits(hidden).chunk(2)
+        return draw_tokens(conditional, unconditional, self.guidance, self.temperature, self.top_k, self.top_p,
+                           self.seeds, positions, guesses=guesses, ahead=ahead)
 
     @property
     def greedy(self) -> Tensor:

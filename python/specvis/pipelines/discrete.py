@@ -100,9 +100,9 @@ class Pipeline(nn.Module):
 
     def check(self, method: Method) -> None:
         """Raise ValueError if this model cannot decode by the method; make ready what the method needs."""
-        if method.drafter == "model" and method.drafting != "none" and self.draft_model is None:
+        if method.drafter == "model" and method.drafting in ("static", "dynamic") and self.draft_model is None:
             raise ValueError("drafter must be eagle: this model has no small.safetensors and small.json")
-        if method.k:
+        if method.num_neighbors:
             self.neighbors(method.num_neighbors, method.metric)
 
     @torch.inference_mode()
@@ -149,7 +149,7 @@ class Pipeline(nn.Module):
         condition, padding_mask = self.gpt.condition(features)
         if base.drafting == "none":
             return decode(self.gpt, condition, padding_mask, sampling, progress)
-        neighbors = self.neighbors(base.num_neighbors, base.metric) if base.k else None
+        neighbors = self.neighbors(base.num_neighbors, base.metric) if base.num_neighbors else None
         return speculative_decode(self.gpt, self._drafter(base.drafter, features, padding_mask), condition,
                                   padding_mask, sampling, methods, neighbors, progress, observe)
 
