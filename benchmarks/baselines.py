@@ -89,7 +89,35 @@ def python_loop(target_probs, tokens, first_child, next_sibling, uniforms, *, ma
     return results
 
 
+def where_and_multinomial(target_probs, draft_probs, tokens, uniforms, *, omega=None, neighbors=None, delta=None,
+                          offset=0, groups=None, residual="optimal"):
+    """A Jacobi step: all residuals, a draw from each, and the guess in its place where it is kept."""
+    p, q = target_probs, draft_probs
+    token = tokens[..., None]
+    mass, draft_mass = p.gather(-1, token), q.gather(-1, token)
+    ids = token if groups is None else groups.where(groups >= 0, token)
+    if groups is not None:
+        is_listed = (groups >= 0) & (groups != token)
+        mass = mass + (p.gather(-1, ids) * is_listed).sum(-1, keepdim=True)
+        draft_mass = draft_mass + (q.gather(-1, ids) * is_listed).sum(-1, keepdim=True)
+    if neighbors is not None:
+        ids = neighbors[(tokens - offset).clamp(0, len(neighbors) - 1)].long() + offset
+        near = p.gather(-1, ids)
+        near = near * (near.cumsum(-1) <= delta[:, None, None])
+        mass = mass + near.sum(-1, keepdim=True)
+        if residual == "relaxed":
+            p = p.scatter(-1, ids, (p.gather(-1, ids) - near)).scatter(-1, token, mass)
+    if omega is not None:
+        mass = mass * omega[..., None]
+    is_kept = (uniforms[..., :1] * draft_mass < mass)[..., 0]
+    left = residual_of(p, q)
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, target_probs)
+    drawn = torch.multinomial(left.flatten(0, 1), 1).view(tokens.shape)
+    return torch.where(is_kept, tokens, drawn), is_kept, is_kept.int().cumprod(-1).sum(-1)
+
+
 BASELINES = {
+    "couple_tokens": {"multinomial": where_and_multinomial},
     "draw_children": {"multinomial": without_replacement},
     "expand_tree": {"topk twice": topk_twice},
     "guided_probs": {"warpers": warpers},

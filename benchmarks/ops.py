@@ -33,6 +33,10 @@ ROWS = {
     "codebook_neighbors": (
         [(16384, 8, 1000)],
         lambda V, D, k: V * D * 4 + V * k * 2),
+    "couple_tokens": (  # Jacobi windows of 16 and 32
+        [*((B, W, 16384) for B in (1, 8) for W in (16, 32)), (1, 16, 65536),
+         *((1, 16, 16384, options) for options in ({"k": 1000, "residual": "relaxed"}, {"group": 14}))],
+        lambda B, W, V, *_: B * W * V * 8),
     "draw_children": (
         [(B, 10, 16384, 10) for B in (1, 8, 64)],
         lambda B, F, V, K: B * F * (V * 4 + K * 12)),

@@ -2,6 +2,7 @@
 from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, OUT_OF_TRIES, backends, ops
 from .accept_gaussian import AcceptGaussianResult, accept_gaussian
 from .codebook_neighbors import codebook_neighbors
+from .couple_tokens import CoupleTokensResult, couple_tokens
 from .draw_children import DrawChildrenResult, draw_children
 from .draw_tokens import DrawTokensResult, draw_tokens
 from .expand_tree import ExpandTreeResult, expand_tree
@@ -18,11 +19,11 @@ from .verify_tree import VerifyResult, verify_tree
 
 __version__ = "0.1.0"
 __all__ = [
-    "accept_gaussian", "codebook_neighbors", "draw_children", "draw_tokens", "expand_tree", "guided_probs",
-    "neighborhood_sum", "resample_gaussian", "sample_residual", "select_tree", "tree_links", "tree_mask",
-    "verify_greedy", "verify_tree",
-    "AcceptGaussianResult", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult",
-    "NeighborhoodSumResult", "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "TreeLinksResult",
-    "VerifyGreedyResult", "VerifyResult",
+    "accept_gaussian", "codebook_neighbors", "couple_tokens", "draw_children", "draw_tokens", "expand_tree",
+    "guided_probs", "neighborhood_sum", "resample_gaussian", "sample_residual", "select_tree", "tree_links",
+    "tree_mask", "verify_greedy", "verify_tree",
+    "AcceptGaussianResult", "CoupleTokensResult", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult",
+    "GuidedProbsResult", "NeighborhoodSumResult", "ResampleGaussianResult", "SampleResidualResult",
+    "SelectTreeResult", "TreeLinksResult", "VerifyGreedyResult", "VerifyResult",
     "backends", "gumbel_noise", "ops", "EMPTY_RESIDUAL", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

@@ -4,11 +4,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._candidate import RESIDUALS, Candidate, is_undefined, kept_neighbors, residual_mass
 from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, check, check_count, check_dims, define
-from ._numbers import FIXED_ONE, draw, to_fixed_point
+from ._numbers import draw, to_fixed_point
 from .neighborhood_sum import check_neighbors, neighbor_prefix
-
-RESIDUALS = ("optimal", "relaxed", "released")
 
 
 class VerifyResult(NamedTuple):
@@ -200,17 +199,15 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
     if omega is None or max_depth == 0:
         omega = torch.ones(B, max(max_depth, 1), device=device)
     omega = omega.double()
-    is_undefined = (~(omega >= 0)).any(1)
-    if neighbors is not None and residual == "optimal":
-        is_undefined = is_undefined | (omega < 1).any(1)
-    status = status | torch.where(is_undefined, INVALID_RULE, 0)
+    has_no_rule = is_undefined(omega, neighbors is not None, residual).any(1)
+    status = status | torch.where(has_no_rule, INVALID_RULE, 0)
 
     def enter(node, num_accepted):
         """Where requests stand on entering `node`, before its first child."""
         mass, total, is_valid = to_fixed_point(target_probs[batch, node])
         status = torch.where(is_valid, 0, INVALID_ROW)
         child = first_child[batch, node].long()
-        active = is_valid & ~is_undefined & (num_accepted < max_depth) & (child >= 0)
+        active = is_valid & ~has_no_rule & (num_accepted < max_depth) & (child >= 0)
         draft_mass, is_sampled = torch.zeros_like(mass), torch.zeros_like(is_valid)
         if draft_probs is not None:
             row, M = draft_row[batch, node].long(), draft_probs.shape[1]
@@ -235,34 +232,21 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
         is_tried = active & ~(at.is_sampled & (at.draft_total == 0))
         token = token.clamp(0, V - 1)
 
-        # The mass that the accept test sees.
-        token_mass, token_draft_mass = at.mass[batch, token], at.draft_mass[batch, token]
-        neighbor_mass, num_kept = torch.zeros_like(token_mass), torch.zeros_like(token_mass)
-        ids = token.new_empty(B, 0)
-        if neighbors is not None:
-            num_considered = neighbors.shape[1] - (residual == "released")
-            neighbor_mass, num_kept, ids = neighbor_prefix(
-                at.mass, at.total, token, neighbors, delta, cutoff, offset, num_considered)
-        relaxed_mass = token_mass + neighbor_mass
-
-        # u Q(x) < omega * relaxed mass, both sides times the totals of R and of the draft row.
-        omega_d = omega[batch, num_accepted.clamp(max=omega.shape[1] - 1)]
-        uniform, total = uniforms[batch, child].double(), at.total.double()
-        proposal = torch.where(at.is_sampled, token_draft_mass.double(), 1.0)
-        proposal_total = torch.where(at.is_sampled, at.draft_total.double(), 1.0)
-        numerator = (omega_d * relaxed_mass.double()) * proposal_total
-        is_accepted = is_tried & ((uniform * proposal) * total < numerator) & (relaxed_mass > 0)
-
-        denominator = proposal * total
-        accept_prob = _accept_prob(relaxed_mass, numerator, denominator)
-        strict_prob = _accept_prob(token_mass, token_mass.double() * proposal_total, denominator)
-        added = at.reach_prob * (accept_prob - strict_prob).clamp(min=0)
+        neighbor_mass, num_kept, ids = kept_neighbors(
+            at.mass, at.total, token, neighbors, delta, cutoff, offset, residual)
+        token_mass = at.mass[batch, token]
+        candidate = Candidate(
+            token, at.is_sampled, token_mass, token_mass + neighbor_mass, at.total, at.draft_mass[batch, token],
+            at.draft_total, omega[batch, num_accepted.clamp(max=omega.shape[1] - 1)])
+        is_accepted = is_tried & candidate.accepts(uniforms[batch, child])
+        accept_prob = candidate.accept_prob()
+        added = at.reach_prob * (accept_prob - candidate.accept_prob(strict=True)).clamp(min=0)
         tv_excess = torch.where(is_tried, tv_excess + added, tv_excess)
         reach_prob = torch.where(is_tried, at.reach_prob * (1 - accept_prob), at.reach_prob)
 
         # Rejected: the residual takes R's place, or the target's row does where nothing is left of it.
         is_rejected = is_tried & ~is_accepted
-        mass = _residual_mass(residual, at, token, token_mass, relaxed_mass, num_kept, ids, omega_d)
+        mass = residual_mass(residual, at.mass, at.draft_mass, candidate, num_kept, ids)
         is_empty = is_rejected & (mass.sum(1) == 0)
         status = status | torch.where(is_empty, EMPTY_RESIDUAL, 0)
         mass = torch.where(is_empty.unsqueeze(1), to_fixed_point(target_probs[batch, node])[0], mass)
@@ -286,40 +270,6 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
                      for a, b in zip(enter(node, num_accepted), stay)])
     next_token = torch.where(at.is_valid, draw(at.mass, at.total, uniforms[:, 0]), 0)
     return accepted_nodes, num_accepted, next_token, tv_excess, status | at.status
-
-
-def _accept_prob(mass, numerator, denominator):
-    """min(1, numerator / denominator); a token without mass is never accepted, whatever its omega."""
-    is_possible = (mass > 0) & (numerator > 0)
-    return torch.where(is_possible, torch.where(numerator >= denominator, 1.0, numerator / denominator), 0.0)
-
-
-def _residual_mass(residual, at, token, token_mass, relaxed_mass, num_kept, ids, omega_d):
-    """R in fixed point (B, V), once the child with this token has been rejected."""
-    (B, V), device = at.mass.shape, token.device
-    slack = torch.zeros_like(omega_d)  # the share of R that stays at least
-    if residual == "optimal":
-        slack = torch.where(omega_d < 1, 1 - omega_d, 0.0)
-    num_treated = {"optimal": torch.zeros_like(num_kept), "relaxed": num_kept,
-                   "released": torch.where(num_kept >= 1, ids.shape[1], 0)}[residual]
-    ids = torch.where(torch.arange(ids.shape[1], device=device) < num_treated.unsqueeze(1), ids, V)
-    is_treated = torch.zeros(B, V + 1, dtype=torch.bool, device=device).scatter(1, ids, True)[:, :V]
-    is_token = torch.arange(V, device=device) == token.unsqueeze(1)
-
-    after_point_mass = torch.where(is_treated, 0, at.mass)
-    left = (slack * token_mass.double()).to(torch.int64)
-    after_point_mass = torch.where(is_token, left.unsqueeze(1), after_point_mass)
-
-    mass, proposal = at.mass, at.draft_mass
-    if residual == "relaxed":
-        mass = torch.where(is_token, relaxed_mass.unsqueeze(1), torch.where(is_treated, 0, mass))
-    if residual == "released":
-        proposal = torch.where(is_treated, 0, proposal)
-    r = mass.double() * (1 / at.total.double()).unsqueeze(1)
-    q = proposal.double() * (1 / at.draft_total.double()).unsqueeze(1)
-    after_draft_row = torch.maximum(r - q, slack.unsqueeze(1) * r)
-    after_draft_row = (torch.where(after_draft_row > 0, after_draft_row, 0.0) * FIXED_ONE).to(torch.int64)
-    return torch.where(at.is_sampled.unsqueeze(1), after_draft_row, after_point_mass)
 
 
 def _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset, residual,

@@ -39,6 +39,13 @@ def test_the_baselines_compute_the_same():
     assert best[1].shape == frontier.shape
 
 
+@pytest.mark.parametrize("options", [{}, {"k": 6, "residual": "relaxed"}, {"group": 6}, {"omega": (1.5, 2.0)}])
+def test_the_baseline_keeps_the_same_guesses(options):
+    (tokens, is_kept, num_kept), expected = both("couple_tokens", "multinomial", 8, 16, 30, options)
+    assert is_kept.equal(expected.is_kept) and 0 < is_kept.sum() < is_kept.numel()
+    assert tokens[is_kept].equal(expected.tokens[is_kept]) and num_kept.equal(expected.num_kept.long())
+
+
 def test_a_record_says_what_was_measured():
     record, *_ = ops.measure("tree_links", (1, 9), "oracle", copy=1e9, seconds=0)
     assert (record["op"], record["backend"], record["shape"], record["dtype"]) == (

@@ -135,6 +135,45 @@ def verify_tree(B, N, V, max_depth, options=None):
     return (target_probs, tokens.to(DEVICE), *links(parents), exact_uniforms(B, N, seed=1)), kwargs
 
 
+CASES["couple_tokens"] = [
+    (1, 1, 2),
+    (2, 4, 19),
+    (3, 5, 40, {"omega": (1.0, 0.75, 1.5)}),
+    (3, 4, 40, {"k": 6, "cutoff": "ratio", "offset": 4, "residual": "relaxed"}),
+    (2, 5, 33, {"k": 5, "cutoff": "jsd", "residual": "released", "narrow": False, "omega": (0.5, 2.0)}),
+    (3, 4, 24, {"k": 20, "omega": (1.0, 1.5)}),
+    (3, 4, 40, {"group": 6, "omega": (1.0, 2.0)}),
+    (1, 6, 4500, {"k": 300, "residual": "relaxed"}),
+    (1, 6, 4500, {"group": 300}),
+]
+
+
+def couple_tokens(B, W, V, options=None):
+    """Guesses drawn from their rows; half of each new row is the old one."""
+    options = {"k": 0, "cutoff": "tvd", "offset": 0, "narrow": True, "residual": "optimal", "omega": None,
+               "group": 0} | (options or {})
+    k, offset = options["k"], options["offset"]
+    g = torch.Generator().manual_seed(B + W + V)
+    draft_probs = exact_probs(B * W, V, seed=1)
+    target_probs = (exact_probs(B * W, V) + draft_probs) / 2
+    thresholds = torch.rand(B * W, 1, generator=g).to(DEVICE)
+    tokens = (draft_probs.cumsum(1) <= thresholds).sum(1).clamp(max=V - 1).view(B, W)
+    kwargs = {"residual": options["residual"]}
+    if k:
+        kwargs["neighbors"] = neighbor_table(V - 2 * offset, k, narrow=options["narrow"])
+        kwargs["delta"] = torch.tensor([0.25, 0.03125, 2.0]).repeat(B)[:B].to(DEVICE)
+        kwargs |= {"cutoff": options["cutoff"], "offset": offset}
+    if options["omega"]:
+        kwargs["omega"] = torch.tensor(options["omega"]).repeat(B, W)[:, :W].to(DEVICE)
+    if options["group"]:  # those around the guess in the order of its new row, the guess among them
+        order = target_probs.argsort(1, descending=True)
+        ranks = order.argsort(1).gather(1, tokens.view(-1, 1)) + torch.arange(options["group"], device=DEVICE) - 2
+        group = torch.where((ranks >= 0) & (ranks < V), order.gather(1, ranks.clamp(0, V - 1)), -1)
+        kwargs["groups"] = group.view(B, W, -1)
+    args = (target_probs.view(B, W, V), draft_probs.view(B, W, V), tokens, exact_uniforms(B, W, 2, seed=2))
+    return args, kwargs
+
+
 CASES["sample_residual"] = [(1, 2), (2, 19), (3, 4500), (3, 40, (1.0, 0.5, 2.0)), (2, 40, None, False)]
 
 

@@ -1,0 +1,336 @@
+"""couple_tokens on numbers small enough to check by hand; what its draws follow is in test_jacobi_losslessness.py."""
+import itertools
+
+import pytest
+import torch
+
+from specvis_kernels import (
+    EMPTY_RESIDUAL,
+    INVALID_ROW,
+    INVALID_RULE,
+    INVALID_TREE,
+    backends,
+    couple_tokens,
+    verify_tree,
+)
+from tests.kernels.inputs import DEVICE, neighbor_table
+
+BACKENDS = backends("couple_tokens", DEVICE)
+NAN, INF = float("nan"), float("inf")
+P, Q = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]  # 8 4 2 2 and 4 8 4 0 sixteenths
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def tensor(values, dtype=torch.float32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def one(backend, guess, accept, redraw=0.0, target=P, draft=Q, omega=None, group=None, neighbors=None, delta=None,
+        **options):
+    """One position: its token, whether the guess was kept, its tv_excess and status."""
+    if omega is not None:
+        options["omega"] = tensor([[omega]])
+    if group is not None:
+        options["groups"] = tensor([[group]], torch.int64)
+    if neighbors is not None:
+        options |= {"neighbors": tensor(neighbors, torch.int32), "delta": tensor([delta])}
+    tokens, is_kept, num_kept, tv_excess, status = couple_tokens(
+        tensor([[target]]), tensor([[draft]]), tensor([[guess]], torch.int64), tensor([[[accept, redraw]]]), **options,
+        backend=backend)
+    assert num_kept.item() == is_kept.item()
+    return tokens.item(), is_kept.item(), tv_excess.item(), status.item()
+
+
+@each_backend
+@pytest.mark.parametrize("guess, accept, redraw, token, is_kept", [
+    (0, 0.99, 0.0, 0, True),     # P(0) / Q(0) = 2
+    (1, 0.49, 0.0, 1, True),     # 1 / 2; equality rejects
+    (1, 0.5, 0.66, 0, False),    # of P - Q, tokens 0 and 3 have 4 and 2 sixteenths left
+    (1, 0.5, 0.67, 3, False),
+    (3, 0.99, 0.0, 3, True),     # Q(3) = 0: no draft draws it, and it is kept
+    (2, NAN, NAN, 0, False),     # a NaN is not below anything, and draws like 0
+    (2, 1.0, 1.0, 3, False),
+])
+def test_the_strict_rule(backend, guess, accept, redraw, token, is_kept):
+    assert one(backend, guess, accept, redraw) == (token, is_kept, 0.0, 0)
+    assert one(backend, guess, accept, redraw, draft=[q / 2 for q in Q]) == (token, is_kept, 0.0, 0)
+
+
+@each_backend
+def test_a_guess_without_mass_is_never_kept(backend):
+    assert one(backend, 0, 0.0, 0.99, target=[0.0, 0.5, 0.5, 0.0]) == (2, False, 0.0, 0)
+    assert one(backend, 0, -0.5, 0.99, target=[0.0, 0.5, 0.5, 0.0]) == (2, False, 0.0, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("omega, accept, redraw, token, is_kept, tv_excess", [
+    (0.5, 0.249, 0.0, 1, True, 0.0),    # strictly 1/2 is kept, here omega / 2
+    (0.5, 0.25, 0.44, 0, False, 0.0),   # P - Q against half of P: 4 2 1 2 of 9
+    (0.5, 0.25, 0.45, 1, False, 0.0),
+    (0.5, 0.25, 0.77, 2, False, 0.0),
+    (0.5, 0.25, 0.78, 3, False, 0.0),
+    (1.5, 0.749, 0.0, 1, True, 0.25),
+    (1.5, 0.75, 0.67, 3, False, 0.25),
+    (3.0, 0.999, 0.0, 1, True, 0.5),
+    (INF, 0.999, 0.0, 1, True, 0.5),
+    (0.0, 0.0, 0.49, 0, False, 0.0),    # never kept, and P is left as it is
+])
+def test_omega(backend, omega, accept, redraw, token, is_kept, tv_excess):
+    assert one(backend, 1, accept, redraw, omega=omega) == (token, is_kept, tv_excess, 0)
+
+
+NEIGHBORS = [[1, 2, 3], [3, 2, 0], [1, 0, 3], [2, 1, 0]]  # nearest first; the third column only "released" looks at
+
+
+@each_backend
+@pytest.mark.parametrize("residual, accept, redraw, token, is_kept", [
+    # Guess 1 has 1/4, neighbor 3 has 1/8, neighbor 2 too: delta 1/8 keeps one. 3/8 of Q = 1/2 is 3/4.
+    ("optimal", 0.749, 0.0, 1, True),
+    ("optimal", 0.75, 0.66, 0, False),   # P - Q as ever: tokens 0 and 3 have 4 and 2
+    ("optimal", 0.75, 0.67, 3, False),
+    ("relaxed", 0.749, 0.0, 1, True),
+    ("relaxed", 0.75, 0.99, 0, False),   # P' is 8 6 2 0: of P' - Q only token 0 is left
+    ("released", 0.749, 0.0, 1, True),
+    ("released", 0.75, 0.49, 0, False),  # Q without all three neighbors is 0 8 0 0: 8 0 2 2 is left, of 12
+    ("released", 0.75, 0.67, 2, False),
+    ("released", 0.75, 0.84, 3, False),
+])
+def test_neighbors(backend, residual, accept, redraw, token, is_kept):
+    got = one(backend, 1, accept, redraw, neighbors=NEIGHBORS, delta=0.125, residual=residual)
+    assert got == (token, is_kept, 0.25, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("cutoff, delta, accept_prob", [
+    ("tvd", 0.1249, 0.5), ("tvd", 0.125, 0.75), ("tvd", 0.25, 1.0), ("ratio", 0.5, 0.75), ("ratio", 1.0, 1.0),
+    ("jsd", 0.0, 0.5), ("jsd", 1.0, 1.0), ("tvd", NAN, 0.5), ("tvd", -1.0, 0.5),
+])
+def test_cutoffs(backend, cutoff, delta, accept_prob):
+    """Guess 1 with a neighbor of 1/8, then one of 1/8, then one of 1/2, which Q = 1/2 does not need."""
+    got = one(backend, 1, 0.0, neighbors=NEIGHBORS, delta=delta, cutoff=cutoff)
+    assert got == (1, True, accept_prob - 0.5, 0)
+
+
+@each_backend
+def test_neighbors_by_offset(backend):
+    """Codes are tokens 2 and 3: only these have neighbors, each other."""
+    options = dict(neighbors=[[1], [0]], delta=1.0, offset=2)
+    assert one(backend, 1, 0.5, 0.0, **options) == (0, False, 0.0, 0)
+    assert one(backend, 2, 0.99, **options) == (2, True, 0.5, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("group, accept_prob", [
+    ([], 0.5), ([-1, -1], 0.5), ([2], 0.5),  # 4 + 2 of 8 + 4: as before
+    ([3], 0.75),                             # 4 + 2 of 8 + 0
+    ([0], 1.0), ([0, 2], 0.875),             # 4 + 8 of 8 + 4, and with 2 of 4 more
+    ([1, 3], 0.75), ([3, -1, 1, 7, -9], 0.75),  # the guess counts once; ids outside the vocabulary do not count
+    ([0, 2, 3], 1.0),
+])
+def test_groups(backend, group, accept_prob):
+    for accept, is_kept in ((accept_prob - 0.001, True), (min(accept_prob, 0.999), accept_prob == 1.0)):
+        token = 1 if is_kept else 3
+        assert one(backend, 1, accept, 0.67, group=group) == (token, is_kept, accept_prob - 0.5, 0)
+
+
+@each_backend
+def test_a_group_may_keep_less(backend):
+    """Token 0 alone is always kept. With token 1 it has 12 of 12, with token 2 10 of 8, with 1 and 2 14 of 16."""
+    assert one(backend, 0, 0.874, group=[1, 2]) == (0, True, 0.0, 0)
+    assert one(backend, 0, 0.875, 0.67, group=[1, 2]) == (3, False, 0.0, 0)
+    assert one(backend, 0, 0.999, group=[1, 2], omega=1.5) == (0, True, 0.0, 0)
+
+
+@each_backend
+def test_a_group_without_mass_is_not_kept(backend):
+    assert one(backend, 0, 0.0, target=[0.0, 0.0, 0.5, 0.5], draft=[0.5, 0.5, 0.0, 0.0], group=[1]) == (
+        2, False, 0.0, 0)
+
+
+@each_backend
+def test_an_empty_residual_is_the_target(backend):
+    assert one(backend, 0, 1.0, 0.49, draft=P) == (0, False, 0.0, EMPTY_RESIDUAL)
+    assert one(backend, 0, 1.0, 0.5, draft=P) == (1, False, 0.0, EMPTY_RESIDUAL)
+    assert one(backend, 0, 0.999, draft=P) == (0, True, 0.0, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
+def test_a_bad_row(backend, bad):
+    """There is no draw from a bad P. With a bad Q the guess counts as none, and P answers."""
+    assert one(backend, 1, 0.0, 0.5, target=bad) == (0, False, 0.0, INVALID_ROW)
+    assert one(backend, 1, 0.0, 0.5, draft=bad) == (1, False, 0.0, INVALID_ROW)
+    assert one(backend, 1, 0.0, 0.76, draft=bad) == (2, False, 0.0, INVALID_ROW)
+
+
+@each_backend
+@pytest.mark.parametrize("guess", [-1, 4, 2**40, -2**63])
+def test_a_guess_outside_the_vocabulary_is_drawn_anew_from_the_target(backend, guess):
+    assert one(backend, guess, 0.0, 0.5) == (1, False, 0.0, INVALID_TREE)
+    assert one(backend, guess, 0.0, 0.5, neighbors=NEIGHBORS, delta=1.0) == (1, False, 0.0, INVALID_TREE)
+    assert one(backend, guess, 0.0, 0.5, group=[guess, 0]) == (1, False, 0.0, INVALID_TREE)
+
+
+@each_backend
+@pytest.mark.parametrize("options", [
+    dict(omega=-0.5), dict(omega=NAN), dict(omega=0.99, neighbors=NEIGHBORS, delta=1.0), dict(omega=0.99, group=[0]),
+    dict(omega=0.99, group=[]),
+])
+def test_an_undefined_rule_draws_from_the_target(backend, options):
+    assert one(backend, 1, 0.0, 0.5, **options) == (1, False, 0.0, INVALID_RULE)
+    assert one(backend, 1, 0.0, 0.76, **options) == (2, False, 0.0, INVALID_RULE)
+    assert one(backend, 1, 0.0, 0.76, target=4 * [NAN], **options) == (0, False, 0.0, INVALID_RULE | INVALID_ROW)
+
+
+@each_backend
+def test_omega_below_one_has_a_rule_with_the_other_residuals(backend):
+    for residual in ("relaxed", "released"):
+        got = one(backend, 1, 0.37, neighbors=NEIGHBORS, delta=0.125, residual=residual, omega=0.5)
+        assert got == (1, True, 0.0, 0)
+
+
+@each_backend
+def test_the_leading_ones_are_counted_and_those_behind_are_treated_alike(backend):
+    guesses = tensor([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], torch.int64)
+    omega = tensor([[1.0] * 4, [1.0] * 4, [1.0, 1.0, NAN, 1.0]])
+    uniforms = tensor([0.5, 0.0]).repeat(3, 4, 1)
+    rows = [tensor(row).repeat(3, 4, 1) for row in (P, Q)]
+    tokens, is_kept, num_kept, _, status = couple_tokens(*rows, guesses, uniforms, omega=omega, backend=backend)
+    assert is_kept.tolist() == [[True, False, True, False], [False, True, True, True], [True, True, False, True]]
+    assert num_kept.tolist() == [1, 0, 2] and num_kept.dtype == torch.int32
+    assert tokens.tolist() == [[0] * 4] * 3
+    assert status.tolist() == [[0] * 4, [0] * 4, [0, 0, INVALID_RULE, 0]]
+
+
+@each_backend
+@pytest.mark.parametrize("V", [31, 32, 33, 64, 2560])
+def test_every_length_of_row(backend, V):
+    """P has a half at each end, Q a quarter at the first token and the rest on the second: P - Q is 1/4 and 1/2."""
+    target, draft = [0.5] + [0.0] * (V - 2) + [0.5], [0.25, 0.75] + [0.0] * (V - 2)
+    assert one(backend, 1, 0.0, 0.33, target, draft) == (0, False, 0.0, 0)
+    assert one(backend, 1, 0.0, 0.34, target, draft) == (V - 1, False, 0.0, 0)
+    assert one(backend, V - 1, 0.9, 0.0, target, draft) == (V - 1, True, 0.0, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("draft", [[1.0] + [0.0] * 7, [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
+def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
+    """Exactly half of what is left stands before token 4, which has nothing."""
+    if backend == "triton":
+        from specvis_kernels.triton import _rows
+        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
+    row = [0.0, 0.5, 0.0, 0.0, 0.0, 0.25, 0.25, 0.0]
+    assert one(backend, 2, 0.0, 0.5, row, draft)[:2] == (5, False)
+    assert one(backend, 2, 0.0, 0.499, row, draft)[:2] == (1, False)
+
+
+def rows_of(count, V, seed):
+    """Rows whose sums are not exact, a draft near its target, guesses of the draft."""
+    g = torch.Generator().manual_seed(seed)
+    logits, noise = torch.randn(2, count, V, generator=g) * 2
+    target, draft = logits.softmax(-1), (logits + noise / 2).softmax(-1)
+    draft[::11] = target[::11]  # nothing is left but rounding
+    guesses = torch.multinomial(draft, 1, generator=g)
+    return target.to(DEVICE), draft.to(DEVICE), guesses.to(DEVICE), torch.rand(count, 2, generator=g).to(DEVICE)
+
+
+OPTIONS = [
+    dict(residual=residual, cutoff=cutoff, omega=omega)
+    for residual, cutoff, omega in itertools.product(
+        ("optimal", "relaxed", "released"), (None, "tvd", "ratio", "jsd"), (None, 0.5, 1.5))
+    if not (residual == "optimal" and cutoff and omega == 0.5)
+]
+
+
+@each_backend
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_is_what_verify_tree_does_with_one_sampled_child(backend, options):
+    """A root and one child: the same decision, the same draw after a rejection, the same tv_excess and status."""
+    B, W, V = (2, 6, 40) if backend == "triton" else (5, 60, 40)
+    target, draft, guesses, uniforms = rows_of(B * W, V, seed=len(str(options)))
+    target[3, 5], draft[4, 6], guesses[5] = NAN, -1.0, V
+    settings, per_row = {"residual": options["residual"]}, {}
+    if options["cutoff"]:
+        delta = torch.tensor([0.5, 0.125, 1.0, 0.0, -1.0], device=DEVICE)[:B]
+        settings |= {"neighbors": neighbor_table(V - 6, 5), "cutoff": options["cutoff"], "offset": 3}
+        per_row["delta"] = delta.repeat_interleave(W)
+    else:
+        delta = None
+    omega = None
+    if options["omega"]:
+        omega = torch.full((B * W, 1), options["omega"], device=DEVICE)
+        omega[-1] = NAN
+        per_row["omega"] = omega
+    links = torch.tensor([[1, -1]], dtype=torch.int32, device=DEVICE).repeat(B * W, 1)
+    tree = verify_tree(
+        target.unsqueeze(1).repeat(1, 2, 1), torch.cat([guesses, guesses], 1), links, torch.full_like(links, -1),
+        uniforms.flip(1), draft_probs=draft.unsqueeze(1), draft_row=torch.zeros_like(links), max_depth=1, **per_row,
+        **settings, backend=backend)
+    window = couple_tokens(
+        target.view(B, W, V), draft.view(B, W, V), guesses.view(B, W), uniforms.view(B, W, 2),
+        omega=None if omega is None else omega.view(B, W), delta=delta, **settings, backend=backend)
+    is_kept, status = window.is_kept.flatten(), window.status.flatten()
+    assert torch.equal(is_kept, tree.num_accepted == 1)
+    assert torch.equal(window.tokens.flatten()[~is_kept], tree.next_token[~is_kept])
+    assert torch.equal(window.tokens.flatten()[is_kept], guesses.flatten()[is_kept])
+    assert torch.equal(window.tv_excess.flatten(), tree.tv_excess)
+    # An accepted child has a row of its own after it, here the same: nothing else is reported there.
+    assert torch.equal(status, tree.status) and {INVALID_ROW, INVALID_TREE} <= set(status.tolist())
+    assert 0 < is_kept.sum() < len(is_kept)
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
+@pytest.mark.parametrize("options", [*OPTIONS, dict(residual="optimal", cutoff=None, omega=None, group=7),
+                                     dict(residual="optimal", cutoff=None, omega=1.5, group=40)], ids=str)
+def test_agrees_with_the_oracle_on_inexact_rows(backend, options, monkeypatch):
+    if backend == "triton":  # several blocks without long rows
+        from specvis_kernels.triton import _rows
+        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 16)
+        monkeypatch.setitem(_rows.MAX_BLOCK, "k", 4)
+    B, W, V = (2, 8, 60) if backend == "triton" else (4, 100, 300)
+    target, draft, guesses, uniforms = rows_of(B * W, V, seed=1)
+    kwargs = {"residual": options["residual"]}
+    if options["cutoff"]:
+        kwargs |= {"neighbors": neighbor_table(V, 11), "cutoff": options["cutoff"],
+                   "delta": torch.tensor([0.5, 0.125, 1.0, 0.01], device=DEVICE)[:B]}
+    if options["omega"]:
+        kwargs["omega"] = torch.full((B, W), options["omega"], device=DEVICE)
+    if "group" in options:
+        kwargs["groups"] = target.topk(options["group"]).indices.view(B, W, -1)
+    args = target.view(B, W, V), draft.view(B, W, V), guesses.view(B, W), uniforms.view(B, W, 2)
+    for got, expected in zip(couple_tokens(*args, **kwargs, backend=backend),
+                             couple_tokens(*args, **kwargs, backend="oracle")):
+        assert torch.equal(got, expected)
+
+
+def base(**changes):
+    arguments = dict(target_probs=torch.full((2, 3, 4), 0.25), draft_probs=torch.full((2, 3, 4), 0.25),
+                     tokens=torch.zeros(2, 3, dtype=torch.int64), uniforms=torch.zeros(2, 3, 2)) | changes
+    return {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in arguments.items()}
+
+
+TABLE = dict(neighbors=torch.tensor([[1], [0], [3], [2]], dtype=torch.int32), delta=torch.ones(2))
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(target_probs=torch.zeros(4, 4)), r"target_probs must have 3 dimensions \(B, W, V\), got shape \(4, 4\)"),
+    (dict(target_probs=torch.zeros(2, 0, 4)), r"target_probs must have W >= 1 and V >= 1, got shape \(2, 0, 4\)"),
+    (dict(draft_probs=torch.zeros(2, 3, 5)), r"draft_probs must be float32 \(B=2, W=3, V=4\), got float32 \(2, 3, 5\)"),
+    (dict(tokens=torch.zeros(2, 3).int()), r"tokens must be int64 \(B=2, W=3\), got int32 \(2, 3\)"),
+    (dict(uniforms=torch.zeros(2, 3)), r"uniforms must be float32 \(B=2, W=3, uniforms=2\), got float32 \(2, 3\)"),
+    (dict(omega=torch.ones(2)), r"omega must be float32 \(B=2, W=3\), got float32 \(2,\)"),
+    (dict(delta=torch.ones(2)), "neighbors and delta must be given together"),
+    (dict(TABLE, delta=torch.ones(3)), r"delta must be float32 \(B=2\), got float32 \(3,\)"),
+    (dict(TABLE, cutoff="l2"), "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
+    (dict(TABLE, residual="released"), "neighbors must have at least two columns under 'released', got one"),
+    (dict(residual="none"), "residual must be one of optimal, relaxed, released, got 'none'"),
+    (dict(groups=torch.zeros(2, 3).long()), r"groups must have 3 dimensions \(B, W, k\), got shape \(2, 3\)"),
+    (dict(groups=torch.zeros(2, 4, 1).long()), r"groups must be int64 \(B=2, W=3, k=1\), got int64 \(2, 4, 1\)"),
+    (dict(TABLE, groups=torch.zeros(2, 3, 1).long()), "neighbors must be None with groups"),
+    (dict(groups=torch.zeros(2, 3, 1).long(), residual="relaxed"),
+     "residual must be 'optimal' with groups, got 'relaxed'"),
+    (dict(backend="fast"), "backend of couple_tokens must be one of oracle"),
+])
+def test_says_which_argument_is_wrong(changes, message):
+    with pytest.raises(ValueError, match=message):
+        couple_tokens(**base(**changes))
