@@ -12,6 +12,7 @@ from specvis_kernels import codebook_neighbors
 
 from ..decoding.discrete import Decoded, Observer, Progress, decode, speculative_decode
 from ..decoding.drafters import EagleDrafter, ModelDrafter
+from ..decoding.jacobi import jacobi_decode
 from ..decoding.methods import ContinuousMethod, Method, parse_method
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..models.eagle import EagleHead
@@ -150,6 +151,8 @@ class Pipeline(nn.Module):
         if base.drafting == "none":
             return decode(self.gpt, condition, padding_mask, sampling, progress)
         neighbors = self.neighbors(base.num_neighbors, base.metric) if base.num_neighbors else None
+        if base.drafting == "jacobi":
+            return jacobi_decode(self.gpt, condition, padding_mask, sampling, methods, neighbors, progress, observe)
         return speculative_decode(self.gpt, self._drafter(base.drafter, features, padding_mask), condition,
                                   padding_mask, sampling, methods, neighbors, progress, observe)
 

@@ -1,0 +1,350 @@
+"""Jacobi decoding: the target guesses its own next tokens, and every forward improves the guesses.
+
+A step reads the newest token and the guesses of the next positions in one forward, and draws all these positions anew,
+each with its own noise (see `specvis_kernels.draw_tokens`). What was guessed right so far is final, and so is the first
+draw behind it: it followed the right tokens. The other draws are better guesses. A position that no forward has reached
+yet is guessed from the row of the position above it, with its own noise. (Speculative Jacobi decoding,
+arXiv:2410.01699; with the same noise in every forward, arXiv:2510.24211.)
+
+A position's noise never changes. So the tokens are those that `decode` draws with the same seed, whatever the window.
+
+Read downwards, as `discrete`: each step is five calls: draft, target_forward, verify, commit, update.
+"""
+import time
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specvis_kernels import INVALID_ROW, DrawTokensResult, tree_links
+
+from ..models.interface import TargetModel
+from .discrete import Decoded, Observer, Progress, Step, check_request
+from .methods import MAX_WINDOW, Method
+from .sampling import Sampling, cfg_inputs, mask_padding, repeat_for_cfg
+
+WINDOWS = (0, 2, 4, 6, 8, 12, 16, 24, MAX_WINDOW)  # what "auto" chooses from; 0 is one token a forward
+# The share of guesses that are right where those before them are, at distance 1, 2, ..; the last number goes on
+STANDING = (0.6, 0.75, 0.8, 0.82, 0.84)
+PRIOR_STEPS = 8.0  # as many steps STANDING counts as
+MEMORY = 0.9       # of a step's record is left after the next REVIEW steps
+REVIEW = 4         # steps from one choice of a window to the next
+
+_facts = weakref.WeakKeyDictionary()  # target -> what was found out about it, see facts_of
+
+
+@torch.inference_mode()
+def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
+                  methods: list[Method], neighbors: Tensor | None = None, progress: Progress | None = None,
+                  observe: Observer | None = None, *, known_tokens: Tensor | None = None) -> Decoded:
+    """Read the newest token and the guesses behind it in one target forward, and draw all of them anew; until every
+    image is whole.
+
+    Args:
+        condition:    (B, S, dim)  as `GPT.condition` gives it
+        padding_mask: (B, S) bool  True where the condition is real
+        methods:      one for each request, all of one `Method.family`; `vanilla` has a window of no guesses
+        observe:      called after every step, with tensors that it must not change
+        known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
+
+    Raises:
+        ValueError: an argument differs from the above, or what the target says at a token depends on later tokens
+    """
+    check_request(target, condition, padding_mask, sampling)
+    check_causal(target)
+    condition, padding_mask = cfg_inputs(target, condition, padding_mask)
+    settings = Settings(target, padding_mask, sampling, methods)
+    choice = WindowChoice(step_seconds(settings, condition)) if "auto" in settings.windows else None
+    state = prefill(settings, condition, known_tokens, choice)
+    if progress:
+        progress(sum(state.counts) - sum(state.num_known))
+    while min(state.counts) < settings.num_tokens:
+        counts, windows = list(state.counts), list(state.windows)
+        num_accepted = run_step(state, settings)
+        if observe:
+            observe(chain_step(counts, windows, num_accepted, settings))
+        if progress:
+            progress(sum(state.counts) - sum(counts))
+    return state.decoded()
+
+
+class Settings:
+    """What stays the same while B requests are decoded."""
+
+    def __init__(self, target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method]):
+        R, L, S, device = len(padding_mask), target.grid ** 2, target.prefix_len, padding_mask.device
+        self.padding_mask = padding_mask
+        self.target, self.sampling, self.grid, self.num_tokens, self.prefix_len = target, sampling, target.grid, L, S
+        self.windows = [m.window for m in methods]  # a number or "auto"
+        self.max_window = W = max(m.max_depth for m in methods)
+        self.from_last = methods[0].guess == "last"
+        # of each node, by its position in the image: its column in the cache, and the columns that it sees
+        self.slots = torch.arange(S, S + L + W, device=device).expand(R, -1)
+        causal = torch.ones(1, L + W, S + L + W, dtype=torch.bool, device=device).tril(S)
+        self.mask = mask_padding(padding_mask, causal.expand(R // 2, -1, -1))
+        self.positions = torch.arange(L + W + max(target.grid, W + 1) + 2, device=device).expand(R // 2, -1)
+
+
+class State:
+    """What goes around the loop: the images, their guesses, how far they are, and the accounts of what it took.
+
+    `tokens` holds the image so far and, behind it, the newest guess of every position. What stands behind the image is
+    of no use; its last column takes what is drawn behind a request's own window.
+    """
+
+    def __init__(self, settings: Settings, num_known: list[int], choice: "WindowChoice | None" = None):
+        B, L = len(num_known), settings.num_tokens
+        self.cache = settings.target.new_cache(2 * B, settings.prefix_len + L + settings.max_window)
+        self.tokens = torch.zeros_like(settings.positions, memory_format=torch.contiguous_format)
+        # what the host knows: how many tokens of each image are final, and how many were known
+        self.counts, self.num_known = list(num_known), num_known
+        self.ends = [L] * B  # where a failed image ends
+        self.choice, self.wanted = choice, settings.windows
+        self.set_windows()
+        # the accounts, see Decoded
+        self.target_forwards = [1] * B
+        self.num_accepted, self.num_drafted = [[-1] * L for _ in range(B)], [[0] * L for _ in range(B)]
+
+    def set_windows(self) -> None:
+        """How many guesses the next step reads of each image."""
+        chosen = self.choice.next_window() if self.choice else 0
+        self.windows = [chosen if window == "auto" else window for window in self.wanted]
+
+    def advance(self, request: int, count: int, status: int) -> None:
+        """Image `request` now has `count` tokens. status: of the row that the last of them was drawn from."""
+        self.counts[request] = count
+        if status & INVALID_ROW:
+            self.ends[request], self.counts[request] = count - 1, len(self.num_accepted[request])
+
+    def decoded(self) -> Decoded:
+        B, L = len(self.counts), len(self.num_accepted[0])
+        ends = torch.tensor(self.ends)
+        is_behind = torch.arange(L) >= ends[:, None]
+        tokens = self.tokens[:, :L].masked_fill(is_behind.to(self.tokens.device), 0)
+        none = torch.zeros(B)
+        return Decoded(tokens, *map(torch.tensor, (self.num_known, self.target_forwards, self.num_accepted,
+                                                   self.num_drafted)), none, none, ends < L)
+
+
+def columns(first: list[int], n: int, device: torch.device) -> tuple:
+    """The index of n columns of a table, from first[b] on in row b. It gives a view where all rows begin alike."""
+    if min(first) == max(first):
+        return slice(None), slice(first[0], first[0] + n)
+    row = torch.arange(len(first), device=device)[:, None]
+    return row, torch.tensor(first, device=device)[:, None] + torch.arange(n, device=device)
+
+
+def prefill(settings: Settings, condition: Tensor, known_tokens: Tensor | None,
+            choice: "WindowChoice | None" = None) -> State:
+    """Read the conditions (2B, S, dim) and the known tokens (B, K), draw the next token, and make the first guesses.
+
+    A position's first guess is from the row above it, as far as there is one, and else from the newest row.
+    """
+    B, grid, device = len(condition) // 2, settings.grid, condition.device
+    if known_tokens is None:
+        known_tokens = torch.zeros(B, 0, dtype=torch.int64, device=device)
+    K, num_known = known_tokens.shape[1], (known_tokens >= 0).sum(1, keepdim=True)
+    state = State(settings, num_known[:, 0].tolist(), choice)
+    state.tokens[:, :K] = known_tokens.clamp(min=0)
+    hidden = settings.target.prefill(condition, settings.padding_mask, state.cache)[:, -1:]
+    if K:
+        hidden = torch.cat([hidden, read(state, settings, columns([0] * 2 * B, K, device), state.tokens[:, :K], K)], 1)
+    num_above = min(K, grid - 1)
+    num_behind = settings.max_window if settings.from_last else grid - 1
+    positions = (num_known + torch.arange(-num_above, num_behind + 1, device=device)).clamp(min=0)
+    node = repeat_for_cfg(positions.minimum(num_known))[..., None].expand(-1, -1, hidden.shape[-1])
+    drawn = settings.sampling.draw(settings.target, hidden.gather(1, node), positions, ahead=grid)
+    row = torch.arange(B, device=device)[:, None]
+    state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
+    state.tokens[row, positions + grid] = drawn.ahead_tokens
+    for request, status in enumerate(drawn.status[:, num_above].tolist()):
+        if state.counts[request] < settings.num_tokens:
+            state.advance(request, state.counts[request] + 1, status)
+    return state
+
+
+def run_step(state: State, settings: Settings) -> list[int]:
+    """One step of all images that are not finished; how many guesses of each were accepted, -1 of a finished one."""
+    chain = draft(state, settings)
+    hidden = target_forward(state, settings, chain)
+    drawn = verify(state, settings, chain, hidden)
+    commit(state, settings, chain, drawn)
+    return update(state, settings, chain, hidden, drawn)
+
+
+class Chain(NamedTuple):
+    """What a step reads: the newest token of every image and the guesses behind it, N nodes."""
+    tokens: Tensor     # (B, N) int64
+    nodes: tuple       # their index in tables of 2B rows, with a column for each position in the image
+    successors: tuple  # the index of what follows each of them, in tables of B rows
+
+
+def draft(state: State, settings: Settings) -> Chain:
+    """As many guesses as the widest window takes, but none behind the end of every image."""
+    counts, device, L = state.counts, state.tokens.device, settings.num_tokens
+    window = max(window for window, count in zip(state.windows, counts) if count < L)
+    N, newest = 1 + min(window, L - 1 - min(counts)), [count - 1 for count in counts]
+    return Chain(state.tokens[columns(newest, N, device)], columns(newest * 2, N, device), columns(counts, N, device))
+
+
+def target_forward(state: State, settings: Settings, chain: Chain) -> Tensor:
+    """Read all nodes of the chains at once: (2B, N, H). A guess that is kept is in its column of the cache already."""
+    return read(state, settings, chain.nodes, chain.tokens, max(state.counts) - 1 + chain.tokens.shape[1])
+
+
+def read(state: State, settings: Settings, nodes: tuple, tokens: Tensor, end: int) -> Tensor:
+    """Hidden states (2B, N, H) at tokens (B, N), whose index in the images is `nodes`, below `end`."""
+    slots, mask = settings.slots[nodes], settings.mask[:, :, :settings.prefix_len + end][nodes]
+    return settings.target.extend(repeat_for_cfg(tokens), slots, mask, state.cache, slots)
+
+
+def verify(state: State, settings: Settings, chain: Chain, hidden: Tensor) -> DrawTokensResult:
+    """Draw the token behind each node and the one below that, and say how many leading guesses equal their draws.
+
+    The token behind the last node is compared too, with a guess that no node has read.
+    """
+    positions, guesses = settings.positions[chain.successors], state.tokens[chain.successors]
+    return settings.sampling.draw(settings.target, hidden, positions, guesses, settings.grid)
+
+
+def commit(state: State, settings: Settings, chain: Chain, drawn: DrawTokensResult) -> None:
+    """The draws are the newest tokens and guesses. Where a window reaches the row below, its own are better."""
+    N, device = chain.tokens.shape[1], state.tokens.device
+    below, successors = columns([count + settings.grid for count in state.counts], N, device), chain.successors
+    if min(state.windows) < max(state.windows):  # a request guesses nothing behind its own window
+        windows = torch.tensor(state.windows, device=device)[:, None]
+        is_own, row = torch.arange(N, device=device) <= windows, torch.arange(len(windows), device=device)[:, None]
+        scratch = state.tokens.shape[1] - 1
+        below, successors = ((row, torch.where(is_own, settings.positions[index], scratch))
+                             for index in (below, successors))
+    state.tokens[below] = drawn.ahead_tokens
+    state.tokens[successors] = drawn.tokens
+
+
+def update(state: State, settings: Settings, chain: Chain, hidden: Tensor, drawn: DrawTokensResult) -> list[int]:
+    """Account for the step, and choose the next windows. Returns as `run_step`."""
+    counts, windows, L = list(state.counts), state.windows, settings.num_tokens
+    accepted = [-1] * len(counts)
+    results = torch.cat([drawn.num_accepted[:, None], drawn.status], 1).tolist()  # the step's one host read
+    for request, (num_equal, *status) in enumerate(results):
+        count = counts[request]
+        if count == L:
+            continue
+        num_drafted = min(windows[request], L - 1 - count)
+        accepted[request] = min(num_equal, num_drafted)
+        state.target_forwards[request] += 1
+        state.num_drafted[request][count] = num_drafted
+        state.num_accepted[request][count] = accepted[request]
+        state.advance(request, count + accepted[request] + 1, status[accepted[request]])
+        if state.choice:
+            state.choice.record(num_equal, min(len(status), L - count))
+    if settings.from_last:
+        guess_from_last(state, settings, hidden, counts)
+    if state.choice:
+        state.set_windows()
+    return accepted
+
+
+def guess_from_last(state: State, settings: Settings, hidden: Tensor, counts: list[int]) -> None:
+    """Guess what enters the windows from the last row of each. counts: of the images, before the step."""
+    last = [min(window, hidden.shape[1] - 1) for window in state.windows]
+    n = max(new - old for new, old in zip(state.counts, counts) if new > old)
+    row = torch.arange(len(hidden), device=hidden.device)
+    rows = hidden[row, torch.tensor(last * 2, device=hidden.device)][:, None].expand(-1, n, -1)
+    entering = columns([count + window + 1 for count, window in zip(counts, last)], n, hidden.device)
+    state.tokens[entering] = settings.sampling.draw(settings.target, rows, settings.positions[entering]).tokens
+
+
+def chain_step(counts: list[int], windows: list[int], num_accepted: list[int], settings: Settings) -> Step:
+    """For an observer: the step that accepted so many guesses of images that had `counts` tokens."""
+    device, P, L = settings.mask.device, settings.max_window, settings.num_tokens
+    position, window, accepted = (torch.tensor(numbers, device=device) for numbers in (counts, windows, num_accepted))
+    depth = window.minimum(L - 1 - position).clamp(min=0)
+    node = torch.arange(P + 1, device=device)
+    links = tree_links(torch.where(node <= depth[:, None], node - 1, -2).int())
+    accepted_nodes = torch.where(node[1:] <= accepted[:, None], node[1:], -1).int()
+    return Step(links, position.clamp(max=L - 1), accepted_nodes, accepted.clamp(min=0).int(), accepted >= 0)
+
+
+class WindowChoice:
+    """Which of WINDOWS gives the most tokens a second: by the seconds of a step, and by how many guesses it accepts.
+
+    A step with a window of W tells what every narrower one would accept, and whether the guess behind its window is
+    right, too. So a decoding that went back to no guesses learns when to guess again.
+    """
+
+    def __init__(self, seconds: dict[int, float]):
+        self.seconds, self.num_steps = seconds, 0
+        self.usual = [*STANDING, *STANDING[-1:] * (MAX_WINDOW + 1)][:MAX_WINDOW + 1]
+        # by distance: how often a guess was looked at behind guesses that were right, and how often it was right
+        self.looks, self.rights = ([0.0] * (MAX_WINDOW + 1) for _ in range(2))
+        self.window = self.fastest()
+
+    def record(self, num_equal: int, num_read: int) -> None:
+        """Of the num_read guesses of a step, the first num_equal were right."""
+        for distance in range(min(num_equal + 1, num_read)):
+            self.looks[distance] += 1
+            self.rights[distance] += distance < num_equal
+
+    def next_window(self) -> int:
+        """The window of the next step. It changes every few steps."""
+        if self.num_steps and self.num_steps % REVIEW == 0:
+            self.window = self.fastest()
+            self.looks, self.rights = ([MEMORY * x for x in record] for record in (self.looks, self.rights))
+        self.num_steps += 1
+        return self.window
+
+    def fastest(self) -> int:
+        expected, chance, speeds = 1.0, 1.0, {}  # tokens of a step; the chance that all guesses so far are right
+        for window, (usual, looks, rights) in enumerate(zip(self.usual, self.looks, self.rights)):
+            if window in self.seconds:
+                speeds[window] = expected / self.seconds[window]
+            chance *= (PRIOR_STEPS * usual + rights) / (PRIOR_STEPS + looks)
+            expected += chance
+        return max(speeds, key=speeds.get)
+
+
+def facts_of(target: TargetModel) -> dict:
+    """What was found out about a target, for as long as it lives."""
+    return _facts.setdefault(target, {})
+
+
+def step_seconds(settings: Settings, condition: Tensor) -> dict[int, float]:
+    """Seconds of a step with each of WINDOWS, in the middle of the images. A target is timed once for each batch."""
+    B, device = len(condition) // 2, condition.device
+    facts = facts_of(settings.target)
+    if ("seconds", B, device) not in facts:
+        state = State(settings, [max(1, settings.num_tokens // 2)] * B, WindowChoice({0: 1.0}))
+        settings.target.prefill(condition, settings.padding_mask, state.cache)
+        facts["seconds", B, device] = {window: seconds_of(state, settings, window) for window in WINDOWS}
+    return facts["seconds", B, device]
+
+
+def seconds_of(state: State, settings: Settings, window: int) -> float:
+    state.windows, seconds = [window] * len(state.counts), []
+    for _ in range(3):  # the first is slower: it allocates
+        start = time.perf_counter()
+        chain = draft(state, settings)
+        drawn = verify(state, settings, chain, target_forward(state, settings, chain))
+        commit(state, settings, chain, drawn)
+        drawn.status.tolist()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def check_causal(target: TargetModel) -> None:
+    """Raise ValueError if what the target says at a token depends on the token behind it. Each target is asked once."""
+    facts = facts_of(target)
+    if "is_causal" not in facts:
+        condition, S = target.null_condition(1), target.prefix_len
+        cache, device = target.new_cache(1, S + 2), condition.device
+        target.prefill(condition, torch.ones(1, S, dtype=torch.bool, device=device), cache)
+        slots = torch.arange(S, S + 2, device=device)[None]
+        mask = torch.ones(1, 2, S + 2, dtype=torch.bool, device=device).tril(S)
+        first, second = (target.logits(target.extend(torch.tensor([[0, token]], device=device), slots, mask, cache,
+                                                     slots))[:, 0] for token in (0, target.vocab_size - 1))
+        facts["is_causal"] = torch.allclose(first, second, rtol=1e-4, atol=1e-4, equal_nan=True)
+    if not facts["is_causal"]:
+        raise ValueError("target must be causal, so that its logits at a token do not depend on later tokens: Jacobi "
+                         f"decoding reads guesses behind a token that may change; those of {type(target).__name__} do")
