@@ -24,11 +24,12 @@ LEAST_IMAGES = 12  # with about so many the kernel distance of the strongest rel
 
 @dataclass(frozen=True)
 class Latency:
-    """`count` pictures of a method, each alone and right after the baseline's of the same prompt: for seconds."""
+    """`count` pictures of a method, `batch` at once, right after the baseline's of the same prompts: for seconds."""
 
     method: Method
     temperature: float = 1.0
-    count: int = 0  # 0: as many as the study times
+    count: int = 0  # batches; 0: as many as the study times
+    batch: int = 1  # pictures decoded at once
 
     @classmethod
     def of(cls, text: str, temperature: float = 1.0) -> "Latency":
@@ -84,12 +85,12 @@ class Pictures:
 
 @dataclass
 class Timings:
-    """Seconds of single pictures, each beside the baseline's of the same prompt and seed."""
+    """Seconds a picture of each batch, beside the baseline's of the same prompts and seeds."""
 
     baseline: list[float]
     method: list[float]
     tau: list[float]
-    tokens: list[list[int]]  # of the method's pictures
+    tokens: list[list[int]]  # of the method's pictures, one of each batch
 
     @property
     def speedup(self) -> np.ndarray:
@@ -189,7 +190,7 @@ class DiscreteStudy(Study):
         if isinstance(job, Memory):
             return 5.0
         if isinstance(job, Latency):
-            return (job.count + 1) * (3.0 if method.adaptation else 2.2)
+            return (job.count + 1) * job.batch * (3.0 if method.adaptation else 2.2)
         if method.drafting == "none":
             return 0.12 * job.count
         return job.count * (0.35 + 0.02 * method.max_nodes)
@@ -259,17 +260,19 @@ class DiscreteStudy(Study):
 
     def _time(self, latency: Latency, progress: Callable[[], None] | None = None) -> None:
         timings = Timings([], [], [], [])
+        B = latency.batch
         for i in range(-1, latency.count):  # the first is thrown away: caches fill, memory is touched
-            prompt, sampling = self.prompts_of(max(i, 0), 1), self.sampling_of(max(i, 0), 1, latency.temperature)
+            start = max(i, 0) * B
+            prompts, sampling = self.prompts_of(start, B), self.sampling_of(start, B, latency.temperature)
             for method, seconds in ((parse_method("vanilla"), timings.baseline), (latency.method, timings.method)):
                 start = time.perf_counter()
-                decoded = self.pipeline.tokens(prompt, method, sampling)
+                decoded = self.pipeline.tokens(prompts, method, sampling)
                 if self.pipeline.device.type == "cuda":
                     torch.cuda.synchronize()
                 if i >= 0:
-                    seconds.append(time.perf_counter() - start)
+                    seconds.append((time.perf_counter() - start) / B)
             if i >= 0:
-                timings.tau.append(decoded.tau.item())
+                timings.tau.append(decoded.tau.mean().item())
                 timings.tokens.append(decoded.tokens[0].tolist())
                 if progress:
                     progress()
@@ -421,7 +424,7 @@ class DiscreteReport(Report):
                 "tau": self.study.pictures(run).tau, "tv_excess": self.tv_excess(run)} | self.quality(run)
 
     def latency_row(self, latency: Latency) -> dict:
-        """Seconds of single pictures. The speedup is the median of ratios of neighbors in time."""
+        """Seconds of a picture. The speedup is the median of ratios of neighbors in time."""
         timings = self.study.seconds(latency)
         return {"method": latency.method.label, "T": f"{latency.temperature:g}",
                 "seconds": float(np.mean(timings.method)), "+-": float(np.std(timings.method)),
@@ -487,7 +490,7 @@ class DiscreteReport(Report):
             "name is the share of pictures whose features are nearest to those of the picture that their prompt "
             "names. `tv_excess` is added total variation per token, estimated. CLIP score, HPSv2, ImageReward and the "
             "aesthetic predictor need weights that no package brings: not measured (`--score` takes them). "
-            "Medusa, SJD and GSD are out of scope.", "",
+            "Medusa is out of scope.", "",
             "The papers' models have 0.8 to 7 billion parameters on A100 GPUs, ours has millions on what is named "
             "above: what can agree is a trend. Of the papers only abstracts, released repositories and notes by others "
             "were at hand; their numbers stand here where they could be read, and nowhere else.", "",

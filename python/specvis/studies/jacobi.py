@@ -1,0 +1,238 @@
+"""Jacobi decoding on this model: the curves over window, batch and temperature, what relaxing it buys, and what more
+guesses would."""
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from specvis_kernels import guided_probs, gumbel_noise
+
+from ..decoding.jacobi import jacobi_decode
+from ..decoding.methods import parse_method
+from ..decoding.sampling import Sampling
+from .base import BATCH, Item, Run, item
+from .discrete import DiscreteReport, DiscreteScope, Latency
+from .page import Section, axes
+
+ITEMS: dict[str, Item] = {}
+WINDOWS = (1, 2, 4, 8, 16, 32)
+TEMPERATURES = (0.0, 0.7, 1.0)
+BATCHES = (1, 2, 4, 8)
+BATCH_WINDOWS = ("auto", 2, 4, 8, 16)
+SJD, SCD, GSD = "SJD, arXiv:2410.01699", "coupled SJD, arXiv:2510.24211", "GSD, arXiv:2508.07747"
+
+
+def windows(scope: DiscreteScope) -> tuple[int, ...]:
+    """The windows of the curves: of a quick report every second one."""
+    return WINDOWS if len(scope.k) > 2 else WINDOWS[1::2]
+
+
+def window_runs(scope: DiscreteScope) -> dict[str, list[Run]]:
+    """The curves: a name, and a run for each window."""
+    curves = {f"T = {T:g}": [Run.of(f"jacobi:window={W}", T) for W in windows(scope)] for T in TEMPERATURES}
+    return curves | {"T = 1, guesses from the last row": [Run.of(f"jacobi:window={W}:guess=last")
+                                                          for W in windows(scope)]}
+
+
+def window_latencies(scope: DiscreteScope) -> list[Latency]:
+    return [Latency.of(f"jacobi:window={W}") for W in (*windows(scope), "auto")]
+
+
+def same_tokens(report: DiscreteReport, run: Run) -> str:
+    """In how many pictures every token is the baseline's of that seed."""
+    pictures = report.study.pictures(run).decoded.tokens
+    baseline = report.study.pictures(Run.of("vanilla", run.temperature)).decoded.tokens
+    return f"{(pictures == baseline).all(1).sum()} of {len(pictures)}"
+
+
+def tau_row(report: DiscreteReport, run: Run) -> dict:
+    tau = report.study.pictures(run).decoded.tau
+    return {"method": run.method.label, "T": f"{run.temperature:g}", "window": run.method.window,
+            "tau": tau.nanmean().item(), "+-": 2 * tau.std().item() / len(tau) ** 0.5, "least": tau.min().item(),
+            "most": tau.max().item(), "same tokens as the baseline": same_tokens(report, run)}
+
+
+@item(ITEMS, "jacobi-window", "Jacobi decoding over the window and the temperature", lambda scope: [
+    *(Run.of("vanilla", T) for T in TEMPERATURES), *(run for runs in window_runs(scope).values() for run in runs),
+    *window_latencies(scope)])
+def jacobi_window(report: DiscreteReport, section: Section) -> None:
+    curves = {name: [tau_row(report, run) for run in runs] for name, runs in window_runs(report.scope).items()}
+    section.text("No drafter, nothing trained: a target forward reads the newest token and a window of guesses, draws "
+                 "every position again with the noise of its seed, and keeps the guesses in front that did not "
+                 "change. The tokens are the baseline's for the same seeds; the last column counts the pictures in "
+                 "which all of them are. tau is tokens per target forward, +- twice its standard error over pictures.")
+    section.table([row for rows in curves.values() for row in rows])
+    latencies = [report.latency_row(job) for job in window_latencies(report.scope)]
+    section.text("Seconds of single pictures at temperature 1, each right after the baseline's of the same prompt and "
+                 "seed; `auto` chooses the window while it decodes:")
+    section.table(latencies, "-seconds")
+    figure, ((left, right),) = axes(1, 2, 4.4, 3.2)
+    for name, rows in curves.items():
+        left.errorbar([row["window"] for row in rows], [row["tau"] for row in rows], [row["+-"] for row in rows],
+                      fmt="o-", ms=4, lw=1, capsize=2, label=name)
+    left.set(xscale="log", xlabel="window", ylabel="tau: tokens per target forward")
+    left.set_xticks(windows(report.scope), windows(report.scope))
+    left.legend(fontsize=7)
+    timed = latencies[:-1]
+    right.errorbar(windows(report.scope), [row["speedup"] for row in timed],
+                   [[row["speedup"] - row["min"] for row in timed], [row["max"] - row["speedup"] for row in timed]],
+                   fmt="o-", ms=4, lw=1, capsize=2)
+    right.axhline(latencies[-1]["speedup"], color="tab:green", lw=1, label="window=auto")
+    right.axhline(1, color="black", lw=1, label="baseline")
+    right.set(xscale="log", xlabel="window", ylabel="speedup over the baseline, single pictures")
+    right.set_xticks(windows(report.scope), windows(report.scope))
+    right.legend(fontsize=7)
+    section.figure(figure, "Tokens per target forward and speed over the window; bars: two standard errors, and the "
+                           "range over pictures")
+
+
+def batch_latencies(scope: DiscreteScope) -> list[Latency]:
+    return [replace(Latency.of(f"jacobi:window={W}"), batch=B) for B in BATCHES for W in BATCH_WINDOWS]
+
+
+@item(ITEMS, "jacobi-batch", "Jacobi decoding over the batch size", batch_latencies, quick=False)
+def jacobi_batch(report: DiscreteReport, section: Section) -> None:
+    rows = [{"batch": job.batch} | report.latency_row(job) for job in batch_latencies(report.scope)]
+    section.text("Seconds of a picture when so many are decoded at once, each batch right after the baseline's. Wide "
+                 "forwards are bound by arithmetic, so the best window shrinks while the batch grows.")
+    section.table(rows)
+    figure, ((axis,),) = axes(1, 1, 5.4, 3.2)
+    for W in BATCH_WINDOWS:
+        those = [row for row, job in zip(rows, batch_latencies(report.scope)) if job.method.window == W]
+        axis.plot(BATCHES, [row["speedup"] for row in those], "o-", ms=4, lw=2 if W == "auto" else 1,
+                  label=f"window={W}")
+    axis.axhline(1, color="black", lw=1)
+    axis.set(xscale="log", xlabel="batch size", ylabel="speedup over the baseline at this batch size")
+    axis.set_xticks(BATCHES, BATCHES)
+    axis.legend(fontsize=7)
+    section.figure(figure, "Speed over the batch size, median of the batches")
+
+
+def relaxed_runs(scope: DiscreteScope) -> list[Run]:
+    """At one window: the exact forms, then ever more relaxed ones."""
+    texts = ["jacobi", "jacobi:seed_exact=false", "jacobi:seed_exact=false:coupling=none",
+             *(f"jacobi:seed_exact=false:omega={omega:g}" for omega in scope.omega),
+             *(f"jacobi:seed_exact=false:k=10:cutoff=ratio:delta={ratio:g}" for ratio in scope.ratio),
+             *(f"jacobi:seed_exact=false:k=100:delta={delta:g}" for delta in scope.delta[1::2]),
+             "gsd", "gsd:k=6", "gsd:delta=1"]
+    return [Run.of(text) for text in texts]
+
+
+@item(ITEMS, "jacobi-relaxed", "Jacobi decoding, coupled, not coupled and relaxed",
+      lambda scope: [scope.baseline(), *relaxed_runs(scope)], uses_network=True)
+def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
+    runs = relaxed_runs(report.scope)
+    exact, coupled, uncoupled = (report.study.pictures(run) for run in runs[:3])
+    section.text(f"All at the window of `jacobi`, {runs[0].method.window}. `jacobi` draws with shared noise and "
+                 "verifies by equality. `seed_exact=false` accepts by rejection and redraws from the residual "
+                 f"({SCD}), `coupling=none` draws anew what stands behind the first rejection ({SJD}). Both keep the "
+                 "target's distribution. omega, neighborhoods (k, delta) and `gsd` move it: tv_excess is the added "
+                 "total variation per token, estimated.")
+    section.table([report.row(run) for run in runs])
+    report.noise(section, runs)
+    figure, ((axis,),) = axes(1, 1, 6, 3.6)
+    for run in runs:
+        point = report.tv_excess(run), report.study.pictures(run).tau
+        axis.plot(*point, "k*" if run.method.lossless else "kx", ms=6)
+        axis.annotate(run.method.label.replace("jacobi:seed_exact=false:", ""), point, fontsize=5, xytext=(3, 3),
+                      textcoords="offset points")
+    axis.set(xlabel="tv_excess: added total variation per token", ylabel="tau: tokens per target forward")
+    section.figure(figure, "What relaxing Jacobi decoding buys; stars are lossless")
+    for text, a, b in ((f"coupled redraws keep more guesses than fresh ones ({SCD})", coupled, uncoupled),
+                       ("shared noise keeps as many as rejection with coupled redraws (semantics of both: none is lost "
+                        "that a coupling could keep)", exact, coupled)):
+        change = a.decoded.tau - b.decoded.tau
+        mean, half = change.mean().item(), 2 * change.std().item() / len(change) ** 0.5
+        section.claim(text, (mean > half or None) if a is coupled else mean > -half,
+                      f"tau {a.tau:.2f} against {b.tau:.2f}, a difference of {mean:+.2f} +- {half:.2f}")
+    group = report.study.pictures(Run.of("gsd"))
+    section.claim(f"groups accept more than single tokens, at a small loss ({GSD}: 3.39 steps of SJD's 2.22)",
+                  group.tau > uncoupled.tau, f"tau {group.tau:.2f} against {uncoupled.tau:.2f} without groups and "
+                  f"{exact.tau:.2f} with shared noise; tv_excess {report.tv_excess(Run.of('gsd')):.3f}")
+
+
+class Remembering(nn.Module):
+    """A target that keeps the logits of its last forwards, for a look at what else it could have guessed."""
+
+    def __init__(self, target: nn.Module):
+        super().__init__()
+        self.target, self.last = target, []
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("target"), name)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.target.logits(hidden)
+        self.last = [*self.last[-1:], logits]
+        return logits
+
+
+CANDIDATES = 4
+
+
+class Siblings:
+    """An observer that asks, where a guess did not stand, whether its row's next-best candidates were right.
+
+    A guess is the candidate with the largest score (log-probability plus noise) of a row that is one forward old.
+    ranks counts the rank that the token which was drawn instead has among them; 0 is beyond CANDIDATES.
+    """
+
+    def __init__(self, target: Remembering, sampling: Sampling):
+        self.target, self.sampling, self.previous = target, sampling, None
+        self.ranks = torch.zeros(CANDIDATES + 1, dtype=torch.int64)
+        self.num_steps = self.num_first = 0  # steps, and those in which the very first guess fell
+
+    def __call__(self, step) -> None:
+        position, fell = step.position, step.position + step.num_accepted
+        if self.previous is not None:
+            old, start = self.previous
+            index = fell - start
+            seen = step.active & (index < old.shape[1]) & (fell < self.target.grid ** 2)
+            self.num_steps += int(step.active.sum())
+            self.num_first += int((step.active & (step.num_accepted == 0)).sum())
+            rows = seen.nonzero()[:, 0]
+            scores = self.scores(old[rows, index[rows]], rows, fell[rows])
+            drawn = self.scores(self.probs(self.target.last[-1])[rows, step.num_accepted[rows].long()], rows,
+                                fell[rows]).argmax(-1)
+            best = scores.topk(CANDIDATES, -1).indices
+            is_hit = best == drawn[:, None]
+            ranks = torch.where(is_hit.any(-1), is_hit.int().argmax(-1) + 1, 0)
+            self.ranks += torch.bincount(ranks, minlength=CANDIDATES + 1)
+        self.previous = self.probs(self.target.last[-1]), position.clone()
+
+    def probs(self, logits: Tensor) -> Tensor:
+        cond, uncond = logits.chunk(2)
+        s = self.sampling
+        return guided_probs(cond, uncond, s.guidance, s.temperature, s.top_k, s.top_p).probs
+
+    def scores(self, probs: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        noise = gumbel_noise(self.sampling.seeds[rows], positions[:, None], probs.shape[-1])[:, 0]
+        return probs.log() + noise
+
+
+@item(ITEMS, "jacobi-siblings", "Jacobi decoding: what a second guess would be worth", lambda scope: [], quick=False)
+def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
+    study, method = report.study, parse_method("jacobi")
+    count = min(BATCH, report.scope.images)
+    gpt = Remembering(study.pipeline.gpt)
+    sampling = study.sampling_of(0, count, 1.0)
+    features = study.pipeline.words(study.pipeline.words.encode(study.prompts_of(0, count)))
+    siblings = Siblings(gpt, sampling)
+    decoded = jacobi_decode(gpt, *study.pipeline.gpt.condition(features), sampling, [method] * count,
+                            observe=siblings)
+    failures = max(1, int(siblings.ranks.sum()))
+    shares = siblings.ranks.float() / failures
+    tau, steps = decoded.tau.mean().item(), siblings.num_steps
+    first = siblings.num_first / max(1, steps)
+    section.text(f"`{method.label}`, {count} pictures, tau {tau:.2f}. In {first:.0%} of the steps the very first guess "
+                 "fell. Where a guess fell whose row of the forward before is known, the token that was drawn was that "
+                 "row's candidate number:")
+    section.table([{"candidate": name, "share": share} for name, share in zip(
+        ["beyond the fourth", "first", "second", "third", "fourth"], shares.tolist())])
+    section.text("A sibling at the place where the first guess falls can add at most its share of a token and of the "
+                 "run behind it, if the drafts behind it were right too. With no drafts behind it a second guess adds "
+                 f"at most {shares[2].item() * failures / max(1, steps):.2f} tokens a forward, three more guesses "
+                 f"{shares[2:].sum().item() * failures / max(1, steps):.2f}, for one and three more nodes.")
