@@ -5,6 +5,12 @@ target_forward, verify, commit, update.
 
 Every request of a batch has a seed, a guidance and a temperature of its own. It is one pair of model rows: row b reads
 the condition, row B + b reads none, and guidance moves the probabilities from the second towards the first.
+
+The baseline draws each token with the noise of its position (see `specvis_kernels.draw_tokens`). A seed-exact method
+verifies by equality: at every node of a tree the target draws its own token in the same way, and a draft is accepted if
+it is this token. So the tokens are the baseline's, whatever the trees.
+
+Images may be begun: the tokens that are known are read with the condition, and the others are drawn behind them.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -13,9 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specvis_kernels import INVALID_ROW, TreeLinksResult, VerifyResult, tree_mask, verify_tree
+from specvis_kernels import (
+    INVALID_ROW,
+    TreeLinksResult,
+    VerifyGreedyResult,
+    VerifyResult,
+    tree_mask,
+    verify_greedy,
+    verify_tree,
+)
 
-from ..models.interface import Drafter, TargetModel
+from ..models.interface import Drafter, ModelCache, TargetModel
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
 from .drafting import Draft, Drafting, new_drafting
 from .methods import Method
@@ -57,49 +71,68 @@ class Decoded:
 
 @torch.inference_mode()
 def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
-           progress: Progress | None = None) -> Decoded:
+           progress: Progress | None = None, *, known_tokens: Tensor | None = None) -> Decoded:
     """The baseline: one target forward for each token.
+
+    All images are read and drawn position by position together. What is known of an image takes the place of the draw.
 
     Args:
         condition:    (B, S, dim)  as `GPT.condition` gives it
         padding_mask: (B, S) bool  True where the condition is real
+        known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
     """
     check_request(target, condition, padding_mask, sampling)
     B, S, L, device = len(condition), target.prefix_len, target.grid ** 2, condition.device
+    num_known = check_known_tokens(known_tokens, B, target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
     cache = target.new_cache(2 * B, S + L)
-    uniforms = philox_uniforms(sampling.seeds, ACCEPT, L, 1)
-    tokens = torch.zeros(B, L, dtype=torch.int64, device=device)
-    failed = torch.zeros(B, dtype=torch.bool, device=device)
+    slots = torch.arange(S + L, device=device).expand(2 * B, -1)
+    mask = mask_padding(padding_mask, torch.ones(B, 1, S + L, dtype=torch.bool, device=device))
+    tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
+    if known_tokens is not None:
+        tokens[:, :known_tokens.shape[1]] = known_tokens
+    is_ragged, is_invalid = min(num_known) < max(num_known), []
 
-    hidden = target.prefill(condition, padding_mask, cache)[:, -1:]
-    for i in range(L):
-        if i > 0:
-            slots = torch.full((2 * B, 1), S + i - 1, device=device)
-            mask = mask_padding(padding_mask, torch.ones(B, 1, S + i, dtype=torch.bool, device=device))
-            hidden = target.extend(repeat_for_cfg(tokens[:, i - 1: i]), slots, mask, cache, slots)
-        probs, _ = sampling.probs(target, hidden)
-        token, status = draw_token(probs[:, 0], uniforms[:, i, 0], sampling.greedy)
-        failed |= (status & INVALID_ROW) != 0
-        tokens[:, i] = token.masked_fill(failed, 0)
+    for i in range(min(num_known), L):
+        if i == min(num_known):
+            hidden = read_known(target, condition, padding_mask, tokens[:, :i], cache)[:, -1:]
+        else:
+            column = slots[:, S + i - 1: S + i]
+            hidden = target.extend(repeat_for_cfg(tokens[:, i - 1: i]), column, mask[..., :S + i], cache, column)
+        drawn = sampling.draw(target, hidden, slots[:B, i: i + 1])
+        new, old = drawn.tokens, tokens[:, i: i + 1]
+        old.copy_(torch.where(old < 0, new, old) if is_ragged else new)
+        is_invalid.append(drawn.status & INVALID_ROW)
         if progress:
-            progress(B)
-    none = torch.zeros(B, L, dtype=torch.int64)
-    return Decoded(tokens, none[:, 0], torch.full((B,), L), none, none, torch.zeros(B), torch.zeros(B), failed.cpu())
+            progress(sum(n <= i for n in num_known))
+    num_known, none = torch.tensor(num_known), torch.zeros(B, L, dtype=torch.int64)
+    failed = torch.zeros(B, dtype=torch.bool)
+    if is_invalid:
+        is_new = slots[0, L - len(is_invalid): L] >= num_known.to(device)[:, None]
+        has_failed = (torch.cat(is_invalid, 1) * is_new).cumsum(1) > 0
+        tokens[:, L - len(is_invalid):].masked_fill_(has_failed, 0)
+        failed = has_failed[:, -1].cpu()
+    return Decoded(tokens, num_known, (L - num_known).clamp(min=1), none, none, torch.zeros(B), torch.zeros(B), failed)
 
 
-def draw_token(probs: Tensor, uniforms: Tensor, greedy: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row: verification of a tree that is only its root.
+def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, tokens: Tensor,
+               cache: ModelCache) -> Tensor:
+    """Read the conditions and the first tokens of the images: the forward before anything is drawn.
 
     Args:
-        probs (B, V), uniforms (B,), greedy (B,) bool
+        condition:    (2B, S, dim), padding_mask (2B, S) bool
+        tokens:       (B, K) int64  the first tokens; where fewer are known, padding stands behind them
     Returns:
-        tokens (B,) int64, status (B,) int32
+        (2B, S + K, H) hidden states
     """
-    no_link = torch.full((len(probs), 1), -1, dtype=torch.int32, device=probs.device)
-    root = torch.zeros_like(no_link, dtype=torch.int64)
-    drawn = verify_tree(probs[:, None], root, no_link, no_link, uniforms[:, None], greedy=greedy, max_depth=1)
-    return drawn.next_token, drawn.status
+    hidden, S, K = target.prefill(condition, padding_mask, cache), condition.shape[1], tokens.shape[1]
+    if K == 0:
+        return hidden
+    slots = torch.arange(S, S + K, device=tokens.device)
+    causal = torch.arange(S + K, device=tokens.device) <= slots[:, None]
+    mask = mask_padding(padding_mask, causal.expand(len(tokens), -1, -1))
+    slots = slots.expand(len(condition), -1)
+    return torch.cat([hidden, target.extend(repeat_for_cfg(tokens.clamp(min=0)), slots, mask, cache, slots)], 1)
 
 
 @dataclass
@@ -119,7 +152,8 @@ Observer = Callable[[Step], None]
 @torch.inference_mode()
 def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor, padding_mask: Tensor,
                        sampling: Sampling, methods: list[Method], neighbors: Tensor | None = None,
-                       progress: Progress | None = None, observe: Observer | None = None) -> Decoded:
+                       progress: Progress | None = None, observe: Observer | None = None, *,
+                       known_tokens: Tensor | None = None) -> Decoded:
     """Draft a tree, read it in one target forward, accept a path of it; until every image is whole.
 
     If the target puts a NaN into its cache, the image ends there, whether the draft was accepted or not.
@@ -131,14 +165,17 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
         methods:      one for each request, all of one `Method.family`
         neighbors:    (V, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0
         observe:      called after every step, with tensors that it must not change
+        known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
     """
     check_request(target, condition, padding_mask, sampling)
     check_methods(methods, len(condition))
+    num_known = check_known_tokens(known_tokens, len(condition), target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
     settings = Settings.of(target, padding_mask, sampling, methods, neighbors)
-    state = prefill(settings, new_drafting(drafter, sampling, methods, target.grid), condition)
+    state = State(settings, new_drafting(drafter, sampling, methods, target.grid), num_known)
+    prefill(state, settings, condition, known_tokens)
     if progress:
-        progress(len(methods))
+        progress(sum(state.host_counts) - sum(num_known))
     while min(state.host_counts) < settings.num_tokens:
         total = sum(state.host_counts)
         step = run_step(state, settings)
@@ -156,7 +193,9 @@ class Settings:
     target: TargetModel
     sampling: Sampling
     padding_mask: Tensor  # (2B, S) bool
-    uniforms: Tensor      # (B, L, N) float32  for verification, by the position of a step's first token
+    seed_exact: bool      # are drafts verified by equality?
+    uniforms: Tensor | None  # (B, L, N) float32  for verification, by the position of a step's first token; else None
+    max_nodes: int        # N, how many nodes a tree has at most
     max_depth: int        # P, how many drafts a step can accept at most
     rule: dict            # of acceptance: keyword arguments of verify_tree
     lossless: Tensor      # (B,) bool
@@ -167,13 +206,16 @@ class Settings:
     def of(target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method],
            neighbors: Tensor | None) -> "Settings":
         base, device = methods[0], sampling.seeds.device
-        uniforms = philox_uniforms(sampling.seeds, ACCEPT, target.grid ** 2, max(m.max_nodes for m in methods))
-        max_depth = max(m.max_depth for m in methods)
+        max_nodes, max_depth = max(m.max_nodes for m in methods), max(m.max_depth for m in methods)
+        uniforms = None
+        if not base.seed_exact:
+            uniforms = philox_uniforms(sampling.seeds, ACCEPT, target.grid ** 2, max_nodes)
         rule = acceptance_rule(methods, neighbors, target.vocab_size, max_depth, device)
         lossless = torch.tensor([m.lossless for m in methods], device=device)
         is_chain = base.drafting == "static" and static_tree(base.tree).is_chain
         has_bound = is_chain and not base.k and not all(m.lossless for m in methods)
-        return Settings(target, sampling, padding_mask, uniforms, max_depth, rule, lossless, is_chain, has_bound)
+        return Settings(target, sampling, padding_mask, base.seed_exact, uniforms, max_nodes, max_depth, rule, lossless,
+                        is_chain, has_bound)
 
     @property
     def num_tokens(self) -> int:
@@ -184,14 +226,15 @@ class Settings:
 class State:
     """What goes around the loop: the images, how far they are, and the accounts of what it took."""
 
-    def __init__(self, settings: Settings, drafting: Drafting):
-        (B, L, N), device = settings.uniforms.shape, settings.uniforms.device
+    def __init__(self, settings: Settings, drafting: Drafting, num_known: list[int]):
+        """num_known: how many tokens of each image are known."""
+        seeds = settings.sampling.seeds
+        B, L, N, device = len(seeds), settings.num_tokens, settings.max_nodes, seeds.device
         self.prefix_len, self.num_tokens, self.drafting = settings.target.prefix_len, L, drafting
         self.cache = settings.target.new_cache(2 * B, self.prefix_len + L + N)
         self.tokens = torch.zeros(B, L + settings.max_depth + 1, dtype=torch.int64, device=device)  # behind L: scratch
-        self.root = self.tokens[:, 0]                                      # (B,) the newest token
-        self.failed = torch.zeros(B, dtype=torch.bool, device=device)
         # the accounts, see Decoded
+        self.num_known = torch.tensor(num_known, device=device)
         self.target_forwards = torch.ones(B, dtype=torch.int64, device=device)
         self.num_accepted = torch.full((B, L), -1, dtype=torch.int64, device=device)
         self.num_drafted = torch.zeros(B, L, dtype=torch.int64, device=device)
@@ -199,7 +242,7 @@ class State:
         is_known = settings.lossless | ~settings.sampling.greedy & settings.has_bound
         self.tv_bound = torch.where(is_known, 0.0, torch.nan)
         # what the host knows: the tokens of each image, the largest depth and width of the next trees
-        self.host_counts = [1] * B
+        self.host_counts = [min(n + 1, L) for n in num_known]
         self.tree_depth, self.tree_width = drafting.shapes.depth.max().item(), drafting.shapes.width.max().item()
 
     def advance(self, counts: Tensor) -> None:
@@ -212,22 +255,27 @@ class State:
 
     def decoded(self) -> Decoded:
         return Decoded(self.tokens[:, :self.num_tokens], *(account.cpu() for account in (
-            torch.zeros_like(self.target_forwards), self.target_forwards, self.num_accepted, self.num_drafted,
+            self.num_known, self.target_forwards, self.num_accepted, self.num_drafted,
             self.tv_excess, self.tv_bound, self.failed)))
 
 
-def prefill(settings: Settings, drafting: Drafting, condition: Tensor) -> State:
-    """Read the conditions (2B, S, dim) with target and drafter, and draw the first token of every image."""
-    state, sampling = State(settings, drafting), settings.sampling
-    hidden = settings.target.prefill(condition, settings.padding_mask, state.cache)
-    drafting.prefill(hidden)
-    probs, _ = sampling.probs(settings.target, hidden[:, -1:])
-    state.root, status = draw_token(probs[:, 0], settings.uniforms[:, 0, 0], sampling.greedy)
-    state.tokens[:, 0] = state.root
-    state.failed = (status & INVALID_ROW) != 0
-    state.advance(torch.ones_like(state.root))
-    drafting.extend(state.root[:, None], hidden[:, -1:], state.counts - 1, state.counts, 0)
-    return state
+def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: Tensor | None) -> None:
+    """Read the conditions (2B, S, dim) and the known tokens with target and drafter. Draw the tokens behind them."""
+    sampling, num_known, drafting, S = settings.sampling, state.num_known, state.drafting, state.prefix_len
+    K = 0 if known_tokens is None else known_tokens.shape[1]
+    if K:
+        state.tokens[:, :K] = known_tokens.clamp(min=0)
+    hidden = read_known(settings.target, condition, settings.padding_mask, state.tokens[:, :K], state.cache)
+    drafting.prefill(hidden[:, :S])
+    hidden = hidden[:, S - 1:]                                             # before each token, the next one too
+    newest = repeat_for_cfg(num_known)[:, None, None].expand(-1, 1, hidden.shape[-1])
+    drawn = sampling.draw(settings.target, hidden.gather(1, newest), num_known[:, None])
+    state.tokens.scatter_(1, num_known[:, None], drawn.tokens)
+    state.root = drawn.tokens[:, 0]                                        # (B,) the newest token
+    state.failed = ((drawn.status[:, 0] & INVALID_ROW) != 0) & (num_known < settings.num_tokens)
+    state.advance((num_known + 1).clamp(max=settings.num_tokens))
+    drafting.shapes.first = state.counts
+    drafting.extend(state.tokens[:, :K + 1], hidden, torch.zeros_like(num_known), num_known + 1, 0)
 
 
 def run_step(state: State, settings: Settings) -> Step:
@@ -248,28 +296,37 @@ def draft(state: State) -> Draft:
 
 class TargetOutput(NamedTuple):
     """What the target says of the nodes of the trees."""
-    hidden: Tensor  # (2B, N, H)
-    probs: Tensor   # (B, N, V) float32  of what follows each node
-    status: Tensor  # (B, N) int32
+    hidden: Tensor         # (2B, N, H)
+    probs: Tensor | None   # (B, N, V) float32  of what follows each node; None where verification is by equality
+    tokens: Tensor | None  # (B, N) int64       the target's own draw after each node; None where it is not
+    status: Tensor         # (B, N) int32
 
 
 def target_forward(state: State, settings: Settings, tree: Draft) -> TargetOutput:
     """Read all nodes of the trees at once. Each sees the tokens before the root, its ancestors and itself."""
-    N = tree.tokens.shape[1]
+    N, target, sampling = tree.tokens.shape[1], settings.target, settings.sampling
+    depth = tree.links.depth.clamp(min=0)
     slots = state.lengths[:, None] + torch.arange(N, device=tree.tokens.device)
-    position_ids = state.lengths[:, None] + tree.links.depth.clamp(min=0)
     columns = state.prefix_len + max(state.host_counts) + N
     mask = mask_padding(settings.padding_mask, tree_mask(tree.links.ancestors, state.lengths.int(), columns=columns))
-    hidden = settings.target.extend(repeat_for_cfg(tree.tokens), repeat_for_cfg(position_ids), mask, state.cache,
-                                    repeat_for_cfg(slots))
-    return TargetOutput(hidden, *settings.sampling.probs(settings.target, hidden))
+    hidden = target.extend(repeat_for_cfg(tree.tokens), repeat_for_cfg(state.lengths[:, None] + depth), mask,
+                           state.cache, repeat_for_cfg(slots))
+    if settings.seed_exact:
+        drawn = sampling.draw(target, hidden, state.counts[:, None] + depth)
+        return TargetOutput(hidden, None, drawn.tokens, drawn.status)
+    probs, status = sampling.probs(target, hidden)
+    return TargetOutput(hidden, probs, None, status)
 
 
-def verify(state: State, settings: Settings, tree: Draft, output: TargetOutput) -> VerifyResult:
+def verify(state: State, settings: Settings, tree: Draft, output: TargetOutput) -> VerifyResult | VerifyGreedyResult:
     """Say which drafts are accepted, and draw the token behind them, for which the drafts leave a position."""
-    N = tree.tokens.shape[1]
+    N, fits = tree.tokens.shape[1], tree.links.depth < state.budget[:, None]
+    if settings.seed_exact:  # no draft follows a row from which nothing could be drawn
+        first_child = torch.where(fits & (output.status == 0), tree.links.first_child, -1)
+        return verify_greedy(output.tokens, tree.tokens, first_child, tree.links.next_sibling,
+                             max_depth=settings.max_depth)
     uniforms = settings.uniforms[:, :, :N].gather(1, state.position[:, None, None].expand(-1, 1, N))[:, 0]
-    first_child = torch.where(tree.links.depth < state.budget[:, None], tree.links.first_child, -1)
+    first_child = torch.where(fits, tree.links.first_child, -1)
     return verify_tree(output.probs, tree.tokens, first_child, tree.links.next_sibling, uniforms,
                        draft_probs=tree.draft_probs, draft_row=tree.draft_row, greedy=settings.sampling.greedy,
                        max_depth=settings.max_depth, **settings.rule)
@@ -282,7 +339,8 @@ class Committed(NamedTuple):
     is_invalid: Tensor       # (B,) bool         the last was drawn from a row that was not finite
 
 
-def commit(state: State, settings: Settings, tree: Draft, output: TargetOutput, verified: VerifyResult) -> Committed:
+def commit(state: State, settings: Settings, tree: Draft, output: TargetOutput,
+           verified: VerifyResult | VerifyGreedyResult) -> Committed:
     """Put the accepted drafts into the cache, and them and the next token into the images."""
     accepted_nodes, num_accepted, next_token = verified[:3]
     if not settings.is_chain:  # an accepted part of a chain is where it should be
@@ -300,8 +358,8 @@ def commit(state: State, settings: Settings, tree: Draft, output: TargetOutput, 
     return Committed(new_tokens, previous_hidden, output.status.gather(1, nodes.gather(1, last))[:, 0] != 0)
 
 
-def update(state: State, settings: Settings, tree: Draft, output: TargetOutput, verified: VerifyResult,
-           committed: Committed) -> None:
+def update(state: State, settings: Settings, tree: Draft, output: TargetOutput,
+           verified: VerifyResult | VerifyGreedyResult, committed: Committed) -> None:
     """Account for the step, let the drafter read the new tokens, and choose the next trees' shapes."""
     account(state, settings, tree, output, verified)
     shapes, position, num_new = state.drafting.shapes, state.position, verified.num_accepted + 1
@@ -316,7 +374,8 @@ def update(state: State, settings: Settings, tree: Draft, output: TargetOutput, 
     state.tree_depth, state.tree_width = max(depths), max(widths)
 
 
-def account(state: State, settings: Settings, tree: Draft, output: TargetOutput, verified: VerifyResult) -> None:
+def account(state: State, settings: Settings, tree: Draft, output: TargetOutput,
+            verified: VerifyResult | VerifyGreedyResult) -> None:
     """Count the step of each active image."""
     request = torch.arange(len(state.counts), device=state.counts.device)
     position, active = state.position, state.active
@@ -324,7 +383,8 @@ def account(state: State, settings: Settings, tree: Draft, output: TargetOutput,
     for table, value in ((state.num_accepted, verified.num_accepted.long()), (state.num_drafted, num_drafted)):
         table[request, position] = torch.where(active, value, table[request, position])
     state.target_forwards += active
-    state.tv_excess += verified.tv_excess * active
+    if not settings.seed_exact:
+        state.tv_excess += verified.tv_excess * active
     if settings.has_bound:
         P = settings.max_depth
         accepts = [scaled(settings.rule["omega"][:, i:i + 1].double()) for i in range(P)]
@@ -366,11 +426,35 @@ def check_request(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
                          f"got {str(padding_mask.dtype)[6:]} {tuple(padding_mask.shape)}")
 
 
+def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetModel) -> list[int]:
+    """How many tokens of each of B images are known. This reads the host.
+
+    Raises:
+        ValueError: not None and not (B, K) int64 with K <= L, or an id outside [0, V) that is not -1 behind the others
+    """
+    if known_tokens is None:
+        return [0] * batch
+    L, V = target.grid ** 2, target.vocab_size
+    if known_tokens.dtype != torch.int64 or known_tokens.ndim != 2 or len(known_tokens) != batch:
+        raise ValueError(f"known_tokens must be int64 (B={batch}, K), "
+                         f"got {str(known_tokens.dtype)[6:]} {tuple(known_tokens.shape)}")
+    if known_tokens.shape[1] > L:
+        raise ValueError(f"known_tokens must be at most the L={L} tokens of an image, got {known_tokens.shape[1]}")
+    is_known = known_tokens != -1
+    counts, wrong = is_known.sum(1), is_known & ((known_tokens < 0) | (known_tokens >= V))
+    if wrong.any():
+        raise ValueError(f"known_tokens must be within [0, V={V}), or -1 where no token is known, "
+                         f"got {known_tokens[wrong][0].item()}")
+    if (is_known.cumprod(1).sum(1) != counts).any():
+        raise ValueError("known_tokens must have -1 only behind the known tokens of an image, got -1 before one")
+    return counts.tolist()
+
+
 def check_methods(methods: list[Method], batch: int) -> None:
     """Raise ValueError unless there is a speculative method for each request, all of one family."""
     if len(methods) != batch:
         raise ValueError(f"methods must be one for each of the {batch} requests, got {len(methods)}")
     for m in methods:
-        if m.drafting == "none" or m.family != methods[0].family:
-            raise ValueError("methods must be speculative and of one family (Method.family), "
+        if m.drafting not in ("static", "dynamic") or m.family != methods[0].family:
+            raise ValueError("methods must draft trees and be of one family (Method.family), "
                              f"got {methods[0].name} and {m.name}")

@@ -149,33 +149,48 @@ class StaticPlan:
 
 
 class StaticDrafting(Drafting):
-    """Trees of one shape, whose children are sampled without replacement. Greedy requests get the likeliest ones."""
+    """Trees of one shape, whose children are sampled without replacement. Greedy requests get the likeliest ones.
 
-    def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, plan: StaticPlan):
+    Where drafts are verified by equality, they are drawn with the noise of the target's own draws: the nearer the
+    drafter's probabilities are to the target's, the more likely the two draw the same token.
+    """
+
+    def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, plan: StaticPlan,
+                 seed_exact: bool):
         super().__init__(drafter, sampling, draft_guidance, shapes, plan.num_inner)
-        self.plan, self.any_greedy = plan, bool(sampling.greedy.any())
-        num_drafts = plan.links.depth.shape[1] - 1
-        self.uniforms = philox_uniforms(sampling.seeds, DRAFT, self.num_tokens, num_drafts)  # (B, L, N - 1)
+        self.plan, self.any_greedy, self.seed_exact = plan, bool(sampling.greedy.any()), seed_exact
+        if not seed_exact:
+            num_drafts = plan.links.depth.shape[1] - 1
+            self.uniforms = philox_uniforms(sampling.seeds, DRAFT, self.num_tokens, num_drafts)  # (B, L, N - 1)
 
     def draft(self, root: Tensor, max_depth: int, max_width: int) -> Draft:
-        position = (self.counts - 1)[:, None, None].expand(-1, 1, self.uniforms.shape[2])
-        uniforms = self.uniforms.gather(1, position.clamp(max=self.num_tokens - 1))[:, 0]
+        if not self.seed_exact:
+            position = (self.counts - 1)[:, None, None].expand(-1, 1, self.uniforms.shape[2])
+            uniforms = self.uniforms.gather(1, position.clamp(max=self.num_tokens - 1))[:, 0]
         tokens, rows, hidden, probs = [root[:, None]], [], self.hidden, self.probs
         for depth, level in enumerate(self.plan.levels, 1):
-            rows.append(probs)
-            children = self.draw(probs, uniforms[:, level.uniform_index])
+            if self.seed_exact:
+                F, K = level.uniform_index.shape
+                children = draw_children(probs, seeds=self.sampling.seeds, num_children=K,
+                                         positions=(self.counts + (depth - 1))[:, None].expand(-1, F)).tokens
+            else:
+                rows.append(probs)
+                children = draw_children(probs, uniforms[:, level.uniform_index]).tokens
+            children = self.greedy_or(children, probs)
             tokens.append(children.flatten(1)[:, level.picked])
             if len(level.inner):
                 hidden, probs = self.expand_level(tokens[-1][:, level.inner], hidden[:, level.parents],
                                                   level.ancestors, depth)
-        return Draft(torch.cat(tokens, 1), self.plan.links, torch.cat(rows, 1), self.plan.draft_row)
+        tokens = torch.cat(tokens, 1)
+        if self.seed_exact:
+            return Draft(tokens, self.plan.links, None, None)
+        return Draft(tokens, self.plan.links, torch.cat(rows, 1), self.plan.draft_row)
 
-    def draw(self, probs: Tensor, uniforms: Tensor) -> Tensor:
-        """K children of each of F nodes: probs (B, F, V), uniforms (B, F, K) -> tokens (B, F, K)."""
-        B, F, K = uniforms.shape
-        children = draw_children(probs, uniforms).tokens
+    def greedy_or(self, children: Tensor, probs: Tensor) -> Tensor:
+        """The likeliest tokens of greedy requests, the children (B, F, K) of the others; probs (B, F, V)."""
         if not self.any_greedy:
             return children
+        B, F, K = children.shape
         width = torch.full((B,), K, dtype=torch.int32, device=probs.device)
         likeliest = expand_tree(probs, probs.new_zeros(B, F), width, num_children=K).tokens
         return torch.where(self.sampling.greedy[:, None, None], likeliest, children)
@@ -232,7 +247,8 @@ def new_drafting(drafter: Drafter, sampling: Sampling, methods: list[Method], gr
     draft_guidance, max_depth = of_each(lambda m: m.draft_guidance, torch.float32), of_each(lambda m: m.max_depth)
     if base.drafting == "static":
         plan = StaticPlan(static_tree(base.tree), len(methods), seeds.device)
-        return StaticDrafting(drafter, sampling, draft_guidance, Shapes(max_depth, max_depth, max_depth, grid), plan)
+        shapes = Shapes(max_depth, max_depth, max_depth, grid)
+        return StaticDrafting(drafter, sampling, draft_guidance, shapes, plan, base.seed_exact)
     shapes = Shapes(of_each(lambda m: m.depth), of_each(lambda m: m.width), of_each(lambda m: m.nodes - 1), grid,
                     base.adaptation, philox_uniforms(seeds, SHAPE, L, 2))
     num_columns = 1 + max(m.max_depth for m in methods) * max(m.max_width for m in methods)

@@ -136,7 +136,7 @@ class Adaptation:
     2. What is the neighbor at the edge of the image? At the start of a row "horizontal" takes the position above. In
        the first row "vertical" takes the position to the left.
     3. Which tree is the first of an image? It has the method's own depth and width, unadapted. It is remembered for
-       the image's first token as well, which no tree drew.
+       the tokens before it as well, which no tree drew: the image's first one, and those that were known.
     4. How many nodes does a tree keep? At most the method's `nodes`, whatever its shape.
     """
 
@@ -182,6 +182,7 @@ class Shapes:
         """
         self.depth, self.width, self.max_nodes = depth.minimum(max_nodes), width.minimum(max_nodes), max_nodes
         self.grid, self.adaptation, self.uniforms = grid, adaptation, uniforms
+        self.first = torch.ones_like(depth)  # (B,) the position of the first token that a tree draws
         self.depths, self.widths, self.alphas = torch.zeros(3, len(depth), grid * grid, device=depth.device)
 
     def record(self, position: Tensor, num_accepted: Tensor, active: Tensor) -> None:
@@ -196,7 +197,7 @@ class Shapes:
             return
         a, L = self.adaptation, self.grid * self.grid
         positions = torch.arange(L, device=position.device)
-        begin = torch.where(position == 1, 0, position)
+        begin = torch.where(position == self.first, 0, position)
         is_new = (positions >= begin[:, None]) & (positions <= (position + num_accepted)[:, None])
         alpha = num_accepted / self.depth
         for table, value in ((self.depths, self.depth), (self.widths, self.width), (self.alphas, alpha)):

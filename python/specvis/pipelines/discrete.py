@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from specvis_kernels import codebook_neighbors
 
-from ..decoding.discrete import Decoded, Observer, Progress, decode, speculative_decode
+from ..decoding.discrete import Decoded, Observer, Progress, check_known_tokens, decode, speculative_decode
 from ..decoding.drafters import EagleDrafter, ModelDrafter
 from ..decoding.jacobi import jacobi_decode
 from ..decoding.methods import ContinuousMethod, Method, parse_method
@@ -108,16 +108,22 @@ class Pipeline(nn.Module):
 
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | Method | list[Method], sampling: Sampling,
-               progress: Progress | None = None, observe: Observer | None = None) -> Decoded:
+               progress: Progress | None = None, observe: Observer | None = None, *,
+               known_tokens: Tensor | None = None) -> Decoded:
         """Decode the tokens of one image for each prompt.
 
         All prompts have one method (or its name, see parse_method), or each has its own. Requests whose methods are of
         one family are decoded together. No request's tokens depend on the others. `observe` is called after every step
         of each such group.
 
+        Args:
+            known_tokens: (B, K) int64  the first tokens of each image, which are kept, -1 behind them. Of a seed-exact
+                method's picture, the first tokens with the same seed give the same picture again.
+
         Raises:
             UnknownWords: a prompt has words that the model does not know
-            ValueError:   not a method for each prompt, or one that this model lacks something for
+            ValueError:   not a method for each prompt, one that this model lacks something for, or known tokens that
+                are no beginning of an image
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
@@ -134,6 +140,7 @@ class Pipeline(nn.Module):
                              f"got {len(sampling.seeds)} seeds and {len(prompts)} prompts")
         for m in set(methods):
             self.check(m)
+        check_known_tokens(known_tokens, len(prompts), self.gpt)
         features = self.words(self.words.encode(prompts))
         families = [m.family for m in methods]
         parts, order = [], []
@@ -141,20 +148,22 @@ class Pipeline(nn.Module):
             requests = [i for i, other in enumerate(families) if other == family]
             order += requests
             parts.append(self._decode(features[requests], [methods[i] for i in requests], sampling[requests], progress,
-                                      observe))
+                                      observe, None if known_tokens is None else known_tokens[requests]))
         return Decoded.merged(parts, torch.tensor(order))
 
-    def _decode(self, features: Tensor, methods: list[Method], sampling: Sampling,
-                progress: Progress | None, observe: Observer | None) -> Decoded:
+    def _decode(self, features: Tensor, methods: list[Method], sampling: Sampling, progress: Progress | None,
+                observe: Observer | None, known_tokens: Tensor | None) -> Decoded:
         base = methods[0]
         condition, padding_mask = self.gpt.condition(features)
         if base.drafting == "none":
-            return decode(self.gpt, condition, padding_mask, sampling, progress)
+            return decode(self.gpt, condition, padding_mask, sampling, progress, known_tokens=known_tokens)
         neighbors = self.neighbors(base.num_neighbors, base.metric) if base.num_neighbors else None
         if base.drafting == "jacobi":
-            return jacobi_decode(self.gpt, condition, padding_mask, sampling, methods, neighbors, progress, observe)
+            return jacobi_decode(self.gpt, condition, padding_mask, sampling, methods, neighbors, progress, observe,
+                                 known_tokens=known_tokens)
         return speculative_decode(self.gpt, self._drafter(base.drafter, features, padding_mask), condition,
-                                  padding_mask, sampling, methods, neighbors, progress, observe)
+                                  padding_mask, sampling, methods, neighbors, progress, observe,
+                                  known_tokens=known_tokens)
 
     def _drafter(self, name: str, features: Tensor, padding_mask: Tensor) -> Drafter:
         if name == "model":
