@@ -13,7 +13,9 @@ from PIL import Image
 
 from specvis.cli.main import main
 from specvis.decoding.discrete import Step
+from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import parse_method
+from specvis.decoding.sampling import Sampling
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
@@ -22,6 +24,7 @@ from specvis.studies.adt_tree import least_squares
 from specvis.studies.base import Run, alike, decided
 from specvis.studies.discrete import FULL, QUICK, DiscreteReport, DiscreteStudy, Latency, Memory, Recorder
 from specvis.studies.general import curve_gap
+from specvis.studies.jacobi import Remembering, Siblings
 from specvis.studies.lantern import grows
 from specvis.studies.page import Section, format_cell
 from specvis.studies.quality import MORE_SCORES, Score
@@ -72,6 +75,22 @@ def run(*arguments):
 
 def refuse(*_):
     raise AssertionError("decoded again")
+
+
+# --- Jacobi ----------------------------------------------------------------------------------------------------------
+
+def test_a_guess_that_fell_was_its_rows_first_candidate():
+    """So the token that was drawn instead is another one; and each step with a known row counts once."""
+    tiny, sampling = tiny_pipeline(), Sampling.of(list(range(8)), guidance=1.2)
+    target = Remembering(tiny.gpt)
+    siblings, steps = Siblings(target, sampling, window=4), []
+    condition = tiny.gpt.condition(tiny.words(tiny.words.encode(["red heart"] * 8)))
+    decoded = jacobi_decode(target, *condition, sampling, [parse_method("jacobi:window=4")] * 8,
+                            observe=lambda step: (siblings(step), steps.append(step)))
+    num_steps = decoded.target_forwards.sum() - 8 - steps[0].active.sum()      # without the prefill and the first
+    assert siblings.num_steps == num_steps > 0
+    assert siblings.ranks[1] == 0 < siblings.ranks[0] and siblings.ranks[2:].sum() > 0
+    assert siblings.ranks.sum() <= num_steps and 0 < siblings.num_first <= num_steps
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

@@ -180,8 +180,8 @@ class Siblings:
     ranks counts the rank that the token which was drawn instead has among them; 0 is beyond CANDIDATES.
     """
 
-    def __init__(self, target: Remembering, sampling: Sampling):
-        self.target, self.sampling, self.previous = target, sampling, None
+    def __init__(self, target: Remembering, sampling: Sampling, window: int):
+        self.target, self.sampling, self.window, self.previous = target, sampling, window, None
         self.ranks = torch.zeros(CANDIDATES + 1, dtype=torch.int64)
         self.num_steps = self.num_first = 0  # steps, and those in which the very first guess fell
 
@@ -190,7 +190,8 @@ class Siblings:
         if self.previous is not None:
             old, start = self.previous
             index = fell - start
-            seen = step.active & (index < old.shape[1]) & (fell < self.target.grid ** 2)
+            is_known = (index < old.shape[1]) & (fell < self.target.grid ** 2 - 1)  # the last token is never guessed
+            seen = step.active & is_known & (step.num_accepted < self.window)
             self.num_steps += int(step.active.sum())
             self.num_first += int((step.active & (step.num_accepted == 0)).sum())
             rows = seen.nonzero()[:, 0]
@@ -220,7 +221,7 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
     gpt = Remembering(study.pipeline.gpt)
     sampling = study.sampling_of(0, count, 1.0)
     features = study.pipeline.words(study.pipeline.words.encode(study.prompts_of(0, count)))
-    siblings = Siblings(gpt, sampling)
+    siblings = Siblings(gpt, sampling, method.window)
     decoded = jacobi_decode(gpt, *study.pipeline.gpt.condition(features), sampling, [method] * count,
                             observe=siblings)
     failures = max(1, int(siblings.ranks.sum()))
@@ -231,7 +232,7 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
                  "fell. Where a guess fell whose row of the forward before is known, the token that was drawn was that "
                  "row's candidate number:")
     section.table([{"candidate": name, "share": share} for name, share in zip(
-        ["beyond the fourth", "first", "second", "third", "fourth"], shares.tolist())])
+        ["second", "third", "fourth", "none of these"], shares[[2, 3, 4, 0]].tolist())])
     section.text("A sibling at the place where the first guess falls can add at most its share of a token and of the "
                  "run behind it, if the drafts behind it were right too. With no drafts behind it a second guess adds "
                  f"at most {shares[2].item() * failures / max(1, steps):.2f} tokens a forward, three more guesses "
