@@ -13,6 +13,7 @@ METRICS = ("l2", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
 MAX_WINDOW = 32  # of "auto"
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
+OF_MAR = ("num_iter", "steps_first", "steps_last")  # the parameters of MAR's own decoding
 DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "model": "a smaller model of the target's family"}
 
 
@@ -227,6 +228,8 @@ class ContinuousMethod:
     name: str
     source: str                        # the paper, and the place in it
     num_iter: int = 0                  # MAR's own decoding takes this many target forwards; 0: one for each token
+    steps_first: int = 0               # denoising steps of its first tokens; 0: the model's own number
+    steps_last: int = 0                # and of its last ones, linearly between (DiSA); 0: the model's own number
     gamma: int = 0                     # drafted tokens a step; 0: MAR's own decoding
     prefill: float = 0.0               # the share of the tokens that the target draws alone, first
     variant: str = "paper"             # of the density ratio, see specvis_kernels.accept_gaussian
@@ -241,13 +244,16 @@ class ContinuousMethod:
             if not condition:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
-        for names, types, wanted in ((("num_iter", "gamma", "max_tries"), int, "an integer"),
+        for names, types, wanted in (((*OF_MAR, "gamma", "max_tries"), int, "an integer"),
                                      (("truncate", "aligned"), bool, "True or False"),
                                      (("prefill", "distance_temperature"), (int, float), "a number")):
             for name in names:
                 value = getattr(self, name)
                 need(name, isinstance(value, types) and (types is bool or not isinstance(value, bool)), wanted)
         need("num_iter", self.num_iter >= 0, "at least 1, or 0 for one target forward a token")
+        for name in ("steps_first", "steps_last"):
+            steps = getattr(self, name)
+            need(name, steps == 0 or steps >= 2, "at least 2, or 0 for the model's own number")
         need("gamma", self.gamma >= (self.name != "mar"), "at least 1")
         need("prefill", 0 <= self.prefill <= 1, "within [0, 1]")
         need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
@@ -266,7 +272,7 @@ class ContinuousMethod:
     @property
     def is_baseline(self) -> bool:
         """Is this the method that others are measured against: one token a forward, no drafts?"""
-        return not self.gamma and not self.num_iter
+        return not self.gamma and not any(getattr(self, name) for name in OF_MAR)
 
     @property
     def label(self) -> str:
@@ -353,6 +359,8 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
 }
 CONTINUOUS_PARAMETERS = {
     "num_iter": "target forwards of MAR's own decoding; 0: one for each token",
+    "steps_first": "denoising steps of the first tokens; 0: the model's own number",
+    "steps_last": "denoising steps of the last tokens, linearly between (DiSA); 0: the model's own number",
     "gamma": "tokens that a step drafts",
     "prefill": "share of the tokens that the target draws alone, first",
     "variant": "of the density ratio: paper, released or path",
@@ -371,7 +379,7 @@ OF_ACCEPTANCE = ("coupling", "k", "delta", "cutoff", "metric", "omega", "nu", "r
 def parameters_of(m: Method | ContinuousMethod) -> dict:
     """The parameters that a method has, with their values."""
     if isinstance(m, ContinuousMethod):
-        return {name: getattr(m, name) for name in CONTINUOUS_PARAMETERS if (name == "num_iter") == (m.gamma == 0)}
+        return {name: getattr(m, name) for name in CONTINUOUS_PARAMETERS if (name in OF_MAR) == (m.gamma == 0)}
     if m.drafting == "none":
         return {}
     if m.drafting == "jacobi":
