@@ -20,7 +20,7 @@ from torch import Tensor
 from specvis_kernels import INVALID_ROW, DrawTokensResult, tree_links
 
 from ..models.interface import TargetModel
-from .discrete import Decoded, Observer, Progress, Step, check_request
+from .discrete import Decoded, Observer, Progress, Step, check_known_tokens, check_request, read_known
 from .methods import MAX_WINDOW, Method
 from .sampling import Sampling, cfg_inputs, mask_padding, repeat_for_cfg
 
@@ -52,13 +52,16 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         ValueError: an argument differs from the above, or what the target says at a token depends on later tokens
     """
     check_request(target, condition, padding_mask, sampling)
+    check_methods(methods, len(condition))
+    num_known = check_known_tokens(known_tokens, len(condition), target)
     check_causal(target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
     settings = Settings(target, padding_mask, sampling, methods)
     choice = WindowChoice(step_seconds(settings, condition)) if "auto" in settings.windows else None
-    state = prefill(settings, condition, known_tokens, choice)
+    state = State(settings, num_known, choice)
+    prefill(state, settings, condition, known_tokens)
     if progress:
-        progress(sum(state.counts) - sum(state.num_known))
+        progress(sum(state.counts) - sum(num_known))
     while min(state.counts) < settings.num_tokens:
         counts, windows = list(state.counts), list(state.windows)
         num_accepted = run_step(state, settings)
@@ -135,33 +138,28 @@ def columns(first: list[int], n: int, device: torch.device) -> tuple:
     return row, torch.tensor(first, device=device)[:, None] + torch.arange(n, device=device)
 
 
-def prefill(settings: Settings, condition: Tensor, known_tokens: Tensor | None,
-            choice: "WindowChoice | None" = None) -> State:
-    """Read the conditions (2B, S, dim) and the known tokens (B, K), draw the next token, and make the first guesses.
+def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: Tensor | None) -> None:
+    """Read the conditions (2B, S, dim) and the known tokens, draw the next token, and make the first guesses.
 
     A position's first guess is from the row above it, as far as there is one, and else from the newest row.
     """
-    B, grid, device = len(condition) // 2, settings.grid, condition.device
-    if known_tokens is None:
-        known_tokens = torch.zeros(B, 0, dtype=torch.int64, device=device)
-    K, num_known = known_tokens.shape[1], (known_tokens >= 0).sum(1, keepdim=True)
-    state = State(settings, num_known[:, 0].tolist(), choice)
-    state.tokens[:, :K] = known_tokens.clamp(min=0)
-    hidden = settings.target.prefill(condition, settings.padding_mask, state.cache)[:, -1:]
+    sampling, grid, B, device = settings.sampling, settings.grid, len(state.counts), condition.device
+    K = 0 if known_tokens is None else known_tokens.shape[1]
     if K:
-        hidden = torch.cat([hidden, read(state, settings, columns([0] * 2 * B, K, device), state.tokens[:, :K], K)], 1)
-    num_above = min(K, grid - 1)
-    num_behind = settings.max_window if settings.from_last else grid - 1
-    positions = (num_known + torch.arange(-num_above, num_behind + 1, device=device)).clamp(min=0)
-    node = repeat_for_cfg(positions.minimum(num_known))[..., None].expand(-1, -1, hidden.shape[-1])
-    drawn = settings.sampling.draw(settings.target, hidden.gather(1, node), positions, ahead=grid)
+        state.tokens[:, :K] = known_tokens.clamp(min=0)
+    hidden = read_known(settings.target, condition, settings.padding_mask, state.tokens[:, :K], state.cache)
+    hidden = hidden[:, settings.prefix_len - 1:]  # before each token, the next one too
+    num_above, num_behind = min(K, grid - 1), settings.max_window if settings.from_last else grid - 1
+    newest = torch.tensor(state.counts, device=device)[:, None]
+    positions = (newest + torch.arange(-num_above, num_behind + 1, device=device)).clamp(min=0)
+    before = repeat_for_cfg(positions.minimum(newest))[..., None].expand(-1, -1, hidden.shape[-1])
+    drawn = sampling.draw(settings.target, hidden.gather(1, before), positions, ahead=grid)
     row = torch.arange(B, device=device)[:, None]
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
     state.tokens[row, positions + grid] = drawn.ahead_tokens
     for request, status in enumerate(drawn.status[:, num_above].tolist()):
         if state.counts[request] < settings.num_tokens:
             state.advance(request, state.counts[request] + 1, status)
-    return state
 
 
 def run_step(state: State, settings: Settings) -> list[int]:
@@ -190,13 +188,9 @@ def draft(state: State, settings: Settings) -> Chain:
 
 def target_forward(state: State, settings: Settings, chain: Chain) -> Tensor:
     """Read all nodes of the chains at once: (2B, N, H). A guess that is kept is in its column of the cache already."""
-    return read(state, settings, chain.nodes, chain.tokens, max(state.counts) - 1 + chain.tokens.shape[1])
-
-
-def read(state: State, settings: Settings, nodes: tuple, tokens: Tensor, end: int) -> Tensor:
-    """Hidden states (2B, N, H) at tokens (B, N), whose index in the images is `nodes`, below `end`."""
-    slots, mask = settings.slots[nodes], settings.mask[:, :, :settings.prefix_len + end][nodes]
-    return settings.target.extend(repeat_for_cfg(tokens), slots, mask, state.cache, slots)
+    end = settings.prefix_len + max(state.counts) - 1 + chain.tokens.shape[1]
+    slots, mask = settings.slots[chain.nodes], settings.mask[:, :, :end][chain.nodes]
+    return settings.target.extend(repeat_for_cfg(chain.tokens), slots, mask, state.cache, slots)
 
 
 def verify(state: State, settings: Settings, chain: Chain, hidden: Tensor) -> DrawTokensResult:
@@ -331,6 +325,16 @@ def seconds_of(state: State, settings: Settings, window: int) -> float:
         drawn.status.tolist()  # waits for the device
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+def check_methods(methods: list[Method], batch: int) -> None:
+    """Raise ValueError unless there is a method without a drafter for each request, all of one family."""
+    if len(methods) != batch:
+        raise ValueError(f"methods must be one for each of the {batch} requests, got {len(methods)}")
+    for m in methods:
+        if m.drafting not in ("jacobi", "none") or m.family != methods[0].family:
+            raise ValueError("methods must be Jacobi decoding and of one family (Method.family), "
+                             f"got {methods[0].name} and {m.name}")
 
 
 def check_causal(target: TargetModel) -> None:
