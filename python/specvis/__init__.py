@@ -1,13 +1,14 @@
 """Speculative decoding of images: models, drafters, decoding loops, command line and training.
 
     pipeline = specvis.Pipeline.load()
-    decoded = pipeline.tokens(["fluent-3d red heart"], "lantern:delta=0.1", specvis.Sampling.of([0]))
+    decoded = pipeline.tokens(["fluent-3d red heart"], "jacobi", specvis.Sampling.of([0]))
     pipeline.pictures(decoded.tokens)[0].save("heart.png")
     print(decoded.tau)  # tokens per target forward
 
 `Pipeline` decodes discrete tokens, `MARPair` continuous ones. METHODS are the recipes by name, and `parse_method` reads
-what the command line takes. The loops themselves, for models of your own, are `decode` and `speculative_decode` (see
-`specvis.models.interface`), and for continuous tokens `parallel_decode` and `continuous_decode`.
+what the command line takes. The loops themselves, for models of your own, are `decode`, `jacobi_decode` and
+`speculative_decode` (see `specvis.models.interface`), and for continuous tokens `parallel_decode` and
+`continuous_decode`.
 """
 from importlib import import_module
 
@@ -15,6 +16,7 @@ from importlib import import_module
 _HOMES = {
     "decoding.continuous": ("ContinuousSampling", "KnownTokens", "continuous_decode", "parallel_decode"),
     "decoding.discrete": ("decode", "speculative_decode"),
+    "decoding.jacobi": ("jacobi_decode",),
     "decoding.methods": ("METHODS", "ContinuousMethod", "Method", "method", "parse_method"),
     "decoding.sampling": ("Sampling",),
     "pipelines.discrete": ("Pipeline",),

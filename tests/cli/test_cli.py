@@ -56,13 +56,34 @@ def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
     assert alone.tobytes() == first.tobytes()
 
 
+def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
+    pictures = {}
+    for name, arguments in (("default", ()), ("vanilla", ("--method", "vanilla")),
+                            ("another seed", ("--method", "vanilla", "--seed", 8))):
+        out = tmp_path / f"{name}.png"
+        result = run("generate", "--prompt", "red heart", "--seed", 7, "--scale", 1, "--out", out, "--weights", weights,
+                     *arguments)
+        assert result.exit_code == 0, result.output
+        pictures[name] = Image.open(out).tobytes()
+        if name == "default":
+            assert re.search(r"tau \d\.\d\d tokens a forward; the same tokens as vanilla's by seed 7$",
+                             result.output.strip())
+    assert pictures["default"] == pictures["vanilla"] != pictures["another seed"]
+    several = run("generate", "--prompt", "red heart", "--seed", 7, "-n", 2, "--out", tmp_path / "x.png",
+                  "--weights", weights)
+    assert several.output.strip().endswith("by seeds 7 to 8")
+    relaxed = run("generate", "--prompt", "red heart", "--method", "lantern:k=8", "--out", tmp_path / "x.png",
+                  "--weights", weights)
+    assert relaxed.output.strip().endswith("tokens a forward")
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["--prompt", " "], "prompt must have at least one word"),
     (["--prompt", "red hart"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "lantren"], "unknown method 'lantren'; did you mean lantern"),
     (["--prompt", "red heart", "-n", "0"], "n must be at least 1, got 0"),
-    (["--prompt", "red heart", "--delta", "-1"], "delta must be within [0, 1], got -1.0"),
-    (["--prompt", "red heart", "-k", "64"], "k must be within 1..63 (the codebook has 64 codes), got 64"),
+    (["--prompt", "red heart", "--method", "lantern", "--delta", "-1"], "delta must be within [0, 1], got -1.0"),
+    (["--prompt", "red heart", "--method", "lantern", "-k", "64"], "k must be within 1..63 (the codebook has 64"),
     (["--prompt", "red heart", "--temperature", "-1"], "temperature must be at least 0 and finite, got -1.0"),
     (["--prompt", "red heart", "--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
     (["--prompt", "red heart", "--top-p", "1.01"], "top_p must be within (0, 1], got 1.01"),
@@ -77,6 +98,8 @@ def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
     (["--prompt", "red hart", "--method", "cspd"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "eagle1:tree=nowhere.json"], "tree nowhere.json is not a file"),
     (["--prompt", "red heart", "--method", "eagle1:drafter=model"], "this model has no small.safetensors"),
+    (["--prompt", "red heart", "--method", "jacobi:window=0"], "window must be a whole number of at least 1, or auto"),
+    (["--prompt", "red heart", "--method", "jacobi:k=8"], "seed_exact must be false where k > 0"),
     (["--prompt", "red heart", "--scale", "0"], "scale must be at least 1, got 0"),
     (["--prompt", "red heart", "--out", "nowhere/x.png"], "out must be a file in a folder that exists and can"),
     (["--prompt", "red heart", "--out", "x.txt"], "out must end in the name of a picture format"),
@@ -134,6 +157,63 @@ def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
             assert float(row["tv_bound"]) == float(row["tv_excess"]) == float(row["tv_excess_bound"]) == 0
     assert rows[2]["tv_excess_bound"] == ""                     # eq. (4) says nothing of greedy decoding
     assert float(rows[5]["tv_excess_bound"]) > 0
+
+
+def compared(weights, out, *arguments):
+    """What `specvis compare` printed of methods at temperature 1 on three pictures, its exit status and its table."""
+    result = run("compare", "--temperature", 1, "-n", 3, "--prompt", "red heart", "--out", out, "--weights", weights,
+                 *arguments)
+    return result, {row["method"]: row for row in csv.DictReader(open(out / "compare.csv"))}
+
+
+def test_compare_checks_that_the_same_seed_draws_the_same_picture(weights, tmp_path):
+    result, rows = compared(weights, tmp_path, "--methods", "vanilla,jacobi:window=3,eagle2,lantern:k=8",
+                            "--singles", 2)
+    assert result.exit_code == 0, result.output
+    assert "\njacobi:window=3: same tokens as vanilla: 3 of 3 (temperature 1)\n" in result.output
+    assert {name: row["same_tokens"] for name, row in rows.items()} == {
+        "vanilla": "", "jacobi:window=3": "3 of 3", "eagle2": "3 of 3", "lantern:k=8": ""}
+    assert all(float(row["single_seconds"]) > 0 and float(row["single_speedup"]) > 0 for row in rows.values())
+    assert rows["vanilla"]["single_speedup"] == "1.0" and float(rows["jacobi:window=3"]["tau"]) > 1
+    assert Image.open(tmp_path / "jacobi.png").width > 500
+
+
+def test_compare_without_single_pictures(weights, tmp_path):
+    result, rows = compared(weights, tmp_path, "--methods", "vanilla,jacobi", "--singles", 0)
+    assert result.exit_code == 0 and rows["jacobi"]["same_tokens"] == "3 of 3"
+    assert rows["jacobi"]["single_seconds"] == rows["jacobi"]["single_speedup"] == ""
+    assert not (tmp_path / "jacobi.png").exists()
+
+
+def test_compare_without_a_baseline(weights, tmp_path):
+    result, rows = compared(weights, tmp_path, "--methods", "jacobi", "--singles", 1)
+    assert result.exit_code == 0 and "same tokens as" not in result.output
+    assert float(rows["jacobi"]["single_seconds"]) > 0
+    assert rows["jacobi"]["speedup"] == rows["jacobi"]["single_speedup"] == rows["jacobi"]["same_tokens"] == ""
+
+
+def test_a_picture_that_differs_is_an_error_unless_it_is_rounding(weights, tmp_path, monkeypatch):
+    original = Pipeline.tokens
+
+    def differing(self, prompts, method, *arguments):
+        decoded = original(self, prompts, method, *arguments)
+        if method.name == "jacobi" and len(prompts) == 3:
+            decoded.tokens = decoded.tokens.clone()
+            decoded.tokens[1, 5] ^= 1
+        return decoded
+
+    monkeypatch.setattr(Pipeline, "tokens", differing)
+    methods = ("--methods", "vanilla,jacobi:window=4", "--singles", 0)
+    result, rows = compared(weights, tmp_path, *methods)
+    assert result.exit_code == 1 and rows["jacobi:window=4"]["same_tokens"] == "2 of 3"
+    assert re.search(r"ERROR: jacobi:window=4, temperature 1: 'red heart' \(picture 1\) differs from the baseline's "
+                     r"from token 5 on, where its two best candidates are \d\.\de.\d\d apart\n", result.output)
+    assert "pictures that differ from the baseline's by more than rounding (0.0001): 1" in result.output
+
+    monkeypatch.setattr("specvis.cli.runs.draw_margins", lambda pipeline, prompts, tokens, sampling: tokens * 1e-6)
+    result, rows = compared(weights, tmp_path, *methods)
+    assert result.exit_code == 0 and rows["jacobi:window=4"]["same_tokens"] == "2 of 3"
+    assert "apart: rounding\n" in result.output and "ERROR" not in result.output
 
 
 @pytest.mark.parametrize("name", ["mar", "cspd", "cspd-path:gamma=2", "cspd-released"])

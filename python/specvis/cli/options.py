@@ -59,6 +59,11 @@ def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: 
                        top_k=top_k, top_p=top_p, device=device)
 
 
+def is_exact(method: Method | ContinuousMethod, temperature: float) -> bool:
+    """Does the method draw the baseline's tokens with the same seed, each of them?"""
+    return isinstance(method, Method) and (method.seed_exact or temperature == 0 and method.lossless)
+
+
 def is_given(name: str) -> bool:
     """Whether this command was given the option, rather than having its default."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE

@@ -3,6 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specvis_kernels import gumbel_noise
+
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..models.llamagen import condition_mask
 from ..pipelines.discrete import Pipeline
@@ -20,6 +22,28 @@ def steps_gain(num_accepted: Tensor) -> Tensor:
     return num_accepted.gather(1, began).clamp(min=0) + 1
 
 
+def forward_numbers(num_accepted: Tensor) -> Tensor:
+    """Which target forward drew each token, counted from 0. (The one that reads the condition draws the first token.)
+
+    Args:
+        num_accepted: (B, L) int64  accepted drafts of the step that began at each position; -1 where none began
+    Returns:
+        (B, L) int64
+    """
+    began = (num_accepted >= 0).long()
+    return began.cumsum(1) - began[:, :1]  # the baseline's first step begins at the first token
+
+
+def target_hidden(pipeline: Pipeline, prompts: list[str], tokens: Tensor) -> Tensor:
+    """The target's hidden states at pictures whose tokens (B, L) are known: (2B, prefix_len - 1 + L, dim).
+
+    The last L of them predict the tokens.
+    """
+    gpt = pipeline.gpt
+    condition, padding_mask = cfg_inputs(gpt, *gpt.condition(pipeline.words(pipeline.words.encode(prompts))))
+    return gpt.teacher_forced(condition, padding_mask, repeat_for_cfg(tokens))
+
+
 @torch.inference_mode()
 def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
                          sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -29,10 +53,25 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
         target_probs (B, L, V) and draft_probs (B, L - 1, V), the latter for tokens 1..L - 1
     """
     gpt, prefix_len = pipeline.gpt, pipeline.gpt.config.condition_tokens - 1
-    condition, padding_mask = cfg_inputs(gpt, *gpt.condition(pipeline.words(pipeline.words.encode(prompts))))
-    hidden = gpt.teacher_forced(condition, padding_mask, repeat_for_cfg(tokens))           # (2B, prefix_len + L, dim)
+    features = pipeline.words(pipeline.words.encode(prompts))
+    padding_mask = repeat_for_cfg(gpt.condition(features)[1])
+    hidden = target_hidden(pipeline, prompts, tokens)
     shifted = F.pad(repeat_for_cfg(tokens[:, :-1]), (prefix_len, 0))
     position_ids = torch.arange(shifted.shape[1], device=tokens.device)[None]
     drafted = pipeline.drafter(shifted, hidden[:, :-1], position_ids,
                                condition_mask(padding_mask[:, :prefix_len], shifted.shape[1]))
     return sampling.probs(gpt, hidden[:, prefix_len:])[0], sampling.probs(gpt, drafted[:, prefix_len:])[0]
+
+
+@torch.inference_mode()
+def draw_margins(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling) -> Tensor:
+    """By how much the best candidate for each token leads the second best, in what `draw_tokens` compares: (B, L).
+
+    tokens (B, L) int64: of the pictures
+    """
+    probs = sampling.probs(pipeline.gpt, target_hidden(pipeline, prompts, tokens)[:, -tokens.shape[1]:])[0]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    noise = gumbel_noise(sampling.seeds, positions, probs.shape[-1])
+    scores = probs.log() + torch.where(sampling.greedy[:, None, None], 0.0, noise)
+    best, second = scores.topk(2, -1).values.unbind(-1)
+    return best - second

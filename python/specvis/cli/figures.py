@@ -1,0 +1,154 @@
+"""What `specvis compare` draws."""
+import textwrap
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..decoding.methods import Method
+from ..decoding.sampling import Sampling
+from ..pipelines.discrete import Pipeline
+from ..studies.page import save_figure
+from ..studies.positions import forward_numbers, steps_gain, teacher_forced_probs
+from .runs import Pipelines, Result
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
+
+
+def draw_all(pipelines: Pipelines, results: list[Result], prompts: list[str], out: Path) -> None:
+    draw_pictures(pipelines, results, prompts, out / "compare.png")
+    discrete = [r for r in results if isinstance(r.method, Method)]
+    if discrete:
+        draw_acceptance(pipelines[Method], discrete, out / "acceptance.png")
+    sampled = next((r for r in discrete if r.temperature > 0 and not r.decoded.failed.any()), None)
+    if sampled:
+        draw_distributions(pipelines[Method], prompts, sampled.decoded.tokens, sampled.sampling,
+                           out / "distributions.png")
+
+
+def by_method(results: list[Result]) -> tuple[list[str], list[float], dict]:
+    """Labels of methods and temperatures, in order, and the result of each pair."""
+    table = {(r.method.label, r.temperature): r for r in results}
+    return list(dict.fromkeys(label for label, _ in table)), list(dict.fromkeys(T for _, T in table)), table
+
+
+def draw_pictures(pipelines: Pipelines, results: list[Result], prompts: list[str], path: Path) -> None:
+    """Rows are methods, columns prompts, once for each temperature."""
+    labels, temperatures, table = by_method(results)
+    count = len(prompts)
+    figure, axes = plt.subplots(len(labels), count * len(temperatures), squeeze=False, layout="constrained",
+                                figsize=(0.95 * count * len(temperatures) + 1.8, 0.95 * len(labels) + 0.7))
+    figure.get_layout_engine().set(w_pad=0.01, h_pad=0.01, wspace=0, hspace=0)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+    for (label, temperature), result in table.items():
+        row, start = axes[labels.index(label)], count * temperatures.index(temperature)
+        pictures = pipelines[type(result.method)].pictures(result.decoded.tokens)
+        for axis, picture in zip(row[start: start + count], pictures):
+            axis.imshow(picture)
+        row[0].set_ylabel(label.replace(":", "\n"), rotation=0, ha="right", va="center")
+    for start, temperature in enumerate(temperatures):
+        for axis, prompt in zip(axes[0, count * start:], prompts):
+            axis.set_title(f"T = {temperature:g}\n" + "\n".join(textwrap.wrap(prompt, 13)), fontsize=7)
+    save_figure(figure, path)
+
+
+def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> None:
+    """How many tokens the step gave that made each position, mean over pictures (ADT-Tree, Figure 2)."""
+    labels, temperatures, table = by_method([r for r in results if r.method.drafting != "none"])
+    if not table:
+        return
+    grid = pipeline.gpt.config.grid
+    gains = {key: steps_gain(r.decoded.num_accepted).float().mean(0).view(grid, grid).numpy()
+             for key, r in table.items()}
+    figure, axes = plt.subplots(len(temperatures), len(labels), squeeze=False, layout="constrained",
+                                figsize=(2.0 * len(labels) + 0.8, 2.4 * len(temperatures)))
+    top = max(gain.max() for gain in gains.values())
+    for (label, temperature), gain in gains.items():
+        axis = axes[temperatures.index(temperature), labels.index(label)]
+        image = axis.imshow(gain, vmin=1, vmax=top, cmap="viridis")
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(label.replace(":", "\n") + f"\nT = {temperature:g}, mean {gain.mean():.2f}", fontsize=8)
+    figure.colorbar(image, ax=axes, label="tokens of the step that made this position")
+    save_figure(figure, path)
+
+
+def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling, path: Path) -> None:
+    """Target and draft over the union of their 20 likeliest tokens (LANTERN, Figure 2b); top-1 maps
+    (ADT-Tree, Figure 4)."""
+    if tokens.shape[1] < 4:
+        return  # no room for three positions to look at
+    target, draft = (probs.cpu() for probs in teacher_forced_probs(pipeline, prompts, tokens, sampling))
+    grid = pipeline.gpt.config.grid
+    figure, axes = plt.subplots(2, 3, constrained_layout=True, figsize=(12, 6))
+    positions = [min(row * grid * grid // 4 + grid // 2, grid * grid - 1) for row in (1, 2, 3)]
+    for axis, position in zip(axes[0], positions):
+        p, q = target[0, position], draft[0, position - 1]
+        likeliest = min(20, len(p))
+        union = torch.cat([p.topk(likeliest).indices, q.topk(likeliest).indices]).unique()
+        union = union[p[union].argsort(descending=True)]
+        x = np.arange(len(union))
+        axis.bar(x - 0.2, p[union].numpy(), 0.4, label="target")
+        axis.bar(x + 0.2, q[union].numpy(), 0.4, label="draft")
+        overlap = torch.minimum(p, q).sum()
+        axis.set(xticks=[], xlabel="union of the 20 likeliest tokens of each", ylabel="probability",
+                 title=f"{prompts[0]}\nrow {position // grid}, column {position % grid}, sum of min {overlap:.2f}")
+        axis.legend()
+    top = target.max(-1).values
+    for axis, (name, values) in zip(axes[1], {prompts[0]: top[0], "mean of all prompts": top.mean(0)}.items()):
+        image = axis.imshow(values.view(grid, grid).numpy(), vmin=0, vmax=1)
+        axis.set(xticks=[], yticks=[], title=f"top-1 probability of the target\n{name}")
+        figure.colorbar(image, ax=axis)
+    axes[1, 2].hist(top.flatten().numpy(), bins=40, range=(0, 1), density=True)
+    axes[1, 2].set(xlabel="top-1 probability of the target", ylabel="density of positions",
+                   title=f"mean {top.mean():.3f}, top-10 {target.topk(10, -1).values.sum(-1).mean():.3f}")
+    save_figure(figure, path)
+
+
+def draw_jacobi(pipeline: Pipeline, baseline: Result, jacobi: Result, windows: dict[int, Result], prompts: list[str],
+                path: Path) -> None:
+    """The pictures that were decoded alone, by the baseline and by `jacobi`; which target forward drew which token; and
+    what the window changes."""
+    count, grid = len(jacobi.singles.seconds), pipeline.gpt.config.grid
+    numbers = forward_numbers(jacobi.decoded.num_accepted)[:count].view(count, grid, grid).numpy() + 1
+    same = (jacobi.decoded.tokens == baseline.decoded.tokens).all(1)
+    figure = plt.figure(figsize=(1.45 * count + 5, 5), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1.45 * count + 1.2, 3.8))
+    axes = left.subplots(3, count, squeeze=False)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+    for row, result in zip(axes, (baseline, jacobi)):
+        for axis, picture, seconds in zip(row, pipeline.pictures(result.decoded.tokens[:count]),
+                                          result.singles.seconds):
+            axis.imshow(picture)
+            axis.set_xlabel(f"{seconds:.2f} s", fontsize=8)
+    for axis, number in zip(axes[2], numbers):
+        image = axis.imshow(number, vmin=1, vmax=numbers.max(), cmap="viridis")
+        axis.set_xlabel(f"{number.max()} of {grid * grid} forwards", fontsize=8)
+    for axis, prompt in zip(axes[0], prompts):
+        axis.set_title("\n".join(textwrap.wrap(prompt, 13)), fontsize=8)
+    left.colorbar(image, ax=axes[2], aspect=8)
+    for row, name in zip(axes, (baseline.method.label, f"{jacobi.method.name}\n\nthe same tokens:\n{same.sum()} of "
+                                f"{len(same)} pictures", "which\ntarget forward\ndrew which token")):
+        row[0].set_ylabel(name, rotation=0, ha="right", va="center")
+
+    above, below = right.subplots(2, 1, sharex=True)
+    x = list(windows)
+    above.plot(x, [r.decoded.tau.nanmean().item() for r in windows.values()], "o-", color="tab:blue")
+    above.set(ylabel="tokens per\ntarget forward", title=f"mean of {len(prompts)} pictures", ylim=(0, None))
+    below.plot(x, [r.singles.speedup for r in windows.values()], "o-", color="tab:blue", label="one at a time")
+    if len(prompts) > 1:
+        below.plot(x, [r.speedup for r in windows.values()], "s--", color="tab:gray",
+                   label=f"in a batch of {len(prompts)}")
+    below.axhline(1, color="black", lw=0.8, ls=":")
+    below.set_xscale("log", base=2)
+    below.set(xlabel="window: guesses that a forward reads", ylabel=f"speed, {baseline.method.label} is 1", xticks=x,
+              ylim=(0, None))
+    below.set_xticklabels(map(str, x))
+    below.legend(fontsize=8)
+    save_figure(figure, path)
