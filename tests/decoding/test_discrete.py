@@ -19,7 +19,7 @@ from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
-from specvis.studies.positions import steps_gain, teacher_forced_probs
+from specvis.studies.positions import draw_margins, steps_gain, teacher_forced_probs
 from specvis_kernels import VerifyResult, sample_residual
 from tests.tiny import tiny_pipeline
 
@@ -39,6 +39,14 @@ def lantern(**parameters):
 @pytest.fixture(scope="module")
 def tiny():
     return tiny_pipeline()
+
+
+@pytest.fixture(scope="module")
+def twins():
+    """The draft model is the target itself, so that many of its drafts are accepted."""
+    pipeline = tiny_pipeline()
+    pipeline.draft_model = pipeline.gpt
+    return pipeline
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +84,120 @@ def test_greedy_is_the_baseline_token_for_token(tiny, m):
     sampling = Sampling.of(list(range(4)), temperature=0.0)
     baseline = tiny.tokens(PROMPTS, METHODS["vanilla"], sampling)
     assert torch.equal(tiny.tokens(PROMPTS, m, sampling).tokens, baseline.tokens)
+
+
+SEED_EXACT = [METHODS["jacobi"], *(method(name, seed_exact=True, drafter=drafter)
+                                   for name in LOSSLESS if name != "jacobi" for drafter in DRAFTERS)]
+SETTINGS = [{"temperature": 0.0}, {"temperature": 0.7, "guidance": 1.0}, {"temperature": 1.0, "guidance": 3.0,
+                                                                         "top_k": 30, "top_p": 0.95}]
+ROUNDING = 1e-4  # two candidates that are nearer than this may change places by rounding
+
+
+def assert_same_tokens(pipeline, prompts, tokens, expected, sampling):
+    """A picture may part from the expected one only where the two best candidates are as good as equal."""
+    parted = (tokens != expected).any(1)
+    if not parted.any():
+        return
+    first = (tokens != expected).int().argmax(1)
+    margins = draw_margins(pipeline, prompts, expected, sampling).gather(1, first[:, None])[parted, 0]
+    print(f"{len(margins)} of {len(tokens)} pictures part where the best candidate leads by {margins.tolist()}")
+    assert (margins <= ROUNDING).all()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: f"T={settings['temperature']}")
+@pytest.mark.parametrize("m", [
+    *SEED_EXACT, method("eagle2", depth=7, width=3, nodes=9), method("speculative", seed_exact=True, depth=7),
+    method("eagle1", seed_exact=True, tree="naive_extend_57"), method("adt-tree", start="tokenflock"),
+    method("speculative", seed_exact=True, draft_guidance=0.0), method("jacobi", window=3, guess="last"),
+], ids=lambda m: m.label)
+def test_seed_exact_is_the_baseline_token_for_token(twins, m, settings):
+    sampling, other = Sampling.of([1, 2, 3, 4], **settings), Sampling.of([5, 6, 7, 8], **settings)
+    baseline = twins.tokens(PROMPTS, "vanilla", sampling)
+    decoded = twins.tokens(PROMPTS, m, sampling)
+    assert_same_tokens(twins, PROMPTS, decoded.tokens, baseline.tokens, sampling)
+    assert (decoded.tv_excess == 0).all() and (decoded.tv_bound == 0).all()
+    assert m.drafter == "eagle" or (decoded.tau > 2).all()  # or equality would say nothing of the accepted drafts
+    if settings["temperature"] > 0:  # the control: another seed
+        with pytest.raises(AssertionError):
+            assert_same_tokens(twins, PROMPTS, twins.tokens(PROMPTS, m, other).tokens, baseline.tokens, sampling)
+
+
+def test_seed_exact_requests_of_every_kind_share_a_batch(twins):
+    methods = [METHODS["vanilla"], *SEED_EXACT, METHODS["eagle1"]]
+    n = len(methods)
+    prompts, sampling = (PROMPTS * 4)[:n], Sampling.of(
+        list(range(n)), guidance=([1.0, 3.0, 1.5, 2.0] * 4)[:n], temperature=([1.0, 0.0, 0.7, 2.0, 0.3] * 4)[:n],
+        top_k=([0, 10] * 8)[:n], top_p=([1.0, 1.0, 0.8] * 6)[:n])
+    baseline = twins.tokens(prompts, "vanilla", sampling)
+    decoded = twins.tokens(prompts, methods, sampling)
+    assert_same_tokens(twins, prompts[:-1], decoded.tokens[:-1], baseline.tokens[:-1], sampling[list(range(n - 1))])
+    assert not torch.equal(decoded.tokens[-1], baseline.tokens[-1])  # eagle1 is not seed-exact by itself
+
+
+@pytest.mark.parametrize("m", [method(name, seed_exact=True, drafter="model") for name in ("speculative", "eagle1")],
+                         ids=lambda m: m.name)
+def test_a_drafter_that_is_the_target_drafts_what_the_target_draws(twins, m):
+    """Both draw with the same noise, so every level has its draft accepted; with rejection, too few are."""
+    sampling = Sampling.of(list(range(16)), guidance=3.0, top_k=30)
+    decoded = twins.tokens(PROMPTS * 4, m, sampling)
+    assert torch.equal(decoded.num_accepted.clamp(min=0), decoded.num_drafted)
+    rejected = twins.tokens(PROMPTS * 4, method(m.name, drafter="model", seed_exact=False, omega=0.9), sampling)
+    assert not torch.equal(rejected.num_accepted.clamp(min=0), rejected.num_drafted)
+
+
+def begun(tokens, counts):
+    """The first counts[b] tokens of each image, -1 behind them."""
+    return torch.where(torch.arange(tokens.shape[1]) < torch.tensor(counts)[:, None], tokens, -1)[:, :max(counts)]
+
+
+@pytest.mark.parametrize("m", [METHODS["vanilla"], *SEED_EXACT], ids=lambda m: m.label)
+@pytest.mark.parametrize("counts", [[0] * 4, [5] * 4, [15] * 4, [16] * 4, [0, 16, 7, 15], [3, 3, 1, 2]], ids=str)
+def test_a_begun_image_goes_on_as_it_did(twins, m, counts):
+    sampling, n = Sampling.of([1, 2, 3, 4]), torch.tensor(counts)
+    whole = twins.tokens(PROMPTS, "vanilla", sampling)
+    gained = []
+    decoded = twins.tokens(PROMPTS, m, sampling, progress=gained.append, known_tokens=begun(whole.tokens, counts))
+    assert_same_tokens(twins, PROMPTS, decoded.tokens, whole.tokens, sampling)
+    assert torch.equal(decoded.num_known, n) and sum(gained) == (16 - n).sum()
+    if m.is_baseline:
+        assert torch.equal(decoded.target_forwards, (16 - n).clamp(min=1))
+    else:  # the first forward draws a token, and every other one draws what it accepted and one more
+        steps = (decoded.num_accepted >= 0).sum(1)
+        assert torch.equal(decoded.target_forwards, 1 + steps)
+        assert torch.equal(decoded.num_accepted.clamp(min=0).sum(1) + steps + 1 + n, (16 + (n == 16)).long())
+    torch.testing.assert_close(decoded.tau, (16 - n) / decoded.target_forwards)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_begun_image_keeps_what_was_known(tiny, name):
+    m, counts, sampling = fitted(name), [4, 0, 16, 9], Sampling.of([1, 2, 3, 4])
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
+    decoded = tiny.tokens(PROMPTS, m, sampling, known_tokens=begun(tokens, counts))
+    is_known = torch.arange(16) < torch.tensor(counts)[:, None]
+    assert torch.equal(decoded.tokens[is_known], tokens[is_known]) and not decoded.failed.any()
+    assert decoded.num_known.tolist() == counts and not torch.equal(decoded.tokens, tokens)
+    alone = tiny.tokens(PROMPTS[3:], m, Sampling.of([4]), known_tokens=tokens[3:, :9])
+    assert torch.equal(alone.tokens, decoded.tokens[3:]) and torch.equal(alone.num_accepted, decoded.num_accepted[3:])
+    unknown = tiny.tokens(PROMPTS, m, sampling).tokens
+    assert torch.equal(decoded.tokens[1], unknown[1]) and not torch.equal(decoded.tokens, unknown)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "eagle2", "jacobi"])
+@pytest.mark.parametrize("known_tokens, message", [
+    (torch.zeros(3, 2, dtype=torch.int64), r"known_tokens must be int64 \(B=4, K\), got int64 \(3, 2\)"),
+    (torch.zeros(4, dtype=torch.int64), r"known_tokens must be int64 \(B=4, K\), got int64 \(4,\)"),
+    (torch.zeros(4, 2), r"known_tokens must be int64 \(B=4, K\), got float32 \(4, 2\)"),
+    (torch.zeros(4, 17, dtype=torch.int64), "known_tokens must be at most the L=16 tokens of an image, got 17"),
+    (torch.tensor([[1, 64]] * 4), r"known_tokens must be within \[0, V=64\), or -1 where no token is known, got 64"),
+    (torch.tensor([[1, 2, -2]] * 4), r"known_tokens must be within \[0, V=64\), or -1 .*, got -2"),
+    (torch.tensor([[1, 2, -1], [1, -1, 3], [1, -1, -1], [-1] * 3]), "-1 only behind the known tokens of an image"),
+])
+def test_what_known_tokens_are_not(tiny, name, known_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.tokens(PROMPTS, name, Sampling.of([1, 2, 3, 4]), known_tokens=known_tokens)
+    condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+    with pytest.raises(ValueError, match=message):
+        decode(tiny.gpt, condition, padding_mask, Sampling.of([1, 2, 3, 4]), known_tokens=known_tokens)
 
 
 def test_lantern_with_delta_0_is_eagle2(tiny):
@@ -366,11 +488,14 @@ def test_guidance_pairs_a_request_with_nothing(tiny):
     ({"top_k": -1}, "top_k must be at least 0, got -1"),
     ({"top_p": 0.0}, r"top_p must be within \(0, 1\], got 0.0"),
     ({"top_p": 1.5}, r"top_p must be within \(0, 1\], got 1.5"),
+    ({"seeds": None}, "seeds must be a list of whole numbers, one for each image, got None"),
+    ({"seeds": 3}, "seeds must be a list of whole numbers, one for each image, got 3"),
+    ({"seeds": [1, 0.5]}, r"seeds must be a list of whole numbers, one for each image, got \[1, 0.5\]"),
     ({"guidance": math.inf}, "guidance must be a finite number, got inf"),
 ])
 def test_settings_out_of_range_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
-        Sampling.of([0], **wrong)
+        Sampling.of(**{"seeds": [0]} | wrong)
 
 
 def test_conditions_of_the_wrong_shape_are_refused(tiny):
