@@ -1,6 +1,6 @@
 """Two methods side by side: the same prompts and seeds, how many target forwards and seconds each takes.
 
-    python examples/compare_methods.py --methods vanilla eagle1 --pictures 4
+    python examples/compare_methods.py --methods vanilla jacobi eagle1 --pictures 4
 
 `specvis compare` draws the pictures too.
 """
@@ -10,7 +10,7 @@ import time
 from specvis import Pipeline, Sampling, parse_method
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--methods", nargs="+", default=["vanilla", "eagle1"], help="see `specvis methods`")
+parser.add_argument("--methods", nargs="+", default=["vanilla", "jacobi"], help="see `specvis methods`")
 parser.add_argument("--pictures", type=int, default=2, help="decoded as one batch")
 options = parser.parse_args()
 

@@ -1,6 +1,6 @@
 """One picture: a prompt, a method by its name, a PNG.
 
-    python examples/one_picture.py --prompt "fluent-3d red heart" --method lantern:delta=0.1
+    python examples/one_picture.py --prompt "fluent-3d red heart" --method eagle1
 """
 import argparse
 
@@ -8,7 +8,7 @@ from specvis import Pipeline, Sampling
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--prompt", default="fluent-3d red heart", help="a style (fluent-3d, fluent-flat, noto) and words")
-parser.add_argument("--method", default="lantern:delta=0.1", help="see `specvis methods`")
+parser.add_argument("--method", default="jacobi", help="see `specvis methods`")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--out", default="heart.png")
 options = parser.parse_args()

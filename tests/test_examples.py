@@ -9,7 +9,10 @@ import torch
 from PIL import Image
 
 import specvis_kernels
-from specvis.models.interface import TargetModel
+from specvis import jacobi_decode, method, speculative_decode
+from specvis.decoding.drafters import ModelDrafter
+from specvis.decoding.sampling import cfg_inputs
+from specvis.models.interface import ModelCache, TargetModel
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -28,7 +31,8 @@ def run(monkeypatch, tmp_path, capsys):
 
 def test_each_says_how_it_is_run_and_has_a_test():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"one_op", "one_picture", "compare_methods", "continuous_picture", "own_model"}
+    assert names == {"one_op", "one_picture", "compare_methods", "continuous_picture", "own_model",
+                     "transformers_model"}
     for name in names:
         text = (EXAMPLES / f"{name}.py").read_text()
         assert f"\n    python examples/{name}.py" in ast.get_docstring(ast.parse(text), clean=False), name
@@ -72,3 +76,36 @@ def test_own_model(run, method):
     assert isinstance(names["target"], TargetModel)
     assert torch.equal(names["decoded"].tokens, names["baseline"].tokens) and "100% of the tokens" in printed
     assert names["decoded"].tau.mean() > 1.3 and not names["decoded"].failed.any()
+
+
+@pytest.mark.parametrize("method, temperature", [("jacobi:window=16", 1), ("jacobi:window=5", 0.7), ("jacobi", 0)])
+def test_transformers_model(run, method, temperature):
+    names, printed = run("transformers_model", "--method", method, "--temperature", temperature)
+    target, decoded, baseline = names["target"], names["decoded"], names["baseline"]
+    assert isinstance(target, TargetModel) and isinstance(target.new_cache(2, 8), ModelCache)
+    assert torch.equal(decoded.tokens, baseline.tokens) and "100% of the tokens" in printed
+    assert 0 <= decoded.tokens.min() and 32 < decoded.tokens.max() < 64  # image tokens: no id of text
+    assert decoded.tau.mean() > (1.3 if temperature else 1.05) and not decoded.failed.any()
+    again = jacobi_decode(target, names["condition"], names["is_real"], names["sampling"][[2, 2, 2]],
+                          [names["method"]] * 3)
+    assert temperature == 0 or not torch.equal(again.tokens, baseline.tokens)  # another seed, other tokens
+
+    # what is known of transformers itself: the whole image in one forward, without a cache
+    ids = torch.cat([names["prompts"][1:], decoded.tokens[1:, :-1] + 32], 1)
+    logits = target.model(inputs_embeds=target.embed(ids)).last_hidden_state[:, 4:] @ target.head.T
+    null = torch.cat([torch.zeros_like(ids[:, :5]), ids[:, 5:]], 1)
+    uncond = target.model(inputs_embeds=target.embed(null)).last_hidden_state[:, 4:] @ target.head.T
+    sampling, positions = names["sampling"][[1, 2]], torch.arange(64).expand(2, -1)
+    drawn = specvis_kernels.draw_tokens(logits, uncond, sampling.guidance, sampling.temperature, sampling.top_k,
+                                        sampling.top_p, sampling.seeds, positions)
+    assert torch.equal(drawn.tokens, decoded.tokens[1:])
+
+
+def test_transformers_model_in_a_tree(run):
+    """The cache of the example commits the path of a draft tree."""
+    names, _ = run("transformers_model")
+    target, condition, is_real = names["target"], names["condition"], names["is_real"]
+    drafter = ModelDrafter(target, *cfg_inputs(target, condition, is_real))
+    decoded = speculative_decode(target, drafter, condition, is_real, names["sampling"],
+                                 [method("eagle2", drafter="model", depth=3, width=4, nodes=12)] * 3)
+    assert torch.equal(decoded.tokens, names["baseline"].tokens) and decoded.tau.mean() > 1.3
