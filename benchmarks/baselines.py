@@ -56,6 +56,24 @@ def gather_cumsum(probs, tokens, neighbors, delta, *, offset):
     return probs.gather(1, tokens[:, None])[:, 0] + (neighbor_probs * is_kept).sum(-1), is_kept.sum(-1)
 
 
+def greedy_loop(target_tokens, tokens, first_child, next_sibling, *, max_depth):
+    """verify_greedy on lists that are read back at once: a request, a node, a child at a time."""
+    results = []
+    for wanted, token, child_of, sibling_of in zip(*(t.tolist() for t in (target_tokens, tokens, first_child,
+                                                                          next_sibling))):
+        node, accepted_nodes = 0, []
+        while len(accepted_nodes) < max_depth:
+            child = child_of[node]
+            while child >= 0 and token[child] != wanted[node]:
+                child = sibling_of[child]
+            if child < 0:
+                break
+            accepted_nodes.append(child)
+            node = child
+        results.append((accepted_nodes, wanted[node]))
+    return results
+
+
 def python_loop(target_probs, tokens, first_child, next_sibling, uniforms, *, max_depth, neighbors=None, delta=None,
                 offset=0, residual="optimal"):
     """verify_tree with deterministic drafts: a request, a node, a child at a time, as in LANTERN's release."""
@@ -123,5 +141,6 @@ BASELINES = {
     "guided_probs": {"warpers": warpers},
     "neighborhood_sum": {"gather": gather_cumsum},
     "sample_residual": {"multinomial": multinomial, "searchsorted": searchsorted},
+    "verify_greedy": {"python loop": greedy_loop},
     "verify_tree": {"python loop": python_loop},
 }

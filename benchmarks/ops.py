@@ -70,6 +70,9 @@ ROWS = {
     "tree_mask": (
         [(B, 60, True, "additive", 636, torch.bfloat16) for B in (1, 8, 64)],
         lambda B, N, lengths, form, columns, dtype: B * N * (8 + columns * dtype.itemsize)),
+    "verify_greedy": (  # the root's target and first child, and the results
+        [(B, 60, 6, 10) for B in (1, 8, 64)],
+        lambda B, N, P, branch: B * (P * 4 + 28)),
     "verify_tree": (  # the root's row, and no more than that for certain
         [*((B, 60, 16384, 6, options) for B in (1, 8, 64) for options in ({"branch": 10}, LANTERN)),
          (8, 60, 65536, 6, {"branch": 10})],

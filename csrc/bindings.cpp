@@ -273,6 +273,33 @@ Tensor tree_mask(const Tensor& ancestors,               // (B, N, W)
   return mask;
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> verify_greedy(const Tensor& target_tokens,  // (B, N)
+                                                         const Tensor& tokens,         // (B, N)
+                                                         const Tensor& first_child,    // (B, N)
+                                                         const Tensor& next_sibling,   // (B, N)
+                                                         int64_t max_depth) {
+  const int64_t B = tokens.size(0);
+  const Device device(tokens);
+  Tensor accepted_nodes = torch::stable::new_empty(first_child, {B, max_depth});
+  Tensor num_accepted = torch::stable::new_empty(first_child, {B});
+  Tensor next_token = torch::stable::new_empty(tokens, {B});
+  Tensor status = torch::stable::new_empty(first_child, {B});
+  specvis::VerifyGreedy batch = {};
+  batch.B = B;
+  batch.N = tokens.size(1);
+  batch.max_depth = max_depth;
+  batch.target_tokens = target_tokens.const_data_ptr<int64_t>();
+  batch.tokens = tokens.const_data_ptr<int64_t>();
+  batch.first_child = first_child.const_data_ptr<int32_t>();
+  batch.next_sibling = next_sibling.const_data_ptr<int32_t>();
+  batch.accepted_nodes = accepted_nodes.mutable_data_ptr<int32_t>();
+  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
+  batch.next_token = next_token.mutable_data_ptr<int64_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::verify_greedy_cuda(batch, device.stream()));
+  return {accepted_nodes, num_accepted, next_token, status};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(const Tensor& target_probs,                // (B, N, V)
                                                                const Tensor& tokens,                      // (B, N)
                                                                const Tensor& first_child,                 // (B, N)
@@ -339,5 +366,6 @@ STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
   m.impl("select_tree", TORCH_BOX(&select_tree));
   m.impl("tree_links", TORCH_BOX(&tree_links));
   m.impl("tree_mask", TORCH_BOX(&tree_mask));
+  m.impl("verify_greedy", TORCH_BOX(&verify_greedy));
   m.impl("verify_tree", TORCH_BOX(&verify_tree));
 }

@@ -103,6 +103,19 @@ struct TreeMask {
 };
 cudaError_t tree_mask_cuda(const TreeMask& batch, cudaStream_t stream);
 
+struct VerifyGreedy {
+  int64_t B, N, max_depth;       // max_depth is P below
+  const int64_t* target_tokens;  // (B, N)
+  const int64_t* tokens;         // (B, N)
+  const int32_t* first_child;    // (B, N)
+  const int32_t* next_sibling;   // (B, N)
+  int32_t* accepted_nodes;       // (B, P)
+  int32_t* num_accepted;         // (B)
+  int64_t* next_token;           // (B)
+  int32_t* status;               // (B)
+};
+cudaError_t verify_greedy_cuda(const VerifyGreedy& batch, cudaStream_t stream);
+
 struct VerifyTree {
   int64_t B, N, V, num_draft_rows, max_depth;  // the last two are M and P below
   const float* target_probs;                   // (B, N, V)

@@ -159,4 +159,27 @@ HOST_DEVICE inline bool is_argmax(int64_t token, int64_t relaxed_mass, int64_t a
   return token == argmax || relaxed_mass > max_mass || (relaxed_mass == max_mass && token < argmax);
 }
 
+// The links of one tree of N nodes.
+struct Siblings {
+  int64_t N;
+  const int64_t* tokens;
+  const int32_t* next_sibling;
+
+  // The first of a node's children, in sibling order, whose token is `wanted`; -1 if there is none. A link that leads
+  // to no later node ends the children and sets a bit of the status.
+  HOST_DEVICE int64_t find(int64_t wanted, int64_t node, int64_t first_child, int32_t* status) const {
+    for (int64_t previous = node, child = first_child; child != -1;) {
+      if (child <= previous || child >= N) {
+        *status |= kInvalidTree;
+        break;
+      }
+      const int64_t token = tokens[child], sibling = next_sibling[child];
+      if (token == wanted) return child;
+      previous = child;
+      child = sibling;
+    }
+    return -1;
+  }
+};
+
 }  // namespace specvis

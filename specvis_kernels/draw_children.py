@@ -117,8 +117,8 @@ def draw_by_inverse_cdf(mass, total, uniforms):
     return torch.cat(tokens, -1), num_drawn
 
 
-def draw_by_noise(draft_probs, exists, seeds, positions, K):
-    V = draft_probs.shape[-1]
+def draw_by_noise(draft_probs, exists, seeds, positions, num_children):
+    V, K = draft_probs.shape[-1], num_children
     x = torch.where(exists, log(torch.where(exists, draft_probs, 1.0)), -torch.inf)
     best = torch.where(exists.any(-1), x.amax(-1), 0.0)
     score = (x - best[..., None]) + gumbel_noise(seeds, positions, V)

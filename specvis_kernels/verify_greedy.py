@@ -78,7 +78,7 @@ def _oracle(target_tokens, tokens, first_child, next_sibling, max_depth):
     for _ in range(max_depth):
         wanted, child, previous = at(target_tokens, node), at(first_child, node), node
         found, is_searching = torch.full_like(node, -1), is_open
-        for _ in range(N - 1):  # a node has at most so many children
+        for _ in range(N):  # a node has fewer children: the last turn only looks at a link
             is_bad = is_searching & (child != -1) & ((child <= previous) | (child >= N))
             status = torch.where(is_bad, INVALID_TREE, status)
             is_searching = is_searching & (child != -1) & ~is_bad

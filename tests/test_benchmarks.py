@@ -22,6 +22,14 @@ def test_the_baseline_accepts_the_same_nodes(options):
         assert token == expected.next_token[b]
 
 
+def test_the_baseline_finds_the_same_equal_tokens():
+    results, expected = both("verify_greedy", "python loop", 2, 60, 6, 4)
+    assert expected.num_accepted.max() > 2 and not expected.status.any()
+    for b, (nodes, token) in enumerate(results):
+        assert nodes == expected.accepted_nodes[b, :expected.num_accepted[b]].tolist()
+        assert token == expected.next_token[b]
+
+
 def test_the_baselines_compute_the_same():
     for settings in (ops.IMAGE, ops.NUCLEUS):
         probs, (expected, _) = both("guided_probs", "warpers", 1, 3, 2000, torch.float32, True, settings)

@@ -135,6 +135,22 @@ def verify_tree(B, N, V, max_depth, options=None):
     return (target_probs, tokens.to(DEVICE), *links(parents), exact_uniforms(B, N, seed=1)), kwargs
 
 
+CASES["verify_greedy"] = [(1, 1, 0), (2, 7, 3), (3, 20, 5), (3, 130, 200), (2, 2500, 6, 40)]
+
+
+def verify_greedy(B, N, max_depth, branch=3):
+    """Long paths are accepted, and siblings have equal tokens. Every third request has links that lead nowhere."""
+    g = torch.Generator().manual_seed(B + N)
+    parents = torch.tensor([[-1] + [max(0, (n - 1 - b % 2) // branch) for n in range(1, N)] for b in range(B)])
+    tokens = torch.randint(branch + 1, (B, N), generator=g)
+    target_tokens = torch.randint(branch + 1, (B, N), generator=g)
+    for b, n in torch.rand(B, N, generator=g).lt(0.6).nonzero().tolist():  # many drafts are right
+        target_tokens[b, max(parents[b, n], 0)] = tokens[b, n]
+    first_child, next_sibling = links(parents.view(B, N))
+    next_sibling[2::3, 1::2], first_child[2::3, 3::4] = 0, N
+    return (target_tokens.to(DEVICE), tokens.to(DEVICE), first_child, next_sibling), {"max_depth": max_depth}
+
+
 CASES["couple_tokens"] = [
     (1, 1, 2),
     (2, 4, 19),

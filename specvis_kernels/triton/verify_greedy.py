@@ -1,0 +1,57 @@
+"""verify_greedy in Triton: one program per request walks down its tree, a child at a time."""
+import triton
+import triton.language as tl
+
+from ._rows import INVALID_TREE
+
+
+@triton.jit
+def verify_greedy_kernel(
+        target_tokens, tokens,             # (B, N)
+        first_child, next_sibling,         # (B, N)
+        accepted_nodes,                    # (B, P)
+        num_accepted, next_token, status,  # (B)
+        N, P, BLOCK_P: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    node = b * 0
+    depth = node
+    wrong = node.to(tl.int32)
+    target_token = tl.load(target_tokens + b * N)
+    active = depth < P
+    while active:
+        previous = node
+        child = tl.load(first_child + b * N + node).to(tl.int64)
+        is_found = b < 0
+        searching = child != -1
+        while searching:
+            is_later = (child > previous) & (child < N)
+            wrong |= tl.where(is_later, 0, INVALID_TREE)
+            token = tl.load(tokens + b * N + child, mask=is_later, other=0)
+            sibling = tl.load(next_sibling + b * N + child, mask=is_later, other=-1).to(tl.int64)
+            is_found = is_later & (token == target_token)
+            previous = child
+            child = tl.where(is_found, child, sibling)
+            searching = is_later & (is_found == 0) & (child != -1)
+        if is_found:
+            tl.store(accepted_nodes + b * P + depth, child.to(tl.int32))
+            target_token = tl.load(target_tokens + b * N + child)
+            node = child
+            depth += 1
+        active = is_found & (depth < P)
+    d = tl.arange(0, BLOCK_P)
+    tl.store(accepted_nodes + b * P + d, tl.full([BLOCK_P], -1, tl.int32), mask=(d >= depth) & (d < P))
+    tl.store(num_accepted + b, depth.to(tl.int32))
+    tl.store(next_token + b, target_token)
+    tl.store(status + b, wrong)
+
+
+def verify_greedy(target_tokens, tokens, first_child, next_sibling, max_depth):
+    B, N = tokens.shape
+    accepted_nodes = first_child.new_empty((B, max_depth))
+    num_accepted, status = (first_child.new_empty(B) for _ in range(2))
+    next_token = tokens.new_empty(B)
+    if B > 0:
+        verify_greedy_kernel[(B,)](target_tokens, tokens, first_child, next_sibling, accepted_nodes, num_accepted,
+                                   next_token, status, N, max_depth, BLOCK_P=triton.next_power_of_2(max(max_depth, 1)),
+                                   num_warps=1)
+    return accepted_nodes, num_accepted, next_token, status
