@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specvis_kernels import (
@@ -86,32 +87,29 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
     num_known = check_known_tokens(known_tokens, B, target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
     cache = target.new_cache(2 * B, S + L)
-    slots = torch.arange(S + L, device=device).expand(2 * B, -1)
+    columns = torch.arange(S + L, device=device).expand(2 * B, -1).split(1, 1)
     mask = mask_padding(padding_mask, torch.ones(B, 1, S + L, dtype=torch.bool, device=device))
     tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
     if known_tokens is not None:
         tokens[:, :known_tokens.shape[1]] = known_tokens
-    is_ragged, is_invalid = min(num_known) < max(num_known), []
+    first, is_ragged, positions = min(num_known), min(num_known) < max(num_known), [column[:B] for column in columns]
+    status = torch.zeros(B, L, dtype=torch.int32, device=device)
 
-    for i in range(min(num_known), L):
-        if i == min(num_known):
+    for i, new, new_status in zip(range(first, L), tokens.split(1, 1)[first:], status.split(1, 1)[first:]):
+        if i == first:
             hidden = read_known(target, condition, padding_mask, tokens[:, :i], cache)[:, -1:]
         else:
-            column = slots[:, S + i - 1: S + i]
-            hidden = target.extend(repeat_for_cfg(tokens[:, i - 1: i]), column, mask[..., :S + i], cache, column)
-        drawn = sampling.draw(target, hidden, slots[:B, i: i + 1])
-        new, old = drawn.tokens, tokens[:, i: i + 1]
-        old.copy_(torch.where(old < 0, new, old) if is_ragged else new)
-        is_invalid.append(drawn.status & INVALID_ROW)
+            column = columns[S + i - 1]
+            hidden = target.extend(repeat_for_cfg(previous), column, mask[..., :S + i], cache, column)
+        drawn = sampling.draw(target, hidden, positions[i])
+        previous = new.copy_(torch.where(new < 0, drawn.tokens, new) if is_ragged else drawn.tokens)
+        new_status.copy_(drawn.status)
         if progress:
             progress(sum(n <= i for n in num_known))
+    is_new = torch.arange(L, device=device) >= torch.tensor(num_known, device=device)[:, None]
+    has_failed = ((status & INVALID_ROW) * is_new).cumsum(1) > 0
+    tokens, failed = tokens.masked_fill(has_failed, 0), has_failed[:, -1].cpu()
     num_known, none = torch.tensor(num_known), torch.zeros(B, L, dtype=torch.int64)
-    failed = torch.zeros(B, dtype=torch.bool)
-    if is_invalid:
-        is_new = slots[0, L - len(is_invalid): L] >= num_known.to(device)[:, None]
-        has_failed = (torch.cat(is_invalid, 1) * is_new).cumsum(1) > 0
-        tokens[:, L - len(is_invalid):].masked_fill_(has_failed, 0)
-        failed = has_failed[:, -1].cpu()
     return Decoded(tokens, num_known, (L - num_known).clamp(min=1), none, none, torch.zeros(B), torch.zeros(B), failed)
 
 
@@ -232,12 +230,14 @@ class State:
         B, L, N, device = len(seeds), settings.num_tokens, settings.max_nodes, seeds.device
         self.prefix_len, self.num_tokens, self.drafting = settings.target.prefix_len, L, drafting
         self.cache = settings.target.new_cache(2 * B, self.prefix_len + L + N)
-        self.tokens = torch.zeros(B, L + settings.max_depth + 1, dtype=torch.int64, device=device)  # behind L: scratch
+        self.index = torch.arange(max(N, settings.max_depth + 1), device=device)
+        # What stands in columns from L on is of no use. There the steps of finished images are written.
+        self.tokens = torch.zeros(B, L + settings.max_depth + 1, dtype=torch.int64, device=device)
         # the accounts, see Decoded
         self.num_known = torch.tensor(num_known, device=device)
         self.target_forwards = torch.ones(B, dtype=torch.int64, device=device)
-        self.num_accepted = torch.full((B, L), -1, dtype=torch.int64, device=device)
-        self.num_drafted = torch.zeros(B, L, dtype=torch.int64, device=device)
+        self.num_accepted = torch.full((B, L + 1), -1, dtype=torch.int64, device=device)
+        self.num_drafted = torch.zeros(B, L + 1, dtype=torch.int64, device=device)
         self.tv_excess = torch.zeros(B, device=device)
         is_known = settings.lossless | ~settings.sampling.greedy & settings.has_bound
         self.tv_bound = torch.where(is_known, 0.0, torch.nan)
@@ -246,16 +246,21 @@ class State:
         self.tree_depth, self.tree_width = drafting.shapes.depth.max().item(), drafting.shapes.width.max().item()
 
     def advance(self, counts: Tensor) -> None:
-        """The images now have counts (B,) tokens. The newest of them, the next tree's root, is not in the cache yet."""
-        self.counts = counts
-        self.lengths = self.prefix_len + counts - 1               # (B,) entries in the cache: the root's column
-        self.position = counts.clamp(max=self.num_tokens - 1)     # (B,) of the next step's first token
-        self.budget = self.num_tokens - 1 - counts                # (B,) drafts that fit, and one more token with them
-        self.active = (counts < self.num_tokens) & ~self.failed   # (B,) images that are not finished
+        """The images now have counts (B,) tokens. The newest of them, the next tree's root, is not in the cache yet.
+
+        An image that failed counts as finished.
+        """
+        L = self.num_tokens
+        self.counts = counts.clamp(max=L).masked_fill(self.failed, L)
+        self.lengths = self.counts + (self.prefix_len - 1)        # (B,) entries in the cache: the root's column
+        self.position = self.counts.clamp(max=L - 1)              # (B,) of the next step's first token
+        self.budget = (L - 1) - self.counts                       # (B,) drafts that fit, and one more token with them
+        self.active = self.counts < L                             # (B,) images that are not finished
 
     def decoded(self) -> Decoded:
-        return Decoded(self.tokens[:, :self.num_tokens], *(account.cpu() for account in (
-            self.num_known, self.target_forwards, self.num_accepted, self.num_drafted,
+        L = self.num_tokens
+        return Decoded(self.tokens[:, :L], *(account.cpu() for account in (
+            self.num_known, self.target_forwards, self.num_accepted[:, :L], self.num_drafted[:, :L],
             self.tv_excess, self.tv_bound, self.failed)))
 
 
@@ -273,7 +278,7 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
     state.tokens.scatter_(1, num_known[:, None], drawn.tokens)
     state.root = drawn.tokens[:, 0]                                        # (B,) the newest token
     state.failed = ((drawn.status[:, 0] & INVALID_ROW) != 0) & (num_known < settings.num_tokens)
-    state.advance((num_known + 1).clamp(max=settings.num_tokens))
+    state.advance(num_known + 1)
     drafting.shapes.first = state.counts
     drafting.extend(state.tokens[:, :K + 1], hidden, torch.zeros_like(num_known), num_known + 1, 0)
 
@@ -306,11 +311,11 @@ def target_forward(state: State, settings: Settings, tree: Draft) -> TargetOutpu
     """Read all nodes of the trees at once. Each sees the tokens before the root, its ancestors and itself."""
     N, target, sampling = tree.tokens.shape[1], settings.target, settings.sampling
     depth = tree.links.depth.clamp(min=0)
-    slots = state.lengths[:, None] + torch.arange(N, device=tree.tokens.device)
+    root = repeat_for_cfg(state.lengths)[:, None]
     columns = state.prefix_len + max(state.host_counts) + N
     mask = mask_padding(settings.padding_mask, tree_mask(tree.links.ancestors, state.lengths.int(), columns=columns))
-    hidden = target.extend(repeat_for_cfg(tree.tokens), repeat_for_cfg(state.lengths[:, None] + depth), mask,
-                           state.cache, repeat_for_cfg(slots))
+    hidden = target.extend(repeat_for_cfg(tree.tokens), root + repeat_for_cfg(depth), mask, state.cache,
+                           root + state.index[:N])
     if settings.seed_exact:
         drawn = sampling.draw(target, hidden, state.counts[:, None] + depth)
         return TargetOutput(hidden, None, drawn.tokens, drawn.status)
@@ -345,16 +350,17 @@ def commit(state: State, settings: Settings, tree: Draft, output: TargetOutput,
     accepted_nodes, num_accepted, next_token = verified[:3]
     if not settings.is_chain:  # an accepted part of a chain is where it should be
         state.cache.commit(repeat_for_cfg(accepted_nodes), repeat_for_cfg(num_accepted), repeat_for_cfg(state.lengths))
-    nodes = torch.cat([torch.zeros_like(accepted_nodes[:, :1]), accepted_nodes.clamp(min=0)], 1).long()  # and the root
-    index, last = torch.arange(nodes.shape[1], device=nodes.device), num_accepted[:, None].long()
-    new_tokens = torch.cat([tree.tokens.gather(1, nodes[:, 1:]), next_token[:, None]], 1)
-    new_tokens = new_tokens.scatter(1, last, next_token[:, None]).masked_fill(index > last, 0)
-    positions = state.counts.clamp(max=settings.num_tokens)[:, None] + index
-    old_tokens = state.tokens.gather(1, positions)
-    state.tokens.scatter_(1, positions, torch.where(state.active[:, None], new_tokens, old_tokens))
-    state.root = torch.where(state.active, next_token, state.root)
+    nodes, last = F.pad(accepted_nodes.clamp(min=0), (1, 0)).long(), num_accepted[:, None].long()  # the root in front
+    if settings.seed_exact:
+        new_tokens = output.tokens.gather(1, nodes)
+    else:
+        new_tokens = F.pad(tree.tokens.gather(1, nodes[:, 1:]), (0, 1)).scatter_(1, last, next_token[:, None])
+    index = state.index[:nodes.shape[1]]
+    new_tokens.masked_fill_(index > last, 0)
+    state.tokens.scatter_(1, state.counts[:, None] + index, new_tokens)
+    state.root = next_token
     hidden = output.hidden
-    previous_hidden = hidden.gather(1, repeat_for_cfg(nodes[..., None].expand(-1, -1, hidden.shape[-1])))
+    previous_hidden = hidden.gather(1, repeat_for_cfg(nodes)[..., None].expand(-1, -1, hidden.shape[-1]))
     return Committed(new_tokens, previous_hidden, output.status.gather(1, nodes.gather(1, last))[:, 0] != 0)
 
 
@@ -362,13 +368,13 @@ def update(state: State, settings: Settings, tree: Draft, output: TargetOutput,
            verified: VerifyResult | VerifyGreedyResult, committed: Committed) -> None:
     """Account for the step, let the drafter read the new tokens, and choose the next trees' shapes."""
     account(state, settings, tree, output, verified)
-    shapes, position, num_new = state.drafting.shapes, state.position, verified.num_accepted + 1
+    shapes, position, num_accepted = state.drafting.shapes, state.position, verified.num_accepted.long()
+    num_new = num_accepted + 1
     state.failed |= state.active & committed.is_invalid
-    counts = (state.counts + torch.where(state.active, num_new, 0)).clamp(max=settings.num_tokens)
-    state.advance(torch.where(state.failed, settings.num_tokens, counts))
-    shapes.record(position, verified.num_accepted.long(), state.active)
+    state.advance(state.counts + num_new)
+    shapes.record(position, num_accepted, state.active)
     max_count = min(max(state.host_counts), settings.num_tokens - 1)
-    state.drafting.extend(committed.new_tokens, committed.previous_hidden, position, num_new.long(), max_count)
+    state.drafting.extend(committed.new_tokens, committed.previous_hidden, position, num_new, max_count)
     # the step's one host read
     state.host_counts, depths, widths = torch.stack([state.counts, shapes.depth, shapes.width]).tolist()
     state.tree_depth, state.tree_width = max(depths), max(widths)
@@ -377,11 +383,9 @@ def update(state: State, settings: Settings, tree: Draft, output: TargetOutput,
 def account(state: State, settings: Settings, tree: Draft, output: TargetOutput,
             verified: VerifyResult | VerifyGreedyResult) -> None:
     """Count the step of each active image."""
-    request = torch.arange(len(state.counts), device=state.counts.device)
-    position, active = state.position, state.active
-    num_drafted = state.drafting.shapes.depth.minimum(state.budget)
-    for table, value in ((state.num_accepted, verified.num_accepted.long()), (state.num_drafted, num_drafted)):
-        table[request, position] = torch.where(active, value, table[request, position])
+    active, position = state.active, state.counts[:, None]
+    state.num_accepted.scatter_(1, position, verified.num_accepted[:, None].long())
+    state.num_drafted.scatter_(1, position, state.drafting.shapes.depth.minimum(state.budget)[:, None])
     state.target_forwards += active
     if not settings.seed_exact:
         state.tv_excess += verified.tv_excess * active
@@ -402,9 +406,9 @@ def acceptance_rule(methods: list[Method], neighbors: Tensor | None, vocab_size:
     if any(omega != 1 for m in methods for omega in m.omegas):
         padded = [[*m.omegas, *[1.0] * (max_depth - m.max_depth)] for m in methods]
         rule["omega"] = torch.tensor(padded, dtype=torch.float32, device=device)
-    if not base.k:
-        return rule
     k = base.num_neighbors
+    if not k:
+        return rule
     if neighbors is None or neighbors.shape[0] != vocab_size or neighbors.shape[1] < k:
         have = "none" if neighbors is None else tuple(neighbors.shape)
         raise ValueError(f"neighbors must be a table of V={vocab_size} rows and at least k={k} columns for "

@@ -20,6 +20,7 @@ from torch import Tensor
 from specvis_kernels import INVALID_ROW, DrawTokensResult, tree_links
 
 from ..models.interface import TargetModel
+from .coupling import Coupled, Coupling
 from .discrete import Decoded, Observer, Progress, Step, check_known_tokens, check_request, read_known
 from .methods import MAX_WINDOW, Method
 from .sampling import Sampling, cfg_inputs, mask_padding, repeat_for_cfg
@@ -57,8 +58,12 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     check_causal(target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
     settings = Settings(target, padding_mask, sampling, methods)
+    base = methods[0]
+    coupling = None
+    if base.drafting == "jacobi" and not base.seed_exact:
+        coupling = Coupling(methods, sampling, neighbors, target.grid, target.vocab_size)
     choice = WindowChoice(step_seconds(settings, condition)) if "auto" in settings.windows else None
-    state = State(settings, num_known, choice)
+    state = State(settings, num_known, choice, coupling)
     prefill(state, settings, condition, known_tokens)
     if progress:
         progress(sum(state.counts) - sum(num_known))
@@ -82,11 +87,12 @@ class Settings:
         self.windows = [m.window for m in methods]  # a number or "auto"
         self.max_window = W = max(m.max_depth for m in methods)
         self.from_last = methods[0].guess == "last"
+        self.lossless = torch.tensor([m.lossless for m in methods])
         # of each node, by its position in the image: its column in the cache, and the columns that it sees
         self.slots = torch.arange(S, S + L + W, device=device).expand(R, -1)
         causal = torch.ones(1, L + W, S + L + W, dtype=torch.bool, device=device).tril(S)
         self.mask = mask_padding(padding_mask, causal.expand(R // 2, -1, -1))
-        self.positions = torch.arange(L + W + max(target.grid, W + 1) + 2, device=device).expand(R // 2, -1)
+        self.positions = torch.arange(L + 2 * max(target.grid, W + 1) + 2, device=device).expand(R // 2, -1)
 
 
 class State:
@@ -96,18 +102,22 @@ class State:
     of no use; its last column takes what is drawn behind a request's own window.
     """
 
-    def __init__(self, settings: Settings, num_known: list[int], choice: "WindowChoice | None" = None):
+    def __init__(self, settings: Settings, num_known: list[int], choice: "WindowChoice | None" = None,
+                 coupling: Coupling | None = None):
         B, L = len(num_known), settings.num_tokens
         self.cache = settings.target.new_cache(2 * B, settings.prefix_len + L + settings.max_window)
         self.tokens = torch.zeros_like(settings.positions, memory_format=torch.contiguous_format)
         # what the host knows: how many tokens of each image are final, and how many were known
         self.counts, self.num_known = list(num_known), num_known
         self.ends = [L] * B  # where a failed image ends
+        self.coupling = coupling  # None: seed-exact
         self.choice, self.wanted = choice, settings.windows
         self.set_windows()
         # the accounts, see Decoded
         self.target_forwards = [1] * B
         self.num_accepted, self.num_drafted = [[-1] * L for _ in range(B)], [[0] * L for _ in range(B)]
+        self.tv_excess = torch.zeros(B, device=self.tokens.device)
+        self.tv_bound = torch.where(settings.lossless, 0.0, torch.nan)
 
     def set_windows(self) -> None:
         """How many guesses the next step reads of each image."""
@@ -121,13 +131,12 @@ class State:
             self.ends[request], self.counts[request] = count - 1, len(self.num_accepted[request])
 
     def decoded(self) -> Decoded:
-        B, L = len(self.counts), len(self.num_accepted[0])
+        L = len(self.num_accepted[0])
         ends = torch.tensor(self.ends)
         is_behind = torch.arange(L) >= ends[:, None]
         tokens = self.tokens[:, :L].masked_fill(is_behind.to(self.tokens.device), 0)
-        none = torch.zeros(B)
-        return Decoded(tokens, *map(torch.tensor, (self.num_known, self.target_forwards, self.num_accepted,
-                                                   self.num_drafted)), none, none, ends < L)
+        accounts = map(torch.tensor, (self.num_known, self.target_forwards, self.num_accepted, self.num_drafted))
+        return Decoded(tokens, *accounts, self.tv_excess.cpu(), self.tv_bound, ends < L)
 
 
 def columns(first: list[int], n: int, device: torch.device) -> tuple:
@@ -153,10 +162,15 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
     newest = torch.tensor(state.counts, device=device)[:, None]
     positions = (newest + torch.arange(-num_above, num_behind + 1, device=device)).clamp(min=0)
     before = repeat_for_cfg(positions.minimum(newest))[..., None].expand(-1, -1, hidden.shape[-1])
-    drawn = sampling.draw(settings.target, hidden.gather(1, before), positions, ahead=grid)
+    hidden = hidden.gather(1, before)
+    drawn = sampling.draw(settings.target, hidden, positions, ahead=grid)
     row = torch.arange(B, device=device)[:, None]
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
     state.tokens[row, positions + grid] = drawn.ahead_tokens
+    if state.coupling:
+        probs, _ = sampling.probs(settings.target, hidden[:, :num_above + 1])
+        state.coupling.keep_rows(positions[:, :num_above + 1], state.coupling.exact(probs))
+        guess_new(state, settings, hidden, state.counts, state.counts, settings.max_window)
     for request, status in enumerate(drawn.status[:, num_above].tolist()):
         if state.counts[request] < settings.num_tokens:
             state.advance(request, state.counts[request] + 1, status)
@@ -166,9 +180,9 @@ def run_step(state: State, settings: Settings) -> list[int]:
     """One step of all images that are not finished; how many guesses of each were accepted, -1 of a finished one."""
     chain = draft(state, settings)
     hidden = target_forward(state, settings, chain)
-    drawn = verify(state, settings, chain, hidden)
-    commit(state, settings, chain, drawn)
-    return update(state, settings, chain, hidden, drawn)
+    verified = verify(state, settings, chain, hidden)
+    commit(state, settings, chain, verified)
+    return update(state, settings, hidden, verified)
 
 
 class Chain(NamedTuple):
@@ -193,34 +207,46 @@ def target_forward(state: State, settings: Settings, chain: Chain) -> Tensor:
     return settings.target.extend(repeat_for_cfg(chain.tokens), slots, mask, state.cache, slots)
 
 
-def verify(state: State, settings: Settings, chain: Chain, hidden: Tensor) -> DrawTokensResult:
-    """Draw the token behind each node and the one below that, and say how many leading guesses equal their draws.
+def verify(state: State, settings: Settings, chain: Chain, hidden: Tensor) -> DrawTokensResult | Coupled:
+    """Draw the token behind each node, and say how many leading guesses stand.
 
-    The token behind the last node is compared too, with a guess that no node has read.
+    Seed-exact: those that equal their draws; and the token below each is drawn, too. The token behind the last node is
+    compared with a guess that no node has read. Otherwise: those that rejection keeps.
     """
-    positions, guesses = settings.positions[chain.successors], state.tokens[chain.successors]
-    return settings.sampling.draw(settings.target, hidden, positions, guesses, settings.grid)
+    sampling, guesses = settings.sampling, state.tokens[chain.successors]
+    if state.coupling:
+        budget = [min(window, settings.num_tokens - 1 - count) for window, count in zip(state.windows, state.counts)]
+        counts, budget = torch.tensor([state.counts, budget], device=hidden.device)[..., None]
+        return state.coupling.couple(*sampling.probs(settings.target, hidden), guesses, counts, budget)
+    return sampling.draw(settings.target, hidden, settings.positions[chain.successors], guesses, settings.grid)
 
 
-def commit(state: State, settings: Settings, chain: Chain, drawn: DrawTokensResult) -> None:
+def commit(state: State, settings: Settings, chain: Chain, verified: DrawTokensResult | Coupled) -> None:
     """The draws are the newest tokens and guesses. Where a window reaches the row below, its own are better."""
-    N, device = chain.tokens.shape[1], state.tokens.device
-    below, successors = columns([count + settings.grid for count in state.counts], N, device), chain.successors
+    N, device, successors = chain.tokens.shape[1], state.tokens.device, chain.successors
+    is_own, row = None, None
     if min(state.windows) < max(state.windows):  # a request guesses nothing behind its own window
-        windows = torch.tensor(state.windows, device=device)[:, None]
-        is_own, row = torch.arange(N, device=device) <= windows, torch.arange(len(windows), device=device)[:, None]
+        is_own = torch.arange(N, device=device) <= torch.tensor(state.windows, device=device)[:, None]
+        row = torch.arange(len(is_own), device=device)[:, None]
+
+    def own(index):
         scratch = state.tokens.shape[1] - 1
-        below, successors = ((row, torch.where(is_own, settings.positions[index], scratch))
-                             for index in (below, successors))
-    state.tokens[below] = drawn.ahead_tokens
-    state.tokens[successors] = drawn.tokens
+        return index if is_own is None else (row, torch.where(is_own, settings.positions[index], scratch))
+
+    if state.coupling:
+        positions = settings.positions[successors]
+        state.coupling.keep_rows(positions if is_own is None else torch.where(is_own, positions, -1), verified.probs)
+    else:
+        below = columns([count + settings.grid for count in state.counts], N, device)
+        state.tokens[own(below)] = verified.ahead_tokens
+    state.tokens[own(successors)] = verified.tokens
 
 
-def update(state: State, settings: Settings, chain: Chain, hidden: Tensor, drawn: DrawTokensResult) -> list[int]:
-    """Account for the step, and choose the next windows. Returns as `run_step`."""
+def update(state: State, settings: Settings, hidden: Tensor, verified: DrawTokensResult | Coupled) -> list[int]:
+    """Account for the step, guess what enters the windows, and choose the next ones. Returns as `run_step`."""
     counts, windows, L = list(state.counts), state.windows, settings.num_tokens
     accepted = [-1] * len(counts)
-    results = torch.cat([drawn.num_accepted[:, None], drawn.status], 1).tolist()  # the step's one host read
+    results = torch.cat([verified.num_accepted[:, None], verified.status], 1).tolist()  # the step's one host read
     for request, (num_equal, *status) in enumerate(results):
         count = counts[request]
         if count == L:
@@ -233,20 +259,30 @@ def update(state: State, settings: Settings, chain: Chain, hidden: Tensor, drawn
         state.advance(request, count + accepted[request] + 1, status[accepted[request]])
         if state.choice:
             state.choice.record(num_equal, min(len(status), L - count))
-    if settings.from_last:
-        guess_from_last(state, settings, hidden, counts)
+    if state.coupling:
+        state.tv_excess += verified.tv_excess
+    if state.coupling or settings.from_last:
+        last = [count + min(window, hidden.shape[1] - 1) for count, window in zip(counts, windows)]
+        guess_new(state, settings, hidden, counts, last, max(accepted) + 1)
     if state.choice:
         state.set_windows()
     return accepted
 
 
-def guess_from_last(state: State, settings: Settings, hidden: Tensor, counts: list[int]) -> None:
-    """Guess what enters the windows from the last row of each. counts: of the images, before the step."""
-    last = [min(window, hidden.shape[1] - 1) for window in state.windows]
-    n = max(new - old for new, old in zip(state.counts, counts) if new > old)
-    row = torch.arange(len(hidden), device=hidden.device)
-    rows = hidden[row, torch.tensor(last * 2, device=hidden.device)][:, None].expand(-1, n, -1)
-    entering = columns([count + window + 1 for count, window in zip(counts, last)], n, hidden.device)
+def guess_new(state: State, settings: Settings, hidden: Tensor, counts: list[int], last: list[int], n: int) -> None:
+    """Guess the n positions behind `last`, which enter the windows after a step from `counts` on.
+
+    hidden (2B, N, H): what the step's nodes are.
+    """
+    device = hidden.device
+    if state.coupling:
+        first, last = torch.tensor([counts, last], device=device)[..., None]
+        positions, tokens = state.coupling.first_guesses(first, last, n)
+        state.tokens[torch.arange(len(counts), device=device)[:, None], positions] = tokens
+        return
+    node = torch.tensor([end - count for end, count in zip(last, counts)] * 2, device=device)
+    rows = hidden[torch.arange(len(hidden), device=device), node][:, None].expand(-1, n, -1)
+    entering = columns([end + 1 for end in last], n, device)
     state.tokens[entering] = settings.sampling.draw(settings.target, rows, settings.positions[entering]).tokens
 
 
@@ -320,9 +356,9 @@ def seconds_of(state: State, settings: Settings, window: int) -> float:
     for _ in range(3):  # the first is slower: it allocates
         start = time.perf_counter()
         chain = draft(state, settings)
-        drawn = verify(state, settings, chain, target_forward(state, settings, chain))
-        commit(state, settings, chain, drawn)
-        drawn.status.tolist()  # waits for the device
+        verified = verify(state, settings, chain, target_forward(state, settings, chain))
+        commit(state, settings, chain, verified)
+        verified.status.tolist()  # waits for the device
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 

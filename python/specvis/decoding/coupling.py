@@ -1,0 +1,123 @@
+"""Jacobi decoding by rejection: a guess is kept as often as its new distribution allows (see `couple_tokens`).
+
+A guess needs the row that it was drawn from. So the rows of the newest positions are kept, where seed-exact decoding
+keeps none.
+"""
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specvis_kernels import couple_tokens, sample_residual
+
+from .discrete import acceptance_rule
+from .methods import Method
+from .sampling import ACCEPT, DRAFT, Sampling, philox_uniforms
+
+UNUSED = torch.iinfo(torch.int64)
+
+
+class Coupled(NamedTuple):
+    """What rejection made of the guesses of a step. N rows, of what follows each node."""
+    tokens: Tensor        # (B, N) int64
+    num_accepted: Tensor  # (B,)   int64    leading guesses that were kept
+    status: Tensor        # (B, N) int32    of the rows that the tokens were drawn from
+    probs: Tensor         # (B, N, V) float32
+    tv_excess: Tensor     # (B,)   float32  summed over the tokens that are final now
+
+
+class Coupling:
+    """The rule of rejection, its random numbers, and the rows that the guesses were drawn from.
+
+    A step's random numbers belong to the position of its first token, as those of speculative decoding do. Every step
+    has another one, so a guess that is drawn anew in a later step has new numbers.
+    """
+
+    def __init__(self, methods: list[Method], sampling: Sampling, neighbors: Tensor | None, grid: int,
+                 vocab_size: int):
+        base, device, W = methods[0], sampling.seeds.device, max(m.max_depth for m in methods)
+        B, L, self.grid, self.base = len(methods), grid ** 2, grid, base
+        self.rule = acceptance_rule(methods, neighbors, vocab_size, W, device)
+        self.omega = self.rule.pop("omega", None)
+        self.delta = torch.tensor([m.delta for m in methods], dtype=torch.float32, device=device)
+        self.is_greedy = sampling.greedy[:, None, None]
+        self.uniforms = philox_uniforms(sampling.seeds, ACCEPT, L, 2 * (W + 1)).unflatten(2, (-1, 2))
+        self.first_uniforms = philox_uniforms(sampling.seeds, DRAFT, L, W + 1)
+        # the row of position p is at p % num_rows; one row more takes what is behind a request's own window
+        self.num_rows = grid + 2 * W + 2
+        self.rows = torch.zeros(B, self.num_rows + 1, vocab_size, device=device)
+        self.request = torch.arange(B, device=device)[:, None]
+
+    def exact(self, probs: Tensor) -> Tensor:
+        """At temperature 0 all probability is on the likeliest token."""
+        likeliest = F.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs.dtype)
+        return torch.where(self.is_greedy, likeliest, probs)
+
+    def keep_rows(self, positions: Tensor, probs: Tensor) -> None:
+        """The guesses at positions (B, N) are from these rows now. At position -1 nothing is kept."""
+        self.rows[self.request, torch.where(positions < 0, self.num_rows, positions % self.num_rows)] = probs
+
+    def couple(self, probs: Tensor, status: Tensor, guesses: Tensor, counts: Tensor, budget: Tensor) -> Coupled:
+        """Keep the guesses (B, N) for the positions from counts (B, 1) on, or draw them anew, from probs (B, N, V).
+
+        budget: (B, 1) how many guesses can be accepted. The token behind them is the target's own.
+        """
+        N, probs = guesses.shape[1], self.exact(probs)
+        step = counts.clamp(max=self.uniforms.shape[1] - 1)
+        uniforms = self.uniforms[self.request, step][:, 0, :N]
+        fresh = sample_residual(probs.flatten(0, 1), None, uniforms[..., 1].flatten()).tokens.view(guesses.shape)
+        index = torch.arange(N, device=guesses.device)
+        if N == 1:
+            return Coupled(fresh, torch.zeros_like(budget[:, 0]), status, probs, torch.zeros_like(probs[:, 0, 0]))
+        drafted = guesses[:, :-1]
+        old_rows = self.rows[self.request, (counts + index[:-1]) % self.num_rows]
+        omega = None if self.omega is None else self.omega[:, :N - 1]
+        groups = rank_groups(probs[:, :-1], drafted, self.base.k, self.delta) if self.base.metric == "rank" else None
+        coupled = couple_tokens(probs[:, :-1], old_rows, drafted, uniforms[:, :-1], omega=omega, groups=groups,
+                                **self.rule)
+        num_accepted = coupled.num_kept[:, None].minimum(budget)
+        is_tested = (index[:-1] <= num_accepted) & (index[:-1] < budget)
+        is_fresh = index >= budget
+        if self.base.coupling == "none":
+            is_fresh = is_fresh | (index > num_accepted)
+        tokens = torch.where(is_fresh, fresh, F.pad(coupled.tokens, (0, 1)))
+        return Coupled(tokens, num_accepted[:, 0], status, probs, (coupled.tv_excess * is_tested).sum(1))
+
+    def first_guesses(self, counts: Tensor, last: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Guess the n positions behind last (B, 1), the last ones that have rows, after a step from counts (B, 1) on.
+
+        They are drawn from the rows above them, or from the last row. Returns the positions and the tokens (B, n).
+        """
+        positions = last + 1 + torch.arange(n, device=last.device)
+        source, above = last.expand(-1, n), positions - self.grid
+        if self.base.guess == "above":
+            source = torch.where((above >= 0) & (above <= last), above, source)
+        rows = self.rows[self.request, source % self.num_rows]
+        uniforms = self.first_uniforms[self.request, counts.clamp(max=self.uniforms.shape[1] - 1)][:, 0, :n]
+        self.keep_rows(positions, rows)
+        return positions, sample_residual(rows.flatten(0, 1), None, uniforms.flatten()).tokens.view(positions.shape)
+
+
+def rank_groups(probs: Tensor, tokens: Tensor, k: int, delta: Tensor) -> Tensor:
+    """Which ids count with each token: of the k around it in the order of its row, those within delta of it.
+
+    The likeliest ids come first in that order, and the lower id comes first among equals. Half of the k are before the
+    token, the others behind it; at an end there are fewer.
+
+    Args:
+        probs: (B, W, V) float32, tokens: (B, W) int64, delta: (B,) float32
+    Returns:
+        (B, W, k) int64, -1 where there is none
+    """
+    V = probs.shape[-1]
+    ids = torch.arange(V, device=probs.device)
+    order = (probs.contiguous().view(torch.int32).long() << 32) + (V - 1 - ids)  # no two are equal, largest first
+    own = order.gather(-1, tokens[..., None])
+    num_before = min(k // 2, V - 1)
+    before = torch.where(order > own, order, UNUSED.max).topk(num_before, -1, largest=False).indices
+    behind = torch.where(order < own, order, UNUSED.min).topk(min(k - k // 2, V - 1), -1).indices
+    groups, mass = torch.cat([before, behind], -1), probs.gather(-1, tokens[..., None])
+    is_there = torch.cat([order.gather(-1, before) > own, order.gather(-1, behind) < own], -1)
+    is_near = (probs.gather(-1, groups) - mass).abs() <= delta[:, None, None]
+    return F.pad(torch.where(is_there & is_near, groups, -1), (0, k - groups.shape[-1]), value=-1)
