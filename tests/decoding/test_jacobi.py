@@ -1,0 +1,332 @@
+"""Jacobi decoding gives plain decoding's tokens; by rejection, tokens with plain decoding's distribution."""
+import dataclasses
+
+import pytest
+import torch
+
+import specvis.decoding.jacobi
+from specvis.decoding.coupling import rank_groups
+from specvis.decoding.discrete import decode
+from specvis.decoding.jacobi import WINDOWS, WindowChoice, jacobi_decode
+from specvis.decoding.methods import METHODS, method
+from specvis.decoding.sampling import Sampling
+from tests.decoding.test_discrete import PROMPTS, begun, chi_square, exact_pictures, minute, tiny  # noqa: F401
+from tests.models.test_interface import CONDITION, PADDING_MASK, VOCAB, BagModel, CacheFreeModel, L, S
+
+B, SEEDS = len(CONDITION), [3, 1, 4, 1, 5]
+VANILLA = METHODS["vanilla"]
+MIXED = [method("jacobi", window=window) for window in (1, 7, 3, 20, 2)]
+
+
+def settings(**parameters):
+    return Sampling.of(SEEDS, **{"guidance": 1.5} | parameters)
+
+
+def jacobi(methods, sampling=None, model=None, rows=slice(None), **arguments):
+    """methods: one for all, or one for each request"""
+    condition, padding_mask = CONDITION[rows], PADDING_MASK[rows]
+    methods = methods if isinstance(methods, list) else [methods] * len(condition)
+    return jacobi_decode(model or BagModel(1), condition, padding_mask, sampling or settings(), methods, **arguments)
+
+
+def plain(sampling, model=None, **arguments):
+    return decode(model or BagModel(1), CONDITION, PADDING_MASK, sampling, **arguments)
+
+
+# --- seed-exact -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("parameters", [
+    {"temperature": 0.0}, {"temperature": 0.7}, {}, {"guidance": 1.0}, {"top_k": 5, "top_p": 0.9},
+    {"temperature": [0.0, 0.7, 1.0, 2.0, 1.0], "guidance": [1.0, 3.0, 1.5, 0.0, 2.0], "top_k": [0, 3, 5, 0, 1]},
+], ids=str)
+@pytest.mark.parametrize("methods", [
+    VANILLA, *(method("jacobi", window=window, guess=guess) for window in (1, 3, 7, 32) for guess in ("above", "last")),
+    method("jacobi", window="auto"), MIXED, [dataclasses.replace(m, guess="last") for m in MIXED],
+    [*MIXED[:3], method("jacobi", window="auto"), MIXED[4]],
+], ids=lambda m: "mixed" if isinstance(m, list) else f"{m.window} {m.guess}")
+def test_the_tokens_are_plain_decodings(methods, parameters):
+    sampling = settings(**parameters)
+    expected = plain(sampling).tokens
+    for model in (BagModel(1), CacheFreeModel(1)):
+        assert torch.equal(jacobi(methods, sampling, model).tokens, expected)
+    counts = [0, 5, L, 3, 11]
+    assert torch.equal(jacobi(methods, sampling, known_tokens=begun(expected, counts)).tokens, expected)
+    if sampling.temperature.max() > 0:  # the control: other seeds
+        other = dataclasses.replace(sampling, seeds=sampling.seeds + 10)
+        assert not torch.equal(jacobi(methods, other).tokens, expected)
+
+
+@pytest.mark.parametrize("methods", [MIXED, [dataclasses.replace(m, guess="last") for m in MIXED]])
+def test_a_request_does_not_depend_on_its_batch(methods):
+    counts = [0, 5, 2, 3, 11]
+    known_tokens = begun(plain(settings()).tokens, counts)
+    for known in (None, known_tokens):
+        together, order = jacobi(methods, known_tokens=known), [4, 2, 0, 3, 1]
+        turned = jacobi([methods[b] for b in order], settings()[order], rows=order,
+                        known_tokens=None if known is None else known[order])
+        for b in range(B):
+            alone = jacobi([methods[b]], settings()[[b]], rows=[b], known_tokens=None if known is None else known[[b]])
+            for field in dataclasses.fields(alone):
+                value = getattr(alone, field.name)[0]
+                assert torch.equal(value, getattr(together, field.name)[b]), field.name
+                assert torch.equal(value, getattr(turned, field.name)[order.index(b)]), field.name
+
+
+class Fixed(BagModel):
+    """At temperature 0 the token at position p is p % V, whatever came before."""
+
+    def extend(self, tokens, position_ids, mask, cache, slots):
+        return (position_ids - S + 1).double()[..., None]
+
+    def prefill(self, condition, padding_mask, cache):
+        return torch.zeros(len(condition), S, 1, dtype=torch.float64)
+
+    def logits(self, hidden):
+        return torch.nn.functional.one_hot(hidden[..., 0].long() % VOCAB, VOCAB).float()
+
+
+class Counting(Fixed):
+    """The next token is the last one and 1: no guess is right before the token in front of it is."""
+
+    def extend(self, tokens, position_ids, mask, cache, slots):
+        return (tokens + 1).double()[..., None]
+
+
+class Constant(Fixed):
+    """Every token is 0: every guess is right."""
+
+    def extend(self, tokens, position_ids, mask, cache, slots):
+        return torch.zeros(*tokens.shape, 1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("model, window, num_accepted", [
+    # what one forward read wrong is right in the next; then come guesses from the row above, wrong by GRID
+    (Fixed(0), 3, {1: 0, 2: 3, 6: 0, 7: 3, 11: 0, 12: 3}), (Fixed(0), 6, {1: 0, 2: 6, 9: 0, 10: 5}),
+    (Counting(0), 3, {p: 0 for p in range(1, L)}), (Constant(0), 3, {1: 3, 5: 3, 9: 3, 13: 2}),
+    (Constant(0), 20, {1: 14}), (Constant(0), 1, {p: 1 if p < L - 1 else 0 for p in range(1, L, 2)}),
+], ids=lambda x: type(x).__name__ if isinstance(x, Fixed) else str(x))
+@pytest.mark.parametrize("guess", ["above", "last"])
+def test_the_forwards_are_those_worked_out_by_hand(model, window, num_accepted, guess):
+    decoded = jacobi(method("jacobi", window=window, guess=guess), settings(temperature=0.0), model)
+    for row, drafted, target_forwards in zip(decoded.num_accepted, decoded.num_drafted, decoded.target_forwards):
+        assert {p: n for p, n in enumerate(row.tolist()) if n >= 0} == num_accepted
+        assert drafted.tolist() == [min(window, L - 1 - p) if p in num_accepted else 0 for p in range(L)]
+        assert target_forwards == 1 + len(num_accepted)
+    assert torch.equal(decoded.tokens, plain(settings(temperature=0.0), model).tokens)
+    assert decoded.tv_excess.eq(0).all() and decoded.tv_bound.eq(0).all()
+
+
+class Likely(BagModel):
+    """Mostly the row above's token again: guesses from above are mostly right."""
+
+    def logits(self, hidden):
+        return super().logits(hidden) / 4
+
+
+def test_more_than_one_token_a_forward():
+    tau = [jacobi(method("jacobi", window=window), model=Likely(1)).tau.mean() for window in (1, 3, 7)]
+    assert 1.1 < tau[0] < tau[1] < tau[2]
+    assert (jacobi(VANILLA, model=Likely(1)).tau == 1).all()
+
+
+def test_the_sizes_of_a_step(monkeypatch):
+    """One forward a step, of the newest token and the guesses that fit into the image."""
+    model, sizes = Constant(0), []
+    monkeypatch.setattr(model, "extend", lambda tokens, *a: (sizes.append(tokens.shape), Constant.extend(
+        model, tokens, *a))[1], raising=False)
+    specvis.decoding.jacobi.check_causal(model)
+    sizes.clear()
+    decoded = jacobi(method("jacobi", window=5), settings(temperature=0.0), model)
+    assert sizes == [(2 * B, 6), (2 * B, 6), (2 * B, 3)] and decoded.target_forwards.tolist() == [4] * B
+
+
+@pytest.mark.parametrize("m", [method("jacobi", window=3), method("jacobi", window=3, guess="last"),
+                               method("jacobi", window="auto"), method("jacobi", window=3, seed_exact=False),
+                               METHODS["gsd"]], ids=lambda m: m.label)
+def test_a_step_reads_the_host_once(tiny, monkeypatch, m):  # noqa: F811
+    reads, per_step = [], []
+    for read in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"):
+        original = getattr(torch.Tensor, read)
+        monkeypatch.setattr(torch.Tensor, read, lambda *a, read=read, original=original, **k: (reads.append(read),
+                                                                                              original(*a, **k))[1])
+    step = specvis.decoding.jacobi.run_step
+    monkeypatch.setattr(specvis.decoding.jacobi, "run_step",
+                        lambda *a: (reads.clear(), step(*a), per_step.append(reads.copy()))[1])
+    tiny.tokens(PROMPTS, m, Sampling.of(list(range(4))))
+    assert len(per_step) > 2 and all(names == ["tolist"] for names in per_step)
+
+
+def test_an_observer_sees_every_step(tiny):  # noqa: F811
+    steps, gained, windows = [], [], (1, 7, 3, 20)
+    decoded = tiny.tokens(PROMPTS, [method("jacobi", window=window) for window in windows],
+                          Sampling.of(list(range(4))), gained.append, steps.append)
+    assert len(steps) == decoded.target_forwards.max() - 1 and sum(gained) == 4 * 16
+    for b in range(4):
+        mine = [step for step in steps if step.active[b]]
+        num_accepted = decoded.num_accepted[b]
+        assert [step.num_accepted[b].item() for step in mine] == num_accepted[num_accepted >= 0].tolist()
+        assert [step.position[b].item() for step in mine] == (num_accepted >= 0).nonzero()[:, 0].tolist()
+        for step in mine:
+            num_nodes = 1 + min(windows[b], 15 - step.position[b].item())
+            assert (step.links.depth[b] >= 0).sum() == num_nodes and step.links.depth[b].max() == num_nodes - 1
+            accepted = list(range(1, 1 + step.num_accepted[b].item()))
+            assert [node for node in step.accepted_nodes[b].tolist() if node >= 0] == accepted
+
+
+class Broken(BagModel):
+    """Gives logits that are not finite behind a token 3 of request 1."""
+
+    def extend(self, tokens, position_ids, mask, cache, slots):
+        hidden = super().extend(tokens, position_ids, mask, cache, slots)
+        rows = torch.arange(len(tokens)) % B == 1
+        return torch.where((rows[:, None] & (tokens == 3))[..., None], torch.nan, hidden)
+
+
+@pytest.mark.parametrize("m", [method("jacobi", window=4), method("jacobi", window="auto", guess="last"), VANILLA,
+                               method("jacobi", window=4, seed_exact=False)], ids=lambda m: m.label)
+def test_logits_that_are_not_finite_end_an_image(m):
+    whole, broken = jacobi(m), jacobi(m, model=Broken(1))
+    assert (whole.tokens[1] == 3).any() and broken.failed.tolist() == [False, True, False, False, False]
+    end = (whole.tokens[1] == 3).nonzero()[0, 0] + 1
+    assert torch.equal(broken.tokens[1, :end], whole.tokens[1, :end]) and broken.tokens[1, end:].eq(0).all()
+    others = [0, 2, 3, 4]
+    assert torch.equal(broken.tokens[others], whole.tokens[others]) and broken.tau[1].isnan()
+    if m.seed_exact or m is VANILLA:
+        assert torch.equal(broken.tokens, plain(settings(), Broken(1)).tokens)
+
+
+# --- the window -------------------------------------------------------------------------------------------------------
+
+def test_the_window_with_the_most_tokens_a_second():
+    flat = dict.fromkeys(WINDOWS, 1.0)
+    assert WindowChoice(flat).next_window() == max(WINDOWS)                         # guesses cost nothing
+    assert WindowChoice({w: 1.0 + w for w in WINDOWS}).next_window() == 0           # a guess costs a token
+    steep = {w: 1.0 if w <= 6 else 10.0 for w in WINDOWS}
+    assert WindowChoice(steep).next_window() == 6
+
+
+def test_the_window_follows_what_is_accepted_there_and_back():
+    choice, seen = WindowChoice({w: 1.0 + w / 8 for w in WINDOWS}), []
+    for accepts in (False, True):
+        for _ in range(100):
+            window = choice.next_window()
+            choice.record(window + 1 if accepts else 0, window + 1)
+        seen.append(window)
+    assert seen[0] == 0 and seen[1] >= 12
+
+
+def test_a_target_is_timed_once_for_each_batch(monkeypatch):
+    calls, model = [], BagModel(1)
+    original = specvis.decoding.jacobi.seconds_of
+    monkeypatch.setattr(specvis.decoding.jacobi, "seconds_of", lambda *a: (calls.append(a[2]), original(*a))[1])
+    for rows in ([0, 1], [2, 3], [0]):
+        jacobi(method("jacobi", window="auto"), settings()[rows], model, rows=rows)
+    assert calls == [*WINDOWS] * 2
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+class LooksAhead(BagModel):
+    """Ignores its mask: a token sees those behind it."""
+
+    def extend(self, tokens, position_ids, mask, cache, slots):
+        return super().extend(tokens, position_ids, mask | mask.any(1, keepdim=True), cache, slots)
+
+
+def test_a_target_that_is_not_causal_is_refused():
+    for model in (LooksAhead(1), LooksAhead(2)):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="target must be causal.* those of LooksAhead do"):
+                jacobi(method("jacobi", window=3), model=model)
+    decode(LooksAhead(1), CONDITION, PADDING_MASK, settings())  # plain decoding reads no guesses
+
+
+@pytest.mark.parametrize("methods, message", [
+    ([METHODS["jacobi"]] * (B - 1), f"methods must be one for each of the {B} requests, got {B - 1}"),
+    ([METHODS["eagle2"]] * B, "methods must be Jacobi decoding and of one family .*, got eagle2 and eagle2"),
+    ([METHODS["jacobi"]] * (B - 1) + [VANILLA], "of one family .*, got jacobi and vanilla"),
+    ([method("jacobi", seed_exact=False, k=3, delta=0.1)] * B, f"neighbors must be a table of V={VOCAB} rows"),
+])
+def test_methods_that_do_not_fit_are_refused(methods, message):
+    with pytest.raises(ValueError, match=message):
+        jacobi(methods)
+
+
+def test_known_tokens_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="known_tokens must be"):
+        jacobi(METHODS["jacobi"], known_tokens=torch.full((B, 2), VOCAB))
+
+
+# --- by rejection -----------------------------------------------------------------------------------------------------
+
+def coupled(**parameters):
+    return method("jacobi", **{"seed_exact": False, "window": 3} | parameters)
+
+
+def far_from_target(pipeline, m, requests=100_000, batch=20_000, **parameters):
+    """How many standard deviations the pictures lie from the target's distribution, which is enumerated."""
+    parameters = {"guidance": 2.0} | parameters
+    probs = exact_pictures(pipeline, "red heart", Sampling.of([0], **parameters))
+    tokens = [pipeline.tokens(["red heart"] * batch, m, Sampling.of(list(range(i, i + batch)), **parameters)).tokens
+              for i in range(0, requests, batch)]
+    return chi_square(torch.cat(tokens), probs, pipeline.gpt.config.vocabulary)
+
+
+@pytest.mark.parametrize("m", [coupled(window=2), coupled(), coupled(guess="last"), coupled(coupling="none"),
+                               coupled(omega=0.5), method("jacobi", window=2)], ids=lambda m: m.label)
+def test_pictures_have_the_target_distribution(minute, m):  # noqa: F811
+    assert m.lossless and abs(far_from_target(minute, m)) < 4.5
+
+
+@pytest.mark.parametrize("m", [coupled(omega=1.5), METHODS["gsd"], coupled(k=2, delta=0.4, residual="relaxed")],
+                         ids=lambda m: m.label)
+def test_the_distribution_test_rejects_relaxed_acceptance(minute, m):  # noqa: F811
+    assert not m.lossless and far_from_target(minute, m) > 10
+
+
+def test_the_distribution_test_rejects_rows_of_the_wrong_iteration(minute, monkeypatch):  # noqa: F811
+    """The row that a guess was drawn from is the one of the last forward, not its first one."""
+    keep = specvis.decoding.coupling.Coupling.keep_rows
+    monkeypatch.setattr(specvis.decoding.coupling.Coupling, "keep_rows",
+                        lambda self, positions, probs: keep(self, positions, probs.roll(1, 1)))
+    assert far_from_target(minute, coupled()) > 10
+
+
+def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):  # noqa: F811
+    sampling = Sampling.of([1, 2, 3, 4], temperature=0.0)
+    expected = tiny.tokens(PROMPTS, "vanilla", sampling)
+    for m in (coupled(), coupled(coupling="none"), coupled(guess="last"), coupled(window=20)):
+        decoded = tiny.tokens(PROMPTS, m, sampling)
+        assert torch.equal(decoded.tokens, expected.tokens) and decoded.tv_excess.eq(0).all()
+
+
+def test_by_rejection_a_request_does_not_depend_on_its_batch():
+    windows_and_omegas = ((1, 1.0), (7, 1.2), (3, 0.8), (20, 2.0), (2, 1.0))
+    methods = [coupled(window=window, omega=omega) for window, omega in windows_and_omegas]
+    counts = [0, 5, 2, 3, 11]
+    for known in (None, begun(plain(settings()).tokens, counts)):
+        together = jacobi(methods, known_tokens=known)
+        for b in range(B):
+            alone = jacobi([methods[b]], settings()[[b]], rows=[b], known_tokens=None if known is None else known[[b]])
+            for field in dataclasses.fields(alone):
+                torch.testing.assert_close(getattr(alone, field.name)[0], getattr(together, field.name)[b],
+                                           equal_nan=True)
+
+
+def test_relaxing_accepts_more_and_its_tv_excess_says_so(tiny):  # noqa: F811
+    prompts, sampling = PROMPTS * 16, Sampling.of(list(range(64)))
+    strict = tiny.tokens(prompts, coupled(), sampling)
+    assert (strict.tv_excess == 0).all() and (strict.tv_bound == 0).all()
+    for m in (coupled(omega=1.5), coupled(k=8, delta=0.4, residual="relaxed")):
+        relaxed = tiny.tokens(prompts, m, sampling)
+        assert relaxed.target_forwards.sum() < strict.target_forwards.sum()
+        assert (relaxed.tv_excess > 0).any() and relaxed.tv_bound.isnan().all()
+
+
+def test_the_ids_around_a_token_in_the_order_of_its_row():
+    probs = torch.tensor([[[0.3, 0.1, 0.2, 0.1, 0.25, 0.05]]])  # the order is 0, 4, 2, 1, 3, 5
+    for token, k, delta, expected in ((2, 2, 1.0, {4, 1}), (2, 4, 1.0, {0, 4, 1, 3}), (0, 4, 1.0, {4, 2}),
+                                      (5, 4, 1.0, {1, 3}), (3, 2, 1.0, {1, 5}), (1, 3, 1.0, {2, 3, 5}),
+                                      (2, 4, 0.06, {4}), (2, 4, 0.0, set()), (2, 14, 1.0, {0, 4, 1, 3, 5})):
+        groups = rank_groups(probs, torch.tensor([[token]]), k, torch.tensor([delta]))
+        assert groups.shape == (1, 1, k) and {*groups.flatten().tolist()} - {-1} == expected
