@@ -57,6 +57,25 @@ WIDEST_VECTORS int64_t sum(const int64_t* fixed_probs, int64_t V) {
   return total;
 }
 
+WIDEST_VECTORS double sum_blocks(const ResidualRow& residual, int64_t V, double* sums) {
+  constexpr int64_t kLanes = 16;
+  const ResidualRow row = residual;
+  double total = 0;
+  for (int64_t begin = 0; begin < V; begin += kResidualBlock) {
+    const int64_t end = std::min(begin + kResidualBlock, V);
+    double lanes[kLanes] = {};
+    int64_t v = begin;
+    for (; v + kLanes <= end; v += kLanes)
+      for (int64_t i = 0; i < kLanes; ++i) lanes[i] += row(v + i);
+    for (; v < end; ++v) lanes[0] += row(v);
+    double sum = 0;
+    for (double lane : lanes) sum += lane;
+    sums[begin / kResidualBlock] = sum;
+    total += sum;
+  }
+  return total;
+}
+
 WIDEST_VECTORS int64_t argmax(const float* row, int64_t V) {
   int64_t max_mass = -1, from = 0;
   for (int64_t begin = 0; begin < V; begin += kRowBlock) {

@@ -1,6 +1,7 @@
 // Rows of probabilities on the CPU: their sums, copies in fixed point, argmax, and draws from them.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "rules.h"
@@ -39,6 +40,35 @@ int64_t draw(const T* row, int64_t V, int64_t total, float uniform) {
     remaining -= block;
   }
   for (; v + 1 < V && (remaining -= entry_mass(row[v])) >= 0;) ++v;
+  return v;
+}
+
+// What is left of a target's row after a sampled candidate was rejected. Both rows are valid.
+struct ResidualRow {
+  const float *target, *draft;
+  double unit, draft_unit, slack;
+
+  // The mass of token v: an integer, so that the sum over a row is exact.
+  double operator()(int64_t v) const {
+    constexpr float kOne = static_cast<float>(kFixedOne);
+    const double mass = std::floor(static_cast<double>(target[v] * kOne));
+    const double draft_mass = std::floor(static_cast<double>(draft[v] * kOne));
+    return std::floor(residual_mass(mass, unit, draft_mass, draft_unit, slack));
+  }
+};
+
+// The sum of the residual. `sums` receives the sum of every kResidualBlock tokens.
+constexpr int64_t kResidualBlock = 256;
+double sum_blocks(const ResidualRow& residual, int64_t V, double* sums);
+
+// Inverse CDF: first among the sums of the blocks, then within one block. mass(v) is a token's; the total is positive.
+template <class Mass>
+int64_t draw(const Mass& mass, const double* sums, double total, float uniform) {
+  double threshold = static_cast<double>(draw_threshold(uniform, static_cast<int64_t>(total)));
+  int64_t block = 0;
+  while (sums[block] <= threshold) threshold -= sums[block++];  // ends at the last positive sum at the latest
+  int64_t v = block * kResidualBlock;
+  while ((threshold -= mass(v)) >= 0) ++v;
   return v;
 }
 

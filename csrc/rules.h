@@ -133,6 +133,11 @@ struct Candidate {
   }
 };
 
+// Is there no rule for this omega? It is negative or NaN, or below 1 with neighbors and the optimal residual.
+HOST_DEVICE inline bool is_undefined(double omega, bool has_neighbors, ResidualRule residual) {
+  return !(omega >= (has_neighbors && residual == ResidualRule::optimal ? 1.0 : 0.0));
+}
+
 // The share of the target that is left after a rejection in any case: 1 - omega, at least 0.
 HOST_DEVICE inline double slack_of(double omega) { return omega < 1 ? 1 - omega : 0.0; }
 

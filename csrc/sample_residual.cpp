@@ -5,8 +5,6 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <algorithm>
-#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -17,49 +15,6 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-constexpr int64_t kBlock = 256, kLanes = 16;
-
-struct Residual {
-  const float *target, *draft;
-  double unit, draft_unit, slack;
-
-  // The mass of token v: an integer, so that the sum over a row is exact.
-  double operator()(int64_t v) const {
-    constexpr float kOne = static_cast<float>(specvis::kFixedOne);
-    const double mass = std::floor(static_cast<double>(target[v] * kOne));
-    const double draft_mass = std::floor(static_cast<double>(draft[v] * kOne));
-    return std::floor(specvis::residual_mass(mass, unit, draft_mass, draft_unit, slack));
-  }
-};
-
-// Sums the residual over blocks of the vocabulary, and returns the sum of all.
-WIDEST_VECTORS double block_sums(const Residual residual, int64_t V, double* sums) {
-  double total = 0;
-  for (int64_t begin = 0; begin < V; begin += kBlock) {
-    const int64_t end = std::min(begin + kBlock, V);
-    double lanes[kLanes] = {};
-    int64_t v = begin;
-    for (; v + kLanes <= end; v += kLanes)
-      for (int64_t i = 0; i < kLanes; ++i) lanes[i] += residual(v + i);
-    for (; v < end; ++v) lanes[0] += residual(v);
-    double sum = 0;
-    for (double lane : lanes) sum += lane;
-    sums[begin / kBlock] = sum;
-    total += sum;
-  }
-  return total;
-}
-
-// Inverse CDF: first among the sums of the blocks, then within one block.
-int64_t draw(const Residual& residual, int64_t V, const double* sums, double total, float uniform) {
-  double threshold = static_cast<double>(specvis::draw_threshold(uniform, static_cast<int64_t>(total)));
-  int64_t block = 0;
-  while (sums[block] <= threshold) threshold -= sums[block++];  // ends at the last positive sum at the latest
-  int64_t v = block * kBlock;
-  while ((threshold -= residual(v)) >= 0) ++v;
-  return v;
-}
 
 std::tuple<Tensor, Tensor> sample_residual_cpu(const Tensor& target_probs,                // (R, V)
                                                const std::optional<Tensor>& draft_probs,  // (R, V)
@@ -76,7 +31,7 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(const Tensor& target_probs,      
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
   torch::stable::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
-    std::vector<double> sums((V + kBlock - 1) / kBlock);
+    std::vector<double> sums((V + specvis::kResidualBlock - 1) / specvis::kResidualBlock);
     for (int64_t r = begin; r < end; ++r) {
       const float* target = targets + r * V;
       const float* draft = drafts ? drafts + r * V : nullptr;
@@ -90,11 +45,11 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(const Tensor& target_probs,      
         continue;
       }
       if (draft && !status_out[r]) {
-        const Residual residual = {target, draft, 1 / static_cast<double>(target_sum.mass),
-                                   1 / static_cast<double>(draft_sum.mass), specvis::slack_of(omega_r)};
-        const double total = block_sums(residual, V, sums.data());
+        const specvis::ResidualRow residual = {target, draft, 1 / static_cast<double>(target_sum.mass),
+                                               1 / static_cast<double>(draft_sum.mass), specvis::slack_of(omega_r)};
+        const double total = specvis::sum_blocks(residual, V, sums.data());
         if (total > 0) {
-          token_out[r] = draw(residual, V, sums.data(), total, u[r]);
+          token_out[r] = specvis::draw(residual, sums.data(), total, u[r]);
           continue;
         }
         status_out[r] |= specvis::kEmptyResidual;

@@ -50,11 +50,9 @@ struct Request {
     return child > previous && child < N && tokens[child] >= 0 && tokens[child] < V;
   }
   Budget budget(int64_t token_mass, int64_t total) const { return Budget(cutoff, delta, token_mass, total); }
-  // Is an omega negative or NaN, or below 1 with neighbors and the optimal residual? No rule says what to do then.
   bool is_undefined() const {
     for (int64_t d = 0; omega && d < max_depth; ++d) {
-      if (!(omega[d] >= 0)) return true;
-      if (omega[d] < 1 && num_considered > 0 && residual == ResidualRule::optimal) return true;
+      if (specvis::is_undefined(omega[d], num_considered > 0, residual)) return true;
     }
     return false;
   }

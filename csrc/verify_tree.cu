@@ -60,11 +60,9 @@ struct Request {
     return Budget(batch.cutoff, batch.delta ? batch.delta[b] : -1.0f, token_mass, total);
   }
   __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.max_depth + depth] : 1.0; }
-  // Is an omega negative or NaN, or below 1 with neighbors and the optimal residual? No rule says what to do then.
   __device__ bool is_undefined() const {
     for (int64_t d = 0; batch.omega && d < batch.max_depth; ++d) {
-      if (!(omega(d) >= 0)) return true;
-      if (omega(d) < 1 && num_considered > 0 && batch.residual == ResidualRule::optimal) return true;
+      if (specvis::is_undefined(omega(d), num_considered > 0, batch.residual)) return true;
     }
     return false;
   }
