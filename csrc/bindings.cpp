@@ -67,6 +67,51 @@ const T* data(const std::optional<Tensor>& tensor) {
 
 bool is_uint16(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens(const Tensor& target_probs,              // (B, W, V)
+                                                                 const Tensor& draft_probs,               // (B, W, V)
+                                                                 const Tensor& tokens,                    // (B, W)
+                                                                 const Tensor& uniforms,                  // (B, W, 2)
+                                                                 const std::optional<Tensor>& omega,      // (B, W)
+                                                                 const std::optional<Tensor>& neighbors,  // (C, k)
+                                                                 const std::optional<Tensor>& delta,      // (B)
+                                                                 const std::optional<Tensor>& groups,     // (B, W, k)
+                                                                 std::string cutoff, int64_t offset,
+                                                                 std::string residual) {
+  const int64_t B = target_probs.size(0), W = target_probs.size(1);
+  const Device device(target_probs);
+  Tensor new_tokens = torch::stable::new_empty(tokens, {B, W});
+  Tensor is_kept = torch::stable::new_empty(tokens, {B, W}, ScalarType::Bool);
+  Tensor num_kept = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor tv_excess = torch::stable::new_empty(target_probs, {B, W});
+  Tensor status = torch::stable::new_empty(tokens, {B, W}, ScalarType::Int);
+  specvis::CoupleTokens batch = {};
+  batch.B = B;
+  batch.W = W;
+  batch.V = target_probs.size(2);
+  batch.group_size = groups ? groups->size(2) : 0;
+  batch.target_probs = target_probs.const_data_ptr<float>();
+  batch.draft_probs = draft_probs.const_data_ptr<float>();
+  batch.tokens = tokens.const_data_ptr<int64_t>();
+  batch.uniforms = uniforms.const_data_ptr<float>();
+  batch.omega = data<float>(omega);
+  if (neighbors) {
+    batch.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), is_uint16(*neighbors), neighbors->size(0),
+                                         neighbors->size(1), offset);
+  }
+  batch.delta = data<float>(delta);
+  batch.groups = data<int64_t>(groups);
+  batch.is_relaxed = neighbors || groups;
+  batch.cutoff = specvis::cutoff_named(cutoff);
+  batch.residual = specvis::residual_named(residual);
+  batch.new_tokens = new_tokens.mutable_data_ptr<int64_t>();
+  batch.is_kept = is_kept.mutable_data_ptr<bool>();
+  batch.num_kept = num_kept.mutable_data_ptr<int32_t>();
+  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::couple_tokens_cuda(batch, device.stream()));
+  return {new_tokens, is_kept, num_kept, tv_excess, status};
+}
+
 std::tuple<Tensor, Tensor, Tensor> draw_children(const Tensor& draft_probs,               // (B, F, V)
                                                  const std::optional<Tensor>& uniforms,   // (B, F, K)
                                                  const std::optional<Tensor>& seeds,      // (B)
@@ -358,6 +403,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(const Tensor& tar
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+  m.impl("couple_tokens", TORCH_BOX(&couple_tokens));
   m.impl("draw_children", TORCH_BOX(&draw_children));
   m.impl("expand_tree", TORCH_BOX(&expand_tree));
   m.impl("guided_probs", TORCH_BOX(&guided_probs));

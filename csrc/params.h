@@ -9,6 +9,27 @@
 
 namespace specvis {
 
+struct CoupleTokens {
+  int64_t B, W, V, group_size;  // group_size is k of groups
+  const float* target_probs;    // (B, W, V)
+  const float* draft_probs;     // (B, W, V)
+  const int64_t* tokens;        // (B, W)
+  const float* uniforms;        // (B, W, 2)
+  const float* omega;           // (B, W) or null
+  Neighbors neighbors;          // empty if there are none
+  const float* delta;           // (B) or null
+  const int64_t* groups;        // (B, W, k) or null
+  bool is_relaxed;              // whether there are neighbors or groups
+  Cutoff cutoff;
+  ResidualRule residual;
+  int64_t* new_tokens;  // (B, W)
+  bool* is_kept;        // (B, W)
+  int32_t* num_kept;    // (B)
+  float* tv_excess;     // (B, W)
+  int32_t* status;      // (B, W)
+};
+cudaError_t couple_tokens_cuda(const CoupleTokens& batch, cudaStream_t stream);
+
 struct DrawChildren {
   int64_t R, V, K;
   const float* draft_probs;  // (R, V)

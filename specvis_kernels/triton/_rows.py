@@ -128,3 +128,60 @@ def residual_mass(mass, total, draft_mass, draft_total, slack):
     r = mass.to(tl.float64) * (1.0 / total.to(tl.float64))
     residual = tl.maximum(r - draft_mass.to(tl.float64) * (1.0 / draft_total.to(tl.float64)), slack * r)
     return (tl.maximum(residual, 0.0) * FIXED_ONE).to(tl.int64)
+
+
+@triton.jit
+def load_residual(target_row, draft_row, v, V, total, draft_total, slack, is_treated, token, token_mass,
+                  MOVES_MASS: tl.constexpr):
+    """What is left of the target's row at tokens v. Neighbors that are treated, if not None, lost their mass to
+    `token` (MOVES_MASS), or nothing is taken from them."""
+    mass = load_mass(target_row, v, v < V, True)
+    draft_mass = load_mass(draft_row, v, v < V, True)
+    if is_treated is not None:
+        treated = tl.load(is_treated + v, mask=v < V, other=0) != 0
+        if MOVES_MASS:
+            mass = tl.where(v == token, token_mass, tl.where(treated, 0, mass))
+        else:
+            draft_mass = tl.where(treated, 0, draft_mass)
+    return residual_mass(mass, total, draft_mass, draft_total, slack)
+
+
+@triton.jit
+def draw_residual(target_row, draft_row, V, total, draft_total, slack, uniform, is_treated, token, token_mass,
+                  MOVES_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """A token from what a rejection leaves, and its total; if that is 0 the token means nothing."""
+    v = tl.arange(0, BLOCK)
+    totals = tl.zeros([BLOCK], tl.int64)
+    start = 0
+    while start < V:
+        totals += load_residual(target_row, draft_row, start + v, V, total, draft_total, slack, is_treated, token,
+                                token_mass, MOVES_MASS)
+        start += BLOCK
+    residual_total = tl.sum(totals, axis=0)
+    threshold = draw_threshold(uniform, residual_total)
+    begin = 0
+    sum_before = residual_total * 0
+    residual = load_residual(target_row, draft_row, v, V, total, draft_total, slack, is_treated, token, token_mass,
+                             MOVES_MASS)
+    block_total = tl.sum(residual, axis=0)
+    while (begin + BLOCK < V) & (sum_before + block_total <= threshold):
+        sum_before += block_total
+        begin += BLOCK
+        residual = load_residual(target_row, draft_row, begin + v, V, total, draft_total, slack, is_treated, token,
+                                 token_mass, MOVES_MASS)
+        block_total = tl.sum(residual, axis=0)
+    is_before = (sum_before + tl.cumsum(residual, axis=0) <= threshold).to(tl.int64)
+    return tl.minimum(begin + tl.sum(is_before, axis=0), V - 1), residual_total
+
+
+@triton.jit
+def accept_prob(is_sampled, mass, total, token_draft_mass, draft_total, omega_d):
+    """The probability that a child of this mass is accepted."""
+    numerator = omega_d * mass.to(tl.float64)
+    denominator = total.to(tl.float64)
+    if is_sampled:
+        numerator *= draft_total.to(tl.float64)
+        denominator *= token_draft_mass.to(tl.float64)
+    is_possible = (mass > 0) & (numerator > 0.0)
+    is_certain = numerator >= denominator
+    return tl.where(is_possible, tl.where(is_certain, 1.0, numerator / tl.where(is_certain, 1.0, denominator)), 0.0)

@@ -3,25 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._rows import (
-    EMPTY_RESIDUAL,
-    INVALID_ROW,
-    INVALID_RULE,
-    block,
-    draw,
-    draw_threshold,
-    load_mass,
-    residual_mass,
-    to_fixed_point,
-)
-
-
-@triton.jit
-def load_residual(target_row, draft_row, v, V, total, draft_total, slack):
-    """The residual's mass at tokens v."""
-    mass = load_mass(target_row, v, v < V, True)
-    draft_mass = load_mass(draft_row, v, v < V, True)
-    return residual_mass(mass, total, draft_mass, draft_total, slack)
+from ._rows import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, block, draw, draw_residual, to_fixed_point
 
 
 @triton.jit
@@ -51,29 +33,11 @@ def sample_residual_kernel(
         is_valid = is_valid & draft_is_valid
         draws_from_target = is_valid
         if is_valid & (row_status == 0):
-            totals = tl.zeros([BLOCK], tl.int64)
-            v = tl.arange(0, BLOCK)
-            start = 0
-            while start < V:
-                totals += load_residual(target_row, draft_row, start + v, V, total, draft_total, slack)
-                start += BLOCK
-            residual_total = tl.sum(totals, axis=0)
+            token, residual_total = draw_residual(target_row, draft_row, V, total, draft_total, slack, uniform, None,
+                                                  0, 0, False, BLOCK)
             draws_from_target = residual_total == 0
             if residual_total == 0:
                 row_status = EMPTY_RESIDUAL
-            else:
-                threshold = draw_threshold(uniform, residual_total)
-                begin = 0
-                sum_before = residual_total * 0
-                residual = load_residual(target_row, draft_row, v, V, total, draft_total, slack)
-                block_total = tl.sum(residual, axis=0)
-                while (begin + BLOCK < V) & (sum_before + block_total <= threshold):
-                    sum_before += block_total
-                    begin += BLOCK
-                    residual = load_residual(target_row, draft_row, begin + v, V, total, draft_total, slack)
-                    block_total = tl.sum(residual, axis=0)
-                is_before = (sum_before + tl.cumsum(residual, axis=0) <= threshold).to(tl.int64)
-                token = tl.minimum(begin + tl.sum(is_before, axis=0), V - 1)
     if draws_from_target:
         token = draw(target_row, V, total, uniform, True, BLOCK)
     tl.store(tokens + r, token)

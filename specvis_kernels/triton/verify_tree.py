@@ -13,6 +13,7 @@ from ._rows import (
     INVALID_ROW,
     INVALID_RULE,
     INVALID_TREE,
+    accept_prob,
     block,
     draw,
     load_mass,
@@ -66,19 +67,6 @@ def subtract(mass, draft_mass, V, total, draft_total, slack, BLOCK: tl.constexpr
         totals += residual
         start += BLOCK
     return tl.sum(totals, axis=0)
-
-
-@triton.jit
-def accept_prob(is_sampled, mass, total, token_draft_mass, draft_total, omega_d):
-    """The probability that a child of this mass is accepted."""
-    numerator = omega_d * mass.to(tl.float64)
-    denominator = total.to(tl.float64)
-    if is_sampled:
-        numerator *= draft_total.to(tl.float64)
-        denominator *= token_draft_mass.to(tl.float64)
-    is_possible = (mass > 0) & (numerator > 0.0)
-    is_certain = numerator >= denominator
-    return tl.where(is_possible, tl.where(is_certain, 1.0, numerator / tl.where(is_certain, 1.0, denominator)), 0.0)
 
 
 @triton.jit
