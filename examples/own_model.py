@@ -2,7 +2,8 @@
 
     python examples/own_model.py
 
-The model is one layer of attention on random weights. A noisy copy of it drafts.
+The model is one layer of attention on random weights. A noisy copy of it drafts, except where the method is jacobi,
+which needs no drafter.
 """
 import argparse
 from copy import deepcopy
@@ -10,7 +11,7 @@ from copy import deepcopy
 import torch
 from torch import nn
 
-from specvis import Sampling, decode, parse_method, speculative_decode
+from specvis import Sampling, decode, jacobi_decode, parse_method, speculative_decode
 from specvis.decoding.drafters import ModelDrafter
 from specvis.decoding.sampling import cfg_inputs
 
@@ -73,7 +74,8 @@ class OwnModel(nn.Module):
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--method", default="eagle2:drafter=model:depth=3:width=4:nodes=12", help="see `specvis methods`")
-parser.add_argument("--temperature", type=float, default=0.0, help="at 0 a lossless method draws the baseline's tokens")
+parser.add_argument("--temperature", type=float, default=1.0,
+                    help="a seed-exact method draws the baseline's tokens at every temperature, a lossless one at 0")
 options = parser.parse_args()
 
 torch.manual_seed(0)
@@ -86,7 +88,10 @@ condition, padding_mask = torch.randn(3, 2, 16), torch.ones(3, 2, dtype=torch.bo
 sampling = Sampling.of([0, 1, 2], guidance=1.5, temperature=options.temperature)
 method = parse_method(options.method)
 baseline = decode(target, condition, padding_mask, sampling)
-drafter = ModelDrafter(model, *cfg_inputs(model, condition, padding_mask))
-decoded = speculative_decode(target, drafter, condition, padding_mask, sampling, [method] * 3)
+if method.drafting == "jacobi":
+    decoded = jacobi_decode(target, condition, padding_mask, sampling, [method] * 3)
+else:
+    drafter = ModelDrafter(model, *cfg_inputs(model, condition, padding_mask))
+    decoded = speculative_decode(target, drafter, condition, padding_mask, sampling, [method] * 3)
 print(f"{method.label}: {decoded.tau.mean():.2f} tokens per target forward; "
       f"{(decoded.tokens == baseline.tokens).float().mean():.0%} of the tokens are the baseline's")

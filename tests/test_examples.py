@@ -70,7 +70,8 @@ def test_continuous_picture(run):
     assert "x.png: 4 target forwards, 64.0 tokens in each" in printed
 
 
-@pytest.mark.parametrize("method", ["eagle2:drafter=model:depth=3:width=4:nodes=12", "speculative:drafter=model"])
+@pytest.mark.parametrize("method", ["eagle2:drafter=model:depth=3:width=4:nodes=12",
+                                    "speculative:drafter=model:seed_exact=true", "jacobi:window=8"])
 def test_own_model(run, method):
     names, printed = run("own_model", "--method", method)
     assert isinstance(names["target"], TargetModel)

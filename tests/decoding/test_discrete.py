@@ -10,6 +10,7 @@ import torch
 
 import specvis.decoding.discrete
 import specvis.decoding.drafting
+import specvis.decoding.sampling
 from specvis.decoding.discrete import decode, speculative_decode
 from specvis.decoding.drafters import EagleDrafter
 from specvis.decoding.drafting import StaticDrafting
@@ -278,12 +279,14 @@ def test_requests_of_one_batch_may_be_greedy_and_sampled(tiny):
         assert torch.equal(together[::2], greedy[::2])
 
 
-@pytest.mark.parametrize("name", ["adt-tree+lantern", "lantern++", "cool-sd"])
-def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, name):
-    m, sampling = fitted(name), Sampling.of(list(range(4)))
+@pytest.mark.parametrize("m", [fitted("adt-tree+lantern"), fitted("lantern++"), METHODS["cool-sd"], METHODS["vanilla"],
+                               METHODS["eagle2"], method("eagle1", seed_exact=True)], ids=lambda m: m.name)
+def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, m):
+    sampling = Sampling.of(list(range(4)), top_k=30, top_p=0.95)
     ours = tiny.tokens(PROMPTS, m, sampling)
-    for op in ("draw_children", "expand_tree", "select_tree", "tree_links", "tree_mask", "verify_tree"):
-        for module in (specvis.decoding.discrete, specvis.decoding.drafting):
+    for op in ("draw_children", "draw_tokens", "expand_tree", "select_tree", "tree_links", "tree_mask", "verify_greedy",
+               "verify_tree"):
+        for module in (specvis.decoding.discrete, specvis.decoding.drafting, specvis.decoding.sampling):
             if hasattr(module, op):
                 kernel = getattr(module, op)
                 monkeypatch.setattr(module, op, lambda *a, kernel=kernel, **k: kernel(*a, **k, backend="oracle"))
@@ -328,8 +331,9 @@ def test_an_observer_sees_every_step(tiny):
         assert [step.position[b].item() for step in mine] == (num_accepted >= 0).nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize("name", ["speculative", "eagle1", "adt-tree+lantern"])
-def test_a_step_reads_the_host_once(tiny, monkeypatch, name):
+@pytest.mark.parametrize("m", [METHODS["speculative"], METHODS["eagle1"], fitted("adt-tree+lantern"), METHODS["eagle2"],
+                               method("eagle1", seed_exact=True)], ids=lambda m: m.label)
+def test_a_step_reads_the_host_once(tiny, monkeypatch, m):
     reads, per_step = [], []
     for read in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"):
         original = getattr(torch.Tensor, read)
@@ -338,7 +342,7 @@ def test_a_step_reads_the_host_once(tiny, monkeypatch, name):
     step = specvis.decoding.discrete.run_step
     monkeypatch.setattr(specvis.decoding.discrete, "run_step",
                         lambda *a: (reads.clear(), step(*a), per_step.append(reads.copy()))[1])
-    tiny.tokens(PROMPTS, fitted(name), Sampling.of(list(range(4))))
+    tiny.tokens(PROMPTS, m, Sampling.of(list(range(4))))
     assert len(per_step) > 2 and all(names == ["tolist"] for names in per_step)
 
 

@@ -55,7 +55,7 @@ class Decoded:
 
     @property
     def tau(self) -> Tensor:
-        """(B,) new tokens per target forward. The baseline's is 1, a failed image's is NaN."""
+        """(B,) new tokens per target forward. The baseline's is 1, a failed image's is NaN, a known one's is 0."""
         return ((self.tokens.shape[1] - self.num_known) / self.target_forwards).masked_fill(self.failed, torch.nan)
 
     @property
@@ -95,15 +95,17 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
     first, is_ragged, positions = min(num_known), min(num_known) < max(num_known), [column[:B] for column in columns]
     status = torch.zeros(B, L, dtype=torch.int32, device=device)
 
-    for i, new, new_status in zip(range(first, L), tokens.split(1, 1)[first:], status.split(1, 1)[first:]):
+    token_at, status_at = tokens.split(1, 1), status.split(1, 1)        # views, position by position
+    for i in range(first, L):
         if i == first:
             hidden = read_known(target, condition, padding_mask, tokens[:, :i], cache)[:, -1:]
         else:
             column = columns[S + i - 1]
-            hidden = target.extend(repeat_for_cfg(previous), column, mask[..., :S + i], cache, column)
+            hidden = target.extend(repeat_for_cfg(token_at[i - 1]), column, mask[..., :S + i], cache, column)
         drawn = sampling.draw(target, hidden, positions[i])
-        previous = new.copy_(torch.where(new < 0, drawn.tokens, new) if is_ragged else drawn.tokens)
-        new_status.copy_(drawn.status)
+        old, new = token_at[i], drawn.tokens
+        old.copy_(torch.where(old < 0, new, old) if is_ragged else new)
+        status_at[i].copy_(drawn.status)
         if progress:
             progress(sum(n <= i for n in num_known))
     is_new = torch.arange(L, device=device) >= torch.tensor(num_known, device=device)[:, None]

@@ -9,7 +9,7 @@ from specvis_kernels import TreeLinksResult, draw_children, expand_tree, select_
 
 from ..models.interface import Drafter
 from .methods import Method
-from .sampling import DRAFT, SHAPE, Sampling, mask_padding, philox_uniforms, repeat_for_cfg
+from .sampling import DRAFT, SHAPE, Sampling, hide_padding, mask_padding, philox_uniforms, repeat_for_cfg
 from .trees import Shapes, StaticTree, static_tree
 
 
@@ -40,7 +40,8 @@ class Drafting(ABC):
         self.drafter, self.shapes, self.num_tokens = drafter, shapes, shapes.grid ** 2
         guidance = torch.lerp(torch.ones_like(draft_guidance), sampling.guidance, draft_guidance)
         self.sampling = replace(sampling, guidance=guidance)
-        self.cache = drafter.new_cache(drafter.prefix_len + self.num_tokens + num_columns)
+        num_columns += drafter.prefix_len + self.num_tokens
+        self.cache, self.index = drafter.new_cache(num_columns), torch.arange(num_columns, device=sampling.seeds.device)
 
     @abstractmethod
     def draft(self, root: Tensor, max_depth: int, max_width: int) -> Draft:
@@ -65,13 +66,13 @@ class Drafting(ABC):
             max_count:       the largest of `counts`
         """
         prefix_len, A = self.drafter.prefix_len, new_tokens.shape[1]
-        slots = prefix_len + counts[:, None] + torch.arange(A, device=new_tokens.device)                # (B, A)
-        mask = torch.arange(prefix_len + max_count + A, device=new_tokens.device) <= slots[..., None]   # (B, A, T)
-        slots = repeat_for_cfg(slots)
+        slots = repeat_for_cfg(counts)[:, None] + self.index[prefix_len: prefix_len + A]  # (2B, A)
+        mask = self.index[:prefix_len + max_count + A] <= slots[..., None]                # (2B, A, T)
         hidden = self.drafter.extend(repeat_for_cfg(new_tokens), previous_hidden, slots,
-                                     mask_padding(self.drafter.padding_mask, mask), self.cache, slots)
-        last = repeat_for_cfg((num_new - 1)[:, None, None].expand(-1, -1, hidden.shape[-1]))
+                                     hide_padding(self.drafter.padding_mask, mask), self.cache, slots)
+        last = repeat_for_cfg(num_new - 1)[:, None, None].expand(-1, -1, hidden.shape[-1])
         self.counts = (counts + num_new).clamp(max=self.num_tokens)
+        self.root = self.counts + (prefix_len - 1)                                        # (B,) its column
         self.columns = prefix_len + min(max_count + A, self.num_tokens)                   # that may hold an entry
         self.hidden = hidden.gather(1, last)
         self.probs = self.sampling.probs(self.drafter, self.hidden).probs
@@ -90,13 +91,11 @@ class Drafting(ABC):
             hidden states (2B, F, H), probabilities (B, F, V) of their children
         """
         n, F = ancestors.shape[1], tokens.shape[1]
-        root = self.drafter.prefix_len + self.counts - 1                                  # the newest token's column
-        mask = tree_mask(ancestors, root.int(), columns=self.columns + n)[:, n - F:]
-        slots = root[:, None] + torch.arange(n - F, n, device=root.device)
-        position_ids = (root + depth)[:, None].expand(-1, F)
+        mask = tree_mask(ancestors, self.root.int(), columns=self.columns + n)[:, n - F:]
+        root = repeat_for_cfg(self.root)[:, None]
         hidden = self.drafter.extend(
-            repeat_for_cfg(tokens), previous_hidden, repeat_for_cfg(position_ids),
-            mask_padding(self.drafter.padding_mask, mask), self.cache, repeat_for_cfg(slots))
+            repeat_for_cfg(tokens), previous_hidden, (root + depth).expand(-1, F),
+            mask_padding(self.drafter.padding_mask, mask), self.cache, root + self.index[n - F: n])
         return hidden, self.sampling.probs(self.drafter, hidden).probs
 
 
@@ -169,18 +168,19 @@ class StaticDrafting(Drafting):
             uniforms = self.uniforms.gather(1, position.clamp(max=self.num_tokens - 1))[:, 0]
         tokens, rows, hidden, probs = [root[:, None]], [], self.hidden, self.probs
         for depth, level in enumerate(self.plan.levels, 1):
+            F, K = level.uniform_index.shape
             if self.seed_exact:
-                F, K = level.uniform_index.shape
-                children = draw_children(probs, seeds=self.sampling.seeds, num_children=K,
-                                         positions=(self.counts + (depth - 1))[:, None].expand(-1, F)).tokens
+                positions = (self.counts + (depth - 1))[:, None].expand(-1, F)  # the newest token is at counts - 1
+                children = draw_children(probs, seeds=self.sampling.seeds, positions=positions, num_children=K).tokens
             else:
                 rows.append(probs)
-                children = draw_children(probs, uniforms[:, level.uniform_index]).tokens
+                drawn_with = uniforms.index_select(1, level.uniform_index.flatten()).unflatten(1, (F, K))
+                children = draw_children(probs, drawn_with).tokens
             children = self.greedy_or(children, probs)
-            tokens.append(children.flatten(1)[:, level.picked])
+            tokens.append(children.flatten(1).index_select(1, level.picked))
             if len(level.inner):
-                hidden, probs = self.expand_level(tokens[-1][:, level.inner], hidden[:, level.parents],
-                                                  level.ancestors, depth)
+                hidden, probs = self.expand_level(tokens[-1].index_select(1, level.inner),
+                                                  hidden.index_select(1, level.parents), level.ancestors, depth)
         tokens = torch.cat(tokens, 1)
         if self.seed_exact:
             return Draft(tokens, self.plan.links, None, None)

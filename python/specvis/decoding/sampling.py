@@ -100,8 +100,12 @@ def mask_padding(padding_mask: Tensor, mask: Tensor) -> Tensor:
 
     padding_mask (2B, S) bool: True where the condition is real. The conditions are the first S of the T columns.
     """
-    mask = repeat_for_cfg(mask)
-    mask[:, :, : padding_mask.shape[1]] &= padding_mask[:, None]
+    return hide_padding(padding_mask, repeat_for_cfg(mask))
+
+
+def hide_padding(padding_mask: Tensor, mask: Tensor) -> Tensor:
+    """Take the padding (2B, S) out of a mask (2B, N, T), in place."""
+    mask[..., : padding_mask.shape[1]].logical_and_(padding_mask[:, None])
     return mask
 
 
