@@ -1,4 +1,5 @@
 """The models: official names and sizes, caches that change nothing, and errors that name what is wrong."""
+import copy
 import dataclasses
 import json
 
@@ -51,10 +52,10 @@ def test_text_model_and_drafter_have_the_published_names_and_sizes():
 
 def test_rotations_are_zero_at_conditions_and_turn_by_row_then_column():
     rotations = grid_rotations(grid=4, head_dim=8, condition=3)
-    assert rotations.shape == (3 + 16, 4)
-    assert (rotations[:3] == 0).all()
-    cell = rotations[3 + 4 * 2 + 1]                                # row 2, column 1; frequencies 1 and 1/100
-    assert torch.allclose(cell.angle(), torch.tensor([2.0, 0.02, 1.0, 0.01]))
+    assert rotations.shape == (3 + 16, 3, 1, 4)                    # of query, key and value
+    assert (rotations[:3, :2] == 0).all() and (rotations[:, 2] == 1).all()
+    cell = rotations[3 + 4 * 2 + 1, :, 0]                          # row 2, column 1; frequencies 1 and 1/100
+    assert torch.allclose(cell.angle(), torch.tensor([[2.0, 0.02, 1.0, 0.01], [2.0, 0.02, 1.0, 0.01], [0.0] * 4]))
 
 
 def test_half_precision_keeps_the_rotations():
@@ -87,6 +88,37 @@ def test_reading_token_by_token_equals_reading_at_once(config):
         mask = torch.cat([padding_mask, torch.ones(2, i + 1, dtype=torch.bool)], 1)[:, None]
         parts.append(gpt(gpt.tok_embeddings(tokens[:, i: i + 1]), slot, mask, cache, slot))
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+
+
+def test_a_changed_weight_is_never_read_as_it_was():
+    gpt = tiny_pipeline().gpt
+    condition, padding_mask = gpt.condition(torch.randn(1, 3, 8))
+    tokens = torch.randint(64, (1, 16))
+
+    def logits():
+        with torch.no_grad():
+            return gpt.logits(gpt.teacher_forced(condition, padding_mask, tokens))
+
+    def by_plain_layers():  # with gradients no weight is packed
+        with torch.enable_grad():
+            return gpt.logits(gpt.teacher_forced(condition, padding_mask, tokens)).detach()
+
+    before = logits()
+    for change in (
+            lambda: gpt.layers[1].feed_forward.w2.weight.add_(0.1),
+            lambda: gpt.output.weight.mul_(2),
+            lambda: gpt.load_state_dict({name: value + 0.1 for name, value in gpt.state_dict().items()}),
+            lambda: (gpt.layers[0].attention.wqkv.weight.data.mul_(4), gpt.new_cache(1, 1)),
+            lambda: gpt.to(torch.bfloat16).float(),
+            lambda: setattr(gpt.layers[0].attention.wo, "weight", torch.nn.Parameter(torch.eye(32)))):
+        with torch.no_grad():
+            change()
+        after = logits()
+        error = (after - by_plain_layers()).abs().max()
+        assert error < 1e-5 * after.abs().max() and 20 * error < (after - before).abs().max()
+        before = after
+    assert torch.equal(copy.deepcopy(gpt).tok_embeddings.weight, gpt.tok_embeddings.weight)
+    assert torch.equal(copy.deepcopy(gpt).logits(condition), gpt.logits(condition))
 
 
 def test_padding_of_a_caption_changes_nothing():

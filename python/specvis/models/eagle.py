@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import Cache, attend, grid_rotations, rotations_at
+from .layers import Cache, Linear, Packing, additive, attend, grid_rotations, rotations_at
 from .llamagen import GPTConfig, RMSNorm
 
 NORM_EPS = 1e-6  # of LANTERN's drafter, whatever the target's
@@ -21,18 +21,18 @@ class SelfAttention(nn.Module):
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (self.heads, -1)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(attend(q, k, v, rotations, mask, **cached))
+        qkv = torch.stack([self.q_proj(x), self.k_proj(x), self.v_proj(x)], 2)
+        return self.o_proj(attend(qkv.unflatten(-1, (self.heads, -1)), rotations, mask, **cached))
 
 
 class MLP(nn.Module):
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(dim, ffn_dim, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
+        self.gate_proj, self.up_proj = (Linear(dim, ffn_dim, bias=False) for _ in range(2))
+        self.down_proj = Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -59,10 +59,11 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocabulary, config.dim)
-        self.fc = nn.Linear(2 * config.dim, config.dim)
+        self.fc = Linear(2 * config.dim, config.dim)
         self.layers = nn.ModuleList([EagleLayer(config)])
         self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens - 1, spare=1,
                                         base=config.rope_base)
+        self.packing = Packing(self)
 
     def forward(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor,
                 cache: Cache | None = None, slots: Tensor | None = None) -> Tensor:
@@ -75,12 +76,15 @@ class EagleHead(nn.Module):
         Returns:
             (R, N, dim)
         """
-        rotations = rotations_at(self, position_ids)
+        self.packing.refresh(previous_hidden)
+        rotations, mask = rotations_at(self, position_ids), additive(mask, previous_hidden.dtype)
+        places = None if cache is None else cache.places(slots)
         x = self.fc(torch.cat([self.embed_tokens(tokens), previous_hidden], -1))
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotations, mask, cache=cache, layer=index, slots=slots)
+            x = layer(x, rotations, mask, cache=cache, layer=index, places=places)
         return x
 
     def new_cache(self, rows: int, columns: int) -> Cache:
+        self.packing.forget()
         weight, c = self.fc.weight, self.config
         return Cache(len(self.layers), rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)

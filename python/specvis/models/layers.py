@@ -1,15 +1,77 @@
-"""What LlamaGen's GPT and its EAGLE drafter share: rotary positions on a grid and attention with a cache."""
+"""What LlamaGen's GPT and its EAGLE drafter share: linear layers, rotary positions on a grid, attention, its cache."""
+import platform
+
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+CAN_PACK = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+PACKED_DTYPES = torch.float32, torch.bfloat16
+PACKED_FOR = 34  # rows: a window of 16 with guidance. The order that oneDNN chooses is the same from 2 to 66
+
+
+class Linear(nn.Linear):
+    """nn.Linear, which multiplies by the weight in oneDNN's own order while `packed` holds it; see `Packing`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.packed = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None or torch.is_grad_enabled():
+            return super().forward(x)
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
+
+    def _apply(self, *args, **kwargs):
+        self.packed = None
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self):
+        return self.__dict__ | {"packed": None}  # copies pack for themselves
+
+
+class Packing:
+    """The weights of a module's linear layers in oneDNN's own order, for forwards without gradients on an x86 CPU.
+
+    A decoder reads few rows at a time. Most of the time of such a product goes into ordering the weight, unless that is
+    done beforehand. A model calls `refresh` before it reads: the weights are packed if they are other tensors than
+    before, or were changed. What is written through `weight.data` leaves no trace, so `new_cache` calls `forget`.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
+        self.source = None  # which tensors were packed, in which version
+
+    def refresh(self, x: Tensor) -> None:
+        """Make the layers ready to read x."""
+        weights = [layer.weight for layer in self.layers]
+        source = [(w.data_ptr(), w._version) for w in weights] if can_use_packed(x, weights[0]) else None
+        if source != self.source or source and any(layer.packed is None for layer in self.layers):
+            for layer, w in zip(self.layers, weights):
+                layer.packed = torch.ops.mkldnn._reorder_linear_weight(w.detach(), PACKED_FOR) if source else None
+            self.source = source
+
+    def forget(self) -> None:
+        self.source = []
+
+    def __getstate__(self):
+        return self.__dict__ | {"source": None}
+
+
+def can_use_packed(x: Tensor, weight: Tensor) -> bool:
+    return (CAN_PACK and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+            and x.device.type == "cpu" and x.dtype == weight.dtype in PACKED_DTYPES
+            and not torch.is_autocast_enabled("cpu") and not weight.is_inference())
+
 
 def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, base: float = 10000.0) -> Tensor:
-    """Rotations (condition + grid**2 + spare, head_dim / 2) complex64 of LlamaGen's 2D RoPE, interleaved pairs.
+    """Rotations (condition + grid**2 + spare, 3, 1, head_dim / 2) complex64 of LlamaGen's 2D RoPE, interleaved pairs.
 
-    A cell's first half turns by its row, its second half by its column. Condition positions are 0, not 1:
-    there q = k = 0, so attention from and to them is uniform. `spare` positions behind the grid are 0 too;
-    drafted tokens that overshoot the image stand there and are thrown away.
+    They are the factors of query, key and value; a value's are 1. A cell's first half turns by its row, its second
+    half by its column. Condition positions are 0, not 1: there q = k = 0, so attention from and to them is uniform.
+    `spare` positions behind the grid are 0 too. Drafted tokens that overshoot the image stand there; they are thrown
+    away.
     """
     half = head_dim // 2
     frequencies = 1.0 / base ** (torch.arange(0, half, 2)[: half // 2].float() / half)
@@ -17,7 +79,8 @@ def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, bas
     rows, columns = angles[:, None].expand(grid, grid, -1), angles[None].expand(grid, grid, -1)
     angles = torch.cat([rows, columns], -1).reshape(grid * grid, half)
     cells = torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([cells.new_zeros(condition, half), cells, cells.new_zeros(spare, half)])
+    turns = torch.cat([cells.new_zeros(condition, half), cells, cells.new_zeros(spare, half)])
+    return torch.stack([turns, turns, torch.ones_like(turns)], 1)[:, :, None]
 
 
 def rotations_at(module: torch.nn.Module, position_ids: Tensor) -> Tensor:
@@ -30,24 +93,22 @@ def rotations_at(module: torch.nn.Module, position_ids: Tensor) -> Tensor:
     return module.rotations[position_ids.clamp(max=module.rotations.shape[0] - 1)]
 
 
-def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """x (R, N, H, D) turned pair by pair by rotations (R or 1, N, D / 2)."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotations[:, :, None]).flatten(-2).type_as(x)
-
-
 class Cache:
-    """Keys and values of all layers, allocated once: `data` (L, 2, R, H, T, D)."""
+    """Keys and values of all layers, allocated once: `data` (L, R, T, 2, H, D)."""
 
     def __init__(self, layers: int, rows: int, heads: int, columns: int, head_dim: int, *, device, dtype):
-        self.data = torch.zeros(layers, 2, rows, heads, columns, head_dim, device=device, dtype=dtype)
+        self.data = torch.zeros(layers, rows, columns, 2, heads, head_dim, device=device, dtype=dtype)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """Put keys and values (R, H, N, D) at columns `slots` (R, N) int64; return the first `columns` of both."""
-        index = slots[:, None, :, None].expand_as(keys)
-        self.data[layer, 0].scatter_(2, index, keys)
-        self.data[layer, 1].scatter_(2, index, values)
-        return self.data[layer, 0, :, :, :columns], self.data[layer, 1, :, :, :columns]
+    def places(self, slots: Tensor) -> Tensor:
+        """Where columns `slots` (R, N) int64 are in the rows of all requests behind each other: (R * N,) int64."""
+        R, T = self.data.shape[1:3]
+        return (slots + torch.arange(0, R * T, T, device=slots.device)[:, None]).flatten()
+
+    def write(self, layer: int, entries: Tensor, places: Tensor, columns: int) -> Tensor:
+        """Put keys and values (R, N, 2, H, D) at `places`; the first `columns` (R, columns, 2, H, D) of the cache."""
+        data = self.data[layer]
+        data.flatten(0, 1).index_copy_(0, places, entries.flatten(0, 1))
+        return data[:, :columns]
 
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
         """Move the accepted nodes of a tree to the columns behind its root, in every layer; see `ModelCache.commit`.
@@ -60,19 +121,29 @@ class Cache:
         index = torch.arange(accepted_nodes.shape[1], device=lengths.device)
         target = lengths[:, None] + 1 + index
         source = torch.where(index < num_accepted[:, None], lengths[:, None] + accepted_nodes, target)
-        heads = self.data.shape[3]
-        data = self.data.flatten(0, 1).flatten(1, 2)                       # (2L, RH, T, D), a view
-        rows = torch.arange(data.shape[1], device=data.device)[:, None]
-        data[:, rows, target.repeat_interleave(heads, 0)] = data[:, rows, source.repeat_interleave(heads, 0)]
+        rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+        self.data[:, rows, target] = self.data[:, rows, source]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, mask: Tensor, *, cache: Cache | None = None,
-           layer: int = 0, slots: Tensor | None = None) -> Tensor:
-    """Attention of q to k, v (R, N, H, D) and, with a cache, to what it holds; returns (R, N, H * D).
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask (R or 1, N, T) bool as what is added to the scores of all heads: (R or 1, 1, N, T)."""
+    return torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
 
-    mask (R or 1, N, T) bool or additive: T = N without a cache, else the number of its columns to look at.
+
+def attend(qkv: Tensor, rotations: Tensor, mask: Tensor, *, cache: Cache | None = None, layer: int = 0,
+           places: Tensor | None = None) -> Tensor:
+    """Attention of queries to keys and values, and with a cache to what it holds; returns (R, N, H * D).
+
+    Args:
+        qkv:       (R, N, 3, H, D)
+        rotations: (R or 1, N, 3, 1, D / 2)
+        mask:      (R or 1, 1, N, T) additive  T = N without a cache, else the number of its columns to look at
+        places:    (R * N,) int64  where the cache keeps the new ones
     """
-    q, k, v = rotate(q, rotations).transpose(1, 2), rotate(k, rotations).transpose(1, 2), v.transpose(1, 2)
+    wide = qkv.float() if qkv.dtype.itemsize < 4 else qkv
+    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
+    q, entries = torch.view_as_real(pairs * rotations).flatten(-2).type_as(qkv).split((1, 2), 2)
     if cache is not None:
-        k, v = cache.write(layer, k, v, slots, mask.shape[-1])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None]).transpose(1, 2).flatten(2)
+        entries = cache.write(layer, entries, places, mask.shape[-1])
+    k, v = entries.transpose(1, 3).unbind(2)
+    return F.scaled_dot_product_attention(q[:, :, 0].transpose(1, 2), k, v, attn_mask=mask).transpose(1, 2).flatten(2)

@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import Cache, attend, grid_rotations, rotations_at
+from .layers import Cache, Linear, Packing, additive, attend, grid_rotations, rotations_at
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).type_as(x) * self.weight
 
 
@@ -77,20 +79,19 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.heads = config.heads
-        self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wqkv = Linear(config.dim, 3 * config.dim, bias=False)
+        self.wo = Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
-        q, k, v = self.wqkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        return self.wo(attend(q, k, v, rotations, mask, **cached))
+        return self.wo(attend(self.wqkv(x).unflatten(-1, (3, self.heads, -1)), rotations, mask, **cached))
 
 
 class FeedForward(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w1 = Linear(config.dim, config.ffn_dim, bias=False)
+        self.w3 = Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -143,9 +144,10 @@ class GPT(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocabulary, config.dim)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
+        self.output = Linear(config.dim, config.vocabulary, bias=False)
         self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens, spare=1,
                                         base=config.rope_base)
+        self.packing, self.output_packing = Packing(self.layers), Packing(self.output)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
@@ -203,9 +205,11 @@ class GPT(nn.Module):
         Returns:
             (R, N, dim)
         """
-        rotations = rotations_at(self, position_ids)
+        self.packing.refresh(x)
+        rotations, mask = rotations_at(self, position_ids), additive(mask, x.dtype)
+        places = None if cache is None else cache.places(slots)
         for index, block in enumerate(self.layers):
-            x = block(x, rotations, mask, cache=cache, layer=index, slots=slots)
+            x = block(x, rotations, mask, cache=cache, layer=index, places=places)
         return self.norm(x)
 
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: Cache) -> Tensor:
@@ -219,6 +223,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, dim) hidden states -> (R, N, V) float32."""
+        self.output_packing.refresh(hidden)
         return self.output(hidden).float()
 
     def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor) -> Tensor:
@@ -228,6 +233,8 @@ class GPT(nn.Module):
         return self(x, position_ids[None], condition_mask(padding_mask, x.shape[1]))
 
     def new_cache(self, rows: int, columns: int) -> Cache:
+        self.packing.forget()
+        self.output_packing.forget()
         weight, c = self.output.weight, self.config
         return Cache(c.layers, rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
 
