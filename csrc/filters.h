@@ -1,0 +1,62 @@
+// What guidance, temperature, top-k and top-p make of a row of logits on the CPU, for guided_probs and draw_tokens.
+#pragma once
+#include <cstdint>
+#include <memory>
+
+#include "floats.h"
+
+namespace specvis {
+
+// One row at a time: read() it, then narrow the candidates down. There is one object per thread.
+class FilteredRow {
+ public:
+  static constexpr int64_t kChunk = 256;  // logits that are read at once; arrays are padded by -inf to whole chunks
+  static constexpr int64_t kGroups = 32;  // of a chunk; each has the maximum of every 32nd logit
+
+  explicit FilteredRow(int64_t V);
+
+  // Applies guidance and temperature (0 counts as 1) to the ids in [first, last); `uncond` may be null. All of them are
+  // candidates then. Returns false if the row is invalid.
+  template <class T>
+  bool read(const T* logits, const T* uncond, float guidance, float temperature, int64_t first, int64_t last);
+
+  // The candidates, of which some may lie outside of [first, last) if their logit is -inf. values() has size() logits
+  // and then -inf up to a whole chunk. Their ids ascend.
+  int64_t size() const { return n_; }
+  bool is_packed() const { return is_packed_; }
+  const float* values() const { return is_packed_ ? packed_.get() : x_.get(); }
+  const int32_t* packed_slots() const { return slots_.get(); }
+  int64_t id(int64_t i) const { return base_ + (is_packed_ ? slots_[i] : i); }
+  int64_t base() const { return base_; }  // the id of slot 0, a multiple of 4
+
+  float best() const { return best_; }
+  int64_t id_of_best() const;                            // the lowest
+  const float* maxima() const { return maxima_.get(); }  // of groups, kGroups a chunk; of all ids
+  int64_t count_above(float x) const;                    // of the candidates
+
+  // Drops candidates that are not among the k largest, where that is cheap; never one that is.
+  void pack_for_top_k(int64_t k);
+  void keep_top_k(int64_t k);  // drops all of them; ties stay
+
+  // exp(value - best) of the candidates, and these as integers (in float: they are exact).
+  void compute_masses();
+  const float* exponentials() const { return e_.get(); }
+  int64_t mass_above(float x) const;
+  int64_t limit_of(float top_p) const;
+  float top_p_threshold(int64_t limit) const;  // the lowest logit that top-p keeps
+  void keep_from(float lowest);                // drops the candidates below
+
+ private:
+  float threshold(const float* masses, int64_t limit, float lowest) const;
+
+  template <class T>
+  using Array = std::unique_ptr<T[]>;                     // not filled: a row writes little of most
+  Array<float> x_, maxima_, packed_, e_, masses_, some_;  // some_ and some_masses_ are used by threshold() alone
+  Array<int32_t> slots_, some_masses_;
+  int64_t n_ = 0, base_ = 0, num_chunks_ = 0;
+  bool is_packed_ = false;
+  float best_ = 0, lowest_ = 0;
+  float reach_ = 8;  // how far below the best the k-th largest of the last row was
+};
+
+}  // namespace specvis

@@ -1,0 +1,60 @@
+// Entries of an array, moved together, on the CPU.
+#pragma once
+#include <cstdint>
+
+#include "rules.h"
+#if defined(__x86_64__) && defined(__GNUC__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
+
+namespace specvis {
+
+// Packs the entries of x within [bottom, top], and with each one its index or, if there are `others`, its number there.
+// Returns how many they are. The outputs may be the inputs, and are written up to 16 entries further.
+inline int64_t pack_portably(const float* x, const int32_t* others, int64_t n, float bottom, float top, float* packed,
+                             int32_t* packed_others) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = x[i];
+    packed_others[count] = others ? others[i] : static_cast<int32_t>(i);
+    packed[count] = value;
+    count += (value >= bottom) & (value <= top);
+  }
+  return count;
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+__attribute__((target("avx512f,popcnt"))) inline int64_t pack_by_masks(const float* x, const int32_t* others, int64_t n,
+                                                                       float bottom, float top, float* packed,
+                                                                       int32_t* packed_others) {
+  const __m512 low = _mm512_set1_ps(bottom), high = _mm512_set1_ps(top);
+  __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 inside = n - i < 16 ? (1u << (n - i)) - 1 : 0xffff;
+    const __m512 value = _mm512_maskz_loadu_ps(inside, x + i);
+    const __m512i other = others ? _mm512_maskz_loadu_epi32(inside, others + i) : index;
+    const __mmask16 is_kept =
+        _mm512_mask_cmp_ps_mask(_mm512_mask_cmp_ps_mask(inside, value, low, _CMP_GE_OQ), value, high, _CMP_LE_OQ);
+    _mm512_storeu_ps(packed + count, _mm512_maskz_compress_ps(is_kept, value));
+    _mm512_storeu_si512(packed_others + count, _mm512_maskz_compress_epi32(is_kept, other));
+    count += __builtin_popcount(is_kept);
+    index = _mm512_add_epi32(index, _mm512_set1_epi32(16));
+  }
+  return count;
+}
+#endif
+
+inline int64_t pack(const float* x, const int32_t* others, int64_t n, float bottom, float top, float* packed,
+                    int32_t* packed_others) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  static const bool has_masks = __builtin_cpu_supports("avx512f");
+  if (has_masks) return pack_by_masks(x, others, n, bottom, top, packed, packed_others);
+#endif
+  return pack_portably(x, others, n, bottom, top, packed, packed_others);
+}
+
+}  // namespace specvis
