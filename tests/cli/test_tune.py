@@ -66,6 +66,14 @@ def test_variations_go_on_from_variations():
     assert "eagle2:drafter=model:depth=6:width=3" in [m.label for m in variations(method("eagle2", depth=6, width=3))]
 
 
+def test_a_variation_of_jacobi_has_another_window():
+    assert [m.label for m in variations(parse_method("jacobi:guess=last"))] == [
+        f"jacobi:window={window}:guess=last" for window in (4, 8, 24, 32)]
+    around = [m.label for m in variations(parse_method("jacobi:seed_exact=false:omega=1.5"))]
+    assert around[1] == "jacobi:window=8:seed_exact=false:omega=1.5"
+    assert around[-1] == "jacobi:seed_exact=false:omega=1.7"
+
+
 def test_a_variation_keeps_every_other_setting():
     base = parse_method("adt-tree+lantern:start=vertical:beta=0.5:draft_guidance=0.5:depth=3")
     around = [m.label for m in variations(base)]

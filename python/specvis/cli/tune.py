@@ -8,7 +8,7 @@ import click
 import matplotlib
 import torch
 
-from ..decoding.methods import Method, method, parameters_of, parse_method
+from ..decoding.methods import Method, every_parameter_of, method, parameters_of, parse_method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
 from ..studies.base import Run
@@ -19,8 +19,8 @@ from .options import GUIDANCE, PROMPTS, given_options, resumable, sampling_optio
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
 
-RULES = (  # of acceptance, on the recipe's own tree
-    "speculative", "eagle1", "eagle2", "adt-tree",
+RULES = (  # of acceptance, on the recipe's own tree or window
+    "jacobi", "gsd", "speculative", "eagle1", "eagle2", "adt-tree",
     *(f"{name}:delta={delta}:k={k}" for name in ("lantern", "lantern+optimal") for delta in (0.05, 0.1, 0.2, 0.4)
       for k in (30, 300)),
     *(f"lantern++:delta={delta}{tail}" for delta in (0.5, 1.0, 2.0, 4.0) for tail in ("", ":residual=optimal")),
@@ -31,6 +31,7 @@ TREES = {  # shapes that a second round tries
                                            "naive_extend_57")],
     "dynamic": [{"depth": depth, "width": width, "nodes": nodes}
                 for depth, width, nodes in ((2, 8, 16), (4, 4, 16), (4, 6, 32), (6, 6, 48), (4, 10, 60))],
+    "jacobi": [{"window": window} for window in (4, 8, 24, 32)],
 }
 ROUNDS = ((4, 0), (2, 4), (2, 2), (1, 6))  # one n-th of the pictures; how many of the best trials go on
 COLUMNS = ("method", "speedup", "tau", "tv_excess", "+-", "pictures", "frontier", "chosen")
@@ -172,7 +173,7 @@ def frontier(trials: list[Trial]) -> list[Trial]:
 
 
 def variations(base: Method) -> Iterator[Method]:
-    """The method with other trees, with the other drafter, and with acceptance somewhat stricter and looser."""
+    """The method with other trees or windows, with the other drafter, and with stricter and looser acceptance."""
     changes = list(TREES[base.drafting]) if base.adaptation is None else [
         {"start": start} for start in ("vertical", "tokenflock")]
     changes.append({"drafter": "model"})
@@ -180,8 +181,8 @@ def variations(base: Method) -> Iterator[Method]:
         changes += [{"delta": round(base.delta * factor, 4)} for factor in (0.7, 1.4)]
     elif base.omega != 1:
         changes += [{"omega": round(1 + (base.omega - 1) * factor, 4)} for factor in (0.7, 1.4)]
-    shape = {"tree"} if base.drafting == "static" else {"depth", "width", "nodes"}
-    recipe = parameters_of(method(base.name))
+    shape = {name for tree in TREES[base.drafting] for name in tree}
+    recipe = every_parameter_of(method(base.name))
     differing = {name: value for name, value in parameters_of(base).items() if value != recipe.get(name)
                  and (name, base.drafting) != ("depth", "static")}  # a static tree has its own depth
     for change in changes:
@@ -189,7 +190,7 @@ def variations(base: Method) -> Iterator[Method]:
         unchanged = {name: value for name, value in differing.items() if name not in replaced}
         try:
             changed = method(base.name, **unchanged, **change)
-        except ValueError:  # such as a delta beyond its range: no variation then
+        except ValueError:  # such as a delta beyond its range, or a drafter of jacobi: no variation then
             continue
         if changed != base:
             yield changed
