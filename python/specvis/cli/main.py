@@ -37,7 +37,7 @@ def list_methods():
                       for name, value in parameters_of(method).items() if value is not None]
         for line in textwrap.wrap(", ".join(parameters) or "no parameters", 100):
             click.echo(f"{'':18}{line}")
-    click.echo("\nTo change some: --method lantern:delta=0.1:k=300, --methods vanilla,adt-tree:start=vertical\n")
+    click.echo("\nTo change some: --method jacobi:window=8, --methods vanilla,lantern:delta=0.1:k=300\n")
     for name, what in (PARAMETERS | CONTINUOUS_PARAMETERS).items():
         click.echo(f"{name:21}{what}")
     click.echo()
