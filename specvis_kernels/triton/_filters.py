@@ -3,29 +3,12 @@ search."""
 import triton
 import triton.language as tl
 
+from ._keys import floats_of, keys_of
 from ._noise import exp
 from ._rows import MAX_WARPS
 
 LOWEST = tl.constexpr(-(2**31))           # below the key of every logit
 MASS_ONE = tl.constexpr(1099511627776.0)  # 2**40
-
-
-@triton.jit
-def flip(bits):
-    """A float's bits -> an integer in the order of the floats, and back."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def keys_of(x):
-    """Integers in the order of the floats: the two zeros are one, and every NaN lies outside -inf .. inf."""
-    return flip(tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def logits_of(keys):
-    """The logits that have these keys."""
-    return flip(keys).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -63,14 +46,14 @@ def filter_logits(x, mask, num_ids, temperature, top_k, top_p):
     lowest = tl.min(tl.where(mask, keys, 2**31 - 1), axis=0)
     is_valid = (lowest >= -0x7F800001) & (highest != -0x7F800001) & (highest < 0x7F800000) & (temperature >= 0)
     keys = tl.where(mask, keys, LOWEST)
-    best = logits_of(highest)
+    best = floats_of(highest)
 
     is_sampled = temperature != 0
     lowest_kept = tl.full((), LOWEST + 1, tl.int32)
     if is_sampled & (top_k > 0) & (top_k < num_ids):
         lowest_kept = threshold(keys, mask.to(tl.int32), top_k)
     if is_sampled & (top_p > 0) & (top_p < 1) & is_valid:
-        mass = (tl.where(keys >= lowest_kept, exp(logits_of(keys) - best), 0.0) * MASS_ONE).to(tl.int64)
+        mass = (tl.where(keys >= lowest_kept, exp(floats_of(keys) - best), 0.0) * MASS_ONE).to(tl.int64)
         limit = tl.ceil(top_p.to(tl.float64) * tl.sum(mass, axis=0).to(tl.float64)).to(tl.int64)
         lowest_kept = threshold(keys, mass, limit)
     return keys, best, lowest_kept, is_valid

@@ -8,24 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ._keys import NONE, entries_of, id_of
 from ._rows import INVALID_ROW
 
-NONE = tl.constexpr(-(2**63))       # below every key
 NO_PROB = tl.constexpr(2**63 - 1)  # the key of what is no probability: above all others
 MAX_CHUNKS = 8192
-
-
-@triton.jit
-def keys_of(values, ids, FLOOR: tl.constexpr):
-    """Integers in the order of the values and, among equals, of falling ids; NONE if not above FLOOR."""
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(values > FLOOR, (bits.to(tl.int64) << 32) + (0x7FFFFFFF - ids), NONE)
-
-
-@triton.jit
-def id_of(key):
-    return 0x7FFFFFFF - (key & 0xFFFFFFFF)
 
 
 @triton.jit
@@ -35,7 +22,7 @@ def without(keys, best, row, size, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, LE
     following = tl.full([], NONE, tl.int64)
     if LENGTH > 1:
         ids = chunk + CHUNKS * tl.arange(0, LENGTH).to(tl.int64)
-        chunk_keys = keys_of(tl.load(row + ids, mask=ids < size, other=FLOOR), ids, FLOOR)
+        chunk_keys = entries_of(tl.load(row + ids, mask=ids < size, other=FLOOR), ids, FLOOR)
         following = tl.max(tl.where(chunk_keys < best, chunk_keys, NONE), axis=0)
     return tl.where(tl.arange(0, CHUNKS) == chunk, following, keys)
 
@@ -62,7 +49,7 @@ def children_kernel(
             ids = start + tl.arange(0, CHUNKS)
             p = tl.load(probs + ids, mask=ids < V, other=0.0)
             is_prob = (p >= 0.0) & (p <= 2.0)
-            keys = tl.maximum(keys, tl.where(is_prob, keys_of(p, ids, 0.0), NO_PROB))
+            keys = tl.maximum(keys, tl.where(is_prob, entries_of(p, ids, 0.0), NO_PROB))
             start += CHUNKS
         best = tl.max(keys, axis=0)
         value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -100,7 +87,7 @@ def frontier_kernel(
     while start < size:
         ids = start + tl.arange(0, CHUNKS)
         score = tl.load(scores + ids, mask=ids < size, other=float("-inf"))
-        keys = tl.maximum(keys, keys_of(score, ids, float("-inf")))
+        keys = tl.maximum(keys, entries_of(score, ids, float("-inf")))
         start += CHUNKS
     best = tl.max(keys, axis=0)
     count = 0

@@ -3,7 +3,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ._filters import filter_logits, load_logits, logits_of, num_warps
+from ._filters import filter_logits, load_logits, num_warps
+from ._keys import floats_of
 from ._noise import exp
 from ._rows import INVALID_ROW
 
@@ -23,7 +24,7 @@ def guided_probs_kernel(
     start = row * V + first_id
     x = load_logits(logits + start, None if uncond is None else uncond + start, tl.load(guidance + b), t, i, mask)
     keys, best, lowest_kept, is_valid = filter_logits(x, mask, num_ids, t, tl.load(top_k + b), tl.load(top_p + b))
-    e = tl.where((keys >= lowest_kept) & is_valid, exp(logits_of(keys) - best), 0.0)
+    e = tl.where((keys >= lowest_kept) & is_valid, exp(floats_of(keys) - best), 0.0)
     total = tl.sum(e.to(tl.float64), axis=0).to(tl.float32)
     tl.store(probs + start + i, tl.div_rn(e, tl.where(is_valid, total, 1.0)), mask=mask)
     tl.store(status + row, tl.where(is_valid, 0, INVALID_ROW))
