@@ -67,6 +67,30 @@ const T* data(const std::optional<Tensor>& tensor) {
 
 bool is_uint16(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
 
+specvis::LogitRows logit_rows(const Tensor& logits,                 // (B, N, V)
+                              const std::optional<Tensor>& uncond,  // (B, N, V)
+                              const Tensor& guidance,               // (B)
+                              const Tensor& temperature,            // (B)
+                              const Tensor& top_k,                  // (B)
+                              const Tensor& top_p) {                // (B)
+  using specvis::LogitType;
+  const ScalarType type = logits.scalar_type();
+  specvis::LogitRows rows = {};
+  rows.B = logits.size(0);
+  rows.N = logits.size(1);
+  rows.V = logits.size(2);
+  rows.type = type == ScalarType::Half       ? LogitType::float16
+              : type == ScalarType::BFloat16 ? LogitType::bfloat16
+                                             : LogitType::float32;
+  rows.logits = logits.const_data_ptr();
+  rows.uncond = uncond ? uncond->const_data_ptr() : nullptr;
+  rows.guidance = guidance.const_data_ptr<float>();
+  rows.temperature = temperature.const_data_ptr<float>();
+  rows.top_k = top_k.const_data_ptr<int32_t>();
+  rows.top_p = top_p.const_data_ptr<float>();
+  return rows;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens(const Tensor& target_probs,              // (B, W, V)
                                                                  const Tensor& draft_probs,               // (B, W, V)
                                                                  const Tensor& tokens,                    // (B, W)
@@ -135,6 +159,37 @@ std::tuple<Tensor, Tensor, Tensor> draw_children(const Tensor& draft_probs,     
   return {tokens, num_children, status};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> draw_tokens(const Tensor& logits,                   // (B, N, V)
+                                                       const std::optional<Tensor>& uncond,    // (B, N, V)
+                                                       const Tensor& guidance,                 // (B)
+                                                       const Tensor& temperature,              // (B)
+                                                       const Tensor& top_k,                    // (B)
+                                                       const Tensor& top_p,                    // (B)
+                                                       const Tensor& seeds,                    // (B)
+                                                       const Tensor& positions,                // (B, N)
+                                                       const std::optional<Tensor>& id_range,  // (B, N, 2)
+                                                       const std::optional<Tensor>& guesses,   // (B, N)
+                                                       int64_t ahead) {
+  const Device device(logits);
+  Tensor tokens = torch::stable::new_empty(positions, positions.sizes());
+  Tensor num_accepted = torch::stable::new_empty(seeds, seeds.sizes(), ScalarType::Int);
+  Tensor ahead_tokens = torch::stable::new_empty(positions, positions.sizes());
+  Tensor status = torch::stable::new_empty(positions, positions.sizes(), ScalarType::Int);
+  specvis::DrawTokens batch = {};
+  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p);
+  batch.seeds = seeds.const_data_ptr<int64_t>();
+  batch.positions = positions.const_data_ptr<int64_t>();
+  batch.id_range = data<int64_t>(id_range);
+  batch.guesses = data<int64_t>(guesses);
+  batch.ahead = ahead;
+  batch.tokens = tokens.mutable_data_ptr<int64_t>();
+  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
+  batch.ahead_tokens = ahead_tokens.mutable_data_ptr<int64_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::draw_tokens_cuda(batch, device.stream()));
+  return {tokens, num_accepted, ahead_tokens, status};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(const Tensor& draft_probs,  // (B, F, V)
                                                        const Tensor& scores,       // (B, F)
                                                        const Tensor& width,        // (B)
@@ -168,27 +223,13 @@ std::tuple<Tensor, Tensor> guided_probs(const Tensor& logits,                 //
                                         const Tensor& top_k,                  // (B)
                                         const Tensor& top_p,                  // (B)
                                         int64_t first_id, int64_t last_id) {
-  using specvis::LogitType;
-  const int64_t B = logits.size(0), N = logits.size(1);
   const Device device(logits);
   Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
-  Tensor status = torch::stable::new_empty(logits, {B, N}, ScalarType::Int);
-  const ScalarType type = logits.scalar_type();
+  Tensor status = torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
   specvis::GuidedProbs batch = {};
-  batch.B = B;
-  batch.N = N;
-  batch.V = logits.size(2);
+  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p);
   batch.first_id = first_id;
   batch.num_ids = last_id - first_id;
-  batch.type = type == ScalarType::Half       ? LogitType::float16
-               : type == ScalarType::BFloat16 ? LogitType::bfloat16
-                                              : LogitType::float32;
-  batch.logits = logits.const_data_ptr();
-  batch.uncond = uncond ? uncond->const_data_ptr() : nullptr;
-  batch.guidance = guidance.const_data_ptr<float>();
-  batch.temperature = temperature.const_data_ptr<float>();
-  batch.top_k = top_k.const_data_ptr<int32_t>();
-  batch.top_p = top_p.const_data_ptr<float>();
   batch.probs = probs.mutable_data_ptr<float>();
   batch.status = status.mutable_data_ptr<int32_t>();
   check(specvis::guided_probs_cuda(batch, device.stream()));
@@ -405,6 +446,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(const Tensor& tar
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
   m.impl("couple_tokens", TORCH_BOX(&couple_tokens));
   m.impl("draw_children", TORCH_BOX(&draw_children));
+  m.impl("draw_tokens", TORCH_BOX(&draw_tokens));
   m.impl("expand_tree", TORCH_BOX(&expand_tree));
   m.impl("guided_probs", TORCH_BOX(&guided_probs));
   m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum));

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "floats.h"
 #include "rules.h"
 
 #ifdef __CUDACC__
@@ -89,6 +90,26 @@ __device__ inline Scan block_scan(int64_t value) {
     scan.total += sums[w];
   }
   return scan;
+}
+
+// An entry of a row as an integer, ordered by value and then by falling id; 0 if the value is not above `floor`.
+__device__ inline uint32_t order_of(float x, float floor) { return x > floor ? ordered(x) : 0; }
+__device__ inline uint64_t entry(uint32_t order, int64_t id) {
+  return order ? uint64_t{order} << 32 | (0xffffffffu - static_cast<uint32_t>(id)) : 0;
+}
+__device__ inline int64_t id_of(uint64_t entry) { return 0xffffffffu - static_cast<uint32_t>(entry); }
+
+__device__ inline uint64_t block_max(uint64_t value) {
+  __shared__ uint64_t maxima[kMaxWarps];
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const uint64_t other = __shfl_xor_sync(kAllLanes, value, distance);
+    value = other > value ? other : value;
+  }
+  __syncthreads();  // every thread has read those of the previous call
+  if (lane() == 0) maxima[warp()] = value;
+  __syncthreads();
+  for (unsigned w = 0; w < warps(); ++w) value = maxima[w] > value ? maxima[w] : value;
+  return value;
 }
 
 // Calls f(v, p) for every entry of a row. The threads share the entries, and load 16 aligned bytes at a time.

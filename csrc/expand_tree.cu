@@ -5,7 +5,6 @@
 // Each thread finds the largest of its entries. The K-th largest of these is a lower bound of the K-th largest entry of
 // the row. The threads whose largest entry reaches the bound read their entries again, and rank those that reach it.
 #include "block.cuh"
-#include "floats.h"
 #include "params.h"
 
 namespace specvis {
@@ -13,26 +12,6 @@ namespace {
 
 constexpr int kThreads = 512;         // at most
 constexpr unsigned kMaxRanked = 512;  // entries; if more reach the bound, the best are taken one by one
-
-// An entry as an integer, ordered by value and then by falling id; 0 if the value is not above `floor`.
-__device__ inline uint32_t order_of(float x, float floor) { return x > floor ? ordered(x) : 0; }
-__device__ inline uint64_t entry(uint32_t order, int64_t id) {
-  return order ? uint64_t{order} << 32 | (0xffffffffu - static_cast<uint32_t>(id)) : 0;
-}
-__device__ inline int64_t id_of(uint64_t entry) { return 0xffffffffu - static_cast<uint32_t>(entry); }
-
-__device__ inline uint64_t block_max(uint64_t value) {
-  __shared__ uint64_t maxima[kMaxWarps];
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const uint64_t other = __shfl_xor_sync(kAllLanes, value, distance);
-    value = other > value ? other : value;
-  }
-  __syncthreads();  // every thread has read those of the previous call
-  if (lane() == 0) maxima[warp()] = value;
-  __syncthreads();
-  for (unsigned w = 0; w < warps(); ++w) value = maxima[w] > value ? maxima[w] : value;
-  return value;
-}
 
 // The largest of the thread's own entries below `limit`.
 __device__ inline uint64_t largest_below(uint64_t limit, const float* row, int64_t n, float floor) {

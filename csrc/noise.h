@@ -36,6 +36,9 @@ struct Noise {
   HOST_DEVICE void words(uint32_t block, uint32_t (&words)[4]) const {
     words[0] = block, words[1] = position, words[2] = kGumbelStream, words[3] = 0;
     uint32_t key0 = key[0], key1 = key[1];
+#ifdef __CUDACC__
+#pragma unroll 5  // all ten at once would keep twenty keys in registers
+#endif
     for (int round = 0; round < 10; ++round) {
       philox_round(words, key0, key1);
       key0 += 0x9e3779b9u;
@@ -50,13 +53,15 @@ struct Noise {
     for (int i = 0; i < 4; ++i) noise[i] = to_gumbel(w[i]);
   }
 
-  // The noise of one id. (No array is indexed by the id: on a GPU it would leave the registers.)
-  HOST_DEVICE float gumbel(uint32_t id) const {
+  // The word of one id. (No array is indexed by the id: on a GPU it would leave the registers.)
+  HOST_DEVICE uint32_t word(uint32_t id) const {
     uint32_t w[4];
     words(id >> 2, w);
     const uint32_t even = id & 2 ? w[2] : w[0], odd = id & 2 ? w[3] : w[1];
-    return to_gumbel(id & 1 ? odd : even);
+    return id & 1 ? odd : even;
   }
+
+  HOST_DEVICE float gumbel(uint32_t id) const { return to_gumbel(word(id)); }
 };
 
 }  // namespace specvis

@@ -9,6 +9,18 @@
 
 namespace specvis {
 
+enum class LogitType { float32, float16, bfloat16 };
+
+// Rows of logits, and what each request makes of its own.
+struct LogitRows {
+  int64_t B, N, V;
+  LogitType type;
+  const void *logits, *uncond;          // (B, N, V); uncond may be null
+  const float *guidance, *temperature;  // (B)
+  const int32_t* top_k;                 // (B)
+  const float* top_p;                   // (B)
+};
+
 struct CoupleTokens {
   int64_t B, W, V, group_size;  // group_size is k of groups
   const float* target_probs;    // (B, W, V)
@@ -40,6 +52,20 @@ struct DrawChildren {
 };
 cudaError_t draw_children_cuda(const DrawChildren& batch, cudaStream_t stream);
 
+struct DrawTokens {
+  LogitRows rows;
+  const int64_t* seeds;      // (B)
+  const int64_t* positions;  // (B, N)
+  const int64_t* id_range;   // (B, N, 2) or null
+  const int64_t* guesses;    // (B, N) or null
+  int64_t ahead;
+  int64_t* tokens;        // (B, N)
+  int32_t* num_accepted;  // (B)
+  int64_t* ahead_tokens;  // (B, N)
+  int32_t* status;        // (B, N)
+};
+cudaError_t draw_tokens_cuda(const DrawTokens& batch, cudaStream_t stream);
+
 struct ExpandTree {
   int64_t B, F, V, num_children;  // num_children is K below
   const float* draft_probs;       // (B, F, V)
@@ -52,17 +78,11 @@ struct ExpandTree {
 };
 cudaError_t expand_tree_cuda(const ExpandTree& batch, cudaStream_t stream);
 
-enum class LogitType { float32, float16, bfloat16 };
-
 struct GuidedProbs {
-  int64_t B, N, V, first_id, num_ids;
-  LogitType type;
-  const void *logits, *uncond;          // (B, N, V); uncond may be null
-  const float *guidance, *temperature;  // (B)
-  const int32_t* top_k;                 // (B)
-  const float* top_p;                   // (B)
-  float* probs;                         // (B, N, V)
-  int32_t* status;                      // (B, N)
+  LogitRows rows;
+  int64_t first_id, num_ids;
+  float* probs;     // (B, N, V)
+  int32_t* status;  // (B, N)
 };
 cudaError_t guided_probs_cuda(const GuidedProbs& batch, cudaStream_t stream);
 
