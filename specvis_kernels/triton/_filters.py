@@ -1,5 +1,6 @@
-"""What guidance, temperature, top-k and top-p make of a row of logits: all ids in one block, thresholds by bitwise
-search."""
+"""What guidance, temperature, top-k and top-p make of a row of logits: all ids in one block, thresholds by search for one
+bit after the other.
+"""
 import triton
 import triton.language as tl
 
