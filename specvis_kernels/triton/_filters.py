@@ -1,5 +1,5 @@
-"""What guidance, temperature, top-k and top-p make of a row of logits: all ids in one block, thresholds by search for one
-bit after the other.
+"""What guidance, temperature, top-k and top-p make of a row of logits: all ids in one block, thresholds by bitwise
+search.
 """
 import triton
 import triton.language as tl

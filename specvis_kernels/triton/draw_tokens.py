@@ -1,5 +1,5 @@
-"""draw_tokens in Triton: one program per row. All ids are filtered in one block. Then the row is read again, TILE ids at
-a time, since the noise of all ids would not fit into registers beside their keys.
+"""draw_tokens in Triton: one program per row. All ids are filtered in one block. Then the row is read again, TILE ids
+at a time, since the noise of all ids would not fit into registers beside their keys.
 """
 import torch
 import triton
