@@ -12,12 +12,12 @@ constexpr unsigned kMaxListed = sizeof(Histogram) / sizeof(uint32_t);
 // Lists which of the ids the filters keep, in any order, and returns how many these are. No more than kMaxListed are
 // written.
 template <class Logits>
-__device__ unsigned list_kept(const Kept& kept, const Logits& logits, int64_t ids, uint32_t* list) {
+__device__ unsigned list_kept(const Filtered& filtered, const Logits& logits, int64_t ids, uint32_t* list) {
   __shared__ unsigned num_listed;
   if (threadIdx.x == 0) num_listed = 0;
   __syncthreads();
   for (int64_t i = threadIdx.x; i < ids; i += blockDim.x) {
-    if (!kept.has(logits(i))) continue;
+    if (!filtered.keeps(logits(i))) continue;
     const unsigned at = atomicAdd(&num_listed, 1u);
     if (at < kMaxListed) list[at] = static_cast<uint32_t>(i);
   }
@@ -27,11 +27,11 @@ __device__ unsigned list_kept(const Kept& kept, const Logits& logits, int64_t id
 
 // The id of the largest logit plus noise, the lowest one if several are largest. Ids fit into 32 bits.
 template <class Logits>
-__device__ int64_t draw(const Kept& kept, const Logits& logits, uint32_t first_id, uint32_t ids, const Noise& noise,
-                        bool sampling, const uint32_t* list, unsigned num_kept) {
+__device__ int64_t draw(const Filtered& filtered, const Logits& logits, uint32_t first_id, uint32_t ids,
+                        const Noise& noise, bool sampling, const uint32_t* list, unsigned num_kept) {
   uint64_t largest = 0;
   const auto offer = [&](uint32_t i, float x, uint32_t word) {
-    const float score = (x - kept.best) + (sampling ? to_gumbel(word) : 0.0f);
+    const float score = (x - filtered.best) + (sampling ? to_gumbel(word) : 0.0f);
     const uint64_t candidate = entry(order_of(score, -INFINITY), first_id + i);
     largest = candidate > largest ? candidate : largest;
   };
@@ -49,7 +49,7 @@ __device__ int64_t draw(const Kept& kept, const Logits& logits, uint32_t first_i
         const uint32_t i = four * 4 + j - first_id;  // wraps before the first id
         if (i >= ids) continue;
         const float x = logits(i);
-        if (kept.has(x)) offer(i, x, words[j]);
+        if (filtered.keeps(x)) offer(i, x, words[j]);
       }
     }
   }
@@ -62,13 +62,13 @@ __device__ void draw_row(const DrawTokens& batch, int64_t first_id, int64_t ids,
   const LogitRows& rows = batch.rows;
   const int64_t r = blockIdx.x, b = r / rows.N;
   const Logits<T, kInShared> logits = {row_of<T>(rows, r, first_id), reinterpret_cast<float*>(histogram + 1)};
-  Kept kept = filter(rows, b, logits, ids, *histogram);
-  const bool valid = kept.valid && range_valid, sampling = rows.temperature[b] != 0;
-  if (valid && !sampling) kept.lowest = key_of(kept.best);
+  Filtered filtered = filter(rows, b, logits, ids, *histogram);
+  const bool valid = filtered.valid && range_valid, sampling = rows.temperature[b] != 0;
+  if (valid && !sampling) filtered.lowest = key_of(filtered.best);
   uint32_t* const list = reinterpret_cast<uint32_t*>(histogram);  // which is not needed any more
-  const unsigned num_kept = valid && kept.lowest > INT32_MIN ? list_kept(kept, logits, ids, list) : UINT32_MAX;
+  const unsigned num_kept = valid && filtered.lowest > INT32_MIN ? list_kept(filtered, logits, ids, list) : UINT32_MAX;
   const auto draw_at = [&](int64_t position) {
-    return draw(kept, logits, static_cast<uint32_t>(first_id), static_cast<uint32_t>(ids),
+    return draw(filtered, logits, static_cast<uint32_t>(first_id), static_cast<uint32_t>(ids),
                 Noise(batch.seeds[b], position), sampling, list, num_kept);
   };
   const int64_t token = valid ? draw_at(batch.positions[r]) : 0;

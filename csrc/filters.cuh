@@ -132,26 +132,26 @@ struct Logits {
 };
 
 // What the filters keep of a row. If it is not valid, the other fields mean nothing.
-struct Kept {
+struct Filtered {
   bool valid;
   float best;      // the largest logit
   int32_t lowest;  // the lowest key that is kept
 
-  __device__ bool has(float x) const { return key_of(x) >= lowest; }
-  __device__ int64_t mass(float x) const { return has(x) ? mass_of(exp_of(x - best)) : 0; }
+  __device__ bool keeps(float x) const { return key_of(x) >= lowest; }
+  __device__ int64_t mass(float x) const { return keeps(x) ? mass_of(exp_of(x - best)) : 0; }
 };
 
 template <class T, bool kInShared>
-__device__ int64_t sum_masses(const Kept& kept, const Logits<T, kInShared>& logits, int64_t ids) {
+__device__ int64_t sum_masses(const Filtered& filtered, const Logits<T, kInShared>& logits, int64_t ids) {
   int64_t sum = 0;
-  for (int64_t v = threadIdx.x; v < ids; v += blockDim.x) sum += kept.mass(logits(v));
+  for (int64_t v = threadIdx.x; v < ids; v += blockDim.x) sum += filtered.mass(logits(v));
   return block_sum(sum);
 }
 
 // Fills the copy in shared memory, and finds what request b keeps of its row.
 template <class T, bool kInShared>
-__device__ Kept filter(const LogitRows& rows, int64_t b, const Logits<T, kInShared>& logits, int64_t ids,
-                       Histogram& histogram) {
+__device__ Filtered filter(const LogitRows& rows, int64_t b, const Logits<T, kInShared>& logits, int64_t ids,
+                           Histogram& histogram) {
   __shared__ int32_t lowest, highest;
   if (threadIdx.x == 0) {
     lowest = INT32_MAX;
@@ -173,22 +173,22 @@ __device__ Kept filter(const LogitRows& rows, int64_t b, const Logits<T, kInShar
   }
   __syncthreads();
   const float temperature = rows.temperature[b], top_p = rows.top_p[b];
-  Kept kept = {
+  Filtered filtered = {
       lowest >= key_of(-INFINITY) && highest < key_of(INFINITY) && highest > key_of(-INFINITY) && temperature >= 0,
       float_of(highest), INT32_MIN};
-  if (!kept.valid || temperature == 0) return kept;
+  if (!filtered.valid || temperature == 0) return filtered;
   const int32_t k = rows.top_k[b];
-  if (k > 0 && k < ids) kept.lowest = threshold(histogram, ids, k, logits, [](float) { return int64_t{1}; });
+  if (k > 0 && k < ids) filtered.lowest = threshold(histogram, ids, k, logits, [](float) { return int64_t{1}; });
   if (top_p > 0 && top_p < 1) {
-    const double limit = ceil(static_cast<double>(top_p) * static_cast<double>(sum_masses(kept, logits, ids)));
-    kept.lowest = threshold(histogram, ids, static_cast<int64_t>(limit), logits, [=](float x) { return kept.mass(x); });
+    const double limit = ceil(static_cast<double>(top_p) * static_cast<double>(sum_masses(filtered, logits, ids)));
+    filtered.lowest =
+        threshold(histogram, ids, static_cast<int64_t>(limit), logits, [=](float x) { return filtered.mass(x); });
   }
-  return kept;
+  return filtered;
 }
 
-// Launches one block for each row of at most `ids` ids, with as much shared memory as their copy needs beside the
-// histogram; without a copy if that is more than there is, but `some_are_shorter` gives it all of it for those that
-// fit. The kernel is told how many logits fit.
+// Launches one block for each row of at most `ids` ids. Beside the histogram its shared memory holds a copy of as many
+// logits. Where those do not fit, it holds none, or as many as fit if `some_are_shorter`. The kernel is told how many.
 template <class Batch>
 cudaError_t launch_rows(void (*kernel)(Batch, int64_t), const Batch& batch, int64_t ids, bool some_are_shorter,
                         cudaStream_t stream) {

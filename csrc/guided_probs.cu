@@ -9,20 +9,20 @@ __device__ void write_probs(const GuidedProbs& batch, Histogram* histogram) {
   const LogitRows& rows = batch.rows;
   const int64_t r = blockIdx.x, ids = batch.num_ids;
   const Logits<T, kInShared> logits = {row_of<T>(rows, r, batch.first_id), reinterpret_cast<float*>(histogram + 1)};
-  const Kept kept = filter(rows, r / rows.N, logits, ids, *histogram);
-  const int64_t total = kept.valid ? sum_masses(kept, logits, ids) : 0;
+  const Filtered filtered = filter(rows, r / rows.N, logits, ids, *histogram);
+  const int64_t total = filtered.valid ? sum_masses(filtered, logits, ids) : 0;
   const float sum = static_cast<float>(static_cast<double>(total) / static_cast<double>(kMassOne));
   float* const probs = batch.probs + r * rows.V;
   for (int64_t v = threadIdx.x; v < rows.V; v += blockDim.x) {
     const int64_t i = v - batch.first_id;
     float p = 0;
-    if (kept.valid && i >= 0 && i < ids) {
+    if (filtered.valid && i >= 0 && i < ids) {
       const float x = logits(i);
-      if (kept.has(x)) p = exp_of(x - kept.best) / sum;
+      if (filtered.keeps(x)) p = exp_of(x - filtered.best) / sum;
     }
     probs[v] = p;
   }
-  if (threadIdx.x == 0) batch.status[r] = kept.valid ? 0 : kInvalidRow;
+  if (threadIdx.x == 0) batch.status[r] = filtered.valid ? 0 : kInvalidRow;
 }
 
 template <class T>
