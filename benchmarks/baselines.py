@@ -6,6 +6,8 @@ Where the results can be compared, tests/test_benchmarks.py checks them against 
 import torch
 from torch import Tensor
 
+from specvis_kernels import guided_probs
+
 
 def residual_of(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return (target_probs - draft_probs).clamp(min=0)
@@ -22,6 +24,17 @@ def searchsorted(target_probs, draft_probs, uniforms):
 
 def without_replacement(draft_probs, uniforms):
     return torch.multinomial(draft_probs.flatten(0, 1), uniforms.shape[-1]).view(uniforms.shape)
+
+
+def guided_multinomial(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, **others):
+    """One draw a row: what decoders do with a row of probabilities."""
+    probs = guided_probs(logits, uncond, guidance, temperature, top_k, top_p).probs
+    return torch.multinomial(probs.flatten(0, 1), 1).view(positions.shape)
+
+
+def read(logits, uncond, *others, **options):
+    """One pass over the rows: no kernel that looks at all of them can be faster."""
+    return logits.sum(), uncond.sum()
 
 
 def topk_twice(logits, scores, width, *, num_children):
@@ -137,6 +150,7 @@ def where_and_multinomial(target_probs, draft_probs, tokens, uniforms, *, omega=
 BASELINES = {
     "couple_tokens": {"multinomial": where_and_multinomial},
     "draw_children": {"multinomial": without_replacement},
+    "draw_tokens": {"multinomial": guided_multinomial, "read": read},
     "expand_tree": {"topk twice": topk_twice},
     "guided_probs": {"warpers": warpers},
     "neighborhood_sum": {"gather": gather_cumsum},

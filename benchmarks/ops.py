@@ -18,6 +18,7 @@ from tests.kernels import inputs
 from tests.kernels.test_every_op import assert_agree
 
 IMAGE = [(7.5, 1.0, 1000, 1.0)]  # guidance, temperature, top_k, top_p
+SHIPPED = [(1.2, 1.0, 100, 0.8)]
 NUCLEUS = [(7.5, 1.0, 0, 0.9)]
 LANTERN = {"branch": 10, "k": 1000, "residual": "relaxed"}
 FIRST_CODE = 28672  # of 65536 ids, this many lie before the 8192 codes, and as many after them
@@ -40,6 +41,13 @@ ROWS = {
     "draw_children": (
         [(B, 10, 16384, 10) for B in (1, 8, 64)],
         lambda B, F, V, K: B * F * (V * 4 + K * 12)),
+    "draw_tokens": (  # pairs with and without condition: a window of 16, and the shipped model's of 1 and of 32
+        [*((1, 17, 16384, dtype, True, IMAGE, False, ahead)
+           for dtype, ahead in ((torch.float32, 0), (torch.float32, 16), (torch.bfloat16, 16))),
+         (1, 17, 16384, torch.float32, True, NUCLEUS), (1, 17, 16384, torch.float32, True, [(7.5, 1.0, 0, 1.0)]),
+         *((1, N, 4096, torch.float32, True, SHIPPED, False, 16) for N in (1, 33)),
+         (8, 17, 16384, torch.bfloat16, True, IMAGE, False, 16), (1, 17, 65536, torch.float32, True, IMAGE)],
+        lambda B, N, V, dtype, *_: B * N * V * 2 * dtype.itemsize),
     "expand_tree": (
         [*((B, 10, 16384, 10) for B in (1, 8, 64)), (8, 10, 65536, 10)],
         lambda B, F, V, K: B * F * (V * 4 + K * 12)),

@@ -41,6 +41,8 @@ def test_the_baselines_compute_the_same():
     assert tokens[:, 0].equal(expected)
     tokens, _ = both("sample_residual", "multinomial", 20, 40)
     assert tokens.shape == (20, 1)
+    tokens, expected = both("draw_tokens", "multinomial", 2, 3, 50)
+    assert tokens.shape == expected.tokens.shape and tokens.dtype == expected.tokens.dtype
     tokens, (expected, _, _) = both("draw_children", "multinomial", 2, 3, 50, 4)
     assert tokens.shape == expected.shape and tokens.dtype == expected.dtype
     (_, _, best), (_, _, frontier, _) = both("expand_tree", "topk twice", 2, 3, 50, 4)

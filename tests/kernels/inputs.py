@@ -7,6 +7,8 @@ the way, the op has a tolerance in TOLERANCES.
 """
 import torch
 
+import specvis_kernels
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 CASES = {}       # op -> sizes
@@ -51,6 +53,31 @@ def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, whole
     guidance, temperature, top_k, top_p = torch.tensor(settings, device=DEVICE).repeat(B, 1)[:B].unbind(1)
     args = draw(), draw() if uncond else None, guidance, temperature, top_k.int(), top_p
     return args, {} if whole else {"first_id": V // 8, "last_id": V - V // 16}
+
+
+# draw_tokens: the same logits. Half of the guesses are right. `ranges`: rows of other ids, some of them invalid.
+CASES["draw_tokens"] = [
+    (1, 1, 2),
+    (2, 3, 33, torch.bfloat16),
+    (3, 5, 64, torch.float32, True, None, True, 3),
+    (2, 2, 1500, torch.float16, False, None, False, 24),
+    (3, 2, 4500, torch.float32, True, [(3.5, 1.0, 100, 0.8), (2.0, 0.7, 0, 0.9), (1.5, 1.3, 0, 1.0)], True, 7),
+]
+
+
+def draw_tokens(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges=False, ahead=0):
+    args, _ = guided_probs(B, N, V, dtype, uncond, settings)
+    g = torch.Generator().manual_seed(B + N + V)
+    seeds = torch.randint(-2**62, 2**62, (B,), generator=g).to(DEVICE)
+    positions = torch.randint(-5, 2**33, (B, N), generator=g).to(DEVICE)
+    kwargs = {"ahead": ahead}
+    if ranges:
+        first = torch.randint(-V // 8, V, (B, N), generator=g)
+        last = torch.randint(V // 2, V + V // 8, (B, N), generator=g)
+        kwargs["id_range"] = torch.stack([first, last], -1).to(DEVICE)
+    guesses = specvis_kernels.draw_tokens(*args, seeds, positions, **kwargs, backend="oracle").tokens
+    kwargs["guesses"] = torch.where(torch.arange(N, device=DEVICE) % 4 < 3, guesses, -1)
+    return (*args, seeds, positions), kwargs
 
 
 def neighbor_table(C, k, offset=0, narrow=True, seed=0):
