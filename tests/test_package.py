@@ -24,7 +24,7 @@ KERNELS = {  # op -> every backend it has, on a machine that has everything
     "codebook_neighbors": {"oracle"},
     "couple_tokens": {"oracle", "cpu", "triton", *CUDA},
     "draw_children": {"oracle", "cpu", "triton", *CUDA},
-    "draw_tokens": {"oracle", "cpu"},
+    "draw_tokens": {"oracle", "cpu", "triton", *CUDA},
     "expand_tree": {"oracle", "cpu", "triton", *CUDA},
     "guided_probs": {"oracle", "cpu", "triton", *CUDA},
     "neighborhood_sum": {"oracle", "cpu", "triton", *CUDA},
