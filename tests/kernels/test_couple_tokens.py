@@ -73,7 +73,12 @@ def test_a_guess_without_mass_is_never_kept(backend):
     (1.5, 0.75, 0.67, 3, False, 0.25),
     (3.0, 0.999, 0.0, 1, True, 0.5),
     (INF, 0.999, 0.0, 1, True, 0.5),
+    (0.25, 0.125, 0.47, 0, False, 0.0),  # P - Q against 3/4 of P: 12 6 3 4 of 25
+    (0.25, 0.125, 0.49, 1, False, 0.0),
+    (0.25, 0.125, 0.73, 2, False, 0.0),
+    (0.25, 0.125, 0.85, 3, False, 0.0),
     (0.0, 0.0, 0.49, 0, False, 0.0),    # never kept, and P is left as it is
+    (0.0, 0.0, 0.51, 1, False, 0.0),
 ])
 def test_omega(backend, omega, accept, redraw, token, is_kept, tv_excess):
     assert one(backend, 1, accept, redraw, omega=omega) == (token, is_kept, tv_excess, 0)
@@ -91,13 +96,22 @@ NEIGHBORS = [[1, 2, 3], [3, 2, 0], [1, 0, 3], [2, 1, 0]]  # nearest first; the t
     ("relaxed", 0.749, 0.0, 1, True),
     ("relaxed", 0.75, 0.99, 0, False),   # P' is 8 6 2 0: of P' - Q only token 0 is left
     ("released", 0.749, 0.0, 1, True),
-    ("released", 0.75, 0.49, 0, False),  # Q without all three neighbors is 0 8 0 0: 8 0 2 2 is left, of 12
+    ("released", 0.75, 0.66, 0, False),  # Q without all three neighbors is 0 8 0 0: 8 0 2 2 is left, of 12
     ("released", 0.75, 0.67, 2, False),
     ("released", 0.75, 0.84, 3, False),
 ])
 def test_neighbors(backend, residual, accept, redraw, token, is_kept):
     got = one(backend, 1, accept, redraw, neighbors=NEIGHBORS, delta=0.125, residual=residual)
     assert got == (token, is_kept, 0.25, 0)
+
+
+@each_backend
+def test_the_last_column_is_for_released_alone(backend):
+    """There the cutoff does not look at it: of 13 1 1 1 the guess has 3, of Q 8."""
+    options = dict(target=[0.8125, 0.0625, 0.0625, 0.0625], neighbors=NEIGHBORS, delta=1.0)
+    for residual, accept_prob in (("optimal", 1.0), ("relaxed", 1.0), ("released", 0.375)):
+        assert one(backend, 1, 0.374, residual=residual, **options) == (1, True, accept_prob - 0.125, 0)
+        assert one(backend, 1, 0.375, residual=residual, **options)[1] == (accept_prob == 1.0)
 
 
 @each_backend
@@ -164,6 +178,16 @@ def test_a_bad_row(backend, bad):
 
 
 @each_backend
+def test_what_is_reported_first(backend):
+    """A rule or a row that is not there, then the guess: what comes behind is not looked at."""
+    bad = 4 * [NAN]
+    assert one(backend, 9, 0.0, 0.5, draft=bad) == (1, False, 0.0, INVALID_ROW)
+    assert one(backend, 9, 0.0, 0.5, draft=bad, omega=NAN) == (1, False, 0.0, INVALID_RULE)
+    assert one(backend, 9, 0.0, 0.5, omega=NAN) == (1, False, 0.0, INVALID_RULE)
+    assert one(backend, 9, 0.0, 0.5, target=bad) == (0, False, 0.0, INVALID_ROW)
+
+
+@each_backend
 @pytest.mark.parametrize("guess", [-1, 4, 2**40, -2**63])
 def test_a_guess_outside_the_vocabulary_is_drawn_anew_from_the_target(backend, guess):
     assert one(backend, guess, 0.0, 0.5) == (1, False, 0.0, INVALID_TREE)
@@ -187,6 +211,10 @@ def test_omega_below_one_has_a_rule_with_the_other_residuals(backend):
     for residual in ("relaxed", "released"):
         got = one(backend, 1, 0.37, neighbors=NEIGHBORS, delta=0.125, residual=residual, omega=0.5)
         assert got == (1, True, 0.0, 0)
+    # Guess 2 with its neighbor 1: P' is 8 0 6 2, so of P' - Q tokens 0, 2 and 3 have 4, 2 and 2.
+    for redraw, token in ((0.49, 0), (0.51, 2), (0.76, 3)):
+        got = one(backend, 2, 0.75, redraw, neighbors=NEIGHBORS, delta=0.25, residual="relaxed", omega=0.5)
+        assert got == (token, False, 0.25, 0)
 
 
 @each_backend
