@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import Cache, Linear, Packing, additive, attend, grid_rotations, rotations_at
+from .layers import Cache, Linear, Packing, Reading, grid_rotations, rotations_at
 from .llamagen import GPTConfig, RMSNorm
 
 NORM_EPS = 1e-6  # of LANTERN's drafter, whatever the target's
@@ -23,9 +23,9 @@ class SelfAttention(nn.Module):
         self.heads = heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Linear(dim, dim, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
-        qkv = torch.stack([self.q_proj(x), self.k_proj(x), self.v_proj(x)], 2)
-        return self.o_proj(attend(qkv.unflatten(-1, (self.heads, -1)), rotations, mask, **cached))
+    def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        return self.o_proj(reading.attend(qkv, self.heads, layer))
 
 
 class MLP(nn.Module):
@@ -47,8 +47,8 @@ class EagleLayer(nn.Module):
         self.mlp = MLP(config.dim, config.ffn_dim)
         self.post_attention_layernorm = RMSNorm(config.dim, NORM_EPS)
 
-    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
-        x = x + self.self_attn(x, rotations, mask, **cached)
+    def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
+        x = x + self.self_attn(x, reading, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -77,11 +77,10 @@ class EagleHead(nn.Module):
             (R, N, dim)
         """
         self.packing.refresh(previous_hidden)
-        rotations, mask = rotations_at(self, position_ids), additive(mask, previous_hidden.dtype)
-        places = None if cache is None else cache.places(slots)
+        reading = Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype, cache, slots)
         x = self.fc(torch.cat([self.embed_tokens(tokens), previous_hidden], -1))
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotations, mask, cache=cache, layer=index, places=places)
+            x = layer(x, reading, index)
         return x
 
     def new_cache(self, rows: int, columns: int) -> Cache:

@@ -21,7 +21,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None or torch.is_grad_enabled():
             return super().forward(x)
-        return torch.ops.mkldnn._linear_pointwise.default(x, self.packed, self.bias, "none", [], "")
+        return times(x, self.packed, self.bias)
 
     def _apply(self, *args, **kwargs):
         self.packed = None
@@ -29,6 +29,11 @@ class Linear(nn.Linear):
 
     def __getstate__(self):
         return self.__dict__ | {"packed": None}  # copies pack for themselves
+
+
+def times(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product of x with a packed weight."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
 class Packing:
@@ -41,22 +46,23 @@ class Packing:
 
     def __init__(self, module: nn.Module):
         self.layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
-        self.source = None  # which tensors were packed, in which version
+        self.forget()
 
-    def refresh(self, x: Tensor) -> None:
-        """Make the layers ready to read x."""
+    def refresh(self, x: Tensor) -> list[Tensor]:
+        """Make the layers ready to read x. Returns their packed weights in the order of `modules`, or none."""
         weights = [layer.weight for layer in self.layers]
-        source = [(w.data_ptr(), w._version) for w in weights] if can_use_packed(x, weights[0]) else None
+        source = [(w.data_ptr(), w._version) for w in weights] if can_use_packed(x, weights[0]) else []
         if source != self.source or source and any(layer.packed is None for layer in self.layers):
             for layer, w in zip(self.layers, weights):
                 layer.packed = torch.ops.mkldnn._reorder_linear_weight(w.detach(), PACKED_FOR) if source else None
-            self.source = source
+            self.source, self.weights = source, [layer.packed for layer in self.layers if source]
+        return self.weights
 
     def forget(self) -> None:
-        self.source = []
+        self.source, self.weights = None, []  # `source`: which tensors were packed, in which version
 
     def __getstate__(self):
-        return self.__dict__ | {"source": None}
+        return self.__dict__ | {"source": None, "weights": []}
 
 
 def can_use_packed(x: Tensor, weight: Tensor) -> bool:
@@ -104,11 +110,10 @@ class Cache:
         R, T = self.data.shape[1:3]
         return (slots + torch.arange(0, R * T, T, device=slots.device)[:, None]).flatten()
 
-    def write(self, layer: int, entries: Tensor, places: Tensor, columns: int) -> Tensor:
-        """Put keys and values (R, N, 2, H, D) at `places`; the first `columns` (R, columns, 2, H, D) of the cache."""
-        data = self.data[layer]
-        data.flatten(0, 1).index_copy_(0, places, entries.flatten(0, 1))
-        return data[:, :columns]
+    def columns(self, columns: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (L, R, H, columns, D) in the first columns, now and when they are written."""
+        first = self.data[:, :, :columns].transpose(2, 4)
+        return first[:, :, :, 0], first[:, :, :, 1]
 
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
         """Move the accepted nodes of a tree to the columns behind its root, in every layer; see `ModelCache.commit`.
@@ -130,20 +135,30 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
 
 
-def attend(qkv: Tensor, rotations: Tensor, mask: Tensor, *, cache: Cache | None = None, layer: int = 0,
-           places: Tensor | None = None) -> Tensor:
-    """Attention of queries to keys and values, and with a cache to what it holds; returns (R, N, H * D).
+class Reading:
+    """What all layers share when they read N entries of R rows, with a cache or without one."""
 
-    Args:
-        qkv:       (R, N, 3, H, D)
-        rotations: (R or 1, N, 3, 1, D / 2)
-        mask:      (R or 1, 1, N, T) additive  T = N without a cache, else the number of its columns to look at
-        places:    (R * N,) int64  where the cache keeps the new ones
-    """
-    wide = qkv.float() if qkv.dtype.itemsize < 4 else qkv
-    pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
-    q, entries = torch.view_as_real(pairs * rotations).flatten(-2).type_as(qkv).split((1, 2), 2)
-    if cache is not None:
-        entries = cache.write(layer, entries, places, mask.shape[-1])
-    k, v = entries.transpose(1, 3).unbind(2)
-    return F.scaled_dot_product_attention(q[:, :, 0].transpose(1, 2), k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+    def __init__(self, rotations: Tensor, mask: Tensor, dtype: torch.dtype, cache: Cache | None, slots: Tensor | None):
+        """rotations (R or 1, N, 3, 1, D / 2); mask (R or 1, N, T) bool; slots (R, N) int64: the cache's columns."""
+        self.rotations, self.mask = rotations, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
+        self.cache = cache
+        if cache is not None:
+            self.places, (self.keys, self.values) = cache.places(slots), cache.columns(mask.shape[2])
+
+    def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
+        """Attention of the queries in qkv (R, N, 3 * H * D) to keys and values, and with a cache to what it holds.
+
+        Returns (R, N, H * D).
+        """
+        R, N, width = qkv.shape
+        wide = qkv if qkv.dtype.itemsize >= 4 else qkv.float()
+        pairs = torch.view_as_complex(wide.view(R, N, 3, heads, -1, 2)) * self.rotations
+        turned = torch.view_as_real(pairs).view(R * N, 3, heads, -1).to(qkv.dtype)
+        q, entries = turned.split((1, 2), 1)
+        if self.cache is not None:
+            self.cache.data[layer].flatten(0, 1).index_copy_(0, self.places, entries)
+            k, v = self.keys[layer], self.values[layer]
+        else:
+            k, v = entries.view(R, N, 2, heads, -1).transpose(1, 3).unbind(2)
+        attended = F.scaled_dot_product_attention(q.view(R, N, heads, -1).transpose(1, 2), k, v, attn_mask=self.mask)
+        return attended.transpose(1, 2).reshape(R, N, width // 3)

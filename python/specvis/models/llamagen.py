@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import Cache, Linear, Packing, additive, attend, grid_rotations, rotations_at
+from .layers import Cache, Linear, Packing, Reading, grid_rotations, rotations_at, times
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Attention(nn.Module):
         self.wqkv = Linear(config.dim, 3 * config.dim, bias=False)
         self.wo = Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
-        return self.wo(attend(self.wqkv(x).unflatten(-1, (3, self.heads, -1)), rotations, mask, **cached))
+    def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
+        return self.wo(reading.attend(self.wqkv(x), self.heads, layer))
 
 
 class FeedForward(nn.Module):
@@ -105,9 +105,16 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotations: Tensor, mask: Tensor, **cached) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotations, mask, **cached))
+    def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), reading, layer))
         return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+
+    def forward_packed(self, x: Tensor, reading: Reading, layer: int, wqkv: Tensor, wo: Tensor, w1: Tensor, w3: Tensor,
+                       w2: Tensor) -> Tensor:
+        """`forward` without dropout, by packed weights: no module is called around an operation."""
+        x = x + times(reading.attend(times(self.attention_norm(x), wqkv), self.attention.heads, layer), wo)
+        y = self.ffn_norm(x)
+        return x + times(F.silu(times(y, w1)) * times(y, w3), w2)
 
 
 class ClassEmbedding(nn.Module):
@@ -205,11 +212,13 @@ class GPT(nn.Module):
         Returns:
             (R, N, dim)
         """
-        self.packing.refresh(x)
-        rotations, mask = rotations_at(self, position_ids), additive(mask, x.dtype)
-        places = None if cache is None else cache.places(slots)
-        for index, block in enumerate(self.layers):
-            x = block(x, rotations, mask, cache=cache, layer=index, places=places)
+        reading = Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots)
+        packed = self.packing.refresh(x)
+        for layer, block in enumerate(self.layers):
+            if packed:
+                x = block.forward_packed(x, reading, layer, *packed[5 * layer: 5 * layer + 5])
+            else:
+                x = block(x, reading, layer)
         return self.norm(x)
 
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: Cache) -> Tensor:
