@@ -105,8 +105,8 @@ class Cache:
     def __init__(self, layers: int, rows: int, heads: int, columns: int, head_dim: int, *, device, dtype):
         self.data = torch.zeros(layers, rows, columns, 2, heads, head_dim, device=device, dtype=dtype)
 
-    def places(self, slots: Tensor) -> Tensor:
-        """Where columns `slots` (R, N) int64 are in the rows of all requests behind each other: (R * N,) int64."""
+    def flat_slots(self, slots: Tensor) -> Tensor:
+        """Columns `slots` (R, N) int64 counted through the rows, one behind the other: (R * N,) int64."""
         R, T = self.data.shape[1:3]
         return (slots + torch.arange(0, R * T, T, device=slots.device)[:, None]).flatten()
 
@@ -143,7 +143,7 @@ class Reading:
         self.rotations, self.mask = rotations, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
         self.cache = cache
         if cache is not None:
-            self.places, (self.keys, self.values) = cache.places(slots), cache.columns(mask.shape[2])
+            self.slots, (self.keys, self.values) = cache.flat_slots(slots), cache.columns(mask.shape[2])
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         """Attention of the queries in qkv (R, N, 3 * H * D) to keys and values, and with a cache to what it holds.
@@ -156,7 +156,7 @@ class Reading:
         turned = torch.view_as_real(pairs).view(R * N, 3, heads, -1).to(qkv.dtype)
         q, entries = turned.split((1, 2), 1)
         if self.cache is not None:
-            self.cache.data[layer].flatten(0, 1).index_copy_(0, self.places, entries)
+            self.cache.data[layer].flatten(0, 1).index_copy_(0, self.slots, entries)
             k, v = self.keys[layer], self.values[layer]
         else:
             k, v = entries.view(R, N, 2, heads, -1).transpose(1, 3).unbind(2)
