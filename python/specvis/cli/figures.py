@@ -132,8 +132,8 @@ def draw_jacobi(pipeline: Pipeline, baseline: Result, jacobi: Result, windows: d
         axis.set_xlabel(f"{number.max()} forwards\nfor {grid * grid} tokens", fontsize=8)
     for axis, prompt in zip(axes[0], prompts):
         axis.set_title("\n".join(textwrap.wrap(prompt, 13)), fontsize=8)
-    for row, name in zip(axes, (baseline.method.label, f"{jacobi.method.name}\n\nthe same tokens:\n{same.sum()} of "
-                                f"{len(same)} pictures", "tokens that one\nforward drew\nhave one color")):
+    for row, name in zip(axes, (baseline.method.label, f"{jacobi.method.label}\n\nsame tokens:\n{same.sum()} of "
+                                f"{len(same)}", "tokens that one\nforward drew\nhave one color")):
         row[0].set_ylabel(name, rotation=0, ha="right", va="center")
 
     above, below = right.subplots(2, 1, sharex=True)
