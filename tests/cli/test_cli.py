@@ -167,12 +167,13 @@ def compared(weights, out, *arguments):
 
 
 def test_compare_checks_that_the_same_seed_draws_the_same_picture(weights, tmp_path):
-    result, rows = compared(weights, tmp_path, "--methods", "vanilla,jacobi:window=3,eagle2,lantern:k=8",
-                            "--singles", 2)
+    result, rows = compared(weights, tmp_path, "--methods", "vanilla,jacobi:window=3,eagle2:seed_exact=true",
+                            "--methods", "eagle1:seed_exact=true,lantern:k=8", "--singles", 2)
     assert result.exit_code == 0, result.output
     assert "\njacobi:window=3: same tokens as vanilla: 3 of 3 (temperature 1)\n" in result.output
     assert {name: row["same_tokens"] for name, row in rows.items()} == {
-        "vanilla": "", "jacobi:window=3": "3 of 3", "eagle2": "3 of 3", "lantern:k=8": ""}
+        "vanilla": "", "jacobi:window=3": "3 of 3", "eagle2": "3 of 3", "eagle1:seed_exact=true": "3 of 3",
+        "lantern:k=8": ""}
     assert all(float(row["single_seconds"]) > 0 and float(row["single_speedup"]) > 0 for row in rows.values())
     assert rows["vanilla"]["single_speedup"] == "1.0" and float(rows["jacobi:window=3"]["tau"]) > 1
     assert Image.open(tmp_path / "jacobi.png").width > 500
