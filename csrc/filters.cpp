@@ -39,38 +39,54 @@ inline uint32_t magnitude(float x) {  // its bits without the sign: in the order
   return bits & 0x7fffffffu;
 }
 
+constexpr uint32_t kInfiniteMagnitude = 0x7f800000u;
+
+inline __attribute__((always_inline)) uint32_t largest_magnitude(const float* x) {  // of a chunk
+  uint32_t largest = 0;
+  for (int64_t v = 0; v < kChunk; ++v) largest = larger(largest, magnitude(x[v]));
+  return largest;
+}
+
+enum class Scale { none, product, division };  // what the temperature takes
+
+template <Scale kScale>
+inline float divided(float y, Divisor divisor) {
+  return kScale == Scale::division ? y / divisor.temperature : kScale == Scale::product ? y * divisor.inverse : y;
+}
+
+// Guidance where a chunk may hold -inf, which it must not change. (Inline, its vectors would spill the others.)
+template <Scale kScale, class T>
+__attribute__((noinline)) void guide_infinite(const T* logits, const T* uncond, float guidance, Divisor divisor,
+                                              float* x) {
+  for (int64_t v = 0; v < kChunk; ++v) {
+    const float y = logits[v], u = uncond[v], guided = u + guidance * (y - u);
+    x[v] = divided<kScale>(y == -kInf && u < kInf ? -kInf : guided, divisor);
+  }
+}
+
 // Reads the chunks [begin, end) of a row. Returns whether none of the logits is NaN.
-template <class T, bool kGuided, bool kDivides>
+template <class T, bool kGuided, Scale kScale>
 WIDEST_VECTORS bool read_chunks(const T* __restrict logits, const T* __restrict uncond, float guidance, Divisor divisor,
                                 int64_t begin, int64_t end, float* __restrict x, float* __restrict maxima) {
-  uint32_t magnitudes[kGroups] = {};  // the largest ones, as bits
+  bool is_nan = false;
   for (int64_t c = begin; c < end; ++c) {
     const T* __restrict const cond_chunk = logits + c * kChunk;
     const T* __restrict const uncond_chunk = uncond + c * kChunk;
     float* __restrict const out = x + c * kChunk;
     for (int64_t v = 0; v < kChunk; ++v) {
-      float y = cond_chunk[v];
-      if (kGuided) {
-        const float u = uncond_chunk[v], guided = u + guidance * (y - u);
-        const float hidden = u < kInf ? -kInf : guided;
-        y = y == -kInf ? hidden : guided;
-      }
-      out[v] = kDivides ? y / divisor.temperature : y * divisor.inverse;
+      const float y = cond_chunk[v], u = kGuided ? static_cast<float>(uncond_chunk[v]) : 0.f;
+      out[v] = divided<kScale>(kGuided ? u + guidance * (y - u) : y, divisor);
+    }
+    if (largest_magnitude(out) >= kInfiniteMagnitude) {
+      if (kGuided) guide_infinite<kScale>(cond_chunk, uncond_chunk, guidance, divisor, out);
+      is_nan |= largest_magnitude(out) > kInfiniteMagnitude;
     }
     float m[kChunk / 2];
-    uint32_t b[kChunk / 2];
-    for (int64_t i = 0; i < kChunk / 2; ++i) {
-      m[i] = larger(out[i], out[i + kChunk / 2]);
-      b[i] = larger(magnitude(out[i]), magnitude(out[i + kChunk / 2]));
-    }
-    for (int64_t i = 0; i < kChunk / 4; ++i)
-      m[i] = larger(m[i], m[i + kChunk / 4]), b[i] = larger(b[i], b[i + kChunk / 4]);
-    for (int64_t i = 0; i < kGroups; ++i) {
-      maxima[c * kGroups + i] = larger(m[i], m[i + kGroups]);
-      magnitudes[i] = larger(magnitudes[i], larger(b[i], b[i + kGroups]));
-    }
+    for (int64_t i = 0; i < kChunk / 2; ++i) m[i] = larger(out[i], out[i + kChunk / 2]);
+    for (int64_t i = 0; i < kChunk / 4; ++i) m[i] = larger(m[i], m[i + kChunk / 4]);
+    for (int64_t i = 0; i < kGroups; ++i) maxima[c * kGroups + i] = larger(m[i], m[i + kGroups]);
   }
-  return *std::max_element(magnitudes, magnitudes + kGroups) <= 0x7f800000u;
+  return !is_nan;
 }
 
 WIDEST_VECTORS float largest_of(const float* x, int64_t n) {  // n: a multiple of kGroups
@@ -120,11 +136,15 @@ WIDEST_VECTORS void exponentials_of(const float* x, int64_t n, float best, float
 
 }  // namespace
 
+template <class T>
+FilteredRow::Array<T> FilteredRow::allocate(int64_t n) {
+  return Array<T>(new (kLine) T[n]);
+}
+
 FilteredRow::FilteredRow(int64_t V) {
-  const int64_t n = padded(V + 3), packed = n + kChunk;  // pack() writes beyond what it returns
-  x_.reset(new float[n]), maxima_.reset(new float[n / kChunk * kGroups]);
-  for (auto* array : {&packed_, &e_, &masses_, &some_}) array->reset(new float[packed]);
-  for (auto* array : {&slots_, &some_masses_}) array->reset(new int32_t[packed]);
+  const int64_t packed = padded(V + 3) + kChunk;  // pack() writes beyond what it returns
+  for (auto* array : {&x_, &maxima_, &packed_, &e_, &masses_, &some_}) *array = allocate<float>(packed);
+  for (auto* array : {&slots_, &some_masses_}) *array = allocate<int32_t>(packed);
 }
 
 template <class T>
@@ -139,9 +159,11 @@ bool FilteredRow::read(const T* logits, const T* uncond, float guidance, float t
   if (!(divisor.temperature > 0)) return false;
 
   const auto chunks = [&](const T* cond, const T* unc, int64_t begin, int64_t end, float* x, float* maxima) {
-    const auto function = uncond ? divisor.is_power ? read_chunks<T, true, false> : read_chunks<T, true, true>
-                          : divisor.is_power ? read_chunks<T, false, false>
-                                             : read_chunks<T, false, true>;
+    const auto function =
+        divisor.temperature == 1 ? uncond ? read_chunks<T, true, Scale::none> : read_chunks<T, false, Scale::none>
+        : divisor.is_power       ? uncond ? read_chunks<T, true, Scale::product> : read_chunks<T, false, Scale::product>
+        : uncond                 ? read_chunks<T, true, Scale::division>
+                                 : read_chunks<T, false, Scale::division>;
     return function(cond, unc, guidance, divisor, begin, end, x, maxima);
   };
   bool is_valid = true;

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <new>
 
 #include "floats.h"
 
@@ -49,8 +50,14 @@ class FilteredRow {
  private:
   float threshold(const float* masses, int64_t limit, float lowest) const;
 
+  static constexpr std::align_val_t kLine{64};  // of the cache: vectors lie in one
+  struct Release {
+    void operator()(void* array) const { ::operator delete[](array, kLine); }
+  };
   template <class T>
-  using Array = std::unique_ptr<T[]>;                     // not filled: a row writes little of most
+  using Array = std::unique_ptr<T[], Release>;  // not filled: a row writes little of most
+  template <class T>
+  static Array<T> allocate(int64_t n);
   Array<float> x_, maxima_, packed_, e_, masses_, some_;  // some_ and some_masses_ are used by threshold() alone
   Array<int32_t> slots_, some_masses_;
   int64_t n_ = 0, base_ = 0, num_chunks_ = 0;

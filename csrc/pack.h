@@ -6,6 +6,7 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #endif
@@ -37,11 +38,19 @@ __attribute__((target("avx512f,popcnt"))) inline int64_t pack_by_masks(const flo
     const __mmask16 inside = n - i < 16 ? (1u << (n - i)) - 1 : 0xffff;
     const __m512 value = _mm512_maskz_loadu_ps(inside, x + i);
     const __m512i other = others ? _mm512_maskz_loadu_epi32(inside, others + i) : index;
-    const __mmask16 is_kept =
-        _mm512_mask_cmp_ps_mask(_mm512_mask_cmp_ps_mask(inside, value, low, _CMP_GE_OQ), value, high, _CMP_LE_OQ);
-    _mm512_storeu_ps(packed + count, _mm512_maskz_compress_ps(is_kept, value));
-    _mm512_storeu_si512(packed_others + count, _mm512_maskz_compress_epi32(is_kept, other));
-    count += __builtin_popcount(is_kept);
+    const __mmask16 is_large = _mm512_mask_cmp_ps_mask(inside, value, low, _CMP_GE_OQ);
+    const __mmask16 is_kept = _mm512_mask_cmp_ps_mask(is_large, value, high, _CMP_LE_OQ);
+    const __m512 values = _mm512_maskz_compress_ps(is_kept, value);
+    const __m512i numbers = _mm512_maskz_compress_epi32(is_kept, other);
+    const int kept = __builtin_popcount(is_kept);
+    if (kept <= 8) {  // a shorter store crosses fewer lines of the cache
+      _mm256_storeu_ps(packed + count, _mm512_castps512_ps256(values));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed_others + count), _mm512_castsi512_si256(numbers));
+    } else {
+      _mm512_storeu_ps(packed + count, values);
+      _mm512_storeu_si512(packed_others + count, numbers);
+    }
+    count += kept;
     index = _mm512_add_epi32(index, _mm512_set1_epi32(16));
   }
   return count;
