@@ -8,7 +8,7 @@ from .draw_tokens import DrawTokensResult, draw_tokens
 from .expand_tree import ExpandTreeResult, expand_tree
 from .guided_probs import GuidedProbsResult, guided_probs
 from .neighborhood_sum import NeighborhoodSumResult, neighborhood_sum
-from .noise import gumbel_noise
+from .noise import gumbel_noise, philox_words
 from .resample_gaussian import ResampleGaussianResult, resample_gaussian
 from .sample_residual import SampleResidualResult, sample_residual
 from .select_tree import SelectTreeResult, select_tree
@@ -25,5 +25,6 @@ __all__ = [
     "AcceptGaussianResult", "CoupleTokensResult", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult",
     "GuidedProbsResult", "NeighborhoodSumResult", "ResampleGaussianResult", "SampleResidualResult",
     "SelectTreeResult", "TreeLinksResult", "VerifyGreedyResult", "VerifyResult",
-    "backends", "gumbel_noise", "ops", "EMPTY_RESIDUAL", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
+    "backends", "gumbel_noise", "ops", "philox_words",
+    "EMPTY_RESIDUAL", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

@@ -27,6 +27,14 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
 
     Returns:
         (B, L, n) int64 in [0, 2**32)
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import philox_words
+        >>> words = philox_words(torch.tensor([7]), torch.tensor([[0, 1]]), 3, stream=0)
+        >>> uniforms = (words >> 8) * 2.0 ** -24  # in [0, 1), as verify_tree takes them
+        >>> uniforms.shape
+        torch.Size([1, 2, 3])
     """
     blocks = -(-n // 4)
     zeros = torch.zeros((*positions.shape, blocks), dtype=torch.int64, device=seeds.device)

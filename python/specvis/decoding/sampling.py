@@ -4,8 +4,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs
-from specvis_kernels.noise import philox_words
+from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs, philox_words
 
 from ..models.interface import Drafter, TargetModel
 

@@ -243,7 +243,7 @@ class DiscreteStudy(Study):
         if not path.exists():
             self._decode(run)
         arrays = {name: torch.from_numpy(value) for name, value in read_arrays(path).items()}
-        integers = ("tokens", "target_forwards", "num_accepted", "num_drafted")
+        integers = ("tokens", "num_known", "target_forwards", "num_accepted", "num_drafted")
         decoded = Decoded(**{field.name: arrays[field.name].long() if field.name in integers else arrays[field.name]
                              for field in fields(Decoded)})
         return Pictures(decoded, arrays["ranks"].long(), arrays["nodes"].long())
