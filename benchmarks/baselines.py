@@ -22,8 +22,9 @@ def searchsorted(target_probs, draft_probs, uniforms):
     return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)
 
 
-def without_replacement(draft_probs, uniforms):
-    return torch.multinomial(draft_probs.flatten(0, 1), uniforms.shape[-1]).view(uniforms.shape)
+def without_replacement(draft_probs, uniforms=None, *, seeds=None, positions=None, num_children=None):
+    num_children = num_children or uniforms.shape[-1]
+    return torch.multinomial(draft_probs.flatten(0, 1), num_children).view(*draft_probs.shape[:2], num_children)
 
 
 def guided_multinomial(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, **others):

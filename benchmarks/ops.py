@@ -39,8 +39,8 @@ ROWS = {
          *((1, 16, 16384, options) for options in ({"k": 1000, "residual": "relaxed"}, {"group": 14}))],
         lambda B, W, V, *_: B * W * V * 8),
     "draw_children": (
-        [(B, 10, 16384, 10) for B in (1, 8, 64)],
-        lambda B, F, V, K: B * F * (V * 4 + K * 12)),
+        [(B, 10, 16384, 10, *noise) for noise in ((), (True,)) for B in (1, 8, 64)],
+        lambda B, F, V, K, *_: B * F * (V * 4 + K * 12)),
     "draw_tokens": (  # pairs with and without condition: a window of 16, and the shipped model's of 1 and of 32
         [*((1, 17, 16384, dtype, True, IMAGE, False, ahead)
            for dtype, ahead in ((torch.float32, 0), (torch.float32, 16), (torch.bfloat16, 16))),

@@ -148,10 +148,13 @@ std::tuple<Tensor, Tensor, Tensor> draw_children(const Tensor& draft_probs,     
   Tensor status = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
   specvis::DrawChildren batch = {};
   batch.R = B * F;
+  batch.F = F;
   batch.V = draft_probs.size(2);
   batch.K = K;
   batch.draft_probs = draft_probs.const_data_ptr<float>();
   batch.uniforms = data<float>(uniforms);
+  batch.seeds = data<int64_t>(seeds);
+  batch.positions = data<int64_t>(positions);
   batch.tokens = tokens.mutable_data_ptr<int64_t>();
   batch.num_children = num_children.mutable_data_ptr<int32_t>();
   batch.status = status.mutable_data_ptr<int32_t>();

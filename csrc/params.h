@@ -43,9 +43,11 @@ struct CoupleTokens {
 cudaError_t couple_tokens_cuda(const CoupleTokens& batch, cudaStream_t stream);
 
 struct DrawChildren {
-  int64_t R, V, K;
+  int64_t R, F, V, K;        // R is B F
   const float* draft_probs;  // (R, V)
-  const float* uniforms;     // (R, K)
+  const float* uniforms;     // (R, K); null: by noise
+  const int64_t* seeds;      // (B) or null
+  const int64_t* positions;  // (R) or null
   int64_t* tokens;           // (R, K)
   int32_t* num_children;     // (R)
   int32_t* status;           // (R)

@@ -93,7 +93,7 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
     check("seeds", seeds, torch.int64, like=draft_probs, B=B)
     check("positions", positions, torch.int64, like=draft_probs, B=B, F=F)
     check_count("num_children", num_children, 1)
-    return _call("oracle", draft_probs.contiguous(), None, seeds.contiguous(), positions.contiguous(), num_children)
+    return _call(backend, draft_probs.contiguous(), None, seeds.contiguous(), positions.contiguous(), num_children)
 
 
 def _oracle(draft_probs, uniforms, seeds, positions, num_children):

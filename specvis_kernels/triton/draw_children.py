@@ -1,13 +1,82 @@
-"""draw_children in Triton: one program per row. It sums the blocks in one pass, then reads one block for each child.
+"""draw_children in Triton: one program per row.
 
-The sums of the blocks stay as they were at first. Instead, the threshold to draw at moves past what was drawn before:
-`removed_at` says at which running sum of the remaining mass each drawn token was removed.
+With uniforms it sums the blocks in one pass, then reads one block for each child. The sums of the blocks stay as they
+were at first. Instead, the threshold to draw at moves past what was drawn before: `removed_at` says at which running sum
+of the remaining mass each drawn token was removed.
+
+With seeds it keeps the highest score of each chunk of the row (tokens c, c + BLOCK, c + 2 BLOCK, ...). The highest of
+these is the next child, and the next score of its chunk, made again, takes its place.
 """
 import torch
 import triton
 import triton.language as tl
 
-from ._rows import INVALID_ROW, block, draw_threshold, load_mass
+from ._keys import NONE, entries_of, id_of
+from ._noise import GUMBEL_STREAM, gumbel_noise, log, to_gumbel
+from ._rows import FIXED_ONE, INVALID_ROW, block, draw_threshold, load_mass
+
+
+@triton.jit
+def scores_of(p, best, noise, ids):
+    """Entries of the scores; NONE for tokens without mass."""
+    has_mass = p * FIXED_ONE >= 1.0
+    score = (log(tl.where(has_mass, p, 1.0)) - best) + noise
+    return entries_of(tl.where(has_mass, score, float("-inf")), ids, float("-inf"))
+
+
+@triton.jit
+def highest_scores_kernel(
+        draft_probs,           # (R, V)
+        seeds,                 # (B)
+        positions,             # (R), R = B * F
+        tokens,                # (R, K)
+        num_children, status,  # (R)
+        F, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    row = draft_probs + r * V
+    seed = tl.load(seeds + r // F)
+    position = tl.load(positions + r)
+    v = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    num_invalid = tl.zeros([BLOCK], tl.int32)
+    start = 0
+    while start < V:
+        p = tl.load(row + start + v, mask=start + v < V, other=0.0)
+        is_prob = (p >= 0.0) & (p <= 2.0)
+        num_invalid += tl.where(is_prob, 0, 1)
+        largest = tl.maximum(largest, tl.where(is_prob, p, 0.0))
+        start += BLOCK
+    max_prob = tl.max(largest, axis=0)
+    is_valid = (tl.sum(num_invalid, axis=0) == 0) & (max_prob * FIXED_ONE >= 1.0)
+    n = 0
+    if is_valid:
+        best = log(max_prob)
+        scores = tl.full([BLOCK], NONE, tl.int64)
+        first = 0
+        while first < V:
+            p = tl.load(row + first + v, mask=first + v < V, other=0.0)
+            scores = tl.maximum(scores, scores_of(p, best, gumbel_noise(seed, position, first, BLOCK), first + v))
+            first += BLOCK
+        highest = tl.max(scores, axis=0)
+        while (n < K) & (highest > NONE):
+            token = id_of(highest)
+            tl.store(tokens + r * K + n, token)
+            chunk = (token % BLOCK).to(tl.int32)
+            ids = chunk + BLOCK * tl.arange(0, BLOCKS)
+            p = tl.load(row + ids, mask=ids < V, other=0.0)
+            blocks = (ids // 4).to(tl.uint32)
+            zero = blocks * 0
+            w0, w1, w2, w3 = tl.philox(seed, blocks, zero + position.to(tl.uint32), zero + GUMBEL_STREAM, zero)
+            word = tl.where(chunk % 4 < 2, tl.where(chunk % 4 == 0, w0, w1), tl.where(chunk % 4 == 2, w2, w3))
+            others = scores_of(p, best, to_gumbel(word), ids)
+            following = tl.max(tl.where(others < highest, others, NONE), axis=0)
+            scores = tl.where(v == chunk, following, scores)
+            highest = tl.max(scores, axis=0)
+            n += 1
+    k = tl.arange(0, BLOCK_K)
+    tl.store(tokens + r * K + k, tl.zeros([BLOCK_K], tl.int64), mask=(k >= n) & (k < K))
+    tl.store(num_children + r, n)
+    tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
 
 
 @triton.jit
@@ -66,8 +135,12 @@ def draw_children(draft_probs, uniforms, seeds, positions, K):
     tokens = draft_probs.new_empty((B, F, K), dtype=torch.int64)
     num_children, status = (draft_probs.new_empty((B, F), dtype=torch.int32) for _ in range(2))
     if B > 0:
-        size = block("V", V)
-        draw_children_kernel[(B * F,)](draft_probs, uniforms, tokens, num_children, status, V, K, BLOCK=size,
-                                       BLOCKS=triton.next_power_of_2(triton.cdiv(V, size)),
-                                       BLOCK_K=triton.next_power_of_2(K), num_warps=8, enable_fp_fusion=False)
+        size = max(block("V", V), 4)  # the noise comes by fours
+        sizes = dict(BLOCK=size, BLOCKS=triton.next_power_of_2(triton.cdiv(V, size)),
+                     BLOCK_K=triton.next_power_of_2(K), num_warps=8, enable_fp_fusion=False)
+        if uniforms is None:
+            highest_scores_kernel[(B * F,)](draft_probs, seeds, positions, tokens, num_children, status, F, V, K,
+                                            **sizes)
+        else:
+            draw_children_kernel[(B * F,)](draft_probs, uniforms, tokens, num_children, status, V, K, **sizes)
     return tokens, num_children, status

@@ -283,11 +283,17 @@ def resample_gaussian(B, G, C, M, options=None):
     return tuple(None if a is None else a.to(DEVICE) for a in args), options
 
 
-CASES["draw_children"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 4500, 6)]
+CASES["draw_children"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 4500, 6),
+                          (1, 1, 1, 1, True), (3, 2, 30, 40, True), (2, 2, 4500, 6, True)]
 
 
-def draw_children(B, F, V, K):
-    return (exact_probs(B * F, V).view(B, F, V), exact_uniforms(B, F, K, seed=3)), {}
+def draw_children(B, F, V, K, noise=False):
+    draft_probs = exact_probs(B * F, V).view(B, F, V)
+    if not noise:
+        return (draft_probs, exact_uniforms(B, F, K, seed=3)), {}
+    g = torch.Generator().manual_seed(V)
+    seeds, positions = torch.randint(2**62, (B,), generator=g), torch.randint(576, (B, F), generator=g)
+    return (draft_probs,), {"seeds": seeds.to(DEVICE), "positions": positions.to(DEVICE), "num_children": K}
 
 
 CASES["expand_tree"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 1100, 6)]
