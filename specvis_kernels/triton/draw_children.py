@@ -1,8 +1,8 @@
 """draw_children in Triton: one program per row.
 
 With uniforms it sums the blocks in one pass, then reads one block for each child. The sums of the blocks stay as they
-were at first. Instead, the threshold to draw at moves past what was drawn before: `removed_at` says at which running sum
-of the remaining mass each drawn token was removed.
+were at first. Instead, the threshold to draw at moves past what was drawn before: `removed_at` says at which running
+sum of the remaining mass each drawn token was removed.
 
 With seeds it keeps the highest score of each chunk of the row (tokens c, c + BLOCK, c + 2 BLOCK, ...). The highest of
 these is the next child, and the next score of its chunk, made again, takes its place.

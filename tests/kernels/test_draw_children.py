@@ -236,7 +236,7 @@ def test_the_seed_and_the_position_decide_and_nothing_else(backend):
 def test_the_first_child_is_what_the_target_draws(backend, monkeypatch):
     """Bit for bit where the target's logits are the logarithms that draw_children takes, whatever the row's total."""
     blocks_of(16, backend, monkeypatch)
-    B, F, V = 3, 30, 53
+    B, F, V = (2, 4, 29) if backend == "triton" and DEVICE == "cpu" else (3, 30, 53)
     g = torch.Generator().manual_seed(6)
     rows = torch.randn(B, F, V, generator=g).mul(2).softmax(-1).to(DEVICE)
     rows[:, ::2, ::3] = 0
@@ -262,11 +262,13 @@ def order_probabilities(masses, K):
     return probabilities
 
 
-@each_backend
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b in ("oracle", DEVICE)])
 def test_with_noise_every_order_has_its_probability(backend):
-    """Chi-square over seeds and positions. Rows of another law, and children that are drawn in another order, fail."""
-    masses, K = [1, 4, 0, 2, 1], 3
-    B, F = (40, 50) if backend == "triton" and DEVICE == "cpu" else (200, 200)
+    """Chi-square over seeds and positions. Rows of another law, and children that are drawn in another order, fail.
+
+    Emulated and interpreted kernels take minutes for so many rows; they give the oracle's children, bit for bit.
+    """
+    masses, K, B, F = [1, 4, 0, 2, 1], 3, 200, 200
     row = (torch.tensor(masses) / sum(masses)).expand(B, F, -1)
     tokens = noisy_draws(backend, row, torch.arange(B), torch.arange(F).expand(B, F), K).tokens
     orders, counts = tokens.flatten(0, 1).unique(dim=0, return_counts=True)
@@ -327,6 +329,7 @@ SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(
     (dict(uniforms=torch.zeros(2, 3, 5).double()), r"uniforms must be float32 \(B=2, F=3, K=5\), got float64"),
     (dict(uniforms=torch.zeros(2, 3, 0)), r"uniforms must have K >= 1, got shape \(2, 3, 0\)"),
     (dict(backend="fast"), "backend of draw_children must be one of oracle"),
+    (SEEDED | dict(backend="fast"), "backend of draw_children must be one of oracle"),
     (dict(uniforms=None), "exactly one of uniforms and seeds must be given, got neither"),
     (dict(seeds=torch.zeros(2).long()), "exactly one of uniforms and seeds must be given, got both"),
     (dict(positions=torch.zeros(2, 3).long()), "positions must be None with uniforms, got Tensor"),
