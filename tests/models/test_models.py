@@ -121,6 +121,37 @@ def test_a_changed_weight_is_never_read_as_it_was():
     assert torch.equal(copy.deepcopy(gpt).logits(condition), gpt.logits(condition))
 
 
+def test_batch_invariant_reads_to_the_same_bits():
+    torch.manual_seed(0)
+    config = GPTConfig(dim=128, layers=3, heads=2, vocabulary=512, grid=12, classes=10, ffn_multiple=16)
+    gpt = GPT(config).eval().requires_grad_(False).to(torch.bfloat16)
+    for weight in gpt.parameters():
+        weight.mul_(5) if weight.ndim == 2 else None     # scores that matter
+    condition, padding_mask = gpt.condition(torch.tensor([1, 10]))
+    tokens = torch.randint(512, (2, 144))
+
+    def hidden_by(width):
+        """Hidden states at all tokens, `width` at a time."""
+        cache, parts = gpt.new_cache(2, 1 + 144), []
+        gpt.prefill(condition, padding_mask, cache)
+        for first in range(0, 144, width):
+            chunk = tokens[:, first: first + width]
+            slots = 1 + first + torch.arange(chunk.shape[1]).expand(2, -1)
+            mask = torch.arange(int(slots.max()) + 1) <= slots[..., None]
+            parts.append(gpt.extend(chunk, slots, mask, cache, slots))
+        return torch.cat(parts, 1)
+
+    with torch.no_grad():
+        gpt.batch_invariant = True
+        one_by_one = hidden_by(1)
+        assert all(torch.equal(hidden_by(width), one_by_one) for width in (2, 5, 9, 17, 33))
+        gpt.batch_invariant = False
+        assert not torch.equal(hidden_by(17), hidden_by(1))  # what the above would say if nothing were done
+    gpt.float().batch_invariant = True
+    with pytest.raises(ValueError, match="false except for bfloat16 on a CPU, .* in float32 on cpu"):
+        gpt.new_cache(1, 1)
+
+
 def test_padding_of_a_caption_changes_nothing():
     pipeline = tiny_pipeline()
     tokens = torch.randint(64, (2, 16))

@@ -138,10 +138,11 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 class Reading:
     """What all layers share when they read N entries of R rows, with a cache or without one."""
 
-    def __init__(self, rotations: Tensor, mask: Tensor, dtype: torch.dtype, cache: Cache | None, slots: Tensor | None):
+    def __init__(self, rotations: Tensor, mask: Tensor, dtype: torch.dtype, cache: Cache | None, slots: Tensor | None,
+                 batch_invariant: bool = False):
         """rotations (R or 1, N, 3, 1, D / 2); mask (R or 1, N, T) bool; slots (R, N) int64: the cache's columns."""
         self.rotations, self.mask = rotations, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
-        self.cache = cache
+        self.cache, self.attention = cache, in_three_steps if batch_invariant else F.scaled_dot_product_attention
         if cache is not None:
             self.slots, (self.keys, self.values) = cache.flat_slots(slots), cache.columns(mask.shape[2])
 
@@ -160,5 +161,16 @@ class Reading:
             k, v = self.keys[layer], self.values[layer]
         else:
             k, v = entries.view(R, N, 2, heads, -1).transpose(1, 3).unbind(2)
-        attended = F.scaled_dot_product_attention(q.view(R, N, heads, -1).transpose(1, 2), k, v, attn_mask=self.mask)
+        attended = self.attention(q.view(R, N, heads, -1).transpose(1, 2), k, v, attn_mask=self.mask)
         return attended.transpose(1, 2).reshape(R, N, width // 3)
+
+
+def in_three_steps(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
+    """Scaled dot-product attention whose scores are rounded to the dtype of q.
+
+    In bfloat16 on a CPU each row's result is then the same, whatever is computed beside it. In the fused attention it
+    depends on how many queries there are, and on how many keys the mask hides behind the last. The softmax must be in
+    float32: that of bfloat16 sums in an order that depends on the number of keys.
+    """
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    return (scores + attn_mask.float()).softmax(-1).to(v.dtype) @ v

@@ -142,7 +142,15 @@ class CaptionEmbedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens of an image in raster order behind a class or a caption; rows of a batch are independent."""
+    """Tokens of an image in raster order behind a class or a caption; rows of a batch are independent.
+
+    With `batch_invariant`, in bfloat16 on a CPU, not a bit of what is read depends on how many entries of a chain are
+    read at once, or on other rows. Then Jacobi decoding draws exactly the tokens of plain decoding. Without it the
+    roundings differ, and bfloat16 is coarse enough that some token does. It does not hold for trees: siblings stand
+    between a node and its ancestors, so that sums run in another order.
+    """
+
+    batch_invariant = False
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -212,7 +220,7 @@ class GPT(nn.Module):
         Returns:
             (R, N, dim)
         """
-        reading = Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots)
+        reading = Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots, self.batch_invariant)
         packed = self.packing.refresh(x)
         for layer, block in enumerate(self.layers):
             if packed:
@@ -245,6 +253,9 @@ class GPT(nn.Module):
         self.packing.forget()
         self.output_packing.forget()
         weight, c = self.output.weight, self.config
+        if self.batch_invariant and (weight.device.type, weight.dtype) != ("cpu", torch.bfloat16):
+            raise ValueError("batch_invariant must be false except for bfloat16 on a CPU, where it was measured; got a "
+                             f"model in {str(weight.dtype)[6:]} on {weight.device.type}")
         return Cache(c.layers, rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
 
 
