@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import harness, ops
+from benchmarks import harness, jacobi, ops
 
 
 def both(op, name, *sizes):
@@ -75,3 +75,8 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
     monkeypatch.setattr(specvis_kernels, "tree_links", off_by_one)
     with pytest.raises(AssertionError, match="output 1 of tree_links"):
         ops.measure("tree_links", (1, 9), "triton", copy=1e9, seconds=0)
+
+
+def test_the_cost_of_a_step_lies_between_those_that_were_measured():
+    medians = {1: 10.0, 2: 11.0, 5: 20.0}
+    assert [jacobi.interpolated(medians, nodes) for nodes in (1, 2, 3, 4, 5)] == [10, 11, 14, 17, 20]
