@@ -228,6 +228,15 @@ def test_a_pipeline_saved_and_loaded_is_the_same_to_half_precision(tmp_path):
         assert torch.equal(loaded.state_dict()[name], value.half().float() if "used" not in name else value), name
 
 
+def test_a_pipeline_loads_in_bfloat16(tmp_path):
+    tiny_pipeline().save(tmp_path)
+    loaded = Pipeline.load(tmp_path, dtype=torch.bfloat16, batch_invariant=True)
+    assert loaded.gpt.output.weight.dtype == torch.bfloat16 and loaded.gpt.batch_invariant
+    assert not Pipeline.load(tmp_path).gpt.batch_invariant
+    with pytest.raises(ValueError, match="batch_invariant must be false except with dtype torch.bfloat16 on a CPU"):
+        Pipeline.load(tmp_path, batch_invariant=True)
+
+
 def test_a_config_says_which_fields_are_wrong(tmp_path):
     tiny_pipeline().save(tmp_path)
     path = tmp_path / "config.json"
