@@ -243,6 +243,35 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
                  f"{shares[2:].sum().item() * failures / max(1, steps):.2f}, for one and three more nodes.")
 
 
+# --- trees by the same noise -----------------------------------------------------------------------------------------
+
+TREES = ("speculative", "eagle1", "eagle1:tree=naive_extend_57", "eagle2")
+
+
+def tree_runs(text: str) -> tuple[Run, Run]:
+    """By shared noise and equality, and by rejection."""
+    return Run.of(f"{text}:seed_exact=true"), Run.of(f"{text}:seed_exact=false")
+
+
+@item(ITEMS, "seed-exact", "Trees verified by equality and by rejection", lambda scope: [
+    Run.of("vanilla"), *(run for text in TREES for run in tree_runs(text))], quick=False)
+def seed_exact(report: DiscreteReport, section: Section) -> None:
+    rows = []
+    for text in TREES:
+        exact, usual = tree_runs(text)
+        taus = [report.study.pictures(run).decoded.tau for run in (exact, usual)]
+        change = taus[0] - taus[1]
+        rows.append({"method": text, "tau by equality": taus[0].nanmean().item(),
+                     "tau by rejection": taus[1].nanmean().item(), "difference": change.nanmean().item(),
+                     "+-": 2 * change[~change.isnan()].std().item() / len(change) ** 0.5,
+                     "same tokens as the baseline": same_tokens(report, exact)})
+    section.text("Both are lossless. By equality (`seed_exact=true`) the target draws at every node with the noise of its "
+                 "position, sampled children are drawn with the same noise, and the tokens are the baseline's; by "
+                 "rejection the tokens are other draws of the same distribution. Differences are of the same pictures, "
+                 "+- twice their standard error.")
+    section.table(rows)
+
+
 # --- what exactness means in bfloat16 --------------------------------------------------------------------------------
 
 IN_BFLOAT16 = ("vanilla", "jacobi:window=8", "jacobi:window=16", "jacobi:window=32", "eagle2")
