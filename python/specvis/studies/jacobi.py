@@ -265,10 +265,10 @@ def seed_exact(report: DiscreteReport, section: Section) -> None:
                      "tau by rejection": taus[1].nanmean().item(), "difference": change.nanmean().item(),
                      "+-": 2 * change[~change.isnan()].std().item() / len(change) ** 0.5,
                      "same tokens as the baseline": same_tokens(report, exact)})
-    section.text("Both are lossless. By equality (`seed_exact=true`) the target draws at every node with the noise of its "
-                 "position, sampled children are drawn with the same noise, and the tokens are the baseline's; by "
-                 "rejection the tokens are other draws of the same distribution. Differences are of the same pictures, "
-                 "+- twice their standard error.")
+    section.text("Both are lossless. By equality (`seed_exact=true`) the target draws at every node with the noise of "
+                 "its position, sampled children are drawn with the same noise, and the tokens are the baseline's; by "
+                 "rejection the tokens are other draws of the same distribution. Differences are of the same prompts "
+                 "and seeds, +- twice their standard error.")
     section.table(rows)
 
 
