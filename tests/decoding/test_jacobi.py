@@ -116,6 +116,16 @@ def test_the_forwards_are_those_worked_out_by_hand(model, window, num_accepted, 
     assert decoded.tv_excess.eq(0).all() and decoded.tv_bound.eq(0).all()
 
 
+class OneToken(BagModel):
+    grid = 1
+
+
+@pytest.mark.parametrize("window", [1, "auto"])
+def test_an_image_of_one_token(window):
+    decoded = jacobi(method("jacobi", window=window), model=OneToken(1))
+    assert torch.equal(decoded.tokens, plain(settings(), OneToken(1)).tokens) and decoded.target_forwards.eq(1).all()
+
+
 class Likely(BagModel):
     """Mostly the row above's token again: guesses from above are mostly right."""
 
@@ -224,6 +234,15 @@ def test_a_target_is_timed_once_for_each_batch(monkeypatch):
     assert calls == [*WINDOWS] * 2
 
 
+def test_the_choice_is_told_of_guesses_in_a_request_s_own_window_and_the_one_behind(monkeypatch):
+    told = []
+    monkeypatch.setattr(WindowChoice, "record", lambda self, num_equal, num_read: told.append(num_read))
+    monkeypatch.setattr(WindowChoice, "fastest", lambda self: 8)
+    jacobi([method("jacobi", window=window) for window in ("auto", 1)], settings(temperature=0.0)[[0, 1]],
+           Constant(0), rows=[0, 1])
+    assert told[:4] == [9, 2, 6, 2]  # of 16 tokens the first image has 1 and then 10, the second one 1 and then 3
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 class LooksAhead(BagModel):
@@ -298,6 +317,23 @@ def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):  # noqa: F811
     for m in (coupled(), coupled(coupling="none"), coupled(guess="last"), coupled(window=20)):
         decoded = tiny.tokens(PROMPTS, m, sampling)
         assert torch.equal(decoded.tokens, expected.tokens) and decoded.tv_excess.eq(0).all()
+
+
+class BrokenConstant(Constant):
+    """Gives logits that are not finite behind the sixth token of request 1."""
+
+    def extend(self, tokens, position_ids, mask, cache, slots):
+        rows = torch.arange(len(tokens)) % B == 1
+        return torch.where((rows[:, None] & (position_ids == S + 5))[..., None], torch.nan,
+                           super().extend(tokens, position_ids, mask, cache, slots))
+
+    def logits(self, hidden):
+        return super().logits(hidden.nan_to_num()).masked_fill(hidden.isnan(), torch.nan)
+
+
+def test_by_rejection_at_temperature_0_an_image_ends_at_logits_that_are_not_finite():
+    decoded = jacobi(coupled(), settings(temperature=0.0), BrokenConstant(0))
+    assert decoded.failed.tolist() == [False, True, False, False, False]
 
 
 def test_by_rejection_a_request_does_not_depend_on_its_batch():

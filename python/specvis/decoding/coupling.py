@@ -41,7 +41,7 @@ class Coupling:
         self.rule = acceptance_rule(methods, neighbors, vocab_size, W, device)
         self.omega = self.rule.pop("omega", None)
         self.delta = torch.tensor([m.delta for m in methods], dtype=torch.float32, device=device)
-        self.is_greedy = sampling.greedy[:, None, None]
+        self.is_greedy, self.any_greedy = sampling.greedy[:, None, None], bool(sampling.greedy.any())
         self.uniforms = philox_uniforms(sampling.seeds, ACCEPT, L, 2 * (W + 1)).unflatten(2, (-1, 2))
         self.first_uniforms = philox_uniforms(sampling.seeds, DRAFT, L, W + 1)
         # the row of position p is at p % num_rows; one row more takes what is behind a request's own window
@@ -49,10 +49,12 @@ class Coupling:
         self.rows = torch.zeros(B, self.num_rows + 1, vocab_size, device=device)
         self.request = torch.arange(B, device=device)[:, None]
 
-    def exact(self, probs: Tensor) -> Tensor:
-        """At temperature 0 all probability is on the likeliest token."""
+    def exact(self, probs: Tensor, status: Tensor) -> Tensor:
+        """At temperature 0 all probability is on the likeliest token, except in rows that are not well."""
+        if not self.any_greedy:
+            return probs
         likeliest = F.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs.dtype)
-        return torch.where(self.is_greedy, likeliest, probs)
+        return torch.where(self.is_greedy & (status == 0)[..., None], likeliest, probs)
 
     def keep_rows(self, positions: Tensor, probs: Tensor) -> None:
         """The guesses at positions (B, N) are from these rows now. At position -1 nothing is kept."""
@@ -63,7 +65,7 @@ class Coupling:
 
         budget: (B, 1) how many guesses can be accepted. The token behind them is the target's own.
         """
-        N, probs = guesses.shape[1], self.exact(probs)
+        N, probs = guesses.shape[1], self.exact(probs, status)
         step = counts.clamp(max=self.uniforms.shape[1] - 1)
         uniforms = self.uniforms[self.request, step][:, 0, :N]
         fresh = sample_residual(probs.flatten(0, 1), None, uniforms[..., 1].flatten()).tokens.view(guesses.shape)

@@ -47,6 +47,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         condition:    (B, S, dim)  as `GPT.condition` gives it
         padding_mask: (B, S) bool  True where the condition is real
         methods:      one for each request, all of one `Method.family`; `vanilla` has a window of no guesses
+        neighbors:    (V, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0, except by rank
         observe:      called after every step, with tensors that it must not change
         known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
 
@@ -63,7 +64,8 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     coupling = None
     if base.drafting == "jacobi" and not base.seed_exact:
         coupling = Coupling(methods, sampling, neighbors, target.grid, target.vocab_size)
-    choice = WindowChoice(step_seconds(settings, condition)) if "auto" in settings.windows else None
+    has_choice = "auto" in settings.windows and settings.num_tokens > 1  # an image of one token takes no step
+    choice = WindowChoice(step_seconds(settings, condition)) if has_choice else None
     state = State(settings, num_known, choice, coupling)
     prefill(state, settings, condition, known_tokens)
     if progress:
@@ -169,8 +171,8 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
     state.tokens[row, positions + grid] = drawn.ahead_tokens
     if state.coupling:
-        probs, _ = sampling.probs(settings.target, hidden[:, :num_above + 1])
-        state.coupling.keep_rows(positions[:, :num_above + 1], state.coupling.exact(probs))
+        rows = state.coupling.exact(*sampling.probs(settings.target, hidden[:, :num_above + 1]))
+        state.coupling.keep_rows(positions[:, :num_above + 1], rows)
         guess_new(state, settings, hidden, state.counts, state.counts, settings.max_window)
     for request, status in enumerate(drawn.status[:, num_above].tolist()):
         if state.counts[request] < settings.num_tokens:
@@ -259,7 +261,7 @@ def update(state: State, settings: Settings, hidden: Tensor, verified: DrawToken
         state.num_accepted[request][count] = accepted[request]
         state.advance(request, count + accepted[request] + 1, status[accepted[request]])
         if state.choice:
-            state.choice.record(num_equal, min(len(status), L - count))
+            state.choice.record(num_equal, min(len(status), windows[request] + 1, L - count))
     if state.coupling:
         state.tv_excess += verified.tv_excess
     if state.coupling or settings.from_last:
