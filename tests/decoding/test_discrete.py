@@ -498,6 +498,7 @@ def test_guidance_pairs_a_request_with_nothing(tiny):
     ({"seeds": None}, "seeds must be a list of whole numbers, one for each image, got None"),
     ({"seeds": 3}, "seeds must be a list of whole numbers, one for each image, got 3"),
     ({"seeds": [1, 0.5]}, r"seeds must be a list of whole numbers, one for each image, got \[1, 0.5\]"),
+    ({"seeds": [1, 2**63]}, r"seeds must be within \[-2\*\*63, 2\*\*63\), got 9223372036854775808"),
     ({"guidance": math.inf}, "guidance must be a finite number, got inf"),
 ])
 def test_settings_out_of_range_are_refused(wrong, message):

@@ -29,11 +29,14 @@ class Sampling:
         """The same number for all requests, or a list with one for each.
 
         Raises:
-            ValueError: seeds are no list of whole numbers, temperature < 0, top_k < 0, top_p outside (0, 1], guidance
-                not finite, a list of another length
+            ValueError: seeds are no list of whole numbers of 64 bits, temperature < 0, top_k < 0, top_p outside (0, 1],
+                guidance not finite, a list of another length
         """
         if not isinstance(seeds, (list, tuple, range)) or not all(isinstance(seed, int) for seed in seeds):
             raise ValueError(f"seeds must be a list of whole numbers, one for each image, got {seeds!r}")
+        for seed in seeds:
+            if not -2**63 <= seed < 2**63:
+                raise ValueError(f"seeds must be within [-2**63, 2**63), got {seed}")
 
         def each(name, value, dtype, holds, wanted):
             values = list(value) if isinstance(value, (list, tuple)) else [value] * len(seeds)
