@@ -108,6 +108,7 @@ def test_how_methods_are_written():
     ("jacobi:seed_exact=false:coupling=none", {"seed_exact": False, "coupling": "none"}),
     ("jacobi:seed_exact=false:omega=1.2:nu=0.1", {"seed_exact": False, "omega": 1.2, "nu": 0.1}),
     ("gsd:k=6:delta=0.2", {"k": 6, "delta": 0.2, "metric": "rank"}),
+    ("gsd:seed_exact=true:k=0", {"seed_exact": True, "k": 0}), ("jacobi:residual=relaxed", {"residual": "relaxed"}),
     ("eagle1:seed_exact=true", {"seed_exact": True}), ("eagle2:seed_exact=false", {"seed_exact": False}),
 ])
 def test_labels_read_back(text, expected):

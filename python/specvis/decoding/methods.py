@@ -133,7 +133,7 @@ class Method:
         """The name, and what differs from the recipe of that name."""
         usual = every_parameter_of(METHODS[self.name]) if self.name in METHODS else {}
         changed = [f"{key}={format_value(value)}"
-                   for key, value in parameters_of(self).items() if value != usual.get(key, value)
+                   for key, value in every_parameter_of(self).items() if value != usual.get(key, value)
                    and (key, self.drafting) != ("depth", "static")]
         return ":".join([self.name, *changed])
 
