@@ -72,9 +72,10 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     several = run("generate", "--prompt", "red heart", "--seed", 7, "-n", 2, "--out", tmp_path / "x.png",
                   "--weights", weights)
     assert several.output.strip().endswith("by seeds 7 to 8")
-    relaxed = run("generate", "--prompt", "red heart", "--method", "lantern:k=8", "--out", tmp_path / "x.png",
-                  "--weights", weights)
-    assert relaxed.output.strip().endswith("tokens a forward")
+    for arguments in (("lantern:k=8",), ("vanilla", "--temperature", 0)):
+        other = run("generate", "--prompt", "red heart", "--method", *arguments, "--out", tmp_path / "x.png",
+                    "--weights", weights)
+        assert other.output.strip().endswith("tokens a forward")
 
 
 @pytest.mark.parametrize("arguments, message", [

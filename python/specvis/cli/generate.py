@@ -69,7 +69,8 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
     click.echo(f"{out}: {len(finished)} of {count} pictures, {seconds:.1f} s, "
                f"{decoded.target_forwards.float().mean():.0f} target forwards a picture, "
                f"tau {decoded.tau.nanmean():.2f} tokens a forward"
-               + (f"; the same tokens as vanilla's by {seeds}" if is_exact(method, temperature) else ""))
+               + (f"; the same tokens as vanilla's by {seeds}"
+                  if is_exact(method, temperature) and not method.is_baseline else ""))
 
 
 def side_by_side(pictures: list[Image.Image], scale: int) -> Image.Image:
