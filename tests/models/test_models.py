@@ -2,6 +2,9 @@
 import copy
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -119,6 +122,51 @@ def test_a_changed_weight_is_never_read_as_it_was():
         before = after
     assert torch.equal(copy.deepcopy(gpt).tok_embeddings.weight, gpt.tok_embeddings.weight)
     assert torch.equal(copy.deepcopy(gpt).logits(condition), gpt.logits(condition))
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer and what was added to it by training, as LoRA does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer, self.added = layer, torch.nn.Linear(layer.in_features, layer.out_features)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.added(x)
+
+
+def read_into_a_cache(gpt, condition, padding_mask):
+    torch.manual_seed(0)  # for dropout
+    return gpt.prefill(condition, padding_mask, gpt.new_cache(1, 3))
+
+
+def test_decoding_reads_the_layers_that_are_there():
+    gpt, calls = tiny_pipeline().gpt, []
+    for block in gpt.layers:
+        block.dropout.p = 0.5
+    condition, padding_mask = gpt.condition(torch.randn(1, 3, 8))
+    attention, mlp = gpt.layers[0].attention, gpt.layers[1].feed_forward
+    for change in (lambda: None,
+                   lambda: setattr(attention, "wqkv", Adapted(attention.wqkv)),
+                   lambda: setattr(mlp, "w2", torch.nn.Linear(mlp.w2.in_features, mlp.w2.out_features)),
+                   lambda: attention.register_forward_hook(lambda *_: calls.append(1)),
+                   lambda: setattr(gpt, "layers", copy.deepcopy(gpt.layers[1:])), gpt.train):
+        change()
+        calls.clear()
+        with torch.no_grad():
+            packed, num_calls = read_into_a_cache(gpt, condition, padding_mask), len(calls)
+        calls.clear()
+        plain = read_into_a_cache(gpt, condition.detach(), padding_mask)  # with gradients no weight is packed
+        assert torch.allclose(packed, plain, atol=1e-5) and num_calls == len(calls)
+
+
+def test_bfloat16_on_a_cpu_without_its_instructions():
+    program = ("import torch; from specvis import Pipeline; p = Pipeline.load(dtype=torch.bfloat16); "
+               "torch.set_grad_enabled(False); print(p.gpt.logits(p.gpt.prefill(*p.gpt.condition("
+               "p.words(p.words.encode(['noto red heart']))), p.gpt.new_cache(1, 99))).isfinite().all().item())")
+    result = subprocess.run([sys.executable, "-c", program], env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}, text=True,
+                            capture_output=True)
+    assert result.stdout == "True\n", result.stderr
 
 
 def test_batch_invariant_reads_to_the_same_bits():

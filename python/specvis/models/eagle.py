@@ -63,7 +63,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([EagleLayer(config)])
         self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens - 1, spare=1,
                                         base=config.rope_base)
-        self.packing = Packing(self)
+        self.packing = Packing()
 
     def forward(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor,
                 cache: Cache | None = None, slots: Tensor | None = None) -> Tensor:
@@ -76,7 +76,7 @@ class EagleHead(nn.Module):
         Returns:
             (R, N, dim)
         """
-        self.packing.refresh(previous_hidden)
+        self.packing.refresh(self, previous_hidden)
         reading = Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype, cache, slots)
         x = self.fc(torch.cat([self.embed_tokens(tokens), previous_hidden], -1))
         for index, layer in enumerate(self.layers):

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CAN_PACK = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-PACKED_DTYPES = torch.float32, torch.bfloat16
+PACKED_DTYPES = [torch.float32]
+if CAN_PACK and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    PACKED_DTYPES.append(torch.bfloat16)
 PACKED_FOR = 34  # rows: a window of 16 with guidance. The order that oneDNN chooses is the same from 2 to 66
 
 
@@ -41,17 +43,19 @@ class Packing:
 
     A decoder reads few rows at a time. Most of the time of such a product goes into ordering the weight, unless that is
     done beforehand. A model calls `refresh` before it reads: the weights are packed if they are other tensors than
-    before, or were changed. What is written through `weight.data` leaves no trace, so `new_cache` calls `forget`.
+    before, or were changed. What is written through `weight.data` leaves no trace, nor do layers that are replaced, so
+    `new_cache` calls `forget`. The packed weights are kept beside the model's own: they take as much memory again.
     """
 
-    def __init__(self, module: nn.Module):
-        self.layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
+    def __init__(self):
         self.forget()
 
-    def refresh(self, x: Tensor) -> list[Tensor]:
-        """Make the layers ready to read x. Returns their packed weights in the order of `modules`, or none."""
+    def refresh(self, module: nn.Module, x: Tensor) -> list[Tensor]:
+        """Make the module's layers ready to read x. Returns their packed weights in the order of `modules`, or none."""
+        if self.layers is None:
+            self.layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
         weights = [layer.weight for layer in self.layers]
-        source = [(w.data_ptr(), w._version) for w in weights] if can_use_packed(x, weights[0]) else []
+        source = [(w.data_ptr(), w._version) for w in weights] if weights and can_use_packed(x, weights[0]) else []
         if source != self.source or source and any(layer.packed is None for layer in self.layers):
             for layer, w in zip(self.layers, weights):
                 layer.packed = torch.ops.mkldnn._reorder_linear_weight(w.detach(), PACKED_FOR) if source else None
@@ -59,10 +63,10 @@ class Packing:
         return self.weights
 
     def forget(self) -> None:
-        self.source, self.weights = None, []  # `source`: which tensors were packed, in which version
+        self.layers, self.source, self.weights = None, None, []  # `source`: which tensors were packed, in which version
 
     def __getstate__(self):
-        return self.__dict__ | {"source": None, "weights": []}
+        return {"layers": None, "source": None, "weights": []}
 
 
 def can_use_packed(x: Tensor, weight: Tensor) -> bool:
@@ -128,11 +132,6 @@ class Cache:
         source = torch.where(index < num_accepted[:, None], lengths[:, None] + accepted_nodes, target)
         rows = torch.arange(len(lengths), device=lengths.device)[:, None]
         self.data[:, rows, target] = self.data[:, rows, source]
-
-
-def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask (R or 1, N, T) bool as what is added to the scores of all heads: (R or 1, 1, N, T)."""
-    return torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
 
 
 class Reading:

@@ -117,6 +117,12 @@ class Block(nn.Module):
         return x + times(F.silu(times(y, w1)) * times(y, w3), w2)
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Is it as the classes above make it, so that `Block.forward_packed` does the same? An adapter or a hook is not."""
+    return (type(module) in (nn.ModuleList, Block, Attention, FeedForward, Linear, RMSNorm, nn.Dropout)
+            and not module._forward_hooks and not module._forward_pre_hooks)
+
+
 class ClassEmbedding(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -162,7 +168,8 @@ class GPT(nn.Module):
         self.output = Linear(config.dim, config.vocabulary, bias=False)
         self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens, spare=1,
                                         base=config.rope_base)
-        self.packing, self.output_packing = Packing(self.layers), Packing(self.output)
+        self.packing, self.output_packing = Packing(), Packing()
+        self.has_plain_blocks = False  # found out by new_cache
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
@@ -221,9 +228,10 @@ class GPT(nn.Module):
             (R, N, dim)
         """
         reading = Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots, self.batch_invariant)
-        packed = self.packing.refresh(x)
+        packed = self.packing.refresh(self.layers, x)
+        is_direct = packed and cache is not None and self.has_plain_blocks and not self.training
         for layer, block in enumerate(self.layers):
-            if packed:
+            if is_direct:
                 x = block.forward_packed(x, reading, layer, *packed[5 * layer: 5 * layer + 5])
             else:
                 x = block(x, reading, layer)
@@ -240,7 +248,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, dim) hidden states -> (R, N, V) float32."""
-        self.output_packing.refresh(hidden)
+        self.output_packing.refresh(self.output, hidden)
         return self.output(hidden).float()
 
     def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor) -> Tensor:
@@ -252,6 +260,7 @@ class GPT(nn.Module):
     def new_cache(self, rows: int, columns: int) -> Cache:
         self.packing.forget()
         self.output_packing.forget()
+        self.has_plain_blocks = all(map(is_plain, self.layers.modules()))
         weight, c = self.output.weight, self.config
         if self.batch_invariant and (weight.device.type, weight.dtype) != ("cpu", torch.bfloat16):
             raise ValueError("batch_invariant must be false except for bfloat16 on a CPU, where it was measured; got a "
