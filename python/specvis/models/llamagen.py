@@ -117,7 +117,7 @@ class Block(nn.Module):
         return x + times(F.silu(times(y, w1)) * times(y, w3), w2)
 
 
-def is_plain(module: nn.Module) -> bool:
+def is_unchanged(module: nn.Module) -> bool:
     """Is it as the classes above make it, so that `Block.forward_packed` does the same? An adapter or a hook is not."""
     return (type(module) in (nn.ModuleList, Block, Attention, FeedForward, Linear, RMSNorm, nn.Dropout)
             and not module._forward_hooks and not module._forward_pre_hooks)
@@ -169,7 +169,7 @@ class GPT(nn.Module):
         self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens, spare=1,
                                         base=config.rope_base)
         self.packing, self.output_packing = Packing(), Packing()
-        self.has_plain_blocks = False  # found out by new_cache
+        self.has_unchanged_blocks = False  # found out by new_cache
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
@@ -229,7 +229,7 @@ class GPT(nn.Module):
         """
         reading = Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots, self.batch_invariant)
         packed = self.packing.refresh(self.layers, x)
-        is_direct = packed and cache is not None and self.has_plain_blocks and not self.training
+        is_direct = packed and cache is not None and self.has_unchanged_blocks and not self.training
         for layer, block in enumerate(self.layers):
             if is_direct:
                 x = block.forward_packed(x, reading, layer, *packed[5 * layer: 5 * layer + 5])
@@ -260,7 +260,7 @@ class GPT(nn.Module):
     def new_cache(self, rows: int, columns: int) -> Cache:
         self.packing.forget()
         self.output_packing.forget()
-        self.has_plain_blocks = all(map(is_plain, self.layers.modules()))
+        self.has_unchanged_blocks = all(map(is_unchanged, self.layers.modules()))
         weight, c = self.output.weight, self.config
         if self.batch_invariant and (weight.device.type, weight.dtype) != ("cpu", torch.bfloat16):
             raise ValueError("batch_invariant must be false except for bfloat16 on a CPU, where it was measured; got a "
