@@ -47,6 +47,13 @@ inline __attribute__((always_inline)) uint32_t largest_magnitude(const float* x)
   return largest;
 }
 
+inline __attribute__((always_inline)) void find_maxima(const float* x, float* maxima) {  // of a chunk's groups
+  float m[kChunk / 2];
+  for (int64_t i = 0; i < kChunk / 2; ++i) m[i] = larger(x[i], x[i + kChunk / 2]);
+  for (int64_t i = 0; i < kChunk / 4; ++i) m[i] = larger(m[i], m[i + kChunk / 4]);
+  for (int64_t i = 0; i < kGroups; ++i) maxima[i] = larger(m[i], m[i + kGroups]);
+}
+
 enum class Scale { none, product, division };  // what the temperature takes
 
 template <Scale kScale>
@@ -71,7 +78,7 @@ WIDEST_VECTORS bool read_chunks(const T* __restrict logits, const T* __restrict 
   bool is_nan = false;
   for (int64_t c = begin; c < end; ++c) {
     const T* __restrict const cond_chunk = logits + c * kChunk;
-    const T* __restrict const uncond_chunk = uncond + c * kChunk;
+    const T* __restrict const uncond_chunk = kGuided ? uncond + c * kChunk : nullptr;
     float* __restrict const out = x + c * kChunk;
     for (int64_t v = 0; v < kChunk; ++v) {
       const float y = cond_chunk[v], u = kGuided ? static_cast<float>(uncond_chunk[v]) : 0.f;
@@ -81,10 +88,7 @@ WIDEST_VECTORS bool read_chunks(const T* __restrict logits, const T* __restrict 
       if (kGuided) guide_infinite<kScale>(cond_chunk, uncond_chunk, guidance, divisor, out);
       is_nan |= largest_magnitude(out) > kInfiniteMagnitude;
     }
-    float m[kChunk / 2];
-    for (int64_t i = 0; i < kChunk / 2; ++i) m[i] = larger(out[i], out[i + kChunk / 2]);
-    for (int64_t i = 0; i < kChunk / 4; ++i) m[i] = larger(m[i], m[i + kChunk / 4]);
-    for (int64_t i = 0; i < kGroups; ++i) maxima[c * kGroups + i] = larger(m[i], m[i + kGroups]);
+    find_maxima(out, maxima + c * kGroups);
   }
   return !is_nan;
 }
@@ -143,8 +147,8 @@ FilteredRow::Array<T> FilteredRow::allocate(int64_t n) {
 
 FilteredRow::FilteredRow(int64_t V) {
   const int64_t packed = padded(V + 3) + kChunk;  // pack() writes beyond what it returns
-  for (auto* array : {&x_, &maxima_, &packed_, &e_, &masses_, &some_}) *array = allocate<float>(packed);
-  for (auto* array : {&slots_, &some_masses_}) *array = allocate<int32_t>(packed);
+  for (auto* array : {&x_, &maxima_, &packed_, &e_, &masses_, &some_, &some_masses_}) *array = allocate<float>(packed);
+  slots_ = allocate<int32_t>(packed);
 }
 
 template <class T>
@@ -167,15 +171,20 @@ bool FilteredRow::read(const T* logits, const T* uncond, float guidance, float t
     return function(cond, unc, guidance, divisor, begin, end, x, maxima);
   };
   bool is_valid = true;
-  const auto partial = [&](int64_t c) {  // a chunk that is not all inside
+  const auto partial = [&](int64_t c) {  // a chunk that is not all inside: what lies outside must not make it invalid
+    const int64_t chunk_id = base_ + c * kChunk;
     T cond[kChunk], unc[kChunk];
     for (int64_t v = 0; v < kChunk; ++v) {
-      const int64_t id = base_ + c * kChunk + v;
-      const bool is_inside = id >= first && id < last;
-      cond[v] = is_inside ? logits[id] : static_cast<T>(-kInf);
-      unc[v] = is_inside && uncond ? uncond[id] : static_cast<T>(0.f);
+      const int64_t id = std::clamp(chunk_id + v, first, last - 1);
+      cond[v] = logits[id];
+      unc[v] = uncond ? uncond[id] : static_cast<T>(0.f);
     }
-    is_valid &= chunks(cond, unc, 0, 1, x_.get() + c * kChunk, maxima_.get() + c * kGroups);
+    float* const x = x_.get() + c * kChunk;
+    float* const maxima = maxima_.get() + c * kGroups;
+    is_valid &= chunks(cond, unc, 0, 1, x, maxima);
+    for (int64_t v = 0; v < kChunk; ++v)
+      if (chunk_id + v < first || chunk_id + v >= last) x[v] = -kInf;
+    find_maxima(x, maxima);
   };
   const int64_t begin = base_ < first, end = std::max(begin, (last - base_) / kChunk);
   if (begin) partial(0);
@@ -225,7 +234,7 @@ void FilteredRow::pack_for_top_k(int64_t k) {
     return;
   }
   reach_ = std::max(best_ - low, 1e-3f);
-  n_ = pack(x_.get(), nullptr, n_, low, kInf, packed_.get(), slots_.get());
+  n_ = pack<int32_t>(x_.get(), nullptr, n_, low, kInf, packed_.get(), slots_.get());
   std::fill_n(packed_.get() + n_, padded(n_) - n_, -kInf);
   std::fill_n(slots_.get() + n_, padded(n_) - n_, 0);
   is_packed_ = true;
@@ -272,10 +281,10 @@ float FilteredRow::threshold(const float* masses, int64_t limit, float lowest) c
     if (pass % 4 == 0 && n > 512) {
       const float top = float_of(static_cast<int32_t>(high)), bottom = float_of(static_cast<int32_t>(low));
       limit -= masses ? sum_greater(x, masses, padded(n), top) : count_greater(x, n, top);
-      n = pack(x, reinterpret_cast<const int32_t*>(masses), n, bottom, top, some_.get(), some_masses_.get());
+      n = pack(x, masses, n, bottom, top, some_.get(), some_masses_.get());
       std::fill_n(some_.get() + n, padded(n) - n, -kInf);
       x = some_.get();
-      masses = masses ? reinterpret_cast<const float*>(some_masses_.get()) : nullptr;
+      masses = masses ? some_masses_.get() : nullptr;
     }
   }
   return float_of(static_cast<int32_t>(low));

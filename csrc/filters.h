@@ -58,8 +58,8 @@ class FilteredRow {
   using Array = std::unique_ptr<T[], Release>;  // not filled: a row writes little of most
   template <class T>
   static Array<T> allocate(int64_t n);
-  Array<float> x_, maxima_, packed_, e_, masses_, some_;  // some_ and some_masses_ are used by threshold() alone
-  Array<int32_t> slots_, some_masses_;
+  Array<float> x_, maxima_, packed_, e_, masses_, some_, some_masses_;  // the last two are threshold()'s alone
+  Array<int32_t> slots_;
   int64_t n_ = 0, base_ = 0, num_chunks_ = 0;
   bool is_packed_ = false;
   float best_ = 0, lowest_ = 0;

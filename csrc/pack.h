@@ -15,12 +15,13 @@ namespace specvis {
 
 // Packs the entries of x within [bottom, top], and with each one its index or, if there are `others`, its number there.
 // Returns how many they are. The outputs may be the inputs, and are written up to 16 entries further.
-inline int64_t pack_portably(const float* x, const int32_t* others, int64_t n, float bottom, float top, float* packed,
-                             int32_t* packed_others) {
+template <class Other>
+int64_t pack_portably(const float* x, const Other* others, int64_t n, float bottom, float top, float* packed,
+                      Other* packed_others) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float value = x[i];
-    packed_others[count] = others ? others[i] : static_cast<int32_t>(i);
+    packed_others[count] = others ? others[i] : static_cast<Other>(i);
     packed[count] = value;
     count += (value >= bottom) & (value <= top);
   }
@@ -28,9 +29,11 @@ inline int64_t pack_portably(const float* x, const int32_t* others, int64_t n, f
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
-__attribute__((target("avx512f,popcnt"))) inline int64_t pack_by_masks(const float* x, const int32_t* others, int64_t n,
-                                                                       float bottom, float top, float* packed,
-                                                                       int32_t* packed_others) {
+template <class Other>
+__attribute__((target("avx512f,popcnt"))) int64_t pack_by_masks(const float* x, const Other* others, int64_t n,
+                                                                float bottom, float top, float* packed,
+                                                                Other* packed_others) {
+  static_assert(sizeof(Other) == sizeof(int32_t), "they are moved as integers");
   const __m512 low = _mm512_set1_ps(bottom), high = _mm512_set1_ps(top);
   __m512i index = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   int64_t count = 0;
@@ -57,8 +60,9 @@ __attribute__((target("avx512f,popcnt"))) inline int64_t pack_by_masks(const flo
 }
 #endif
 
-inline int64_t pack(const float* x, const int32_t* others, int64_t n, float bottom, float top, float* packed,
-                    int32_t* packed_others) {
+template <class Other>
+int64_t pack(const float* x, const Other* others, int64_t n, float bottom, float top, float* packed,
+             Other* packed_others) {
 #if defined(__x86_64__) && defined(__GNUC__)
   static const bool has_masks = __builtin_cpu_supports("avx512f");
   if (has_masks) return pack_by_masks(x, others, n, bottom, top, packed, packed_others);

@@ -40,6 +40,7 @@ def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempe
 
     descending = x.sort(-1, descending=True).values
     k = torch.where(is_sampled & (top_k > 0) & (top_k < num_ids), top_k.long(), V)
+    k = k.clamp(max=V)  # an invalid range may have more ids
     is_kept = is_inside & (x >= descending.gather(-1, k.expand(*x.shape[:-1], 1) - 1))
 
     e = torch.where(is_kept, exp(x - best), 0.0)

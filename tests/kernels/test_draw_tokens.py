@@ -133,6 +133,7 @@ def test_the_lowest_id_wins_a_tie(backend, V, position, tied):
     ([0.0, 1.0, 2.0], {"id_range": [[[-1, 2]]]}),
     ([0.0, 1.0, 2.0], {"id_range": [[[1, 4]]]}),
     ([0.0, 1.0, 2.0], {"id_range": [[[-2**40, 2**40]]]}),
+    ([0.0, 1.0, 2.0], {"id_range": [[[0, 2**40]]], "top_k": 4}),
 ])
 def test_an_invalid_row_is_0_and_accepts_nothing(backend, logits, settings):
     out = draw(logits, guesses=[[0]], ahead=1, backend=backend, **settings)
@@ -188,7 +189,8 @@ def test_a_row_is_drawn_alike_wherever_it_stands(backend):
 @BACKENDS
 @pytest.mark.parametrize("V", [47, 500])
 @pytest.mark.parametrize("guidance, temperature, top_k, top_p", [
-    (1.0, 1.0, 0, 1.0), (3.0, 1.0, 10, 1.0), (1.5, 0.7, 0, 0.8), (2.0, 1.3, 20, 0.9), (2.0, 0.0, 3, 0.5)])
+    (1.0, 1.0, 0, 1.0), (3.0, 1.0, 10, 1.0), (1.5, 0.7, 0, 0.8), (2.0, 1.3, 20, 0.9), (2.0, 0.0, 3, 0.5),
+    (2.0, INF, 3, 0.5)])
 def test_the_ids_kept_are_those_of_guided_probs(backend, V, guidance, temperature, top_k, top_p):
     """Logits that tie often: the draw is the argmax over the ids of positive probability."""
     N = 30 if backend == "triton" else 300

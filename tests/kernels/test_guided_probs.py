@@ -44,6 +44,7 @@ def close(expected):
 @pytest.mark.parametrize("settings, expected", [
     ({}, [8, 4, 2, 1, 1]),                             # /16
     ({"temperature": 0.5}, [64, 16, 4, 1, 1]),         # squares, /86
+    ({"temperature": INF}, [1, 1, 1, 1, 1]),
     ({"top_k": 2}, [8, 4, 0, 0, 0]),
     ({"top_k": 4}, [8, 4, 2, 1, 1]),                   # the fourth largest is 1: both ones are at least that
     ({"top_k": 5}, [8, 4, 2, 1, 1]),                   # all there are: off
