@@ -156,7 +156,7 @@ def _oracle(target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta
                           token_draft_mass, draft_total, omega)
     strict_prob = candidate.accept_prob(strict=True)
     if groups is not None:
-        group = groups.view(rows, -1)
+        group = groups.view(rows, groups.shape[2])
         group = torch.where(group == column, -1, group)
         candidate = candidate._replace(relaxed_mass=token_mass + mass_at(group, mass).sum(1),
                                        draft_mass=token_draft_mass + mass_at(group, draft_mass).sum(1))

@@ -212,7 +212,7 @@ def couple_tokens(B, W, V, options=None):
         order = target_probs.argsort(1, descending=True)
         ranks = order.argsort(1).gather(1, tokens.view(-1, 1)) + torch.arange(options["group"], device=DEVICE) - 2
         group = torch.where((ranks >= 0) & (ranks < V), order.gather(1, ranks.clamp(0, V - 1)), -1)
-        kwargs["groups"] = group.view(B, W, -1)
+        kwargs["groups"] = group.view(B, W, options["group"])
     args = (target_probs.view(B, W, V), draft_probs.view(B, W, V), tokens, exact_uniforms(B, W, 2, seed=2))
     return args, kwargs
 
