@@ -320,7 +320,6 @@ CONTINUOUS = {m.name: m for m in (
 )}
 
 
-
 def takes_float(annotation) -> bool:
     """Has the annotation of a field `float` in it, as in `float | tuple[float, ...]`?"""
     return annotation is float or any(map(takes_float, get_args(annotation)))
