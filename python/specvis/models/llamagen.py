@@ -118,9 +118,10 @@ class Block(nn.Module):
 
 
 def is_unchanged(module: nn.Module) -> bool:
-    """Is it as the classes above make it, so that `Block.forward_packed` does the same? An adapter or a hook is not."""
+    """Does `Block.forward_packed` do what this part of a block does? It knows no adapters, hooks and dropout."""
     return (type(module) in (nn.ModuleList, Block, Attention, FeedForward, Linear, RMSNorm, nn.Dropout)
-            and not module._forward_hooks and not module._forward_pre_hooks)
+            and not module._forward_hooks and not module._forward_pre_hooks
+            and not (module.training and isinstance(module, nn.Dropout) and module.p))
 
 
 class ClassEmbedding(nn.Module):
@@ -229,7 +230,7 @@ class GPT(nn.Module):
         """
         reading = Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots, self.batch_invariant)
         packed = self.packing.refresh(self.layers, x)
-        is_direct = packed and cache is not None and self.has_unchanged_blocks and not self.training
+        is_direct = packed and cache is not None and self.has_unchanged_blocks
         for layer, block in enumerate(self.layers):
             if is_direct:
                 x = block.forward_packed(x, reading, layer, *packed[5 * layer: 5 * layer + 5])
