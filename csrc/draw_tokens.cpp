@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
@@ -12,16 +11,15 @@
 #include <limits>
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include "filters.h"
-#include "noise.h"
 #include "noise_words.h"
 
 namespace {
 
 using specvis::FilteredRow;
 using specvis::kInvalidRow;
+using specvis::kWords;
 using specvis::Noise;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
@@ -43,13 +41,11 @@ struct Winner {
   int64_t id = 0;
 };
 
-constexpr int64_t kBlock = 64;
-
-// Lets the candidates with these logits and words compete. n is a multiple of kBlock. id_of(i) is a candidate's id.
+// Bounds of the scores of kWords candidates; returns the largest.
 WIDEST_VECTORS float bounds_of(const float* x, const uint32_t* words, float best, float* bounds) {
   float lanes[16];
   for (int64_t lane = 0; lane < 16; ++lane) lanes[lane] = -kInf;
-  for (int64_t i = 0; i < kBlock; i += 16)
+  for (int64_t i = 0; i < kWords; i += 16)
     for (int64_t lane = 0; lane < 16; ++lane) {
       const float bound = (x[i + lane] - best) + noise_bound(words[i + lane]);
       bounds[i + lane] = bound;
@@ -60,11 +56,12 @@ WIDEST_VECTORS float bounds_of(const float* x, const uint32_t* words, float best
   return most;
 }
 
+// Lets kWords candidates with these logits and words compete. id_of(i) is a candidate's id.
 template <class IdOf>
 void compete(const float* x, const uint32_t* words, float best, IdOf id_of, Winner& winner) {
-  float bounds[kBlock];
+  float bounds[kWords];
   if (bounds_of(x, words, best, bounds) < winner.score) return;
-  for (int64_t i = 0; i < kBlock; ++i) {
+  for (int64_t i = 0; i < kWords; ++i) {
     if (bounds[i] < winner.score) continue;
     const float score = (x[i] - best) + specvis::to_gumbel(words[i]);
     const int64_t id = id_of(i);
@@ -75,18 +72,18 @@ void compete(const float* x, const uint32_t* words, float best, IdOf id_of, Winn
 Winner best_score(const FilteredRow& row, const Noise& noise) {
   Winner winner;
   const float* const x = row.values();
-  uint32_t words[FilteredRow::kChunk];
+  uint32_t words[kWords];
   const float best = row.best();
   if (row.is_packed()) {
     const int32_t* const slots = row.packed_slots();
-    for (int64_t begin = 0; begin < row.size(); begin += kBlock) {
+    for (int64_t begin = 0; begin < row.size(); begin += kWords) {
       specvis::words_of(noise, row.base(), slots + begin, words);
       compete(x + begin, words, best, [&](int64_t i) { return row.base() + slots[begin + i]; }, winner);
     }
     return winner;
   }
   const auto chunk = [&](int64_t begin) {
-    for (int64_t start = begin; start < begin + FilteredRow::kChunk; start += kBlock) {
+    for (int64_t start = begin; start < begin + FilteredRow::kChunk; start += kWords) {
       specvis::words_from(noise, row.base() + start, words);
       compete(x + start, words, best, [&](int64_t i) { return row.base() + start + i; }, winner);
     }

@@ -46,13 +46,6 @@ struct Noise {
     }
   }
 
-  // The noise of the ids 4 block to 4 block + 3.
-  HOST_DEVICE void gumbel_block(uint32_t block, float (&noise)[4]) const {
-    uint32_t w[4];
-    words(block, w);
-    for (int i = 0; i < 4; ++i) noise[i] = to_gumbel(w[i]);
-  }
-
   // The word of one id. (No array is indexed by the id: on a GPU it would leave the registers.)
   HOST_DEVICE uint32_t word(uint32_t id) const {
     uint32_t w[4];
@@ -60,8 +53,6 @@ struct Noise {
     const uint32_t even = id & 2 ? w[2] : w[0], odd = id & 2 ? w[3] : w[1];
     return id & 1 ? odd : even;
   }
-
-  HOST_DEVICE float gumbel(uint32_t id) const { return to_gumbel(word(id)); }
 };
 
 }  // namespace specvis

@@ -87,14 +87,8 @@ inline bool has_avx512() {
 }
 
 WIDEST_VECTORS static void words_of_portably(const Noise& noise, int64_t base, const int32_t* slots, uint32_t* words) {
-  const Noise copy = noise;
-  for (int64_t i = 0; i < kWords; ++i) {
-    const uint32_t id = static_cast<uint32_t>(base) + static_cast<uint32_t>(slots[i]);
-    uint32_t w[4];
-    copy.words(id >> 2, w);
-    const uint32_t even = id & 2 ? w[2] : w[0], odd = id & 2 ? w[3] : w[1];
-    words[i] = id & 1 ? odd : even;
-  }
+  const Noise copy = noise;  // which `words` cannot overlap
+  for (int64_t i = 0; i < kWords; ++i) words[i] = copy.word(static_cast<uint32_t>(base + slots[i]));
 }
 
 // words[i]: the word of id base + slots[i], of kWords ids.
