@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 EMPTY_RESIDUAL = 1  # the residual was empty: the target's own distribution was used instead
-INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative number, or no mass; or a
-                    # Gaussian's mean, log sigma, token or log ratio is NaN or infinite, or leads to such a number
+INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative number, or no mass, or its
+                    # range of ids is empty or leaves the vocabulary; or a Gaussian's mean, log sigma, token or log
+                    # ratio is NaN or infinite, or leads to such a number
 INVALID_TREE = 4    # a parent, link, row or token id is out of range: it is reported and never followed
-INVALID_RULE = 8    # omega is negative, NaN, or < 1 with neighborhoods and the optimal residual; or the temperature of
-                    # a Gaussian's distances is not positive and finite: nothing is accepted
+INVALID_RULE = 8    # omega is negative, NaN, or < 1 with groups or with neighbors and the optimal residual; or the
+                    # temperature of a Gaussian's distances is not positive and finite: nothing is accepted
 OUT_OF_TRIES = 16   # no try for a continuous token was accepted: the target's own sample was used instead
 
 NAMESPACE = __package__
