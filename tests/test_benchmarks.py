@@ -80,3 +80,11 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 def test_the_cost_of_a_step_lies_between_those_that_were_measured():
     medians = {1: 10.0, 2: 11.0, 5: 20.0}
     assert [jacobi.interpolated(medians, nodes) for nodes in (1, 2, 3, 4, 5)] == [10, 11, 14, 17, 20]
+
+
+@pytest.mark.parametrize("windows", ["auto", "4,33", "0", "4,,8"])
+def test_a_size_is_timed_with_windows_that_its_steps_have(windows, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["jacobi", "size", "--windows", windows])
+    with pytest.raises(SystemExit):
+        jacobi.main()
+    assert f"--windows of size must be numbers from 1 to 32, got {windows}" in capsys.readouterr().err
