@@ -4,12 +4,14 @@ import dataclasses
 import pytest
 import torch
 
+import specvis.decoding.coupling
 import specvis.decoding.jacobi
 from specvis.decoding.coupling import rank_groups
 from specvis.decoding.discrete import decode
 from specvis.decoding.jacobi import WINDOWS, WindowChoice, jacobi_decode
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling
+from specvis_kernels import CoupleTokensResult
 from tests.decoding.test_discrete import PROMPTS, begun, chi_square, exact_pictures, minute, tiny  # noqa: F401
 from tests.models.test_interface import CONDITION, PADDING_MASK, VOCAB, BagModel, CacheFreeModel, L, S
 
@@ -357,6 +359,19 @@ def test_relaxing_accepts_more_and_its_tv_excess_says_so(tiny):  # noqa: F811
         relaxed = tiny.tokens(prompts, m, sampling)
         assert relaxed.target_forwards.sum() < strict.target_forwards.sum()
         assert (relaxed.tv_excess > 0).any() and relaxed.tv_bound.isnan().all()
+
+
+def test_tv_excess_counts_every_test_that_kept_a_guess(monkeypatch):
+    """Of three guesses the first always falls. So a position is tested at distance 3, 2 and 1 before it is final; the
+    first two of the image fewer times, and the last one is the target's own."""
+    def couple(target_probs, draft_probs, tokens, uniforms, **_):
+        is_kept = (torch.arange(tokens.shape[1]) > 0).expand_as(tokens)
+        none = torch.zeros(tokens.shape, dtype=torch.int32)
+        return CoupleTokensResult(tokens, is_kept, none[:, 0], torch.full(tokens.shape, 0.125), none)
+
+    monkeypatch.setattr(specvis.decoding.coupling, "couple_tokens", couple)
+    decoded = jacobi([coupled(window=3)] * 5)
+    assert decoded.tv_excess.tolist() == [0.125 * (1 + 2 + 3 * (L - 4))] * 5
 
 
 def test_the_ids_around_a_token_in_the_order_of_its_row():

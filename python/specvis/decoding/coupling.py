@@ -47,6 +47,7 @@ class Coupling:
         # the row of position p is at p % num_rows; one row more takes what is behind a request's own window
         self.num_rows = grid + 2 * W + 2
         self.rows = torch.zeros(B, self.num_rows + 1, vocab_size, device=device)
+        self.earlier_excess = torch.zeros(B, self.num_rows + 1, device=device)  # of tests that kept the guess so far
         self.request = torch.arange(B, device=device)[:, None]
 
     def exact(self, probs: Tensor, status: Tensor) -> Tensor:
@@ -79,12 +80,15 @@ class Coupling:
         coupled = couple_tokens(probs[:, :-1], old_rows, drafted, uniforms[:, :-1], omega=omega, groups=groups,
                                 **self.rule)
         num_accepted = coupled.num_kept[:, None].minimum(budget)
-        is_tested = (index[:-1] <= num_accepted) & (index[:-1] < budget)
+        is_final = (index[:-1] <= num_accepted) & (index[:-1] < budget)
         is_fresh = index >= budget
         if self.base.coupling == "none":
             is_fresh = is_fresh | (index > num_accepted)
         tokens = torch.where(is_fresh, fresh, F.pad(coupled.tokens, (0, 1)))
-        return Coupled(tokens, num_accepted[:, 0], status, probs, (coupled.tv_excess * is_tested).sum(1))
+        place = self.request, (counts + index[:-1]) % self.num_rows
+        tv_excess = self.earlier_excess[place] + coupled.tv_excess
+        self.earlier_excess[place] = torch.where(coupled.is_kept & ~is_fresh[:, :-1], tv_excess, 0.0)
+        return Coupled(tokens, num_accepted[:, 0], status, probs, (tv_excess * is_final).sum(1))
 
     def first_guesses(self, counts: Tensor, last: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Guess the n positions behind last (B, 1), the last ones that have rows, after a step from counts (B, 1) on.
@@ -98,6 +102,7 @@ class Coupling:
         rows = self.rows[self.request, source % self.num_rows]
         uniforms = self.first_uniforms[self.request, counts.clamp(max=self.uniforms.shape[1] - 1)][:, 0, :n]
         self.keep_rows(positions, rows)
+        self.earlier_excess[self.request, positions % self.num_rows] = 0.0
         return positions, sample_residual(rows.flatten(0, 1), None, uniforms.flatten()).tokens.view(positions.shape)
 
 
