@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from specvis.decoding.sampling import ACCEPT, DRAFT, philox_uniforms
 from specvis.models.eagle import EagleHead
-from specvis.models.layers import grid_rotations
+from specvis.models.layers import PACKED_DTYPES, grid_rotations
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config, condition_mask, text_config
 from specvis.models.vq import VQ, VQConfig
 from specvis.models.words import UnknownWords, Words
@@ -169,6 +169,7 @@ def test_bfloat16_on_a_cpu_without_its_instructions():
     assert result.stdout == "True\n", result.stderr
 
 
+@pytest.mark.skipif(torch.bfloat16 not in PACKED_DTYPES, reason="this CPU has no instructions for bfloat16")
 def test_batch_invariant_reads_to_the_same_bits():
     torch.manual_seed(0)
     config = GPTConfig(dim=128, layers=3, heads=2, vocabulary=512, grid=12, classes=10, ffn_multiple=16)
@@ -196,7 +197,7 @@ def test_batch_invariant_reads_to_the_same_bits():
         gpt.batch_invariant = False
         assert not torch.equal(hidden_by(17), hidden_by(1))  # what the above would say if nothing were done
     gpt.float().batch_invariant = True
-    with pytest.raises(ValueError, match="false except for bfloat16 on a CPU, .* in float32 on cpu"):
+    with pytest.raises(ValueError, match="false except for bfloat16 on a CPU .* in float32 on cpu"):
         gpt.new_cache(1, 1)
 
 

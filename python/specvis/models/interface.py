@@ -1,4 +1,4 @@
-"""What a model must offer to be decoded by `specvis.decoding.discrete`: a target, a drafter, and their caches.
+"""What a model must offer to be decoded by the loops of `specvis.decoding`: a target, a drafter, and their caches.
 
 These are protocols: a class that has the methods fits, it need not inherit anything. `models.llamagen.GPT` is such a
 target; `decoding.drafters` has two drafters, and one of them makes a drafter of any target.

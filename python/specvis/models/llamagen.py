@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import Cache, Linear, Packing, Reading, grid_rotations, rotations_at, times
+from .layers import PACKED_DTYPES, Cache, Linear, Packing, Reading, grid_rotations, rotations_at, times
 
 
 @dataclass(frozen=True)
@@ -263,9 +263,10 @@ class GPT(nn.Module):
         self.output_packing.forget()
         self.has_unchanged_blocks = all(map(is_unchanged, self.layers.modules()))
         weight, c = self.output.weight, self.config
-        if self.batch_invariant and (weight.device.type, weight.dtype) != ("cpu", torch.bfloat16):
-            raise ValueError("batch_invariant must be false except for bfloat16 on a CPU, where it was measured; got a "
-                             f"model in {str(weight.dtype)[6:]} on {weight.device.type}")
+        is_measured = (weight.device.type, weight.dtype) == ("cpu", torch.bfloat16) and torch.bfloat16 in PACKED_DTYPES
+        if self.batch_invariant and not is_measured:
+            raise ValueError("batch_invariant must be false except for bfloat16 on a CPU that has instructions for it, "
+                             f"where it was measured; got a model in {str(weight.dtype)[6:]} on {weight.device.type}")
         return Cache(c.layers, rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
 
 
