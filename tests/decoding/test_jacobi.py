@@ -135,6 +135,35 @@ class Likely(BagModel):
         return super().logits(hidden) / 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("m", [method("jacobi", window=5), method("jacobi", window=3, guess="last"),
+                               method("jacobi", window="auto")])
+def test_finished_images_are_let_go(tiny, monkeypatch, m, temperature):  # noqa: F811
+    """Each has its own tokens and accounts then, its own number of known tokens too, and observers do not notice."""
+    sampling = Sampling.of(list(range(6)), guidance=2.0, temperature=temperature)
+    condition = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS[:2] * 3)))
+    known_tokens = begun(decode(tiny.gpt, *condition, sampling).tokens, [0, 15, 3, 12, 0, 8])
+    batches, extend, num_steps = [], tiny.gpt.extend, torch.ones(6, dtype=torch.int64)
+
+    def counting(tokens, *others):
+        batches.append(len(tokens))
+        return extend(tokens, *others)
+
+    def observe(step):
+        num_steps.add_(step.active)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(specvis.decoding.jacobi, "rows_to_keep", lambda *_: None)
+        usual = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens)
+    monkeypatch.setattr(tiny.gpt, "extend", counting)
+    decoded = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, observe=observe)
+    assert min(batches) < 12 == max(batches)  # rows: two an image
+    assert torch.equal(num_steps, decoded.target_forwards)
+    fields = ["tokens", "num_known"] if m.window == "auto" else [f.name for f in dataclasses.fields(decoded)]
+    for name in fields:
+        assert torch.equal(getattr(decoded, name), getattr(usual, name)), name
+
+
 def test_more_than_one_token_a_forward():
     tau = [jacobi(method("jacobi", window=window), model=Likely(1)).tau.mean() for window in (1, 3, 7)]
     assert 1.1 < tau[0] < tau[1] < tau[2]

@@ -63,6 +63,10 @@ class Decoded:
         """Accepted drafts per drafted level, over all steps of all images."""
         return (self.num_accepted.clamp(min=0).sum() / self.num_drafted.sum().clamp(min=1)).item()
 
+    def select(self, images: list[int]) -> "Decoded":
+        """These images alone, in this order."""
+        return Decoded(*(getattr(self, field.name)[images] for field in fields(Decoded)))
+
     @staticmethod
     def merged(parts: "list[Decoded]", order: Tensor) -> "Decoded":
         """The images of all parts as one batch, in which the i-th of them has index order[i]."""

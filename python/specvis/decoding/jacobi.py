@@ -12,6 +12,7 @@ Read downwards, as `discrete`: each step is five calls: draft, target_forward, v
 """
 import time
 import weakref
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -70,14 +71,49 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     prefill(state, settings, condition, known_tokens)
     if progress:
         progress(sum(state.counts) - sum(num_known))
+    finished, rows = [], list(range(len(methods)))  # images that the loop has let go; which the others are
     while min(state.counts) < settings.num_tokens:
         counts, windows = list(state.counts), list(state.windows)
         num_accepted = run_step(state, settings)
         if observe:
-            observe(chain_step(counts, windows, num_accepted, settings))
+            observe(chain_step(*spread(rows, counts, windows, num_accepted, len(methods), settings), settings))
         if progress:
             progress(sum(state.counts) - sum(counts))
-    return state.decoded()
+        if keep := rows_to_keep(state, settings):
+            finished.append((state.decoded(), rows))
+            state, settings, rows = state.select(keep), settings.select(keep), [rows[i] for i in keep]
+    return gather_images([*finished, (state.decoded(), rows)])
+
+
+def rows_to_keep(state: "State", settings: "Settings") -> list[int] | None:
+    """The images that are not finished, once a quarter of those that are read is; None: not yet, or not possible.
+
+    Images finish at very different times. A finished one would go on taking its share of every forward.
+    """
+    keep = [i for i, count in enumerate(state.counts) if count < settings.num_tokens]
+    can_select = state.coupling is None and hasattr(state.cache, "select")
+    return keep if can_select and 0 < len(keep) <= 0.75 * len(state.counts) else None
+
+
+def spread(rows: list[int], counts: list[int], windows: list[int], num_accepted: list[int], batch: int,
+           settings: "Settings") -> tuple[list[int], list[int], list[int]]:
+    """The same of the whole batch: the images that the loop has let go are finished."""
+    of_all = [settings.num_tokens] * batch, [0] * batch, [-1] * batch
+    for values, those in zip(of_all, (counts, windows, num_accepted)):
+        for row, value in zip(rows, those):
+            values[row] = value
+    return of_all
+
+
+def gather_images(parts: list[tuple[Decoded, list[int]]]) -> Decoded:
+    """The images of all parts, each with the rows of the batch that it has; of a row the last part counts."""
+    part_of = {row: (part, i) for part, (_, rows) in enumerate(parts) for i, row in enumerate(rows)}
+    chosen = [[] for _ in parts]
+    for row in sorted(part_of):
+        chosen[part_of[row][0]].append(row)
+    order = [row for rows in chosen for row in rows]
+    images = [decoded.select([part_of[row][1] for row in rows]) for (decoded, _), rows in zip(parts, chosen)]
+    return Decoded.merged(images, torch.tensor(order))
 
 
 class Settings:
@@ -96,6 +132,15 @@ class Settings:
         causal = torch.ones(1, L + W, S + L + W, dtype=torch.bool, device=device).tril(S)
         self.mask = mask_padding(padding_mask, causal.expand(R // 2, -1, -1))
         self.positions = torch.arange(L + 2 * max(target.grid, W + 1) + 2, device=device).expand(R // 2, -1)
+
+    def select(self, rows: list[int]) -> "Settings":
+        """Of these images alone."""
+        other, both = copy(self), [*rows, *(row + len(self.windows) for row in rows)]
+        other.sampling, other.windows, other.lossless = (self.sampling[rows], [self.windows[i] for i in rows],
+                                                         self.lossless[rows])
+        other.padding_mask, other.slots, other.mask = self.padding_mask[both], self.slots[both], self.mask[both]
+        other.positions = self.positions[rows]
+        return other
 
 
 class State:
@@ -121,6 +166,17 @@ class State:
         self.num_accepted, self.num_drafted = [[-1] * L for _ in range(B)], [[0] * L for _ in range(B)]
         self.tv_excess = torch.zeros(B, device=self.tokens.device)
         self.tv_bound = torch.where(settings.lossless, 0.0, torch.nan)
+
+    def select(self, rows: list[int]) -> "State":
+        """Of these images alone; the accounts too."""
+        other, both = copy(self), [*rows, *(row + len(self.counts) for row in rows)]
+        other.cache = self.cache.select(torch.tensor(both, device=self.tokens.device))
+        for name in ("tokens", "tv_excess", "tv_bound"):
+            setattr(other, name, getattr(self, name)[rows])
+        for name in ("counts", "num_known", "ends", "wanted", "windows", "target_forwards", "num_accepted",
+                     "num_drafted"):
+            setattr(other, name, [getattr(self, name)[i] for i in rows])
+        return other
 
     def set_windows(self) -> None:
         """How many guesses the next step reads of each image."""

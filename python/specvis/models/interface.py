@@ -15,7 +15,11 @@ from torch import Tensor
 
 @runtime_checkable
 class ModelCache(Protocol):
-    """What a model keeps of the entries that it has read: R rows of columns."""
+    """What a model keeps of the entries that it has read: R rows of columns.
+
+    It may also have `select(rows)`, rows int64, which gives a cache of these rows alone. Then Jacobi decoding lets the
+    images of a batch go that are finished before the others.
+    """
 
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
         """Move the accepted nodes of a draft tree to the columns behind the tree's root.

@@ -1,5 +1,6 @@
 """What LlamaGen's GPT and its EAGLE drafter share: linear layers, rotary positions on a grid, attention, its cache."""
 import platform
+from copy import copy
 
 import torch
 import torch.nn as nn
@@ -108,6 +109,12 @@ class Cache:
 
     def __init__(self, layers: int, rows: int, heads: int, columns: int, head_dim: int, *, device, dtype):
         self.data = torch.zeros(layers, rows, columns, 2, heads, head_dim, device=device, dtype=dtype)
+
+    def select(self, rows: Tensor) -> "Cache":
+        """A cache of these rows (int64) alone."""
+        other = copy(self)
+        other.data = self.data[:, rows]
+        return other
 
     def flat_slots(self, slots: Tensor) -> Tensor:
         """Columns `slots` (R, N) int64 counted through the rows, one behind the other: (R * N,) int64."""
