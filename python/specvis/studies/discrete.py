@@ -430,7 +430,7 @@ class DiscreteReport(Report):
                 "seconds": float(np.mean(timings.method)), "+-": float(np.std(timings.method)),
                 "baseline_seconds": float(np.mean(timings.baseline)), "speedup": float(np.median(timings.speedup)),
                 "min": float(timings.speedup.min()), "max": float(timings.speedup.max()),
-                "tau": float(np.mean(timings.tau)), "pictures": len(timings.tau)}
+                "tau": float(np.mean(timings.tau)), "pictures": latency.batch * len(timings.tau)}
 
     def contrast(self, statistic: Callable[[Callable[[Run], float]], float], runs: list[Run],
                  name: str = "kernel distance") -> tuple[float, float]:
