@@ -370,7 +370,7 @@ def test_a_quick_report_is_shorter():
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--only", "lantern-table-9"], "unknown table or figure 'lantern-table-9'; known: trade-off, lantern-table-2"),
+    (["--only", "lantern-table-9"], "unknown table or figure 'lantern-table-9'; known: trade-off, jacobi-window"),
     (["--only", "trade-off,magic"], "unknown table or figure 'magic'"),
     (["--images", "4"], "images must be at least 12, got 4: with fewer"),
     (["--images", "14"], "images must be at most 4 or a multiple of it, the number of prompts, got 14"),
