@@ -16,9 +16,9 @@ from specvis import Sampling, decode, jacobi_decode, parse_method
 class SlotCache:
     """Keys and values of R rows; each read says in which columns to keep its own."""
 
-    def __init__(self, config, rows, columns):
+    def __init__(self, config, rows, columns, like):
         shape = (config.num_hidden_layers, rows, config.num_key_value_heads, columns, config.head_dim)
-        self.keys, self.values = torch.zeros(2, *shape)
+        self.keys, self.values = like.new_zeros(2, *shape)
 
     def update(self, keys, values, layer, *_, **__):
         """What transformers calls in every layer: keep (R, heads, N, head_dim), return all that may be seen."""
@@ -32,7 +32,7 @@ class SlotCache:
 
     def commit(self, accepted_nodes, num_accepted, lengths):
         """For draft trees: the accepted nodes move to the columns behind their root's."""
-        order = torch.arange(accepted_nodes.shape[1])
+        order = torch.arange(accepted_nodes.shape[1], device=lengths.device)
         slots = lengths[:, None] + 1 + order
         source = torch.where(order < num_accepted[:, None], lengths[:, None] + accepted_nodes, slots)
         for part in (self.keys, self.values):
@@ -52,14 +52,15 @@ class ImageModel:
         self.head = model.get_output_embeddings().weight[first_id: first_id + vocab_size]
 
     def null_condition(self, batch):
-        return self.embed(torch.full((batch, self.prefix_len), self.null_id))
+        return self.embed(torch.full((batch, self.prefix_len), self.null_id, device=self.head.device))
 
     def new_cache(self, rows, columns):
-        return SlotCache(self.model.config, rows, columns)
+        return SlotCache(self.model.config, rows, columns, self.head)
 
     def prefill(self, condition, padding_mask, cache):
-        slots = torch.arange(self.prefix_len).expand(len(condition), -1)
-        causal, itself = torch.ones(len(slots[0]), len(slots[0])).tril().bool(), torch.eye(len(slots[0])).bool()
+        slots = torch.arange(self.prefix_len, device=condition.device).expand(len(condition), -1)
+        itself = torch.eye(self.prefix_len, dtype=torch.bool, device=condition.device)
+        causal = torch.ones_like(itself).tril()
         return self.read(condition, slots, causal & padding_mask[:, None] | itself, cache, slots)
 
     def extend(self, tokens, position_ids, mask, cache, slots):
