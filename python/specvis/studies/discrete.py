@@ -2,7 +2,7 @@
 import json
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -279,12 +279,18 @@ class DiscreteStudy(Study):
         write_file(self.path(latency), json.dumps(asdict(timings)) + "\n")
 
     def _peak(self, job: Memory) -> int:
-        steps = iter(range(MEMORY_STEPS))
+        def decode_some_steps() -> None:
+            steps = iter(range(MEMORY_STEPS))
 
-        def stop_after_steps(_) -> None:
-            if next(steps, None) is None:
-                raise StopDecoding
+            def stop_after_steps(_) -> None:
+                if next(steps, None) is None:
+                    raise StopDecoding
 
+            with suppress(StopDecoding):
+                self.pipeline.tokens(self.prompts_of(0, 1), job.method, self.sampling_of(0, 1, job.temperature),
+                                     stop_after_steps)
+
+        decode_some_steps()  # the first time weights are packed, and they do not count
         cuda = self.pipeline.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -292,11 +298,7 @@ class DiscreteStudy(Study):
         profile = nullcontext() if cuda else torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         with profile as profiler:
-            try:
-                self.pipeline.tokens(self.prompts_of(0, 1), job.method, self.sampling_of(0, 1, job.temperature),
-                                     stop_after_steps)
-            except StopDecoding:
-                pass
+            decode_some_steps()
         if cuda:
             return torch.cuda.max_memory_allocated() - allocated
         changes = sorted((event.time_range.end, event.self_cpu_memory_usage) for event in profiler.events())

@@ -155,6 +155,18 @@ def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
                   f"{exact.tau:.2f} with shared noise; tv_excess {report.tv_excess(Run.of('gsd')):.3f}")
 
 
+class KeepsRows:
+    """A cache that cannot let rows go, so that the logits are always those of the whole batch."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def __getattr__(self, name: str):
+        if name == "select":
+            raise AttributeError(name)
+        return getattr(self.cache, name)
+
+
 class Remembering(nn.Module):
     """A target that keeps the logits of its last forwards, for a look at what else it could have guessed."""
 
@@ -167,6 +179,9 @@ class Remembering(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("target"), name)
+
+    def new_cache(self, rows: int, columns: int) -> KeepsRows:
+        return KeepsRows(self.target.new_cache(rows, columns))
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = self.target.logits(hidden)
