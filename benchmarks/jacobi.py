@@ -32,11 +32,12 @@ NODES = (1, 2, 3, 5, 7, 9, 13, 17, 25, 33)
 WORKER = """
 import json, sys, time, torch
 torch.set_num_threads(int(sys.argv[1]))
+from importlib.util import find_spec
 import specvis_kernels
-try:  # as they were called up to revision 044b2b9 and beyond
+if find_spec("specvis.decode"):  # as they were called up to revision 044b2b9
     from specvis.decode import Sampling
     from specvis.pipeline import Pipeline
-except ImportError:
+else:
     from specvis.decoding.sampling import Sampling
     from specvis.pipelines.discrete import Pipeline
 pipeline = Pipeline.load()

@@ -172,7 +172,8 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
         known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
     """
     check_request(target, condition, padding_mask, sampling)
-    check_methods(methods, len(condition))
+    check_methods(methods, len(condition), ("static", "dynamic"),
+                  "those that draft trees (decode and jacobi_decode take the others)")
     num_known = check_known_tokens(known_tokens, len(condition), target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
     settings = Settings.of(target, padding_mask, sampling, methods, neighbors)
@@ -460,11 +461,15 @@ def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetMo
     return counts.tolist()
 
 
-def check_methods(methods: list[Method], batch: int) -> None:
-    """Raise ValueError unless there is a speculative method for each request, all of one family."""
+def check_methods(methods: list[Method], batch: int, drafting: tuple[str, ...], which: str) -> None:
+    """Raise ValueError unless there is a method for each request, drafting in one of these ways, all of one family.
+
+    which: such methods, in words, and what decodes the others
+    """
     if len(methods) != batch:
         raise ValueError(f"methods must be one for each of the {batch} requests, got {len(methods)}")
     for m in methods:
-        if m.drafting not in ("static", "dynamic") or m.family != methods[0].family:
-            raise ValueError("methods must draft trees and be of one family (Method.family), "
-                             f"got {methods[0].name} and {m.name}")
+        if m.drafting not in drafting:
+            raise ValueError(f"methods must be {which}, got {m.name}")
+        if m.family != methods[0].family:
+            raise ValueError(f"methods must be of one family (Method.family), got {methods[0].name} and {m.name}")

@@ -22,7 +22,7 @@ from specvis_kernels import INVALID_ROW, DrawTokensResult, tree_links
 
 from ..models.interface import TargetModel
 from .coupling import Coupled, Coupling
-from .discrete import Decoded, Observer, Progress, Step, check_known_tokens, check_request, read_known
+from .discrete import Decoded, Observer, Progress, Step, check_known_tokens, check_methods, check_request, read_known
 from .methods import MAX_WINDOW, Method
 from .sampling import Sampling, cfg_inputs, mask_padding, repeat_for_cfg
 
@@ -56,7 +56,8 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         ValueError: an argument differs from the above, or what the target says at a token depends on later tokens
     """
     check_request(target, condition, padding_mask, sampling)
-    check_methods(methods, len(condition))
+    check_methods(methods, len(condition), ("jacobi", "none"),
+                  "Jacobi decoding or vanilla (speculative_decode takes those with a drafter)")
     num_known = check_known_tokens(known_tokens, len(condition), target)
     check_causal(target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
@@ -423,16 +424,6 @@ def seconds_of(state: State, settings: Settings, window: int) -> float:
         verified.status.tolist()  # waits for the device
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def check_methods(methods: list[Method], batch: int) -> None:
-    """Raise ValueError unless there is a method without a drafter for each request, all of one family."""
-    if len(methods) != batch:
-        raise ValueError(f"methods must be one for each of the {batch} requests, got {len(methods)}")
-    for m in methods:
-        if m.drafting not in ("jacobi", "none") or m.family != methods[0].family:
-            raise ValueError("methods must be Jacobi decoding and of one family (Method.family), "
-                             f"got {methods[0].name} and {m.name}")
 
 
 def check_causal(target: TargetModel) -> None:
