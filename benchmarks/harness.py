@@ -5,13 +5,14 @@ import re
 import statistics
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from itertools import cycle
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
 ROOT = Path(__file__).parent.parent
-CACHE = 256 * 2**20  # bytes of inputs that take turns: more than any GPU's cache
+CACHE = 256 * 2**20  # bytes of inputs that take turns: more than any GPU's cache, and most CPUs'
 
 
 def machine() -> dict:
@@ -62,25 +63,37 @@ def collect(sample, seconds: float, min_samples: int = 5, max_samples: int = 200
     return samples
 
 
-def time_eager(call, arguments: tuple, seconds: float) -> dict:
-    """{"eager": summary} of call(*arguments), which may wait for the device itself."""
-    def sample():
-        start = perf_counter()
-        call(*arguments)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return (perf_counter() - start) * 1e6
+def copies_of(arguments: tuple) -> list:
+    """Copies of the arguments that take turns: more than CACHE bytes of them, but at most 64."""
+    size = sum(a.nbytes for a in arguments if isinstance(a, torch.Tensor))
+    return [tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+            for _ in range(min(64, 1 + CACHE // max(size, 1)))]
 
-    sample()
-    return {"eager": summary(collect(sample, seconds))}
+
+def time_eager(call, arguments: tuple, seconds: float) -> dict:
+    """Summaries of call(*arguments), which may wait for the device itself, by mode. "eager": over one input, which a
+    large enough cache holds; "eager cold": over copies that take turns."""
+    def summary_over(rotation):
+        turns = cycle(rotation)
+
+        def sample():
+            turn = next(turns)
+            start = perf_counter()
+            call(*turn)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return (perf_counter() - start) * 1e6
+
+        sample()
+        return summary(collect(sample, seconds))
+
+    return {"eager": summary_over([arguments]), "eager cold": summary_over(copies_of(arguments))}
 
 
 def time_on_cuda(call, arguments: tuple, seconds: float) -> dict:
     """Summaries by mode. "eager": what a loop in Python sees; "graph": the launches replayed, over inputs
     that take turns so that none is in the cache ("cold"), or over one ("warm")."""
-    size = sum(a.nbytes for a in arguments if isinstance(a, torch.Tensor))
-    copies = [tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
-              for _ in range(min(64, 1 + CACHE // max(size, 1)))]
+    copies = copies_of(arguments)
     calls = max(20, len(copies))
 
     def eager():
