@@ -180,9 +180,12 @@ def test_where_runs_come_from_is_kept(study):
     assert study.origins == []
     study.compute([Run.of("eagle2")])
     origins = study.origins
-    assert len(origins) == 1 and study.machine in origins[0]
+    assert len(origins) == 1 and study.machine in origins[0] and study.origins_text == origins[0]
     study.compute([Run.of("eagle2"), Run.of("cool-sd")])
     assert study.origins == origins
+    record = json.loads(study.record.read_text())
+    study.record.write_text(json.dumps(record | {"origins": ["a, cpu, monday", "b, cpu, monday", "b, gpu, monday"]}))
+    assert study.origins_text == "a b, cpu, monday; b, gpu, monday"
 
 
 def test_a_damaged_file_is_named(study):

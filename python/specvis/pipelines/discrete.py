@@ -13,7 +13,7 @@ from specvis_kernels import codebook_neighbors
 from ..decoding.discrete import Decoded, Observer, Progress, check_known_tokens, decode, speculative_decode
 from ..decoding.drafters import EagleDrafter, ModelDrafter
 from ..decoding.jacobi import jacobi_decode
-from ..decoding.methods import ContinuousMethod, Method, parse_method
+from ..decoding.methods import Method, parse_method
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..models.eagle import EagleHead
 from ..models.interface import Drafter
@@ -117,14 +117,14 @@ class Pipeline(nn.Module):
             self.neighbors(method.num_neighbors, method.metric)
 
     @torch.inference_mode()
-    def tokens(self, prompts: list[str], method: str | Method | list[Method], sampling: Sampling,
+    def tokens(self, prompts: list[str], method: str | Method | list[str | Method], sampling: Sampling,
                progress: Progress | None = None, observe: Observer | None = None, *,
                known_tokens: Tensor | None = None) -> Decoded:
         """Decode the tokens of one image for each prompt.
 
-        All prompts have one method (or its name, see parse_method), or each has its own. Requests whose methods are of
-        one family are decoded together. No request's tokens depend on the others. `observe` is called after every step
-        of each such group.
+        All prompts have one method, or each has its own; names are as parse_method takes them. Requests whose methods
+        are of one family are decoded together. No request's tokens depend on the others. `observe` is called after
+        every step of each such group.
 
         Args:
             known_tokens: (B, K) int64  the first tokens of each image, which are kept, -1 behind them. Of a seed-exact
@@ -137,14 +137,14 @@ class Pipeline(nn.Module):
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
-        if isinstance(method, str):
-            method = parse_method(method)
-        if isinstance(method, ContinuousMethod) or not isinstance(sampling, Sampling):
-            raise ValueError("method and sampling must be for discrete tokens, a Method and a Sampling, got "
-                             f"{type(method).__name__} and {type(sampling).__name__}: MARPair decodes continuous ones")
-        methods = [method] * len(prompts) if isinstance(method, Method) else method
+        methods = method if isinstance(method, list) else [method] * len(prompts)
         if len(methods) != len(prompts):
             raise ValueError(f"method must be one, or one for each of the {len(prompts)} prompts, got {len(methods)}")
+        methods = [parse_method(m) if isinstance(m, str) else m for m in methods]
+        if not all(isinstance(m, Method) for m in methods) or not isinstance(sampling, Sampling):
+            kinds = ", ".join(sorted({type(m).__name__ for m in methods}))
+            raise ValueError("method and sampling must be for discrete tokens, a Method and a Sampling, got "
+                             f"{kinds} and {type(sampling).__name__}: MARPair decodes continuous ones")
         if len(sampling.seeds) != len(prompts) or not prompts:
             raise ValueError("sampling must have a seed for each of at least one prompt, "
                              f"got {len(sampling.seeds)} seeds and {len(prompts)} prompts")

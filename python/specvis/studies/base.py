@@ -173,7 +173,7 @@ def write_report(report: Report, items: list[Item], *, command: str, whole: bool
     if any(item.uses_network for item in items):
         _ = study.network  # a package that is missing is told before hours of work
     study.compute([job for item in items for job in item.jobs(report.scope)])
-    origin = "; ".join(study.origins)
+    origin = study.origins_text
     with tqdm(items, desc="writing", disable=None) as bar:
         for item in bar:
             bar.set_postfix_str(item.name)

@@ -49,6 +49,15 @@ class ResultCache:
         """Where the results come from: revision, machine and day of each time that some were computed."""
         return read_json(self.record)["origins"]
 
+    @property
+    def origins_text(self) -> str:
+        """The origins in one line: the revisions of each machine and day."""
+        revisions = {}
+        for origin in self.origins:
+            revision, _, machine_and_day = origin.partition(", ")
+            revisions.setdefault(machine_and_day, []).append(revision)
+        return "; ".join(f"{' '.join(names)}, {machine_and_day}" for machine_and_day, names in revisions.items())
+
     def key(self, job) -> list:
         """What tells a job from others."""
         return [getattr(job, field.name) for field in fields(job)]
