@@ -15,7 +15,7 @@ from specvis.decoding.discrete import decode, speculative_decode
 from specvis.decoding.drafters import EagleDrafter
 from specvis.decoding.drafting import StaticDrafting
 from specvis.decoding.jacobi import jacobi_decode
-from specvis.decoding.methods import DRAFTERS, METHODS, method
+from specvis.decoding.methods import DRAFTERS, METHODS, Method, method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
@@ -436,15 +436,22 @@ def far_from_target(pipeline, m, settings):
     return chi_square(sampled_pictures(pipeline, m, settings), probs, pipeline.gpt.config.vocabulary)
 
 
-@pytest.mark.parametrize("settings", [{"guidance": 2.0},
-                                      {"guidance": 1.0, "temperature": 0.7, "top_k": 4, "top_p": 0.9}])
-@pytest.mark.parametrize("m", [METHODS["vanilla"], method("speculative", depth=3), method("eagle1", tree=TREE),
-                               method("eagle2", depth=2, width=3, nodes=8, seed_exact=False),
-                               method("adt-tree", depth=2, width=3, nodes=8, widths=(1, 4), width_step=1,
-                                      seed_exact=False),
-                               method("eagle2", depth=2, width=3, nodes=8),
-                               method("cool-sd", tree=TREE, omega=0.5)],
-                         ids=lambda m: f"{m.name}, seed_exact={m.seed_exact}")
+UNFILTERED, FILTERED = {"guidance": 2.0}, {"guidance": 1.0, "temperature": 0.7, "top_k": 4, "top_p": 0.9}
+DYNAMIC = {"depth": 2, "width": 3, "nodes": 8, "seed_exact": False}  # where seed-exact, equality proves the law
+
+
+def is_slow(*arguments):
+    return pytest.param(*arguments, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("m", "settings"), [
+    *((m, settings) for settings in (UNFILTERED, FILTERED)
+      for m in (METHODS["vanilla"], method("speculative", depth=3), method("eagle1", tree=TREE))),
+    (method("eagle2", **DYNAMIC), UNFILTERED), is_slow(method("eagle2", **DYNAMIC), FILTERED),
+    *(is_slow(method("adt-tree", widths=(1, 4), width_step=1, **DYNAMIC), settings)
+      for settings in (UNFILTERED, FILTERED)),
+    (method("cool-sd", tree=TREE, omega=0.5), UNFILTERED), is_slow(method("cool-sd", tree=TREE, omega=0.5), FILTERED),
+], ids=lambda value: value.name if isinstance(value, Method) else "filtered" if "top_k" in value else "unfiltered")
 def test_sampled_pictures_have_the_target_distribution(minute, m, settings):
     assert m.lossless and abs(far_from_target(minute, m, settings)) < 4.5
 
