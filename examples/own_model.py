@@ -88,7 +88,7 @@ condition, padding_mask = torch.randn(3, 2, 16), torch.ones(3, 2, dtype=torch.bo
 sampling = Sampling.of([0, 1, 2], guidance=1.5, temperature=options.temperature)
 method = parse_method(options.method)
 baseline = decode(target, condition, padding_mask, sampling)
-if method.drafting == "jacobi":
+if method.drafting in ("jacobi", "none"):
     decoded = jacobi_decode(target, condition, padding_mask, sampling, [method] * 3)
 else:
     drafter = ModelDrafter(model, *cfg_inputs(model, condition, padding_mask))

@@ -71,12 +71,12 @@ def test_continuous_picture(run):
 
 
 @pytest.mark.parametrize("method", ["eagle2:drafter=model:depth=3:width=4:nodes=12",
-                                    "speculative:drafter=model:seed_exact=true", "jacobi:window=8"])
+                                    "speculative:drafter=model:seed_exact=true", "jacobi:window=8", "vanilla"])
 def test_own_model(run, method):
     names, printed = run("own_model", "--method", method)
     assert isinstance(names["target"], TargetModel)
     assert torch.equal(names["decoded"].tokens, names["baseline"].tokens) and "100% of the tokens" in printed
-    assert names["decoded"].tau.mean() > 1.3 and not names["decoded"].failed.any()
+    assert names["decoded"].tau.mean() > (1.3 if method != "vanilla" else 0.9) and not names["decoded"].failed.any()
 
 
 @pytest.mark.parametrize("method, temperature", [("jacobi:window=16", 1), ("jacobi:window=5", 0.7), ("jacobi", 0)])

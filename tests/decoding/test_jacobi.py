@@ -256,6 +256,29 @@ def test_the_window_follows_what_is_accepted_there_and_back():
     assert seen[0] == 0 and seen[1] >= 12
 
 
+def test_a_batch_that_shrinks_has_cheaper_steps():
+    choice = WindowChoice({window: 1.0 + max(0, window - 2) for window in WINDOWS})  # beyond 3 nodes, a node costs one
+    assert choice.next_window() == 2
+    choice.shrink(1 / 2)
+    choice.shrink(1 / 2)
+    assert choice.seconds[8] == 1.0 and choice.seconds[16] == 17 / 4 - 2 and choice.fastest() == 8
+
+
+def test_a_window_chosen_beside_a_wider_one():
+    model = Constant(0)
+    model.grid = 7
+    methods = [method("jacobi", window=window) for window in ("auto", 48)]
+    decoded = jacobi(methods, settings(temperature=0.0)[[0, 1]], model, rows=[0, 1])
+    assert decoded.tokens.eq(0).all() and decoded.target_forwards[1] == 2
+
+
+@pytest.mark.parametrize("m", [method("jacobi", window=10**6), method("jacobi", window=10**6, seed_exact=False)],
+                         ids=lambda m: m.label)
+def test_a_window_is_no_larger_than_an_image(m):
+    decoded, other = jacobi(m), jacobi(dataclasses.replace(m, window=L - 1))
+    assert torch.equal(decoded.tokens, other.tokens) and torch.equal(decoded.num_drafted, other.num_drafted)
+
+
 def test_a_target_is_timed_once_for_each_batch(monkeypatch):
     calls, model = [], BagModel(1)
     original = specvis.decoding.jacobi.seconds_of
@@ -345,7 +368,9 @@ def test_the_distribution_test_rejects_rows_of_the_wrong_iteration(minute, monke
 def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):  # noqa: F811
     sampling = Sampling.of([1, 2, 3, 4], temperature=0.0)
     expected = tiny.tokens(PROMPTS, "vanilla", sampling)
-    for m in (coupled(), coupled(coupling="none"), coupled(guess="last"), coupled(window=20)):
+    lending = [coupled(k=8, delta=1.0, residual=residual) for residual in ("optimal", "relaxed", "released")]
+    for m in (coupled(), coupled(coupling="none"), coupled(guess="last"), coupled(window=20), coupled(omega=0.5),
+              coupled(omega=3.0), *lending, coupled(k=8, cutoff="ratio", delta=9.0), method("gsd", delta=1.0)):
         decoded = tiny.tokens(PROMPTS, m, sampling)
         assert torch.equal(decoded.tokens, expected.tokens) and decoded.tv_excess.eq(0).all()
 

@@ -52,6 +52,7 @@ from specvis.decoding.methods import (
     ("jacobi", {"guess": "below"}, "guess must be one of above, last, got 'below'"),
     ("jacobi", {"drafter": "eagle"}, "method jacobi has no parameter 'drafter'; its parameters: window, guess, seed"),
     ("jacobi", {"seed_exact": False, "coupling": "half"}, "coupling must be one of maximal, none, got 'half'"),
+    ("jacobi", {"seed_exact": "false"}, "seed_exact must be True or False, got 'false'"),
     ("jacobi", {"coupling": "none"}, "coupling must be maximal where seed_exact is true: with shared noise"),
     ("eagle1", {"coupling": "none"}, "method eagle1 has no parameter 'coupling'"),
     ("jacobi", {"k": 3}, r"seed_exact must be false where k > 0 or omega is not 1: with .*; got k=3 and omega=1\."),

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from specvis.decoding.sampling import Sampling
-from specvis.studies.positions import draw_margins, forward_numbers, target_hidden
-from specvis_kernels import draw_tokens
+from specvis.studies.positions import draw_margins, forward_numbers, is_near_a_filter, target_hidden
+from specvis_kernels import draw_tokens, gumbel_noise
 from tests.tiny import tiny_pipeline
 
 PROMPTS = ["red heart", "blue heart"]
@@ -40,3 +40,19 @@ def test_a_margin_is_what_another_token_lacks(pipeline, temperature):
     for factor, is_same in ((0.99, True), (1.01, False)):
         lowered = logits.scatter_add(2, tokens[..., None], -factor * margins[..., None])
         assert ((draw_tokens(lowered, None, *settings).tokens == tokens) == is_same).all()
+
+
+def test_rounding_can_change_what_a_filter_keeps(pipeline):
+    """At a top-p that just keeps the token which would be drawn of all ids."""
+    sampling = Sampling.of([3])
+    tokens = pipeline.tokens(PROMPTS[:1], "vanilla", sampling).tokens
+    probs = sampling.probs(pipeline.gpt, target_hidden(pipeline, PROMPTS[:1], tokens)[:, -16:])[0]
+    scores = probs.log() + gumbel_noise(sampling.seeds, torch.arange(16)[None], probs.shape[-1])
+    mass = probs.gather(2, scores.argmax(-1, keepdim=True))
+    above = torch.where(probs > mass, probs, 0.0).sum(-1)[0]
+    positions = (above > 0.1).nonzero()[:, 0].tolist()
+    assert len(positions) > 5
+    for position in positions:
+        near = [is_near_a_filter(pipeline, PROMPTS[0], tokens, Sampling.of([3], top_p=top_p), position, 1e-4)
+                for top_p in (above[position].item(), above[position].item() + mass[0, position, 0].item() / 2)]
+        assert near == [True, False]

@@ -70,7 +70,7 @@ def generate(prompt, style, name, delta, k, depth, width, nodes, count, temperat
                f"{decoded.target_forwards.float().mean():.0f} target forwards a picture, "
                f"tau {decoded.tau.nanmean():.2f} tokens a forward"
                + (f"; the same tokens as vanilla's by {seeds}"
-                  if is_exact(method, temperature) and not method.is_baseline else ""))
+                  if is_exact(method, temperature) and not method.is_baseline and not any(failed) else ""))
 
 
 def side_by_side(pictures: list[Image.Image], scale: int) -> Image.Image:

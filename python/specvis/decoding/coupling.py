@@ -36,11 +36,16 @@ class Coupling:
 
     def __init__(self, methods: list[Method], sampling: Sampling, neighbors: Tensor | None, grid: int,
                  vocab_size: int):
-        base, device, W = methods[0], sampling.seeds.device, max(m.max_depth for m in methods)
+        base, device, max_depth = methods[0], sampling.seeds.device, max(m.max_depth for m in methods)
         B, L, self.grid, self.base = len(methods), grid ** 2, grid, base
-        self.rule = acceptance_rule(methods, neighbors, vocab_size, W, device)
+        W = min(max_depth, L)  # an image has no more to guess
+        self.rule = acceptance_rule(methods, neighbors, vocab_size, max_depth, device)
         self.omega = self.rule.pop("omega", None)
-        self.delta = torch.tensor([m.delta for m in methods], dtype=torch.float32, device=device)
+        # at temperature 0 nothing is lent: a guess stands if it is the likeliest token
+        self.delta = torch.tensor([0.0 if greedy else m.delta for m, greedy in zip(methods, sampling.greedy.tolist())],
+                                  dtype=torch.float32, device=device)
+        if "delta" in self.rule:
+            self.rule["delta"] = self.delta
         self.is_greedy, self.any_greedy = sampling.greedy[:, None, None], bool(sampling.greedy.any())
         self.uniforms = philox_uniforms(sampling.seeds, ACCEPT, L, 2 * (W + 1)).unflatten(2, (-1, 2))
         self.first_uniforms = philox_uniforms(sampling.seeds, DRAFT, L, W + 1)

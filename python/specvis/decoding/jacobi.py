@@ -7,6 +7,7 @@ yet is guessed from the row of the position above it, with its own noise. (Specu
 arXiv:2410.01699; with the same noise in every forward, arXiv:2510.24211.)
 
 A position's noise never changes. So the tokens are those that `decode` draws with the same seed, whatever the window.
+(By rejection, see `coupling`, they are others.)
 
 Read downwards, as `discrete`: each step is five calls: draft, target_forward, verify, commit, update.
 """
@@ -15,6 +16,7 @@ import weakref
 from copy import copy
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +45,8 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
                   observe: Observer | None = None, *, known_tokens: Tensor | None = None) -> Decoded:
     """Read the newest token and the guesses behind it in one target forward, and draw all of them anew; until every
     image is whole.
+
+    If the target puts a NaN into its cache, the image ends there, whether the guess was right or not.
 
     Args:
         condition:    (B, S, dim)  as `GPT.condition` gives it
@@ -124,8 +128,9 @@ class Settings:
         R, L, S, device = len(padding_mask), target.grid ** 2, target.prefix_len, padding_mask.device
         self.padding_mask = padding_mask
         self.target, self.sampling, self.grid, self.num_tokens, self.prefix_len = target, sampling, target.grid, L, S
-        self.windows = [m.window for m in methods]  # a number or "auto"
-        self.max_window = W = max(m.max_depth for m in methods)
+        # a number or "auto"; of more guesses than an image has tokens, the first are read
+        self.windows = [m.window if m.window == "auto" else min(m.window, L) for m in methods]
+        self.max_window = W = min(max(m.max_depth for m in methods), L)
         self.from_last = methods[0].guess == "last"
         self.lossless = torch.tensor([m.lossless for m in methods])
         # of each node, by its position in the image: its column in the cache, and the columns that it sees
@@ -177,6 +182,8 @@ class State:
         for name in ("counts", "num_known", "ends", "wanted", "windows", "target_forwards", "num_accepted",
                      "num_drafted"):
             setattr(other, name, [getattr(self, name)[i] for i in rows])
+        if self.choice:
+            self.choice.shrink(len(rows) / len(self.counts))
         return other
 
     def set_windows(self) -> None:
@@ -226,7 +233,8 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
     drawn = sampling.draw(settings.target, hidden, positions, ahead=grid)
     row = torch.arange(B, device=device)[:, None]
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
-    state.tokens[row, positions + grid] = drawn.ahead_tokens
+    if not settings.from_last:
+        state.tokens[row, positions + grid] = drawn.ahead_tokens
     if state.coupling:
         rows = state.coupling.exact(*sampling.probs(settings.target, hidden[:, :num_above + 1]))
         state.coupling.keep_rows(positions[:, :num_above + 1], rows)
@@ -365,7 +373,7 @@ class WindowChoice:
     """
 
     def __init__(self, seconds: dict[int, float]):
-        self.seconds, self.num_steps = seconds, 0
+        self.timed, self.share, self.seconds, self.num_steps = seconds, 1.0, seconds, 0
         self.usual = [*STANDING, *STANDING[-1:] * (MAX_WINDOW + 1)][:MAX_WINDOW + 1]
         # by distance: how often a guess was looked at behind guesses that were right, and how often it was right
         self.looks, self.rights = ([0.0] * (MAX_WINDOW + 1) for _ in range(2))
@@ -373,9 +381,16 @@ class WindowChoice:
 
     def record(self, num_equal: int, num_read: int) -> None:
         """Of the num_read guesses of a step, the first num_equal were right."""
-        for distance in range(min(num_equal + 1, num_read)):
+        for distance in range(min(num_equal + 1, num_read, len(self.looks))):
             self.looks[distance] += 1
             self.rights[distance] += distance < num_equal
+
+    def shrink(self, share: float) -> None:
+        """The batch has this share of its images left: a step now takes what one with as many nodes took before."""
+        self.share *= share
+        timed = sorted(self.timed.items())
+        nodes, seconds = [1 + window for window, _ in timed], [time for _, time in timed]
+        self.seconds = {window: float(np.interp(self.share * (1 + window), nodes, seconds)) for window in self.timed}
 
     def next_window(self) -> int:
         """The window of the next step. It changes every few steps."""
@@ -405,13 +420,13 @@ def facts_of(target: TargetModel) -> dict:
 
 def step_seconds(settings: Settings, condition: Tensor) -> dict[int, float]:
     """Seconds of a step with each of WINDOWS, in the middle of the images. A target is timed once for each batch."""
-    B, device = len(condition) // 2, condition.device
+    key = "seconds", (B := len(condition) // 2), condition.device, condition.dtype
     facts = facts_of(settings.target)
-    if ("seconds", B, device) not in facts:
+    if key not in facts:
         state = State(settings, [max(1, settings.num_tokens // 2)] * B, WindowChoice({0: 1.0}))
         settings.target.prefill(condition, settings.padding_mask, state.cache)
-        facts["seconds", B, device] = {window: seconds_of(state, settings, window) for window in WINDOWS}
-    return facts["seconds", B, device]
+        facts[key] = {window: seconds_of(state, settings, window) for window in WINDOWS}
+    return facts[key]
 
 
 def seconds_of(state: State, settings: Settings, window: int) -> float:

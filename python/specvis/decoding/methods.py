@@ -78,6 +78,7 @@ class Method:
             if not condition:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
+        need("seed_exact", isinstance(self.seed_exact, bool), "True or False")
         if self.drafting == "dynamic":
             need("depth", self.depth >= 1, "at least 1")
             need("width", self.width >= 1, "at least 1")
