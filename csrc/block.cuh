@@ -33,6 +33,22 @@ inline unsigned threads_for(int64_t items, int64_t max_threads) {
   return static_cast<unsigned>(whole < kWarp ? kWarp : whole < max_threads ? whole : max_threads);
 }
 
+// How many bytes of dynamic shared memory a block may have on this device, beside `reserved` bytes for the arrays that
+// its kernel declares.
+inline cudaError_t shared_limit(int64_t reserved, int64_t* bytes) {
+  int device = 0, limit = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  *bytes = limit > reserved ? limit - reserved : 0;
+  return error;
+}
+
+// Allows a kernel so much, whatever a launch takes: another thread may be about to launch it with more.
+template <class Kernel>
+cudaError_t allow_shared(Kernel* kernel, int64_t limit) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
+}
+
 __device__ inline unsigned lane() { return threadIdx.x % kWarp; }
 __device__ inline unsigned warp() { return threadIdx.x / kWarp; }
 __device__ inline unsigned warps() { return blockDim.x / kWarp; }

@@ -7,7 +7,8 @@
 namespace specvis {
 namespace {
 
-constexpr int kThreads = 512;  // at most
+constexpr int kThreads = 512;        // at most
+constexpr int64_t kReserved = 2048;  // bytes of shared memory for the arrays that the kernel itself declares
 
 // The residual of one position: its mass at each token.
 struct Residual {
@@ -140,8 +141,9 @@ cudaError_t couple_tokens_cuda(const CoupleTokens& batch, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const bool treats_neighbors = batch.residual != ResidualRule::optimal && batch.neighbors.k() > 0;
   const int64_t bytes = treats_neighbors ? (batch.V + kWarp - 1) / kWarp * sizeof(unsigned) : 0;
-  error =
-      cudaFuncSetAttribute(couple_tokens_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  int64_t limit;
+  error = shared_limit(kReserved, &limit);
+  if (error == cudaSuccess) error = allow_shared(couple_tokens_kernel, limit);
   if (error != cudaSuccess) return error;
   LAUNCH(couple_tokens_kernel, static_cast<unsigned>(batch.B * batch.W), threads_for(batch.V, kThreads), bytes, stream,
          batch);

@@ -153,8 +153,9 @@ int32_t draw_row(const T* logits, const T* uncond, int64_t V, const Row& r, Filt
     return 0;
   }
   Draws draw(row, r.top_k < r.last - r.first ? r.top_k : 0, r.top_p < 1 ? r.top_p : 0);
-  token = draw(Noise(r.seed, r.position));
-  ahead_token = r.ahead ? draw(Noise(r.seed, r.position + r.ahead)) : token;
+  const Noise noise(r.seed, r.position);
+  token = draw(noise);
+  ahead_token = r.ahead ? draw(noise.ahead_by(r.ahead)) : token;
   return 0;
 }
 

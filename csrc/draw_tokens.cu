@@ -67,12 +67,13 @@ __device__ void draw_row(const DrawTokens& batch, int64_t first_id, int64_t ids,
   if (valid && !sampling) filtered.lowest = key_of(filtered.best);
   uint32_t* const list = reinterpret_cast<uint32_t*>(histogram);  // which is not needed any more
   const unsigned num_kept = valid && filtered.lowest > INT32_MIN ? list_kept(filtered, logits, ids, list) : UINT32_MAX;
-  const auto draw_at = [&](int64_t position) {
-    return draw(filtered, logits, static_cast<uint32_t>(first_id), static_cast<uint32_t>(ids),
-                Noise(batch.seeds[b], position), sampling, list, num_kept);
+  const auto draw_with = [&](const Noise& noise) {
+    return draw(filtered, logits, static_cast<uint32_t>(first_id), static_cast<uint32_t>(ids), noise, sampling, list,
+                num_kept);
   };
-  const int64_t token = valid ? draw_at(batch.positions[r]) : 0;
-  const int64_t ahead_token = valid && batch.ahead > 0 ? draw_at(batch.positions[r] + batch.ahead) : token;
+  const Noise noise(batch.seeds[b], batch.positions[r]);
+  const int64_t token = valid ? draw_with(noise) : 0;
+  const int64_t ahead_token = valid && batch.ahead > 0 ? draw_with(noise.ahead_by(batch.ahead)) : token;
   if (threadIdx.x != 0) return;
   batch.tokens[r] = token;
   batch.ahead_tokens[r] = ahead_token;

@@ -192,15 +192,13 @@ __device__ Filtered filter(const LogitRows& rows, int64_t b, const Logits<T, kIn
 template <class Batch>
 cudaError_t launch_rows(void (*kernel)(Batch, int64_t), const Batch& batch, int64_t ids, bool some_are_shorter,
                         cudaStream_t stream) {
-  int device = 0, limit = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  int64_t limit;
+  cudaError_t error = shared_limit(kReserved, &limit);
+  if (error == cudaSuccess) error = allow_shared(kernel, limit);
   if (error != cudaSuccess) return error;
-  const int64_t histogram = sizeof(Histogram), logit = sizeof(float), free = limit - kReserved - histogram;
+  const int64_t histogram = sizeof(Histogram), logit = sizeof(float), free = limit - histogram;
   const int64_t most = free > 0 ? free / logit : 0;
   const int64_t capacity = ids <= most ? ids : some_are_shorter ? most : 0, shared = histogram + capacity * logit;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-  if (error != cudaSuccess) return error;
   LAUNCH(kernel, static_cast<unsigned>(batch.rows.B * batch.rows.N), threads_for(ids, kThreads), shared, stream, batch,
          capacity);
   return cudaGetLastError();

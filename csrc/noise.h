@@ -32,6 +32,13 @@ struct Noise {
       : key{static_cast<uint32_t>(seed), static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32)},
         position(static_cast<uint32_t>(position)) {}
 
+  // The noise at the position `count` further. (Of a position the low 32 bits count.)
+  HOST_DEVICE Noise ahead_by(int64_t count) const {
+    Noise other = *this;
+    other.position += static_cast<uint32_t>(count);
+    return other;
+  }
+
   // The words of the ids 4 block to 4 block + 3: Philox4x32-10 (Salmon et al., SC 2011).
   HOST_DEVICE void words(uint32_t block, uint32_t (&words)[4]) const {
     words[0] = block, words[1] = position, words[2] = kGumbelStream, words[3] = 0;

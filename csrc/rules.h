@@ -11,7 +11,8 @@
 #define HOST_DEVICE
 #endif
 
-#if defined(__x86_64__) && defined(__gnu_linux__)  // compiled for each of them; the loader chooses
+// Compiled for each of them; the loader chooses. (Clang cannot do that with templates.)
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
 #define WIDEST_VECTORS __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define WIDEST_VECTORS

@@ -373,22 +373,11 @@ __global__ void __launch_bounds__(kThreads) verify_tree_kernel(VerifyTree batch,
   batch.status[b] = out.status;
 }
 
-// How many bytes of dynamic shared memory a block may have.
-cudaError_t shared_limit(int64_t* bytes) {
-  int device = 0, limit = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  *bytes = limit - kReserved;
-  return error;
-}
-
 }  // namespace
 
 cudaError_t verify_tree_scratch(const VerifyTree& batch, int64_t* bytes) {
   int64_t limit;
-  const cudaError_t error = shared_limit(&limit);
+  const cudaError_t error = shared_limit(kReserved, &limit);
   *bytes = batch.B * Layout(batch, limit).scratch;
   return error;
 }
@@ -396,12 +385,10 @@ cudaError_t verify_tree_scratch(const VerifyTree& batch, int64_t* bytes) {
 cudaError_t verify_tree_cuda(const VerifyTree& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
   int64_t limit;
-  cudaError_t error = shared_limit(&limit);
+  cudaError_t error = shared_limit(kReserved, &limit);
+  if (error == cudaSuccess) error = allow_shared(verify_tree_kernel, limit);
   if (error != cudaSuccess) return error;
   const Layout layout(batch, limit);
-  error = cudaFuncSetAttribute(verify_tree_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(layout.shared));
-  if (error != cudaSuccess) return error;
   LAUNCH(verify_tree_kernel, batch.B, threads_for(batch.V, kThreads), layout.shared, stream, batch, layout);
   return cudaGetLastError();
 }

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from ._numbers import exp
 
-MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer: any vocabulary's sum stays far below 2**63
+MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer
+MOST_IDS = 2 ** 22    # of a row: the sum of its masses is at most 2**62
 
 
 class Filtered(NamedTuple):
@@ -15,6 +16,12 @@ class Filtered(NamedTuple):
     is_kept: Tensor     # (B, N, V) bool     nothing of an invalid row is
     is_valid: Tensor    # (B, N) bool
     is_sampled: Tensor  # (B, 1) bool        the temperature is not 0
+
+
+def check_num_ids(V: int) -> None:
+    """Raise ValueError unless a row of logits has at least one id and at most MOST_IDS."""
+    if not 1 <= V <= MOST_IDS:
+        raise ValueError(f"logits must have 1 <= V <= {MOST_IDS} (masses are summed in 63 bits), got V={V}")
 
 
 def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor,

@@ -38,8 +38,8 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
     Jacobi decoding keeps a window of guesses in this way: one target forward reads them and gives each position a
     new row P, this op makes a draw from it, and P is the Q of the next forward. A guess and the row that it was drawn
     from do not depend on what comes behind, so the first guess that is not kept, and all before it, are distributed
-    as the target's own tokens if omega is at most 1, without neighbors and groups. Q must be the row of the guess
-    itself: with the row of an older guess the tokens have another distribution.
+    as the target's own tokens if omega is at most 1 with the optimal residual, or is 1, without neighbors and groups.
+    Q must be the row of the guess itself: with the row of an older guess the tokens have another distribution.
 
     With `groups` both masses are summed over the guess and the ids listed for it, A:
 
@@ -85,6 +85,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, W or V is 0, neighbors come without
             delta, groups come with neighbors or another residual than "optimal", or "released" with a single column
+        RuntimeError: on CUDA, V is above 1.8 million with neighbors and another residual than "optimal"
 
     Example:
         >>> import torch

@@ -35,7 +35,8 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
 
     where best is log(p) of the row's largest p, and g the noise that `gumbel_noise` gives for (seed, position, token).
     The lowest token comes first on ties. So if the target's row is the draft's, the first child is the token that the
-    target draws there. Children that are drawn in this way are distributed as those that are drawn with uniforms.
+    target draws there, up to the rounding of log(p). Children that are drawn in this way are distributed as those that
+    are drawn with uniforms.
 
     verify_tree, with these rows as its draft_probs, removes mass in the same way. It skips a child that does not
     exist, so it stays exact even on a tree that has such children. Children that share the target's noise are verified

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_ROW, check, check_count, check_dims, define
-from ._filters import filter_logits
+from ._filters import check_num_ids, filter_logits
 from .guided_probs import HALF_OR_FLOAT
 from .noise import gumbel_noise
 
@@ -63,7 +63,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempera
         status:        (B, N) int32   INVALID_ROW: not 0 <= first < last <= V, or what guided_probs calls invalid
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, or ahead is negative
+        ValueError: a dtype, shape or device differs from the above, N is 0, V is 0 or above 2**22, or ahead is negative
 
     Example:
         >>> import torch
@@ -78,8 +78,9 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempera
     """
     B, N, V = check_dims("logits", logits, "BNV")
     check("logits", logits, HALF_OR_FLOAT, B=B, N=N, V=V)
-    if N < 1 or V < 1:
-        raise ValueError(f"logits must have N >= 1 and V >= 1, got shape ({B}, {N}, {V})")
+    check_num_ids(V)
+    if N < 1:
+        raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
     if uncond is not None:
         check("uncond", uncond, logits.dtype, like=logits, B=B, N=N, V=V)
         uncond = uncond.contiguous()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch import INVALID_ROW, check, check_dims, define
-from ._filters import filter_logits
+from ._filters import check_num_ids, filter_logits
 from ._numbers import exp
 
 HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
@@ -54,7 +54,7 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temper
                                           +inf or all are -inf, or the temperature is negative or NaN
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, or not 0 <= first_id < last_id <= V
+        ValueError: a dtype, shape or device differs from the above, not 0 <= first_id < last_id <= V, or V > 2**22
 
     Example:
         >>> import torch
@@ -68,6 +68,7 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temper
     """
     B, N, V = check_dims("logits", logits, "BNV")
     check("logits", logits, HALF_OR_FLOAT, B=B, N=N, V=V)
+    check_num_ids(V)
     if uncond is not None:
         check("uncond", uncond, logits.dtype, like=logits, B=B, N=N, V=V)
         uncond = uncond.contiguous()

@@ -6,6 +6,7 @@ words.
 import torch
 from torch import Tensor
 
+from ._dispatch import check, check_count, check_dims
 from ._numbers import log, log1p_of_negative
 
 WORD = 0xFFFFFFFF
@@ -22,11 +23,14 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
         seeds:     (B,) int64    one per request; equal seeds give equal words in any batch
         positions: (B, L) int64  the low 32 bits count
         n:         how many words for each position; the first of them do not depend on how many there are
-        stream:    what the words are for
-        turn:      each turn has words of its own
+        stream:    what the words are for, at least 0
+        turn:      each turn has words of its own; at least 0
 
     Returns:
         (B, L, n) int64 in [0, 2**32)
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, or a number is negative
 
     Example:
         >>> import torch
@@ -36,10 +40,13 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
         >>> uniforms.shape
         torch.Size([1, 2, 3])
     """
+    check_noise(seeds, positions, n)
+    check_count("stream", stream, 0)
+    check_count("turn", turn, 0)
     blocks = -(-n // 4)
     zeros = torch.zeros((*positions.shape, blocks), dtype=torch.int64, device=seeds.device)
     counter = [zeros + torch.arange(blocks, device=seeds.device), zeros + (positions & WORD)[..., None],
-               zeros + stream, zeros + turn]
+               zeros + (stream & WORD), zeros + (turn & WORD)]
     key = [(seeds & WORD)[:, None, None], ((seeds >> 32) & WORD)[:, None, None]]
     for _ in range(10):
         left, right = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57  # int64 wraps: the low 64 bits are right
@@ -65,6 +72,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     Returns:
         (B, L, n) float32 on the seeds' device, with the same bits on every backend
 
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, or n is negative
+
     Example:
         >>> import torch
         >>> from specvis_kernels import gumbel_noise
@@ -73,6 +83,14 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
         True
     """
     return to_gumbel(philox_words(seeds, positions, n, GUMBEL_STREAM))
+
+
+def check_noise(seeds: Tensor, positions: Tensor, n: int) -> None:
+    """Raise ValueError unless these are the arguments of `philox_words`."""
+    B, L = check_dims("positions", positions, "BL")
+    check("positions", positions, torch.int64, B=B, L=L)
+    check("seeds", seeds, torch.int64, like=positions, B=B)
+    check_count("n", n, 0)
 
 
 def to_gumbel(words: Tensor) -> Tensor:

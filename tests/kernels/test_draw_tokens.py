@@ -46,6 +46,30 @@ def test_philox_gives_the_published_words():
     assert words.flatten().tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
+def test_words_of_wrong_arguments_are_refused():
+    seeds, positions = torch.tensor([1]), torch.tensor([[-1, 2]])
+    assert torch.equal(philox_words(seeds, positions, 3, 9), philox_words(seeds, positions & (2**32 - 1), 3, 9))
+    for arguments, message in (((seeds.int(), positions, 3, 9), r"seeds must be int64 \(B=1\), got int32"),
+                               ((seeds, positions.int(), 3, 9), r"positions must be int64 \(B=1, L=2\), got int32"),
+                               ((seeds, positions[0], 3, 9), r"positions must have 2 dimensions \(B, L\)"),
+                               ((seeds, positions, -1, 9), "n must be an integer >= 0, got -1"),
+                               ((seeds, positions, 3, -1), "stream must be an integer >= 0, got -1"),
+                               ((seeds, positions, 3, 9, 0.5), "turn must be an integer >= 0, got 0.5")):
+        with pytest.raises(ValueError, match=message):
+            philox_words(*arguments)
+    with pytest.raises(ValueError, match="seeds must be int64"):
+        gumbel_noise(seeds.float(), positions, 3)
+
+
+@BACKENDS
+def test_of_a_position_the_low_half_counts(backend):
+    logits = torch.zeros(1, 2, 500, device=DEVICE)
+    far = draw(logits, positions=[2**63 - 1, -2**63], ahead=5, backend=backend)
+    near = draw(logits, positions=[2**32 - 1, 0], ahead=5, backend=backend)
+    assert torch.equal(far.tokens, near.tokens) and torch.equal(far.ahead_tokens, near.ahead_tokens)
+    assert torch.equal(far.ahead_tokens, draw(logits, positions=[4, 5], backend=backend).tokens)
+
+
 def test_the_functions_are_right_to_rounding():
     """In units in the last place of float32, against float64."""
     def error(got, expected):
@@ -302,8 +326,9 @@ def test_draws_are_independent():
 @pytest.mark.parametrize("name, value, message", [
     ("logits", torch.zeros(2, 5), r"logits must have 3 dimensions \(B, N, V\), got shape \(2, 5\)"),
     ("logits", torch.zeros(2, 3, 5, dtype=torch.float64), "logits must be float32 or float16 or bfloat16"),
-    ("logits", torch.zeros(2, 0, 5), r"logits must have N >= 1 and V >= 1, got shape \(2, 0, 5\)"),
-    ("logits", torch.zeros(2, 3, 0), r"logits must have N >= 1 and V >= 1, got shape \(2, 3, 0\)"),
+    ("logits", torch.zeros(2, 0, 5), r"logits must have N >= 1, got shape \(2, 0, 5\)"),
+    ("logits", torch.zeros(2, 3, 0), r"logits must have 1 <= V <= 4194304 .*, got V=0"),
+    ("logits", torch.zeros(1).expand(2, 3, 2**22 + 1), r"logits must have 1 <= V <= 4194304 .*, got V=4194305"),
     ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, N=3, V=5\), got float32 \(2, 3, 4\)"),
     ("guidance", torch.zeros(3), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
     ("temperature", 1.0, r"temperature must be float32 \(B=2\), got float"),
