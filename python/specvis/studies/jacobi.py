@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from specvis_kernels import guided_probs, gumbel_noise
 
+from ..decoding.discrete import Decoded
 from ..decoding.jacobi import jacobi_decode
 from ..decoding.methods import parse_method
 from ..decoding.sampling import Sampling
 from .base import BATCH, Item, Run, item
-from .discrete import DiscreteReport, DiscreteScope, Latency
+from .discrete import DiscreteReport, DiscreteScope, DiscreteStudy, Latency
 from .page import Section, axes
-from .positions import draw_margins
+from .positions import draw_margins, teacher_forced_probs
 
 ITEMS: dict[str, Item] = {}
 WINDOWS = (1, 2, 4, 8, 16, 32)
@@ -255,7 +256,27 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
     section.text("A sibling at the place where the first guess falls can add at most its share of a token and of the "
                  "run behind it, if the drafts behind it were right too. With no drafts behind it a second guess adds "
                  f"at most {shares[2].item() * failures / max(1, steps):.2f} tokens a forward, three more guesses "
-                 f"{shares[2:].sum().item() * failures / max(1, steps):.2f}, for one and three more nodes.")
+                 f"{shares[2:].sum().item() * failures / max(1, steps):.2f}, for one and three more nodes. (They are "
+                 "what the first level of SJD-PAC's tree behind a change would be made of, arXiv:2603.18599.)")
+    fell, right = drafter_first_guesses(study, decoded, sampling)
+    section.text("A drafter could guess that place from the token that has just changed, by the same noise, in a "
+                 f"forward of its own before each of the target's. Where the own guess fell, EAGLE's is right in "
+                 f"{right[fell].float().mean():.0%} of the steps, and where it stood in "
+                 f"{right[~fell].float().mean():.0%}. Read beside the own guess it would add at most "
+                 f"{(right & fell).float().mean():.2f} tokens a forward with no drafts behind it; read in its place "
+                 f"{right.float().mean() - (~fell).float().mean():+.2f} first guesses would be right.")
+
+
+def drafter_first_guesses(study: DiscreteStudy, decoded: Decoded, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Of all steps: whether the very first guess fell, and whether the drafter's draw with the same noise is right."""
+    count, L = decoded.tokens.shape
+    draft_probs = teacher_forced_probs(study.pipeline, study.prompts_of(0, count), decoded.tokens, sampling)[1]
+    drafts = torch.empty(count, L - 1, dtype=torch.int64)
+    for i, probs in enumerate(draft_probs.unbind(1)):
+        position = torch.full((count, 1), i + 1, device=probs.device)
+        drafts[:, i] = (probs.log() + gumbel_noise(sampling.seeds, position, probs.shape[-1])[:, 0]).argmax(-1)
+    began = (decoded.num_drafted > 0)[:, 1:]
+    return (decoded.num_accepted[:, 1:] == 0)[began], (drafts == decoded.tokens[:, 1:].cpu())[began]
 
 
 # --- trees by the same noise -----------------------------------------------------------------------------------------
