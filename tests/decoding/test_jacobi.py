@@ -8,7 +8,7 @@ import specvis.decoding.coupling
 import specvis.decoding.jacobi
 from specvis.decoding.coupling import rank_groups
 from specvis.decoding.discrete import decode
-from specvis.decoding.jacobi import WINDOWS, WindowChoice, jacobi_decode
+from specvis.decoding.jacobi import ROUNDS, WINDOWS, WindowChoice, jacobi_decode
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling
 from specvis_kernels import CoupleTokensResult
@@ -240,10 +240,12 @@ def test_logits_that_are_not_finite_end_an_image(m):
 
 def test_the_window_with_the_most_tokens_a_second():
     flat = dict.fromkeys(WINDOWS, 1.0)
-    assert WindowChoice(flat).next_window() == max(WINDOWS)                         # guesses cost nothing
+    assert WindowChoice(flat).next_window() >= 12                                   # guesses cost nothing
     assert WindowChoice({w: 1.0 + w for w in WINDOWS}).next_window() == 0           # a guess costs a token
     steep = {w: 1.0 if w <= 6 else 10.0 for w in WINDOWS}
     assert WindowChoice(steep).next_window() == 6
+    first = WindowChoice({w: 1.0 if w == 0 else 1.64 if w == 2 else 10.0 for w in WINDOWS})
+    assert first.next_window() == 0  # a window of 2 has 1.69 tokens, but 3 % more speed may be an error of the timing
 
 
 def test_the_window_follows_what_is_accepted_there_and_back():
@@ -285,7 +287,7 @@ def test_a_target_is_timed_once_for_each_batch(monkeypatch):
     monkeypatch.setattr(specvis.decoding.jacobi, "seconds_of", lambda *a: (calls.append(a[2]), original(*a))[1])
     for rows in ([0, 1], [2, 3], [0]):
         jacobi(method("jacobi", window="auto"), settings()[rows], model, rows=rows)
-    assert calls == [*WINDOWS] * 2
+    assert calls == [*WINDOWS] * ROUNDS * 2
 
 
 def test_the_choice_is_told_of_guesses_in_a_request_s_own_window_and_the_one_behind(monkeypatch):
