@@ -132,7 +132,7 @@ def step_of(gpt: GPT, nodes: int, sampling: Sampling):
 @torch.inference_mode()
 def size(name: str, windows: list[int], count: int, dtype: str, seconds: float) -> list[dict]:
     """Milliseconds of a step at each of NODES, and what the shipped model's steps would take with each window."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):  # weights of inference mode are not packed
         torch.manual_seed(0)
         gpt = GPT(class_config(name)).eval().requires_grad_(False).to(getattr(torch, dtype))
     sampling = Sampling.of([0], **FILTERS | {"top_k": 1000, "top_p": 1.0})

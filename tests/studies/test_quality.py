@@ -112,6 +112,17 @@ def test_quality_tells_another_distribution_from_the_same():
         "Frechet distance", "kernel distance", "inception score", "nearest name"}
 
 
+def test_pictures_that_are_the_baselines_own_are_compared_with_the_others():
+    baseline, references = features_of(normal(GROUPS * 12, 30)), normal(12, 30, 5)
+    for group in (0, 3):
+        rows = np.arange(12 * group, 12 * group + 12)
+        others = baseline[np.setdiff1d(np.arange(len(baseline)), rows)]
+        scores = quality(baseline[rows], baseline, references)
+        assert scores["Frechet distance"].value == pytest.approx(frechet_distance(baseline[rows].vectors,
+                                                                                  others.vectors))
+        assert scores["kernel distance"].value == pytest.approx(kernel_distance(baseline[rows], others))
+
+
 def test_quality_beside_greedy_pictures():
     """Greedy pictures do not differ: no noise, and the same ones have no effect."""
     references, baseline = normal(12, 30, 9), features_of(normal(12, 30))

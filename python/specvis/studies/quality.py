@@ -176,7 +176,8 @@ def quality(pictures: Features, baseline: Features, references: np.ndarray) -> d
     """Every distance and score of n pictures beside GROUPS n baseline pictures, all groups of the same prompts.
 
     A distance is to all groups but one, the mean over which one; the baseline's is from each group to the others.
-    Where the baseline has only n pictures (greedy ones do not differ), it is to these, without noise.
+    Where the baseline has only n pictures (greedy ones do not differ), it is to these, without noise. Where the
+    pictures are one of the groups themselves, as those of a seed-exact method, it is to the others alone.
 
     Raises:
         ValueError: another number of baseline pictures
@@ -188,7 +189,9 @@ def quality(pictures: Features, baseline: Features, references: np.ndarray) -> d
     groups = [np.arange(start, start + n) for start in range(0, len(baseline), n)]
     others = [baseline[np.setdiff1d(np.arange(len(baseline)), group)] if len(groups) > 1 else baseline
               for group in groups]
-    result = {name: Score.of(np.mean([distance(pictures, other) for other in others]),
+    own = [other for group, other in zip(groups, others)
+           if len(groups) > 1 and np.allclose(baseline[group].vectors, pictures.vectors, atol=1e-4)]
+    result = {name: Score.of(np.mean([distance(pictures, other) for other in own or others]),
                              [distance(baseline[group], other) for group, other in zip(groups, others)])
               for name, distance in DISTANCES.items()}
     return result | {name: Score.of(score(pictures, references), [score(baseline[group], references)
