@@ -60,7 +60,7 @@ def test_the_snippet_of_an_op_runs():
 def test_the_snippet_of_a_picture_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(snippets(ROOT / "README.md")[1], names := {})
-    assert Image.open("heart.png").size == (64, 64) and (names["decoded"].tau >= 1).all()
+    assert Image.open("face.png").size == (64, 64) and (names["decoded"].tau >= 1).all()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)

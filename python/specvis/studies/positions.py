@@ -65,18 +65,18 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
 
 @torch.inference_mode()
 def is_near_a_filter(pipeline: Pipeline, prompt: str, tokens: Tensor, sampling: Sampling, position: int,
-                     size: float, tries: int = 256) -> bool:
+                     size: float, num_tries: int = 256) -> bool:
     """Can changes of the logits by up to `size` change the token that is drawn at a position of a picture?
 
     They change which ids the filters keep, too. tokens (1, L) int64: of the picture
     """
     row = target_hidden(pipeline, [prompt], tokens)[:, position - tokens.shape[1]].unsqueeze(1)
-    logits = pipeline.gpt.logits(row).expand(-1, tries, -1)
+    logits = pipeline.gpt.logits(row).expand(-1, num_tries, -1)
     generator = torch.Generator(logits.device).manual_seed(0)
     changes = torch.rand(logits.shape, generator=generator, device=logits.device) * 2 - 1
     changes[:, 0] = 0
     conditional, unconditional = (logits + size * changes).chunk(2)
-    positions = torch.full((1, tries), position, device=logits.device)
+    positions = torch.full((1, num_tries), position, device=logits.device)
     drawn = draw_tokens(conditional, unconditional, sampling.guidance, sampling.temperature, sampling.top_k,
                         sampling.top_p, sampling.seeds, positions).tokens
     return bool((drawn != drawn[:, :1]).any())
