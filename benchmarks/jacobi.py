@@ -22,8 +22,10 @@ import torch
 from benchmarks import harness
 from specvis.cli.options import GUIDANCE, PROMPTS
 from specvis.decoding.discrete import Decoded
+from specvis.decoding.drafting import chain_ancestors
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling
+from specvis.models.interface import Nodes
 from specvis.models.llamagen import GPT, class_config
 from specvis.pipelines.discrete import Pipeline
 
@@ -119,12 +121,12 @@ def step_of(gpt: GPT, nodes: int, sampling: Sampling):
     begin, S = gpt.config.tokens // 2, gpt.prefix_len
     cache, null = gpt.new_cache(2, S + gpt.config.tokens), gpt.null_condition(2)
     gpt.prefill(null, torch.ones(null.shape[:2], dtype=torch.bool), cache)
-    slots = (S + begin + torch.arange(nodes)).expand(2, -1)
-    mask = torch.ones(nodes, S + begin + nodes, dtype=torch.bool).tril(S + begin).expand(2, -1, -1)
+    read = Nodes((S + begin + torch.arange(nodes)).expand(2, -1), torch.tensor([S + begin]),
+                 chain_ancestors(1, nodes, "cpu"), torch.ones(2, S, dtype=torch.bool), S + begin + nodes)
     tokens, positions = torch.zeros(2, nodes, dtype=torch.int64), begin + 1 + torch.arange(nodes)[None]
 
     def step():
-        hidden = gpt.extend(tokens, slots, mask, cache, slots)
+        hidden = gpt.extend(tokens, read, cache)
         sampling.draw(gpt, hidden, positions, tokens[:1], gpt.grid if nodes > 1 else 0)
     return step
 

@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specvis import Sampling, decode, jacobi_decode, parse_method
+from specvis_kernels import commit_kv
 
 
 class SlotCache:
@@ -32,12 +33,7 @@ class SlotCache:
 
     def commit(self, accepted_nodes, num_accepted, lengths):
         """For draft trees: the accepted nodes move to the columns behind their root's."""
-        order = torch.arange(accepted_nodes.shape[1], device=lengths.device)
-        slots = lengths[:, None] + 1 + order
-        source = torch.where(order < num_accepted[:, None], lengths[:, None] + accepted_nodes, slots)
-        for part in (self.keys, self.values):
-            index = [x[None, :, None, :, None].expand(*part.shape[:3], -1, part.shape[4]) for x in (source, slots)]
-            part.scatter_(3, index[1], part.gather(3, index[0]))
+        commit_kv([self.keys, self.values], accepted_nodes, num_accepted, lengths, row_dim=1, column_dim=3)
 
 
 class ImageModel:
@@ -63,8 +59,8 @@ class ImageModel:
         causal = torch.ones_like(itself).tril()
         return self.read(condition, slots, causal & padding_mask[:, None] | itself, cache, slots)
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
-        return self.read(self.embed(tokens + self.first_id), position_ids, mask, cache, slots)
+    def extend(self, tokens, nodes, cache):
+        return self.read(self.embed(tokens + self.first_id), nodes.position_ids, nodes.mask, cache, nodes.slots)
 
     def read(self, x, position_ids, mask, cache, slots):
         cache.slots, cache.columns = slots, mask.shape[-1]

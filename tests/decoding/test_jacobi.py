@@ -11,6 +11,7 @@ from specvis.decoding.discrete import decode
 from specvis.decoding.jacobi import ROUNDS, WINDOWS, WindowChoice, jacobi_decode
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling
+from specvis.models.interface import Nodes
 from specvis_kernels import CoupleTokensResult
 from tests.decoding.test_discrete import PROMPTS, begun, chi_square, exact_pictures, minute, tiny  # noqa: F401
 from tests.models.test_interface import CONDITION, PADDING_MASK, VOCAB, BagModel, CacheFreeModel, L, S
@@ -171,30 +172,34 @@ def test_more_than_one_token_a_forward():
 
 
 def test_the_sizes_of_a_step(monkeypatch):
-    """One forward a step, of the newest token and the guesses that fit into the image."""
+    """One forward a step, of the newest token and the guesses."""
     model, sizes = Constant(0), []
     monkeypatch.setattr(model, "extend", lambda tokens, *a: (sizes.append(tokens.shape), Constant.extend(
         model, tokens, *a))[1], raising=False)
     specvis.decoding.jacobi.check_causal(model)
     sizes.clear()
     decoded = jacobi(method("jacobi", window=5), settings(temperature=0.0), model)
-    assert sizes == [(2 * B, 6), (2 * B, 6), (2 * B, 3)] and decoded.target_forwards.tolist() == [4] * B
+    assert sizes == [(2 * B, 6)] * 3 and decoded.target_forwards.tolist() == [4] * B
 
 
 @pytest.mark.parametrize("m", [method("jacobi", window=3), method("jacobi", window=3, guess="last"),
                                method("jacobi", window="auto"), method("jacobi", window=3, seed_exact=False),
                                METHODS["gsd"]], ids=lambda m: m.label)
-def test_a_step_reads_the_host_once(tiny, monkeypatch, m):  # noqa: F811
-    reads, per_step = [], []
+def test_a_step_reads_nothing_back(tiny, monkeypatch, m):  # noqa: F811
+    """Between steps the host looks once."""
+    reads, per_step, per_look = [], [], []
     for read in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"):
         original = getattr(torch.Tensor, read)
         monkeypatch.setattr(torch.Tensor, read, lambda *a, read=read, original=original, **k: (reads.append(read),
                                                                                               original(*a, **k))[1])
-    step = specvis.decoding.jacobi.run_step
+    step, look = specvis.decoding.jacobi.run_step, specvis.decoding.jacobi.State.look
     monkeypatch.setattr(specvis.decoding.jacobi, "run_step",
                         lambda *a: (reads.clear(), step(*a), per_step.append(reads.copy()))[1])
+    monkeypatch.setattr(specvis.decoding.jacobi.State, "look",
+                        lambda *a: (reads.clear(), look(*a), per_look.append(reads.copy()))[1])
     tiny.tokens(PROMPTS, m, Sampling.of(list(range(4))))
-    assert len(per_step) > 2 and all(names == ["tolist"] for names in per_step)
+    assert len(per_step) > 2 and all(names == [] for names in per_step)
+    assert len(per_look) > 2 and all(names == ["tolist"] for names in per_look)
 
 
 def test_an_observer_sees_every_step(tiny):  # noqa: F811
@@ -217,8 +222,8 @@ def test_an_observer_sees_every_step(tiny):  # noqa: F811
 class Broken(BagModel):
     """Gives logits that are not finite behind a token 3 of request 1."""
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
-        hidden = super().extend(tokens, position_ids, mask, cache, slots)
+    def extend(self, tokens, nodes, cache):
+        hidden = super().extend(tokens, nodes, cache)
         rows = torch.arange(len(tokens)) % B == 1
         return torch.where((rows[:, None] & (tokens == 3))[..., None], torch.nan, hidden)
 
@@ -304,8 +309,14 @@ def test_the_choice_is_told_of_guesses_in_a_request_s_own_window_and_the_one_beh
 class LooksAhead(BagModel):
     """Ignores its mask: a token sees those behind it."""
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
-        return super().extend(tokens, position_ids, mask | mask.any(1, keepdim=True), cache, slots)
+    class Unmasked(Nodes):
+        @property
+        def mask(self):
+            mask = super().mask
+            return mask | mask.any(1, keepdim=True)
+
+    def extend(self, tokens, nodes, cache):
+        return super().extend(tokens, self.Unmasked(**vars(nodes)), cache)
 
 
 def test_a_target_that_is_not_causal_is_refused():
@@ -380,10 +391,10 @@ def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):  # noqa: F811
 class BrokenConstant(Constant):
     """Gives logits that are not finite behind the sixth token of request 1."""
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
+    def extend(self, tokens, nodes, cache):
         rows = torch.arange(len(tokens)) % B == 1
-        return torch.where((rows[:, None] & (position_ids == S + 5))[..., None], torch.nan,
-                           super().extend(tokens, position_ids, mask, cache, slots))
+        return torch.where((rows[:, None] & (nodes.position_ids == S + 5))[..., None], torch.nan,
+                           super().extend(tokens, nodes, cache))
 
     def logits(self, hidden):
         return super().logits(hidden.nan_to_num()).masked_fill(hidden.isnan(), torch.nan)

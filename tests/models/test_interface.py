@@ -7,7 +7,7 @@ from specvis.decoding.drafters import EagleDrafter, ModelDrafter
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.models.interface import Drafter, ModelCache, TargetModel
-from specvis_kernels import codebook_neighbors, draw_tokens
+from specvis_kernels import codebook_neighbors, commit_kv, draw_tokens
 from tests.tiny import tiny_pipeline
 
 GRID, VOCAB, S, DIM, HIDDEN = 4, 12, 2, 3, 8
@@ -21,10 +21,7 @@ class Columns:
         self.data = torch.zeros(rows, columns, size, dtype=torch.float64)
 
     def commit(self, accepted_nodes, num_accepted, lengths):
-        target = lengths[:, None] + 1 + torch.arange(accepted_nodes.shape[1])
-        source = torch.where(accepted_nodes >= 0, lengths[:, None] + accepted_nodes, target)
-        rows = torch.arange(len(lengths))[:, None]
-        self.data[rows, target] = self.data[rows, source]
+        commit_kv(self.data, accepted_nodes, num_accepted, lengths)
 
 
 class BagModel:
@@ -51,9 +48,10 @@ class BagModel:
         cache.data[:, :S] = condition @ self.of_condition
         return padding_mask[:, None].expand(-1, S, -1).double() @ cache.data[:, :S]
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
-        cache.data.scatter_(1, slots[..., None].expand(-1, -1, HIDDEN), self.embed(tokens, position_ids))
-        return mask.double() @ cache.data[:, :mask.shape[-1]]
+    def extend(self, tokens, nodes, cache):
+        entries = self.embed(tokens, nodes.position_ids)
+        cache.data.scatter_(1, nodes.slots[..., None].expand_as(entries), entries)
+        return nodes.mask.double() @ cache.data[:, :nodes.columns]
 
     def logits(self, hidden):
         return (torch.sin(hidden) @ self.output / 8).float()
@@ -69,11 +67,12 @@ class CacheFreeModel(BagModel):
         cache.data[:, :S, :DIM] = condition
         return super().prefill(condition, padding_mask, Columns(len(condition), S, HIDDEN))
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
-        cache.data[torch.arange(len(slots))[:, None], slots, DIM:] = torch.stack([tokens, position_ids], -1).double()
-        notes = cache.data[:, :mask.shape[-1]]
+    def extend(self, tokens, nodes, cache):
+        rows = torch.arange(len(tokens))[:, None]
+        cache.data[rows, nodes.slots, DIM:] = torch.stack([tokens, nodes.position_ids], -1).double()
+        notes = cache.data[:, :nodes.columns]
         read, read_ids = notes[:, S:, DIM:].long().unbind(-1)
-        return mask.double() @ torch.cat([notes[:, :S, :DIM] @ self.of_condition, self.embed(read, read_ids)], 1)
+        return nodes.mask.double() @ torch.cat([notes[:, :S, :DIM] @ self.of_condition, self.embed(read, read_ids)], 1)
 
 
 class WithoutCommit(BagModel):

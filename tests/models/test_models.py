@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from specvis.decoding.drafting import chain_ancestors
 from specvis.decoding.sampling import ACCEPT, DRAFT, philox_uniforms
 from specvis.models.eagle import EagleHead
+from specvis.models.interface import Nodes
 from specvis.models.layers import PACKED_DTYPES, grid_rotations
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config, condition_mask, text_config
 from specvis.models.vq import VQ, VQConfig
@@ -87,9 +89,9 @@ def test_reading_token_by_token_equals_reading_at_once(config):
     slots = torch.arange(S).expand(2, -1)
     parts = [gpt(condition, slots, condition_mask(padding_mask, S), cache, slots)]
     for i in range(15):
-        slot = torch.full((2, 1), S + i)
-        mask = torch.cat([padding_mask, torch.ones(2, i + 1, dtype=torch.bool)], 1)[:, None]
-        parts.append(gpt(gpt.tok_embeddings(tokens[:, i: i + 1]), slot, mask, cache, slot))
+        nodes = Nodes(torch.full((2, 1), S + i), torch.full((2,), S + i), torch.ones(2, 1, 1, dtype=torch.int64),
+                      padding_mask, S + 16)
+        parts.append(gpt.extend(tokens[:, i: i + 1], nodes, cache))
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
 
@@ -185,9 +187,10 @@ def test_batch_invariant_reads_to_the_same_bits():
         gpt.prefill(condition, padding_mask, cache)
         for first in range(0, 144, width):
             chunk = tokens[:, first: first + width]
-            slots = 1 + first + torch.arange(chunk.shape[1]).expand(2, -1)
-            mask = torch.arange(int(slots.max()) + 1) <= slots[..., None]
-            parts.append(gpt.extend(chunk, slots, mask, cache, slots))
+            n = chunk.shape[1]
+            nodes = Nodes(1 + first + torch.arange(n).expand(2, -1), torch.full((2,), 1 + first),
+                          chain_ancestors(2, n, "cpu"), padding_mask, 1 + first + n)
+            parts.append(gpt.extend(chunk, nodes, cache))
         return torch.cat(parts, 1)
 
     with torch.no_grad():

@@ -22,22 +22,24 @@ from torch import Tensor
 
 from specvis_kernels import (
     INVALID_ROW,
+    CommitTokensResult,
     TreeLinksResult,
-    VerifyGreedyResult,
     VerifyResult,
-    tree_mask,
-    verify_greedy,
-    verify_tree,
+    commit_tokens,
+    verify_logits,
 )
 
-from ..models.interface import Drafter, ModelCache, TargetModel
+from ..models.interface import Drafter, ModelCache, Nodes, TargetModel
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
-from .drafting import Draft, Drafting, new_drafting
+from .drafting import Draft, Drafting, chain_ancestors, new_drafting, round_up
 from .methods import Method
-from .sampling import ACCEPT, Sampling, cfg_inputs, mask_padding, philox_uniforms, repeat_for_cfg
+from .sampling import ACCEPT, Sampling, cfg_inputs, philox_uniforms, repeat_for_cfg
 from .trees import static_tree
 
 Progress = Callable[[int], None]  # called with how many tokens the batch has just gained
+
+POLL = {"cpu": 1}  # steps from one look of the host at the device to the next
+USUAL_POLL = 4     # of other devices: a look waits for all that the device was asked for
 
 
 @dataclass
@@ -92,7 +94,7 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
     cache = target.new_cache(2 * B, S + L)
     columns = torch.arange(S + L, device=device).expand(2 * B, -1).split(1, 1)
-    mask = mask_padding(padding_mask, torch.ones(B, 1, S + L, dtype=torch.bool, device=device))
+    itself = torch.ones(B, 1, 1, dtype=torch.int64, device=device)
     tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
     if known_tokens is not None:
         tokens[:, :known_tokens.shape[1]] = known_tokens
@@ -105,7 +107,8 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
             hidden = read_known(target, condition, padding_mask, tokens[:, :i], cache)[:, -1:]
         else:
             column = columns[S + i - 1]
-            hidden = target.extend(repeat_for_cfg(token_at[i - 1]), column, mask[..., :S + i], cache, column)
+            nodes = Nodes(column, column[:B, 0], itself, padding_mask, min(round_up(S + i), S + L))
+            hidden = target.extend(repeat_for_cfg(token_at[i - 1]), nodes, cache)
         drawn = sampling.draw(target, hidden, positions[i])
         old, new = token_at[i], drawn.tokens
         old.copy_(torch.where(old < 0, new, old) if is_ragged else new)
@@ -129,14 +132,13 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, tok
     Returns:
         (2B, S + K, H) hidden states
     """
-    hidden, S, K = target.prefill(condition, padding_mask, cache), condition.shape[1], tokens.shape[1]
+    hidden, (B, K), S = target.prefill(condition, padding_mask, cache), tokens.shape, condition.shape[1]
     if K == 0:
         return hidden
-    slots = torch.arange(S, S + K, device=tokens.device)
-    causal = torch.arange(S + K, device=tokens.device) <= slots[:, None]
-    mask = mask_padding(padding_mask, causal.expand(len(tokens), -1, -1))
-    slots = slots.expand(len(condition), -1)
-    return torch.cat([hidden, target.extend(repeat_for_cfg(tokens.clamp(min=0)), slots, mask, cache, slots)], 1)
+    lengths = torch.full((B,), S, device=tokens.device)
+    position_ids = torch.arange(S, S + K, device=tokens.device).expand(len(condition), -1)
+    nodes = Nodes(position_ids, lengths, chain_ancestors(B, K, tokens.device), padding_mask, S + K)
+    return torch.cat([hidden, target.extend(repeat_for_cfg(tokens.clamp(min=0)), nodes, cache)], 1)
 
 
 @dataclass
@@ -182,12 +184,14 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
     if progress:
         progress(sum(state.host_counts) - sum(num_known))
     while min(state.host_counts) < settings.num_tokens:
-        total = sum(state.host_counts)
         step = run_step(state, settings)
         if observe:
             observe(step)
-        if progress:
-            progress(sum(state.host_counts) - total)
+        if state.num_steps == state.poll or state.max_count == settings.num_tokens:
+            total = sum(state.host_counts)
+            state.look()
+            if progress:
+                progress(sum(state.host_counts) - total)
     return state.decoded()
 
 
@@ -202,7 +206,8 @@ class Settings:
     uniforms: Tensor | None  # (B, L, N) float32  for verification, by the position of a step's first token; else None
     max_nodes: int        # N, how many nodes a tree has at most
     max_depth: int        # P, how many drafts a step can accept at most
-    rule: dict            # of acceptance: keyword arguments of verify_tree
+    max_width: int        # how many children a node has at most
+    rule: dict            # of acceptance: keyword arguments of verify_logits
     lossless: Tensor      # (B,) bool
     is_chain: bool        # do all trees have one node a level?
     has_bound: bool       # does chain_bound have to be computed?
@@ -219,8 +224,8 @@ class Settings:
         lossless = torch.tensor([m.lossless for m in methods], device=device)
         is_chain = base.drafting == "static" and static_tree(base.tree).is_chain
         has_bound = is_chain and not base.k and not all(m.lossless for m in methods)
-        return Settings(target, sampling, padding_mask, base.seed_exact, uniforms, max_nodes, max_depth, rule, lossless,
-                        is_chain, has_bound)
+        return Settings(target, sampling, padding_mask, base.seed_exact, uniforms, max_nodes, max_depth,
+                        max(m.max_width for m in methods), rule, lossless, is_chain, has_bound)
 
     @property
     def num_tokens(self) -> int:
@@ -229,51 +234,58 @@ class Settings:
 
 
 class State:
-    """What goes around the loop: the images, how far they are, and the accounts of what it took."""
+    """What goes around the loop: the images, how far they are, and the accounts of what it took.
+
+    All of it stays in the same memory. What the host knows of it is as old as its last `look`; a step reads nothing
+    back, and its shapes depend on what the host knows alone.
+    """
 
     def __init__(self, settings: Settings, drafting: Drafting, num_known: list[int]):
         """num_known: how many tokens of each image are known."""
         seeds = settings.sampling.seeds
-        B, L, N, device = len(seeds), settings.num_tokens, settings.max_nodes, seeds.device
-        self.prefix_len, self.num_tokens, self.drafting = settings.target.prefix_len, L, drafting
-        self.cache = settings.target.new_cache(2 * B, self.prefix_len + L + N)
-        self.index = torch.arange(max(N, settings.max_depth + 1), device=device)
-        # What stands in columns from L on is of no use. There the steps of finished images are written.
-        self.tokens = torch.zeros(B, L + settings.max_depth + 1, dtype=torch.int64, device=device)
-        # the accounts, see Decoded
+        B, L, device = len(seeds), settings.num_tokens, seeds.device
+        self.settings, self.drafting, self.poll = settings, drafting, POLL.get(device.type, USUAL_POLL)
+        self.num_columns = settings.target.prefix_len + L + settings.max_nodes
+        self.cache = settings.target.new_cache(2 * B, self.num_columns)
+        self.tokens = torch.zeros(B, L, dtype=torch.int64, device=device)
         self.num_known = torch.tensor(num_known, device=device)
+        self.counts = self.num_known + 1  # (B,) tokens of each image; L: it is finished, or it failed
+        self.root = torch.zeros(B, dtype=torch.int64, device=device)  # (B,) the newest token: not in the cache yet
+        self.failed = torch.zeros(B, dtype=torch.bool, device=device)
+        # the accounts, see Decoded
         self.target_forwards = torch.ones(B, dtype=torch.int64, device=device)
-        self.num_accepted = torch.full((B, L + 1), -1, dtype=torch.int64, device=device)
-        self.num_drafted = torch.zeros(B, L + 1, dtype=torch.int64, device=device)
+        self.num_accepted = torch.full((B, L), -1, dtype=torch.int64, device=device)
+        self.num_drafted = torch.zeros(B, L, dtype=torch.int64, device=device)
         self.tv_excess = torch.zeros(B, device=device)
         is_known = settings.lossless | ~settings.sampling.greedy & settings.has_bound
         self.tv_bound = torch.where(is_known, 0.0, torch.nan)
-        # what the host knows: the tokens of each image, the largest depth and width of the next trees
-        self.host_counts = [min(n + 1, L) for n in num_known]
-        self.tree_depth, self.tree_width = drafting.shapes.depth.max().item(), drafting.shapes.width.max().item()
+        self.look()
 
-    def advance(self, counts: Tensor) -> None:
-        """The images now have counts (B,) tokens. The newest of them, the next tree's root, is not in the cache yet.
+    def look(self) -> None:
+        """Tell the host how far the images are, and how deep and wide the next trees: the loop's one host read."""
+        shapes = self.drafting.shapes
+        self.host_counts, depths, widths = torch.stack([self.counts, shapes.depth, shapes.width]).tolist()
+        self.num_steps, self.tree_depth, self.tree_width = 0, max(depths), max(widths)
+        if self.poll > 1 and shapes.adaptation:  # trees may grow before the next look
+            self.tree_depth, self.tree_width = self.settings.max_depth, self.settings.max_width
 
-        An image that failed counts as finished.
-        """
-        L = self.num_tokens
-        self.counts = counts.clamp(max=L).masked_fill(self.failed, L)
-        self.lengths = self.counts + (self.prefix_len - 1)        # (B,) entries in the cache: the root's column
-        self.position = self.counts.clamp(max=L - 1)              # (B,) of the next step's first token
-        self.budget = (L - 1) - self.counts                       # (B,) drafts that fit, and one more token with them
-        self.active = self.counts < L                             # (B,) images that are not finished
+    @property
+    def max_count(self) -> int:
+        """No image has more tokens now, of those that go on."""
+        L = self.settings.num_tokens
+        counts = [count for count in self.host_counts if count < L]
+        return min(max(counts, default=L) + self.num_steps * (self.settings.max_depth + 1), L)
 
     def decoded(self) -> Decoded:
-        L = self.num_tokens
-        return Decoded(self.tokens[:, :L], *(account.cpu() for account in (
-            self.num_known, self.target_forwards, self.num_accepted[:, :L], self.num_drafted[:, :L],
-            self.tv_excess, self.tv_bound, self.failed)))
+        return Decoded(self.tokens, *(account.cpu() for account in (
+            self.num_known, self.target_forwards, self.num_accepted, self.num_drafted, self.tv_excess, self.tv_bound,
+            self.failed)))
 
 
 def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: Tensor | None) -> None:
     """Read the conditions (2B, S, dim) and the known tokens with target and drafter. Draw the tokens behind them."""
-    sampling, num_known, drafting, S = settings.sampling, state.num_known, state.drafting, state.prefix_len
+    sampling, num_known, drafting = settings.sampling, state.num_known, state.drafting
+    S, L = settings.target.prefix_len, settings.num_tokens
     K = 0 if known_tokens is None else known_tokens.shape[1]
     if K:
         state.tokens[:, :K] = known_tokens.clamp(min=0)
@@ -282,127 +294,106 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
     hidden = hidden[:, S - 1:]                                             # before each token, the next one too
     newest = repeat_for_cfg(num_known)[:, None, None].expand(-1, 1, hidden.shape[-1])
     drawn = sampling.draw(settings.target, hidden.gather(1, newest), num_known[:, None])
-    state.tokens.scatter_(1, num_known[:, None], drawn.tokens)
-    state.root = drawn.tokens[:, 0]                                        # (B,) the newest token
-    state.failed = ((drawn.status[:, 0] & INVALID_ROW) != 0) & (num_known < settings.num_tokens)
-    state.advance(num_known + 1)
-    drafting.shapes.first = state.counts
-    drafting.extend(state.tokens[:, :K + 1], hidden, torch.zeros_like(num_known), num_known + 1, 0)
+    is_whole = num_known == L
+    last = num_known.clamp(max=L - 1)[:, None]
+    state.tokens.scatter_(1, last, torch.where(is_whole[:, None], state.tokens.gather(1, last), drawn.tokens))
+    state.root.copy_(drawn.tokens[:, 0])
+    state.failed.copy_(((drawn.status[:, 0] & INVALID_ROW) != 0) & ~is_whole)
+    state.counts.copy_((num_known + 1).clamp(max=L).masked_fill(state.failed, L))
+    drafting.shapes.first = state.counts.clone()
+    new_tokens = F.pad(state.tokens, (0, 1))[:, :K + 1]
+    drafting.extend(new_tokens, hidden, torch.zeros_like(num_known), num_known + 1, 0)
+    state.look()
 
 
 def run_step(state: State, settings: Settings) -> Step:
     """One step of all images that are not finished."""
+    position = state.counts.clamp(max=settings.num_tokens - 1)
+    active = state.counts < settings.num_tokens
     tree = draft(state)
     output = target_forward(state, settings, tree)
-    verified = verify(state, settings, tree, output)
-    step = Step(tree.links, state.position, verified.accepted_nodes, verified.num_accepted, state.active)
+    verified = verify(state, settings, tree, output, position)
     committed = commit(state, settings, tree, output, verified)
-    update(state, settings, tree, output, verified, committed)
-    return step
+    update(state, settings, tree, output, verified, committed, position, active)
+    state.num_steps += 1
+    return Step(tree.links, position, verified.accepted_nodes, verified.num_accepted, active)
 
 
 def draft(state: State) -> Draft:
     """The next trees."""
-    return state.drafting.draft(state.root, state.tree_depth, state.tree_width)
+    return state.drafting.draft(state.root, state.counts, state.max_count, state.tree_depth, state.tree_width)
 
 
 class TargetOutput(NamedTuple):
     """What the target says of the nodes of the trees."""
-    hidden: Tensor         # (2B, N, H)
-    probs: Tensor | None   # (B, N, V) float32  of what follows each node; None where verification is by equality
-    tokens: Tensor | None  # (B, N) int64       the target's own draw after each node; None where it is not
-    status: Tensor         # (B, N) int32
+    hidden: Tensor   # (2B, N, H)
+    logits: Tensor   # (2B, N, V)
+    lengths: Tensor  # (B,) int64  the root's column
+    depth: Tensor    # (B, N)      of the nodes, 0 of unused ones
 
 
 def target_forward(state: State, settings: Settings, tree: Draft) -> TargetOutput:
     """Read all nodes of the trees at once. Each sees the tokens before the root, its ancestors and itself."""
-    N, target, sampling = tree.tokens.shape[1], settings.target, settings.sampling
-    depth = tree.links.depth.clamp(min=0)
-    root = repeat_for_cfg(state.lengths)[:, None]
-    columns = state.prefix_len + max(state.host_counts) + N
-    mask = mask_padding(settings.padding_mask, tree_mask(tree.links.ancestors, state.lengths.int(), columns=columns))
-    hidden = target.extend(repeat_for_cfg(tree.tokens), root + repeat_for_cfg(depth), mask, state.cache,
-                           root + state.index[:N])
-    if settings.seed_exact:
-        drawn = sampling.draw(target, hidden, state.counts[:, None] + depth)
-        return TargetOutput(hidden, None, drawn.tokens, drawn.status)
-    probs, status = sampling.probs(target, hidden)
-    return TargetOutput(hidden, probs, None, status)
+    N, S, target = tree.tokens.shape[1], settings.target.prefix_len, settings.target
+    lengths, depth = state.counts + (S - 1), tree.links.depth.clamp(min=0)
+    columns = min(round_up(S - 1 + state.max_count + N), state.num_columns)
+    nodes = Nodes(repeat_for_cfg(lengths[:, None] + depth), lengths, tree.links.ancestors, settings.padding_mask,
+                  columns)
+    hidden = target.extend(repeat_for_cfg(tree.tokens), nodes, state.cache)
+    return TargetOutput(hidden, target.logits(hidden), lengths, depth)
 
 
-def verify(state: State, settings: Settings, tree: Draft, output: TargetOutput) -> VerifyResult | VerifyGreedyResult:
+def verify(state: State, settings: Settings, tree: Draft, output: TargetOutput, position: Tensor) -> VerifyResult:
     """Say which drafts are accepted, and draw the token behind them, for which the drafts leave a position."""
-    N, fits = tree.tokens.shape[1], tree.links.depth < state.budget[:, None]
-    if settings.seed_exact:  # no draft follows a row from which nothing could be drawn
-        first_child = torch.where(fits & (output.status == 0), tree.links.first_child, -1)
-        return verify_greedy(output.tokens, tree.tokens, first_child, tree.links.next_sibling,
-                             max_depth=settings.max_depth)
-    uniforms = settings.uniforms[:, :, :N].gather(1, state.position[:, None, None].expand(-1, 1, N))[:, 0]
-    first_child = torch.where(fits, tree.links.first_child, -1)
-    return verify_tree(output.probs, tree.tokens, first_child, tree.links.next_sibling, uniforms,
-                       draft_probs=tree.draft_probs, draft_row=tree.draft_row, greedy=settings.sampling.greedy,
-                       max_depth=settings.max_depth, **settings.rule)
-
-
-class Committed(NamedTuple):
-    """The tokens of a step: the accepted drafts and the token that was drawn behind them."""
-    new_tokens: Tensor       # (B, P + 1) int64  0 behind the last
-    previous_hidden: Tensor  # (2B, P + 1, H)    the target's hidden state before each
-    is_invalid: Tensor       # (B,) bool         the last was drawn from a row that was not finite
+    N, sampling, links = tree.tokens.shape[1], settings.sampling, tree.links
+    fits = links.depth < ((settings.num_tokens - 1) - state.counts)[:, None]
+    first_child = torch.where(fits, links.first_child, -1)
+    if settings.seed_exact:
+        by, uniforms = {"seeds": sampling.seeds, "positions": state.counts[:, None] + output.depth}, None
+    else:
+        uniforms = settings.uniforms.gather(1, position[:, None, None].expand(-1, 1, settings.uniforms.shape[2]))[:, 0]
+        by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule}
+        uniforms = uniforms[:, :N]
+    return verify_logits(*output.logits.chunk(2), tree.tokens, first_child, links.next_sibling, uniforms,
+                         sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
+                         max_depth=settings.max_depth, **by)
 
 
 def commit(state: State, settings: Settings, tree: Draft, output: TargetOutput,
-           verified: VerifyResult | VerifyGreedyResult) -> Committed:
-    """Put the accepted drafts into the cache, and them and the next token into the images."""
-    accepted_nodes, num_accepted, next_token = verified[:3]
+           verified: VerifyResult) -> CommitTokensResult:
+    """Put the accepted drafts into the cache, and them and the next token into the images and their accounts."""
     if not settings.is_chain:  # an accepted part of a chain is where it should be
-        state.cache.commit(repeat_for_cfg(accepted_nodes), repeat_for_cfg(num_accepted), repeat_for_cfg(state.lengths))
-    nodes, last = F.pad(accepted_nodes.clamp(min=0), (1, 0)).long(), num_accepted[:, None].long()  # the root in front
-    if settings.seed_exact:
-        new_tokens = output.tokens.gather(1, nodes)
-    else:
-        new_tokens = F.pad(tree.tokens.gather(1, nodes[:, 1:]), (0, 1)).scatter_(1, last, next_token[:, None])
-    index = state.index[:nodes.shape[1]]
-    new_tokens.masked_fill_(index > last, 0)
-    state.tokens.scatter_(1, state.counts[:, None] + index, new_tokens)
-    state.root = next_token
-    hidden = output.hidden
-    previous_hidden = hidden.gather(1, repeat_for_cfg(nodes)[..., None].expand(-1, -1, hidden.shape[-1]))
-    return Committed(new_tokens, previous_hidden, output.status.gather(1, nodes.gather(1, last))[:, 0] != 0)
+        state.cache.commit(verified.accepted_nodes, verified.num_accepted, output.lengths)
+    state.root.copy_(verified.next_token)
+    return commit_tokens(state.tokens, state.counts, state.failed, state.target_forwards, state.num_accepted,
+                         state.num_drafted, state.tv_excess, tree.tokens, verified.accepted_nodes,
+                         verified.num_accepted, verified.next_token, verified.tv_excess, verified.status,
+                         state.drafting.shapes.depth)
 
 
-def update(state: State, settings: Settings, tree: Draft, output: TargetOutput,
-           verified: VerifyResult | VerifyGreedyResult, committed: Committed) -> None:
-    """Account for the step, let the drafter read the new tokens, and choose the next trees' shapes."""
-    account(state, settings, tree, output, verified)
-    shapes, position, num_accepted = state.drafting.shapes, state.position, verified.num_accepted.long()
-    num_new = num_accepted + 1
-    state.failed |= state.active & committed.is_invalid
-    state.advance(state.counts + num_new)
-    shapes.record(position, num_accepted, state.active)
-    max_count = min(max(state.host_counts), settings.num_tokens - 1)
-    state.drafting.extend(committed.new_tokens, committed.previous_hidden, position, num_new, max_count)
-    # the step's one host read
-    state.host_counts, depths, widths = torch.stack([state.counts, shapes.depth, shapes.width]).tolist()
-    state.tree_depth, state.tree_width = max(depths), max(widths)
-
-
-def account(state: State, settings: Settings, tree: Draft, output: TargetOutput,
-            verified: VerifyResult | VerifyGreedyResult) -> None:
-    """Count the step of each active image."""
-    active, position = state.active, state.counts[:, None]
-    state.num_accepted.scatter_(1, position, verified.num_accepted[:, None].long())
-    state.num_drafted.scatter_(1, position, state.drafting.shapes.depth.minimum(state.budget)[:, None])
-    state.target_forwards += active
-    if not settings.seed_exact:
-        state.tv_excess += verified.tv_excess * active
+def update(state: State, settings: Settings, tree: Draft, output: TargetOutput, verified: VerifyResult,
+           committed: CommitTokensResult, position: Tensor, active: Tensor) -> None:
+    """Let the drafter read the new tokens, and choose the next trees' shapes."""
     if settings.has_bound:
-        P = settings.max_depth
-        accepts = [scaled(settings.rule["omega"][:, i:i + 1].double()) for i in range(P)]
-        residual = optimal_residual if settings.rule["residual"] == "optimal" else vanilla_residual
-        levels = torch.where(settings.lossless | ~active, 0, state.budget)
-        state.tv_bound += chain_bound(output.probs[:, :P], tree.draft_probs, tree.tokens[:, 1:], accepts, residual,
-                                      levels)
+        add_bound(state, settings, tree, output, position, active)
+    shapes = state.drafting.shapes
+    if shapes.adaptation:
+        shapes.record(position, verified.num_accepted.long(), active & (state.counts < settings.num_tokens))
+    hidden = output.hidden
+    index = repeat_for_cfg(committed.nodes)[..., None].expand(-1, -1, hidden.shape[-1])
+    counts = output.lengths - (settings.target.prefix_len - 1)  # before the step
+    state.drafting.extend(committed.new_tokens, hidden.gather(1, index), counts, committed.num_new, state.max_count)
+
+
+def add_bound(state: State, settings: Settings, tree: Draft, output: TargetOutput, position: Tensor,
+              active: Tensor) -> None:
+    """Add the bound of COOL-SD's eq. (4) for the chains of a step."""
+    P, L = settings.max_depth, settings.num_tokens
+    probs = settings.sampling.of_logits(output.logits[:, :P]).probs
+    accepts = [scaled(settings.rule["omega"][:, i:i + 1].double()) for i in range(P)]
+    residual = optimal_residual if settings.rule["residual"] == "optimal" else vanilla_residual
+    levels = torch.where(settings.lossless | ~active, 0, L - 1 - position)
+    state.tv_bound += chain_bound(probs, tree.draft_probs, tree.tokens[:, 1:], accepts, residual, levels)
 
 
 def acceptance_rule(methods: list[Method], neighbors: Tensor | None, vocab_size: int, max_depth: int,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..models.eagle import EagleHead
-from ..models.interface import ModelCache, TargetModel
+from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
 from ..models.llamagen import GPT, condition_mask
 
@@ -30,9 +30,8 @@ class EagleDrafter:
             self.head(torch.zeros_like(slots), hidden[:, : self.prefix_len], slots,
                       condition_mask(self.padding_mask, self.prefix_len), cache, slots)
 
-    def extend(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache,
-               slots: Tensor) -> Tensor:
-        return self.head(tokens, previous_hidden, position_ids, mask, cache, slots)
+    def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
+        return self.head.extend(tokens, previous_hidden, nodes, cache)
 
 
 class ModelDrafter:
@@ -52,6 +51,5 @@ class ModelDrafter:
     def prefill(self, hidden: Tensor, cache: ModelCache) -> None:
         self.model.prefill(self.condition, self.padding_mask, cache)
 
-    def extend(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: ModelCache,
-               slots: Tensor) -> Tensor:
-        return self.model.extend(tokens, position_ids, mask, cache, slots)
+    def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: ModelCache) -> Tensor:
+        return self.model.extend(tokens, nodes, cache)

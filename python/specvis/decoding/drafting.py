@@ -5,12 +5,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specvis_kernels import TreeLinksResult, draw_children, expand_tree, select_tree, tree_links, tree_mask
+from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, select_tree, tree_links
 
-from ..models.interface import Drafter
+from ..models.interface import Drafter, Nodes
 from .methods import Method
-from .sampling import DRAFT, SHAPE, Sampling, hide_padding, mask_padding, philox_uniforms, repeat_for_cfg
+from .sampling import DRAFT, SHAPE, Sampling, philox_uniforms, repeat_for_cfg
 from .trees import Shapes, StaticTree, static_tree
+
+BUCKET = 64  # columns: models read their caches in multiples of so many
+
+
+def round_up(columns: int) -> int:
+    """So many columns, or a few more: reads of almost as many columns have the same shapes."""
+    return -(-columns // BUCKET) * BUCKET
 
 
 @dataclass
@@ -23,31 +30,47 @@ class Draft:
     draft_row: Tensor | None    # (B, N) int32  which of these rows a node's children were sampled from
 
 
+def chain_ancestors(batch: int, n: int, device: torch.device) -> Tensor:
+    """The ancestors (B, n, W) int64 of the nodes of a chain."""
+    parents = torch.arange(-1, n - 1, dtype=torch.int32, device=device).expand(batch, -1)
+    return tree_links(parents).ancestors
+
+
 class Drafting(ABC):
     """The drafter at work on B requests, and what it says of the token behind the newest one.
 
-    After `extend` there are, for the newest token of each request, the drafter's hidden state (2B, 1, H) and the
-    probabilities (B, 1, V) of the next token. A tree is drafted from these.
+    After `extend` there are, for the newest token of each request, the drafter's hidden state (2B, 1, H) and its logits
+    (2B, 1, V) for the next token. A tree is drafted from these.
     """
 
-    def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, num_columns: int):
+    def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, num_nodes: int,
+                 max_depth: int):
         """
         Args:
             draft_guidance: (B,) float32  the share of each request's guidance that the drafter gets
             shapes:         the depth and the width of each request's next tree
-            num_columns:    how many entries a tree adds to the drafter's cache at most
+            num_nodes:      how many nodes of a tree the drafter reads at most, the root among them
+            max_depth:      of any tree
         """
         self.drafter, self.shapes, self.num_tokens = drafter, shapes, shapes.grid ** 2
         guidance = torch.lerp(torch.ones_like(draft_guidance), sampling.guidance, draft_guidance)
-        self.sampling = replace(sampling, guidance=guidance)
-        num_columns += drafter.prefix_len + self.num_tokens
-        self.cache, self.index = drafter.new_cache(num_columns), torch.arange(num_columns, device=sampling.seeds.device)
+        self.sampling, seeds = replace(sampling, guidance=guidance), sampling.seeds
+        self.settings = guidance, sampling.temperature, sampling.top_k, sampling.top_p
+        self.num_columns = drafter.prefix_len + self.num_tokens + max(num_nodes, max_depth + 1)
+        self.cache = drafter.new_cache(self.num_columns)
+        self.index = torch.arange(max_depth + 1, device=seeds.device)
+        self.chain = chain_ancestors(len(seeds), max_depth + 1, seeds.device)
+        self.hidden, self.logits = None, None
 
     @abstractmethod
-    def draft(self, root: Tensor, max_depth: int, max_width: int) -> Draft:
-        """The next trees, below the newest tokens root (B,).
+    def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
+        """The next trees.
 
-        max_depth, max_width: the largest depth and width of any request's tree; each request's own are in `shapes`
+        Args:
+            root:       (B,) int64  the newest tokens
+            counts:     (B,) int64  how many tokens each image has, the newest among them
+            max_count:  the most that an image which goes on may have
+            max_depth, max_width: the largest depth and width of any request's tree; each one's own are in `shapes`
         """
 
     def prefill(self, hidden: Tensor) -> None:
@@ -63,40 +86,40 @@ class Drafting(ABC):
             previous_hidden: (2B, A, H)    the target's hidden state before each
             counts:          (B,) int64    how many tokens each request had before
             num_new:         (B,) int64    how many of `new_tokens` are new, at least 1
-            max_count:       the largest of `counts`
+            max_count:       the largest of `counts` of the images that go on
         """
-        prefix_len, A = self.drafter.prefix_len, new_tokens.shape[1]
-        slots = repeat_for_cfg(counts)[:, None] + self.index[prefix_len: prefix_len + A]  # (2B, A)
-        mask = self.index[:prefix_len + max_count + A] <= slots[..., None]                # (2B, A, T)
-        hidden = self.drafter.extend(repeat_for_cfg(new_tokens), previous_hidden, slots,
-                                     hide_padding(self.drafter.padding_mask, mask), self.cache, slots)
+        (B, A), prefix_len = new_tokens.shape, self.drafter.prefix_len
+        is_step = A == len(self.index)  # else it is the prefill, with any number of known tokens
+        index, ancestors = (self.index, self.chain) if is_step else (
+            torch.arange(A, device=counts.device), chain_ancestors(B, A, counts.device))
+        lengths = counts + prefix_len
+        nodes = self.nodes(lengths[:, None] + index, lengths, ancestors, max_count + A)
+        hidden = self.drafter.extend(repeat_for_cfg(new_tokens), previous_hidden, nodes, self.cache)
         last = repeat_for_cfg(num_new - 1)[:, None, None].expand(-1, -1, hidden.shape[-1])
-        self.counts = (counts + num_new).clamp(max=self.num_tokens)
-        self.root = self.counts + (prefix_len - 1)                                        # (B,) its column
-        self.columns = prefix_len + min(max_count + A, self.num_tokens)                   # that may hold an entry
-        self.hidden = hidden.gather(1, last)
-        self.probs = self.sampling.probs(self.drafter, self.hidden).probs
+        hidden = hidden.gather(1, last)
+        logits = self.drafter.logits(hidden)
+        if self.hidden is None:
+            self.hidden, self.logits = hidden.clone(), logits.clone()
+        self.hidden.copy_(hidden)
+        self.logits.copy_(logits)
 
-    def expand_level(self, tokens: Tensor, previous_hidden: Tensor, ancestors: Tensor,
-                     depth: int) -> tuple[Tensor, Tensor]:
+    def nodes(self, position_ids: Tensor, lengths: Tensor, ancestors: Tensor, max_columns: int,
+              first: int = 0) -> Nodes:
+        """Of the drafter's tree; position_ids (B, F) int64, max_columns: behind the condition."""
+        columns = min(round_up(self.drafter.prefix_len + max_columns), self.num_columns)
+        return Nodes(repeat_for_cfg(position_ids), lengths, ancestors, self.drafter.padding_mask, columns, first)
+
+    def expand_level(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """Read the drafts of one level of the trees.
 
         Args:
-            tokens:          (B, F) int64      the drafts, the last F nodes of `ancestors`
-            previous_hidden: (2B, F, H)        the drafter's hidden states at their parents
-            ancestors:       (B, n, W) int64   of all nodes that the drafter has read; node 0 is the newest token
-            depth:           of the level: 1 for children of the newest token
-
+            tokens:          (B, F) int64  the drafts
+            previous_hidden: (2B, F, H)    the drafter's hidden states at their parents
         Returns:
-            hidden states (2B, F, H), probabilities (B, F, V) of their children
+            hidden states (2B, F, H), logits (2B, F, V) of their children
         """
-        n, F = ancestors.shape[1], tokens.shape[1]
-        mask = tree_mask(ancestors, self.root.int(), columns=self.columns + n)[:, n - F:]
-        root = repeat_for_cfg(self.root)[:, None]
-        hidden = self.drafter.extend(
-            repeat_for_cfg(tokens), previous_hidden, (root + depth).expand(-1, F),
-            mask_padding(self.drafter.padding_mask, mask), self.cache, root + self.index[n - F: n])
-        return hidden, self.sampling.probs(self.drafter, hidden).probs
+        hidden = self.drafter.extend(repeat_for_cfg(tokens), previous_hidden, nodes, self.cache)
+        return hidden, self.drafter.logits(hidden)
 
 
 class StaticPlan:
@@ -105,17 +128,18 @@ class StaticPlan:
     Inner nodes are those that have children. They are the nodes that the drafter reads, the root first. Each level
     takes three moves:
     1. Draw K children after each of the F inner nodes of the level above. K is the most that any of them has.
-    2. Pick the children that the tree has. They are the n nodes of this level.
-    3. Read the inner nodes among these. They are the F of the next level.
+    2. Pick the children that are inner nodes: those of this level.
+    3. Read them. They are the F of the next level.
+    In the end the nodes of the tree are picked from all children.
     """
 
     @dataclass
     class Level:
-        uniform_index: Tensor  # (F, K) int64  which of the N - 1 uniforms each child is drawn with
-        picked: Tensor         # (n,) int64    which of the F * K children the tree has
-        inner: Tensor          # (F',) int64   which of the n nodes are inner nodes
-        parents: Tensor        # (F',) int64   which of the F nodes above is the parent of each inner node
-        ancestors: Tensor      # (B, ., W) int64  of all inner nodes down to this level
+        num_children: int   # K
+        inner: Tensor       # (F',) int64  which of the F * K children are inner nodes
+        parents: Tensor     # (F',) int64  which of the F nodes above is the parent of each
+        ancestors: Tensor   # (B, F', W) int64  of the inner nodes, in bits for all inner nodes of the tree
+        first: int          # the number of the first of them among all inner nodes
 
     def __init__(self, tree: StaticTree, batch: int, device: torch.device):
         def indices(numbers):
@@ -124,23 +148,26 @@ class StaticPlan:
         def for_each_request(numbers):
             return torch.tensor(numbers, dtype=torch.int32, device=device).expand(batch, -1)
 
-        self.levels = []
-        above, inner, inner_parents = [0], [0], [-1]  # inner nodes: of the level above, and all, with their parents
+        inner = [node for node in range(len(tree.parents)) if tree.children(node)]
+        ancestors = tree_links(for_each_request([inner.index(tree.parents[node]) if node else -1
+                                                 for node in inner])).ancestors
+        self.levels, uniforms, nodes, num_drawn = [], [], [0], 1  # of all that is drawn, the root is number 0
+        above = [0]
         for depth in range(1, tree.depth + 1):
-            nodes, child_lists = tree.level(depth), [tree.children(node) for node in above]
+            child_lists = [tree.children(node) for node in above]
             K = max(map(len, child_lists))
-            new = [node for node in nodes if tree.children(node)]
-            inner_parents += [inner.index(tree.parents[node]) for node in new]
-            inner += new
-            self.levels.append(self.Level(
-                # node n is drawn with uniform n - 1; where the tree has no such child, any uniform will do
-                uniform_index=indices([[node - 1 for node in children] + [0] * (K - len(children))
-                                       for children in child_lists]),
-                picked=indices([f * K + i for f, children in enumerate(child_lists) for i in range(len(children))]),
-                inner=indices([nodes.index(node) for node in new]),
-                parents=indices([above.index(tree.parents[node]) for node in new]),
-                ancestors=tree_links(for_each_request(inner_parents)).ancestors))
+            # node n is drawn with uniform n - 1; where the tree has no such child, any uniform will do
+            uniforms += [node - 1 for children in child_lists for node in children + [1] * (K - len(children))]
+            drawn = {node: f * K + i for f, children in enumerate(child_lists) for i, node in enumerate(children)}
+            nodes += [num_drawn + drawn[node] for node in tree.level(depth)]
+            num_drawn += len(above) * K
+            new = [node for node in tree.level(depth) if tree.children(node)]
+            first = inner.index(new[0]) if new else 0
+            self.levels.append(self.Level(K, indices([drawn[node] for node in new]),
+                                          indices([above.index(tree.parents[node]) for node in new]),
+                                          ancestors[:, first: first + len(new)], first))
             above = new
+        self.uniforms, self.nodes = indices(uniforms), indices(nodes)
         self.num_inner = len(inner)
         self.links = tree_links(for_each_request(tree.parents))
         self.draft_row = for_each_request([inner.index(node) if node in inner else -1
@@ -156,84 +183,80 @@ class StaticDrafting(Drafting):
 
     def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, plan: StaticPlan,
                  seed_exact: bool):
-        super().__init__(drafter, sampling, draft_guidance, shapes, plan.num_inner)
-        self.plan, self.any_greedy, self.seed_exact = plan, bool(sampling.greedy.any()), seed_exact
+        super().__init__(drafter, sampling, draft_guidance, shapes, plan.num_inner, len(plan.levels))
+        self.plan, self.seed_exact = plan, seed_exact
         if not seed_exact:
             num_drafts = plan.links.depth.shape[1] - 1
-            self.uniforms = philox_uniforms(sampling.seeds, DRAFT, self.num_tokens, num_drafts)  # (B, L, N - 1)
+            uniforms = philox_uniforms(sampling.seeds, DRAFT, self.num_tokens, num_drafts)  # (B, L, N - 1)
+            self.uniforms = uniforms.index_select(2, plan.uniforms)
 
-    def draft(self, root: Tensor, max_depth: int, max_width: int) -> Draft:
+    def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
+        newest = counts - 1                                                      # (B,) the position of the newest token
         if not self.seed_exact:
-            position = (self.counts - 1)[:, None, None].expand(-1, 1, self.uniforms.shape[2])
-            uniforms = self.uniforms.gather(1, position.clamp(max=self.num_tokens - 1))[:, 0]
-        tokens, rows, hidden, probs = [root[:, None]], [], self.hidden, self.probs
+            index = newest[:, None, None].expand(-1, 1, self.uniforms.shape[2])
+            uniforms = self.uniforms.gather(1, index)[:, 0]
+        column = newest + self.drafter.prefix_len                                # (B,) where it stands
+        drawn, rows, hidden, logits, num_used = [root[:, None]], [], self.hidden, self.logits, 0
         for depth, level in enumerate(self.plan.levels, 1):
-            F, K = level.uniform_index.shape
+            F, K = logits.shape[1], level.num_children
             if self.seed_exact:
-                positions = (self.counts + (depth - 1))[:, None].expand(-1, F)  # the newest token is at counts - 1
-                children = draw_children(probs, seeds=self.sampling.seeds, positions=positions, num_children=K).tokens
+                by = {"seeds": self.sampling.seeds, "positions": (newest + depth)[:, None].expand(-1, F),
+                      "num_children": K}
+                children = draft_children(*logits.chunk(2), None, *self.settings, **by)
             else:
-                rows.append(probs)
-                drawn_with = uniforms.index_select(1, level.uniform_index.flatten()).unflatten(1, (F, K))
-                children = draw_children(probs, drawn_with).tokens
-            children = self.greedy_or(children, probs)
-            tokens.append(children.flatten(1).index_select(1, level.picked))
+                with_these = uniforms[:, num_used: num_used + F * K].unflatten(1, (F, K))
+                children = draft_children(*logits.chunk(2), with_these, *self.settings)
+                rows.append(children.probs)
+            num_used += F * K
+            drawn.append(children.tokens.flatten(1))
             if len(level.inner):
-                hidden, probs = self.expand_level(tokens[-1].index_select(1, level.inner),
-                                                  hidden.index_select(1, level.parents), level.ancestors, depth)
-        tokens = torch.cat(tokens, 1)
+                nodes = self.nodes((column + depth)[:, None].expand(-1, len(level.inner)), column, level.ancestors,
+                                   max_count + self.plan.num_inner, level.first)
+                hidden, logits = self.expand_level(drawn[-1].index_select(1, level.inner),
+                                                   hidden.index_select(1, level.parents), nodes)
+        tokens = torch.cat(drawn, 1).index_select(1, self.plan.nodes)
         if self.seed_exact:
             return Draft(tokens, self.plan.links, None, None)
         return Draft(tokens, self.plan.links, torch.cat(rows, 1), self.plan.draft_row)
-
-    def greedy_or(self, children: Tensor, probs: Tensor) -> Tensor:
-        """The likeliest tokens of greedy requests, the children (B, F, K) of the others; probs (B, F, V)."""
-        if not self.any_greedy:
-            return children
-        B, F, K = children.shape
-        width = torch.full((B,), K, dtype=torch.int32, device=probs.device)
-        likeliest = expand_tree(probs, probs.new_zeros(B, F), width, num_children=K).tokens
-        return torch.where(self.sampling.greedy[:, None, None], likeliest, children)
 
 
 class DynamicDrafting(Drafting):
     """EAGLE-2's trees: each level continues the likeliest paths, and in the end the likeliest drafts are kept."""
 
-    def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, num_columns: int,
-                 sizes: Tensor, max_nodes: int):
+    def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, num_nodes: int,
+                 max_depth: int, sizes: Tensor, max_nodes: int):
         """sizes (B,) int32: how many nodes each request's tree may keep, the root counted; none has over max_nodes."""
-        super().__init__(drafter, sampling, draft_guidance, shapes, num_columns)
+        super().__init__(drafter, sampling, draft_guidance, shapes, num_nodes, max_depth)
         self.sizes, self.max_nodes = sizes, max_nodes
+        B, device = len(sizes), sizes.device
+        # of the root, as a frontier: its score, its bit among those of all nodes that the drafter reads, no candidate
+        self.root_score = torch.zeros(B, 1, device=device)
+        self.root_ancestors = torch.zeros(B, 1, (num_nodes + 63) // 64, dtype=torch.int64, device=device)
+        self.root_ancestors[..., 0] = 1
+        self.root_candidate = torch.full((B, 1), -1, dtype=torch.int32, device=device)
 
-    def draft(self, root: Tensor, max_depth: int, max_width: int) -> Draft:
-        (B,), K, device = root.shape, max_width, root.device
-        width = self.shapes.width.int()
-        hidden, probs, scores = self.hidden, self.probs, torch.zeros(B, 1, device=device)
-        parents = torch.full((B, 1), -1, dtype=torch.int32, device=device)  # of the nodes that the drafter has read
-        candidates, num_candidates = [], 0                         # of each level: tokens, scores, parents' candidates
-        frontier_candidates = torch.full((B, K), -1, dtype=torch.int32, device=device)  # -1: the root, or none
+    def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
+        K, width, levels = max_width, self.shapes.width.int(), []
+        column = counts + (self.drafter.prefix_len - 1)                          # (B,) of the newest token
+        hidden, logits = self.hidden, self.logits
+        scores, ancestors, candidates = self.root_score, self.root_ancestors, self.root_candidate
+        num_candidates = 0
         for level in range(1, max_depth + 1):
-            tokens, child_scores, frontier, _ = expand_tree(probs, scores, width, num_children=K)
-            F = tokens.shape[1]
-            origin = frontier_candidates[:, :F, None].expand(B, F, K).reshape(B, F * K)
-            tokens, child_scores = tokens.flatten(1), child_scores.flatten(1)
-            candidates.append((tokens, child_scores, origin))
+            first = 1 + (level - 1) * K                                          # of the next frontier's nodes
+            grown = draft_frontier(*logits.chunk(2), scores, ancestors, candidates, width, self.shapes.depth,
+                                   *self.settings, num_children=K, level=level, first_node=first,
+                                   first_candidate=num_candidates)
+            levels.append((grown.child_tokens, grown.child_scores, grown.child_parents))
             if level == max_depth:
                 break
-            # The frontier is the best K of the F * K children. The drafter reads it, to draft the next level.
-            unused = (frontier < 0) | (self.shapes.depth <= level)[:, None]                      # (B, K)
-            chosen = frontier.clamp(min=0).long()
-            parent = chosen // K                                                                 # which of the F nodes
-            parents = torch.cat([parents, torch.where(unused, -2, parent + parents.shape[1] - F).int()], 1)
-            frontier_candidates = torch.where(unused, -1, frontier + num_candidates)
-            num_candidates += F * K
-            scores = child_scores.gather(1, chosen).masked_fill(unused, -torch.inf)
-            parent_hidden = hidden.gather(1, repeat_for_cfg(parent[..., None].expand(-1, -1, hidden.shape[-1])))
-            hidden, probs = self.expand_level(tokens.gather(1, chosen), parent_hidden, tree_links(parents).ancestors,
-                                              level)
-        tokens, scores, origin = (torch.cat(part, 1) for part in zip(*candidates))
+            num_candidates += grown.child_tokens.shape[1]
+            scores, ancestors, candidates = grown.scores, grown.ancestors, grown.candidates
+            parents = repeat_for_cfg(grown.rows)[..., None].expand(-1, -1, hidden.shape[-1])
+            nodes = self.nodes((column + level)[:, None].expand(-1, K), column, ancestors, max_count + first + K, first)
+            hidden, logits = self.expand_level(grown.tokens, hidden.gather(1, parents), nodes)
+        tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels))
         num_nodes = min(self.max_nodes, 1 + max_width + (max_depth - 1) * max_width ** 2)
-        tree = select_tree(tokens, scores, origin, root, self.sizes, num_nodes=num_nodes)
+        tree = select_tree(tokens, scores, parents, root, self.sizes, num_nodes=num_nodes)
         return Draft(tree.tokens, tree_links(tree.parents), None, None)
 
 
@@ -251,6 +274,6 @@ def new_drafting(drafter: Drafter, sampling: Sampling, methods: list[Method], gr
         return StaticDrafting(drafter, sampling, draft_guidance, shapes, plan, base.seed_exact)
     shapes = Shapes(of_each(lambda m: m.depth), of_each(lambda m: m.width), of_each(lambda m: m.nodes - 1), grid,
                     base.adaptation, philox_uniforms(seeds, SHAPE, L, 2))
-    num_columns = 1 + max(m.max_depth for m in methods) * max(m.max_width for m in methods)
-    return DynamicDrafting(drafter, sampling, draft_guidance, shapes, num_columns,
+    deepest, widest = max(m.max_depth for m in methods), max(m.max_width for m in methods)
+    return DynamicDrafting(drafter, sampling, draft_guidance, shapes, 1 + (deepest - 1) * widest, deepest,
                            of_each(lambda m: m.nodes, torch.int32), max(m.max_nodes for m in methods))

@@ -22,11 +22,23 @@ from torch import Tensor
 
 from specvis_kernels import INVALID_ROW, DrawTokensResult, tree_links
 
-from ..models.interface import TargetModel
+from ..models.interface import Nodes, TargetModel
 from .coupling import Coupled, Coupling
-from .discrete import Decoded, Observer, Progress, Step, check_known_tokens, check_methods, check_request, read_known
+from .discrete import (
+    POLL,
+    USUAL_POLL,
+    Decoded,
+    Observer,
+    Progress,
+    Step,
+    check_known_tokens,
+    check_methods,
+    check_request,
+    read_known,
+)
+from .drafting import chain_ancestors, round_up
 from .methods import MAX_WINDOW, Method
-from .sampling import Sampling, cfg_inputs, mask_padding, repeat_for_cfg
+from .sampling import Sampling, cfg_inputs, repeat_for_cfg
 
 WINDOWS = (0, 2, 4, 6, 8, 12, 16, 24, MAX_WINDOW)  # what "auto" chooses from; 0 is one token a forward
 # The share of guesses that are right where those before them are, at distance 1, 2, ..; the last number goes on. Of the
@@ -77,15 +89,18 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     state = State(settings, num_known, choice, coupling)
     prefill(state, settings, condition, known_tokens)
     if progress:
-        progress(sum(state.counts) - sum(num_known))
+        progress(sum(state.host_counts) - sum(num_known))
     finished, rows = [], list(range(len(methods)))  # images that the loop has let go; which the others are
-    while min(state.counts) < settings.num_tokens:
-        counts, windows = list(state.counts), list(state.windows)
-        num_accepted = run_step(state, settings)
+    while min(state.host_counts) < settings.num_tokens:
+        step = run_step(state, settings)
         if observe:
-            observe(chain_step(*spread(rows, counts, windows, num_accepted, len(methods), settings), settings))
+            observe(chain_step(*spread(rows, len(methods), step, settings), settings))
+        if state.num_steps < state.poll:
+            continue
+        num_before = sum(state.host_counts)
+        state.look()
         if progress:
-            progress(sum(state.counts) - sum(counts))
+            progress(sum(state.host_counts) - num_before)
         if keep := rows_to_keep(state, settings):
             finished.append((state.decoded(), rows))
             state, settings, rows = state.select(keep), settings.select(keep), [rows[i] for i in keep]
@@ -97,19 +112,16 @@ def rows_to_keep(state: "State", settings: "Settings") -> list[int] | None:
 
     Images finish at very different times. A finished one would go on taking its share of every forward.
     """
-    keep = [i for i, count in enumerate(state.counts) if count < settings.num_tokens]
+    keep = [i for i, count in enumerate(state.host_counts) if count < settings.num_tokens]
     can_select = state.coupling is None and hasattr(state.cache, "select")
-    return keep if can_select and 0 < len(keep) <= 0.75 * len(state.counts) else None
+    return keep if can_select and 0 < len(keep) <= 0.75 * len(state.host_counts) else None
 
 
-def spread(rows: list[int], counts: list[int], windows: list[int], num_accepted: list[int], batch: int,
-           settings: "Settings") -> tuple[list[int], list[int], list[int]]:
-    """The same of the whole batch: the images that the loop has let go are finished."""
-    of_all = [settings.num_tokens] * batch, [0] * batch, [-1] * batch
-    for values, those in zip(of_all, (counts, windows, num_accepted)):
-        for row, value in zip(rows, those):
-            values[row] = value
-    return of_all
+def spread(rows: list[int], batch: int, step: "ChainStep", settings: "Settings") -> tuple[Tensor, Tensor, Tensor]:
+    """A step's counts, windows and accepted guesses of the whole batch: images that the loop let go are finished."""
+    of_all = torch.tensor([settings.num_tokens, 0, -1], device=step.counts.device)[:, None].repeat(1, batch)
+    of_all[:, rows] = torch.stack([step.counts, step.windows, step.num_accepted])
+    return tuple(of_all)
 
 
 def gather_images(parts: list[tuple[Decoded, list[int]]]) -> Decoded:
@@ -127,27 +139,24 @@ class Settings:
     """What stays the same while B requests are decoded."""
 
     def __init__(self, target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method]):
-        R, L, S, device = len(padding_mask), target.grid ** 2, target.prefix_len, padding_mask.device
+        B, L, S, device = len(padding_mask) // 2, target.grid ** 2, target.prefix_len, padding_mask.device
         self.padding_mask = padding_mask
         self.target, self.sampling, self.grid, self.num_tokens, self.prefix_len = target, sampling, target.grid, L, S
         # a number or "auto"; of more guesses than an image has tokens, the first are read
         self.windows = [m.window if m.window == "auto" else min(m.window, L) for m in methods]
         self.max_window = W = min(max(m.max_depth for m in methods), L)
         self.from_last = methods[0].guess == "last"
-        self.lossless = torch.tensor([m.lossless for m in methods])
-        # of each node, by its position in the image: its column in the cache, and the columns that it sees
-        self.slots = torch.arange(S, S + L + W, device=device).expand(R, -1)
-        causal = torch.ones(1, L + W, S + L + W, dtype=torch.bool, device=device).tril(S)
-        self.mask = mask_padding(padding_mask, causal.expand(R // 2, -1, -1))
-        self.positions = torch.arange(L + 2 * max(target.grid, W + 1) + 2, device=device).expand(R // 2, -1)
+        self.lossless = torch.tensor([m.lossless for m in methods], device=device)
+        self.index = torch.arange(-1, max(target.grid, W + 1) + 1, device=device)  # from the newest token's position
+        self.ancestors = chain_ancestors(B, 1 + W, device)
+        self.num_columns = S + L + W
 
     def select(self, rows: list[int]) -> "Settings":
         """Of these images alone."""
         other, both = copy(self), [*rows, *(row + len(self.windows) for row in rows)]
         other.sampling, other.windows, other.lossless = (self.sampling[rows], [self.windows[i] for i in rows],
                                                          self.lossless[rows])
-        other.padding_mask, other.slots, other.mask = self.padding_mask[both], self.slots[both], self.mask[both]
-        other.positions = self.positions[rows]
+        other.padding_mask, other.ancestors = self.padding_mask[both], self.ancestors[rows]
         return other
 
 
@@ -155,65 +164,101 @@ class State:
     """What goes around the loop: the images, their guesses, how far they are, and the accounts of what it took.
 
     `tokens` holds the image so far and, behind it, the newest guess of every position. What stands behind the image is
-    of no use; its last column takes what is drawn behind a request's own window.
+    of no use; its last column takes what is drawn behind a request's own window, and what of finished images.
+    All of it stays in the same memory. What the host knows of it is as old as its last `look`; a step reads nothing
+    back, and its shapes depend on what the host knows alone.
     """
+
+    TENSORS = ("tokens", "counts", "ends", "num_known", "windows", "target_forwards", "num_accepted", "num_drafted",
+               "num_equal", "tv_excess", "tv_bound")  # of one row for each image
 
     def __init__(self, settings: Settings, num_known: list[int], choice: "WindowChoice | None" = None,
                  coupling: Coupling | None = None):
-        B, L = len(num_known), settings.num_tokens
-        self.cache = settings.target.new_cache(2 * B, settings.prefix_len + L + settings.max_window)
-        self.tokens = torch.zeros_like(settings.positions, memory_format=torch.contiguous_format)
-        # what the host knows: how many tokens of each image are final, and how many were known
-        self.counts, self.num_known = list(num_known), num_known
-        self.ends = [L] * B  # where a failed image ends
+        B, L, device = len(num_known), settings.num_tokens, settings.padding_mask.device
+        self.settings, self.poll = settings, POLL.get(device.type, USUAL_POLL)
+        self.cache = settings.target.new_cache(2 * B, settings.num_columns)
+        width = L + 2 * max(settings.grid, settings.max_window + 1) + 2
+        self.tokens = torch.zeros(B, width, dtype=torch.int64, device=device)
+        self.num_known = torch.tensor(num_known, device=device)
+        self.counts = self.num_known.clone()       # (B,) tokens that are final; L: the image is finished, or it failed
+        self.ends = torch.full_like(self.counts, L)  # (B,) where a failed image ends
+        self.windows = torch.zeros_like(self.counts)
         self.coupling = coupling  # None: seed-exact
-        self.choice, self.wanted = choice, settings.windows
-        self.set_windows()
-        # the accounts, see Decoded
-        self.target_forwards = [1] * B
-        self.num_accepted, self.num_drafted = [[-1] * L for _ in range(B)], [[0] * L for _ in range(B)]
-        self.tv_excess = torch.zeros(B, device=self.tokens.device)
+        # the accounts, see Decoded; the last column takes what is not to be counted
+        self.target_forwards = torch.ones_like(self.counts)
+        self.num_accepted = torch.full((B, L + 1), -1, dtype=torch.int64, device=device)
+        self.num_drafted = torch.zeros(B, L + 1, dtype=torch.int64, device=device)
+        self.num_equal = torch.zeros_like(self.counts)  # of the last step: leading guesses that were right
+        self.tv_excess = torch.zeros(B, device=device)
         self.tv_bound = torch.where(settings.lossless, 0.0, torch.nan)
+        # what the host knows
+        self.choice, self.host_counts, self.num_steps = choice, list(num_known), 0
+        self.set_windows()
 
     def select(self, rows: list[int]) -> "State":
         """Of these images alone; the accounts too."""
-        other, both = copy(self), [*rows, *(row + len(self.counts) for row in rows)]
+        other, both = copy(self), [*rows, *(row + len(self.host_counts) for row in rows)]
         other.cache = self.cache.select(torch.tensor(both, device=self.tokens.device))
-        for name in ("tokens", "tv_excess", "tv_bound"):
+        for name in self.TENSORS:
             setattr(other, name, getattr(self, name)[rows])
-        for name in ("counts", "num_known", "ends", "wanted", "windows", "target_forwards", "num_accepted",
-                     "num_drafted"):
-            setattr(other, name, [getattr(self, name)[i] for i in rows])
+        other.settings = self.settings.select(rows)
+        other.host_counts, other.host_windows = ([x[i] for i in rows] for x in (self.host_counts, self.host_windows))
         if self.choice:
-            self.choice.shrink(len(rows) / len(self.counts))
+            self.choice.shrink(len(rows) / len(self.host_counts))
         return other
 
     def set_windows(self) -> None:
-        """How many guesses the next step reads of each image."""
+        """How many guesses the next steps read of each image."""
         chosen = self.choice.next_window() if self.choice else 0
-        self.windows = [chosen if window == "auto" else window for window in self.wanted]
+        self.host_windows = [chosen if window == "auto" else window for window in self.settings.windows]
+        self.windows.copy_(torch.tensor(self.host_windows))
 
-    def advance(self, request: int, count: int, status: int) -> None:
-        """Image `request` now has `count` tokens. status: of the row that the last of them was drawn from."""
-        self.counts[request] = count
-        if status & INVALID_ROW:
-            self.ends[request], self.counts[request] = count - 1, len(self.num_accepted[request])
+    def look(self) -> None:
+        """Tell the host how far the images are, and choose the next windows: the loop's one host read."""
+        before, num_nodes = self.host_counts, self.num_nodes
+        self.host_counts, num_equal = torch.stack([self.counts, self.num_equal]).tolist()
+        if self.choice and self.num_steps:
+            for count, equal, window in zip(before, num_equal, self.host_windows):
+                if count < self.settings.num_tokens:
+                    self.choice.record(equal, min(num_nodes, window + 1, self.settings.num_tokens - count))
+            self.set_windows()
+        self.num_steps = 0
+
+    def advance(self, num_accepted: Tensor, status: Tensor) -> None:
+        """Each image gains num_accepted (B,) guesses and one more token; those with -1 gain none.
+
+        status: (B,) of the rows that the last tokens were drawn from
+        """
+        has_failed = ((status & INVALID_ROW) != 0) & (num_accepted >= 0)
+        self.counts += num_accepted + 1
+        self.ends.copy_(torch.where(has_failed, self.counts - 1, self.ends))
+        self.counts.masked_fill_(has_failed, self.settings.num_tokens)
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes the next step reads: the newest token and the guesses of the widest window.
+
+        Towards the end of all images they become fewer, by eights, so that few shapes occur.
+        """
+        L = self.settings.num_tokens
+        windows = [window for count, window in zip(self.host_counts, self.host_windows) if count < L]
+        left = L - 1 - min(self.host_counts)
+        return 1 + min(max(windows, default=0), -(-left // 8) * 8)
+
+    @property
+    def max_count(self) -> int:
+        """No image has more tokens now, of those that go on."""
+        L = self.settings.num_tokens
+        count = max((count for count in self.host_counts if count < L), default=L)
+        return min(count + self.num_steps * (self.settings.max_window + 1), L)
 
     def decoded(self) -> Decoded:
-        L = len(self.num_accepted[0])
-        ends = torch.tensor(self.ends)
-        is_behind = torch.arange(L) >= ends[:, None]
-        tokens = self.tokens[:, :L].masked_fill(is_behind.to(self.tokens.device), 0)
-        accounts = map(torch.tensor, (self.num_known, self.target_forwards, self.num_accepted, self.num_drafted))
-        return Decoded(tokens, *accounts, self.tv_excess.cpu(), self.tv_bound, ends < L)
-
-
-def columns(first: list[int], n: int, device: torch.device) -> tuple:
-    """The index of n columns of a table, from first[b] on in row b. It gives a view where all rows begin alike."""
-    if min(first) == max(first):
-        return slice(None), slice(first[0], first[0] + n)
-    row = torch.arange(len(first), device=device)[:, None]
-    return row, torch.tensor(first, device=device)[:, None] + torch.arange(n, device=device)
+        L = self.settings.num_tokens
+        is_behind = torch.arange(L, device=self.ends.device) >= self.ends[:, None]
+        tokens = self.tokens[:, :L].masked_fill(is_behind, 0)
+        return Decoded(tokens, *(account.cpu() for account in (
+            self.num_known, self.target_forwards, self.num_accepted[:, :L], self.num_drafted[:, :L], self.tv_excess,
+            self.tv_bound, self.ends < L)))
 
 
 def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: Tensor | None) -> None:
@@ -221,19 +266,19 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
 
     A position's first guess is from the row above it, as far as there is one, and else from the newest row.
     """
-    sampling, grid, B, device = settings.sampling, settings.grid, len(state.counts), condition.device
+    sampling, grid, L, device = settings.sampling, settings.grid, settings.num_tokens, condition.device
     K = 0 if known_tokens is None else known_tokens.shape[1]
     if K:
         state.tokens[:, :K] = known_tokens.clamp(min=0)
     hidden = read_known(settings.target, condition, settings.padding_mask, state.tokens[:, :K], state.cache)
     hidden = hidden[:, settings.prefix_len - 1:]  # before each token, the next one too
     num_above, num_behind = min(K, grid - 1), settings.max_window if settings.from_last else grid - 1
-    newest = torch.tensor(state.counts, device=device)[:, None]
+    newest = state.num_known[:, None]
     positions = (newest + torch.arange(-num_above, num_behind + 1, device=device)).clamp(min=0)
     before = repeat_for_cfg(positions.minimum(newest))[..., None].expand(-1, -1, hidden.shape[-1])
     hidden = hidden.gather(1, before)
     drawn = sampling.draw(settings.target, hidden, positions, ahead=grid)
-    row = torch.arange(B, device=device)[:, None]
+    row = torch.arange(len(positions), device=device)[:, None]
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
     if not settings.from_last:
         state.tokens[row, positions + grid] = drawn.ahead_tokens
@@ -241,40 +286,53 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
         rows = state.coupling.exact(*sampling.probs(settings.target, hidden[:, :num_above + 1]))
         state.coupling.keep_rows(positions[:, :num_above + 1], rows)
         guess_new(state, settings, hidden, state.counts, state.counts, settings.max_window)
-    for request, status in enumerate(drawn.status[:, num_above].tolist()):
-        if state.counts[request] < settings.num_tokens:
-            state.advance(request, state.counts[request] + 1, status)
+    state.advance(torch.where(state.counts < L, 0, -1), drawn.status[:, num_above])
+    state.look()
 
 
-def run_step(state: State, settings: Settings) -> list[int]:
-    """One step of all images that are not finished; how many guesses of each were accepted, -1 of a finished one."""
+class ChainStep(NamedTuple):
+    """What a step did."""
+    counts: Tensor        # (B,) int64  tokens of each image before
+    windows: Tensor       # (B,) int64  how many guesses of each were read
+    num_accepted: Tensor  # (B,) int64  how many of them were accepted; -1: the image was finished
+
+
+def run_step(state: State, settings: Settings) -> ChainStep:
+    """One step of all images that are not finished."""
+    counts = state.counts.clone()
     chain = draft(state, settings)
     hidden = target_forward(state, settings, chain)
     verified = verify(state, settings, chain, hidden)
     commit(state, settings, chain, verified)
-    return update(state, settings, hidden, verified)
+    num_accepted = update(state, settings, chain, hidden, verified)
+    state.num_steps += 1
+    return ChainStep(counts, state.windows, num_accepted)
 
 
 class Chain(NamedTuple):
     """What a step reads: the newest token of every image and the guesses behind it, N nodes."""
     tokens: Tensor     # (B, N) int64
-    nodes: tuple       # their index in tables of 2B rows, with a column for each position in the image
-    successors: tuple  # the index of what follows each of them, in tables of B rows
+    guesses: Tensor    # (B, N) int64  of what follows each
+    positions: Tensor  # (B, N) int64  of what follows each
+    counts: Tensor     # (B,) int64    tokens of each image before the step
+    budget: Tensor     # (B,) int64    how many guesses can be accepted; -1: the image is finished
 
 
 def draft(state: State, settings: Settings) -> Chain:
-    """As many guesses as the widest window takes, but none behind the end of every image."""
-    counts, device, L = state.counts, state.tokens.device, settings.num_tokens
-    window = max(window for window, count in zip(state.windows, counts) if count < L)
-    N, newest = 1 + min(window, L - 1 - min(counts)), [count - 1 for count in counts]
-    return Chain(state.tokens[columns(newest, N, device)], columns(newest * 2, N, device), columns(counts, N, device))
+    """As many guesses as the widest window takes."""
+    N, L, counts = state.num_nodes, settings.num_tokens, state.counts.clone()
+    positions = counts[:, None] + settings.index[:N + 1]
+    tokens = state.tokens.gather(1, positions)
+    return Chain(tokens[:, :-1], tokens[:, 1:], positions[:, 1:], counts, state.windows.minimum((L - 1) - counts))
 
 
 def target_forward(state: State, settings: Settings, chain: Chain) -> Tensor:
     """Read all nodes of the chains at once: (2B, N, H). A guess that is kept is in its column of the cache already."""
-    end = settings.prefix_len + max(state.counts) - 1 + chain.tokens.shape[1]
-    slots, mask = settings.slots[chain.nodes], settings.mask[:, :, :end][chain.nodes]
-    return settings.target.extend(repeat_for_cfg(chain.tokens), slots, mask, state.cache, slots)
+    N, S = chain.tokens.shape[1], settings.prefix_len
+    columns = min(round_up(S - 1 + state.max_count + N), settings.num_columns)
+    nodes = Nodes(repeat_for_cfg(chain.positions + (S - 1)), chain.counts + (S - 1), settings.ancestors[:, :N],
+                  settings.padding_mask, columns)
+    return settings.target.extend(repeat_for_cfg(chain.tokens), nodes, state.cache)
 
 
 def verify(state: State, settings: Settings, chain: Chain, hidden: Tensor) -> DrawTokensResult | Coupled:
@@ -283,88 +341,67 @@ def verify(state: State, settings: Settings, chain: Chain, hidden: Tensor) -> Dr
     Seed-exact: those that equal their draws; and the token below each is drawn, too. The token behind the last node is
     compared with a guess that no node has read. Otherwise: those that rejection keeps.
     """
-    sampling, guesses = settings.sampling, state.tokens[chain.successors]
+    sampling = settings.sampling
     if state.coupling:
-        budget = [min(window, settings.num_tokens - 1 - count) for window, count in zip(state.windows, state.counts)]
-        counts, budget = torch.tensor([state.counts, budget], device=hidden.device)[..., None]
-        return state.coupling.couple(*sampling.probs(settings.target, hidden), guesses, counts, budget)
-    return sampling.draw(settings.target, hidden, settings.positions[chain.successors], guesses, settings.grid)
+        return state.coupling.couple(*sampling.probs(settings.target, hidden), chain.guesses, chain.counts[:, None],
+                                     chain.budget[:, None])
+    return sampling.draw(settings.target, hidden, chain.positions, chain.guesses, settings.grid)
 
 
 def commit(state: State, settings: Settings, chain: Chain, verified: DrawTokensResult | Coupled) -> None:
-    """The draws are the newest tokens and guesses. Where a window reaches the row below, its own are better."""
-    N, device, successors = chain.tokens.shape[1], state.tokens.device, chain.successors
-    is_own, row = None, None
-    if min(state.windows) < max(state.windows):  # a request guesses nothing behind its own window
-        is_own = torch.arange(N, device=device) <= torch.tensor(state.windows, device=device)[:, None]
-        row = torch.arange(len(is_own), device=device)[:, None]
+    """The draws are the newest tokens and guesses. Where a window reaches the row below, its own are better.
 
-    def own(index):
-        scratch = state.tokens.shape[1] - 1
-        return index if is_own is None else (row, torch.where(is_own, settings.positions[index], scratch))
-
+    A request guesses nothing behind its own window, and a finished one nothing at all.
+    """
+    scratch, N = state.tokens.shape[1] - 1, chain.tokens.shape[1]
+    is_own = settings.index[1:N + 1] <= torch.where(chain.budget < 0, -1, state.windows)[:, None]
     if state.coupling:
-        positions = settings.positions[successors]
-        state.coupling.keep_rows(positions if is_own is None else torch.where(is_own, positions, -1), verified.probs)
+        state.coupling.keep_rows(torch.where(is_own, chain.positions, -1), verified.probs)
     else:
-        below = columns([count + settings.grid for count in state.counts], N, device)
-        state.tokens[own(below)] = verified.ahead_tokens
-    state.tokens[own(successors)] = verified.tokens
+        state.tokens.scatter_(1, torch.where(is_own, chain.positions + settings.grid, scratch), verified.ahead_tokens)
+    state.tokens.scatter_(1, torch.where(is_own, chain.positions, scratch), verified.tokens)
 
 
-def update(state: State, settings: Settings, hidden: Tensor, verified: DrawTokensResult | Coupled) -> list[int]:
-    """Account for the step, guess what enters the windows, and choose the next ones. Returns as `run_step`."""
-    counts, windows, L = list(state.counts), state.windows, settings.num_tokens
-    accepted = [-1] * len(counts)
-    results = torch.cat([verified.num_accepted[:, None], verified.status], 1).tolist()  # the step's one host read
-    for request, (num_equal, *status) in enumerate(results):
-        count = counts[request]
-        if count == L:
-            continue
-        num_drafted = min(windows[request], L - 1 - count)
-        accepted[request] = min(num_equal, num_drafted)
-        state.target_forwards[request] += 1
-        state.num_drafted[request][count] = num_drafted
-        state.num_accepted[request][count] = accepted[request]
-        state.advance(request, count + accepted[request] + 1, status[accepted[request]])
-        if state.choice:
-            state.choice.record(num_equal, min(len(status), windows[request] + 1, L - count))
+def update(state: State, settings: Settings, chain: Chain, hidden: Tensor,
+           verified: DrawTokensResult | Coupled) -> Tensor:
+    """Account for the step, and guess what enters the windows. How many guesses were accepted (B,); -1: finished."""
+    num_accepted, column = verified.num_accepted.minimum(chain.budget), chain.counts[:, None]
+    state.num_equal.copy_(verified.num_accepted)
+    state.target_forwards += num_accepted >= 0
+    state.num_accepted.scatter_(1, column, num_accepted[:, None])
+    state.num_drafted.scatter_(1, column, chain.budget[:, None])
     if state.coupling:
         state.tv_excess += verified.tv_excess
+    state.advance(num_accepted, verified.status.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0])
     if state.coupling or settings.from_last:
-        last = [count + min(window, hidden.shape[1] - 1) for count, window in zip(counts, windows)]
-        guess_new(state, settings, hidden, counts, last, max(accepted) + 1)
-    if state.choice:
-        state.set_windows()
-    return accepted
+        last = chain.counts + state.windows.clamp(max=hidden.shape[1] - 1)
+        guess_new(state, settings, hidden, chain.counts, last, hidden.shape[1])
+    return num_accepted
 
 
-def guess_new(state: State, settings: Settings, hidden: Tensor, counts: list[int], last: list[int], n: int) -> None:
-    """Guess the n positions behind `last`, which enter the windows after a step from `counts` on.
+def guess_new(state: State, settings: Settings, hidden: Tensor, counts: Tensor, last: Tensor, n: int) -> None:
+    """Guess the n positions behind `last` (B,), of which some enter the windows after a step from `counts` (B,) on.
 
     hidden (2B, N, H): what the step's nodes are.
     """
-    device = hidden.device
     if state.coupling:
-        first, last = torch.tensor([counts, last], device=device)[..., None]
-        positions, tokens = state.coupling.first_guesses(first, last, n)
-        state.tokens[torch.arange(len(counts), device=device)[:, None], positions] = tokens
-        return
-    node = torch.tensor([end - count for end, count in zip(last, counts)] * 2, device=device)
-    rows = hidden[torch.arange(len(hidden), device=device), node][:, None].expand(-1, n, -1)
-    entering = columns([end + 1 for end in last], n, device)
-    state.tokens[entering] = settings.sampling.draw(settings.target, rows, settings.positions[entering]).tokens
+        positions, tokens = state.coupling.first_guesses(counts[:, None], last[:, None], n)
+    else:
+        node = repeat_for_cfg(last - counts)[:, None, None].expand(-1, -1, hidden.shape[-1])
+        logits = settings.target.logits(hidden.gather(1, node)).expand(-1, n, -1)
+        positions = (last + 1)[:, None] + settings.index[1:n + 1]
+        tokens = settings.sampling.draw_from(logits, positions).tokens
+    state.tokens.scatter_(1, positions, tokens)
 
 
-def chain_step(counts: list[int], windows: list[int], num_accepted: list[int], settings: Settings) -> Step:
-    """For an observer: the step that accepted so many guesses of images that had `counts` tokens."""
-    device, P, L = settings.mask.device, settings.max_window, settings.num_tokens
-    position, window, accepted = (torch.tensor(numbers, device=device) for numbers in (counts, windows, num_accepted))
-    depth = window.minimum(L - 1 - position).clamp(min=0)
+def chain_step(counts: Tensor, windows: Tensor, num_accepted: Tensor, settings: Settings) -> Step:
+    """For an observer: the step that accepted so many guesses of images that had `counts` (B,) tokens."""
+    device, P, L = counts.device, settings.max_window, settings.num_tokens
+    depth = windows.minimum(L - 1 - counts).clamp(min=0)
     node = torch.arange(P + 1, device=device)
     links = tree_links(torch.where(node <= depth[:, None], node - 1, -2).int())
-    accepted_nodes = torch.where(node[1:] <= accepted[:, None], node[1:], -1).int()
-    return Step(links, position.clamp(max=L - 1), accepted_nodes, accepted.clamp(min=0).int(), accepted >= 0)
+    accepted_nodes = torch.where(node[1:] <= num_accepted[:, None], node[1:], -1).int()
+    return Step(links, counts.clamp(max=L - 1), accepted_nodes, num_accepted.clamp(min=0).int(), num_accepted >= 0)
 
 
 class WindowChoice:
@@ -435,7 +472,8 @@ def step_seconds(settings: Settings, condition: Tensor) -> dict[int, float]:
 
 
 def seconds_of(state: State, settings: Settings, window: int) -> float:
-    state.windows = [window] * len(state.counts)
+    state.host_windows = [window] * len(state.host_counts)
+    state.windows.fill_(window)
     start = time.perf_counter()
     chain = draft(state, settings)
     verified = verify(state, settings, chain, target_forward(state, settings, chain))
@@ -450,11 +488,12 @@ def check_causal(target: TargetModel) -> None:
     if "is_causal" not in facts:
         condition, S = target.null_condition(1), target.prefix_len
         cache, device = target.new_cache(1, S + 2), condition.device
-        target.prefill(condition, torch.ones(1, S, dtype=torch.bool, device=device), cache)
-        slots = torch.arange(S, S + 2, device=device)[None]
-        mask = torch.ones(1, 2, S + 2, dtype=torch.bool, device=device).tril(S)
-        first, second = (target.logits(target.extend(torch.tensor([[0, token]], device=device), slots, mask, cache,
-                                                     slots))[:, 0] for token in (0, target.vocab_size - 1))
+        padding_mask = torch.ones(1, S, dtype=torch.bool, device=device)
+        target.prefill(condition, padding_mask, cache)
+        nodes = Nodes(torch.arange(S, S + 2, device=device)[None], torch.tensor([S], device=device),
+                      chain_ancestors(1, 2, device), padding_mask, S + 2)
+        first, second = (target.logits(target.extend(torch.tensor([[0, token]], device=device), nodes, cache))[:, 0]
+                         for token in (0, target.vocab_size - 1))
         facts["is_causal"] = torch.allclose(first, second, rtol=1e-4, atol=1e-4, equal_nan=True)
     if not facts["is_causal"]:
         raise ValueError("target must be causal, so that its logits at a token do not depend on later tokens: Jacobi "

@@ -60,8 +60,11 @@ class Sampling:
 
     def probs(self, model: TargetModel | Drafter, hidden: Tensor) -> GuidedProbsResult:
         """Hidden states (2B, N, dim) -> guided probabilities (B, N, V) and their status (B, N)."""
-        conditional, unconditional = model.logits(hidden).chunk(2)
-        return guided_probs(conditional, unconditional, self.guidance, self.temperature, self.top_k, self.top_p)
+        return self.of_logits(model.logits(hidden))
+
+    def of_logits(self, logits: Tensor) -> GuidedProbsResult:
+        """Logits (2B, N, V) -> guided probabilities (B, N, V) and their status (B, N)."""
+        return guided_probs(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p)
 
     def draw(self, model: TargetModel, hidden: Tensor, positions: Tensor, guesses: Tensor | None = None,
              ahead: int = 0) -> DrawTokensResult:
@@ -69,9 +72,13 @@ class Sampling:
 
         guesses (B, N) int64 and ahead: see `draw_tokens`
         """
-        conditional, unconditional = model.logits(hidden).chunk(2)
-        return draw_tokens(conditional, unconditional, self.guidance, self.temperature, self.top_k, self.top_p,
-                           self.seeds, positions, guesses=guesses, ahead=ahead)
+        return self.draw_from(model.logits(hidden), positions, guesses, ahead)
+
+    def draw_from(self, logits: Tensor, positions: Tensor, guesses: Tensor | None = None,
+                  ahead: int = 0) -> DrawTokensResult:
+        """The same from logits (2B, N, V)."""
+        return draw_tokens(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p, self.seeds,
+                           positions, guesses=guesses, ahead=ahead)
 
     @property
     def greedy(self) -> Tensor:
@@ -95,20 +102,6 @@ def cfg_inputs(model: TargetModel, condition: Tensor, padding_mask: Tensor) -> t
 def repeat_for_cfg(x: Tensor) -> Tensor:
     """(B, ...) -> (2B, ...): the same for the row with the condition and for the row without."""
     return torch.cat([x, x])
-
-
-def mask_padding(padding_mask: Tensor, mask: Tensor) -> Tensor:
-    """An attention mask (B, N, T) for both rows of each request, without the padding: (2B, N, T).
-
-    padding_mask (2B, S) bool: True where the condition is real. The conditions are the first S of the T columns.
-    """
-    return hide_padding(padding_mask, repeat_for_cfg(mask))
-
-
-def hide_padding(padding_mask: Tensor, mask: Tensor) -> Tensor:
-    """Take the padding (2B, S) out of a mask (2B, N, T), in place."""
-    mask[..., : padding_mask.shape[1]].logical_and_(padding_mask[:, None])
-    return mask
 
 
 def philox_uniforms(seeds: Tensor, stream: int, positions: int | Tensor, n: int, turn: int = 0) -> Tensor:

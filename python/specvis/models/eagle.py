@@ -11,7 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import Cache, Linear, Packing, Reading, grid_rotations, rotations_at
+from .interface import Nodes
+from .layers import Cache, Linear, NodesReading, Packing, Reading, grid_rotations, rotations_at
 from .llamagen import GPTConfig, RMSNorm
 
 NORM_EPS = 1e-6  # of LANTERN's drafter, whatever the target's
@@ -76,8 +77,15 @@ class EagleHead(nn.Module):
         Returns:
             (R, N, dim)
         """
+        return self.read(tokens, previous_hidden,
+                         Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype, cache, slots))
+
+    def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
+        """The same for tokens behind what the cache holds. See `Drafter.extend`."""
+        return self.read(tokens, previous_hidden, NodesReading(rotations_at(self, nodes.position_ids), nodes, cache))
+
+    def read(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:
         self.packing.refresh(self, previous_hidden)
-        reading = Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype, cache, slots)
         x = self.fc(torch.cat([self.embed_tokens(tokens), previous_hidden], -1))
         for index, layer in enumerate(self.layers):
             x = layer(x, reading, index)

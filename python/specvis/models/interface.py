@@ -3,14 +3,54 @@
 These are protocols: a class that has the methods fits, it need not inherit anything. `models.llamagen.GPT` is such a
 target; `decoding.drafters` has two drafters, and one of them makes a drafter of any target.
 
-A model reads R rows at once, which are independent of each other. Its cache has numbered columns, and what is read is
-kept there until the column is written again. Every read says in which columns to keep its entries (`slots`) and which
-columns each entry may see (`mask`). The loop needs this freedom for trees: sibling drafts have the same position in
-the image, must not see each other, and stand in columns of their own.
+A model reads R rows at once, which are independent of each other. Row r belongs to request r % B: with guidance each of
+B requests has a row that reads its condition and one that reads none. A model's cache has numbered columns, and what is
+read is kept there until the column is written again. Every read says in which columns its tokens stand and what each of
+them sees (`Nodes`). The loop needs this freedom for trees: sibling drafts have the same position in the image, must not
+see each other, and stand in columns of their own.
 """
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from specvis_kernels import tree_mask
+
+
+@dataclass
+class Nodes:
+    """Where the tokens of one read stand, and what they see: N nodes of a tree of drafts for each of R rows.
+
+    Node j of request b stands in column lengths[b] + j. A node sees the columns before lengths[b], but for the padding
+    of the condition, and of the tree's nodes its ancestors and itself. All shapes stay the same from step to step.
+    Where a model has `specvis_kernels.tree_attention`, it needs no mask; others ask for `mask` and `slots`.
+    """
+
+    position_ids: Tensor  # (R, N) int64     prefix_len + a token's position in the image; behind the image any will do
+    lengths: Tensor       # (B,) int64       the column of node 0
+    ancestors: Tensor     # (B, N, W) int64  bits, as `tree_links` gives them; a node's own is among them
+    padding_mask: Tensor  # (R, S) bool      True where the condition is real
+    columns: int          # all of this stands before that column of the cache
+    first: int = 0        # the number of the first node that is read; those before it were read already
+
+    @property
+    def slots(self) -> Tensor:
+        """(R, N) int64 the columns to keep the tokens in. To be written before the mask is applied."""
+        index = torch.arange(self.first, self.first + self.position_ids.shape[1], device=self.lengths.device)
+        slots = self.lengths[:, None] + index
+        return slots.repeat(len(self.position_ids) // len(slots), 1)
+
+    @property
+    def mask(self) -> Tensor:
+        """(R, N, columns) bool: which columns each token sees."""
+        num_nodes = self.first + self.ancestors.shape[1]
+        ancestors = F.pad(self.ancestors, (0, 0, self.first, 0))[..., :(num_nodes + 63) // 64]
+        mask = tree_mask(ancestors, self.lengths.int(), columns=self.columns)[:, self.first:]
+        mask = mask.repeat(len(self.padding_mask) // len(mask), 1, 1)
+        mask[..., :self.padding_mask.shape[1]].logical_and_(self.padding_mask[:, None])
+        return mask
 
 
 @runtime_checkable
@@ -24,14 +64,15 @@ class ModelCache(Protocol):
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
         """Move the accepted nodes of a draft tree to the columns behind the tree's root.
 
-        Node n of row r is in column lengths[r] + n, the root is node 0. The i-th accepted node, for i from 0 to
-        num_accepted[r] - 1, goes to column lengths[r] + 1 + i. Nodes are moved to the front only, and in order, but
-        the ranges may overlap. What is in the columns behind the last accepted node does not matter any more.
+        In the rows of request b node n is in column lengths[b] + n, and the root is node 0. The i-th accepted node, for
+        i from 0 to num_accepted[b] - 1, goes to column lengths[b] + 1 + i. Nodes are moved to the front only, and in
+        order, but the ranges may overlap. What is in the columns behind the last accepted node does not matter any
+        more. `specvis_kernels.commit_kv` does this.
 
         Args:
-            accepted_nodes: (R, P) int32  the nodes of the accepted path, in order; -1 behind its end
-            num_accepted:   (R,) int32    how many they are
-            lengths:        (R,) int64    the column of the root
+            accepted_nodes: (B, P) int32  the nodes of the accepted path, in order; -1 behind its end
+            num_accepted:   (B,) int32    how many they are
+            lengths:        (B,) int64    the column of the root
         """
 
 
@@ -63,17 +104,13 @@ class TargetModel(Protocol):
             (R, S, H) hidden states; the last one predicts the first token
         """
 
-    def extend(self, tokens: Tensor, position_ids: Tensor, mask: Tensor, cache: ModelCache, slots: Tensor) -> Tensor:
+    def extend(self, tokens: Tensor, nodes: Nodes, cache: ModelCache) -> Tensor:
         """Read tokens behind what is in the cache.
 
         Args:
-            tokens:       (R, N) int64
-            position_ids: (R, N) int64    S + a token's position in the image; behind the image a token does not
-                count, but must not be an error
-            mask:         (R, N, T) bool  which of the first T columns each token sees: the conditions, the tokens
-                before it, and itself
-            slots:        (R, N) int64    the columns to keep the tokens in, below T; they are written before the mask
-                is applied, so that the tokens of one read see each other
+            tokens: (R, N) int64
+            nodes:  where they stand, and what they see; a token behind the image does not count, but must not be an
+                error
         Returns:
             (R, N, H) hidden states, each of which predicts what follows its token
         """
@@ -99,14 +136,12 @@ class Drafter(Protocol):
     def prefill(self, hidden: Tensor, cache: Any) -> None:
         """Read the conditions into columns 0 to prefix_len - 1. hidden (R, S, H): the target's states at them."""
 
-    def extend(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor, cache: Any,
-               slots: Tensor) -> Tensor:
+    def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Any) -> Tensor:
         """Read tokens behind what is in the cache, as `TargetModel.extend` does.
 
         Args:
             previous_hidden: (R, N, H)  the hidden state before each token: the target's for a token of the image, the
                 drafter's own for a draft. A drafter that reads tokens alone ignores it.
-            position_ids:    (R, N) int64  prefix_len + a token's position in the image
         Returns:
             (R, N, H) hidden states
         """

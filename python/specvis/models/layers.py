@@ -7,6 +7,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from specvis_kernels import commit_kv, tree_attention
+
+from .interface import Nodes
+
 CAN_PACK = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
 PACKED_DTYPES = [torch.float32]
 if CAN_PACK and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -127,56 +131,57 @@ class Cache:
         return first[:, :, :, 0], first[:, :, :, 1]
 
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
-        """Move the accepted nodes of a tree to the columns behind its root, in every layer; see `ModelCache.commit`.
-
-        Behind the last accepted node every column is copied onto itself.
-
-        Args:
-            accepted_nodes: (R, P) int32, num_accepted: (R,) int32, lengths: (R,) int64  the root's column
-        """
-        index = torch.arange(accepted_nodes.shape[1], device=lengths.device)
-        target = lengths[:, None] + 1 + index
-        source = torch.where(index < num_accepted[:, None], lengths[:, None] + accepted_nodes, target)
-        rows = torch.arange(len(lengths), device=lengths.device)[:, None]
-        self.data[:, rows, target] = self.data[:, rows, source]
+        """Move the accepted nodes of a tree to the columns behind its root, in every layer; see `ModelCache.commit`."""
+        commit_kv(self.data, accepted_nodes, num_accepted, lengths, row_dim=1, column_dim=2)
 
 
 class Reading:
-    """What all layers share when they read N entries of R rows, with a cache or without one."""
+    """What all layers share when they read N entries of R rows, each of which sees what a mask says.
 
-    def __init__(self, rotations: Tensor, mask: Tensor, dtype: torch.dtype, cache: Cache | None, slots: Tensor | None,
-                 batch_invariant: bool = False):
+    Without a cache the entries see each other. With one they are kept in its columns `slots`, and see the columns.
+    """
+
+    def __init__(self, rotations: Tensor, mask: Tensor, dtype: torch.dtype, cache: Cache | None = None,
+                 slots: Tensor | None = None):
         """rotations (R or 1, N, 3, 1, D / 2); mask (R or 1, N, T) bool; slots (R, N) int64: the cache's columns."""
         self.rotations, self.mask = rotations, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
-        self.cache, self.attention = cache, in_three_steps if batch_invariant else F.scaled_dot_product_attention
+        self.cache = cache
         if cache is not None:
             self.slots, (self.keys, self.values) = cache.flat_slots(slots), cache.columns(mask.shape[2])
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
-        """Attention of the queries in qkv (R, N, 3 * H * D) to keys and values, and with a cache to what it holds.
-
-        Returns (R, N, H * D).
-        """
+        """Attention of the queries in qkv (R, N, 3 * H * D) to what they may see: (R, N, H * D)."""
         R, N, width = qkv.shape
-        wide = qkv if qkv.dtype.itemsize >= 4 else qkv.float()
-        pairs = torch.view_as_complex(wide.view(R, N, 3, heads, -1, 2)) * self.rotations
-        turned = torch.view_as_real(pairs).view(R * N, 3, heads, -1).to(qkv.dtype)
-        q, entries = turned.split((1, 2), 1)
+        q, entries = self.turn(qkv, heads)
         if self.cache is not None:
             self.cache.data[layer].flatten(0, 1).index_copy_(0, self.slots, entries)
             k, v = self.keys[layer], self.values[layer]
         else:
             k, v = entries.view(R, N, 2, heads, -1).transpose(1, 3).unbind(2)
-        attended = self.attention(q.view(R, N, heads, -1).transpose(1, 2), k, v, attn_mask=self.mask)
+        q = q.view(R, N, heads, -1).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         return attended.transpose(1, 2).reshape(R, N, width // 3)
 
+    def turn(self, qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """Queries (R * N, 1, H, D), and keys with values (R * N, 2, H, D), turned by the rotations of their cells."""
+        R, N, _ = qkv.shape
+        wide = qkv if qkv.dtype.itemsize >= 4 else qkv.float()
+        pairs = torch.view_as_complex(wide.view(R, N, 3, heads, -1, 2)) * self.rotations
+        turned = torch.view_as_real(pairs).view(R * N, 3, heads, -1).to(qkv.dtype)
+        return turned.split((1, 2), 1)
 
-def in_three_steps(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
-    """Scaled dot-product attention whose scores are rounded to the dtype of q.
 
-    In bfloat16 on a CPU each row's result is then the same, whatever is computed beside it. In the fused attention it
-    depends on how many queries there are, and on how many keys the mask hides behind the last. The softmax must be in
-    float32: that of bfloat16 sums in an order that depends on the number of keys.
-    """
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    return (scores + attn_mask.float()).softmax(-1).to(v.dtype) @ v
+class NodesReading(Reading):
+    """The same for nodes behind what a cache holds, which see what `Nodes` says."""
+
+    def __init__(self, rotations: Tensor, nodes: Nodes, cache: Cache):
+        """rotations (R, N, 3, 1, D / 2)"""
+        self.rotations, self.nodes, self.cache = rotations, nodes, cache
+        self.slots = cache.flat_slots(nodes.slots)
+
+    def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
+        (R, N, width), nodes, data = qkv.shape, self.nodes, self.cache.data[layer]
+        q, entries = self.turn(qkv, heads)
+        data.flatten(0, 1).index_copy_(0, self.slots, entries)
+        return tree_attention(q.view(R, N, heads, -1), data[:, :, 0], data[:, :, 1], nodes.lengths, nodes.ancestors,
+                              key_mask=nodes.padding_mask).view(R, N, width // 3)

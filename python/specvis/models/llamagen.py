@@ -6,7 +6,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import PACKED_DTYPES, Cache, Linear, Packing, Reading, grid_rotations, rotations_at, times
+from .interface import Nodes
+from .layers import PACKED_DTYPES, Cache, Linear, NodesReading, Packing, Reading, grid_rotations, rotations_at, times
 
 
 @dataclass(frozen=True)
@@ -228,9 +229,12 @@ class GPT(nn.Module):
         Returns:
             (R, N, dim)
         """
-        reading = Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots, self.batch_invariant)
+        return self.read(x, Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots))
+
+    def read(self, x: Tensor, reading: Reading) -> Tensor:
+        """Embeddings (R, N, dim) -> hidden states (R, N, dim) after the last norm."""
         packed = self.packing.refresh(self.layers, x)
-        is_direct = packed and cache is not None and self.has_unchanged_blocks
+        is_direct = packed and reading.cache is not None and self.has_unchanged_blocks
         for layer, block in enumerate(self.layers):
             if is_direct:
                 x = block.forward_packed(x, reading, layer, *packed[5 * layer: 5 * layer + 5])
@@ -243,9 +247,10 @@ class GPT(nn.Module):
         slots = torch.arange(condition.shape[1], device=condition.device)[None].expand(len(condition), -1)
         return self(condition, slots, condition_mask(padding_mask, condition.shape[1]), cache, slots)
 
-    def extend(self, tokens: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache, slots: Tensor) -> Tensor:
+    def extend(self, tokens: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
-        return self(self.tok_embeddings(tokens), position_ids, mask, cache, slots)
+        reading = NodesReading(rotations_at(self, nodes.position_ids), nodes, cache)
+        return self.read(self.tok_embeddings(tokens), reading)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, dim) hidden states -> (R, N, V) float32."""
