@@ -45,13 +45,14 @@ def topk_twice(logits, scores, width, *, num_children):
     return tokens, scores, scores.flatten(1).topk(num_children, -1)
 
 
-def warpers(logits, uncond, guidance, temperature, top_k, top_p, *, first_id=0, last_id=None):
+def warpers(logits, uncond, guidance, temperature, top_k, top_p, *, id_range=(0, None), filters="k_then_p"):
     """Guidance, temperature, top-k and top-p, one after the other, by sorting."""
     guidance, temperature, each_top_p = (t[:, None, None] for t in (guidance, temperature, top_p))
     x = (uncond + guidance * (logits - uncond)).float() / temperature
-    x[..., :first_id] = -torch.inf
-    if last_id is not None:
-        x[..., last_id:] = -torch.inf
+    first, last = id_range
+    x[..., :first] = -torch.inf
+    if last is not None:
+        x[..., last:] = -torch.inf
     if top_k[0] > 0:
         x = x.masked_fill(x < x.topk(int(top_k[0]), -1).values[..., -1:], -torch.inf)
     if top_p[0] < 1:

@@ -21,6 +21,7 @@ IMAGE = [(7.5, 1.0, 1000, 1.0)]  # guidance, temperature, top_k, top_p
 SHIPPED = [(1.2, 1.0, 100, 0.8)]
 NUCLEUS = [(7.5, 1.0, 0, 0.9)]
 LANTERN = {"branch": 10, "k": 1000, "residual": "relaxed"}
+LIKELY = {"branch": 10, "likely": True, "settings": IMAGE}
 FIRST_CODE = 28672  # of 65536 ids, this many lie before the 8192 codes, and as many after them
 
 # op -> (sizes for its maker in tests/kernels/inputs.py, from real models; bytes that must move for one of them).
@@ -42,21 +43,21 @@ ROWS = {
         [(B, 10, 16384, 10, *noise) for noise in ((), (True,)) for B in (1, 8, 64)],
         lambda B, F, V, K, *_: B * F * (V * 4 + K * 12)),
     "draw_tokens": (  # pairs with and without condition: a window of 16, and the shipped model's of 1 and of 32
-        [*((1, 17, 16384, dtype, True, IMAGE, False, ahead)
+        [*((1, 17, 16384, dtype, True, IMAGE, None, ahead)
            for dtype, ahead in ((torch.float32, 0), (torch.float32, 16), (torch.bfloat16, 16))),
          (1, 17, 16384, torch.float32, True, NUCLEUS), (1, 17, 16384, torch.float32, True, [(7.5, 1.0, 0, 1.0)]),
-         *((1, N, 4096, torch.float32, True, SHIPPED, False, 16) for N in (1, 33)),
-         (8, 17, 16384, torch.bfloat16, True, IMAGE, False, 16), (1, 17, 65536, torch.float32, True, IMAGE)],
+         *((1, N, 4096, torch.float32, True, SHIPPED, None, 16) for N in (1, 33)),
+         (8, 17, 16384, torch.bfloat16, True, IMAGE, None, 16), (1, 17, 65536, torch.float32, True, IMAGE)],
         lambda B, N, V, dtype, *_: B * N * V * 2 * dtype.itemsize),
     "expand_tree": (
         [*((B, 10, 16384, 10) for B in (1, 8, 64)), (8, 10, 65536, 10)],
         lambda B, F, V, K: B * F * (V * 4 + K * 12)),
     "guided_probs": (  # pairs with and without condition
-        [(1, 60, 16384, torch.float32, True, IMAGE, True),
-         (1, 60, 16384, torch.bfloat16, True, IMAGE, True),
-         (1, 60, 16384, torch.float32, True, NUCLEUS, True),
-         (8, 60, 16384, torch.bfloat16, True, IMAGE, True),
-         (64, 1, 16384, torch.bfloat16, True, IMAGE, True),
+        [(1, 60, 16384, torch.float32, True, IMAGE, None),
+         (1, 60, 16384, torch.bfloat16, True, IMAGE, None),
+         (1, 60, 16384, torch.float32, True, NUCLEUS, None),
+         (8, 60, 16384, torch.bfloat16, True, IMAGE, None),
+         (64, 1, 16384, torch.bfloat16, True, IMAGE, None),
          (1, 60, 65536, torch.bfloat16, True, IMAGE)],
         lambda B, N, V, dtype, *_: B * N * V * (2 * dtype.itemsize + 4)),
     "neighborhood_sum": (
@@ -81,6 +82,10 @@ ROWS = {
     "verify_greedy": (  # the root's target and first child, and the results
         [(B, 60, 6, 10) for B in (1, 8, 64)],
         lambda B, N, P, branch: B * (P * 4 + 28)),
+    "verify_logits": (  # the pair of the root's rows, and no more than that for certain; drafts are the likeliest paths
+        [*((B, 60, 16384, 6, LIKELY | options) for B in (1, 8) for options in ({}, LANTERN, {"dtype": torch.bfloat16})),
+         (1, 60, 16384, 6, LIKELY | {"seeds": True})],
+        lambda B, N, V, P, options: B * V * 2 * options.get("dtype", torch.float32).itemsize),
     "verify_tree": (  # the root's row, and no more than that for certain
         [*((B, 60, 16384, 6, options) for B in (1, 8, 64) for options in ({"branch": 10}, LANTERN)),
          (8, 60, 65536, 6, {"branch": 10})],

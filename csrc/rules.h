@@ -21,7 +21,8 @@
 namespace specvis {
 
 // Status bits, as in specvis_kernels/_dispatch.py.
-constexpr int32_t kEmptyResidual = 1, kInvalidRow = 2, kInvalidTree = 4, kInvalidRule = 8, kOutOfTries = 16;
+constexpr int32_t kEmptyResidual = 1, kInvalidRow = 2, kInvalidTree = 4, kInvalidRule = 8, kOutOfTries = 16,
+                  kInvalidDraft = 32;
 
 enum class Cutoff { tvd, ratio, jsd };
 enum class ResidualRule { optimal, relaxed, released };

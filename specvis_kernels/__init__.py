@@ -1,5 +1,14 @@
 """Fused kernels for speculative decoding of visual autoregressive models: tensors in, tensors out."""
-from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, OUT_OF_TRIES, backends, ops
+from ._dispatch import (
+    EMPTY_RESIDUAL,
+    INVALID_DRAFT,
+    INVALID_ROW,
+    INVALID_RULE,
+    INVALID_TREE,
+    OUT_OF_TRIES,
+    backends,
+    ops,
+)
 from .accept_gaussian import AcceptGaussianResult, accept_gaussian
 from .codebook_neighbors import codebook_neighbors
 from .couple_tokens import CoupleTokensResult, couple_tokens
@@ -15,16 +24,17 @@ from .select_tree import SelectTreeResult, select_tree
 from .tree_links import TreeLinksResult, tree_links
 from .tree_mask import tree_mask
 from .verify_greedy import VerifyGreedyResult, verify_greedy
+from .verify_logits import verify_logits
 from .verify_tree import VerifyResult, verify_tree
 
 __version__ = "0.1.0"
 __all__ = [
     "accept_gaussian", "codebook_neighbors", "couple_tokens", "draw_children", "draw_tokens", "expand_tree",
     "guided_probs", "neighborhood_sum", "resample_gaussian", "sample_residual", "select_tree", "tree_links",
-    "tree_mask", "verify_greedy", "verify_tree",
+    "tree_mask", "verify_greedy", "verify_logits", "verify_tree",
     "AcceptGaussianResult", "CoupleTokensResult", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult",
     "GuidedProbsResult", "NeighborhoodSumResult", "ResampleGaussianResult", "SampleResidualResult",
     "SelectTreeResult", "TreeLinksResult", "VerifyGreedyResult", "VerifyResult",
     "backends", "gumbel_noise", "ops", "philox_words",
-    "EMPTY_RESIDUAL", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
+    "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

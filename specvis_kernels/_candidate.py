@@ -47,12 +47,20 @@ def is_undefined(omega: Tensor, has_neighbors: bool, residual: str) -> Tensor:
 
 
 def kept_neighbors(mass: Tensor, total: Tensor, token: Tensor, neighbors: Tensor | None, delta: Tensor | None,
-                   cutoff: str, offset: int, residual: str) -> tuple[Tensor, Tensor, Tensor]:
-    """neighbor_prefix() of rows (R, V), or of no neighbors. The last column of the table is for "released" alone."""
+                   cutoff: str, offset: int, residual: str,
+                   in_range: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """neighbor_prefix() of rows (R, V), or of no neighbors. The last column of the table is for "released" alone.
+
+    Tokens that are not `in_range`, if that is given, keep no neighbor.
+    """
     if neighbors is None:
         return torch.zeros_like(token), torch.zeros_like(token), token.new_empty(len(token), 0)
     num_considered = neighbors.shape[1] - (residual == "released")
-    return neighbor_prefix(mass, total, token, neighbors, delta, cutoff, offset, num_considered)
+    neighbor_mass, num_kept, ids = neighbor_prefix(mass, total, token, neighbors, delta, cutoff, offset,
+                                                   num_considered)
+    if in_range is not None:
+        neighbor_mass, num_kept = torch.where(in_range, neighbor_mass, 0), torch.where(in_range, num_kept, 0)
+    return neighbor_mass, num_kept, ids
 
 
 def residual_mass(residual: str, mass: Tensor, draft_mass: Tensor, candidate: Candidate, num_kept: Tensor,

@@ -32,6 +32,7 @@ INVALID_TREE = 4    # a parent, link, row or token id is out of range: it is rep
 INVALID_RULE = 8    # omega is negative, NaN, or < 1 with groups or with neighbors and the optimal residual; or the
                     # temperature of a Gaussian's distances is not positive and finite: nothing is accepted
 OUT_OF_TRIES = 16   # no try for a continuous token was accepted: the target's own sample was used instead
+INVALID_DRAFT = 32  # the row that drafts were drawn from holds NaN, a negative number, a number above 2, or no mass
 
 NAMESPACE = __package__
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -137,6 +138,24 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
         raise ValueError(f"{name} must be {' or '.join(str(d)[6:] for d in dtypes)} ({wanted}), got {got}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")
+
+
+def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor, B: int) -> Tensor:
+    """A setting of each request, as a contiguous tensor (B,): `value` itself, or one number for all of them.
+
+    Raises:
+        ValueError: a tensor of another dtype, shape or device, or not a number; an integer where dtype is one
+    """
+    if isinstance(value, Tensor):
+        check(name, value, dtype, like=like, B=B)
+        return value.contiguous()
+    kinds = (int, torch.SymInt) if dtype == torch.int32 else (int, float, torch.SymInt, torch.SymFloat)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        kind = "an integer" if dtype == torch.int32 else "a number"
+        raise ValueError(f"{name} must be {str(dtype)[6:]} (B={B}) or {kind}, got {value!r}")
+    if dtype == torch.int32 and not -2**31 <= value < 2**31:
+        raise ValueError(f"{name} must fit into int32, got {value}")
+    return torch.full((B,), value, dtype=dtype, device=like.device)
 
 
 def check_count(name: str, value: int, minimum: int) -> None:

@@ -1,10 +1,14 @@
-"""What guidance, temperature, top-k and top-p make of logits, for the oracles of guided_probs and draw_tokens."""
+"""What guidance, temperature, top-k and top-p make of logits: for guided_probs, draw_tokens and verify_logits."""
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._dispatch import check, check_dims, setting
 from ._numbers import exp
+
+HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
+FILTERS = ("k_then_p", "p_then_k")
 
 MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer
 MOST_IDS = 2 ** 22    # of a row: the sum of its masses is at most 2**62
@@ -18,18 +22,67 @@ class Filtered(NamedTuple):
     is_sampled: Tensor  # (B, 1) bool        the temperature is not 0
 
 
-def check_num_ids(V: int) -> None:
-    """Raise ValueError unless a row of logits has at least one id and at most MOST_IDS."""
+def check_logits(logits: Tensor, uncond: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Raise ValueError unless these are logits of a model, perhaps with guidance; returns them contiguous."""
+    B, N, V = check_dims("logits", logits, "BNV")
+    check("logits", logits, HALF_OR_FLOAT, B=B, N=N, V=V)
     if not 1 <= V <= MOST_IDS:
         raise ValueError(f"logits must have 1 <= V <= {MOST_IDS} (masses are summed in 63 bits), got V={V}")
+    if uncond is not None:
+        check("uncond", uncond, logits.dtype, like=logits, B=B, N=N, V=V)
+        uncond = uncond.contiguous()
+    return logits.contiguous(), uncond
+
+
+def check_settings(guidance: Tensor | float, temperature: Tensor | float, top_k: Tensor | int, top_p: Tensor | float,
+                   like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Raise ValueError unless each is a tensor (B,) or one number for all requests; returns the tensors."""
+    B = like.shape[0]
+    return (setting("guidance", guidance, torch.float32, like, B),
+            setting("temperature", temperature, torch.float32, like, B),
+            setting("top_k", top_k, torch.int32, like, B), setting("top_p", top_p, torch.float32, like, B))
+
+
+def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str,
+                  like: Tensor) -> tuple[Tensor | None, int, int]:
+    """Raise ValueError unless both fit logits `like`. Returns (id_range, first_id, last_id) as the schemas have them.
+
+    The tensor counts if there is one, else the pair does; without both, the pair holds all ids.
+    """
+    B, N, V = like.shape
+    if filters not in FILTERS:
+        raise ValueError(f"filters must be one of {', '.join(FILTERS)}, got {filters!r}")
+    if id_range is None:
+        return None, 0, V
+    if isinstance(id_range, Tensor):
+        check("id_range", id_range, torch.int64, like=like, B=B, N=N, bounds=2)
+        return id_range.contiguous(), 0, V
+    if (not isinstance(id_range, (tuple, list)) or len(id_range) != 2
+            or not all(isinstance(i, (int, torch.SymInt)) for i in id_range)
+            or not 0 <= id_range[0] < id_range[1] <= V):
+        raise ValueError(f"id_range must be int64 (B={B}, N={N}, bounds=2), or two integers with "
+                         f"0 <= first < last <= V={V}, got {id_range!r}")
+    return None, *id_range
+
+
+def range_of_nodes(id_range: Tensor | None, first_id: int, last_id: int, like: Tensor) -> Tensor:
+    """(B, N, 2) int64: what check_filters() returned, of every row of logits `like`."""
+    if id_range is not None:
+        return id_range
+    return torch.stack([torch.full(like.shape[:2], i, dtype=torch.int64, device=like.device)
+                        for i in (first_id, last_id)], -1)
+
+
+def to_mass(e: Tensor) -> Tensor:
+    """exp(logit - best) as integers, whose sums do not depend on the order."""
+    return (e * MASS_ONE).long()
 
 
 def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor,
-                  top_p: Tensor, first_id: int | Tensor, last_id: int | Tensor) -> Filtered:
-    """The arguments are those of `guided_probs`; first_id and last_id may be (B, N) int64 too."""
+                  top_p: Tensor, id_range: Tensor, filters: str) -> Filtered:
+    """The arguments are those of `guided_probs`; id_range is a tensor (B, N, 2)."""
     V = logits.shape[-1]
-    first_id, last_id = (torch.as_tensor(i, device=logits.device).reshape(*i.shape, 1) if isinstance(i, Tensor) else i
-                         for i in (first_id, last_id))
+    first_id, last_id = id_range[..., :1], id_range[..., 1:]
     ids = torch.arange(V, device=logits.device)
     is_inside = (ids >= first_id) & (ids < last_id)
     num_ids = last_id - first_id
@@ -42,6 +95,7 @@ def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempe
     x = torch.where(is_inside, x / torch.where(is_sampled, temperature, 1.0), -torch.inf)
     best = x.amax(-1, keepdim=True)  # NaN if any is
     is_valid = (best.abs() < torch.inf) & (temperature >= 0)
+    is_valid = is_valid & (first_id >= 0) & (first_id < last_id) & (last_id <= V)
     x = torch.where(is_valid, x, 0.0)
     best = torch.where(is_valid, best, 0.0)
 
@@ -50,8 +104,10 @@ def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempe
     k = k.clamp(max=V)  # an invalid range may have more ids
     is_kept = is_inside & (x >= descending.gather(-1, k.expand(*x.shape[:-1], 1) - 1))
 
-    e = torch.where(is_kept, exp(x - best), 0.0)
-    mass = (e.sort(-1, descending=True).values * MASS_ONE).long().cumsum(-1)  # in the order of `descending`
+    # Both filters keep the ids from some logit upwards. So the order matters for the mass alone, of which top_p is a
+    # share: that of the ids that top-k kept, or that of all.
+    e = torch.where(is_kept if filters == "k_then_p" else is_inside, exp(x - best), 0.0)
+    mass = to_mass(e.sort(-1, descending=True).values).cumsum(-1)  # in the order of `descending`
     mass_before = torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)
     limit = (top_p.double() * mass[..., -1:].double()).ceil().long()
     crossing = (mass_before < limit).sum(-1, keepdim=True) - 1

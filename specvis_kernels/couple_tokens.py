@@ -5,7 +5,16 @@ import torch
 from torch import Tensor
 
 from ._candidate import RESIDUALS, Candidate, is_undefined, kept_neighbors, residual_mass
-from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, check, check_dims, define
+from ._dispatch import (
+    EMPTY_RESIDUAL,
+    INVALID_DRAFT,
+    INVALID_ROW,
+    INVALID_RULE,
+    INVALID_TREE,
+    check,
+    check_dims,
+    define,
+)
 from ._numbers import draw, to_fixed_point
 from .neighborhood_sum import check_neighbors
 
@@ -75,8 +84,9 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
                                     guess exceeds the one with omega 1 and neither neighbors nor groups (0 if it does
                                     not)
         status:     (B, W) int32    EMPTY_RESIDUAL: nothing was left of P after a rejection; the token comes from P.
-                                    INVALID_ROW: P or Q has an entry that is NaN, negative or above 2, or is 0 in
-                                    fixed point. The token is 0 if it is P, else comes from P.
+                                    INVALID_ROW: P has an entry that is NaN, negative or above 2, or is 0 in fixed
+                                    point; the token is 0.
+                                    INVALID_DRAFT: Q has or is; the token comes from P.
                                     INVALID_TREE: the guess is outside [0, V); the token comes from P.
                                     INVALID_RULE: omega is negative or NaN, or is below 1 with groups or with
                                     neighbors and the optimal residual; the token comes from P.
@@ -140,7 +150,7 @@ def _oracle(target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta
     has_rule = ~is_undefined(omega, neighbors is not None or groups is not None, residual)
     status = torch.where(has_rule, 0, INVALID_RULE) | torch.where(is_valid, 0, INVALID_ROW)
     is_tried = is_valid & has_rule
-    status = status | torch.where(is_tried & ~draft_is_valid, INVALID_ROW, 0)
+    status = status | torch.where(is_tried & ~draft_is_valid, INVALID_DRAFT, 0)
     is_tried = is_tried & draft_is_valid
     status = status | torch.where(is_tried & ~in_vocabulary, INVALID_TREE, 0)
     is_tried = is_tried & in_vocabulary

@@ -4,9 +4,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, check, check_count, check_dims, define
-from ._filters import check_num_ids, filter_logits
-from .guided_probs import HALF_OR_FLOAT
+from ._dispatch import INVALID_ROW, check, check_count, define
+from ._filters import check_filters, check_logits, check_settings, filter_logits, range_of_nodes
 from .noise import gumbel_noise
 
 
@@ -18,8 +17,9 @@ class DrawTokensResult(NamedTuple):
     status: Tensor        # (B, N) int32
 
 
-def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor,
-                top_p: Tensor, seeds: Tensor, positions: Tensor, *, id_range: Tensor | None = None,
+def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float, temperature: Tensor | float,
+                top_k: Tensor | int, top_p: Tensor | float, seeds: Tensor, positions: Tensor, *,
+                id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
                 guesses: Tensor | None = None, ahead: int = 0, backend: str | None = None) -> DrawTokensResult:
     """Draw one token from each row of logits. The seed and the position decide the noise, and nothing else does.
 
@@ -45,13 +45,15 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempera
     Args:
         logits:       (B, N, V) float32, float16 or bfloat16   with the condition
         uncond:       (B, N, V) the same dtype                 without the condition; None: no guidance
-        guidance:     (B,)      float32   s, the guidance scale; not used without `uncond`
-        temperature:  (B,)      float32   >= 0
-        top_k:        (B,)      int32     off if <= 0 or at least the number of ids
-        top_p:        (B,)      float32   off if <= 0 or >= 1
+        guidance:     (B,) float32 or a number   s, the guidance scale; not used without `uncond`
+        temperature:  (B,) float32 or a number   >= 0
+        top_k:        (B,) int32 or a number     off if <= 0 or at least the number of ids
+        top_p:        (B,) float32 or a number   off if <= 0 or >= 1
         seeds:        (B,)      int64     one for each request
         positions:    (B, N)    int64     of the token that each row predicts; the low 32 bits count
-        id_range:     (B, N, 2) int64     the ids that a row may draw, [first, last); None: all of them
+        id_range:     two integers first, last: the ids [first, last) that every row may draw; or (B, N, 2) int64,
+                      those of each row. None: all ids
+        filters:      "k_then_p" or "p_then_k", the order of top-k and top-p
         guesses:      (B, N)    int64     a guess for each row's token; -1: none. None: none anywhere
         ahead:        how many positions further the second draw's noise is; 0: there is no second draw
         backend:      None for the device's own kernel; a name from `backends()` to force one
@@ -60,75 +62,65 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempera
         tokens:        (B, N) int64   in [0, V); 0 where the row is invalid
         num_accepted:  (B,)   int32   how many leading guesses equal their tokens; a guess at an invalid row does not
         ahead_tokens:  (B, N) int64   the second draw; the same as `tokens` if ahead is 0
-        status:        (B, N) int32   INVALID_ROW: not 0 <= first < last <= V, or what guided_probs calls invalid
+        status:        (B, N) int32   INVALID_ROW: what guided_probs calls invalid
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, N is 0, V is 0 or above 2**22, or ahead is negative
+        ValueError: a dtype, shape or device differs from the above, id_range is two integers but not
+            0 <= first < last <= V, N is 0, V is 0 or above 2**22, filters is neither of the two, or ahead is negative
 
     Example:
         >>> import torch
         >>> from specvis_kernels import draw_tokens
         >>> logits = torch.tensor([[4.0, 2.0, 1.0, 0.0]]).repeat(1, 3, 1)  # one request, three positions
-        >>> settings = dict(guidance=torch.ones(1), temperature=torch.tensor([2.0]), seeds=torch.tensor([1]),
-        ...                 top_k=torch.tensor([3], dtype=torch.int32), top_p=torch.ones(1))
+        >>> settings = dict(guidance=1.0, temperature=2.0, top_k=3, top_p=1.0, seeds=torch.tensor([1]))
         >>> first = draw_tokens(logits, None, positions=torch.tensor([[0, 1, 2]]), **settings)
         >>> again = draw_tokens(logits, None, positions=torch.tensor([[0, 1, 2]]), guesses=first.tokens, **settings)
         >>> again.num_accepted
         tensor([3], dtype=torch.int32)
     """
-    B, N, V = check_dims("logits", logits, "BNV")
-    check("logits", logits, HALF_OR_FLOAT, B=B, N=N, V=V)
-    check_num_ids(V)
+    logits, uncond = check_logits(logits, uncond)
+    B, N, V = logits.shape
     if N < 1:
         raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
-    if uncond is not None:
-        check("uncond", uncond, logits.dtype, like=logits, B=B, N=N, V=V)
-        uncond = uncond.contiguous()
-    check("guidance", guidance, torch.float32, like=logits, B=B)
-    check("temperature", temperature, torch.float32, like=logits, B=B)
-    check("top_k", top_k, torch.int32, like=logits, B=B)
-    check("top_p", top_p, torch.float32, like=logits, B=B)
+    settings = check_settings(guidance, temperature, top_k, top_p, like=logits)
     check("seeds", seeds, torch.int64, like=logits, B=B)
     check("positions", positions, torch.int64, like=logits, B=B, N=N)
-    if id_range is not None:
-        check("id_range", id_range, torch.int64, like=logits, B=B, N=N, bounds=2)
-        id_range = id_range.contiguous()
+    ids = check_filters(id_range, filters, like=logits)
     if guesses is not None:
         check("guesses", guesses, torch.int64, like=logits, B=B, N=N)
         guesses = guesses.contiguous()
     check_count("ahead", ahead, 0)
-    return _call(backend, logits.contiguous(), uncond, guidance.contiguous(), temperature.contiguous(),
-                 top_k.contiguous(), top_p.contiguous(), seeds.contiguous(), positions.contiguous(), id_range, guesses,
+    return _call(backend, logits, uncond, *settings, seeds.contiguous(), positions.contiguous(), *ids, filters, guesses,
                  ahead)
 
 
-def _oracle(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, id_range, guesses, ahead):
+def _oracle(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, id_range, first_id, last_id, filters,
+            guesses, ahead):
     V = logits.shape[-1]
-    first_id, last_id = (0, V) if id_range is None else id_range.unbind(-1)
-    row = filter_logits(logits, uncond, guidance, temperature, top_k, top_p, first_id, last_id)
-    is_valid = row.is_valid
-    if id_range is not None:
-        is_valid = is_valid & (first_id >= 0) & (first_id < last_id) & (last_id <= V)
+    id_range = range_of_nodes(id_range, first_id, last_id, like=logits)
+    row = filter_logits(logits, uncond, guidance, temperature, top_k, top_p, id_range, filters)
 
     def draw(positions):
         noise = torch.where(row.is_sampled[..., None], gumbel_noise(seeds, positions, V), 0.0)
-        return torch.where(is_valid, (row.margins + noise).argmax(-1), 0)
+        return torch.where(row.is_valid, (row.margins + noise).argmax(-1), 0)
 
     tokens = draw(positions)
     num_accepted = torch.zeros_like(seeds)
     if guesses is not None:
-        num_accepted = (is_valid & (guesses == tokens)).long().cumprod(-1).sum(-1)
+        num_accepted = (row.is_valid & (guesses == tokens)).long().cumprod(-1).sum(-1)
     ahead_tokens = draw(positions + ahead) if ahead else tokens.clone()
-    return tokens, num_accepted.int(), ahead_tokens, torch.where(is_valid, 0, INVALID_ROW).int()
+    return tokens, num_accepted.int(), ahead_tokens, torch.where(row.is_valid, 0, INVALID_ROW).int()
 
 
-def _meta(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, id_range, guesses, ahead):
+def _meta(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, id_range, first_id, last_id, filters,
+          guesses, ahead):
     return (torch.empty_like(positions), seeds.new_empty(seeds.shape, dtype=torch.int32),
             torch.empty_like(positions), positions.new_empty(positions.shape, dtype=torch.int32))
 
 
 _call = define(
     "draw_tokens(Tensor logits, Tensor? uncond, Tensor guidance, Tensor temperature, Tensor top_k, Tensor top_p,"
-    " Tensor seeds, Tensor positions, Tensor? id_range, Tensor? guesses, SymInt ahead)"
+    " Tensor seeds, Tensor positions, Tensor? id_range, SymInt first_id, SymInt last_id, str filters,"
+    " Tensor? guesses, SymInt ahead)"
     " -> (Tensor tokens, Tensor num_accepted, Tensor ahead_tokens, Tensor status)",
     oracle=_oracle, meta=_meta, result=DrawTokensResult)

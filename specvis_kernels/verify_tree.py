@@ -5,7 +5,17 @@ import torch
 from torch import Tensor
 
 from ._candidate import RESIDUALS, Candidate, is_undefined, kept_neighbors, residual_mass
-from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, check, check_count, check_dims, define
+from ._dispatch import (
+    EMPTY_RESIDUAL,
+    INVALID_DRAFT,
+    INVALID_ROW,
+    INVALID_RULE,
+    INVALID_TREE,
+    check,
+    check_count,
+    check_dims,
+    define,
+)
 from ._numbers import draw, to_fixed_point
 from .neighborhood_sum import check_neighbors, neighbor_prefix
 
@@ -92,9 +102,10 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                                          that all earlier siblings are rejected. For a greedy request: how many
                                          accepted tokens are not the argmax of their parent's row
         status:          (B,)   int32    EMPTY_RESIDUAL: nothing was left of R after a rejection.
-                                         INVALID_ROW: the target's row at the end of the path (next_token is 0) or
-                                         the draft row of a node with children has an entry that is NaN, negative
-                                         or above 2, or is 0 in fixed point.
+                                         INVALID_ROW: the target's row at the end of the path has an entry that is
+                                         NaN, negative or above 2, or is 0 in fixed point; next_token is 0.
+                                         INVALID_DRAFT: the draft row of a node with children has or is; the node
+                                         counts as a leaf.
                                          INVALID_TREE: a link to no later node, or a token outside [0, V); the
                                          siblings end there. Or a draft row >= M; the node counts as a leaf.
                                          INVALID_RULE: an omega is negative or NaN, or is below 1 with neighbors and
@@ -122,12 +133,30 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     check("target_probs", target_probs, torch.float32, B=B, N=N, V=V)
     if N < 1 or V < 1:
         raise ValueError(f"target_probs must have N >= 1 and V >= 1, got shape ({B}, {N}, {V})")
-    like = target_probs
+    check_tree(tokens, first_child, next_sibling, max_depth, target_probs)
+    check("uniforms", uniforms, torch.float32, like=target_probs, B=B, N=N)
+    check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, max_depth, target_probs)
+    if greedy is not None:
+        check("greedy", greedy, torch.bool, like=target_probs, B=B)
+    tensors = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
+               omega, greedy)
+    return _call(backend, *[None if t is None else t.contiguous() for t in tensors],
+                 cutoff, offset, residual, max_depth)
+
+
+def check_tree(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, max_depth: int, like: Tensor) -> None:
+    """Raise ValueError unless these are trees with a node for each row of `like` (B, N, V)."""
+    B, N, _ = like.shape
     check("tokens", tokens, torch.int64, like=like, B=B, N=N)
     check("first_child", first_child, torch.int32, like=like, B=B, N=N)
     check("next_sibling", next_sibling, torch.int32, like=like, B=B, N=N)
-    check("uniforms", uniforms, torch.float32, like=like, B=B, N=N)
     check_count("max_depth", max_depth, 0)
+
+
+def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None, delta: Tensor | None,
+               cutoff: str, offset: int, omega: Tensor | None, residual: str, max_depth: int, like: Tensor) -> None:
+    """Raise ValueError unless these arguments of `verify_tree` fit together, and fit rows `like` (B, N, V)."""
+    B, N, V = like.shape
     if (draft_probs is None) != (draft_row is None):
         raise ValueError("draft_probs and draft_row must be given together")
     if draft_probs is not None:
@@ -147,21 +176,16 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
             raise ValueError("neighbors must have at least two columns under 'released', got one")
     if omega is not None:
         check("omega", omega, torch.float32, like=like, B=B, P=max_depth)
-    if greedy is not None:
-        check("greedy", greedy, torch.bool, like=like, B=B)
-    tensors = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-               omega, greedy)
-    return _call(backend, *[None if t is None else t.contiguous() for t in tensors],
-                 cutoff, offset, residual, max_depth)
 
 
 def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-            omega, greedy, cutoff, offset, residual, max_depth):
+            omega, greedy, cutoff, offset, residual, max_depth, id_range=None):
+    """With id_range (B, N, 2) a token outside of its parent's range keeps no neighbors: see verify_logits."""
     result = _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row,
-                             neighbors, delta, omega, cutoff, offset, residual, max_depth)
+                             neighbors, delta, omega, cutoff, offset, residual, max_depth, id_range)
     if greedy is not None:
         greedy_result = _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff,
-                                       offset, residual, max_depth)
+                                       offset, residual, max_depth, id_range)
         result = [torch.where(_to_dims_of(a, greedy), b, a) for a, b in zip(result, greedy_result)]
     accepted_nodes, num_accepted, next_token, tv_excess, status = result
     return accepted_nodes.int(), num_accepted.int(), next_token, tv_excess.float(), status.int()
@@ -170,6 +194,10 @@ def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_pro
 def _to_dims_of(tensor, flags):
     """flags (B,), shaped to choose among requests of `tensor` (B, ..)."""
     return flags.view(-1, *[1] * (tensor.ndim - 1))
+
+
+def _is_inside(token, id_range):
+    return (token >= id_range[..., 0]) & (token < id_range[..., 1])
 
 
 class _Node(NamedTuple):
@@ -188,7 +216,7 @@ class _Node(NamedTuple):
 
 
 def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                    delta, omega, cutoff, offset, residual, max_depth):
+                    delta, omega, cutoff, offset, residual, max_depth, id_range):
     """Requests that sample. Links lead to later nodes only, so N steps of one child each reach every request's end."""
     B, N, V = target_probs.shape
     device = target_probs.device
@@ -214,7 +242,7 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
             is_sampled = row >= 0
             status = status | torch.where(active & (row >= M), INVALID_TREE, 0)
             draft_mass, _, draft_is_valid = to_fixed_point(draft_probs[batch, row.clamp(0, M - 1)])
-            status = status | torch.where(active & is_sampled & (row < M) & ~draft_is_valid, INVALID_ROW, 0)
+            status = status | torch.where(active & is_sampled & (row < M) & ~draft_is_valid, INVALID_DRAFT, 0)
             active = active & (~is_sampled | (draft_is_valid & (row < M)))
         return _Node(mass, total, is_valid, child, node, active, draft_mass, draft_mass.sum(1), is_sampled,
                      torch.ones_like(tv_excess), status)
@@ -233,7 +261,8 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
         token = token.clamp(0, V - 1)
 
         neighbor_mass, num_kept, ids = kept_neighbors(
-            at.mass, at.total, token, neighbors, delta, cutoff, offset, residual)
+            at.mass, at.total, token, neighbors, delta, cutoff, offset, residual,
+            None if id_range is None else _is_inside(token, id_range[batch, node]))
         token_mass = at.mass[batch, token]
         candidate = Candidate(
             token, at.is_sampled, token_mass, token_mass + neighbor_mass, at.total, at.draft_mass[batch, token],
@@ -273,7 +302,7 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
 
 
 def _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset, residual,
-                   max_depth):
+                   max_depth, id_range):
     """Greedy requests: the nodes in order, each with its chain of children."""
     B, N, V = target_probs.shape
     device = target_probs.device
@@ -290,9 +319,12 @@ def _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, d
         relaxed_mass = mass.gather(1, tokens)  # (B, N): of every token, were it node n's child
         if neighbors is not None:
             num_considered = neighbors.shape[1] - (residual == "released")
-            relaxed_mass = relaxed_mass + neighbor_prefix(
+            neighbor_mass = neighbor_prefix(
                 mass.unsqueeze(1).expand(B, N, V), total.unsqueeze(1), tokens, neighbors, delta.unsqueeze(1), cutoff,
                 offset, num_considered)[0]
+            if id_range is not None:
+                neighbor_mass = torch.where(_is_inside(tokens, id_range[:, n:n + 1]), neighbor_mass, 0)
+            relaxed_mass = relaxed_mass + neighbor_mass
         is_best = ((tokens == argmax) | (relaxed_mass > max_mass)
                    | ((relaxed_mass == max_mass) & (tokens < argmax)))
 

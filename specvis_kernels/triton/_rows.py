@@ -11,6 +11,7 @@ INVALID_ROW = tl.constexpr(2)
 INVALID_TREE = tl.constexpr(4)
 INVALID_RULE = tl.constexpr(8)
 OUT_OF_TRIES = tl.constexpr(16)
+INVALID_DRAFT = tl.constexpr(32)
 
 MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads: AMD's warps have 64
 MAX_BLOCK = {"V": 4096, "k": 256}  # tokens and neighbors that a program takes at a time, at most

@@ -5,9 +5,12 @@ entry of an op's CASES is the smallest that makes sense (one node, one neighbor)
 so any sum of them, in any order, is exact: every backend must agree with the oracle bit for bit. Where exp or log is in
 the way, the op has a tolerance in TOLERANCES.
 """
+import heapq
+
 import torch
 
 from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
+from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -38,12 +41,15 @@ CASES["guided_probs"] = [
     (2, 3, 33, torch.bfloat16),
     (3, 2, 64),
     (2, 1, 1500, torch.float16, False),
+    (3, 5, 64, torch.float32, True, None, "each", "p_then_k"),
+    (3, 2, 1500, torch.float32, True, None, None, "p_then_k"),
 ]
-TOLERANCES["guided_probs"] = {0: (1e-5, 1e-9)}
 
 
-def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, whole=False):
-    """`settings`: (guidance, temperature, top_k, top_p) of the requests, repeated; `whole`: no range of ids."""
+def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges="all", filters="k_then_p"):
+    """`settings`: (guidance, temperature, top_k, top_p) of the requests, repeated. `ranges`: "all": the same ids for all
+    rows; "each": each row's own, some of them invalid; None: all ids.
+    """
     settings = settings or [(3.5, 1.0, V // 2, 0.8), (1.0, 0.0, 0, 0.9), (0.5, 0.5, 5, 1.0)]
     g = torch.Generator().manual_seed(B + N + V)
 
@@ -52,33 +58,48 @@ def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, whole
 
     guidance, temperature, top_k, top_p = torch.tensor(settings, device=DEVICE).repeat(B, 1)[:B].unbind(1)
     args = draw(), draw() if uncond else None, guidance, temperature, top_k.int(), top_p
-    return args, {} if whole else {"first_id": V // 8, "last_id": V - V // 16}
-
-
-# draw_tokens: the same logits. Half of the guesses are right. `ranges`: rows of other ids, some of them invalid.
-CASES["draw_tokens"] = [
-    (1, 1, 2),
-    (2, 3, 33, torch.bfloat16),
-    (3, 5, 64, torch.float32, True, None, True, 3),
-    (2, 2, 1500, torch.float16, False, None, False, 24),
-    (3, 2, 4500, torch.float32, True, [(3.5, 1.0, 100, 0.8), (2.0, 0.7, 0, 0.9), (1.5, 1.3, 0, 1.0)], True, 7),
-]
-
-
-def draw_tokens(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges=False, ahead=0):
-    args, _ = guided_probs(B, N, V, dtype, uncond, settings)
-    g = torch.Generator().manual_seed(B + N + V)
-    seeds = torch.randint(-2**62, 2**62, (B,), generator=g).to(DEVICE)
-    positions = torch.randint(-5, 2**33, (B, N), generator=g).to(DEVICE)
-    kwargs = {"ahead": ahead}
-    if ranges:
+    kwargs = {"filters": filters}
+    if ranges == "all":
+        kwargs["id_range"] = (V // 8, V - V // 16)
+    if ranges == "each":
         first = torch.randint(-V // 8, V, (B, N), generator=g)
         last = torch.randint(V // 2, V + V // 8, (B, N), generator=g)
         kwargs["id_range"] = torch.stack([first, last], -1).to(DEVICE)
+    return args, kwargs
+
+
+# draw_tokens: the same logits. Three quarters of the guesses are right.
+CASES["draw_tokens"] = [
+    (1, 1, 2),
+    (2, 3, 33, torch.bfloat16),
+    (3, 5, 64, torch.float32, True, None, "each", 3),
+    (2, 2, 1500, torch.float16, False, None, None, 24),
+    (3, 2, 4500, torch.float32, True, [(3.5, 1.0, 100, 0.8), (2.0, 0.7, 0, 0.9), (1.5, 1.3, 0, 1.0)], "each", 7),
+    (3, 3, 64, torch.float32, True, None, "all", 3, "p_then_k"),
+    (3, 2, 4500, torch.float32, True, [(3.5, 1.0, 100, 0.8), (2.0, 0.7, 40, 0.9)], "each", 7, "p_then_k"),
+]
+
+
+def draw_tokens(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges=None, ahead=0, filters="k_then_p"):
+    args, kwargs = guided_probs(B, N, V, dtype, uncond, settings, ranges, filters)
+    seeds, positions = noise_keys(B, N, V)
     # its own oracle, also where tests replace the backends
-    guesses = draw_tokens_oracle(*args, seeds, positions, kwargs.get("id_range"), None, 0)[0]
+    guesses = draw_tokens_oracle(*args, seeds, positions, *ids_of(kwargs, V), filters, None, 0)[0]
     kwargs["guesses"] = torch.where(torch.arange(N, device=DEVICE) % 4 < 3, guesses, -1)
-    return (*args, seeds, positions), kwargs
+    return (*args, seeds, positions), kwargs | {"ahead": ahead}
+
+
+def noise_keys(B, N, V):
+    """Seeds and positions."""
+    g = torch.Generator().manual_seed(B + N + V)
+    seeds = torch.randint(-2**62, 2**62, (B,), generator=g)
+    return seeds.to(DEVICE), torch.randint(-5, 2**33, (B, N), generator=g).to(DEVICE)
+
+
+def ids_of(kwargs, V):
+    """id_range, first_id and last_id as the schemas have them."""
+    ids = kwargs.get("id_range")
+    return (ids, 0, V) if ids is None or isinstance(ids, torch.Tensor) else (None, *ids)
 
 
 def neighbor_table(C, k, offset=0, narrow=True, seed=0):
@@ -177,6 +198,97 @@ def verify_greedy(B, N, max_depth, branch=3):
     first_child, next_sibling = links(parents.view(B, N))
     next_sibling[2::3, 1::2], first_child[2::3, 3::4] = 0, N
     return (target_tokens.to(DEVICE), tokens.to(DEVICE), first_child, next_sibling), {"max_depth": max_depth}
+
+
+# verify_logits: the logits of guided_probs and the trees of verify_tree, whose options it takes. `ranges` as there;
+# `seeds`: verification by equality; `likely`: the tree of the likeliest paths.
+CASES["verify_logits"] = [
+    (1, 1, 2, 1),
+    (3, 6, 33, 3, {"ranges": "all"}),
+    (3, 8, 40, 4, {"num_draft_rows": 2, "omega": (1.0, 0.75), "dtype": torch.bfloat16}),
+    (3, 8, 40, 3, {"k": 6, "cutoff": "ratio", "offset": 4, "residual": "relaxed", "ranges": "each"}),
+    (2, 9, 33, 3, {"k": 5, "cutoff": "jsd", "residual": "released", "narrow": False, "num_draft_rows": 3,
+                   "omega": (0.5, 2.0), "dtype": torch.float16, "uncond": False}),
+    (4, 7, 24, 3, {"k": 20, "omega": (1.0, 1.5), "num_draft_rows": 1, "filters": "p_then_k", "ranges": "each"}),
+    (2, 6, 40, 3, {"k": 12, "residual": "released", "ranges": "all", "settings": [(2.0, 1.0, 9, 0.9)]}),
+    (3, 12, 1500, 3, {"k": 300, "residual": "relaxed", "branch": 4, "settings": [
+        (1.5, 1.0, 200, 1.0), (1.5, 0.0, 0, 1.0), (1.5, 2.0, 0, 0.9)]}),
+    (2, 12, 1500, 3, {"k": 300, "residual": "relaxed", "branch": 4, "num_draft_rows": 2, "omega": (1.5,),
+                      "settings": [(1.5, 1.0, 200, 0.9), (1.5, 2.0, 0, 1.0)]}),
+    (1, 12, 4500, 3, {"branch": 4, "num_draft_rows": 2, "settings": [(1.5, 2.0, 0, 1.0)]}),
+    (3, 12, 64, 4, {"seeds": True, "ranges": "each", "branch": 3}),
+    (3, 12, 1500, 4, {"seeds": True, "filters": "p_then_k", "branch": 3,
+                      "settings": [(1.5, 1.0, 100, 0.8), (1.5, 0.0, 0, 1.0), (1.5, 2.0, 0, 1.0)]}),
+]
+TOLERANCES["verify_logits"] = {3: (0, 1e-5)}
+
+
+def verify_logits(B, N, V, max_depth, options=None):
+    own = {"dtype": torch.float32, "uncond": True, "settings": None, "ranges": None, "filters": "k_then_p",
+           "seeds": False, "likely": False}
+    options = own | (options or {})
+    rule = {name: options[name] for name in options.keys() - own.keys()}
+    rows, kwargs = guided_probs(B, N, V, options["dtype"], options["uncond"], options["settings"], options["ranges"],
+                                options["filters"])
+    if options["likely"]:  # peaked rows, and the condition moves the logits a little, as it does in a model
+        cond, noise = rows[0].float() * 2.5, rows[1].float() / 8
+        rows = (cond.to(rows[0].dtype), (cond + noise).to(rows[0].dtype), *rows[2:])
+    if options["ranges"] == "each":  # two of three requests begin with a valid row
+        kwargs["id_range"][:, 0] = torch.tensor([[1, V], [V // 8, V], [-1, V]], device=DEVICE).repeat(B, 1)[:B]
+    g = torch.Generator().manual_seed(B + N + V)
+    (_, tokens, *tree, uniforms), others = verify_tree(B, N, V, max_depth, rule)
+    ids = *ids_of(kwargs, V), options["filters"]
+    kwargs |= others
+    probs = guided_probs_oracle(*rows, *ids)[0]
+    if options["seeds"]:
+        kwargs["seeds"], kwargs["positions"] = keys = noise_keys(B, N, V)
+        drawn = draw_tokens_oracle(*rows, *keys, *ids, None, 0)[0]
+        probs = probs if options["likely"] else probs.scatter(2, drawn[..., None], 1.0)
+        uniforms = kwargs.pop("residual") and None
+    if options["likely"]:
+        tokens, parents = likeliest_paths(probs, max_depth, rule["branch"])
+        tree = links(parents)
+    else:  # three quarters of the children are likely tokens after their parents, so that long paths are accepted
+        best = probs.topk(min(V, 2 if options["seeds"] else 4)).indices
+        parents = parents_of(*tree)
+        rank = torch.randint(best.shape[2], (B, N), generator=g).to(DEVICE)
+        likely = best.gather(1, parents[..., None].expand(-1, -1, best.shape[2])).gather(2, rank[..., None])[..., 0]
+        tokens = torch.where(torch.rand(B, N, generator=g).to(DEVICE) < 0.75, likely, tokens)
+    logits, uncond, *settings = rows
+    return (logits, uncond, tokens, *tree, uniforms, *settings), kwargs
+
+
+def parents_of(first_child, next_sibling):
+    """(B, N) int64, 0 for the root: what links() was given."""
+    parents = torch.zeros_like(first_child, dtype=torch.int64)
+    for b, row in enumerate(first_child.tolist()):
+        for n, child in enumerate(row):
+            while child >= 0:
+                parents[b, child], child = n, next_sibling[b, child].item()
+    return parents
+
+
+def likeliest_paths(probs, max_depth, branch):
+    """tokens and parents (B, N) of the N - 1 likeliest paths down to max_depth, if node n's children are drawn from its
+    row of probs (B, N, V), at most `branch` of them. Parents come before children, likelier siblings before others.
+    """
+    B, N, _ = probs.shape
+    best, ids = probs.topk(branch)
+    tokens, parents = torch.zeros(B, N, dtype=torch.int64), torch.full((B, N), -1)
+    for b in range(B):
+        paths, depth = [], [0]
+
+        def add(node, path_prob):
+            if depth[node] < max_depth:
+                for p, token in zip(best[b, node].tolist(), ids[b, node].tolist()):  # noqa: B023
+                    heapq.heappush(paths, (-path_prob * p, node, token))  # noqa: B023
+
+        add(0, 1.0)
+        for n in range(1, N):
+            path_prob, parents[b, n], tokens[b, n] = heapq.heappop(paths)
+            depth.append(depth[parents[b, n]] + 1)
+            add(n, -path_prob)
+    return tokens.to(DEVICE), parents
 
 
 CASES["couple_tokens"] = [

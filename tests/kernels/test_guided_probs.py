@@ -58,10 +58,10 @@ def close(expected):
     ({"top_k": 2, "top_p": 0.6}, [8, 0, 0, 0, 0]),     # top-k first: 8/12 >= 0.6; else 8 and 4 would stay
     ({"temperature": 0.5, "top_p": 0.7}, [64, 0, 0, 0, 0]),  # temperature first: 64/86 >= 0.7 > 8/16
     ({"temperature": 0.0, "top_k": 1, "top_p": 0.1}, [8, 4, 2, 1, 1]),  # greedy: no filter
-    ({"first_id": 1, "last_id": 4}, [0, 4, 2, 1, 0]),
-    ({"first_id": 1, "last_id": 4, "top_k": 1}, [0, 4, 0, 0, 0]),       # the best of the range
-    ({"first_id": 2, "last_id": 3}, [0, 0, 2, 0, 0]),
-    ({"first_id": 0, "last_id": 4, "top_k": 3}, [8, 4, 2, 0, 0]),       # all but one
+    ({"id_range": (1, 4)}, [0, 4, 2, 1, 0]),
+    ({"id_range": (1, 4), "top_k": 1}, [0, 4, 0, 0, 0]),  # the best of the range
+    ({"id_range": [2, 3]}, [0, 0, 2, 0, 0]),
+    ({"id_range": (0, 4), "top_k": 3}, [8, 4, 2, 0, 0]),  # all but one
 ])
 def test_by_hand(backend, settings, expected):
     probs, status = one_row(logs(8, 4, 2, 1, 1), backend=backend, **settings)
@@ -88,7 +88,7 @@ def test_guidance_by_hand(backend, cond, uncond, guidance, expected):
     ([0.0, -NAN, 1.0], {"top_k": 1}),
     ([0.0, INF, 1.0], {}),
     ([-INF, -INF, -INF], {}),
-    ([1.0, -INF, -INF], {"first_id": 1}),               # nothing within the range
+    ([1.0, -INF, -INF], {"id_range": (1, 3)}),          # nothing within the range
     ([0.0, 1.0, 2.0], {"temperature": -1.0}),
     ([0.0, 1.0, 2.0], {"temperature": NAN}),
     ([-INF, 1.0, 2.0], {"uncond": [NAN, 0.0, 0.0]}),    # a -inf does not hide it
@@ -102,7 +102,7 @@ def test_an_invalid_row_is_zero(backend, logits, settings):
 
 @BACKENDS
 @pytest.mark.parametrize("logits, settings, expected", [
-    ([NAN, 0.0, INF], {"first_id": 1, "last_id": 2}, [0, 1, 0]),  # what is outside the range is not looked at
+    ([NAN, 0.0, INF], {"id_range": (1, 2)}, [0, 1, 0]),           # what is outside the range is not looked at
     ([0.0, -0.0, -1.0], {"top_k": 1}, [0.5, 0.5, 0]),             # the two zeros are a tie
     ([1.0, 1 + 2**-23, 0.0], {"top_k": 1}, [0, 1, 0]),            # the last bit counts
     ([-INF, 0.0, -INF], {"top_k": 2, "top_p": 0.5}, [0, 1, 0]),
@@ -231,12 +231,20 @@ def test_a_small_top_k_sees_the_last_ids(backend, V):
     ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, N=3, V=5\), got float32 \(2, 3, 4\)"),
     ("uncond", torch.zeros(2, 3, 5, dtype=torch.float16), "uncond must be float32 .*, got float16"),
     ("guidance", torch.zeros(3), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
-    ("temperature", 1.0, r"temperature must be float32 \(B=2\), got float"),
+    ("temperature", "1", r"temperature must be float32 \(B=2\) or a number, got '1'"),
+    ("guidance", True, r"guidance must be float32 \(B=2\) or a number, got True"),
+    ("top_k", 1.0, r"top_k must be int32 \(B=2\) or an integer, got 1.0"),
+    ("top_k", 2**31, "top_k must fit into int32, got 2147483648"),
     ("top_k", torch.zeros(2), r"top_k must be int32 \(B=2\), got float32 \(2,\)"),
     ("top_p", torch.zeros(2, device="meta"), "top_p must be on cpu like the other tensors, got meta"),
-    ("last_id", 6, "0 <= first_id < last_id <= V=5, got 0 and 6"),
-    ("first_id", 5, "got 5 and 5"),
-    ("first_id", -1, "got -1 and 5"),
+    ("id_range", (0, 6), r"id_range must be int64 \(B=2, N=3, bounds=2\), or two integers with "
+                         r"0 <= first < last <= V=5, got \(0, 6\)"),
+    ("id_range", (5, 5), r"got \(5, 5\)"),
+    ("id_range", (-1, 5), r"got \(-1, 5\)"),
+    ("id_range", (0, 2.0), r"got \(0, 2.0\)"),
+    ("id_range", (0, 1, 2), r"got \(0, 1, 2\)"),
+    ("id_range", torch.zeros(2, 2, dtype=torch.int64), r"id_range must be int64 \(B=2, N=3, bounds=2\), got int64"),
+    ("filters", "p", "filters must be one of k_then_p, p_then_k, got 'p'"),
     ("backend", "fast", "backend of guided_probs must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):
