@@ -9,6 +9,22 @@ from torch import Tensor
 from specvis_kernels import guided_probs
 
 
+def index_and_put(caches, accepted_nodes, num_accepted, lengths, *, row_dim=0, column_dim=1):
+    """Every column of a path is read, and put in its place; those behind the accepted nodes in their own."""
+    caches = [caches] if isinstance(caches, Tensor) else caches
+    R = caches[0].shape[row_dim]
+    each_row = torch.arange(R, device=lengths.device) % len(lengths)
+    nodes, length = accepted_nodes[each_row], lengths[each_row, None]
+    index = torch.arange(nodes.shape[1], device=lengths.device)
+    target = length + 1 + index
+    source = torch.where(index < num_accepted[each_row, None], length + nodes, target)
+    rows = torch.arange(R, device=lengths.device)[:, None]
+    for cache in caches:
+        entries = cache.movedim((row_dim, column_dim), (0, 1))
+        entries[rows, target] = entries[rows, source]
+    return lengths + 1 + num_accepted
+
+
 def residual_of(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     return (target_probs - draft_probs).clamp(min=0)
 
@@ -150,6 +166,7 @@ def where_and_multinomial(target_probs, draft_probs, tokens, uniforms, *, omega=
 
 
 BASELINES = {
+    "commit_kv": {"index and put": index_and_put},
     "couple_tokens": {"multinomial": where_and_multinomial},
     "draw_children": {"multinomial": without_replacement},
     "draw_tokens": {"multinomial": guided_multinomial, "read": read},

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 ROOT = Path(__file__).parent.parent
 CACHE = 256 * 2**20  # bytes of inputs that take turns: more than any GPU's cache, and most CPUs'
@@ -65,8 +66,8 @@ def collect(sample, seconds: float, min_samples: int = 5, max_samples: int = 200
 
 def copies_of(arguments: tuple) -> list:
     """Copies of the arguments that take turns: more than CACHE bytes of them, but at most 64."""
-    size = sum(a.nbytes for a in arguments if isinstance(a, torch.Tensor))
-    return [tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments)
+    size = sum(a.nbytes for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
+    return [tree_map_only(torch.Tensor, torch.clone, arguments)
             for _ in range(min(64, 1 + CACHE // max(size, 1)))]
 
 

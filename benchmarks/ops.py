@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import specvis_kernels
 from benchmarks import harness
 from benchmarks.baselines import BASELINES
 from tests.kernels import inputs
-from tests.kernels.test_every_op import assert_agree
+from tests.kernels.test_every_op import assert_agree, run
 
 IMAGE = [(7.5, 1.0, 1000, 1.0)]  # guidance, temperature, top_k, top_p
 SHIPPED = [(1.2, 1.0, 100, 0.8)]
@@ -35,6 +36,14 @@ ROWS = {
     "codebook_neighbors": (
         [(16384, 8, 1000)],
         lambda V, D, k: V * D * 4 + V * k * 2),
+    "commit_kv": (  # 6 accepted nodes of 60: the shipped model, LlamaGen-B, and as transformers holds the latter
+        [*((B, 60, 6, {"layout": "layers", "count": 6, "width": 192, "columns": 348}) for B in (1, 8)),
+         *((B, 60, 6, {"layout": "layers", "count": 12, "width": 768, "columns": 640, "dtype": torch.bfloat16})
+           for B in (1, 8)),
+         (1, 60, 6, {"layout": "heads", "count": 24, "heads": 12, "width": 64, "columns": 640,
+                     "dtype": torch.bfloat16})],
+        lambda B, N, P, options: 2 * B * P * 2 * (2 if options["layout"] == "layers" else options["heads"])
+        * options["count"] * options["width"] * options.get("dtype", torch.float32).itemsize),
     "couple_tokens": (  # Jacobi windows of 16 and 32
         [*((B, W, 16384) for B in (1, 8) for W in (16, 32)), (1, 16, 65536),
          *((1, 16, 16384, options) for options in ({"k": 1000, "residual": "relaxed"}, {"group": 14}))],
@@ -104,8 +113,7 @@ def prepare(op: str, case: tuple, backend: str):
         return partial(BASELINES[op][backend], **{name: v for name, v in kwargs.items() if name != "cutoff"}), args
     function = partial(getattr(specvis_kernels, op), **kwargs)
     if backend != "oracle":
-        got, expected = (function(*args, backend=name) for name in (backend, "oracle"))
-        assert_agree(op, *(out if isinstance(out, tuple) else (out,) for out in (got, expected)))
+        assert_agree(op, *(run(op, args, kwargs, name) for name in (backend, "oracle")))
     return partial(function, backend=backend), args
 
 
@@ -121,7 +129,7 @@ def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> 
     times = (harness.time_eager if backend in BASELINES.get(op, {}) else harness.time)(call, args, seconds)
     num_bytes = ROWS[op][1](*case)
     return [{"op": op, "backend": backend, "mode": mode, "shape": format_case(case),
-             "dtype": str(args[0].dtype).removeprefix("torch."), **summary, "bytes": num_bytes,
+             "dtype": str(tree_leaves(args)[0].dtype).removeprefix("torch."), **summary, "bytes": num_bytes,
              "share_of_copy": float(f"{num_bytes / summary['median_us'] * 1e6 / copy:.3g}")}
             for mode, summary in times.items()]
 

@@ -12,8 +12,11 @@ Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
 PyTorch prefers a device's own key to the composite one. So where a kernel is missing the oracle answers, and nothing
 is chosen in Python on the ordinary path.
 
-Every op but tree_mask and codebook_neighbors reports on each row or request in `status` (int32): 0 is ok, else the
-sum of the bits below.
+Every op but codebook_neighbors, commit_kv and tree_mask reports on each row or request in `status` (int32): 0 is ok,
+else the sum of the bits below.
+
+An op that writes to arguments says so in its schema: Tensor(a!) and Tensor(a!)[]. Its meta and its outputs do not name
+them. Then torch.compile, fake tensors and the version counters of what is written work as for torch's own operations.
 """
 import os
 import warnings
@@ -87,6 +90,15 @@ def define(schema: str, *, oracle, meta, result: type | None = None):
     if "triton" in kernels and "cuda" not in kernels:
         _library.impl(name, triton, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", meta, lib=_library)
+    written = [i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def count_versions(keyset, *args):  # as torch's own operations in place do, for who has saved a tensor
+        for i in written:
+            torch.autograd.graph.increment_version(args[i])
+        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    if written:
+        _library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)
 
     def forced(backend, args):
         device = next(a for a in args if isinstance(a, Tensor)).device.type

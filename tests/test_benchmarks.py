@@ -49,6 +49,15 @@ def test_the_baselines_compute_the_same():
     assert best[1].shape == frontier.shape
 
 
+@pytest.mark.parametrize("layout", ["layers", "heads"])
+def test_the_baseline_moves_the_same_columns(layout):
+    caches = []
+    for name in ("index and put", "oracle"):
+        call, args = ops.prepare("commit_kv", (2, 9, 4, {"layout": layout}), name)
+        caches.append((call(*args), *args[0]))
+    assert all(a.equal(b) for a, b in zip(*caches))
+
+
 @pytest.mark.parametrize("options", [{}, {"k": 6, "residual": "relaxed"}, {"group": 6}, {"omega": (1.5, 2.0)}])
 def test_the_baseline_keeps_the_same_guesses(options):
     (tokens, is_kept, num_kept), expected = both("couple_tokens", "multinomial", 8, 16, 30, options)

@@ -78,8 +78,8 @@ def test_a_request_does_not_depend_on_its_batch(methods):
 class Fixed(BagModel):
     """At temperature 0 the token at position p is p % V, whatever came before."""
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
-        return (position_ids - S + 1).double()[..., None]
+    def extend(self, tokens, nodes, cache):
+        return (nodes.position_ids - S + 1).double()[..., None]
 
     def prefill(self, condition, padding_mask, cache):
         return torch.zeros(len(condition), S, 1, dtype=torch.float64)
@@ -91,14 +91,14 @@ class Fixed(BagModel):
 class Counting(Fixed):
     """The next token is the last one and 1: no guess is right before the token in front of it is."""
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
+    def extend(self, tokens, nodes, cache):
         return (tokens + 1).double()[..., None]
 
 
 class Constant(Fixed):
     """Every token is 0: every guess is right."""
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
+    def extend(self, tokens, nodes, cache):
         return torch.zeros(*tokens.shape, 1, dtype=torch.float64)
 
 

@@ -17,6 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
 UNBATCHED = {"codebook_neighbors"}
+MUTATES = {"commit_kv": ("caches",)}  # op -> the arguments that it writes to, contiguous; tensors or lists of them
 MAX_ROWS = 512   # are drawn; more rows repeat them
 
 
@@ -289,6 +290,46 @@ def likeliest_paths(probs, max_depth, branch):
             depth.append(depth[parents[b, n]] + 1)
             add(n, -path_prob)
     return tokens.to(DEVICE), parents
+
+
+CASES["commit_kv"] = [
+    (1, 1, 0),
+    (2, 5, 3),
+    (3, 7, 4, {"layout": "layers", "start": True, "dtype": torch.float16}),
+    (3, 6, 3, {"layout": "heads", "dtype": torch.uint8}),
+    (2, 9, 4, {"layout": "paged", "start": True, "dtype": torch.int64}),
+    (1, 70, 8, {"layout": "layers", "count": 150, "width": 3}),
+]
+
+
+def commit_kv(B, N, P, options=None):
+    """Trees of N nodes, of which up to P are accepted. Every third request has an index that is out of range.
+
+    layout: "rows" is a list of (R, T, 2, D), "layers" one tensor (count, R, T, 2, D), "heads" a list of (R, H, T, D),
+    "paged" a list of (2, slots, D) whose rows have slots in no order. There are rows with and without the condition.
+    """
+    options = {"layout": "rows", "start": False, "dtype": torch.float32, "count": 2, "heads": 3, "width": 4,
+               "columns": 2 * N + 6} | (options or {})
+    layout, count, H, D, T = (options[name] for name in ("layout", "count", "heads", "width", "columns"))
+    g = torch.Generator().manual_seed(B + N + P)
+    R = 2 * B
+    accepted_nodes = torch.rand(B, N - 1, generator=g).argsort(1)[:, :P].sort(1).values + 1
+    num_accepted = torch.randint(P + 1, (B,), generator=g)
+    num_accepted[:1] = P
+    accepted_nodes[torch.arange(P) >= num_accepted[:, None]] = -1
+    lengths = torch.randint(4, (B,), generator=g)
+    lengths[2::3] = T - N // 2  # and one of the nodes behind the end
+    accepted_nodes[2::3, :1], num_accepted[2::3] = N, P
+    kwargs = {"start": (lengths + N // 2).to(DEVICE)} if options["start"] else {}
+    shape = {"rows": (R, T, 2, D), "layers": (count, R, T, 2, D), "heads": (R, H, T, D), "paged": (2, R * T + 5, D)}
+    caches = [torch.randint(100, shape[layout], generator=g).to(DEVICE, options["dtype"])
+              for _ in range(1 if layout == "layers" else count)]
+    if layout == "paged":
+        kwargs |= {"slots": torch.randperm(R * T + 5, generator=g)[:R * T].view(R, T).to(DEVICE), "row_dim": None}
+    if layout in ("layers", "heads"):
+        kwargs |= {"row_dim": 1 if layout == "layers" else 0, "column_dim": 2}
+    args = (accepted_nodes.to(DEVICE, torch.int32), num_accepted.to(DEVICE, torch.int32), lengths.to(DEVICE))
+    return (caches[0] if layout == "layers" else caches, *args), kwargs
 
 
 CASES["couple_tokens"] = [

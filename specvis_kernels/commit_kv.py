@@ -1,0 +1,144 @@
+"""commit_kv: the keys and values of the accepted nodes move behind their root, in place."""
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._dispatch import check, check_dims, define
+
+
+def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor, *,
+              row_dim: int | None = 0, column_dim: int = 1, start: Tensor | None = None,
+              slots: Tensor | None = None, backend: str | None = None) -> Tensor:
+    """Move what a model cached for the accepted nodes of a draft tree to the front. This writes to the caches.
+
+    A target forward caches node n of request b in column start[b] + n. Then
+
+        the root, node 0, moves to column lengths[b]
+        the i-th accepted node (i = 1, 2, ..) moves to column lengths[b] + i
+
+    in every cache and every layer. All other columns stay as they are. Row r of a cache belongs to request r % B, so
+    that R = 2 B rows are those with the condition and those without it.
+
+    A request is left alone, and its length is returned unchanged, if its numbers are out of range: its accepted nodes
+    are not positive and rising, num_accepted is not within 0..P, lengths[b] is negative or above start[b], or a column
+    or slot is not in the cache. So nothing is ever read or written out of bounds, and no move overwrites what a later
+    one reads.
+
+    Args:
+        caches:          written to: a tensor or a list of tensors of one shape and dtype, contiguous, with 1, 2, 4 or 8
+                         bytes an element. (layers, R, T, 2, H, D) has row_dim 1 and column_dim 2, a list of
+                         (R, H, T, D) has row_dim 0 and column_dim 2
+        accepted_nodes:  (B, P) int32   of each request, from the root down, without the root; as verify_tree gives them
+        num_accepted:    (B,)   int32   how many there are; what stands behind them is not looked at
+        lengths:         (B,)   int64   how many columns are committed: the root's new column
+        row_dim:         the dimension of the R rows, R a multiple of B; None with `slots`
+        column_dim:      the dimension of the T columns, behind row_dim; with `slots` that of the slots
+        start:           (B,)   int64   the root's column now; None: lengths, where it stays
+        slots:           (R, T) int64   of a paged cache: in which slot column t of row r is. Two columns that move do
+                                        not share a slot. None: not paged
+        backend:         None for the device's own kernel; a name from `backends()` to force one
+
+    Returns:
+        new_lengths:     (B,)   int64   lengths + 1 + num_accepted
+
+    Raises:
+        ValueError: an argument's dtype, shape or device differs from the above, a cache is not contiguous or unlike the
+            first, or there is none
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import commit_kv
+        >>> cache = torch.tensor([[7, 8, 10, 11, 12, 13, 0]])    # columns 0 and 1 are committed, then nodes 0 to 3
+        >>> commit_kv(cache, torch.tensor([[2, 3]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32),
+        ...           torch.tensor([2]))
+        tensor([5])
+        >>> cache                                                # the root stays, nodes 2 and 3 follow it
+        tensor([[ 7,  8, 10, 12, 13, 13,  0]])
+    """
+    caches = [caches] if isinstance(caches, Tensor) else caches
+    if not isinstance(caches, (list, tuple)) or not caches or not all(isinstance(cache, Tensor) for cache in caches):
+        raise ValueError("caches must be a tensor or a list of at least one tensor")
+    B, P = check_dims("accepted_nodes", accepted_nodes, "BP")
+    check("accepted_nodes", accepted_nodes, torch.int32, B=B, P=P)
+    check("num_accepted", num_accepted, torch.int32, like=accepted_nodes, B=B)
+    check("lengths", lengths, torch.int64, like=accepted_nodes, B=B)
+    if start is not None:
+        check("start", start, torch.int64, like=accepted_nodes, B=B)
+    first = caches[0]
+    for cache in caches:
+        if cache.shape != first.shape or cache.dtype != first.dtype:
+            raise ValueError(f"caches must have one shape and dtype, got {str(first.dtype)[6:]} {tuple(first.shape)} "
+                             f"and {str(cache.dtype)[6:]} {tuple(cache.shape)}")
+        if cache.device != accepted_nodes.device:
+            raise ValueError(f"caches must be on {accepted_nodes.device} like the other tensors, got {cache.device}")
+        if not cache.is_contiguous():
+            raise ValueError("caches must be contiguous, since they are written to")
+    if first.dtype.itemsize not in (1, 2, 4, 8):
+        raise ValueError(f"caches must have 1, 2, 4 or 8 bytes an element, got {first.dtype}")
+    if (row_dim is None) != (slots is not None):
+        raise ValueError(f"row_dim must be None with slots, and only then, got {row_dim}")
+    if not -1 < column_dim < first.ndim or row_dim is not None and not -1 < row_dim < column_dim:
+        raise ValueError(f"row_dim and column_dim must be dimensions of {tuple(first.shape)}, the row's first, "
+                         f"got {row_dim} and {column_dim}")
+    R, T = check_dims("slots", slots, "RT") if row_dim is None else (first.shape[row_dim], first.shape[column_dim])
+    if slots is not None:
+        check("slots", slots, torch.int64, like=accepted_nodes, R=R, T=T)
+        slots = slots.contiguous()
+    if R % B if B else R:
+        raise ValueError(f"the rows must be a multiple of B={B}, got {R}")
+    if T < 1 or first.shape[column_dim] < 1:
+        raise ValueError(f"caches must have a column, got shape {tuple(first.shape)}")
+    return _call(backend, list(caches), accepted_nodes.contiguous(), num_accepted.contiguous(), lengths.contiguous(),
+                 None if start is None else start.contiguous(), slots, -1 if row_dim is None else row_dim, column_dim)
+
+
+def _oracle(caches, accepted_nodes, num_accepted, lengths, start, slots, row_dim, column_dim):
+    B, P = accepted_nodes.shape
+    num_slots = caches[0].shape[column_dim]
+    is_paged = slots is not None
+    if not is_paged:  # then a slot is a column of a row
+        R, T = caches[0].shape[row_dim], num_slots
+        num_slots = R * T
+        slots = torch.arange(num_slots, device=lengths.device).view(R, T)
+    R, T = slots.shape
+    start = lengths if start is None else start
+
+    index = torch.arange(P + 1, device=lengths.device)
+    nodes = torch.cat([torch.zeros_like(lengths)[:, None], accepted_nodes.long()], 1)
+    is_moved = index <= num_accepted[:, None]
+    target, source = lengths[:, None] + index, start[:, None] + nodes
+    is_valid = (num_accepted >= 0) & (num_accepted <= P) & (lengths >= 0) & (lengths <= start)
+    is_valid = is_valid & ((target < T) & (source < T) | ~is_moved).all(1)
+    is_valid = is_valid & ((nodes[:, 1:] > nodes[:, :-1]) | ~is_moved[:, 1:]).all(1)
+
+    def in_rows(of_requests):
+        return of_requests.repeat(R // max(B, 1), *[1] * (of_requests.ndim - 1))
+
+    target, source = (slots.gather(1, in_rows(columns).clamp(0, T - 1)) for columns in (target, source))
+    is_outside = (target < 0) | (target >= num_slots) | (source < 0) | (source >= num_slots)
+    is_outside = (is_outside & in_rows(is_moved)).view(R // max(B, 1), B, P + 1).any(2).any(0)
+    is_valid = is_valid & ~is_outside
+    is_moved = in_rows(is_moved & is_valid[:, None])
+
+    source_of = torch.arange(num_slots + 1, device=lengths.device)  # the last one takes what does not move
+    source_of.scatter_(0, torch.where(is_moved, target, num_slots).flatten(),
+                       torch.where(is_moved, source, num_slots).flatten())
+    source_of = source_of[:-1]
+    for cache in caches:
+        if is_paged:
+            entries = cache.movedim(column_dim, 0)
+            entries.copy_(entries[source_of])
+        else:
+            entries = cache.movedim((row_dim, column_dim), (0, 1))
+            entries.copy_(entries[(source_of // T).view(R, T), (source_of % T).view(R, T)])
+    return torch.where(is_valid, lengths + 1 + num_accepted, lengths)
+
+
+def _meta(caches, accepted_nodes, num_accepted, lengths, start, slots, row_dim, column_dim):
+    return lengths.new_empty(accepted_nodes.shape[0])
+
+
+_call = define(
+    "commit_kv(Tensor(a!)[] caches, Tensor accepted_nodes, Tensor num_accepted, Tensor lengths, Tensor? start, "
+    "Tensor? slots, int row_dim, int column_dim) -> Tensor", oracle=_oracle, meta=_meta)
