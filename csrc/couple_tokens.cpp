@@ -131,7 +131,7 @@ Coupled couple(const Rules& rules, const Position& position, Scratch& scratch) {
   };
   if (!has_rule) return from_target(0);
   const specvis::Total draft_sum = specvis::sum_row(position.draft, V);
-  if (!draft_sum.valid) return from_target(specvis::kInvalidRow);
+  if (!draft_sum.valid) return from_target(specvis::kInvalidDraft);
   if (x < 0 || x >= V) return from_target(specvis::kInvalidTree);
 
   const auto mass = [&](int64_t v) { return to_fixed_point(position.target[v]); };

@@ -250,9 +250,26 @@ void FilteredRow::keep_from(float lowest) {
   lowest_ = lowest;
 }
 
+void FilteredRow::apply(const Filters& filters) {
+  const auto keep_top_p = [&] {
+    if (!(filters.top_p > 0)) return;
+    compute_masses();
+    keep_from(top_p_threshold(limit_of(filters.top_p)));
+  };
+  if (filters.p_first) keep_top_p();
+  if (filters.top_k > 0 && !is_packed_) pack_for_top_k(filters.top_k);
+  if (filters.top_k > 0 && filters.top_k < n_) keep_top_k(filters.top_k);
+  if (!filters.p_first) keep_top_p();
+  compute_masses();
+}
+
 void FilteredRow::compute_masses() { exponentials_of(values(), padded(n_), best_, e_.get(), masses_.get()); }
 
 int64_t FilteredRow::mass_above(float x) const { return sum_greater(values(), masses_.get(), padded(n_), x); }
+
+float FilteredRow::total() const {
+  return static_cast<float>(static_cast<double>(mass_above(-kInf)) / static_cast<double>(kMassOne));
+}
 
 int64_t FilteredRow::limit_of(float top_p) const {
   return static_cast<int64_t>(std::ceil(double{top_p} * static_cast<double>(mass_above(-kInf))));

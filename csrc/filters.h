@@ -1,12 +1,29 @@
-// What guidance, temperature, top-k and top-p make of a row of logits on the CPU, for guided_probs and draw_tokens.
+// What guidance, temperature, top-k and top-p make of a row of logits on the CPU, for guided_probs, draw_tokens and
+// verify_logits.
 #pragma once
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <string>
 
 #include "floats.h"
 
 namespace specvis {
+
+// What stands in a row's request about its filters. A filter is off where its number is 0.
+struct Filters {
+  int64_t top_k;
+  float top_p;
+  bool p_first;  // top_p is a share of the mass of all ids; else of the mass of those that top-k kept
+
+  // The filters of a request, for a row of so many ids; `order` is what Python has checked.
+  static bool is_p_first(const std::string& order) { return order == "p_then_k"; }
+  static Filters of(float temperature, int32_t top_k, float top_p, int64_t num_ids, bool p_first) {
+    const bool is_sampled = temperature != 0;
+    return {is_sampled && top_k > 0 && top_k < num_ids ? top_k : 0, is_sampled && top_p > 0 && top_p < 1 ? top_p : 0,
+            p_first};
+  }
+};
 
 // One row at a time: read() it, then narrow the candidates down. There is one object per thread.
 class FilteredRow {
@@ -39,10 +56,13 @@ class FilteredRow {
   void pack_for_top_k(int64_t k);
   void keep_top_k(int64_t k);  // drops all of them; ties stay
 
+  void apply(const Filters& filters);  // drops what they do not keep, and computes the masses of the others
+
   // exp(value - best) of the candidates, and these as integers (in float: they are exact).
   void compute_masses();
   const float* exponentials() const { return e_.get(); }
   int64_t mass_above(float x) const;
+  float total() const;  // of the exponentials, by the integers
   int64_t limit_of(float top_p) const;
   float top_p_threshold(int64_t limit) const;  // the lowest logit that top-p keeps
   void keep_from(float lowest);                // drops the candidates below

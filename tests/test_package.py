@@ -35,7 +35,7 @@ KERNELS = {  # op -> every backend it has, on a machine that has everything
     "tree_links": {"oracle", "cpu", "triton", *CUDA},
     "tree_mask": {"oracle", "cpu", "triton", *CUDA},
     "verify_greedy": {"oracle", "cpu", "triton", *CUDA},
-    "verify_logits": {"oracle"},
+    "verify_logits": {"oracle", "cpu"},
     "verify_tree": {"oracle", "cpu", "triton", *CUDA},
 }
 PACKAGE = Path(specvis_kernels.__file__).parent

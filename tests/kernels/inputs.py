@@ -48,8 +48,8 @@ CASES["guided_probs"] = [
 
 
 def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges="all", filters="k_then_p"):
-    """`settings`: (guidance, temperature, top_k, top_p) of the requests, repeated. `ranges`: "all": the same ids for all
-    rows; "each": each row's own, some of them invalid; None: all ids.
+    """`settings`: (guidance, temperature, top_k, top_p) of the requests, repeated. `ranges`: "all": the same ids for
+    all rows; "each": each row's own, some of them invalid; None: all ids.
     """
     settings = settings or [(3.5, 1.0, V // 2, 0.8), (1.0, 0.0, 0, 0.9), (0.5, 0.5, 5, 1.0)]
     g = torch.Generator().manual_seed(B + N + V)
@@ -273,23 +273,22 @@ def likeliest_paths(probs, max_depth, branch):
     """tokens and parents (B, N) of the N - 1 likeliest paths down to max_depth, if node n's children are drawn from its
     row of probs (B, N, V), at most `branch` of them. Parents come before children, likelier siblings before others.
     """
-    B, N, _ = probs.shape
-    best, ids = probs.topk(branch)
-    tokens, parents = torch.zeros(B, N, dtype=torch.int64), torch.full((B, N), -1)
-    for b in range(B):
-        paths, depth = [], [0]
-
-        def add(node, path_prob):
-            if depth[node] < max_depth:
-                for p, token in zip(best[b, node].tolist(), ids[b, node].tolist()):  # noqa: B023
-                    heapq.heappush(paths, (-path_prob * p, node, token))  # noqa: B023
-
-        add(0, 1.0)
-        for n in range(1, N):
-            path_prob, parents[b, n], tokens[b, n] = heapq.heappop(paths)
-            depth.append(depth[parents[b, n]] + 1)
-            add(n, -path_prob)
-    return tokens.to(DEVICE), parents
+    N, best = probs.shape[1], probs.topk(branch)
+    trees = []
+    for row_probs, row_tokens in zip(best.values.tolist(), best.indices.tolist()):
+        nodes = [(1.0, -1, 0, 0)]  # probability, parent, token, depth
+        paths = []
+        while len(nodes) < N:
+            path_prob, _, _, depth = nodes[-1]
+            if depth < max_depth:
+                n = len(nodes) - 1
+                for p, token in zip(row_probs[n], row_tokens[n]):
+                    heapq.heappush(paths, (-path_prob * p, n, token, depth + 1))
+            cost, *node = heapq.heappop(paths)
+            nodes.append((-cost, *node))
+        trees.append(nodes)
+    trees = torch.tensor([[node[1:3] for node in nodes] for nodes in trees], dtype=torch.int64).view(-1, N, 2)
+    return trees[..., 1].to(DEVICE), trees[..., 0]
 
 
 CASES["commit_kv"] = [

@@ -1,0 +1,304 @@
+// How a request's tree is verified on the CPU, for verify_tree and verify_logits: from the root downwards. What a row
+// is, and what a rejection leaves of it, is said by classes that both hand over.
+#pragma once
+#include <cstdint>
+#include <memory>
+
+#include "rows.h"
+
+namespace specvis {
+
+// One request: its slices of the arguments, and the rules. Of N nodes, a vocabulary of V, and M draft rows.
+struct Request {
+  int64_t N, V, num_draft_rows, max_depth;  // the last two are M and P below
+  const int64_t* tokens;                    // (N)
+  const int32_t* first_child;               // (N)
+  const int32_t* next_sibling;              // (N)
+  const float* uniforms;                    // (N)
+  const float* draft;                       // (M, V) or null
+  const int32_t* draft_row;                 // (N)
+  const float* omega;                       // (P) or null
+  Neighbors neighbors;
+  int64_t num_considered;  // how many neighbors of a token the cutoff looks at; 0 without neighbors
+  float delta;
+  Cutoff cutoff;
+  ResidualRule residual;
+  const int64_t* id_range;    // (N, 2) or null: then the two below count. The ids of each node, [first, last): a
+  int64_t first_id, last_id;  // child's token outside of its parent's keeps no neighbors
+
+  // Is `child` a later node than `previous`, with a token in the vocabulary?
+  bool is_valid(int64_t child, int64_t previous) const {
+    return child > previous && child < N && tokens[child] >= 0 && tokens[child] < V;
+  }
+  Budget budget(int64_t token_mass, int64_t total) const { return Budget(cutoff, delta, token_mass, total); }
+  bool is_undefined() const {
+    for (int64_t d = 0; omega && d < max_depth; ++d) {
+      if (specvis::is_undefined(omega[d], num_considered > 0, residual)) return true;
+    }
+    return false;
+  }
+  int64_t first(int64_t node) const { return id_range ? id_range[2 * node] : first_id; }
+  int64_t last(int64_t node) const { return id_range ? id_range[2 * node + 1] : last_id; }
+  // The neighbors of x that count where x is tried as a child of `node`.
+  template <class Mass>
+  NeighborPrefix prefix(const Mass& mass, int64_t node, int64_t x, int64_t token_mass, int64_t total) const {
+    if (num_considered == 0 || x < first(node) || x >= last(node)) return {0, 0};
+    return neighbor_prefix(mass, V, neighbors, num_considered, x, budget(token_mass, total));
+  }
+};
+
+// The slices of request b of `first`, which is request 0. `deltas` (B) may be null.
+inline Request request_at(const Request& first, int64_t b, const float* deltas) {
+  Request request = first;
+  const int64_t N = first.N;
+  request.tokens += b * N;
+  request.first_child += b * N;
+  request.next_sibling += b * N;
+  if (request.uniforms) request.uniforms += b * N;
+  if (request.draft) {
+    request.draft += b * request.num_draft_rows * request.V;
+    request.draft_row += b * N;
+  }
+  if (request.omega) request.omega += b * request.max_depth;
+  if (request.id_range) request.id_range += 2 * b * N;
+  if (deltas) request.delta = deltas[b];
+  return request;
+}
+
+struct VerifyResult {
+  int32_t* accepted_nodes;  // (P), filled with -1
+  int32_t num_accepted = 0;
+  int64_t next_token = 0;
+  double tv_excess = 0;
+  int32_t status = 0;
+};
+
+// The results of a batch.
+struct VerifyOutputs {
+  int32_t *accepted_nodes, *num_accepted;  // (B, P), (B)
+  int64_t* next_token;                     // (B)
+  float* tv_excess;                        // (B)
+  int32_t* status;                         // (B)
+
+  // Writes those of request b, which verify(result) makes.
+  template <class F>
+  void write(int64_t b, int64_t max_depth, F verify) const {
+    VerifyResult result = {accepted_nodes + b * max_depth};
+    for (int64_t d = 0; d < max_depth; ++d) result.accepted_nodes[d] = -1;
+    verify(result);
+    num_accepted[b] = result.num_accepted;
+    next_token[b] = result.next_token;
+    tv_excess[b] = static_cast<float>(result.tv_excess);
+    status[b] = result.status;
+  }
+};
+
+// Scratch memory of one thread for rows of V and trees of N. Nothing is filled.
+struct Scratch {
+  std::unique_ptr<int64_t[]> fixed_probs, draft;     // (V)
+  std::unique_ptr<int32_t[]> depth, parent, argmax;  // (N)
+  std::unique_ptr<int32_t[]> num_non_argmax;         // (N)
+
+  void allocate_nodes(int64_t N) {
+    for (auto* array : {&depth, &parent, &argmax, &num_non_argmax}) array->reset(new int32_t[N]);
+  }
+};
+
+// The residual of the target at one node, and the draft row of its children. At first it is the row of probabilities;
+// once a rejection changes it, it is a copy in fixed point.
+class DenseResidual {
+ public:
+  DenseResidual(const float* row, int64_t V, int64_t total, Scratch& scratch)
+      : row_(row), V_(V), total_(total), fixed_probs_(scratch.fixed_probs.get()), draft_(scratch.draft.get()) {}
+
+  int64_t total() const { return total_; }
+  int64_t operator()(int64_t v) const { return changed_ ? fixed_probs_[v] : to_fixed_point(row_[v]); }
+  void set(int64_t v, int64_t mass) {
+    int64_t* fixed_probs = copy();
+    total_ += mass - fixed_probs[v];
+    fixed_probs[v] = mass;
+  }
+  void restore() {
+    changed_ = false;
+    total_ = sum_row(row_, V_).mass;
+  }
+  int64_t draw(float uniform) const {
+    return changed_ ? specvis::draw(fixed_probs_, V_, total_, uniform) : specvis::draw(row_, V_, total_, uniform);
+  }
+
+  Total read_draft(const float* row) { return sum_row(row, V_, draft_); }
+  int64_t draft_mass(int64_t v) const { return draft_[v]; }
+  void remove_from_draft(int64_t v) { draft_[v] = 0; }
+  // subtract() will take nothing from v. The bits of its draft mass are inverted as a mark, which subtract() removes.
+  void protect(int64_t v) {
+    if (draft_[v] >= 0) draft_[v] = ~draft_[v];
+  }
+  void subtract(const Candidate& candidate, double slack);
+
+ private:
+  int64_t* copy() {
+    if (!changed_) sum_row(row_, V_, fixed_probs_);
+    changed_ = true;
+    return fixed_probs_;
+  }
+
+  const float* row_;
+  int64_t V_, total_;
+  int64_t *fixed_probs_, *draft_;
+  bool changed_ = false;
+};
+
+// f(id) for each of x's first `count` neighbors.
+template <class F>
+void for_neighbors(const Request& request, int64_t x, int64_t count, F f) {
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t id = request.neighbors(x, j);
+    if (id >= 0 && id < request.V) f(id);
+  }
+}
+
+// Updates the residual after the rejection of x, of whose neighbors the cutoff had kept num_kept. The rule "released"
+// is that of LANTERN's released code: as soon as one neighbor was kept, it clears or protects all neighbors of x in
+// the table.
+template <class Residual>
+void reject(const Request& request, Residual& residual, const Candidate& candidate, int64_t x, int64_t num_kept) {
+  const ResidualRule rule = request.residual;
+  const int64_t num_treated = rule == ResidualRule::relaxed                    ? num_kept
+                              : rule == ResidualRule::released && num_kept > 0 ? request.neighbors.k()
+                                                                               : 0;
+  const double slack = slack_of(candidate.omega);
+  const auto clear = [&](int64_t id) { residual.set(id, 0); };
+  if (!candidate.sampled) {
+    residual.set(
+        x, rule == ResidualRule::optimal ? static_cast<int64_t>(slack * static_cast<double>(candidate.token_mass)) : 0);
+    for_neighbors(request, x, num_treated, clear);
+    return;
+  }
+  if (rule == ResidualRule::relaxed) {
+    for_neighbors(request, x, num_treated, clear);
+    residual.set(x, candidate.relaxed_mass);
+  }
+  if (rule == ResidualRule::released) for_neighbors(request, x, num_treated, [&](int64_t id) { residual.protect(id); });
+  residual.subtract(candidate, rule == ResidualRule::optimal ? slack : 0.0);
+}
+
+// Tries the children of a node against the residual of its row. Returns the one that was accepted; or -1, and then
+// out.next_token is drawn.
+template <class Residual>
+int64_t try_children(const Request& request, int64_t node, bool is_leaf, Residual& residual, VerifyResult& out) {
+  int64_t child = is_leaf ? -1 : request.first_child[node];
+  int64_t draft_total = 0;
+  const bool sampled = child >= 0 && request.draft && request.draft_row[node] >= 0;
+  if (sampled) {
+    const int64_t from = request.draft_row[node];
+    Total draft_row_sum = {0, false};
+    if (from < request.num_draft_rows) draft_row_sum = residual.read_draft(request.draft + from * request.V);
+    if (!draft_row_sum.valid) {
+      out.status |= from < request.num_draft_rows ? kInvalidDraft : kInvalidTree;
+      child = -1;
+    }
+    draft_total = draft_row_sum.mass;
+  }
+
+  double reach_prob = 1;
+  for (int64_t previous = node; child >= 0; previous = child, child = request.next_sibling[child]) {
+    if (!request.is_valid(child, previous)) {
+      out.status |= kInvalidTree;
+      break;
+    }
+    if (sampled && draft_total == 0) continue;
+    const int64_t x = request.tokens[child];
+    const int64_t token_mass = residual(x);
+    const NeighborPrefix prefix = request.prefix(residual, node, x, token_mass, residual.total());
+    const Candidate candidate = {sampled,
+                                 token_mass,
+                                 token_mass + prefix.mass,
+                                 residual.total(),
+                                 sampled ? residual.draft_mass(x) : 0,
+                                 draft_total,
+                                 request.omega ? request.omega[out.num_accepted] : 1.0};
+    const double accept_prob = candidate.accept_prob(false);
+    out.tv_excess += reach_prob * candidate.tv_excess();
+    reach_prob *= 1 - accept_prob;
+    if (candidate.accepts(request.uniforms[child])) return child;
+    reject(request, residual, candidate, x, prefix.num_kept);
+    if (sampled) {
+      draft_total -= residual.draft_mass(x);
+      residual.remove_from_draft(x);
+    }
+    if (residual.total() == 0) {
+      out.status |= kEmptyResidual;
+      residual.restore();
+    }
+  }
+  out.next_token = residual.draw(request.uniforms[0]);
+  return -1;
+}
+
+// A request that samples. rows.visit(node, f) is f(residual of the node's row), or -1 with a bit of the status if the
+// row is invalid.
+template <class Rows>
+void verify_sampled(const Request& request, Rows& rows, VerifyResult& out) {
+  const bool is_undefined = request.is_undefined();
+  if (is_undefined) out.status |= kInvalidRule;
+  for (int64_t node = 0; node >= 0;) {
+    const bool is_leaf = is_undefined || out.num_accepted == request.max_depth;
+    const int64_t next = rows.visit(
+        node, [&](auto& residual) { return try_children(request, node, is_leaf, residual, out); }, out.status);
+    if (next >= 0) out.accepted_nodes[out.num_accepted++] = static_cast<int32_t>(next);
+    node = next;
+  }
+}
+
+// A greedy request: the nodes in order. Each accepted node verifies the chain of its children. rows.probs(node, total)
+// is the node's row of probabilities, or null if it is invalid.
+template <class Rows>
+void verify_greedy(const Request& request, Rows& rows, const Scratch& scratch, VerifyResult& out) {
+  constexpr int32_t kUnread = -1, kInvalid = -2;  // beside argmaxes
+  const int64_t N = request.N, V = request.V;
+  int32_t *depth = scratch.depth.get(), *parent = scratch.parent.get(), *argmaxes = scratch.argmax.get();
+  int32_t* num_non_argmax = scratch.num_non_argmax.get();
+  for (int64_t n = 0; n < N; ++n) depth[n] = argmaxes[n] = -1;
+  depth[0] = num_non_argmax[0] = 0;
+
+  int64_t total = 0, best = 0;
+  const auto read = [&](int64_t n) {
+    const float* const row = rows.probs(n, total);
+    argmaxes[n] = row ? static_cast<int32_t>(argmax(row, V)) : kInvalid;
+    return row;
+  };
+  for (int64_t n = 0; n < N; ++n) {
+    if (depth[n] > depth[best]) best = n;
+    if (depth[n] < 0 || depth[n] >= request.max_depth || request.first_child[n] < 0) continue;
+    const float* const row = read(n);
+    if (!row) continue;
+    const auto mass = [row](int64_t v) { return to_fixed_point(row[v]); };
+    int64_t previous = n;
+    for (int64_t child = request.first_child[n]; child >= 0; previous = child, child = request.next_sibling[child]) {
+      if (!request.is_valid(child, previous)) {
+        out.status |= kInvalidTree;
+        break;
+      }
+      const int64_t x = request.tokens[child], token_mass = mass(x);
+      const NeighborPrefix prefix = request.prefix(mass, n, x, token_mass, total);
+      if (!is_argmax(x, token_mass + prefix.mass, argmaxes[n], mass(argmaxes[n]))) continue;
+      depth[child] = depth[n] + 1;
+      parent[child] = static_cast<int32_t>(n);
+      num_non_argmax[child] = num_non_argmax[n] + (x != argmaxes[n]);
+    }
+  }
+  out.num_accepted = depth[best];
+  out.tv_excess = num_non_argmax[best];
+  if (argmaxes[best] == kUnread) read(best);
+  if (argmaxes[best] == kInvalid) {
+    out.status |= kInvalidRow;
+  } else {
+    out.next_token = argmaxes[best];
+  }
+  for (int64_t d = out.num_accepted; d > 0; --d) {
+    out.accepted_nodes[d - 1] = static_cast<int32_t>(best);
+    best = parent[best];
+  }
+}
+
+}  // namespace specvis
