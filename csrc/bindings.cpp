@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "params.h"
 
@@ -89,6 +90,36 @@ specvis::LogitRows logit_rows(const Tensor& logits,                 // (B, N, V)
   rows.top_k = top_k.const_data_ptr<int32_t>();
   rows.top_p = top_p.const_data_ptr<float>();
   return rows;
+}
+
+Tensor commit_kv(std::vector<Tensor> caches, const Tensor& accepted_nodes, const Tensor& num_accepted,
+                 const Tensor& lengths, const std::optional<Tensor>& start, const std::optional<Tensor>& slots,
+                 int64_t row_dim, int64_t column_dim) {
+  const Device device(lengths);
+  const Tensor& first = caches[0];
+  Tensor new_lengths = torch::stable::new_empty(lengths, {accepted_nodes.size(0)});
+  specvis::CommitKv batch = {};
+  batch.moves.B = accepted_nodes.size(0);
+  batch.moves.P = accepted_nodes.size(1);
+  batch.moves.R = slots ? slots->size(0) : first.size(row_dim);
+  batch.moves.T = slots ? slots->size(1) : first.size(column_dim);
+  batch.moves.accepted_nodes = accepted_nodes.const_data_ptr<int32_t>();
+  batch.moves.num_accepted = num_accepted.const_data_ptr<int32_t>();
+  batch.moves.lengths = lengths.const_data_ptr<int64_t>();
+  batch.moves.start = start ? start->const_data_ptr<int64_t>() : batch.moves.lengths;
+  batch.moves.slots = data<int64_t>(slots);
+  specvis::set_layout(
+      batch.moves, [&](int64_t d) { return first.size(d); }, first.dim(), row_dim, column_dim,
+      static_cast<int64_t>(first.element_size()));
+  batch.new_lengths = new_lengths.mutable_data_ptr<int64_t>();
+  for (const Tensor& cache : caches) {
+    batch.caches[batch.num_caches++] = static_cast<char*>(cache.mutable_data_ptr());
+    if (batch.num_caches < specvis::kCachesALaunch && &cache != &caches.back()) continue;
+    check(specvis::commit_kv_cuda(batch, device.stream()));
+    batch.num_caches = 0;
+    batch.new_lengths = nullptr;
+  }
+  return new_lengths;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens(const Tensor& target_probs,              // (B, W, V)
@@ -447,6 +478,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(const Tensor& tar
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
+  m.impl("commit_kv", TORCH_BOX(&commit_kv));
   m.impl("couple_tokens", TORCH_BOX(&couple_tokens));
   m.impl("draw_children", TORCH_BOX(&draw_children));
   m.impl("draw_tokens", TORCH_BOX(&draw_tokens));

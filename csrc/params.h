@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "moves.h"
 #include "rules.h"
 
 namespace specvis {
@@ -20,6 +21,16 @@ struct LogitRows {
   const int32_t* top_k;                 // (B)
   const float* top_p;                   // (B)
 };
+
+constexpr int64_t kCachesALaunch = 256;  // a kernel's parameters may have 4 KB
+
+struct CommitKv {
+  Moves moves;
+  int64_t num_caches;
+  char* caches[kCachesALaunch];
+  int64_t* new_lengths;  // (B); null: an earlier launch writes them
+};
+cudaError_t commit_kv_cuda(const CommitKv& batch, cudaStream_t stream);
 
 struct CoupleTokens {
   int64_t B, W, V, group_size;  // group_size is k of groups

@@ -22,7 +22,7 @@ CUDA = {"cuda", "cuda_emulated"}  # the same files; the second in tests, where t
 KERNELS = {  # op -> every backend it has, on a machine that has everything
     "accept_gaussian": {"oracle", "cpu", "triton"},
     "codebook_neighbors": {"oracle"},
-    "commit_kv": {"oracle", "cpu"},
+    "commit_kv": {"oracle", "cpu", "triton", *CUDA},
     "couple_tokens": {"oracle", "cpu", "triton", *CUDA},
     "draw_children": {"oracle", "cpu", "triton", *CUDA},
     "draw_tokens": {"oracle", "cpu", "triton", *CUDA},

@@ -86,6 +86,13 @@ def test_every_layout(backend, dtype, shape, row_dim, column_dim):
 
 
 @each_backend
+def test_more_caches_than_a_launch_takes(backend):
+    caches = [columns(range(i, i + 3)) for i in range(257)]
+    assert commit(backend, caches, [[2]], [1], [0]) == [2]
+    assert torch.cat(caches).tolist() == [[i, i + 2, i + 2] for i in range(257)]
+
+
+@each_backend
 def test_memory_that_is_not_aligned(backend):
     memory = torch.arange(4 * T * 16 + 1, device=DEVICE, dtype=torch.int16)
     cache = memory[1:].view(4, T, 16)
