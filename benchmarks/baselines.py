@@ -6,7 +6,7 @@ Where the results can be compared, tests/test_benchmarks.py checks them against 
 import torch
 from torch import Tensor
 
-from specvis_kernels import guided_probs
+from specvis_kernels import draw_children, expand_tree, guided_probs
 
 
 def index_and_put(caches, accepted_nodes, num_accepted, lengths, *, row_dim=0, column_dim=1):
@@ -59,6 +59,36 @@ def topk_twice(logits, scores, width, *, num_children):
     log_probs, tokens = logits.log_softmax(-1).topk(num_children, -1)
     scores = scores[..., None] + log_probs
     return tokens, scores, scores.flatten(1).topk(num_children, -1)
+
+
+def children_by_ops(logits, uncond, uniforms, guidance, temperature, top_k, top_p, *, seeds=None, positions=None,
+                    num_children=None, **ids):
+    """draft_children as guided_probs and draw_children, and the likeliest tokens for requests at temperature 0."""
+    probs, status = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, **ids)
+    tokens = draw_children(probs, uniforms, seeds=seeds, positions=positions, num_children=num_children).tokens
+    likeliest = probs.topk(min(tokens.shape[2], probs.shape[2]), -1).indices
+    return torch.where((temperature == 0)[:, None, None], likeliest, tokens), probs, status
+
+
+def level_by_ops(logits, uncond, scores, ancestors, candidates, width, depth, guidance, temperature, top_k, top_p, *,
+                 num_children, level, first_node, first_candidate, **ids):
+    """draft_frontier as guided_probs, expand_tree, and tensors that are put together from their results."""
+    (B, F, _), K = logits.shape, num_children
+    probs = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, **ids).probs
+    tokens, child_scores, frontier, status = expand_tree(probs, scores, width, num_children=K)
+    origin = candidates[:, :, None].expand(B, F, K).reshape(B, F * K)
+    tokens, child_scores = tokens.flatten(1), child_scores.flatten(1)
+    unused = (frontier < 0) | (depth <= level)[:, None]
+    chosen = frontier.clamp(min=0).long()
+    rows = chosen // K
+    nodes = first_node + torch.arange(K, device=logits.device)
+    words = torch.zeros(K, ancestors.shape[2], dtype=torch.int64, device=logits.device)
+    words.scatter_(1, nodes[:, None] // 64, (torch.ones_like(nodes) << nodes % 64)[:, None])
+    new_ancestors = ancestors.gather(1, rows[..., None].expand(-1, -1, ancestors.shape[2])) | words
+    frontier_scores = child_scores.gather(1, chosen).masked_fill(unused, -torch.inf)
+    return (tokens, child_scores, origin, tokens.gather(1, chosen), frontier_scores, rows,
+            new_ancestors.masked_fill(unused[..., None], 0), torch.where(unused, -1, frontier + first_candidate),
+            status)
 
 
 def warpers(logits, uncond, guidance, temperature, top_k, top_p, *, id_range=(0, None), filters="k_then_p"):
@@ -168,6 +198,8 @@ def where_and_multinomial(target_probs, draft_probs, tokens, uniforms, *, omega=
 BASELINES = {
     "commit_kv": {"index and put": index_and_put},
     "couple_tokens": {"multinomial": where_and_multinomial},
+    "draft_children": {"two ops": children_by_ops},
+    "draft_frontier": {"two ops": level_by_ops},
     "draw_children": {"multinomial": without_replacement},
     "draw_tokens": {"multinomial": guided_multinomial, "read": read},
     "expand_tree": {"topk twice": topk_twice},

@@ -48,6 +48,16 @@ ROWS = {
         [*((B, W, 16384) for B in (1, 8) for W in (16, 32)), (1, 16, 65536),
          *((1, 16, 16384, options) for options in ({"k": 1000, "residual": "relaxed"}, {"group": 14}))],
         lambda B, W, V, *_: B * W * V * 8),
+    "draft_children": (  # a level of 10 nodes of LlamaGen and one of 6 of the shipped model, by uniforms and by noise
+        [*((1, *sizes, torch.float32, True, noise, settings) for noise in (False, True)
+           for *sizes, settings in ((10, 16384, 10, IMAGE), (6, 4096, 6, SHIPPED))),
+         *((B, 10, 16384, 10, torch.bfloat16, True, False, IMAGE) for B in (8, 64))],
+        lambda B, F, V, K, dtype, *_: B * F * V * (2 * dtype.itemsize + 4)),
+    "draft_frontier": (  # a level of 10 nodes of LlamaGen, one of 6 of the shipped model, and both models' roots
+        [*((B, 10, 16384, 10, torch.float32, True, 1, IMAGE) for B in (1, 8, 64)),
+         (8, 10, 16384, 10, torch.bfloat16, True, 1, IMAGE), (1, 1, 16384, 10, torch.float32, True, 1, IMAGE),
+         *((1, F, 4096, 6, torch.float32, True, 1, SHIPPED) for F in (1, 6))],
+        lambda B, F, V, K, dtype, *_: B * F * V * 2 * dtype.itemsize),
     "draw_children": (
         [(B, 10, 16384, 10, *noise) for noise in ((), (True,)) for B in (1, 8, 64)],
         lambda B, F, V, K, *_: B * F * (V * 4 + K * 12)),

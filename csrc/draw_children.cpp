@@ -1,6 +1,6 @@
-// draw_children on the CPU. With uniforms one pass over a row sums it by blocks; each child is then searched for among
-// these sums, and within the block that is found. With seeds noise is made where an id may still be one of the best,
-// and its logarithms are computed where the noise is large enough for it.
+// draw_children on the CPU: each task takes rows.
+#include "draw_children.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -12,47 +12,34 @@
 #include <limits>
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include "noise_words.h"
-#include "rows.h"
+
+namespace specvis {
+
+InverseCdf::InverseCdf(int64_t V) : sums_((V + kRowBlock - 1) / kRowBlock), drawn_(V) {}
+
+int64_t InverseCdf::operator()(const ProbRow& row, const float* uniforms, int64_t K, int64_t* children, bool& valid) {
+  const Total total = sum_blocks(row.probs, row.n, sums_.data());
+  valid = total.valid;
+  int64_t remaining = total.valid ? total.mass : 0;
+  indices_.clear();
+  for (int64_t k = 0; k < K && remaining > 0; ++k) {
+    int64_t threshold = draw_threshold(uniforms[k], remaining), block = 0;
+    while (sums_[block] <= threshold) threshold -= sums_[block++];  // ends at the last positive sum at the latest
+    int64_t i = block * kRowBlock;
+    while ((threshold -= drawn_[i] ? 0 : to_fixed_point(row.probs[i])) >= 0) ++i;
+    sums_[block] -= to_fixed_point(row.probs[i]);
+    remaining -= to_fixed_point(row.probs[i]);
+    drawn_[i] = true;
+    indices_.push_back(i);
+    children[k] = row.id(i);
+  }
+  for (int64_t i : indices_) drawn_[i] = false;
+  return static_cast<int64_t>(indices_.size());
+}
 
 namespace {
-
-using specvis::kRowBlock;
-using specvis::kWords;
-using specvis::Noise;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-// Draws K children of one row by inverse CDF, and returns how many exist.
-class InverseCdf {
- public:
-  explicit InverseCdf(int64_t V) : V_(V), sums_((V + kRowBlock - 1) / kRowBlock), drawn_(V) {}
-
-  int64_t operator()(const float* row, const float* uniforms, int64_t K, int64_t* children, bool& valid) {
-    const specvis::Total total = specvis::sum_blocks(row, V_, sums_.data());
-    valid = total.valid;
-    int64_t remaining = total.valid ? total.mass : 0, n = 0;
-    for (; n < K && remaining > 0; ++n) {
-      int64_t threshold = specvis::draw_threshold(uniforms[n], remaining), block = 0;
-      while (sums_[block] <= threshold) threshold -= sums_[block++];  // ends at the last positive sum at the latest
-      int64_t v = block * kRowBlock;
-      while ((threshold -= drawn_[v] ? 0 : specvis::to_fixed_point(row[v])) >= 0) ++v;
-      sums_[block] -= specvis::to_fixed_point(row[v]);
-      remaining -= specvis::to_fixed_point(row[v]);
-      drawn_[v] = true;
-      children[n] = v;
-    }
-    for (int64_t k = 0; k < n; ++k) drawn_[children[k]] = false;
-    return n;
-  }
-
- private:
-  int64_t V_;
-  std::vector<int64_t> sums_;
-  std::vector<char> drawn_;
-};
 
 constexpr uint32_t kMinusZero = 0x80000000u, kBitsOfTwo = 0x40000000u;
 
@@ -92,70 +79,67 @@ WIDEST_VECTORS bool find_candidates(const float* probs, const uint32_t* words, f
   return any;
 }
 
-// The children of one row with the highest scores log(p) - best + g, where g = -log(-log(1 - v)) for a uniform v. Since
-// g is not above -log(v), a child that reaches the score s has v <= p * exp(-best - s).
-class HighestScores {
- public:
-  HighestScores(int64_t V, int64_t K) : V_(V), K_(K), maxima_((V + kWords - 1) / kWords) { children_.reserve(K); }
+}  // namespace
 
-  int64_t operator()(const float* row, const Noise& noise, int64_t* children, bool& valid) {
-    const uint32_t largest = maxima_of(row, V_, maxima_.data());
-    valid = largest <= kBitsOfTwo && specvis::to_fixed_point(float_of_bits(largest)) > 0;
-    if (!valid) return 0;
-    children_.clear();
-    best_ = specvis::log_of(float_of_bits(largest));
-    limit_ = std::numeric_limits<float>::infinity();
-    const int64_t num_blocks = static_cast<int64_t>(maxima_.size());
-    const int64_t first = std::find(maxima_.begin(), maxima_.end(), largest) - maxima_.begin();
-    look_at(row, noise, first);  // where the scores are likely to be high
-    for (int64_t block = 0; block < num_blocks; ++block)
-      if (block != first) look_at(row, noise, block);
-    for (size_t k = 0; k < children_.size(); ++k) children[k] = children_[k].id;
-    return static_cast<int64_t>(children_.size());
+HighestScores::HighestScores(int64_t V, int64_t K) : K_(K), maxima_((V + kWords - 1) / kWords) { children_.reserve(K); }
+
+int64_t HighestScores::operator()(const ProbRow& row, const Noise& noise, int64_t* children, bool& valid) {
+  const uint32_t largest = maxima_of(row.probs, row.n, maxima_.data());
+  valid = largest <= kBitsOfTwo && to_fixed_point(float_of_bits(largest)) > 0;
+  if (!valid) return 0;
+  children_.clear();
+  best_ = log_of(float_of_bits(largest));
+  limit_ = std::numeric_limits<float>::infinity();
+  const int64_t num_blocks = (row.n + kWords - 1) / kWords;
+  const int64_t first = std::find(maxima_.begin(), maxima_.end(), largest) - maxima_.begin();
+  look_at(row, noise, first);  // where the scores are likely to be high
+  for (int64_t block = 0; block < num_blocks; ++block)
+    if (block != first) look_at(row, noise, block);
+  for (size_t k = 0; k < children_.size(); ++k) children[k] = children_[k].id;
+  return static_cast<int64_t>(children_.size());
+}
+
+void HighestScores::look_at(const ProbRow& row, const Noise& noise, int64_t block) {
+  constexpr float kLeast = 0.5f;  // of v, times 2^31
+  if (!(float_of_bits(maxima_[block]) * limit_ >= kLeast)) return;
+  const int64_t begin = block * kWords;
+  const float* probs = row.probs + begin;
+  float padded[kWords] = {};
+  if (begin + kWords > row.n) {
+    std::copy(probs, row.probs + row.n, padded);
+    probs = padded;
   }
+  uint32_t words[kWords];
+  int32_t may[kWords];
+  if (row.slots)
+    words_of(noise, row.base, row.slots + begin, words);
+  else
+    words_from(noise, row.base + begin, words);
+  if (!find_candidates(probs, words, limit_, may)) return;
+  for (int64_t i = 0; i < kWords; ++i)
+    if (may[i] && to_fixed_point(probs[i]) > 0)
+      offer({(log_of(probs[i]) - best_) + to_gumbel(words[i]), row.id(begin + i)});
+}
 
- private:
-  struct Child {
-    float score;
-    int64_t id;
-    bool operator<(const Child& other) const {  // comes before it
-      return score > other.score || (score == other.score && id < other.id);
-    }
-  };
+void HighestScores::offer(const Child& child) {
+  const bool is_full = static_cast<int64_t>(children_.size()) == K_;
+  if (is_full && !(child < children_.back())) return;
+  if (is_full) children_.pop_back();
+  children_.insert(std::upper_bound(children_.begin(), children_.end(), child), child);
+  if (static_cast<int64_t>(children_.size()) < K_) return;
+  const double exact = std::exp(-static_cast<double>(best_) - static_cast<double>(children_.back().score));
+  limit_ = static_cast<float>(exact * 2147483648.0 * 1.001);  // more than rounding can take away
+}
 
-  void look_at(const float* row, const Noise& noise, int64_t block) {
-    constexpr float kLeast = 0.5f;  // of v, times 2^31
-    if (!(float_of_bits(maxima_[block]) * limit_ >= kLeast)) return;
-    const float* probs = row + block * kWords;
-    float padded[kWords] = {};
-    if (block * kWords + kWords > V_) {
-      std::copy(probs, row + V_, padded);
-      probs = padded;
-    }
-    uint32_t words[kWords];
-    int32_t may[kWords];
-    specvis::words_from(noise, block * kWords, words);
-    if (!find_candidates(probs, words, limit_, may)) return;
-    for (int64_t i = 0; i < kWords; ++i)
-      if (may[i] && specvis::to_fixed_point(probs[i]) > 0)
-        offer({(specvis::log_of(probs[i]) - best_) + specvis::to_gumbel(words[i]), block * kWords + i});
-  }
+}  // namespace specvis
 
-  void offer(const Child& child) {
-    const bool is_full = static_cast<int64_t>(children_.size()) == K_;
-    if (is_full && !(child < children_.back())) return;
-    if (is_full) children_.pop_back();
-    children_.insert(std::upper_bound(children_.begin(), children_.end(), child), child);
-    if (static_cast<int64_t>(children_.size()) < K_) return;
-    const double exact = std::exp(-static_cast<double>(best_) - static_cast<double>(children_.back().score));
-    limit_ = static_cast<float>(exact * 2147483648.0 * 1.001);  // more than rounding can take away
-  }
+namespace {
 
-  int64_t V_, K_;
-  float best_ = 0, limit_ = 0;
-  std::vector<uint32_t> maxima_;
-  std::vector<Child> children_;
-};
+using specvis::HighestScores;
+using specvis::InverseCdf;
+using specvis::Noise;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(const Tensor& draft_probs,               // (B, F, V)
                                                      const std::optional<Tensor>& uniforms,   // (B, F, K)
@@ -182,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(const Tensor& draft_probs, 
     else
       by_noise.emplace(V, K);
     for (int64_t r = begin; r < end; ++r) {
-      const float* row = probs + r * V;
+      const specvis::ProbRow row = {probs + r * V, V, 0, nullptr};
       int64_t* children = token_out + r * K;
       bool valid = true;
       const int64_t n = u ? (*by_uniforms)(row, u + r * K, K, children, valid)

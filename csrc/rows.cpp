@@ -22,6 +22,10 @@ inline Parts parts_of(float p) {
 
 }  // namespace
 
+WIDEST_VECTORS void divide(const float* x, int64_t n, float divisor, float* quotients) {
+  for (int64_t i = 0; i < n; ++i) quotients[i] = x[i] / divisor;
+}
+
 WIDEST_VECTORS Total sum_blocks(const float* row, int64_t V, int64_t* sums) {
   int64_t total = 0, num_valid = 0;
   for (int64_t begin = 0; begin < V; begin += kRowBlock) {

@@ -8,6 +8,17 @@
 
 namespace specvis {
 
+// n probabilities of the ids base + slots[i], or without slots base + i; they ascend. The base is a multiple of 4. The
+// slots can be read up to a multiple of 64.
+struct ProbRow {
+  const float* probs;
+  int64_t n, base;
+  const int32_t* slots;
+  int64_t id(int64_t i) const { return base + (slots ? slots[i] : i); }
+};
+
+void divide(const float* x, int64_t n, float divisor, float* quotients);
+
 // The sum of a row in fixed point. An entry that is no probability counts as 0.
 Total sum_row(const float* row, int64_t V);
 

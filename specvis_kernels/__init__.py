@@ -13,6 +13,8 @@ from .accept_gaussian import AcceptGaussianResult, accept_gaussian
 from .codebook_neighbors import codebook_neighbors
 from .commit_kv import commit_kv
 from .couple_tokens import CoupleTokensResult, couple_tokens
+from .draft_children import DraftChildrenResult, draft_children
+from .draft_frontier import DraftFrontierResult, draft_frontier
 from .draw_children import DrawChildrenResult, draw_children
 from .draw_tokens import DrawTokensResult, draw_tokens
 from .expand_tree import ExpandTreeResult, expand_tree
@@ -30,12 +32,12 @@ from .verify_tree import VerifyResult, verify_tree
 
 __version__ = "0.1.0"
 __all__ = [
-    "accept_gaussian", "codebook_neighbors", "commit_kv", "couple_tokens", "draw_children", "draw_tokens",
-    "expand_tree", "guided_probs", "neighborhood_sum", "resample_gaussian", "sample_residual", "select_tree",
-    "tree_links", "tree_mask", "verify_greedy", "verify_logits", "verify_tree",
-    "AcceptGaussianResult", "CoupleTokensResult", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult",
-    "GuidedProbsResult", "NeighborhoodSumResult", "ResampleGaussianResult", "SampleResidualResult",
-    "SelectTreeResult", "TreeLinksResult", "VerifyGreedyResult", "VerifyResult",
-    "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
+    "accept_gaussian", "codebook_neighbors", "commit_kv", "couple_tokens", "draft_children", "draft_frontier",
+    "draw_children", "draw_tokens", "expand_tree", "guided_probs", "neighborhood_sum", "resample_gaussian",
+    "sample_residual", "select_tree", "tree_links", "tree_mask", "verify_greedy", "verify_logits", "verify_tree",
+    "AcceptGaussianResult", "CoupleTokensResult", "DraftChildrenResult", "DraftFrontierResult", "DrawChildrenResult",
+    "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult", "ResampleGaussianResult",
+    "SampleResidualResult", "SelectTreeResult", "TreeLinksResult", "VerifyGreedyResult", "VerifyResult",
     "backends", "gumbel_noise", "ops", "philox_words",
+    "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

@@ -22,14 +22,17 @@ class Filtered(NamedTuple):
     is_sampled: Tensor  # (B, 1) bool        the temperature is not 0
 
 
-def check_logits(logits: Tensor, uncond: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Raise ValueError unless these are logits of a model, perhaps with guidance; returns them contiguous."""
-    B, N, V = check_dims("logits", logits, "BNV")
-    check("logits", logits, HALF_OR_FLOAT, B=B, N=N, V=V)
+def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N") -> tuple[Tensor, Tensor | None]:
+    """Raise ValueError unless these are logits of a model, perhaps with guidance; returns them contiguous.
+
+    nodes: the letter of the second dimension
+    """
+    B, N, V = check_dims("logits", logits, f"B{nodes}V")
+    check("logits", logits, HALF_OR_FLOAT, **{"B": B, nodes: N, "V": V})
     if not 1 <= V <= MOST_IDS:
         raise ValueError(f"logits must have 1 <= V <= {MOST_IDS} (masses are summed in 63 bits), got V={V}")
     if uncond is not None:
-        check("uncond", uncond, logits.dtype, like=logits, B=B, N=N, V=V)
+        check("uncond", uncond, logits.dtype, like=logits, **{"B": B, nodes: N, "V": V})
         uncond = uncond.contiguous()
     return logits.contiguous(), uncond
 
@@ -43,8 +46,8 @@ def check_settings(guidance: Tensor | float, temperature: Tensor | float, top_k:
             setting("top_k", top_k, torch.int32, like, B), setting("top_p", top_p, torch.float32, like, B))
 
 
-def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str,
-                  like: Tensor) -> tuple[Tensor | None, int, int]:
+def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str, like: Tensor,
+                  nodes: str = "N") -> tuple[Tensor | None, int, int]:
     """Raise ValueError unless both fit logits `like`. Returns (id_range, first_id, last_id) as the schemas have them.
 
     The tensor counts if there is one, else the pair does; without both, the pair holds all ids.
@@ -55,12 +58,12 @@ def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str,
     if id_range is None:
         return None, 0, V
     if isinstance(id_range, Tensor):
-        check("id_range", id_range, torch.int64, like=like, B=B, N=N, bounds=2)
+        check("id_range", id_range, torch.int64, like=like, **{"B": B, nodes: N, "bounds": 2})
         return id_range.contiguous(), 0, V
     if (not isinstance(id_range, (tuple, list)) or len(id_range) != 2
             or not all(isinstance(i, (int, torch.SymInt)) for i in id_range)
             or not 0 <= id_range[0] < id_range[1] <= V):
-        raise ValueError(f"id_range must be int64 (B={B}, N={N}, bounds=2), or two integers with "
+        raise ValueError(f"id_range must be int64 (B={B}, {nodes}={N}, bounds=2), or two integers with "
                          f"0 <= first < last <= V={V}, got {id_range!r}")
     return None, *id_range
 

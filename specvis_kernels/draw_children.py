@@ -79,6 +79,13 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
     check("draft_probs", draft_probs, torch.float32, B=B, F=F, V=V)
     if F < 1 or V < 1:
         raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
+    return _call(backend, draft_probs.contiguous(), *check_draws(uniforms, seeds, positions, num_children, draft_probs))
+
+
+def check_draws(uniforms: Tensor | None, seeds: Tensor | None, positions: Tensor | None, num_children: int | None,
+                like: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """Raise ValueError unless these say how to draw from rows `like` (B, F, V); returns them contiguous, and K."""
+    B, F, _ = like.shape
     if (uniforms is None) == (seeds is None):
         raise ValueError("exactly one of uniforms and seeds must be given, got "
                          + ("neither" if seeds is None else "both"))
@@ -87,14 +94,14 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
             if value is not None:
                 raise ValueError(f"{name} must be None with uniforms, got {type(value).__name__}")
         K = check_dims("uniforms", uniforms, "BFK")[2]
-        check("uniforms", uniforms, torch.float32, like=draft_probs, B=B, F=F, K=K)
+        check("uniforms", uniforms, torch.float32, like=like, B=B, F=F, K=K)
         if K < 1:
             raise ValueError(f"uniforms must have K >= 1, got shape ({B}, {F}, {K})")
-        return _call(backend, draft_probs.contiguous(), uniforms.contiguous(), None, None, K)
-    check("seeds", seeds, torch.int64, like=draft_probs, B=B)
-    check("positions", positions, torch.int64, like=draft_probs, B=B, F=F)
+        return uniforms.contiguous(), None, None, K
+    check("seeds", seeds, torch.int64, like=like, B=B)
+    check("positions", positions, torch.int64, like=like, B=B, F=F)
     check_count("num_children", num_children, 1)
-    return _call(backend, draft_probs.contiguous(), None, seeds.contiguous(), positions.contiguous(), num_children)
+    return None, seeds.contiguous(), positions.contiguous(), num_children
 
 
 def _oracle(draft_probs, uniforms, seeds, positions, num_children):

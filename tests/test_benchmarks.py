@@ -45,6 +45,10 @@ def test_the_baselines_compute_the_same():
     assert tokens.shape == expected.tokens.shape and tokens.dtype == expected.tokens.dtype
     tokens, (expected, _, _) = both("draw_children", "multinomial", 2, 3, 50, 4)
     assert tokens.shape == expected.shape and tokens.dtype == expected.dtype
+    (tokens, probs, _), expected = both("draft_children", "two ops", 3, 3, 50, 4)
+    assert tokens[0].equal(expected.tokens[0]) and probs.equal(expected.probs)
+    level, expected = both("draft_frontier", "two ops", 3, 3, 50, 4)
+    assert all(a.equal(b) for a, b in zip(level, expected, strict=True))
     (_, _, best), (_, _, frontier, _) = both("expand_tree", "topk twice", 2, 3, 50, 4)
     assert best[1].shape == frontier.shape
 

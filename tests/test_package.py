@@ -24,6 +24,8 @@ KERNELS = {  # op -> every backend it has, on a machine that has everything
     "codebook_neighbors": {"oracle"},
     "commit_kv": {"oracle", "cpu", "triton", *CUDA},
     "couple_tokens": {"oracle", "cpu", "triton", *CUDA},
+    "draft_children": {"oracle", "cpu"},
+    "draft_frontier": {"oracle", "cpu"},
     "draw_children": {"oracle", "cpu", "triton", *CUDA},
     "draw_tokens": {"oracle", "cpu", "triton", *CUDA},
     "expand_tree": {"oracle", "cpu", "triton", *CUDA},

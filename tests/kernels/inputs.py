@@ -449,6 +449,52 @@ def draw_children(B, F, V, K, noise=False):
     return (draft_probs,), {"seeds": seeds.to(DEVICE), "positions": positions.to(DEVICE), "num_children": K}
 
 
+CASES["draft_children"] = [
+    (1, 1, 2, 1),
+    (3, 3, 64, 4, torch.bfloat16),
+    (2, 2, 33, 40, torch.float32, True, True),
+    (3, 2, 1500, 5, torch.float16, False),
+    (3, 6, 1100, 10, torch.float32, True, True, [(7.5, 1.0, 100, 1.0), (1.2, 1.0, 100, 0.8), (2.0, 0.7, 0, 1.0)]),
+    (3, 5, 64, 6, torch.float32, True, True, None, "each", "p_then_k"),
+    (3, 2, 1500, 8, torch.float32, True, False, None, "all", "p_then_k"),
+]
+
+
+def draft_children(B, F, V, K, dtype=torch.float32, uncond=True, noise=False, settings=None, ranges=None,
+                   filters="k_then_p"):
+    """The second request is greedy."""
+    (logits, uncond, *settings), ids = guided_probs(B, F, V, dtype, uncond, settings, ranges, filters)
+    draw_args, kwargs = draw_children(B, F, V, K, noise)
+    return (logits, uncond, None if noise else draw_args[1], *settings), kwargs | ids
+
+
+CASES["draft_frontier"] = [
+    (1, 1, 2, 1),
+    (2, 3, 300, 4, torch.bfloat16),
+    (3, 2, 64, 7, torch.float32, True, 2),
+    (2, 1, 1500, 5, torch.float16, False),
+    (3, 10, 1100, 10, torch.float32, True, 1, [(7.5, 1.0, 100, 1.0), (1.2, 1.0, 100, 0.8), (2.0, 0.7, 0, 1.0)]),
+    (3, 5, 64, 6, torch.float32, True, 1, None, "each", "p_then_k"),
+    (3, 2, 1500, 8, torch.float32, True, 1, None, "all", "p_then_k"),
+]
+
+
+def draft_frontier(B, F, V, K, dtype=torch.float32, uncond=True, W=1, settings=None, ranges=None, filters="k_then_p"):
+    """A level in the middle of a tree. Trees end after different levels; every request but one has an unused node."""
+    logits, kwargs = guided_probs(B, F, V, dtype, uncond, settings, ranges, filters)
+    _, scores, width = expand_tree(B, F, V, K)[0]
+    first_node = 64 * (W - 1) + F + 1
+    node = torch.arange(first_node - F, first_node)[:, None]
+    words = torch.where(torch.arange(W) == node // 64, torch.ones_like(node) << node % 64, 0)
+    words[:, 0] |= 1
+    candidates = torch.arange(F, dtype=torch.int32).repeat(B, 1) + 5
+    candidates[1:, F - 1:] = -1
+    depth = torch.tensor([4, 3, 2]).repeat(B)[:B]
+    args = (*logits[:2], scores, words.repeat(B, 1, 1).to(DEVICE), candidates.to(DEVICE), width,
+            depth.to(DEVICE), *logits[2:])
+    return args, kwargs | {"num_children": K, "level": 2, "first_node": first_node, "first_candidate": 40}
+
+
 CASES["expand_tree"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 1100, 6)]
 
 

@@ -1,0 +1,111 @@
+"""draft_children: one level of a static draft tree, from the draft model's logits to the children that are drawn."""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._dispatch import define
+from ._filters import check_filters, check_logits, check_settings
+from .draw_children import _oracle as draw_children
+from .draw_children import check_draws
+from .expand_tree import _oracle as expand_tree
+from .guided_probs import _oracle as guided_probs
+
+
+class DraftChildrenResult(NamedTuple):
+    """What `draft_children` returns. Its docstring explains the fields."""
+    tokens: Tensor  # (B, F, K) int64
+    probs: Tensor   # (B, F, V) float32
+    status: Tensor  # (B, F)    int32
+
+
+def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | None, guidance: Tensor | float,
+                   temperature: Tensor | float, top_k: Tensor | int, top_p: Tensor | float, *,
+                   seeds: Tensor | None = None, positions: Tensor | None = None, num_children: int | None = None,
+                   id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
+                   backend: str | None = None) -> DraftChildrenResult:
+    """Draw the children of a static tree's nodes from the draft model's logits.
+
+    The rows of probabilities are those of `guided_probs`. From each row K different tokens are drawn without
+    replacement, as `draw_children` draws them: with `uniforms`, or with the noise of `seeds` and `positions`. The bits
+    are those of these two ops, one after the other.
+
+    At temperature 0 nothing is drawn. The children are the K most probable tokens, most probable first; ties go to the
+    lower id.
+
+    `verify_tree` and `verify_logits` take the rows as draft_probs, if the children were drawn with uniforms. What was
+    drawn with noise is verified by equality.
+
+    (The static trees of EAGLE, arXiv:2401.15077; LANTERN++, arXiv:2502.06352; COOL-SD, arXiv:2601.09212.)
+
+    Args:
+        logits:        (B, F, V) float32, float16 or bfloat16   of the draft model after each of F nodes
+        uncond:        (B, F, V) the same dtype                 without the condition; None: no guidance
+        uniforms:      (B, F, K) float32   in [0, 1), one for each child; None: draw with the noise of `seeds`
+        guidance:      (B,) float32 or a number   these four as in `guided_probs`
+        temperature:   (B,) float32 or a number
+        top_k:         (B,) int32 or a number
+        top_p:         (B,) float32 or a number
+        seeds:         (B,)      int64     one for each request; None: draw with `uniforms`
+        positions:     (B, F)    int64     of the token that follows each node; the low 32 bits count. Only with seeds
+        num_children:  K, how many children to draw for each node. Only with seeds
+        id_range:      two integers, (B, F, 2) int64 or None: the ids that a child may have, as in `guided_probs`
+        filters:       "k_then_p" or "p_then_k", as in `guided_probs`
+        backend:       None for the device's own kernel; a name from `backends()` to force one
+
+    Returns:
+        tokens:        (B, F, K) int64     the children, in the order in which they were drawn; 0 where a row has no
+                                           mass left for one
+        probs:         (B, F, V) float32   the rows
+        status:        (B, F)    int32     INVALID_ROW as `guided_probs` says it; then the row is 0, and the tokens are
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, F or K is 0, V is 0 or above 2**22, both or none of
+                    uniforms and seeds are given, or id_range or filters is not as in `guided_probs`
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import draft_children
+        >>> logits = torch.tensor([[[0.0, 2.0, 1.0, -1.0]]])
+        >>> settings = dict(guidance=1.0, temperature=1.0, top_k=3, top_p=1.0)
+        >>> level = draft_children(logits, None, torch.tensor([[[0.9, 0.0, 0.5, 0.5]]]), **settings)
+        >>> level.tokens                                 # after three the row is empty
+        tensor([[[2, 0, 1, 0]]])
+        >>> level.probs.round(decimals=2)
+        tensor([[[0.0900, 0.6700, 0.2400, 0.0000]]])
+        >>> draft_children(logits, None, None, **settings | dict(temperature=0.0), seeds=torch.tensor([7]),
+        ...                positions=torch.tensor([[0]]), num_children=3).tokens
+        tensor([[[1, 2, 0]]])
+    """
+    logits, uncond = check_logits(logits, uncond, nodes="F")
+    B, F, V = logits.shape
+    if F < 1:
+        raise ValueError(f"logits must have F >= 1, got shape ({B}, {F}, {V})")
+    settings = check_settings(guidance, temperature, top_k, top_p, like=logits)
+    ids = check_filters(id_range, filters, like=logits, nodes="F")
+    uniforms, *noise, num_children = check_draws(uniforms, seeds, positions, num_children, like=logits)
+    return _call(backend, logits, uncond, uniforms, *settings, *noise, *ids, filters, num_children)
+
+
+def _oracle(logits, uncond, uniforms, guidance, temperature, top_k, top_p, seeds, positions, id_range,
+            first_id, last_id, filters, num_children):
+    (B, F, _), K = logits.shape, num_children
+    probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters)
+    tokens, _, status = draw_children(probs, uniforms, seeds, positions, K)
+    width = torch.full((B,), K, dtype=torch.int32, device=logits.device)
+    likeliest = expand_tree(probs, probs.new_zeros(B, F), width, K)[0]
+    return torch.where((temperature == 0)[:, None, None], likeliest, tokens), probs, status
+
+
+def _meta(logits, uncond, uniforms, guidance, temperature, top_k, top_p, seeds, positions, id_range,
+          first_id, last_id, filters, num_children):
+    nodes = logits.shape[:2]
+    return (logits.new_empty((*nodes, num_children), dtype=torch.int64),
+            torch.empty_like(logits, dtype=torch.float32), top_k.new_empty(nodes))
+
+
+_call = define(
+    "draft_children(Tensor logits, Tensor? uncond, Tensor? uniforms, Tensor guidance, Tensor temperature, Tensor top_k,"
+    " Tensor top_p, Tensor? seeds, Tensor? positions, Tensor? id_range, SymInt first_id, SymInt last_id, str filters,"
+    " SymInt num_children) -> (Tensor tokens, Tensor probs, Tensor status)",
+    oracle=_oracle, meta=_meta, result=DraftChildrenResult)

@@ -1,0 +1,162 @@
+"""draft_frontier: one level of a dynamic draft tree, from the draft model's logits to the nodes that it reads next."""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._dispatch import check, check_count, check_dims, define
+from ._filters import check_filters, check_logits, check_settings
+from .expand_tree import _oracle as expand_tree
+from .guided_probs import _oracle as guided_probs
+
+
+class DraftFrontierResult(NamedTuple):
+    """What `draft_frontier` returns. Its docstring explains the fields."""
+    child_tokens: Tensor   # (B, F * K) int64
+    child_scores: Tensor   # (B, F * K) float32
+    child_parents: Tensor  # (B, F * K) int32
+    tokens: Tensor         # (B, K)     int64
+    scores: Tensor         # (B, K)     float32
+    rows: Tensor           # (B, K)     int64
+    ancestors: Tensor      # (B, K, W)  int64
+    candidates: Tensor     # (B, K)     int32
+    status: Tensor         # (B, F)     int32
+
+
+def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancestors: Tensor, candidates: Tensor,
+                   width: Tensor, depth: Tensor, guidance: Tensor | float, temperature: Tensor | float,
+                   top_k: Tensor | int, top_p: Tensor | float, *, num_children: int, level: int, first_node: int,
+                   first_candidate: int, id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
+                   backend: str | None = None) -> DraftFrontierResult:
+    """Draft a level of a dynamic tree: the children of F nodes, and the K nodes that the draft model reads next.
+
+    The rows of probabilities are those of `guided_probs`; no row is written. The children, their scores and the order
+    of the frontier are those of `expand_tree`. The bits are those of these two ops, one after the other.
+
+    The F nodes are the last frontier, or the root: one node with score 0, candidate -1, and the ancestors that
+    `tree_links` gives a root. A drafted child is a candidate for the tree. Candidates are numbered over all levels.
+    This level's F * K have the numbers from `first_candidate`. `select_tree` takes the three tensors `child_..` of all
+    levels, side by side, and makes the tree.
+
+    Slot k of the frontier is the k-th best child, and will be node first_node + k of those that the draft model has
+    read. A slot is not used if there are not so many children, or if the request's tree is not deeper than this level.
+
+    (EAGLE-2, arXiv:2406.16858, section 4.1.)
+
+    Args:
+        logits:           (B, F, V) float32, float16 or bfloat16   of the draft model after each node
+        uncond:           (B, F, V) the same dtype                 without the condition; None: no guidance
+        scores:           (B, F)    float32   the nodes' scores; -inf: the slot is not used
+        ancestors:        (B, F, W) int64     the nodes' ancestors among those that the draft model has read, as bits
+        candidates:       (B, F)    int32     which candidate each node was; -1: the root, or not used
+        width:            (B,)      int32     children per node and size of the next level; clamped to 1..K
+        depth:            (B,)      int64     how many levels each request's tree has
+        guidance:         (B,) float32 or a number   these four as in `guided_probs`
+        temperature:      (B,) float32 or a number
+        top_k:            (B,) int32 or a number
+        top_p:            (B,) float32 or a number
+        num_children:     K, the largest width
+        level:            of the children: 1 for those of the root
+        first_node:       how many nodes the draft model has read; first_node + K must fit in the W words
+        first_candidate:  how many candidates the levels before had
+        id_range:         two integers, (B, F, 2) int64 or None: the ids that a child may have, as in `guided_probs`
+        filters:          "k_then_p" or "p_then_k", as in `guided_probs`
+        backend:          None for the device's own kernel; a name from `backends()` to force one
+
+    Returns:
+        child_tokens:     (B, F*K)  int64     the children's tokens, K for each node; 0 where there is none
+        child_scores:     (B, F*K)  float32   their scores, -inf where there is none
+        child_parents:    (B, F*K)  int32     the candidate that is each child's parent: its node's
+        tokens:           (B, K)    int64     of the frontier; where a slot is not used, some child's
+        scores:           (B, K)    float32   its scores, -inf where a slot is not used
+        rows:             (B, K)    int64     which of the F nodes is the parent; in [0, F) everywhere
+        ancestors:        (B, K, W) int64     the parent's, and the node itself; 0 where a slot is not used
+        candidates:       (B, K)    int32     which candidate each is; -1 where a slot is not used
+        status:           (B, F)    int32     INVALID_ROW as `guided_probs` says it; the node has no children then. Not
+                                              looked at if the node's score is -inf
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, F is 0, V is 0 or above 2**22, num_children, level
+                    or first_node is below 1, first_candidate is negative, the words are too few, or id_range or
+                    filters is not as in `guided_probs`
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import draft_frontier
+        >>> settings = dict(width=torch.tensor([2], dtype=torch.int32), depth=torch.tensor([3]), guidance=1.0,
+        ...                 temperature=1.0, top_k=0, top_p=1.0, num_children=2)
+        >>> root = dict(scores=torch.zeros(1, 1), ancestors=torch.ones(1, 1, 1, dtype=torch.int64),
+        ...             candidates=torch.full((1, 1), -1, dtype=torch.int32))
+        >>> logits = torch.tensor([[[1.0, 3.0, 2.0, 0.0]]])
+        >>> level = draft_frontier(logits, None, **root, **settings, level=1, first_node=1, first_candidate=0)
+        >>> level.tokens, level.candidates
+        (tensor([[1, 2]]), tensor([[0, 1]], dtype=torch.int32))
+        >>> level.ancestors[0, :, 0]      # nodes 1 and 2, both below node 0
+        tensor([3, 5])
+        >>> frontier = dict(scores=level.scores, ancestors=level.ancestors, candidates=level.candidates)
+        >>> level = draft_frontier(logits.repeat(1, 2, 1), None, **frontier, **settings, level=2, first_node=3,
+        ...                        first_candidate=2)
+        >>> level.child_parents           # the two candidates of the first level
+        tensor([[0, 0, 1, 1]], dtype=torch.int32)
+        >>> level.ancestors[0, :, 0]      # node 3 is below nodes 0 and 1
+        tensor([11, 19])
+    """
+    logits, uncond = check_logits(logits, uncond, nodes="F")
+    B, F, V = logits.shape
+    if F < 1:
+        raise ValueError(f"logits must have F >= 1, got shape ({B}, {F}, {V})")
+    check("scores", scores, torch.float32, like=logits, B=B, F=F)
+    W = check_dims("ancestors", ancestors, "BFW")[2]
+    check("ancestors", ancestors, torch.int64, like=logits, B=B, F=F, W=W)
+    check("candidates", candidates, torch.int32, like=logits, B=B, F=F)
+    check("width", width, torch.int32, like=logits, B=B)
+    check("depth", depth, torch.int64, like=logits, B=B)
+    settings = check_settings(guidance, temperature, top_k, top_p, like=logits)
+    ids = check_filters(id_range, filters, like=logits, nodes="F")
+    check_count("num_children", num_children, 1)
+    check_count("level", level, 1)
+    check_count("first_node", first_node, 1)
+    check_count("first_candidate", first_candidate, 0)
+    if first_node + num_children > 64 * W:
+        raise ValueError(f"ancestors must have words for first_node + num_children = {first_node + num_children} "
+                         f"nodes, 64 each, got W={W}")
+    return _call(backend, logits, uncond, scores.contiguous(), ancestors.contiguous(), candidates.contiguous(),
+                 width.contiguous(), depth.contiguous(), *settings, *ids, filters, num_children, level, first_node,
+                 first_candidate)
+
+
+def _oracle(logits, uncond, scores, ancestors, candidates, width, depth, guidance, temperature, top_k, top_p,
+            id_range, first_id, last_id, filters, num_children, level, first_node, first_candidate):
+    (B, W), K = (len(logits), ancestors.shape[2]), num_children
+    probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters)
+    tokens, child_scores, frontier, status = expand_tree(probs, scores, width, K)
+    tokens, child_scores = tokens.flatten(1), child_scores.flatten(1)
+
+    is_used = (frontier >= 0) & (depth > level)[:, None]
+    chosen = frontier.clamp(min=0).long()
+    rows = chosen // K
+    node = first_node + torch.arange(K, device=logits.device)[:, None]
+    own_bit = torch.where(torch.arange(W, device=logits.device) == node // 64, torch.ones_like(node) << node % 64, 0)
+    node_ancestors = ancestors.gather(1, rows[..., None].expand(B, K, W)) | own_bit
+    return (tokens, child_scores, candidates.repeat_interleave(K, 1), tokens.gather(1, chosen),
+            torch.where(is_used, child_scores.gather(1, chosen), -torch.inf), rows,
+            torch.where(is_used[..., None], node_ancestors, 0),
+            torch.where(is_used, frontier + first_candidate, -1).int(), status)
+
+
+def _meta(logits, uncond, scores, ancestors, candidates, width, depth, guidance, temperature, top_k, top_p,
+          id_range, first_id, last_id, filters, num_children, level, first_node, first_candidate):
+    B, F, _ = logits.shape
+    K = num_children
+    return (depth.new_empty(B, F * K), scores.new_empty(B, F * K), width.new_empty(B, F * K),
+            depth.new_empty(B, K), scores.new_empty(B, K), depth.new_empty(B, K),
+            depth.new_empty(B, K, ancestors.shape[2]), width.new_empty(B, K), width.new_empty(B, F))
+
+
+_call = define(
+    "draft_frontier(Tensor logits, Tensor? uncond, Tensor scores, Tensor ancestors, Tensor candidates, Tensor width,"
+    " Tensor depth, Tensor guidance, Tensor temperature, Tensor top_k, Tensor top_p, Tensor? id_range, SymInt first_id,"
+    " SymInt last_id, str filters, SymInt num_children, SymInt level, SymInt first_node, SymInt first_candidate)"
+    " -> (Tensor child_tokens, Tensor child_scores, Tensor child_parents, Tensor tokens, Tensor frontier_scores,"
+    " Tensor rows, Tensor frontier_ancestors, Tensor frontier_candidates, Tensor status)",
+    oracle=_oracle, meta=_meta, result=DraftFrontierResult)

@@ -1,0 +1,177 @@
+"""draft_children on numbers small enough to check by hand, and against the ops that it stands for."""
+import math
+
+import pytest
+import torch
+
+from specvis_kernels import INVALID_ROW, backends, draft_children, draw_children, draw_tokens, expand_tree, guided_probs
+from tests.kernels.inputs import DEVICE
+
+each_backend = pytest.mark.parametrize("backend", backends("draft_children", DEVICE))
+INF, NAN = math.inf, math.nan
+
+
+def settings(guidance=(1.0,), temperature=(1.0,), top_k=(0,), top_p=(1.0,)):
+    return {name: torch.tensor(value, dtype=torch.int32 if name == "top_k" else torch.float32, device=DEVICE)
+            for name, value in (("guidance", guidance), ("temperature", temperature), ("top_k", top_k),
+                                ("top_p", top_p))}
+
+
+def children(probs, uniforms, backend, **others):
+    """One node, whose row is these probabilities: tokens and row as lists, and its status."""
+    logits = torch.tensor([[probs]], dtype=torch.float64).log().float().to(DEVICE)
+    out = draft_children(logits, None, torch.tensor([[uniforms]], device=DEVICE), **settings(**others),
+                         backend=backend)
+    return out.tokens[0, 0].tolist(), out.probs[0, 0].tolist(), out.status.item()
+
+
+@each_backend
+@pytest.mark.parametrize("uniforms, tokens", [
+    ([0.51, 0.51, 0.51, 0.5], [1, 0, 3, 2]),  # of sixteenths 8 4 2 2, then of 8 0 2 2, then of 0 0 2 2
+    ([0.49, 0.49, 0.49, 0.9], [0, 1, 2, 3]),
+    ([0.76], [2]),
+])
+def test_draws_by_hand(backend, uniforms, tokens):
+    drawn, probs, status = children([1/2, 1/4, 1/8, 1/8], uniforms, backend)
+    assert drawn == tokens and status == 0 and probs == pytest.approx([1/2, 1/4, 1/8, 1/8])
+
+
+@each_backend
+def test_only_what_the_filters_keep_is_drawn(backend):
+    """Of sixteenths 1 8 1 4 2 top-k keeps 8 4 2; of these fourteen parts 12 are left by a top-p of 0.6."""
+    row = [1/16, 1/2, 1/16, 1/4, 1/8]
+    drawn, probs, _ = children(row, [0.99, 0.99, 0.99, 0.0], backend, top_k=(3,))
+    assert drawn == [4, 3, 1, 0] and probs == pytest.approx([0, 4/7, 0, 2/7, 1/7])
+    drawn, probs, _ = children(row, [0.99, 0.99, 0.99, 0.0], backend, top_k=(3,), top_p=(0.6,))
+    assert drawn == [3, 1, 0, 0] and probs == pytest.approx([0, 2/3, 0, 1/3, 0])
+
+
+@each_backend
+@pytest.mark.parametrize("row, tokens", [([1/8, 1/2, 1/8, 1/4], [1, 3, 0, 2, 0]), ([0, 1, 0, 0], [1, 0, 0, 0, 0])])
+def test_at_temperature_0_the_likeliest_by_hand(backend, row, tokens):
+    """Whatever the uniforms and the filters are; of equal ones the lower id."""
+    for uniform in (0.0, 0.99):
+        drawn, probs, _ = children(row, [uniform] * 5, backend, temperature=(0.0,), top_k=(1,), top_p=(0.1,))
+        assert drawn == tokens and probs == pytest.approx(row)
+
+
+@each_backend
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_an_invalid_row(backend, bad, noise, temperature):
+    """-INF: all of the row, which leaves no mass."""
+    logits = torch.zeros(1, 3, 4, device=DEVICE)
+    logits[0, 1] = bad
+    drawn_by = {"uniforms": torch.full((1, 3, 2), 0.5, device=DEVICE)}
+    if noise:
+        drawn_by = {"uniforms": None, "seeds": torch.tensor([3], device=DEVICE), "num_children": 2,
+                    "positions": torch.tensor([[7, 8, 9]], device=DEVICE)}
+    out = draft_children(logits, None, **drawn_by, **settings(temperature=(temperature,)), backend=backend)
+    assert out.status.tolist() == [[0, INVALID_ROW, 0]]
+    assert out.tokens[0, 1].tolist() == [0, 0] and out.probs[0].sum(-1).tolist() == [1, 0, 1]
+    assert all(len(set(out.tokens[0, f].tolist())) == 2 for f in (0, 2))
+
+
+@each_backend
+def test_the_first_child_is_what_the_target_draws(backend):
+    """With the target's own logits, seed and position, up to the rounding of the logarithm: here of all rows."""
+    g = torch.Generator().manual_seed(5)
+    B, F, V = 2, 6, 50
+    logits = torch.randn(B, F, V, generator=g).mul(2).to(DEVICE)
+    seeds, positions = torch.tensor([1, -9], device=DEVICE), torch.arange(B * F, device=DEVICE).view(B, F)
+    given = settings((1.0, 1.0), (1.0, 0.7), (0, 20), (1.0, 0.9))
+    drawn = draw_tokens(logits, None, **given, seeds=seeds, positions=positions).tokens
+    out = draft_children(logits, None, None, **given, seeds=seeds, positions=positions, num_children=3, backend=backend)
+    assert out.tokens[..., 0].equal(drawn)
+
+
+def as_before(logits, uncond, uniforms, guidance, temperature, top_k, top_p, seeds=None, positions=None,
+              num_children=None):
+    """What the drafting did with guided_probs, draw_children and, for requests at temperature 0, expand_tree."""
+    probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p)
+    drawn = draw_children(probs, uniforms, seeds=seeds, positions=positions, num_children=num_children)
+    B, F, K = drawn.tokens.shape
+    width = torch.full((B,), K, dtype=torch.int32, device=probs.device)
+    likeliest = expand_tree(probs, probs.new_zeros(B, F), width, num_children=K).tokens
+    return torch.where((temperature == 0)[:, None, None], likeliest, drawn.tokens), probs, drawn.status
+
+
+@each_backend
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("F, V, K, dtype", [(1, 40, 3, torch.float32), (4, 1100, 10, torch.float32),
+                                            (3, 300, 320, torch.bfloat16), (6, 4500, 4, torch.float16)])
+def test_equals_the_ops_that_it_stands_for(backend, F, V, K, dtype, noise):
+    """Bit for bit. Requests differ in all that they may differ in."""
+    if DEVICE == "cpu" and backend in ("triton", "cuda_emulated"):
+        F, V, K = min(F, 2), min(V, 70), min(K, 75)
+    g = torch.Generator().manual_seed(V)
+    B = 6
+    logits, uncond = (torch.randn(B, F, V, generator=g).mul(3) for _ in range(2))
+    logits[0] = logits[0].round()            # ties
+    logits[4, F - 1, V // 2] = NAN
+    logits[5, :, 2:] = -INF                  # two tokens are left, fewer than K
+    given = settings((1.0, 7.5, 3.0, 2.0, 1.2, 4.0), (1.0, 0.7, 1.0, 0.0, 1.3, 1.0), (0, 20, 3, 0, 100, 0),
+                     (1.0, 1.0, 0.9, 1.0, 0.8, 1.0))
+    if noise:
+        drawn_by = {"uniforms": None, "num_children": K,
+                    "seeds": torch.randint(-2**63, 2**63 - 1, (B,), generator=g).to(DEVICE),
+                    "positions": torch.randint(2**40, (B, F), generator=g).to(DEVICE)}
+    else:
+        drawn_by = {"uniforms": torch.rand(B, F, K, generator=g).to(DEVICE)}
+    args = {"logits": logits.to(DEVICE, dtype), "uncond": uncond.to(DEVICE, dtype), **drawn_by, **given}
+    got, expected = draft_children(**args, backend=backend), as_before(**args)
+    for name, a, b in zip(got._fields, got, expected):
+        assert a.dtype == b.dtype and a.equal(b), name
+    assert got.status.count_nonzero() == 1 and got.tokens[5, :, 2:].eq(0).all()
+
+
+@pytest.mark.parametrize("backend", [b for b in backends("draft_children", DEVICE)
+                                     if b not in ("oracle", "triton", "cuda_emulated")])
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("V", [4096, 16384, 5003])
+@pytest.mark.parametrize("top_k, top_p", [(100, 0.8), (1000, 1.0), (0, 1.0), (0, 0.9), (7, 1.0)])
+def test_agrees_with_the_oracle_on_long_rows(backend, V, top_k, top_p, noise):
+    g = torch.Generator().manual_seed(V + top_k)
+    logits, uncond = torch.randn(2, 2, 6, V, generator=g).to(DEVICE)
+    drawn_by = {"uniforms": torch.rand(2, 6, 10, generator=g).to(DEVICE)}
+    if noise:
+        drawn_by = {"uniforms": None, "seeds": torch.tensor([5, -6], device=DEVICE), "num_children": 10,
+                    "positions": torch.arange(12, device=DEVICE).view(2, 6)}
+    given = settings((1.2, 2.0), (1.0, 0.9), (top_k, top_k), (top_p, top_p))
+    got, expected = (draft_children(logits, uncond, **drawn_by, **given, backend=name) for name in (backend, "oracle"))
+    assert all(a.equal(b) for a, b in zip(got, expected)) and (expected.tokens > 0).sum() >= 80
+
+
+def arguments():
+    return {"logits": torch.zeros(2, 3, 5), "uncond": None, "uniforms": torch.zeros(2, 3, 4), "guidance": torch.ones(2),
+            "temperature": torch.ones(2), "top_k": torch.zeros(2, dtype=torch.int32), "top_p": torch.ones(2)}
+
+
+SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(2, 3).long(), num_children=5)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(logits=torch.zeros(2, 5)), r"logits must have 3 dimensions \(B, F, V\), got shape \(2, 5\)"),
+    (dict(logits=torch.zeros(2, 3, 5).double()), r"logits must be float32 or float16 or bfloat16 \(B=2, F=3, V=5\)"),
+    (dict(logits=torch.zeros(2, 0, 5)), r"logits must have F >= 1, got shape \(2, 0, 5\)"),
+    (dict(logits=torch.zeros(2, 3, 0)), r"logits must have 1 <= V"),
+    (dict(uncond=torch.zeros(2, 3, 4)), r"uncond must be float32 \(B=2, F=3, V=5\), got float32 \(2, 3, 4\)"),
+    (dict(uniforms=torch.zeros(2, 4, 5)), r"uniforms must be float32 \(B=2, F=3, K=5\), got float32 \(2, 4, 5\)"),
+    (dict(uniforms=None), "exactly one of uniforms and seeds must be given, got neither"),
+    (dict(seeds=torch.zeros(2).long()), "exactly one of uniforms and seeds must be given, got both"),
+    (dict(num_children=5), "num_children must be None with uniforms, got int"),
+    (SEEDED | dict(positions=None), r"positions must be int64 \(B=2, F=3\), got NoneType, not a tensor"),
+    (SEEDED | dict(num_children=0), "num_children must be an integer >= 1, got 0"),
+    (dict(guidance=torch.ones(3)), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
+    (dict(temperature=torch.ones(2).int()), r"temperature must be float32 \(B=2\), got int32"),
+    (dict(top_k=torch.ones(2)), r"top_k must be int32 \(B=2\), got float32"),
+    (dict(top_p=torch.ones(2, device="meta")), "top_p must be on cpu like the other tensors"),
+    (dict(top_p="1"), r"top_p must be float32 \(B=2\) or a number, got '1'"),
+    (dict(id_range=torch.zeros(2, 4, 2).long()), r"id_range must be int64 \(B=2, F=3, bounds=2\), got int64"),
+    (dict(filters="k"), "filters must be one of k_then_p, p_then_k, got 'k'"),
+    (dict(backend="fast"), "backend of draft_children must be one of oracle.* for cpu tensors here, got 'fast'"),
+])
+def test_says_which_argument_is_wrong(changes, message):
+    with pytest.raises(ValueError, match=message):
+        draft_children(**arguments() | changes)

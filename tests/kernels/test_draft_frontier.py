@@ -1,0 +1,254 @@
+"""draft_frontier on numbers small enough to check by hand, and against the ops that it stands for."""
+import math
+
+import pytest
+import torch
+
+from specvis_kernels import INVALID_ROW, backends, draft_frontier, expand_tree, guided_probs, tree_links
+from tests.kernels.inputs import DEVICE
+
+each_backend = pytest.mark.parametrize("backend", backends("draft_frontier", DEVICE))
+INF, NAN = math.inf, math.nan
+
+
+def tensors(**values):
+    dtypes = {float: torch.float32, int: torch.int64}
+    int32 = {"candidates", "width", "top_k"}
+    out = {}
+    for name, value in values.items():
+        t = torch.tensor(value)
+        out[name] = t.to(DEVICE, torch.int32 if name in int32 else dtypes[float if t.is_floating_point() else int])
+    return out
+
+
+def frontier(rows, scores=(0.0,), ancestors=(1,), candidates=(-1,), width=2, depth=9, K=2, level=1, first_node=1,
+             first_candidate=0, backend=None):
+    """One request whose rows are probabilities, without guidance and filters. The result as lists."""
+    logits = torch.tensor([rows], dtype=torch.float64).log().float().to(DEVICE)
+    given = tensors(scores=[scores], ancestors=[[[word] for word in ancestors]], candidates=[candidates],
+                    width=[width], depth=[depth], guidance=[1.0], temperature=[1.0], top_k=[0], top_p=[1.0])
+    out = draft_frontier(logits, None, **given, num_children=K, level=level, first_node=first_node,
+                         first_candidate=first_candidate, backend=backend)
+    lists = {name: t[0].tolist() for name, t in out._asdict().items()}
+    return lists | {"ancestors": [word for word, in lists["ancestors"]]}
+
+
+def near(scores):
+    return pytest.approx(scores, abs=1e-6)
+
+
+def ln(p):
+    return math.log(p)
+
+
+@each_backend
+def test_the_root_by_hand(backend):
+    """Probabilities 1/8, 1/2, 1/8, 1/4: tokens 1 and 3 are nodes 1 and 2, below node 0."""
+    out = frontier([[1/8, 1/2, 1/8, 1/4]], backend=backend)
+    assert out == {
+        "child_tokens": [1, 3], "child_scores": near([ln(1/2), ln(1/4)]), "child_parents": [-1, -1],
+        "tokens": [1, 3], "scores": near([ln(1/2), ln(1/4)]), "rows": [0, 0], "ancestors": [0b011, 0b101],
+        "candidates": [0, 1], "status": [0]}
+
+
+@each_backend
+def test_the_second_level_by_hand(backend):
+    """Nodes 1 and 2, of scores ln 1/2 and ln 1/4, were candidates 0 and 1. Four children: 9/20, 1/20, 1/5, 1/20."""
+    out = frontier([[0.9, 0.1, 0], [0, 0.2, 0.8]], [ln(1/2), ln(1/4)], [0b011, 0b101], [0, 1], level=2, first_node=3,
+                   first_candidate=2, backend=backend)
+    assert out == {
+        "child_tokens": [0, 1, 2, 1], "child_scores": near([ln(0.45), ln(0.05), ln(0.2), ln(0.05)]),
+        "child_parents": [0, 0, 1, 1], "tokens": [0, 2], "scores": near([ln(0.45), ln(0.2)]), "rows": [0, 1],
+        "ancestors": [0b01011, 0b10101], "candidates": [2, 4], "status": [0, 0]}
+
+
+@each_backend
+@pytest.mark.parametrize("depth, is_used", [(3, True), (2, False), (0, False)])
+def test_behind_a_request_s_last_level_no_slot_is_used(backend, depth, is_used):
+    """Its children are candidates all the same."""
+    out = frontier([[0.9, 0.1, 0], [0, 0.2, 0.8]], [ln(1/2), ln(1/4)], [0b011, 0b101], [0, 1], depth=depth, level=2,
+                   first_node=3, first_candidate=2, backend=backend)
+    assert out["child_tokens"] == [0, 1, 2, 1] and out["child_scores"] == near([ln(p) for p in (.45, .05, .2, .05)])
+    assert out["tokens"] == [0, 2] and out["rows"] == [0, 1]
+    if is_used:
+        assert out["candidates"] == [2, 4] and out["ancestors"] == [0b01011, 0b10101]
+    else:
+        assert out["candidates"] == [-1, -1] and out["ancestors"] == [0, 0] and out["scores"] == [-INF, -INF]
+
+
+@each_backend
+def test_where_children_are_missing(backend):
+    """One child alone, of a width of one and then of a one-hot row: the other slots hold the first child's token."""
+    for row, width in (([1/4, 3/4], 1), ([0, 1], 3)):
+        out = frontier([row], width=width, K=3, backend=backend)
+        assert out["child_tokens"] == [1, 0, 0] and out["child_scores"][1:] == [-INF, -INF]
+        assert out["tokens"] == [1, 1, 1] and out["rows"] == [0, 0, 0] and out["candidates"] == [0, -1, -1]
+        assert out["scores"] == near([ln(row[1]), -INF, -INF]) and out["ancestors"] == [3, 0, 0]
+
+
+@each_backend
+def test_a_slot_that_is_not_used_has_no_children_and_is_not_looked_at(backend):
+    out = frontier([[NAN, 1/2], [1/4, 3/4], [1/4, 3/4]], [-INF, -1.0, NAN], [0, 5, 0], [-1, 7, -1], first_node=4,
+                   first_candidate=9, backend=backend)
+    assert out["child_tokens"] == [0, 0, 1, 0, 0, 0] and out["child_parents"] == [-1, -1, 7, 7, -1, -1]
+    assert out["tokens"] == [1, 0] and out["rows"] == [1, 1] and out["candidates"] == [11, 12]
+    assert out["ancestors"] == [0b010101, 0b100101] and out["status"] == [0, 0, 0]
+
+
+@each_backend
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_an_invalid_row_has_no_children(backend, bad):
+    out = frontier([[1/4, 3/4], [bad, 1/2]], [-1.0, 0.0], [3, 5], [0, 1], first_node=3, backend=backend)
+    assert out["status"] == [0, INVALID_ROW] and out["child_scores"][2:] == [-INF, -INF]
+    assert out["child_tokens"] == [1, 0, 0, 0] and out["candidates"] == [0, 1]
+    out = frontier([[bad, 1/2]], backend=backend)
+    assert out["candidates"] == [-1, -1] and out["ancestors"] == [0, 0] and out["tokens"] == [0, 0]
+
+
+@each_backend
+def test_the_last_bit_of_a_word_and_the_first_of_the_next(backend):
+    """Nodes 63 and 64, below a node whose ancestors are nodes 1 and 65."""
+    given = tensors(scores=[[0.0]], ancestors=[[[2, 2]]], candidates=[[-1]], width=[2], depth=[9], guidance=[1.0],
+                    temperature=[1.0], top_k=[0], top_p=[1.0])
+    out = draft_frontier(torch.zeros(1, 1, 4, device=DEVICE), None, **given, num_children=2, level=1, first_node=63,
+                         first_candidate=0, backend=backend)
+    assert out.ancestors.tolist() == [[[2 - 2**63, 2], [2, 3]]]
+
+
+def levels_as_before(levels, uncond, sampling, width, depth, K, max_depth):
+    """What the drafting did with guided_probs, expand_tree and tree_links, for frontiers that it reads as `levels`."""
+    B = len(width)
+    scores = torch.zeros(B, 1, device=DEVICE)
+    parents = torch.full((B, 1), -1, dtype=torch.int32, device=DEVICE)
+    candidates, num_candidates = torch.full((B, K), -1, dtype=torch.int32, device=DEVICE), 0
+    for level in range(1, max_depth + 1):
+        F = 1 if level == 1 else K
+        probs = guided_probs(levels[level - 1], uncond[level - 1], *sampling).probs
+        tokens, child_scores, frontier, status = expand_tree(probs, scores, width, num_children=K)
+        origin = candidates[:, :F, None].expand(B, F, K).reshape(B, F * K)
+        tokens, child_scores = tokens.flatten(1), child_scores.flatten(1)
+        unused = (frontier < 0) | (depth <= level)[:, None]
+        chosen = frontier.clamp(min=0).long()
+        parent = chosen // K
+        parents = torch.cat([parents, torch.where(unused, -2, parent + parents.shape[1] - F).int()], 1)
+        candidates = torch.where(unused, -1, frontier + num_candidates)
+        num_candidates += F * K
+        scores = child_scores.gather(1, chosen).masked_fill(unused, -torch.inf)
+        ancestors = tree_links(parents).ancestors
+        yield (tokens, child_scores, origin, tokens.gather(1, chosen), scores, parent, ancestors[:, -K:], candidates,
+               status)
+
+
+@each_backend
+@pytest.mark.parametrize("V, K, max_depth, dtype", [(40, 3, 4, torch.float32), (300, 10, 7, torch.float32),
+                                                    (1500, 6, 3, torch.bfloat16)])
+def test_equals_the_ops_that_it_stands_for(backend, V, K, max_depth, dtype):
+    """Level by level: each output of each level, bit for bit. Requests differ in all that they may differ in."""
+    if backend == "triton" and DEVICE == "cpu":
+        V, K, max_depth = 40, 3, 3
+    g = torch.Generator().manual_seed(V)
+    B = 6
+    given = tensors(guidance=[1.0, 7.5, 3.0, 2.0, 1.2, 4.0], temperature=[1.0, 0.7, 1.0, 0.0, 1.3, 1.0],
+                    top_k=[0, 20, 3, 0, 100, 1], top_p=[1.0, 1.0, 0.9, 1.0, 0.8, 1.0])
+    width = torch.tensor([K, K - 1, 2, K, 1, K], dtype=torch.int32, device=DEVICE)
+    depth = torch.tensor([max_depth, max_depth - 1, max_depth, 1, max_depth, 2], device=DEVICE)
+
+    def logits(F):
+        x = torch.randn(B, F, V, generator=g).mul(3)
+        x[0] = x[0].round()              # ties
+        x[4, F - 1, V // 2] = NAN        # the root's row among them
+        return x.to(DEVICE, dtype)
+
+    sizes = [1] + [K] * (max_depth - 1)
+    levels, uncond = [logits(F) for F in sizes], [logits(F) for F in sizes]
+    W = -(-(1 + max_depth * K) // 64)
+    scores = torch.zeros(B, 1, device=DEVICE)
+    candidates = torch.full((B, 1), -1, dtype=torch.int32, device=DEVICE)
+    ancestors = torch.zeros(B, 1, W, dtype=torch.int64, device=DEVICE)
+    ancestors[..., 0] = 1
+    first_node, first_candidate = 1, 0
+    before = levels_as_before(levels, uncond, given.values(), width, depth, K, max_depth)
+    for level, expected in enumerate(before, 1):
+        out = draft_frontier(levels[level - 1], uncond[level - 1], scores, ancestors, candidates, width, depth, **given,
+                             num_children=K, level=level, first_node=first_node, first_candidate=first_candidate,
+                             backend=backend)
+        for name, got, wanted in zip(out._fields, out, expected):
+            if name == "ancestors":
+                wanted = torch.nn.functional.pad(wanted, (0, W - wanted.shape[2]))
+            assert got.dtype == wanted.dtype and got.equal(wanted), f"{name} of level {level}"
+        scores, ancestors, candidates = out.scores, out.ancestors, out.candidates
+        first_node, first_candidate = first_node + K, first_candidate + out.child_tokens.shape[1]
+    assert not (scores > -INF).any() and (out.child_scores[0] > -INF).all()
+
+
+@pytest.mark.parametrize("backend", [b for b in backends("draft_frontier", DEVICE)
+                                     if b not in ("oracle", "triton", "cuda_emulated")])
+@pytest.mark.parametrize("V", [4096, 16384, 5003])
+@pytest.mark.parametrize("top_k, top_p", [(100, 0.8), (1000, 1.0), (0, 1.0), (0, 0.9), (7, 1.0)])
+def test_agrees_with_the_oracle_on_long_rows(backend, V, top_k, top_p):
+    g = torch.Generator().manual_seed(V + top_k)
+    logits, uncond = torch.randn(2, 2, 6, V, generator=g).to(DEVICE)
+    given = tensors(scores=[[0.0, -1.0, -2.0, -0.5, -INF, -0.1]] * 2, ancestors=[[[1], [3], [5], [7], [0], [9]]] * 2,
+                    candidates=[[3, 4, 5, 6, -1, 8]] * 2, width=[10, 6], depth=[5, 4], guidance=[1.2, 2.0],
+                    temperature=[1.0, 0.9], top_k=[top_k] * 2, top_p=[top_p] * 2)
+    got, expected = (draft_frontier(logits, uncond, **given, num_children=10, level=3, first_node=20, first_candidate=9,
+                                    backend=name) for name in (backend, "oracle"))
+    assert all(a.equal(b) for a, b in zip(got, expected)) and (expected.candidates >= 0).sum() >= 13
+
+
+@each_backend
+def test_probabilities_that_round_alike_are_ties(backend):
+    """exp of the two logits differs in its last bit and their quotients by the total do not: the lower id is first."""
+    g = torch.Generator().manual_seed(1)
+    x = -torch.rand(1, 1, 64, generator=g) * 2**-20
+    given = tensors(scores=[[0.0]], ancestors=[[[1]]], candidates=[[-1]], width=[64], depth=[1], guidance=[1.0],
+                    temperature=[1.0], top_k=[0], top_p=[1.0])
+    one = given["guidance"]
+    probs = guided_probs(x.to(DEVICE), None, one, one, given["top_k"], one, backend="oracle").probs[0, 0]
+    out = draft_frontier(x.to(DEVICE), None, **given, num_children=60, level=1, first_node=1, first_candidate=0,
+                         backend=backend)
+    order = sorted(range(64), key=lambda v: (-probs[v].item(), v))[:60]
+    assert out.child_tokens[0].tolist() == order and order != sorted(range(64), key=lambda v: -x[0, 0, v].item())[:60]
+
+
+def arguments():
+    return {"logits": torch.zeros(2, 3, 5), "uncond": None, "scores": torch.zeros(2, 3),
+            "ancestors": torch.ones(2, 3, 1, dtype=torch.int64), "candidates": torch.zeros(2, 3, dtype=torch.int32),
+            "width": torch.ones(2, dtype=torch.int32), "depth": torch.ones(2, dtype=torch.int64),
+            "guidance": torch.ones(2), "temperature": torch.ones(2), "top_k": torch.zeros(2, dtype=torch.int32),
+            "top_p": torch.ones(2), "num_children": 4, "level": 1, "first_node": 1, "first_candidate": 0}
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("logits", torch.zeros(2, 5), r"logits must have 3 dimensions \(B, F, V\), got shape \(2, 5\)"),
+    ("logits", torch.zeros(2, 3, 5).double(), r"logits must be float32 or float16 or bfloat16 \(B=2, F=3, V=5\)"),
+    ("logits", torch.zeros(2, 0, 5), r"logits must have F >= 1, got shape \(2, 0, 5\)"),
+    ("logits", torch.zeros(2, 3, 0), r"logits must have 1 <= V"),
+    ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, F=3, V=5\), got float32 \(2, 3, 4\)"),
+    ("scores", torch.zeros(2, 4), r"scores must be float32 \(B=2, F=3\), got float32 \(2, 4\)"),
+    ("ancestors", torch.ones(2, 3).long(), r"ancestors must have 3 dimensions \(B, F, W\), got shape \(2, 3\)"),
+    ("ancestors", torch.ones(2, 4, 1).long(), r"ancestors must be int64 \(B=2, F=3, W=1\), got int64 \(2, 4, 1\)"),
+    ("candidates", torch.zeros(2, 3).long(), r"candidates must be int32 \(B=2, F=3\), got int64"),
+    ("width", torch.ones(2), r"width must be int32 \(B=2\), got float32"),
+    ("depth", torch.ones(2).int(), r"depth must be int64 \(B=2\), got int32"),
+    ("guidance", torch.ones(3), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
+    ("temperature", torch.ones(2).int(), r"temperature must be float32 \(B=2\), got int32"),
+    ("top_k", torch.ones(2), r"top_k must be int32 \(B=2\), got float32"),
+    ("top_p", torch.ones(2, device="meta"), "top_p must be on cpu like the other tensors"),
+    ("num_children", 0, "num_children must be an integer >= 1, got 0"),
+    ("level", 0, "level must be an integer >= 1, got 0"),
+    ("first_node", 0, "first_node must be an integer >= 1, got 0"),
+    ("first_node", 61, r"must have words for first_node \+ num_children = 65 nodes, 64 each, got W=1"),
+    ("first_candidate", -1, "first_candidate must be an integer >= 0, got -1"),
+    ("top_k", 0.5, r"top_k must be int32 \(B=2\) or an integer, got 0.5"),
+    ("id_range", (3, 3), r"id_range must be int64 \(B=2, F=3, bounds=2\), or two integers"),
+    ("filters", "k", "filters must be one of k_then_p, p_then_k, got 'k'"),
+    ("backend", "fast", "backend of draft_frontier must be one of oracle.* for cpu tensors here, got 'fast'"),
+])
+def test_says_which_argument_is_wrong(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        draft_frontier(**arguments() | {name: value})
+
+
+def test_the_words_may_be_full():
+    draft_frontier(**arguments() | {"first_node": 60})
