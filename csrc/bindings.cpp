@@ -122,6 +122,51 @@ Tensor commit_kv(std::vector<Tensor> caches, const Tensor& accepted_nodes, const
   return new_lengths;
 }
 
+std::tuple<Tensor, Tensor, Tensor> commit_tokens(Tensor tokens,                             // (B, C)
+                                                 Tensor counts,                             // (B)
+                                                 Tensor failed,                             // (B)
+                                                 Tensor target_forwards,                    // (B)
+                                                 Tensor num_accepted_at,                    // (B, L)
+                                                 Tensor num_drafted_at,                     // (B, L)
+                                                 Tensor tv_excess,                          // (B)
+                                                 const Tensor& node_tokens,                 // (B, N)
+                                                 const Tensor& accepted_nodes,              // (B, P)
+                                                 const Tensor& num_accepted,                // (B)
+                                                 const Tensor& next_token,                  // (B)
+                                                 const std::optional<Tensor>& step_excess,  // (B)
+                                                 const Tensor& status,                      // (B)
+                                                 const Tensor& depth) {                     // (B)
+  const Device device(tokens);
+  specvis::CommitTokens batch = {};
+  batch.B = tokens.size(0);
+  batch.C = tokens.size(1);
+  batch.L = num_accepted_at.size(1);
+  batch.N = node_tokens.size(1);
+  batch.P = accepted_nodes.size(1);
+  Tensor new_tokens = torch::stable::new_empty(tokens, {batch.B, batch.P + 1});
+  Tensor nodes = torch::stable::new_empty(tokens, {batch.B, batch.P + 1});
+  Tensor num_new = torch::stable::new_empty(tokens, {batch.B});
+  batch.tokens = tokens.mutable_data_ptr<int64_t>();
+  batch.counts = counts.mutable_data_ptr<int64_t>();
+  batch.failed = failed.mutable_data_ptr<bool>();
+  batch.target_forwards = target_forwards.mutable_data_ptr<int64_t>();
+  batch.num_accepted_at = num_accepted_at.mutable_data_ptr<int64_t>();
+  batch.num_drafted_at = num_drafted_at.mutable_data_ptr<int64_t>();
+  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
+  batch.node_tokens = node_tokens.const_data_ptr<int64_t>();
+  batch.accepted_nodes = accepted_nodes.const_data_ptr<int32_t>();
+  batch.num_accepted = num_accepted.const_data_ptr<int32_t>();
+  batch.next_token = next_token.const_data_ptr<int64_t>();
+  batch.step_excess = data<float>(step_excess);
+  batch.status = status.const_data_ptr<int32_t>();
+  batch.depth = depth.const_data_ptr<int64_t>();
+  batch.new_tokens = new_tokens.mutable_data_ptr<int64_t>();
+  batch.nodes = nodes.mutable_data_ptr<int64_t>();
+  batch.num_new = num_new.mutable_data_ptr<int64_t>();
+  check(specvis::commit_tokens_cuda(batch, device.stream()));
+  return {new_tokens, nodes, num_new};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens(const Tensor& target_probs,              // (B, W, V)
                                                                  const Tensor& draft_probs,               // (B, W, V)
                                                                  const Tensor& tokens,                    // (B, W)
@@ -479,6 +524,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(const Tensor& tar
 
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
   m.impl("commit_kv", TORCH_BOX(&commit_kv));
+  m.impl("commit_tokens", TORCH_BOX(&commit_tokens));
   m.impl("couple_tokens", TORCH_BOX(&couple_tokens));
   m.impl("draw_children", TORCH_BOX(&draw_children));
   m.impl("draw_tokens", TORCH_BOX(&draw_tokens));

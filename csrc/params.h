@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "commit_tokens.h"
 #include "moves.h"
 #include "rules.h"
 
@@ -31,6 +32,8 @@ struct CommitKv {
   int64_t* new_lengths;  // (B); null: an earlier launch writes them
 };
 cudaError_t commit_kv_cuda(const CommitKv& batch, cudaStream_t stream);
+
+cudaError_t commit_tokens_cuda(const CommitTokens& batch, cudaStream_t stream);
 
 struct CoupleTokens {
   int64_t B, W, V, group_size;  // group_size is k of groups

@@ -12,6 +12,7 @@ from ._dispatch import (
 from .accept_gaussian import AcceptGaussianResult, accept_gaussian
 from .codebook_neighbors import codebook_neighbors
 from .commit_kv import commit_kv
+from .commit_tokens import CommitTokensResult, commit_tokens
 from .couple_tokens import CoupleTokensResult, couple_tokens
 from .draft_children import DraftChildrenResult, draft_children
 from .draft_frontier import DraftFrontierResult, draft_frontier
@@ -32,12 +33,14 @@ from .verify_tree import VerifyResult, verify_tree
 
 __version__ = "0.1.0"
 __all__ = [
-    "accept_gaussian", "codebook_neighbors", "commit_kv", "couple_tokens", "draft_children", "draft_frontier",
-    "draw_children", "draw_tokens", "expand_tree", "guided_probs", "neighborhood_sum", "resample_gaussian",
-    "sample_residual", "select_tree", "tree_links", "tree_mask", "verify_greedy", "verify_logits", "verify_tree",
-    "AcceptGaussianResult", "CoupleTokensResult", "DraftChildrenResult", "DraftFrontierResult", "DrawChildrenResult",
-    "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult", "ResampleGaussianResult",
-    "SampleResidualResult", "SelectTreeResult", "TreeLinksResult", "VerifyGreedyResult", "VerifyResult",
+    "accept_gaussian", "codebook_neighbors", "commit_kv", "commit_tokens", "couple_tokens", "draft_children",
+    "draft_frontier", "draw_children", "draw_tokens", "expand_tree", "guided_probs", "neighborhood_sum",
+    "resample_gaussian", "sample_residual", "select_tree", "tree_links", "tree_mask", "verify_greedy", "verify_logits",
+    "verify_tree",
+    "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DraftChildrenResult", "DraftFrontierResult",
+    "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult",
+    "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "TreeLinksResult", "VerifyGreedyResult",
+    "VerifyResult",
     "backends", "gumbel_noise", "ops", "philox_words",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

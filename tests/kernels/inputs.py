@@ -17,7 +17,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
 UNBATCHED = {"codebook_neighbors"}
-MUTATES = {"commit_kv": ("caches",)}  # op -> the arguments that it writes to, contiguous; tensors or lists of them
+MUTATES = {      # op -> the arguments that it writes to, contiguous; tensors or lists of them
+    "commit_kv": ("caches",),
+    "commit_tokens": ("tokens", "counts", "failed", "target_forwards", "num_accepted_at", "num_drafted_at",
+                      "tv_excess"),
+}
 MAX_ROWS = 512   # are drawn; more rows repeat them
 
 
@@ -329,6 +333,28 @@ def commit_kv(B, N, P, options=None):
         kwargs |= {"row_dim": 1 if layout == "layers" else 0, "column_dim": 2}
     args = (accepted_nodes.to(DEVICE, torch.int32), num_accepted.to(DEVICE, torch.int32), lengths.to(DEVICE))
     return (caches[0] if layout == "layers" else caches, *args), kwargs
+
+
+CASES["commit_tokens"] = [(1, 1, 0, 1), (3, 7, 3, 9), (8, 20, 6, 5, False), (2, 60, 40, 50), (5, 3, 2, 4, True)]
+
+
+def commit_tokens(B, N, P, L, excess=True):
+    """Images of which some end in this step and some have ended. Some statuses are bad, some nodes out of range."""
+    g = torch.Generator().manual_seed(B + N + P + L)
+
+    def integers(low, high, *sizes, dtype=torch.int64):
+        return torch.randint(low, high, sizes, generator=g).to(DEVICE, dtype)
+
+    counts = integers(0, L + 1, B)
+    counts[1::4], counts[2::5] = L - 1, L + 3
+    accepted_nodes = integers(1, N + 1, B, P, dtype=torch.int32)  # N is no node
+    num_accepted = integers(0, P + 1, B, dtype=torch.int32)
+    num_accepted[3::4], num_accepted[4::5] = -2, P + 9
+    written = (integers(0, 99, B, L + P + 1), counts, integers(0, 5, B) == 0, integers(1, 9, B),
+               integers(-1, 9, B, L), integers(0, 9, B, L), torch.rand(B, generator=g).to(DEVICE))
+    step_excess = torch.rand(B, generator=g).to(DEVICE) if excess else None
+    return (*written, integers(0, 99, B, N), accepted_nodes, num_accepted, integers(0, 99, B), step_excess,
+            integers(0, 8, B, dtype=torch.int32), integers(0, 9, B)), {}
 
 
 CASES["couple_tokens"] = [

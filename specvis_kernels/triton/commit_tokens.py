@@ -1,0 +1,63 @@
+"""commit_tokens in Triton: one program per request."""
+import triton
+import triton.language as tl
+
+from ._rows import INVALID_ROW
+
+
+@triton.jit
+def commit_tokens_kernel(
+        tokens,                                    # (B, C)
+        counts, failed, target_forwards,           # (B)
+        num_accepted_at, num_drafted_at,           # (B, L)
+        tv_excess,                                 # (B)
+        node_tokens,                               # (B, N)
+        accepted_nodes,                            # (B, P)
+        num_accepted, next_token,                  # (B)
+        step_excess,                               # (B) or None
+        status, depth,                             # (B)
+        new_tokens, nodes,                         # (B, P + 1)
+        num_new,                                   # (B)
+        C, L, N, P, BLOCK_P: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + b)
+    last = tl.load(num_accepted + b).to(tl.int64)
+    last = tl.minimum(tl.maximum(last, 0), P)
+    is_active = (count >= 0) & (count < L)
+    tl.debug_barrier()  # every thread has read the count
+
+    i = tl.arange(0, BLOCK_P)
+    is_slot = i <= P
+    is_drafted = i < last
+    node = tl.load(accepted_nodes + b * P + i, mask=is_drafted, other=0).to(tl.int64)
+    node = tl.where((node >= 0) & (node < N), node, 0)
+    token = tl.load(node_tokens + b * N + node, mask=is_drafted, other=0)
+    token = tl.where(i == last, tl.load(next_token + b), token)
+    tl.store(new_tokens + b * (P + 1) + i, token, mask=is_slot)
+    tl.store(nodes + b * (P + 1) + 1 + i, node, mask=i < P)
+    tl.store(nodes + b * (P + 1), b * 0)
+    tl.store(tokens + b * C + count + i, token, mask=is_slot & (i <= last) & is_active & (i < L - count))
+
+    tl.store(num_new + b, last + 1)
+    room = L - 1 - count
+    tl.store(num_accepted_at + b * L + count, last, mask=is_active)
+    tl.store(num_drafted_at + b * L + count, tl.minimum(tl.load(depth + b), room), mask=is_active)
+    tl.store(target_forwards + b, tl.load(target_forwards + b) + 1, mask=is_active)
+    if step_excess is not None:
+        tl.store(tv_excess + b, tl.load(tv_excess + b) + tl.load(step_excess + b), mask=is_active)
+    is_invalid = (tl.load(status + b) & INVALID_ROW) != 0
+    tl.store(failed + b, is_invalid, mask=is_active & is_invalid)
+    tl.store(counts + b, tl.where(is_invalid | (last >= room), L, count + last + 1), mask=is_active)
+
+
+def commit_tokens(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
+                  accepted_nodes, num_accepted, next_token, step_excess, status, depth):
+    (B, C), L, N, P = tokens.shape, num_accepted_at.shape[1], node_tokens.shape[1], accepted_nodes.shape[1]
+    new_tokens, nodes = (tokens.new_empty(B, P + 1) for _ in range(2))
+    num_new = tokens.new_empty(B)
+    if B > 0:
+        commit_tokens_kernel[(B,)](
+            tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
+            accepted_nodes, num_accepted, next_token, step_excess, status, depth, new_tokens, nodes, num_new, C, L, N,
+            P, BLOCK_P=triton.next_power_of_2(P + 1), num_warps=1, enable_fp_fusion=False)
+    return new_tokens, nodes, num_new

@@ -1,0 +1,198 @@
+"""commit_tokens on images of a few tokens, and against what the decoding loop did in its place."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specvis_kernels import EMPTY_RESIDUAL, INVALID_ROW, INVALID_TREE, backends, commit_tokens
+from tests.kernels import inputs
+from tests.kernels.inputs import DEVICE
+
+each_backend = pytest.mark.parametrize("backend", backends("commit_tokens", DEVICE))
+WRITTEN = inputs.MUTATES["commit_tokens"]
+INT32 = ("accepted_nodes", "num_accepted", "status")
+
+
+def arguments(**changes):
+    """One image of five tokens, with room for two more; two of them stand. A tree of four nodes, all of one path."""
+    values = {"tokens": [[7, 6, 0, 0, 0, 50, 51]], "counts": [2], "failed": [False], "target_forwards": [3],
+              "num_accepted_at": [[-1] * 5], "num_drafted_at": [[0] * 5], "tv_excess": [0.5],
+              "node_tokens": [[6, 3, 8, 4]], "accepted_nodes": [[1, 3, -1]], "num_accepted": [2], "next_token": [9],
+              "step_excess": [0.25], "status": [0], "depth": [3]} | changes
+    return {name: None if value is None else torch.tensor(value, device=DEVICE).to(
+                torch.int32 if name in INT32 else torch.bool if name == "failed" else
+                torch.float32 if "excess" in name else torch.int64)
+            for name, value in values.items()}
+
+
+def commit(backend, **changes):
+    """(results, what was written to), as lists."""
+    given = arguments(**changes)
+    out = commit_tokens(**given, backend=backend)
+    return [t.tolist() for t in out], {name: given[name].tolist() for name in WRITTEN}
+
+
+@each_backend
+def test_by_hand(backend):
+    """Nodes 1 and 3 and the next token: 3, 4 and 9. There was room for two drafts: the third level does not count."""
+    out, written = commit(backend)
+    assert out == [[[3, 4, 9, 0]], [[0, 1, 3, 0]], [3]]
+    assert written == {"tokens": [[7, 6, 3, 4, 9, 50, 51]], "counts": [5], "failed": [False], "target_forwards": [4],
+                       "num_accepted_at": [[-1, -1, 2, -1, -1]], "num_drafted_at": [[0, 0, 2, 0, 0]],
+                       "tv_excess": [0.75]}
+
+
+@each_backend
+@pytest.mark.parametrize("num_accepted, new, nodes, count", [
+    (0, [9, 0, 0, 0], [0, 0, 0, 0], 2), (1, [3, 9, 0, 0], [0, 1, 0, 0], 3), (3, [3, 4, 8, 9], [0, 1, 3, 2], 5),
+    (-1, [9, 0, 0, 0], [0, 0, 0, 0], 2), (4, [3, 4, 8, 9], [0, 1, 3, 2], 5),  # clamped
+])
+def test_as_many_as_were_accepted(backend, num_accepted, new, nodes, count):
+    out, written = commit(backend, counts=[1], accepted_nodes=[[1, 3, 2]], num_accepted=[num_accepted])
+    accepted = min(max(num_accepted, 0), 3)
+    assert out == [[new], [nodes], [accepted + 1]]
+    assert written["tokens"] == [[7, *new[:count - 1], *[6, 0, 0, 0][count - 1:], 50, 51]]
+    assert written["counts"] == [count] and written["num_accepted_at"] == [[-1, accepted, -1, -1, -1]]
+    assert written["num_drafted_at"] == [[0, 3, 0, 0, 0]]
+
+
+@each_backend
+def test_what_does_not_fit_is_not_written(backend):
+    out, written = commit(backend, counts=[4])
+    assert out[0] == [[3, 4, 9, 0]] and written["tokens"] == [[7, 6, 0, 0, 3, 50, 51]] and written["counts"] == [5]
+    assert written["num_accepted_at"] == [[-1, -1, -1, -1, 2]] and written["num_drafted_at"] == [[0] * 5]
+
+
+@each_backend
+@pytest.mark.parametrize("count", [5, 6, -1, 2**40])
+def test_a_finished_image_is_left_alone(backend, count):
+    out, written = commit(backend, counts=[count], status=[INVALID_ROW])
+    assert out == [[[3, 4, 9, 0]], [[0, 1, 3, 0]], [3]]
+    before = arguments(counts=[count])
+    assert written == {name: before[name].tolist() for name in WRITTEN}
+
+
+@each_backend
+@pytest.mark.parametrize("status", [INVALID_ROW, INVALID_ROW | INVALID_TREE, INVALID_TREE | EMPTY_RESIDUAL])
+def test_an_image_without_a_next_token_has_failed(backend, status):
+    is_invalid = bool(status & INVALID_ROW)
+    _, written = commit(backend, counts=[0], num_accepted=[1], next_token=[0], status=[status])
+    assert written["failed"] == [is_invalid] and written["counts"] == [5 if is_invalid else 2]
+    assert written["tokens"] == [[3, 0, 0, 0, 0, 50, 51]] and written["target_forwards"] == [4]
+    assert commit(backend, failed=[True])[1]["failed"] == [True]
+
+
+@each_backend
+def test_a_node_outside_of_the_tree_counts_as_the_root(backend):
+    out, _ = commit(backend, accepted_nodes=[[4, -1, 2**31 - 1]], num_accepted=[3])
+    assert out[:2] == [[[6, 6, 6, 9]], [[0, 0, 0, 0]]]
+
+
+@each_backend
+def test_without_an_excess(backend):
+    assert commit(backend, step_excess=None)[1]["tv_excess"] == [0.5]
+
+
+@each_backend
+def test_a_tree_without_drafts(backend):
+    out, written = commit(backend, node_tokens=[[6]], accepted_nodes=[[]], num_accepted=[0], depth=[0])
+    assert out == [[[9]], [[0]], [1]] and written["tokens"] == [[7, 6, 9, 0, 0, 50, 51]]
+
+
+class AsBefore:
+    """What the loop kept, and did with it in `commit`, `account` and `update`."""
+
+    def __init__(self, B, L, P, first):
+        self.L = L
+        self.tokens = torch.zeros(B, L + P + 1, dtype=torch.int64, device=DEVICE)
+        self.target_forwards = torch.ones(B, dtype=torch.int64, device=DEVICE)
+        self.num_accepted = torch.full((B, L + 1), -1, dtype=torch.int64, device=DEVICE)
+        self.num_drafted = torch.zeros(B, L + 1, dtype=torch.int64, device=DEVICE)
+        self.tv_excess = torch.zeros(B, device=DEVICE)
+        self.failed = torch.zeros(B, dtype=torch.bool, device=DEVICE)
+        self.index = torch.arange(P + 1, device=DEVICE)
+        self.advance(first)
+
+    def advance(self, counts):
+        L = self.L
+        self.counts = counts.clamp(max=L).masked_fill(self.failed, L)
+        self.budget, self.active = (L - 1) - self.counts, self.counts < L
+
+    def step(self, node_tokens, accepted_nodes, num_accepted, next_token, step_excess, status, depth):
+        nodes, last = F.pad(accepted_nodes.clamp(min=0), (1, 0)).long(), num_accepted[:, None].long()
+        new_tokens = F.pad(node_tokens.gather(1, nodes[:, 1:]), (0, 1)).scatter_(1, last, next_token[:, None])
+        new_tokens.masked_fill_(self.index > last, 0)
+        self.tokens.scatter_(1, self.counts[:, None] + self.index, new_tokens)
+        is_invalid = (status & INVALID_ROW) != 0
+
+        position = self.counts[:, None]
+        self.num_accepted.scatter_(1, position, last)
+        self.num_drafted.scatter_(1, position, depth.minimum(self.budget)[:, None])
+        self.target_forwards += self.active
+        self.tv_excess += step_excess * self.active
+
+        self.failed |= self.active & is_invalid
+        self.advance(self.counts + num_accepted.long() + 1)
+        return new_tokens, nodes, num_accepted.long() + 1
+
+
+@each_backend
+def test_equals_what_the_loop_did(backend):
+    """Step by step, until every image is finished: results, tokens and accounts."""
+    B, L, N, P = 6, 16, 9, 4
+    g = torch.Generator().manual_seed(2)
+    first = torch.tensor([1, 1, 5, 15, 16, 2], device=DEVICE)
+    before = AsBefore(B, L, P, first)
+    state = {"tokens": before.tokens[:, :L].clone(), "counts": first.clone(), "failed": before.failed.clone(),
+             "target_forwards": before.target_forwards.clone(),
+             "num_accepted_at": torch.full((B, L), -1, dtype=torch.int64, device=DEVICE),
+             "num_drafted_at": torch.zeros(B, L, dtype=torch.int64, device=DEVICE),
+             "tv_excess": torch.zeros(B, device=DEVICE)}
+    steps = 0
+    while before.active.any():
+        num_accepted = torch.randint(P + 1, (B,), generator=g)
+        paths = torch.rand(B, N - 1, generator=g).argsort(1)[:, :P].sort(1).values + 1
+        paths[torch.arange(P) >= num_accepted[:, None]] = -1  # as verify_tree pads them
+        status = torch.where(torch.arange(B) == 5, INVALID_ROW if steps == 1 else EMPTY_RESIDUAL, 0)
+        step = {"node_tokens": torch.randint(99, (B, N), generator=g), "accepted_nodes": paths.int(),
+                "num_accepted": num_accepted.int(), "next_token": torch.randint(99, (B,), generator=g),
+                "step_excess": torch.rand(B, generator=g), "status": status.int(),
+                "depth": torch.randint(1, P + 1, (B,), generator=g)}
+        step = {name: t.to(DEVICE) for name, t in step.items()}
+        expected, out = before.step(**step), commit_tokens(**state, **step, backend=backend)
+        for name, a, b in zip(out._fields, out, expected):
+            assert a.dtype == b.dtype and a.equal(b), name
+        kept = {"tokens": before.tokens, "num_accepted_at": before.num_accepted, "num_drafted_at": before.num_drafted,
+                "counts": before.counts, "failed": before.failed, "target_forwards": before.target_forwards,
+                "tv_excess": before.tv_excess}
+        for name, a in state.items():
+            assert a.equal(kept[name][:, :L] if a.ndim == 2 else kept[name]), f"{name} of step {steps}"
+        steps += 1
+    assert steps > 3 and state["failed"].tolist() == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize("name, value, message", [
+    ("tokens", torch.zeros(2), r"tokens must have 2 dimensions \(B, C\), got shape \(2,\)"),
+    ("tokens", torch.zeros(2, 7), r"tokens must be int64 \(B=2, C=7\), got float32"),
+    ("tokens", torch.zeros(2, 4).long(), r"tokens must have at least the L=5 columns of num_accepted_at, and L >= 1"),
+    ("tokens", torch.zeros(7, 2).long().T, "tokens must be contiguous, since it is written to"),
+    ("counts", torch.zeros(3).long(), r"counts must be int64 \(B=2\), got int64 \(3,\)"),
+    ("failed", torch.zeros(2), r"failed must be bool \(B=2\), got float32"),
+    ("target_forwards", torch.zeros(2).int(), r"target_forwards must be int64 \(B=2\), got int32"),
+    ("num_accepted_at", torch.zeros(2).long(), r"num_accepted_at must have 2 dimensions \(B, L\)"),
+    ("num_drafted_at", torch.zeros(2, 4).long(), r"num_drafted_at must be int64 \(B=2, L=5\), got int64 \(2, 4\)"),
+    ("num_drafted_at", torch.zeros(5, 2).long().T, "num_drafted_at must be contiguous"),
+    ("tv_excess", torch.zeros(2).double(), r"tv_excess must be float32 \(B=2\), got float64"),
+    ("node_tokens", torch.zeros(2, 0).long(), r"node_tokens must have N >= 1, got shape \(2, 0\)"),
+    ("node_tokens", torch.zeros(3, 4).long(), r"node_tokens must be int64 \(B=2, N=4\), got int64 \(3, 4\)"),
+    ("accepted_nodes", torch.zeros(2, 3).long(), r"accepted_nodes must be int32 \(B=2, P=3\), got int64"),
+    ("num_accepted", torch.zeros(2).long(), r"num_accepted must be int32 \(B=2\), got int64"),
+    ("next_token", torch.zeros(2).int(), r"next_token must be int64 \(B=2\), got int32"),
+    ("step_excess", torch.zeros(3), r"step_excess must be float32 \(B=2\), got float32 \(3,\)"),
+    ("status", torch.zeros(2).long(), r"status must be int32 \(B=2\), got int64"),
+    ("depth", torch.zeros(2, device="meta").long(), "depth must be on cpu like the other tensors"),
+    ("backend", "fast", "backend of commit_tokens must be one of oracle.* for cpu tensors here, got 'fast'"),
+])
+def test_says_which_argument_is_wrong(name, value, message):
+    given = {key: None if t is None else t.cpu().repeat_interleave(2, 0) for key, t in arguments().items()}
+    with pytest.raises(ValueError, match=message):
+        commit_tokens(**given | {name: value})
