@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specvis_kernels import couple_tokens, sample_residual
 
+from .batching import Rows
 from .discrete import acceptance_rule
 from .methods import Method
 from .sampling import ACCEPT, DRAFT, Sampling, philox_uniforms
@@ -27,15 +28,18 @@ class Coupled(NamedTuple):
     tv_excess: Tensor     # (B,)   float32  summed over the tokens that are final now
 
 
-class Coupling:
+class Coupling(Rows):
     """The rule of rejection, its random numbers, and the rows that the guesses were drawn from.
 
     A step's random numbers belong to the position of its first token, as those of speculative decoding do. Every step
     has another one, so a guess that is drawn anew in a later step has new numbers.
     """
 
+    ROWS = ("delta", "is_greedy", "uniforms", "first_uniforms", "rows", "earlier_excess")
+
     def __init__(self, methods: list[Method], sampling: Sampling, neighbors: Tensor | None, grid: int,
-                 vocab_size: int):
+                 vocab_size: int, any_greedy: bool):
+        """any_greedy: may a request have temperature 0, now or later?"""
         base, device, max_depth = methods[0], sampling.seeds.device, max(m.max_depth for m in methods)
         B, L, self.grid, self.base = len(methods), grid ** 2, grid, base
         W = min(max_depth, L)  # an image has no more to guess
@@ -46,7 +50,7 @@ class Coupling:
                                   dtype=torch.float32, device=device)
         if "delta" in self.rule:
             self.rule["delta"] = self.delta
-        self.is_greedy, self.any_greedy = sampling.greedy[:, None, None], bool(sampling.greedy.any())
+        self.is_greedy, self.any_greedy = sampling.greedy[:, None, None], any_greedy
         self.uniforms = philox_uniforms(sampling.seeds, ACCEPT, L, 2 * (W + 1)).unflatten(2, (-1, 2))
         self.first_uniforms = philox_uniforms(sampling.seeds, DRAFT, L, W + 1)
         # the row of position p is at p % num_rows; one row more takes what is behind a request's own window

@@ -30,7 +30,9 @@ from specvis_kernels import (
 )
 
 from ..models.interface import Drafter, ModelCache, Nodes, TargetModel
+from .batching import Finished, Rows, Slots, pairs
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
+from .capture import Captured
 from .drafting import Draft, Drafting, chain_ancestors, new_drafting, round_up
 from .methods import Method
 from .sampling import ACCEPT, Sampling, cfg_inputs, philox_uniforms, repeat_for_cfg
@@ -159,7 +161,8 @@ Observer = Callable[[Step], None]
 def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor, padding_mask: Tensor,
                        sampling: Sampling, methods: list[Method], neighbors: Tensor | None = None,
                        progress: Progress | None = None, observe: Observer | None = None, *,
-                       known_tokens: Tensor | None = None) -> Decoded:
+                       known_tokens: Tensor | None = None, batch: int | None = None,
+                       finished: Finished | None = None) -> Decoded:
     """Draft a tree, read it in one target forward, accept a path of it; until every image is whole.
 
     If the target puts a NaN into its cache, the image ends there, whether the draft was accepted or not.
@@ -172,32 +175,50 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
         neighbors:    (V, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0
         observe:      called after every step, with tensors that it must not change
         known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
+        batch:        how many images are decoded at once; when one is finished, the next takes its place. Then all
+            have one method, and nobody observes. None: all of them
+        finished:     called with the numbers of requests whose images are finished, and with these images
     """
     check_request(target, condition, padding_mask, sampling)
     check_methods(methods, len(condition), ("static", "dynamic"),
                   "those that draft trees (decode and jacobi_decode take the others)")
     num_known = check_known_tokens(known_tokens, len(condition), target)
+    batch, total = check_batch(batch, methods, observe, target, drafter), len(methods)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
-    settings = Settings.of(target, padding_mask, sampling, methods, neighbors)
-    state = State(settings, new_drafting(drafter, sampling, methods, target.grid), num_known)
-    prefill(state, settings, condition, known_tokens)
-    if progress:
-        progress(sum(state.host_counts) - sum(num_known))
-    while min(state.host_counts) < settings.num_tokens:
-        step = run_step(state, settings)
+
+    def begin(requests: list[int]) -> State:
+        both, of_these = pairs(requests, total), sampling[requests]
+        own = [methods[i] for i in requests]
+        settings = Settings.of(target, padding_mask[both], of_these, own, neighbors)
+        own_drafter = drafter if len(requests) == total else drafter.select(requests)
+        state = State(settings, new_drafting(own_drafter, of_these, own, target.grid), [num_known[i] for i in requests])
+        prefill(state, settings, condition[both], None if known_tokens is None else known_tokens[requests])
+        if progress:
+            progress(sum(state.host_counts) - sum(num_known[i] for i in requests))
+        return state
+
+    slots = Slots(total, batch, finished)
+    state = begin(slots.requests)
+    run = Captured(run_step)
+    while min(state.host_counts) < state.settings.num_tokens:
+        step = run(state, state.settings)
         if observe:
             observe(step)
-        if state.num_steps == state.poll or state.max_count == settings.num_tokens:
-            total = sum(state.host_counts)
-            state.look()
-            if progress:
-                progress(sum(state.host_counts) - total)
-    return state.decoded()
+        if state.num_steps < state.poll:
+            continue
+        num_before = sum(state.host_counts)
+        state.look()
+        if progress:
+            progress(sum(state.host_counts) - num_before)
+        state = slots.turn_over(state, begin)
+    return slots.decoded(state)
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass
+class Settings(Rows):
     """What stays the same while B requests are decoded."""
+
+    ROWS, PAIRS, PARTS = ("uniforms", "lossless"), ("padding_mask",), ("sampling",)
 
     target: TargetModel
     sampling: Sampling
@@ -233,12 +254,17 @@ class Settings:
         return self.target.grid ** 2
 
 
-class State:
+class State(Rows):
     """What goes around the loop: the images, how far they are, and the accounts of what it took.
 
     All of it stays in the same memory. What the host knows of it is as old as its last `look`; a step reads nothing
     back, and its shapes depend on what the host knows alone.
     """
+
+    ROWS = ("tokens", "num_known", "counts", "root", "failed", "target_forwards", "num_accepted", "num_drafted",
+            "tv_excess", "tv_bound")
+    PARTS, CACHES = ("settings", "drafting"), ("cache",)
+    can_select = False  # a drafter's plans are for one batch size
 
     def __init__(self, settings: Settings, drafting: Drafting, num_known: list[int]):
         """num_known: how many tokens of each image are known."""
@@ -271,10 +297,15 @@ class State:
 
     @property
     def max_count(self) -> int:
-        """No image has more tokens now, of those that go on."""
+        """No image has more tokens now, of those that go on; rounded up, so that many steps have the same number."""
         L = self.settings.num_tokens
-        counts = [count for count in self.host_counts if count < L]
-        return min(max(counts, default=L) + self.num_steps * (self.settings.max_depth + 1), L)
+        count = max((count for count in self.host_counts if count < L), default=L)
+        return min(round_up(count + self.num_steps * (self.settings.max_depth + 1)), L)
+
+    @property
+    def shape(self) -> tuple:
+        """What the shapes of a step depend on."""
+        return self.tree_depth, self.tree_width, self.max_count
 
     def decoded(self) -> Decoded:
         return Decoded(self.tokens, *(account.cpu() for account in (
@@ -315,7 +346,6 @@ def run_step(state: State, settings: Settings) -> Step:
     verified = verify(state, settings, tree, output, position)
     committed = commit(state, settings, tree, output, verified)
     update(state, settings, tree, output, verified, committed, position, active)
-    state.num_steps += 1
     return Step(tree.links, position, verified.accepted_nodes, verified.num_accepted, active)
 
 
@@ -336,7 +366,7 @@ def target_forward(state: State, settings: Settings, tree: Draft) -> TargetOutpu
     """Read all nodes of the trees at once. Each sees the tokens before the root, its ancestors and itself."""
     N, S, target = tree.tokens.shape[1], settings.target.prefix_len, settings.target
     lengths, depth = state.counts + (S - 1), tree.links.depth.clamp(min=0)
-    columns = min(round_up(S - 1 + state.max_count + N), state.num_columns)
+    columns = min(S - 1 + state.max_count + N, state.num_columns)
     nodes = Nodes(repeat_for_cfg(lengths[:, None] + depth), lengths, tree.links.ancestors, settings.padding_mask,
                   columns)
     hidden = target.extend(repeat_for_cfg(tree.tokens), nodes, state.cache)
@@ -450,6 +480,35 @@ def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetMo
     if (is_known.cumprod(1).sum(1) != counts).any():
         raise ValueError("known_tokens must have -1 only behind the known tokens of an image, got -1 before one")
     return counts.tolist()
+
+
+def check_batch(batch: int | None, methods: list[Method], observe: Observer | None, target: TargetModel,
+                drafter: Drafter | None = None) -> int:
+    """How many images are decoded at once.
+
+    Raises:
+        ValueError: not None and no whole number of at least 1; or requests would wait for a place although they have
+            several methods, someone observes, or the model or the drafter has no way to let them in
+    """
+    if batch is None:
+        return len(methods)
+    if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+        raise ValueError(f"batch must be a whole number of at least 1, or None for all images at once, got {batch!r}")
+    if batch >= len(methods):
+        return len(methods)
+    if any(m != methods[0] for m in methods):
+        raise ValueError(f"batch must be None where requests have several methods, got {batch} for {len(methods)} "
+                         f"requests with {methods[0].label} and others")
+    if observe:
+        raise ValueError("batch must be None where someone observes the steps, "
+                         f"got {batch} for {len(methods)} requests")
+    if not hasattr(target.new_cache(1, 1), "insert"):
+        raise ValueError(f"batch must be None for {type(target).__name__}: its cache has no method insert, by which "
+                         "an image could take the place of a finished one")
+    if drafter and not (hasattr(drafter, "select") and hasattr(drafter.new_cache(1), "insert")):
+        raise ValueError(f"batch must be None for {type(drafter).__name__}: it has no method select, or its cache has "
+                         "no method insert, by which an image could take the place of a finished one")
+    return batch
 
 
 def check_methods(methods: list[Method], batch: int, drafting: tuple[str, ...], which: str) -> None:

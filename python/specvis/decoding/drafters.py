@@ -3,6 +3,8 @@
 Both are drafters as `models.interface.Drafter` describes them: row b of 2B has the condition of request b, row B + b
 has none.
 """
+from copy import copy
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from ..models.eagle import EagleHead
 from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
 from ..models.llamagen import GPT, condition_mask
+from .batching import pairs
 
 
 class EagleDrafter:
@@ -20,6 +23,11 @@ class EagleDrafter:
         self.head, self.logits = head, gpt.logits
         self.prefix_len = gpt.prefix_len - 1
         self.padding_mask = padding_mask[:, : self.prefix_len]
+
+    def select(self, requests: list[int]) -> "EagleDrafter":
+        other = copy(self)
+        other.padding_mask = self.padding_mask[pairs(requests, len(self.padding_mask) // 2)]
+        return other
 
     def new_cache(self, columns: int) -> Cache:
         return self.head.new_cache(len(self.padding_mask), columns)
@@ -44,6 +52,10 @@ class ModelDrafter:
         """What `cfg_inputs` gives for this model: condition (2B, S, dim), padding_mask (2B, S) bool."""
         self.model, self.condition, self.padding_mask = model, condition, padding_mask
         self.logits, self.prefix_len = model.logits, model.prefix_len
+
+    def select(self, requests: list[int]) -> "ModelDrafter":
+        both = pairs(requests, len(self.padding_mask) // 2)
+        return ModelDrafter(self.model, self.condition[both], self.padding_mask[both])
 
     def new_cache(self, columns: int) -> ModelCache:
         return self.model.new_cache(len(self.padding_mask), columns)

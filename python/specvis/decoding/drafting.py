@@ -8,6 +8,7 @@ from torch import Tensor
 from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, select_tree, tree_links
 
 from ..models.interface import Drafter, Nodes
+from .batching import Rows
 from .methods import Method
 from .sampling import DRAFT, SHAPE, Sampling, philox_uniforms, repeat_for_cfg
 from .trees import Shapes, StaticTree, static_tree
@@ -36,12 +37,14 @@ def chain_ancestors(batch: int, n: int, device: torch.device) -> Tensor:
     return tree_links(parents).ancestors
 
 
-class Drafting(ABC):
+class Drafting(Rows, ABC):
     """The drafter at work on B requests, and what it says of the token behind the newest one.
 
     After `extend` there are, for the newest token of each request, the drafter's hidden state (2B, 1, H) and its logits
     (2B, 1, V) for the next token. A tree is drafted from these.
     """
+
+    ROWS, PAIRS, PARTS, CACHES = ("uniforms",), ("hidden", "logits", "padding_mask"), ("sampling", "shapes"), ("cache",)
 
     def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, num_nodes: int,
                  max_depth: int):
@@ -53,9 +56,11 @@ class Drafting(ABC):
             max_depth:      of any tree
         """
         self.drafter, self.shapes, self.num_tokens = drafter, shapes, shapes.grid ** 2
+        self.padding_mask = drafter.padding_mask.clone()
         guidance = torch.lerp(torch.ones_like(draft_guidance), sampling.guidance, draft_guidance)
-        self.sampling, seeds = replace(sampling, guidance=guidance), sampling.seeds
-        self.settings = guidance, sampling.temperature, sampling.top_k, sampling.top_p
+        self.sampling = replace(sampling[list(range(len(sampling.seeds)))], guidance=guidance)  # in memory of its own
+        seeds = self.sampling.seeds
+        self.settings = guidance, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
         self.num_columns = drafter.prefix_len + self.num_tokens + max(num_nodes, max_depth + 1)
         self.cache = drafter.new_cache(self.num_columns)
         self.index = torch.arange(max_depth + 1, device=seeds.device)
@@ -93,7 +98,7 @@ class Drafting(ABC):
         index, ancestors = (self.index, self.chain) if is_step else (
             torch.arange(A, device=counts.device), chain_ancestors(B, A, counts.device))
         lengths = counts + prefix_len
-        nodes = self.nodes(lengths[:, None] + index, lengths, ancestors, max_count + A)
+        nodes = self.nodes(repeat_for_cfg(lengths)[:, None] + index, lengths, ancestors, max_count + A)
         hidden = self.drafter.extend(repeat_for_cfg(new_tokens), previous_hidden, nodes, self.cache)
         last = repeat_for_cfg(num_new - 1)[:, None, None].expand(-1, -1, hidden.shape[-1])
         hidden = hidden.gather(1, last)
@@ -105,9 +110,9 @@ class Drafting(ABC):
 
     def nodes(self, position_ids: Tensor, lengths: Tensor, ancestors: Tensor, max_columns: int,
               first: int = 0) -> Nodes:
-        """Of the drafter's tree; position_ids (B, F) int64, max_columns: behind the condition."""
-        columns = min(round_up(self.drafter.prefix_len + max_columns), self.num_columns)
-        return Nodes(repeat_for_cfg(position_ids), lengths, ancestors, self.drafter.padding_mask, columns, first)
+        """Of the drafter's tree; position_ids (2B, F) int64, max_columns: behind the condition."""
+        columns = min(self.drafter.prefix_len + max_columns, self.num_columns)
+        return Nodes(position_ids, lengths, ancestors, self.padding_mask, columns, first)
 
     def expand_level(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """Read the drafts of one level of the trees.
@@ -196,6 +201,7 @@ class StaticDrafting(Drafting):
             index = newest[:, None, None].expand(-1, 1, self.uniforms.shape[2])
             uniforms = self.uniforms.gather(1, index)[:, 0]
         column = newest + self.drafter.prefix_len                                # (B,) where it stands
+        columns = repeat_for_cfg(column)[:, None]
         drawn, rows, hidden, logits, num_used = [root[:, None]], [], self.hidden, self.logits, 0
         for depth, level in enumerate(self.plan.levels, 1):
             F, K = logits.shape[1], level.num_children
@@ -210,7 +216,7 @@ class StaticDrafting(Drafting):
             num_used += F * K
             drawn.append(children.tokens.flatten(1))
             if len(level.inner):
-                nodes = self.nodes((column + depth)[:, None].expand(-1, len(level.inner)), column, level.ancestors,
+                nodes = self.nodes((columns + depth).expand(-1, len(level.inner)), column, level.ancestors,
                                    max_count + self.plan.num_inner, level.first)
                 hidden, logits = self.expand_level(drawn[-1].index_select(1, level.inner),
                                                    hidden.index_select(1, level.parents), nodes)
@@ -238,6 +244,7 @@ class DynamicDrafting(Drafting):
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
         K, width, levels = max_width, self.shapes.width.int(), []
         column = counts + (self.drafter.prefix_len - 1)                          # (B,) of the newest token
+        columns = repeat_for_cfg(column)[:, None]
         hidden, logits = self.hidden, self.logits
         scores, ancestors, candidates = self.root_score, self.root_ancestors, self.root_candidate
         num_candidates = 0
@@ -252,7 +259,7 @@ class DynamicDrafting(Drafting):
             num_candidates += grown.child_tokens.shape[1]
             scores, ancestors, candidates = grown.scores, grown.ancestors, grown.candidates
             parents = repeat_for_cfg(grown.rows)[..., None].expand(-1, -1, hidden.shape[-1])
-            nodes = self.nodes((column + level)[:, None].expand(-1, K), column, ancestors, max_count + first + K, first)
+            nodes = self.nodes((columns + level).expand(-1, K), column, ancestors, max_count + first + K, first)
             hidden, logits = self.expand_level(grown.tokens, hidden.gather(1, parents), nodes)
         tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels))
         num_nodes = min(self.max_nodes, 1 + max_width + (max_depth - 1) * max_width ** 2)
@@ -275,5 +282,5 @@ def new_drafting(drafter: Drafter, sampling: Sampling, methods: list[Method], gr
     shapes = Shapes(of_each(lambda m: m.depth), of_each(lambda m: m.width), of_each(lambda m: m.nodes - 1), grid,
                     base.adaptation, philox_uniforms(seeds, SHAPE, L, 2))
     deepest, widest = max(m.max_depth for m in methods), max(m.max_width for m in methods)
-    return DynamicDrafting(drafter, sampling, draft_guidance, shapes, 1 + (deepest - 1) * widest, deepest,
+    return DynamicDrafting(drafter, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
                            of_each(lambda m: m.nodes, torch.int32), max(m.max_nodes for m in methods))

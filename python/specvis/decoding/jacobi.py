@@ -13,7 +13,6 @@ Read downwards, as `discrete`: each step is five calls: draft, target_forward, v
 """
 import time
 import weakref
-from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,8 @@ from torch import Tensor
 from specvis_kernels import INVALID_ROW, DrawTokensResult, tree_links
 
 from ..models.interface import Nodes, TargetModel
+from .batching import Finished, Rows, Slots, pairs
+from .capture import Captured
 from .coupling import Coupled, Coupling
 from .discrete import (
     POLL,
@@ -31,6 +32,7 @@ from .discrete import (
     Observer,
     Progress,
     Step,
+    check_batch,
     check_known_tokens,
     check_methods,
     check_request,
@@ -56,7 +58,8 @@ _facts = weakref.WeakKeyDictionary()  # target -> what was found out about it, s
 @torch.inference_mode()
 def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
                   methods: list[Method], neighbors: Tensor | None = None, progress: Progress | None = None,
-                  observe: Observer | None = None, *, known_tokens: Tensor | None = None) -> Decoded:
+                  observe: Observer | None = None, *, known_tokens: Tensor | None = None, batch: int | None = None,
+                  finished: Finished | None = None) -> Decoded:
     """Read the newest token and the guesses behind it in one target forward, and draw all of them anew; until every
     image is whole.
 
@@ -69,6 +72,9 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         neighbors:    (V, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0, except by rank
         observe:      called after every step, with tensors that it must not change
         known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
+        batch:        how many images are decoded at once; when one is finished, the next takes its place. Then all
+            have one method, and nobody observes. None: all of them
+        finished:     called with the numbers of requests whose images are finished, and with these images
 
     Raises:
         ValueError: an argument differs from the above, or what the target says at a token depends on later tokens
@@ -78,43 +84,39 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
                   "Jacobi decoding or vanilla (speculative_decode takes those with a drafter)")
     num_known = check_known_tokens(known_tokens, len(condition), target)
     check_causal(target)
+    batch, base, total = check_batch(batch, methods, observe, target), methods[0], len(methods)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
-    settings = Settings(target, padding_mask, sampling, methods)
-    base = methods[0]
-    coupling = None
-    if base.drafting == "jacobi" and not base.seed_exact:
-        coupling = Coupling(methods, sampling, neighbors, target.grid, target.vocab_size)
-    has_choice = "auto" in settings.windows and settings.num_tokens > 1  # an image of one token takes no step
-    choice = WindowChoice(step_seconds(settings, condition)) if has_choice else None
-    state = State(settings, num_known, choice, coupling)
-    prefill(state, settings, condition, known_tokens)
-    if progress:
-        progress(sum(state.host_counts) - sum(num_known))
-    finished, rows = [], list(range(len(methods)))  # images that the loop has let go; which the others are
-    while min(state.host_counts) < settings.num_tokens:
-        step = run_step(state, settings)
+
+    def begin(requests: list[int], choice: WindowChoice | None = None) -> State:
+        both = pairs(requests, total)
+        own, of_these = [methods[i] for i in requests], sampling[requests]
+        settings = Settings(target, padding_mask[both], of_these, own)
+        coupling = None
+        if base.drafting == "jacobi" and not base.seed_exact:
+            coupling = Coupling(own, of_these, neighbors, target.grid, target.vocab_size, bool(sampling.greedy.any()))
+        if choice is None and "auto" in settings.windows and settings.num_tokens > 1:  # of one token there is no step
+            choice = WindowChoice(step_seconds(settings, condition[both]))
+        state = State(settings, [num_known[i] for i in requests], choice, coupling)
+        prefill(state, settings, condition[both], None if known_tokens is None else known_tokens[requests])
+        if progress:
+            progress(sum(state.host_counts) - sum(num_known[i] for i in requests))
+        return state
+
+    slots = Slots(total, batch, finished)
+    state = begin(slots.requests)
+    run = Captured(run_step)
+    while min(state.host_counts) < state.settings.num_tokens:
+        step = run(state, state.settings)
         if observe:
-            observe(chain_step(*spread(rows, len(methods), step, settings), settings))
+            observe(chain_step(*spread(slots.requests, total, step, state.settings), state.settings))
         if state.num_steps < state.poll:
             continue
         num_before = sum(state.host_counts)
         state.look()
         if progress:
             progress(sum(state.host_counts) - num_before)
-        if keep := rows_to_keep(state, settings):
-            finished.append((state.decoded(), rows))
-            state, settings, rows = state.select(keep), settings.select(keep), [rows[i] for i in keep]
-    return gather_images([*finished, (state.decoded(), rows)])
-
-
-def rows_to_keep(state: "State", settings: "Settings") -> list[int] | None:
-    """The images that are not finished, once a quarter of those that are read is; None: not yet, or not possible.
-
-    Images finish at very different times. A finished one would go on taking its share of every forward.
-    """
-    keep = [i for i, count in enumerate(state.host_counts) if count < settings.num_tokens]
-    can_select = state.coupling is None and hasattr(state.cache, "select")
-    return keep if can_select and 0 < len(keep) <= 0.75 * len(state.host_counts) else None
+        state = slots.turn_over(state, lambda requests, state=state: begin(requests, state.choice))
+    return slots.decoded(state)
 
 
 def spread(rows: list[int], batch: int, step: "ChainStep", settings: "Settings") -> tuple[Tensor, Tensor, Tensor]:
@@ -124,19 +126,10 @@ def spread(rows: list[int], batch: int, step: "ChainStep", settings: "Settings")
     return tuple(of_all)
 
 
-def gather_images(parts: list[tuple[Decoded, list[int]]]) -> Decoded:
-    """The images of all parts, each with the rows of the batch that it has; of a row the last part counts."""
-    part_of = {row: (part, i) for part, (_, rows) in enumerate(parts) for i, row in enumerate(rows)}
-    chosen = [[] for _ in parts]
-    for row in sorted(part_of):
-        chosen[part_of[row][0]].append(row)
-    order = [row for rows in chosen for row in rows]
-    images = [decoded.select([part_of[row][1] for row in rows]) for (decoded, _), rows in zip(parts, chosen)]
-    return Decoded.merged(images, torch.tensor(order))
-
-
-class Settings:
+class Settings(Rows):
     """What stays the same while B requests are decoded."""
+
+    ROWS, PAIRS, PARTS = ("lossless", "ancestors"), ("padding_mask",), ("sampling",)
 
     def __init__(self, target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method]):
         B, L, S, device = len(padding_mask) // 2, target.grid ** 2, target.prefix_len, padding_mask.device
@@ -151,16 +144,13 @@ class Settings:
         self.ancestors = chain_ancestors(B, 1 + W, device)
         self.num_columns = S + L + W
 
-    def select(self, rows: list[int]) -> "Settings":
-        """Of these images alone."""
-        other, both = copy(self), [*rows, *(row + len(self.windows) for row in rows)]
-        other.sampling, other.windows, other.lossless = (self.sampling[rows], [self.windows[i] for i in rows],
-                                                         self.lossless[rows])
-        other.padding_mask, other.ancestors = self.padding_mask[both], self.ancestors[rows]
+    def select(self, rows: list[int], batch: int) -> "Settings":
+        other = super().select(rows, batch)
+        other.windows = [self.windows[row] for row in rows]
         return other
 
 
-class State:
+class State(Rows):
     """What goes around the loop: the images, their guesses, how far they are, and the accounts of what it took.
 
     `tokens` holds the image so far and, behind it, the newest guess of every position. What stands behind the image is
@@ -169,8 +159,9 @@ class State:
     back, and its shapes depend on what the host knows alone.
     """
 
-    TENSORS = ("tokens", "counts", "ends", "num_known", "windows", "target_forwards", "num_accepted", "num_drafted",
-               "num_equal", "tv_excess", "tv_bound")  # of one row for each image
+    ROWS = ("tokens", "counts", "ends", "num_known", "windows", "target_forwards", "num_accepted", "num_drafted",
+            "num_equal", "tv_excess", "tv_bound")
+    PARTS, CACHES = ("settings", "coupling"), ("cache",)
 
     def __init__(self, settings: Settings, num_known: list[int], choice: "WindowChoice | None" = None,
                  coupling: Coupling | None = None):
@@ -195,17 +186,21 @@ class State:
         self.choice, self.host_counts, self.num_steps = choice, list(num_known), 0
         self.set_windows()
 
-    def select(self, rows: list[int]) -> "State":
-        """Of these images alone; the accounts too."""
-        other, both = copy(self), [*rows, *(row + len(self.host_counts) for row in rows)]
-        other.cache = self.cache.select(torch.tensor(both, device=self.tokens.device))
-        for name in self.TENSORS:
-            setattr(other, name, getattr(self, name)[rows])
-        other.settings = self.settings.select(rows)
-        other.host_counts, other.host_windows = ([x[i] for i in rows] for x in (self.host_counts, self.host_windows))
+    @property
+    def can_select(self) -> bool:
+        return self.coupling is None and hasattr(self.cache, "select")
+
+    def select(self, rows: list[int], batch: int) -> "State":
+        other = super().select(rows, batch)
+        other.host_counts = [self.host_counts[row] for row in rows]
+        other.host_windows = [self.host_windows[row] for row in rows]
         if self.choice:
-            self.choice.shrink(len(rows) / len(self.host_counts))
+            self.choice.shrink(len(rows) / batch)
         return other
+
+    def insert(self, rows: list[int], batch: int, source: "State") -> None:
+        super().insert(rows, batch, source)
+        self.windows.copy_(torch.tensor(self.host_windows))  # those that the host chose for all rows
 
     def set_windows(self) -> None:
         """How many guesses the next steps read of each image."""
@@ -247,10 +242,15 @@ class State:
 
     @property
     def max_count(self) -> int:
-        """No image has more tokens now, of those that go on."""
+        """No image has more tokens now, of those that go on; rounded up, so that many steps have the same number."""
         L = self.settings.num_tokens
         count = max((count for count in self.host_counts if count < L), default=L)
-        return min(count + self.num_steps * (self.settings.max_window + 1), L)
+        return min(round_up(count + self.num_steps * (self.settings.max_window + 1)), L)
+
+    @property
+    def shape(self) -> tuple:
+        """What the shapes of a step depend on."""
+        return self.num_nodes, self.max_count
 
     def decoded(self) -> Decoded:
         L = self.settings.num_tokens
@@ -304,9 +304,7 @@ def run_step(state: State, settings: Settings) -> ChainStep:
     hidden = target_forward(state, settings, chain)
     verified = verify(state, settings, chain, hidden)
     commit(state, settings, chain, verified)
-    num_accepted = update(state, settings, chain, hidden, verified)
-    state.num_steps += 1
-    return ChainStep(counts, state.windows, num_accepted)
+    return ChainStep(counts, state.windows, update(state, settings, chain, hidden, verified))
 
 
 class Chain(NamedTuple):
@@ -329,7 +327,7 @@ def draft(state: State, settings: Settings) -> Chain:
 def target_forward(state: State, settings: Settings, chain: Chain) -> Tensor:
     """Read all nodes of the chains at once: (2B, N, H). A guess that is kept is in its column of the cache already."""
     N, S = chain.tokens.shape[1], settings.prefix_len
-    columns = min(round_up(S - 1 + state.max_count + N), settings.num_columns)
+    columns = min(S - 1 + state.max_count + N, settings.num_columns)
     nodes = Nodes(repeat_for_cfg(chain.positions + (S - 1)), chain.counts + (S - 1), settings.ancestors[:, :N],
                   settings.padding_mask, columns)
     return settings.target.extend(repeat_for_cfg(chain.tokens), nodes, state.cache)

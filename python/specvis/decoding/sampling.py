@@ -1,5 +1,5 @@
 """How a request draws its tokens: its settings, classifier-free guidance, and numbers that its seed alone decides."""
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -7,14 +7,17 @@ from torch import Tensor
 from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs, philox_words
 
 from ..models.interface import Drafter, TargetModel
+from .batching import Rows
 
 # streams: what a number is used for
 ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, RESAMPLE, RESAMPLE_NOISE, FRESH = range(9)
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Rows):
     """How each of B requests draws its tokens."""
+
+    ROWS = ("seeds", "guidance", "temperature", "top_k", "top_p")
 
     seeds: Tensor        # (B,) int64
     guidance: Tensor     # (B,) float32   1 is none
@@ -56,7 +59,10 @@ class Sampling:
             each("top_p", top_p, torch.float32, lambda x: 0 < x <= 1, "within (0, 1]"))
 
     def __getitem__(self, requests: list[int]) -> "Sampling":
-        return Sampling(*(getattr(self, field.name)[requests] for field in fields(Sampling)))
+        return Sampling(*(getattr(self, name)[requests] for name in self.ROWS))
+
+    def select(self, rows: list[int], batch: int) -> "Sampling":
+        return self[rows]
 
     def probs(self, model: TargetModel | Drafter, hidden: Tensor) -> GuidedProbsResult:
         """Hidden states (2B, N, dim) -> guided probabilities (B, N, V) and their status (B, N)."""

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .batching import Rows
+
 # The trees of the released decoders (EAGLE, Medusa, LANTERN): how many children each node has, level by level, in
 # order; the nodes left out at the end of a level have none.
 TREES = {
@@ -166,11 +168,13 @@ class Adaptation:
                 raise ValueError(f"{name} must be 1 <= least <= most, got {low} and {high}")
 
 
-class Shapes:
+class Shapes(Rows):
     """The depth and width of the next tree of each of B requests, for images of `grid` x `grid` tokens.
 
     Without an adaptation they never change.
     """
+
+    ROWS = ("depth", "width", "max_nodes", "uniforms", "first", "depths", "widths", "alphas")
 
     def __init__(self, depth: Tensor, width: Tensor, max_nodes: Tensor, grid: int,
                  adaptation: Adaptation | None = None, uniforms: Tensor | None = None):
@@ -207,7 +211,8 @@ class Shapes:
         depth = (depth + torch.where(grow, a.depth_step, -a.depth_step)).clamp(*a.depths).minimum(self.max_nodes)
         width = (width + torch.where(grow, -a.width_step, a.width_step)).clamp(min=1)
         width = torch.where(depth > 1, width.clamp(*a.widths), width).minimum(self.max_nodes)
-        self.depth, self.width = torch.where(active, depth, 1), torch.where(active, width, 1)
+        self.depth.copy_(torch.where(active, depth, 1))
+        self.width.copy_(torch.where(active, width, 1))
 
     def _start(self, position: Tensor, last_alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Depth and width that the tree at `position` (B,) starts from, and the alpha that decides how it adapts."""

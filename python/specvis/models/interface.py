@@ -57,8 +57,9 @@ class Nodes:
 class ModelCache(Protocol):
     """What a model keeps of the entries that it has read: R rows of columns.
 
-    It may also have `select(rows)`, rows int64, which gives a cache of these rows alone. Then Jacobi decoding lets the
-    images of a batch go that are finished before the others.
+    It may also have two methods for batches whose images finish at different times, with rows int64. `select(rows)`
+    gives a cache of these rows alone, so that finished images can be let go. `insert(rows, source)` lets them be the
+    rows of another cache for as many columns, so that the next image can take the place of a finished one.
     """
 
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
@@ -123,7 +124,9 @@ class TargetModel(Protocol):
 class Drafter(Protocol):
     """Who proposes tokens for a target, for both rows of each of B requests: R = 2B (see `sampling.cfg_inputs`).
 
-    It is asked for the same batch from the first token to the last one, so it holds the conditions itself.
+    It is asked for the same batch from the first token to the last one, so it holds the conditions itself. It may also
+    have `select(requests)`, which gives a drafter for these of the B requests alone. That is needed where requests wait
+    for a place in a batch; then its cache has `insert`, as `ModelCache` says.
     """
 
     prefix_len: int        # how many entries its cache has before the first token's

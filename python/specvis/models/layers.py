@@ -120,6 +120,10 @@ class Cache:
         other.data = self.data[:, rows]
         return other
 
+    def insert(self, rows: Tensor, source: "Cache") -> None:
+        """Let these rows (int64) be the rows of `source`, a cache for as many columns."""
+        self.data[:, rows] = source.data
+
     def flat_slots(self, slots: Tensor) -> Tensor:
         """Columns `slots` (R, N) int64 counted through the rows, one behind the other: (R * N,) int64."""
         R, T = self.data.shape[1:3]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from specvis_kernels import codebook_neighbors
 
+from ..decoding.batching import Finished
 from ..decoding.discrete import Decoded, Observer, Progress, check_known_tokens, decode, speculative_decode
 from ..decoding.drafters import EagleDrafter, ModelDrafter
 from ..decoding.jacobi import jacobi_decode
@@ -119,7 +120,8 @@ class Pipeline(nn.Module):
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | Method | list[str | Method], sampling: Sampling,
                progress: Progress | None = None, observe: Observer | None = None, *,
-               known_tokens: Tensor | None = None) -> Decoded:
+               known_tokens: Tensor | None = None, batch: int | None = None,
+               finished: Finished | None = None) -> Decoded:
         """Decode the tokens of one image for each prompt.
 
         All prompts have one method, or each has its own; names are as parse_method takes them. Requests whose methods
@@ -129,6 +131,9 @@ class Pipeline(nn.Module):
         Args:
             known_tokens: (B, K) int64  the first tokens of each image, which are kept, -1 behind them. Of a seed-exact
                 method's picture, the first tokens with the same seed give the same picture again.
+            batch:        how many images are decoded at once; when one is finished, the next takes its place. All
+                prompts have one method then, and nobody observes. None: all of them
+            finished:     called with the numbers of prompts whose images are finished, and with these images
 
         Raises:
             UnknownWords: a prompt has words that the model does not know
@@ -154,26 +159,30 @@ class Pipeline(nn.Module):
         features = self.words(self.words.encode(prompts))
         families = [m.family for m in methods]
         parts, order = [], []
+        if finished and len(set(families)) > 1:
+            raise ValueError("finished must be None where prompts have methods of several families, got "
+                             f"{', '.join(sorted({m.name for m in methods}))}")
         for family in dict.fromkeys(families):
             requests = [i for i, other in enumerate(families) if other == family]
             order += requests
             parts.append(self._decode(features[requests], [methods[i] for i in requests], sampling[requests], progress,
-                                      observe, None if known_tokens is None else known_tokens[requests]))
+                                      observe, None if known_tokens is None else known_tokens[requests], batch,
+                                      finished))
         return Decoded.merged(parts, torch.tensor(order))
 
     def _decode(self, features: Tensor, methods: list[Method], sampling: Sampling, progress: Progress | None,
-                observe: Observer | None, known_tokens: Tensor | None) -> Decoded:
-        base = methods[0]
+                observe: Observer | None, known_tokens: Tensor | None, batch: int | None,
+                finished: Finished | None) -> Decoded:
+        base, queue = methods[0], {"known_tokens": known_tokens, "batch": batch, "finished": finished}
         condition, padding_mask = self.gpt.condition(features)
-        if base.drafting == "none":
+        if base.drafting == "none" and batch is None and finished is None:
             return decode(self.gpt, condition, padding_mask, sampling, progress, known_tokens=known_tokens)
         neighbors = self.neighbors(base.num_neighbors, base.metric) if base.num_neighbors else None
-        if base.drafting == "jacobi":
+        if base.drafting in ("jacobi", "none"):
             return jacobi_decode(self.gpt, condition, padding_mask, sampling, methods, neighbors, progress, observe,
-                                 known_tokens=known_tokens)
+                                 **queue)
         return speculative_decode(self.gpt, self._drafter(base.drafter, features, padding_mask), condition,
-                                  padding_mask, sampling, methods, neighbors, progress, observe,
-                                  known_tokens=known_tokens)
+                                  padding_mask, sampling, methods, neighbors, progress, observe, **queue)
 
     def _drafter(self, name: str, features: Tensor, padding_mask: Tensor) -> Drafter:
         if name == "model":
