@@ -6,7 +6,7 @@ Where the results can be compared, tests/test_benchmarks.py checks them against 
 import torch
 from torch import Tensor
 
-from specvis_kernels import draw_children, expand_tree, guided_probs
+from specvis_kernels import draw_children, expand_tree, guided_probs, tree_mask
 
 
 def index_and_put(caches, accepted_nodes, num_accepted, lengths, *, row_dim=0, column_dim=1):
@@ -195,6 +195,19 @@ def where_and_multinomial(target_probs, draft_probs, tokens, uniforms, *, omega=
     return torch.where(is_kept, tokens, drawn), is_kept, is_kept.int().cumprod(-1).sum(-1)
 
 
+def attention_under_a_mask(q, k_cache, v_cache, lengths, ancestors, *, key_mask=None):
+    """PyTorch's attention of all columns up to the last node, under an additive mask, which it is given each time."""
+    columns = int(lengths.max()) + q.shape[1]
+    mask = tree_mask(ancestors, lengths.int(), columns=columns).repeat(len(q) // len(lengths), 1, 1)
+    if key_mask is not None:
+        mask[:, :, :key_mask.shape[1]] &= key_mask[:, None]
+    additive = torch.where(mask, 0.0, -torch.inf).to(q.dtype)[:, None]
+    k, v = (cache[:, :columns].transpose(1, 2) for cache in (k_cache, v_cache))
+    attended = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=additive,
+                                                                enable_gqa=q.shape[2] != k_cache.shape[2])
+    return attended.transpose(1, 2)
+
+
 BASELINES = {
     "commit_kv": {"index and put": index_and_put},
     "couple_tokens": {"multinomial": where_and_multinomial},
@@ -206,6 +219,7 @@ BASELINES = {
     "guided_probs": {"warpers": warpers},
     "neighborhood_sum": {"gather": gather_cumsum},
     "sample_residual": {"multinomial": multinomial, "searchsorted": searchsorted},
+    "tree_attention": {"attention": attention_under_a_mask},
     "verify_greedy": {"python loop": greedy_loop},
     "verify_tree": {"python loop": python_loop},
 }

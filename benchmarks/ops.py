@@ -92,6 +92,13 @@ ROWS = {
     "select_tree": (
         [(B, 410, 60) for B in (1, 8, 64)],
         lambda B, M, N: B * (M * 16 + N * 16)),
+    "tree_attention": (  # the shipped model's heads in the middle of a picture, and LlamaGen-B's; keys and values
+        [*((1, N, 6, 6, 32, {"columns": 348, "lengths": [165]}) for N in (1, 6, 17, 33, 60)),
+         *((1, N, 12, 12, 64, {"columns": 640, "lengths": [325], "dtype": dtype})
+           for dtype in (torch.float32, torch.bfloat16) for N in (1, 9, 17, 33, 60)),
+         (8, 60, 12, 12, 64, {"columns": 640, "lengths": [325], "dtype": torch.bfloat16})],
+        lambda B, N, H, Hkv, D, options: 2 * B * ((options["lengths"][0] + N) * 2 * Hkv + 2 * N * H) * D
+        * options.get("dtype", torch.float32).itemsize),
     "tree_links": (
         [(B, 60) for B in (1, 8, 64)],
         lambda B, N: B * N * (4 + 8 + 12)),

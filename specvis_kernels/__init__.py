@@ -25,6 +25,7 @@ from .noise import gumbel_noise, philox_words
 from .resample_gaussian import ResampleGaussianResult, resample_gaussian
 from .sample_residual import SampleResidualResult, sample_residual
 from .select_tree import SelectTreeResult, select_tree
+from .tree_attention import tree_attention
 from .tree_links import TreeLinksResult, tree_links
 from .tree_mask import tree_mask
 from .verify_greedy import VerifyGreedyResult, verify_greedy
@@ -35,8 +36,8 @@ __version__ = "0.1.0"
 __all__ = [
     "accept_gaussian", "codebook_neighbors", "commit_kv", "commit_tokens", "couple_tokens", "draft_children",
     "draft_frontier", "draw_children", "draw_tokens", "expand_tree", "guided_probs", "neighborhood_sum",
-    "resample_gaussian", "sample_residual", "select_tree", "tree_links", "tree_mask", "verify_greedy", "verify_logits",
-    "verify_tree",
+    "resample_gaussian", "sample_residual", "select_tree", "tree_attention", "tree_links", "tree_mask", "verify_greedy",
+    "verify_logits", "verify_tree",
     "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DraftChildrenResult", "DraftFrontierResult",
     "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult",
     "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "TreeLinksResult", "VerifyGreedyResult",

@@ -53,6 +53,11 @@ def test_the_baselines_compute_the_same():
     assert best[1].shape == frontier.shape
 
 
+def test_the_baseline_attends_to_the_same():
+    attended, expected = both("tree_attention", "attention", 1, 9, 4, 2, 32, {"mask": False})
+    torch.testing.assert_close(attended, expected)
+
+
 @pytest.mark.parametrize("layout", ["layers", "heads"])
 def test_the_baseline_moves_the_same_columns(layout):
     caches = []

@@ -14,11 +14,11 @@ def source_of(accepted_nodes, first, b, P, i):
 
 
 @triton.jit
-def moves_to_the_front(accepted_nodes, slots, b, length, first, accepted, num_slots, B, P, R, T):
+def moves_to_the_front(accepted_nodes, slots, b, length, first, num_moves, num_slots, B, P, R, T):
     """Whether all of a request's columns are there, and none of its moves overwrites what a later one reads."""
-    is_valid = (accepted >= 0) & (accepted <= P) & (length >= 0) & (length <= first) & (first < T)
-    is_valid = is_valid & (length + accepted < T)
-    last = tl.where(is_valid, accepted, 0)
+    is_valid = (num_moves >= 0) & (num_moves <= P) & (length >= 0) & (length <= first) & (first < T)
+    is_valid = is_valid & (length + num_moves < T)
+    last = tl.where(is_valid, num_moves, 0)
     previous = first
     i = b * 0 + 1
     while i <= last:

@@ -574,6 +574,17 @@ def tree_links(B, N):
     return (parents.to(DEVICE, torch.int32),), {}
 
 
+def ancestors_of(parents):
+    """(B, N, W) words of bits of trees whose nodes from the second on have these parents (B, N - 1), or -2."""
+    B, N = parents.shape[0], parents.shape[1] + 1
+    is_ancestor = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
+    for n, parent in enumerate(parents.T, 1):
+        is_ancestor[:, n] |= is_ancestor[torch.arange(B), parent.clamp(min=0)]
+        is_ancestor[:, n] &= (parent >= 0).unsqueeze(1)
+    words = torch.nn.functional.pad(is_ancestor, (0, -N % 64)).unflatten(2, (-1, 64)).long()
+    return (words << torch.arange(64)).sum(-1)
+
+
 CASES["tree_mask"] = [
     (1, 1),
     (2, 7, True, "packed", 20),
@@ -587,15 +598,35 @@ CASES["tree_mask"] = [
 def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float32):
     """Ancestor bits of trees with unused slots; lengths from 0 to more than there are columns."""
     g = torch.Generator().manual_seed(B + N)
-    is_ancestor = torch.eye(N, dtype=torch.bool).repeat(B, 1, 1)
-    for n, parent in enumerate(random_parents(B, N - 1, g).T, 1):
-        is_ancestor[:, n] |= is_ancestor[torch.arange(B), parent.clamp(min=0)]
-        is_ancestor[:, n] &= (parent >= 0).unsqueeze(1)
-    words = torch.nn.functional.pad(is_ancestor, (0, -N % 64)).unflatten(2, (-1, 64)).long()
-    ancestors = (words << torch.arange(64)).sum(-1)
+    ancestors = ancestors_of(random_parents(B, N - 1, g))
     each_length = torch.tensor([0, 3, 2**20], dtype=torch.int32).roll(-1 if B < 3 else 0).repeat(B)[:B].to(DEVICE)
     kwargs = {"form": form, "columns": columns, "dtype": dtype}
     return (ancestors.to(DEVICE), each_length if lengths else None), kwargs
+
+
+CASES["tree_attention"] = [
+    (1, 1, 1, 1, 16),
+    (2, 7, 4, 2, 32, {"mask": True}),
+    (3, 20, 2, 2, 48, {"dtype": torch.bfloat16, "columns": 60}),
+    (1, 70, 3, 1, 100, {"dtype": torch.float16, "columns": 150}),
+]
+TOLERANCES["tree_attention"] = {0: (1e-2, 1e-3)}  # of 16 bits; tests/kernels/test_tree_attention.py has the others
+
+
+def tree_attention(B, N, H, Hkv, D, options=None):
+    """Rows with and without the condition. Keys and values are views of one cache (R, T, 2, Hkv, D).
+
+    lengths: of the requests; None: several that take turns, 0 among them. mask: columns of a padded condition.
+    """
+    options = {"dtype": torch.float32, "columns": N + 20, "lengths": None, "mask": False} | (options or {})
+    dtype, T = options["dtype"], options["columns"]
+    g = torch.Generator().manual_seed(B + N + H + D)
+    ancestors = ancestors_of(random_parents(B, N - 1, g))
+    lengths = options["lengths"] or [T - N, 0, 5]
+    q, cache = torch.randn(2 * B, N, H, D, generator=g), torch.randn(2 * B, T, 2, Hkv, D, generator=g)
+    k, v = cache.to(DEVICE, dtype).unbind(2)
+    kwargs = {"key_mask": (torch.rand(2 * B, 9, generator=g) < 0.5).to(DEVICE)} if options["mask"] else {}
+    return (q.to(DEVICE, dtype), k, v, torch.tensor(lengths).repeat(B)[:B].to(DEVICE), ancestors.to(DEVICE)), kwargs
 
 
 CASES["codebook_neighbors"] = [(2, 1, 1), (40, 3, 39), (1100, 4, 7)]
