@@ -5,8 +5,9 @@ Where the results can be compared, tests/test_benchmarks.py checks them against 
 """
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from specvis_kernels import draw_children, expand_tree, guided_probs, tree_mask
+from specvis_kernels import draw_children, draw_tokens, expand_tree, guided_probs, tree_mask, verify_greedy, verify_tree
 
 
 def index_and_put(caches, accepted_nodes, num_accepted, lengths, *, row_dim=0, column_dim=1):
@@ -168,6 +169,101 @@ def python_loop(target_probs, tokens, first_child, next_sibling, uniforms, *, ma
     return results
 
 
+PATHS = WeakTensorKeyDictionary()  # first_child -> the paths of each request's tree
+
+
+def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
+    """The nodes from the root to each leaf (leaves, depth), -1 behind. A decoder has them from drafting: they are made
+    once for each tree, and not timed.
+    """
+    if first_child not in PATHS:
+        PATHS[first_child] = []
+        for child_of, sibling_of in zip(first_child.tolist(), next_sibling.tolist()):
+            paths, stack = [], [[0]]
+            while stack:
+                path = stack.pop()
+                children, child = [], child_of[path[-1]]
+                while child >= 0:
+                    children.append([*path, child])
+                    child = sibling_of[child]
+                stack += children[::-1]
+                if not children:
+                    paths.append(torch.tensor(path))
+            PATHS[first_child].append(torch.nn.utils.rnn.pad_sequence(paths, True, -1).to(first_child.device))
+    return PATHS[first_child]
+
+
+def processed(x, temperature, top_k, top_p, filters):
+    """One row after the logits processors, in their order; then softmax."""
+    x = x.float() / temperature
+    for name in filters.split("_then_"):
+        if name == "k" and top_k > 0:
+            x = x.masked_fill(x < x.topk(int(top_k)).values[-1], -torch.inf)
+        if name == "p" and 0 < top_p < 1:
+            descending, order = x.sort(descending=True)
+            probs = descending.softmax(-1)
+            is_beyond = probs.cumsum(-1) - probs >= top_p
+            x = x.masked_fill(is_beyond.scatter(-1, order, is_beyond), -torch.inf)
+    return x.softmax(-1)
+
+
+def lantern_loop(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, *,
+                 max_depth, filters="k_then_p", neighbors=None, delta=None, offset=0, residual="optimal", seeds=None,
+                 positions=None):
+    """Verification of deterministic drafts as LANTERN's release does it: guidance for all rows, which are copied along
+    each path; then a level at a time. The filters of a level's row are applied when the walk comes to it.
+    """
+    if uniforms is None:  # it has no shared noise
+        uniforms = torch.rand(tokens.shape, device=tokens.device)
+    results = []
+    for b, paths in enumerate(paths_of(first_child, next_sibling)):
+        guided = uncond[b] + guidance[b] * (logits[b] - uncond[b])
+        along, candidates = guided[paths], tokens[b][paths]
+        accepted_nodes = [0]
+        while True:
+            level = len(accepted_nodes)
+            is_on_path = (paths[:, :level] == torch.tensor(accepted_nodes, device=paths.device)).all(1)
+            first = is_on_path.nonzero()[0, 0]
+            probs = processed(along[first, level - 1], temperature[b], top_k[b], top_p[b], filters)
+            accepted, tried = -1, set()
+            for j in is_on_path.nonzero()[:, 0].tolist() if level <= min(max_depth, paths.shape[1] - 1) else []:
+                token, child = candidates[j, level].item(), paths[j, level].item()
+                if child < 0 or token in tried:
+                    continue
+                tried.add(token)
+                accept_prob, kept_neighbors = probs[token], None
+                if neighbors is not None and 0 <= token - offset < len(neighbors):
+                    near = neighbors[token - offset].long() + offset
+                    is_kept = (probs[near].cumsum(0) <= delta[b]).nonzero()
+                    if len(is_kept):
+                        kept_neighbors = near[:is_kept[-1, 0] + 1]
+                        accept_prob = accept_prob + probs[kept_neighbors].sum()
+                if uniforms[b, child].item() < accept_prob.item():
+                    accepted = child
+                    break
+                probs[token] = 0
+                if residual == "relaxed" and kept_neighbors is not None:
+                    probs[kept_neighbors] = 0
+                probs = probs / probs.sum()
+            if accepted < 0:
+                break
+            accepted_nodes.append(accepted)
+        next_token = int((probs.cumsum(0) <= uniforms[b, 0] * probs.sum()).sum())
+        results.append((accepted_nodes[1:], next_token))
+    return results
+
+
+def all_rows_first(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, *,
+                   max_depth, filters="k_then_p", seeds=None, positions=None, **rule):
+    """The ops that verify_logits stands for, one after the other."""
+    settings, tree = (guidance, temperature, top_k, top_p), (tokens, first_child, next_sibling)
+    if seeds is not None:
+        drawn = draw_tokens(logits, uncond, *settings, seeds, positions, filters=filters)
+        return verify_greedy(drawn.tokens, *tree, max_depth=max_depth)
+    probs = guided_probs(logits, uncond, *settings, filters=filters).probs
+    return verify_tree(probs, *tree, uniforms, max_depth=max_depth, **rule)
+
+
 def where_and_multinomial(target_probs, draft_probs, tokens, uniforms, *, omega=None, neighbors=None, delta=None,
                           offset=0, groups=None, residual="optimal"):
     """A Jacobi step: all residuals, a draw from each, and the guess in its place where it is kept."""
@@ -221,5 +317,6 @@ BASELINES = {
     "sample_residual": {"multinomial": multinomial, "searchsorted": searchsorted},
     "tree_attention": {"attention": attention_under_a_mask},
     "verify_greedy": {"python loop": greedy_loop},
+    "verify_logits": {"LANTERN's loop": lantern_loop, "two ops": all_rows_first},
     "verify_tree": {"python loop": python_loop},
 }

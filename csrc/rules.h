@@ -62,12 +62,20 @@ class Neighbors {
       : table_(table), is_uint16_(is_uint16), C_(C), k_(k), offset_(offset) {}
 
   HOST_DEVICE int64_t k() const { return k_; }  // neighbors of a token in the table
+  HOST_DEVICE int64_t offset() const { return offset_; }
   HOST_DEVICE bool has(int64_t token) const { return token >= offset_ && token - offset_ < C_; }
   // The j-th neighbor of a token that has() neighbors. The table may hold an id outside of the vocabulary.
   HOST_DEVICE int64_t operator()(int64_t token, int64_t j) const {
     const int64_t i = (token - offset_) * k_ + j;
     return offset_ + (is_uint16_ ? int64_t{static_cast<const uint16_t*>(table_)[i]}
                                  : int64_t{static_cast<const int32_t*>(table_)[i]});
+  }
+  // The row of a token that has() neighbors, before the offset is added: one of the two, the other is null.
+  const uint16_t* narrow_row(int64_t token) const {
+    return is_uint16_ ? static_cast<const uint16_t*>(table_) + (token - offset_) * k_ : nullptr;
+  }
+  const int32_t* wide_row(int64_t token) const {
+    return is_uint16_ ? nullptr : static_cast<const int32_t*>(table_) + (token - offset_) * k_;
   }
 
  private:

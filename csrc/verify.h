@@ -39,11 +39,9 @@ struct Request {
   }
   int64_t first(int64_t node) const { return id_range ? id_range[2 * node] : first_id; }
   int64_t last(int64_t node) const { return id_range ? id_range[2 * node + 1] : last_id; }
-  // The neighbors of x that count where x is tried as a child of `node`.
-  template <class Mass>
-  NeighborPrefix prefix(const Mass& mass, int64_t node, int64_t x, int64_t token_mass, int64_t total) const {
-    if (num_considered == 0 || x < first(node) || x >= last(node)) return {0, 0};
-    return neighbor_prefix(mass, V, neighbors, num_considered, x, budget(token_mass, total));
+  // How many neighbors of x the cutoff looks at where x is tried as a child of `node`.
+  int64_t num_considered_at(int64_t node, int64_t x) const {
+    return neighbors.has(x) && x >= first(node) && x < last(node) ? num_considered : 0;
   }
 };
 
@@ -126,12 +124,38 @@ class DenseResidual {
     return changed_ ? specvis::draw(fixed_probs_, V_, total_, uniform) : specvis::draw(row_, V_, total_, uniform);
   }
 
+  // Those of x's first `count` neighbors that fit the budget.
+  NeighborPrefix prefix(const Neighbors& neighbors, int64_t x, int64_t count, const Budget& budget) const {
+    if (count == 0) return {0, 0};
+    const auto changed = [fixed_probs = fixed_probs_](int64_t v) { return fixed_probs[v]; };
+    const auto unchanged = [row = row_](int64_t v) { return to_fixed_point(row[v]); };
+    return changed_ ? neighbor_prefix(changed, V_, neighbors, count, x, budget)
+                    : neighbor_prefix(unchanged, V_, neighbors, count, x, budget);
+  }
+  // Sets the residual of x's first `count` neighbors to 0.
+  void clear_neighbors(const Neighbors& neighbors, int64_t x, int64_t count) {
+    if (count == 0) return;
+    int64_t* const fixed_probs = copy();
+    int64_t cleared = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t id = neighbors(x, j);
+      if (id < 0 || id >= V_) continue;
+      cleared += fixed_probs[id];
+      fixed_probs[id] = 0;
+    }
+    total_ -= cleared;
+  }
+
   Total read_draft(const float* row) { return sum_row(row, V_, draft_); }
   int64_t draft_mass(int64_t v) const { return draft_[v]; }
   void remove_from_draft(int64_t v) { draft_[v] = 0; }
-  // subtract() will take nothing from v. The bits of its draft mass are inverted as a mark, which subtract() removes.
-  void protect(int64_t v) {
-    if (draft_[v] >= 0) draft_[v] = ~draft_[v];
+  // The next subtract() will take nothing from x's first `count` neighbors. The bits of their draft masses are inverted
+  // as a mark, which it removes.
+  void protect_neighbors(const Neighbors& neighbors, int64_t x, int64_t count) {
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t id = neighbors(x, j);
+      if (id >= 0 && id < V_ && draft_[id] >= 0) draft_[id] = ~draft_[id];
+    }
   }
   void subtract(const Candidate& candidate, double slack);
 
@@ -148,15 +172,6 @@ class DenseResidual {
   bool changed_ = false;
 };
 
-// f(id) for each of x's first `count` neighbors.
-template <class F>
-void for_neighbors(const Request& request, int64_t x, int64_t count, F f) {
-  for (int64_t j = 0; j < count; ++j) {
-    const int64_t id = request.neighbors(x, j);
-    if (id >= 0 && id < request.V) f(id);
-  }
-}
-
 // Updates the residual after the rejection of x, of whose neighbors the cutoff had kept num_kept. The rule "released"
 // is that of LANTERN's released code: as soon as one neighbor was kept, it clears or protects all neighbors of x in
 // the table.
@@ -167,18 +182,17 @@ void reject(const Request& request, Residual& residual, const Candidate& candida
                               : rule == ResidualRule::released && num_kept > 0 ? request.neighbors.k()
                                                                                : 0;
   const double slack = slack_of(candidate.omega);
-  const auto clear = [&](int64_t id) { residual.set(id, 0); };
   if (!candidate.sampled) {
     residual.set(
         x, rule == ResidualRule::optimal ? static_cast<int64_t>(slack * static_cast<double>(candidate.token_mass)) : 0);
-    for_neighbors(request, x, num_treated, clear);
+    residual.clear_neighbors(request.neighbors, x, num_treated);
     return;
   }
   if (rule == ResidualRule::relaxed) {
-    for_neighbors(request, x, num_treated, clear);
+    residual.clear_neighbors(request.neighbors, x, num_treated);
     residual.set(x, candidate.relaxed_mass);
   }
-  if (rule == ResidualRule::released) for_neighbors(request, x, num_treated, [&](int64_t id) { residual.protect(id); });
+  if (rule == ResidualRule::released) residual.protect_neighbors(request.neighbors, x, num_treated);
   residual.subtract(candidate, rule == ResidualRule::optimal ? slack : 0.0);
 }
 
@@ -209,7 +223,8 @@ int64_t try_children(const Request& request, int64_t node, bool is_leaf, Residua
     if (sampled && draft_total == 0) continue;
     const int64_t x = request.tokens[child];
     const int64_t token_mass = residual(x);
-    const NeighborPrefix prefix = request.prefix(residual, node, x, token_mass, residual.total());
+    const NeighborPrefix prefix = residual.prefix(request.neighbors, x, request.num_considered_at(node, x),
+                                                  request.budget(token_mass, residual.total()));
     const Candidate candidate = {sampled,
                                  token_mass,
                                  token_mass + prefix.mass,
@@ -280,7 +295,8 @@ void verify_greedy(const Request& request, Rows& rows, const Scratch& scratch, V
         break;
       }
       const int64_t x = request.tokens[child], token_mass = mass(x);
-      const NeighborPrefix prefix = request.prefix(mass, n, x, token_mass, total);
+      const NeighborPrefix prefix = neighbor_prefix(mass, V, request.neighbors, request.num_considered_at(n, x), x,
+                                                    request.budget(token_mass, total));
       if (!is_argmax(x, token_mass + prefix.mass, argmaxes[n], mass(argmaxes[n]))) continue;
       depth[child] = depth[n] + 1;
       parent[child] = static_cast<int32_t>(n);

@@ -19,10 +19,13 @@
 
 namespace {
 
+using specvis::Budget;
 using specvis::Candidate;
 using specvis::FilteredRow;
 using specvis::Filters;
 using specvis::kInvalidRow;
+using specvis::NeighborPrefix;
+using specvis::Neighbors;
 using specvis::Request;
 using specvis::ResidualRule;
 using specvis::Scratch;
@@ -44,11 +47,25 @@ WIDEST_VECTORS void masses_of(const float* e, int64_t n, float total, int64_t* m
   for (int64_t i = 0; i < n; ++i) masses[i] = to_fixed_point(e[i] / total);
 }
 
-// The residual of a row of few candidates, and the draft row of its children. It has the methods of DenseResidual.
+// Writes the numbers of those of n neighbors that are candidates, and returns how many they are.
+template <class Code>
+int64_t find_candidates(const Code* codes, int64_t n, const uint8_t* is_candidate, uint64_t V, int64_t offset,
+                        int32_t* found) {
+  int64_t count = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    const uint64_t id = static_cast<uint64_t>(codes[j] + offset);  // a negative one is large
+    found[count] = static_cast<int32_t>(j);
+    count += is_candidate[id < V ? id : V];
+  }
+  return count;
+}
+
+// The residual of a row of few candidates, and the draft row of its children. It has the methods of DenseResidual. Of a
+// token's neighbors few are candidates, and only these are looked at.
 class SparseResidual {
  public:
   // For rows of up to V. The memory is used again for each row.
-  explicit SparseResidual(int64_t V) : masses_(V, 0) {}
+  explicit SparseResidual(int64_t V) : V_(V), masses_(V, 0), is_candidate_(V + 1, 0) {}
 
   // Takes the candidates that a row's filters left.
   void fill(const FilteredRow& row) {
@@ -68,17 +85,18 @@ class SparseResidual {
     ids_.resize(size);
     row_masses_.resize(size);
     for (int64_t i = 0; i < size; ++i) masses_[ids_[i]] = row_masses_[i];
+    for (int64_t i = 0; i < size; ++i) is_candidate_[ids_[i]] = 1;
     row_total_ = total_;
   }
   void clear() {
-    for (const int32_t id : ids_) masses_[id] = 0;
+    for (const int32_t id : ids_) masses_[id] = is_candidate_[id] = 0;
   }
 
   int64_t total() const { return total_; }
   int64_t operator()(int64_t v) const { return masses_[v]; }
   void set(int64_t v, int64_t mass) {
     total_ += mass - masses_[v];
-    if (masses_[v] == 0 && mass > 0) add_candidate(v);
+    if (mass > 0 && !is_candidate_[v]) add_candidate(v);
     masses_[v] = mass;
   }
   void restore() {
@@ -92,19 +110,42 @@ class SparseResidual {
     return ids_[i];
   }
 
+  NeighborPrefix prefix(const Neighbors& neighbors, int64_t x, int64_t count, const Budget& budget) const {
+    NeighborPrefix prefix = {0, budget.any ? count : 0};
+    find_neighbors(neighbors, x, prefix.num_kept, [&](int64_t j, int64_t id) {
+      const int64_t sum = prefix.mass + masses_[id];
+      if (budget.fits(sum)) {
+        prefix.mass = sum;
+        return true;
+      }
+      prefix.num_kept = j;  // those before it without mass fit
+      return false;
+    });
+    return prefix;
+  }
+  void clear_neighbors(const Neighbors& neighbors, int64_t x, int64_t count) {
+    find_neighbors(neighbors, x, count, [&](int64_t, int64_t id) {
+      total_ -= masses_[id];
+      masses_[id] = 0;
+      return true;
+    });
+  }
+  void protect_neighbors(const Neighbors& neighbors, int64_t x, int64_t count) {
+    find_neighbors(neighbors, x, count, [&](int64_t, int64_t id) {
+      protect(id);
+      return true;
+    });
+  }
+
   Total read_draft(const float* row) {
     draft_ = row;
     removed_.clear();
-    return specvis::sum_row(row, static_cast<int64_t>(masses_.size()));
+    return specvis::sum_row(row, V_);
   }
   int64_t draft_mass(int64_t v) const {
     return std::find(removed_.begin(), removed_.end(), v) == removed_.end() ? to_fixed_point(draft_[v]) : 0;
   }
   void remove_from_draft(int64_t v) { removed_.push_back(v); }
-  // subtract() will take nothing from v. The bits of its mass are inverted as a mark, which subtract() removes.
-  void protect(int64_t v) {
-    if (masses_[v] > 0) masses_[v] = ~masses_[v];
-  }
   void subtract(const Candidate& candidate, double slack) {
     const double unit = 1 / static_cast<double>(candidate.total);
     const double draft_unit = 1 / static_cast<double>(candidate.draft_total);
@@ -120,16 +161,39 @@ class SparseResidual {
   }
 
  private:
+  // The next subtract() will take nothing from v. The bits of its mass are inverted as a mark, which it removes.
+  void protect(int64_t v) {
+    if (masses_[v] > 0) masses_[v] = ~masses_[v];
+  }
+  // f(j, id) of those of x's first `count` neighbors that are candidates, the j-th first, until it is false.
+  template <class F>
+  void find_neighbors(const Neighbors& neighbors, int64_t x, int64_t count, F f) const {
+    constexpr int64_t kBlock = 128;
+    int32_t found[kBlock];
+    for (int64_t begin = 0; begin < count; begin += kBlock) {
+      const int64_t n = std::min(kBlock, count - begin);
+      const uint16_t* const codes = neighbors.narrow_row(x);
+      const int64_t num_found =
+          codes
+              ? find_candidates(codes + begin, n, is_candidate_.data(), V_, neighbors.offset(), found)
+              : find_candidates(neighbors.wide_row(x) + begin, n, is_candidate_.data(), V_, neighbors.offset(), found);
+      for (int64_t i = 0; i < num_found; ++i) {
+        if (!f(begin + found[i], neighbors(x, begin + found[i]))) return;
+      }
+    }
+  }
   void add_candidate(int64_t v) {
+    is_candidate_[v] = 1;
     const auto at = std::lower_bound(ids_.begin(), ids_.end(), v);
-    if (at != ids_.end() && *at == v) return;
     row_masses_.insert(row_masses_.begin() + (at - ids_.begin()), 0);
     ids_.insert(at, static_cast<int32_t>(v));
   }
 
-  std::vector<int64_t> masses_;      // (V): what is left of the candidates; 0 elsewhere
-  std::vector<int32_t> ids_;         // of the candidates, ascending
-  std::vector<int64_t> row_masses_;  // theirs before any rejection
+  int64_t V_;
+  std::vector<int64_t> masses_;        // (V): what is left of the candidates; 0 elsewhere
+  std::vector<uint8_t> is_candidate_;  // (V + 1), the last is 0
+  std::vector<int32_t> ids_;           // of the candidates, ascending
+  std::vector<int64_t> row_masses_;    // theirs before any rejection
   int64_t total_ = 0, row_total_ = 0;
   const float* draft_ = nullptr;
   std::vector<int64_t> removed_;  // tokens of earlier siblings

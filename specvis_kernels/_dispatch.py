@@ -142,7 +142,7 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
     "tokens must be int64 (B=2, N=5), got int64 (2, 4)".
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes or tuple(tensor.shape) != tuple(sizes.values()):
+    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes or tensor.shape != tuple(sizes.values()):
         wanted = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
         got = f"{type(tensor).__name__}, not a tensor"
         if isinstance(tensor, Tensor):

@@ -236,7 +236,7 @@ def verify_logits(B, N, V, max_depth, options=None):
     rows, kwargs = guided_probs(B, N, V, options["dtype"], options["uncond"], options["settings"], options["ranges"],
                                 options["filters"])
     if options["likely"]:  # peaked rows, and the condition moves the logits a little, as it does in a model
-        cond, noise = rows[0].float() * 2.5, rows[1].float() / 8
+        cond, noise = rows[0].float() * 3.5, rows[1].float() / 8
         rows = (cond.to(rows[0].dtype), (cond + noise).to(rows[0].dtype), *rows[2:])
     if options["ranges"] == "each":  # two of three requests begin with a valid row
         kwargs["id_range"][:, 0] = torch.tensor([[1, V], [V // 8, V], [-1, V]], device=DEVICE).repeat(B, 1)[:B]

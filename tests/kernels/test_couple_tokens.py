@@ -6,6 +6,7 @@ import torch
 
 from specvis_kernels import (
     EMPTY_RESIDUAL,
+    INVALID_DRAFT,
     INVALID_ROW,
     INVALID_RULE,
     INVALID_TREE,
@@ -173,15 +174,15 @@ def test_an_empty_residual_is_the_target(backend):
 def test_a_bad_row(backend, bad):
     """There is no draw from a bad P. With a bad Q the guess counts as none, and P answers."""
     assert one(backend, 1, 0.0, 0.5, target=bad) == (0, False, 0.0, INVALID_ROW)
-    assert one(backend, 1, 0.0, 0.5, draft=bad) == (1, False, 0.0, INVALID_ROW)
-    assert one(backend, 1, 0.0, 0.76, draft=bad) == (2, False, 0.0, INVALID_ROW)
+    assert one(backend, 1, 0.0, 0.5, draft=bad) == (1, False, 0.0, INVALID_DRAFT)
+    assert one(backend, 1, 0.0, 0.76, draft=bad) == (2, False, 0.0, INVALID_DRAFT)
 
 
 @each_backend
 def test_what_is_reported_first(backend):
     """A rule or a row that is not there, then the guess: what comes behind is not looked at."""
     bad = 4 * [NAN]
-    assert one(backend, 9, 0.0, 0.5, draft=bad) == (1, False, 0.0, INVALID_ROW)
+    assert one(backend, 9, 0.0, 0.5, draft=bad) == (1, False, 0.0, INVALID_DRAFT)
     assert one(backend, 9, 0.0, 0.5, draft=bad, omega=NAN) == (1, False, 0.0, INVALID_RULE)
     assert one(backend, 9, 0.0, 0.5, omega=NAN) == (1, False, 0.0, INVALID_RULE)
     assert one(backend, 9, 0.0, 0.5, target=bad) == (0, False, 0.0, INVALID_ROW)

@@ -25,7 +25,8 @@ def draw(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1.0,
     B, N, _ = logits.shape
     per_request = [tensor(value, dtype).expand(B) for value, dtype in (
         (guidance, torch.float32), (temperature, torch.float32), (top_k, torch.int32), (top_p, torch.float32))]
-    kwargs |= {name: tensor(kwargs[name], torch.int64) for name in ("guesses", "id_range") if name in kwargs}
+    kwargs |= {name: tensor(kwargs[name], torch.int64) for name in ("guesses", "id_range")
+               if name in kwargs and not isinstance(kwargs[name], tuple)}
     return draw_tokens(logits, rows(uncond), *per_request, tensor(seeds, torch.int64).expand(B),
                        tensor(positions, torch.int64).expand(B, N), **kwargs)
 
@@ -101,6 +102,11 @@ def test_the_largest_sum_wins(backend):
     ({"top_k": 4}, [0, 1, 2, 3, 4]),             # the fourth largest is a tie: both stay
     ({"top_p": 0.6}, [0, 1]),                    # 8/16 < 0.6 <= 12/16
     ({"top_k": 2, "top_p": 0.6}, [0]),           # top-k first: 8/12 >= 0.6
+    ({"top_k": 2, "top_p": 0.6, "filters": "p_then_k"}, [0, 1]),  # 8/16 < 0.6 of all
+    ({"top_k": 1, "top_p": 0.6, "filters": "p_then_k"}, [0]),
+    ({"top_k": 4, "top_p": 0.6, "filters": "p_then_k"}, [0, 1]),
+    ({"top_k": 3, "filters": "p_then_k"}, [0, 1, 2]),
+    ({"id_range": (1, 4)}, [1, 2, 3]),
     ({"id_range": [1, 4]}, [1, 2, 3]),
     ({"id_range": [1, 5], "top_k": 1}, [1]),
 ])
@@ -108,12 +114,25 @@ def test_ids_that_a_filter_drops_are_never_drawn(backend, settings, kept):
     """And the others all are, at so many positions. What is kept does not move the noise of an id."""
     N = 60 if backend == "triton" else 200
     x = torch.tensor([math.log(p) for p in (8, 4, 2, 1, 1)], device=DEVICE)
-    if "id_range" in settings:
+    if isinstance(settings.get("id_range"), list):
         settings = settings | {"id_range": torch.tensor(settings["id_range"]).expand(1, N, 2)}
     tokens = draw(x.expand(1, N, 5), positions=range(N), backend=backend, **settings).tokens
     assert sorted(set(tokens[0].tolist())) == kept
     scores = x[kept] + noise(range(N), 5)[:, kept]
     assert tokens[0].tolist() == torch.tensor(kept, device=DEVICE)[scores.argmax(-1)].tolist()
+
+
+@BACKENDS
+@pytest.mark.parametrize("k, p", [(30, 0.7), (200, 0.95), (3, 0.95), (0, 0.8), (40, 1.0)])
+def test_p_then_k_keeps_the_ids_of_guided_probs(backend, k, p):
+    x = (2 * torch.randn(1, 1, 600, generator=torch.Generator().manual_seed(k))).to(DEVICE)
+    settings = dict(guidance=1.0, temperature=1.3, top_k=k, top_p=p, filters="p_then_k")
+    is_kept = guided_probs(x, None, **settings, backend="oracle").probs[0, 0] > 0
+    N = 20 if backend == "triton" else 60
+    keys = torch.tensor([7], device=DEVICE), torch.arange(N, device=DEVICE).view(1, N)
+    drawn = draw_tokens(x.expand(1, N, 600), None, seeds=keys[0], positions=keys[1], **settings, backend=backend)
+    scores = torch.where(is_kept, x[0, 0] / 1.3, -INF) + noise(range(N), 600)
+    assert is_kept.sum() < 600 and torch.equal(drawn.tokens[0], scores.argmax(-1))
 
 
 @BACKENDS
@@ -331,12 +350,15 @@ def test_draws_are_independent():
     ("logits", torch.zeros(1).expand(2, 3, 2**22 + 1), r"logits must have 1 <= V <= 4194304 .*, got V=4194305"),
     ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, N=3, V=5\), got float32 \(2, 3, 4\)"),
     ("guidance", torch.zeros(3), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
-    ("temperature", 1.0, r"temperature must be float32 \(B=2\), got float"),
+    ("temperature", None, r"temperature must be float32 \(B=2\) or a number, got None"),
+    ("top_k", 0.5, r"top_k must be int32 \(B=2\) or an integer, got 0.5"),
     ("top_k", torch.zeros(2), r"top_k must be int32 \(B=2\), got float32 \(2,\)"),
     ("top_p", torch.zeros(2, device="meta"), "top_p must be on cpu like the other tensors, got meta"),
     ("seeds", torch.zeros(2), r"seeds must be int64 \(B=2\), got float32 \(2,\)"),
     ("positions", torch.zeros(2, dtype=torch.int64), r"positions must be int64 \(B=2, N=3\), got int64 \(2,\)"),
     ("id_range", torch.zeros(2, 3, dtype=torch.int64), r"id_range must be int64 \(B=2, N=3, bounds=2\), got int64"),
+    ("id_range", (2, 1), r"or two integers with 0 <= first < last <= V=5, got \(2, 1\)"),
+    ("filters", "k", "filters must be one of k_then_p, p_then_k, got 'k'"),
     ("guesses", torch.zeros(2, 3), r"guesses must be int64 \(B=2, N=3\), got float32 \(2, 3\)"),
     ("ahead", -1, "ahead must be an integer >= 0, got -1"),
     ("ahead", 1.5, "ahead must be an integer >= 0, got 1.5"),

@@ -58,6 +58,15 @@ def close(expected):
     ({"top_k": 2, "top_p": 0.6}, [8, 0, 0, 0, 0]),     # top-k first: 8/12 >= 0.6; else 8 and 4 would stay
     ({"temperature": 0.5, "top_p": 0.7}, [64, 0, 0, 0, 0]),  # temperature first: 64/86 >= 0.7 > 8/16
     ({"temperature": 0.0, "top_k": 1, "top_p": 0.1}, [8, 4, 2, 1, 1]),  # greedy: no filter
+    ({"top_k": 2, "top_p": 0.6, "filters": "p_then_k"}, [8, 4, 0, 0, 0]),  # 8/16 < 0.6, and both are among the best 2
+    ({"top_k": 1, "top_p": 0.6, "filters": "p_then_k"}, [8, 0, 0, 0, 0]),
+    ({"top_k": 3, "top_p": 0.9, "filters": "p_then_k"}, [8, 4, 2, 0, 0]),  # top-p leaves all of them
+    ({"top_k": 4, "top_p": 0.9, "filters": "p_then_k"}, [8, 4, 2, 1, 1]),  # the fourth largest is a tie
+    ({"top_k": 4, "top_p": 0.6, "filters": "p_then_k"}, [8, 4, 0, 0, 0]),  # top-p leaves less than four
+    ({"top_k": 2, "filters": "p_then_k"}, [8, 4, 0, 0, 0]),
+    ({"top_p": 0.6, "filters": "p_then_k"}, [8, 4, 0, 0, 0]),
+    ({"temperature": 0.0, "top_k": 1, "top_p": 0.1, "filters": "p_then_k"}, [8, 4, 2, 1, 1]),
+    ({"id_range": (0, 3), "top_k": 2, "top_p": 0.6, "filters": "p_then_k"}, [8, 4, 0, 0, 0]),  # 8/14 < 0.6
     ({"id_range": (1, 4)}, [0, 4, 2, 1, 0]),
     ({"id_range": (1, 4), "top_k": 1}, [0, 4, 0, 0, 0]),  # the best of the range
     ({"id_range": [2, 3]}, [0, 0, 2, 0, 0]),
@@ -170,6 +179,54 @@ def test_the_kept_set_is_the_oracles(backend):
     assert (got > 0).sum(-1).flatten().tolist()[1] == 1
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(got.sum(-1), torch.ones(6, 1, device=DEVICE), rtol=1e-6, atol=0)
+
+
+def plainly_filtered(logits, k, p):
+    """Which logits of a list top-p keeps of all, and then top-k of these: by sorting."""
+    order = sorted(range(len(logits)), key=lambda v: -logits[v])
+    probs = torch.tensor(logits, dtype=torch.float64).softmax(0)
+    kept, mass = [], 0.0
+    for v in order:
+        if not 0 < p < 1 or mass < p:
+            kept.append(v)
+        mass += probs[v].item()
+    return set(kept[:k] if k > 0 else kept)
+
+
+@BACKENDS
+@pytest.mark.parametrize("k", [0, 1, 7, 60, 500])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9, 0.999, 1.0])
+def test_p_then_k_is_the_plain_statement(backend, k, p):
+    logits = (torch.randn(300, generator=torch.Generator().manual_seed(k)) * 2).tolist()
+    probs, status = one_row(logits, top_k=k, top_p=p, filters="p_then_k", backend=backend)
+    assert {v for v in range(300) if probs[v] > 0} == plainly_filtered(logits, k, p) and status == 0
+    total = sum(math.exp(logits[v]) for v in plainly_filtered(logits, k, p))
+    assert max(probs) == close(math.exp(max(logits)) / total)
+
+
+@BACKENDS
+def test_each_row_has_a_range_of_its_own(backend):
+    """The last two are not ranges of ids."""
+    ranges = torch.tensor([[[0, 5], [1, 4], [3, 4], [2, 2], [0, 6]]], device=DEVICE)
+    logits = torch.tensor(logs(8, 4, 2, 1, 1), device=DEVICE).repeat(1, 5, 1)
+    logits[0, 1, 0] = logits[0, 2, 2] = NAN  # outside: not looked at
+    probs, status = guided_probs(logits, None, 1.0, 1.0, 2, 1.0, id_range=ranges, backend=backend)
+    assert status.tolist() == [[0, 0, 0, INVALID_ROW, INVALID_ROW]]
+    expected = [[8, 4, 0, 0, 0], [0, 4, 2, 0, 0], [0, 0, 0, 1, 0]]
+    assert probs[0, :3].tolist() == [close([x / sum(row) for x in row]) for row in expected]
+    assert not probs[0, 3:].any()
+    for n, pair in enumerate([(0, 5), (1, 4), (3, 4)]):
+        alone = guided_probs(logits[:, n:n + 1], None, 1.0, 1.0, 2, 1.0, id_range=pair, backend=backend)
+        assert torch.equal(alone.probs[0, 0], probs[0, n])
+
+
+@BACKENDS
+def test_a_number_stands_for_all_requests(backend):
+    logits, uncond = torch.randn(2, 3, 2, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    one = torch.ones(3, device=DEVICE)
+    expected = guided_probs(logits, uncond, 2.5 * one, 0.5 * one, (7 * one).int(), 0.75 * one, backend=backend)
+    for got, wanted in zip(guided_probs(logits, uncond, 2.5, 0.5, 7, 0.75, backend=backend), expected):
+        assert torch.equal(got, wanted)
 
 
 @BACKENDS

@@ -4,7 +4,15 @@ import random
 import pytest
 import torch
 
-from specvis_kernels import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, INVALID_TREE, backends, verify_tree
+from specvis_kernels import (
+    EMPTY_RESIDUAL,
+    INVALID_DRAFT,
+    INVALID_ROW,
+    INVALID_RULE,
+    INVALID_TREE,
+    backends,
+    verify_tree,
+)
 from tests.kernels.inputs import DEVICE, links
 
 BACKENDS = backends("verify_tree", DEVICE)
@@ -436,7 +444,8 @@ def test_bad_rows(backend, bad):
     assert verify(backend, [ROW, ROW, bad], **(chain | {"uniforms": [0.9, 0.0, 0.5]}))[::3] == ([1], 0)
     # A bad draft row: the node counts as a leaf.
     drafts = dict(draft=[bad, ROW], draft_row=[1, 0, 0])
-    assert verify(backend, [ROW], **chain, **drafts) == ([1], 3, 0.0, INVALID_ROW)
+    assert verify(backend, [ROW], **chain, **drafts) == ([1], 3, 0.0, INVALID_DRAFT)
+    assert verify(backend, [ROW, bad, ROW], **chain, **drafts) == ([1], 0, 0.0, INVALID_ROW)  # not looked at any more
     drafts["draft_row"] = [1, -1, 0]
     assert verify(backend, [ROW], **chain, **drafts)[::3] == ([1, 2], 0)
 
