@@ -5,9 +5,19 @@ Where the results can be compared, tests/test_benchmarks.py checks them against 
 """
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from specvis_kernels import draw_children, draw_tokens, expand_tree, guided_probs, tree_mask, verify_greedy, verify_tree
+from specvis_kernels import (
+    INVALID_ROW,
+    draw_children,
+    draw_tokens,
+    expand_tree,
+    guided_probs,
+    tree_mask,
+    verify_greedy,
+    verify_tree,
+)
 
 
 def index_and_put(caches, accepted_nodes, num_accepted, lengths, *, row_dim=0, column_dim=1):
@@ -62,13 +72,31 @@ def topk_twice(logits, scores, width, *, num_children):
     return tokens, scores, scores.flatten(1).topk(num_children, -1)
 
 
+def scatter_and_add(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
+                    accepted_nodes, num_accepted, next_token, step_excess, status, depth):
+    """commit_tokens by torch's own operations. The images' last columns take what finished ones do not need."""
+    L = num_accepted_at.shape[1]
+    nodes, last = pad(accepted_nodes.clamp(min=0), (1, 0)).long(), num_accepted[:, None].long()
+    index, is_active = torch.arange(nodes.shape[1], device=tokens.device), counts < L
+    new_tokens = pad(node_tokens.gather(1, nodes[:, 1:]), (0, 1)).scatter_(1, last, next_token[:, None])
+    new_tokens.masked_fill_(index > last, 0)
+    position = counts.clamp(max=L - 1)[:, None]
+    tokens.scatter_(1, position + index, new_tokens)
+    num_accepted_at.scatter_(1, position, last)
+    num_drafted_at.scatter_(1, position, depth[:, None].minimum(L - 1 - position))
+    target_forwards += is_active
+    tv_excess += step_excess * is_active
+    failed |= is_active & (status & INVALID_ROW != 0)
+    counts.copy_((counts + last[:, 0] + 1).clamp(max=L).masked_fill_(failed, L))
+    return new_tokens, nodes, last[:, 0] + 1
+
+
 def children_by_ops(logits, uncond, uniforms, guidance, temperature, top_k, top_p, *, seeds=None, positions=None,
                     num_children=None, **ids):
-    """draft_children as guided_probs and draw_children, and the likeliest tokens for requests at temperature 0."""
+    """draft_children as guided_probs and draw_children, for requests whose temperature is not 0."""
     probs, status = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, **ids)
     tokens = draw_children(probs, uniforms, seeds=seeds, positions=positions, num_children=num_children).tokens
-    likeliest = probs.topk(min(tokens.shape[2], probs.shape[2]), -1).indices
-    return torch.where((temperature == 0)[:, None, None], likeliest, tokens), probs, status
+    return tokens, probs, status
 
 
 def level_by_ops(logits, uncond, scores, ancestors, candidates, width, depth, guidance, temperature, top_k, top_p, *,
@@ -306,6 +334,7 @@ def attention_under_a_mask(q, k_cache, v_cache, lengths, ancestors, *, key_mask=
 
 BASELINES = {
     "commit_kv": {"index and put": index_and_put},
+    "commit_tokens": {"scatter": scatter_and_add},
     "couple_tokens": {"multinomial": where_and_multinomial},
     "draft_children": {"two ops": children_by_ops},
     "draft_frontier": {"two ops": level_by_ops},

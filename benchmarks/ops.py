@@ -44,6 +44,9 @@ ROWS = {
                      "dtype": torch.bfloat16})],
         lambda B, N, P, options: 2 * B * P * 2 * (2 if options["layout"] == "layers" else options["heads"])
         * options["count"] * options["width"] * options.get("dtype", torch.float32).itemsize),
+    "commit_tokens": (  # 6 levels of a tree of 60 nodes, an image of 576 tokens; what it must write
+        [(B, 60, 6, 576, True, False) for B in (1, 8, 64)],
+        lambda B, N, P, *_: B * (3 * (P + 1) * 8 + 44)),
     "couple_tokens": (  # Jacobi windows of 16 and 32
         [*((B, W, 16384) for B in (1, 8) for W in (16, 32)), (1, 16, 65536),
          *((1, 16, 16384, options) for options in ({"k": 1000, "residual": "relaxed"}, {"group": 14}))],

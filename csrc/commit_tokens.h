@@ -26,7 +26,7 @@ struct CommitTokens {
   int64_t* nodes;                 // (B, P + 1)
   int64_t* num_new;               // (B)
 
-  HOST_DEVICE int64_t accepted(int64_t b) const {
+  HOST_DEVICE int64_t last_new(int64_t b) const {
     const int64_t a = num_accepted[b];
     return a < 0 ? 0 : a < P ? a : P;
   }
@@ -38,7 +38,7 @@ struct CommitTokens {
 
   // Writes new token i of P + 1, also to the image, which has `count` tokens.
   HOST_DEVICE void write(int64_t b, int64_t i, int64_t count) const {
-    const int64_t last = accepted(b), at = b * (P + 1) + i;
+    const int64_t last = last_new(b), at = b * (P + 1) + i;
     nodes[at] = i > 0 && i <= last ? accepted_node(b, i - 1) : 0;
     const int64_t token = i < last ? node_tokens[b * N + accepted_node(b, i)] : i == last ? next_token[b] : 0;
     new_tokens[at] = token;
@@ -47,7 +47,7 @@ struct CommitTokens {
 
   // Accounts for the step. Nothing reads the image's count behind that.
   HOST_DEVICE void account(int64_t b, int64_t count) const {
-    const int64_t last = accepted(b), room = L - 1 - count;
+    const int64_t last = last_new(b), room = L - 1 - count;
     num_new[b] = last + 1;
     if (!is_active(count)) return;
     num_accepted_at[b * L + count] = last;

@@ -87,6 +87,17 @@ def test_the_baseline_moves_the_same_columns(layout):
     assert all(a.equal(b) for a, b in zip(*caches))
 
 
+def test_the_baseline_commits_the_same_tokens():
+    steps = []
+    for name in ("scatter", "oracle"):
+        call, args = ops.prepare("commit_tokens", (8, 20, 6, 30, True, False), name)
+        out = call(*args)
+        tokens, counts = args[0][:, :30], args[1]
+        is_written = torch.arange(30, device=tokens.device) < counts[:, None]  # the baseline writes zeros behind
+        steps.append((*out, tokens.where(is_written, 0), *args[1:7]))
+    assert all(a.equal(b) for a, b in zip(*steps, strict=True)) and steps[0][2].max() > 3
+
+
 @pytest.mark.parametrize("options", [{}, {"k": 6, "residual": "relaxed"}, {"group": 6}, {"omega": (1.5, 2.0)}])
 def test_the_baseline_keeps_the_same_guesses(options):
     (tokens, is_kept, num_kept), expected = both("couple_tokens", "multinomial", 8, 16, 30, options)

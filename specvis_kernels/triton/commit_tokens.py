@@ -36,10 +36,11 @@ def commit_tokens_kernel(
     tl.store(new_tokens + b * (P + 1) + i, token, mask=is_slot)
     tl.store(nodes + b * (P + 1) + 1 + i, node, mask=i < P)
     tl.store(nodes + b * (P + 1), b * 0)
-    tl.store(tokens + b * C + count + i, token, mask=is_slot & (i <= last) & is_active & (i < L - count))
+    room = L - 1 - count
+    last_written = tl.where(is_active, tl.minimum(last, room), -1)
+    tl.store(tokens + b * C + count + i, token, mask=i <= last_written)
 
     tl.store(num_new + b, last + 1)
-    room = L - 1 - count
     tl.store(num_accepted_at + b * L + count, last, mask=is_active)
     tl.store(num_drafted_at + b * L + count, tl.minimum(tl.load(depth + b), room), mask=is_active)
     tl.store(target_forwards + b, tl.load(target_forwards + b) + 1, mask=is_active)

@@ -338,23 +338,25 @@ def commit_kv(B, N, P, options=None):
 CASES["commit_tokens"] = [(1, 1, 0, 1), (3, 7, 3, 9), (8, 20, 6, 5, False), (2, 60, 40, 50), (5, 3, 2, 4, True)]
 
 
-def commit_tokens(B, N, P, L, excess=True):
-    """Images of which some end in this step and some have ended. Some statuses are bad, some nodes out of range."""
+def commit_tokens(B, N, P, L, excess=True, invalid=True):
+    """Images of which some end in this step. `invalid`: some have ended, and some statuses and numbers are bad."""
     g = torch.Generator().manual_seed(B + N + P + L)
 
     def integers(low, high, *sizes, dtype=torch.int64):
         return torch.randint(low, high, sizes, generator=g).to(DEVICE, dtype)
 
-    counts = integers(0, L + 1, B)
-    counts[1::4], counts[2::5] = L - 1, L + 3
-    accepted_nodes = integers(1, N + 1, B, P, dtype=torch.int32)  # N is no node
-    num_accepted = integers(0, P + 1, B, dtype=torch.int32)
-    num_accepted[3::4], num_accepted[4::5] = -2, P + 9
-    written = (integers(0, 99, B, L + P + 1), counts, integers(0, 5, B) == 0, integers(1, 9, B),
+    counts, num_accepted = integers(0, L, B), integers(0, P + 1, B, dtype=torch.int32)
+    accepted_nodes = integers(1, N + invalid, B, P, dtype=torch.int32)  # N is no node
+    counts[1::4] = L - 1
+    if not invalid:
+        accepted_nodes[torch.arange(P, device=DEVICE) >= num_accepted[:, None]] = -1
+    else:
+        counts[2::5], num_accepted[3::4], num_accepted[4::5] = L + 3, -2, P + 9
+    written = (integers(0, 99, B, L + P + 1), counts, (integers(0, 5, B) == 0) & invalid, integers(1, 9, B),
                integers(-1, 9, B, L), integers(0, 9, B, L), torch.rand(B, generator=g).to(DEVICE))
     step_excess = torch.rand(B, generator=g).to(DEVICE) if excess else None
     return (*written, integers(0, 99, B, N), accepted_nodes, num_accepted, integers(0, 99, B), step_excess,
-            integers(0, 8, B, dtype=torch.int32), integers(0, 9, B)), {}
+            integers(0, 8 if invalid else 1, B, dtype=torch.int32), integers(0, 9, B)), {}
 
 
 CASES["couple_tokens"] = [
