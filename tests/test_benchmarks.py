@@ -3,8 +3,14 @@ import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import harness, jacobi, ops
+from benchmarks import decode, harness, jacobi, ops, released
+from specvis.decoding.drafters import EagleDrafter, ModelDrafter
+from specvis.decoding.methods import parse_method
+from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from specvis.models.llamagen import GPTConfig
+from specvis_kernels import tree_links, verify_tree
 from tests.kernels import inputs
+from tests.tiny import tiny_pipeline
 
 
 def both(op, name, *sizes):
@@ -137,3 +143,211 @@ def test_a_size_is_timed_with_windows_that_its_steps_have(windows, monkeypatch, 
     with pytest.raises(SystemExit):
         jacobi.main()
     assert f"--windows of size must be numbers from 1 to 32, got {windows}" in capsys.readouterr().err
+
+
+WIDE = {"guidance": 1.2, "temperature": 1.5, "top_k": 24, "top_p": 0.95}  # at which tiny drafters are accepted often
+
+
+def tiny_subject(pipeline=None):
+    return decode.Subject.of_pipeline(pipeline or tiny_pipeline(), ["red heart", "blue heart", "plain heart"], WIDE)
+
+
+def decode_as_released(pipeline, drafter, prompts, method, sampling, known_tokens=None):
+    with torch.inference_mode():
+        features = pipeline.words(pipeline.words.encode(prompts))
+        condition, padding_mask = pipeline.gpt.condition(features)
+        drafter = drafter(features, padding_mask)
+    neighbors = pipeline.neighbors(method.num_neighbors) if method.num_neighbors else None
+    return released.released_decode(pipeline.gpt, drafter, condition, padding_mask, sampling, method, neighbors,
+                                    known_tokens=known_tokens)
+
+
+@pytest.mark.parametrize("text", ["eagle1", "lantern:k=6:delta=0.4:width=4:nodes=12"])
+def test_the_released_loop_accepts_and_draws_as_ours(text):
+    pipeline, method, B = tiny_pipeline(), parse_method(text), 400
+    L, prompts, sampling = pipeline.num_tokens, ["red heart"] * B, Sampling.of(list(range(B)), **WIDE)
+    at = L - 3  # where the first step begins; two levels are in the image, and the released loop drafts beyond it
+    known = torch.randint(64, (1, at - 1), generator=torch.Generator().manual_seed(3)).repeat(B, 1)
+    both = (pipeline.tokens(prompts, method, sampling, known_tokens=known),
+            decode_as_released(pipeline, lambda _, padding_mask: EagleDrafter(
+                pipeline.gpt, pipeline.drafter, repeat_for_cfg(padding_mask)), prompts, method, sampling, known))
+    accepted = [decoded.num_accepted[:, at].double() for decoded in both]
+    assert accepted[0].mean() > 0.15
+    assert abs(accepted[0].mean() - accepted[1].mean()) < 4 * sum(a.var() / B for a in accepted) ** 0.5
+    for position in (at - 1, at, at + 1):
+        ours, theirs = (torch.bincount(decoded.tokens[:, position], minlength=64).double() for decoded in both)
+        chi_square = ((ours - theirs) ** 2 / (ours + theirs).clamp(min=1)).sum()
+        freedom = (ours + theirs > 0).sum() - 1
+        assert chi_square < freedom + 4 * (2 * freedom) ** 0.5 + 4
+
+
+@pytest.mark.parametrize("text", ["eagle1", "lantern:k=0"])
+def test_the_released_loop_finds_the_likeliest_tokens(text):
+    pipeline, method, prompts = tiny_pipeline(), parse_method(text), ["red heart", "blue", "plain heart"]
+    sampling = Sampling.of([0, 1, 2], guidance=1.5, temperature=1e-3)
+    for layer in pipeline.gpt.layers:  # what comes before counts for much
+        layer.attention.wqkv.weight.data.normal_(std=0.4, generator=torch.Generator().manual_seed(1))
+        layer.attention.wo.weight.data.normal_(std=0.8, generator=torch.Generator().manual_seed(2))
+    expected = pipeline.tokens(prompts, "vanilla", sampling).tokens
+
+    def itself(features, padding_mask):  # so all drafts are right, as deep as the tree is
+        return ModelDrafter(pipeline.gpt, *cfg_inputs(pipeline.gpt, *pipeline.gpt.condition(features)))
+
+    decoded = decode_as_released(pipeline, itself, prompts, method, sampling)
+    assert decoded.tokens.equal(expected) and decoded.num_accepted[:, 1].tolist() == [method.max_depth] * 3
+    known = expected[:, :5]
+    assert decode_as_released(pipeline, itself, prompts, method, sampling, known).tokens.equal(expected)
+
+
+def test_the_released_trees_hold_what_the_drafter_says_along_each_path():
+    pipeline, method, S, K = tiny_pipeline(), parse_method("lantern:k=0:width=4:nodes=20"), 3, 2
+    head, random = pipeline.drafter, torch.Generator().manual_seed(1)
+    head.layers[0].self_attn.o_proj.weight.data.mul_(20)  # what comes before counts for much
+    warpers = released.Warpers(1.5, 1.0, 0, 1.0)
+    with torch.inference_mode():
+        drafter = EagleDrafter(pipeline.gpt, head, torch.ones(2, S, dtype=torch.bool))
+        drafts = released.Drafts(drafter, warpers, method, pipeline.num_tokens)
+        drafter.prefill(torch.randn(2, S, 32, generator=random), drafts.cache)
+        drafts.extend(torch.tensor([[5, 9]]), torch.randn(2, K, 32, generator=random), [0], [K])
+        tree = drafts.draft(torch.tensor([9]))
+        assert tree.shapes[0].paths.shape[0] > 4 and tree.shapes[0].paths.shape[1] == 5
+        for path in tree.shapes[0].paths:
+            hidden = drafts.hidden
+            for i, node in enumerate(path[1:][path[1:] >= 0]):
+                token = tree.tokens[:, node]
+                assert token in drafts.guided(hidden)[0, 0].topk(4).indices
+                hidden = released.read_chain(drafter, token[None], [drafts.lengths[0] + i], drafts.cache,
+                                             drafter.padding_mask, hidden)
+
+
+class FixedDrafter:
+    """Has one distribution, whatever it reads."""
+    prefix_len = 1
+
+    def __init__(self, row, batch):
+        self.row, self.padding_mask = row, torch.ones(2 * batch, 1, dtype=torch.bool)
+
+    def new_cache(self, columns):
+        return None
+
+    def extend(self, tokens, *others):
+        return torch.zeros(*tokens.shape, 1)
+
+    def logits(self, hidden):
+        return self.row.log().expand(*hidden.shape[:2], -1)
+
+
+@pytest.mark.parametrize("text", ["eagle1", "eagle1:k=2:delta=0.2:residual=relaxed", "lantern:k=0:width=3:nodes=8",
+                                  "lantern:k=2:delta=0.2:width=3:nodes=8",
+                                  "lantern++:k=2:delta=1.0:tree=mc_sim_7b_63"])
+def test_the_released_walk_has_the_rule_of_verify_tree(text):
+    """Of the same trees both accept as many drafts, and emit the same distribution."""
+    method, B, V = parse_method(text), 2000, 6
+    torch.manual_seed(0)
+    p, q = torch.tensor([0.05, 0.3, 0.05, 0.35, 0.05, 0.2]), torch.tensor([0.4, 0.05, 0.3, 0.05, 0.15, 0.05])
+    neighbors = torch.tensor([[1, 2], [0, 3], [4, 5], [1, 5], [3, 0], [2, 4]], dtype=torch.int32)
+    warpers = released.Warpers(1.0, 1.0, 0, 1.0)
+    drafts = released.Drafts(FixedDrafter(q, B), warpers, method, 16)
+    drafts.extend(torch.zeros(B, 1, dtype=torch.int64), torch.zeros(2 * B, 1, 1), [0] * B, [1] * B)
+    tree = drafts.draft(torch.zeros(B, dtype=torch.int64))
+    N = tree.tokens.shape[1]
+    walk = released.PathVerifier(warpers, method, neighbors, 0)
+    emitted, num_accepted = torch.zeros(2, V), [[], []]
+    for b in range(B):
+        path, accepted, probs = walk(p.log().expand(N, V), tree, b)
+        first = tree.tokens[b, tree.shapes[b].paths[path, 1]]
+        emitted[0] += torch.eye(V)[first] if accepted else probs
+        num_accepted[0].append(accepted)
+    links = tree_links(torch.tensor([shape.parents for shape in tree.shapes], dtype=torch.int32))
+    options = {"residual": method.residual}
+    if tree.probs is not None:
+        options |= {"draft_probs": tree.probs.contiguous(),
+                    "draft_row": torch.tensor([tree.draft_row] * B, dtype=torch.int32)}
+    if method.k:
+        options |= {"neighbors": neighbors, "delta": torch.full((B,), method.delta), "cutoff": method.cutoff}
+    for _ in range(4):
+        ours = verify_tree(p.expand(B, N, V), tree.tokens, links.first_child, links.next_sibling, torch.rand(B, N),
+                           max_depth=method.max_depth, **options)
+        first = tree.tokens.gather(1, ours.accepted_nodes[:, :1].clamp(min=0).long())[:, 0]
+        emitted[1] += torch.bincount(torch.where(ours.num_accepted > 0, first, ours.next_token), minlength=V) / 4
+        num_accepted[1] += ours.num_accepted.tolist()
+    theirs, ours = (torch.tensor(numbers).double() for numbers in num_accepted)
+    assert abs(theirs.mean() - ours.mean()) < 4 * ours.std() / B ** 0.5 and ours.mean() > 0.1
+    assert (emitted[0] - emitted[1]).abs().sum() / 2 < 0.03 * B
+    if method.lossless:
+        assert (emitted[0] - B * p).abs().sum() / 2 < 0.03 * B
+
+
+def test_the_released_loop_refuses_what_no_release_has():
+    with pytest.raises(ValueError, match="method must be eagle1, lantern, lantern\\+\\+ or speculative, got eagle2"):
+        released.released_decode(None, None, None, None, None, parse_method("eagle2"))
+
+
+def test_a_record_says_where_the_time_of_a_picture_goes():
+    said = []
+    records = decode.measure(tiny_subject(), decode.timed_methods(["vanilla", "jacobi:window=4", "eagle1"]), 2, 0,
+                             said.append)
+    assert [r["method"] for r in records] == ["vanilla", "jacobi:window=4", "eagle1", "released eagle1"] and said
+    for r in records:
+        assert (r["size"], r["dtype"], r["batch"], r["timed"], r["turns"]) == ("shipped", "float32", 2, "pictures", 2)
+        assert r["picture_s"] > 0 and r["step_ms"] > 0 and r["imposed_tau"] is None and r["times_vanilla"] > 0
+        assert sum(r[part] for part in decode.PARTS) == pytest.approx(1, abs=1e-3) and r["rest"] > 0
+        assert r["target"] > 0 and (r["drafter"] > 0) == ("eagle1" in r["method"])
+        assert (r["ops"] > 0) != r["method"].startswith("released")
+        assert r["method"] in decode.line_of(r)
+    assert [r["times_released"] is None for r in records] == [True, True, False, True]
+    assert (records[0]["tau"], records[0]["times_vanilla"]) == (1, 1) and records[1]["tau"] > 1
+
+
+@pytest.mark.parametrize("text", ["jacobi:window=4", "eagle1", "eagle2:width=4", "lantern:k=6:delta=0.4:width=4"])
+def test_random_weights_accept_what_was_recorded(text):
+    recorder = decode.Recorder(tiny_pipeline(), ["red heart", "blue heart", "plain heart"], WIDE)
+    method, prompts = parse_method(text), 3
+    config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16)
+    subject = decode.Subject.random("B", config, recorder, dtype=torch.float32)
+    assert recorder(method).num_accepted.max() > 0
+    for contender in decode.contenders_of([method]):
+        run = decode.run(subject, contender, prompts, 0)
+        assert run.tau == pytest.approx(recorder.tau(method)), contender.name
+
+
+def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
+    pipeline = tiny_pipeline()
+    config = GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16)
+    subject = decode.Subject.random("L", config, decode.Recorder(pipeline, ["red heart"], WIDE), dtype=torch.float32)
+    methods = decode.timed_methods(["vanilla", "lantern:k=6:width=3:nodes=8"])
+    taken = decode.run(subject, decode.Contender(methods[0]), 2, 0, max_steps=3)
+    assert (taken.num_steps, taken.tau) == (3, 1)
+    records = decode.measure(subject, methods, 2, 0, lambda text: None)
+    assert {r["timed"] for r in records} == {"steps"}
+    assert records[0]["picture_s"] == pytest.approx(16 * records[0]["step_ms"] / 2e3, rel=1e-3)
+    assert records[1]["picture_s"] == pytest.approx(
+        16 * records[1]["step_ms"] / 2e3 / records[1]["imposed_tau"], rel=1e-3)
+    decode.plot(records, tmp_path / "parts.png")
+    assert (tmp_path / "parts.png").stat().st_size > 1000
+
+
+def test_what_a_part_calls_is_timed_once_and_ops_are_put_back():
+    before = torch.ops.specvis_kernels.tree_links.default._op
+    watch = decode.Watch(clock := decode.Clock(torch.device("cpu")), tiny_pipeline().gpt)
+    clock.now = iter(range(100)).__next__
+    tree_links = specvis_kernels.tree_links
+    with decode.ops_replaced(lambda name, call: watch.timed("ops", call)):
+        watch.timed("target", tree_links)(torch.tensor([[-1, 0]], dtype=torch.int32))
+        assert watch.seconds == {"target": 1}
+        tree_links(torch.tensor([[-1, 0]], dtype=torch.int32))
+        assert watch.seconds == {"target": 1, "ops": 1}
+    assert torch.ops.specvis_kernels.tree_links.default._op is before
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--sizes", "S"], "no size 'S', only shipped, B, L, XL"),
+    (["--methods", "gsd"], "methods must be of vanilla, jacobi, speculative, eagle1"),
+    (["--methods", "cspd"], "methods must be of vanilla, jacobi"),
+    (["--methods", "eagle1:wide=3"], "method eagle1 has no parameter 'wide'"),
+    (["--batch", "0"], "--batch must be at least 1, got 0")])
+def test_the_decoding_benchmark_names_what_there_is(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["decode", *arguments])
+    with pytest.raises(SystemExit):
+        decode.main()
+    assert message in capsys.readouterr().err

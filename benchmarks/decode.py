@@ -1,0 +1,584 @@
+"""Where the time of a picture goes:   python -m benchmarks.decode [--sizes ..] [--methods ..] [--batch ..] [--json]
+
+Every method is timed beside plain decoding and, where EAGLE's and LANTERN's releases have it, beside a loop like theirs
+(benchmarks/released.py), with the same models, drafters, trees and settings. All take turns, so that other work on the
+machine meets them alike, and what is compared are the runs of one turn. A size is "shipped", the shipped model in
+float32, or one of LlamaGen's with random weights in bfloat16.
+
+The seconds are of runs that nothing else is measured in. How they divide is found out in a run of its own, in which a
+clock is read before and after every call of the target, of the drafter and of an op of specvis_kernels (on a GPU the
+device is waited for each time). Checks of arguments, torch's own operations and Python are the rest. A step is what
+lies between two calls of `progress`.
+
+With random weights nothing would be accepted. So acceptance is imposed: the steps of the shipped model are recorded,
+and before each walk the target's logits (or probabilities) are changed such that it accepts as many drafts as were
+recorded, and rejects all behind them. The ops do all their work; the time of the change is not counted. Accepted drafts
+are first children, as far as these lead deep enough. So fewer siblings are tried than in real steps, which favors the
+released loop: it pays for each. Of larger sizes than B only steps in the middle of pictures are timed, and what a
+picture takes follows from the recorded tokens a step.
+"""
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+import specvis_kernels
+from benchmarks import harness
+from benchmarks.released import released_decode
+from specvis.cli.options import GUIDANCE, PROMPTS
+from specvis.decoding.discrete import Decoded, decode, speculative_decode
+from specvis.decoding.drafters import EagleDrafter
+from specvis.decoding.jacobi import jacobi_decode
+from specvis.decoding.methods import METHODS, Method, parse_method
+from specvis.decoding.sampling import Sampling, repeat_for_cfg
+from specvis.models.eagle import EagleHead
+from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
+from specvis.pipelines.discrete import Pipeline
+
+SHIPPED = {"guidance": GUIDANCE, "top_k": 100, "top_p": 0.8}  # the demo's
+RANDOM = {"guidance": GUIDANCE, "top_k": 1000, "top_p": 1.0}  # of random weights
+WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
+STEPS = 8                      # of the others, in a turn
+RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # what the released loop can do
+PARTS = ("target", "drafter", "ops", "rest")
+CALLS = ("prefill", "extend", "logits")  # of a model
+SURE = 1e4                     # a logit that no other comes near to
+PEAK = 8.0                     # the deviation of random logits: so peaked, dynamic trees are as deep as those of models
+
+
+class Clock:
+    """The time, which stands still while `stopped`. On a GPU it waits for what was begun."""
+
+    def __init__(self, device: torch.device):
+        self.is_cuda, self.lost = device.type == "cuda", 0.0
+
+    def now(self) -> float:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        return perf_counter() - self.lost
+
+    @contextmanager
+    def stopped(self):
+        begin = self.now()
+        yield
+        self.lost += self.now() - begin
+
+
+class Watch:
+    """Seconds by part. What a part calls belongs to it: an op that a model calls is the model's.
+
+    `target` is the model that it times, the same one in all runs: decoding remembers what it found out about a target.
+    """
+
+    def __init__(self, clock: Clock, target: GPT):
+        self.clock, self.seconds, self.is_inside = clock, Counter(), False
+        self.target = Timed(target, "target", self)
+
+    def timed(self, part: str, call: Callable) -> Callable:
+        def timed_call(*args, **kwargs):
+            if self.is_inside:
+                return call(*args, **kwargs)
+            self.is_inside, begin = True, self.clock.now()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds[part] += self.clock.now() - begin
+                self.is_inside = False
+        return timed_call
+
+
+class Timed:
+    """A model whose calls a watch times. Everything else is passed on."""
+
+    def __init__(self, model, part: str, watch: Watch):
+        self.model = model
+        for name in CALLS:
+            setattr(self, name, watch.timed(part, getattr(model, name)))
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+
+@contextmanager
+def ops_replaced(replacement: Callable[[str, Callable], Callable]):
+    """Every call of torch.ops.specvis_kernels.<name>.default goes to replacement(name, the op)."""
+    calls = {op: op._op for op in (getattr(torch.ops.specvis_kernels, name).default for name in specvis_kernels.ops())}
+    for op, call in calls.items():
+        op._op = replacement(op._schema.name.partition("::")[2], call)
+    try:
+        yield
+    finally:
+        for op, call in calls.items():
+            op._op = call
+
+
+class Script:
+    """Makes each step accept as many drafts as a recorded step did, by a change of what the target says.
+
+    num_accepted: for each request of the batch, by its seed, the numbers of its steps; they begin again behind the last
+    """
+
+    def __init__(self, num_accepted: dict[int, list[int]], clock: Clock):
+        self.steps, self.clock = {seed: cycle(steps) for seed, steps in num_accepted.items()}, clock
+
+    def around(self, name: str, call: Callable) -> Callable:
+        """`call`, with its arguments changed first if it is an op that verifies."""
+        names = [argument.name for argument in getattr(torch.ops.specvis_kernels, name).default._schema.arguments]
+
+        def scripted(*args, **kwargs):
+            with self.clock.stopped():
+                given = dict(zip(names, args)) | kwargs
+                seeds = given.get("seeds")  # an op without them is given the whole batch
+                seeds = list(self.steps) if seeds is None else seeds.tolist()
+                if name == "draw_tokens" and given["guesses"] is not None:
+                    guesses = given["guesses"].tolist()
+                    parents = [list(range(-1, len(row))) for row in guesses]  # node i + 1 is the guess behind node i
+                    self.change([given["logits"], given["uncond"]], [[-1, *row] for row in guesses], parents, seeds)
+                elif name in ("verify_tree", "verify_logits"):
+                    rows = [given["target_probs"]] if name == "verify_tree" else [given["logits"], given["uncond"]]
+                    parents = parents_of(given["first_child"], given["next_sibling"])
+                    self.change(rows, given["tokens"].tolist(), parents, seeds, given["neighbors"],
+                                are_probs=name == "verify_tree")
+                elif name == "verify_greedy":
+                    parents = parents_of(given["first_child"], given["next_sibling"])
+                    self.change_tokens(given["target_tokens"], given["tokens"].tolist(), parents, seeds)
+            return call(*args, **kwargs)
+        return scripted if name in ("draw_tokens", "verify_tree", "verify_logits", "verify_greedy") else call
+
+    def released(self, neighbors: Tensor | None) -> Callable:
+        """The change for the released loop."""
+        def script(logits, tokens, parents):
+            with self.clock.stopped():
+                self.change([logits], tokens.tolist(), parents, list(self.steps), neighbors)
+        return script
+
+    def paths(self, parents: list[list[int]], seeds: list[int]):
+        """For each request: the accepted nodes with the root in front, and the children of the last of them."""
+        for b, (request_parents, seed) in enumerate(zip(parents, seeds)):
+            children, heights = [[] for _ in request_parents], [0] * len(request_parents)
+            for node in range(len(request_parents) - 1, 0, -1):
+                if request_parents[node] >= 0:
+                    children[request_parents[node]].insert(0, node)
+                    heights[request_parents[node]] = max(heights[request_parents[node]], heights[node] + 1)
+            path, num_left = [0], next(self.steps[seed])
+            while num_left and children[path[-1]]:
+                num_left -= 1
+                best = max(children[path[-1]], key=lambda node: min(heights[node], num_left))  # of several the first
+                path.append(best)
+            yield b, path, children[path[-1]]
+
+    def change(self, rows: list[Tensor | None], tokens: list[list[int]], parents: list[list[int]], seeds: list[int],
+               neighbors: Tensor | None = None, are_probs: bool = False) -> None:
+        """Change rows, each (B, N, V), in place: logits (both rows of a guided pair), or probabilities."""
+        for b, path, rejected in self.paths(parents, seeds):
+            hopeless = [tokens[b][node] for node in rejected]
+            if neighbors is not None and hopeless:  # these would lend
+                hopeless += neighbors[hopeless].flatten().tolist()
+            for row in [row for row in rows if row is not None]:
+                for node, child in zip(path, path[1:]):
+                    if are_probs:
+                        row[b, node] = 0
+                    row[b, node, tokens[b][child]] = 1 if are_probs else SURE
+                if hopeless and path[-1] < row.shape[1]:
+                    row[b, path[-1], hopeless] = 0 if are_probs else -SURE
+                    if are_probs and row[b, path[-1]].sum() == 0:
+                        row[b, path[-1], next(x for x in range(row.shape[2]) if x not in hopeless)] = 1
+
+    def change_tokens(self, target_tokens: Tensor, tokens: list[list[int]], parents: list[list[int]],
+                      seeds: list[int]) -> None:
+        """The same for the target's own tokens (B, N)."""
+        for b, path, rejected in self.paths(parents, seeds):
+            for node, child in zip(path, path[1:]):
+                target_tokens[b, node] = tokens[b][child]
+            hopeless = [tokens[b][node] for node in rejected]
+            if target_tokens[b, path[-1]].item() in hopeless:
+                target_tokens[b, path[-1]] = next(x for x in range(len(hopeless) + 1) if x not in hopeless)
+
+
+def parents_of(first_child: Tensor, next_sibling: Tensor) -> list[list[int]]:
+    """The parent of every node of each tree; -1 of the root, -2 of nodes that no link leads to."""
+    result = []
+    for first, following in zip(first_child.tolist(), next_sibling.tolist()):
+        parents = [-1] + [-2] * (len(first) - 1)
+        for node, child in enumerate(first):
+            while child > 0:
+                parents[child], child = node, following[child]
+        result.append(parents)
+    return result
+
+
+@dataclass
+class Subject:
+    """A model of one size, with all that decoding needs."""
+
+    size: str
+    gpt: GPT
+    head: EagleHead
+    filters: dict
+    condition: Callable[[list[int]], tuple[Tensor, Tensor]]  # of pictures with these numbers
+    neighbors: Callable[[int, str], Tensor]                  # as Pipeline.neighbors
+    recorder: "Recorder | None" = None                       # who says what is accepted; None: the model itself does
+    whole: bool = True                                       # are whole pictures timed, or steps?
+
+    @staticmethod
+    def of_pipeline(pipeline: Pipeline, prompts: list[str], filters: dict = SHIPPED) -> "Subject":
+        features = pipeline.words(pipeline.words.encode(prompts))
+        return Subject("shipped", pipeline.gpt, pipeline.drafter, filters,
+                       lambda numbers: pipeline.gpt.condition(features[[n % len(prompts) for n in numbers]]),
+                       pipeline.neighbors)
+
+    @staticmethod
+    def random(size: str, config: GPTConfig, recorder: "Recorder", device: str = "cpu",
+               dtype: torch.dtype = torch.bfloat16) -> "Subject":
+        """A class-conditional model with random weights. (They are made outside of inference mode: only such weights
+        can be packed.)"""
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+            torch.manual_seed(0)
+            gpt, head, codebook = GPT(config), EagleHead(config), torch.randn(config.vocabulary, 8)
+            torch.nn.init.normal_(gpt.output.weight, std=PEAK / config.dim ** 0.5)
+            gpt, head = (model.eval().requires_grad_(False).to(device, dtype) for model in (gpt, head))
+        tables = {}
+
+        def neighbors(k, metric):
+            if k not in tables:
+                tables[k] = specvis_kernels.codebook_neighbors(codebook.to(device), k)
+            return tables[k]
+
+        return Subject(size, gpt, head, RANDOM,
+                       lambda numbers: gpt.condition(torch.tensor([n % config.classes for n in numbers],
+                                                                  device=device)),
+                       neighbors, recorder, size in WHOLE)
+
+
+class Recorder:
+    """How many drafts each step of the shipped model accepts."""
+
+    def __init__(self, pipeline: Pipeline, prompts: list[str], filters: dict = SHIPPED):
+        self.pipeline, self.prompts, self.filters, self.decoded = pipeline, prompts, filters, {}
+
+    def __call__(self, method: Method) -> Decoded:
+        if method not in self.decoded:
+            sampling = Sampling.of(list(range(len(self.prompts))), **self.filters, device=self.pipeline.device)
+            self.decoded[method] = self.pipeline.tokens(self.prompts, method, sampling)
+        return self.decoded[method]
+
+    def steps(self, method: Method, numbers: list[int], first: int) -> dict[int, list[int]]:
+        """For each of these pictures, the accepted drafts of its steps from position `first` on."""
+        decoded, result = self(method), {}
+        for number in numbers:
+            row = decoded.num_accepted[number % len(self.prompts)]
+            result[number] = row[first:][row[first:] >= 0].tolist() or [0]
+        return result
+
+    def tau(self, method: Method) -> float:
+        return 1.0 if method.is_baseline else self(method).tau.mean().item()
+
+
+@dataclass
+class Contender:
+    """A method, decoded by our loop or by the released one."""
+
+    method: Method
+    is_released: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"released {self.method.label}" if self.is_released else self.method.label
+
+
+@dataclass
+class Run:
+    """What one run took."""
+
+    seconds: float       # all of it, for the batch
+    step_seconds: float  # without what comes before the first token: the sum of the steps
+    num_steps: int
+    tau: float           # tokens a target forward; where steps are timed, the new tokens of a step and picture
+    parts: Counter = field(default_factory=Counter)  # seconds of the steps, by part
+
+
+class Enough(Exception):
+    """So many steps were asked for."""
+
+
+@torch.inference_mode()
+def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps: int | None = None,
+        watch: Watch | None = None) -> Run:
+    """Decode a batch of pictures; the numbers of a turn are other ones than those of the next.
+
+    Args:
+        max_steps: stop after so many steps in the middle of pictures; None: whole pictures
+        watch:     times the parts; None: nothing but the whole and its steps is timed
+    """
+    method, gpt, device = contender.method, subject.gpt, subject.gpt.output.weight.device
+    numbers, L = [turn * batch + i for i in range(batch)], gpt.config.tokens
+    clock = watch.clock if watch else Clock(device)
+    condition, padding_mask = subject.condition(numbers)
+    sampling = Sampling.of(numbers, **subject.filters, device=device)
+    known = None
+    if max_steps is not None:
+        generator = torch.Generator().manual_seed(turn)
+        known = torch.randint(gpt.config.vocabulary, (batch, L // 2), generator=generator).to(device)
+    neighbors = subject.neighbors(method.num_neighbors, method.metric) if method.num_neighbors else None
+    target, drafter = gpt, EagleDrafter(gpt, subject.head, repeat_for_cfg(padding_mask))
+    if watch:
+        target, drafter = watch.target, Timed(drafter, "drafter", watch)
+    script = None
+    if subject.recorder and not method.is_baseline:
+        script = Script(subject.recorder.steps(method, numbers, 0 if known is None else L // 2), clock)
+
+    times, num_new = [], []
+
+    def progress(count):
+        times.append(clock.now())
+        num_new.append(count)
+        if watch and len(times) == 1:
+            watch.seconds.clear()
+        if max_steps is not None and len(times) > max_steps:
+            raise Enough
+
+    def replacement(name, call):
+        call = watch.timed("ops", call) if watch else call
+        return script.around(name, call) if script and not contender.is_released else call
+
+    def decode_all():
+        if method.drafting == "none":
+            return decode(target, condition, padding_mask, sampling, progress, known_tokens=known)
+        if method.drafting == "jacobi":
+            return jacobi_decode(target, condition, padding_mask, sampling, [method] * batch, None, progress,
+                                 known_tokens=known)
+        if contender.is_released:
+            return released_decode(target, drafter, condition, padding_mask, sampling, method, neighbors, progress,
+                                   script.released(neighbors) if script else None, known_tokens=known)
+        return speculative_decode(target, drafter, condition, padding_mask, sampling, [method] * batch, neighbors,
+                                  progress, known_tokens=known)
+
+    with ops_replaced(replacement):
+        begin, decoded = clock.now(), None
+        try:
+            decoded = decode_all()
+        except Enough:
+            pass
+        end = clock.now()
+    num_steps = len(times) - 1
+    tau = decoded.tau.mean().item() if decoded else sum(num_new[1:]) / max(num_steps, 1) / batch
+    return Run(end - begin, times[-1] - times[0], num_steps, tau, Counter(watch.seconds if watch else {}))
+
+
+def contenders_of(methods: list[Method]) -> list[Contender]:
+    """The methods, and behind each the released loop's version of it where there is one."""
+    result = []
+    for method in methods:
+        result.append(Contender(method))
+        if method.name in RELEASED:
+            result.append(Contender(method, is_released=True))
+    return result
+
+
+def measure(subject: Subject, methods: list[Method], batch: int, seconds: float, say: Callable[[str], None]) -> list:
+    """A record for each contender."""
+    contenders = contenders_of(methods)
+    watch = Watch(Clock(subject.gpt.output.weight.device), subject.gpt)
+    max_steps = None if subject.whole else STEPS
+    runs = {contender.name: [] for contender in contenders}
+    for contender in contenders:  # the first turn warms up, the weights are packed
+        say(f"{subject.size}, batch of {batch}: {contender.name} warms up")
+        run(subject, contender, batch, 0, max_steps=2)
+    start, turn = perf_counter(), 0
+    while turn < 2 or perf_counter() - start < seconds:
+        for contender in contenders:
+            taken = run(subject, contender, batch, turn, max_steps)
+            runs[contender.name].append(taken)
+            say(f"{subject.size}, batch of {batch}, turn {turn + 1}: {contender.name} {taken.seconds:.2f} s, "
+                f"{1e3 * taken.step_seconds / max(taken.num_steps, 1):.2f} ms a step")
+        turn += 1
+    records = []
+    for contender in contenders:
+        say(f"{subject.size}, batch of {batch}: the parts of {contender.name}")
+        parts = run(subject, contender, batch, 0, max_steps, watch)
+        records.append(record_of(subject, contender, batch, runs, parts))
+    return records
+
+
+def record_of(subject: Subject, contender: Contender, batch: int, runs: dict[str, list[Run]], parts: Run) -> dict:
+    """What is reported of a contender. parts: the run in which its parts were timed."""
+    taken, method, imposed = runs[contender.name], contender.method, None
+    if subject.recorder and not method.is_baseline:
+        imposed = subject.recorder.tau(method)
+
+    def cost(one: Run, of: Method) -> float:
+        """Seconds for a picture. Where steps are timed, it takes as many as the recorded tokens a step ask for."""
+        if subject.whole:
+            return one.seconds / batch
+        return one.step_seconds / one.num_steps * subject.gpt.config.tokens / subject.recorder.tau(of) / batch
+
+    def ratio_to(other: Contender) -> float | None:
+        pairs = zip(runs.get(other.name, []), taken)
+        return statistics.median([cost(a, other.method) / cost(b, method) for a, b in pairs] or [0]) or None
+
+    shares = {part: parts.parts[part] / parts.step_seconds for part in PARTS[:-1]}
+    shares["rest"] = 1 - sum(shares.values())
+    record = {
+        "size": subject.size, "dtype": str(subject.gpt.output.weight.dtype)[6:], "batch": batch,
+        "method": contender.name, "timed": "pictures" if subject.whole else "steps", "turns": len(taken),
+        "picture_s": statistics.median(cost(one, method) for one in taken),
+        "step_ms": 1e3 * statistics.median(one.step_seconds / one.num_steps for one in taken),
+        "tau": statistics.mean(one.tau for one in taken), "imposed_tau": imposed, **shares,
+        "split_step_ms": 1e3 * parts.step_seconds / parts.num_steps,
+        "times_vanilla": ratio_to(Contender(METHODS["vanilla"])),
+        "times_released": None if contender.is_released else ratio_to(Contender(method, is_released=True))}
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in record.items()}
+
+
+HEADER = (f"{'size':9}{'batch':>6}  {'method':26}{'picture s':>10}{'step ms':>9}{'tau':>6}{'imposed':>8}"
+          + "".join(f"{part:>9}" for part in PARTS) + f"{'x vanilla':>11}{'x released':>11}")
+
+
+def line_of(record: dict) -> str:
+    def number(key, width, digits):
+        return f"{'' if record[key] is None else f'{record[key]:.{digits}f}':>{width}}"
+
+    star = "" if record["timed"] == "pictures" else "*"
+    return (f"{record['size'] + star:9}{record['batch']:>6}  {record['method']:26}{number('picture_s', 10, 3)}"
+            f"{number('step_ms', 9, 2)}{number('tau', 6, 2)}{number('imposed_tau', 8, 2)}"
+            + "".join(f"{record[part]:>9.1%}" for part in PARTS)
+            + number("times_vanilla", 11, 2) + number("times_released", 11, 2))
+
+
+NOTES = (
+    "picture s: of one picture, its share of the batch's seconds. step ms: of the batch. Both are medians of runs in "
+    "which nothing else was timed.",
+    "target, drafter, ops, rest: their shares of the steps, in a run of its own in which every call of them is timed. "
+    "Checks of arguments, torch's own operations and Python are the rest.",
+    "imposed: the model has random weights, and each step accepts as many drafts as a recorded step of the shipped "
+    "model, whose tau this is. tau: what the timed runs reached.",
+    "*: steps in the middle of pictures were timed; picture s follows from them and from the recorded tau.",
+    "x vanilla, x released: how many times as fast as plain decoding and as the released loop; medians of the ratios "
+    "of a turn's runs.")
+
+
+def tau_of(record: dict) -> float:
+    """Of whole pictures: where steps were timed, theirs is of too few."""
+    return record["tau"] if record["timed"] == "pictures" else record["imposed_tau"] or 1.0
+
+
+def plot(records: list[dict], path: Path) -> None:
+    """Stacked bars: the milliseconds that a token of one picture takes, by part."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = list(dict.fromkeys((r["size"], r["batch"]) for r in records))
+    names = list(dict.fromkeys(r["method"] for r in records))
+    figure, axes = plt.subplots(1, len(groups), squeeze=False, layout="constrained",
+                                figsize=(1.2 + 2.6 * len(groups), 1.4 + 0.35 * len(names)))
+    for axis, group in zip(axes[0], groups):
+        rows = [r for r in records if (r["size"], r["batch"]) == group]
+        ends = [0.0] * len(rows)
+        for part in PARTS:
+            widths = [r[part] * r["step_ms"] / r["batch"] / tau_of(r) for r in rows]
+            axis.barh([r["method"] for r in rows], widths, left=ends, label=part, height=0.7)
+            ends = [end + width for end, width in zip(ends, widths)]
+        axis.invert_yaxis()
+        axis.set_title(f"{group[0]}, batch of {group[1]}", fontsize=9)
+        axis.set_xlabel("ms a token", fontsize=8)
+        axis.tick_params(labelsize=7, labelleft=axis is axes[0][0] or len(rows) != len(names))
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), fontsize=8, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def timed_methods(texts: list[str]) -> list[Method]:
+    """Raises ValueError, which names what there is, for what cannot be timed here."""
+    can_be = [m.name for m in METHODS.values() if is_timed(m)]
+    methods = []
+    for text in texts:
+        name = text.partition(":")[0]
+        method = parse_method(text) if name in can_be else None
+        if method is None or not is_timed(method):
+            raise ValueError(f"methods must be of {', '.join(can_be)}, got {text!r}")
+        methods.append(method)
+    return methods
+
+
+def is_timed(method: Method) -> bool:
+    """Can its acceptance be imposed, and is its drafter the EAGLE head?"""
+    return (method.drafting != "jacobi" or method.seed_exact) and method.drafter == "eagle"
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.partition("\n")[0])
+    parser.add_argument("--sizes", nargs="+", default=["shipped", "B", "L", "XL"], metavar="SIZE",
+                        help=f"of shipped, {', '.join(SIZES)}; default shipped B L XL")
+    parser.add_argument("--methods", nargs="+", default=["vanilla", "jacobi", "eagle1", "lantern"], metavar="METHOD",
+                        help="as `specvis generate` takes them; default vanilla jacobi eagle1 lantern")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B", help="default 1 8")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of turns, for each size and batch; at least two "
+                        "turns are taken; default 60")
+    parser.add_argument("--threads", type=int, help="default: PyTorch's own")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
+    parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records; default FILE: "
+                        "benchmarks/results/<machine>-decode.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts of a token's time")
+    options = parser.parse_args()
+    for size in options.sizes:
+        if size not in ("shipped", *SIZES):
+            parser.error(f"no size {size!r}, only shipped, {', '.join(SIZES)}")
+    try:
+        methods = timed_methods(options.methods)
+    except ValueError as error:
+        parser.error(str(error))
+    if min(options.batch) < 1:
+        parser.error(f"--batch must be at least 1, got {min(options.batch)}")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    machine = harness.machine()
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    print(*NOTES, HEADER, sep="\n", flush=True)
+
+    def say(text):
+        print(text, file=sys.stderr, flush=True)
+
+    pipeline = Pipeline.load(device=options.device)
+    recorder, records = Recorder(pipeline, PROMPTS), []
+    for size in options.sizes:
+        if size == "shipped":
+            subject = Subject.of_pipeline(pipeline, PROMPTS)
+        else:
+            for method in methods:
+                if not method.is_baseline:
+                    say(f"{size}: the shipped model's steps by {method.label} are recorded")
+                    recorder(method)
+            subject = Subject.random(size, class_config(size), recorder, options.device)
+        for batch in options.batch:
+            for record in measure(subject, methods, batch, options.seconds, say):
+                records.append(record)
+                print(line_of(record), flush=True)
+        del subject  # one model at a time
+    if options.plot:
+        plot(records, options.plot)
+        print(f"wrote {options.plot}")
+    if options.json is not None:
+        name = harness.file_name(machine).replace(".json", "-decode.json")
+        file = Path(options.json or harness.ROOT / "benchmarks" / "results" / name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        command = " ".join(["python -m benchmarks.decode", *sys.argv[1:]])
+        file.write_text(json.dumps({"machine": machine, "command": command, "notes": NOTES, "rows": records},
+                                   indent=1) + "\n")
+        print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""How the releases of EAGLE and LANTERN decode, restated in plain PyTorch: the loop that a decoder has without the ops.
+
+As theirs, a step drafts with `multinomial` or `topk` a level at a time, builds the tree's mask and its paths in Python
+on the host, reads the whole tree in one target forward, copies the logits for every path, and walks these paths in
+Python, with a host read for each path and each draft; then it moves the accepted entries in the cache by indexing.
+
+Where the releases differ among themselves or from their papers, this loop does as `eagle1` and `lantern` do here, so
+that the same drafts are accepted with the same probabilities: top-k comes before top-p, the padding is masked, a
+rejected draft takes the neighbors that were kept with it (LANTERN, equation 3), and where nothing is left of the
+target's row, the row itself takes its place. The requests of a batch share the forwards and the drafting. (The releases
+decode one request at a time.) Their trees are built, verified and committed one by one.
+
+As in the releases, trees may reach beyond the end of an image, and what is too much is cut off. Our loop draws an
+image's last token without a draft. So under a relaxed rule the two differ in that token.
+"""
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specvis.decoding.discrete import Decoded, Progress
+from specvis.decoding.methods import Method
+from specvis.decoding.sampling import Sampling, cfg_inputs, mask_padding, repeat_for_cfg
+from specvis.decoding.trees import static_tree
+from specvis.models.interface import Drafter, ModelCache, TargetModel
+
+
+def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tensor, lengths: list[int], cache,
+         padding_mask: Tensor, previous_hidden: Tensor | None = None) -> Tensor:
+    """The one place where a model reads tokens behind its condition: hidden states (2B, F, H) of F nodes.
+
+    Node j of request b stands in column lengths[b] + j. It sees the columns before lengths[b], but for the padding.
+
+    Args:
+        tokens:          (B, F) int64
+        depth:           (B, F) int64    of each node; the first position behind what was read has depth 0
+        sees:            (B, F, n) bool  which of the n nodes so far each sees; the F nodes are the last of these
+        padding_mask:    (2B, S) bool
+        previous_hidden: (2B, F, H)      for a drafter
+    """
+    (B, F, n), device = sees.shape, tokens.device
+    columns, length = torch.arange(max(lengths) + n, device=device), torch.tensor(lengths, device=device)[:, None]
+    nodes = length + columns[:n]
+    mask = (columns < length[..., None]).repeat(1, F, 1).scatter_(2, nodes[:, None].expand(B, F, n), sees)
+    read_before = () if previous_hidden is None else (previous_hidden,)
+    return model.extend(repeat_for_cfg(tokens), *read_before, repeat_for_cfg(length + depth),
+                        mask_padding(padding_mask, mask), cache, repeat_for_cfg(nodes[:, n - F:]))
+
+
+def read_chain(model: TargetModel | Drafter, tokens: Tensor, lengths: list[int], cache, padding_mask: Tensor,
+               previous_hidden: Tensor | None = None) -> Tensor:
+    """Read tokens (B, F) one behind the other."""
+    (B, F), device = tokens.shape, tokens.device
+    sees = torch.ones(F, F, dtype=torch.bool, device=device).tril()
+    return read(model, tokens, torch.arange(F, device=device).expand(B, -1), sees.expand(B, -1, -1), lengths, cache,
+                padding_mask, previous_hidden)
+
+
+def move(cache: ModelCache, request: int, root: int, accepted_nodes: Tensor) -> None:
+    """Copy the entries of the accepted nodes to the columns from the root's on, in both rows of the request."""
+    rows = torch.tensor([[request], [request + cache.data.shape[1] // 2]], device=accepted_nodes.device)
+    kept = cache.data[:, rows, root + accepted_nodes]
+    cache.data[:, rows[:, 0], root: root + len(accepted_nodes)] = kept
+
+
+@dataclass
+class Warpers:
+    """Guidance, temperature, top-k and top-p, one after the other, for requests that all have the same."""
+
+    guidance: float
+    temperature: float
+    top_k: int
+    top_p: float
+
+    @staticmethod
+    def of(sampling: Sampling) -> "Warpers":
+        values = [getattr(sampling, name).tolist() for name in ("guidance", "temperature", "top_k", "top_p")]
+        if any(min(each) < max(each) for each in values) or min(values[1]) <= 0:
+            raise ValueError(f"sampling must be the same for all requests, with a temperature above 0, got {sampling}")
+        return Warpers(*(each[0] for each in values))
+
+    def guide(self, logits: Tensor) -> Tensor:
+        conditional, unconditional = logits.chunk(2)
+        return unconditional + (conditional - unconditional) * self.guidance
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Guided logits (.., V) -> probabilities (.., V)."""
+        x = logits / self.temperature if self.temperature != 1 else logits
+        if 0 < self.top_k < x.shape[-1]:
+            x = x.masked_fill(x < x.topk(self.top_k).values[..., -1:], -torch.inf)
+        if self.top_p < 1:
+            descending, order = x.sort(-1, descending=True)
+            probs = descending.softmax(-1)
+            is_beyond = probs.cumsum(-1) - probs >= self.top_p
+            x = x.masked_fill(is_beyond.scatter(-1, order, is_beyond), -torch.inf)
+        return x.softmax(-1)
+
+
+@dataclass
+class Shape:
+    """The shape of a tree, worked out in Python on the host."""
+
+    parents: list[int]  # of every node; the root's is -1, that of a node that is not there is -2
+    mask: Tensor        # (N, N) bool  does the row's node see the column's?
+    paths: Tensor       # (leaves, depth + 1) int64  from the root to every leaf, -1 behind it
+
+    @staticmethod
+    def of(parents: list[int], device: torch.device) -> "Shape":
+        mask = torch.eye(len(parents), dtype=torch.bool)
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        leaves = [node for node, parent in enumerate(parents) if parent != -2 and node not in parents]
+        paths = []
+        for node in leaves:
+            path = []
+            while node >= 0:
+                path.insert(0, node)
+                node = parents[node]
+            paths.append(path)
+        width = max(map(len, paths))
+        paths = [path + [-1] * (width - len(path)) for path in sorted(paths)]  # siblings in order
+        return Shape(parents, mask.to(device), torch.tensor(paths, device=device))
+
+
+@dataclass
+class Tree:
+    """The drafts of a step, for B requests."""
+
+    tokens: Tensor               # (B, N) int64
+    shapes: list[Shape]          # of each request
+    probs: Tensor | None = None  # (B, M, V) the rows that children were drawn from; None: they are point masses
+    draft_row: list[int] | None = None  # which of these rows a node's children were drawn from
+    shares: Tensor | None = None        # (B, N) the probability of each draft without its earlier siblings
+
+
+class Drafts:
+    """The drafter's cache, and its state at the newest token of each request."""
+
+    def __init__(self, drafter: Drafter, warpers: Warpers, method: Method, num_tokens: int):
+        self.drafter, self.warpers, self.method = drafter, warpers, method
+        self.cache = drafter.new_cache(drafter.prefix_len + num_tokens + method.max_nodes + method.max_depth
+                                       + method.max_width * method.max_depth + 1)
+        if method.drafting == "static":
+            self.tree = static_tree(method.tree)
+
+    def extend(self, tokens: Tensor, previous_hidden: Tensor, counts: list[int], num_new: list[int]) -> None:
+        """Read the new tokens (B, A) of requests that had `counts` before; num_new[b] of them are no padding."""
+        prefix_len, device = self.drafter.prefix_len, tokens.device
+        hidden = read_chain(self.drafter, tokens, [prefix_len + n for n in counts], self.cache,
+                            self.drafter.padding_mask, previous_hidden)
+        last = repeat_for_cfg(torch.tensor(num_new, device=device) - 1)
+        self.hidden = hidden[torch.arange(len(hidden), device=device), last][:, None]
+        self.lengths = [prefix_len + n + new for n, new in zip(counts, num_new)]
+
+    def read_level(self, tokens: Tensor, previous_hidden: Tensor, sees: Tensor, level: int) -> Tensor:
+        return read(self.drafter, tokens, torch.full_like(tokens, level - 1), sees, self.lengths, self.cache,
+                    self.drafter.padding_mask, previous_hidden)
+
+    def guided(self, hidden: Tensor) -> Tensor:
+        return self.warpers.guide(self.drafter.logits(hidden))
+
+    def draft(self, root: Tensor) -> Tree:
+        return self.draft_static(root) if self.method.drafting == "static" else self.draft_dynamic(root)
+
+    def draft_static(self, root: Tensor) -> Tree:
+        """EAGLE's first trees: children drawn without replacement, in a tree of one shape."""
+        tree, (B,), device = self.tree, root.shape, root.device
+        if not hasattr(self, "shape"):
+            self.shape = Shape.of(list(tree.parents), device)
+            self.inner = [node for node in range(len(tree.parents)) if tree.children(node)]
+        hidden, tokens, shares, rows = self.hidden, [root], [torch.ones_like(root, dtype=torch.float32)], []
+        for level in range(1, tree.depth + 1):
+            above = [node for node in self.inner if tree.depths[node] == level - 1]
+            K = max(len(tree.children(node)) for node in above)
+            probs = self.warpers.probs(self.guided(hidden))                       # (B, F, V)
+            children = torch.multinomial(probs.flatten(0, 1), K).view(B, len(above), K)
+            drawn = probs.gather(2, children)
+            left = 1 - (drawn.cumsum(2) - drawn)
+            share = torch.where(left > 0, drawn / left, 0).clamp(0, 1)
+            rows.append(probs)
+            picked = [(f, i) for f, node in enumerate(above) for i in range(len(tree.children(node)))]
+            tokens += [children[:, f, i] for f, i in picked]
+            shares += [share[:, f, i] for f, i in picked]
+            inner = [node for node in self.inner if tree.depths[node] == level]
+            if inner:
+                read_so_far = self.inner[1: 1 + self.inner.index(inner[-1])]
+                sees = self.shape.mask[inner][:, read_so_far].expand(B, -1, -1)
+                parents = [above.index(tree.parents[node]) for node in inner]
+                hidden = self.read_level(torch.stack([tokens[node] for node in inner], 1), hidden[:, parents], sees,
+                                         level)
+        draft_row = [self.inner.index(node) if node in self.inner else -1 for node in range(len(tree.parents))]
+        return Tree(torch.stack(tokens, 1), [self.shape] * B, torch.cat(rows, 1), draft_row, torch.stack(shares, 1))
+
+    def draft_dynamic(self, root: Tensor) -> Tree:
+        """EAGLE-2's trees: the likeliest paths go on, and the likeliest drafts are kept."""
+        B, k, device = len(root), self.method.width, root.device
+        batch = torch.arange(2 * B, device=device)[:, None]
+        scores, tokens = self.warpers.probs(self.guided(self.hidden))[:, 0].log().topk(k)  # (B, k)
+        all_tokens, all_scores, origins = [tokens], [scores], [torch.full_like(tokens, -1)]
+        frontier = torch.arange(k, device=device).expand(B, -1)  # which candidates the next level continues
+        hidden, sees = self.hidden.expand(-1, k, -1), torch.eye(k, dtype=torch.bool, device=device).expand(B, -1, -1)
+        num_candidates = k
+        for level in range(1, self.method.depth):
+            hidden = self.read_level(tokens, hidden, sees, level)
+            best, children = self.warpers.probs(self.guided(hidden)).log().topk(k)          # (B, k, k)
+            child_scores, children = (best + scores[..., None]).flatten(1), children.flatten(1)
+            all_tokens.append(children)
+            all_scores.append(child_scores)
+            origins.append(frontier.repeat_interleave(k, 1))
+            scores, chosen = child_scores.topk(k)
+            tokens, parents = children.gather(1, chosen), chosen // k
+            frontier = num_candidates + chosen
+            num_candidates += k * k
+            hidden = hidden[batch, repeat_for_cfg(parents)]
+            sees = torch.cat([sees[batch[:B], parents],
+                              torch.eye(k, dtype=torch.bool, device=device).expand(B, -1, -1)], 2)
+        all_tokens, all_scores, origins = (torch.cat(x, 1) for x in (all_tokens, all_scores, origins))
+        kept = all_scores.topk(min(self.method.nodes - 1, num_candidates)).indices.sort().values
+        tokens = torch.cat([root[:, None], all_tokens.gather(1, kept)], 1)
+        shapes = []
+        for b in range(B):
+            ids, origin = kept[b].tolist(), origins[b, kept[b]].tolist()
+            exists = (all_scores[b, kept[b]] > -torch.inf).tolist()
+            node_of, parents = {-1: 0}, [-1]
+            for node, (candidate, parent) in enumerate(zip(ids, origin), 1):
+                parents.append(node_of[parent] if exists[node - 1] and parent in node_of else -2)
+                if parents[-1] >= 0:
+                    node_of[candidate] = node
+            shapes.append(Shape.of(parents, device))
+        return Tree(tokens, shapes)
+
+
+class PathVerifier:
+    """The walk down the trees, and the rule by which it accepts."""
+
+    def __init__(self, warpers: Warpers, method: Method, neighbors: Tensor | None, seed: int):
+        self.warpers, self.method, self.random = warpers, method, random.Random(seed)
+        self.neighbors = neighbors[:, : method.k].cpu().numpy().astype("int64") if method.k else None
+
+    def relaxed_mass(self, probs: Tensor, token: int) -> tuple[Tensor, Tensor | None]:
+        """The probability of the token and of the neighbors that the cutoff admits, and which those are."""
+        mass = probs[token]
+        if self.neighbors is None:
+            return mass, None
+        near = torch.from_numpy(self.neighbors[token]).to(probs.device)
+        sums = probs[near].cumsum(0)
+        limit = self.method.delta * mass if self.method.cutoff == "ratio" else self.method.delta
+        admitted = (sums <= limit).nonzero()
+        if len(admitted) == 0:
+            return mass, None
+        last = admitted[-1, 0]
+        return mass + sums[last], near[: last + 1]
+
+    def __call__(self, logits: Tensor, tree: Tree, request: int) -> tuple[int, int, Tensor]:
+        """Which path was taken, how many of its drafts were accepted, and the probabilities (V,) of what follows.
+
+        logits (N, V): guided, of the request's nodes
+        """
+        shape = tree.shapes[request]
+        of_paths = logits[shape.paths]                                                    # a copy for each path
+        tokens = torch.cat([tree.tokens[request], tree.tokens.new_tensor([-1])])[shape.paths]
+        best, prefix = 0, tokens[0, :1]
+        for level in range(1, shape.paths.shape[1]):
+            agrees = (tokens[:, :level] == prefix).all(1)
+            first = agrees.nonzero()[0, 0]
+            row = probs = self.warpers.probs(of_paths[first, level - 1])
+            tried = []
+            for path in range(len(tokens)):
+                if not agrees[path]:
+                    continue
+                token = tokens[path, level].item()
+                if token == -1 or token in tried:
+                    continue
+                tried.append(token)
+                share = 1.0 if tree.shares is None else tree.shares[request, shape.paths[path, level]]
+                if share <= 0:
+                    continue
+                mass, lenders = self.relaxed_mass(probs, token)
+                if self.random.random() <= mass / share:
+                    best, prefix = path, tokens[path, : level + 1]
+                    break
+                probs = self.residual(probs, row, tried, lenders, tree, request, shape.paths[path, level - 1])
+            if len(prefix) == level:
+                return best, level - 1, probs
+        return best, len(prefix) - 1, self.warpers.probs(of_paths[best, len(prefix) - 1])
+
+    def residual(self, probs: Tensor, row: Tensor, tried: list[int], lenders: Tensor | None, tree: Tree, request: int,
+                 parent: Tensor) -> Tensor:
+        """What is left of the target's distribution `probs` after the last of the tokens `tried` was rejected.
+
+        Of the rejected token nothing is left: its relaxed mass was below its share of the draft's distribution.
+        """
+        left = probs.clone()
+        if lenders is not None:
+            left[lenders] = 0
+        if tree.probs is None:
+            left[tried[-1]] = 0
+        else:
+            draft = tree.probs[request, tree.draft_row[parent.item()]].clone()
+            if len(tried) > 1:
+                draft[tried[:-1]] = 0
+                draft = draft / draft.sum()
+            left = (left - draft).clamp(min=0)
+        total = left.sum()
+        return row if total.item() == 0 else left / total
+
+
+@torch.inference_mode()
+def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
+                    method: Method, neighbors: Tensor | None = None, progress: Progress | None = None, script=None, *,
+                    known_tokens: Tensor | None = None) -> Decoded:
+    """Decode as the releases do. The arguments are those of `speculative_decode`, but all requests have one method.
+
+    Args:
+        script:       called before each walk with the guided logits (B, N, V), the trees' tokens (B, N) and their
+                      parents, lists of B lists; it may change the logits
+        known_tokens: (B, K) int64  the first tokens of all images
+
+    Raises:
+        ValueError: a method that no release has: one that is verified by equality, or another rule of acceptance
+    """
+    is_known = (method.drafting in ("static", "dynamic") and not method.seed_exact and not method.adaptation
+                and set(method.omegas) == {1.0} and method.draft_guidance == 1 and method.cutoff in ("tvd", "ratio")
+                and (not method.k or method.residual == "relaxed"))
+    if not is_known:
+        raise ValueError(f"method must be eagle1, lantern, lantern++ or speculative, got {method.label}")
+    warpers, B, L, S = Warpers.of(sampling), len(condition), target.grid ** 2, target.prefix_len
+    device, seed = condition.device, sampling.seeds[0].item()
+    both = [torch.tensor([b, B + b], device=device)[:, None, None] for b in range(B)]
+    condition, padding_mask = cfg_inputs(target, condition, padding_mask)
+    K = 0 if known_tokens is None else known_tokens.shape[1]
+    num_accepted, num_drafted = torch.full((B, L), -1), torch.zeros(B, L, dtype=torch.int64)
+    forwards = [1] * B
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        drafts, walk = Drafts(drafter, warpers, method, L), PathVerifier(warpers, method, neighbors, seed)
+        cache = target.new_cache(2 * B, S + L + method.max_nodes)
+        hidden = target.prefill(condition, padding_mask, cache)
+        drafter.prefill(hidden, drafts.cache)
+        if K:
+            hidden = torch.cat([hidden, read_chain(target, known_tokens, [S] * B, cache, padding_mask)], 1)
+        root = torch.multinomial(warpers.probs(warpers.guide(target.logits(hidden[:, -1:])))[:, 0], 1)
+        images = torch.cat([root] if known_tokens is None else [known_tokens, root], 1)
+        drafts.extend(images, hidden[:, S - 1:], [0] * B, [K + 1] * B)
+        images, root, counts = list(images), root[:, 0], [K + 1] * B
+        if progress:
+            progress(B)
+        while min(counts) < L:
+            tree = drafts.draft(root)
+            sees = torch.stack([shape.mask for shape in tree.shapes])
+            hidden = read(target, tree.tokens, sees.sum(2) - 1, sees, [S + n - 1 for n in counts], cache, padding_mask)
+            logits = warpers.guide(target.logits(hidden))
+            if script:
+                script(logits, tree.tokens, [shape.parents for shape in tree.shapes])
+            new_tokens, previous_hidden, num_new = [], [], []
+            for b, count in enumerate(counts):
+                if count == L:  # a finished image goes on in the batch, with its last token
+                    new_tokens.append(images[b][-1:])
+                    previous_hidden.append(hidden[both[b][:, 0, 0], :1])
+                    num_new.append(0)
+                    continue
+                best, accepted, probs = walk(logits[b], tree, b)
+                path = tree.shapes[b].paths[best, : accepted + 1]
+                move(cache, b, S + count - 1, path)
+                next_token = torch.multinomial(probs, 1)
+                new_tokens.append(torch.cat([tree.tokens[b, path[1:]], next_token]))
+                previous_hidden.append(hidden[both[b], tree.shapes[b].paths][:, best, : accepted + 1])
+                images[b] = torch.cat([images[b], new_tokens[-1]])[:L]
+                num_accepted[b, count] = min(accepted, L - 1 - count)
+                num_drafted[b, count] = min(method.max_depth, L - 1 - count)
+                forwards[b] += 1
+                num_new.append(accepted + 1)
+            before, counts = counts, [len(image) for image in images]
+            A = max(map(len, new_tokens))
+            root = torch.stack([new[-1] for new in new_tokens])
+            padded = torch.nn.utils.rnn.pad_sequence(new_tokens, batch_first=True)
+            states = hidden.new_zeros(2 * B, A, hidden.shape[-1])
+            for b, states_of in enumerate(previous_hidden):
+                states[both[b][:, 0], torch.arange(states_of.shape[1], device=device)] = states_of
+            drafts.extend(padded, states, before, [max(n, 1) for n in num_new])
+            if progress:
+                progress(sum(counts) - sum(before))
+    zeros = torch.zeros(B)
+    bound = zeros if method.lossless else zeros + torch.nan
+    return Decoded(torch.stack(images), torch.full((B,), K), torch.tensor(forwards), num_accepted, num_drafted, zeros,
+                   bound, torch.zeros(B, dtype=torch.bool))
