@@ -66,14 +66,14 @@ const T* data(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
 
-bool is_uint16(const Tensor& neighbors) { return neighbors.scalar_type() == ScalarType::UInt16; }
-
-specvis::LogitRows logit_rows(const Tensor& logits,                 // (B, N, V)
-                              const std::optional<Tensor>& uncond,  // (B, N, V)
-                              const Tensor& guidance,               // (B)
-                              const Tensor& temperature,            // (B)
-                              const Tensor& top_k,                  // (B)
-                              const Tensor& top_p) {                // (B)
+specvis::LogitRows logit_rows(const Tensor& logits,                   // (B, N, V)
+                              const std::optional<Tensor>& uncond,    // (B, N, V)
+                              const Tensor& guidance,                 // (B)
+                              const Tensor& temperature,              // (B)
+                              const Tensor& top_k,                    // (B)
+                              const Tensor& top_p,                    // (B)
+                              const std::optional<Tensor>& id_range,  // (B, N, 2)
+                              int64_t first_id, int64_t last_id, const std::string& filters) {
   using specvis::LogitType;
   const ScalarType type = logits.scalar_type();
   specvis::LogitRows rows = {};
@@ -89,7 +89,62 @@ specvis::LogitRows logit_rows(const Tensor& logits,                 // (B, N, V)
   rows.temperature = temperature.const_data_ptr<float>();
   rows.top_k = top_k.const_data_ptr<int32_t>();
   rows.top_p = top_p.const_data_ptr<float>();
+  rows.id_range = data<int64_t>(id_range);
+  rows.first_id = first_id;
+  rows.last_id = last_id;
+  rows.top_p_first = filters == "p_then_k";
   return rows;
+}
+
+specvis::Neighbors neighbors_of(const std::optional<Tensor>& table, int64_t offset) {  // (C, k)
+  if (!table) return {};
+  return {table->const_data_ptr(), table->scalar_type() == ScalarType::UInt16, table->size(0), table->size(1), offset};
+}
+
+// What verify_logits and verify_tree return: accepted_nodes, num_accepted, next_token, tv_excess, status.
+using Verified = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// Allocates these outputs, and fills in what both ops take.
+Verified verification(specvis::Verification& batch,
+                      const Tensor& tokens,                      // (B, N)
+                      const Tensor& first_child,                 // (B, N)
+                      const Tensor& next_sibling,                // (B, N)
+                      const std::optional<Tensor>& uniforms,     // (B, N)
+                      const std::optional<Tensor>& draft_probs,  // (B, M, V)
+                      const std::optional<Tensor>& draft_row,    // (B, N)
+                      const std::optional<Tensor>& neighbors,    // (C, k)
+                      const std::optional<Tensor>& delta,        // (B)
+                      const std::optional<Tensor>& omega,        // (B, P)
+                      const std::string& cutoff, int64_t offset, const std::string& residual, int64_t max_depth,
+                      int64_t V) {
+  const int64_t B = tokens.size(0);
+  Tensor accepted_nodes = torch::stable::new_empty(tokens, {B, max_depth}, ScalarType::Int);
+  Tensor num_accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor next_token = torch::stable::new_empty(tokens, {B});
+  Tensor tv_excess = torch::stable::new_empty(tokens, {B}, ScalarType::Float);
+  Tensor status = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  batch.B = B;
+  batch.N = tokens.size(1);
+  batch.V = V;
+  batch.num_draft_rows = draft_probs ? draft_probs->size(1) : 0;
+  batch.max_depth = max_depth;
+  batch.tokens = tokens.const_data_ptr<int64_t>();
+  batch.first_child = first_child.const_data_ptr<int32_t>();
+  batch.next_sibling = next_sibling.const_data_ptr<int32_t>();
+  batch.uniforms = data<float>(uniforms);
+  batch.draft_probs = data<float>(draft_probs);
+  batch.draft_row = data<int32_t>(draft_row);
+  batch.neighbors = neighbors_of(neighbors, offset);
+  batch.delta = data<float>(delta);
+  batch.omega = data<float>(omega);
+  batch.cutoff = specvis::cutoff_named(cutoff);
+  batch.residual = specvis::residual_named(residual);
+  batch.accepted_nodes = accepted_nodes.mutable_data_ptr<int32_t>();
+  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
+  batch.next_token = next_token.mutable_data_ptr<int64_t>();
+  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  return {accepted_nodes, num_accepted, next_token, tv_excess, status};
 }
 
 Tensor commit_kv(std::vector<Tensor> caches, const Tensor& accepted_nodes, const Tensor& num_accepted,
@@ -194,10 +249,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens(const Tensor& t
   batch.tokens = tokens.const_data_ptr<int64_t>();
   batch.uniforms = uniforms.const_data_ptr<float>();
   batch.omega = data<float>(omega);
-  if (neighbors) {
-    batch.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), is_uint16(*neighbors), neighbors->size(0),
-                                         neighbors->size(1), offset);
-  }
+  batch.neighbors = neighbors_of(neighbors, offset);
   batch.delta = data<float>(delta);
   batch.groups = data<int64_t>(groups);
   batch.is_relaxed = neighbors || groups;
@@ -210,6 +262,87 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens(const Tensor& t
   batch.status = status.mutable_data_ptr<int32_t>();
   check(specvis::couple_tokens_cuda(batch, device.stream()));
   return {new_tokens, is_kept, num_kept, tv_excess, status};
+}
+
+std::tuple<Tensor, Tensor, Tensor> draft_children(const Tensor& logits,                    // (B, F, V)
+                                                  const std::optional<Tensor>& uncond,     // (B, F, V)
+                                                  const std::optional<Tensor>& uniforms,   // (B, F, K)
+                                                  const Tensor& guidance,                  // (B)
+                                                  const Tensor& temperature,               // (B)
+                                                  const Tensor& top_k,                     // (B)
+                                                  const Tensor& top_p,                     // (B)
+                                                  const std::optional<Tensor>& seeds,      // (B)
+                                                  const std::optional<Tensor>& positions,  // (B, F)
+                                                  const std::optional<Tensor>& id_range,   // (B, F, 2)
+                                                  int64_t first_id, int64_t last_id, std::string filters, int64_t K) {
+  const int64_t B = logits.size(0), F = logits.size(1);
+  const Device device(logits);
+  Tensor tokens = torch::stable::new_empty(logits, {B, F, K}, ScalarType::Long);
+  Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
+  Tensor status = torch::stable::new_empty(logits, {B, F}, ScalarType::Int);
+  specvis::DraftChildren batch = {};
+  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  batch.K = K;
+  batch.uniforms = data<float>(uniforms);
+  batch.seeds = data<int64_t>(seeds);
+  batch.positions = data<int64_t>(positions);
+  batch.tokens = tokens.mutable_data_ptr<int64_t>();
+  batch.probs = probs.mutable_data_ptr<float>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::draft_children_cuda(batch, device.stream()));
+  return {tokens, probs, status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_frontier(
+    const Tensor& logits,                   // (B, F, V)
+    const std::optional<Tensor>& uncond,    // (B, F, V)
+    const Tensor& scores,                   // (B, F)
+    const Tensor& ancestors,                // (B, F, W)
+    const Tensor& candidates,               // (B, F)
+    const Tensor& width,                    // (B)
+    const Tensor& depth,                    // (B)
+    const Tensor& guidance,                 // (B)
+    const Tensor& temperature,              // (B)
+    const Tensor& top_k,                    // (B)
+    const Tensor& top_p,                    // (B)
+    const std::optional<Tensor>& id_range,  // (B, F, 2)
+    int64_t first_id, int64_t last_id, std::string filters, int64_t K, int64_t level, int64_t first_node,
+    int64_t first_candidate) {
+  const int64_t B = logits.size(0), F = logits.size(1), W = ancestors.size(2);
+  const Device device(logits);
+  Tensor child_tokens = torch::stable::new_empty(depth, {B, F * K});
+  Tensor child_scores = torch::stable::new_empty(scores, {B, F * K});
+  Tensor child_parents = torch::stable::new_empty(width, {B, F * K});
+  Tensor tokens = torch::stable::new_empty(depth, {B, K});
+  Tensor frontier_scores = torch::stable::new_empty(scores, {B, K});
+  Tensor rows = torch::stable::new_empty(depth, {B, K});
+  Tensor frontier_ancestors = torch::stable::new_empty(depth, {B, K, W});
+  Tensor frontier_candidates = torch::stable::new_empty(width, {B, K});
+  Tensor status = torch::stable::new_empty(width, {B, F});
+  specvis::DraftFrontier batch = {};
+  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  batch.K = K;
+  batch.W = W;
+  batch.level = level;
+  batch.first_node = first_node;
+  batch.first_candidate = first_candidate;
+  batch.scores = scores.const_data_ptr<float>();
+  batch.ancestors = ancestors.const_data_ptr<int64_t>();
+  batch.candidates = candidates.const_data_ptr<int32_t>();
+  batch.width = width.const_data_ptr<int32_t>();
+  batch.depth = depth.const_data_ptr<int64_t>();
+  batch.child_tokens = child_tokens.mutable_data_ptr<int64_t>();
+  batch.child_scores = child_scores.mutable_data_ptr<float>();
+  batch.child_parents = child_parents.mutable_data_ptr<int32_t>();
+  batch.tokens = tokens.mutable_data_ptr<int64_t>();
+  batch.frontier_scores = frontier_scores.mutable_data_ptr<float>();
+  batch.parent_rows = rows.mutable_data_ptr<int64_t>();
+  batch.frontier_ancestors = frontier_ancestors.mutable_data_ptr<int64_t>();
+  batch.frontier_candidates = frontier_candidates.mutable_data_ptr<int32_t>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  check(specvis::draft_frontier_cuda(batch, device.stream()));
+  return {child_tokens, child_scores,       child_parents,       tokens, frontier_scores,
+          rows,         frontier_ancestors, frontier_candidates, status};
 }
 
 std::tuple<Tensor, Tensor, Tensor> draw_children(const Tensor& draft_probs,               // (B, F, V)
@@ -247,7 +380,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draw_tokens(const Tensor& logits,    
                                                        const Tensor& seeds,                    // (B)
                                                        const Tensor& positions,                // (B, N)
                                                        const std::optional<Tensor>& id_range,  // (B, N, 2)
-                                                       const std::optional<Tensor>& guesses,   // (B, N)
+                                                       int64_t first_id, int64_t last_id, std::string filters,
+                                                       const std::optional<Tensor>& guesses,  // (B, N)
                                                        int64_t ahead) {
   const Device device(logits);
   Tensor tokens = torch::stable::new_empty(positions, positions.sizes());
@@ -255,10 +389,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draw_tokens(const Tensor& logits,    
   Tensor ahead_tokens = torch::stable::new_empty(positions, positions.sizes());
   Tensor status = torch::stable::new_empty(positions, positions.sizes(), ScalarType::Int);
   specvis::DrawTokens batch = {};
-  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p);
+  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
   batch.seeds = seeds.const_data_ptr<int64_t>();
   batch.positions = positions.const_data_ptr<int64_t>();
-  batch.id_range = data<int64_t>(id_range);
   batch.guesses = data<int64_t>(guesses);
   batch.ahead = ahead;
   batch.tokens = tokens.mutable_data_ptr<int64_t>();
@@ -295,20 +428,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(const Tensor& draft_probs
   return {tokens, child_scores, frontier, status};
 }
 
-std::tuple<Tensor, Tensor> guided_probs(const Tensor& logits,                 // (B, N, V)
-                                        const std::optional<Tensor>& uncond,  // (B, N, V)
-                                        const Tensor& guidance,               // (B)
-                                        const Tensor& temperature,            // (B)
-                                        const Tensor& top_k,                  // (B)
-                                        const Tensor& top_p,                  // (B)
-                                        int64_t first_id, int64_t last_id) {
+std::tuple<Tensor, Tensor> guided_probs(const Tensor& logits,                   // (B, N, V)
+                                        const std::optional<Tensor>& uncond,    // (B, N, V)
+                                        const Tensor& guidance,                 // (B)
+                                        const Tensor& temperature,              // (B)
+                                        const Tensor& top_k,                    // (B)
+                                        const Tensor& top_p,                    // (B)
+                                        const std::optional<Tensor>& id_range,  // (B, N, 2)
+                                        int64_t first_id, int64_t last_id, std::string filters) {
   const Device device(logits);
   Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
   Tensor status = torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
   specvis::GuidedProbs batch = {};
-  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p);
-  batch.first_id = first_id;
-  batch.num_ids = last_id - first_id;
+  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
   batch.probs = probs.mutable_data_ptr<float>();
   batch.status = status.mutable_data_ptr<int32_t>();
   check(specvis::guided_probs_cuda(batch, device.stream()));
@@ -330,8 +462,7 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum(const Tensor& probs,      //
   batch.V = probs.size(1);
   batch.probs = probs.const_data_ptr<float>();
   batch.tokens = tokens.const_data_ptr<int64_t>();
-  batch.neighbors = specvis::Neighbors(neighbors.const_data_ptr(), is_uint16(neighbors), neighbors.size(0),
-                                       neighbors.size(1), offset);
+  batch.neighbors = neighbors_of(neighbors, offset);
   batch.delta = delta.const_data_ptr<float>();
   batch.cutoff = specvis::cutoff_named(cutoff);
   batch.relaxed_mass = relaxed_mass.mutable_data_ptr<float>();
@@ -465,59 +596,65 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_greedy(const Tensor& target_to
   return {accepted_nodes, num_accepted, next_token, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree(const Tensor& target_probs,                // (B, N, V)
-                                                               const Tensor& tokens,                      // (B, N)
-                                                               const Tensor& first_child,                 // (B, N)
-                                                               const Tensor& next_sibling,                // (B, N)
-                                                               const Tensor& uniforms,                    // (B, N)
-                                                               const std::optional<Tensor>& draft_probs,  // (B, M, V)
-                                                               const std::optional<Tensor>& draft_row,    // (B, N)
-                                                               const std::optional<Tensor>& neighbors,    // (C, k)
-                                                               const std::optional<Tensor>& delta,        // (B)
-                                                               const std::optional<Tensor>& omega,        // (B, P)
-                                                               const std::optional<Tensor>& greedy,       // (B)
-                                                               std::string cutoff, int64_t offset, std::string residual,
-                                                               int64_t max_depth) {
-  const int64_t B = target_probs.size(0);
+Verified verify_logits(const Tensor& logits,                      // (B, N, V)
+                       const std::optional<Tensor>& uncond,       // (B, N, V)
+                       const Tensor& tokens,                      // (B, N)
+                       const Tensor& first_child,                 // (B, N)
+                       const Tensor& next_sibling,                // (B, N)
+                       const std::optional<Tensor>& uniforms,     // (B, N)
+                       const Tensor& guidance,                    // (B)
+                       const Tensor& temperature,                 // (B)
+                       const Tensor& top_k,                       // (B)
+                       const Tensor& top_p,                       // (B)
+                       const std::optional<Tensor>& id_range,     // (B, N, 2)
+                       const std::optional<Tensor>& draft_probs,  // (B, M, V)
+                       const std::optional<Tensor>& draft_row,    // (B, N)
+                       const std::optional<Tensor>& neighbors,    // (C, k)
+                       const std::optional<Tensor>& delta,        // (B)
+                       const std::optional<Tensor>& omega,        // (B, P)
+                       const std::optional<Tensor>& seeds,        // (B)
+                       const std::optional<Tensor>& positions,    // (B, N)
+                       int64_t first_id, int64_t last_id, std::string filters, std::string cutoff, int64_t offset,
+                       std::string residual, int64_t max_depth) {
+  const Device device(logits);
+  specvis::VerifyLogits batch = {};
+  Verified outputs = verification(batch, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+                                  delta, omega, cutoff, offset, residual, max_depth, logits.size(2));
+  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  batch.seeds = data<int64_t>(seeds);
+  batch.positions = data<int64_t>(positions);
+  int64_t bytes = 0;
+  check(specvis::verify_logits_scratch(batch, &bytes));
+  Tensor scratch = torch::stable::new_empty(tokens, {bytes}, ScalarType::Char);
+  batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
+  check(specvis::verify_logits_cuda(batch, device.stream()));
+  return outputs;
+}
+
+Verified verify_tree(const Tensor& target_probs,                // (B, N, V)
+                     const Tensor& tokens,                      // (B, N)
+                     const Tensor& first_child,                 // (B, N)
+                     const Tensor& next_sibling,                // (B, N)
+                     const Tensor& uniforms,                    // (B, N)
+                     const std::optional<Tensor>& draft_probs,  // (B, M, V)
+                     const std::optional<Tensor>& draft_row,    // (B, N)
+                     const std::optional<Tensor>& neighbors,    // (C, k)
+                     const std::optional<Tensor>& delta,        // (B)
+                     const std::optional<Tensor>& omega,        // (B, P)
+                     const std::optional<Tensor>& greedy,       // (B)
+                     std::string cutoff, int64_t offset, std::string residual, int64_t max_depth) {
   const Device device(target_probs);
-  Tensor accepted_nodes = torch::stable::new_empty(tokens, {B, max_depth}, ScalarType::Int);
-  Tensor num_accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
-  Tensor next_token = torch::stable::new_empty(tokens, {B});
-  Tensor tv_excess = torch::stable::new_empty(target_probs, {B});
-  Tensor status = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
   specvis::VerifyTree batch = {};
-  batch.B = B;
-  batch.N = target_probs.size(1);
-  batch.V = target_probs.size(2);
-  batch.num_draft_rows = draft_probs ? draft_probs->size(1) : 0;
-  batch.max_depth = max_depth;
+  Verified outputs = verification(batch, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+                                  delta, omega, cutoff, offset, residual, max_depth, target_probs.size(2));
   batch.target_probs = target_probs.const_data_ptr<float>();
-  batch.tokens = tokens.const_data_ptr<int64_t>();
-  batch.first_child = first_child.const_data_ptr<int32_t>();
-  batch.next_sibling = next_sibling.const_data_ptr<int32_t>();
-  batch.uniforms = uniforms.const_data_ptr<float>();
-  batch.draft_probs = data<float>(draft_probs);
-  batch.draft_row = data<int32_t>(draft_row);
-  if (neighbors) {
-    batch.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), is_uint16(*neighbors), neighbors->size(0),
-                                         neighbors->size(1), offset);
-  }
-  batch.delta = data<float>(delta);
-  batch.omega = data<float>(omega);
   batch.greedy = data<bool>(greedy);
-  batch.cutoff = specvis::cutoff_named(cutoff);
-  batch.residual = specvis::residual_named(residual);
-  batch.accepted_nodes = accepted_nodes.mutable_data_ptr<int32_t>();
-  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
-  batch.next_token = next_token.mutable_data_ptr<int64_t>();
-  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
-  batch.status = status.mutable_data_ptr<int32_t>();
   int64_t bytes = 0;
   check(specvis::verify_tree_scratch(batch, &bytes));
   Tensor scratch = torch::stable::new_empty(tokens, {bytes}, ScalarType::Char);
   batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
   check(specvis::verify_tree_cuda(batch, device.stream()));
-  return {accepted_nodes, num_accepted, next_token, tv_excess, status};
+  return outputs;
 }
 
 }  // namespace
@@ -526,6 +663,8 @@ STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
   m.impl("commit_kv", TORCH_BOX(&commit_kv));
   m.impl("commit_tokens", TORCH_BOX(&commit_tokens));
   m.impl("couple_tokens", TORCH_BOX(&couple_tokens));
+  m.impl("draft_children", TORCH_BOX(&draft_children));
+  m.impl("draft_frontier", TORCH_BOX(&draft_frontier));
   m.impl("draw_children", TORCH_BOX(&draw_children));
   m.impl("draw_tokens", TORCH_BOX(&draw_tokens));
   m.impl("expand_tree", TORCH_BOX(&expand_tree));
@@ -536,5 +675,6 @@ STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
   m.impl("tree_links", TORCH_BOX(&tree_links));
   m.impl("tree_mask", TORCH_BOX(&tree_mask));
   m.impl("verify_greedy", TORCH_BOX(&verify_greedy));
+  m.impl("verify_logits", TORCH_BOX(&verify_logits));
   m.impl("verify_tree", TORCH_BOX(&verify_tree));
 }

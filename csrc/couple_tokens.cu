@@ -69,7 +69,7 @@ __device__ Coupled couple(const CoupleTokens& batch, int64_t r, unsigned* bits) 
     return out;
   }
   if (is_tried && !draft_sum.valid) {
-    out.status |= kInvalidRow;
+    out.status |= kInvalidDraft;
   } else if (is_tried && (guess < 0 || guess >= V)) {
     out.status |= kInvalidTree;
   } else if (is_tried) {

@@ -1,7 +1,5 @@
-// expand_tree on CUDA: one block per node finds its children, and the last block of a request to finish finds the next
-// level. (One block for all nodes of a request would need no counter, but would read up to 40 rows one after the other
-// while most of the GPU is idle.)
-#include "best_of.cuh"
+// expand_tree on CUDA: one block per node, see expand.cuh.
+#include "expand.cuh"
 #include "params.h"
 
 namespace specvis {
@@ -10,19 +8,15 @@ namespace {
 constexpr int kThreads = 512;  // at most
 
 __global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTree batch) {
-  __shared__ bool last;
   const int64_t r = blockIdx.x, F = batch.F, V = batch.V, num_children = batch.num_children, b = r / F;
   const float* probs = batch.draft_probs + r * V;
   int64_t* tokens = batch.tokens + r * num_children;
   float* child_scores = batch.child_scores + r * num_children;
   int32_t* frontier = batch.frontier + b * num_children;
   const float score = batch.scores[r];
-  const int64_t width = batch.width[b], count = width < 1 ? 1 : width < num_children ? width : num_children;
+  const int64_t count = clamped_width(batch.width[b], num_children);
 
-  for (int64_t k = threadIdx.x; k < num_children; k += blockDim.x) {
-    tokens[k] = 0;
-    child_scores[k] = -INFINITY;
-  }
+  clear_children(num_children, tokens, child_scores);
   const bool active = score > -INFINITY;
   bool valid = true;
   if (active) {
@@ -35,30 +29,16 @@ __global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTree batch)
     valid = !block_any(!entries_valid);
     valid = valid && block_any(to_fixed_point(largest) > 0);
     if (valid)
-      best_of([=](auto f) { for_each_entry(probs, V, f); }, 0, largest, count,
-              [&](int64_t rank, int64_t id) {
-                const float log_prob = static_cast<float>(log(static_cast<double>(probs[id])));
-                const float child = score + (log_prob < 0 ? log_prob : 0.0f);
-                child_scores[rank] = child;
-                tokens[rank] = child > -INFINITY ? id : 0;
-              });
+      find_children([=](auto f) { for_each_entry(probs, V, f); }, [=](int64_t id) { return probs[id]; }, largest, score,
+                    count, tokens, child_scores);
   }
   if (threadIdx.x == 0) batch.status[r] = valid ? 0 : kInvalidRow;
 
-  // First this block's results, then its count of one, become visible. Until the last block writes the next level
-  // there, the first element of `frontier` counts the blocks that are done.
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = F == 1 || atomicAdd(frontier, 1) == F - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
+  // Until the last block writes the next level there, the first element of `frontier` counts the blocks that are done.
+  if (!is_last_block(frontier, F)) return;
   for (int64_t k = threadIdx.x; k < num_children; k += blockDim.x) frontier[k] = -1;
-  const float* children = batch.child_scores + b * F * num_children;
-  float largest = -INFINITY;
-  for_each_entry(children, F * num_children, [&](int64_t, float x) { largest = x > largest ? x : largest; });
-  best_of([=](auto f) { for_each_entry(children, F * num_children, f); }, -INFINITY, largest, count,
-          [=](int64_t rank, int64_t id) { frontier[rank] = static_cast<int32_t>(id); });
+  find_frontier(batch.child_scores + b * F * num_children, F * num_children, count,
+                [=](int64_t rank, int64_t id) { frontier[rank] = static_cast<int32_t>(id); });
 }
 
 }  // namespace

@@ -11,9 +11,9 @@
 namespace specvis {
 namespace {
 
-constexpr int kThreads = 1024;  // at most
+constexpr int kRowThreads = 1024;  // at most
 constexpr int kBins = 2048;
-constexpr int64_t kReserved = 1024;  // bytes of shared memory, more than the small arrays of a kernel take
+constexpr int64_t kRowReserved = 1024;  // bytes of shared memory, more than the small arrays of a kernel take
 
 __device__ inline float value(float x) { return x; }
 __device__ inline float value(__half x) { return __half2float(x); }
@@ -113,6 +113,21 @@ __device__ int32_t threshold(Histogram& histogram, int64_t ids, int64_t limit, c
   return static_cast<int32_t>(found ^ 0x80000000u);
 }
 
+// The ids [first, first + count) of a row. If it is not valid, they stand for ids that may be read.
+struct IdRange {
+  int64_t first, count;
+  bool valid;
+
+  __device__ bool has(int64_t id) const { return id >= first && id - first < count; }
+};
+
+__device__ inline IdRange id_range_of(const LogitRows& rows, int64_t r) {
+  const int64_t first = rows.id_range ? rows.id_range[r * 2] : rows.first_id;
+  const int64_t last = rows.id_range ? rows.id_range[r * 2 + 1] : rows.last_id;
+  if (first < 0 || first >= last || last > rows.V) return {0, 1, false};
+  return {first, last - first, true};
+}
+
 // The ids of row r from first_id on. Temperature 0 counts as 1.
 template <class T>
 __device__ Row<T> row_of(const LogitRows& rows, int64_t r, int64_t first_id) {
@@ -128,6 +143,9 @@ template <class T, bool kInShared>
 struct Logits {
   Row<T> row;
   float* copy;
+  __device__ void keep(int64_t v, float x) const {
+    if (kInShared) copy[v] = x;
+  }
   __device__ float operator()(int64_t v) const { return kInShared ? copy[v] : row(v); }
 };
 
@@ -139,19 +157,28 @@ struct Filtered {
 
   __device__ bool keeps(float x) const { return key_of(x) >= lowest; }
   __device__ int64_t mass(float x) const { return keeps(x) ? mass_of(exp_of(x - best)) : 0; }
+  // The probability of an id, if `sum` is sum_exponentials().
+  __device__ float probability(float x, float sum) const { return keeps(x) ? exp_of(x - best) / sum : 0.0f; }
 };
 
-template <class T, bool kInShared>
-__device__ int64_t sum_masses(const Filtered& filtered, const Logits<T, kInShared>& logits, int64_t ids) {
+template <class Logits>
+__device__ int64_t sum_masses(const Filtered& filtered, const Logits& logits, int64_t ids) {
   int64_t sum = 0;
   for (int64_t v = threadIdx.x; v < ids; v += blockDim.x) sum += filtered.mass(logits(v));
   return block_sum(sum);
 }
 
-// Fills the copy in shared memory, and finds what request b keeps of its row.
-template <class T, bool kInShared>
-__device__ Filtered filter(const LogitRows& rows, int64_t b, const Logits<T, kInShared>& logits, int64_t ids,
-                           Histogram& histogram) {
+// The sum of exp(logit - best) over the ids that are kept.
+template <class Logits>
+__device__ float sum_exponentials(const Filtered& filtered, const Logits& logits, int64_t ids) {
+  const int64_t mass = sum_masses(filtered, logits, ids);
+  return static_cast<float>(static_cast<double>(mass) / static_cast<double>(kMassOne));
+}
+
+// Reads a row, which `logits` keeps for later passes, and finds what request b keeps of it. Both filters keep the ids
+// from some logit upwards, so their order matters for the mass alone of which top-p is a share.
+template <class Logits>
+__device__ Filtered filter(const LogitRows& rows, int64_t b, const Logits& logits, int64_t ids, Histogram& histogram) {
   __shared__ int32_t lowest, highest;
   if (threadIdx.x == 0) {
     lowest = INT32_MAX;
@@ -161,7 +188,7 @@ __device__ Filtered filter(const LogitRows& rows, int64_t b, const Logits<T, kIn
   int32_t min_key = INT32_MAX, max_key = INT32_MIN;
   logits.row.for_each(ids, [&](int64_t v, float x) {
     const int32_t key = key_of(x);
-    if (kInShared) logits.copy[v] = x;
+    logits.keep(v, x);
     min_key = key < min_key ? key : min_key;
     max_key = key > max_key ? key : max_key;
   });
@@ -178,29 +205,47 @@ __device__ Filtered filter(const LogitRows& rows, int64_t b, const Logits<T, kIn
       float_of(highest), INT32_MIN};
   if (!filtered.valid || temperature == 0) return filtered;
   const int32_t k = rows.top_k[b];
-  if (k > 0 && k < ids) filtered.lowest = threshold(histogram, ids, k, logits, [](float) { return int64_t{1}; });
+  int32_t kth_largest = INT32_MIN;
+  if (k > 0 && k < ids) kth_largest = threshold(histogram, ids, k, logits, [](float) { return int64_t{1}; });
+  if (!rows.top_p_first) filtered.lowest = kth_largest;
   if (top_p > 0 && top_p < 1) {
     const double limit = ceil(static_cast<double>(top_p) * static_cast<double>(sum_masses(filtered, logits, ids)));
     filtered.lowest =
         threshold(histogram, ids, static_cast<int64_t>(limit), logits, [=](float x) { return filtered.mass(x); });
   }
+  if (filtered.lowest < kth_largest) filtered.lowest = kth_largest;
   return filtered;
 }
 
-// Launches one block for each row of at most `ids` ids. Beside the histogram its shared memory holds a copy of as many
-// logits. Where those do not fit, it holds none, or as many as fit if `some_are_shorter`. The kernel is told how many.
+// Writes the probabilities of row r, zeros if it is invalid. Returns whether it is valid.
+template <class T, bool kInShared>
+__device__ bool write_probs(const LogitRows& rows, int64_t r, const IdRange& range, float* probs,
+                            Histogram* histogram) {
+  const Logits<T, kInShared> logits = {row_of<T>(rows, r, range.first), reinterpret_cast<float*>(histogram + 1)};
+  const Filtered filtered = filter(rows, r / rows.N, logits, range.count, *histogram);
+  const bool valid = filtered.valid && range.valid;
+  const float sum = valid ? sum_exponentials(filtered, logits, range.count) : 1.0f;
+  for (int64_t v = threadIdx.x; v < rows.V; v += blockDim.x) {
+    probs[v] = valid && range.has(v) ? filtered.probability(logits(v - range.first), sum) : 0.0f;
+  }
+  return valid;
+}
+
+// Launches this many blocks, of at most max_threads, for rows of logits. Beside the histogram a block's shared memory
+// holds a copy of a row. Where the longest does not fit, it holds none, or as many logits as fit if some rows may be
+// shorter. The kernel is told how many.
 template <class Batch>
-cudaError_t launch_rows(void (*kernel)(Batch, int64_t), const Batch& batch, int64_t ids, bool some_are_shorter,
-                        cudaStream_t stream) {
+cudaError_t launch_rows(void (*kernel)(Batch, int64_t), const Batch& batch, int64_t blocks, cudaStream_t stream,
+                        int64_t max_threads = kRowThreads, int64_t reserved = kRowReserved) {
   int64_t limit;
-  cudaError_t error = shared_limit(kReserved, &limit);
+  cudaError_t error = shared_limit(reserved, &limit);
   if (error == cudaSuccess) error = allow_shared(kernel, limit);
   if (error != cudaSuccess) return error;
+  const int64_t ids = batch.rows.last_id - batch.rows.first_id;
   const int64_t histogram = sizeof(Histogram), logit = sizeof(float), free = limit - histogram;
   const int64_t most = free > 0 ? free / logit : 0;
-  const int64_t capacity = ids <= most ? ids : some_are_shorter ? most : 0, shared = histogram + capacity * logit;
-  LAUNCH(kernel, static_cast<unsigned>(batch.rows.B * batch.rows.N), threads_for(ids, kThreads), shared, stream, batch,
-         capacity);
+  const int64_t capacity = ids <= most ? ids : batch.rows.id_range ? most : 0, shared = histogram + capacity * logit;
+  LAUNCH(kernel, static_cast<unsigned>(blocks), threads_for(ids, max_threads), shared, stream, batch, capacity);
   return cudaGetLastError();
 }
 

@@ -4,45 +4,26 @@
 namespace specvis {
 namespace {
 
-template <class T, bool kInShared>
-__device__ void write_probs(const GuidedProbs& batch, Histogram* histogram) {
-  const LogitRows& rows = batch.rows;
-  const int64_t r = blockIdx.x, ids = batch.num_ids;
-  const Logits<T, kInShared> logits = {row_of<T>(rows, r, batch.first_id), reinterpret_cast<float*>(histogram + 1)};
-  const Filtered filtered = filter(rows, r / rows.N, logits, ids, *histogram);
-  const int64_t total = filtered.valid ? sum_masses(filtered, logits, ids) : 0;
-  const float sum = static_cast<float>(static_cast<double>(total) / static_cast<double>(kMassOne));
-  float* const probs = batch.probs + r * rows.V;
-  for (int64_t v = threadIdx.x; v < rows.V; v += blockDim.x) {
-    const int64_t i = v - batch.first_id;
-    float p = 0;
-    if (filtered.valid && i >= 0 && i < ids) {
-      const float x = logits(i);
-      if (filtered.keeps(x)) p = exp_of(x - filtered.best) / sum;
-    }
-    probs[v] = p;
-  }
-  if (threadIdx.x == 0) batch.status[r] = filtered.valid ? 0 : kInvalidRow;
-}
-
 template <class T>
-__global__ void __launch_bounds__(kThreads) guided_probs_kernel(GuidedProbs batch, int64_t capacity) {
+__global__ void __launch_bounds__(kRowThreads) guided_probs_kernel(GuidedProbs batch, int64_t capacity) {
   DYNAMIC_SHARED(Histogram, histogram);
-  if (batch.num_ids <= capacity)
-    write_probs<T, true>(batch, histogram);
-  else
-    write_probs<T, false>(batch, histogram);
+  const int64_t r = blockIdx.x;
+  float* const probs = batch.probs + r * batch.rows.V;
+  const IdRange range = id_range_of(batch.rows, r);
+  const bool valid = range.count <= capacity ? write_probs<T, true>(batch.rows, r, range, probs, histogram)
+                                             : write_probs<T, false>(batch.rows, r, range, probs, histogram);
+  if (threadIdx.x == 0) batch.status[r] = valid ? 0 : kInvalidRow;
 }
 
 }  // namespace
 
 cudaError_t guided_probs_cuda(const GuidedProbs& batch, cudaStream_t stream) {
-  if (batch.rows.B * batch.rows.N == 0) return cudaSuccess;
+  const int64_t num_rows = batch.rows.B * batch.rows.N;
+  if (num_rows == 0) return cudaSuccess;
   switch (batch.rows.type) {
-    case LogitType::float16: return launch_rows(guided_probs_kernel<__half>, batch, batch.num_ids, false, stream);
-    case LogitType::bfloat16:
-      return launch_rows(guided_probs_kernel<__nv_bfloat16>, batch, batch.num_ids, false, stream);
-    default: return launch_rows(guided_probs_kernel<float>, batch, batch.num_ids, false, stream);
+    case LogitType::float16: return launch_rows(guided_probs_kernel<__half>, batch, num_rows, stream);
+    case LogitType::bfloat16: return launch_rows(guided_probs_kernel<__nv_bfloat16>, batch, num_rows, stream);
+    default: return launch_rows(guided_probs_kernel<float>, batch, num_rows, stream);
   }
 }
 

@@ -13,7 +13,8 @@ namespace specvis {
 
 enum class LogitType { float32, float16, bfloat16 };
 
-// Rows of logits, and what each request makes of its own.
+// Rows of logits, and what each request makes of its own. The ids of a row are id_range's, or [first_id, last_id)
+// without it.
 struct LogitRows {
   int64_t B, N, V;
   LogitType type;
@@ -21,6 +22,9 @@ struct LogitRows {
   const float *guidance, *temperature;  // (B)
   const int32_t* top_k;                 // (B)
   const float* top_p;                   // (B)
+  const int64_t* id_range;              // (B, N, 2) or null
+  int64_t first_id, last_id;            // of every row; with id_range, all ids
+  bool top_p_first;                     // whether top-p looks at all ids, not at those that top-k keeps
 };
 
 constexpr int64_t kCachesALaunch = 256;  // a kernel's parameters may have 4 KB
@@ -56,6 +60,38 @@ struct CoupleTokens {
 };
 cudaError_t couple_tokens_cuda(const CoupleTokens& batch, cudaStream_t stream);
 
+struct DraftChildren {
+  LogitRows rows;  // N is F below
+  int64_t K;
+  const float* uniforms;     // (B, F, K); null: by noise
+  const int64_t* seeds;      // (B) or null
+  const int64_t* positions;  // (B, F) or null
+  int64_t* tokens;           // (B, F, K)
+  float* probs;              // (B, F, V)
+  int32_t* status;           // (B, F)
+};
+cudaError_t draft_children_cuda(const DraftChildren& batch, cudaStream_t stream);
+
+struct DraftFrontier {
+  LogitRows rows;  // N is F below
+  int64_t K, W, level, first_node, first_candidate;
+  const float* scores;           // (B, F)
+  const int64_t* ancestors;      // (B, F, W)
+  const int32_t* candidates;     // (B, F)
+  const int32_t* width;          // (B)
+  const int64_t* depth;          // (B)
+  int64_t* child_tokens;         // (B, F K)
+  float* child_scores;           // (B, F K)
+  int32_t* child_parents;        // (B, F K)
+  int64_t* tokens;               // (B, K)
+  float* frontier_scores;        // (B, K)
+  int64_t* parent_rows;          // (B, K)
+  int64_t* frontier_ancestors;   // (B, K, W)
+  int32_t* frontier_candidates;  // (B, K)
+  int32_t* status;               // (B, F)
+};
+cudaError_t draft_frontier_cuda(const DraftFrontier& batch, cudaStream_t stream);
+
 struct DrawChildren {
   int64_t R, F, V, K;        // R is B F
   const float* draft_probs;  // (R, V)
@@ -72,7 +108,6 @@ struct DrawTokens {
   LogitRows rows;
   const int64_t* seeds;      // (B)
   const int64_t* positions;  // (B, N)
-  const int64_t* id_range;   // (B, N, 2) or null
   const int64_t* guesses;    // (B, N) or null
   int64_t ahead;
   int64_t* tokens;        // (B, N)
@@ -96,7 +131,6 @@ cudaError_t expand_tree_cuda(const ExpandTree& batch, cudaStream_t stream);
 
 struct GuidedProbs {
   LogitRows rows;
-  int64_t first_id, num_ids;
   float* probs;     // (B, N, V)
   int32_t* status;  // (B, N)
 };
@@ -173,9 +207,9 @@ struct VerifyGreedy {
 };
 cudaError_t verify_greedy_cuda(const VerifyGreedy& batch, cudaStream_t stream);
 
-struct VerifyTree {
+// What verify_logits and verify_tree take beside the target's rows, and what they return.
+struct Verification {
   int64_t B, N, V, num_draft_rows, max_depth;  // the last two are M and P below
-  const float* target_probs;                   // (B, N, V)
   const int64_t* tokens;                       // (B, N)
   const int32_t* first_child;                  // (B, N)
   const int32_t* next_sibling;                 // (B, N)
@@ -185,15 +219,28 @@ struct VerifyTree {
   Neighbors neighbors;                         // empty if there are none
   const float* delta;                          // (B) or null
   const float* omega;                          // (B, P) or null
-  const bool* greedy;                          // (B) or null
   Cutoff cutoff;
   ResidualRule residual;
-  char* scratch;            // of verify_tree_scratch() bytes, aligned to 16
+  char* scratch;            // of as many bytes as the op's function says, aligned to 16
   int32_t* accepted_nodes;  // (B, P)
   int32_t* num_accepted;    // (B)
   int64_t* next_token;      // (B)
   float* tv_excess;         // (B)
   int32_t* status;          // (B)
+};
+
+struct VerifyLogits : Verification {
+  LogitRows rows;
+  const int64_t* seeds;      // (B), or null: by uniforms
+  const int64_t* positions;  // (B, N) or null
+};
+// How many bytes of scratch memory verify_logits_cuda needs.
+cudaError_t verify_logits_scratch(const VerifyLogits& batch, int64_t* bytes);
+cudaError_t verify_logits_cuda(const VerifyLogits& batch, cudaStream_t stream);
+
+struct VerifyTree : Verification {
+  const float* target_probs;  // (B, N, V)
+  const bool* greedy;         // (B) or null
 };
 // How many bytes of scratch memory verify_tree_cuda needs.
 cudaError_t verify_tree_scratch(const VerifyTree& batch, int64_t* bytes);

@@ -1,395 +1,52 @@
-// verify_tree on CUDA: one block per request, verified from the root downwards. The tree, the visited row in fixed
-// point and the draft's row are in shared memory, or in scratch memory where that is too small. Every thread takes
-// the same decisions; only the passes over rows are divided among the threads.
-#include "block.cuh"
-#include "params.h"
-#include "rules.h"
+// verify_tree on CUDA: one block per request, see verify.cuh.
+#include "verify.cuh"
 
 namespace specvis {
 namespace {
 
-constexpr int kThreads = 512;        // at most
-constexpr int64_t kReserved = 4096;  // bytes of shared memory for the arrays that the kernel itself declares
+// A row of probabilities.
+struct ProbRow {
+  static constexpr bool kIsStored = true;
+  const float* probs;
+  int64_t V;
 
-struct Node {
-  int64_t token;
-  int32_t first_child, next_sibling, draft_row;
-  float uniform;
-  int32_t depth, parent, num_non_argmax;  // of an accepted node of a greedy request; until then, depth is -1
+  __device__ Total sum(int64_t* copy) const { return sum_row(probs, V, copy); }
+  __device__ int64_t mass(int64_t v) const { return to_fixed_point(probs[v]); }
+  __device__ bool allows(int64_t) const { return true; }
 };
 
-// Where a block's arrays are: each is in shared memory if it still fits there, else in the request's part of scratch.
-struct Layout {
-  struct Region {
-    bool shared;
-    int64_t offset;  // bytes
-  };
-  Region nodes, fixed_probs, draft;
-  int64_t shared = 0, scratch = 0;  // bytes of each in all
+struct ProbRows {
+  using Row = ProbRow;
+  const float* probs;
+  int64_t V;
 
-  Layout(const VerifyTree& batch, int64_t limit) {
-    const auto reserve = [&](int64_t bytes) {
-      bytes = (bytes + 15) / 16 * 16;
-      const bool fits = shared + bytes <= limit;
-      int64_t& end = fits ? shared : scratch;
-      end += bytes;
-      return Region{fits, end - bytes};
-    };
-    nodes = reserve(batch.N * sizeof(Node));
-    fixed_probs = reserve(batch.V * sizeof(int64_t));
-    draft = reserve(batch.draft_probs ? batch.V * sizeof(float) : 0);
-  }
+  __device__ Row at(int64_t node) const { return {probs + node * V, V}; }
 };
 
-// One request: its arrays, and the rules.
-struct Request {
-  const VerifyTree& batch;
-  int64_t b;
-  Node* nodes;             // (N)
-  int64_t* fixed_probs;    // (V)
-  bool copies_rows;        // whether fixed_probs is in shared memory, to which every visited row is then copied
-  float* draft;            // (V)
-  int64_t num_considered;  // how many neighbors of a token the cutoff looks at; 0 without neighbors
-
-  __device__ const float* target(int64_t node) const { return batch.target_probs + (b * batch.N + node) * batch.V; }
-  // Is `child` a later node than `previous`, with a token in the vocabulary?
-  __device__ bool is_valid(int64_t child, int64_t previous) const {
-    return child > previous && child < batch.N && nodes[child].token >= 0 && nodes[child].token < batch.V;
-  }
-  __device__ Budget budget(int64_t token_mass, int64_t total) const {
-    return Budget(batch.cutoff, batch.delta ? batch.delta[b] : -1.0f, token_mass, total);
-  }
-  __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.max_depth + depth] : 1.0; }
-  __device__ bool is_undefined() const {
-    for (int64_t d = 0; batch.omega && d < batch.max_depth; ++d) {
-      if (specvis::is_undefined(omega(d), num_considered > 0, batch.residual)) return true;
-    }
-    return false;
-  }
-};
-
-struct VerifyResult {
-  int32_t* accepted_nodes;  // (P), filled with -1
-  int32_t num_accepted = 0;
-  int64_t next_token = 0;
-  double tv_excess = 0;  // in thread 0 only
-  int32_t status = 0;
-};
-
-// The residual of the target at one node: the row of probabilities, or a copy in fixed point. Every thread has the
-// same object and calls its methods together with the others. After a method that writes, every thread may read.
-class Residual {
- public:
-  __device__ Residual(const Request& request, int64_t node)
-      : row_(request.target(node)), V_(request.batch.V), fixed_probs_(request.fixed_probs),
-        is_copy_(request.copies_rows) {
-    __syncthreads();  // every thread is done with the previous node
-    row_sum_ = sum_row(row_, V_, is_copy_ ? fixed_probs_ : nullptr);
-    total_ = row_sum_.mass;
-  }
-
-  __device__ bool valid() const { return row_sum_.valid; }
-  __device__ int64_t total() const { return total_; }
-  __device__ int64_t operator()(int64_t v) const { return is_copy_ ? fixed_probs_[v] : to_fixed_point(row_[v]); }
-
-  __device__ void set(int64_t v, int64_t before, int64_t after) {
-    copy();
-    if (threadIdx.x == 0) fixed_probs_[v] = after;
-    total_ += after - before;
-    __syncthreads();
-  }
-  // Sets the residual of x's first `count` neighbors to 0. A neighbor that is listed twice counts once.
-  __device__ void clear(const Neighbors& neighbors, int64_t x, int64_t count) {
-    if (count == 0) return;
-    copy();
-    int64_t cleared = 0;
-    for (int64_t j = threadIdx.x; j < count; j += blockDim.x) {
-      const int64_t id = neighbors(x, j);
-      if (id < 0 || id >= V_) continue;
-      cleared += static_cast<int64_t>(atomicExch(reinterpret_cast<unsigned long long*>(fixed_probs_ + id), 0ull));
-    }
-    total_ -= block_sum(cleared);
-  }
-  // Subtracts the draft after a sampled candidate x was rejected, and takes x out of the draft. Nothing is taken from a
-  // protected token: its draft entry is negative, and becomes positive again.
-  __device__ void subtract(float* draft, int64_t draft_total, int64_t total, double slack, int64_t x) {
-    constexpr int kAhead = 4;  // loads in flight per thread, for rows in scratch memory
-    const double unit = 1 / static_cast<double>(total), draft_unit = 1 / static_cast<double>(draft_total);
-    int64_t sum = 0;
-    for (int64_t start = threadIdx.x; start < V_; start += kAhead * blockDim.x) {
-      int64_t masses[kAhead];
-      float draft_probs[kAhead];
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int64_t v = start + i * blockDim.x;
-        masses[i] = v < V_ ? (*this)(v) : 0;
-        draft_probs[i] = v < V_ ? draft[v] : 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int64_t v = start + i * blockDim.x;
-        if (v >= V_) break;
-        const int64_t draft_mass = draft_probs[i] > 0 ? to_fixed_point(draft_probs[i]) : 0;
-        int64_t mass = masses[i];
-        if (mass > 0) {
-          mass = static_cast<int64_t>(
-              residual_mass(static_cast<double>(mass), unit, static_cast<double>(draft_mass), draft_unit, slack));
-        }
-        fixed_probs_[v] = mass;
-        sum += mass;
-        if (draft_probs[i] < 0 || v == x) draft[v] = v == x ? 0.0f : -draft_probs[i];
-      }
-    }
-    is_copy_ = true;
-    total_ = block_sum(sum);
-  }
-  __device__ void restore() {
-    is_copy_ = false;
-    total_ = row_sum_.mass;
-  }
-  __device__ int64_t draw(float uniform) const { return specvis::draw(*this, V_, total_, uniform); }
-
- private:
-  __device__ void copy() {
-    if (!is_copy_) sum_row(row_, V_, fixed_probs_);
-    is_copy_ = true;
-  }
-
-  const float* row_;
-  int64_t V_;
-  int64_t* fixed_probs_;
-  bool is_copy_;
-  Total row_sum_;
-  int64_t total_;
-};
-
-// Updates the residual and the draft after the rejection of x, of whose neighbors the cutoff had kept num_kept. The
-// rule "released" is that of LANTERN's released code: as soon as one neighbor was kept, it clears or protects all
-// neighbors of x in the table.
-__device__ void reject(const Request& request, Residual& residual, const Candidate& candidate, int64_t x,
-                       int64_t num_kept) {
-  const ResidualRule rule = request.batch.residual;
-  const double slack = rule == ResidualRule::optimal ? slack_of(candidate.omega) : 0.0;
-  const int64_t count = rule == ResidualRule::optimal   ? 0
-                        : rule == ResidualRule::relaxed ? num_kept
-                        : num_kept > 0                  ? request.batch.neighbors.k()
-                                                        : 0;
-  __syncthreads();  // every thread has rejected x
-  if (!candidate.sampled) {
-    residual.set(x, candidate.token_mass, static_cast<int64_t>(slack * static_cast<double>(candidate.token_mass)));
-    residual.clear(request.batch.neighbors, x, count);
-    return;
-  }
-  if (rule == ResidualRule::relaxed) {
-    residual.clear(request.batch.neighbors, x, count);
-    residual.set(x, candidate.token_mass, candidate.relaxed_mass);
-  } else {
-    for (int64_t j = threadIdx.x; j < count; j += blockDim.x) {
-      const int64_t id = request.batch.neighbors(x, j);
-      if (id >= 0 && id < request.batch.V) {
-        atomicOr(reinterpret_cast<unsigned*>(request.draft + id), 0x80000000u);  // the sign marks it as protected
-      }
-    }
-    __syncthreads();
-  }
-  residual.subtract(request.draft, candidate.draft_total, candidate.total, slack, x);
-}
-
-__device__ void verify_sampled(const Request& request, VerifyResult& out) {
-  const VerifyTree& batch = request.batch;
-  const Node* nodes = request.nodes;
-  const bool is_undefined = request.is_undefined();
-  if (is_undefined) out.status |= kInvalidRule;
-  int64_t node = 0;
-  while (true) {
-    Residual residual(request, node);
-    if (!residual.valid()) {
-      out.status |= kInvalidRow;
-      return;
-    }
-
-    int64_t child = is_undefined || out.num_accepted == batch.max_depth ? -1 : nodes[node].first_child;
-    const int64_t from = nodes[node].draft_row;
-    const bool sampled = child >= 0 && from >= 0;
-    int64_t draft_total = 0;
-    if (sampled) {
-      Total draft_row_sum = {0, false};
-      if (from < batch.num_draft_rows) {
-        draft_row_sum =
-            sum_row(batch.draft_probs + (request.b * batch.num_draft_rows + from) * batch.V, batch.V, request.draft);
-      }
-      if (!draft_row_sum.valid) {
-        out.status |= from < batch.num_draft_rows ? kInvalidRow : kInvalidTree;
-        child = -1;
-      }
-      draft_total = draft_row_sum.mass;
-    }
-
-    int64_t previous = node, next = -1;
-    double reach_prob = 1;
-    for (; child >= 0; previous = child, child = nodes[child].next_sibling) {
-      if (!request.is_valid(child, previous)) {
-        out.status |= kInvalidTree;
-        break;
-      }
-      if (sampled && draft_total == 0) continue;
-      const int64_t x = nodes[child].token, token_mass = residual(x);
-      const NeighborPrefix prefix = neighbor_prefix(residual, batch.V, request.batch.neighbors, request.num_considered,
-                                                    x, request.budget(token_mass, residual.total()));
-      const Candidate candidate = {sampled,
-                                   token_mass,
-                                   token_mass + prefix.mass,
-                                   residual.total(),
-                                   sampled ? to_fixed_point(request.draft[x]) : 0,
-                                   draft_total,
-                                   request.omega(out.num_accepted)};
-      if (threadIdx.x == 0) {
-        const double accept_prob = candidate.accept_prob(false);
-        out.tv_excess += reach_prob * candidate.tv_excess();
-        reach_prob *= 1 - accept_prob;
-      }
-      if (candidate.accepts(nodes[child].uniform)) {
-        next = child;
-        break;
-      }
-      reject(request, residual, candidate, x, prefix.num_kept);
-      draft_total -= candidate.draft_mass;
-      if (residual.total() == 0) {
-        out.status |= kEmptyResidual;
-        residual.restore();
-      }
-    }
-    if (next < 0) {
-      out.next_token = residual.draw(nodes[0].uniform);
-      return;
-    }
-    if (threadIdx.x == 0) out.accepted_nodes[out.num_accepted] = static_cast<int32_t>(next);
-    ++out.num_accepted;
-    node = next;
-  }
-}
-
-// The id of the row's largest entry, the lowest id on ties.
-__device__ int64_t row_argmax(const Residual& row, int64_t V) {
-  int64_t max_mass = -1, argmax = V;
-  const auto offer = [&](int64_t mass, int64_t id) {
-    if (mass > max_mass || (mass == max_mass && id < argmax)) max_mass = mass, argmax = id;
-  };
-  for (int64_t v = threadIdx.x; v < V; v += blockDim.x) offer(row(v), v);
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const int64_t mass = __shfl_xor_sync(kAllLanes, max_mass, distance);
-    offer(mass, __shfl_xor_sync(kAllLanes, argmax, distance));
-  }
-  __shared__ int64_t masses[kMaxWarps], ids[kMaxWarps];
-  __syncthreads();  // every thread has read those of the previous call
-  if (lane() == 0) {
-    masses[warp()] = max_mass;
-    ids[warp()] = argmax;
-  }
-  __syncthreads();
-  for (unsigned w = 0; w < warps(); ++w) offer(masses[w], ids[w]);
-  return argmax;
-}
-
-// A greedy request: the nodes in order. Each accepted node verifies the chain of its children.
-__device__ void verify_greedy(const Request& request, VerifyResult& out) {
-  const VerifyTree& batch = request.batch;
-  Node* nodes = request.nodes;
-  int64_t best = 0;
-  for (int64_t n = 0; n < batch.N; ++n) {
-    if (nodes[n].depth > nodes[best].depth) best = n;
-    if (nodes[n].depth < 0 || nodes[n].depth >= batch.max_depth || nodes[n].first_child < 0) continue;
-    const Residual row(request, n);
-    if (!row.valid()) continue;
-    const int64_t argmax = row_argmax(row, batch.V);
-    int64_t previous = n;
-    for (int64_t child = nodes[n].first_child; child >= 0; previous = child, child = nodes[child].next_sibling) {
-      if (!request.is_valid(child, previous)) {
-        out.status |= kInvalidTree;
-        break;
-      }
-      const int64_t x = nodes[child].token, token_mass = row(x);
-      const NeighborPrefix prefix = neighbor_prefix(row, batch.V, request.batch.neighbors, request.num_considered, x,
-                                                    request.budget(token_mass, row.total()));
-      if (threadIdx.x != 0 || !is_argmax(x, token_mass + prefix.mass, argmax, row(argmax))) continue;
-      nodes[child].depth = nodes[n].depth + 1;
-      nodes[child].parent = static_cast<int32_t>(n);
-      nodes[child].num_non_argmax = nodes[n].num_non_argmax + (x != argmax);
-    }
-    __syncthreads();
-  }
-  out.num_accepted = nodes[best].depth;
-  out.tv_excess = nodes[best].num_non_argmax;
-  const Residual row(request, best);
-  if (row.valid()) {
-    out.next_token = row_argmax(row, batch.V);
-  } else {
-    out.status |= kInvalidRow;
-  }
-  if (threadIdx.x != 0) return;
-  for (int64_t d = out.num_accepted; d > 0; --d) {
-    out.accepted_nodes[d - 1] = static_cast<int32_t>(best);
-    best = nodes[best].parent;
-  }
-}
-
-__global__ void __launch_bounds__(kThreads) verify_tree_kernel(VerifyTree batch, Layout layout) {
+__global__ void __launch_bounds__(kVerifyThreads) verify_tree_kernel(VerifyTree batch, Layout layout) {
   DYNAMIC_SHARED(char, shared);
-  const int64_t b = blockIdx.x, N = batch.N, max_depth = batch.max_depth, k = batch.neighbors.k();
-  char* scratch = batch.scratch + b * layout.scratch;
-  const auto at = [&](Layout::Region region) { return (region.shared ? shared : scratch) + region.offset; };
-
-  const Request request = {batch,
-                           b,
-                           reinterpret_cast<Node*>(at(layout.nodes)),
-                           reinterpret_cast<int64_t*>(at(layout.fixed_probs)),
-                           layout.fixed_probs.shared,
-                           reinterpret_cast<float*>(at(layout.draft)),
-                           k > 0 ? k - (batch.residual == ResidualRule::released) : 0};
-  for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
-    const int64_t i = b * N + n;
-    request.nodes[n] = {batch.tokens[i],
-                        batch.first_child[i],
-                        batch.next_sibling[i],
-                        batch.draft_row ? batch.draft_row[i] : -1,
-                        batch.uniforms[i],
-                        n == 0 ? 0 : -1,
-                        0,
-                        0};
-  }
-  VerifyResult out = {batch.accepted_nodes + b * max_depth};
-  for (int64_t d = threadIdx.x; d < max_depth; d += blockDim.x) out.accepted_nodes[d] = -1;
-  __syncthreads();
-
-  if (batch.greedy && batch.greedy[b]) {
-    verify_greedy(request, out);
-  } else {
-    verify_sampled(request, out);
-  }
-  if (threadIdx.x != 0) return;
-  batch.num_accepted[b] = out.num_accepted;
-  batch.next_token[b] = out.next_token;
-  batch.tv_excess[b] = static_cast<float>(out.tv_excess);
-  batch.status[b] = out.status;
+  const int64_t b = blockIdx.x;
+  const ProbRows rows = {batch.target_probs + b * batch.N * batch.V, batch.V};
+  verify(batch, b, rows, batch.greedy && batch.greedy[b], layout, shared);
 }
 
 }  // namespace
 
 cudaError_t verify_tree_scratch(const VerifyTree& batch, int64_t* bytes) {
   int64_t limit;
-  const cudaError_t error = shared_limit(kReserved, &limit);
-  *bytes = batch.B * Layout(batch, limit).scratch;
+  const cudaError_t error = shared_limit(kVerifyReserved, &limit);
+  *bytes = batch.B * Layout(batch, 0, limit).scratch;
   return error;
 }
 
 cudaError_t verify_tree_cuda(const VerifyTree& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
   int64_t limit;
-  cudaError_t error = shared_limit(kReserved, &limit);
+  cudaError_t error = shared_limit(kVerifyReserved, &limit);
   if (error == cudaSuccess) error = allow_shared(verify_tree_kernel, limit);
   if (error != cudaSuccess) return error;
-  const Layout layout(batch, limit);
-  LAUNCH(verify_tree_kernel, batch.B, threads_for(batch.V, kThreads), layout.shared, stream, batch, layout);
+  const Layout layout(batch, 0, limit);
+  LAUNCH(verify_tree_kernel, batch.B, threads_for(batch.V, kVerifyThreads), layout.shared, stream, batch, layout);
   return cudaGetLastError();
 }
 

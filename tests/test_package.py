@@ -25,8 +25,8 @@ KERNELS = {  # op -> every backend it has, on a machine that has everything
     "commit_kv": {"oracle", "cpu", "triton", *CUDA},
     "commit_tokens": {"oracle", "cpu", "triton", *CUDA},
     "couple_tokens": {"oracle", "cpu", "triton", *CUDA},
-    "draft_children": {"oracle", "cpu"},
-    "draft_frontier": {"oracle", "cpu"},
+    "draft_children": {"oracle", "cpu", "triton", *CUDA},
+    "draft_frontier": {"oracle", "cpu", "triton", *CUDA},
     "draw_children": {"oracle", "cpu", "triton", *CUDA},
     "draw_tokens": {"oracle", "cpu", "triton", *CUDA},
     "expand_tree": {"oracle", "cpu", "triton", *CUDA},
@@ -39,7 +39,7 @@ KERNELS = {  # op -> every backend it has, on a machine that has everything
     "tree_links": {"oracle", "cpu", "triton", *CUDA},
     "tree_mask": {"oracle", "cpu", "triton", *CUDA},
     "verify_greedy": {"oracle", "cpu", "triton", *CUDA},
-    "verify_logits": {"oracle", "cpu"},
+    "verify_logits": {"oracle", "cpu", "triton", *CUDA},
     "verify_tree": {"oracle", "cpu", "triton", *CUDA},
 }
 PACKAGE = Path(specvis_kernels.__file__).parent

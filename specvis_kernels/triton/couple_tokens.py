@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ._rows import (
     EMPTY_RESIDUAL,
+    INVALID_DRAFT,
     INVALID_ROW,
     INVALID_RULE,
     INVALID_TREE,
@@ -89,7 +90,7 @@ def couple_tokens_kernel(
             has_rule = omega_r >= 1.0
     status = tl.where(has_rule, 0, INVALID_RULE) | tl.where(is_valid, 0, INVALID_ROW)
     is_tried = has_rule & is_valid
-    status |= tl.where(is_tried & (draft_is_valid == 0), INVALID_ROW, 0)
+    status |= tl.where(is_tried & (draft_is_valid == 0), INVALID_DRAFT, 0)
     is_tried = is_tried & draft_is_valid
     in_vocabulary = (guess >= 0) & (guess < V)
     status |= tl.where(is_tried & (in_vocabulary == 0), INVALID_TREE, 0)

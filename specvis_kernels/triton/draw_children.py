@@ -25,17 +25,8 @@ def scores_of(p, best, noise, ids):
 
 
 @triton.jit
-def highest_scores_kernel(
-        draft_probs,           # (R, V)
-        seeds,                 # (B)
-        positions,             # (R), R = B * F
-        tokens,                # (R, K)
-        num_children, status,  # (R)
-        F, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
-    row = draft_probs + r * V
-    seed = tl.load(seeds + r // F)
-    position = tl.load(positions + r)
+def draw_by_noise(row, seed, position, tokens, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The children of one row, stored; returns how many there are, and whether the row is valid."""
     v = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
     num_invalid = tl.zeros([BLOCK], tl.int32)
@@ -60,7 +51,7 @@ def highest_scores_kernel(
         highest = tl.max(scores, axis=0)
         while (n < K) & (highest > NONE):
             token = id_of(highest)
-            tl.store(tokens + r * K + n, token)
+            tl.store(tokens + n, token)
             chunk = (token % BLOCK).to(tl.int32)
             ids = chunk + BLOCK * tl.arange(0, BLOCKS)
             p = tl.load(row + ids, mask=ids < V, other=0.0)
@@ -74,20 +65,13 @@ def highest_scores_kernel(
             highest = tl.max(scores, axis=0)
             n += 1
     k = tl.arange(0, BLOCK_K)
-    tl.store(tokens + r * K + k, tl.zeros([BLOCK_K], tl.int64), mask=(k >= n) & (k < K))
-    tl.store(num_children + r, n)
-    tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
+    tl.store(tokens + k, tl.zeros([BLOCK_K], tl.int64), mask=(k >= n) & (k < K))
+    return n, is_valid
 
 
 @triton.jit
-def draw_children_kernel(
-        draft_probs,           # (R, V)
-        uniforms,              # (R, K)
-        tokens,                # (R, K)
-        num_children, status,  # (R)
-        V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
-    row = draft_probs + r * V
+def draw_by_uniforms(row, uniforms, tokens, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The children of one row, stored; returns how many there are, and whether the row is valid."""
     v = tl.arange(0, BLOCK)
     b = tl.arange(0, BLOCKS)
     block_totals = tl.zeros([BLOCKS], tl.int64)
@@ -109,7 +93,7 @@ def draw_children_kernel(
     removed_at = tl.zeros([BLOCK_K], tl.int64)
     n = 0
     while is_valid & (n < K) & (remaining > 0):
-        threshold = draw_threshold(tl.load(uniforms + r * K + n), remaining)
+        threshold = draw_threshold(tl.load(uniforms + n), remaining)
         skipped = tl.sum(tl.where(removed_at <= threshold, drawn_mass, 0), axis=0)
         threshold += skipped
         start_v = tl.sum((block_ends <= threshold).to(tl.int64), axis=0) * BLOCK
@@ -125,9 +109,37 @@ def draw_children_kernel(
         removed_at = tl.where(k == n, position, removed_at)
         remaining -= token_mass
         n += 1
-    tl.store(tokens + r * K + k, drawn_tokens, mask=k < K)
-    tl.store(num_children + r, n)
-    tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
+    tl.store(tokens + k, drawn_tokens, mask=k < K)
+    return n, is_valid
+
+
+@triton.jit
+def draw_children_kernel(
+        draft_probs,           # (R, V)
+        uniforms,              # (R, K) or None: by noise
+        seeds,                 # (B) or None
+        positions,             # (R) or None, R = B * F
+        tokens,                # (R, K)
+        num_children, status,  # (R)
+        F, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    if uniforms is not None:
+        n, is_valid = draw_by_uniforms(draft_probs + r * V, uniforms + r * K, tokens + r * K, V, K, BLOCK, BLOCKS,
+                                       BLOCK_K)
+        tl.store(num_children + r, n)
+        tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
+    else:
+        n, is_valid = draw_by_noise(draft_probs + r * V, tl.load(seeds + r // F), tl.load(positions + r),
+                                    tokens + r * K, V, K, BLOCK, BLOCKS, BLOCK_K)
+        tl.store(num_children + r, n)
+        tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
+
+
+def sizes_of(V, K):
+    """What a kernel that draws is compiled for."""
+    size = max(block("V", V), 4)  # the noise comes by fours
+    return dict(BLOCK=size, BLOCKS=triton.next_power_of_2(triton.cdiv(V, size)), BLOCK_K=triton.next_power_of_2(K),
+                num_warps=8, enable_fp_fusion=False)
 
 
 def draw_children(draft_probs, uniforms, seeds, positions, K):
@@ -135,12 +147,6 @@ def draw_children(draft_probs, uniforms, seeds, positions, K):
     tokens = draft_probs.new_empty((B, F, K), dtype=torch.int64)
     num_children, status = (draft_probs.new_empty((B, F), dtype=torch.int32) for _ in range(2))
     if B > 0:
-        size = max(block("V", V), 4)  # the noise comes by fours
-        sizes = dict(BLOCK=size, BLOCKS=triton.next_power_of_2(triton.cdiv(V, size)),
-                     BLOCK_K=triton.next_power_of_2(K), num_warps=8, enable_fp_fusion=False)
-        if uniforms is None:
-            highest_scores_kernel[(B * F,)](draft_probs, seeds, positions, tokens, num_children, status, F, V, K,
-                                            **sizes)
-        else:
-            draw_children_kernel[(B * F,)](draft_probs, uniforms, tokens, num_children, status, V, K, **sizes)
+        draw_children_kernel[(B * F,)](draft_probs, uniforms, seeds, positions, tokens, num_children, status, F, V, K,
+                                       **sizes_of(V, K))
     return tokens, num_children, status

@@ -28,6 +28,14 @@ def without(keys, best, row, size, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, LE
 
 
 @triton.jit
+def score_of(best, score):
+    """The score of the child that is the entry `best` of a node's row."""
+    value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    log_prob = tl.log(value.to(tl.float64)).to(tl.float32)
+    return score + tl.where(log_prob < 0.0, log_prob, 0.0)
+
+
+@triton.jit
 def children_kernel(
         draft_probs,           # (B, F, V)
         scores,                # (B, F)
@@ -58,9 +66,7 @@ def children_kernel(
             status_bits = INVALID_ROW
             best = tl.full([], NONE, tl.int64)
         while (count < max_count) & (best > NONE):
-            value = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            log_prob = tl.log(value.to(tl.float64)).to(tl.float32)
-            child = score + tl.where(log_prob < 0.0, log_prob, 0.0)
+            child = score_of(best, score)
             tl.store(tokens + row * K + count, tl.where(child > float("-inf"), id_of(best), 0))
             tl.store(child_scores + row * K + count, child)
             keys = without(keys, best, probs, V, 0.0, CHUNKS, LENGTH)

@@ -6,6 +6,25 @@ from ._rows import INVALID_TREE
 
 
 @triton.jit
+def find_child(tokens, next_sibling, wanted, node, child, N):
+    """The first of a node's children, from its first one on, whose token is `wanted`, or -1; and the status."""
+    previous = node
+    found = node * 0 - 1
+    status = (node * 0).to(tl.int32)
+    searching = child != -1
+    while searching:
+        is_later = (child > previous) & (child < N)
+        status |= tl.where(is_later, 0, INVALID_TREE)
+        token = tl.load(tokens + child, mask=is_later, other=0)
+        found = tl.where(is_later & (token == wanted), child, found)
+        searching = is_later & (found < 0)
+        previous = child
+        child = tl.load(next_sibling + child, mask=searching, other=-1).to(tl.int64)
+        searching = searching & (child != -1)
+    return found, status
+
+
+@triton.jit
 def verify_greedy_kernel(
         target_tokens, tokens,             # (B, N)
         first_child, next_sibling,         # (B, N)
@@ -13,31 +32,23 @@ def verify_greedy_kernel(
         num_accepted, next_token, status,  # (B)
         N, P, BLOCK_P: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
+    tokens += b * N
+    next_sibling += b * N
     node = b * 0
     depth = node
     wrong = node.to(tl.int32)
     target_token = tl.load(target_tokens + b * N)
     active = depth < P
     while active:
-        previous = node
         child = tl.load(first_child + b * N + node).to(tl.int64)
-        is_found = b < 0
-        searching = child != -1
-        while searching:
-            is_later = (child > previous) & (child < N)
-            wrong |= tl.where(is_later, 0, INVALID_TREE)
-            token = tl.load(tokens + b * N + child, mask=is_later, other=0)
-            sibling = tl.load(next_sibling + b * N + child, mask=is_later, other=-1).to(tl.int64)
-            is_found = is_later & (token == target_token)
-            previous = child
-            child = tl.where(is_found, child, sibling)
-            searching = is_later & (is_found == 0) & (child != -1)
-        if is_found:
-            tl.store(accepted_nodes + b * P + depth, child.to(tl.int32))
-            target_token = tl.load(target_tokens + b * N + child)
-            node = child
+        found, found_wrong = find_child(tokens, next_sibling, target_token, node, child, N)
+        wrong |= found_wrong
+        if found >= 0:
+            tl.store(accepted_nodes + b * P + depth, found.to(tl.int32))
+            target_token = tl.load(target_tokens + b * N + found)
+            node = found
             depth += 1
-        active = is_found & (depth < P)
+        active = (found >= 0) & (depth < P)
     d = tl.arange(0, BLOCK_P)
     tl.store(accepted_nodes + b * P + d, tl.full([BLOCK_P], -1, tl.int32), mask=(d >= depth) & (d < P))
     tl.store(num_accepted + b, depth.to(tl.int32))
