@@ -37,9 +37,10 @@ ROWS = {
         [(16384, 8, 1000)],
         lambda V, D, k: V * D * 4 + V * k * 2),
     "commit_kv": (  # 6 accepted nodes of 60: the shipped model, LlamaGen-B, and as transformers holds the latter
-        [*((B, 60, 6, {"layout": "layers", "count": 6, "width": 192, "columns": 348}) for B in (1, 8)),
-         *((B, 60, 6, {"layout": "layers", "count": 12, "width": 768, "columns": 640, "dtype": torch.bfloat16})
+        [*((B, 60, 6, {"layout": "layers", "count": 6, "width": 192, "columns": 348, "some_wrong": False})
            for B in (1, 8)),
+         *((B, 60, 6, {"layout": "layers", "count": 12, "width": 768, "columns": 640, "dtype": torch.bfloat16,
+                         "some_wrong": False}) for B in (1, 8)),
          (1, 60, 6, {"layout": "heads", "count": 24, "heads": 12, "width": 64, "columns": 640,
                      "dtype": torch.bfloat16})],
         lambda B, N, P, options: 2 * B * P * 2 * (2 if options["layout"] == "layers" else options["heads"])

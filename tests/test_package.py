@@ -35,7 +35,7 @@ KERNELS = {  # op -> every backend it has, on a machine that has everything
     "resample_gaussian": {"oracle", "cpu", "triton"},
     "sample_residual": {"oracle", "cpu", "triton", *CUDA},
     "select_tree": {"oracle", "cpu", "triton", *CUDA},
-    "tree_attention": {"oracle", "cpu"},
+    "tree_attention": {"oracle", "cpu", "triton"},
     "tree_links": {"oracle", "cpu", "triton", *CUDA},
     "tree_mask": {"oracle", "cpu", "triton", *CUDA},
     "verify_greedy": {"oracle", "cpu", "triton", *CUDA},

@@ -306,13 +306,13 @@ CASES["commit_kv"] = [
 
 
 def commit_kv(B, N, P, options=None):
-    """Trees of N nodes, of which up to P are accepted. Every third request has an index that is out of range.
+    """Trees of N nodes, of which up to P are accepted. some_wrong: every third request has an index out of range.
 
     layout: "rows" is a list of (R, T, 2, D), "layers" one tensor (count, R, T, 2, D), "heads" a list of (R, H, T, D),
     "paged" a list of (2, slots, D) whose rows have slots in no order. There are rows with and without the condition.
     """
     options = {"layout": "rows", "start": False, "dtype": torch.float32, "count": 2, "heads": 3, "width": 4,
-               "columns": 2 * N + 6} | (options or {})
+               "columns": 2 * N + 6, "some_wrong": True} | (options or {})
     layout, count, H, D, T = (options[name] for name in ("layout", "count", "heads", "width", "columns"))
     g = torch.Generator().manual_seed(B + N + P)
     R = 2 * B
@@ -321,8 +321,9 @@ def commit_kv(B, N, P, options=None):
     num_accepted[:1] = P
     accepted_nodes[torch.arange(P) >= num_accepted[:, None]] = -1
     lengths = torch.randint(4, (B,), generator=g)
-    lengths[2::3] = T - N // 2  # and one of the nodes behind the end
-    accepted_nodes[2::3, :1], num_accepted[2::3] = N, P
+    if options["some_wrong"]:  # nodes behind the end
+        lengths[2::3], num_accepted[2::3] = T - N // 2, P
+        accepted_nodes[2::3, :1] = N
     kwargs = {"start": (lengths + N // 2).to(DEVICE)} if options["start"] else {}
     shape = {"rows": (R, T, 2, D), "layers": (count, R, T, 2, D), "heads": (R, H, T, D), "paged": (2, R * T + 5, D)}
     caches = [torch.randint(100, shape[layout], generator=g).to(DEVICE, options["dtype"])

@@ -156,6 +156,18 @@ def test_the_order_of_the_candidates_is_that_of_their_ids(backend):
 
 
 @each_backend
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_rejected_sibling_is_no_longer_in_the_draft(backend, top_k):
+    """R - Q leaves 6/10, 4/10, 0 after token 0. Without it Q is 0, 1/7, 2/7, 4/7, so token 0 then has 7/10."""
+    draft = [[0.125, 0.125, 0.25, 0.5]]
+    rows = [[8, 6, 2, 1 if top_k else 0]]
+    for u, token in ((0.69, 0), (0.71, 1)):
+        got = verify(backend, rows, [9, 0, 3], [-1, 0, 0], [u, 0.5, 0.5], draft=draft, omega=[0.0], residual="relaxed",
+                     top_k=top_k, max_depth=1)
+        assert got == ([], token, 0.0, 0)
+
+
+@each_backend
 def test_statuses(backend):
     chain = dict(tokens=[9, 0, 0], parents=[-1, 0, 1], uniforms=[0.9, 0.0, 0.0])
     bad = [NAN, 1, 1, 1]
