@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import specvis.models.layers
+from benchmarks.baselines import attention_under_a_mask
 from specvis.decoding.drafting import chain_ancestors
 from specvis.decoding.sampling import ACCEPT, DRAFT, philox_uniforms
 from specvis.models.eagle import EagleHead
@@ -172,7 +174,7 @@ def test_bfloat16_on_a_cpu_without_its_instructions():
 
 
 @pytest.mark.skipif(torch.bfloat16 not in PACKED_DTYPES, reason="this CPU has no instructions for bfloat16")
-def test_batch_invariant_reads_to_the_same_bits():
+def test_in_bfloat16_a_token_is_read_to_the_same_bits_beside_others(monkeypatch):
     torch.manual_seed(0)
     config = GPTConfig(dim=128, layers=3, heads=2, vocabulary=512, grid=12, classes=10, ffn_multiple=16)
     gpt = GPT(config).eval().requires_grad_(False).to(torch.bfloat16)
@@ -194,14 +196,10 @@ def test_batch_invariant_reads_to_the_same_bits():
         return torch.cat(parts, 1)
 
     with torch.no_grad():
-        gpt.batch_invariant = True
         one_by_one = hidden_by(1)
         assert all(torch.equal(hidden_by(width), one_by_one) for width in (2, 5, 9, 17, 33))
-        gpt.batch_invariant = False
-        assert not torch.equal(hidden_by(17), hidden_by(1))  # what the above would say if nothing were done
-    gpt.float().batch_invariant = True
-    with pytest.raises(ValueError, match="false except for bfloat16 on a CPU .* in float32 on cpu"):
-        gpt.new_cache(1, 1)
+        monkeypatch.setattr(specvis.models.layers, "tree_attention", attention_under_a_mask)
+        assert not torch.equal(hidden_by(17), hidden_by(1))  # what the above would say of PyTorch's attention
 
 
 def test_padding_of_a_caption_changes_nothing():
@@ -282,11 +280,7 @@ def test_a_pipeline_saved_and_loaded_is_the_same_to_half_precision(tmp_path):
 
 def test_a_pipeline_loads_in_bfloat16(tmp_path):
     tiny_pipeline().save(tmp_path)
-    loaded = Pipeline.load(tmp_path, dtype=torch.bfloat16, batch_invariant=True)
-    assert loaded.gpt.output.weight.dtype == torch.bfloat16 and loaded.gpt.batch_invariant
-    assert not Pipeline.load(tmp_path).gpt.batch_invariant
-    with pytest.raises(ValueError, match="batch_invariant must be false except with dtype torch.bfloat16 on a CPU"):
-        Pipeline.load(tmp_path, batch_invariant=True)
+    assert Pipeline.load(tmp_path, dtype=torch.bfloat16).gpt.output.weight.dtype == torch.bfloat16
 
 
 def test_a_config_says_which_fields_are_wrong(tmp_path):

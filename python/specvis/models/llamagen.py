@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .interface import Nodes
-from .layers import PACKED_DTYPES, Cache, Linear, NodesReading, Packing, Reading, grid_rotations, rotations_at, times
+from .layers import Cache, Linear, NodesReading, Packing, Reading, grid_rotations, rotations_at, times
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,9 @@ class CaptionEmbedding(nn.Module):
 class GPT(nn.Module):
     """Tokens of an image in raster order behind a class or a caption; rows of a batch are independent.
 
-    With `batch_invariant`, in bfloat16 on a CPU, not a bit of what is read depends on how many entries of a chain are
-    read at once, or on other rows. Then Jacobi decoding draws exactly the tokens of plain decoding. Without it the
-    roundings differ, and bfloat16 is coarse enough that some token does. It does not hold for trees: siblings stand
-    between a node and its ancestors, so that sums run in another order.
+    In bfloat16, on a CPU that has instructions for it, not a bit of what `extend` reads depends on how many nodes are
+    read at once, or on other rows (see `tree_attention`). So seed-exact methods draw exactly the baseline's tokens.
     """
-
-    batch_invariant = False
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -268,10 +264,6 @@ class GPT(nn.Module):
         self.output_packing.forget()
         self.has_unchanged_blocks = all(map(is_unchanged, self.layers.modules()))
         weight, c = self.output.weight, self.config
-        is_measured = (weight.device.type, weight.dtype) == ("cpu", torch.bfloat16) and torch.bfloat16 in PACKED_DTYPES
-        if self.batch_invariant and not is_measured:
-            raise ValueError("batch_invariant must be false except for bfloat16 on a CPU that has instructions for it, "
-                             f"where it was measured; got a model in {str(weight.dtype)[6:]} on {weight.device.type}")
         return Cache(c.layers, rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
 
 

@@ -45,23 +45,18 @@ class Pipeline(nn.Module):
         self.requires_grad_(False).eval()
 
     @staticmethod
-    def load(folder: str | Path = SHIPPED, device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.float32,
-             batch_invariant: bool = False) -> "Pipeline":
+    def load(folder: str | Path = SHIPPED, device: torch.device | str = "cpu", *,
+             dtype: torch.dtype = torch.float32) -> "Pipeline":
         """The pipeline in `folder`: config.json, tokenizer.json, vocabulary.json and a safetensors file per part.
 
         small.json and small.safetensors are the draft model's, and may be missing.
 
         Args:
-            dtype:           of the weights
-            batch_invariant: in bfloat16 on a CPU, Jacobi decoding then draws plain decoding's tokens exactly; see `GPT`
+            dtype: of the weights
 
         Raises:
             CheckpointError: a file is missing, truncated, or of another model
-            ValueError:      batch_invariant with another dtype or device
         """
-        if batch_invariant and (torch.device(device).type, dtype) != ("cpu", torch.bfloat16):
-            raise ValueError("batch_invariant must be false except with dtype torch.bfloat16 on a CPU, "
-                             f"got {dtype} on {device}")
         folder = Path(folder)
         config = read_config(folder / "config.json", GPTConfig)
         vq_config = read_config(folder / "tokenizer.json", VQConfig)
@@ -70,7 +65,6 @@ class Pipeline(nn.Module):
         pipeline = Pipeline(config, vq_config, vocabulary, draft_config)
         for part, file in pipeline.parts.items():
             load_weights(getattr(pipeline, part), folder / f"{file}.safetensors")
-        pipeline.gpt.batch_invariant = batch_invariant
         return pipeline.to(device, dtype)
 
     def save(self, folder: str | Path) -> None:
