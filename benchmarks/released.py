@@ -18,12 +18,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from specvis.decoding.discrete import Decoded, Progress
 from specvis.decoding.methods import Method
-from specvis.decoding.sampling import Sampling, cfg_inputs, mask_padding, repeat_for_cfg
+from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.decoding.trees import static_tree
-from specvis.models.interface import Drafter, ModelCache, TargetModel
+from specvis.models.interface import Drafter, ModelCache, Nodes, TargetModel
 
 
 def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tensor, lengths: list[int], cache,
@@ -39,13 +40,12 @@ def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tens
         padding_mask:    (2B, S) bool
         previous_hidden: (2B, F, H)      for a drafter
     """
-    (B, F, n), device = sees.shape, tokens.device
-    columns, length = torch.arange(max(lengths) + n, device=device), torch.tensor(lengths, device=device)[:, None]
-    nodes = length + columns[:n]
-    mask = (columns < length[..., None]).repeat(1, F, 1).scatter_(2, nodes[:, None].expand(B, F, n), sees)
+    (F, n), device = sees.shape[1:], tokens.device
+    bits = pad(sees, (0, -n % 64)).unflatten(2, (-1, 64)).long() << torch.arange(64, device=device)
+    length = torch.tensor(lengths, device=device)
+    nodes = Nodes(repeat_for_cfg(length[:, None] + depth), length, bits.sum(-1), padding_mask, max(lengths) + n, n - F)
     read_before = () if previous_hidden is None else (previous_hidden,)
-    return model.extend(repeat_for_cfg(tokens), *read_before, repeat_for_cfg(length + depth),
-                        mask_padding(padding_mask, mask), cache, repeat_for_cfg(nodes[:, n - F:]))
+    return model.extend(repeat_for_cfg(tokens), *read_before, nodes, cache)
 
 
 def read_chain(model: TargetModel | Drafter, tokens: Tensor, lengths: list[int], cache, padding_mask: Tensor,
