@@ -7,8 +7,8 @@
 namespace specvis {
 namespace {
 
-__device__ inline int64_t clamped_width(int64_t width, int64_t most) {
-  return width < 1 ? 1 : width < most ? width : most;
+__device__ inline int64_t clamped_width(int64_t width, int64_t max_width) {
+  return width < 1 ? 1 : width < max_width ? width : max_width;
 }
 
 // The `count` most probable tokens of a row, as tokens and scores of a node's children. for_each is as in best_of.cuh,

@@ -22,11 +22,11 @@ class Captured:
     def __call__(self, state, settings):
         if state is not self.state:  # other memory: what was captured is of no use any more
             self.state, self.num_runs, self.graphs = state, {}, {}
-        result = self.step(state, settings)
+        result = self.run(state, settings)
         state.num_steps += 1
         return result
 
-    def step(self, state, settings):
+    def run(self, state, settings):
         new_graph = self.new_graph or (CUDAGraph if state.tokens.is_cuda else None)
         self.num_runs[state.shape] = num_runs = self.num_runs.get(state.shape, 0) + 1
         if new_graph is None or num_runs <= 2:
