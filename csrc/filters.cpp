@@ -243,6 +243,7 @@ void FilteredRow::pack_for_top_k(int64_t k) {
 void FilteredRow::keep_top_k(int64_t k) { keep_from(threshold(nullptr, k, lowest_)); }
 
 void FilteredRow::keep_from(float lowest) {
+  lowest = std::max(lowest, std::numeric_limits<float>::lowest());  // the padding is -inf
   n_ = pack(values(), is_packed_ ? slots_.get() : nullptr, n_, lowest, kInf, packed_.get(), slots_.get());
   std::fill_n(packed_.get() + n_, padded(n_) - n_, -kInf);
   std::fill_n(slots_.get() + n_, padded(n_) - n_, 0);

@@ -38,8 +38,8 @@ class FilteredRow {
   template <class T>
   bool read(const T* logits, const T* uncond, float guidance, float temperature, int64_t first, int64_t last);
 
-  // The candidates, of which some may lie outside of [first, last) if their logit is -inf. values() has size() logits
-  // and then -inf up to a whole chunk. Their ids ascend.
+  // The candidates. Until they are packed, some may lie outside of [first, last), with the logit -inf; packed ones are
+  // above -inf. values() has size() logits and then -inf up to a whole chunk. Their ids ascend.
   int64_t size() const { return n_; }
   bool is_packed() const { return is_packed_; }
   const float* values() const { return is_packed_ ? packed_.get() : x_.get(); }

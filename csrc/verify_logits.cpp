@@ -75,7 +75,7 @@ class SparseResidual {
     masses_of(row.exponentials(), n, row.total(), row_masses_.data());
     int64_t size = 0;
     total_ = 0;
-    for (int64_t i = 0; i < n; ++i) {  // those without mass may have an id outside of the vocabulary
+    for (int64_t i = 0; i < n; ++i) {  // those without mass are none any more
       const int64_t mass = row_masses_[i];
       ids_[size] = static_cast<int32_t>(row.id(i));
       row_masses_[size] = mass;

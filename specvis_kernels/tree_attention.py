@@ -19,8 +19,8 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
 
     and its result is softmax(scale q k) v over these, with sums in float32. So the keys and values of the nodes are in
     the cache already, those of node j in column lengths[b] + j; `commit_kv` moves them once they are accepted. The
-    queries may be some of the nodes only, such as a level. A column outside of the cache is not seen. A query that
-    sees nothing gives 0.
+    queries may be some of the nodes only, such as a level. A column outside of the cache is not seen, and of a request
+    with a negative length none is. A query that sees nothing gives 0.
 
     Row r belongs to request r % B, so that R = 2 B rows are those with the condition and those without it.
 
@@ -89,7 +89,7 @@ def _oracle(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
         is_cached = is_cached & torch.nn.functional.pad(key_mask[:, :S], (0, T - S), value=True)
     bits = (ancestors[..., None] >> torch.arange(64, device=q.device)) & 1
     node = (column - lengths[:, None])[:, None].expand(B, N, T)
-    is_node = (node >= 0) & (node < 64 * W)
+    is_node = (node >= 0) & (node < 64 * W) & (lengths >= 0)[:, None, None]
     is_node = is_node & (bits.view(B, N, 64 * W).gather(2, node.clamp(0, 64 * W - 1)) == 1)
     is_seen = is_cached[:, None] | is_node.repeat(R // max(B, 1), 1, 1)  # (R, N, T)
 

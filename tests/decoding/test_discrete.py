@@ -169,6 +169,31 @@ def test_a_begun_image_goes_on_as_it_did(twins, m, counts):
     torch.testing.assert_close(decoded.tau, (16 - n) / decoded.target_forwards)
 
 
+def assert_same_images(a, b):
+    for field in dataclasses.fields(a):
+        assert torch.equal(*(getattr(x, field.name).nan_to_num(-1) for x in (a, b))), field.name
+
+
+@pytest.mark.parametrize("name", ["jacobi", "eagle2"])
+@pytest.mark.parametrize("counts", [[16, 16, 16, 5], [16] * 4, [16, 16, 3, 16]], ids=str)
+def test_images_that_wait_behind_whole_ones_are_decoded(tiny, name, counts):
+    """Nothing is left to draw of the first ones, so no step begins before the others take their places."""
+    tokens = begun(torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0)), counts)
+    sampling, done = Sampling.of([1, 2, 3, 4]), []
+    expected = tiny.tokens(PROMPTS, name, sampling, known_tokens=tokens)
+    decoded = tiny.tokens(PROMPTS, name, sampling, known_tokens=tokens, batch=2, finished=lambda i, _: done.extend(i))
+    assert_same_images(decoded, expected)
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("start", ["horizontal", "vertical", "random", "tokenflock"])
+def test_an_image_that_takes_a_place_begins_with_a_whole_tree(twins, start):
+    """The trees of those before it have become small by then."""
+    m, sampling = method("adt-tree", start=start, drafter="model"), Sampling.of(list(range(8)), guidance=2.0)
+    expected = twins.tokens(PROMPTS * 2, m, sampling)
+    assert_same_images(twins.tokens(PROMPTS * 2, m, sampling, batch=1), expected)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_begun_image_keeps_what_was_known(tiny, name):
     m, counts, sampling = fitted(name), [4, 0, 16, 9], Sampling.of([1, 2, 3, 4])

@@ -47,6 +47,22 @@ def test_only_what_the_filters_keep_is_drawn(backend):
 
 
 @each_backend
+@pytest.mark.parametrize("noise", [False, True])
+def test_fewer_finite_logits_than_top_k_keeps(backend, noise):
+    """Only they can be drawn. The others tie at -inf with the padding of a row, which must not become candidates."""
+    logits = torch.full((1, 40, 257), -INF, device=DEVICE)
+    logits[..., [3, 100, 256]] = torch.tensor([0.0, 2.0, 1.0], device=DEVICE)
+    draws = {"uniforms": torch.full((1, 40, 4), 0.5, device=DEVICE)}
+    if noise:
+        draws = {"uniforms": None, "seeds": torch.tensor([1], device=DEVICE), "num_children": 4,
+                 "positions": torch.arange(40, device=DEVICE)[None]}
+    for top_p in (1.0, 0.999999):
+        out = draft_children(logits, None, **draws, **settings(top_k=(200,), top_p=(top_p,)), backend=backend)
+        assert not out.status.any() and not out.tokens[..., 3].any()
+        assert out.tokens[..., :3].sort().values.equal(torch.tensor([3, 100, 256], device=DEVICE).expand(1, 40, 3))
+
+
+@each_backend
 @pytest.mark.parametrize("row, tokens", [([1/8, 1/2, 1/8, 1/4], [1, 3, 0, 2, 0]), ([0, 1, 0, 0], [1, 0, 0, 0, 0])])
 def test_at_temperature_0_the_likeliest_by_hand(backend, row, tokens):
     """Whatever the uniforms and the filters are; of equal ones the lower id."""

@@ -198,7 +198,7 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
         return state
 
     slots = Slots(total, batch, finished)
-    state = begin(slots.requests)
+    state = slots.turn_over(begin(slots.requests), begin)  # those whose tokens are all known are finished already
     run = Captured(run_step)
     while min(state.host_counts) < state.settings.num_tokens:
         step = run(state, state.settings)
@@ -286,6 +286,11 @@ class State(Rows):
         is_known = settings.lossless | ~settings.sampling.greedy & settings.has_bound
         self.tv_bound = torch.where(is_known, 0.0, torch.nan)
         self.look()
+
+    def insert(self, rows: list[int], batch: int, source: "State") -> None:
+        super().insert(rows, batch, source)
+        self.tree_depth = max(self.tree_depth, source.tree_depth)  # the trees of the others may have become small
+        self.tree_width = max(self.tree_width, source.tree_width)
 
     def look(self) -> None:
         """Tell the host how far the images are, and how deep and wide the next trees: the loop's one host read."""

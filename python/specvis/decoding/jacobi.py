@@ -102,8 +102,11 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
             progress(sum(state.host_counts) - sum(num_known[i] for i in requests))
         return state
 
+    def turn_over(state: State) -> State:
+        return slots.turn_over(state, lambda requests: begin(requests, state.choice))
+
     slots = Slots(total, batch, finished)
-    state = begin(slots.requests)
+    state = turn_over(begin(slots.requests))  # those whose tokens are all known are finished already
     run = Captured(run_step)
     while min(state.host_counts) < state.settings.num_tokens:
         step = run(state, state.settings)
@@ -115,7 +118,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         state.look()
         if progress:
             progress(sum(state.host_counts) - num_before)
-        state = slots.turn_over(state, lambda requests, state=state: begin(requests, state.choice))
+        state = turn_over(state)
     return slots.decoded(state)
 
 
