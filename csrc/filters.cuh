@@ -143,7 +143,7 @@ template <class T, bool kInShared>
 struct Logits {
   Row<T> row;
   float* copy;
-  __device__ void put(int64_t v, float x) const {
+  __device__ void store(int64_t v, float x) const {
     if (kInShared) copy[v] = x;
   }
   __device__ float operator()(int64_t v) const { return kInShared ? copy[v] : row(v); }
@@ -188,7 +188,7 @@ __device__ Filtered filter(const LogitRows& rows, int64_t b, const Logits& logit
   int32_t min_key = INT32_MAX, max_key = INT32_MIN;
   logits.row.for_each(ids, [&](int64_t v, float x) {
     const int32_t key = key_of(x);
-    logits.put(v, x);
+    logits.store(v, x);
     min_key = key < min_key ? key : min_key;
     max_key = key > max_key ? key : max_key;
   });

@@ -14,7 +14,7 @@ template <class T>
 struct LogitsInPlace {
   Row<T> row;
   int64_t* entries;
-  __device__ void put(int64_t v, float x) const { std::memcpy(entries + v, &x, sizeof x); }
+  __device__ void store(int64_t v, float x) const { std::memcpy(entries + v, &x, sizeof x); }
   __device__ float operator()(int64_t v) const {
     float x;
     std::memcpy(&x, entries + v, sizeof x);

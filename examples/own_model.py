@@ -58,8 +58,8 @@ class OwnModel(nn.Module):
         causal, itself = torch.ones(2, 2, dtype=torch.bool).tril(), torch.eye(2, dtype=torch.bool)
         return self.read(condition, slots, causal & padding_mask[:, None] | itself, cache, slots)
 
-    def extend(self, tokens, position_ids, mask, cache, slots):
-        return self.read(self.tokens(tokens), position_ids, mask, cache, slots)
+    def extend(self, tokens, nodes, cache):
+        return self.read(self.tokens(tokens), nodes.position_ids, nodes.mask, cache, nodes.slots)
 
     def read(self, x, position_ids, mask, cache, slots):
         x = x + self.positions(position_ids.clamp(max=self.positions.num_embeddings - 1))

@@ -79,3 +79,14 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def host_reads(monkeypatch):
+    """The names of the methods by which the host has read tensors. A dispatcher sees no read of a CPU tensor."""
+    reads = []
+    for name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda *a, name=name, original=original, **k: (reads.append(name),
+                                                                                              original(*a, **k))[1])
+    return reads

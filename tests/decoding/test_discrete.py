@@ -21,7 +21,7 @@ from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
 from specvis.studies.positions import draw_margins, steps_gain, teacher_forced_probs
-from specvis_kernels import VerifyResult, sample_residual
+from specvis_kernels import VerifyResult, guided_probs, sample_residual
 from tests.tiny import tiny_pipeline
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
@@ -358,17 +358,17 @@ def test_an_observer_sees_every_step(tiny):
 
 @pytest.mark.parametrize("m", [METHODS["speculative"], METHODS["eagle1"], fitted("adt-tree+lantern"), METHODS["eagle2"],
                                method("eagle1", seed_exact=True)], ids=lambda m: m.label)
-def test_a_step_reads_the_host_once(tiny, monkeypatch, m):
-    reads, per_step = [], []
-    for read in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"):
-        original = getattr(torch.Tensor, read)
-        monkeypatch.setattr(torch.Tensor, read, lambda *a, read=read, original=original, **k: (reads.append(read),
-                                                                                              original(*a, **k))[1])
-    step = specvis.decoding.discrete.run_step
+def test_a_step_reads_nothing_back(tiny, monkeypatch, host_reads, m):
+    """Between steps the host looks once."""
+    per_step, per_look = [], []
+    step, look = specvis.decoding.discrete.run_step, specvis.decoding.discrete.State.look
     monkeypatch.setattr(specvis.decoding.discrete, "run_step",
-                        lambda *a: (reads.clear(), step(*a), per_step.append(reads.copy()))[1])
+                        lambda *a: (host_reads.clear(), step(*a), per_step.append(host_reads.copy()))[1])
+    monkeypatch.setattr(specvis.decoding.discrete.State, "look",
+                        lambda *a: (host_reads.clear(), look(*a), per_look.append(host_reads.copy()))[1])
     tiny.tokens(PROMPTS, m, Sampling.of(list(range(4))))
-    assert len(per_step) > 2 and all(names == ["tolist"] for names in per_step)
+    assert len(per_step) > 2 and all(names == [] for names in per_step)
+    assert len(per_look) > 2 and all(names == ["tolist"] for names in per_look)
 
 
 def test_nan_ends_one_picture_and_leaves_the_others(tiny):
@@ -485,7 +485,7 @@ def test_the_distribution_test_rejects_acceptance_above_one(minute):
     assert far_from_target(minute, method("cool-sd", tree=TREE, omega=1.5), {"guidance": 2.0}) > 10
 
 
-def unmodified_target(probs, tokens, first_child, next_sibling, uniforms, **_):
+def unmodified_target(probs, tokens, first_child, next_sibling, uniforms):
     """The wrong rule: every sibling of a one-level tree is verified by the target itself; then [P - Q]+."""
     B, N, _ = probs.shape
     is_accepted = uniforms[:, 1:] < probs[:, 0].gather(1, tokens[:, 1:])
@@ -501,12 +501,12 @@ def unmodified_target(probs, tokens, first_child, next_sibling, uniforms, **_):
 def test_the_distribution_test_rejects_siblings_verified_by_the_unmodified_target(minute, monkeypatch):
     m = method("eagle2", depth=1, width=3, nodes=4, seed_exact=False)
     assert abs(far_from_target(minute, m, {"guidance": 2.0})) < 4.5
-    right = specvis.decoding.discrete.verify_tree
 
-    def wrong(probs, tokens, *arguments, **options):
-        return (unmodified_target if tokens.shape[1] > 1 else right)(probs, tokens, *arguments, **options)
+    def wrong(logits, uncond, tokens, first_child, next_sibling, uniforms, *settings, **_):
+        probs = guided_probs(logits, uncond, *settings).probs
+        return unmodified_target(probs, tokens, first_child, next_sibling, uniforms)
 
-    monkeypatch.setattr(specvis.decoding.discrete, "verify_tree", wrong)
+    monkeypatch.setattr(specvis.decoding.discrete, "verify_logits", wrong)
     assert far_from_target(minute, m, {"guidance": 2.0}) > 10
 
 

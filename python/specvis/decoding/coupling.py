@@ -63,7 +63,7 @@ class Coupling(Rows):
         """At temperature 0 all probability is on the likeliest token, except in rows that are not well."""
         if not self.any_greedy:
             return probs
-        likeliest = F.one_hot(probs.argmax(-1), probs.shape[-1]).to(probs.dtype)
+        likeliest = torch.zeros_like(probs).scatter_(-1, probs.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.is_greedy & (status == 0)[..., None], likeliest, probs)
 
     def keep_rows(self, positions: Tensor, probs: Tensor) -> None:

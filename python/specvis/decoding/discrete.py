@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from specvis_kernels import (
     INVALID_ROW,
@@ -32,7 +33,7 @@ from specvis_kernels import (
 from ..models.interface import Drafter, ModelCache, Nodes, TargetModel
 from .batching import Finished, Rows, Slots, pairs
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
-from .capture import Captured
+from .capture import Captured, can_replay
 from .drafting import Draft, Drafting, chain_ancestors, new_drafting, round_up
 from .methods import Method
 from .sampling import ACCEPT, Sampling, cfg_inputs, philox_uniforms, repeat_for_cfg
@@ -143,8 +144,7 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, tok
     return torch.cat([hidden, target.extend(repeat_for_cfg(tokens.clamp(min=0)), nodes, cache)], 1)
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """What one step of speculative decoding did, for an observer."""
 
     links: TreeLinksResult   # of the trees
@@ -203,7 +203,7 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
     while min(state.host_counts) < state.settings.num_tokens:
         step = run(state, state.settings)
         if observe:
-            observe(step)
+            observe(tree_map(torch.clone, step))  # the next step may be written over this one
         if state.num_steps < state.poll:
             continue
         num_before = sum(state.host_counts)
@@ -254,17 +254,28 @@ class Settings(Rows):
         return self.target.grid ** 2
 
 
+class Shape(NamedTuple):
+    """What a step takes from the host: all that its shapes depend on."""
+    max_depth: int  # no tree is deeper
+    max_width: int  # no node has more children
+    max_count: int  # no image that goes on has more tokens; rounded up, so that many steps have the same number
+
+
 class State(Rows):
     """What goes around the loop: the images, how far they are, and the accounts of what it took.
 
     All of it stays in the same memory. What the host knows of it is as old as its last `look`; a step reads nothing
-    back, and its shapes depend on what the host knows alone.
+    back, and takes nothing from the host but its `shape`.
     """
 
     ROWS = ("tokens", "num_known", "counts", "root", "failed", "target_forwards", "num_accepted", "num_drafted",
             "tv_excess", "tv_bound")
     PARTS, CACHES = ("settings", "drafting"), ("cache",)
     can_select = False  # a drafter's plans are for one batch size
+
+    @property
+    def can_replay(self) -> bool:
+        return can_replay(self.settings.target) and can_replay(self.drafting.drafter)
 
     def __init__(self, settings: Settings, drafting: Drafting, num_known: list[int]):
         """num_known: how many tokens of each image are known."""
@@ -286,6 +297,7 @@ class State(Rows):
         is_known = settings.lossless | ~settings.sampling.greedy & settings.has_bound
         self.tv_bound = torch.where(is_known, 0.0, torch.nan)
         self.look()
+        self.shape = self.next_shape()
 
     def insert(self, rows: list[int], batch: int, source: "State") -> None:
         super().insert(rows, batch, source)
@@ -296,21 +308,16 @@ class State(Rows):
         """Tell the host how far the images are, and how deep and wide the next trees: the loop's one host read."""
         shapes = self.drafting.shapes
         self.host_counts, depths, widths = torch.stack([self.counts, shapes.depth, shapes.width]).tolist()
-        self.num_steps, self.tree_depth, self.tree_width = 0, max(depths), max(widths)
+        self.num_steps, self.host_depth, self.host_width = 0, max(depths), max(widths)
         if self.poll > 1 and shapes.adaptation:  # trees may grow before the next look
-            self.tree_depth, self.tree_width = self.settings.max_depth, self.settings.max_width
+            self.host_depth, self.host_width = self.settings.max_depth, self.settings.max_width
 
-    @property
-    def max_count(self) -> int:
-        """No image has more tokens now, of those that go on; rounded up, so that many steps have the same number."""
+    def next_shape(self) -> "Shape":
+        """The shape of the next step, after num_steps steps since the host has looked."""
         L = self.settings.num_tokens
         count = max((count for count in self.host_counts if count < L), default=L)
-        return min(round_up(count + self.num_steps * (self.settings.max_depth + 1)), L)
-
-    @property
-    def shape(self) -> tuple:
-        """What the shapes of a step depend on."""
-        return self.tree_depth, self.tree_width, self.max_count
+        max_count = min(round_up(count + self.num_steps * (self.settings.max_depth + 1)), L)
+        return Shape(self.host_depth, self.host_width, max_count)
 
     def decoded(self) -> Decoded:
         return Decoded(self.tokens, *(account.cpu() for account in (
@@ -356,7 +363,8 @@ def run_step(state: State, settings: Settings) -> Step:
 
 def draft(state: State) -> Draft:
     """The next trees."""
-    return state.drafting.draft(state.root, state.counts, state.max_count, state.tree_depth, state.tree_width)
+    shape = state.shape
+    return state.drafting.draft(state.root, state.counts, shape.max_count, shape.max_depth, shape.max_width)
 
 
 class TargetOutput(NamedTuple):
@@ -371,7 +379,7 @@ def target_forward(state: State, settings: Settings, tree: Draft) -> TargetOutpu
     """Read all nodes of the trees at once. Each sees the tokens before the root, its ancestors and itself."""
     N, S, target = tree.tokens.shape[1], settings.target.prefix_len, settings.target
     lengths, depth = state.counts + (S - 1), tree.links.depth.clamp(min=0)
-    columns = min(S - 1 + state.max_count + N, state.num_columns)
+    columns = min(S - 1 + state.shape.max_count + N, state.num_columns)
     nodes = Nodes(repeat_for_cfg(lengths[:, None] + depth), lengths, tree.links.ancestors, settings.padding_mask,
                   columns)
     hidden = target.extend(repeat_for_cfg(tree.tokens), nodes, state.cache)
@@ -417,7 +425,8 @@ def update(state: State, settings: Settings, tree: Draft, output: TargetOutput, 
     hidden = output.hidden
     index = repeat_for_cfg(committed.nodes)[..., None].expand(-1, -1, hidden.shape[-1])
     counts = output.lengths - (settings.target.prefix_len - 1)  # before the step
-    state.drafting.extend(committed.new_tokens, hidden.gather(1, index), counts, committed.num_new, state.max_count)
+    state.drafting.extend(committed.new_tokens, hidden.gather(1, index), counts, committed.num_new,
+                          state.shape.max_count)
 
 
 def add_bound(state: State, settings: Settings, tree: Draft, output: TargetOutput, position: Tensor,

@@ -13,10 +13,13 @@ from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
 from ..models.llamagen import GPT, condition_mask
 from .batching import pairs
+from .capture import can_replay
 
 
 class EagleDrafter:
     """EAGLE's head on a GPT. It stands one position behind the target, and borrows the target's output layer."""
+
+    can_replay = True
 
     def __init__(self, gpt: GPT, head: EagleHead, padding_mask: Tensor):
         """padding_mask (2B, S) bool: True where the target's condition is real."""
@@ -51,7 +54,7 @@ class ModelDrafter:
     def __init__(self, model: TargetModel, condition: Tensor, padding_mask: Tensor):
         """What `cfg_inputs` gives for this model: condition (2B, S, dim), padding_mask (2B, S) bool."""
         self.model, self.condition, self.padding_mask = model, condition, padding_mask
-        self.logits, self.prefix_len = model.logits, model.prefix_len
+        self.logits, self.prefix_len, self.can_replay = model.logits, model.prefix_len, can_replay(model)
 
     def select(self, requests: list[int]) -> "ModelDrafter":
         both = pairs(requests, len(self.padding_mask) // 2)

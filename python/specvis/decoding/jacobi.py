@@ -23,7 +23,7 @@ from specvis_kernels import INVALID_ROW, DrawTokensResult, tree_links
 
 from ..models.interface import Nodes, TargetModel
 from .batching import Finished, Rows, Slots, pairs
-from .capture import Captured
+from .capture import Captured, can_replay
 from .coupling import Coupled, Coupling
 from .discrete import (
     POLL,
@@ -153,13 +153,19 @@ class Settings(Rows):
         return other
 
 
+class Shape(NamedTuple):
+    """What a step takes from the host: all that its shapes depend on."""
+    num_nodes: int  # that it reads: the newest token and the guesses of the widest window
+    max_count: int  # no image that goes on has more tokens; rounded up, so that many steps have the same number
+
+
 class State(Rows):
     """What goes around the loop: the images, their guesses, how far they are, and the accounts of what it took.
 
     `tokens` holds the image so far and, behind it, the newest guess of every position. What stands behind the image is
     of no use; its last column takes what is drawn behind a request's own window, and what of finished images.
     All of it stays in the same memory. What the host knows of it is as old as its last `look`; a step reads nothing
-    back, and its shapes depend on what the host knows alone.
+    back, and takes nothing from the host but its `shape`.
     """
 
     ROWS = ("tokens", "counts", "ends", "num_known", "windows", "target_forwards", "num_accepted", "num_drafted",
@@ -188,10 +194,15 @@ class State(Rows):
         # what the host knows
         self.choice, self.host_counts, self.num_steps = choice, list(num_known), 0
         self.set_windows()
+        self.shape = self.next_shape()
 
     @property
     def can_select(self) -> bool:
         return self.coupling is None and hasattr(self.cache, "select")
+
+    @property
+    def can_replay(self) -> bool:
+        return can_replay(self.settings.target)
 
     def select(self, rows: list[int], batch: int) -> "State":
         other = super().select(rows, batch)
@@ -213,7 +224,7 @@ class State(Rows):
 
     def look(self) -> None:
         """Tell the host how far the images are, and choose the next windows: the loop's one host read."""
-        before, num_nodes = self.host_counts, self.num_nodes
+        before, num_nodes = self.host_counts, self.shape.num_nodes
         self.host_counts, num_equal = torch.stack([self.counts, self.num_equal]).tolist()
         if self.choice and self.num_steps:
             for count, equal, window in zip(before, num_equal, self.host_windows):
@@ -232,28 +243,17 @@ class State(Rows):
         self.ends.copy_(torch.where(has_failed, self.counts - 1, self.ends))
         self.counts.masked_fill_(has_failed, self.settings.num_tokens)
 
-    @property
-    def num_nodes(self) -> int:
-        """How many nodes the next step reads: the newest token and the guesses of the widest window.
+    def next_shape(self) -> Shape:
+        """The shape of the next step, after num_steps steps since the host has looked.
 
-        Towards the end of all images they become fewer, by eights, so that few shapes occur.
+        Towards the end of all images the nodes become fewer, by eights, so that few shapes occur.
         """
         L = self.settings.num_tokens
-        windows = [window for count, window in zip(self.host_counts, self.host_windows) if count < L]
+        going_on = [(count, window) for count, window in zip(self.host_counts, self.host_windows) if count < L]
         left = L - 1 - min(self.host_counts)
-        return 1 + min(max(windows, default=0), -(-left // 8) * 8)
-
-    @property
-    def max_count(self) -> int:
-        """No image has more tokens now, of those that go on; rounded up, so that many steps have the same number."""
-        L = self.settings.num_tokens
-        count = max((count for count in self.host_counts if count < L), default=L)
-        return min(round_up(count + self.num_steps * (self.settings.max_window + 1)), L)
-
-    @property
-    def shape(self) -> tuple:
-        """What the shapes of a step depend on."""
-        return self.num_nodes, self.max_count
+        num_nodes = 1 + min(max((window for _, window in going_on), default=0), -(-left // 8) * 8)
+        count = max((count for count, _ in going_on), default=L)
+        return Shape(num_nodes, min(round_up(count + self.num_steps * (self.settings.max_window + 1)), L))
 
     def decoded(self) -> Decoded:
         L = self.settings.num_tokens
@@ -321,7 +321,7 @@ class Chain(NamedTuple):
 
 def draft(state: State, settings: Settings) -> Chain:
     """As many guesses as the widest window takes."""
-    N, L, counts = state.num_nodes, settings.num_tokens, state.counts.clone()
+    N, L, counts = state.shape.num_nodes, settings.num_tokens, state.counts.clone()
     positions = counts[:, None] + settings.index[:N + 1]
     tokens = state.tokens.gather(1, positions)
     return Chain(tokens[:, :-1], tokens[:, 1:], positions[:, 1:], counts, state.windows.minimum((L - 1) - counts))
@@ -330,7 +330,7 @@ def draft(state: State, settings: Settings) -> Chain:
 def target_forward(state: State, settings: Settings, chain: Chain) -> Tensor:
     """Read all nodes of the chains at once: (2B, N, H). A guess that is kept is in its column of the cache already."""
     N, S = chain.tokens.shape[1], settings.prefix_len
-    columns = min(S - 1 + state.max_count + N, settings.num_columns)
+    columns = min(S - 1 + state.shape.max_count + N, settings.num_columns)
     nodes = Nodes(repeat_for_cfg(chain.positions + (S - 1)), chain.counts + (S - 1), settings.ancestors[:, :N],
                   settings.padding_mask, columns)
     return settings.target.extend(repeat_for_cfg(chain.tokens), nodes, state.cache)
@@ -466,21 +466,27 @@ def step_seconds(settings: Settings, condition: Tensor) -> dict[int, float]:
     if key not in facts:
         state = State(settings, [max(1, settings.num_tokens // 2)] * B, WindowChoice({0: 1.0}))
         settings.target.prefill(condition, settings.padding_mask, state.cache)
+        run = Captured(read_again)
         # in rounds, so that what else the machine does meets all windows alike
-        rounds = [{window: seconds_of(state, settings, window) for window in WINDOWS} for _ in range(ROUNDS)]
+        rounds = [{window: seconds_of(run, state, window) for window in WINDOWS} for _ in range(ROUNDS)]
         facts[key] = {window: min(seconds[window] for seconds in rounds) for window in WINDOWS}
     return facts[key]
 
 
-def seconds_of(state: State, settings: Settings, window: int) -> float:
-    state.host_windows = [window] * len(state.host_counts)
+def seconds_of(run: Captured, state: State, window: int) -> float:
+    state.host_windows, state.num_steps = [window] * len(state.host_counts), 0
     state.windows.fill_(window)
     start = time.perf_counter()
+    run(state, state.settings).status.tolist()  # waits for the device
+    return time.perf_counter() - start
+
+
+def read_again(state: State, settings: Settings) -> DrawTokensResult | Coupled:
+    """What takes the time of a step. The images do not change."""
     chain = draft(state, settings)
     verified = verify(state, settings, chain, target_forward(state, settings, chain))
     commit(state, settings, chain, verified)
-    verified.status.tolist()  # waits for the device
-    return time.perf_counter() - start
+    return verified
 
 
 def check_causal(target: TargetModel) -> None:

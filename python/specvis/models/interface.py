@@ -81,6 +81,11 @@ class ModelCache(Protocol):
 class TargetModel(Protocol):
     """A model of images: grid x grid tokens in raster order, behind a condition of `prefix_len` entries.
 
+    It may have an attribute `can_replay`, which is True. Then a CUDA device captures the steps of decoding and runs
+    their kernels again without Python. So `extend`, `logits` and the cache's `commit` must do all their work on the
+    device, in memory that stays the same: they read nothing back, copy nothing from the host, count nothing in Python,
+    and make no memory of the cache anew.
+
     A hidden state is any vector from which the model can tell the logits. It may be the logits themselves. Only a
     drafter that reads hidden states (EAGLE's) needs more of it.
     """
@@ -126,7 +131,8 @@ class Drafter(Protocol):
 
     It is asked for the same batch from the first token to the last one, so it holds the conditions itself. It may also
     have `select(requests)`, which gives a drafter for these of the B requests alone. That is needed where requests wait
-    for a place in a batch; then its cache has `insert`, as `ModelCache` says.
+    for a place in a batch; then its cache has `insert`, as `ModelCache` says. And it may have `can_replay`, as
+    `TargetModel` says: steps are captured if both say so.
     """
 
     prefix_len: int        # how many entries its cache has before the first token's

@@ -156,6 +156,8 @@ class GPT(nn.Module):
     read at once, or on other rows (see `tree_attention`). So seed-exact methods draw exactly the baseline's tokens.
     """
 
+    can_replay = True
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
