@@ -12,11 +12,12 @@ import specvis.decoding.discrete
 import specvis.decoding.drafting
 import specvis.decoding.sampling
 from specvis.decoding.discrete import decode, speculative_decode
-from specvis.decoding.drafters import EagleDrafter
+from specvis.decoding.drafters import EagleDrafter, ModelDrafter
 from specvis.decoding.drafting import StaticDrafting
-from specvis.decoding.jacobi import jacobi_decode
+from specvis.decoding.jacobi import facts_of, jacobi_decode
 from specvis.decoding.methods import DRAFTERS, METHODS, Method, method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
@@ -550,6 +551,94 @@ def test_conditions_of_the_wrong_shape_are_refused(tiny):
     with pytest.raises(ValueError, match="table of V=.* rows and at least k=8 columns for lantern, got none"):
         speculative_decode(tiny.gpt, eagle(tiny, padding_mask), condition, padding_mask, Sampling.of([0] * 4),
                            [lantern()] * 4)
+
+
+class Wrong:
+    """A model in which something is wrong."""
+
+    def __init__(self, model, **wrong):
+        self.model = model
+        vars(self).update(wrong)
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+
+def on_meta(sampling):
+    return dataclasses.replace(sampling, seeds=sampling.seeds.to("meta"))
+
+
+WRONG_MODELS = {  # what is wrong, from (tiny, condition, padding_mask), and the message
+    "prefix": (lambda t, c, m: {"target": Wrong(t.gpt, prefix_len=4)},
+               r"target.prefix_len must be the S=3 of its null_condition, got 4"),
+    "condition's dtype": (lambda t, c, m: {"condition": c.double()},
+                          "condition must be float32 like the target's null_condition, got float64"),
+    "device": (lambda t, c, m: {"sampling": on_meta(Sampling.of([0] * 4))},
+               "sampling must be on cpu like the target, got meta"),
+    "few columns": (lambda t, c, m: {"target": Wrong(t.gpt, new_cache=lambda rows, _: t.gpt.new_cache(rows, 16))},
+                    r"cache must be float32 with R=8 rows and at least \d+ columns, got float32 with 8 rows and 16"),
+    "few rows": (lambda t, c, m: {"target": Wrong(t.gpt, new_cache=lambda _, columns: t.gpt.new_cache(4, columns))},
+                 r"cache must be float32 with R=8 rows and at least \d+ columns, got float32 with 4 rows"),
+}
+
+
+@pytest.mark.parametrize("decoding", ["decode", "jacobi_decode", "speculative_decode"])
+@pytest.mark.parametrize("wrong, message", WRONG_MODELS.values(), ids=WRONG_MODELS)
+def test_models_and_conditions_that_do_not_fit_are_refused(tiny, monkeypatch, decoding, wrong, message):
+    """Before anything is read."""
+    condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+    given = {"target": tiny.gpt, "condition": condition, "padding_mask": padding_mask,
+             "sampling": Sampling.of([0] * 4)} | wrong(tiny, condition, padding_mask)
+    if decoding == "jacobi_decode":
+        facts_of(given["target"])["is_causal"] = True  # to find this out, the model is read
+    monkeypatch.setattr(type(tiny.gpt), "forward", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(ValueError, match=message):
+        if decoding == "decode":
+            decode(**given)
+        elif decoding == "jacobi_decode":
+            jacobi_decode(**given, methods=[METHODS["jacobi"]] * 4)
+        else:
+            speculative_decode(**given, drafter=eagle(tiny, padding_mask), methods=[METHODS["eagle1"]] * 4)
+
+
+WRONG_DRAFTERS = {
+    "grid": (lambda d: Wrong(d, grid=5), "drafter.grid must be the target's, 4, got 5"),
+    "vocabulary": (lambda d: Wrong(d, vocab_size=65), "drafter.vocab_size must be the target's, 64, got 65"),
+    "rows": (lambda d: Wrong(d, padding_mask=d.padding_mask[:4]),
+             r"padding_mask must be bool \(R=8, prefix_len=3\) on cpu, two rows a request, got bool \(4, 3\)"),
+    "dtype": (lambda d: Wrong(d, padding_mask=d.padding_mask.int()),
+              r"drafter.padding_mask must be bool .* got int32 \(8, 3\)"),
+    "device": (lambda d: Wrong(d, padding_mask=d.padding_mask.to("meta")), "padding_mask must be bool .* on meta"),
+}
+
+
+@pytest.mark.parametrize("wrong, message", WRONG_DRAFTERS.values(), ids=WRONG_DRAFTERS)
+def test_drafters_that_do_not_fit_are_refused(tiny, wrong, message):
+    condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+    drafter = ModelDrafter(tiny.draft_model, *cfg_inputs(tiny.draft_model, *tiny.draft_model.condition(
+        tiny.words(tiny.words.encode(PROMPTS)))))
+    with pytest.raises(ValueError, match=message):
+        speculative_decode(tiny.gpt, wrong(drafter), condition, padding_mask, Sampling.of([0] * 4),
+                           [METHODS["speculative"]] * 4)
+
+
+def test_a_head_that_is_not_the_target_s_is_refused(tiny):
+    padding_mask, config = torch.ones(2, 3, dtype=torch.bool), tiny.gpt.config
+    for wrong, message in (
+            (EagleHead(dataclasses.replace(config, dim=16)),
+             r"target's dim, vocabulary, grid, condition_tokens, \[32, 64, 4, 3\], got \[16, 64, 4, 3\]"),
+            (EagleHead(dataclasses.replace(config, vocabulary=65)), r"\[32, 64, 4, 3\], got \[32, 65, 4, 3\]"),
+            (EagleHead(config).bfloat16(), "head must have the target's dtype, torch.float32, got torch.bfloat16"),
+            (EagleHead(config).to("meta"), "head must have the target's device, cpu, got meta")):
+        with pytest.raises(ValueError, match=message):
+            EagleDrafter(tiny.gpt, wrong, padding_mask)
+
+
+def test_neighbors_on_another_device_are_refused(tiny):
+    condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
+    with pytest.raises(ValueError, match="neighbors must be on cpu like the target, got meta"):
+        speculative_decode(tiny.gpt, eagle(tiny, padding_mask), condition, padding_mask, Sampling.of([0] * 4),
+                           [lantern()] * 4, tiny.neighbors(8).to("meta"))
 
 
 @pytest.mark.parametrize("prompts, seeds", [(1, 3), (2, 1), (0, 0)])

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import specvis.models.layers
 from benchmarks.baselines import attention_under_a_mask
 from specvis.decoding.drafting import chain_ancestors
-from specvis.decoding.sampling import ACCEPT, DRAFT, philox_uniforms
+from specvis.decoding.sampling import ACCEPT, DRAFT, Sampling, philox_uniforms
 from specvis.models.eagle import EagleHead
 from specvis.models.interface import Nodes
 from specvis.models.layers import PACKED_DTYPES, grid_rotations
@@ -89,7 +89,7 @@ def test_reading_token_by_token_equals_reading_at_once(config):
     whole = gpt.teacher_forced(condition, padding_mask, tokens)
     cache = gpt.new_cache(2, S + 16)
     slots = torch.arange(S).expand(2, -1)
-    parts = [gpt(condition, slots, condition_mask(padding_mask, S), cache, slots)]
+    parts = [gpt.read(condition, slots, condition_mask(padding_mask, S), cache, slots)]
     for i in range(15):
         nodes = Nodes(torch.full((2, 1), S + i), torch.full((2,), S + i), torch.ones(2, 1, 1, dtype=torch.int64),
                       padding_mask, S + 16)
@@ -316,3 +316,31 @@ def test_uniforms_depend_on_the_seed_and_not_on_the_batch():
     assert not torch.equal(philox_uniforms(seeds, DRAFT, 5, 9), many)
     large = philox_uniforms(torch.arange(100), ACCEPT, 100, 4)
     assert large.min() >= 0 and large.max() < 1 and abs(large.mean() - 0.5) < 0.01
+
+
+def test_heads_that_attention_does_not_take_are_refused():
+    with pytest.raises(ValueError, match="dim / heads must be a multiple of 4 and at most 256, got 520 / 2"):
+        GPTConfig(dim=520, layers=1, heads=2, classes=10)
+    GPTConfig(dim=512, layers=1, heads=2, classes=10)
+
+
+@torch.inference_mode()
+def test_a_prompt_that_is_longer_than_the_cache_is_refused():
+    gpt = tiny_pipeline().gpt
+    condition, padding_mask = gpt.condition(torch.zeros(2, 3, 8))
+    for cache, got in ((gpt.new_cache(2, 2), "float32 with 2 rows and 2 columns"),
+                       (gpt.new_cache(3, 9), "float32 with 3 rows and 9 columns"),
+                       (tiny_pipeline().gpt.bfloat16().new_cache(2, 9), "bfloat16 with 2 rows and 9 columns")):
+        with pytest.raises(ValueError, match=f"cache must be float32 with R=2 rows and at least 3 columns, got {got}"):
+            gpt.prefill(condition, padding_mask, cache)
+
+
+def test_hooks_see_every_forward():
+    """`specvis compare` times models by them."""
+    pipeline, calls = tiny_pipeline(), []
+    for name in ("gpt", "drafter"):
+        getattr(pipeline, name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    decoded = pipeline.tokens(["red heart"], "eagle1:tree=chain-2", Sampling.of([0]))
+    steps = decoded.target_forwards.item() - 1
+    assert calls.count("gpt") == 1 + steps
+    assert calls.count("drafter") == 2 + 2 * steps  # it reads the condition, the new tokens, and the inner drafts

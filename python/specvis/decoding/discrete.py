@@ -31,6 +31,7 @@ from specvis_kernels import (
 )
 
 from ..models.interface import Drafter, ModelCache, Nodes, TargetModel
+from ..models.layers import Cache
 from .batching import Finished, Rows, Slots, pairs
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
 from .capture import Captured, can_replay
@@ -95,7 +96,7 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
     B, S, L, device = len(condition), target.prefix_len, target.grid ** 2, condition.device
     num_known = check_known_tokens(known_tokens, B, target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
-    cache = target.new_cache(2 * B, S + L)
+    cache = new_cache(target, 2 * B, S + L)
     columns = torch.arange(S + L, device=device).expand(2 * B, -1).split(1, 1)
     itself = torch.ones(B, 1, 1, dtype=torch.int64, device=device)
     tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
@@ -182,6 +183,7 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
     check_request(target, condition, padding_mask, sampling)
     check_methods(methods, len(condition), ("static", "dynamic"),
                   "those that draft trees (decode and jacobi_decode take the others)")
+    check_drafter(target, drafter, condition)
     num_known = check_known_tokens(known_tokens, len(condition), target)
     batch, total = check_batch(batch, methods, observe, target, drafter), len(methods)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
@@ -283,7 +285,7 @@ class State(Rows):
         B, L, device = len(seeds), settings.num_tokens, seeds.device
         self.settings, self.drafting, self.poll = settings, drafting, POLL.get(device.type, USUAL_POLL)
         self.num_columns = settings.target.prefix_len + L + settings.max_nodes
-        self.cache = settings.target.new_cache(2 * B, self.num_columns)
+        self.cache = new_cache(settings.target, 2 * B, self.num_columns)
         self.tokens = torch.zeros(B, L, dtype=torch.int64, device=device)
         self.num_known = torch.tensor(num_known, device=device)
         self.counts = self.num_known + 1  # (B,) tokens of each image; L: it is finished, or it failed
@@ -455,13 +457,18 @@ def acceptance_rule(methods: list[Method], neighbors: Tensor | None, vocab_size:
         have = "none" if neighbors is None else tuple(neighbors.shape)
         raise ValueError(f"neighbors must be a table of V={vocab_size} rows and at least k={k} columns for "
                          f"{base.name}, got {have}")
+    if neighbors.device != device:
+        raise ValueError(f"neighbors must be on {device} like the target, got {neighbors.device}")
     return rule | {"neighbors": neighbors[:, :k].contiguous(), "cutoff": base.cutoff,
                    "delta": torch.tensor([m.delta for m in methods], dtype=torch.float32, device=device)}
 
 
 def check_request(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling) -> None:
-    """Raise ValueError unless the condition is (B, S, dim) with B seeds and a (B, S) mask, B >= 1."""
-    S, dim = target.null_condition(1).shape[1:]
+    """Raise ValueError unless the condition is (B, S, dim) with B seeds and a (B, S) mask, B >= 1, as the target's."""
+    null = target.null_condition(1)
+    S, dim = null.shape[1:]
+    if target.prefix_len != S:
+        raise ValueError(f"target.prefix_len must be the S={S} of its null_condition, got {target.prefix_len}")
     if condition.ndim != 3 or condition.shape[1:] != (S, dim):
         raise ValueError(f"condition must be (B, S={S}, dim={dim}), got {tuple(condition.shape)}")
     if len(condition) < 1 or len(condition) != len(sampling.seeds):
@@ -470,6 +477,37 @@ def check_request(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     if padding_mask.shape != condition.shape[:2] or padding_mask.dtype != torch.bool:
         raise ValueError(f"padding_mask must be bool (B={len(condition)}, S={S}), "
                          f"got {str(padding_mask.dtype)[6:]} {tuple(padding_mask.shape)}")
+    if condition.dtype != null.dtype:
+        raise ValueError(f"condition must be {str(null.dtype)[6:]} like the target's null_condition, "
+                         f"got {str(condition.dtype)[6:]}")
+    for name, tensor in (("condition", condition), ("padding_mask", padding_mask), ("sampling", sampling.seeds)):
+        if tensor.device != null.device:
+            raise ValueError(f"{name} must be on {null.device} like the target, got {tensor.device}")
+
+
+def check_drafter(target: TargetModel, drafter: Drafter, condition: Tensor) -> None:
+    """Raise ValueError unless a drafter is for both rows of each condition (B, S, dim), and of the target's kind."""
+    for name in ("grid", "vocab_size"):
+        if getattr(drafter, name, getattr(target, name)) != getattr(target, name):
+            raise ValueError(f"drafter.{name} must be the target's, {getattr(target, name)}, "
+                             f"got {getattr(drafter, name)}")
+    mask, wanted = drafter.padding_mask, (2 * len(condition), drafter.prefix_len)
+    if mask.dtype != torch.bool or mask.shape != wanted or mask.device != condition.device:
+        raise ValueError(f"drafter.padding_mask must be bool (R={wanted[0]}, prefix_len={wanted[1]}) on "
+                         f"{condition.device}, two rows a request, got {str(mask.dtype)[6:]} {tuple(mask.shape)} on "
+                         f"{mask.device}")
+
+
+def new_cache(target: TargetModel, rows: int, columns: int) -> ModelCache:
+    """A target's cache for all that a loop will read.
+
+    Raises:
+        ValueError: it is a `Cache` of another size. Of other classes the loop does not know how large they are
+    """
+    cache = target.new_cache(rows, columns)
+    if isinstance(cache, Cache):
+        cache.check(rows, columns, cache.data.dtype)
+    return cache
 
 
 def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetModel) -> list[int]:

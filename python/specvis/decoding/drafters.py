@@ -22,8 +22,19 @@ class EagleDrafter:
     can_replay = True
 
     def __init__(self, gpt: GPT, head: EagleHead, padding_mask: Tensor):
-        """padding_mask (2B, S) bool: True where the target's condition is real."""
-        self.head, self.logits = head, gpt.logits
+        """padding_mask (2B, S) bool: True where the target's condition is real.
+
+        Raises:
+            ValueError: the head is for a GPT of other sizes, or has another dtype or device
+        """
+        sizes = ("dim", "vocabulary", "grid", "condition_tokens")
+        for what, of_gpt, of_head in ((", ".join(sizes), *([getattr(c, size) for size in sizes]
+                                                          for c in (gpt.config, head.config))),
+                                      ("dtype", gpt.output.weight.dtype, head.fc.weight.dtype),
+                                      ("device", gpt.output.weight.device, head.fc.weight.device)):
+            if of_gpt != of_head:
+                raise ValueError(f"head must have the target's {what}, {of_gpt}, got {of_head}")
+        self.head, self.logits, self.grid, self.vocab_size = head, gpt.logits, gpt.grid, gpt.vocab_size
         self.prefix_len = gpt.prefix_len - 1
         self.padding_mask = padding_mask[:, : self.prefix_len]
 
@@ -38,8 +49,8 @@ class EagleDrafter:
     def prefill(self, hidden: Tensor, cache: Cache) -> None:
         if self.prefix_len:
             slots = torch.arange(self.prefix_len, device=hidden.device)[None].expand(len(hidden), -1)
-            self.head(torch.zeros_like(slots), hidden[:, : self.prefix_len], slots,
-                      condition_mask(self.padding_mask, self.prefix_len), cache, slots)
+            self.head.read(torch.zeros_like(slots), hidden[:, : self.prefix_len], slots,
+                           condition_mask(self.padding_mask, self.prefix_len), cache, slots)
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         return self.head.extend(tokens, previous_hidden, nodes, cache)
@@ -55,6 +66,7 @@ class ModelDrafter:
         """What `cfg_inputs` gives for this model: condition (2B, S, dim), padding_mask (2B, S) bool."""
         self.model, self.condition, self.padding_mask = model, condition, padding_mask
         self.logits, self.prefix_len, self.can_replay = model.logits, model.prefix_len, can_replay(model)
+        self.grid, self.vocab_size = model.grid, model.vocab_size
 
     def select(self, requests: list[int]) -> "ModelDrafter":
         both = pairs(requests, len(self.padding_mask) // 2)

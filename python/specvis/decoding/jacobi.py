@@ -36,6 +36,7 @@ from .discrete import (
     check_known_tokens,
     check_methods,
     check_request,
+    new_cache,
     read_known,
 )
 from .drafting import chain_ancestors, round_up
@@ -176,7 +177,7 @@ class State(Rows):
                  coupling: Coupling | None = None):
         B, L, device = len(num_known), settings.num_tokens, settings.padding_mask.device
         self.settings, self.poll = settings, POLL.get(device.type, USUAL_POLL)
-        self.cache = settings.target.new_cache(2 * B, settings.num_columns)
+        self.cache = new_cache(settings.target, 2 * B, settings.num_columns)
         width = L + 2 * max(settings.grid, settings.max_window + 1) + 2
         self.tokens = torch.zeros(B, width, dtype=torch.int64, device=device)
         self.num_known = torch.tensor(num_known, device=device)

@@ -66,9 +66,9 @@ class EagleHead(nn.Module):
                                         base=config.rope_base)
         self.packing = Packing()
 
-    def forward(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor,
-                cache: Cache | None = None, slots: Tensor | None = None) -> Tensor:
-        """Predict the target's hidden states at `tokens`. The other arguments are those of GPT.forward.
+    def read(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor,
+             cache: Cache | None = None, slots: Tensor | None = None) -> Tensor:
+        """Predict the target's hidden states at `tokens`. The other arguments are those of GPT.read.
 
         Args:
             tokens:          (R, N) int64
@@ -77,14 +77,14 @@ class EagleHead(nn.Module):
         Returns:
             (R, N, dim)
         """
-        return self.read(tokens, previous_hidden,
-                         Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype, cache, slots))
+        return self(tokens, previous_hidden,
+                    Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype, cache, slots))
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """The same for tokens behind what the cache holds. See `Drafter.extend`."""
-        return self.read(tokens, previous_hidden, NodesReading(rotations_at(self, nodes.position_ids), nodes, cache))
+        return self(tokens, previous_hidden, NodesReading(rotations_at(self, nodes.position_ids), nodes, cache))
 
-    def read(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:
+    def forward(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:
         self.packing.refresh(self, previous_hidden)
         x = self.fc(torch.cat([self.embed_tokens(tokens), previous_hidden], -1))
         for index, layer in enumerate(self.layers):

@@ -132,7 +132,8 @@ class Drafter(Protocol):
     It is asked for the same batch from the first token to the last one, so it holds the conditions itself. It may also
     have `select(requests)`, which gives a drafter for these of the B requests alone. That is needed where requests wait
     for a place in a batch; then its cache has `insert`, as `ModelCache` says. And it may have `can_replay`, as
-    `TargetModel` says: steps are captured if both say so.
+    `TargetModel` says: steps are captured if both say so. If it has a `grid` and a `vocab_size`, they are compared with
+    the target's.
     """
 
     prefix_len: int        # how many entries its cache has before the first token's

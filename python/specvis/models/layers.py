@@ -124,6 +124,13 @@ class Cache:
         """Let these rows (int64) be the rows of `source`, a cache for as many columns."""
         self.data[:, rows] = source.data
 
+    def check(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        """Raise ValueError unless there are as many rows, at least as many columns, and entries of this dtype."""
+        R, T = self.data.shape[1:3]
+        if R != rows or T < columns or self.data.dtype != dtype:
+            raise ValueError(f"cache must be {str(dtype)[6:]} with R={rows} rows and at least {columns} columns, got "
+                             f"{str(self.data.dtype)[6:]} with {R} rows and {T} columns")
+
     def flat_slots(self, slots: Tensor) -> Tensor:
         """Columns `slots` (R, N) int64 counted through the rows, one behind the other: (R * N,) int64."""
         R, T = self.data.shape[1:3]
@@ -151,6 +158,7 @@ class Reading:
         self.rotations, self.mask = rotations, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
         self.cache = cache
         if cache is not None:
+            cache.check(len(slots), mask.shape[2], dtype)
             self.slots, (self.keys, self.values) = cache.flat_slots(slots), cache.columns(mask.shape[2])
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:

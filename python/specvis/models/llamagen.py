@@ -31,8 +31,8 @@ class GPTConfig:
         if (self.classes is None) == (self.caption_dim is None):
             raise ValueError("set exactly one of classes and caption_dim, "
                              f"got classes={self.classes}, caption_dim={self.caption_dim}")
-        if self.dim % self.heads or self.dim // self.heads % 4:
-            raise ValueError(f"dim / heads must be a multiple of 4, got {self.dim} / {self.heads}")
+        if self.dim % self.heads or self.dim // self.heads % 4 or self.dim > 256 * self.heads:
+            raise ValueError(f"dim / heads must be a multiple of 4 and at most 256, got {self.dim} / {self.heads}")
 
     @property
     def head_dim(self) -> int:
@@ -213,8 +213,8 @@ class GPT(nn.Module):
         features = self.cls_embedding.uncond_embedding
         return self.condition(features.expand(batch, *features.shape))[0]
 
-    def forward(self, x: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None,
-                slots: Tensor | None = None) -> Tensor:
+    def read(self, x: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None,
+             slots: Tensor | None = None) -> Tensor:
         """Hidden states after the last norm.
 
         Args:
@@ -227,9 +227,9 @@ class GPT(nn.Module):
         Returns:
             (R, N, dim)
         """
-        return self.read(x, Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots))
+        return self(x, Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots))
 
-    def read(self, x: Tensor, reading: Reading) -> Tensor:
+    def forward(self, x: Tensor, reading: Reading) -> Tensor:
         """Embeddings (R, N, dim) -> hidden states (R, N, dim) after the last norm."""
         packed = self.packing.refresh(self.layers, x)
         is_direct = packed and reading.cache is not None and self.has_unchanged_blocks
@@ -243,12 +243,12 @@ class GPT(nn.Module):
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: Cache) -> Tensor:
         """Read conditions (R, S, dim) into an empty cache; hidden states (R, S, dim). See `TargetModel.prefill`."""
         slots = torch.arange(condition.shape[1], device=condition.device)[None].expand(len(condition), -1)
-        return self(condition, slots, condition_mask(padding_mask, condition.shape[1]), cache, slots)
+        return self.read(condition, slots, condition_mask(padding_mask, condition.shape[1]), cache, slots)
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
         reading = NodesReading(rotations_at(self, nodes.position_ids), nodes, cache)
-        return self.read(self.tok_embeddings(tokens), reading)
+        return self(self.tok_embeddings(tokens), reading)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, dim) hidden states -> (R, N, V) float32."""
@@ -259,7 +259,7 @@ class GPT(nn.Module):
         """Hidden states (B, S + L - 1, dim) at the S conditions and at all but the last of `tokens` (B, L)."""
         x = torch.cat([condition, self.tok_embeddings(tokens[:, :-1])], 1)
         position_ids = torch.arange(x.shape[1], device=x.device)
-        return self(x, position_ids[None], condition_mask(padding_mask, x.shape[1]))
+        return self.read(x, position_ids[None], condition_mask(padding_mask, x.shape[1]))
 
     def new_cache(self, rows: int, columns: int) -> Cache:
         self.packing.forget()

@@ -58,8 +58,8 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
     hidden = target_hidden(pipeline, prompts, tokens)
     shifted = F.pad(repeat_for_cfg(tokens[:, :-1]), (prefix_len, 0))
     position_ids = torch.arange(shifted.shape[1], device=tokens.device)[None]
-    drafted = pipeline.drafter(shifted, hidden[:, :-1], position_ids,
-                               condition_mask(padding_mask[:, :prefix_len], shifted.shape[1]))
+    drafted = pipeline.drafter.read(shifted, hidden[:, :-1], position_ids,
+                                    condition_mask(padding_mask[:, :prefix_len], shifted.shape[1]))
     return sampling.probs(gpt, hidden[:, prefix_len:])[0], sampling.probs(gpt, drafted[:, prefix_len:])[0]
 
 

@@ -25,7 +25,7 @@ def drafted(drafter, captioned, captions, ids, null=None, noise=0.0):
     tokens = F.pad(ids[:, :-1], (prefix_len, 0))                                     # token 0 beside a condition
     position_ids = torch.arange(tokens.shape[1], device=ids.device)[None]
     mask = condition_mask(padding_mask[:, :-1], tokens.shape[1])
-    hidden = drafter(tokens, target[:, :-1] + noise, position_ids, mask)
+    hidden = drafter.read(tokens, target[:, :-1] + noise, position_ids, mask)
     return hidden[:, prefix_len:], target[:, prefix_len + 1:]
 
 
