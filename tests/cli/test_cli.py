@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
+from specvis.cli.generate import file_name
 from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
 from specvis.decoding.trees import TREES
@@ -79,7 +80,9 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, message", [
+    ([], "one of --prompt and --prompts must be given"),
     (["--prompt", " "], "prompt must have at least one word"),
+    (["--prompt", "red heart", "--batch", "2"], "batch must not be given with --prompt: its pictures are drawn all at"),
     (["--prompt", "red hart"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "lantren"], "unknown method 'lantren'; did you mean lantern"),
     (["--prompt", "red heart", "-n", "0"], "n must be at least 1, got 0"),
@@ -138,6 +141,123 @@ def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, mo
                  "--weights", weights)
     assert "picture 1 (seed 1) ended early: the model's output was not finite" in result.output
     assert "2 of 3 pictures" in result.output and Image.open(out).size == (16, 8)
+
+
+LINES = """# hearts
+red heart
+
+  Blue   heart
+\t# and one word
+heart
+"""
+
+
+@pytest.fixture
+def lines(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text(LINES)
+    return file
+
+
+def prompts(weights, file, out, *arguments):
+    return run("generate", "--prompts", file, "--scale", 1, "--out", out, "--weights", weights, *arguments)
+
+
+@pytest.mark.parametrize("name", ["jacobi", "vanilla", "eagle2", "lantern:k=8"])
+def test_generate_draws_each_prompt_of_a_file(weights, lines, tmp_path, name):
+    """Picture by picture what --prompt draws with the same seed, however many are drawn at once."""
+    names = ["001-red-heart.png", "002-blue-heart.png", "003-heart.png"]
+    for batch in (1, 2, 8):
+        result = prompts(weights, lines, tmp_path / str(batch), "--method", name, "--seed", 5, "--batch", batch)
+        assert result.exit_code == 0, result.output
+        assert sorted(path.name for path in (tmp_path / str(batch)).iterdir()) == names
+        assert re.search(rf"{batch}: 3 of 3 pictures, \d+\.\d s, \d+\.\d\d pictures a second, \d+ target forwards a "
+                         r"picture, tau \d\.\d\d tokens a forward", result.output)
+        assert ("the same tokens as vanilla's by seeds 5 to 7" in result.output) == (name in ("jacobi", "eagle2"))
+    for i, prompt in enumerate(("red heart", "blue heart", "heart")):
+        run("generate", "--prompt", prompt, "--method", name, "--seed", 5 + i, "--scale", 1, "--weights", weights,
+            "--out", tmp_path / "alone.png")
+        pictures = {Image.open(path).tobytes() for path in (tmp_path / "alone.png", *tmp_path.glob(f"*/{names[i]}"))}
+        assert len(pictures) == 1
+
+
+def test_generate_draws_several_pictures_of_each_prompt(weights, lines, tmp_path):
+    result = prompts(weights, lines, tmp_path / "out", "-n", 2, "--seed", 3, "--style", "fluent-3d")
+    assert result.exit_code == 0 and "6 of 6 pictures" in result.output
+    written = sorted((tmp_path / "out").iterdir())
+    assert [path.name for path in written] == ["001-red-heart.png", "002-red-heart.png", "003-blue-heart.png",
+                                               "004-blue-heart.png", "005-heart.png", "006-heart.png"]
+    run("generate", "--prompt", "blue heart", "-n", 2, "--seed", 5, "--scale", 1, "--out", tmp_path / "two.png",
+        "--weights", weights)
+    both = Image.open(tmp_path / "two.png")
+    assert [Image.open(path).tobytes() for path in written[2:4]] == [both.crop((x, 0, x + 8, 8)).tobytes()
+                                                                    for x in (0, 8)]
+
+
+def test_each_picture_is_written_as_soon_as_it_is_finished(weights, lines, tmp_path, monkeypatch):
+    original, seen = Pipeline.tokens, []
+
+    def watched(self, prompts, method, sampling, progress, *, batch, finished):
+        def then(requests, images):
+            finished(requests, images)
+            seen.append((batch, requests, len(list((tmp_path / "out").iterdir()))))
+
+        return original(self, prompts, method, sampling, progress, batch=batch, finished=then)
+
+    monkeypatch.setattr(Pipeline, "tokens", watched)
+    assert prompts(weights, lines, tmp_path / "out", "--batch", 1).exit_code == 0
+    assert seen == [(1, [0], 1), (1, [1], 2), (1, [2], 3)]
+
+
+@pytest.mark.parametrize("failed, status", [([False, True, False], 0), ([True] * 3, 1)])
+def test_a_failed_picture_of_a_file_is_named_and_not_written(weights, lines, tmp_path, monkeypatch, failed, status):
+    original = Pipeline.tokens
+
+    def broken(self, prompts, method, sampling, progress, *, batch, finished):
+        def then(requests, images):
+            finished(requests, dataclasses.replace(images, failed=torch.tensor(failed)[requests]))
+
+        decoded = original(self, prompts, method, sampling, progress, batch=batch, finished=then)
+        return dataclasses.replace(decoded, failed=torch.tensor(failed))
+
+    monkeypatch.setattr(Pipeline, "tokens", broken)
+    result = prompts(weights, lines, tmp_path / "out", "--seed", 4, "--batch", 2)
+    assert result.exit_code == status
+    assert "picture 002, 'Blue   heart' (seed 5) ended early: the model's output was not finite" in result.output
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ([] if status else ["001-red-heart.png", "003-heart.png"])
+    assert ("no picture was finished; nothing was written" if status else "2 of 3 pictures") in result.output
+
+
+@pytest.mark.parametrize("text, arguments, message", [
+    (None, [], "prompts must be a text file that can be read, got prompts.txt: No such file or directory"),
+    ("", [], "prompts must be a file with at least one prompt, got prompts.txt"),
+    ("# red heart\n\n", [], "prompts must be a file with at least one prompt, got prompts.txt"),
+    (b"\xff\xfe", [], "prompts must be a text file that can be read, got prompts.txt: it is not UTF-8"),
+    ("red heart\n\nred hart", [], "prompts.txt, line 3: prompt 'fluent-3d red hart' has unknown words: 'hart' (near"),
+    ("red heart\nred red red red", [], "prompts.txt, line 2: a prompt must have 1 to 3 words"),
+    ("heart", ["--prompt", "heart"], "one of --prompt and --prompts must be given, not both"),
+    ("heart", ["--batch", 0], "batch must be at least 1, got 0"),
+    ("heart", ["--batch", "all"], "'all' is not a valid integer"),
+    ("heart", ["-n", 0], "n must be at least 1, got 0"),
+    ("heart", ["--method", "cspd"], "prompts must not be given with cspd: continuous tokens take --prompt only"),
+    ("heart", ["--out", "prompts.txt"], "out must be a folder that can be made, got prompts.txt: File exists"),
+    ("heart", ["--out", "prompts.txt/x"], "out must be a folder that can be made, got prompts.txt/x: Not a directory"),
+])
+def test_bad_prompts_are_one_line_and_status_2(weights, tmp_path, monkeypatch, text, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "prompts.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = run("generate", "--prompts", "prompts.txt", "--weights", weights, *arguments)
+    assert result.exit_code == 2 and message in result.output and "token/s" not in result.output, result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"] * (text is not None)
+
+
+@pytest.mark.parametrize("prompt, total, name", [
+    ("red heart", 9, "007-red-heart.png"), ("../../Etc/passwd", 1000, "0007-etc-passwd.png"),
+    ("a  'B': c?*", 1, "007-a-b-c.png"), ("...", 1, "007.png"), ("x" * 500, 1, f"007-{'x' * 60}.png")])
+def test_names_of_files_are_safe(prompt, total, name):
+    assert file_name(7, total, prompt) == name
 
 
 def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):

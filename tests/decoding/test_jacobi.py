@@ -154,7 +154,7 @@ def test_finished_images_are_let_go(tiny, monkeypatch, m, temperature):  # noqa:
         num_steps.add_(step.active)
 
     with monkeypatch.context() as patched:
-        patched.setattr(specvis.decoding.jacobi.Slots, "turn_over", lambda slots, state, begin: state)
+        patched.setattr(specvis.decoding.jacobi.State, "can_select", False)
         usual = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens)
     monkeypatch.setattr(tiny.gpt, "extend", counting)
     decoded = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, observe=observe)

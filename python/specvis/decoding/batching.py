@@ -65,27 +65,28 @@ class Slots:
     def __init__(self, num_requests: int, batch: int, finished: Finished | None):
         """batch: how many requests are decoded at once"""
         self.requests, self.waiting = list(range(min(batch, num_requests))), deque(range(batch, num_requests))
-        self.finished, self.parts = finished, []
+        self.finished, self.parts, self.kept = finished, [], set()  # kept: requests whose images are in the parts
 
     def turn_over(self, state, begin: Callable):
-        """Once images are finished: let the next requests take their rows, or let them go. Returns the state.
+        """Keep the images that are finished, and let the next requests take their rows, or let them go. Returns the
+        state. It is called before the first step, too: an image may be known as a whole, or fail at once.
 
         begin: (requests) -> the state of these requests, as it is before its first step
         """
         L, batch = state.settings.num_tokens, len(self.requests)
-        done = [row for row, count in enumerate(state.host_counts) if count == L]
-        if done and self.waiting:
-            done = done[:len(self.waiting)]
-            self.keep(state, done)
-            following = [self.waiting.popleft() for _ in done]
-            other = begin(following)
-            state.insert(done, batch, other)
-            for row, request, count in zip(done, following, other.host_counts):
-                self.requests[row], state.host_counts[row] = request, count
-            return self.turn_over(state, begin)  # a request whose tokens are all known is finished already
+        while True:
+            done = [row for row, count in enumerate(state.host_counts) if count == L]
+            self.keep(state, [row for row in done if self.requests[row] not in self.kept])
+            free = done[:len(self.waiting)]
+            if not free:
+                break
+            following = [self.waiting.popleft() for _ in free]
+            state.insert(free, batch, begin(following))
+            for row, request in zip(free, following):
+                self.requests[row] = request
+            state.look()  # at the new requests: their trees may be deeper and wider than those before
         # Letting images go costs a copy of all others: it is done once a quarter of them is finished.
         if state.can_select and 0 < batch - len(done) <= 0.75 * batch:
-            self.keep(state, done)
             left = [row for row in range(batch) if row not in done]
             self.requests = [self.requests[row] for row in left]
             return state.select(left, batch)
@@ -93,14 +94,16 @@ class Slots:
 
     def keep(self, state, rows: list[int]) -> None:
         """The images in these rows are finished."""
+        if not rows:
+            return
         requests, images = [self.requests[row] for row in rows], state.decoded().select(rows)
+        self.kept.update(requests)
         self.parts.append((requests, images))
         if self.finished:
             self.finished(requests, images)
 
-    def decoded(self, state) -> "Decoded":
+    def decoded(self) -> "Decoded":
         """All images, in the order of the requests, once all are finished."""
-        self.keep(state, list(range(len(self.requests))))
         order = [request for requests, _ in self.parts for request in requests]
         images = [images for _, images in self.parts]
         return type(images[0]).merged(images, torch.tensor(order))

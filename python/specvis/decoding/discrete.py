@@ -119,11 +119,11 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
         status_at[i].copy_(drawn.status)
         if progress:
             progress(sum(n <= i for n in num_known))
-    is_new = torch.arange(L, device=device) >= torch.tensor(num_known, device=device)[:, None]
-    has_failed = ((status & INVALID_ROW) * is_new).cumsum(1) > 0
-    tokens, failed = tokens.masked_fill(has_failed, 0), has_failed[:, -1].cpu()
-    num_known, none = torch.tensor(num_known), torch.zeros(B, L, dtype=torch.int64)
-    return Decoded(tokens, num_known, (L - num_known).clamp(min=1), none, none, torch.zeros(B), torch.zeros(B), failed)
+    index, num_known = torch.arange(L), torch.tensor(num_known)
+    has_failed = ((status.cpu() & INVALID_ROW) * (index >= num_known[:, None])).cumsum(1) > 0  # here or before
+    is_step = (index > num_known[:, None]) & ~F.pad(has_failed, (1, -1))  # the first forward draws a token, too
+    return Decoded(tokens.masked_fill(has_failed.to(device), 0), num_known, 1 + is_step.sum(1), is_step.long() - 1,
+                   torch.zeros(B, L, dtype=torch.int64), torch.zeros(B), torch.zeros(B), has_failed[:, -1])
 
 
 def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, tokens: Tensor,
@@ -213,7 +213,7 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
         if progress:
             progress(sum(state.host_counts) - num_before)
         state = slots.turn_over(state, begin)
-    return slots.decoded(state)
+    return slots.decoded()
 
 
 @dataclass

@@ -120,7 +120,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         if progress:
             progress(sum(state.host_counts) - num_before)
         state = turn_over(state)
-    return slots.decoded(state)
+    return slots.decoded()
 
 
 def spread(rows: list[int], batch: int, step: "ChainStep", settings: "Settings") -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,7 @@ def forward_numbers(num_accepted: Tensor) -> Tensor:
         (B, L) int64
     """
     began = (num_accepted >= 0).long()
-    return began.cumsum(1) - began[:, :1]  # the baseline's first step begins at the first token
+    return began.cumsum(1) - began[:, :1]  # a step that begins at the first token is number 0
 
 
 def target_hidden(pipeline: Pipeline, prompts: list[str], tokens: Tensor) -> Tensor:
