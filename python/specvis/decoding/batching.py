@@ -65,7 +65,7 @@ class Slots:
     def __init__(self, num_requests: int, batch: int, finished: Finished | None):
         """batch: how many requests are decoded at once"""
         self.requests, self.waiting = list(range(min(batch, num_requests))), deque(range(batch, num_requests))
-        self.finished, self.parts, self.kept = finished, [], set()  # kept: requests whose images are in the parts
+        self.finished, self.parts, self.whole = finished, [], set()  # whole: requests whose images are in the parts
 
     def turn_over(self, state, begin: Callable):
         """Keep the images that are finished, and let the next requests take their rows, or let them go. Returns the
@@ -76,7 +76,7 @@ class Slots:
         L, batch = state.settings.num_tokens, len(self.requests)
         while True:
             done = [row for row, count in enumerate(state.host_counts) if count == L]
-            self.keep(state, [row for row in done if self.requests[row] not in self.kept])
+            self.keep(state, [row for row in done if self.requests[row] not in self.whole])
             free = done[:len(self.waiting)]
             if not free:
                 break
@@ -97,7 +97,7 @@ class Slots:
         if not rows:
             return
         requests, images = [self.requests[row] for row in rows], state.decoded().select(rows)
-        self.kept.update(requests)
+        self.whole.update(requests)
         self.parts.append((requests, images))
         if self.finished:
             self.finished(requests, images)

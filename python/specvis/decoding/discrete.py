@@ -301,11 +301,6 @@ class State(Rows):
         self.look()
         self.shape = self.next_shape()
 
-    def insert(self, rows: list[int], batch: int, source: "State") -> None:
-        super().insert(rows, batch, source)
-        self.tree_depth = max(self.tree_depth, source.tree_depth)  # the trees of the others may have become small
-        self.tree_width = max(self.tree_width, source.tree_width)
-
     def look(self) -> None:
         """Tell the host how far the images are, and how deep and wide the next trees: the loop's one host read."""
         shapes = self.drafting.shapes
