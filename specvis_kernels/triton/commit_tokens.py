@@ -5,7 +5,7 @@ import triton.language as tl
 from ._rows import INVALID_ROW
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["C", "L", "N", "P"])  # N changes from step to step where trees adapt
 def commit_tokens_kernel(
         tokens,                                    # (B, C)
         counts, failed, target_forwards,           # (B)

@@ -10,7 +10,7 @@ from ._rows import INVALID_ROW
 from .expand_tree import chunks, frontier_kernel, score_of
 
 
-@triton.jit(do_not_specialize=["F"])  # it changes from step to step
+@triton.jit(do_not_specialize=["F", "K"])  # they change from step to step
 def level_children_kernel(
         logits, uncond,                       # (B, F, V); uncond may be None
         guidance, temperature, top_k, top_p,  # (B)
@@ -48,7 +48,7 @@ def level_children_kernel(
     tl.store(parents + row * K + k, tl.zeros([BLOCK_K], tl.int32) + tl.load(candidates + row), mask=k < K)
 
 
-@triton.jit(do_not_specialize=["F", "W", "level", "first_node", "first_candidate"])
+@triton.jit(do_not_specialize=["F", "K", "W", "level", "first_node", "first_candidate"])
 def slots_kernel(
         frontier,                    # (B, K)
         depth,                       # (B)

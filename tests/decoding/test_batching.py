@@ -87,7 +87,7 @@ def test_a_request_does_not_depend_on_how_many_are_decoded_at_once(tiny, name):
         assert_same(tiny.tokens(PROMPTS[i:i + 1], name, settings()[[i]]), together.select([i]), name)
 
 
-@pytest.mark.parametrize("counts", [[16, 16, 16, 7, 0], [0, 3, 16, 15, 16], [0, 16, 2, 9, 1]], ids=str)
+@pytest.mark.parametrize("counts", [[16, 16, 16, 7, 0], [0, 3, 16, 15, 16]], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_requests_of_a_queue_may_be_begun_or_whole(tiny, name, counts):
     known_tokens = begun(tiny, counts)

@@ -22,7 +22,7 @@ from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
 from specvis.studies.positions import draw_margins, steps_gain, teacher_forced_probs
-from specvis_kernels import VerifyResult, guided_probs, sample_residual
+from specvis_kernels import VerifyResult, backends, guided_probs, sample_residual
 from tests.tiny import tiny_pipeline
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
@@ -403,6 +403,19 @@ def test_a_picture_that_fails_midway_ends_in_zeros(tiny):
         assert broken.failed[0]
         position = (whole[0] == code).nonzero()[0, 0]
         assert position < L - 1 and (broken.tokens[0, position + 1:] == 0).all()
+
+
+@pytest.mark.skipif("cpu" not in backends("tree_attention"), reason="only that kernel reads what a node sees alone")
+@pytest.mark.parametrize("name", ["jacobi", "eagle2", "eagle1:seed_exact=true"])
+def test_a_nan_behind_a_rejected_draft_ends_no_picture(tiny, name):
+    """So the pictures that end are the baseline's, and at the same tokens."""
+    embeddings, codes = tiny.gpt.tok_embeddings.weight, [3, 11, 40]
+    kept, sampling = embeddings[codes].clone(), Sampling.of(list(range(16)), guidance=2.0)
+    embeddings[codes] = torch.nan
+    expected, decoded = (tiny.tokens(PROMPTS * 4, m, sampling) for m in ("vanilla", name))
+    embeddings[codes] = kept
+    assert 0 < expected.failed.sum() < 16 and torch.equal(decoded.failed, expected.failed)
+    assert torch.equal(decoded.tokens, expected.tokens)
 
 
 def test_a_broken_drafter_costs_speed_and_no_picture(tiny):

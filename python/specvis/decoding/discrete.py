@@ -166,7 +166,7 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
                        finished: Finished | None = None) -> Decoded:
     """Draft a tree, read it in one target forward, accept a path of it; until every image is whole.
 
-    If the target puts a NaN into its cache, the image ends there, whether the draft was accepted or not.
+    If the target puts a NaN into its cache, the image ends there; where the draft is rejected, it may end or go on.
 
     Args:
         drafter:      of both rows of each request, see `sampling.cfg_inputs`

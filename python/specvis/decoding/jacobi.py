@@ -64,7 +64,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     """Read the newest token and the guesses behind it in one target forward, and draw all of them anew; until every
     image is whole.
 
-    If the target puts a NaN into its cache, the image ends there, whether the guess was right or not.
+    If the target puts a NaN into its cache, the image ends there; where the guess was wrong, it may end or go on.
 
     Args:
         condition:    (B, S, dim)  as `GPT.condition` gives it
