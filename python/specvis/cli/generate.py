@@ -42,7 +42,7 @@ STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped 
 @click.option("-n", "count", default=1, help="How many pictures of a prompt.")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
 @click.option("--scale", default=4, help="Enlarge the picture's 64 pixels by this factor.")
-@click.option("--out", type=click.Path(path_type=Path), show_default="specvis.png; with --prompts the folder specvis",
+@click.option("--out", type=click.Path(path_type=Path), show_default="specvis.png; with --prompts the folder pictures",
               help="The picture to write; with --prompts a folder for them.")
 @sampling_options
 def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, count, temperature, scale, out, seed,
@@ -82,7 +82,7 @@ def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, co
             raise ValueError(f"{file}, line {line}: {error}" if file else error) from error
     pipeline.check(method)
     if file:
-        out = writable_folder(out or Path("specvis"))
+        out = writable_folder(out or Path("pictures"))
 
     start, finished = time.perf_counter(), []
     with tqdm(total=total * pipeline.num_tokens, unit="token", desc=method.label, disable=None) as bar:

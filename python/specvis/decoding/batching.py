@@ -21,7 +21,7 @@ class Rows:
     """Something with a row for each of B images, or with two: row b reads a condition, and row B + b reads none."""
 
     ROWS: tuple[str, ...] = ()   # names of tensors with one row for each image
-    PAIRS: tuple[str, ...] = ()  # names of tensors with two, and of caches
+    PAIRS: tuple[str, ...] = ()  # names of tensors with two
     PARTS: tuple[str, ...] = ()  # names of other such things
     CACHES: tuple[str, ...] = ()  # names of models' caches, with two rows for each image
 

@@ -303,12 +303,11 @@ class ChainStep(NamedTuple):
 
 def run_step(state: State, settings: Settings) -> ChainStep:
     """One step of all images that are not finished."""
-    counts = state.counts.clone()
     chain = draft(state, settings)
     hidden = target_forward(state, settings, chain)
     verified = verify(state, settings, chain, hidden)
     commit(state, settings, chain, verified)
-    return ChainStep(counts, state.windows, update(state, settings, chain, hidden, verified))
+    return ChainStep(chain.counts, state.windows, update(state, settings, chain, hidden, verified))
 
 
 class Chain(NamedTuple):
