@@ -20,7 +20,8 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
     and its result is softmax(scale q k) v over these, with sums in float32. So the keys and values of the nodes are in
     the cache already, those of node j in column lengths[b] + j; `commit_kv` moves them once they are accepted. The
     queries may be some of the nodes only, such as a level. A column outside of the cache is not seen, and of a request
-    with a negative length none is. A query that sees nothing gives 0.
+    with a negative length none is. A query that sees nothing gives 0. What no query of a row sees may be NaN. A NaN
+    that one query of a row sees may reach the row's other queries, and no other row.
 
     Row r belongs to request r % B, so that R = 2 B rows are those with the condition and those without it.
 

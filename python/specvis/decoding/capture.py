@@ -80,7 +80,9 @@ class CUDAGraphs:
             # The outer context restores the stream if capturing fails. Other threads may go on allocating memory.
             with torch.cuda.stream(self.stream), torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
                 result = function()
-        except Exception as error:
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what CUDA says of all that a graph cannot hold
             raise RuntimeError("a step cannot be captured in a CUDA graph: a model that says can_replay must not read "
                                "values back to the host, nor copy any from it, within a step") from error
         return graph.replay, result
