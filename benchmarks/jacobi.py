@@ -121,7 +121,7 @@ def step_of(gpt: GPT, nodes: int, sampling: Sampling):
     begin, S = gpt.config.tokens // 2, gpt.prefix_len
     cache, null = gpt.new_cache(2, S + gpt.config.tokens), gpt.null_condition(2)
     gpt.prefill(null, torch.ones(null.shape[:2], dtype=torch.bool), cache)
-    read = Nodes((S + begin + torch.arange(nodes)).expand(2, -1), torch.tensor([S + begin]),
+    read = Nodes(torch.arange(nodes)[None], torch.tensor([S + begin]),
                  chain_ancestors(1, nodes, "cpu"), torch.ones(2, S, dtype=torch.bool), S + begin + nodes)
     tokens, positions = torch.zeros(2, nodes, dtype=torch.int64), begin + 1 + torch.arange(nodes)[None]
 

@@ -43,7 +43,7 @@ def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tens
     (F, n), device = sees.shape[1:], tokens.device
     bits = pad(sees, (0, -n % 64)).unflatten(2, (-1, 64)).long() << torch.arange(64, device=device)
     length = torch.tensor(lengths, device=device)
-    nodes = Nodes(repeat_for_cfg(length[:, None] + depth), length, bits.sum(-1), padding_mask, max(lengths) + n, n - F)
+    nodes = Nodes(depth, length, bits.sum(-1), padding_mask, max(lengths) + n, n - F)
     read_before = () if previous_hidden is None else (previous_hidden,)
     return model.extend(repeat_for_cfg(tokens), *read_before, nodes, cache)
 

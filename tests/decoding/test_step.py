@@ -148,6 +148,22 @@ def test_a_step_that_is_run_again_is_the_next_step(tiny, monkeypatch, request, n
         assert Recorded.num_replays > 2
 
 
+@pytest.mark.parametrize("num_known", [(0, 0), (3, 0), (5, 7)])
+def test_the_steps_of_the_baseline_are_run_again(tiny, request, num_known):  # noqa: F811
+    """Else a comparison on a GPU would favor the other methods."""
+    def decoded(known_tokens=None):
+        return tiny.tokens(PROMPTS[:2], "vanilla", Sampling.of([0, 1], guidance=2.0), known_tokens=known_tokens)
+
+    index = torch.arange(max(num_known))
+    known_tokens = torch.where(index < torch.tensor(num_known)[:, None], 1, -1)
+    expected = decoded(known_tokens)
+    request.getfixturevalue("recorded")
+    again = decoded(known_tokens)
+    assert Recorded.num_replays > 2
+    for field in dataclasses.fields(expected):
+        assert torch.equal(getattr(expected, field.name), getattr(again, field.name)), field.name
+
+
 @pytest.mark.parametrize("name", ["jacobi:window=3", "eagle1", "eagle2"])
 def test_an_observer_may_keep_the_steps(tiny, request, name):  # noqa: F811
     """A step that is run again writes over what it returned before."""

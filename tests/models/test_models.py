@@ -91,8 +91,8 @@ def test_reading_token_by_token_equals_reading_at_once(config):
     slots = torch.arange(S).expand(2, -1)
     parts = [gpt.read(condition, slots, condition_mask(padding_mask, S), cache, slots)]
     for i in range(15):
-        nodes = Nodes(torch.full((2, 1), S + i), torch.full((2,), S + i), torch.ones(2, 1, 1, dtype=torch.int64),
-                      padding_mask, S + 16)
+        nodes = Nodes(torch.zeros(1, 1, dtype=torch.int64), torch.full((2,), S + i),
+                      torch.ones(2, 1, 1, dtype=torch.int64), padding_mask, S + 16)
         parts.append(gpt.extend(tokens[:, i: i + 1], nodes, cache))
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
@@ -190,7 +190,7 @@ def test_in_bfloat16_a_token_is_read_to_the_same_bits_beside_others(monkeypatch)
         for first in range(0, 144, width):
             chunk = tokens[:, first: first + width]
             n = chunk.shape[1]
-            nodes = Nodes(1 + first + torch.arange(n).expand(2, -1), torch.full((2,), 1 + first),
+            nodes = Nodes(torch.arange(n)[None], torch.full((2,), 1 + first),
                           chain_ancestors(2, n, "cpu"), padding_mask, 1 + first + n)
             parts.append(gpt.extend(chunk, nodes, cache))
         return torch.cat(parts, 1)

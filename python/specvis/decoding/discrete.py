@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from specvis_kernels import (
     INVALID_ROW,
     CommitTokensResult,
+    DrawTokensResult,
     TreeLinksResult,
     VerifyResult,
     commit_tokens,
@@ -37,7 +38,7 @@ from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
 from .capture import Captured, can_replay
 from .drafting import Draft, Drafting, chain_ancestors, new_drafting, round_up
 from .methods import Method
-from .sampling import ACCEPT, Sampling, cfg_inputs, philox_uniforms, repeat_for_cfg
+from .sampling import ACCEPT, Sampling, cfg_inputs, philox_uniforms, repeat_for_cfg, take_nodes
 from .trees import static_tree
 
 Progress = Callable[[int], None]  # called with how many tokens the batch has just gained
@@ -93,37 +94,72 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
         known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
     """
     check_request(target, condition, padding_mask, sampling)
-    B, S, L, device = len(condition), target.prefix_len, target.grid ** 2, condition.device
+    B, L = len(condition), target.grid ** 2
     num_known = check_known_tokens(known_tokens, B, target)
-    condition, padding_mask = cfg_inputs(target, condition, padding_mask)
-    cache = new_cache(target, 2 * B, S + L)
-    columns = torch.arange(S + L, device=device).expand(2 * B, -1).split(1, 1)
-    itself = torch.ones(B, 1, 1, dtype=torch.int64, device=device)
-    tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
-    if known_tokens is not None:
-        tokens[:, :known_tokens.shape[1]] = known_tokens
-    first, is_ragged, positions = min(num_known), min(num_known) < max(num_known), [column[:B] for column in columns]
-    status = torch.zeros(B, L, dtype=torch.int32, device=device)
-
-    token_at, status_at = tokens.split(1, 1), status.split(1, 1)        # views, position by position
-    for i in range(first, L):
-        if i == first:
-            hidden = read_known(target, condition, padding_mask, tokens[:, :i], cache)[:, -1:]
+    state = Baseline(target, sampling, repeat_for_cfg(padding_mask), known_tokens, num_known)
+    run = Captured(baseline_step)
+    for i in range(state.first, L):
+        if i == state.first:
+            known = state.tokens[:, :i]
+            hidden = read_known(target, *cfg_inputs(target, condition, padding_mask), known, state.cache)[:, -1:]
+            put(state, sampling.draw(target, hidden, state.position))
         else:
-            column = columns[S + i - 1]
-            nodes = Nodes(column, column[:B, 0], itself, padding_mask, min(round_up(S + i), S + L))
-            hidden = target.extend(repeat_for_cfg(token_at[i - 1]), nodes, cache)
-        drawn = sampling.draw(target, hidden, positions[i])
-        old, new = token_at[i], drawn.tokens
-        old.copy_(torch.where(old < 0, new, old) if is_ragged else new)
-        status_at[i].copy_(drawn.status)
+            run(state, sampling)
         if progress:
             progress(sum(n <= i for n in num_known))
     index, num_known = torch.arange(L), torch.tensor(num_known)
-    has_failed = ((status.cpu() & INVALID_ROW) * (index >= num_known[:, None])).cumsum(1) > 0  # here or before
+    has_failed = ((state.status.cpu() & INVALID_ROW) * (index >= num_known[:, None])).cumsum(1) > 0  # here or before
     is_step = (index > num_known[:, None]) & ~F.pad(has_failed, (1, -1))  # the first forward draws a token, too
-    return Decoded(tokens.masked_fill(has_failed.to(device), 0), num_known, 1 + is_step.sum(1), is_step.long() - 1,
-                   torch.zeros(B, L, dtype=torch.int64), torch.zeros(B), torch.zeros(B), has_failed[:, -1])
+    tokens = state.tokens.masked_fill(has_failed.to(state.tokens.device), 0)
+    return Decoded(tokens, num_known, 1 + is_step.sum(1), is_step.long() - 1, torch.zeros(B, L, dtype=torch.int64),
+                   torch.zeros(B), torch.zeros(B), has_failed[:, -1])
+
+
+class Baseline:
+    """What goes around the baseline's loop: all images, of which a step draws the same position."""
+
+    def __init__(self, target: TargetModel, sampling: Sampling, padding_mask: Tensor, known_tokens: Tensor | None,
+                 num_known: list[int]):
+        """padding_mask (2B, S) bool"""
+        B, L, device = len(num_known), target.grid ** 2, padding_mask.device
+        self.target, self.padding_mask, self.num_columns = target, padding_mask, target.prefix_len + L
+        self.cache = new_cache(target, 2 * B, self.num_columns)
+        self.tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
+        if known_tokens is not None:
+            self.tokens[:, :known_tokens.shape[1]] = known_tokens
+        self.status = torch.zeros(B, L, dtype=torch.int32, device=device)
+        self.first, self.is_ragged, self.num_steps = min(num_known), min(num_known) < max(num_known), 0
+        self.position = torch.full((B, 1), self.first, device=device)  # of the token that is drawn next
+        self.newest = torch.zeros_like(self.position)                  # the token before it
+        self.depth, self.itself = torch.zeros_like(self.position), chain_ancestors(B, 1, device)
+
+    @property
+    def can_replay(self) -> bool:
+        return can_replay(self.target)
+
+    def next_shape(self) -> int:
+        """How many columns of the cache the next step sees at most."""
+        return min(round_up(self.target.prefix_len + self.first + 1 + self.num_steps), self.num_columns)
+
+
+def baseline_step(state: Baseline, sampling: Sampling) -> None:
+    """Read the newest token of every image, and draw the next one."""
+    lengths = state.position[:, 0] + (state.target.prefix_len - 1)
+    nodes = Nodes(state.depth, lengths, state.itself, state.padding_mask, state.shape)
+    hidden = state.target.extend(repeat_for_cfg(state.newest), nodes, state.cache)
+    put(state, sampling.draw(state.target, hidden, state.position))
+
+
+def put(state: Baseline, drawn: DrawTokensResult) -> None:
+    """The next token of every image is the one drawn, unless it is known."""
+    tokens = drawn.tokens
+    if state.is_ragged:
+        known = state.tokens.gather(1, state.position)
+        tokens = torch.where(known < 0, tokens, known)
+    state.tokens.scatter_(1, state.position, tokens)
+    state.status.scatter_(1, state.position, drawn.status)
+    state.newest.copy_(tokens)
+    state.position += 1
 
 
 def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, tokens: Tensor,
@@ -140,8 +176,8 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, tok
     if K == 0:
         return hidden
     lengths = torch.full((B,), S, device=tokens.device)
-    position_ids = torch.arange(S, S + K, device=tokens.device).expand(len(condition), -1)
-    nodes = Nodes(position_ids, lengths, chain_ancestors(B, K, tokens.device), padding_mask, S + K)
+    depth = torch.arange(K, device=tokens.device)[None]
+    nodes = Nodes(depth, lengths, chain_ancestors(B, K, tokens.device), padding_mask, S + K)
     return torch.cat([hidden, target.extend(repeat_for_cfg(tokens.clamp(min=0)), nodes, cache)], 1)
 
 
@@ -332,8 +368,7 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
     hidden = read_known(settings.target, condition, settings.padding_mask, state.tokens[:, :K], state.cache)
     drafting.prefill(hidden[:, :S])
     hidden = hidden[:, S - 1:]                                             # before each token, the next one too
-    newest = repeat_for_cfg(num_known)[:, None, None].expand(-1, 1, hidden.shape[-1])
-    drawn = sampling.draw(settings.target, hidden.gather(1, newest), num_known[:, None])
+    drawn = sampling.draw(settings.target, take_nodes(hidden, num_known[:, None]), num_known[:, None])
     is_whole = num_known == L
     last = num_known.clamp(max=L - 1)[:, None]
     state.tokens.scatter_(1, last, torch.where(is_whole[:, None], state.tokens.gather(1, last), drawn.tokens))
@@ -351,8 +386,8 @@ def run_step(state: State, settings: Settings) -> Step:
     position = state.counts.clamp(max=settings.num_tokens - 1)
     active = state.counts < settings.num_tokens
     tree = draft(state)
-    output = target_forward(state, settings, tree)
-    verified = verify(state, settings, tree, output, position)
+    output = target_forward(state, settings, tree, position)
+    verified = verify(settings, tree, output, position)
     committed = commit(state, settings, tree, output, verified)
     update(state, settings, tree, output, verified, committed, position, active)
     return Step(tree.links, position, verified.accepted_nodes, verified.num_accepted, active)
@@ -369,31 +404,26 @@ class TargetOutput(NamedTuple):
     hidden: Tensor   # (2B, N, H)
     logits: Tensor   # (2B, N, V)
     lengths: Tensor  # (B,) int64  the root's column
-    depth: Tensor    # (B, N)      of the nodes, 0 of unused ones
 
 
-def target_forward(state: State, settings: Settings, tree: Draft) -> TargetOutput:
+def target_forward(state: State, settings: Settings, tree: Draft, position: Tensor) -> TargetOutput:
     """Read all nodes of the trees at once. Each sees the tokens before the root, its ancestors and itself."""
     N, S, target = tree.tokens.shape[1], settings.target.prefix_len, settings.target
-    lengths, depth = state.counts + (S - 1), tree.links.depth.clamp(min=0)
-    columns = min(S - 1 + state.shape.max_count + N, state.num_columns)
-    nodes = Nodes(repeat_for_cfg(lengths[:, None] + depth), lengths, tree.links.ancestors, settings.padding_mask,
-                  columns)
+    lengths, columns = position + (S - 1), min(S - 1 + state.shape.max_count + N, state.num_columns)
+    nodes = Nodes(tree.links.depth, lengths, tree.links.ancestors, settings.padding_mask, columns)
     hidden = target.extend(repeat_for_cfg(tree.tokens), nodes, state.cache)
-    return TargetOutput(hidden, target.logits(hidden), lengths, depth)
+    return TargetOutput(hidden, target.logits(hidden), lengths)
 
 
-def verify(state: State, settings: Settings, tree: Draft, output: TargetOutput, position: Tensor) -> VerifyResult:
+def verify(settings: Settings, tree: Draft, output: TargetOutput, position: Tensor) -> VerifyResult:
     """Say which drafts are accepted, and draw the token behind them, for which the drafts leave a position."""
-    N, sampling, links = tree.tokens.shape[1], settings.sampling, tree.links
-    fits = links.depth < ((settings.num_tokens - 1) - state.counts)[:, None]
-    first_child = torch.where(fits, links.first_child, -1)
+    N, sampling, links, position = tree.tokens.shape[1], settings.sampling, tree.links, position[:, None]
+    first_child = torch.where(links.depth < (settings.num_tokens - 1) - position, links.first_child, -1)
     if settings.seed_exact:
-        by, uniforms = {"seeds": sampling.seeds, "positions": state.counts[:, None] + output.depth}, None
+        by, uniforms = {"seeds": sampling.seeds, "positions": position + links.depth}, None
     else:
-        uniforms = settings.uniforms.gather(1, position[:, None, None].expand(-1, 1, settings.uniforms.shape[2]))[:, 0]
+        uniforms = take_nodes(settings.uniforms, position)[:, 0, :N]
         by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule}
-        uniforms = uniforms[:, :N]
     return verify_logits(*output.logits.chunk(2), tree.tokens, first_child, links.next_sibling, uniforms,
                          sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
                          max_depth=settings.max_depth, **by)
@@ -419,11 +449,8 @@ def update(state: State, settings: Settings, tree: Draft, output: TargetOutput, 
     shapes = state.drafting.shapes
     if shapes.adaptation:
         shapes.record(position, verified.num_accepted.long(), active & (state.counts < settings.num_tokens))
-    hidden = output.hidden
-    index = repeat_for_cfg(committed.nodes)[..., None].expand(-1, -1, hidden.shape[-1])
-    counts = output.lengths - (settings.target.prefix_len - 1)  # before the step
-    state.drafting.extend(committed.new_tokens, hidden.gather(1, index), counts, committed.num_new,
-                          state.shape.max_count)
+    hidden = take_nodes(output.hidden, committed.nodes)
+    state.drafting.extend(committed.new_tokens, hidden, position, committed.num_new, state.shape.max_count)
 
 
 def add_bound(state: State, settings: Settings, tree: Draft, output: TargetOutput, position: Tensor,

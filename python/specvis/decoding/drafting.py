@@ -10,7 +10,7 @@ from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, sel
 from ..models.interface import Drafter, Nodes
 from .batching import Rows
 from .methods import Method
-from .sampling import DRAFT, SHAPE, Sampling, philox_uniforms, repeat_for_cfg
+from .sampling import DRAFT, SHAPE, Sampling, philox_uniforms, repeat_for_cfg, take_nodes
 from .trees import Shapes, StaticTree, static_tree
 
 BUCKET = 64  # columns: models read their caches in multiples of so many
@@ -63,7 +63,7 @@ class Drafting(Rows, ABC):
         self.settings = guidance, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
         self.num_columns = drafter.prefix_len + self.num_tokens + max(num_nodes, max_depth + 1)
         self.cache = drafter.new_cache(self.num_columns)
-        self.index = torch.arange(max_depth + 1, device=seeds.device)
+        self.depths = torch.arange(max_depth + 1, device=seeds.device)[None]  # of the nodes of a chain
         self.chain = chain_ancestors(len(seeds), max_depth + 1, seeds.device)
         self.hidden, self.logits = None, None
 
@@ -89,30 +89,27 @@ class Drafting(Rows, ABC):
         Args:
             new_tokens:      (B, A) int64  the new tokens of each request, and padding behind them
             previous_hidden: (2B, A, H)    the target's hidden state before each
-            counts:          (B,) int64    how many tokens each request had before
+            counts:          (B,) int64    how many tokens each request had before; of a finished one any will do
             num_new:         (B,) int64    how many of `new_tokens` are new, at least 1
             max_count:       the largest of `counts` of the images that go on
         """
-        (B, A), prefix_len = new_tokens.shape, self.drafter.prefix_len
-        is_step = A == len(self.index)  # else it is the prefill, with any number of known tokens
-        index, ancestors = (self.index, self.chain) if is_step else (
-            torch.arange(A, device=counts.device), chain_ancestors(B, A, counts.device))
-        lengths = counts + prefix_len
-        nodes = self.nodes(repeat_for_cfg(lengths)[:, None] + index, lengths, ancestors, max_count + A)
+        B, A = new_tokens.shape
+        is_step = A == self.depths.shape[1]  # else it is the prefill, with any number of known tokens
+        depths, ancestors = (self.depths, self.chain) if is_step else (
+            torch.arange(A, device=counts.device)[None], chain_ancestors(B, A, counts.device))
+        nodes = self.nodes(depths, counts + self.drafter.prefix_len, ancestors, max_count + A)
         hidden = self.drafter.extend(repeat_for_cfg(new_tokens), previous_hidden, nodes, self.cache)
-        last = repeat_for_cfg(num_new - 1)[:, None, None].expand(-1, -1, hidden.shape[-1])
-        hidden = hidden.gather(1, last)
+        hidden = take_nodes(hidden, (num_new - 1)[:, None])
         logits = self.drafter.logits(hidden)
         if self.hidden is None:
             self.hidden, self.logits = hidden.clone(), logits.clone()
         self.hidden.copy_(hidden)
         self.logits.copy_(logits)
 
-    def nodes(self, position_ids: Tensor, lengths: Tensor, ancestors: Tensor, max_columns: int,
-              first: int = 0) -> Nodes:
-        """Of the drafter's tree; position_ids (2B, F) int64, max_columns: behind the condition."""
+    def nodes(self, depth: Tensor, lengths: Tensor, ancestors: Tensor, max_columns: int, first: int = 0) -> Nodes:
+        """Of the drafter's tree. max_columns: behind the condition"""
         columns = min(self.drafter.prefix_len + max_columns, self.num_columns)
-        return Nodes(position_ids, lengths, ancestors, self.padding_mask, columns, first)
+        return Nodes(depth, lengths, ancestors, self.padding_mask, columns, first)
 
     def expand_level(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """Read the drafts of one level of the trees.
@@ -143,6 +140,7 @@ class StaticPlan:
         num_children: int   # K
         inner: Tensor       # (F',) int64  which of the F * K children are inner nodes
         parents: Tensor     # (F',) int64  which of the F nodes above is the parent of each
+        depth: Tensor       # (1, F') int64  of these nodes
         ancestors: Tensor   # (B, F', W) int64  of the inner nodes, in bits for all inner nodes of the tree
         first: int          # the number of the first of them among all inner nodes
 
@@ -156,8 +154,8 @@ class StaticPlan:
         inner = [node for node in range(len(tree.parents)) if tree.children(node)]
         ancestors = tree_links(for_each_request([inner.index(tree.parents[node]) if node else -1
                                                  for node in inner])).ancestors
-        self.levels, uniforms, nodes, num_drawn = [], [], [0], 1  # of all that is drawn, the root is number 0
-        above = [0]
+        self.levels, self.num_drawn = [], []  # num_drawn: at each level
+        uniforms, nodes, num_drawn, above = [], [0], 1, [0]  # of all that is drawn, the root is number 0
         for depth in range(1, tree.depth + 1):
             child_lists = [tree.children(node) for node in above]
             K = max(map(len, child_lists))
@@ -165,12 +163,13 @@ class StaticPlan:
             uniforms += [node - 1 for children in child_lists for node in children + [1] * (K - len(children))]
             drawn = {node: f * K + i for f, children in enumerate(child_lists) for i, node in enumerate(children)}
             nodes += [num_drawn + drawn[node] for node in tree.level(depth)]
-            num_drawn += len(above) * K
+            self.num_drawn.append(len(above) * K)
+            num_drawn += self.num_drawn[-1]
             new = [node for node in tree.level(depth) if tree.children(node)]
             first = inner.index(new[0]) if new else 0
             self.levels.append(self.Level(K, indices([drawn[node] for node in new]),
                                           indices([above.index(tree.parents[node]) for node in new]),
-                                          ancestors[:, first: first + len(new)], first))
+                                          indices([[depth] * len(new)]), ancestors[:, first: first + len(new)], first))
             above = new
         self.uniforms, self.nodes = indices(uniforms), indices(nodes)
         self.num_inner = len(inner)
@@ -196,28 +195,23 @@ class StaticDrafting(Drafting):
             self.uniforms = uniforms.index_select(2, plan.uniforms)
 
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
-        newest = counts - 1                                                      # (B,) the position of the newest token
+        B, newest = len(counts), (counts - 1)[:, None]                           # the position of the newest token
+        column = newest[:, 0] + self.drafter.prefix_len                          # (B,) where it stands
         if not self.seed_exact:
-            index = newest[:, None, None].expand(-1, 1, self.uniforms.shape[2])
-            uniforms = self.uniforms.gather(1, index)[:, 0]
-        column = newest + self.drafter.prefix_len                                # (B,) where it stands
-        columns = repeat_for_cfg(column)[:, None]
-        drawn, rows, hidden, logits, num_used = [root[:, None]], [], self.hidden, self.logits, 0
+            uniforms = take_nodes(self.uniforms, newest)[:, 0].split(self.plan.num_drawn, 1)
+        drawn, rows, hidden, logits = [root[:, None]], [], self.hidden, self.logits
         for depth, level in enumerate(self.plan.levels, 1):
             F, K = logits.shape[1], level.num_children
             if self.seed_exact:
-                by = {"seeds": self.sampling.seeds, "positions": (newest + depth)[:, None].expand(-1, F),
-                      "num_children": K}
+                by = {"seeds": self.sampling.seeds, "positions": (newest + depth).expand(-1, F), "num_children": K}
                 children = draft_children(*logits.chunk(2), None, *self.settings, **by)
             else:
-                with_these = uniforms[:, num_used: num_used + F * K].unflatten(1, (F, K))
+                with_these = uniforms[depth - 1].view(B, F, K)
                 children = draft_children(*logits.chunk(2), with_these, *self.settings)
                 rows.append(children.probs)
-            num_used += F * K
-            drawn.append(children.tokens.flatten(1))
+            drawn.append(children.tokens.view(B, F * K))
             if len(level.inner):
-                nodes = self.nodes((columns + depth).expand(-1, len(level.inner)), column, level.ancestors,
-                                   max_count + self.plan.num_inner, level.first)
+                nodes = self.nodes(level.depth, column, level.ancestors, max_count + self.plan.num_inner, level.first)
                 hidden, logits = self.expand_level(drawn[-1].index_select(1, level.inner),
                                                    hidden.index_select(1, level.parents), nodes)
         tokens = torch.cat(drawn, 1).index_select(1, self.plan.nodes)
@@ -235,6 +229,7 @@ class DynamicDrafting(Drafting):
         super().__init__(drafter, sampling, draft_guidance, shapes, num_nodes, max_depth)
         self.sizes, self.max_nodes = sizes, max_nodes
         B, device = len(sizes), sizes.device
+        self.depths_of_levels = [torch.full((1, 1), level, device=device) for level in range(max_depth)]
         # of the root, as a frontier: its score, its bit among those of all nodes that the drafter reads, no candidate
         self.root_score = torch.zeros(B, 1, device=device)
         self.root_ancestors = torch.zeros(B, 1, (num_nodes + 63) // 64, dtype=torch.int64, device=device)
@@ -244,7 +239,6 @@ class DynamicDrafting(Drafting):
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
         K, width, levels = max_width, self.shapes.width.int(), []
         column = counts + (self.drafter.prefix_len - 1)                          # (B,) of the newest token
-        columns = repeat_for_cfg(column)[:, None]
         hidden, logits = self.hidden, self.logits
         scores, ancestors, candidates = self.root_score, self.root_ancestors, self.root_candidate
         num_candidates = 0
@@ -258,9 +252,9 @@ class DynamicDrafting(Drafting):
                 break
             num_candidates += grown.child_tokens.shape[1]
             scores, ancestors, candidates = grown.scores, grown.ancestors, grown.candidates
-            parents = repeat_for_cfg(grown.rows)[..., None].expand(-1, -1, hidden.shape[-1])
-            nodes = self.nodes((columns + level).expand(-1, K), column, ancestors, max_count + first + K, first)
-            hidden, logits = self.expand_level(grown.tokens, hidden.gather(1, parents), nodes)
+            depth = self.depths_of_levels[level].expand(1, K)
+            nodes = self.nodes(depth, column, ancestors, max_count + first + K, first)
+            hidden, logits = self.expand_level(grown.tokens, take_nodes(hidden, grown.rows), nodes)
         tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels))
         num_nodes = min(self.max_nodes, 1 + max_width + (max_depth - 1) * max_width ** 2)
         tree = select_tree(tokens, scores, parents, root, self.sizes, num_nodes=num_nodes)

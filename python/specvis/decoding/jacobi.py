@@ -41,7 +41,7 @@ from .discrete import (
 )
 from .drafting import chain_ancestors, round_up
 from .methods import MAX_WINDOW, Method
-from .sampling import Sampling, cfg_inputs, repeat_for_cfg
+from .sampling import Sampling, cfg_inputs, repeat_for_cfg, take_nodes
 
 WINDOWS = (0, 2, 4, 6, 8, 12, 16, 24, MAX_WINDOW)  # what "auto" chooses from; 0 is one token a forward
 # The share of guesses that are right where those before them are, at distance 1, 2, ..; the last number goes on. Of the
@@ -145,7 +145,7 @@ class Settings(Rows):
         self.from_last = methods[0].guess == "last"
         self.lossless = torch.tensor([m.lossless for m in methods], device=device)
         self.index = torch.arange(-1, max(target.grid, W + 1) + 1, device=device)  # from the newest token's position
-        self.ancestors = chain_ancestors(B, 1 + W, device)
+        self.ancestors, self.depths = chain_ancestors(B, 1 + W, device), torch.arange(1 + W, device=device)[None]
         self.num_columns = S + L + W
 
     def select(self, rows: list[int], batch: int) -> "Settings":
@@ -279,8 +279,7 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
     num_above, num_behind = min(K, grid - 1), settings.max_window if settings.from_last else grid - 1
     newest = state.num_known[:, None]
     positions = (newest + torch.arange(-num_above, num_behind + 1, device=device)).clamp(min=0)
-    before = repeat_for_cfg(positions.minimum(newest))[..., None].expand(-1, -1, hidden.shape[-1])
-    hidden = hidden.gather(1, before)
+    hidden = take_nodes(hidden, positions.minimum(newest))
     drawn = sampling.draw(settings.target, hidden, positions, ahead=grid)
     row = torch.arange(len(positions), device=device)[:, None]
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
@@ -331,8 +330,8 @@ def target_forward(state: State, settings: Settings, chain: Chain) -> Tensor:
     """Read all nodes of the chains at once: (2B, N, H). A guess that is kept is in its column of the cache already."""
     N, S = chain.tokens.shape[1], settings.prefix_len
     columns = min(S - 1 + state.shape.max_count + N, settings.num_columns)
-    nodes = Nodes(repeat_for_cfg(chain.positions + (S - 1)), chain.counts + (S - 1), settings.ancestors[:, :N],
-                  settings.padding_mask, columns)
+    nodes = Nodes(settings.depths[:, :N], chain.counts + (S - 1), settings.ancestors[:, :N], settings.padding_mask,
+                  columns)
     return settings.target.extend(repeat_for_cfg(chain.tokens), nodes, state.cache)
 
 
@@ -388,8 +387,7 @@ def guess_new(state: State, settings: Settings, hidden: Tensor, counts: Tensor, 
     if state.coupling:
         positions, tokens = state.coupling.first_guesses(counts[:, None], last[:, None], n)
     else:
-        node = repeat_for_cfg(last - counts)[:, None, None].expand(-1, -1, hidden.shape[-1])
-        logits = settings.target.logits(hidden.gather(1, node)).expand(-1, n, -1)
+        logits = settings.target.logits(take_nodes(hidden, (last - counts)[:, None])).expand(-1, n, -1)
         positions = (last + 1)[:, None] + settings.index[1:n + 1]
         tokens = settings.sampling.draw_from(logits, positions).tokens
     state.tokens.scatter_(1, positions, tokens)
@@ -497,7 +495,7 @@ def check_causal(target: TargetModel) -> None:
         cache, device = target.new_cache(1, S + 2), condition.device
         padding_mask = torch.ones(1, S, dtype=torch.bool, device=device)
         target.prefill(condition, padding_mask, cache)
-        nodes = Nodes(torch.arange(S, S + 2, device=device)[None], torch.tensor([S], device=device),
+        nodes = Nodes(torch.arange(2, device=device)[None], torch.tensor([S], device=device),
                       chain_ancestors(1, 2, device), padding_mask, S + 2)
         first, second = (target.logits(target.extend(torch.tensor([[0, token]], device=device), nodes, cache))[:, 0]
                          for token in (0, target.vocab_size - 1))

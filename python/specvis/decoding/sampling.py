@@ -110,6 +110,14 @@ def repeat_for_cfg(x: Tensor) -> Tensor:
     return torch.cat([x, x])
 
 
+def take_nodes(x: Tensor, nodes: Tensor) -> Tensor:
+    """What a model says of some nodes: x (R, N, H), nodes (B, K) int64 -> (R, K, H). Row r is of request r % B."""
+    (R, N, H), (B, K) = x.shape, nodes.shape
+    if B > 1:
+        nodes = nodes + torch.arange(0, B * N, N, device=nodes.device)[:, None]
+    return x.reshape(-1, B * N, H).index_select(1, nodes.view(-1)).view(R, K, H)
+
+
 def philox_uniforms(seeds: Tensor, stream: int, positions: int | Tensor, n: int, turn: int = 0) -> Tensor:
     """Uniforms in [0, 1) that depend on a request's seed alone: Philox4x32-10 (Salmon et al., SC 2011).
 

@@ -82,7 +82,7 @@ class EagleHead(nn.Module):
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """The same for tokens behind what the cache holds. See `Drafter.extend`."""
-        return self(tokens, previous_hidden, NodesReading(rotations_at(self, nodes.position_ids), nodes, cache))
+        return self(tokens, previous_hidden, NodesReading(self, nodes, cache))
 
     def forward(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:
         self.packing.refresh(self, previous_hidden)

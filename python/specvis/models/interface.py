@@ -28,19 +28,23 @@ class Nodes:
     Where a model has `specvis_kernels.tree_attention`, it needs no mask; others ask for `mask` and `slots`.
     """
 
-    position_ids: Tensor  # (R, N) int64     prefix_len + a token's position in the image; behind the image any will do
-    lengths: Tensor       # (B,) int64       the column of node 0
+    depth: Tensor         # (B or 1, N) integers  how many ancestors each node has; of one that is not used, any number
+    lengths: Tensor       # (B,) int64       the column of node 0, and its position: prefix_len + that in the image
     ancestors: Tensor     # (B, N, W) int64  bits, as `tree_links` gives them; a node's own is among them
     padding_mask: Tensor  # (R, S) bool      True where the condition is real
     columns: int          # all of this stands before that column of the cache
     first: int = 0        # the number of the first node that is read; those before it were read already
 
     @property
+    def position_ids(self) -> Tensor:
+        """(R, N) int64 prefix_len + a token's position in the image; behind the image any will do."""
+        return self.of_rows(self.lengths[:, None] + self.depth)
+
+    @property
     def slots(self) -> Tensor:
         """(R, N) int64 the columns to keep the tokens in. To be written before the mask is applied."""
-        index = torch.arange(self.first, self.first + self.position_ids.shape[1], device=self.lengths.device)
-        slots = self.lengths[:, None] + index
-        return slots.repeat(len(self.position_ids) // len(slots), 1)
+        index = torch.arange(self.first, self.first + self.depth.shape[1], device=self.lengths.device)
+        return self.of_rows(self.lengths[:, None] + index)
 
     @property
     def mask(self) -> Tensor:
@@ -48,9 +52,13 @@ class Nodes:
         num_nodes = self.first + self.ancestors.shape[1]
         ancestors = F.pad(self.ancestors, (0, 0, self.first, 0))[..., :(num_nodes + 63) // 64]
         mask = tree_mask(ancestors, self.lengths.int(), columns=self.columns)[:, self.first:]
-        mask = mask.repeat(len(self.padding_mask) // len(mask), 1, 1)
+        mask = self.of_rows(mask)
         mask[..., :self.padding_mask.shape[1]].logical_and_(self.padding_mask[:, None])
         return mask
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """What belongs to each of B requests, for each of R rows."""
+        return x.repeat(len(self.padding_mask) // len(x), *[1] * (x.ndim - 1))
 
 
 @runtime_checkable

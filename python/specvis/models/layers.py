@@ -99,7 +99,7 @@ def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, bas
 
 
 def rotations_at(module: torch.nn.Module, position_ids: Tensor) -> Tensor:
-    """module.rotations at position_ids (R, N) int64; all positions behind the table get its last entry.
+    """module.rotations at position_ids (rows, N) int64; all positions behind the table get its last entry.
 
     The table is no buffer: Module.to(torch.bfloat16) would cast its complex numbers to real ones.
     """
@@ -132,9 +132,10 @@ class Cache:
                              f"{str(self.data.dtype)[6:]} with {R} rows and {T} columns")
 
     def flat_slots(self, slots: Tensor) -> Tensor:
-        """Columns `slots` (R, N) int64 counted through the rows, one behind the other: (R * N,) int64."""
+        """Columns `slots` (B, N) int64 of rows r % B, counted through all R rows, one behind the other: (R * N,)."""
         R, T = self.data.shape[1:3]
-        return (slots + torch.arange(0, R * T, T, device=slots.device)[:, None]).flatten()
+        first = torch.arange(0, R * T, T, device=slots.device)  # of each row
+        return (first.view(-1, len(slots), 1) + slots).flatten()
 
     def columns(self, columns: int) -> tuple[Tensor, Tensor]:
         """Keys and values (L, R, H, columns, D) in the first columns, now and when they are written."""
@@ -178,7 +179,8 @@ class Reading:
         """Queries (R * N, 1, H, D), and keys with values (R * N, 2, H, D), turned by the rotations of their cells."""
         R, N, _ = qkv.shape
         wide = qkv if qkv.dtype.itemsize >= 4 else qkv.float()
-        pairs = torch.view_as_complex(wide.view(R, N, 3, heads, -1, 2)) * self.rotations
+        pairs = torch.view_as_complex(wide.view(-1, len(self.rotations), N, 3, heads, self.rotations.shape[-1], 2))
+        pairs = pairs * self.rotations
         turned = torch.view_as_real(pairs).view(R * N, 3, heads, -1).to(qkv.dtype)
         return turned.split((1, 2), 1)
 
@@ -186,10 +188,11 @@ class Reading:
 class NodesReading(Reading):
     """The same for nodes behind what a cache holds, which see what `Nodes` says."""
 
-    def __init__(self, rotations: Tensor, nodes: Nodes, cache: Cache):
-        """rotations (R, N, 3, 1, D / 2)"""
-        self.rotations, self.nodes, self.cache = rotations, nodes, cache
-        self.slots = cache.flat_slots(nodes.slots)
+    def __init__(self, module: nn.Module, nodes: Nodes, cache: Cache):
+        """module: it has a table of rotations"""
+        lengths, N = nodes.lengths[:, None], nodes.depth.shape[1]
+        self.rotations, self.nodes, self.cache = rotations_at(module, lengths + nodes.depth), nodes, cache  # (B, N, ..)
+        self.slots = cache.flat_slots(lengths + torch.arange(nodes.first, nodes.first + N, device=lengths.device))
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         (R, N, width), nodes, data = qkv.shape, self.nodes, self.cache.data[layer]

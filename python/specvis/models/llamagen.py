@@ -247,8 +247,7 @@ class GPT(nn.Module):
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
-        reading = NodesReading(rotations_at(self, nodes.position_ids), nodes, cache)
-        return self(self.tok_embeddings(tokens), reading)
+        return self(self.tok_embeddings(tokens), NodesReading(self, nodes, cache))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, dim) hidden states -> (R, N, V) float32."""
