@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -32,7 +33,8 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
          "-fno-trapping-math", "-fno-math-errno",  # loops vectorize, results stay
          "-ffp-contract=off"]                      # every backend rounds alike
 CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall",
-              "-fmad=false"]                       # on the GPU too
+              "-fmad=false",                       # on the GPU too
+              "-Xptxas", "-v"]                     # what each kernel uses, for tests/kernels/test_cuda_build.py
 
 
 def find_torch() -> Path:
@@ -70,9 +72,19 @@ def gpu_flags() -> list[str]:
     return flags
 
 
-def run(*command) -> None:
+def own_files() -> list[Path]:
+    """What every object depends on, apart from its source and torch."""
+    return [Path(__file__), *Path("csrc").glob("*.h"), *Path("csrc").glob("*.cuh")]
+
+
+def run(*command, log: Path | None = None) -> None:
+    """With a log, what the command says goes there, and is shown if it warns or fails."""
     print(*command, flush=True)
-    if subprocess.run([*map(str, command)]).returncode:
+    with open(log, "w") if log else nullcontext() as file:
+        failed = subprocess.run([*map(str, command)], stdout=file, stderr=file and subprocess.STDOUT).returncode
+    if log and (failed or "warning" in log.read_text()):
+        print(log.read_text(), flush=True)
+    if failed:
         sys.exit(f"specvis_kernels: failed: {' '.join(map(str, command))}")
 
 
@@ -95,10 +107,10 @@ class Build(build_ext):
 
     def build_extension(self, extension):
         torch = find_torch()
-        headers = [*Path("csrc").glob("*.h"), *Path("csrc").glob("*.cuh")]
-        shared = [Path(__file__), torch / "version.py", *headers]  # what every object depends on
+        shared = [torch / "version.py", *own_files()]
         compile, link, objects = [self.compiler_path, *FLAGS], [self.compiler_path], OBJECTS
-        if extension.name.endswith("_cuda"):  # nvcc knows where CUDA's headers and its static runtime are
+        has_log = extension.name.endswith("_cuda")
+        if has_log:  # nvcc knows where CUDA's headers and its static runtime are
             host = [self.nvcc, "-ccbin", self.compiler_path]
             compile, link = [*host, *CUDA_FLAGS, *gpu_flags()], [*host, "-Xlinker", "--no-undefined"]
             objects = OBJECTS / "-".join(flag.partition("code=")[2] for flag in gpu_flags()[1::2])
@@ -110,7 +122,8 @@ class Build(build_ext):
             target.parent.mkdir(parents=True, exist_ok=True)
             newest = max(path.stat().st_mtime for path in [Path(source), *shared])
             if not target.exists() or target.stat().st_mtime <= newest:
-                run(*compile, *DEFINES, "-isystem", torch / "include", "-c", source, "-o", target)
+                run(*compile, *DEFINES, "-isystem", torch / "include", "-c", source, "-o", target,
+                    log=target.with_suffix(".log") if has_log else None)
             return target
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:

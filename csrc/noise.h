@@ -43,7 +43,7 @@ struct Noise {
   HOST_DEVICE void words(uint32_t block, uint32_t (&words)[4]) const {
     words[0] = block, words[1] = position, words[2] = kGumbelStream, words[3] = 0;
     uint32_t key0 = key[0], key1 = key[1];
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #pragma unroll 5  // all ten at once would keep twenty keys in registers
 #endif
     for (int round = 0; round < 10; ++round) {
