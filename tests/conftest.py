@@ -2,8 +2,9 @@ import os
 from collections import Counter
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning turns 0.05 ms into 16 where cores are shared
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")   # NumPy's threads spin too, and take 7 times the CPU
 
-import pytest  # noqa: E402  the variables are read when torch and triton are first imported
+import pytest  # noqa: E402  the variables are read when torch, numpy and triton are first imported
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():

@@ -7,6 +7,7 @@ import pytest
 
 from specvis.studies.quality import (
     GROUPS,
+    Baseline,
     Features,
     Network,
     Score,
@@ -105,6 +106,7 @@ def test_quality_tells_another_distribution_from_the_same():
     references = normal(12, 30, 9)
     baseline, same = features_of(normal(12 * GROUPS, 30)), features_of(normal(12, 30, 1))
     other = features_of(normal(12, 30, 2, shift=0.6))
+    baseline = Baseline.of(baseline, 12, references)
     for name in ("Frechet distance", "kernel distance"):
         assert not quality(same, baseline, references)[name].significant
         assert quality(other, baseline, references)[name].significant
@@ -114,22 +116,26 @@ def test_quality_tells_another_distribution_from_the_same():
 
 def test_pictures_that_are_the_baselines_own_are_compared_with_the_others():
     baseline, references = features_of(normal(GROUPS * 12, 30)), normal(12, 30, 5)
+    beside = Baseline.of(baseline, 12, references)
     for group in (0, 3):
         rows = np.arange(12 * group, 12 * group + 12)
         others = baseline[np.setdiff1d(np.arange(len(baseline)), rows)]
-        scores = quality(baseline[rows], baseline, references)
+        scores = quality(baseline[rows], beside, references)
         assert scores["Frechet distance"].value == pytest.approx(frechet_distance(baseline[rows].vectors,
                                                                                   others.vectors))
         assert scores["kernel distance"].value == pytest.approx(kernel_distance(baseline[rows], others))
+        assert beside.numbers["kernel distance"][group] == pytest.approx(kernel_distance(baseline[rows], others))
+        assert beside.numbers["nearest name"][group] == nearest_name(baseline[rows], references)
 
 
 def test_quality_beside_greedy_pictures():
     """Greedy pictures do not differ: no noise, and the same ones have no effect."""
-    references, baseline = normal(12, 30, 9), features_of(normal(12, 30))
-    assert all(score.noise == score.effect == 0 for score in quality(baseline, baseline, references).values())
+    references, pictures = normal(12, 30, 9), features_of(normal(12, 30))
+    baseline = Baseline.of(pictures, 12, references)
+    assert all(score.noise == score.effect == 0 for score in quality(pictures, baseline, references).values())
     assert quality(features_of(normal(12, 30, 1)), baseline, references)["kernel distance"].significant
     with pytest.raises(ValueError, match="baseline must have 8 times as many pictures as the 12 .*, got 24"):
-        quality(baseline, features_of(normal(24, 30)), references)
+        Baseline.of(features_of(normal(24, 30)), 12, references)
 
 
 @NETWORK

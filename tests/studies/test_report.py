@@ -19,7 +19,7 @@ from specvis.decoding.sampling import Sampling
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
-from specvis.studies import base, cache
+from specvis.studies import base, cache, quality
 from specvis.studies.adt_tree import least_squares
 from specvis.studies.base import Run, alike, decided
 from specvis.studies.discrete import FULL, QUICK, DiscreteReport, DiscreteStudy, Latency, Memory, Recorder
@@ -71,6 +71,12 @@ def study(pipeline, tmp_path):
 
 def run(*arguments):
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def small_side(monkeypatch):
+    """The network sees the pictures of 8 pixels in 64 instead of 224: what it makes of them plays no part."""
+    monkeypatch.setattr(quality, "SIDE", 64)
 
 
 def refuse(*_):
@@ -321,7 +327,7 @@ def test_a_section_says_what_agrees(tmp_path):
 
 
 @NETWORK
-def test_every_section_can_be_written(weights, tmp_path):
+def test_every_section_can_be_written(weights, tmp_path, small_side):
     result = run("report", "--quick", "--out", tmp_path, "--weights", weights)
     assert result.exit_code == 0, result.output
     cover = (tmp_path / "README.md").read_text()
@@ -391,7 +397,7 @@ def test_bad_input_is_one_clear_line(weights, tmp_path, arguments, message):
 
 
 @NETWORK
-def test_one_more_score(weights, tmp_path, monkeypatch):
+def test_one_more_score(weights, tmp_path, monkeypatch, small_side):
     (tmp_path / "my_scores.py").write_text("def red(pictures, prompts):\n    assert prompts[1] == 'blue heart'\n"
                                            "    return pictures[..., 0].mean((1, 2))\n")
     monkeypatch.syspath_prepend(tmp_path)

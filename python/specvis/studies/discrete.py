@@ -16,7 +16,7 @@ from ..pipelines.discrete import Pipeline
 from .base import BATCH, Report, Run, Scope, Study, decided, reference_pictures
 from .cache import read_arrays, read_json, write_file
 from .page import Section
-from .quality import GROUPS, MORE_SCORES, Score, quality
+from .quality import GROUPS, MORE_SCORES, Baseline, Score, quality
 
 MEMORY_STEPS = 12  # that memory is looked at for: caches have their full size from the first
 LEAST_IMAGES = 12  # with about so many the kernel distance of the strongest relaxation exceeds the noise
@@ -401,7 +401,9 @@ class DiscreteReport(Report):
     def _quality(self, run: Run) -> dict[str, Score]:
         count = run.count or self.study.num_images
         baseline = Run.of("vanilla", run.temperature, count=GROUPS * count if run.temperature else count)
-        scores = quality(self.study.features(run), self.study.features(baseline), self.references)
+        beside = self.once(("baseline", baseline), lambda: Baseline.of(self.study.features(baseline), count,
+                                                                       self.references))
+        scores = quality(self.study.features(run), beside, self.references)
         for name in MORE_SCORES:
             groups = self._more(name, baseline).reshape(-1, count).mean(1)
             scores[name] = Score.of(self._more(name, run).mean(), groups.tolist())

@@ -172,28 +172,42 @@ class Score:
         return Score(float(value), float(np.mean(groups)), float(spread))
 
 
-def quality(pictures: Features, baseline: Features, references: np.ndarray) -> dict[str, Score]:
-    """Every distance and score of n pictures beside GROUPS n baseline pictures, all groups of the same prompts.
+@dataclass
+class Baseline:
+    """Baseline pictures in GROUPS groups of n, all of the same prompts; greedy ones, which do not differ, in one."""
+
+    groups: list[Features]
+    others: list[Features]           # for each group all pictures of the others; of one group itself
+    numbers: dict[str, list[float]]  # of each group, by the name of a distance (to the others) or of a score
+
+    @staticmethod
+    def of(pictures: Features, n: int, references: np.ndarray) -> "Baseline":
+        """
+        Raises:
+            ValueError: another number of pictures
+        """
+        if len(pictures) not in (n, GROUPS * n):
+            raise ValueError(f"baseline must have {GROUPS} times as many pictures as the {n} that are compared, "
+                             f"got {len(pictures)}")
+        rows = np.arange(len(pictures)).reshape(-1, n)
+        groups = [pictures[group] for group in rows]
+        others = [pictures[np.delete(rows, i, 0).ravel()] for i in range(len(rows))] if len(rows) > 1 else [pictures]
+        numbers = {name: [distance(group, other) for group, other in zip(groups, others)]
+                   for name, distance in DISTANCES.items()}
+        numbers |= {name: [score(group, references) for group in groups] for name, score in SCORES.items()}
+        return Baseline(groups, others, numbers)
+
+
+def quality(pictures: Features, baseline: Baseline, references: np.ndarray) -> dict[str, Score]:
+    """Every distance and score of n pictures beside groups of n baseline pictures.
 
     A distance is to all groups but one, the mean over which one; the baseline's is from each group to the others.
-    Where the baseline has only n pictures (greedy ones do not differ), it is to these, without noise. Where the
-    pictures are one of the groups themselves, as those of a seed-exact method, it is to the others alone.
-
-    Raises:
-        ValueError: another number of baseline pictures
+    Where there is one group, it is to that, without noise. Where the pictures are one of the groups themselves, as
+    those of a seed-exact method, it is to the others alone.
     """
-    n = len(pictures)
-    if len(baseline) not in (n, GROUPS * n):
-        raise ValueError(f"baseline must have {GROUPS} times as many pictures as the {n} that are compared, "
-                         f"got {len(baseline)}")
-    groups = [np.arange(start, start + n) for start in range(0, len(baseline), n)]
-    others = [baseline[np.setdiff1d(np.arange(len(baseline)), group)] if len(groups) > 1 else baseline
-              for group in groups]
-    own = [other for group, other in zip(groups, others)
-           if len(groups) > 1 and np.allclose(baseline[group].vectors, pictures.vectors, atol=1e-4)]
-    result = {name: Score.of(np.mean([distance(pictures, other) for other in own or others]),
-                             [distance(baseline[group], other) for group, other in zip(groups, others)])
+    own = [other for group, other in zip(baseline.groups, baseline.others)
+           if len(baseline.groups) > 1 and np.allclose(group.vectors, pictures.vectors, atol=1e-4)]
+    values = {name: np.mean([distance(pictures, other) for other in own or baseline.others])
               for name, distance in DISTANCES.items()}
-    return result | {name: Score.of(score(pictures, references), [score(baseline[group], references)
-                                                                  for group in groups])
-                     for name, score in SCORES.items()}
+    values |= {name: score(pictures, references) for name, score in SCORES.items()}
+    return {name: Score.of(value, baseline.numbers[name]) for name, value in values.items()}
