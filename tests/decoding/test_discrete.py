@@ -462,8 +462,8 @@ def chi_square(tokens, probs, V):
     return 3 * math.sqrt(freedom / 2) * ((statistic / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom))  # Wilson-Hilferty
 
 
-def sampled_pictures(pipeline, m, settings, requests=250_000, batch=25_000):
-    """A million tokens."""
+def sampled_pictures(pipeline, m, settings, requests=100_000, batch=25_000):
+    """400,000 tokens: enough to see a law that is off by a total variation of 0.015, as a test below shows."""
     parts = [pipeline.tokens(["red heart"] * batch, m, Sampling.of(list(range(i, i + batch)), **settings)).tokens
              for i in range(0, requests, batch)]
     return torch.cat(parts)
@@ -496,7 +496,7 @@ def test_sampled_pictures_have_the_target_distribution(minute, m, settings):
 
 
 def test_the_distribution_test_rejects_acceptance_above_one(minute):
-    assert far_from_target(minute, method("cool-sd", tree=TREE, omega=1.5), {"guidance": 2.0}) > 10
+    assert far_from_target(minute, method("cool-sd", tree=TREE, omega=1.02), UNFILTERED) > 10
 
 
 def unmodified_target(probs, tokens, first_child, next_sibling, uniforms):
@@ -525,8 +525,9 @@ def test_the_distribution_test_rejects_siblings_verified_by_the_unmodified_targe
 
 
 def test_the_distribution_test_rejects_relaxed_acceptance(minute):
-    m = method("lantern", depth=2, width=3, nodes=8, k=2, delta=0.4)
-    assert far_from_target(minute, m, {"guidance": 2.0}) > 10
+    """A little: the law is off by a total variation of 0.015, estimated from many more pictures."""
+    m = method("lantern", depth=2, width=3, nodes=8, k=2, delta=0.05)
+    assert far_from_target(minute, m, UNFILTERED) > 10
 
 
 def test_guidance_pairs_a_request_with_nothing(tiny):
