@@ -14,7 +14,8 @@ HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
 BUILD = HERE.parent.parent / "build"
 NAMESPACE = "specvis_kernels_emulated"
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fsanitize-sections=specvis_shared"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fsanitize-sections=specvis_shared",
+            "-O0"]  # to optimize what sanitizers add takes longer than it saves
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
          "-Wno-unknown-pragmas", f"-I{HERE}"]
 
