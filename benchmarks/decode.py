@@ -542,6 +542,7 @@ def main():
         parser.error(str(error))
     if min(options.batch) < 1:
         parser.error(f"--batch must be at least 1, got {min(options.batch)}")
+    harness.check_built(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
     machine = harness.machine()

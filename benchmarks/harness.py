@@ -4,6 +4,7 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
 from pathlib import Path
@@ -12,8 +13,17 @@ from time import perf_counter
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import specvis_kernels
+
 ROOT = Path(__file__).parent.parent
 CACHE = 256 * 2**20  # bytes of inputs that take turns: more than any GPU's cache, and most CPUs'
+
+
+def check_built(device: str) -> None:
+    """Stop unless the ops have kernels for the device: a benchmark of decoding would time the oracles."""
+    if specvis_kernels.backends("verify_logits", device) == ["oracle"]:
+        sys.exit(f"specvis_kernels in {Path(specvis_kernels.__file__).parent} has no kernels for {device}: in a clone, "
+                 "build them with python -m pip install -e .")
 
 
 def machine() -> dict:

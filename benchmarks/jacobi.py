@@ -188,6 +188,7 @@ def main():
     windows = options.windows.split(",")
     if options.what == "size" and not all(window.isdigit() and 0 < int(window) < NODES[-1] for window in windows):
         parser.error(f"--windows of size must be numbers from 1 to {NODES[-1] - 1}, got {options.windows}")
+    harness.check_built("cpu")
     machine = harness.machine()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     if options.what == "pictures":

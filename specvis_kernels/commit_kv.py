@@ -27,8 +27,8 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
 
     Args:
         caches:          written to: a tensor or a list of tensors of one shape and dtype, contiguous, with 1, 2, 4 or 8
-                         bytes an element. (layers, R, T, 2, H, D) has row_dim 1 and column_dim 2, a list of
-                         (R, H, T, D) has row_dim 0 and column_dim 2
+                         bytes an element, no two in the same memory. (layers, R, T, 2, H, D) has row_dim 1 and
+                         column_dim 2, a list of (R, H, T, D) has row_dim 0 and column_dim 2
         accepted_nodes:  (B, P) int32   of each request, from the root down, without the root; as verify_tree gives them
         num_accepted:    (B,)   int32   how many there are; what stands behind them is not looked at
         lengths:         (B,)   int64   how many columns are committed: the root's new column
@@ -78,6 +78,9 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
         raise ValueError(f"caches must have 1, 2, 4 or 8 bytes an element, got {first.dtype}")
     if (row_dim is None) != (slots is not None):
         raise ValueError(f"row_dim must be None with slots, and only then, got {row_dim}")
+    for name, value in (("row_dim", row_dim), ("column_dim", column_dim)):
+        if value is not None and not isinstance(value, (int, torch.SymInt)):
+            raise ValueError(f"{name} must be an integer{' or None' * (name == 'row_dim')}, got {value!r}")
     if not -1 < column_dim < first.ndim or row_dim is not None and not -1 < row_dim < column_dim:
         raise ValueError(f"row_dim and column_dim must be dimensions of {tuple(first.shape)}, the row's first, "
                          f"got {row_dim} and {column_dim}")

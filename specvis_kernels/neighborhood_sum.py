@@ -75,15 +75,19 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
     return _call(backend, *tensors, cutoff, offset)
 
 
-def check_neighbors(neighbors: Tensor, cutoff: str, offset: int, V: int, like: Tensor) -> None:
+def check_neighbors(neighbors: Tensor | None, cutoff: str, offset: int, V: int, like: Tensor) -> None:
     """Raise ValueError unless the table, the cutoff and the offset fit a vocabulary of V."""
+    if cutoff not in CUTOFFS:
+        raise ValueError(f"cutoff must be one of {', '.join(CUTOFFS)}, got {cutoff!r}")
+    if not isinstance(offset, (int, torch.SymInt)):
+        raise ValueError(f"offset must be an integer, got {offset!r}")
+    if neighbors is None:
+        return
     C, k = check_dims("neighbors", neighbors, "Ck")
     check("neighbors", neighbors, (torch.uint16, torch.int32), like=like, C=C, k=k)
     if C < 1 or k < 1:
         raise ValueError(f"neighbors must have at least one row and one column, got shape ({C}, {k})")
-    if cutoff not in CUTOFFS:
-        raise ValueError(f"cutoff must be one of {', '.join(CUTOFFS)}, got {cutoff!r}")
-    if not isinstance(offset, (int, torch.SymInt)) or offset < 0 or offset + C > V:
+    if offset < 0 or offset + C > V:
         raise ValueError(f"offset must be in [0, V - C] = [0, {V - C}], got {offset} with V={V}, C={C}")
 
 

@@ -169,8 +169,8 @@ def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: 
         raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
     if (neighbors is None) != (delta is None):
         raise ValueError("neighbors and delta must be given together")
+    check_neighbors(neighbors, cutoff, offset, V, like=like)
     if neighbors is not None:
-        check_neighbors(neighbors, cutoff, offset, V, like=like)
         check("delta", delta, torch.float32, like=like, B=B)
         if residual == "released" and neighbors.shape[1] < 2:
             raise ValueError("neighbors must have at least two columns under 'released', got one")

@@ -120,6 +120,14 @@ def test_a_record_says_what_was_measured():
     assert harness.machine().keys() > {"device", "cpu", "cores", "torch", "triton", "python", "git"}
 
 
+@pytest.mark.parametrize("module, arguments", [(decode, ["--device", "cpu"]), (jacobi, ["size"])])
+def test_oracles_are_not_timed_as_decoding(module, arguments, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmark", *arguments])
+    monkeypatch.setattr(specvis_kernels, "backends", lambda name, device="cpu": ["oracle"])
+    with pytest.raises(SystemExit, match="has no kernels for cpu: in a clone, build them with"):
+        module.main()
+
+
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
     right = specvis_kernels.tree_links
 

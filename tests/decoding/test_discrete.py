@@ -537,6 +537,7 @@ def test_guidance_pairs_a_request_with_nothing(tiny):
 
 
 @pytest.mark.parametrize("wrong, message", [
+    ({"temperature": "1"}, "temperature must be at least 0 and finite, got '1'"),
     ({"temperature": -1.0}, "temperature must be at least 0 and finite, got -1.0"),
     ({"temperature": math.nan}, "temperature must be at least 0 and finite, got nan"),
     ({"top_k": -1}, "top_k must be at least 0, got -1"),

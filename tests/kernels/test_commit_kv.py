@@ -178,6 +178,8 @@ def test_a_compiled_step_moves_though_nothing_uses_the_lengths():
     (dict(row_dim=1), "must be dimensions of .* the row's first, got 1 and 1"),
     (dict(row_dim=-2), "must be dimensions of .* the row's first, got -2 and 1"),
     (dict(column_dim=2), "must be dimensions of .* the row's first, got 0 and 2"),
+    (dict(row_dim=0.0), "row_dim must be an integer or None, got 0.0"),
+    (dict(column_dim="1"), "column_dim must be an integer, got '1'"),
     (dict(backend="fast"), "backend of commit_kv must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):

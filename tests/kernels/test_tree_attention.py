@@ -202,6 +202,7 @@ def arguments(**changes):
     (dict(ancestors=torch.ones(2, 3, 0).long()), "there must be a node, a column and a word, got N=3, T=9, W=0"),
     (dict(key_mask=torch.ones(2, 3).bool()), r"key_mask must be bool \(R=4, S=3\), got bool \(2, 3\)"),
     (dict(key_mask=torch.ones(4, 3)), r"key_mask must be bool \(R=4, S=3\), got float32"),
+    (dict(scale="small"), "scale must be a number or None, got 'small'"),
     (dict(backend="fast"), "backend of tree_attention must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):

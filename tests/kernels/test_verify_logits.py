@@ -348,6 +348,8 @@ def test_numbers_stand_for_all_requests(backend):
     ({"neighbors": neighbor_table(5, 2), "delta": "0.1"}, r"delta must be float32 \(B=2\) or a number, got '0.1'"),
     ({"neighbors": neighbor_table(5, 2), "delta": 0.1, "offset": 1}, r"offset must be in \[0, V - C\] = \[0, 0\]"),
     ({"neighbors": neighbor_table(5, 2), "delta": 0.1, "cutoff": "l2"}, "cutoff must be one of tvd, ratio, jsd"),
+    ({"cutoff": "l2"}, "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
+    ({"offset": 1.5}, "offset must be an integer, got 1.5"),
     ({"neighbors": neighbor_table(5, 1), "delta": 0.1, "residual": "released"}, "at least two columns"),
     ({"omega": torch.ones(2, 3)}, r"omega must be float32 \(B=2, P=2\), got float32 \(2, 3\)"),
     ({"residual": "none"}, "residual must be one of optimal, relaxed, released, got 'none'"),

@@ -113,7 +113,7 @@ def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, co
                + (f"{len(finished) / seconds:.2f} pictures a second, " if file else "")
                + f"{decoded.target_forwards.float().mean():.0f} target forwards a picture, "
                f"tau {decoded.tau.nanmean():.2f} tokens a forward"
-               + (f"; the same tokens as vanilla's by {seeds}"
+               + (f"; vanilla draws the same tokens with {seeds}"
                   if is_exact(method, temperature) and not method.is_baseline and not any(failed) else ""))
 
 

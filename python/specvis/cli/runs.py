@@ -96,8 +96,15 @@ def run_all(pipelines: Pipelines, runs: list[Run], prompts: list[str], singles: 
     return results
 
 
+def announce(bar: tqdm, text: str) -> None:
+    """Say what is done now: before the bar, or in a line where there is none, as in a log."""
+    bar.set_description(text)
+    if bar.disable:
+        click.echo(text, err=True)
+
+
 def decode_batch(pipeline: Pipeline | MARPair, run: Run, prompts: list[str], bar: tqdm) -> Result:
-    bar.set_description(run.label)
+    announce(bar, run.label)
     with ModelClock(pipeline) as clock:
         start = time.perf_counter()
         decoded = pipeline.tokens(prompts, run.method, run.sampling, bar.update)
@@ -107,7 +114,7 @@ def decode_batch(pipeline: Pipeline | MARPair, run: Run, prompts: list[str], bar
 
 def decode_alone(pipeline: Pipeline, result: Result, prompts: list[str], bar: tqdm) -> Singles:
     """Seconds of pictures that are decoded one at a time, the baseline's and the method's in turn."""
-    bar.set_description(f"{result.label}, one at a time")
+    announce(bar, f"{result.label}, one at a time")
 
     def seconds(run: Run, i: int) -> float:
         start = time.perf_counter()

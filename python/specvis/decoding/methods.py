@@ -353,7 +353,7 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "delta": "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)",
     "cutoff": "what delta limits: tvd, ratio or jsd",
     "metric": "by which codes are near: l2, cosine, random, or rank (of jacobi): by the target's own probability",
-    "omega": "factor of acceptance: its mean over the levels, or one for each, as 1.2,1,0.8",
+    "omega": "factor of acceptance: its mean over the levels, or one for each, as 1.4,1.2,1,0.9,0.8",
     "nu": "how fast omega falls from level to level; 0: it does not",
     "residual": "what a rejection leaves: optimal, relaxed or released",
 }

@@ -46,8 +46,8 @@ class Sampling(Rows):
             if len(values) != len(seeds):
                 raise ValueError(f"{name} must be one number or {len(seeds)}, one for each seed, got {len(values)}")
             for one in values:
-                if not holds(one):
-                    raise ValueError(f"{name} must be {wanted}, got {one}")
+                if not isinstance(one, (int, float)) or not holds(one):
+                    raise ValueError(f"{name} must be {wanted}, got {one!r}")
             return torch.tensor(values, dtype=dtype, device=device)
 
         infinity = float("inf")
