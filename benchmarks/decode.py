@@ -15,7 +15,8 @@ and before each walk the target's logits (or probabilities) are changed such tha
 recorded, and rejects all behind them. The ops do all their work; the time of the change is not counted. Accepted drafts
 are first children, as far as these lead deep enough. So fewer siblings are tried than in real steps, which favors the
 released loop: it pays for each. Of larger sizes than B only steps in the middle of pictures are timed, and what a
-picture takes follows from the recorded tokens a step.
+picture takes follows from the recorded tokens a step. On a GPU neither such steps nor those whose parts are timed are
+replayed as CUDA graphs.
 """
 import argparse
 import json
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ import specvis_kernels
 from benchmarks import harness
 from benchmarks.released import released_decode
 from specvis.cli.options import GUIDANCE, PROMPTS
+from specvis.decoding.capture import GRAPHS
 from specvis.decoding.discrete import Decoded, decode, speculative_decode
 from specvis.decoding.drafters import EagleDrafter
 from specvis.decoding.jacobi import jacobi_decode
@@ -99,6 +102,8 @@ class Watch:
 
 class Timed:
     """A model whose calls a watch times. Everything else is passed on."""
+
+    can_replay = False  # what is replayed calls nobody
 
     def __init__(self, model, part: str, watch: Watch):
         self.model = model
@@ -363,7 +368,8 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
         return speculative_decode(target, drafter, condition, padding_mask, sampling, [method] * batch, neighbors,
                                   progress, known_tokens=known)
 
-    with ops_replaced(replacement):
+    replayed = {} if script else GRAPHS  # a script changes what is in a step
+    with ops_replaced(replacement), patch.dict(GRAPHS, replayed, clear=True):
         begin, decoded = clock.now(), None
         try:
             decoded = decode_all()

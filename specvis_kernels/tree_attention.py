@@ -71,14 +71,16 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
         raise ValueError(f"the heads of q must be a multiple of those of k_cache, got H={H} and Hkv={Hkv}")
     if not 1 <= D <= 256:
         raise ValueError(f"q must have D from 1 to 256, got {D}")
-    if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise ValueError(f"scale must be a number or None, got {scale!r}")
+    try:
+        scale = D ** -0.5 if scale is None else float(scale)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"scale must be a number or None, got {scale!r}") from error
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=q, R=R, S=check_dims("key_mask", key_mask, "RS")[1])
         key_mask = key_mask.contiguous()
     q, k_cache, v_cache = (a if a.stride(-1) == 1 else a.contiguous() for a in (q, k_cache, v_cache))
     return _call(backend, q, k_cache, v_cache, lengths.contiguous(), ancestors.contiguous(), key_mask,
-                 D ** -0.5 if scale is None else float(scale))
+                 scale)
 
 
 def _oracle(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):

@@ -72,7 +72,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     assert pictures["default"] == pictures["vanilla"] != pictures["another seed"]
     several = run("generate", "--prompt", "red heart", "--seed", 7, "-n", 2, "--out", tmp_path / "x.png",
                   "--weights", weights)
-    assert several.output.strip().endswith("by seeds 7 to 8")
+    assert several.output.strip().endswith("with seeds 7 to 8")
     for arguments in (("lantern:k=8",), ("vanilla", "--temperature", 0)):
         other = run("generate", "--prompt", "red heart", "--method", *arguments, "--out", tmp_path / "x.png",
                     "--weights", weights)

@@ -305,9 +305,11 @@ def held_by(state, monkeypatch):
     return [(id(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", ["jacobi:window=5", "jacobi:window=5:seed_exact=false", "eagle1", "lantern:k=8",
-                                  "adt-tree"])
+@pytest.mark.parametrize("name", ["vanilla", "jacobi:window=5", "jacobi:window=5:seed_exact=false", "eagle1",
+                                  "lantern:k=8", "adt-tree"])
 def test_a_step_compiles_as_one_graph(tiny, monkeypatch, name):  # noqa: F811
+    module, step = (specvis.decoding.discrete, "baseline_step") if name == "vanilla" else (module_of(name), "run_step")
+
     def decoded():
         return tiny.tokens(PROMPTS[:2], name, Sampling.of([0, 1], guidance=2.0))
 
@@ -319,7 +321,6 @@ def test_a_step_compiles_as_one_graph(tiny, monkeypatch, name):  # noqa: F811
         return graph.forward
 
     torch._dynamo.reset()
-    monkeypatch.setattr(module_of(name), "run_step",
-                        torch.compile(module_of(name).run_step, fullgraph=True, backend=backend))
+    monkeypatch.setattr(module, step, torch.compile(getattr(module, step), fullgraph=True, backend=backend))
     assert torch.equal(decoded().tokens, expected.tokens) and num_graphs > 0
     torch._dynamo.reset()

@@ -78,7 +78,7 @@ def test_every_kernel_stays_in_registers(setup, measured):
         newest = max(path.stat().st_mtime for path in [file, *setup["own_files"]()])
         logs = [built.with_suffix(".log").read_text() for built in setup["OBJECTS"].glob(f"*/csrc/{file.name}.o")
                 if built.stat().st_mtime > newest]
-        assert logs, f"{file.name} is newer than what was built of it: build the package again"
+        assert logs, f"no build of {file.name} is newer than it and what it includes: build the package again"
         for log in logs:
             assert "warning" not in log, log
             reports = log.split("Compiling entry function '")[1:]

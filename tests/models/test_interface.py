@@ -57,6 +57,14 @@ class BagModel:
         return (torch.sin(hidden) @ self.output / 8).float()
 
 
+class Lookup(BagModel):
+    """The same model, which looks its positions up in a table that begins with the image."""
+
+    def embed(self, tokens, position_ids):
+        of_position = torch.nn.functional.embedding((position_ids - S).clamp(max=L), self.of_position[S:])
+        return self.of_token[tokens] * of_position
+
+
 class CacheFreeModel(BagModel):
     """The same model, which keeps no result: it notes what it read, and recomputes every entry in every forward."""
 
@@ -171,3 +179,14 @@ def test_a_cache_whose_commit_is_broken_is_noticed(m, temperature):
     right = speculative(m, CacheFreeModel(1), CacheFreeModel(1), temperature)
     wrong = speculative(m, WithoutCommit(1), BagModel(1), temperature)
     assert not torch.equal(right.tokens, wrong.tokens)
+
+
+def test_every_position_is_one_of_the_image_or_behind_it():
+    """Of the nodes that a request's tree does not use, too."""
+    methods = [METHODS["eagle2"] if i % 2 else method("eagle2", depth=1, width=1, nodes=2) for i in range(B)]
+
+    def decoded(model):
+        drafter = ModelDrafter(BagModel(2), *cfg_inputs(BagModel(2), CONDITION, PADDING_MASK))
+        return speculative_decode(model(1), drafter, CONDITION, PADDING_MASK, sampling(1.0), methods)
+
+    assert torch.equal(decoded(Lookup).tokens, decoded(BagModel).tokens)

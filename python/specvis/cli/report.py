@@ -18,7 +18,7 @@ from .options import GUIDANCE, given_options, is_given, refuse_filters, resumabl
 
 @click.command()
 @click.option("--continuous", "is_continuous", is_flag=True, help="CSpD's tables and figures, of continuous tokens.")
-@click.option("--only", "names", multiple=True, help=f"One of {', '.join(ITEMS)}; with --continuous of "
+@click.option("--only", "names", multiple=True, help=f"What to write, of {', '.join(ITEMS)}; with --continuous of "
               f"{', '.join(CONTINUOUS_ITEMS)}; several with commas. [default: all]")
 @click.option("--quick", is_flag=True, help="Few pictures and the main tables only.")
 @click.option("--images", type=click.IntRange(1), help="Pictures a method, decoded in batches. [default: 48, quick 12; "

@@ -96,13 +96,13 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
     check_request(target, condition, padding_mask, sampling)
     B, L = len(condition), target.grid ** 2
     num_known = check_known_tokens(known_tokens, B, target)
-    state = Baseline(target, sampling, repeat_for_cfg(padding_mask), known_tokens, num_known)
+    state = BaselineState(target, sampling, repeat_for_cfg(padding_mask), known_tokens, num_known)
     run = Captured(baseline_step)
     for i in range(state.first, L):
         if i == state.first:
             known = state.tokens[:, :i]
             hidden = read_known(target, *cfg_inputs(target, condition, padding_mask), known, state.cache)[:, -1:]
-            put(state, sampling.draw(target, hidden, state.position))
+            put_drawn(state, sampling.draw(target, hidden, state.position))
         else:
             run(state, sampling)
         if progress:
@@ -115,7 +115,7 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
                    torch.zeros(B), torch.zeros(B), has_failed[:, -1])
 
 
-class Baseline:
+class BaselineState:
     """What goes around the baseline's loop: all images, of which a step draws the same position."""
 
     def __init__(self, target: TargetModel, sampling: Sampling, padding_mask: Tensor, known_tokens: Tensor | None,
@@ -142,15 +142,15 @@ class Baseline:
         return min(round_up(self.target.prefix_len + self.first + 1 + self.num_steps), self.num_columns)
 
 
-def baseline_step(state: Baseline, sampling: Sampling) -> None:
+def baseline_step(state: BaselineState, sampling: Sampling) -> None:
     """Read the newest token of every image, and draw the next one."""
     lengths = state.position[:, 0] + (state.target.prefix_len - 1)
     nodes = Nodes(state.depth, lengths, state.itself, state.padding_mask, state.shape)
     hidden = state.target.extend(repeat_for_cfg(state.newest), nodes, state.cache)
-    put(state, sampling.draw(state.target, hidden, state.position))
+    put_drawn(state, sampling.draw(state.target, hidden, state.position))
 
 
-def put(state: Baseline, drawn: DrawTokensResult) -> None:
+def put_drawn(state: BaselineState, drawn: DrawTokensResult) -> None:
     """The next token of every image is the one drawn, unless it is known."""
     tokens = drawn.tokens
     if state.is_ragged:

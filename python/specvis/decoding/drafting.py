@@ -89,7 +89,7 @@ class Drafting(Rows, ABC):
         Args:
             new_tokens:      (B, A) int64  the new tokens of each request, and padding behind them
             previous_hidden: (2B, A, H)    the target's hidden state before each
-            counts:          (B,) int64    how many tokens each request had before; of a finished one any will do
+            counts:          (B,) int64    how many tokens each request had before; of a finished one at most L
             num_new:         (B,) int64    how many of `new_tokens` are new, at least 1
             max_count:       the largest of `counts` of the images that go on
         """

@@ -46,7 +46,11 @@ class Sampling(Rows):
             if len(values) != len(seeds):
                 raise ValueError(f"{name} must be one number or {len(seeds)}, one for each seed, got {len(values)}")
             for one in values:
-                if not isinstance(one, (int, float)) or not holds(one):
+                try:
+                    is_right = holds(one)
+                except TypeError:  # no number
+                    is_right = False
+                if not is_right:
                     raise ValueError(f"{name} must be {wanted}, got {one!r}")
             return torch.tensor(values, dtype=dtype, device=device)
 

@@ -28,7 +28,7 @@ class Nodes:
     Where a model has `specvis_kernels.tree_attention`, it needs no mask; others ask for `mask` and `slots`.
     """
 
-    depth: Tensor         # (B or 1, N) integers  how many ancestors each node has; of one that is not used, any number
+    depth: Tensor         # (B or 1, N) integers  how many ancestors each node has; -1: it is not used
     lengths: Tensor       # (B,) int64       the column of node 0, and its position: prefix_len + that in the image
     ancestors: Tensor     # (B, N, W) int64  bits, as `tree_links` gives them; a node's own is among them
     padding_mask: Tensor  # (R, S) bool      True where the condition is real
@@ -37,8 +37,9 @@ class Nodes:
 
     @property
     def position_ids(self) -> Tensor:
-        """(R, N) int64 prefix_len + a token's position in the image; behind the image any will do."""
-        return self.of_rows(self.lengths[:, None] + self.depth)
+        """(R, N) int64 prefix_len + a token's position in the image; behind the image any will do. A node that is not
+        used has its root's."""
+        return self.of_rows(self.lengths[:, None] + self.depth.clamp(min=0))
 
     @property
     def slots(self) -> Tensor:

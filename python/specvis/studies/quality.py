@@ -204,7 +204,13 @@ def quality(pictures: Features, baseline: Baseline, references: np.ndarray) -> d
     A distance is to all groups but one, the mean over which one; the baseline's is from each group to the others.
     Where there is one group, it is to that, without noise. Where the pictures are one of the groups themselves, as
     those of a seed-exact method, it is to the others alone.
+
+    Raises:
+        ValueError: not as many pictures as a group has
     """
+    if len(pictures) != len(baseline.groups[0]):
+        raise ValueError(f"pictures must be {len(baseline.groups[0])}, as in a group of the baseline, "
+                         f"got {len(pictures)}")
     own = [other for group, other in zip(baseline.groups, baseline.others)
            if len(baseline.groups) > 1 and np.allclose(group.vectors, pictures.vectors, atol=1e-4)]
     values = {name: np.mean([distance(pictures, other) for other in own or baseline.others])
