@@ -37,7 +37,7 @@ from torch import Tensor
 import specvis_kernels
 from benchmarks import harness
 from benchmarks.released import released_decode
-from specvis.cli.options import GUIDANCE, PROMPTS
+from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.capture import GRAPHS
 from specvis.decoding.discrete import Decoded, decode, speculative_decode
 from specvis.decoding.drafters import EagleDrafter
@@ -48,8 +48,7 @@ from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
 
-SHIPPED = {"guidance": GUIDANCE, "top_k": 100, "top_p": 0.8}  # the demo's
-RANDOM = {"guidance": GUIDANCE, "top_k": 1000, "top_p": 1.0}  # of random weights
+RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # of random weights
 WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
 STEPS = 8                      # of the others, in a turn
 RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # what the released loop can do
@@ -236,7 +235,7 @@ class Subject:
     whole: bool = True                                       # are whole pictures timed, or steps?
 
     @staticmethod
-    def of_pipeline(pipeline: Pipeline, prompts: list[str], filters: dict = SHIPPED) -> "Subject":
+    def of_pipeline(pipeline: Pipeline, prompts: list[str], filters: dict = FILTERS) -> "Subject":
         features = pipeline.words(pipeline.words.encode(prompts))
         return Subject("shipped", pipeline.gpt, pipeline.drafter, filters,
                        lambda numbers: pipeline.gpt.condition(features[[n % len(prompts) for n in numbers]]),
@@ -268,7 +267,7 @@ class Subject:
 class Recorder:
     """How many drafts each step of the shipped model accepts."""
 
-    def __init__(self, pipeline: Pipeline, prompts: list[str], filters: dict = SHIPPED):
+    def __init__(self, pipeline: Pipeline, prompts: list[str], filters: dict = FILTERS):
         self.pipeline, self.prompts, self.filters, self.decoded = pipeline, prompts, filters, {}
 
     def __call__(self, method: Method) -> Decoded:

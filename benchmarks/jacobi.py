@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 
 from benchmarks import harness
-from specvis.cli.options import GUIDANCE, PROMPTS
+from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.discrete import Decoded
 from specvis.decoding.drafting import chain_ancestors
 from specvis.decoding.methods import parse_method
@@ -29,7 +29,6 @@ from specvis.models.interface import Nodes
 from specvis.models.llamagen import GPT, class_config
 from specvis.pipelines.discrete import Pipeline
 
-FILTERS = {"guidance": GUIDANCE, "top_k": 100, "top_p": 0.8}  # the demo's
 NODES = (1, 2, 3, 5, 7, 9, 13, 17, 25, 33)
 WORKER = """
 import json, sys, time, torch

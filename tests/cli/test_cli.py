@@ -42,7 +42,7 @@ def run(*arguments):
 def test_generate_writes_one_row_of_pictures(weights, tmp_path):
     out = tmp_path / "x.png"
     result = run("generate", "--prompt", "red heart", "--method", "lantern", "--delta", 0.2, "-k", 8, "-n", 3,
-                 "--seed", 1, "--scale", 2, "--out", out, "--weights", weights)
+                 "--seed", 1, "--scale", 2, "--out", out, "--model", weights)
     assert result.exit_code == 0, result.output
     assert "3 of 3 pictures" in result.output and "tau" in result.output
     assert Image.open(out).size == (3 * 16, 16)
@@ -52,7 +52,7 @@ def test_generate_writes_one_row_of_pictures(weights, tmp_path):
 def test_the_same_seed_draws_the_same_picture(weights, tmp_path):
     for name, count in (("a.png", 1), ("b.png", 2)):
         run("generate", "--prompt", "red heart", "--method", "eagle2", "-n", count, "--seed", 9,
-            "--out", tmp_path / name, "--scale", 1, "--weights", weights)
+            "--out", tmp_path / name, "--scale", 1, "--model", weights)
     alone, first = Image.open(tmp_path / "a.png"), Image.open(tmp_path / "b.png").crop((0, 0, 8, 8))
     assert alone.tobytes() == first.tobytes()
 
@@ -62,7 +62,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     for name, arguments in (("default", ()), ("vanilla", ("--method", "vanilla")),
                             ("another seed", ("--method", "vanilla", "--seed", 8))):
         out = tmp_path / f"{name}.png"
-        result = run("generate", "--prompt", "red heart", "--seed", 7, "--scale", 1, "--out", out, "--weights", weights,
+        result = run("generate", "--prompt", "red heart", "--seed", 7, "--scale", 1, "--out", out, "--model", weights,
                      *arguments)
         assert result.exit_code == 0, result.output
         pictures[name] = Image.open(out).tobytes()
@@ -71,11 +71,11 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
                              result.output.strip())
     assert pictures["default"] == pictures["vanilla"] != pictures["another seed"]
     several = run("generate", "--prompt", "red heart", "--seed", 7, "-n", 2, "--out", tmp_path / "x.png",
-                  "--weights", weights)
+                  "--model", weights)
     assert several.output.strip().endswith("with seeds 7 to 8")
     for arguments in (("lantern:k=8",), ("vanilla", "--temperature", 0)):
         other = run("generate", "--prompt", "red heart", "--method", *arguments, "--out", tmp_path / "x.png",
-                    "--weights", weights)
+                    "--model", weights)
         assert other.output.strip().endswith("tokens a forward")
 
 
@@ -113,18 +113,18 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
 ])
 def test_bad_input_is_one_line_and_status_2(weights, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    result = run("generate", *arguments, *([] if "--weights" in arguments else ["--weights", weights]))
+    result = run("generate", *arguments, *([] if "--model" in arguments else ["--model", weights]))
     assert result.exit_code == 2
     assert message in result.output and "token/s" not in result.output      # found before the work starts
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_broken_checkpoint_is_one_line_and_status_2(weights, tmp_path):
-    result = run("generate", "--prompt", "red heart", "--weights", tmp_path)
+    result = run("generate", "--prompt", "red heart", "--model", tmp_path)
     assert result.exit_code == 2 and "config.json cannot be read as GPTConfig" in result.output
     for file in weights.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 500 if file.name == "gpt.safetensors" else None])
-    result = run("generate", "--prompt", "red heart", "--weights", tmp_path, "--out", tmp_path / "x.png")
+    result = run("generate", "--prompt", "red heart", "--model", tmp_path, "--out", tmp_path / "x.png")
     assert result.exit_code == 2 and "gpt.safetensors cannot be read" in result.output
     assert not (tmp_path / "x.png").exists()
 
@@ -138,7 +138,7 @@ def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, mo
     monkeypatch.setattr(Pipeline, "tokens", broken)
     out = tmp_path / "x.png"
     result = run("generate", "--prompt", "red heart", "--method", "vanilla", "-n", 3, "--scale", 1, "--out", out,
-                 "--weights", weights)
+                 "--model", weights)
     assert "picture 1 (seed 1) ended early: the model's output was not finite" in result.output
     assert "2 of 3 pictures" in result.output and Image.open(out).size == (16, 8)
 
@@ -160,7 +160,7 @@ def lines(tmp_path):
 
 
 def prompts(weights, file, out, *arguments):
-    return run("generate", "--prompts", file, "--scale", 1, "--out", out, "--weights", weights, *arguments)
+    return run("generate", "--prompts", file, "--scale", 1, "--out", out, "--model", weights, *arguments)
 
 
 @pytest.mark.parametrize("name", ["jacobi", "vanilla", "eagle2", "lantern:k=8"])
@@ -175,7 +175,7 @@ def test_generate_draws_each_prompt_of_a_file(weights, lines, tmp_path, name):
                          r"picture, tau \d\.\d\d tokens a forward", result.output)
         assert ("vanilla draws the same tokens with seeds 5 to 7" in result.output) == (name in ("jacobi", "eagle2"))
     for i, prompt in enumerate(("red heart", "blue heart", "heart")):
-        run("generate", "--prompt", prompt, "--method", name, "--seed", 5 + i, "--scale", 1, "--weights", weights,
+        run("generate", "--prompt", prompt, "--method", name, "--seed", 5 + i, "--scale", 1, "--model", weights,
             "--out", tmp_path / "alone.png")
         pictures = {Image.open(path).tobytes() for path in (tmp_path / "alone.png", *tmp_path.glob(f"*/{names[i]}"))}
         assert len(pictures) == 1
@@ -188,7 +188,7 @@ def test_generate_draws_several_pictures_of_each_prompt(weights, lines, tmp_path
     assert [path.name for path in written] == ["001-red-heart.png", "002-red-heart.png", "003-blue-heart.png",
                                                "004-blue-heart.png", "005-heart.png", "006-heart.png"]
     run("generate", "--prompt", "blue heart", "-n", 2, "--seed", 5, "--scale", 1, "--out", tmp_path / "two.png",
-        "--weights", weights)
+        "--model", weights)
     both = Image.open(tmp_path / "two.png")
     assert [Image.open(path).tobytes() for path in written[2:4]] == [both.crop((x, 0, x + 8, 8)).tobytes()
                                                                     for x in (0, 8)]
@@ -248,7 +248,7 @@ def test_bad_prompts_are_one_line_and_status_2(weights, tmp_path, monkeypatch, t
     monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / "prompts.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
-    result = run("generate", "--prompts", "prompts.txt", "--weights", weights, *arguments)
+    result = run("generate", "--prompts", "prompts.txt", "--model", weights, *arguments)
     assert result.exit_code == 2 and message in result.output and "token/s" not in result.output, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"] * (text is not None)
 
@@ -263,7 +263,7 @@ def test_names_of_files_are_safe(prompt, total, name):
 def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
     result = run("compare", "--methods", "vanilla,eagle2:depth=2", "--methods", "cool-sd:tree=chain-2", "-n", 3,
                  "--prompt", "fluent-3d red heart", "--prompt", "blue heart", "--out", tmp_path / "out",
-                 "--weights", weights)
+                 "--model", weights)
     assert result.exit_code == 0, result.output
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"compare.png", "acceptance.png", "distributions.png", "compare.csv"}
@@ -282,7 +282,7 @@ def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
 
 def compared(weights, out, *arguments):
     """What `specvis compare` printed of methods at temperature 1 on three pictures, its exit status and its table."""
-    result = run("compare", "--temperature", 1, "-n", 3, "--prompt", "red heart", "--out", out, "--weights", weights,
+    result = run("compare", "--temperature", 1, "-n", 3, "--prompt", "red heart", "--out", out, "--model", weights,
                  *arguments)
     return result, {row["method"]: row for row in csv.DictReader(open(out / "compare.csv"))}
 
@@ -342,14 +342,14 @@ def test_a_picture_that_differs_is_an_error_unless_it_is_rounding(weights, tmp_p
 def test_continuous_tokens_are_drawn_as_others_are(weights, tmp_path, name):
     out = tmp_path / "x.png"
     result = run("generate", "--prompt", "red heart", "--method", name, "-n", 2, "--scale", 1, "--out", out,
-                 "--weights", weights)
+                 "--model", weights)
     assert result.exit_code == 0, result.output
     assert "2 of 2 pictures" in result.output and Image.open(out).size == (16, 8)
 
 
 def test_compare_sets_continuous_tokens_beside_discrete_ones(weights, tmp_path):
     result = run("compare", "--methods", "vanilla,mar,cspd:gamma=2", "--prompt", "red heart", "-n", 2,
-                 "--out", tmp_path, "--weights", weights)
+                 "--out", tmp_path, "--model", weights)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(open(tmp_path / "compare.csv")))
     assert [(row["method"], row["temperature"]) for row in rows] == [
@@ -357,7 +357,7 @@ def test_compare_sets_continuous_tokens_beside_discrete_ones(weights, tmp_path):
     assert rows[2]["speedup"] == "1.0" and rows[2]["acceptance"] == "" and 0 <= float(rows[3]["acceptance"]) <= 1
     assert 0 < float(rows[3]["overhead"]) < 1 and rows[3]["tv_excess"] == ""
     only = run("compare", "--methods", "continuous", "--prompt", "red heart", "--temperature", 0, "--out", tmp_path,
-               "--weights", weights)
+               "--model", weights)
     assert only.exit_code == 2 and "temperature must be positive for mar, got 0" in only.output
 
 
@@ -369,7 +369,7 @@ def test_compare_refuses_before_any_work(weights, tmp_path):
                                (["--temperature", "-1"], "temperature must be at least 0"),
                                (["--prompt", "green heart"], "unknown words: 'green'"),
                                (["--out", file / "x", "--prompt", "red heart"], "out must be a folder that can")):
-        result = run("compare", *arguments, "--weights", weights)
+        result = run("compare", *arguments, "--model", weights)
         assert result.exit_code == 2 and message in result.output, result.output
 
 

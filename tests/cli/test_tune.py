@@ -125,7 +125,7 @@ def run(*arguments):
 
 
 def test_the_command_prints_the_frontier_and_the_choice(weights, tmp_path):
-    result = run("--target-tv-excess", 0.05, "--images", 4, "--out", tmp_path, "--weights", weights)
+    result = run("--target-tv-excess", 0.05, "--images", 4, "--out", tmp_path, "--model", weights)
     assert result.exit_code == 0, result.output
     assert "chosen: " in result.output and "specvis generate --prompt" in result.output
     rows = list(csv.DictReader(open(tmp_path / "tune.csv")))
@@ -134,7 +134,7 @@ def test_the_command_prints_the_frontier_and_the_choice(weights, tmp_path):
 
 
 def test_what_cannot_be_reached_is_said(weights, tmp_path):
-    result = run("--target-speedup", 50, "--images", 4, "--out", tmp_path, "--weights", weights)
+    result = run("--target-speedup", 50, "--images", 4, "--out", tmp_path, "--model", weights)
     assert result.exit_code == 1
     assert "no method that was tried reaches a speedup of 50 by tau; the fastest is" in result.output
     assert (tmp_path / "tune.csv").exists()
@@ -148,5 +148,5 @@ def test_what_cannot_be_reached_is_said(weights, tmp_path):
     (["--target-tv-excess", "0.1", "--images", "3"], "3 is not in the range x>=4"),
 ])
 def test_bad_input(weights, arguments, message):
-    result = run(*arguments, "--weights", weights)
+    result = run(*arguments, "--model", weights)
     assert result.exit_code == 2 and message in result.output, result.output

@@ -738,7 +738,7 @@ def test_class_ids_that_do_not_exist_are_refused(ids):
 
 def test_a_pair_saved_is_the_pair_loaded(tiny, tmp_path):
     pipeline = tiny_pipeline()
-    pipeline.words, pipeline.tokenizer = tiny.words, tiny.tokenizer
+    pipeline.prompts, pipeline.tokenizer = tiny.prompts, tiny.tokenizer
     pipeline.save(tmp_path)
     tiny.save(tmp_path)
     loaded = MARPair.load(tmp_path)

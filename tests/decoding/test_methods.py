@@ -23,7 +23,7 @@ from specvis.decoding.methods import (
     ("lantern++", {"delta": math.inf}, "delta must be at least 0 and finite where cutoff is ratio, got inf"),
     ("lantern", {"k": -1}, "k must be at least 0, got -1"),
     ("lantern", {"cutoff": "kl"}, "cutoff must be one of tvd, ratio, jsd, got 'kl'"),
-    ("lantern", {"metric": "l1"}, "metric must be one of l2, cosine, random, rank, got 'l1'"),
+    ("lantern", {"metric": "l1"}, "metric must be one of l2, raw, cosine, random, rank, got 'l1'"),
     ("lantern", {"residual": "best"}, "residual must be one of optimal, relaxed, released, got 'best'"),
     ("eagle2", {"delta": 0.1}, "delta must come with k > 0"),
     ("eagle2", {"drafter": "large"}, f"drafter must be one of {', '.join(DRAFTERS)}, got 'large'"),
@@ -62,7 +62,7 @@ from specvis.decoding.methods import (
     ("gsd", {"seed_exact": True}, "seed_exact must be false where k > 0 or omega is not 1"),
     ("gsd", {"residual": "relaxed"}, r"residual must be optimal where metric is rank \(.*\), got 'relaxed'"),
     ("gsd", {"cutoff": "jsd"}, r"cutoff must be tvd where metric is rank \(.*\), got 'jsd'"),
-    ("lantern", {"metric": "rank"}, r"metric must be l2, cosine or random \(rank is for jacobi\), got 'rank'"),
+    ("lantern", {"metric": "rank"}, r"metric must be l2, raw, cosine or random \(rank is for jacobi\), got 'rank'"),
 ])
 def test_methods_and_parameters_are_checked(name, parameters, message):
     with pytest.raises(ValueError, match=message):

@@ -328,11 +328,11 @@ def test_a_section_says_what_agrees(tmp_path):
 
 @NETWORK
 def test_every_section_can_be_written(weights, tmp_path, small_side):
-    result = run("report", "--quick", "--out", tmp_path, "--weights", weights)
+    result = run("report", "--quick", "--out", tmp_path, "--model", weights)
     assert result.exit_code == 0, result.output
     cover = (tmp_path / "README.md").read_text()
     left_out = [name for name, item in ITEMS.items() if not item.quick]
-    others = run("report", "--quick", "--out", tmp_path, "--weights", weights, "--only", ",".join(left_out))
+    others = run("report", "--quick", "--out", tmp_path, "--model", weights, "--only", ",".join(left_out))
     assert others.exit_code == 0, others.output
     assert (tmp_path / "README.md").read_text() == cover
     for name in ITEMS:
@@ -345,7 +345,7 @@ def test_every_section_can_be_written(weights, tmp_path, small_side):
     assert claims >= 15 and f"of {claims} trends" in result.output
     assert f"state {cover.count('| agrees |')} are seen" in result.output
     (tmp_path / "README.md").unlink()
-    again = run("report", "--quick", "--out", tmp_path, "--weights", weights)
+    again = run("report", "--quick", "--out", tmp_path, "--model", weights)
     assert again.exit_code == 0 and "1 of" not in again.output       # nothing is decoded again
     assert "lantern-table-2" in (tmp_path / "README.md").read_text()
 
@@ -391,7 +391,7 @@ def test_a_quick_report_is_shorter():
     (["--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
 ])
 def test_bad_input_is_one_clear_line(weights, tmp_path, arguments, message):
-    result = run("report", *arguments, "--out", tmp_path / "out", "--weights", weights)
+    result = run("report", *arguments, "--out", tmp_path / "out", "--model", weights)
     assert result.exit_code == 2 and message in result.output, result.output
     assert not (tmp_path / "out").exists()
 
@@ -403,7 +403,7 @@ def test_one_more_score(weights, tmp_path, monkeypatch, small_side):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(MORE_SCORES, "redness", None)  # to be taken out again
     result = run("report", "--only", "lantern-table-4", "--quick", "--score", "redness=my_scores:red", "--out",
-                 tmp_path / "out", "--weights", weights)
+                 tmp_path / "out", "--model", weights)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(open(tmp_path / "out" / "lantern-table-4.csv")))
     assert all(50 < float(row["redness"]) < 200 and row["redness differs"] in ("yes", "no") for row in rows)
@@ -411,20 +411,20 @@ def test_one_more_score(weights, tmp_path, monkeypatch, small_side):
 
 def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path):
     pipeline.save(tmp_path / "bare")
-    result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
+    result = run("report", "--out", tmp_path / "out", "--model", tmp_path / "bare")
     assert result.exit_code == 2 and "weights must have prompts.json" in result.output
     for content in ("[]", "{bad", "[1]"):
         (tmp_path / "bare" / "prompts.json").write_text(content)
-        result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
+        result = run("report", "--out", tmp_path / "out", "--model", tmp_path / "bare")
         assert result.exit_code == 2 and "weights must have prompts.json" in result.output
     (tmp_path / "bare" / "prompts.json").write_text(json.dumps(PROMPTS[:3]))
     Image.open(weights / "prompts.png").save(tmp_path / "bare" / "prompts.png")
-    result = run("report", "--out", tmp_path / "out", "--weights", tmp_path / "bare")
+    result = run("report", "--out", tmp_path / "out", "--model", tmp_path / "bare")
     assert result.exit_code == 2 and "must be a square of as many pictures" in result.output
 
 
 @NETWORK
 def test_a_report_of_another_model_is_refused(weights, tmp_path, pipeline):
     DiscreteStudy(tiny_pipeline(), tmp_path / "runs", PROMPTS, images=12)
-    result = run("report", "--only", "latency", "--quick", "--out", tmp_path, "--weights", weights)
+    result = run("report", "--only", "latency", "--quick", "--out", tmp_path, "--model", weights)
     assert result.exit_code == 2 and "holds results of another model" in result.output

@@ -342,7 +342,7 @@ def test_the_summary_says_who_wins():
     (["--guidance", "inf"], "guidance must be a finite number"),
 ])
 def test_bad_input_is_one_clear_line(weights, tmp_path, arguments, message):
-    result = run(*arguments, "--out", tmp_path / "out", "--weights", weights)
+    result = run(*arguments, "--out", tmp_path / "out", "--model", weights)
     assert result.exit_code == 2 and message in result.output, result.output
     assert not (tmp_path / "out").exists()
 
@@ -351,7 +351,7 @@ def test_the_command_writes_a_section(weights, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(MARPair, "load", lambda *_: pair)
     monkeypatch.setattr("specvis.studies.continuous.QUICK", SCOPE)
     result = run("--quick", "--only", "figure-15,figure-11", "--images", "2", "--guidance", "1.5", "--seed", "3",
-                 "--out", tmp_path, "--weights", weights)
+                 "--out", tmp_path, "--model", weights)
     assert result.exit_code == 0, result.output
     text = (tmp_path / "figure-11.md").read_text()
     assert text.startswith("## CSpD, Figure 11") and not (tmp_path / "README.md").exists()

@@ -7,10 +7,8 @@ import click
 
 from ..decoding.methods import ContinuousMethod, Method, parse_methods
 from ..models.words import repeated
-from ..pipelines.discrete import Pipeline
-from ..pipelines.mar import MARPair
 from .figures import draw_all, draw_jacobi
-from .options import PROMPTS, refuse_filters, sampling_for, sampling_options, writable_folder
+from .options import PROMPTS, load_model, refuse_filters, sampling_for, sampling_options, writable_folder
 from .runs import Pipelines, Result, Run, report_differences, run_all, with_window
 
 COLUMNS = ("method", "temperature", "tau", "target_forwards", "seconds", "speedup", "single_seconds", "single_speedup",
@@ -43,7 +41,7 @@ tv_excess_bound: a bound of tv_excess, COOL-SD's eq. (4), estimated on the draft
               help="May be repeated.")
 @click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
 @sampling_options
-def compare(prompts, names, count, singles, temperatures, out, seed, guidance, top_k, top_p, weights, device):
+def compare(prompts, names, count, singles, temperatures, out, seed, guidance, top_k, top_p, model, device):
     """Run methods side by side: pictures, plots, a table.
 
     Where a method draws the baseline's tokens by its definition, that is checked.
@@ -54,16 +52,15 @@ def compare(prompts, names, count, singles, temperatures, out, seed, guidance, t
     seeds = list(range(seed, seed + len(prompts)))
     if all(isinstance(method, ContinuousMethod) for method in methods):
         refuse_filters(methods[0].name)
-    runs = [Run(method, temperature, sampling_for(method, seeds, guidance, temperature, top_k, top_p, device))
+    runs = [Run(method, temperature, sampling_for(method, seeds, guidance, temperature, top_k, top_p, model, device))
             for temperature in temperatures for method in methods
             if temperature or not isinstance(method, ContinuousMethod)]  # continuous tokens have no likeliest one
     if not runs:
         raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
     if len(runs) < len(methods) * len(temperatures):
         click.echo("temperature 0: left out for continuous tokens, which have no likeliest one")
-    loaders = {Method: Pipeline.load, ContinuousMethod: MARPair.load}
-    pipelines = {kind: loaders[kind](weights, device) for kind in dict.fromkeys(type(run.method) for run in runs)}
-    next(iter(pipelines.values())).words.encode(prompts)
+    pipelines = {kind: load_model(kind, model, device) for kind in dict.fromkeys(type(run.method) for run in runs)}
+    next(iter(pipelines.values())).prompts.encode(prompts)
     writable_folder(out)
 
     windows = window_runs(runs) if singles else []

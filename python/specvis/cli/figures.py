@@ -24,7 +24,7 @@ def draw_all(pipelines: Pipelines, results: list[Result], prompts: list[str], ou
     if discrete:
         draw_acceptance(pipelines[Method], discrete, out / "acceptance.png")
     sampled = next((r for r in discrete if r.temperature > 0 and not r.decoded.failed.any()), None)
-    if sampled:
+    if sampled and pipelines[Method].drafter is not None:
         draw_distributions(pipelines[Method], prompts, sampled.decoded.tokens, sampled.sampling,
                            out / "distributions.png")
 

@@ -4,15 +4,15 @@ import time
 from pathlib import Path
 
 import click
+import torch
 from PIL import Image
 from tqdm import tqdm
 
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
-from ..pipelines.discrete import Pipeline
-from ..pipelines.mar import MARPair
 from .options import (
     is_exact,
     is_given,
+    load_model,
     refuse_filters,
     sampling_for,
     sampling_options,
@@ -24,13 +24,15 @@ STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped 
 
 
 @click.command()
-@click.option("--prompt", help='Words, e.g. "red heart".')
+@click.option("--prompt", help='Words, e.g. "red heart"; a caption or the number of a class for a model of '
+              "these.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path), metavar="FILE",
               help="In place of --prompt: a file with a prompt a line. Empty lines and those that begin with # are "
               "skipped. Each picture is a file of its own, written as soon as it is finished.")
 @click.option("--batch", default=8, help="With --prompts: how many pictures are drawn at once. When one is finished, "
               "the next takes its place.")
-@click.option("--style", type=click.Choice(STYLES), default=STYLES[0], help="Whose drawing style.")
+@click.option("--style", type=click.Choice(STYLES), default=STYLES[0], help="Whose drawing style. "
+              "The shipped model only.")
 @click.option("--method", "name", default="jacobi",
               help=f"One of {', '.join([*METHODS, *CONTINUOUS])}; or NAME:PARAMETER=VALUE:..., "
               "see `specvis methods`.")
@@ -41,12 +43,17 @@ STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped 
 @click.option("--nodes", type=int, help="The same as :nodes=...")
 @click.option("-n", "count", default=1, help="How many pictures of a prompt.")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
-@click.option("--scale", default=4, help="Enlarge the picture's 64 pixels by this factor.")
+@click.option("--scale", type=int, show_default="4 for the shipped model, 1 for pictures of 256 pixels and more",
+              help="Enlarge the picture by this factor.")
 @click.option("--out", type=click.Path(path_type=Path), show_default="specvis.png; with --prompts the folder pictures",
               help="The picture to write; with --prompts a folder for them.")
+@click.option("--text-encoder", type=click.Path(path_type=Path), help="Folder with FLAN-T5-XL, for a model whose "
+              "prompts are captions. [default: the one given to specvis convert]")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32",
+              help="Of the weights in memory. Discrete tokens only.")
 @sampling_options
-def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, count, temperature, scale, out, seed,
-             guidance, top_k, top_p, weights, device):
+def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, count, temperature, scale, out,
+             text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
     """Draw pictures of a prompt, side by side, or of each prompt of a file.
 
     What a method's parameters are, and their defaults: specvis methods.
@@ -57,7 +64,7 @@ def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, co
         raise ValueError("prompt must have at least one word")
     if count < 1:
         raise ValueError(f"n must be at least 1, got {count}")
-    if scale < 1:
+    if scale is not None and scale < 1:
         raise ValueError(f"scale must be at least 1, got {scale}")
     if batch < 1:
         raise ValueError(f"batch must be at least 1, got {batch}")
@@ -68,16 +75,24 @@ def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, co
         refuse_filters(method.name)
         if file:
             raise ValueError(f"prompts must not be given with {method.name}: continuous tokens take --prompt only")
+        for option in ("text_encoder", "dtype"):
+            if is_given(option):
+                raise ValueError(f"{option} must not be given with {method.name}: it is for discrete tokens")
     lines = read_prompts(file) if file else {0: prompt}
-    prompts = [words for words in lines.values() for _ in range(count)]
-    total = len(prompts)
-    sampling = sampling_for(method, list(range(seed, seed + total)), guidance, temperature, top_k, top_p, device)
+    total = len(lines) * count
+    sampling = sampling_for(method, list(range(seed, seed + total)), guidance, temperature, top_k, top_p, model, device)
     if not file:
         out = writable_file(out or Path("specvis.png"))
-    pipeline = (MARPair if isinstance(method, ContinuousMethod) else Pipeline).load(weights, device)
-    for line, words in lines.items():  # bad input is found before the bar and the clock start
+    options = {} if isinstance(method, ContinuousMethod) else {"dtype": getattr(torch, dtype),
+                                                               "text_encoder": text_encoder}
+    pipeline = load_model(type(method), model, device, **options)
+    if pipeline.words is None and is_given("style"):
+        raise ValueError(f"style must not be given with the model in {model}: it was not trained with these")
+    names = [words for words in lines.values() for _ in range(count)]
+    prompts = [f"{style} {words}" for words in names] if pipeline.words else names
+    for line, words in zip(lines, prompts[::count]):  # bad input is found before the bar and the clock start
         try:
-            pipeline.words.encode([f"{style} {words}"])
+            pipeline.prompts.encode([words])
         except ValueError as error:
             raise ValueError(f"{file}, line {line}: {error}" if file else error) from error
     pipeline.check(method)
@@ -90,17 +105,17 @@ def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, co
             for i, picture, fails in zip(requests, pipeline.pictures(images.tokens), images.failed.tolist()):
                 if not fails:
                     finished.append(i)
-                    save(side_by_side([picture], scale), out / file_name(i + 1, total, prompts[i]))
+                    save(side_by_side([picture], scale), out / file_name(i + 1, total, names[i]))
             bar.set_postfix_str(f"{len(finished)} of {total} pictures")
 
         queue = {"batch": batch, "finished": write} if file else {}
-        decoded = pipeline.tokens([f"{style} {words}" for words in prompts], method, sampling, bar.update, **queue)
+        decoded = pipeline.tokens(prompts, method, sampling, bar.update, **queue)
     seconds = time.perf_counter() - start
 
     failed = decoded.failed.tolist()
     for i, fails in enumerate(failed):
         if fails:
-            which = f"{i + 1:03}, {prompts[i]!r}" if file else i
+            which = f"{i + 1:03}, {names[i]!r}" if file else i
             click.echo(f"picture {which} (seed {seed + i}) ended early: the model's output was not finite", err=True)
     if all(failed):
         raise click.ClickException("no picture was finished; nothing was written")
@@ -137,8 +152,8 @@ def file_name(number: int, total: int, prompt: str) -> str:
     return f"{number:0{max(3, len(str(total)))}}-{words}".rstrip("-") + ".png"
 
 
-def side_by_side(pictures: list[Image.Image], scale: int) -> Image.Image:
-    side = pictures[0].width * scale
+def side_by_side(pictures: list[Image.Image], scale: int | None) -> Image.Image:
+    side = pictures[0].width * (scale or max(1, 256 // pictures[0].width))
     row = Image.new("RGB", (side * len(pictures), side), "white")
     for i, picture in enumerate(pictures):
         row.paste(picture.resize((side, side), Image.Resampling.BICUBIC), (i * side, 0))

@@ -12,9 +12,13 @@ from PIL import Image
 from ..decoding.continuous import ContinuousSampling
 from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
-from ..pipelines.discrete import SHIPPED
+from ..pipelines.checkpoint import read_settings
+from ..pipelines.discrete import SHIPPED, Pipeline
+from ..pipelines.mar import MARPair
 
-GUIDANCE, CONTINUOUS_GUIDANCE = 1.2, 2.5  # of the shipped models
+FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # of the shipped models, where pipeline.json does not say
+CONTINUOUS_GUIDANCE = 2.5
+OWN = "or what the model's folder says"
 PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "fluent-3d grinning face", "noto neutral face",
            "fluent-flat raised fist", "fluent-3d thumbs up", "fluent-flat pirate flag", "noto chequered flag"]
 
@@ -36,27 +40,47 @@ def sampling_options(command):
         click.option("--seed", type=click.IntRange(0, 2**32), default=0,
                      help="Seed of the first picture; the next ones count on."),
         click.option("--guidance", type=float, help="Strength of classifier-free guidance; 1 is none. "
-                     f"[default: {GUIDANCE}; {CONTINUOUS_GUIDANCE} for continuous tokens]"),
-        click.option("--top-k", default=100, help="Keep the likeliest TOP_K tokens; 0 keeps all. "
-                     "Discrete tokens only."),
-        click.option("--top-p", default=0.8, help="Keep the likeliest tokens up to this probability, in (0, 1]. "
-                     "Discrete tokens only."),
-        click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
-                     help="Folder with the model."),
+                     f"[default: {FILTERS['guidance']}, {CONTINUOUS_GUIDANCE} for continuous tokens, {OWN}]"),
+        click.option("--top-k", type=int, help="Keep the likeliest TOP_K tokens; 0 keeps all. Discrete tokens only. "
+                     f"[default: {FILTERS['top_k']}, {OWN}]"),
+        click.option("--top-p", type=float, help="Keep the likeliest tokens up to this probability, in (0, 1]. "
+                     f"Discrete tokens only. [default: {FILTERS['top_p']}, {OWN}]"),
+        click.option("--model", type=click.Path(path_type=Path), default=SHIPPED, show_default="the shipped model",
+                     help="Folder with the model, such as `specvis convert` makes."),
         device_option,
     )):
         command = option(command)
     return command
 
 
+def filters_for(model: Path, guidance: float | None, top_k: int | None, top_p: float | None) -> dict:
+    """Guidance and filters of discrete tokens: as given, or else the model's own."""
+    settings, given = read_settings(model), {"guidance": guidance, "top_k": top_k, "top_p": top_p}
+    for source in (vars(settings), FILTERS):
+        given = {name: source[name] if value is None else value for name, value in given.items()}
+    return given
+
+
 def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None, temperature: float,
-                 top_k: int, top_p: float, device: str = "cpu") -> Sampling | ContinuousSampling:
+                 top_k: int | None, top_p: float | None, model: Path,
+                 device: str = "cpu") -> Sampling | ContinuousSampling:
     """How to draw by this method; ValueError names the option that is out of its range."""
     if isinstance(method, ContinuousMethod):
-        return ContinuousSampling.of(seeds, guidance=CONTINUOUS_GUIDANCE if guidance is None else guidance,
-                                     temperature=temperature, device=device)
-    return Sampling.of(seeds, guidance=GUIDANCE if guidance is None else guidance, temperature=temperature,
-                       top_k=top_k, top_p=top_p, device=device)
+        for value in (guidance, read_settings(model).guidance, CONTINUOUS_GUIDANCE):
+            if value is not None:
+                return ContinuousSampling.of(seeds, guidance=value, temperature=temperature, device=device)
+    return Sampling.of(seeds, **filters_for(model, guidance, top_k, top_p), temperature=temperature, device=device)
+
+
+def load_model(kind: type, model: Path, device: str, **options) -> Pipeline | MARPair:
+    """The pipeline in the folder `model` for methods of a kind, `Method` or `ContinuousMethod`."""
+    holds = {Method: (model / "config.json").exists(), ContinuousMethod: (model / "mar.json").exists()}
+    if not holds[kind] and any(holds.values()):
+        tokens, other = ("continuous", "mar:num_iter=64") if holds[ContinuousMethod] else ("discrete", "jacobi")
+        raise ValueError(f"method must be one for {tokens} tokens, such as {other}: these are the tokens of {model}")
+    if kind is ContinuousMethod:
+        return MARPair.load(model, device)
+    return Pipeline.load(model, device, **options)
 
 
 def is_exact(method: Method | ContinuousMethod, temperature: float) -> bool:

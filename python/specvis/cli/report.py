@@ -13,7 +13,7 @@ from ..studies.continuous import ContinuousReport
 from ..studies.discrete import DiscreteReport
 from ..studies.quality import register_scores
 from ..studies.report import CONTINUOUS_ITEMS, ITEMS
-from .options import GUIDANCE, given_options, is_given, refuse_filters, resumable, sampling_options, writable_folder
+from .options import filters_for, given_options, is_given, refuse_filters, resumable, sampling_options, writable_folder
 
 
 @click.command()
@@ -29,7 +29,7 @@ from .options import GUIDANCE, given_options, is_given, refuse_filters, resumabl
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the report and its runs. [default: "
               "out/report; with --continuous out/report-continuous]")
 @sampling_options
-def report(is_continuous, names, quick, images, timed, scores, out, seed, guidance, top_k, top_p, weights, device):
+def report(is_continuous, names, quick, images, timed, scores, out, seed, guidance, top_k, top_p, model, device):
     """The papers' tables and figures on this model, beside the papers' own numbers.
 
     Every run is saved in the folder: after an interruption the same command goes on where it stopped.
@@ -40,12 +40,12 @@ def report(is_continuous, names, quick, images, timed, scores, out, seed, guidan
     command = " ".join(["specvis report", *given_options(but=("names", "out", "device"))])
     with resumable():
         if is_continuous:
-            made = continuous_report(quick, images, out or Path("out/report-continuous"), seed, guidance, weights,
+            made = continuous_report(quick, images, out or Path("out/report-continuous"), seed, guidance, model,
                                      device)
         else:
             register_scores(scores)
             made = discrete_report(quick, images, timed, out or Path("out/report"), seed, guidance, top_k, top_p,
-                                   weights, device)
+                                   model, device)
         write_report(made, items, command=command, whole=not names)
 
 
@@ -58,16 +58,16 @@ def refuse_discrete_options() -> None:
             raise ValueError(f"{name.removesuffix('s')} must not be given with --continuous: {reason}")
 
 
-def discrete_report(quick, images, timed, out, seed, guidance, top_k, top_p, weights, device) -> DiscreteReport:
-    settings = {"guidance": GUIDANCE if guidance is None else guidance, "top_k": top_k, "top_p": top_p}
+def discrete_report(quick, images, timed, out, seed, guidance, top_k, top_p, model, device) -> DiscreteReport:
+    settings = filters_for(model, guidance, top_k, top_p)
     Sampling.of([seed], **settings)  # what is out of its range is told before the model is loaded
-    scope = discrete.scope_of(quick, images, timed, len(reference_pictures(weights)[0]))
-    return DiscreteReport.of(Pipeline.load(weights, device), weights, writable_folder(out), scope, seed=seed,
+    scope = discrete.scope_of(quick, images, timed, len(reference_pictures(model)[0]))
+    return DiscreteReport.of(Pipeline.load(model, device), model, writable_folder(out), scope, seed=seed,
                              **settings)
 
 
-def continuous_report(quick, images, out, seed, guidance, weights, device) -> ContinuousReport:
+def continuous_report(quick, images, out, seed, guidance, model, device) -> ContinuousReport:
     scope = continuous.scope_of(quick, images, guidance)
     ContinuousSampling.of([seed], guidance=scope.guidance)
-    reference_pictures(weights)
-    return ContinuousReport.of(MARPair.load(weights, device), weights, writable_folder(out), scope, seed=seed)
+    reference_pictures(model)
+    return ContinuousReport.of(MARPair.load(model, device), model, writable_folder(out), scope, seed=seed)

@@ -136,12 +136,12 @@ class ModelClock:
 
     def __init__(self, pipeline: Pipeline | MARPair):
         if isinstance(pipeline, MARPair):
-            models = (pipeline.mar, pipeline.mar_draft)
+            models = [mar for mar in (pipeline.mar, pipeline.mar_draft) if mar is not None]
             self.modules = [*models, *(part for m in models for part in (m.diffloss.net, m.diffloss.net.time_embed,
                                                                          m.diffloss.net.cond_embed))]
         else:
             gpts = [gpt for gpt in (pipeline.gpt, pipeline.draft_model) if gpt is not None]
-            self.modules = [*gpts, *(gpt.output for gpt in gpts), pipeline.drafter]
+            self.modules = [*gpts, *(gpt.output for gpt in gpts), *filter(None, [pipeline.drafter])]
         self.seconds = 0.0 if pipeline.device.type == "cpu" else None
 
     def __enter__(self):

@@ -14,7 +14,7 @@ from ..pipelines.discrete import Pipeline
 from ..studies.base import Run
 from ..studies.discrete import DiscreteStudy, Latency
 from ..studies.page import save_figure
-from .options import GUIDANCE, PROMPTS, given_options, resumable, sampling_options, writable_folder
+from .options import PROMPTS, filters_for, given_options, resumable, sampling_options, writable_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
@@ -46,7 +46,7 @@ COLUMNS = ("method", "speedup", "tau", "tv_excess", "+-", "pictures", "frontier"
 @click.option("--images", type=click.IntRange(4), default=16, help="Pictures by which the last methods are compared.")
 @click.option("--out", type=click.Path(path_type=Path), default="out/tune", help="Folder for the table and its runs.")
 @sampling_options
-def tune(target_tv_excess, target_speedup, by, images, out, seed, guidance, top_k, top_p, weights, device):
+def tune(target_tv_excess, target_speedup, by, images, out, seed, guidance, top_k, top_p, model, device):
     """Find the fastest method within a budget of fidelity, or the most faithful that is fast enough.
 
     Every run is saved in the folder: after an interruption the same command goes on where it stopped.
@@ -54,9 +54,9 @@ def tune(target_tv_excess, target_speedup, by, images, out, seed, guidance, top_
     if (target_tv_excess is None) == (target_speedup is None):
         raise ValueError("give one of --target-tv-excess and --target-speedup")
     target = Target(target_tv_excess, target_speedup)
-    settings = {"guidance": GUIDANCE if guidance is None else guidance, "top_k": top_k, "top_p": top_p}
+    settings = filters_for(model, guidance, top_k, top_p)
     Sampling.of([seed], **settings)
-    pipeline = Pipeline.load(weights, device)
+    pipeline = Pipeline.load(model, device)
     study = DiscreteStudy(pipeline, writable_folder(out) / "runs", PROMPTS, images=images, seed=seed, **settings)
 
     with resumable():
@@ -135,7 +135,7 @@ def search(study: DiscreteStudy, target: Target, *, pictures: int, by_seconds: b
     Returns:
         the trial of each method with the most pictures, and the chosen one; None: no method meets the target
     """
-    V, has_draft_model = study.pipeline.gpt.config.vocabulary, study.pipeline.draft_model is not None
+    V, missing = study.pipeline.gpt.config.vocabulary, study.pipeline.missing_drafters
     methods = [parse_method(text) for text in RULES] if rules is None else rules
     trials: dict[Method, Trial] = {}
     for number, (share, num_best) in enumerate(ROUNDS, 1):
@@ -145,7 +145,7 @@ def search(study: DiscreteStudy, target: Target, *, pictures: int, by_seconds: b
             if share > 1:
                 methods += [m for base in list(methods) for m in variations(base)]
         methods = [m for m in dict.fromkeys(methods)
-                   if m.num_neighbors < V and (has_draft_model or m.drafter != "model")]
+                   if m.num_neighbors < V and (m.drafting not in ("static", "dynamic") or m.drafter not in missing)]
         works = [run for m in methods for run in runs_of(m, count)]
         works += [Latency(m, 1.0, timed) for m in methods if by_seconds]
         study.compute(works, f"round {number} of {len(ROUNDS)}: ")

@@ -298,7 +298,7 @@ def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_
 
 
 @torch.inference_mode()
-def continuous_decode(target: MAR, drafter: MAR, source: Tensor, sampling: ContinuousSampling,
+def continuous_decode(target: MAR, drafter: MAR | None, source: Tensor, sampling: ContinuousSampling,
                       method: str | ContinuousMethod, progress: Progress | None = None,
                       known: KnownTokens | None = None) -> ContinuousDecoded:
     """Draft tokens, verify them in one target forward, resample what is rejected, until every image is complete.

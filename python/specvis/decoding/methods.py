@@ -9,7 +9,7 @@ from .bounds import omega_schedule
 from .trees import Adaptation, static_tree
 
 CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
-METRICS = ("l2", "cosine", "random", "rank")
+METRICS = ("l2", "raw", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
 MAX_WINDOW = 32  # of "auto"
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
@@ -63,7 +63,7 @@ class Method:
     k: int = 0                           # how many neighbors may lend their probability
     cutoff: str = "tvd"                  # delta limits the lent probability ("tvd"), the divergence in nats ("jsd"),
     delta: float = 0.0                   # or the multiple of the draft's own probability ("ratio", LANTERN++'s lambda)
-    metric: str = "l2"                   # by which codes are near; "rank": in the order of the target's probability
+    metric: str = "l2"                   # by which codes are near; "raw": as stored; "rank": by probability
     omega: float | tuple[float, ...] = 1.0  # the factor of acceptance: its mean over the levels, or one for each
     nu: float = 0.0                      # how fast omega falls from level to level (COOL-SD); 0: it does not
     residual: str = "optimal"            # "optimal", "relaxed" or "released"
@@ -104,7 +104,7 @@ class Method:
         need("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}")
         need("residual", self.residual in RESIDUALS, f"one of {', '.join(RESIDUALS)}")
         if self.metric == "rank":
-            need("metric", self.drafting == "jacobi", "l2, cosine or random (rank is for jacobi)")
+            need("metric", self.drafting == "jacobi", "l2, raw, cosine or random (rank is for jacobi)")
             need("cutoff", self.cutoff == "tvd", "tvd where metric is rank (its delta is a difference)")
             need("residual", self.residual == "optimal",
                  "optimal where metric is rank (both masses are summed, and the others are not defined for that)")
@@ -352,7 +352,7 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "k": "nearest codes that may lend a draft their probability; 0: none",
     "delta": "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)",
     "cutoff": "what delta limits: tvd, ratio or jsd",
-    "metric": "by which codes are near: l2, cosine, random, or rank (of jacobi): by the target's own probability",
+    "metric": "by which codes are near: l2, raw, cosine, random, or rank (of jacobi): by the target's own probability",
     "omega": "factor of acceptance: its mean over the levels, or one for each, as 1.4,1.2,1,0.9,0.8",
     "nu": "how fast omega falls from level to level; 0: it does not",
     "residual": "what a rejection leaves: optimal, relaxed or released",

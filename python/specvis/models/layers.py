@@ -89,8 +89,8 @@ def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, bas
     away.
     """
     half = head_dim // 2
-    frequencies = 1.0 / base ** (torch.arange(0, half, 2)[: half // 2].float() / half)
-    angles = torch.outer(torch.arange(grid).float(), frequencies)                     # (grid, head_dim / 4)
+    frequencies = 1.0 / base ** (torch.arange(0, half, 2, device="cpu")[: half // 2].float() / half)
+    angles = torch.outer(torch.arange(grid, device="cpu").float(), frequencies)       # (grid, head_dim / 4)
     rows, columns = angles[:, None].expand(grid, grid, -1), angles[None].expand(grid, grid, -1)
     angles = torch.cat([rows, columns], -1).reshape(grid * grid, half)
     cells = torch.polar(torch.ones_like(angles), angles)

@@ -32,6 +32,10 @@ class Words(nn.Module):
         """ids (B, S) int64 -> features (B, S, C)."""
         return self.table(ids)
 
+    def source(self, prompts: list[str], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, None]:
+        """What `condition` of a model takes: features (B, S, C) of prompts, and no padding mask. Errors: `encode`'s."""
+        return self(self.encode(prompts)).to(device, dtype), None
+
     def encode(self, prompts: list[str]) -> Tensor:
         """Prompts, words between spaces -> ids (B, S) int64.
 

@@ -22,6 +22,22 @@ class Vocabulary:
     words: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What pipeline.json holds: how a model's pictures are drawn unless one says otherwise, and by which text encoder.
+
+    A number that is None is the shipped model's.
+    """
+
+    guidance: float | None = None
+    top_k: int | None = None         # 0 keeps all
+    top_p: float | None = None       # 1 keeps all
+    text_encoder: str | None = None  # folder of the T5 that reads prompts
+
+
+DEFAULTS = Settings()
+
+
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """The tensors in a checkpoint, by name.
 
@@ -53,6 +69,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 def load_weights(module: nn.Module, path: str | Path) -> None:
     """Fill `module` from a checkpoint, which must hold every parameter in its size.
 
+    The parameters of a module on the device "meta" become the file's tensors, in the file's dtype; no others are made.
+
     Raises:
         CheckpointError: as `read_weights`; or a tensor is missing, unknown or of another size: the first is named
     """
@@ -68,8 +86,13 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
                if name not in expected and not name.endswith("freqs_cis") and not name.startswith("loss.")]
     if unknown:
         raise CheckpointError(f"checkpoint {path} is not of a {type(module).__name__}: it holds {unknown[0]}")
-    module.load_state_dict({name: state[name].to(expected[name].dtype) for name in expected
-                            if name in state}, strict=False)
+    is_empty = any(parameter.is_meta for parameter in module.parameters())
+    module.load_state_dict({name: state[name] if is_empty else state[name].to(expected[name].dtype)
+                            for name in expected if name in state}, strict=False, assign=is_empty)
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:  # the file has no such statistic
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, torch.zeros(buffer.shape, dtype=buffer.dtype))
 
 
 def read_config(path: str | Path, dataclass_type):
@@ -93,3 +116,9 @@ def read_config(path: str | Path, dataclass_type):
         return dataclass_type(**values)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"config {path} cannot be read as {dataclass_type.__name__}: {error}") from error
+
+
+def read_settings(folder: Path) -> Settings:
+    """`Settings` of pipeline.json, or of none."""
+    path = folder / "pipeline.json"
+    return read_config(path, Settings) if path.exists() else DEFAULTS

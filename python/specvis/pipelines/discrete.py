@@ -1,6 +1,6 @@
 """From a prompt to a picture: the words, GPT, drafters and tokenizer that belong together, and their neighbors."""
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,38 +21,70 @@ from ..models.interface import Drafter
 from ..models.llamagen import GPT, GPTConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
-from .checkpoint import Vocabulary, load_weights, read_config
+from .checkpoint import (
+    DEFAULTS,
+    CheckpointError,
+    Settings,
+    Vocabulary,
+    load_weights,
+    read_config,
+    read_settings,
+    read_weights,
+)
+from .prompts import Captions, ClassIds
 
 SHIPPED = Path(__file__).parent.parent / "weights"
-PARTS = {"words": "words", "gpt": "gpt", "drafter": "drafter", "tokenizer": "tokenizer"}  # attribute -> file's name
-DRAFT_MODEL = {"draft_model": "small"}  # a smaller GPT that drafts by itself; a folder need not have one
+PARTS = {"words": "words", "gpt": "gpt", "drafter": "drafter", "tokenizer": "tokenizer",
+         "draft_model": "small"}  # attribute -> file's name; a folder may lack words, drafter and small
+DRAFTER_FILES = {"eagle": "drafter.safetensors", "model": "small.safetensors and small.json"}
 UNREAD = {"quantize.codebook_used"}  # a statistic in the official checkpoints
+
+Source = tuple[Tensor, Tensor | None]  # what a GPT's `condition` takes
 
 
 class Pipeline(nn.Module):
-    """A text-conditional GPT with all that surrounds it.
+    """A GPT with all that surrounds it: what reads prompts, what drafts, what makes pictures of tokens.
+
+    `prompts` says what a prompt must be, and encodes it. It is the words that the shipped model knows (`Words`), the
+    number of a class for a class-conditional GPT (`ClassIds`), or else free text (`Captions`).
 
     `drafter` is the GPT's EAGLE head, `draft_model` a smaller GPT that drafts by itself, or None.
+
+    Args:
+        vocabulary:   the words of prompts; None: they are class ids or free text, as the GPT is conditioned
+        draft_config: of the smaller GPT; None: there is none
+        has_drafter:  whether there is an EAGLE head
+        settings:     how the pictures are drawn unless one says otherwise, and where the text encoder is
     """
 
-    def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str],
-                 draft_config: GPTConfig | None = None):
+    def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str] | None = None,
+                 draft_config: GPTConfig | None = None, *, has_drafter: bool = True, settings: Settings = DEFAULTS):
         super().__init__()
-        self.words = Words(vocabulary, config.condition_tokens, config.caption_dim)
-        self.gpt, self.drafter, self.tokenizer = GPT(config), EagleHead(config), VQ(vq_config)
+        self.settings = settings
+        if vocabulary is not None:
+            self.prompts = Words(vocabulary, config.condition_tokens, config.caption_dim)
+        elif config.caption_dim is None:
+            self.prompts = ClassIds(config.classes)
+        else:
+            self.prompts = Captions(settings.text_encoder, config.condition_tokens, config.caption_dim)
+        self.gpt, self.tokenizer = GPT(config), VQ(vq_config)
+        self.drafter = EagleHead(config) if has_drafter else None
         self.draft_model = GPT(draft_config) if draft_config else None
         self._neighbors: dict[str, Tensor] = {}  # by metric
         self.requires_grad_(False).eval()
 
     @staticmethod
-    def load(folder: str | Path = SHIPPED, device: torch.device | str = "cpu", *,
-             dtype: torch.dtype = torch.float32) -> "Pipeline":
-        """The pipeline in `folder`: config.json, tokenizer.json, vocabulary.json and a safetensors file per part.
+    def load(folder: str | Path = SHIPPED, device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.float32,
+             text_encoder: str | Path | None = None) -> "Pipeline":
+        """The pipeline in `folder`: config.json, tokenizer.json and a safetensors file per part.
 
-        small.json and small.safetensors are the draft model's, and may be missing.
+        With vocabulary.json and words.safetensors prompts are words. drafter.safetensors may be missing; so may
+        small.json and small.safetensors, the draft model's, neighbors.safetensors, a table of neighbors, and
+        pipeline.json, see `Settings`. `specvis convert` makes such a folder of published files.
 
         Args:
-            dtype: of the weights
+            dtype:        of the weights
+            text_encoder: folder of the T5 that reads prompts, in place of the one that pipeline.json names
 
         Raises:
             CheckpointError: a file is missing, truncated, or of another model
@@ -60,11 +92,23 @@ class Pipeline(nn.Module):
         folder = Path(folder)
         config = read_config(folder / "config.json", GPTConfig)
         vq_config = read_config(folder / "tokenizer.json", VQConfig)
+        if vq_config.codebook_size != config.vocabulary:
+            raise CheckpointError(f"tokenizer {folder / 'tokenizer.json'} must have the GPT's {config.vocabulary} "
+                                  f"codes, got {vq_config.codebook_size}")
         draft_config = read_config(folder / "small.json", GPTConfig) if (folder / "small.json").exists() else None
-        vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words
-        pipeline = Pipeline(config, vq_config, vocabulary, draft_config)
+        has_words = (folder / "vocabulary.json").exists() or (folder / "words.safetensors").exists()
+        vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words if has_words else None
+        settings = read_settings(folder)
+        if text_encoder is not None:
+            settings = replace(settings, text_encoder=str(text_encoder))
+        with torch.device("meta"):  # the files' tensors will be the weights: no others take memory
+            pipeline = Pipeline(config, vq_config, vocabulary, draft_config, settings=settings,
+                                has_drafter=(folder / "drafter.safetensors").exists())
         for part, file in pipeline.parts.items():
             load_weights(getattr(pipeline, part), folder / f"{file}.safetensors")
+        if (folder / "neighbors.safetensors").exists():
+            pipeline._neighbors["l2"] = pipeline._neighbors["raw"] = read_neighbors(folder, config.vocabulary)
+        pipeline._neighbors = {metric: table.to(device) for metric, table in pipeline._neighbors.items()}
         return pipeline.to(device, dtype)
 
     def save(self, folder: str | Path) -> None:
@@ -73,18 +117,26 @@ class Pipeline(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(asdict(self.gpt.config), indent=1) + "\n")
         (folder / "tokenizer.json").write_text(json.dumps(asdict(self.tokenizer.config), indent=1) + "\n")
-        (folder / "vocabulary.json").write_text(json.dumps({"words": self.words.vocabulary}) + "\n")
+        if self.words:
+            (folder / "vocabulary.json").write_text(json.dumps({"words": self.words.vocabulary}) + "\n")
         if self.draft_model:
             (folder / "small.json").write_text(json.dumps(asdict(self.draft_model.config), indent=1) + "\n")
+        if self.settings != DEFAULTS:
+            (folder / "pipeline.json").write_text(json.dumps(asdict(self.settings), indent=1) + "\n")
         for part, file in self.parts.items():
             state = getattr(self, part).state_dict()
             weights = {name: value.half().contiguous() for name, value in state.items() if name not in UNREAD}
             save_file(weights, folder / f"{file}.safetensors")
 
     @property
+    def words(self) -> Words | None:
+        """The words that prompts are made of; None: prompts are class ids or free text."""
+        return self.prompts if isinstance(self.prompts, Words) else None
+
+    @property
     def parts(self) -> dict[str, str]:
         """The parts that have weights, and the names of their files."""
-        return PARTS | DRAFT_MODEL if self.draft_model else PARTS
+        return {part: file for part, file in PARTS.items() if getattr(self, part) is not None}
 
     @property
     def device(self) -> torch.device:
@@ -95,21 +147,46 @@ class Pipeline(nn.Module):
         """How many tokens an image has."""
         return self.gpt.config.tokens
 
+    @property
+    def missing_drafters(self) -> list[str]:
+        """Those of DRAFTERS that this model does not have."""
+        modules = {"eagle": self.drafter, "model": self.draft_model}
+        return [name for name, module in modules.items() if module is None]
+
     def neighbors(self, k: int, metric: str = "l2") -> Tensor:
-        """(V, k) neighbor table of the tokenizer's codes, computed at the first call for that many."""
+        """(V, k) neighbor table of the tokenizer's codes, computed at the first call for that many.
+
+        Codes have length 1, as the tokenizer uses them. With the metric "raw" they are as they are stored: LANTERN's
+        released table is of these. If the folder has a table with enough columns, that is what "l2" and "raw" give.
+        """
         if not 0 < k < self.gpt.config.vocabulary:
             raise ValueError(f"k must be within 1..{self.gpt.config.vocabulary - 1} "
                              f"(the codebook has {self.gpt.config.vocabulary} codes), got {k}")
         if metric not in self._neighbors or self._neighbors[metric].shape[1] < k:
-            self._neighbors[metric] = codebook_neighbors(self.tokenizer.codebook(), k, metric=metric)
+            codes = self.tokenizer.quantize.embedding.weight if metric == "raw" else self.tokenizer.codebook()
+            self._neighbors[metric] = codebook_neighbors(codes, k, metric="l2" if metric == "raw" else metric)
         return self._neighbors[metric][:, :k].contiguous()
 
     def check(self, method: Method) -> None:
         """Raise ValueError if this model cannot decode by the method; make ready what the method needs."""
-        if method.drafter == "model" and method.drafting in ("static", "dynamic") and self.draft_model is None:
-            raise ValueError("drafter must be eagle: this model has no small.safetensors and small.json")
+        if method.drafting in ("static", "dynamic") and method.drafter in self.missing_drafters:
+            others = [name for name in DRAFTER_FILES if name not in self.missing_drafters]
+            wanted = f"drafter must be {others[0]}" if others else "method must be one without a drafter"
+            raise ValueError(f"{wanted}: this model has no {DRAFTER_FILES[method.drafter]}; jacobi needs none")
         if method.num_neighbors:
             self.neighbors(method.num_neighbors, method.metric)
+
+    def source(self, prompts: list[str]) -> Source:
+        """What `condition` of `gpt` takes: features (B, S, C) or class ids (B,) int64, and a padding mask or None.
+
+        Raises:
+            ValueError: a prompt that the model cannot read
+        """
+        return self.prompts.source(prompts, self.device, self.gpt.output.weight.dtype)
+
+    def condition(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
+        """Embeddings (B, S, dim) of prompts, and their padding mask (B, S) bool."""
+        return self.gpt.condition(*self.source(prompts))
 
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | Method | list[str | Method], sampling: Sampling,
@@ -130,9 +207,9 @@ class Pipeline(nn.Module):
             finished:     called with the numbers of prompts whose images are finished, and with these images
 
         Raises:
-            UnknownWords: a prompt has words that the model does not know
-            ValueError:   not a method for each prompt, one that this model lacks something for, or known tokens that
-                are no beginning of an image
+            UnknownWords: a prompt has words that the shipped model does not know
+            ValueError:   a prompt that the model cannot read, not a method for each prompt, one that this model lacks
+                something for, or known tokens that are no beginning of an image
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
@@ -150,7 +227,7 @@ class Pipeline(nn.Module):
         for m in set(methods):
             self.check(m)
         check_known_tokens(known_tokens, len(prompts), self.gpt)
-        features = self.words(self.words.encode(prompts))
+        source, padding_mask = self.source(prompts)
         families = [m.family for m in methods]
         parts, order = [], []
         if finished and len(set(families)) > 1:
@@ -159,29 +236,29 @@ class Pipeline(nn.Module):
         for family in dict.fromkeys(families):
             requests = [i for i, other in enumerate(families) if other == family]
             order += requests
-            parts.append(self._decode(features[requests], [methods[i] for i in requests], sampling[requests], progress,
-                                      observe, None if known_tokens is None else known_tokens[requests], batch,
-                                      finished))
+            part = source[requests], None if padding_mask is None else padding_mask[requests]
+            parts.append(self._decode(part, [methods[i] for i in requests], sampling[requests], progress, observe,
+                                      None if known_tokens is None else known_tokens[requests], batch, finished))
         return Decoded.merged(parts, torch.tensor(order))
 
-    def _decode(self, features: Tensor, methods: list[Method], sampling: Sampling, progress: Progress | None,
+    def _decode(self, source: Source, methods: list[Method], sampling: Sampling, progress: Progress | None,
                 observe: Observer | None, known_tokens: Tensor | None, batch: int | None,
                 finished: Finished | None) -> Decoded:
         base, queue = methods[0], {"known_tokens": known_tokens, "batch": batch, "finished": finished}
-        condition, padding_mask = self.gpt.condition(features)
+        condition, padding_mask = self.gpt.condition(*source)
         if base.drafting == "none" and batch is None and finished is None:
             return decode(self.gpt, condition, padding_mask, sampling, progress, known_tokens=known_tokens)
         neighbors = self.neighbors(base.num_neighbors, base.metric) if base.num_neighbors else None
         if base.drafting in ("jacobi", "none"):
             return jacobi_decode(self.gpt, condition, padding_mask, sampling, methods, neighbors, progress, observe,
                                  **queue)
-        return speculative_decode(self.gpt, self._drafter(base.drafter, features, padding_mask), condition,
+        return speculative_decode(self.gpt, self._drafter(base.drafter, source, padding_mask), condition,
                                   padding_mask, sampling, methods, neighbors, progress, observe, **queue)
 
-    def _drafter(self, name: str, features: Tensor, padding_mask: Tensor) -> Drafter:
+    def _drafter(self, name: str, source: Source, padding_mask: Tensor) -> Drafter:
         if name == "model":
             model = self.draft_model
-            return ModelDrafter(model, *cfg_inputs(model, *model.condition(features)))
+            return ModelDrafter(model, *cfg_inputs(model, *model.condition(*source)))
         return EagleDrafter(self.gpt, self.drafter, repeat_for_cfg(padding_mask))
 
     @torch.inference_mode()
@@ -189,3 +266,13 @@ class Pipeline(nn.Module):
         """Tokens (B, L) int64 -> B pictures."""
         images = self.tokenizer.decode(tokens).permute(0, 2, 3, 1)
         return [Image.fromarray(((image + 1) * 127.5).round().byte().cpu().numpy()) for image in images]
+
+
+def read_neighbors(folder: Path, vocabulary: int) -> Tensor:
+    """The table (V, k) of neighbors.safetensors, uint16 or int32; CheckpointError if it is of another codebook."""
+    table = read_weights(folder / "neighbors.safetensors").get("neighbors")
+    if table is None or table.ndim != 2 or len(table) != vocabulary:
+        shape = None if table is None else tuple(table.shape)
+        raise CheckpointError(f"neighbors {folder / 'neighbors.safetensors'} must be a table of {vocabulary} codes, "
+                              f"got {shape}")
+    return table

@@ -1,4 +1,4 @@
-"""The continuous models that come with the package: a MAR, a smaller one that drafts, and the tokens they share."""
+"""Continuous models from files: a MAR, a smaller one that drafts if there is one, and the tokens they share."""
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -19,13 +19,15 @@ from ..decoding.continuous import (
     mask_lengths,
 )
 from ..decoding.methods import ContinuousMethod
+from ..models.kl_vae import KL, KLConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
-from .checkpoint import Vocabulary, load_weights, read_config
+from .checkpoint import DEFAULTS, Settings, Vocabulary, load_weights, read_config, read_settings
 from .discrete import SHIPPED
+from .prompts import ClassIds
 
-PARTS = ("mar", "mar_draft")  # files of the folder; words and tokenizer are shared with the discrete model
+PARTS = ("mar", "mar_draft")  # files of the folder; the shipped words and tokenizer are the discrete model's
 
 
 @dataclass(frozen=True)
@@ -51,42 +53,79 @@ class Scaling:
 
 
 class MARPair(nn.Module):
-    """The target `mar` and its drafter `mar_draft`, with what turns prompts to conditions and tokens to pictures."""
+    """The target `mar`, its drafter `mar_draft` if there is one, and what reads prompts and makes pictures of tokens.
 
-    def __init__(self, config: MARConfig, draft_config: MARConfig, vq_config: VQConfig, vocabulary: list[str],
-                 scaling: Scaling):
+    `prompts` are words of the shipped models, or class ids; see `Pipeline`.
+
+    Args:
+        draft_config:     None: there is no drafter, and `mar` is the only method
+        tokenizer_config: of LlamaGen's tokenizer, whose latents before quantization are the tokens, or of MAR's KL-16
+        vocabulary:       the words of prompts; None: they are class ids
+        scaling:          of the tokens; None: they are what the tokenizer decodes
+    """
+
+    def __init__(self, config: MARConfig, draft_config: MARConfig | None, tokenizer_config: VQConfig | KLConfig,
+                 vocabulary: list[str] | None = None, scaling: Scaling | None = None, *,
+                 settings: Settings = DEFAULTS):
         super().__init__()
-        self.mar, self.mar_draft, self.tokenizer = MAR(config), MAR(draft_config), VQ(vq_config)
-        self.words = Words(vocabulary, config.buffer, config.caption_dim)
-        self.scaling = scaling
+        self.mar, self.mar_draft = MAR(config), None if draft_config is None else MAR(draft_config)
+        self.tokenizer = (KL if isinstance(tokenizer_config, KLConfig) else VQ)(tokenizer_config)
+        if vocabulary is None and config.classes is None:
+            raise ValueError("vocabulary must be given for a MAR without classes")
+        self.prompts = (ClassIds(config.classes) if vocabulary is None
+                        else Words(vocabulary, config.buffer, config.caption_dim))
+        self.scaling = scaling or Scaling((0.0,) * config.channels, 1.0)
+        self.settings = settings
         self.requires_grad_(False).eval()
 
     @staticmethod
     def load(folder: str | Path = SHIPPED, device: torch.device | str = "cpu") -> "MARPair":
-        """The pair in `folder`: mar.json, mar_draft.json, mar_scaling.json and the discrete model's files.
+        """The pair in `folder`: mar.json, a tokenizer, what belongs to them, and a safetensors file per part.
+
+        mar_draft.json and the drafter may be missing. The tokenizer is kl.json or else tokenizer.json with
+        mar_scaling.json. Without vocabulary.json prompts are class ids. pipeline.json is as for `Pipeline.load`.
 
         Raises:
             CheckpointError: a file is missing, truncated, or of another model
         """
         folder = Path(folder)
-        configs = [read_config(folder / f"{part}.json", MARConfig) for part in PARTS]
-        vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words
-        pair = MARPair(*configs, read_config(folder / "tokenizer.json", VQConfig), vocabulary,
-                       read_config(folder / "mar_scaling.json", Scaling))
-        for part in (*PARTS, "words", "tokenizer"):
-            load_weights(getattr(pair, part), folder / f"{part}.safetensors")
+        config = read_config(folder / "mar.json", MARConfig)
+        draft_config = (read_config(folder / "mar_draft.json", MARConfig) if (folder / "mar_draft.json").exists()
+                        else None)
+        has_kl = (folder / "kl.json").exists()
+        tokenizer_config = (read_config(folder / "kl.json", KLConfig) if has_kl
+                            else read_config(folder / "tokenizer.json", VQConfig))
+        vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words if config.classes is None else None
+        scaling = None if has_kl else read_config(folder / "mar_scaling.json", Scaling)
+        with torch.device("meta"):
+            pair = MARPair(config, draft_config, tokenizer_config, vocabulary, scaling,
+                           settings=read_settings(folder))
+        for part, file in pair.parts.items():
+            load_weights(getattr(pair, part), folder / f"{file}.safetensors")
         return pair.to(device)
 
     def save(self, folder: str | Path) -> None:
         """Write the files that `load` reads, except those of the discrete model. Weights are written in float16."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for part in PARTS:
+        for part in [part for part in PARTS if getattr(self, part) is not None]:
             model = getattr(self, part)
             (folder / f"{part}.json").write_text(json.dumps(asdict(model.config), indent=1) + "\n")
             save_file({name: value.half().contiguous() for name, value in model.state_dict().items()},
                       folder / f"{part}.safetensors")
         (folder / "mar_scaling.json").write_text(json.dumps(asdict(self.scaling), indent=1) + "\n")
+
+    @property
+    def words(self) -> Words | None:
+        """The words that prompts are made of; None: prompts are class ids."""
+        return self.prompts if isinstance(self.prompts, Words) else None
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The parts that have weights, and the names of their files."""
+        files = {part: part for part in (*PARTS, "words")} | {
+            "tokenizer": "kl" if isinstance(self.tokenizer, KL) else "tokenizer"}
+        return {part: file for part, file in files.items() if getattr(self, part) is not None}
 
     @property
     def device(self) -> torch.device:
@@ -99,15 +138,18 @@ class MARPair(nn.Module):
 
     def check(self, method: ContinuousMethod) -> None:
         """Raise ValueError if this pair cannot decode by the method."""
-        mask_lengths(self.num_tokens, continuous_method(method).num_iter or self.num_tokens)
+        if continuous_method(method).gamma and self.mar_draft is None:
+            raise ValueError(f"method must be mar, which needs no drafter, got {method.name}: this model has no "
+                             "mar_draft.safetensors and mar_draft.json")
+        mask_lengths(self.num_tokens, method.num_iter or self.num_tokens)
 
     def features(self, prompts: list[str]) -> Tensor:
-        """Caption features (B, S, caption_dim), which `condition` of either model embeds.
+        """What `condition` of either model embeds: caption features (B, S, caption_dim) or class ids (B,) int64.
 
         Raises:
-            UnknownWords: a prompt has words that the models do not know
+            ValueError: a prompt that the models cannot read
         """
-        return self.words(self.words.encode(prompts))
+        return self.prompts.source(prompts, self.device, self.mar.mask_token.dtype)[0]
 
     @torch.inference_mode()
     def tokens(self, prompts: list[str], method: str | ContinuousMethod, sampling: ContinuousSampling,
@@ -115,8 +157,9 @@ class MARPair(nn.Module):
         """Decode the tokens of one image for each prompt, by a method or its name (see parse_method).
 
         Raises:
-            UnknownWords: a prompt has words that the models do not know
-            ValueError:   not a method for continuous tokens, or not a seed for each prompt
+            UnknownWords: a prompt has words that the shipped models do not know
+            ValueError:   a prompt that the models cannot read, not a method for continuous tokens or one that lacks its
+                drafter, or not a seed for each prompt
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
@@ -125,6 +168,8 @@ class MARPair(nn.Module):
         if len(sampling.seeds) != len(prompts):
             raise ValueError(f"sampling must have a seed for each of the {len(prompts)} prompts, "
                              f"got {len(sampling.seeds)}")
+        method = continuous_method(method)
+        self.check(method)
         return continuous_decode(self.mar, self.mar_draft, self.features(prompts), sampling, method, progress, known)
 
     @torch.inference_mode()

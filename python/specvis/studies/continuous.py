@@ -138,12 +138,14 @@ class ContinuousStudy(Study):
     def __init__(self, pair: MARPair, folder: str | Path, prompts: list[str], *, seed: int = 0):
         """
         Raises:
-            ValueError: the folder holds runs of another model, version or setting
+            ValueError: the folder holds runs of another model, version or setting; or the pair has no drafter
         """
+        pair.check(parse_method("cspd"))
         self.captions = pair.features(prompts)  # (P, S, caption_dim)
         self.device, self.num_tokens = pair.device, pair.num_tokens
         super().__init__(pair, folder, prompts, seed, [
-            pair.mar.config, pair.mar_draft.config, pair.tokenizer.config, pair.scaling, pair.words.vocabulary])
+            pair.mar.config, pair.mar_draft.config, pair.tokenizer.config, pair.scaling,
+            pair.words and pair.words.vocabulary])
 
     def parts(self, job: Job) -> list[Job]:
         if not isinstance(job, Run):

@@ -138,10 +138,11 @@ class DiscreteStudy(Study):
         Raises:
             ValueError: the folder holds runs of another model, version or setting
         """
-        pipeline.words.encode(prompts)
+        pipeline.prompts.encode(prompts)
         draft_config = pipeline.draft_model and pipeline.draft_model.config
         super().__init__(pipeline, folder, prompts, seed, [
-            pipeline.gpt.config, pipeline.tokenizer.config, draft_config, pipeline.words.vocabulary],
+            pipeline.gpt.config, pipeline.tokenizer.config, draft_config,
+            pipeline.words and pipeline.words.vocabulary],
             guidance=guidance, top_k=top_k, top_p=top_p)
         self.prompts, self.num_images, self.timed = prompts[:images], images, timed
 

@@ -240,9 +240,9 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
     count = min(BATCH, report.scope.images)
     gpt = Remembering(study.pipeline.gpt)
     sampling = study.sampling_of(0, count, 1.0)
-    features = study.pipeline.words(study.pipeline.words.encode(study.prompts_of(0, count)))
+    condition = study.pipeline.condition(study.prompts_of(0, count))
     siblings = Siblings(gpt, sampling, method.window)
-    decoded = jacobi_decode(gpt, *study.pipeline.gpt.condition(features), sampling, [method] * count,
+    decoded = jacobi_decode(gpt, *condition, sampling, [method] * count,
                             observe=siblings)
     failures = max(1, int(siblings.ranks.sum()))
     shares = siblings.ranks.float() / failures

@@ -40,7 +40,7 @@ def target_hidden(pipeline: Pipeline, prompts: list[str], tokens: Tensor) -> Ten
     The last L of them predict the tokens.
     """
     gpt = pipeline.gpt
-    condition, padding_mask = cfg_inputs(gpt, *gpt.condition(pipeline.words(pipeline.words.encode(prompts))))
+    condition, padding_mask = cfg_inputs(gpt, *pipeline.condition(prompts))
     return gpt.teacher_forced(condition, padding_mask, repeat_for_cfg(tokens))
 
 
@@ -53,8 +53,7 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
         target_probs (B, L, V) and draft_probs (B, L - 1, V), the latter for tokens 1..L - 1
     """
     gpt, prefix_len = pipeline.gpt, pipeline.gpt.config.condition_tokens - 1
-    features = pipeline.words(pipeline.words.encode(prompts))
-    padding_mask = repeat_for_cfg(gpt.condition(features)[1])
+    padding_mask = repeat_for_cfg(pipeline.condition(prompts)[1])
     hidden = target_hidden(pipeline, prompts, tokens)
     shifted = F.pad(repeat_for_cfg(tokens[:, :-1]), (prefix_len, 0))
     position_ids = torch.arange(shifted.shape[1], device=tokens.device)[None]
