@@ -545,20 +545,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links(const Tensor& pare
 
 Tensor tree_mask(const Tensor& ancestors,               // (B, N, W)
                  const std::optional<Tensor>& lengths,  // (B)
+                 const std::optional<Tensor>& start,    // (B)
                  std::string form, int64_t columns, ScalarType dtype) {
   using specvis::Form;
   const int64_t B = ancestors.size(0), N = ancestors.size(1);
-  const bool packed = form == "packed", additive = form == "additive";
+  const bool rows = form == "packed_rows", packed = rows || form == "packed", additive = form == "additive";
   const ScalarType type = packed ? ScalarType::Byte : additive ? dtype : ScalarType::Bool;
   const Device device(ancestors);
-  Tensor mask = packed ? torch::stable::new_empty(ancestors, {B, (N * columns + 7) / 8}, type)
-                       : torch::stable::new_empty(ancestors, {B, N, columns}, type);
+  Tensor mask = rows     ? torch::stable::new_empty(ancestors, {B, N, (columns + 7) / 8}, type)
+                : packed ? torch::stable::new_empty(ancestors, {B, (N * columns + 7) / 8}, type)
+                         : torch::stable::new_empty(ancestors, {B, N, columns}, type);
   specvis::TreeMask batch = {};
   batch.B = B;
   batch.N = N;
   batch.columns = columns;
   batch.ancestors = ancestors.const_data_ptr<int64_t>();
   batch.lengths = data<int32_t>(lengths);
+  batch.start = data<int64_t>(start);
+  batch.row_bits = rows ? (columns + 7) / 8 * 8 : columns;
   batch.form = packed                       ? Form::bits
                : !additive                  ? Form::bytes
                : dtype == ScalarType::Float ? Form::float32

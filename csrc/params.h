@@ -189,8 +189,10 @@ struct TreeMask {
   int64_t B, N, columns;
   const int64_t* ancestors;  // (B, N, ceil(N / 64))
   const int32_t* lengths;    // (B) or null
+  const int64_t* start;      // (B) or null: lengths
   Form form;
-  void* mask;  // (B, N, columns), or bits (B, ceil(N * columns / 8))
+  int64_t row_bits;  // of bits: how many a row has, its padding counted
+  void* mask;        // (B, N, columns), or bits (B, ceil(N * row_bits / 8))
 };
 cudaError_t tree_mask_cuda(const TreeMask& batch, cudaStream_t stream);
 

@@ -36,11 +36,12 @@ struct Packed {
 };
 
 template <class Mask>
-void fill(Mask mask, const uint64_t* ancestors, int64_t N, int64_t W, int64_t length, int64_t columns) {
+void fill(Mask mask, const uint64_t* ancestors, int64_t N, int64_t W, int64_t length, int64_t start, int64_t columns,
+          int64_t row_entries) {
   for (int64_t n = 0; n < N; ++n) {
-    const int64_t row = n * columns;
+    const int64_t row = n * row_entries;
     const auto show_node = [&](int64_t node) {
-      const int64_t column = length + node;
+      const int64_t column = start + node;
       if (node < N && column >= 0 && column < columns) mask.show(row + column);
     };
     bool used = false;
@@ -59,15 +60,19 @@ void fill(Mask mask, const uint64_t* ancestors, int64_t N, int64_t W, int64_t le
 
 Tensor tree_mask_cpu(const Tensor& ancestors,               // (B, N, W)
                      const std::optional<Tensor>& lengths,  // (B)
+                     const std::optional<Tensor>& start,    // (B)
                      std::string form, int64_t columns, ScalarType dtype) {
   const int64_t B = ancestors.size(0), N = ancestors.size(1), W = ancestors.size(2);
-  const bool packed = form == "packed", additive = form == "additive";
-  const int64_t entries = packed ? (N * columns + 7) / 8 : N * columns;  // of one request
+  const bool rows = form == "packed_rows", packed = rows || form == "packed", additive = form == "additive";
+  const int64_t row_entries = rows ? (columns + 7) / 8 * 8 : columns;            // padding counted
+  const int64_t entries = packed ? (N * row_entries + 7) / 8 : N * row_entries;  // of one request
   const ScalarType type = packed ? ScalarType::Byte : additive ? dtype : ScalarType::Bool;
-  Tensor mask = packed ? torch::stable::new_empty(ancestors, {B, entries}, type)
-                       : torch::stable::new_empty(ancestors, {B, N, columns}, type);
+  Tensor mask = rows     ? torch::stable::new_empty(ancestors, {B, N, row_entries / 8}, type)
+                : packed ? torch::stable::new_empty(ancestors, {B, entries}, type)
+                         : torch::stable::new_empty(ancestors, {B, N, columns}, type);
   const uint64_t* words = static_cast<const uint64_t*>(ancestors.const_data_ptr());
   const int32_t* length = lengths ? lengths->const_data_ptr<int32_t>() : nullptr;
+  const int64_t* first = start ? start->const_data_ptr<int64_t>() : nullptr;
   void* out = mask.mutable_data_ptr();
 
   const auto run = [&](auto hidden, auto mask_at) {
@@ -76,7 +81,9 @@ Tensor tree_mask_cpu(const Tensor& ancestors,               // (B, N, W)
       for (int64_t b = begin; b < end; ++b) {
         T* entry = static_cast<T*>(out) + b * entries;
         std::fill_n(entry, entries, hidden);
-        fill(mask_at(entry), words + b * N * W, N, W, length ? length[b] : 0, columns);
+        const int64_t cached = length ? length[b] : 0;
+        const int64_t column = first ? std::clamp(first[b], -N, columns) : cached;  // further away nothing changes
+        fill(mask_at(entry), words + b * N * W, N, W, cached, column, columns, row_entries);
       }
     });
   };

@@ -4,35 +4,38 @@ from torch import Tensor
 
 from ._dispatch import check, check_count, check_dims, define
 
-FORMS = ("bool", "additive", "packed")
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FORMS = ("bool", "additive", "packed", "packed_rows")
+FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, form: str = "bool",
-              columns: int | None = None, dtype: torch.dtype = torch.float32,
+def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor | None = None, form: str = "bool",
+              columns: int | None = None, dtype: torch.dtype | str = torch.float32,
               backend: str | None = None) -> Tensor:
     """Make the mask by which each node of a tree attends to the cached tokens, to its ancestors and to itself.
 
-    The keys of request b are its lengths[b] cached tokens and then its N nodes. Column c is visible to node n iff
-    c < lengths[b], or node c - lengths[b] is n or an ancestor of n. An unused slot, one without a bit, sees only
-    itself, so that no row is empty. Columns from lengths[b] + N on are visible to no node.
+    The keys of request b are its lengths[b] cached tokens and, from column start[b] on, its N nodes. Column c is
+    visible to node n iff c < lengths[b], or node c - start[b] is n or an ancestor of n. An unused slot, one without a
+    bit, sees only itself, so that no row is empty. Columns between the cached tokens and the nodes are visible to no
+    node, and neither are those from start[b] + N on.
 
     Args:
         ancestors:  (B, N, W) int64   W = ceil(N / 64) words of bits, from `tree_links`
         lengths:    (B,)      int32   how many tokens each request has cached, >= 0; None: no such columns
+        start:      (B,)      int32 or int64   the column of node 0; None: lengths, the column behind the cached tokens
         form:       "bool" is True where visible; "additive" is 0 where visible, else -inf; "packed" is bits, as
                     FlashInfer packs each request's segment: bit i % 8 of byte i // 8 is entry i of the flat
-                    (N, columns) mask
-        columns:    columns of the mask; None: N, without `lengths` only
-        dtype:      float32, float16 or bfloat16, of the additive form
+                    (N, columns) mask; "packed_rows" is bits too, but each node's row begins with a byte of its own
+        columns:    columns of the mask; None: N, without `lengths` and `start` only
+        dtype:      float32, float16 or bfloat16, of the additive form; or its name
         backend:    None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        mask:       (B, N, columns) bool or `dtype`; packed: (B, ceil(N * columns / 8)) uint8, bits past the end 0
+        mask:       (B, N, columns) bool or `dtype`; packed: (B, ceil(N * columns / 8)) uint8; packed_rows:
+                    (B, N, ceil(columns / 8)) uint8; bits past the end are 0
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, N is 0, `form` or `dtype` is none of the
-            above, or `columns` is < 1, or missing beside `lengths`
+            above, or `columns` is < 1, or missing beside `lengths` or `start`
 
     Example:
         >>> import torch
@@ -52,18 +55,22 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, form: str = "
     if lengths is not None:
         check("lengths", lengths, torch.int32, like=ancestors, B=B)
         lengths = lengths.contiguous()
-        if columns is None:
-            raise ValueError("columns must be given when lengths are")
+    if start is not None:
+        check("start", start, (torch.int64, torch.int32), like=ancestors, B=B)
+        start = start.long().contiguous()
+    if columns is None and (lengths is not None or start is not None):
+        raise ValueError("columns must be given when lengths or start are")
     columns = N if columns is None else columns
     check_count("columns", columns, 1)
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype must be one of {', '.join(str(d)[6:] for d in FLOATS)}, got {dtype}")
-    return _call(backend, ancestors.contiguous(), lengths, form, columns, dtype)
+    dtype = FLOATS.get(dtype, dtype)  # a name
+    if dtype not in FLOATS.values():
+        raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype!r}")
+    return _call(backend, ancestors.contiguous(), lengths, start, form, columns, dtype)
 
 
-def _oracle(ancestors, lengths, form, columns, dtype):
+def _oracle(ancestors, lengths, start, form, columns, dtype):
     B, N, W = ancestors.shape
     node = torch.arange(N, device=ancestors.device)
     bits = (ancestors.unsqueeze(-1) >> torch.arange(64, device=ancestors.device)) & 1  # (B, N, W, 64)
@@ -73,7 +80,7 @@ def _oracle(ancestors, lengths, form, columns, dtype):
 
     length = lengths.long().view(B, 1, 1) if lengths is not None else 0
     column = torch.arange(columns, device=ancestors.device).expand(B, N, columns)
-    column_node = column - length
+    column_node = column - (length if start is None else start.clamp(-N, columns).view(B, 1, 1))  # no overflow
     is_visible = sees_node.gather(2, column_node.clamp(0, N - 1)) & (column_node >= 0) & (column_node < N)
     is_visible = is_visible | (is_used & (column < length))
 
@@ -81,18 +88,22 @@ def _oracle(ancestors, lengths, form, columns, dtype):
         return is_visible
     if form == "additive":
         return torch.where(is_visible, 0.0, -torch.inf).to(dtype)
-    entries = torch.nn.functional.pad(is_visible.view(B, N * columns).int(), (0, -N * columns % 8))
+    rows = is_visible.int() if form == "packed_rows" else is_visible.view(B, N * columns).int()
+    num_bits = columns if form == "packed_rows" else N * columns  # of what begins with a byte of its own
+    entries = torch.nn.functional.pad(rows, (0, -num_bits % 8)).unflatten(-1, ((num_bits + 7) // 8, 8))
     place_values = 1 << torch.arange(8, device=ancestors.device)
-    return (entries.view(B, (N * columns + 7) // 8, 8) * place_values).sum(-1).to(torch.uint8)
+    return (entries * place_values).sum(-1).to(torch.uint8)
 
 
-def _meta(ancestors, lengths, form, columns, dtype):
+def _meta(ancestors, lengths, start, form, columns, dtype):
     B, N, _ = ancestors.shape
     if form == "packed":
         return ancestors.new_empty(B, (N * columns + 7) // 8, dtype=torch.uint8)
+    if form == "packed_rows":
+        return ancestors.new_empty(B, N, (columns + 7) // 8, dtype=torch.uint8)
     return ancestors.new_empty(B, N, columns, dtype=torch.bool if form == "bool" else dtype)
 
 
 _call = define(
-    "tree_mask(Tensor ancestors, Tensor? lengths, str form, SymInt columns, ScalarType dtype) -> Tensor",
+    "tree_mask(Tensor ancestors, Tensor? lengths, Tensor? start, str form, SymInt columns, ScalarType dtype) -> Tensor",
     oracle=_oracle, meta=_meta)

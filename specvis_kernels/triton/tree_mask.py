@@ -18,27 +18,38 @@ def has_bits(words, N, W):
 
 
 @triton.jit
-def is_visible(words, is_used, n, c, length, N):
-    """Whether column c is visible to node n, whose ancestor words start at `words`."""
-    node = c - length
+def is_visible(words, is_used, n, c, length, start, N):
+    """Whether column c is visible to node n, whose ancestor words start at `words`; node 0 has the column `start`."""
+    node = c - start
     is_node = (node >= 0) & (node < N)
     shifted = tl.load(words + tl.where(is_node, node // 64, 0), mask=is_node, other=0) >> (node & 63)
     return (is_used & ((c < length) | (is_node & ((shifted & 1) != 0)))) | ((is_used == 0) & (node == n))
 
 
 @triton.jit
+def load_columns(lengths, starts, b, N, columns):
+    """How many cached columns request b has, and the column of its node 0."""
+    length = b * 0
+    if lengths is not None:
+        length = tl.load(lengths + b).to(tl.int64)
+    start = length
+    if starts is not None:  # further away nothing changes
+        start = tl.minimum(tl.maximum(tl.load(starts + b), -N), columns)
+    return length, start
+
+
+@triton.jit
 def dense_kernel(
         ancestors,  # (B, N, W)
         lengths,    # (B) or None
+        starts,     # (B) or None
         mask,       # (B, N, columns)
         N, W, columns, ADDITIVE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)                  # row = b * N + n
-    length = tl.full([], 0, tl.int64)
-    if lengths is not None:
-        length = tl.load(lengths + row // N).to(tl.int64)
+    length, start = load_columns(lengths, starts, row // N, N, columns)
     words = ancestors + row * W
     c = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    visible = is_visible(words, has_bits(words, N, W), row % N, c, length, N)
+    visible = is_visible(words, has_bits(words, N, W), row % N, c, length, start, N)
     if ADDITIVE:
         visible = tl.where(visible, 0.0, float("-inf"))
     tl.store(mask + row * columns + c, visible.to(mask.dtype.element_ty), mask=c < columns)
@@ -48,42 +59,42 @@ def dense_kernel(
 def packed_kernel(
         ancestors,  # (B, N, W)
         lengths,    # (B) or None
+        starts,     # (B) or None
         mask,       # (B, size)
-        N, W, columns, size, BLOCK: tl.constexpr):
+        N, W, columns, row_bits, size, BLOCK: tl.constexpr):
     b = tl.program_id(1).to(tl.int64)
-    length = tl.full([], 0, tl.int64)
-    if lengths is not None:
-        length = tl.load(lengths + b).to(tl.int64)
+    length, start = load_columns(lengths, starts, b, N, columns)
     # Only the block's first entry is divided in 64 bits, the others count from there.
     first = tl.program_id(0).to(tl.int64) * BLOCK
     bit = tl.arange(0, 8)
-    num_columns = tl.full([], columns, tl.uint32)
+    divisor = tl.full([], row_bits, tl.uint32)
     entry = (tl.arange(0, BLOCK)[:, None] * 8 + bit[None, :]).to(tl.uint32)
-    entry += (first * 8 % columns).to(tl.uint32)
-    n = first * 8 // columns + (entry // num_columns).to(tl.int64)
-    c = (entry % num_columns).to(tl.int64)
-    inside = n < N
+    entry += (first * 8 % row_bits).to(tl.uint32)
+    n = first * 8 // row_bits + (entry // divisor).to(tl.int64)
+    c = (entry % divisor).to(tl.int64)
+    inside = (n < N) & (c < columns)
     n = tl.where(inside, n, 0)
     words = ancestors + (b * N + n) * W
-    visible = is_visible(words, has_bits(words, N, W), n, c, length, N) & inside
+    visible = is_visible(words, has_bits(words, N, W), n, c, length, start, N) & inside
     byte = first + tl.arange(0, BLOCK)
     tl.store(mask + b * size + byte, tl.sum(visible.to(tl.int32) << bit[None, :], axis=1).to(tl.uint8),
              mask=byte < size)
 
 
-def tree_mask(ancestors, lengths, form, columns, dtype):
+def tree_mask(ancestors, lengths, start, form, columns, dtype):
     B, N, W = ancestors.shape
-    if form == "packed":
-        size = triton.cdiv(N * columns, 8)
+    if form in ("packed", "packed_rows"):
+        row_bits = columns if form == "packed" else triton.cdiv(columns, 8) * 8
+        size = triton.cdiv(N * row_bits, 8)
         mask = ancestors.new_empty((B, size), dtype=torch.uint8)
         if B > 0:
             block = min(triton.next_power_of_2(size), 128)
-            packed_kernel[(triton.cdiv(size, block), B)](ancestors, lengths, mask, N, W, columns, size,
+            packed_kernel[(triton.cdiv(size, block), B)](ancestors, lengths, start, mask, N, W, columns, row_bits, size,
                                                          BLOCK=block)
-        return mask
+        return mask if form == "packed" else mask.view(B, N, row_bits // 8)
     mask = ancestors.new_empty((B, N, columns), dtype=torch.uint8 if form == "bool" else dtype)
     if B > 0:
         block = min(triton.next_power_of_2(columns), 1024)
-        dense_kernel[(B * N, triton.cdiv(columns, block))](ancestors, lengths, mask, N, W, columns,
+        dense_kernel[(B * N, triton.cdiv(columns, block))](ancestors, lengths, start, mask, N, W, columns,
                                                            ADDITIVE=form == "additive", BLOCK=block)
     return mask.view(torch.bool) if form == "bool" else mask

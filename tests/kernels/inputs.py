@@ -595,15 +595,22 @@ CASES["tree_mask"] = [
     (3, 12, True, "bool", 20),
     (1, 5, True, "additive", 9, torch.bfloat16),
     (2, 9, False, "packed"),
+    (3, 12, True, "packed_rows", 43, torch.float32, True),
+    (2, 70, False, "bool", 100, torch.float32, True),
 ]
 
 
-def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float32):
-    """Ancestor bits of trees with unused slots; lengths from 0 to more than there are columns."""
+def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float32, start=False):
+    """Ancestor bits of trees with unused slots; lengths from 0 to more than there are columns.
+
+    start: nodes begin before the cached columns end, behind them, and out of sight.
+    """
     g = torch.Generator().manual_seed(B + N)
     ancestors = ancestors_of(random_parents(B, N - 1, g))
     each_length = torch.tensor([0, 3, 2**20], dtype=torch.int32).roll(-1 if B < 3 else 0).repeat(B)[:B].to(DEVICE)
     kwargs = {"form": form, "columns": columns, "dtype": dtype}
+    if start:
+        kwargs["start"] = torch.tensor([5, -2, 2**62]).repeat(B)[:B].to(DEVICE)
     return (ancestors.to(DEVICE), each_length if lengths else None), kwargs
 
 

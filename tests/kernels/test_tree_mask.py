@@ -60,6 +60,9 @@ def test_additive(backend, dtype):
     mask = tree_mask(ancestors_of([-1, 0, 0]), lengths(1), columns=4, form="additive", dtype=dtype,
                      backend=backend)
     assert mask.dtype == dtype
+    by_name = tree_mask(ancestors_of([-1, 0, 0]), lengths(1), columns=4, form="additive", dtype=str(dtype)[6:],
+                        backend=backend)
+    assert by_name.dtype == dtype
     assert mask[0].tolist() == [[0, 0, -math.inf, -math.inf], [0, 0, 0, -math.inf], [0, 0, -math.inf, 0]]
 
 
@@ -67,6 +70,30 @@ def test_additive(backend, dtype):
 def test_packed_by_hand(backend):
     """x.. xx. x.x is 100 110 101 in row order: bits 0, 3, 4, 6 and 8, so 1 + 8 + 16 + 64 = 89 and 1."""
     assert tree_mask(ancestors_of([-1, 0, 0]), form="packed", backend=backend).tolist() == [[89, 1]]
+
+
+@BACKENDS
+@pytest.mark.parametrize("length, start, columns, expected", [
+    (2, 4, 9, ["xx..x....", "xx..xx...", "xx..x.x..", "xx..x.xx.", "........x"]),  # columns 2 and 3 are of nobody
+    (None, 1, 6, [".x....", ".xx...", ".x.x..", ".x.xx.", ".....x"]),             # nothing is cached
+    (3, 1, 6, ["xxx...", "xxx...", "xxxx..", "xxxxx.", ".....x"]),                # the nodes begin among the cached
+    (2, -2, 4, ["xx..", "xx..", "xx..", "xx..", "..x."]),                         # nodes 0 and 1 are out of sight
+    (1, 2**63 - 1, 3, ["x..", "x..", "x..", "x..", "..."]),
+    (1, -2**63, 3, ["x..", "x..", "x..", "x..", "..."]),
+])
+def test_nodes_may_stand_away_from_what_is_cached(backend, length, start, columns, expected):
+    length = None if length is None else lengths(length)
+    for dtype in (torch.int64, torch.int32) if abs(start) < 100 else (torch.int64,):
+        mask = tree_mask(ancestors_of(TREE), length, start=torch.tensor([start], dtype=dtype, device=DEVICE),
+                         columns=columns, backend=backend)
+        assert picture(mask[0]) == expected
+
+
+@BACKENDS
+def test_packed_rows_by_hand(backend):
+    """Of 9 columns: xx..x.... is 1 + 2 + 16 = 19 and 0; the unused slot's last column is bit 0 of the second byte."""
+    mask = tree_mask(ancestors_of(TREE), lengths(2), start=lengths(4), columns=9, form="packed_rows", backend=backend)
+    assert mask.tolist() == [[[19, 0], [51, 0], [83, 0], [211, 0], [0, 1]]]
 
 
 @BACKENDS
@@ -103,6 +130,8 @@ def test_the_forms_say_the_same(backend, N, columns):
     visible = tree_mask(*args, columns=columns, backend=backend)
     packed = tree_mask(*args, columns=columns, form="packed", backend=backend)
     additive = tree_mask(*args, columns=columns, form="additive", backend=backend)
+    rows = tree_mask(*args, columns=columns, form="packed_rows", backend=backend)
+    assert np.array_equal(rows.cpu().numpy(), np.packbits(visible.cpu().numpy(), axis=2, bitorder="little"))
     assert packed.dtype == torch.uint8 and visible.dtype == torch.bool
     assert np.array_equal(packed.cpu().numpy(),
                           np.packbits(visible.flatten(1).cpu().numpy(), axis=1, bitorder="little"))
@@ -147,10 +176,12 @@ def test_bits_beyond_the_last_node_are_nothing(backend, N):
     ("ancestors", torch.zeros(2, 3, 1), r"must be int64 \(B=2, N=3, W=1\), got float32 \(2, 3, 1\)"),
     ("ancestors", torch.zeros(2, 0, 0, dtype=torch.int64), r"must have N >= 1, got shape \(2, 0, 0\)"),
     ("lengths", torch.zeros(2), r"lengths must be int32 \(B=2\), got float32 \(2,\)"),
-    ("columns", None, "columns must be given when lengths are"),
+    ("start", torch.zeros(2), r"start must be int64 or int32 \(B=2\), got float32 \(2,\)"),
+    ("columns", None, "columns must be given when lengths or start are"),
     ("columns", 0, "columns must be an integer >= 1, got 0"),
-    ("form", "dense", "form must be one of bool, additive, packed, got 'dense'"),
+    ("form", "dense", "form must be one of bool, additive, packed, packed_rows, got 'dense'"),
     ("dtype", torch.float64, "dtype must be one of float32, float16, bfloat16, got torch.float64"),
+    ("dtype", "half", "dtype must be one of float32, float16, bfloat16, got 'half'"),
     ("backend", "fast", "backend of tree_mask must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):
