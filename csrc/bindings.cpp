@@ -97,8 +97,7 @@ specvis::LogitRows logit_rows(const Tensor& logits,                   // (B, N, 
 }
 
 specvis::Neighbors neighbors_of(const std::optional<Tensor>& table, int64_t offset) {  // (C, k)
-  if (!table) return {};
-  return {table->const_data_ptr(), table->scalar_type() == ScalarType::UInt16, table->size(0), table->size(1), offset};
+  return table ? specvis::neighbors_of(*table, offset) : specvis::Neighbors();
 }
 
 // What verify_logits and verify_tree return: accepted_nodes, num_accepted, next_token, tv_excess, status.
@@ -115,8 +114,8 @@ Verified verification(specvis::Verification& batch,
                       const std::optional<Tensor>& neighbors,    // (C, k)
                       const std::optional<Tensor>& delta,        // (B)
                       const std::optional<Tensor>& omega,        // (B, P)
-                      const std::string& cutoff, int64_t offset, const std::string& residual, int64_t max_depth,
-                      int64_t V) {
+                      const std::string& cutoff, int64_t offset, const std::string& residual, const std::string& empty,
+                      int64_t max_depth, int64_t V) {
   const int64_t B = tokens.size(0);
   Tensor accepted_nodes = torch::stable::new_empty(tokens, {B, max_depth}, ScalarType::Int);
   Tensor num_accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
@@ -139,6 +138,7 @@ Verified verification(specvis::Verification& batch,
   batch.omega = data<float>(omega);
   batch.cutoff = specvis::cutoff_named(cutoff);
   batch.residual = specvis::residual_named(residual);
+  batch.empty = specvis::empty_named(empty);
   batch.accepted_nodes = accepted_nodes.mutable_data_ptr<int32_t>();
   batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
   batch.next_token = next_token.mutable_data_ptr<int64_t>();
@@ -573,6 +573,53 @@ Tensor tree_mask(const Tensor& ancestors,               // (B, N, W)
   return mask;
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> verify_chain(const Tensor& target_probs,                 // (T, V)
+                                                        const Tensor& draft_tokens,                 // (D)
+                                                        const Tensor& cu_num_draft_tokens,          // (B)
+                                                        const Tensor& uniforms,                     // (D + B)
+                                                        const std::optional<Tensor>& bonus_tokens,  // (B)
+                                                        const std::optional<Tensor>& draft_probs,   // (D, V)
+                                                        const std::optional<Tensor>& neighbors,     // (C, k)
+                                                        const std::optional<Tensor>& delta,         // (B)
+                                                        const std::optional<Tensor>& omega,         // (B)
+                                                        const std::optional<Tensor>& greedy,        // (B)
+                                                        std::string cutoff, int64_t offset, std::string residual,
+                                                        std::string empty) {
+  const int64_t B = cu_num_draft_tokens.size(0);
+  const Device device(target_probs);
+  Tensor num_accepted = torch::stable::new_empty(target_probs, {B}, ScalarType::Int);
+  Tensor next_token = torch::stable::new_empty(target_probs, {B}, ScalarType::Long);
+  Tensor tv_excess = torch::stable::new_empty(target_probs, {B});
+  Tensor status = torch::stable::new_empty(target_probs, {B}, ScalarType::Int);
+  specvis::VerifyChain batch = {};
+  batch.B = B;
+  batch.V = target_probs.size(1);
+  batch.D = draft_tokens.size(0);
+  batch.draft_tokens = specvis::integers_of(draft_tokens);
+  batch.ends = specvis::integers_of(cu_num_draft_tokens);
+  batch.target_probs = target_probs.const_data_ptr<float>();
+  batch.bonus_tokens = data<int64_t>(bonus_tokens);
+  batch.greedy = data<bool>(greedy);
+  batch.uniforms = uniforms.const_data_ptr<float>();
+  batch.draft_probs = data<float>(draft_probs);
+  batch.neighbors = neighbors_of(neighbors, offset);
+  batch.delta = data<float>(delta);
+  batch.omega = data<float>(omega);
+  batch.cutoff = specvis::cutoff_named(cutoff);
+  batch.residual = specvis::residual_named(residual);
+  batch.empty = specvis::empty_named(empty);
+  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
+  batch.next_token = next_token.mutable_data_ptr<int64_t>();
+  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
+  batch.status = status.mutable_data_ptr<int32_t>();
+  int64_t bytes = 0;
+  check(specvis::verify_chain_scratch(batch, &bytes));
+  Tensor scratch = torch::stable::new_empty(target_probs, {bytes}, ScalarType::Char);
+  batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
+  check(specvis::verify_chain_cuda(batch, device.stream()));
+  return {num_accepted, next_token, tv_excess, status};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> verify_greedy(const Tensor& target_tokens,  // (B, N)
                                                          const Tensor& tokens,         // (B, N)
                                                          const Tensor& first_child,    // (B, N)
@@ -619,11 +666,11 @@ Verified verify_logits(const Tensor& logits,                      // (B, N, V)
                        const std::optional<Tensor>& seeds,        // (B)
                        const std::optional<Tensor>& positions,    // (B, N)
                        int64_t first_id, int64_t last_id, std::string filters, std::string cutoff, int64_t offset,
-                       std::string residual, int64_t max_depth) {
+                       std::string residual, std::string empty, int64_t max_depth) {
   const Device device(logits);
   specvis::VerifyLogits batch = {};
   Verified outputs = verification(batch, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                                  delta, omega, cutoff, offset, residual, max_depth, logits.size(2));
+                                  delta, omega, cutoff, offset, residual, empty, max_depth, logits.size(2));
   batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
   batch.seeds = data<int64_t>(seeds);
   batch.positions = data<int64_t>(positions);
@@ -646,11 +693,11 @@ Verified verify_tree(const Tensor& target_probs,                // (B, N, V)
                      const std::optional<Tensor>& delta,        // (B)
                      const std::optional<Tensor>& omega,        // (B, P)
                      const std::optional<Tensor>& greedy,       // (B)
-                     std::string cutoff, int64_t offset, std::string residual, int64_t max_depth) {
+                     std::string cutoff, int64_t offset, std::string residual, std::string empty, int64_t max_depth) {
   const Device device(target_probs);
   specvis::VerifyTree batch = {};
   Verified outputs = verification(batch, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                                  delta, omega, cutoff, offset, residual, max_depth, target_probs.size(2));
+                                  delta, omega, cutoff, offset, residual, empty, max_depth, target_probs.size(2));
   batch.target_probs = target_probs.const_data_ptr<float>();
   batch.greedy = data<bool>(greedy);
   int64_t bytes = 0;
@@ -678,6 +725,7 @@ STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
   m.impl("select_tree", TORCH_BOX(&select_tree));
   m.impl("tree_links", TORCH_BOX(&tree_links));
   m.impl("tree_mask", TORCH_BOX(&tree_mask));
+  m.impl("verify_chain", TORCH_BOX(&verify_chain));
   m.impl("verify_greedy", TORCH_BOX(&verify_greedy));
   m.impl("verify_logits", TORCH_BOX(&verify_logits));
   m.impl("verify_tree", TORCH_BOX(&verify_tree));

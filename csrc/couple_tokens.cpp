@@ -180,8 +180,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens_cpu(const Tenso
                  neighbors || groups,
                  groups ? groups->size(2) : 0};
   if (neighbors) {
-    rules.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), neighbors->scalar_type() == ScalarType::UInt16,
-                                         neighbors->size(0), neighbors->size(1), offset);
+    rules.neighbors = specvis::neighbors_of(*neighbors, offset);
     rules.num_considered = neighbors->size(1) - (rules.residual == ResidualRule::released);
   }
   const float *target = target_probs.const_data_ptr<float>(), *draft = draft_probs.const_data_ptr<float>();

@@ -23,8 +23,7 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum_cpu(const Tensor& probs,    
   Tensor relaxed_mass = torch::stable::new_empty(probs, {R});
   Tensor num_neighbors = torch::stable::new_empty(probs, {R}, ScalarType::Int);
   Tensor status = torch::stable::new_empty(probs, {R}, ScalarType::Int);
-  const specvis::Neighbors table(neighbors.const_data_ptr(), neighbors.scalar_type() == ScalarType::UInt16,
-                                 neighbors.size(0), neighbors.size(1), offset);
+  const specvis::Neighbors table = specvis::neighbors_of(neighbors, offset);
   const specvis::Cutoff rule = specvis::cutoff_named(cutoff);
   const float* p = probs.const_data_ptr<float>();
   const int64_t* x = tokens.const_data_ptr<int64_t>();

@@ -209,7 +209,7 @@ struct VerifyGreedy {
 };
 cudaError_t verify_greedy_cuda(const VerifyGreedy& batch, cudaStream_t stream);
 
-// What verify_logits and verify_tree take beside the target's rows, and what they return.
+// What verify_chain, verify_logits and verify_tree take beside the target's rows, and what they return.
 struct Verification {
   int64_t B, N, V, num_draft_rows, max_depth;  // the last two are M and P below
   const int64_t* tokens;                       // (B, N)
@@ -223,6 +223,7 @@ struct Verification {
   const float* omega;                          // (B, P) or null
   Cutoff cutoff;
   ResidualRule residual;
+  Empty empty;
   char* scratch;            // of as many bytes as the op's function says, aligned to 16
   int32_t* accepted_nodes;  // (B, P)
   int32_t* num_accepted;    // (B)
@@ -230,6 +231,19 @@ struct Verification {
   float* tv_excess;         // (B)
   int32_t* status;          // (B)
 };
+
+// Of its base, the sizes N, M and P are 0 and the arrays of the tree are null; omega has one number a request.
+struct VerifyChain : Verification {
+  int64_t D;
+  Integers draft_tokens;        // (D)
+  Integers ends;                // (B): the first draft behind each request's own
+  const float* target_probs;    // (T, V)
+  const int64_t* bonus_tokens;  // (B) or null
+  const bool* greedy;           // (B) or null
+};
+// How many bytes of scratch memory verify_chain_cuda needs.
+cudaError_t verify_chain_scratch(const VerifyChain& batch, int64_t* bytes);
+cudaError_t verify_chain_cuda(const VerifyChain& batch, cudaStream_t stream);
 
 struct VerifyLogits : Verification {
   LogitRows rows;

@@ -26,6 +26,7 @@ constexpr int32_t kEmptyResidual = 1, kInvalidRow = 2, kInvalidTree = 4, kInvali
 
 enum class Cutoff { tvd, ratio, jsd };
 enum class ResidualRule { optimal, relaxed, released };
+enum class Empty { target, uniform };  // what takes the place of a residual of which nothing is left
 
 // The enumerators of names that Python has checked.
 inline Cutoff cutoff_named(const std::string& name) {
@@ -34,6 +35,7 @@ inline Cutoff cutoff_named(const std::string& name) {
 inline ResidualRule residual_named(const std::string& name) {
   return name == "optimal" ? ResidualRule::optimal : name == "relaxed" ? ResidualRule::relaxed : ResidualRule::released;
 }
+inline Empty empty_named(const std::string& name) { return name == "target" ? Empty::target : Empty::uniform; }
 
 constexpr double kFixedOne = 4398046511104.0;            // 2^42: probabilities are counted in units of 2^-42
 constexpr double kMaxThreshold = 4611686018427387904.0;  // 2^62: no threshold is larger
@@ -49,40 +51,71 @@ struct Total {
   bool valid;
 };
 
+// Each token's mass in the uniform distribution over a vocabulary of V.
+HOST_DEVICE inline int64_t uniform_mass(int64_t V) { return static_cast<int64_t>(kFixedOne) / V; }
+
 // How many of a token's nearest neighbors the cutoff keeps, and their mass.
 struct NeighborPrefix {
   int64_t mass, num_kept;
 };
 
-// The table of neighbors, of 16-bit or of 32-bit codes, read as token ids.
+// An array of integers: of 16 bits without a sign, or of 32 or 64 bits with one.
+struct Integers {
+  const void* data;
+  int64_t bytes;  // of each: 2, 4 or 8
+
+  HOST_DEVICE int64_t operator[](int64_t i) const {
+    if (bytes == 2) return static_cast<const uint16_t*>(data)[i];
+    if (bytes == 4) return static_cast<const int32_t*>(data)[i];
+    return static_cast<const int64_t*>(data)[i];
+  }
+  // f(pointer to the i-th) with its type.
+  template <class F>
+  auto visit(int64_t i, F f) const {
+    if (bytes == 2) return f(static_cast<const uint16_t*>(data) + i);
+    if (bytes == 4) return f(static_cast<const int32_t*>(data) + i);
+    return f(static_cast<const int64_t*>(data) + i);
+  }
+};
+
+// The token id of a code. Where the sum has no room it is negative: the id of no token.
+HOST_DEVICE inline int64_t id_of_code(int64_t code, int64_t offset) {
+  return static_cast<int64_t>(static_cast<uint64_t>(code) + static_cast<uint64_t>(offset));
+}
+
+// The table of neighbors, read as token ids.
 class Neighbors {
  public:
   Neighbors() = default;
-  HOST_DEVICE Neighbors(const void* table, bool is_uint16, int64_t C, int64_t k, int64_t offset)
-      : table_(table), is_uint16_(is_uint16), C_(C), k_(k), offset_(offset) {}
+  HOST_DEVICE Neighbors(Integers table, int64_t C, int64_t k, int64_t offset)
+      : table_(table), C_(C), k_(k), offset_(offset) {}
 
   HOST_DEVICE int64_t k() const { return k_; }  // neighbors of a token in the table
   HOST_DEVICE int64_t offset() const { return offset_; }
   HOST_DEVICE bool has(int64_t token) const { return token >= offset_ && token - offset_ < C_; }
   // The j-th neighbor of a token that has() neighbors. The table may hold an id outside of the vocabulary.
   HOST_DEVICE int64_t operator()(int64_t token, int64_t j) const {
-    const int64_t i = (token - offset_) * k_ + j;
-    return offset_ + (is_uint16_ ? int64_t{static_cast<const uint16_t*>(table_)[i]}
-                                 : int64_t{static_cast<const int32_t*>(table_)[i]});
+    return id_of_code(table_[(token - offset_) * k_ + j], offset_);
   }
-  // The row of a token that has() neighbors, before the offset is added: one of the two, the other is null.
-  const uint16_t* narrow_row(int64_t token) const {
-    return is_uint16_ ? static_cast<const uint16_t*>(table_) + (token - offset_) * k_ : nullptr;
-  }
-  const int32_t* wide_row(int64_t token) const {
-    return is_uint16_ ? nullptr : static_cast<const int32_t*>(table_) + (token - offset_) * k_;
+  // f(the codes of a token that has() neighbors, from the j-th on).
+  template <class F>
+  auto visit_codes(int64_t token, int64_t j, F f) const {
+    return table_.visit((token - offset_) * k_ + j, f);
   }
 
  private:
-  const void* table_ = nullptr;
-  bool is_uint16_ = false;
+  Integers table_ = {nullptr, 0};
   int64_t C_ = 0, k_ = 0, offset_ = 0;
 };
+
+template <class Tensor>
+Integers integers_of(const Tensor& tensor) {
+  return {tensor.const_data_ptr(), static_cast<int64_t>(tensor.element_size())};
+}
+template <class Tensor>
+Neighbors neighbors_of(const Tensor& table, int64_t offset) {  // (C, k)
+  return {integers_of(table), table.size(0), table.size(1), offset};
+}
 
 // Jensen-Shannon divergence of a row from the same row with its neighbors' mass moved onto the token.
 HOST_DEVICE inline double jsd(double neighbor_mass, double token_mass) {

@@ -48,11 +48,26 @@ struct Layout {
   }
 };
 
-// One request: its arrays, and the rules.
-template <class Rows>
+// A request's slices of a batch of trees: of N nodes, with num_draft_rows rows of the draft.
+struct Tree {
+  static constexpr bool kHasBonus = false;
+  const Verification& batch;
+  int64_t b;
+
+  __device__ int64_t num_nodes() const { return batch.N; }
+  __device__ int64_t max_depth() const { return batch.max_depth; }
+  __device__ int64_t num_draft_rows() const { return batch.num_draft_rows; }
+  __device__ const float* draft_probs() const { return batch.draft_probs + b * batch.num_draft_rows * batch.V; }
+  __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.max_depth + depth] : 1.0; }
+  __device__ int32_t* accepted_nodes() const { return batch.accepted_nodes + b * batch.max_depth; }
+};
+
+// One request: its arrays, and the rules. Links is Tree, or a class with the same members.
+template <class Rows, class Links>
 struct Request {
   const Verification& batch;
   Rows rows;  // the target's
+  Links links;
   int64_t b;
   Node* nodes;             // (N)
   int64_t* fixed_probs;    // (V)
@@ -62,22 +77,30 @@ struct Request {
 
   // Is `child` a later node than `previous`, with a token in the vocabulary?
   __device__ bool is_valid(int64_t child, int64_t previous) const {
-    return child > previous && child < batch.N && nodes[child].token >= 0 && nodes[child].token < batch.V;
+    return child > previous && child < links.num_nodes() && nodes[child].token >= 0 && nodes[child].token < batch.V;
   }
   __device__ Budget budget(int64_t token_mass, int64_t total) const {
     return Budget(batch.cutoff, batch.delta ? batch.delta[b] : -1.0f, token_mass, total);
   }
-  __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.max_depth + depth] : 1.0; }
   __device__ bool is_undefined() const {
-    for (int64_t d = 0; batch.omega && d < batch.max_depth; ++d) {
-      if (specvis::is_undefined(omega(d), num_considered > 0, batch.residual)) return true;
+    for (int64_t d = 0; batch.omega && d < links.max_depth(); ++d) {
+      if (specvis::is_undefined(links.omega(d), num_considered > 0, batch.residual)) return true;
     }
     return false;
+  }
+  // Has the node no row, because the token after it is drawn already?
+  __device__ bool ends_in_bonus(int64_t node) const {
+    if constexpr (Links::kHasBonus) return links.bonus && node == links.num_nodes() - 1;
+    return false;
+  }
+  __device__ int64_t bonus() const {
+    if constexpr (Links::kHasBonus) return *links.bonus;
+    return 0;
   }
 };
 
 struct VerifyResult {
-  int32_t* accepted_nodes;  // (P), filled with -1
+  int32_t* accepted_nodes;  // (P), filled with -1; null: nobody asks
   int32_t num_accepted = 0;
   int64_t next_token = 0;
   double tv_excess = 0;  // in thread 0 only
@@ -86,10 +109,10 @@ struct VerifyResult {
 
 // The residual of the target at one node: its row, or a copy in fixed point. Every thread has the same object and
 // calls its methods together with the others. After a method that writes, every thread may read.
-template <class Rows>
+template <class Rows, class Links>
 class Residual {
  public:
-  __device__ explicit Residual(const Request<Rows>& request) : request_(request), V_(request.batch.V) {}
+  __device__ explicit Residual(const Request<Rows, Links>& request) : request_(request), V_(request.batch.V) {}
 
   // The target's row at a node, as it is.
   __device__ void read(int64_t node) {
@@ -99,6 +122,16 @@ class Residual {
     const Total sum = row_.sum(is_copy_ ? request_.fixed_probs : nullptr);
     valid_ = sum.valid;
     total_ = sum.mass;
+  }
+
+  // The uniform distribution.
+  __device__ void fill() {
+    __syncthreads();
+    const int64_t mass = uniform_mass(V_);
+    for (int64_t v = threadIdx.x; v < V_; v += blockDim.x) request_.fixed_probs[v] = mass;
+    is_copy_ = true;
+    total_ = V_ * mass;
+    __syncthreads();
   }
 
   __device__ bool valid() const { return valid_; }
@@ -177,7 +210,7 @@ class Residual {
     is_copy_ = true;
   }
 
-  const Request<Rows>& request_;
+  const Request<Rows, Links>& request_;
   int64_t V_;
   Row row_;
   bool is_copy_, valid_;
@@ -187,9 +220,9 @@ class Residual {
 // Updates the residual and the draft after the rejection of x, of whose neighbors the cutoff had kept num_kept. The
 // rule "released" is that of LANTERN's released code: as soon as one neighbor was kept, it clears or protects all
 // neighbors of x in the table.
-template <class Rows>
-__device__ void reject(const Request<Rows>& request, Residual<Rows>& residual, const Candidate& candidate, int64_t x,
-                       int64_t num_kept) {
+template <class Rows, class Links>
+__device__ void reject(const Request<Rows, Links>& request, Residual<Rows, Links>& residual, const Candidate& candidate,
+                       int64_t x, int64_t num_kept) {
   const ResidualRule rule = request.batch.residual;
   const double slack = rule == ResidualRule::optimal ? slack_of(candidate.omega) : 0.0;
   const int64_t count = rule == ResidualRule::optimal   ? 0
@@ -217,35 +250,43 @@ __device__ void reject(const Request<Rows>& request, Residual<Rows>& residual, c
   residual.subtract(request.draft, candidate.draft_total, candidate.total, slack, x);
 }
 
-template <class Rows>
-__device__ void verify_sampled(const Request<Rows>& request, VerifyResult& out) {
+template <class Rows, class Links>
+__device__ void verify_sampled(const Request<Rows, Links>& request, VerifyResult& out) {
   const Verification& batch = request.batch;
+  const Links& links = request.links;
   const Node* nodes = request.nodes;
   const bool is_undefined = request.is_undefined();
   if (is_undefined) out.status |= kInvalidRule;
-  Residual<Rows> residual(request);
+  Residual residual(request);
   int64_t node = 0, previous = 0, child = -1, draft_total = 0;
   double reach_prob = 1;
-  bool enters = true, sampled = false;  // else the node's row is read again, because nothing was left of it
+  bool enters = true, sampled = false;  // else nothing was left of the node's row
   while (true) {
-    residual.read(node);
+    if (request.ends_in_bonus(node)) {
+      out.next_token = request.bonus();
+      return;
+    }
+    if (enters || batch.empty == Empty::target) {
+      residual.read(node);
+    } else {
+      residual.fill();
+    }
     if (enters) {
       if (!residual.valid()) {
         out.status |= kInvalidRow;
         return;
       }
-      child = is_undefined || out.num_accepted == batch.max_depth ? -1 : nodes[node].first_child;
+      child = is_undefined || out.num_accepted == links.max_depth() ? -1 : nodes[node].first_child;
       const int64_t from = nodes[node].draft_row;
       sampled = child >= 0 && from >= 0;
       draft_total = 0;
       if (sampled) {
         Total draft_row_sum = {0, false};
-        if (from < batch.num_draft_rows) {
-          draft_row_sum =
-              sum_row(batch.draft_probs + (request.b * batch.num_draft_rows + from) * batch.V, batch.V, request.draft);
+        if (from < links.num_draft_rows()) {
+          draft_row_sum = sum_row(links.draft_probs() + from * batch.V, batch.V, request.draft);
         }
         if (!draft_row_sum.valid) {
-          out.status |= from < batch.num_draft_rows ? kInvalidDraft : kInvalidTree;
+          out.status |= from < links.num_draft_rows() ? kInvalidDraft : kInvalidTree;
           child = -1;
         }
         draft_total = draft_row_sum.mass;
@@ -270,7 +311,7 @@ __device__ void verify_sampled(const Request<Rows>& request, VerifyResult& out) 
                                      residual.total(),
                                      sampled ? to_fixed_point(request.draft[x]) : 0,
                                      draft_total,
-                                     request.omega(out.num_accepted)};
+                                     links.omega(out.num_accepted)};
         if (threadIdx.x == 0) {
           const double accept_prob = candidate.accept_prob(false);
           out.tv_excess += reach_prob * candidate.tv_excess();
@@ -296,15 +337,15 @@ __device__ void verify_sampled(const Request<Rows>& request, VerifyResult& out) 
       out.next_token = residual.draw(nodes[0].uniform);
       return;
     }
-    if (threadIdx.x == 0) out.accepted_nodes[out.num_accepted] = static_cast<int32_t>(next);
+    if (threadIdx.x == 0 && out.accepted_nodes) out.accepted_nodes[out.num_accepted] = static_cast<int32_t>(next);
     ++out.num_accepted;
     node = next;
   }
 }
 
 // The id of the row's largest entry, the lowest id on ties.
-template <class Rows>
-__device__ int64_t row_argmax(const Residual<Rows>& row, int64_t V) {
+template <class Rows, class Links>
+__device__ int64_t row_argmax(const Residual<Rows, Links>& row, int64_t V) {
   int64_t max_mass = -1, argmax = V;
   const auto offer = [&](int64_t mass, int64_t id) {
     if (mass > max_mass || (mass == max_mass && id < argmax)) max_mass = mass, argmax = id;
@@ -327,16 +368,21 @@ __device__ int64_t row_argmax(const Residual<Rows>& row, int64_t V) {
 
 // A greedy request: the nodes in order. Each accepted node verifies the chain of its children. At last the row at the
 // end of the path is read.
-template <class Rows>
-__device__ void verify_greedy(const Request<Rows>& request, VerifyResult& out) {
+template <class Rows, class Links>
+__device__ void verify_greedy(const Request<Rows, Links>& request, VerifyResult& out) {
   const Verification& batch = request.batch;
+  const int64_t N = request.links.num_nodes(), max_depth = request.links.max_depth();
   Node* nodes = request.nodes;
-  Residual<Rows> row(request);
+  Residual row(request);
   int64_t best = 0;
-  for (int64_t n = 0; n <= batch.N; ++n) {
-    const bool at_end = n == batch.N;
+  for (int64_t n = 0; n <= N; ++n) {
+    const bool at_end = n == N;
     if (!at_end && nodes[n].depth > nodes[best].depth) best = n;
-    if (!at_end && (nodes[n].depth < 0 || nodes[n].depth >= batch.max_depth || nodes[n].first_child < 0)) continue;
+    if (!at_end && (nodes[n].depth < 0 || nodes[n].depth >= max_depth || nodes[n].first_child < 0)) continue;
+    if (at_end && request.ends_in_bonus(best)) {
+      out.next_token = request.bonus();
+      break;
+    }
     row.read(at_end ? best : n);
     if (!row.valid()) {
       if (at_end) out.status |= kInvalidRow;
@@ -364,42 +410,45 @@ __device__ void verify_greedy(const Request<Rows>& request, VerifyResult& out) {
   }
   out.num_accepted = nodes[best].depth;
   out.tv_excess = nodes[best].num_non_argmax;
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x != 0 || !out.accepted_nodes) return;
   for (int64_t d = out.num_accepted; d > 0; --d) {
     out.accepted_nodes[d - 1] = static_cast<int32_t>(best);
     best = nodes[best].parent;
   }
 }
 
-// Verifies request b and writes its outputs.
-template <class Rows>
-__device__ void verify(const Verification& batch, int64_t b, const Rows& rows, bool greedy, const Layout& layout,
-                       char* shared) {
-  const int64_t N = batch.N, max_depth = batch.max_depth, k = batch.neighbors.k();
+// Writes the outputs of request b, apart from accepted_nodes.
+__device__ inline void write(const Verification& batch, int64_t b, const VerifyResult& out) {
+  if (threadIdx.x != 0) return;
+  batch.num_accepted[b] = out.num_accepted;
+  batch.next_token[b] = out.next_token;
+  batch.tv_excess[b] = static_cast<float>(out.tv_excess);
+  batch.status[b] = out.status;
+}
+
+// Verifies request b and writes its outputs. The nodes are `nodes`, or where the layout says if that is null;
+// node_at(n) is the n-th.
+template <class Rows, class Links, class NodeAt>
+__device__ void verify(const Verification& batch, int64_t b, const Rows& rows, const Links& links, NodeAt node_at,
+                       bool greedy, const Layout& layout, char* shared, Node* nodes = nullptr) {
+  const int64_t k = batch.neighbors.k();
   char* scratch = batch.scratch + b * layout.scratch;
   const auto at = [&](Layout::Region region) { return (region.shared ? shared : scratch) + region.offset; };
 
-  const Request<Rows> request = {batch,
-                                 rows,
-                                 b,
-                                 reinterpret_cast<Node*>(at(layout.nodes)),
-                                 reinterpret_cast<int64_t*>(at(layout.fixed_probs)),
-                                 layout.fixed_probs.shared || !Rows::Row::kIsStored,
-                                 reinterpret_cast<float*>(at(layout.draft)),
-                                 k > 0 ? k - (batch.residual == ResidualRule::released) : 0};
-  for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
-    const int64_t i = b * N + n;
-    request.nodes[n] = {batch.tokens[i],
-                        batch.first_child[i],
-                        batch.next_sibling[i],
-                        batch.draft_row ? batch.draft_row[i] : -1,
-                        batch.uniforms[i],
-                        n == 0 ? 0 : -1,
-                        0,
-                        0};
+  const Request<Rows, Links> request = {batch,
+                                        rows,
+                                        links,
+                                        b,
+                                        nodes ? nodes : reinterpret_cast<Node*>(at(layout.nodes)),
+                                        reinterpret_cast<int64_t*>(at(layout.fixed_probs)),
+                                        layout.fixed_probs.shared || !Rows::Row::kIsStored,
+                                        reinterpret_cast<float*>(at(layout.draft)),
+                                        k > 0 ? k - (batch.residual == ResidualRule::released) : 0};
+  for (int64_t n = threadIdx.x; n < links.num_nodes(); n += blockDim.x) request.nodes[n] = node_at(n);
+  VerifyResult out = {links.accepted_nodes()};
+  for (int64_t d = threadIdx.x; out.accepted_nodes && d < links.max_depth(); d += blockDim.x) {
+    out.accepted_nodes[d] = -1;
   }
-  VerifyResult out = {batch.accepted_nodes + b * max_depth};
-  for (int64_t d = threadIdx.x; d < max_depth; d += blockDim.x) out.accepted_nodes[d] = -1;
   __syncthreads();
 
   if (greedy) {
@@ -407,12 +456,45 @@ __device__ void verify(const Verification& batch, int64_t b, const Rows& rows, b
   } else {
     verify_sampled(request, out);
   }
-  if (threadIdx.x != 0) return;
-  batch.num_accepted[b] = out.num_accepted;
-  batch.next_token[b] = out.next_token;
-  batch.tv_excess[b] = static_cast<float>(out.tv_excess);
-  batch.status[b] = out.status;
+  write(batch, b, out);
 }
+
+// The same of a request of a batch of trees.
+template <class Rows>
+__device__ void verify(const Verification& batch, int64_t b, const Rows& rows, bool greedy, const Layout& layout,
+                       char* shared) {
+  const auto node_at = [&](int64_t n) {
+    const int64_t i = b * batch.N + n;
+    return Node{batch.tokens[i],
+                batch.first_child[i],
+                batch.next_sibling[i],
+                batch.draft_row ? batch.draft_row[i] : -1,
+                batch.uniforms[i],
+                n == 0 ? 0 : -1,
+                0,
+                0};
+  };
+  verify(batch, b, rows, Tree{batch, b}, node_at, greedy, layout, shared);
+}
+
+// A row of probabilities.
+struct ProbRow {
+  static constexpr bool kIsStored = true;
+  const float* probs;
+  int64_t V;
+
+  __device__ Total sum(int64_t* copy) const { return sum_row(probs, V, copy); }
+  __device__ int64_t mass(int64_t v) const { return to_fixed_point(probs[v]); }
+  __device__ bool allows(int64_t) const { return true; }
+};
+
+struct ProbRows {
+  using Row = ProbRow;
+  const float* probs;
+  int64_t V;
+
+  __device__ Row at(int64_t node) const { return {probs + node * V, V}; }
+};
 
 }  // namespace
 }  // namespace specvis

@@ -1,5 +1,5 @@
-// How a request's tree is verified on the CPU, for verify_tree and verify_logits: from the root downwards. What a row
-// is, and what a rejection leaves of it, is said by classes that both hand over.
+// How a request's tree is verified on the CPU, for verify_tree, verify_chain and verify_logits: from the root
+// downwards. What a row is, and what a rejection leaves of it, is said by classes that they hand over.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -8,24 +8,40 @@
 
 namespace specvis {
 
-// One request: its slices of the arguments, and the rules. Of N nodes, a vocabulary of V, and M draft rows.
+// One request: its slices of the arguments, and the rules. Of N nodes, a vocabulary of V, and M draft rows. Without
+// links it is a chain: node n's only child is n + 1, of draft row n, down to the last node at depth P = N - 1.
 struct Request {
   int64_t N, V, num_draft_rows, max_depth;  // the last two are M and P below
   const int64_t* tokens;                    // (N)
-  const int32_t* first_child;               // (N)
-  const int32_t* next_sibling;              // (N)
+  const int32_t* first_child;               // (N), or null: a chain
+  const int32_t* next_sibling;              // (N), or null: a chain
   const float* uniforms;                    // (N)
   const float* draft;                       // (M, V) or null
-  const int32_t* draft_row;                 // (N)
-  const float* omega;                       // (P) or null
+  const int32_t* draft_row;                 // (N), or null: a chain
+  const float* omega;                       // (P), of a chain (1), or null
   Neighbors neighbors;
   int64_t num_considered;  // how many neighbors of a token the cutoff looks at; 0 without neighbors
   float delta;
   Cutoff cutoff;
   ResidualRule residual;
-  const int64_t* id_range;    // (N, 2) or null: then the two below count. The ids of each node, [first, last): a
-  int64_t first_id, last_id;  // child's token outside of its parent's keeps no neighbors
+  Empty empty;
+  const int64_t* id_range;         // (N, 2) or null: then the two below count. The ids of each node, [first, last): a
+  int64_t first_id, last_id;       // child's token outside of its parent's keeps no neighbors
+  const int64_t* bonus = nullptr;  // unless null, node N - 1 has no row: this token follows it
 
+  // Takes a table (C, k), a tensor or none, once the rule of the residual is set.
+  template <class Tensor>
+  void take_neighbors(const Tensor& table, int64_t offset) {
+    if (!table) return;
+    neighbors = neighbors_of(*table, offset);
+    num_considered = neighbors.k() - (residual == ResidualRule::released);
+  }
+  // A chain's last node has none either; its depth says so.
+  int64_t child_of(int64_t node) const { return first_child ? first_child[node] : node + 1; }
+  int64_t sibling_of(int64_t node) const { return next_sibling ? next_sibling[node] : -1; }
+  int64_t draft_row_of(int64_t node) const { return draft_row ? draft_row[node] : node; }
+  double omega_at(int64_t depth) const { return omega ? omega[first_child ? depth : 0] : 1.0; }
+  bool ends_in_bonus(int64_t node) const { return bonus && node == N - 1; }
   // Is `child` a later node than `previous`, with a token in the vocabulary?
   bool is_valid(int64_t child, int64_t previous) const {
     return child > previous && child < N && tokens[child] >= 0 && tokens[child] < V;
@@ -33,7 +49,7 @@ struct Request {
   Budget budget(int64_t token_mass, int64_t total) const { return Budget(cutoff, delta, token_mass, total); }
   bool is_undefined() const {
     for (int64_t d = 0; omega && d < max_depth; ++d) {
-      if (specvis::is_undefined(omega[d], num_considered > 0, residual)) return true;
+      if (specvis::is_undefined(omega_at(d), num_considered > 0, residual)) return true;
     }
     return false;
   }
@@ -120,6 +136,11 @@ class DenseResidual {
     changed_ = false;
     total_ = sum_row(row_, V_).mass;
   }
+  void fill(int64_t mass) {
+    changed_ = true;
+    std::fill_n(fixed_probs_, V_, mass);
+    total_ = V_ * mass;
+  }
   int64_t draw(float uniform) const {
     return changed_ ? specvis::draw(fixed_probs_, V_, total_, uniform) : specvis::draw(row_, V_, total_, uniform);
   }
@@ -200,11 +221,11 @@ void reject(const Request& request, Residual& residual, const Candidate& candida
 // out.next_token is drawn.
 template <class Residual>
 int64_t try_children(const Request& request, int64_t node, bool is_leaf, Residual& residual, VerifyResult& out) {
-  int64_t child = is_leaf ? -1 : request.first_child[node];
+  int64_t child = is_leaf ? -1 : request.child_of(node);
   int64_t draft_total = 0;
-  const bool sampled = child >= 0 && request.draft && request.draft_row[node] >= 0;
+  const bool sampled = child >= 0 && request.draft && request.draft_row_of(node) >= 0;
   if (sampled) {
-    const int64_t from = request.draft_row[node];
+    const int64_t from = request.draft_row_of(node);
     Total draft_row_sum = {0, false};
     if (from < request.num_draft_rows) draft_row_sum = residual.read_draft(request.draft + from * request.V);
     if (!draft_row_sum.valid) {
@@ -215,7 +236,7 @@ int64_t try_children(const Request& request, int64_t node, bool is_leaf, Residua
   }
 
   double reach_prob = 1;
-  for (int64_t previous = node; child >= 0; previous = child, child = request.next_sibling[child]) {
+  for (int64_t previous = node; child >= 0; previous = child, child = request.sibling_of(child)) {
     if (!request.is_valid(child, previous)) {
       out.status |= kInvalidTree;
       break;
@@ -231,7 +252,7 @@ int64_t try_children(const Request& request, int64_t node, bool is_leaf, Residua
                                  residual.total(),
                                  sampled ? residual.draft_mass(x) : 0,
                                  draft_total,
-                                 request.omega ? request.omega[out.num_accepted] : 1.0};
+                                 request.omega_at(out.num_accepted)};
     const double accept_prob = candidate.accept_prob(false);
     out.tv_excess += reach_prob * candidate.tv_excess();
     reach_prob *= 1 - accept_prob;
@@ -243,7 +264,11 @@ int64_t try_children(const Request& request, int64_t node, bool is_leaf, Residua
     }
     if (residual.total() == 0) {
       out.status |= kEmptyResidual;
-      residual.restore();
+      if (request.empty == Empty::target) {
+        residual.restore();
+      } else {
+        residual.fill(uniform_mass(request.V));
+      }
     }
   }
   out.next_token = residual.draw(request.uniforms[0]);
@@ -257,6 +282,10 @@ void verify_sampled(const Request& request, Rows& rows, VerifyResult& out) {
   const bool is_undefined = request.is_undefined();
   if (is_undefined) out.status |= kInvalidRule;
   for (int64_t node = 0; node >= 0;) {
+    if (request.ends_in_bonus(node)) {
+      out.next_token = *request.bonus;
+      return;
+    }
     const bool is_leaf = is_undefined || out.num_accepted == request.max_depth;
     const int64_t next = rows.visit(
         node, [&](auto& residual) { return try_children(request, node, is_leaf, residual, out); }, out.status);
@@ -284,12 +313,12 @@ void verify_greedy(const Request& request, Rows& rows, const Scratch& scratch, V
   };
   for (int64_t n = 0; n < N; ++n) {
     if (depth[n] > depth[best]) best = n;
-    if (depth[n] < 0 || depth[n] >= request.max_depth || request.first_child[n] < 0) continue;
+    if (depth[n] < 0 || depth[n] >= request.max_depth || request.child_of(n) < 0) continue;
     const float* const row = read(n);
     if (!row) continue;
     const auto mass = [row](int64_t v) { return to_fixed_point(row[v]); };
     int64_t previous = n;
-    for (int64_t child = request.first_child[n]; child >= 0; previous = child, child = request.next_sibling[child]) {
+    for (int64_t child = request.child_of(n); child >= 0; previous = child, child = request.sibling_of(child)) {
       if (!request.is_valid(child, previous)) {
         out.status |= kInvalidTree;
         break;
@@ -305,8 +334,11 @@ void verify_greedy(const Request& request, Rows& rows, const Scratch& scratch, V
   }
   out.num_accepted = depth[best];
   out.tv_excess = num_non_argmax[best];
-  if (argmaxes[best] == kUnread) read(best);
-  if (argmaxes[best] == kInvalid) {
+  const bool has_row = !request.ends_in_bonus(best);
+  if (has_row && argmaxes[best] == kUnread) read(best);
+  if (!has_row) {
+    out.next_token = *request.bonus;
+  } else if (argmaxes[best] == kInvalid) {
     out.status |= kInvalidRow;
   } else {
     out.next_token = argmaxes[best];
@@ -316,5 +348,36 @@ void verify_greedy(const Request& request, Rows& rows, const Scratch& scratch, V
     best = parent[best];
   }
 }
+
+// The target's rows of one request where they are probabilities.
+struct ProbRows {
+  const float* target;  // (N, V)
+  int64_t V;
+  Scratch& scratch;
+
+  const float* probs(int64_t node, int64_t& total) const {
+    const Total sum = sum_row(target + node * V, V);
+    total = sum.mass;
+    return sum.valid ? target + node * V : nullptr;
+  }
+  template <class F>
+  int64_t visit(int64_t node, F f, int32_t& status) const {
+    int64_t total;
+    const float* const row = probs(node, total);
+    if (!row) {
+      status |= kInvalidRow;
+      return -1;
+    }
+    DenseResidual residual(row, V, total, scratch);
+    return f(residual);
+  }
+  void verify(const Request& request, bool greedy, VerifyResult& out) const {
+    if (greedy) {
+      verify_greedy(request, *this, scratch, out);
+    } else {
+      verify_sampled(request, *this, out);
+    }
+  }
+};
 
 }  // namespace specvis

@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -53,7 +54,7 @@ int64_t find_candidates(const Code* codes, int64_t n, const uint8_t* is_candidat
                         int32_t* found) {
   int64_t count = 0;
   for (int64_t j = 0; j < n; ++j) {
-    const uint64_t id = static_cast<uint64_t>(codes[j] + offset);  // a negative one is large
+    const uint64_t id = specvis::id_of_code(codes[j], offset);  // a negative one is large
     found[count] = static_cast<int32_t>(j);
     count += is_candidate[id < V ? id : V];
   }
@@ -102,6 +103,14 @@ class SparseResidual {
   void restore() {
     for (size_t i = 0; i < ids_.size(); ++i) masses_[ids_[i]] = row_masses_[i];
     total_ = row_total_;
+  }
+  void fill(int64_t mass) {  // from now on every id is a candidate
+    ids_.resize(V_);
+    std::iota(ids_.begin(), ids_.end(), 0);
+    row_masses_.resize(V_);
+    std::fill(masses_.begin(), masses_.end(), mass);
+    std::fill(is_candidate_.begin(), is_candidate_.end() - 1, 1);
+    total_ = V_ * mass;
   }
   int64_t draw(float uniform) const {
     int64_t remaining = specvis::draw_threshold(uniform, total_);
@@ -172,11 +181,9 @@ class SparseResidual {
     int32_t found[kBlock];
     for (int64_t begin = 0; begin < count; begin += kBlock) {
       const int64_t n = std::min(kBlock, count - begin);
-      const uint16_t* const codes = neighbors.narrow_row(x);
-      const int64_t num_found =
-          codes
-              ? find_candidates(codes + begin, n, is_candidate_.data(), V_, neighbors.offset(), found)
-              : find_candidates(neighbors.wide_row(x) + begin, n, is_candidate_.data(), V_, neighbors.offset(), found);
+      const int64_t num_found = neighbors.visit_codes(x, begin, [&](const auto* codes) {
+        return find_candidates(codes, n, is_candidate_.data(), V_, neighbors.offset(), found);
+      });
       for (int64_t i = 0; i < num_found; ++i) {
         if (!f(begin + found[i], neighbors(x, begin + found[i]))) return;
       }
@@ -322,7 +329,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_logits_cpu(
     const std::optional<Tensor>& seeds,        // (B)
     const std::optional<Tensor>& positions,    // (B, N)
     int64_t first_id, int64_t last_id, std::string filters, std::string cutoff, int64_t offset, std::string residual,
-    int64_t max_depth) {
+    std::string empty, int64_t max_depth) {
   const int64_t B = logits.size(0), N = logits.size(1), V = logits.size(2);
   Tensor accepted_nodes = torch::stable::new_empty(tokens, {B, max_depth}, ScalarType::Int);
   Tensor num_accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
@@ -349,15 +356,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_logits_cpu(
                        0,
                        specvis::cutoff_named(cutoff),
                        specvis::residual_named(residual),
+                       specvis::empty_named(empty),
                        data<int64_t>(id_range),
                        first_id,
                        last_id};
-  if (neighbors) {
-    request_0.neighbors =
-        specvis::Neighbors(neighbors->const_data_ptr(), neighbors->scalar_type() == ScalarType::UInt16,
-                           neighbors->size(0), neighbors->size(1), offset);
-    request_0.num_considered = neighbors->size(1) - (request_0.residual == ResidualRule::released);
-  }
+  request_0.take_neighbors(neighbors, offset);
   const float *const g = guidance.const_data_ptr<float>(), *const t = temperature.const_data_ptr<float>();
   const int32_t* const k = top_k.const_data_ptr<int32_t>();
   const float* const p = top_p.const_data_ptr<float>();

@@ -14,9 +14,7 @@
 namespace {
 
 using specvis::Request;
-using specvis::ResidualRule;
 using specvis::Scratch;
-using specvis::Total;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -24,30 +22,6 @@ template <class T>
 const T* data(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
 }
-
-// The target's rows of one request.
-struct Rows {
-  const float* target;  // (N, V)
-  int64_t V;
-  Scratch& scratch;
-
-  const float* probs(int64_t node, int64_t& total) const {
-    const Total sum = specvis::sum_row(target + node * V, V);
-    total = sum.mass;
-    return sum.valid ? target + node * V : nullptr;
-  }
-  template <class F>
-  int64_t visit(int64_t node, F f, int32_t& status) const {
-    int64_t total;
-    const float* const row = probs(node, total);
-    if (!row) {
-      status |= specvis::kInvalidRow;
-      return -1;
-    }
-    specvis::DenseResidual residual(row, V, total, scratch);
-    return f(residual);
-  }
-};
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
     const Tensor& target_probs,                // (B, N, V)
@@ -61,7 +35,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
     const std::optional<Tensor>& delta,        // (B)
     const std::optional<Tensor>& omega,        // (B, P)
     const std::optional<Tensor>& greedy,       // (B)
-    std::string cutoff, int64_t offset, std::string residual, int64_t max_depth) {
+    std::string cutoff, int64_t offset, std::string residual, std::string empty, int64_t max_depth) {
   const int64_t B = target_probs.size(0), N = target_probs.size(1), V = target_probs.size(2);
   Tensor accepted_nodes = torch::stable::new_empty(tokens, {B, max_depth}, ScalarType::Int);
   Tensor num_accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
@@ -85,15 +59,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
                    0,
                    specvis::cutoff_named(cutoff),
                    specvis::residual_named(residual),
+                   specvis::empty_named(empty),
                    nullptr,
                    0,
                    V};
+  first.take_neighbors(neighbors, offset);
   const float* const target = target_probs.const_data_ptr<float>();
-  if (neighbors) {
-    first.neighbors = specvis::Neighbors(neighbors->const_data_ptr(), neighbors->scalar_type() == ScalarType::UInt16,
-                                         neighbors->size(0), neighbors->size(1), offset);
-    first.num_considered = neighbors->size(1) - (first.residual == ResidualRule::released);
-  }
   const float* deltas = data<float>(delta);
   const bool* is_greedy = data<bool>(greedy);
   const specvis::VerifyOutputs outputs = {
@@ -107,13 +78,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
     if (greedy) scratch.allocate_nodes(N);
     for (int64_t b = begin; b < end; ++b) {
       const Request request = specvis::request_at(first, b, deltas);
-      Rows rows = {target + b * N * V, V, scratch};
+      const specvis::ProbRows rows = {target + b * N * V, V, scratch};
       outputs.write(b, max_depth, [&](specvis::VerifyResult& out) {
-        if (is_greedy && is_greedy[b]) {
-          specvis::verify_greedy(request, rows, scratch, out);
-        } else {
-          specvis::verify_sampled(request, rows, out);
-        }
+        rows.verify(request, is_greedy && is_greedy[b], out);
       });
     }
   });

@@ -4,25 +4,6 @@
 namespace specvis {
 namespace {
 
-// A row of probabilities.
-struct ProbRow {
-  static constexpr bool kIsStored = true;
-  const float* probs;
-  int64_t V;
-
-  __device__ Total sum(int64_t* copy) const { return sum_row(probs, V, copy); }
-  __device__ int64_t mass(int64_t v) const { return to_fixed_point(probs[v]); }
-  __device__ bool allows(int64_t) const { return true; }
-};
-
-struct ProbRows {
-  using Row = ProbRow;
-  const float* probs;
-  int64_t V;
-
-  __device__ Row at(int64_t node) const { return {probs + node * V, V}; }
-};
-
 __global__ void __launch_bounds__(kVerifyThreads) verify_tree_kernel(VerifyTree batch, Layout layout) {
   DYNAMIC_SHARED(char, shared);
   const int64_t b = blockIdx.x;

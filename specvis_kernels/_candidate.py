@@ -8,6 +8,7 @@ from ._numbers import FIXED_ONE
 from .neighborhood_sum import neighbor_prefix
 
 RESIDUALS = ("optimal", "relaxed", "released")
+EMPTY = ("target", "uniform")  # what takes the place of a residual of which nothing is left
 
 
 class Candidate(NamedTuple):

@@ -25,6 +25,11 @@ def to_fixed_point(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return fixed_probs, total, is_prob.all(-1) & (total > 0)
 
 
+def uniform_mass(V: int) -> int:
+    """Each token's mass in the uniform distribution over a vocabulary of V."""
+    return (1 << FIXED_BITS) // V
+
+
 def draw(mass: Tensor, total: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse CDF in vocabulary order: mass (..., V) int64, total and uniforms (...) -> tokens (...) int64.
 

@@ -40,7 +40,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
     Args:
         probs:      (R, V) float32          rows of probabilities, each of total 1
         tokens:     (R,)   int64            one token of each row; a token outside [0, V) is reported
-        neighbors:  (C, k) uint16 or int32  each code's neighbors, nearest first: distinct, itself excluded
+        neighbors:  (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
         delta:      (R,)   float32          how much the cutoff allows
         cutoff:     the rule by which delta limits the sum: "tvd", "ratio" or "jsd"
         offset:     the token id of code 0; a token outside [offset, offset + C) has no neighbors
@@ -84,7 +84,7 @@ def check_neighbors(neighbors: Tensor | None, cutoff: str, offset: int, V: int, 
     if neighbors is None:
         return
     C, k = check_dims("neighbors", neighbors, "Ck")
-    check("neighbors", neighbors, (torch.uint16, torch.int32), like=like, C=C, k=k)
+    check("neighbors", neighbors, (torch.uint16, torch.int32, torch.int64), like=like, C=C, k=k)
     if C < 1 or k < 1:
         raise ValueError(f"neighbors must have at least one row and one column, got shape ({C}, {k})")
     if offset < 0 or offset + C > V:

@@ -16,8 +16,9 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
                   top_p: Tensor | float, *, max_depth: int, id_range: Tensor | tuple[int, int] | None = None,
                   filters: str = "k_then_p", draft_probs: Tensor | None = None, draft_row: Tensor | None = None,
                   neighbors: Tensor | None = None, delta: Tensor | float | None = None, cutoff: str = "tvd",
-                  offset: int = 0, omega: Tensor | None = None, residual: str = "optimal", seeds: Tensor | None = None,
-                  positions: Tensor | None = None, backend: str | None = None) -> VerifyResult:
+                  offset: int = 0, omega: Tensor | None = None, residual: str = "optimal", empty: str = "target",
+                  seeds: Tensor | None = None, positions: Tensor | None = None,
+                  backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, straight from the logits of the tree's nodes.
 
     With `uniforms` this is `guided_probs` of all rows, and then `verify_tree` on them with greedy = (temperature is
@@ -54,12 +55,14 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         draft_probs:   (B, M, V) float32        rows from which children were drawn without replacement
         draft_row:     (B, N)    int32          the row that node n's children were drawn from; if negative, each
                                                 child is a point mass
-        neighbors:     (C, k) uint16 or int32   each code's neighbors, nearest first: distinct, itself excluded
+        neighbors:     (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
         delta:         (B,) float32 or a number   how much the cutoff allows
         cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
         omega:         (B, P)    float32        the factor on the accept test at depths 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
+        empty:         "target" or "uniform": what takes the place of a residual of which nothing is left. "uniform" is
+                       over the whole vocabulary, whatever the filters and ranges leave
         seeds:         (B,)      int64          verification by equality: one for each request. Then uniforms,
                                                 draft_probs, neighbors, delta and omega are None
         positions:     (B, N)    int64          of the token that each row predicts; the low 32 bits count. With seeds
@@ -101,7 +104,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     ids = check_filters(id_range, filters, like=logits)
     if delta is not None:
         delta = setting("delta", delta, torch.float32, logits, B)
-    check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, max_depth, logits)
+    check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty, max_depth, logits)
     if (seeds is None) != (positions is None):
         raise ValueError("seeds and positions must be given together")
     if seeds is None:
@@ -120,19 +123,19 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     tree, rule = ([None if t is None else t.contiguous() for t in tensors] for tensors in (tree, rule))
     id_range, first_id, last_id = ids
     return _call(backend, logits, uncond, *tree, *settings, id_range, *rule, first_id, last_id, filters, cutoff, offset,
-                 residual, max_depth)
+                 residual, empty, max_depth)
 
 
 def _oracle(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, id_range,
             draft_probs, draft_row, neighbors, delta, omega, seeds, positions, first_id, last_id, filters, cutoff,
-            offset, residual, max_depth):
+            offset, residual, empty, max_depth):
     settings = (guidance, temperature, top_k, top_p)
     ids = (id_range, first_id, last_id, filters)
     if seeds is None:
         target_probs, _ = guided_probs_oracle(logits, uncond, *settings, *ids)
         return verify_tree_oracle(
             target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega,
-            temperature == 0, cutoff, offset, residual, max_depth,
+            temperature == 0, cutoff, offset, residual, empty, max_depth,
             id_range=range_of_nodes(id_range, first_id, last_id, like=logits))
 
     target_tokens, _, _, row_status = draw_tokens_oracle(logits, uncond, *settings, seeds, positions, *ids, None, 0)
@@ -148,7 +151,7 @@ def _oracle(logits, uncond, tokens, first_child, next_sibling, uniforms, guidanc
 
 def _meta(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, id_range,
           draft_probs, draft_row, neighbors, delta, omega, seeds, positions, first_id, last_id, filters, cutoff, offset,
-          residual, max_depth):
+          residual, empty, max_depth):
     B = logits.shape[0]
     return (tokens.new_empty(B, max_depth, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32),
             tokens.new_empty(B), guidance.new_empty(B), tokens.new_empty(B, dtype=torch.int32))
@@ -159,6 +162,6 @@ _call = define(
     " Tensor? uniforms, Tensor guidance, Tensor temperature, Tensor top_k, Tensor top_p, Tensor? id_range,"
     " Tensor? draft_probs, Tensor? draft_row, Tensor? neighbors, Tensor? delta, Tensor? omega, Tensor? seeds,"
     " Tensor? positions, SymInt first_id, SymInt last_id, str filters, str cutoff, SymInt offset, str residual,"
-    " SymInt max_depth)"
+    " str empty, SymInt max_depth)"
     " -> (Tensor accepted_nodes, Tensor num_accepted, Tensor next_token, Tensor tv_excess, Tensor status)",
     oracle=_oracle, meta=_meta, result=VerifyResult)

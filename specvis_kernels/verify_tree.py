@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._candidate import RESIDUALS, Candidate, is_undefined, kept_neighbors, residual_mass
+from ._candidate import EMPTY, RESIDUALS, Candidate, is_undefined, kept_neighbors, residual_mass
 from ._dispatch import (
     EMPTY_RESIDUAL,
     INVALID_DRAFT,
@@ -16,7 +16,7 @@ from ._dispatch import (
     check_dims,
     define,
 )
-from ._numbers import draw, to_fixed_point
+from ._numbers import draw, to_fixed_point, uniform_mass
 from .neighborhood_sum import check_neighbors, neighbor_prefix
 
 
@@ -33,7 +33,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                 uniforms: Tensor, *, max_depth: int, draft_probs: Tensor | None = None,
                 draft_row: Tensor | None = None, neighbors: Tensor | None = None, delta: Tensor | None = None,
                 cutoff: str = "tvd", offset: int = 0, omega: Tensor | None = None, residual: str = "optimal",
-                greedy: Tensor | None = None, backend: str | None = None) -> VerifyResult:
+                empty: str = "target", greedy: Tensor | None = None, backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, and draw the token that follows them.
 
     Verification starts at the root. At each node, R starts as the node's row of target_probs, and the children are
@@ -54,9 +54,10 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                   them. If Q is a draft row, Q is set to 0 on them, so that R loses nothing there. The cutoff does
                   not look at the last column of the table; it is there for this rule alone
 
-    The next sibling is tried against this R. If nothing is left of R, the node's row of target_probs takes its
-    place (EMPTY_RESIDUAL). If no child is accepted, the next token is drawn from R. At a leaf and at max_depth it
-    is drawn from the node's row.
+    The next sibling is tried against this R. If nothing is left of R (EMPTY_RESIDUAL), the node's row of target_probs
+    takes its place; with empty="uniform" the uniform distribution over the whole vocabulary does, as in LANTERN's
+    released code. If no child is accepted, the next token is drawn from R. At a leaf and at max_depth it is drawn from
+    the node's row.
 
     docs/verification.md states this rule as Python that can be run. It also says which options keep the target's
     distribution: for instance omega at most 1 with no neighbors and the optimal residual.
@@ -83,12 +84,13 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         draft_probs:   (B, M, V) float32       rows from which children were drawn without replacement
         draft_row:     (B, N)    int32         the row that node n's children were drawn from; if negative, each
                                                child is a point mass
-        neighbors:     (C, k) uint16 or int32  each code's neighbors, nearest first: distinct, itself excluded
+        neighbors:     (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
         delta:         (B,)      float32       how much the cutoff allows
         cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
         omega:         (B, P)    float32       the factor on the accept test at depths 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
+        empty:         "target" or "uniform": what takes the place of an R of which nothing is left
         greedy:        (B,)      bool          which requests are greedy; None is none
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
@@ -135,13 +137,14 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         raise ValueError(f"target_probs must have N >= 1 and V >= 1, got shape ({B}, {N}, {V})")
     check_tree(tokens, first_child, next_sibling, max_depth, target_probs)
     check("uniforms", uniforms, torch.float32, like=target_probs, B=B, N=N)
-    check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, max_depth, target_probs)
+    check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty, max_depth,
+               target_probs)
     if greedy is not None:
         check("greedy", greedy, torch.bool, like=target_probs, B=B)
     tensors = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
                omega, greedy)
     return _call(backend, *[None if t is None else t.contiguous() for t in tensors],
-                 cutoff, offset, residual, max_depth)
+                 cutoff, offset, residual, empty, max_depth)
 
 
 def check_tree(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, max_depth: int, like: Tensor) -> None:
@@ -154,7 +157,8 @@ def check_tree(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, max_de
 
 
 def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None, delta: Tensor | None,
-               cutoff: str, offset: int, omega: Tensor | None, residual: str, max_depth: int, like: Tensor) -> None:
+               cutoff: str, offset: int, omega: Tensor | None, residual: str, empty: str, max_depth: int,
+               like: Tensor) -> None:
     """Raise ValueError unless these arguments of `verify_tree` fit together, and fit rows `like` (B, N, V)."""
     B, N, V = like.shape
     if (draft_probs is None) != (draft_row is None):
@@ -167,6 +171,8 @@ def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: 
             raise ValueError(f"draft_probs must have M >= 1, got shape ({B}, {M}, {V})")
     if residual not in RESIDUALS:
         raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
+    if empty not in EMPTY:
+        raise ValueError(f"empty must be one of {', '.join(EMPTY)}, got {empty!r}")
     if (neighbors is None) != (delta is None):
         raise ValueError("neighbors and delta must be given together")
     check_neighbors(neighbors, cutoff, offset, V, like=like)
@@ -179,12 +185,21 @@ def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: 
 
 
 def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-            omega, greedy, cutoff, offset, residual, max_depth, id_range=None):
+            omega, greedy, cutoff, offset, residual, empty, max_depth, id_range=None):
     """With id_range (B, N, 2) a token outside of its parent's range keeps no neighbors: see verify_logits."""
-    result = _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row,
-                             neighbors, delta, omega, cutoff, offset, residual, max_depth, id_range)
+    batch, M = torch.arange(len(tokens), device=tokens.device), 0 if draft_probs is None else draft_probs.shape[1]
+    return verify_nodes(lambda node: target_probs[batch, node], target_probs.shape[2], tokens, first_child,
+                        next_sibling, uniforms, lambda row: draft_probs[batch, row], M, draft_row, neighbors, delta,
+                        omega, greedy, cutoff, offset, residual, empty, max_depth, id_range)
+
+
+def verify_nodes(target_row, V, tokens, first_child, next_sibling, uniforms, draft_row_at, num_draft_rows, draft_row,
+                 neighbors, delta, omega, greedy, cutoff, offset, residual, empty, max_depth, id_range=None):
+    """The oracle, wherever the rows are: target_row(node) and draft_row_at(row) map (B,) int64 to (B, V)."""
+    result = _verify_sampled(target_row, V, tokens, first_child, next_sibling, uniforms, draft_row_at, num_draft_rows,
+                             draft_row, neighbors, delta, omega, cutoff, offset, residual, empty, max_depth, id_range)
     if greedy is not None:
-        greedy_result = _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff,
+        greedy_result = _verify_greedy(target_row, V, tokens, first_child, next_sibling, neighbors, delta, cutoff,
                                        offset, residual, max_depth, id_range)
         result = [torch.where(_to_dims_of(a, greedy), b, a) for a, b in zip(result, greedy_result)]
     accepted_nodes, num_accepted, next_token, tv_excess, status = result
@@ -215,11 +230,11 @@ class _Node(NamedTuple):
     status: Tensor       # (B,)   int64    what was found on entering
 
 
-def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                    delta, omega, cutoff, offset, residual, max_depth, id_range):
+def _verify_sampled(target_row, V, tokens, first_child, next_sibling, uniforms, draft_row_at, num_draft_rows,
+                    draft_row, neighbors, delta, omega, cutoff, offset, residual, empty, max_depth, id_range):
     """Requests that sample. Links lead to later nodes only, so N steps of one child each reach every request's end."""
-    B, N, V = target_probs.shape
-    device = target_probs.device
+    B, N = tokens.shape
+    device = tokens.device
     batch = torch.arange(B, device=device)
     accepted_nodes = torch.full((B, max_depth), -1, device=device)
     node, num_accepted, status = (torch.zeros(B, dtype=torch.int64, device=device) for _ in range(3))
@@ -232,16 +247,16 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
 
     def enter(node, num_accepted):
         """Where requests stand on entering `node`, before its first child."""
-        mass, total, is_valid = to_fixed_point(target_probs[batch, node])
+        mass, total, is_valid = to_fixed_point(target_row(node))
         status = torch.where(is_valid, 0, INVALID_ROW)
         child = first_child[batch, node].long()
         active = is_valid & ~has_no_rule & (num_accepted < max_depth) & (child >= 0)
         draft_mass, is_sampled = torch.zeros_like(mass), torch.zeros_like(is_valid)
-        if draft_probs is not None:
-            row, M = draft_row[batch, node].long(), draft_probs.shape[1]
+        if num_draft_rows > 0:
+            row, M = draft_row[batch, node].long(), num_draft_rows
             is_sampled = row >= 0
             status = status | torch.where(active & (row >= M), INVALID_TREE, 0)
-            draft_mass, _, draft_is_valid = to_fixed_point(draft_probs[batch, row.clamp(0, M - 1)])
+            draft_mass, _, draft_is_valid = to_fixed_point(draft_row_at(row.clamp(0, M - 1)))
             status = status | torch.where(active & is_sampled & (row < M) & ~draft_is_valid, INVALID_DRAFT, 0)
             active = active & (~is_sampled | (draft_is_valid & (row < M)))
         return _Node(mass, total, is_valid, child, node, active, draft_mass, draft_mass.sum(1), is_sampled,
@@ -273,12 +288,13 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
         tv_excess = torch.where(is_tried, tv_excess + added, tv_excess)
         reach_prob = torch.where(is_tried, at.reach_prob * (1 - accept_prob), at.reach_prob)
 
-        # Rejected: the residual takes R's place, or the target's row does where nothing is left of it.
+        # Rejected: the residual takes R's place, or what `empty` says does where nothing is left of it.
         is_rejected = is_tried & ~is_accepted
         mass = residual_mass(residual, at.mass, at.draft_mass, candidate, num_kept, ids)
         is_empty = is_rejected & (mass.sum(1) == 0)
         status = status | torch.where(is_empty, EMPTY_RESIDUAL, 0)
-        mass = torch.where(is_empty.unsqueeze(1), to_fixed_point(target_probs[batch, node])[0], mass)
+        refill = uniform_mass(V) if empty == "uniform" else to_fixed_point(target_row(node))[0]
+        mass = torch.where(is_empty.unsqueeze(1), refill, mass)
         mass = torch.where(is_rejected.unsqueeze(1), mass, at.mass)
         is_token = torch.arange(V, device=device) == token.unsqueeze(1)
         draft_mass = torch.where(is_rejected.unsqueeze(1) & is_token, 0, at.draft_mass)
@@ -301,11 +317,11 @@ def _verify_sampled(target_probs, tokens, first_child, next_sibling, uniforms, d
     return accepted_nodes, num_accepted, next_token, tv_excess, status | at.status
 
 
-def _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset, residual,
+def _verify_greedy(target_row, V, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset, residual,
                    max_depth, id_range):
     """Greedy requests: the nodes in order, each with its chain of children."""
-    B, N, V = target_probs.shape
-    device = target_probs.device
+    B, N = tokens.shape
+    device = tokens.device
     status = torch.zeros(B, dtype=torch.int64, device=device)
     depth = torch.full((B, N), -1, device=device)  # of the nodes on an accepted path, else -1
     depth[:, 0] = 0
@@ -314,7 +330,7 @@ def _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, d
     tokens = tokens.clamp(0, V - 1)
 
     for n in range(N):
-        mass, total, row_is_valid = to_fixed_point(target_probs[:, n])
+        mass, total, row_is_valid = to_fixed_point(target_row(torch.full_like(status, n)))
         max_mass, argmax = mass.max(1, keepdim=True)
         relaxed_mass = mass.gather(1, tokens)  # (B, N): of every token, were it node n's child
         if neighbors is not None:
@@ -346,7 +362,7 @@ def _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, d
 
     num_accepted, node = depth.max(1)  # of several the first
     tv_excess = num_non_argmax.gather(1, node.unsqueeze(1)).squeeze(1)
-    mass, _, is_valid = to_fixed_point(target_probs[torch.arange(B, device=device), node])
+    mass, _, is_valid = to_fixed_point(target_row(node))
     status = status | torch.where(is_valid, 0, INVALID_ROW)
     next_token = torch.where(is_valid, mass.argmax(1), 0)
     accepted_nodes = torch.full((B, max_depth + 1), -1, device=device)
@@ -358,7 +374,7 @@ def _verify_greedy(target_probs, tokens, first_child, next_sibling, neighbors, d
 
 
 def _meta(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-          omega, greedy, cutoff, offset, residual, max_depth):
+          omega, greedy, cutoff, offset, residual, empty, max_depth):
     B = target_probs.shape[0]
     return (tokens.new_empty(B, max_depth, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32),
             tokens.new_empty(B), target_probs.new_empty(B), tokens.new_empty(B, dtype=torch.int32))
@@ -367,6 +383,6 @@ def _meta(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs
 _call = define(
     "verify_tree(Tensor target_probs, Tensor tokens, Tensor first_child, Tensor next_sibling,"
     " Tensor uniforms, Tensor? draft_probs, Tensor? draft_row, Tensor? neighbors, Tensor? delta,"
-    " Tensor? omega, Tensor? greedy, str cutoff, SymInt offset, str residual, SymInt max_depth)"
+    " Tensor? omega, Tensor? greedy, str cutoff, SymInt offset, str residual, str empty, SymInt max_depth)"
     " -> (Tensor accepted_nodes, Tensor num_accepted, Tensor next_token, Tensor tv_excess, Tensor status)",
     oracle=_oracle, meta=_meta, result=VerifyResult)

@@ -5,6 +5,10 @@ the condition or None, guidance, temperature, top_k, top_p, id_range (N, 2) or N
 
 What is left of the target at the current node, and the draft row of its children, stand in scratch of this program, in
 fixed point. A barrier stands wherever threads read what others wrote, or write what others may still be reading.
+
+Links that are None say that the tree is a chain: node n's only child is n + 1, of draft row n, down to node N - 1 at
+depth P. Its omega is one number, and nobody asks for its accepted nodes. `bonus` points to the token that follows node
+N - 1, which then has no row; else it is None.
 """
 import triton
 import triton.language as tl
@@ -61,6 +65,27 @@ def unchanged_row(rows, node, V, mass):
 
 
 @triton.jit
+def load_link(links, node, of_chain):
+    """A child or sibling of a node, or -1."""
+    if links is None:
+        return of_chain
+    else:
+        return tl.load(links + node).to(tl.int64)
+
+
+@triton.jit
+def fill_uniform(mass, V, BLOCK: tl.constexpr):
+    """mass becomes the uniform distribution; returns its total."""
+    each = tl.full((), FIXED_ONE, tl.float64).to(tl.int64) // V
+    start = 0
+    while start < V:
+        v = start + tl.arange(0, BLOCK)
+        tl.store(mass + v, tl.zeros([BLOCK], tl.int64) + each, mask=v < V)
+        start += BLOCK
+    return each * V
+
+
+@triton.jit
 def clear_neighbors(mass, V, token_neighbors, count, offset, BLOCK_K: tl.constexpr):
     """The mass of the first `count` neighbors becomes 0; returns its sum, in which an id counts once."""
     sums = tl.zeros([BLOCK_K], tl.int64)
@@ -108,18 +133,21 @@ def subtract(mass, draft_mass, V, total, draft_total, slack, BLOCK: tl.constexpr
 
 @triton.jit
 def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega,
-                   mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF: tl.constexpr,
-                   RESIDUAL: tl.constexpr, FILTERS: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr,
-                   BLOCK_K: tl.constexpr, ROW_BLOCK: tl.constexpr):
+                   bonus, mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF: tl.constexpr,
+                   RESIDUAL: tl.constexpr, EMPTY: tl.constexpr, FILTERS: tl.constexpr, IS_FLOAT: tl.constexpr,
+                   BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ROW_BLOCK: tl.constexpr):
     """A request that samples; returns num_accepted, next_token, tv_excess, status."""
     zero = tl.program_id(0).to(tl.int64) * 0
     status = zero.to(tl.int32)
+    omega_step = zero.to(tl.int32)
+    if first_child is not None:
+        omega_step += 1
     if omega is not None:
         d = 0
         while d < P:
-            is_defined = tl.load(omega + d) >= 0.0
+            is_defined = tl.load(omega + d * omega_step) >= 0.0
             if neighbors is not None and RESIDUAL == "optimal":
-                is_defined = tl.load(omega + d) >= 1.0
+                is_defined = tl.load(omega + d * omega_step) >= 1.0
             status = tl.where(is_defined, status, INVALID_RULE)
             d += 1
     is_undefined = status != 0
@@ -131,6 +159,8 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
     is_valid = zero == 0
     is_changed = zero != 0  # does the mass differ from the target's row?
     descends = zero == 0
+    if bonus is not None:
+        descends = N > 1
     enters = zero == 0  # else the node's row is read again, because nothing was left of it
     child = zero
     previous = zero
@@ -140,7 +170,7 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
     while descends:
         tl.debug_barrier()
         if enters:
-            child = tl.load(first_child + node).to(tl.int64)
+            child = load_link(first_child, node, node + 1)
             child = tl.where((num_accepted < P) & (is_undefined == 0), child, -1)
             previous = node
             reach_prob = tv_excess * 0.0 + 1.0
@@ -148,11 +178,16 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
         total, is_valid, first_id, last_id = read_row(
             rows, node, V, mass, tl.where(active | (enters == 0), V, 0), FILTERS, BLOCK, ROW_BLOCK)
         is_changed = zero != 0
+        if EMPTY == "uniform":
+            if enters == 0:
+                tl.debug_barrier()
+                total = fill_uniform(mass, V, BLOCK)
+                is_changed = zero == 0
         status |= tl.where(is_valid, 0, INVALID_ROW)
         active = active & is_valid
         if draft_probs is not None:
             if enters:
-                m = tl.load(draft_row + node).to(tl.int64)
+                m = load_link(draft_row, node, node)
                 is_sampled = m >= 0
                 draft_total = zero
                 status |= tl.where(active & (m >= M), INVALID_TREE, 0)
@@ -167,7 +202,7 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
         is_empty = zero != 0
         while active:
             is_later = (child > previous) & (child < N)
-            token = tl.load(tokens + child, mask=is_later, other=-1)
+            token = tl.load(tokens + child, mask=is_later, other=-1).to(tl.int64)
             active = is_later & (token >= 0) & (token < V)
             status |= tl.where(active, 0, INVALID_TREE)
             if active & ((is_sampled == 0) | (draft_total > 0)):
@@ -189,7 +224,7 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
                     relaxed_mass += neighbor_mass
                 omega_d = tv_excess * 0.0 + 1.0
                 if omega is not None:
-                    omega_d = tl.load(omega + num_accepted).to(tl.float64)
+                    omega_d = tl.load(omega + num_accepted * omega_step).to(tl.float64)
 
                 # u Q(x) < omega * relaxed mass, both sides times the totals of R and of the draft row.
                 uniform = tl.load(uniforms + child).to(tl.float64)
@@ -241,17 +276,27 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
                     status |= tl.where(is_empty, EMPTY_RESIDUAL, 0)
             previous = child
             active = active & (accepted_child < 0)
-            child = tl.load(next_sibling + child, mask=active, other=-1).to(tl.int64)
+            if next_sibling is None:
+                child = zero - 1
+            else:
+                child = tl.load(next_sibling + child, mask=active, other=-1).to(tl.int64)
             active = active & (child >= 0) & (is_empty == 0)
 
         descends = (accepted_child >= 0) | is_empty
         enters = is_empty == 0
         if accepted_child >= 0:
-            tl.store(accepted_nodes + num_accepted, accepted_child.to(tl.int32))
+            if accepted_nodes is not None:
+                tl.store(accepted_nodes + num_accepted, accepted_child.to(tl.int32))
             num_accepted += 1
             node = accepted_child
+        if bonus is not None:
+            descends = descends & (node < N - 1)
 
     next_token = zero
+    if bonus is not None:
+        is_valid = is_valid & (node < N - 1)
+        if node == N - 1:
+            next_token = tl.load(bonus)
     if is_valid:
         if is_changed:
             next_token = draw(mass, V, total, tl.load(uniforms), False, BLOCK)
@@ -278,8 +323,8 @@ def row_argmax(row, V, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, mass, scratch, accepted_nodes, N, V, P, C,
-                  k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, FILTERS: tl.constexpr,
+def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bonus, mass, scratch, accepted_nodes, N, V,
+                  P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, FILTERS: tl.constexpr,
                   IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ROW_BLOCK: tl.constexpr):
     """A greedy request: nodes in order, each with its chain of children; at last the row at the end of the path.
 
@@ -307,8 +352,13 @@ def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, mas
         node_depth = tl.load(depth + node)
         end_node = tl.where(node_depth > num_accepted, node, end_node)
         num_accepted = tl.maximum(node_depth, num_accepted)
-        child = tl.load(first_child + node).to(tl.int64)
-        if is_end | ((node_depth >= 0) & (node_depth < P) & (child >= 0)):
+        child = load_link(first_child, node, node + 1)
+        reads = is_end | ((node_depth >= 0) & (node_depth < P) & (child >= 0))
+        if bonus is not None:
+            if is_end & (node == N - 1):
+                next_token = tl.load(bonus)
+                reads = zero != 0
+        if reads:
             total, is_valid, first_id, last_id = read_row(rows, node, V, mass, 0, FILTERS, BLOCK, ROW_BLOCK)
             tl.debug_barrier()
             row = unchanged_row(rows, node, V, mass)
@@ -320,7 +370,7 @@ def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, mas
             previous = node
             while active:
                 is_later = (child > previous) & (child < N)
-                token = tl.load(tokens + child, mask=is_later, other=-1)
+                token = tl.load(tokens + child, mask=is_later, other=-1).to(tl.int64)
                 active = is_later & (token >= 0) & (token < V)
                 status |= tl.where(active, 0, INVALID_TREE)
                 relaxed_mass = load_mass(row, token, active, IS_FLOAT)
@@ -340,18 +390,22 @@ def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, mas
                     tl.store(parent + child, node.to(tl.int32))
                     tl.store(num_non_argmax + child, tl.load(num_non_argmax + node) + tl.where(token == argmax, 0, 1))
                 previous = child
-                child = tl.load(next_sibling + child, mask=active, other=-1).to(tl.int64)
+                if next_sibling is None:
+                    child = zero - 1
+                else:
+                    child = tl.load(next_sibling + child, mask=active, other=-1).to(tl.int64)
                 active = active & (child >= 0)
             tl.debug_barrier()
         n += 1
 
     tv_excess = tl.load(num_non_argmax + end_node).to(tl.float64)
-    node = end_node
-    d = num_accepted
-    while d > 0:
-        tl.store(accepted_nodes + d - 1, node.to(tl.int32))
-        node = tl.load(parent + node).to(tl.int64)
-        d -= 1
+    if accepted_nodes is not None:
+        node = end_node
+        d = num_accepted
+        while d > 0:
+            tl.store(accepted_nodes + d - 1, node.to(tl.int32))
+            node = tl.load(parent + node).to(tl.int64)
+            d -= 1
     return num_accepted, next_token, tv_excess, status
 
 

@@ -30,7 +30,7 @@ def verify_logits_kernel(
         accepted_nodes,                        # (B, P)
         num_accepted_out, next_token_out, tv_excess_out, status_out,  # (B)
         N, V, M, P, C, k, offset, first_id, last_id, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
-        FILTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ROW_BLOCK: tl.constexpr):
+        EMPTY: tl.constexpr, FILTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ROW_BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     logits += b * N * V
     if uncond is not None:
@@ -58,15 +58,15 @@ def verify_logits_kernel(
     fill(accepted_nodes, -1, P)
     if t != 0:
         num_accepted, next_token, tv_excess, status = verify_sampled(
-            rows, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega, mass,
-            draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, FILTERS, False, BLOCK, BLOCK_K,
-            ROW_BLOCK)
+            rows, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega, None,
+            mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, FILTERS, False, BLOCK,
+            BLOCK_K, ROW_BLOCK)
         store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                       tv_excess, status)
     else:
         num_accepted, next_token, tv_excess, status = verify_greedy(
-            rows, tokens, first_child, next_sibling, neighbors, delta, mass, greedy_scratch + b * 3 * N, accepted_nodes,
-            N, V, P, C, k, offset, CUTOFF, RESIDUAL, FILTERS, False, BLOCK, BLOCK_K, ROW_BLOCK)
+            rows, tokens, first_child, next_sibling, neighbors, delta, None, mass, greedy_scratch + b * 3 * N,
+            accepted_nodes, N, V, P, C, k, offset, CUTOFF, RESIDUAL, FILTERS, False, BLOCK, BLOCK_K, ROW_BLOCK)
         store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                       tv_excess, status)
 
@@ -119,7 +119,7 @@ def verify_by_seeds_kernel(
 
 def verify_logits(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p,
                   id_range, draft_probs, draft_row, neighbors, delta, omega, seeds, positions, first_id, last_id,
-                  filters, cutoff, offset, residual, max_depth):
+                  filters, cutoff, offset, residual, empty, max_depth):
     B, N, V = logits.shape
     M = 0 if draft_probs is None else draft_probs.shape[1]
     C, k = (0, 0) if neighbors is None else neighbors.shape
@@ -140,6 +140,6 @@ def verify_logits(logits, uncond, tokens, first_child, next_sibling, uniforms, g
             logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, id_range,
             draft_probs, draft_row, neighbors, delta, omega, mass, draft_mass, greedy_scratch, accepted_nodes,
             num_accepted, next_token, tv_excess, status, N, V, M, max_depth, C, k, offset, first_id, last_id,
-            CUTOFF=cutoff, RESIDUAL=residual, FILTERS=filters, BLOCK=block("V", V), BLOCK_K=block("k", max(k, 1)),
-            ROW_BLOCK=row_block, num_warps=num_warps(row_block), enable_fp_fusion=False)
+            CUTOFF=cutoff, RESIDUAL=residual, EMPTY=empty, FILTERS=filters, BLOCK=block("V", V),
+            BLOCK_K=block("k", max(k, 1)), ROW_BLOCK=row_block, num_warps=num_warps(row_block), enable_fp_fusion=False)
     return accepted_nodes, num_accepted, next_token, tv_excess, status

@@ -23,7 +23,7 @@ def verify_tree_kernel(
         greedy_scratch,             # (B, 3, N)
         accepted_nodes,             # (B, P)
         num_accepted_out, next_token_out, tv_excess_out, status_out,  # (B)
-        N, V, M, P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
+        N, V, M, P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, EMPTY: tl.constexpr,
         BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     tokens += b * N
@@ -48,21 +48,22 @@ def verify_tree_kernel(
         is_sampling = tl.load(greedy + b) == 0
     if is_sampling:
         num_accepted, next_token, tv_excess, status = verify_sampled(
-            rows, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega, mass,
-            draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, None, True, BLOCK, BLOCK_K, None)
+            rows, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega, None,
+            mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, None, True, BLOCK,
+            BLOCK_K, None)
         store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                       tv_excess, status)
     if greedy is not None:
         if is_sampling == 0:
             num_accepted, next_token, tv_excess, status = verify_greedy(
-                rows, tokens, first_child, next_sibling, neighbors, delta, mass, greedy_scratch + b * 3 * N,
+                rows, tokens, first_child, next_sibling, neighbors, delta, None, mass, greedy_scratch + b * 3 * N,
                 accepted_nodes, N, V, P, C, k, offset, CUTOFF, RESIDUAL, None, True, BLOCK, BLOCK_K, None)
             store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                           tv_excess, status)
 
 
 def verify_tree(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-                omega, greedy, cutoff, offset, residual, max_depth):
+                omega, greedy, cutoff, offset, residual, empty, max_depth):
     B, N, V = target_probs.shape
     M = 0 if draft_probs is None else draft_probs.shape[1]
     C, k = (0, 0) if neighbors is None else neighbors.shape
@@ -77,6 +78,6 @@ def verify_tree(target_probs, tokens, first_child, next_sibling, uniforms, draft
             target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
             omega, None if greedy is None else greedy.view(torch.uint8), mass, draft_mass, greedy_scratch,
             accepted_nodes, num_accepted, next_token, tv_excess, status, N, V, M, max_depth, C, k, offset,
-            CUTOFF=cutoff, RESIDUAL=residual, BLOCK=block("V", V), BLOCK_K=block("k", max(k, 1)),
+            CUTOFF=cutoff, RESIDUAL=residual, EMPTY=empty, BLOCK=block("V", V), BLOCK_K=block("k", max(k, 1)),
             num_warps=8, enable_fp_fusion=False)
     return accepted_nodes, num_accepted, next_token, tv_excess, status

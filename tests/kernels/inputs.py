@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
-UNBATCHED = {"codebook_neighbors"}
+UNBATCHED = {"codebook_neighbors", "verify_chain"}  # the latter's requests are of different lengths: its own tests
 MUTATES = {      # op -> the arguments that it writes to, contiguous; tensors or lists of them
     "commit_kv": ("caches",),
     "commit_tokens": ("tokens", "counts", "failed", "target_forwards", "num_accepted_at", "num_drafted_at",
@@ -154,13 +154,14 @@ CASES["verify_tree"] = [
                    "num_draft_rows": 3, "omega": (0.5, 2.0)}),
     (4, 7, 24, 3, {"k": 20, "omega": (1.0, 1.5), "num_draft_rows": 1, "greedy": True}),
     (1, 5, 4500, 3, {"k": 300, "residual": "relaxed", "num_draft_rows": 1}),
+    (6, 9, 4, 3, {"k": 3, "residual": "released", "empty": "uniform", "omega": (0.25,)}),
 ]
 TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 
 
 def verify_tree(B, N, V, max_depth, options=None):
     options = {"k": 0, "cutoff": "tvd", "offset": 0, "narrow": True, "residual": "optimal",
-               "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None} | (options or {})
+               "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None, "empty": None} | (options or {})
     k, offset, M = options["k"], options["offset"], options["num_draft_rows"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
@@ -175,6 +176,8 @@ def verify_tree(B, N, V, max_depth, options=None):
         best = target_probs.topk(options["branch"]).indices.cpu()
         tokens[:, 1:] = best.flatten(1)[:, :N - 1]
     kwargs = {"max_depth": max_depth, "residual": options["residual"]}
+    if options["empty"]:
+        kwargs["empty"] = options["empty"]
     if M:
         kwargs["draft_probs"] = exact_probs(B * M, V, seed=1).view(B, M, V)
         kwargs["draft_row"] = torch.randint(-1, M, (B, N), generator=g, dtype=torch.int32).to(DEVICE)
@@ -187,6 +190,49 @@ def verify_tree(B, N, V, max_depth, options=None):
     if options["greedy"]:
         kwargs["greedy"] = (torch.arange(B) % 2 == 0).to(DEVICE)
     return (target_probs, tokens.to(DEVICE), *links(parents), exact_uniforms(B, N, seed=1)), kwargs
+
+
+# verify_chain: the options of verify_tree. `num_drafts` of the requests take turns; `width` of the integers.
+CASES["verify_chain"] = [
+    (1, 2, {"num_drafts": [1]}),
+    (3, 19, {}),
+    (5, 40, {"draft": True, "omega": (1.0, 0.75), "width": torch.int32, "bonus": True}),
+    (4, 40, {"k": 6, "cutoff": "ratio", "offset": 4, "residual": "relaxed", "bonus": True, "empty": "uniform"}),
+    (4, 33, {"k": 5, "cutoff": "jsd", "residual": "released", "narrow": False, "draft": True, "omega": (0.5, 2.0)}),
+    (6, 24, {"k": 20, "omega": (1.0, 1.5), "draft": True, "greedy": True, "bonus": True}),
+    (2, 4500, {"k": 300, "residual": "relaxed", "draft": True, "greedy": True}),
+]
+TOLERANCES["verify_chain"] = {2: (0, 1e-5)}
+
+
+def verify_chain(B, V, options=None):
+    options = {"num_drafts": [2, 0, 5, 1, 3], "k": 0, "cutoff": "tvd", "offset": 0, "narrow": True,
+               "residual": "optimal", "empty": "target", "draft": False, "omega": None, "greedy": False, "bonus": False,
+               "width": torch.int64} | (options or {})
+    num_drafts = (options["num_drafts"] * B)[:B]
+    D, k, offset = sum(num_drafts), options["k"], options["offset"]
+    ends = torch.tensor(num_drafts, dtype=torch.int64).cumsum(0)
+    g = torch.Generator().manual_seed(B + V)
+    target_probs = exact_probs(D if options["bonus"] else D + B, V)
+    # Half of the drafts are likely ones after what stands before them.
+    first_rows = ends - torch.tensor(num_drafts, dtype=torch.int64) + (0 if options["bonus"] else torch.arange(B))
+    rows = [first + i for first, n in zip(first_rows.tolist(), num_drafts) for i in range(n)]
+    likely = target_probs[rows].argmax(1).cpu()
+    tokens = torch.where(torch.rand(D, generator=g) < 0.5, likely, torch.randint(V, (D,), generator=g))
+    kwargs = {name: options[name] for name in ("residual", "empty", "cutoff", "offset")}
+    if options["draft"]:
+        kwargs["draft_probs"] = exact_probs(D, V, seed=1)
+    if k:
+        kwargs["neighbors"] = neighbor_table(V - 2 * offset, k, narrow=options["narrow"])
+        kwargs["delta"] = torch.tensor([0.25, 0.03125, 2.0]).repeat(B)[:B].to(DEVICE)
+    if options["omega"]:
+        kwargs["omega"] = torch.tensor(options["omega"]).repeat(B)[:B].to(DEVICE)
+    if options["greedy"]:
+        kwargs["greedy"] = (torch.arange(B) % 2 == 0).to(DEVICE)
+    if options["bonus"]:
+        kwargs["bonus_tokens"] = torch.randint(V, (B,), generator=g).to(DEVICE)
+    integers = (x.to(DEVICE, options["width"]) for x in (tokens, ends))
+    return (target_probs, *integers, exact_uniforms(D + B, seed=1)), kwargs
 
 
 CASES["verify_greedy"] = [(1, 1, 0), (2, 7, 3), (3, 20, 5), (3, 130, 200), (2, 2500, 6, 40)]
@@ -216,6 +262,8 @@ CASES["verify_logits"] = [
                    "omega": (0.5, 2.0), "dtype": torch.float16, "uncond": False}),
     (4, 7, 24, 3, {"k": 20, "omega": (1.0, 1.5), "num_draft_rows": 1, "filters": "p_then_k", "ranges": "each"}),
     (2, 6, 40, 3, {"k": 12, "residual": "released", "ranges": "all", "settings": [(2.0, 1.0, 9, 0.9)]}),
+    (6, 9, 40, 3, {"k": 30, "residual": "released", "omega": (0.25,), "empty": "uniform", "num_draft_rows": 1,
+                   "settings": [(1.5, 1.0, 2, 0.9), (1.5, 1.0, 0, 0.9)]}),
     (3, 12, 1500, 3, {"k": 300, "residual": "relaxed", "branch": 4, "settings": [
         (1.5, 1.0, 200, 1.0), (1.5, 0.0, 0, 1.0), (1.5, 2.0, 0, 0.9)]}),
     (2, 12, 1500, 3, {"k": 300, "residual": "relaxed", "branch": 4, "num_draft_rows": 2, "omega": (1.5,),

@@ -140,6 +140,24 @@ def test_a_bad_row_is_reported_and_hurts_nobody_else(op, backend, bad):
         assert a.dtype != torch.int64 or 0 <= a.min() and a.max() < V  # these ops' int64 are token ids
 
 
+@pytest.mark.parametrize("op, backend", [
+    (op, backend) for op, backend in EVERY
+    if "neighbors" in inspect.signature(getattr(specvis_kernels, op)).parameters])
+def test_neighbors_may_be_int64(op, backend):
+    """Codes that are far away are no neighbors, as those of int32 are not."""
+    for case in inputs.CASES[op]:
+        args, kwargs = make(op, *case)
+        _, named = by_name(op, args, kwargs)
+        if named.get("neighbors") is None or backend == "triton" and named["neighbors"].shape[1] > 100:
+            continue  # Triton's interpreter takes its time
+        narrow = named["neighbors"].int()
+        narrow[::2, 1::3], narrow[1::2, 1::3] = -2**31, 2**31 - 1
+        wide = narrow.long()
+        wide[::2, 1::3], wide[1::2, 1::3] = -2**63, 2**63 - 1
+        got, expected = (run(op, (), named | {"neighbors": table}, backend) for table in (wide, narrow))
+        assert all(map(same, got, expected))
+
+
 @pytest.mark.parametrize("op", inputs.CASES)
 def test_is_registered_correctly(op):
     calls = []

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from specvis_kernels import EMPTY_RESIDUAL, backends, verify_tree
+from specvis_kernels._candidate import EMPTY, RESIDUALS
 from specvis_kernels.neighborhood_sum import CUTOFFS
-from specvis_kernels.verify_tree import RESIDUALS
 from tests.kernels.inputs import DEVICE, links, neighbor_table
 
 BACKENDS = [backend for backend in backends("verify_tree", DEVICE) if backend != "triton" or DEVICE != "cpu"]
@@ -48,7 +48,7 @@ def any_requests(seed):
     """One batch of requests, as arguments of the rule (a list of dicts) and of the op."""
     r = random.Random(seed)
     V, N = r.choice([2, 3, 4, 5, 6]), r.choice([2, 3, 5, 7])
-    residual, cutoff = RESIDUALS[seed % 3], CUTOFFS[seed // 3 % 3]
+    residual, cutoff, empty = RESIDUALS[seed % 3], CUTOFFS[seed // 3 % 3], EMPTY[seed // 9 % 2]
     max_depth = r.choice([1, 2, 3, N])
     C, table, offset = 0, None, 0
     if V >= 4 and seed % 5:
@@ -78,7 +78,7 @@ def any_requests(seed):
             P=P, Q=Q, tokens=tokens, parents=parents, children=children,
             uniforms=[F(r.randrange(steps), steps) for _ in range(N)],
             omega=[r.choice(omegas) if r.random() < 0.5 else 1 for _ in range(max_depth)], delta=delta,
-            cutoff=cutoff, residual=residual, max_depth=max_depth, neighbors={} if table is None else {
+            cutoff=cutoff, residual=residual, empty=empty, max_depth=max_depth, neighbors={} if table is None else {
                 offset + c: [offset + v for v in row] for c, row in enumerate(table.tolist())}))
 
     def tensor(name, dtype=torch.float32):
@@ -87,7 +87,8 @@ def any_requests(seed):
     args = [tensor("P"), tensor("tokens", torch.int64), *links(torch.tensor([q["parents"] for q in requests])),
             tensor("uniforms")]
     draft_row = [[n if q else -1 for n, q in enumerate(request["Q"])] for request in requests]
-    kwargs = dict(max_depth=max_depth, residual=residual, cutoff=cutoff, offset=offset, omega=tensor("omega"),
+    kwargs = dict(max_depth=max_depth, residual=residual, empty=empty, cutoff=cutoff, offset=offset,
+                  omega=tensor("omega"),
                   draft_row=torch.tensor(draft_row, dtype=torch.int32, device=DEVICE),
                   draft_probs=torch.tensor([[to_floats(q or [0] * V) for q in request["Q"]] for request in requests],
                                            device=DEVICE))
@@ -121,6 +122,9 @@ def reached(request, outcome):
         yield f"rejected, {proposals[-1]}"
     if was_empty:
         yield f"empty residual, {request['residual']}"
+    for empty in EMPTY:
+        if verify(request, empty=empty) != outcome:
+            yield f"{request['empty']} and not {empty}"
     if tv_excess:
         yield "tv_excess"
     if request["neighbors"] and verify(request, neighbors={}) != outcome:
@@ -152,7 +156,7 @@ RULES = {
       for residual in RESIDUALS for other in RESIDUALS if other != residual for proposal in PROPOSALS),
     *(f"omega {side} 1, {residual}, {proposal}"
       for side in ("above", "below") for residual in RESIDUALS for proposal in PROPOSALS),
-    "empty residual, relaxed", "empty residual, released", "tv_excess", "sampled and not point masses", "max_depth",
+    "empty residual, relaxed", "empty residual, released", "target and not uniform", "uniform and not target", "tv_excess", "sampled and not point masses", "max_depth",
     "a later sibling",
 }
 

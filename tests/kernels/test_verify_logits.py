@@ -190,6 +190,27 @@ def test_statuses(backend):
                   **one_id) == ([], 0, 0.0, EMPTY_RESIDUAL)
 
 
+@each_backend
+@pytest.mark.parametrize("V", [4, 300])
+def test_an_empty_residual_becomes_uniform(backend, V):
+    """Token 0 is the only one that is left of the filters, and is rejected. All tokens have 1/V then, others too."""
+    row = [4.0] + [1.0] * (V - 1)
+    for options in ({"top_k": 1}, {"id_range": (0, 1)}):
+        options |= {"omega": [0.5], "residual": "relaxed", "max_depth": 1}
+        before = verify(backend, [row], [9, 0], [-1, 0], [0.9, 0.5], **options)
+        assert before == ([], 0, 0.0, EMPTY_RESIDUAL)
+        options["empty"] = "uniform"
+        for token in (0, 2, V - 1):
+            got = verify(backend, [row], [9, 0], [-1, 0], [(token + 0.5) / V, 0.5], **options)
+            assert got == ([], token, 0.0, EMPTY_RESIDUAL)
+        two = dict(tokens=[9, 0, 2], parents=[-1, 0, 0], **options)
+        assert verify(backend, [row], uniforms=[0.9, 0.5, 0.49 / V], **two) == ([2], 0, 0.0, EMPTY_RESIDUAL)
+        got = verify(backend, [row], uniforms=[2.5 / (V - 1), 0.5, 0.51 / V], **two)  # without token 2
+        assert got == ([], 3, 0.0, EMPTY_RESIDUAL)
+        del options["empty"]
+        assert verify(backend, [row], [9, 0], [-1, 0], [0.9, 0.5], **options) == before
+
+
 def both(args, kwargs, backend):
     """What verify_logits returns, what the ops do that it stands for, and the rows' probabilities or statuses."""
     logits, uncond, tokens, first_child, next_sibling, uniforms, *settings = args
@@ -352,6 +373,7 @@ def test_numbers_stand_for_all_requests(backend):
     ({"offset": 1.5}, "offset must be an integer, got 1.5"),
     ({"neighbors": neighbor_table(5, 1), "delta": 0.1, "residual": "released"}, "at least two columns"),
     ({"omega": torch.ones(2, 3)}, r"omega must be float32 \(B=2, P=2\), got float32 \(2, 3\)"),
+    ({"empty": "none"}, "empty must be one of target, uniform, got 'none'"),
     ({"residual": "none"}, "residual must be one of optimal, relaxed, released, got 'none'"),
     ({"seeds": torch.zeros(2, dtype=torch.int64)}, "seeds and positions must be given together"),
     ({"positions": torch.zeros(2, 3, dtype=torch.int64)}, "seeds and positions must be given together"),

@@ -373,6 +373,30 @@ def test_an_empty_residual_falls_back_to_the_target(backend):
 
 
 @each_backend
+def test_an_empty_residual_becomes_uniform(backend):
+    """As above, but each token has 1/4 then, for the next token and for the next sibling."""
+    tree = dict(neighbors=TABLE, delta=0.125, residual="released", empty="uniform")
+    for token in range(4):
+        got = verify(backend, [ROW], [9, 2], [-1, 0], [(token + 0.5) / 4, 0.5], **tree)
+        assert got[:2] == ([], token) and got[3] == EMPTY_RESIDUAL
+    two = dict(tokens=[9, 2, 0], parents=[-1, 0, 0], **tree)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.249], **two)[::3] == ([2], EMPTY_RESIDUAL)
+    assert verify(backend, [ROW], uniforms=[0.34, 0.5, 0.25], **two)[:2] == ([], 2)  # of 0, 1/3, 1/3, 1/3
+    # A sampled child: after token 0 the draft has 0, 1/2, 1/4, 1/4. So token 1 is accepted iff u / 2 < 1/4 / 2; else
+    # only token 0 has more than the draft.
+    two = dict(tokens=[9, 0, 1], parents=[-1, 0, 0], draft=[ROW], omega=[0.5, 0.5], residual="relaxed", empty="uniform")
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.249], **two)[::3] == ([2], EMPTY_RESIDUAL)
+    assert verify(backend, [ROW], uniforms=[0.99, 0.5, 0.25], **two)[:2] == ([], 0)
+    # Emptied twice: of two tokens the second is all that is left, and goes as well.
+    twice = dict(omega=[0.5], residual="relaxed", empty="uniform", max_depth=1)
+    got = verify(backend, [[1.0, 0.0]], [9, 0, 0, 1], [-1, 0, 0, 0], [0.75, 0.5, 0.25, 0.5], **twice)
+    assert got == ([], 1, 0, EMPTY_RESIDUAL)
+    # In fixed point three tokens have 2**42 // 3 each, and the row's total is three times that.
+    third = dict(rows=[[1.0, 0.0, 0.0]], tokens=[9, 0], parents=[-1, 0], **twice)
+    assert [verify(backend, uniforms=[u, 0.5], **third)[1] for u in (0.333, 0.334, 0.666, 0.667, 1.0)] == [0, 1, 1, 2, 2]
+
+
+@each_backend
 def test_an_empty_residual_of_a_sampled_child(backend):
     """Relaxed with omega 1/2 and a draft equal to the target: everything is taken away at u >= 1/2."""
     got = verify(backend, [ROW], [9, 0], [-1, 0], [0.99, 0.5], draft=[ROW], omega=[0.5], residual="relaxed")
@@ -747,11 +771,12 @@ def arguments(**changes):
     (dict(draft_row=torch.zeros(2, 2).int()), r"draft_row must be int32 \(B=2, N=3\), got int32 \(2, 2\)"),
     (dict(neighbors=None), "neighbors and delta must be given together"),
     (dict(delta=None), "neighbors and delta must be given together"),
-    (dict(neighbors=torch.ones(4, 2).long()), r"neighbors must be uint16 or int32 \(C=4, k=2\)"),
+    (dict(neighbors=torch.ones(4, 2).short()), r"neighbors must be uint16 or int32 or int64 \(C=4, k=2\)"),
     (dict(neighbors=torch.ones(4, 1).int(), residual="released"), "two columns under 'released', got one"),
     (dict(delta=torch.zeros(3)), r"delta must be float32 \(B=2\), got float32 \(3,\)"),
     (dict(cutoff="l2"), "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
     (dict(offset=1), r"offset must be in \[0, V - C\] = \[0, 0\], got 1"),
+    (dict(empty="none"), "empty must be one of target, uniform, got 'none'"),
     (dict(residual="best"), "residual must be one of optimal, relaxed, released, got 'best'"),
     (dict(omega=torch.ones(2, 3)), r"omega must be float32 \(B=2, P=2\), got float32 \(2, 3\)"),
     (dict(greedy=torch.zeros(2)), r"greedy must be bool \(B=2\), got float32 \(2,\)"),

@@ -1,0 +1,172 @@
+"""verify_chain: verify_tree for chains of different lengths that stand one after the other, as serving code holds them."""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._dispatch import INVALID_TREE, check, check_dims, define, setting
+from .verify_tree import check_rule, verify_nodes
+
+
+class VerifyChainResult(NamedTuple):
+    """What `verify_chain` returns. Its docstring explains the fields."""
+    num_accepted: Tensor  # (B,) int32
+    next_token: Tensor    # (B,) int64
+    tv_excess: Tensor     # (B,) float32
+    status: Tensor        # (B,) int32
+
+
+def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, uniforms: Tensor, *,
+                 bonus_tokens: Tensor | None = None, draft_probs: Tensor | None = None,
+                 neighbors: Tensor | None = None, delta: Tensor | float | None = None, cutoff: str = "tvd",
+                 offset: int = 0, omega: Tensor | float | None = None, residual: str = "optimal",
+                 empty: str = "target", greedy: Tensor | bool | None = None,
+                 backend: str | None = None) -> VerifyChainResult:
+    """Accept the leading drafts of each request, one guess for each position, and draw the token that follows them.
+
+    It is `verify_tree` on trees in which every node has one child, and decides as it does, bit for bit. But requests
+    may have different numbers of drafts, none among them, and nothing is padded. Request b's drafts are
+
+        draft_tokens[cu_num_draft_tokens[b - 1]:cu_num_draft_tokens[b]]        from 0 for b = 0
+
+    Of n drafts, row i of its n + 1 rows of target_probs is the target's distribution after the first i of them; the
+    rows of all requests follow each other. With `bonus_tokens` the last row of each is left out: the token that follows
+    if all drafts are accepted has been drawn from it already. Drafts beyond cu_num_draft_tokens[B - 1] belong to nobody,
+    and neither does what stands behind the last request's rows, so buffers may be larger than what they hold.
+
+    (vLLM's rejection sampler takes drafts in this form; Leviathan et al., arXiv:2211.17192.)
+
+    Args:
+        target_probs:         (T, V)   float32         T = D + B; with bonus_tokens T = D
+        draft_tokens:         (D,)     int32 or int64  in [0, V)
+        cu_num_draft_tokens:  (B,)     int32 or int64  how many drafts requests 0 to b have together
+        uniforms:             (D + B,) float32         in [0, 1): n + 1 of each request, one request after the other.
+                                                       The first draws the next token, the i-th after it decides the
+                                                       i-th draft
+        bonus_tokens:         (B,)     int64           what follows if all drafts are accepted; None: it is drawn
+        draft_probs:          (D, V)   float32         row d is the distribution that draft d was drawn from; None: each
+                                                       draft is a point mass
+        neighbors:            (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself
+                                                             excluded
+        delta:                (B,) float32 or a number   how much the cutoff allows
+        cutoff:               the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
+        offset:               the token id of code 0; a token outside [offset, offset + C) has no neighbors
+        omega:                (B,) float32 or a number   the factor on the accept test of every draft; None is 1
+        residual:             "optimal", "relaxed" or "released"
+        empty:                "target" or "uniform": what takes the place of a residual of which nothing is left
+        greedy:               (B,) bool, or one for all  which requests are greedy; None is none
+        backend:              None for the device's own kernel; a name from `backends()` to force one
+
+    Returns:
+        num_accepted:  (B,) int32    how many drafts are accepted
+        next_token:    (B,) int64    the token that follows them, in [0, V); a bonus token as it was given
+        tv_excess:     (B,) float32  the added total variation, estimated, as in verify_tree
+        status:        (B,) int32    INVALID_TREE: a token outside [0, V); the drafts end there. Or the request's drafts
+                                     are not where they can be: cu_num_draft_tokens has fallen, is negative or has gone
+                                     beyond D, here or at an earlier request; nothing is accepted, and next_token is 0.
+                                     INVALID_ROW, INVALID_DRAFT, INVALID_RULE, EMPTY_RESIDUAL: as in verify_tree. A
+                                     request without drafts needs no rule: its omega is not looked at
+
+    Raises:
+        ValueError: an argument's dtype, shape or device differs from the above, V is 0, neighbors come without delta,
+            cutoff, residual or empty is none of its names, or "released" with a single column
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import verify_chain
+        >>> row = [0.5, 0.25, 0.125, 0.125]
+        >>> target_probs = torch.tensor([row, row, row, row])     # of two requests: with two drafts, and with none
+        >>> result = verify_chain(target_probs, torch.tensor([0, 1]), torch.tensor([2, 2]),
+        ...                       torch.tensor([0.6, 0.4, 0.3, 0.0]))
+        >>> result.num_accepted  # 0.4 is below 1/2, the probability of token 0; 0.3 is not below 1/4, that of token 1
+        tensor([1, 0], dtype=torch.int32)
+        >>> result.next_token    # of what is left without token 1 at 0.6; of the row at 0
+        tensor([0, 0])
+    """
+    T, V = check_dims("target_probs", target_probs, "TV")
+    D, = check_dims("draft_tokens", draft_tokens, "D")
+    B, = check_dims("cu_num_draft_tokens", cu_num_draft_tokens, "B")
+    integers = (torch.int64, torch.int32)
+    check("target_probs", target_probs, torch.float32, T=D + B if bonus_tokens is None else D, V=V)
+    if V < 1:
+        raise ValueError(f"target_probs must have V >= 1, got shape ({T}, {V})")
+    check("draft_tokens", draft_tokens, integers, like=target_probs, D=D)
+    check("cu_num_draft_tokens", cu_num_draft_tokens, integers, like=target_probs, B=B)
+    check("uniforms", uniforms, torch.float32, like=target_probs, **{"D + B": D + B})
+    if bonus_tokens is not None:
+        check("bonus_tokens", bonus_tokens, torch.int64, like=target_probs, B=B)
+    if draft_probs is not None:
+        check("draft_probs", draft_probs, torch.float32, like=target_probs, D=D, V=V)
+    delta, omega = (value if value is None else setting(name, value, torch.float32, target_probs, B)
+                    for name, value in (("delta", delta), ("omega", omega)))
+    check_rule(None, None, neighbors, delta, cutoff, offset, None, residual, empty, 0,
+               like=target_probs.expand(B, T, V))
+    if isinstance(greedy, bool):
+        greedy = torch.full((B,), greedy, device=target_probs.device)
+    if greedy is not None:
+        check("greedy", greedy, torch.bool, like=target_probs, B=B)
+    tensors = (target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs, neighbors, delta,
+               omega, greedy)
+    return _call(backend, *[None if t is None else t.contiguous() for t in tensors], cutoff, offset, residual, empty)
+
+
+def _oracle(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs, neighbors, delta,
+            omega, greedy, cutoff, offset, residual, empty):
+    """A draft is tried against a row of its own. So each of the R rows is a tree of two nodes, a root and its draft."""
+    (_, V), D, B = target_probs.shape, len(draft_tokens), len(cu_num_draft_tokens)
+    R, device = D + B, target_probs.device
+    if B == 0:
+        return _meta(target_probs, draft_tokens, cu_num_draft_tokens, *[None] * 11)
+    end = cu_num_draft_tokens.long()
+    first = torch.nn.functional.pad(end[:-1], (1, 0))
+    is_in_place = ((first <= end) & (end <= D)).long().cumprod(0) == 1
+    first, num_drafts = (torch.where(is_in_place, x, 0) for x in (first, end - first))
+
+    row = torch.arange(R, device=device)
+    begin = torch.where(is_in_place, first + torch.arange(B, device=device), R)  # each request's first row
+    request = ((begin.unsqueeze(1) <= row).sum(0) - 1).clamp(min=0)              # of each row
+    has_draft = (row >= begin[request]) & (row < begin[request] + num_drafts[request])
+    draft = (row - request).clamp(0, max(D - 1, 0))
+
+    # A row that all requests may read stands behind the others: token 0 is certain.
+    certain = (torch.arange(V, device=device) == 0).float().unsqueeze(0)
+    rows = torch.cat([target_probs, certain])
+    root = row if bonus_tokens is None else torch.where(has_draft, draft, len(rows) - 1)
+
+    def of_row(setting):
+        return None if setting is None else setting[request]
+
+    tokens = torch.nn.functional.pad(draft_tokens.long(), (0, 1))[draft]
+    no_link = torch.full((R, 2), -1, device=device)
+    child = torch.where(has_draft.unsqueeze(1), no_link.new_tensor([[1, -1]]), no_link)
+    _, is_accepted, next_token, tv_excess, status = verify_nodes(
+        lambda node: rows[torch.where(node == 0, root, len(rows) - 1)], V, torch.stack([tokens, tokens], 1), child,
+        no_link, torch.stack([uniforms[begin.clamp(max=R - 1)[request]], uniforms[(row + 1).clamp(max=R - 1)]], 1),
+        lambda _: draft_probs[draft], 0 if draft_probs is None or D == 0 else 1, child - 1, neighbors, of_row(delta),
+        None if omega is None else torch.where(has_draft, omega[request], 1.0).unsqueeze(1), of_row(greedy), cutoff,
+        offset, residual, empty, 1)
+
+    # The first row from a request's own on whose draft is not accepted: at the latest the one behind its drafts.
+    last = torch.where(is_accepted == 1, R - 1, row).flip(0).cummin(0).values.flip(0)[begin.clamp(max=R - 1)]
+    is_visited = (row >= begin.unsqueeze(1)) & (row <= last.unsqueeze(1))
+    num_accepted, next_token, status = last - begin, next_token[last], status[last]
+    tv_excess = torch.where(is_visited, tv_excess, 0.0).sum(1)
+    if bonus_tokens is not None:
+        next_token = torch.where(num_accepted == num_drafts, bonus_tokens, next_token)
+    return (torch.where(is_in_place, num_accepted, 0).int(), torch.where(is_in_place, next_token, 0),
+            torch.where(is_in_place, tv_excess, 0.0), torch.where(is_in_place, status, INVALID_TREE).int())
+
+
+def _meta(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs, neighbors, delta,
+          omega, greedy, cutoff, offset, residual, empty):
+    B = len(cu_num_draft_tokens)
+    return (target_probs.new_empty(B, dtype=torch.int32), target_probs.new_empty(B, dtype=torch.int64),
+            target_probs.new_empty(B), target_probs.new_empty(B, dtype=torch.int32))
+
+
+_call = define(
+    "verify_chain(Tensor target_probs, Tensor draft_tokens, Tensor cu_num_draft_tokens, Tensor uniforms,"
+    " Tensor? bonus_tokens, Tensor? draft_probs, Tensor? neighbors, Tensor? delta, Tensor? omega, Tensor? greedy,"
+    " str cutoff, SymInt offset, str residual, str empty)"
+    " -> (Tensor num_accepted, Tensor next_token, Tensor tv_excess, Tensor status)",
+    oracle=_oracle, meta=_meta, result=VerifyChainResult)
