@@ -79,9 +79,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
     for (int64_t b = begin; b < end; ++b) {
       const Request request = specvis::request_at(first, b, deltas);
       const specvis::ProbRows rows = {target + b * N * V, V, scratch};
-      outputs.write(b, max_depth, [&](specvis::VerifyResult& out) {
-        rows.verify(request, is_greedy && is_greedy[b], out);
-      });
+      outputs.write(b, max_depth,
+                    [&](specvis::VerifyResult& out) { rows.verify(request, is_greedy && is_greedy[b], out); });
     }
   });
   return {accepted_nodes, num_accepted, next_token, tv_excess, status};

@@ -1,4 +1,4 @@
-"""verify_chain: verify_tree for chains of different lengths that stand one after the other, as serving code holds them."""
+"""verify_chain: verify_tree for chains of different lengths, one after the other, as serving code holds them."""
 from typing import NamedTuple
 
 import torch
@@ -29,10 +29,10 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
 
         draft_tokens[cu_num_draft_tokens[b - 1]:cu_num_draft_tokens[b]]        from 0 for b = 0
 
-    Of n drafts, row i of its n + 1 rows of target_probs is the target's distribution after the first i of them; the
-    rows of all requests follow each other. With `bonus_tokens` the last row of each is left out: the token that follows
-    if all drafts are accepted has been drawn from it already. Drafts beyond cu_num_draft_tokens[B - 1] belong to nobody,
-    and neither does what stands behind the last request's rows, so buffers may be larger than what they hold.
+    A request with n drafts has n + 1 rows of target_probs: row i is the target's distribution after the first i of
+    them. The rows of all requests follow each other. With `bonus_tokens` the last row of each is left out: the token
+    that follows if all drafts are accepted has been drawn from it already. Drafts from cu_num_draft_tokens[B - 1] on,
+    and rows and uniforms behind the last request's, belong to nobody: buffers may be larger than what they hold.
 
     (vLLM's rejection sampler takes drafts in this form; Leviathan et al., arXiv:2211.17192.)
 

@@ -30,7 +30,8 @@ def verify_logits_kernel(
         accepted_nodes,                        # (B, P)
         num_accepted_out, next_token_out, tv_excess_out, status_out,  # (B)
         N, V, M, P, C, k, offset, first_id, last_id, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
-        EMPTY: tl.constexpr, FILTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ROW_BLOCK: tl.constexpr):
+        EMPTY: tl.constexpr, FILTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+        ROW_BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     logits += b * N * V
     if uncond is not None:

@@ -156,7 +156,8 @@ RULES = {
       for residual in RESIDUALS for other in RESIDUALS if other != residual for proposal in PROPOSALS),
     *(f"omega {side} 1, {residual}, {proposal}"
       for side in ("above", "below") for residual in RESIDUALS for proposal in PROPOSALS),
-    "empty residual, relaxed", "empty residual, released", "target and not uniform", "uniform and not target", "tv_excess", "sampled and not point masses", "max_depth",
+    "empty residual, relaxed", "empty residual, released", "target and not uniform", "uniform and not target",
+    "tv_excess", "sampled and not point masses", "max_depth",
     "a later sibling",
 }
 

@@ -14,8 +14,8 @@ from specvis_kernels import (
     verify_chain,
     verify_tree,
 )
-from specvis_kernels.neighborhood_sum import CUTOFFS
 from specvis_kernels._candidate import RESIDUALS
+from specvis_kernels.neighborhood_sum import CUTOFFS
 from tests.kernels.inputs import DEVICE, exact_probs, exact_uniforms, neighbor_table
 
 BACKENDS = backends("verify_chain", DEVICE)
@@ -54,7 +54,8 @@ def test_a_bonus_token_stands_for_the_last_row(backend):
         uniforms = [0.7, 0.4, 0.3, 0.6, 0.5, 0.49]
         got = verify(backend, 3, [0, 1, 0], [2, 2, 3], uniforms, bonus_tokens=bonus, greedy=greedy)
         assert got == [[1, 0, 1], [2, 2**40, 3], [0.0] * 3, [0] * 3]
-        got = verify(backend, 3, [0, 1, 0], [2, 2, 3], [0.7, 0.4, 0.2, 0.6, 0.5, 0.5], bonus_tokens=bonus, greedy=greedy)
+        uniforms = [0.7, 0.4, 0.2, 0.6, 0.5, 0.5]
+        got = verify(backend, 3, [0, 1, 0], [2, 2, 3], uniforms, bonus_tokens=bonus, greedy=greedy)
         assert got == [[2, 0, 0], [-7, 2**40, 2], [0.0] * 3, [0] * 3]
     # Greedy: token 0 is every row's argmax.
     got = verify(backend, 3, [0, 0, 1], [2, 2, 3], [0.9] * 6, bonus_tokens=bonus, greedy=True)
@@ -144,8 +145,8 @@ def test_without_drafts(backend, bonus, num_requests):
         options["bonus_tokens"] = torch.arange(num_requests, device=DEVICE)
     rows = tensor([[0.0, 0.0, 1.0, 0.0]] * (0 if bonus else num_requests)).view(-1, 4)
     for greedy in (None, True, False):
-        result = verify_chain(rows, tensor([], torch.int64), torch.zeros(num_requests, dtype=torch.int32, device=DEVICE),
-                              torch.zeros(num_requests, device=DEVICE), greedy=greedy, backend=backend, **options)
+        result = verify_chain(rows, tensor([], torch.int64), tensor([0] * num_requests, torch.int32),
+                              tensor([0.0] * num_requests), greedy=greedy, backend=backend, **options)
         assert result.num_accepted.tolist() == result.status.tolist() == [0] * num_requests
         assert result.next_token.tolist() == (list(range(num_requests)) if bonus else [2] * num_requests)
 
