@@ -197,6 +197,23 @@ def python_loop(target_probs, tokens, first_child, next_sibling, uniforms, *, ma
     return results
 
 
+def padded_tree(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, *, draft_probs=None, **rule):
+    """verify_chain by verify_tree, once every request has as many rows as the longest."""
+    first = torch.nn.functional.pad(cu_num_draft_tokens[:-1], (1, 0))
+    num_drafts = cu_num_draft_tokens - first
+    N, device = int(num_drafts.max()) + 1, target_probs.device
+    node = torch.arange(N, device=device)
+    row = (first + torch.arange(len(first), device=device)).unsqueeze(1) + node
+    row = row.clamp(max=len(target_probs) - 1)
+    draft = (first.unsqueeze(1) + node).clamp(max=len(draft_tokens) - 1)
+    tokens = torch.nn.functional.pad(draft_tokens[draft[:, :-1]], (1, 0))
+    first_child = torch.where(node < num_drafts.unsqueeze(1), node + 1, -1).int()
+    if draft_probs is not None:
+        rule |= {"draft_probs": draft_probs[draft], "draft_row": node.int().expand(len(first), N)}
+    return verify_tree(target_probs[row], tokens, first_child, torch.full_like(first_child, -1), uniforms[row],
+                       max_depth=N - 1, **rule)
+
+
 PATHS = WeakTensorKeyDictionary()  # first_child -> the paths of each request's tree
 
 
@@ -345,6 +362,7 @@ BASELINES = {
     "neighborhood_sum": {"gather": gather_cumsum},
     "sample_residual": {"multinomial": multinomial, "searchsorted": searchsorted},
     "tree_attention": {"attention": attention_under_a_mask},
+    "verify_chain": {"padded": padded_tree},
     "verify_greedy": {"python loop": greedy_loop},
     "verify_logits": {"LANTERN's loop": lantern_loop, "two ops": all_rows_first},
     "verify_tree": {"python loop": python_loop},

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-EMPTY_RESIDUAL = 1  # the residual was empty: the target's own distribution was used instead
+EMPTY_RESIDUAL = 1  # the residual was empty: the target's own distribution was used instead, or what `empty` says
 INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative number, or no mass, or its
                     # range of ids is empty or leaves the vocabulary; or a Gaussian's mean, log sigma, token or log
                     # ratio is NaN or infinite, or leads to such a number
