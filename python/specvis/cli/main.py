@@ -1,4 +1,4 @@
-"""The command line: specvis generate | compare | report | tune | methods | info."""
+"""The command line: specvis generate | convert | compare | report | tune | methods | info."""
 import os
 import platform
 import textwrap
@@ -14,6 +14,7 @@ from .commands import Commands  # noqa: E402
 
 @click.group(cls=Commands, package=__package__, imported={
     "generate": "Draw pictures of a prompt, side by side, or of each prompt of a file.",
+    "convert": "Make a folder for --model from published checkpoints.",
     "compare": "Run methods side by side: pictures, plots, a table.",
     "report": "The papers' tables and figures on this model, beside the papers' own numbers.",
     "tune": "Find the fastest method within a budget of fidelity, or the most faithful that is fast enough.",

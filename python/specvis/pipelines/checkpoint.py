@@ -1,6 +1,7 @@
 """Weights from files: safetensors, or PyTorch's own format, of which no code is run."""
 import json
 import pickle
+import re
 from argparse import Namespace
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -45,7 +46,27 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     taken off, "model_ema" before the others: it is the moving average of the weights, which MAR samples with.
 
     Raises:
-        CheckpointError: no such file, truncated, or not a dictionary of tensors
+        CheckpointError: as `read_state`; or not a dictionary of tensors
+    """
+    return tensors_of(read_state(path), path)
+
+
+def tensors_of(state, path: str | Path) -> dict[str, Tensor]:
+    """The tensors in what `read_state` read from a file, by name."""
+    for wrapping in ("model_ema", "model", "module", "state_dict"):
+        if isinstance(state, dict) and isinstance(state.get(wrapping), dict):
+            state = state[wrapping]
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"checkpoint {path} must hold a dictionary of tensors, got {type(state).__name__}")
+    return state
+
+
+def read_state(path: str | Path):
+    """What a checkpoint holds. Tensors stay in the file, mapped into memory, where its format lets them.
+
+    Raises:
+        CheckpointError: no such file, truncated, or a pickle that is more than tensors: it is not run, and the types
+            that it needs are named
     """
     path = Path(path)
     if not path.is_file():
@@ -54,16 +75,20 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         with torch.serialization.safe_globals([Namespace]):  # MAR keeps its command line beside the weights
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable(path))
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError) as error:
+        if needed := re.findall(r"GLOBAL ([^\s\x1b]+)", str(error)):
+            names = "".join(c for c in ", ".join(dict.fromkeys(needed)) if c.isprintable())
+            raise CheckpointError(f"checkpoint {path} is a pickle that is more than tensors: to read it, code would be "
+                                  f"run ({names}), which is refused; save its tensors alone") from error
         raise CheckpointError(f"checkpoint {path} cannot be read (truncated, or not a checkpoint?): "
                               f"{str(error).splitlines()[0]}") from error
-    for wrapping in ("model_ema", "model", "module", "state_dict"):
-        if isinstance(state, dict) and isinstance(state.get(wrapping), dict):
-            state = state[wrapping]
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"checkpoint {path} must hold a dictionary of tensors, got {type(state).__name__}")
-    return state
+
+
+def is_mappable(path: Path) -> bool:
+    """Is the file in PyTorch's present format? The one before version 1.6 has to be read whole."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def load_weights(module: nn.Module, path: str | Path) -> None:
