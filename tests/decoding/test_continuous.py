@@ -277,19 +277,23 @@ def test_parallel_decoding_draws_every_token_once(tiny, num_iter):
         assert torch.equal(decoded.tokens, decode(tiny, "mar").tokens)
 
 
-@pytest.mark.parametrize("captions", [False, True])
-def test_parallel_decoding_by_hand(tiny, captions):
-    """Three iterations. Guidance follows how many tokens each leaves unknown."""
+@pytest.mark.parametrize("captions, schedule", [(False, "linear"), (True, "linear"), (True, "constant"),
+                                                (True, "released")])
+def test_parallel_decoding_by_hand(tiny, captions, schedule):
+    """Three iterations. Guidance follows how many tokens each leaves unknown, or is the same in all."""
     target = tiny.mar if captions else toys(tokens=16, coupling=0.1)[0]
     source = tiny.features(PROMPTS[:2]) if captions else torch.tensor([0, 1])
     seeds, T, C = torch.tensor([8, 9]), target.config.num_sampling_steps, target.config.channels
-    decoded = parallel_decode(target, source, ContinuousSampling(seeds, 3.0, 0.7), num_iter=3)
+    decoded = parallel_decode(target, source, ContinuousSampling(seeds, 3.0, 0.7), num_iter=3,
+                              guidance_schedule=schedule)
     order = philox_uniforms(seeds, ORDER, 1, 16)[:, 0].argsort(1)
     noise = philox_normals(seeds, NOISE, 16, T * C).unflatten(-1, (T, C))
     tokens, is_known = torch.zeros(2, 16, C), torch.zeros(2, 16, dtype=torch.bool)
+    last = {"linear": 3.0, "constant": 3.0, "released": 1 + 2 * 15 / 16}[schedule]
     for start, end in ((0, 3), (3, 8), (8, 16)):                   # 16 cos(30 degrees) = 13.9, 16 cos(60 degrees) = 8
+        guidance = last if schedule == "constant" or end == 16 else 1 + 2 * end / 16
         z, uncond = z_of(target, source, tokens, is_known), target(tokens, is_known, target.null_condition(2))
-        denoiser = target.diffloss.denoiser(z, uncond=uncond, guidance=1 + 2 * end / 16, temperature=0.7)
+        denoiser = target.diffloss.denoiser(z, uncond=uncond, guidance=guidance, temperature=0.7)
         sampled = denoiser.sample(noise).mean
         for b in range(2):
             positions = order[b, start:end]
@@ -587,6 +591,7 @@ def test_the_last_step_is_accepted_or_resampled(variant, sign, resample_temperat
     ("cspd", {"max_tries": True}, "max_tries must be an integer, got True"),
     ("mar", {"num_iter": 4.0}, "num_iter must be an integer, got 4.0"),
     ("mar", {"steps_last": 1}, "steps_last must be at least 2, or 0 for the model's own number, got 1"),
+    ("mar", {"guidance_schedule": "cubic"}, "guidance_schedule must be one of linear, constant, released, got 'cubic'"),
     ("mar", {"steps_first": 5.0}, "steps_first must be an integer, got 5.0"),
     ("cspd", {"steps_last": 5}, "method cspd has no parameter 'steps_last'"),
     ("cspd", {"truncate": "false"}, "truncate must be True or False, got 'false'"),
@@ -615,7 +620,8 @@ def test_how_methods_for_continuous_tokens_are_not_written(text, message):
 
 @pytest.mark.parametrize("text", ["mar:num_iter=8", "mar:steps_first=8:steps_last=5",
                                   "cspd:gamma=2:prefill=0.5:truncate=false", "cspd-released:max_tries=7",
-                                  "cspd-path:conditioning=block", "cspd:variant=released:aligned=false"])
+                                  "cspd-path:conditioning=block", "cspd:variant=released:aligned=false",
+                                  "cspd:guidance_schedule=constant", "mar:guidance_schedule=released"])
 def test_a_label_names_its_method(text):
     m = parse_method(text)
     assert sorted(m.label.split(":")) == sorted(text.split(":")) and parse_method(m.label) == m
@@ -680,6 +686,8 @@ def test_known_tokens_that_do_not_fit_are_refused(tiny, m, known, message):
 
 
 def test_other_arguments_are_checked(tiny):
+    with pytest.raises(ValueError, match="guidance_schedule must be one of linear, constant, released, got 'x'"):
+        parallel_decode(tiny.mar, tiny.features(PROMPTS), ContinuousSampling(SEEDS), guidance_schedule="x")
     with pytest.raises(ValueError, match=r"steps_last must be within 2\.\.8 \(the model's denoising steps\), got 9"):
         decode(tiny, "mar:steps_last=9")
     with pytest.raises(ValueError, match=r"num_iter must be within 1\.\.16 \(the tokens to draw\), got 17"):

@@ -11,7 +11,7 @@ from torch.distributions import Normal
 
 from specvis.models.diffloss import DiffLoss, Network, Schedule, cosine_alpha_bar
 from specvis.models.kl_vae import KL, KLConfig
-from specvis.models.mar import MAR, SIZES, MARConfig, class_config, linear_guidance
+from specvis.models.mar import MAR, SIZES, MARConfig, class_config, scheduled_guidance
 from specvis.models.words import Words
 from specvis.pipelines.checkpoint import CheckpointError, load_weights
 from tests.tiny import TINY
@@ -257,7 +257,11 @@ def test_conditions():
 
 
 def test_guidance_grows_with_what_is_known():
-    assert [linear_guidance(3.0, num_unknown, 256) for num_unknown in (256, 128, 0)] == [1.0, 2.0, 3.0]
+    num_unknown = torch.tensor([[256, 128], [1, 0]])
+    assert scheduled_guidance(3.0, num_unknown, 256).tolist() == [[1.0, 2.0], [1 + 2 * 255 / 256, 3.0]]
+    assert scheduled_guidance(3.0, num_unknown, 256, "constant").tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    last = 1 + 2 * 255 / 256  # the release's mask_len is at least 1, in its last iteration too
+    assert scheduled_guidance(3.0, num_unknown, 256, "released").tolist() == [[1.0, 2.0], [last, last]]
 
 
 def test_half_precision_stays_near():

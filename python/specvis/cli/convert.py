@@ -9,7 +9,6 @@ from ..models.llamagen import GPTConfig
 from ..pipelines.checkpoint import read_config, read_settings
 from ..pipelines.convert import IMAGE_SIZES
 from ..pipelines.convert import convert as convert_files
-from .options import writable_folder
 
 
 @click.command()
@@ -37,7 +36,7 @@ def convert(sources, out, image_size, dtype, heads, text_encoder):
             bar.update(num_bytes)
 
         lines = []
-        convert_files(sources, writable_folder(out), image_size=image_size, heads=heads, text_encoder=text_encoder,
+        convert_files(sources, out, image_size=image_size, heads=heads, text_encoder=text_encoder,
                       dtype=None if dtype == "stored" else getattr(torch, dtype), say=lines.append, progress=progress)
     for line in lines:
         click.echo(line)

@@ -16,8 +16,8 @@ from torch import Tensor
 from specvis_kernels import OUT_OF_TRIES, ResampleGaussianResult, accept_gaussian, resample_gaussian
 
 from ..models.diffloss import Denoiser
-from ..models.mar import MAR, linear_guidance
-from .methods import CONTINUOUS, ContinuousMethod, parse_method
+from ..models.mar import MAR, scheduled_guidance
+from .methods import CONTINUOUS, SCHEDULES, ContinuousMethod, parse_method
 from .sampling import ACCEPT, FRESH, NOISE, ORDER, RESAMPLE, RESAMPLE_NOISE, UNALIGNED, philox_normals, philox_uniforms
 
 MAX_ROWS = 256       # in one forward of a model, for the memory that it takes
@@ -31,7 +31,7 @@ class ContinuousSampling:
     """How B requests draw their tokens."""
 
     seeds: Tensor             # (B,) int64
-    guidance: float = 1.0     # 1 is none; it grows to this while tokens become known, see linear_guidance
+    guidance: float = 1.0     # 1 is none; by default it grows to this while tokens become known
     temperature: float = 1.0  # scales the sigma of each denoising step
 
     @staticmethod
@@ -179,12 +179,13 @@ def path_noise(seeds: Tensor, stream: int, positions: Tensor, shape: tuple[int, 
 class GuidedMAR:
     """A model with the conditions of B requests."""
 
-    def __init__(self, mar: MAR, source: Tensor, sampling: ContinuousSampling):
+    def __init__(self, mar: MAR, source: Tensor, sampling: ContinuousSampling, guidance_schedule: str = "linear"):
         B = len(sampling.seeds)
         condition = mar.condition(source)
         if len(condition) != B:
             raise ValueError(f"there must be a condition for each of the {B} seeds, got {len(condition)}")
         self.mar, self.sampling, self.is_guided = mar, sampling, sampling.guidance != 1.0
+        self.guidance_schedule = guidance_schedule
         null = mar.null_condition(B)
         null = null[:, None].expand_as(condition) if condition.ndim == 3 else null
         self.condition = torch.stack([condition, null] if self.is_guided else [condition], 1)  # (B, 1 or 2, ..)
@@ -220,7 +221,8 @@ class GuidedMAR:
         settings = {"temperature": self.sampling.temperature, "num_steps": num_steps}
         if not self.is_guided:
             return self.mar.diffloss.denoiser(z[..., 0, :], **settings)
-        guidance = linear_guidance(self.sampling.guidance, num_unknown, self.mar.config.tokens)
+        guidance = scheduled_guidance(self.sampling.guidance, num_unknown, self.mar.config.tokens,
+                                      self.guidance_schedule)
         return self.mar.diffloss.denoiser(z[..., 0, :], uncond=z[..., 1, :], guidance=guidance, **settings)
 
 
@@ -268,7 +270,8 @@ def sample_tokens(state: ContinuousState, model: GuidedMAR, start: int, end: int
 @torch.inference_mode()
 def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_iter: int | None = None,
                     progress: Progress | None = None, known: KnownTokens | None = None, *,
-                    steps_first: int | None = None, steps_last: int | None = None) -> ContinuousDecoded:
+                    steps_first: int | None = None, steps_last: int | None = None,
+                    guidance_schedule: str = "linear") -> ContinuousDecoded:
     """MAR's own decoding: each iteration draws the next tokens of the order, independently given the known ones.
 
     Args:
@@ -277,15 +280,20 @@ def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_
         known:    tokens that are known from the start; None: there are none
         steps_first, steps_last: denoising steps in the first and in the last iteration, between them linearly (DiSA);
             2 to the model's own number, which None stands for
+        guidance_schedule: "linear", "constant" or "released", see `scheduled_guidance`
     Raises:
-        ValueError: num_iter, steps_first or steps_last out of its range, or `known` does not fit the images
+        ValueError: num_iter, steps_first or steps_last out of its range, another schedule, or `known` does not fit the
+            images
     """
+    if guidance_schedule not in SCHEDULES:
+        raise ValueError(f"guidance_schedule must be one of {', '.join(SCHEDULES)}, got {guidance_schedule!r}")
     most = len(mar.diffloss.schedule)
     steps_first, steps_last = (most if steps is None else steps for steps in (steps_first, steps_last))
     for name, steps in (("steps_first", steps_first), ("steps_last", steps_last)):
         if not 2 <= steps <= most:
             raise ValueError(f"{name} must be within 2..{most} (the model's denoising steps), got {steps}")
-    state, model = ContinuousState(mar, sampling, known), GuidedMAR(mar, source, sampling)
+    state = ContinuousState(mar, sampling, known)
+    model = GuidedMAR(mar, source, sampling, guidance_schedule)
     start, num_new = state.start, state.end - state.start
     lengths = mask_lengths(num_new, num_new if num_iter is None else num_iter) if num_new else []
     for length, num_steps in zip(lengths, denoising_steps(steps_first, steps_last, len(lengths))):
@@ -316,10 +324,11 @@ def continuous_decode(target: MAR, drafter: MAR | None, source: Tensor, sampling
     method = continuous_method(method)
     if not method.gamma:
         return parallel_decode(target, source, sampling, method.num_iter or None, progress, known,
-                               steps_first=method.steps_first or None, steps_last=method.steps_last or None)
+                               steps_first=method.steps_first or None, steps_last=method.steps_last or None,
+                               guidance_schedule=method.guidance_schedule)
     check_pair(target, drafter)
     state = ContinuousState(target, sampling, known)
-    target, drafter = GuidedMAR(target, source, sampling), GuidedMAR(drafter, source, sampling)
+    target, drafter = (GuidedMAR(model, source, sampling, method.guidance_schedule) for model in (target, drafter))
     for start in range(state.start, min(round(method.prefill * state.num_tokens), state.end)):
         sample_tokens(state, target, start, start + 1)
         state.report(progress)

@@ -13,6 +13,7 @@ METRICS = ("l2", "raw", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
 MAX_WINDOW = 32  # of "auto"
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
+SCHEDULES = ("linear", "constant", "released")  # of MAR's guidance
 OF_MAR = ("num_iter", "steps_first", "steps_last")  # the parameters of MAR's own decoding
 DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "model": "a smaller model of the target's family"}
 
@@ -231,6 +232,7 @@ class ContinuousMethod:
     num_iter: int = 0                  # MAR's own decoding takes this many target forwards; 0: one for each token
     steps_first: int = 0               # denoising steps of its first tokens; 0: the model's own number
     steps_last: int = 0                # and of its last ones, linearly between (DiSA); 0: the model's own number
+    guidance_schedule: str = "linear"  # how guidance grows with the known tokens, see models.mar.scheduled_guidance
     gamma: int = 0                     # drafted tokens a step; 0: MAR's own decoding
     prefill: float = 0.0               # the share of the tokens that the target draws alone, first
     variant: str = "paper"             # of the density ratio, see specvis_kernels.accept_gaussian
@@ -255,6 +257,7 @@ class ContinuousMethod:
         for name in ("steps_first", "steps_last"):
             steps = getattr(self, name)
             need(name, steps == 0 or steps >= 2, "at least 2, or 0 for the model's own number")
+        need("guidance_schedule", self.guidance_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         need("gamma", self.gamma >= (self.name != "mar"), "at least 1")
         need("prefill", 0 <= self.prefill <= 1, "within [0, 1]")
         need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
@@ -369,6 +372,8 @@ CONTINUOUS_PARAMETERS = {
     "truncate": "true: what follows a step's first rejection is drafted anew; false: it is kept",
     "aligned": "true: draft and target denoise the same noise",
     "max_tries": "of resampling, before the target draws its own sample",
+    "guidance_schedule": "how guidance grows with the known tokens: linear, constant, or released (linear, but for the "
+                         "last tokens)",
 }
 
 
@@ -379,7 +384,8 @@ OF_ACCEPTANCE = ("coupling", "k", "delta", "cutoff", "metric", "omega", "nu", "r
 def parameters_of(m: Method | ContinuousMethod) -> dict:
     """The parameters that a method has, with their values."""
     if isinstance(m, ContinuousMethod):
-        return {name: getattr(m, name) for name in CONTINUOUS_PARAMETERS if (name in OF_MAR) == (m.gamma == 0)}
+        return {name: getattr(m, name) for name in CONTINUOUS_PARAMETERS
+                if name == "guidance_schedule" or (name in OF_MAR) == (m.gamma == 0)}
     if m.drafting == "none":
         return {}
     if m.drafting == "jacobi":

@@ -56,12 +56,16 @@ def class_config(size: str) -> MARConfig:
     return MARConfig(dim, heads, layers, layers, width, blocks, classes=1000)
 
 
-def linear_guidance(guidance: float, num_unknown: int, num_tokens: int) -> float:
-    """MAR's guidance schedule: it grows from 1 where no token is known to `guidance` where all are.
+def scheduled_guidance(guidance: float, num_unknown: Tensor, num_tokens: int, schedule: str = "linear") -> Tensor:
+    """The guidance of tokens that are drawn together, by how many are unknown after them, `num_unknown` (any shape).
 
-    `num_unknown` counts the tokens that are unknown after the current iteration. (In the release's last iteration it
-    stays 1.)
+    "linear" grows from 1 where no token is known to `guidance` where all are. "released" is the release's "linear":
+    its last iteration counts one unknown token, and has 1 + (guidance - 1) (L - 1) / L. "constant" is `guidance`.
     """
+    if schedule == "constant":
+        return torch.full_like(num_unknown, guidance, dtype=torch.float32)
+    if schedule == "released":
+        num_unknown = num_unknown.clamp(min=1)
     return 1 + (guidance - 1) * (num_tokens - num_unknown) / num_tokens
 
 

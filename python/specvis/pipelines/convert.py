@@ -161,14 +161,23 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
     weights = {file: part.source.tensors if part.kind in ("vq", "kl", "table") else
                {name: tensor.to(dtype) for name, tensor in part.source.tensors.items()} for file, part in files.items()}
     total = sum(tensor.num_bytes for tensors in weights.values() for tensor in tensors.values())
-    out.mkdir(parents=True, exist_ok=True)
-    for file, tensors in weights.items():
-        write_tensors(out / f"{file}.safetensors", tensors, lambda num_bytes: progress(num_bytes, total))
-        dtypes = " and ".join(sorted({str(tensor.dtype)[6:] for tensor in tensors.values()}))
-        say(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {out / file}.safetensors")
-    for file, values in configs.items():  # last: a folder without them is not whole
-        write_beside(out / f"{file}.json", lambda handle, values=values: handle.write(
-            (json.dumps(values, indent=1) + "\n").encode()))
+    goals = [out / f"{file}.safetensors" for file in weights] + [out / f"{file}.json" for file in configs]
+    beside = {goal: goal.with_name(f".{goal.name}.part") for goal in goals}
+    try:  # an interruption leaves the folder as it was
+        out.mkdir(parents=True, exist_ok=True)
+        for file, tensors in weights.items():
+            write_tensors(beside[out / f"{file}.safetensors"], tensors, lambda num_bytes: progress(num_bytes, total))
+            dtypes = " and ".join(sorted({str(tensor.dtype)[6:] for tensor in tensors.values()}))
+            say(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {out / file}.safetensors")
+        for file, values in configs.items():
+            beside[out / f"{file}.json"].write_text(json.dumps(values, indent=1) + "\n")
+        for goal, part in beside.items():
+            part.replace(goal)
+    except OSError as error:
+        raise CheckpointError(f"out {out} cannot be written: {error.strerror or error}") from error
+    finally:
+        for part in beside.values():
+            part.unlink(missing_ok=True)
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
@@ -516,22 +525,8 @@ def write_tensors(path: Path, tensors: dict[str, Lazy], progress: Callable[[int]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
 
-    def write(file):
+    with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
-            data = tensors[name].make().contiguous().reshape(-1).view(torch.uint8)
-            file.write(data.numpy())
-            progress(len(data))
-    write_beside(path, write)
-
-
-def write_beside(path: Path, write: Callable) -> None:
-    """Write beside the goal first, so that an interruption leaves no half of a file."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with open(part, "wb") as file:
-            write(file)
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+            file.write(tensors[name].make().contiguous().reshape(-1).view(torch.uint8).numpy())
+            progress(tensors[name].num_bytes)

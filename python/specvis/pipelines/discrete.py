@@ -70,6 +70,7 @@ class Pipeline(nn.Module):
         self.gpt, self.tokenizer = GPT(config), VQ(vq_config)
         self.drafter = EagleHead(config) if has_drafter else None
         self.draft_model = GPT(draft_config) if draft_config else None
+        self.table: Tensor | None = None         # (V, k) neighbors, where the folder has them
         self._neighbors: dict[str, Tensor] = {}  # by metric
         self.requires_grad_(False).eval()
 
@@ -107,8 +108,7 @@ class Pipeline(nn.Module):
         for part, file in pipeline.parts.items():
             load_weights(getattr(pipeline, part), folder / f"{file}.safetensors")
         if (folder / "neighbors.safetensors").exists():
-            pipeline._neighbors["l2"] = pipeline._neighbors["raw"] = read_neighbors(folder, config.vocabulary)
-        pipeline._neighbors = {metric: table.to(device) for metric, table in pipeline._neighbors.items()}
+            pipeline.table = read_neighbors(folder, config.vocabulary).to(device)
         return pipeline.to(device, dtype)
 
     def save(self, folder: str | Path) -> None:
@@ -157,11 +157,16 @@ class Pipeline(nn.Module):
         """(V, k) neighbor table of the tokenizer's codes, computed at the first call for that many.
 
         Codes have length 1, as the tokenizer uses them. With the metric "raw" they are as they are stored: LANTERN's
-        released table is of these. If the folder has a table with enough columns, that is what "l2" and "raw" give.
+        released table is of these. If the folder has a table, "l2" and "raw" are its first columns.
         """
         if not 0 < k < self.gpt.config.vocabulary:
             raise ValueError(f"k must be within 1..{self.gpt.config.vocabulary - 1} "
                              f"(the codebook has {self.gpt.config.vocabulary} codes), got {k}")
+        if self.table is not None and metric in ("l2", "raw"):
+            if k > self.table.shape[1]:
+                raise ValueError(f"k must be at most {self.table.shape[1]}, the columns of neighbors.safetensors, "
+                                 f"got {k}")
+            return self.table[:, :k].contiguous()
         if metric not in self._neighbors or self._neighbors[metric].shape[1] < k:
             codes = self.tokenizer.quantize.embedding.weight if metric == "raw" else self.tokenizer.codebook()
             self._neighbors[metric] = codebook_neighbors(codes, k, metric="l2" if metric == "raw" else metric)

@@ -1,0 +1,363 @@
+"""`specvis convert`: files in the forms of the published ones, tiny and with random weights."""
+import json
+import os
+import pickle
+import weakref
+from argparse import Namespace
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from specvis.cli.main import main
+from specvis.decoding.continuous import ContinuousSampling, parallel_decode
+from specvis.decoding.discrete import decode, speculative_decode
+from specvis.decoding.drafters import EagleDrafter
+from specvis.decoding.methods import parse_method
+from specvis.decoding.sampling import Sampling, repeat_for_cfg
+from specvis.models.eagle import EagleHead
+from specvis.models.kl_vae import KL, KLConfig
+from specvis.models.llamagen import GPT, GPTConfig
+from specvis.models.mar import MAR, MARConfig
+from specvis.models.vq import VQ, VQConfig
+from specvis.pipelines import convert as converting
+from specvis.pipelines.checkpoint import CheckpointError
+from specvis.pipelines.convert import convert
+from specvis.pipelines.discrete import Pipeline
+from specvis.pipelines.mar import MARPair
+from specvis_kernels import codebook_neighbors
+
+CLASSES = GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=16, classes=10, ffn_multiple=16)
+CAPTIONS = replace(CLASSES, classes=None, condition_tokens=6, caption_dim=8)
+CODES = VQConfig(32, 32, (1, 1, 1, 1, 1), 1, 8, 64, 4)  # as VQ-16, a token for 16 x 16 pixels
+LATENTS = KLConfig(32, (1, 1, 1, 1, 1), 1, 4)
+DIFFUSION = MARConfig(32, 2, 2, 2, 16, 2, tokens=16, channels=4, buffer=6, classes=10)
+
+
+@pytest.fixture(scope="module")
+def models():
+    torch.manual_seed(0)
+    made = {"gpt": GPT(CLASSES), "text": GPT(CAPTIONS), "small": GPT(replace(CLASSES, dim=16, layers=1)),
+            "vq": VQ(CODES), "eagle": EagleHead(CAPTIONS), "mar": MAR(DIFFUSION),
+            "mar_draft": MAR(replace(DIFFUSION, dim=16)), "kl": KL(LATENTS)}
+    for name in ("gpt", "text", "small"):
+        for weight in (made[name].output.weight, made[name].tok_embeddings.weight):
+            weight.data.normal_(std=0.5)
+    for net in (made["mar"].diffloss.net, made["mar_draft"].diffloss.net):
+        net.final_layer.linear.weight.data.normal_(std=0.01)
+    return {name: model.requires_grad_(False).eval() for name, model in made.items()}
+
+
+def states(models):
+    return {name: model.state_dict() for name, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def files(models, tmp_path_factory):
+    """The published files' forms: LlamaGen's wrapped in "model", LANTERN's folders, MAR's."""
+    folder, state = tmp_path_factory.mktemp("published"), states(models)
+    torch.save({"model": state["gpt"], "optimizer": {"state": {0: {"step": torch.zeros(2)}}}, "steps": 7,
+                "args": Namespace(gpt_model="GPT-B")}, folder / "c2i_B_256.pt")
+    torch.save({"model": state["text"]}, folder / "t2i_XL_stage1_256.pt")
+    torch.save({"model": state["small"]}, folder / "c2i_small.pt")
+    torch.save({"model": state["vq"]}, folder / "vq_ds16_c2i.pt")
+    split = folder / "LlamaGen-T2I"
+    split.mkdir()
+    renamed = split_names(state["text"])
+    names = sorted(renamed)
+    shards = {f"model-{i + 1:05}-of-00002.safetensors": names[i::2] for i in range(2)}
+    for shard, inside in shards.items():
+        save_file({name: renamed[name].contiguous() for name in inside}, split / shard)
+    (split / "model.safetensors.index.json").write_text(json.dumps(
+        {"metadata": {}, "weight_map": {name: shard for shard, inside in shards.items() for name in inside}}))
+    (split / "config.json").write_text(json.dumps(
+        {"block_size": 256, "num_attention_heads": 2, "rms_norm_eps": 1e-5, "input_type": "t2i"}))
+    drafter = folder / "llamagen_drafter"
+    drafter.mkdir()
+    torch.save(state["eagle"], drafter / "pytorch_model.bin")
+    (drafter / "config.json").write_text(json.dumps({"hidden_size": 32, "input_type": "t2i"}))
+    table = codebook_neighbors(state["vq"]["quantize.embedding.weight"], 63)
+    np.save(folder / "top_63_indices.npy", table.numpy())
+    torch.save({"model": state["mar"], "model_ema": state["mar"], "epoch": 400, "args": Namespace(model="mar_base"),
+                "optimizer": {"state": {}}}, folder / "checkpoint-last.pth")
+    torch.save({"model_ema": state["mar_draft"], "model": {}}, folder / "draft-last.pth")
+    torch.save({"model": state["kl"] | {"loss.logvar": torch.zeros(())}}, folder / "kl16.ckpt")
+    return folder
+
+
+def split_names(state):
+    """A GPT's tensors under Hugging Face's names, as LANTERN's conversion has them."""
+    renamed = {}
+    for name, tensor in state.items():
+        parts = name.split(".")
+        if name.endswith("attention.wqkv.weight"):
+            for letter, rows in zip("qkv", tensor.chunk(3)):
+                renamed[f"model.layers.{parts[1]}.self_attn.{letter}_proj.weight"] = rows
+            continue
+        for ours, theirs in (("tok_embeddings", "model.embed_tokens"), ("output", "lm_head"), ("norm", "model.norm"),
+                             ("cls_embedding", "model.cls_embedding"), ("layers", "model.layers")):
+            if parts[0] == ours:
+                name = ".".join([theirs, *parts[1:]])
+        for ours, theirs in (("attention.wo", "self_attn.o_proj"), ("feed_forward.w1", "mlp.gate_proj"),
+                             ("feed_forward.w3", "mlp.up_proj"), ("feed_forward.w2", "mlp.down_proj"),
+                             ("attention_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
+            name = name.replace(ours, theirs)
+        renamed[name] = tensor
+    return renamed
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_two_commands_lead_from_the_files_to_a_picture(models, files, tmp_path):
+    result = run("convert", files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt", "--image-size", 256, "--heads", 2,
+                 "--out", tmp_path / "m")
+    assert result.exit_code == 0, result.output
+    assert "c2i_B_256.pt: LlamaGen's GPT, 2 layers of width 32, class-conditional (10 classes), float32 -> " \
+        in result.output.replace("\n", " ")
+    assert "tokenizer VQ-16, 64 codes of 4 numbers" in result.output
+    assert f"draw with it: specvis generate --model {tmp_path / 'm'} --prompt 207" in result.output
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
+        "config.json", "gpt.safetensors", "pipeline.json", "tokenizer.json", "tokenizer.safetensors"]
+    result = run("generate", "--model", tmp_path / "m", "--prompt", 7, "--seed", 3, "--out", tmp_path / "x.png")
+    assert result.exit_code == 0, result.output
+    sampling = Sampling.of([3], guidance=4.0, top_k=2000)                     # the demo's numbers
+    tokens = decode(models["gpt"], *models["gpt"].condition(torch.tensor([7])), sampling).tokens
+    assert torch.equal(Pipeline.load(tmp_path / "m").tokens(["7"], "jacobi", sampling).tokens, tokens)
+    image = ((models["vq"].decode(tokens)[0].permute(1, 2, 0) + 1) * 127.5).round().byte().numpy()
+    assert np.array_equal(np.array(Image.open(tmp_path / "x.png")), image)
+    result = run("generate", "--model", tmp_path / "m", "--prompt", 10, "--out", tmp_path / "y.png")
+    assert result.exit_code == 2 and "the number of a class within 0..9, got '10'" in result.output
+    result = run("generate", "--model", tmp_path / "m", "--prompt", 1, "--style", "noto", "--out", tmp_path / "y.png")
+    assert result.exit_code == 2 and "style must not be given with the model in" in result.output
+    result = run("generate", "--model", tmp_path / "m", "--prompt", 1, "--method", "mar", "--out", tmp_path / "y.png")
+    assert result.exit_code == 2 and "method must be one for discrete tokens, such as jacobi" in result.output
+
+
+@pytest.mark.parametrize("wrapping", ["bare", "module", "state_dict", "prefix", "legacy", "safetensors"])
+def test_every_wrapping_is_taken_off(models, files, tmp_path, wrapping):
+    state = models["gpt"].state_dict()
+    path = tmp_path / ("gpt.safetensors" if wrapping == "safetensors" else "gpt.pt")
+    if wrapping == "safetensors":
+        save_file(state, path)
+    elif wrapping == "prefix":
+        torch.save({f"_orig_mod.{name}": value for name, value in state.items()}, path)
+    elif wrapping in ("bare", "legacy"):
+        torch.save(state | {"freqs_cis": torch.zeros(3)}, path, _use_new_zipfile_serialization=wrapping == "bare")
+    else:
+        torch.save({wrapping: state, "step": 3}, path)
+    convert([path, files / "vq_ds16_c2i.pt"], tmp_path / "m", image_size=384, heads=2)
+    written = load_file(tmp_path / "m" / "gpt.safetensors")
+    assert written.keys() == state.keys() and all(torch.equal(written[name], state[name]) for name in state)
+    config = Pipeline.load(tmp_path / "m").gpt.config
+    assert (config.grid, config.ffn_dim, config.classes) == (24, CLASSES.ffn_dim, 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_are_written_in_a_dtype_but_those_of_the_tokenizer(models, files, tmp_path, dtype):
+    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path, image_size=256, heads=2, dtype=dtype)
+    written = load_file(tmp_path / "gpt.safetensors")
+    assert all(torch.equal(written[name], value.to(dtype)) for name, value in models["gpt"].state_dict().items())
+    assert load_file(tmp_path / "tokenizer.safetensors")["quantize.embedding.weight"].dtype == torch.float32
+
+
+def test_lanterns_folders_decode_as_the_modules_do(models, files, tmp_path):
+    lines = []
+    convert([files / "llamagen_drafter", files / "top_63_indices.npy", files / "LlamaGen-T2I",
+             files / "vq_ds16_c2i.pt"], tmp_path, say=lines.append)          # config.json says the size and the heads
+    assert [line.split(": ")[1].split(",")[0] for line in lines] == [
+        "LlamaGen's GPT", "LlamaGen's tokenizer VQ-16", "LANTERN's drafter", "a table of neighbors"]
+    pipeline, gpt = Pipeline.load(tmp_path), models["text"]
+    state = gpt.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in pipeline.gpt.state_dict().items())
+    table = codebook_neighbors(models["vq"].quantize.embedding.weight, 9)    # of the codes as they are stored
+    for metric in ("l2", "raw"):
+        assert torch.equal(pipeline.neighbors(9, metric), table)
+    unit = codebook_neighbors(models["vq"].codebook(), 9)
+    assert torch.equal(pipeline.neighbors(9, "cosine"), unit) and not torch.equal(unit, table)
+    torch.manual_seed(3)
+    features, mask = torch.randn(1, 6, 8), torch.tensor([[False, True, True, True, True, True]])
+    sampling, method = Sampling.of([4], guidance=7.5, top_k=50), parse_method("lantern:k=8")
+    condition, mask = gpt.condition(features * mask[..., None], mask)
+    drafter = EagleDrafter(gpt, models["eagle"], repeat_for_cfg(mask))
+    expected = speculative_decode(gpt, drafter, condition, mask, sampling, [method], table).tokens
+    pipeline.prompts.source = lambda *_: (features * mask[..., None], mask)  # in place of a T5
+    assert torch.equal(pipeline.tokens(["a cat"], method, sampling).tokens, expected)
+    assert pipeline.settings.guidance == 7.5 and pipeline.settings.top_k == 1000
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt", ".safetensors"])
+def test_tables_of_neighbors_in_other_files(models, files, tmp_path, suffix):
+    table = codebook_neighbors(models["vq"].quantize.embedding.weight, 20)
+    path = tmp_path / f"top_20_indices{suffix}"
+    if suffix == ".npz":
+        np.savez(path, table.numpy())
+    elif suffix == ".pt":
+        torch.save(table.to(torch.int64), path)
+    else:
+        save_file({"indices": table.to(torch.int32)}, path)
+    out = tmp_path / "m"
+    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], out, image_size=256, heads=2)
+    convert([path], out)                                                      # a folder takes parts later on, too
+    assert torch.equal(load_file(out / "neighbors.safetensors")["neighbors"], table)
+    pipeline = Pipeline.load(out)
+    assert torch.equal(pipeline.neighbors(20), table)
+    with pytest.raises(ValueError, match="k must be at most 20, the columns of neighbors.safetensors, got 21"):
+        pipeline.neighbors(21)
+
+
+def test_of_two_gpts_the_smaller_one_drafts(models, files, tmp_path):
+    convert([files / "c2i_small.pt", files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path, image_size=256,
+            heads=2)
+    pipeline = Pipeline.load(tmp_path)
+    assert pipeline.gpt.config.dim == 32 and pipeline.draft_model.config.dim == 16
+    sampling = Sampling.of([4], guidance=2.0, temperature=0.0)
+    tokens = [pipeline.tokens(["3"], m, sampling).tokens for m in ("vanilla", "eagle2:drafter=model")]
+    assert torch.equal(*tokens)
+
+
+def test_mars_files_draw_by_commands(models, files, tmp_path):
+    out = tmp_path / "m"
+    result = run("convert", files / "kl16.ckpt", files / "checkpoint-last.pth", "--heads", 2, "--out", out)
+    assert result.exit_code == 0 and "MAR, 2 layers of width 32, 10 classes, 16 tokens" in result.output
+    result = run("generate", "--model", out, "--prompt", 3, "--method", "mar:num_iter=4", "--seed", 5,
+                 "--out", tmp_path / "x.png")
+    assert result.exit_code == 0, result.output
+    sampling = ContinuousSampling.of([5], guidance=2.9)
+    tokens = parallel_decode(models["mar"], torch.tensor([3]), sampling, 4).tokens
+    images = models["kl"].decode_latents(tokens.unflatten(1, (4, 4)))         # which divides by 0.2325
+    image = ((images[0].clamp(-1, 1).permute(1, 2, 0) + 1) * 127.5).round().byte().numpy()
+    assert image.shape == (64, 64, 3)
+    shown = Image.fromarray(image).resize((256, 256), Image.Resampling.BICUBIC)
+    assert np.array_equal(np.array(Image.open(tmp_path / "x.png")), np.array(shown))
+    for method, message in (("jacobi", "method must be one for continuous tokens, such as mar:num_iter=64"),
+                            ("cspd", "method must be mar, which needs no drafter, got cspd: this model has no mar_")):
+        result = run("generate", "--model", out, "--prompt", 3, "--method", method, "--out", tmp_path / "y.png")
+        assert result.exit_code == 2 and message in result.output
+    convert([files / "checkpoint-last.pth", files / "draft-last.pth", files / "kl16.ckpt"], out, heads=2)
+    pair = MARPair.load(out)
+    assert pair.mar_draft.config.dim == 16 and pair.tokens(["3"], "cspd", sampling).draft_forwards.item() > 0
+
+
+@pytest.mark.parametrize("sources, options, message", [
+    (["c2i_B_256.pt"], {}, "sources must have the GPT's tokenizer, such as vq_ds16_c2i.pt"),
+    (["vq_ds16_c2i.pt"], {}, "sources must have a GPT, such as c2i_B_384.pt"),
+    (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {}, "image_size must be given, one of 256, 384, 512: no tensor of LlamaGen's"),
+    (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {"image_size": 300}, "image_size must be one of 256, 384, 512, got 300"),
+    (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {"heads": None}, r"2 layers of width 32, no published size \(B: 12 of 768, "),
+    (["c2i_B_256.pt", "kl16.ckpt"], {}, "sources must be of one family, got .*kl16.ckpt .* and .*c2i_B_256.pt"),
+    (["c2i_B_256.pt", "t2i_XL_stage1_256.pt", "vq_ds16_c2i.pt"], {"image_size": 256},
+     "must have the condition_tokens of the larger GPT"),
+    (["vq_ds16_c2i.pt", "vq_ds16_c2i.pt"], {}, "sources must have at most 1 of a kind, got .*, .*vq_ds16_c2i.pt"),
+    (["llamagen_drafter", "LlamaGen-T2I", "vq_ds16_c2i.pt"], {"image_size": 512},
+     "llamagen_drafter is for pictures of 256 pixels, not of 512|LlamaGen-T2I is for pictures of 256 pixels"),
+    (["c2i_B_256.pt", "vq_ds16_c2i.pt", "llamagen_drafter"], {"image_size": 256, "text_encoder": "."},
+     "text_encoder must not be given for a class-conditional model"),
+    (["t2i_XL_stage1_256.pt", "vq_ds16_c2i.pt"], {"image_size": 256, "text_encoder": "LlamaGen-T2I"},
+     "whose config.json cannot be read: KeyError"),
+    (["nothing.pt"], {}, "nothing.pt does not exist"),
+    (["kl16.ckpt"], {}, "sources must have a MAR, such as checkpoint-last.pth"),
+    (["checkpoint-last.pth"], {}, "sources must have MAR's autoencoder, kl16.ckpt"),
+    (["checkpoint-last.pth", "kl16.ckpt"], {"image_size": 256}, "image_size must be the MAR's 64, or not be given"),
+    (["checkpoint-last.pth", "kl16.ckpt"], {"text_encoder": "."}, "text_encoder must not be given for MAR"),
+])
+def test_sources_that_do_not_make_a_model(files, tmp_path, monkeypatch, sources, options, message):
+    monkeypatch.chdir(files)
+    with pytest.raises(ValueError, match=message) as caught:
+        convert([files / source for source in sources], tmp_path / "m", **{"heads": 2} | options)
+    assert "\n" not in str(caught.value) and not (tmp_path / "m").exists()
+
+
+def test_what_a_source_lacks_is_named(models, files, tmp_path):
+    def written(state):
+        torch.save({"model": state}, tmp_path / "x.pt")
+        with pytest.raises(CheckpointError) as caught:
+            convert([tmp_path / "x.pt", files / "vq_ds16_c2i.pt"], tmp_path / "m", image_size=256, heads=2)
+        return str(caught.value)
+    state = models["gpt"].state_dict()
+    assert written({name: value for name, value in state.items() if not name.startswith("layers.0.feed_forward.w")}) \
+        .endswith("x.pt lacks layers.0.feed_forward.w1.weight")
+    some = {name: value for name, value in state.items() if "norm" not in name and "w3" not in name}
+    assert written(some).endswith(
+        "lacks tensors of LlamaGen's GPT, 2 layers of width 32, class-conditional (10 classes): "
+        "layers.0.feed_forward.w3.weight, layers.0.attention_norm.weight, layers.0.ffn_norm.weight, "
+        "layers.1.feed_forward.w3.weight, layers.1.attention_norm.weight and 2 more")
+    assert written(state | {"wings": torch.zeros(1)}).endswith("(10 classes) has not: wings")
+    assert written(state | {"norm.weight": torch.zeros(33)}).endswith("norm.weight must be (32,), got (33,)")
+    assert "is of no known model: it holds wings; known are" in written({"wings": torch.zeros(1)})
+    assert "must be a table of neighbors (V, k) with k < V" in written({"ids": torch.zeros(3, 3, dtype=torch.int64)})
+    vqgan = {"encoder.down.0.block.0.conv1.weight": torch.zeros(1), "quantize.embedding.weight": torch.zeros(4, 4)}
+    assert "is of no known model" in written(vqgan)                           # Chameleon's tokenizer
+
+
+def test_a_table_of_another_codebook_is_refused(models, files, tmp_path):
+    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path / "m", image_size=256, heads=2)
+    torch.manual_seed(5)
+    for codes in (torch.randn(64, 4), torch.randn(65, 4)):
+        np.save(tmp_path / "top.npy", codebook_neighbors(codes, 9).numpy())
+        with pytest.raises(CheckpointError, match=r"is a table of another codebook: it is \(6., 9\)"):
+            convert([tmp_path / "top.npy"], tmp_path / "m")
+    unit = codebook_neighbors(models["vq"].codebook(), 9)                     # a table of normalized codes is one
+    np.save(tmp_path / "top.npy", unit.numpy())
+    convert([tmp_path / "top.npy"], tmp_path / "m")
+    assert torch.equal(Pipeline.load(tmp_path / "m").neighbors(9), unit)
+
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, ("run-by-a-pickle",)
+
+
+def test_no_code_in_a_file_is_run(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {}, "x": Runs()}, "zip.pt")
+    torch.save({"model": {}, "x": Runs()}, "legacy.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Runs(), protocol=2))
+    torch.save({"model": {}, "rng": np.random.RandomState(0).get_state()}, "numpy.pt")
+    for name, needed in (("zip.pt", "posix.mkdir"), ("legacy.pt", "posix.mkdir"), ("numpy.pt", "numpy")):
+        match = rf"to read it, code would be run \(.*{needed}.*\), which is refused"
+        with pytest.raises(CheckpointError, match=match) as caught:
+            convert([name], "m")
+        assert str(caught.value).isprintable()                                # no escape codes
+    with pytest.raises(CheckpointError):
+        convert(["plain.pt"], "m")
+    np.save("objects.npy", np.array([Runs()], dtype=object), allow_pickle=True)
+    with pytest.raises(CheckpointError, match="objects.npy cannot be read: .* Python objects"):
+        convert(["objects.npy"], "m")
+    assert not (tmp_path / "run-by-a-pickle").exists() and not (tmp_path / "m").exists()
+
+
+def test_an_interruption_leaves_what_was_there(models, files, tmp_path, monkeypatch):
+    sources = [files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"]
+    convert(sources, tmp_path, image_size=256, heads=2)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    written = 0
+
+    def fails(num_bytes, total):
+        nonlocal written
+        written += num_bytes
+        if written > total // 3:
+            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        convert(sources, tmp_path, image_size=384, heads=2, dtype=torch.float16, progress=fails)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    living = set()
+
+    def make(i):
+        assert len(living) <= 1, "the one before is gone when the next one is made"
+        tensor = torch.full((4,), float(i))
+        living.add(i)
+        weakref.finalize(tensor, living.discard, i)
+        return tensor
+    tensors = {str(i): converting.Lazy((4,), torch.float32, lambda i=i: make(i)) for i in range(5)}
+    converting.write_tensors(tmp_path / "x.safetensors", tensors, lambda num_bytes: None)
+    assert {name: value[0].item() for name, value in load_file(tmp_path / "x.safetensors").items()} == {
+        str(i): i for i in range(5)}
