@@ -124,6 +124,11 @@ def test_two_commands_lead_from_the_files_to_a_picture(models, files, tmp_path):
     assert f"draw with it: specvis generate --model {tmp_path / 'm'} --prompt 207" in result.output
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
         "config.json", "gpt.safetensors", "pipeline.json", "tokenizer.json", "tokenizer.safetensors"]
+    shown = run("info", "--model", tmp_path / "m").output.split("\n")
+    assert shown[:4] == ["discrete tokens: 16 x 16 of 64 codes, pictures of 256 pixels a side",
+                         "prompts: class ids, 0..9", "drafters: none; jacobi needs none",
+                         "drawn with, unless one says otherwise: guidance 4.0, top_k 2000, top_p 1.0"]
+    assert shown[4].startswith("gpt.safetensors") and shown[4].endswith(" million numbers, float32")
     result = run("generate", "--model", tmp_path / "m", "--prompt", 7, "--seed", 3, "--out", tmp_path / "x.png")
     assert result.exit_code == 0, result.output
     sampling = Sampling.of([3], guidance=4.0, top_k=2000)                     # the demo's numbers
@@ -225,6 +230,9 @@ def test_mars_files_draw_by_commands(models, files, tmp_path):
     out = tmp_path / "m"
     result = run("convert", files / "kl16.ckpt", files / "checkpoint-last.pth", "--heads", 2, "--out", out)
     assert result.exit_code == 0 and "MAR, 2 layers of width 32, 10 classes, 16 tokens" in result.output
+    assert run("info", "--model", out).output.startswith(
+        "continuous tokens: 16 of 4 numbers\nprompts: class ids, 0..9\ndrafter: none; mar needs none\n")
+    assert "model must be a folder with config.json or mar.json" in run("info", "--model", tmp_path).output
     result = run("generate", "--model", out, "--prompt", 3, "--method", "mar:num_iter=4", "--seed", 5,
                  "--out", tmp_path / "x.png")
     assert result.exit_code == 0, result.output

@@ -1,4 +1,5 @@
 """`specvis convert`: a folder for `--model` from published checkpoints."""
+import math
 from pathlib import Path
 
 import click
@@ -6,8 +7,10 @@ import torch
 from tqdm import tqdm
 
 from ..models.llamagen import GPTConfig
+from ..models.mar import MARConfig
+from ..models.vq import VQConfig
 from ..pipelines.checkpoint import read_config, read_settings
-from ..pipelines.convert import IMAGE_SIZES
+from ..pipelines.convert import IMAGE_SIZES, open_file
 from ..pipelines.convert import convert as convert_files
 
 
@@ -23,9 +26,9 @@ from ..pipelines.convert import convert as convert_files
 @click.option("--text-encoder", type=click.Path(path_type=Path),
               help="Folder with FLAN-T5-XL, which reads the prompts of a text-conditional GPT; it is remembered.")
 def convert(sources, out, image_size, dtype, heads, text_encoder):
-    """Make a folder for --model from published checkpoints: files, or folders as Hugging Face has them.
+    """Make a folder for --model from published checkpoints.
 
-    LlamaGen: c2i_*.pt or t2i_*.pt, and vq_ds*.pt. LANTERN: its copy of the GPT, its drafter, its table of neighbors.
+    They are files, or folders as Hugging Face has them. LlamaGen: c2i_*.pt or t2i_*.pt, and vq_ds*.pt. LANTERN: its copy of the GPT, its drafter, its table of neighbors.
     MAR: checkpoint-last.pth and kl16.ckpt. Of two GPTs or two MARs the smaller one drafts. No code in a file is run.
     """
     if not sources:
@@ -51,3 +54,36 @@ def example(model: Path) -> str:
         return f"draw with it: specvis generate --model {model} --prompt 207"
     encoder = "" if read_settings(model).text_encoder else " --text-encoder FOLDER_OF_FLAN_T5_XL"
     return f'draw with it: specvis generate --model {model}{encoder} --prompt "a photo of an astronaut riding a horse"'
+
+
+def described(model: Path) -> list[str]:
+    """What a folder holds, in lines."""
+    lines, settings = [], read_settings(model)
+    if (model / "config.json").exists():
+        config, codes = read_config(model / "config.json", GPTConfig), read_config(model / "tokenizer.json", VQConfig)
+        lines.append(f"discrete tokens: {config.grid} x {config.grid} of {config.vocabulary} codes, "
+                     f"pictures of {config.grid * codes.stride} pixels a side")
+        if (model / "vocabulary.json").exists():
+            lines.append("prompts: words, see vocabulary.json")
+        elif config.caption_dim is None:
+            lines.append(f"prompts: class ids, 0..{config.classes - 1}")
+        else:
+            lines.append(f"prompts: captions, read by {settings.text_encoder or 'the T5 given as --text-encoder'}")
+        drafters = [name for name, file in (("eagle", "drafter"), ("model", "small"))
+                    if (model / f"{file}.safetensors").exists()]
+        lines.append(f"drafters: {', '.join(drafters) or 'none; jacobi needs none'}")
+    if (model / "mar.json").exists():
+        config = read_config(model / "mar.json", MARConfig)
+        lines.append(f"continuous tokens: {config.tokens} of {config.channels} numbers")
+        lines.append(f"prompts: {'words' if config.classes is None else f'class ids, 0..{config.classes - 1}'}")
+        lines.append(f"drafter: {'yes' if (model / 'mar_draft.json').exists() else 'none; mar needs none'}")
+    if not lines:
+        raise ValueError(f"model must be a folder with config.json or mar.json, got {model}")
+    own = {name: value for name, value in vars(settings).items() if value is not None}
+    lines.append("drawn with, unless one says otherwise: "
+                 + (", ".join(f"{name} {value}" for name, value in own.items()) or "the shipped models' numbers"))
+    for path in sorted(model.glob("*.safetensors")):
+        tensors = open_file(path).values()
+        count, dtypes = sum(math.prod(t.shape) for t in tensors), sorted({str(t.dtype)[6:] for t in tensors})
+        lines.append(f"{path.name:24}{count / 1e6:8.1f} million numbers, {' and '.join(dtypes)}")
+    return lines

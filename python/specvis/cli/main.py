@@ -48,8 +48,12 @@ def list_methods():
 
 
 @main.command()
-def info():
+@click.option("--model", type=click.Path(path_type=Path), help="Show what this folder holds instead.")
+def info(model):
     """Show which ops have which backends here, versions and devices."""
+    if model is not None:
+        from .convert import described
+        return click.echo("\n".join(described(model)))
     from importlib.metadata import PackageNotFoundError, version
 
     import torch

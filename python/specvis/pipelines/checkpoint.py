@@ -94,7 +94,7 @@ def is_mappable(path: Path) -> bool:
 def load_weights(module: nn.Module, path: str | Path) -> None:
     """Fill `module` from a checkpoint, which must hold every parameter in its size.
 
-    The parameters of a module on the device "meta" become the file's tensors, in the file's dtype; no others are made.
+    A module on the device "meta" gets parameters in its dtype; no others are made before.
 
     Raises:
         CheckpointError: as `read_weights`; or a tensor is missing, unknown or of another size: the first is named
@@ -112,12 +112,13 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
     if unknown:
         raise CheckpointError(f"checkpoint {path} is not of a {type(module).__name__}: it holds {unknown[0]}")
     is_empty = any(parameter.is_meta for parameter in module.parameters())
-    module.load_state_dict({name: state[name] if is_empty else state[name].to(expected[name].dtype)
+    # copied: in the file's memory a tensor does not begin where kernels read fastest, and the file may be overwritten
+    module.load_state_dict({name: state[name].to(expected[name].dtype, copy=is_empty)
                             for name in expected if name in state}, strict=False, assign=is_empty)
     for name, buffer in module.named_buffers():
         if buffer.is_meta:  # the file has no such statistic
             owner, _, last = name.rpartition(".")
-            setattr(module.get_submodule(owner), last, torch.zeros(buffer.shape, dtype=buffer.dtype))
+            setattr(module.get_submodule(owner), last, torch.zeros_like(buffer, device="cpu"))
 
 
 def read_config(path: str | Path, dataclass_type):

@@ -102,14 +102,15 @@ class Pipeline(nn.Module):
         settings = read_settings(folder)
         if text_encoder is not None:
             settings = replace(settings, text_encoder=str(text_encoder))
-        with torch.device("meta"):  # the files' tensors will be the weights: no others take memory
+        with torch.device("meta"):  # no weights are made that the files' would replace
             pipeline = Pipeline(config, vq_config, vocabulary, draft_config, settings=settings,
                                 has_drafter=(folder / "drafter.safetensors").exists())
+        pipeline.to(dtype)
         for part, file in pipeline.parts.items():
             load_weights(getattr(pipeline, part), folder / f"{file}.safetensors")
         if (folder / "neighbors.safetensors").exists():
             pipeline.table = read_neighbors(folder, config.vocabulary).to(device)
-        return pipeline.to(device, dtype)
+        return pipeline.to(device)
 
     def save(self, folder: str | Path) -> None:
         """Write what `load` reads, weights in float16."""
