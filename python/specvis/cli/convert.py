@@ -28,8 +28,9 @@ from ..pipelines.convert import convert as convert_files
 def convert(sources, out, image_size, dtype, heads, text_encoder):
     """Make a folder for --model from published checkpoints.
 
-    They are files, or folders as Hugging Face has them. LlamaGen: c2i_*.pt or t2i_*.pt, and vq_ds*.pt. LANTERN: its copy of the GPT, its drafter, its table of neighbors.
-    MAR: checkpoint-last.pth and kl16.ckpt. Of two GPTs or two MARs the smaller one drafts. No code in a file is run.
+    They are files, or folders as Hugging Face has them. LlamaGen: c2i_*.pt or t2i_*.pt, and vq_ds*.pt. LANTERN: its
+    copy of the GPT, its drafter, its table of neighbors. MAR: checkpoint-last.pth and kl16.ckpt. Of two GPTs or two
+    MARs the smaller one drafts. No code in a file is run.
     """
     if not sources:
         raise ValueError("sources must be at least one file or folder, got none")

@@ -382,11 +382,11 @@ def recognized_table(source: Source, table: Lazy) -> Part:
 
 # --- what belongs together --------------------------------------------------------------------------------------------
 
-def only(parts: list[Part], kind: str, most: int = 1) -> list[Part]:
-    """The parts of a kind. CheckpointError if there are more than `most`."""
+def only(parts: list[Part], kind: str, limit: int = 1) -> list[Part]:
+    """The parts of a kind. CheckpointError if there are more than `limit`."""
     found = [part for part in parts if part.kind == kind]
-    if len(found) > most:
-        raise CheckpointError(f"sources must have at most {most} of a kind, got "
+    if len(found) > limit:
+        raise CheckpointError(f"sources must have at most {limit} of a kind, got "
                               f"{', '.join(f'{part.source.path} ({part.name})' for part in found)}")
     return found
 
@@ -394,8 +394,8 @@ def only(parts: list[Part], kind: str, most: int = 1) -> list[Part]:
 def plan_llamagen(parts: list[Part], out: Path, image_size: int | None,
                   text_encoder: str | Path | None) -> tuple[dict[str, Part], dict[str, dict]]:
     """Which part goes into which file, and what the files of numbers hold."""
-    gpts, vqs, drafters, tables = (only(parts, kind, most) for kind, most in
-                                   (("gpt", 2), ("vq", 1), ("drafter", 1), ("table", 1)))
+    gpts, vqs = only(parts, "gpt", 2), only(parts, "vq")
+    drafters, tables = only(parts, "drafter"), only(parts, "table")
     if not vqs and not (out / "tokenizer.json").exists():
         raise CheckpointError(f"sources must have the GPT's tokenizer, such as vq_ds16_c2i.pt, which {out} has not yet")
     if not gpts and not (out / "config.json").exists():
