@@ -563,7 +563,7 @@ def test_conditions_of_the_wrong_shape_are_refused(tiny):
             (condition, padding_mask[:, :2], 4, r"padding_mask must be bool \(B=4, S=3\), got bool \(4, 2\)")):
         with pytest.raises(ValueError, match=message):
             decode(tiny.gpt, c, mask, Sampling.of(list(range(seeds))))
-    with pytest.raises(ValueError, match="table of V=.* rows and at least k=8 columns for lantern, got none"):
+    with pytest.raises(ValueError, match="table of C=.* rows and at least k=8 columns for lantern, got none"):
         speculative_decode(tiny.gpt, eagle(tiny, padding_mask), condition, padding_mask, Sampling.of([0] * 4),
                            [lantern()] * 4)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specvis_kernels import couple_tokens, sample_residual
 
+from ..models.interface import TargetModel, id_range, num_tokens, rows_and_columns
 from .batching import Rows
 from .discrete import acceptance_rule
 from .methods import Method
@@ -37,13 +38,14 @@ class Coupling(Rows):
 
     ROWS = ("delta", "is_greedy", "uniforms", "first_uniforms", "rows", "earlier_excess")
 
-    def __init__(self, methods: list[Method], sampling: Sampling, neighbors: Tensor | None, grid: int,
-                 vocab_size: int, any_greedy: bool):
+    def __init__(self, methods: list[Method], sampling: Sampling, neighbors: Tensor | None, target: TargetModel,
+                 any_greedy: bool):
         """any_greedy: may a request have temperature 0, now or later?"""
         base, device, max_depth = methods[0], sampling.seeds.device, max(m.max_depth for m in methods)
-        B, L, self.grid, self.base = len(methods), grid ** 2, grid, base
+        B, L, self.base, self.target = len(methods), num_tokens(target), base, target
+        self.columns = rows_and_columns(target.grid)[1]
         W = min(max_depth, L)  # an image has no more to guess
-        self.rule = acceptance_rule(methods, neighbors, vocab_size, max_depth, device)
+        self.rule = acceptance_rule(methods, neighbors, target, max_depth, device)
         self.omega = self.rule.pop("omega", None)
         # at temperature 0 nothing is lent: a guess stands if it is the likeliest token
         self.delta = torch.tensor([0.0 if greedy else m.delta for m, greedy in zip(methods, sampling.greedy.tolist())],
@@ -54,8 +56,8 @@ class Coupling(Rows):
         self.uniforms = philox_uniforms(sampling.seeds, ACCEPT, L, 2 * (W + 1)).unflatten(2, (-1, 2))
         self.first_uniforms = philox_uniforms(sampling.seeds, DRAFT, L, W + 1)
         # the row of position p is at p % num_rows; one row more takes what is behind a request's own window
-        self.num_rows = grid + 2 * W + 2
-        self.rows = torch.zeros(B, self.num_rows + 1, vocab_size, device=device)
+        self.num_rows = self.columns + 2 * W + 2
+        self.rows = torch.zeros(B, self.num_rows + 1, target.vocab_size, device=device)
         self.earlier_excess = torch.zeros(B, self.num_rows + 1, device=device)  # of tests that kept the guess so far
         self.request = torch.arange(B, device=device)[:, None]
 
@@ -102,13 +104,21 @@ class Coupling(Rows):
     def first_guesses(self, counts: Tensor, last: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """Guess the n positions behind last (B, 1), the last ones that have rows, after a step from counts (B, 1) on.
 
-        They are drawn from the rows above them, or from the last row. Returns the positions and the tokens (B, n).
+        They are drawn from the rows above them, or from the last row; where these are of other ids, such as at the
+        tokens that are forced, from those that may stand there, evenly. So no guess is ever an id that may not be where
+        it is, and no rule of acceptance can keep one. Returns the positions and the tokens (B, n).
         """
         positions = last + 1 + torch.arange(n, device=last.device)
-        source, above = last.expand(-1, n), positions - self.grid
+        source, above = last.expand(-1, n), positions - self.columns
         if self.base.guess == "above":
             source = torch.where((above >= 0) & (above <= last), above, source)
         rows = self.rows[self.request, source % self.num_rows]
+        ids = id_range(self.target, positions)
+        if ids is not None:
+            index = torch.arange(rows.shape[-1], device=rows.device)
+            is_inside = (index >= ids[..., :1]) & (index < ids[..., 1:])
+            is_other = (ids != id_range(self.target, source)).any(-1, keepdim=True)
+            rows = torch.where(is_other, is_inside / is_inside.sum(-1, keepdim=True), rows)
         uniforms = self.first_uniforms[self.request, counts.clamp(max=self.uniforms.shape[1] - 1)][:, 0, :n]
         self.keep_rows(positions, rows)
         self.earlier_excess[self.request, positions % self.num_rows] = 0.0

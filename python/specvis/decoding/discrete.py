@@ -31,7 +31,7 @@ from specvis_kernels import (
     verify_logits,
 )
 
-from ..models.interface import Drafter, ModelCache, Nodes, TargetModel
+from ..models.interface import Drafter, ModelCache, Nodes, TargetModel, codes, id_range, num_tokens, rows_and_columns
 from ..models.layers import Cache
 from .batching import Finished, Rows, Slots, pairs
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
@@ -94,14 +94,15 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
         known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
     """
     check_request(target, condition, padding_mask, sampling)
-    B, L = len(condition), target.grid ** 2
+    B, L = len(condition), num_tokens(target)
     num_known = check_known_tokens(known_tokens, B, target)
-    state = BaselineState(target, sampling, repeat_for_cfg(padding_mask), known_tokens, num_known)
+    condition, padding_mask = cfg_inputs(target, condition, padding_mask)
+    state = BaselineState(target, sampling, padding_mask, known_tokens, num_known)
     run = Captured(baseline_step)
     for i in range(state.first, L):
         if i == state.first:
             known = state.tokens[:, :i]
-            hidden = read_known(target, *cfg_inputs(target, condition, padding_mask), known, state.cache)[:, -1:]
+            hidden = read_known(target, condition, padding_mask, known, state.cache)[:, -1:]
             put_drawn(state, sampling.draw(target, hidden, state.position))
         else:
             run(state, sampling)
@@ -121,7 +122,7 @@ class BaselineState:
     def __init__(self, target: TargetModel, sampling: Sampling, padding_mask: Tensor, known_tokens: Tensor | None,
                  num_known: list[int]):
         """padding_mask (2B, S) bool"""
-        B, L, device = len(num_known), target.grid ** 2, padding_mask.device
+        B, L, device = len(num_known), num_tokens(target), padding_mask.device
         self.target, self.padding_mask, self.num_columns = target, padding_mask, target.prefix_len + L
         self.cache = new_cache(target, 2 * B, self.num_columns)
         self.tokens = torch.full((B, L), -1, dtype=torch.int64, device=device)  # -1: not known
@@ -209,7 +210,8 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
         condition:    (B, S, dim)  as `GPT.condition` gives it
         padding_mask: (B, S) bool  True where the condition is real
         methods:      one for each request, all of one `Method.family`
-        neighbors:    (V, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0
+        neighbors:    (C, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0. Of V codes, or of
+            those that the target's `codes` says
         observe:      called after every step, with tensors that it must not change
         known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
         batch:        how many images are decoded at once; when one is finished, the next takes its place. Then all
@@ -229,7 +231,7 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
         own = [methods[i] for i in requests]
         settings = Settings.of(target, padding_mask[both], of_these, own, neighbors)
         own_drafter = drafter if len(requests) == total else drafter.select(requests)
-        state = State(settings, new_drafting(own_drafter, of_these, own, target.grid), [num_known[i] for i in requests])
+        state = State(settings, new_drafting(own_drafter, of_these, own, target), [num_known[i] for i in requests])
         prefill(state, settings, condition[both], None if known_tokens is None else known_tokens[requests])
         if progress:
             progress(sum(state.host_counts) - sum(num_known[i] for i in requests))
@@ -278,8 +280,8 @@ class Settings(Rows):
         max_nodes, max_depth = max(m.max_nodes for m in methods), max(m.max_depth for m in methods)
         uniforms = None
         if not base.seed_exact:
-            uniforms = philox_uniforms(sampling.seeds, ACCEPT, target.grid ** 2, max_nodes)
-        rule = acceptance_rule(methods, neighbors, target.vocab_size, max_depth, device)
+            uniforms = philox_uniforms(sampling.seeds, ACCEPT, num_tokens(target), max_nodes)
+        rule = acceptance_rule(methods, neighbors, target, max_depth, device)
         lossless = torch.tensor([m.lossless for m in methods], device=device)
         is_chain = base.drafting == "static" and static_tree(base.tree).is_chain
         has_bound = is_chain and not base.k and not all(m.lossless for m in methods)
@@ -289,7 +291,7 @@ class Settings(Rows):
     @property
     def num_tokens(self) -> int:
         """L, how many tokens an image has."""
-        return self.target.grid ** 2
+        return num_tokens(self.target)
 
 
 class Shape(NamedTuple):
@@ -419,14 +421,15 @@ def verify(settings: Settings, tree: Draft, output: TargetOutput, position: Tens
     """Say which drafts are accepted, and draw the token behind them, for which the drafts leave a position."""
     N, sampling, links, position = tree.tokens.shape[1], settings.sampling, tree.links, position[:, None]
     first_child = torch.where(links.depth < (settings.num_tokens - 1) - position, links.first_child, -1)
+    positions = position + links.depth.clamp(min=0)  # of what follows each node
     if settings.seed_exact:
-        by, uniforms = {"seeds": sampling.seeds, "positions": position + links.depth}, None
+        by, uniforms = {"seeds": sampling.seeds, "positions": positions}, None
     else:
         uniforms = take_nodes(settings.uniforms, position)[:, 0, :N]
         by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule}
     return verify_logits(*output.logits.chunk(2), tree.tokens, first_child, links.next_sibling, uniforms,
                          sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
-                         max_depth=settings.max_depth, **by)
+                         max_depth=settings.max_depth, id_range=id_range(settings.target, positions), **by)
 
 
 def commit(state: State, settings: Settings, tree: Draft, output: TargetOutput,
@@ -457,14 +460,15 @@ def add_bound(state: State, settings: Settings, tree: Draft, output: TargetOutpu
               active: Tensor) -> None:
     """Add the bound of COOL-SD's eq. (4) for the chains of a step."""
     P, L = settings.max_depth, settings.num_tokens
-    probs = settings.sampling.of_logits(output.logits[:, :P]).probs
+    positions = position[:, None] + torch.arange(P, device=position.device)
+    probs = settings.sampling.of_logits(output.logits[:, :P], id_range(settings.target, positions)).probs
     accepts = [scaled(settings.rule["omega"][:, i:i + 1].double()) for i in range(P)]
     residual = optimal_residual if settings.rule["residual"] == "optimal" else vanilla_residual
     levels = torch.where(settings.lossless | ~active, 0, L - 1 - position)
     state.tv_bound += chain_bound(probs, tree.draft_probs, tree.tokens[:, 1:], accepts, residual, levels)
 
 
-def acceptance_rule(methods: list[Method], neighbors: Tensor | None, vocab_size: int, max_depth: int,
+def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: TargetModel, max_depth: int,
                     device: torch.device) -> dict:
     """The keyword arguments of verify_tree that methods of one family stand for; max_depth: the largest of theirs."""
     base = methods[0]
@@ -475,13 +479,14 @@ def acceptance_rule(methods: list[Method], neighbors: Tensor | None, vocab_size:
     k = base.num_neighbors
     if not k:
         return rule
-    if neighbors is None or neighbors.shape[0] != vocab_size or neighbors.shape[1] < k:
+    first, last = codes(target)
+    if neighbors is None or neighbors.shape[0] != last - first or neighbors.shape[1] < k:
         have = "none" if neighbors is None else tuple(neighbors.shape)
-        raise ValueError(f"neighbors must be a table of V={vocab_size} rows and at least k={k} columns for "
+        raise ValueError(f"neighbors must be a table of C={last - first} rows and at least k={k} columns for "
                          f"{base.name}, got {have}")
     if neighbors.device != device:
         raise ValueError(f"neighbors must be on {device} like the target, got {neighbors.device}")
-    return rule | {"neighbors": neighbors[:, :k].contiguous(), "cutoff": base.cutoff,
+    return rule | {"neighbors": neighbors[:, :k].contiguous(), "cutoff": base.cutoff, "offset": first,
                    "delta": torch.tensor([m.delta for m in methods], dtype=torch.float32, device=device)}
 
 
@@ -509,8 +514,8 @@ def check_request(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
 
 def check_drafter(target: TargetModel, drafter: Drafter, condition: Tensor) -> None:
     """Raise ValueError unless a drafter is for both rows of each condition (B, S, dim), and of the target's kind."""
-    for name in ("grid", "vocab_size"):
-        if getattr(drafter, name, getattr(target, name)) != getattr(target, name):
+    for name, same in (("grid", rows_and_columns), ("vocab_size", int)):
+        if same(getattr(drafter, name, getattr(target, name))) != same(getattr(target, name)):
             raise ValueError(f"drafter.{name} must be the target's, {getattr(target, name)}, "
                              f"got {getattr(drafter, name)}")
     mask, wanted = drafter.padding_mask, (2 * len(condition), drafter.prefix_len)
@@ -540,7 +545,7 @@ def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetMo
     """
     if known_tokens is None:
         return [0] * batch
-    L, V = target.grid ** 2, target.vocab_size
+    L, V = num_tokens(target), target.vocab_size
     if known_tokens.dtype != torch.int64 or known_tokens.ndim != 2 or len(known_tokens) != batch:
         raise ValueError(f"known_tokens must be int64 (B={batch}, K), "
                          f"got {str(known_tokens.dtype)[6:]} {tuple(known_tokens.shape)}")
@@ -553,6 +558,14 @@ def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetMo
                          f"got {known_tokens[wrong][0].item()}")
     if (is_known.cumprod(1).sum(1) != counts).any():
         raise ValueError("known_tokens must have -1 only behind the known tokens of an image, got -1 before one")
+    ids = id_range(target, torch.arange(known_tokens.shape[1], device=known_tokens.device))
+    if ids is not None:
+        wrong = is_known & ((known_tokens < ids[:, 0]) | (known_tokens >= ids[:, 1]))
+        if wrong.any():
+            image, position = wrong.nonzero()[0].tolist()
+            first, last = ids[position].tolist()
+            raise ValueError(f"known_tokens must be ids that the target allows where they are: within [{first}, {last})"
+                             f" at position {position}, got {known_tokens[image, position].item()}")
     return counts.tolist()
 
 

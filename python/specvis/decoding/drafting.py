@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, select_tree, tree_links
 
-from ..models.interface import Drafter, Nodes
+from ..models.interface import Drafter, Nodes, TargetModel, id_range, num_tokens
 from .batching import Rows
 from .methods import Method
 from .sampling import DRAFT, SHAPE, Sampling, philox_uniforms, repeat_for_cfg, take_nodes
@@ -46,16 +46,17 @@ class Drafting(Rows, ABC):
 
     ROWS, PAIRS, PARTS, CACHES = ("uniforms",), ("hidden", "logits", "padding_mask"), ("sampling", "shapes"), ("cache",)
 
-    def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, num_nodes: int,
-                 max_depth: int):
+    def __init__(self, drafter: Drafter, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
+                 shapes: Shapes, num_nodes: int, max_depth: int):
         """
         Args:
+            target:         whose drafts these are: it says which ids may stand where
             draft_guidance: (B,) float32  the share of each request's guidance that the drafter gets
             shapes:         the depth and the width of each request's next tree
             num_nodes:      how many nodes of a tree the drafter reads at most, the root among them
             max_depth:      of any tree
         """
-        self.drafter, self.shapes, self.num_tokens = drafter, shapes, shapes.grid ** 2
+        self.drafter, self.target, self.shapes, self.num_tokens = drafter, target, shapes, num_tokens(target)
         self.padding_mask = drafter.padding_mask.clone()
         guidance = torch.lerp(torch.ones_like(draft_guidance), sampling.guidance, draft_guidance)
         self.sampling = replace(sampling[list(range(len(sampling.seeds)))], guidance=guidance)  # in memory of its own
@@ -110,6 +111,11 @@ class Drafting(Rows, ABC):
         """Of the drafter's tree. max_columns: behind the condition"""
         columns = min(self.drafter.prefix_len + max_columns, self.num_columns)
         return Nodes(depth, lengths, ancestors, self.padding_mask, columns, first)
+
+    def id_range(self, positions: Tensor, num_nodes: int) -> Tensor | None:
+        """The ids (B, F, 2) that the children of F nodes may have, which stand at positions (B, 1); None: all."""
+        ids = id_range(self.target, positions)
+        return None if ids is None else ids.expand(-1, num_nodes, -1)
 
     def expand_level(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """Read the drafts of one level of the trees.
@@ -185,9 +191,9 @@ class StaticDrafting(Drafting):
     drafter's probabilities are to the target's, the more likely the two draw the same token.
     """
 
-    def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, plan: StaticPlan,
-                 seed_exact: bool):
-        super().__init__(drafter, sampling, draft_guidance, shapes, plan.num_inner, len(plan.levels))
+    def __init__(self, drafter: Drafter, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
+                 shapes: Shapes, plan: StaticPlan, seed_exact: bool):
+        super().__init__(drafter, target, sampling, draft_guidance, shapes, plan.num_inner, len(plan.levels))
         self.plan, self.seed_exact = plan, seed_exact
         if not seed_exact:
             num_drafts = plan.links.depth.shape[1] - 1
@@ -202,12 +208,13 @@ class StaticDrafting(Drafting):
         drawn, rows, hidden, logits = [root[:, None]], [], self.hidden, self.logits
         for depth, level in enumerate(self.plan.levels, 1):
             F, K = logits.shape[1], level.num_children
+            ids = self.id_range(newest + depth, F)
             if self.seed_exact:
                 by = {"seeds": self.sampling.seeds, "positions": (newest + depth).expand(-1, F), "num_children": K}
-                children = draft_children(*logits.chunk(2), None, *self.settings, **by)
+                children = draft_children(*logits.chunk(2), None, *self.settings, id_range=ids, **by)
             else:
                 with_these = uniforms[depth - 1].view(B, F, K)
-                children = draft_children(*logits.chunk(2), with_these, *self.settings)
+                children = draft_children(*logits.chunk(2), with_these, *self.settings, id_range=ids)
                 rows.append(children.probs)
             drawn.append(children.tokens.view(B, F * K))
             if len(level.inner):
@@ -223,10 +230,10 @@ class StaticDrafting(Drafting):
 class DynamicDrafting(Drafting):
     """EAGLE-2's trees: each level continues the likeliest paths, and in the end the likeliest drafts are kept."""
 
-    def __init__(self, drafter: Drafter, sampling: Sampling, draft_guidance: Tensor, shapes: Shapes, num_nodes: int,
-                 max_depth: int, sizes: Tensor, max_nodes: int):
+    def __init__(self, drafter: Drafter, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
+                 shapes: Shapes, num_nodes: int, max_depth: int, sizes: Tensor, max_nodes: int):
         """sizes (B,) int32: how many nodes each request's tree may keep, the root counted; none has over max_nodes."""
-        super().__init__(drafter, sampling, draft_guidance, shapes, num_nodes, max_depth)
+        super().__init__(drafter, target, sampling, draft_guidance, shapes, num_nodes, max_depth)
         self.sizes, self.max_nodes = sizes, max_nodes
         B, device = len(sizes), sizes.device
         self.depths_of_levels = [torch.full((1, 1), level, device=device) for level in range(max_depth)]
@@ -246,7 +253,8 @@ class DynamicDrafting(Drafting):
             first = 1 + (level - 1) * K                                          # of the next frontier's nodes
             grown = draft_frontier(*logits.chunk(2), scores, ancestors, candidates, width, self.shapes.depth,
                                    *self.settings, num_children=K, level=level, first_node=first,
-                                   first_candidate=num_candidates)
+                                   first_candidate=num_candidates,
+                                   id_range=self.id_range((counts - 1 + level)[:, None], logits.shape[1]))
             levels.append((grown.child_tokens, grown.child_scores, grown.child_parents))
             if level == max_depth:
                 break
@@ -261,9 +269,9 @@ class DynamicDrafting(Drafting):
         return Draft(tree.tokens, tree_links(tree.parents), None, None)
 
 
-def new_drafting(drafter: Drafter, sampling: Sampling, methods: list[Method], grid: int) -> Drafting:
+def new_drafting(drafter: Drafter, sampling: Sampling, methods: list[Method], target: TargetModel) -> Drafting:
     """The drafting that the methods stand for, one for each request and all of one `Method.family`."""
-    base, seeds, L = methods[0], sampling.seeds, grid ** 2
+    base, seeds, grid = methods[0], sampling.seeds, target.grid
 
     def of_each(value, dtype=torch.int64):
         return torch.tensor([value(m) for m in methods], dtype=dtype, device=seeds.device)
@@ -272,9 +280,9 @@ def new_drafting(drafter: Drafter, sampling: Sampling, methods: list[Method], gr
     if base.drafting == "static":
         plan = StaticPlan(static_tree(base.tree), len(methods), seeds.device)
         shapes = Shapes(max_depth, max_depth, max_depth, grid)
-        return StaticDrafting(drafter, sampling, draft_guidance, shapes, plan, base.seed_exact)
+        return StaticDrafting(drafter, target, sampling, draft_guidance, shapes, plan, base.seed_exact)
     shapes = Shapes(of_each(lambda m: m.depth), of_each(lambda m: m.width), of_each(lambda m: m.nodes - 1), grid,
-                    base.adaptation, philox_uniforms(seeds, SHAPE, L, 2))
+                    base.adaptation, philox_uniforms(seeds, SHAPE, num_tokens(target), 2))
     deepest, widest = max(m.max_depth for m in methods), max(m.max_width for m in methods)
-    return DynamicDrafting(drafter, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
+    return DynamicDrafting(drafter, target, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
                            of_each(lambda m: m.nodes, torch.int32), max(m.max_nodes for m in methods))

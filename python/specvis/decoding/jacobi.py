@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specvis_kernels import INVALID_ROW, DrawTokensResult, tree_links
 
-from ..models.interface import Nodes, TargetModel
+from ..models.interface import Nodes, TargetModel, id_range, num_tokens, rows_and_columns
 from .batching import Finished, Rows, Slots, pairs
 from .capture import Captured, can_replay
 from .coupling import Coupled, Coupling
@@ -70,7 +70,8 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         condition:    (B, S, dim)  as `GPT.condition` gives it
         padding_mask: (B, S) bool  True where the condition is real
         methods:      one for each request, all of one `Method.family`; `vanilla` has a window of no guesses
-        neighbors:    (V, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0, except by rank
+        neighbors:    (C, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0, except by rank. Of V
+            codes, or of those that the target's `codes` says
         observe:      called after every step, with tensors that it must not change
         known_tokens: (B, K) int64  the first tokens of each image, -1 behind them; None: there are none
         batch:        how many images are decoded at once; when one is finished, the next takes its place. Then all
@@ -94,7 +95,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         settings = Settings(target, padding_mask[both], of_these, own)
         coupling = None
         if base.drafting == "jacobi" and not base.seed_exact:
-            coupling = Coupling(own, of_these, neighbors, target.grid, target.vocab_size, bool(sampling.greedy.any()))
+            coupling = Coupling(own, of_these, neighbors, target, bool(sampling.greedy.any()))
         if choice is None and "auto" in settings.windows and settings.num_tokens > 1:  # of one token there is no step
             choice = WindowChoice(step_seconds(settings, condition[both]))
         state = State(settings, [num_known[i] for i in requests], choice, coupling)
@@ -136,15 +137,16 @@ class Settings(Rows):
     ROWS, PAIRS, PARTS = ("lossless", "ancestors"), ("padding_mask",), ("sampling",)
 
     def __init__(self, target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method]):
-        B, L, S, device = len(padding_mask) // 2, target.grid ** 2, target.prefix_len, padding_mask.device
+        B, L, S, device = len(padding_mask) // 2, num_tokens(target), target.prefix_len, padding_mask.device
         self.padding_mask = padding_mask
-        self.target, self.sampling, self.grid, self.num_tokens, self.prefix_len = target, sampling, target.grid, L, S
+        self.target, self.sampling, self.num_tokens, self.prefix_len = target, sampling, L, S
+        self.columns = rows_and_columns(target.grid)[1]  # how far the token below is
         # a number or "auto"; of more guesses than an image has tokens, the first are read
         self.windows = [m.window if m.window == "auto" else min(m.window, L) for m in methods]
         self.max_window = W = min(max(m.max_depth for m in methods), L)
         self.from_last = methods[0].guess == "last"
         self.lossless = torch.tensor([m.lossless for m in methods], device=device)
-        self.index = torch.arange(-1, max(target.grid, W + 1) + 1, device=device)  # from the newest token's position
+        self.index = torch.arange(-1, max(self.columns, W + 1) + 1, device=device)  # from the newest token's position
         self.ancestors, self.depths = chain_ancestors(B, 1 + W, device), torch.arange(1 + W, device=device)[None]
         self.num_columns = S + L + W
 
@@ -178,7 +180,7 @@ class State(Rows):
         B, L, device = len(num_known), settings.num_tokens, settings.padding_mask.device
         self.settings, self.poll = settings, POLL.get(device.type, USUAL_POLL)
         self.cache = new_cache(settings.target, 2 * B, settings.num_columns)
-        width = L + 2 * max(settings.grid, settings.max_window + 1) + 2
+        width = L + 2 * max(settings.columns, settings.max_window + 1) + 2
         self.tokens = torch.zeros(B, width, dtype=torch.int64, device=device)
         self.num_known = torch.tensor(num_known, device=device)
         self.counts = self.num_known.clone()       # (B,) tokens that are final; L: the image is finished, or it failed
@@ -270,24 +272,25 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
 
     A position's first guess is from the row above it, as far as there is one, and else from the newest row.
     """
-    sampling, grid, L, device = settings.sampling, settings.grid, settings.num_tokens, condition.device
+    sampling, columns, L, device = settings.sampling, settings.columns, settings.num_tokens, condition.device
     K = 0 if known_tokens is None else known_tokens.shape[1]
     if K:
         state.tokens[:, :K] = known_tokens.clamp(min=0)
     hidden = read_known(settings.target, condition, settings.padding_mask, state.tokens[:, :K], state.cache)
     hidden = hidden[:, settings.prefix_len - 1:]  # before each token, the next one too
-    num_above, num_behind = min(K, grid - 1), settings.max_window if settings.from_last else grid - 1
+    num_above, num_behind = min(K, columns - 1), settings.max_window if settings.from_last else columns - 1
     newest = state.num_known[:, None]
     positions = (newest + torch.arange(-num_above, num_behind + 1, device=device)).clamp(min=0)
     hidden = take_nodes(hidden, positions.minimum(newest))
-    drawn = sampling.draw(settings.target, hidden, positions, ahead=grid)
+    drawn = sampling.draw(settings.target, hidden, positions, ahead=columns)
     row = torch.arange(len(positions), device=device)[:, None]
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
     if not settings.from_last:
-        state.tokens[row, positions + grid] = drawn.ahead_tokens
+        state.tokens[row, positions + columns] = drawn.ahead_tokens
     if state.coupling:
-        rows = state.coupling.exact(*sampling.probs(settings.target, hidden[:, :num_above + 1]))
-        state.coupling.keep_rows(positions[:, :num_above + 1], rows)
+        kept = positions[:, :num_above + 1]
+        rows = state.coupling.exact(*sampling.probs(settings.target, hidden[:, :num_above + 1], kept))
+        state.coupling.keep_rows(kept, rows)
         guess_new(state, settings, hidden, state.counts, state.counts, settings.max_window)
     state.advance(torch.where(state.counts < L, 0, -1), drawn.status[:, num_above])
     state.look()
@@ -343,9 +346,9 @@ def verify(state: State, settings: Settings, chain: Chain, hidden: Tensor) -> Dr
     """
     sampling = settings.sampling
     if state.coupling:
-        return state.coupling.couple(*sampling.probs(settings.target, hidden), chain.guesses, chain.counts[:, None],
-                                     chain.budget[:, None])
-    return sampling.draw(settings.target, hidden, chain.positions, chain.guesses, settings.grid)
+        probs = sampling.probs(settings.target, hidden, chain.positions)
+        return state.coupling.couple(*probs, chain.guesses, chain.counts[:, None], chain.budget[:, None])
+    return sampling.draw(settings.target, hidden, chain.positions, chain.guesses, settings.columns)
 
 
 def commit(state: State, settings: Settings, chain: Chain, verified: DrawTokensResult | Coupled) -> None:
@@ -358,7 +361,8 @@ def commit(state: State, settings: Settings, chain: Chain, verified: DrawTokensR
     if state.coupling:
         state.coupling.keep_rows(torch.where(is_own, chain.positions, -1), verified.probs)
     else:
-        state.tokens.scatter_(1, torch.where(is_own, chain.positions + settings.grid, scratch), verified.ahead_tokens)
+        below = torch.where(is_own, chain.positions + settings.columns, scratch)
+        state.tokens.scatter_(1, below, verified.ahead_tokens)
     state.tokens.scatter_(1, torch.where(is_own, chain.positions, scratch), verified.tokens)
 
 
@@ -389,7 +393,7 @@ def guess_new(state: State, settings: Settings, hidden: Tensor, counts: Tensor, 
     else:
         logits = settings.target.logits(take_nodes(hidden, (last - counts)[:, None])).expand(-1, n, -1)
         positions = (last + 1)[:, None] + settings.index[1:n + 1]
-        tokens = settings.sampling.draw_from(logits, positions).tokens
+        tokens = settings.sampling.draw_from(logits, positions, id_range(settings.target, positions)).tokens
     state.tokens.scatter_(1, positions, tokens)
 
 

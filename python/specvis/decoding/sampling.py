@@ -6,7 +6,7 @@ from torch import Tensor
 
 from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs, philox_words
 
-from ..models.interface import Drafter, TargetModel
+from ..models.interface import Drafter, TargetModel, id_range
 from .batching import Rows
 
 # streams: what a number is used for
@@ -68,13 +68,16 @@ class Sampling(Rows):
     def select(self, rows: list[int], batch: int) -> "Sampling":
         return self[rows]
 
-    def probs(self, model: TargetModel | Drafter, hidden: Tensor) -> GuidedProbsResult:
-        """Hidden states (2B, N, dim) -> guided probabilities (B, N, V) and their status (B, N)."""
-        return self.of_logits(model.logits(hidden))
+    def probs(self, model: TargetModel | Drafter, hidden: Tensor, positions: Tensor | None = None) -> GuidedProbsResult:
+        """Hidden states (2B, N, dim) -> guided probabilities (B, N, V) and their status (B, N).
 
-    def of_logits(self, logits: Tensor) -> GuidedProbsResult:
-        """Logits (2B, N, V) -> guided probabilities (B, N, V) and their status (B, N)."""
-        return guided_probs(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p)
+        positions (B, N) int64: in the image, of the token after each; None: any id may stand there
+        """
+        return self.of_logits(model.logits(hidden), None if positions is None else id_range(model, positions))
+
+    def of_logits(self, logits: Tensor, ids: Tensor | None = None) -> GuidedProbsResult:
+        """Logits (2B, N, V) -> guided probabilities (B, N, V) and their status (B, N). ids: see `id_range`"""
+        return guided_probs(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p, id_range=ids)
 
     def draw(self, model: TargetModel, hidden: Tensor, positions: Tensor, guesses: Tensor | None = None,
              ahead: int = 0) -> DrawTokensResult:
@@ -82,13 +85,13 @@ class Sampling(Rows):
 
         guesses (B, N) int64 and ahead: see `draw_tokens`
         """
-        return self.draw_from(model.logits(hidden), positions, guesses, ahead)
+        return self.draw_from(model.logits(hidden), positions, id_range(model, positions), guesses, ahead)
 
-    def draw_from(self, logits: Tensor, positions: Tensor, guesses: Tensor | None = None,
+    def draw_from(self, logits: Tensor, positions: Tensor, ids: Tensor | None = None, guesses: Tensor | None = None,
                   ahead: int = 0) -> DrawTokensResult:
-        """The same from logits (2B, N, V)."""
+        """The same from logits (2B, N, V). ids (B, N, 2): see `id_range`"""
         return draw_tokens(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p, self.seeds,
-                           positions, guesses=guesses, ahead=ahead)
+                           positions, id_range=ids, guesses=guesses, ahead=ahead)
 
     @property
     def greedy(self) -> Tensor:
@@ -96,7 +99,7 @@ class Sampling(Rows):
 
 
 def cfg_inputs(model: TargetModel, condition: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Stack the null condition below the conditions, under the same mask, as LlamaGen does.
+    """Stack the null condition below the conditions: under the same mask, as LlamaGen does, or as `null_inputs` says.
 
     Classifier-free guidance reads every request twice: row b of 2B reads its condition, row B + b reads none.
 
@@ -106,6 +109,9 @@ def cfg_inputs(model: TargetModel, condition: Tensor, padding_mask: Tensor) -> t
     Returns:
         condition (2B, S, dim), padding_mask (2B, S)
     """
+    if hasattr(model, "null_inputs"):
+        null, null_mask = model.null_inputs(padding_mask)
+        return torch.cat([condition, null]), torch.cat([padding_mask, null_mask])
     return torch.cat([condition, model.null_condition(len(condition))]), repeat_for_cfg(padding_mask)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..models.interface import rows_and_columns
 from .batching import Rows
 
 # The trees of the released decoders (EAGLE, Medusa, LANTERN): how many children each node has, level by level, in
@@ -169,25 +170,28 @@ class Adaptation:
 
 
 class Shapes(Rows):
-    """The depth and width of the next tree of each of B requests, for images of `grid` x `grid` tokens.
+    """The depth and width of the next tree of each of B requests, for images of rows of tokens.
 
     Without an adaptation they never change.
     """
 
     ROWS = ("depth", "width", "max_nodes", "uniforms", "first", "depths", "widths", "alphas")
 
-    def __init__(self, depth: Tensor, width: Tensor, max_nodes: Tensor, grid: int,
+    def __init__(self, depth: Tensor, width: Tensor, max_nodes: Tensor, grid: int | tuple[int, int],
                  adaptation: Adaptation | None = None, uniforms: Tensor | None = None):
         """
         Args:
             depth, width: (B,) int64  of the first tree
             max_nodes:    (B,) int64  how many drafts a tree has at most: no tree is deeper or wider
+            grid:         as `TargetModel` has it
             uniforms:     (B, L, 2) float32  for the start "random"
         """
         self.depth, self.width, self.max_nodes = depth.minimum(max_nodes), width.minimum(max_nodes), max_nodes
-        self.grid, self.adaptation, self.uniforms = grid, adaptation, uniforms
+        self.adaptation, self.uniforms = adaptation, uniforms
+        rows, self.columns = rows_and_columns(grid)
+        self.num_tokens = rows * self.columns
         self.first = torch.ones_like(depth)  # (B,) the position of the first token that a tree draws
-        self.depths, self.widths, self.alphas = torch.zeros(3, len(depth), grid * grid, device=depth.device)
+        self.depths, self.widths, self.alphas = torch.zeros(3, len(depth), self.num_tokens, device=depth.device)
 
     def record(self, position: Tensor, num_accepted: Tensor, active: Tensor) -> None:
         """Remember a step's tree for the tokens that it drew, and choose the next tree.
@@ -199,7 +203,7 @@ class Shapes(Rows):
         """
         if self.adaptation is None:
             return
-        a, L = self.adaptation, self.grid * self.grid
+        a, L = self.adaptation, self.num_tokens
         positions = torch.arange(L, device=position.device)
         begin = torch.where(position == self.first, 0, position)
         is_new = (positions >= begin[:, None]) & (positions <= (position + num_accepted)[:, None])
@@ -228,16 +232,16 @@ class Shapes(Rows):
 
     def _of_neighbor(self, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Depth, width and alpha of the position to the left or above."""
-        row, column = position // self.grid, position % self.grid
-        left, up = position - 1, position - self.grid
+        row, column = position // self.columns, position % self.columns
+        left, up = position - 1, position - self.columns
         prefer_left = column > 0 if self.adaptation.start == "horizontal" else row == 0
         neighbor = torch.where(prefer_left | (up < 0), left, up).clamp(min=0)[:, None]
         return tuple(table.gather(1, neighbor)[:, 0] for table in (self.depths, self.widths, self.alphas))
 
     def _of_flock(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """The mean depth and width of the earlier positions within the radius, the nearer rows weighing more."""
-        n, radius = self.grid, self.adaptation.radius
-        positions = torch.arange(n * n, device=position.device)
+        n, radius = self.columns, self.adaptation.radius
+        positions = torch.arange(self.num_tokens, device=position.device)
         rows_up = (position // n)[:, None] - positions // n                 # how much higher in the image it is
         columns_left = (position % n)[:, None] - positions % n
         distance = (rows_up ** 2 + columns_left ** 2).float().sqrt()

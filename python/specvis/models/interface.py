@@ -88,19 +88,30 @@ class ModelCache(Protocol):
 
 @runtime_checkable
 class TargetModel(Protocol):
-    """A model of images: grid x grid tokens in raster order, behind a condition of `prefix_len` entries.
+    """A model of images: rows of tokens in raster order, behind a condition of `prefix_len` entries.
 
-    It may have an attribute `can_replay`, which is True. Then a CUDA device captures the steps of decoding and runs
-    their kernels again without Python. So `extend`, `logits` and the cache's `commit` must do all their work on the
-    device, in memory that stays the same: they read nothing back, copy nothing from the host, count nothing in Python,
-    and make no memory of the cache anew.
+    It may have more, for models whose images are no mere grid of codes; `models.transformers` has all of it:
+
+    id_range(positions):       for positions (..) int64 in the image the ids [first, last) that a token may have there,
+                               (.., 2) int64. Where it is [x, x + 1), token x is forced, and no method takes another one
+                               for it. Behind the image any range will do, but an empty one. None: all ids, everywhere.
+    codes:                     the ids [first, last) that stand for codes, a pair of numbers: a table of neighbors has a
+                               row for each. Otherwise all ids do.
+    null_inputs(padding_mask): the conditions (B, S, dim) that guidance is measured against, and their own padding masks
+                               (B, S), for conditions with these masks (B, S). Otherwise they are `null_condition`'s,
+                               under the masks of the conditions.
+
+    It may also have an attribute `can_replay`, which is True. Then a CUDA device captures the steps of decoding and
+    runs their kernels again without Python. So `extend`, `logits`, `id_range` and the cache's `commit` must do all
+    their work on the device, in memory that stays the same: they read nothing back, copy nothing from the host, count
+    nothing in Python, and make no memory of the cache anew.
 
     A hidden state is any vector from which the model can tell the logits. It may be the logits themselves. Only a
     drafter that reads hidden states (EAGLE's) needs more of it.
     """
 
     prefix_len: int   # S, how many entries a condition has, at least 1
-    grid: int         # an image has L = grid * grid tokens
+    grid: int | tuple[int, int]  # (rows, columns) of tokens: L = rows * columns; or n, for n rows and n columns
     vocab_size: int   # V
 
     def null_condition(self, batch: int) -> Tensor:
@@ -132,6 +143,28 @@ class TargetModel(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, H) hidden states -> (R, N, V) float32."""
+
+
+def rows_and_columns(grid: int | tuple[int, int]) -> tuple[int, int]:
+    """What `TargetModel.grid` says."""
+    return (grid, grid) if isinstance(grid, int) else tuple(grid)
+
+
+def num_tokens(target: TargetModel) -> int:
+    """L, how many tokens an image of a target has."""
+    rows, columns = rows_and_columns(target.grid)
+    return rows * columns
+
+
+def id_range(target: TargetModel, positions: Tensor) -> Tensor | None:
+    """The ids (.., 2) that tokens may have at positions (..); None: all. See `TargetModel`."""
+    of_positions = getattr(target, "id_range", None)
+    return None if of_positions is None else of_positions(positions)
+
+
+def codes(target: TargetModel) -> tuple[int, int]:
+    """The ids [first, last) that stand for codes. See `TargetModel`."""
+    return getattr(target, "codes", (0, target.vocab_size))
 
 
 @runtime_checkable

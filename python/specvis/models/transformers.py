@@ -1,0 +1,326 @@
+"""Models of Hugging Face's transformers as targets: Chameleon (Anole, Lumina-mGPT), Emu3, Janus-Pro, and others.
+
+The weights stay where they are: a target holds the model that transformers has loaded, and nothing here imports
+transformers. Of its vocabulary only the ids that stand for codes of an image are ever looked at. They are numbered as
+in the codebook, from 0 to C - 1. Where every row of an image ends in an id of its own, which is forced, that is C.
+
+What is forced behind an image (its end, the end of a frame) is not drawn: a picture is whole without it.
+"""
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from specvis_kernels import tree_attention
+
+from .interface import Nodes, num_tokens
+from .layers import Cache
+from .llamagen import condition_mask
+
+MASKED = ("sdpa", "eager")        # attention of transformers that takes a mask of our own
+TREE_ATTENTION = "specvis_tree"   # the name of `tree_attention` there
+ANOLE_NULL = (0, 8197)            # begin of text, begin of image
+LUMINA_NEWLINE, LUMINA_IMAGE, LUMINA_SIZE = 8803, 8197, 8804  # the last one: of size 0
+
+
+class SlotCache(Cache):
+    """Keys and values of R rows, as transformers asks for them; each read says in which columns to keep its own."""
+
+    def begin_read(self, slots: Tensor, columns: int) -> None:
+        """slots (R, N) int64: where the next entries stand. They may see the first `columns` columns."""
+        self.slots, self.num_columns = self.flat_slots(slots), columns
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
+        """Keep (R, heads, N, head_dim) of a layer, and return all that may be seen."""
+        entries = torch.stack([keys, values], 1).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        self.data[layer].flatten(0, 1).index_copy_(0, self.slots, entries)
+        seen = self.data[layer, :, :self.num_columns].permute(2, 0, 3, 1, 4)
+        return seen[0], seen[1]
+
+    def get_seq_length(self, *_) -> int:
+        return 0  # asked for where there are no position_ids
+
+
+class ImageModel:
+    """A causal language model of transformers as a `TargetModel`.
+
+    A condition is a prompt, padded on the left to S entries. What guidance is measured against is a prompt too, with
+    its own padding. Positions count from a row's first real entry, as in `generate`.
+    """
+
+    def __init__(self, model: nn.Module, ids: Sequence[int], prefix_len: int, grid: tuple[int, int],
+                 null_prompt: Sequence[int], *, newline: int | None = None, vqmodel: nn.Module | None = None):
+        """
+        Args:
+            model:       from transformers, in evaluation mode
+            ids:         the vocabulary id of each of C codes
+            prefix_len:  S, how many ids a prompt has at most
+            grid:        (rows, columns) of codes
+            null_prompt: vocabulary ids that are read in place of the prompt, for guidance
+            newline:     the vocabulary id that is forced behind every row; None: there is none
+            vqmodel:     what turns codes into pixels; None: nothing does
+
+        Raises:
+            ValueError: the model is in training mode or has an attention that takes no mask, an id is not in its
+                vocabulary or is there twice, a size is below 1, or null_prompt is empty or longer than prefix_len
+        """
+        if model.training:
+            raise ValueError("model must be in evaluation mode, call model.eval() first")
+        self.model, self.vqmodel, self.embed = model, vqmodel, model.get_input_embeddings()
+        self.config = model.config.get_text_config()
+        weight, special = self.embed.weight, [] if newline is None else [newline]
+        self.ids = torch.tensor([*ids, *special], dtype=torch.int64, device=weight.device)
+        if prefix_len < 1 or min(grid) < 1 or not len(ids):
+            raise ValueError("prefix_len, grid and the number of ids must be at least 1, "
+                             f"got {prefix_len}, {tuple(grid)} and {len(ids)}")
+        for name, values in (("ids", self.ids.tolist()), ("null_prompt", null_prompt)):
+            if any(not 0 <= i < len(weight) for i in values):
+                raise ValueError(f"{name} must be within the vocabulary, [0, {len(weight)}), "
+                                 f"got {next(i for i in values if not 0 <= i < len(weight))}")
+        if len(set(self.ids.tolist())) < len(self.ids):
+            raise ValueError("ids and newline must all be different, got one twice")
+        self.num_codes, self.prefix_len = len(ids), prefix_len
+        self.vocab_size, self.codes = len(self.ids), (0, len(ids))
+        self.has_newline = newline is not None
+        self.grid = grid[0], grid[1] + self.has_newline  # of tokens
+        self.null_prompt = self.padded([list(null_prompt)], "null_prompt")
+        first, last = int(self.ids[0]), int(self.ids[0]) + len(ids)
+        self.are_in_order = torch.equal(self.ids[:len(ids)].cpu(), torch.arange(first, last))
+        self.head_rows = slice(first, last) if self.are_in_order else self.ids[:len(ids)]
+        self.check_attention()
+
+    def check_attention(self) -> str:
+        name = self.model.get_decoder().config._attn_implementation
+        if name not in (*MASKED, TREE_ATTENTION):
+            raise ValueError(f"model must have the attention {' or '.join(MASKED)}, which take a mask of a draft tree "
+                             f"(from_pretrained(..., attn_implementation={MASKED[0]!r})), got {name}")
+        return name
+
+    def use_tree_attention(self) -> None:
+        """Let the language model read trees by `specvis_kernels.tree_attention` from now on: no mask is made.
+
+        Elsewhere, as in `generate`, the model attends as with "sdpa".
+        """
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(TREE_ATTENTION, attend)
+        AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
+        self.model.get_decoder().set_attn_implementation(TREE_ATTENTION)
+
+    # --- prompts ---
+
+    def padded(self, prompts: Sequence[Sequence[int]], name: str = "prompts") -> tuple[Tensor, Tensor]:
+        """Lists of vocabulary ids -> (B, S) int64, padded on the left, and (B, S) bool: where they are real."""
+        lengths = [len(prompt) for prompt in prompts]
+        if not lengths or min(lengths) < 1 or max(lengths) > self.prefix_len:
+            raise ValueError(f"{name} must have 1 to prefix_len={self.prefix_len} ids each, got {lengths}")
+        rows = [[0] * (self.prefix_len - len(prompt)) + list(prompt) for prompt in prompts]
+        device = self.embed.weight.device
+        index, first = torch.arange(self.prefix_len, device=device), torch.tensor(lengths, device=device)
+        return torch.tensor(rows, device=device), index >= self.prefix_len - first[:, None]
+
+    def condition(self, prompts: Sequence[Sequence[int]] | Tensor,
+                  attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Embed prompts, each of which ends with what begins an image.
+
+        Args:
+            prompts:        B lists of vocabulary ids; or (B, T) int64, as a processor gives them
+            attention_mask: (B, T) of such: 0 where it is padding; None: nowhere
+        Returns:
+            embeddings (B, S, dim), padding_mask (B, S) bool: True where the prompt is real
+
+        Raises:
+            ValueError: a prompt is empty or has more than S ids
+        """
+        if isinstance(prompts, Tensor):
+            is_real = torch.ones_like(prompts) if attention_mask is None else attention_mask
+            prompts = [row[real.bool()].tolist() for row, real in zip(prompts, is_real)]
+        ids, padding_mask = self.padded(prompts)
+        return self.embed(ids), padding_mask
+
+    def null_inputs(self, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """What guidance is measured against, for prompts with these masks (B, S): see `TargetModel`."""
+        ids, is_real = (t.expand(len(padding_mask), -1) for t in self.null_prompt)
+        return self.embed(ids), is_real
+
+    def null_condition(self, batch: int) -> Tensor:
+        """The same for prompts of S ids: (batch, S, dim)."""
+        return self.null_inputs(torch.ones(batch, self.prefix_len, dtype=torch.bool, device=self.ids.device))[0]
+
+    # --- reading ---
+
+    def new_cache(self, rows: int, columns: int) -> SlotCache:
+        c, weight = self.config, self.embed.weight
+        head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+        return SlotCache(c.num_hidden_layers, rows, heads, columns, head_dim, device=weight.device, dtype=weight.dtype)
+
+    def prefill(self, condition: Tensor, padding_mask: Tensor, cache: SlotCache) -> Tensor:
+        """Read conditions (R, S, dim); hidden states (R, S, dim). See `TargetModel.prefill`."""
+        slots = torch.arange(self.prefix_len, device=condition.device).expand(len(condition), -1)
+        return self.read(condition, slots, padding_mask, slots, condition_mask(padding_mask, self.prefix_len), cache)
+
+    def extend(self, tokens: Tensor, nodes: Nodes, cache: SlotCache) -> Tensor:
+        """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
+        x = self.embed_tokens(tokens)
+        if self.model.get_decoder().config._attn_implementation == TREE_ATTENTION:
+            return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, None, cache, nodes)
+        return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, nodes.mask, cache)
+
+    def read(self, x: Tensor, position_ids: Tensor, padding_mask: Tensor, slots: Tensor, mask: Tensor | None,
+             cache: SlotCache, nodes: Nodes | None = None) -> Tensor:
+        """Embeddings (R, N, dim) -> hidden states after the last norm. They see what `mask` or `nodes` says."""
+        cache.begin_read(slots, nodes.columns if mask is None else mask.shape[-1])
+        more = {}
+        if mask is None:  # of four dimensions, or else transformers makes one; `attend` does not look at it
+            more, mask = {"nodes": nodes}, x.new_empty(1, 1, 1, 0)
+        elif self.check_attention() == "eager":  # which adds it to the scores
+            mask = torch.where(mask, 0.0, torch.finfo(x.dtype).min).to(x.dtype)[:, None]
+        else:
+            mask = mask[:, None]
+        position_ids = (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
+        return self.model.base_model(inputs_embeds=x, attention_mask=mask, position_ids=position_ids,
+                                     past_key_values=cache, use_cache=True, **more).last_hidden_state
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        return self.embed(self.ids[tokens])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(R, N, dim) hidden states -> (R, N, V) float32. A forced token's is 0: it is the only one in its range."""
+        logits = self.code_logits(hidden)
+        if not self.has_newline:
+            return logits.float()
+        padded = logits.new_zeros(*logits.shape[:-1], self.vocab_size, dtype=torch.float32)
+        padded[..., :self.num_codes] = logits
+        return padded
+
+    def code_logits(self, hidden: Tensor) -> Tensor:
+        head = self.model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        return F.linear(hidden, head.weight[self.head_rows], None if bias is None else bias[self.head_rows])
+
+    def id_range(self, positions: Tensor) -> Tensor | None:
+        """The ids (.., 2) that tokens may have at positions (..): all codes, or the newline alone."""
+        if not self.has_newline:
+            return None
+        is_newline, C = (positions + 1) % self.grid[1] == 0, self.num_codes
+        return torch.stack([torch.where(is_newline, C, 0), torch.where(is_newline, C + 1, C)], -1)
+
+    # --- what becomes of tokens ---
+
+    @property
+    def codebook(self) -> Tensor:
+        """(C, channels) the codes' vectors, for `codebook_neighbors`."""
+        return self.vqmodel.quantize.embedding.weight.detach()
+
+    def codes_of(self, tokens: Tensor) -> Tensor:
+        """Tokens (B, L) -> (B, rows, columns) int64, the numbers of their codes."""
+        if tokens.shape[1:] != (num_tokens(self),):
+            raise ValueError(f"tokens must be (B, L={num_tokens(self)}), got {tuple(tokens.shape)}")
+        return tokens.view(-1, *self.grid)[..., :self.grid[1] - self.has_newline]
+
+    def ids_of(self, tokens: Tensor) -> Tensor:
+        """Tokens (B, L) -> their vocabulary ids (B, L), newlines included."""
+        return self.ids[tokens]
+
+    @torch.inference_mode()
+    def pictures(self, tokens: Tensor) -> list[Image.Image]:
+        """Tokens (B, L) int64 -> B pictures.
+
+        Raises:
+            ValueError: the model has no decoder of codes
+        """
+        if not hasattr(self.vqmodel, "decode"):
+            raise ValueError("model must have a decoder of codes for pictures (else give codes_of(tokens) to the one "
+                             f"that its authors published), {type(self.model).__name__} has none")
+        images = self.pixels(self.codes_of(tokens)).float().clamp(-1, 1).permute(0, 2, 3, 1)
+        return [Image.fromarray(((image + 1) * 127.5).round().byte().cpu().numpy()) for image in images]
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        """(B, rows, columns) -> (B, 3, height, width) within [-1, 1]."""
+        return self.vqmodel.decode(codes)
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+           nodes: Nodes | None = None, **more) -> tuple[Tensor, None]:
+    """`tree_attention` in the form of transformers' AttentionInterface; where no tree is read, as "sdpa".
+
+    query (R, H, N, D), key and value (R, Hkv, T, D) -> (R, N, H, D)
+    """
+    if nodes is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+    return tree_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), nodes.lengths,
+                          nodes.ancestors, key_mask=nodes.padding_mask, scale=more.get("scaling")), None
+
+
+class Chameleon(ImageModel):
+    """ChameleonForConditionalGeneration, whose image ids are not in the codebook's order. transformers has no decoder
+    for its codes."""
+
+    def __init__(self, model: nn.Module, prefix_len: int, grid: tuple[int, int], null_prompt: Sequence[int],
+                 newline: int | None = None):
+        """See `ImageModel`; `anole` and `lumina_mgpt` know the last three."""
+        of_code = model.model.vocabulary_mapping.img2bpe
+        super().__init__(model, [of_code[code] for code in sorted(of_code)], prefix_len, grid, null_prompt,
+                         newline=newline, vqmodel=model.model.vqmodel)
+
+
+def anole(model: nn.Module, prefix_len: int, grid: tuple[int, int] = (32, 32)) -> Chameleon:
+    """Anole: rows of 32 codes without newlines. Its prompts are 0, the text's ids, 8710, 8197."""
+    return Chameleon(model, prefix_len, grid, ANOLE_NULL)
+
+
+def lumina_mgpt(model: nn.Module, prefix_len: int, grid: tuple[int, int] = (48, 48)) -> Chameleon:
+    """Lumina-mGPT: a newline behind each row. Its prompts end with what begins an image and its size, which is all that
+    guidance is measured against: 8197, 8804 + rows / 2, 8804 + columns / 2.
+
+    Raises:
+        ValueError: grid is not of even numbers
+    """
+    if grid[0] % 2 or grid[1] % 2:
+        raise ValueError(f"grid must be two even numbers, got {tuple(grid)}")
+    null_prompt = LUMINA_IMAGE, LUMINA_SIZE + grid[0] // 2, LUMINA_SIZE + grid[1] // 2
+    return Chameleon(model, prefix_len, grid, null_prompt, LUMINA_NEWLINE)
+
+
+class Emu3(ImageModel):
+    """Emu3ForConditionalGeneration: a newline behind each row."""
+
+    def __init__(self, model: nn.Module, prefix_len: int, grid: tuple[int, int], null_prompt: Sequence[int]):
+        """See `ImageModel`. Both kinds of prompts are what Emu3's processor makes of text for image generation."""
+        mapping = model.model.vocabulary_mapping
+        super().__init__(model, [mapping.img2bpe[code] for code in sorted(mapping.img2bpe)], prefix_len, grid,
+                         null_prompt, newline=mapping.eol_token_id, vqmodel=model.model.vqmodel)
+
+
+class JanusPro(ImageModel):
+    """JanusForConditionalGeneration: image tokens have an embedding and a head of their own."""
+
+    def __init__(self, model: nn.Module, prefix_len: int):
+        """See `ImageModel`. What guidance is measured against is each prompt with its text replaced by padding, which
+        is seen, as `generate` does it; the ids are those of the model's generation_config."""
+        c = model.generation_config
+        self.bos, self.pad, self.begin_image = c.bos_token_id, c.pad_token_id, c.generation_kwargs["boi_token_id"]
+        vqmodel = model.model.vqmodel
+        super().__init__(model, range(vqmodel.config.num_embeddings), prefix_len,
+                         tuple(vqmodel.quantize.quant_state_dims), [self.bos, self.begin_image], vqmodel=vqmodel)
+
+    def null_inputs(self, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+        is_first = padding_mask & (padding_mask.cumsum(1) == 1)
+        ids = torch.where(is_first, self.bos, self.pad)
+        ids[:, -1] = self.begin_image
+        return self.embed(ids), padding_mask
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        return self.model.prepare_embeddings_for_image_generation(tokens)
+
+    def code_logits(self, hidden: Tensor) -> Tensor:
+        return self.model.model.generation_head(hidden)
+
+    def pixels(self, codes: Tensor) -> Tensor:
+        return self.vqmodel.decode(codes.flatten(1))

@@ -1,0 +1,287 @@
+"""Chameleon, Emu3 and Janus of transformers as targets, in tiny sizes: what they compute is what transformers does."""
+import pytest
+import torch
+
+from specvis import Sampling, decode, jacobi_decode, method, speculative_decode
+from specvis.decoding.drafters import ModelDrafter
+from specvis.decoding.sampling import cfg_inputs
+from specvis.models.interface import ModelCache, Nodes, TargetModel
+from specvis.models.transformers import TREE_ATTENTION, Chameleon, Emu3, ImageModel, JanusPro, anole, lumina_mgpt
+from specvis_kernels import codebook_neighbors, draw_tokens, tree_links
+
+transformers = pytest.importorskip("transformers")
+
+C, S, B = 10, 7, 3
+TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+VQ = {"embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
+PROMPTS = [[1, 20, 21, 7], [1, 22, 23, 24, 25, 26, 7], [1, 27, 7]]
+FAMILIES = ("anole", "lumina", "emu3", "janus")
+
+
+def chameleon_model(seed):
+    torch.manual_seed(seed)
+    names = {"<image>": 3, **{f"IMGIMG{chr(ord('A') + code)}Z": 13 - code for code in range(C)}}  # not in order
+    return transformers.ChameleonForConditionalGeneration(transformers.ChameleonConfig(
+        **TEXT, vocab_size=8900, vocabulary_map=names, vq_config=VQ | {"num_embeddings": C})).eval()
+
+
+def emu3_model(seed):
+    torch.manual_seed(seed)
+    names = {"<image>": 3, "<|extra_200|>": 5, **{f"<|visual token {code:06d}|>": 8 + code for code in range(C)}}
+    vq = VQ | {"codebook_size": C, "attn_resolutions": [], "hidden_size": 32}
+    return transformers.Emu3ForConditionalGeneration(transformers.Emu3Config(
+        text_config=TEXT | {"vocab_size": 40}, vocabulary_map=names, vq_config=vq)).eval()
+
+
+def janus_model(seed):
+    torch.manual_seed(seed)
+    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 16, "patch_size": 4,
+              "projection_dim": 32, "depth": 1, "num_image_tokens": 16}
+    vq = VQ | {"num_embeddings": C, "projection_dim": 32, "image_token_embed_dim": 32, "initializer_range": 0.7}
+    model = transformers.JanusForConditionalGeneration(transformers.JanusConfig(
+        text_config=TEXT | {"vocab_size": 40, "model_type": "llama"}, vision_config=vision, vq_config=vq)).eval()
+    model.model.generation_head.vision_head.weight.data *= 4
+    config = model.generation_config
+    config.bos_token_id, config.pad_token_id, config.generation_kwargs = 1, 0, {"boi_token_id": 7}
+    return model
+
+
+@pytest.fixture(scope="module")
+def targets():
+    """(family, seed) -> a target of its own"""
+    made = {}
+
+    def of(family, seed=0):
+        if (family, seed) not in made:
+            made[family, seed] = {
+                "anole": lambda: Chameleon(chameleon_model(seed), S, (3, 4), [1, 7]),
+                "lumina": lambda: lumina_mgpt(chameleon_model(seed), S, (2, 4)),
+                "emu3": lambda: Emu3(emu3_model(seed), S, (3, 4), [1, 30, 31, 32, 7]),
+                "janus": lambda: JanusPro(janus_model(seed), S)}[family]()
+        return made[family, seed]
+    return of
+
+
+def own_logits(target, prompt, tokens):
+    """By transformers alone, of one sequence and without padding: (len(tokens) + 1, C) of what follows the prompt.
+
+    ChameleonForConditionalGeneration sets the logits of image ids to the least number: its head is applied here.
+    """
+    model, prompt = target.model, torch.tensor([prompt])
+    tokens = torch.as_tensor(tokens, dtype=torch.int64)[None]
+    with torch.no_grad():
+        if isinstance(target, JanusPro):
+            x = torch.cat([target.embed(prompt), model.prepare_embeddings_for_image_generation(tokens)], 1)
+            logits = model.model.generation_head(model.model.language_model(inputs_embeds=x).last_hidden_state)
+        else:
+            ids = torch.cat([prompt, target.ids[tokens]], 1)
+            logits = model(input_ids=ids).logits
+            if isinstance(target, Chameleon):
+                logits = model.lm_head(model.model(input_ids=ids).last_hidden_state)
+            logits = logits[..., target.ids[:C]]
+    return logits[0, prompt.shape[1] - 1:]
+
+
+def own_null(target, prompt):
+    if isinstance(target, JanusPro):
+        return [prompt[0], *[0] * (len(prompt) - 2), prompt[-1]]
+    ids, is_real = target.null_prompt
+    return ids[is_real].tolist()
+
+
+def tokens_of(target, n, seed=0):
+    """n tokens of each of B images, newlines where they belong."""
+    random = torch.randint(0, C, (B, n), generator=torch.Generator().manual_seed(seed))
+    ids = target.id_range(torch.arange(n).expand(B, -1))
+    return random if ids is None else random.clamp(min=ids[..., 0])
+
+
+def sampling(temperature=1.0, guidance=2.0):
+    return Sampling.of([5, 6, 7], guidance=guidance, temperature=temperature)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "tree"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_are_the_models_own(targets, family, attention):
+    """Of a prompt, of a tree behind images of different lengths, and of a token behind what was committed of it."""
+    target = targets(family)
+    assert isinstance(target, TargetModel) and isinstance(target.new_cache(1, 1), ModelCache)
+    target.use_tree_attention() if attention == "tree" else target.model.set_attn_implementation(attention)
+    condition, padding_mask = cfg_inputs(target, *target.condition(PROMPTS))
+    cache, L = target.new_cache(2 * B, S + 16 + 6), 5
+    prompts = [*PROMPTS, *(own_null(target, prompt) for prompt in PROMPTS)]
+    drawn, counts, drafts = tokens_of(target, L), [5, 2, 3], torch.tensor([[1, 2, 3, 4, 5, 6]]).repeat(B, 1)
+    logits = target.logits(target.prefill(condition, padding_mask, cache)[:, -1:])
+
+    def check(logits, node, *paths):
+        """paths: what stands before the node in each image"""
+        for row, prompt in enumerate(prompts):
+            own = own_logits(target, prompt, paths[row % B])[-1]
+            torch.testing.assert_close(logits[row, node, :C], own, atol=1e-5, rtol=1e-5)
+        assert logits.dtype == torch.float32 and logits.shape[2] == target.vocab_size
+
+    check(logits, 0, [], [], [])
+    both, causal = torch.cat([drawn, drawn]), tree_links(torch.arange(-1, L - 1)[None].int()).ancestors
+    nodes = Nodes(torch.arange(L)[None], torch.full((B,), S), causal.expand(B, -1, -1), padding_mask, S + L)
+    target.extend(both, nodes, cache)  # all five of each; behind the counts the trees are written over them
+
+    links = tree_links(torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32).repeat(B, 1))
+    lengths = torch.tensor(counts) + S - 1                             # the newest token is the root
+    drafts[:, 0] = drawn[torch.arange(B), torch.tensor(counts) - 1]
+    nodes = Nodes(links.depth, lengths, links.ancestors, padding_mask, S + L + 6)
+    logits = target.logits(target.extend(torch.cat([drafts, drafts]), nodes, cache))
+    for node, path in enumerate(([], [2], [3], [2, 4], [2, 5], [3, 6])):
+        check(logits, node, *([*drawn[b, :n].tolist(), *path] for b, n in enumerate(counts)))
+
+    accepted = torch.tensor([[2, 5], [1, 4], [1, -1]], dtype=torch.int32)
+    num_accepted, paths = torch.tensor([2, 2, 1], dtype=torch.int32), ([3, 6], [2, 5], [2])
+    cache.commit(accepted, num_accepted, lengths)
+    itself = tree_links(torch.tensor([[-1]], dtype=torch.int32).repeat(B, 1)).ancestors
+    nodes = Nodes(torch.zeros(1, 1, dtype=torch.int64), lengths + 1 + num_accepted, itself, padding_mask, S + L + 6)
+    logits = target.logits(target.extend(torch.full((2 * B, 1), 9), nodes, cache))
+    check(logits, 0, *([*drawn[b, :n].tolist(), *path, 9] for b, (n, path) in enumerate(zip(counts, paths))))
+    target.model.get_decoder().set_attn_implementation("sdpa")
+    target.model.set_attn_implementation("sdpa")
+
+
+def written_out(target, settings):
+    """The baseline by transformers alone: every image by itself, without a cache, without padding, without a mask."""
+    L = target.grid[0] * target.grid[1]
+    images = []
+    for b, prompt in enumerate(PROMPTS):
+        image, null = [], own_null(target, prompt)
+        for i in range(L):
+            if target.has_newline and i % target.grid[1] == target.grid[1] - 1:
+                image.append(C)
+                continue
+            rows = (own_logits(target, p, image)[-1][None, None] for p in (prompt, null))
+            one = settings[[b]]
+            image.append(draw_tokens(*rows, one.guidance, one.temperature, one.top_k, one.top_p, one.seeds,
+                                     torch.tensor([[i]])).tokens.item())
+        images.append(image)
+    return torch.tensor(images)
+
+
+SAME = [method("jacobi", window=5), method("jacobi", window=3, guess="last"), method("jacobi"),
+        method("eagle2", drafter="model", depth=3, width=3, nodes=10), method("adt-tree", drafter="model", nodes=10),
+        method("speculative", drafter="model", seed_exact=True)]
+
+
+def decoded(target, draft, m, settings, neighbors=None, **more):
+    condition, padding_mask = target.condition(PROMPTS)
+    if m.drafting == "jacobi":
+        return jacobi_decode(target, condition, padding_mask, settings, [m] * B, neighbors, **more)
+    drafter = ModelDrafter(draft, *cfg_inputs(draft, condition, padding_mask))
+    return speculative_decode(target, drafter, condition, padding_mask, settings, [m] * B, neighbors, **more)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_method_draws_what_transformers_alone_would(targets, family):
+    """Batches of prompts of different lengths, with guidance. The drafter is the target itself, or another model."""
+    target, other = targets(family), targets(family, 1)
+    settings = sampling()
+    baseline = decode(target, *target.condition(PROMPTS), settings)
+    assert torch.equal(baseline.tokens, written_out(target, settings))
+    assert not torch.equal(baseline.tokens, decode(target, *target.condition(PROMPTS), sampling(guidance=1.0)).tokens)
+    for m in SAME:
+        result = decoded(target, target, m, settings)
+        assert torch.equal(result.tokens, baseline.tokens), m.label
+        assert m.drafting == "jacobi" or (result.tau > 1.5).all()
+    assert torch.equal(decoded(target, other, SAME[3], settings).tokens, baseline.tokens)
+    some = decoded(target, target, SAME[0], settings, batch=2)  # the third takes the place of the first that is done
+    assert torch.equal(some.tokens, baseline.tokens)
+    begun = decode(target, *target.condition(PROMPTS), settings, known_tokens=baseline.tokens[:, :6])
+    assert torch.equal(begun.tokens, baseline.tokens)
+
+
+def test_greedy_janus_is_its_own_generate(targets):
+    target = targets("janus")
+    ids, is_real = target.padded(PROMPTS)
+    own = target.model.generate(input_ids=torch.where(is_real, ids, 0), attention_mask=is_real.long(), do_sample=False,
+                                generation_mode="image", guidance_scale=3.0, use_cache=True)
+    assert torch.equal(decode(target, *target.condition(ids, is_real), sampling(0.0, 3.0)).tokens, own)
+    assert len(own.unique()) > 2
+
+
+def test_greedy_emu3_is_its_own_generate(targets):
+    target = targets("emu3")
+    null, is_real = target.null_prompt
+    expected = decode(target, *target.condition(PROMPTS), sampling(0.0, 3.0)).tokens
+    for prompt, tokens in zip(PROMPTS, expected):
+        def allowed(_, ids, start=len(prompt)):
+            return [5] if (len(ids) - start) % 5 == 4 else list(range(8, 18))
+
+        own = target.model.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
+                                    max_new_tokens=15, do_sample=False, prefix_allowed_tokens_fn=allowed,
+                                    guidance_scale=3.0, negative_prompt_ids=null[is_real][None])
+        assert torch.equal(own[0, len(prompt):], target.ids_of(tokens))
+    assert len(expected.unique()) > 3
+
+
+RELAXED = [method("lantern", drafter="model", k=5, delta=1.0, seed_exact=False),
+           method("lantern++", drafter="model", k=5, delta=50.0), method("uniform-rsd", drafter="model", tree="chain-3", omega=3.0),
+           method("jacobi", window=6, seed_exact=False, k=5, delta=1.0),
+           method("jacobi", window=6, seed_exact=False, k=8, delta=1.0, metric="rank")]
+
+
+@pytest.mark.parametrize("family", ["lumina", "emu3"])
+@pytest.mark.parametrize("m", RELAXED, ids=lambda m: m.label)
+def test_what_is_forced_is_never_relaxed(targets, family, m):
+    target, other = targets(family), targets(family, 1)
+    neighbors = codebook_neighbors(target.codebook, 5) if m.num_neighbors else None
+    result = decoded(target, other, m, sampling(), neighbors)
+    rows = result.tokens.view(B, *target.grid)
+    assert (rows[..., -1] == C).all() and (rows[..., :-1] < C).all() and (rows >= 0).all()
+    assert (result.tv_excess > 0).any() and not result.failed.any()  # it did relax
+
+
+def test_pictures_and_what_tokens_stand_for(targets):
+    for family, size in (("emu3", (8, 6)), ("janus", (8, 8))):
+        target = targets(family)
+        pictures = target.pictures(tokens_of(target, target.grid[0] * target.grid[1]))
+        assert [picture.size for picture in pictures] == [size] * B
+        assert pictures[0].tobytes() != pictures[1].tobytes()
+    emu3 = targets("emu3")
+    tokens = tokens_of(emu3, 15)
+    own = emu3.model.model.vocabulary_mapping.convert_bpe2img(emu3.ids_of(tokens).view(B, 3, 5))
+    assert torch.equal(emu3.codes_of(tokens), own.long())
+    lumina = targets("lumina")
+    tokens = tokens_of(lumina, 10)
+    bpe2img = lumina.model.model.vocabulary_mapping.bpe2img
+    ids = lumina.ids_of(tokens).view(B, 2, 5)
+    assert lumina.codes_of(tokens).flatten().tolist() == [bpe2img[i] for i in ids[..., :-1].flatten().tolist()]
+    assert (ids[..., -1] == 8803).all() and lumina.null_prompt[0][0, -3:].tolist() == [8197, 8805, 8806]
+    with pytest.raises(ValueError, match="model must have a decoder of codes .* ChameleonForCond.* has none"):
+        lumina.pictures(tokens)
+    with pytest.raises(ValueError, match=r"tokens must be \(B, L=10\), got \(3, 9\)"):
+        lumina.codes_of(tokens[:, :9])
+
+
+def test_what_is_refused(targets):
+    target = targets("emu3")
+    with pytest.raises(ValueError, match=r"prompts must have 1 to prefix_len=7 ids each, got \[3, 8\]"):
+        target.condition([[1, 2, 3], [1] * 8])
+    with pytest.raises(ValueError, match=r"null_prompt must have 1 to prefix_len=3 ids each, got \[5\]"):
+        Emu3(target.model, 3, (2, 2), [1, 2, 3, 4, 5])
+    for grid, ids in (((0, 2), [3]), ((2, 2), [])):
+        with pytest.raises(ValueError, match="prefix_len, grid and the number of ids must be at least 1, got 3, "):
+            ImageModel(target.model, ids, 3, grid, [1])
+    with pytest.raises(ValueError, match=r"ids must be within the vocabulary, \[0, 40\), got 40"):
+        ImageModel(target.model, [3, 40], 3, (2, 2), [1])
+    with pytest.raises(ValueError, match="ids and newline must all be different, got one twice"):
+        ImageModel(target.model, [3, 4], 3, (2, 2), [1], newline=4)
+    with pytest.raises(ValueError, match=r"grid must be two even numbers, got \(3, 4\)"):
+        lumina_mgpt(targets("lumina").model, S, (3, 4))
+    assert anole(targets("lumina").model, S).grid == (32, 32)
+    with pytest.raises(ValueError, match=r"known_tokens must be ids that the target allows where they are: within \[10,"
+                                         r" 11\) at position 4, got 3"):
+        decode(target, *target.condition(PROMPTS), sampling(), known_tokens=torch.tensor([[1, 1, 1, 1, 3]]).repeat(B, 1))
+    model = emu3_model(0)
+    with pytest.raises(ValueError, match="model must be in evaluation mode"):
+        Emu3(model.train(), S, (2, 2), [1])
+    model.eval().get_decoder().config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="model must have the attention sdpa or eager, .* got flash_attention_2"):
+        Emu3(model, S, (2, 2), [1])
+    assert TREE_ATTENTION in transformers.AttentionInterface().valid_keys()
