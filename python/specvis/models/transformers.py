@@ -51,7 +51,8 @@ class ImageModel:
     """
 
     def __init__(self, model: nn.Module, ids: Sequence[int], prefix_len: int, grid: tuple[int, int],
-                 null_prompt: Sequence[int], *, newline: int | None = None, vqmodel: nn.Module | None = None):
+                 null_prompt: Sequence[int], *, newline: int | None = None, decoder: nn.Module | None = None,
+                 vqmodel: nn.Module | None = None):
         """
         Args:
             model:       from transformers, in evaluation mode
@@ -60,6 +61,7 @@ class ImageModel:
             grid:        (rows, columns) of codes
             null_prompt: vocabulary ids that are read in place of the prompt, for guidance
             newline:     the vocabulary id that is forced behind every row; None: there is none
+            decoder:     the language model in it, which embeddings go through; None: model.get_decoder()
             vqmodel:     what turns codes into pixels; None: nothing does
 
         Raises:
@@ -69,7 +71,8 @@ class ImageModel:
         if model.training:
             raise ValueError("model must be in evaluation mode, call model.eval() first")
         self.model, self.vqmodel, self.embed = model, vqmodel, model.get_input_embeddings()
-        self.config = model.config.get_text_config()
+        self.decoder = model.get_decoder() if decoder is None else decoder
+        self.config = self.decoder.config
         weight, special = self.embed.weight, [] if newline is None else [newline]
         self.ids = torch.tensor([*ids, *special], dtype=torch.int64, device=weight.device)
         if prefix_len < 1 or min(grid) < 1 or not len(ids):
@@ -92,7 +95,7 @@ class ImageModel:
         self.check_attention()
 
     def check_attention(self) -> str:
-        name = self.model.get_decoder().config._attn_implementation
+        name = self.decoder.config._attn_implementation
         if name not in (*MASKED, TREE_ATTENTION):
             raise ValueError(f"model must have the attention {' or '.join(MASKED)}, which take a mask of a draft tree "
                              f"(from_pretrained(..., attn_implementation={MASKED[0]!r})), got {name}")
@@ -108,7 +111,7 @@ class ImageModel:
 
         AttentionInterface.register(TREE_ATTENTION, attend)
         AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
-        self.model.get_decoder().set_attn_implementation(TREE_ATTENTION)
+        self.decoder.set_attn_implementation(TREE_ATTENTION)
 
     # --- prompts ---
 
@@ -166,7 +169,7 @@ class ImageModel:
     def extend(self, tokens: Tensor, nodes: Nodes, cache: SlotCache) -> Tensor:
         """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
         x = self.embed_tokens(tokens)
-        if self.model.get_decoder().config._attn_implementation == TREE_ATTENTION:
+        if self.decoder.config._attn_implementation == TREE_ATTENTION:
             return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, None, cache, nodes)
         return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, nodes.mask, cache)
 
@@ -182,7 +185,7 @@ class ImageModel:
         else:
             mask = mask[:, None]
         position_ids = (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
-        return self.model.base_model(inputs_embeds=x, attention_mask=mask, position_ids=position_ids,
+        return self.decoder(inputs_embeds=x, attention_mask=mask, position_ids=position_ids,
                                      past_key_values=cache, use_cache=True, **more).last_hidden_state
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
@@ -295,7 +298,8 @@ class Emu3(ImageModel):
         """See `ImageModel`. Both kinds of prompts are what Emu3's processor makes of text for image generation."""
         mapping = model.model.vocabulary_mapping
         super().__init__(model, [mapping.img2bpe[code] for code in sorted(mapping.img2bpe)], prefix_len, grid,
-                         null_prompt, newline=mapping.eol_token_id, vqmodel=model.model.vqmodel)
+                         null_prompt, newline=mapping.eol_token_id, decoder=model.model.text_model,
+                         vqmodel=model.model.vqmodel)
 
 
 class JanusPro(ImageModel):
@@ -308,7 +312,8 @@ class JanusPro(ImageModel):
         self.bos, self.pad, self.begin_image = c.bos_token_id, c.pad_token_id, c.generation_kwargs["boi_token_id"]
         vqmodel = model.model.vqmodel
         super().__init__(model, range(vqmodel.config.num_embeddings), prefix_len,
-                         tuple(vqmodel.quantize.quant_state_dims), [self.bos, self.begin_image], vqmodel=vqmodel)
+                         tuple(vqmodel.quantize.quant_state_dims), [self.bos, self.begin_image],
+                         decoder=model.model.language_model, vqmodel=vqmodel)
 
     def null_inputs(self, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
         is_first = padding_mask & (padding_mask.cumsum(1) == 1)
