@@ -64,8 +64,8 @@ def written_out(model, settings):
     return tokens
 
 
-def run(m, settings, target=None, draft=None):
-    target, draft, neighbors = target or RowsModel(1), draft or RowsModel(2), NEIGHBORS if m.num_neighbors else None
+def run(m, settings, target=None, draft=None, neighbors=NEIGHBORS):
+    target, draft = target or RowsModel(1), draft or RowsModel(2)
     if m.drafting == "jacobi":
         return jacobi_decode(target, CONDITION, PADDING_MASK, settings, [m] * B, neighbors)
     drafter = ModelDrafter(draft, *cfg_inputs(draft, CONDITION, PADDING_MASK))
@@ -157,7 +157,9 @@ def steps(m, model):
 
 def test_guesses_are_from_the_token_above_and_of_ids_that_may_stand_there():
     """By hand. The first code of the first guesses is wrong, and from the third row on all are what is above them."""
-    assert steps(method("jacobi", window=2), ByColumn(0)) == [{1: 0, 2: 2, 5: 2, 8: 2, 11: 2, 14: 0}] * B
+    for m in (method("jacobi", window=2), method("jacobi", window=2, seed_exact=False)):
+        assert steps(m, ByColumn(0)) == [{1: 0, 2: 2, 5: 2, 8: 2, 11: 2, 14: 0}] * B
+    assert steps(method("jacobi", window=3, guess="last"), Constant(0)) == [{1: 3, 5: 3, 9: 3, 13: 1}] * B
     assert steps(method("jacobi", window=20), Constant(0)) == [{1: 9, 11: 3}] * B  # two rows are guessed at first
     for m in (method("jacobi", window=20, guess="last"), method("jacobi", window=20, seed_exact=False),
               method("jacobi", window=20, guess="last", seed_exact=False)):
@@ -169,6 +171,36 @@ def test_drafts_are_of_ids_that_may_stand_there():
     for m in (method("eagle2", depth=4, width=2, nodes=9), method("speculative", tree="chain-4"),
               method("speculative", tree="chain-4", seed_exact=True)):
         assert steps(m, ByColumn(0)) == [{1: 4, 6: 4, 11: 3}] * B, m.label
+
+
+class Even(ByColumn):
+    """All codes are equally likely, and the ids that are none are likelier."""
+
+    def logits(self, hidden):
+        return 3.0 * (torch.arange(VOCAB) >= LAST).expand(*hidden.shape[:-1], -1)
+
+
+def test_the_bound_is_of_the_ids_that_may_stand_there():
+    """A drafter that is the target itself moves nothing."""
+    m = method("uniform-rsd", tree="chain-3", omega=1.5)
+    assert (run(m, sampling(), Even(0), Even(0)).tv_bound == 0).all()
+    assert (run(m, sampling(), Even(0), RowsModel(1)).tv_bound > 0.1).all()
+
+
+class AllCodes(RowsModel):
+    """The same codes with the same neighbors, in a table for all ids."""
+
+    codes = (0, VOCAB)
+
+
+@pytest.mark.parametrize("m", [method("lantern", k=5, delta=0.5), method("jacobi", seed_exact=False, k=5, delta=0.5)],
+                         ids=lambda m: m.name)
+def test_neighbors_are_those_of_the_codes(m):
+    table = torch.zeros(VOCAB, 6, dtype=torch.int32)
+    table[FIRST:LAST] = NEIGHBORS.int() + FIRST
+    expected = run(m, sampling())
+    assert torch.equal(run(m, sampling(), AllCodes(1), neighbors=table).tokens, expected.tokens)
+    assert (expected.tv_excess > 0).all()
 
 
 def test_adapted_trees_know_how_long_a_row_is():
