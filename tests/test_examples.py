@@ -85,21 +85,23 @@ def test_transformers_model(run, method, temperature):
     target, decoded, baseline = names["target"], names["decoded"], names["baseline"]
     assert isinstance(target, TargetModel) and isinstance(target.new_cache(2, 8), ModelCache)
     assert torch.equal(decoded.tokens, baseline.tokens) and "100% of the tokens" in printed
-    assert 0 <= decoded.tokens.min() and 32 < decoded.tokens.max() < 64  # image tokens: no id of text
-    assert decoded.tau.mean() > (1.3 if temperature else 1.05) and not decoded.failed.any()
+    rows = target.ids_of(decoded.tokens).view(3, 6, 9)
+    assert (rows[..., 8] == 96).all() and 32 <= rows[..., :8].min() and 64 < rows[..., :8].max() < 96  # no id of text
+    assert str(rows[0, 0].tolist()) in printed and decoded.tau.mean() > (1.3 if temperature else 1.05) and not decoded.failed.any()
     again = jacobi_decode(target, names["condition"], names["is_real"], names["sampling"][[2, 2, 2]],
                           [names["method"]] * 3)
     assert temperature == 0 or not torch.equal(again.tokens, baseline.tokens)  # another seed, other tokens
 
     # what is known of transformers itself: the whole image in one forward, without a cache
-    ids = torch.cat([names["prompts"][1:], decoded.tokens[1:, :-1] + 32], 1)
-    logits = target.model(inputs_embeds=target.embed(ids)).last_hidden_state[:, 4:] @ target.head.T
-    null = torch.cat([torch.zeros_like(ids[:, :5]), ids[:, 5:]], 1)
-    uncond = target.model(inputs_embeds=target.embed(null)).last_hidden_state[:, 4:] @ target.head.T
-    sampling, positions = names["sampling"][[1, 2]], torch.arange(64).expand(2, -1)
-    drawn = specvis_kernels.draw_tokens(logits, uncond, sampling.guidance, sampling.temperature, sampling.top_k,
-                                        sampling.top_p, sampling.seeds, positions)
-    assert torch.equal(drawn.tokens, decoded.tokens[1:])
+    is_newline, settings = torch.arange(54) % 9 == 8, names["sampling"]
+    ids_of_rows = torch.where(is_newline[None, :, None], torch.tensor([64, 65]), torch.tensor([0, 64]))
+    for i, (prompt, ids) in enumerate(zip(names["prompts"], rows.flatten(1))):
+        logits, uncond = (names["model"](torch.cat([torch.tensor(before), ids])[None]).logits[:, len(before) - 1:-1, 32:]
+                          for before in (prompt, [0]))
+        drawn = specvis_kernels.draw_tokens(
+            logits, uncond, settings.guidance[i:i + 1], settings.temperature[i:i + 1], settings.top_k[i:i + 1],
+            settings.top_p[i:i + 1], settings.seeds[i:i + 1], torch.arange(54)[None], id_range=ids_of_rows).tokens[0]
+        assert torch.equal(drawn, ids - 32)
 
 
 def test_transformers_model_in_a_tree(run):
