@@ -1,4 +1,7 @@
 """Chameleon, Emu3 and Janus of transformers as targets, in tiny sizes: what they compute is what transformers does."""
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -108,7 +111,7 @@ def test_logits_are_the_models_own(targets, family, attention):
     """Of a prompt, of a tree behind images of different lengths, and of a token behind what was committed of it."""
     target = targets(family)
     assert isinstance(target, TargetModel) and isinstance(target.new_cache(1, 1), ModelCache)
-    target.use_tree_attention() if attention == "tree" else target.model.set_attn_implementation(attention)
+    target.use_tree_attention() if attention == "tree" else target.decoder.set_attn_implementation(attention)
     condition, padding_mask = cfg_inputs(target, *target.condition(PROMPTS))
     cache, L = target.new_cache(2 * B, S + 16 + 6), 5
     prompts = [*PROMPTS, *(own_null(target, prompt) for prompt in PROMPTS)]
@@ -142,8 +145,7 @@ def test_logits_are_the_models_own(targets, family, attention):
     nodes = Nodes(torch.zeros(1, 1, dtype=torch.int64), lengths + 1 + num_accepted, itself, padding_mask, S + L + 6)
     logits = target.logits(target.extend(torch.full((2 * B, 1), 9), nodes, cache))
     check(logits, 0, *([*drawn[b, :n].tolist(), *path, 9] for b, (n, path) in enumerate(zip(counts, paths))))
-    target.model.get_decoder().set_attn_implementation("sdpa")
-    target.model.set_attn_implementation("sdpa")
+    target.decoder.set_attn_implementation("sdpa")
 
 
 def written_out(target, settings):
@@ -203,6 +205,11 @@ def test_greedy_janus_is_its_own_generate(targets):
                                 generation_mode="image", guidance_scale=3.0, use_cache=True)
     assert torch.equal(decode(target, *target.condition(ids, is_real), sampling(0.0, 3.0)).tokens, own)
     assert len(own.unique()) > 2
+    target.use_tree_attention()  # what else uses the model does not notice
+    again = target.model.generate(input_ids=torch.where(is_real, ids, 0), attention_mask=is_real.long(),
+                                  do_sample=False, generation_mode="image", guidance_scale=3.0, use_cache=True)
+    target.decoder.set_attn_implementation("sdpa")
+    assert torch.equal(again, own)
 
 
 def test_greedy_emu3_is_its_own_generate(targets):
@@ -246,6 +253,11 @@ def test_pictures_and_what_tokens_stand_for(targets):
         pictures = target.pictures(tokens_of(target, target.grid[0] * target.grid[1]))
         assert [picture.size for picture in pictures] == [size] * B
         assert pictures[0].tobytes() != pictures[1].tobytes()
+    janus, tokens = targets("janus"), tokens_of(targets("janus"), 16)
+    with torch.no_grad():
+        own = janus.model.decode_image_tokens(tokens)[2].clamp(-1, 1)
+    shown = torch.tensor(list(janus.pictures(tokens)[2].tobytes())).view(own.shape)
+    assert ((own + 1) * 127.5 - shown).abs().max() < 0.6
     emu3 = targets("emu3")
     tokens = tokens_of(emu3, 15)
     own = emu3.model.model.vocabulary_mapping.convert_bpe2img(emu3.ids_of(tokens).view(B, 3, 5))
@@ -260,6 +272,45 @@ def test_pictures_and_what_tokens_stand_for(targets):
         lumina.pictures(tokens)
     with pytest.raises(ValueError, match=r"tokens must be \(B, L=10\), got \(3, 9\)"):
         lumina.codes_of(tokens[:, :9])
+
+
+class Processor:
+    """In place of a tokenizer or processor of a published checkpoint: ids of tiny models."""
+
+    def __call__(self, text, **_):
+        ids = [[1, *self.encode(t), 7] for t in text]
+        longest = max(map(len, ids))
+        return {"input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in ids]),  # padded on the right
+                "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids]),
+                "image_sizes": [[3, 4]] * len(text)}
+
+    def encode(self, text, **_):
+        return [20 + len(word) for word in str(text).split()][:6]
+
+    def apply_chat_template(self, chat, **_):
+        return chat[0]["content"][0]["text"]
+
+
+def test_the_programs_of_the_page_run(monkeypatch, tmp_path):
+    """As they stand, but with tiny models in place of the published ones, and with small pictures of Chameleon's."""
+    monkeypatch.chdir(tmp_path)
+    models = {"Chameleon": chameleon_model, "Emu3": emu3_model, "Janus": janus_model}
+    for name, make in models.items():
+        monkeypatch.setattr(getattr(transformers, f"{name}ForConditionalGeneration"), "from_pretrained",
+                            lambda _, make=make, **__: make(0))
+    for name in ("JanusProcessor", "Emu3Processor", "AutoTokenizer"):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lambda _: Processor())
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+    blocks = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
+    assert len(blocks) == 6
+    names = {"lumina_mgpt": lumina_mgpt}
+    for block in blocks:
+        exec(block.replace("prefix_len=128)", "prefix_len=128, grid=(2, 4))").replace("k=100", "k=5")
+             .replace(", 100, normalize", ", 5, normalize"), names)
+        assert names["decoded"].tau.min() >= 1
+    assert {path.name for path in tmp_path.iterdir()} == {"0.png", "1.png", "heart.png"}
+    assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 32)
+    assert names["prompts"][0][-4:] == [8710, 8197, 8828, 8828]
 
 
 def test_what_is_refused(targets):
