@@ -90,8 +90,8 @@ class ImageModel:
         self.grid = grid[0], grid[1] + self.has_newline  # of tokens
         self.null_prompt = self.padded([list(null_prompt)], "null_prompt")
         first, last = int(self.ids[0]), int(self.ids[0]) + len(ids)
-        self.are_in_order = torch.equal(self.ids[:len(ids)].cpu(), torch.arange(first, last))
-        self.head_rows = slice(first, last) if self.are_in_order else self.ids[:len(ids)]
+        are_in_order = self.ids[:len(ids)].tolist() == list(range(first, last))
+        self.head_rows = slice(first, last) if are_in_order else self.ids[:len(ids)]  # a slice is not copied
         self.check_attention()
 
     def check_attention(self) -> str:
