@@ -83,6 +83,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     ([], "one of --prompt and --prompts must be given"),
     (["--prompt", " "], "prompt must have at least one word"),
     (["--prompt", "red heart", "--batch", "2"], "batch must not be given with --prompt: its pictures are drawn all at"),
+    (["--prompt", "red heart", "--workers", "2"], "workers must not be given with --prompt: its pictures are drawn"),
     (["--prompt", "red hart"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "lantren"], "unknown method 'lantren'; did you mean lantern"),
     (["--prompt", "red heart", "-n", "0"], "n must be at least 1, got 0"),
@@ -129,6 +130,12 @@ def test_a_broken_checkpoint_is_one_line_and_status_2(weights, tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
+def written_in(folder):
+    """The pictures there, beside the manifest."""
+    assert (folder / "manifest.jsonl").exists()
+    return sorted(path for path in folder.iterdir() if path.name != "manifest.jsonl")
+
+
 def test_a_picture_whose_logits_are_not_finite_is_left_out(weights, tmp_path, monkeypatch):
     original = Pipeline.tokens
 
@@ -170,7 +177,7 @@ def test_generate_draws_each_prompt_of_a_file(weights, lines, tmp_path, name):
     for batch in (1, 2, 8):
         result = prompts(weights, lines, tmp_path / str(batch), "--method", name, "--seed", 5, "--batch", batch)
         assert result.exit_code == 0, result.output
-        assert sorted(path.name for path in (tmp_path / str(batch)).iterdir()) == names
+        assert [path.name for path in written_in(tmp_path / str(batch))] == names
         assert re.search(rf"{batch}: 3 of 3 pictures, \d+\.\d s, \d+\.\d\d pictures a second, \d+ target forwards a "
                          r"picture, tau \d\.\d\d tokens a forward", result.output)
         assert ("vanilla draws the same tokens with seeds 5 to 7" in result.output) == (name in ("jacobi", "eagle2"))
@@ -184,7 +191,7 @@ def test_generate_draws_each_prompt_of_a_file(weights, lines, tmp_path, name):
 def test_generate_draws_several_pictures_of_each_prompt(weights, lines, tmp_path):
     result = prompts(weights, lines, tmp_path / "out", "-n", 2, "--seed", 3, "--style", "fluent-3d")
     assert result.exit_code == 0 and "6 of 6 pictures" in result.output
-    written = sorted((tmp_path / "out").iterdir())
+    written = written_in(tmp_path / "out")
     assert [path.name for path in written] == ["001-red-heart.png", "002-red-heart.png", "003-blue-heart.png",
                                                "004-blue-heart.png", "005-heart.png", "006-heart.png"]
     run("generate", "--prompt", "blue heart", "-n", 2, "--seed", 5, "--scale", 1, "--out", tmp_path / "two.png",
@@ -200,7 +207,7 @@ def test_each_picture_is_written_as_soon_as_it_is_finished(weights, lines, tmp_p
     def watched(self, prompts, method, sampling, progress, *, batch, finished):
         def then(requests, images):
             finished(requests, images)
-            seen.append((batch, requests, len(list((tmp_path / "out").iterdir()))))
+            seen.append((batch, requests, len(written_in(tmp_path / "out"))))
 
         return original(self, prompts, method, sampling, progress, batch=batch, finished=then)
 
@@ -224,9 +231,9 @@ def test_a_failed_picture_of_a_file_is_named_and_not_written(weights, lines, tmp
     result = prompts(weights, lines, tmp_path / "out", "--seed", 4, "--batch", 2)
     assert result.exit_code == status
     assert "picture 002, 'Blue   heart' (seed 5) ended early: the model's output was not finite" in result.output
-    written = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert written == ([] if status else ["001-red-heart.png", "003-heart.png"])
-    assert ("no picture was finished; nothing was written" if status else "2 of 3 pictures") in result.output
+    names = [path.name for path in written_in(tmp_path / "out")]
+    assert names == ([] if status else ["001-red-heart.png", "003-heart.png"])
+    assert ("no picture was finished" if status else "2 of 3 pictures") in result.output
 
 
 @pytest.mark.parametrize("text, arguments, message", [
@@ -240,7 +247,9 @@ def test_a_failed_picture_of_a_file_is_named_and_not_written(weights, lines, tmp
     ("heart", ["--batch", 0], "batch must be at least 1, got 0"),
     ("heart", ["--batch", "all"], "'all' is not a valid integer"),
     ("heart", ["-n", 0], "n must be at least 1, got 0"),
-    ("heart", ["--method", "cspd"], "prompts must not be given with cspd: continuous tokens take --prompt only"),
+    ("heart", ["--workers", -1], "workers must be at least 0, got -1"),
+    ("heart", ["--gpus-per-worker", 1], "gpus_per_worker must not be given without --workers"),
+    ("heart", ["--workers", 1, "--cpus-per-worker", 1.5], "cpus_per_worker must be at most 1 or a whole number, got"),
     ("heart", ["--out", "prompts.txt"], "out must be a folder that can be made, got prompts.txt: File exists"),
     ("heart", ["--out", "prompts.txt/x"], "out must be a folder that can be made, got prompts.txt/x: Not a directory"),
 ])

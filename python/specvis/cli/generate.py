@@ -1,6 +1,7 @@
 """`specvis generate`: pictures of a prompt, side by side, or a picture for each prompt of a file."""
 import re
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -9,18 +10,24 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
+from .manifest import Manifest, fingerprint, write_whole
+from .many import Drawing, Picture, Request, draw_here, encoded, enlarged
 from .options import (
+    filters_for,
+    guidance_for,
     is_exact,
     is_given,
-    load_model,
     refuse_filters,
-    sampling_for,
+    resumable,
     sampling_options,
     writable_file,
     writable_folder,
 )
+from .workers import draw_by_workers
 
 STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
+WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker")  # options that go with --prompts alone
+SHOWN = 20  # lines about pictures that were not drawn
 
 
 @click.command()
@@ -28,9 +35,16 @@ STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped 
               "these.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path), metavar="FILE",
               help="In place of --prompt: a file with a prompt a line. Empty lines and those that begin with # are "
-              "skipped. Each picture is a file of its own, written as soon as it is finished.")
+              "skipped. Each picture is a file of its own, written as soon as it is finished; the same command draws "
+              "what is missing.")
 @click.option("--batch", default=8, help="With --prompts: how many pictures are drawn at once. When one is finished, "
               "the next takes its place.")
+@click.option("--workers", default=0, help="With --prompts: how many processes draw, each with a model of its own, on "
+              "Ray. 0: this one alone, without Ray. The pictures are the same.")
+@click.option("--cpus-per-worker", type=click.FloatRange(0, min_open=True), show_default="its part of all",
+              help="Of --workers, as Ray counts them; and threads.")
+@click.option("--gpus-per-worker", type=click.FloatRange(0), show_default="1 where --device is cuda",
+              help="Of --workers. 0.5: two of them share a GPU.")
 @click.option("--style", type=click.Choice(STYLES), default=STYLES[0], help="Whose drawing style. "
               "The shipped model only.")
 @click.option("--method", "name", default="jacobi",
@@ -52,8 +66,8 @@ STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped 
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32",
               help="Of the weights in memory. Discrete tokens only.")
 @sampling_options
-def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, count, temperature, scale, out,
-             text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
+def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, style, name, delta, k, depth, width,
+             nodes, count, temperature, scale, out, text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
     """Draw pictures of a prompt, side by side, or of each prompt of a file.
 
     What a method's parameters are, and their defaults: specvis methods.
@@ -62,74 +76,133 @@ def generate(prompt, file, batch, style, name, delta, k, depth, width, nodes, co
         raise ValueError("one of --prompt and --prompts must be given" + (", not both" if file else ""))
     if prompt is not None and not prompt.split():
         raise ValueError("prompt must have at least one word")
-    if count < 1:
-        raise ValueError(f"n must be at least 1, got {count}")
-    if scale is not None and scale < 1:
-        raise ValueError(f"scale must be at least 1, got {scale}")
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
-    if prompt is not None and is_given("batch"):
-        raise ValueError("batch must not be given with --prompt: its pictures are drawn all at once")
+    for option, value in (("n", count), ("scale", scale), ("batch", batch)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} must be at least 1, got {value}")
+    if prompt is not None and (given := [option for option in WITH_FILE if is_given(option)]):
+        raise ValueError(f"{given[0]} must not be given with --prompt: its pictures are drawn all at once")
+    if workers < 0:
+        raise ValueError(f"workers must be at least 0, got {workers}")
+    for option, value in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus_per_worker)):
+        if value is not None and not workers:
+            raise ValueError(f"{option} must not be given without --workers")
+        if value is not None and value > 1 and value % 1:
+            raise ValueError(f"{option} must be at most 1 or a whole number, got {value}")
+    if workers and device.startswith("cuda:"):
+        raise ValueError(f"device must be cuda where there are workers, each of which sees its own GPU, got {device}")
     method = parse_method(name, delta=delta, k=k, depth=depth, width=width, nodes=nodes)
     if isinstance(method, ContinuousMethod):
         refuse_filters(method.name)
-        if file:
-            raise ValueError(f"prompts must not be given with {method.name}: continuous tokens take --prompt only")
         for option in ("text_encoder", "dtype"):
             if is_given(option):
                 raise ValueError(f"{option} must not be given with {method.name}: it is for discrete tokens")
-    lines = read_prompts(file) if file else {0: prompt}
-    total = len(lines) * count
-    sampling = sampling_for(method, list(range(seed, seed + total)), guidance, temperature, top_k, top_p, model, device)
-    if not file:
-        out = writable_file(out or Path("specvis.png"))
-    options = {} if isinstance(method, ContinuousMethod) else {"dtype": getattr(torch, dtype),
-                                                               "text_encoder": text_encoder}
-    pipeline = load_model(type(method), model, device, **options)
-    if pipeline.words is None and is_given("style"):
+        filters = {"guidance": guidance_for(model, guidance), "top_k": None, "top_p": None}
+    else:
+        filters = filters_for(model, guidance, top_k, top_p)
+    has_styles = (model / "vocabulary.json").exists()
+    if not has_styles and model.is_dir() and is_given("style"):
         raise ValueError(f"style must not be given with the model in {model}: it was not trained with these")
-    names = [words for words in lines.values() for _ in range(count)]
-    prompts = [f"{style} {words}" for words in names] if pipeline.words else names
-    for line, words in zip(lines, prompts[::count]):  # bad input is found before the bar and the clock start
-        try:
-            pipeline.prompts.encode([words])
-        except ValueError as error:
-            raise ValueError(f"{file}, line {line}: {error}" if file else error) from error
-    pipeline.check(method)
+    drawing = Drawing(file, model.absolute(), text_encoder and text_encoder.absolute(), dtype, device,
+                      style if has_styles else None, method, temperature, scale=scale, batch=batch, **filters)
+    lines = read_prompts(file) if file else {0: prompt}
+    requests = [Request(i, *line, seed + i) for i, line in
+                enumerate(line for line in lines.items() for _ in range(count))]
+    drawing.sampling(requests)  # settings out of their range are found before the model is read
     if file:
-        out = writable_folder(out or Path("pictures"))
+        many(drawing, requests, out or Path("pictures"), workers, cpus_per_worker, gpus_per_worker,
+             settings_of(drawing, seed, count))
+    else:
+        side_by_side(drawing, requests, writable_file(out or Path("specvis.png")))
 
-    start, finished = time.perf_counter(), []
-    with tqdm(total=total * pipeline.num_tokens, unit="token", desc=method.label, disable=None) as bar:
-        def write(requests, images):
-            for i, picture, fails in zip(requests, pipeline.pictures(images.tokens), images.failed.tolist()):
-                if not fails:
-                    finished.append(i)
-                    save(side_by_side([picture], scale), out / file_name(i + 1, total, names[i]))
-            bar.set_postfix_str(f"{len(finished)} of {total} pictures")
 
-        queue = {"batch": batch, "finished": write} if file else {}
-        decoded = pipeline.tokens(prompts, method, sampling, bar.update, **queue)
-    seconds = time.perf_counter() - start
-
-    failed = decoded.failed.tolist()
+def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
+    """Draw pictures of one prompt, as one picture."""
+    pipeline, start, method = drawing.load(requests), time.perf_counter(), drawing.method
+    with tqdm(total=len(requests) * pipeline.num_tokens, unit="token", desc=method.label, disable=None) as bar:
+        decoded = pipeline.tokens([drawing.text(request) for request in requests], method, drawing.sampling(requests),
+                                  bar.update)
+    seconds, failed = time.perf_counter() - start, decoded.failed.tolist()
     for i, fails in enumerate(failed):
         if fails:
-            which = f"{i + 1:03}, {names[i]!r}" if file else i
-            click.echo(f"picture {which} (seed {seed + i}) ended early: the model's output was not finite", err=True)
+            say_failed(str(i), requests[i].seed)
     if all(failed):
         raise click.ClickException("no picture was finished; nothing was written")
-    if not file:
-        pictures = pipeline.pictures(decoded.tokens)
-        finished = [picture for picture, fails in zip(pictures, failed) if not fails]
-        save(side_by_side(finished, scale), out)
-    seeds = f"seed {seed}" if total == 1 else f"seeds {seed} to {seed + total - 1}"
-    click.echo(f"{out}: {len(finished)} of {total} pictures, {seconds:.1f} s, "
-               + (f"{len(finished) / seconds:.2f} pictures a second, " if file else "")
-               + f"{decoded.target_forwards.float().mean():.0f} target forwards a picture, "
-               f"tau {decoded.tau.nanmean():.2f} tokens a forward"
-               + (f"; vanilla draws the same tokens with {seeds}"
-                  if is_exact(method, temperature) and not method.is_baseline and not any(failed) else ""))
+    pictures = [enlarged(picture, drawing.scale)
+                for picture, fails in zip(pipeline.pictures(decoded.tokens), failed) if not fails]
+    side = pictures[0].width
+    row = Image.new("RGB", (side * len(pictures), side), "white")
+    for i, picture in enumerate(pictures):
+        row.paste(picture, (i * side, 0))
+    write_whole(out, encoded(row, Image.registered_extensions()[out.suffix.lower()]))
+    click.echo(f"{out}: {len(pictures)} of {len(requests)} pictures, {seconds:.1f} s, "
+               + told(drawing, requests, decoded.target_forwards, decoded.tau))
+
+
+def many(drawing: Drawing, requests: list[Request], out: Path, workers: int, cpus: float | None, gpus: float | None,
+         settings: dict) -> None:
+    """Draw each picture that is not in the folder `out` yet."""
+    manifest = Manifest(out, settings, requests)
+    missing, new, lost = [request for request in requests if request.index not in manifest.drawn], [], {}
+    num_before, start = len(manifest.drawn), 0.0
+
+    def begin():
+        nonlocal start
+        start = time.perf_counter()
+        writable_folder(out)
+        manifest.begin()
+
+    def keep(picture: Picture):
+        manifest.add(picture, file_name(picture.request.index + 1, len(requests), picture.request.prompt))
+        new.append(picture)
+
+    with resumable():
+        if not missing:
+            pass
+        elif workers:
+            lost = draw_by_workers(drawing, missing, begin, keep, num_workers=workers, cpus=cpus, gpus=gpus)
+        else:
+            draw_here(drawing, missing, begin, keep)
+    seconds = time.perf_counter() - start
+
+    for request in sorted(picture.request for picture in new if picture.failed):
+        say_failed(f"{request.index + 1:03}, {request.prompt!r}", request.seed)
+    for index, reason in sorted(lost.items())[:SHOWN]:
+        click.echo(f"picture {index + 1:03}, {requests[index].prompt!r} (seed {requests[index].seed}) was given up: "
+                   f"{reason}", err=True)
+    finished = [picture for picture in new if not picture.failed]
+    if new and not manifest.drawn:
+        raise click.ClickException("no picture was finished")
+    click.echo(f"{out}: {len(manifest.drawn)} of {len(requests)} pictures"
+               + (f" ({num_before} were there)" if num_before else "")
+               + (f", {seconds:.1f} s, {len(finished) / seconds:.2f} pictures a second, "
+                  + told(drawing, requests, torch.tensor([picture.target_forwards for picture in new]),
+                         torch.tensor([picture.tau for picture in new])) if new else ""))
+    if lost:
+        raise click.ClickException(f"{len(lost)} pictures were given up; the same command tries them again")
+
+
+def told(drawing: Drawing, requests: list[Request], target_forwards: torch.Tensor, tau: torch.Tensor) -> str:
+    """What was saved, and whether the pictures are the baseline's."""
+    first, last = requests[0].seed, requests[-1].seed
+    is_the_baselines = (is_exact(drawing.method, drawing.temperature) and not drawing.method.is_baseline
+                        and not tau.isnan().any())
+    return (f"{target_forwards.float().mean():.0f} target forwards a picture, "
+            f"tau {tau.nanmean():.2f} tokens a forward"
+            + ("; vanilla draws the same tokens with " + (f"seed {first}" if first == last else
+                                                          f"seeds {first} to {last}") if is_the_baselines else ""))
+
+
+def say_failed(which: str, seed: int) -> None:
+    click.echo(f"picture {which} (seed {seed}) ended early: the model's output was not finite", err=True)
+
+
+def settings_of(drawing: Drawing, seed: int, count: int) -> dict:
+    """What the pictures of a folder have in common. The device is not among it, nor how many are drawn at once."""
+    return {"specvis": version("specvis"), "model": fingerprint(drawing.model), "folder": str(drawing.model),
+            "text_encoder": drawing.text_encoder and fingerprint(drawing.text_encoder), "dtype": drawing.dtype,
+            "style": drawing.style, "method": drawing.method.label, "guidance": drawing.guidance,
+            "temperature": drawing.temperature, "top_k": drawing.top_k, "top_p": drawing.top_p,
+            "scale": drawing.scale, "seed": seed, "n": count}
 
 
 def read_prompts(file: Path) -> dict[int, str]:
@@ -150,18 +223,3 @@ def file_name(number: int, total: int, prompt: str) -> str:
     """Of the picture with this number, out of so many: 001-words-of-the-prompt.png."""
     words = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
     return f"{number:0{max(3, len(str(total)))}}-{words}".rstrip("-") + ".png"
-
-
-def side_by_side(pictures: list[Image.Image], scale: int | None) -> Image.Image:
-    side = pictures[0].width * (scale or max(1, 256 // pictures[0].width))
-    row = Image.new("RGB", (side * len(pictures), side), "white")
-    for i, picture in enumerate(pictures):
-        row.paste(picture.resize((side, side), Image.Resampling.BICUBIC), (i * side, 0))
-    return row
-
-
-def save(image: Image.Image, path: Path) -> None:
-    """Write beside the goal first, so that an interruption leaves no half of a picture."""
-    part = path.with_name(f".{path.name}.part")
-    image.save(part, format=Image.registered_extensions()[path.suffix.lower()])
-    part.replace(path)

@@ -61,14 +61,18 @@ def filters_for(model: Path, guidance: float | None, top_k: int | None, top_p: f
     return given
 
 
+def guidance_for(model: Path, guidance: float | None) -> float:
+    """Guidance of continuous tokens: as given, or else the model's own."""
+    return next(value for value in (guidance, read_settings(model).guidance, CONTINUOUS_GUIDANCE) if value is not None)
+
+
 def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None, temperature: float,
                  top_k: int | None, top_p: float | None, model: Path,
                  device: str = "cpu") -> Sampling | ContinuousSampling:
     """How to draw by this method; ValueError names the option that is out of its range."""
     if isinstance(method, ContinuousMethod):
-        for value in (guidance, read_settings(model).guidance, CONTINUOUS_GUIDANCE):
-            if value is not None:
-                return ContinuousSampling.of(seeds, guidance=value, temperature=temperature, device=device)
+        return ContinuousSampling.of(seeds, guidance=guidance_for(model, guidance), temperature=temperature,
+                                     device=device)
     return Sampling.of(seeds, **filters_for(model, guidance, top_k, top_p), temperature=temperature, device=device)
 
 

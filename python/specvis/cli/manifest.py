@@ -1,0 +1,118 @@
+"""The manifest of a folder of pictures: by which settings they were drawn, and which of them are there.
+
+manifest.jsonl has a line with the settings, then one for each picture, in the order in which they were finished. The
+line is written after the picture's file is whole. So a command that was interrupted, however it ended, draws what has
+no line, and what is no longer as its line says.
+"""
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+
+from .many import Picture, Request
+
+FILE = "manifest.jsonl"
+NOTED = ("folder",)  # settings that no picture depends on
+NEEDED = {"number", "prompt", "file", "bytes", "failed"}  # of a picture's line
+ENDS = 1 << 16  # bytes at each end of a file of weights by which it is known again
+
+
+class Manifest:
+    """The pictures of a folder, as its manifest has them.
+
+    `drawn` has the lines of the pictures that are there, by the requests' indices.
+    """
+
+    def __init__(self, folder: Path, settings: dict, requests: list[Request]):
+        """Read the folder's manifest, if it has one. Nothing is written.
+
+        Raises:
+            ValueError: it cannot be read, or is of other settings or prompts
+        """
+        self.folder, self.path = folder, folder / FILE
+        self.settings = json.loads(json.dumps(settings))
+        self.drawn, self.size = {}, 0
+        if not self.path.is_file():
+            return
+        header, *lines = self._read()
+        for name, value in self.settings.items():
+            if header.get(name) != value and name not in NOTED:
+                raise ValueError(f"out must be a folder without pictures of other settings: in {folder} {name} was "
+                                 f"{header.get(name)!r}, now it is {value!r}; choose another --out")
+        for line in sorted(lines, key=lambda line: line["number"]):
+            number, index = line["number"], line["number"] - 1
+            prompt = requests[index].prompt if index < len(requests) else None
+            if prompt != line["prompt"]:
+                raise ValueError(f"prompts must have those of {self.path} in the same order: number {number} was "
+                                 f"{line['prompt']!r}, now it is {prompt!r}; choose another --out")
+            if self._is_whole(line):
+                self.drawn[index] = line
+
+    def _read(self) -> list[dict]:
+        text, lines = self.path.read_bytes(), []
+        for number, part in enumerate(text.splitlines(keepends=True), 1):
+            if not part.endswith(b"\n"):
+                break  # the last line was being written
+            try:
+                lines.append(json.loads(part))
+                if not isinstance(lines[-1], dict) or len(lines) > 1 and not NEEDED <= lines[-1].keys():
+                    raise ValueError("not a line of a manifest")
+            except ValueError as error:
+                raise ValueError(f"out must have a manifest that can be read, got {self.path}, line {number}; "
+                                 "choose another --out") from error
+            self.size += len(part)
+        if not lines:
+            raise ValueError(f"out must have a manifest that can be read, got {self.path}; choose another --out")
+        return lines
+
+    def _is_whole(self, line: dict) -> bool:
+        if line["failed"]:
+            return False
+        file = self.folder / line["file"]
+        return file.is_file() and file.stat().st_size == line["bytes"]
+
+    def begin(self) -> None:
+        """Write the settings, if there is no manifest yet, and drop a last line that is not whole."""
+        if self.size:
+            os.truncate(self.path, self.size)
+        else:
+            write_whole(self.path, (json.dumps(self.settings, ensure_ascii=False) + "\n").encode())
+
+    def add(self, picture: Picture, file: str) -> None:
+        """Write a picture, then its line."""
+        request = picture.request
+        if picture.png is not None:
+            write_whole(self.folder / file, picture.png)
+        line = {"number": request.index + 1, "file": None if picture.failed else file, "prompt": request.prompt,
+                "line": request.line, "seed": request.seed, "target_forwards": picture.target_forwards,
+                "tau": None if math.isnan(picture.tau) else round(picture.tau, 4), "failed": picture.failed,
+                "bytes": 0 if picture.failed else len(picture.png)}
+        with open(self.path, "a", encoding="utf-8") as manifest:
+            manifest.write(json.dumps(line, ensure_ascii=False) + "\n")
+        if not picture.failed:
+            self.drawn[request.index] = line
+
+
+def fingerprint(folder: Path) -> str:
+    """What a folder with a model is known by: its configs, and of its weights the names, sizes and ends."""
+    known = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in (".json", ".safetensors") or not path.is_file():
+            continue
+        known.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        with open(path, "rb") as file:
+            if path.suffix == ".json":
+                known.update(file.read())
+            else:
+                known.update(file.read(ENDS))
+                file.seek(max(0, path.stat().st_size - ENDS))
+                known.update(file.read())
+    return known.hexdigest()[:16]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write beside the goal first, so that an interruption leaves no half of a file."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    part.replace(path)

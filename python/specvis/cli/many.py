@@ -1,0 +1,137 @@
+"""A picture for each prompt of a file: which ones, by which settings, and how one process draws them.
+
+A picture depends on its prompt, its seed and the settings. It does not depend on the pictures that are drawn beside
+it, so any process may draw any part of them (see `workers`).
+"""
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from ..decoding.methods import ContinuousMethod, Method
+from ..pipelines.discrete import Pipeline
+from ..pipelines.mar import MARPair
+from .options import load_model, sampling_for
+
+PIECE = 32  # times the batch: so many requests are given to the model at once, since their conditions take memory
+
+
+@dataclass(frozen=True, order=True)
+class Request:
+    """One picture that is wanted."""
+
+    index: int   # among all pictures, from 0
+    line: int    # of the prompts' file, from 1
+    prompt: str  # as it stands there
+    seed: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture that is drawn."""
+
+    request: Request
+    png: bytes | None     # None: it ended early, since the model's output was not finite
+    target_forwards: int
+    tau: float            # tokens per target forward; NaN if it ended early
+
+    @property
+    def failed(self) -> bool:
+        return self.png is None
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """By which model and which settings pictures are drawn."""
+
+    file: Path | None  # of the prompts
+    model: Path
+    text_encoder: Path | None  # None: the model's own, if it needs one
+    dtype: str
+    device: str
+    style: str | None  # None: the model's prompts have no first word that says how to draw
+    method: Method | ContinuousMethod
+    temperature: float
+    guidance: float
+    top_k: int | None
+    top_p: float | None
+    scale: int | None  # None: so that pictures have at least 256 pixels a side
+    batch: int
+
+    @property
+    def is_continuous(self) -> bool:
+        return isinstance(self.method, ContinuousMethod)
+
+    def load(self, requests: list[Request]) -> Pipeline | MARPair:
+        """The model. ValueError if it cannot be read, or names the line of a prompt that the model cannot take."""
+        options = {} if self.is_continuous else {"dtype": getattr(torch, self.dtype),
+                                                 "text_encoder": self.text_encoder}
+        pipeline = load_model(type(self.method), self.model, self.device, **options)
+        for line, request in {request.line: request for request in requests}.items():
+            try:
+                pipeline.prompts.encode([self.text(request)])
+            except ValueError as error:
+                raise ValueError(f"{self.file}, line {line}: {error}" if self.file else error) from error
+        pipeline.check(self.method)
+        return pipeline
+
+    def text(self, request: Request) -> str:
+        """What the model reads."""
+        return f"{self.style} {request.prompt}" if self.style else request.prompt
+
+    def sampling(self, requests: list[Request]):
+        return sampling_for(self.method, [request.seed for request in requests], self.guidance, self.temperature,
+                            self.top_k, self.top_p, self.model, self.device)
+
+
+def draw(pipeline: Pipeline | MARPair, drawing: Drawing, requests: list[Request], keep: Callable[[Picture], None],
+         progress: Callable[[int], None] | None = None) -> None:
+    """Draw these pictures; each is handed to `keep` as soon as it is finished."""
+    size = drawing.batch * (1 if drawing.is_continuous else PIECE)
+    for start in range(0, len(requests), size):
+        piece = requests[start: start + size]
+
+        def finished(numbers, images, piece=piece):
+            accounts = zip(numbers, images.tokens, images.failed.tolist(), images.target_forwards.tolist(),
+                           images.tau.tolist())
+            for i, tokens, fails, target_forwards, tau in accounts:
+                # one by one: a batch of pictures may be rounded in another way than each of them
+                png = None if fails else encoded(enlarged(pipeline.pictures(tokens[None])[0], drawing.scale))
+                keep(Picture(piece[i], png, target_forwards, tau))
+
+        arguments = [drawing.text(request) for request in piece], drawing.method, drawing.sampling(piece), progress
+        if drawing.is_continuous:  # its images are all finished in the same step
+            finished(range(len(piece)), pipeline.tokens(*arguments))
+        else:
+            pipeline.tokens(*arguments, batch=drawing.batch, finished=finished)
+
+
+def draw_here(drawing: Drawing, requests: list[Request], begin: Callable[[], None],
+              keep: Callable[[Picture], None]) -> None:
+    """Draw them in this process. `begin` is called when the model and all prompts are known to be right."""
+    pipeline, count = drawing.load(requests), 0
+    begin()
+    with tqdm(total=len(requests) * pipeline.num_tokens, unit="token", desc=drawing.method.label, disable=None) as bar:
+        def then(picture):
+            nonlocal count
+            keep(picture)
+            count += not picture.failed
+            bar.set_postfix_str(f"{count} of {len(requests)} pictures")
+
+        draw(pipeline, drawing, requests, then, bar.update)
+
+
+def enlarged(picture: Image.Image, scale: int | None) -> Image.Image:
+    scale = scale or max(1, 256 // picture.width)
+    return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.BICUBIC)
+
+
+def encoded(picture: Image.Image, format: str = "PNG") -> bytes:
+    """The file of a picture."""
+    file = io.BytesIO()
+    picture.save(file, format)
+    return file.getvalue()

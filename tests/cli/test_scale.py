@@ -1,0 +1,329 @@
+"""Many pictures: the manifest by which a command goes on, and several workers, of which some end."""
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import sys
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+
+from specvis.cli import workers
+from specvis.cli.main import main
+from specvis.cli.many import Picture, Request
+from specvis.cli.workers import Crew, Seat, per_worker
+from specvis.models.mar import MAR
+from specvis.pipelines.discrete import Pipeline
+from tests.tiny import tiny_pair, tiny_pipeline
+
+LINES = "red heart\n\n# of two words\n  Blue   heart\nred heart\nheart\n"
+NAMES = ["001-red-heart.png", "002-blue-heart.png", "003-red-heart.png", "004-heart.png"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    pipeline = tiny_pipeline()
+    pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
+    pipeline.draft_model = None
+    pipeline.save(folder)
+    pair = tiny_pair()
+    pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, clip_sample_range=3.0))
+                                for m in (pair.mar, pair.mar_draft))
+    pair.save(folder)
+    return folder
+
+
+@pytest.fixture
+def lines(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text(LINES)
+    return file
+
+
+def generate(file, out, weights, *arguments):
+    arguments = ("generate", "--prompts", file, "--scale", 1, "--out", out, "--model", weights, *arguments)
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def pictures(folder):
+    """The files of pictures that are there, with their bytes."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "manifest.jsonl"}
+
+
+def manifest(folder):
+    """The settings and the pictures' lines, by their numbers."""
+    settings, *rest = map(json.loads, (folder / "manifest.jsonl").read_text().splitlines())
+    return settings, sorted(rest, key=lambda line: line["number"])
+
+
+def test_the_manifest_says_by_which_settings_each_picture_was_drawn(weights, lines, tmp_path):
+    result = generate(lines, tmp_path / "out", weights, "--method", "lantern:k=8", "--seed", 5, "--guidance", 1.5)
+    assert result.exit_code == 0 and "4 of 4 pictures, " in result.output, result.output
+    settings, drawn = manifest(tmp_path / "out")
+    assert len(settings.pop("model")) == 16
+    assert settings == {"specvis": "0.1.0", "folder": str(weights), "style": "fluent-3d", "method": "lantern:k=8",
+                        "guidance": 1.5, "temperature": 1.0, "top_k": 100, "top_p": 0.8, "scale": 1, "seed": 5, "n": 1}
+    files = pictures(tmp_path / "out")
+    for i, (line, number) in enumerate(zip(drawn, (1, 4, 5, 6))):
+        assert line.pop("target_forwards") == round(16 / line.pop("tau"))
+        assert line == {"number": i + 1, "file": NAMES[i], "prompt": LINES.split("\n")[number - 1].strip(),
+                        "line": number, "seed": 5 + i, "failed": False, "bytes": len(files[NAMES[i]])}
+    assert list(files) == NAMES and files[NAMES[0]] != files[NAMES[2]]  # a line that is repeated has its own seed
+
+
+def test_the_same_command_draws_what_is_missing(weights, lines, tmp_path, monkeypatch):
+    out, asked, original = tmp_path / "out", [], Pipeline.tokens
+
+    def watched(self, prompts, method, sampling, *arguments, **options):
+        asked.append(sampling.seeds.tolist())
+        return original(self, prompts, method, sampling, *arguments, **options)
+
+    monkeypatch.setattr(Pipeline, "tokens", watched)
+    assert generate(lines, out, weights).exit_code == 0
+    whole = pictures(out)
+    monkeypatch.setattr(Pipeline, "load", lambda *arguments: pytest.fail("nothing is missing"))
+    result = generate(lines, out, weights)
+    assert result.exit_code == 0 and result.output == f"{out}: 4 of 4 pictures (4 were there)\n"
+    monkeypatch.undo()
+    monkeypatch.setattr(Pipeline, "tokens", watched)
+
+    (out / NAMES[0]).write_bytes(whole[NAMES[0]][:-1])                 # half of a picture
+    (out / NAMES[1]).unlink()
+    text = (out / "manifest.jsonl").read_text()
+    last = text.splitlines()[-1]
+    (out / "manifest.jsonl").write_text(text[:text.index(last) + 20])  # half of a line: its picture does not count
+    lines.write_text(LINES + "blue\n")                                 # one more prompt
+    again = {0, 1, json.loads(last)["number"] - 1, 4}
+    result = generate(lines, out, weights)
+    assert result.exit_code == 0 and f"5 of 5 pictures ({5 - len(again)} were there), " in result.output
+    assert asked == [[0, 1, 2, 3], sorted(again)]
+    assert list(pictures(out)) == [*NAMES, "005-blue.png"] and pictures(out) | whole == pictures(out)
+    assert {line["number"] for line in manifest(out)[1]} == {1, 2, 3, 4, 5}
+    assert generate(lines, out, weights).output.endswith("5 of 5 pictures (5 were there)\n")
+
+
+def test_an_interrupted_command_leaves_whole_pictures(weights, lines, tmp_path, monkeypatch):
+    out, original = tmp_path / "out", Path.replace
+    generate(lines, tmp_path / "undisturbed", weights)
+
+    def stop(self, goal):
+        if Path(goal).name == NAMES[2]:  # its bytes are written, under another name
+            raise KeyboardInterrupt
+        return original(self, goal)
+
+    monkeypatch.setattr(Path, "replace", stop)
+    result = generate(lines, out, weights, "--batch", 1)
+    assert result.exit_code == 1 and "interrupted; the same command goes on from here" in result.output
+    monkeypatch.undo()
+    assert [line["number"] for line in manifest(out)[1]] == [1, 2]
+    assert generate(lines, out, weights).exit_code == 0
+    assert pictures(out) == pictures(tmp_path / "undisturbed")
+
+
+def test_a_picture_that_ended_early_is_tried_again(weights, lines, tmp_path, monkeypatch):
+    out, original = tmp_path / "out", Pipeline.tokens
+
+    def broken(self, *arguments, batch, finished):
+        return original(self, *arguments, batch=batch, finished=lambda requests, images: finished(
+            requests, dataclasses.replace(images, failed=torch.tensor(requests) == 1)))
+
+    monkeypatch.setattr(Pipeline, "tokens", broken)
+    assert "picture 002, 'Blue   heart' (seed 1) ended early" in generate(lines, out, weights).output
+    assert [(line["file"], line["tau"]) for line in manifest(out)[1] if line["failed"]] == [(None, None)]
+    monkeypatch.undo()
+    assert "4 of 4 pictures (3 were there)" in generate(lines, out, weights).output
+
+
+@pytest.mark.parametrize("arguments, text, message", [
+    (["--temperature", 0.5], LINES, "temperature was 1.0, now it is 0.5; choose another --out"),
+    (["--method", "vanilla"], LINES, "method was 'jacobi', now it is 'vanilla'; choose another --out"),
+    (["--seed", 1], LINES, "seed was 0, now it is 1"),
+    (["--scale", 2], LINES, "scale was 1, now it is 2"),
+    (["-n", 2], LINES, "n was 1, now it is 2"),
+    ([], LINES.replace("Blue", "red"), "number 2 was 'Blue   heart', now it is 'red   heart'; choose another --out"),
+    ([], "red heart\n", "in the same order: number 2 was 'Blue   heart', now it is None; choose another --out"),
+])
+def test_a_folder_of_other_settings_is_refused(weights, lines, tmp_path, arguments, text, message):
+    generate(lines, tmp_path / "out", weights)
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    lines.write_text(text)
+    result = generate(lines, tmp_path / "out", weights, *arguments)
+    assert result.exit_code == 2 and message in result.output and result.output.count("\n") == 1, result.output
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_another_model_is_refused(weights, lines, tmp_path):
+    other = tmp_path / "other"
+    tiny_pipeline(seed=1).save(other)  # of the same sizes
+    (other / "vocabulary.json").write_bytes((weights / "vocabulary.json").read_bytes())
+    generate(lines, tmp_path / "out", weights)
+    result = generate(lines, tmp_path / "out", other)
+    assert result.exit_code == 2 and " model was " in result.output
+    weights.rename(tmp_path / "moved")
+    assert "(4 were there)" in generate(lines, tmp_path / "out", tmp_path / "moved").output
+    (tmp_path / "moved").rename(weights)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "manifest that can be read, got"), ("pictures", "manifest that can be read, got"),
+    ("pictures\n", "manifest.jsonl, line 1; choose another --out"),
+    ("{}\n", "specvis was None, now it is"), ("{}\n[]\n", "manifest.jsonl, line 2; choose another --out"),
+    ("[]\n{}\n", "manifest.jsonl, line 1; choose another --out"),
+    ('{}\n{"number": 1}\n', "manifest.jsonl, line 2; choose another --out"),
+])
+def test_a_manifest_that_is_none_is_refused(weights, lines, tmp_path, text, message):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.jsonl").write_text(text)
+    result = generate(lines, tmp_path / "out", weights)
+    assert result.exit_code == 2 and message in result.output and result.output.count("\n") == 1, result.output
+
+
+@pytest.mark.parametrize("name", ["mar:num_iter=4", "cspd"])
+def test_continuous_tokens_are_drawn_of_a_file_too(weights, lines, tmp_path, name):
+    for batch in (1, 3):
+        result = generate(lines, tmp_path / str(batch), weights, "--method", name, "--batch", batch)
+        assert result.exit_code == 0 and "4 of 4 pictures, " in result.output, result.output
+    assert pictures(tmp_path / "1") == pictures(tmp_path / "3") and len(pictures(tmp_path / "1")) == 4
+    assert manifest(tmp_path / "1")[0]["top_k"] is None
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+class Ended(Exception):
+    """What the driver is told of a worker that ended."""
+
+
+class Actor:
+    """A worker that ends where it meets one of these requests."""
+
+    def __init__(self, poison, order):
+        self.poison, self.order, self.draw = poison, order, SimpleNamespace(remote=self.drawn)
+
+    def drawn(self, share):
+        self.order.append([request.index for request in share])
+        for request in share:
+            yield None if request.index in self.poison else Picture(request, b"", 1, 1.0)
+
+
+def crew(num_requests, num_workers, poison=(), batch=2):
+    """A crew on something that does as Ray does, and the shares that it hands out."""
+    order, kept, said = [], [], []
+
+    def get(what):
+        if what is None:
+            raise Ended
+        return what
+
+    ray = SimpleNamespace(wait=lambda pending, num_returns: (pending[:1], pending[1:]), get=get, kill=id,
+                          exceptions=SimpleNamespace(RayError=Ended))
+    numbers = itertools.count()
+    requests = [Request(i, i, f"prompt {i}", i) for i in range(num_requests)]
+    it = Crew(ray, num_workers, lambda: Seat(Actor(poison, order), (f"worker {next(numbers)}", None)), requests, batch)
+    return it, order, kept, said
+
+
+def test_shares_get_smaller_so_that_workers_end_together():
+    it, order, kept, said = crew(40, 2)
+    begun = []
+    it.draw(lambda: begun.append(True), kept.append, said.append)
+    assert [len(share) for share in order] == [8, 8, 6, 5, 4, 3, 2, 1, 1, 1, 1]
+    assert [i for share in order for i in share] == sorted(picture.request.index for picture in kept) == [*range(40)]
+    assert begun == [True] and not it.lost and not said
+
+
+def test_what_a_worker_did_not_finish_is_drawn_again_one_by_one():
+    it, order, kept, said = crew(8, 1, poison=[1])
+    it.draw(lambda: None, kept.append, said.append)
+    assert order == [[0, 1, 2, 3], [4, 5], [6], [7], [1], [2], [3], [1]]
+    assert {picture.request.index for picture in kept} == {0, 2, 3, 4, 5, 6, 7}
+    assert it.lost == {1: "its process ended"}
+    assert said == [f"worker worker {n} is replaced: its process ended" for n in (0, 1, 2)]
+
+
+def test_workers_that_all_end_are_not_replaced_for_ever():
+    it, order, kept, said = crew(30, 2, poison=range(3, 30))
+    it.draw(lambda: None, kept.append, said.append)
+    assert len(said) == workers.DEATHS * 2 and said[-1].startswith("10 workers ended one after the other without a")
+    assert set(it.lost) == set(range(3, 30)) and len(kept) == 3
+
+
+def test_what_a_worker_says_of_the_input_ends_the_command():
+    it, order, kept, said = crew(2, 2)
+    for seat in it.seats:
+        seat.pending = ("1", "prompts.txt, line 7: unknown words")
+    with pytest.raises(ValueError, match="prompts.txt, line 7: unknown words"):
+        it.draw(lambda: pytest.fail("nothing is right yet"), kept.append, said.append)
+
+
+def test_the_reason_of_an_error_is_its_first_line():
+    it, *_, said = crew(2, 1)
+    error = Ended()
+    error.cause = RuntimeError("out of memory\nand more")
+    seat = it.seats[0]
+    seat.share = {0: it.waiting.popleft()}
+    it.replace(seat, error, said.append)
+    assert said == ["worker that was starting is replaced: RuntimeError: out of memory"]
+    assert it.alone == deque([Request(0, 0, "prompt 0", 0)]) and it.seats[0] is not seat
+
+
+@pytest.mark.parametrize("nodes, num_workers, cpus, gpus, each", [
+    ([(8, 0)], 2, None, 0.0, 4), ([(8, 0)], 3, None, 0.0, 2), ([(16, 0), (16, 0)], 3, None, 0.0, 8),
+    ([(4, 8)], 8, None, 1.0, None), ([(8, 8)], 8, None, 1.0, 1), ([(8, 1)], 2, None, 0.5, 4),
+    ([(2, 0)], 4, 0.5, 0.0, 0.5), ([(8, 1), (8, 1)], 3, None, 1.0, None), ([(2, 0)], 3, None, 0.0, None)])
+def test_each_worker_has_a_place(nodes, num_workers, cpus, gpus, each):
+    nodes = [{"CPU": float(c), "GPU": float(g)} if g else {"CPU": float(c)} for c, g in nodes]
+    if each is None:
+        with pytest.raises(ValueError, match="workers must be at most [0-9] of 1 CPUs and [01] GPUs each"):
+            per_worker(nodes, num_workers, cpus, gpus)
+    else:
+        assert per_worker(nodes, num_workers, cpus, gpus) == (each, gpus)
+
+
+def test_without_ray_a_line_says_what_to_install(weights, lines, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = generate(lines, tmp_path / "out", weights, "--workers", 2)
+    assert result.exit_code == 2 and not (tmp_path / "out").exists()
+    assert result.output == 'Error: workers must be 0 without Ray: pip install "specvis[ray]"\n'
+
+
+def test_pictures_are_the_same_whoever_draws_them_and_whoever_is_killed(lines, tmp_path, monkeypatch, request):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    request.addfinalizer(ray.shutdown)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")  # once for both runs
+    config = dataclasses.replace(tiny_pipeline().gpt.config, grid=16)  # slower, so that no share ends at once
+    pipeline = Pipeline(config, tiny_pipeline().tokenizer.config, ["", "fluent-3d", "red", "blue", "heart"])
+    pipeline.save(tmp_path / "weights")
+    killed, original = [], Crew.take
+
+    def take(self, seat, keep):
+        original(self, seat, keep)
+        if seat.share and not killed:  # it has finished its first picture, and draws the second
+            killed.append(int(seat.name.split()[0]))
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(Crew, "take", take)
+    options = tmp_path / "weights", "--method", "vanilla", "-n", 2, "--batch", 1
+    assert generate(lines, tmp_path / "0", *options).exit_code == 0
+    result = generate(lines, tmp_path / "2", *options, "--workers", 2)
+    assert result.exit_code == 0 and "8 of 8 pictures, " in result.output, result.output
+    assert f"worker {killed[0]} on " in result.output and "is replaced: its process ended" in result.output
+    (tmp_path / "1").mkdir()
+    settings, *some = (tmp_path / "2" / "manifest.jsonl").read_text().splitlines()
+    for line in [line for line in some if json.loads(line)["number"] <= 6]:  # one worker draws two of them
+        name = json.loads(line)["file"]
+        (tmp_path / "1" / name).write_bytes((tmp_path / "2" / name).read_bytes())
+        settings += f"\n{line}"
+    (tmp_path / "1" / "manifest.jsonl").write_text(settings + "\n")
+    result = generate(lines, tmp_path / "1", *options, "--workers", 1)
+    assert result.exit_code == 0 and "8 of 8 pictures (6 were there)" in result.output, result.output
+    assert pictures(tmp_path / "0") == pictures(tmp_path / "1") == pictures(tmp_path / "2")
+    assert len(pictures(tmp_path / "0")) == 8
+    assert Image.open(tmp_path / "2" / "001-red-heart.png").size == (32, 32)
