@@ -3,6 +3,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 from collections import deque
@@ -122,7 +123,7 @@ def test_an_interrupted_command_leaves_whole_pictures(weights, lines, tmp_path, 
     result = generate(lines, out, weights, "--batch", 1)
     assert result.exit_code == 1 and "interrupted; the same command goes on from here" in result.output
     monkeypatch.undo()
-    assert [line["number"] for line in manifest(out)[1]] == [1, 2]
+    assert [line["number"] for line in manifest(out)[1]] == [1, 2] and not (out / NAMES[2]).exists()
     assert generate(lines, out, weights).exit_code == 0
     assert pictures(out) == pictures(tmp_path / "undisturbed")
 
@@ -135,7 +136,8 @@ def test_a_picture_that_ended_early_is_tried_again(weights, lines, tmp_path, mon
             requests, dataclasses.replace(images, failed=torch.tensor(requests) == 1)))
 
     monkeypatch.setattr(Pipeline, "tokens", broken)
-    assert "picture 002, 'Blue   heart' (seed 1) ended early" in generate(lines, out, weights).output
+    result = generate(lines, out, weights)
+    assert "picture 002, 'Blue   heart' (seed 1) ended early" in result.output and "3 of 4 pictures, " in result.output
     assert [(line["file"], line["tau"]) for line in manifest(out)[1] if line["failed"]] == [(None, None)]
     monkeypatch.undo()
     assert "4 of 4 pictures (3 were there)" in generate(lines, out, weights).output
@@ -161,8 +163,9 @@ def test_a_folder_of_other_settings_is_refused(weights, lines, tmp_path, argumen
 
 def test_another_model_is_refused(weights, lines, tmp_path):
     other = tmp_path / "other"
-    tiny_pipeline(seed=1).save(other)  # of the same sizes
-    (other / "vocabulary.json").write_bytes((weights / "vocabulary.json").read_bytes())
+    shutil.copytree(weights, other)
+    content = (other / "gpt.safetensors").read_bytes()
+    (other / "gpt.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     generate(lines, tmp_path / "out", weights)
     result = generate(lines, tmp_path / "out", other)
     assert result.exit_code == 2 and " model was " in result.output
@@ -252,6 +255,12 @@ def test_workers_that_all_end_are_not_replaced_for_ever():
     it.draw(lambda: None, kept.append, said.append)
     assert len(said) == workers.DEATHS * 2 and said[-1].startswith("10 workers ended one after the other without a")
     assert set(it.lost) == set(range(3, 30)) and len(kept) == 3
+
+
+def test_workers_that_end_now_and_then_are_always_replaced():
+    it, order, kept, said = crew(12, 1, poison=[1, 4, 7, 10])
+    it.draw(lambda: None, kept.append, said.append)
+    assert len(said) > workers.DEATHS and set(it.lost) == {1, 4, 7, 10} and len(kept) == 8
 
 
 def test_what_a_worker_says_of_the_input_ends_the_command():

@@ -15,7 +15,7 @@ from .many import Picture, Request
 FILE = "manifest.jsonl"
 NOTED = ("folder",)  # settings that no picture depends on
 NEEDED = {"number", "prompt", "file", "bytes", "failed"}  # of a picture's line
-ENDS = 1 << 16  # bytes at each end of a file of weights by which it is known again
+END = 1 << 16  # bytes of a file of weights by which it is known again
 
 
 class Manifest:
@@ -95,19 +95,16 @@ class Manifest:
 
 
 def fingerprint(folder: Path) -> str:
-    """What a folder with a model is known by: its configs, and of its weights the names, sizes and ends."""
+    """What a folder with a model is known by: its configs, and the names, sizes and ends of its weights."""
     known = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.suffix not in (".json", ".safetensors") or not path.is_file():
             continue
         known.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
         with open(path, "rb") as file:
-            if path.suffix == ".json":
-                known.update(file.read())
-            else:
-                known.update(file.read(ENDS))
-                file.seek(max(0, path.stat().st_size - ENDS))
-                known.update(file.read())
+            if path.suffix != ".json":
+                file.seek(max(0, path.stat().st_size - END))
+            known.update(file.read())
     return known.hexdigest()[:16]
 
 
