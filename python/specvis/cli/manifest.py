@@ -15,6 +15,7 @@ from .many import Picture, Request
 FILE = "manifest.jsonl"
 NOTED = ("folder",)  # settings that no picture depends on
 NEEDED = {"number", "prompt", "file", "bytes", "failed"}  # of a picture's line
+KNOWN = (".json", ".safetensors", ".bin", ".model")  # files of a model
 END = 1 << 16  # bytes of a file of weights by which it is known again
 
 
@@ -98,7 +99,7 @@ def fingerprint(folder: Path) -> str:
     """What a folder with a model is known by: its configs, and the names, sizes and ends of its weights."""
     known = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
-        if path.suffix not in (".json", ".safetensors") or not path.is_file():
+        if path.suffix not in KNOWN or not path.is_file():
             continue
         known.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
         with open(path, "rb") as file:
