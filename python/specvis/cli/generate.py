@@ -10,7 +10,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
-from .manifest import Manifest, fingerprint, write_whole
+from ..pipelines.checkpoint import fingerprint, write_whole
+from .manifest import Manifest
 from .many import Drawing, Picture, Request, draw_here, encoded, enlarged
 from .options import (
     filters_for,

@@ -4,19 +4,17 @@ manifest.jsonl has a line with the settings, then one for each picture, in the o
 line is written after the picture's file is whole. So a command that was interrupted, however it ended, draws what has
 no line, and what is no longer as its line says.
 """
-import hashlib
 import json
 import math
 import os
 from pathlib import Path
 
+from ..pipelines.checkpoint import write_whole
 from .many import Picture, Request
 
 FILE = "manifest.jsonl"
 NOTED = ("folder",)  # settings that no picture depends on
 NEEDED = {"number", "prompt", "file", "bytes", "failed"}  # of a picture's line
-KNOWN = (".json", ".safetensors", ".bin", ".model")  # files of a model
-END = 1 << 16  # bytes of a file of weights by which it is known again
 
 
 class Manifest:
@@ -93,24 +91,3 @@ class Manifest:
             manifest.write(json.dumps(line, ensure_ascii=False) + "\n")
         if not picture.failed:
             self.drawn[request.index] = line
-
-
-def fingerprint(folder: Path) -> str:
-    """What a folder with a model is known by: its configs, and the names, sizes and ends of its weights."""
-    known = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.suffix not in KNOWN or not path.is_file():
-            continue
-        known.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
-        with open(path, "rb") as file:
-            if path.suffix != ".json":
-                file.seek(max(0, path.stat().st_size - END))
-            known.update(file.read())
-    return known.hexdigest()[:16]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write beside the goal first, so that an interruption leaves no half of a file."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
-    part.replace(path)

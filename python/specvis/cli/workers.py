@@ -216,15 +216,15 @@ def imported():
 
 def per_worker(nodes: list[dict], num_workers: int, cpus: float | None, gpus: float) -> tuple[float, float]:
     """How many CPUs and GPUs each worker gets. ValueError if so many workers have no place on these machines."""
-    def places(cpus):
+    def num_fitting(cpus):
         return sum(int(min(node.get("CPU", 0) / cpus if cpus else num_workers,
                            node.get("GPU", 0) / gpus if gpus else num_workers) + 1e-6) for node in nodes)
 
     if cpus is None:
         part = int(sum(node.get("CPU", 0) for node in nodes)) // num_workers
-        cpus = next((n for n in range(part, 0, -1) if places(n) >= num_workers), 1)
-    if places(cpus) < num_workers:
+        cpus = next((n for n in range(part, 0, -1) if num_fitting(n) >= num_workers), 1)
+    if num_fitting(cpus) < num_workers:
         have = ", ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
-        raise ValueError(f"workers must be at most {places(cpus)} of {cpus:g} CPUs and {gpus:g} GPUs each "
+        raise ValueError(f"workers must be at most {num_fitting(cpus)} of {cpus:g} CPUs and {gpus:g} GPUs each "
                          f"(--cpus-per-worker, --gpus-per-worker) on machines with {have}, got {num_workers}")
     return cpus, gpus

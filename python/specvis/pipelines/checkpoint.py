@@ -1,4 +1,5 @@
 """Weights from files: safetensors, or PyTorch's own format, of which no code is run."""
+import hashlib
 import json
 import pickle
 import re
@@ -10,6 +11,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+KNOWN = (".json", ".safetensors", ".bin", ".model")  # files of a model
+END = 1 << 16  # bytes of a file of weights by which it is known again
 
 
 class CheckpointError(ValueError):
@@ -148,3 +152,27 @@ def read_settings(folder: Path) -> Settings:
     """`Settings` of pipeline.json, or of none."""
     path = folder / "pipeline.json"
     return read_config(path, Settings) if path.exists() else DEFAULTS
+
+
+def fingerprint(folder: Path, but: tuple[str, ...] = ()) -> str:
+    """What a folder with a model is known by: its configs, and the names, sizes and ends of its weights.
+
+    but: names of files that do not count
+    """
+    known = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in KNOWN or path.name in but or not path.is_file():
+            continue
+        known.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+        with open(path, "rb") as file:
+            if path.suffix != ".json":
+                file.seek(max(0, path.stat().st_size - END))
+            known.update(file.read())
+    return known.hexdigest()[:16]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write beside the goal first, so that an interruption leaves no half of a file."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    part.replace(path)

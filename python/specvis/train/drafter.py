@@ -1,27 +1,73 @@
-"""The EAGLE head: it learns to predict the target's next hidden state, and so the target's distribution."""
+"""The EAGLE head: it learns to predict the target's next hidden state, and so the target's distribution.
+
+The target is the GPT of the stages before, with their pictures; or that of any folder that `Pipeline.load` reads, with
+a folder of pictures (see `images`).
+"""
 import json
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import click
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ..models.eagle import EagleHead
-from ..models.llamagen import GPTConfig, condition_mask
+from ..models.llamagen import GPT, GPTConfig, condition_mask
+from ..pipelines.checkpoint import write_whole
+from ..pipelines.discrete import Pipeline
 from .gpt import Captioned, Tokens, mixed_precision
+from .images import FolderImages
 from .run import Run, made, options
 
+FILE = "drafter.safetensors"
 
-def drafted(drafter, captioned, captions, ids, null=None, noise=0.0):
+
+class Images(NamedTuple):
+    """B tokenized pictures, and what the target is conditioned on."""
+
+    condition: Tensor     # (B, S, dim)
+    padding_mask: Tensor  # (B, S) bool  True where the condition is real
+    ids: Tensor           # (B, L) int64
+
+
+class Examples(Protocol):
+    """What the head is trained on. `test` (n,) int64 are the numbers of images that are held out."""
+
+    test: Tensor
+
+    def draw(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """The fields of `Images`: a training batch, in which some conditions are the null condition."""
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The fields of `Images`: those with these numbers."""
+
+
+class StageImages:
+    """The pictures of the stages before, as the GPT was trained on them."""
+
+    def __init__(self, captioned: Captioned, tokens: Tokens):
+        self.captioned, self.tokens, self.test = captioned, tokens, tokens.test
+
+    def draw(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        captions, ids, null = self.tokens.draw(batch, generator)
+        return *self.captioned.condition(captions, null), ids
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return *self.captioned.condition(self.tokens.captions[rows]), self.tokens.ids[rows]
+
+
+def drafted(drafter: EagleHead, gpt: GPT, images: Images, noise: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
     """Teacher-forced drafts; `noise` is added to the hidden states that the drafter sees.
 
     Returns:
-        hidden states (B, 255, dim) that the drafter expects, and the target's own, at ids 0..254
+        hidden states (B, L - 1, dim) that the drafter expects, and the target's own, at the first L - 1 ids
     """
-    prefix_len = captions.shape[1] - 1  # condition entries of the drafter
-    condition, padding_mask = captioned.condition(captions, null)
+    condition, padding_mask, ids = images
+    prefix_len = condition.shape[1] - 1  # condition entries of the drafter
     with torch.no_grad():
-        target = captioned.gpt.teacher_forced(condition, padding_mask, ids)          # (B, prefix_len + 256, dim)
+        target = gpt.teacher_forced(condition, padding_mask, ids)                    # (B, prefix_len + L, dim)
     tokens = F.pad(ids[:, :-1], (prefix_len, 0))                                     # token 0 beside a condition
     position_ids = torch.arange(tokens.shape[1], device=ids.device)[None]
     mask = condition_mask(padding_mask[:, :-1], tokens.shape[1])
@@ -30,7 +76,7 @@ def drafted(drafter, captioned, captions, ids, null=None, noise=0.0):
 
 
 @torch.no_grad()
-def measure(drafter, captioned, tokens, which, batch: int = 32) -> dict[str, float]:
+def measure(drafter: EagleHead, gpt: GPT, examples: Examples, which: Tensor, batch: int = 32) -> dict[str, float]:
     """How well drafts of one token do, without guidance at temperature 1.
 
     top1, top3: share of positions where the target's likeliest token is among the drafter's 1 or 3 likeliest;
@@ -38,8 +84,8 @@ def measure(drafter, captioned, tokens, which, batch: int = 32) -> dict[str, flo
     """
     sums, count = torch.zeros(3, dtype=torch.float64), 0
     for rows in which.split(batch):
-        hidden, target = drafted(drafter, captioned, tokens.captions[rows], tokens.ids[rows])
-        draft_probs, target_probs = (captioned.gpt.logits(h).softmax(-1) for h in (hidden, target))
+        hidden, target = drafted(drafter, gpt, Images(*examples.take(rows)))
+        draft_probs, target_probs = (gpt.logits(h).softmax(-1) for h in (hidden, target))
         best = target_probs.argmax(-1, keepdim=True)
         hits = draft_probs.topk(3, -1).indices == best
         overlap = torch.minimum(draft_probs, target_probs).sum()
@@ -48,50 +94,91 @@ def measure(drafter, captioned, tokens, which, batch: int = 32) -> dict[str, flo
     return dict(zip(("top1", "top3", "acceptance"), (sums / count).tolist()))
 
 
+def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, lr: float, minutes: float | None,
+          steps: int | None, batch: int, noise: float, compiled: bool) -> None:
+    """Train a head for the GPT, write <folder>/drafter.safetensors, and say how well it does."""
+    config, model = gpt.config, EagleHead(gpt.config)
+    model.embed_tokens.weight.data.copy_(gpt.tok_embeddings.weight)  # the target's, frozen
+    model.embed_tokens.weight.requires_grad_(False)
+    model.to(device)
+    run = Run(folder, model, lr=lr, weight_decay=0.01, minutes=minutes, steps=steps)
+
+    def loss_of(images, blur):
+        with mixed_precision(device):
+            hidden, target = drafted(model, gpt, images, blur)
+            draft_logits, target_logits = gpt.logits(hidden), gpt.logits(target)
+        cross_entropy = -(target_logits.softmax(-1) * draft_logits.log_softmax(-1)).sum(-1).mean()
+        return F.smooth_l1_loss(hidden.float(), target.float()) + cross_entropy
+
+    train_loss = torch.compile(loss_of) if compiled else loss_of
+    shape = (batch, config.condition_tokens + config.tokens - 2, config.dim)
+    recent = []
+    for step in run:
+        generator = run.generator(step)
+        with torch.no_grad(), mixed_precision(device):
+            images = Images(*examples.draw(batch, generator))
+        blur = (torch.rand(shape, generator=generator) - 0.5).to(device) * noise
+        loss = train_loss(images, blur)
+        run.descend(loss)
+        recent.append(loss.detach())
+        if run.step % 100 == 99:
+            with mixed_precision(device):
+                held_out = measure(model, gpt, examples, examples.test[:: max(1, len(examples.test) // 64)])
+            run.log(loss=torch.stack(recent).mean(), **held_out, lr=run.lr)
+            recent = []
+    save_file({name: value.half().contiguous() for name, value in model.state_dict().items()}, folder / FILE)
+    numbers = measure(model, gpt, examples, examples.test)
+    click.echo("held out: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
+
+
 @click.command()
 @options(batch=16, lr=1.5e-3)
+@click.option("--target", type=click.Path(path_type=Path),
+              help="Folder with a model, as `specvis convert` makes it. [default: the GPT of the stages before]")
+@click.option("--images", type=click.Path(path_type=Path),
+              help="With --target: folder with pictures and their captions, or a folder of pictures for each class.")
+@click.option("--text-encoder", type=click.Path(path_type=Path),
+              help="With --target: folder with FLAN-T5-XL, for a model whose prompts are captions.")
+@click.option("--out", type=click.Path(path_type=Path),
+              help="With --target: folder for drafter.safetensors. [default: that of --target]")
+@click.option("--replace", is_flag=True, help="With --target: a drafter that is there is replaced.")
 @click.option("--noise", default=0.2, show_default=True, help="Width of the uniform noise on the hidden states.")
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
               help="Compile the training step (about 1.2 times faster, a minute to start).")
-def drafter(runs, minutes, steps, batch, lr, noise, device, compiled):
-    """Train the drafter on runs/gpt; writes runs/drafter/drafter.safetensors."""
+def drafter(runs, device, target, images, text_encoder, out, replace, **training):
+    """Train the drafter on a GPT; writes runs/drafter/drafter.safetensors.
+
+    With --target and --images it is written to the target's folder too. Its run is in runs/drafter-NAME, with the
+    pictures' tokens.
+    """
     torch.manual_seed(0)
     device = torch.device(device)
+    if target is None:
+        if given := [name for name, value in (("images", images), ("text_encoder", text_encoder), ("out", out),
+                                              ("replace", replace)) if value]:
+            raise ValueError(f"{given[0]} must not be given without --target")
+        captioned, tokens = stages(runs, device)
+        return train(runs / "drafter", captioned.gpt, StageImages(captioned, tokens), device, **training)
+    if images is None:
+        raise ValueError("images must be given with --target: a folder with pictures that the drafter learns from")
+    out = out or target
+    if (out / FILE).exists() and not replace:
+        raise ValueError(f"out must be a folder without {FILE}, or --replace must be given, got {out}")
+    folder = runs / f"drafter-{target.resolve().name}"
+    pipeline = Pipeline.load(target, device, text_encoder=text_encoder)
+    examples = FolderImages(pipeline, target, images, folder, training["batch"])
+    train(folder, pipeline.gpt, examples, device, **training)
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / FILE, (folder / FILE).read_bytes())
+    click.echo(f"{out / FILE}: specvis generate --model {target} --method eagle2")
+
+
+def stages(runs: Path, device: torch.device) -> tuple[Captioned, Tokens]:
+    """The GPT that the stages before made, and its pictures."""
     tokens = Tokens(runs, device)
     config = GPTConfig(**json.loads(made(runs / "gpt" / "config.json", "gpt").read_text()))
     captioned = Captioned(config, tokens.vocabulary).to(device).requires_grad_(False).eval()
     for part in ("gpt", "words"):
         weights = load_file(runs / "gpt" / f"{part}.safetensors")
         getattr(captioned, part).load_state_dict({name: value.float() for name, value in weights.items()})
-    model = EagleHead(config)
-    model.embed_tokens.weight.data.copy_(captioned.gpt.tok_embeddings.weight)  # the target's, frozen
-    model.embed_tokens.weight.requires_grad_(False)
-    model.to(device)
-    run = Run(runs / "drafter", model, lr=lr, weight_decay=0.01, minutes=minutes, steps=steps)
-
-    def loss_of(captions, ids, null, noise):
-        with mixed_precision(device):
-            hidden, target = drafted(model, captioned, captions, ids, null, noise)
-            draft_logits, target_logits = captioned.gpt.logits(hidden), captioned.gpt.logits(target)
-        cross_entropy = -(target_logits.softmax(-1) * draft_logits.log_softmax(-1)).sum(-1).mean()
-        return F.smooth_l1_loss(hidden.float(), target.float()) + cross_entropy
-
-    train_loss = torch.compile(loss_of) if compiled else loss_of
-    recent = []
-    for step in run:
-        generator = run.generator(step)
-        captions, ids, null = tokens.draw(batch, generator)
-        shape = (batch, config.condition_tokens + config.tokens - 2, config.dim)
-        blur = (torch.rand(shape, generator=generator) - 0.5).to(device) * noise
-        loss = train_loss(captions, ids, null, blur)
-        run.descend(loss)
-        recent.append(loss.detach())
-        if run.step % 100 == 99:
-            with mixed_precision(device):
-                held_out = measure(model, captioned, tokens, tokens.test[:: max(1, len(tokens.test) // 64)])
-            run.log(loss=torch.stack(recent).mean(), **held_out, lr=run.lr)
-            recent = []
-    half = {name: value.half().contiguous() for name, value in model.state_dict().items()}
-    save_file(half, runs / "drafter" / "drafter.safetensors")
-    numbers = measure(model, captioned, tokens, tokens.test)
-    click.echo("held-out names: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
+    return captioned, tokens
