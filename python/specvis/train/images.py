@@ -1,5 +1,6 @@
 """A folder of pictures, tokenized once, with what a target is conditioned on: captions or classes."""
 import csv
+import io
 import json
 import zlib
 from pathlib import Path
@@ -11,7 +12,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from ..pipelines.checkpoint import fingerprint
+from ..pipelines.checkpoint import fingerprint, write_whole
 from ..pipelines.discrete import Pipeline
 from ..pipelines.prompts import ClassIds
 from .gpt import NULL_SHARE
@@ -137,13 +138,13 @@ def tokenized(pipeline: Pipeline, folder: Path, names: list[str], cache: Path, b
         return f"{folder.resolve() / name}|{state.st_size}|{state.st_mtime_ns}"
 
     cache.mkdir(parents=True, exist_ok=True)
-    known, keys, unreadable = {}, {name: key(name) for name in names}, []
+    known, keys, unreadable, number = {}, {name: key(name) for name in names}, [], 0
     for path in sorted(cache.glob("*.npz")):
         with np.load(path) as chunk:
             known.update(zip(chunk["keys"].tolist(), chunk["tokens"]))
+        number = int(path.stem) + 1
     missing = [name for name in names if keys[name] not in known]
     side = pipeline.gpt.config.grid * pipeline.tokenizer.config.stride
-    number = len(list(cache.glob("*.npz")))
     with tqdm(total=len(missing), unit="picture", desc="tokenize", disable=None if missing else True) as bar:
         for start in range(0, len(missing), CHUNK):
             done, tokens, chunk = [], [], missing[start: start + CHUNK]
@@ -156,11 +157,10 @@ def tokenized(pipeline: Pipeline, folder: Path, names: list[str], cache: Path, b
                     tokens.append(encoded(pipeline, np.stack([picture for _, picture in some])))
                 bar.update(len(chunk[first: first + batch]))
             if done:
-                part = cache / f".{number:05}.part"
-                with open(part, "wb") as file:
-                    np.savez(file, keys=np.array(done), tokens=np.concatenate(tokens))
-                part.replace(cache / f"{number:05}.npz")
-                known.update(zip(done, np.concatenate(tokens)))
+                tokens, file = np.concatenate(tokens), io.BytesIO()
+                np.savez(file, keys=np.array(done), tokens=tokens)
+                write_whole(cache / f"{number:05}.npz", file.getvalue())
+                known.update(zip(done, tokens))
                 number += 1
     if unreadable:
         click.echo(f"{len(unreadable)} of {len(names)} pictures cannot be read and are left out: "
