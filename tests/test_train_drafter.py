@@ -14,6 +14,7 @@ from specvis.decoding.sampling import Sampling
 from specvis.models.vq import VQ
 from specvis.pipelines.discrete import Pipeline
 from specvis.train.__main__ import main
+from specvis.train.drafter import Images, drafted
 from specvis.train.images import FolderImages, classes_of, square
 from specvis.train.run import Run
 from tests.tiny import tiny_pipeline, vq_config
@@ -130,6 +131,16 @@ def test_pictures_are_encoded_once_and_again_where_they_changed(target, images, 
     pixels = torch.from_numpy(square(images / "3.png", 8).copy()).permute(2, 0, 1)[None]
     alone = original(pipeline.tokenizer, pixels / 127.5 - 1)
     assert torch.equal(second.ids[4], alone[0])
+    third = FolderImages(pipeline, target, images, tmp_path / "run", 4)
+    assert encoded[4:] == [] and torch.equal(third.ids, second.ids)
+
+
+def test_a_draft_is_compared_with_the_hidden_state_at_its_own_token(target, images, tmp_path):
+    pipeline = Pipeline.load(target)
+    drawn = Images(*FolderImages(pipeline, target, images, tmp_path / "run", 4).take(torch.arange(3)))
+    states = drafted(tiny_pipeline().drafter, pipeline.gpt, drawn)
+    assert states[0].shape == states[1].shape == (3, 15, 32)
+    assert torch.equal(states[1], pipeline.gpt.teacher_forced(*drawn)[:, 3:])  # behind the three of the condition
 
 
 def test_draws_are_conditioned_as_decoding_is(target, images, tmp_path):
@@ -205,6 +216,7 @@ def test_the_middle_of_a_picture_is_read_on_white(tmp_path):
     ({"0.png": None, "0.txt": b"\xff"}, [], "images must have captions in UTF-8, got "),
     ({"0.png": None, "metadata.csv": "a,b\n1,2\n"}, [], "a table with file_name and text in each row, got "),
     ({"0.png": None, "metadata.jsonl": "[]"}, [], "a table with file_name and text in each row, got "),
+    ({"0.png": None, "metadata.jsonl": '{"file_name": "0.png", "text": 3}'}, [], "1 of 1 do not: 0.png"),
     ({"0.png": None, "metadata.jsonl": "{"}, [], "a table with file_name and text in each row, got "),
     (None, [], "images must be given with --target"),
     (None, ["--target", "nowhere", "--images", "."], "config nowhere/config.json cannot be read"),

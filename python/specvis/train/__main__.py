@@ -11,7 +11,7 @@ from ..cli.commands import Commands
     "data": "Fetch and render the pictures.",
     "tokenizer": "Train the tokenizer and tokenize the pictures.",
     "gpt": "Train the GPT on the tokens.",
-    "drafter": "Train the drafter on the GPT.",
+    "drafter": "Train the drafter on the GPT, or on another target.",
     "small": "Train a smaller GPT that drafts on its own.",
     "mar": "Train the MAR on the tokenizer's continuous latents.",
     "mar-draft": "Train a smaller MAR that drafts.",

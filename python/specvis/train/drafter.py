@@ -146,7 +146,7 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
 @click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
               help="Compile the training step (about 1.2 times faster, a minute to start).")
 def drafter(runs, device, target, images, text_encoder, out, replace, **training):
-    """Train the drafter on a GPT; writes runs/drafter/drafter.safetensors.
+    """Train the drafter on the GPT, or on another target; writes runs/drafter/drafter.safetensors.
 
     With --target and --images it is written to the target's folder too. Its run is in runs/drafter-NAME, with the
     pictures' tokens.
