@@ -113,6 +113,9 @@ ROWS = {
         [(64, V, {"num_drafts": [1, 2, 3, 4, 5], "draft": draft})
          for V, draft in ((16384, False), (16384, True), (151936, False))],
         lambda B, V, options: B * V * 4 * (2 if options["draft"] else 1)),
+    "tree_paths": (
+        [(B, 60, 6) for B in (1, 8, 64)],
+        lambda B, N, P: B * N * (4 + (P + 1) * 8)),
     "verify_greedy": (  # the root's target and first child, and the results
         [(B, 60, 6, 10) for B in (1, 8, 64)],
         lambda B, N, P, branch: B * (P * 4 + 28)),

@@ -26,8 +26,10 @@ from .resample_gaussian import ResampleGaussianResult, resample_gaussian
 from .sample_residual import SampleResidualResult, sample_residual
 from .select_tree import SelectTreeResult, select_tree
 from .tree_attention import tree_attention
+from .tree_formats import tree_from_choices, tree_from_mask, tree_from_paths
 from .tree_links import TreeLinksResult, tree_links
 from .tree_mask import tree_mask
+from .tree_paths import tree_paths
 from .verify_chain import VerifyChainResult, verify_chain
 from .verify_greedy import VerifyGreedyResult, verify_greedy
 from .verify_logits import verify_logits
@@ -37,12 +39,12 @@ __version__ = "0.1.0"
 __all__ = [
     "accept_gaussian", "codebook_neighbors", "commit_kv", "commit_tokens", "couple_tokens", "draft_children",
     "draft_frontier", "draw_children", "draw_tokens", "expand_tree", "guided_probs", "neighborhood_sum",
-    "resample_gaussian", "sample_residual", "select_tree", "tree_attention", "tree_links", "tree_mask", "verify_chain",
-    "verify_greedy", "verify_logits", "verify_tree",
+    "resample_gaussian", "sample_residual", "select_tree", "tree_attention", "tree_from_mask", "tree_from_paths",
+    "tree_links", "tree_mask", "tree_paths", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
     "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DraftChildrenResult", "DraftFrontierResult",
     "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult",
     "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "TreeLinksResult", "VerifyChainResult",
     "VerifyGreedyResult", "VerifyResult",
-    "backends", "gumbel_noise", "ops", "philox_words",
+    "backends", "gumbel_noise", "ops", "philox_words", "tree_from_choices",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

@@ -12,12 +12,13 @@ Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
 PyTorch prefers a device's own key to the composite one. So where a kernel is missing the oracle answers, and nothing
 is chosen in Python on the ordinary path.
 
-Every op but codebook_neighbors, commit_kv, commit_tokens, tree_attention and tree_mask reports on each row or request
-in `status` (int32): 0 is ok, else the sum of the bits below.
+Every op but codebook_neighbors, commit_kv, commit_tokens, tree_attention, tree_mask and tree_paths reports on each row
+or request in `status` (int32): 0 is ok, else the sum of the bits below.
 
 An op that writes to arguments says so in its schema: Tensor(a!) and Tensor(a!)[]. Its meta and its outputs do not name
 them. Then torch.compile, fake tensors and the version counters of what is written work as for torch's own operations.
 """
+import operator
 import os
 import warnings
 from importlib import import_module
@@ -170,10 +171,28 @@ def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor, 
     return torch.full((B,), value, dtype=dtype, device=like.device)
 
 
-def check_count(name: str, value: int, minimum: int) -> None:
-    """Raise ValueError unless `value` is an integer and at least `minimum`."""
+def check_count(name: str, value: int, minimum: int) -> int:
+    """`value` as an integer. Raises ValueError unless it is one (of any type with __index__) and >= `minimum`."""
+    if not isinstance(value, (int, torch.SymInt)) and hasattr(value, "__index__") and not isinstance(value, Tensor):
+        value = operator.index(value)
     if not isinstance(value, (int, torch.SymInt)) or value < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+    return value
+
+
+def check_parents(parents: Tensor) -> Tensor:
+    """Parents (B, N) of int32 or int64 as contiguous int32; what does not fit stays out of range.
+
+    Raises:
+        ValueError: another dtype or shape, or N is 0
+    """
+    B, N = check_dims("parents", parents, "BN")
+    check("parents", parents, (torch.int32, torch.int64), B=B, N=N)
+    if N < 1:
+        raise ValueError(f"parents must have N >= 1, got shape ({B}, {N})")
+    if parents.dtype == torch.int64:
+        parents = parents.clamp(-3, N).int()
+    return parents.contiguous()
 
 
 def check_dims(name: str, tensor: Tensor, letters: str) -> torch.Size:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_TREE, check, check_dims, define
+from ._dispatch import INVALID_TREE, check_parents, define
 
 
 class TreeLinksResult(NamedTuple):
@@ -25,7 +25,7 @@ def tree_links(parents: Tensor, *, backend: str | None = None) -> TreeLinksResul
     unused, and so are its descendants.
 
     Args:
-        parents:       (B, N)    int32   -1 for the root, -2 for unused slots, else a node before this one
+        parents:       (B, N)    int32 or int64   -1 for the root, -2 for unused slots, else a node before this one
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -42,7 +42,7 @@ def tree_links(parents: Tensor, *, backend: str | None = None) -> TreeLinksResul
     Example:
         >>> import torch
         >>> from specvis_kernels import tree_links
-        >>> parents = torch.tensor([[-1, 0, 0, 1]], dtype=torch.int32)   # 0 -> 1, 2 and 1 -> 3
+        >>> parents = torch.tensor([[-1, 0, 0, 1]])    # 0 -> 1, 2 and 1 -> 3
         >>> links = tree_links(parents)
         >>> links.depth
         tensor([[0, 1, 1, 2]], dtype=torch.int32)
@@ -53,11 +53,7 @@ def tree_links(parents: Tensor, *, backend: str | None = None) -> TreeLinksResul
         >>> links.ancestors[0, 3].item() == 0b1011                       # nodes 3, 1 and 0
         True
     """
-    B, N = check_dims("parents", parents, "BN")
-    check("parents", parents, torch.int32, B=B, N=N)
-    if N < 1:
-        raise ValueError(f"parents must have N >= 1, got shape ({B}, {N})")
-    return _call(backend, parents.contiguous())
+    return _call(backend, check_parents(parents))
 
 
 def _oracle(parents):

@@ -38,6 +38,7 @@ KERNELS = {  # op -> every backend it has, on a machine that has everything
     "tree_attention": {"oracle", "cpu", "triton"},
     "tree_links": {"oracle", "cpu", "triton", *CUDA},
     "tree_mask": {"oracle", "cpu", "triton", *CUDA},
+    "tree_paths": {"oracle", "cpu"},
     "verify_chain": {"oracle", "cpu", "triton", *CUDA},
     "verify_greedy": {"oracle", "cpu", "triton", *CUDA},
     "verify_logits": {"oracle", "cpu", "triton", *CUDA},

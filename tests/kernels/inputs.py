@@ -625,6 +625,14 @@ def tree_links(B, N):
     return (parents.to(DEVICE, torch.int32),), {}
 
 
+CASES["tree_paths"] = [(1, 1, 0), (2, 7, 2), (3, 20, 19), (2, 130, 4)]
+
+
+def tree_paths(B, N, max_depth):
+    (parents,), _ = tree_links(B, N)
+    return (parents, max_depth), {}
+
+
 def ancestors_of(parents):
     """(B, N, W) words of bits of trees whose nodes from the second on have these parents (B, N - 1), or -2."""
     B, N = parents.shape[0], parents.shape[1] + 1
