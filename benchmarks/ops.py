@@ -103,6 +103,12 @@ ROWS = {
          (8, 60, 12, 12, 64, {"columns": 640, "lengths": [325], "dtype": torch.bfloat16})],
         lambda B, N, H, Hkv, D, options: 2 * B * ((options["lengths"][0] + N) * 2 * Hkv + 2 * N * H) * D
         * options.get("dtype", torch.float32).itemsize),
+    "tree_from_mask": (
+        [(B, 60) for B in (1, 8, 64)],
+        lambda B, N: B * N * (N + 4)),
+    "tree_from_paths": (
+        [(B, 30, 6, 60) for B in (1, 8, 64)],
+        lambda B, L, D, N: B * (L * D * 8 + N * 4)),
     "tree_links": (
         [(B, 60) for B in (1, 8, 64)],
         lambda B, N: B * N * (4 + 8 + 12)),

@@ -522,6 +522,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree(const Tensor& tokens,   /
   return {node_tokens, node_parents, source, status};
 }
 
+Tensor tree_from_mask(const Tensor& mask) {  // (B, N, N)
+  const int64_t B = mask.size(0), N = mask.size(1);
+  const Device device(mask);
+  Tensor parents = torch::stable::new_empty(mask, {B, N}, ScalarType::Int);
+  specvis::TreeFromMask batch = {};
+  batch.B = B;
+  batch.N = N;
+  batch.mask = mask.const_data_ptr<bool>();
+  batch.parents = parents.mutable_data_ptr<int32_t>();
+  check(specvis::tree_from_mask_cuda(batch, device.stream()));
+  return parents;
+}
+
+Tensor tree_from_paths(const Tensor& paths,  // (B, L, D)
+                       int64_t num_nodes) {
+  const int64_t B = paths.size(0);
+  const Device device(paths);
+  Tensor parents = torch::stable::new_empty(paths, {B, num_nodes}, ScalarType::Int);
+  specvis::TreeFromPaths batch = {};
+  batch.B = B;
+  batch.L = paths.size(1);
+  batch.D = paths.size(2);
+  batch.N = num_nodes;
+  batch.paths = paths.const_data_ptr<int64_t>();
+  batch.parents = parents.mutable_data_ptr<int32_t>();
+  check(specvis::tree_from_paths_cuda(batch, device.stream()));
+  return parents;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links(const Tensor& parents) {  // (B, N)
   const int64_t B = parents.size(0), N = parents.size(1);
   const Device device(parents);
@@ -571,6 +600,25 @@ Tensor tree_mask(const Tensor& ancestors,               // (B, N, W)
   batch.mask = mask.mutable_data_ptr();
   check(specvis::tree_mask_cuda(batch, device.stream()));
   return mask;
+}
+
+Tensor tree_paths(const Tensor& parents,  // (B, N)
+                  int64_t max_depth) {
+  const int64_t B = parents.size(0), N = parents.size(1);
+  const Device device(parents);
+  const auto links = tree_links(parents);
+  Tensor paths = torch::stable::new_empty(parents, {B, N, max_depth + 1}, ScalarType::Long);
+  specvis::TreePaths batch = {};
+  batch.B = B;
+  batch.N = N;
+  batch.max_depth = max_depth;
+  batch.parents = parents.const_data_ptr<int32_t>();
+  batch.ancestors = std::get<0>(links).const_data_ptr<int64_t>();
+  batch.depth = std::get<1>(links).const_data_ptr<int32_t>();
+  batch.first_child = std::get<2>(links).const_data_ptr<int32_t>();
+  batch.paths = paths.mutable_data_ptr<int64_t>();
+  check(specvis::tree_paths_cuda(batch, device.stream()));
+  return paths;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> verify_chain(const Tensor& target_probs,                 // (T, V)
@@ -723,8 +771,11 @@ STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
   m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum));
   m.impl("sample_residual", TORCH_BOX(&sample_residual));
   m.impl("select_tree", TORCH_BOX(&select_tree));
+  m.impl("tree_from_mask", TORCH_BOX(&tree_from_mask));
+  m.impl("tree_from_paths", TORCH_BOX(&tree_from_paths));
   m.impl("tree_links", TORCH_BOX(&tree_links));
   m.impl("tree_mask", TORCH_BOX(&tree_mask));
+  m.impl("tree_paths", TORCH_BOX(&tree_paths));
   m.impl("verify_chain", TORCH_BOX(&verify_chain));
   m.impl("verify_greedy", TORCH_BOX(&verify_greedy));
   m.impl("verify_logits", TORCH_BOX(&verify_logits));

@@ -173,6 +173,20 @@ struct SelectTree {
 };
 cudaError_t select_tree_cuda(const SelectTree& batch, cudaStream_t stream);
 
+struct TreeFromMask {
+  int64_t B, N;
+  const bool* mask;  // (B, N, N)
+  int32_t* parents;  // (B, N)
+};
+cudaError_t tree_from_mask_cuda(const TreeFromMask& batch, cudaStream_t stream);
+
+struct TreeFromPaths {
+  int64_t B, L, D, N;
+  const int64_t* paths;  // (B, L, D)
+  int32_t* parents;      // (B, N)
+};
+cudaError_t tree_from_paths_cuda(const TreeFromPaths& batch, cudaStream_t stream);
+
 struct TreeLinks {
   int64_t B, N;
   const int32_t* parents;                       // (B, N)
@@ -195,6 +209,15 @@ struct TreeMask {
   void* mask;        // (B, N, columns), or bits (B, ceil(N * row_bits / 8))
 };
 cudaError_t tree_mask_cuda(const TreeMask& batch, cudaStream_t stream);
+
+struct TreePaths {
+  int64_t B, N, max_depth;
+  const int32_t* parents;              // (B, N)
+  const int64_t* ancestors;            // (B, N, ceil(N / 64)) from tree_links, as what follows
+  const int32_t *depth, *first_child;  // (B, N)
+  int64_t* paths;                      // (B, N, max_depth + 1)
+};
+cudaError_t tree_paths_cuda(const TreePaths& batch, cudaStream_t stream);
 
 struct VerifyGreedy {
   int64_t B, N, max_depth;       // max_depth is P below

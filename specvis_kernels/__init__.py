@@ -26,7 +26,9 @@ from .resample_gaussian import ResampleGaussianResult, resample_gaussian
 from .sample_residual import SampleResidualResult, sample_residual
 from .select_tree import SelectTreeResult, select_tree
 from .tree_attention import tree_attention
-from .tree_formats import tree_from_choices, tree_from_mask, tree_from_paths
+from .tree_from_choices import tree_from_choices
+from .tree_from_mask import tree_from_mask
+from .tree_from_paths import tree_from_paths
 from .tree_links import TreeLinksResult, tree_links
 from .tree_mask import tree_mask
 from .tree_paths import tree_paths

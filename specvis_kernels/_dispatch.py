@@ -12,8 +12,8 @@ Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
 PyTorch prefers a device's own key to the composite one. So where a kernel is missing the oracle answers, and nothing
 is chosen in Python on the ordinary path.
 
-Every op but codebook_neighbors, commit_kv, commit_tokens, tree_attention, tree_mask and tree_paths reports on each row
-or request in `status` (int32): 0 is ok, else the sum of the bits below.
+Most ops report on each row or request in `status` (int32): 0 is ok, else the sum of the bits below. These do not:
+codebook_neighbors, commit_kv, commit_tokens, tree_attention, tree_from_mask, tree_from_paths, tree_mask, tree_paths.
 
 An op that writes to arguments says so in its schema: Tensor(a!) and Tensor(a!)[]. Its meta and its outputs do not name
 them. Then torch.compile, fake tensors and the version counters of what is written work as for torch's own operations.

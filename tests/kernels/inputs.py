@@ -625,6 +625,31 @@ def tree_links(B, N):
     return (parents.to(DEVICE, torch.int32),), {}
 
 
+CASES["tree_from_mask"] = [(1, 1), (2, 7), (3, 20), (2, 130)]
+
+
+def tree_from_mask(B, N):
+    """Every third request has a node that sees what its parent does not."""
+    (parents,), _ = tree_links(B, N)
+    words = ancestors_of(parents[:, 1:].cpu().long() % N)
+    mask = (words.repeat_interleave(64, 2) >> torch.arange(64).repeat(words.shape[2]) & 1)[..., :N] == 1
+    mask[2::3, N - 1, N // 3] ^= True
+    return (mask.to(DEVICE),), {}
+
+
+CASES["tree_from_paths"] = [(1, 1, 1, 1), (2, 5, 4, 7), (3, 9, 3, 20), (2, 70, 7, 130)]
+
+
+def tree_from_paths(B, L, D, N):
+    """Random rows, each from the root on; many nodes have two parents. Every third request has a node too many."""
+    g = torch.Generator().manual_seed(B + L + D + N)
+    paths = torch.randint(-N // 2, N, (B, L, D), generator=g).clamp(min=-2)
+    paths = torch.where(paths == 0, -1, paths)
+    paths[:, :, :1] = 0
+    paths[2::3, L // 2, D - 1] = N
+    return (paths.to(DEVICE), N), {}
+
+
 CASES["tree_paths"] = [(1, 1, 0), (2, 7, 2), (3, 20, 19), (2, 130, 4)]
 
 

@@ -65,6 +65,15 @@ def test_an_invalid_parent_is_reported_and_not_followed(backend, parents, depth,
 
 
 @BACKENDS
+def test_int64_parents(backend):
+    """torch's own integers; what does not fit into int32 stays out of range."""
+    tree, *bad = [-1, 0, 1, 0], [-1, 0, 2**32 + 1, 0], [-1, 0, -2**32 + 1, 0], [2**32 - 1, 0, 0, 0]
+    got = tree_links(torch.tensor([tree, *bad], device=DEVICE), backend=backend)
+    assert got.depth[0].tolist() == [0, 1, 2, 1] and got.status.tolist() == [0] + [INVALID_TREE] * 3
+    assert (got.depth[1:, 2] == -1).all()
+
+
+@BACKENDS
 def test_one_node(backend):
     assert links([-1], backend=backend) == ([[[1]]], [[0]], [[-1]], [[-1]], [0])
     assert links([0], backend=backend) == ([[[0]]], [[-1]], [[-1]], [[-1]], [INVALID_TREE])
@@ -130,7 +139,7 @@ def test_the_links_say_what_the_parents_said(backend, N):
 
 @pytest.mark.parametrize("arguments, message", [
     ({"parents": torch.zeros(2, 3, 4)}, r"parents must have 2 dimensions \(B, N\), got shape \(2, 3, 4\)"),
-    ({"parents": torch.zeros(2, 3)}, r"parents must be int32 \(B=2, N=3\), got float32 \(2, 3\)"),
+    ({"parents": torch.zeros(2, 3)}, r"parents must be int32 or int64 \(B=2, N=3\), got float32 \(2, 3\)"),
     ({"parents": torch.zeros(2, 0, dtype=torch.int32)}, r"parents must have N >= 1, got shape \(2, 0\)"),
     ({"parents": [-1, 0]}, "parents must be a tensor, got list"),
     ({"parents": torch.zeros(2, 3, dtype=torch.int32), "backend": "fast"},

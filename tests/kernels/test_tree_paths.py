@@ -17,9 +17,8 @@ def paths(*parents, max_depth=None, backend=None, dtype=torch.int32):
 @BACKENDS
 def test_by_hand(backend):
     """0 -> 1, 2, 5; 1 -> 3; 2 -> 4; 3 -> 6: by their indices the leaves are 4, 5, 6, by their paths 6, 4, 5."""
-    _ = -1
     assert paths([-1, 0, 0, 1, 2, 0, 3], max_depth=3, backend=backend) == [[
-        [0, 1, 3, 6], [0, 2, 4, _], [0, 5, _, _], *[[_] * 4] * 4]]
+        [0, 1, 3, 6], [0, 2, 4, -1], [0, 5, -1, -1], *[[-1] * 4] * 4]]
 
 
 @BACKENDS

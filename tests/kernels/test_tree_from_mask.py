@@ -1,0 +1,65 @@
+"""tree_from_mask on trees small enough to check by hand, and the way back from tree_mask."""
+import random
+
+import pytest
+import torch
+
+from specvis_kernels import INVALID_TREE, backends, tree_from_mask, tree_links, tree_mask
+from tests.kernels.inputs import DEVICE
+
+BACKENDS = pytest.mark.parametrize("backend", backends("tree_from_mask", DEVICE))
+
+
+def parents(rows, backend):
+    """Of a mask whose rows are strings, x where a node is seen."""
+    return tree_from_mask(torch.tensor([[c == "x" for c in row] for row in rows.split()], device=DEVICE),
+                          backend=backend)
+
+
+@BACKENDS
+def test_by_hand(backend):
+    """The diagonal may be missing; who sees no other node is unused, but for the root."""
+    assert parents("x.... xx... x.x.. xx.x. ....x", backend).tolist() == [[-1, 0, 0, 1, -2]]
+    assert parents("..... x.... x.... xx... .....", backend).tolist() == [[-1, 0, 0, 1, -2]]
+    assert parents(".", backend).tolist() == [[-1]]
+
+
+@BACKENDS
+@pytest.mark.parametrize("rows, expected", [
+    ("x... xx.. x.x. xxxx", [-1, 0, 0, 4]),   # causal: sees its parent's sibling
+    ("x... xx.. x.x. .x.x", [-1, 0, 0, 4]),   # does not see its parent's parent
+    ("x... .x.. .xx. .x.x", [-1, -2, 1, 1]),  # below a node that is not used
+    ("xxxx .xxx ..xx ...x", [4, 4, 4, -2]),   # transposed
+    ("x... xxx. x.x. x..x", [-1, 4, 0, 0]),   # sees a later node
+])
+def test_what_is_no_tree_is_reported_by_tree_links(backend, rows, expected):
+    got = parents(rows, backend)
+    assert got.tolist() == [expected] and tree_links(got).status.tolist() == [INVALID_TREE]
+
+
+@BACKENDS
+@pytest.mark.parametrize("N, reach", [(1, 1), (59, 9), (60, 60), (65, 20), (130, 130)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.int64])
+def test_there_and_back(backend, N, reach, dtype):
+    """Random trees, three a batch, with unused leaves."""
+    rng = random.Random(N + reach)
+    trees = [[-1] + [rng.randrange(max(0, n - reach), n) for n in range(1, N)] for _ in range(3)]
+    for n in rng.sample(range(N), N // 4):
+        if n > 0 and n not in trees[1]:
+            trees[1][n] = -2
+    expected = torch.tensor(trees, dtype=torch.int32, device=DEVICE)
+    mask = tree_mask(tree_links(expected).ancestors).to(dtype)
+    assert torch.equal(tree_from_mask(mask, backend=backend), expected)
+    assert torch.equal(tree_from_mask(mask[1], backend=backend), expected[1:2])
+    assert torch.equal(tree_from_mask(mask[:, None], backend=backend), expected)  # (B, 1, N, N), as EAGLE's
+
+
+@pytest.mark.parametrize("mask, message", [
+    ([[1]], "mask must be a tensor, got list"),
+    (torch.zeros(2), r"mask must have 3 dimensions \(B, N, N\), got shape \(2,\)"),
+    (torch.zeros(2, 3), r"mask must be \(.., N, N\) with N >= 1, got shape \(1, 2, 3\)"),
+    (torch.zeros(2, 0, 0), r"mask must be \(.., N, N\) with N >= 1, got shape \(2, 0, 0\)"),
+])
+def test_says_which_argument_is_wrong(mask, message):
+    with pytest.raises(ValueError, match=message):
+        tree_from_mask(mask)
