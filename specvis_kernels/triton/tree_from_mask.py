@@ -38,7 +38,8 @@ def tree_from_mask_kernel(
 def tree_from_mask(mask):
     B, N, _ = mask.shape
     parents = mask.new_empty((B, N), dtype=torch.int32)
-    block = min(triton.next_power_of_2(N), 64)
+    columns = min(triton.next_power_of_2(N), 64)
+    rows = min(columns, 16)
     if B > 0:
-        tree_from_mask_kernel[(B, triton.cdiv(N, block))](mask, parents, N, BLOCK_N=block, BLOCK_C=block)
+        tree_from_mask_kernel[(B, triton.cdiv(N, rows))](mask, parents, N, BLOCK_N=rows, BLOCK_C=columns)
     return parents

@@ -65,5 +65,6 @@ def tree_paths(parents, max_depth):
     block = min(triton.next_power_of_2(N), 64)
     if B > 0:
         tree_paths_kernel[(B, triton.cdiv(N, block))](
-            parents, ancestors, depth, first_child, paths, N, ancestors.shape[2], max_depth, BLOCK=block)
+            parents, ancestors, depth, first_child, paths, N, ancestors.shape[2], max_depth, BLOCK=block,
+            num_warps=8)
     return paths
