@@ -1,4 +1,8 @@
-"""Fused kernels for speculative decoding of visual autoregressive models: tensors in, tensors out."""
+"""Fused kernels for speculative decoding of visual autoregressive models: tensors in, tensors out.
+
+`ops()` lists the ops, `help(op)` explains one. Ops report invalid values in `status` and raise nothing about them:
+`check_status` does. With SPECVIS_CHECK=1 in the environment it is called after every op, at the price of a host read.
+"""
 from ._dispatch import (
     EMPTY_RESIDUAL,
     INVALID_DRAFT,
@@ -10,6 +14,7 @@ from ._dispatch import (
     ops,
 )
 from .accept_gaussian import AcceptGaussianResult, accept_gaussian
+from .check_status import StatusError, check_status
 from .codebook_neighbors import codebook_neighbors
 from .commit_kv import commit_kv
 from .commit_tokens import CommitTokensResult, commit_tokens
@@ -45,8 +50,8 @@ __all__ = [
     "tree_links", "tree_mask", "tree_paths", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
     "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DraftChildrenResult", "DraftFrontierResult",
     "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult",
-    "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "TreeLinksResult", "VerifyChainResult",
-    "VerifyGreedyResult", "VerifyResult",
-    "backends", "gumbel_noise", "ops", "philox_words", "tree_from_choices",
+    "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError", "TreeLinksResult",
+    "VerifyChainResult", "VerifyGreedyResult", "VerifyResult",
+    "backends", "check_status", "gumbel_noise", "ops", "philox_words", "tree_from_choices",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

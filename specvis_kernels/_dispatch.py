@@ -39,6 +39,7 @@ OUT_OF_TRIES = 16   # no try for a continuous token was accepted: the target's o
 INVALID_DRAFT = 32  # the row that drafts were drawn from holds NaN, a negative number, a number above 2, or no mass
 
 NAMESPACE = __package__
+CHECKS = os.environ.get("SPECVIS_CHECK") == "1"  # read once: whether every op ends with check_status()
 _library = torch.library.Library(NAMESPACE, "DEF")
 _kernels: dict[str, dict] = {}  # op name -> backend name -> callable
 
@@ -108,9 +109,14 @@ def define(schema: str, *, oracle, meta, result: type | None = None):
                              f"for {device} tensors here, got {backend!r}")
         return kernels[backend]
 
+    has_status = result is not None and result._fields[-1] == "status"
+
     def call(backend, *args):
         kernel = op if backend is None else forced(backend, args)
         outputs = kernel(*args)
+        if CHECKS and has_status:
+            from .check_status import check_unless_traced
+            check_unless_traced(outputs[-1], name)
         return outputs if result is None else result(*outputs)
 
     return call

@@ -1,0 +1,113 @@
+"""check_status, and SPECVIS_CHECK=1, which calls it after every op."""
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from specvis_kernels import (
+    EMPTY_RESIDUAL,
+    INVALID_DRAFT,
+    INVALID_ROW,
+    INVALID_RULE,
+    INVALID_TREE,
+    OUT_OF_TRIES,
+    StatusError,
+    _dispatch,
+    check_status,
+    guided_probs,
+    sample_residual,
+    tree_paths,
+    verify_tree,
+)
+from specvis_kernels.check_status import MEANINGS
+from tests.kernels.inputs import DEVICE
+
+NAMES = {INVALID_ROW: "INVALID_ROW", INVALID_TREE: "INVALID_TREE", INVALID_RULE: "INVALID_RULE",
+         INVALID_DRAFT: "INVALID_DRAFT"}
+
+
+def message(status, op=None):
+    with pytest.raises(StatusError) as error:
+        check_status(torch.tensor(status, dtype=torch.int32, device=DEVICE), op)
+    assert isinstance(error.value, ValueError) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("status", [0, EMPTY_RESIDUAL, OUT_OF_TRIES, EMPTY_RESIDUAL | OUT_OF_TRIES])
+def test_what_is_no_error(status):
+    check_status(torch.tensor([0, status], dtype=torch.int32, device=DEVICE))
+    check_status(torch.zeros(0, dtype=torch.int32, device=DEVICE))
+
+
+def test_each_bit_has_words():
+    assert {bit: name for bit, (name, _) in MEANINGS.items()} == NAMES
+    for bit, name in NAMES.items():
+        assert message([0, bit | EMPTY_RESIDUAL]).startswith(f"status: {name} at request 1 (")
+        assert [other in message([bit]) for other in NAMES.values()] == [other == name for other in NAMES.values()]
+
+
+def test_which_requests():
+    assert message([2, 0, 2, 6], "verify_tree").startswith("verify_tree: INVALID_ROW at requests 0, 2, 3 (a row")
+    assert "; INVALID_TREE at request 3 (" in message([2, 0, 2, 6])
+    assert "at requests 0, 1, 2, 3 and 5 more (" in message([2] * 9)
+    assert "at requests (0, 1), (1, 0) (after guidance" in message([[0, 2], [2, 0]], "guided_probs")
+
+
+def test_the_usual_mistakes():
+    """Logits where probabilities belong, and tokens padded by -1."""
+    logits = torch.tensor([[[1.0, -2.0], [0.5, 3.0]]], device=DEVICE)
+    tree = [torch.tensor([row], dtype=torch.int32, device=DEVICE) for row in ([1, -1], [-1, -1])]
+    uniforms, tokens = torch.zeros(1, 2, device=DEVICE), torch.tensor([[0, -1]], device=DEVICE)
+    settings = dict(guidance=1.0, temperature=1.0, top_k=0, top_p=1.0)
+    with pytest.raises(StatusError, match="INVALID_ROW at request 0 .*are they logits rather than probabilities"):
+        check_status(verify_tree(logits, tokens, *tree, uniforms, max_depth=1).status)
+    with pytest.raises(StatusError, match="INVALID_TREE at request 0 .*is a token of -1 there as padding"):
+        check_status(verify_tree(logits.softmax(-1), tokens, *tree, uniforms, max_depth=1).status)
+    masked = torch.tensor([0.0, -torch.inf], device=DEVICE).expand(1, 2, 2)
+    with pytest.raises(StatusError, match=r"INVALID_ROW at requests \(0, 0\), \(0, 1\) .*in uncond alone"):
+        check_status(guided_probs(logits, masked, **settings).status, "guided_probs")
+
+
+@pytest.mark.parametrize("status", [torch.zeros(2, dtype=torch.int64), torch.zeros(2), [0]])
+def test_says_what_status_must_be(status):
+    with pytest.raises(ValueError, match="status must be int32"):
+        check_status(status)
+
+
+def sample(rows):
+    return sample_residual(rows, None, torch.full((2,), 0.5, device=DEVICE))
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    monkeypatch.setattr(_dispatch, "CHECKS", True)
+
+
+def test_every_op_can_check_itself(checks):
+    sample(torch.full((2, 3), 0.25, device=DEVICE))
+    tree_paths(torch.tensor([[-1, 5]], device=DEVICE))  # has no status
+    with pytest.raises(StatusError, match="sample_residual: INVALID_ROW at requests 0, 1"):
+        sample(torch.full((2, 3), -1.0, device=DEVICE))
+
+
+def test_nothing_is_checked_where_there_are_no_values(checks):
+    torch._dynamo.reset()
+    bad = torch.full((2, 3), -1.0, device=DEVICE)
+    assert torch.compile(sample, backend="aot_eager", fullgraph=True)(bad).status.tolist() == [2, 2]
+    assert make_fx(sample)(bad)(bad).status.tolist() == [2, 2]
+    assert torch.func.vmap(sample)(bad[None]).status.tolist() == [[2, 2]]
+    with FakeTensorMode() as mode:
+        assert sample(mode.from_tensor(bad)).status.shape == (2,)
+
+
+def test_the_environment_asks_for_it():
+    """SPECVIS_CHECK is read when the package is imported."""
+    program = "import specvis_kernels._dispatch as d; print(d.CHECKS)"
+    for value, expected in (("1", "True"), ("0", "False")):
+        run = subprocess.run([sys.executable, "-c", program], env=os.environ | {"SPECVIS_CHECK": value},
+                             capture_output=True, text=True)
+        assert run.stdout.strip() == expected, run.stderr
