@@ -23,6 +23,7 @@ import os
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
+from numbers import Integral, Real
 from pathlib import Path
 
 import torch
@@ -159,22 +160,33 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
         raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")
 
 
-def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor, B: int) -> Tensor:
-    """A setting of each request, as a contiguous tensor (B,): `value` itself, or one number for all of them.
+def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor, **sizes: int) -> Tensor:
+    """A setting as a contiguous tensor of these sizes: `value` itself, or one number (one bool) for all of them.
 
     Raises:
-        ValueError: a tensor of another dtype, shape or device, or not a number; an integer where dtype is one
+        ValueError: a tensor of another dtype, shape or device, or not a number; an integer or a bool where dtype is one
     """
     if isinstance(value, Tensor):
-        check(name, value, dtype, like=like, B=B)
+        check(name, value, dtype, like=like, **sizes)
         return value.contiguous()
-    kinds = (int, torch.SymInt) if dtype == torch.int32 else (int, float, torch.SymInt, torch.SymFloat)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        kind = "an integer" if dtype == torch.int32 else "a number"
-        raise ValueError(f"{name} must be {str(dtype)[6:]} (B={B}) or {kind}, got {value!r}")
+    kinds, kind = {
+        torch.bool: (bool, "a bool"),
+        torch.int32: ((int, torch.SymInt, Integral), "an integer"),
+    }.get(dtype, ((int, float, torch.SymInt, torch.SymFloat, Real), "a number"))
+    if not isinstance(value, kinds) or (isinstance(value, bool) and dtype != torch.bool):
+        wanted = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
+        raise ValueError(f"{name} must be {str(dtype)[6:]} ({wanted}) or {kind}, got {value!r}")
     if dtype == torch.int32 and not -2**31 <= value < 2**31:
         raise ValueError(f"{name} must fit into int32, got {value}")
-    return torch.full((B,), value, dtype=dtype, device=like.device)
+    return torch.full(tuple(sizes.values()), value, dtype=dtype, device=like.device)
+
+
+def check_together(**arguments: object) -> None:
+    """Raise ValueError, with the names of those that are missing, if some of the arguments are None but not all."""
+    missing = [name for name, value in arguments.items() if value is None]
+    if 0 < len(missing) < len(arguments):
+        raise ValueError(f"{' and '.join(arguments)} must be given together, but {' and '.join(missing)} "
+                         f"{'is' if len(missing) == 1 else 'are'} missing")
 
 
 def check_count(name: str, value: int, minimum: int) -> int:

@@ -1,4 +1,5 @@
 """What guidance, temperature, top-k and top-p make of logits: for guided_probs, draw_tokens and verify_logits."""
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -37,13 +38,18 @@ def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N") -> tup
     return logits.contiguous(), uncond
 
 
-def check_settings(guidance: Tensor | float, temperature: Tensor | float, top_k: Tensor | int, top_p: Tensor | float,
-                   like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Raise ValueError unless each is a tensor (B,) or one number for all requests; returns the tensors."""
+def check_settings(guidance: Tensor | float | None, temperature: Tensor | float, top_k: Tensor | int,
+                   top_p: Tensor | float, like: Tensor, uncond: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Raise ValueError unless each is a tensor (B,) or one number for all requests; returns the tensors.
+
+    Without `uncond` the guidance may be None, because no kernel looks at it then.
+    """
     B = like.shape[0]
-    return (setting("guidance", guidance, torch.float32, like, B),
-            setting("temperature", temperature, torch.float32, like, B),
-            setting("top_k", top_k, torch.int32, like, B), setting("top_p", top_p, torch.float32, like, B))
+    if guidance is None and uncond is None:
+        guidance = 1.0
+    return (setting("guidance", guidance, torch.float32, like, B=B),
+            setting("temperature", temperature, torch.float32, like, B=B),
+            setting("top_k", top_k, torch.int32, like, B=B), setting("top_p", top_p, torch.float32, like, B=B))
 
 
 def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str, like: Tensor,
@@ -60,7 +66,9 @@ def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str, like:
     if isinstance(id_range, Tensor):
         check("id_range", id_range, torch.int64, like=like, **{"B": B, nodes: N, "bounds": 2})
         return id_range.contiguous(), 0, V
-    if (not isinstance(id_range, (tuple, list)) or len(id_range) != 2
+    if isinstance(id_range, (tuple, list)):
+        id_range = tuple(i.__index__() if isinstance(i, Integral) else i for i in id_range)  # NumPy's integers too
+    if (not isinstance(id_range, tuple) or len(id_range) != 2
             or not all(isinstance(i, (int, torch.SymInt)) for i in id_range)
             or not 0 <= id_range[0] < id_range[1] <= V):
         raise ValueError(f"id_range must be int64 (B={B}, {nodes}={N}, bounds=2), or two integers with "

@@ -1,4 +1,6 @@
 """codebook_neighbors: which codes look alike, computed once when a model is loaded."""
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ LARGEST = 2**63 - 1
 
 
 def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normalize: bool = False,
-                       seed: int = 0, backend: str | None = None) -> Tensor:
+                       seed: int = 0, size: int | None = None, backend: str | None = None) -> Tensor:
     """Find the k nearest other codes of every code, nearest first.
 
     Squared distances are computed in float64 and rounded to 2**-40 of the largest possible distance. So codes at
@@ -23,15 +25,18 @@ def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normaliz
         k:          how many neighbors, 1 <= k < V
         metric:     "l2": the Euclidean distance; "cosine": the angle, where a zero row is at a right angle to all;
                     "random": k codes without replacement, in random order, for ablations
-        normalize:  scale rows to length 1 first, as LlamaGen's tokenizer does with its codebook
+        normalize:  scale rows to length 1 first, as LlamaGen's tokenizer does before it looks a code up. LANTERN's
+                    own tables are of the raw embedding: False, although its tokenizer is LlamaGen's
         seed:       the seed of metric "random"
+        size:       how many codes the codebook must have, the size of the image vocabulary: then a transposed
+                    codebook is refused. None: any number
         backend:    None or "oracle"; there is no other
 
     Returns:
         neighbors:  (V, k) uint16, or int32 if V > 65536
 
     Raises:
-        ValueError: a dtype, shape, metric or k other than the above
+        ValueError: a dtype, shape, metric or k other than the above, or V is not `size`
 
     Example:
         >>> import torch
@@ -45,11 +50,14 @@ def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normaliz
     """
     V, D = check_dims("codebook", codebook, "VD")
     check("codebook", codebook, (torch.float64, torch.float32, torch.float16, torch.bfloat16), V=V, D=D)
+    if size is not None and size != V:
+        raise ValueError(f"codebook must have one code a row, size={size} rows, got shape ({V}, {D})"
+                         + (": it is transposed" if size == D else ""))
     if metric not in METRICS:
         raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
-    if not isinstance(k, int) or not 1 <= k < V:
+    if not isinstance(k, Integral) or not 1 <= k < V:
         raise ValueError(f"k must be an integer of at least 1 and less than V={V}, got {k!r}")
-    return _call(backend, codebook.detach().contiguous(), k, metric, normalize, seed)
+    return _call(backend, codebook.detach().contiguous(), int(k), metric, normalize, seed)
 
 
 def _oracle(codebook, k, metric, normalize, seed):

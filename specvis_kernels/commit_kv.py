@@ -28,7 +28,8 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
     Args:
         caches:          written to: a tensor or a list of tensors of one shape and dtype, contiguous, with 1, 2, 4 or 8
                          bytes an element, no two in the same memory. (layers, R, T, 2, H, D) has row_dim 1 and
-                         column_dim 2, a list of (R, H, T, D) has row_dim 0 and column_dim 2
+                         column_dim 2, a list of (R, H, T, D), as transformers has it, has row_dim 0
+                         and column_dim 2; the defaults are for (R, T, Hkv, D), as tree_attention reads it
         accepted_nodes:  (B, P) int32   of each request, from the root down, without the root; as verify_tree gives them
         num_accepted:    (B,)   int32   how many there are; what stands behind them is not looked at
         lengths:         (B,)   int64   how many columns are committed: the root's new column

@@ -13,7 +13,9 @@ from ._dispatch import (
     INVALID_TREE,
     check,
     check_dims,
+    check_together,
     define,
+    setting,
 )
 from ._numbers import draw, to_fixed_point
 from .neighborhood_sum import check_neighbors
@@ -29,9 +31,10 @@ class CoupleTokensResult(NamedTuple):
 
 
 def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms: Tensor, *,
-                  omega: Tensor | None = None, neighbors: Tensor | None = None, delta: Tensor | None = None,
-                  cutoff: str = "tvd", offset: int = 0, groups: Tensor | None = None, residual: str = "optimal",
-                  backend: str | None = None) -> CoupleTokensResult:
+                  omega: Tensor | float | None = None, neighbors: Tensor | None = None,
+                  delta: Tensor | float | None = None, cutoff: str = "tvd", offset: int = 0,
+                  groups: Tensor | None = None, residual: str = "optimal", backend: str | None = None
+                  ) -> CoupleTokensResult:
     """Turn guesses that were drawn from Q into draws from P, and keep as many of them as that allows.
 
     Every position is treated alone, all at once. P is its row of target_probs, Q the row of draft_probs that its
@@ -66,9 +69,9 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         draft_probs:   (B, W, V) float32       Q, the distributions that they were drawn from
         tokens:        (B, W)    int64         the guesses
         uniforms:      (B, W, 2) float32       in [0, 1): the first decides, the second draws
-        omega:         (B, W)    float32       the factor on the accept test; None is 1
+        omega:         (B, W) float32 or a number   the factor on the accept test; None is 1
         neighbors:     (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
-        delta:         (B,)      float32       how much the cutoff allows
+        delta:         (B,) float32 or a number   how much the cutoff allows
         cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
         groups:        (B, W, k) int64         the ids that count with each guess, distinct. -1 pads: ids outside
@@ -118,16 +121,15 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
     check("tokens", tokens, torch.int64, like=like, B=B, W=W)
     check("uniforms", uniforms, torch.float32, like=like, B=B, W=W, uniforms=2)
     if omega is not None:
-        check("omega", omega, torch.float32, like=like, B=B, W=W)
+        omega = setting("omega", omega, torch.float32, like, B=B, W=W)
+    if delta is not None:
+        delta = setting("delta", delta, torch.float32, like, B=B)
     if residual not in RESIDUALS:
         raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
-    if (neighbors is None) != (delta is None):
-        raise ValueError("neighbors and delta must be given together")
+    check_together(neighbors=neighbors, delta=delta)
     check_neighbors(neighbors, cutoff, offset, V, like=like)
-    if neighbors is not None:
-        check("delta", delta, torch.float32, like=like, B=B)
-        if residual == "released" and neighbors.shape[1] < 2:
-            raise ValueError("neighbors must have at least two columns under 'released', got one")
+    if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:
+        raise ValueError("neighbors must have at least two columns under 'released', got one")
     if groups is not None:
         if neighbors is not None:
             raise ValueError("neighbors must be None with groups")

@@ -19,7 +19,7 @@ class DraftChildrenResult(NamedTuple):
     status: Tensor  # (B, F)    int32
 
 
-def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | None, guidance: Tensor | float,
+def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | None, guidance: Tensor | float | None,
                    temperature: Tensor | float, top_k: Tensor | int, top_p: Tensor | float, *,
                    seeds: Tensor | None = None, positions: Tensor | None = None, num_children: int | None = None,
                    id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
@@ -42,7 +42,7 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         logits:        (B, F, V) float32, float16 or bfloat16   of the draft model after each of F nodes
         uncond:        (B, F, V) the same dtype                 without the condition; None: no guidance
         uniforms:      (B, F, K) float32   in [0, 1), one for each child; None: draw with the noise of `seeds`
-        guidance:      (B,) float32 or a number   these four as in `guided_probs`
+        guidance:      (B,) float32 or a number   these four as in `guided_probs`; None without `uncond`
         temperature:   (B,) float32 or a number
         top_k:         (B,) int32 or a number
         top_p:         (B,) float32 or a number
@@ -81,7 +81,7 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
     B, F, V = logits.shape
     if F < 1:
         raise ValueError(f"logits must have F >= 1, got shape ({B}, {F}, {V})")
-    settings = check_settings(guidance, temperature, top_k, top_p, like=logits)
+    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits, nodes="F")
     uniforms, *noise, num_children = check_draws(uniforms, seeds, positions, num_children, like=logits)
     return _call(backend, logits, uncond, uniforms, *settings, *noise, *ids, filters, num_children)

@@ -24,7 +24,7 @@ class DraftFrontierResult(NamedTuple):
 
 
 def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancestors: Tensor, candidates: Tensor,
-                   width: Tensor, depth: Tensor, guidance: Tensor | float, temperature: Tensor | float,
+                   width: Tensor, depth: Tensor, guidance: Tensor | float | None, temperature: Tensor | float,
                    top_k: Tensor | int, top_p: Tensor | float, *, num_children: int, level: int, first_node: int,
                    first_candidate: int, id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
                    backend: str | None = None) -> DraftFrontierResult:
@@ -51,7 +51,7 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         candidates:       (B, F)    int32     which candidate each node was; -1: the root, or not used
         width:            (B,)      int32     children per node and size of the next level; clamped to 1..K
         depth:            (B,)      int64     how many levels each request's tree has
-        guidance:         (B,) float32 or a number   these four as in `guided_probs`
+        guidance:         (B,) float32 or a number   these four as in `guided_probs`; None without `uncond`
         temperature:      (B,) float32 or a number
         top_k:            (B,) int32 or a number
         top_p:            (B,) float32 or a number
@@ -111,12 +111,12 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
     check("candidates", candidates, torch.int32, like=logits, B=B, F=F)
     check("width", width, torch.int32, like=logits, B=B)
     check("depth", depth, torch.int64, like=logits, B=B)
-    settings = check_settings(guidance, temperature, top_k, top_p, like=logits)
+    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits, nodes="F")
-    check_count("num_children", num_children, 1)
-    check_count("level", level, 1)
-    check_count("first_node", first_node, 1)
-    check_count("first_candidate", first_candidate, 0)
+    num_children = check_count("num_children", num_children, 1)
+    level = check_count("level", level, 1)
+    first_node = check_count("first_node", first_node, 1)
+    first_candidate = check_count("first_candidate", first_candidate, 0)
     if first_node + num_children > 64 * W:
         raise ValueError(f"ancestors must have words for first_node + num_children = {first_node + num_children} "
                          f"nodes, 64 each, got W={W}")

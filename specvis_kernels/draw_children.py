@@ -100,7 +100,7 @@ def check_draws(uniforms: Tensor | None, seeds: Tensor | None, positions: Tensor
         return uniforms.contiguous(), None, None, K
     check("seeds", seeds, torch.int64, like=like, B=B)
     check("positions", positions, torch.int64, like=like, B=B, F=F)
-    check_count("num_children", num_children, 1)
+    num_children = check_count("num_children", num_children, 1)
     return None, seeds.contiguous(), positions.contiguous(), num_children
 
 

@@ -17,7 +17,7 @@ class DrawTokensResult(NamedTuple):
     status: Tensor        # (B, N) int32
 
 
-def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float, temperature: Tensor | float,
+def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
                 top_k: Tensor | int, top_p: Tensor | float, seeds: Tensor, positions: Tensor, *,
                 id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
                 guesses: Tensor | None = None, ahead: int = 0, backend: str | None = None) -> DrawTokensResult:
@@ -45,7 +45,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float,
     Args:
         logits:       (B, N, V) float32, float16 or bfloat16   with the condition
         uncond:       (B, N, V) the same dtype                 without the condition; None: no guidance
-        guidance:     (B,) float32 or a number   s, the guidance scale; not used without `uncond`
+        guidance:     (B,) float32 or a number   s, the guidance scale; may be None without `uncond`
         temperature:  (B,) float32 or a number   >= 0
         top_k:        (B,) int32 or a number     off if <= 0 or at least the number of ids
         top_p:        (B,) float32 or a number   off if <= 0 or >= 1
@@ -82,14 +82,14 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float,
     B, N, V = logits.shape
     if N < 1:
         raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
-    settings = check_settings(guidance, temperature, top_k, top_p, like=logits)
+    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     check("seeds", seeds, torch.int64, like=logits, B=B)
     check("positions", positions, torch.int64, like=logits, B=B, N=N)
     ids = check_filters(id_range, filters, like=logits)
     if guesses is not None:
         check("guesses", guesses, torch.int64, like=logits, B=B, N=N)
         guesses = guesses.contiguous()
-    check_count("ahead", ahead, 0)
+    ahead = check_count("ahead", ahead, 0)
     return _call(backend, logits, uncond, *settings, seeds.contiguous(), positions.contiguous(), *ids, filters, guesses,
                  ahead)
 

@@ -15,7 +15,7 @@ class GuidedProbsResult(NamedTuple):
     status: Tensor  # (B, N)    int32
 
 
-def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float, temperature: Tensor | float,
+def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
                  top_k: Tensor | int, top_p: Tensor | float, *, id_range: Tensor | tuple[int, int] | None = None,
                  filters: str = "k_then_p", backend: str | None = None) -> GuidedProbsResult:
     """Compute the distribution of the next token: classifier-free guidance, temperature, top-k, top-p, softmax.
@@ -41,7 +41,7 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
     Args:
         logits:       (B, N, V) float32, float16 or bfloat16   with the condition
         uncond:       (B, N, V) the same dtype                 without the condition; None: no guidance
-        guidance:     (B,) float32 or a number   s, the guidance scale; not used without `uncond`
+        guidance:     (B,) float32 or a number   s, the guidance scale; may be None without `uncond`
         temperature:  (B,) float32 or a number   >= 0
         top_k:        (B,) int32 or a number     off if <= 0 or at least the number of ids
         top_p:        (B,) float32 or a number   off if <= 0 or >= 1
@@ -70,7 +70,7 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
         tensor([[[0.9500, 0.0500, 0.0000, 0.0000]]])
     """
     logits, uncond = check_logits(logits, uncond)
-    settings = check_settings(guidance, temperature, top_k, top_p, like=logits)
+    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     return _call(backend, logits, uncond, *settings, *check_filters(id_range, filters, like=logits), filters)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define
+from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define, setting
 from ._numbers import FIXED_BITS, FIXED_ONE, MAX_THRESHOLD, to_fixed_point
 
 CUTOFFS = ("tvd", "ratio", "jsd")
@@ -18,7 +18,7 @@ class NeighborhoodSumResult(NamedTuple):
     status: Tensor         # (R,) int32
 
 
-def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, *, cutoff: str = "tvd",
+def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor | float, *, cutoff: str = "tvd",
                      offset: int = 0, backend: str | None = None) -> NeighborhoodSumResult:
     """The relaxed mass of each token: its own probability plus that of its nearest neighbors in the codebook.
 
@@ -41,7 +41,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
         probs:      (R, V) float32          rows of probabilities, each of total 1
         tokens:     (R,)   int64            one token of each row; a token outside [0, V) is reported
         neighbors:  (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
-        delta:      (R,)   float32          how much the cutoff allows
+        delta:      (R,) float32 or a number   how much the cutoff allows
         cutoff:     the rule by which delta limits the sum: "tvd", "ratio" or "jsd"
         offset:     the token id of code 0; a token outside [offset, offset + C) has no neighbors
         backend:    None for the device's own kernel; a name from `backends()` to force one
@@ -70,7 +70,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
     check("probs", probs, torch.float32, R=R, V=V)
     check("tokens", tokens, torch.int64, like=probs, R=R)
     check_neighbors(neighbors, cutoff, offset, V, like=probs)
-    check("delta", delta, torch.float32, like=probs, R=R)
+    delta = setting("delta", delta, torch.float32, probs, R=R)
     tensors = [t.contiguous() for t in (probs, tokens, neighbors, delta)]
     return _call(backend, *tensors, cutoff, offset)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, check, check_dims, define
+from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, check, check_dims, define, setting
 from ._numbers import FIXED_ONE, draw, to_fixed_point
 
 
@@ -15,7 +15,7 @@ class SampleResidualResult(NamedTuple):
 
 
 def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor, *,
-                    omega: Tensor | None = None, backend: str | None = None) -> SampleResidualResult:
+                    omega: Tensor | float | None = None, backend: str | None = None) -> SampleResidualResult:
     """Draw one token per row from the residual max(P - Q, (1 - omega) P, 0), normalized.
 
     This is the rule `optimal` of verify_tree, for decoders that accept and reject in a loop of their own. Such a
@@ -23,7 +23,8 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
     token. For omega <= 1 what it emits is then distributed as P.
 
     Without draft_probs, and if the residual is empty, the token is drawn from P. Both rows are in fixed point,
-    floor(p * 2**42), and each is divided by its total. The draw is by inverse CDF in vocabulary order.
+    floor(p * 2**42), and each is divided by its total, so rows of another sum than 1 are renormalized. The draw is by
+    inverse CDF in vocabulary order.
 
     (Leviathan et al., arXiv:2211.17192, section 2.3; COOL-SD, arXiv:2601.09212.)
 
@@ -31,7 +32,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
         target_probs:  (R, V) float32          the target's distributions, P
         draft_probs:   (R, V) float32 or None  the distributions that the rejected tokens were drawn from, Q
         uniforms:      (R,)   float32          in [0, 1)
-        omega:         (R,)   float32          the factor on the accept test; None is 1
+        omega:         (R,) float32 or a number   the factor on the accept test; None is 1
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -61,7 +62,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
         check("draft_probs", draft_probs, torch.float32, like=target_probs, R=R, V=V)
     check("uniforms", uniforms, torch.float32, like=target_probs, R=R)
     if omega is not None:
-        check("omega", omega, torch.float32, like=target_probs, R=R)
+        omega = setting("omega", omega, torch.float32, target_probs, R=R)
     tensors = [None if t is None else t.contiguous() for t in (target_probs, draft_probs, uniforms, omega)]
     return _call(backend, *tensors)
 

@@ -63,7 +63,7 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
     check("parents", parents, torch.int32, like=tokens, B=B, M=M)
     check("root", root, torch.int64, like=tokens, B=B)
     check("size", size, torch.int32, like=tokens, B=B)
-    check_count("num_nodes", num_nodes, 1)
+    num_nodes = check_count("num_nodes", num_nodes, 1)
     return _call(backend, tokens.contiguous(), scores.contiguous(), parents.contiguous(), root.contiguous(),
                  size.contiguous(), num_nodes)
 

@@ -31,11 +31,14 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
 
     Args:
         q:          (R, N, H, D)    float32, float16 or bfloat16   D from 1 to 256
-        k_cache:    (R, T, Hkv, D)  as q   H is a multiple of Hkv; a view whose last dimension is contiguous is read
-                                           where it is, such as one of (R, T, 2, H, D)
+        k_cache:    (R, T, Hkv, D)  as q   H is a multiple of Hkv; columns come before heads. A view whose last
+                                           dimension is contiguous is read where it is, such as one of
+                                           (R, T, 2, H, D), or cache.transpose(1, 2) of (R, Hkv, T, D), as transformers
+                                           has it; so with q
         v_cache:    (R, T, Hkv, D)  as q
         lengths:    (B,) int64      how many columns come before the tree's; R is a multiple of B
-        ancestors:  (B, N, W) int64   words of bits, from `tree_links`: bit j % 64 of word j // 64 is node j
+        ancestors:  (B, N, W) int64   words of bits, from `tree_links` and not a mask of `tree_mask`: bit j % 64 of
+                                      word j // 64 is node j
         key_mask:   (R, S) bool     which of the first columns are seen, as of a condition's padding; None: all
         scale:      of the scores; None: D ** -0.5
         backend:    None for the device's own kernel; a name from `backends()` to force one

@@ -19,9 +19,12 @@ class TreeLinksResult(NamedTuple):
 def tree_links(parents: Tensor, *, backend: str | None = None) -> TreeLinksResult:
     """Find the ancestors, the depth, the first child and the next sibling of every node of a tree.
 
-    Node 0 is the root, parents precede their children, and siblings are in the order of their indices. A node's
-    ancestors are W words of bits: bit j % 64 of word j // 64 is set iff node j is the node itself or one of its
-    ancestors. An unused slot has no bits, depth -1 and no links. An invalid node is reported. It is treated as
+    Node 0 is the root, parents precede their children, and siblings are in the order of their indices. That is the
+    order in which verify_tree tries them, and sibling order is part of a relaxed method: number the children as the
+    draft ordered them. `tree_from_paths`, `tree_from_mask` and `tree_from_choices` make parents of other formats.
+
+    A node's ancestors are W words of bits: bit j % 64 of word j // 64 is set iff node j is the node itself or one of
+    its ancestors. An unused slot has no bits, depth -1 and no links. An invalid node is reported. It is treated as
     unused, and so are its descendants.
 
     Args:

@@ -60,8 +60,7 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
         start = start.long().contiguous()
     if columns is None and (lengths is not None or start is not None):
         raise ValueError("columns must be given when lengths or start are")
-    columns = N if columns is None else columns
-    check_count("columns", columns, 1)
+    columns = check_count("columns", N if columns is None else columns, 1)
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}, got {form!r}")
     dtype = FLOATS.get(dtype, dtype)  # a name

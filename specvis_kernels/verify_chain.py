@@ -97,14 +97,12 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         check("bonus_tokens", bonus_tokens, torch.int64, like=target_probs, B=B)
     if draft_probs is not None:
         check("draft_probs", draft_probs, torch.float32, like=target_probs, D=D, V=V)
-    delta, omega = (value if value is None else setting(name, value, torch.float32, target_probs, B)
-                    for name, value in (("delta", delta), ("omega", omega)))
-    check_rule(None, None, neighbors, delta, cutoff, offset, None, residual, empty, 0,
-               like=target_probs.expand(B, T, V))
-    if isinstance(greedy, bool):
-        greedy = torch.full((B,), greedy, device=target_probs.device)
+    delta, _ = check_rule(None, None, neighbors, delta, cutoff, offset, None, residual, empty, 0,
+                          like=target_probs.expand(B, T, V))
+    if omega is not None:
+        omega = setting("omega", omega, torch.float32, target_probs, B=B)
     if greedy is not None:
-        check("greedy", greedy, torch.bool, like=target_probs, B=B)
+        greedy = setting("greedy", greedy, torch.bool, target_probs, B=B)
     tensors = (target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs, neighbors, delta,
                omega, greedy)
     return _call(backend, *[None if t is None else t.contiguous() for t in tensors], cutoff, offset, residual, empty)

@@ -15,8 +15,8 @@ class VerifyGreedyResult(NamedTuple):
     status: Tensor          # (B,)   int32
 
 
-def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor, *, max_depth: int,
-                  backend: str | None = None) -> VerifyGreedyResult:
+def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor, *,
+                  max_depth: int | None = None, backend: str | None = None) -> VerifyGreedyResult:
     """Accept the path of each request's tree on which every token is the target's own.
 
     Verification starts at the root. At each node it goes on at the first child, in sibling order, whose token equals
@@ -31,7 +31,7 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
         tokens:         (B, N) int64   the token at each node; the root's is not looked at
         first_child:    (B, N) int32   each node's first child, a later node, or -1
         next_sibling:   (B, N) int32   the child of the same parent tried next, a later node, or -1
-        max_depth:      P, the most nodes that can be accepted
+        max_depth:      P, the most nodes that can be accepted; None: N - 1
         backend:        None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -61,7 +61,7 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
     check("tokens", tokens, torch.int64, like=target_tokens, B=B, N=N)
     check("first_child", first_child, torch.int32, like=target_tokens, B=B, N=N)
     check("next_sibling", next_sibling, torch.int32, like=target_tokens, B=B, N=N)
-    check_count("max_depth", max_depth, 0)
+    max_depth = check_count("max_depth", N - 1 if max_depth is None else max_depth, 0)
     return _call(backend, target_tokens.contiguous(), tokens.contiguous(), first_child.contiguous(),
                  next_sibling.contiguous(), max_depth)
 

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, check, define, setting
+from ._dispatch import INVALID_ROW, check, check_together, define
 from ._filters import check_filters, check_logits, check_settings, range_of_nodes
 from .draw_tokens import _oracle as draw_tokens_oracle
 from .guided_probs import _oracle as guided_probs_oracle
@@ -12,13 +12,13 @@ from .verify_tree import _oracle as verify_tree_oracle
 
 
 def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
-                  uniforms: Tensor | None, guidance: Tensor | float, temperature: Tensor | float, top_k: Tensor | int,
-                  top_p: Tensor | float, *, max_depth: int, id_range: Tensor | tuple[int, int] | None = None,
-                  filters: str = "k_then_p", draft_probs: Tensor | None = None, draft_row: Tensor | None = None,
-                  neighbors: Tensor | None = None, delta: Tensor | float | None = None, cutoff: str = "tvd",
-                  offset: int = 0, omega: Tensor | None = None, residual: str = "optimal", empty: str = "target",
-                  seeds: Tensor | None = None, positions: Tensor | None = None,
-                  backend: str | None = None) -> VerifyResult:
+                  uniforms: Tensor | None, guidance: Tensor | float | None, temperature: Tensor | float,
+                  top_k: Tensor | int, top_p: Tensor | float, *, max_depth: int | None = None,
+                  id_range: Tensor | tuple[int, int] | None = None, filters: str = "k_then_p",
+                  draft_probs: Tensor | None = None, draft_row: Tensor | None = None, neighbors: Tensor | None = None,
+                  delta: Tensor | float | None = None, cutoff: str = "tvd", offset: int = 0,
+                  omega: Tensor | float | None = None, residual: str = "optimal", empty: str = "target",
+                  seeds: Tensor | None = None, positions: Tensor | None = None, backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, straight from the logits of the tree's nodes.
 
     With `uniforms` this is `guided_probs` of all rows, and then `verify_tree` on them with greedy = (temperature is
@@ -44,11 +44,11 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         next_sibling:  (B, N)    int32          the child of the same parent tried next, a later node, or -1
         uniforms:      (B, N)    float32        in [0, 1): column n > 0 decides node n, column 0 the next token. None
                                                 with `seeds`
-        guidance:      (B,) float32 or a number   s, the guidance scale; not used without `uncond`
+        guidance:      (B,) float32 or a number   s, the guidance scale; may be None without `uncond`
         temperature:   (B,) float32 or a number   >= 0; requests of temperature 0 are greedy
         top_k:         (B,) int32 or a number     off if <= 0 or at least the number of ids
         top_p:         (B,) float32 or a number   off if <= 0 or >= 1
-        max_depth:     P, the most nodes that can be accepted
+        max_depth:     P, the most nodes that can be accepted; None: N - 1
         id_range:      two integers first, last: the ids [first, last) of every row; or (B, N, 2) int64, those of each
                        row: [x, x + 1) forces token x. None: all ids
         filters:       "k_then_p" or "p_then_k", the order of top-k and top-p
@@ -59,7 +59,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         delta:         (B,) float32 or a number   how much the cutoff allows
         cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
-        omega:         (B, P)    float32        the factor on the accept test at depths 1..P; None is 1
+        omega:         (B, P) float32 or a number   the factor on the accept test at depths 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
         empty:         "target" or "uniform": what takes the place of a residual of which nothing is left. "uniform" is
                        over the whole vocabulary, whatever the filters and ranges leave
@@ -99,14 +99,12 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     B, N, V = logits.shape
     if N < 1:
         raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
-    check_tree(tokens, first_child, next_sibling, max_depth, logits)
-    settings = check_settings(guidance, temperature, top_k, top_p, like=logits)
+    max_depth = check_tree(tokens, first_child, next_sibling, max_depth, logits)
+    settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits)
-    if delta is not None:
-        delta = setting("delta", delta, torch.float32, logits, B)
-    check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty, max_depth, logits)
-    if (seeds is None) != (positions is None):
-        raise ValueError("seeds and positions must be given together")
+    delta, omega = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty,
+                              max_depth, logits)
+    check_together(seeds=seeds, positions=positions)
     if seeds is None:
         if uniforms is None:
             raise ValueError("uniforms or seeds must be given")

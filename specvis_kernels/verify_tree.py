@@ -14,7 +14,9 @@ from ._dispatch import (
     check,
     check_count,
     check_dims,
+    check_together,
     define,
+    setting,
 )
 from ._numbers import draw, to_fixed_point, uniform_mass
 from .neighborhood_sum import check_neighbors, neighbor_prefix
@@ -30,10 +32,10 @@ class VerifyResult(NamedTuple):
 
 
 def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
-                uniforms: Tensor, *, max_depth: int, draft_probs: Tensor | None = None,
-                draft_row: Tensor | None = None, neighbors: Tensor | None = None, delta: Tensor | None = None,
-                cutoff: str = "tvd", offset: int = 0, omega: Tensor | None = None, residual: str = "optimal",
-                empty: str = "target", greedy: Tensor | None = None, backend: str | None = None) -> VerifyResult:
+                uniforms: Tensor, *, max_depth: int | None = None, draft_probs: Tensor | None = None,
+                draft_row: Tensor | None = None, neighbors: Tensor | None = None, delta: Tensor | float | None = None,
+                cutoff: str = "tvd", offset: int = 0, omega: Tensor | float | None = None, residual: str = "optimal",
+                empty: str = "target", greedy: Tensor | bool | None = None, backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, and draw the token that follows them.
 
     Verification starts at the root. At each node, R starts as the node's row of target_probs, and the children are
@@ -67,31 +69,41 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     id wins a tie. The deepest path on which every node is accepted is taken, down to max_depth; of several, the one
     whose end has the lowest node number. The argmax of the row at its end follows.
 
+    The children must have come about as draft_row says. A child that was *sampled* needs its row in draft_probs: as a
+    point mass it would be accepted with probability R(x), as if it had been chosen, and the output is biased. Point
+    masses are right for children that were chosen without chance, as in EAGLE-2's dynamic trees. And sibling order is
+    part of a relaxed method: leaf order in place of draft order took LANTERN's accepted length from 2.8 to 0.6 in one
+    comparison.
+
     Probabilities are in fixed point, floor(p * 2**42), and each side of a comparison is one product in float64. So
-    all backends decide alike. A sibling is skipped if its draft row has no mass left without the earlier siblings.
+    all backends decide alike. A row of another sum than 1 is renormalized: only the ratios of its entries count. A
+    sibling is skipped if its draft row has no mass left without the earlier siblings.
     A node whose draft row is invalid counts as a leaf.
 
     (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal residual at every depth; EAGLE,
     arXiv:2401.15077.)
 
     Args:
-        target_probs:  (B, N, V) float32       the target's distribution after each node; node 0 is the root
+        target_probs:  (B, N, V) float32       the target's distribution after each node; node 0 is the root.
+                                               Probabilities, from guided_probs for instance; verify_logits takes
+                                               logits
         tokens:        (B, N)    int64         the token at each node, in [0, V); the root's is not looked at
-        first_child:   (B, N)    int32         each node's first child, a later node, or -1
+        first_child:   (B, N)    int32         each node's first child, a later node, or -1: from tree_links, as the
+                                               next
         next_sibling:  (B, N)    int32         the child of the same parent tried next, a later node, or -1
         uniforms:      (B, N)    float32       in [0, 1): column n > 0 decides node n, column 0 the next token
-        max_depth:     P, the most nodes that can be accepted
+        max_depth:     P, the most nodes that can be accepted; None: N - 1
         draft_probs:   (B, M, V) float32       rows from which children were drawn without replacement
         draft_row:     (B, N)    int32         the row that node n's children were drawn from; if negative, each
                                                child is a point mass
         neighbors:     (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
-        delta:         (B,)      float32       how much the cutoff allows
+        delta:         (B,) float32 or a number   how much the cutoff allows
         cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
-        omega:         (B, P)    float32       the factor on the accept test at depths 1..P; None is 1
+        omega:         (B, P) float32 or a number   the factor on the accept test at depths 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
         empty:         "target" or "uniform": what takes the place of an R of which nothing is left
-        greedy:        (B,)      bool          which requests are greedy; None is none
+        greedy:        (B,) bool or one bool   which requests are greedy; None is none
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -135,34 +147,36 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     check("target_probs", target_probs, torch.float32, B=B, N=N, V=V)
     if N < 1 or V < 1:
         raise ValueError(f"target_probs must have N >= 1 and V >= 1, got shape ({B}, {N}, {V})")
-    check_tree(tokens, first_child, next_sibling, max_depth, target_probs)
+    max_depth = check_tree(tokens, first_child, next_sibling, max_depth, target_probs)
     check("uniforms", uniforms, torch.float32, like=target_probs, B=B, N=N)
-    check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty, max_depth,
-               target_probs)
+    delta, omega = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty,
+                              max_depth, target_probs)
     if greedy is not None:
-        check("greedy", greedy, torch.bool, like=target_probs, B=B)
+        greedy = setting("greedy", greedy, torch.bool, target_probs, B=B)
     tensors = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
                omega, greedy)
     return _call(backend, *[None if t is None else t.contiguous() for t in tensors],
                  cutoff, offset, residual, empty, max_depth)
 
 
-def check_tree(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, max_depth: int, like: Tensor) -> None:
-    """Raise ValueError unless these are trees with a node for each row of `like` (B, N, V)."""
+def check_tree(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, max_depth: int | None, like: Tensor) -> int:
+    """Raise ValueError unless these are trees with a node for each row of `like` (B, N, V). Returns P."""
     B, N, _ = like.shape
     check("tokens", tokens, torch.int64, like=like, B=B, N=N)
     check("first_child", first_child, torch.int32, like=like, B=B, N=N)
     check("next_sibling", next_sibling, torch.int32, like=like, B=B, N=N)
-    check_count("max_depth", max_depth, 0)
+    return check_count("max_depth", N - 1 if max_depth is None else max_depth, 0)
 
 
-def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None, delta: Tensor | None,
-               cutoff: str, offset: int, omega: Tensor | None, residual: str, empty: str, max_depth: int,
-               like: Tensor) -> None:
-    """Raise ValueError unless these arguments of `verify_tree` fit together, and fit rows `like` (B, N, V)."""
+def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None,
+               delta: Tensor | float | None, cutoff: str, offset: int, omega: Tensor | float | None, residual: str,
+               empty: str, max_depth: int, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Raise ValueError unless these arguments of `verify_tree` fit together, and fit rows `like` (B, N, V).
+
+    Returns delta (B,) and omega (B, P) as tensors, or None.
+    """
     B, N, V = like.shape
-    if (draft_probs is None) != (draft_row is None):
-        raise ValueError("draft_probs and draft_row must be given together")
+    check_together(draft_probs=draft_probs, draft_row=draft_row)
     if draft_probs is not None:
         M = check_dims("draft_probs", draft_probs, "BMV")[1]
         check("draft_probs", draft_probs, torch.float32, like=like, B=B, M=M, V=V)
@@ -173,15 +187,12 @@ def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: 
         raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
     if empty not in EMPTY:
         raise ValueError(f"empty must be one of {', '.join(EMPTY)}, got {empty!r}")
-    if (neighbors is None) != (delta is None):
-        raise ValueError("neighbors and delta must be given together")
+    check_together(neighbors=neighbors, delta=delta)
     check_neighbors(neighbors, cutoff, offset, V, like=like)
-    if neighbors is not None:
-        check("delta", delta, torch.float32, like=like, B=B)
-        if residual == "released" and neighbors.shape[1] < 2:
-            raise ValueError("neighbors must have at least two columns under 'released', got one")
-    if omega is not None:
-        check("omega", omega, torch.float32, like=like, B=B, P=max_depth)
+    if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:
+        raise ValueError("neighbors must have at least two columns under 'released', got one")
+    return (None if delta is None else setting("delta", delta, torch.float32, like, B=B),
+            None if omega is None else setting("omega", omega, torch.float32, like, B=B, P=max_depth))
 
 
 def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,

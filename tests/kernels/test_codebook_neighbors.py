@@ -79,6 +79,9 @@ def test_a_parameter_is_a_codebook():
     ({"k": 0}, "k must be an integer of at least 1 and less than V=4, got 0"),
     ({"k": 4}, "less than V=4, got 4"),
     ({"metric": "hamming"}, "metric must be one of l2, cosine, random, got 'hamming'"),
+    ({"codebook": torch.zeros(2, 4), "size": 4, "k": 1},
+     r"codebook must have one code a row, size=4 rows, got shape \(2, 4\): it is transposed"),
+    ({"size": 5}, r"codebook must have one code a row, size=5 rows, got shape \(4, \d\)$"),
     ({"backend": "cpu"}, "must be one of oracle for cpu tensors"),
 ])
 def test_says_which_argument_is_wrong(arguments, message):
