@@ -26,7 +26,7 @@ from .draw_tokens import DrawTokensResult, draw_tokens
 from .expand_tree import ExpandTreeResult, expand_tree
 from .guided_probs import GuidedProbsResult, guided_probs
 from .neighborhood_sum import NeighborhoodSumResult, neighborhood_sum
-from .noise import gumbel_noise, philox_words
+from .noise import gumbel_noise, philox_uniforms, philox_words
 from .resample_gaussian import ResampleGaussianResult, resample_gaussian
 from .sample_residual import SampleResidualResult, sample_residual
 from .select_tree import SelectTreeResult, select_tree
@@ -52,6 +52,6 @@ __all__ = [
     "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult",
     "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError", "TreeLinksResult",
     "VerifyChainResult", "VerifyGreedyResult", "VerifyResult",
-    "backends", "check_status", "gumbel_noise", "ops", "philox_words", "tree_from_choices",
+    "backends", "check_status", "gumbel_noise", "ops", "philox_uniforms", "philox_words", "tree_from_choices",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

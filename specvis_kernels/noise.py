@@ -35,14 +35,12 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
     Example:
         >>> import torch
         >>> from specvis_kernels import philox_words
-        >>> words = philox_words(torch.tensor([7]), torch.tensor([[0, 1]]), 3, stream=0)
-        >>> uniforms = (words >> 8) * 2.0 ** -24  # in [0, 1), as verify_tree takes them
-        >>> uniforms.shape
-        torch.Size([1, 2, 3])
+        >>> words = philox_words(torch.tensor([0]), torch.tensor([[0, 1]]), 3, stream=0)
+        >>> words.shape, hex(words[0, 0, 0])  # the first known answer of the paper's library
+        (torch.Size([1, 2, 3]), '0x6627e8d5')
     """
-    check_noise(seeds, positions, n)
-    check_count("stream", stream, 0)
-    check_count("turn", turn, 0)
+    n = check_noise(seeds, positions, n)
+    stream, turn = check_count("stream", stream, 0), check_count("turn", turn, 0)
     blocks = -(-n // 4)
     zeros = torch.zeros((*positions.shape, blocks), dtype=torch.int64, device=seeds.device)
     counter = [zeros + torch.arange(blocks, device=seeds.device), zeros + (positions & WORD)[..., None],
@@ -54,6 +52,40 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
                    ((left >> 32) & WORD) ^ counter[3] ^ key[1], left & WORD]
         key = [(key[0] + 0x9E3779B9) & WORD, (key[1] + 0xBB67AE85) & WORD]
     return torch.stack(counter, -1).flatten(2)[..., :n]
+
+
+def philox_uniforms(seeds: Tensor, positions: Tensor | int, n: int, *, stream: int, turn: int = 0) -> Tensor:
+    """Uniforms in [0, 1) that a request's seed decides, whatever the batch: what ops take as `uniforms`.
+
+    A uniform is the upper 24 bits of a word of `philox_words`, as a fraction. The draws of `draw_tokens` and of other
+    ops that take seeds have the stream 9; use another one here.
+
+    Args:
+        seeds:     (B,) int64    one per request; equal seeds give equal numbers in any batch
+        positions: (B, L) int64  the low 32 bits count; or a number L: 0 to L - 1 in every request
+        n:         how many for each position; the first of them do not depend on how many there are
+        stream:    what the numbers are for, at least 0
+        turn:      each turn has numbers of its own; at least 0
+
+    Returns:
+        (B, L, n) float32 on the seeds' device, multiples of 2**-24
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, or a number is negative
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import philox_uniforms
+        >>> seeds, length = torch.tensor([7, 8]), torch.tensor([[16], [40]])  # two requests, and how far they are
+        >>> uniforms = philox_uniforms(seeds, length, 60, stream=0)[:, 0]     # (B, N), for a tree of 60 nodes
+        >>> torch.equal(uniforms[1:], philox_uniforms(seeds[1:], length[1:], 60, stream=0)[:, 0])
+        True
+    """
+    if not isinstance(positions, Tensor):
+        length = check_count("positions", positions, 0)
+        check("seeds", seeds, torch.int64, B=check_dims("seeds", seeds, "B")[0])
+        positions = torch.arange(length, device=seeds.device).expand(len(seeds), length)
+    return (philox_words(seeds, positions, n, stream, turn) >> 8).float() * 2.0 ** -24
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
@@ -85,12 +117,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     return to_gumbel(philox_words(seeds, positions, n, GUMBEL_STREAM))
 
 
-def check_noise(seeds: Tensor, positions: Tensor, n: int) -> None:
-    """Raise ValueError unless these are the arguments of `philox_words`."""
+def check_noise(seeds: Tensor, positions: Tensor, n: int) -> int:
+    """Raise ValueError unless these are the arguments of `philox_words`. Returns n."""
     B, L = check_dims("positions", positions, "BL")
     check("positions", positions, torch.int64, B=B, L=L)
     check("seeds", seeds, torch.int64, like=positions, B=B)
-    check_count("n", n, 0)
+    return check_count("n", n, 0)
 
 
 def to_gumbel(words: Tensor) -> Tensor:

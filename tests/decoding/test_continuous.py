@@ -31,12 +31,12 @@ from specvis.decoding.sampling import (
     UNALIGNED,
     Sampling,
     philox_normals,
-    philox_uniforms,
 )
 from specvis.models.diffloss import cosine_alpha_bar
 from specvis.models.mar import MAR, MARConfig
 from specvis.models.words import UnknownWords
 from specvis.pipelines.mar import MARPair
+from specvis_kernels import philox_uniforms
 from tests.tiny import TINY, tiny_pair, tiny_pipeline
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain", "blue"]
@@ -186,7 +186,7 @@ def test_every_turn_of_resampling_has_numbers_of_its_own(monkeypatch):
     for name in ("philox_normals", "philox_uniforms"):
         numbers = getattr(continuous, name)
         with monkeypatch.context() as patched:
-            patched.setattr(continuous, name, lambda *args, numbers=numbers: numbers(*args[:4]))
+            patched.setattr(continuous, name, lambda *args, stream, numbers=numbers, **_: numbers(*args, stream=stream))
             repeated = compare("cspd-path:gamma=2")[1]
         assert (repeated.tokens != decoded.tokens).any(2).float().mean() > 0.05
 
@@ -286,8 +286,8 @@ def test_parallel_decoding_by_hand(tiny, captions, schedule):
     seeds, T, C = torch.tensor([8, 9]), target.config.num_sampling_steps, target.config.channels
     decoded = parallel_decode(target, source, ContinuousSampling(seeds, 3.0, 0.7), num_iter=3,
                               guidance_schedule=schedule)
-    order = philox_uniforms(seeds, ORDER, 1, 16)[:, 0].argsort(1)
-    noise = philox_normals(seeds, NOISE, 16, T * C).unflatten(-1, (T, C))
+    order = philox_uniforms(seeds, 1, 16, stream=ORDER)[:, 0].argsort(1)
+    noise = philox_normals(seeds, 16, T * C, stream=NOISE).unflatten(-1, (T, C))
     tokens, is_known = torch.zeros(2, 16, C), torch.zeros(2, 16, dtype=torch.bool)
     last = {"linear": 3.0, "constant": 3.0, "released": 1 + 2 * 15 / 16}[schedule]
     for start, end in ((0, 3), (3, 8), (8, 16)):                   # 16 cos(30 degrees) = 13.9, 16 cos(60 degrees) = 8
@@ -313,7 +313,7 @@ def test_fewer_steps_denoise_the_last_noise(tiny):
     positions = decoded.order[:, :16 - first, None].expand(-1, -1, 4)
     assert torch.equal(decoded.tokens.gather(1, positions), usual.tokens.gather(1, positions))
     T, C = 8, 4
-    noise = philox_normals(SEEDS, NOISE, 16, T * C).unflatten(-1, (T, C))[:, :, -3:]
+    noise = philox_normals(SEEDS, 16, T * C, stream=NOISE).unflatten(-1, (T, C))[:, :, -3:]
     is_known = torch.zeros(6, 16, dtype=torch.bool).scatter(1, decoded.order[:, :16 - first], True)
     source = tiny.features(PROMPTS)
     known = usual.tokens.masked_fill(~is_known[..., None], 0.0)
@@ -410,8 +410,8 @@ def test_a_resample_that_is_not_finite_ends_its_image(monkeypatch, m):
     target, drafter = toys(tokens=16, coupling=0.05)
     philox_normals = continuous.philox_normals
 
-    def broken(seeds, stream, *others):
-        numbers = philox_normals(seeds, stream, *others)
+    def broken(seeds, *others, stream, **options):
+        numbers = philox_normals(seeds, *others, stream=stream, **options)
         return numbers.masked_fill((seeds == 1)[:, None, None], torch.nan) if stream == RESAMPLE_NOISE else numbers
 
     sampling = ContinuousSampling(torch.arange(3))
@@ -477,7 +477,7 @@ def test_the_records_agree(m):
     assert (~decoded.out_of_tries | (decoded.num_tries == parse_method(m).max_tries)).all()
     assert torch.equal(decoded.log_r.isfinite(), is_draft)
     assert torch.equal(in_order(decoded, "drafts").isfinite()[..., 0], is_draft)
-    uniforms = philox_uniforms(seeds, ACCEPT, 16, 1)[..., 0].gather(1, decoded.order)
+    uniforms = philox_uniforms(seeds, 16, 1, stream=ACCEPT)[..., 0].gather(1, decoded.order)
     assert torch.equal(is_accepted, is_draft & (uniforms.double() < decoded.log_r.double().exp()))
     assert decoded.acceptance_rate == pytest.approx(is_accepted.sum().item() / is_draft.sum().item())
     if parse_method(m).variant != "path":                          # with it, the token is of the target's last step
@@ -494,7 +494,7 @@ def test_out_of_tries_the_target_draws_anew(monkeypatch, m):
     target, drafter = toys(coupling=0.3)
     seeds, source = torch.arange(2000), classes(2000)
     decoded = continuous_decode(target, drafter, source, ContinuousSampling(seeds), parse_method(m))
-    noise = philox_normals(seeds, FRESH, 3, 3).unflatten(-1, (3, 1))
+    noise = philox_normals(seeds, 3, 3, stream=FRESH).unflatten(-1, (3, 1))
     ranks, num_given_up = decoded.order.argsort(1), 0
     for n in range(3):
         sampled = target.diffloss.denoiser(z_of(target, source, decoded.tokens, ranks < n)).sample(noise).mean
@@ -519,7 +519,7 @@ def by_hand(m, guidance, coupling=0.3):
             z, uncond = (part.gather(1, decoded.order[:, n, None, None])[:, 0] for part in (z, uncond))
             denoisers.append(model.diffloss.denoiser(z, uncond=uncond, guidance=1 + (guidance - 1) * (n + 1) / 3))
         position = decoded.order[:, n, None]
-        noise = philox_normals(seeds, NOISE, position, 3)[:, 0, :, None]
+        noise = philox_normals(seeds, position, 3, stream=NOISE)[:, 0, :, None]
         steps.append((n, position, *denoisers, noise))
     return decoded, seeds, steps
 
@@ -534,9 +534,10 @@ def test_a_path_is_accepted_or_resampled_as_a_whole():
         token = target.transition(sample.path[:, 1], 1)[0]
         torch.testing.assert_close(x[is_accepted], token[is_accepted], rtol=0, atol=1e-5)
         assert ((x - sample.mean)[is_accepted].abs() > 2e-5).float().mean() > 0.5  # the drafter's own last step
-        new = target.sample(philox_normals(seeds, RESAMPLE_NOISE, position, 3)[:, 0, :, None], keep_path=True)
+        new = target.sample(philox_normals(seeds, position, 3, stream=RESAMPLE_NOISE)[:, 0, :, None], keep_path=True)
         ratio = target.log_density(new.path) - drafter.log_density(new.path)
-        first_try = ~is_accepted & (philox_uniforms(seeds, RESAMPLE, position, 1)[:, 0, 0] < 1 - torch.exp(-ratio))
+        uniforms = philox_uniforms(seeds, position, 1, stream=RESAMPLE)[:, 0, 0]
+        first_try = ~is_accepted & (uniforms < 1 - torch.exp(-ratio))
         assert torch.equal(decoded.num_tries[:, n] == 1, first_try)
         assert 20 < first_try.sum() < (~is_accepted).sum() - 20
         torch.testing.assert_close(x[first_try], new.mean[first_try], rtol=1e-4, atol=1e-4)
@@ -549,7 +550,8 @@ def test_the_last_step_is_accepted_or_resampled(variant, sign, resample_temperat
                                     f"aligned={aligned}", 2.0)
     num_first_tries = 0
     for n, position, target, drafter, noise in steps:
-        p = target.sample(noise if aligned == "true" else philox_normals(seeds, UNALIGNED, position, 3)[:, 0, :, None])
+        unaligned = philox_normals(seeds, position, 3, stream=UNALIGNED)[:, 0, :, None]
+        p = target.sample(noise if aligned == "true" else unaligned)
         q = drafter.sample(noise)
 
         def log_r(x, temperature, p=p, q=q):
@@ -560,9 +562,9 @@ def test_the_last_step_is_accepted_or_resampled(variant, sign, resample_temperat
         torch.testing.assert_close(decoded.log_r[:, n], log_r(q.mean, 42.0).float(), rtol=1e-3, atol=1e-3)
         x, is_accepted = in_order(decoded)[:, n], decoded.acceptance[:, n] == 1
         torch.testing.assert_close(x[is_accepted], q.mean[is_accepted], rtol=1e-5, atol=1e-5)
-        new = p.mean + p.log_sigma.exp() * philox_normals(seeds, RESAMPLE_NOISE, position, 1)[:, 0]
+        new = p.mean + p.log_sigma.exp() * philox_normals(seeds, position, 1, stream=RESAMPLE_NOISE)[:, 0]
         accept_prob = 1 - torch.exp(-log_r(new, resample_temperature))
-        first_try = ~is_accepted & (philox_uniforms(seeds, RESAMPLE, position, 1)[:, 0, 0] < accept_prob)
+        first_try = ~is_accepted & (philox_uniforms(seeds, position, 1, stream=RESAMPLE)[:, 0, 0] < accept_prob)
         assert torch.equal(decoded.num_tries[:, n] == 1, first_try)
         torch.testing.assert_close(x[first_try], new[first_try], rtol=1e-4, atol=1e-4)
         num_first_tries += first_try.sum()
@@ -762,7 +764,7 @@ def test_a_pair_saved_is_the_pair_loaded(tiny, tmp_path):
 
 
 def test_normal_numbers_are_normal():
-    x = philox_normals(torch.arange(100), NOISE, 50, 20).double()
+    x = philox_normals(torch.arange(100), 50, 20, stream=NOISE).double()
     assert x.shape == (100, 50, 20) and x.mean().abs() < 5 / 10 ** 2.5
     assert (x.var() - 1).abs() < 5 * math.sqrt(2e-5) and (x ** 3).mean().abs() < 5 * math.sqrt(15e-5)
     assert ((x ** 4).mean() - 3).abs() < 5 * math.sqrt(96e-5) and x.abs().max() < 5.6
@@ -776,21 +778,20 @@ def test_normal_numbers_are_normal():
 
 def test_normal_numbers_depend_on_seed_position_and_turn_alone():
     seeds = torch.tensor([5, 6, 2 ** 40 + 5])
-    numbers = philox_normals(seeds, NOISE, 9, 10)
-    assert torch.equal(philox_normals(seeds, NOISE, 9, 7), numbers[..., :7])
-    assert torch.equal(philox_normals(seeds[1:2], NOISE, 4, 10)[0], numbers[1, :4])
-    assert torch.equal(philox_normals(seeds, NOISE, 9, 10, turn=0), numbers)
-    others = [philox_normals(seeds, NOISE, 9, 10, turn=1), philox_normals(seeds, FRESH, 9, 10), numbers.roll(1, 0),
-              numbers.roll(1, 1), numbers.roll(1, 2)]
+    numbers = philox_normals(seeds, 9, 10, stream=NOISE)
+    assert torch.equal(philox_normals(seeds, 9, 7, stream=NOISE), numbers[..., :7])
+    assert torch.equal(philox_normals(seeds[1:2], 4, 10, stream=NOISE)[0], numbers[1, :4])
+    assert torch.equal(philox_normals(seeds, 9, 10, stream=NOISE, turn=0), numbers)
+    others = [philox_normals(seeds, 9, 10, stream=NOISE, turn=1), philox_normals(seeds, 9, 10, stream=FRESH),
+              numbers.roll(1, 0), numbers.roll(1, 1), numbers.roll(1, 2)]
     assert all((other != numbers).float().mean() > 0.999 for other in others)
 
 
-@pytest.mark.parametrize("philox", [philox_uniforms, philox_normals])
 @pytest.mark.parametrize("turn", [0, 3])
-def test_given_positions_have_the_numbers_of_all_positions(philox, turn):
+def test_given_positions_have_the_numbers_of_all_positions(turn):
     seeds = torch.tensor([5, 6, 7])
     positions = torch.tensor([[8, 0, 3, 3], [1, 2, 3, 4], [7, 7, 0, 5]])
-    given, every = philox(seeds, ACCEPT, positions, 6, turn), philox(seeds, ACCEPT, 9, 6, turn)
+    given, every = (philox_normals(seeds, at, 6, stream=ACCEPT, turn=turn) for at in (positions, 9))
     assert torch.equal(given, every.gather(1, positions[..., None].expand(-1, -1, 6)))
 
 

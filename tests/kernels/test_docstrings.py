@@ -1,4 +1,4 @@
-"""Every op's docstring ends with an example, which runs and prints what it says."""
+"""The docstring of every op and plain function ends with an example, which runs and prints what it says."""
 import doctest
 import inspect
 
@@ -10,7 +10,10 @@ import specvis_kernels
 NAMES = {"torch": torch} | {name: getattr(specvis_kernels, name) for name in specvis_kernels.__all__}
 
 
-@pytest.mark.parametrize("op", specvis_kernels.ops())
+PLAIN = ["check_status", "gumbel_noise", "philox_uniforms", "philox_words", "tree_from_choices"]
+
+
+@pytest.mark.parametrize("op", [*specvis_kernels.ops(), *PLAIN])
 def test_the_example_runs(op):
     """torch and the names of specvis_kernels are imported already."""
     docstring = inspect.getdoc(NAMES[op])

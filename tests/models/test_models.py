@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import specvis.models.layers
 from benchmarks.baselines import attention_under_a_mask
 from specvis.decoding.drafting import chain_ancestors
-from specvis.decoding.sampling import ACCEPT, DRAFT, Sampling, philox_uniforms
+from specvis.decoding.sampling import Sampling
 from specvis.models.eagle import EagleHead
 from specvis.models.interface import Nodes
 from specvis.models.layers import PACKED_DTYPES, grid_rotations
@@ -299,23 +299,6 @@ def test_a_config_says_which_fields_are_wrong(tmp_path):
     (tmp_path / "vocabulary.json").write_text(json.dumps({"texts": [""]}))
     with pytest.raises(CheckpointError, match="unknown field 'texts', missing field 'words'; its fields are words"):
         Pipeline.load(tmp_path)
-
-
-def test_philox_gives_the_published_numbers():
-    # Random123's known answer for Philox4x32-10 with counter 0 and key 0
-    words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    uniforms = philox_uniforms(torch.tensor([0]), ACCEPT, 1, 4)[0, 0]
-    assert uniforms.tolist() == [(word >> 8) / 2 ** 24 for word in words]
-
-
-def test_uniforms_depend_on_the_seed_and_not_on_the_batch():
-    seeds = torch.tensor([7, 2 ** 40 + 1, 7])
-    many = philox_uniforms(seeds, ACCEPT, 5, 9)
-    assert torch.equal(many[0], many[2]) and not torch.equal(many[0], many[1])
-    assert torch.equal(philox_uniforms(seeds[1:2], ACCEPT, 5, 6)[0], many[1, :, :6])
-    assert not torch.equal(philox_uniforms(seeds, DRAFT, 5, 9), many)
-    large = philox_uniforms(torch.arange(100), ACCEPT, 100, 4)
-    assert large.min() >= 0 and large.max() < 1 and abs(large.mean() - 0.5) < 0.01
 
 
 def test_heads_that_attention_does_not_take_are_refused():

@@ -13,12 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import OUT_OF_TRIES, ResampleGaussianResult, accept_gaussian, resample_gaussian
+from specvis_kernels import (
+    OUT_OF_TRIES,
+    ResampleGaussianResult,
+    accept_gaussian,
+    philox_uniforms,
+    resample_gaussian,
+)
 
 from ..models.diffloss import Denoiser
 from ..models.mar import MAR, scheduled_guidance
 from .methods import CONTINUOUS, SCHEDULES, ContinuousMethod, parse_method
-from .sampling import ACCEPT, FRESH, NOISE, ORDER, RESAMPLE, RESAMPLE_NOISE, UNALIGNED, philox_normals, philox_uniforms
+from .sampling import ACCEPT, FRESH, NOISE, ORDER, RESAMPLE, RESAMPLE_NOISE, UNALIGNED, philox_normals
 
 MAX_ROWS = 256       # in one forward of a model, for the memory that it takes
 NUM_FIRST_PATHS = 2  # whole paths that are first tried side by side to resample; twice as many in each turn after it
@@ -106,7 +112,7 @@ class ContinuousState:
         self.seeds, self.num_tokens = seeds, L
         self.tokens = torch.zeros(B, L, C, device=device)
         self.start, self.end = 0, L                                           # how many tokens are known before, after
-        sort_key = philox_uniforms(seeds, ORDER, 1, L)[:, 0]
+        sort_key = philox_uniforms(seeds, 1, L, stream=ORDER)[:, 0]
         if known is not None:
             self.start, self.end = check_known(known, B, L, C)
             self.tokens = known.tokens.masked_fill(~known.is_known[..., None], 0.0)
@@ -173,7 +179,7 @@ def check_known(known: KnownTokens, B: int, L: int, C: int) -> tuple[int, int]:
 
 def path_noise(seeds: Tensor, stream: int, positions: Tensor, shape: tuple[int, ...], turn: int = 0) -> Tensor:
     """Standard normals for denoising paths: seeds (R,), positions (R, n) -> (R, n, *shape); a path's is (T, C)."""
-    return philox_normals(seeds, stream, positions, math.prod(shape), turn).unflatten(-1, shape)
+    return philox_normals(seeds, positions, math.prod(shape), stream=stream, turn=turn).unflatten(-1, shape)
 
 
 class GuidedMAR:
@@ -503,7 +509,7 @@ def verify(step: Step, drafts: Drafts, denoisers: Denoisers, method: ContinuousM
     """
     (R, n), G, device = step.ranks.shape, step.max_drafted, step.ranks.device
     evaluated = evaluate_drafts(step, drafts, denoisers, method)
-    uniforms = philox_uniforms(step.seeds, ACCEPT, step.positions[:, :G], 1)[..., 0]
+    uniforms = philox_uniforms(step.seeds, step.positions[:, :G], 1, stream=ACCEPT)[..., 0]
     result = accept_gaussian(
         evaluated.tokens, evaluated.log_ratio, uniforms, *evaluated.last_step, variant=method.variant,
         temperature=distance_temperatures(method, uniforms), num_drafted=step.num_drafted, truncate=method.truncate)
@@ -596,7 +602,7 @@ def try_proposals(seeds: Tensor, positions: Tensor, proposals: Tensor, log_ratio
     Returns:
         tokens (m, C), num_tries (m,), status (m,)
     """
-    uniforms = philox_uniforms(seeds, RESAMPLE, positions, proposals.shape[1], turn)              # (m, 1, M)
+    uniforms = philox_uniforms(seeds, positions, proposals.shape[1], stream=RESAMPLE, turn=turn)  # (m, 1, M)
     is_rejected = torch.ones_like(positions, dtype=torch.bool)
     unused = torch.zeros_like(proposals[:, :1])                                                 # drafts, and fallback
     result = resample_gaussian(unused, ~is_rejected, is_rejected, proposals[:, None], log_ratio[:, None], uniforms,

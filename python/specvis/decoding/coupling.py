@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import couple_tokens, sample_residual
+from specvis_kernels import couple_tokens, philox_uniforms, sample_residual
 
 from ..models.interface import TargetModel, id_range, num_tokens, rows_and_columns
 from .batching import Rows
 from .discrete import acceptance_rule
 from .methods import Method
-from .sampling import ACCEPT, DRAFT, Sampling, philox_uniforms
+from .sampling import ACCEPT, DRAFT, Sampling
 
 UNUSED = torch.iinfo(torch.int64)
 
@@ -53,8 +53,8 @@ class Coupling(Rows):
         if "delta" in self.rule:
             self.rule["delta"] = self.delta
         self.is_greedy, self.any_greedy = sampling.greedy[:, None, None], any_greedy
-        self.uniforms = philox_uniforms(sampling.seeds, ACCEPT, L, 2 * (W + 1)).unflatten(2, (-1, 2))
-        self.first_uniforms = philox_uniforms(sampling.seeds, DRAFT, L, W + 1)
+        self.uniforms = philox_uniforms(sampling.seeds, L, 2 * (W + 1), stream=ACCEPT).unflatten(2, (-1, 2))
+        self.first_uniforms = philox_uniforms(sampling.seeds, L, W + 1, stream=DRAFT)
         # the row of position p is at p % num_rows; one row more takes what is behind a request's own window
         self.num_rows = self.columns + 2 * W + 2
         self.rows = torch.zeros(B, self.num_rows + 1, target.vocab_size, device=device)

@@ -28,6 +28,7 @@ from specvis_kernels import (
     TreeLinksResult,
     VerifyResult,
     commit_tokens,
+    philox_uniforms,
     verify_logits,
 )
 
@@ -38,7 +39,7 @@ from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
 from .capture import Captured, can_replay
 from .drafting import Draft, Drafting, chain_ancestors, new_drafting, round_up
 from .methods import Method
-from .sampling import ACCEPT, Sampling, cfg_inputs, philox_uniforms, repeat_for_cfg, take_nodes
+from .sampling import ACCEPT, Sampling, cfg_inputs, repeat_for_cfg, take_nodes
 from .trees import static_tree
 
 Progress = Callable[[int], None]  # called with how many tokens the batch has just gained
@@ -280,7 +281,7 @@ class Settings(Rows):
         max_nodes, max_depth = max(m.max_nodes for m in methods), max(m.max_depth for m in methods)
         uniforms = None
         if not base.seed_exact:
-            uniforms = philox_uniforms(sampling.seeds, ACCEPT, num_tokens(target), max_nodes)
+            uniforms = philox_uniforms(sampling.seeds, num_tokens(target), max_nodes, stream=ACCEPT)
         rule = acceptance_rule(methods, neighbors, target, max_depth, device)
         lossless = torch.tensor([m.lossless for m in methods], device=device)
         is_chain = base.drafting == "static" and static_tree(base.tree).is_chain

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, select_tree, tree_links
+from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, philox_uniforms, select_tree, tree_links
 
 from ..models.interface import Drafter, Nodes, TargetModel, id_range, num_tokens
 from .batching import Rows
 from .methods import Method
-from .sampling import DRAFT, SHAPE, Sampling, philox_uniforms, repeat_for_cfg, take_nodes
+from .sampling import DRAFT, SHAPE, Sampling, repeat_for_cfg, take_nodes
 from .trees import Shapes, StaticTree, static_tree
 
 BUCKET = 64  # columns: models read their caches in multiples of so many
@@ -197,7 +197,7 @@ class StaticDrafting(Drafting):
         self.plan, self.seed_exact = plan, seed_exact
         if not seed_exact:
             num_drafts = plan.links.depth.shape[1] - 1
-            uniforms = philox_uniforms(sampling.seeds, DRAFT, self.num_tokens, num_drafts)  # (B, L, N - 1)
+            uniforms = philox_uniforms(sampling.seeds, self.num_tokens, num_drafts, stream=DRAFT)  # (B, L, N - 1)
             self.uniforms = uniforms.index_select(2, plan.uniforms)
 
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
@@ -282,7 +282,7 @@ def new_drafting(drafter: Drafter, sampling: Sampling, methods: list[Method], ta
         shapes = Shapes(max_depth, max_depth, max_depth, grid)
         return StaticDrafting(drafter, target, sampling, draft_guidance, shapes, plan, base.seed_exact)
     shapes = Shapes(of_each(lambda m: m.depth), of_each(lambda m: m.width), of_each(lambda m: m.nodes - 1), grid,
-                    base.adaptation, philox_uniforms(seeds, SHAPE, num_tokens(target), 2))
+                    base.adaptation, philox_uniforms(seeds, num_tokens(target), 2, stream=SHAPE))
     deepest, widest = max(m.max_depth for m in methods), max(m.max_width for m in methods)
     return DynamicDrafting(drafter, target, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
                            of_each(lambda m: m.nodes, torch.int32), max(m.max_nodes for m in methods))

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs, philox_words
+from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs, philox_uniforms
 
 from ..models.interface import Drafter, TargetModel, id_range
 from .batching import Rows
 
-# streams: what a number is used for
+# streams of philox_uniforms: what a number is used for
 ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, RESAMPLE, RESAMPLE_NOISE, FRESH = range(9)
 
 
@@ -128,26 +128,7 @@ def take_nodes(x: Tensor, nodes: Tensor) -> Tensor:
     return x.reshape(-1, B * N, H).index_select(1, nodes.view(-1)).view(R, K, H)
 
 
-def philox_uniforms(seeds: Tensor, stream: int, positions: int | Tensor, n: int, turn: int = 0) -> Tensor:
-    """Uniforms in [0, 1) that depend on a request's seed alone: Philox4x32-10 (Salmon et al., SC 2011).
-
-    Args:
-        seeds:     (B,) int64  one per request; equal seeds give equal numbers in any batch
-        stream:    ACCEPT, DRAFT, ..: what the numbers are for
-        positions: a number L: for the image positions 0..L - 1; or (B, L) int64: for these of each request
-        n:         how many for each position; the first of them do not depend on how many there are
-        turn:      each turn has numbers of its own
-
-    Returns:
-        (B, L, n) float32 on the seeds' device, multiples of 2**-24
-    """
-    if isinstance(positions, int):
-        positions = torch.arange(positions, device=seeds.device).expand(len(seeds), -1)
-    words = philox_words(seeds, positions, n, stream, turn)
-    return (words >> 8).float() * 2.0 ** -24
-
-
-def philox_normals(seeds: Tensor, stream: int, positions: int | Tensor, n: int, turn: int = 0) -> Tensor:
-    """Standard normal numbers from the uniforms of these arguments, by the inverse CDF. None is beyond 5.6."""
-    middles = philox_uniforms(seeds, stream, positions, n, turn).double() + 2.0 ** -25
+def philox_normals(seeds: Tensor, positions: Tensor | int, n: int, *, stream: int, turn: int = 0) -> Tensor:
+    """Standard normal numbers from `philox_uniforms` of these arguments, by the inverse CDF. None is beyond 5.6."""
+    middles = philox_uniforms(seeds, positions, n, stream=stream, turn=turn).double() + 2.0 ** -25
     return torch.special.ndtri(middles).float()
