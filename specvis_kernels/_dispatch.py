@@ -17,6 +17,7 @@ codebook_neighbors, commit_kv, commit_tokens, tree_attention, tree_from_mask, tr
 
 An op that writes to arguments says so in its schema: Tensor(a!) and Tensor(a!)[]. Its meta and its outputs do not name
 them. Then torch.compile, fake tensors and the version counters of what is written work as for torch's own operations.
+_batching.py says what torch.func.vmap does.
 """
 import operator
 import os
@@ -28,6 +29,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ._batching import batching_rule
 
 EMPTY_RESIDUAL = 1  # the residual was empty: the target's own distribution was used instead, or what `empty` says
 INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative number, or no mass, or its
@@ -59,7 +62,7 @@ for _file in ("_ops.so", "_ops_cuda.so"):  # built? then it must load: a broken 
             raise ImportError(f"{_path} does not load, build the package again: {error}") from error
 
 
-def define(schema: str, *, oracle, meta, result: type | None = None):
+def define(schema: str, *, oracle, meta, result: type | None = None, batch: str | None = ""):
     """Register the op that `schema` names. Returns `call(backend, *args)`, which runs it.
 
     Args:
@@ -67,6 +70,7 @@ def define(schema: str, *, oracle, meta, result: type | None = None):
         oracle:  the op in plain torch, with the schema's arguments: it says what is right and runs where no kernel does
         meta:    the same arguments -> empty outputs of the right shapes
         result:  the named tuple that `call` makes of several outputs (torch.ops returns plain tuples); None: one output
+        batch:   the argument whose first size is B, if that is not the first one; None: no tensor leads with B
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -100,6 +104,7 @@ def define(schema: str, *, oracle, meta, result: type | None = None):
             torch.autograd.graph.increment_version(args[i])
         return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", batching_rule(op, batch, written), lib=_library)
     if written:
         _library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)
 

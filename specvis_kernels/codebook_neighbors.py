@@ -92,4 +92,4 @@ def _meta(codebook, k, metric, normalize, seed):
 
 _call = define(
     "codebook_neighbors(Tensor codebook, SymInt k, str metric, bool normalize, SymInt seed) -> Tensor",
-    oracle=_oracle, meta=_meta)
+    oracle=_oracle, meta=_meta, batch=None)

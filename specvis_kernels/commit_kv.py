@@ -145,4 +145,4 @@ def _meta(caches, accepted_nodes, num_accepted, lengths, start, slots, row_dim, 
 
 _call = define(
     "commit_kv(Tensor(a!)[] caches, Tensor accepted_nodes, Tensor num_accepted, Tensor lengths, Tensor? start, "
-    "Tensor? slots, int row_dim, int column_dim) -> Tensor", oracle=_oracle, meta=_meta)
+    "Tensor? slots, int row_dim, int column_dim) -> Tensor", oracle=_oracle, meta=_meta, batch=None)

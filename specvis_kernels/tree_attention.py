@@ -115,4 +115,4 @@ def _meta(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
 
 _call = define(
     "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor ancestors, Tensor? key_mask, "
-    "float scale) -> Tensor", oracle=_oracle, meta=_meta)
+    "float scale) -> Tensor", oracle=_oracle, meta=_meta, batch="lengths")

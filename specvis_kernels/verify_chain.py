@@ -167,4 +167,4 @@ _call = define(
     " Tensor? bonus_tokens, Tensor? draft_probs, Tensor? neighbors, Tensor? delta, Tensor? omega, Tensor? greedy,"
     " str cutoff, SymInt offset, str residual, str empty)"
     " -> (Tensor num_accepted, Tensor next_token, Tensor tv_excess, Tensor status)",
-    oracle=_oracle, meta=_meta, result=VerifyChainResult)
+    oracle=_oracle, meta=_meta, result=VerifyChainResult, batch=None)

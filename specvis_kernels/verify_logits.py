@@ -18,7 +18,8 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
                   draft_probs: Tensor | None = None, draft_row: Tensor | None = None, neighbors: Tensor | None = None,
                   delta: Tensor | float | None = None, cutoff: str = "tvd", offset: int = 0,
                   omega: Tensor | float | None = None, residual: str = "optimal", empty: str = "target",
-                  seeds: Tensor | None = None, positions: Tensor | None = None, backend: str | None = None) -> VerifyResult:
+                  seeds: Tensor | None = None, positions: Tensor | None = None,
+                  backend: str | None = None) -> VerifyResult:
     """Accept drafted tokens along one path of each request's tree, straight from the logits of the tree's nodes.
 
     With `uniforms` this is `guided_probs` of all rows, and then `verify_tree` on them with greedy = (temperature is
