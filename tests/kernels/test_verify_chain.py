@@ -260,7 +260,7 @@ def assert_same(got, expected, seed):
     ("omega", "1", r"omega must be float32 \(B=2\) or a number, got '1'"),
     ("delta", 0.5, "neighbors and delta must be given together"),
     ("greedy", torch.zeros(2), r"greedy must be bool \(B=2\), got float32 \(2,\)"),
-    ("greedy", 1, r"greedy must be bool \(B=2\), got int, not a tensor"),
+    ("greedy", 1, r"greedy must be bool \(B=2\) or a bool, got 1"),
     ("residual", "best", "residual must be one of optimal, relaxed, released, got 'best'"),
     ("empty", "none", "empty must be one of target, uniform, got 'none'"),
     ("cutoff", "l2", "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
