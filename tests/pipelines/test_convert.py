@@ -297,6 +297,12 @@ def test_what_a_source_lacks_is_named(models, files, tmp_path):
         "layers.1.feed_forward.w3.weight, layers.1.attention_norm.weight and 2 more")
     assert written(state | {"wings": torch.zeros(1)}).endswith("(10 classes) has not: wings")
     assert written(state | {"norm.weight": torch.zeros(33)}).endswith("norm.weight must be (32,), got (33,)")
+    assert written(state | {"norm.weight": torch.zeros(32, dtype=torch.complex64)}).endswith(
+        "must hold numbers of 16, 32 or 64 bits, but norm.weight is complex64")
+    assert written({"decoder.conv_blocks.0.res.0.conv1.weight": torch.zeros(1)}).endswith(
+        "lacks encoder.conv_in.weight")
+    assert written({"encoder.conv_in.weight": torch.zeros(4, 3, 3, 3), "decoder.conv_blocks.0.x": torch.zeros(1)}) \
+        .endswith("lacks encoder.conv_blocks.0.res.0.conv1.weight")
     assert "is of no known model: it holds wings; known are" in written({"wings": torch.zeros(1)})
     assert "must be a table of neighbors (V, k) with k < V" in written({"ids": torch.zeros(3, 3, dtype=torch.int64)})
     vqgan = {"encoder.down.0.block.0.conv1.weight": torch.zeros(1), "quantize.embedding.weight": torch.zeros(4, 4)}
@@ -314,6 +320,8 @@ def test_a_table_of_another_codebook_is_refused(models, files, tmp_path):
     np.save(tmp_path / "top.npy", unit.numpy())
     convert([tmp_path / "top.npy"], tmp_path / "m")
     assert torch.equal(Pipeline.load(tmp_path / "m").neighbors(9), unit)
+    with pytest.raises(CheckpointError, match="neighbors.safetensors is of the tokenizer before: a new table"):
+        convert([files / "vq_ds16_c2i.pt"], tmp_path / "m")
 
 
 class Runs:

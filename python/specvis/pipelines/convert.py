@@ -123,6 +123,9 @@ class Part:
             if source.tensors[name].shape != shape:
                 raise CheckpointError(f"{source.path} is no {self.name}: {name} must be {shape}, "
                                       f"got {source.tensors[name].shape}")
+            if not source.tensors[name].dtype.is_floating_point or source.tensors[name].dtype not in CODES:
+                raise CheckpointError(f"{source.path} must hold numbers of 16, 32 or 64 bits, but {name} is "
+                                      f"{str(source.tensors[name].dtype)[6:]}")
 
 
 def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int | None = None,
@@ -288,7 +291,7 @@ def size_of(source: Source, sizes: dict, layers: int, dim: int, heads: int | Non
         if (size_layers, size_dim) == (layers, dim):
             return name, size_heads
     heads = heads or source.config.get("num_attention_heads")
-    if heads is None:
+    if not isinstance(heads, int):
         known = ", ".join(f"{name}: {size[0]} of {size[2]}" for name, size in sizes.items())
         raise CheckpointError(f"{source.path} has {layers} layers of width {dim}, no published size "
                               f"({known}); heads must be given for another one")
@@ -336,8 +339,9 @@ def joined(source: Source) -> dict[str, Lazy]:
 
 def recognized_vq(source: Source) -> Part:
     channels, inside = (source.width("encoder.conv_in.weight", dim) for dim in (0, 1))
-    levels = source.count(r"encoder\.conv_blocks")
-    multipliers = tuple(source.width(f"encoder.conv_blocks.{i}.res.0.conv1.weight") // channels for i in range(levels))
+    levels = max(1, source.count(r"encoder\.conv_blocks"))
+    multipliers = tuple(max(1, source.width(f"encoder.conv_blocks.{i}.res.0.conv1.weight") // channels)
+                        for i in range(levels))
     config = VQConfig(
         channels, source.width("decoder.norm_out.weight") // multipliers[0], multipliers,
         source.count(r"encoder\.conv_blocks\.0\.res"), source.width("quant_conv.weight", 1),
@@ -364,7 +368,7 @@ def recognized_mar(source: Source, heads: int | None) -> Part:
 
 
 def recognized_kl(source: Source) -> Part:
-    channels, levels = source.width("encoder.conv_in.weight"), source.count(r"encoder\.down")
+    channels, levels = source.width("encoder.conv_in.weight"), max(1, source.count(r"encoder\.down"))
     config = KLConfig(
         channels, tuple(source.width(f"encoder.down.{i}.block.0.conv1.weight") // channels for i in range(levels)),
         source.count(r"encoder\.down\.0\.block"), source.width("post_quant_conv.weight"), GROUPS)
@@ -427,6 +431,9 @@ def plan_llamagen(parts: list[Part], out: Path, image_size: int | None,
     if vq_config.codebook_size != config.vocabulary:
         raise CheckpointError(f"the tokenizer must have the GPT's {config.vocabulary} codes, "
                               f"got {vq_config.codebook_size}")
+    if vqs and not tables and (out / "neighbors.safetensors").exists():
+        raise CheckpointError(f"{out / 'neighbors.safetensors'} is of the tokenizer before: a new table must be given with "
+                              "the tokenizer, or the file be removed")
     if vqs:
         files["tokenizer"], configs["tokenizer"] = vqs[0], asdict(vq_config)
     for part in drafters:
