@@ -61,6 +61,7 @@ def test_a_class_conditional_folder_draws_what_its_gpt_draws(tmp_path):
     assert pipeline.drafter is None and pipeline.words is None
     sampling = Sampling.of([5, 6], guidance=2.0)
     condition = pipeline.gpt.condition(torch.tensor([3, 7]))
+    assert torch.equal(pipeline.condition(["3", "7"])[0], condition[0])
     expected = decode(pipeline.gpt, *condition, sampling).tokens
     for method in ("vanilla", "jacobi"):
         assert torch.equal(pipeline.tokens(["3", "7"], method, sampling).tokens, expected)

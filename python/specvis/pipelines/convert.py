@@ -432,8 +432,8 @@ def plan_llamagen(parts: list[Part], out: Path, image_size: int | None,
         raise CheckpointError(f"the tokenizer must have the GPT's {config.vocabulary} codes, "
                               f"got {vq_config.codebook_size}")
     if vqs and not tables and (out / "neighbors.safetensors").exists():
-        raise CheckpointError(f"{out / 'neighbors.safetensors'} is of the tokenizer before: a new table must be given with "
-                              "the tokenizer, or the file be removed")
+        raise CheckpointError(f"{out / 'neighbors.safetensors'} is of the tokenizer before: a new table must be given "
+                              "with the new one, or the file be removed")
     if vqs:
         files["tokenizer"], configs["tokenizer"] = vqs[0], asdict(vq_config)
     for part in drafters:
