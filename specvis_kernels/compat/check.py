@@ -1,0 +1,551 @@
+"""Runs the functions of a local checkout of EAGLE or LANTERN beside ours: are they equal, and how much faster are ours?
+
+    python -m specvis_kernels.compat.check --lantern LANTERN --eagle EAGLE
+
+The functions are cut out of the checkout's files and executed: nothing else of it is imported, neither models nor CUDA
+are needed. Random trees and logits are given to both. Both draw the same numbers from Python's `random`, so the accepted
+paths must be the same ones. The next token is drawn by torch.multinomial there and by one number here: it must lie where
+that number falls in their distribution. "whole step" begins with the logits of the target's forward and ends with the
+next token. Times are of one call, the mean over cases; ours with the defaults (coins="device").
+"""
+import argparse
+import ast
+import copy
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import eagle, lantern
+
+TOPK = 10         # children of a node
+GUIDANCE = 3.0
+SLACK = 2e-5      # of a sum of float32 probabilities: where it falls between two tokens, either is right
+MINIMUM = torch.finfo(torch.float32).min
+STATIC, STATIC_OF_EAGLE = "naive_extend_57", "mc_sim_7b_63"
+LANTERN_FILES = {
+    "models/ea_model_llamagen.py": (
+        "cfg_logit_process", "calculate_tvd", "EaModel.generate_tree_buffers", "EaModel.evaluate_posterior",
+        "EaModel.evaluate_posterior_v1", "EaModel.pad_path", "EaModel.generate_candidates", "EaModel.tree_decoding",
+        "EaModel.update_inference_inputs"),
+    "models/drafters/cnets_llamagen.py": ("cfg_logit_process", "Model.topK_genrate"),
+    "models/drafters/utils_c.py": ("TOPK", "node", "Tree", "generate_tree_buffers"),
+    "models/drafters/choices.py": (STATIC,),
+    "models/ea_model_anole.py": (
+        "cfg_logit_process", "calculate_tvd", "EaModel.evaluate_posterior", "EaModel.evaluate_posterior_v1",
+        "EaModel.tree_decoding"),
+}
+EAGLE_FILES = {
+    "eagle/model/utils.py": ("TOPK", "pad_path", "generate_tree_buffers", "tree_decoding", "evaluate_posterior",
+                             "update_inference_inputs"),
+    "eagle/model/cnets.py": ("Model.topK_genrate",),
+    "eagle/model/cnets1.py": ("Model.topK_genrate",),
+    "eagle/model/choices.py": (STATIC_OF_EAGLE,),
+}
+
+
+def cut_out(folder: Path, files: dict[str, tuple[str, ...]]) -> dict[str, SimpleNamespace]:
+    """The named functions, classes and constants of each file of a checkout, and nothing else of it.
+
+    A method comes as a function of `self`. Annotations are left out.
+
+    Raises:
+        ValueError: a file is not there, or a name is not in it
+    """
+    cut = {}
+    for file, names in files.items():
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder} is no such checkout: {file} is not there")
+        found = dict(_definitions(ast.parse((folder / file).read_text())))
+        missing = [name for name in names if name not in found]
+        if missing:
+            raise ValueError(f"{folder} is no such checkout: {file} has no {missing[0]}")
+        body = [_without_annotations(found[name]) for name in names]
+        space = {"torch": torch, "F": F, "random": random, "copy": copy, "TOPK": TOPK,
+                 "np": SimpleNamespace(ndarray=()), "Timer": lambda name: nullcontext()}
+        exec(compile(ast.Module(body, []), str(folder / file), "exec"), space)
+        cut[file] = SimpleNamespace(**{name.rpartition(".")[2]: space[name.rpartition(".")[2]] for name in names})
+    return cut
+
+
+def _definitions(tree):
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name, node
+        if isinstance(node, ast.ClassDef):
+            for part in node.body:
+                if isinstance(part, ast.FunctionDef):
+                    yield f"{node.name}.{part.name}", part
+
+
+def _without_annotations(definition):
+    for node in ast.walk(definition):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+            for argument in (*node.args.args, *node.args.kwonlyargs):
+                argument.annotation = None
+    return definition
+
+
+# Logits processors under the names that transformers gives them, so that it need not be installed.
+class TemperatureLogitsWarper(NamedTuple):
+    temperature: float
+
+    def __call__(self, input_ids, scores):
+        return scores / self.temperature
+
+
+class TopKLogitsWarper(NamedTuple):
+    top_k: int
+
+    def __call__(self, input_ids, scores):
+        return scores.masked_fill(scores < scores.topk(min(self.top_k, scores.shape[-1]))[0][..., -1:], -torch.inf)
+
+
+class TopPLogitsWarper(NamedTuple):
+    top_p: float
+
+    def __call__(self, input_ids, scores):
+        rising, ids = scores.sort()
+        is_out = rising.softmax(-1).cumsum(-1) <= 1 - self.top_p
+        is_out[..., -1] = False
+        return scores.masked_fill(is_out.scatter(-1, ids, is_out), -torch.inf)
+
+
+class Processors(list):
+    """A list of the above, as LogitsProcessorList."""
+
+    def __call__(self, input_ids, scores):
+        for processor in self:
+            scores = processor(input_ids, scores)
+        return scores
+
+
+class Case(NamedTuple):
+    """A step of decoding: a tree of N nodes, and what target and drafter say of it."""
+    logits: torch.Tensor            # (2, N, V) of the target: with the condition, then without it
+    tokens: torch.Tensor            # (1, N)
+    retrieve_indices: torch.Tensor  # (L, D)
+    drafted: tuple | None = None    # of a static tree: cart_candidates_prob and op, as evaluate_posterior_v1 takes them
+
+
+class Setting(NamedTuple):
+    """What a step is verified with."""
+    name: str
+    processors: Processors | None = Processors()
+    lantern: tuple = (False, 0, 0.0)  # lantern, lantern_k, lantern_delta
+
+
+class Target(SimpleNamespace):
+    """What the released methods look for in `self`: a model whose forward gives the case's logits."""
+
+    use_eagle3 = False
+
+    def __call__(self, *read, **arguments):
+        return None, self.logits, None
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+    function: str
+    setting: str
+    cases: int
+    equal: int
+    theirs: float  # milliseconds
+    ours: float
+
+
+def random_tree(nodes: int) -> list[int]:
+    """Parents of a tree of five levels, about as wide as dynamic trees are, in the order of EAGLE's nodes."""
+    parents, above = [-1], [0]
+    for share in (10, 14, 14, 12, 8):
+        width = min(max(share * nodes // 59, 1), nodes - len(parents))
+        weights = [1 / (1 + i) for i in range(len(above))]
+        chosen = sorted(random.choices(above, weights, k=width))
+        above = list(range(len(parents), len(parents) + width)) or above
+        parents += chosen
+    return parents
+
+
+def paths_of(parents: list[int]) -> torch.Tensor:
+    """retrieve_indices in lexicographic order."""
+    paths = []
+    for leaf in set(range(len(parents))) - set(parents):
+        nodes = [leaf]
+        while nodes[0]:
+            nodes.insert(0, parents[nodes[0]])
+        paths.append(nodes)
+    depth = max(map(len, paths))
+    return torch.tensor([nodes + [-1] * (depth - len(nodes)) for nodes in sorted(paths)])
+
+
+def random_rows(vocab: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a target (2, N, V), and a draft's (N, V) that is not far from it."""
+    target, uncond = 3 * torch.randn(nodes, vocab), torch.randn(nodes, vocab)
+    draft = target + 0.7 * torch.randn(nodes, vocab)
+    return torch.stack([uncond + (target - uncond) / GUIDANCE, uncond]), draft
+
+
+def dynamic_case(vocab: int, nodes: int, image: slice = slice(None)) -> Case:
+    """A node's children are its draft's likeliest tokens, in their order."""
+    parents = random_tree(nodes)
+    logits, draft = random_rows(vocab, len(parents))
+    best = draft[:, image].topk(min(len(parents), draft[:, image].shape[1])).indices + (image.start or 0)
+    rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
+    tokens = best[torch.tensor(parents).clamp(min=0), torch.tensor(rank)]
+    return Case(logits, tokens[None], paths_of(parents))
+
+
+def static_case(vocab: int, buffers: dict, processors: Processors | None) -> Case:
+    """A node's children are drawn from its draft without replacement, or are the likeliest tokens where it is greedy.
+
+    Rows of the draft have a token for each child: the release divides by 0 where they have not.
+    """
+    depth, paths, index = (buffers[name] for name in ("tree_position_ids", "retrieve_indices", "tree_indices"))
+    parent = torch.zeros_like(depth).scatter(0, paths[:, 1:].clamp(min=0).flatten(), paths[:, :-1].flatten())
+    parents = parent[1:].unique()
+    while True:
+        logits, draft = random_rows(vocab, len(depth))
+        if processors is None or bool((processors(None, draft[parents]).softmax(-1) > 0).sum(1).ge(TOPK).all()):
+            break
+    if processors is None:
+        tokens, drafted = draft[parents].topk(TOPK).indices, (None, None)
+    else:
+        rows = processors(None, draft[parents]).softmax(-1)
+        tokens = rows.multinomial(TOPK)
+        probs = rows.gather(1, tokens)
+        probs = (probs / (1 - probs.cumsum(1) + probs)).clamp(0, 1)
+        drafted = (torch.cat([torch.ones(1), probs.flatten()])[index][paths],
+                   list(rows.split(depth[parents].bincount().tolist())))
+    nodes = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.flatten()])[index]
+    return Case(logits, nodes[None], paths, drafted)
+
+
+def ring_of_neighbors(codes: int, columns: int) -> torch.Tensor:
+    """A table of distinct neighbors (codes, columns) int64, without measuring distances."""
+    offsets = 1 + torch.randperm(codes - 1)[:columns]
+    return (torch.arange(codes)[:, None] + offsets) % codes
+
+
+def is_their_draw(sample_p: torch.Tensor, token: int, uniform: float) -> bool:
+    """Whether the token is where this number falls in their distribution."""
+    ends = sample_p.double().cumsum(0)
+    before = ends[token] - sample_p[token]
+    return bool(before - SLACK <= uniform * ends[-1] <= ends[token] + SLACK)
+
+
+def measure(function: str, setting: str, cases: int, repeats: int, make: Callable, equal: Callable) -> Row:
+    """Run theirs and ours on cases: make() -> (theirs, ours), and equal(their answer, our answer, uniform).
+
+    Both begin with the same state of Python's `random` and of torch's. `uniform` is the first number of the latter.
+    If make() gives a third one, that is ours as it is timed.
+    """
+    num_equal, seconds = 0, [0.0, 0.0]
+    for _ in range(cases):
+        theirs, ours, *others = make()
+        seed, answers, states, fastest = random.randrange(2**31), [], [], [float("inf")] * 2
+        for call in (theirs, ours):
+            random.seed(seed), torch.manual_seed(seed)
+            answers.append(call()), states.append(random.getstate())
+        torch.manual_seed(seed)
+        num_equal += states[0] == states[1] and equal(*answers, torch.rand(1).item())
+        for _, (i, call) in itertools.product(range(repeats), enumerate([theirs, *(others or [ours])])):
+            random.seed(seed), torch.manual_seed(seed)
+            start = time.perf_counter()
+            call()
+            fastest[i] = min(fastest[i], time.perf_counter() - start)
+        seconds = [total + time for total, time in zip(seconds, fastest)]
+        random.seed(seed + 1), torch.manual_seed(seed + 1)
+    return Row(function, setting, cases, num_equal, *(1000 * total / cases for total in seconds))
+
+
+def verification(name: str, theirs: Callable, ours: Callable, decode: tuple[Callable, Callable], setting: Setting,
+                 make_case: Callable, owner: Callable, is_step: bool, options: argparse.Namespace) -> Row:
+    """evaluate_posterior given the logits of every path; or, is_step, from tree_decoding's forward to the next token.
+
+    theirs and ours: function(self, case, logits, candidates, processors, *setting.lantern). decode: their and our
+    tree_decoding, function(self, tokens, cache, positions, prefix, paths). owner(case) is `self`.
+    """
+    processors, is_greedy = setting.processors, setting.processors is None
+
+    def make():
+        case = make_case()
+        if is_greedy and case.drafted is None:  # in the order of leaves, as the release has them then
+            case = case._replace(retrieve_indices=case.retrieve_indices[case.retrieve_indices.amax(1).argsort()])
+        self, paths = owner(case), case.retrieve_indices
+        candidates = torch.cat([case.tokens, torch.full((1, 1), -1)], 1)[0, paths]
+        tokens, depths = case.tokens.repeat(len(case.logits), 1), torch.zeros_like(case.tokens[0])
+
+        def read(decode):
+            return decode(self, tokens, None, depths, torch.zeros(1, 7, dtype=torch.int64), paths)[0]
+
+        known = read(decode[0])
+
+        def step(evaluate, decode, draw, **options):
+            logits = read(decode) if is_step else known
+            row, length, sample_p = evaluate(self, case, logits, candidates, processors, *setting.lantern, **options)
+            return int(row), int(length), draw(sample_p) if is_step else sample_p
+
+        multinomial = torch.argmax if is_greedy else lambda sample_p: sample_p.multinomial(1)
+        return (lambda: step(theirs, decode[0], multinomial),
+                lambda: step(ours, decode[1], torch.argmax, coins="random"), lambda: step(ours, decode[1], torch.argmax))
+
+    def equal(their_answer, our_answer, uniform):
+        if their_answer[:2] != our_answer[:2]:
+            return False
+        if is_step:  # drawn otherwise, from what the other line compares
+            return not is_greedy or int(their_answer[2]) == int(our_answer[2])
+        token = int(our_answer[2].argmax())
+        return int(their_answer[2].argmax()) == token if is_greedy else is_their_draw(their_answer[2], token, uniform)
+
+    return measure(f"{name}, whole step" if is_step else name, setting.name, options.cases, options.repeats, make, equal)
+
+
+class Layer(SimpleNamespace):
+    """A draft layer that looks at all that it is given: tokens, hidden states, positions and the tree's mask."""
+
+    def __call__(self, hidden, input_ids, past_key_values=None, use_cache=True, position_ids=None,
+                 attention_mask=None):
+        seen = 0 if past_key_values is None else past_key_values[0][0].shape[2]
+        if position_ids is None:
+            position_ids = torch.arange(seen, seen + hidden.shape[1])
+        hidden = hidden.roll(1, 2) + self.embedding[input_ids] + 0.1 * position_ids.view(-1, hidden.shape[1])[..., None]
+        if self.tree_mask is not None:
+            mask = self.tree_mask[0, 0]
+            hidden = hidden + (mask @ torch.arange(1.0, 1 + mask.shape[1]))[:, None] / 30
+        hidden = hidden / hidden.std(-1, keepdim=True)
+        return hidden, ((torch.zeros(1, 1, seen + hidden.shape[1], 1),),)
+
+    def reset(self):
+        self.tree_mask = None
+
+
+def new_layer(vocab: int, nodes: int, **parts) -> Layer:
+    embedding = torch.randn(vocab, 32)
+    return Layer(embedding=embedding, embed_tokens=SimpleNamespace(weight=embedding), total_tokens=nodes - 1, depth=4,
+                 top_k=TOPK, tree_mask_init=torch.eye(TOPK)[None, None], tree_mask=None, threshold=0.0,
+                 position_ids=torch.zeros(TOPK, dtype=torch.int64), logsoftmax=torch.nn.LogSoftmax(dim=-1), **parts)
+
+
+def same_tree(theirs: tuple, ours: tuple) -> bool:
+    """Whether topK_genrate gave the same: ours pads the paths with rows and columns of -1."""
+    paths = ours[1][ours[1][:, 0] >= 0][:, :theirs[1].shape[1]]
+    ours = ours[0], paths, *ours[2:]
+    return all(torch.equal(a.to(b.dtype), b) for a, b in zip(theirs, ours))
+
+
+def drafting(name: str, functions: tuple, setting: Setting, rows: int, options: argparse.Namespace, layer=None) -> Row:
+    """topK_genrate, called twice: at first, and with a committed cache."""
+    def make():
+        both, head = layer() if layer else (new_layer(options.vocab, options.nodes), None)
+        head = head or torch.nn.Linear(32, options.vocab)
+        hidden, ids = torch.randn(rows, 9, 32), torch.randint(options.vocab, (1, 10)).repeat(rows, 1)
+        cfg = (GUIDANCE,) if rows == 2 else ()
+
+        def call(function):
+            self = copy.copy(both)
+            function(self, hidden[:, :5], ids[:, :6], head, setting.processors, *cfg)
+            return function(self, hidden[:, 5:], ids, head, setting.processors, *cfg)
+
+        with torch.no_grad():
+            head.weight.mul_(3)
+        return [torch.no_grad()(lambda function=function: call(function)) for function in functions]
+
+    return measure(name, setting.name, options.cases, options.repeats, make,
+                   lambda theirs, ours, uniform: same_tree(theirs, ours))
+
+
+def same(theirs, ours) -> bool:
+    """Whether nested dicts, lists and tensors are equal."""
+    if isinstance(theirs, dict):
+        return theirs.keys() == ours.keys() and all(same(theirs[name], ours[name]) for name in theirs)
+    if isinstance(theirs, (list, tuple)):
+        return len(theirs) == len(ours) and all(map(same, theirs, ours))
+    return torch.equal(theirs, ours) if isinstance(theirs, torch.Tensor) else theirs == ours
+
+
+def updating(name: str, functions: tuple, rows: int, options: argparse.Namespace) -> Row:
+    """update_inference_inputs: the tokens, the caches, their lengths, and what it gives the drafter to read."""
+    def make():
+        case, length = dynamic_case(64, options.nodes), 30
+        paths = case.retrieve_indices
+        row = random.randrange(len(paths))
+        accepted = random.randrange(int((paths[row] >= 0).sum()))
+        candidates = torch.cat([case.tokens, torch.full((1, 1), -1)], 1)[0, paths]
+        cache, hidden = torch.randn(16, rows, 4, length + options.nodes, 32), torch.randn(rows, options.nodes, 8)
+        sample_p = F.one_hot(torch.tensor(7), 64).float()
+
+        def call(function):
+            data, lengths = [cache.clone()], torch.full((16,), length)
+            layer = SimpleNamespace(topK_genrate=given)
+            model = SimpleNamespace(ea_layer=layer, base_model=SimpleNamespace(lm_head=None))
+            ids = torch.zeros(1, length, dtype=torch.int64)
+            common = (ids, candidates, torch.tensor(row), accepted, paths, None, 3, data, lengths)
+            answer = (function(model, *common, hidden, sample_p, GUIDANCE) if rows == 2 else
+                      function(*common, model, hidden, sample_p))
+            return [data[0], lengths, *answer]
+
+        def given(hidden_states, input_ids, head, logits_processor, cfg_scale=None):
+            return hidden_states, input_ids, logits_processor, cfg_scale
+
+        return [lambda function=function: call(function) for function in functions]
+
+    return measure(name, "a path at random", options.cases, options.repeats, make,
+                   lambda theirs, ours, uniform: same(theirs, ours))
+
+
+def setting_up(name: str, functions: tuple, tree: str, options: argparse.Namespace) -> Row:
+    """generate_tree_buffers."""
+    return measure(name, tree, 1, options.repeats, lambda: functions, lambda theirs, ours, uniform: same(theirs, ours))
+
+
+def check_lantern(folder: Path, options: argparse.Namespace):
+    """The rows of the table for a checkout of LANTERN, one after the other."""
+    cut = cut_out(folder, LANTERN_FILES)
+    llamagen, anole = cut["models/ea_model_llamagen.py"], cut["models/ea_model_anole.py"]
+    layer, layer_tree = cut["models/drafters/cnets_llamagen.py"], cut["models/drafters/utils_c.py"]
+    k, vocab, nodes = options.k, options.vocab, options.nodes
+    top_k = Processors([TopKLogitsWarper(min(1000, vocab // 2))])
+    all_three = Processors([TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.9), *top_k])
+    relaxed = [Setting("lossless"), Setting("delta 0.1", lantern=(True, k, 0.1)),
+               Setting("delta 0.4", lantern=(True, k, 0.4)), Setting("ratio 3", lantern=(True, k, 3.0)),
+               Setting("delta 0.1, top-k", top_k, (True, k, 0.1)),
+               Setting("delta 0.1, T 0.9, top-p, top-k", all_three, (True, k, 0.1)),
+               Setting("greedy", None), Setting("greedy, delta 0.1", None, (True, k, 0.1))]
+
+    def rows(name, module, settings, make_case, codes, columns, read=None, **parts):
+        table = ring_of_neighbors(codes, columns)
+        kept = lantern.neighbor_table(SimpleNamespace(nearest_latents=table), columns - 1, "cpu")
+
+        def owner(case):
+            return Target(logits=case.logits, nearest_latents=table, _neighbor_table=kept, **parts)
+
+        def evaluate(functions):
+            function = getattr(functions, name)
+            return lambda self, case, logits, candidates, processors, *rule, **coins: function(
+                self, logits, candidates, processors, *(read(case) if read else ()), *rule, **coins)
+
+        def decode(functions):
+            return lambda self, *arguments: functions.tree_decoding(self, *arguments, GUIDANCE, **position)
+
+        position = {"input_position_diff": 3} if parts else {}
+        for setting, is_step in itertools.product(settings, (False, True)):
+            yield verification(f"{name}{' (Anole)' * bool(parts)}", evaluate(module), evaluate(lantern),
+                               (decode(module), decode(lantern)), setting, lambda: make_case(setting), owner, is_step,
+                               options)
+
+    yield from rows("evaluate_posterior", llamagen, relaxed, lambda setting: dynamic_case(vocab, nodes), vocab, k + 1)
+    few = Setting("64 tokens, all neighbors, top-k 20", Processors([TopKLogitsWarper(20)]), (True, 62, 0.05))
+    yield from rows("evaluate_posterior", llamagen, [few], lambda setting: dynamic_case(64, nodes), 64, 63)
+
+    codes, text = vocab // 2, torch.tensor([*range(4), *range(4 + vocab // 2, vocab)])
+    of_anole = [setting for setting in relaxed if setting.name in ("lossless", "delta 0.1, top-k", "greedy, delta 0.1")]
+    yield from rows("evaluate_posterior", anole, of_anole,
+                    lambda setting: dynamic_case(vocab, nodes, slice(4, 4 + codes)), codes, k + 1,
+                    image_token_offset=4, non_image_tokens=text, _image_range=(4, 4 + codes))
+
+    tree = getattr(cut["models/drafters/choices.py"], STATIC)
+    method = SimpleNamespace(pad_path=lambda *read: llamagen.pad_path(None, *read))
+    buffers = llamagen.generate_tree_buffers(method, tree, device="cpu")
+    yield from rows("evaluate_posterior_v1", llamagen, relaxed,
+                    lambda setting: static_case(vocab, buffers, setting.processors), vocab, k + 1,
+                    lambda case: (*case.drafted, buffers["p_indices"], case.tokens, buffers["b_indices"]))
+
+    yield setting_up("generate_tree_buffers", (lambda: llamagen.generate_tree_buffers(method, tree, device="cpu"),
+                                               lambda: lantern.generate_tree_buffers(method, tree, "cpu")),
+                     STATIC, options)
+    yield setting_up("generate_tree_buffers (drafter)",
+                     (lambda: layer_tree.generate_tree_buffers(tree, "cpu"),
+                      lambda: lantern.draft_tree_buffers(tree, "cpu")), STATIC, options)
+    for setting in (relaxed[0], relaxed[4], relaxed[6]):
+        yield drafting("topK_genrate", (layer.topK_genrate, lantern.topK_genrate), setting, 2, options)
+    yield updating("update_inference_inputs", (llamagen.update_inference_inputs, lantern.update_inference_inputs), 2,
+                   options)
+
+
+def check_eagle(folder: Path, options: argparse.Namespace):
+    """The rows of the table for a checkout of EAGLE, one after the other."""
+    cut = cut_out(folder, EAGLE_FILES)
+    loop, tree = cut["eagle/model/utils.py"], getattr(cut["eagle/model/choices.py"], STATIC_OF_EAGLE)
+    filters = Processors([TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)])
+    settings = [Setting("sampled"), Setting("T 0.7, top-p 0.9", filters), Setting("greedy", None)]
+
+    def evaluate(functions):
+        return lambda self, case, logits, candidates, processors, *rule, **coins: functions.evaluate_posterior(
+            logits, candidates, processors, **coins)
+
+    for setting, is_step in itertools.product(settings, (False, True)):
+        yield verification("evaluate_posterior", evaluate(loop), evaluate(eagle),
+                           (loop.tree_decoding, eagle.tree_decoding), setting,
+                           lambda: dynamic_case(options.vocab, options.nodes),
+                           lambda case: Target(logits=case.logits[:1] * GUIDANCE), is_step, options)
+
+    def of_eagle3():
+        drafted = options.vocab // 2
+        self = new_layer(options.vocab, options.nodes, norm=lambda hidden: hidden, d2t=torch.arange(drafted),
+                         config=SimpleNamespace(vocab_size=options.vocab, draft_vocab_size=drafted))
+        self.lm_head = torch.nn.Linear(32, drafted)
+        return self, self.lm_head
+
+    for setting in settings[::2]:
+        yield drafting("topK_genrate (EAGLE-3)", (cut["eagle/model/cnets.py"].topK_genrate, eagle.topK_genrate), setting,
+                       1, options, of_eagle3)
+        yield drafting("topK_genrate (EAGLE-2)", (cut["eagle/model/cnets1.py"].topK_genrate,
+                                                  eagle.topK_genrate_by_head), setting, 1, options)
+    yield setting_up("generate_tree_buffers", (lambda: loop.generate_tree_buffers(tree, "cpu"),
+                                               lambda: eagle.generate_tree_buffers(tree, "cpu")),
+                     STATIC_OF_EAGLE, options)
+    yield updating("update_inference_inputs", (loop.update_inference_inputs, eagle.update_inference_inputs), 1, options)
+
+
+CHECKS = {"lantern": check_lantern, "eagle": check_eagle}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table. Returns 0 if all is equal, 1 if something differs, 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m specvis_kernels.compat.check", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, epilog="The code of the checkout is executed: name a checkout that you trust.")
+    parser.add_argument("--lantern", type=Path, metavar="CHECKOUT", help="a folder with LANTERN's repository")
+    parser.add_argument("--eagle", type=Path, metavar="CHECKOUT", help="a folder with EAGLE's repository")
+    for name, value, text in (("cases", 20, "random inputs for each line"), ("repeats", 5, "of each; the fastest counts"),
+                              ("vocab", 16384, "tokens"), ("nodes", 59, "of a dynamic tree, the root counted"),
+                              ("k", 1000, "neighbors (lantern_k)"), ("seed", 0, "of the inputs"),
+                              ("threads", 1, "of torch")):
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: {value})")
+    options = parser.parse_args(arguments)
+    chosen = {name: getattr(options, name) for name in CHECKS if getattr(options, name)}
+    if not chosen:
+        parser.error("name a checkout, with --lantern or --eagle")
+    if min(options.cases, options.repeats, options.threads, options.k) < 1 or options.nodes < 16 \
+            or options.vocab < max(64, 2 * options.k + 4):
+        parser.error("cases, repeats, threads and k must be at least 1, nodes 16, vocab 64 and 2 k + 4")
+    torch.set_num_threads(options.threads)
+    is_equal = True
+    for name, folder in chosen.items():
+        try:
+            random.seed(options.seed), torch.manual_seed(options.seed)
+            print(f"{name}: {folder}\n{'function':36} {'setting':36} {'cases':>5} {'equal':>5} "
+                  f"{'theirs ms':>10} {'ours ms':>10} {'ratio':>6}")
+            for row in CHECKS[name](folder, options):
+                is_equal &= row.equal == row.cases
+                print(f"{row.function:36} {row.setting:36} {row.cases:5} {row.equal:5} {row.theirs:10.3f} "
+                      f"{row.ours:10.3f} {row.theirs / row.ours:6.1f}", flush=True)
+        except (ValueError, SyntaxError) as error:
+            print(f"{parser.prog}: error: {error}", file=sys.stderr)
+            return 2
+    return 0 if is_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

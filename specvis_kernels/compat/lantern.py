@@ -1,0 +1,275 @@
+"""LANTERN's interfaces (github.com/jadohu/LANTERN, models), answered by the ops. Batch 1, as there.
+
+    from models.ea_model_llamagen import EaModel            # or models.ea_model_anole
+    from specvis_kernels.compat import lantern
+    lantern.patch(EaModel)
+
+The rule is the release's, for dynamic trees and static ones (LANTERN++), sampled and greedy. Shapes below: L paths (rows
+of retrieve_indices) of D columns, N nodes, V tokens, C codes. What has a name of the release keeps it, and takes and
+returns what it does there.
+"""
+import sys
+from collections.abc import Callable
+from functools import partialmethod
+
+import torch
+from torch import Tensor
+
+from .eagle import (
+    GREEDY,
+    TOPK,
+    TreeLogits,
+    _check_coins,
+    commit,
+    grow_tree,
+    replace,
+    settings_of,
+    static_tree,
+    verify,
+)
+from .eagle import generate_tree_buffers as tree_shape
+
+
+def patch(EaModel: type, *, residual: str = "released", empty: str = "uniform",
+          coins: str = "device") -> Callable[[], None]:
+    """Replace the functions of LANTERN's loop by those of this file. `generate` stays as it is.
+
+    Replaced are tree_decoding, evaluate_posterior, evaluate_posterior_v1, generate_tree_buffers and
+    update_inference_inputs of EaModel, topK_genrate of its draft layer's class, and generate_tree_buffers in the module
+    of that class, where it has them.
+
+    Args:
+        EaModel:   the class, from models.ea_model_llamagen or models.ea_model_anole
+        residual:  what a rejection leaves of the target: "released", or "optimal" or "relaxed" of `verify_tree`
+        empty:     what follows when it leaves nothing: "uniform", as released, or "target"
+        coins:     as in `eagle.evaluate_posterior`
+
+    Returns:
+        undo:      a function without arguments that puts everything back
+
+    Raises:
+        ValueError: coins is none of its names, or EaModel has no evaluate_posterior
+    """
+    _check_coins(coins)
+    if not hasattr(EaModel, "evaluate_posterior"):
+        raise ValueError(f"EaModel must be LANTERN's, with evaluate_posterior, got {EaModel.__name__} without it")
+    options = {"residual": residual, "empty": empty, "coins": coins}
+    layer = getattr(sys.modules[EaModel.__module__], "Model", None)
+    return replace([
+        (EaModel, {"tree_decoding": tree_decoding,
+                   "evaluate_posterior": partialmethod(evaluate_posterior, **options),
+                   "evaluate_posterior_v1": partialmethod(evaluate_posterior_v1, **options),
+                   "generate_tree_buffers": generate_tree_buffers,
+                   "update_inference_inputs": update_inference_inputs}),
+        (layer, {"topK_genrate": topK_genrate}),
+        (sys.modules.get(getattr(layer, "__module__", "")), {"generate_tree_buffers": draft_tree_buffers})])
+
+
+@torch.no_grad()
+def tree_decoding(self, tree_candidates, past_key_values, tree_position_ids, input_ids, retrieve_indices, cfg_scale,
+                  attention_mask=None, input_position_diff=None):
+    """The target's forward over the nodes (2, N). Returns TreeLogits, the hidden states and the outputs.
+
+    `input_position_diff` is Anole's: by how much the positions are lower without the condition.
+    """
+    position_ids = tree_position_ids + input_ids.shape[1]
+    if input_position_diff is not None:
+        position_ids = torch.stack([position_ids, position_ids - input_position_diff])
+    if attention_mask is not None:
+        missing = input_ids.shape[1] + tree_candidates.shape[1] - attention_mask.shape[1]
+        attention_mask = torch.cat([attention_mask, attention_mask.new_ones(len(attention_mask), missing)], 1)
+    outputs, logits, hidden_state = self(input_ids=tree_candidates, output_orig=True, past_key_values=past_key_values,
+                                         position_ids=position_ids, attention_mask=attention_mask)
+    return TreeLogits(logits, cfg_scale, tree_candidates[:1], retrieve_indices), hidden_state, outputs
+
+
+@torch.no_grad()
+def evaluate_posterior(self, logits, candidates, logits_processor=None, lantern=False, lantern_k=1000,
+                       lantern_delta=0.1, *, residual="released", empty="uniform", coins="device"):
+    """Which path of a dynamic tree is accepted, how far, and what follows.
+
+    Args:
+        self:              with nearest_latents (C, >= lantern_k + 1), NumPy or torch, where lantern; and
+                           image_token_offset, the id of code 0, where that is not 0
+        logits:            (L, D, V) of every path, or TreeLogits
+        candidates:        (L, D)    int64: tokens along the paths, -1 pads
+        logits_processor:  None: greedy; or a list of transformers' logits processors (see `eagle.settings_of`)
+        lantern:           whether neighbors lend their probability
+        lantern_k:         how many may, besides the token itself
+        lantern_delta:     up to 1: LANTERN's limit of the total variation. Above: LANTERN++'s ratio, their mass at most
+                           lantern_delta - 1 times the token's
+        residual:          these two as in `patch`
+        empty:
+        coins:             as in `eagle.evaluate_posterior`
+
+    Returns:
+        best_candidate:    () int64: the first row of retrieve_indices with the accepted path; of several greedy paths
+                           of one length the first
+        accept_length:     how many drafts were accepted, an integer
+        sample_p:          (V,) float32: 1 at the next token, which is drawn already, and 0 elsewhere
+    """
+    rule = _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty)
+    return verify(logits, candidates, logits_processor, coins=coins, renumber=lantern and logits_processor is None,
+                  **rule)
+
+
+@torch.no_grad()
+def evaluate_posterior_v1(self, logits, candidates, logits_processor, cart_candidates_prob, op, p_indices,
+                          tree_candidates, b_indices, lantern=False, lantern_k=1000, lantern_delta=0.1, *,
+                          residual="released", empty="uniform", coins="device"):
+    """evaluate_posterior for a static tree, whose children were drawn from the rows `op` without replacement.
+
+    `cart_candidates_prob` and `b_indices` are not looked at: both follow from the rows and the tree.
+    """
+    rule = _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty)
+    return verify(logits, candidates, logits_processor, coins=coins, renumber=lantern and logits_processor is None,
+                  proposals=(op, p_indices), **rule)
+
+
+def _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty) -> dict:
+    """The arguments of verify_logits that LANTERN's options stand for."""
+    rule = {"residual": residual, "empty": empty, "id_range": _image_ids(self)}
+    if lantern:
+        is_ratio = lantern_delta > 1
+        device = (logits.logits if isinstance(logits, TreeLogits) else logits).device
+        rule |= {"neighbors": neighbor_table(self, lantern_k, device), "delta": float(lantern_delta - is_ratio),
+                 "cutoff": "ratio" if is_ratio else "tvd", "offset": getattr(self, "image_token_offset", 0)}
+    return rule
+
+
+def _image_ids(self):
+    """The ids [first, last) beside self.non_image_tokens, which Anole's model and drafter have; None for LlamaGen's."""
+    masked = getattr(self, "non_image_tokens", None)
+    if masked is None:
+        return None
+    if not hasattr(self, "_image_range"):  # read from the device once
+        masked = set(masked.tolist())
+        ids = [token for token in range(max(masked)) if token not in masked]
+        self._image_range = ids[0], ids[-1] + 1
+    return self._image_range
+
+
+def neighbor_table(self, lantern_k: int, device: torch.device | str) -> Tensor:
+    """The first lantern_k + 1 columns of self.nearest_latents on a device. They are moved there once, and kept.
+
+    Args:
+        self:       with nearest_latents (C, V - 1): NumPy or torch, uint16, int32 or int64, as generate_codebook of
+                    LANTERN writes it
+        lantern_k:  k
+
+    Returns:
+        neighbors:  (C, k + 1) uint16 or int32. The last column is for the release's residual alone
+
+    Raises:
+        ValueError: the table has no k + 1 columns
+    """
+    kept = getattr(self, "_neighbor_table", None)
+    if kept is None or kept.shape[1] != lantern_k + 1 or kept.device != torch.device(device):
+        if self.nearest_latents.shape[1] <= lantern_k:
+            raise ValueError(f"lantern_k must be below the {self.nearest_latents.shape[1]} columns of nearest_latents, "
+                             f"got {lantern_k}")
+        kept = torch.as_tensor(self.nearest_latents[:, :lantern_k + 1])
+        kept = kept if kept.dtype == torch.uint16 else kept.int()
+        kept = self._neighbor_table = kept.to(device, copy=True).contiguous()
+    return kept
+
+
+@torch.no_grad()
+def update_inference_inputs(self, input_ids, candidates, best_candidate, accept_length, retrieve_indices,
+                            logits_processor, new_token, past_key_values_data_list, current_length_data,
+                            hidden_state_new, sample_p, cfg_scale, *position, static_tree=False, **mask):
+    """Commit the accepted path and draft the next tree. Takes the sample_p of this file's evaluate_posterior.
+
+    Anole's `input_position_diff` and `attention_mask`, if given, are handed to the draft layer.
+    """
+    nodes, length = retrieve_indices[best_candidate], input_ids.shape[1]
+    input_ids = torch.cat([input_ids, candidates[None, best_candidate, :accept_length + 1]], 1)
+    commit(past_key_values_data_list, current_length_data, nodes, accept_length, length)
+    token = sample_p.argmax()[None, None]
+    hidden_state = hidden_state_new[:, nodes[:accept_length + 1].to(hidden_state_new.device)]
+    read = torch.cat([input_ids, token.to(input_ids.device)], 1).repeat(2, 1)
+    draft = self.ea_layer.topK_genrate_v1 if static_tree else self.ea_layer.topK_genrate
+    drafted = draft(hidden_state, read, self.base_model.lm_head, logits_processor, cfg_scale, *position, **mask)
+    drafted = (drafted,) if static_tree else drafted
+    return input_ids, *drafted, new_token + accept_length + 1, None, token
+
+
+@torch.no_grad()
+def topK_genrate(self, hidden_states, input_ids, head, logits_processor, cfg_scale, input_position_diff=None,
+                 attention_mask=None):
+    """A dynamic tree; input_position_diff and attention_mask are Anole's. Returns what `eagle.grow_tree` does."""
+    input_ids = input_ids.to(hidden_states.device)
+    root, input_ids = input_ids[:1, -1], input_ids[:, 1:]
+    length, device = input_ids.shape[1], hidden_states.device
+    self.reset()
+    cached, known = getattr(self, "stable_kv", None), 0
+    if cached is not None:
+        known = cached[0][0].shape[2]
+    of_anole = {} if input_position_diff is None else {"attention_mask": attention_mask}
+
+    def place(position_ids):
+        if input_position_diff is None:
+            return position_ids
+        return torch.stack([position_ids, (position_ids - input_position_diff).clamp(min=0)])
+
+    position_ids = place(torch.arange(known, length, device=device)).view(-1, length - known)
+    hidden, cached = self(hidden_states, input_ids=input_ids[:, known:], past_key_values=cached, use_cache=True,
+                          position_ids=position_ids, **of_anole)
+    self.stable_kv = cached
+
+    def read(hidden, tokens, past_key_values, depth):
+        return self(hidden, input_ids=tokens, past_key_values=past_key_values, use_cache=True,
+                    position_ids=place(length + depth + self.position_ids.to(device)), **of_anole)
+
+    settings = GREEDY if logits_processor is None else settings_of(logits_processor)
+    if settings is None:
+        raise ValueError("logits_processor must be what prepare_logits_processor makes of temperature, top_p and top_k")
+    return grow_tree(self, hidden[:, -1:], cached, root, head, read, sampled=logits_processor is not None,
+                     settings=settings, guidance=cfg_scale, id_range=_image_ids(self))
+
+
+def generate_tree_buffers(self, tree_choices, device="cuda") -> dict:
+    """`eagle.generate_tree_buffers`, and two nested lists that the released evaluate_posterior_v1 reads.
+
+    Returns:
+        p_indices:  for each path and column, which row of its level its node's token was drawn from; -1 at the root
+        b_indices:  for each path and column, (n,) int64: the earlier siblings; [] where there are none
+    """
+    buffers, parents = static_tree(tree_choices)
+    depth, paths = buffers["tree_position_ids"], buffers["retrieve_indices"]
+    drawn_from, earlier = [-1], [[]]
+    for node in range(1, len(parents)):
+        on_level = parents[1:][depth[1:] == depth[node]].unique().tolist()
+        drawn_from.append(on_level.index(parents[node].item()))
+        siblings = (parents[:node] == parents[node]).nonzero()[:, 0]
+        earlier.append(siblings.to(device) if len(siblings) else [])
+    p_indices = [[drawn_from[node] for node in nodes] for nodes in paths.tolist()]
+    b_indices = [[earlier[node] if node >= 0 else [] for node in nodes] for nodes in paths.tolist()]
+    return tree_shape(tree_choices, device) | {"p_indices": p_indices, "b_indices": b_indices}
+
+
+def draft_tree_buffers(tree_choices, device="cuda") -> dict:
+    """generate_tree_buffers of the drafter's side: what the draft layer reads at each level of a static tree.
+
+    It reads the nodes that have children. F of them are on level d, and G on all levels down to it.
+
+    Returns:
+        attn_mask:     (1, 1, F, G) float32 of each level: 1 where visible
+        tree_indices:  (F,) int64: where the node's token is among TOPK for each node read on the level above
+        position_ids:  (F,) int64: 0
+        repeat_nums:   a list of each level: how many nodes there are below each node read on the level above
+    """
+    buffers, parents = static_tree(tree_choices)
+    depth, rank = buffers["tree_position_ids"], (buffers["tree_indices"] - 1) % TOPK
+    is_read = torch.zeros(len(parents), dtype=torch.bool).index_fill_(0, parents[1:], True)
+    nodes = is_read.nonzero()[:, 0]
+    levels = {"attn_mask": [], "tree_indices": [], "position_ids": [], "repeat_nums": []}
+    for level in range(1, int(depth.max())):
+        above, here = (nodes[depth[nodes] == d] for d in (level - 1, level))
+        down_to_here = nodes[(depth[nodes] > 0) & (depth[nodes] <= level)]
+        row = torch.searchsorted(above, parents[here])
+        levels["attn_mask"].append(buffers["tree_attn_mask"][:, :, here][..., down_to_here].to(device))
+        levels["tree_indices"].append((TOPK * row + rank[here]).to(device))
+        levels["position_ids"].append(torch.zeros(len(here), dtype=torch.int64, device=device))
+        levels["repeat_nums"].append(row.bincount().tolist())
+    return levels

@@ -1,0 +1,286 @@
+"""compat.lantern answers LANTERN's interfaces as released.py states them, and replaces methods of a running decoder."""
+import itertools
+import random
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specvis_kernels.compat import lantern
+from specvis_kernels.compat.eagle import TreeLogits
+
+from . import released
+
+V, OFFSET = 24, 4
+TEMPERATURE = type("TemperatureLogitsWarper", (), {"temperature": 0.8, "__call__": lambda self, ids, x: x / 0.8})
+TOP_K = type("TopKLogitsWarper", (), {
+    "top_k": 6, "__call__": lambda self, ids, x: x.masked_fill(x < x.topk(6).values[..., -1:], -torch.inf)})
+
+
+class Processors(list):
+    def __call__(self, input_ids, scores):
+        for processor in self:
+            scores = processor(input_ids, scores)
+        return scores
+
+
+def nucleus(input_ids, scores):
+    """Top-p 0.8: a token stays while those before it have less than that."""
+    order = scores.sort(descending=True)
+    probs = order.values.softmax(-1)
+    gone = probs.cumsum(-1) - probs >= 0.8
+    return scores.masked_fill(gone.gather(-1, order.indices.argsort()), -torch.inf)
+
+
+TOP_P = type("TopPLogitsWarper", (), {"top_p": 0.8, "__call__": lambda self, ids, x: nucleus(ids, x)})
+PROCESSORS = {"plain": Processors(), "T, top-p, top-k": Processors([TEMPERATURE(), TOP_P(), TOP_K()]),
+              "top-k, top-p": Processors([TOP_K(), TOP_P()]), "unknown": Processors([lambda ids, x: x.clamp(max=3)])}
+
+
+def random_tree(depth=3, width=3, extra=8):
+    """Paths (L, D) of a random tree of at most 1 + extra nodes; node numbers are level by level."""
+    choices = {()}
+    while len(choices) <= extra:
+        node = random.choice([node for node in choices if len(node) < depth])
+        choices.add((*node, sum(other[:-1] == node for other in choices if other)))
+    choices = {node for node in choices if not node or node[-1] < width}
+    nodes = sorted((node for node in choices if all(node[:i] in choices for i in range(len(node)))),
+                   key=lambda node: (len(node), node))
+    leaves = [node for node in nodes if (*node, 0) not in nodes]
+    paths = [[nodes.index(leaf[:i]) for i in range(len(leaf) + 1)] for leaf in leaves]
+    deepest = max(map(len, paths))
+    return torch.tensor(sorted(path + [-1] * (deepest - len(path)) for path in paths)).reshape(-1, deepest), nodes
+
+
+def padded(paths):
+    """In the order in which the release sorts them: padding comes last."""
+    return paths[[i for i, _ in sorted(enumerate(paths.tolist()), key=lambda row: [
+        node if node >= 0 else 99 for node in row[1]])]]
+
+
+class Step(SimpleNamespace):
+    """A random step: the logits of both rows (2, N, V), the guided ones along the paths, the tokens, the table."""
+
+    def __init__(self, seed, offset=0):
+        random.seed(seed), torch.manual_seed(seed)
+        paths, nodes = random_tree()
+        paths, N = padded(paths), len(nodes)
+        uncond = torch.randn(N, V)
+        guided = 2 * torch.randn(N, V)
+        tokens = torch.zeros(1, N, dtype=torch.int64)
+        for node in range(N):
+            children = [child for child in range(1, N) if nodes[child][:-1] == nodes[node]]
+            best = guided[node, offset:].add(torch.randn(V - offset)).topk(3).indices + offset
+            tokens[0, children] = best[[nodes[child][-1] for child in children]]
+        candidates = torch.cat([tokens, torch.full((1, 1), -1)], 1)[0, paths]
+        codes = V - offset
+        table = torch.stack([torch.randperm(codes)[:codes] for _ in range(codes)])
+        table = torch.stack([row[row != code] for code, row in enumerate(table)])
+        super().__init__(logits=torch.stack([uncond + (guided - uncond) / 3, uncond]), paths=paths, tokens=tokens,
+                         along=guided[paths], candidates=candidates, table=table, nodes=nodes, N=N)
+
+    def model(self, **parts):
+        return SimpleNamespace(nearest_latents=self.table, **parts)
+
+    def given(self, form):
+        """What evaluate_posterior is given: TreeLogits, or the logits along the paths."""
+        return TreeLogits(self.logits, 3.0, self.tokens, self.paths) if form == "tree" else self.along
+
+
+def counted(seed):
+    """Numbers of Python's random for this seed, and the list of those that were taken."""
+    stream, taken = random.Random(seed), []
+    return iter(lambda: taken.append(stream.random()) or taken[-1], None), taken
+
+
+def assert_drawn(answer, wanted, taken, seed):
+    """The release's row, length and number of random numbers, and a token where the uniform falls in its distribution."""
+    row, length, sample_p = answer
+    assert (int(row), length) == wanted[:2]
+    following = random.Random(seed)
+    assert [following.random() for _ in taken] == taken and random.random() == following.random()
+    torch.manual_seed(seed)
+    uniform, token, ends = torch.rand(1, 1).item(), sample_p.argmax(), wanted[2].cumsum(0)
+    assert sample_p.sum() == 1 and sample_p.shape == (V,)
+    assert ends[token] - wanted[2][token] - 1e-5 <= uniform <= ends[token] + 1e-5
+
+
+RULES = {"lossless": (), "delta 0.2": (True, 5, 0.2), "delta 1": (True, 3, 1.0), "ratio 2.5": (True, 6, 2.5)}
+
+
+@pytest.mark.parametrize("form", ["tree", "paths"])
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_dynamic_trees(rule, processors, form):
+    lengths = set()
+    for seed in range(25):
+        step, rules = Step(seed), RULES[rule]
+        coins, taken = counted(seed)
+        processor = PROCESSORS[processors]
+        wanted = released.sampled(step.along, step.candidates, lambda row: processor(None, row[None])[0].softmax(0),
+                                  coins, *((step.table, *rules[1:]) if rules else ()))
+        random.seed(seed), torch.manual_seed(seed)
+        answer = lantern.evaluate_posterior(step.model(), step.given(form), step.candidates, processor, *rules,
+                                            coins="random")
+        assert_drawn(answer, wanted, taken, seed)
+        lengths.add(answer[1])
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("form", ["tree", "paths"])
+@pytest.mark.parametrize("rule", [(), (True, 5, 0.2), (True, 4, 3.0)])
+def test_greedy(rule, form):
+    """Of several longest paths the first row, in whichever order the rows are."""
+    ties = 0
+    for seed in range(150):
+        step = Step(seed)
+        order = torch.randperm(len(step.paths))
+        step.paths, step.along, step.candidates = step.paths[order], step.along[order], step.candidates[order]
+        answer = lantern.evaluate_posterior(step.model(), step.given(form), step.candidates, None, *rule)
+        table = (step.table, *rule[1:]) if rule else ()
+        best, length, token = released.greedy(step.along, step.candidates, *table)
+        assert (int(answer[0]), answer[1], int(answer[2].argmax())) == (best, length, token)
+        again = released.greedy(step.along.flip(0), step.candidates.flip(0), *table)
+        ties += step.candidates.flip(0)[again[0], :length + 1].tolist() != step.candidates[best, :length + 1].tolist()
+    assert ties > 0 if rule else ties == 0
+
+
+@pytest.mark.parametrize("empty", ["uniform", "target"])
+def test_nothing_left(empty):
+    """All other tokens are neighbors, so a rejection leaves nothing: the release goes on with all tokens alike."""
+    step, ends = Step(3), set()
+    logits = torch.full((2, step.N, V), -30.0)
+    logits[:, :, :2] = 0
+    step.tokens[0, 1:] = step.tokens[0, 1:].clamp(min=2)
+    candidates = torch.cat([step.tokens, torch.full((1, 1), -1)], 1)[0, step.paths]
+    table = torch.tensor([[other for other in range(V) if other != code] for code in range(V)])
+    for seed in range(60):
+        coins, taken = counted(seed)
+        wanted = released.sampled(logits[0][step.paths], candidates, lambda row: row.softmax(0), coins, table, V - 2, 0.6)
+        random.seed(seed), torch.manual_seed(seed)
+        answer = lantern.evaluate_posterior(
+            SimpleNamespace(nearest_latents=table), TreeLogits(logits, 3.0, step.tokens, step.paths), candidates,
+            Processors(), True, V - 2, 0.6, empty=empty, coins="random")
+        if empty == "uniform":
+            assert_drawn(answer, wanted, taken, seed)
+        ends.add(int(answer[2].argmax()))
+    assert len(ends) > 8 if empty == "uniform" else ends == {0, 1}
+
+
+def test_codes_behind_text():
+    """Anole: code 0 is token 4, and text is masked in the forward."""
+    for seed in range(40):
+        step = Step(seed, OFFSET)
+        model = step.model(image_token_offset=OFFSET, non_image_tokens=torch.tensor([0, 1, 2, 3, V - 1, V]),
+                           _image_range=(OFFSET, V))
+        along = step.along.clone()
+        along[..., :OFFSET] = torch.finfo(along.dtype).min
+        coins, taken = counted(seed)
+        wanted = released.sampled(along, step.candidates, lambda row: row.softmax(0), coins, step.table, 5, 0.3, OFFSET)
+        random.seed(seed), torch.manual_seed(seed)
+        answer = lantern.evaluate_posterior(model, step.given("tree"), step.candidates, Processors(), True, 5, 0.3,
+                                            coins="random")
+        assert_drawn(answer, wanted, taken, seed)
+
+
+def test_the_ids_of_pictures_are_read_once():
+    model = SimpleNamespace(non_image_tokens=torch.tensor([0, 1, 2, 3, 8, 9, 10]))
+    assert lantern._image_ids(model) == (4, 8)
+    model.non_image_tokens = model.non_image_tokens[:0]
+    assert lantern._image_ids(model) == (4, 8)
+    assert lantern._image_ids(SimpleNamespace()) is None
+
+
+CHOICES = [[0], [1], [0, 0], [0, 2], [1, 1], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("form", ["tree", "paths"])
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_static_trees(rule, form):
+    buffers, lengths = lantern.generate_tree_buffers(None, CHOICES, "cpu"), set()
+    paths, parents = buffers["retrieve_indices"], [-1, 0, 0, 1, 1, 2, 3]
+    for seed in range(60):
+        random.seed(seed), torch.manual_seed(seed)
+        guided = 2 * torch.randn(7, V)
+        drafts = (guided + torch.randn(7, V)).softmax(1)
+        drawn = drafts.multinomial(3)
+        tokens = torch.tensor([[0, *(drawn[parent, path[-1]].item() for parent, path in zip(parents[1:], CHOICES))]])
+        candidates = torch.cat([tokens, torch.full((1, 1), -1)], 1)[0, paths]
+        op = [drafts[[0]], drafts[[1, 2]], drafts[[3]]]  # nodes with children, level by level
+        table = Step(seed).table
+        node_of = {tuple(candidates[i, :d + 1].tolist()): paths[i, d].item()
+                   for i, d in itertools.product(range(len(paths)), range(paths.shape[1])) if paths[i, d] >= 0}
+        coins, taken = counted(seed)
+        rules = RULES[rule]
+        wanted = released.sampled(guided[paths], candidates, lambda row: row.softmax(0), coins,
+                                  *((table, *rules[1:]) if rules else (None, 0, 0.0)),
+                                  draft_rows=lambda path: drafts[node_of[tuple(path)]].clone())
+        random.seed(seed), torch.manual_seed(seed)
+        given = TreeLogits(guided[None], None, tokens, paths) if form == "tree" else guided[paths]
+        answer = lantern.evaluate_posterior_v1(
+            SimpleNamespace(nearest_latents=table), given, candidates, Processors(), None, op, buffers["p_indices"],
+            tokens, buffers["b_indices"], *rules, coins="random")
+        assert_drawn(answer, wanted, taken, seed)
+        lengths.add(answer[1])
+    assert len(lengths) > 2
+
+
+def test_the_shape_of_a_static_tree():
+    buffers = lantern.generate_tree_buffers(None, CHOICES, "cpu")
+    assert buffers["tree_indices"].tolist() == [0, 1, 2, 11, 13, 22, 32]  # 1 + 10 * row of its parent + rank
+    assert buffers["tree_position_ids"].tolist() == [0, 1, 1, 2, 2, 2, 3]
+    assert buffers["retrieve_indices"].tolist() == [[0, 1, 3, 6], [0, 1, 4, -1], [0, 2, 5, -1]]
+    assert buffers["tree_attn_mask"].shape == (1, 1, 7, 7)
+    assert [row.nonzero()[:, 0].tolist() for row in buffers["tree_attn_mask"][0, 0]] == [
+        [0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 1, 3, 6]]
+    assert buffers["p_indices"] == [[-1, 0, 0, 0], [-1, 0, 0, 0], [-1, 0, 1, 0]]
+    assert [[list(map(int, part)) for part in path] for path in buffers["b_indices"]] == [
+        [[], [], [], []], [[], [], [3], []], [[], [1], [], []]]
+
+
+def test_what_a_drafter_reads_of_a_static_tree():
+    buffers = lantern.draft_tree_buffers(CHOICES, "cpu")  # it reads nodes 1 and 2, then node 3
+    assert [mask.tolist() for mask in buffers["attn_mask"]] == [[[[[1, 0], [0, 1]]]], [[[[1, 0, 1]]]]]
+    assert [index.tolist() for index in buffers["tree_indices"]] == [[0, 1], [0]]
+    assert [index.tolist() for index in buffers["position_ids"]] == [[0, 0], [0]]
+    assert buffers["repeat_nums"] == [[2], [1]]
+    # only the second of two nodes has a child that is read: it is the second row of tokens
+    late = lantern.draft_tree_buffers([[0], [1], [0, 0], [1, 0], [1, 0, 3]], "cpu")
+    assert late["tree_indices"][1].tolist() == [10] and late["repeat_nums"] == [[2], [0, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int32, torch.int64])
+def test_the_table_is_cut_and_moved_once(dtype):
+    table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]]).to(dtype)
+    model = SimpleNamespace(nearest_latents=table if dtype != torch.uint16 else table.numpy())
+    kept = lantern.neighbor_table(model, 1, "cpu")
+    assert kept.tolist() == [[1, 2], [0, 2], [3, 1], [2, 1]]
+    assert kept.dtype == (torch.uint16 if dtype == torch.uint16 else torch.int32) and kept.is_contiguous()
+    assert lantern.neighbor_table(model, 1, "cpu") is kept
+    assert lantern.neighbor_table(model, 2, "cpu").shape == (4, 3)
+    with pytest.raises(ValueError, match="lantern_k must be below the 3 columns of nearest_latents, got 3"):
+        lantern.neighbor_table(model, 3, "cpu")
+
+
+def test_patch_and_undo():
+    decode = type("EaModel", (), {"evaluate_posterior": lambda self: "theirs", "generate": lambda self: "generate",
+                                  "__module__": "their_module"})
+    layer = type("Model", (), {"topK_genrate": lambda self: "theirs", "__module__": "their_layer"})
+    sys.modules["their_module"] = SimpleNamespace(Model=layer)
+    sys.modules["their_layer"] = SimpleNamespace(generate_tree_buffers=None)
+    try:
+        undo = lantern.patch(decode, residual="optimal")
+        assert decode.__dict__["evaluate_posterior"].keywords["residual"] == "optimal"
+        assert layer.topK_genrate is lantern.topK_genrate and decode().generate() == "generate"
+        assert sys.modules["their_layer"].generate_tree_buffers is lantern.draft_tree_buffers
+        assert not hasattr(decode, "evaluate_posterior_v1")
+        undo()
+        assert decode().evaluate_posterior() == "theirs" == layer().topK_genrate()
+        assert sys.modules["their_layer"].generate_tree_buffers is None
+        with pytest.raises(ValueError, match="coins must be one of device, random, got 'dice'"):
+            lantern.patch(decode, coins="dice")
+        with pytest.raises(ValueError, match="EaModel must be LANTERN's, with evaluate_posterior, got int without it"):
+            lantern.patch(int)
+    finally:
+        del sys.modules["their_module"], sys.modules["their_layer"]
