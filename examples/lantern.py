@@ -2,8 +2,8 @@
 
     python examples/lantern.py
 
-The decoder is a stand-in: one layer of attention on random weights, which offers what the release's EaModel offers, with
-loops of its own in plain torch. `generate` is not touched by the patch.
+The decoder is a stand-in: one layer of attention on random weights, which offers what the release's EaModel offers,
+with loops of its own in plain torch. `generate` is not touched by the patch.
 """
 import argparse
 import random
@@ -214,7 +214,8 @@ for name in ("as it stands", "patched"):
     start = time.perf_counter()
     tokens, tau = model.generate(options.tokens, options.temperature, 1000, 3.0, options.delta > 0, 100, options.delta)
     runs[name] = SimpleNamespace(tokens=tokens, tau=tau, seconds=time.perf_counter() - start)
-    print(f"{name:12}  {tau:.2f} tokens per target forward, {1000 * runs[name].seconds / options.tokens:.1f} ms a token")
+    milliseconds = 1000 * runs[name].seconds / options.tokens
+    print(f"{name:12}  {tau:.2f} tokens per target forward, {milliseconds:.1f} ms a token")
 undo()
 if options.temperature == 0:
     share = (runs["patched"].tokens == runs["as it stands"].tokens).float().mean()

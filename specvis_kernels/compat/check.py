@@ -3,10 +3,10 @@
     python -m specvis_kernels.compat.check --lantern LANTERN --eagle EAGLE
 
 The functions are cut out of the checkout's files and executed: nothing else of it is imported, neither models nor CUDA
-are needed. Random trees and logits are given to both. Both draw the same numbers from Python's `random`, so the accepted
-paths must be the same ones. The next token is drawn by torch.multinomial there and by one number here: it must lie where
-that number falls in their distribution. "whole step" begins with the logits of the target's forward and ends with the
-next token. Times are of one call, the mean over cases; ours with the defaults (coins="device").
+are needed. Random trees and logits are given to both. Both draw the same numbers from Python's `random`, so the
+accepted paths must be the same ones. The next token is drawn by torch.multinomial there and by one number here: it must
+be where that number falls in their distribution. "whole step" begins with the logits of the target's forward and ends
+with the next token. Times are of one call, the mean over cases; ours with the defaults (coins="device").
 """
 import argparse
 import ast
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -92,8 +93,8 @@ def _without_annotations(definition):
     for node in ast.walk(definition):
         if isinstance(node, ast.FunctionDef):
             node.returns = None
-            for argument in (*node.args.args, *node.args.kwonlyargs):
-                argument.annotation = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
     return definition
 
 
@@ -297,8 +298,8 @@ def verification(name: str, theirs: Callable, ours: Callable, decode: tuple[Call
             return int(row), int(length), draw(sample_p) if is_step else sample_p
 
         multinomial = torch.argmax if is_greedy else lambda sample_p: sample_p.multinomial(1)
-        return (lambda: step(theirs, decode[0], multinomial),
-                lambda: step(ours, decode[1], torch.argmax, coins="random"), lambda: step(ours, decode[1], torch.argmax))
+        own = partial(step, ours, decode[1], torch.argmax)
+        return partial(step, theirs, decode[0], multinomial), partial(own, coins="random"), own
 
     def equal(their_answer, our_answer, uniform):
         if their_answer[:2] != our_answer[:2]:
@@ -308,7 +309,8 @@ def verification(name: str, theirs: Callable, ours: Callable, decode: tuple[Call
         token = int(our_answer[2].argmax())
         return int(their_answer[2].argmax()) == token if is_greedy else is_their_draw(their_answer[2], token, uniform)
 
-    return measure(f"{name}, whole step" if is_step else name, setting.name, options.cases, options.repeats, make, equal)
+    name = f"{name}, whole step" if is_step else name
+    return measure(name, setting.name, options.cases, options.repeats, make, equal)
 
 
 class Layer(SimpleNamespace):
@@ -339,8 +341,8 @@ def new_layer(vocab: int, nodes: int, **parts) -> Layer:
 
 def same_tree(theirs: tuple, ours: tuple) -> bool:
     """Whether topK_genrate gave the same: ours pads the paths with rows and columns of -1."""
-    paths = ours[1][ours[1][:, 0] >= 0][:, :theirs[1].shape[1]]
-    ours = ours[0], paths, *ours[2:]
+    theirs, ours = ((tree[0], tree[1][tree[1][:, 0] >= 0][:, (tree[1] >= 0).any(0)], *tree[2:])
+                    for tree in (theirs, ours))
     return all(torch.equal(a.to(b.dtype), b) for a, b in zip(theirs, ours))
 
 
@@ -409,9 +411,8 @@ def setting_up(name: str, functions: tuple, tree: str, options: argparse.Namespa
     return measure(name, tree, 1, options.repeats, lambda: functions, lambda theirs, ours, uniform: same(theirs, ours))
 
 
-def check_lantern(folder: Path, options: argparse.Namespace):
-    """The rows of the table for a checkout of LANTERN, one after the other."""
-    cut = cut_out(folder, LANTERN_FILES)
+def check_lantern(cut: dict[str, SimpleNamespace], options: argparse.Namespace):
+    """The rows of the table for what was cut out of a checkout of LANTERN, one after the other."""
     llamagen, anole = cut["models/ea_model_llamagen.py"], cut["models/ea_model_anole.py"]
     layer, layer_tree = cut["models/drafters/cnets_llamagen.py"], cut["models/drafters/utils_c.py"]
     k, vocab, nodes = options.k, options.vocab, options.nodes
@@ -441,7 +442,7 @@ def check_lantern(folder: Path, options: argparse.Namespace):
         position = {"input_position_diff": 3} if parts else {}
         for setting, is_step in itertools.product(settings, (False, True)):
             yield verification(f"{name}{' (Anole)' * bool(parts)}", evaluate(module), evaluate(lantern),
-                               (decode(module), decode(lantern)), setting, lambda: make_case(setting), owner, is_step,
+                               (decode(module), decode(lantern)), setting, partial(make_case, setting), owner, is_step,
                                options)
 
     yield from rows("evaluate_posterior", llamagen, relaxed, lambda setting: dynamic_case(vocab, nodes), vocab, k + 1)
@@ -473,9 +474,8 @@ def check_lantern(folder: Path, options: argparse.Namespace):
                    options)
 
 
-def check_eagle(folder: Path, options: argparse.Namespace):
-    """The rows of the table for a checkout of EAGLE, one after the other."""
-    cut = cut_out(folder, EAGLE_FILES)
+def check_eagle(cut: dict[str, SimpleNamespace], options: argparse.Namespace):
+    """The rows of the table for what was cut out of a checkout of EAGLE, one after the other."""
     loop, tree = cut["eagle/model/utils.py"], getattr(cut["eagle/model/choices.py"], STATIC_OF_EAGLE)
     filters = Processors([TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.9)])
     settings = [Setting("sampled"), Setting("T 0.7, top-p 0.9", filters), Setting("greedy", None)]
@@ -498,17 +498,17 @@ def check_eagle(folder: Path, options: argparse.Namespace):
         return self, self.lm_head
 
     for setting in settings[::2]:
-        yield drafting("topK_genrate (EAGLE-3)", (cut["eagle/model/cnets.py"].topK_genrate, eagle.topK_genrate), setting,
-                       1, options, of_eagle3)
-        yield drafting("topK_genrate (EAGLE-2)", (cut["eagle/model/cnets1.py"].topK_genrate,
-                                                  eagle.topK_genrate_by_head), setting, 1, options)
+        functions = cut["eagle/model/cnets.py"].topK_genrate, eagle.topK_genrate
+        yield drafting("topK_genrate (EAGLE-3)", functions, setting, 1, options, of_eagle3)
+        functions = cut["eagle/model/cnets1.py"].topK_genrate, eagle.topK_genrate_by_head
+        yield drafting("topK_genrate (EAGLE-2)", functions, setting, 1, options)
     yield setting_up("generate_tree_buffers", (lambda: loop.generate_tree_buffers(tree, "cpu"),
                                                lambda: eagle.generate_tree_buffers(tree, "cpu")),
                      STATIC_OF_EAGLE, options)
     yield updating("update_inference_inputs", (loop.update_inference_inputs, eagle.update_inference_inputs), 1, options)
 
 
-CHECKS = {"lantern": check_lantern, "eagle": check_eagle}
+CHECKS = {"lantern": (LANTERN_FILES, check_lantern), "eagle": (EAGLE_FILES, check_eagle)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -518,7 +518,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, epilog="The code of the checkout is executed: name a checkout that you trust.")
     parser.add_argument("--lantern", type=Path, metavar="CHECKOUT", help="a folder with LANTERN's repository")
     parser.add_argument("--eagle", type=Path, metavar="CHECKOUT", help="a folder with EAGLE's repository")
-    for name, value, text in (("cases", 20, "random inputs for each line"), ("repeats", 5, "of each; the fastest counts"),
+    for name, value, text in (("cases", 20, "random inputs for each line"), ("repeats", 5, "of each case, to time it"),
                               ("vocab", 16384, "tokens"), ("nodes", 59, "of a dynamic tree, the root counted"),
                               ("k", 1000, "neighbors (lantern_k)"), ("seed", 0, "of the inputs"),
                               ("threads", 1, "of torch")):
@@ -530,20 +530,21 @@ def main(arguments: list[str] | None = None) -> int:
     if min(options.cases, options.repeats, options.threads, options.k) < 1 or options.nodes < 16 \
             or options.vocab < max(64, 2 * options.k + 4):
         parser.error("cases, repeats, threads and k must be at least 1, nodes 16, vocab 64 and 2 k + 4")
+    try:
+        cut = {name: cut_out(folder, CHECKS[name][0]) for name, folder in chosen.items()}
+    except (ValueError, SyntaxError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
     torch.set_num_threads(options.threads)
     is_equal = True
-    for name, folder in chosen.items():
-        try:
-            random.seed(options.seed), torch.manual_seed(options.seed)
-            print(f"{name}: {folder}\n{'function':36} {'setting':36} {'cases':>5} {'equal':>5} "
-                  f"{'theirs ms':>10} {'ours ms':>10} {'ratio':>6}")
-            for row in CHECKS[name](folder, options):
-                is_equal &= row.equal == row.cases
-                print(f"{row.function:36} {row.setting:36} {row.cases:5} {row.equal:5} {row.theirs:10.3f} "
-                      f"{row.ours:10.3f} {row.theirs / row.ours:6.1f}", flush=True)
-        except (ValueError, SyntaxError) as error:
-            print(f"{parser.prog}: error: {error}", file=sys.stderr)
-            return 2
+    for name, functions in cut.items():
+        random.seed(options.seed), torch.manual_seed(options.seed)
+        print(f"{name}: {chosen[name]}\n{'function':38} {'setting':36} {'cases':>5} {'equal':>5} "
+              f"{'theirs ms':>10} {'ours ms':>10} {'ratio':>6}")
+        for row in CHECKS[name][1](functions, options):
+            is_equal &= row.equal == row.cases
+            print(f"{row.function:38} {row.setting:36} {row.cases:5} {row.equal:5} {row.theirs:10.3f} "
+                  f"{row.ours:10.3f} {row.theirs / row.ours:6.1f}", flush=True)
     return 0 if is_equal else 1
 
 

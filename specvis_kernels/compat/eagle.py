@@ -47,8 +47,8 @@ class TreeLogits(NamedTuple):
 def patch(EaModel: type, *, coins: str = "device") -> Callable[[], None]:
     """Replace the functions of EAGLE's loop by those of this file, wherever `EaModel` was imported from.
 
-    Replaced are tree_decoding, evaluate_posterior and update_inference_inputs in EaModel's module, generate_tree_buffers
-    there, and topK_genrate of the draft layers Model (EAGLE-3) and Model1 (EAGLE-1 and 2). `eagenerate` stays as it is.
+    Replaced are tree_decoding, evaluate_posterior, update_inference_inputs and generate_tree_buffers in the module of
+    EaModel, and topK_genrate of the draft layers Model (EAGLE-3) and Model1 (EAGLE-1 and 2). `eagenerate` stays.
 
     Args:
         EaModel:  the class, from eagle.model.ea_model
@@ -278,7 +278,8 @@ def settings_of(logits_processor) -> dict | None:
     if None in names or len(set(names)) < len(names) or "temperature" in names[1:]:
         return None
     settings = UNFILTERED | {name: getattr(warper, name) for name, warper in zip(names, logits_processor)}
-    return settings | {"top_k": int(settings["top_k"]), "filters": "p_then_k" if names[-1:] == ["top_k"] else "k_then_p"}
+    filters = "p_then_k" if names[-1:] == ["top_k"] else "k_then_p"
+    return settings | {"top_k": int(settings["top_k"]), "filters": filters}
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@
     from specvis_kernels.compat import lantern
     lantern.patch(EaModel)
 
-The rule is the release's, for dynamic trees and static ones (LANTERN++), sampled and greedy. Shapes below: L paths (rows
-of retrieve_indices) of D columns, N nodes, V tokens, C codes. What has a name of the release keeps it, and takes and
-returns what it does there.
+The rule is the release's, for dynamic trees and static ones (LANTERN++), sampled and greedy. Shapes below: L paths
+(rows of retrieve_indices) of D columns, N nodes, V tokens, C codes. What has a name of the release keeps it, and takes
+and returns what it does there.
 """
 import sys
 from collections.abc import Callable

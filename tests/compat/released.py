@@ -1,6 +1,6 @@
-"""The released rules of EAGLE and LANTERN as plain statements: paths one by one, in float64, nothing shared with the ops.
+"""The released rules of EAGLE and LANTERN as plain statements: paths one by one, in float64, apart from the ops.
 
-A path is a row of `candidates`: tokens from the root's on, -1 pads. logits (L, D, V) are the guided ones along the paths.
+A path is a row of `candidates`: tokens from the root's on, -1 pads. logits (L, D, V) are the guided ones along paths.
 """
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ def lent_mass(probs: Tensor, token: int, neighbors: list[int], delta: float) -> 
 def sampled(logits, candidates, to_probs, coins, table=None, k=0, delta=0.0, offset=0, draft_rows=None):
     """The row of the accepted path, how many drafts were accepted, and the distribution of the next token.
 
-    Children are tried in the order of the rows, one of `coins` (an iterator) each. Without draft_rows a child is a point
-    mass, else draft_rows(tokens of the path so far) is the distribution that children were drawn from without
+    Children are tried in the order of the rows, one of `coins` (an iterator) each. Without draft_rows a child is a
+    point mass, else draft_rows(tokens of the path so far) is the distribution that children were drawn from without
     replacement. table[token - offset] lists neighbors, of which k may lend and k + 1 are treated after a rejection.
     """
     paths, row, accepted = candidates.tolist(), 0, candidates[0, :1].tolist()
