@@ -13,6 +13,7 @@ from specvis import jacobi_decode, method, speculative_decode
 from specvis.decoding.drafters import ModelDrafter
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import ModelCache, TargetModel
+from specvis_kernels.compat import lantern
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -32,7 +33,7 @@ def run(monkeypatch, tmp_path, capsys):
 def test_each_says_how_it_is_run_and_has_a_test():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names == {"one_op", "one_picture", "compare_methods", "continuous_picture", "own_model",
-                     "transformers_model"}
+                     "transformers_model", "lantern"}
     for name in names:
         text = (EXAMPLES / f"{name}.py").read_text()
         assert f"\n    python examples/{name}.py" in ast.get_docstring(ast.parse(text), clean=False), name
@@ -113,3 +114,30 @@ def test_transformers_model_in_a_tree(run):
     decoded = speculative_decode(target, drafter, condition, is_real, names["sampling"],
                                  [method("eagle2", drafter="model", depth=3, width=4, nodes=12)] * 3)
     assert torch.equal(decoded.tokens, names["baseline"].tokens) and decoded.tau.mean() > 1.3
+
+
+@pytest.mark.parametrize("temperature, delta", [(1, 0.1), (0, 0.1), (0, 0)])
+def test_lantern(run, temperature, delta):
+    names, printed = run("lantern", "--tokens", 48, "--temperature", temperature, "--delta", delta)
+    (_, theirs), (_, ours) = names["runs"].items()
+    assert theirs.tokens.shape == ours.tokens.shape == (1, 48) and theirs.tau > 1.5 and ours.tau > 1.5
+    assert printed.count("tokens per target forward") == 2
+    if temperature == 0:  # no token is drawn
+        assert torch.equal(theirs.tokens, ours.tokens) and theirs.tau == ours.tau and "100% of the tokens" in printed
+    assert names["EaModel"].__dict__["evaluate_posterior"].__module__ == "__main__"  # the patch is undone
+
+
+def test_lantern_drafts_the_tree_of_the_example(run):
+    """topK_genrate of compat and the example's own in plain torch."""
+    names, _ = run("lantern", "--tokens", 1)
+    layer, target = names["model"].ea_layer, names["model"].base_model
+    for seed, processors in enumerate([names["Processors"](), names["Processors"]([names["TopKLogitsWarper"](20)]), None]):
+        torch.manual_seed(seed)
+        hidden, ids = torch.randn(2, 3, 32), torch.randint(4096, (1, 4)).repeat(2, 1)
+        trees = []
+        for draft in (type(layer).topK_genrate, lantern.topK_genrate):
+            layer.stable_kv = None
+            trees.append(draft(layer, hidden, ids, target.lm_head, processors, 3.0))
+        (tokens, paths, mask, depth), (our_tokens, our_paths, our_mask, our_depth) = trees
+        assert torch.equal(tokens, our_tokens) and torch.equal(mask, our_mask) and torch.equal(depth, our_depth)
+        assert torch.equal(paths, our_paths[:len(paths), :paths.shape[1]]) and (our_paths[len(paths):] == -1).all()

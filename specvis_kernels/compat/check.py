@@ -539,11 +539,11 @@ def main(arguments: list[str] | None = None) -> int:
     is_equal = True
     for name, functions in cut.items():
         random.seed(options.seed), torch.manual_seed(options.seed)
-        print(f"{name}: {chosen[name]}\n{'function':38} {'setting':36} {'cases':>5} {'equal':>5} "
+        print(f"{name}: {chosen[name]}\n{'function':40} {'setting':36} {'cases':>5} {'equal':>5} "
               f"{'theirs ms':>10} {'ours ms':>10} {'ratio':>6}")
         for row in CHECKS[name][1](functions, options):
             is_equal &= row.equal == row.cases
-            print(f"{row.function:38} {row.setting:36} {row.cases:5} {row.equal:5} {row.theirs:10.3f} "
+            print(f"{row.function:40} {row.setting:36} {row.cases:5} {row.equal:5} {row.theirs:10.3f} "
                   f"{row.ours:10.3f} {row.theirs / row.ours:6.1f}", flush=True)
     return 0 if is_equal else 1
 

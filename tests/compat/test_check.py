@@ -35,8 +35,8 @@ def checkouts(folder: Path, after: str = "return answer"):
     function = method("evaluate_posterior", of="eagle", before=COINS)
     files = {
         "LANTERN/models/ea_model_llamagen.py": CFG + "def calculate_tvd():\n    pass\n" + inside(
-            "EaModel", *evaluate, method("generate_tree_buffers"), method("tree_decoding"), "def pad_path(self):\n    pass",
-            "def generate_candidates(self):\n    pass", method("update_inference_inputs")),
+            "EaModel", *evaluate, method("generate_tree_buffers"), method("tree_decoding"),
+            "def pad_path(self):\n    pass", "def generate_candidates(self):\n    pass", method("update_inference_inputs")),
         "LANTERN/models/ea_model_anole.py": CFG + "def calculate_tvd():\n    pass\n" + inside(
             "EaModel", *evaluate, method("tree_decoding")),
         "LANTERN/models/drafters/cnets_llamagen.py": CFG + inside("Model", method("topK_genrate")),

@@ -106,7 +106,7 @@ class Layer(SimpleNamespace):
 
 
 def best_paths(layer, hidden):
-    """EAGLE-2's tree as tuples of the target's tokens: the best 11 of all children of three levels of at most 3 nodes."""
+    """EAGLE-2's tree as tuples of the target's tokens: the best 11 of the children of three levels, of 3 nodes each."""
     candidates, frontier = [], [((), 0.0, hidden)]
     for _ in range(3):
         children = []
