@@ -131,7 +131,8 @@ def test_lantern_drafts_the_tree_of_the_example(run):
     """topK_genrate of compat and the example's own in plain torch."""
     names, _ = run("lantern", "--tokens", 1)
     layer, target = names["model"].ea_layer, names["model"].base_model
-    for seed, processors in enumerate([names["Processors"](), names["Processors"]([names["TopKLogitsWarper"](20)]), None]):
+    no_filter, top_k = names["Processors"](), names["Processors"]([names["TopKLogitsWarper"](20)])
+    for seed, processors in enumerate([no_filter, top_k, None]):
         torch.manual_seed(seed)
         hidden, ids = torch.randn(2, 3, 32), torch.randint(4096, (1, 4)).repeat(2, 1)
         trees = []

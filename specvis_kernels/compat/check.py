@@ -6,7 +6,7 @@ The functions are cut out of the checkout's files and executed: nothing else of 
 are needed. Random trees and logits are given to both. Both draw the same numbers from Python's `random`, so the
 accepted paths must be the same ones. The next token is drawn by torch.multinomial there and by one number here: it must
 be where that number falls in their distribution. "whole step" begins with the logits of the target's forward and ends
-with the next token. Times are of one call, the mean over cases; ours with the defaults (coins="device").
+with the next token. Times are of one call, the mean over cases; ours with the defaults (generator="torch").
 """
 import argparse
 import ast
@@ -137,7 +137,7 @@ class Case(NamedTuple):
     logits: torch.Tensor            # (2, N, V) of the target: with the condition, then without it
     tokens: torch.Tensor            # (1, N)
     retrieve_indices: torch.Tensor  # (L, D)
-    drafted: tuple | None = None    # of a static tree: cart_candidates_prob and op, as evaluate_posterior_v1 takes them
+    proposals: tuple | None = None  # of a static tree: cart_candidates_prob and op, as evaluate_posterior_v1 takes them
 
 
 class Setting(NamedTuple):
@@ -220,16 +220,16 @@ def static_case(vocab: int, buffers: dict, processors: Processors | None) -> Cas
         if processors is None or bool((processors(None, draft[parents]).softmax(-1) > 0).sum(1).ge(TOPK).all()):
             break
     if processors is None:
-        tokens, drafted = draft[parents].topk(TOPK).indices, (None, None)
+        tokens, proposals = draft[parents].topk(TOPK).indices, (None, None)
     else:
         rows = processors(None, draft[parents]).softmax(-1)
         tokens = rows.multinomial(TOPK)
         probs = rows.gather(1, tokens)
         probs = (probs / (1 - probs.cumsum(1) + probs)).clamp(0, 1)
-        drafted = (torch.cat([torch.ones(1), probs.flatten()])[index][paths],
-                   list(rows.split(depth[parents].bincount().tolist())))
+        proposals = (torch.cat([torch.ones(1), probs.flatten()])[index][paths],
+                     list(rows.split(depth[parents].bincount().tolist())))
     nodes = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.flatten()])[index]
-    return Case(logits, nodes[None], paths, drafted)
+    return Case(logits, nodes[None], paths, proposals)
 
 
 def ring_of_neighbors(codes: int, columns: int) -> torch.Tensor:
@@ -281,7 +281,7 @@ def verification(name: str, theirs: Callable, ours: Callable, decode: tuple[Call
 
     def make():
         case = make_case()
-        if is_greedy and case.drafted is None:  # in the order of leaves, as the release has them then
+        if is_greedy and case.proposals is None:  # in the order of leaves, as the release has them then
             case = case._replace(retrieve_indices=case.retrieve_indices[case.retrieve_indices.amax(1).argsort()])
         self, paths = owner(case), case.retrieve_indices
         candidates = torch.cat([case.tokens, torch.full((1, 1), -1)], 1)[0, paths]
@@ -299,7 +299,7 @@ def verification(name: str, theirs: Callable, ours: Callable, decode: tuple[Call
 
         multinomial = torch.argmax if is_greedy else lambda sample_p: sample_p.multinomial(1)
         own = partial(step, ours, decode[1], torch.argmax)
-        return partial(step, theirs, decode[0], multinomial), partial(own, coins="random"), own
+        return partial(step, theirs, decode[0], multinomial), partial(own, generator="python"), own
 
     def equal(their_answer, our_answer, uniform):
         if their_answer[:2] != our_answer[:2]:
@@ -433,8 +433,8 @@ def check_lantern(cut: dict[str, SimpleNamespace], options: argparse.Namespace):
 
         def evaluate(functions):
             function = getattr(functions, name)
-            return lambda self, case, logits, candidates, processors, *rule, **coins: function(
-                self, logits, candidates, processors, *(read(case) if read else ()), *rule, **coins)
+            return lambda self, case, logits, candidates, processors, *rule, **named: function(
+                self, logits, candidates, processors, *(read(case) if read else ()), *rule, **named)
 
         def decode(functions):
             return lambda self, *arguments: functions.tree_decoding(self, *arguments, GUIDANCE, **position)
@@ -460,7 +460,7 @@ def check_lantern(cut: dict[str, SimpleNamespace], options: argparse.Namespace):
     buffers = llamagen.generate_tree_buffers(method, tree, device="cpu")
     yield from rows("evaluate_posterior_v1", llamagen, relaxed,
                     lambda setting: static_case(vocab, buffers, setting.processors), vocab, k + 1,
-                    lambda case: (*case.drafted, buffers["p_indices"], case.tokens, buffers["b_indices"]))
+                    lambda case: (*case.proposals, buffers["p_indices"], case.tokens, buffers["b_indices"]))
 
     yield setting_up("generate_tree_buffers", (lambda: llamagen.generate_tree_buffers(method, tree, device="cpu"),
                                                lambda: lantern.generate_tree_buffers(method, tree, "cpu")),
@@ -481,8 +481,8 @@ def check_eagle(cut: dict[str, SimpleNamespace], options: argparse.Namespace):
     settings = [Setting("sampled"), Setting("T 0.7, top-p 0.9", filters), Setting("greedy", None)]
 
     def evaluate(functions):
-        return lambda self, case, logits, candidates, processors, *rule, **coins: functions.evaluate_posterior(
-            logits, candidates, processors, **coins)
+        return lambda self, case, logits, candidates, processors, *rule, **named: functions.evaluate_posterior(
+            logits, candidates, processors, **named)
 
     for setting, is_step in itertools.product(settings, (False, True)):
         yield verification("evaluate_posterior", evaluate(loop), evaluate(eagle),

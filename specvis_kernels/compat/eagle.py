@@ -30,7 +30,7 @@ from .. import (
     verify_logits,
 )
 
-COINS = ("device", "random")
+GENERATORS = ("torch", "python")
 
 
 class TreeLogits(NamedTuple):
@@ -44,27 +44,27 @@ class TreeLogits(NamedTuple):
     retrieve_indices: Tensor  # (L, D)
 
 
-def patch(EaModel: type, *, coins: str = "device") -> Callable[[], None]:
+def patch(EaModel: type, *, generator: str = "torch") -> Callable[[], None]:
     """Replace the functions of EAGLE's loop by those of this file, wherever `EaModel` was imported from.
 
     Replaced are tree_decoding, evaluate_posterior, update_inference_inputs and generate_tree_buffers in the module of
     EaModel, and topK_genrate of the draft layers Model (EAGLE-3) and Model1 (EAGLE-1 and 2). `eagenerate` stays.
 
     Args:
-        EaModel:  the class, from eagle.model.ea_model
-        coins:    as in `evaluate_posterior`
+        EaModel:    the class, from eagle.model.ea_model
+        generator:  as in `evaluate_posterior`
 
     Returns:
-        undo:     a function without arguments that puts everything back
+        undo:       a function without arguments that puts everything back
 
     Raises:
-        ValueError: coins is none of its names, or EaModel's module has no evaluate_posterior
+        ValueError: generator is none of its names, or EaModel's module has no evaluate_posterior
     """
-    _check_coins(coins)
+    _check_generator(generator)
     module = sys.modules[EaModel.__module__]
     if not hasattr(module, "evaluate_posterior"):
         raise ValueError(f"EaModel must be EAGLE's, from eagle.model.ea_model, got one of {EaModel.__module__}")
-    names = {"tree_decoding": tree_decoding, "evaluate_posterior": partial(evaluate_posterior, coins=coins),
+    names = {"tree_decoding": tree_decoding, "evaluate_posterior": partial(evaluate_posterior, generator=generator),
              "update_inference_inputs": update_inference_inputs, "generate_tree_buffers": generate_tree_buffers}
     return replace([(module, names),
                     (getattr(module, "Model", None), {"topK_genrate": topK_genrate}),
@@ -98,7 +98,7 @@ def tree_decoding(model, tree_candidates, past_key_values, tree_position_ids, in
 
 
 @torch.no_grad()
-def evaluate_posterior(logits, candidates, logits_processor, *, coins="device"):
+def evaluate_posterior(logits, candidates, logits_processor, *, generator="torch"):
     """Which path is accepted, how far, and what follows: EAGLE-2's lossless rule, or greedy without a processor.
 
     The next token is drawn here, from the distribution that the release returns.
@@ -107,19 +107,19 @@ def evaluate_posterior(logits, candidates, logits_processor, *, coins="device"):
         logits:            (L, D, V) of every path, or TreeLogits
         candidates:        (L, D)    int64: tokens along the paths, -1 pads
         logits_processor:  None: greedy; or a list of transformers' logits processors (see `settings_of`)
-        coins:             where the numbers that accept come from: "device", torch's generator of the device; or
-                           "random", Python's `random`, of which as many are drawn as in the release, for the same
-                           children: what is accepted is equal to the release's
+        generator:         where the numbers that accept come from: "torch", its generator of the device; or "python",
+                           its module `random`, of which as many are drawn as in the release, for the same children: what
+                           is accepted is equal to the release's
 
     Returns:
         best_candidate:    () int64: the first row of the accepted path
         accept_length:     how many drafts were accepted, an integer
         sample_p:          (V,) float32: 1 at the next token, which is drawn already, and 0 elsewhere
     """
-    return verify(logits, candidates, logits_processor, coins=coins)
+    return verify(logits, candidates, logits_processor, generator=generator)
 
 
-def verify(logits, candidates, logits_processor, *, coins, proposals=None, renumber=False, **rule):
+def verify(logits, candidates, logits_processor, *, generator, proposals=None, renumber=False, **rule):
     """evaluate_posterior under any rule of verify_logits.
 
     Args:
@@ -127,7 +127,7 @@ def verify(logits, candidates, logits_processor, *, coins, proposals=None, renum
         renumber:   whether nodes are numbered in the order of the paths, by which a greedy tie is decided
         rule:       neighbors, delta, cutoff, offset, residual, empty and id_range of verify_logits
     """
-    _check_coins(coins)
+    _check_generator(generator)
     if isinstance(logits, TreeLogits):
         rows, guidance, tokens, paths = logits
         tokens = tokens[:1].to(rows.device)
@@ -150,10 +150,10 @@ def verify(logits, candidates, logits_processor, *, coins, proposals=None, renum
     if proposals is not None and not is_greedy:
         rule |= _draft_rows(*proposals, tree.paths, N)
     stream = None
-    if coins == "device" or is_greedy:
+    if generator == "torch" or is_greedy:
         uniforms = torch.rand(1, N, device=device)
     else:
-        stream, position = _Stream(N - 1), _coin_positions(tree)
+        stream, position = _Stream(N - 1), _number_positions(tree)
         in_order = stream.numbers.to(device, non_blocking=True)[None, position[1:] - 1]
         uniforms = torch.cat([torch.rand(1, 1, device=device), in_order], 1)
     result = verify_logits(cond, uncond, tokens, tree.first_child, tree.next_sibling, uniforms,
@@ -192,9 +192,9 @@ def _tree_of(paths, num_nodes, device):
     return tree
 
 
-def _check_coins(coins):
-    if coins not in COINS:
-        raise ValueError(f"coins must be one of {', '.join(COINS)}, got {coins!r}")
+def _check_generator(generator):
+    if generator not in GENERATORS:
+        raise ValueError(f"generator must be one of {', '.join(GENERATORS)}, got {generator!r}")
 
 
 class _Stream:
@@ -211,7 +211,7 @@ class _Stream:
             random.random()
 
 
-def _coin_positions(tree):
+def _number_positions(tree):
     """How many numbers the released loop has drawn once it has tried node n: (N,) int32.
 
     It draws one for each child that it tries, in order, and goes on below the one that it accepts. So a number follows

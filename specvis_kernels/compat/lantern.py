@@ -19,7 +19,7 @@ from .eagle import (
     GREEDY,
     TOPK,
     TreeLogits,
-    _check_coins,
+    _check_generator,
     commit,
     grow_tree,
     replace,
@@ -31,7 +31,7 @@ from .eagle import generate_tree_buffers as tree_shape
 
 
 def patch(EaModel: type, *, residual: str = "released", empty: str = "uniform",
-          coins: str = "device") -> Callable[[], None]:
+          generator: str = "torch") -> Callable[[], None]:
     """Replace the functions of LANTERN's loop by those of this file. `generate` stays as it is.
 
     Replaced are tree_decoding, evaluate_posterior, evaluate_posterior_v1, generate_tree_buffers and
@@ -39,21 +39,21 @@ def patch(EaModel: type, *, residual: str = "released", empty: str = "uniform",
     of that class, where it has them.
 
     Args:
-        EaModel:   the class, from models.ea_model_llamagen or models.ea_model_anole
-        residual:  what a rejection leaves of the target: "released", or "optimal" or "relaxed" of `verify_tree`
-        empty:     what follows when it leaves nothing: "uniform", as released, or "target"
-        coins:     as in `eagle.evaluate_posterior`
+        EaModel:    the class, from models.ea_model_llamagen or models.ea_model_anole
+        residual:   what a rejection leaves of the target: "released", or "optimal" or "relaxed" of `verify_tree`
+        empty:      what follows when it leaves nothing: "uniform", as released, or "target"
+        generator:  as in `eagle.evaluate_posterior`
 
     Returns:
-        undo:      a function without arguments that puts everything back
+        undo:       a function without arguments that puts everything back
 
     Raises:
-        ValueError: coins is none of its names, or EaModel has no evaluate_posterior
+        ValueError: generator is none of its names, or EaModel has no evaluate_posterior
     """
-    _check_coins(coins)
+    _check_generator(generator)
     if not hasattr(EaModel, "evaluate_posterior"):
         raise ValueError(f"EaModel must be LANTERN's, with evaluate_posterior, got {EaModel.__name__} without it")
-    options = {"residual": residual, "empty": empty, "coins": coins}
+    options = {"residual": residual, "empty": empty, "generator": generator}
     layer = getattr(sys.modules[EaModel.__module__], "Model", None)
     return replace([
         (EaModel, {"tree_decoding": tree_decoding,
@@ -85,7 +85,7 @@ def tree_decoding(self, tree_candidates, past_key_values, tree_position_ids, inp
 
 @torch.no_grad()
 def evaluate_posterior(self, logits, candidates, logits_processor=None, lantern=False, lantern_k=1000,
-                       lantern_delta=0.1, *, residual="released", empty="uniform", coins="device"):
+                       lantern_delta=0.1, *, residual="released", empty="uniform", generator="torch"):
     """Which path of a dynamic tree is accepted, how far, and what follows.
 
     Args:
@@ -100,7 +100,7 @@ def evaluate_posterior(self, logits, candidates, logits_processor=None, lantern=
                            lantern_delta - 1 times the token's
         residual:          these two as in `patch`
         empty:
-        coins:             as in `eagle.evaluate_posterior`
+        generator:         as in `eagle.evaluate_posterior`
 
     Returns:
         best_candidate:    () int64: the first row of retrieve_indices with the accepted path; of several greedy paths
@@ -109,21 +109,21 @@ def evaluate_posterior(self, logits, candidates, logits_processor=None, lantern=
         sample_p:          (V,) float32: 1 at the next token, which is drawn already, and 0 elsewhere
     """
     rule = _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty)
-    return verify(logits, candidates, logits_processor, coins=coins, renumber=lantern and logits_processor is None,
-                  **rule)
+    return verify(logits, candidates, logits_processor, generator=generator,
+                  renumber=lantern and logits_processor is None, **rule)
 
 
 @torch.no_grad()
 def evaluate_posterior_v1(self, logits, candidates, logits_processor, cart_candidates_prob, op, p_indices,
                           tree_candidates, b_indices, lantern=False, lantern_k=1000, lantern_delta=0.1, *,
-                          residual="released", empty="uniform", coins="device"):
+                          residual="released", empty="uniform", generator="torch"):
     """evaluate_posterior for a static tree, whose children were drawn from the rows `op` without replacement.
 
     `cart_candidates_prob` and `b_indices` are not looked at: both follow from the rows and the tree.
     """
     rule = _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty)
-    return verify(logits, candidates, logits_processor, coins=coins, renumber=lantern and logits_processor is None,
-                  proposals=(op, p_indices), **rule)
+    return verify(logits, candidates, logits_processor, generator=generator, proposals=(op, p_indices),
+                  renumber=lantern and logits_processor is None, **rule)
 
 
 def _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty) -> dict:

@@ -24,19 +24,20 @@ def inside(of, *methods):
                                                          for line in text.splitlines())
 
 
-COINS = "named['coins'] = 'random'"
+AS_RELEASED = "named['generator'] = 'python'"
 
 
 def checkouts(folder: Path, after: str = "return answer"):
     """Folders with the files of LANTERN and EAGLE; `after` ends their evaluate_posterior."""
-    evaluate = [method("evaluate_posterior", before=COINS, after=after),
-                method("evaluate_posterior_v1", before=COINS)]
+    evaluate = [method("evaluate_posterior", before=AS_RELEASED, after=after),
+                method("evaluate_posterior_v1", before=AS_RELEASED)]
     tree = "TREE = [[0], [1], [0, 0], [0, 2], [1, 1], [0, 0, 1]]\n".replace
-    function = method("evaluate_posterior", of="eagle", before=COINS)
+    function = method("evaluate_posterior", of="eagle", before=AS_RELEASED)
     files = {
         "LANTERN/models/ea_model_llamagen.py": CFG + "def calculate_tvd():\n    pass\n" + inside(
             "EaModel", *evaluate, method("generate_tree_buffers"), method("tree_decoding"),
-            "def pad_path(self):\n    pass", "def generate_candidates(self):\n    pass", method("update_inference_inputs")),
+            "def pad_path(self):\n    pass", "def generate_candidates(self):\n    pass",
+            method("update_inference_inputs")),
         "LANTERN/models/ea_model_anole.py": CFG + "def calculate_tvd():\n    pass\n" + inside(
             "EaModel", *evaluate, method("tree_decoding")),
         "LANTERN/models/drafters/cnets_llamagen.py": CFG + inside("Model", method("topK_genrate")),

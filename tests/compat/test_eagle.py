@@ -22,7 +22,7 @@ def test_sampled(form):
         given = step.given(form)
         if form == "tree":  # no guidance here
             given = TreeLogits(step.logits[1:] + 3 * (step.logits[:1] - step.logits[1:]), None, *given[2:])
-        answer = eagle.evaluate_posterior(given, step.candidates, Processors(), coins="random")
+        answer = eagle.evaluate_posterior(given, step.candidates, Processors(), generator="python")
         assert_drawn(answer, wanted, taken, seed)
 
 
@@ -40,14 +40,14 @@ def test_equal_tokens_are_one_child():
     counts = set()
     for seed in range(20):
         random.seed(seed), torch.manual_seed(seed)
-        row, length, _ = eagle.evaluate_posterior(logits, candidates, Processors(), coins="random")
+        row, length, _ = eagle.evaluate_posterior(logits, candidates, Processors(), generator="python")
         wanted = released.sampled(logits, candidates, to_softmax, counted(seed)[0])
         assert (int(row), length) == wanted[:2]
         counts.add((int(row), length))
     assert counts == {(0, 0), (0, 1)}
 
 
-def test_coins_of_the_device_leave_pythons_random_alone():
+def test_torchs_generator_leaves_pythons_alone():
     step, lengths = Step(1), set()
     random.seed(0)
     state = random.getstate()
@@ -55,8 +55,8 @@ def test_coins_of_the_device_leave_pythons_random_alone():
         torch.manual_seed(seed)
         lengths.add(eagle.evaluate_posterior(step.along, step.candidates, Processors())[1])
     assert random.getstate() == state and len(lengths) > 1
-    with pytest.raises(ValueError, match="coins must be one of device, random, got 'dice'"):
-        eagle.evaluate_posterior(step.along, step.candidates, None, coins="dice")
+    with pytest.raises(ValueError, match="generator must be one of torch, python, got 'dice'"):
+        eagle.evaluate_posterior(step.along, step.candidates, None, generator="dice")
 
 
 @pytest.mark.parametrize("name, wanted", [
@@ -195,8 +195,8 @@ def test_patch_and_undo():
     module = sys.modules["their_module"] = SimpleNamespace(
         Model=layers[0], Model1=layers[1], evaluate_posterior="theirs", tree_decoding="theirs")
     try:
-        undo = eagle.patch(decode, coins="random")
-        assert module.evaluate_posterior.keywords == {"coins": "random"}
+        undo = eagle.patch(decode, generator="python")
+        assert module.evaluate_posterior.keywords == {"generator": "python"}
         assert module.tree_decoding is eagle.tree_decoding and not hasattr(module, "update_inference_inputs")
         assert [layer.topK_genrate for layer in layers] == [eagle.topK_genrate, eagle.topK_genrate_by_head]
         undo()

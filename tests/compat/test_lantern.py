@@ -129,7 +129,7 @@ def test_sampled_dynamic_trees(rule, processors, form):
                                   *((step.table, *rules[1:]) if rules else ()))
         random.seed(seed), torch.manual_seed(seed)
         answer = lantern.evaluate_posterior(step.model(), step.given(form), step.candidates, processor, *rules,
-                                            coins="random")
+                                            generator="python")
         assert_drawn(answer, wanted, taken, seed)
         lengths.add(answer[1])
     assert len(lengths) > 2
@@ -168,7 +168,7 @@ def test_nothing_left(empty):
         random.seed(seed), torch.manual_seed(seed)
         answer = lantern.evaluate_posterior(
             SimpleNamespace(nearest_latents=table), TreeLogits(logits, 3.0, step.tokens, step.paths), candidates,
-            Processors(), True, V - 2, 0.6, empty=empty, coins="random")
+            Processors(), True, V - 2, 0.6, empty=empty, generator="python")
         if empty == "uniform":
             assert_drawn(answer, wanted, taken, seed)
         ends.add(int(answer[2].argmax()))
@@ -187,7 +187,7 @@ def test_codes_behind_text():
         wanted = released.sampled(along, step.candidates, to_softmax, coins, step.table, 5, 0.3, OFFSET)
         random.seed(seed), torch.manual_seed(seed)
         answer = lantern.evaluate_posterior(model, step.given("tree"), step.candidates, Processors(), True, 5, 0.3,
-                                            coins="random")
+                                            generator="python")
         assert_drawn(answer, wanted, taken, seed)
 
 
@@ -230,7 +230,7 @@ def test_sampled_static_trees(rule, form):
         given = TreeLogits(guided[None], None, tokens, paths) if form == "tree" else guided[paths]
         answer = lantern.evaluate_posterior_v1(
             SimpleNamespace(nearest_latents=table), given, candidates, Processors(), None, op, buffers["p_indices"],
-            tokens, buffers["b_indices"], *rules, coins="random")
+            tokens, buffers["b_indices"], *rules, generator="python")
         assert_drawn(answer, wanted, taken, seed)
         lengths.add(answer[1])
     assert len(lengths) > 2
@@ -288,8 +288,8 @@ def test_patch_and_undo():
         undo()
         assert decode().evaluate_posterior() == "theirs" == layer().topK_genrate()
         assert sys.modules["their_layer"].generate_tree_buffers is None
-        with pytest.raises(ValueError, match="coins must be one of device, random, got 'dice'"):
-            lantern.patch(decode, coins="dice")
+        with pytest.raises(ValueError, match="generator must be one of torch, python, got 'dice'"):
+            lantern.patch(decode, generator="dice")
         with pytest.raises(ValueError, match="EaModel must be LANTERN's, with evaluate_posterior, got int without it"):
             lantern.patch(int)
     finally:
