@@ -108,8 +108,8 @@ def evaluate_posterior(logits, candidates, logits_processor, *, generator="torch
         candidates:        (L, D)    int64: tokens along the paths, -1 pads
         logits_processor:  None: greedy; or a list of transformers' logits processors (see `settings_of`)
         generator:         where the numbers that accept come from: "torch", its generator of the device; or "python",
-                           its module `random`, of which as many are drawn as in the release, for the same children: what
-                           is accepted is equal to the release's
+                           its module `random`, of which as many are drawn as in the release, for the same children:
+                           what is accepted is equal to the release's
 
     Returns:
         best_candidate:    () int64: the first row of the accepted path

@@ -75,8 +75,8 @@ class Layer(SimpleNamespace):
 
     total_tokens, depth, top_k = 11, 2, 3
 
-    def __init__(self):
-        torch.manual_seed(0)
+    def __init__(self, seed):
+        torch.manual_seed(seed)
         super().__init__(embedding=torch.randn(16, 8), tree_mask_init=torch.eye(3)[None, None], read=[],
                          position_ids=torch.zeros(3, dtype=torch.int64), lm_head=torch.nn.Linear(8, 8), norm=torch.tanh,
                          d2t=torch.arange(8) + 1)  # token t of the draft is token 2 t + 1 of the target
@@ -120,8 +120,9 @@ def best_paths(layer, hidden):
 
 
 @pytest.mark.parametrize("sampled", [True, False])
-def test_the_dynamic_tree(sampled):
-    layer, ids = Layer(), torch.tensor([[3, 5, 1, 4, 7, 9]])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_dynamic_tree(seed, sampled):
+    layer, ids = Layer(seed), torch.tensor([[3, 5, 1, 4, 7, 9]])
     for length, known in ((3, 0), (5, 3)):  # the second time three tokens are in the cache already
         hidden, layer.length = torch.randn(1, length - known, 8), length
         wanted = best_paths(layer, layer.after(hidden[0, -1], ids[0, length]))
