@@ -1,0 +1,309 @@
+"""SGLang's tree ops over ours: build a draft tree, verify it by sampling, verify it greedily.
+
+The functions have the names, arguments and outputs of `sgl_kernel` 0.3 (sgl-kernel/python/sgl_kernel/speculative.py),
+which SGLang 0.5 imports from there or from `sglang.kernels.ops.speculative.tree`. They write to the tensors that SGLang
+allocated and read nothing back to the host. They run wherever specvis_kernels does: SGLang itself has no
+tree sampler for ROCm or the CPU, and decodes greedily there.
+"""
+import torch
+from torch import Tensor
+
+from .._dispatch import check, check_count, check_dims
+from ..tree_links import tree_links
+from ..tree_mask import tree_mask as make_tree_mask
+from ..verify_greedy import verify_greedy
+from ..verify_tree import verify_tree
+
+FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING = range(3)  # SGLang's TreeMaskMode
+INTEGERS = (torch.int64, torch.int32)
+LARGEST_UNIFORM = 1 - 2.0 ** -24
+
+
+def tree_speculative_sampling_target_only(
+        predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor,
+        retrive_next_token: Tensor, retrive_next_sibling: Tensor, uniform_samples: Tensor,
+        uniform_samples_for_final_sampling: Tensor, target_probs: Tensor, draft_probs: Tensor | None = None,
+        threshold_single: float = 1.0, threshold_acc: float = 1.0, deterministic: bool = True) -> Tensor:
+    """Accept one path of each request's draft tree, and draw the token behind it. This writes to the first three.
+
+    The tokens are those of SGLang's kernel for the same random numbers, but for their rounding. Its coin belongs to
+    a parent: child k is accepted if the coin is at most the mass of the children 1..k, c <= p_1 + .. + p_k. For
+    `verify_tree`, child k gets the coin's place in what the earlier ones left of the row,
+
+        u_k = (c - (p_1 + .. + p_(k-1))) / (1 - (p_1 + .. + p_(k-1)))
+
+    which is uniform where they were rejected. So the emitted tokens are distributed as the target's. (EAGLE-2,
+    arXiv:2406.16858, as SGLang verifies it: children are point masses.)
+
+    Args:
+        predicts:         (>= B N,) int32   written to: at each accepted node's flat index the token that follows it
+        accept_index:     (B, P + 1) int32  written to: the flat indices of the root and of the accepted nodes. What
+                                            stands behind them stays as it is (SGLang fills it with -1 before)
+        accept_token_num: (B,) int32        written to: how many nodes were accepted, the root not counted
+        candidates:       (B, N) int64 or int32      the token at each node; node 0 is the root
+        retrive_index:    (B, N) int64 or int32      the flat index of each node, in [0, len(predicts))
+        retrive_next_token:    (B, N) int64 or int32   each node's first child, a later node, or -1
+        retrive_next_sibling:  (B, N) int64 or int32   the next child of the same parent, a later node, or -1
+        uniform_samples:       (B, N) float32          in [0, 1): column n is the coin for the children of node n
+        uniform_samples_for_final_sampling: (B,) float32   in [0, 1), for the token behind the path
+        target_probs:     (B, N, V) float32          the target's distribution after each node
+        draft_probs:      not looked at: the memory that SGLang's kernel works in
+        threshold_single: must be 1
+        threshold_acc:    must be 1
+        deterministic:    not looked at: it always is
+
+    Returns:
+        status:           (B,) int32   as `verify_tree` gives it; SGLang's kernel returns nothing
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, or a threshold is not 1
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels.compat.sglang import tree_speculative_sampling_target_only
+        >>> row = [0.5, 0.25, 0.125, 0.125]
+        >>> predicts, accept_index, accept_token_num = (torch.full(size, -1, dtype=torch.int32)
+        ...                                             for size in ((3,), (1, 2), (1,)))
+        >>> status = tree_speculative_sampling_target_only(
+        ...     predicts, accept_index, accept_token_num, candidates=torch.tensor([[3, 0, 1]]),
+        ...     retrive_index=torch.tensor([[0, 1, 2]]), retrive_next_token=torch.tensor([[1, -1, -1]]),
+        ...     retrive_next_sibling=torch.tensor([[-1, 2, -1]]), uniform_samples=torch.tensor([[0.7, 0.0, 0.0]]),
+        ...     uniform_samples_for_final_sampling=torch.tensor([0.9]), target_probs=torch.tensor([[row, row, row]]))
+        >>> accept_index     # the coin 0.7 is above the 1/2 of token 0, and below the 3/4 of tokens 0 and 1
+        tensor([[0, 2]], dtype=torch.int32)
+        >>> predicts         # token 1 follows the root, and token 3 follows node 2
+        tensor([ 1, -1,  3], dtype=torch.int32)
+    """
+    for name, threshold in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
+        if threshold != 1:
+            raise ValueError(f"{name} must be 1, got {threshold}: below 1 SGLang accepts tokens that are merely "
+                             "probable enough (typical acceptance), and the tokens are not the target's any more")
+    B, N, V = check_dims("target_probs", target_probs, "BNV")
+    check("target_probs", target_probs, torch.float32, B=B, N=N, V=V)
+    max_depth, links, flat = _check_tree(predicts, accept_index, accept_token_num, candidates, retrive_index,
+                                         retrive_next_token, retrive_next_sibling, target_probs)
+    check("uniform_samples", uniform_samples, torch.float32, like=target_probs, B=B, N=N)
+    check("uniform_samples_for_final_sampling", uniform_samples_for_final_sampling, torch.float32, like=target_probs,
+          B=B)
+    candidates = candidates.long()
+    uniforms = _uniforms_of_children(candidates, *links, uniform_samples, target_probs)
+    uniforms[:, 0] = uniform_samples_for_final_sampling
+    result = verify_tree(target_probs, candidates, *links, uniforms, max_depth=max_depth)
+    _write(predicts, accept_index, accept_token_num, candidates, flat, *result[:3])
+    return result.status
+
+
+def verify_tree_greedy(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor,
+                       retrive_index: Tensor, retrive_next_token: Tensor, retrive_next_sibling: Tensor,
+                       target_predict: Tensor) -> Tensor:
+    """Accept the path of each request's draft tree whose tokens are the target's own. This writes to the first three.
+
+    At each node verification goes on at the first child whose token is the target's. If `target_predict` holds argmaxes
+    this is greedy decoding. If it holds the draws of `draw_tokens`, sampling with these seeds.
+
+    Args:
+        predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token, retrive_next_sibling:
+            as in `tree_speculative_sampling_target_only`
+        target_predict:   (B, N) int64 or int32   the target's token after each node; the entry of node n is at its
+                                                  flat index
+
+    Returns:
+        status:           (B,) int32   as `verify_greedy` gives it; SGLang's kernel returns nothing
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels.compat.sglang import verify_tree_greedy
+        >>> predicts, accept_index, accept_token_num = (torch.full(size, -1, dtype=torch.int32)
+        ...                                             for size in ((3,), (1, 2), (1,)))
+        >>> status = verify_tree_greedy(
+        ...     predicts, accept_index, accept_token_num, candidates=torch.tensor([[9, 4, 5]]),
+        ...     retrive_index=torch.tensor([[0, 1, 2]]), retrive_next_token=torch.tensor([[1, -1, -1]]),
+        ...     retrive_next_sibling=torch.tensor([[-1, 2, -1]]), target_predict=torch.tensor([[5, 0, 7]]))
+        >>> predicts, accept_index, accept_token_num
+        (tensor([ 5, -1,  7], dtype=torch.int32), tensor([[0, 2]], dtype=torch.int32), tensor([1], dtype=torch.int32))
+    """
+    B, N = check_dims("target_predict", target_predict, "BN")
+    check("target_predict", target_predict, INTEGERS, B=B, N=N)
+    max_depth, links, flat = _check_tree(predicts, accept_index, accept_token_num, candidates, retrive_index,
+                                         retrive_next_token, retrive_next_sibling, target_predict)
+    candidates = candidates.long()
+    target_tokens = target_predict.long().view(-1)[flat]
+    result = verify_greedy(target_tokens, candidates, *links, max_depth=max_depth)
+    _write(predicts, accept_index, accept_token_num, candidates, flat, *result[:3])
+    return result.status
+
+
+def build_tree_kernel_efficient(
+        parent_list: Tensor, selected_index: Tensor, verified_seq_len: Tensor, tree_mask: Tensor, positions: Tensor,
+        retrive_index: Tensor, retrive_next_token: Tensor, retrive_next_sibling: Tensor, topk: int, depth: int,
+        draft_token_num: int, tree_mask_mode: int = FULL_MASK) -> Tensor:
+    """Find mask, positions and links of the trees that SGLang's drafter chose. This writes to the five tensors.
+
+    The drafter's candidates are numbered by level: topk of the root, then topk for each of the topk candidates that
+    each level expands. Candidate c has the parent in slot c // topk. Slot 0 is the root, and slot j > 0 is candidate
+    parent_list[j]. Node n > 0 of a tree is candidate selected_index[n - 1]; the root is node 0.
+
+    Args:
+        parent_list:       (B, S) int64 or int32       S >= topk * (depth - 1) + 1, or 0 with one level
+        selected_index:    (B, N - 1) int64 or int32   the candidates of the tree, rising
+        verified_seq_len:  (B,) int64 or int32         how many tokens each request has cached
+        tree_mask:         written to, by `tree_mask_mode`:
+                           0 (FULL_MASK): flat bool, request after request N rows of verified_seq_len + N columns. The
+                           columns of cached tokens stay as they are (SGLang fills them with True before).
+                           1 (QLEN_ONLY): flat bool, B N N: the nodes' columns alone.
+                           2 (QLEN_ONLY_BITPACKING): the same as little-endian bits, a row in 1, 2 or 4 bytes, so
+                           N <= 32: uint8 of B N times as many entries, or one integer of that width a row
+        positions:         (B N,) int64   written to: verified_seq_len and the node's depth
+        retrive_index:     (B, N) int64   written to: the node's flat index
+        retrive_next_token:    (B, N) int64   written to: the node's first child, or -1
+        retrive_next_sibling:  (B, N) int64   written to: the next child of the same parent, or -1
+        topk:              candidates of a parent
+        depth:             levels of candidates
+        draft_token_num:   N
+        tree_mask_mode:    0, 1 or 2
+
+    Returns:
+        status:            (B,) int32   INVALID_TREE: a node's parent is not in the tree. The node and those below it are
+                                        left out (SGLang's kernel prints a warning); SGLang's kernel returns nothing
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, or tree_mask_mode is none of the three
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels.compat.sglang import build_tree_kernel_efficient
+        >>> links = [torch.empty(1, 4, dtype=torch.int64) for _ in range(3)]
+        >>> tree_mask, positions = torch.ones(16, dtype=torch.bool), torch.empty(4, dtype=torch.int64)
+        >>> status = build_tree_kernel_efficient(   # two candidates of the root, and of candidate 0 both
+        ...     torch.tensor([[-1, 0, 1]]), torch.tensor([[0, 1, 3]]), torch.tensor([7]), tree_mask, positions, *links,
+        ...     topk=2, depth=2, draft_token_num=4, tree_mask_mode=1)
+        >>> positions, links[1], links[2]
+        (tensor([7, 8, 8, 9]), tensor([[ 1,  3, -1, -1]]), tensor([[-1,  2, -1, -1]]))
+        >>> tree_mask.view(4, 4)[3]       # node 3 sees the root, node 1 and itself
+        tensor([ True,  True, False,  True])
+    """
+    N = draft_token_num
+    for name, value in (("topk", topk), ("depth", depth), ("draft_token_num", N)):
+        check_count(name, value, 1)
+    B, S = check_dims("parent_list", parent_list, "BS")
+    check("parent_list", parent_list, INTEGERS, B=B, S=S)
+    if S < (topk * (depth - 1) + 1 if depth > 1 else 0):
+        raise ValueError(f"parent_list must have at least topk * (depth - 1) + 1 = {topk * (depth - 1) + 1} columns, "
+                         f"got {S}")
+    for name, value, sizes in (("selected_index", selected_index, {"B": B, "N - 1": N - 1}),
+                               ("verified_seq_len", verified_seq_len, {"B": B}),
+                               ("positions", positions, {"B N": B * N}),
+                               ("retrive_index", retrive_index, {"B": B, "N": N}),
+                               ("retrive_next_token", retrive_next_token, {"B": B, "N": N}),
+                               ("retrive_next_sibling", retrive_next_sibling, {"B": B, "N": N})):
+        check(name, value, INTEGERS, like=parent_list, **sizes)
+    _check_mask(tree_mask, tree_mask_mode, B, N, like=parent_list)
+
+    links = tree_links(_parents(parent_list.long(), selected_index.long(), topk))
+    retrive_index.copy_(torch.arange(B * N, device=parent_list.device).view(B, N))
+    retrive_next_token.copy_(links.first_child)
+    retrive_next_sibling.copy_(links.next_sibling)
+    positions.copy_((verified_seq_len[:, None] + links.depth.clamp(min=0)).view(-1))
+    if tree_mask_mode == QLEN_ONLY_BITPACKING:
+        entries = tree_mask.view(torch.uint8).view(B, N, -1)
+        rows = make_tree_mask(links.ancestors, form="packed_rows")
+        entries.zero_()[..., :rows.shape[-1]] = rows
+        return links.status
+    mask = make_tree_mask(links.ancestors)
+    if tree_mask_mode == QLEN_ONLY:
+        tree_mask.view(B, N, N).copy_(mask)
+        return links.status
+    lengths, node = verified_seq_len.long(), torch.arange(N, device=parent_list.device)
+    columns = lengths + N
+    starts = N * (columns.cumsum(0) - columns)          # of each request's rows
+    first = starts[:, None] + node * columns[:, None] + lengths[:, None]
+    tree_mask.scatter_(0, (first[..., None] + node).view(-1), mask.view(-1))
+    return links.status
+
+
+def _check_mask(tree_mask: Tensor, mode: int, B: int, N: int, like: Tensor) -> None:
+    if mode not in (FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING):
+        raise ValueError(f"tree_mask_mode must be 0 (FULL_MASK), 1 (QLEN_ONLY) or 2 (QLEN_ONLY_BITPACKING), got {mode}")
+    check("tree_mask", tree_mask, tree_mask.dtype if mode == QLEN_ONLY_BITPACKING else torch.bool, like=like,
+          entries=tree_mask.numel())
+    if mode == QLEN_ONLY_BITPACKING:
+        if N > 32:
+            raise ValueError(f"draft_token_num must be at most 32 under QLEN_ONLY_BITPACKING, got {N}")
+        num_bytes = B * N * (1 if N <= 8 else 2 if N <= 16 else 4)
+        if tree_mask.nbytes != num_bytes:
+            raise ValueError(f"tree_mask must have {num_bytes} bytes for B={B}, N={N}, got {tree_mask.nbytes}")
+    elif mode == QLEN_ONLY and tree_mask.numel() != B * N * N:
+        raise ValueError(f"tree_mask must have B N N = {B * N * N} entries, got {tree_mask.numel()}")
+
+
+def _parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
+    """(B, N) int32, as tree_links takes them. A node whose parent is not in the tree is out of range: -3."""
+    slot = selected_index // topk
+    slots = torch.nn.functional.pad(parent_list, (0, 1), value=-1)  # of one level there may be no list
+    wanted = slots.gather(1, slot.clamp(0, slots.shape[1] - 1))
+    is_parent = wanted[:, :, None] == selected_index[:, None]       # (B, N - 1, N - 1)
+    found = torch.where(is_parent.any(2), is_parent.int().argmax(2) + 1 if is_parent.shape[1] else slot, -3)
+    return torch.nn.functional.pad(torch.where(slot == 0, 0, found), (1, 0), value=-1).int()
+
+
+def _check_tree(predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token,
+                retrive_next_sibling, like):
+    """The depth to which nodes can be accepted; the links as int32; flat indices as int64."""
+    B, N = like.shape[:2]
+    num_columns = check_dims("accept_index", accept_index, "BC")[1]
+    if num_columns < 1:
+        raise ValueError(f"accept_index must have a column for the root, got shape {tuple(accept_index.shape)}")
+    for name, value, sizes in (("predicts", predicts, {"B N": max(predicts.numel(), B * N)}),
+                               ("accept_index", accept_index, {"B": B, "P + 1": num_columns}),
+                               ("accept_token_num", accept_token_num, {"B": B})):
+        check(name, value, torch.int32, like=like, **sizes)
+    for name, value in (("candidates", candidates), ("retrive_index", retrive_index),
+                        ("retrive_next_token", retrive_next_token), ("retrive_next_sibling", retrive_next_sibling)):
+        check(name, value, INTEGERS, like=like, B=B, N=N)
+    return num_columns - 1, (retrive_next_token.int(), retrive_next_sibling.int()), retrive_index.long()
+
+
+def _uniforms_of_children(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, coins: Tensor,
+                          target_probs: Tensor) -> Tensor:
+    """(B, N) float32: from the coin of each node's parent, as tree_speculative_sampling_target_only says."""
+    B, N, V = target_probs.shape
+    node = torch.arange(N, device=tokens.device).expand(B, N)
+
+    def inverse(links):  # whose link leads to each node; N: none does
+        index = torch.where((links >= 0) & (links < N), links, N).long()
+        return node.new_full((B, N + 1), N).scatter_(1, index, node)[:, :N]
+
+    def at(table, index, default):  # index N stands for none
+        return torch.nn.functional.pad(table, (0, 1), value=default).gather(1, index)
+
+    previous, parent_of_first = inverse(next_sibling), inverse(first_child)
+    head, rounds = torch.where(previous < N, previous, node), max(N - 1, 1).bit_length()
+    for _ in range(rounds):
+        head = head.gather(1, head)
+    parent = parent_of_first.gather(1, head)
+    safe = parent.clamp(max=N - 1)
+    # An invalid token gets the mass of a valid one; verify_tree reports it, and tries neither it nor those behind it.
+    mass = target_probs.reshape(B, N * V).gather(1, safe * V + tokens.clamp(0, V - 1)).double()
+    earlier = at(mass, previous, 0.0)  # summed over 1, 2, 4, .. earlier siblings
+    for _ in range(rounds):
+        earlier = earlier + at(earlier, previous, 0.0)
+        previous = at(previous, previous, N)
+    uniforms = (at(coins.double(), parent, 0.0) - earlier) / (1 - earlier).clamp(min=2.0 ** -42)
+    return uniforms.clamp(0, LARGEST_UNIFORM).float()
+
+
+def _write(predicts, accept_index, accept_token_num, tokens, flat, accepted_nodes, num_accepted, next_token):
+    """Into SGLang's tensors. Behind the end of a path its last node is written again, so that the shapes are fixed."""
+    step = torch.arange(accept_index.shape[1], device=tokens.device)
+    nodes = torch.nn.functional.pad(accepted_nodes, (1, 0)).long()
+    at_end = step >= num_accepted[:, None]
+    nodes = nodes.gather(1, step.minimum(num_accepted[:, None].long()))
+    index = flat.gather(1, nodes)
+    accept_index.copy_(torch.where(step <= num_accepted[:, None], index.int(), accept_index))
+    accept_token_num.copy_(num_accepted)
+    behind = torch.nn.functional.pad(nodes[:, 1:], (0, 1))
+    follows = torch.where(at_end, next_token[:, None], tokens.gather(1, behind))
+    predicts.scatter_(0, index.view(-1), follows.int().view(-1))
