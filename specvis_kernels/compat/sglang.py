@@ -235,8 +235,9 @@ def _check_mask(tree_mask: Tensor, mode: int, B: int, N: int, like: Tensor) -> N
         num_bytes = B * N * (1 if N <= 8 else 2 if N <= 16 else 4)
         if tree_mask.nbytes != num_bytes:
             raise ValueError(f"tree_mask must have {num_bytes} bytes for B={B}, N={N}, got {tree_mask.nbytes}")
-    elif mode == QLEN_ONLY and tree_mask.numel() != B * N * N:
-        raise ValueError(f"tree_mask must have B N N = {B * N * N} entries, got {tree_mask.numel()}")
+    elif tree_mask.numel() < B * N * N or mode == QLEN_ONLY and tree_mask.numel() > B * N * N:
+        raise ValueError(f"tree_mask must have {'at least ' * (mode == FULL_MASK)}B N N = {B * N * N} entries, "
+                         f"got {tree_mask.numel()}")
 
 
 def _parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
