@@ -140,6 +140,9 @@ def test_imports_are_read_right():
 def test_the_ops_need_torch_alone():
     for file, modules in imported(ROOT, "specvis_kernels").items():
         allowed = {"torch", "specvis_kernels", *sys.stdlib_module_names} | ({"triton"} if "triton/" in file else set())
+        if "/compat/" in file:  # what it serves, and that in functions alone
+            assert not lines(file, rf"^(from|import) {Path(file).stem}\b")
+            allowed |= {Path(file).stem}
         assert {module.partition(".")[0] for module in modules} <= allowed, file
 
 

@@ -166,8 +166,8 @@ def build_tree_kernel_efficient(
         tree_mask_mode:    0, 1 or 2
 
     Returns:
-        status:            (B,) int32   INVALID_TREE: a node's parent is not in the tree. The node and those below it are
-                                        left out (SGLang's kernel prints a warning); SGLang's kernel returns nothing
+        status:            (B,) int32   INVALID_TREE: a node's parent is not in the tree. The node and those below it
+                                        are left out (SGLang's kernel prints a warning, and returns nothing)
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, or tree_mask_mode is none of the three
@@ -267,9 +267,9 @@ def _check_tree(predicts, accept_index, accept_token_num, candidates, retrive_in
     return num_columns - 1, (retrive_next_token.int(), retrive_next_sibling.int()), retrive_index.long()
 
 
-def _uniforms_of_children(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, coins: Tensor,
+def _uniforms_of_children(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, of_parents: Tensor,
                           target_probs: Tensor) -> Tensor:
-    """(B, N) float32: from the coin of each node's parent, as tree_speculative_sampling_target_only says."""
+    """(B, N) float32: each child's u_k, see tree_speculative_sampling_target_only. of_parents (B, N): the coins."""
     B, N, V = target_probs.shape
     node = torch.arange(N, device=tokens.device).expand(B, N)
 
@@ -292,7 +292,7 @@ def _uniforms_of_children(tokens: Tensor, first_child: Tensor, next_sibling: Ten
     for _ in range(rounds):
         earlier = earlier + at(earlier, previous, 0.0)
         previous = at(previous, previous, N)
-    uniforms = (at(coins.double(), parent, 0.0) - earlier) / (1 - earlier).clamp(min=2.0 ** -42)
+    uniforms = (at(of_parents.double(), parent, 0.0) - earlier) / (1 - earlier).clamp(min=2.0 ** -42)
     return uniforms.clamp(0, LARGEST_UNIFORM).float()
 
 

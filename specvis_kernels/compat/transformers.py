@@ -6,6 +6,9 @@
 For every causal language model that takes a mask of four dimensions and position ids: full attention in each layer,
 "sdpa" or "eager". transformers 4.57 and 5.23 are tested; it is imported when one of the two functions is called.
 
+Tokens are equal to those of another way to decode in so far as its forwards give the same logits. In half precision
+forwards of another number of tokens round otherwise, and a token now and then differs.
+
 The functions keep a cache of their own, in which each request has its own length, and leave alone the one that
 `generate` makes. What they cannot do they refuse: beams, other logits processors than temperature, top-k and top-p,
 scores and attentions as outputs, prompts that are not token ids, sliding windows shorter than the sequence.
@@ -118,13 +121,14 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         rows = []
         for level in tree.levels:
             probs = draft(*output.sequences(tokens[:, level.paths]))
-            check("the result of draft", probs, torch.float32, like=tokens, B=B, F=len(level.paths), V=target.vocab_size)
+            F = len(level.paths)
+            check("draft's result", probs, torch.float32, like=tokens, B=B, F=F, V=target.vocab_size)
             if not asked.do_sample:
                 drawn = probs.topk(level.num_children).indices
             elif seeds is None:
-                drawn = draw_children(probs, torch.rand(*probs.shape[:2], level.num_children, device=probs.device)).tokens
+                drawn = draw_children(probs, torch.rand(B, F, level.num_children, device=probs.device)).tokens
             else:
-                positions = (output.num_made[:, None] + level.depth).expand(B, len(level.paths)).contiguous()
+                positions = (output.num_made[:, None] + level.depth).expand(B, F).contiguous()
                 drawn = draw_children(probs, seeds=seeds, positions=positions, num_children=level.num_children).tokens
             tokens[:, level.children] = drawn[:, level.row_of_child, level.rank_of_child]
             rows.append(probs)
@@ -139,8 +143,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         rule = dict(max_depth=tree.max_depth, **(verify or {}))
         if seeds is None and asked.do_sample:
             rule.update(draft_probs=draft_probs, draft_row=tree.draft_row.expand(B, N))
-        result = verify_nodes(*target.read(tokens, depth, ancestors, output), tokens, depth, (first_child, next_sibling),
-                              **rule)
+        logits = target.read(tokens, depth, ancestors, output)
+        result = verify_nodes(*logits, tokens, depth, (first_child, next_sibling), **rule)
         is_open = ~output.is_finished
         target.commit(result.accepted_nodes, torch.where(is_open, result.num_accepted, -1), output)
         emitted = tokens.gather(1, result.accepted_nodes.clamp(min=0).long())
@@ -187,7 +191,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         ...                                      num_attention_heads=1, initializer_range=1.0)).eval()
         >>> prompts = torch.tensor([[3, 1, 4], [1, 5, 9]])
-        >>> rest = dict(custom_generate=jacobi_generate, seeds=[7, 8], max_new_tokens=12, do_sample=True, eos_token_id=None)
+        >>> rest = dict(custom_generate=jacobi_generate, seeds=[7, 8], max_new_tokens=12, do_sample=True)
         >>> torch.equal(model.generate(prompts, window=8, **rest), model.generate(prompts, window=0, **rest))
         True
     """
@@ -304,7 +308,7 @@ class _Asked:
         outputs = [key for key in OUTPUTS if config.return_dict_in_generate and getattr(config, key, False)]
         refuse(outputs, f"returns sequences alone, got {', '.join(outputs)}")
         cache = kwargs.get("past_key_values")
-        refuse(cache is not None and cache.get_seq_length() > 0, "needs an empty cache, got past_key_values with tokens")
+        refuse(cache is not None and cache.get_seq_length() > 0, "needs empty past_key_values, got some with tokens")
         refuse(model.config.is_encoder_decoder, f"needs a causal language model, got {type(model).__name__}")
         refuse("position_ids" not in inspect.signature(model.forward).parameters,
                f"needs a model that takes position_ids, got {type(model).__name__}")
@@ -392,6 +396,7 @@ class _Target:
         self.cache.num_columns = mask.shape[-1]
         logits = self.model(ids, attention_mask=mask[:, None], position_ids=position_ids, past_key_values=self.cache,
                             use_cache=True, **kwargs).logits
+        logits = logits.float() if logits.dtype == torch.float64 else logits
         return (logits, None) if len(ids) == self.batch else (logits[:self.batch], logits[self.batch:])
 
     def prefill(self):
@@ -409,8 +414,9 @@ class _Target:
         N = tokens.shape[1]
         lengths = self.lengths(output)
         columns = self.prefix_len + max(output.host_made) - 1 + N
-        mask = self.twice(tree_mask(ancestors.contiguous(), lengths.int(), form="additive", columns=columns,
-                                    dtype=self.model.dtype))
+        dtype = torch.float32 if self.model.dtype == torch.float64 else self.model.dtype
+        mask = tree_mask(ancestors.contiguous(), lengths.int(), form="additive", columns=columns, dtype=dtype)
+        mask = self.twice(mask.to(self.model.dtype))
         mask[..., :self.prefix_len].masked_fill_(~self.is_real[:, None], -torch.inf)
         slots = lengths[:, None] + torch.arange(N, device=tokens.device)
         position_ids = self.twice(lengths[:, None] + depth) - self.num_pads[:, None]
@@ -518,21 +524,21 @@ class _Tree:
     """A static tree: its links, and level by level what is drawn from which row."""
 
     def __init__(self, choices, like: Tensor):
-        paths = sorted({tuple(int(rank) for rank in path) for path in choices}, key=lambda path: (len(path), path))
-        if not paths:
+        choices = sorted((tuple(int(rank) for rank in choice) for choice in choices), key=lambda c: (len(c), c))
+        if not choices:
             raise ValueError("choices must have a path, got none")
-        parents, _ = tree_from_choices(paths, device=like.device)
-        links = tree_links(parents)
-        self.links, self.num_nodes, self.max_depth = links[:4], parents.shape[1], len(paths[-1])
-        node_of = {(): 0, **{path: n for n, path in enumerate(paths, 1)}}
-        inner = sorted({path[:-1] for path in paths}, key=lambda path: (len(path), path))
+        parents, _ = tree_from_choices(choices, device=like.device)
+        self.links, self.num_nodes = tree_links(parents)[:4], parents.shape[1]
+        self.max_depth, self.levels = len(choices[-1]), []
+        node_of = {(): 0, **{choice: n for n, choice in enumerate(choices, 1)}}
+        inner = sorted({choice[:-1] for choice in choices}, key=lambda c: (len(c), c))
         rows = torch.full((1, self.num_nodes), -1, dtype=torch.int32)
-        rows[0, [node_of[path] for path in inner]] = torch.arange(len(inner), dtype=torch.int32)
-        self.draft_row, self.levels = rows.to(like.device), []
+        rows[0, [node_of[choice] for choice in inner]] = torch.arange(len(inner), dtype=torch.int32)
+        self.draft_row = rows.to(like.device)
         for depth in range(self.max_depth):
-            nodes = [path for path in inner if len(path) == depth]
-            children = [(node_of[path], nodes.index(path[:-1]), path[-1]) for path in paths if len(path) == depth + 1]
-            from_root = [[node_of[path[:d]] for d in range(depth + 1)] for path in nodes]
+            nodes = [choice for choice in inner if len(choice) == depth]
+            children = [(node_of[c], nodes.index(c[:-1]), c[-1]) for c in choices if len(c) == depth + 1]
+            from_root = [[node_of[node[:d]] for d in range(depth + 1)] for node in nodes]
             self.levels.append(_Level(depth, from_root, children, like.device))
 
 

@@ -1,6 +1,7 @@
 """SGLang's interface, against a plain statement of what its kernels do (sgl-kernel/csrc/speculative)."""
 import doctest
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -144,12 +145,8 @@ def plain_sampling(tokens, first, following, coins, last_coin, rows, max_depth):
         node, rejected = child, []
         path.append(node)
     left = [0.0 if token in rejected else p for token, p in enumerate(rows[node])]
-    sums, total = 0.0, last_coin * sum(left)
-    for token, p in enumerate(left):
-        sums += p
-        if p > 0 and sums > total:
-            break
-    return path, [*after, token]
+    sums, total = itertools.accumulate(left), last_coin * sum(left)
+    return path, [*after, next(token for token, s in enumerate(sums) if s > total)]
 
 
 def plain_greedy(tokens, first, following, target, max_depth):
@@ -208,7 +205,8 @@ def check(outputs, order, wanted, max_depth):
     assert outputs[0] == predicts  # nothing else was written
 
 
-@pytest.mark.parametrize("B, N, V, max_depth", [(40, 12, 9, 4), (20, 40, 50, 8), (10, 3, 5, 1), (6, 1, 7, 3), (4, 9, 9, 0)])
+@pytest.mark.parametrize("B, N, V, max_depth",
+                         [(40, 12, 9, 4), (20, 40, 50, 8), (10, 3, 5, 1), (6, 1, 7, 3), (4, 9, 9, 0)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_sampling_draws_what_sglangs_kernel_draws(B, N, V, max_depth, dtype):
     tokens, first, following, rows, coins = random_trees(B, N, V, seed=N)

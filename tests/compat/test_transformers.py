@@ -1,0 +1,331 @@
+"""Trees and Jacobi decoding inside of transformers' generate, against its own decoding and plain statements of ours."""
+import doctest
+import inspect
+import itertools
+
+import pytest
+import torch
+
+from specvis_kernels import codebook_neighbors, guided_probs, gumbel_noise
+from specvis_kernels.compat import transformers as compat
+from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
+
+transformers = pytest.importorskip("transformers")
+V = 24
+CHOICES = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+PROMPTS = torch.tensor([[0, 0, 0, 9, 2, 7], [3, 1, 4, 1, 5, 9], [0, 2, 7, 1, 8, 2], [8, 1, 8, 2, 8, 4]])
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [1] * 6, [0, 1, 1, 1, 1, 1], [1] * 6])
+SEEDS = [5, 6, 2 ** 40, -3]
+
+
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
+def model(request):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, initializer_range=0.3, attn_implementation=request.param, bos_token_id=1,
+        eos_token_id=None, pad_token_id=0)
+    return transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def draft(model):
+    """The model itself without what came before the last token, and a little flatter."""
+    table = (0.8 * model(torch.arange(V)[:, None]).logits[:, 0]).softmax(-1)
+    return lambda sequences, mask: table[sequences[..., -1]]
+
+
+def generate(model, function=None, prompts=PROMPTS, mask=MASK, **options):
+    options = dict(max_new_tokens=16, do_sample=False, pad_token_id=0) | options
+    return model.generate(prompts, attention_mask=mask, custom_generate=function, **options)
+
+
+def functions(draft):
+    return {"tree": dict(function=tree_generate, draft=draft, choices=CHOICES),
+            "jacobi": dict(function=jacobi_generate, window=5), "jacobi on a grid": dict(function=jacobi_generate,
+                                                                                      window=4, grid=4)}
+
+
+@pytest.mark.parametrize("function", [tree_generate, jacobi_generate, GuidedProbsProcessor])
+def test_the_example_runs(function):
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(function), {}, function.__name__, None, 0)
+    report = []
+    assert test.examples and not doctest.DocTestRunner().run(test, out=report.append).failed, "".join(report)
+
+
+@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
+@pytest.mark.parametrize("eos_token_id", [None, [5, 13, 21]])
+def test_greedy_is_generate(model, draft, name, eos_token_id):
+    stats, options = {}, dict(max_new_tokens=40, eos_token_id=eos_token_id)
+    tokens = generate(model, **functions(draft)[name], stats=stats, **options)
+    assert torch.equal(tokens, generate(model, **options))
+    assert stats["num_tokens"] == [40] * 4 if eos_token_id is None else len(set(stats["num_tokens"])) > 2
+    assert stats["target_forwards"] < max(stats["num_tokens"])
+    assert [len(row) for row in tokens] == [6 + max(stats["num_tokens"])] * 4
+
+
+def plain(model, prompt, null, seed, num_tokens, temperature=1.0, top_k=0, top_p=1.0, s=1.0, ranges=None):
+    """One at a time, without a cache, padding or a batch: transformers' filters, and gumbel_noise."""
+    filters = [transformers.TemperatureLogitsWarper(temperature)]
+    filters += [transformers.TopKLogitsWarper(top_k)] if top_k else []
+    filters += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    tokens = []
+    for position in range(num_tokens):
+        new = torch.tensor(tokens, dtype=torch.int64)
+        logits = model(torch.cat([prompt, new])[None]).logits[:, -1]
+        if null is not None:
+            uncond = model(torch.cat([null, new])[None]).logits[:, -1]
+            logits = uncond + s * (logits - uncond)
+        if ranges is not None:
+            first, last = ranges[min(position, len(ranges) - 1)]
+            logits[:, :first] = logits[:, last:] = -torch.inf
+        for apply in filters:
+            logits = apply(None, logits)
+        noise = gumbel_noise(torch.tensor([seed]), torch.tensor([[position]]), V)[0]
+        tokens.append((logits.log_softmax(-1) + noise).argmax().item())
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
+def test_with_seeds_the_tokens_are_those_of_one_at_a_time(model, draft, name):
+    stats, settings = {}, dict(temperature=0.8, top_k=12, top_p=0.9)
+    tokens = generate(model, **functions(draft)[name], do_sample=True, seeds=SEEDS, stats=stats, **settings)
+    for b in range(4):
+        assert tokens[b, 6:].tolist() == plain(model, PROMPTS[b][MASK[b] == 1], None, SEEDS[b], 16, **settings)
+    assert stats["target_forwards"] < 16 and len(set(tokens[:, 6:].flatten().tolist())) > 6
+
+
+RANGES = [(2, 20), (2, 20), (20, 21), (0, 24), (10, 14)]  # of each new token; the last goes on; token 20 is forced
+
+
+@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
+def test_guidance_with_padding_on_the_left_and_ranges_of_ids(model, draft, name):
+    nulls = torch.tensor([[0, 0, 1, 1, 1, 2, 3, 2], [2, 2, 2, 2, 2, 2, 2, 2]])
+    null_mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1]])
+    options = functions(draft)[name] | dict(
+        do_sample=True, top_k=0, seeds=torch.tensor(SEEDS), guidance=2.5, id_range=torch.tensor(RANGES))
+    tokens = generate(model, **options, unconditional_ids=nulls, unconditional_mask=null_mask)
+    for b in range(4):
+        null = nulls[b // 2][null_mask[b // 2] == 1]  # two prompts share one
+        assert tokens[b, 6:].tolist() == plain(model, PROMPTS[b][MASK[b] == 1], null, SEEDS[b], 16, s=2.5,
+                                               ranges=RANGES)
+    each = generate(model, **options | dict(id_range=torch.tensor(RANGES).repeat(4, 1, 1)), unconditional_ids=nulls,
+                    unconditional_mask=null_mask)
+    assert torch.equal(tokens, each) and (tokens[:, 8] == 20).all()
+
+
+def test_a_request_does_not_depend_on_the_others(model, draft):
+    for options in functions(draft).values():
+        options = options | dict(do_sample=True, top_k=0)
+        tokens = generate(model, **options, seeds=SEEDS)
+        order = [2, 0, 3]
+        others = generate(model, **options, prompts=PROMPTS[order], mask=MASK[order], seeds=[SEEDS[b] for b in order])
+        assert torch.equal(others, tokens[order])
+        alone = generate(model, **options, prompts=PROMPTS[:1, 3:], mask=None, seeds=SEEDS[:1])
+        assert torch.equal(alone[:, 3:], tokens[:1, 6:])
+
+
+def test_without_seeds_torchs_numbers_decide(model, draft):
+    for options in functions(draft).values():
+        runs = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            runs.append(generate(model, **options, do_sample=True))
+        assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+
+
+def test_a_sampled_tree_keeps_the_distribution():
+    """All sequences of three tokens by their probabilities, and 6000 that a tree has drawn: chi-square."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=5, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                      num_attention_heads=1, initializer_range=1.0, eos_token_id=None, pad_token_id=0)
+    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    every = torch.cartesian_prod(*[torch.arange(5)] * 3)
+    logits = model(torch.cat([torch.tensor([[1, 2]]).expand(125, -1), every], 1)).logits[:, 1:4] / 1.5
+    expected = logits.log_softmax(-1).gather(2, every[..., None]).sum((1, 2)).exp()
+    table = torch.randn(5, 5).softmax(-1)
+    count = 6000
+
+    def chi_square(**verify):
+        tokens = generate(model, tree_generate, torch.tensor([[1, 2]]).expand(count, -1), None, max_new_tokens=3,
+                          do_sample=True, temperature=1.5, draft=lambda s, _: table[s[..., -1]],
+                          choices=[(0,), (1,), (0, 0), (0, 1), (1, 0)], stats=stats, **verify)[:, 2:]
+        drawn = (tokens * torch.tensor([25, 5, 1])).sum(1).bincount(minlength=125)
+        common = expected * count >= 5
+        rest = count - drawn[common].sum(), count * (1 - expected[common].sum())
+        statistic = ((drawn[common] - count * expected[common]) ** 2 / (count * expected[common])).sum()
+        return (statistic + (rest[0] - rest[1]) ** 2 / rest[1]).item(), common.sum().item()
+
+    stats = {}
+    statistic, degrees = chi_square()
+    assert statistic < degrees + 3.5 * (2 * degrees) ** 0.5 and stats["target_forwards"] <= 4
+    neighbors = codebook_neighbors(torch.randn(5, 3), 2)
+    relaxed, _ = chi_square(verify=dict(neighbors=neighbors, delta=0.5, residual="relaxed"))
+    assert relaxed > 10 * degrees  # the test can tell
+
+
+def test_the_drafter_sees_whole_sequences(model):
+    """A drafter that is the model itself, told what was padding, guesses every greedy token."""
+    def draft(sequences, mask):
+        B, F, T = sequences.shape
+        ids, is_real = sequences.flatten(0, 1), mask.flatten(0, 1).long()
+        positions = (is_real.cumsum(1) - 1).clamp(min=0)
+        return model(ids, attention_mask=is_real, position_ids=positions).logits[:, -1].softmax(-1).view(B, F, V)
+
+    stats = {}
+    tokens = generate(model, tree_generate, draft=draft, choices=[(0,), (0, 0), (0, 0, 0)], stats=stats,
+                      max_new_tokens=17)
+    assert torch.equal(tokens, generate(model, max_new_tokens=17))
+    assert stats["target_forwards"] == 5  # the prompt's token, and four in each tree
+
+
+class Stop(transformers.StoppingCriteria):
+    """Stops behind a token that is divisible by 6, but not before the fourth."""
+
+    def __call__(self, input_ids, scores, **_):
+        self.seen.append(input_ids.tolist())
+        return (input_ids[:, -1] % 6 == 0) & (input_ids.shape[1] > 6 + 3)
+
+
+def test_stopping_criteria_are_asked_after_every_token(model, draft):
+    full = generate(model, max_new_tokens=30)[:, 6:].tolist()
+    wanted = [next((i for i, token in enumerate(row) if token % 6 == 0 and i >= 3), 29) + 1 for row in full]
+    assert len(set(wanted)) > 1
+    for options in functions(draft).values():
+        stop, stats = Stop(), {}
+        stop.seen = []
+        tokens = generate(model, **options, max_new_tokens=30, stopping_criteria=[stop], stats=stats)
+        assert stats["num_tokens"] == wanted and tokens.shape[1] == 6 + max(wanted)
+        for row, longer, number in zip(tokens[:, 6:].tolist(), full, wanted):
+            assert row == longer[:number] + [0] * (max(wanted) - number)
+        of_first = [seen[0] for seen in stop.seen if seen[0][:6] == PROMPTS[0].tolist()]
+        assert of_first == [PROMPTS[0].tolist() + full[0][:n] for n in range(1, wanted[0] + 1)]
+
+
+class Streamer:
+    def __init__(self):
+        self.tokens, self.has_ended = [], False
+
+    def put(self, value):
+        assert value.shape == (1,)
+        self.tokens.append(value.item())
+
+    def end(self):
+        self.has_ended = True
+
+
+def test_a_streamer_gets_every_token(model, draft):
+    for options in functions(draft).values():
+        streamer = Streamer()
+        tokens = generate(model, **options, prompts=PROMPTS[1:2], mask=None, token_streamer=streamer)
+        assert streamer.tokens == tokens[0, 6:].tolist() and streamer.has_ended
+
+
+def test_an_output_with_sequences(model, draft):
+    for options in functions(draft).values():
+        output = generate(model, **options, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, generate(model))
+
+
+def test_several_sequences_of_a_prompt(model, draft):
+    tokens = generate(model, **functions(draft)["jacobi"], do_sample=True, num_return_sequences=2,
+                      seeds=[*SEEDS, 1, 2, 3, 4])
+    assert tokens.shape == (8, 22) and torch.equal(tokens[0, :6], tokens[1, :6])
+    assert not torch.equal(tokens[0], tokens[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(model, draft, dtype):
+    """In bfloat16 a forward of more tokens rounds otherwise, so that tokens may differ."""
+    other = type(model)(model.config).to(dtype).eval()
+    other.load_state_dict(model.state_dict())
+    for options in functions(draft).values():
+        tokens, wanted = generate(other, **options), generate(other)
+        assert torch.equal(tokens[:, :7], wanted[:, :7]) and (dtype == torch.bfloat16 or torch.equal(tokens, wanted))
+
+
+REFUSED = [
+    (dict(num_beams=2), "jacobi_generate needs num_beams=1, got 2"),
+    (dict(repetition_penalty=1.5), "knows temperature, top_k and top_p alone, got RepetitionPenaltyLogitsProcessor"),
+    (dict(do_sample=True, min_p=0.1), "got MinPLogitsWarper"),
+    (dict(return_dict_in_generate=True, output_scores=True), "returns sequences alone, got output_scores"),
+    (dict(inputs_embeds=torch.zeros(4, 6, 32)), "takes prompts of token ids alone, got inputs_embeds"),
+    (dict(guidance=2.0), "guidance and unconditional_ids must be given together"),
+    (dict(unconditional_ids=PROMPTS), "guidance and unconditional_ids must be given together"),
+    (dict(guidance=2.0, unconditional_ids=PROMPTS[:3]),
+     r"unconditional_ids must be int64 \(R, S'\) with R a divisor of B=4, got \(3, 6\)"),
+    (dict(id_range=torch.zeros(3, 4, 2)), r"id_range must be int64 \(L, 2\) or \(B=4, L, 2\), got \(3, 4, 2\)"),
+    (dict(seeds=[1]), r"seeds must be int64 \(B=4\), got int64 \(1,\)"),
+    (dict(window=-1), "window must be an integer >= 0, got -1"),
+    (dict(window=4, grid=3), "grid must be an integer >= 4, got 3"),
+    (dict(token_streamer=Streamer()), "needs a batch of one for token_streamer, got 4"),
+]
+
+
+@pytest.mark.parametrize("options, message", REFUSED)
+def test_what_is_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, jacobi_generate, **options)
+
+
+def test_what_a_tree_refuses(model, draft):
+    tree = functions(draft)["tree"]
+    for options, message in (
+            (dict(choices=[]), "choices must have a path, got none"),
+            (dict(choices=[(0, 0)]), "choices must be different paths"),
+            (dict(seeds=SEEDS, verify=dict(delta=0.1)), "verify must be empty with seeds"),
+            (dict(draft=lambda s, m: torch.ones(*s.shape[:2], V - 1)),
+             r"draft's result must be float32 \(B=4, F=1, V=24\), got float32 \(4, 1, 23\)")):
+        with pytest.raises(ValueError, match=message):
+            generate(model, **tree | options)
+
+
+def test_models_that_cannot_be_decoded_so(model):
+    cache = transformers.DynamicCache()
+    model(PROMPTS[:, :3], past_key_values=cache)
+    with pytest.raises(ValueError, match="needs empty past_key_values"):
+        generate(model, jacobi_generate, mask=None, past_key_values=cache)
+    for changed, message in (({"attn_implementation": "flash_attention_2"}, "got 'flash_attention_2'"),
+                             ({"layer_types": ["full_attention", "linear_attention"]}, "got linear_attention"),
+                             ({"sliding_window": 20}, "got sliding_attention")):
+        other = type(model)(transformers.LlamaConfig(**model.config.to_dict()))
+        for name, value in changed.items():
+            setattr(other.config, "_attn_implementation_internal" if "attn" in name else name, value)
+        with pytest.raises(ValueError, match=message):
+            jacobi_generate(other, PROMPTS, generation_config=transformers.GenerationConfig(max_length=22))
+    other.config.sliding_window = 22  # as long as the sequences
+    tokens = jacobi_generate(other, PROMPTS, generation_config=transformers.GenerationConfig(max_length=22))
+    assert tokens.shape == (4, 22)
+
+
+def test_the_processor_in_transformers_own_loops(model):
+    scores = torch.randn(4, V)
+    both = GuidedProbsProcessor(3.0, temperature=0.7, top_k=9, top_p=0.8, id_range=(2, 20))(PROMPTS[:2], scores)
+    guided = transformers.ClassifierFreeGuidanceLogitsProcessor(3.0)(PROMPTS[:2], scores)
+    wanted = guided_probs(scores[:2, None], scores[2:, None], 3.0, 0.7, 9, 0.8, id_range=(2, 20)).probs[:, 0]
+    assert both.shape == (2, V) and torch.equal(both, wanted.log())
+    plain = GuidedProbsProcessor(3.0)(PROMPTS[:2], scores)
+    assert torch.allclose(plain, guided.log_softmax(-1), atol=1e-5)
+    one = dict(doubled=False, id_range=torch.tensor([[3, 4], [5, 9]]), prompt_length=6)
+    tokens = generate(model, do_sample=True, top_k=0, logits_processor=transformers.LogitsProcessorList(
+        [GuidedProbsProcessor(**one)]))
+    assert (tokens[:, 6] == 3).all() and (tokens[:, 7:] >= 5).all() and (tokens[:, 7:] < 9).all()
+    greedy = generate(model, logits_processor=[GuidedProbsProcessor(doubled=False, temperature=0.0)])
+    assert torch.equal(greedy, generate(model))
+    with pytest.raises(ValueError, match="prompt_length must be given with an id_range for each new token"):
+        GuidedProbsProcessor(id_range=torch.tensor([[3, 4]]))
+    with pytest.raises(ValueError, match="scores must have as many rows with the condition as without it, got 3"):
+        GuidedProbsProcessor(3.0)(PROMPTS[:3], scores[:3])
+
+
+def test_every_path_of_a_tree_is_drawn_from_its_own_row():
+    choices = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
+    tree = compat._Tree(reversed(choices), torch.zeros(1))
+    order = sorted(choices, key=lambda c: (len(c), c))
+    assert tree.num_nodes == 7 and tree.max_depth == 3 and tree.draft_row.tolist() == [[0, 1, 2, -1, 3, -1, -1]]
+    made = [(child, level.paths[row].tolist(), rank) for level in tree.levels for child, row, rank in zip(
+        *(t.tolist() for t in (level.children, level.row_of_child, level.rank_of_child)))]
+    node = {path: n for n, path in enumerate([(), *order])}
+    assert made == [(node[c], [node[c[:d]] for d in range(len(c))], c[-1]) for c in order]
+    assert [level.num_children for level in tree.levels] == [2, 2, 1] and list(itertools.chain(*(
+        [level.depth] * len(level.paths) for level in tree.levels))) == [0, 1, 1, 2]
