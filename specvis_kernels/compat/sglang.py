@@ -1,9 +1,9 @@
 """SGLang's tree ops over ours: build a draft tree, verify it by sampling, verify it greedily.
 
-The functions have the names, arguments and outputs of `sgl_kernel` 0.3 (sgl-kernel/python/sgl_kernel/speculative.py),
-which SGLang 0.5 imports from there or from `sglang.kernels.ops.speculative.tree`. They write to the tensors that SGLang
-allocated and read nothing back to the host. They run wherever specvis_kernels does: SGLang itself has no
-tree sampler for ROCm or the CPU, and decodes greedily there.
+The functions have the names, arguments and outputs of `sgl_kernel`'s ops (sgl-kernel/csrc/speculative in SGLang's
+repository at 120affb). SGLang imports them from `sgl_kernel`, and at 003ddbc from `sglang.kernels.ops.speculative.tree`.
+They write to the tensors that SGLang allocated and read nothing back to the host. They run wherever specvis_kernels
+does: SGLang itself has no tree sampler for ROCm or the CPU, and decodes greedily there.
 """
 import torch
 from torch import Tensor

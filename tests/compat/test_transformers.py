@@ -236,11 +236,11 @@ def test_several_sequences_of_a_prompt(model, draft):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(model, draft, dtype):
-    """In bfloat16 a forward of more tokens rounds otherwise, so that tokens may differ."""
+    """In bfloat16 a forward of more tokens rounds otherwise. In float64 transformers' eager padding gives NaN."""
     other = type(model)(model.config).to(dtype).eval()
     other.load_state_dict(model.state_dict())
     for options in functions(draft).values():
-        tokens, wanted = generate(other, **options), generate(other)
+        tokens, wanted = generate(other, **options, mask=None), generate(other, mask=None)
         assert torch.equal(tokens[:, :7], wanted[:, :7]) and (dtype == torch.bfloat16 or torch.equal(tokens, wanted))
 
 

@@ -1,0 +1,199 @@
+"""vLLM's rejection samplers over our ops: the one of v1 from probabilities, and the one of model runner V2 from logits.
+
+`rejection_sample` has the arguments and the result of the function of that name in vllm/v1/sample/rejection_sampler.py
+of vLLM's repository at 7f6fc1c (later ones call an argument target_logits). `probabilistic_rejection_sample` has those
+of `rejection_sample` in vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py at 02e318b, once called as ours is.
+No vLLM is imported, and nothing is read back to the host. Both keep the target's distribution; the random numbers are
+others than vLLM's.
+"""
+from collections.abc import Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from .._dispatch import check, check_count, check_dims
+from ..guided_probs import guided_probs
+from ..noise import philox_uniforms
+from ..tree_links import tree_links
+from ..verify_chain import verify_chain
+from ..verify_greedy import verify_greedy
+from ..verify_logits import verify_logits
+
+PLACEHOLDER_TOKEN_ID = -1  # what stands behind the tokens of a request
+STREAM = 10                # of the uniforms for a request's drafts; the ops and the program use lower ones
+INTEGERS = (torch.int64, torch.int32)
+
+
+def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], max_spec_len: int,
+                     cu_num_draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor,
+                     bonus_token_ids: Tensor, sampling_metadata=None, synthetic_mode: bool = False,
+                     synthetic_conditional_rates: Tensor | None = None, *, is_greedy: Tensor | bool | None = None,
+                     generators: dict[int, Generator] | None = None, from_logits: bool = False, **rule) -> Tensor:
+    """Accept the leading drafts of each request, and put the recovered or the bonus token behind them.
+
+    Draft x is accepted if u Q(x) < P(x), and after a rejection the recovered token is drawn from max(P - Q, 0)
+    (Leviathan et al., arXiv:2211.17192; see `verify_chain`). A greedy request accepts the argmaxes. A request with a
+    generator gives the same tokens in any batch: it takes n + 1 numbers for its n drafts, and none without drafts.
+
+    Args:
+        draft_token_ids:      (D,) int64 or int32   the drafts of all requests, one request after the other
+        num_draft_tokens:     how many drafts each request has, B integers of the host
+        max_spec_len:         the most that there may be, S
+        cu_num_draft_tokens:  (B,) int64 or int32   their inclusive cumulative sum
+        draft_probs:          (D, V) float32        what each draft was drawn from; None: point masses, as n-grams are
+        target_probs:         (D, V) float32        the target's distribution in place of each draft; with from_logits,
+                                                    processed logits. If all requests are greedy only its argmaxes count
+        bonus_token_ids:      (B, 1) or (B,) int64 or int32   what follows if all drafts are accepted
+        sampling_metadata:    vLLM's, of which all_greedy, temperature (0, or -1 in older versions, is greedy) and
+                              generators are read; None: the next two say it
+        synthetic_mode, synthetic_conditional_rates:   of newer versions; must be off
+        is_greedy:            (B,) bool, or one for all; None: as sampling_metadata says
+        generators:           request -> its torch.Generator; None: as sampling_metadata says
+        from_logits:          True for versions of vLLM whose argument is called target_logits
+        rule:                 options of `verify_chain` for relaxed acceptance: neighbors, delta, cutoff, offset, omega,
+                              residual
+
+    Returns:
+        output_token_ids:     (B, S + 1) int32   the accepted drafts, the token behind them, then -1
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, or synthetic acceptance is asked for
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels.compat.vllm import rejection_sample
+        >>> target_probs = torch.eye(4)[[2, 1, 3]]   # three drafts of two requests, and certain of each next token
+        >>> rejection_sample(torch.tensor([2, 0, 3]), [2, 1], 2, torch.tensor([2, 3]), None, target_probs,
+        ...                  bonus_token_ids=torch.tensor([[1], [0]]))
+        tensor([[ 2,  1, -1],
+                [ 3,  0, -1]], dtype=torch.int32)
+    """
+    if synthetic_mode or synthetic_conditional_rates is not None:
+        raise ValueError("synthetic_mode must be off: it accepts drafts at given rates, whatever the target says")
+    D, V = check_dims("target_probs", target_probs, "DV")
+    B, device = len(num_draft_tokens), target_probs.device
+    check_count("max_spec_len", max_spec_len, max(num_draft_tokens, default=0))
+    check("draft_token_ids", draft_token_ids, INTEGERS, like=target_probs, D=D)
+    check("cu_num_draft_tokens", cu_num_draft_tokens, INTEGERS, like=target_probs, B=B)
+    check("bonus_token_ids", bonus_token_ids.view(-1), INTEGERS, like=target_probs, B=B)
+    if sum(num_draft_tokens) != D:
+        raise ValueError(f"num_draft_tokens must sum to D={D}, got {sum(num_draft_tokens)}")
+    if sampling_metadata is not None and is_greedy is None:
+        is_greedy = True if sampling_metadata.all_greedy else sampling_metadata.temperature <= 0
+    if sampling_metadata is not None and generators is None:
+        generators = sampling_metadata.generators
+
+    ends = cu_num_draft_tokens.long()
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    step = torch.arange(max_spec_len + 1, device=device)
+    at = ((ends - counts)[:, None] + step[:-1]).clamp(max=max(D - 1, 0))
+    drafts = torch.nn.functional.pad(draft_token_ids.long(), (0, 1))[at]
+    bonus = bonus_token_ids.view(-1).long()
+    if isinstance(is_greedy, bool) and is_greedy and not rule:  # the rows may be logits, in any version
+        targets = torch.nn.functional.pad(target_probs.argmax(-1), (0, 1))[at]
+        targets = torch.where(step < counts[:, None], torch.nn.functional.pad(targets, (0, 1)), bonus[:, None])
+        chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
+        result = verify_greedy(targets, torch.nn.functional.pad(drafts, (1, 0)), chain.first_child, chain.next_sibling,
+                               max_depth=max_spec_len)
+    else:
+        if from_logits:
+            target_probs = guided_probs(target_probs[None], None, 1.0, 1.0, 0, 1.0).probs[0]
+        uniforms, start = torch.rand(D + B, device=device), 0
+        for request, count in enumerate(num_draft_tokens):
+            if count and request in (generators or {}):
+                uniforms[start:start + count + 1].uniform_(generator=generators[request])
+            start += count + 1
+        result = verify_chain(target_probs, draft_token_ids, cu_num_draft_tokens, uniforms, bonus_tokens=bonus,
+                              draft_probs=draft_probs, greedy=is_greedy, **rule)
+    return _behind_each_other(drafts, result.num_accepted, result.next_token, PLACEHOLDER_TOKEN_ID).int()
+
+
+def probabilistic_rejection_sample(
+        target_logits: Tensor, draft_logits: Tensor | None, draft_sampled: Tensor, cu_num_logits: Tensor, pos: Tensor,
+        idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, temperature: Tensor,
+        seed: Tensor, num_speculative_steps: int, synthetic_conditional_rates: Tensor | None = None,
+        use_fp64: bool = False, use_block_verification: bool = False, **rule) -> tuple[Tensor, Tensor]:
+    """Accept the leading drafts of each request from the target's logits, by noise that its seed and positions decide.
+
+    The rule is that of `rejection_sample`. A row is turned into probabilities only if verification comes to it (see
+    `verify_logits`). Draft i of a request is decided by the uniform of (seed, position of the row that predicts it),
+    and the token behind the accepted drafts by another one of (seed, position of the first row). So a request gives the
+    same tokens in any batch and any order.
+
+    Args:
+        target_logits:         (T, V) float32, float16 or bfloat16   processed: temperature and filters are applied
+        draft_logits:          (R, S, V') of the same dtypes   by state and step, what the drafts were drawn from; None:
+                               point masses. Ids that only one of the two knows have probability 0 in the other
+        draft_sampled:         (T,) int64 or int32      each row's token: the newest one, then the drafts. A draft of -1
+                                                        is rejected
+        cu_num_logits:         (B + 1,) int64 or int32  request b has the rows from cu_num_logits[b] on: as many as it
+                                                        has drafts, and one
+        pos:                   (T,) int64 or int32      each row's position
+        idx_mapping:           (B,) int64 or int32      each request's state, in [0, R)
+        expanded_idx_mapping, expanded_local_pos:       not looked at: cu_num_logits says it
+        temperature:           (R,) float32             0: greedy
+        seed:                  (R,) int64
+        num_speculative_steps: S, the most drafts of a request
+        synthetic_conditional_rates, use_block_verification:   must be off: other rules
+        use_fp64:              not looked at: nothing is drawn by logarithms
+        rule:                  options of `verify_logits` for relaxed acceptance: neighbors, delta (a number), cutoff,
+                               offset, residual
+
+    Returns:
+        sampled:               (B, S + 1) int64   the accepted drafts, the token behind them, then 0
+        num_sampled:           (B,) int32         how many tokens that is
+
+    Raises:
+        ValueError: a dtype, shape or device differs from the above, or another rule is asked for
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels.compat.vllm import probabilistic_rejection_sample
+        >>> logits = torch.eye(4)[[2, 1, 3]] * 100  # a request with one draft, and one without
+        >>> sampled, num_sampled = probabilistic_rejection_sample(
+        ...     logits, None, draft_sampled=torch.tensor([0, 2, 1]), cu_num_logits=torch.tensor([0, 2, 3]),
+        ...     pos=torch.tensor([7, 8, 5]), idx_mapping=torch.tensor([1, 0]),
+        ...     expanded_idx_mapping=torch.tensor([1, 1, 0]), expanded_local_pos=torch.tensor([0, 1, 0]),
+        ...     temperature=torch.tensor([1.0, 1.0]), seed=torch.tensor([3, 4]), num_speculative_steps=1)
+        >>> sampled, num_sampled
+        (tensor([[2, 1],
+                [3, 0]]), tensor([2, 1], dtype=torch.int32))
+    """
+    if synthetic_conditional_rates is not None or use_block_verification:
+        raise ValueError("synthetic_conditional_rates must be None and use_block_verification False: drafts are "
+                         "accepted one by one, by the target's probabilities")
+    T, V = check_dims("target_logits", target_logits, "TV")
+    B, S, R = len(idx_mapping), num_speculative_steps, len(temperature)
+    check_count("num_speculative_steps", S, 0)
+    for name, value, sizes in (("draft_sampled", draft_sampled, {"T": T}), ("pos", pos, {"T": T}),
+                               ("cu_num_logits", cu_num_logits, {"B + 1": B + 1}),
+                               ("idx_mapping", idx_mapping, {"B": B})):
+        check(name, value, INTEGERS, like=target_logits, **sizes)
+    check("temperature", temperature, torch.float32, like=target_logits, R=R)
+    check("seed", seed, torch.int64, like=target_logits, R=R)
+
+    first, state = cu_num_logits[:-1].long(), idx_mapping.long()
+    counts = cu_num_logits.long().diff() - 1
+    step = torch.arange(S + 1, device=target_logits.device)
+    # If every request has all S drafts the rows are in place already; then this is a view.
+    is_full, at = T == B * (S + 1), (first[:, None] + step).clamp(max=max(T - 1, 0))
+    logits, tokens, positions = (x.reshape(B, S + 1, *x.shape[1:]) if is_full else x[at]
+                                 for x in (target_logits, draft_sampled.long(), pos.long()))
+    chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
+    words = philox_uniforms(seed[state], positions, 2, stream=STREAM)
+    uniforms = torch.cat([words[:, :1, 1], words[:, :-1, 0]], 1)  # node n > 0 is decided where row n - 1 predicts it
+    if draft_logits is not None and S:
+        check("draft_logits", draft_logits, draft_logits.dtype, like=target_logits, R=R, S=S, V=draft_logits.shape[-1])
+        probs = guided_probs(draft_logits[state], None, 1.0, 1.0, 0, 1.0).probs
+        probs = torch.nn.functional.pad(probs, (0, V - probs.shape[-1]))
+        rule.update(draft_probs=probs, draft_row=torch.where(step < counts[:, None], step, -1).int())
+    result = verify_logits(logits, None, tokens, chain.first_child, chain.next_sibling, uniforms, guidance=1.0,
+                           temperature=(temperature[state] > 0).float(), top_k=0, top_p=1.0, max_depth=S, **rule)
+    return _behind_each_other(tokens[:, 1:], result.num_accepted, result.next_token, 0), result.num_accepted + 1
+
+
+def _behind_each_other(drafts: Tensor, num_accepted: Tensor, next_token: Tensor, pad: int) -> Tensor:
+    """(B, S) drafts of which the first num_accepted are kept, then the next token: (B, S + 1)."""
+    step = torch.arange(drafts.shape[1], device=drafts.device)
+    kept = torch.nn.functional.pad(torch.where(step < num_accepted[:, None], drafts, pad), (0, 1), value=pad)
+    return kept.scatter(1, num_accepted[:, None].long(), next_token[:, None])
