@@ -1,18 +1,16 @@
 """SGLang's tree ops over ours: build a draft tree, verify it by sampling, verify it greedily.
 
 The functions have the names, arguments and outputs of `sgl_kernel`'s ops (sgl-kernel/csrc/speculative in SGLang's
-repository at 120affb). SGLang imports them from `sgl_kernel`, and at 003ddbc from `sglang.kernels.ops.speculative.tree`.
+repository at 120affb). SGLang imports them from `sgl_kernel`, at 003ddbc from `sglang.kernels.ops.speculative.tree`.
 They write to the tensors that SGLang allocated and read nothing back to the host. They run wherever specvis_kernels
 does: SGLang itself has no tree sampler for ROCm or the CPU, and decodes greedily there.
 """
 import torch
 from torch import Tensor
 
+from .. import tree_links, verify_greedy, verify_tree
+from .. import tree_mask as make_tree_mask
 from .._dispatch import check, check_count, check_dims
-from ..tree_links import tree_links
-from ..tree_mask import tree_mask as make_tree_mask
-from ..verify_greedy import verify_greedy
-from ..verify_tree import verify_tree
 
 FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING = range(3)  # SGLang's TreeMaskMode
 INTEGERS = (torch.int64, torch.int32)

@@ -20,15 +20,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .. import (
+    commit_kv,
+    draw_children,
+    draw_tokens,
+    guided_probs,
+    tree_from_choices,
+    tree_links,
+    tree_mask,
+    verify_logits,
+)
 from .._dispatch import check, check_count
-from ..commit_kv import commit_kv
-from ..draw_children import draw_children
-from ..draw_tokens import draw_tokens
-from ..guided_probs import guided_probs
-from ..tree_formats import tree_from_choices
-from ..tree_links import tree_links
-from ..tree_mask import tree_mask
-from ..verify_logits import verify_logits
 
 FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "LogitNormalization")
 # what generate hands over that these functions read themselves, or that only concerns a cache of its own

@@ -11,13 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor
 
+from .. import guided_probs, philox_uniforms, tree_links, verify_chain, verify_greedy, verify_logits
 from .._dispatch import check, check_count, check_dims
-from ..guided_probs import guided_probs
-from ..noise import philox_uniforms
-from ..tree_links import tree_links
-from ..verify_chain import verify_chain
-from ..verify_greedy import verify_greedy
-from ..verify_logits import verify_logits
 
 PLACEHOLDER_TOKEN_ID = -1  # what stands behind the tokens of a request
 STREAM = 10                # of the uniforms for a request's drafts; the ops and the program use lower ones
