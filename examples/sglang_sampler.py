@@ -37,7 +37,8 @@ build_tree_kernel_efficient(parent_list, selected_index, seq_lens, tree_mask, po
                             retrive_next_token, retrive_next_sibling, topk, depth, N)
 
 # One target forward reads B N tokens at these positions under this mask. Then what it says is verified.
-target_probs = (2 * torch.randn(B, N, V, generator=generator)).scatter(2, tokens.roll(-1, 1)[..., None], 4).softmax(-1)
+likely = tokens.gather(1, retrive_next_token.clamp(min=0))[..., None]  # each node's first child
+target_probs = (2 * torch.randn(B, N, V, generator=generator)).scatter(2, likely, 6).softmax(-1)
 coins, last_coins = torch.rand(B, N, generator=generator), torch.rand(B, generator=generator)
 predict = torch.zeros(B * N, dtype=torch.int32)
 accept_index = torch.full((B, num_steps + 1), -1, dtype=torch.int32)

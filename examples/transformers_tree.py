@@ -19,24 +19,27 @@ options = parser.parse_args()
 
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                     num_key_value_heads=2, head_dim=8, initializer_range=0.2, pad_token_id=0, eos_token_id=None)
+                     num_key_value_heads=2, head_dim=8, initializer_range=0.1, pad_token_id=0, eos_token_id=None)
 model = LlamaForCausalLM(config).eval()
 
-# A drafter: the model's own answer to the last token alone. One that reads more gets the whole sequences.
-table = model(torch.arange(96)[:, None]).logits[:, 0].softmax(-1).detach()
+# A drafter: the model's own answer to the last token alone, with image tokens only, ids 32 to 95.
+table = model(torch.arange(96)[:, None]).logits[:, 0].detach()
+table[:, :32] = -torch.inf
+table = table.softmax(-1)
 
 
 def draft(sequences, mask):
-    """(B, F, T) tokens, and which of them are real -> (B, F, V) probabilities of what follows."""
+    """All tokens so far (B, F, T), and which of them are real -> (B, F, V) probabilities of what follows."""
     return table[sequences[..., -1]]
 
 
 # Two prompts, the shorter one padded on the left. Their guidance pair: the same without the prompt.
 prompts = torch.tensor([[0, 0, 41, 8, 20], [3, 17, 5, 60, 2]])
 settings = dict(
-    attention_mask=(prompts != 0).long(), max_new_tokens=options.max_new_tokens, top_k=40, guidance=1.5,
-    unconditional_ids=torch.tensor([[2]]), id_range=(32, 96), seeds=[0, 1], do_sample=options.temperature > 0,
-    **({"temperature": options.temperature} if options.temperature > 0 else {}))
+    attention_mask=(prompts != 0).long(), max_new_tokens=options.max_new_tokens, guidance=1.5,
+    unconditional_ids=torch.tensor([[2]]), id_range=(32, 96), seeds=[0, 1], do_sample=options.temperature > 0)
+if options.temperature > 0:
+    settings.update(temperature=options.temperature, top_k=40)
 choices = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]  # of each node: its first child, its second, ..
 methods = {
     "one at a time": dict(custom_generate=jacobi_generate, window=0),

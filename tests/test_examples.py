@@ -158,7 +158,8 @@ def test_sglang_sampler(run):
 def test_transformers_tree(run, temperature):
     names, printed = run("transformers_tree", "--temperature", temperature, "--max-new-tokens", 48)
     assert printed.count("the same tokens: yes") == 3
-    assert names["tau"]["one at a time"] == 1 and min(names["tau"]["tree"], names["tau"]["jacobi"]) > 1.05
+    assert names["tau"]["one at a time"] == 1
+    assert min(names["tau"]["tree"], names["tau"]["jacobi"]) > (1.5 if temperature else 0.99)
     new = names["tokens"]["tree"][:, 5:]
     assert new.shape == (2, 48) and new.min() >= 32 and not torch.equal(new[0], new[1])
     if temperature == 0:

@@ -240,7 +240,7 @@ def test_other_dtypes(model, draft, dtype):
     other = type(model)(model.config).to(dtype).eval()
     other.load_state_dict(model.state_dict())
     for options in functions(draft).values():
-        tokens, wanted = generate(other, **options, mask=None), generate(other, mask=None)
+        tokens, wanted = (generate(other, **o, mask=torch.ones_like(PROMPTS)) for o in (options, {}))
         assert torch.equal(tokens[:, :7], wanted[:, :7]) and (dtype == torch.bfloat16 or torch.equal(tokens, wanted))
 
 
