@@ -39,23 +39,23 @@ build_tree_kernel_efficient(parent_list, selected_index, seq_lens, tree_mask, po
 # One target forward reads B N tokens at these positions under this mask. Then what it says is verified.
 likely = tokens.gather(1, retrive_next_token.clamp(min=0))[..., None]  # each node's first child
 target_probs = (2 * torch.randn(B, N, V, generator=generator)).scatter(2, likely, 6).softmax(-1)
-coins, last_coins = torch.rand(B, N, generator=generator), torch.rand(B, generator=generator)
+uniforms, last_uniforms = torch.rand(B, N, generator=generator), torch.rand(B, generator=generator)
 predict = torch.zeros(B * N, dtype=torch.int32)
 accept_index = torch.full((B, num_steps + 1), -1, dtype=torch.int32)
 num_correct_drafts = torch.empty(B, dtype=torch.int32)
 tree_speculative_sampling_target_only(
-    predict, accept_index, num_correct_drafts, tokens, retrive_index, retrive_next_token, retrive_next_sibling, coins,
-    last_coins, target_probs, draft_probs=torch.zeros_like(target_probs))
+    predict, accept_index, num_correct_drafts, tokens, retrive_index, retrive_next_token, retrive_next_sibling, uniforms,
+    last_uniforms, target_probs, draft_probs=torch.zeros_like(target_probs))
 
 
-def plain(b):
+def by_the_rule(b):
     """The rule: a node's coin accepts its first child up to which the children's probabilities reach it."""
     node, path, left = 0, [b * N], target_probs[b, 0].clone()
     for _ in range(num_steps):
         child, mass = retrive_next_token[b, node].item(), 0.0
         while child != -1:
             mass += target_probs[b, node, tokens[b, child]].item()
-            if coins[b, node] <= mass:
+            if uniforms[b, node] <= mass:
                 break
             left[tokens[b, child]] = 0
             child = retrive_next_sibling[b, child].item()
@@ -63,7 +63,7 @@ def plain(b):
             break
         node, left = child, target_probs[b, child].clone()
         path.append(b * N + node)
-    token = (left.cumsum(0) <= last_coins[b] * left.sum()).sum().item()
+    token = (left.cumsum(0) <= last_uniforms[b] * left.sum()).sum().item()
     return path, [*(tokens.view(-1)[n].item() for n in path[1:]), token]
 
 
@@ -71,7 +71,7 @@ num_equal = 0
 for b in range(B):
     path = [index for index in accept_index[b].tolist() if index >= 0]
     emitted = predict[path].tolist()
-    num_equal += (path, emitted) == plain(b)
+    num_equal += (path, emitted) == by_the_rule(b)
     if b < 3:
         print(f"request {b}: {len(path) - 1} drafts accepted, new tokens {emitted}")
 print(f"{1 + num_correct_drafts.float().mean():.2f} tokens per target forward; "
