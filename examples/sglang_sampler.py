@@ -44,8 +44,8 @@ predict = torch.zeros(B * N, dtype=torch.int32)
 accept_index = torch.full((B, num_steps + 1), -1, dtype=torch.int32)
 num_correct_drafts = torch.empty(B, dtype=torch.int32)
 tree_speculative_sampling_target_only(
-    predict, accept_index, num_correct_drafts, tokens, retrive_index, retrive_next_token, retrive_next_sibling, uniforms,
-    last_uniforms, target_probs, draft_probs=torch.zeros_like(target_probs))
+    predict, accept_index, num_correct_drafts, tokens, retrive_index, retrive_next_token, retrive_next_sibling,
+    uniforms, last_uniforms, target_probs, draft_probs=torch.zeros_like(target_probs))
 
 
 def by_the_rule(b):

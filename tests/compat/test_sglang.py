@@ -63,7 +63,8 @@ def build(parent_lists, selected, lengths, topk, depth, mode, prefix=True):
     return tree_mask, positions, links, status
 
 
-@pytest.mark.parametrize("topk, depth, N", [(4, 3, 12), (3, 5, 20), (3, 5, 30), (2, 3, 8), (5, 1, 6), (1, 4, 5), (8, 4, 64)])
+@pytest.mark.parametrize("topk, depth, N",
+                         [(4, 3, 12), (3, 5, 20), (3, 5, 30), (2, 3, 8), (5, 1, 6), (1, 4, 5), (8, 4, 64)])
 def test_trees_are_built_as_sglang_builds_them(topk, depth, N, host_reads):
     generator, lengths = torch.Generator().manual_seed(N), [5, 0, 17]
     trees = [choose_tree(generator, topk, depth, N) for _ in lengths]

@@ -164,8 +164,9 @@ def test_a_sampled_tree_keeps_the_distribution():
     assert relaxed > 10 * degrees  # the test can tell
 
 
-def test_the_drafter_sees_whole_sequences(model):
-    """A drafter that is the model itself, told what was padding, guesses every greedy token."""
+@pytest.mark.parametrize("settings", [dict(do_sample=False), dict(do_sample=True, top_k=0)])
+def test_the_drafter_sees_whole_sequences(model, settings):
+    """A drafter that is the model itself, told what was padding: every draft is accepted."""
     def draft(sequences, mask):
         B, F, T = sequences.shape
         ids, is_real = sequences.flatten(0, 1), mask.flatten(0, 1).long()
@@ -174,9 +175,18 @@ def test_the_drafter_sees_whole_sequences(model):
 
     stats = {}
     tokens = generate(model, tree_generate, draft=draft, choices=[(0,), (0, 0), (0, 0, 0)], stats=stats,
-                      max_new_tokens=17)
-    assert torch.equal(tokens, generate(model, max_new_tokens=17))
+                      max_new_tokens=17, **settings)
+    assert settings["do_sample"] or torch.equal(tokens, generate(model, max_new_tokens=17))
     assert stats["target_forwards"] == 5  # the prompt's token, and four in each tree
+
+
+@pytest.mark.parametrize("options", [dict(window=4), dict(window=4, grid=4), dict(window=4, grid=7)])
+def test_every_position_has_a_guess(model, options):
+    """A model that says the same everywhere: every guess is right, and each forward makes five tokens."""
+    same = type(model)(model.config).eval()
+    torch.nn.init.zeros_(same.lm_head.weight)
+    generate(same, jacobi_generate, do_sample=True, stats=(stats := {}), **options)
+    assert stats == dict(target_forwards=4, num_tokens=[16] * 4)
 
 
 class Stop(transformers.StoppingCriteria):
@@ -187,6 +197,11 @@ class Stop(transformers.StoppingCriteria):
         return (input_ids[:, -1] % 6 == 0) & (input_ids.shape[1] > 6 + 3)
 
 
+class Never(transformers.StoppingCriteria):
+    def __call__(self, input_ids, scores, **_):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 def test_stopping_criteria_are_asked_after_every_token(model, draft):
     full = generate(model, max_new_tokens=30)[:, 6:].tolist()
     wanted = [next((i for i, token in enumerate(row) if token % 6 == 0 and i >= 3), 29) + 1 for row in full]
@@ -194,7 +209,7 @@ def test_stopping_criteria_are_asked_after_every_token(model, draft):
     for options in functions(draft).values():
         stop, stats = Stop(), {}
         stop.seen = []
-        tokens = generate(model, **options, max_new_tokens=30, stopping_criteria=[stop], stats=stats)
+        tokens = generate(model, **options, max_new_tokens=30, stopping_criteria=[stop, Never()], stats=stats)
         assert stats["num_tokens"] == wanted and tokens.shape[1] == 6 + max(wanted)
         for row, longer, number in zip(tokens[:, 6:].tolist(), full, wanted):
             assert row == longer[:number] + [0] * (max(wanted) - number)

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specvis_kernels.compat.vllm import probabilistic_rejection_sample, rejection_sample
+from specvis_kernels import philox_uniforms
+from specvis_kernels.compat.vllm import STREAM, probabilistic_rejection_sample, rejection_sample
 from tests.kernels.inputs import DEVICE
 
 V, S = 4, 2
@@ -127,6 +128,8 @@ def test_greedy_requests_take_argmaxes(greedy):
                "newer": dict(sampling_metadata=SimpleNamespace(all_greedy=False, generators={},
                                                                temperature=torch.zeros(5, device=DEVICE))),
                "flags": dict(is_greedy=torch.ones(5, dtype=torch.bool, device=DEVICE)), "one": dict(is_greedy=True)}
+    target_probs = target_probs ** 0.01  # almost uniform: draws are no argmaxes
+    target_probs = target_probs / target_probs.sum(-1, keepdim=True)
     if greedy in ("all", "one"):
         target_probs = 5 * target_probs.log()  # then vLLM hands over logits
     bonus = torch.full((5, 1), 3, device=DEVICE)
@@ -171,9 +174,10 @@ def test_what_model_runner_v2_emits_is_distributed_as_the_rule_says(is_sampled, 
 
 def test_the_seed_and_the_positions_decide(host_reads):
     counts, seeds = [2, 0, 1, 2, 2], [7, 8, 9, -3, 2 ** 50]
+    of_states = torch.randn(5, S, V, generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
     def run(order, **change):
-        arguments = logits_batch(counts, seeds) | change
+        arguments = logits_batch(counts, seeds) | dict(draft_logits=of_states) | change
         starts = arguments["cu_num_logits"].tolist()
         rows = torch.cat([torch.arange(starts[b], starts[b + 1]) for b in order]).to(DEVICE)
         numbers = torch.tensor([0, *(counts[b] + 1 for b in order)], device=DEVICE)
@@ -190,6 +194,17 @@ def test_the_seed_and_the_positions_decide(host_reads):
         assert all(row == every[b] for b, row in run(order).items())
     differs = [run([0, 1, 2, 3, 4], seed=torch.arange(5, device=DEVICE) + shift) != every for shift in range(4)]
     assert any(differs)
+
+
+def test_which_number_decides_what():
+    seeds = list(range(200))
+    out = tokens_of(*probabilistic_rejection_sample(**logits_batch([1] * 200, seeds, is_sampled=False)))
+    of_pos_10 = philox_uniforms(torch.tensor(seeds), torch.full((200, 1), 10), 2, stream=STREAM)[:, 0].tolist()
+    for row, (first, second) in zip(out, of_pos_10):
+        is_accepted = first < TARGET[0, 1]  # the draft is token 1
+        left = TARGET[1] if is_accepted else TARGET[0].index_fill(0, torch.tensor(1), 0)
+        token = (left.cumsum(0) <= second * left.sum()).sum().item()
+        assert row == ([1, token] if is_accepted else [token])
 
 
 def test_temperature_0_is_greedy_and_a_draft_of_minus_1_is_rejected():
