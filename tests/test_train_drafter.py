@@ -17,6 +17,7 @@ from specvis.train.__main__ import main
 from specvis.train.drafter import Images, drafted
 from specvis.train.images import FolderImages, classes_of, square
 from specvis.train.run import Run
+from tests.pipelines.test_prompts import t5_folder
 from tests.tiny import tiny_pipeline, vq_config
 
 CAPTIONS = ["red heart", "blue heart", "plain"]
@@ -176,6 +177,17 @@ def test_a_class_conditional_target_learns_from_a_folder_of_each_class(tmp_path)
     paint(tmp_path / "images" / "cat" / "6.png", 6)
     result = train(*arguments, "--steps", 2, "--replace")
     assert "images must be in folders that are numbers of classes; 1 of 7 do not: cat/6.png\n" in result.output
+
+
+def test_a_target_of_captions_learns_by_its_text_encoder(images, tmp_path):
+    config = dataclasses.replace(tiny_pipeline().gpt.config, condition_tokens=5)
+    Pipeline(config, vq_config(4), has_drafter=False).save(tmp_path / "target")
+    arguments = ("--target", tmp_path / "target", "--images", images, "--runs", tmp_path / "runs", "--steps", 2)
+    result = train(*arguments)
+    assert result.exit_code == 2 and "text_encoder must be a folder with FLAN-T5-XL" in result.output
+    result = train(*arguments, "--text-encoder", t5_folder(tmp_path / "t5"))
+    assert result.exit_code == 0 and "held out: top1 " in result.output, result.output
+    assert Pipeline.load(tmp_path / "target").drafter is not None
 
 
 def test_as_many_folders_as_classes_are_counted_in_their_order():
