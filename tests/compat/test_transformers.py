@@ -164,7 +164,8 @@ def test_a_sampled_tree_keeps_the_distribution():
     assert relaxed > 10 * degrees  # the test can tell
 
 
-@pytest.mark.parametrize("settings", [dict(do_sample=False), dict(do_sample=True, top_k=0)])
+@pytest.mark.parametrize("settings", [dict(do_sample=False), dict(do_sample=True, top_k=0),
+                                      dict(do_sample=True, top_k=0, seeds=SEEDS)])
 def test_the_drafter_sees_whole_sequences(model, settings):
     """A drafter that is the model itself, told what was padding: every draft is accepted."""
     def draft(sequences, mask):
