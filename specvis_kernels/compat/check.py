@@ -426,7 +426,7 @@ def check_lantern(cut: dict[str, SimpleNamespace], options: argparse.Namespace):
 
     def rows(name, module, settings, make_case, codes, columns, read=None, **parts):
         table = ring_of_neighbors(codes, columns)
-        kept = lantern.neighbor_table(SimpleNamespace(nearest_latents=table), columns - 1, "cpu")
+        kept = lantern.neighbor_table(SimpleNamespace(nearest_latents=table), columns, "cpu")
 
         def owner(case):
             return Target(logits=case.logits, nearest_latents=table, _neighbor_table=kept, **parts)

@@ -132,7 +132,8 @@ def _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty) -> d
     if lantern:
         is_ratio = lantern_delta > 1
         device = (logits.logits if isinstance(logits, TreeLogits) else logits).device
-        rule |= {"neighbors": neighbor_table(self, lantern_k, device), "delta": float(lantern_delta - is_ratio),
+        columns = lantern_k + (residual == "released")
+        rule |= {"neighbors": neighbor_table(self, columns, device), "delta": float(lantern_delta - is_ratio),
                  "cutoff": "ratio" if is_ratio else "tvd", "offset": getattr(self, "image_token_offset", 0)}
     return rule
 
@@ -149,26 +150,26 @@ def _image_ids(self):
     return self._image_range
 
 
-def neighbor_table(self, lantern_k: int, device: torch.device | str) -> Tensor:
-    """The first lantern_k + 1 columns of self.nearest_latents on a device. They are moved there once, and kept.
+def neighbor_table(self, columns: int, device: torch.device | str) -> Tensor:
+    """The first columns of self.nearest_latents on a device. They are moved there once, and kept.
 
     Args:
-        self:       with nearest_latents (C, V - 1): NumPy or torch, uint16, int32 or int64, as generate_codebook of
+        self:       with nearest_latents (C, C - 1): NumPy or torch, uint16, int32 or int64, as generate_codebook of
                     LANTERN writes it
-        lantern_k:  k
+        columns:    k, or k + 1 for the residual "released": the last column is for that alone
 
     Returns:
-        neighbors:  (C, k + 1) uint16 or int32. The last column is for the release's residual alone
+        neighbors:  (C, columns) uint16 or int32
 
     Raises:
-        ValueError: the table has no k + 1 columns
+        ValueError: the table has not so many columns
     """
     kept = getattr(self, "_neighbor_table", None)
-    if kept is None or kept.shape[1] != lantern_k + 1 or kept.device != torch.device(device):
-        if self.nearest_latents.shape[1] <= lantern_k:
-            raise ValueError(f"lantern_k must be below the {self.nearest_latents.shape[1]} columns of nearest_latents, "
-                             f"got {lantern_k}")
-        kept = torch.as_tensor(self.nearest_latents[:, :lantern_k + 1])
+    if kept is None or kept.shape[1] != columns or kept.device != torch.device(device):
+        if self.nearest_latents.shape[1] < columns:
+            raise ValueError(f"nearest_latents must have at least {columns} columns for this lantern_k, "
+                             f"got {self.nearest_latents.shape[1]}")
+        kept = torch.as_tensor(self.nearest_latents[:, :columns])
         kept = kept if kept.dtype == torch.uint16 else kept.int()
         kept = self._neighbor_table = kept.to(device, copy=True).contiguous()
     return kept

@@ -264,13 +264,27 @@ def test_what_a_drafter_reads_of_a_static_tree():
 def test_the_table_is_cut_and_moved_once(dtype):
     table = torch.tensor([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]]).to(dtype)
     model = SimpleNamespace(nearest_latents=table if dtype != torch.uint16 else table.numpy())
-    kept = lantern.neighbor_table(model, 1, "cpu")
+    kept = lantern.neighbor_table(model, 2, "cpu")
     assert kept.tolist() == [[1, 2], [0, 2], [3, 1], [2, 1]]
     assert kept.dtype == (torch.uint16 if dtype == torch.uint16 else torch.int32) and kept.is_contiguous()
-    assert lantern.neighbor_table(model, 1, "cpu") is kept
-    assert lantern.neighbor_table(model, 2, "cpu").shape == (4, 3)
-    with pytest.raises(ValueError, match="lantern_k must be below the 3 columns of nearest_latents, got 3"):
-        lantern.neighbor_table(model, 3, "cpu")
+    assert lantern.neighbor_table(model, 2, "cpu") is kept
+    assert lantern.neighbor_table(model, 3, "cpu").shape == (4, 3)
+    with pytest.raises(ValueError, match="nearest_latents must have at least 4 columns for this lantern_k, got 3"):
+        lantern.neighbor_table(model, 4, "cpu")
+
+
+@pytest.mark.parametrize("residual", ["released", "optimal", "relaxed"])
+def test_k_neighbors_lend_under_each_residual(residual):
+    """Token 0 has 0.1, and its nearest neighbor 0.3: it is accepted with 0.4, whatever the second neighbor has."""
+    logits = torch.tensor([[[0.1, 0.3, 0.6]] * 2]).log()
+    model = SimpleNamespace(nearest_latents=torch.tensor([[1, 2], [0, 2], [1, 0]]))
+    for seed in range(40):
+        random.seed(seed)
+        coin = random.random()
+        random.seed(seed)
+        _, length, _ = lantern.evaluate_posterior(model, logits, torch.tensor([[2, 0]]), [], True, 1, 0.9,
+                                                  residual=residual, generator="python")
+        assert length == (coin < 0.4)
 
 
 def test_patch_and_undo():
