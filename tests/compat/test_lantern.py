@@ -282,7 +282,7 @@ def test_k_neighbors_lend_under_each_residual(residual):
         random.seed(seed)
         coin = random.random()
         random.seed(seed)
-        _, length, _ = lantern.evaluate_posterior(model, logits, torch.tensor([[2, 0]]), [], True, 1, 0.9,
+        _, length, _ = lantern.evaluate_posterior(model, logits, torch.tensor([[2, 0]]), [], True, 1, 1.0,
                                                   residual=residual, generator="python")
         assert length == (coin < 0.4)
 
