@@ -69,16 +69,15 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     id wins a tie. The deepest path on which every node is accepted is taken, down to max_depth; of several, the one
     whose end has the lowest node number. The argmax of the row at its end follows.
 
-    The children must have come about as draft_row says. A child that was *sampled* needs its row in draft_probs: as a
-    point mass it would be accepted with probability R(x), as if it had been chosen, and the output is biased. Point
-    masses are right for children that were chosen without chance, as in EAGLE-2's dynamic trees. And sibling order is
-    part of a relaxed method: leaf order in place of draft order took LANTERN's accepted length from 2.8 to 0.6 in one
-    comparison.
+    A child with a draft row must have been *sampled* from it: for one that was chosen, such as the likeliest, the
+    output would be biased. As a point mass any child is right, however it came about; but of sampled children fewer
+    are then accepted. Sibling order is part of a relaxed method: leaf order in place of draft order took LANTERN's
+    accepted length from 2.8 to 0.6 in one comparison.
 
     Probabilities are in fixed point, floor(p * 2**42), and each side of a comparison is one product in float64. So
     all backends decide alike. A row of another sum than 1 is renormalized: only the ratios of its entries count. A
-    sibling is skipped if its draft row has no mass left without the earlier siblings.
-    A node whose draft row is invalid counts as a leaf.
+    sibling is skipped if its draft row has no mass left without the earlier siblings. A node whose draft row is
+    invalid counts as a leaf.
 
     (LANTERN, arXiv:2410.03355; COOL-SD, arXiv:2601.09212, here with the optimal residual at every depth; EAGLE,
     arXiv:2401.15077.)
