@@ -75,7 +75,8 @@ def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
 
 
 def test_the_table_of_ops_is_the_truth():
-    table = README[README.index("| op |"):].partition("\n\n")[0]
+    page = (DOCS / "ops.md").read_text()
+    table = page[page.index("| op |"):].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (all|none|[^|]*\+\+[^|]*|Triton) \|$", table, re.M)
     assert len(rows) == table.count("\n") - 1 and {name for name, _ in rows} == set(specvis_kernels.ops())
     for name, kernels in rows:
@@ -83,6 +84,11 @@ def test_the_table_of_ops_is_the_truth():
                  "Triton": ROOT / "specvis_kernels" / "triton" / f"{name}.py"}
         there = [kernel for kernel, file in files.items() if file.exists()]
         assert kernels == {3: "all", 0: "none"}.get(len(there), ", ".join(there)), name
+
+
+def test_the_readme_names_every_op_once():
+    groups = README[README.index("| for | ops |"):].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", groups)) == sorted(specvis_kernels.ops())
 
 
 def test_every_op_is_explained():
