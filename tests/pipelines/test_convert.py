@@ -48,6 +48,8 @@ def models():
         for weight in (made[name].output.weight, made[name].tok_embeddings.weight):
             weight.data.normal_(std=0.5)
     for net in (made["mar"].diffloss.net, made["mar_draft"].diffloss.net):
+        for block in (*net.res_blocks, net.final_layer):
+            block.adaLN_modulation[1].weight.data.normal_(std=0.2)  # or the tokens would not depend on the class
         net.final_layer.linear.weight.data.normal_(std=0.01)
     return {name: model.requires_grad_(False).eval() for name, model in made.items()}
 
@@ -249,6 +251,7 @@ def test_mars_files_draw_by_commands(models, files, tmp_path):
         assert result.exit_code == 2 and message in result.output
     convert([files / "checkpoint-last.pth", files / "draft-last.pth", files / "kl16.ckpt"], out, heads=2)
     pair = MARPair.load(out)
+    assert pair.tokenizer.config.scale == 0.2325
     assert pair.mar_draft.config.dim == 16 and pair.tokens(["3"], "cspd", sampling).draft_forwards.item() > 0
 
 
@@ -386,5 +389,5 @@ def test_a_schedule_by_command_is_the_functions(models, files, tmp_path):
              for schedule in ("linear", "constant", "released")}
     for schedule, tokens in drawn.items():
         expected = parallel_decode(models["mar"], torch.tensor([3]), sampling, 3, guidance_schedule=schedule).tokens
-        assert torch.equal(tokens, expected)
-        assert schedule == "linear" or not torch.equal(tokens, drawn["linear"])
+        torch.testing.assert_close(tokens, expected, rtol=1e-3, atol=1e-4)
+        assert schedule == "linear" or not torch.allclose(tokens, drawn["linear"], rtol=1e-3)
