@@ -348,6 +348,9 @@ def test_no_code_in_a_file_is_run(files, tmp_path, monkeypatch):
     np.save("objects.npy", np.array([Runs()], dtype=object), allow_pickle=True)
     with pytest.raises(CheckpointError, match="objects.npy cannot be read: .* Python objects"):
         convert(["objects.npy"], "m")
+    np.savez("objects.npz", np.array([Runs()], dtype=object), allow_pickle=True)
+    with pytest.raises(CheckpointError, match="objects.npz cannot be read: Object arrays cannot be loaded"):
+        convert(["objects.npz"], "m")
     assert not (tmp_path / "run-by-a-pickle").exists() and not (tmp_path / "m").exists()
 
 
@@ -355,6 +358,7 @@ def test_an_interruption_leaves_what_was_there(models, files, tmp_path, monkeypa
     sources = [files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"]
     convert(sources, tmp_path, image_size=256, heads=2)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(before) == 5
     written = 0
 
     def fails(num_bytes, total):
