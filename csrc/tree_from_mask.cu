@@ -8,24 +8,25 @@ namespace {
 constexpr int kThreads = 1024;  // at most
 
 __global__ void __launch_bounds__(kThreads) tree_from_mask_kernel(TreeFromMask batch) {
-  const int64_t b = blockIdx.x, N = batch.N;
-  const bool* tree = batch.mask + b * N * N;
-  for (int64_t n = warp(); n < N; n += warps()) {
-    const bool* row = tree + n * N;
-    int64_t parent = -1;
-    for (int64_t c = lane(); c < N; c += kWarp) {
+  const int64_t b = blockIdx.x;
+  const int N = static_cast<int>(batch.N);  // a mask of more nodes than an int counts would be 2**62 bytes
+  const bool* tree = batch.mask + b * batch.N * batch.N;
+  for (int n = warp(); n < N; n += warps()) {
+    const bool* row = tree + n * batch.N;
+    int parent = -1;
+    for (int c = lane(); c < N; c += kWarp) {
       if (row[c] && c != n) parent = c;
     }
     for (int distance = kWarp / 2; distance > 0; distance /= 2) {
       parent = max(parent, __shfl_xor_sync(kAllLanes, parent, distance));
     }
     bool wrong = parent > n;
-    for (int64_t c = lane(); c < N && parent >= 0; c += kWarp) {
-      wrong |= (row[c] && c != n) != (tree[parent * N + c] || c == parent);
+    for (int c = lane(); c < N && parent >= 0; c += kWarp) {
+      wrong |= (row[c] && c != n) != (tree[parent * batch.N + c] || c == parent);
     }
     wrong = __ballot_sync(kAllLanes, wrong);
     if (lane() == 0)
-      batch.parents[b * N + n] = static_cast<int32_t>(parent < 0 ? (n == 0 ? -1 : -2) : wrong ? N : parent);
+      batch.parents[b * batch.N + n] = parent < 0 ? (n == 0 ? -1 : -2) : wrong ? N : parent;
   }
 }
 
