@@ -115,9 +115,9 @@ ROWS = {
     "tree_mask": (
         [(B, 60, True, "additive", 636, torch.bfloat16) for B in (1, 8, 64)],
         lambda B, N, lengths, form, columns, dtype: B * N * (8 + columns * dtype.itemsize)),
-    "verify_chain": (  # 64 requests with 1 to 5 drafts, V of a language model too; the first row of each for certain
-        [(64, V, {"num_drafts": [1, 2, 3, 4, 5], "draft": draft})
-         for V, draft in ((16384, False), (16384, True), (151936, False))],
+    "verify_chain": (  # requests with 1 to 5 drafts, V of a language model too; the first row of each for certain
+        [(B, V, {"num_drafts": [1, 2, 3, 4, 5], "draft": draft})
+         for B, V, draft in ((64, 16384, False), (16, 16384, True), (8, 151936, False))],
         lambda B, V, options: B * V * 4 * (2 if options["draft"] else 1)),
     "tree_paths": (
         [(B, 60, 6) for B in (1, 8, 64)],
