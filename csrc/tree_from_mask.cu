@@ -25,8 +25,7 @@ __global__ void __launch_bounds__(kThreads) tree_from_mask_kernel(TreeFromMask b
       wrong |= (row[c] && c != n) != (tree[parent * batch.N + c] || c == parent);
     }
     wrong = __ballot_sync(kAllLanes, wrong);
-    if (lane() == 0)
-      batch.parents[b * batch.N + n] = parent < 0 ? (n == 0 ? -1 : -2) : wrong ? N : parent;
+    if (lane() == 0) batch.parents[b * batch.N + n] = parent < 0 ? (n == 0 ? -1 : -2) : wrong ? N : parent;
   }
 }
 
