@@ -1,4 +1,5 @@
 """tree_from_choices: from ranks, as Medusa and EAGLE-1 write a static tree, to parents."""
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,8 @@ def tree_from_choices(choices: Sequence[Sequence[int]], device: torch.device | s
                   parent's best one is rank 0. The root has 0
 
     Raises:
-        ValueError: a path is empty, negative, given twice, or its parent's is not in the list
+        ValueError: a path is no sequence of integers, is empty, negative, given twice, or its parent's is not in the
+            list
 
     Example:
         >>> from specvis_kernels import tree_from_choices
@@ -33,7 +35,7 @@ def tree_from_choices(choices: Sequence[Sequence[int]], device: torch.device | s
         >>> rank
         tensor([[0, 0, 1, 0, 2]])
     """
-    paths = sorted(sorted(map(tuple, choices)), key=len)
+    paths = sorted(sorted(_paths(choices)), key=len)
     index = {(): 0}
     parents, rank = [-1], [0]
     for ranks in paths:
@@ -47,3 +49,12 @@ def tree_from_choices(choices: Sequence[Sequence[int]], device: torch.device | s
         rank.append(ranks[-1])
     return (torch.tensor([parents], dtype=torch.int32, device=device),
             torch.tensor([rank], dtype=torch.int64, device=device))
+
+
+def _paths(choices):
+    path = choices
+    try:
+        for path in choices:
+            yield tuple(map(operator.index, path))
+    except TypeError:
+        raise ValueError(f"choices must be paths of integers, e.g. [[0], [1], [0, 0]], got {path!r}") from None

@@ -34,3 +34,15 @@ def test_no_choices():
 def test_what_is_no_tree_is_refused(choices, message):
     with pytest.raises(ValueError, match="choices must be different paths of ranks >= 0.*" + message):
         tree_from_choices(choices)
+
+
+@pytest.mark.parametrize("choices, got", [([0, 1], "0"), ([[0], [0.5]], r"\[0.5\]"), (["0"], "'0'"), (3, "3")])
+def test_what_is_no_path_is_refused(choices, got):
+    with pytest.raises(ValueError, match=rf"must be paths of integers, e.g. \[\[0\], \[1\], \[0, 0\]\], got {got}$"):
+        tree_from_choices(choices)
+
+
+def test_ranks_of_any_integer_type():
+    wanted = tree_from_choices([[0], [1], [1, 0]])
+    for choices in ([torch.tensor([0]), torch.tensor([1]), torch.tensor([1, 0])], iter([(0,), (True,), (1, 0)])):
+        assert all(map(torch.equal, tree_from_choices(choices), wanted))
