@@ -5,6 +5,9 @@ of vLLM's repository at 7f6fc1c (later ones call an argument target_logits). `pr
 of `rejection_sample` in vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py at 02e318b, once called as ours is.
 No vLLM is imported, and nothing is read back to the host. Both keep the target's distribution; the random numbers are
 others than vLLM's.
+
+Because nothing is read back, logits of NaN raise nothing: such a row gives token 0. With SPECVIS_CHECK=1 in the
+environment every op reads its `status` and raises StatusError (see `check_status`): set it to find such a row.
 """
 from collections.abc import Sequence
 
@@ -170,10 +173,8 @@ def probabilistic_rejection_sample(
     first, state = cu_num_logits[:-1].long(), idx_mapping.long()
     counts = cu_num_logits.long().diff() - 1
     step = torch.arange(S + 1, device=target_logits.device)
-    # If every request has all S drafts the rows are in place already; then this is a view.
-    is_full, at = T == B * (S + 1), (first[:, None] + step).clamp(max=max(T - 1, 0))
-    logits, tokens, positions = (x.reshape(B, S + 1, *x.shape[1:]) if is_full else x[at]
-                                 for x in (target_logits, draft_sampled.long(), pos.long()))
+    at = (first[:, None] + step).clamp(max=max(T - 1, 0))  # T does not say it: rows behind the last may be unused
+    logits, tokens, positions = (x[at] for x in (target_logits, draft_sampled.long(), pos.long()))
     chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
     words = philox_uniforms(seed[state], positions, 2, stream=STREAM)
     uniforms = torch.cat([words[:, :1, 1], words[:, :-1, 0]], 1)  # node n > 0 is decided where row n - 1 predicts it

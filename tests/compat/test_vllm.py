@@ -196,6 +196,16 @@ def test_the_seed_and_the_positions_decide(host_reads):
     assert any(differs)
 
 
+def test_rows_behind_the_last_request_are_not_read():
+    """A buffer that is longer than the batch, by as many rows as a full batch would have."""
+    arguments = logits_batch([1, 2], [1, 2], temperature=0.0) | dict(draft_logits=None)
+    best = TARGET.argmax(-1).tolist()
+    arguments["draft_sampled"][[1, 3, 4]] = torch.tensor([best[0], best[0], best[1]], device=DEVICE)
+    for name in ("target_logits", "draft_sampled", "pos"):
+        arguments[name] = torch.cat([arguments[name], arguments[name][:1]])
+    assert tokens_of(*probabilistic_rejection_sample(**arguments)) == [best[:2], best]
+
+
 def test_which_number_decides_what():
     seeds = list(range(200))
     out = tokens_of(*probabilistic_rejection_sample(**logits_batch([1] * 200, seeds, is_sampled=False)))
