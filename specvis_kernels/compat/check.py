@@ -426,10 +426,11 @@ def check_lantern(cut: dict[str, SimpleNamespace], options: argparse.Namespace):
 
     def rows(name, module, settings, make_case, codes, columns, read=None, **parts):
         table = ring_of_neighbors(codes, columns)
-        kept = lantern.neighbor_table(SimpleNamespace(nearest_latents=table), columns, "cpu")
+        model = SimpleNamespace(nearest_latents=table)
+        lantern.neighbor_table(model, columns, "cpu")  # kept in the model, beside the table
 
         def owner(case):
-            return Target(logits=case.logits, nearest_latents=table, _neighbor_table=kept, **parts)
+            return Target(logits=case.logits, **vars(model), **parts)
 
         def evaluate(functions):
             function = getattr(functions, name)

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import (
+    check_status,
     commit_kv,
     draft_frontier,
     select_tree,
@@ -115,6 +116,9 @@ def evaluate_posterior(logits, candidates, logits_processor, *, generator="torch
         best_candidate:    () int64: the first row of the accepted path
         accept_length:     how many drafts were accepted, an integer
         sample_p:          (V,) float32: 1 at the next token, which is drawn already, and 0 elsewhere
+
+    Raises:
+        StatusError: a row on the way holds NaN, or leaves nothing to draw from (`check_status`)
     """
     return verify(logits, candidates, logits_processor, generator=generator)
 
@@ -162,12 +166,14 @@ def verify(logits, candidates, logits_processor, *, generator, proposals=None, r
 
     # The one read from the device. Nodes of a path rise, so the last one is the largest.
     end = result.accepted_nodes.amax(1).clamp_(min=0)
-    answers = [(tree.paths == end).any(1).int().argmax(0, keepdim=True), result.num_accepted]
+    answers = [(tree.paths == end).any(1).int().argmax(0, keepdim=True), result.num_accepted, result.status]
     if stream is not None:
         answers.append(position[end] + (tree.parents == end).sum(1))
-    row, accept_length, *num_drawn = torch.cat(answers).tolist()
+    row, accept_length, status, *num_drawn = torch.cat(answers).tolist()
     if stream is not None:
         stream.draw(*num_drawn)
+    if status:
+        check_status(result.status, "verify_logits")
     return torch.tensor(row), accept_length, torch.zeros(V, device=device).scatter_(0, result.next_token, 1.0)
 
 
@@ -176,6 +182,7 @@ class _Tree(NamedTuple):
     parents: Tensor       # (1, N) int32
     first_child: Tensor   # (1, N) int32
     next_sibling: Tensor  # (1, N) int32
+    version: int          # of retrieve_indices: another one where it has been written to since
 
 
 _trees = WeakTensorKeyDictionary()  # the trees of retrieve_indices that are in use: a static one's, or one drafted here
@@ -183,12 +190,19 @@ _trees = WeakTensorKeyDictionary()  # the trees of retrieve_indices that are in 
 
 def _tree_of(paths, num_nodes, device):
     tree = _trees.get(paths)
-    if tree is None or tree.parents.shape[1] != num_nodes or tree.paths.device != device:
+    if tree is None or tree.parents.shape[1] != num_nodes or tree.paths.device != device \
+            or tree.version != paths._version:
         on_device = paths.to(device)
         parents = tree_from_paths(on_device, num_nodes)
-        links = tree_links(parents)
-        tree = _trees[paths] = _Tree(on_device.detach(), parents, links.first_child,
-                                     links.next_sibling)
+        tree = _keep_tree(paths, on_device, parents, tree_links(parents))
+    return tree
+
+
+def _keep_tree(paths, on_device, parents, links):
+    version = -1 if paths.is_inference() else paths._version  # an inference tensor has none: its tree is not kept
+    tree = _Tree(on_device.detach(), parents, links.first_child, links.next_sibling, version)
+    if version >= 0:
+        _trees[paths] = tree
     return tree
 
 
@@ -270,7 +284,8 @@ def settings_of(logits_processor) -> dict | None:
                            EAGLE and LANTERN makes it: top-p before top-k
 
     Returns:
-        settings:          the arguments; None where the list holds something else, or in another order
+        settings:          the arguments; None where the list holds something else, or in another order, or a warper
+                           with what the ops do not have: min_tokens_to_keep of top-p, filter_value, a top_p of 0
     """
     if logits_processor is None:
         return GREEDY
@@ -278,7 +293,12 @@ def settings_of(logits_processor) -> dict | None:
     if None in names or len(set(names)) < len(names) or "temperature" in names[1:]:
         return None
     settings = UNFILTERED | {name: getattr(warper, name) for name, warper in zip(names, logits_processor)}
-    filters = "p_then_k" if names[-1:] == ["top_k"] else "k_then_p"
+    for name, warper in zip(names, logits_processor):
+        if getattr(warper, "filter_value", -torch.inf) != -torch.inf:
+            return None
+        if name == "top_p" and (warper.top_p <= 0 or getattr(warper, "min_tokens_to_keep", 1) > 1):
+            return None  # (a TopKLogitsWarper has its min_tokens_to_keep in top_k already)
+    filters = "p_then_k" if names[-2:] == ["top_p", "top_k"] else "k_then_p"
     return settings | {"top_k": int(settings["top_k"]), "filters": filters}
 
 
@@ -349,7 +369,7 @@ def _draft(self, hidden_states, input_ids, head, logits_processor, token_offsets
 
 def grow_tree(drafter, hidden: Tensor, cached, root: Tensor, head: Callable, read: Callable, *, sampled: bool,
               settings: dict, guidance: float | None = None, token_offsets: Tensor | None = None,
-              id_range: tuple[int, int] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+              id_range: Callable[[int], tuple[int, int] | None] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What topK_genrate does after its first forward: EAGLE-2's dynamic tree, a level a call of `draft_frontier`.
 
     Nothing is read from the device. So the tree has as many rows of paths as nodes, and those that are not used are -1.
@@ -365,6 +385,7 @@ def grow_tree(drafter, hidden: Tensor, cached, root: Tensor, head: Callable, rea
                         samples; else in the order of their leaves, as it has them where it is greedy
         settings:       temperature, top_k, top_p and filters of draft_frontier
         token_offsets:  what is added to a token of the draft's vocabulary to make it one of the target's (d2t)
+        id_range:       a function: the size of the vocabulary -> id_range of draft_frontier; None: all ids
 
     Returns:
         draft_tokens:       (1, N) int64, N = total_tokens + 1
@@ -387,7 +408,7 @@ def grow_tree(drafter, hidden: Tensor, cached, root: Tensor, head: Callable, rea
         drafted = draft_frontier(
             logits, uncond, scores, ancestors, candidates, width, depth, 1.0 if guidance is None else float(guidance),
             num_children=K, level=level, first_node=1 + (level - 1) * K, first_candidate=first_candidate,
-            id_range=id_range, **settings)
+            id_range=None if id_range is None else id_range(logits.shape[-1]), **settings)
         children, tokens = drafted.child_tokens, drafted.tokens
         if token_offsets is not None:
             children, tokens = children + token_offsets[children], tokens + token_offsets[tokens]
@@ -408,7 +429,7 @@ def grow_tree(drafter, hidden: Tensor, cached, root: Tensor, head: Callable, rea
     if not sampled:
         leaf = paths.amax(1)
         paths = paths[torch.where(leaf < 0, N, leaf).argsort(stable=True)]
-    _trees[paths] = _Tree(paths.detach(), parents, links.first_child, links.next_sibling)
+    _keep_tree(paths, paths, parents, links)
     mask = tree_mask(links.ancestors)[:, None].float()
     return tokens, paths, mask, links.depth[0].long().clamp(min=0)
 

@@ -10,7 +10,7 @@ and returns what it does there.
 """
 import sys
 from collections.abc import Callable
-from functools import partialmethod
+from functools import partial, partialmethod
 
 import torch
 from torch import Tensor
@@ -107,6 +107,10 @@ def evaluate_posterior(self, logits, candidates, logits_processor=None, lantern=
                            of one length the first
         accept_length:     how many drafts were accepted, an integer
         sample_p:          (V,) float32: 1 at the next token, which is drawn already, and 0 elsewhere
+
+    Raises:
+        ValueError:  nearest_latents has too few columns, or non_image_tokens leaves more than one range of ids
+        StatusError: a row on the way holds NaN, or leaves nothing to draw from (`check_status`)
     """
     rule = _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty)
     return verify(logits, candidates, logits_processor, generator=generator,
@@ -128,30 +132,34 @@ def evaluate_posterior_v1(self, logits, candidates, logits_processor, cart_candi
 
 def _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty) -> dict:
     """The arguments of verify_logits that LANTERN's options stand for."""
-    rule = {"residual": residual, "empty": empty, "id_range": _image_ids(self)}
+    rows = logits.logits if isinstance(logits, TreeLogits) else logits
+    rule = {"residual": residual, "empty": empty, "id_range": _image_ids(self, rows.shape[-1])}
     if lantern:
         is_ratio = lantern_delta > 1
-        device = (logits.logits if isinstance(logits, TreeLogits) else logits).device
         columns = lantern_k + (residual == "released")
-        rule |= {"neighbors": neighbor_table(self, columns, device), "delta": float(lantern_delta - is_ratio),
+        rule |= {"neighbors": neighbor_table(self, columns, rows.device), "delta": float(lantern_delta - is_ratio),
                  "cutoff": "ratio" if is_ratio else "tvd", "offset": getattr(self, "image_token_offset", 0)}
     return rule
 
 
-def _image_ids(self):
+def _image_ids(self, vocab_size):
     """The ids [first, last) beside self.non_image_tokens, which Anole's model and drafter have; None for LlamaGen's."""
     masked = getattr(self, "non_image_tokens", None)
     if masked is None:
         return None
     if not hasattr(self, "_image_range"):  # read from the device once
-        masked = set(masked.tolist())
-        ids = [token for token in range(max(masked)) if token not in masked]
+        text = set(masked.tolist())
+        ids = [token for token in range(vocab_size) if token not in text]
+        if not ids or ids[-1] - ids[0] >= len(ids):
+            raise ValueError(f"non_image_tokens must leave one range of ids out of the {vocab_size} tokens, "
+                             f"got {len(masked)} ids that leave {'others between them' if ids else 'none'}")
         self._image_range = ids[0], ids[-1] + 1
     return self._image_range
 
 
 def neighbor_table(self, columns: int, device: torch.device | str) -> Tensor:
-    """The first columns of self.nearest_latents on a device. They are moved there once, and kept.
+    """The first columns of self.nearest_latents on a device. They are moved there once, and kept until
+    nearest_latents is another object.
 
     Args:
         self:       with nearest_latents (C, C - 1): NumPy or torch, uint16, int32 or int64, as generate_codebook of
@@ -164,14 +172,15 @@ def neighbor_table(self, columns: int, device: torch.device | str) -> Tensor:
     Raises:
         ValueError: the table has not so many columns
     """
-    kept = getattr(self, "_neighbor_table", None)
-    if kept is None or kept.shape[1] != columns or kept.device != torch.device(device):
+    source, kept = getattr(self, "_neighbor_table", (None, None))
+    if source is not self.nearest_latents or kept.shape[1] != columns or kept.device != torch.device(device):
         if self.nearest_latents.shape[1] < columns:
             raise ValueError(f"nearest_latents must have at least {columns} columns for this lantern_k, "
                              f"got {self.nearest_latents.shape[1]}")
         kept = torch.as_tensor(self.nearest_latents[:, :columns])
         kept = kept if kept.dtype == torch.uint16 else kept.int()
-        kept = self._neighbor_table = kept.to(device, copy=True).contiguous()
+        kept = kept.to(device, copy=True).contiguous()
+        self._neighbor_table = self.nearest_latents, kept
     return kept
 
 
@@ -226,7 +235,7 @@ def topK_genrate(self, hidden_states, input_ids, head, logits_processor, cfg_sca
     if settings is None:
         raise ValueError("logits_processor must be what prepare_logits_processor makes of temperature, top_p and top_k")
     return grow_tree(self, hidden[:, -1:], cached, root, head, read, sampled=logits_processor is not None,
-                     settings=settings, guidance=cfg_scale, id_range=_image_ids(self))
+                     settings=settings, guidance=cfg_scale, id_range=partial(_image_ids, self))
 
 
 def generate_tree_buffers(self, tree_choices, device="cuda") -> dict:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specvis_kernels import StatusError
 from specvis_kernels.compat import eagle
 from specvis_kernels.compat.eagle import TreeLogits
 
@@ -68,6 +69,19 @@ def test_settings_of_a_list_of_processors(name, wanted):
     assert list(eagle.settings_of(None)) == ["temperature", "top_k", "top_p", "filters"]
     temperature, top_p, top_k = PROCESSORS["T, top-p, top-k"]
     assert eagle.settings_of([top_k, temperature]) is None and eagle.settings_of([top_k, top_k]) is None
+    for other in (dict(min_tokens_to_keep=3), dict(filter_value=-1e4), dict(top_p=0.0)):  # ops keep other ids
+        assert eagle.settings_of([type("TopPLogitsWarper", (), {"top_p": 0.1} | other)()]) is None
+    assert eagle.settings_of([type("TopKLogitsWarper", (), {"top_k": 5, "min_tokens_to_keep": 3})()])["top_k"] == 5
+
+
+@pytest.mark.parametrize("processors", [None, Processors(), PROCESSORS["unknown"]])
+@pytest.mark.parametrize("form", ["tree", "paths"])
+@pytest.mark.parametrize("generator", eagle.GENERATORS)
+def test_logits_that_are_not_numbers_raise(form, processors, generator):
+    step = Step(1)
+    step.logits.fill_(torch.nan), step.along.fill_(torch.nan)
+    with pytest.raises(StatusError, match="verify_logits: INVALID_ROW at request 0 .after guidance and temperature"):
+        eagle.evaluate_posterior(step.given(form), step.candidates, processors, generator=generator)
 
 
 class Layer(SimpleNamespace):
@@ -188,6 +202,18 @@ def test_what_is_known_of_a_tree_goes_with_it():
     assert tree.first_child.tolist() == [[1, -1, -1]] and eagle._tree_of(paths, 4, paths.device) is not tree
     del paths
     assert len(eagle._trees) == known
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_tree_that_is_written_over_is_read_again(mode):
+    with mode():
+        paths = torch.tensor([[0, 1], [0, 2]])
+        assert eagle._tree_of(paths, 3, paths.device).parents.tolist() == [[-1, 0, 0]]
+        paths.copy_(torch.tensor([[0, 1], [1, 2]])).copy_(torch.tensor([[0, 2], [0, 1]]))
+        tree = eagle._tree_of(paths, 3, paths.device)
+        assert tree.parents.tolist() == [[-1, 0, 0]] and tree.paths.tolist() == paths.tolist()
+        paths.copy_(torch.tensor([[0, 1], [0, -1]]))
+        assert eagle._tree_of(paths, 3, paths.device).parents.tolist() == [[-1, 0, -2]]
 
 
 def test_patch_and_undo():

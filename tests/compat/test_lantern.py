@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specvis_kernels import StatusError
 from specvis_kernels.compat import lantern
 from specvis_kernels.compat.eagle import TreeLogits
 
@@ -193,10 +194,26 @@ def test_codes_behind_text():
 
 def test_the_ids_of_pictures_are_read_once():
     model = SimpleNamespace(non_image_tokens=torch.tensor([0, 1, 2, 3, 8, 9, 10]))
-    assert lantern._image_ids(model) == (4, 8)
+    assert lantern._image_ids(model, 11) == (4, 8)
     model.non_image_tokens = model.non_image_tokens[:0]
-    assert lantern._image_ids(model) == (4, 8)
-    assert lantern._image_ids(SimpleNamespace()) is None
+    assert lantern._image_ids(model, 11) == (4, 8)
+    assert lantern._image_ids(SimpleNamespace(), 11) is None
+
+
+def test_the_ids_of_pictures_are_one_range():
+    for text, wanted in (([0, 1], (2, 11)), ([9, 10], (0, 9)), ([], (0, 11)), ([10, 11, 12], (0, 10))):
+        assert lantern._image_ids(SimpleNamespace(non_image_tokens=torch.tensor(text)), 11) == wanted
+    for text in ([0, 5, 10], [0, 5], [*range(11)]):
+        with pytest.raises(ValueError, match="non_image_tokens must leave one range of ids out of the 11 tokens, got "
+                                             f"{len(text)} ids"):
+            lantern._image_ids(SimpleNamespace(non_image_tokens=torch.tensor(text)), 11)
+
+
+def test_logits_that_are_not_numbers_raise():
+    step = Step(1)
+    step.logits.fill_(torch.nan)
+    with pytest.raises(StatusError, match="INVALID_ROW at request 0"):
+        lantern.evaluate_posterior(step.model(), step.given("tree"), step.candidates, Processors(), True, 5, 0.2)
 
 
 def row_of(rows, path):
@@ -271,6 +288,9 @@ def test_the_table_is_cut_and_moved_once(dtype):
     assert lantern.neighbor_table(model, 3, "cpu").shape == (4, 3)
     with pytest.raises(ValueError, match="nearest_latents must have at least 4 columns for this lantern_k, got 3"):
         lantern.neighbor_table(model, 4, "cpu")
+    other = torch.tensor([[2, 1, 0], [3, 1, 0], [0, 2, 3], [1, 2, 3]]).to(dtype)  # of another tokenizer
+    model.nearest_latents = other if dtype != torch.uint16 else other.numpy()
+    assert lantern.neighbor_table(model, 3, "cpu").tolist() == other.tolist()
 
 
 @pytest.mark.parametrize("residual", ["released", "optimal", "relaxed"])
