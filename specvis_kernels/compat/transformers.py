@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import (
+    check_status,
     commit_kv,
     draw_children,
     draw_tokens,
@@ -31,6 +32,7 @@ from .. import (
     verify_logits,
 )
 from .._dispatch import check, check_count
+from .eagle import GREEDY, settings_of
 
 FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "LogitNormalization")
 # what generate hands over that these functions read themselves, or that only concerns a cache of its own
@@ -66,7 +68,9 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
                        tokens up to each node, padded on the left. Returns (B, F, V) float32, the probabilities of what
                        follows
         choices:       the tree: paths of ranks, e.g. [(0,), (1,), (0, 0)]: the root's first two children, and the first
-                       child of the first
+                       child of the first. Where ranks have gaps, e.g. [(1,)], children are left out, greedy and with
+                       seeds; sampled without seeds, ranks are renumbered from 0 on below each parent, because to keep
+                       some of the children that were drawn would change the distribution
         guidance:      s in uncond + s (cond - uncond): a number or (B,) float32. With unconditional_ids
         unconditional_ids:   (R, S') int64, R divides B: the prompts without the condition, padded on the left
         unconditional_mask:  (R, S') bool or int64, where they are real; None: everywhere
@@ -85,6 +89,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
     Raises:
         ValueError: what is asked for is not supported, see the top of this module, or an argument differs from the
             above
+        StatusError: the model's logits or the drafter's rows hold NaN, or leave nothing to draw from (`check_status`)
 
     Example:
         >>> import torch
@@ -104,7 +109,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
                    guidance, id_range, token_streamer, model_kwargs)
     if verify and seeds is not None:
         raise ValueError("verify must be empty with seeds: tokens that equal the target's draws are not relaxed")
-    tree = _Tree(choices, input_ids)
+    tree = _Tree(choices, input_ids, renumber=asked.do_sample and seeds is None)
     B, N = len(input_ids), tree.num_nodes
     seeds = None if seeds is None else _seeds(seeds, input_ids)
     target = _Target(model, input_ids, unconditional_ids, unconditional_mask, asked, N)
@@ -119,29 +124,30 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
                              id_range=asked.ids(positions), **draws, **rule)
 
     def drafts(tokens):
-        """Fills in the children level by level; returns the rows that they were drawn from, (B, F, V)."""
-        rows = []
+        """Fills in the children level by level; returns the rows that they come from (B, F, V), and status (B,)."""
+        rows, status = [], torch.zeros(B, dtype=torch.int32, device=tokens.device)
         for level in tree.levels:
             probs = draft(*output.sequences(tokens[:, level.paths]))
             F = len(level.paths)
             check("draft's result", probs, torch.float32, like=tokens, B=B, F=F, V=target.vocab_size)
             if not asked.do_sample:
-                drawn = probs.topk(level.num_children).indices
-            elif seeds is None:
-                drawn = draw_children(probs, torch.rand(B, F, level.num_children, device=probs.device)).tokens
+                children = probs.topk(level.num_children).indices
             else:
                 positions = (output.num_made[:, None] + level.depth).expand(B, F).contiguous()
-                drawn = draw_children(probs, seeds=seeds, positions=positions, num_children=level.num_children).tokens
-            tokens[:, level.children] = drawn[:, level.row_of_child, level.rank_of_child]
+                draws = dict(uniforms=torch.rand(B, F, level.num_children, device=probs.device)) if seeds is None \
+                    else dict(seeds=seeds, positions=positions, num_children=level.num_children)
+                drawn = draw_children(probs, **draws)
+                children, status = drawn.tokens, status | drawn.status.amax(1)
+            tokens[:, level.children] = children[:, level.row_of_child, level.rank_of_child]
             rows.append(probs)
-        return torch.cat(rows, 1)
+        return torch.cat(rows, 1), status
 
     none = torch.full((B, 1), -1, dtype=torch.int32, device=input_ids.device)
     root = verify_nodes(*target.prefill(), input_ids[:, -1:], torch.zeros_like(none), (none, none), max_depth=0)
-    output.take(root.next_token[:, None], torch.ones_like(root.next_token))
+    output.take(root.next_token[:, None], torch.ones_like(root.next_token), verify_logits=root.status)
     while not output.is_done:
         tokens = output.newest()[:, None].repeat(1, N)
-        draft_probs = drafts(tokens)
+        draft_probs, draft_status = drafts(tokens)
         rule = dict(max_depth=tree.max_depth, **(verify or {}))
         if seeds is None and asked.do_sample:
             rule.update(draft_probs=draft_probs, draft_row=tree.draft_row.expand(B, N))
@@ -152,7 +158,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         emitted = tokens.gather(1, result.accepted_nodes.clamp(min=0).long())
         emitted = torch.nn.functional.pad(emitted, (0, 1)).scatter(1, result.num_accepted[:, None].long(),
                                                                    result.next_token[:, None])
-        output.take(emitted, result.num_accepted + 1)
+        output.take(emitted, result.num_accepted + 1, draw_children=draft_status, verify_logits=result.status)
     return output.result(stats, target)
 
 
@@ -185,6 +191,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
     Raises:
         ValueError: what is asked for is not supported, see the top of this module, or an argument differs from the
             above
+        StatusError: the model's logits hold NaN, or leave nothing to draw from (`check_status`)
 
     Example:
         >>> import torch
@@ -219,10 +226,12 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         """Guesses of most + 1 positions from `first` (B,) on, or a row of the grid, by one row of logits (B, 1, V)."""
         positions = first[:, None] + step
         logits, uncond = (None if x is None else x.expand(-1, len(step), -1) for x in (logits, uncond))
-        image.scatter_(1, positions, draw(logits, uncond, positions).tokens)
+        drawn = draw(logits, uncond, positions)
+        image.scatter_(1, positions, drawn.tokens)
+        return drawn.status
 
-    draw_from_last(*target.prefill(), output.num_made)
-    output.take(image[:, :1], torch.ones_like(output.num_made))
+    status = draw_from_last(*target.prefill(), output.num_made)
+    output.take(image[:, :1], torch.ones_like(output.num_made), draw_tokens=status[:, 0])
     while not output.is_done:
         N = min(most, L - min(output.open_counts()))
         positions = output.num_made[:, None] + step[:N]
@@ -234,7 +243,9 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         else:
             draw_from_last(logits[:, -1:], None if uncond is None else uncond[:, -1:], output.num_made + N)
         image.scatter_(1, positions, drawn.tokens)
-        output.take(drawn.tokens, drawn.num_accepted.clamp(max=N - 1) + 1)
+        is_final = step[:N] <= drawn.num_accepted[:, None]  # behind a wrong guess a row need not be valid
+        output.take(drawn.tokens, drawn.num_accepted.clamp(max=N - 1) + 1,
+                    draw_tokens=torch.where(is_final, drawn.status, 0).amax(1))
     return output.result(stats, target)
 
 
@@ -256,7 +267,8 @@ class GuidedProbsProcessor:
         filters:        "k_then_p" or "p_then_k"
 
     Raises:
-        ValueError: id_range for each token without prompt_length; an odd number of rows with `doubled`
+        ValueError: id_range for each token without prompt_length, or of another shape; a prompt shorter than
+            prompt_length; an odd number of rows with `doubled`
 
     Example:
         >>> import torch
@@ -274,6 +286,8 @@ class GuidedProbsProcessor:
                  doubled: bool = True, filters: str = "k_then_p"):
         if isinstance(id_range, Tensor) and prompt_length is None:
             raise ValueError("prompt_length must be given with an id_range for each new token")
+        if isinstance(id_range, Tensor) and (id_range.shape[1:] != (2,) or not len(id_range)):
+            raise ValueError(f"id_range must be int64 (L, 2), got {_described(id_range)}")
         self.settings = dict(guidance=guidance, temperature=temperature, top_k=top_k, top_p=top_p, filters=filters)
         self.id_range, self.prompt_length, self.doubled = id_range, prompt_length, doubled
 
@@ -284,8 +298,11 @@ class GuidedProbsProcessor:
         cond, uncond = scores[:, None].chunk(2) if self.doubled else (scores[:, None], None)
         id_range = self.id_range
         if isinstance(id_range, Tensor):
-            position = min(input_ids.shape[1] - self.prompt_length, len(id_range) - 1)
-            id_range = id_range[position].to(scores.device).expand(len(cond), 1, 2)
+            position = input_ids.shape[1] - self.prompt_length
+            if position < 0:
+                raise ValueError(f"prompt_length must be at most the {input_ids.shape[1]} tokens that there are, "
+                                 f"got {self.prompt_length}")
+            id_range = id_range[min(position, len(id_range) - 1)].to(scores.device).expand(len(cond), 1, 2)
         return guided_probs(cond, uncond, **self.settings, id_range=id_range).probs[:, 0].log()
 
 
@@ -339,17 +356,26 @@ class _Asked:
         refuse(partial, f"needs full attention in every layer, got {', '.join(sorted(partial))}")
 
         self.do_sample = bool(config.do_sample)
-        temperature = config.temperature if config.temperature is not None else 1.0
-        self.settings = dict(temperature=float(temperature), top_k=config.top_k or 0, top_p=float(config.top_p or 1.0))
         if not self.do_sample:
-            self.settings = dict(temperature=0.0, top_k=0, top_p=1.0)
+            self.settings = GREEDY
+        elif processors is None:  # not called by `generate`, which makes them
+            temperature = config.temperature if config.temperature is not None else 1.0
+            self.settings = dict(temperature=float(temperature), top_k=config.top_k or 0,
+                                 top_p=float(config.top_p or 1.0))
+        else:
+            warpers = [p for p in processors if type(p).__name__ != "LogitNormalization"]
+            self.settings = settings_of(warpers)
+            refuse(self.settings is None, "needs temperature before top_k and top_p, each at most once, without "
+                   "min_tokens_to_keep and filter_value, and top_p > 0, got "
+                   f"{', '.join(type(p).__name__ for p in warpers)} (off by top_k=0 and top_p=1.0 of generate)")
         self.has_guidance, self.guidance = guidance is not None, 1.0 if guidance is None else guidance
         self.attention_mask = kwargs.get("attention_mask")
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.id_range = id_range
         if isinstance(id_range, Tensor):
-            if id_range.shape not in ((id_range.shape[-2], 2), (B, id_range.shape[-2], 2)) or 0 in id_range.shape:
-                raise ValueError(f"id_range must be int64 (L, 2) or (B={B}, L, 2), got {tuple(id_range.shape)}")
+            leading = tuple(id_range.shape[:-2])
+            if id_range.ndim < 2 or id_range.shape[-1] != 2 or leading not in ((), (B,)) or 0 in id_range.shape:
+                raise ValueError(f"id_range must be int64 (L, 2) or (B={B}, L, 2), got {_described(id_range)}")
             self.id_range = id_range.to(input_ids.device, torch.int64).expand(B, -1, 2)
 
     def ids(self, positions: Tensor):
@@ -457,8 +483,13 @@ class _Output:
     def newest(self) -> Tensor:
         return self.tokens.gather(1, self.num_made[:, None] - 1)[:, 0]
 
-    def take(self, tokens: Tensor, num_tokens: Tensor) -> None:
-        """Append the first num_tokens (B,) of tokens (B, M), until a request is finished: the loop's host read."""
+    def take(self, tokens: Tensor, num_tokens: Tensor, **statuses: Tensor) -> None:
+        """Append the first num_tokens (B,) of tokens (B, M), until a request is finished: the loop's host read.
+
+        statuses (B,) are what ops have reported, by their names. For a request that was not finished they are checked.
+        """
+        statuses = {op: torch.where(self.is_finished, 0, status) for op, status in statuses.items()}
+        bits = functools.reduce(torch.bitwise_or, statuses.values())
         index = torch.arange(tokens.shape[1], device=tokens.device)
         num = torch.where(self.is_finished, 0, num_tokens.minimum(self.limit - self.num_made))
         is_end = torch.isin(tokens, self.asked.ends) & (index < num[:, None])
@@ -470,7 +501,10 @@ class _Output:
         self.num_made = self.num_made + num
         self.is_finished = self.is_finished | has_end | (self.num_made >= self.limit)
         before = self.host_made
-        self.host_made, finished = torch.stack([self.num_made, self.is_finished.long()]).tolist()
+        self.host_made, finished, bits = torch.stack([self.num_made, self.is_finished.long(), bits.long()]).tolist()
+        if any(bits):
+            for op, status in statuses.items():
+                check_status(status, op)
         self.host_finished = [bool(f) for f in finished]
         if self.asked.criteria:
             for request, first in enumerate(before):
@@ -525,11 +559,12 @@ class _Level:
 class _Tree:
     """A static tree: its links, and level by level what is drawn from which row."""
 
-    def __init__(self, choices, like: Tensor):
-        choices = sorted((tuple(int(rank) for rank in choice) for choice in choices), key=lambda c: (len(c), c))
+    def __init__(self, choices, like: Tensor, renumber: bool = False):
+        choices = list(choices)
         if not choices:
             raise ValueError("choices must have a path, got none")
         parents, _ = tree_from_choices(choices, device=like.device)
+        choices = sorted((tuple(map(int, choice)) for choice in choices), key=lambda c: (len(c), c))
         self.links, self.num_nodes = tree_links(parents)[:4], parents.shape[1]
         self.max_depth, self.levels = len(choices[-1]), []
         node_of = {(): 0, **{choice: n for n, choice in enumerate(choices, 1)}}
@@ -537,11 +572,18 @@ class _Tree:
         rows = torch.full((1, self.num_nodes), -1, dtype=torch.int32)
         rows[0, [node_of[choice] for choice in inner]] = torch.arange(len(inner), dtype=torch.int32)
         self.draft_row = rows.to(like.device)
+        rank = {choice: choice[-1] for choice in choices}
+        if renumber:  # children are verified as the first draws from their parent's row
+            rank = {c: sum(other[:-1] == c[:-1] for other in choices[:n]) for n, c in enumerate(choices)}
         for depth in range(self.max_depth):
             nodes = [choice for choice in inner if len(choice) == depth]
-            children = [(node_of[c], nodes.index(c[:-1]), c[-1]) for c in choices if len(c) == depth + 1]
+            children = [(node_of[c], nodes.index(c[:-1]), rank[c]) for c in choices if len(c) == depth + 1]
             from_root = [[node_of[node[:d]] for d in range(depth + 1)] for node in nodes]
             self.levels.append(_Level(depth, from_root, children, like.device))
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _seeds(seeds, input_ids: Tensor) -> Tensor:

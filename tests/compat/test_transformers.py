@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from specvis_kernels import codebook_neighbors, guided_probs, gumbel_noise
+from specvis_kernels import StatusError, codebook_neighbors, guided_probs, gumbel_noise
 from specvis_kernels.compat import transformers as compat
 from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
 
@@ -64,11 +64,13 @@ def test_greedy_is_generate(model, draft, name, eos_token_id):
     assert [len(row) for row in tokens] == [6 + max(stats["num_tokens"])] * 4
 
 
-def plain(model, prompt, null, seed, num_tokens, temperature=1.0, top_k=0, top_p=1.0, s=1.0, ranges=None):
+def plain(model, prompt, null, seed, num_tokens, temperature=1.0, top_k=0, top_p=1.0, s=1.0, ranges=None,
+          filters=None):
     """One at a time, without a cache, padding or a batch: transformers' filters, and gumbel_noise."""
-    filters = [transformers.TemperatureLogitsWarper(temperature)]
-    filters += [transformers.TopKLogitsWarper(top_k)] if top_k else []
-    filters += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    if filters is None:
+        filters = [transformers.TemperatureLogitsWarper(temperature)]
+        filters += [transformers.TopKLogitsWarper(top_k)] if top_k else []
+        filters += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
     tokens = []
     for position in range(num_tokens):
         new = torch.tensor(tokens, dtype=torch.int64)
@@ -93,6 +95,17 @@ def test_with_seeds_the_tokens_are_those_of_one_at_a_time(model, draft, name):
     for b in range(4):
         assert tokens[b, 6:].tolist() == plain(model, PROMPTS[b][MASK[b] == 1], None, SEEDS[b], 16, **settings)
     assert stats["target_forwards"] < 16 and len(set(tokens[:, 6:].flatten().tolist())) > 6
+
+
+@pytest.mark.parametrize("name", ["tree", "jacobi"])
+def test_the_callers_own_warpers_count_and_not_the_configs_numbers(model, draft, name):
+    T, K, P = (getattr(transformers, f"{w}LogitsWarper") for w in ("Temperature", "TopK", "TopP"))
+    for warpers in ([K(1)], [P(0.6), K(3)], [K(3), P(0.6)], [T(0.5), P(0.7)]):
+        tokens = generate(model, **functions(draft)[name], do_sample=True, seeds=SEEDS, logits_processor=warpers,
+                          top_k=0)
+        for b in range(4):
+            assert tokens[b, 6:].tolist() == plain(model, PROMPTS[b][MASK[b] == 1], None, SEEDS[b], 16,
+                                                   filters=warpers)
 
 
 RANGES = [(2, 20), (2, 20), (20, 21), (0, 24), (10, 14)]  # of each new token; the last goes on; token 20 is forced
@@ -146,10 +159,10 @@ def test_a_sampled_tree_keeps_the_distribution():
     table = torch.randn(5, 5).softmax(-1)
     count = 6000
 
-    def chi_square(**verify):
+    def chi_square(choices=((0,), (1,), (0, 0), (0, 1), (1, 0)), **verify):
         tokens = generate(model, tree_generate, torch.tensor([[1, 2]]).expand(count, -1), None, max_new_tokens=3,
                           do_sample=True, temperature=1.5, draft=lambda s, _: table[s[..., -1]],
-                          choices=[(0,), (1,), (0, 0), (0, 1), (1, 0)], stats=stats, **verify)[:, 2:]
+                          choices=choices, stats=stats, **verify)[:, 2:]
         drawn = (tokens * torch.tensor([25, 5, 1])).sum(1).bincount(minlength=125)
         common = expected * count >= 5
         rest = count - drawn[common].sum(), count * (1 - expected[common].sum())
@@ -159,6 +172,8 @@ def test_a_sampled_tree_keeps_the_distribution():
     stats = {}
     statistic, degrees = chi_square()
     assert statistic < degrees + 3.5 * (2 * degrees) ** 0.5 and stats["target_forwards"] <= 4
+    statistic, degrees = chi_square([(1,), (3,), (3, 2)])  # ranks with gaps
+    assert statistic < degrees + 3.5 * (2 * degrees) ** 0.5
     neighbors = codebook_neighbors(torch.randn(5, 3), 2)
     relaxed, _ = chi_square(verify=dict(neighbors=neighbors, delta=0.5, residual="relaxed"))
     assert relaxed > 10 * degrees  # the test can tell
@@ -270,7 +285,12 @@ REFUSED = [
     (dict(unconditional_ids=PROMPTS), "guidance and unconditional_ids must be given together"),
     (dict(guidance=2.0, unconditional_ids=PROMPTS[:3]),
      r"unconditional_ids must be int64 \(R, S'\) with R a divisor of B=4, got \(3, 6\)"),
-    (dict(id_range=torch.zeros(3, 4, 2)), r"id_range must be int64 \(L, 2\) or \(B=4, L, 2\), got \(3, 4, 2\)"),
+    (dict(id_range=torch.zeros(3, 4, 2)), r"id_range must be int64 \(L, 2\) or \(B=4, L, 2\), got float32 \(3, 4, 2\)"),
+    (dict(id_range=torch.tensor([0, 5])), r"id_range must be int64 \(L, 2\) or \(B=4, L, 2\), got int64 \(2,\)"),
+    (dict(do_sample=True, top_k=0, logits_processor=[transformers.TopPLogitsWarper(0.5, min_tokens_to_keep=3)]),
+     "needs temperature before top_k and top_p, each at most once, without min_tokens_to_keep"),
+    (dict(do_sample=True, logits_processor=[transformers.TopKLogitsWarper(1)]),  # the config has top_k=50
+     r"got TopKLogitsWarper, TopKLogitsWarper \(off by top_k=0 and top_p=1.0 of generate\)"),
     (dict(seeds=[1]), r"seeds must be int64 \(B=4\), got int64 \(1,\)"),
     (dict(window=-1), "window must be an integer >= 0, got -1"),
     (dict(window=4, grid=3), "grid must be an integer >= 4, got 3"),
@@ -289,11 +309,59 @@ def test_what_a_tree_refuses(model, draft):
     for options, message in (
             (dict(choices=[]), "choices must have a path, got none"),
             (dict(choices=[(0, 0)]), "choices must be different paths"),
+            (dict(choices=[(0.5,)]), r"choices must be paths of integers, .* got \(0.5,\)"),
             (dict(seeds=SEEDS, verify=dict(delta=0.1)), "verify must be empty with seeds"),
             (dict(draft=lambda s, m: torch.ones(*s.shape[:2], V - 1)),
              r"draft's result must be float32 \(B=4, F=1, V=24\), got float32 \(4, 1, 23\)")):
         with pytest.raises(ValueError, match=message):
             generate(model, **tree | options)
+
+
+@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
+@pytest.mark.parametrize("options", [dict(do_sample=False), dict(do_sample=True), dict(do_sample=True, seeds=SEEDS)])
+def test_logits_that_are_not_numbers_raise(model, draft, name, options):
+    broken = type(model)(model.config).eval()
+    broken.load_state_dict(model.state_dict())
+    options = functions(draft)[name] | options
+    options |= {} if name == "tree" or options["do_sample"] else dict(seeds=None)
+    torch.nn.init.constant_(broken.lm_head.weight, torch.nan)
+    with pytest.raises(StatusError, match="INVALID_ROW at requests 0, 1, 2, 3 .after guidance and temperature a row"):
+        generate(broken, **options)
+    broken.load_state_dict(model.state_dict())
+    rows = iter(range(3))  # the prompt, a forward, and from then on NaN in request 2 alone
+    broken.lm_head.register_forward_hook(lambda module, read, out: None if next(rows, None) in (0, 1) else
+                                         out.index_fill(0, torch.tensor([2]), torch.nan))
+    with pytest.raises(StatusError, match="INVALID_ROW at request 2 "):
+        generate(broken, **options)
+
+
+@pytest.mark.parametrize("name", ["tree", "jacobi"])
+def test_rows_that_no_token_comes_from_may_be_no_numbers(model, draft, name):
+    options = functions(draft)[name] | dict(eos_token_id=[5, 13, 21], max_new_tokens=40)
+    wanted = generate(model, **options, stats=(stats := {}))
+    shortest = min(range(4), key=stats["num_tokens"].__getitem__)
+    broken, num_forwards = type(model)(model.config).eval(), itertools.count()
+    broken.load_state_dict(model.state_dict())
+    broken.lm_head.register_forward_hook(  # each forward gives a token at least: then this request is finished
+        lambda module, read, out: out.index_fill(0, torch.tensor([shortest]), torch.nan)
+        if next(num_forwards) >= stats["num_tokens"][shortest] else None)
+    assert torch.equal(generate(broken, **options), wanted) and next(num_forwards) > stats["num_tokens"][shortest] + 1
+
+
+def test_guesses_behind_a_wrong_one_may_be_no_numbers(model):
+    options = dict(function=jacobi_generate, window=8, do_sample=True, seeds=SEEDS, top_k=0)
+    broken, num_broken = type(model)(model.config).eval(), itertools.count()
+    broken.load_state_dict(model.state_dict())
+    broken.lm_head.register_forward_hook(lambda module, read, out: next(num_broken) is not None and out.index_fill(
+        1, torch.tensor([8]), torch.nan) if out.shape[1] == 9 else None)
+    assert torch.equal(generate(broken, **options), generate(model, **options)) and next(num_broken) > 4
+
+
+def test_a_drafter_of_no_numbers_raises(model):
+    for options in ({}, dict(seeds=SEEDS)):
+        with pytest.raises(StatusError, match="draw_children: INVALID_ROW at requests 0, 1, 2, 3 "):
+            generate(model, tree_generate, do_sample=True, choices=CHOICES, **options,
+                     draft=lambda sequences, mask: torch.full((*sequences.shape[:2], V), torch.nan))
 
 
 def test_models_that_cannot_be_decoded_so(model):
@@ -330,6 +398,10 @@ def test_the_processor_in_transformers_own_loops(model):
     assert torch.equal(greedy, generate(model))
     with pytest.raises(ValueError, match="prompt_length must be given with an id_range for each new token"):
         GuidedProbsProcessor(id_range=torch.tensor([[3, 4]]))
+    with pytest.raises(ValueError, match=r"id_range must be int64 \(L, 2\), got int64 \(2,\)"):
+        GuidedProbsProcessor(id_range=torch.tensor([0, 5]), prompt_length=6)
+    with pytest.raises(ValueError, match="prompt_length must be at most the 6 tokens that there are, got 7"):
+        GuidedProbsProcessor(**one | dict(prompt_length=7))(PROMPTS, scores)
     with pytest.raises(ValueError, match="scores must have as many rows with the condition as without it, got 3"):
         GuidedProbsProcessor(3.0)(PROMPTS[:3], scores[:3])
 
@@ -345,3 +417,11 @@ def test_every_path_of_a_tree_is_drawn_from_its_own_row():
     assert made == [(node[c], [node[c[:d]] for d in range(len(c))], c[-1]) for c in order]
     assert [level.num_children for level in tree.levels] == [2, 2, 1] and list(itertools.chain(*(
         [level.depth] * len(level.paths) for level in tree.levels))) == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("are_all_kept", [True, False])
+def test_gaps_in_the_ranks(are_all_kept):
+    tree = compat._Tree([(1,), (4,), (4, 2), (4, 0), (1, 3)], torch.zeros(1), are_all_kept)
+    assert [level.rank_of_child.tolist() for level in tree.levels] == ([[0, 1], [0, 0, 1]] if are_all_kept else
+                                                                       [[1, 4], [3, 0, 2]])
+    assert [level.num_children for level in tree.levels] == ([2, 2] if are_all_kept else [5, 4])
