@@ -18,6 +18,7 @@ from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
+from specvis.pipelines.checkpoint import write_whole
 from specvis.pipelines.discrete import Pipeline
 from specvis.studies import base, cache, quality
 from specvis.studies.adt_tree import least_squares
@@ -154,7 +155,7 @@ def test_half_a_file_is_never_left(tmp_path):
         raise OSError("no space left")
 
     with pytest.raises(OSError):
-        cache.write_file(tmp_path / "run.npz", breaks)
+        write_whole(tmp_path / "run.npz", breaks)
     assert not (tmp_path / "run.npz").exists()
 
 

@@ -3,9 +3,13 @@ import hashlib
 import json
 import pickle
 import re
+import struct
+import zipfile
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 KNOWN = (".json", ".safetensors", ".bin", ".model")  # files of a model
-END = 1 << 16  # bytes of a file of weights by which it is known again
+END = 1 << 12  # bytes at each end of a tensor by which it is known again
+
+SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # with a drafter
 
 
 class CheckpointError(ValueError):
@@ -155,7 +161,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def fingerprint(folder: Path, but: tuple[str, ...] = ()) -> str:
-    """What a folder with a model is known by: its configs, and the names, sizes and ends of its weights.
+    """What a folder with a model is known by: its files, of which large ones are read in part, see `samples`.
 
     but: names of files that do not count
     """
@@ -165,14 +171,56 @@ def fingerprint(folder: Path, but: tuple[str, ...] = ()) -> str:
             continue
         known.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
         with open(path, "rb") as file:
-            if path.suffix != ".json":
-                file.seek(max(0, path.stat().st_size - END))
-            known.update(file.read())
+            for sample in samples(file, path):
+                known.update(sample)
     return known.hexdigest()[:16]
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write beside the goal first, so that an interruption leaves no half of a file."""
+def samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """The parts of a file that tell it from others.
+
+    Of safetensors: the header, and the first and last 4 KB of each tensor. Of PyTorch's format: the checksum of each
+    tensor, which stands in the file. Of any other file: all of it.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            length, = struct.unpack("<Q", file.read(8))
+            header = file.read(min(length, path.stat().st_size))
+            offsets = sorted(about["data_offsets"] for name, about in json.loads(header).items()
+                             if name != "__metadata__")
+            yield header
+            for start, end in offsets:
+                for at in (start, max(start + END, end - END)):
+                    file.seek(8 + length + at)
+                    yield file.read(max(0, min(END, end - at)))
+            return
+        except (struct.error, OSError, OverflowError, ValueError, KeyError, TypeError, AttributeError):
+            file.seek(0)  # it is no such file, as reading it will say
+    elif path.suffix == ".bin" and is_mappable(path):
+        try:
+            yield repr([(entry.filename, entry.file_size, entry.CRC)
+                        for entry in zipfile.ZipFile(file).infolist()]).encode()
+            return
+        except zipfile.BadZipFile:
+            file.seek(0)
+    while piece := file.read(1 << 20):
+        yield piece
+
+
+def check_draft_config(path: Path, draft_config, config) -> None:
+    """CheckpointError unless the drafter, a GPT or MAR that was read from `path`, has the target's tokens and prompts.
+    """
+    for name in SHARED:
+        if hasattr(config, name) and (got := getattr(draft_config, name)) != (wanted := getattr(config, name)):
+            raise CheckpointError(f"{path} must have the target's {name}, {wanted}, to draft for it, got {got}")
+
+
+def write_whole(path: Path, content: bytes | str | Callable[[BinaryIO], None]) -> None:
+    """Write bytes, a text, or what a function writes to an open file, at once: an interruption leaves no half of it."""
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
+    with open(part, "wb") as file:
+        if callable(content):
+            content(file)
+        else:
+            file.write(content.encode() if isinstance(content, str) else content)
     part.replace(path)

@@ -16,9 +16,10 @@ from tqdm import tqdm
 import specvis_kernels
 
 from ..decoding.methods import ContinuousMethod, Method, parse_method
+from ..pipelines.checkpoint import write_whole
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
-from .cache import ResultCache, fingerprint, machine, read_arrays, write_file
+from .cache import ResultCache, fingerprint, machine, read_arrays
 from .page import Section
 from .quality import Features, Network
 
@@ -86,7 +87,7 @@ class Study(ResultCache, ABC):
         path = self.path(part).with_suffix(".features.npz")
         if not path.exists():
             vectors, classes = self.network(self.pixels_of(part))
-            write_file(path, lambda file: np.savez(file, vectors=vectors, classes=classes))
+            write_whole(path, lambda file: np.savez(file, vectors=vectors, classes=classes))
         return read_arrays(path)
 
     @cached_property
@@ -179,10 +180,10 @@ def write_report(report: Report, items: list[Item], *, command: str, whole: bool
             bar.set_postfix_str(item.name)
             section = Section(item.name, item.title, out, f"{command} --only {item.name} | {origin}")
             item.write(report, section)
-            write_file(out / f"{item.name}.md", section.markdown())
+            write_whole(out / f"{item.name}.md", section.markdown())
             report.sections.append(section)
     if whole:
-        write_file(out / "README.md", report.cover(command, origin))
+        write_whole(out / "README.md", report.cover(command, origin))
     claims = [claim for section in report.sections for claim in section.claims]
     agree = sum(claim.holds is True for claim in claims)
     first = "README" if whole else ",".join(item.name for item in items)

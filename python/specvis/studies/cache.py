@@ -4,7 +4,6 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
@@ -17,6 +16,8 @@ from torch import nn
 from tqdm import tqdm
 
 import specvis_kernels
+
+from ..pipelines.checkpoint import write_whole
 
 
 class ResultCache:
@@ -35,7 +36,7 @@ class ResultCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.record = self.folder / "study.json"
         if not self.record.exists():
-            write_file(self.record, json.dumps(identity | {"origins": []}, indent=1) + "\n")
+            write_whole(self.record, json.dumps(identity | {"origins": []}, indent=1) + "\n")
         found = read_json(self.record)
         for key, wanted in identity.items():
             if found.get(key) != wanted:
@@ -81,7 +82,7 @@ class ResultCache:
         origin = f"{revision()}, {self.machine}, {date.today()}"
         if pending and origin not in self.origins:
             record = read_json(self.record)
-            write_file(self.record, json.dumps(record | {"origins": [*self.origins, origin]}, indent=1) + "\n")
+            write_whole(self.record, json.dumps(record | {"origins": [*self.origins, origin]}, indent=1) + "\n")
         costs = [self.cost(job) for job in pending]
         start, done = time.perf_counter(), 0.0
         bar_format = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} gone, {remaining} left"
@@ -157,14 +158,3 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             return {name: archive[name] for name in archive.files}
     except (ValueError, OSError, EOFError, BadZipFile) as error:
         raise ValueError(f"{path} cannot be read: {error}; remove it, it will be made again") from error
-
-
-def write_file(path: Path, content: str | Callable) -> None:
-    """Write a text, or what a function writes to an open file, at once: an interruption leaves no half of it."""
-    part = path.with_name(f".{path.name}.part")
-    if isinstance(content, str):
-        part.write_text(content)
-    else:
-        with open(part, "wb") as file:
-            content(file)
-    part.replace(path)

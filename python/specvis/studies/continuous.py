@@ -21,9 +21,10 @@ from ..decoding.continuous import (
 )
 from ..decoding.methods import ContinuousMethod, parse_method
 from ..models.mar import MAR
+from ..pipelines.checkpoint import write_whole
 from ..pipelines.mar import MARPair
 from .base import Report, Run, Scope, Study, decided, reference_pictures
-from .cache import read_arrays, write_file
+from .cache import read_arrays
 from .distances import DISTANCES, SURE
 from .page import Section
 
@@ -263,7 +264,7 @@ class ContinuousStudy(Study):
             which % len(self.prompts), run.draft_alone, progress=lambda new: progress(new / (B * L)), known=nothing)
         arrays = {field.name: getattr(decoded, field.name).numpy() for field in fields(ContinuousDecoded)
                   if field.name != "num_drawn"}
-        write_file(self.path(run), lambda file: np.savez_compressed(file, **arrays, seconds=seconds))
+        write_whole(self.path(run), lambda file: np.savez_compressed(file, **arrays, seconds=seconds))
 
     def _time(self, job: TokenTiming) -> None:
         decoded = self.pictures(job.source).decoded
@@ -275,7 +276,7 @@ class ContinuousStudy(Study):
         prompts, seconds = which.to(self.device) % len(self.prompts), []
         while sum(seconds) < MIN_SECONDS:
             seconds.append(self.timed(job.method, sampling, prompts, known=known)[1])
-        write_file(self.path(job), lambda file: np.savez(file, seconds=seconds))
+        write_whole(self.path(job), lambda file: np.savez(file, seconds=seconds))
 
     def _state(self, job: Draws, rows: int) -> tuple[KnownTokens, int]:
         """The state that is drawn from, `rows` times, and its prompt."""
@@ -304,7 +305,7 @@ class ContinuousStudy(Study):
                           decoded.target_forwards))
             progress(len(rows) / job.count)
         samples, acceptance, target_forwards = (torch.cat(part).numpy() for part in zip(*parts))
-        write_file(self.path(job), lambda file: np.savez(file, samples=samples, acceptance=acceptance,
+        write_whole(self.path(job), lambda file: np.savez(file, samples=samples, acceptance=acceptance,
                                                          target_forwards=target_forwards))
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..decoding.discrete import Decoded, Sampling, Step
 from ..decoding.methods import Method, parse_method
+from ..pipelines.checkpoint import write_whole
 from ..pipelines.discrete import Pipeline
 from .base import BATCH, Report, Run, Scope, Study, decided, reference_pictures
-from .cache import read_arrays, read_json, write_file
+from .cache import read_arrays, read_json
 from .page import Section
 from .quality import GROUPS, MORE_SCORES, Baseline, Score, quality
 
@@ -229,7 +230,7 @@ class DiscreteStudy(Study):
         """Bytes, of all tensors together; the model's weights do not count."""
         path = self.path(job)
         if not path.exists():
-            write_file(path, json.dumps({"bytes": self._peak(job)}) + "\n")
+            write_whole(path, json.dumps({"bytes": self._peak(job)}) + "\n")
         return read_json(path)["bytes"]
 
     # --- computing it --------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ class DiscreteStudy(Study):
         arrays = {field.name: getattr(decoded, field.name).cpu().numpy() for field in fields(Decoded)}
         arrays |= {"ranks": recorder.ranks[:, :length].numpy(), "nodes": recorder.nodes.numpy()}
         arrays = {name: a.astype(np.int32) if a.dtype == np.int64 else a for name, a in arrays.items()}
-        write_file(self.path(run), lambda file: np.savez_compressed(file, **arrays))
+        write_whole(self.path(run), lambda file: np.savez_compressed(file, **arrays))
 
     def _time(self, latency: Latency, progress: Callable[[], None] | None = None) -> None:
         timings = Timings([], [], [], [])
@@ -277,7 +278,7 @@ class DiscreteStudy(Study):
                 timings.tokens.append(decoded.tokens[0].tolist())
                 if progress:
                     progress()
-        write_file(self.path(latency), json.dumps(asdict(timings)) + "\n")
+        write_whole(self.path(latency), json.dumps(asdict(timings)) + "\n")
 
     def _peak(self, job: Memory) -> int:
         def decode_some_steps() -> None:

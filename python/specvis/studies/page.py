@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from ..pipelines.checkpoint import write_whole
 from .quality import Score
 
 matplotlib.use("Agg")
@@ -124,8 +125,6 @@ def show(axis, image, title: str = "") -> None:
 
 
 def save_figure(figure, path: Path) -> None:
-    """Write a PNG to a file beside `path` first, so that an interruption leaves no half of a picture."""
-    part = path.with_name(f".{path.name}.part")
-    figure.savefig(part, dpi=100, format="png")
+    """Write a PNG at once."""
+    write_whole(path, lambda file: figure.savefig(file, dpi=100, format="png"))
     plt.close(figure)
-    part.replace(path)

@@ -11,6 +11,9 @@ from torch import nn
 from tqdm import tqdm
 
 from ..cli.options import device_option
+from ..pipelines.checkpoint import write_whole
+
+CHECKPOINT = "checkpoint.pt"  # in a run's folder
 
 
 def options(batch: int, lr: float):
@@ -65,7 +68,7 @@ class Run:
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
         self.step, self.seconds, self.lr = 0, 0.0, 0.0
-        self.checkpoint = folder / "checkpoint.pt"
+        self.checkpoint = folder / CHECKPOINT
         folder.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
             device = next(model.parameters()).device
@@ -121,5 +124,4 @@ class Run:
     def save(self) -> None:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                  "step": self.step, "seconds": self.seconds}
-        torch.save(state, self.checkpoint.with_suffix(".new"))
-        self.checkpoint.with_suffix(".new").replace(self.checkpoint)  # an interruption leaves the old one whole
+        write_whole(self.checkpoint, lambda file: torch.save(state, file))

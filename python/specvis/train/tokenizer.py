@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..models.vq import VQ, VQConfig
-from ..pipelines.checkpoint import load_weights
+from ..pipelines.checkpoint import load_weights, write_whole
 from .run import Run, made, options
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
@@ -159,11 +159,9 @@ def write_tokens(vq: VQ, data: Pictures, path: Path) -> None:
         counts = torch.bincount(ids, minlength=vq.config.codebook_size).double()
         used = int((counts > 0).sum())
         click.echo(f"{part}: {len(ids)} tokens, {used} codes, perplexity {perplexity(counts):.0f}")
-    arrays, partial = data.arrays, path.with_name("tokens.part.npz")
-    np.savez(partial, tokens=tokens.numpy().astype(np.uint16), condition=arrays["captions"],
-             weight=arrays["weights"],
-             **{name: arrays[name] for name in ("styles", "names", "categories", "held_out")})
-    partial.replace(path)
+    arrays = {name: data.arrays[name] for name in ("styles", "names", "categories", "held_out")}
+    arrays |= {"condition": data.arrays["captions"], "weight": data.arrays["weights"]}
+    write_whole(path, lambda file: np.savez(file, tokens=tokens.numpy().astype(np.uint16), **arrays))
 
 
 @click.command()
