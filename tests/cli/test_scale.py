@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import sys
 from collections import deque
 from pathlib import Path
@@ -14,17 +15,22 @@ import pytest
 import torch
 from click.testing import CliRunner
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from specvis.cli import workers
 from specvis.cli.main import main
 from specvis.cli.many import Picture, Request
 from specvis.cli.workers import Crew, Seat, per_worker
 from specvis.models.mar import MAR
+from specvis.pipelines.checkpoint import Settings, fingerprint
 from specvis.pipelines.discrete import Pipeline
+from tests.pipelines.test_prompts import t5_folder
 from tests.tiny import tiny_pair, tiny_pipeline
 
 LINES = "red heart\n\n# of two words\n  Blue   heart\nred heart\nheart\n"
 NAMES = ["001-red-heart.png", "002-blue-heart.png", "003-red-heart.png", "004-heart.png"]
+
+LINE = {"number": 1, "prompt": "red heart", "file": "001-red-heart.png", "bytes": 3, "failed": False}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +153,7 @@ def test_a_picture_that_ended_early_is_tried_again(weights, lines, tmp_path, mon
 @pytest.mark.parametrize("arguments, text, message", [
     (["--temperature", 0.5], LINES, "temperature was 1.0, now it is 0.5; choose another --out"),
     (["--method", "vanilla"], LINES, "method was 'jacobi', now it is 'vanilla'; choose another --out"),
+    (["--text-encoder", "."], LINES, "text_encoder was None, now it is "),
     (["--seed", 1], LINES, "seed was 0, now it is 1"),
     (["--scale", 2], LINES, "scale was 1, now it is 2"),
     (["-n", 2], LINES, "n was 1, now it is 2"),
@@ -175,12 +182,65 @@ def test_another_model_is_refused(weights, lines, tmp_path):
     (tmp_path / "moved").rename(weights)
 
 
+def test_the_text_encoder_of_the_models_folder_is_noted(lines, tmp_path):
+    pipeline = tiny_pipeline()
+    config = dataclasses.replace(pipeline.gpt.config, condition_tokens=6)
+    model, settings = tmp_path / "model", Settings(text_encoder=str(t5_folder(tmp_path / "t5")))
+    Pipeline(config, pipeline.tokenizer.config, has_drafter=False, settings=settings).save(model)
+    result = generate(lines, tmp_path / "out", model)
+    assert result.exit_code == 0, result.output
+    noted = manifest(tmp_path / "out")[0]["text_encoder"]
+    generate(lines, tmp_path / "given", model, "--text-encoder", tmp_path / "t5")
+    assert len(noted) == 16 and manifest(tmp_path / "given")[0]["text_encoder"] == noted
+    weights = load_file(tmp_path / "t5" / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, tmp_path / "t5" / "model.safetensors",
+              {"format": "pt"})
+    result = generate(lines, tmp_path / "out", model)
+    assert result.exit_code == 2 and f"text_encoder was {noted!r}, now it is " in result.output
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".model"])
+def test_a_change_in_any_tensor_is_another_model(tmp_path, suffix):
+    state = {str(i): torch.full((60000,), float(i)) for i in range(5)}
+    known = set()
+
+    def write(state):
+        if suffix == ".safetensors":
+            save_file(state, tmp_path / "x.safetensors")
+        else:
+            torch.save(state, tmp_path / f"x{suffix}", _use_new_zipfile_serialization=suffix == ".bin")
+        known.add(fingerprint(tmp_path))
+
+    for change, at in itertools.product(state, (0, -1)):
+        changed = {name: value.clone() for name, value in state.items()}
+        changed[change][at] = 7.0
+        write(changed)
+    write(state)
+    assert len(known) == 11
+    write(state)
+    assert len(known) == 11
+
+
+@pytest.mark.parametrize("header", [b"", b"[]", b"{", b'{"a": {}}', b'{"a": 3}', b'{"a": {"data_offsets": [-99, 1]}}',
+                                    b'{"a": {"data_offsets": [0, 1e99]}}', b'{"a": {"data_offsets": "ab"}}',
+                                    b'{"a": {"data_offsets": [%d, %d]}}' % (2 ** 70, 2 ** 71)])
+@pytest.mark.parametrize("length", [None, 2 ** 64 - 1])
+def test_a_file_that_is_no_checkpoint_has_a_fingerprint(tmp_path, header, length):
+    content = struct.pack("<Q", len(header) if length is None else length) + header
+    (tmp_path / "x.safetensors").write_bytes(content)
+    known = fingerprint(tmp_path)
+    (tmp_path / "x.safetensors").write_bytes(content + b"\n")
+    assert fingerprint(tmp_path) != known
+
+
 @pytest.mark.parametrize("text, message", [
     ("", "manifest that can be read, got"), ("pictures", "manifest that can be read, got"),
     ("pictures\n", "manifest.jsonl, line 1; choose another --out"),
     ("{}\n", "specvis was None, now it is"), ("{}\n[]\n", "manifest.jsonl, line 2; choose another --out"),
     ("[]\n{}\n", "manifest.jsonl, line 1; choose another --out"),
     ('{}\n{"number": 1}\n', "manifest.jsonl, line 2; choose another --out"),
+    *(("{}\n" + json.dumps(LINE | change) + "\n", "manifest.jsonl, line 2; choose another --out")
+      for change in ({"number": "1"}, {"number": 0}, {"file": 3}, {"file": None}, {"bytes": None}, {"failed": 1})),
 ])
 def test_a_manifest_that_is_none_is_refused(weights, lines, tmp_path, text, message):
     (tmp_path / "out").mkdir()

@@ -10,7 +10,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
-from ..pipelines.checkpoint import fingerprint, write_whole
+from ..pipelines.checkpoint import fingerprint, read_settings, write_whole
 from .manifest import Manifest
 from .many import Drawing, Picture, Request, draw_here, encoded, enlarged
 from .options import (
@@ -199,8 +199,9 @@ def say_failed(which: str, seed: int) -> None:
 
 def settings_of(drawing: Drawing, seed: int, count: int) -> dict:
     """What the pictures of a folder have in common. The device is not among it, nor how many are drawn at once."""
+    encoder = drawing.text_encoder or read_settings(drawing.model).text_encoder
     return {"specvis": version("specvis"), "model": fingerprint(drawing.model), "folder": str(drawing.model),
-            "text_encoder": drawing.text_encoder and fingerprint(drawing.text_encoder), "dtype": drawing.dtype,
+            "text_encoder": encoder and fingerprint(Path(encoder)), "dtype": drawing.dtype,
             "style": drawing.style, "method": drawing.method.label, "guidance": drawing.guidance,
             "temperature": drawing.temperature, "top_k": drawing.top_k, "top_p": drawing.top_p,
             "scale": drawing.scale, "seed": seed, "n": count}

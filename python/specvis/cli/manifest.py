@@ -14,7 +14,7 @@ from .many import Picture, Request
 
 FILE = "manifest.jsonl"
 NOTED = ("folder",)  # settings that no picture depends on
-NEEDED = {"number", "prompt", "file", "bytes", "failed"}  # of a picture's line
+TYPES = {"number": int, "prompt": str, "file": str | None, "bytes": int, "failed": bool}  # of a picture's line
 
 
 class Manifest:
@@ -55,7 +55,7 @@ class Manifest:
                 break  # the last line was being written
             try:
                 lines.append(json.loads(part))
-                if not isinstance(lines[-1], dict) or len(lines) > 1 and not NEEDED <= lines[-1].keys():
+                if not isinstance(lines[-1], dict) or len(lines) > 1 and not is_of_a_picture(lines[-1]):
                     raise ValueError("not a line of a manifest")
             except ValueError as error:
                 raise ValueError(f"out must have a manifest that can be read, got {self.path}, line {number}; "
@@ -91,3 +91,9 @@ class Manifest:
             manifest.write(json.dumps(line, ensure_ascii=False) + "\n")
         if not picture.failed:
             self.drawn[request.index] = line
+
+
+def is_of_a_picture(line: dict) -> bool:
+    """Has a line what `Manifest` reads, and in its types?"""
+    return (all(name in line and isinstance(line[name], kind) for name, kind in TYPES.items())
+            and line["number"] >= 1 and line["failed"] == (line["file"] is None))
