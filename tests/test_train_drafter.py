@@ -74,12 +74,12 @@ def test_a_target_gets_a_drafter_that_it_decodes_by(target, images, tmp_path):
     result = train(*arguments, "--steps", 100)
     assert result.exit_code == 2 and "out must be a folder without drafter.safetensors, or --replace" in result.output
     before = (target / "drafter.safetensors").read_bytes()
-    result = train(*arguments, "--steps", 101, "--replace")
+    result = train(*arguments, "--lr", 0.01, "--steps", 101, "--replace")
     assert result.exit_code == 0 and (target / "drafter.safetensors").read_bytes() != before
     shutil.copyfile(target / "gpt.safetensors", tmp_path / "gpt")
     content = (target / "gpt.safetensors").read_bytes()
     (target / "gpt.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    result = train(*arguments, "--steps", 102, "--replace")
+    result = train(*arguments, "--lr", 0.01, "--steps", 102, "--replace")
     assert result.exit_code == 2 and "runs must be a folder without a run for another target" in result.output
 
 
@@ -113,6 +113,35 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(target, images, tmp_path, mo
     assert result.exit_code == 0, result.output
     whole, again = (load_file(folder / "drafter.safetensors") for folder in (tmp_path / "whole", target))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_run_of_other_settings_is_not_gone_on_with(target, images, tmp_path):
+    """Each setting that the head depends on; a longer run and new pictures in the same folder go on."""
+    runs, other = ("--target", target, "--runs", tmp_path / "runs"), tmp_path / "other"
+    shutil.copytree(images, other)
+    result = train(*runs, "--images", images, "--steps", 2, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert f"/out/drafter.safetensors: to draw with it, copy it into {target}, the folder of its" in result.output
+    for arguments, message in (
+            (("--images", other, "--noise", 0),
+             f"images was {images}, now it is {other}, noise was 0.2, now it is 0.0; choose another --runs"),
+            (("--images", images, "--lr", 0.5), "drafter-target lr was 0.0015, now it is 0.5; choose another --runs"),
+            (("--images", images, "--batch", 5), "drafter-target batch was 4, now it is 5; choose another --runs")):
+        result = train(*runs, *arguments, "--steps", 2, "--out", tmp_path / "out2")
+        assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output, result.output
+    assert not (tmp_path / "out2").exists()
+    paint(images / "20.png", 20)
+    (images / "20.txt").write_text("plain")
+    result = train(*runs, "--images", images, "--steps", 3)
+    assert result.exit_code == 0, result.output
+    assert f"/target/drafter.safetensors: specvis generate --model {target} --method eagle2\n" in result.output
+
+
+def test_a_run_without_a_step_may_change_its_settings(target, images, tmp_path):
+    pipeline = Pipeline.load(target)
+    for batch in (4, 2):
+        FolderImages(pipeline, target, images, tmp_path / "run", batch, noise=batch)
+    assert json.loads((tmp_path / "run" / "target.json").read_text())["noise"] == 2
 
 
 def test_pictures_are_encoded_once_and_again_where_they_changed(target, images, tmp_path, monkeypatch):
@@ -187,6 +216,9 @@ def test_a_target_of_captions_learns_by_its_text_encoder(images, tmp_path):
     assert result.exit_code == 2 and "text_encoder must be a folder with FLAN-T5-XL" in result.output
     result = train(*arguments, "--text-encoder", t5_folder(tmp_path / "t5"))
     assert result.exit_code == 0 and "held out: top1 " in result.output, result.output
+    (tmp_path / "t5" / "config.json").write_text((tmp_path / "t5" / "config.json").read_text() + "\n")
+    result = train(*arguments, "--text-encoder", tmp_path / "t5", "--replace")
+    assert result.exit_code == 2 and "drafter-target text_encoder was " in result.output
     assert Pipeline.load(tmp_path / "target").drafter is not None
 
 

@@ -166,11 +166,14 @@ def drafter(runs, device, target, images, text_encoder, out, replace, **training
         raise ValueError(f"out must be a folder without {FILE}, or --replace must be given, got {out}")
     folder = runs / f"drafter-{target.resolve().name}"
     pipeline = Pipeline.load(target, device, text_encoder=text_encoder)
-    examples = FolderImages(pipeline, target, images, folder, training["batch"])
+    examples = FolderImages(pipeline, target, images, folder, training["batch"], lr=training["lr"],
+                            noise=training["noise"])
     train(folder, pipeline.gpt, examples, device, **training)
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / FILE, (folder / FILE).read_bytes())
-    click.echo(f"{out / FILE}: specvis generate --model {target} --method eagle2")
+    click.echo(f"{out / FILE}: " + (f"specvis generate --model {target} --method eagle2"
+                                    if out.resolve() == target.resolve() else
+                                    f"to draw with it, copy it into {target}, the folder of its target"))
 
 
 def stages(runs: Path, device: torch.device) -> tuple[Captioned, Tokens]:

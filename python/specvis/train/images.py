@@ -1,8 +1,8 @@
 """A folder of pictures, tokenized once, with what a target is conditioned on: captions or classes."""
 import csv
-import io
 import json
 import zlib
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from ..pipelines.checkpoint import fingerprint, write_whole
 from ..pipelines.discrete import Pipeline
-from ..pipelines.prompts import ClassIds
+from ..pipelines.prompts import Captions, ClassIds
 from .gpt import NULL_SHARE
+from .run import CHECKPOINT
 
 FORMATS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.csv")
@@ -31,12 +32,12 @@ class FolderImages:
     out, with a line that says so.
     """
 
-    def __init__(self, pipeline: Pipeline, target: Path, folder: Path, run: Path, batch: int):
-        """batch: how many are encoded at once.
+    def __init__(self, pipeline: Pipeline, target: Path, folder: Path, run: Path, batch: int, **settings: float):
+        """batch: how many are encoded at once, and trained on at a step; settings: of the training, see `begin`
 
         Raises:
             ValueError: no pictures, captions or classes are missing, a prompt that the target cannot read, no
-                tokenizer, or a run of another target
+                tokenizer, or a run of another target or other settings
         """
         if pipeline.tokenizer is None:
             raise ValueError(f"target must have a tokenizer (tokenizer.json, tokenizer.safetensors), got {target}")
@@ -47,7 +48,9 @@ class FolderImages:
                 pipeline.prompts.encode([prompt])
             except ValueError as error:
                 raise ValueError(f"{folder / name}: {error}") from error
-        begin(run, target)
+        encoder = pipeline.settings.text_encoder if isinstance(pipeline.prompts, Captions) else None
+        begin(run, target, {"images": str(folder.resolve()), "text_encoder": encoder and fingerprint(Path(encoder)),
+                            "batch": batch, **settings})
         tokens = tokenized(pipeline, folder, list(prompts), run / "tokens", batch)
         names = [name for name in prompts if name in tokens]
         if len(names) < 2:
@@ -72,15 +75,23 @@ class FolderImages:
         return *self.pipeline.gpt.condition(*source), self.ids[rows.to(self.ids.device)]
 
 
-def begin(run: Path, target: Path) -> None:
-    """Note in the run's folder which target it is for. ValueError if it is for another one."""
-    note = {"target": str(target.resolve()), "model": fingerprint(target, but=("drafter.safetensors",))}
+def begin(run: Path, target: Path, settings: dict) -> None:
+    """Note in the run's folder which target it is for, and by which settings.
+
+    ValueError if it is for another target, or goes on from a checkpoint that was trained by other settings.
+    """
+    note = {"target": str(target.resolve()), "model": fingerprint(target, but=("drafter.safetensors",)), **settings}
     path = run / "target.json"
-    if path.exists() and (old := json.loads(path.read_text()))["model"] != note["model"]:
+    old = json.loads(path.read_text()) if path.exists() else note
+    if old["model"] != note["model"]:
         raise ValueError(f"runs must be a folder without a run for another target: {run} is for {old['target']} as it "
                          "was; choose another --runs")
+    if (run / CHECKPOINT).exists() and (others := [name for name in settings if old.get(name) != settings[name]]):
+        differences = ", ".join(f"{name} was {old.get(name)}, now it is {settings[name]}" for name in others)
+        raise ValueError(f"runs must be a folder without a run of other settings: in {run} {differences}; "
+                         "choose another --runs")
     run.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(note, indent=1) + "\n")
+    write_whole(path, json.dumps(note, indent=1) + "\n")
 
 
 def prompts_of(folder: Path, kind) -> dict[str, str]:
@@ -157,10 +168,9 @@ def tokenized(pipeline: Pipeline, folder: Path, names: list[str], cache: Path, b
                     tokens.append(encoded(pipeline, np.stack([picture for _, picture in some])))
                 bar.update(len(chunk[first: first + batch]))
             if done:
-                tokens, file = np.concatenate(tokens), io.BytesIO()
-                np.savez(file, keys=np.array(done), tokens=tokens)
-                write_whole(cache / f"{number:05}.npz", file.getvalue())
-                known.update(zip(done, tokens))
+                arrays = {"keys": np.array(done), "tokens": np.concatenate(tokens)}
+                write_whole(cache / f"{number:05}.npz", partial(np.savez, **arrays))
+                known.update(zip(done, arrays["tokens"]))
                 number += 1
     if unreadable:
         click.echo(f"{len(unreadable)} of {len(names)} pictures cannot be read and are left out: "
