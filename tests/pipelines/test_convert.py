@@ -263,7 +263,7 @@ def test_mars_files_draw_by_commands(models, files, tmp_path):
     (["c2i_B_256.pt", "vq_ds16_c2i.pt"], {"heads": None}, r"2 layers of width 32, no published size \(B: 12 of 768, "),
     (["c2i_B_256.pt", "kl16.ckpt"], {}, "sources must be of one family, got .*kl16.ckpt .* and .*c2i_B_256.pt"),
     (["c2i_B_256.pt", "t2i_XL_stage1_256.pt", "vq_ds16_c2i.pt"], {"image_size": 256},
-     "must have the condition_tokens of the larger GPT"),
+     "must have the target's condition_tokens, (1|6), to draft for it, got (1|6)"),
     (["vq_ds16_c2i.pt", "vq_ds16_c2i.pt"], {}, "sources must have at most 1 of a kind, got .*, .*vq_ds16_c2i.pt"),
     (["llamagen_drafter", "LlamaGen-T2I", "vq_ds16_c2i.pt"], {"image_size": 512},
      "llamagen_drafter is for pictures of 256 pixels, not of 512|LlamaGen-T2I is for pictures of 256 pixels"),
@@ -323,8 +323,97 @@ def test_a_table_of_another_codebook_is_refused(models, files, tmp_path):
     np.save(tmp_path / "top.npy", unit.numpy())
     convert([tmp_path / "top.npy"], tmp_path / "m")
     assert torch.equal(Pipeline.load(tmp_path / "m").neighbors(9), unit)
-    with pytest.raises(CheckpointError, match="neighbors.safetensors is of the tokenizer before: a new table"):
+    with pytest.raises(CheckpointError, match="neighbors.safetensors would stay and belong to the tokenizer before"):
         convert([files / "vq_ds16_c2i.pt"], tmp_path / "m")
+
+
+def test_a_table_is_looked_at_in_all_its_columns_and_over_all_its_rows(models, files, tmp_path):
+    convert([files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path / "m", image_size=256, heads=2)
+    right = codebook_neighbors(models["vq"].quantize.embedding.weight, 63).numpy().astype(np.int32)
+
+    def refused(table):
+        np.save(tmp_path / "top.npy", table)
+        with pytest.raises(CheckpointError) as caught:
+            convert([tmp_path / "top.npy"], tmp_path / "m")
+        assert not (tmp_path / "m" / "neighbors.safetensors").exists()
+        return str(caught.value)
+
+    for number in (-70000, 64):                                               # 64 codes: as uint16 both would be ids
+        table = right.copy()
+        table[50, 40] = number
+        assert refused(table).endswith(f"must be a table of ids within 0..63, got {number}")
+    table = right.copy()
+    table[:, 40:] = table[:, 40:][:, ::-1]                                    # behind the first 40 columns
+    assert "is a table of another codebook" in refused(table)
+    own = np.concatenate([np.arange(64, dtype=np.int32)[:, None], right[:, :-1]], 1)
+    assert refused(own).endswith("the first column is the code itself: LANTERN's tables leave it out")
+
+
+def test_rows_of_a_table_are_drawn_over_all_of_it():
+    torch.manual_seed(0)
+    codes = torch.randn(200, 4)
+    table = codebook_neighbors(codes, 9).int()
+    evenly = np.linspace(0, 199, converting.SAMPLE).astype(int)
+    wrong = table.flip(1)
+    wrong[evenly] = table[evenly]
+    for neighbors, is_right in ((table, True), (wrong, False)):
+        source = converting.Source("top.npy", {"table": converting.Lazy.of(neighbors)})
+        part = converting.recognized_table(source, source.tensors["table"])
+        if is_right:
+            converting.check_table(part, codes)
+        else:
+            with pytest.raises(CheckpointError, match="of another codebook"):
+                converting.check_table(part, codes)
+
+
+def test_a_model_of_the_other_family_is_not_written_over(files, tmp_path):
+    llamagen, of_mar = ["c2i_B_256.pt", "vq_ds16_c2i.pt"], ["checkpoint-last.pth", "kl16.ckpt"]
+    for first, second, message in ((llamagen, of_mar, "config.json is of LlamaGen; choose another out"),
+                                   (of_mar, llamagen, "mar.json is of MAR; choose another out")):
+        out = tmp_path / first[0]
+        convert([files / name for name in first], out, image_size=256 if first is llamagen else None, heads=2)
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        with pytest.raises(CheckpointError, match=f"without a model of the other family, but .*{message}"):
+            convert([files / name for name in second], out, image_size=256 if second is llamagen else None, heads=2)
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_what_drafted_for_the_model_before_does_not_stay(models, files, tmp_path):
+    gpts, mars = tmp_path / "gpts", tmp_path / "mars"
+    sources = [files / name for name in ("c2i_B_256.pt", "c2i_small.pt", "vq_ds16_c2i.pt")]
+    convert(sources, gpts, image_size=256, heads=2)
+    save_file(EagleHead(CLASSES).state_dict(), gpts / "drafter.safetensors")
+    message = "would stay and belong to the {} before: give what is to take their place together with the new"
+    with pytest.raises(CheckpointError, match="drafter.safetensors " + message.format("GPT")):
+        convert([files / "c2i_B_256.pt"], gpts, image_size=384, heads=2)
+    (gpts / "drafter.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="small.safetensors and .*small.json " + message.format("GPT")):
+        convert([files / "c2i_B_256.pt"], gpts, image_size=384, heads=2)
+    convert([files / "c2i_B_256.pt", files / "c2i_small.pt"], gpts, image_size=384, heads=2)  # both again
+    assert Pipeline.load(gpts).draft_model.config.grid == 24
+    convert([files / name for name in ("checkpoint-last.pth", "draft-last.pth", "kl16.ckpt")], mars, heads=2)
+    with pytest.raises(CheckpointError, match="mar_draft.safetensors and .*mar_draft.json " + message.format("MAR")):
+        convert([files / "checkpoint-last.pth"], mars, heads=2)
+
+    config = json.loads((gpts / "small.json").read_text())
+    (gpts / "small.json").write_text(json.dumps(config | {"grid": 16}))
+    with pytest.raises(CheckpointError, match="small.json must have the target's grid, 24, to draft for it, got 16"):
+        Pipeline.load(gpts)
+    config = json.loads((mars / "mar_draft.json").read_text())
+    (mars / "mar_draft.json").write_text(json.dumps(config | {"classes": 9}))
+    with pytest.raises(CheckpointError, match="mar_draft.json must have the target's classes, 10, to draft for it"):
+        MARPair.load(mars)
+
+
+def test_heads_that_contradict_a_published_size_are_refused(files, tmp_path, monkeypatch):
+    monkeypatch.setitem(converting.llamagen.SIZES, "B", (2, 2, 32))
+    sources = [files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"]
+    with pytest.raises(ValueError, match=r"heads must be 2, those of .*c2i_B_256.pt .*, or not be given, got 99"):
+        convert(sources, tmp_path / "m", image_size=256, heads=99)
+    convert(sources, tmp_path / "m", image_size=256, heads=2)
+    convert([*sources, files / "c2i_small.pt"], tmp_path / "m", image_size=256, heads=4)  # the smaller one's
+    pipeline = Pipeline.load(tmp_path / "m")
+    assert (pipeline.gpt.config.heads, pipeline.draft_model.config.heads) == (2, 4)
 
 
 class Runs:

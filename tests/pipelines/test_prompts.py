@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from specvis.cli.main import main
 from specvis.decoding.discrete import decode
 from specvis.decoding.sampling import Sampling
 from specvis.models.llamagen import GPTConfig
@@ -75,6 +77,17 @@ def test_without_a_drafter_methods_that_need_one_are_refused(method):
     with pytest.raises(ValueError, match="without a drafter: this model has no drafter.safetensors; jacobi needs"):
         pipeline.tokens(["3"], method, Sampling.of([5]))
     assert pipeline.missing_drafters == ["eagle", "model"]
+
+
+@pytest.mark.parametrize("config, kind", [(CLASSES, "class ids"), (CAPTIONS, "words")])
+def test_a_text_encoder_for_another_kind_of_prompts_is_refused(tmp_path, config, kind):
+    pipeline_of(config, vocabulary=["", "red", "heart"] if kind == "words" else None).save(tmp_path)
+    arguments = ["generate", "--model", tmp_path, "--prompt", "red heart" if kind == "words" else "3",
+                 "--text-encoder", "/no/such", "--out", tmp_path / "x.png"]
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 2 and not (tmp_path / "x.png").exists()
+    assert result.output == (f"Error: text_encoder must not be given for the model in {tmp_path}: "
+                             f"its prompts are {kind}\n")
 
 
 def test_captions_are_padded_on_the_left_and_zero_there(t5):

@@ -23,7 +23,15 @@ from ..models.kl_vae import KL, KLConfig
 from ..models.llamagen import GPT, GPTConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
-from .checkpoint import CheckpointError, read_config, read_settings, read_state, read_weights, tensors_of
+from .checkpoint import (
+    CheckpointError,
+    check_draft_config,
+    read_config,
+    read_settings,
+    read_state,
+    read_weights,
+    tensors_of,
+)
 
 IMAGE_SIZES = (256, 384, 512)
 CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -31,7 +39,8 @@ CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 UNREAD = re.compile(r"^loss\.|freqs_cis$|inv_freq$|causal_mask$|_cache$|codebook_used$")  # nor do the releases read it
 GROUPS = 32          # of the group norms of the published tokenizers; no tensor's shape says it
 SHOWN = 5            # names of missing tensors in an error
-SAMPLE = 64, 32      # rows and columns of a table of neighbors that are compared with the codebook
+SAMPLE = 64          # rows of a table of neighbors that are compared with the codebook
+PIECE = 1024         # rows of it that are looked through at once
 DRAFTER_SIZES = {"t2i": 256, "t2i2": 512}                        # input_type in the config of LANTERN's drafters
 MAR_GUIDANCE = {"B": 2.9, "L": 3.0, "H": 3.2}                    # with which the release evaluates
 CAPTIONS, CLASSES = ({"guidance": 7.5, "top_k": 1000, "top_p": 1.0},  # of LlamaGen's demos
@@ -147,7 +156,8 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
     Raises:
         CheckpointError: a source that cannot be read without running code, is of no known model, or lacks tensors; or
             sources that do not belong together
-        ValueError:      image_size or text_encoder is missing where it is needed, or is wrong
+        ValueError:      image_size or text_encoder is missing where it is needed, or is wrong; or heads that a model of
+            a published size does not have
     """
     out = Path(out)
     if image_size is not None and image_size not in IMAGE_SIZES:
@@ -158,6 +168,14 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
         other = next(part for part in parts if part not in of_mar)
         raise CheckpointError(f"sources must be of one family, got {of_mar[0].source.path} ({of_mar[0].name}) and "
                               f"{other.source.path} ({other.name})")
+    other = out / ("config.json" if of_mar else "mar.json")
+    if other.exists():
+        raise CheckpointError(f"out must be a folder without a model of the other family, but {other} is of "
+                              f"{'LlamaGen' if of_mar else 'MAR'}; choose another out")
+    models = [part for part in parts if part.kind in ("gpt", "mar")]
+    if heads is not None and models and all(part.config.heads != heads for part in models):
+        raise ValueError(f"heads must be {models[0].config.heads}, those of {models[0].source.path} "
+                         f"({models[0].name}), or not be given, got {heads}")
     plan = plan_mar if of_mar else plan_llamagen
     files, configs = plan(parts, out, image_size, text_encoder)
 
@@ -417,12 +435,12 @@ def plan_llamagen(parts: list[Part], out: Path, image_size: int | None,
         settings = replace(settings, **(CLASSES if config.caption_dim is None else CAPTIONS))
         files["gpt"], configs["config"] = gpts[0], asdict(config)
         if len(gpts) == 2:
-            small = configs_of[1]
-            for name in ("vocabulary", "condition_tokens", "classes", "caption_dim"):
-                if getattr(small, name) != getattr(config, name):
-                    raise CheckpointError(f"{gpts[1].source.path} must have the {name} of the larger GPT, "
-                                          f"{getattr(config, name)}, to draft for it, got {getattr(small, name)}")
-            files["small"], configs["small"] = gpts[1], asdict(small)
+            check_draft_config(gpts[1].source.path, configs_of[1], config)
+            files["small"], configs["small"] = gpts[1], asdict(configs_of[1])
+        if not drafters:
+            refuse_left(out, "GPT", "drafter.safetensors")
+        if len(gpts) == 1:
+            refuse_left(out, "GPT", "small.safetensors", "small.json")
     else:
         config = read_config(out / "config.json", GPTConfig)
     for path, size in said.items():
@@ -431,9 +449,8 @@ def plan_llamagen(parts: list[Part], out: Path, image_size: int | None,
     if vq_config.codebook_size != config.vocabulary:
         raise CheckpointError(f"the tokenizer must have the GPT's {config.vocabulary} codes, "
                               f"got {vq_config.codebook_size}")
-    if vqs and not tables and (out / "neighbors.safetensors").exists():
-        raise CheckpointError(f"{out / 'neighbors.safetensors'} is of the tokenizer before: a new table must be given "
-                              "with the new one, or the file be removed")
+    if vqs and not tables:
+        refuse_left(out, "tokenizer", "neighbors.safetensors")
     if vqs:
         files["tokenizer"], configs["tokenizer"] = vqs[0], asdict(vq_config)
     for part in drafters:
@@ -448,6 +465,13 @@ def plan_llamagen(parts: list[Part], out: Path, image_size: int | None,
         check_text_encoder(Path(text_encoder), config)
         settings = replace(settings, text_encoder=str(Path(text_encoder).resolve()))
     return files, configs | {"pipeline": asdict(settings)}
+
+
+def refuse_left(out: Path, what: str, *files: str) -> None:
+    """CheckpointError if the folder has these files, which belong to what is replaced."""
+    if left := [str(out / file) for file in files if (out / file).exists()]:
+        raise CheckpointError(f"{' and '.join(left)} would stay and belong to the {what} before: give what is to take "
+                              f"their place together with the new {what}, or remove them")
 
 
 def size_said(part: Part, stride: int) -> int | None:
@@ -472,20 +496,28 @@ def check_text_encoder(folder: Path, config: GPTConfig) -> None:
 
 
 def check_table(part: Part, codebook: Tensor) -> None:
-    """CheckpointError unless the table is of this codebook: a sample of its rows is compared with the distances."""
-    table, V = part.config, len(codebook)
-    rows, columns = np.linspace(0, V - 1, min(SAMPLE[0], V)).astype(int), min(SAMPLE[1], table.shape[1])
-    if table.shape[0] == V:
-        ids = torch.from_numpy(table.make()[:, :columns].numpy()[rows].astype(np.int64))
-        if 0 <= ids.min() and ids.max() < V:
-            for codes in (codebook, F.normalize(codebook, dim=-1)):
-                points = codes[torch.from_numpy(rows)].double()
-                listed = (points[:, None] - codes[ids].double()).norm(dim=-1)
-                nearest = torch.cdist(points, codes.double()).topk(columns + 1, largest=False).values[:, 1:]
-                if ((listed - nearest).abs() <= 1e-3 * nearest.mean()).all(1).float().mean() > 0.9:
-                    return
-    raise CheckpointError(f"{part.source.path} is a table of another codebook: it is {tuple(table.shape)}, and its ids "
-                          f"are not those of the nearest of the tokenizer's {V} codes")
+    """CheckpointError unless the table is of this codebook: ids of all its rows, and distances of a sample of them."""
+    path, (num_rows, k), V = part.source.path, part.config.shape, len(codebook)
+    if num_rows == V:
+        table = part.config.make().numpy()
+        for first in range(0, V, PIECE):
+            piece = table[first: first + PIECE]
+            if (low := int(piece.min())) < 0 or int(piece.max()) >= V:
+                raise CheckpointError(f"{path} must be a table of ids within 0..{V - 1}, "
+                                      f"got {low if low < 0 else int(piece.max())}")
+        rows = np.random.default_rng(0).choice(V, min(SAMPLE, V), replace=False)
+        ids = torch.from_numpy(table[rows].astype(np.int64))
+        if (ids[:, 0].numpy() == rows).all():
+            raise CheckpointError(f"{path} must be a table of other codes, but the first column is the code itself: "
+                                  "LANTERN's tables leave it out")
+        for codes in (codebook, F.normalize(codebook, dim=-1)):
+            points = codes[torch.from_numpy(rows)].double()
+            listed = torch.stack([(codes[row].double() - point).norm(dim=-1) for row, point in zip(ids, points)])
+            nearest = torch.cdist(points, codes.double()).topk(k + 1, largest=False).values[:, 1:]
+            if ((listed - nearest).abs() <= 1e-3 * nearest.mean()).all(1).float().mean() > 0.9:
+                return
+    raise CheckpointError(f"{path} is a table of another codebook: it is {(num_rows, k)}, and its ids are not those of "
+                          f"the nearest of the tokenizer's {V} codes")
 
 
 def plan_mar(parts: list[Part], out: Path, image_size: int | None,
@@ -507,10 +539,10 @@ def plan_mar(parts: list[Part], out: Path, image_size: int | None,
         raise CheckpointError(f"the autoencoder must have latents of the MAR's {config.channels} numbers, "
                               f"got {kl_config.z_channels}")
     files = dict(zip(("mar", "mar_draft"), mars)) | ({"kl": kls[0]} if kls else {})
-    for name in ("tokens", "channels", "classes"):
-        if mars and getattr(mars[-1].config, name) != getattr(config, name):
-            raise CheckpointError(f"{mars[-1].source.path} must have the {name} of the larger MAR, "
-                                  f"{getattr(config, name)}, to draft for it, got {getattr(mars[-1].config, name)}")
+    if len(mars) == 2:
+        check_draft_config(mars[1].source.path, mars[1].config, config)
+    if len(mars) == 1:
+        refuse_left(out, "MAR", "mar_draft.safetensors", "mar_draft.json")
     settings = read_settings(out)
     if mars:
         sizes = {(size[0], size[2]): name for name, size in mar.SIZES.items()}

@@ -26,6 +26,7 @@ from .checkpoint import (
     CheckpointError,
     Settings,
     Vocabulary,
+    check_draft_config,
     load_weights,
     read_config,
     read_settings,
@@ -89,6 +90,7 @@ class Pipeline(nn.Module):
 
         Raises:
             CheckpointError: a file is missing, truncated, or of another model
+            ValueError:      a text encoder for a model whose prompts are words or class ids
         """
         folder = Path(folder)
         config = read_config(folder / "config.json", GPTConfig)
@@ -97,10 +99,15 @@ class Pipeline(nn.Module):
             raise CheckpointError(f"tokenizer {folder / 'tokenizer.json'} must have the GPT's {config.vocabulary} "
                                   f"codes, got {vq_config.codebook_size}")
         draft_config = read_config(folder / "small.json", GPTConfig) if (folder / "small.json").exists() else None
+        if draft_config:
+            check_draft_config(folder / "small.json", draft_config, config)
         has_words = (folder / "vocabulary.json").exists() or (folder / "words.safetensors").exists()
         vocabulary = read_config(folder / "vocabulary.json", Vocabulary).words if has_words else None
         settings = read_settings(folder)
         if text_encoder is not None:
+            if has_words or config.caption_dim is None:
+                kind = "words" if has_words else "class ids"
+                raise ValueError(f"text_encoder must not be given for the model in {folder}: its prompts are {kind}")
             settings = replace(settings, text_encoder=str(text_encoder))
         with torch.device("meta"):  # no weights are made that the files' would replace
             pipeline = Pipeline(config, vq_config, vocabulary, draft_config, settings=settings,

@@ -23,7 +23,7 @@ from ..models.kl_vae import KL, KLConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
-from .checkpoint import DEFAULTS, Settings, Vocabulary, load_weights, read_config, read_settings
+from .checkpoint import DEFAULTS, Settings, Vocabulary, check_draft_config, load_weights, read_config, read_settings
 from .discrete import SHIPPED
 from .prompts import ClassIds
 
@@ -92,6 +92,8 @@ class MARPair(nn.Module):
         config = read_config(folder / "mar.json", MARConfig)
         draft_config = (read_config(folder / "mar_draft.json", MARConfig) if (folder / "mar_draft.json").exists()
                         else None)
+        if draft_config:
+            check_draft_config(folder / "mar_draft.json", draft_config, config)
         has_kl = (folder / "kl.json").exists()
         tokenizer_config = (read_config(folder / "kl.json", KLConfig) if has_kl
                             else read_config(folder / "tokenizer.json", VQConfig))
