@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import specvis_kernels
+from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS, METHODS, PARAMETERS
 
 ROOT = Path(__file__).parent.parent
@@ -93,6 +94,11 @@ def test_the_readme_names_every_op_once():
 
 def test_every_op_is_explained():
     assert set(re.findall(r"^## (\w+)$", (DOCS / "ops.md").read_text(), re.M)) == set(specvis_kernels.ops())
+
+
+def test_every_command_is_in_the_table_of_the_design():
+    row, = re.findall(r"^\| `cli/` \| the commands: (.*) \|$", (DOCS / "design.md").read_text(), re.MULTILINE)
+    assert sorted(row.split(", ")) == sorted(f"`{name}`" for name in main.list_commands(None))
 
 
 def test_every_method_is_in_the_tables():
