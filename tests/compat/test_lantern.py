@@ -209,6 +209,24 @@ def test_the_ids_of_pictures_are_one_range():
             lantern._image_ids(SimpleNamespace(non_image_tokens=torch.tensor(text)), 11)
 
 
+@pytest.mark.parametrize("text, image", [([0, 1, 2, 3, 12], range(4, 12)), ([0, 1, 2, 3, 4], range(5, 13))])
+def test_a_drafter_of_pictures_drafts_no_text(text, image):
+    class Layer(SimpleNamespace):
+        total_tokens, depth, top_k, reset = 8, 2, 3, lambda self: None
+
+        def __call__(self, hidden, input_ids, past_key_values=None, use_cache=True, position_ids=None):
+            columns = 0 if past_key_values is None else past_key_values[0][0].shape[2]
+            return embedding[input_ids], ((torch.zeros(2, 1, columns + input_ids.shape[1], 1),),)
+
+    torch.manual_seed(0)
+    embedding = torch.randn(13, 13)
+    layer = Layer(tree_mask_init=torch.eye(3)[None, None], position_ids=torch.zeros(3, dtype=torch.int64),
+                  non_image_tokens=torch.tensor(text))
+    tokens, *_ = lantern.topK_genrate(layer, torch.randn(2, 2, 13), torch.tensor([[0, 7, 8], [0, 7, 8]]),
+                                      lambda hidden: hidden, Processors(), 3.0)
+    assert tokens.shape == (1, 9) and set(tokens[0, 1:].tolist()) <= {*image}
+
+
 def test_logits_that_are_not_numbers_raise():
     step = Step(1)
     step.logits.fill_(torch.nan)
