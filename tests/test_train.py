@@ -2,7 +2,9 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -115,6 +117,30 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(tmp_path):
     train(tmp_path / "broken", 3)
     again, log = train(tmp_path / "broken", None)
     assert torch.equal(whole.weight, again.weight) and log == whole_log == list(range(6))
+
+
+def test_ctrl_c_ends_a_run_after_its_step_and_keeps_it(tmp_path, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    run, steps = Run(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=None, steps=5), []
+    with pytest.raises(KeyboardInterrupt):
+        for step in run:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            steps.append(step)
+    assert steps == [0, 1, 2] and signal.getsignal(signal.SIGINT) is before
+    said = capsys.readouterr().err
+    assert "ending after this step" in said and "the same command goes on from here" in said
+    assert [*Run(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=None, steps=5)] == [3, 4]
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path):
+    before, steps = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt):
+        for step in Run(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=None, steps=5):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            steps.append(step)
+    assert not steps and signal.getsignal(signal.SIGINT) is before
 
 
 def test_the_diffusion_loss_is_the_divergence_of_its_gaussians():

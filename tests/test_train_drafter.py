@@ -61,8 +61,9 @@ def test_a_target_gets_a_drafter_that_it_decodes_by(target, images, tmp_path):
     assert result.exit_code == 0, result.output
     assert "1 of 12 pictures cannot be read and are left out: 11.png\n" in result.output
     run = tmp_path / "runs" / "drafter-target"
-    log, = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+    log, at_the_end = map(json.loads, (run / "log.jsonl").read_text().splitlines())
     assert log["step"] == 99 and 0 < log["acceptance"] < 1
+    assert at_the_end["step"] == 100 and f"acceptance {at_the_end['acceptance']:.3f}" in result.output
     trained, untrained = load_file(target / "drafter.safetensors"), tiny_pipeline().drafter.state_dict()
     assert {name: value.shape for name, value in trained.items()} == {n: v.shape for n, v in untrained.items()}
     pipeline = Pipeline.load(target)

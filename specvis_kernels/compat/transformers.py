@@ -109,6 +109,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
                    guidance, id_range, token_streamer, model_kwargs)
     if verify and seeds is not None:
         raise ValueError("verify must be empty with seeds: tokens that equal the target's draws are not relaxed")
+    if not callable(draft):
+        raise ValueError(f"draft must be a function of sequences and a mask, got {draft!r}")
     tree = _Tree(choices, input_ids, renumber=asked.do_sample and seeds is None)
     B, N = len(input_ids), tree.num_nodes
     seeds = None if seeds is None else _seeds(seeds, input_ids)
@@ -560,9 +562,9 @@ class _Tree:
     """A static tree: its links, and level by level what is drawn from which row."""
 
     def __init__(self, choices, like: Tensor, renumber: bool = False):
-        choices = list(choices)
         if not choices:
-            raise ValueError("choices must have a path, got none")
+            raise ValueError(f"choices must be at least one path of ranks, got {choices!r}")
+        choices = list(choices)
         parents, _ = tree_from_choices(choices, device=like.device)
         choices = sorted((tuple(map(int, choice)) for choice in choices), key=lambda c: (len(c), c))
         self.links, self.num_nodes = tree_links(parents)[:4], parents.shape[1]

@@ -307,7 +307,9 @@ def test_what_is_refused(model, options, message):
 def test_what_a_tree_refuses(model, draft):
     tree = functions(draft)["tree"]
     for options, message in (
-            (dict(choices=[]), "choices must have a path, got none"),
+            (dict(choices=[]), r"choices must be at least one path of ranks, got \[\]"),
+            (dict(choices=None), "choices must be at least one path of ranks, got None"),
+            (dict(draft=None), "draft must be a function of sequences and a mask, got None"),
             (dict(choices=[(0, 0)]), "choices must be different paths"),
             (dict(choices=[(0.5,)]), r"choices must be paths of integers, .* got \(0.5,\)"),
             (dict(seeds=SEEDS, verify=dict(delta=0.1)), "verify must be empty with seeds"),

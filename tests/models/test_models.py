@@ -257,6 +257,13 @@ def test_a_checkpoint_of_another_model_names_the_tensor(tmp_path):
         load_weights(gpt, tmp_path / "more.safetensors")
 
 
+def test_what_is_no_checkpoint_is_said_without_advice_to_run_its_code(tmp_path):
+    for content in (b"hello", b"\x89PNG\r\n\x1a\n" + bytes(100)):
+        (tmp_path / "file.pt").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"file.pt cannot be read \(truncated, or not a checkpoint\?\)$"):
+            read_weights(tmp_path / "file.pt")
+
+
 @pytest.mark.parametrize("name", ["cut.safetensors", "cut.pt"])
 def test_a_truncated_checkpoint_is_one_clear_line(tmp_path, name):
     whole = tmp_path / f"whole{name[3:]}"

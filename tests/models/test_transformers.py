@@ -50,6 +50,13 @@ def janus_model(seed):
     return model
 
 
+def test_a_model_without_janus_ids_is_refused():
+    model = janus_model(0)
+    model.generation_config.generation_kwargs = None
+    with pytest.raises(ValueError, match="model must be a JanusForConditionalGeneration with generation_config"):
+        JanusPro(model, S)
+
+
 @pytest.fixture(scope="module")
 def targets():
     """(family, seed) -> a target of its own"""

@@ -126,6 +126,10 @@ def test_two_commands_lead_from_the_files_to_a_picture(models, files, tmp_path):
     assert f"draw with it: specvis generate --model {tmp_path / 'm'} --prompt 207" in result.output
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == [
         "config.json", "gpt.safetensors", "pipeline.json", "tokenizer.json", "tokenizer.safetensors"]
+    again = run("convert", files / "vq_ds16_c2i.pt", "--out", tmp_path / "m")
+    assert again.exit_code == 0
+    assert "tokenizer.safetensors, in place of the one before" in again.output.replace("\n", " ")
+    assert "in place of" not in result.output
     shown = run("info", "--model", tmp_path / "m").output.split("\n")
     assert shown[:4] == ["discrete tokens: 16 x 16 of 64 codes, pictures of 256 pixels a side",
                          "prompts: class ids, 0..9", "drafters: none; jacobi needs none",

@@ -17,7 +17,7 @@ from ..pipelines.convert import convert as convert_files
 @click.command()
 @click.argument("sources", nargs=-1, type=click.Path(path_type=Path), metavar="SOURCE...")
 @click.option("--out", type=click.Path(path_type=Path), required=True,
-              help="Folder to write. What it has already stays.")
+              help="Folder to write. Parts that it has already stay, except those that are given again.")
 @click.option("--image-size", type=int, help="Pixels a side, of LlamaGen's GPT: one of "
               f"{', '.join(map(str, IMAGE_SIZES))}. The name of the published file has it.")
 @click.option("--dtype", type=click.Choice(["stored", "float32", "bfloat16", "float16"]), default="stored",
@@ -49,6 +49,8 @@ def convert(sources, out, image_size, dtype, heads, text_encoder):
 
 def example(model: Path) -> str:
     """A command that draws with the folder."""
+    if (model / "vocabulary.json").exists():
+        return f'draw with it: specvis generate --model {model} --prompt "red heart"'
     if (model / "mar.json").exists():
         return f"draw with it: specvis generate --model {model} --prompt 207 --method mar:num_iter=64"
     if read_config(model / "config.json", GPTConfig).caption_dim is None:

@@ -41,7 +41,7 @@ SHOWN = 20  # lines about pictures that were not drawn
 @click.option("--batch", default=8, help="With --prompts: how many pictures are drawn at once. When one is finished, "
               "the next takes its place.")
 @click.option("--workers", default=0, help="With --prompts: how many processes draw, each with a model of its own, on "
-              "Ray. 0: this one alone, without Ray. The pictures are the same.")
+              "Ray. 0: this one alone, without Ray. The pictures are the same, but for rounding.")
 @click.option("--cpus-per-worker", type=click.FloatRange(0, min_open=True), show_default="its part of all",
               help="Of --workers, as Ray counts them; and threads.")
 @click.option("--gpus-per-worker", type=click.FloatRange(0), show_default="1 where --device is cuda",

@@ -309,7 +309,11 @@ class JanusPro(ImageModel):
         """See `ImageModel`. What guidance is measured against is each prompt with its text replaced by padding, which
         is seen, as `generate` does it; the ids are those of the model's generation_config."""
         c = model.generation_config
-        self.bos, self.pad, self.begin_image = c.bos_token_id, c.pad_token_id, c.generation_kwargs["boi_token_id"]
+        begin_image = (getattr(c, "generation_kwargs", None) or {}).get("boi_token_id")
+        if begin_image is None:
+            raise ValueError("model must be a JanusForConditionalGeneration with generation_config.generation_kwargs"
+                             "['boi_token_id'], the id that begins an image, as Janus-Pro's files have it")
+        self.bos, self.pad, self.begin_image = c.bos_token_id, c.pad_token_id, begin_image
         vqmodel = model.model.vqmodel
         super().__init__(model, range(vqmodel.config.num_embeddings), prefix_len,
                          tuple(vqmodel.quantize.quant_state_dims), [self.bos, self.begin_image],

@@ -91,8 +91,8 @@ def read_state(path: str | Path):
             names = "".join(c for c in ", ".join(dict.fromkeys(needed)) if c.isprintable())
             raise CheckpointError(f"checkpoint {path} is a pickle that is more than tensors: to read it, code would be "
                                   f"run ({names}), which is refused; save its tensors alone") from error
-        raise CheckpointError(f"checkpoint {path} cannot be read (truncated, or not a checkpoint?): "
-                              f"{str(error).splitlines()[0]}") from error
+        reason = "" if isinstance(error, (pickle.UnpicklingError, KeyError)) else f": {str(error).splitlines()[0]}"
+        raise CheckpointError(f"checkpoint {path} cannot be read (truncated, or not a checkpoint?){reason}") from error
 
 
 def is_mappable(path: Path) -> bool:

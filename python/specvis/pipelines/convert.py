@@ -189,7 +189,9 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
         for file, tensors in weights.items():
             write_tensors(beside[out / f"{file}.safetensors"], tensors, lambda num_bytes: progress(num_bytes, total))
             dtypes = " and ".join(sorted({str(tensor.dtype)[6:] for tensor in tensors.values()}))
-            say(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {out / file}.safetensors")
+            goal = out / f"{file}.safetensors"
+            say(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {goal}"
+                + (", in place of the one before" if goal.exists() else ""))
         for file, values in configs.items():
             beside[out / f"{file}.json"].write_text(json.dumps(values, indent=1) + "\n")
         for goal, part in beside.items():

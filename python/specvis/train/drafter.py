@@ -128,6 +128,7 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
             recent = []
     save_file({name: value.half().contiguous() for name, value in model.state_dict().items()}, folder / FILE)
     numbers = measure(model, gpt, examples, examples.test)
+    run.log(**numbers)
     click.echo("held out: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
 
 

@@ -1,8 +1,10 @@
 """What all training stages have in common: schedule, progress bar, log, checkpoints, resuming."""
 import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -48,7 +50,8 @@ def made(path: Path, stage: str) -> Path:
 class Run:
     """A training run. Iterating over it gives the numbers of the steps that are still to do.
 
-    A run that was interrupted goes on from its checkpoint, with its time and its steps.
+    A run that was interrupted goes on from its checkpoint, with its time and its steps. Ctrl-C ends it after the step
+    that is being done, and its checkpoint is written; a second Ctrl-C ends it at once.
 
         for step in run:
             loss = ...
@@ -90,10 +93,32 @@ class Run:
         return torch.Generator().manual_seed(self.seed * 1_000_003 + step)
 
     def __iter__(self) -> Iterator[int]:
+        if threading.current_thread() is not threading.main_thread():  # no other thread sees a Ctrl-C
+            yield from self._steps(lambda: False)
+            return
+        before, presses = signal.getsignal(signal.SIGINT), []
+
+        def press(*_):
+            presses.append(True)
+            if len(presses) > 1:
+                raise KeyboardInterrupt
+            click.echo("\nending after this step; Ctrl-C again ends at once", err=True)
+
+        signal.signal(signal.SIGINT, press)
+        try:
+            yield from self._steps(lambda: bool(presses))
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if presses:
+            if self.done < 1:
+                click.echo("\ninterrupted: the same command goes on from here", err=True)
+            raise KeyboardInterrupt
+
+    def _steps(self, is_interrupted: Callable[[], bool]) -> Iterator[int]:
         saved = last = time.monotonic()
         with tqdm(total=100, initial=round(100 * self.done, 1), unit="%", desc=self.folder.name,
                   bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}") as self.bar:
-            while self.done < 1:
+            while self.done < 1 and not is_interrupted():
                 cosine = 0.5 * (1 + math.cos(math.pi * self.done))
                 self.lr = self.peak * min(1, (self.step + 1) / self.warmup) * (self.floor + (1 - self.floor) * cosine)
                 for group in self.optimizer.param_groups:
