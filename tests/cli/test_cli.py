@@ -15,24 +15,8 @@ from specvis.cli.generate import file_name
 from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
 from specvis.decoding.trees import TREES
-from specvis.models.mar import MAR
 from specvis.pipelines.discrete import Pipeline
 from specvis.train.__main__ import main as train
-from tests.tiny import tiny_pair, tiny_pipeline
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    pipeline = tiny_pipeline()
-    pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
-    pipeline.draft_model = None
-    pipeline.save(folder)
-    pair = tiny_pair()
-    pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, clip_sample_range=3.0))
-                                for m in (pair.mar, pair.mar_draft))
-    pair.save(folder)
-    return folder
 
 
 def run(*arguments):

@@ -21,30 +21,15 @@ from specvis.cli import workers
 from specvis.cli.main import main
 from specvis.cli.many import Picture, Request
 from specvis.cli.workers import Crew, Seat, per_worker
-from specvis.models.mar import MAR
 from specvis.pipelines.checkpoint import Settings, fingerprint
 from specvis.pipelines.discrete import Pipeline
 from tests.pipelines.test_prompts import t5_folder
-from tests.tiny import tiny_pair, tiny_pipeline
+from tests.tiny import tiny_pipeline
 
 LINES = "red heart\n\n# of two words\n  Blue   heart\nred heart\nheart\n"
 NAMES = ["001-red-heart.png", "002-blue-heart.png", "003-red-heart.png", "004-heart.png"]
 
 LINE = {"number": 1, "prompt": "red heart", "file": "001-red-heart.png", "bytes": 3, "failed": False}
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    pipeline = tiny_pipeline()
-    pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
-    pipeline.draft_model = None
-    pipeline.save(folder)
-    pair = tiny_pair()
-    pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, clip_sample_range=3.0))
-                                for m in (pair.mar, pair.mar_draft))
-    pair.save(folder)
-    return folder
 
 
 @pytest.fixture

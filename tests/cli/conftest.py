@@ -1,0 +1,21 @@
+"""A model's folder that the tests of commands draw with."""
+import dataclasses
+
+import pytest
+
+from specvis.models.mar import MAR
+from tests.tiny import tiny_pair, tiny_pipeline
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    pipeline = tiny_pipeline()
+    pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
+    pipeline.draft_model = None
+    pipeline.save(folder)
+    pair = tiny_pair()
+    pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, clip_sample_range=3.0))
+                                for m in (pair.mar, pair.mar_draft))
+    pair.save(folder)
+    return folder
