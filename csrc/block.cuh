@@ -11,12 +11,17 @@
 #ifdef __CUDACC__
 #define LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
+// In clusters of so many blocks, by which the grid can be divided. Returns the error.
+#define LAUNCH_CLUSTERS(kernel, grid, cluster, block, shared_bytes, stream, ...) \
+  specvis::launch_clusters(kernel, grid, cluster, block, shared_bytes, stream, __VA_ARGS__)
 #define DYNAMIC_SHARED(T, name)                                           \
   extern __shared__ __align__(16) unsigned char specvis_dynamic_shared[]; \
   T* const name = reinterpret_cast<T*>(specvis_dynamic_shared)
 #else  // tests/cuda_on_cpu
 #define LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
-  cuda_on_cpu::launch(#kernel, kernel, grid, block, shared_bytes, stream, __VA_ARGS__)
+  cuda_on_cpu::launch(#kernel, kernel, grid, 1, block, shared_bytes, stream, __VA_ARGS__)
+#define LAUNCH_CLUSTERS(kernel, grid, cluster, block, shared_bytes, stream, ...) \
+  (cuda_on_cpu::launch(#kernel, kernel, grid, cluster, block, shared_bytes, stream, __VA_ARGS__), cudaGetLastError())
 #define DYNAMIC_SHARED(T, name) T* const name = reinterpret_cast<T*>(cuda_on_cpu::dynamic_shared.get())
 #endif
 
@@ -26,6 +31,25 @@ namespace {  // each kernel file has its own copies
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarp = 32;
 constexpr int kMaxWarps = 32;  // in a block
+
+#ifdef __CUDACC__
+template <class... Parameters, class... Arguments>
+cudaError_t launch_clusters(void (*kernel)(Parameters...), unsigned grid, unsigned cluster, unsigned block,
+                            size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+#endif
 
 // The number of threads for so many items: in whole warps, and at most max_threads.
 inline unsigned threads_for(int64_t items, int64_t max_threads) {
@@ -57,6 +81,14 @@ template <class T>
 __device__ T warp_sum(T value) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  return value;
+}
+
+__device__ inline uint64_t warp_max(uint64_t value) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const uint64_t other = __shfl_xor_sync(kAllLanes, value, distance);
+    value = other > value ? other : value;
   }
   return value;
 }
@@ -117,10 +149,7 @@ __device__ inline int64_t id_of(uint64_t entry) { return 0xffffffffu - static_ca
 
 __device__ inline uint64_t block_max(uint64_t value) {
   __shared__ uint64_t maxima[kMaxWarps];
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    const uint64_t other = __shfl_xor_sync(kAllLanes, value, distance);
-    value = other > value ? other : value;
-  }
+  value = warp_max(value);
   __syncthreads();  // every thread has read those of the previous call
   if (lane() == 0) maxima[warp()] = value;
   __syncthreads();
@@ -128,23 +157,37 @@ __device__ inline uint64_t block_max(uint64_t value) {
   return value;
 }
 
-// Calls f(v, p) for every entry of a row. The threads share the entries, and load 16 aligned bytes at a time.
+// Calls f(v, p) for every entry of a row. `threads` threads share the entries, of which this is number `thread`. They
+// load 16 aligned bytes at a time, and kInFlight times so before the first is used: the compiler would not, since a
+// load cannot cross the exit of a loop.
 template <class F>
-__device__ void for_each_entry(const float* row, int64_t V, F f) {
+__device__ void for_each_entry(const float* row, int64_t V, unsigned thread, unsigned threads, F f) {
+  constexpr int kInFlight = 4;
   const int64_t ahead = (16 - reinterpret_cast<uintptr_t>(row) % 16) % 16 / sizeof(float);
   const int64_t head = ahead < V ? ahead : V, fours = (V - head) / 4, tail = head + fours * 4;
-  if (threadIdx.x < head) f(int64_t{threadIdx.x}, row[threadIdx.x]);
   const float4* aligned = reinterpret_cast<const float4*>(row + head);
-#pragma unroll 4
-  for (int64_t i = threadIdx.x; i < fours; i += blockDim.x) {
-    const float4 p = aligned[i];
+  const auto use = [&](int64_t i, const float4& p) {
     const int64_t v = head + i * 4;
     f(v, p.x);
     f(v + 1, p.y);
     f(v + 2, p.z);
     f(v + 3, p.w);
+  };
+  int64_t i = thread;
+  for (; i + (kInFlight - 1) * int64_t{threads} < fours; i += kInFlight * int64_t{threads}) {
+    float4 p[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) p[j] = aligned[i + j * int64_t{threads}];
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) use(i + j * int64_t{threads}, p[j]);
   }
-  if (tail + threadIdx.x < V) f(tail + threadIdx.x, row[tail + threadIdx.x]);
+  for (; i < fours; i += threads) use(i, aligned[i]);
+  if (thread < head) f(int64_t{thread}, row[thread]);
+  if (tail + thread < V) f(tail + thread, row[tail + thread]);
+}
+template <class F>
+__device__ void for_each_entry(const float* row, int64_t V, F f) {
+  for_each_entry(row, V, threadIdx.x, blockDim.x, f);
 }
 
 __device__ inline void put(int64_t* copy, float, int64_t mass) { *copy = mass; }

@@ -27,7 +27,6 @@ def newer(file: Path, others) -> bool:
 def build(sources, library: Path, *flags: str) -> Path:
     """Compile what changed since the last time, and link it. Raises CalledProcessError."""
     compiler = os.environ.get("CXX", "g++")
-    headers = [*HERE.glob("*.h"), *CSRC.glob("*.h"), *CSRC.glob("*.cuh"), Path(__file__)]
     torch_folder = Path(torch.__file__).parent
     library.parent.mkdir(parents=True, exist_ok=True)
     lock = open(library.parent / "lock", "w")  # until this function returns: other processes may build too
@@ -35,8 +34,11 @@ def build(sources, library: Path, *flags: str) -> Path:
 
     def object_of(source: Path) -> Path:
         target = library.parent / (source.name + ".o")
-        if not newer(target, [source, *headers]):
-            subprocess.run([compiler, *FLAGS, *flags, "-x", "c++", "-c", source, "-o", target,
+        includes = target.with_suffix(".d")  # what the compiler read of ours the last time, as a rule of make
+        rule = includes.read_text() if includes.exists() else ""
+        known = [Path(name) for name in rule.replace("\\\n", " ").split()[1:]]
+        if not known or not all(map(Path.exists, known)) or not newer(target, [Path(__file__), *known]):
+            subprocess.run([compiler, *FLAGS, *flags, "-MMD", "-MF", includes, "-x", "c++", "-c", source, "-o", target,
                             "-isystem", torch_folder / "include", f"-I{CSRC}", "-DSPECVIS_EMULATED",
                             "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
         return target

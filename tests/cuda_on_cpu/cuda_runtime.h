@@ -210,15 +210,15 @@ __attribute__((no_sanitize("address"))) inline void fill_static_shared() {
 }
 
 template <class... Parameters, class... Arguments>
-void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t,
-            const Arguments&... arguments) {
+void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, unsigned cluster, dim3 block, size_t shared,
+            cudaStream_t, const Arguments&... arguments) {
   static_assert((std::is_trivially_copyable<Parameters>::value && ...), "a kernel gets copies of the bytes");
   static std::mutex one;
   const std::lock_guard<std::mutex> lock(one);
   const auto limit = shared_limits.find(reinterpret_cast<const void*>(kernel));
   const uint64_t count = uint64_t{block.x} * block.y * block.z;
   if (grid.x < 1 || grid.x > 0x7fffffffu || grid.y < 1 || grid.y > 65535 || grid.z < 1 || grid.z > 65535 || count < 1 ||
-      count > 1024) {
+      count > 1024 || cluster != 1) {
     last_error = cudaErrorInvalidConfiguration;
     return;
   }
@@ -374,6 +374,14 @@ T atomicCAS(T* memory, std::common_type_t<T> expected, std::common_type_t<T> val
   return cuda_on_cpu::modify(memory, [=](T before) { return before == expected ? value : before; });
 }
 inline void __threadfence() {}
+inline unsigned __clusterRelativeBlockRank() { return 0; }
+inline unsigned __clusterSizeInBlocks() { return 1; }
+inline void __cluster_barrier_arrive() {}
+inline void __cluster_barrier_wait() {}
+template <class T>
+void* __cluster_map_shared_rank(T* shared, unsigned) {
+  return shared;
+}
 inline void __threadfence_block() {}
 
 template <class T>

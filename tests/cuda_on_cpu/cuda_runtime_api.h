@@ -17,7 +17,12 @@ enum cudaError_t {
 enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlock = 8,
   cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
+struct cudaFuncAttributes {
+  size_t sharedSizeBytes;
+  int ptxVersion;
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
@@ -57,8 +62,15 @@ inline cudaError_t cudaGetDevice(int* device) {
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount       ? 132
+           : attribute == cudaDevAttrComputeCapabilityMajor  ? 8
            : attribute == cudaDevAttrMaxSharedMemoryPerBlock ? cuda_on_cpu::kSharedByDefault
                                                              : cuda_on_cpu::most_shared();
+  return cudaSuccess;
+}
+
+// What a kernel declares of shared memory is not known here: more than any of them does.
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {8192, 90};
   return cudaSuccess;
 }
 
