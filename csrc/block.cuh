@@ -85,6 +85,15 @@ __device__ T warp_sum(T value) {
   return value;
 }
 
+// The sum of the values of the lanes up to this one.
+__device__ inline int64_t warp_scan(int64_t value) {
+  for (unsigned distance = 1; distance < kWarp; distance *= 2) {
+    const int64_t lower = __shfl_up_sync(kAllLanes, value, distance);
+    if (lane() >= distance) value += lower;
+  }
+  return value;
+}
+
 __device__ inline uint64_t warp_max(uint64_t value) {
   for (int distance = kWarp / 2; distance > 0; distance /= 2) {
     const uint64_t other = __shfl_xor_sync(kAllLanes, value, distance);
@@ -124,11 +133,7 @@ struct Scan {
 
 __device__ inline Scan block_scan(int64_t value) {
   __shared__ int64_t sums[kMaxWarps];
-  int64_t sum = value;
-  for (unsigned distance = 1; distance < kWarp; distance *= 2) {
-    const int64_t lower = __shfl_up_sync(kAllLanes, sum, distance);
-    if (lane() >= distance) sum += lower;
-  }
+  const int64_t sum = warp_scan(value);
   __syncthreads();
   if (lane() == kWarp - 1) sums[warp()] = sum;
   __syncthreads();
@@ -174,6 +179,7 @@ __device__ void for_each_entry(const float* row, int64_t V, unsigned thread, uns
     f(v + 3, p.w);
   };
   int64_t i = thread;
+#pragma unroll 1  // to unroll them the compiler would count their turns, by a division
   for (; i + (kInFlight - 1) * int64_t{threads} < fours; i += kInFlight * int64_t{threads}) {
     float4 p[kInFlight];
 #pragma unroll
@@ -181,6 +187,7 @@ __device__ void for_each_entry(const float* row, int64_t V, unsigned thread, uns
 #pragma unroll
     for (int j = 0; j < kInFlight; ++j) use(i + j * int64_t{threads}, p[j]);
   }
+#pragma unroll 1
   for (; i < fours; i += threads) use(i, aligned[i]);
   if (thread < head) f(int64_t{thread}, row[thread]);
   if (tail + thread < V) f(tail + thread, row[tail + thread]);
