@@ -3,6 +3,7 @@
 #pragma once
 #include <map>
 #include <mutex>
+#include <type_traits>
 #include <utility>
 
 #include "block.cuh"
@@ -56,12 +57,21 @@ class Team {
     }
   }
 
+  // This block by itself, for what it does behind the last thing that the team does together.
+  __device__ Team alone() const {
+    Team block = *this;
+    block.rank_ = 0;
+    block.size_ = 1;
+    return block;
+  }
+
   // The values of all warps in their order, which each lane of a warp brings. They stand until the exchange after the
   // next: the barrier of that one in between says that everyone has read them.
-  __device__ const uint64_t* exchange(uint64_t value) {
-    __shared__ uint64_t values[2][kMaxTeamWarps];
+  template <class T = uint64_t>
+  __device__ const T* exchange(const std::common_type_t<T>& value) {
+    __shared__ T values[2][kMaxTeamWarps];
     turn_ ^= 1;
-    uint64_t* const to = values[turn_];
+    T* const to = values[turn_];
     if (size_ == 1) {
       if (lane() == 0) to[warp()] = value;
     } else if (lane() < size_) {
@@ -94,11 +104,7 @@ class Team {
   }
 
   __device__ Scan scan(int64_t value) {
-    int64_t sum = value;
-    for (unsigned distance = 1; distance < kWarp; distance *= 2) {
-      const int64_t lower = __shfl_up_sync(kAllLanes, sum, distance);
-      if (lane() >= distance) sum += lower;
-    }
+    const int64_t sum = warp_scan(value);
     const uint64_t* const sums = exchange(static_cast<uint64_t>(__shfl_sync(kAllLanes, sum, kWarp - 1)));
     const unsigned own = rank_ * warps() + warp();
     Scan scan = {0, 0};
