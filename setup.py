@@ -10,7 +10,7 @@ a GPU.
     MAX_JOBS              how many of them run at once
     SPECVIS_CUDA          0: no CUDA library; 1: an error if there is no nvcc
     CUDA_HOME             where nvcc is, if it is neither in PATH nor in /usr/local/cuda
-    TORCH_CUDA_ARCH_LIST  the GPUs to build for, "8.0;9.0;10.0+PTX" unless set
+    TORCH_CUDA_ARCH_LIST  the GPUs to build for; unless set, those of "8.0;9.0;10.0+PTX" that nvcc knows
 """
 import os
 import re
@@ -59,28 +59,70 @@ def find_nvcc() -> str | None:
     return nvcc
 
 
-def gpu_flags() -> list[str]:
-    flags = []
-    for name in re.split("[; ,]+", os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0;10.0+PTX"):
+def said_by(nvcc: str, option: str) -> str:
+    return subprocess.run([nvcc, option], capture_output=True, text=True).stdout
+
+
+def gpu_flags(nvcc: str) -> list[str]:
+    """Of what was asked for, everything, or an error; else those of our own list that this nvcc knows."""
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    known = re.findall(r"compute_(\d+)(\d)\b", said_by(nvcc, "--list-gpu-arch"))
+    archs, unknown = [], []
+    for name in re.split("[; ,]+", asked or "8.0;9.0;10.0+PTX"):
         match = re.fullmatch(r"(\d+)\.?(\d)([af]?)(\+PTX)?", name)
         if not match:
             sys.exit(f"specvis_kernels: TORCH_CUDA_ARCH_LIST must be like 8.0;9.0+PTX, got {name!r}")
+        (archs if not known or match.groups()[:2] in known else unknown).append(match)
+    if unknown and (asked or not archs):
+        sys.exit(f"specvis_kernels: {nvcc} cannot build for {', '.join(match[0] for match in unknown)}, only for "
+                 f"{', '.join(map('.'.join, known))}: choose of these by TORCH_CUDA_ARCH_LIST")
+    if unknown:
+        print(f"specvis_kernels: {nvcc} does not know {', '.join('.'.join(match.groups()[:2]) for match in unknown)}: "
+              f"built for {', '.join('.'.join(match.groups()[:2]) for match in archs)}, and as PTX for what is later",
+              flush=True)
+    flags = []
+    for match in archs:
         arch = "".join(match.groups()[:3])
         flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-        if match[4]:
+        if match[4] or unknown and match is archs[-1]:
             flags += ["-gencode", f"arch=compute_{arch},code=compute_{arch}"]
     return flags
 
 
+def release_of(nvcc: str) -> str | None:
+    """E.g. 13.0"""
+    match = re.search(r"release (\d+\.\d+)", said_by(nvcc, "--version"))
+    return match and match[1]
+
+
 def compression_flags(nvcc: str) -> list[str]:
     """The libraries are a third as large so. nvcc 13 knows this, and every driver that its code runs on."""
-    release = re.search(r"release (\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
-    return ["--compress-mode=size"] if release and int(release[1]) >= 13 else []
+    release = release_of(nvcc)
+    return ["--compress-mode=size"] if release and float(release) >= 13 else []
 
 
-def own_files() -> list[Path]:
-    """What every object depends on, apart from its source and torch."""
-    return [Path(__file__), *Path("csrc").glob("*.h"), *Path("csrc").glob("*.cuh")]
+def warn_of_another_cuda(nvcc: str, torch: Path) -> None:
+    """The library has a CUDA runtime of its own, so what counts is the driver, which may be as old as torch's CUDA."""
+    match = re.search(r"^cuda\b[^=]*= '(\d+)\.", (torch / "version.py").read_text(), re.M)
+    release = release_of(nvcc)
+    if match and release and match[1] != release.partition(".")[0]:
+        print(f"specvis_kernels: warning: nvcc is of CUDA {release}, but torch of CUDA {match[1]}: where the driver "
+              f"does not know CUDA {release.partition('.')[0]}, Triton's kernels run", flush=True)
+
+
+def read_by(target: Path) -> list[Path]:
+    """What the compiler read of ours for this object, by the rule of make that it wrote beside it."""
+    rule = target.with_suffix(".d")
+    names = rule.read_text().replace("\\\n", " ").partition(":")[2].split() if rule.exists() else []
+    return [Path(name) for name in names]
+
+
+def is_fresh(target: Path) -> bool:
+    """Whether an object is newer than all that it was made from. torch's headers are as new as torch/version.py."""
+    files = read_by(target)
+    files += [Path(__file__), find_torch() / "version.py"] if files else []
+    return bool(files) and all(file.exists() for file in [target, *files]) \
+        and target.stat().st_mtime > max(file.stat().st_mtime for file in files)
 
 
 def run(*command, log: Path | None = None) -> None:
@@ -113,24 +155,24 @@ class Build(build_ext):
 
     def build_extension(self, extension):
         torch = find_torch()
-        shared = [torch / "version.py", *own_files()]
         compile, link, objects = [self.compiler_path, *FLAGS], [self.compiler_path], OBJECTS
         has_log = extension.name.endswith("_cuda")
         if has_log:  # nvcc knows where CUDA's headers and its static runtime are
             host = [self.nvcc, "-ccbin", self.compiler_path]
-            compile = [*host, *CUDA_FLAGS, *gpu_flags(), *compression_flags(self.nvcc)]
+            gpus = gpu_flags(self.nvcc)
+            compile = [*host, *CUDA_FLAGS, *gpus, *compression_flags(self.nvcc)]
             link = [*host, "-Xlinker", "--no-undefined"]
-            objects = OBJECTS / "-".join(flag.partition("code=")[2] for flag in gpu_flags()[1::2])
+            objects = OBJECTS / "-".join(flag.partition("code=")[2] for flag in gpus[1::2])
+            warn_of_another_cuda(self.nvcc, torch)
         else:
             link += ["-Wl,--no-undefined"]
 
         def object_of(source: str) -> Path:
             target = objects / (source + ".o")
             target.parent.mkdir(parents=True, exist_ok=True)
-            newest = max(path.stat().st_mtime for path in [Path(source), *shared])
-            if not target.exists() or target.stat().st_mtime <= newest:
-                run(*compile, *DEFINES, "-isystem", torch / "include", "-c", source, "-o", target,
-                    log=target.with_suffix(".log") if has_log else None)
+            if not is_fresh(target):
+                run(*compile, *DEFINES, "-isystem", torch / "include", "-MMD", "-MF", target.with_suffix(".d"),
+                    "-c", source, "-o", target, log=target.with_suffix(".log") if has_log else None)
             return target
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
@@ -153,11 +195,11 @@ class Wheel(bdist_wheel):
 if NEED_TORCH & {*sys.argv[1:]}:
     find_torch()  # before anything else, so that a missing torch is the first line that a build prints
 
-BINDINGS = "csrc/bindings.cpp"
+FOR_CUDA = {"csrc/bindings.cpp", "csrc/cuda_version.cpp"}
 setup(
     ext_modules=[
-        Extension("specvis_kernels._ops", sorted({*map(str, Path("csrc").glob("*.cpp"))} - {BINDINGS})),
-        Extension("specvis_kernels._ops_cuda", sorted(map(str, Path("csrc").glob("*.cu"))) + [BINDINGS]),
+        Extension("specvis_kernels._ops", sorted({*map(str, Path("csrc").glob("*.cpp"))} - FOR_CUDA)),
+        Extension("specvis_kernels._ops_cuda", sorted({*map(str, Path("csrc").glob("*.cu"))} | FOR_CUDA)),
     ],
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
 )

@@ -6,7 +6,7 @@ Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
     CompositeExplicitAutograd  oracle             specvis_kernels/<op>.py
     Meta                       output shapes      specvis_kernels/<op>.py
     CPU                        C++                csrc/<op>.cpp                 if built
-    CUDA                       CUDA C++           csrc/<op>.cu                  if built
+    CUDA                       CUDA C++           csrc/<op>.cu                  if built, and the driver is as new
                                else Triton        specvis_kernels/triton/<op>.py
 
 PyTorch prefers a device's own key to the composite one. So where a kernel is missing the oracle answers, and nothing
@@ -19,8 +19,10 @@ An op that writes to arguments says so in its schema: Tensor(a!) and Tensor(a!)[
 them. Then torch.compile, fake tensors and the version counters of what is written work as for torch's own operations.
 _batching.py says what torch.func.vmap does.
 """
+import ctypes
 import operator
 import os
+import re
 import warnings
 from importlib import import_module
 from importlib.util import find_spec
@@ -53,9 +55,28 @@ if not (_here / "_ops.so").exists() and (_here.parent / "csrc").exists():
                   "build it with python -m pip install -e . or import the installed package from elsewhere",
                   stacklevel=2)
 
+
+def _driver_knows(library: Path) -> bool:
+    """Whether the driver is new enough for the CUDA library, whose runtime is its own; it warns if not. A driver runs
+    what any release of its major was built with. Without a driver there is nothing to run, so nothing to say."""
+    built = re.search(rb"specvis_kernels is built with CUDART_VERSION (\d+)", library.read_bytes())
+    version = ctypes.c_int()
+    try:
+        found = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0
+    except (OSError, AttributeError):
+        found = False
+    if not built or not found or version.value // 1000 >= int(built[1]) // 1000:
+        return True
+    names = [f"{number // 1000}.{number % 1000 // 10}" for number in (int(built[1]), version.value)]
+    warnings.warn(f"{library} is built with CUDA {names[0]}, and the driver knows CUDA {names[1]}: Triton's kernels "
+                  f"answer on CUDA, where there is Triton. Build it with CUDA {version.value // 1000} instead",
+                  stacklevel=2)
+    return False
+
+
 for _file in ("_ops.so", "_ops_cuda.so"):  # built? then it must load: a broken build is an error, not a fallback
     _path = Path(__file__).with_name(_file)
-    if _path.exists() and (_file == "_ops.so" or torch.version.cuda):
+    if _path.exists() and (_file == "_ops.so" or torch.version.cuda and _driver_knows(_path)):
         try:
             torch.ops.load_library(_path)
         except OSError as error:

@@ -1,10 +1,12 @@
-"""The CUDA library as nvcc builds it: for which GPUs, within which limits, and that it loads without one."""
+"""The CUDA library as nvcc builds it: for which GPUs, within which limits, and that it loads without one, or not at all
+where the driver is too old."""
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +34,17 @@ NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 needs_nvcc = pytest.mark.skipif(not NVCC, reason="needs nvcc")
 
 
+def tool(path: Path, said: str) -> str:
+    """A program that says this, whatever it is asked."""
+    path.write_text(f"#!/bin/sh\ncat <<'end'\n{said}\nend\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def archs_of(flags):
+    return [flag.partition("code=")[2] for flag in flags[1::2]]
+
+
 @pytest.mark.parametrize("wanted, archs", [
     (None, ["sm_80", "sm_90", "sm_100", "compute_100"]),
     ("", ["sm_80", "sm_90", "sm_100", "compute_100"]),
@@ -39,16 +52,82 @@ needs_nvcc = pytest.mark.skipif(not NVCC, reason="needs nvcc")
     ("8.6 9.0a+PTX", ["sm_86", "sm_90a", "compute_90a"]),
     ("120", ["sm_120"]),
 ])
-def test_the_gpus_that_are_asked_for(setup, monkeypatch, wanted, archs):
+def test_the_gpus_that_are_asked_for(setup, monkeypatch, tmp_path, wanted, archs):
     if wanted is not None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
-    assert [flag.partition("code=")[2] for flag in setup["gpu_flags"]()[1::2]] == archs
+    assert archs_of(setup["gpu_flags"](tool(tmp_path / "nvcc", ""))) == archs
 
 
-def test_unknown_gpus_are_refused(setup, monkeypatch):
+@pytest.mark.parametrize("known, archs, unknown", [
+    ("80 86 90 100 103 120", ["sm_80", "sm_90", "sm_100", "compute_100"], ""),
+    ("50 52 70 80 86 90 90a", ["sm_80", "sm_90", "compute_90"], "10.0: built for 8.0, 9.0, and"),
+    ("50 70 80 86", ["sm_80", "compute_80"], "9.0, 10.0: built for 8.0, and"),
+])
+def test_without_a_list_the_gpus_are_those_that_nvcc_knows(setup, tmp_path, capsys, known, archs, unknown):
+    nvcc = tool(tmp_path / "nvcc", "\n".join(f"compute_{number}" for number in known.split()))
+    assert archs_of(setup["gpu_flags"](nvcc)) == archs
+    said = f"specvis_kernels: {nvcc} does not know {unknown} as PTX for what is later\n"
+    assert capsys.readouterr().out == (said if unknown else "")
+
+
+def test_gpus_that_nvcc_does_not_know_are_refused(setup, monkeypatch, tmp_path):
+    nvcc = tool(tmp_path / "nvcc", "compute_80\ncompute_90")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a;10.0+PTX")
+    message = rf"{nvcc} cannot build for 10.0\+PTX, only for 8.0, 9.0: choose of these by TORCH_CUDA_ARCH_LIST"
+    with pytest.raises(SystemExit, match=message):
+        setup["gpu_flags"](nvcc)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
+    assert archs_of(setup["gpu_flags"](nvcc)) == ["sm_90a"]
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
+    with pytest.raises(SystemExit, match="cannot build for 8.0, 9.0, 10.0.PTX, only for 5.0"):
+        setup["gpu_flags"](tool(tmp_path / "nvcc", "compute_50"))
+
+
+@pytest.mark.parametrize("cuda, release, is_warned", [("'12.8'", "13.0", True), ("'13.2'", "13.0", False),
+                                                      ("None", "13.0", False), ("'13.0'", "12.4", True)])
+def test_another_cuda_than_torchs_is_said_at_the_build(setup, tmp_path, capsys, cuda, release, is_warned):
+    (tmp_path / "version.py").write_text(f"__version__ = '2.11.0'\ncuda: Optional[str] = {cuda}\nhip = None\n")
+    nvcc = tool(tmp_path / "nvcc", f"Cuda compilation tools, release {release}, V{release}.88")
+    setup["warn_of_another_cuda"](nvcc, tmp_path)
+    said = capsys.readouterr().out
+    assert said.count("\n") == said.count(f"nvcc is of CUDA {release}, but torch of CUDA {cuda[1:3]}: ") == is_warned
+    assert setup["compression_flags"](nvcc) == (["--compress-mode=size"] if release == "13.0" else [])
+
+
+def test_words_that_are_no_gpus_are_refused(setup, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0;Hopper")
     with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST must be like 8.0;9.0.PTX, got 'Hopper'"):
-        setup["gpu_flags"]()
+        setup["gpu_flags"](tool(tmp_path / "nvcc", ""))
+
+
+def test_an_object_is_built_again_when_what_it_was_made_from_changes(setup, tmp_path):
+    """Only then: not for a header that another object includes."""
+    target, source, header = (tmp_path / name for name in ("a.cu.o", "a.cu", "a.cuh"))
+    for file in (target, source, header):
+        file.touch()
+    now = time.time() + 10  # newer than setup.py and torch
+    os.utime(target, (now, now))
+    assert not setup["is_fresh"](target)  # nobody knows what it was made from
+    for rule in (f"{target} : {source} \\\n    {header}\n", f"{target}: {source} {header}\n"):
+        target.with_suffix(".d").write_text(rule)
+        assert setup["read_by"](target) == [source, header]
+        os.utime(header)
+        assert setup["is_fresh"](target)
+        os.utime(header, (now, now))
+        assert not setup["is_fresh"](target)
+    header.unlink()
+    assert not setup["is_fresh"](target)
+
+
+def test_the_compilers_say_what_they_read(setup):
+    """The rules beside the objects of this build name the source and the headers of ours that it includes."""
+    found = [file for file in setup["OBJECTS"].rglob("*.o") if setup["is_fresh"](file)]
+    if not found:
+        pytest.skip("needs a build that is newer than the sources")
+    for file in found:
+        source = ROOT / "csrc" / file.name.removesuffix(".o")
+        names = {path.name for path in setup["read_by"](file)}
+        assert {source.name, *re.findall(r'#include "(.*)"', source.read_text())} <= names
 
 
 def test_where_nvcc_is_looked_for(setup, monkeypatch, tmp_path):
@@ -75,9 +154,8 @@ def test_every_kernel_stays_in_registers(setup, measured):
 
     spilling = []
     for file in KERNELS:
-        newest = max(path.stat().st_mtime for path in [file, *setup["own_files"]()])
         logs = [built.with_suffix(".log").read_text() for built in setup["OBJECTS"].glob(f"*/csrc/{file.name}.o")
-                if built.stat().st_mtime > newest]
+                if setup["is_fresh"](built)]
         assert logs, f"no build of {file.name} is newer than it and what it includes: build the package again"
         for log in logs:
             assert "warning" not in log, log
@@ -115,9 +193,49 @@ def test_a_broken_library_is_an_error(tmp_path):
     assert "ImportError" in run.stderr and "_ops.so does not load, build the package again" in run.stderr
 
 
+FAKE_DRIVER = "extern \"C\" int cuDriverGetVersion(int* version) { *version = %d; return 0; }"
+FAKE_HEADER = "#define CUDART_VERSION 13020"
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+@pytest.mark.parametrize("driver, torch_cuda, loads", [(13000, "13.0", True), (12080, "12.8", False),
+                                                       (None, "13.0", True)])
+def test_a_library_for_a_newer_cuda_than_the_drivers_stays_out(tmp_path, driver, torch_cuda, loads):
+    """Then Triton's kernels answer, with one warning that says what to do. The library here is nothing but its
+    version, and the driver is a fake one."""
+    def compile(code, target):
+        command = ["g++", "-x", "c++", "-shared", "-fPIC", f"-I{tmp_path}", "-o", target, "-"]
+        subprocess.run(command, input=code, text=True, check=True)
+
+    package = shutil.copytree(LIBRARY.parent, tmp_path / "specvis_kernels",
+                              ignore=shutil.ignore_patterns("_ops_cuda.so", "__pycache__"))
+    (tmp_path / "cuda_runtime_api.h").write_text(FAKE_HEADER)
+    compile((ROOT / "csrc/cuda_version.cpp").read_text(), package / "_ops_cuda.so")
+    if driver:
+        compile(FAKE_DRIVER % driver, tmp_path / "libcuda.so.1")
+    program = f"""if True:
+        import warnings
+        import torch
+        torch.version.cuda = {torch_cuda!r}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            import specvis_kernels
+        is_loaded = any("_ops_cuda" in path for path in torch.ops.loaded_libraries)
+        print(is_loaded, specvis_kernels.backends("tree_links", "cuda"), *(str(w.message) for w in said), sep="|")"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+                         env=os.environ | {"PYTHONPATH": "", "LD_LIBRARY_PATH": str(tmp_path)})
+    assert run.returncode == 0, run.stderr
+    is_loaded, backends, *warnings = run.stdout.strip().split("|")
+    assert is_loaded == str(loads) and ("triton" in backends) == bool(find_spec("triton"))
+    assert len(warnings) == (not loads)
+    if warnings:
+        assert "is built with CUDA 13.2, and the driver knows CUDA 12.8: Triton's kernels answer" in warnings[0]
+        assert warnings[0].endswith("Build it with CUDA 12 instead")
+
+
 def test_the_gpus_are_in_the_library(setup):
-    if not LIBRARY.exists():
-        pytest.skip("needs the CUDA library")
+    if not LIBRARY.exists() or not NVCC:
+        pytest.skip("needs the CUDA library and nvcc")
     path = os.environ["PATH"]
     if find_spec("triton"):
         path += os.pathsep + str(Path(find_spec("triton").origin).parent / "backends/nvidia/bin")
@@ -126,8 +244,7 @@ def test_the_gpus_are_in_the_library(setup):
         pytest.skip("needs cuobjdump")
     inside = [subprocess.run([cuobjdump, option, LIBRARY], capture_output=True, text=True).stdout
               for option in ("--list-elf", "--list-ptx")]
-    wanted = [flag.partition("code=")[2] for flag in setup["gpu_flags"]()[1::2]]
-    for arch in wanted:
+    for arch in archs_of(setup["gpu_flags"](NVCC)):
         name = arch.replace("compute", "sm")
         found = re.findall(rf"\.{name}\.(?:cubin|ptx)", inside[arch.startswith("compute")])
         assert len(found) >= len(KERNELS), f"{arch} is in {len(found)} of {len(KERNELS)} files"
