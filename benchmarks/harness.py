@@ -1,10 +1,12 @@
 """The one way in which times are taken here, and the machine that every number belongs to."""
+import hashlib
 import os
 import platform
 import re
 import statistics
 import subprocess
 import sys
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
 from pathlib import Path
@@ -16,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import specvis_kernels
 
 ROOT = Path(__file__).parent.parent
-CACHE = 256 * 2**20  # bytes of inputs that take turns: more than any GPU's cache, and most CPUs'
+CACHE = 256 * 2**20  # bytes of inputs that take turns on a CPU: more than most have of cache
+MAX_COPIES = 64      # of an input
 
 
 def check_built(device: str) -> None:
@@ -26,14 +29,36 @@ def check_built(device: str) -> None:
                  "build them with python -m pip install -e .")
 
 
+def said_by(*command: str) -> str:
+    """What a program prints; nothing if there is no such program."""
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def asked_of_the_gpu(*fields: str) -> list:
+    """What nvidia-smi says about the first GPU, None for what it does not say."""
+    said = said_by("nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    values = [value.strip() for value in said.split(",")]
+    return values if len(values) == len(fields) else [None] * len(fields)
+
+
+def clocks() -> dict:
+    """Of the GPU, in MHz, at this moment."""
+    return dict(zip(("sm_mhz", "memory_mhz"), asked_of_the_gpu("clocks.sm", "clocks.mem")))
+
+
+def sources() -> str:
+    """A fingerprint of what is timed and of how: it says which revision it is where there is no git."""
+    files = [file for pattern in ("csrc/*", "specvis_kernels/**/*.py", "benchmarks/*.py", "tests/kernels/inputs.py")
+             for file in sorted(ROOT.glob(pattern))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
 def machine() -> dict:
     """Device, versions and git revision, for every record."""
-    def git(*arguments):
-        try:
-            run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-            return run.stdout.strip()
-        except FileNotFoundError:
-            return ""
+    git = partial(said_by, "git")
 
     def installed(package):
         try:
@@ -43,11 +68,18 @@ def machine() -> dict:
 
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    return {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    gpu = {}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        driver, sm_mhz, memory_mhz = asked_of_the_gpu("driver_version", "clocks.max.sm", "clocks.max.mem")
+        gpu = {"cuda": torch.version.cuda, "driver": driver, "multiprocessors": properties.multi_processor_count,
+               "l2_bytes": properties.L2_cache_size, "most_sm_mhz": sm_mhz, "most_memory_mhz": memory_mhz}
+    return {"device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu", **gpu,
             "cpu": cpu[1] if cpu else platform.processor(), "cores": os.cpu_count(),
             "threads": torch.get_num_threads(), "torch": torch.__version__, "triton": installed("triton"),
             "python": platform.python_version(), "system": platform.platform(),
-            "git": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")}
+            "git": git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else ""),
+            "sources": sources()}
 
 
 def file_name(machine: dict) -> str:
@@ -74,16 +106,18 @@ def collect(sample, seconds: float, min_samples: int = 5, max_samples: int = 200
     return samples
 
 
-def copies_of(arguments: tuple) -> list:
-    """Copies of the arguments that take turns: more than CACHE bytes of them, but at most 64."""
-    size = sum(a.nbytes for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
-    return [tree_map_only(torch.Tensor, torch.clone, arguments)
-            for _ in range(min(64, 1 + CACHE // max(size, 1)))]
+def bytes_of(arguments: tuple) -> int:
+    return sum(a.nbytes for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
 
 
-def time_eager(call, arguments: tuple, seconds: float) -> dict:
-    """Summaries of call(*arguments), which may wait for the device itself, by mode. "eager": over one input, which a
-    large enough cache holds; "eager cold": over copies that take turns."""
+def copies_of(arguments: tuple, number: int) -> list:
+    """The arguments themselves and copies of them, that take turns."""
+    return [arguments, *(tree_map_only(torch.Tensor, torch.clone, arguments) for _ in range(number - 1))]
+
+
+def time_on_cpu(call, arguments: tuple, seconds: float) -> dict:
+    """Summaries of call(*arguments) by mode. "eager": over one input, which a large enough cache holds; "eager cold":
+    over copies that take turns: more than CACHE bytes of them, but at most MAX_COPIES."""
     def summary_over(rotation):
         turns = cycle(rotation)
 
@@ -91,58 +125,117 @@ def time_eager(call, arguments: tuple, seconds: float) -> dict:
             turn = next(turns)
             start = perf_counter()
             call(*turn)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             return (perf_counter() - start) * 1e6
 
         sample()
         return summary(collect(sample, seconds))
 
-    return {"eager": summary_over([arguments]), "eager cold": summary_over(copies_of(arguments))}
+    number = min(MAX_COPIES, 1 + CACHE // max(bytes_of(arguments), 1))
+    return {"eager": summary_over([arguments]), "eager cold": summary_over(copies_of(arguments, number))}
 
 
-def time_on_cuda(call, arguments: tuple, seconds: float) -> dict:
-    """Summaries by mode. "eager": what a loop in Python sees; "graph": the launches replayed, over inputs
-    that take turns so that none is in the cache ("cold"), or over one ("warm")."""
-    copies = copies_of(arguments)
-    calls = max(20, len(copies))
+def reads_back(call, arguments: tuple) -> str:
+    """Why the call cannot be captured: what PyTorch says when the host waits for the device in it. Else nothing.
 
-    def eager():
+    A capture that fails may leave the allocator and the random generators of the process as they are in a capture. So
+    this is asked before.
+    """
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(*arguments)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
+
+
+@lru_cache(maxsize=1)
+def sweep_of(size: int):
+    """A call that reads as many bytes, so that nothing else is left in a cache of a third of that."""
+    return torch.ones(size // 4, device="cuda").sum
+
+
+def captured(calls: list):
+    """A function that replays the calls, and returns how many microseconds that took."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+
+    def replay() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    replay()
+    return replay
+
+
+def time_graphs(call, arguments: tuple, seconds: float, touched: int) -> dict:
+    """Summaries by mode of what the device alone does: launches of a CUDA graph, one behind the other.
+
+    "graph warm" is over one input. In "graph cold" no input is in the L2 cache: so many inputs take turns (`inputs`)
+    that calls touch three times as much as it holds. Where these would be too many, so many bytes are read before each
+    call instead (`swept`), and the time that this takes alone is subtracted.
+    """
+    swept = 3 * torch.cuda.get_device_properties(0).L2_cache_size
+    number = -(-swept // max(touched, 1))
+    has_room = number * bytes_of(arguments) < torch.cuda.get_device_properties(0).total_memory // 8
+    copies = copies_of(arguments, number if number <= MAX_COPIES and has_room else 1)
+    calls = [partial(call, *a) for a in copies] * -(-20 // len(copies))
+    for each in calls[:len(copies)]:  # compiled, loaded, and memory allocated, before the capture
+        each()
+    torch.cuda.synchronize()
+    warm = captured(calls[:1] * 20)
+    if len(copies) > 1 or number == 1:
+        cold, how = captured(calls), {"inputs": len(copies)}
+    else:
+        sweep, how = sweep_of(swept), {"swept": swept}
+        sweep()
+        both, alone = captured([one for each in calls for one in (sweep, each)]), captured([sweep] * len(calls))
+
+        def cold():
+            return max(both() - alone(), 1e-3)  # a difference of clocks may be nothing
+
+    return {"graph cold": summary(collect(lambda: cold() / len(calls), seconds)) | how,
+            "graph warm": summary(collect(lambda: warm() / 20, seconds))}
+
+
+def time_on_cuda(call, arguments: tuple, seconds: float, touched: int, graphs: bool) -> dict:
+    """Summaries by mode. "eager": what a loop in Python sees, over one input, which waits for the device after up to 64
+    calls; and unless this is all that is asked for, time_graphs, where the call can be captured."""
+    def eager(calls):
         start = perf_counter()
-        for i in range(calls):
-            call(*copies[i % len(copies)])
+        for _ in range(calls):
+            call(*arguments)
         torch.cuda.synchronize()
         return (perf_counter() - start) * 1e6 / calls
 
-    def replay(rotation):
-        for a in rotation:  # compiled, and memory allocated, before the capture
-            call(*a)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(calls):
-                call(*rotation[i % len(rotation)])
-
-        def sample():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            return start.elapsed_time(end) * 1e3 / calls
-
-        sample()
-        return summary(collect(sample, seconds))
-
-    eager()
-    return {"eager": summary(collect(eager, seconds)), "graph cold": replay(copies),
-            "graph warm": replay(copies[:1])}
+    eager(1)
+    calls = max(1, min(64, int(seconds / 5 * 1e6 / eager(1))))
+    times = {"eager": summary(collect(lambda: eager(calls), seconds)) | {"calls": calls}}
+    if graphs and (why := reads_back(call, arguments)):
+        times["eager"]["not_captured"] = why
+    elif graphs:
+        times |= time_graphs(call, arguments, seconds, touched)
+    return times
 
 
-def time(call, arguments: tuple, seconds: float) -> dict:
-    """Summaries of call(*arguments) by mode, where the arguments are."""
-    device = next(a.device.type for a in arguments if isinstance(a, torch.Tensor))
-    return (time_on_cuda if device == "cuda" else time_eager)(call, arguments, seconds)
+def time(call, arguments: tuple, seconds: float, touched: int | None = None, graphs: bool = True) -> dict:
+    """Summaries of call(*arguments) by mode, where the arguments are.
+
+    Args:
+        touched:  how many bytes of the arguments it reads and writes; None: all
+        graphs:   whether a GPU's graphs are timed too
+    """
+    device = next(a.device.type for a in tree_leaves(arguments) if isinstance(a, torch.Tensor))
+    if device != "cuda":
+        return time_on_cpu(call, arguments, seconds)
+    return time_on_cuda(call, arguments, seconds, bytes_of(arguments) if touched is None else touched, graphs)
 
 
 def bandwidth(device: str) -> float:

@@ -1,11 +1,19 @@
-"""Every op on every backend:   python -m benchmarks.ops [op ...] [--json [FILE]]
+"""Every op on every backend:   python -m benchmarks.ops [op ...] [--json [FILE]] [--resume] [--groups kernels,..]
 
 Each backend is checked against the oracle before it is timed. The baselines (benchmarks/baselines.py), what a decoder
 would write without the op, are timed only. "floor" is the time in which PyTorch writes one number: no op can be
 faster. GB/s counts the bytes that must move; "of copy" is their share of what a copy moves on this machine.
+benchmarks/harness.py says what the modes are.
+
+The file is written after each row. A row that fails is among its "errors", and the others follow. On a GPU the groups
+come one after the other, and an oracle is not timed in graphs: of thousands of launches each. There a row that raises
+something else than a disagreement may leave the device unusable. Then the exit status is 75, and with --resume the next
+run does the rest. Else it is 1 if any row failed, now or before.
 """
 import argparse
 import json
+import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +31,16 @@ SHIPPED = [(1.2, 1.0, 100, 0.8)]
 NUCLEUS = [(7.5, 1.0, 0, 0.9)]
 LANTERN = {"branch": 10, "k": 1000, "residual": "relaxed"}
 LIKELY = {"branch": 10, "likely": True, "settings": IMAGE}
+STATIC = {"branch": 6, "drawn": True}  # children are drawn: of each request about two are accepted, four rejected
 FIRST_CODE = 28672  # of 65536 ids, this many lie before the 8192 codes, and as many after them
+XL_CACHE = {"layout": "layers", "count": 36, "width": 1280, "columns": 64, "dtype": torch.bfloat16,
+            "some_wrong": False, "all_accepted": True}  # of LlamaGen-XL, but no longer than the tree
+XL_HEADS = {"columns": 640, "lengths": [576], "dtype": torch.bfloat16}
 
 # op -> (sizes for its maker in tests/kernels/inputs.py, from real models; bytes that must move for one of them).
 # LlamaGen: V = 16384; Chameleon's family (Anole, Lumina-mGPT): V = 65536, of which 8192 are codes. EAGLE-2 trees:
 # N = 60, K = 10; LANTERN: k = 1000; masks: a 24 x 24 image and the tree; MAR: 16 channels, CSpD: 32 drafts and 100
-# tries. Batches of 1, 8, 64.
+# tries. Batches of 1, 8, 64. ON_GPUS has more sizes, which take a CPU seconds a call or gigabytes.
 ROWS = {
     "accept_gaussian": (  # what it reads: tokens, four parameters, a ratio and a uniform
         [(B, 32, 16) for B in (1, 8, 64, 256)],
@@ -36,13 +48,14 @@ ROWS = {
     "codebook_neighbors": (
         [(16384, 8, 1000)],
         lambda V, D, k: V * D * 4 + V * k * 2),
-    "commit_kv": (  # 6 accepted nodes of 60: the shipped model, LlamaGen-B, and as transformers holds the latter
-        [*((B, 60, 6, {"layout": "layers", "count": 6, "width": 192, "columns": 348, "some_wrong": False})
-           for B in (1, 8)),
+    "commit_kv": (  # 6 accepted nodes of 60: the shipped model, LlamaGen-B, as transformers holds it, LlamaGen-XL
+        [*((B, 60, 6, {"layout": "layers", "count": 6, "width": 192, "columns": 348, "some_wrong": False,
+                       "all_accepted": True}) for B in (1, 8)),
          *((B, 60, 6, {"layout": "layers", "count": 12, "width": 768, "columns": 640, "dtype": torch.bfloat16,
-                         "some_wrong": False}) for B in (1, 8)),
+                       "some_wrong": False, "all_accepted": True}) for B in (1, 8)),
          (1, 60, 6, {"layout": "heads", "count": 24, "heads": 12, "width": 64, "columns": 640,
-                     "dtype": torch.bfloat16})],
+                     "dtype": torch.bfloat16}),
+         (1, 60, 6, XL_CACHE)],
         lambda B, N, P, options: 2 * B * P * 2 * (2 if options["layout"] == "layers" else options["heads"])
         * options["count"] * options["width"] * options.get("dtype", torch.float32).itemsize),
     "commit_tokens": (  # 6 levels of a tree of 60 nodes, an image of 576 tokens; what it must write
@@ -70,7 +83,8 @@ ROWS = {
            for dtype, ahead in ((torch.float32, 0), (torch.float32, 16), (torch.bfloat16, 16))),
          (1, 17, 16384, torch.float32, True, NUCLEUS), (1, 17, 16384, torch.float32, True, [(7.5, 1.0, 0, 1.0)]),
          *((1, N, 4096, torch.float32, True, SHIPPED, None, 16) for N in (1, 33)),
-         (8, 17, 16384, torch.bfloat16, True, IMAGE, None, 16), (1, 17, 65536, torch.float32, True, IMAGE)],
+         (8, 17, 16384, torch.bfloat16, True, IMAGE, None, 16), (1, 17, 65536, torch.float32, True, IMAGE),
+         (1, 33, 16384, torch.bfloat16, True, IMAGE)],
         lambda B, N, V, dtype, *_: B * N * V * 2 * dtype.itemsize),
     "expand_tree": (
         [*((B, 10, 16384, 10) for B in (1, 8, 64)), (8, 10, 65536, 10)],
@@ -96,11 +110,12 @@ ROWS = {
     "select_tree": (
         [(B, 410, 60) for B in (1, 8, 64)],
         lambda B, M, N: B * (M * 16 + N * 16)),
-    "tree_attention": (  # the shipped model's heads in the middle of a picture, and LlamaGen-B's; keys and values
+    "tree_attention": (  # the shipped model's heads in the middle of a picture, LlamaGen-B's; LlamaGen-XL's at the end
         [*((1, N, 6, 6, 32, {"columns": 348, "lengths": [165]}) for N in (1, 6, 17, 33, 60)),
          *((1, N, 12, 12, 64, {"columns": 640, "lengths": [325], "dtype": dtype})
            for dtype in (torch.float32, torch.bfloat16) for N in (1, 9, 17, 33, 60)),
-         (8, 60, 12, 12, 64, {"columns": 640, "lengths": [325], "dtype": torch.bfloat16})],
+         (8, 60, 12, 12, 64, {"columns": 640, "lengths": [325], "dtype": torch.bfloat16}),
+         (1, 60, 20, 20, 64, XL_HEADS)],
         lambda B, N, H, Hkv, D, options: 2 * B * ((options["lengths"][0] + N) * 2 * Hkv + 2 * N * H) * D
         * options.get("dtype", torch.float32).itemsize),
     "tree_from_mask": (
@@ -129,11 +144,24 @@ ROWS = {
         [*((B, 60, 16384, 6, LIKELY | options) for B in (1, 8) for options in ({}, LANTERN, {"dtype": torch.bfloat16})),
          (1, 60, 16384, 6, LIKELY | {"seeds": True})],
         lambda B, N, V, P, options: B * V * 2 * options.get("dtype", torch.float32).itemsize),
-    "verify_tree": (  # the root's row, and no more than that for certain
+    "verify_tree": (  # the root's row, that its children were drawn from, and no more than that for certain
         [*((B, 60, 16384, 6, options) for B in (1, 8, 64) for options in ({"branch": 10}, LANTERN)),
-         (8, 60, 65536, 6, {"branch": 10})],
-        lambda B, N, V, *_: B * V * 4),
+         (8, 60, 65536, 6, {"branch": 10}), (1, 60, 16384, 6, STATIC)],
+        lambda B, N, V, P, options: B * V * 4 * (2 if options.get("drawn") else 1)),
 }
+ON_GPUS = {  # op -> sizes
+    "commit_kv": [(B, 60, 6, XL_CACHE) for B in (8, 64)],
+    "draw_tokens": [*((B, 33, 16384, torch.float32, True, IMAGE) for B in (1, 8, 64)),
+                    *((B, 33, 16384, torch.bfloat16, True, IMAGE) for B in (8, 64))],
+    "guided_probs": [(64, 60, 16384, torch.bfloat16, True, IMAGE, None)],
+    "tree_attention": [(B, 60, 20, 20, 64, XL_HEADS) for B in (8, 64)],
+    "verify_logits": [(64, 60, 16384, 6, LIKELY | options) for options in ({}, LANTERN)],
+    "verify_tree": [(B, 60, 16384, 6, STATIC) for B in (8, 64)],
+}
+FIRST = ("verify_tree", "guided_probs", "expand_tree", "draw_children", "verify_logits", "tree_attention",
+         "draw_tokens", "neighborhood_sum", "tree_links", "commit_kv")  # a step's own, in the order of what they take
+GROUPS = ("kernels", "others", "baselines", "oracles")
+AGAIN = 75  # the exit status that asks for another run, as sysexits.h has it
 
 
 def format_case(case) -> str:
@@ -151,19 +179,42 @@ def prepare(op: str, case: tuple, backend: str):
     return partial(function, backend=backend), args
 
 
+def sizes_of(op: str) -> list:
+    return ROWS[op][0] + (ON_GPUS.get(op, []) if inputs.DEVICE == "cuda" else [])
+
+
 def measured(op: str) -> list:
     """What there is to time here: the oracle first, the baselines last."""
     return [backend for backend in [*specvis_kernels.backends(op, inputs.DEVICE), *BASELINES.get(op, {})]
             if (backend, inputs.DEVICE) != ("triton", "cpu") and backend != "cuda_emulated"]
 
 
+def group_of(op: str, backend: str) -> str:
+    """kernels: what answers on this device. others: what answers where that is not built."""
+    if backend == "oracle" or backend in BASELINES.get(op, {}):
+        return "oracles" if backend == "oracle" else "baselines"
+    return "kernels" if backend == next(name for name in measured(op) if name != "oracle") else "others"
+
+
+def jobs(ops: list, groups: list) -> list:
+    """(op, case, backend) of every row. On a GPU in the order of what they are worth: all kernels before anything else,
+    those of a decoding step first."""
+    every = [(op, case, backend) for op in ops for case in sizes_of(op) for backend in measured(op)
+             if group_of(op, backend) in groups]
+    if inputs.DEVICE == "cuda":
+        every.sort(key=lambda job: (GROUPS.index(group_of(job[0], job[2])),
+                                    FIRST.index(job[0]) if job[0] in FIRST else len(FIRST)))
+    return every
+
+
 def measure(op: str, case: tuple, backend: str, copy: float, seconds: float) -> list:
     """The records of one row, one for each mode."""
     call, args = prepare(op, case, backend)
-    times = (harness.time_eager if backend in BASELINES.get(op, {}) else harness.time)(call, args, seconds)
     num_bytes = ROWS[op][1](*case)
+    times = harness.time(call, args, seconds, touched=num_bytes, graphs=backend != "oracle")
+    clocks = harness.clocks() if inputs.DEVICE == "cuda" else {}
     return [{"op": op, "backend": backend, "mode": mode, "shape": format_case(case),
-             "dtype": str(tree_leaves(args)[0].dtype).removeprefix("torch."), **summary, "bytes": num_bytes,
+             "dtype": str(tree_leaves(args)[0].dtype).removeprefix("torch."), **summary, **clocks, "bytes": num_bytes,
              "share_of_copy": float(f"{num_bytes / summary['median_us'] * 1e6 / copy:.3g}")}
             for mode, summary in times.items()]
 
@@ -175,48 +226,116 @@ def floor(seconds: float) -> list:
             for mode, times in harness.time(torch.Tensor.zero_, (one,), seconds).items()]
 
 
+SAME = ("device", "cpu", "torch", "triton", "driver", "sources")  # of a machine whose rows may stand in one file
+
+
+class Results:
+    """The records of a run, in a file after each change, which is replaced in one step. Without a file, nowhere."""
+
+    def __init__(self, file: Path | None, machine: dict):
+        self.file = file
+        self.content = {"machine": machine, "copy_bytes_per_second": None, "rows": [], "errors": [], "running": None}
+
+    def resume(self) -> None:
+        """Go on with what the file holds. What another machine or another revision wrote is kept beside it."""
+        if not self.file.exists():
+            return
+        found, here = json.loads(self.file.read_text()), self.content["machine"]
+        if all(found["machine"].get(name) == here.get(name) for name in SAME):
+            self.content |= found
+        else:
+            self.file.replace(beside := self.file.with_suffix(".before.json"))
+            print(f"{self.file} was of another machine or other sources: it is {beside} now")
+
+    def write(self) -> None:
+        if self.file:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            beside = self.file.with_name(self.file.name + ".new")
+            beside.write_text(json.dumps(self.content, indent=1) + "\n")
+            os.replace(beside, self.file)
+
+    def left(self, jobs: list) -> list:
+        """The jobs without a row or an error. What was running when an earlier run ended comes last: it may hang."""
+        done = {key_of(row) for row in self.content["rows"] + self.content["errors"]}
+        running = key_of(self.content["running"] or {})
+        return sorted((job for job in jobs if key(*job) not in done), key=lambda job: key(*job) == running)
+
+
+def key(op: str, case: tuple, backend: str) -> tuple:
+    return op, backend, format_case(case)
+
+
+def key_of(row: dict) -> tuple:
+    return row.get("op"), row.get("backend"), row.get("shape")
+
+
+def report(row: dict, oracle: dict) -> None:
+    median = row["median_us"]
+    print(f"{row['op']:20}{row['shape'][:46]:48}{row['backend']:14}{row['mode']:12}{median:11.1f}"
+          f"{row['p10_us']:11.1f}{row['p90_us']:11.1f}{row['bytes'] / median / 1e3:9.2f}"
+          f"{row['share_of_copy']:9.1%}", end="")
+    print(f"{oracle[row['mode']] / median:10.1f}" if row["mode"] in oracle else "", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.partition("\n")[0])
     parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(ROWS)}; default: all")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE",
                         help="write the records; default FILE: benchmarks/results/<machine>.json")
+    parser.add_argument("--resume", action="store_true", help="go on where FILE ends")
+    parser.add_argument("--groups", default=",".join(GROUPS), metavar="GROUP,..", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each number; default 0.5")
     options = parser.parse_args()
     for op in options.ops:
         if op not in ROWS:
             parser.error(f"no op {op!r}, only {', '.join(ROWS)}")
+    for group in options.groups.split(","):
+        if group not in GROUPS:
+            parser.error(f"no group {group!r}, only {', '.join(GROUPS)}")
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
 
     machine = harness.machine()
-    copy = harness.bandwidth(inputs.DEVICE)
+    file = Path(options.json or harness.ROOT / "benchmarks" / "results" / harness.file_name(machine))
+    results = Results(file if options.json is not None else None, machine)
+    if options.resume:
+        results.resume()
+    content = results.content
+    copy = content["copy_bytes_per_second"] or round(harness.bandwidth(inputs.DEVICE))
+    content["copy_bytes_per_second"] = copy
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(f"a copy moves {copy / 1e9:.0f} GB/s")
     print(f"{'op':20}{'shape':48}{'backend':14}{'mode':12}{'us':>11}{'p10':>11}{'p90':>11}{'GB/s':>9}"
           f"{'of copy':>9}{'x oracle':>10}")
-    records = []
 
-    def report(rows, oracle):
+    def add(rows):
+        content["rows"] += rows
+        results.write()
         for row in rows:
-            records.append(row)
-            median = row["median_us"]
-            print(f"{row['op']:20}{row['shape'][:46]:48}{row['backend']:14}{row['mode']:12}{median:11.1f}"
-                  f"{row['p10_us']:11.1f}{row['p90_us']:11.1f}{row['bytes'] / median / 1e3:9.2f}"
-                  f"{row['share_of_copy']:9.1%}", end="", flush=True)
-            print(f"{oracle[row['mode']] / median:10.1f}" if oracle else "", flush=True)
+            oracle = row["op"], "oracle", row["shape"]
+            report(row, {other["mode"]: other["median_us"] for other in content["rows"] if key_of(other) == oracle})
 
-    report(floor(options.seconds), {})
-    for op in options.ops or ROWS:
-        for case in ROWS[op][0]:
-            oracle = {}
-            for backend in measured(op):
-                rows = measure(op, case, backend, copy, options.seconds)
-                oracle = oracle or {row["mode"]: row["median_us"] for row in rows}
-                report(rows, oracle)
-    if options.json is not None:
-        file = Path(options.json or harness.ROOT / "benchmarks" / "results" / harness.file_name(machine))
-        file.parent.mkdir(parents=True, exist_ok=True)
-        results = {"machine": machine, "copy_bytes_per_second": round(copy), "rows": records}
-        file.write_text(json.dumps(results, indent=1) + "\n")
+    if not content["rows"]:
+        add(floor(options.seconds))
+    for job in results.left(jobs(options.ops or list(ROWS), options.groups.split(","))):
+        op, case, backend = job
+        content["running"] = dict(zip(("op", "backend", "shape"), key(*job)))
+        results.write()
+        try:
+            add(measure(op, case, backend, copy, options.seconds))
+        except Exception as error:
+            content["errors"].append(content["running"] | {"error": f"{type(error).__name__}: {error}"[:2000]})
+            print(f"{op} {format_case(case)} {backend}: {content['errors'][-1]['error']}", flush=True)
+            if not isinstance(error, AssertionError):
+                results.write()
+                if inputs.DEVICE == "cuda":
+                    sys.exit(AGAIN)
+                raise
+    content["running"] = None
+    results.write()
+    if results.file:
         print(f"wrote {file}")
+    sys.exit(1 if content["errors"] else 0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tests.kernels import inputs
 
 @pytest.mark.parametrize("op, backend, case", [
     pytest.param(op, backend, case, id=f"{op}-{backend}-{ops.format_case(case)}")
-    for op, (cases, _) in ops.ROWS.items() for case in cases for backend in ops.measured(op)])
+    for op in ops.ROWS for case in ops.sizes_of(op) for backend in ops.measured(op)])
 def test_speed(benchmark, op, backend, case):
     call, args = ops.prepare(op, case, backend)
 

@@ -1,4 +1,7 @@
 """The benchmark checks what it times and says what it measured."""
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -118,6 +121,194 @@ def test_a_record_says_what_was_measured():
     assert 0 < record["p10_us"] <= record["median_us"] <= record["p90_us"] and record["bytes"] == 9 * 24
     assert record["share_of_copy"] == pytest.approx(9 * 24 / record["median_us"] * 1e6 / 1e9, rel=1e-2)
     assert harness.machine().keys() > {"device", "cpu", "cores", "torch", "triton", "python", "git"}
+
+
+def run_ops(monkeypatch, *arguments):
+    """The exit status of the benchmark, and the rows that it would time, in their order."""
+    timed = []
+
+    def measure(op, case, backend, copy, seconds):
+        timed.append((op, ops.format_case(case), backend))
+        if (op, backend) in run_ops.failing:
+            raise run_ops.failing[op, backend]
+        return [{"op": op, "backend": backend, "shape": timed[-1][1], "mode": "eager", "median_us": 2.0, "p10_us": 1.0,
+                 "p90_us": 3.0, "bytes": 4, "share_of_copy": 0.5}]
+
+    monkeypatch.setattr(ops, "measure", measure)
+    monkeypatch.setattr(ops, "floor", lambda seconds: [])
+    monkeypatch.setattr(harness, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr("sys.argv", ["ops", *map(str, arguments)])
+    try:
+        with pytest.raises(SystemExit) as exit:
+            ops.main()
+        return exit.value.code, timed
+    finally:
+        run_ops.failing = {}
+
+
+run_ops.failing = {}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """As far as the order of the rows and the exit status are concerned."""
+    backends = {"accept_gaussian": ["oracle", "triton"]}
+    monkeypatch.setattr(inputs, "DEVICE", "cuda")
+    monkeypatch.setattr(specvis_kernels, "backends", lambda op, device: backends.get(op, ["oracle", "cuda", "triton"]))
+    monkeypatch.setattr(harness, "clocks", dict)
+
+
+def test_on_a_gpu_the_kernels_of_a_step_come_first_and_oracles_last(on_a_gpu, monkeypatch):
+    status, timed = run_ops(monkeypatch, "accept_gaussian", "commit_kv", "tree_links", "verify_tree")
+    groups = [ops.group_of(op, backend) for op, _, backend in timed]
+    assert status == 0 and groups == sorted(groups, key=ops.GROUPS.index) and set(groups) == set(ops.GROUPS)
+    kernels = [(op, backend) for op, _, backend in timed if ops.group_of(op, backend) == "kernels"]
+    assert list(dict.fromkeys(kernels)) == [("verify_tree", "cuda"), ("tree_links", "cuda"), ("commit_kv", "cuda"),
+                                            ("accept_gaussian", "triton")]
+    assert len(timed) == len(set(timed)) and ("commit_kv", ops.format_case((64, 60, 6, ops.XL_CACHE)), "cuda") in timed
+    assert run_ops(monkeypatch, "tree_links", "--groups", "others,oracles")[1] == [
+        ("tree_links", f"{B} 60", backend) for backend in ("triton", "oracle") for B in (1, 8, 64)]
+
+
+def test_what_was_measured_stands_in_the_file_whatever_comes_after(on_a_gpu, monkeypatch, tmp_path):
+    """A run that breaks off is gone on with. A wrong row leaves the others alone; after any other error the process is
+    left; what hung is tried last; and what another revision measured is kept apart."""
+    file = tmp_path / "rows.json"
+    arguments = "tree_links", "tree_mask", "--groups", "kernels,others", "--json", file, "--resume"
+    run_ops.failing = {("tree_links", "cuda"): AssertionError("output 1"), ("tree_mask", "triton"): RuntimeError("bad")}
+    status, timed = run_ops(monkeypatch, *arguments)
+    found = json.loads(file.read_text())
+    assert status == ops.AGAIN and len(timed) == 10 and len(found["rows"]) == 6
+    assert [error["error"] for error in found["errors"]] == 3 * ["AssertionError: output 1"] + ["RuntimeError: bad"]
+    assert found["running"]["op"] == "tree_mask" and found["running"]["backend"] == "triton"
+
+    status, timed = run_ops(monkeypatch, *arguments)
+    assert (status, len(timed)) == (1, 2) and json.loads(file.read_text())["running"] is None
+    assert run_ops(monkeypatch, *arguments) == (1, [])
+
+    found["running"] = {"op": "tree_mask", "backend": "triton", "shape": timed[0][1]}
+    file.write_text(json.dumps(found))
+    assert run_ops(monkeypatch, *arguments)[1] == timed[::-1]
+
+    machine = harness.machine()
+    monkeypatch.setattr(harness, "machine", lambda: machine | {"sources": "others"})
+    status, timed = run_ops(monkeypatch, *arguments)
+    assert (status, len(timed)) == (0, 12)
+    assert len(json.loads(file.with_suffix(".before.json").read_text())["rows"]) == 8
+
+
+def test_each_row_is_written_before_the_next_is_timed(on_a_gpu, monkeypatch, tmp_path):
+    file, seen = tmp_path / "rows.json", []
+    monkeypatch.setattr(ops, "report", lambda row, oracle: seen.append(len(json.loads(file.read_text())["rows"])))
+    assert run_ops(monkeypatch, "tree_links", "--groups", "kernels", "--json", file)[0] == 0 and seen == [1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+class FakeGpu:
+    """A clock and a memory: what a call reads stays in a cache of 100 bytes, and costs nothing there."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.cached, self.calls, self.syncs = 0, [], [], 0
+        sizes = SimpleNamespace(L2_cache_size=100, total_memory=10**6)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: sizes)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: self.calls.append(mode))
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(harness, "perf_counter", lambda: self.now / 1e6)
+        monkeypatch.setattr(harness, "captured", self.captured)
+        monkeypatch.setattr(harness, "sweep_of", lambda size: lambda: self.read("sweep", size))
+        monkeypatch.setattr(harness, "collect", lambda sample, seconds: [sample() for _ in range(3)])
+
+    def synchronize(self):
+        self.syncs += 1
+        self.now += 1000
+
+    def read(self, name, size):
+        self.now += 1 + size * (name not in self.cached)
+        self.cached = [] if size > 100 else [*self.cached, name][-(100 // size):]
+        self.calls.append(name)
+
+    def captured(self, calls):
+        def replay():
+            start = self.now
+            for call in calls:
+                call()
+            return self.now - start
+
+        replay()
+        return replay
+
+
+@pytest.mark.parametrize("touched, how", [(10, {"inputs": 30}), (300, {"inputs": 1}), (4, {"swept": 300})])
+def test_cold_times_are_of_inputs_that_no_cache_holds(monkeypatch, touched, how):
+    """The device's time is 1 us and 1 us for each byte that is not in the cache."""
+    gpu = FakeGpu(monkeypatch)
+    times = harness.time_on_cuda(lambda a: gpu.read(a.data_ptr(), touched), (torch.zeros(50, dtype=torch.uint8),), 1.0,
+                                 touched, graphs=True)
+    assert times["graph cold"] == times["graph cold"] | how and times["graph cold"]["median_us"] == 1 + touched
+    assert times["graph warm"]["median_us"] == 1 + touched * (touched > 100)
+    assert (times["eager"]["calls"], times["eager"]["samples"]) == (64, 3)
+    assert times["eager"]["median_us"] == pytest.approx(times["graph warm"]["median_us"] + 1000 / 64) and gpu.syncs < 9
+
+
+def test_slow_calls_are_timed_fewer_at_a_time_and_those_that_wait_only_eagerly(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+
+    def loop(a):
+        gpu.read("loop", 9999)
+        if gpu.calls[-2:] == ["error", "loop"]:
+            raise RuntimeError("called a synchronizing CUDA operation\nat ..")
+
+    times = harness.time_on_cuda(loop, (torch.zeros(9),), 0.2, 36, graphs=True)
+    assert times.keys() == {"eager"} and times["eager"]["calls"] == 3
+    assert times["eager"]["not_captured"] == "called a synchronizing CUDA operation" and gpu.calls[-1] == "default"
+    assert "not_captured" not in harness.time_on_cuda(loop, (torch.zeros(9),), 0.2, 36, graphs=False)["eager"]
+
+
+def test_the_gpu_is_asked_about_itself(monkeypatch):
+    said = "580.159.03, 1980, 3201"
+    monkeypatch.setattr(harness, "said_by", lambda *command: said)
+    assert harness.asked_of_the_gpu("driver_version", "clocks.max.sm", "clocks.max.mem") == said.split(", ")
+    assert harness.clocks() == {"sm_mhz": None, "memory_mhz": None}  # as many answers as questions, or none
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["tree"], "no op 'tree', only accept_gaussian"), (["--groups", "rivals"], "no group 'rivals', only kernels"),
+    (["--resume"], "--resume needs --json")])
+def test_the_benchmark_of_ops_names_what_there_is(arguments, message, monkeypatch, capsys):
+    assert run_ops(monkeypatch, *arguments) == (2, []) and message in capsys.readouterr().err
+
+
+def test_the_shapes_of_the_targets_are_timed():
+    """An op at batches 1, 8 and 64, on a GPU."""
+    for op in ops.FIRST:
+        sizes = ops.ROWS[op][0] + ops.ON_GPUS.get(op, [])
+        assert {1, 8, 64} <= {case[0] for case in sizes} or op == "neighborhood_sum", op
+    assert {case[0] for case in ops.ROWS["neighborhood_sum"][0]} >= {60, 480, 3840}
+    for B in (1, 8, 64):
+        assert (B, 60, 16384, 6, ops.STATIC) in ops.ROWS["verify_tree"][0] + ops.ON_GPUS["verify_tree"]
+        for op, case in (("draw_tokens", (33, 16384)), ("tree_attention", (60, 20, 20, 64)), ("guided_probs", (60,))):
+            assert any(sizes[:len(case) + 1] == (B, *case) for sizes in ops.ROWS[op][0] + ops.ON_GPUS[op])
+
+
+def test_bytes_that_must_move():
+    """Of a few rows, counted from the tensors."""
+    (cache, nodes, accepted, _), _ = inputs.commit_kv(1, 60, 6, ops.XL_CACHE)
+    moved = 2 * 36 * 2 * 6 * 2 * 1280 * 2  # read and write; layers; rows; nodes; keys and values; 16 bits
+    assert cache.shape == (36, 2, 64, 2, 1280) and accepted.tolist() == [6] and (nodes >= 0).all()
+    assert ops.ROWS["commit_kv"][1](1, 60, 6, ops.XL_CACHE) == moved
+    (probs, *_), named = inputs.verify_tree(2, 60, 512, 6, ops.STATIC)
+    rows = probs[:, :1].nbytes + named["draft_probs"][:, :1].nbytes
+    assert ops.ROWS["verify_tree"][1](2, 60, 512, 6, ops.STATIC) == rows
+    (q, k, v, lengths, _), _ = inputs.tree_attention(1, 60, 20, 20, 64, ops.XL_HEADS)
+    columns = int(lengths[0]) + 60
+    assert ops.ROWS["tree_attention"][1](1, 60, 20, 20, 64, ops.XL_HEADS) == \
+        k[:, :columns].nbytes + v[:, :columns].nbytes + 2 * q.nbytes
+
+
+def test_drawn_trees_are_accepted_and_rejected_as_static_ones_are():
+    args, kwargs = inputs.verify_tree(8, 60, 4096, 6, ops.STATIC)
+    result = specvis_kernels.verify_tree(*args, **kwargs)
+    assert 1.5 < result.num_accepted.float().mean() < 3 and not result.status.any()
 
 
 @pytest.mark.parametrize("module, arguments", [(decode, ["--device", "cpu"]), (jacobi, ["size"])])

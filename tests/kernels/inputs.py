@@ -161,7 +161,8 @@ TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 
 def verify_tree(B, N, V, max_depth, options=None):
     options = {"k": 0, "cutoff": "tvd", "offset": 0, "narrow": True, "residual": "optimal",
-               "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None, "empty": None} | (options or {})
+               "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None, "empty": None,
+               "drawn": False} | (options or {})
     k, offset, M = options["k"], options["offset"], options["num_draft_rows"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
@@ -176,9 +177,16 @@ def verify_tree(B, N, V, max_depth, options=None):
         best = target_probs.topk(options["branch"]).indices.cpu()
         tokens[:, 1:] = best.flatten(1)[:, :N - 1]
     kwargs = {"max_depth": max_depth, "residual": options["residual"]}
+    if options["drawn"]:  # or drawn from a row of each node that has any, a quarter of which is the target's own
+        M = -(-(N - 1) // options["branch"])
+        draft_probs = (target_probs[:, :M] + 3 * exact_probs(B * M, V, seed=1).view(B, M, V)) / 4
+        races = draft_probs.cpu().log() - torch.empty(B, M, V).exponential_(generator=g).log()
+        tokens[:, 1:] = races.topk(options["branch"]).indices.flatten(1)[:, :N - 1]
+        node = torch.arange(N, dtype=torch.int32, device=DEVICE)
+        kwargs |= {"draft_probs": draft_probs, "draft_row": torch.where(node < M, node, -1).repeat(B, 1)}
     if options["empty"]:
         kwargs["empty"] = options["empty"]
-    if M:
+    if options["num_draft_rows"]:
         kwargs["draft_probs"] = exact_probs(B * M, V, seed=1).view(B, M, V)
         kwargs["draft_row"] = torch.randint(-1, M, (B, N), generator=g, dtype=torch.int32).to(DEVICE)
     if k:
@@ -355,18 +363,19 @@ CASES["commit_kv"] = [
 
 def commit_kv(B, N, P, options=None):
     """Trees of N nodes, of which up to P are accepted. some_wrong: every third request has an index out of range.
+    all_accepted: every request has P.
 
     layout: "rows" is a list of (R, T, 2, D), "layers" one tensor (count, R, T, 2, D), "heads" a list of (R, H, T, D),
     "paged" a list of (2, slots, D) whose rows have slots in no order. There are rows with and without the condition.
     """
     options = {"layout": "rows", "start": False, "dtype": torch.float32, "count": 2, "heads": 3, "width": 4,
-               "columns": 2 * N + 6, "some_wrong": True} | (options or {})
+               "columns": 2 * N + 6, "some_wrong": True, "all_accepted": False} | (options or {})
     layout, count, H, D, T = (options[name] for name in ("layout", "count", "heads", "width", "columns"))
     g = torch.Generator().manual_seed(B + N + P)
     R = 2 * B
     accepted_nodes = torch.rand(B, N - 1, generator=g).argsort(1)[:, :P].sort(1).values + 1
     num_accepted = torch.randint(P + 1, (B,), generator=g)
-    num_accepted[:1] = P
+    num_accepted[:B if options["all_accepted"] else 1] = P
     accepted_nodes[torch.arange(P) >= num_accepted[:, None]] = -1
     lengths = torch.randint(4, (B,), generator=g)
     if options["some_wrong"]:  # nodes behind the end
