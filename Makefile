@@ -11,7 +11,7 @@ SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 CLANG_FORMAT := .venv/bin/clang-format csrc/* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: install test test-all lint format demo bench gpu clean
+.PHONY: install test test-all lint format demo bench sass gpu clean
 
 install: .venv/installed
 
@@ -34,6 +34,9 @@ demo: .venv/installed
 
 bench: .venv/installed
 	.venv/bin/python -m benchmarks.ops --json
+
+sass: .venv/installed  # counts in the machine code of the CUDA kernels; no GPU takes part
+	.venv/bin/python -m benchmarks.sass $(OPS)
 
 gpu:  # with the machine's own torch: nothing is installed
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh

@@ -1,0 +1,297 @@
+"""What the compiler made of the kernels for sm_90: the parser on short listings, rules, and a table of bounds.
+
+The table is benchmarks/results/sm_90-machine-code.json. `python -m benchmarks.sass --bounds` writes it again.
+"""
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import sass
+from tests.kernels.test_cuda_build import NVCC, ROOT
+
+CSRC = ROOT / "csrc"
+needs_nvcc = pytest.mark.skipif(not NVCC, reason="needs nvcc")
+
+
+def routines_of(code: str, *called: str):
+    """A kernel `k` of these lines, and routines that it calls."""
+    lines = ["\t.section\t.text.k,\"ax\",@progbits"]
+    for name, part in zip(["k", "$__internal_0_$__cuda_sm20_div_s64"], [code, *called]):
+        lines.append(f"        .type           {name},@function")
+        for line in part.strip().splitlines():
+            line = line.strip()
+            lines.append(line if line.endswith(":") else f"        /*0000*/                   {line} ;")
+    return sass.parse("\n".join(lines))["k"]
+
+
+def counts_of(code: str, *called: str) -> dict:
+    return sass.report(routines_of(code, *called))
+
+
+# --- the parser -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("code, loads", [
+    ("LDG.E R4, [R2]\nLDG.E R5, [R2+0x4]\nFADD R6, R4, R5", 2),
+    ("LDG.E R4, [R2]\nFADD R6, R6, R4\nLDG.E R5, [R2+0x4]\nFADD R6, R6, R5", 1),
+    ("LDG.E.128 R4, [R2.64]\nLDG.E.128 R8, [R2.64+0x10]\nFADD R0, R0, R7\nLDG.E R12, [R2]", 2),  # R7 is the first's
+    ("LDG.E.128 R4, [R2.64]\nLDG.E.128 R8, [R2.64+0x10]\nLDG.E R12, [R10.64]\nLDG.E R13, [R0]", 2),  # an address
+    ("LDG.E R4, [R2]\nLDG.E R5, [R2]\nFADD R0, R4, R0\nLDG.E R6, [R2]\nLDG.E R7, [R2]", 3),  # R5 still waits
+    ("@P0 LDG.E R4, desc[UR8][R2.64]\n@!P1 LDG.E R5, desc[UR4][R2.64]\nUIADD3 UR4, UR5, 0x1, URZ\nEXIT", 2),
+    ("LDG.E.64 R4, [R2]\nDADD R8, R4, R6\nLDG.E.64 R6, [R2]", 1),
+    ("LDG.E R5, [R2]\nDADD R8, R4, R6\nLDG.E R7, [R2]\nSTG.E.64 [R2.64], R6\nLDG.E R9, [R2]", 1),  # halves of pairs
+    ("LDG.E R4, [R2]\nMOV R4, R1\nLDG.E R4, [R2]", 1),  # written over
+    ("LDG.E R4, [R2]\nISETP.NE.AND P0, PT, R4.reuse, RZ, PT\nLDG.E R5, [R2]", 1),
+    ("LD.E.128 R4, [R2.64]\nLDG.E.128 R8, [R2.64]\nLDS R12, [R0]", 2),
+    ("LDGSTS.E.128 [R1], [R2.64]\nLDGSTS.E.128 [R1], [R2.64]\nLDGDEPBAR\nLDGSTS.E.128 [R1], [R2.64]\nLDGDEPBAR\n"
+     "DEPBAR.LE SB0, 0x1\nLDGSTS.E.128 [R1], [R2.64]\nLDGDEPBAR", 3),
+])
+def test_loads_in_flight(code, loads):
+    assert counts_of(code)["loads_in_flight"] == loads
+
+
+def test_loads_of_the_next_round_are_in_flight():
+    """Loads at a loop's end whose results its beginning uses; and 4-byte loads are no wide ones."""
+    counts = counts_of("""
+        LDG.E.128 R4, [R2]
+        .L_x_0:
+        LDG.E R0, [R2]
+        FADD R12, R12, R4
+        LDG.E.128 R4, [R2]
+        LDG.E.128 R8, [R2]
+        FADD R12, R12, R0
+        @P0 BRA `(.L_x_0)
+        EXIT""")
+    loop, = counts["loops"]
+    assert (loop["loads_in_flight"], loop["wide_in_flight"]) == (3, 2)
+    assert (counts["loads_in_flight"], counts["once"]["loads_in_flight"]) == (3, 1)
+    assert loop["loads"] == {"16 bytes": 2, "4 bytes": 1} and loop["instructions_per_entry"] == 0.8  # 6 / 8
+
+
+def test_loops():
+    """One in another. What jumps back to behind a loop is none, and lanes that are apart at a shuffle do not count."""
+    counts = counts_of("""
+        ISETP.NE.AND P0, PT, R0, RZ, PT
+        BRA.DIV UR4, `(.L_x_9)
+        .L_x_0:
+        LDS.64 R2, [R0]
+        .L_x_1:
+        STS.128 [R0], R4
+        @P0 BRA `(.L_x_1)
+        @P1 BRA P2, `(.L_x_5)
+        .L_x_2:
+        @!P0 BRA `(.L_x_0)
+        EXIT
+        .L_x_5:
+        MUFU.RCP R4, R5
+        BRA `(.L_x_2)
+        .L_x_9:
+        WARPSYNC.COLLECTIVE R1, `(.L_x_10)
+        .L_x_10:
+        BRA `(.L_x_0)
+        .L_x_11:
+        BRA `(.L_x_11)""")
+    outer, inner = counts["loops"]
+    assert (outer["depth"], outer["instructions"], outer["reciprocals"], outer["shared_loads"]) == (
+        0, 5, 1, {"8 bytes": 1})
+    assert (inner["depth"], inner["instructions"], inner["shared_stores"]) == (1, 2, {"16 bytes": 1})
+    assert counts["instructions"] == 10 and counts["once"]["instructions"] == 3
+
+
+def test_a_loop_left_through_a_barrier():
+    """BSYNC goes on where the last BSSY of its barrier said."""
+    counts = counts_of("""
+        BSSY B0, `(.L_x_1)
+        .L_x_0:
+        @P0 BRA `(.L_x_2)
+        BSYNC B0
+        .L_x_2:
+        IADD3 R0, R0, 0x1, RZ
+        BRA `(.L_x_0)
+        .L_x_1:
+        EXIT""")
+    assert [loop["instructions"] for loop in counts["loops"]] == [3] and counts["instructions"] == 6
+
+
+def test_what_is_dear():
+    counts = counts_of("""
+        F2I.S64.TRUNC R2, R4
+        I2F.F64.S64 R2, R4
+        F2F.F64.F32 R2, R4
+        F2I.TRUNC.NTZ R2, R4
+        I2F.U64.RP R2, R4
+        @P0 CALL.REL.NOINC `($__internal_0_$__cuda_sm20_div_s64)
+        CALL.REL.NOINC `($k$other)
+        MUFU.RCP64H R5, R7
+        MUFU.EX2 R5, R7
+        DFMA R2, R4, R6, R8
+        STL [R1], R2
+        LDL.64 R2, [R1]
+        BAR.SYNC.DEFER_BLOCKING 0x0
+        UCGABAR_ARV
+        UCGABAR_WAIT
+        MEMBAR.ALL.GPU
+        ERRBAR
+        CCTL.IVALL
+        ATOMG.E.ADD.STRONG.GPU PT, R2, [R4.64], R5
+        ATOMS.ADD RZ, [R4], R5
+        LDG.E.CONSTANT R8, [R4.64]
+        SHFL.BFLY PT, R3, R2, 0x1, 0x1f
+        HMMA.16816.F32.BF16 R4, R8, R12, R4
+        EXIT""", "MUFU.RCP R4, R5\nRET.REL.NODEC R2 `(k)")
+    dear = {"conversions_64": 4, "division_calls": 1, "reciprocals": 1, "exponentials": 1, "fp64": 1, "local": 2,
+            "barriers": 1, "cluster_barriers": 1, "fences": 3, "atomics": 1, "shared_atomics": 1, "constant_loads": 1,
+            "shuffles": 1, "matrix_products": 1}
+    assert {name: counts[name] for name in dear} == dear and counts["called"] == {"sm20_div_s64": 2}
+
+
+@pytest.mark.parametrize("name, title", [
+    ("_ZN7specvis49_GLOBAL__N__8d52ca17_16_verify_logits_cu_6aee7f9920verify_logits_kernelI6__halfEEvNS_12VerifyLogitsE",
+     ("verify_logits", "verify_logits<half>")),
+    ("_ZN7specvis45_GLOBAL__N__1e9c3151_12_commit_kv_cu_8d31b22816commit_kv_kernelItLb1ELi4EEEvNS_8CommitKvEll",
+     ("commit_kv", "commit_kv<uint16, 1, 4>")),
+    ("_ZN7specvis9GLOBAL__N__b_9_a_b_cu_6aee7f99_165a_b_cEv", ("a_b", "a_b_c")),
+    ("matrix_kernel", ("", "matrix")),
+])
+def test_names_of_kernels(name, title):
+    assert sass.title_of(name) == title
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------------
+
+# What reads rows loads 16 bytes four times before it uses the first, but for these: how often they do, and why.
+FEWER_LOADS = {
+    "draw_children": (0, "it reads a share of a row, as the warps sum it: 4 bytes a lane"),
+    "draw_tokens": (1, "its filters, which read logits again, leave no registers"),
+    "guided_probs": (2, "the same filters"),
+    "highest_scores": (2, "40 registers, so that three blocks are on a multiprocessor"),
+    "verify_by_seeds": (1, "the filters of draw_tokens"),
+    "verify_chain": (3, "128 registers for 512 threads"),
+    "verify_logits": (1, "the filters of guided_probs"),
+    "verify_tree": (3, "128 registers for 512 threads"),
+}
+ROWS = {"couple_tokens", "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
+        "guided_probs", "neighborhood_sum", "sample_residual", "verify_chain", "verify_logits", "verify_tree"}
+
+
+@pytest.fixture(scope="module")
+def machine_code():
+    """What was counted in the library, and by which compiler it was made."""
+    if not (sass.LIBRARY.exists() and NVCC):
+        pytest.skip("needs nvcc")
+    newest = max(path.stat().st_mtime for path in CSRC.glob("*.c*"))
+    assert sass.LIBRARY.stat().st_mtime > newest, "csrc/ is newer than the CUDA library: build the package again"
+    return sass.read_library()
+
+
+def test_no_kernel_uses_local_memory(machine_code):
+    assert not [title for kernels in machine_code[1].values() for title, kernel in kernels.items()
+                if kernel["stack"] or "local" in kernel]
+
+
+def test_rows_are_read_with_four_loads_in_flight(machine_code):
+    least = {}
+    for op in ROWS:
+        for title, kernel in machine_code[1][op].items():
+            name = title.partition("<")[0]
+            least[name] = min(kernel["wide_in_flight"], least.get(name, 4))
+    assert {name: loads for name, loads in least.items() if loads < 4} == {
+        name: loads for name, (loads, _) in FEWER_LOADS.items()}
+
+
+def above(bounds: dict, counted: dict) -> list[str]:
+    """The numbers of a kernel that are worse than their bounds."""
+    return [f"{name} is {counted[name]}, the bound is {bound}" for name, bound in bounds.items()
+            if (counted[name] < bound if name == "wide_in_flight" else counted[name] > bound)]
+
+
+def test_no_count_is_above_its_bound(machine_code):
+    compiler, found = machine_code
+    results = json.loads(sass.RESULTS.read_text())
+    if compiler != results["compiler"]:
+        pytest.skip(f"the bounds are for nvcc {results['compiler']}, this is {compiler}")
+    write = "if that is right: python -m benchmarks.sass --bounds"
+    assert {op: sorted(kernels) for op, kernels in results["kernels"].items()} == {
+        op: sorted(kernels) for op, kernels in found.items()}, write
+    worse = [f"{title}: {line}" for op, kernels in found.items() for title, kernel in kernels.items()
+             for line in above(results["kernels"][op][title], sass.bounds_of(kernel))]
+    assert not worse, f"{worse}, {write}"
+
+
+# --- mutations: every bound has a kernel that breaks it ---------------------------------------------------------------
+
+PLAIN_LOOP = """
+  int64_t i = thread;
+#pragma unroll 1
+  for (; i < fours; i += threads) use(i, aligned[i]);
+"""
+MUTATIONS = {  # what it does to a row -> the bounds that it breaks, beside some number of instructions
+    "for_each_entry(row, V, use);": set(),
+    "for (int i = 0; i < 2; ++i) plain_for_each_entry(row + i * V, V, threadIdx.x, blockDim.x, use);"
+    "plain_for_each_entry(row, V, threadIdx.x, blockDim.x, use);": {"wide_in_flight", "single_loads"},
+    "for_each_entry(row, V, [&](int64_t, float p) { sum += to_fixed_point(p); });": {
+        "instructions", "instructions_per_entry", "conversions_64", "conversions_64_in_loops"},
+    "for_each_entry(row, V, [&](int64_t v, float p) { use(v, p / row[V]); });": {
+        "reciprocals", "reciprocals_in_loops", "division_calls", "division_calls_in_loops"},
+    "for_each_entry(row, V, [&](int64_t v, float p) { sum += __double2hiint(__hiloint2double(v, p) * 3.0); });": {
+        "fp64", "fp64_in_loops"},
+    "float last[8]; for_each_entry(row, V, [&](int64_t v, float p) { last[v & 7] = p; }); use(0, last[V & 7]);": {
+        "local"},
+    "float copy[64]; for (int i = 0; i < 64; ++i) copy[i] = row[i * V]; __syncthreads(); for_each_entry(row, V, use);"
+    "for (int i = 0; i < 64; ++i) use(0, copy[i]);": {"registers", "barriers"},
+    "cluster_barrier(); for_each_entry(row, V, use);": {"cluster_barriers"},
+    "for_each_entry(row, V, use); __threadfence(); if (atomicAdd(out, 1) == 0) use(0, 1);": {"fences", "atomics"},
+    "for_each_entry(row, V, use); use(0, __ldg(row + V));": {"constant_loads"},
+    "__shared__ float copy[32]; copy[threadIdx.x] = 1; for_each_entry(row, V, [&](int64_t v, float p) {"
+    "use(v, p > 1 ? (p > 2 ? copy : row)[__float_as_int(p) & 31] : p); });": {"generic_loads_in_loops"},
+}
+
+
+@needs_nvcc
+def test_every_bound_can_be_broken(tmp_path):
+    """By kernels that differ from the first in what they do to a row."""
+    header = (CSRC / "block.cuh").read_text()
+    function = re.search(r"template <class F>\n__device__ void for_each_entry\(.*?\n}\n", header, re.S)[0]
+    mutated = re.sub(r"  int64_t i = thread;\n.*?aligned\[i\]\);\n", PLAIN_LOOP, function, flags=re.S)
+    assert mutated.count("unroll") == 1 and "unroll 1" in mutated
+    kernels = "".join(
+        f"__global__ void mutation_{number}(const float* row, int64_t V, int* out) {{\n  int64_t sum = 0;\n"
+        f"  const auto use = [&](int64_t, float p) {{ sum += __float_as_int(p); }};\n  {body}\n"
+        "  out[threadIdx.x] = sum;\n}\n" for number, body in enumerate(MUTATIONS))
+    source, built = tmp_path / "mutations.cu", tmp_path / "mutations.o"
+    source.write_text('#include "team.cuh"\nnamespace specvis {\nnamespace {\n'
+                      f"{mutated.replace('for_each_entry', 'plain_for_each_entry')}{kernels}}}\n}}\n")
+    compile(source, built, CSRC)
+    found = {int(title.rpartition("_")[2]): sass.bounds_of(kernel)
+             for title, kernel in sass.read_library(built)[1]["mutations"].items()}
+    for number, (body, broken) in enumerate(MUTATIONS.items()):
+        lines = above(found[0], found[number])
+        assert broken <= {line.partition(" ")[0] for line in lines}, f"{body}: {lines}"
+    assert set().union(*MUTATIONS.values()) == found[0].keys()
+
+
+def compile(source: Path, built: Path, folder: Path) -> None:
+    subprocess.run([NVCC, "-O3", "-std=c++17", "-fmad=false", "-w", "-gencode", f"arch=compute_90,code={sass.ARCH}",
+                    f"-I{folder}", "-c", source, "-o", built], check=True)
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("old, new, broken", [
+    ("kInFlight = 4", "kInFlight = 1", "single_loads"),
+    ("    f(v, p.x);", "    f(v, p.x / threads);", "reciprocals_in_loops"),
+    ("int64_t{threads}, p[j]);", "int64_t{threads}, p[(j + i) & 3]);", "local"),
+])
+def test_a_real_kernel_breaks_its_bounds(old, new, broken, tmp_path):
+    for file in [*CSRC.glob("*.h"), *CSRC.glob("*.cuh"), CSRC / "neighborhood_sum.cu"]:
+        shutil.copy(file, tmp_path)
+    header, built = tmp_path / "block.cuh", tmp_path / "neighborhood_sum.o"
+    assert header.read_text().count(old) == 1
+    header.write_text(header.read_text().replace(old, new))
+    compile(tmp_path / "neighborhood_sum.cu", built, tmp_path)
+    kernel, = sass.read_library(built)[1]["neighborhood_sum"].values()
+    bounds = json.loads(sass.RESULTS.read_text())["kernels"]["neighborhood_sum"]["neighborhood_sum"]
+    assert broken in {line.partition(" ")[0] for line in above(bounds, sass.bounds_of(kernel))}
