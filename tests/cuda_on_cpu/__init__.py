@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
 BUILD = HERE.parent.parent / "build"
 NAMESPACE = "specvis_kernels_emulated"
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fsanitize-sections=specvis_shared",
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
             "-O0"]  # to optimize what sanitizers add takes longer than it saves
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
          "-Wno-unknown-pragmas", f"-I{HERE}"]
@@ -41,6 +41,7 @@ def build(sources, library: Path, *flags: str) -> Path:
             subprocess.run([compiler, *FLAGS, *flags, "-MMD", "-MF", includes, "-x", "c++", "-c", source, "-o", target,
                             "-isystem", torch_folder / "include", f"-I{CSRC}", "-DSPECVIS_EMULATED",
                             "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
+            subprocess.run(["objcopy", "--rename-section", ".noinit=specvis_shared", target], check=True)
         return target
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:

@@ -1,13 +1,15 @@
 // CUDA C++ kernels as plain C++ on the CPU, for tests: found instead of CUDA's header when g++ compiles a .cu
-// file. Blocks run one after another; a block's threads are fibers that change at barriers and warp
-// operations. What would hang or be undefined on a GPU fails the launch, and cudaGetErrorString() says where:
-// a barrier or a warp operation that some do not reach, or reach elsewhere. A thread runs on until it has to
-// wait, in an order that changes from barrier to barrier, so that a missing one gives wrong results in one
-// order or another. Shared memory starts as NaN in every block. Not covered: the memory model between blocks,
-// time.
+// file. Clusters of blocks run one after another; the threads of a cluster are fibers that change at barriers and warp
+// operations. What would hang or be undefined on a GPU fails the launch, and cudaGetErrorString() says where: a barrier
+// or a warp operation that some do not reach, or reach elsewhere. A thread runs on until it has to wait, and a block
+// until its threads wait for other blocks, in an order that changes from barrier to barrier, so that a missing one
+// gives wrong results in one order or another. Shared memory starts as NaN in every block. Not covered: the memory
+// model between blocks, time.
 //
-//   CUDA_ON_CPU_SHARED   bytes of shared memory that a block may have; Hopper's 227 KB unless set
-//   CUDA_ON_CPU_SEED     another order of the threads
+//   CUDA_ON_CPU_SHARED       bytes of shared memory that a block may have; Hopper's 227 KB unless set
+//   CUDA_ON_CPU_CAPABILITY   the major compute capability; 9 unless set, and below there are no clusters
+//   CUDA_ON_CPU_SMS          how many multiprocessors; 132 unless set
+//   CUDA_ON_CPU_SEED         another order of the threads and blocks
 #pragma once
 #include <math.h>
 
@@ -27,8 +29,14 @@
 #define __device__
 #define __host__
 #define __constant__
-// One block at a time: what its threads share, all of the running ones do. The section lets every block fill it.
+// What the threads of a block share, all of the running ones do. It lies in one section, which every block fills, and
+// which is put aside while another block of the cluster runs. In templates g++ ignores the attribute "section", but not
+// "noinit": the build gives that section its name.
+#ifdef __clang__
 #define __shared__ static __attribute__((section("specvis_shared")))
+#else
+#define __shared__ static __attribute__((noinit))
+#endif
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
@@ -72,30 +80,86 @@ struct Place {
   }
 };
 
+struct Block;
+
 struct Thread {
-  enum State { ready, at_barrier, in_warp, exited };
+  enum State { ready, at_barrier, in_warp, at_cluster_barrier, exited };
   Fiber fiber;
+  Block* block;
   uint3 index;
   unsigned rank;  // in its block
   State state;
-  Place place;          // where it waits
-  unsigned mask;        // of the warp operation there
-  uint64_t value;       // what it brings to that
-  uint64_t values[32];  // and what all the lanes brought
+  Place place;               // where it waits
+  uint64_t arrivals, waits;  // at the cluster's barrier
+  unsigned mask;             // of the warp operation where it waits
+  uint64_t value;            // what it brings to that
+  uint64_t values[32];       // and what all the lanes brought
 };
 
 // Where the linker puts __shared__ variables.
 extern "C" __attribute__((weak, visibility("hidden"))) volatile unsigned char __start_specvis_shared[],
     __stop_specvis_shared[];
 
-// The running block.
+// What a block has of static shared memory while another one runs. The address sanitizer knows of each byte what it
+// knows of the variable's.
+class Image {
+ public:
+  Image() : bytes_(__stop_specvis_shared - __start_specvis_shared), memory_(new unsigned char[bytes_ + 1]) {
+#ifdef __SANITIZE_ADDRESS__
+    for (size_t i = 0; i < bytes_; i = (i | 7) + 1) {  // eight at a time, the first of them valid or none
+      while (i % 8 < 7 && !is_poisoned(i)) ++i;
+      if (is_poisoned(i)) __asan_poison_memory_region(memory_.get() + i, 8 - i % 8);
+    }
+  }
+  ~Image() { __asan_unpoison_memory_region(memory_.get(), bytes_); }
+  static bool is_poisoned(size_t i) {
+    return __asan_address_is_poisoned(const_cast<unsigned char*>(__start_specvis_shared) + i);
+#endif
+  }
+
+  unsigned char* get() const { return memory_.get(); }
+
+  // Not memcpy() and memset(), which the sanitizer would keep from what it put between the variables.
+  __attribute__((no_sanitize("address"))) void save() {
+    unsigned char* const memory = memory_.get();
+    for (size_t i = 0; i < bytes_; ++i) memory[i] = __start_specvis_shared[i];
+  }
+  __attribute__((no_sanitize("address"))) void restore() const {
+    const unsigned char* const memory = memory_.get();
+    for (size_t i = 0; i < bytes_; ++i) __start_specvis_shared[i] = memory[i];
+  }
+  __attribute__((no_sanitize("address"))) static void fill() {
+    for (volatile unsigned char* byte = __start_specvis_shared; byte != __stop_specvis_shared; ++byte) *byte = 0xff;
+  }
+
+ private:
+  size_t bytes_;
+  std::unique_ptr<unsigned char[]> memory_;
+};
+
+struct Block {
+  uint3 index;
+  unsigned rank;                     // in its cluster
+  std::unique_ptr<Thread>* threads;  // of all threads of the cluster
+  bool has_begun, has_exited;
+  unsigned arrived, votes, counted;  // at the barrier; votes so far, and those of the last barrier
+  Place barrier_place;
+  std::unique_ptr<unsigned char[]> dynamic_shared;  // while another block runs
+  Image static_shared;
+};
+
+// The running cluster.
+inline std::vector<std::unique_ptr<Block>> blocks;
 inline std::vector<std::unique_ptr<Thread>> threads;
-inline unsigned size;
+inline unsigned cluster_size;     // blocks
+inline unsigned cluster_arrived;  // threads at the cluster's barrier
+inline uint64_t cluster_phase;    // how many such barriers everyone has arrived at
+inline Place cluster_place;
+inline unsigned size;  // threads of a block
 inline Thread* self;
-inline std::unique_ptr<unsigned char[]> dynamic_shared;
+inline std::unique_ptr<unsigned char[]> dynamic_shared;  // of the running block
+inline size_t dynamic_bytes;
 inline const std::function<void()>* body;
-inline unsigned arrived, votes, counted;  // at the barrier; votes so far, and those of the last barrier
-inline Place barrier_place;
 inline std::string failure;
 
 // The running thread cannot go on, and with it the launch.
@@ -104,27 +168,69 @@ inline std::string failure;
   while (true) self->fiber.wait();
 }
 
-// Every thread waits for the others; returns how many voted yes.
+// Every thread of the block waits for the others; returns how many voted yes.
 inline unsigned barrier(bool vote, Place place) {
-  if (arrived == 0) barrier_place = place;
-  if (!(place == barrier_place))
-    fail("waits at the barrier of " + place.text() + ", others at that of " + barrier_place.text());
-  votes += vote;
+  Block& block = *self->block;
+  if (block.arrived == 0) block.barrier_place = place;
+  if (!(place == block.barrier_place))
+    fail("waits at the barrier of " + place.text() + ", others at that of " + block.barrier_place.text());
+  block.votes += vote;
   self->place = place;
-  if (++arrived < size) {
+  if (++block.arrived < size) {
     self->state = Thread::at_barrier;
     self->fiber.wait();
   } else {
-    for (unsigned i = 0; i < size; ++i) threads[i]->state = Thread::ready;
-    counted = votes;
-    arrived = votes = 0;
+    for (unsigned i = 0; i < size; ++i) block.threads[i]->state = Thread::ready;
+    block.counted = block.votes;
+    block.arrived = block.votes = 0;
   }
-  return counted;
+  return block.counted;
+}
+
+// Every thread of the cluster arrives, and goes on; then it waits until all the others have arrived.
+inline void arrive_at_cluster(Place place) {
+  if (self->arrivals > self->waits) fail("arrives twice at the cluster's barrier without waiting, at " + place.text());
+  if (cluster_arrived == 0) cluster_place = place;
+  if (!(place == cluster_place))
+    fail("arrives at the cluster's barrier of " + place.text() + ", others at that of " + cluster_place.text());
+  ++self->arrivals;
+  if (++cluster_arrived < cluster_size * size) return;
+  cluster_arrived = 0;
+  ++cluster_phase;
+  for (unsigned i = 0; i < cluster_size * size; ++i)
+    if (threads[i]->state == Thread::at_cluster_barrier) threads[i]->state = Thread::ready;
+}
+inline void wait_for_cluster(Place place) {
+  if (self->arrivals == self->waits) fail("waits for the cluster without having arrived, at " + place.text());
+  if (cluster_phase >= ++self->waits) return;
+  self->state = Thread::at_cluster_barrier;
+  self->place = place;
+  self->fiber.wait();
+}
+
+// Where another block of the cluster has what this one has at `shared`.
+inline void* map_shared(void* shared, unsigned rank, Place place) {
+  const auto offset = [shared](const volatile unsigned char* from) {
+    return reinterpret_cast<uintptr_t>(shared) - reinterpret_cast<uintptr_t>(from);
+  };
+  const bool is_dynamic = offset(dynamic_shared.get()) < dynamic_bytes;
+  if (!is_dynamic && offset(__start_specvis_shared) >= size_t(__stop_specvis_shared - __start_specvis_shared))
+    fail("maps what is no shared memory of its block, at " + place.text());
+  if (rank >= cluster_size)
+    fail("maps to block " + std::to_string(rank) + " of a cluster of " + std::to_string(cluster_size) + ", at " +
+         place.text());
+  const Block& other = *blocks[rank];
+  if (&other == self->block) return shared;
+  if (other.has_exited)
+    fail("maps to block " + std::to_string(rank) + " of the cluster, which has exited, at " + place.text());
+  return is_dynamic ? other.dynamic_shared.get() + offset(dynamic_shared.get())
+                    : other.static_shared.get() + offset(__start_specvis_shared);
 }
 
 // The lanes in the mask wait for each other; returns what each of them brought.
 inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place) {
   const unsigned first = self->rank / 32 * 32, lanes = std::min(32u, size - first);
+  const std::unique_ptr<Thread>* const warp = self->block->threads + first;
   if (lanes < 32 && mask >> lanes) fail("the mask names lanes that the block does not have, at " + place.text());
   if (!(mask >> self->rank % 32 & 1)) fail("not in the mask of its own warp operation at " + place.text());
   self->state = Thread::in_warp;
@@ -132,7 +238,7 @@ inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place) {
   self->mask = mask;
   self->value = value;
   for (unsigned lane = 0; lane < lanes; ++lane) {
-    const Thread& other = *threads[first + lane];
+    const Thread& other = *warp[lane];
     if (!(mask >> lane & 1)) continue;
     if (other.state == Thread::exited)
       fail("lane " + std::to_string(lane) + " of the mask has exited, at " + place.text());
@@ -146,8 +252,8 @@ inline const uint64_t* exchange(unsigned mask, uint64_t value, Place place) {
   }
   for (unsigned to = 0; to < lanes; ++to) {
     if (!(mask >> to & 1)) continue;
-    Thread& thread = *threads[first + to];
-    for (unsigned from = 0; from < lanes; ++from) thread.values[from] = threads[first + from]->value;
+    Thread& thread = *warp[to];
+    for (unsigned from = 0; from < lanes; ++from) thread.values[from] = warp[from]->value;
     thread.state = Thread::ready;
   }
   return self->values;
@@ -165,17 +271,25 @@ inline void resume(Thread& thread) {
   thread.fiber.resume();
 }
 
-// Until every thread has exited, or no one can go on.
-inline void run_block(std::minstd_rand& order) {
+inline void begin(Block& block) {
+  block.arrived = block.votes = 0;
+  block.has_begun = block.has_exited = false;
   for (unsigned i = 0; i < size; ++i) {
-    Thread& thread = *threads[i];
+    Thread& thread = *block.threads[i];
+    thread.block = &block;
     thread.rank = i;
     thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
     thread.state = Thread::ready;
+    thread.arrivals = thread.waits = 0;
     thread.fiber.begin(run_thread);
   }
-  arrived = votes = 0;
-  for (bool progress = true; progress;) {
+}
+
+// The block's threads run until each waits for other blocks or has exited, or no one can go on. Returns whether any
+// ran.
+inline bool run_block(Block& block, std::minstd_rand& order) {
+  bool ran = false;
+  for (bool progress = true; progress; ran |= progress) {
     progress = false;
     const unsigned backward = order() / 2 % 2;
     for (unsigned i = 0; i < size; i += 32) {  // a warp runs on until all its lanes wait for the block
@@ -184,29 +298,77 @@ inline void run_block(std::minstd_rand& order) {
       for (bool again = true; again;) {
         again = false;
         for (unsigned lane = 0; lane < lanes; ++lane) {
-          Thread& thread = *threads[first + (backward ? lanes - 1 - lane : lane)];
+          Thread& thread = *block.threads[first + (backward ? lanes - 1 - lane : lane)];
           if (thread.state != Thread::ready) continue;
           again = progress = true;
           resume(thread);
-          if (!failure.empty()) return;
+          if (!failure.empty()) return true;
         }
       }
     }
   }
-  unsigned at[4] = {}, some = 0;
-  for (unsigned i = 0; i < size; ++i) {
-    ++at[threads[i]->state];
-    if (threads[i]->state != Thread::exited) some = i;
-  }
-  if (at[Thread::exited] == size) return;
-  failure = "divergence: " + std::to_string(at[Thread::at_barrier]) + " threads wait at a barrier, " +
-            std::to_string(at[Thread::in_warp]) + " in a warp operation, " + std::to_string(at[Thread::exited]) +
-            " have exited; thread " + std::to_string(some) + " is at " + threads[some]->place.text();
+  return ran;
 }
 
-// Not memset(), which the sanitizer would keep from what it put between the variables.
-__attribute__((no_sanitize("address"))) inline void fill_static_shared() {
-  for (volatile unsigned char* byte = __start_specvis_shared; byte != __stop_specvis_shared; ++byte) *byte = 0xff;
+inline void poison_shared() {  // NaN, or -1: what nobody wrote shows
+  std::memset(dynamic_shared.get(), 0xff, dynamic_bytes);
+  Image::fill();
+}
+
+// One block of the cluster after another, each with its own shared memory. Returns whether any of their threads ran.
+inline bool run_blocks(std::minstd_rand& order) {
+  bool ran = false;
+  const unsigned first = cluster_size > 1 ? order() / 2 % cluster_size : 0;
+  for (unsigned i = 0; i < cluster_size && failure.empty(); ++i) {
+    Block& block = *blocks[(first + i) % cluster_size];
+    if (block.has_exited) continue;
+    blockIdx = block.index;
+    block.dynamic_shared.swap(dynamic_shared);
+    if (block.has_begun) {
+      if (cluster_size > 1) block.static_shared.restore();
+    } else {
+      poison_shared();
+      block.has_begun = true;
+    }
+    ran |= run_block(block, order);
+    block.has_exited = std::all_of(block.threads, block.threads + size,
+                                   [](const auto& thread) { return thread->state == Thread::exited; });
+    if (block.has_exited) poison_shared();  // others may have mapped it before
+    if (cluster_size > 1) block.static_shared.save();
+    block.dynamic_shared.swap(dynamic_shared);
+  }
+  return ran;
+}
+
+// Until every thread of the cluster has exited, or no one can go on.
+inline void run_cluster(std::minstd_rand& order) {
+  cluster_arrived = cluster_phase = 0;
+  for (unsigned i = 0; i < cluster_size; ++i) begin(*blocks[i]);
+  while (run_blocks(order) && failure.empty()) {
+  }
+  if (!failure.empty()) return;
+  unsigned at[5] = {};
+  const Thread* some = nullptr;
+  for (unsigned i = 0; i < cluster_size * size; ++i) {
+    ++at[threads[i]->state];
+    if (threads[i]->state != Thread::exited) some = threads[i].get();
+  }
+  if (!some) return;
+  blockIdx = some->block->index;
+  failure = "divergence: " + std::to_string(at[Thread::at_barrier]) + " threads wait at a barrier, " +
+            std::to_string(at[Thread::in_warp]) + " in a warp operation, " +
+            (cluster_size > 1 ? std::to_string(at[Thread::at_cluster_barrier]) + " at the cluster's barrier, " : "") +
+            std::to_string(at[Thread::exited]) + " have exited; thread " + std::to_string(some->rank) + " is at " +
+            some->place.text();
+}
+
+// Why no GPU would launch these clusters, or nothing.
+inline std::string wrong_clusters(dim3 grid, unsigned cluster) {
+  if (cluster == 1) return "";
+  if (cluster < 1 || cluster > 8) return "a cluster has 1 to 8 blocks, not " + std::to_string(cluster);
+  if (capability() < 9) return "clusters need compute capability 9";
+  if (grid.x % cluster == 0) return "";
+  return std::to_string(grid.x) + " blocks cannot be divided into clusters of " + std::to_string(cluster);
 }
 
 template <class... Parameters, class... Arguments>
@@ -215,15 +377,19 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, unsigned
   static_assert((std::is_trivially_copyable<Parameters>::value && ...), "a kernel gets copies of the bytes");
   static std::mutex one;
   const std::lock_guard<std::mutex> lock(one);
-  const auto limit = shared_limits.find(reinterpret_cast<const void*>(kernel));
   const uint64_t count = uint64_t{block.x} * block.y * block.z;
   if (grid.x < 1 || grid.x > 0x7fffffffu || grid.y < 1 || grid.y > 65535 || grid.z < 1 || grid.z > 65535 || count < 1 ||
-      count > 1024 || cluster != 1) {
+      count > 1024) {
     last_error = cudaErrorInvalidConfiguration;
     return;
   }
-  if (shared > size_t(std::max(limit == shared_limits.end() ? 0 : limit->second, kSharedByDefault)) ||
-      shared > size_t(most_shared())) {
+  const std::string wrong = wrong_clusters(grid, cluster);
+  if (!wrong.empty()) {
+    report = std::string(name) + ": " + wrong;
+    last_error = cudaErrorInvalidClusterSize;
+    return;
+  }
+  if (shared > size_t(most_shared(reinterpret_cast<const void*>(kernel)))) {
     last_error = cudaErrorInvalidValue;
     return;
   }
@@ -232,17 +398,23 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, unsigned
   size = count;
   gridDim = grid;
   blockDim = block;
-  while (threads.size() < size) threads.push_back(std::make_unique<Thread>());
-  dynamic_shared.reset(new unsigned char[shared]);
+  cluster_size = cluster;
+  while (threads.size() < cluster * size) threads.push_back(std::make_unique<Thread>());
+  while (blocks.size() < cluster) blocks.push_back(std::make_unique<Block>());
+  dynamic_bytes = shared;
+  for (unsigned i = 0; i < cluster; ++i) {
+    blocks[i]->rank = i;
+    blocks[i]->threads = &threads[i * size];
+    blocks[i]->dynamic_shared.reset(new unsigned char[shared]);
+  }
   const char* seed = std::getenv("CUDA_ON_CPU_SEED");
   std::minstd_rand order(seed ? std::atoi(seed) : 1);
   failure.clear();
-  for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z)
-    for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
-      for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-        std::memset(dynamic_shared.get(), 0xff, shared);  // NaN, or -1: what nobody wrote shows
-        fill_static_shared();
-        run_block(order);
+  for (unsigned z = 0; z < grid.z; ++z)
+    for (unsigned y = 0; y < grid.y; ++y)
+      for (unsigned x = 0; x < grid.x; x += cluster) {
+        for (unsigned i = 0; i < cluster; ++i) blocks[i]->index = {x + i, y, z};
+        run_cluster(order);
         if (failure.empty()) continue;
         report = std::string(name) + ", block (" + std::to_string(blockIdx.x) + ", " + std::to_string(blockIdx.y) +
                  ", " + std::to_string(blockIdx.z) + "), " + failure;
@@ -301,6 +473,14 @@ inline void __syncthreads(HERE) { cuda_on_cpu::barrier(false, place); }
 inline int __syncthreads_count(int vote, HERE) { return cuda_on_cpu::barrier(vote, place); }
 inline int __syncthreads_or(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) > 0; }
 inline int __syncthreads_and(int vote, HERE) { return cuda_on_cpu::barrier(vote, place) == cuda_on_cpu::size; }
+
+inline unsigned __clusterRelativeBlockRank() { return cuda_on_cpu::self->block->rank; }
+inline unsigned __clusterSizeInBlocks() { return cuda_on_cpu::cluster_size; }
+inline void __cluster_barrier_arrive(HERE) { cuda_on_cpu::arrive_at_cluster(place); }
+inline void __cluster_barrier_wait(HERE) { cuda_on_cpu::wait_for_cluster(place); }
+inline void* __cluster_map_shared_rank(const void* shared, unsigned rank, HERE) {
+  return cuda_on_cpu::map_shared(const_cast<void*>(shared), rank, place);
+}
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, HERE) { cuda_on_cpu::exchange(mask, 0, place); }
 template <class T>
@@ -374,14 +554,6 @@ T atomicCAS(T* memory, std::common_type_t<T> expected, std::common_type_t<T> val
   return cuda_on_cpu::modify(memory, [=](T before) { return before == expected ? value : before; });
 }
 inline void __threadfence() {}
-inline unsigned __clusterRelativeBlockRank() { return 0; }
-inline unsigned __clusterSizeInBlocks() { return 1; }
-inline void __cluster_barrier_arrive() {}
-inline void __cluster_barrier_wait() {}
-template <class T>
-void* __cluster_map_shared_rank(T* shared, unsigned) {
-  return shared;
-}
 inline void __threadfence_block() {}
 
 template <class T>

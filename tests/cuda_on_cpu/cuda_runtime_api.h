@@ -1,10 +1,13 @@
 // The part of CUDA's host interface that the launchers use, for kernels that run on the CPU.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <string>
+#include <utility>
 
 typedef struct CUstream_st* cudaStream_t;
 
@@ -12,7 +15,8 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
-  cudaErrorLaunchFailure = 719
+  cudaErrorLaunchFailure = 719,
+  cudaErrorInvalidClusterSize = 912
 };
 enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlock = 8,
@@ -31,13 +35,28 @@ namespace cuda_on_cpu {
 constexpr int kSharedByDefault = 48 * 1024;
 
 inline cudaError_t last_error = cudaSuccess;
-inline std::string report;                        // of the last launch that failed
-inline std::map<const void*, int> shared_limits;  // of kernels that asked for more dynamic shared memory
+inline std::string report;  // of the last launch that failed
 
-// What a block may have of shared memory: Hopper's, or what the variable says.
-inline int most_shared() {
-  const char* bytes = std::getenv("CUDA_ON_CPU_SHARED");
-  return bytes ? std::atoi(bytes) : 227 * 1024;
+inline int variable(const char* name, int otherwise) {
+  const char* value = std::getenv(name);
+  return value ? std::atoi(value) : otherwise;
+}
+inline int shared_per_block() { return variable("CUDA_ON_CPU_SHARED", 227 * 1024); }  // Hopper's
+inline int capability() { return variable("CUDA_ON_CPU_CAPABILITY", 9); }
+inline int multiprocessors() { return variable("CUDA_ON_CPU_SMS", 132); }
+
+// Other variables make another device: the launchers ask a device only once what it offers.
+inline int device() {
+  static std::map<std::array<int, 3>, int> devices;
+  const std::array<int, 3> offers = {shared_per_block(), capability(), multiprocessors()};
+  return devices.emplace(offers, static_cast<int>(devices.size())).first->second;
+}
+
+// How much dynamic shared memory a kernel may be launched with, on this device: more if it asked for that.
+inline std::map<std::pair<const void*, int>, int> shared_limits;
+inline int most_shared(const void* kernel) {
+  const auto limit = shared_limits.find({kernel, device()});
+  return std::min(shared_per_block(), std::max(kSharedByDefault, limit == shared_limits.end() ? 0 : limit->second));
 }
 
 }  // namespace cuda_on_cpu
@@ -56,15 +75,15 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 }
 
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = cuda_on_cpu::device();
   return cudaSuccess;
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount       ? 132
-           : attribute == cudaDevAttrComputeCapabilityMajor  ? 8
+  *value = attribute == cudaDevAttrMultiProcessorCount       ? cuda_on_cpu::multiprocessors()
+           : attribute == cudaDevAttrComputeCapabilityMajor  ? cuda_on_cpu::capability()
            : attribute == cudaDevAttrMaxSharedMemoryPerBlock ? cuda_on_cpu::kSharedByDefault
-                                                             : cuda_on_cpu::most_shared();
+                                                             : cuda_on_cpu::shared_per_block();
   return cudaSuccess;
 }
 
@@ -76,8 +95,8 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
 
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-  if (bytes < 0 || bytes > cuda_on_cpu::most_shared()) return cudaErrorInvalidValue;
-  cuda_on_cpu::shared_limits[reinterpret_cast<const void*>(kernel)] = bytes;
+  if (bytes < 0 || bytes > cuda_on_cpu::shared_per_block()) return cudaErrorInvalidValue;
+  cuda_on_cpu::shared_limits[{reinterpret_cast<const void*>(kernel), cuda_on_cpu::device()}] = bytes;
   return cudaSuccess;
 }
 

@@ -1,7 +1,7 @@
 // Kernels right and wrong, to test what runs them: see test_cuda_on_cpu.py.
 #include <cstring>
 
-#include "block.cuh"
+#include "team.cuh"
 
 namespace specvis {
 namespace {
@@ -55,6 +55,125 @@ __global__ void static_shared_memory(int64_t* data) {
   clear(values + threadIdx.x);
 }
 
+// The same of an array in a template, of one in a member function of a class template, and of one in a lambda.
+template <class T>
+struct Arrays {
+  __device__ T* member() {
+    __shared__ T values[2];
+    return values;
+  }
+};
+template <class T>
+__device__ T found() {
+  __shared__ T value;
+  const auto in_lambda = [](auto) -> T* {
+    __shared__ T values[2];
+    return values;
+  };
+  T* const places[] = {&value, Arrays<T>().member(), in_lambda(0)};
+  T sum = 0;
+  for (T* place : places) sum += *place;
+  __syncthreads();
+  for (T* place : places) *place = 0;
+  return sum;
+}
+__global__ void shared_memory_of_templates(int64_t* data) { data[blockIdx.x] = found<int64_t>() + found<int>(); }
+
+// An entry of another block's array in a template for each thread.
+template <class T>
+__device__ T* of_last_block() {
+  __shared__ T values[64];
+  return in_block(values, cluster_size() - 1);
+}
+__global__ void arrays_of_the_last_block(int64_t*) {
+  Team team;
+  clear(of_last_block<int64_t>() + threadIdx.x);
+  team.sync();
+}
+
+// data: 8 numbers for each thread of each team, of which the first is its value
+__global__ void teams(int64_t* data) {
+  Team team;
+  const int64_t at = int64_t{blockIdx.x} / team.size() * team.threads() + team.thread();
+  int64_t* const mine = data + at * 8;
+  const int64_t value = mine[0];
+  mine[0] = team.sum(value);
+  const Total total = team.total(value, value >= 0), all = team.total(1, true), none = team.total(0, true);
+  mine[1] = total.mass;
+  mine[2] = total.valid;
+  const Scan scan = team.scan(value);
+  mine[3] = scan.before;
+  mine[4] = team.first(value < 0);
+  mine[5] = team.max(static_cast<uint64_t>(value));
+  mine[6] = team.any(value < 0) + 2 * team.any(false);
+  mine[7] = scan.total == mine[0] && all.valid && all.mass == int64_t{team.threads()} && !none.valid &&
+            team.first(true) == 0 && team.first(team.thread() + 1 == team.threads()) == team.threads() - 1 &&
+            team.sum(-value) == -mine[0];
+  team.sync();
+}
+
+// Each block gives its values to the next of its cluster, through a variable and through dynamic memory, and adds up
+// those of two others. Without a barrier, or the last one, what it reads may be there or not.
+template <bool kBarrier, bool kLast>
+__global__ void passes_on(int64_t* data) {
+  Team team;
+  DYNAMIC_SHARED(int64_t, dynamic);
+  __shared__ int64_t values[64];
+  int64_t* const mine = data + int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const unsigned next = (team.rank() + 1) % team.size(), last = (team.rank() + team.size() - 1) % team.size();
+  in_block(dynamic, next)[threadIdx.x] = *mine;
+  values[threadIdx.x] = *mine;
+  if (kBarrier) team.sync();
+  *mine = dynamic[threadIdx.x] * 1000 + in_block(values, last)[threadIdx.x];
+  if (kLast) team.sync();
+}
+
+__global__ void a_cluster_barrier_for_some(int64_t*) {
+  if (cluster_rank() == 0) cluster_barrier();
+}
+__global__ void a_cluster_barrier_for_some_threads(int64_t*) {
+  if (threadIdx.x < 32) cluster_barrier();
+}
+__global__ void two_cluster_barriers(int64_t*) {
+  if (cluster_rank() == 0) {
+    __cluster_barrier_arrive();
+  } else {
+    __cluster_barrier_arrive();
+  }
+  __cluster_barrier_wait();
+}
+__global__ void arrives_twice(int64_t*) {
+  __cluster_barrier_arrive();
+  __cluster_barrier_arrive();
+}
+__global__ void waits_alone(int64_t*) { __cluster_barrier_wait(); }
+__global__ void block_that_left(int64_t* data) {
+  __shared__ int64_t value;
+  Team team;
+  __cluster_barrier_arrive();
+  if (team.rank() == 1) return;
+  __cluster_barrier_wait();
+  data[0] = *in_block(&value, 1);
+}
+__global__ void maps_a_local(int64_t* data) {
+  int64_t value = 0;
+  data[0] = *in_block(&value, 1);
+}
+__global__ void maps_too_far(int64_t* data) {
+  __shared__ int64_t value;
+  data[0] = *in_block(&value, cluster_size());
+}
+// Every block does something between arriving and waiting.
+__global__ void arrives_early(int64_t* data) {
+  __shared__ int64_t value;
+  value = blockIdx.x;
+  __cluster_barrier_arrive();
+  data[blockIdx.x] = 100;
+  __cluster_barrier_wait();
+  if (threadIdx.x == 0) data[blockIdx.x] += *in_block(&value, cluster_size() - 1 - cluster_rank());
+  cluster_barrier();
+}
+
 __global__ void a_barrier_for_some(int64_t*) {
   if (threadIdx.x < 32) __syncthreads();
 }
@@ -92,31 +211,60 @@ __global__ void reverse(int64_t* data) {
   }
 }
 
+const struct {
+  const char* name;
+  void (*kernel)(int64_t*);
+} kNamed[] = {
+    {"collectives", collectives},
+    {"warp_operations", warp_operations},
+    {"static_shared_memory", static_shared_memory},
+    {"shared_memory_of_templates", shared_memory_of_templates},
+    {"arrays_of_the_last_block", arrays_of_the_last_block},
+    {"teams", teams},
+    {"passes_on", passes_on<true, true>},
+    {"passes_on_without_a_barrier", passes_on<false, true>},
+    {"passes_on_without_the_last_barrier", passes_on<true, false>},
+    {"a_cluster_barrier_for_some", a_cluster_barrier_for_some},
+    {"a_cluster_barrier_for_some_threads", a_cluster_barrier_for_some_threads},
+    {"two_cluster_barriers", two_cluster_barriers},
+    {"arrives_twice", arrives_twice},
+    {"waits_alone", waits_alone},
+    {"block_that_left", block_that_left},
+    {"maps_a_local", maps_a_local},
+    {"maps_too_far", maps_too_far},
+    {"arrives_early", arrives_early},
+    {"a_barrier_for_some", a_barrier_for_some},
+    {"two_barriers", two_barriers},
+    {"a_missing_lane", a_missing_lane},
+    {"a_lane_that_left", a_lane_that_left},
+    {"a_lane_outside_its_mask", a_lane_outside_its_mask},
+    {"reverse", reverse<true>},
+    {"without_a_barrier", reverse<false>},
+};
+
 }  // namespace
 }  // namespace specvis
 
 // What became of the kernel of this name, as cudaGetErrorString() says it.
 extern "C" __attribute__((visibility("default"))) const char* run(const char* name, unsigned blocks, unsigned threads,
-                                                                  int shared, int64_t* data) {
+                                                                  int shared, int64_t* data, unsigned cluster) {
   using namespace specvis;
   const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
-  if (is("dynamic_shared_memory")) {
+  if (is("cluster_for")) {
+    Device device;
+    cudaError_t error = device_for(static_shared_memory, &device);
+    for (int64_t i = 1; i <= data[0]; ++i) data[i] = cluster_for(device, data[i]);
+    return cudaGetErrorString(error);
+  } else if (is("dynamic_shared_memory")) {
     LAUNCH(dynamic_shared_memory, blocks, threads, shared, nullptr, data, data[0]);
   } else if (is("more_shared_memory")) {
     cudaFuncSetAttribute(dynamic_shared_memory, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     LAUNCH(dynamic_shared_memory, blocks, threads, shared, nullptr, data, data[0]);
   } else {
-    const auto kernel = is("collectives")               ? collectives
-                        : is("warp_operations")         ? warp_operations
-                        : is("static_shared_memory")    ? static_shared_memory
-                        : is("a_barrier_for_some")      ? a_barrier_for_some
-                        : is("two_barriers")            ? two_barriers
-                        : is("a_missing_lane")          ? a_missing_lane
-                        : is("a_lane_that_left")        ? a_lane_that_left
-                        : is("a_lane_outside_its_mask") ? a_lane_outside_its_mask
-                        : is("reverse")                 ? reverse<true>
-                                                        : reverse<false>;
-    LAUNCH(kernel, blocks, threads, shared, nullptr, data);
+    for (const auto& [known, kernel] : kNamed)
+      if (is(known))
+        return cudaGetErrorString(LAUNCH_CLUSTERS(kernel, blocks, cluster, threads, shared, nullptr, data));
+    return "no such kernel";
   }
   return cudaGetErrorString(cudaGetLastError());
 }
