@@ -85,9 +85,9 @@ __device__ T warp_sum(T value) {
   return value;
 }
 
-// The sum of the values of the lanes up to this one.
-__device__ inline int64_t warp_scan(int64_t value) {
-  for (unsigned distance = 1; distance < kWarp; distance *= 2) {
+// The sum of the values of the lanes up to this one, which is one of the first `lanes`.
+__device__ inline int64_t warp_scan(int64_t value, unsigned lanes = kWarp) {
+  for (unsigned distance = 1; distance < lanes; distance *= 2) {
     const int64_t lower = __shfl_up_sync(kAllLanes, value, distance);
     if (lane() >= distance) value += lower;
   }

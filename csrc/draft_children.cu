@@ -1,22 +1,23 @@
 // draft_children on CUDA: one block per row writes its probabilities, see filters.cuh, and draws from them, see
 // children.cuh.
 #include "children.cuh"
-#include "expand.cuh"
 #include "filters.cuh"
 
 namespace specvis {
 namespace {
 
 constexpr int kThreads = 512;             // at most
-constexpr int64_t kReserved = 16 * 1024;  // bytes of shared memory for the arrays that the functions declare
+constexpr int64_t kReserved = 32 * 1024;  // bytes of shared memory for the arrays that the functions declare
 
 // The K most probable tokens, 0 where there is none.
-__device__ void find_likeliest(const float* row, int64_t V, int64_t K, int64_t* tokens) {
-  for (int64_t k = threadIdx.x; k < K; k += blockDim.x) tokens[k] = 0;
+__device__ void find_likeliest(Team& block, const float* row, int64_t V, int64_t K, int64_t* tokens) {
+  clear_tokens(0, K, tokens);
+  const auto for_each = [=](auto f) { for_each_entry(row, V, f); };
   float largest = 0;
-  for_each_entry(row, V, [&](int64_t, float p) { largest = p > largest ? p : largest; });
-  best_of([=](auto f) { for_each_entry(row, V, f); }, 0, largest, K,
-          [=](int64_t rank, int64_t id) { tokens[rank] = id; });
+  for_each([&](int64_t, float p) { largest = p > largest ? p : largest; });
+  BestOf best(block);
+  best.find_bound(order_of(largest, 0), K);
+  best.rank(for_each, for_each, 0, [=](unsigned rank, int64_t id, float) { tokens[rank] = id; });
 }
 
 template <class T>
@@ -31,12 +32,13 @@ __global__ void __launch_bounds__(kThreads, 1) draft_children_kernel(DraftChildr
                                              : write_probs<T, false>(rows, r, range, probs, histogram);
   if (threadIdx.x == 0) batch.status[r] = valid ? 0 : kInvalidRow;
   __syncthreads();  // the row is complete
+  Team block = Team().alone();
   if (rows.temperature[b] == 0) {
-    find_likeliest(probs, V, K, tokens);
+    find_likeliest(block, probs, V, K, tokens);
   } else if (batch.uniforms) {
     draw_by_uniforms(probs, V, batch.uniforms + r * K, K, tokens);
   } else {
-    draw_by_noise(probs, V, Noise(batch.seeds[b], batch.positions[r]), K, tokens);
+    draw_by_noise(block, probs, V, Noise(batch.seeds[b], batch.positions[r]), K, tokens, nullptr);
   }
 }
 

@@ -1,11 +1,11 @@
-// draw_children on CUDA: one block per row, see children.cuh.
+// draw_children on CUDA: with uniforms one block per row, with noise a team, see children.cuh.
 #include "children.cuh"
 #include "params.h"
 
 namespace specvis {
 namespace {
 
-constexpr int kThreads = 512;  // at most
+constexpr int kThreads = 512;  // at most, in a block
 
 __device__ void store(const DrawChildren& batch, int64_t r, const Children& children) {
   if (threadIdx.x != 0) return;
@@ -13,24 +13,40 @@ __device__ void store(const DrawChildren& batch, int64_t r, const Children& chil
   batch.status[r] = children.valid ? 0 : kInvalidRow;
 }
 
-__global__ void __launch_bounds__(kThreads) draw_children_kernel(DrawChildren batch) {
+__global__ void __launch_bounds__(kThreads, 2) draw_children_kernel(DrawChildren batch) {
   const int64_t r = blockIdx.x, V = batch.V, K = batch.K;
   store(batch, r, draw_by_uniforms(batch.draft_probs + r * V, V, batch.uniforms + r * K, K, batch.tokens + r * K));
 }
 
-__global__ void __launch_bounds__(kThreads) highest_scores_kernel(DrawChildren batch) {
-  const int64_t r = blockIdx.x, V = batch.V, K = batch.K;
+__global__ void __launch_bounds__(kThreads) highest_scores_kernel(DrawChildren batch, bool is_kept) {
+  DYNAMIC_SHARED(float4, kept);
+  Team team;
+  const int64_t r = blockIdx.x / team.size(), V = batch.V, K = batch.K;
   const Noise noise(batch.seeds[r / batch.F], batch.positions[r]);
-  store(batch, r, draw_by_noise(batch.draft_probs + r * V, V, noise, K, batch.tokens + r * K));
+  const Children children =
+      draw_by_noise(team, batch.draft_probs + r * V, V, noise, K, batch.tokens + r * K, is_kept ? kept : nullptr);
+  if (team.rank() == 0) store(batch, r, children);
+  if (team.size() > 1) team.sync();
 }
 
 }  // namespace
 
 cudaError_t draw_children_cuda(const DrawChildren& batch, cudaStream_t stream) {
   if (batch.R == 0) return cudaSuccess;
-  const auto kernel = batch.uniforms ? draw_children_kernel : highest_scores_kernel;
-  LAUNCH(kernel, static_cast<unsigned>(batch.R), threads_for(batch.V, kThreads), 0, stream, batch);
-  return cudaGetLastError();
+  const unsigned threads = threads_for((batch.V + 3) / 4, kThreads);
+  if (batch.uniforms) {
+    LAUNCH(draw_children_kernel, static_cast<unsigned>(batch.R), threads, 0, stream, batch);
+    return cudaGetLastError();
+  }
+  Device device;
+  const cudaError_t error = device_for(highest_scores_kernel, &device);
+  if (error != cudaSuccess) return error;
+  const unsigned cluster = cluster_for(device, batch.R);
+  const int64_t fours = (batch.V + 3) / 4, all_threads = int64_t{cluster} * threads;
+  const int64_t bytes = (fours + all_threads - 1) / all_threads * threads * sizeof(float4);
+  const bool is_kept = bytes <= device.shared;
+  return LAUNCH_CLUSTERS(highest_scores_kernel, static_cast<unsigned>(batch.R) * cluster, cluster, threads,
+                         is_kept ? bytes : 0, stream, batch, is_kept);
 }
 
 }  // namespace specvis

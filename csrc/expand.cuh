@@ -1,6 +1,4 @@
-// The children of a dynamic tree's nodes, for expand_tree and draft_frontier. One block per node finds its children,
-// and the last block of a request to finish finds the next level. (One block for all nodes of a request would need no
-// counter, but would read up to 40 rows one after the other while most of the GPU is idle.)
+// The children of a dynamic tree's nodes and the next level, for expand_tree and draft_frontier.
 #pragma once
 #include "best_of.cuh"
 
@@ -11,17 +9,26 @@ __device__ inline int64_t clamped_width(int64_t width, int64_t max_width) {
   return width < 1 ? 1 : width < max_width ? width : max_width;
 }
 
-// The `count` most probable tokens of a row, as tokens and scores of a node's children. for_each is as in best_of.cuh,
-// prob_of(id) is an entry, and `largest` is the largest of the thread's own.
-template <class ForEach, class ProbOf>
-__device__ void find_children(const ForEach& for_each, const ProbOf& prob_of, float largest, float score, int64_t count,
+// The `count` most probable tokens of a row, as tokens and scores of a node's children. for_each and `again` are as in
+// best_of.cuh. Returns whether the row is valid.
+template <class ForEach, class Again>
+__device__ bool find_children(BestOf& best, const ForEach& for_each, const Again& again, float score, int64_t count,
                               int64_t* tokens, float* child_scores) {
-  best_of(for_each, 0, largest, count, [&](int64_t rank, int64_t id) {
-    const float log_prob = static_cast<float>(log(static_cast<double>(prob_of(id))));
+  bool entries_valid = true;  // this thread's
+  float largest = 0;
+  for_each([&](int64_t, float p) {
+    entries_valid &= is_probability(p);
+    largest = p > largest ? p : largest;
+  });
+  const uint32_t highest = best.find_bound(entries_valid ? order_of(largest, 0) : UINT32_MAX, count);
+  if (highest == 0 || highest == UINT32_MAX || to_fixed_point(value_of(highest)) == 0) return false;
+  best.rank(for_each, again, 0, [=](unsigned rank, int64_t id, float p) {
+    const float log_prob = static_cast<float>(log(static_cast<double>(p)));
     const float child = score + (log_prob < 0 ? log_prob : 0.0f);
     child_scores[rank] = child;
     tokens[rank] = child > -INFINITY ? id : 0;
   });
+  return true;
 }
 
 __device__ inline void clear_children(int64_t num_children, int64_t* tokens, float* child_scores) {
@@ -31,24 +38,18 @@ __device__ inline void clear_children(int64_t num_children, int64_t* tokens, flo
   }
 }
 
-// Is this the last of a request's F blocks? Each calls it once what it has written is to be seen by the last one, which
-// then may read it. `counter` is 0 before, and means nothing if F is 1.
-__device__ inline bool is_last_block(int32_t* counter, int64_t F) {
-  __shared__ bool last;
-  __threadfence();  // first this block's results, then its count of one, become visible
-  __syncthreads();
-  if (threadIdx.x == 0) last = F == 1 || atomicAdd(counter, 1) == F - 1;
-  __syncthreads();
-  if (last) __threadfence();
-  return last;
-}
-
-// Calls emit(rank, id) for the `count` best of so many children.
+// Calls emit(rank, id) for the `count` best of so many children, by one block. A barrier must stand before.
 template <class Emit>
-__device__ void find_frontier(const float* children, int64_t size, int64_t count, const Emit& emit) {
+__device__ void find_frontier(BestOf& best, const float* children, int64_t size, int64_t count, const Emit& emit) {
+  const auto emit_child = [=](unsigned rank, int64_t id, float) { emit(rank, id); };
+  if (size <= kFewRanked) return best.rank_few(children, static_cast<unsigned>(size), -INFINITY, count, emit_child);
   float largest = -INFINITY;
-  for_each_entry(children, size, [&](int64_t, float x) { largest = x > largest ? x : largest; });
-  best_of([=](auto f) { for_each_entry(children, size, f); }, -INFINITY, largest, count, emit);
+  const auto for_each = [=](auto f) {
+    for (int64_t i = threadIdx.x; i < size; i += blockDim.x) f(i, children[i]);
+  };
+  for_each([&](int64_t, float x) { largest = x > largest ? x : largest; });
+  best.find_bound(order_of(largest, -INFINITY), count);
+  best.rank(for_each, for_each, -INFINITY, emit_child);
 }
 
 }  // namespace

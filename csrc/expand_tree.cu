@@ -1,5 +1,8 @@
-// expand_tree on CUDA: one block per node, see expand.cuh.
+// expand_tree on CUDA. Where a GPU has clusters, the nodes of a request are shared by the blocks of one, and its first
+// block finds the next level. Elsewhere there is a block for each node, and a second launch finds the next levels.
+// See expand.cuh.
 #include "expand.cuh"
+#include "fours.cuh"
 #include "params.h"
 
 namespace specvis {
@@ -7,52 +10,87 @@ namespace {
 
 constexpr int kThreads = 512;  // at most
 
-__global__ void __launch_bounds__(kThreads) expand_tree_kernel(ExpandTree batch) {
-  const int64_t r = blockIdx.x, F = batch.F, V = batch.V, num_children = batch.num_children, b = r / F;
-  const float* probs = batch.draft_probs + r * V;
-  int64_t* tokens = batch.tokens + r * num_children;
-  float* child_scores = batch.child_scores + r * num_children;
-  int32_t* frontier = batch.frontier + b * num_children;
+template <bool kIsHeld>
+__device__ void expand_node(const ExpandTree& batch, int64_t r, int64_t count, BestOf& best) {
+  const int64_t num_children = batch.num_children;
+  int64_t* const tokens = batch.tokens + r * num_children;
+  float* const child_scores = batch.child_scores + r * num_children;
   const float score = batch.scores[r];
-  const int64_t count = clamped_width(batch.width[b], num_children);
-
   clear_children(num_children, tokens, child_scores);
-  const bool active = score > -INFINITY;
   bool valid = true;
-  if (active) {
-    bool entries_valid = true;  // this thread's
-    float largest = 0;
-    for_each_entry(probs, V, [&](int64_t, float p) {
-      entries_valid &= is_probability(p);
-      largest = p > largest ? p : largest;
-    });
-    valid = !block_any(!entries_valid);
-    valid = valid && block_any(to_fixed_point(largest) > 0);
-    if (valid)
-      find_children([=](auto f) { for_each_entry(probs, V, f); }, [=](int64_t id) { return probs[id]; }, largest, score,
-                    count, tokens, child_scores);
+  if (score > -INFINITY) {
+    const float* const probs = batch.draft_probs + r * batch.V;
+    const ThreadRow<kIsHeld> row(probs, batch.V, threadIdx.x, blockDim.x);
+    const auto for_each = [&](auto f) { row.for_each(f); };
+    const auto again = [&](auto f) {
+#pragma unroll 4
+      for (int64_t v = threadIdx.x; v < batch.V; v += blockDim.x) f(v, probs[v]);
+    };
+    valid = find_children(best, for_each, again, score, count, tokens, child_scores);
   }
   if (threadIdx.x == 0) batch.status[r] = valid ? 0 : kInvalidRow;
+}
 
-  // Until the last block writes the next level there, the first element of `frontier` counts the blocks that are done.
-  if (!is_last_block(frontier, F)) return;
-  for (int64_t k = threadIdx.x; k < num_children; k += blockDim.x) frontier[k] = -1;
-  find_frontier(batch.child_scores + b * F * num_children, F * num_children, count,
+__device__ void write_frontier(const ExpandTree& batch, int64_t b, int64_t count, BestOf& best) {
+  const int64_t size = batch.F * batch.num_children;
+  int32_t* const frontier = batch.frontier + b * batch.num_children;
+  for (int64_t k = threadIdx.x; k < batch.num_children; k += blockDim.x) frontier[k] = -1;
+  find_frontier(best, batch.child_scores + b * size, size, count,
                 [=](int64_t rank, int64_t id) { frontier[rank] = static_cast<int32_t>(id); });
+}
+
+// A cluster for each request, of as many blocks as take the same number of nodes each.
+template <bool kIsHeld>
+__global__ void __launch_bounds__(kThreads, 2) expand_tree_kernel(ExpandTree batch) {
+  const Team request;
+  Team block = request.alone();
+  BestOf best(block);
+  const int64_t b = blockIdx.x / request.size(), count = clamped_width(batch.width[b], batch.num_children);
+#pragma unroll 1
+  for (int64_t f = request.rank(); f < batch.F; f += request.size())
+    expand_node<kIsHeld>(batch, b * batch.F + f, count, best);
+  request.sync();
+  if (request.rank() == 0) write_frontier(batch, b, count, best);
+}
+
+template <bool kIsHeld>
+__global__ void __launch_bounds__(kThreads, 2) children_kernel(ExpandTree batch) {
+  Team block = Team().alone();
+  BestOf best(block);
+  const int64_t r = blockIdx.x;
+  expand_node<kIsHeld>(batch, r, clamped_width(batch.width[r / batch.F], batch.num_children), best);
+}
+
+__global__ void __launch_bounds__(kThreads) frontier_kernel(ExpandTree batch) {
+  Team block = Team().alone();
+  BestOf best(block);
+  write_frontier(batch, blockIdx.x, clamped_width(batch.width[blockIdx.x], batch.num_children), best);
+}
+
+template <bool kIsHeld>
+cudaError_t launch(const ExpandTree& batch, unsigned threads, cudaStream_t stream) {
+  Device device;
+  const cudaError_t error = device_for(expand_tree_kernel<kIsHeld>, &device);
+  if (error != cudaSuccess) return error;
+  if (device.has_clusters || batch.F == 1) {
+    const int64_t nodes_a_block = (batch.F + kMaxCluster - 1) / kMaxCluster;
+    const auto cluster = static_cast<unsigned>((batch.F + nodes_a_block - 1) / nodes_a_block);
+    return LAUNCH_CLUSTERS(expand_tree_kernel<kIsHeld>, static_cast<unsigned>(batch.B) * cluster, cluster, threads, 0,
+                           stream, batch);
+  }
+  LAUNCH(children_kernel<kIsHeld>, static_cast<unsigned>(batch.B * batch.F), threads, 0, stream, batch);
+  LAUNCH(frontier_kernel, static_cast<unsigned>(batch.B), threads_for(batch.F * batch.num_children, kThreads), 0,
+         stream, batch);
+  return cudaGetLastError();
 }
 
 }  // namespace
 
 cudaError_t expand_tree_cuda(const ExpandTree& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
-  if (batch.F > 1) {
-    const size_t bytes = sizeof(int32_t) * static_cast<size_t>(batch.B * batch.num_children);
-    const cudaError_t error = cudaMemsetAsync(batch.frontier, 0, bytes, stream);
-    if (error != cudaSuccess) return error;
-  }
-  LAUNCH(expand_tree_kernel, static_cast<unsigned>(batch.B * batch.F), threads_for(batch.V, kThreads), 0, stream,
-         batch);
-  return cudaGetLastError();
+  const unsigned threads = threads_for((batch.V + 3) / 4, kThreads);
+  return batch.V <= kHeldEntries * threads ? launch<true>(batch, threads, stream)
+                                           : launch<false>(batch, threads, stream);
 }
 
 }  // namespace specvis

@@ -65,6 +65,12 @@ class Team {
     return block;
   }
 
+  // What block `rank` of the team has where this one has `shared`.
+  template <class T>
+  __device__ T* shared_of(unsigned rank, T* shared) const {
+    return size_ > 1 ? in_block(shared, rank) : shared;
+  }
+
   // The values of all warps in their order, which each lane of a warp brings. They stand until the exchange after the
   // next: the barrier of that one in between says that everyone has read them.
   template <class T = uint64_t>
