@@ -133,9 +133,12 @@ struct Budget {
   double delta, token_mass, total;  // for jsd; token_mass as a share of the total
 
   HOST_DEVICE Budget(Cutoff cutoff, float delta, int64_t token_mass, int64_t total)
-      : cutoff(cutoff), any(delta >= 0), threshold(0), delta(delta),
-        token_mass(static_cast<double>(token_mass) / static_cast<double>(total)), total(static_cast<double>(total)) {
-    if (cutoff == Cutoff::jsd || !any) return;
+      : cutoff(cutoff), any(delta >= 0), threshold(0), delta(delta), token_mass(0), total(static_cast<double>(total)) {
+    if (!any) return;
+    if (cutoff == Cutoff::jsd) {
+      this->token_mass = static_cast<double>(token_mass) / this->total;
+      return;
+    }
     const double bound = this->delta * static_cast<double>(cutoff == Cutoff::tvd ? total : token_mass);
     threshold = static_cast<int64_t>(bound < kMaxThreshold ? bound : kMaxThreshold);
   }
@@ -152,7 +155,7 @@ struct Candidate {
   int64_t token_mass, relaxed_mass, total, draft_mass, draft_total;
   double omega;
 
-  HOST_DEVICE double numerator_of(int64_t mass, double omega) const {  // of accept_prob()
+  HOST_DEVICE double numerator_of(int64_t mass, double omega) const {
     const double product = omega * static_cast<double>(mass);
     return sampled ? product * static_cast<double>(draft_total) : product;
   }
@@ -162,11 +165,17 @@ struct Candidate {
            (sampled ? (u * static_cast<double>(draft_mass)) * whole : u * whole) < numerator_of(relaxed_mass, omega);
   }
   // The probability that accepts() holds for a uniform number; strict: if omega were 1 and there were no neighbors.
-  HOST_DEVICE double accept_prob(bool strict) const {
+  HOST_DEVICE double accept_prob(bool strict) const { return probability(numerator(strict), denominator()); }
+  HOST_DEVICE double numerator(bool strict) const {
+    if ((strict ? token_mass : relaxed_mass) <= 0) return 0.0;
+    return strict ? numerator_of(token_mass, 1.0) : numerator_of(relaxed_mass, omega);
+  }
+  HOST_DEVICE double denominator() const {
     const double whole = static_cast<double>(total);
-    const double denominator = sampled ? static_cast<double>(draft_mass) * whole : whole;
-    const double numerator = strict ? numerator_of(token_mass, 1.0) : numerator_of(relaxed_mass, omega);
-    if ((strict ? token_mass : relaxed_mass) <= 0 || !(numerator > 0)) return 0.0;
+    return sampled ? static_cast<double>(draft_mass) * whole : whole;
+  }
+  HOST_DEVICE static double probability(double numerator, double denominator) {
+    if (!(numerator > 0)) return 0.0;
     return numerator >= denominator ? 1.0 : numerator / denominator;
   }
   // By how much the rule's probability of accepting exceeds the strict one: what the candidate adds to tv_excess.
@@ -191,6 +200,13 @@ HOST_DEVICE inline double residual_mass(double mass, double unit, double draft_m
   const double r = mass * unit, difference = r - draft_mass * draft_unit, floor = slack * r;
   const double residual = difference > floor ? difference : floor;
   return (residual > 0 ? residual : 0) * kFixedOne;
+}
+
+// The whole part of a number of [0, 2^52], in fewer steps than to an integer and back.
+HOST_DEVICE inline double whole_part(double x) {
+  constexpr double shift = 4503599627370496.0;  // 2^52: numbers above it have no fraction
+  const double nearest = (x + shift) - shift;
+  return nearest > x ? nearest - 1 : nearest;
 }
 
 // Inverse CDF: the token drawn is the first at which the running sum of the row exceeds this threshold. A NaN

@@ -1,4 +1,4 @@
-// verify_chain on CUDA: one block per request, a tree in which node n's only child is n + 1, see verify.cuh.
+// verify_chain on CUDA: a team of threads per request, a tree in which node n's only child is n + 1, see verify.cuh.
 #include "verify.cuh"
 
 namespace specvis {
@@ -30,17 +30,21 @@ __device__ bool is_in_place(const VerifyChain& batch, int64_t b) {
   return !block_any(falls);
 }
 
-// Behind what the layout takes, scratch memory holds the nodes of all requests.
+// Behind what the layout takes, scratch memory holds the nodes of all requests, for each block of a cluster.
+template <bool kHasDrafts>
 __global__ void __launch_bounds__(kVerifyThreads) verify_chain_kernel(VerifyChain batch, Layout layout) {
+  Team team;
   DYNAMIC_SHARED(char, shared);
-  const int64_t b = blockIdx.x;
+  const int64_t b = blockIdx.x / team.size();
   if (!is_in_place(batch, b)) {
-    write(batch, b, {nullptr, 0, 0, 0, kInvalidTree});
+    if (team.thread() != 0) return;
+    batch.next_token[b] = 0;
+    write(batch, b, 0, 0, kInvalidTree);
     return;
   }
   const int64_t first = b > 0 ? batch.ends[b - 1] : 0, num_drafts = batch.ends[b] - first;
   const int64_t* const bonus = batch.bonus_tokens ? batch.bonus_tokens + b : nullptr;
-  const ProbRows rows = {batch.target_probs + (bonus ? first : first + b) * batch.V, batch.V};
+  ProbRows rows = {batch.target_probs + (bonus ? first : first + b) * batch.V, batch.V};
   const auto node_at = [&](int64_t n) {
     const int32_t node = static_cast<int32_t>(n);
     return Node{n > 0 ? batch.draft_tokens[first + n - 1] : 0,
@@ -50,31 +54,40 @@ __global__ void __launch_bounds__(kVerifyThreads) verify_chain_kernel(VerifyChai
                 batch.uniforms[first + b + n],
                 n == 0 ? 0 : -1,
                 0,
-                0};
+                0,
+                {}};
   };
-  Node* const nodes = reinterpret_cast<Node*>(batch.scratch + batch.B * layout.scratch) + first + b;
-  verify(batch, b, rows, Chain{batch, b, first, num_drafts, bonus}, node_at, batch.greedy && batch.greedy[b], layout,
-         shared, nodes);
+  Node* const nodes = reinterpret_cast<Node*>(batch.scratch + layout.scratch_of(batch.B)) +
+                      team.rank() * (batch.D + batch.B) + first + b;
+  verify<kHasDrafts>(team, batch, b, rows, Chain{batch, b, first, num_drafts, bonus}, node_at,
+                     batch.greedy && batch.greedy[b], layout, shared, nodes);
+}
+
+using Kernel = void(VerifyChain, Layout);
+
+Kernel* kernel_for(const VerifyChain& batch) {
+  return batch.draft_probs ? verify_chain_kernel<true> : verify_chain_kernel<false>;
 }
 
 }  // namespace
 
 cudaError_t verify_chain_scratch(const VerifyChain& batch, int64_t* bytes) {
-  int64_t limit;
-  const cudaError_t error = shared_limit(kVerifyReserved, &limit);
-  *bytes = batch.B * Layout(batch, 0, limit).scratch + (batch.D + batch.B) * static_cast<int64_t>(sizeof(Node));
+  Device device;
+  const cudaError_t error = device_for(kernel_for(batch), &device);
+  if (error != cudaSuccess) return error;
+  const Layout layout(batch, device, 0, false);
+  *bytes = layout.scratch_of(batch.B) + layout.cluster * (batch.D + batch.B) * static_cast<int64_t>(sizeof(Node));
   return error;
 }
 
 cudaError_t verify_chain_cuda(const VerifyChain& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
-  int64_t limit;
-  cudaError_t error = shared_limit(kVerifyReserved, &limit);
-  if (error == cudaSuccess) error = allow_shared(verify_chain_kernel, limit);
+  Device device;
+  const cudaError_t error = device_for(kernel_for(batch), &device);
   if (error != cudaSuccess) return error;
-  const Layout layout(batch, 0, limit);
-  LAUNCH(verify_chain_kernel, batch.B, threads_for(batch.V, kVerifyThreads), layout.shared, stream, batch, layout);
-  return cudaGetLastError();
+  const Layout layout(batch, device, 0, false);
+  return LAUNCH_CLUSTERS(kernel_for(batch), layout.cluster * static_cast<unsigned>(batch.B), layout.cluster,
+                         layout.threads, layout.shared, stream, batch, layout);
 }
 
 }  // namespace specvis

@@ -1,71 +1,52 @@
 // verify_logits on CUDA: one block per request. With uniform numbers it is verified as in verify.cuh: the row of each
-// node that it visits is filtered where its masses will stand, see filters.cuh. With seeds the block draws a token at
-// each node that it visits, see gumbel.cuh.
-#include <cstring>
-
+// node that it visits is filtered, see filters.cuh, and its probabilities are written where every thread can read them.
+// With seeds the block draws a token at each node that it visits, see gumbel.cuh.
 #include "gumbel.cuh"
 #include "verify.cuh"
 
 namespace specvis {
 namespace {
 
-// The logits of a row, each in the first half of the entry that its mass will take.
+// The rows of request b.
 template <class T>
-struct LogitsInPlace {
-  Row<T> row;
-  int64_t* entries;
-  __device__ void store(int64_t v, float x) const { std::memcpy(entries + v, &x, sizeof x); }
-  __device__ float operator()(int64_t v) const {
-    float x;
-    std::memcpy(&x, entries + v, sizeof x);
-    return x;
-  }
-};
-
-template <class T>
-struct LogitRow {
-  static constexpr bool kIsStored = false;
-  const LogitRows* rows;
-  int64_t r;
-  IdRange range;
+struct FilteredRows {
+  const LogitRows& rows;
+  int64_t b;
   Histogram* histogram;
+  float* probs;                   // (V), of the current row; its logits stand there before
+  IdRange range = {0, 0, false};  // of the current row
 
-  __device__ Total sum(int64_t* entries) const {
-    const LogitsInPlace<T> logits = {row_of<T>(*rows, r, range.first), entries + range.first};
-    const Filtered filtered = filter(*rows, r / rows->N, logits, range.count, *histogram);
-    if (!filtered.valid || !range.valid) return {0, false};
+  template <class F>
+  __device__ bool read(int64_t node, bool, int64_t begin, int64_t end, F f) {
+    const int64_t r = b * rows.N + node;
+    range = id_range_of(rows, r);
+    const Logits<T, true> logits = {row_of<T>(rows, r, range.first), probs + range.first};
+    const Filtered filtered = filter(rows, b, logits, range.count, *histogram);
+    if (!filtered.valid || !range.valid) return false;
     const float sum = sum_exponentials(filtered, logits, range.count);
-    int64_t total = 0;
-    for (int64_t v = threadIdx.x; v < rows->V; v += blockDim.x) {
+    for (int64_t v = begin + lane(); v < end; v += kWarp) {
       const float p = range.has(v) ? filtered.probability(logits(v - range.first), sum) : 0.0f;
-      entries[v] = to_fixed_point(p);
-      total += entries[v];
+      probs[v] = p;
+      f(v, p);
     }
-    return {block_sum(total), true};
+    return true;
   }
+  template <class F>
+  __device__ void reread(int64_t begin, int64_t end, F f) const {
+    for_each_in_stride(probs, begin, end, f);
+  }
+  __device__ float operator()(int64_t v) const { return probs[v]; }
   __device__ bool allows(int64_t id) const { return range.has(id); }
 };
 
-// The rows of request b.
-template <class T>
-struct RowsOf {
-  using Row = LogitRow<T>;
-  const LogitRows* rows;
-  int64_t b;
-  Histogram* histogram;
-
-  __device__ Row at(int64_t node) const {
-    const int64_t r = b * rows->N + node;
-    return {rows, r, id_range_of(*rows, r), histogram};
-  }
-};
-
-template <class T>
+template <class T, bool kHasDrafts>
 __global__ void __launch_bounds__(kVerifyThreads) verify_logits_kernel(VerifyLogits batch, Layout layout) {
+  Team team;
   DYNAMIC_SHARED(char, shared);
-  const int64_t b = blockIdx.x;
-  const RowsOf<T> rows = {&batch.rows, b, reinterpret_cast<Histogram*>(shared)};
-  verify(batch, b, rows, batch.rows.temperature[b] == 0, layout, shared);
+  const int64_t b = blockIdx.x / team.size();
+  char* const row = (layout.row.shared ? shared : batch.scratch + blockIdx.x * layout.scratch) + layout.row.offset;
+  FilteredRows<T> rows = {batch.rows, b, reinterpret_cast<Histogram*>(shared), reinterpret_cast<float*>(row)};
+  verify<kHasDrafts>(team, batch, b, rows, batch.rows.temperature[b] == 0, layout, shared);
 }
 
 template <class T>
@@ -100,35 +81,48 @@ __global__ void __launch_bounds__(kVerifyThreads, 1) verify_by_seeds_kernel(Veri
   batch.status[b] = status;
 }
 
+using Kernel = void(VerifyLogits, Layout);
+
 template <class T>
-cudaError_t launch(const VerifyLogits& batch, cudaStream_t stream) {
-  if (batch.seeds) return launch_rows(verify_by_seeds_kernel<T>, batch, batch.B, stream, kVerifyThreads);
-  int64_t limit;
-  cudaError_t error = shared_limit(kVerifyReserved, &limit);
-  if (error == cudaSuccess) error = allow_shared(verify_logits_kernel<T>, limit);
-  if (error != cudaSuccess) return error;
-  const Layout layout(batch, sizeof(Histogram), limit);
-  LAUNCH(verify_logits_kernel<T>, static_cast<unsigned>(batch.B), threads_for(batch.V, kVerifyThreads), layout.shared,
-         stream, batch, layout);
-  return cudaGetLastError();
+Kernel* kernel_for(const VerifyLogits& batch) {
+  return batch.draft_probs ? verify_logits_kernel<T, true> : verify_logits_kernel<T, false>;
+}
+Kernel* kernel_for(const VerifyLogits& batch) {
+  switch (batch.rows.type) {
+    case LogitType::float16: return kernel_for<__half>(batch);
+    case LogitType::bfloat16: return kernel_for<__nv_bfloat16>(batch);
+    default: return kernel_for<float>(batch);
+  }
 }
 
 }  // namespace
 
 cudaError_t verify_logits_scratch(const VerifyLogits& batch, int64_t* bytes) {
-  int64_t limit;
-  const cudaError_t error = shared_limit(kVerifyReserved, &limit);
-  *bytes = batch.seeds ? 0 : batch.B * Layout(batch, sizeof(Histogram), limit).scratch;
+  *bytes = 0;
+  if (batch.seeds) return cudaSuccess;
+  Device device;
+  const cudaError_t error = device_for(kernel_for(batch), &device);
+  if (error == cudaSuccess) *bytes = Layout(batch, device, sizeof(Histogram), true).scratch_of(batch.B);
   return error;
 }
 
 cudaError_t verify_logits_cuda(const VerifyLogits& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
-  switch (batch.rows.type) {
-    case LogitType::float16: return launch<__half>(batch, stream);
-    case LogitType::bfloat16: return launch<__nv_bfloat16>(batch, stream);
-    default: return launch<float>(batch, stream);
+  if (batch.seeds) {
+    switch (batch.rows.type) {
+      case LogitType::float16:
+        return launch_rows(verify_by_seeds_kernel<__half>, batch, batch.B, stream, kVerifyThreads);
+      case LogitType::bfloat16:
+        return launch_rows(verify_by_seeds_kernel<__nv_bfloat16>, batch, batch.B, stream, kVerifyThreads);
+      default: return launch_rows(verify_by_seeds_kernel<float>, batch, batch.B, stream, kVerifyThreads);
+    }
   }
+  Device device;
+  const cudaError_t error = device_for(kernel_for(batch), &device);
+  if (error != cudaSuccess) return error;
+  const Layout layout(batch, device, sizeof(Histogram), true);
+  return LAUNCH_CLUSTERS(kernel_for(batch), layout.cluster * static_cast<unsigned>(batch.B), layout.cluster,
+                         layout.threads, layout.shared, stream, batch, layout);
 }
 
 }  // namespace specvis

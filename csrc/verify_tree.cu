@@ -1,34 +1,41 @@
-// verify_tree on CUDA: one block per request, see verify.cuh.
+// verify_tree on CUDA: a team of threads per request, see verify.cuh.
 #include "verify.cuh"
 
 namespace specvis {
 namespace {
 
+template <bool kHasDrafts>
 __global__ void __launch_bounds__(kVerifyThreads) verify_tree_kernel(VerifyTree batch, Layout layout) {
+  Team team;
   DYNAMIC_SHARED(char, shared);
-  const int64_t b = blockIdx.x;
-  const ProbRows rows = {batch.target_probs + b * batch.N * batch.V, batch.V};
-  verify(batch, b, rows, batch.greedy && batch.greedy[b], layout, shared);
+  const int64_t b = blockIdx.x / team.size();
+  ProbRows rows = {batch.target_probs + b * batch.N * batch.V, batch.V};
+  verify<kHasDrafts>(team, batch, b, rows, batch.greedy && batch.greedy[b], layout, shared);
+}
+
+using Kernel = void(VerifyTree, Layout);
+
+Kernel* kernel_for(const VerifyTree& batch) {
+  return batch.draft_probs ? verify_tree_kernel<true> : verify_tree_kernel<false>;
 }
 
 }  // namespace
 
 cudaError_t verify_tree_scratch(const VerifyTree& batch, int64_t* bytes) {
-  int64_t limit;
-  const cudaError_t error = shared_limit(kVerifyReserved, &limit);
-  *bytes = batch.B * Layout(batch, 0, limit).scratch;
+  Device device;
+  const cudaError_t error = device_for(kernel_for(batch), &device);
+  if (error == cudaSuccess) *bytes = Layout(batch, device, 0, false).scratch_of(batch.B);
   return error;
 }
 
 cudaError_t verify_tree_cuda(const VerifyTree& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
-  int64_t limit;
-  cudaError_t error = shared_limit(kVerifyReserved, &limit);
-  if (error == cudaSuccess) error = allow_shared(verify_tree_kernel, limit);
+  Device device;
+  const cudaError_t error = device_for(kernel_for(batch), &device);
   if (error != cudaSuccess) return error;
-  const Layout layout(batch, 0, limit);
-  LAUNCH(verify_tree_kernel, batch.B, threads_for(batch.V, kVerifyThreads), layout.shared, stream, batch, layout);
-  return cudaGetLastError();
+  const Layout layout(batch, device, 0, false);
+  return LAUNCH_CLUSTERS(kernel_for(batch), layout.cluster * static_cast<unsigned>(batch.B), layout.cluster,
+                         layout.threads, layout.shared, stream, batch, layout);
 }
 
 }  // namespace specvis
