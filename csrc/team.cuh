@@ -1,6 +1,7 @@
 // The threads that share a row: those of a block, or of all blocks of a cluster where the GPU has clusters (sm_90 and
 // later). All of them call a method of their team together, and each gets the result.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <type_traits>
@@ -180,7 +181,7 @@ cudaError_t device_for(Kernel* kernel, Device* result) {
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, id);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
   if (error != cudaSuccess) return error;
-  shared -= static_cast<int>(attributes.sharedSizeBytes);
+  shared -= std::min(shared, static_cast<int>(attributes.sharedSizeBytes));
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
   *result = known[key] = {shared, multiprocessors, capability >= 9 && attributes.ptxVersion >= 90};

@@ -740,7 +740,8 @@ def test_any_request_as_the_oracle_has_it(backend, monkeypatch):
     for seed in range(count):
         args, kwargs = any_request(seed)
         if backend == "cuda_emulated":  # shared memory for all of a request's arrays, for some, or for none
-            monkeypatch.setenv("CUDA_ON_CPU_SHARED", str(4096 + 8 * (seed % 64) if seed % 2 else 65536))
+            monkeypatch.setenv("CUDA_ON_CPU_SHARED", str(8192 + 16 * (seed % 64) if seed % 2 else 65536))
+            monkeypatch.setenv("CUDA_ON_CPU_SMS", str([1, 2, 6, 12, 24][seed % 5]))  # clusters of 1, 2, 4 or 8 blocks
         for i, (got, expected) in enumerate(zip(verify_tree(*args, **kwargs, backend=backend),
                                                 verify_tree(*args, **kwargs, backend="oracle"))):
             same = torch.allclose(got, expected, rtol=0, atol=1e-5) if i == 3 else torch.equal(got, expected)
