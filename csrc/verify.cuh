@@ -45,7 +45,7 @@ struct Layout {
   };
   Region nodes, bits, row, masses, draft;
   int64_t shared, scratch = 0;  // bytes of each in all
-  int64_t share;
+  uint32_t share;
   unsigned cluster, threads;
 
   // `taken` bytes at the front of shared memory hold something else. copies_rows: rows are no probabilities in memory.
@@ -54,7 +54,7 @@ struct Layout {
     cluster = is_divided ? cluster_for(device, batch.B) : 1;
     threads = threads_for(batch.V, kVerifyThreads);
     const int64_t warps = threads / kWarp, words = (batch.V + kWarp - 1) / kWarp;
-    share = (words + warps * cluster - 1) / (warps * cluster) * kWarp;
+    share = static_cast<uint32_t>((words + warps * cluster - 1) / (warps * cluster) * kWarp);
     const auto reserve = [&](int64_t bytes) {
       bytes = (bytes + 15) / 16 * 16;
       const bool fits = shared + bytes <= device.shared;
@@ -77,30 +77,32 @@ template <class T>
 class Slices {
  public:
   __device__ Slices(char* shared, char* scratch, const Layout& layout, Layout::Region region, const Team& team)
-      : own_(reinterpret_cast<T*>((region.shared ? shared : scratch) + region.offset)), shared_(region.shared),
-        ids_(layout.share * warps()), stride_(layout.scratch), rank_(team.rank()), size_(team.size()) {}
+      : own_(reinterpret_cast<T*>((region.shared ? shared : scratch) + region.offset)), layout_(layout),
+        shared_(region.shared), team_(team) {}
 
-  __device__ T& own(int64_t v) const { return own_[v - rank_ * ids_]; }  // of an id of this block
-  __device__ T operator()(int64_t v) const {                             // of any id
-    if (size_ == 1) return own_[v];
-    const unsigned rank = static_cast<unsigned>(v) / static_cast<unsigned>(ids_);
-    const int64_t distance = (int64_t{rank} - rank_) * stride_;
-    const T* const there =
-        shared_ ? in_block(own_, rank) : reinterpret_cast<T*>(reinterpret_cast<char*>(own_) + distance);
-    return there[v - rank * ids_];
+  __device__ T& own(uint32_t v) const { return own_[v - team_.rank() * ids()]; }  // of an id of this block
+  __device__ T operator()(uint32_t v) const {                                     // of any id
+    if (team_.size() == 1) return own_[v];
+    const unsigned rank = v / ids();
+    if (shared_) return in_block(own_, rank)[v - rank * ids()];
+    const int64_t distance = (int64_t{rank} - team_.rank()) * layout_.scratch;
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(own_) + distance)[v - rank * ids()];
   }
 
  private:
+  __device__ uint32_t ids() const { return layout_.share * warps(); }  // of a block
+
   T* own_;
+  const Layout& layout_;
   bool shared_;
-  int64_t ids_, stride_;  // ids of a block; bytes from the scratch memory of a block to that of the next
-  unsigned rank_, size_;
+  const Team& team_;
 };
 
 // Calls f(v, p) for the ids [begin, end) of a row; a warp's lanes take ids that follow each other.
 template <class F>
-__device__ void for_each_in_stride(const float* row, int64_t begin, int64_t end, F f) {
-  for (int64_t start = begin + lane(); start < end; start += kRowLoads * kWarp) {
+__device__ void for_each_in_stride(const float* row, uint32_t begin, uint32_t end, F f) {
+#pragma unroll 1
+  for (uint32_t start = begin + lane(); start < end; start += kRowLoads * kWarp) {
     float p[kRowLoads];
 #pragma unroll
     for (int j = 0; j < kRowLoads; ++j) p[j] = start + j * kWarp < end ? row[start + j * kWarp] : 0.0f;
@@ -113,13 +115,15 @@ __device__ void for_each_in_stride(const float* row, int64_t begin, int64_t end,
 // What one warp searches for: the first of `count` masses at which their running sum exceeds the threshold, and the sum
 // before it.
 struct Found {
-  int64_t index, before;
+  uint32_t index;
+  int64_t before;
 };
 
 template <class Mass>
-__device__ Found search_in_warp(int64_t count, int64_t threshold, const Mass& mass) {
+__device__ Found search_in_warp(uint32_t count, int64_t threshold, const Mass& mass) {
   int64_t before = 0;
-  for (int64_t start = 0; start < count; start += kWarp) {
+#pragma unroll 1
+  for (uint32_t start = 0; start < count; start += kWarp) {
     const int64_t own_mass = start + lane() < count ? mass(start + lane()) : 0;
     const int64_t sum = before + warp_scan(own_mass);
     const unsigned votes = __ballot_sync(kAllLanes, sum > threshold);
@@ -162,31 +166,33 @@ class Block {
 
 // The columns of the table of neighbors that a thread looks at: rounds of up to kColumns for each thread, and in each
 // round the columns of a thread follow each other.
-constexpr int64_t kColumns = 4;
+constexpr unsigned kColumns = 4;
 
 struct Columns {
-  int64_t begin, end;
+  uint32_t begin, end;
 
-  __device__ Columns(int64_t start, int64_t count) {
-    const int64_t each = (count - start + blockDim.x - 1) / blockDim.x, size = each < kColumns ? each : kColumns;
+  __device__ Columns(uint32_t start, uint32_t count) {
+    const uint32_t size = min((count - start + blockDim.x - 1) / blockDim.x, kColumns);
     begin = start + threadIdx.x * size;
-    end = begin + size < count ? begin + size : count;
+    end = min(begin + size, count);
   }
 };
 
 // Calls f(column) for this thread's columns of `count`, but not for more than `most`.
 template <class F>
-__device__ void for_own_columns(int64_t count, int64_t most, F f) {
-  for (int64_t start = 0; start < count; start += kColumns * blockDim.x) {
+__device__ void for_own_columns(uint32_t count, uint32_t most, F f) {
+#pragma unroll 1
+  for (uint32_t start = 0; start < count; start += kColumns * blockDim.x) {
     const Columns own(start, count);
-    for (int64_t j = own.begin; j < own.end && most > 0; ++j, --most) f(j);
+#pragma unroll 1
+    for (uint32_t j = own.begin; j < own.end && most > 0; ++j, --most) f(j);
   }
 }
 
 // The neighbors that the cutoff keeps.
 struct Kept {
   int64_t mass;        // of all of them; only the warp that decides about the token knows it
-  int64_t num_own;     // how many are in columns of this thread
+  uint32_t num_own;    // how many are in columns of this thread
   bool has_any;        // whether there is one
   bool is_of_decider;  // whether this is a thread of that warp
 };
@@ -194,32 +200,34 @@ struct Kept {
 // The longest prefix of a token's first num_considered neighbors that fits the budget. mass(v) is an entry of the row.
 // Every thread has read those of its neighbors when the function returns.
 template <class Mass>
-__device__ Kept keep_neighbors(Block& block, const Mass& mass, int64_t V, const Neighbors& neighbors,
-                               int64_t num_considered, int64_t token, const Budget& budget) {
+__device__ Kept keep_neighbors(Block& block, const Mass& mass, uint32_t V, const Neighbors& neighbors,
+                               uint32_t num_considered, int64_t token, const Budget& budget) {
   Kept kept = {0, 0, false, false};
   const auto mass_at = [&](int64_t column) {
     const int64_t id = neighbors(token, column);
     return id >= 0 && id < V ? mass(id) : 0;
   };
   kept.has_any = budget.fits(mass_at(0));
-  for (int64_t start = 0; start < num_considered; start += kColumns * blockDim.x) {
+#pragma unroll 1
+  for (uint32_t start = 0; start < num_considered; start += kColumns * blockDim.x) {
     const Columns own(start, num_considered);
     int64_t ids[kColumns], masses[kColumns], sum = 0;
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) ids[j] = own.begin + j < own.end ? neighbors(token, own.begin + j) : -1;
+    for (unsigned j = 0; j < kColumns; ++j) ids[j] = own.begin + j < own.end ? neighbors(token, own.begin + j) : -1;
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
+    for (unsigned j = 0; j < kColumns; ++j) {
       masses[j] = ids[j] >= 0 && ids[j] < V ? mass(ids[j]) : 0;
       sum += masses[j];
     }
     const Scan scan = block.scan(sum);
     const int64_t before = kept.mass + scan.before;
-    int64_t running = before, num_own = 0;
-    bool fits = true;
+    int64_t running = before;
+    uint32_t num_own = 0;
+    bool all_fit = true;
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      fits = fits && (own.begin + j >= own.end || budget.fits(running + masses[j]));
-      if (fits && own.begin + j < own.end) {
+    for (unsigned j = 0; j < kColumns; ++j) {
+      all_fit = all_fit && (own.begin + j >= own.end || budget.fits(running + masses[j]));
+      if (all_fit && own.begin + j < own.end) {
         running += masses[j];
         ++num_own;
       }
@@ -227,13 +235,13 @@ __device__ Kept keep_neighbors(Block& block, const Mass& mass, int64_t V, const 
     bool ends,
         is_end;  // whether some neighbor of the round does not fit, and whether this thread has the first of them
     if (budget.cutoff == Cutoff::jsd) {
-      const unsigned first = block.first(!fits);
+      const unsigned first = block.first(!all_fit);
       ends = first < blockDim.x;
       is_end = threadIdx.x == first;
       if (threadIdx.x > first) num_own = 0;
     } else {  // what fits is a matter of the sum alone
-      ends = !budget.fits(kept.mass + scan.total);
-      is_end = !fits && budget.fits(before);
+      ends = kept.mass + scan.total > budget.threshold;
+      is_end = !all_fit && before <= budget.threshold;
     }
     kept.num_own += num_own;
     if (ends) {
@@ -277,16 +285,15 @@ class Verifier {
  public:
   __device__ Verifier(const Verification& batch, int64_t b, Rows& rows, const Links& links, Team& team, Node* nodes,
                       const Layout& layout, char* shared, char* scratch)
-      : batch_(batch), b_(b), V_(batch.V), rows_(rows), links_(links), team_(team), nodes_(nodes),
-        bits_(reinterpret_cast<unsigned*>((layout.bits.shared ? shared : scratch) + layout.bits.offset)),
+      : batch_(batch), b_(b), V_(static_cast<uint32_t>(batch.V)), rows_(rows), links_(links), team_(team),
+        nodes_(nodes), bits_(reinterpret_cast<unsigned*>((layout.bits.shared ? shared : scratch) + layout.bits.offset)),
         masses_(shared, scratch, layout, layout.masses, team), draft_(shared, scratch, layout, layout.draft, team),
         share_(layout.share) {
-    const int64_t first = (team.rank() * warps() + warp()) * share_;
-    begin_ = first < V_ ? first : V_;
-    end_ = first + share_ < V_ ? first + share_ : V_;
+    begin_ = min((team.rank() * warps() + warp()) * share_, V_);
+    end_ = min(begin_ + share_, V_);
     const int64_t k = batch.neighbors.k();
     delta_ = batch.delta ? batch.delta[b] : -1.0f;
-    num_considered_ = k > 0 ? k - (batch.residual == ResidualRule::released) : 0;
+    num_considered_ = static_cast<uint32_t>(k > 0 ? k - (batch.residual == ResidualRule::released) : 0);
   }
 
   __device__ void verify_sampled();
@@ -298,14 +305,14 @@ class Verifier {
   // Where verification stands. Every thread has the same.
   struct State {
     int64_t total;        // of the residual
-    int64_t first, last;  // siblings from `first` on, and before `last`, were rejected
-    int64_t next;         // the child that was accepted, or -1
+    int32_t first, last;  // siblings from `first` on, and before `last`, were rejected
+    int32_t next;         // the child that was accepted, or -1
     int32_t num_trials, status;
     bool is_uniform;  // whether the uniform distribution has taken the row's place
   };
 
   // Is `child` a later node than `previous`, with a token in the vocabulary?
-  __device__ bool is_valid(int64_t child, int64_t previous) const {
+  __device__ bool is_valid(int32_t child, int32_t previous) const {
     return child > previous && child < links_.num_nodes() && nodes_[child].token >= 0 && nodes_[child].token < V_;
   }
   __device__ bool is_undefined() const {
@@ -315,7 +322,7 @@ class Verifier {
     return false;
   }
   // Has the node no row, because the token after it is drawn already?
-  __device__ bool ends_in_bonus(int64_t node) const {
+  __device__ bool ends_in_bonus(int32_t node) const {
     if constexpr (Links::kHasBonus) return links_.bonus && node == links_.num_nodes() - 1;
     return false;
   }
@@ -323,9 +330,8 @@ class Verifier {
     if constexpr (Links::kHasBonus) return *links_.bonus;
     return 0;
   }
-  __device__ bool is_own(int64_t v) const {  // an id of this block
-    const int64_t ids = share_ * warps(), first = team_.rank() * ids;
-    return v >= first && v < first + ids;
+  __device__ bool is_own(uint32_t v) const {  // an id of this block
+    return v / (share_ * warps()) == team_.rank();
   }
   __device__ bool is_first_thread() const { return team_.thread() == 0; }
 
@@ -355,12 +361,13 @@ class Verifier {
 
   // Reads the row of a node, and makes it the residual: as masses if `is_dense`. Finds the largest entry, and of those
   // with its mass the lowest id, if `argmax` is not null.
-  __device__ bool read(int64_t node, bool is_dense, int64_t* argmax = nullptr) {
-    for (int64_t i = threadIdx.x; i * kWarp < V_; i += blockDim.x) bits_[i] = 0;
+  __device__ bool read(int32_t node, bool is_dense, uint32_t* argmax = nullptr) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i * kWarp < V_; i += blockDim.x) bits_[i] = 0;
     int64_t sum = 0;
     bool entries_valid = true;  // this thread's
     uint64_t best = 0;          // the mass as a float, and the id from behind
-    const auto use = [&](int64_t v, float p) {
+    const auto use = [&](uint32_t v, float p) {
       const bool ok = is_probability(p);
       const float probability = ok ? p : 0.0f;
       const int64_t mass = to_fixed_point(probability);
@@ -383,15 +390,15 @@ class Verifier {
   }
 
   // An entry of the row, or of the distribution in its place.
-  __device__ int64_t row_mass(int64_t v) const {
+  __device__ int64_t row_mass(uint32_t v) const {
     return state_.is_uniform ? uniform_mass(V_) : to_fixed_point(rows_(v));
   }
   // An entry of the residual where children were point masses.
-  __device__ int64_t mass(int64_t v) const {
+  __device__ int64_t mass(uint32_t v) const {
     int64_t mass = row_mass(v);
     if (!(bits_[v / kWarp] >> (v % kWarp) & 1)) return mass;
     if (slack_ == 0) return 0;
-    for (int64_t child = state_.first; child != state_.last; child = nodes_[child].next_sibling) {
+    for (int32_t child = state_.first; child != state_.last; child = nodes_[child].next_sibling) {
       if (nodes_[child].token == v) mass = rest_of(mass);
     }
     return mass;
@@ -399,27 +406,26 @@ class Verifier {
   // What a rejected point mass leaves of its token.
   __device__ int64_t rest_of(int64_t mass) const { return static_cast<int64_t>(slack_ * static_cast<double>(mass)); }
   // Sets the residual of an id to 0. Returns what it has lost.
-  __device__ int64_t clear(int64_t id) {
+  __device__ int64_t clear(uint32_t id) {
     const unsigned bit = 1u << (id % kWarp);
     return atomicOr(bits_ + id / kWarp, bit) & bit ? 0 : row_mass(id);
   }
   // Calls f(id) for those neighbors of x that this thread treats if x is rejected.
   template <class F>
-  __device__ void for_treated_neighbors(int64_t x, const Kept& kept, F f) const {
+  __device__ void for_treated_neighbors(uint32_t x, const Kept& kept, F f) const {
     const bool released = batch_.residual == ResidualRule::released;
     if (batch_.residual == ResidualRule::optimal || (released && !kept.has_any)) return;
-    for_own_columns(released ? batch_.neighbors.k() : num_considered_, released ? INT64_MAX : kept.num_own,
-                    [&](int64_t column) {
-                      const int64_t id = batch_.neighbors(x, column);
-                      if (id >= 0 && id < V_) f(id);
-                    });
+    for_own_columns(num_considered_ + released, released ? UINT32_MAX : kept.num_own, [&](uint32_t column) {
+      const int64_t id = batch_.neighbors(x, column);
+      if (id >= 0 && id < V_) f(static_cast<uint32_t>(id));
+    });
   }
-  __device__ bool considers_neighbors(int64_t x) const {
+  __device__ bool considers_neighbors(uint32_t x) const {
     return num_considered_ > 0 && delta_ >= 0 && batch_.neighbors.has(x) && rows_.allows(x);
   }
 
   // Called by the lanes of one warp, the decider.
-  __device__ bool accepts(const Candidate& candidate, int64_t child, bool is_first) {
+  __device__ bool accepts(const Candidate& candidate, int32_t child, bool is_first) {
     if (lane() == 0) {
       nodes_[state_.num_trials].trial = {candidate.numerator(false), candidate.numerator(true), candidate.denominator(),
                                          is_first};
@@ -429,13 +435,13 @@ class Verifier {
 
   // Tries a child that is a point mass at x, by all threads of the block. All of them look at its neighbors, and clear
   // what its rejection would clear before they know whether it is rejected: an accepted child ends the residual.
-  __device__ bool try_with_neighbors(int64_t child, int64_t x, double omega, bool is_first) {
+  __device__ bool try_with_neighbors(int32_t child, uint32_t x, double omega, bool is_first) {
     const bool considers = considers_neighbors(x);
     const int64_t token_mass = considers || warp() == 0 ? mass(x) : 0;
     Kept kept = {0, 0, false, warp() == 0};
     if (considers) {
       kept = keep_neighbors(
-          block_, [this](int64_t v) { return mass(v); }, V_, batch_.neighbors, num_considered_, x,
+          block_, [this](uint32_t v) { return mass(v); }, V_, batch_.neighbors, num_considered_, x,
           Budget(batch_.cutoff, delta_, token_mass, state_.total));
     }
     uint64_t to_all = 0;
@@ -445,7 +451,7 @@ class Verifier {
     }
     __syncwarp();
     int64_t cleared = threadIdx.x == 0 ? clear(x) : 0;
-    for_treated_neighbors(x, kept, [&](int64_t id) { cleared += clear(id); });
+    for_treated_neighbors(x, kept, [&](uint32_t id) { cleared += clear(id); });
     to_all |= static_cast<uint64_t>(warp_sum(cleared));
     const uint64_t* const of_warps = block_.exchange(to_all);
     const uint64_t of_warp = lane() < warps() ? of_warps[lane()] : 0;
@@ -454,7 +460,7 @@ class Verifier {
   }
 
   // The same by the lanes of one warp, without neighbors.
-  __device__ bool try_alone(int64_t child, int64_t x, double omega, bool is_first) {
+  __device__ bool try_alone(int32_t child, uint32_t x, double omega, bool is_first) {
     const int64_t token_mass = mass(x);
     if (accepts({false, token_mass, token_mass, state_.total, 0, 0, omega}, child, is_first)) return true;
     state_.total += rest_of(token_mass) - token_mass;
@@ -465,19 +471,19 @@ class Verifier {
   }
 
   // Tries the children of a node, from `child` on, which are point masses.
-  __device__ void try_point_masses(int64_t node, int64_t child, double omega) {
+  __device__ void try_point_masses(int32_t node, int32_t child, double omega) {
     __shared__ State of_warp;
     const bool is_alone = num_considered_ == 0;
     if (!is_alone || warp() == 0) {
       const int64_t row_total = state_.total;
       state_.first = state_.last = child;
-      for (int64_t previous = node; child >= 0;) {
+      for (int32_t previous = node; child >= 0;) {
         if (!is_valid(child, previous)) {
           state_.status |= kInvalidTree;
           break;
         }
         const bool is_first = previous == node;
-        const int64_t x = nodes_[child].token;
+        const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
         const bool accepted =
             is_alone ? try_alone(child, x, omega, is_first) : try_with_neighbors(child, x, omega, is_first);
         ++state_.num_trials;
@@ -490,10 +496,10 @@ class Verifier {
         if (state_.total == 0) {
           state_.status |= kEmptyResidual;
           state_.is_uniform = batch_.empty == Empty::uniform;
-          state_.total = state_.is_uniform ? V_ * uniform_mass(V_) : row_total;
+          state_.total = state_.is_uniform ? int64_t{V_} * uniform_mass(V_) : row_total;
           state_.first = child;
           const unsigned threads = is_alone ? kWarp : blockDim.x;
-          for (int64_t i = threadIdx.x; i * kWarp < V_; i += threads) bits_[i] = 0;
+          for (uint32_t i = threadIdx.x; i * kWarp < V_; i += threads) bits_[i] = 0;
           if (is_alone) {
             __syncwarp();
           } else {
@@ -509,10 +515,10 @@ class Verifier {
   }
 
   // Reads row `from` of the draft.
-  __device__ bool read_draft(int64_t from) {
+  __device__ bool read_draft(int32_t from) {
     int64_t sum = 0;
     bool entries_valid = true;  // this thread's
-    for_each_in_stride(links_.draft_probs() + from * V_, begin_, end_, [&](int64_t v, float p) {
+    for_each_in_stride(links_.draft_probs() + from * batch_.V, begin_, end_, [&](uint32_t v, float p) {
       const bool ok = is_probability(p);
       const float probability = ok ? p : 0.0f;
       draft_.own(v) = probability;
@@ -532,24 +538,24 @@ class Verifier {
   };
 
   // Tries the children of a node, from `child` on, which were drawn from the draft's row.
-  __device__ void try_samples(int64_t node, int64_t child, double omega) {
+  __device__ void try_samples(int32_t node, int32_t child, double omega) {
     __shared__ Decision of_decider;
     bool is_first = true;
-    for (int64_t previous = node; child >= 0; previous = child, child = nodes_[child].next_sibling) {
+    for (int32_t previous = node; child >= 0; previous = child, child = nodes_[child].next_sibling) {
       if (!is_valid(child, previous)) {
         state_.status |= kInvalidTree;
         return;
       }
       if (draft_total_ == 0) continue;
-      const int64_t x = nodes_[child].token;
+      const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
       const bool considers = considers_neighbors(x);
       const int64_t token_mass = considers || warp() == 0 ? static_cast<int64_t>(masses_(x)) : 0;
       Kept kept = {0, 0, false, warp() == 0};
       if (considers) {
         kept = keep_neighbors(
-            block_, [this](int64_t v) { return static_cast<int64_t>(masses_(v)); }, V_, batch_.neighbors,
+            block_, [this](uint32_t v) { return static_cast<int64_t>(masses_(v)); }, V_, batch_.neighbors,
             num_considered_, x, Budget(batch_.cutoff, delta_, token_mass, state_.total));
-        for_treated_neighbors(x, kept, [this](int64_t id) {
+        for_treated_neighbors(x, kept, [this](uint32_t id) {
           if (is_own(id)) atomicOr(bits_ + id / kWarp, 1u << (id % kWarp));
         });
       }
@@ -581,23 +587,24 @@ class Verifier {
 
   // Subtracts the draft after a sampled candidate x was rejected, and takes x out of the draft. Its treated neighbors,
   // which have a bit until then, have no mass by the relaxed rule; by the released one nothing is taken from them.
-  __device__ void subtract(int64_t x, const Decision& decision) {
+  __device__ void subtract(uint32_t x, const Decision& decision) {
     const bool moves = batch_.residual == ResidualRule::relaxed;
     const double unit = decision.unit, draft_unit = decision.draft_unit;
     double sum = 0;  // below 2^53, so exact
     int64_t of_token = 0;
-    for (int64_t start = begin_ + lane(); start - lane() < end_; start += kMassLoads * kWarp) {
+#pragma unroll 1
+    for (uint32_t start = begin_ + lane(); start - lane() < end_; start += kMassLoads * kWarp) {
       double masses[kMassLoads];
       float draft_probs[kMassLoads];
 #pragma unroll
       for (int j = 0; j < kMassLoads; ++j) {
-        const int64_t v = start + j * kWarp;
+        const uint32_t v = start + j * kWarp;
         masses[j] = v < end_ ? masses_.own(v) : 0.0;
         draft_probs[j] = v < end_ ? draft_.own(v) : 0.0f;
       }
 #pragma unroll
       for (int j = 0; j < kMassLoads; ++j) {
-        const int64_t v = start + j * kWarp;
+        const uint32_t v = start + j * kWarp;
         bool is_treated = false;
         if (num_considered_ > 0 && v - lane() < end_) {  // the lanes share a word
           const unsigned treated = bits_[v / kWarp];
@@ -626,14 +633,14 @@ class Verifier {
   // What takes the place of masses of which nothing is left.
   __device__ void refill_masses() {
     int64_t sum = 0;
-    const auto put = [&](int64_t v, int64_t mass) {
+    const auto put = [&](uint32_t v, int64_t mass) {
       masses_.own(v) = static_cast<double>(mass);
       sum += mass;
     };
     if (batch_.empty == Empty::target) {
-      rows_.reread(begin_, end_, [&](int64_t v, float p) { put(v, to_fixed_point(p)); });
+      rows_.reread(begin_, end_, [&](uint32_t v, float p) { put(v, to_fixed_point(p)); });
     } else {
-      for (int64_t v = begin_ + lane(); v < end_; v += kWarp) put(v, uniform_mass(V_));
+      for (uint32_t v = begin_ + lane(); v < end_; v += kWarp) put(v, uniform_mass(V_));
     }
     state_.total = sum_of_team(sum, true).mass;
   }
@@ -643,13 +650,14 @@ class Verifier {
   // entry.
   template <class Mass>
   __device__ void draw(bool is_dense, const Mass& mass) {
+#pragma unroll 1
     for (unsigned w = warp(); !is_dense && w < num_chunks(); w += warps()) {
-      const int64_t begin = w * share_, end = begin + share_ < V_ ? begin + share_ : V_;
+      const uint32_t begin = min(w * share_, V_), end = min(begin + share_, V_);
       int64_t change = 0;  // of the chunk's mass, since the row was read
-      if (state_.is_uniform && lane() == 0 && begin < end) change = (end - begin) * uniform_mass(V_) - chunks()[w];
+      if (state_.is_uniform && lane() == 0) change = (end - begin) * uniform_mass(V_) - chunks()[w];
       if (state_.first != state_.last) {
-#pragma unroll 4
-        for (int64_t v = begin + lane(); v < end; v += kWarp) {
+#pragma unroll 1
+        for (uint32_t v = begin + lane(); v < end; v += kWarp) {
           if (bits_[v / kWarp] >> lane() & 1) change += mass(v) - row_mass(v);
         }
       }
@@ -658,41 +666,43 @@ class Verifier {
     }
     __syncthreads();
     int64_t threshold = draw_threshold(nodes_[0].uniform, state_.total);
-    const Found chunk = search_in_warp(num_chunks(), threshold, [](int64_t w) { return chunks()[w]; });
+    const Found chunk = search_in_warp(num_chunks(), threshold, [](uint32_t w) { return chunks()[w]; });
     if (chunk.index / warps() != team_.rank()) return;
     threshold -= chunk.before;
-    const int64_t end = (chunk.index + 1) * share_ < V_ ? (chunk.index + 1) * share_ : V_;
-    const int64_t part = (share_ / kWarp + warps() - 1) / warps() * kWarp;  // of a warp
-    const int64_t first = chunk.index * share_ + warp() * part, last = first + part < end ? first + part : end;
+    const uint32_t end = min((chunk.index + 1) * share_, V_);
+    const uint32_t part = (share_ / kWarp + warps() - 1) / warps() * kWarp;  // of a warp
+    const uint32_t first = min(chunk.index * share_ + warp() * part, end), last = min(first + part, end);
     int64_t sum = 0;
-#pragma unroll 4
-    for (int64_t v = first + lane(); v < last; v += kWarp) sum += mass(v);
+#pragma unroll 1
+    for (uint32_t v = first + lane(); v < last; v += kWarp) sum += mass(v);
     const uint64_t* const sums = block_.exchange(warp_sum(sum));
-    const Found own = search_in_warp(warps(), threshold, [=](int64_t w) { return static_cast<int64_t>(sums[w]); });
+    const Found own = search_in_warp(warps(), threshold, [=](uint32_t w) { return static_cast<int64_t>(sums[w]); });
     if (own.index != warp()) return;
-    const Found id = search_in_warp(last - first, threshold - own.before, [&](int64_t i) { return mass(first + i); });
+    const Found id = search_in_warp(last - first, threshold - own.before, [&](uint32_t i) { return mass(first + i); });
     if (lane() == 0) batch_.next_token[b_] = first + id.index;
   }
   __device__ void draw(bool is_dense) {
     if constexpr (kHasDrafts) {
       if (is_dense) {
-        draw(true, [this](int64_t v) { return static_cast<int64_t>(masses_.own(v)); });
+        draw(true, [this](uint32_t v) { return static_cast<int64_t>(masses_.own(v)); });
         return;
       }
     }
-    draw(false, [this](int64_t v) { return this->mass(v); });
+    draw(false, [this](uint32_t v) { return this->mass(v); });
   }
 
   // The sum over tried siblings of the probability of reaching one times what it adds, by the lanes of one warp.
   __device__ double tv_excess() const {
     double result = 0, reach_prob = 1;
-    for (int64_t start = 0; start < state_.num_trials; start += kWarp) {
-      const int64_t count = state_.num_trials - start < kWarp ? state_.num_trials - start : kWarp;
-      const Trial trial = lane() < count ? nodes_[start + lane()].trial : Trial{0, 0, 1, false};
+#pragma unroll 1
+    for (int32_t start = 0; start < state_.num_trials; start += kWarp) {
+      const int32_t count = min(state_.num_trials - start, kWarp), own = static_cast<int32_t>(lane());
+      const Trial trial = own < count ? nodes_[start + own].trial : Trial{0, 0, 1, false};
       const double accept_prob = Candidate::probability(trial.relaxed, trial.whole);
       const double difference = accept_prob - Candidate::probability(trial.strict, trial.whole);
       const double excess = difference > 0 ? difference : 0.0;
-      for (int64_t j = 0; j < count; ++j) {
+#pragma unroll 1
+      for (int32_t j = 0; j < count; ++j) {
         if (__shfl_sync(kAllLanes, trial.is_first, j)) reach_prob = 1;
         result += reach_prob * __shfl_sync(kAllLanes, excess, j);
         reach_prob *= 1 - __shfl_sync(kAllLanes, accept_prob, j);
@@ -702,30 +712,32 @@ class Verifier {
   }
 
   // Tries the children of node n of a greedy request, against its row's argmax.
-  __device__ void try_greedily(int64_t n, int64_t argmax) {
+  __device__ void try_greedily(int32_t n, uint32_t argmax) {
     const int64_t max_mass = row_mass(argmax);
-    int64_t previous = n;
-    for (int64_t child = nodes_[n].first_child; child >= 0; previous = child, child = nodes_[child].next_sibling) {
+    int32_t previous = n;
+    for (int32_t child = nodes_[n].first_child; child >= 0; previous = child, child = nodes_[child].next_sibling) {
       if (!is_valid(child, previous)) {
         state_.status |= kInvalidTree;
         return;
       }
-      const int64_t x = nodes_[child].token, token_mass = row_mass(x);
+      const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
+      const int64_t token_mass = row_mass(x);
       Kept kept = {0, 0, false, warp() == 0};
       if (considers_neighbors(x)) {
         kept = keep_neighbors(
-            block_, [this](int64_t v) { return row_mass(v); }, V_, batch_.neighbors, num_considered_, x,
+            block_, [this](uint32_t v) { return row_mass(v); }, V_, batch_.neighbors, num_considered_, x,
             Budget(batch_.cutoff, delta_, token_mass, state_.total));
       }
       if (!kept.is_of_decider || lane() != 0 || !is_argmax(x, token_mass + kept.mass, argmax, max_mass)) continue;
       nodes_[child].depth = nodes_[n].depth + 1;
-      nodes_[child].parent = static_cast<int32_t>(n);
+      nodes_[child].parent = n;
       nodes_[child].num_non_argmax = nodes_[n].num_non_argmax + (x != argmax);
     }
   }
 
   const Verification& batch_;
-  int64_t b_, V_;
+  int64_t b_;
+  uint32_t V_;
   Rows& rows_;
   const Links& links_;
   Team& team_;
@@ -734,8 +746,8 @@ class Verifier {
   unsigned* bits_;         // one for each id
   Slices<double> masses_;  // if kHasDrafts
   Slices<float> draft_;
-  int64_t share_, begin_, end_;  // the ids of a warp, and this warp's
-  int64_t num_considered_;       // how many neighbors of a token the cutoff looks at; 0 without neighbors
+  uint32_t share_, begin_, end_;  // the ids of a warp, and this warp's
+  uint32_t num_considered_;       // how many neighbors of a token the cutoff looks at; 0 without neighbors
   float delta_;
   double slack_ = 0;         // of the node's children
   int64_t draft_total_ = 0;  // of what is left of the draft's row
@@ -746,8 +758,8 @@ template <bool kHasDrafts, class Rows, class Links>
 __device__ void Verifier<kHasDrafts, Rows, Links>::verify_sampled() {
   const bool is_undefined = this->is_undefined();
   if (is_undefined) state_.status |= kInvalidRule;
-  int64_t node = 0, next_token = 0;
-  int32_t num_accepted = 0;
+  int64_t next_token = 0;
+  int32_t node = 0, num_accepted = 0;
   bool draws = false;
   while (true) {
     if (ends_in_bonus(node)) {
@@ -755,8 +767,8 @@ __device__ void Verifier<kHasDrafts, Rows, Links>::verify_sampled() {
       break;
     }
     const bool is_leaf = is_undefined || num_accepted == links_.max_depth();
-    int64_t child = is_leaf ? -1 : nodes_[node].first_child;
-    const int64_t from = nodes_[node].draft_row;
+    int32_t child = is_leaf ? -1 : nodes_[node].first_child;
+    const int32_t from = nodes_[node].draft_row;
     const bool sampled = kHasDrafts && child >= 0 && from >= 0;
     if (!read(node, sampled)) {
       state_.status |= kInvalidRow;
@@ -783,8 +795,7 @@ __device__ void Verifier<kHasDrafts, Rows, Links>::verify_sampled() {
       break;
     }
     node = state_.next;
-    if (is_first_thread() && links_.accepted_nodes())
-      links_.accepted_nodes()[num_accepted] = static_cast<int32_t>(node);
+    if (is_first_thread() && links_.accepted_nodes()) links_.accepted_nodes()[num_accepted] = node;
     ++num_accepted;
   }
   if (team_.thread() >= kWarp) return;
@@ -799,8 +810,9 @@ __device__ void Verifier<kHasDrafts, Rows, Links>::verify_sampled() {
 template <bool kHasDrafts, class Rows, class Links>
 __device__ void Verifier<kHasDrafts, Rows, Links>::verify_greedy() {
   const int64_t N = links_.num_nodes(), max_depth = links_.max_depth();
-  int64_t best = 0, next_token = 0;
-  for (int64_t n = 0; n <= N; ++n) {
+  int64_t next_token = 0;
+  int32_t best = 0;
+  for (int32_t n = 0; n <= N; ++n) {
     const bool at_end = n == N;
     if (!at_end && nodes_[n].depth > nodes_[best].depth) best = n;
     if (!at_end && (nodes_[n].depth < 0 || nodes_[n].depth >= max_depth || nodes_[n].first_child < 0)) continue;
@@ -808,7 +820,7 @@ __device__ void Verifier<kHasDrafts, Rows, Links>::verify_greedy() {
       next_token = bonus();
       break;
     }
-    int64_t argmax;
+    uint32_t argmax;
     if (!read(at_end ? best : n, false, &argmax)) {
       if (at_end) state_.status |= kInvalidRow;
       continue;
@@ -825,8 +837,8 @@ __device__ void Verifier<kHasDrafts, Rows, Links>::verify_greedy() {
   batch_.next_token[b_] = next_token;
   write(batch_, b_, num_accepted, nodes_[best].num_non_argmax, state_.status);
   int32_t* const accepted_nodes = links_.accepted_nodes();
-  for (int64_t d = num_accepted; d > 0 && accepted_nodes; --d) {
-    accepted_nodes[d - 1] = static_cast<int32_t>(best);
+  for (int32_t d = num_accepted; d > 0 && accepted_nodes; --d) {
+    accepted_nodes[d - 1] = best;
     best = nodes_[best].parent;
   }
 }
@@ -878,21 +890,22 @@ struct ProbRows {
   const float* row = nullptr;  // the current one
 
   template <class F>
-  __device__ bool read(int64_t node, bool in_stride, int64_t begin, int64_t end, F f) {
+  __device__ bool read(int32_t node, bool in_stride, uint32_t begin, uint32_t end, F f) {
     row = probs + node * V;
     if (in_stride) {
       reread(begin, end, f);
     } else {
-      for_each_entry(row + begin, end - begin, lane(), kWarp, [&](int64_t i, float p) { f(begin + i, p); });
+      for_each_entry(row + begin, end - begin, lane(), kWarp,
+                     [&](int64_t i, float p) { f(begin + static_cast<uint32_t>(i), p); });
     }
     return true;
   }
   template <class F>
-  __device__ void reread(int64_t begin, int64_t end, F f) const {
+  __device__ void reread(uint32_t begin, uint32_t end, F f) const {
     for_each_in_stride(row, begin, end, f);
   }
-  __device__ float operator()(int64_t v) const { return row[v]; }
-  __device__ bool allows(int64_t) const { return true; }
+  __device__ float operator()(uint32_t v) const { return row[v]; }
+  __device__ bool allows(uint32_t) const { return true; }
 };
 
 }  // namespace

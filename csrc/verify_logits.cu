@@ -17,14 +17,14 @@ struct FilteredRows {
   IdRange range = {0, 0, false};  // of the current row
 
   template <class F>
-  __device__ bool read(int64_t node, bool, int64_t begin, int64_t end, F f) {
+  __device__ bool read(int32_t node, bool, uint32_t begin, uint32_t end, F f) {
     const int64_t r = b * rows.N + node;
     range = id_range_of(rows, r);
     const Logits<T, true> logits = {row_of<T>(rows, r, range.first), probs + range.first};
     const Filtered filtered = filter(rows, b, logits, range.count, *histogram);
     if (!filtered.valid || !range.valid) return false;
     const float sum = sum_exponentials(filtered, logits, range.count);
-    for (int64_t v = begin + lane(); v < end; v += kWarp) {
+    for (uint32_t v = begin + lane(); v < end; v += kWarp) {
       const float p = range.has(v) ? filtered.probability(logits(v - range.first), sum) : 0.0f;
       probs[v] = p;
       f(v, p);
@@ -32,11 +32,11 @@ struct FilteredRows {
     return true;
   }
   template <class F>
-  __device__ void reread(int64_t begin, int64_t end, F f) const {
+  __device__ void reread(uint32_t begin, uint32_t end, F f) const {
     for_each_in_stride(probs, begin, end, f);
   }
-  __device__ float operator()(int64_t v) const { return probs[v]; }
-  __device__ bool allows(int64_t id) const { return range.has(id); }
+  __device__ float operator()(uint32_t v) const { return probs[v]; }
+  __device__ bool allows(uint32_t id) const { return range.has(id); }
 };
 
 template <class T, bool kHasDrafts>
