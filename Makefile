@@ -11,7 +11,7 @@ SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 CLANG_FORMAT := .venv/bin/clang-format csrc/* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: install test test-all lint format demo bench sass gpu clean
+.PHONY: install test test-all lint format demo bench sass bounds gpu clean
 
 install: .venv/installed
 
@@ -37,6 +37,9 @@ bench: .venv/installed
 
 sass: .venv/installed  # counts in the machine code of the CUDA kernels; no GPU takes part
 	.venv/bin/python -m benchmarks.sass $(OPS)
+
+bounds: .venv/installed  # what an H200 could do at best, counted
+	.venv/bin/python -m benchmarks.bounds
 
 gpu:  # with the machine's own torch: nothing is installed
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh

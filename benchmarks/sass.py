@@ -26,6 +26,7 @@ import specvis_kernels
 ROOT = Path(__file__).parent.parent
 LIBRARY = Path(specvis_kernels.__file__).with_name("_ops_cuda.so")
 RESULTS = ROOT / "benchmarks" / "results" / "sm_90-machine-code.json"
+BEFORE = RESULTS.with_stem(RESULTS.stem + "-5fc92ae")  # the same of that revision
 ARCH = "sm_90"
 SIZES = {"float": 4, "__half": 2, "__nv_bfloat16": 2}  # of a kernel's template: bytes of an entry
 
@@ -485,15 +486,20 @@ def read_triton(ops: list[str] = ()) -> tuple[str, dict[str, dict]]:
     """The same of Triton's kernels, compiled as tests/kernels/test_triton_compiles.py does, for its sizes. The process
     must have none of its interpreter, and runs no kernel afterwards."""
     import triton
+    from triton.compiler import ASTSource
+    from triton.runtime import jit
 
     import benchmarks.ops
     from tests.kernels import test_triton_compiles
 
-    found, compiler, original = {}, "", triton.compile
+    found, compiler, original, mangle = {}, "", triton.compile, jit.mangle_type
     current = None
 
     def compile_and_read(source, target, options):
         nonlocal compiler
+        attributes = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(source.fn.params)
+                      if getattr(source.signature[p.name], "is_aligned", False) and not p.do_not_specialize}
+        source = ASTSource(source.fn, source.signature, source.constants, attributes)
         built = original(source, target, options)
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder, "kernel.cubin")
@@ -508,16 +514,27 @@ def read_triton(ops: list[str] = ()) -> tuple[str, dict[str, dict]]:
         found.setdefault(current, {})[title] = kernel
         return built
 
+    def mangle_and_look(value):
+        type = Type(mangle(value))
+        address = value.data_ptr() if hasattr(value, "data_ptr") else value
+        type.is_aligned = isinstance(address, int) and address % 16 == 0
+        return type
+
     rows = benchmarks.ops.ROWS
-    triton.compile = compile_and_read
+    triton.compile, jit.mangle_type = compile_and_read, mangle_and_look
     for current in ops or rows:
         benchmarks.ops.ROWS = {current: rows[current]}
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             test_triton_compiles.main(ARCH)
+    benchmarks.ops.ROWS = rows
     return compiler, found
 
 
 WIDE_TYPES = {"fp32", "fp16", "bf16"}
+
+
+class Type(str):
+    """Of an argument, and whether it can be divided by 16, which Triton's compiler is told on a GPU too."""
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """What the documents say of code is true: snippets run, tables match the files, links lead somewhere."""
+import json
 import re
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from PIL import Image
 
 import specvis_kernels
+from benchmarks import bounds, sass
 from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS, METHODS, PARAMETERS
 
@@ -143,6 +145,17 @@ def test_every_drawing_is_shown_and_made():
     assert drawings == set(re.findall(r'd\.save\("(\w+)"\)', (DOCS / "drawings" / "draw.py").read_text()))
     shown = {match for page in PAGES for match in re.findall(r"!\[[^]]+\]\(drawings/(\w+)\.svg\)", page.read_text())}
     assert shown == drawings
+
+
+def test_the_tables_of_counts_are_the_files():
+    """docs/gpu.md shows what was written to benchmarks/results."""
+    page = (DOCS / "gpu.md").read_text()
+    counted = [json.loads(file.read_text()) for file in (bounds.RESULTS, sass.BEFORE, sass.RESULTS)]
+    assert page == bounds.pages(page, *counted), "python -m benchmarks.bounds"
+    assert bounds.pages(page.replace("| 2.2 /", "| 2.3 /"), *counted) == page
+    for results in counted:
+        assert "not measured" in results["note"]
+    assert {row["title"] for row in counted[0]["rows"]} == {title for title, *_ in bounds.CASES}
 
 
 def test_measurements_have_a_command():

@@ -1,0 +1,186 @@
+"""What an H200 could do at best with each op:   python -m benchmarks.bounds
+
+Counts bytes, instructions and dependent steps and divides them by the H200's rates, for trees of 60 nodes and 16384
+ids and batches of 1, 8 and 64. Nothing is measured and no GPU takes part. It writes
+benchmarks/results/h200-bounds.json and the table of docs/gpu.md.
+"""
+import json
+import re
+
+import torch
+
+from benchmarks import harness, ops, sass
+
+RESULTS = sass.ROOT / "benchmarks" / "results" / "h200-bounds.json"
+PAGE = sass.ROOT / "docs" / "gpu.md"
+BATCHES = (1, 8, 64)
+RATES = {  # assumed: from NVIDIA's documents, and from what others measured on Hopper GPUs
+    "multiprocessors": 132,
+    "cycles_per_us": 1980,
+    "copy_bytes_per_us": 4.3e6,
+    "instructions_per_cycle": 4 * 32,    # of threads, on a multiprocessor
+    "conversions_64_per_cycle": 16,
+    "fp64_per_cycle": 64,
+    "tensor_flop_per_us": 989e6,         # bfloat16, dense
+    "kernel_us": 1.3,                    # an empty kernel in a chain of a CUDA graph
+}
+HOW = {
+    "bytes": "what must be read and written, from the shapes (benchmarks/ops.py); of a walk the root's row alone",
+    "memory_us": "bytes / copy_bytes_per_us, as if nothing were in the cache",
+    "entries": "of the rows in bytes: numbers that are read",
+    "instructions": "entries * the instructions for an entry in the leanest loop over rows of the kernel's machine "
+                    "code; 0 where rows are in no loop. Of tree_attention: tiles * the instructions of its loop",
+    "issue_us": "instructions / instructions_per_cycle on all multiprocessors",
+    "conversions_us": "entries * the 64-bit conversions for an entry in that loop / conversions_64_per_cycle",
+    "tensor_us": "multiplications and additions of whole tiles / tensor_flop_per_us",
+    "bound_us": "kernel_us + the largest of the others in microseconds: counted, not measured",
+    "limit": "which that is; launch, if all of them are less than kernel_us",
+    "target_us": "the design's target",
+    "before_us": "a static estimate of the kernels at revision 044b2b9, about 40 % in doubt",
+    "forbids_target": "the limit, where bound_us is above target_us",
+}
+
+CASES = [  # title, op, sizes for its maker with batch B, targets and the estimates before, for each batch
+    ("tree_links", "tree_links", lambda B: (B, 60), (3, 3, 4), (4.3, 4.4, 4.8)),
+    ("expand_tree, 10 rows", "expand_tree", lambda B: (B, 10, 16384, 10), (4, 5, 10), (8.5, 9.5, 16)),
+    ("draw_children, 10 rows", "draw_children", lambda B: (B, 10, 16384, 10), (5, 5, 14), (12, 12.5, 40)),
+    ("neighborhood_sum, 60 rows, k = 1000", "neighborhood_sum", lambda B: (B * 60, 16384, 1000), (5, 8, 60),
+     (7, 9, 70)),
+    ("verify_tree", "verify_tree", lambda B: (B, 60, 16384, 6, {"branch": 10}), (6, 10, 15), (13, 20, 28)),
+    ("verify_tree, LANTERN, k = 1000", "verify_tree", lambda B: (B, 60, 16384, 6, ops.LANTERN), (12, 16, 25),
+     (31, 48, 65)),
+    ("verify_tree, draft rows", "verify_tree", lambda B: (B, 60, 16384, 6, ops.STATIC), (12, 16, 25),
+     (38, 45, 60)),
+    ("guided_probs, 60 pairs of bfloat16", "guided_probs", lambda B: (B, 60, 16384, torch.bfloat16, True, ops.IMAGE),
+     (6, 18, 130), (25, 95, 680)),
+    ("verify_logits", "verify_logits", lambda B: (B, 60, 16384, 6, ops.LIKELY), (8, 10, 20), None),
+    ("draw_tokens, 33 pairs of float32", "draw_tokens", lambda B: (B, 33, 16384, torch.float32, True, ops.IMAGE),
+     (6, 12, 75), None),
+    ("tree_attention, LlamaGen-XL, 576 columns", "tree_attention", lambda B: (B, 60, 20, 20, 64, ops.XL_HEADS),
+     (5, 15, 105), None),
+    ("commit_kv, 6 nodes of LlamaGen-XL", "commit_kv", lambda B: (B, 60, 6, ops.XL_CACHE), (3, 10, 75), None),
+]
+
+
+def leanest_loop(kernels: dict[str, dict], dtype: str) -> dict | None:
+    """The loop over rows that needs the fewest instructions for an entry, of the kernels of a dtype."""
+    loops = [loop for title, kernel in kernels.items() if "<" not in title or dtype in title
+             for loop in kernel["loops"] if "instructions_per_entry" in loop]
+    return min(loops, key=lambda loop: loop["instructions_per_entry"], default=None)
+
+
+def entries_of(op: str, case: tuple) -> int:
+    """Numbers that are read from rows of probabilities or logits."""
+    if op in ("tree_links", "tree_attention", "commit_kv"):
+        return 0
+    B, N, V = case[:3] if op != "neighborhood_sum" else (1, case[0], case[1])
+    if op.startswith("verify"):
+        return B * V * (2 if op == "verify_logits" or case[4].get("drawn") else 1)
+    return B * N * V * (2 if op in ("guided_probs", "draw_tokens") else 1)
+
+
+def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:
+    """Instructions of all threads, and floating-point operations, of tree_attention."""
+    B, N, H, Hkv, D, options = case
+    title = next(title for title in kernels if "bf16" in title and f"BLOCK_D={D}" in title and "BLOCK_M=64" in title)
+    kernel = kernels[title]
+    block_m, block_t = (int(re.search(rf"BLOCK_{name}=(\d+)", title)[1]) for name in "MT")
+    programs = 2 * B * Hkv * -(-N * (H // Hkv) // block_m)
+    tiles = programs * (-(-options["lengths"][0] // block_t) + -(-N // block_t))
+    loop = next(loop for loop in kernel["loops"] if "matrix_products" in loop)
+    return (tiles * loop["instructions"] * kernel["warps"] * 32, tiles * 4.0 * block_m * block_t * D)
+
+
+def bound(title: str, op: str, case: tuple, B: int, kernels: dict[str, dict]) -> dict:
+    """One row of the results, without target."""
+    num_bytes = ops.ROWS[op][1](*case)
+    entries, chips = entries_of(op, case), RATES["multiprocessors"] * RATES["cycles_per_us"]
+    instructions, flop, conversions = 0, 0.0, 0.0
+    if op == "tree_attention":
+        instructions, flop = attention_tiles(kernels, case)
+    elif entries and (loop := leanest_loop(kernels, next((str(x).rpartition(".")[2] for x in case
+                                                          if isinstance(x, torch.dtype)), "float"))):
+        instructions = round(entries * loop["instructions_per_entry"])
+        conversions = entries * loop.get("conversions_64", 0) * loop["instructions_per_entry"] / loop["instructions"]
+    parts = {
+        "memory_us": num_bytes / RATES["copy_bytes_per_us"],
+        "issue_us": instructions / RATES["instructions_per_cycle"] / chips,
+        "conversions_us": conversions / RATES["conversions_64_per_cycle"] / chips,
+        "tensor_us": flop / RATES["tensor_flop_per_us"],
+    }
+    limit = max(parts, key=parts.get)
+    return {"title": title, "op": op, "batch": B, "bytes": num_bytes, "entries": entries,
+            "instructions": instructions, **{name: round(us, 2) for name, us in parts.items()},
+            "bound_us": round(RATES["kernel_us"] + parts[limit], 1),
+            "limit": limit.removesuffix("_us") if parts[limit] > RATES["kernel_us"] else "launch"}
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+def cell(rows: list[dict], name: str, number: str = "{:g}") -> str:
+    """1 / 8 / 64, or one where they are equal."""
+    texts = ["-" if row.get(name) is None else number.format(row[name]) if name != "limit" else row[name]
+             for row in rows]
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+
+
+def table(results: dict) -> str:
+    """Of docs/gpu.md: a line for each op, and in a cell the batches of 1 / 8 / 64."""
+    lines = ["| op | MB | memory | instructions | conversions | bound | limit | target | before |",
+             "|---|---|---|---|---|---|---|---|---|"]
+    for title in dict.fromkeys(row["title"] for row in results["rows"]):
+        rows = [row | {"mb": row["bytes"] / 1e6} for row in results["rows"] if row["title"] == title]
+        parts = [re.sub(r"^\w+", r"`\g<0>`", title), cell(rows, "mb", "{:.3g}"),
+                 *(cell(rows, name) for name in ("memory_us", "issue_us", "conversions_us")),
+                 f"**{cell(rows, 'bound_us')}**", *(cell(rows, name) for name in ("limit", "target_us", "before_us"))]
+        lines.append("| " + " | ".join(parts) + " |")
+    return "\n".join(lines)
+
+
+def machine_code(before: dict, now: dict) -> str:
+    """The other table of docs/gpu.md: what changed in the machine code of each kernel."""
+    names = {"registers": "registers", "instructions": "instructions", "wide_in_flight": "wide loads in flight",
+             "generic_loads_in_loops": "generic loads", "conversions_64_in_loops": "64-bit conversions",
+             "reciprocals_in_loops": "divisions", "fp64_in_loops": "fp64", "barriers": "barriers"}
+    lines = ["| kernel | " + " | ".join(names.values()) + " |", "|---" * (len(names) + 1) + "|"]
+    for op, kernels in now["kernels"].items():
+        for title, counts in kernels.items():
+            if "half" not in title:
+                old = before["kernels"].get(op, {}).get(title, {})
+                texts = [f"{old.get(name, '-')} → {counts[name]}" if old.get(name) != counts[name]
+                         else str(counts[name]) for name in names]
+                lines.append(f"| `{title}` | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def fill(page: str, name: str, text: str) -> str:
+    """The page with this text between the comments <!-- name --> and <!-- end of name -->."""
+    start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+    before, _, rest = page.partition(start)
+    return before + start + text + end + rest.partition(end)[2]
+
+
+def pages(page: str, results: dict, before: dict, now: dict) -> str:
+    return fill(fill(page, "bounds", table(results)), "machine code", machine_code(before, now))
+
+
+def main():
+    _, kernels = sass.read_library(ops=sorted({op for _, op, *_ in CASES}))
+    kernels |= sass.read_triton(["tree_attention"])[1]
+    rows = []
+    for title, op, case, targets, estimates in CASES:
+        for i, B in enumerate(BATCHES):
+            row = bound(title, op, case(B), B, kernels[op])
+            row |= {"target_us": targets[i], "before_us": estimates[i] if estimates else None,
+                    "forbids_target": row["limit"] if row["bound_us"] > targets[i] else None}
+            rows.append(row)
+            print(", ".join(f"{name} {value}" for name, value in row.items()))
+    results = {"device": "NVIDIA H200", "note": "counted, not measured", "how": HOW, "rates": RATES,
+               "git": harness.machine()["git"], "rows": rows}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    PAGE.write_text(pages(PAGE.read_text(), results, *(json.loads(file.read_text())
+                                                       for file in (sass.BEFORE, sass.RESULTS))))
+
+
+if __name__ == "__main__":
+    main()
