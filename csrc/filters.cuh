@@ -2,22 +2,13 @@
 // once, and the guided ones stay in shared memory; a row that does not fit there is read again in every pass.
 // Thresholds are found digit by digit, without sorting.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "block.cuh"
-#include "params.h"
+#include "guided_row.cuh"
 
 namespace specvis {
 namespace {
 
-constexpr int kRowThreads = 1024;  // at most
-constexpr int kBins = 2048;
+constexpr int kRowThreads = 1024;       // at most
 constexpr int64_t kRowReserved = 1024;  // bytes of shared memory, more than the small arrays of a kernel take
-
-__device__ inline float value(float x) { return x; }
-__device__ inline float value(__half x) { return __half2float(x); }
-__device__ inline float value(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 // A row of logits after guidance and temperature.
 template <class T>
@@ -111,21 +102,6 @@ __device__ int32_t threshold(Histogram& histogram, int64_t ids, int64_t limit, c
     above = greater;
   }
   return static_cast<int32_t>(found ^ 0x80000000u);
-}
-
-// The ids [first, first + count) of a row. If it is not valid, they stand for ids that may be read.
-struct IdRange {
-  int64_t first, count;
-  bool valid;
-
-  __device__ bool has(int64_t id) const { return id >= first && id - first < count; }
-};
-
-__device__ inline IdRange id_range_of(const LogitRows& rows, int64_t r) {
-  const int64_t first = rows.id_range ? rows.id_range[r * 2] : rows.first_id;
-  const int64_t last = rows.id_range ? rows.id_range[r * 2 + 1] : rows.last_id;
-  if (first < 0 || first >= last || last > rows.V) return {0, 1, false};
-  return {first, last - first, true};
 }
 
 // The ids of row r from first_id on. Temperature 0 counts as 1.

@@ -92,6 +92,29 @@ HOST_DEVICE inline float log1p_of_negative(float v) {
   return log_of_parts(exponent, exponent == 0 ? -v : mantissa_of(x, exponent) - 1.f);
 }
 
+// a * b + c, rounded once.
+HOST_DEVICE inline float fused(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return std::fma(a, b, c);
+#endif
+}
+
+// Division by one number: a product with its inverse, corrected by what is left of x. It gives the bits of x / divisor
+// if can_correct() and |x| is above kLeast and below kMost.
+struct Divider {
+  static constexpr float kLeast = 0x1p-100f, kMost = 0x1p+100f;
+  float divisor, inverse;
+
+  HOST_DEVICE explicit Divider(float d) : divisor(d), inverse(1 / d) {}
+  HOST_DEVICE bool can_correct() const { return divisor >= 0x1p-20f && divisor <= 0x1p+22f; }
+  HOST_DEVICE float corrected(float x) const {
+    const float quotient = x * inverse;
+    return fused(fused(-quotient, divisor, x), inverse, quotient);
+  }
+};
+
 constexpr float kMassOne = 1099511627776.f;  // 2^40: the mass of exp(0)
 HOST_DEVICE inline int64_t mass_of(float e) { return static_cast<int64_t>(e * kMassOne); }
 

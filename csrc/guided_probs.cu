@@ -1,29 +1,34 @@
-// guided_probs on CUDA: one block per row, see filters.cuh.
-#include "filters.cuh"
+// guided_probs on CUDA: one team of threads per row, see guided_row.cuh.
+#include "guided_row.cuh"
 
 namespace specvis {
 namespace {
 
+template <class Entries>
+__global__ void __launch_bounds__(kMaxRowThreads) guided_probs_kernel(GuidedProbs batch, int64_t capacity) {
+  Team team;
+  DYNAMIC_SHARED(RowShared, shared);
+  const int64_t r = blockIdx.x / team.size();
+  GuidedRow<Entries> row(team, shared, capacity, batch.rows, r);
+  if (row.valid()) row.to_probs();
+  row.write(batch.probs + r * batch.rows.V, batch.rows.V);
+  if (team.thread() == 0) batch.status[r] = row.valid() ? 0 : kInvalidRow;
+}
+
 template <class T>
-__global__ void __launch_bounds__(kRowThreads) guided_probs_kernel(GuidedProbs batch, int64_t capacity) {
-  DYNAMIC_SHARED(Histogram, histogram);
-  const int64_t r = blockIdx.x;
-  float* const probs = batch.probs + r * batch.rows.V;
-  const IdRange range = id_range_of(batch.rows, r);
-  const bool valid = range.count <= capacity ? write_probs<T, true>(batch.rows, r, range, probs, histogram)
-                                             : write_probs<T, false>(batch.rows, r, range, probs, histogram);
-  if (threadIdx.x == 0) batch.status[r] = valid ? 0 : kInvalidRow;
+cudaError_t launch(const GuidedProbs& batch, cudaStream_t stream) {
+  return launch_rows<T>(guided_probs_kernel<Held<T>>, guided_probs_kernel<Streamed<T>>, batch,
+                        batch.rows.B * batch.rows.N, stream);
 }
 
 }  // namespace
 
 cudaError_t guided_probs_cuda(const GuidedProbs& batch, cudaStream_t stream) {
-  const int64_t num_rows = batch.rows.B * batch.rows.N;
-  if (num_rows == 0) return cudaSuccess;
+  if (batch.rows.B * batch.rows.N == 0) return cudaSuccess;
   switch (batch.rows.type) {
-    case LogitType::float16: return launch_rows(guided_probs_kernel<__half>, batch, num_rows, stream);
-    case LogitType::bfloat16: return launch_rows(guided_probs_kernel<__nv_bfloat16>, batch, num_rows, stream);
-    default: return launch_rows(guided_probs_kernel<float>, batch, num_rows, stream);
+    case LogitType::float16: return launch<__half>(batch, stream);
+    case LogitType::bfloat16: return launch<__nv_bfloat16>(batch, stream);
+    default: return launch<float>(batch, stream);
   }
 }
 
