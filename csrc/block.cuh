@@ -197,6 +197,17 @@ __device__ void for_each_entry(const float* row, int64_t V, F f) {
   for_each_entry(row, V, threadIdx.x, blockDim.x, f);
 }
 
+// The whole part of a number within [0, 2^52]: beyond, a double has no fraction. For conversions to 64-bit integers and
+// back a GPU has a quarter of the units that it has for sums of doubles.
+__device__ inline double whole_part(double x) {
+  constexpr double kWholeFrom = 4503599627370496.0;
+  return __dadd_rz(x, kWholeFrom) - kWholeFrom;
+}
+// to_fixed_point() of a probability, as a double.
+__device__ inline double whole_mass(float p) {
+  return whole_part(static_cast<double>(p * static_cast<float>(kFixedOne)));
+}
+
 __device__ inline void put(int64_t* copy, float, int64_t mass) { *copy = mass; }
 __device__ inline void put(float* copy, float p, int64_t) { *copy = p; }
 

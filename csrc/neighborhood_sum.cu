@@ -8,6 +8,8 @@ namespace {
 
 constexpr int kThreads = 256;  // at most
 constexpr int kBlocks = 3;     // per multiprocessor, so that registers suffice
+// Entries of a row, at least: all are in flight at once then, and a barrier of a cluster takes longer than that.
+constexpr int64_t kOfBlock = 4096;
 
 // The bits of a probability p are among those of 0 .. 2, once + 0.0f has made 0 of -0; those of other numbers and of
 // NaN are larger. So the largest of a row tells whether all of it are probabilities, and whether its sum is positive.
@@ -49,9 +51,9 @@ cudaError_t neighborhood_sum_cuda(const NeighborhoodSum& batch, cudaStream_t str
   Device device;
   const cudaError_t error = device_for(neighborhood_sum_kernel, &device);
   if (error != cudaSuccess) return error;
-  const unsigned cluster = cluster_for(device, batch.R);
-  return LAUNCH_CLUSTERS(neighborhood_sum_kernel, static_cast<unsigned>(batch.R) * cluster, cluster,
-                         threads_for(batch.V, kThreads), 0, stream, batch);
+  const unsigned threads = threads_for(batch.V, kThreads), cluster = cluster_for(device, batch.R, batch.V / kOfBlock);
+  return LAUNCH_CLUSTERS(neighborhood_sum_kernel, static_cast<unsigned>(batch.R) * cluster, cluster, threads, 0, stream,
+                         batch);
 }
 
 }  // namespace specvis

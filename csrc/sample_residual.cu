@@ -1,54 +1,55 @@
-// sample_residual on CUDA: one block per row. One pass sums target and draft; in another each warp sums a share of the
-// residual. The token is then searched for in a single share. The residual is never stored.
-#include "block.cuh"
+// sample_residual on CUDA: a team per row keeps target and draft in registers. It sums both, then the residual, and the
+// warp in whose share the token falls searches for it there. The residual is never stored.
 #include "params.h"
+#include "row_pair.cuh"
 
 namespace specvis {
 namespace {
 
 constexpr int kThreads = 512;  // at most
 
-__global__ void __launch_bounds__(kThreads) sample_residual_kernel(SampleResidual batch) {
-  __shared__ int64_t sums[kMaxWarps];
-  const int64_t r = blockIdx.x, V = batch.V;
-  const float* target = batch.target_probs + r * V;
-  const float* draft = batch.draft_probs ? batch.draft_probs + r * V : nullptr;
+__global__ void __launch_bounds__(kThreads, 1) sample_residual_kernel(SampleResidual batch, int64_t share) {
+  Team team;
+  const int64_t r = blockIdx.x / team.size(), V = batch.V;
+  const bool has_draft = batch.draft_probs;
+  RowPair rows(team, batch.target_probs + r * V, has_draft ? batch.draft_probs + r * V : nullptr, V, share);
   const double omega = batch.omega ? batch.omega[r] : 1.0;
-  const Total target_sum = sum_row(target, V);
-  const Total draft_sum = draft ? sum_row(draft, V) : Total{0, true};
+  const float uniform = batch.uniforms[r];
+  Total target_sum, draft_sum;
+  rows.sum(team, &target_sum, &draft_sum);
   int32_t status = omega >= 0 ? 0 : kInvalidRule;
-  int64_t token = 0;
-  if (target_sum.valid && draft_sum.valid) {
-    const double unit = 1 / static_cast<double>(target_sum.mass), draft_unit = 1 / static_cast<double>(draft_sum.mass);
-    const double slack = slack_of(omega);
-    const auto residual = [=](int64_t v) {
-      const int64_t mass = to_fixed_point(target[v]);
-      if (mass == 0) return mass;
-      const double draft_mass = static_cast<double>(to_fixed_point(draft[v]));
-      return static_cast<int64_t>(residual_mass(static_cast<double>(mass), unit, draft_mass, draft_unit, slack));
+  int64_t token = team.thread() == 0 ? 0 : -1;  // in the thread that writes it
+  if (target_sum.valid && (draft_sum.valid || !has_draft)) {
+    const double unit = 1 / static_cast<double>(target_sum.mass), slack = slack_of(omega);
+    const double draft_unit = 1 / static_cast<double>(draft_sum.mass);
+    bool from_target = !has_draft || status != 0;
+    const auto mass = [&](int64_t, float p, float q) {
+      const double of_target = whole_mass(p);
+      if (from_target) return of_target;
+      return whole_part(residual_mass(of_target, unit, whole_mass(q), draft_unit, slack));
     };
-    int64_t total = 0;
-    if (draft && status == 0) {
-      total = sum_shares(residual, V, sums);
-      if (total == 0) status |= kEmptyResidual;
+    for (int64_t total = 0; true; from_target = true) {
+      token = rows.draw(team, mass, uniform, &total);
+      if (total > 0) break;
+      status |= kEmptyResidual;
     }
-    token = total > 0
-                ? search(residual, V, sums, draw_threshold(batch.uniforms[r], total))
-                : draw([=](int64_t v) { return to_fixed_point(target[v]); }, V, target_sum.mass, batch.uniforms[r]);
   } else {
     status |= kInvalidRow;
   }
-  if (threadIdx.x != 0) return;
-  batch.tokens[r] = token;
-  batch.status[r] = status;
+  if (token >= 0) batch.tokens[r] = token;
+  if (team.thread() == 0) batch.status[r] = status;
 }
 
 }  // namespace
 
 cudaError_t sample_residual_cuda(const SampleResidual& batch, cudaStream_t stream) {
   if (batch.R == 0) return cudaSuccess;
-  LAUNCH(sample_residual_kernel, static_cast<unsigned>(batch.R), threads_for(batch.V, kThreads), 0, stream, batch);
-  return cudaGetLastError();
+  Device device;
+  const cudaError_t error = device_for(sample_residual_kernel, &device);
+  if (error != cudaSuccess) return error;
+  const PairTeam team(device, batch.R, batch.V, kThreads);
+  return LAUNCH_CLUSTERS(sample_residual_kernel, static_cast<unsigned>(batch.R) * team.cluster, team.cluster,
+                         team.threads, 0, stream, batch, team.share);
 }
 
 }  // namespace specvis
