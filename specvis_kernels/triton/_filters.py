@@ -1,27 +1,39 @@
-"""What guidance, temperature, top-k and top-p make of a row of logits: all ids in one block, thresholds by bitwise
-search.
+"""What guidance, temperature, top-k and top-p make of a row of logits, TILE ids at a time.
+
+The ids' keys, in the order of their logits, stand in scratch of the program, (2, V) int32: they are read again in each
+pass, since those of a whole row would not fit into registers. Behind them stands what top-p sums.
 """
+import os
+
+import torch
 import triton
 import triton.language as tl
 
 from ._keys import floats_of, keys_of
 from ._noise import exp
-from ._rows import MAX_WARPS
 
 LOWEST = tl.constexpr(-(2**31))           # below the key of every logit
+HIGHEST = tl.constexpr(2**31 - 1)
 MASS_ONE = tl.constexpr(1099511627776.0)  # 2**40
 
+# The interpreter takes as long for an operation on few numbers as on many.
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+MAX_TILE, MAX_BITS = (2**18, 4) if IS_INTERPRETED else (4096, 2)
 
-@triton.jit
-def threshold(keys, mass, limit):
-    """The largest key such that the keys from it upwards hold a mass of at least `limit`, found one bit at a time."""
-    found = tl.full((), -(2**31), tl.int64)
-    step = tl.full((), 2**31, tl.int64)
-    while step > 0:
-        is_reached = tl.sum(tl.where(keys >= (found + step).to(tl.int32), mass, 0), axis=0) >= limit
-        found = tl.where(is_reached, found + step, found)
-        step = step >> 1
-    return found.to(tl.int32)
+
+def tiles(V):
+    """TILE, the BITS of a threshold that are found at a time, and the warps of a kernel that filters rows of V ids."""
+    tile = min(max(4, triton.next_power_of_2(V)), MAX_TILE)
+    return {"TILE": tile, "BITS": MAX_BITS, "num_warps": min(16, max(4, tile // 256))}
+
+
+def programs_and_scratch(rows, V, device):
+    """How many programs share the rows, so many as run at a time, and their scratch."""
+    count = 4
+    if device.type == "cuda":
+        count = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    count = min(rows, count)
+    return count, torch.empty(count, 2, V, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -44,63 +56,163 @@ def row_range(id_range, row, first_id, last_id, V):
         first = tl.load(id_range + row * 2)
         last = tl.load(id_range + row * 2 + 1)
     is_valid = (first >= 0) & (first < last) & (last <= V)
-    return tl.where(is_valid, first, 0), tl.where(is_valid, last, 1), is_valid
+    return tl.where(is_valid, first, 0).to(tl.int32), tl.where(is_valid, last, 1).to(tl.int32), is_valid
 
 
 @triton.jit
-def filter_logits(x, mask, num_ids, temperature, top_k, top_p, FILTERS: tl.constexpr):
-    """Of a row in one block: its keys (LOWEST where not `mask`), the best logit, the lowest key that the filters keep,
-    and whether the row is valid. Of an invalid row the other results mean nothing.
+def load_keys(scratch, v, V):
+    return tl.load(scratch + v, mask=v < V, other=LOWEST)
 
-    After this the keys stand for the logits: both would not fit into registers. Both filters keep the ids from some
-    logit upwards, so their order matters for the mass alone of which top-p is a share.
+
+@triton.jit
+def load_mass(scratch, v, V, IS_MASS: tl.constexpr):
+    """What each of the ids v counts for: one, or the mass that stands behind the keys."""
+    if IS_MASS:
+        e = tl.load(scratch + V + v, mask=v < V, other=0).to(tl.float32, bitcast=True)
+        return (e * MASS_ONE).to(tl.int64)
+    else:
+        return (v >= 0).to(tl.int32)
+
+
+@triton.jit
+def sums_of_three(scratch, begin, last, V, first, second, third, IS_MASS: tl.constexpr, TILE: tl.constexpr):
+    """What the keys from each of three upwards count for, (2, 2), the last one twice: one reduction for all."""
+    one = tl.zeros([TILE], tl.int64 if IS_MASS else tl.int32)
+    two = one
+    three = one
+    start = begin
+    while start < last:
+        v = start + tl.arange(0, TILE)
+        keys = load_keys(scratch, v, V)
+        mass = load_mass(scratch, v, V, IS_MASS)
+        one += tl.where(keys >= first, mass, 0)
+        two += tl.where(keys >= second, mass, 0)
+        three += tl.where(keys >= third, mass, 0)
+        start += TILE
+    return tl.sum(tl.join(tl.join(one, two), tl.join(three, three)), axis=0)
+
+
+@triton.jit
+def threshold(scratch, begin, last, V, limit, IS_MASS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
+    """The largest key such that the keys from it upwards count for at least `limit`, found 2 or 4 bits at a time.
+
+    A search for so many ids may end at a lower key, if exactly so many reach it: the filters then keep the same ids.
     """
-    keys = keys_of(x)
-    highest = tl.max(tl.where(mask, keys, LOWEST), axis=0)
-    lowest = tl.min(tl.where(mask, keys, 2**31 - 1), axis=0)
-    is_valid = (lowest >= -0x7F800001) & (highest != -0x7F800001) & (highest < 0x7F800000) & (temperature >= 0)
-    keys = tl.where(mask, keys, LOWEST)
-    best = floats_of(highest)
+    found = tl.full((), LOWEST, tl.int32)
+    step = tl.full((), 1, tl.int32) << (32 - BITS)
+    while step > 0:
+        if BITS == 2:
+            first = found + step
+            second = first + step
+            third = second + step
+            sums = sums_of_three(scratch, begin, last, V, first, second, third, IS_MASS, TILE)
+            num_reached = tl.sum(tl.sum((sums >= limit).to(tl.int32), axis=1), axis=0)
+            is_exact = tl.max(tl.max((sums == limit).to(tl.int32), axis=1), axis=0)
+            found = tl.where(num_reached >= 1, first, found)
+            found = tl.where(num_reached >= 2, second, found)
+            found = tl.where(num_reached >= 3, third, found)
+        else:                                            # for the interpreter: fewer operations, on more numbers
+            candidates = found + step * tl.arange(0, 16)
+            sums = tl.zeros([16], tl.int64 if IS_MASS else tl.int32)
+            start = begin
+            while start < last:
+                v = start + tl.arange(0, TILE)
+                is_reached = load_keys(scratch, v, V)[:, None] >= candidates[None, :]
+                sums += tl.sum(tl.where(is_reached, load_mass(scratch, v, V, IS_MASS)[:, None], 0), axis=0)
+                start += TILE
+            num_reached = tl.sum((sums >= limit).to(tl.int32), axis=0)
+            is_exact = tl.max((sums == limit).to(tl.int32), axis=0)
+            found += (num_reached - 1) * step
+        step = step >> BITS
+        if not IS_MASS:
+            step = tl.where(is_exact != 0, 0, step)
+    return found
+
+
+@triton.jit
+def filter_row(logits, uncond, scratch, first, last, V, guidance, temperature, top_k, top_p, FILTERS: tl.constexpr,
+               TILE: tl.constexpr, BITS: tl.constexpr):
+    """Of the ids first .. last - 1 of a row: the multiple of TILE where the tiles begin, whose keys it has put into
+    scratch (LOWEST for other ids); the best logit, the lowest key that the filters keep, and whether the row is valid.
+    Of an invalid row the other results mean nothing.
+
+    Both filters keep the ids from some logit upwards, so their order matters for the mass alone of which top-p is a
+    share.
+    """
+    begin = first // TILE * TILE
+    highest = tl.full([TILE], LOWEST, tl.int32)
+    lowest = tl.full([TILE], HIGHEST, tl.int32)
+    tl.debug_barrier()                        # the last row's keys are read
+    start = begin
+    while start < last:
+        v = start + tl.arange(0, TILE)
+        keys = keys_of(load_logits(logits, uncond, guidance, temperature, v, v < V))
+        is_inside = (v >= first) & (v < last)
+        lowest = tl.minimum(lowest, tl.where(is_inside, keys, HIGHEST))
+        keys = tl.where(is_inside, keys, LOWEST)
+        highest = tl.maximum(highest, keys)
+        tl.store(scratch + v, keys, mask=v < V)
+        start += TILE
+    max_key = tl.max(highest, axis=0)
+    min_key = tl.min(lowest, axis=0)
+    is_valid = (min_key >= -0x7F800001) & (max_key != -0x7F800001) & (max_key < 0x7F800000) & (temperature >= 0)
+    best = floats_of(max_key)
+    tl.debug_barrier()
 
     is_sampled = temperature != 0
     lowest_kept = tl.full((), LOWEST + 1, tl.int32)
-    if is_sampled & (top_k > 0) & (top_k < num_ids):
-        lowest_kept = threshold(keys, mask.to(tl.int32), top_k)
+    if is_sampled & (top_k > 0) & (top_k < last - first) & is_valid:
+        lowest_kept = threshold(scratch, begin, last, V, top_k, False, TILE, BITS)
     kth_largest = lowest_kept
     if FILTERS == "p_then_k":
         lowest_kept = tl.full((), LOWEST + 1, tl.int32)
     if is_sampled & (top_p > 0) & (top_p < 1) & is_valid:
-        mass = (tl.where(keys >= lowest_kept, exp(floats_of(keys) - best), 0.0) * MASS_ONE).to(tl.int64)
-        limit = tl.ceil(top_p.to(tl.float64) * tl.sum(mass, axis=0).to(tl.float64)).to(tl.int64)
-        lowest_kept = threshold(keys, mass, limit)
-    return keys, best, tl.maximum(lowest_kept, kth_largest), is_valid
+        sums = tl.zeros([TILE], tl.int64)
+        start = begin
+        while start < last:
+            v = start + tl.arange(0, TILE)
+            keys = load_keys(scratch, v, V)
+            e = tl.where(keys >= lowest_kept, exp(floats_of(keys) - best), 0.0)
+            tl.store(scratch + V + v, e.to(tl.int32, bitcast=True), mask=v < V)
+            sums += (e * MASS_ONE).to(tl.int64)
+            start += TILE
+        tl.debug_barrier()
+        limit = tl.ceil(top_p.to(tl.float64) * tl.sum(sums, axis=0).to(tl.float64)).to(tl.int64)
+        lowest_kept = threshold(scratch, begin, last, V, limit, True, TILE, BITS)
+    return begin, best, tl.maximum(lowest_kept, kth_largest), is_valid
 
 
 @triton.jit
-def probabilities(keys, best, lowest_kept, is_valid):
-    """What filter_logits() returned -> the row's probabilities; zeros if it is invalid."""
-    e = tl.where((keys >= lowest_kept) & is_valid, exp(floats_of(keys) - best), 0.0)
-    total = (tl.sum((e * MASS_ONE).to(tl.int64), axis=0).to(tl.float64) / MASS_ONE).to(tl.float32)
-    return tl.div_rn(e, tl.where(is_valid, total, 1.0))
+def shares(keys, best, lowest_kept):
+    """exp(logit - best) of the ids that the filters keep, 0 of the others."""
+    return tl.where(keys >= lowest_kept, exp(floats_of(keys) - best), 0.0)
 
 
 @triton.jit
-def row_probs(logits, uncond, id_range, row, V, first_id, last_id, guidance, temperature, top_k, top_p,
-              FILTERS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a row of (.., V) logits: the probabilities of its ids, zeros if it is invalid; its ids, from the first to one
-    past the last; and whether it is valid.
+def filter_and_sum(logits, uncond, scratch, id_range, row, V, first_id, last_id, guidance, temperature, top_k, top_p,
+                   FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
+    """Of a row of (.., V) logits: its ids, from the first to one past the last; whether it is valid; and what
+    load_probs() needs: where the tiles begin and end, the best logit, the lowest key that is kept, the shares' sum.
     """
     first, last, is_range = row_range(id_range, row, first_id, last_id, V)
-    i = tl.arange(0, BLOCK)
-    num_ids = (last - first).to(tl.int32)
-    mask = i < num_ids
-    start = row * V + first
-    x = load_logits(logits + start, None if uncond is None else uncond + start, guidance, temperature, i, mask)
-    keys, best, lowest_kept, is_valid = filter_logits(x, mask, num_ids, temperature, top_k, top_p, FILTERS)
+    begin, best, lowest_kept, is_valid = filter_row(
+        logits + row * V, None if uncond is None else uncond + row * V, scratch, first, last, V, guidance, temperature,
+        top_k, top_p, FILTERS, TILE, BITS)
     is_valid = is_valid & is_range
-    return probabilities(keys, best, lowest_kept, is_valid), first, last, is_valid
+    end = tl.where(is_valid, last, begin)     # the probabilities of an invalid row are zeros
+    sums = tl.zeros([TILE], tl.int64)
+    start = begin
+    while start < end:
+        keys = load_keys(scratch, start + tl.arange(0, TILE), V)
+        sums += (shares(keys, best, lowest_kept) * MASS_ONE).to(tl.int64)
+        start += TILE
+    total = (tl.sum(sums, axis=0).to(tl.float64) / MASS_ONE).to(tl.float32)
+    return first, last, is_valid, begin, end, best, lowest_kept, tl.where(is_valid, total, 1.0)
 
 
-def num_warps(block):
-    """Warps for a block of so many ids."""
-    return min(MAX_WARPS, max(4, block // 512))
+@triton.jit
+def load_probs(scratch, start, V, begin, end, best, lowest_kept, total, TILE: tl.constexpr):
+    """The probabilities of a tile's ids; zeros of ids that are in no tile of the row's."""
+    size = tl.where((start >= begin) & (start < end), V, 0)
+    keys = load_keys(scratch, start + tl.arange(0, TILE), size)
+    return tl.div_rn(shares(keys, best, lowest_kept), total)

@@ -23,6 +23,16 @@ def block(letter, size):
 
 
 @triton.jit
+def fill(pointer, value, first, end):
+    """The entries first .. end - 1 become `value`."""
+    start = first
+    while start < end:
+        i = start + tl.arange(0, 32)
+        tl.store(pointer + i, tl.full([32], value, pointer.dtype.element_ty), mask=i < end)
+        start += 32
+
+
+@triton.jit
 def load_mass(row, v, mask, IS_FLOAT: tl.constexpr):
     """Entries of a row in fixed point: of probabilities (IS_FLOAT), or of a row that is in fixed point already."""
     if IS_FLOAT:

@@ -1,7 +1,7 @@
 """How one program verifies a request's tree, from the root to a leaf, whatever the target's rows are made of.
 
 `rows` is a tuple: the request's probabilities (N, V) or None; and if it is None, its logits (N, V), the same without
-the condition or None, guidance, temperature, top_k, top_p, id_range (N, 2) or None, first_id and last_id.
+the condition or None, guidance, temperature, top_k, top_p, id_range (N, 2) or None, first_id, last_id, and scratch.
 
 What is left of the target at the current node, and the draft row of its children, stand in scratch of this program, in
 fixed point. A barrier stands wherever threads read what others wrote, or write what others may still be reading.
@@ -13,7 +13,7 @@ N - 1, which then has no row; else it is None.
 import triton
 import triton.language as tl
 
-from ._filters import filter_logits, load_logits, probabilities, row_range
+from ._filters import filter_and_sum, load_probs
 from ._rows import (
     EMPTY_RESIDUAL,
     FIXED_ONE,
@@ -23,6 +23,7 @@ from ._rows import (
     INVALID_TREE,
     accept_prob,
     draw,
+    fill,
     load_mass,
     neighbor_prefix,
     residual_mass,
@@ -31,33 +32,36 @@ from ._rows import (
 
 
 @triton.jit
-def read_row(rows, node, V, mass, num_copied, FILTERS: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr):
+def read_row(rows, node, V, mass, num_copied, FILTERS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
     """Reads the row of a node: its total, whether it is valid, and its ids, from the first to one past the last.
 
     The first `num_copied` entries of probabilities go to `mass`; of logits, all do.
     """
-    probs, logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id = rows
+    probs, logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, scratch = rows
     zero = tl.full((), 0, tl.int64)
     if probs is not None:
         total, is_valid = to_fixed_point(probs + node * V, V, mass, num_copied, BLOCK)
         return total, is_valid, zero, zero + V
     else:
-        first, last, is_range = row_range(id_range, node, first_id, last_id, V)
-        i = tl.arange(0, ROW_BLOCK)
-        mask = (i >= first) & (i < last)
-        x = load_logits(logits + node * V, None if uncond is None else uncond + node * V, guidance, temperature, i,
-                        mask)
-        keys, best, lowest_kept, is_valid = filter_logits(x, mask, last - first, temperature, top_k, top_p, FILTERS)
-        is_valid = is_valid & is_range
-        entries = (probabilities(keys, best, lowest_kept, is_valid) * FIXED_ONE).to(tl.int64)
-        tl.store(mass + i, entries, mask=i < V)
-        return tl.sum(entries, axis=0), is_valid, first, last
+        first, last, is_valid, begin, end, best, lowest_kept, total = filter_and_sum(
+            logits, uncond, scratch, id_range, node, V, first_id, last_id, guidance, temperature, top_k, top_p, FILTERS,
+            BLOCK, BITS)
+        sums = tl.zeros([BLOCK], tl.int64)
+        start = 0
+        while start < V:
+            v = start + tl.arange(0, BLOCK)
+            p = load_probs(scratch, start, V, begin, end, best, lowest_kept, total, BLOCK)
+            entries = (p * FIXED_ONE).to(tl.int64)
+            tl.store(mass + v, entries, mask=v < V)
+            sums += entries
+            start += BLOCK
+        return tl.sum(sums, axis=0), is_valid, first.to(tl.int64), last.to(tl.int64)
 
 
 @triton.jit
 def unchanged_row(rows, node, V, mass):
     """Where the entries stand that read_row() has read: floats of probabilities, else in fixed point."""
-    probs, logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id = rows
+    probs, logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, scratch = rows
     if probs is not None:
         return probs + node * V
     else:
@@ -135,7 +139,7 @@ def subtract(mass, draft_mass, V, total, draft_total, slack, BLOCK: tl.constexpr
 def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega,
                    bonus, mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF: tl.constexpr,
                    RESIDUAL: tl.constexpr, EMPTY: tl.constexpr, FILTERS: tl.constexpr, IS_FLOAT: tl.constexpr,
-                   BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ROW_BLOCK: tl.constexpr):
+                   BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
     """A request that samples; returns num_accepted, next_token, tv_excess, status."""
     zero = tl.program_id(0).to(tl.int64) * 0
     status = zero.to(tl.int32)
@@ -176,7 +180,7 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
             reach_prob = tv_excess * 0.0 + 1.0
         active = child >= 0
         total, is_valid, first_id, last_id = read_row(
-            rows, node, V, mass, tl.where(active | (enters == 0), V, 0), FILTERS, BLOCK, ROW_BLOCK)
+            rows, node, V, mass, tl.where(active | (enters == 0), V, 0), FILTERS, BLOCK, BITS)
         is_changed = zero != 0
         if EMPTY == "uniform":
             if enters == 0:
@@ -325,7 +329,7 @@ def row_argmax(row, V, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bonus, mass, scratch, accepted_nodes, N, V,
                   P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, FILTERS: tl.constexpr,
-                  IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ROW_BLOCK: tl.constexpr):
+                  IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
     """A greedy request: nodes in order, each with its chain of children; at last the row at the end of the path.
 
     Returns what verify_sampled() does.
@@ -359,7 +363,7 @@ def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bon
                 next_token = tl.load(bonus)
                 reads = zero != 0
         if reads:
-            total, is_valid, first_id, last_id = read_row(rows, node, V, mass, 0, FILTERS, BLOCK, ROW_BLOCK)
+            total, is_valid, first_id, last_id = read_row(rows, node, V, mass, 0, FILTERS, BLOCK, BITS)
             tl.debug_barrier()
             row = unchanged_row(rows, node, V, mass)
             max_mass, argmax = row_argmax(row, V, IS_FLOAT, BLOCK)
@@ -410,16 +414,6 @@ def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bon
 
 
 @triton.jit
-def fill(pointer, value, count):
-    """The first `count` entries become `value`."""
-    i = 0
-    while i < count:
-        tl.store(pointer + i, value)
-        i += 1
-    tl.debug_barrier()
-
-
-@triton.jit
 def store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token, tv_excess,
                   status):
     b = tl.program_id(0)
@@ -427,3 +421,46 @@ def store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, n
     tl.store(next_token_out + b, next_token)
     tl.store(tv_excess_out + b, tv_excess.to(tl.float32))
     tl.store(status_out + b, status)
+
+
+@triton.jit
+def verify_request(rows, is_greedy, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+                   delta, omega, mass, draft_mass, greedy_scratch, accepted_nodes, num_accepted_out, next_token_out,
+                   tv_excess_out, status_out, N, V, M, P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
+                   EMPTY: tl.constexpr, FILTERS: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr,
+                   BITS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The request of this program, in a batch of trees. `rows` are its own already; is_greedy may be None: it samples.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    tokens += b * N
+    first_child += b * N
+    next_sibling += b * N
+    accepted_nodes += b * P
+    mass += b * V
+    if neighbors is not None:
+        delta += b
+    fill(accepted_nodes, -1, 0, P)
+    tl.debug_barrier()
+    samples = b >= 0
+    if is_greedy is not None:
+        samples = is_greedy == 0
+    if samples:
+        if draft_probs is not None:
+            draft_probs += b * M * V
+            draft_row += b * N
+            draft_mass += b * V
+        if omega is not None:
+            omega += b * P
+        num_accepted, next_token, tv_excess, status = verify_sampled(
+            rows, tokens, first_child, next_sibling, uniforms + b * N, draft_probs, draft_row, neighbors, delta, omega,
+            None, mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, FILTERS,
+            IS_FLOAT, BLOCK, BITS, BLOCK_K)
+        store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
+                      tv_excess, status)
+    if is_greedy is not None:
+        if is_greedy:
+            num_accepted, next_token, tv_excess, status = verify_greedy(
+                rows, tokens, first_child, next_sibling, neighbors, delta, None, mass, greedy_scratch + b * 3 * N,
+                accepted_nodes, N, V, P, C, k, offset, CUTOFF, RESIDUAL, FILTERS, IS_FLOAT, BLOCK, BITS, BLOCK_K)
+            store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
+                          tv_excess, status)

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
+
 
 @triton.jit
 def source_of(accepted_nodes, first, b, P, i):
@@ -41,7 +43,7 @@ def moves_to_the_front(accepted_nodes, slots, b, length, first, num_moves, num_s
     return is_valid
 
 
-@triton.jit(do_not_specialize=["B", "P", "R"])
+@kernel("cache", "units")
 def commit_kv_kernel(
         cache,                        # (outer, R, middle, T, units), or (outer, num_slots, units) with slots
         accepted_nodes,               # (B, P)

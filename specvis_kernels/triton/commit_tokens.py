@@ -1,11 +1,11 @@
 """commit_tokens in Triton: one program per request."""
-import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._rows import INVALID_ROW
 
 
-@triton.jit(do_not_specialize=["C", "L", "N", "P"])  # N changes from step to step where trees adapt
+@kernel()
 def commit_tokens_kernel(
         tokens,                                    # (B, C)
         counts, failed, target_forwards,           # (B)
@@ -18,7 +18,7 @@ def commit_tokens_kernel(
         status, depth,                             # (B)
         new_tokens, nodes,                         # (B, P + 1)
         num_new,                                   # (B)
-        C, L, N, P, BLOCK_P: tl.constexpr):
+        C, L, N, P, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + b)
     last = tl.load(num_accepted + b).to(tl.int64)
@@ -26,19 +26,21 @@ def commit_tokens_kernel(
     is_active = (count >= 0) & (count < L)
     tl.debug_barrier()  # every thread has read the count
 
-    i = tl.arange(0, BLOCK_P)
-    is_slot = i <= P
-    is_drafted = i < last
-    node = tl.load(accepted_nodes + b * P + i, mask=is_drafted, other=0).to(tl.int64)
-    node = tl.where((node >= 0) & (node < N), node, 0)
-    token = tl.load(node_tokens + b * N + node, mask=is_drafted, other=0)
-    token = tl.where(i == last, tl.load(next_token + b), token)
-    tl.store(new_tokens + b * (P + 1) + i, token, mask=is_slot)
-    tl.store(nodes + b * (P + 1) + 1 + i, node, mask=i < P)
-    tl.store(nodes + b * (P + 1), b * 0)
     room = L - 1 - count
     last_written = tl.where(is_active, tl.minimum(last, room), -1)
-    tl.store(tokens + b * C + count + i, token, mask=i <= last_written)
+    tl.store(nodes + b * (P + 1), b * 0)
+    start = b * 0
+    while start <= P:
+        i = start + tl.arange(0, BLOCK)
+        is_drafted = i < last
+        node = tl.load(accepted_nodes + b * P + i, mask=is_drafted, other=0).to(tl.int64)
+        node = tl.where((node >= 0) & (node < N), node, 0)
+        token = tl.load(node_tokens + b * N + node, mask=is_drafted, other=0)
+        token = tl.where(i == last, tl.load(next_token + b), token)
+        tl.store(new_tokens + b * (P + 1) + i, token, mask=i <= P)
+        tl.store(nodes + b * (P + 1) + 1 + i, node, mask=i < P)
+        tl.store(tokens + b * C + count + i, token, mask=i <= last_written)
+        start += BLOCK
 
     tl.store(num_new + b, last + 1)
     tl.store(num_accepted_at + b * L + count, last, mask=is_active)
@@ -60,5 +62,5 @@ def commit_tokens(tokens, counts, failed, target_forwards, num_accepted_at, num_
         commit_tokens_kernel[(B,)](
             tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
             accepted_nodes, num_accepted, next_token, step_excess, status, depth, new_tokens, nodes, num_new, C, L, N,
-            P, BLOCK_P=triton.next_power_of_2(P + 1), num_warps=1, enable_fp_fusion=False)
+            P, BLOCK=32, num_warps=1, enable_fp_fusion=False)
     return new_tokens, nodes, num_new

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._rows import (
     EMPTY_RESIDUAL,
     INVALID_DRAFT,
@@ -57,7 +58,7 @@ def group_masses(target_row, draft_row, V, group, num_ids, guess, BLOCK_K: tl.co
     return tl.sum(masses, axis=0), tl.sum(draft_masses, axis=0)
 
 
-@triton.jit(do_not_specialize=["W", "C", "k", "offset", "group_size"])
+@kernel("target_probs", "draft_probs", "is_treated", "V")
 def couple_tokens_kernel(
         target_probs, draft_probs,            # (B, W, V)
         tokens,                               # (B, W)

@@ -3,14 +3,16 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._keys import NONE, entries_of, id_of
+from ._rows import fill
 from .draw_children import draw_by_noise, draw_by_uniforms, sizes_of
 from .expand_tree import without
 from .guided_probs import guided_probs
 
 
 @triton.jit
-def find_likeliest(row, tokens, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
+def find_likeliest(row, tokens, V, K, BLOCK: tl.constexpr):
     """Stores the K most probable tokens, 0 where there is none."""
     keys = tl.full([BLOCK], NONE, tl.int64)
     start = tl.full([], 0, tl.int64)
@@ -22,14 +24,13 @@ def find_likeliest(row, tokens, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     n = 0
     while (n < K) & (best > NONE):
         tl.store(tokens + n, id_of(best))
-        keys = without(keys, best, row, V, 0.0, BLOCK, BLOCKS)
+        keys = without(keys, best, row, 0, V, 0.0, BLOCK)
         best = tl.max(keys, axis=0)
         n += 1
-    k = tl.arange(0, BLOCK_K)
-    tl.store(tokens + k, tl.zeros([BLOCK_K], tl.int64), mask=(k >= n) & (k < K))
+    fill(tokens, 0, n, K)
 
 
-@triton.jit(do_not_specialize=["F"])  # it changes from step to step
+@kernel("probs", "V")
 def draft_children_kernel(
         probs,        # (B, F, V)
         uniforms,     # (B, F, K) or None: by noise
@@ -42,12 +43,12 @@ def draft_children_kernel(
     row = probs + r * V
     tokens += r * K
     if tl.load(temperature + r // F) == 0:
-        find_likeliest(row, tokens, V, K, BLOCK, BLOCKS, BLOCK_K)
+        find_likeliest(row, tokens, V, K, BLOCK)
     else:
         if uniforms is not None:
             draw_by_uniforms(row, uniforms + r * K, tokens, V, K, BLOCK, BLOCKS, BLOCK_K)
         else:
-            draw_by_noise(row, tl.load(seeds + r // F), tl.load(positions + r), tokens, V, K, BLOCK, BLOCKS, BLOCK_K)
+            draw_by_noise(row, tl.load(seeds + r // F), tl.load(positions + r), tokens, V, K, BLOCK, BLOCKS)
 
 
 def draft_children(logits, uncond, uniforms, guidance, temperature, top_k, top_p, seeds, positions, id_range, first_id,

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._keys import NONE, entries_of, id_of
 from ._noise import GUMBEL_STREAM, gumbel_noise, log, to_gumbel
-from ._rows import FIXED_ONE, INVALID_ROW, block, draw_threshold, load_mass
+from ._rows import FIXED_ONE, INVALID_ROW, block, draw_threshold, fill, load_mass
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def scores_of(p, best, noise, ids):
 
 
 @triton.jit
-def draw_by_noise(row, seed, position, tokens, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
+def draw_by_noise(row, seed, position, tokens, V, K, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """The children of one row, stored; returns how many there are, and whether the row is valid."""
     v = tl.arange(0, BLOCK)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -64,8 +65,7 @@ def draw_by_noise(row, seed, position, tokens, V, K, BLOCK: tl.constexpr, BLOCKS
             scores = tl.where(v == chunk, following, scores)
             highest = tl.max(scores, axis=0)
             n += 1
-    k = tl.arange(0, BLOCK_K)
-    tl.store(tokens + k, tl.zeros([BLOCK_K], tl.int64), mask=(k >= n) & (k < K))
+    fill(tokens, 0, n, K)
     return n, is_valid
 
 
@@ -113,7 +113,7 @@ def draw_by_uniforms(row, uniforms, tokens, V, K, BLOCK: tl.constexpr, BLOCKS: t
     return n, is_valid
 
 
-@triton.jit
+@kernel("draft_probs", "V")
 def draw_children_kernel(
         draft_probs,           # (R, V)
         uniforms,              # (R, K) or None: by noise
@@ -130,16 +130,16 @@ def draw_children_kernel(
         tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
     else:
         n, is_valid = draw_by_noise(draft_probs + r * V, tl.load(seeds + r // F), tl.load(positions + r),
-                                    tokens + r * K, V, K, BLOCK, BLOCKS, BLOCK_K)
+                                    tokens + r * K, V, K, BLOCK, BLOCKS)
         tl.store(num_children + r, n)
         tl.store(status + r, tl.where(is_valid, 0, INVALID_ROW))
 
 
 def sizes_of(V, K):
-    """What a kernel that draws is compiled for."""
+    """What a kernel that draws is compiled for: one size for up to 64 children, whatever their number."""
     size = max(block("V", V), 4)  # the noise comes by fours
-    return dict(BLOCK=size, BLOCKS=triton.next_power_of_2(triton.cdiv(V, size)), BLOCK_K=triton.next_power_of_2(K),
-                num_warps=8, enable_fp_fusion=False)
+    return dict(BLOCK=size, BLOCKS=triton.next_power_of_2(triton.cdiv(V, size)),
+                BLOCK_K=max(triton.next_power_of_2(K), 64), num_warps=8, enable_fp_fusion=False)
 
 
 def draw_children(draft_probs, uniforms, seeds, positions, K):

@@ -8,23 +8,29 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._keys import NONE, entries_of, id_of
-from ._rows import INVALID_ROW
+from ._rows import INVALID_ROW, block, fill
 
 NO_PROB = tl.constexpr(2**63 - 1)  # the key of what is no probability: above all others
-MAX_CHUNKS = 8192
+LENGTH = tl.constexpr(8)           # entries of a chunk that are read together
 
 
 @triton.jit
-def without(keys, best, row, size, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, LENGTH: tl.constexpr):
-    """The keys after `best` was taken: the next one of its chunk takes its place."""
+def without(keys, best, row, first, end, FLOOR: tl.constexpr, CHUNKS: tl.constexpr):
+    """The keys of the entries first .. end - 1 after `best` was taken: the next one of its chunk takes its place.
+
+    `first` is a multiple of CHUNKS.
+    """
     chunk = id_of(best) % CHUNKS
-    following = tl.full([], NONE, tl.int64)
-    if LENGTH > 1:
-        ids = chunk + CHUNKS * tl.arange(0, LENGTH).to(tl.int64)
-        chunk_keys = entries_of(tl.load(row + ids, mask=ids < size, other=FLOOR), ids, FLOOR)
-        following = tl.max(tl.where(chunk_keys < best, chunk_keys, NONE), axis=0)
-    return tl.where(tl.arange(0, CHUNKS) == chunk, following, keys)
+    following = tl.full([LENGTH], NONE, tl.int64)
+    start = first + chunk
+    while start < end:
+        ids = start + CHUNKS * tl.arange(0, LENGTH).to(tl.int64)
+        chunk_keys = entries_of(tl.load(row + ids, mask=ids < end, other=FLOOR), ids, FLOOR)
+        following = tl.maximum(following, tl.where(chunk_keys < best, chunk_keys, NONE))
+        start += CHUNKS * LENGTH
+    return tl.where(tl.arange(0, CHUNKS) == chunk, tl.max(following, axis=0), keys)
 
 
 @triton.jit
@@ -35,14 +41,14 @@ def score_of(best, score):
     return score + tl.where(log_prob < 0.0, log_prob, 0.0)
 
 
-@triton.jit
+@kernel("draft_probs", "V")
 def children_kernel(
         draft_probs,           # (B, F, V)
         scores,                # (B, F)
         width,                 # (B)
         tokens, child_scores,  # (B, F, K)
         status,                # (B, F)
-        F, V, K, CHUNKS: tl.constexpr, LENGTH: tl.constexpr, BLOCK_K: tl.constexpr):
+        F, V, K, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)                  # row = b * F + f
     probs = draft_probs + row * V
     score = tl.load(scores + row)
@@ -69,22 +75,20 @@ def children_kernel(
             child = score_of(best, score)
             tl.store(tokens + row * K + count, tl.where(child > float("-inf"), id_of(best), 0))
             tl.store(child_scores + row * K + count, child)
-            keys = without(keys, best, probs, V, 0.0, CHUNKS, LENGTH)
+            keys = without(keys, best, probs, 0, V, 0.0, CHUNKS)
             best = tl.max(keys, axis=0)
             count += 1
     tl.store(status + row, status_bits)
-    k = tl.arange(0, BLOCK_K)
-    unused = (k >= count) & (k < K)
-    tl.store(tokens + row * K + k, tl.zeros([BLOCK_K], tl.int64), mask=unused)
-    tl.store(child_scores + row * K + k, tl.full([BLOCK_K], float("-inf"), tl.float32), mask=unused)
+    fill(tokens + row * K, 0, count, K)
+    fill(child_scores + row * K, float("-inf"), count, K)
 
 
-@triton.jit
+@kernel()
 def frontier_kernel(
         child_scores,  # (B, F, K)
         width,         # (B)
         frontier,      # (B, K)
-        size, K, CHUNKS: tl.constexpr, LENGTH: tl.constexpr, BLOCK_K: tl.constexpr):
+        size, K, CHUNKS: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     scores = child_scores + b * size
     max_count = tl.minimum(tl.maximum(tl.load(width + b), 1), K)
@@ -99,18 +103,10 @@ def frontier_kernel(
     count = 0
     while (count < max_count) & (best > NONE):
         tl.store(frontier + b * K + count, id_of(best).to(tl.int32))
-        keys = without(keys, best, scores, size, float("-inf"), CHUNKS, LENGTH)
+        keys = without(keys, best, scores, 0, size, float("-inf"), CHUNKS)
         best = tl.max(keys, axis=0)
         count += 1
-    k = tl.arange(0, BLOCK_K)
-    tl.store(frontier + b * K + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= count) & (k < K))
-
-
-def chunks(size):
-    """How a row of this size is divided, and how many warps hold its keys in registers."""
-    count = min(triton.next_power_of_2(size), MAX_CHUNKS)
-    return {"CHUNKS": count, "LENGTH": triton.next_power_of_2(triton.cdiv(size, count)),
-            "num_warps": min(16, max(4, count // 512))}
+    fill(frontier + b * K, -1, count, K)
 
 
 def expand_tree(draft_probs, scores, width, num_children):
@@ -119,8 +115,7 @@ def expand_tree(draft_probs, scores, width, num_children):
     child_scores = draft_probs.new_empty((B, F, K))
     frontier, status = width.new_empty((B, K)), width.new_empty((B, F))
     if B > 0:
-        block = triton.next_power_of_2(K)
         children_kernel[(B * F,)](draft_probs, scores, width, tokens, child_scores, status, F, V, K,
-                                  BLOCK_K=block, enable_fp_fusion=False, **chunks(V))
-        frontier_kernel[(B,)](child_scores, width, frontier, F * K, K, BLOCK_K=block, **chunks(F * K))
+                                  CHUNKS=block("V", V), num_warps=8, enable_fp_fusion=False)
+        frontier_kernel[(B,)](child_scores, width, frontier, F * K, K, CHUNKS=512)
     return tokens, child_scores, frontier, status

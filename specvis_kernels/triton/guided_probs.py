@@ -1,34 +1,36 @@
-"""guided_probs in Triton: one program per row, all ids in one block."""
+"""guided_probs in Triton: each program takes a row after the other, see _filters.py."""
 import torch
-import triton
 import triton.language as tl
 
-from ._filters import num_warps, row_probs
+from ._filters import filter_and_sum, load_probs, programs_and_scratch, tiles
+from ._kernel import kernel
 from ._rows import INVALID_ROW
 
 
-@triton.jit(do_not_specialize=["N"])  # it changes from step to step
+@kernel("logits", "uncond", "scratch", "probs", "V")
 def guided_probs_kernel(
         logits, uncond,                        # (B, N, V); uncond may be None
         guidance, temperature, top_k, top_p,   # (B)
         id_range,                              # (B, N, 2) or None
+        scratch,                               # (programs, 2, V)
         probs,                                 # (B, N, V)
         status,                                # (B, N)
-        N, V, first_id, last_id, FILTERS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)                  # row = b * N + n
-    b = row // N
-    p, first, last, is_valid = row_probs(
-        logits, uncond, id_range, row, V, first_id, last_id, tl.load(guidance + b), tl.load(temperature + b),
-        tl.load(top_k + b), tl.load(top_p + b), FILTERS, BLOCK)
-    i = tl.arange(0, BLOCK)
-    tl.store(probs + row * V + first + i, p, mask=first + i < last)
-    tl.store(status + row, tl.where(is_valid, 0, INVALID_ROW))
-
-    begin = tl.full((), 0, tl.int64)
-    while (begin < V) & (last - first < V):                  # the ids outside the range
-        v = begin + i
-        tl.store(probs + row * V + v, tl.zeros((BLOCK,), tl.float32), mask=(v < V) & ((v < first) | (v >= last)))
-        begin += BLOCK
+        num_rows, N, V, first_id, last_id, FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
+    scratch += tl.program_id(0).to(tl.int64) * 2 * V
+    row = tl.program_id(0).to(tl.int64)
+    while row < num_rows:                      # row = b * N + n
+        b = row // N
+        _, _, is_valid, begin, end, best, lowest_kept, total = filter_and_sum(
+            logits, uncond, scratch, id_range, row, V, first_id, last_id, tl.load(guidance + b),
+            tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b), FILTERS, TILE, BITS)
+        tl.store(status + row, tl.where(is_valid, 0, INVALID_ROW))
+        start = 0
+        while start < V:
+            v = start + tl.arange(0, TILE)
+            tl.store(probs + row * V + v, load_probs(scratch, start, V, begin, end, best, lowest_kept, total, TILE),
+                     mask=v < V)
+            start += TILE
+        row += tl.num_programs(0)
 
 
 def guided_probs(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters):
@@ -36,8 +38,8 @@ def guided_probs(logits, uncond, guidance, temperature, top_k, top_p, id_range, 
     probs = torch.empty_like(logits, dtype=torch.float32)
     status = logits.new_empty((B, N), dtype=torch.int32)
     if B * N > 0:
-        block = triton.next_power_of_2(last_id - first_id)
-        guided_probs_kernel[(B * N,)](
-            logits, uncond, guidance, temperature, top_k, top_p, id_range, probs, status, N, V, first_id, last_id,
-            FILTERS=filters, BLOCK=block, num_warps=num_warps(block), enable_fp_fusion=False)
+        programs, scratch = programs_and_scratch(B * N, V, logits.device)
+        guided_probs_kernel[(programs,)](
+            logits, uncond, guidance, temperature, top_k, top_p, id_range, scratch, probs, status, B * N, N, V,
+            first_id, last_id, FILTERS=filters, **tiles(V), enable_fp_fusion=False)
     return probs, status

@@ -1,12 +1,12 @@
 """neighborhood_sum in Triton: one program per row; a pass for its validity, then its neighbors."""
 import torch
-import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._rows import FIXED_ONE, FIXED_UNIT, INVALID_ROW, INVALID_TREE, block, load_mass, neighbor_prefix, to_fixed_point
 
 
-@triton.jit(do_not_specialize=["C", "k", "offset"])
+@kernel("probs", "V")
 def neighborhood_sum_kernel(
         probs,                                # (R, V)
         tokens,                               # (R)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ._gaussian import LANES, add_lanes, distance_factor, exp64, is_finite, log_ratio_terms
+from ._kernel import kernel
 from ._rows import INVALID_ROW, OUT_OF_TRIES
 
 MAX_TRIES = 16  # that a program looks at together
@@ -14,7 +15,7 @@ def sample(mean, log_sigma, normals):
     return (mean.to(tl.float64) + exp64(log_sigma.to(tl.float64)) * normals.to(tl.float64)).to(tl.float32)
 
 
-@triton.jit
+@kernel("C")
 def resample_gaussian_kernel(
         tokens,                                                          # (B, G, C)
         is_accepted_in, is_rejected_in,                                  # (B, G)

@@ -1,12 +1,12 @@
 """sample_residual in Triton: one program per row; a pass for each total, then the search, block by block."""
 import torch
-import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._rows import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, block, draw, draw_residual, to_fixed_point
 
 
-@triton.jit
+@kernel("target_probs", "draft_probs", "V")
 def sample_residual_kernel(
         target_probs,    # (R, V)
         draft_probs,     # (R, V) or None

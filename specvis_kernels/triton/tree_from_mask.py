@@ -3,8 +3,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 
-@triton.jit
+
+@kernel()
 def tree_from_mask_kernel(
         mask,     # (B, N, N)
         parents,  # (B, N)
@@ -38,8 +40,6 @@ def tree_from_mask_kernel(
 def tree_from_mask(mask):
     B, N, _ = mask.shape
     parents = mask.new_empty((B, N), dtype=torch.int32)
-    columns = min(triton.next_power_of_2(N), 64)
-    rows = min(columns, 16)
     if B > 0:
-        tree_from_mask_kernel[(B, triton.cdiv(N, rows))](mask, parents, N, BLOCK_N=rows, BLOCK_C=columns)
+        tree_from_mask_kernel[(B, triton.cdiv(N, 16))](mask, parents, N, BLOCK_N=16, BLOCK_C=64)
     return parents

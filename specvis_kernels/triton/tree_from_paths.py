@@ -3,8 +3,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 
-@triton.jit
+
+@kernel()
 def tree_from_paths_kernel(
         paths,    # (B, L, D)
         parents,  # (B, N)
@@ -35,8 +37,7 @@ def tree_from_paths_kernel(
 def tree_from_paths(paths, num_nodes):
     B, L, D = paths.shape
     parents = paths.new_empty((B, num_nodes), dtype=torch.int32)
-    block = min(triton.next_power_of_2(num_nodes), 64)
     if B > 0:
-        tree_from_paths_kernel[(B, triton.cdiv(num_nodes, block))](
-            paths, parents, L * D, D, num_nodes, BLOCK_N=block, BLOCK_I=64)
+        tree_from_paths_kernel[(B, triton.cdiv(num_nodes, 64))](
+            paths, parents, L * D, D, num_nodes, BLOCK_N=64, BLOCK_I=64)
     return parents

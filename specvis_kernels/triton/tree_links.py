@@ -3,10 +3,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._rows import INVALID_TREE
 
 
-@triton.jit
+@kernel()
 def tree_links_kernel(
         parents,                           # (B, N)
         ancestors,                         # (B, N, W)
@@ -15,26 +16,34 @@ def tree_links_kernel(
         N, W, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     parents += b * N
-    word = tl.arange(0, BLOCK_W)
     any_wrong = 0
     start = 0
     while start < N:
         n = start + tl.arange(0, BLOCK_N)
         parent = tl.load(parents + n, mask=n < N, other=-2)
-        bits = tl.zeros([BLOCK_N, BLOCK_W], tl.int64)
+        row = b * N + n
         node_depth = tl.full([BLOCK_N], -1, tl.int32)
         is_used = n < N
-        node = tl.where(is_used, n, -1)                  # where this walk is; -1: it is over
-        active = tl.max(node, axis=0) >= 0
-        while active:
-            has_word = (node[:, None] // 64 == word[None, :]) & (node[:, None] >= 0)
-            bits |= tl.where(has_word, tl.full([], 1, tl.int64) << (node[:, None] & 63).to(tl.int64), 0)
-            node_depth += tl.where(node >= 0, 1, 0)
-            up = tl.load(parents + node, mask=node >= 0, other=-2)
-            is_valid = ((up >= 0) & (up < node)) | ((node == 0) & (up == -1))
-            is_used = is_used & (is_valid | (node < 0))
-            node = tl.where(is_valid & (node > 0), up, -1)
+        first_word = 0
+        while first_word < W:
+            word = first_word + tl.arange(0, BLOCK_W)
+            bits = tl.zeros([BLOCK_N, BLOCK_W], tl.int64)
+            node_depth = tl.full([BLOCK_N], -1, tl.int32)
+            is_used = n < N
+            node = tl.where(is_used, n, -1)              # where this walk is; -1: it is over
             active = tl.max(node, axis=0) >= 0
+            while active:
+                has_word = (node[:, None] // 64 == word[None, :]) & (node[:, None] >= 0)
+                bits |= tl.where(has_word, tl.full([], 1, tl.int64) << (node[:, None] & 63).to(tl.int64), 0)
+                node_depth += tl.where(node >= 0, 1, 0)
+                up = tl.load(parents + node, mask=node >= 0, other=-2)
+                is_valid = ((up >= 0) & (up < node)) | ((node == 0) & (up == -1))
+                is_used = is_used & (is_valid | (node < 0))
+                node = tl.where(is_valid & (node > 0), up, -1)
+                active = tl.max(node, axis=0) >= 0
+            tl.store(ancestors + row[:, None] * W + word[None, :], tl.where(is_used[:, None], bits, 0),
+                     mask=(n < N)[:, None] & (word < W)[None, :])
+            first_word += BLOCK_W
         is_wrong = (n < N) & (is_used == 0) & ((parent != -2) | (n == 0))
         any_wrong |= tl.max(is_wrong.to(tl.int32), axis=0)
 
@@ -52,9 +61,6 @@ def tree_links_kernel(
                 tl.where(is_later & (other_parent[None, :] == parent[:, None]), m[None, :], N), axis=1))
             other_start += BLOCK_N
 
-        row = b * N + n
-        tl.store(ancestors + row[:, None] * W + word[None, :], tl.where(is_used[:, None], bits, 0),
-                 mask=(n < N)[:, None] & (word < W)[None, :])
         tl.store(depth + row, tl.where(is_used, node_depth, -1), mask=n < N)
         tl.store(first_child + row, tl.where(is_used & (child < N), child, -1), mask=n < N)
         tl.store(next_sibling + row, tl.where(is_used & (sibling < N), sibling, -1), mask=n < N)
@@ -69,7 +75,6 @@ def tree_links(parents):
     out = [parents.new_empty((B, N)) for _ in range(3)]
     status = parents.new_empty(B)
     if B > 0:
-        tree_links_kernel[(B,)](parents, ancestors, *out, status, N, W,
-                                BLOCK_N=min(triton.next_power_of_2(N), 64), BLOCK_W=triton.next_power_of_2(W),
+        tree_links_kernel[(B,)](parents, ancestors, *out, status, N, W, BLOCK_N=64, BLOCK_W=4,
                                 num_warps=8)
     return ancestors, *out, status

@@ -3,6 +3,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
+
 
 @triton.jit
 def has_bits(words, N, W):
@@ -38,7 +40,7 @@ def load_columns(lengths, starts, b, N, columns):
     return length, start
 
 
-@triton.jit
+@kernel("mask")
 def dense_kernel(
         ancestors,  # (B, N, W)
         lengths,    # (B) or None
@@ -55,7 +57,7 @@ def dense_kernel(
     tl.store(mask + row * columns + c, visible.to(mask.dtype.element_ty), mask=c < columns)
 
 
-@triton.jit
+@kernel()
 def packed_kernel(
         ancestors,  # (B, N, W)
         lengths,    # (B) or None
@@ -88,13 +90,11 @@ def tree_mask(ancestors, lengths, start, form, columns, dtype):
         size = triton.cdiv(N * row_bits, 8)
         mask = ancestors.new_empty((B, size), dtype=torch.uint8)
         if B > 0:
-            block = min(triton.next_power_of_2(size), 128)
-            packed_kernel[(triton.cdiv(size, block), B)](ancestors, lengths, start, mask, N, W, columns, row_bits, size,
-                                                         BLOCK=block)
+            packed_kernel[(triton.cdiv(size, 128), B)](ancestors, lengths, start, mask, N, W, columns, row_bits, size,
+                                                       BLOCK=128)
         return mask if form == "packed" else mask.view(B, N, row_bits // 8)
     mask = ancestors.new_empty((B, N, columns), dtype=torch.uint8 if form == "bool" else dtype)
     if B > 0:
-        block = min(triton.next_power_of_2(columns), 1024)
-        dense_kernel[(B * N, triton.cdiv(columns, block))](ancestors, lengths, start, mask, N, W, columns,
-                                                           ADDITIVE=form == "additive", BLOCK=block)
+        dense_kernel[(B * N, triton.cdiv(columns, 1024))](ancestors, lengths, start, mask, N, W, columns,
+                                                          ADDITIVE=form == "additive", BLOCK=1024)
     return mask.view(torch.bool) if form == "bool" else mask

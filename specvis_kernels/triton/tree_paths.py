@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from .tree_links import tree_links
 
 
@@ -15,7 +16,7 @@ def is_leaf(depth, child, max_depth):
     return (depth == max_depth) | ((depth >= 0) & (depth < max_depth) & (child < 0))
 
 
-@triton.jit
+@kernel()
 def tree_paths_kernel(
         parents,             # (B, N)
         ancestors,           # (B, N, W)
@@ -62,9 +63,7 @@ def tree_paths(parents, max_depth):
     B, N = parents.shape
     ancestors, depth, first_child, *_ = tree_links(parents)
     paths = parents.new_full((B, N, max_depth + 1), -1, dtype=torch.int64)
-    block = min(triton.next_power_of_2(N), 64)
     if B > 0:
-        tree_paths_kernel[(B, triton.cdiv(N, block))](
-            parents, ancestors, depth, first_child, paths, N, ancestors.shape[2], max_depth, BLOCK=block,
-            num_warps=8)
+        tree_paths_kernel[(B, triton.cdiv(N, 64))](
+            parents, ancestors, depth, first_child, paths, N, ancestors.shape[2], max_depth, BLOCK=64, num_warps=8)
     return paths

@@ -3,6 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._rows import INVALID_TREE, block
 from ._verify import store_outputs, verify_greedy, verify_sampled
 
@@ -21,7 +22,7 @@ def is_in_place(ends, b, D, BLOCK: tl.constexpr):
     return tl.sum(num_wrong, axis=0) == 0
 
 
-@triton.jit(do_not_specialize=["D", "C", "k", "offset"])  # they change from step to step
+@kernel("target_probs", "draft_probs", "mass", "draft_mass", "V")
 def verify_chain_kernel(
         target_probs,               # (T, V)
         draft_tokens,               # (D)
@@ -60,21 +61,21 @@ def verify_chain_kernel(
             delta += b
         if omega is not None:
             omega += b
-        rows = (target_probs + row * V, None, None, None, None, None, None, None, None, None)
+        rows = (target_probs + row * V, None, None, None, None, None, None, None, None, None, None)
         is_sampling = b >= 0
         if greedy is not None:
             is_sampling = tl.load(greedy + b) == 0
         if is_sampling:
             num_accepted, next_token, tv_excess, status = verify_sampled(
                 rows, tokens, None, None, uniforms, draft_probs, None, neighbors, delta, omega, bonus, mass, draft_mass,
-                None, N, V, P, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, None, True, BLOCK, BLOCK_K, None)
+                None, N, V, P, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, None, True, BLOCK, None, BLOCK_K)
             store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                           tv_excess, status)
         if greedy is not None:
             if is_sampling == 0:
                 num_accepted, next_token, tv_excess, status = verify_greedy(
                     rows, tokens, None, None, neighbors, delta, bonus, mass, greedy_scratch + 3 * (first + b), None, N,
-                    V, P, C, k, offset, CUTOFF, RESIDUAL, None, True, BLOCK, BLOCK_K, None)
+                    V, P, C, k, offset, CUTOFF, RESIDUAL, None, True, BLOCK, None, BLOCK_K)
                 store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
                               tv_excess, status)
     else:

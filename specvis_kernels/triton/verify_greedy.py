@@ -2,6 +2,7 @@
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._rows import INVALID_TREE
 
 
@@ -24,13 +25,13 @@ def find_child(tokens, next_sibling, wanted, node, child, N):
     return found, status
 
 
-@triton.jit
+@kernel()
 def verify_greedy_kernel(
         target_tokens, tokens,             # (B, N)
         first_child, next_sibling,         # (B, N)
         accepted_nodes,                    # (B, P)
         num_accepted, next_token, status,  # (B)
-        N, P, BLOCK_P: tl.constexpr):
+        N, P, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     tokens += b * N
     next_sibling += b * N
@@ -49,8 +50,11 @@ def verify_greedy_kernel(
             node = found
             depth += 1
         active = (found >= 0) & (depth < P)
-    d = tl.arange(0, BLOCK_P)
-    tl.store(accepted_nodes + b * P + d, tl.full([BLOCK_P], -1, tl.int32), mask=(d >= depth) & (d < P))
+    start = depth
+    while start < P:
+        d = start + tl.arange(0, BLOCK)
+        tl.store(accepted_nodes + b * P + d, tl.full([BLOCK], -1, tl.int32), mask=d < P)
+        start += BLOCK
     tl.store(num_accepted + b, depth.to(tl.int32))
     tl.store(next_token + b, target_token)
     tl.store(status + b, wrong)
@@ -63,6 +67,5 @@ def verify_greedy(target_tokens, tokens, first_child, next_sibling, max_depth):
     next_token = tokens.new_empty(B)
     if B > 0:
         verify_greedy_kernel[(B,)](target_tokens, tokens, first_child, next_sibling, accepted_nodes, num_accepted,
-                                   next_token, status, N, max_depth, BLOCK_P=triton.next_power_of_2(max(max_depth, 1)),
-                                   num_warps=1)
+                                   next_token, status, N, max_depth, BLOCK=32, num_warps=1)
     return accepted_nodes, num_accepted, next_token, status

@@ -2,17 +2,17 @@
 draws a token at each node that it visits, as in _draws.py.
 """
 import torch
-import triton
 import triton.language as tl
 
-from ._draws import blocks, draw_row
-from ._filters import num_warps
-from ._rows import INVALID_ROW, block
-from ._verify import fill, store_outputs, verify_greedy, verify_sampled
+from ._draws import draw_row
+from ._filters import tiles
+from ._kernel import kernel
+from ._rows import INVALID_ROW, block, fill
+from ._verify import verify_request
 from .verify_greedy import find_child
 
 
-@triton.jit(do_not_specialize=["N", "M", "P", "C", "k", "offset"])  # they change from step to step
+@kernel("logits", "uncond", "draft_probs", "scratch", "mass", "draft_mass", "V")
 def verify_logits_kernel(
         logits, uncond,                        # (B, N, V); uncond may be None
         tokens,                                # (B, N)
@@ -25,54 +25,29 @@ def verify_logits_kernel(
         neighbors,                             # (C, k) or None
         delta,                                 # (B)
         omega,                                 # (B, P) or None
+        scratch,                               # (B, 2, V)
         mass, draft_mass,                      # (B, V) scratch
         greedy_scratch,                        # (B, 3, N)
         accepted_nodes,                        # (B, P)
         num_accepted_out, next_token_out, tv_excess_out, status_out,  # (B)
         N, V, M, P, C, k, offset, first_id, last_id, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr,
-        EMPTY: tl.constexpr, FILTERS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-        ROW_BLOCK: tl.constexpr):
+        EMPTY: tl.constexpr, FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     logits += b * N * V
     if uncond is not None:
         uncond += b * N * V
     if id_range is not None:
         id_range += b * N * 2
-    tokens += b * N
-    first_child += b * N
-    next_sibling += b * N
-    uniforms += b * N
-    mass += b * V
-    accepted_nodes += b * P
-    if draft_probs is not None:
-        draft_probs += b * M * V
-        draft_row += b * N
-        draft_mass += b * V
-    if neighbors is not None:
-        delta += b
-    if omega is not None:
-        omega += b * P
-
     t = tl.load(temperature + b)
     rows = (None, logits, uncond, tl.load(guidance + b), t, tl.load(top_k + b), tl.load(top_p + b), id_range, first_id,
-            last_id)
-    fill(accepted_nodes, -1, P)
-    if t != 0:
-        num_accepted, next_token, tv_excess, status = verify_sampled(
-            rows, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega, None,
-            mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, FILTERS, False, BLOCK,
-            BLOCK_K, ROW_BLOCK)
-        store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
-                      tv_excess, status)
-    else:
-        num_accepted, next_token, tv_excess, status = verify_greedy(
-            rows, tokens, first_child, next_sibling, neighbors, delta, None, mass, greedy_scratch + b * 3 * N,
-            accepted_nodes, N, V, P, C, k, offset, CUTOFF, RESIDUAL, FILTERS, False, BLOCK, BLOCK_K, ROW_BLOCK)
-        store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
-                      tv_excess, status)
+            last_id, scratch + b * 2 * V)
+    verify_request(
+        rows, t == 0, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega,
+        mass, draft_mass, greedy_scratch, accepted_nodes, num_accepted_out, next_token_out, tv_excess_out, status_out,
+        N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, FILTERS, False, TILE, BITS, BLOCK_K)
 
 
-@triton.jit(do_not_specialize=["N", "P"])
+@kernel("logits", "uncond", "scratch", "V")
 def verify_by_seeds_kernel(
         logits, uncond,                        # (B, N, V); uncond may be None
         tokens,                                # (B, N)
@@ -81,12 +56,15 @@ def verify_by_seeds_kernel(
         id_range,                              # (B, N, 2) or None
         seeds,                                 # (B)
         positions,                             # (B, N)
+        scratch,                               # (B, 2, V)
         accepted_nodes,                        # (B, P)
         num_accepted, next_token, status_out,  # (B)
-        N, V, P, first_id, last_id, FILTERS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+        N, V, P, first_id, last_id, FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     accepted_nodes += b * P
-    fill(accepted_nodes, -1, P)
+    scratch += b * 2 * V
+    fill(accepted_nodes, -1, 0, P)
+    tl.debug_barrier()
     s = tl.load(guidance + b)
     t = tl.load(temperature + b)
     k = tl.load(top_k + b)
@@ -100,8 +78,8 @@ def verify_by_seeds_kernel(
     descends = b >= 0
     while descends:
         row = b * N + node
-        token, _, is_valid = draw_row(logits, uncond, id_range, row, V, first_id, last_id, s, t, k, p, seed,
-                                      tl.load(positions + row), 0, FILTERS, BLOCK, TILE)
+        token, _, is_valid = draw_row(logits, uncond, scratch, id_range, row, V, first_id, last_id, s, t, k, p, seed,
+                                      tl.load(positions + row), 0, FILTERS, TILE, BITS)
         status |= tl.where(is_valid, 0, INVALID_ROW)
         descends = is_valid & (depth < P)
         if descends:
@@ -127,20 +105,20 @@ def verify_logits(logits, uncond, tokens, first_child, next_sibling, uniforms, g
     accepted_nodes = tokens.new_empty(B, max_depth, dtype=torch.int32)
     num_accepted, next_token = tokens.new_empty(B, dtype=torch.int32), tokens.new_empty(B)
     tv_excess, status = guidance.new_zeros(B), tokens.new_empty(B, dtype=torch.int32)
+    scratch = tokens.new_empty(B, 2, V, dtype=torch.int32)
     if B > 0 and seeds is not None:
         verify_by_seeds_kernel[(B,)](
             logits, uncond, tokens, first_child, next_sibling, guidance, temperature, top_k, top_p, id_range, seeds,
-            positions, accepted_nodes, num_accepted, next_token, status, N, V, max_depth, first_id, last_id,
-            FILTERS=filters, **blocks(last_id - first_id), enable_fp_fusion=False)
+            positions, scratch, accepted_nodes, num_accepted, next_token, status, N, V, max_depth, first_id, last_id,
+            FILTERS=filters, **tiles(V), enable_fp_fusion=False)
     elif B > 0:
-        row_block = triton.next_power_of_2(V)
         mass = tokens.new_empty(B, V)
         draft_mass = None if draft_probs is None else tokens.new_empty(B, V)
         greedy_scratch = tokens.new_empty(B, 3, N, dtype=torch.int32)
         verify_logits_kernel[(B,)](
             logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, id_range,
-            draft_probs, draft_row, neighbors, delta, omega, mass, draft_mass, greedy_scratch, accepted_nodes,
+            draft_probs, draft_row, neighbors, delta, omega, scratch, mass, draft_mass, greedy_scratch, accepted_nodes,
             num_accepted, next_token, tv_excess, status, N, V, M, max_depth, C, k, offset, first_id, last_id,
-            CUTOFF=cutoff, RESIDUAL=residual, EMPTY=empty, FILTERS=filters, BLOCK=block("V", V),
-            BLOCK_K=block("k", max(k, 1)), ROW_BLOCK=row_block, num_warps=num_warps(row_block), enable_fp_fusion=False)
+            CUTOFF=cutoff, RESIDUAL=residual, EMPTY=empty, FILTERS=filters, BLOCK_K=block("k", max(k, 1)), **tiles(V),
+            enable_fp_fusion=False)
     return accepted_nodes, num_accepted, next_token, tv_excess, status

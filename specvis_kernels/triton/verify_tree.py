@@ -1,13 +1,13 @@
 """verify_tree in Triton: one program per request, see _verify.py."""
 import torch
-import triton
 import triton.language as tl
 
+from ._kernel import kernel
 from ._rows import block
-from ._verify import fill, store_outputs, verify_greedy, verify_sampled
+from ._verify import verify_request
 
 
-@triton.jit(do_not_specialize=["N", "M", "P", "C", "k", "offset"])  # they change from step to step
+@kernel("target_probs", "draft_probs", "mass", "draft_mass", "V")
 def verify_tree_kernel(
         target_probs,               # (B, N, V)
         tokens,                     # (B, N)
@@ -26,40 +26,12 @@ def verify_tree_kernel(
         N, V, M, P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, EMPTY: tl.constexpr,
         BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
-    tokens += b * N
-    first_child += b * N
-    next_sibling += b * N
-    uniforms += b * N
-    mass += b * V
-    accepted_nodes += b * P
-    if draft_probs is not None:
-        draft_probs += b * M * V
-        draft_row += b * N
-        draft_mass += b * V
-    if neighbors is not None:
-        delta += b
-    if omega is not None:
-        omega += b * P
-
-    rows = (target_probs + b * N * V, None, None, None, None, None, None, None, None, None)
-    fill(accepted_nodes, -1, P)
-    is_sampling = b >= 0
-    if greedy is not None:
-        is_sampling = tl.load(greedy + b) == 0
-    if is_sampling:
-        num_accepted, next_token, tv_excess, status = verify_sampled(
-            rows, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega, None,
-            mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY, None, True, BLOCK,
-            BLOCK_K, None)
-        store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
-                      tv_excess, status)
-    if greedy is not None:
-        if is_sampling == 0:
-            num_accepted, next_token, tv_excess, status = verify_greedy(
-                rows, tokens, first_child, next_sibling, neighbors, delta, None, mass, greedy_scratch + b * 3 * N,
-                accepted_nodes, N, V, P, C, k, offset, CUTOFF, RESIDUAL, None, True, BLOCK, BLOCK_K, None)
-            store_outputs(num_accepted_out, next_token_out, tv_excess_out, status_out, num_accepted, next_token,
-                          tv_excess, status)
+    rows = (target_probs + b * N * V, None, None, None, None, None, None, None, None, None, None)
+    verify_request(
+        rows, None if greedy is None else tl.load(greedy + b) != 0, tokens, first_child, next_sibling, uniforms,
+        draft_probs, draft_row, neighbors, delta, omega, mass, draft_mass, greedy_scratch, accepted_nodes,
+        num_accepted_out, next_token_out, tv_excess_out, status_out, N, V, M, P, C, k, offset, CUTOFF, RESIDUAL, EMPTY,
+        None, True, BLOCK, None, BLOCK_K)
 
 
 def verify_tree(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,

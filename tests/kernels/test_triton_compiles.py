@@ -1,8 +1,10 @@
 """Every Triton kernel, at the benchmark's real sizes too, compiles for GPUs that are not here, AMD's among them.
 
-The interpreter, which runs the kernels in the other tests where there is no GPU, accepts more than the
+It does not spill registers on an H200, and is not compiled again in the middle of decoding, when the sizes change that
+change there. The interpreter, which runs the kernels in the other tests where there is no GPU, accepts more than the
 compiler, and cannot share a process with it: so this file is also a program,
-`python -m tests.kernels.test_triton_compiles sm_90`. It prints what the kernels use; spilling is no error.
+`python -m tests.kernels.test_triton_compiles sm_90`. It prints what the kernels use. With `sm_90 decoding` it prints
+how often each would be compiled, and compiles none.
 """
 import json
 import os
@@ -14,22 +16,41 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 # Triton's target, and the bytes of shared memory and the threads that a block may have there.
 GPUS = {"sm_90": (("cuda", 90, 32), 227 * 1024, 1024), "gfx942": (("hip", "gfx942", 64), 64 * 1024, 1024)}
+
+# Ops whose kernels are compiled more than once in a decoding, and how often at most.
+COMPILED_AGAIN = {}
+
+
+def program(*arguments):
+    """What this file prints as a program."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-m", "tests.kernels.test_triton_compiles", *arguments], env=environment,
+                         cwd=Path(__file__).parent.parent.parent, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_kernel_compiles(gpu, measured):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-m", "tests.kernels.test_triton_compiles", gpu], env=environment,
-                         cwd=Path(__file__).parent.parent.parent, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    kernels = program(gpu)
     assert kernels
     for op, kernel, *numbers, sizes in kernels:
         measured("Triton compiled ahead of time", op, kernel, gpu, *numbers, sizes)
+    if gpu == "sm_90":
+        assert not [row for row in kernels if row[3]], "[op, kernel, registers, bytes spilled, bytes shared, sizes]"
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+def test_no_kernel_is_compiled_again_while_decoding():
+    counts = program("sm_90", "decoding")
+    assert {op for op, *_ in counts} == {op for op in CHANGING if find_spec(f"specvis_kernels.triton.{op}")}
+    again = [row for row in counts if row[2] > COMPILED_AGAIN.get(row[0], 1)]
+    assert not again, "[op, kernel, how often, by what]"
 
 
 def registers_and_stack(built):
@@ -46,46 +67,123 @@ def registers_and_stack(built):
     return [int(re.search(name + r"(\d+)", text)[1]) for name in names]
 
 
-def main(gpu):
-    import torch
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime.jit import JITFunction, mangle_type
+V, BATCHES, WINDOWS = 64, (1, 3), (1, 2, 16, 33)
+SHAPES = [(depth, width) for depth in (1, 2, 5) for width in (1, 4, 10, 16)]              # of trees that adapt
+NODES = sorted({min(60, 1 + width + (depth - 1) * width ** 2) for depth, width in SHAPES} | {70, 130})
+LEVELS = sorted({(F, width) for _, width in SHAPES for F in (1, width)} | {(6, 3), (4, 40)})
 
-    if GPUS[gpu][0][0] == "hip":
+# op -> what a run fixes, a list for each; in it the sizes, for the op's maker, that the steps of one decoding have:
+# trees that adapt, static ones, Jacobi windows, images that end while others go on.
+CHANGING = {
+    "accept_gaussian": [[(B, G, 16) for B in BATCHES for G in (1, 7, 16, 32)]],
+    "commit_kv": [[(B, N, P, {"layout": layout, "columns": 160, "some_wrong": False}) for B in BATCHES for N in NODES
+                   for P in (1, 2, 7, 16) if P < N] for layout in ("rows", "layers", "heads")],
+    "commit_tokens": [[(B, N, P, 576, True, False) for B in BATCHES for N in NODES for P in (1, 2, 7, 16, 40)]],
+    "couple_tokens": [[(B, W, V, options) for B in BATCHES for W in WINDOWS]
+                      for options in ({}, {"k": 6, "residual": "relaxed"}, {"group": 14})],
+    "draft_children": [[(B, F, V, K, torch.float32, True, noise) for B in BATCHES for F, K in LEVELS]
+                       for noise in (False, True)],
+    "draft_frontier": [[(B, F, V, K, torch.float32, True, W) for B in BATCHES for F, K in LEVELS for W in (1, 2)
+                        if 2 * K < 60]],
+    "draw_children": [[(B, F, V, K, noise) for B in BATCHES for F, K in LEVELS] for noise in (False, True)],
+    "draw_tokens": [[(B, W, V, torch.float32, True, None, "each", ahead) for B in BATCHES for W in WINDOWS]
+                    for ahead in (0, 24)],
+    "expand_tree": [[(B, F, V, K) for B in BATCHES for F, K in LEVELS]],
+    "guided_probs": [[(B, N, V, torch.bfloat16, True, None, ranges) for B in BATCHES for N in (1, 6, 16, 60)]
+                     for ranges in ("all", "each")],
+    "neighborhood_sum": [[(R, V, 33) for R in (1, 16, 60)]],
+    "resample_gaussian": [[(B, G, 16, 100) for B in (*BATCHES, 16) for G in (1, 16)]],
+    "sample_residual": [[(R, V) for R in (1, 16, 60)]],
+    "select_tree": [[(B, width + (depth - 1) * width ** 2, N) for B in BATCHES for depth, width in SHAPES
+                     for N in NODES[:4]]],
+    "tree_attention": [[(B, N, 4, 4, 32, {"dtype": dtype, "columns": 160}) for B in BATCHES for N in NODES]
+                       for dtype in (torch.float32, torch.bfloat16)],
+    "tree_from_mask": [[(B, N) for B in BATCHES for N in NODES]],
+    "tree_from_paths": [[(B, L, D, N) for B in BATCHES for L, D in ((1, 1), (16, 4), (30, 6)) for N in NODES]],
+    "tree_links": [[(B, N) for B in BATCHES for N in NODES]],
+    "tree_mask": [[(B, N, True, form, columns) for B in BATCHES for N in NODES for columns in (130, 144, 1111)]
+                  for form in ("bool", "additive", "packed", "packed_rows")],
+    "tree_paths": [[(B, N, P) for B in BATCHES for N in NODES for P in (1, 7, 16)]],
+    "verify_chain": [[(len(drafts), V, options | {"num_drafts": drafts})
+                      for drafts in ([1], [0, 3], [16], [2, 5, 1], [8, 8])]
+                     for options in ({}, {"draft": True}, {"k": 6, "residual": "relaxed"})],
+    "verify_greedy": [[(B, N, P) for B in BATCHES for N in NODES for P in (1, 7, 16, 40)]],
+    "verify_logits": [[(B, N, V, P, options | ({"num_draft_rows": N} if "omega" in options else {}))
+                       for B in BATCHES for N in (1, 2, 16, 60) for P in (1, 7, 16)]
+                      for options in ({}, {"k": 6, "residual": "relaxed", "ranges": "all"}, {"omega": (1.0, 0.75)},
+                                      {"seeds": True})],
+    "verify_tree": [[(B, N, V, P, options | ({"num_draft_rows": N} if "omega" in options else {}))
+                     for B in BATCHES for N in (1, 2, 16, 60) for P in (1, 7, 16)]
+                    for options in ({}, {"k": 6, "residual": "relaxed"}, {"omega": (1.0, 0.75)})],
+}
+
+
+def at_odd_addresses(value):
+    """Where decoding hands a part of a larger tensor, it starts anywhere: but rows of V ids and heads are whole."""
+    if not isinstance(value, torch.Tensor) or value.ndim > 3 or value.shape[-1:] == (V,):
+        return value
+    return torch.cat([value.new_zeros(1), value.flatten()])[1:].view(value.shape)
+
+
+def main(gpu, decoding=False):
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    (target, most_shared, most_threads), seen = GPUS[gpu], {}
+    target = GPUTarget(*target)
+    if target.backend == "hip":
         torch.version.hip = "as if it were here"
     import specvis_kernels
     from benchmarks.ops import ROWS
     from tests.kernels import inputs
 
-    (target, most_shared, most_threads), seen = GPUS[gpu], set()
-    target = GPUTarget(*target)
+    class Driver:
+        """What Triton asks of a GPU before it compiles."""
+        get_current_target = staticmethod(lambda: target)
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
 
     def compile_only(kernel, *args, grid, warmup, **options):
-        values = dict(zip(kernel.arg_names, args))
-        values |= {name: options.pop(name) for name in kernel.arg_names if name in options}
-        constants = {p.name: values[p.name] for p in kernel.params
-                     if p.is_constexpr or values[p.name] is None}
-        types = {name: "constexpr" if name in constants else mangle_type(values[name])
-                 for name in kernel.arg_names}
-        if (this := f"{kernel.__name__} {types} {constants} {options}") not in seen:
-            seen.add(this)
-            print(op, case, this, file=sys.stderr, flush=True)
-            built = compile(ASTSource(kernel, types, constants), target, options)
+        built = run(kernel, *args, grid=grid, warmup=True, **options)
+        if built is not None and id(built) not in seen:
+            seen[id(built)] = built
+            print(op, case, kernel.__name__, options, file=sys.stderr, flush=True)
             shared, threads = built.metadata.shared, built.metadata.num_warps * target.warp_size
             assert shared <= most_shared and threads <= most_threads, f"{shared} bytes shared, {threads} threads"
             sizes = " ".join(str(size) for size in case if type(size) is int)
             print(json.dumps([op, kernel.__name__, *registers_and_stack(built), shared, sizes]), flush=True)
 
-    JITFunction.run = compile_only
+    def count_only(*, key, fn, compile, **_):
+        counted.setdefault(fn.name.rpartition(".")[2], {})[key] = (compile["signature"], compile["constants"],
+                                                                   compile["configs"], compile["num_warps"])
+        return True                                                   # so that Triton compiles nothing
+
+    triton.runtime.driver.set_active(Driver())
+    run, JITFunction.run = JITFunction.run, compile_only
     specvis_kernels._dispatch.backends = lambda op, device: ["triton"]
-    for op, (cases, _) in ROWS.items():
-        if find_spec(f"specvis_kernels.triton.{op}"):
-            for case in [*inputs.CASES[op], *cases]:
+    if not decoding:
+        for op, (cases, _) in ROWS.items():
+            if find_spec(f"specvis_kernels.triton.{op}"):
+                for case in [*inputs.CASES[op], *cases]:
+                    args, kwargs = getattr(inputs, op)(*case)
+                    getattr(specvis_kernels, op)(*args, **kwargs, backend="triton")
+        return
+    knobs.runtime.jit_cache_hook = count_only
+    for op, decodings in CHANGING.items():
+        for cases in decodings:
+            counted = {}
+            for case in cases:
                 args, kwargs = getattr(inputs, op)(*case)
-                getattr(specvis_kernels, op)(*args, **kwargs, backend="triton")
+                if isinstance(kwargs.get("id_range"), tuple):
+                    kwargs["id_range"] = case[0] - 1, V - case[1] % 16
+                for place in (lambda value: value, at_odd_addresses):
+                    getattr(specvis_kernels, op)(*map(place, args), backend="triton",
+                                                 **{name: place(value) for name, value in kwargs.items()})
+            for kernel, keys in counted.items():
+                print(json.dumps([op, kernel, len(keys), [str(how) for how in keys.values()][:2]]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

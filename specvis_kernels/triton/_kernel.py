@@ -1,0 +1,19 @@
+"""How kernels are compiled: once for a run, not again when a tree or a window changes its size."""
+import inspect
+
+import triton
+import triton.language as tl
+
+
+def kernel(*fixed):
+    """As triton.jit, for a kernel that is compiled once for all values and addresses of its arguments but those named.
+
+    triton.jit alone compiles anew for an integer that is 1, one that 16 divides, and a tensor that starts at a multiple
+    of 16 bytes. In the middle of decoding that takes seconds. `fixed` names what a run does not change and wide loads
+    need: the vocabulary's size, and tensors whose rows are that wide. What is constexpr must be as fixed.
+    """
+    def compiled_once(function):
+        changing = [name for name, parameter in inspect.signature(function).parameters.items()
+                    if name not in fixed and parameter.annotation is not tl.constexpr]
+        return triton.jit(function, do_not_specialize=changing)
+    return compiled_once

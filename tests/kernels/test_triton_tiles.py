@@ -1,0 +1,27 @@
+"""Triton's filters of logits as a GPU runs them: rows of several tiles, thresholds found two bits at a time.
+
+Its interpreter takes a row as one tile, and four bits at a time, which are fewer operations.
+"""
+import pytest
+import torch
+
+from specvis_kernels import backends
+from tests.kernels import inputs
+from tests.kernels.test_every_op import assert_agree, run
+
+K_AND_P = [(1.5, 1.0, 20, 0.8), (1.0, 0.0, 0, 1.0), (0.5, 2.0, 0, 0.9)]
+
+
+@pytest.mark.skipif("triton" not in backends("guided_probs", inputs.DEVICE), reason="needs Triton")
+@pytest.mark.parametrize("op, case", [
+    ("guided_probs", (3, 2, 40, torch.float32, True, K_AND_P, "each")),
+    ("guided_probs", (3, 1, 33, torch.bfloat16, True, K_AND_P, "all", "p_then_k")),
+    ("draw_tokens", (3, 1, 40, torch.float32, True, K_AND_P, None, 3)),
+    ("verify_logits", (3, 6, 40, 3, {"settings": K_AND_P, "ranges": "all", "k": 6, "residual": "relaxed"})),
+])
+def test_rows_of_several_tiles(op, case, monkeypatch):
+    from specvis_kernels.triton import _filters
+    monkeypatch.setattr(_filters, "MAX_TILE", 16)
+    monkeypatch.setattr(_filters, "MAX_BITS", 2)
+    args, kwargs = getattr(inputs, op)(*case)
+    assert_agree(op, *(run(op, args, kwargs, backend) for backend in ("triton", "oracle")))
