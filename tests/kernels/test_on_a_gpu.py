@@ -1,0 +1,163 @@
+"""What only a GPU does: CUDA graphs, streams, two devices; and two threads of the host, which a CPU has too.
+
+Without a GPU the C++ kernels stand in, so that these tests run: operations that are recorded and run again stand for a
+graph, and nothing for a stream.
+
+This file is also a program, `python -m tests.kernels.test_on_a_gpu`: it calls each CUDA kernel once with each small
+input, and compares nothing. compute-sanitizer watches it.
+"""
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+from specvis_kernels import backends
+from tests.decoding.test_step import Recorded
+from tests.kernels import inputs
+from tests.kernels.test_every_op import TAKES_ROWS, run, same, tensors_of
+
+ON_GPU = inputs.DEVICE == "cuda"
+KERNELS = [(op, backend) for op in inputs.CASES for backend in backends(op, inputs.DEVICE)
+           if backend in (("cuda", "triton") if ON_GPU else ("cpu",))]
+LARGE = {  # sizes that need other amounts of shared memory, or other numbers of blocks for a row, than the small ones
+    "draft_children": [(1, 2, 16384, 5), (3, 4, 20000, 8, torch.bfloat16)],
+    "draft_frontier": [(1, 2, 16384, 5), (3, 4, 20000, 8, torch.bfloat16)],
+    "draw_tokens": [(1, 2, 16384), (3, 4, 20000, torch.bfloat16)],
+    "expand_tree": [(1, 2, 16384, 5), (3, 4, 20000, 8)],
+    "guided_probs": [(1, 2, 16384), (3, 4, 20000, torch.bfloat16)],
+    "verify_logits": [(1, 4, 16384, 2), (3, 12, 20000, 3, {"num_draft_rows": 2})],
+    "verify_tree": [(1, 4, 16384, 2), (3, 12, 20000, 3, {"num_draft_rows": 2})],
+}
+SLEEP = 10**8  # cycles of a GPU: some 50 ms, longer than a call of any op
+
+
+def make(op, case):
+    return getattr(inputs, op)(*case)
+
+
+def sizes_of(op):
+    """Small ones, and on a GPU large ones."""
+    return [inputs.CASES[op][1], inputs.CASES[op][-1], *LARGE.get(op, [])] if ON_GPU else [inputs.CASES[op][1]]
+
+
+def all_same(got, expected):
+    return len(got) == len(expected) and all(map(same, got, expected))
+
+
+def captured(function):
+    """A function that replays what `function` launches, and returns its outputs, which are always in one place."""
+    function()  # kernels are loaded or compiled before
+    if ON_GPU:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph) if ON_GPU else Recorded() as recorded:
+        outputs = function()
+    if not ON_GPU:
+        graph = recorded
+        graph.replay()  # which does nothing the first time
+
+    def replay():
+        for out in outputs:
+            out.zero_()
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+def next_request(a):
+    """Each request has what another one had. Of a model's six rows a request has two, three apart."""
+    if a.shape[:1] == (3,):
+        return a.roll(1, 0)
+    return a.unflatten(0, (2, 3)).roll(1, 1).flatten(0, 1) if a.shape[:1] == (6,) else a
+
+
+@pytest.mark.parametrize("op, backend", KERNELS)
+def test_a_graph_of_it_is_it(op, backend):
+    """Also with other values in the same memory. No launch is outside of the graph, and no number is frozen in it."""
+    for case in sizes_of(op):
+        B = 3 if op not in inputs.UNBATCHED else case[0]
+        args, kwargs = make(op, (B, *case[1:]))
+        replay = captured(lambda args=args, kwargs=kwargs: run(op, args, kwargs, backend, check=False))
+        assert all_same(replay(), run(op, args, kwargs, backend))
+        if op not in inputs.UNBATCHED:
+            others = tree_map_only(torch.Tensor, next_request, (args, kwargs))
+            expected = run(op, *others, backend)
+            for a, b in zip(tensors_of((args, kwargs)), tensors_of(others)):
+                a.copy_(b)
+            assert all_same(replay(), expected)
+
+
+@pytest.mark.parametrize("op, backend", KERNELS)
+def test_it_runs_on_the_current_stream(op, backend):
+    """While the default stream is busy for long. What its inputs are is decided on the stream itself, just before."""
+    stream = torch.cuda.Stream() if ON_GPU else None
+    for case in sizes_of(op):
+        args, kwargs = make(op, case)
+        expected = [out.cpu() for out in run(op, args, kwargs, backend)]
+        late = tree_map_only(torch.Tensor, torch.zeros_like, (args, kwargs))
+        if ON_GPU:
+            with torch.cuda.stream(stream):  # its memory is allocated before
+                run(op, args, kwargs, backend, check=False)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(SLEEP)
+        with torch.cuda.stream(stream) if ON_GPU else nullcontext():
+            for a, b in zip(tensors_of(late), tensors_of((args, kwargs))):
+                a.copy_(b)
+            got = [out.cpu() for out in run(op, *late, backend, check=False)]
+        assert not ON_GPU or not torch.cuda.default_stream().query(), "it waited for the default stream"
+        assert all_same(got, expected)
+
+
+@pytest.mark.parametrize("op, backend", KERNELS)
+def test_threads_of_the_host_may_call_it_at_once(op, backend):
+    """Each with its own sizes, again and again. What a launch needs is set once for a device, or with the launch."""
+    jobs = [make(op, case) for case in (inputs.CASES[op][1], inputs.CASES[op][-1], *LARGE.get(op, []))]
+    expected = [run(op, *job, backend) for job in jobs]
+    if ON_GPU:
+        torch.cuda.synchronize()
+    start = threading.Barrier(len(jobs), timeout=60)
+
+    def work(i):
+        with torch.cuda.stream(torch.cuda.Stream()) if ON_GPU else nullcontext():
+            start.wait()
+            outputs = [run(op, *jobs[i], backend, check=False) for _ in range(8)]
+            return all(all_same(out, expected[i]) for out in outputs)
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        assert all(pool.map(work, range(len(jobs))))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("op, backend", KERNELS)
+def test_it_runs_where_its_tensors_are(op, backend):
+    """On a device that is not the current one, after it ran on that."""
+    for case in sizes_of(op):
+        args, kwargs = make(op, case)
+        expected = run(op, args, kwargs, backend)
+        there = tree_map_only(torch.Tensor, lambda a: a.to("cuda:1"), (args, kwargs))
+        got = run(op, *there, backend)
+        assert torch.cuda.current_device() == 0 and {out.device.index for out in got} == {1}
+        assert all_same([out.to("cuda:0") for out in got], expected)
+
+
+def main():
+    for op, backend in KERNELS:
+        if backend == "triton":
+            continue
+        print(op, flush=True)
+        for case in inputs.CASES[op]:
+            args, kwargs = make(op, case)
+            run(op, args, kwargs, backend, check=False)
+            if (op, backend) in TAKES_ROWS:
+                args[0].view(-1)[args[0].numel() // 2] = float("nan")
+                run(op, args, kwargs, backend, check=False)
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
