@@ -16,6 +16,8 @@ BUILD = HERE.parent.parent / "build"
 NAMESPACE = "specvis_kernels_emulated"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
             "-O0"]  # to optimize what sanitizers add takes longer than it saves
+TRACE = ["-DCUDA_ON_CPU_TRACE", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0",
+         "-w"]  # g++ cannot unroll every loop that nvcc can
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
          "-Wno-unknown-pragmas", f"-I{HERE}"]
 
@@ -24,8 +26,13 @@ def newer(file: Path, others) -> bool:
     return file.exists() and file.stat().st_mtime > max(other.stat().st_mtime for other in others)
 
 
-def build(sources, library: Path, *flags: str) -> Path:
-    """Compile what changed since the last time, and link it. Raises CalledProcessError."""
+def build(sources, library: Path, *flags: str, trace: bool = False, others=()) -> Path:
+    """Compile what changed since the last time, and link it with other objects. Raises CalledProcessError.
+
+    With `trace` the kernels tell trace.cpp what they access, see there.
+    """
+    if trace:
+        sources = [*sources, HERE / "trace.cpp"]
     compiler = os.environ.get("CXX", "g++")
     torch_folder = Path(torch.__file__).parent
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -38,14 +45,15 @@ def build(sources, library: Path, *flags: str) -> Path:
         rule = includes.read_text() if includes.exists() else ""
         known = [Path(name) for name in rule.replace("\\\n", " ").split()[1:]]
         if not known or not all(map(Path.exists, known)) or not newer(target, [Path(__file__), *known]):
-            subprocess.run([compiler, *FLAGS, *flags, "-MMD", "-MF", includes, "-x", "c++", "-c", source, "-o", target,
-                            "-isystem", torch_folder / "include", f"-I{CSRC}", "-DSPECVIS_EMULATED",
-                            "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
+            traced = [] if not trace else TRACE if source.suffix == ".cu" else ["-DCUDA_ON_CPU_TRACE"]
+            subprocess.run([compiler, *FLAGS, *flags, *traced, "-MMD", "-MF", includes, "-x", "c++", "-c", source,
+                            "-o", target, "-isystem", torch_folder / "include", f"-I{source.parent}", f"-I{CSRC}",
+                            "-DSPECVIS_EMULATED", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
             subprocess.run(["objcopy", "--rename-section", ".noinit=specvis_shared", target], check=True)
         return target
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-        objects = list(pool.map(object_of, sources))
+        objects = [*pool.map(object_of, sources), *others]
     if not newer(library, objects):
         subprocess.run([compiler, "-shared", *flags, *objects, f"-L{torch_folder / 'lib'}", "-ltorch_cpu",
                         "-o", library], check=True)
@@ -56,13 +64,19 @@ def load() -> None:
     """Adds backend "cuda_emulated" to every op that has a kernel. Without a compiler there is none."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         return
-    kernels = sorted(CSRC.glob("*.cu"))
     sanitize = os.environ.get("CUDA_ON_CPU_SANITIZE") == "1"  # needs LD_PRELOAD, see test_cuda_on_cpu.py
     folder = BUILD / ("cuda_on_cpu_sanitized" if sanitize else "cuda_on_cpu")
-    path = build([*kernels, CSRC / "bindings.cpp"], folder / "emulated.so", *(SANITIZE if sanitize else []))
+    register(build([*kernels(), CSRC / "bindings.cpp"], folder / "emulated.so", *(SANITIZE if sanitize else [])))
+
+
+def kernels() -> list:
+    return sorted(CSRC.glob("*.cu"))
+
+
+def register(path: Path) -> None:
     library = torch.library.Library(NAMESPACE, "DEF")
-    load.keep = library  # its ops live as long as it does
-    for op in (kernel.stem for kernel in kernels):
+    register.keep = library  # its ops live as long as it does
+    for op in (kernel.stem for kernel in kernels()):
         library.define(str(getattr(torch.ops.specvis_kernels, op).default._schema).partition("::")[2])
         _dispatch._kernels[op]["cuda_emulated"] = getattr(getattr(torch.ops, NAMESPACE), op).default
     torch.ops.load_library(path)

@@ -166,9 +166,11 @@ __global__ void maps_too_far(int64_t* data) {
 // Every block does something between arriving and waiting.
 __global__ void arrives_early(int64_t* data) {
   __shared__ int64_t value;
-  value = blockIdx.x;
+  if (threadIdx.x == 0) {
+    value = blockIdx.x;
+    data[blockIdx.x] = 100;
+  }
   __cluster_barrier_arrive();
-  data[blockIdx.x] = 100;
   __cluster_barrier_wait();
   if (threadIdx.x == 0) data[blockIdx.x] += *in_block(&value, cluster_size() - 1 - cluster_rank());
   cluster_barrier();
@@ -251,7 +253,7 @@ extern "C" __attribute__((visibility("default"))) const char* run(const char* na
   using namespace specvis;
   const auto is = [name](const char* other) { return std::strcmp(name, other) == 0; };
   if (is("cluster_for")) {
-    Device device;
+    Device device = {};
     cudaError_t error = device_for(static_shared_memory, &device);
     for (int64_t i = 1; i <= data[0]; ++i) data[i] = cluster_for(device, data[i]);
     return cudaGetErrorString(error);

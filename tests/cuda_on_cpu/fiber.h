@@ -84,6 +84,8 @@ class Fiber {
 #endif
   }
 
+  void* stack() const { return stack_; }
+
   // From inside: resume() returns, and the next one goes on from here.
   void wait() {
 #ifdef __SANITIZE_ADDRESS__
