@@ -1,47 +1,49 @@
-// draw_tokens on CUDA: one block per row, see gumbel.cuh.
+// draw_tokens on CUDA: one team of threads per row, see gumbel.cuh.
 #include "gumbel.cuh"
 
 namespace specvis {
 namespace {
 
-template <class T, bool kInShared>
-__device__ void write_draws(const DrawTokens& batch, const IdRange& range, Histogram* histogram) {
-  const int64_t r = blockIdx.x, N = batch.rows.N, b = r / N;
+template <class Entries>
+__global__ void __launch_bounds__(kMaxRowThreads) draw_tokens_kernel(DrawTokens batch, int64_t capacity) {
+  Team team;
+  DYNAMIC_SHARED(RowShared, shared);
+  const int64_t r = blockIdx.x / team.size();
+  const unsigned b = request_of(batch.rows, r), n = static_cast<unsigned>(r) - b * static_cast<unsigned>(batch.rows.N);
   const Drawn drawn =
-      draw_row<T, kInShared>(batch.rows, r, range, batch.seeds[b], batch.positions[r], batch.ahead, histogram);
-  if (threadIdx.x != 0) return;
+      draw_row<Entries>(team, shared, capacity, batch.rows, r, batch.seeds + b, batch.positions + r, batch.ahead);
+  if (team.thread() != 0) return;
   batch.tokens[r] = drawn.token;
   batch.ahead_tokens[r] = drawn.ahead_token;
   batch.status[r] = drawn.valid ? 0 : kInvalidRow;
-  if (!batch.guesses) return;
+  if (!batch.guesses) {
+    if (n == 0) batch.num_accepted[b] = 0;
+    return;
+  }
   const bool stands = drawn.valid && batch.guesses[r] == drawn.token;
-  const int64_t num_leading = stands ? N : r % N;  // as far as this row knows
-  atomicMin(reinterpret_cast<unsigned*>(batch.num_accepted + b), static_cast<unsigned>(num_leading));
+  const unsigned num_leading = stands ? static_cast<unsigned>(batch.rows.N) : n;  // as far as this row knows
+  atomicMin(reinterpret_cast<unsigned*>(batch.num_accepted + b), num_leading);
 }
 
 template <class T>
-__global__ void __launch_bounds__(kRowThreads) draw_tokens_kernel(DrawTokens batch, int64_t capacity) {
-  DYNAMIC_SHARED(Histogram, histogram);
-  const IdRange range = id_range_of(batch.rows, blockIdx.x);
-  if (range.count <= capacity)
-    write_draws<T, true>(batch, range, histogram);
-  else
-    write_draws<T, false>(batch, range, histogram);
+cudaError_t launch(const DrawTokens& batch, cudaStream_t stream) {
+  return launch_rows<T>(draw_tokens_kernel<Held<T>>, draw_tokens_kernel<Streamed<T>>, batch,
+                        batch.rows.B * batch.rows.N, stream);
 }
 
 }  // namespace
 
 cudaError_t draw_tokens_cuda(const DrawTokens& batch, cudaStream_t stream) {
-  const int64_t num_rows = batch.rows.B * batch.rows.N;
-  if (num_rows == 0) return cudaSuccess;
-  // With guesses the rows of a request lower its count, as an unsigned integer, to the first of them that differs.
-  const size_t bytes = sizeof(int32_t) * static_cast<size_t>(batch.rows.B);
-  const cudaError_t error = cudaMemsetAsync(batch.num_accepted, batch.guesses ? 0xff : 0, bytes, stream);
-  if (error != cudaSuccess) return error;
+  if (batch.rows.B * batch.rows.N == 0) return cudaSuccess;
+  if (batch.guesses) {  // the rows of a request lower its count, as an unsigned integer, to the first that differs
+    const size_t bytes = sizeof(int32_t) * static_cast<size_t>(batch.rows.B);
+    const cudaError_t error = cudaMemsetAsync(batch.num_accepted, 0xff, bytes, stream);
+    if (error != cudaSuccess) return error;
+  }
   switch (batch.rows.type) {
-    case LogitType::float16: return launch_rows(draw_tokens_kernel<__half>, batch, num_rows, stream);
-    case LogitType::bfloat16: return launch_rows(draw_tokens_kernel<__nv_bfloat16>, batch, num_rows, stream);
-    default: return launch_rows(draw_tokens_kernel<float>, batch, num_rows, stream);
+    case LogitType::float16: return launch<__half>(batch, stream);
+    case LogitType::bfloat16: return launch<__nv_bfloat16>(batch, stream);
+    default: return launch<float>(batch, stream);
   }
 }
 

@@ -461,8 +461,12 @@ class GuidedRow {
     });
   }
 
-  // Before to_probs(): calls f(id, x) for the thread's own logits, the first of them by the id of x[0]. Ids beyond the
-  // row have -inf.
+  // Before to_probs(): calls f(x) for the thread's own logits, and for some of -inf.
+  template <class F>
+  __device__ void for_each_logit(F f) const {
+    entries_.for_each(packs_, f);
+  }
+  // The same by packs: f(id of x[0], x).
   template <class F>
   __device__ void for_each_logits(F f) const {
     entries_.for_each_pack_once(packs_, [&](int pack, const float (&x)[kWide]) { f(packs_.id(pack), x); });

@@ -1,6 +1,7 @@
 // verify_logits on CUDA: one block per request. With uniform numbers it is verified as in verify.cuh: the row of each
 // node that it visits is filtered, see filters.cuh, and its probabilities are written where every thread can read them.
 // With seeds the block draws a token at each node that it visits, see gumbel.cuh.
+#include "filters.cuh"
 #include "gumbel.cuh"
 #include "verify.cuh"
 
@@ -49,36 +50,39 @@ __global__ void __launch_bounds__(kVerifyThreads) verify_logits_kernel(VerifyLog
   verify<kHasDrafts>(team, batch, b, rows, batch.rows.temperature[b] == 0, layout, shared);
 }
 
-template <class T>
-__global__ void __launch_bounds__(kVerifyThreads, 1) verify_by_seeds_kernel(VerifyLogits batch, int64_t capacity) {
-  DYNAMIC_SHARED(Histogram, histogram);
-  const int64_t b = blockIdx.x, N = batch.N, max_depth = batch.max_depth;
+template <class Entries>
+__global__ void __launch_bounds__(kMaxRowThreads) verify_by_seeds_kernel(VerifyLogits batch, int64_t capacity) {
+  Team team;
+  DYNAMIC_SHARED(RowShared, row_shared);
+  const int64_t b = blockIdx.x / team.size(), N = batch.N, max_depth = batch.max_depth;
   const Siblings siblings = {N, batch.tokens + b * N, batch.next_sibling + b * N};
   int32_t* const accepted_nodes = batch.accepted_nodes + b * max_depth;
-  for (int64_t d = threadIdx.x; d < max_depth; d += blockDim.x) accepted_nodes[d] = -1;
   int64_t node = 0, token = 0, depth = 0;
   int32_t status = 0;
   while (true) {
     const int64_t r = b * N + node;
-    const IdRange range = id_range_of(batch.rows, r);
     const Drawn drawn =
-        range.count <= capacity
-            ? draw_row<T, true>(batch.rows, r, range, batch.seeds[b], batch.positions[r], 0, histogram)
-            : draw_row<T, false>(batch.rows, r, range, batch.seeds[b], batch.positions[r], 0, histogram);
+        draw_row<Entries>(team, row_shared, capacity, batch.rows, r, batch.seeds + b, batch.positions + r, 0);
     token = drawn.token;
     if (!drawn.valid) status |= kInvalidRow;
     if (!drawn.valid || depth == max_depth) break;
     const int64_t child = siblings.find(token, node, batch.first_child[r], &status);
     if (child < 0) break;
     node = child;
-    if (threadIdx.x == 0) accepted_nodes[depth] = static_cast<int32_t>(node);
+    if (team.thread() == 0) accepted_nodes[depth] = static_cast<int32_t>(node);
     ++depth;
   }
-  if (threadIdx.x != 0) return;
+  for (int64_t d = depth + team.thread(); d < max_depth; d += team.threads()) accepted_nodes[d] = -1;
+  if (team.thread() != 0) return;
   batch.num_accepted[b] = static_cast<int32_t>(depth);
   batch.next_token[b] = token;
   batch.tv_excess[b] = 0;
   batch.status[b] = status;
+}
+
+template <class T>
+cudaError_t launch_by_seeds(const VerifyLogits& batch, cudaStream_t stream) {
+  return launch_rows<T>(verify_by_seeds_kernel<Held<T>>, verify_by_seeds_kernel<Streamed<T>>, batch, batch.B, stream);
 }
 
 using Kernel = void(VerifyLogits, Layout);
@@ -110,11 +114,9 @@ cudaError_t verify_logits_cuda(const VerifyLogits& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
   if (batch.seeds) {
     switch (batch.rows.type) {
-      case LogitType::float16:
-        return launch_rows(verify_by_seeds_kernel<__half>, batch, batch.B, stream, kVerifyThreads);
-      case LogitType::bfloat16:
-        return launch_rows(verify_by_seeds_kernel<__nv_bfloat16>, batch, batch.B, stream, kVerifyThreads);
-      default: return launch_rows(verify_by_seeds_kernel<float>, batch, batch.B, stream, kVerifyThreads);
+      case LogitType::float16: return launch_by_seeds<__half>(batch, stream);
+      case LogitType::bfloat16: return launch_by_seeds<__nv_bfloat16>(batch, stream);
+      default: return launch_by_seeds<float>(batch, stream);
     }
   }
   Device device;

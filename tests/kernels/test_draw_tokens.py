@@ -261,7 +261,7 @@ def test_the_first_and_the_last_ids_are_drawn(backend, V):
 
 
 OTHERS = [(backend, None) for backend in backends("draw_tokens", DEVICE) if backend != "oracle"]
-SMALL = [("cuda_emulated", shared) for shared in ("17000", "30000") if ("cuda_emulated", None) in OTHERS]
+SMALL = [("cuda_emulated", shared) for shared in ("26000", "40000") if ("cuda_emulated", None) in OTHERS]
 
 
 @pytest.mark.parametrize("backend, shared", OTHERS + SMALL)
