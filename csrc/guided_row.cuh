@@ -134,7 +134,7 @@ struct Packs {
 template <class T>
 class Held {
  public:
-  static constexpr int kWide = 16 / sizeof(T), kPacks = kRowEntries / kWide;
+  static constexpr int kWide = 16 / sizeof(T), kPacks = kRowEntries / kWide, kUnit = 4;
   using Row = Packs<T, kWide>;
 
   __device__ Held(const Team& team, float*, int64_t)
@@ -190,22 +190,6 @@ class Held {
       for (int j = 0; j < kWide; ++j) x_[p][j] = f(x_[p][j]);
     }
   }
-  // The same for an f with much code, which stands once for each entry of a pack.
-  template <class F>
-  __device__ void change_once(const Row&, F f) {
-#pragma unroll 1
-    for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-      for (int j = 0; j < kWide; ++j) {
-        float x = x_[0][j];
-#pragma unroll
-        for (int q = 1; q < kPacks; ++q) x = p == q ? x_[q][j] : x;
-        x = f(x);
-#pragma unroll
-        for (int q = 0; q < kPacks; ++q) x_[q][j] = p == q ? x : x_[q][j];
-      }
-    }
-  }
   // Calls f(pack, entries) for every pack of the thread.
   template <class F>
   __device__ void for_each_pack(const Row& row, F f) const {
@@ -213,24 +197,61 @@ class Held {
     for (int p = 0; p < kPacks; ++p)
       if (at(p) < row.size()) f(at(p), x_[p]);
   }
-  // The same for an f with much code, which stands once.
+  // For an f with much code, which stands once: calls f(id of x[0], x) for every unit of neighboring entries.
   template <class F>
-  __device__ void for_each_pack_once(const Row& row, F f) const {
+  __device__ void for_each_unit(const Row& row, F f) const {
 #pragma unroll 1
-    for (int p = 0; p < kPacks && at(p) < row.size(); ++p) {
-      float x[kWide];
+    for (int i = 0; i < kUnits && at(i / kUnitsAPack) < row.size(); ++i) {
+      float x[kUnit];
+      get(i, x);
+      f(row.id(at(i / kUnitsAPack)) + i % kUnitsAPack * kUnit, x);
+    }
+  }
+  template <class F>
+  __device__ void change_units(const Row&, F f) {
+#pragma unroll 1
+    for (int i = 0; i < kUnits; ++i) {
+      float x[kUnit];
+      get(i, x);
 #pragma unroll
-      for (int j = 0; j < kWide; ++j) {
-        x[j] = x_[0][j];
+      for (int j = 0; j < kUnit; ++j) x[j] = f(x[j]);
 #pragma unroll
-        for (int q = 1; q < kPacks; ++q) x[j] = p == q ? x_[q][j] : x[j];
+      for (int own = 0; own < kUnits; ++own) {
+#pragma unroll
+        for (int j = 0; j < kUnit; ++j) entry(own, j) = i == own ? x[j] : entry(own, j);
       }
-      f(at(p), x);
+    }
+  }
+  // Calls f(x) for those entries, few of all, for which is_wanted(x).
+  template <class IsWanted, class F>
+  __device__ void for_each_of(const Row& row, const IsWanted& is_wanted, F f) const {
+    unsigned wanted = 0;
+#pragma unroll
+    for (int i = 0; i < kRowEntries; ++i) wanted |= unsigned{is_wanted(entry(i / kUnit, i % kUnit))} << i;
+#pragma unroll 1
+    for (; wanted; wanted &= wanted - 1) {
+      float one = entry(0, 0);  // the first of them
+#pragma unroll
+      for (int i = 1; i < kRowEntries; ++i) one = wanted & ((1u << i) - 1) ? one : entry(i / kUnit, i % kUnit);
+      f(one);
     }
   }
 
  private:
+  static constexpr int kUnits = kRowEntries / kUnit, kUnitsAPack = kWide / kUnit;
+
   __device__ int at(int p) const { return pack_ + p * threads_; }
+  __device__ float& entry(int unit, int j) { return x_[unit / kUnitsAPack][unit % kUnitsAPack * kUnit + j]; }
+  __device__ float entry(int unit, int j) const { return x_[unit / kUnitsAPack][unit % kUnitsAPack * kUnit + j]; }
+  // A unit; registers cannot be indexed by a variable.
+  __device__ void get(int unit, float (&x)[kUnit]) const {
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) {
+      x[j] = entry(0, j);
+#pragma unroll
+      for (int own = 1; own < kUnits; ++own) x[j] = unit == own ? entry(own, j) : x[j];
+    }
+  }
 
   float x_[kPacks][kWide];
   int pack_, threads_;
@@ -240,7 +261,7 @@ class Held {
 template <class T>
 class Streamed {
  public:
-  static constexpr int kWide = 1;
+  static constexpr int kWide = 1, kUnit = 1;
   using Row = Packs<T, kWide>;
 
   __device__ Streamed(const Team& team, float* copy, int64_t capacity)
@@ -293,10 +314,6 @@ class Streamed {
     });
   }
   template <class F>
-  __device__ void change_once(const Row& row, F f) {
-    change(row, f);
-  }
-  template <class F>
   __device__ void for_each_pack(const Row& row, F f) const {
 #pragma unroll 1
     for (int i = 0; at(i) < row.size(); ++i) {
@@ -311,8 +328,18 @@ class Streamed {
     }
   }
   template <class F>
-  __device__ void for_each_pack_once(const Row& row, F f) const {
-    for_each_pack(row, f);
+  __device__ void for_each_unit(const Row& row, F f) const {
+    for_each_pack(row, [&](int pack, const float (&x)[1]) { f(row.id(pack), x); });
+  }
+  template <class F>
+  __device__ void change_units(const Row& row, F f) {
+    change(row, f);
+  }
+  template <class IsWanted, class F>
+  __device__ void for_each_of(const Row& row, const IsWanted& is_wanted, F f) const {
+    for_each(row, [&](float x) {
+      if (is_wanted(x)) f(x);
+    });
   }
 
  private:
@@ -324,33 +351,6 @@ class Streamed {
   int capacity_, first_, threads_;
   bool is_stored_ = false;
 };
-
-// Calls f(x) for every entry of a thread, with the code of a pack.
-template <class Entries, class F>
-__device__ void for_each_once(const Entries& entries, const typename Entries::Row& packs, F f) {
-  entries.for_each_pack_once(packs, [&](int, const float (&x)[Entries::kWide]) {
-#pragma unroll
-    for (int j = 0; j < Entries::kWide; ++j) f(x[j]);
-  });
-}
-
-// Calls f(x) for those entries of a thread, few of all, for which is_wanted(x).
-template <class Entries, class IsWanted, class F>
-__device__ void for_each_of(const Entries& entries, const typename Entries::Row& packs, const IsWanted& is_wanted,
-                            F f) {
-  entries.for_each_pack_once(packs, [&](int, const float (&x)[Entries::kWide]) {
-    unsigned wanted = 0;
-#pragma unroll
-    for (int j = 0; j < Entries::kWide; ++j) wanted |= unsigned{is_wanted(x[j])} << j;
-#pragma unroll 1
-    for (; wanted; wanted &= wanted - 1) {
-      float one = x[0];
-#pragma unroll
-      for (int j = 1; j < Entries::kWide; ++j) one = wanted & ((1u << j) - 1) ? one : x[j];
-      f(one);
-    }
-  });
-}
 
 // What a block has in shared memory for its rows.
 struct RowShared {
@@ -365,7 +365,7 @@ struct RowShared {
 template <class Entries>
 class GuidedRow {
  public:
-  static constexpr int kWide = Entries::kWide;
+  static constexpr int kWide = Entries::kWide, kUnit = Entries::kUnit;
 
   // Reads row r, and finds which ids the filters keep: those of the logits from lowest() on. At temperature 0 these are
   // all. A kernel may read one row after the other, if all threads were together, in a method of its team, since the
@@ -419,7 +419,7 @@ class GuidedRow {
     if (is_corrected_) {
       entries_.change(packs_, [&](float e) { return sum_.corrected(e); });
     } else {
-      entries_.change_once(packs_, [&](float e) { return e / sum_.divisor; });
+      entries_.change_units(packs_, [&](float e) { return e / sum_.divisor; });
     }
   }
 
@@ -466,10 +466,10 @@ class GuidedRow {
   __device__ void for_each_logit(F f) const {
     entries_.for_each(packs_, f);
   }
-  // The same by packs: f(id of x[0], x).
+  // The same by units of neighbors: f(id of x[0], x).
   template <class F>
   __device__ void for_each_logits(F f) const {
-    entries_.for_each_pack_once(packs_, [&](int pack, const float (&x)[kWide]) { f(packs_.id(pack), x); });
+    entries_.for_each_unit(packs_, f);
   }
   // Greedy: from now on only the largest logits are kept.
   __device__ void keep_best() { lowest_ = best_; }
@@ -489,6 +489,15 @@ class GuidedRow {
   __device__ void clear() {
     uint4* const bins = reinterpret_cast<uint4*>(shared_->low);
     for (unsigned i = threadIdx.x; i < 2 * kBins / 4; i += blockDim.x) bins[i] = {0, 0, 0, 0};
+  }
+
+  // Calls f(x) for the own entries, by little code.
+  template <class F>
+  __device__ void for_each_once(F f) const {
+    entries_.for_each_unit(packs_, [&](int, const float (&x)[kUnit]) {
+#pragma unroll
+      for (int j = 0; j < kUnit; ++j) f(x[j]);
+    });
   }
 
   // The extremes of all threads, and whether the row is valid.
@@ -603,7 +612,7 @@ class GuidedRow {
       return bin >= kInteger + 1 ? __float_as_uint(bin) - kIntegerBits : 0;
     };
     if (by_mass) {
-      for_each_once(entries_, packs_, [&](float x) {
+      for_each_once([&](float x) {
         const unsigned bin = bin_of(x);
         if (bin > 0 && x >= lowest_) add(bin, x);
       });
@@ -625,7 +634,7 @@ class GuidedRow {
         const auto is_candidate = [&](float x) {
           return bin_of(x) == bin % kBins && x > -INFINITY && (!by_mass || x >= lowest_);
         };
-        for_each_of(entries_, packs_, is_candidate, [&](float x) {
+        entries_.for_each_of(packs_, is_candidate, [&](float x) {
           const unsigned at = atomicAdd(&in_block(shared_, 0)->num_candidates[by_mass], 1u);
           if (at >= kMaxCandidates) return;
 #pragma unroll 1
@@ -643,7 +652,7 @@ class GuidedRow {
           return shared_->found;
         }
         keys = {UINT32_MAX, 0};
-        for_each_once(entries_, packs_, [&](float x) {
+        for_each_once([&](float x) {
           if (!is_candidate(x)) return;
           keys.low = min(keys.low, ordered(x));
           keys.high = max(keys.high, ordered(x));
@@ -660,7 +669,7 @@ class GuidedRow {
       }
       shift = 0;
       while ((keys.high - keys.low) >> shift >= kBins) ++shift;
-      for_each_once(entries_, packs_, [&](float x) {
+      for_each_once([&](float x) {
         const uint32_t key = ordered(x);
         if (key < keys.low || key > keys.high || (by_mass && x < lowest_)) return;
         const unsigned digit = (key - keys.low) >> shift;

@@ -21,9 +21,9 @@ __device__ unsigned list_kept(const GuidedRow<Entries>& row, RowShared* shared) 
   if (lane() == kWarp - 1) before = atomicAdd(&shared->num_kept, at);
   at += __shfl_sync(kAllLanes, before, kWarp - 1) - own;
   if (own > 0)
-    row.for_each_logits([&](int id, const float (&x)[Entries::kWide]) {
+    row.for_each_logits([&](int id, const float (&x)[Entries::kUnit]) {
 #pragma unroll
-      for (int j = 0; j < Entries::kWide; ++j) {
+      for (int j = 0; j < Entries::kUnit; ++j) {
         if (x[j] < row.lowest()) continue;
         if (at < kMaxListed) {
           shared->low[at] = static_cast<unsigned>(id + j);
@@ -36,29 +36,19 @@ __device__ unsigned list_kept(const GuidedRow<Entries>& row, RowShared* shared) 
   return shared->num_kept;
 }
 
-// The words of kWide neighboring ids.
-template <int kWide>
-__device__ void words_from(const Noise& noise, int id, uint32_t (&words)[kWide]) {
-  if constexpr (kWide % 4 != 0) {
+// The words of an id, and of four neighboring ids.
+__device__ inline void words_from(const Noise& noise, int id, uint32_t (&words)[1]) {
+  words[0] = noise.word(static_cast<uint32_t>(id));
+}
+__device__ inline void words_from(const Noise& noise, int id, uint32_t (&words)[4]) {
+  const int block = id >> 2, ahead = id & 3;
+  noise.words(static_cast<uint32_t>(block), words);
+  if (ahead == 0) return;
+  uint32_t next[4];
+  noise.words(static_cast<uint32_t>(block + 1), next);
+  const uint32_t all[7] = {words[0], words[1], words[2], words[3], next[0], next[1], next[2]};
 #pragma unroll
-    for (int j = 0; j < kWide; ++j) words[j] = noise.word(static_cast<uint32_t>(id + j));
-  } else {
-    uint32_t fours[kWide + 4] = {};
-    const int ahead = id & 3;
-#pragma unroll
-    for (int j = 0; j <= kWide; j += 4) {
-      if (j == kWide && ahead == 0) break;
-      uint32_t four[4];
-      noise.words(static_cast<uint32_t>((id >> 2) + j / 4), four);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) fours[j + i] = four[i];
-    }
-#pragma unroll
-    for (int j = 0; j < kWide; ++j) {
-      const uint32_t even = ahead & 2 ? fours[j + 2] : fours[j], odd = ahead & 2 ? fours[j + 3] : fours[j + 1];
-      words[j] = ahead & 1 ? odd : even;
-    }
-  }
+  for (int j = 0; j < 4; ++j) words[j] = ahead == 1 ? all[j + 1] : ahead == 2 ? all[j + 2] : all[j + 3];
 }
 
 // The id of the largest logit plus noise, the lowest one if several are largest.
@@ -76,15 +66,15 @@ __device__ int64_t best_score(Team& team, const GuidedRow<Entries>& row, const R
     for (unsigned j = threadIdx.x; j < num_kept; j += blockDim.x)
       offer(shared->low[j], __uint_as_float(shared->high[j]), noise.word(shared->low[j]));
   } else {
-    row.for_each_logits([&](int id, const float (&x)[Entries::kWide]) {
+    row.for_each_logits([&](int id, const float (&x)[Entries::kUnit]) {
       bool any = false;
 #pragma unroll
-      for (int j = 0; j < Entries::kWide; ++j) any |= x[j] >= row.lowest();
+      for (int j = 0; j < Entries::kUnit; ++j) any |= x[j] >= row.lowest();
       if (!any) return;
-      uint32_t words[Entries::kWide];
+      uint32_t words[Entries::kUnit];
       words_from(noise, id, words);
 #pragma unroll
-      for (int j = 0; j < Entries::kWide; ++j)
+      for (int j = 0; j < Entries::kUnit; ++j)
         if (x[j] >= row.lowest()) offer(static_cast<unsigned>(id + j), x[j], words[j]);
     });
   }
