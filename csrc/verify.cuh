@@ -166,7 +166,7 @@ class Block {
 
 // The columns of the table of neighbors that a thread looks at: rounds of up to kColumns for each thread, and in each
 // round the columns of a thread follow each other.
-constexpr unsigned kColumns = 4;
+constexpr unsigned kColumns = 2;  // 1024 of a whole block
 
 struct Columns {
   uint32_t begin, end;

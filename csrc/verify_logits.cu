@@ -14,19 +14,22 @@ struct FilteredRows {
   const LogitRows& rows;
   int64_t b;
   Histogram* histogram;
-  float* probs;                   // (V), of the current row; its logits stand there before
-  IdRange range = {0, 0, false};  // of the current row
+  float* probs;                        // (V), of the current row; its logits stand there before
+  uint32_t first_id = 0, num_ids = 0;  // the range of the current row
 
   template <class F>
   __device__ bool read(int32_t node, bool, uint32_t begin, uint32_t end, F f) {
     const int64_t r = b * rows.N + node;
-    range = id_range_of(rows, r);
+    const IdRange range = id_range_of(rows, r);
+    first_id = static_cast<uint32_t>(range.first);
+    num_ids = static_cast<uint32_t>(range.count);
     const Logits<T, true> logits = {row_of<T>(rows, r, range.first), probs + range.first};
     const Filtered filtered = filter(rows, b, logits, range.count, *histogram);
     if (!filtered.valid || !range.valid) return false;
     const float sum = sum_exponentials(filtered, logits, range.count);
+#pragma unroll 1
     for (uint32_t v = begin + lane(); v < end; v += kWarp) {
-      const float p = range.has(v) ? filtered.probability(logits(v - range.first), sum) : 0.0f;
+      const float p = allows(v) ? filtered.probability(probs[v], sum) : 0.0f;
       probs[v] = p;
       f(v, p);
     }
@@ -37,7 +40,7 @@ struct FilteredRows {
     for_each_in_stride(probs, begin, end, f);
   }
   __device__ float operator()(uint32_t v) const { return probs[v]; }
-  __device__ bool allows(uint32_t id) const { return range.has(id); }
+  __device__ bool allows(uint32_t id) const { return id - first_id < num_ids; }  // wraps before the first id
 };
 
 template <class T, bool kHasDrafts>
