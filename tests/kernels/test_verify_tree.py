@@ -1,5 +1,10 @@
 """verify_tree on trees small enough to verify by hand; its distributions are in test_losslessness.py."""
+import ctypes
+import math
 import random
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +23,7 @@ from tests.kernels.inputs import DEVICE, links
 BACKENDS = backends("verify_tree", DEVICE)
 OTHERS = [backend for backend in BACKENDS if backend != "oracle"]
 NAN, INF = float("nan"), float("inf")
+ROOT = Path(__file__).parent.parent.parent
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -246,6 +252,25 @@ def test_cutoffs(backend, cutoff, delta, relaxed_mass):
     assert verify(backend, [ROW], uniforms=[0.0, below], **tree) == ([1], 0, relaxed_mass - 0.125, 0)
     if relaxed_mass < 1:
         assert verify(backend, [ROW], uniforms=[0.0, at], **tree) == ([], 0, relaxed_mass - 0.125, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("cutoff, delta, relaxed_mass, masses", [
+    ("tvd", 0.124, 0.125, [4, 2, 0, 1]),
+    ("tvd", 0.125, 0.25, [4, 2, 0, 0]),
+    ("tvd", 0.375, 0.5, [4, 0, 0, 0]),
+    ("jsd", 0.0539, 0.125, [4, 2, 0, 1]),
+    ("jsd", 0.0540, 0.25, [4, 2, 0, 0]),
+])
+def test_neighbors_far_down_the_list(backend, cutoff, delta, relaxed_mass, masses):
+    """Token 2's neighbors 3 and 1 stand among ids that do not exist, further apart than one warp looks at once."""
+    neighbors = [[7] * 70 + [3] + [7] * 140 + [1]] * 4
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=neighbors, delta=delta, cutoff=cutoff, residual="relaxed")
+    assert verify(backend, [ROW], uniforms=[0.0, relaxed_mass - 2.0**-10], **tree)[0] == [1]
+    for i in range(sum(masses)):
+        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
+        got = verify(backend, [ROW], uniforms=[(i + 0.5) / sum(masses), relaxed_mass], **tree)
+        assert got == ([], token, relaxed_mass - 0.125, 0)
 
 
 @each_backend
@@ -746,6 +771,24 @@ def test_any_request_as_the_oracle_has_it(backend, monkeypatch):
                                                 verify_tree(*args, **kwargs, backend="oracle"))):
             same = torch.allclose(got, expected, rtol=0, atol=1e-5) if i == 3 else torch.equal(got, expected)
             assert same, f"any_request({seed}), output {i}: got {got}, expected {expected}"
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
+def test_the_whole_part_of_a_number(tmp_path):
+    """As floor() has it, of numbers of every size and of those next to integers and halves."""
+    (tmp_path / "whole.cpp").write_text("""
+        #include "rules.h"
+        extern "C" double whole_part(double x) { return specvis::whole_part(x); }""")
+    subprocess.run(["g++", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", "whole.cpp", "-o",
+                    "whole.so"], cwd=tmp_path, check=True)
+    whole_part = ctypes.CDLL(tmp_path / "whole.so").whole_part
+    whole_part.argtypes, whole_part.restype = [ctypes.c_double], ctypes.c_double
+    r = random.Random(0)
+    for _ in range(20000):
+        x = r.choice([r.random(), r.randrange(2**12) + 0.5, float(r.randrange(2**52))]) * 2.0 ** r.randrange(-60, 1)
+        for near in (math.nextafter(x, 0), x, math.nextafter(x, INF), math.nextafter(round(x), 0.0)):
+            assert whole_part(near) == math.floor(near), near
+    assert [whole_part(x) for x in (2.0**52, 2.0**52 - 0.5, 2.0**51 + 0.5)] == [2.0**52, 2.0**52 - 1, 2.0**51]
 
 
 def arguments(**changes):
