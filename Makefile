@@ -41,8 +41,8 @@ sass: .venv/installed  # counts in the machine code of the CUDA kernels; no GPU 
 bounds: .venv/installed  # what an H200 could do at best, counted
 	.venv/bin/python -m benchmarks.bounds
 
-gpu:  # with the machine's own torch: nothing is installed
-	PYTHON=$(PYTHON) bash benchmarks/gpu.sh
+gpu:  # with the machine's own torch: nothing is installed; PARTS="build tests" for some parts
+	PYTHON=$(PYTHON) bash benchmarks/gpu.sh $(PARTS)
 
 .venv/installed: setup.py pyproject.toml python/pyproject.toml $(wildcard csrc/*)
 	test -x .venv/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) .venv

@@ -1,41 +1,127 @@
 #!/usr/bin/env bash
-# On a machine with a GPU, with the torch that is there and no network: builds in place, holds every op on CUDA
-# against its oracle, looks for bad accesses, races and uninitialized reads, and measures.
-#   make gpu        or [PYTHON=python3] [OUT=out] bash benchmarks/gpu.sh
-# OUT gets a text file per part and a copy of benchmarks/results/<gpu>.json. Each part has a time limit (8 minutes
-# in all), nothing stops at the first failure, and the exit status is that of the last one.
+# On a machine with a GPU, with the torch that is there and no network: builds for that GPU, holds every op on CUDA
+# against its oracle, measures, and looks for bad accesses, races and uninitialized reads.
+#   make gpu          or [PYTHON=python3] [OUT=out] [BEFORE=out] [LIMIT=seconds] bash benchmarks/gpu.sh [PART...]
+# The parts stand below in the order of what they are worth, each with its limit: 27 minutes in all. No part stops the
+# next; the exit status says whether any failed. OUT gets
+#   log.txt          what the parts print, line by line
+#   summary.txt      a table: part, seconds, status
+#   ops.json         times, written after each row; a part that is run again goes on where it ends
+#   ncu-OP.ncu-rep   counters of three kernels
+#   built-GPU-SOURCES.tar, the libraries
+# The last two of BEFORE, an earlier OUT, are taken up: rows are not timed again, and what is built is not built again.
+# Where `build` is left out although it is needed, it comes first. Parts for three stays of ten minutes, with LIMIT=580:
+#   build tests ops graphs
+#   baselines memcheck racecheck triton program
+#   ncu-guided_probs ncu-verify_tree ncu-expand_tree initcheck synccheck others oracles
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
+before=${BEFORE:-out}
 python=${PYTHON:-python3}
 export PYTHONUNBUFFERED=1 SPECVIS_CUDA=1
-status=0
+status=0 table="" wanted="" names=()
 
-part() {  # name, seconds, command
-    echo "== $1"
-    timeout "$2" "${@:3}" 2>&1 | tee "$folder/$1.txt" || status=$?
+say() { echo "$*" | tee -a "$folder/log.txt"; }
+
+summary() {  # with a part that is not at its end yet, or without
+    printf 'part                   seconds  status\n%s%s' "$table" "${1:-}" > "$folder/summary.txt.new"
+    mv "$folder/summary.txt.new" "$folder/summary.txt"
 }
+
+end() {  # name, seconds, status
+    table+=$(printf '%-20s %9d  %s' "$@")$'\n'
+    summary
+}
+
+part() {  # name, seconds, command: only listed as long as nothing is wanted
+    if [[ -z $wanted ]]; then names+=("$1"); return; fi
+    [[ $wanted == *" $1 "* ]] || return 0
+    local start=$SECONDS limit=$((${LIMIT:-100000} - SECONDS)) result=0
+    ((limit < $2)) || limit=$2
+    if ! command -v "$3" > /dev/null; then end "$1" 0 "not there: $3"; return; fi
+    if ((limit < 10)); then end "$1" 0 "no time left"; status=1; return; fi
+    say "== $1, for at most $limit s"
+    summary "$(printf '%-20s %9s  running' "$1" "")"$'\n'
+    # Interrupted, pytest still says what failed. What does not end then is killed.
+    timeout --signal=INT --kill-after=5 $((limit - 5)) "${@:3}" < /dev/null 2>&1 | tee -a "$folder/log.txt" || result=$?
+    case $result in
+        0) end "$1" $((SECONDS - start)) ok ;;
+        124 | 137) end "$1" $((SECONDS - start)) "out of time" ;;
+        *) end "$1" $((SECONDS - start)) "failed: $result" ;;
+    esac
+    ((result == 0)) || status=1
+}
+
+tests() {  # name, seconds, what pytest is to run
+    part "$1" "$2" "$python" -m pytest -q -rfEs --tb=short --benchmark-disable -p no:cacheprovider "${workers[@]}" "${@:3}"
+}
+
+measure() {  # name, seconds: a group of benchmarks.ops. Its status 75 asks for another process, for the rows that are left
+    part "$1" "$2" bash -c 'while "$@"; status=$?; ((status == 75)); do :; done; exit $status' measure \
+        "$python" -m benchmarks.ops --seconds 0.1 --json "$folder/ops.json" --resume --groups "$3"
+}
+
+sanitize() {  # tool, options
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 part "$1" 90 compute-sanitizer --tool "$1" --error-exitcode 3 "${@:2}" \
+        "$python" -m tests.kernels.test_on_a_gpu
+}
+
+counters() {  # op
+    part "ncu-$1" 50 ncu --set full --page details --clock-control none --kernel-name-base mangled \
+        --kernel-name regex:specvis --force-overwrite --export "$folder/ncu-$1" \
+        "$python" -m benchmarks.ops --once --groups kernels "$1"
+}
+
+parts() {
+    part build 120 bash -c '"$0" setup.py build_ext --inplace && tar -cf "$1" specvis_kernels/*.so' "$python" "$built"
+    tests tests 150 "${ops[@]}" -k "cuda or None"
+    measure ops 200 kernels
+    tests graphs 60 tests/kernels/test_on_a_gpu.py
+    measure baselines 120 baselines
+    sanitize memcheck --kernel-name kns=specvis
+    sanitize racecheck --kernel-name kns=specvis
+    tests triton 120 "${ops[@]}" -k triton
+    tests program 120 "${others[@]}" -m "not slow"
+    for op in guided_probs verify_tree expand_tree; do counters $op; done
+    sanitize initcheck
+    sanitize synccheck --kernel-name kns=specvis
+    measure others 80 others
+    measure oracles 120 oracles
+}
+
+workers=()
+if $python -c "import xdist, pytest_timeout" 2> /dev/null; then  # a test that hangs takes only its worker with it
+    cores=$(nproc)
+    workers=(-n $((cores < 8 ? cores : 8)) --dist worksteal --timeout 110 --timeout-method thread)
+fi
+ops=(tests/kernels/test_every_op.py)
+for op in specvis_kernels/[a-z]*.py; do ops+=("tests/kernels/test_$(basename "$op")"); done
+elsewhere=(tests/kernels/test_on_a_gpu.py  # or without a GPU
+    tests/kernels/test_{cuda_build,machine_code,triton_compiles}.py tests/cuda_on_cpu/test_*.py)
+others=()
+for file in tests/test_*.py tests/*/test_*.py; do
+    [[ " ${ops[*]} ${elsewhere[*]} " == *" $file "* ]] || others+=("$file")
+done
+built=""
+parts
+for name in "$@"; do
+    [[ " ${names[*]} " == *" $name "* ]] || { echo "no part $name, only ${names[*]}"; exit 2; }
+done
 
 gpu='import torch; assert torch.cuda.is_available(), "no GPU"; print("%d.%d" % torch.cuda.get_device_capability())'
 TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
 export TORCH_CUDA_ARCH_LIST
-
-ops=(tests/kernels/test_every_op.py)
-for op in specvis_kernels/[a-z]*.py; do ops+=("tests/kernels/test_$(basename "$op")"); done
-others=()
-for file in tests/test_*.py tests/*/test_*.py; do [[ " ${ops[*]} " == *" $file "* ]] || others+=("$file"); done
-
-part build 100 "$python" setup.py build_ext --inplace
-part tests 120 "$python" -m pytest -q --benchmark-disable "${ops[@]}"
-for tool in memcheck racecheck initcheck synccheck; do
-    if command -v compute-sanitizer >/dev/null; then
-        part $tool 20 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 3 \
-            "$python" -m pytest -q tests/kernels/test_every_op.py -k "(equals_its_oracle or bad_row) and (triton or cuda)"
-    else
-        part $tool 1 echo "compute-sanitizer: not available"
-    fi
+built=built-$TORCH_CUDA_ARCH_LIST-$(cat setup.py csrc/* | sha256sum | cut -c1-12).tar
+for file in "$built" ops.json; do
+    [[ -e $folder/$file || ! -e $before/$file ]] || cp "$before/$file" "$folder"
 done
-part ops 120 "$python" -m benchmarks.ops --seconds 0.1 --json
-sed -n "s/^wrote //p" "$folder/ops.txt" | xargs -r cp -t "$folder"
-part program 60 "$python" -m pytest -q --benchmark-disable -m "not slow" "${others[@]}"
+[[ -e $folder/$built ]] && tar -xf "$folder/$built"
+built=$folder/$built
+wanted=" ${*:-${names[*]}} "
+[[ -e $built ]] || wanted+="build "
+[[ $# -gt 0 || ! -e $built ]] || wanted=${wanted/ build / }
+say "== $(date -u +%FT%TZ) parts$wanted"
+parts
+say "$(cat "$folder/summary.txt")"
 exit $status

@@ -51,8 +51,9 @@ def clocks() -> dict:
 
 def sources() -> str:
     """A fingerprint of what is timed and of how: it says which revision it is where there is no git."""
-    files = [file for pattern in ("csrc/*", "specvis_kernels/**/*.py", "benchmarks/*.py", "tests/kernels/inputs.py")
-             for file in sorted(ROOT.glob(pattern))]
+    patterns = ("csrc/*", "specvis_kernels/**/*.py", "tests/kernels/inputs.py",
+                *(f"benchmarks/{name}.py" for name in ("baselines", "harness", "ops")))
+    files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

@@ -168,13 +168,13 @@ def format_case(case) -> str:
     return " ".join(str(x).removeprefix("torch.") for x in case)
 
 
-def prepare(op: str, case: tuple, backend: str):
-    """(call, its tensors), checked against the oracle if it is a backend."""
+def prepare(op: str, case: tuple, backend: str, check: bool = True):
+    """(call, its tensors). A backend is first checked against the oracle, if wanted."""
     args, kwargs = getattr(inputs, op)(*case)
     if backend in BASELINES.get(op, {}):
         return partial(BASELINES[op][backend], **{name: v for name, v in kwargs.items() if name != "cutoff"}), args
     function = partial(getattr(specvis_kernels, op), **kwargs)
-    if backend != "oracle":
+    if check and backend != "oracle":
         assert_agree(op, *(run(op, args, kwargs, name) for name in (backend, "oracle")))
     return partial(function, backend=backend), args
 
@@ -226,7 +226,8 @@ def floor(seconds: float) -> list:
             for mode, times in harness.time(torch.Tensor.zero_, (one,), seconds).items()]
 
 
-SAME = ("device", "cpu", "torch", "triton", "driver", "sources")  # of a machine whose rows may stand in one file
+SAME = ("device", "torch", "triton", "sources")  # of machines whose rows may stand in one file; of CPUs these too:
+SAME_CPU = ("cpu", "cores", "threads")
 
 
 class Results:
@@ -241,8 +242,11 @@ class Results:
         if not self.file.exists():
             return
         found, here = json.loads(self.file.read_text()), self.content["machine"]
-        if all(found["machine"].get(name) == here.get(name) for name in SAME):
+        names = SAME if inputs.DEVICE == "cuda" else SAME + SAME_CPU
+        if all(found["machine"].get(name) == here.get(name) for name in names):
             self.content |= found
+            if here not in [found["machine"], *found.get("also_on", [])]:  # another driver, say
+                self.content["also_on"] = [*found.get("also_on", []), here]
         else:
             self.file.replace(beside := self.file.with_suffix(".before.json"))
             print(f"{self.file} was of another machine or other sources: it is {beside} now")
@@ -284,6 +288,7 @@ def main():
                         help="write the records; default FILE: benchmarks/results/<machine>.json")
     parser.add_argument("--resume", action="store_true", help="go on where FILE ends")
     parser.add_argument("--groups", default=",".join(GROUPS), metavar="GROUP,..", help="default: %(default)s")
+    parser.add_argument("--once", action="store_true", help="only call each row once: for a profiler")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each number; default 0.5")
     options = parser.parse_args()
     for op in options.ops:
@@ -295,6 +300,15 @@ def main():
     if options.resume and options.json is None:
         parser.error("--resume needs --json")
 
+    wanted = jobs(options.ops or list(ROWS), options.groups.split(","))
+    if options.once:
+        for op, case, backend in wanted:
+            print(op, format_case(case), backend, flush=True)
+            call, args = prepare(op, case, backend, check=False)
+            call(*args)
+        if inputs.DEVICE == "cuda":
+            torch.cuda.synchronize()
+        return
     machine = harness.machine()
     file = Path(options.json or harness.ROOT / "benchmarks" / "results" / harness.file_name(machine))
     results = Results(file if options.json is not None else None, machine)
@@ -317,7 +331,7 @@ def main():
 
     if not content["rows"]:
         add(floor(options.seconds))
-    for job in results.left(jobs(options.ops or list(ROWS), options.groups.split(","))):
+    for job in results.left(wanted):
         op, case, backend = job
         content["running"] = dict(zip(("op", "backend", "shape"), key(*job)))
         results.write()

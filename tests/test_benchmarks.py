@@ -1,5 +1,9 @@
 """The benchmark checks what it times and says what it measured."""
 import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -309,6 +313,94 @@ def test_drawn_trees_are_accepted_and_rejected_as_static_ones_are():
     args, kwargs = inputs.verify_tree(8, 60, 4096, 6, ops.STATIC)
     result = specvis_kernels.verify_tree(*args, **kwargs)
     assert 1.5 < result.num_accepted.float().mean() < 3 and not result.status.any()
+
+
+PYTHON = """#!/bin/bash
+case "$*" in
+    "-c import xdist"*) exit 1 ;;
+    "-c import torch"*) echo 9.0 ;;
+    *setup.py*) echo built > specvis_kernels/_ops_cuda.so ;;
+    *"--groups kernels"*) echo row >> "$OUT/ops.json"; (($(wc -l < "$OUT/ops.json") >= 3)) || exit 75 ;;
+    *"-k triton"*) sleep 60 ;;
+    *"-k cuda or None"*) echo "1 failed"; exit 1 ;;
+    *) echo "did $*" ;;
+esac
+"""
+
+
+@pytest.fixture
+def run_gpu_script(tmp_path):
+    """run(*parts, **variables): its exit status, what it said, and the table's rows of words, with a fake Python and a
+    fake compute-sanitizer, without ncu, and with 10 seconds for Triton's tests."""
+    script = (harness.ROOT / "benchmarks/gpu.sh").read_text().replace("tests triton 120", "tests triton 10")
+    files = {"benchmarks/gpu.sh": script, "setup.py": "", "csrc/a.cu": "", "specvis_kernels/verify_tree.py": "",
+             "bin/python3": PYTHON, "bin/compute-sanitizer": "#!/bin/sh\necho watched $*"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def run(*parts, **variables):
+        environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "OUT": str(tmp_path / "out"), **variables}
+        run = subprocess.run(["bash", "benchmarks/gpu.sh", *parts], cwd=tmp_path, env=environment,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        table = Path(environment["OUT"], "summary.txt")
+        rows = [line.split(maxsplit=2) for line in table.read_text().splitlines()[1:]] if table.exists() else []
+        return run.returncode, run.stdout, {name: status for name, _, status in rows}
+
+    return run
+
+
+needs_bash = pytest.mark.skipif(not (shutil.which("bash") and shutil.which("timeout")), reason="needs bash, timeout")
+
+
+@needs_bash
+def test_no_part_of_the_gpu_script_stops_the_next(run_gpu_script, tmp_path):
+    """Neither one that fails nor one that hangs, nor a tool that is missing. A row that broke the device is followed by
+    the others. A few files are left, as few as may come back from a lent machine."""
+    status, said, parts = run_gpu_script()
+    counters = {f"ncu-{op}": "not there: ncu" for op in ("guided_probs", "verify_tree", "expand_tree")}
+    assert status == 1 and parts == {"tests": "failed: 1", "triton": "out of time"} | counters | dict.fromkeys(
+        ("build", "ops", "graphs", "baselines", "memcheck", "racecheck", "program", "initcheck", "synccheck", "others",
+         "oracles"), "ok")
+    out = tmp_path / "out"
+    assert out.joinpath("ops.json").read_text() == "row\n" * 3
+    log = out.joinpath("log.txt").read_text()
+    assert log == said and "1 failed" in log and "watched --tool racecheck --error-exitcode 3 --kernel-name" in log
+    assert "did -m pytest -q -rfEs" in log and len(list(out.iterdir())) == 4
+    assert re.search(r"\ntests +\d+  failed: 1\n", log)
+
+
+@needs_bash
+def test_parts_of_the_gpu_script_are_run_alone_and_go_on_where_the_last_ended(run_gpu_script, tmp_path):
+    status, said, parts = run_gpu_script("synccheck")
+    assert status == 0 and list(parts) == ["build", "synccheck"]  # without a library nothing could be looked at
+    (tmp_path / "specvis_kernels/_ops_cuda.so").unlink()
+    (tmp_path / "out/ops.json").write_text("old\n" * 2)
+    status, said, parts = run_gpu_script("ops", OUT=str(tmp_path / "next"), BEFORE="out")
+    assert (status, parts) == (0, {"ops": "ok"}) and (tmp_path / "next/ops.json").read_text() == "old\nold\nrow\n"
+    assert (tmp_path / "specvis_kernels/_ops_cuda.so").read_text() == "built\n"
+    (tmp_path / "csrc/a.cu").write_text("changed")
+    assert list(run_gpu_script("ops")[2]) == ["build", "ops"]
+    status, said, _ = run_gpu_script("rivals")
+    assert status == 2 and said.startswith("no part rivals, only build tests ops graphs ")
+
+
+@needs_bash
+def test_the_limits_of_the_gpu_script(run_gpu_script):
+    """Half an hour is enough for all, ten minutes for the parts that its first lines name together."""
+    status, said, parts = run_gpu_script("graphs", LIMIT="5")
+    assert (status, parts) == (1, {"build": "no time left", "graphs": "no time left"})
+    script = (harness.ROOT / "benchmarks/gpu.sh").read_text()
+    calls = script[script.index("\nparts() {"):]
+    limits = {name: int(seconds) for name, seconds in re.findall(r"(?:part|tests|measure) (\w+) (\d+) ", calls)}
+    limits |= dict.fromkeys(re.findall(r"sanitize (\w+)", calls), int(re.search(r'part "\$1" (\d+) comp', script)[1]))
+    for op in re.search(r"for op in (.*); do counters", calls)[1].split():
+        limits[f"ncu-{op}"] = int(re.search(r'part "ncu-\$1" (\d+)', script)[1])
+    stays = [line.split()[1:] for line in script.splitlines() if line.startswith("#   ") and line.split()[1] in limits]
+    assert sorted(name for names in stays for name in names) == sorted(limits) and stays[0][0] == "build"
+    assert all(sum(limits[name] for name in names) <= 580 for names in stays)
+    assert int(re.search(r"(\d+) minutes in all", script)[1]) * 60 >= sum(limits.values()) > 20 * 60
 
 
 @pytest.mark.parametrize("module, arguments", [(decode, ["--device", "cpu"]), (jacobi, ["size"])])
