@@ -9,7 +9,7 @@ import re
 
 import torch
 
-from benchmarks import harness, ops, sass
+from benchmarks import executed, harness, ops, sass
 
 RESULTS = sass.ROOT / "benchmarks" / "results" / "h200-bounds.json"
 PAGE = sass.ROOT / "docs" / "gpu.md"
@@ -18,7 +18,7 @@ RATES = {  # assumed: from NVIDIA's documents, and from what others measured on 
     "multiprocessors": 132,
     "cycles_per_us": 1980,
     "copy_bytes_per_us": 4.3e6,
-    "instructions_per_cycle": 4 * 32,    # of threads, on a multiprocessor
+    "warp_instructions_per_cycle": 4,    # on a multiprocessor, as the next two
     "conversions_64_per_cycle": 16,
     "fp64_per_cycle": 64,
     "tensor_flop_per_us": 989e6,         # bfloat16, dense
@@ -27,11 +27,12 @@ RATES = {  # assumed: from NVIDIA's documents, and from what others measured on 
 HOW = {
     "bytes": "what must be read and written, from the shapes (benchmarks/ops.py); of a walk the root's row alone",
     "memory_us": "bytes / copy_bytes_per_us, as if nothing were in the cache",
-    "entries": "of the rows in bytes: numbers that are read",
-    "instructions": "entries * the instructions for an entry in the leanest loop over rows of the kernel's machine "
-                    "code; 0 where rows are in no loop. Of tree_attention: tiles * the instructions of its loop",
-    "issue_us": "instructions / instructions_per_cycle on all multiprocessors",
-    "conversions_us": "entries * the 64-bit conversions for an entry in that loop / conversions_64_per_cycle",
+    "instructions": "of warps: what one request runs (benchmarks/executed.py, an estimate: the machine code's loops as "
+                    "often as gcov counts their lines in the emulation), times the batch. Of tree_attention: tiles * "
+                    "the instructions of its loop",
+    "instructions_us": "instructions / warp_instructions_per_cycle on the multiprocessors that have a block",
+    "conversions_us": "of them those from and to 64 bits / conversions_64_per_cycle",
+    "fp64_us": "of them those of fp64 / fp64_per_cycle",
     "tensor_us": "multiplications and additions of whole tiles / tensor_flop_per_us",
     "bound_us": "kernel_us + the largest of the others in microseconds: counted, not measured",
     "limit": "which that is; launch, if all of them are less than kernel_us",
@@ -62,23 +63,6 @@ CASES = [  # title, op, sizes for its maker with batch B, targets and the estima
 ]
 
 
-def leanest_loop(kernels: dict[str, dict], dtype: str) -> dict | None:
-    """The loop over rows that needs the fewest instructions for an entry, of the kernels of a dtype."""
-    loops = [loop for title, kernel in kernels.items() if "<" not in title or dtype in title
-             for loop in kernel["loops"] if "instructions_per_entry" in loop]
-    return min(loops, key=lambda loop: loop["instructions_per_entry"], default=None)
-
-
-def entries_of(op: str, case: tuple) -> int:
-    """Numbers that are read from rows of probabilities or logits."""
-    if op in ("tree_links", "tree_attention", "commit_kv"):
-        return 0
-    B, N, V = case[:3] if op != "neighborhood_sum" else (1, case[0], case[1])
-    if op.startswith("verify"):
-        return B * V * (2 if op == "verify_logits" or case[4].get("drawn") else 1)
-    return B * N * V * (2 if op in ("guided_probs", "draw_tokens") else 1)
-
-
 def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:
     """Instructions of all threads, and floating-point operations, of tree_attention."""
     B, N, H, Hkv, D, options = case
@@ -88,29 +72,26 @@ def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:
     programs = 2 * B * Hkv * -(-N * (H // Hkv) // block_m)
     tiles = programs * (-(-options["lengths"][0] // block_t) + -(-N // block_t))
     loop = next(loop for loop in kernel["loops"] if "matrix_products" in loop)
-    return (tiles * loop["instructions"] * kernel["warps"] * 32, tiles * 4.0 * block_m * block_t * D)
+    return (tiles * loop["instructions"] * kernel["warps"], tiles * 4.0 * block_m * block_t * D)
 
 
-def bound(title: str, op: str, case: tuple, B: int, kernels: dict[str, dict]) -> dict:
-    """One row of the results, without target."""
-    num_bytes = ops.ROWS[op][1](*case)
-    entries, chips = entries_of(op, case), RATES["multiprocessors"] * RATES["cycles_per_us"]
-    instructions, flop, conversions = 0, 0.0, 0.0
+def bound(title: str, op: str, case: tuple, B: int, one: dict, kernels: dict[str, dict]) -> dict:
+    """One row of the results, without target. `one`: what the same call of one request runs."""
+    num_bytes, flop = ops.ROWS[op][1](*case), 0.0
+    counts = {name: B * one.get(name, 0) for name in ("instructions", "conversions_64", "fp64")}
+    cycles = min(RATES["multiprocessors"], B * one.get("blocks", 132)) * RATES["cycles_per_us"]  # a us, of all used
     if op == "tree_attention":
-        instructions, flop = attention_tiles(kernels, case)
-    elif entries and (loop := leanest_loop(kernels, next((str(x).rpartition(".")[2] for x in case
-                                                          if isinstance(x, torch.dtype)), "float"))):
-        instructions = round(entries * loop["instructions_per_entry"])
-        conversions = entries * loop.get("conversions_64", 0) * loop["instructions_per_entry"] / loop["instructions"]
+        counts["instructions"], flop = attention_tiles(kernels, case)
     parts = {
         "memory_us": num_bytes / RATES["copy_bytes_per_us"],
-        "issue_us": instructions / RATES["instructions_per_cycle"] / chips,
-        "conversions_us": conversions / RATES["conversions_64_per_cycle"] / chips,
+        "instructions_us": counts["instructions"] / RATES["warp_instructions_per_cycle"] / cycles,
+        "conversions_us": counts["conversions_64"] * 32 / RATES["conversions_64_per_cycle"] / cycles,
+        "fp64_us": counts["fp64"] * 32 / RATES["fp64_per_cycle"] / cycles,
         "tensor_us": flop / RATES["tensor_flop_per_us"],
     }
     limit = max(parts, key=parts.get)
-    return {"title": title, "op": op, "batch": B, "bytes": num_bytes, "entries": entries,
-            "instructions": instructions, **{name: round(us, 2) for name, us in parts.items()},
+    return {"title": title, "op": op, "batch": B, "bytes": num_bytes, **counts,
+            **{name: round(us, 2) for name, us in parts.items()},
             "bound_us": round(RATES["kernel_us"] + parts[limit], 1),
             "limit": limit.removesuffix("_us") if parts[limit] > RATES["kernel_us"] else "launch"}
 
@@ -126,12 +107,12 @@ def cell(rows: list[dict], name: str, number: str = "{:g}") -> str:
 
 def table(results: dict) -> str:
     """Of docs/gpu.md: a line for each op, and in a cell the batches of 1 / 8 / 64."""
-    lines = ["| op | MB | memory | instructions | conversions | bound | limit | target | before |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| op | MB | memory | instructions | bound | limit | target | before |",
+             "|---|---|---|---|---|---|---|---|"]
     for title in dict.fromkeys(row["title"] for row in results["rows"]):
         rows = [row | {"mb": row["bytes"] / 1e6} for row in results["rows"] if row["title"] == title]
         parts = [re.sub(r"^\w+", r"`\g<0>`", title), cell(rows, "mb", "{:.3g}"),
-                 *(cell(rows, name) for name in ("memory_us", "issue_us", "conversions_us")),
+                 cell(rows, "memory_us"), cell(rows, "instructions_us"),
                  f"**{cell(rows, 'bound_us')}**", *(cell(rows, name) for name in ("limit", "target_us", "before_us"))]
         lines.append("| " + " | ".join(parts) + " |")
     return "\n".join(lines)
@@ -165,12 +146,11 @@ def pages(page: str, results: dict, before: dict, now: dict) -> str:
 
 
 def main():
-    _, kernels = sass.read_library(ops=sorted({op for _, op, *_ in CASES}))
-    kernels |= sass.read_triton(["tree_attention"])[1]
-    rows = []
+    rows, attention = [], sass.read_triton(["tree_attention"])[1]["tree_attention"]
     for title, op, case, targets, estimates in CASES:
+        one = executed.count(op, case(1)) if op != "tree_attention" else {}
         for i, B in enumerate(BATCHES):
-            row = bound(title, op, case(B), B, kernels[op])
+            row = bound(title, op, case(B), B, one, attention)
             row |= {"target_us": targets[i], "before_us": estimates[i] if estimates else None,
                     "forbids_target": row["limit"] if row["bound_us"] > targets[i] else None}
             rows.append(row)

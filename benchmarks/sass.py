@@ -58,6 +58,10 @@ class Instruction:
     def has(self, *modifiers: str) -> bool:
         return not self.modifiers.isdisjoint(modifiers)
 
+    @property
+    def is_conversion_64(self) -> bool:
+        return self.group in ("F2I", "I2F", "F2F", "FRND") and self.has("S64", "U64", "F64")
+
     def touches(self, registers: set[int]) -> bool:
         if self.touched is None:
             written, read = self.registers()
@@ -314,8 +318,7 @@ def count(instructions: list[Instruction], repeats: bool, size: int) -> dict:
         "shared_loads": accesses(instructions, "LDS", "LDSM"),
         "shared_stores": accesses(instructions, "STS", "STSM"),
         "local": number(lambda i: i.group in ("LDL", "STL")),
-        "conversions_64": number(lambda i: i.group in ("F2I", "I2F", "F2F", "FRND")
-                                 and i.has("S64", "U64", "F64")),
+        "conversions_64": number(lambda i: i.is_conversion_64),
         "reciprocals": number(lambda i: i.group == "MUFU" and i.has("RCP", "RCP64H")),
         "division_calls": sum(i.group == "CALL" and ("_div_" in i.operands or "_rem_" in i.operands)
                               for i in instructions),
@@ -407,7 +410,8 @@ def cubins(file: Path, folder: Path) -> list[Path]:
     """What a library or object has for the GPU, one for each file that was compiled."""
     subprocess.run([find_tool("cuobjdump"), "-xelf", ARCH, file.resolve()], cwd=folder, check=True,
                    capture_output=True)
-    return sorted(folder.glob(f"*.{ARCH}.cubin"), key=lambda path: int(path.name.split(".")[-3]))
+    found = {path: [int(number) for number in re.findall(r"\d+", path.name)] for path in folder.glob(f"*.{ARCH}.cubin")}
+    return sorted(found, key=found.get)
 
 
 def reports(cubin: Path, names: re.Pattern | None = None) -> dict[str, dict]:
