@@ -48,7 +48,8 @@ def build(sources, library: Path, *flags: str, trace: bool = False, others=()) -
             traced = [] if not trace else TRACE if source.suffix == ".cu" else ["-DCUDA_ON_CPU_TRACE"]
             subprocess.run([compiler, *FLAGS, *flags, *traced, "-MMD", "-MF", includes, "-x", "c++", "-c", source,
                             "-o", target, "-isystem", torch_folder / "include", f"-I{source.parent}", f"-I{CSRC}",
-                            "-DSPECVIS_EMULATED", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
+                            "-DSPECVIS_EMULATED", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"],
+                           check=True)
             subprocess.run(["objcopy", "--rename-section", ".noinit=specvis_shared", target], check=True)
         return target
 

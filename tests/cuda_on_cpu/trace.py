@@ -38,8 +38,48 @@ COLUMNS = {  # heading -> of a record
     "chain": lambda r: r["chain_cycles"],
     "races": lambda r: len(r["races"]),
 }
-LEGEND = """blocks: all / of a cluster; times: bytes that requests read / distinct bytes; a request: sectors of 32 bytes that
-one of a warp reads; barriers: of the block + of the cluster; warp ops: of a warp; chain: cycles, assumed, see trace.cpp"""
+LEGEND = """blocks: all / of a cluster; times: bytes that requests read / distinct bytes; a request: sectors of 32 bytes
+that one of a warp reads; barriers: of the block + of the cluster; warp ops: of a warp; chain: cycles, as trace.cpp
+assumes them"""
+
+
+# What may not worsen -> of a record, and by how much a bound that is written from it is larger.
+LIMITS = {
+    "times_read": (lambda r: ratio(r, "read"), 1.02),
+    "times_written": (lambda r: ratio(r, "write"), 1.02),
+    "sectors_a_request": (lambda r: r["read_sectors"] / max(1, r["read_requests"]), 1.02),
+    "conflicts": (lambda r: r["shared_conflicts"], 1),
+    "barriers": (lambda r: r["barriers"], 1),
+    "cluster_barriers": (lambda r: r["cluster_barriers"], 1),
+    "warp_operations_a_warp": (lambda r: r["warp_operations"] / r["warps"], 1.02),
+    "chain_cycles": (lambda r: r["chain_cycles"], 1.1),
+}
+
+
+def bound_of(record: dict) -> dict:
+    return {name: record[name] for name in ("op", "shape", "kernel")} | {
+        name: round(value(record) * slack, 2) for name, (value, slack) in LIMITS.items()}
+
+
+def broken(record: dict, bound: dict) -> list:
+    """The names of the limits that a record breaks; `races` is one of them."""
+    return [name for name, (value, _) in LIMITS.items() if round(value(record), 2) > bound[name]] + [
+        "races"] * bool(record["races"])
+
+
+def compare(records: list, bounds: list) -> list:
+    """A sentence for each limit that is broken, and for each launch without a bound."""
+    known = {(bound["op"], bound["shape"], bound["kernel"]): bound for bound in bounds}
+    says = []
+    for record in records:
+        key = record["op"], record["shape"], record["kernel"]
+        if key not in known:
+            says.append(f"{' '.join(key)}: no bound")
+            continue
+        for name in broken(record, known[key]):
+            value, bound = (LIMITS[name][0](record), known[key][name]) if name in LIMITS else (record["races"], "none")
+            says.append(f"{' '.join(key)}: {name} {value}, bound {bound}")
+    return says
 
 
 def ratio(record: dict, what: str) -> float:
@@ -67,16 +107,17 @@ def copy_sources(folder: Path, changes: dict) -> Path:
     return folder
 
 
-def build(ops, folder: Path = TRACED, changes: dict = {}) -> Path:
+def build(ops, folder: Path = TRACED, changes=None) -> Path:
     """A library in which the kernels of these ops are traced. Raises CalledProcessError."""
-    sources = copy_sources(folder / "csrc", changes)
+    copy = copy_sources(folder / "csrc", changes or {})
+    sources, kernels = [copy / f"{op}.cu" for op in ops], cuda_on_cpu.kernels()
+    if len(ops) == len(kernels):
+        return cuda_on_cpu.build([*sources, cuda_on_cpu.CSRC / "bindings.cpp"], folder / "emulated.so", trace=True)
     plain = cuda_on_cpu.BUILD / "cuda_on_cpu"
-    kernels = cuda_on_cpu.kernels()
     cuda_on_cpu.build([*kernels, cuda_on_cpu.CSRC / "bindings.cpp"], plain / "emulated.so")
-    others = [plain / f"{kernel.name}.o" for kernel in kernels if kernel.stem not in ops]
-    name = "emulated.so" if len(ops) == len(kernels) else "-".join(sorted(ops)) + ".so"
-    return cuda_on_cpu.build([sources / f"{op}.cu" for op in ops], folder / name, trace=True,
-                             others=[*others, plain / "bindings.cpp.o"])
+    others = [kernel.name for kernel in kernels if kernel.stem not in ops]
+    return cuda_on_cpu.build(sources, folder / f"{'-'.join(sorted(ops))}.so", trace=True,
+                             others=[plain / f"{name}.o" for name in [*others, "bindings.cpp"]])
 
 
 def taker(path: Path):
@@ -103,7 +144,7 @@ def trace(op: str, case: tuple) -> list:
     records = [{"op": op, "shape": format_case(case), **record} for record in take()]
     for record in records:
         races, sites = record["races"], record["sites"]
-        lines = lines_of(path, sorted({address for race in races for address in race[:2]} | {site[0] for site in sites}))
+        lines = lines_of(path, sorted({site[0] for site in sites}))
         record["races"] = [[lines[first], lines[second], times] for first, second, times in races]
         record["sites"] = [[lines[address], *rest] for address, *rest in sites]
     return records
@@ -141,12 +182,14 @@ def show(records: list, sites: bool) -> None:
                     line, what, *numbers[:3], "wavefronts" if "shared" in what else "sectors", *numbers[3:]))
 
 
-def main(arguments=None) -> list:
+def main(arguments=None) -> bool:
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_on_cpu.trace", description=__doc__.partition("\n")[0])
     known = [kernel.stem for kernel in cuda_on_cpu.kernels()]
     parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(known)}; default: all")
     parser.add_argument("--every", action="store_true", help="every size of benchmarks/ops.py; default: small batches")
     parser.add_argument("--json", metavar="FILE", help="write the records")
+    parser.add_argument("--check", action="store_true", help=f"fail where a bound of {BOUNDS.name} is broken")
+    parser.add_argument("--write-bounds", action="store_true", help=f"into {BOUNDS.name}, from this run")
     parser.add_argument("--sites", action="store_true", help="what each line of source accesses, too")
     options = parser.parse_args(arguments)
     for op in options.ops:
@@ -157,10 +200,18 @@ def main(arguments=None) -> list:
     show(records, options.sites)
     print(LEGEND)
     if options.json:
-        Path(options.json).write_text(json.dumps(
-            [{name: value for name, value in record.items() if name != "sites"} for record in records], indent=1) + "\n")
-    return records
+        flat = [{name: value for name, value in record.items() if name != "sites"} for record in records]
+        Path(options.json).write_text(json.dumps(flat, indent=1) + "\n")
+    bounds = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else []
+    if options.write_bounds:
+        bounds = [bound for bound in bounds if bound["op"] not in ops] + [bound_of(record) for record in records]
+        bounds.sort(key=lambda bound: bound["op"])
+        BOUNDS.write_text("[\n" + ",\n".join(map(json.dumps, bounds)) + "\n]\n")
+    says = compare(records, bounds) if options.check else [
+        f"{record['op']}: races" for record in records if record["races"]]
+    print(*says, sep="\n")
+    return bool(says)
 
 
 if __name__ == "__main__":
-    sys.exit(any(record["races"] for record in main()))
+    sys.exit(main())

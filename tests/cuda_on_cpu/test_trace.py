@@ -1,0 +1,144 @@
+"""What the tracer counts and which races it finds, and that no kernel does more than it did."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests import cuda_on_cpu
+from tests.cuda_on_cpu import trace
+from tests.cuda_on_cpu.test_cuda_on_cpu import ROOT, examples
+
+pytestmark = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """traced(kernel, threads, ..): the record of its launch."""
+    folder = cuda_on_cpu.BUILD / "cuda_on_cpu_examples_traced"
+    path = cuda_on_cpu.build([cuda_on_cpu.HERE / "examples.cu"], folder / "examples.so", trace=True)
+    run, take = examples(path), trace.taker(path)
+
+    def record(name, threads, **options):
+        data = np.zeros(16384, np.int64)
+        data[:3] = [0, 1, 2]
+        assert run(name, data, threads, **options) == "no error"
+        one, = take()
+        return one
+
+    return record
+
+
+@pytest.mark.parametrize("right, wrong, threads, options", [
+    ("reverse", "without_a_barrier", 256, {}),
+    ("ticket", "ticket_without_fences", 64, {"blocks": 5}),
+    ("passes_on", "passes_on_without_a_barrier", 64, {"blocks": 8, "cluster": 4, "shared": 512}),
+    ("tells_half_a_warp", "tells_the_other_half_too", 32, {}),
+])
+def test_races(traced, right, wrong, threads, options):
+    """In a block, between blocks, between those of a cluster and in a warp."""
+    assert traced(right, threads, **options)["races"] == []
+    assert traced(wrong, threads, **options)["races"]
+
+
+@pytest.mark.parametrize("name, threads, cluster", [
+    ("teams", 96, 1), ("teams", 96, 4), ("collectives", 160, 1), ("arrives_early", 64, 8)])
+def test_what_is_right_has_no_race(traced, name, threads, cluster):
+    assert traced(name, threads, blocks=8, cluster=cluster)["races"] == []
+
+
+@pytest.mark.parametrize("name, wavefronts, conflicts", [
+    ("stores_in_a_row", 2, 0), ("stores_in_one_bank", 64, 62), ("stores_in_every_bank", 2, 0)])
+def test_bank_conflicts(traced, name, wavefronts, conflicts):
+    """A store and a load of a warp."""
+    record = traced(name, 32)
+    assert (record["shared_wavefronts"], record["shared_conflicts"]) == (wavefronts, conflicts)
+
+
+@pytest.mark.parametrize("name, sectors", [("loads_in_a_row", 16), ("loads_uncoalesced", 64)])
+def test_coalescing(traced, name, sectors):
+    """Two warps load 32 times 8 bytes each."""
+    record = traced(name, 64)
+    assert (record["read_requests"], record["read_sectors"]) == (2, sectors)
+    assert record["read_bytes"] == record["read_distinct_bytes"] == record["write_distinct_bytes"] == 512
+    assert record["barriers"] == 1
+
+
+@pytest.mark.parametrize("name, cycles", [("four_loads_at_once", 700 + 4), ("four_loads_in_turn", 700 + 3 * 35 + 4)])
+def test_the_longest_chain(traced, name, cycles):
+    """Of loads that overlap, and of one that is executed four times; a store follows."""
+    assert traced(name, 32)["chain_cycles"] == cycles
+
+
+def test_barriers_and_warp_operations(traced):
+    record = traced("teams", 64, blocks=8, cluster=4)
+    assert record["cluster_barriers"] == 14 and record["barriers"] == 0 and record["cluster"] == 4
+    assert traced("collectives", 64)["barriers"] == 13
+    assert traced("tells_half_a_warp", 32)["warp_operations"] == 2
+
+
+def records_of(op, folder, changes):
+    """Of the op's bounded sizes, in a process of its own: this one has the kernels as they are."""
+    program = f"""if True:
+        import json
+        from tests.cuda_on_cpu import trace
+        trace.start(trace.build([{op!r}], trace.TRACED.with_name({folder!r}), {changes!r}))
+        print(json.dumps([record for case in trace.cases({op!r}, False) for record in trace.trace({op!r}, case)]))"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def bound(op):
+    return {bound["shape"]: bound for bound in json.loads(trace.BOUNDS.read_text()) if bound["op"] == op}
+
+
+KEEP = 'asm volatile("" ::: "memory");'  # g++ does not leave out what stands twice
+
+
+def test_a_kernel_keeps_its_bounds_and_a_worse_one_breaks_them():
+    """Each value in one of two words, more operations of the warp, and results that are written twice."""
+    known = bound("tree_links")
+    right, = records_of("tree_links", "cuda_on_cpu_traced", {})
+    assert trace.broken(right, known[right["shape"]]) == []
+    worse, = records_of("tree_links", "cuda_on_cpu_traced_worse", {"tree_links.cu": [
+        ("    batch.depth[i] = used", f"    batch.depth[i] = 0;\n{KEEP}\n    batch.depth[i] = used"),
+        ("__any_sync(kAllLanes, invalid)", "__any_sync(kAllLanes, __any_sync(kAllLanes, invalid))"),
+        ("children[half][low] = children[half][high] = 0;",
+         "children[0][low * 2 + half] = children[1][low * 2 + half] = 0;"),
+    ]})
+    assert set(trace.broken(worse, known[worse["shape"]])) == {
+        "times_written", "warp_operations_a_warp", "conflicts"}
+
+
+# Of expand_tree, whose rows a cluster shares.
+WORSE_ROWS = {
+    "times_read": ("fours.cuh", "if (kIsHeld) fours_.load(thread_, threads_, p_);",
+                   'if (kIsHeld) fours_.load(thread_, threads_, p_); asm volatile("" : "+m"(p_));'
+                   " if (kIsHeld) fours_.load(thread_, threads_, p_);"),
+    "sectors_a_request": ("fours.cuh", "if (kIsHeld) fours_.load(thread_, threads_, p_);",
+                          "if (kIsHeld) fours_.load(thread_ * kHeldFours, 1, p_);"),
+    "chain_cycles": ("fours.cuh", "const float4* const fours = reinterpret_cast<const float4*>(row_);\n#pragma unroll",
+                     "const float4* const fours = reinterpret_cast<const float4*>(row_);\n#pragma unroll 1"),
+    "cluster_barriers": ("team.cuh", "    sync();\n    return to;", "    sync();\n    sync();\n    return to;"),
+    "barriers": ("team.cuh", "    sync();\n    return to;", "    sync();\n    __syncthreads();\n    return to;"),
+    "races": ("team.cuh", "    sync();\n    return to;", "    __syncthreads();\n    return to;"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", WORSE_ROWS)
+def test_a_worse_way_to_read_rows_breaks_a_bound(limit):
+    file, old, new = WORSE_ROWS[limit]
+    known = bound("expand_tree")
+    worse = records_of("expand_tree", "cuda_on_cpu_traced_worse", {file: [(old, new)]})
+    assert all(limit in trace.broken(record, known[record["shape"]]) for record in worse)
+
+
+@pytest.mark.slow
+def test_every_kernel_keeps_its_bounds():
+    run = subprocess.run([sys.executable, "-m", "tests.cuda_on_cpu.trace", "--check"], cwd=ROOT, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert run.returncode == 0, run.stdout
