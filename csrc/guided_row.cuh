@@ -502,9 +502,7 @@ class GuidedRow {
 
   // The extremes of all threads, and whether the row is valid.
   __device__ void combine(const Extremes& own) {
-    const uint32_t best = __reduce_max_sync(kAllLanes, own.bad ? UINT32_MAX : ordered(own.best));
-    const uint32_t least = __reduce_min_sync(kAllLanes, ordered(own.least));
-    const Bounds all = bounds({least, best});
+    const Bounds all = bounds({ordered(own.least), own.bad ? UINT32_MAX : ordered(own.best)});
     valid_ = all.high < ordered(INFINITY) && all.high > ordered(-INFINITY);
     best_ = float_of(static_cast<int32_t>(all.high ^ 0x80000000u));
     least_ = float_of(static_cast<int32_t>(all.low ^ 0x80000000u));
@@ -513,8 +511,9 @@ class GuidedRow {
   struct Bounds {
     uint32_t low, high;
   };
-  // The bounds of the team, by those of each warp.
+  // The bounds of the team, by those of each thread.
   __device__ Bounds bounds(Bounds own) {
+    own = {__reduce_min_sync(kAllLanes, own.low), __reduce_max_sync(kAllLanes, own.high)};
     const uint64_t* const all = team_.exchange(uint64_t{own.low} << 32 | own.high);
 #pragma unroll 1
     for (unsigned w = lane(); w < team_.threads() / kWarp; w += kWarp) {
@@ -764,7 +763,8 @@ cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, in
     // Where every multiprocessor has a block anyway, few threads with many entries have less to wait for.
     threads = threads_of(teams * cluster < device.multiprocessors ? own : (own + kPacks - 1) / kPacks);
   } else {
-    const int64_t one = threads * static_cast<int64_t>(sizeof(float)), most = (device.shared - base) / one;
+    const int64_t one = threads * static_cast<int64_t>(sizeof(float)),
+                  most = std::max<int64_t>(device.shared - base, 0) / one;
     const auto own = [&] { return (ids + cluster * threads - 1) / (cluster * threads); };
     while (own() > most && cluster * 2 <= most_blocks) cluster *= 2;
     capacity = own() <= most ? own() : rows.id_range ? most : 0;

@@ -260,18 +260,20 @@ def test_the_first_and_the_last_ids_are_drawn(backend, V):
                 assert out.tokens.item() == best and out.status.item() == 0
 
 
-OTHERS = [(backend, None) for backend in backends("draw_tokens", DEVICE) if backend != "oracle"]
-SMALL = [("cuda_emulated", shared) for shared in ("26000", "40000") if ("cuda_emulated", None) in OTHERS]
+OTHERS = [(backend, 9000, {}) for backend in backends("draw_tokens", DEVICE) if backend != "oracle"]
+GPUS = [(9000, {"SMS": 1}), (9001, {"SMS": 24}), (9000, {"CAPABILITY": 8}), (17001, {"CAPABILITY": 8}),
+        (17001, {"CAPABILITY": 8, "SHARED": 26_000}), (17001, {"CAPABILITY": 8, "SHARED": 40_000})]
+EMULATED = [("cuda_emulated", V, gpu) for V, gpu in GPUS if ("cuda_emulated", 9000, {}) in OTHERS]
 
 
-@pytest.mark.parametrize("backend, shared", OTHERS + SMALL)
-def test_long_rows_are_drawn_alike(backend, shared, monkeypatch):
+@pytest.mark.parametrize("backend, V, gpu", OTHERS + EMULATED)
+def test_long_rows_are_drawn_alike(backend, V, gpu, monkeypatch):
     """Rows that Triton takes in several tiles, that hold more ids than CUDA lists, all of them equally good, or that do
-    not fit into shared memory: no row, or only that of a short range."""
-    if shared:
-        monkeypatch.setenv("CUDA_ON_CPU_SHARED", shared)
+    not fit into the registers of a team, or into shared memory: no row, or only that of a short range."""
+    for name, setting in gpu.items():
+        monkeypatch.setenv(f"CUDA_ON_CPU_{name}", str(setting))
     g = torch.Generator().manual_seed(0)
-    B, V = 6, 9000
+    B = 6
     logits, uncond = (torch.randn(2, B, 2, V, generator=g) * 4).round().div(2).to(DEVICE)
     logits[5] = uncond[5] = 0.0
     settings = {"guidance": [1.0, 3.0, 1.5, 2.0, 2.0, 1.0], "temperature": [1.0, 1.0, 0.7, 1.3, 0.0, 0.0],

@@ -19,15 +19,8 @@ def one_row(logits, uncond=None, guidance=1.0, temperature=1.0, top_k=0, top_p=1
     def setting(value, dtype=torch.float32):
         return torch.tensor([value], dtype=dtype, device=DEVICE)
 
-    def run():
-        return guided_probs(row(logits), row(uncond), setting(guidance), setting(temperature),
-                            setting(top_k, torch.int32), setting(top_p), **kwargs)
-
-    probs, status = out = run()
-    if kwargs.get("backend") == "cuda_emulated":  # and where no row fits into shared memory
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CUDA_ON_CPU_SHARED", "26000")
-            assert all(map(torch.equal, run(), out))
+    probs, status = guided_probs(row(logits), row(uncond), setting(guidance), setting(temperature),
+                                 setting(top_k, torch.int32), setting(top_p), **kwargs)
     return probs[0, 0].tolist(), status.item()
 
 
@@ -280,6 +273,80 @@ def test_a_small_top_k_sees_the_last_ids(backend, V):
         logits[best] = 9.0
         probs, _ = one_row(logits, top_k=1, backend=backend)
         assert [v for v in range(V) if probs[v] > 0] == [best]
+
+
+EMULATED = pytest.mark.skipif("cuda_emulated" not in backends("guided_probs", DEVICE), reason="needs a C++ compiler")
+
+
+def on_gpu(patch, capability=9, multiprocessors=132, shared=227 * 1024):
+    """The emulated GPU."""
+    patch.setenv("CUDA_ON_CPU_CAPABILITY", str(capability))
+    patch.setenv("CUDA_ON_CPU_SMS", str(multiprocessors))
+    patch.setenv("CUDA_ON_CPU_SHARED", str(shared))
+
+
+def emulated_is_oracle(*args, **kwargs):
+    for got, expected in zip(guided_probs(*args, backend="cuda_emulated", **kwargs),
+                             guided_probs(*args, backend="oracle", **kwargs)):
+        assert torch.equal(got, expected)
+
+
+@EMULATED
+@pytest.mark.parametrize("gpu", [
+    {}, {"multiprocessors": 8}, {"multiprocessors": 1}, {"capability": 8}], ids=["8", "4", "1", "capability 8"])
+@pytest.mark.parametrize("V", [33, 1000, 4096, 4101, 8192, 8200, 16384])
+def test_rows_in_teams_of_any_size(gpu, V, monkeypatch):
+    """In clusters of up to so many blocks; with logits that hardly tie and with some that often do."""
+    on_gpu(monkeypatch, **gpu)
+    dtype = torch.bfloat16 if V % 3 else torch.float32
+    pair = torch.randn(2, 2, 1, V, generator=torch.Generator().manual_seed(V)).mul(3)
+    pair[:, 1] = pair[:, 1].round()
+    for filters in ("k_then_p", "p_then_k"):
+        emulated_is_oracle(*pair.to(dtype), 2.3, 0.7, V // 8, 0.9, filters=filters)
+    emulated_is_oracle(pair[0].to(dtype), None, 1.0, 1.0, V - V // 4, 1.0, id_range=(V // 5, V - 3))
+
+
+@EMULATED
+@pytest.mark.parametrize("V, gpu", [
+    (16390, {"capability": 8}), (16390, {"capability": 8, "shared": 26_000}), (66_000, {"shared": 80_000})])
+def test_rows_that_no_team_holds(V, gpu, monkeypatch):
+    """They stay in shared memory, or are read again where that is small."""
+    on_gpu(monkeypatch, **gpu)
+    pair = torch.randn(2, 1, 1, V, generator=torch.Generator().manual_seed(V)).mul(3)
+    emulated_is_oracle(*pair.bfloat16(), 2.3, 0.7, V // 8, 0.9)
+
+
+@EMULATED
+@pytest.mark.parametrize("gpu", [{}, {"capability": 8}], ids=["clusters", "capability 8"])
+@pytest.mark.parametrize("k", [40, 300, 700, 990])
+def test_masked_and_far_logits(gpu, k, monkeypatch):
+    """A row's best 500 ids, then 3 far below, 200 masked by the lowest float, and the rest by -inf; and all but one
+    masked. The k-th largest is one of each kind."""
+    on_gpu(monkeypatch, **gpu)
+    g = torch.Generator().manual_seed(k)
+    logits = torch.full((3, 1, 1000), -INF)
+    logits[0, 0, :500] = torch.randn(500, generator=g)
+    logits[0, 0, 500:503] = torch.tensor([-1e30, -1e20, -2e20])
+    logits[0, 0, 503:703] = torch.finfo(torch.float32).min
+    logits[1, 0, 7] = 3.0
+    logits[2, 0] = logits[0, 0]
+    logits[2, 0, 501:] = -1e20
+    logits = logits[..., torch.randperm(1000, generator=g)]
+    for p in (1.0, 0.5, 1 - 2**-24):
+        emulated_is_oracle(logits, None, 1.0, 1.0, k, p)
+    emulated_is_oracle(logits, torch.zeros_like(logits), 1.5, 0.9, k, 0.9)
+
+
+@EMULATED
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 0.3, 1.7, 3.0, 4e6, 1e30])
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1e-29, 1.0, 1e4, 1e31])
+def test_every_logit_is_divided_exactly(temperature, scale):
+    """By its product with the inverse only where that can be corrected. Rounded otherwise, some of the 64 nearest
+    floats would tie or not."""
+    near = torch.tensor(scale).view(torch.int32) - torch.arange(64, dtype=torch.int32)
+    logits = torch.cat([near.view(torch.float32), -near.view(torch.float32), torch.zeros(2)]).view(1, 1, -1)
+    for k in range(1, 66, 4):
+        emulated_is_oracle(logits, None, 1.0, temperature, k, 1.0)
 
 
 @pytest.mark.parametrize("name, value, message", [
