@@ -143,6 +143,18 @@ def test_every_entry_of_a_row_is_looked_at(backend, V):
     assert status.tolist() == [INVALID_ROW, 0] * V
 
 
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
+def test_a_row_for_more_blocks_than_a_cluster_has(backend):
+    V = 70000
+    probs = torch.full((2, V), 2.0**-17, device=DEVICE)
+    probs[1, V - 1] = NAN
+    table = torch.tensor([[0, 40000, 69999]], device=DEVICE).expand(V, 3).int()
+    out = neighborhood_sum(probs, torch.tensor([69998, 69998], device=DEVICE), table,
+                           torch.full((2,), 2.0**-16, device=DEVICE), backend=backend)
+    assert out.relaxed_mass.tolist() == [3 * 2.0**-17, 0] and out.num_neighbors.tolist() == [2, 0]
+    assert out.status.tolist() == [0, INVALID_ROW]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_narrow_tables_hold_large_ids(backend):
     V = 40000

@@ -111,6 +111,16 @@ def test_is_what_verify_tree_draws_after_one_rejection(backend):
     assert rejected.sum() > R / 4 and torch.equal(alone[rejected], verified.next_token[rejected]) and not status.any()
 
 
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "triton"])
+def test_a_row_longer_than_the_registers_of_a_cluster(backend):
+    """The draft is even over the first 100,000 ids, so that the others are left, evenly too."""
+    V = 150000
+    draft = torch.where(torch.arange(V, device=DEVICE) < 100000, 2.0**-17, 0.0)
+    for uniform, token in [(0.0, 100000), (0.25, 112500), (0.5, 125000), (0.75, 137500), (1.0, V - 1)]:
+        assert one(backend, [2.0**-18] * V, draft.tolist(), uniform) == (token, 0)
+    assert one(backend, [2.0**-18] * V, None, 0.5) == (75000, 0)
+
+
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
 def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
     g = torch.Generator().manual_seed(1)
