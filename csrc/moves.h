@@ -33,9 +33,14 @@ struct Moves {
     const int64_t accepted = num_accepted[b], length = lengths[b];
     if (accepted < 0 || accepted > P || length < 0 || length > start[b] || start[b] >= T) return false;
     if (length + accepted >= T) return false;
+    bool ascends = true;  // looked at behind the loop, so that its loads need not wait for each other
+    int64_t last = start[b];
     for (int64_t i = 1; i <= accepted; ++i) {
-      if (source(b, i) <= source(b, i - 1) || source(b, i) >= T) return false;
+      const int64_t column = source(b, i);
+      ascends &= column > last;
+      last = column;
     }
+    if (!ascends || last >= T) return false;
     for (int64_t r = b; slots && r < R; r += B) {
       for (int64_t i = 0; i <= accepted; ++i) {
         if (!has_slot(r, source(b, i)) || !has_slot(r, target(b, i))) return false;
