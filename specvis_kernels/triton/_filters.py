@@ -24,7 +24,7 @@ MAX_TILE, MAX_BITS = (2**18, 4) if IS_INTERPRETED else (4096, 2)
 def tiles(V):
     """TILE, the BITS of a threshold that are found at a time, and the warps of a kernel that filters rows of V ids."""
     tile = min(max(4, triton.next_power_of_2(V)), MAX_TILE)
-    return {"TILE": tile, "BITS": MAX_BITS, "num_warps": min(16, max(4, tile // 256))}
+    return {"TILE": tile, "BITS": MAX_BITS, "num_warps": min(16, max(4, tile // 128))}
 
 
 def programs_and_scratch(rows, V, device):

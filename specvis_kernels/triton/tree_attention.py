@@ -1,6 +1,8 @@
 """tree_attention in Triton: one program per row, head of keys and block of queries; a softmax that runs along the keys.
 
-First come the tiles of cached columns, then those of the nodes, whose bits say who sees them.
+It runs along CHUNK columns at a time: first those of the cache, whose loads overlap with the tile before, then those of
+the nodes, whose bits say who sees them. What the chunks give is merged in their order. Where rows and heads are fewer
+than multiprocessors each chunk has a program of its own, and a second kernel merges: the bits are the same.
 """
 import os
 
@@ -8,16 +10,31 @@ import torch
 import triton
 import triton.language as tl
 
+from ._kernel import kernel
+
+CHUNK = 128
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def merge(best, total, attended, other_best, other_total, other_attended):
+    """Two parts of a softmax, as one."""
+    new_best = tl.maximum(best, other_best)
+    shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+    rescale = tl.exp(best - shift)
+    other_rescale = tl.exp(other_best - shift)
+    attended = attended * rescale[:, None] + other_attended * other_rescale[:, None]
+    return new_best, total * rescale + other_total * other_rescale, attended
+
 
 @triton.jit
 def attend_tile(
         q, best, total, attended,            # (BLOCK_M, BLOCK_D), (BLOCK_M), (BLOCK_M), (BLOCK_M, BLOCK_D)
-        k_row, v_row, first, is_seen,        # the tile's first column; (BLOCK_M, BLOCK_T)
+        k_row, v_row, first, in_use, is_seen,  # the tile's first column; (BLOCK_T), (BLOCK_M, BLOCK_T)
         k_stride, v_stride, D, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     i = tl.arange(0, BLOCK_T)[:, None]
     d = tl.arange(0, BLOCK_D)
-    in_use = tl.max(is_seen.to(tl.int32), axis=0) > 0      # what nobody sees may hold anything
-    inside = in_use[:, None] & (d < D)[None, :]
+    inside = in_use[:, None] & (d < D)[None, :]            # what nobody sees may hold anything
     k = tl.load(k_row + first * k_stride + (i * k_stride + d[None, :]), mask=inside, other=0.0)
     v = tl.load(v_row + first * v_stride + (i * v_stride + d[None, :]), mask=inside, other=0.0)
     if WIDE:
@@ -34,7 +51,16 @@ def attend_tile(
     return new_best, total, attended
 
 
-@triton.jit(do_not_specialize=["B", "N", "T", "S", "W"])
+@triton.jit
+def load_columns(lengths, b, T, W):
+    """How many cached columns a request has, the column of its first node, and where its nodes' columns end."""
+    length = tl.load(lengths + b)
+    first_node = tl.where(length < 0, T, tl.minimum(length, T)).to(tl.int32)  # T: there is no column for a node
+    return tl.where(length < 0, 0, first_node), first_node, first_node + tl.minimum(T - first_node, 64 * W)
+
+
+@kernel("q", "k_cache", "v_cache", "out", "parts", "q_node", "q_head", "k_row", "k_column", "k_head", "v_row",
+        "v_column", "v_head", "D")
 def tree_attention_kernel(
         q,                                   # (R, N, H, D)
         k_cache, v_cache,                    # (R, T, Hkv, D)
@@ -42,8 +68,9 @@ def tree_attention_kernel(
         ancestors,                           # (B, N, W)
         key_mask,                            # (R, S) or None
         out,                                 # (R, N, H, D)
+        parts, bests, totals,                # (chunks, R, N, H, D) and twice (chunks, R, N, H), for the second kernel
         q_row, q_node, q_head, k_row, k_column, k_head, v_row, v_column, v_head,  # strides
-        B, N, T, S, W, D, scale, H: tl.constexpr, G: tl.constexpr,
+        R, B, N, T, S, W, D, scale, H: tl.constexpr, G: tl.constexpr, CHUNK: tl.constexpr,
         BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     r = (tl.program_id(0) // (H // G)).to(tl.int64)
     h = tl.program_id(0) % (H // G)
@@ -61,37 +88,80 @@ def tree_attention_kernel(
         x = x.to(q.dtype.element_ty)
     k_cache += r * k_row + h * k_head
     v_cache += r * v_row + h * v_head
-    length = tl.load(lengths + b)
-    first_node = tl.where(length < 0, T, tl.minimum(length, T))  # T: there is no column for a node
-    num_columns = tl.where(length < 0, 0, first_node)
+    num_columns, first_node, end = load_columns(lengths, b, T, W)
+    end = tl.maximum(end, num_columns)
+    chunk = tl.program_id(2) * CHUNK
+    is_whole = tl.num_programs(2) == 1
+    if not is_whole:
+        end = tl.minimum(end, chunk + CHUNK)
 
+    whole_best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    whole_total = tl.zeros([BLOCK_M], tl.float32)
+    whole = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    while chunk < end:
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in tl.range(chunk, tl.minimum(chunk + CHUNK, num_columns), BLOCK_T, num_stages=3):
+            t = start + tl.arange(0, BLOCK_T)
+            is_cached = t < num_columns
+            if key_mask is not None:
+                is_cached = is_cached & (tl.load(key_mask + r * S + t, mask=t < S, other=1) != 0)
+            best, total, attended = attend_tile(x, best, total, attended, k_cache, v_cache, r * 0 + start, is_cached,
+                                                is_cached[None, :], k_column, v_column, D, BLOCK_T, BLOCK_D, WIDE)
+        start = tl.maximum(chunk, first_node)
+        while start < tl.minimum(chunk + CHUNK, end):
+            column = start + tl.arange(0, BLOCK_T)
+            j = column - first_node
+            is_node = is_query[:, None] & ((column < end) & (column < chunk + CHUNK))[None, :]
+            words = tl.load(ancestors + (b * N + n[:, None]) * W + j[None, :] // 64, mask=is_node, other=0)
+            is_seen = is_node & (((words >> (j & 63)[None, :]) & 1) != 0)
+            best, total, attended = attend_tile(
+                x, best, total, attended, k_cache, v_cache, r * 0 + start,
+                tl.max(is_seen.to(tl.int32), axis=0) > 0, is_seen, k_column, v_column, D, BLOCK_T, BLOCK_D, WIDE)
+            start += BLOCK_T
+        whole_best, whole_total, whole = merge(whole_best, whole_total, whole, best, total, attended)
+        chunk += CHUNK
+    row = (r * N + n) * H + head
+    if is_whole:
+        whole = whole / tl.where(whole_total > 0, whole_total, 1.0)[:, None]
+        tl.store(out + row[:, None] * D + d[None, :], whole.to(out.dtype.element_ty), mask=inside)
+    else:
+        row += tl.program_id(2) * R * N * H
+        tl.store(parts + row[:, None] * D + d[None, :], whole, mask=inside)
+        tl.store(bests + row, whole_best, mask=is_query)
+        tl.store(totals + row, whole_total, mask=is_query)
+
+
+@kernel("parts", "out", "D")
+def merge_kernel(
+        parts, bests, totals,                # what the first kernel stored
+        lengths,                             # (B)
+        out,                                 # (R, N, H, D)
+        R, B, N, T, W, D, H: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    num_columns, _, end = load_columns(lengths, r % B, T, W)
+    end = tl.maximum(end, num_columns)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    is_query = m < N * H
+    inside = is_query[:, None] & (d < D)[None, :]
+    row = r * N * H + m
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    start = length * 0
-    while start < num_columns:
-        t = start + tl.arange(0, BLOCK_T)
-        is_cached = t < num_columns
-        if key_mask is not None:
-            is_cached = is_cached & (tl.load(key_mask + r * S + t, mask=t < S, other=1) != 0)
-        best, total, attended = attend_tile(x, best, total, attended, k_cache, v_cache, start,
-                                            is_query[:, None] & is_cached[None, :], k_column, v_column, D,
-                                            BLOCK_T, BLOCK_D, WIDE)
-        start += BLOCK_T
-    start = length * 0
-    num_nodes = tl.minimum(T - first_node, 64 * W)
-    while start < num_nodes:
-        j = start + tl.arange(0, BLOCK_T)
-        is_node = is_query[:, None] & (j < num_nodes)[None, :]
-        words = tl.load(ancestors + (b * N + n[:, None]) * W + j[None, :] // 64, mask=is_node, other=0)
-        is_seen = is_node & (((words >> (j & 63)[None, :]) & 1) != 0)
-        if tl.max(tl.max(is_seen.to(tl.int32), axis=1), axis=0) > 0:
-            best, total, attended = attend_tile(x, best, total, attended, k_cache, v_cache, first_node + start,
-                                                is_seen, k_column, v_column, D, BLOCK_T, BLOCK_D, WIDE)
-        start += BLOCK_T
+    part = row
+    for _ in tl.range(0, end, CHUNK, num_stages=3):
+        best, total, attended = merge(best, total, attended, tl.load(bests + part, mask=is_query, other=0.0),
+                                      tl.load(totals + part, mask=is_query, other=0.0),
+                                      tl.load(parts + part[:, None] * D + d[None, :], mask=inside, other=0.0))
+        part += R * N * H
     attended = attended / tl.where(total > 0, total, 1.0)[:, None]
-    to = out + ((r * N + n[:, None]) * H + head[:, None]) * D + d[None, :]
-    tl.store(to, attended.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row[:, None] * D + d[None, :], attended.to(out.dtype.element_ty), mask=inside)
+
+
+def num_multiprocessors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
@@ -102,12 +172,24 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
     if R > 0:
         G = H // Hkv
         block_d = max(triton.next_power_of_2(D), 16)
-        block_m = min(max(triton.next_power_of_2(N * G), 16), 128 // q.element_size())
-        block_t = max(16, min(32, 8192 // (block_d * q.element_size())))
-        wide = q.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1"  # its bfloat16 is wrong
-        tree_attention_kernel[(R * Hkv, triton.cdiv(N * G, block_m))](
+        # Two kinds alone, for few queries and for many, since their number changes from step to step.
+        most = 128 // q.element_size()
+        block_m = 16 if N * G <= 16 else max(16, min(most, 2 * most * 32 // block_d))
+        block_t = 16 if D % 16 != 0 else max(16, min(most, most * 64 // block_d))
+        num_chunks = triton.cdiv(T, CHUNK) if R * Hkv < num_multiprocessors(q.device) else 1
+        parts = bests = totals = torch.empty(1, dtype=torch.float32, device=q.device)
+        if num_chunks > 1:
+            parts = torch.empty((num_chunks, R, N, H, D), dtype=torch.float32, device=q.device)
+            bests, totals = torch.empty((2, num_chunks, R, N, H), dtype=torch.float32, device=q.device)
+        num_warps = 4 if block_m * block_d * q.element_size() < 4096 else 8
+        wide = q.dtype == torch.float32 or IS_INTERPRETED     # the interpreter's bfloat16 is wrong
+        tree_attention_kernel[(R * Hkv, triton.cdiv(N * G, block_m), num_chunks)](
             q, k_cache, v_cache, lengths, ancestors, None if key_mask is None else key_mask.view(torch.uint8), out,
-            *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], B, N, T,
-            0 if key_mask is None else key_mask.shape[1], W, D, scale, H=H, G=G, BLOCK_M=block_m, BLOCK_T=block_t,
-            BLOCK_D=block_d, WIDE=wide, num_warps=4 if block_m * block_d * q.element_size() < 4096 else 8)
+            parts, bests, totals, *q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3], R, B, N, T,
+            0 if key_mask is None else key_mask.shape[1], W, D, scale, H=H, G=G, CHUNK=CHUNK, BLOCK_M=block_m,
+            BLOCK_T=block_t, BLOCK_D=block_d, WIDE=wide, num_warps=num_warps, enable_fp_fusion=False)
+        if num_chunks > 1:
+            merge_kernel[(R, triton.cdiv(N * H, 16))](
+                parts, bests, totals, lengths, out, R, B, N, T, W, D, H=H, CHUNK=CHUNK, BLOCK_M=16, BLOCK_D=block_d,
+                num_warps=4, enable_fp_fusion=False)
     return out

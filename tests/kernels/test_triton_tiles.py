@@ -1,7 +1,9 @@
-"""Triton's filters of logits as a GPU runs them: rows of several tiles, thresholds found two bits at a time.
+"""Triton's kernels as a GPU runs them, where its interpreter has another way, of fewer operations.
 
-Its interpreter takes a row as one tile, and four bits at a time, which are fewer operations.
+Rows of logits are several tiles there, thresholds are found two bits at a time, and attention's chunks share programs.
 """
+import importlib
+
 import pytest
 import torch
 
@@ -25,3 +27,15 @@ def test_rows_of_several_tiles(op, case, monkeypatch):
     monkeypatch.setattr(_filters, "MAX_BITS", 2)
     args, kwargs = getattr(inputs, op)(*case)
     assert_agree(op, *(run(op, args, kwargs, backend) for backend in ("triton", "oracle")))
+
+
+@pytest.mark.skipif("triton" not in backends("tree_attention", inputs.DEVICE), reason="needs Triton")
+def test_chunks_that_have_programs_of_their_own_give_the_same_bits(monkeypatch):
+    """Whether there are many rows or few: the chunks end at 128 columns, one of them amid the nodes."""
+    kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
+    args, kwargs = inputs.tree_attention(2, 20, 2, 1, 16, {"columns": 280, "lengths": [120, 3], "mask": True})
+    results = []
+    for multiprocessors in (1, 99):
+        monkeypatch.setattr(kernels, "num_multiprocessors", lambda device, count=multiprocessors: count)
+        results += run("tree_attention", args, kwargs, "triton")
+    assert results[0].equal(results[1]) and results[0].any()
