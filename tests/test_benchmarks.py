@@ -96,7 +96,7 @@ def test_the_baseline_moves_the_same_columns(layout):
     caches = []
     for name in ("index and put", "oracle"):
         call, args = ops.prepare("commit_kv", (2, 9, 4, {"layout": layout}), name)
-        caches.append((call(*args), *args[0]))
+        caches.append((call(*args), *args[0][0]))
     assert all(a.equal(b) for a, b in zip(*caches))
 
 
@@ -105,9 +105,9 @@ def test_the_baseline_commits_the_same_tokens():
     for name in ("scatter", "oracle"):
         call, args = ops.prepare("commit_tokens", (8, 20, 6, 30, True, False), name)
         out = call(*args)
-        tokens, counts = args[0][:, :30], args[1]
+        tokens, counts = args[0][0][:, :30], args[0][1]
         is_written = torch.arange(30, device=tokens.device) < counts[:, None]  # the baseline writes zeros behind
-        steps.append((*out, tokens.where(is_written, 0), *args[1:7]))
+        steps.append((*out, tokens.where(is_written, 0), *args[0][1:7]))
     assert all(a.equal(b) for a, b in zip(*steps, strict=True)) and steps[0][2].max() > 3
 
 
@@ -140,6 +140,7 @@ def run_ops(monkeypatch, *arguments):
 
     monkeypatch.setattr(ops, "measure", measure)
     monkeypatch.setattr(ops, "floor", lambda seconds: [])
+    monkeypatch.setattr(inputs, "neighbor_table", inputs.neighbor_table)
     monkeypatch.setattr(harness, "bandwidth", lambda device: 1e9)
     monkeypatch.setattr("sys.argv", ["ops", *map(str, arguments)])
     try:
@@ -307,6 +308,15 @@ def test_bytes_that_must_move():
     columns = int(lengths[0]) + 60
     assert ops.ROWS["tree_attention"][1](1, 60, 20, 20, 64, ops.XL_HEADS) == \
         k[:, :columns].nbytes + v[:, :columns].nbytes + 2 * q.nbytes
+
+
+def test_all_tensors_of_a_call_take_turns(monkeypatch):
+    """Those that are named, too: a table, or what drafts were drawn from."""
+    call, arguments = ops.prepare("verify_tree", (2, 60, 512, 6, ops.STATIC), "oracle")
+    copies = harness.copies_of(arguments, 3)
+    places = {copy[1]["draft_probs"].data_ptr() for copy in copies} | {copy[0][0].data_ptr() for copy in copies}
+    assert len(places) == 6 and harness.bytes_of(arguments) > 2 * 512 * 4 * (60 + 10)
+    assert all(result.num_accepted.equal(call(*arguments).num_accepted) for result in (call(*copy) for copy in copies))
 
 
 def test_drawn_trees_are_accepted_and_rejected_as_static_ones_are():
