@@ -5,11 +5,13 @@ ids and batches of 1, 8 and 64. Nothing is measured and no GPU takes part. It wr
 benchmarks/results/h200-bounds.json and the table of docs/gpu.md.
 """
 import json
+import os
 import re
 
 import torch
 
 from benchmarks import executed, harness, ops, sass
+from tests.cuda_on_cpu import trace
 
 RESULTS = sass.ROOT / "benchmarks" / "results" / "h200-bounds.json"
 PAGE = sass.ROOT / "docs" / "gpu.md"
@@ -33,6 +35,10 @@ HOW = {
     "instructions_us": "instructions / warp_instructions_per_cycle on the multiprocessors that have a block",
     "conversions_us": "of them those from and to 64 bits / conversions_64_per_cycle",
     "fp64_us": "of them those of fp64 / fp64_per_cycle",
+    "chain_cycles": "the longest chain of steps that wait for each other, of a block, by the emulation's clock and the "
+                    "costs that tests/cuda_on_cpu/trace.cpp assumes; of rows that are alike one is traced, by as many "
+                    "blocks as share it in that batch",
+    "chain_us": "chain_cycles / cycles_per_us",
     "tensor_us": "multiplications and additions of whole tiles / tensor_flop_per_us",
     "bound_us": "kernel_us + the largest of the others in microseconds: counted, not measured",
     "limit": "which that is; launch, if all of them are less than kernel_us",
@@ -63,6 +69,20 @@ CASES = [  # title, op, sizes for its maker with batch B, targets and the estima
 ]
 
 
+def chain(op: str, B: int, case) -> int | None:
+    """Cycles, of all launches of a call one after another. `case(B)`: the sizes for a batch."""
+    if op == "tree_attention":
+        return None
+    one = list(case(1))
+    requests = B
+    if op in ("guided_probs", "draw_tokens"):
+        requests, one[1] = B * one[1], 1
+    if op == "neighborhood_sum":
+        requests, one[0] = B * one[0], 1
+    os.environ["CUDA_ON_CPU_SMS"] = str(max(1, RATES["multiprocessors"] // requests))
+    return sum(record["chain_cycles"] for record in trace.run(trace.build([op]), [(op, tuple(one))]))
+
+
 def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:
     """Instructions of all threads, and floating-point operations, of tree_attention."""
     B, N, H, Hkv, D, options = case
@@ -75,7 +95,8 @@ def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:
     return (tiles * loop["instructions"] * kernel["warps"], tiles * 4.0 * block_m * block_t * D)
 
 
-def bound(title: str, op: str, case: tuple, B: int, one: dict, kernels: dict[str, dict]) -> dict:
+def bound(title: str, op: str, case: tuple, B: int, one: dict, cycles_in_chain: int | None,
+          kernels: dict[str, dict]) -> dict:
     """One row of the results, without target. `one`: what the same call of one request runs."""
     num_bytes, flop = ops.ROWS[op][1](*case), 0.0
     counts = {name: B * one.get(name, 0) for name in ("instructions", "conversions_64", "fp64")}
@@ -88,9 +109,11 @@ def bound(title: str, op: str, case: tuple, B: int, one: dict, kernels: dict[str
         "conversions_us": counts["conversions_64"] * 32 / RATES["conversions_64_per_cycle"] / cycles,
         "fp64_us": counts["fp64"] * 32 / RATES["fp64_per_cycle"] / cycles,
         "tensor_us": flop / RATES["tensor_flop_per_us"],
+        "chain_us": (cycles_in_chain or 0) / RATES["cycles_per_us"],
     }
     limit = max(parts, key=parts.get)
     return {"title": title, "op": op, "batch": B, "bytes": num_bytes, **counts,
+            "chain_cycles": cycles_in_chain,
             **{name: round(us, 2) for name, us in parts.items()},
             "bound_us": round(RATES["kernel_us"] + parts[limit], 1),
             "limit": limit.removesuffix("_us") if parts[limit] > RATES["kernel_us"] else "launch"}
@@ -107,12 +130,12 @@ def cell(rows: list[dict], name: str, number: str = "{:g}") -> str:
 
 def table(results: dict) -> str:
     """Of docs/gpu.md: a line for each op, and in a cell the batches of 1 / 8 / 64."""
-    lines = ["| op | MB | memory | instructions | bound | limit | target | before |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = ["| op | MB | memory | instructions | chain | bound | limit | target | before |",
+             "|---|---|---|---|---|---|---|---|---|"]
     for title in dict.fromkeys(row["title"] for row in results["rows"]):
         rows = [row | {"mb": row["bytes"] / 1e6} for row in results["rows"] if row["title"] == title]
         parts = [re.sub(r"^\w+", r"`\g<0>`", title), cell(rows, "mb", "{:.3g}"),
-                 cell(rows, "memory_us"), cell(rows, "instructions_us"),
+                 *(cell(rows, name) for name in ("memory_us", "instructions_us", "chain_us")),
                  f"**{cell(rows, 'bound_us')}**", *(cell(rows, name) for name in ("limit", "target_us", "before_us"))]
         lines.append("| " + " | ".join(parts) + " |")
     return "\n".join(lines)
@@ -150,7 +173,7 @@ def main():
     for title, op, case, targets, estimates in CASES:
         one = executed.count(op, case(1)) if op != "tree_attention" else {}
         for i, B in enumerate(BATCHES):
-            row = bound(title, op, case(B), B, one, attention)
+            row = bound(title, op, case(B), B, one, chain(op, B, case), attention)
             row |= {"target_us": targets[i], "before_us": estimates[i] if estimates else None,
                     "forbids_target": row["limit"] if row["bound_us"] > targets[i] else None}
             rows.append(row)

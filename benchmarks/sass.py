@@ -489,56 +489,35 @@ def read_library(file: Path = LIBRARY, ops: list[str] = ()) -> tuple[str, dict[s
 def read_triton(ops: list[str] = ()) -> tuple[str, dict[str, dict]]:
     """The same of Triton's kernels, compiled as tests/kernels/test_triton_compiles.py does, for its sizes. The process
     must have none of its interpreter, and runs no kernel afterwards."""
-    import triton
-    from triton.compiler import ASTSource
-    from triton.runtime import jit
-
     import benchmarks.ops
     from tests.kernels import test_triton_compiles
 
-    found, compiler, original, mangle = {}, "", triton.compile, jit.mangle_type
-    current = None
+    found, compiler, rows = {}, "", benchmarks.ops.ROWS
 
-    def compile_and_read(source, target, options):
+    def read(built):
         nonlocal compiler
-        attributes = {(i,): [["tt.divisibility", 16]] for i, p in enumerate(source.fn.params)
-                      if getattr(source.signature[p.name], "is_aligned", False) and not p.do_not_specialize}
-        source = ASTSource(source.fn, source.signature, source.constants, attributes)
-        built = original(source, target, options)
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder, "kernel.cubin")
             cubin.write_bytes(built.asm["cubin"])
             compiler = compiler or compiler_of(cubin)
             kernel, = reports(cubin).values()
-        constants = {source.fn.arg_names[i[0]]: value for i, value in source.constants.items()}
-        sizes = ", ".join(f"{name}={value}" for name, value in constants.items() if value is not None)
-        types = sorted({type.strip("*") for type in source.signature.values() if type.startswith("*")} & WIDE_TYPES)
         kernel["shared"], kernel["warps"] = built.metadata.shared, built.metadata.num_warps
-        title = f"{source.fn.__name__.removesuffix('_kernel')}<{', '.join([*types, sizes])}>"
-        found.setdefault(current, {})[title] = kernel
-        return built
+        op, names, constants = built.src.fn.__module__, built.src.fn.arg_names, built.src.constants
+        types = {type.strip("*") for type in built.src.signature.values() if type.startswith("*")} & FLOATS
+        sizes = [f"{names[i]}={value}" for (i, *_), value in constants.items() if value is not None]
+        title = f"{built.src.fn.__name__.removesuffix('_kernel')}<{', '.join([*sorted(types), *sizes])}>"
+        found.setdefault(op.rpartition(".")[2], {})[title] = kernel
+        return [kernel["registers"], kernel["stack"]]
 
-    def mangle_and_look(value):
-        type = Type(mangle(value))
-        address = value.data_ptr() if hasattr(value, "data_ptr") else value
-        type.is_aligned = isinstance(address, int) and address % 16 == 0
-        return type
-
-    rows = benchmarks.ops.ROWS
-    triton.compile, jit.mangle_type = compile_and_read, mangle_and_look
-    for current in ops or rows:
-        benchmarks.ops.ROWS = {current: rows[current]}
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            test_triton_compiles.main(ARCH)
+    test_triton_compiles.registers_and_stack = read
+    benchmarks.ops.ROWS = {op: rows[op] for op in ops or rows}
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        test_triton_compiles.main(ARCH)
     benchmarks.ops.ROWS = rows
     return compiler, found
 
 
-WIDE_TYPES = {"fp32", "fp16", "bf16"}
-
-
-class Type(str):
-    """Of an argument, and whether it can be divided by 16, which Triton's compiler is told on a GPU too."""
+FLOATS = {"fp32", "fp16", "bf16"}
 
 
 # --- showing ----------------------------------------------------------------------------------------------------------
