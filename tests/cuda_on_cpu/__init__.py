@@ -17,7 +17,7 @@ NAMESPACE = "specvis_kernels_emulated"
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
             "-O0"]  # to optimize what sanitizers add takes longer than it saves
 TRACE = ["-DCUDA_ON_CPU_TRACE", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0",
-         "-w"]  # g++ cannot unroll every loop that nvcc can
+         "--param", "tsan-distinguish-volatile=1", "-w"]  # g++ cannot unroll every loop that nvcc can
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall",
          "-Wno-unknown-pragmas", f"-I{HERE}"]
 

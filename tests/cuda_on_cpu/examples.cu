@@ -230,6 +230,13 @@ __global__ void ticket(int64_t* data) {
   data[1 + threadIdx.x] = sum;
 }
 
+// A counter is read while others may add to it.
+template <class T>
+__global__ void reads_a_counter(int64_t* data) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(data), 1ull);
+  data[1 + threadIdx.x] = *reinterpret_cast<T*>(data);
+}
+
 // Each thread stores a word so many words behind the one before, and loads it.
 template <int kStride>
 __global__ void strides(int64_t* data) {
@@ -275,6 +282,8 @@ const struct {
 } kNamed[] = {
     {"ticket", ticket<true>},
     {"ticket_without_fences", ticket<false>},
+    {"waits_for_a_volatile", reads_a_counter<volatile int64_t>},
+    {"looks_at_an_atomic", reads_a_counter<int64_t>},
     {"stores_in_a_row", strides<1>},
     {"stores_in_one_bank", strides<32>},
     {"stores_in_every_bank", strides<33>},

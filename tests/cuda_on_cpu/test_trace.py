@@ -23,7 +23,8 @@ def traced():
     run, take = examples(path), trace.taker(path)
 
     def record(name, threads, **options):
-        data = np.zeros(16384, np.int64)
+        data = np.zeros(16384 + 4, np.int64)
+        data = data[-data.ctypes.data % 32 // 8:]  # begins with a sector
         data[:3] = [0, 1, 2]
         assert run(name, data, threads, **options) == "no error"
         one, = take()
@@ -37,9 +38,10 @@ def traced():
     ("ticket", "ticket_without_fences", 64, {"blocks": 5}),
     ("passes_on", "passes_on_without_a_barrier", 64, {"blocks": 8, "cluster": 4, "shared": 512}),
     ("tells_half_a_warp", "tells_the_other_half_too", 32, {}),
+    ("waits_for_a_volatile", "looks_at_an_atomic", 64, {}),
 ])
 def test_races(traced, right, wrong, threads, options):
-    """In a block, between blocks, between those of a cluster and in a warp."""
+    """In a block, between blocks, between those of a cluster, in a warp, and with an atomic."""
     assert traced(right, threads, **options)["races"] == []
     assert traced(wrong, threads, **options)["races"]
 

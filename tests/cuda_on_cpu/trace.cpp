@@ -14,7 +14,7 @@
 //
 // Races. Two accesses to one byte by two threads, one of them a plain write, that nothing orders: a barrier of the
 // block or the cluster, a warp operation of both, or, between blocks, an atomic that one made after a fence, and the
-// other before one. Which order the threads ran in does not matter. Two readers of a word are remembered.
+// other before one. A volatile load and an atomic may meet. Which order the threads ran in does not matter. Two readers of a word are remembered.
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
@@ -77,6 +77,7 @@ struct Range {
 };
 
 enum Kind : uint8_t { kRead, kWrite, kAtomicAccess };
+bool is_volatile = false;  // the running access
 
 struct Site {  // an instruction, in global or in shared memory
   Address pc;
@@ -338,7 +339,8 @@ void look(Cell& cell, Kind kind, uint16_t site) {
   const Access now = {block_->id,      lane_->clocks[self->rank % 32], static_cast<uint16_t>(self->rank),
                       lane_->barriers, lane_->clusters_arrived,        site};
   if (kind == kRead) {
-    compare(cell.write, site);
+    if (!is_volatile || !cell.is_atomic) compare(cell.write, site);
+    if (is_volatile) return;
     Access& first = cell.reads[0];
     if (!first.valid() || (first.block == now.block && first.thread == now.thread) || ordered(first)) {
       first = now;
@@ -764,9 +766,20 @@ extern "C" __attribute__((visibility("default"))) const char* trace_costs() {
   void __tsan_unaligned_write##bytes(void* p) {                         \
     if (!paused) access(p, bytes, kWrite, __builtin_return_address(0)); \
   }
+#define VOLATILE(bytes)                                                                                       \
+  void __tsan_volatile_read##bytes(void* p) {                                                                 \
+    is_volatile = true;                                                                                       \
+    if (!paused) access(p, bytes, kRead, __builtin_return_address(0));                                        \
+    is_volatile = false;                                                                                      \
+  }                                                                                                           \
+  void __tsan_volatile_write##bytes(void* p) {                                                                \
+    if (!paused) access(p, bytes, kWrite, __builtin_return_address(0));                                       \
+  }
 #pragma GCC visibility push(hidden)
 extern "C" {
-TRACED(1) TRACED(2) TRACED(4) TRACED(8) TRACED(16) void __tsan_read_range(void* p, size_t bytes) {
+TRACED(1) TRACED(2) TRACED(4) TRACED(8) TRACED(16)
+VOLATILE(1) VOLATILE(2) VOLATILE(4) VOLATILE(8) VOLATILE(16)
+ void __tsan_read_range(void* p, size_t bytes) {
   if (!paused)
     for (size_t i = 0; i < bytes; i += 16)
       access(static_cast<char*>(p) + i, std::min<size_t>(16, bytes - i), kRead, __builtin_return_address(0));
