@@ -121,6 +121,7 @@ struct Found {
 
 template <class Mass>
 __device__ Found search_in_warp(uint32_t count, int64_t threshold, const Mass& mass) {
+  if (count == 1) return {0, 0};
   int64_t before = 0;
 #pragma unroll 1
   for (uint32_t start = 0; start < count; start += kWarp) {
@@ -701,6 +702,7 @@ class Verifier {
       const double accept_prob = Candidate::probability(trial.relaxed, trial.whole);
       const double difference = accept_prob - Candidate::probability(trial.strict, trial.whole);
       const double excess = difference > 0 ? difference : 0.0;
+      if (__ballot_sync(kAllLanes, excess > 0) == 0 && start + count == state_.num_trials) break;  // adds nothing
 #pragma unroll 1
       for (int32_t j = 0; j < count; ++j) {
         if (__shfl_sync(kAllLanes, trial.is_first, j)) reach_prob = 1;
