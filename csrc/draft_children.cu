@@ -1,50 +1,57 @@
-// draft_children on CUDA: one block per row writes its probabilities, see filters.cuh, and draws from them, see
+// draft_children on CUDA: one team per row writes its probabilities, see guided_row.cuh, and draws from them, see
 // children.cuh.
 #include "children.cuh"
-#include "filters.cuh"
+#include "guided_row.cuh"
 
 namespace specvis {
 namespace {
 
-constexpr int kThreads = 512;             // at most
-constexpr int64_t kReserved = 32 * 1024;  // bytes of shared memory for the arrays that the functions declare
-
-// The K most probable tokens, 0 where there is none.
-__device__ void find_likeliest(Team& block, const float* row, int64_t V, int64_t K, int64_t* tokens) {
-  clear_tokens(0, K, tokens);
-  const auto for_each = [=](auto f) { for_each_entry(row, V, f); };
+// The K most probable tokens of a valid row.
+template <class Row>
+__device__ void find_likeliest(Team& team, const Row& row, int64_t K, int64_t* tokens) {
+  const auto for_each = [&](auto f) { row.for_each_prob(f); };
   float largest = 0;
   for_each([&](int64_t, float p) { largest = p > largest ? p : largest; });
-  BestOf best(block);
+  BestOf best(team);
   best.find_bound(order_of(largest, 0), K);
   best.rank(for_each, for_each, 0, [=](unsigned rank, int64_t id, float) { tokens[rank] = id; });
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 1) draft_children_kernel(DraftChildren batch, int64_t capacity) {
-  DYNAMIC_SHARED(Histogram, histogram);
+template <class Entries>
+__global__ void __launch_bounds__(kMaxDraftThreads, 1) draft_children_kernel(DraftChildren batch, int64_t capacity) {
+  Team team;
+  DYNAMIC_SHARED(RowShared, shared);
   const LogitRows& rows = batch.rows;
-  const int64_t r = blockIdx.x, b = r / rows.N, V = rows.V, K = batch.K;
+  const int64_t r = blockIdx.x / team.size(), b = r / rows.N, V = rows.V, K = batch.K;
   float* const probs = batch.probs + r * V;
   int64_t* const tokens = batch.tokens + r * K;
-  const IdRange range = id_range_of(rows, r);
-  const bool valid = range.count <= capacity ? write_probs<T, true>(rows, r, range, probs, histogram)
-                                             : write_probs<T, false>(rows, r, range, probs, histogram);
-  if (threadIdx.x == 0) batch.status[r] = valid ? 0 : kInvalidRow;
-  __syncthreads();  // the row is complete
-  Team block = Team().alone();
-  if (rows.temperature[b] == 0) {
-    find_likeliest(block, probs, V, K, tokens);
-  } else if (batch.uniforms) {
-    draw_by_uniforms(probs, V, batch.uniforms + r * K, K, tokens);
-  } else {
-    draw_by_noise(block, probs, V, Noise(batch.seeds[b], batch.positions[r]), K, tokens, nullptr);
+  const bool is_greedy = rows.temperature[b] == 0;
+  bool valid;
+  {
+    GuidedRow<Entries> row(team, shared, capacity, rows, r);
+    valid = row.valid();
+    if (valid) row.to_probs();
+    row.write(probs, V);
+    if (team.rank() == 0 && (is_greedy || !valid)) clear_tokens(0, K, tokens);
+    if (is_greedy && valid) find_likeliest(team, row, K, tokens);
   }
+  if (team.thread() == 0) batch.status[r] = valid ? 0 : kInvalidRow;
+  team.sync();  // the row is written
+  if (is_greedy || !valid) return;
+  if (batch.uniforms) {
+    if (team.rank() == 0) draw_by_uniforms(probs, V, batch.uniforms + r * K, K, tokens);
+    return;
+  }
+  constexpr int64_t kRoom = 2 * kBins * sizeof(unsigned) / sizeof(float4);  // of the histogram
+  draw_by_noise(team, probs, V, Noise(batch.seeds[b], batch.positions[r]), K, tokens,
+                reinterpret_cast<float4*>(shared->low), kRoom);
+  if (team.size() > 1) team.sync();
 }
 
 template <class T>
 cudaError_t launch(const DraftChildren& batch, cudaStream_t stream) {
-  return launch_rows(draft_children_kernel<T>, batch, batch.rows.B * batch.rows.N, stream, kThreads, kReserved);
+  return launch_rows<T>(draft_children_kernel<Held<T>>, draft_children_kernel<Streamed<T>>, batch,
+                        batch.rows.B * batch.rows.N, stream);
 }
 
 }  // namespace

@@ -33,9 +33,14 @@ __device__ void expand_node(const ExpandTree& batch, int64_t r, int64_t count, B
 
 __device__ void write_frontier(const ExpandTree& batch, int64_t b, int64_t count, BestOf& best) {
   const int64_t size = batch.F * batch.num_children;
+  const float* const children = batch.child_scores + b * size;
   int32_t* const frontier = batch.frontier + b * batch.num_children;
-  for (int64_t k = threadIdx.x; k < batch.num_children; k += blockDim.x) frontier[k] = -1;
-  find_frontier(best, batch.child_scores + b * size, size, count,
+  for (int64_t k = threadIdx.x; k < batch.num_children; k += blockDim.x) {
+    const bool is_in_order = batch.F == 1 && children[k] > -INFINITY;  // those of an only node
+    frontier[k] = is_in_order ? static_cast<int32_t>(k) : -1;
+  }
+  if (batch.F == 1) return;
+  find_frontier(best, children, size, count,
                 [=](int64_t rank, int64_t id) { frontier[rank] = static_cast<int32_t>(id); });
 }
 

@@ -17,6 +17,13 @@ constexpr int kBins = 2048;                // of a histogram
 constexpr unsigned kMaxCandidates = 64;    // entries of a bin that one warp looks at
 constexpr int kRowEntries = 16;            // of a thread, in registers
 constexpr unsigned kMaxRowThreads = 1024;  // in a block: a thread has 64 registers
+// Those of kernels that do more with a row. For these 64 registers are too few on sm_100, whose clusters have blocks of
+// at most half as many threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr unsigned kMaxDraftThreads = kMaxRowThreads / 2;
+#else
+constexpr unsigned kMaxDraftThreads = kMaxRowThreads;
+#endif
 
 __device__ inline float value(float x) { return x; }
 __device__ inline float value(__half x) { return __half2float(x); }
@@ -432,6 +439,18 @@ class GuidedRow {
       for (int j = 0; j < kWide; ++j) {
         const int id = packs_.id(pack) + j;
         if (is_whole || packs_.has(id)) f(int64_t{id}, prob(x[j]));
+      }
+    });
+  }
+
+  // The same for an f with much code, which stands once for each entry of a pack.
+  template <class F>
+  __device__ void for_each_prob(F f) const {
+    entries_.for_each_pack_once(packs_, [&](int pack, const float (&x)[kWide]) {
+#pragma unroll
+      for (int j = 0; j < kWide; ++j) {
+        const int id = packs_.id(pack) + j;
+        if (packs_.has(id)) f(int64_t{id}, prob(x[j]));
       }
     });
   }
