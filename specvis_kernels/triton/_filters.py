@@ -21,9 +21,12 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_TILE, MAX_BITS = (2**18, 4) if IS_INTERPRETED else (4096, 2)
 
 
-def tiles(V):
-    """TILE, the BITS of a threshold that are found at a time, and the warps of a kernel that filters rows of V ids."""
-    tile = min(max(4, triton.next_power_of_2(V)), MAX_TILE)
+def tiles(V, share=1):
+    """TILE, the BITS of a threshold that are found at a time, and the warps of a kernel that filters rows of V ids.
+
+    share: 2 for a kernel that needs half of the registers for other things
+    """
+    tile = min(max(4, triton.next_power_of_2(V)), MAX_TILE // share)
     return {"TILE": tile, "BITS": MAX_BITS, "num_warps": min(16, max(4, tile // 128))}
 
 

@@ -175,7 +175,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
         # Two kinds alone, for few queries and for many, since their number changes from step to step.
         most = 128 // q.element_size()
         block_m = 16 if N * G <= 16 else max(16, min(most, 2 * most * 32 // block_d))
-        block_t = 16 if D % 16 != 0 else max(16, min(most, most * 64 // block_d))
+        block_t = 16 if D % 16 != 0 else max(16, min(most, most * most // block_d))
         num_chunks = triton.cdiv(T, CHUNK) if R * Hkv < num_multiprocessors(q.device) else 1
         parts = bests = totals = torch.empty(1, dtype=torch.float32, device=q.device)
         if num_chunks > 1:

@@ -119,6 +119,6 @@ def verify_logits(logits, uncond, tokens, first_child, next_sibling, uniforms, g
             logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, id_range,
             draft_probs, draft_row, neighbors, delta, omega, scratch, mass, draft_mass, greedy_scratch, accepted_nodes,
             num_accepted, next_token, tv_excess, status, N, V, M, max_depth, C, k, offset, first_id, last_id,
-            CUTOFF=cutoff, RESIDUAL=residual, EMPTY=empty, FILTERS=filters, BLOCK_K=block("k", max(k, 1)), **tiles(V),
-            enable_fp_fusion=False)
+            CUTOFF=cutoff, RESIDUAL=residual, EMPTY=empty, FILTERS=filters, BLOCK_K=block("k", max(k, 1)),
+            **tiles(V, 2), enable_fp_fusion=False)
     return accepted_nodes, num_accepted, next_token, tv_excess, status
