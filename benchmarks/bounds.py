@@ -4,6 +4,7 @@ Counts bytes, instructions and dependent steps and divides them by the H200's ra
 ids and batches of 1, 8 and 64. Nothing is measured and no GPU takes part. It writes
 benchmarks/results/h200-bounds.json and the table of docs/gpu.md.
 """
+import argparse
 import json
 import os
 import re
@@ -168,7 +169,7 @@ def pages(page: str, results: dict, before: dict, now: dict) -> str:
     return fill(fill(page, "bounds", table(results)), "machine code", machine_code(before, now))
 
 
-def main():
+def count_all() -> dict:
     rows, attention = [], sass.read_triton(["tree_attention"])[1]["tree_attention"]
     for title, op, case, targets, estimates in CASES:
         one = executed.count(op, case(1)) if op != "tree_attention" else {}
@@ -177,12 +178,18 @@ def main():
             row |= {"target_us": targets[i], "before_us": estimates[i] if estimates else None,
                     "forbids_target": row["limit"] if row["bound_us"] > targets[i] else None}
             rows.append(row)
-            print(", ".join(f"{name} {value}" for name, value in row.items()))
-    results = {"device": "NVIDIA H200", "note": "counted, not measured", "how": HOW, "rates": RATES,
-               "git": harness.machine()["git"], "rows": rows}
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    PAGE.write_text(pages(PAGE.read_text(), results, *(json.loads(file.read_text())
-                                                       for file in (sass.BEFORE, sass.RESULTS))))
+            print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return {"device": "NVIDIA H200", "note": "counted, not measured", "how": HOW, "rates": RATES,
+            "git": harness.machine()["git"], "rows": rows}
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bounds", description=__doc__.partition("\n")[0])
+    parser.add_argument("--page", action="store_true", help="only the tables of docs/gpu.md, from what was counted")
+    if not parser.parse_args().page:
+        RESULTS.write_text(json.dumps(count_all(), indent=1) + "\n")
+    PAGE.write_text(pages(PAGE.read_text(), *(json.loads(file.read_text())
+                                              for file in (RESULTS, sass.BEFORE, sass.RESULTS))))
 
 
 if __name__ == "__main__":
