@@ -284,8 +284,9 @@ def test_with_seeds_it_is_draw_tokens_and_verify_greedy(backend, filters, ranges
 def test_draws_of_long_rows_in_clusters(capability, multiprocessors, monkeypatch):
     monkeypatch.setenv("CUDA_ON_CPU_CAPABILITY", str(capability))
     monkeypatch.setenv("CUDA_ON_CPU_SMS", str(multiprocessors))
-    args, kwargs = inputs.verify_logits(3, 20, 4102, 4, {"seeds": True, "branch": 3, "settings": [
-        (2.0, 1.0, 100, 0.9), (2.0, 0.0, 5, 0.5), (1.5, 1.5, 0, 1.0)]})
+    args, kwargs = inputs.verify_logits(3, 20, 4102, 4, {
+        "seeds": True, "branch": 3, "dtype": torch.bfloat16,
+        "settings": [(2.0, 1.0, 100, 0.9), (2.0, 0.0, 5, 0.5), (1.5, 1.5, 0, 1.0)]})
     got, expected, _ = both(args, kwargs, "cuda_emulated")
     assert not got.status.any() and got.num_accepted.max() >= 2
     for a, b in zip(got[:3], expected[:3]):
