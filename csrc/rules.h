@@ -202,11 +202,21 @@ HOST_DEVICE inline double residual_mass(double mass, double unit, double draft_m
   return (residual > 0 ? residual : 0) * kFixedOne;
 }
 
-// The whole part of a number of [0, 2^52], in fewer steps than to an integer and back.
+// The whole part of a number of [0, 2^52], in fewer steps than to an integer and back. A GPU has a quarter of the units
+// for such conversions that it has for sums.
 HOST_DEVICE inline double whole_part(double x) {
   constexpr double shift = 4503599627370496.0;  // 2^52: numbers above it have no fraction
+#ifdef __CUDA_ARCH__
+  return __dadd_rz(x, shift) - shift;
+#else
   const double nearest = (x + shift) - shift;
   return nearest > x ? nearest - 1 : nearest;
+#endif
+}
+
+// to_fixed_point() of a probability, as a double.
+HOST_DEVICE inline double whole_mass(float p) {
+  return whole_part(static_cast<double>(p * static_cast<float>(kFixedOne)));
 }
 
 // Inverse CDF: the token drawn is the first at which the running sum of the row exceeds this threshold. A NaN

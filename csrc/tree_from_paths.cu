@@ -1,7 +1,7 @@
 // tree_from_paths on CUDA: one block per tree. Each thread takes entries of the paths: first they write the largest
 // parent of each node, then whoever has another one says so. So the order of the threads does not matter.
-#include "block.cuh"
 #include "params.h"
+#include "team.cuh"
 
 namespace specvis {
 namespace {
@@ -9,6 +9,7 @@ namespace {
 constexpr int kThreads = 256;  // at most
 
 __global__ void __launch_bounds__(kThreads) tree_from_paths_kernel(TreeFromPaths batch) {
+  Team team;
   const int64_t b = blockIdx.x, N = batch.N, D = batch.D, size = batch.L * D;
   const int64_t* paths = batch.paths + b * size;
   int32_t* parents = batch.parents + b * N;
@@ -23,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) tree_from_paths_kernel(TreeFromPaths
       atomicMax(parents + node, static_cast<int32_t>(min(max(paths[i - 1], int64_t{-1}), N)));
     }
   }
-  wrong = block_any(wrong);  // a barrier too
+  wrong = team.any(wrong);  // a barrier too
   if (threadIdx.x == 0) parents[0] = wrong ? static_cast<int32_t>(N) : -1;
   for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
     const int64_t node = paths[i];

@@ -1,8 +1,8 @@
 // tree_paths on CUDA: one block per tree, behind tree_links. Each leaf counts those that come before it, which tells
 // its row. The lowest bit in which the ancestors of two leaves differ is a child of their last common ancestor: whose
 // it is comes first.
-#include "block.cuh"
 #include "params.h"
+#include "team.cuh"
 
 namespace specvis {
 namespace {
@@ -10,6 +10,7 @@ namespace {
 constexpr int kThreads = 256;  // at most
 
 __global__ void __launch_bounds__(kThreads) tree_paths_kernel(TreePaths batch) {
+  Team team;
   const int64_t b = blockIdx.x, N = batch.N, W = (N + 63) / 64, width = batch.max_depth + 1;
   const int32_t* parents = batch.parents + b * N;
   const int32_t* depth = batch.depth + b * N;
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) tree_paths_kernel(TreePaths batch) {
     for (int64_t i = depth[n] + 1; i < width; ++i) path[i] = -1;
     for (int64_t node = n; node >= 0; node = parents[node]) path[depth[node]] = node;
   }
-  const int64_t num_leaves = block_sum(own_leaves);
+  const int64_t num_leaves = team.sum(own_leaves);
   for (int64_t i = num_leaves * width + threadIdx.x; i < N * width; i += blockDim.x) paths[i] = -1;
 }
 

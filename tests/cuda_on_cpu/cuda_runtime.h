@@ -596,11 +596,6 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
 inline int __clzll(long long bits) { return bits ? __builtin_clzll(bits) : 64; }
-// Rounded toward zero: what the rounded sum is away from the sum says whether it is too large.
-inline double __dadd_rz(double a, double b) {
-  const double sum = a + b, other = sum - a, error = (a - (sum - other)) + (b - other);
-  return error == 0 || (error > 0) == (sum > 0) ? sum : nextafter(sum, 0.0);
-}
 inline unsigned __float_as_uint(float value) { return cuda_on_cpu::from_bits<unsigned>(value); }
 inline int __float_as_int(float value) { return cuda_on_cpu::from_bits<int>(value); }
 inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::from_bits<float>(bits); }
