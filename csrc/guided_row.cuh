@@ -443,15 +443,13 @@ class GuidedRow {
     });
   }
 
-  // The same for an f with much code, which stands once for each entry of a pack.
+  // The same for an f with much code.
   template <class F>
   __device__ void for_each_prob(F f) const {
-    entries_.for_each_pack_once(packs_, [&](int pack, const float (&x)[kWide]) {
+    entries_.for_each_unit(packs_, [&](int first, const float (&x)[Entries::kUnit]) {
 #pragma unroll
-      for (int j = 0; j < kWide; ++j) {
-        const int id = packs_.id(pack) + j;
-        if (packs_.has(id)) f(int64_t{id}, prob(x[j]));
-      }
+      for (int j = 0; j < Entries::kUnit; ++j)
+        if (packs_.has(first + j)) f(int64_t{first + j}, prob(x[j]));
     });
   }
 
