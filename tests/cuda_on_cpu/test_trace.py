@@ -101,7 +101,7 @@ KEEP = 'asm volatile("" ::: "memory");'  # g++ does not leave out what stands tw
 
 
 def test_a_kernel_keeps_its_bounds_and_a_worse_one_breaks_them():
-    """Each value in one of two words, more operations of the warp, and results that are written twice."""
+    """It writes results twice, votes once more, and clears words of which two are in one bank."""
     known = bound("tree_links")
     right, = records_of("tree_links", "cuda_on_cpu_traced", {})
     assert trace.broken(right, known[right["shape"]]) == []
@@ -109,7 +109,7 @@ def test_a_kernel_keeps_its_bounds_and_a_worse_one_breaks_them():
         ("    batch.depth[i] = used", f"    batch.depth[i] = 0;\n{KEEP}\n    batch.depth[i] = used"),
         ("__any_sync(kAllLanes, invalid)", "__any_sync(kAllLanes, __any_sync(kAllLanes, invalid))"),
         ("children[half][low] = children[half][high] = 0;",
-         "children[0][low * 2 + half] = children[1][low * 2 + half] = 0;"),
+         "children[half][low % 16 * 4 + low / 16] = 0;"),
     ]})
     assert set(trace.broken(worse, known[worse["shape"]])) == {
         "times_written", "warp_operations_a_warp", "conflicts"}

@@ -155,7 +155,7 @@ struct Recent {
   Address line;
   uint16_t sites[4];
   uint8_t parts, kind;
-  uint16_t first;
+  uint16_t bytes, first;  // a bit for each of the line's
   unsigned number, slot;
 };
 struct Lane {
@@ -280,13 +280,15 @@ bool add_to_request(Address at, Address place, unsigned bytes, Kind kind, bool i
     for (Recent& recent : lane.recent) recent.line = 0;
   }
   const Address line = at / 16;
+  const uint16_t own = static_cast<uint16_t>(((1u << bytes) - 1) << at % 16);
   if (kind != kAtomicAccess && bytes < 16 && at % 16 + bytes <= 16) {
     for (Recent& recent : lane.recent) {
       if (recent.line != line || recent.kind != kind) continue;
-      if (std::find(recent.sites, recent.sites + recent.parts, site) != recent.sites + recent.parts ||
-          recent.parts == 4)
-        break;
+      if (recent.bytes & own || recent.parts == 4 ||
+          std::find(recent.sites, recent.sites + recent.parts, site) != recent.sites + recent.parts)
+        continue;
       recent.sites[recent.parts++] = site;
+      recent.bytes |= own;
       Part& part = warp.requests[recent.first][recent.number].parts[recent.slot];
       const Address end = std::max(part.at + part.bytes, place + bytes);
       part.at = std::min(part.at, place);
@@ -308,7 +310,7 @@ bool add_to_request(Address at, Address place, unsigned bytes, Kind kind, bool i
   Request& request = requests[number];
   request.parts[request.lanes] = {place, static_cast<uint8_t>(bytes), static_cast<uint8_t>(self->rank % 32)};
   Recent& recent = lane.recent[lane.next_recent++ % 8];
-  recent = {line, {site}, 1, kind, site, number, request.lanes++};
+  recent = {line, {site}, 1, kind, own, site, number, request.lanes++};
   ++number;
   return false;
 }
