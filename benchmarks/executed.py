@@ -21,7 +21,7 @@ from benchmarks import sass
 CSRC = sass.ROOT / "csrc"
 FOLDER = sass.ROOT / "build" / "cuda_on_cpu_coverage"
 LINE = re.compile(r'//## File "([^"]+)", line (\d+)')
-KERNEL = re.compile(r"(?:void )?specvis::\(anonymous namespace\)::(\w+)(?:<([^<>]*)>)?\(specvis::\w+")
+KERNEL = re.compile(r"(?:void )?(\w+)(?:<(.*)>)?\(specvis::\w+")
 TYPES = {"unsigned char": "uint8", "unsigned short": "uint16", "unsigned int": "uint32", "unsigned long": "uint64",
          "int": "int32", "long": "int64", "true": "1", "false": "0"}  # gcov's names -> those of benchmarks/sass.py
 ANCHORS = {"LDG", "LD", "STG", "ST", "LDS", "STS", "ATOM", "ATOMG", "ATOMS", "RED", "BAR", "VOTE", "REDUX"}
@@ -134,10 +134,11 @@ def count(op: str, case: tuple) -> dict[str, int]:
         listing = sass.run(sass.find_tool("nvdisasm"), "-gi", "-c", "-ndf", cubin)
     stacks, threads = places(listing), Counter()
     for name, runs in functions.items():
-        if match := KERNEL.match(name):
-            threads[match[1], tuple(TYPES.get(part, part) for part in (match[2] or "").split(", "))] += runs
+        if match := KERNEL.match(name.replace("specvis::(anonymous namespace)::", "")):
+            parts = [part.strip() for part in re.split("[<>,]", match[2] or "") if part.strip()]
+            threads[(match[1], *(TYPES.get(part, part) for part in parts))] += runs
     for name, routines in sass.parse(listing).items():
-        warps = threads[sass.parts_of(name)[1], tuple(sass.template_of(name) or [""])] / 32
+        warps = threads[(sass.parts_of(name)[1], *sass.template_of(name))] / 32
         if warps:
             total += instructions_run(routines[0], stacks[name], lines, warps)
             total["warps"] += warps

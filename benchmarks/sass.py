@@ -446,20 +446,19 @@ def parts_of(name: str) -> tuple[str, str, str]:
 
 
 def template_of(name: str) -> list[str]:
-    """What a kernel of C++ is made for: ["float"]"""
-    rest, parts = parts_of(name)[2], []
-    while rest[:1] in ("I", "L", *TYPES) or rest[:1].isdigit():
-        if rest[0] == "I":
-            rest = rest[1:]
-        elif match := re.match(r"L[a-z](\d+)E", rest):
-            parts.append(match[1])
+    """What a kernel of C++ is made for, in the order of the words: ["Held", "float"]"""
+    rest, parts, depth = parts_of(name)[2], [], 0
+    while rest and (depth or rest[0] == "I"):
+        if match := re.match(r"L[a-z](\d+)E|S\d*_", rest):  # a number; or what was named before
+            parts += [match[1]] if match[1] else []
             rest = rest[match.end():]
         elif match := re.match(r"\d+", rest):
             end = match.end() + int(match[0])
             parts.append(rest[match.end():end])
             rest = rest[end:]
         else:
-            parts.append(TYPES[rest[0]])
+            depth += {"I": 1, "N": 1, "E": -1}.get(rest[0], 0)
+            parts += [TYPES[rest[0]]] if rest[0] in TYPES else []
             rest = rest[1:]
     return parts
 

@@ -155,6 +155,8 @@ def test_what_is_dear():
     ("_ZN7specvis45_GLOBAL__N__1e9c3151_12_commit_kv_cu_8d31b22816commit_kv_kernelItLb1ELi4EEEvNS_8CommitKvEll",
      ("commit_kv", "commit_kv<uint16, 1, 4>")),
     ("_ZN7specvis9GLOBAL__N__b_9_a_b_cu_6aee7f99_165a_b_cEv", ("a_b", "a_b_c")),
+    ("_ZN7specvis9GLOBAL__N__b_3_a_cu_9faa54a48a_kernelINS0_8StreamedI13__nv_bfloat16EEEEvNS_1AEl",
+     ("a", "a<Streamed, nv_bfloat16>")),
     ("matrix_kernel", ("", "matrix")),
 ])
 def test_names_of_kernels(name, title):
@@ -165,6 +167,8 @@ def test_names_of_kernels(name, title):
 
 # What reads rows loads 16 bytes four times before it uses the first, but for these: how often they do, and why.
 FEWER_LOADS = {
+    "couple_tokens": (0, "4 bytes a lane, more than 32 of them in flight"),
+    "sample_residual": (0, "the same"),
     "draw_children": (0, "it reads a share of a row, as the warps sum it: 4 bytes a lane"),
     "draft_frontier": (1, "the filters of draw_tokens"),
     "draw_tokens": (1, "its filters, which read logits again, leave no registers"),
