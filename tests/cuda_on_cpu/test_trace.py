@@ -116,6 +116,7 @@ def test_a_kernel_keeps_its_bounds_and_a_worse_one_breaks_them():
 
 
 # Of expand_tree, whose rows a cluster shares.
+IN_SYNC = "cluster_barrier();\n    } else {"
 WORSE_ROWS = {
     "times_read": ("fours.cuh", "if (kIsHeld) fours_.load(thread_, threads_, p_);",
                    'if (kIsHeld) fours_.load(thread_, threads_, p_); asm volatile("" : "+m"(p_));'
@@ -124,9 +125,9 @@ WORSE_ROWS = {
                           "if (kIsHeld) fours_.load(thread_ * kHeldFours, 1, p_);"),
     "chain_cycles": ("fours.cuh", "const float4* const fours = reinterpret_cast<const float4*>(row_);\n#pragma unroll",
                      "const float4* const fours = reinterpret_cast<const float4*>(row_);\n#pragma unroll 1"),
-    "cluster_barriers": ("team.cuh", "    sync();\n    return to;", "    sync();\n    sync();\n    return to;"),
-    "barriers": ("team.cuh", "    sync();\n    return to;", "    sync();\n    __syncthreads();\n    return to;"),
-    "races": ("team.cuh", "    sync();\n    return to;", "    __syncthreads();\n    return to;"),
+    "cluster_barriers": ("team.cuh", IN_SYNC, "cluster_barrier();\n" + IN_SYNC),
+    "barriers": ("team.cuh", IN_SYNC, "__syncthreads();\n" + IN_SYNC),
+    "races": ("team.cuh", IN_SYNC, "__syncthreads();\n} else {"),
 }
 
 
