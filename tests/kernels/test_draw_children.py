@@ -145,6 +145,20 @@ def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
     assert expected.num_children[:, 1].eq(K // 2).all() and (expected.status != 0).sum() == 2
 
 
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("oracle", "triton")])
+@pytest.mark.parametrize("V, K", [(16384, 5), (16388, 70), (131072, 5), (140001, 70)])
+def test_children_that_stand_close_together(backend, V, K):
+    """The sums of a row that one warp searches are of 16 ids, of 32, of 128 and of 256; and few of these have mass."""
+    g = torch.Generator().manual_seed(K)
+    rows = torch.zeros(1, 2, V)
+    for row, first in zip(rows[0], (V // 3, V - 90)):
+        row[first:first + 80] = torch.rand(80, generator=g) / 80
+        row[[0, V - 1]] = 1 / 64
+    uniforms = torch.rand(1, 2, K, generator=g)
+    got, expected = (draw_children(rows.to(DEVICE), uniforms.to(DEVICE), backend=b) for b in (backend, "oracle"))
+    assert all(a.equal(b) for a, b in zip(got, expected)) and expected.num_children.eq(K).all()
+
+
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b in backends("verify_tree", DEVICE)])
 def test_children_that_are_not_there_leave_verification_exact(backend):
     """P is a quarter each, Q half of tokens 1 and 2: of three children the third, token 0, does not exist.

@@ -182,6 +182,19 @@ def test_equals_a_sort_of_every_row(backend):
         assert frontier[b] == best + [-1] * (K - len(best))
 
 
+@pytest.mark.parametrize("backend", [b for b in backends("expand_tree", DEVICE) if b not in ("oracle", "triton")])
+@pytest.mark.parametrize("F, V, K", [(8, 40, 3), (9, 40, 12), (17, 33, 40), (2, 16384, 33), (2, 16388, 9)])
+def test_equals_the_oracle(backend, F, V, K):
+    """Blocks of a cluster with one, two or three nodes; the longest row that stays in registers, and a longer one."""
+    g = torch.Generator().manual_seed(V)
+    probs = torch.randn(2, F, V, generator=g).mul(2).softmax(-1).bfloat16().float().to(DEVICE)  # with ties
+    probs[0, F - 1, V - 1] = NAN
+    scores = torch.randn(2, F, generator=g).to(DEVICE)
+    width = torch.tensor([K, K - 1], dtype=torch.int32, device=DEVICE)
+    got, expected = (expand_tree(probs, scores, width, num_children=K, backend=b) for b in (backend, "oracle"))
+    assert all(a.equal(b) for a, b in zip(got, expected)) and (expected.status != 0).sum() == 1
+
+
 @pytest.mark.parametrize("name, value, message", [
     ("draft_probs", torch.zeros(2, 5), r"draft_probs must have 3 dimensions \(B, F, V\), got shape \(2, 5\)"),
     ("draft_probs", torch.zeros(2, 3, 5).half(), r"must be float32 \(B=2, F=3, V=5\), got float16"),
