@@ -395,14 +395,12 @@ class GuidedRow {
     entries_.read(packs_, &extremes);
     combine(extremes);
     if (!valid_) return;
-    float kth_largest = -INFINITY;
+    // In either order, since both filters keep the logits from some on: top-p first sees all, and top-k counts all.
 #pragma unroll 1
-    for (int filter = has_k ? 0 : 1; filter < (has_p ? 2 : 1); ++filter) {
-      const float found = threshold(filter == 1, k, top_p);
-      if (filter == 0) kth_largest = found;
-      if (filter == 1 || !rows.top_p_first) lowest_ = found;
+    for (int filter = 0; filter < 2; ++filter) {
+      const bool by_mass = (filter == 1) != rows.top_p_first;
+      if (by_mass ? has_p : has_k) lowest_ = fmaxf(lowest_, threshold(by_mass, k, top_p));
     }
-    if (lowest_ < kth_largest) lowest_ = kth_largest;
   }
 
   __device__ bool valid() const { return valid_; }  // if not, nothing else means anything
@@ -518,8 +516,8 @@ class GuidedRow {
   }
 
   // The extremes of all threads, and whether the row is valid.
-  __device__ void combine(const Extremes& own) {
-    const Bounds all = bounds({ordered(own.least), own.bad ? UINT32_MAX : ordered(own.best)});
+  __device__ void combine(const Extremes& local) {
+    const Bounds all = bounds({ordered(local.least), local.bad ? UINT32_MAX : ordered(local.best)});
     valid_ = all.high < ordered(INFINITY) && all.high > ordered(-INFINITY);
     best_ = float_of(static_cast<int32_t>(all.high ^ 0x80000000u));
     least_ = float_of(static_cast<int32_t>(all.low ^ 0x80000000u));
@@ -529,15 +527,15 @@ class GuidedRow {
     uint32_t low, high;
   };
   // The bounds of the team, by those of each thread.
-  __device__ Bounds bounds(Bounds own) {
-    own = {__reduce_min_sync(kAllLanes, own.low), __reduce_max_sync(kAllLanes, own.high)};
-    const uint64_t* const all = team_.exchange(uint64_t{own.low} << 32 | own.high);
+  __device__ Bounds bounds(Bounds local) {
+    local = {__reduce_min_sync(kAllLanes, local.low), __reduce_max_sync(kAllLanes, local.high)};
+    const uint64_t* const all = team_.exchange(uint64_t{local.low} << 32 | local.high);
 #pragma unroll 1
     for (unsigned w = lane(); w < team_.threads() / kWarp; w += kWarp) {
-      own.low = min(own.low, static_cast<uint32_t>(all[w] >> 32));
-      own.high = max(own.high, static_cast<uint32_t>(all[w]));
+      local.low = min(local.low, static_cast<uint32_t>(all[w] >> 32));
+      local.high = max(local.high, static_cast<uint32_t>(all[w]));
     }
-    return {__reduce_min_sync(kAllLanes, own.low), __reduce_max_sync(kAllLanes, own.high)};
+    return {__reduce_min_sync(kAllLanes, local.low), __reduce_max_sync(kAllLanes, local.high)};
   }
 
   // 64-bit sums are made by 32-bit additions, which shared memory has in hardware.
@@ -602,7 +600,8 @@ class GuidedRow {
       int64_t whole = 0;
 #pragma unroll 1
       for (unsigned w = lane(); w < num_warps; w += kWarp) whole += static_cast<int64_t>(sums[w]);
-      search->limit = static_cast<int64_t>(ceil(static_cast<double>(top_p) * static_cast<double>(warp_sum(whole))));
+      const double share_of = __shfl_sync(kAllLanes, top_p, 0);  // by a shuffle: a double is not kept from before
+      search->limit = static_cast<int64_t>(ceil(share_of * static_cast<double>(warp_sum(whole))));
     }
     unsigned w = first_reaching(
         num_warps, [&](unsigned w) { return static_cast<int64_t>(sums[w]); }, search->limit, &search->above);
@@ -746,7 +745,7 @@ class GuidedRow {
 // RowShared.
 template <class T, class Batch>
 cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, int64_t), const Batch& batch,
-                        int64_t teams, cudaStream_t stream) {
+                        int64_t teams, cudaStream_t stream, int64_t max_threads = kMaxRowThreads) {
   const LogitRows& rows = batch.rows;
   constexpr int64_t kWide = Held<T>::kWide, kPacks = Held<T>::kPacks;
   const int64_t ids = rows.last_id - rows.first_id;
@@ -757,7 +756,8 @@ cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, in
   Device device;
   cudaError_t error = device_for(held, &device);
   if (error != cudaSuccess) return error;
-  const int64_t most_threads = device.has_clusters ? kMaxRowThreads / 2 : kMaxRowThreads;
+  const int64_t most_threads =
+      std::min<int64_t>(device.has_clusters ? kMaxRowThreads / 2 : kMaxRowThreads, max_threads);
   const int64_t most_blocks = device.has_clusters ? kMaxCluster : 1;
   const bool is_held = packs <= most_blocks * most_threads * kPacks;
   if (!is_held) error = device_for(streamed, &device);

@@ -53,8 +53,10 @@ __global__ void __launch_bounds__(kVerifyThreads) verify_logits_kernel(VerifyLog
   verify<kHasDrafts>(team, batch, b, rows, batch.rows.temperature[b] == 0, layout, shared);
 }
 
+constexpr int kSeedThreads = 512;  // at most
+
 template <class Entries>
-__global__ void __launch_bounds__(kMaxRowThreads) verify_by_seeds_kernel(VerifyLogits batch, int64_t capacity) {
+__global__ void __launch_bounds__(kSeedThreads, 1) verify_by_seeds_kernel(VerifyLogits batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, row_shared);
   const int64_t b = blockIdx.x / team.size(), N = batch.N, max_depth = batch.max_depth;
@@ -85,7 +87,8 @@ __global__ void __launch_bounds__(kMaxRowThreads) verify_by_seeds_kernel(VerifyL
 
 template <class T>
 cudaError_t launch_by_seeds(const VerifyLogits& batch, cudaStream_t stream) {
-  return launch_rows<T>(verify_by_seeds_kernel<Held<T>>, verify_by_seeds_kernel<Streamed<T>>, batch, batch.B, stream);
+  return launch_rows<T>(verify_by_seeds_kernel<Held<T>>, verify_by_seeds_kernel<Streamed<T>>, batch, batch.B, stream,
+                        kSeedThreads);
 }
 
 using Kernel = void(VerifyLogits, Layout);
