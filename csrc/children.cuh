@@ -184,23 +184,23 @@ __device__ inline Children draw_by_uniforms(const float* probs, int64_t V, const
 }
 
 // With seeds. Each thread makes the noise of its fours, and the largest scores are the children. The row stands in
-// `kept` between the passes, if that has room for all fours of the block's threads; else it is read for each. A cluster
+// `copy` between the passes, if that has room for all fours of the block's threads; else it is read for each. A cluster
 // must end with a barrier.
 __device__ inline Children draw_by_noise(Team& team, const float* probs, int64_t V, const Noise& noise, int64_t K,
-                                         int64_t* tokens, float4* kept, int64_t room) {
+                                         int64_t* tokens, float4* copy, int64_t capacity) {
   const Fours row(probs, V);
   const uint32_t threads = team.threads();
-  const bool is_kept = (row.count() + threads - 1) / threads * int64_t{blockDim.x} <= room;
+  const bool is_copied = (row.count() + threads - 1) / threads * int64_t{blockDim.x} <= capacity;
   bool entries_valid = true;  // this thread's
   float max_prob = 0;
   unsigned num_positive = 0;
-  float4* to = kept + threadIdx.x;
+  float4* to = copy + threadIdx.x;
   for (uint32_t first = team.thread(); first < row.count(); first += kFoursInFlight * threads) {
     float4 p[kFoursInFlight];
     row.load(first, threads, p);
 #pragma unroll
     for (int j = 0; j < kFoursInFlight; ++j, to += blockDim.x) {
-      if (is_kept && first + j * threads < row.count()) *to = p[j];
+      if (is_copied && first + j * threads < row.count()) *to = p[j];
       for (const float q : {p[j].x, p[j].y, p[j].z, p[j].w}) {
         entries_valid &= is_probability(q);
         max_prob = q > max_prob ? q : max_prob;
@@ -240,13 +240,13 @@ __device__ inline Children draw_by_noise(Team& team, const float* probs, int64_t
     float largest = -INFINITY;
     const auto offer = [&](const float4& s) { largest = fmaxf(fmaxf(largest, fmaxf(s.x, s.y)), fmaxf(s.z, s.w)); };
     for_each_four([&](uint32_t i, uint32_t slot) {
-      const float4 s = scores_of(i, is_kept ? kept[slot] : row[i]);
-      if (is_kept) kept[slot] = s;
+      const float4 s = scores_of(i, is_copied ? copy[slot] : row[i]);
+      if (is_copied) copy[slot] = s;
       offer(s);
     });
     const auto for_each = [&](auto f) {
       for_each_four([&](uint32_t i, uint32_t slot) {
-        const float4 s = is_kept ? kept[slot] : scores_of(i, row[i]);
+        const float4 s = is_copied ? copy[slot] : scores_of(i, row[i]);
         f(i * 4, s.x);
         f(i * 4 + 1, s.y);
         f(i * 4 + 2, s.z);

@@ -18,13 +18,13 @@ __global__ void __launch_bounds__(kThreads, 2) draw_children_kernel(DrawChildren
   store(batch, r, draw_by_uniforms(batch.draft_probs + r * V, V, batch.uniforms + r * K, K, batch.tokens + r * K));
 }
 
-__global__ void __launch_bounds__(kThreads) highest_scores_kernel(DrawChildren batch, int64_t room) {
-  DYNAMIC_SHARED(float4, kept);
+__global__ void __launch_bounds__(kThreads) highest_scores_kernel(DrawChildren batch, int64_t capacity) {
+  DYNAMIC_SHARED(float4, copy);
   Team team;
   const int64_t r = blockIdx.x / team.size(), V = batch.V, K = batch.K;
   const Noise noise(batch.seeds[r / batch.F], batch.positions[r]);
   const Children children =
-      draw_by_noise(team, batch.draft_probs + r * V, V, noise, K, batch.tokens + r * K, kept, room);
+      draw_by_noise(team, batch.draft_probs + r * V, V, noise, K, batch.tokens + r * K, copy, capacity);
   if (team.rank() == 0) store(batch, r, children);
   if (team.size() > 1) team.sync();
 }
@@ -43,10 +43,10 @@ cudaError_t draw_children_cuda(const DrawChildren& batch, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const unsigned cluster = cluster_for(device, batch.R);
   const int64_t fours = (batch.V + 3) / 4, all_threads = int64_t{cluster} * threads;
-  int64_t room = (fours + all_threads - 1) / all_threads * threads;
-  if (room * static_cast<int64_t>(sizeof(float4)) > device.shared) room = 0;
+  int64_t capacity = (fours + all_threads - 1) / all_threads * threads;
+  if (capacity * static_cast<int64_t>(sizeof(float4)) > device.shared) capacity = 0;
   return LAUNCH_CLUSTERS(highest_scores_kernel, static_cast<unsigned>(batch.R) * cluster, cluster, threads,
-                         static_cast<size_t>(room) * sizeof(float4), stream, batch, room);
+                         static_cast<size_t>(capacity) * sizeof(float4), stream, batch, capacity);
 }
 
 }  // namespace specvis
