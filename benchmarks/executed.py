@@ -62,7 +62,7 @@ def runs_of(op: str, case: tuple) -> tuple[Counter, Counter]:
     return lines, functions
 
 
-def places(listing: str) -> dict[str, list[tuple]]:
+def lines_of(listing: str) -> dict[str, list[tuple]]:
     """Of each kernel's instructions in order: (file, line) and those from where it was called, innermost first."""
     found, stack, kernel = {}, (), None
     was_comment = False
@@ -132,7 +132,7 @@ def count(op: str, case: tuple) -> dict[str, int]:
                  f"arch=compute_90,code={sass.ARCH}", "-c", CSRC / f"{op}.cu", "-o", built)
         cubin, = sass.cubins(built, Path(folder))
         listing = sass.run(sass.find_tool("nvdisasm"), "-gi", "-c", "-ndf", cubin)
-    stacks, threads = places(listing), Counter()
+    stacks, threads = lines_of(listing), Counter()
     for name, runs in functions.items():
         if match := KERNEL.match(name.replace("specvis::(anonymous namespace)::", "")):
             parts = [part.strip() for part in re.split("[<>,]", match[2] or "") if part.strip()]

@@ -188,12 +188,12 @@ cudaError_t device_for(Kernel* kernel, Device* result) {
   return cudaSuccess;
 }
 
-// How many blocks share each of so many rows, so that every multiprocessor has work: a power of two, at most `most`
+// How many blocks share each of so many rows, so that every multiprocessor has work: a power of two, at most `max_size`
 // and kMaxCluster.
-inline unsigned cluster_for(const Device& device, int64_t rows, int64_t most = kMaxCluster) {
+inline unsigned cluster_for(const Device& device, int64_t rows, int64_t max_size = kMaxCluster) {
   int64_t size = 1;
-  most = most < kMaxCluster ? most : kMaxCluster;
-  while (device.has_clusters && size * 2 <= most && rows * size * 2 <= device.multiprocessors) size *= 2;
+  max_size = max_size < kMaxCluster ? max_size : kMaxCluster;
+  while (device.has_clusters && size * 2 <= max_size && rows * size * 2 <= device.multiprocessors) size *= 2;
   return static_cast<unsigned>(size);
 }
 

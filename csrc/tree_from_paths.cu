@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kThreads) tree_from_paths_kernel(TreeFromPaths
   if (threadIdx.x == 0) parents[0] = wrong ? static_cast<int32_t>(N) : -1;
   for (int64_t i = threadIdx.x; i < size; i += blockDim.x) {
     const int64_t node = paths[i];
-    if (i % D > 0 && node > 0 && node < N && max(paths[i - 1], int64_t{-1}) < parents[node]) {
+    const volatile int32_t* parent = parents + node;  // others may raise it now: it is read once, as it is then
+    if (i % D > 0 && node > 0 && node < N && max(paths[i - 1], int64_t{-1}) < *parent) {
       atomicMax(parents + node, static_cast<int32_t>(N));
     }
   }
