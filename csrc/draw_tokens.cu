@@ -8,10 +8,14 @@ template <class Entries>
 __global__ void __launch_bounds__(kMaxRowThreads) draw_tokens_kernel(DrawTokens batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, shared);
-  const int64_t r = blockIdx.x / team.size();
+  const auto row = [&] { return static_cast<int64_t>(__shfl_sync(kAllLanes, blockIdx.x, 0) / team.size()); };
+  const auto noise = [&] {
+    const int64_t r = row();  // by a shuffle: found again and not kept
+    return Noise(batch.seeds[request_of(batch.rows, r)], batch.positions[r]);
+  };
+  const Drawn drawn = draw_row<Entries>(team, shared, capacity, batch.rows, row(), noise, batch.ahead);
+  const int64_t r = row();
   const unsigned b = request_of(batch.rows, r), n = static_cast<unsigned>(r) - b * static_cast<unsigned>(batch.rows.N);
-  const Drawn drawn =
-      draw_row<Entries>(team, shared, capacity, batch.rows, r, batch.seeds + b, batch.positions + r, batch.ahead);
   if (team.thread() != 0) return;
   batch.tokens[r] = drawn.token;
   batch.ahead_tokens[r] = drawn.ahead_token;

@@ -8,9 +8,9 @@ template <class Entries>
 __global__ void __launch_bounds__(kMaxRowThreads) guided_probs_kernel(GuidedProbs batch, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(RowShared, shared);
-  const int64_t r = blockIdx.x / team.size();
-  GuidedRow<Entries> row(team, shared, capacity, batch.rows, r);
+  GuidedRow<Entries> row(team, shared, capacity, batch.rows, blockIdx.x / team.size());
   if (row.valid()) row.to_probs();
+  const int64_t r = __shfl_sync(kAllLanes, blockIdx.x, 0) / team.size();  // by a shuffle: found again and not kept
   row.write(batch.probs + r * batch.rows.V, batch.rows.V);
   if (team.thread() == 0) batch.status[r] = row.valid() ? 0 : kInvalidRow;
 }

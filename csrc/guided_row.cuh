@@ -364,7 +364,11 @@ struct RowShared {
   unsigned low[kBins], high[kBins];      // a histogram: counts, or the halves of 64-bit sums
   float candidates[2][kMaxCandidates];   // of top-k and of top-p
   unsigned num_candidates[2], num_kept;  // the last is draw_row()'s
+  bool is_sampled;                       // whether the temperature of the row is not 0
+  int32_t top_k;                         // of the row; 0: off
+  float top_p;
   float found;
+  float least[kMaxWarps];     // the least finite logit of the row, for each warp to read
   alignas(16) float copy[1];  // and more, of Streamed
 };
 
@@ -390,7 +394,12 @@ class GuidedRow {
     const bool has_k = temperature != 0 && k > 0 && k < range.count;
     const bool has_p = temperature != 0 && top_p > 0 && top_p < 1;
     if (has_k || has_p) clear();
-    if (threadIdx.x == 0) shared->num_candidates[0] = shared->num_candidates[1] = shared->num_kept = 0;
+    if (threadIdx.x == 0) {
+      shared->num_candidates[0] = shared->num_candidates[1] = shared->num_kept = 0;
+      shared->is_sampled = temperature != 0;
+      shared->top_k = has_k ? k : 0;
+      shared->top_p = has_p ? top_p : 0;
+    }
     Extremes extremes;
     entries_.read(packs_, &extremes);
     combine(extremes);
@@ -399,7 +408,7 @@ class GuidedRow {
 #pragma unroll 1
     for (int filter = 0; filter < 2; ++filter) {
       const bool by_mass = (filter == 1) != rows.top_p_first;
-      if (by_mass ? has_p : has_k) lowest_ = fmaxf(lowest_, threshold(by_mass, k, top_p));
+      if (by_mass ? shared->top_p > 0 : shared->top_k > 0) lowest_ = fmaxf(lowest_, threshold(by_mass));
     }
   }
 
@@ -419,7 +428,7 @@ class GuidedRow {
     const double whole = static_cast<double>(team_.sum(mass));
     sum_ = Divider(static_cast<float>(whole / static_cast<double>(kMassOne)));
     // No exponential is so small that it must be divided: exp(-64) is above kLeast.
-    is_corrected_ = best_ - (lowest_ > least_ ? lowest_ : least_) <= 64;
+    is_corrected_ = best_ - fmaxf(lowest_, shared_->least[warp()]) <= 64;
     if (!entries_.keeps_changes()) return;
     if (is_corrected_) {
       entries_.change(packs_, [&](float e) { return sum_.corrected(e); });
@@ -486,6 +495,7 @@ class GuidedRow {
   __device__ void for_each_logits(F f) const {
     entries_.for_each_unit(packs_, f);
   }
+  __device__ bool is_sampled() const { return shared_->is_sampled; }
   // Greedy: from now on only the largest logits are kept.
   __device__ void keep_best() { lowest_ = best_; }
 
@@ -520,7 +530,8 @@ class GuidedRow {
     const Bounds all = bounds({ordered(local.least), local.bad ? UINT32_MAX : ordered(local.best)});
     valid_ = all.high < ordered(INFINITY) && all.high > ordered(-INFINITY);
     best_ = float_of(static_cast<int32_t>(all.high ^ 0x80000000u));
-    least_ = float_of(static_cast<int32_t>(all.low ^ 0x80000000u));
+    if (lane() == 0) shared_->least[warp()] = float_of(static_cast<int32_t>(all.low ^ 0x80000000u));
+    __syncwarp();
   }
 
   struct Bounds {
@@ -587,7 +598,7 @@ class GuidedRow {
 
   // The bin at which the sum of the bins from the highest on, with search->above, reaches the limit, after the entries
   // of all threads were counted. `above` becomes what is above the bin. kBins if the sum never does.
-  __device__ unsigned find_bin(Search* search, float top_p) {
+  __device__ unsigned find_bin(Search* search) {
     team_.sync();
     const unsigned num_warps = team_.threads() / kWarp, own = team_.thread() / kWarp;
     const unsigned share = kBins >> (__ffs(static_cast<int>(num_warps)) - 1);
@@ -600,8 +611,8 @@ class GuidedRow {
       int64_t whole = 0;
 #pragma unroll 1
       for (unsigned w = lane(); w < num_warps; w += kWarp) whole += static_cast<int64_t>(sums[w]);
-      const double share_of = __shfl_sync(kAllLanes, top_p, 0);  // by a shuffle: a double is not kept from before
-      search->limit = static_cast<int64_t>(ceil(share_of * static_cast<double>(warp_sum(whole))));
+      const double top_p = shared_->top_p;
+      search->limit = static_cast<int64_t>(ceil(top_p * static_cast<double>(warp_sum(whole))));
     }
     unsigned w = first_reaching(
         num_warps, [&](unsigned w) { return static_cast<int64_t>(sums[w]); }, search->limit, &search->above);
@@ -610,17 +621,17 @@ class GuidedRow {
         w, first_reaching(share, [&](unsigned i) { return bin_sum(bin_at(w, i)); }, search->limit, &search->above));
   }
 
-  // The lowest logit such that less than k logits are greater, or that the mass of the greater ones that are kept is
-  // less than the share top_p of the mass of all of these; -inf if that is so for all logits.
-  __device__ float threshold(bool by_mass, int32_t k, float top_p) {
-    Search search = {by_mass, by_mass ? 0 : int64_t{k}, 0};
+  // The lowest logit such that less than top_k logits are greater, or that the mass of the greater ones that are kept
+  // is less than the share top_p of the mass of all of these; -inf if that is so for all logits.
+  __device__ float threshold(bool by_mass) {
+    Search search = {by_mass, by_mass ? 0 : int64_t{shared_->top_k}, 0};
     // (By the shuffles the compiler finds bins again, instead of keeping those of all entries from pass to pass.)
     //
     // Equal steps down to the least logit. No mass is further below the best than 28; and where some logit is very far
     // below, as those may be that somebody has masked, the steps end sooner. What is below them is in bin 0, as is
     // -inf.
     float best = __shfl_sync(kAllLanes, best_, 0);
-    const float reach = best - least_, most = by_mass ? 28.0f : 1024.0f;
+    const float reach = best - shared_->least[warp()], most = by_mass ? 28.0f : 1024.0f;
     float scale = fminf((kBins - 4) / (reach <= most ? reach : by_mass ? 28.0f : 128.0f), 1e30f);
     const auto bin_of = [&](float x) {
       const float bin = fused(x - best, scale, kInteger + (kBins - 1));  // rounded to an integer
@@ -642,7 +653,7 @@ class GuidedRow {
     int shift = -1;  // of the digit
 #pragma unroll 1
     while (true) {
-      const unsigned bin = find_bin(&search, top_p);
+      const unsigned bin = find_bin(&search);
       if (shift < 0) {  // the logits of that bin, listed in every block
         best = __shfl_sync(kAllLanes, best, 0);
         scale = __shfl_sync(kAllLanes, scale, 0);
@@ -735,7 +746,7 @@ class GuidedRow {
   typename Entries::Row packs_;
   Entries entries_;
   bool valid_, is_corrected_ = false;
-  float best_ = 0, least_ = 0, lowest_ = -INFINITY;
+  float best_ = 0, lowest_ = -INFINITY;
   Divider sum_{1.0f};
 };
 

@@ -54,7 +54,8 @@ __device__ inline void words_from(const Noise& noise, int id, uint32_t (&words)[
 // The id of the largest logit plus noise, the lowest one if several are largest.
 template <class Entries>
 __device__ int64_t best_score(Team& team, const GuidedRow<Entries>& row, const RowShared* shared, unsigned num_kept,
-                              const Noise& noise, bool sampling) {
+                              const Noise& noise) {
+  const bool sampling = row.is_sampled();
   uint64_t largest = 0;
   const auto offer = [&](unsigned id, float x, uint32_t word) {
     const float score = (x - row.best()) + (sampling ? to_gumbel(word) : 0.0f);
@@ -86,21 +87,20 @@ struct Drawn {
   bool valid;
 };
 
-// Filters row r of the batch and draws from it, with the noise of a position and, if `ahead` is positive, of the
-// position that many further.
-template <class Entries>
+// Filters row r of the batch and draws from it, with noise_of() and, if `ahead` is positive, with that of the position
+// so many further.
+template <class Entries, class NoiseOf>
 __device__ Drawn draw_row(Team& team, RowShared* shared, int64_t capacity, const LogitRows& rows, int64_t r,
-                          const int64_t* seed, const int64_t* position, int64_t ahead) {
+                          const NoiseOf& noise_of, int64_t ahead) {
   GuidedRow<Entries> row(team, shared, capacity, rows, r);
   if (!row.valid()) return {0, 0, false};
-  const bool sampling = rows.temperature[request_of(rows, r)] != 0;
-  if (!sampling) row.keep_best();
+  if (!row.is_sampled()) row.keep_best();
   const unsigned num_kept = row.lowest() > -INFINITY ? list_kept(row, shared) : UINT32_MAX;
-  Noise noise(*seed, *position);
+  Noise noise = noise_of();
   Drawn drawn = {0, 0, true};
 #pragma unroll 1
   for (int draw = 0; draw < (ahead > 0 ? 2 : 1); ++draw) {
-    drawn.ahead_token = best_score(team, row, shared, num_kept, noise, sampling);
+    drawn.ahead_token = best_score(team, row, shared, num_kept, noise);
     if (draw == 0) drawn.token = drawn.ahead_token;
     noise = noise.ahead_by(ahead);
   }

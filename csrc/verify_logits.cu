@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kSeedThreads, 1) verify_by_seeds_kernel(Verify
   int32_t status = 0;
   while (true) {
     const int64_t r = b * N + node;
-    const Drawn drawn =
-        draw_row<Entries>(team, row_shared, capacity, batch.rows, r, batch.seeds + b, batch.positions + r, 0);
+    const auto noise = [&] { return Noise(batch.seeds[b], batch.positions[r]); };
+    const Drawn drawn = draw_row<Entries>(team, row_shared, capacity, batch.rows, r, noise, 0);
     token = drawn.token;
     if (!drawn.valid) status |= kInvalidRow;
     if (!drawn.valid || depth == max_depth) break;
