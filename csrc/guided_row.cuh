@@ -148,18 +148,22 @@ class Held {
       : pack_(static_cast<int>(team.thread())), threads_(static_cast<int>(team.threads())) {}
 
   __device__ void read(const Row& row, Extremes* extremes) {
-    typename Row::Pack c[kPacks], u[kPacks];
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p)
-      if (row.can_load(at(p))) row.load(at(p), c + p, u + p);
     unsigned unusual = 0;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      if (!row.can_load(at(p)) || !row.use(c[p], u[p], x_[p])) {
-        unusual |= 1u << p;
-      } else {
+    for (int start = 0; start < kPacks; start += kInFlight) {
+      typename Row::Pack c[kInFlight], u[kInFlight];
 #pragma unroll
-        for (int j = 0; j < kWide; ++j) extremes->add(x_[p][j]);
+      for (int p = 0; p < kInFlight; ++p)
+        if (row.can_load(at(start + p))) row.load(at(start + p), c + p, u + p);
+#pragma unroll
+      for (int p = 0; p < kInFlight; ++p) {
+        float (&x)[kWide] = x_[start + p];
+        if (!row.can_load(at(start + p)) || !row.use(c[p], u[p], x)) {
+          unusual |= 1u << (start + p);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kWide; ++j) extremes->add(x[j]);
+        }
       }
     }
 #pragma unroll 1
@@ -245,6 +249,7 @@ class Held {
   }
 
  private:
+  static constexpr int kInFlight = 2;  // packs, of each of cond and uncond
   static constexpr int kUnits = kRowEntries / kUnit, kUnitsAPack = kWide / kUnit;
 
   __device__ int at(int p) const { return pack_ + p * threads_; }
