@@ -474,20 +474,14 @@ class GuidedRow {
 #pragma unroll 1
     for (int v = packs_.last + static_cast<int>(team_.thread()); v < all; v += threads) probs[v] = 0;
     const bool is_aligned = reinterpret_cast<uintptr_t>(probs + packs_.base) % 16 == 0;
-    entries_.for_each_pack(packs_, [&](int pack, const float (&x)[kWide]) {
-      float* const to = probs + packs_.id(pack);
-      if constexpr (kWide % 4 == 0) {
-        if (is_aligned && packs_.is_whole(pack)) {
-#pragma unroll
-          for (int j = 0; j < kWide; j += 4)
-            *reinterpret_cast<float4*>(to + j) = {prob(x[j]), prob(x[j + 1]), prob(x[j + 2]), prob(x[j + 3])};
-          return;
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kWide; ++j)
-        if (packs_.has(packs_.id(pack) + j)) to[j] = prob(x[j]);
-    });
+    write(is_aligned, [=](int id) { return probs + id; });
+  }
+
+  // Writes the probabilities of the row's range after to_probs(), each to at(id). The places of 32 ids from a multiple
+  // of 32 on follow each other, and the first of them can be divided by 16 bytes.
+  template <class At>
+  __device__ void write_to(const At& at) const {
+    write(packs_.base % kWide == 0, at);
   }
 
   // Before to_probs(): calls f(x) for the thread's own logits, and for some of -inf.
@@ -527,6 +521,26 @@ class GuidedRow {
     entries_.for_each_unit(packs_, [&](int, const float (&x)[kUnit]) {
 #pragma unroll
       for (int j = 0; j < kUnit; ++j) f(x[j]);
+    });
+  }
+
+  // If `is_aligned`, a pack's places follow each other, and can be divided by 16 bytes.
+  template <class At>
+  __device__ void write(bool is_aligned, const At& at) const {
+    entries_.for_each_pack(packs_, [&](int pack, const float (&x)[kWide]) {
+      const int first = packs_.id(pack);
+      if constexpr (kWide % 4 == 0) {
+        if (is_aligned && packs_.is_whole(pack)) {
+          float* const to = at(first);
+#pragma unroll
+          for (int j = 0; j < kWide; j += 4)
+            *reinterpret_cast<float4*>(to + j) = {prob(x[j]), prob(x[j + 1]), prob(x[j + 2]), prob(x[j + 3])};
+          return;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kWide; ++j)
+        if (packs_.has(first + j)) *at(first + j) = prob(x[j]);
     });
   }
 
@@ -755,6 +769,15 @@ class GuidedRow {
   Divider sum_{1.0f};
 };
 
+// How many packs of Held<T> the longest row of the batch has.
+template <class T>
+int64_t packs_of(const LogitRows& rows) {
+  constexpr int64_t kWide = Held<T>::kWide;
+  const bool is_aligned = rows.V % kWide == 0 && reinterpret_cast<uintptr_t>(rows.logits) % 16 == 0;
+  const int64_t before = is_aligned ? rows.first_id % kWide : kWide - 1;
+  return (before + rows.last_id - rows.first_id + kWide - 1) / kWide;
+}
+
 // Launches a kernel of (Batch, int64_t capacity) by teams, each of which shares a row at a time: held, if the longest
 // row of the batch fits into a team's registers, or else streamed. Teams are clusters where the GPU has these, of more
 // blocks where there are few teams, so that every multiprocessor has work. The kernel's dynamic shared memory is a
@@ -763,11 +786,8 @@ template <class T, class Batch>
 cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, int64_t), const Batch& batch,
                         int64_t teams, cudaStream_t stream, int64_t max_threads = kMaxRowThreads) {
   const LogitRows& rows = batch.rows;
-  constexpr int64_t kWide = Held<T>::kWide, kPacks = Held<T>::kPacks;
-  const int64_t ids = rows.last_id - rows.first_id;
-  const bool is_aligned = rows.V % kWide == 0 && reinterpret_cast<uintptr_t>(rows.logits) % 16 == 0;
-  const int64_t before = is_aligned ? rows.first_id % kWide : kWide - 1;
-  const int64_t packs = (before + ids + kWide - 1) / kWide;
+  constexpr int64_t kPacks = Held<T>::kPacks;
+  const int64_t ids = rows.last_id - rows.first_id, packs = packs_of<T>(rows);
 
   Device device;
   cudaError_t error = device_for(held, &device);
@@ -783,7 +803,7 @@ cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, in
   const int64_t useful = packs / 128;
   int64_t cluster = cluster_for(device, teams, useful < most_blocks ? useful : most_blocks);
   const int64_t base = offsetof(RowShared, copy);
-  const auto packs_of = [&](int64_t threads) { return (packs + cluster * threads - 1) / (cluster * threads); };
+  const auto of_thread = [&](int64_t threads) { return (packs + cluster * threads - 1) / (cluster * threads); };
   const auto threads_of = [&](int64_t wanted) {
     int64_t threads = kWarp;
     while (threads < wanted && threads < most_threads) threads *= 2;
@@ -791,7 +811,7 @@ cudaError_t launch_rows(void (*held)(Batch, int64_t), void (*streamed)(Batch, in
   };
   int64_t threads = most_threads, capacity = 0;
   if (is_held) {
-    while (packs_of(most_threads) > kPacks) cluster *= 2;
+    while (of_thread(most_threads) > kPacks) cluster *= 2;
     const int64_t own = (packs + cluster - 1) / cluster;
     // Where every multiprocessor has a block anyway, few threads with many entries have less to wait for.
     threads = threads_of(teams * cluster < device.multiprocessors ? own : (own + kPacks - 1) / kPacks);

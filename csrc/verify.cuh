@@ -48,16 +48,20 @@ struct Layout {
   uint32_t share;
   unsigned cluster, threads;
 
+  // Of rows of probabilities in memory.
+  Layout(const Verification& batch, const Device& device)
+      : Layout(batch, batch.draft_probs || batch.V > kWideRow ? cluster_for(device, batch.B) : 1,
+               threads_for(batch.V, kVerifyThreads), device.shared, 0, false) {}
+
   // `taken` bytes at the front of shared memory hold something else. copies_rows: rows are no probabilities in memory.
-  Layout(const Verification& batch, const Device& device, int64_t taken, bool copies_rows) : shared(taken) {
-    const bool is_divided = !copies_rows && (batch.draft_probs || batch.V > kWideRow);
-    cluster = is_divided ? cluster_for(device, batch.B) : 1;
-    threads = threads_for(batch.V, kVerifyThreads);
+  Layout(const Verification& batch, unsigned cluster, unsigned threads, int64_t most_shared, int64_t taken,
+         bool copies_rows)
+      : shared(taken), cluster(cluster), threads(threads) {
     const int64_t warps = threads / kWarp, words = (batch.V + kWarp - 1) / kWarp;
     share = static_cast<uint32_t>((words + warps * cluster - 1) / (warps * cluster) * kWarp);
     const auto reserve = [&](int64_t bytes) {
       bytes = (bytes + 15) / 16 * 16;
-      const bool fits = shared + bytes <= device.shared;
+      const bool fits = shared + bytes <= most_shared;
       int64_t& end = fits ? shared : scratch;
       end += bytes;
       return Region{fits, end - bytes};
@@ -81,13 +85,14 @@ class Slices {
         shared_(region.shared), team_(team) {}
 
   __device__ T& own(uint32_t v) const { return own_[v - team_.rank() * ids()]; }  // of an id of this block
-  __device__ T operator()(uint32_t v) const {                                     // of any id
-    if (team_.size() == 1) return own_[v];
+  __device__ T* at(uint32_t v) const {                                            // of any id
+    if (team_.size() == 1) return own_ + v;
     const unsigned rank = v / ids();
-    if (shared_) return in_block(own_, rank)[v - rank * ids()];
+    if (shared_) return in_block(own_, rank) + (v - rank * ids());
     const int64_t distance = (int64_t{rank} - team_.rank()) * layout_.scratch;
-    return reinterpret_cast<T*>(reinterpret_cast<char*>(own_) + distance)[v - rank * ids()];
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(own_) + distance) + (v - rank * ids());
   }
+  __device__ T operator()(uint32_t v) const { return *at(v); }
 
  private:
   __device__ uint32_t ids() const { return layout_.share * warps(); }  // of a block

@@ -75,7 +75,7 @@ cudaError_t verify_chain_scratch(const VerifyChain& batch, int64_t* bytes) {
   Device device;
   const cudaError_t error = device_for(kernel_for(batch), &device);
   if (error != cudaSuccess) return error;
-  const Layout layout(batch, device, 0, false);
+  const Layout layout(batch, device);
   *bytes = layout.scratch_of(batch.B) + layout.cluster * (batch.D + batch.B) * static_cast<int64_t>(sizeof(Node));
   return error;
 }
@@ -85,7 +85,7 @@ cudaError_t verify_chain_cuda(const VerifyChain& batch, cudaStream_t stream) {
   Device device;
   const cudaError_t error = device_for(kernel_for(batch), &device);
   if (error != cudaSuccess) return error;
-  const Layout layout(batch, device, 0, false);
+  const Layout layout(batch, device);
   return LAUNCH_CLUSTERS(kernel_for(batch), layout.cluster * static_cast<unsigned>(batch.B), layout.cluster,
                          layout.threads, layout.shared, stream, batch, layout);
 }

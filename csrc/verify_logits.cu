@@ -1,7 +1,9 @@
-// verify_logits on CUDA: one block per request. With uniform numbers it is verified as in verify.cuh: the row of each
-// node that it visits is filtered, see filters.cuh, and its probabilities are written where every thread can read them.
-// With seeds the block draws a token at each node that it visits, see gumbel.cuh.
-#include "filters.cuh"
+// verify_logits on CUDA: a team of threads per request. With uniform numbers it is verified as in verify.cuh: the row
+// of each node that it visits is filtered, see guided_row.cuh, and its probabilities are written where every thread can
+// read them. With seeds the team draws a token at each node that it visits, see gumbel.cuh.
+#include <optional>
+
+#include "guided_row.cuh"
 #include "gumbel.cuh"
 #include "verify.cuh"
 
@@ -9,13 +11,15 @@ namespace specvis {
 namespace {
 
 // The rows of request b.
-template <class T>
+template <class Entries>
 struct FilteredRows {
   const LogitRows& rows;
   int64_t b;
-  Histogram* histogram;
-  float* probs;                        // (V), of the current row; its logits stand there before
-  uint32_t first_id = 0, num_ids = 0;  // the range of the current row
+  Team& team;
+  RowShared* shared;
+  int64_t capacity;
+  Slices<float> probs;                 // of the current row, by id; outside of its range they mean nothing
+  uint32_t first_id = 0, num_ids = 0;  // the range
 
   template <class F>
   __device__ bool read(int32_t node, bool, uint32_t begin, uint32_t end, F f) {
@@ -23,33 +27,33 @@ struct FilteredRows {
     const IdRange range = id_range_of(rows, r);
     first_id = static_cast<uint32_t>(range.first);
     num_ids = static_cast<uint32_t>(range.count);
-    const Logits<T, true> logits = {row_of<T>(rows, r, range.first), probs + range.first};
-    const Filtered filtered = filter(rows, b, logits, range.count, *histogram);
-    if (!filtered.valid || !range.valid) return false;
-    const float sum = sum_exponentials(filtered, logits, range.count);
-#pragma unroll 1
-    for (uint32_t v = begin + lane(); v < end; v += kWarp) {
-      const float p = allows(v) ? filtered.probability(probs[v], sum) : 0.0f;
-      probs[v] = p;
-      f(v, p);
-    }
+    GuidedRow<Entries> row(team, shared, capacity, rows, r, range);
+    if (!row.valid()) return false;
+    row.to_probs();  // with barriers: every thread is done with the row before
+    row.write_to([&](int id) { return probs.at(static_cast<uint32_t>(id)); });
+    team.sync();
+    reread(begin, end, f);
     return true;
   }
   template <class F>
   __device__ void reread(uint32_t begin, uint32_t end, F f) const {
-    for_each_in_stride(probs, begin, end, f);
+#pragma unroll 1
+    for (uint32_t v = begin + lane(); v < end; v += kWarp) f(v, allows(v) ? probs.own(v) : 0.0f);
   }
-  __device__ float operator()(uint32_t v) const { return probs[v]; }
+  __device__ float operator()(uint32_t v) const { return allows(v) ? probs(v) : 0.0f; }
   __device__ bool allows(uint32_t id) const { return id - first_id < num_ids; }  // wraps before the first id
 };
 
-template <class T, bool kHasDrafts>
-__global__ void __launch_bounds__(kVerifyThreads) verify_logits_kernel(VerifyLogits batch, Layout layout) {
+template <class Entries, bool kHasDrafts>
+__global__ void __launch_bounds__(kVerifyThreads)
+    verify_logits_kernel(VerifyLogits batch, Layout layout, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(char, shared);
   const int64_t b = blockIdx.x / team.size();
-  char* const row = (layout.row.shared ? shared : batch.scratch + blockIdx.x * layout.scratch) + layout.row.offset;
-  FilteredRows<T> rows = {batch.rows, b, reinterpret_cast<Histogram*>(shared), reinterpret_cast<float*>(row)};
+  char* const scratch = batch.scratch + blockIdx.x * layout.scratch;
+  FilteredRows<Entries> rows = {batch.rows, b,
+                                team,       reinterpret_cast<RowShared*>(shared),
+                                capacity,   Slices<float>(shared, scratch, layout, layout.row, team)};
   verify<kHasDrafts>(team, batch, b, rows, batch.rows.temperature[b] == 0, layout, shared);
 }
 
@@ -91,17 +95,49 @@ cudaError_t launch_by_seeds(const VerifyLogits& batch, cudaStream_t stream) {
                         kSeedThreads);
 }
 
-using Kernel = void(VerifyLogits, Layout);
+using Kernel = void(VerifyLogits, Layout, int64_t);
+
+// How a batch is launched.
+struct Launch {
+  Kernel* kernel;
+  Layout layout;
+  int64_t capacity;  // of Streamed
+};
 
 template <class T>
-Kernel* kernel_for(const VerifyLogits& batch) {
-  return batch.draft_probs ? verify_logits_kernel<T, true> : verify_logits_kernel<T, false>;
+cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) {
+  Kernel* kernel = batch.draft_probs ? verify_logits_kernel<Held<T>, true> : verify_logits_kernel<Held<T>, false>;
+  Device device;
+  cudaError_t error = device_for(kernel, &device);
+  if (error != cudaSuccess) return error;
+  const int64_t own = kVerifyThreads * Held<T>::kPacks, blocks = (packs_of<T>(batch.rows) + own - 1) / own;
+  const int64_t most_blocks = device.has_clusters ? kMaxCluster : 1;
+  const bool is_held = blocks <= most_blocks;
+  if (!is_held) {
+    kernel = batch.draft_probs ? verify_logits_kernel<Streamed<T>, true> : verify_logits_kernel<Streamed<T>, false>;
+    error = device_for(kernel, &device);
+    if (error != cudaSuccess) return error;
+  }
+  unsigned cluster = cluster_for(device, batch.B), threads = kWarp;
+  while (cluster < blocks && cluster < most_blocks) cluster *= 2;
+  while (threads < batch.V && threads < kVerifyThreads) threads *= 2;
+
+  const int64_t base = offsetof(RowShared, copy);
+  const auto layout_with = [&](int64_t capacity) {
+    const int64_t copy = capacity * threads * static_cast<int64_t>(sizeof(float));
+    return Layout(batch, cluster, threads, device.shared, base + copy, true);
+  };
+  const int64_t ids = batch.rows.last_id - batch.rows.first_id, team = int64_t{cluster} * threads;
+  int64_t capacity = is_held ? 0 : (ids + team - 1) / team;
+  if (!layout_with(capacity).row.shared) capacity = 0;  // a row is read again rather than its probabilities in scratch
+  *result = Launch{kernel, layout_with(capacity), capacity};
+  return cudaSuccess;
 }
-Kernel* kernel_for(const VerifyLogits& batch) {
+cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) {
   switch (batch.rows.type) {
-    case LogitType::float16: return kernel_for<__half>(batch);
-    case LogitType::bfloat16: return kernel_for<__nv_bfloat16>(batch);
-    default: return kernel_for<float>(batch);
+    case LogitType::float16: return launch_of<__half>(batch, result);
+    case LogitType::bfloat16: return launch_of<__nv_bfloat16>(batch, result);
+    default: return launch_of<float>(batch, result);
   }
 }
 
@@ -110,9 +146,9 @@ Kernel* kernel_for(const VerifyLogits& batch) {
 cudaError_t verify_logits_scratch(const VerifyLogits& batch, int64_t* bytes) {
   *bytes = 0;
   if (batch.seeds) return cudaSuccess;
-  Device device;
-  const cudaError_t error = device_for(kernel_for(batch), &device);
-  if (error == cudaSuccess) *bytes = Layout(batch, device, sizeof(Histogram), true).scratch_of(batch.B);
+  std::optional<Launch> launch;
+  const cudaError_t error = launch_of(batch, &launch);
+  if (error == cudaSuccess) *bytes = launch->layout.scratch_of(batch.B);
   return error;
 }
 
@@ -125,12 +161,12 @@ cudaError_t verify_logits_cuda(const VerifyLogits& batch, cudaStream_t stream) {
       default: return launch_by_seeds<float>(batch, stream);
     }
   }
-  Device device;
-  const cudaError_t error = device_for(kernel_for(batch), &device);
+  std::optional<Launch> launch;
+  const cudaError_t error = launch_of(batch, &launch);
   if (error != cudaSuccess) return error;
-  const Layout layout(batch, device, sizeof(Histogram), true);
-  return LAUNCH_CLUSTERS(kernel_for(batch), layout.cluster * static_cast<unsigned>(batch.B), layout.cluster,
-                         layout.threads, layout.shared, stream, batch, layout);
+  const Layout& layout = launch->layout;
+  return LAUNCH_CLUSTERS(launch->kernel, layout.cluster * static_cast<unsigned>(batch.B), layout.cluster,
+                         layout.threads, layout.shared, stream, batch, layout, launch->capacity);
 }
 
 }  // namespace specvis

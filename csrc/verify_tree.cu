@@ -24,7 +24,7 @@ Kernel* kernel_for(const VerifyTree& batch) {
 cudaError_t verify_tree_scratch(const VerifyTree& batch, int64_t* bytes) {
   Device device;
   const cudaError_t error = device_for(kernel_for(batch), &device);
-  if (error == cudaSuccess) *bytes = Layout(batch, device, 0, false).scratch_of(batch.B);
+  if (error == cudaSuccess) *bytes = Layout(batch, device).scratch_of(batch.B);
   return error;
 }
 
@@ -33,7 +33,7 @@ cudaError_t verify_tree_cuda(const VerifyTree& batch, cudaStream_t stream) {
   Device device;
   const cudaError_t error = device_for(kernel_for(batch), &device);
   if (error != cudaSuccess) return error;
-  const Layout layout(batch, device, 0, false);
+  const Layout layout(batch, device);
   return LAUNCH_CLUSTERS(kernel_for(batch), layout.cluster * static_cast<unsigned>(batch.B), layout.cluster,
                          layout.threads, layout.shared, stream, batch, layout);
 }
