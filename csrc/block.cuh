@@ -1,5 +1,5 @@
-// What the CUDA kernels share: sums over the threads of a block, and rows of probabilities that a block reads. A block
-// has one dimension and whole warps. All of its threads call these functions together, and each gets the result.
+// What the CUDA kernels share: launches, what the lanes of a warp do together, and rows that threads read together. A
+// block has one dimension and whole warps.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -57,22 +57,6 @@ inline unsigned threads_for(int64_t items, int64_t max_threads) {
   return static_cast<unsigned>(whole < kWarp ? kWarp : whole < max_threads ? whole : max_threads);
 }
 
-// How many bytes of dynamic shared memory a block may have on this device, beside `reserved` bytes for the arrays that
-// its kernel declares.
-inline cudaError_t shared_limit(int64_t reserved, int64_t* bytes) {
-  int device = 0, limit = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  *bytes = limit > reserved ? limit - reserved : 0;
-  return error;
-}
-
-// Allows a kernel so much, whatever a launch takes: another thread may be about to launch it with more.
-template <class Kernel>
-cudaError_t allow_shared(Kernel* kernel, int64_t limit) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit));
-}
-
 __device__ inline unsigned lane() { return threadIdx.x % kWarp; }
 __device__ inline unsigned warp() { return threadIdx.x / kWarp; }
 __device__ inline unsigned warps() { return blockDim.x / kWarp; }
@@ -102,48 +86,9 @@ __device__ inline uint64_t warp_max(uint64_t value) {
   return value;
 }
 
-__device__ inline int64_t block_sum(int64_t value) {
-  __shared__ int64_t sums[kMaxWarps];
-  value = warp_sum(value);
-  __syncthreads();  // every thread has read the sums of the previous call
-  if (lane() == 0) sums[warp()] = value;
-  __syncthreads();
-  int64_t total = 0;
-  for (unsigned w = 0; w < warps(); ++w) total += sums[w];
-  return total;
-}
-
-__device__ inline bool block_any(bool condition) { return __syncthreads_or(condition); }
-
-// The lowest thread for which the condition holds, or blockDim.x if there is none.
-__device__ inline unsigned block_first(bool condition) {
-  __shared__ unsigned firsts[kMaxWarps];
-  const unsigned votes = __ballot_sync(kAllLanes, condition);
-  __syncthreads();
-  if (lane() == 0) firsts[warp()] = votes ? threadIdx.x + __ffs(votes) - 1 : blockDim.x;
-  __syncthreads();
-  unsigned first = blockDim.x;
-  for (unsigned w = 0; w < warps(); ++w) first = min(first, firsts[w]);
-  return first;
-}
-
 struct Scan {
   int64_t before, total;  // the sum of the lower threads' values, and of all threads' values
 };
-
-__device__ inline Scan block_scan(int64_t value) {
-  __shared__ int64_t sums[kMaxWarps];
-  const int64_t sum = warp_scan(value);
-  __syncthreads();
-  if (lane() == kWarp - 1) sums[warp()] = sum;
-  __syncthreads();
-  Scan scan = {sum - value, 0};
-  for (unsigned w = 0; w < warps(); ++w) {
-    if (w < warp()) scan.before += sums[w];
-    scan.total += sums[w];
-  }
-  return scan;
-}
 
 // An entry of a row as an integer, ordered by value and then by falling id; 0 if the value is not above `floor`.
 __device__ inline uint32_t order_of(float x, float floor) { return x > floor ? ordered(x) : 0; }
@@ -151,16 +96,6 @@ __device__ inline uint64_t entry(uint32_t order, int64_t id) {
   return order ? uint64_t{order} << 32 | (0xffffffffu - static_cast<uint32_t>(id)) : 0;
 }
 __device__ inline int64_t id_of(uint64_t entry) { return 0xffffffffu - static_cast<uint32_t>(entry); }
-
-__device__ inline uint64_t block_max(uint64_t value) {
-  __shared__ uint64_t maxima[kMaxWarps];
-  value = warp_max(value);
-  __syncthreads();  // every thread has read those of the previous call
-  if (lane() == 0) maxima[warp()] = value;
-  __syncthreads();
-  for (unsigned w = 0; w < warps(); ++w) value = maxima[w] > value ? maxima[w] : value;
-  return value;
-}
 
 // Calls f(v, p) for every entry of a row. `threads` threads share the entries, of which this is number `thread`. They
 // load 16 aligned bytes at a time, and kInFlight times so before the first is used: the compiler would not, since a
@@ -192,10 +127,5 @@ __device__ void for_each_entry(const float* row, int64_t V, unsigned thread, uns
   if (thread < head) f(int64_t{thread}, row[thread]);
   if (tail + thread < V) f(tail + thread, row[tail + thread]);
 }
-template <class F>
-__device__ void for_each_entry(const float* row, int64_t V, F f) {
-  for_each_entry(row, V, threadIdx.x, blockDim.x, f);
-}
-
 }  // namespace
 }  // namespace specvis

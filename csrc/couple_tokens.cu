@@ -31,7 +31,9 @@ struct Residual {
         draft_mass = moves_mass ? draft_mass : 0.0;
       }
     }
-    return whole_part(residual_mass(mass, unit, draft_mass, draft_unit, slack));
+    // Neighbors that are listed often may give the guess more than whole_part() takes. Such a number has no fraction.
+    const double residual = residual_mass(mass, unit, draft_mass, draft_unit, slack);
+    return residual < 0x1p52 ? whole_part(residual) : residual;
   }
 };
 

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) draft_children_kernel(Dra
 template <class T>
 cudaError_t launch(const DraftChildren& batch, cudaStream_t stream) {
   return launch_rows<T>(draft_children_kernel<Held<T>>, draft_children_kernel<Streamed<T>>, batch,
-                        batch.rows.B * batch.rows.N, stream);
+                        batch.rows.B * batch.rows.N, stream, kMaxDraftThreads);
 }
 
 }  // namespace

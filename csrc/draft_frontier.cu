@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kMaxDraftThreads, 1) draft_frontier_kernel(Dra
 template <class T>
 cudaError_t launch(const DraftFrontier& batch, cudaStream_t stream) {
   const int64_t B = batch.rows.B, F = batch.rows.N;
-  const cudaError_t error =
-      launch_rows<T>(draft_frontier_kernel<Held<T>>, draft_frontier_kernel<Streamed<T>>, batch, B * F, stream);
+  const cudaError_t error = launch_rows<T>(draft_frontier_kernel<Held<T>>, draft_frontier_kernel<Streamed<T>>, batch,
+                                           B * F, stream, kMaxDraftThreads);
   if (error != cudaSuccess || F == 1) return error;
   LAUNCH(frontier_kernel, static_cast<unsigned>(B), threads_for(F * batch.K, kThreads), 0, stream, batch);
   return cudaGetLastError();

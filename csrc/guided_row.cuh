@@ -13,17 +13,11 @@
 namespace specvis {
 namespace {
 
-constexpr int kBins = 2048;                // of a histogram
-constexpr unsigned kMaxCandidates = 64;    // entries of a bin that one warp looks at
-constexpr int kRowEntries = 16;            // of a thread, in registers
-constexpr unsigned kMaxRowThreads = 1024;  // in a block: a thread has 64 registers
-// Those of kernels that do more with a row. For these 64 registers are too few on sm_100, whose clusters have blocks of
-// at most half as many threads.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr unsigned kMaxDraftThreads = kMaxRowThreads / 2;
-#else
-constexpr unsigned kMaxDraftThreads = kMaxRowThreads;
-#endif
+constexpr int kBins = 2048;                                // of a histogram
+constexpr unsigned kMaxCandidates = 64;                    // entries of a bin that one warp looks at
+constexpr int kRowEntries = 16;                            // of a thread, in registers
+constexpr unsigned kMaxRowThreads = 1024;                  // in a block: a thread has 64 registers
+constexpr unsigned kMaxDraftThreads = kMaxRowThreads / 2;  // of kernels that do more with a row: it may have 128
 
 __device__ inline float value(float x) { return x; }
 __device__ inline float value(__half x) { return __half2float(x); }

@@ -41,7 +41,13 @@ class RowPair {
       double of_group = 0;  // below 2^53, so that it is exact
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        if (i < count) of_group += mass(first + i * kWarp, target_probs_[i], draft_probs_[i]);
+        if (i >= count) continue;
+        const double of_token = mass(first + i * kWarp, target_probs_[i], draft_probs_[i]);
+        if (of_token < 0x1p48) {
+          of_group += of_token;
+        } else {
+          own += static_cast<int64_t>(of_token);
+        }
       }
       own += static_cast<int64_t>(of_group);
     });

@@ -1,5 +1,5 @@
 // How a team of threads verifies a request's tree, from the root downwards, whatever the target's rows are made of. A
-// row is read once, by all blocks of the team. What is left of it after rejections is kept in one of two ways:
+// row is read once, by all blocks of the team. What is left of it after rejections is held in one of two ways:
 //     of point masses   as the row is, with a bit for each id that has lost its mass, or a part of it
 //     of draft rows     as masses, each block its own ids', since a rejection changes all of them
 // The decision for a child is taken by one warp of each block, which all blocks repeat. Where no neighbor is looked at,
@@ -84,8 +84,8 @@ class Slices {
       : own_(reinterpret_cast<T*>((region.shared ? shared : scratch) + region.offset)), layout_(layout),
         shared_(region.shared), team_(team) {}
 
-  __device__ T& own(uint32_t v) const { return own_[v - team_.rank() * ids()]; }  // of an id of this block
-  __device__ T* at(uint32_t v) const {                                            // of any id
+  __device__ T& here(uint32_t v) const { return own_[v - team_.rank() * ids()]; }  // of an id of this block
+  __device__ T* at(uint32_t v) const {                                             // of any id
     if (team_.size() == 1) return own_ + v;
     const unsigned rank = v / ids();
     if (shared_) return in_block(own_, rank) + (v - rank * ids());
@@ -184,19 +184,19 @@ struct Columns {
   }
 };
 
-// Calls f(column) for this thread's columns of `count`, but not for more than `most`.
+// Calls f(column) for this thread's columns of `count`, but not for more than `max_count`.
 template <class F>
-__device__ void for_own_columns(uint32_t count, uint32_t most, F f) {
+__device__ void for_own_columns(uint32_t count, uint32_t max_count, F f) {
 #pragma unroll 1
   for (uint32_t start = 0; start < count; start += kColumns * blockDim.x) {
     const Columns own(start, count);
 #pragma unroll 1
-    for (uint32_t j = own.begin; j < own.end && most > 0; ++j, --most) f(j);
+    for (uint32_t j = own.begin; j < own.end && max_count > 0; ++j, --max_count) f(j);
   }
 }
 
 // The neighbors that the cutoff keeps.
-struct Kept {
+struct KeptNeighbors {
   int64_t mass;        // of all of them; only the warp that decides about the token knows it
   uint32_t num_own;    // how many are in columns of this thread
   bool has_any;        // whether there is one
@@ -206,14 +206,14 @@ struct Kept {
 // The longest prefix of a token's first num_considered neighbors that fits the budget. mass(v) is an entry of the row.
 // Every thread has read those of its neighbors when the function returns.
 template <class Mass>
-__device__ Kept keep_neighbors(Block& block, const Mass& mass, uint32_t V, const Neighbors& neighbors,
-                               uint32_t num_considered, int64_t token, const Budget& budget) {
-  Kept kept = {0, 0, false, false};
+__device__ KeptNeighbors keep_neighbors(Block& block, const Mass& mass, uint32_t V, const Neighbors& neighbors,
+                                        uint32_t num_considered, int64_t token, const Budget& budget) {
+  KeptNeighbors prefix = {0, 0, false, false};
   const auto mass_at = [&](int64_t column) {
     const int64_t id = neighbors(token, column);
     return id >= 0 && id < V ? mass(id) : 0;
   };
-  kept.has_any = budget.fits(mass_at(0));
+  prefix.has_any = budget.fits(mass_at(0));
 #pragma unroll 1
   for (uint32_t start = 0; start < num_considered; start += kColumns * blockDim.x) {
     const Columns own(start, num_considered);
@@ -226,7 +226,7 @@ __device__ Kept keep_neighbors(Block& block, const Mass& mass, uint32_t V, const
       sum += masses[j];
     }
     const Scan scan = block.scan(sum);
-    const int64_t before = kept.mass + scan.before;
+    const int64_t before = prefix.mass + scan.before;
     int64_t running = before;
     uint32_t num_own = 0;
     bool all_fit = true;
@@ -246,20 +246,20 @@ __device__ Kept keep_neighbors(Block& block, const Mass& mass, uint32_t V, const
       is_end = threadIdx.x == first;
       if (threadIdx.x > first) num_own = 0;
     } else {  // what fits is a matter of the sum alone
-      ends = kept.mass + scan.total > budget.threshold;
+      ends = prefix.mass + scan.total > budget.threshold;
       is_end = !all_fit && before <= budget.threshold;
     }
-    kept.num_own += num_own;
+    prefix.num_own += num_own;
     if (ends) {
       const unsigned votes = __ballot_sync(kAllLanes, is_end);
-      kept.is_of_decider = votes != 0;
-      kept.mass = __shfl_sync(kAllLanes, running, votes ? __ffs(votes) - 1 : 0);
-      return kept;
+      prefix.is_of_decider = votes != 0;
+      prefix.mass = __shfl_sync(kAllLanes, running, votes ? __ffs(votes) - 1 : 0);
+      return prefix;
     }
-    kept.mass += scan.total;
+    prefix.mass += scan.total;
   }
-  kept.is_of_decider = warp() == 0;
-  return kept;
+  prefix.is_of_decider = warp() == 0;
+  return prefix;
 }
 
 // A request's slices of a batch of trees: of N nodes, with num_draft_rows rows of the draft.
@@ -380,7 +380,7 @@ class Verifier {
       entries_valid &= ok;
       sum += mass;
       if (is_dense) {
-        masses_.own(v) = static_cast<double>(mass);
+        masses_.here(v) = static_cast<double>(mass);
       } else if (argmax) {
         const uint64_t whole = __float_as_uint(static_cast<float>(mass)), entry = whole << 32 | (0xffffffffu - v);
         best = entry > best ? entry : best;
@@ -418,10 +418,10 @@ class Verifier {
   }
   // Calls f(id) for those neighbors of x that this thread treats if x is rejected.
   template <class F>
-  __device__ void for_treated_neighbors(uint32_t x, const Kept& kept, F f) const {
+  __device__ void for_treated_neighbors(uint32_t x, const KeptNeighbors& prefix, F f) const {
     const bool released = batch_.residual == ResidualRule::released;
-    if (batch_.residual == ResidualRule::optimal || (released && !kept.has_any)) return;
-    for_own_columns(num_considered_ + released, released ? UINT32_MAX : kept.num_own, [&](uint32_t column) {
+    if (batch_.residual == ResidualRule::optimal || (released && !prefix.has_any)) return;
+    for_own_columns(num_considered_ + released, released ? UINT32_MAX : prefix.num_own, [&](uint32_t column) {
       const int64_t id = batch_.neighbors(x, column);
       if (id >= 0 && id < V_) f(static_cast<uint32_t>(id));
     });
@@ -444,20 +444,20 @@ class Verifier {
   __device__ bool try_with_neighbors(int32_t child, uint32_t x, double omega, bool is_first) {
     const bool considers = considers_neighbors(x);
     const int64_t token_mass = considers || warp() == 0 ? mass(x) : 0;
-    Kept kept = {0, 0, false, warp() == 0};
+    KeptNeighbors prefix = {0, 0, false, warp() == 0};
     if (considers) {
-      kept = keep_neighbors(
+      prefix = keep_neighbors(
           block_, [this](uint32_t v) { return mass(v); }, V_, batch_.neighbors, num_considered_, x,
           Budget(batch_.cutoff, delta_, token_mass, state_.total));
     }
     uint64_t to_all = 0;
-    if (kept.is_of_decider) {
-      const Candidate candidate = {false, token_mass, token_mass + kept.mass, state_.total, 0, 0, omega};
+    if (prefix.is_of_decider) {
+      const Candidate candidate = {false, token_mass, token_mass + prefix.mass, state_.total, 0, 0, omega};
       if (accepts(candidate, child, is_first)) to_all = kAccepted;
     }
     __syncwarp();
     int64_t cleared = threadIdx.x == 0 ? clear(x) : 0;
-    for_treated_neighbors(x, kept, [&](uint32_t id) { cleared += clear(id); });
+    for_treated_neighbors(x, prefix, [&](uint32_t id) { cleared += clear(id); });
     to_all |= static_cast<uint64_t>(warp_sum(cleared));
     const uint64_t* const of_warps = block_.exchange(to_all);
     const uint64_t of_warp = lane() < warps() ? of_warps[lane()] : 0;
@@ -490,10 +490,10 @@ class Verifier {
         }
         const bool is_first = previous == node;
         const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
-        const bool accepted =
+        const bool is_accepted =
             is_alone ? try_alone(child, x, omega, is_first) : try_with_neighbors(child, x, omega, is_first);
         ++state_.num_trials;
-        if (accepted) {
+        if (is_accepted) {
           state_.next = child;
           break;
         }
@@ -527,7 +527,7 @@ class Verifier {
     for_each_in_stride(links_.draft_probs() + from * batch_.V, begin_, end_, [&](uint32_t v, float p) {
       const bool ok = is_probability(p);
       const float probability = ok ? p : 0.0f;
-      draft_.own(v) = probability;
+      draft_.here(v) = probability;
       entries_valid &= ok;
       sum += to_fixed_point(probability);
     });
@@ -538,7 +538,7 @@ class Verifier {
 
   // What the warp that decides about a sampled child tells the others.
   struct Decision {
-    bool accepted;
+    bool is_accepted;
     int64_t token_mass, draft_mass;  // of the token, the former with what the rule moves there
     double unit, draft_unit;
   };
@@ -556,29 +556,29 @@ class Verifier {
       const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
       const bool considers = considers_neighbors(x);
       const int64_t token_mass = considers || warp() == 0 ? static_cast<int64_t>(masses_(x)) : 0;
-      Kept kept = {0, 0, false, warp() == 0};
+      KeptNeighbors prefix = {0, 0, false, warp() == 0};
       if (considers) {
-        kept = keep_neighbors(
+        prefix = keep_neighbors(
             block_, [this](uint32_t v) { return static_cast<int64_t>(masses_(v)); }, V_, batch_.neighbors,
             num_considered_, x, Budget(batch_.cutoff, delta_, token_mass, state_.total));
-        for_treated_neighbors(x, kept, [this](uint32_t id) {
+        for_treated_neighbors(x, prefix, [this](uint32_t id) {
           if (is_own(id)) atomicOr(bits_ + id / kWarp, 1u << (id % kWarp));
         });
       }
-      if (kept.is_of_decider) {
-        const int64_t relaxed_mass = token_mass + kept.mass, draft_mass = to_fixed_point(draft_(x));
-        const bool accepted =
+      if (prefix.is_of_decider) {
+        const int64_t relaxed_mass = token_mass + prefix.mass, draft_mass = to_fixed_point(draft_(x));
+        const bool is_accepted =
             accepts({true, token_mass, relaxed_mass, state_.total, draft_mass, draft_total_, omega}, child, is_first);
         if (lane() == 0) {
           const bool moves = batch_.residual == ResidualRule::relaxed;
-          of_decider = {accepted, moves ? relaxed_mass : token_mass, draft_mass, 1 / static_cast<double>(state_.total),
-                        1 / static_cast<double>(draft_total_)};
+          of_decider = {is_accepted, moves ? relaxed_mass : token_mass, draft_mass,
+                        1 / static_cast<double>(state_.total), 1 / static_cast<double>(draft_total_)};
         }
       }
       team_.sync();  // every block has read the masses
       is_first = false;
       ++state_.num_trials;
-      if (of_decider.accepted) {
+      if (of_decider.is_accepted) {
         state_.next = child;
         return;
       }
@@ -605,8 +605,8 @@ class Verifier {
 #pragma unroll
       for (int j = 0; j < kMassLoads; ++j) {
         const uint32_t v = start + j * kWarp;
-        masses[j] = v < end_ ? masses_.own(v) : 0.0;
-        draft_probs[j] = v < end_ ? draft_.own(v) : 0.0f;
+        masses[j] = v < end_ ? masses_.here(v) : 0.0;
+        draft_probs[j] = v < end_ ? draft_.here(v) : 0.0f;
       }
 #pragma unroll
       for (int j = 0; j < kMassLoads; ++j) {
@@ -625,12 +625,12 @@ class Verifier {
         if (v == x) {  // with neighbors that are listed many times its mass may be large
           of_token = static_cast<int64_t>(mass);
           mass = static_cast<double>(of_token);
-          draft_.own(v) = 0.0f;
+          draft_.here(v) = 0.0f;
         } else {
           mass = whole_part(mass);
           sum += mass;
         }
-        masses_.own(v) = mass;
+        masses_.here(v) = mass;
       }
     }
     state_.total = sum_of_team(static_cast<int64_t>(sum) + of_token, true).mass;
@@ -640,7 +640,7 @@ class Verifier {
   __device__ void refill_masses() {
     int64_t sum = 0;
     const auto put = [&](uint32_t v, int64_t mass) {
-      masses_.own(v) = static_cast<double>(mass);
+      masses_.here(v) = static_cast<double>(mass);
       sum += mass;
     };
     if (batch_.empty == Empty::target) {
@@ -690,7 +690,7 @@ class Verifier {
   __device__ void draw(bool is_dense) {
     if constexpr (kHasDrafts) {
       if (is_dense) {
-        draw(true, [this](uint32_t v) { return static_cast<int64_t>(masses_.own(v)); });
+        draw(true, [this](uint32_t v) { return static_cast<int64_t>(masses_.here(v)); });
         return;
       }
     }
@@ -729,13 +729,13 @@ class Verifier {
       }
       const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
       const int64_t token_mass = row_mass(x);
-      Kept kept = {0, 0, false, warp() == 0};
+      KeptNeighbors prefix = {0, 0, false, warp() == 0};
       if (considers_neighbors(x)) {
-        kept = keep_neighbors(
+        prefix = keep_neighbors(
             block_, [this](uint32_t v) { return row_mass(v); }, V_, batch_.neighbors, num_considered_, x,
             Budget(batch_.cutoff, delta_, token_mass, state_.total));
       }
-      if (!kept.is_of_decider || lane() != 0 || !is_argmax(x, token_mass + kept.mass, argmax, max_mass)) continue;
+      if (!prefix.is_of_decider || lane() != 0 || !is_argmax(x, token_mass + prefix.mass, argmax, max_mass)) continue;
       nodes_[child].depth = nodes_[n].depth + 1;
       nodes_[child].parent = n;
       nodes_[child].num_non_argmax = nodes_[n].num_non_argmax + (x != argmax);

@@ -27,7 +27,7 @@ __device__ bool is_in_place(const VerifyChain& batch, int64_t b) {
     const int64_t first = i > 0 ? batch.ends[i - 1] : 0, end = batch.ends[i];
     falls |= end < first || end > batch.D;
   }
-  return !block_any(falls);
+  return !__syncthreads_or(falls);
 }
 
 // Behind what the layout takes, scratch memory holds the nodes of all requests, for each block of a cluster.

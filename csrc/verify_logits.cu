@@ -38,14 +38,16 @@ struct FilteredRows {
   template <class F>
   __device__ void reread(uint32_t begin, uint32_t end, F f) const {
 #pragma unroll 1
-    for (uint32_t v = begin + lane(); v < end; v += kWarp) f(v, allows(v) ? probs.own(v) : 0.0f);
+    for (uint32_t v = begin + lane(); v < end; v += kWarp) f(v, allows(v) ? probs.here(v) : 0.0f);
   }
   __device__ float operator()(uint32_t v) const { return allows(v) ? probs(v) : 0.0f; }
   __device__ bool allows(uint32_t id) const { return id - first_id < num_ids; }  // wraps before the first id
 };
 
+constexpr int kLogitThreads = 256;  // at most: a thread has its entries of the row in registers beside all else
+
 template <class Entries, bool kHasDrafts>
-__global__ void __launch_bounds__(kVerifyThreads)
+__global__ void __launch_bounds__(kLogitThreads, 1)
     verify_logits_kernel(VerifyLogits batch, Layout layout, int64_t capacity) {
   Team team;
   DYNAMIC_SHARED(char, shared);
@@ -110,17 +112,17 @@ cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) 
   Device device;
   cudaError_t error = device_for(kernel, &device);
   if (error != cudaSuccess) return error;
-  const int64_t own = kVerifyThreads * Held<T>::kPacks, blocks = (packs_of<T>(batch.rows) + own - 1) / own;
+  const int64_t own = kLogitThreads * Held<T>::kPacks, blocks = (packs_of<T>(batch.rows) + own - 1) / own;
   const int64_t most_blocks = device.has_clusters ? kMaxCluster : 1;
   const bool is_held = blocks <= most_blocks;
   if (!is_held) {
-    kernel = batch.draft_probs ? verify_logits_kernel<Streamed<T>, true> : verify_logits_kernel<Streamed<T>, false>;
+    kernel = verify_logits_kernel<Streamed<T>, true>;  // for point masses too: one more of each would be much code
     error = device_for(kernel, &device);
     if (error != cudaSuccess) return error;
   }
   unsigned cluster = cluster_for(device, batch.B), threads = kWarp;
   while (cluster < blocks && cluster < most_blocks) cluster *= 2;
-  while (threads < batch.V && threads < kVerifyThreads) threads *= 2;
+  while (threads < batch.V && threads < kLogitThreads) threads *= 2;
 
   const int64_t base = offsetof(RowShared, copy);
   const auto layout_with = [&](int64_t capacity) {

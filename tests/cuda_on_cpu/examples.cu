@@ -6,22 +6,6 @@
 namespace specvis {
 namespace {
 
-// data: a value per thread -> the block's sum, the sum of the values before, the first negative one, and how
-// often a second call at once said the same
-__global__ void collectives(int64_t* data) {
-  int64_t* mine = data + (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 4;
-  const int64_t value = mine[0];
-  mine[0] = block_sum(value);
-  mine[3] = block_sum(-value) == -mine[0];
-  const Scan scan = block_scan(value), negative = block_scan(-value);
-  mine[1] = scan.before;
-  mine[3] += scan.total == mine[0] && negative.before == -scan.before && negative.total == -scan.total;
-  const bool any = block_any(value < 0);
-  const unsigned first = block_first(value < 0), again = block_first(value < 0 || threadIdx.x == 1);
-  mine[2] = any ? int64_t{first} : -1;
-  mine[3] += again == min(first, 1u);
-}
-
 __global__ void warp_operations(int64_t* data) {
   const int64_t value = data[threadIdx.x];
   int64_t* mine = data + blockDim.x + threadIdx.x * 8;
@@ -36,12 +20,13 @@ __global__ void warp_operations(int64_t* data) {
 }
 
 __global__ void dynamic_shared_memory(int64_t* data, int64_t count) {
+  Team team;
   DYNAMIC_SHARED(int64_t, shared);
   if (threadIdx.x == 0) data[0] = shared[0];
   __syncthreads();
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) shared[i] = i;
   __syncthreads();
-  const int64_t sum = block_sum(shared[threadIdx.x]);
+  const int64_t sum = team.sum(shared[threadIdx.x]);
   if (threadIdx.x == 0) data[1] = sum;
 }
 
@@ -293,7 +278,6 @@ const struct {
     {"tells_the_other_half_too", tells_half_a_warp<true>},
     {"four_loads_at_once", four_loads<false>},
     {"four_loads_in_turn", four_loads<true>},
-    {"collectives", collectives},
     {"warp_operations", warp_operations},
     {"static_shared_memory", static_shared_memory},
     {"shared_memory_of_templates", shared_memory_of_templates},

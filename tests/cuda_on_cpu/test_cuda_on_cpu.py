@@ -36,19 +36,6 @@ def examples(path):
     return run
 
 
-@pytest.mark.parametrize("threads", [32, 64, 160, 1024])
-def test_sums_and_scans_of_blocks(run, threads):
-    rng = np.random.default_rng(threads)
-    data = rng.integers(0, 2**60 // threads, (2, threads, 4))
-    data[0, threads - 3:, 0] *= -1
-    values = data[..., 0].copy()
-    assert run("collectives", data, threads, blocks=2) == "no error"
-    assert (data[..., 0] == values.sum(1, keepdims=True)).all()
-    assert (data[..., 1] == values.cumsum(1) - values).all()
-    assert (data[0, :, 2] == threads - 3).all() and (data[1, :, 2] == -1).all()
-    assert (data[..., 3] == 3).all()
-
-
 def test_warp_operations(run):
     data = np.zeros(64 * 9 + 1, np.int64)
     values = data[:64] = np.random.default_rng(0).integers(0, 1000, 64)

@@ -47,7 +47,7 @@ def test_races(traced, right, wrong, threads, options):
 
 
 @pytest.mark.parametrize("name, threads, cluster", [
-    ("teams", 96, 1), ("teams", 96, 4), ("collectives", 160, 1), ("arrives_early", 64, 8)])
+    ("teams", 96, 1), ("teams", 96, 4), ("arrives_early", 64, 8)])
 def test_what_is_right_has_no_race(traced, name, threads, cluster):
     assert traced(name, threads, blocks=8, cluster=cluster)["races"] == []
 
@@ -78,7 +78,7 @@ def test_the_longest_chain(traced, name, cycles):
 def test_barriers_and_warp_operations(traced):
     record = traced("teams", 64, blocks=8, cluster=4)
     assert record["cluster_barriers"] == 14 and record["barriers"] == 0 and record["cluster"] == 4
-    assert traced("collectives", 64)["barriers"] == 13
+    assert traced("teams", 64)["barriers"] == 13
     assert traced("tells_half_a_warp", 32)["warp_operations"] == 2
 
 
