@@ -81,7 +81,10 @@ def chain(op: str, B: int, case) -> int | None:
     if op == "neighborhood_sum":
         requests, one[0] = B * one[0], 1
     os.environ["CUDA_ON_CPU_SMS"] = str(max(1, RATES["multiprocessors"] // requests))
-    return sum(record["chain_cycles"] for record in trace.run(trace.build([op]), [(op, tuple(one))]))
+    try:
+        return sum(record["chain_cycles"] for record in trace.run(trace.build([op]), [(op, tuple(one))]))
+    finally:
+        del os.environ["CUDA_ON_CPU_SMS"]
 
 
 def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:

@@ -570,14 +570,16 @@ def main():
     parser.add_argument("--bounds", action="store_true",
                         help=f"write what the tests hold: {RESULTS.relative_to(ROOT)}")
     options = parser.parse_args()
+    if options.bounds and (options.ops or options.triton or options.file):
+        parser.error("--bounds is for all kernels of the library: without ops, --triton and --file")
     found = {}
     for file in options.file or [LIBRARY]:
         if not options.triton and not file.exists():
             sys.exit(f"there is no {file}: build it with nvcc, python setup.py build_ext --inplace")
         compiler, kernels = read_triton(options.ops) if options.triton else read_library(file, options.ops)
         found |= kernels
-    if not found:
-        parser.error(f"no kernel of {', '.join(options.ops)}")
+    if missing := [op for op in options.ops if op not in found]:
+        parser.error(f"no kernel of {', '.join(missing)}, only of {', '.join(found) or 'other ops'}")
     show(found)
     results = {"arch": ARCH, "compiler": compiler, "note": "counted in the machine code, not measured"}
     if options.json:

@@ -76,7 +76,7 @@ def test_the_wheel_works_with_torch_alone(empty, sources, tmp_path):
     assert built.returncode == 0, built.stdout
     wheel, = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert wheel.stat().st_size < 5e6 and "-py3-none-" in wheel.name
+    assert wheel.stat().st_size < 6e6 and "-py3-none-" in wheel.name
     information = f"specvis_kernels-{specvis_kernels.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"specvis_kernels", information}
     assert "specvis_kernels/py.typed" in names
