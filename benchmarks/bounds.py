@@ -154,7 +154,9 @@ def machine_code(before: dict, now: dict) -> str:
     for op, kernels in now["kernels"].items():
         for title, counts in kernels.items():
             if "half" not in title:
-                old = before["kernels"].get(op, {}).get(title, {})
+                names_before = (title, re.sub(r"<(?:Held|Streamed), (\w+).*", r"<\1>", title), title.partition("<")[0])
+                olds = [before["kernels"].get(op, {}).get(name) for name in names_before]
+                old = next(filter(None, olds), {})
                 texts = [f"{old.get(name, '-')} → {counts[name]}" if old.get(name) != counts[name]
                          else str(counts[name]) for name in names]
                 lines.append(f"| `{title}` | " + " | ".join(texts) + " |")

@@ -136,7 +136,7 @@ WORSE_ROWS = {
 def test_a_worse_way_to_read_rows_breaks_a_bound(limit):
     file, old, new = WORSE_ROWS[limit]
     known = bound("expand_tree")
-    worse = records_of("expand_tree", "cuda_on_cpu_traced_worse", {file: [(old, new)]})
+    worse = records_of("expand_tree", f"cuda_on_cpu_traced_{limit}", {file: [(old, new)]})
     assert all(limit in trace.broken(record, known[record["shape"]]) for record in worse)
 
 
