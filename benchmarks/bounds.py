@@ -119,6 +119,7 @@ def bound(title: str, op: str, case: tuple, B: int, one: dict, cycles_in_chain: 
     return {"title": title, "op": op, "batch": B, "bytes": num_bytes, **counts,
             "chain_cycles": cycles_in_chain,
             **{name: round(us, 2) for name, us in parts.items()},
+            **({"chain_us": None} if cycles_in_chain is None else {}),
             "bound_us": round(RATES["kernel_us"] + parts[limit], 1),
             "limit": limit.removesuffix("_us") if parts[limit] > RATES["kernel_us"] else "launch"}
 
