@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kThreads, 1) select_tree_kernel(SelectTree bat
   int32_t* source = batch.source + b * num_nodes;
   const int64_t size = batch.size[b], budget = (size < 1 ? 1 : size < num_nodes ? size : num_nodes) - 1;
   const OwnScores scores(batch.scores + b * M, M);
-  for (unsigned i = threadIdx.x; i < kDigits * kBins; i += blockDim.x) counts[0][i] = 0;
+  unsigned* const all_counts = counts[0];
+  for (unsigned i = threadIdx.x; i < kDigits * kBins; i += blockDim.x) all_counts[i] = 0;
   int64_t num_candidates = 0;
   scores.for_each([&](int64_t, uint32_t order) { num_candidates += order > 0; });
   num_candidates = team.sum(num_candidates);  // a barrier too: the counts are 0

@@ -49,5 +49,5 @@ def sample_residual(target_probs, draft_probs, uniforms, omega):
     tokens, status = uniforms.new_empty(R, dtype=torch.int64), uniforms.new_empty(R, dtype=torch.int32)
     if R > 0:
         sample_residual_kernel[(R,)](target_probs, draft_probs, uniforms, omega, tokens, status, V,
-                                     BLOCK=block("V", V), num_warps=8, enable_fp_fusion=False)
+                                     BLOCK=block("V", V), num_warps=16, enable_fp_fusion=False)
     return tokens, status
