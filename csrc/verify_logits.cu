@@ -116,7 +116,7 @@ cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) 
   const int64_t most_blocks = device.has_clusters ? kMaxCluster : 1;
   const bool is_held = blocks <= most_blocks;
   if (!is_held) {
-    kernel = verify_logits_kernel<Streamed<T>, true>;  // for point masses too: one more of each would be much code
+    kernel = batch.draft_probs ? verify_logits_kernel<Streamed<T>, true> : verify_logits_kernel<Streamed<T>, false>;
     error = device_for(kernel, &device);
     if (error != cudaSuccess) return error;
   }
