@@ -3,8 +3,12 @@
 One build serves every Python and every torch from 2.10 on, with or without CUDA, so the wheel is
 py3-none-<platform>. torch's headers are found by path and torch is not imported, so the build also works
 in pip's isolation, which runs the same Python. Without a C++ compiler the package is built without
-libraries: then the oracles and Triton answer. The CUDA library is built if nvcc is found, with or without
-a GPU.
+libraries, and its wheel is py3-none-any: then the oracles and Triton answer. The CUDA library is built if
+nvcc is found, with or without a GPU.
+
+The same sources, compiler and torch make the same wheel in any folder, byte for byte, if SOURCE_DATE_EPOCH
+says when it was made. With CUDA, in folders of the same names: nvcc writes a hash of its own into the
+kernels' names, and where torch is into the library.
 
     CXX                   the C++ compiler
     MAX_JOBS              how many of them run at once
@@ -47,6 +51,10 @@ def find_torch() -> Path:
         if match and Path(folder, "torch/include/torch/csrc/stable/library.h").exists():
             return Path(folder, "torch")
     sys.exit(f"specvis_kernels: torch must be installed first: {what_to_do}")
+
+
+def find_compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def find_nvcc() -> str | None:
@@ -141,27 +149,22 @@ class Build(build_ext):
         return name.replace(".", os.sep) + ".so"
 
     def run(self):
-        compiler, self.nvcc = shutil.which(os.environ.get("CXX", "g++")), find_nvcc()
-        if not compiler:
-            if os.environ.get("SPECVIS_CUDA") == "1":
-                sys.exit("specvis_kernels: SPECVIS_CUDA=1, but there is no C++ compiler")
-            print("specvis_kernels: no C++ compiler: built without C++ and CUDA kernels", flush=True)
-            self.extensions = []
+        self.compiler_path, self.nvcc = find_compiler(), find_nvcc()
         if not self.nvcc:
             print("specvis_kernels: no nvcc: built without CUDA kernels", flush=True)
             self.extensions = [e for e in self.extensions if not e.name.endswith("_cuda")]
-        self.compiler_path = compiler
         super().run()
 
     def build_extension(self, extension):
         torch = find_torch()
-        compile, link, objects = [self.compiler_path, *FLAGS], [self.compiler_path], OBJECTS
+        nowhere = f"-ffile-prefix-map={torch}=torch"  # the library names no folder
+        compile, link, objects = [self.compiler_path, *FLAGS, nowhere], [self.compiler_path], OBJECTS
         has_log = extension.name.endswith("_cuda")
         if has_log:  # nvcc knows where CUDA's headers and its static runtime are
             host = [self.nvcc, "-ccbin", self.compiler_path]
             gpus = gpu_flags(self.nvcc)
-            compile = [*host, *CUDA_FLAGS, *gpus, *compression_flags(self.nvcc)]
-            link = [*host, "-Xlinker", "--no-undefined"]
+            compile = [*host, *CUDA_FLAGS, "-Xcompiler", nowhere, *gpus, *compression_flags(self.nvcc)]
+            link = [*host, "-Xlinker", "--no-undefined,-s"]  # without the names of nvcc's temporary files
             objects = OBJECTS / "-".join(flag.partition("code=")[2] for flag in gpus[1::2])
             warn_of_another_cuda(self.nvcc, torch)
         else:
@@ -176,7 +179,8 @@ class Build(build_ext):
             return target
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            built = list(pool.map(object_of, extension.sources))
+            # From the end of the alphabet: verify_* take the longest, and should not be what a last core is left with.
+            built = list(pool.map(object_of, extension.sources[::-1]))
         library = Path(self.get_ext_fullpath(extension.name))
         library.parent.mkdir(parents=True, exist_ok=True)
         run(*link, "-shared", *built, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", library)
@@ -192,14 +196,19 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+FOR_CUDA = {"csrc/bindings.cpp", "csrc/cuda_version.cpp"}
+EXTENSIONS = [
+    Extension("specvis_kernels._ops", sorted({*map(str, Path("csrc").glob("*.cpp"))} - FOR_CUDA)),
+    Extension("specvis_kernels._ops_cuda", sorted({*map(str, Path("csrc").glob("*.cu"))} | FOR_CUDA)),
+]
 if NEED_TORCH & {*sys.argv[1:]}:
     find_torch()  # before anything else, so that a missing torch is the first line that a build prints
+    if not find_compiler():
+        if os.environ.get("SPECVIS_CUDA") == "1":
+            sys.exit("specvis_kernels: SPECVIS_CUDA=1, but there is no C++ compiler")
+        print("specvis_kernels: no C++ compiler: built without C++ and CUDA kernels", flush=True)
 
-FOR_CUDA = {"csrc/bindings.cpp", "csrc/cuda_version.cpp"}
 setup(
-    ext_modules=[
-        Extension("specvis_kernels._ops", sorted({*map(str, Path("csrc").glob("*.cpp"))} - FOR_CUDA)),
-        Extension("specvis_kernels._ops_cuda", sorted({*map(str, Path("csrc").glob("*.cu"))} | FOR_CUDA)),
-    ],
+    ext_modules=EXTENSIONS if find_compiler() else [],  # without them, the wheel is for any platform
     cmdclass={"build_ext": Build, "bdist_wheel": Wheel},
 )

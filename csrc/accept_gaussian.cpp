@@ -1,14 +1,10 @@
 // accept_gaussian on the CPU: each task takes requests. First come the log ratios of all positions, then the decisions.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cmath>
 #include <optional>
 #include <tuple>
 
+#include "arguments.h"
 #include "gaussian.h"
 
 namespace {
@@ -28,11 +24,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
     const std::optional<Tensor>& draft_means, const std::optional<Tensor>& draft_log_sigmas,              // (B, G, C)
     const std::optional<Tensor>& temperature, const std::optional<Tensor>& num_drafted, bool truncate) {  // (B)
   const int64_t B = tokens.size(0), G = tokens.size(1), C = tokens.size(2);
-  Tensor num_accepted = torch::stable::new_empty(uniforms, {B}, ScalarType::Int);
-  Tensor is_accepted = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Bool);
-  Tensor is_rejected = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Bool);
-  Tensor log_r = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Float);
-  Tensor status = torch::stable::new_empty(uniforms, {B}, ScalarType::Int);
+  Tensor num_accepted = specvis::new_empty(uniforms, {B}, ScalarType::Int);
+  Tensor is_accepted = specvis::new_empty(uniforms, {B, G}, ScalarType::Bool);
+  Tensor is_rejected = specvis::new_empty(uniforms, {B, G}, ScalarType::Bool);
+  Tensor log_r = specvis::new_empty(uniforms, {B, G}, ScalarType::Float);
+  Tensor status = specvis::new_empty(uniforms, {B}, ScalarType::Int);
   const float* x = tokens.const_data_ptr<float>();
   const float* earlier_log_ratio = log_ratio.const_data_ptr<float>();
   const float* u = uniforms.const_data_ptr<float>();
@@ -81,4 +77,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("accept_gaussian", TORCH_BOX(&accept_gaussian_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("accept_gaussian", SPECVIS_BOX(accept_gaussian, &accept_gaussian_cpu));
+}

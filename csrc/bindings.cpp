@@ -2,17 +2,12 @@
 // check every launch. Nothing of libtorch_cuda is linked, so that one library loads beside any build of torch. With
 // SPECVIS_EMULATED the same functions are ops of another library, on CPU tensors, whose kernels tests/cuda_on_cpu
 // runs.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
-
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "params.h"
 
 #ifdef SPECVIS_EMULATED
@@ -117,11 +112,11 @@ Verified verification(specvis::Verification& batch,
                       const std::string& cutoff, int64_t offset, const std::string& residual, const std::string& empty,
                       int64_t max_depth, int64_t V) {
   const int64_t B = tokens.size(0);
-  Tensor accepted_nodes = torch::stable::new_empty(tokens, {B, max_depth}, ScalarType::Int);
-  Tensor num_accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
-  Tensor next_token = torch::stable::new_empty(tokens, {B});
-  Tensor tv_excess = torch::stable::new_empty(tokens, {B}, ScalarType::Float);
-  Tensor status = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor accepted_nodes = specvis::new_empty(tokens, {B, max_depth}, ScalarType::Int);
+  Tensor num_accepted = specvis::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor next_token = specvis::new_empty(tokens, {B});
+  Tensor tv_excess = specvis::new_empty(tokens, {B}, ScalarType::Float);
+  Tensor status = specvis::new_empty(tokens, {B}, ScalarType::Int);
   batch.B = B;
   batch.N = tokens.size(1);
   batch.V = V;
@@ -152,7 +147,7 @@ Tensor commit_kv(std::vector<Tensor> caches, const Tensor& accepted_nodes, const
                  int64_t row_dim, int64_t column_dim) {
   const Device device(lengths);
   const Tensor& first = caches[0];
-  Tensor new_lengths = torch::stable::new_empty(lengths, {accepted_nodes.size(0)});
+  Tensor new_lengths = specvis::new_empty(lengths, {accepted_nodes.size(0)});
   specvis::CommitKv batch = {};
   batch.moves.B = accepted_nodes.size(0);
   batch.moves.P = accepted_nodes.size(1);
@@ -198,9 +193,9 @@ std::tuple<Tensor, Tensor, Tensor> commit_tokens(Tensor tokens,                 
   batch.L = num_accepted_at.size(1);
   batch.N = node_tokens.size(1);
   batch.P = accepted_nodes.size(1);
-  Tensor new_tokens = torch::stable::new_empty(tokens, {batch.B, batch.P + 1});
-  Tensor nodes = torch::stable::new_empty(tokens, {batch.B, batch.P + 1});
-  Tensor num_new = torch::stable::new_empty(tokens, {batch.B});
+  Tensor new_tokens = specvis::new_empty(tokens, {batch.B, batch.P + 1});
+  Tensor nodes = specvis::new_empty(tokens, {batch.B, batch.P + 1});
+  Tensor num_new = specvis::new_empty(tokens, {batch.B});
   batch.tokens = tokens.mutable_data_ptr<int64_t>();
   batch.counts = counts.mutable_data_ptr<int64_t>();
   batch.failed = failed.mutable_data_ptr<bool>();
@@ -234,11 +229,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens(const Tensor& t
                                                                  std::string residual) {
   const int64_t B = target_probs.size(0), W = target_probs.size(1);
   const Device device(target_probs);
-  Tensor new_tokens = torch::stable::new_empty(tokens, {B, W});
-  Tensor is_kept = torch::stable::new_empty(tokens, {B, W}, ScalarType::Bool);
-  Tensor num_kept = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
-  Tensor tv_excess = torch::stable::new_empty(target_probs, {B, W});
-  Tensor status = torch::stable::new_empty(tokens, {B, W}, ScalarType::Int);
+  Tensor new_tokens = specvis::new_empty(tokens, {B, W});
+  Tensor is_kept = specvis::new_empty(tokens, {B, W}, ScalarType::Bool);
+  Tensor num_kept = specvis::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor tv_excess = specvis::new_empty(target_probs, {B, W});
+  Tensor status = specvis::new_empty(tokens, {B, W}, ScalarType::Int);
   specvis::CoupleTokens batch = {};
   batch.B = B;
   batch.W = W;
@@ -277,9 +272,9 @@ std::tuple<Tensor, Tensor, Tensor> draft_children(const Tensor& logits,         
                                                   int64_t first_id, int64_t last_id, std::string filters, int64_t K) {
   const int64_t B = logits.size(0), F = logits.size(1);
   const Device device(logits);
-  Tensor tokens = torch::stable::new_empty(logits, {B, F, K}, ScalarType::Long);
-  Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
-  Tensor status = torch::stable::new_empty(logits, {B, F}, ScalarType::Int);
+  Tensor tokens = specvis::new_empty(logits, {B, F, K}, ScalarType::Long);
+  Tensor probs = specvis::new_empty(logits, logits.sizes(), ScalarType::Float);
+  Tensor status = specvis::new_empty(logits, {B, F}, ScalarType::Int);
   specvis::DraftChildren batch = {};
   batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
   batch.K = K;
@@ -310,15 +305,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     int64_t first_candidate) {
   const int64_t B = logits.size(0), F = logits.size(1), W = ancestors.size(2);
   const Device device(logits);
-  Tensor child_tokens = torch::stable::new_empty(depth, {B, F * K});
-  Tensor child_scores = torch::stable::new_empty(scores, {B, F * K});
-  Tensor child_parents = torch::stable::new_empty(width, {B, F * K});
-  Tensor tokens = torch::stable::new_empty(depth, {B, K});
-  Tensor frontier_scores = torch::stable::new_empty(scores, {B, K});
-  Tensor rows = torch::stable::new_empty(depth, {B, K});
-  Tensor frontier_ancestors = torch::stable::new_empty(depth, {B, K, W});
-  Tensor frontier_candidates = torch::stable::new_empty(width, {B, K});
-  Tensor status = torch::stable::new_empty(width, {B, F});
+  Tensor child_tokens = specvis::new_empty(depth, {B, F * K});
+  Tensor child_scores = specvis::new_empty(scores, {B, F * K});
+  Tensor child_parents = specvis::new_empty(width, {B, F * K});
+  Tensor tokens = specvis::new_empty(depth, {B, K});
+  Tensor frontier_scores = specvis::new_empty(scores, {B, K});
+  Tensor rows = specvis::new_empty(depth, {B, K});
+  Tensor frontier_ancestors = specvis::new_empty(depth, {B, K, W});
+  Tensor frontier_candidates = specvis::new_empty(width, {B, K});
+  Tensor status = specvis::new_empty(width, {B, F});
   specvis::DraftFrontier batch = {};
   batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
   batch.K = K;
@@ -352,9 +347,9 @@ std::tuple<Tensor, Tensor, Tensor> draw_children(const Tensor& draft_probs,     
                                                  int64_t K) {
   const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
   const Device device(draft_probs);
-  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
-  Tensor num_children = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
+  Tensor tokens = specvis::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
+  Tensor num_children = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
+  Tensor status = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
   specvis::DrawChildren batch = {};
   batch.R = B * F;
   batch.F = F;
@@ -384,10 +379,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draw_tokens(const Tensor& logits,    
                                                        const std::optional<Tensor>& guesses,  // (B, N)
                                                        int64_t ahead) {
   const Device device(logits);
-  Tensor tokens = torch::stable::new_empty(positions, positions.sizes());
-  Tensor num_accepted = torch::stable::new_empty(seeds, seeds.sizes(), ScalarType::Int);
-  Tensor ahead_tokens = torch::stable::new_empty(positions, positions.sizes());
-  Tensor status = torch::stable::new_empty(positions, positions.sizes(), ScalarType::Int);
+  Tensor tokens = specvis::new_empty(positions, positions.sizes());
+  Tensor num_accepted = specvis::new_empty(seeds, seeds.sizes(), ScalarType::Int);
+  Tensor ahead_tokens = specvis::new_empty(positions, positions.sizes());
+  Tensor status = specvis::new_empty(positions, positions.sizes(), ScalarType::Int);
   specvis::DrawTokens batch = {};
   batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
   batch.seeds = seeds.const_data_ptr<int64_t>();
@@ -408,10 +403,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(const Tensor& draft_probs
                                                        int64_t num_children) {
   const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
   const Device device(draft_probs);
-  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, num_children}, ScalarType::Long);
-  Tensor child_scores = torch::stable::new_empty(draft_probs, {B, F, num_children});
-  Tensor frontier = torch::stable::new_empty(width, {B, num_children});
-  Tensor status = torch::stable::new_empty(width, {B, F});
+  Tensor tokens = specvis::new_empty(draft_probs, {B, F, num_children}, ScalarType::Long);
+  Tensor child_scores = specvis::new_empty(draft_probs, {B, F, num_children});
+  Tensor frontier = specvis::new_empty(width, {B, num_children});
+  Tensor status = specvis::new_empty(width, {B, F});
   specvis::ExpandTree batch = {};
   batch.B = B;
   batch.F = F;
@@ -437,8 +432,8 @@ std::tuple<Tensor, Tensor> guided_probs(const Tensor& logits,                   
                                         const std::optional<Tensor>& id_range,  // (B, N, 2)
                                         int64_t first_id, int64_t last_id, std::string filters) {
   const Device device(logits);
-  Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
-  Tensor status = torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
+  Tensor probs = specvis::new_empty(logits, logits.sizes(), ScalarType::Float);
+  Tensor status = specvis::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
   specvis::GuidedProbs batch = {};
   batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
   batch.probs = probs.mutable_data_ptr<float>();
@@ -454,9 +449,9 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum(const Tensor& probs,      //
                                                     std::string cutoff, int64_t offset) {
   const int64_t R = probs.size(0);
   const Device device(probs);
-  Tensor relaxed_mass = torch::stable::new_empty(probs, {R});
-  Tensor num_neighbors = torch::stable::new_empty(probs, {R}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(probs, {R}, ScalarType::Int);
+  Tensor relaxed_mass = specvis::new_empty(probs, {R});
+  Tensor num_neighbors = specvis::new_empty(probs, {R}, ScalarType::Int);
+  Tensor status = specvis::new_empty(probs, {R}, ScalarType::Int);
   specvis::NeighborhoodSum batch = {};
   batch.R = R;
   batch.V = probs.size(1);
@@ -478,8 +473,8 @@ std::tuple<Tensor, Tensor> sample_residual(const Tensor& target_probs,          
                                            const std::optional<Tensor>& omega) {      // (R)
   const int64_t R = target_probs.size(0);
   const Device device(target_probs);
-  Tensor tokens = torch::stable::new_empty(uniforms, {R}, ScalarType::Long);
-  Tensor status = torch::stable::new_empty(uniforms, {R}, ScalarType::Int);
+  Tensor tokens = specvis::new_empty(uniforms, {R}, ScalarType::Long);
+  Tensor status = specvis::new_empty(uniforms, {R}, ScalarType::Int);
   specvis::SampleResidual batch = {};
   batch.R = R;
   batch.V = target_probs.size(1);
@@ -501,10 +496,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree(const Tensor& tokens,   /
                                                        int64_t num_nodes) {
   const int64_t B = tokens.size(0);
   const Device device(tokens);
-  Tensor node_tokens = torch::stable::new_empty(tokens, {B, num_nodes});
-  Tensor node_parents = torch::stable::new_empty(parents, {B, num_nodes});
-  Tensor source = torch::stable::new_empty(parents, {B, num_nodes});
-  Tensor status = torch::stable::new_empty(parents, {B});
+  Tensor node_tokens = specvis::new_empty(tokens, {B, num_nodes});
+  Tensor node_parents = specvis::new_empty(parents, {B, num_nodes});
+  Tensor source = specvis::new_empty(parents, {B, num_nodes});
+  Tensor status = specvis::new_empty(parents, {B});
   specvis::SelectTree batch = {};
   batch.B = B;
   batch.M = tokens.size(1);
@@ -525,7 +520,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree(const Tensor& tokens,   /
 Tensor tree_from_mask(const Tensor& mask) {  // (B, N, N)
   const int64_t B = mask.size(0), N = mask.size(1);
   const Device device(mask);
-  Tensor parents = torch::stable::new_empty(mask, {B, N}, ScalarType::Int);
+  Tensor parents = specvis::new_empty(mask, {B, N}, ScalarType::Int);
   specvis::TreeFromMask batch = {};
   batch.B = B;
   batch.N = N;
@@ -539,7 +534,7 @@ Tensor tree_from_paths(const Tensor& paths,  // (B, L, D)
                        int64_t num_nodes) {
   const int64_t B = paths.size(0);
   const Device device(paths);
-  Tensor parents = torch::stable::new_empty(paths, {B, num_nodes}, ScalarType::Int);
+  Tensor parents = specvis::new_empty(paths, {B, num_nodes}, ScalarType::Int);
   specvis::TreeFromPaths batch = {};
   batch.B = B;
   batch.L = paths.size(1);
@@ -554,11 +549,11 @@ Tensor tree_from_paths(const Tensor& paths,  // (B, L, D)
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links(const Tensor& parents) {  // (B, N)
   const int64_t B = parents.size(0), N = parents.size(1);
   const Device device(parents);
-  Tensor ancestors = torch::stable::new_empty(parents, {B, N, (N + 63) / 64}, ScalarType::Long);
-  Tensor depth = torch::stable::new_empty(parents, {B, N});
-  Tensor first_child = torch::stable::new_empty(parents, {B, N});
-  Tensor next_sibling = torch::stable::new_empty(parents, {B, N});
-  Tensor status = torch::stable::new_empty(parents, {B});
+  Tensor ancestors = specvis::new_empty(parents, {B, N, (N + 63) / 64}, ScalarType::Long);
+  Tensor depth = specvis::new_empty(parents, {B, N});
+  Tensor first_child = specvis::new_empty(parents, {B, N});
+  Tensor next_sibling = specvis::new_empty(parents, {B, N});
+  Tensor status = specvis::new_empty(parents, {B});
   specvis::TreeLinks batch = {};
   batch.B = B;
   batch.N = N;
@@ -581,9 +576,9 @@ Tensor tree_mask(const Tensor& ancestors,               // (B, N, W)
   const bool rows = form == "packed_rows", packed = rows || form == "packed", additive = form == "additive";
   const ScalarType type = packed ? ScalarType::Byte : additive ? dtype : ScalarType::Bool;
   const Device device(ancestors);
-  Tensor mask = rows     ? torch::stable::new_empty(ancestors, {B, N, (columns + 7) / 8}, type)
-                : packed ? torch::stable::new_empty(ancestors, {B, (N * columns + 7) / 8}, type)
-                         : torch::stable::new_empty(ancestors, {B, N, columns}, type);
+  Tensor mask = rows     ? specvis::new_empty(ancestors, {B, N, (columns + 7) / 8}, type)
+                : packed ? specvis::new_empty(ancestors, {B, (N * columns + 7) / 8}, type)
+                         : specvis::new_empty(ancestors, {B, N, columns}, type);
   specvis::TreeMask batch = {};
   batch.B = B;
   batch.N = N;
@@ -607,7 +602,7 @@ Tensor tree_paths(const Tensor& parents,  // (B, N)
   const int64_t B = parents.size(0), N = parents.size(1);
   const Device device(parents);
   const auto links = tree_links(parents);
-  Tensor paths = torch::stable::new_empty(parents, {B, N, max_depth + 1}, ScalarType::Long);
+  Tensor paths = specvis::new_empty(parents, {B, N, max_depth + 1}, ScalarType::Long);
   specvis::TreePaths batch = {};
   batch.B = B;
   batch.N = N;
@@ -635,10 +630,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_chain(const Tensor& target_pro
                                                         std::string empty) {
   const int64_t B = cu_num_draft_tokens.size(0);
   const Device device(target_probs);
-  Tensor num_accepted = torch::stable::new_empty(target_probs, {B}, ScalarType::Int);
-  Tensor next_token = torch::stable::new_empty(target_probs, {B}, ScalarType::Long);
-  Tensor tv_excess = torch::stable::new_empty(target_probs, {B});
-  Tensor status = torch::stable::new_empty(target_probs, {B}, ScalarType::Int);
+  Tensor num_accepted = specvis::new_empty(target_probs, {B}, ScalarType::Int);
+  Tensor next_token = specvis::new_empty(target_probs, {B}, ScalarType::Long);
+  Tensor tv_excess = specvis::new_empty(target_probs, {B});
+  Tensor status = specvis::new_empty(target_probs, {B}, ScalarType::Int);
   specvis::VerifyChain batch = {};
   batch.B = B;
   batch.V = target_probs.size(1);
@@ -662,7 +657,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_chain(const Tensor& target_pro
   batch.status = status.mutable_data_ptr<int32_t>();
   int64_t bytes = 0;
   check(specvis::verify_chain_scratch(batch, &bytes));
-  Tensor scratch = torch::stable::new_empty(target_probs, {bytes}, ScalarType::Char);
+  Tensor scratch = specvis::new_empty(target_probs, {bytes}, ScalarType::Char);
   batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
   check(specvis::verify_chain_cuda(batch, device.stream()));
   return {num_accepted, next_token, tv_excess, status};
@@ -675,10 +670,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_greedy(const Tensor& target_to
                                                          int64_t max_depth) {
   const int64_t B = tokens.size(0);
   const Device device(tokens);
-  Tensor accepted_nodes = torch::stable::new_empty(first_child, {B, max_depth});
-  Tensor num_accepted = torch::stable::new_empty(first_child, {B});
-  Tensor next_token = torch::stable::new_empty(tokens, {B});
-  Tensor status = torch::stable::new_empty(first_child, {B});
+  Tensor accepted_nodes = specvis::new_empty(first_child, {B, max_depth});
+  Tensor num_accepted = specvis::new_empty(first_child, {B});
+  Tensor next_token = specvis::new_empty(tokens, {B});
+  Tensor status = specvis::new_empty(first_child, {B});
   specvis::VerifyGreedy batch = {};
   batch.B = B;
   batch.N = tokens.size(1);
@@ -724,7 +719,7 @@ Verified verify_logits(const Tensor& logits,                      // (B, N, V)
   batch.positions = data<int64_t>(positions);
   int64_t bytes = 0;
   check(specvis::verify_logits_scratch(batch, &bytes));
-  Tensor scratch = torch::stable::new_empty(tokens, {bytes}, ScalarType::Char);
+  Tensor scratch = specvis::new_empty(tokens, {bytes}, ScalarType::Char);
   batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
   check(specvis::verify_logits_cuda(batch, device.stream()));
   return outputs;
@@ -750,7 +745,7 @@ Verified verify_tree(const Tensor& target_probs,                // (B, N, V)
   batch.greedy = data<bool>(greedy);
   int64_t bytes = 0;
   check(specvis::verify_tree_scratch(batch, &bytes));
-  Tensor scratch = torch::stable::new_empty(tokens, {bytes}, ScalarType::Char);
+  Tensor scratch = specvis::new_empty(tokens, {bytes}, ScalarType::Char);
   batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
   check(specvis::verify_tree_cuda(batch, device.stream()));
   return outputs;
@@ -759,25 +754,25 @@ Verified verify_tree(const Tensor& target_probs,                // (B, N, V)
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
-  m.impl("commit_kv", TORCH_BOX(&commit_kv));
-  m.impl("commit_tokens", TORCH_BOX(&commit_tokens));
-  m.impl("couple_tokens", TORCH_BOX(&couple_tokens));
-  m.impl("draft_children", TORCH_BOX(&draft_children));
-  m.impl("draft_frontier", TORCH_BOX(&draft_frontier));
-  m.impl("draw_children", TORCH_BOX(&draw_children));
-  m.impl("draw_tokens", TORCH_BOX(&draw_tokens));
-  m.impl("expand_tree", TORCH_BOX(&expand_tree));
-  m.impl("guided_probs", TORCH_BOX(&guided_probs));
-  m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum));
-  m.impl("sample_residual", TORCH_BOX(&sample_residual));
-  m.impl("select_tree", TORCH_BOX(&select_tree));
-  m.impl("tree_from_mask", TORCH_BOX(&tree_from_mask));
-  m.impl("tree_from_paths", TORCH_BOX(&tree_from_paths));
-  m.impl("tree_links", TORCH_BOX(&tree_links));
-  m.impl("tree_mask", TORCH_BOX(&tree_mask));
-  m.impl("tree_paths", TORCH_BOX(&tree_paths));
-  m.impl("verify_chain", TORCH_BOX(&verify_chain));
-  m.impl("verify_greedy", TORCH_BOX(&verify_greedy));
-  m.impl("verify_logits", TORCH_BOX(&verify_logits));
-  m.impl("verify_tree", TORCH_BOX(&verify_tree));
+  m.impl("commit_kv", SPECVIS_BOX(commit_kv, &commit_kv));
+  m.impl("commit_tokens", SPECVIS_BOX(commit_tokens, &commit_tokens));
+  m.impl("couple_tokens", SPECVIS_BOX(couple_tokens, &couple_tokens));
+  m.impl("draft_children", SPECVIS_BOX(draft_children, &draft_children));
+  m.impl("draft_frontier", SPECVIS_BOX(draft_frontier, &draft_frontier));
+  m.impl("draw_children", SPECVIS_BOX(draw_children, &draw_children));
+  m.impl("draw_tokens", SPECVIS_BOX(draw_tokens, &draw_tokens));
+  m.impl("expand_tree", SPECVIS_BOX(expand_tree, &expand_tree));
+  m.impl("guided_probs", SPECVIS_BOX(guided_probs, &guided_probs));
+  m.impl("neighborhood_sum", SPECVIS_BOX(neighborhood_sum, &neighborhood_sum));
+  m.impl("sample_residual", SPECVIS_BOX(sample_residual, &sample_residual));
+  m.impl("select_tree", SPECVIS_BOX(select_tree, &select_tree));
+  m.impl("tree_from_mask", SPECVIS_BOX(tree_from_mask, &tree_from_mask));
+  m.impl("tree_from_paths", SPECVIS_BOX(tree_from_paths, &tree_from_paths));
+  m.impl("tree_links", SPECVIS_BOX(tree_links, &tree_links));
+  m.impl("tree_mask", SPECVIS_BOX(tree_mask, &tree_mask));
+  m.impl("tree_paths", SPECVIS_BOX(tree_paths, &tree_paths));
+  m.impl("verify_chain", SPECVIS_BOX(verify_chain, &verify_chain));
+  m.impl("verify_greedy", SPECVIS_BOX(verify_greedy, &verify_greedy));
+  m.impl("verify_logits", SPECVIS_BOX(verify_logits, &verify_logits));
+  m.impl("verify_tree", SPECVIS_BOX(verify_tree, &verify_tree));
 }

@@ -51,6 +51,9 @@ cudaError_t launch_clusters(void (*kernel)(Parameters...), unsigned grid, unsign
 }
 #endif
 
+// The number of blocks of a grid. A launch of more than a grid can have is refused by CUDA.
+inline unsigned blocks_for(int64_t count) { return static_cast<unsigned>(count <= INT32_MAX ? count : UINT32_MAX); }
+
 // The number of threads for so many items: in whole warps, and at most max_threads.
 inline unsigned threads_for(int64_t items, int64_t max_threads) {
   const int64_t whole = (items + kWarp - 1) / kWarp * kWarp;

@@ -1,14 +1,10 @@
 // commit_kv on the CPU: each task moves the columns of some rows.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <vector>
 
+#include "arguments.h"
 #include "moves.h"
 
 namespace {
@@ -23,7 +19,7 @@ Tensor commit_kv_cpu(std::vector<Tensor> caches, const Tensor& accepted_nodes, c
                      int64_t row_dim, int64_t column_dim) {
   const int64_t B = accepted_nodes.size(0);
   const Tensor& first = caches[0];
-  Tensor new_lengths = torch::stable::new_empty(lengths, {B});
+  Tensor new_lengths = specvis::new_empty(lengths, {B});
   specvis::Moves moves = {};
   moves.B = B;
   moves.P = accepted_nodes.size(1);
@@ -63,4 +59,4 @@ Tensor commit_kv_cpu(std::vector<Tensor> caches, const Tensor& accepted_nodes, c
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("commit_kv", TORCH_BOX(&commit_kv_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("commit_kv", SPECVIS_BOX(commit_kv, &commit_kv_cpu)); }

@@ -41,7 +41,7 @@ cudaError_t launch(const CommitKv& batch, cudaStream_t stream) {
   const int64_t units = batch.moves.inner / static_cast<int64_t>(sizeof(Unit));
   const int64_t total = batch.num_caches * batch.moves.num_runs() * units;
   const int64_t blocks = (total + batch.moves.B + kThreads - 1) / kThreads;
-  LAUNCH(commit_kv_kernel<Unit>, static_cast<unsigned>(blocks), kThreads, 0, stream, batch, units, total);
+  LAUNCH(commit_kv_kernel<Unit>, blocks_for(blocks), kThreads, 0, stream, batch, units, total);
   return cudaGetLastError();
 }
 

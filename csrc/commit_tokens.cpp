@@ -1,13 +1,10 @@
 // commit_tokens on the CPU: each task takes requests.
 #include "commit_tokens.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <optional>
 #include <tuple>
+
+#include "arguments.h"
 
 namespace {
 
@@ -25,9 +22,9 @@ std::tuple<Tensor, Tensor, Tensor> commit_tokens_cpu(Tensor tokens, Tensor count
   batch.L = num_accepted_at.size(1);
   batch.N = node_tokens.size(1);
   batch.P = accepted_nodes.size(1);
-  Tensor new_tokens = torch::stable::new_empty(tokens, {batch.B, batch.P + 1});
-  Tensor nodes = torch::stable::new_empty(tokens, {batch.B, batch.P + 1});
-  Tensor num_new = torch::stable::new_empty(tokens, {batch.B});
+  Tensor new_tokens = specvis::new_empty(tokens, {batch.B, batch.P + 1});
+  Tensor nodes = specvis::new_empty(tokens, {batch.B, batch.P + 1});
+  Tensor num_new = specvis::new_empty(tokens, {batch.B});
   batch.tokens = tokens.mutable_data_ptr<int64_t>();
   batch.counts = counts.mutable_data_ptr<int64_t>();
   batch.failed = failed.mutable_data_ptr<bool>();
@@ -57,4 +54,6 @@ std::tuple<Tensor, Tensor, Tensor> commit_tokens_cpu(Tensor tokens, Tensor count
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("commit_tokens", TORCH_BOX(&commit_tokens_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("commit_tokens", SPECVIS_BOX(commit_tokens, &commit_tokens_cpu));
+}

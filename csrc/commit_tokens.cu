@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) commit_tokens_kernel(CommitTokens ba
 
 cudaError_t commit_tokens_cuda(const CommitTokens& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
-  LAUNCH(commit_tokens_kernel, static_cast<unsigned>(batch.B), kThreads, 0, stream, batch);
+  LAUNCH(commit_tokens_kernel, blocks_for(batch.B), kThreads, 0, stream, batch);
   return cudaGetLastError();
 }
 

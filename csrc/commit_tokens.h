@@ -47,9 +47,10 @@ struct CommitTokens {
 
   // Accounts for the step. Nothing reads the image's count behind that.
   HOST_DEVICE void account(int64_t b, int64_t count) const {
-    const int64_t last = last_new(b), room = L - 1 - count;
+    const int64_t last = last_new(b);
     num_new[b] = last + 1;
     if (!is_active(count)) return;
+    const int64_t room = L - 1 - count;
     num_accepted_at[b * L + count] = last;
     num_drafted_at[b * L + count] = depth[b] < room ? depth[b] : room;
     target_forwards[b] += 1;

@@ -1,16 +1,12 @@
 // couple_tokens on the CPU: one position per task. Only a position whose guess is not kept looks at its rows again: one
 // pass sums the residual by blocks, and the token is searched for among these sums.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "rows.h"
 
 namespace {
@@ -166,11 +162,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens_cpu(const Tenso
                                                                      std::string cutoff, int64_t offset,
                                                                      std::string residual) {
   const int64_t B = target_probs.size(0), W = target_probs.size(1), V = target_probs.size(2);
-  Tensor new_tokens = torch::stable::new_empty(tokens, {B, W});
-  Tensor is_kept = torch::stable::new_empty(tokens, {B, W}, ScalarType::Bool);
-  Tensor num_kept = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
-  Tensor tv_excess = torch::stable::new_empty(target_probs, {B, W});
-  Tensor status = torch::stable::new_empty(tokens, {B, W}, ScalarType::Int);
+  Tensor new_tokens = specvis::new_empty(tokens, {B, W});
+  Tensor is_kept = specvis::new_empty(tokens, {B, W}, ScalarType::Bool);
+  Tensor num_kept = specvis::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor tv_excess = specvis::new_empty(target_probs, {B, W});
+  Tensor status = specvis::new_empty(tokens, {B, W}, ScalarType::Int);
 
   Rules rules = {V,
                  {},
@@ -221,4 +217,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens_cpu(const Tenso
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("couple_tokens", TORCH_BOX(&couple_tokens_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("couple_tokens", SPECVIS_BOX(couple_tokens, &couple_tokens_cpu));
+}

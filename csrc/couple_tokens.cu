@@ -31,9 +31,7 @@ struct Residual {
         draft_mass = moves_mass ? draft_mass : 0.0;
       }
     }
-    // Neighbors that are listed often may give the guess more than whole_part() takes. Such a number has no fraction.
-    const double residual = residual_mass(mass, unit, draft_mass, draft_unit, slack);
-    return residual < 0x1p52 ? whole_part(residual) : residual;
+    return whole_part(residual_mass(mass, unit, draft_mass, draft_unit, slack));
   }
 };
 
@@ -149,8 +147,8 @@ cudaError_t couple_tokens_cuda(const CoupleTokens& batch, cudaStream_t stream) {
   error = device_for(couple_tokens_kernel, &device);
   if (error != cudaSuccess) return error;
   const PairTeam team(device, batch.B * batch.W, batch.V, kThreads);
-  return LAUNCH_CLUSTERS(couple_tokens_kernel, static_cast<unsigned>(batch.B * batch.W) * team.cluster, team.cluster,
-                         team.threads, bytes, stream, batch, team.share);
+  return LAUNCH_CLUSTERS(couple_tokens_kernel, blocks_for(batch.B * batch.W * team.cluster), team.cluster, team.threads,
+                         bytes, stream, batch, team.share);
 }
 
 }  // namespace specvis

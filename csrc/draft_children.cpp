@@ -1,7 +1,4 @@
 // draft_children on the CPU: each task takes rows of logits. Children are drawn among the tokens that the filters keep.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -9,6 +6,7 @@
 #include <string>
 #include <tuple>
 
+#include "arguments.h"
 #include "draw_children.h"
 #include "expand_tree.h"
 #include "guided_row.h"
@@ -88,9 +86,9 @@ std::tuple<Tensor, Tensor, Tensor> draft_children_cpu(const Tensor& logits, cons
                                                       const std::optional<Tensor>& id_range, int64_t first_id,
                                                       int64_t last_id, std::string filters, int64_t K) {
   const int64_t B = logits.size(0), F = logits.size(1), V = logits.size(2);
-  Tensor tokens = torch::stable::new_empty(logits, {B, F, K}, ScalarType::Long);
-  Tensor probs = torch::stable::new_empty(logits, {B, F, V}, ScalarType::Float);
-  Tensor status = torch::stable::new_empty(logits, {B, F}, ScalarType::Int);
+  Tensor tokens = specvis::new_empty(logits, {B, F, K}, ScalarType::Long);
+  Tensor probs = specvis::new_empty(logits, {B, F, V}, ScalarType::Float);
+  Tensor status = specvis::new_empty(logits, {B, F}, ScalarType::Int);
   const RowSettings settings = {guidance.const_data_ptr<float>(),
                                 temperature.const_data_ptr<float>(),
                                 top_k.const_data_ptr<int32_t>(),
@@ -113,4 +111,6 @@ std::tuple<Tensor, Tensor, Tensor> draft_children_cpu(const Tensor& logits, cons
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("draft_children", TORCH_BOX(&draft_children_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("draft_children", SPECVIS_BOX(draft_children, &draft_children_cpu));
+}

@@ -1,7 +1,4 @@
 // draft_frontier on the CPU: each task takes rows of logits and leaves their nodes' children; then each takes requests.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -9,6 +6,7 @@
 #include <string>
 #include <tuple>
 
+#include "arguments.h"
 #include "expand_tree.h"
 #include "guided_row.h"
 
@@ -68,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     int64_t first_candidate) {
   const int64_t B = logits.size(0), F = logits.size(1), W = ancestors.size(2);
   const auto empty = [&](std::initializer_list<int64_t> sizes, ScalarType type) {
-    return torch::stable::new_empty(logits, sizes, type);
+    return specvis::new_empty(logits, sizes, type);
   };
   Tensor child_tokens = empty({B, F * K}, ScalarType::Long), child_scores = empty({B, F * K}, ScalarType::Float);
   Tensor child_parents = empty({B, F * K}, ScalarType::Int), status = empty({B, F}, ScalarType::Int);
@@ -130,4 +128,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("draft_frontier", TORCH_BOX(&draft_frontier_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("draft_frontier", SPECVIS_BOX(draft_frontier, &draft_frontier_cpu));
+}

@@ -72,7 +72,7 @@ cudaError_t launch(const DraftFrontier& batch, cudaStream_t stream) {
   const cudaError_t error = launch_rows<T>(draft_frontier_kernel<Held<T>>, draft_frontier_kernel<Streamed<T>>, batch,
                                            B * F, stream, kMaxDraftThreads);
   if (error != cudaSuccess || F == 1) return error;
-  LAUNCH(frontier_kernel, static_cast<unsigned>(B), threads_for(F * batch.K, kThreads), 0, stream, batch);
+  LAUNCH(frontier_kernel, blocks_for(B), threads_for(F * batch.K, kThreads), 0, stream, batch);
   return cudaGetLastError();
 }
 

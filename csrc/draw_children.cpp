@@ -1,11 +1,6 @@
 // draw_children on the CPU: each task takes rows.
 #include "draw_children.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,6 +8,7 @@
 #include <optional>
 #include <tuple>
 
+#include "arguments.h"
 #include "noise_words.h"
 
 namespace specvis {
@@ -147,9 +143,9 @@ std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(const Tensor& draft_probs, 
                                                      const std::optional<Tensor>& positions,  // (B, F)
                                                      int64_t K) {
   const int64_t B = draft_probs.size(0), F = draft_probs.size(1), V = draft_probs.size(2);
-  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
-  Tensor num_children = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
+  Tensor tokens = specvis::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
+  Tensor num_children = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
+  Tensor status = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
   const float* probs = draft_probs.const_data_ptr<float>();
   const float* u = uniforms ? uniforms->const_data_ptr<float>() : nullptr;
   const int64_t* seed = seeds ? seeds->const_data_ptr<int64_t>() : nullptr;
@@ -181,4 +177,6 @@ std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(const Tensor& draft_probs, 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("draw_children", TORCH_BOX(&draw_children_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("draw_children", SPECVIS_BOX(draw_children, &draw_children_cpu));
+}

@@ -35,7 +35,7 @@ cudaError_t draw_children_cuda(const DrawChildren& batch, cudaStream_t stream) {
   if (batch.R == 0) return cudaSuccess;
   const unsigned threads = threads_for((batch.V + 3) / 4, kThreads);
   if (batch.uniforms) {
-    LAUNCH(draw_children_kernel, static_cast<unsigned>(batch.R), threads, 0, stream, batch);
+    LAUNCH(draw_children_kernel, blocks_for(batch.R), threads, 0, stream, batch);
     return cudaGetLastError();
   }
   Device device;
@@ -45,7 +45,7 @@ cudaError_t draw_children_cuda(const DrawChildren& batch, cudaStream_t stream) {
   const int64_t fours = (batch.V + 3) / 4, all_threads = int64_t{cluster} * threads;
   int64_t capacity = (fours + all_threads - 1) / all_threads * threads;
   if (capacity * static_cast<int64_t>(sizeof(float4)) > device.shared) capacity = 0;
-  return LAUNCH_CLUSTERS(highest_scores_kernel, static_cast<unsigned>(batch.R) * cluster, cluster, threads,
+  return LAUNCH_CLUSTERS(highest_scores_kernel, blocks_for(batch.R * cluster), cluster, threads,
                          static_cast<size_t>(capacity) * sizeof(float4), stream, batch, capacity);
 }
 

@@ -1,7 +1,4 @@
 // draw_tokens on the CPU: each task takes rows, see draws.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -10,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include "arguments.h"
 #include "draws.h"
 
 namespace {
@@ -66,9 +64,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draw_tokens_cpu(const Tensor& logits,
                                                            const std::optional<Tensor>& guesses,  // (B, N)
                                                            int64_t ahead) {
   const int64_t B = logits.size(0), N = logits.size(1);
-  Tensor tokens = torch::stable::new_empty(positions, {B, N}), ahead_tokens = torch::stable::new_empty(tokens, {B, N});
-  Tensor num_accepted = torch::stable::new_empty(positions, {B}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(positions, {B, N}, ScalarType::Int);
+  Tensor tokens = specvis::new_empty(positions, {B, N}), ahead_tokens = specvis::new_empty(tokens, {B, N});
+  Tensor num_accepted = specvis::new_empty(positions, {B}, ScalarType::Int);
+  Tensor status = specvis::new_empty(positions, {B, N}, ScalarType::Int);
   const auto run = [&](auto type) {
     all_rows<decltype(type)>(logits, uncond ? &*uncond : nullptr, guidance, temperature, top_k, top_p, seeds, positions,
                              id_range ? &*id_range : nullptr, first_id, last_id, Filters::is_p_first(filters), ahead,
@@ -93,4 +91,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> draw_tokens_cpu(const Tensor& logits,
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("draw_tokens", TORCH_BOX(&draw_tokens_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("draw_tokens", SPECVIS_BOX(draw_tokens, &draw_tokens_cpu));
+}

@@ -1,12 +1,9 @@
 // expand_tree on the CPU: each task takes rows.
 #include "expand_tree.h"
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <tuple>
+
+#include "arguments.h"
 
 namespace specvis {
 
@@ -99,10 +96,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree_cpu(const Tensor& draft_p
                                                            const Tensor& width,        // (B)
                                                            int64_t K) {
   const int64_t B = draft_probs.size(0), F = draft_probs.size(1), V = draft_probs.size(2);
-  Tensor tokens = torch::stable::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
-  Tensor child_scores = torch::stable::new_empty(draft_probs, {B, F, K});
-  Tensor frontier = torch::stable::new_empty(draft_probs, {B, K}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(draft_probs, {B, F}, ScalarType::Int);
+  Tensor tokens = specvis::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
+  Tensor child_scores = specvis::new_empty(draft_probs, {B, F, K});
+  Tensor frontier = specvis::new_empty(draft_probs, {B, K}, ScalarType::Int);
+  Tensor status = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
   const float* probs = draft_probs.const_data_ptr<float>();
   const float* score = scores.const_data_ptr<float>();
   const int32_t* widths = width.const_data_ptr<int32_t>();
@@ -136,4 +133,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree_cpu(const Tensor& draft_p
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("expand_tree", TORCH_BOX(&expand_tree_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("expand_tree", SPECVIS_BOX(expand_tree, &expand_tree_cpu));
+}

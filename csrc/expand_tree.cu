@@ -80,12 +80,11 @@ cudaError_t launch(const ExpandTree& batch, unsigned threads, cudaStream_t strea
   if (device.has_clusters || batch.F == 1) {
     const int64_t nodes_a_block = (batch.F + kMaxCluster - 1) / kMaxCluster;
     const auto cluster = static_cast<unsigned>((batch.F + nodes_a_block - 1) / nodes_a_block);
-    return LAUNCH_CLUSTERS(expand_tree_kernel<kIsHeld>, static_cast<unsigned>(batch.B) * cluster, cluster, threads, 0,
-                           stream, batch);
+    return LAUNCH_CLUSTERS(expand_tree_kernel<kIsHeld>, blocks_for(batch.B * cluster), cluster, threads, 0, stream,
+                           batch);
   }
-  LAUNCH(children_kernel<kIsHeld>, static_cast<unsigned>(batch.B * batch.F), threads, 0, stream, batch);
-  LAUNCH(frontier_kernel, static_cast<unsigned>(batch.B), threads_for(batch.F * batch.num_children, kThreads), 0,
-         stream, batch);
+  LAUNCH(children_kernel<kIsHeld>, blocks_for(batch.B * batch.F), threads, 0, stream, batch);
+  LAUNCH(frontier_kernel, blocks_for(batch.B), threads_for(batch.F * batch.num_children, kThreads), 0, stream, batch);
   return cudaGetLastError();
 }
 

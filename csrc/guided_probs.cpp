@@ -1,7 +1,4 @@
 // guided_probs on the CPU: each task takes rows. The logits that the filters keep are packed.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -10,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include "arguments.h"
 #include "guided_row.h"
 
 namespace {
@@ -47,8 +45,8 @@ std::tuple<Tensor, Tensor> guided_probs_cpu(const Tensor& logits,               
                                             const Tensor& top_p,                    // (B)
                                             const std::optional<Tensor>& id_range,  // (B, N, 2)
                                             int64_t first_id, int64_t last_id, std::string filters) {
-  Tensor probs = torch::stable::new_empty(logits, logits.sizes(), ScalarType::Float);
-  Tensor status = torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
+  Tensor probs = specvis::new_empty(logits, logits.sizes(), ScalarType::Float);
+  Tensor status = specvis::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
   const RowSettings settings = {guidance.const_data_ptr<float>(),
                                 temperature.const_data_ptr<float>(),
                                 top_k.const_data_ptr<int32_t>(),
@@ -70,4 +68,6 @@ std::tuple<Tensor, Tensor> guided_probs_cpu(const Tensor& logits,               
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("guided_probs", TORCH_BOX(&guided_probs_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("guided_probs", SPECVIS_BOX(guided_probs, &guided_probs_cpu));
+}

@@ -1,12 +1,8 @@
 // neighborhood_sum on the CPU: one pass over each row says whether it is valid; then the token's neighbors are summed.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <string>
 #include <tuple>
 
+#include "arguments.h"
 #include "rows.h"
 
 namespace {
@@ -20,9 +16,9 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum_cpu(const Tensor& probs,    
                                                         const Tensor& delta,      // (R)
                                                         std::string cutoff, int64_t offset) {
   const int64_t R = probs.size(0), V = probs.size(1);
-  Tensor relaxed_mass = torch::stable::new_empty(probs, {R});
-  Tensor num_neighbors = torch::stable::new_empty(probs, {R}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(probs, {R}, ScalarType::Int);
+  Tensor relaxed_mass = specvis::new_empty(probs, {R});
+  Tensor num_neighbors = specvis::new_empty(probs, {R}, ScalarType::Int);
+  Tensor status = specvis::new_empty(probs, {R}, ScalarType::Int);
   const specvis::Neighbors table = specvis::neighbors_of(neighbors, offset);
   const specvis::Cutoff rule = specvis::cutoff_named(cutoff);
   const float* p = probs.const_data_ptr<float>();
@@ -41,7 +37,7 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum_cpu(const Tensor& probs,    
       num_neighbors_out[r] = 0;
       if (status_out[r]) continue;
       const int64_t token_mass = specvis::to_fixed_point(row[x[r]]);
-      const specvis::Budget budget(rule, d[r], token_mass, static_cast<int64_t>(specvis::kFixedOne));
+      const specvis::Budget budget(rule, d[r], token_mass, static_cast<int64_t>(specvis::kFixedOne), INT64_MAX);
       const specvis::NeighborPrefix prefix = specvis::neighbor_prefix(
           [row](int64_t v) { return specvis::to_fixed_point(row[v]); }, V, table, table.k(), x[r], budget);
       mass_out[r] = static_cast<float>(token_mass + prefix.mass) / static_cast<float>(specvis::kFixedOne);
@@ -53,4 +49,6 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum_cpu(const Tensor& probs,    
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("neighborhood_sum", TORCH_BOX(&neighborhood_sum_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("neighborhood_sum", SPECVIS_BOX(neighborhood_sum, &neighborhood_sum_cpu));
+}

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) neighborhood_sum_kernel(Nei
   if (valid && inside) {
     const auto mass = [row](int64_t v) { return to_fixed_point(row[v]); };
     token_mass = mass(token);
-    const Budget budget(batch.cutoff, delta, token_mass, static_cast<int64_t>(kFixedOne));
+    const Budget budget(batch.cutoff, delta, token_mass, static_cast<int64_t>(kFixedOne), INT64_MAX);
     prefix = neighbor_prefix(block, mass, V, batch.neighbors, batch.neighbors.k(), token, budget);
   }
   if (threadIdx.x != 0) return;
@@ -52,8 +52,7 @@ cudaError_t neighborhood_sum_cuda(const NeighborhoodSum& batch, cudaStream_t str
   const cudaError_t error = device_for(neighborhood_sum_kernel, &device);
   if (error != cudaSuccess) return error;
   const unsigned threads = threads_for(batch.V, kThreads), cluster = cluster_for(device, batch.R, batch.V / kOfBlock);
-  return LAUNCH_CLUSTERS(neighborhood_sum_kernel, static_cast<unsigned>(batch.R) * cluster, cluster, threads, 0, stream,
-                         batch);
+  return LAUNCH_CLUSTERS(neighborhood_sum_kernel, blocks_for(batch.R * cluster), cluster, threads, 0, stream, batch);
 }
 
 }  // namespace specvis

@@ -1,15 +1,11 @@
 // resample_gaussian on the CPU: each task takes positions. At each it tries proposals until one is accepted.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "gaussian.h"
 
 namespace {
@@ -71,9 +67,9 @@ std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(const Tensor& tokens,  
                                                          const std::optional<Tensor>& draft_log_sigmas,   // (B, G, C)
                                                          const std::optional<Tensor>& temperature) {      // (B)
   const int64_t B = tokens.size(0), G = tokens.size(1), C = tokens.size(2), M = uniforms.size(2);
-  Tensor out = torch::stable::new_empty(tokens, {B, G, C}, ScalarType::Float);
-  Tensor num_tries = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(uniforms, {B, G}, ScalarType::Int);
+  Tensor out = specvis::new_empty(tokens, {B, G, C}, ScalarType::Float);
+  Tensor num_tries = specvis::new_empty(uniforms, {B, G}, ScalarType::Int);
+  Tensor status = specvis::new_empty(uniforms, {B, G}, ScalarType::Int);
   const float* drafts = tokens.const_data_ptr<float>();
   const bool* is_accepted_in = is_accepted.const_data_ptr<bool>();
   const bool* is_rejected_in = is_rejected.const_data_ptr<bool>();
@@ -115,4 +111,6 @@ std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(const Tensor& tokens,  
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("resample_gaussian", TORCH_BOX(&resample_gaussian_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("resample_gaussian", SPECVIS_BOX(resample_gaussian, &resample_gaussian_cpu));
+}

@@ -37,8 +37,7 @@ inline ResidualRule residual_named(const std::string& name) {
 }
 inline Empty empty_named(const std::string& name) { return name == "target" ? Empty::target : Empty::uniform; }
 
-constexpr double kFixedOne = 4398046511104.0;            // 2^42: probabilities are counted in units of 2^-42
-constexpr double kMaxThreshold = 4611686018427387904.0;  // 2^62: no threshold is larger
+constexpr double kFixedOne = 4398046511104.0;  // 2^42: probabilities are counted in units of 2^-42
 
 // False for NaN, for negative numbers, and for numbers that rounding cannot make of a probability.
 HOST_DEVICE inline bool is_probability(float p) { return p >= 0.0f && p <= 2.0f; }
@@ -129,21 +128,25 @@ HOST_DEVICE inline double jsd(double neighbor_mass, double token_mass) {
 struct Budget {
   Cutoff cutoff;
   bool any;                         // false: no neighbor is kept
-  int64_t threshold;                // for tvd and ratio
+  int64_t threshold;                // no sum is larger
   double delta, token_mass, total;  // for jsd; token_mass as a share of the total
 
-  HOST_DEVICE Budget(Cutoff cutoff, float delta, int64_t token_mass, int64_t total)
-      : cutoff(cutoff), any(delta >= 0), threshold(0), delta(delta), token_mass(0), total(static_cast<double>(total)) {
+  // Together with the token the neighbors have `limit` of the row at most. More can only be ids that are listed twice.
+  HOST_DEVICE Budget(Cutoff cutoff, float delta, int64_t token_mass, int64_t total, int64_t limit)
+      : cutoff(cutoff), any(delta >= 0), threshold(limit - token_mass), delta(delta), token_mass(0),
+        total(static_cast<double>(total)) {
     if (!any) return;
     if (cutoff == Cutoff::jsd) {
       this->token_mass = static_cast<double>(token_mass) / this->total;
       return;
     }
     const double bound = this->delta * static_cast<double>(cutoff == Cutoff::tvd ? total : token_mass);
-    threshold = static_cast<int64_t>(bound < kMaxThreshold ? bound : kMaxThreshold);
+    if (bound < static_cast<double>(threshold)) threshold = static_cast<int64_t>(bound);
   }
+  HOST_DEVICE Budget(Cutoff cutoff, float delta, int64_t token_mass, int64_t total)
+      : Budget(cutoff, delta, token_mass, total, total) {}
   HOST_DEVICE bool fits(int64_t sum) const {
-    return cutoff == Cutoff::jsd ? jsd(static_cast<double>(sum) / total, token_mass) <= delta : sum <= threshold;
+    return sum <= threshold && (cutoff != Cutoff::jsd || jsd(static_cast<double>(sum) / total, token_mass) <= delta);
   }
 };
 

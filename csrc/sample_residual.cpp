@@ -1,14 +1,10 @@
 // sample_residual on the CPU: one pass over a row sums the residual by blocks. The token is then searched for among
 // these sums, and within the block that is found.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <optional>
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "rows.h"
 
 namespace {
@@ -21,8 +17,8 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(const Tensor& target_probs,      
                                                const Tensor& uniforms,                    // (R)
                                                const std::optional<Tensor>& omega) {      // (R)
   const int64_t R = target_probs.size(0), V = target_probs.size(1);
-  Tensor tokens = torch::stable::new_empty(uniforms, {R}, ScalarType::Long);
-  Tensor status = torch::stable::new_empty(uniforms, {R}, ScalarType::Int);
+  Tensor tokens = specvis::new_empty(uniforms, {R}, ScalarType::Long);
+  Tensor status = specvis::new_empty(uniforms, {R}, ScalarType::Int);
   const float* targets = target_probs.const_data_ptr<float>();
   const float* drafts = draft_probs ? draft_probs->const_data_ptr<float>() : nullptr;
   const float* u = uniforms.const_data_ptr<float>();
@@ -38,9 +34,9 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(const Tensor& target_probs,      
       const double omega_r = omegas ? omegas[r] : 1.0;
       const specvis::Total target_sum = specvis::sum_row(target, V);
       const specvis::Total draft_sum = draft ? specvis::sum_row(draft, V) : specvis::Total{0, true};
-      status_out[r] = omega_r >= 0 ? 0 : specvis::kInvalidRule;
+      status_out[r] = (omega_r >= 0 ? 0 : specvis::kInvalidRule) | (draft_sum.valid ? 0 : specvis::kInvalidDraft);
       token_out[r] = 0;
-      if (!target_sum.valid || !draft_sum.valid) {
+      if (!target_sum.valid) {
         status_out[r] |= specvis::kInvalidRow;
         continue;
       }
@@ -62,4 +58,6 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(const Tensor& target_probs,      
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("sample_residual", TORCH_BOX(&sample_residual_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("sample_residual", SPECVIS_BOX(sample_residual, &sample_residual_cpu));
+}

@@ -17,9 +17,9 @@ __global__ void __launch_bounds__(kThreads, 1) sample_residual_kernel(SampleResi
   const float uniform = batch.uniforms[r];
   Total target_sum, draft_sum;
   rows.sum(team, &target_sum, &draft_sum);
-  int32_t status = omega >= 0 ? 0 : kInvalidRule;
+  int32_t status = (omega >= 0 ? 0 : kInvalidRule) | (has_draft && !draft_sum.valid ? kInvalidDraft : 0);
   int64_t token = team.thread() == 0 ? 0 : -1;  // in the thread that writes it
-  if (target_sum.valid && (draft_sum.valid || !has_draft)) {
+  if (target_sum.valid) {
     const double unit = 1 / static_cast<double>(target_sum.mass), slack = slack_of(omega);
     const double draft_unit = 1 / static_cast<double>(draft_sum.mass);
     bool from_target = !has_draft || status != 0;
@@ -48,8 +48,8 @@ cudaError_t sample_residual_cuda(const SampleResidual& batch, cudaStream_t strea
   const cudaError_t error = device_for(sample_residual_kernel, &device);
   if (error != cudaSuccess) return error;
   const PairTeam team(device, batch.R, batch.V, kThreads);
-  return LAUNCH_CLUSTERS(sample_residual_kernel, static_cast<unsigned>(batch.R) * team.cluster, team.cluster,
-                         team.threads, 0, stream, batch, team.share);
+  return LAUNCH_CLUSTERS(sample_residual_kernel, blocks_for(batch.R * team.cluster), team.cluster, team.threads, 0,
+                         stream, batch, team.share);
 }
 
 }  // namespace specvis

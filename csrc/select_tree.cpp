@@ -1,15 +1,11 @@
 // select_tree on the CPU: each task takes requests. A partial selection finds the candidates to keep; one pass in their
 // order then gives them their slots.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <limits>
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "rules.h"
 
 namespace {
@@ -24,10 +20,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree_cpu(const Tensor& tokens,
                                                            const Tensor& size,     // (B)
                                                            int64_t num_nodes) {
   const int64_t B = tokens.size(0), M = tokens.size(1);
-  Tensor node_tokens = torch::stable::new_empty(tokens, {B, num_nodes});
-  Tensor node_parents = torch::stable::new_empty(parents, {B, num_nodes});
-  Tensor source = torch::stable::new_empty(parents, {B, num_nodes});
-  Tensor status = torch::stable::new_empty(parents, {B});
+  Tensor node_tokens = specvis::new_empty(tokens, {B, num_nodes});
+  Tensor node_parents = specvis::new_empty(parents, {B, num_nodes});
+  Tensor source = specvis::new_empty(parents, {B, num_nodes});
+  Tensor status = specvis::new_empty(parents, {B});
   const int64_t* all_tokens = tokens.const_data_ptr<int64_t>();
   const float* all_scores = scores.const_data_ptr<float>();
   const int32_t* all_parents = parents.const_data_ptr<int32_t>();
@@ -83,4 +79,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree_cpu(const Tensor& tokens,
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("select_tree", TORCH_BOX(&select_tree_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("select_tree", SPECVIS_BOX(select_tree, &select_tree_cpu));
+}

@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_tree_kernel(SelectTree bat
 cudaError_t select_tree_cuda(const SelectTree& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
   const int64_t items = batch.M > batch.num_nodes ? batch.M : batch.num_nodes;
-  LAUNCH(select_tree_kernel, static_cast<unsigned>(batch.B), threads_for(items, kThreads), 0, stream, batch);
+  LAUNCH(select_tree_kernel, blocks_for(batch.B), threads_for(items, kThreads), 0, stream, batch);
   return cudaGetLastError();
 }
 

@@ -1,9 +1,5 @@
 // tree_attention on the CPU: each task takes rows and heads of keys. A key's score and a sum over keys are computed in
 // an order that depends on the query and its own keys alone, so that it does not matter what is read beside it.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -14,6 +10,8 @@
 #include <optional>
 #include <type_traits>
 #include <vector>
+
+#include "arguments.h"
 
 // What is compiled for several machines must be inlined: only the outermost function names the machine.
 #define INLINED __attribute__((always_inline))
@@ -543,7 +541,7 @@ Tensor tree_attention_cpu(const Tensor& q,                        // (R, N, H, D
                           const Tensor& ancestors,                // (B, N, W)
                           const std::optional<Tensor>& key_mask,  // (R, S)
                           double scale) {
-  Tensor attended = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2), q.size(3)});
+  Tensor attended = specvis::new_empty(q, {q.size(0), q.size(1), q.size(2), q.size(3)});
   const auto run_as = [&](auto zero) {
     run<decltype(zero)>(q, k_cache, v_cache, lengths, ancestors, key_mask, static_cast<float>(scale), attended);
   };
@@ -558,4 +556,6 @@ Tensor tree_attention_cpu(const Tensor& q,                        // (R, N, H, D
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_attention", TORCH_BOX(&tree_attention_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("tree_attention", SPECVIS_BOX(tree_attention, &tree_attention_cpu));
+}

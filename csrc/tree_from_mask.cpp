@@ -1,8 +1,5 @@
 // tree_from_mask on the CPU: each task takes requests. A row is compared with its parent's.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
+#include "arguments.h"
 
 namespace {
 
@@ -11,7 +8,7 @@ using torch::stable::Tensor;
 
 Tensor tree_from_mask_cpu(const Tensor& mask) {  // (B, N, N)
   const int64_t B = mask.size(0), N = mask.size(1);
-  Tensor parents = torch::stable::new_empty(mask, {B, N}, ScalarType::Int);
+  Tensor parents = specvis::new_empty(mask, {B, N}, ScalarType::Int);
   const bool* sees = mask.const_data_ptr<bool>();
   int32_t* parents_out = parents.mutable_data_ptr<int32_t>();
 
@@ -33,4 +30,6 @@ Tensor tree_from_mask_cpu(const Tensor& mask) {  // (B, N, N)
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_from_mask", TORCH_BOX(&tree_from_mask_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("tree_from_mask", SPECVIS_BOX(tree_from_mask, &tree_from_mask_cpu));
+}

@@ -33,8 +33,7 @@ __global__ void __launch_bounds__(kThreads) tree_from_mask_kernel(TreeFromMask b
 
 cudaError_t tree_from_mask_cuda(const TreeFromMask& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
-  LAUNCH(tree_from_mask_kernel, static_cast<unsigned>(batch.B), threads_for(batch.N * kWarp, kThreads), 0, stream,
-         batch);
+  LAUNCH(tree_from_mask_kernel, blocks_for(batch.B), threads_for(batch.N * kWarp, kThreads), 0, stream, batch);
   return cudaGetLastError();
 }
 

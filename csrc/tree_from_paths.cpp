@@ -1,10 +1,7 @@
 // tree_from_paths on the CPU: each task takes requests, whose paths it reads once.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
+
+#include "arguments.h"
 
 namespace {
 
@@ -14,7 +11,7 @@ using torch::stable::Tensor;
 Tensor tree_from_paths_cpu(const Tensor& paths,  // (B, L, D)
                            int64_t num_nodes) {
   const int64_t B = paths.size(0), L = paths.size(1), D = paths.size(2), N = num_nodes;
-  Tensor parents = torch::stable::new_empty(paths, {B, N}, ScalarType::Int);
+  Tensor parents = specvis::new_empty(paths, {B, N}, ScalarType::Int);
   const int64_t* all_paths = paths.const_data_ptr<int64_t>();
   int32_t* parents_out = parents.mutable_data_ptr<int32_t>();
 
@@ -38,4 +35,6 @@ Tensor tree_from_paths_cpu(const Tensor& paths,  // (B, L, D)
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_from_paths", TORCH_BOX(&tree_from_paths_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("tree_from_paths", SPECVIS_BOX(tree_from_paths, &tree_from_paths_cpu));
+}

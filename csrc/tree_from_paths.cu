@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads) tree_from_paths_kernel(TreeFromPaths
 
 cudaError_t tree_from_paths_cuda(const TreeFromPaths& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
-  LAUNCH(tree_from_paths_kernel, static_cast<unsigned>(batch.B), threads_for(batch.L * batch.D + batch.N, kThreads), 0,
-         stream, batch);
+  LAUNCH(tree_from_paths_kernel, blocks_for(batch.B), threads_for(batch.L * batch.D + batch.N, kThreads), 0, stream,
+         batch);
   return cudaGetLastError();
 }
 

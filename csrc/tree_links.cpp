@@ -1,13 +1,9 @@
 // tree_links on the CPU: each task takes requests. One pass over the nodes meets parents before their children.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "rules.h"
 
 namespace {
@@ -17,11 +13,11 @@ using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links_cpu(const Tensor& parents) {  // (B, N)
   const int64_t B = parents.size(0), N = parents.size(1), W = (N + 63) / 64;
-  Tensor ancestors = torch::stable::new_empty(parents, {B, N, W}, ScalarType::Long);
-  Tensor depth = torch::stable::new_empty(parents, {B, N});
-  Tensor first_child = torch::stable::new_empty(parents, {B, N});
-  Tensor next_sibling = torch::stable::new_empty(parents, {B, N});
-  Tensor status = torch::stable::new_empty(parents, {B});
+  Tensor ancestors = specvis::new_empty(parents, {B, N, W}, ScalarType::Long);
+  Tensor depth = specvis::new_empty(parents, {B, N});
+  Tensor first_child = specvis::new_empty(parents, {B, N});
+  Tensor next_sibling = specvis::new_empty(parents, {B, N});
+  Tensor status = specvis::new_empty(parents, {B});
   const int32_t* all_parents = parents.const_data_ptr<int32_t>();
   int64_t* ancestors_out = ancestors.mutable_data_ptr<int64_t>();
   int32_t* depth_out = depth.mutable_data_ptr<int32_t>();
@@ -63,4 +59,4 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links_cpu(const Tensor& 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_links", TORCH_BOX(&tree_links_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_links", SPECVIS_BOX(tree_links, &tree_links_cpu)); }

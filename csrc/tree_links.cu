@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) large_kernel(TreeLinks batch, bool h
 cudaError_t tree_links_cuda(const TreeLinks& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
   if (batch.N <= kSmall) {
-    LAUNCH(small_kernel, static_cast<unsigned>(batch.B), kWarp, 0, stream, batch);
+    LAUNCH(small_kernel, blocks_for(batch.B), kWarp, 0, stream, batch);
     return cudaGetLastError();
   }
   Device device;
@@ -134,8 +134,8 @@ cudaError_t tree_links_cuda(const TreeLinks& batch, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const int64_t bytes = 2 * batch.N * static_cast<int64_t>(sizeof(int32_t));
   const bool has_room = bytes <= device.shared;
-  LAUNCH(large_kernel, static_cast<unsigned>(batch.B), threads_for(batch.N, kThreads), has_room ? bytes : 0, stream,
-         batch, has_room);
+  LAUNCH(large_kernel, blocks_for(batch.B), threads_for(batch.N, kThreads), has_room ? bytes : 0, stream, batch,
+         has_room);
   return cudaGetLastError();
 }
 

@@ -1,14 +1,11 @@
 // tree_mask on the CPU: each task takes requests. Whole ranges are filled at once; the rest follows the set bits.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <optional>
 #include <string>
+
+#include "arguments.h"
 
 namespace {
 
@@ -67,9 +64,9 @@ Tensor tree_mask_cpu(const Tensor& ancestors,               // (B, N, W)
   const int64_t row_entries = rows ? (columns + 7) / 8 * 8 : columns;            // padding counted
   const int64_t entries = packed ? (N * row_entries + 7) / 8 : N * row_entries;  // of one request
   const ScalarType type = packed ? ScalarType::Byte : additive ? dtype : ScalarType::Bool;
-  Tensor mask = rows     ? torch::stable::new_empty(ancestors, {B, N, row_entries / 8}, type)
-                : packed ? torch::stable::new_empty(ancestors, {B, entries}, type)
-                         : torch::stable::new_empty(ancestors, {B, N, columns}, type);
+  Tensor mask = rows     ? specvis::new_empty(ancestors, {B, N, row_entries / 8}, type)
+                : packed ? specvis::new_empty(ancestors, {B, entries}, type)
+                         : specvis::new_empty(ancestors, {B, N, columns}, type);
   const uint64_t* words = static_cast<const uint64_t*>(ancestors.const_data_ptr());
   const int32_t* length = lengths ? lengths->const_data_ptr<int32_t>() : nullptr;
   const int64_t* first = start ? start->const_data_ptr<int64_t>() : nullptr;
@@ -102,4 +99,4 @@ Tensor tree_mask_cpu(const Tensor& ancestors,               // (B, N, W)
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_mask", TORCH_BOX(&tree_mask_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_mask", SPECVIS_BOX(tree_mask, &tree_mask_cpu)); }

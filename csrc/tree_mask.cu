@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kThreads) packed_kernel(TreeMask batch, int64_
 
 template <class T>
 cudaError_t dense(const TreeMask& batch, T hidden, T visible, cudaStream_t stream) {
-  LAUNCH(dense_kernel<T>, static_cast<unsigned>(batch.B * batch.N),
-         threads_for(batch.columns * sizeof(T) / 16, kThreads), 0, stream, batch, hidden, visible);
+  LAUNCH(dense_kernel<T>, blocks_for(batch.B * batch.N), threads_for(batch.columns * sizeof(T) / 16, kThreads), 0,
+         stream, batch, hidden, visible);
   return cudaGetLastError();
 }
 
@@ -104,7 +104,7 @@ cudaError_t packed(const TreeMask& batch, int64_t bytes, cudaStream_t stream) {
   const int64_t units = bytes / static_cast<int64_t>(sizeof(Unit));
   const unsigned threads = threads_for(units, kThreads);
   const int64_t blocks = (units + threads - 1) / threads;
-  LAUNCH(packed_kernel<Unit>, static_cast<unsigned>(batch.B * blocks), threads, 0, stream, batch, units, blocks);
+  LAUNCH(packed_kernel<Unit>, blocks_for(batch.B * blocks), threads, 0, stream, batch, units, blocks);
   return cudaGetLastError();
 }
 

@@ -1,11 +1,8 @@
 // tree_paths on the CPU: each task takes requests. A tree is walked depth first, so leaves are met in order.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <vector>
+
+#include "arguments.h"
 
 namespace {
 
@@ -15,7 +12,7 @@ using torch::stable::Tensor;
 Tensor tree_paths_cpu(const Tensor& parents,  // (B, N)
                       int64_t max_depth) {
   const int64_t B = parents.size(0), N = parents.size(1), width = max_depth + 1;
-  Tensor paths = torch::stable::new_empty(parents, {B, N, width}, ScalarType::Long);
+  Tensor paths = specvis::new_empty(parents, {B, N, width}, ScalarType::Long);
   const int32_t* all_parents = parents.const_data_ptr<int32_t>();
   int64_t* paths_out = paths.mutable_data_ptr<int64_t>();
 
@@ -51,4 +48,4 @@ Tensor tree_paths_cpu(const Tensor& parents,  // (B, N)
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_paths", TORCH_BOX(&tree_paths_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_paths", SPECVIS_BOX(tree_paths, &tree_paths_cpu)); }

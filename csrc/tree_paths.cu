@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) tree_paths_kernel(TreePaths batch) {
 
 cudaError_t tree_paths_cuda(const TreePaths& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
-  LAUNCH(tree_paths_kernel, static_cast<unsigned>(batch.B), threads_for(batch.N, kThreads), 0, stream, batch);
+  LAUNCH(tree_paths_kernel, blocks_for(batch.B), threads_for(batch.N, kThreads), 0, stream, batch);
   return cudaGetLastError();
 }
 

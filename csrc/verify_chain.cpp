@@ -1,14 +1,10 @@
 // verify_chain on the CPU: one request per task, a tree in which node n's only child is n + 1, see verify.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "verify.h"
 
 namespace {
@@ -35,10 +31,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_chain_cpu(const Tensor& target
                                                             std::string cutoff, int64_t offset, std::string residual,
                                                             std::string empty) {
   const int64_t B = cu_num_draft_tokens.size(0), D = draft_tokens.size(0), V = target_probs.size(1);
-  Tensor num_accepted = torch::stable::new_empty(target_probs, {B}, ScalarType::Int);
-  Tensor next_token = torch::stable::new_empty(target_probs, {B}, ScalarType::Long);
-  Tensor tv_excess = torch::stable::new_empty(target_probs, {B});
-  Tensor status = torch::stable::new_empty(target_probs, {B}, ScalarType::Int);
+  Tensor num_accepted = specvis::new_empty(target_probs, {B}, ScalarType::Int);
+  Tensor next_token = specvis::new_empty(target_probs, {B}, ScalarType::Long);
+  Tensor tv_excess = specvis::new_empty(target_probs, {B});
+  Tensor status = specvis::new_empty(target_probs, {B}, ScalarType::Int);
   int32_t* const num_accepted_of = num_accepted.mutable_data_ptr<int32_t>();
   int64_t* const next_token_of = next_token.mutable_data_ptr<int64_t>();
   float* const tv_excess_of = tv_excess.mutable_data_ptr<float>();
@@ -101,4 +97,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_chain_cpu(const Tensor& target
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("verify_chain", TORCH_BOX(&verify_chain_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("verify_chain", SPECVIS_BOX(verify_chain, &verify_chain_cpu));
+}

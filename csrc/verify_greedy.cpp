@@ -1,12 +1,8 @@
 // verify_greedy on the CPU: each task takes requests and walks down their trees.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <tuple>
 
+#include "arguments.h"
 #include "rules.h"
 
 namespace {
@@ -20,10 +16,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_greedy_cpu(const Tensor& targe
                                                              const Tensor& next_sibling,   // (B, N)
                                                              int64_t max_depth) {
   const int64_t B = tokens.size(0), N = tokens.size(1);
-  Tensor accepted_nodes = torch::stable::new_empty(first_child, {B, max_depth});
-  Tensor num_accepted = torch::stable::new_empty(first_child, {B});
-  Tensor next_token = torch::stable::new_empty(tokens, {B});
-  Tensor status = torch::stable::new_empty(first_child, {B});
+  Tensor accepted_nodes = specvis::new_empty(first_child, {B, max_depth});
+  Tensor num_accepted = specvis::new_empty(first_child, {B});
+  Tensor next_token = specvis::new_empty(tokens, {B});
+  Tensor status = specvis::new_empty(first_child, {B});
   const int64_t* all_target_tokens = target_tokens.const_data_ptr<int64_t>();
   const int64_t* all_tokens = tokens.const_data_ptr<int64_t>();
   const int32_t* all_first_children = first_child.const_data_ptr<int32_t>();
@@ -55,4 +51,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_greedy_cpu(const Tensor& targe
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("verify_greedy", TORCH_BOX(&verify_greedy_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("verify_greedy", SPECVIS_BOX(verify_greedy, &verify_greedy_cpu));
+}

@@ -54,8 +54,8 @@ cudaError_t verify_greedy_cuda(const VerifyGreedy& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
   const int64_t bytes = batch.N * kNodeBytes;
   const bool in_shared = bytes <= kMaxShared;
-  LAUNCH(verify_greedy_kernel, static_cast<unsigned>(batch.B), threads_for(batch.N, kThreads), in_shared ? bytes : 0,
-         stream, batch, in_shared);
+  LAUNCH(verify_greedy_kernel, blocks_for(batch.B), threads_for(batch.N, kThreads), in_shared ? bytes : 0, stream,
+         batch, in_shared);
   return cudaGetLastError();
 }
 

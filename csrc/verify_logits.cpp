@@ -1,9 +1,5 @@
 // verify_logits on the CPU: one request per task. A row is read, filtered and normalized when verification comes to it.
 // Where filters left few candidates, their masses are scattered into a row that is zero elsewhere, and removed after.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -14,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "draws.h"
 #include "filters.h"
 #include "verify.h"
@@ -331,11 +328,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_logits_cpu(
     int64_t first_id, int64_t last_id, std::string filters, std::string cutoff, int64_t offset, std::string residual,
     std::string empty, int64_t max_depth) {
   const int64_t B = logits.size(0), N = logits.size(1), V = logits.size(2);
-  Tensor accepted_nodes = torch::stable::new_empty(tokens, {B, max_depth}, ScalarType::Int);
-  Tensor num_accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
-  Tensor next_token = torch::stable::new_empty(tokens, {B});
-  Tensor tv_excess = torch::stable::new_empty(guidance, {B});
-  Tensor status = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor accepted_nodes = specvis::new_empty(tokens, {B, max_depth}, ScalarType::Int);
+  Tensor num_accepted = specvis::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor next_token = specvis::new_empty(tokens, {B});
+  Tensor tv_excess = specvis::new_empty(guidance, {B});
+  Tensor status = specvis::new_empty(tokens, {B}, ScalarType::Int);
   const specvis::VerifyOutputs outputs = {
       accepted_nodes.mutable_data_ptr<int32_t>(), num_accepted.mutable_data_ptr<int32_t>(),
       next_token.mutable_data_ptr<int64_t>(), tv_excess.mutable_data_ptr<float>(), status.mutable_data_ptr<int32_t>()};
@@ -401,4 +398,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_logits_cpu(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("verify_logits", TORCH_BOX(&verify_logits_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("verify_logits", SPECVIS_BOX(verify_logits, &verify_logits_cpu));
+}

@@ -167,8 +167,8 @@ cudaError_t verify_logits_cuda(const VerifyLogits& batch, cudaStream_t stream) {
   const cudaError_t error = launch_of(batch, &launch);
   if (error != cudaSuccess) return error;
   const Layout& layout = launch->layout;
-  return LAUNCH_CLUSTERS(launch->kernel, layout.cluster * static_cast<unsigned>(batch.B), layout.cluster,
-                         layout.threads, layout.shared, stream, batch, layout, launch->capacity);
+  return LAUNCH_CLUSTERS(launch->kernel, blocks_for(layout.cluster * batch.B), layout.cluster, layout.threads,
+                         layout.shared, stream, batch, layout, launch->capacity);
 }
 
 }  // namespace specvis

@@ -1,14 +1,10 @@
 // verify_tree on the CPU: one request per task, see verify.h. A row is copied into fixed point only when a rejection
 // first changes it.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <optional>
 #include <string>
 #include <tuple>
 
+#include "arguments.h"
 #include "verify.h"
 
 namespace {
@@ -37,11 +33,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
     const std::optional<Tensor>& greedy,       // (B)
     std::string cutoff, int64_t offset, std::string residual, std::string empty, int64_t max_depth) {
   const int64_t B = target_probs.size(0), N = target_probs.size(1), V = target_probs.size(2);
-  Tensor accepted_nodes = torch::stable::new_empty(tokens, {B, max_depth}, ScalarType::Int);
-  Tensor num_accepted = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
-  Tensor next_token = torch::stable::new_empty(tokens, {B});
-  Tensor tv_excess = torch::stable::new_empty(target_probs, {B});
-  Tensor status = torch::stable::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor accepted_nodes = specvis::new_empty(tokens, {B, max_depth}, ScalarType::Int);
+  Tensor num_accepted = specvis::new_empty(tokens, {B}, ScalarType::Int);
+  Tensor next_token = specvis::new_empty(tokens, {B});
+  Tensor tv_excess = specvis::new_empty(target_probs, {B});
+  Tensor status = specvis::new_empty(tokens, {B}, ScalarType::Int);
 
   Request first = {N,
                    V,
@@ -88,4 +84,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("verify_tree", TORCH_BOX(&verify_tree_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("verify_tree", SPECVIS_BOX(verify_tree, &verify_tree_cpu));
+}

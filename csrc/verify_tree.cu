@@ -34,8 +34,8 @@ cudaError_t verify_tree_cuda(const VerifyTree& batch, cudaStream_t stream) {
   const cudaError_t error = device_for(kernel_for(batch), &device);
   if (error != cudaSuccess) return error;
   const Layout layout(batch, device);
-  return LAUNCH_CLUSTERS(kernel_for(batch), layout.cluster * static_cast<unsigned>(batch.B), layout.cluster,
-                         layout.threads, layout.shared, stream, batch, layout);
+  return LAUNCH_CLUSTERS(kernel_for(batch), blocks_for(layout.cluster * batch.B), layout.cluster, layout.threads,
+                         layout.shared, stream, batch, layout);
 }
 
 }  // namespace specvis

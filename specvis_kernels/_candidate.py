@@ -58,7 +58,7 @@ def kept_neighbors(mass: Tensor, total: Tensor, token: Tensor, neighbors: Tensor
         return torch.zeros_like(token), torch.zeros_like(token), token.new_empty(len(token), 0)
     num_considered = neighbors.shape[1] - (residual == "released")
     neighbor_mass, num_kept, ids = neighbor_prefix(mass, total, token, neighbors, delta, cutoff, offset,
-                                                   num_considered)
+                                                   num_considered, limit=total)
     if in_range is not None:
         neighbor_mass, num_kept = torch.where(in_range, neighbor_mass, 0), torch.where(in_range, num_kept, 0)
     return neighbor_mass, num_kept, ids

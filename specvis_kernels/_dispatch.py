@@ -20,6 +20,7 @@ them. Then torch.compile, fake tensors and the version counters of what is writt
 _batching.py says what torch.func.vmap does.
 """
 import ctypes
+import math
 import operator
 import os
 import re
@@ -43,6 +44,10 @@ INVALID_RULE = 8    # omega is negative, NaN, or < 1 with groups or with neighbo
                     # temperature of a Gaussian's distances is not positive and finite: nothing is accepted
 OUT_OF_TRIES = 16   # no try for a continuous token was accepted: the target's own sample was used instead
 INVALID_DRAFT = 32  # the row that drafts were drawn from holds NaN, a negative number, a number above 2, or no mass
+
+MOST_IDS = 2**19   # V, and of the ids that are summed for a token: rows of 2.0 sum to 2**62 in fixed point
+MOST = 2**31 - 1   # every other size and count: nodes, columns and lengths are int32 somewhere
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 NAMESPACE = __package__
 CHECKS = os.environ.get("SPECVIS_CHECK") == "1"  # read once: whether every op ends with check_status()
@@ -102,10 +107,23 @@ def define(schema: str, *, oracle, meta, result: type | None = None, batch: str 
 
     def triton(*args):  # imported at the first call: Triton takes a second or two to import
         kernel = getattr(import_module(f".triton.{name}", __package__), name)
+        refuse_overlap(args)
+        args = [[readable(each, i in written) for each in a] if isinstance(a, (list, tuple)) else
+                readable(a, i in written) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
         with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):  # Triton launches on the current one
             return kernel(*args)
 
-    kernels = _kernels[name] = {"oracle": oracle}
+    def checked_oracle(*args):
+        refuse_overlap(args)
+        return oracle(*args)
+
+    def refuse_overlap(args):
+        if written and not torch.compiler.is_compiling():
+            check_apart(name, [(a, i in written) for i, arg in enumerate(args)
+                               for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if isinstance(a, Tensor)])
+
+    written = [i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    kernels = _kernels[name] = {"oracle": checked_oracle}
     if built("CPU"):
         kernels["cpu"] = op
     if built("CUDA"):
@@ -113,12 +131,11 @@ def define(schema: str, *, oracle, meta, result: type | None = None, batch: str 
     if find_spec("triton") and find_spec(f".triton.{name}", __package__):
         kernels["triton"] = triton
 
-    _library.impl(name, oracle, "CompositeExplicitAutograd")
+    _library.impl(name, checked_oracle, "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # inference only: no output asks for gradients
     if "triton" in kernels and "cuda" not in kernels:
         _library.impl(name, triton, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", meta, lib=_library)
-    written = [i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def count_versions(keyset, *args):  # as torch's own operations in place do, for who has saved a tensor
         for i in written:
@@ -134,7 +151,7 @@ def define(schema: str, *, oracle, meta, result: type | None = None, batch: str 
         if backend not in backends(name, device):
             raise ValueError(f"backend of {name} must be one of {', '.join(backends(name, device))} "
                              f"for {device} tensors here, got {backend!r}")
-        return kernels[backend]
+        return torch.no_grad()(kernels[backend])
 
     has_status = result is not None and result._fields[-1] == "status"
 
@@ -142,11 +159,23 @@ def define(schema: str, *, oracle, meta, result: type | None = None, batch: str 
         kernel = op if backend is None else forced(backend, args)
         outputs = kernel(*args)
         if CHECKS and has_status:
-            from .check_status import check_unless_traced
-            check_unless_traced(outputs[-1], name)
+            from .check_status import check_status
+            if not is_traced(outputs[-1]):
+                check_status(outputs[-1], name)
         return outputs if result is None else result(*outputs)
 
     return call
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether there are no values, or the host may not read them: in torch.compile, export, fake tensors, make_fx,
+    torch.func or a CUDA graph's capture.
+    """
+    return (torch.compiler.is_compiling() or tensor.is_meta
+            or type(tensor) not in (Tensor, torch.nn.Parameter)
+            or torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def ops() -> list[str]:
@@ -155,7 +184,7 @@ def ops() -> list[str]:
 
 
 def backends(name: str, device: str = "cpu") -> list[str]:
-    """The backends that op `name` can be forced to for tensors on `device`, the oracle first.
+    """The backends that op `name` can be forced to for tensors on `device` ("cuda", "cuda:1"), the oracle first.
 
     Triton runs on CPU tensors only under its interpreter (TRITON_INTERPRET=1, set before the first import).
 
@@ -164,8 +193,9 @@ def backends(name: str, device: str = "cpu") -> list[str]:
     """
     if name not in _kernels:
         raise ValueError(f"op must be one of {', '.join(_kernels)}, got {name!r}")
+    device = str(device).partition(":")[0]
     runs = {"oracle": True, "cpu": device == "cpu", "cuda": device == "cuda",
-            "triton": device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"}
+            "triton": device == "cuda" or device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"}
     return [backend for backend in _kernels[name] if runs.get(backend, device == "cpu")]  # tests add one for the CPU
 
 
@@ -204,6 +234,10 @@ def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor, 
         raise ValueError(f"{name} must be {str(dtype)[6:]} ({wanted}) or {kind}, got {value!r}")
     if dtype == torch.int32 and not -2**31 <= value < 2**31:
         raise ValueError(f"{name} must fit into int32, got {value}")
+    if dtype == torch.float32 and not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        if FLOAT32_MAX < abs(value) < math.inf:
+            raise ValueError(f"{name} must fit into float32, got {value}")
+        value = float(value)
     return torch.full(tuple(sizes.values()), value, dtype=dtype, device=like.device)
 
 
@@ -215,13 +249,50 @@ def check_together(**arguments: object) -> None:
                          f"{'is' if len(missing) == 1 else 'are'} missing")
 
 
-def check_count(name: str, value: int, minimum: int) -> int:
-    """`value` as an integer. Raises ValueError unless it is one (of any type with __index__) and >= `minimum`."""
-    if not isinstance(value, (int, torch.SymInt)) and hasattr(value, "__index__") and not isinstance(value, Tensor):
-        value = operator.index(value)
-    if not isinstance(value, (int, torch.SymInt)) or value < minimum:
+def to_integer(value: object) -> int | None:
+    """`value` as an integer, of any type with __index__ but bool and tensors; else None."""
+    if isinstance(value, (bool, Tensor)):
+        return None
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_count(name: str, value: int, minimum: int, maximum: int = MOST) -> int:
+    """`value` as an integer. Raises ValueError unless it is one within `minimum` and `maximum`."""
+    count = to_integer(value)
+    if count is None or count < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
-    return value
+    if count > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value!r}")
+    return count
+
+
+def check_apart(op: str, tensors: list[tuple[Tensor, bool]]) -> None:
+    """Raise ValueError if one of the tensors, of those that are written to (True), shares memory with another one."""
+    ends = {}  # storage -> up to where its tensors go so far, and those that are written to
+    ranges = [(t.storage_offset() * t.itemsize, (t.storage_offset() + t.numel()) * t.itemsize,
+               t.untyped_storage()._cdata, is_written) for t, is_written in tensors if t.numel()]
+    for start, end, storage, is_written in sorted(ranges):
+        last, last_written = ends.get(storage, (0, 0))
+        if start < (last if is_written else last_written):
+            raise ValueError(f"{op}: an argument that is written to shares memory with another one")
+        ends[storage] = max(last, end), max(last_written, end if is_written else 0)
+
+
+def readable(tensor: Tensor, is_written: bool) -> Tensor:
+    """`tensor`, or a copy if what stands in memory are not its elements, or not on multiples of their size.
+
+    PyTorch's dispatcher does this where it stands in between: it copies negative views. GPUs read no misaligned memory.
+    """
+    if tensor.data_ptr() % tensor.itemsize == 0 and not tensor.is_neg():
+        return tensor
+    if is_written:
+        raise ValueError("a tensor that is written to must be no negative view, and have aligned elements")
+    return tensor.resolve_neg().clone()
 
 
 def check_parents(parents: Tensor) -> Tensor:
@@ -240,7 +311,7 @@ def check_parents(parents: Tensor) -> Tensor:
 
 
 def check_dims(name: str, tensor: Tensor, letters: str) -> torch.Size:
-    """Raise ValueError unless `tensor` has one dimension per letter; returns its shape.
+    """Raise ValueError unless `tensor` has one dimension per letter, none of them too large; returns its shape.
 
     check_dims("probs", probs, "BNV") may say "probs must have 3 dimensions (B, N, V), got shape (2, 4)".
     """
@@ -249,4 +320,8 @@ def check_dims(name: str, tensor: Tensor, letters: str) -> torch.Size:
     if tensor.ndim != len(letters):
         raise ValueError(f"{name} must have {len(letters)} dimensions ({', '.join(letters)}), "
                          f"got shape {tuple(tensor.shape)}")
+    for letter, size in zip(letters, tensor.shape):
+        most = MOST_IDS if letter in "Vk" else MOST
+        if size > most:
+            raise ValueError(f"{name} must have {letter} <= {most}, got shape {tuple(tensor.shape)}")
     return tensor.shape

@@ -1,18 +1,16 @@
 """What guidance, temperature, top-k and top-p make of logits: for guided_probs, draw_tokens and verify_logits."""
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_dims, setting
+from ._dispatch import check, check_dims, setting, to_integer
 from ._numbers import exp
 
 HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
 FILTERS = ("k_then_p", "p_then_k")
 
 MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer
-MOST_IDS = 2 ** 22    # of a row: the sum of its masses is at most 2**62
 
 
 class Filtered(NamedTuple):
@@ -30,8 +28,8 @@ def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N") -> tup
     """
     B, N, V = check_dims("logits", logits, f"B{nodes}V")
     check("logits", logits, HALF_OR_FLOAT, **{"B": B, nodes: N, "V": V})
-    if not 1 <= V <= MOST_IDS:
-        raise ValueError(f"logits must have 1 <= V <= {MOST_IDS} (masses are summed in 63 bits), got V={V}")
+    if V < 1:
+        raise ValueError(f"logits must have V >= 1, got shape {tuple(logits.shape)}")
     if uncond is not None:
         check("uncond", uncond, logits.dtype, like=logits, **{"B": B, nodes: N, "V": V})
         uncond = uncond.contiguous()
@@ -66,14 +64,11 @@ def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str, like:
     if isinstance(id_range, Tensor):
         check("id_range", id_range, torch.int64, like=like, **{"B": B, nodes: N, "bounds": 2})
         return id_range.contiguous(), 0, V
-    if isinstance(id_range, (tuple, list)):
-        id_range = tuple(i.__index__() if isinstance(i, Integral) else i for i in id_range)  # NumPy's integers too
-    if (not isinstance(id_range, tuple) or len(id_range) != 2
-            or not all(isinstance(i, (int, torch.SymInt)) for i in id_range)
-            or not 0 <= id_range[0] < id_range[1] <= V):
+    ids = [to_integer(i) for i in id_range] if isinstance(id_range, (tuple, list)) else []
+    if len(ids) != 2 or None in ids or not 0 <= ids[0] < ids[1] <= V:
         raise ValueError(f"id_range must be int64 (B={B}, {nodes}={N}, bounds=2), or two integers with "
                          f"0 <= first < last <= V={V}, got {id_range!r}")
-    return None, *id_range
+    return None, *ids
 
 
 def range_of_nodes(id_range: Tensor | None, first_id: int, last_id: int, like: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 FIXED_BITS = 42
 FIXED_ONE = 2.0 ** FIXED_BITS
-LARGEST = 2.0              # an entry above this is no probability, whatever its rounding
-MAX_THRESHOLD = 2.0 ** 62  # where a threshold saturates: no row's total is larger
+LARGEST = 2.0  # an entry above this is no probability, whatever its rounding
 
 
 def to_fixed_point(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

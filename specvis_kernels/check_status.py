@@ -14,8 +14,8 @@ PROBS = ("a row holds NaN, a negative number, a number above 2 or no mass: are t
 MEANINGS = {  # bit -> its name, what may have happened
     INVALID_ROW: ("INVALID_ROW", PROBS),
     INVALID_TREE: ("INVALID_TREE", "a parent, link, row or token is out of range, and it was not followed: is a token "
-                   "of -1 there as padding, are nodes numbered before their parents, or do the links belong to another "
-                   "tree?"),
+                   "of -1 there as padding, are nodes numbered before their parents, is there a cycle, or do the "
+                   "links belong to another tree?"),
     INVALID_RULE: ("INVALID_RULE", "an omega is negative, NaN, or below 1 with neighbors and the optimal residual, or "
                    "a temperature of distances is not positive: nothing was accepted"),
     INVALID_DRAFT: ("INVALID_DRAFT", "the row that drafts were drawn from holds NaN, a negative number, a number above "
@@ -81,13 +81,3 @@ def check_status(status: Tensor, op: str | None = None) -> None:
     raise StatusError(f"{op or 'status'}: " + "; ".join(problems))
 
 
-def check_unless_traced(status: Tensor, op: str) -> None:
-    """`check_status` where there are values and the host may read them: not in torch.compile, export, fake tensors,
-    make_fx, torch.func or a CUDA graph's capture.
-    """
-    if (torch.compiler.is_compiling() or type(status) is not Tensor or status.is_meta
-            or torch.utils._python_dispatch._get_current_dispatch_mode() is not None
-            or torch._C._functorch.peek_interpreter_stack() is not None
-            or (status.is_cuda and torch.cuda.is_current_stream_capturing())):
-        return
-    check_status(status, op)

@@ -1,10 +1,8 @@
 """codebook_neighbors: which codes look alike, computed once when a model is loaded."""
-from numbers import Integral
-
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_dims, define
+from ._dispatch import check, check_count, check_dims, define, is_traced
 
 METRICS = ("l2", "cosine", "random")
 GRID = 2.0 ** 40      # steps between the smallest and the largest distance
@@ -55,16 +53,22 @@ def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normaliz
                          + (": it is transposed" if size == D else ""))
     if metric not in METRICS:
         raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {metric!r}")
-    if not isinstance(k, Integral) or not 1 <= k < V:
-        raise ValueError(f"k must be an integer of at least 1 and less than V={V}, got {k!r}")
-    return _call(backend, codebook.detach().contiguous(), int(k), metric, normalize, seed)
+    k = check_count("k", k, 1, V - 1)
+    if not isinstance(normalize, bool):
+        raise ValueError(f"normalize must be True or False, got {normalize!r}")
+    seed = check_count("seed", seed, 0, 2**63 - 1)
+    if not is_traced(codebook) and not codebook.isfinite().all():
+        raise ValueError("codebook must be finite, got NaN or an infinity")
+    return _call(backend, codebook.detach().contiguous(), k, metric, normalize, seed)
 
 
 def _oracle(codebook, k, metric, normalize, seed):
     V = len(codebook)
     codes = codebook.double()
     if normalize or metric == "cosine":
+        codes = scaled(codes, 1)
         codes = codes / codes.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    codes = scaled(codes, (0, 1))
     squares = codes.square().sum(1)
     largest = 4 * squares.max().clamp(min=1e-300)  # two codes are at most twice the longest apart
     ids = torch.arange(V, device=codes.device)
@@ -83,6 +87,12 @@ def _oracle(codebook, k, metric, normalize, seed):
         keys.diagonal(start).fill_(LARGEST)
         neighbors[start:start + block] = keys.topk(k, largest=False).indices.to(neighbors.dtype)
     return neighbors
+
+
+def scaled(codes, dims):
+    """codes, divided by a power of two so that no square is too large or too small for float64."""
+    exponent = codes.abs().amax(dims, keepdim=True).frexp().exponent.clamp(-1000, 1000)
+    return torch.ldexp(codes, -exponent)
 
 
 def _meta(codebook, k, metric, normalize, seed):

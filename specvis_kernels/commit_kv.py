@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_dims, define
+from ._dispatch import check, check_dims, define, to_integer
 
 
 def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor, *,
@@ -80,8 +80,9 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
     if (row_dim is None) != (slots is not None):
         raise ValueError(f"row_dim must be None with slots, and only then, got {row_dim}")
     for name, value in (("row_dim", row_dim), ("column_dim", column_dim)):
-        if value is not None and not hasattr(value, "__index__"):
+        if to_integer(value) is None and (value is not None or name == "column_dim"):
             raise ValueError(f"{name} must be an integer{' or None' * (name == 'row_dim')}, got {value!r}")
+    row_dim, column_dim = to_integer(row_dim), to_integer(column_dim)
     if not -1 < column_dim < first.ndim or row_dim is not None and not -1 < row_dim < column_dim:
         raise ValueError(f"row_dim and column_dim must be dimensions of {tuple(first.shape)}, the row's first, "
                          f"got {row_dim} and {column_dim}")

@@ -42,7 +42,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
 
         u * Q(x) < omega * relaxed mass
 
-    where the relaxed mass is P(x), plus P of the neighbors that the cutoff keeps (see neighborhood_sum). Otherwise a
+    where the relaxed mass is P(x), plus P of the neighbors that the cutoff keeps (see verify_tree). Otherwise a
     new token is drawn from the residual by the second uniform. This is how `verify_tree` treats one sampled child and
     what follows its rejection, bit for bit; its docstring says what the three residuals are. Unlike there, a
     rejection does not end anything: the positions behind it are treated alike.
@@ -98,7 +98,6 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, W or V is 0, neighbors come without
             delta, groups come with neighbors or another residual than "optimal", or "released" with a single column
-        RuntimeError: on CUDA, V is above 1.8 million with neighbors and another residual than "optimal"
 
     Example:
         >>> import torch
@@ -127,7 +126,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
     if residual not in RESIDUALS:
         raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
     check_together(neighbors=neighbors, delta=delta)
-    check_neighbors(neighbors, cutoff, offset, V, like=like)
+    offset = check_neighbors(neighbors, cutoff, offset, V, like=like)
     if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:
         raise ValueError("neighbors must have at least two columns under 'released', got one")
     if groups is not None:

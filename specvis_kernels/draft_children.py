@@ -60,7 +60,7 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         status:        (B, F)    int32     INVALID_ROW as `guided_probs` says it; then the row is 0, and the tokens are
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, F or K is 0, V is 0 or above 2**22, both or none of
+        ValueError: a dtype, shape or device differs from the above, F or K is 0, V is 0 or above 2**19, both or none of
                     uniforms and seeds are given, or id_range or filters is not as in `guided_probs`
 
     Example:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_count, check_dims, define
+from ._dispatch import MOST, check, check_count, check_dims, define
 from ._filters import check_filters, check_logits, check_settings
 from .expand_tree import _oracle as expand_tree
 from .guided_probs import _oracle as guided_probs
@@ -76,7 +76,7 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
                                               looked at if the node's score is -inf
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, F is 0, V is 0 or above 2**22, num_children, level
+        ValueError: a dtype, shape or device differs from the above, F is 0, V is 0 or above 2**19, num_children, level
                     or first_node is below 1, first_candidate is negative, the words are too few, or id_range or
                     filters is not as in `guided_probs`
 
@@ -113,10 +113,10 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
     check("depth", depth, torch.int64, like=logits, B=B)
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits, nodes="F")
-    num_children = check_count("num_children", num_children, 1)
+    num_children = check_count("num_children", num_children, 1, MOST // F)
     level = check_count("level", level, 1)
     first_node = check_count("first_node", first_node, 1)
-    first_candidate = check_count("first_candidate", first_candidate, 0)
+    first_candidate = check_count("first_candidate", first_candidate, 0, MOST - F * num_children)
     if first_node + num_children > 64 * W:
         raise ValueError(f"ancestors must have words for first_node + num_children = {first_node + num_children} "
                          f"nodes, 64 each, got W={W}")

@@ -66,7 +66,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, id_range is two integers but not
-            0 <= first < last <= V, N is 0, V is 0 or above 2**22, filters is neither of the two, or ahead is negative
+            0 <= first < last <= V, N is 0, V is 0 or above 2**19, filters is neither of the two, or ahead is negative
 
     Example:
         >>> import torch

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._dispatch import INVALID_ROW, check, check_count, check_dims, define
+from ._dispatch import INVALID_ROW, MOST, check, check_count, check_dims, define
 from ._numbers import to_fixed_point
 
 
@@ -74,7 +74,7 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
     check("width", width, torch.int32, like=draft_probs, B=B)
     if F < 1 or V < 1:
         raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
-    num_children = check_count("num_children", num_children, 1)
+    num_children = check_count("num_children", num_children, 1, MOST // F)
     return _call(backend, draft_probs.contiguous(), scores.contiguous(), width.contiguous(), num_children)
 
 

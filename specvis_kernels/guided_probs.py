@@ -58,7 +58,7 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, id_range is two integers but not
-            0 <= first < last <= V, V is 0 or above 2**22, or filters is neither of the two
+            0 <= first < last <= V, V is 0 or above 2**19, or filters is neither of the two
 
     Example:
         >>> import torch

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define, setting
-from ._numbers import FIXED_BITS, FIXED_ONE, MAX_THRESHOLD, to_fixed_point
+from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define, setting, to_integer
+from ._numbers import FIXED_BITS, FIXED_ONE, to_fixed_point
 
 CUTOFFS = ("tvd", "ratio", "jsd")
 
@@ -32,8 +32,8 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
                                  moved: 1/2 [S ln 2 + r ln(r / h) + (r + S) ln((r + S) / h)], h = r + S / 2
 
     The first neighbor that does not fit ends the list. A neighbor of probability 0 fits whenever those before
-    it do. If delta is negative or NaN no neighbor is kept. Sums are taken in fixed point, floor(p * 2**42), so
-    they do not depend on the order of addition.
+    it do. If delta is negative or NaN no neighbor is kept; an infinite one keeps all. Sums are taken in fixed point,
+    floor(p * 2**42), so they do not depend on the order of addition. An id that is listed twice counts twice.
 
     (LANTERN, arXiv:2410.03355, section 4; LANTERN++, arXiv:2502.06352.)
 
@@ -69,35 +69,38 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
     R, V = check_dims("probs", probs, "RV")
     check("probs", probs, torch.float32, R=R, V=V)
     check("tokens", tokens, torch.int64, like=probs, R=R)
-    check_neighbors(neighbors, cutoff, offset, V, like=probs)
+    check_dims("neighbors", neighbors, "Ck")
+    offset = check_neighbors(neighbors, cutoff, offset, V, like=probs)
     delta = setting("delta", delta, torch.float32, probs, R=R)
     tensors = [t.contiguous() for t in (probs, tokens, neighbors, delta)]
     return _call(backend, *tensors, cutoff, offset)
 
 
-def check_neighbors(neighbors: Tensor | None, cutoff: str, offset: int, V: int, like: Tensor) -> None:
-    """Raise ValueError unless the table, the cutoff and the offset fit a vocabulary of V."""
+def check_neighbors(neighbors: Tensor | None, cutoff: str, offset: int, V: int, like: Tensor) -> int:
+    """Raise ValueError unless the table, the cutoff and the offset fit a vocabulary of V. Returns the offset."""
     if cutoff not in CUTOFFS:
         raise ValueError(f"cutoff must be one of {', '.join(CUTOFFS)}, got {cutoff!r}")
-    if not isinstance(offset, (int, torch.SymInt)):
-        raise ValueError(f"offset must be an integer, got {offset!r}")
+    offset = to_integer(given := offset)
+    if offset is None:
+        raise ValueError(f"offset must be an integer, got {given!r}")
     if neighbors is None:
-        return
+        return 0
     C, k = check_dims("neighbors", neighbors, "Ck")
     check("neighbors", neighbors, (torch.uint16, torch.int32, torch.int64), like=like, C=C, k=k)
     if C < 1 or k < 1:
         raise ValueError(f"neighbors must have at least one row and one column, got shape ({C}, {k})")
     if offset < 0 or offset + C > V:
         raise ValueError(f"offset must be in [0, V - C] = [0, {V - C}], got {offset} with V={V}, C={C}")
+    return offset
 
 
 def neighbor_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, cutoff: str,
-                    offset: int, num_considered: int) -> tuple[Tensor, Tensor, Tensor]:
+                    offset: int, num_considered: int, limit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Which of the first `num_considered` neighbors the cutoff keeps. For oracles.
 
     mass (..., V) int64, total, tokens (in [0, V)) and delta (...) -> neighbor_mass, the sum over the neighbors
     kept (...) int64, num_kept, how many these are (...), and ids, the token of every neighbor of the table,
-    (..., k) int64, V where there is none.
+    (..., k) int64, V where there is none. Together with the token the neighbors kept have at most `limit` (...) int64.
     """
     V, C = mass.shape[-1], neighbors.shape[0]
     code = tokens - offset
@@ -108,12 +111,12 @@ def neighbor_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tens
     each_mass = torch.where(considered < V, mass.gather(-1, considered.clamp(max=V - 1)), 0)
     token_mass = mass.gather(-1, tokens.unsqueeze(-1))
     sums, total, delta = each_mass.cumsum(-1), total.unsqueeze(-1), delta.unsqueeze(-1).double()
+    fits = sums <= limit.unsqueeze(-1) - token_mass
     if cutoff == "jsd":
-        fits = _jsd(sums.double() / total.double(), token_mass.double() / total.double()) <= delta
+        fits = fits & (_jsd(sums.double() / total.double(), token_mass.double() / total.double()) <= delta)
     else:
-        threshold = delta * (total if cutoff == "tvd" else token_mass).double()
-        threshold = torch.where(threshold < MAX_THRESHOLD, threshold, MAX_THRESHOLD).to(torch.int64)
-        fits = sums <= threshold
+        bound = delta * (total if cutoff == "tvd" else token_mass).double()
+        fits = fits & ((sums <= bound.to(torch.int64)) | ~(bound < 2.0 ** 63))
     is_kept = (fits & in_codebook & (delta >= 0)).long().cumprod(-1)
     return (each_mass * is_kept).sum(-1), is_kept.sum(-1), ids
 
@@ -133,7 +136,8 @@ def _oracle(probs, tokens, neighbors, delta, cutoff, offset):
     tokens = tokens.clamp(0, V - 1)
     total = torch.full_like(tokens, 1 << FIXED_BITS)  # delta is held against 1, not against the row's rounded sum
     neighbor_mass, num_kept, _ = neighbor_prefix(
-        fixed_probs, total, tokens, neighbors, delta, cutoff, offset, neighbors.shape[1])
+        fixed_probs, total, tokens, neighbors, delta, cutoff, offset, neighbors.shape[1],
+        limit=torch.full_like(tokens, 2**63 - 1))
     token_mass = fixed_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     relaxed_mass = (token_mass + neighbor_mass).float() / FIXED_ONE
     ok = is_valid & in_vocabulary

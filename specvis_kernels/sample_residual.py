@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, check, check_dims, define, setting
+from ._dispatch import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, check, check_dims, define, setting
 from ._numbers import FIXED_ONE, draw, to_fixed_point
 
 
@@ -38,9 +38,10 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
     Returns:
         tokens:  (R,) int64  in [0, V)
         status:  (R,) int32  EMPTY_RESIDUAL: the residual was 0 everywhere and the token comes from P.
-                             INVALID_ROW: a row of P or of Q has an entry that is NaN, negative or above 2, or it
-                             is 0 in fixed point; the token is 0.
-                             INVALID_RULE: omega is negative or NaN and the token comes from P
+                             INVALID_ROW: P has an entry that is NaN, negative or above 2, or is 0 in fixed point;
+                             the token is 0.
+                             INVALID_DRAFT: Q has or is; the token comes from P.
+                             INVALID_RULE: omega is negative or NaN; the token comes from P
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, or V is 0
@@ -80,9 +81,10 @@ def _oracle(target_probs, draft_probs, uniforms, omega):
         residual = torch.maximum(p - q, slack * p)
         residual = (torch.where(residual > 0, residual, 0.0) * FIXED_ONE).to(torch.int64)
         is_empty = residual.sum(1) == 0
-        is_valid = is_valid & draft_is_valid
-        status = status | torch.where(is_valid & ~is_undefined & is_empty, EMPTY_RESIDUAL, 0)
-        mass = torch.where((is_empty | is_undefined).unsqueeze(1), mass, residual)
+        from_target = is_undefined | ~draft_is_valid
+        status = status | torch.where(draft_is_valid, 0, INVALID_DRAFT)
+        status = status | torch.where(is_valid & ~from_target & is_empty, EMPTY_RESIDUAL, 0)
+        mass = torch.where((is_empty | from_target).unsqueeze(1), mass, residual)
         total = mass.sum(1)
     status = status | torch.where(is_valid, 0, INVALID_ROW)
     return torch.where(is_valid, draw(mass, total, uniforms), 0), status.int()

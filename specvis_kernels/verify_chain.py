@@ -97,8 +97,8 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         check("bonus_tokens", bonus_tokens, torch.int64, like=target_probs, B=B)
     if draft_probs is not None:
         check("draft_probs", draft_probs, torch.float32, like=target_probs, D=D, V=V)
-    delta, _ = check_rule(None, None, neighbors, delta, cutoff, offset, None, residual, empty, 0,
-                          like=target_probs.expand(B, T, V))
+    delta, _, offset = check_rule(None, None, neighbors, delta, cutoff, offset, None, residual, empty, 0,
+                                  like=target_probs.expand(B, T, V))
     if omega is not None:
         omega = setting("omega", omega, torch.float32, target_probs, B=B)
     if greedy is not None:

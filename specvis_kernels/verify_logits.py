@@ -41,8 +41,9 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         logits:        (B, N, V) float32, float16 or bfloat16   after each node; node 0 is the root
         uncond:        (B, N, V) the same dtype                 without the condition; None: no guidance
         tokens:        (B, N)    int64          the token at each node, in [0, V); the root's is not looked at
-        first_child:   (B, N)    int32          each node's first child, a later node, or -1
-        next_sibling:  (B, N)    int32          the child of the same parent tried next, a later node, or -1
+        first_child:   (B, N)    int32          each node's first child, a later node; negative: none
+        next_sibling:  (B, N)    int32          the child of the same parent tried next, a later node; negative:
+                                                none. With seeds, of both, -1: none
         uniforms:      (B, N)    float32        in [0, 1): column n > 0 decides node n, column 0 the next token. None
                                                 with `seeds`
         guidance:      (B,) float32 or a number   s, the guidance scale; may be None without `uncond`
@@ -80,7 +81,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
                                          with seeds, INVALID_TREE as in verify_greedy and none of the others
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, N is 0, V is 0 or above 2**22, M is 0, id_range is
+        ValueError: a dtype, shape or device differs from the above, N is 0, V is 0 or above 2**19, M is 0, id_range is
             two integers but not 0 <= first < last <= V, filters, cutoff or residual is none of its names, draft_probs
             comes without draft_row or neighbors without delta, "released" with a single column, neither uniforms nor
             seeds are given, or seeds come without positions or with what has no part in equality
@@ -103,8 +104,8 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     max_depth = check_tree(tokens, first_child, next_sibling, max_depth, logits)
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits)
-    delta, omega = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty,
-                              max_depth, logits)
+    delta, omega, offset = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty,
+                                      max_depth, logits)
     check_together(seeds=seeds, positions=positions)
     if seeds is None:
         if uniforms is None:

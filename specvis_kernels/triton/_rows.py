@@ -6,7 +6,6 @@ import triton.language as tl
 
 FIXED_ONE = tl.constexpr(2.0 ** 42)
 FIXED_UNIT = tl.constexpr(2.0 ** -42)
-MAX_THRESHOLD = tl.constexpr(2.0 ** 62)
 EMPTY_RESIDUAL = tl.constexpr(1)  # the status bits of specvis_kernels/_dispatch.py
 INVALID_ROW = tl.constexpr(2)
 INVALID_TREE = tl.constexpr(4)
@@ -74,9 +73,12 @@ def jsd(neighbor_mass, token_mass):
 
 
 @triton.jit
-def neighbor_prefix(row, V, neighbors, C, k, num_considered, offset, token, token_mass, total, delta,
+def neighbor_prefix(row, V, neighbors, C, k, num_considered, offset, token, token_mass, total, limit, delta,
                     CUTOFF: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Which of the token's first `num_considered` neighbors the cutoff keeps: their mass, and how many."""
+    """Which of the token's first `num_considered` neighbors the cutoff keeps: their mass, and how many.
+
+    Together with the token they have at most `limit`. More can only be ids that are listed twice.
+    """
     token_prob = token_mass.to(tl.float64) / total.to(tl.float64)
     bound = delta.to(tl.float64)
     if CUTOFF == "tvd":
@@ -84,7 +86,10 @@ def neighbor_prefix(row, V, neighbors, C, k, num_considered, offset, token, toke
     if CUTOFF == "ratio":
         bound *= token_mass.to(tl.float64)
     bound = tl.where(delta >= 0.0, bound, 0.0)
-    threshold = tl.where(bound < MAX_THRESHOLD, bound, MAX_THRESHOLD).to(tl.int64)
+    threshold = total * 0 + limit - token_mass
+    if CUTOFF != "jsd":
+        is_less = bound < threshold.to(tl.float64)
+        threshold = tl.where(is_less, tl.where(is_less, bound, 0.0).to(tl.int64), threshold)
 
     code = token - offset
     active = (delta >= 0.0) & (code >= 0) & (code < C) & (num_considered > 0)
@@ -96,10 +101,9 @@ def neighbor_prefix(row, V, neighbors, C, k, num_considered, offset, token, toke
         ids = tl.load(neighbors + code * k + num_kept + j, mask=is_considered, other=0).to(tl.int64) + offset
         each_mass = load_mass(row, ids, is_considered & (ids >= 0) & (ids < V), IS_FLOAT)
         sums = neighbor_mass + tl.cumsum(each_mass, axis=0)
+        is_over = sums > threshold
         if CUTOFF == "jsd":
-            is_over = jsd(sums.to(tl.float64) / total.to(tl.float64), token_prob) > bound
-        else:
-            is_over = sums > threshold
+            is_over = is_over | (jsd(sums.to(tl.float64) / total.to(tl.float64), token_prob) > bound)
         # Sums only grow: the first entry that is over, or the table's end, ends the prefix.
         num_new = tl.min(tl.where(is_over | (num_kept + j >= num_considered), j, BLOCK_K), axis=0)
         neighbor_mass += tl.sum(tl.where(j < num_new, each_mass, 0), axis=0)

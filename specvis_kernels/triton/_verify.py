@@ -223,8 +223,8 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
                         num_considered = k - 1
                     num_considered = tl.where((token >= first_id) & (token < last_id), num_considered, 0)
                     neighbor_mass, num_kept = neighbor_prefix(
-                        mass, V, neighbors, C, k, num_considered, offset, token, token_mass, total, tl.load(delta),
-                        CUTOFF, False, BLOCK_K)
+                        mass, V, neighbors, C, k, num_considered, offset, token, token_mass, total, total,
+                        tl.load(delta), CUTOFF, False, BLOCK_K)
                     relaxed_mass += neighbor_mass
                 omega_d = tv_excess * 0.0 + 1.0
                 if omega is not None:
@@ -384,8 +384,8 @@ def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bon
                         num_considered = k - 1
                     num_considered = tl.where((token >= first_id) & (token < last_id), num_considered, 0)
                     neighbor_mass, _ = neighbor_prefix(
-                        row, V, neighbors, C, k, num_considered, offset, token, relaxed_mass, total, tl.load(delta),
-                        CUTOFF, IS_FLOAT, BLOCK_K)
+                        row, V, neighbors, C, k, num_considered, offset, token, relaxed_mass, total, total,
+                        tl.load(delta), CUTOFF, IS_FLOAT, BLOCK_K)
                     relaxed_mass += neighbor_mass
                 is_best = ((token == argmax) | (relaxed_mass > max_mass)
                            | ((relaxed_mass == max_mass) & (token < argmax)))

@@ -112,7 +112,7 @@ def couple_tokens_kernel(
             if RESIDUAL == "released":
                 num_considered = k - 1
             neighbor_mass, num_neighbors = neighbor_prefix(
-                target_row, V, neighbors, C, k, num_considered, offset, guess, token_mass, total,
+                target_row, V, neighbors, C, k, num_considered, offset, guess, token_mass, total, total,
                 tl.load(delta + r // W), CUTOFF, True, BLOCK_K)
             relaxed_mass += neighbor_mass
         if groups is not None:

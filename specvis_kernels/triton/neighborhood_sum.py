@@ -5,6 +5,8 @@ import triton.language as tl
 from ._kernel import kernel
 from ._rows import FIXED_ONE, FIXED_UNIT, INVALID_ROW, INVALID_TREE, block, load_mass, neighbor_prefix, to_fixed_point
 
+NO_LIMIT = tl.constexpr(2**63 - 1)
+
 
 @kernel("probs", "V")
 def neighborhood_sum_kernel(
@@ -23,7 +25,8 @@ def neighborhood_sum_kernel(
     token_mass = load_mass(row, token, in_vocabulary, True)
     total = tl.full([], FIXED_ONE, tl.float64).to(tl.int64)  # delta is held against 1, not the row's rounded sum
     neighbor_mass, num_kept = neighbor_prefix(
-        row, V, neighbors, C, k, k, offset, token, token_mass, total, tl.load(delta + r), CUTOFF, True, BLOCK_K)
+        row, V, neighbors, C, k, k, offset, token, token_mass, total, NO_LIMIT, tl.load(delta + r), CUTOFF, True,
+        BLOCK_K)
     ok = is_valid & in_vocabulary
     tl.store(relaxed_mass + r, tl.where(ok, (token_mass + neighbor_mass).to(tl.float32) * FIXED_UNIT, 0.0))
     tl.store(num_neighbors + r, tl.where(ok, num_kept, 0))

@@ -3,7 +3,7 @@ import torch
 import triton.language as tl
 
 from ._kernel import kernel
-from ._rows import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, block, draw, draw_residual, to_fixed_point
+from ._rows import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, block, draw, draw_residual, to_fixed_point
 
 
 @kernel("target_probs", "draft_probs", "V")
@@ -30,8 +30,7 @@ def sample_residual_kernel(
     if draft_probs is not None:
         draft_row = draft_probs + r * V
         draft_total, draft_is_valid = to_fixed_point(draft_row, V, None, 0, BLOCK)
-        is_valid = is_valid & draft_is_valid
-        draws_from_target = is_valid
+        row_status |= tl.where(draft_is_valid, 0, INVALID_DRAFT)
         if is_valid & (row_status == 0):
             token, residual_total = draw_residual(target_row, draft_row, V, total, draft_total, slack, uniform, None,
                                                   0, 0, False, BLOCK)

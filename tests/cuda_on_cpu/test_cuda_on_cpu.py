@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import cuda_on_cpu
+from tests.fuzz.sanitized import runtimes
 from tests.kernels.inputs import DEVICE
 
 ROOT = Path(__file__).parent.parent.parent
@@ -190,11 +191,7 @@ def test_a_missing_barrier_gives_wrong_results(run):
 
 def sanitized(*command):
     """Runs Python with the runtimes of g++'s sanitizers."""
-    libraries = [subprocess.check_output([COMPILER, f"-print-file-name={name}"], text=True).strip()
-                 for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
-    environment = os.environ | {"LD_PRELOAD": " ".join(libraries), "CUDA_ON_CPU_SANITIZE": "1",
-                                "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, stderr=subprocess.STDOUT,
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | runtimes(), stderr=subprocess.STDOUT,
                           stdout=subprocess.PIPE, text=True)
 
 
@@ -220,12 +217,19 @@ def test_the_sanitizers_see_shared_memory(kernel, threads, shared, cluster, says
     assert says in run.stdout, run.stdout
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
+def test_the_sanitizers_find_nothing_in_hostile_inputs():
+    """In the first cases of tests/fuzz, among them some of long rows."""
+    run = sanitized("-m", "tests.fuzz.sanitized", "14")
+    assert run.returncode == 0 and run.stdout.endswith("0 found\n"), run.stdout
+
+
 OF_EVERY_OP = ("tests/kernels/test_every_op.py",)
 OF_ITS_OWN = tuple(f"tests/kernels/test_{kernel.stem}.py" for kernel in sorted(cuda_on_cpu.CSRC.glob("*.cu")))
 
 
-@pytest.mark.parametrize("tests", [pytest.param(OF_EVERY_OP, id="of every op"),
-                                   pytest.param(OF_ITS_OWN, id="of its own", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tests", [OF_EVERY_OP, OF_ITS_OWN], ids=["of every op", "of its own"])
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
 def test_the_sanitizers_find_nothing(tests):
     """In any test of an op. With -s, since pytest would lose what a sanitizer says when it ends the process."""

@@ -6,6 +6,7 @@ so any sum of them, in any order, is exact: every backend must agree with the or
 the way, the op has a tolerance in TOLERANCES.
 """
 import heapq
+from functools import lru_cache
 
 import torch
 
@@ -109,10 +110,14 @@ def ids_of(kwargs, V):
 
 def neighbor_table(C, k, offset=0, narrow=True, seed=0):
     """(C, k) codes: distinct, each row without itself."""
+    return neighbor_codes(C, k, seed).to(DEVICE, torch.uint16 if narrow else torch.int32, copy=True)
+
+
+@lru_cache(maxsize=1)  # seconds where C is real, and the next case has often the same
+def neighbor_codes(C, k, seed):
     g = torch.Generator().manual_seed(seed)
     steps = torch.stack([torch.randperm(C - 1, generator=g)[:k] for _ in range(C)]) + 1
-    table = (torch.arange(C).unsqueeze(1) + steps) % C
-    return table.to(DEVICE, torch.uint16 if narrow else torch.int32)
+    return ((torch.arange(C).unsqueeze(1) + steps) % C).int()
 
 
 CASES["neighborhood_sum"] = [

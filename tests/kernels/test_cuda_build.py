@@ -22,11 +22,15 @@ LIBRARY = Path(specvis_kernels.__file__).with_name("_ops_cuda.so")
 
 @pytest.fixture
 def setup(monkeypatch):
-    """What setup.py defines."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     for name in ("SPECVIS_CUDA", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
+    return defined_in_setup(monkeypatch)
+
+
+def defined_in_setup(monkeypatch) -> dict:
+    """What setup.py defines, in its folder."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     return runpy.run_path("setup.py")
 
 

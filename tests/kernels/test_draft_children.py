@@ -171,7 +171,7 @@ SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(
     (dict(logits=torch.zeros(2, 5)), r"logits must have 3 dimensions \(B, F, V\), got shape \(2, 5\)"),
     (dict(logits=torch.zeros(2, 3, 5).double()), r"logits must be float32 or float16 or bfloat16 \(B=2, F=3, V=5\)"),
     (dict(logits=torch.zeros(2, 0, 5)), r"logits must have F >= 1, got shape \(2, 0, 5\)"),
-    (dict(logits=torch.zeros(2, 3, 0)), r"logits must have 1 <= V"),
+    (dict(logits=torch.zeros(2, 3, 0)), r"logits must have V >= 1"),
     (dict(uncond=torch.zeros(2, 3, 4)), r"uncond must be float32 \(B=2, F=3, V=5\), got float32 \(2, 3, 4\)"),
     (dict(uniforms=torch.zeros(2, 4, 5)), r"uniforms must be float32 \(B=2, F=3, K=5\), got float32 \(2, 4, 5\)"),
     (dict(uniforms=None), "exactly one of uniforms and seeds must be given, got neither"),

@@ -223,7 +223,7 @@ def arguments():
     ("logits", torch.zeros(2, 5), r"logits must have 3 dimensions \(B, F, V\), got shape \(2, 5\)"),
     ("logits", torch.zeros(2, 3, 5).double(), r"logits must be float32 or float16 or bfloat16 \(B=2, F=3, V=5\)"),
     ("logits", torch.zeros(2, 0, 5), r"logits must have F >= 1, got shape \(2, 0, 5\)"),
-    ("logits", torch.zeros(2, 3, 0), r"logits must have 1 <= V"),
+    ("logits", torch.zeros(2, 3, 0), r"logits must have V >= 1"),
     ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, F=3, V=5\), got float32 \(2, 3, 4\)"),
     ("scores", torch.zeros(2, 4), r"scores must be float32 \(B=2, F=3\), got float32 \(2, 4\)"),
     ("ancestors", torch.ones(2, 3).long(), r"ancestors must have 3 dimensions \(B, F, W\), got shape \(2, 3\)"),

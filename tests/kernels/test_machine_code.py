@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bounds, executed, sass
-from tests.kernels.test_cuda_build import NVCC, ROOT
+from tests.kernels.test_cuda_build import NVCC, ROOT, defined_in_setup
 
 CSRC = ROOT / "csrc"
 needs_nvcc = pytest.mark.skipif(not NVCC, reason="needs nvcc")
@@ -185,8 +185,12 @@ def machine_code():
         pytest.skip("needs nvcc")
     if not re.search(r"\b9\.?0", os.environ.get("TORCH_CUDA_ARCH_LIST") or "9.0"):
         pytest.skip("needs a library for sm_90")
-    newest = max(path.stat().st_mtime for path in CSRC.glob("*.c*"))
-    assert sass.LIBRARY.stat().st_mtime > newest, "csrc/ is newer than the CUDA library: build the package again"
+    with pytest.MonkeyPatch.context() as patch:
+        setup = defined_in_setup(patch)
+        old = [file.name for file in CSRC.glob("*.cu")
+               if not any(setup["is_fresh"](built) and built.stat().st_mtime <= sass.LIBRARY.stat().st_mtime
+                          for built in setup["OBJECTS"].glob(f"*/csrc/{file.name}.o"))]
+    assert not old, f"the CUDA library is not made of what is in csrc/: build the package again, for {old}"
     return sass.read_library()
 
 

@@ -22,6 +22,8 @@ from tests.kernels.test_every_op import TAKES_ROWS, run, same, tensors_of
 ON_GPU = inputs.DEVICE == "cuda"
 KERNELS = [(op, backend) for op in inputs.CASES for backend in backends(op, inputs.DEVICE)
            if backend in (("cuda", "triton") if ON_GPU else ("cpu",))]
+GRAPHED = KERNELS if ON_GPU else KERNELS + [(op, "cuda_emulated") for op in inputs.CASES
+                                           if "cuda_emulated" in backends(op)]
 LARGE = {  # sizes that need other amounts of shared memory, or other numbers of blocks for a row, than the small ones
     "draft_children": [(1, 2, 16384, 5), (3, 4, 20000, 8, torch.bfloat16)],
     "draft_frontier": [(1, 2, 16384, 5), (3, 4, 20000, 8, torch.bfloat16)],
@@ -75,7 +77,7 @@ def next_request(a):
     return a.unflatten(0, (2, 3)).roll(1, 1).flatten(0, 1) if a.shape[:1] == (6,) else a
 
 
-@pytest.mark.parametrize("op, backend", KERNELS)
+@pytest.mark.parametrize("op, backend", GRAPHED)
 def test_a_graph_of_it_is_it(op, backend):
     """Also with other values in the same memory. No launch is outside of the graph, and no number is frozen in it."""
     for case in sizes_of(op):

@@ -2,7 +2,15 @@
 import pytest
 import torch
 
-from specvis_kernels import EMPTY_RESIDUAL, INVALID_ROW, INVALID_RULE, backends, sample_residual, verify_tree
+from specvis_kernels import (
+    EMPTY_RESIDUAL,
+    INVALID_DRAFT,
+    INVALID_ROW,
+    INVALID_RULE,
+    backends,
+    sample_residual,
+    verify_tree,
+)
 from tests.kernels.inputs import DEVICE
 
 BACKENDS = backends("sample_residual", DEVICE)
@@ -80,7 +88,9 @@ def test_an_empty_residual_is_the_target(backend):
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
 def test_bad_rows(backend, bad):
     assert one(backend, bad, DRAFT, 0.9) == (0, INVALID_ROW)
-    assert one(backend, TARGET, bad, 0.9) == (0, INVALID_ROW)
+    token, _ = one(backend, TARGET, None, 0.9)
+    assert one(backend, TARGET, bad, 0.9) == (token, INVALID_DRAFT)
+    assert one(backend, bad, bad, 0.9) == (0, INVALID_ROW | INVALID_DRAFT)
     assert one(backend, bad, None, 0.9) == (0, INVALID_ROW)
 
 

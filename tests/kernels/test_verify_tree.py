@@ -371,6 +371,20 @@ def test_an_id_listed_twice_is_removed_once(backend, monkeypatch):
 
 
 @each_backend
+@pytest.mark.parametrize("cutoff", ["tvd", "ratio", "jsd"])
+def test_neighbors_never_lend_more_than_there_is(backend, cutoff):
+    """Token 2 has 1/8. Its neighbor with 1/2 is listed 20000 times, and counts once: twice would be 9/8."""
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=[[code] * 20000 for code in (1, 2, 0, 1)], delta=1e30,
+                cutoff=cutoff, residual="relaxed")
+    assert verify(backend, [ROW], uniforms=[0.0, 0.624], **tree)[0] == [1]
+    assert verify(backend, [ROW], uniforms=[0.66, 0.625], **tree)[:2] == ([], 1)  # 0 2 0 1 (of 8) is left
+    assert verify(backend, [ROW], uniforms=[0.67, 0.625], **tree)[:2] == ([], 3)
+    tree |= dict(draft=[[0.5, 0.25, 0.25, 0.0]], omega=[0.0])  # 0 2 5 1 less 4 2 2 0 is 0 0 3 1
+    assert verify(backend, [ROW], uniforms=[0.74, 0.0], **tree)[:2] == ([], 2)
+    assert verify(backend, [ROW], uniforms=[0.75, 0.0], **tree)[:2] == ([], 3)
+
+
+@each_backend
 def test_a_token_that_is_its_own_neighbor_keeps_what_was_moved_to_it(backend):
     """Out of the contract, but the same everywhere. Omega 1/2: token 2 has 1/8 and moves its own and 3's 1/8
     to itself, 3/8, against 2/8 drafted: accepted iff u * 2 < 3 / 2. Otherwise 4 2 3 0 less 4 2 2 0 leaves it.

@@ -1,0 +1,141 @@
+"""The same bits however an op is called: what docs/determinism.md says of the ops, with test_every_op.py."""
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from tests.kernels import inputs
+from tests.kernels.test_every_op import BATCHED, EVERY, by_name, make, run, tensors_of
+from tests.kernels.test_on_a_gpu import LARGE, all_same, next_request
+
+CSRC = Path(__file__).parent.parent.parent / "csrc"
+LONG = LARGE | {  # enough numbers that torch and the C++ kernels divide them among threads
+    "accept_gaussian": [(40, 64, 16)],
+    "codebook_neighbors": [(3000, 8, 50)],
+    "couple_tokens": [(2, 6, 16384)],
+    "draw_children": [(3, 4, 20000, 8)],
+    "neighborhood_sum": [(64, 4500, 300)],
+    "resample_gaussian": [(16, 64, 16, 8)],
+    "sample_residual": [(8, 20000)],
+    "tree_attention": [(3, 70, 4, 2, 64, {"columns": 300}), (3, 70, 4, 2, 64, {"dtype": torch.bfloat16})],
+    "verify_greedy": [(3, 20, 5)],  # its oracle takes a step for each node
+}
+
+# Triton's interpreter takes its time; its kernels have the tests of test_every_op.py.
+FAST = [(op, backend) for op, backend in EVERY if backend and (backend != "triton" or inputs.DEVICE != "cpu")]
+FAST_AND_BATCHED = [case for case in FAST if case in BATCHED]
+
+
+def of_three(op):
+    """Three requests, or what an op without requests has."""
+    case = inputs.CASES[op][1]
+    return make(op, *case) if op in inputs.UNBATCHED else make(op, 3, *case[1:])
+
+
+def permuted(arguments):
+    return tree_map_only(torch.Tensor, next_request, arguments)
+
+
+@pytest.mark.parametrize("op, backend", FAST_AND_BATCHED)
+def test_the_order_in_the_batch_is_all_the_same(op, backend):
+    args, kwargs = of_three(op)
+    assert all_same(run(op, *permuted((args, kwargs)), backend), permuted(run(op, args, kwargs, backend)))
+
+
+def many(a, times=24):
+    """The requests again and again. Of a model's six rows a request has two, three apart."""
+    if a.shape[:1] == (3,):
+        return torch.cat([a] * times)
+    return torch.cat([torch.cat([rows] * times) for rows in a.split(3)]) if a.shape[:1] == (6,) else a
+
+
+@pytest.mark.parametrize("op, backend", FAST_AND_BATCHED)
+def test_the_size_of_the_batch_is_all_the_same(op, backend):
+    """With so many rows CUDA's kernels have other teams."""
+    args, kwargs = of_three(op)
+    larger = tree_map_only(torch.Tensor, many, (args, kwargs))
+    assert all_same(run(op, *larger, backend), tree_map_only(torch.Tensor, many, run(op, args, kwargs, backend)))
+
+
+@pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if backend in ("oracle", "cpu")])
+def test_the_number_of_threads_is_all_the_same(op, backend):
+    before = torch.get_num_threads()
+    try:
+        for case in LONG.get(op, [inputs.CASES[op][-1]]):
+            args, kwargs = make(op, *case)
+            results = []
+            for threads in (1, 2, 4, 8):
+                torch.set_num_threads(threads)
+                results.append(run(op, args, kwargs, backend))
+            assert all(all_same(result, results[0]) for result in results)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("op", [op for op, backend in EVERY if backend == "cuda_emulated"])
+def test_any_gpu_gives_the_same(op, monkeypatch):
+    """Another order of threads and blocks, another number of multiprocessors, no clusters, less shared memory."""
+    for case in (inputs.CASES[op][1], inputs.CASES[op][-1]):
+        args, kwargs = make(op, *case)
+        expected = run(op, args, kwargs, "cuda_emulated")
+        for name, value in (("SEED", 7), ("SMS", 1), ("SMS", 24), ("CAPABILITY", 8), ("SHARED", 48 * 1024)):
+            with monkeypatch.context() as patch:
+                patch.setenv(f"CUDA_ON_CPU_{name}", str(value))
+                assert all_same(run(op, args, kwargs, "cuda_emulated"), expected), (name, value)
+
+
+def misaligned(a):
+    """One element behind an aligned address."""
+    return torch.cat([a.flatten()[:1], a.flatten()])[1:].view(a.shape)
+
+
+def reversed_in_memory(a):
+    """The first dimension is the innermost one."""
+    dims = tuple(reversed(range(a.ndim)))
+    return a.permute(dims).contiguous().permute(dims)
+
+
+@pytest.mark.parametrize("layout", [misaligned, reversed_in_memory])
+@pytest.mark.parametrize("op, backend", FAST)
+def test_the_layout_is_all_the_same(op, backend, layout):
+    args, kwargs = make(op, *inputs.CASES[op][2])
+    written, others = by_name(op, args, kwargs)
+    views = tree_map_only(torch.Tensor, lambda a: layout(a) if a.numel() else a, others)
+    assert all_same(run(op, (), written | views, backend), run(op, args, kwargs, backend))
+
+
+@pytest.mark.parametrize("op, backend", FAST_AND_BATCHED)
+def test_requests_may_be_one_in_memory(op, backend):
+    """What is expanded has the stride 0."""
+    written, others = by_name(op, *of_three(op))
+    expanded = tree_map_only(torch.Tensor, lambda a: a[:1].expand(a.shape) if a.shape[0] == 3 else a, others)
+    assert any(a.stride(0) == 0 for a in tensors_of(expanded))
+    repeated = tree_map_only(torch.Tensor, torch.Tensor.contiguous, expanded)
+    assert all_same(run(op, (), written | expanded, backend), run(op, (), written | repeated, backend))
+
+
+@pytest.mark.parametrize("op", inputs.CASES)
+def test_traced_by_make_fx_it_is_the_same(op):
+    """With other numbers than those that it was traced with: none is a constant of the graph."""
+    args, kwargs = of_three(op)
+    leaves, form = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def call(*tensors):
+        given = dict(zip(places, tensors))
+        args, kwargs = tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], form)
+        return run(op, args, kwargs, check=False)
+
+    traced = make_fx(call)(*[leaves[i] for i in places])
+    args, kwargs = (args, kwargs) if op in inputs.UNBATCHED else permuted((args, kwargs))
+    assert all_same(traced(*tensors_of((args, kwargs))), run(op, args, kwargs))
+
+
+def test_no_cuda_kernel_waits_for_the_device_or_allocates():
+    """As a CUDA graph needs it. What an op returns and what it needs is allocated by torch."""
+    found = {f"{file.name}: {word}" for file in CSRC.glob("*.c*") for word in re.findall(
+        r"cuda\w*(?:Synchronize|Memcpy|Malloc|Free)\w*|\.item\b", file.read_text())}
+    assert not found
