@@ -2,9 +2,11 @@
 import csv
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -16,11 +18,11 @@ from specvis.decoding.discrete import Step
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling
+from specvis.files import write_whole
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
-from specvis.pipelines.checkpoint import write_whole
 from specvis.pipelines.discrete import Pipeline
-from specvis.studies import base, cache, quality
+from specvis.studies import base, cache, page, quality
 from specvis.studies.adt_tree import least_squares
 from specvis.studies.base import Run, alike, decided
 from specvis.studies.discrete import FULL, QUICK, DiscreteReport, DiscreteStudy, Latency, Memory, Recorder
@@ -195,17 +197,63 @@ def test_where_runs_come_from_is_kept(study):
     assert study.origins_text == "a b, cpu, monday; b, gpu, monday"
 
 
-def test_a_damaged_file_is_named(study):
-    run = Run.of("eagle2", count=2)
+def test_a_hurt_file_is_named_and_made_again(study, capsys):
+    run, latency, memory = Run.of("eagle2", count=2), Latency.of("eagle2"), Memory(parse_method("vanilla"))
+    tokens, seconds = study.pictures(run).decoded.tokens, study.seconds(latency)
+    study.memory(memory)
+    foreign = {"vectors": np.zeros((2, 3))}
+    np.savez(study.folder / "foreign.npz", **foreign)
+    other = study.path(Run.of("vanilla", count=3))
+    study.pictures(Run.of("vanilla", count=3))
+    whole = study.path(run).read_bytes()
+    for hurt in (whole[:100], b"", (study.folder / "foreign.npz").read_bytes(), other.read_bytes()):
+        study.path(run).write_bytes(hurt)
+        study.loaded.clear()
+        assert torch.equal(study.pictures(run).decoded.tokens, tokens)
+        assert re.search(rf"{study.path(run).name} .*; it is made again\n", capsys.readouterr().err)
+    latency = study.counted(latency)
+    for text in ("[]", "{", '{"tau": 1}', "[" * 10**5):
+        study.path(latency).write_text(text)
+        study.path(memory).write_text(text)
+        assert study.seconds(latency).tokens == seconds.tokens and study.memory(memory) > 0
+        assert capsys.readouterr().err.count("; it is made again\n") == 2
+    for text in ("[]", "{}", ""):
+        study.record.write_text(text)
+        with pytest.raises(ValueError, match="study.json cannot be read: .*; choose another folder, or remove"):
+            DiscreteStudy(study.pipeline, study.folder, PROMPTS, images=6)
+
+
+def test_no_hurt_archive_is_taken_for_another(study):
+    """Bytes changed, cut out, put in and exchanged: the archive is refused, or says what it said."""
+    run = Run.of("jacobi", count=2)
     study.pictures(run)
-    path = study.path(run)
-    path.write_bytes(path.read_bytes()[:100])
-    study.loaded.clear()
-    with pytest.raises(ValueError, match=f"{path.name} cannot be read: .*; remove it, it will be made again"):
-        study.pictures(run)
-    study.record.write_text("[]")
-    with pytest.raises(ValueError, match="study.json cannot be read: no JSON object"):
-        DiscreteStudy(study.pipeline, study.folder, PROMPTS, images=6)
+    path, random = study.path(run), np.random.default_rng(0)
+    whole, wanted, refused = path.read_bytes(), read_arrays_of(study, run), 0
+    for _ in range(1500):
+        hurt = bytearray(whole)
+        at, length = random.integers(len(hurt)), random.integers(1, 40)
+        match random.integers(4):
+            case 0:
+                hurt[at] ^= 1 << random.integers(8)
+            case 1:
+                del hurt[at: at + length]
+            case 2:
+                hurt[at: at] = random.bytes(length)
+            case 3:
+                hurt[at: at + length] = random.bytes(len(hurt[at: at + length]))
+        path.write_bytes(hurt)
+        try:
+            found = read_arrays_of(study, run)
+        except cache.NotWhole:
+            refused += 1
+        else:
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, wanted))
+    assert refused > 1000
+
+
+def read_arrays_of(study, run):
+    pictures = study._pictures_in(study.path(run), run.count)
+    return [*vars(pictures.decoded).values(), pictures.ranks, pictures.nodes]
 
 
 def test_single_pictures_are_timed_beside_the_baselines(study, pipeline, monkeypatch):
@@ -328,7 +376,7 @@ def test_a_section_says_what_agrees(tmp_path):
 
 
 @NETWORK
-def test_every_section_can_be_written(weights, tmp_path, small_side):
+def test_every_section_can_be_written(weights, tmp_path, small_side, monkeypatch):
     result = run("report", "--quick", "--out", tmp_path, "--model", weights)
     assert result.exit_code == 0, result.output
     cover = (tmp_path / "README.md").read_text()
@@ -346,6 +394,7 @@ def test_every_section_can_be_written(weights, tmp_path, small_side):
     assert claims >= 15 and f"of {claims} trends" in result.output
     assert f"state {cover.count('| agrees |')} are seen" in result.output
     (tmp_path / "README.md").unlink()
+    monkeypatch.setattr(page, "save_figure", lambda figure, path: plt.close(figure))  # they are there
     again = run("report", "--quick", "--out", tmp_path, "--model", weights)
     assert again.exit_code == 0 and "1 of" not in again.output       # nothing is decoded again
     assert "lantern-table-2" in (tmp_path / "README.md").read_text()

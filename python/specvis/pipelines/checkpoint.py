@@ -1,12 +1,11 @@
 """Weights from files: safetensors, or PyTorch's own format, of which no code is run."""
 import hashlib
 import json
-import pickle
 import re
 import struct
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
@@ -16,8 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ..models.sizes import MAX_WORDS
+
 KNOWN = (".json", ".safetensors", ".bin", ".model")  # files of a model
 END = 1 << 12  # bytes at each end of a tensor by which it is known again
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of weights in a file
 
 SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # with a drafter
 
@@ -32,6 +35,12 @@ class Vocabulary:
 
     words: tuple[str, ...]
 
+    def __post_init__(self):
+        if not isinstance(self.words, tuple) or not all(isinstance(word, str) for word in self.words):
+            raise ValueError("words must be a list of strings")
+        if not 1 <= len(self.words) <= MAX_WORDS:
+            raise ValueError(f"words must be 1 to {MAX_WORDS}, got {len(self.words)}")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -44,6 +53,12 @@ class Settings:
     top_k: int | None = None         # 0 keeps all
     top_p: float | None = None       # 1 keeps all
     text_encoder: str | None = None  # folder of the T5 that reads prompts
+
+    def __post_init__(self):
+        for name, kinds, wanted in (("guidance", (int, float), "a number"), ("top_k", (int,), "a whole number"),
+                                    ("top_p", (int, float), "a number"), ("text_encoder", (str,), "a string")):
+            if (value := getattr(self, name)) is not None and type(value) not in kinds:
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
 DEFAULTS = Settings()
@@ -66,7 +81,8 @@ def tensors_of(state, path: str | Path) -> dict[str, Tensor]:
     for wrapping in ("model_ema", "model", "module", "state_dict"):
         if isinstance(state, dict) and isinstance(state.get(wrapping), dict):
             state = state[wrapping]
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(value, Tensor)
+                                              for name, value in state.items()):
         raise CheckpointError(f"checkpoint {path} must hold a dictionary of tensors, got {type(state).__name__}")
     return state
 
@@ -86,12 +102,13 @@ def read_state(path: str | Path):
             return load_file(path)
         with torch.serialization.safe_globals([Namespace]):  # MAR keeps its command line beside the weights
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable(path))
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError) as error:
+    except Exception as error:  # a pickle that is hurt raises nearly any
         if needed := re.findall(r"GLOBAL ([^\s\x1b]+)", str(error)):
             names = "".join(c for c in ", ".join(dict.fromkeys(needed)) if c.isprintable())
             raise CheckpointError(f"checkpoint {path} is a pickle that is more than tensors: to read it, code would be "
                                   f"run ({names}), which is refused; save its tensors alone") from error
-        reason = "" if isinstance(error, (pickle.UnpicklingError, KeyError)) else f": {str(error).splitlines()[0]}"
+        says_why = isinstance(error, (SafetensorError, RuntimeError, EOFError, ValueError, OSError)) and str(error)
+        reason = f": {str(error).splitlines()[0]}" if says_why else ""
         raise CheckpointError(f"checkpoint {path} cannot be read (truncated, or not a checkpoint?){reason}") from error
 
 
@@ -102,12 +119,14 @@ def is_mappable(path: Path) -> bool:
 
 
 def load_weights(module: nn.Module, path: str | Path) -> None:
-    """Fill `module` from a checkpoint, which must hold every parameter in its size.
+    """Fill `module` from a checkpoint, which must hold every parameter in its size, as finite numbers.
 
-    A module on the device "meta" gets parameters in its dtype; no others are made before.
+    A module on the device "meta" gets parameters in its dtype; no others are made before. Weights are read in DTYPES;
+    those in float64 are rounded.
 
     Raises:
-        CheckpointError: as `read_weights`; or a tensor is missing, unknown or of another size: the first is named
+        CheckpointError: as `read_weights`; or a tensor is missing, unknown, of another size or dtype, or has NaN or
+            infinite numbers, or such that are in the module's dtype: the first is named
     """
     state, expected = read_weights(path), module.state_dict()
     for name, wanted in expected.items():
@@ -116,6 +135,11 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
         if name in state and state[name].shape != wanted.shape:
             raise CheckpointError(f"checkpoint {path} is of another size: {name} must be {tuple(wanted.shape)}, "
                                   f"got {tuple(state[name].shape)}")
+        if name in state and (state[name].layout is not torch.strided
+                              or wanted.is_floating_point() and state[name].dtype not in DTYPES):
+            raise CheckpointError(f"checkpoint {path}: {name} must be dense and in one of "
+                                  f"{', '.join(str(dtype)[6:] for dtype in DTYPES)}, "
+                                  f"got {str(state[name].dtype)[6:]}, {str(state[name].layout)[6:]}")
     # left out by the releases' own loading too: tables of rotations, and what an autoencoder was trained against
     unknown = [name for name in state
                if name not in expected and not name.endswith("freqs_cis") and not name.startswith("loss.")]
@@ -123,8 +147,12 @@ def load_weights(module: nn.Module, path: str | Path) -> None:
         raise CheckpointError(f"checkpoint {path} is not of a {type(module).__name__}: it holds {unknown[0]}")
     is_empty = any(parameter.is_meta for parameter in module.parameters())
     # copied: in the file's memory a tensor does not begin where kernels read fastest, and the file may be overwritten
-    module.load_state_dict({name: state[name].to(expected[name].dtype, copy=is_empty)
-                            for name in expected if name in state}, strict=False, assign=is_empty)
+    weights = {name: state[name].to(expected[name].dtype, copy=is_empty) for name in expected if name in state}
+    for name, value in weights.items():
+        if value.numel() and value.is_floating_point() and not torch.stack(value.aminmax()).isfinite().all():
+            raise CheckpointError(f"checkpoint {path}: {name} must be finite numbers in {str(value.dtype)[6:]}, "
+                                  "got NaN or infinite ones")
+    module.load_state_dict(weights, strict=False, assign=is_empty)
     for name, buffer in module.named_buffers():
         if buffer.is_meta:  # the file has no such statistic
             owner, _, last = name.rpartition(".")
@@ -140,7 +168,7 @@ def read_config(path: str | Path, dataclass_type):
     try:
         values = {key: tuple(value) if isinstance(value, list) else value
                   for key, value in json.loads(Path(path).read_text()).items()}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"config {path} cannot be read as {dataclass_type.__name__}: {error}") from error
     known = {field.name: field.default is MISSING and field.default_factory is MISSING
              for field in fields(dataclass_type)}  # name -> must it be given?
@@ -213,14 +241,3 @@ def check_draft_config(path: Path, draft_config, config) -> None:
     for name in SHARED:
         if hasattr(config, name) and (got := getattr(draft_config, name)) != (wanted := getattr(config, name)):
             raise CheckpointError(f"{path} must have the target's {name}, {wanted}, to draft for it, got {got}")
-
-
-def write_whole(path: Path, content: bytes | str | Callable[[BinaryIO], None]) -> None:
-    """Write bytes, a text, or what a function writes to an open file, at once: an interruption leaves no half of it."""
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "wb") as file:
-        if callable(content):
-            content(file)
-        else:
-            file.write(content.encode() if isinstance(content, str) else content)
-    part.replace(path)

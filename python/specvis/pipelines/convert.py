@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ..files import locked, replacing_together, write_json
 from ..models import llamagen, mar
 from ..models.eagle import EagleHead
 from ..models.kl_vae import KL, KLConfig
@@ -182,25 +183,19 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
     weights = {file: part.source.tensors if part.kind in ("vq", "kl", "table") else
                {name: tensor.to(dtype) for name, tensor in part.source.tensors.items()} for file, part in files.items()}
     total = sum(tensor.num_bytes for tensors in weights.values() for tensor in tensors.values())
-    goals = [out / f"{file}.safetensors" for file in weights] + [out / f"{file}.json" for file in configs]
-    beside = {goal: goal.with_name(f".{goal.name}.part") for goal in goals}
-    try:  # an interruption leaves the folder as it was
+    try:
         out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"out must be a folder that can be made, got {out}: {error.strerror}") from error
+    with locked(out), replacing_together(out, last="mar.json" if of_mar else "config.json") as new:
         for file, tensors in weights.items():
-            write_tensors(beside[out / f"{file}.safetensors"], tensors, lambda num_bytes: progress(num_bytes, total))
+            write_tensors(new / f"{file}.safetensors", tensors, lambda num_bytes: progress(num_bytes, total))
             dtypes = " and ".join(sorted({str(tensor.dtype)[6:] for tensor in tensors.values()}))
             goal = out / f"{file}.safetensors"
             say(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {goal}"
                 + (", in place of the one before" if goal.exists() else ""))
         for file, values in configs.items():
-            beside[out / f"{file}.json"].write_text(json.dumps(values, indent=1) + "\n")
-        for goal, part in beside.items():
-            part.replace(goal)
-    except OSError as error:
-        raise CheckpointError(f"out {out} cannot be written: {error.strerror or error}") from error
-    finally:
-        for part in beside.values():
-            part.unlink(missing_ok=True)
+            write_json(new / f"{file}.json", values)
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 """From a prompt to a picture: the words, GPT, drafters and tokenizer that belong together, and their neighbors."""
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specvis_kernels import codebook_neighbors
@@ -16,6 +14,7 @@ from ..decoding.drafters import EagleDrafter, ModelDrafter
 from ..decoding.jacobi import jacobi_decode
 from ..decoding.methods import Method, parse_method
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from ..files import write_json, write_tensors
 from ..models.eagle import EagleHead
 from ..models.interface import Drafter
 from ..models.llamagen import GPT, GPTConfig
@@ -85,13 +84,15 @@ class Pipeline(nn.Module):
         pipeline.json, see `Settings`. `specvis convert` makes such a folder of published files.
 
         Args:
-            dtype:        of the weights
+            dtype:        of the weights: torch.float32, torch.bfloat16 or torch.float16
             text_encoder: folder of the T5 that reads prompts, in place of the one that pipeline.json names
 
         Raises:
             CheckpointError: a file is missing, truncated, or of another model
-            ValueError:      a text encoder for a model whose prompts are words or class ids
+            ValueError:      a text encoder for a model whose prompts are words or class ids, or another dtype
         """
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}")
         folder = Path(folder)
         config = read_config(folder / "config.json", GPTConfig)
         vq_config = read_config(folder / "tokenizer.json", VQConfig)
@@ -123,18 +124,18 @@ class Pipeline(nn.Module):
         """Write what `load` reads, weights in float16."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(asdict(self.gpt.config), indent=1) + "\n")
-        (folder / "tokenizer.json").write_text(json.dumps(asdict(self.tokenizer.config), indent=1) + "\n")
+        write_json(folder / "config.json", asdict(self.gpt.config))
+        write_json(folder / "tokenizer.json", asdict(self.tokenizer.config))
         if self.words:
-            (folder / "vocabulary.json").write_text(json.dumps({"words": self.words.vocabulary}) + "\n")
+            write_json(folder / "vocabulary.json", {"words": self.words.vocabulary})
         if self.draft_model:
-            (folder / "small.json").write_text(json.dumps(asdict(self.draft_model.config), indent=1) + "\n")
+            write_json(folder / "small.json", asdict(self.draft_model.config))
         if self.settings != DEFAULTS:
-            (folder / "pipeline.json").write_text(json.dumps(asdict(self.settings), indent=1) + "\n")
+            write_json(folder / "pipeline.json", asdict(self.settings))
         for part, file in self.parts.items():
             state = getattr(self, part).state_dict()
             weights = {name: value.half().contiguous() for name, value in state.items() if name not in UNREAD}
-            save_file(weights, folder / f"{file}.safetensors")
+            write_tensors(folder / f"{file}.safetensors", weights)
 
     @property
     def words(self) -> Words | None:
@@ -154,6 +155,11 @@ class Pipeline(nn.Module):
     def num_tokens(self) -> int:
         """How many tokens an image has."""
         return self.gpt.config.tokens
+
+    @property
+    def side(self) -> int:
+        """How many pixels a side a picture has."""
+        return self.gpt.config.grid * self.tokenizer.config.stride
 
     @property
     def missing_drafters(self) -> list[str]:
@@ -288,4 +294,10 @@ def read_neighbors(folder: Path, vocabulary: int) -> Tensor:
         shape = None if table is None else tuple(table.shape)
         raise CheckpointError(f"neighbors {folder / 'neighbors.safetensors'} must be a table of {vocabulary} codes, "
                               f"got {shape}")
+    if table.dtype not in (torch.uint16, torch.int32) or not table.shape[1]:
+        raise CheckpointError(f"neighbors {folder / 'neighbors.safetensors'} must be uint16 or int32, with at "
+                              f"least one column, got {str(table.dtype)[6:]} {tuple(table.shape)}")
+    if (wrong := (ids := table.int()) < 0).logical_or_(ids >= vocabulary).any():
+        raise CheckpointError(f"neighbors {folder / 'neighbors.safetensors'} must be codes within [0, {vocabulary}), "
+                              f"got {ids[wrong][0].item()}")
     return table

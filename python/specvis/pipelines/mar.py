@@ -1,12 +1,10 @@
 """Continuous models from files: a MAR, a smaller one that drafts if there is one, and the tokens they share."""
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..decoding.continuous import (
@@ -18,7 +16,9 @@ from ..decoding.continuous import (
     continuous_method,
     mask_lengths,
 )
+from ..decoding.limits import MAX_NUMBER, MIN_NUMBER, is_number
 from ..decoding.methods import ContinuousMethod
+from ..files import write_json, write_tensors
 from ..models.kl_vae import KL, KLConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
@@ -39,6 +39,12 @@ class Scaling:
 
     shift: tuple[float, ...]  # of each channel
     scale: float
+
+    def __post_init__(self):
+        if not isinstance(self.shift, tuple) or not all(is_number(value, -MAX_NUMBER) for value in self.shift):
+            raise ValueError(f"shift must be a list of finite numbers in 32 bits, got {self.shift!r}")
+        if not is_number(self.scale, MIN_NUMBER):
+            raise ValueError(f"scale must be a positive and finite number in 32 bits, got {self.scale!r}")
 
     @staticmethod
     def of(latents: Tensor) -> "Scaling":
@@ -75,6 +81,9 @@ class MARPair(nn.Module):
         self.prompts = (ClassIds(config.classes) if vocabulary is None
                         else Words(vocabulary, config.buffer, config.caption_dim))
         self.scaling = scaling or Scaling((0.0,) * config.channels, 1.0)
+        if len(self.scaling.shift) != config.channels:
+            raise ValueError(f"shift of the scaling must be {config.channels} numbers, one a channel, "
+                             f"got {len(self.scaling.shift)}")
         self.settings = settings
         self.requires_grad_(False).eval()
 
@@ -112,10 +121,10 @@ class MARPair(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         for part in [part for part in PARTS if getattr(self, part) is not None]:
             model = getattr(self, part)
-            (folder / f"{part}.json").write_text(json.dumps(asdict(model.config), indent=1) + "\n")
-            save_file({name: value.half().contiguous() for name, value in model.state_dict().items()},
-                      folder / f"{part}.safetensors")
-        (folder / "mar_scaling.json").write_text(json.dumps(asdict(self.scaling), indent=1) + "\n")
+            write_json(folder / f"{part}.json", asdict(model.config))
+            write_tensors(folder / f"{part}.safetensors",
+                          {name: value.half().contiguous() for name, value in model.state_dict().items()})
+        write_json(folder / "mar_scaling.json", asdict(self.scaling))
 
     @property
     def words(self) -> Words | None:
@@ -137,6 +146,11 @@ class MARPair(nn.Module):
     def num_tokens(self) -> int:
         """How many tokens an image has."""
         return self.mar.config.tokens
+
+    @property
+    def side(self) -> int:
+        """How many pixels a side a picture has."""
+        return math.isqrt(self.num_tokens) * self.tokenizer.config.stride
 
     def check(self, method: ContinuousMethod) -> None:
         """Raise ValueError if this pair cannot decode by the method."""

@@ -16,7 +16,7 @@ from tqdm import tqdm
 import specvis_kernels
 
 from ..decoding.methods import ContinuousMethod, Method, parse_method
-from ..pipelines.checkpoint import write_whole
+from ..files import write_whole
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
 from .cache import ResultCache, fingerprint, machine, read_arrays
@@ -85,10 +85,13 @@ class Study(ResultCache, ABC):
 
     def _features(self, part: Run) -> dict[str, np.ndarray]:
         path = self.path(part).with_suffix(".features.npz")
-        if not path.exists():
+
+        def make():
             vectors, classes = self.network(self.pixels_of(part))
             write_whole(path, lambda file: np.savez(file, vectors=vectors, classes=classes))
-        return read_arrays(path)
+
+        shapes = {"vectors": (part.count, None), "classes": (part.count, None)}
+        return self.read_or_make(path, lambda path: read_arrays(path, shapes), make)
 
     @cached_property
     def network(self) -> Network:

@@ -1,13 +1,16 @@
 """Results of long work, kept in a folder: an interruption loses only the one that was being computed."""
 import hashlib
+import io
 import json
 import platform
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import date
 from pathlib import Path
-from zipfile import BadZipFile
+from typing import TypeVar
 
 import click
 import numpy as np
@@ -17,7 +20,9 @@ from tqdm import tqdm
 
 import specvis_kernels
 
-from ..pipelines.checkpoint import write_whole
+from ..files import remove_leftovers, write_json, write_new
+
+Result = TypeVar("Result")
 
 
 class ResultCache:
@@ -35,9 +40,15 @@ class ResultCache:
         self.folder, self.machine = Path(folder), machine
         self.folder.mkdir(parents=True, exist_ok=True)
         self.record = self.folder / "study.json"
-        if not self.record.exists():
-            write_whole(self.record, json.dumps(identity | {"origins": []}, indent=1) + "\n")
-        found = read_json(self.record)
+        remove_leftovers(self.folder)
+        if not self.record.exists():  # of two processes that make it at once, one finds the other's
+            write_new(self.record, json.dumps(identity | {"origins": []}, indent=1) + "\n")
+        try:
+            found = read_json(self.record)
+            if not is_list_of(found.get("origins"), str):
+                raise NotWhole(f"{self.record} cannot be read: it has no list of origins")
+        except NotWhole as error:  # what the results are of is not known any more
+            raise ValueError(f"{error}; choose another folder, or remove {self.folder}") from error
         for key, wanted in identity.items():
             if found.get(key) != wanted:
                 many = isinstance(wanted, list)
@@ -67,6 +78,16 @@ class ResultCache:
         digest = hashlib.sha256(repr(self.key(job)).encode()).hexdigest()[:16]
         return self.folder / f"{job.method.name}-{digest}.{self.suffix(job)}"
 
+    def read_or_make(self, path: Path, read: Callable[[Path], Result], make: Callable[[], None]) -> Result:
+        """What `read` finds in a file that `make` writes. One that is not whole is made again, and this is said."""
+        if path.exists():
+            try:
+                return read(path)
+            except NotWhole as error:
+                tqdm.write(f"{error}; it is made again", file=sys.stderr)
+        make()
+        return read(path)
+
     def parts(self, job) -> list:
         """The jobs that it consists of. These are what is computed and kept."""
         return [job]
@@ -82,7 +103,7 @@ class ResultCache:
         origin = f"{revision()}, {self.machine}, {date.today()}"
         if pending and origin not in self.origins:
             record = read_json(self.record)
-            write_whole(self.record, json.dumps(record | {"origins": [*self.origins, origin]}, indent=1) + "\n")
+            write_json(self.record, record | {"origins": [*self.origins, origin]})
         costs = [self.cost(job) for job in pending]
         start, done = time.perf_counter(), 0.0
         bar_format = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} gone, {remaining} left"
@@ -132,29 +153,46 @@ def revision() -> str:
         return f"version {specvis_kernels.__version__}"
 
 
+class NotWhole(ValueError):
+    """A file of results is hurt, or is not what its name says."""
+
+
 def read_json(path: Path) -> dict:
     """The object in a JSON file.
 
     Raises:
-        ValueError: not a JSON object
+        NotWhole: not a JSON object
     """
     try:
         content = json.loads(path.read_text())
         if not isinstance(content, dict):
             raise ValueError("no JSON object")
         return content
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}; remove it, it will be made again") from error
+    except (ValueError, RecursionError) as error:
+        raise NotWhole(f"{path} cannot be read: {error}") from error
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays in a NumPy archive, by name.
+def read_arrays(path: Path, shapes: dict[str, tuple[int | None, ...]]) -> dict[str, np.ndarray]:
+    """The arrays in a NumPy archive, by name, which must have these shapes; a size that is None may be any.
 
     Raises:
-        ValueError: not a whole archive of arrays
+        NotWhole: not a whole archive, or one of other arrays
     """
+    content = io.BytesIO(path.read_bytes())  # what is wrong from here on is not the disk's fault
     try:
-        with np.load(path) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read: {error}; remove it, it will be made again") from error
+        with np.load(content) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except Exception as error:  # of zipfile, zlib, NumPy or what parses its headers: a hurt archive has met many
+        raise NotWhole(f"{path} cannot be read: {error or type(error).__name__}") from error
+    if arrays.keys() != shapes.keys():
+        raise NotWhole(f"{path} must hold {', '.join(shapes)}, got {', '.join(arrays) or 'nothing'}")
+    for name, array in arrays.items():
+        wanted = shapes[name]
+        if array.dtype.kind not in "biuf" or array.ndim != len(wanted) or any(
+                size not in (None, got) for size, got in zip(wanted, array.shape)):
+            raise NotWhole(f"{path} must hold {name} of the shape {wanted}, got {array.dtype} {array.shape}")
+    return arrays
+
+
+def is_list_of(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)

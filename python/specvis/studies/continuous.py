@@ -20,8 +20,8 @@ from ..decoding.continuous import (
     continuous_decode,
 )
 from ..decoding.methods import ContinuousMethod, parse_method
+from ..files import write_whole
 from ..models.mar import MAR
-from ..pipelines.checkpoint import write_whole
 from ..pipelines.mar import MARPair
 from .base import Report, Run, Scope, Study, decided, reference_pictures
 from .cache import read_arrays
@@ -191,9 +191,22 @@ class ContinuousStudy(Study):
 
     def arrays(self, job: Job) -> dict[str, np.ndarray]:
         """What a job left, computed now if it was not before."""
-        if not self.path(job).exists():
-            self.make(job, lambda share: None)
-        return read_arrays(self.path(job))
+        shapes = self._shapes(job)
+        return self.read_or_make(self.path(job), lambda path: read_arrays(path, shapes),
+                         lambda: self.make(job, lambda share: None))
+
+    def _shapes(self, job: Job) -> dict[str, tuple[int | None, ...]]:
+        """Of the arrays that a job leaves."""
+        L, C = self.num_tokens, self.pipeline.mar.config.channels
+        if isinstance(job, TokenTiming):
+            return {"seconds": (None,)}
+        if isinstance(job, Draws):
+            return {"samples": (job.count, job.num_new * C), "acceptance": (job.count, job.num_new),
+                    "target_forwards": (job.count,)}
+        each, by_position = ("target_forwards", "draft_forwards", "failed"), ("tokens", "drafts")
+        return {"seconds": ()} | {
+            field.name: (job.count, *(() if field.name in each else (L,)), *((C,) if field.name in by_position else ()))
+            for field in fields(ContinuousDecoded) if field.name != "num_drawn"}
 
     def pictures(self, run: ContinuousRun) -> Pictures:
         if run not in self.loaded:

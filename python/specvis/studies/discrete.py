@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..decoding.discrete import Decoded, Sampling, Step
 from ..decoding.methods import Method, parse_method
-from ..pipelines.checkpoint import write_whole
+from ..files import write_whole
 from ..pipelines.discrete import Pipeline
 from .base import BATCH, Report, Run, Scope, Study, decided, reference_pictures
-from .cache import read_arrays, read_json
+from .cache import NotWhole, is_list_of, read_arrays, read_json
 from .page import Section
 from .quality import GROUPS, MORE_SCORES, Baseline, Score, quality
 
@@ -222,16 +222,30 @@ class DiscreteStudy(Study):
 
     def seconds(self, latency: Latency) -> Timings:
         latency = self.counted(latency)
-        if not self.path(latency).exists():
-            self._time(latency)
-        return Timings(**read_json(self.path(latency)))
+
+        def read(path: Path) -> Timings:
+            found = read_json(path)
+            numbers = [found.get(name) for name in ("baseline", "method", "tau")]
+            tokens = found.get("tokens")
+            if (len(found) != 4 or any(not is_list_of(part, (int, float)) or len(part) != latency.count
+                                       for part in numbers)
+                    or not is_list_of(tokens, list) or any(not is_list_of(part, int) for part in tokens)):
+                raise NotWhole(f"{path} must hold the seconds and tokens of {latency.count} pictures")
+            return Timings(**found)
+
+        return self.read_or_make(self.path(latency), read, lambda: self._time(latency))
 
     def memory(self, job: Memory) -> int:
         """Bytes, of all tensors together; the model's weights do not count."""
         path = self.path(job)
-        if not path.exists():
-            write_whole(path, json.dumps({"bytes": self._peak(job)}) + "\n")
-        return read_json(path)["bytes"]
+
+        def read(path: Path) -> int:
+            found = read_json(path)
+            if not isinstance(found.get("bytes"), int):
+                raise NotWhole(f"{path} must hold a number of bytes")
+            return found["bytes"]
+
+        return self.read_or_make(path, read, lambda: write_whole(path, json.dumps({"bytes": self._peak(job)}) + "\n"))
 
     # --- computing it --------------------------------------------------------------------------------------------
 
@@ -241,10 +255,18 @@ class DiscreteStudy(Study):
                            device=self.pipeline.device, **settings)
 
     def _read(self, run: Run) -> Pictures:
-        path = self.path(run)
-        if not path.exists():
-            self._decode(run)
-        arrays = {name: torch.from_numpy(value) for name, value in read_arrays(path).items()}
+        return self.read_or_make(self.path(run), lambda path: self._pictures_in(path, run.count),
+                                 lambda: self._decode(run))
+
+    def _pictures_in(self, path: Path, count: int) -> Pictures:
+        by_position = ("tokens", "num_accepted", "num_drafted", "ranks", "nodes")
+        names = [*(field.name for field in fields(Decoded)), "ranks", "nodes"]
+        found = read_arrays(path, {name: (count, self.pipeline.num_tokens) if name in by_position else (count,)
+                                   for name in names})
+        vocabulary = self.pipeline.gpt.config.vocabulary
+        if not ((found["tokens"] >= 0) & (found["tokens"] < vocabulary)).all():
+            raise NotWhole(f"{path} must hold tokens below {vocabulary}")
+        arrays = {name: torch.from_numpy(value) for name, value in found.items()}
         integers = ("tokens", "num_known", "target_forwards", "num_accepted", "num_drafted")
         decoded = Decoded(**{field.name: arrays[field.name].long() if field.name in integers else arrays[field.name]
                              for field in fields(Decoded)})

@@ -1,5 +1,4 @@
 """A report's sections: text, tables and plots, as Markdown, CSV and PNG in one folder."""
-import csv
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,7 +6,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from ..pipelines.checkpoint import write_whole
+from ..files import csv_text, write_whole
 from .quality import Score
 
 matplotlib.use("Agg")
@@ -51,11 +50,7 @@ class Section:
         """
         path = self.folder / f"{self.name}{ending}.csv"
         flat = [dict(cell for key, value in row.items() for cell in csv_cells(key, value)) for row in rows]
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)), restval="",
-                                    lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(flat)
+        write_whole(path, csv_text(dict.fromkeys(key for row in flat for key in row), flat))
         link = f"([CSV]({path.name}))"
         columns = list(dict.fromkeys(key for row in rows for key in row))
         lines = [columns, ["---"] * len(columns), *([format_cell(row.get(key, "")) for key in columns] for row in rows)]

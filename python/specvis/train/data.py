@@ -12,6 +12,8 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from ..files import write_json, write_whole
+
 SIZE = 64
 LONGEST = 10  # words of a caption, the style included
 PACKAGES = {  # style: npm package, license of the pictures
@@ -166,16 +168,15 @@ def data(runs, packages):
 
     folder = runs / "data"
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "pictures.part.npz"
-    np.savez(part, pictures=np.stack(pictures), captions=captions, styles=np.array(styles),
-             names=np.array(names), categories=np.array(categories),
-             weights=sampling_weights_of(categories, words), held_out=held_out)
-    part.replace(folder / "pictures.npz")
-    (folder / "vocabulary.json").write_text(json.dumps(vocabulary))
+    arrays = {"pictures": np.stack(pictures), "captions": captions, "styles": np.array(styles),
+              "names": np.array(names), "categories": np.array(categories),
+              "weights": sampling_weights_of(categories, words), "held_out": held_out}
+    write_whole(folder / "pictures.npz", lambda file: np.savez(file, **arrays))
+    write_json(folder / "vocabulary.json", vocabulary)
     counts = {"pictures": len(names), "held_out": int(held_out.sum()), "names": len(set(names)),
               "words": len(vocabulary) - 1, "styles": Counter(styles), "categories": Counter(categories)}
     held_out_names = sorted({name for name, out in zip(names, held_out) if out})
     manifest = {"packages": PACKAGES, **counts, "held_out_names": held_out_names}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    write_json(folder / "manifest.json", manifest)
     for key, value in counts.items():
         click.echo(f"{key}: {value if isinstance(value, int) else dict(value)}")

@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol
 import click
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from ..files import write_tensors, write_whole
 from ..models.eagle import EagleHead
 from ..models.llamagen import GPT, GPTConfig, condition_mask
-from ..pipelines.checkpoint import write_whole
 from ..pipelines.discrete import Pipeline
 from .gpt import Captioned, Tokens, mixed_precision
 from .images import FolderImages
@@ -126,7 +126,7 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
                 held_out = measure(model, gpt, examples, examples.test[:: max(1, len(examples.test) // 64)])
             run.log(loss=torch.stack(recent).mean(), **held_out, lr=run.lr)
             recent = []
-    save_file({name: value.half().contiguous() for name, value in model.state_dict().items()}, folder / FILE)
+    write_tensors(folder / FILE, {name: value.half().contiguous() for name, value in model.state_dict().items()})
     numbers = measure(model, gpt, examples, examples.test)
     run.log(**numbers)
     click.echo("held out: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))

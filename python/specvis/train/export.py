@@ -13,6 +13,7 @@ from ..cli.options import PROMPTS
 from ..decoding.continuous import ContinuousSampling, parallel_decode
 from ..decoding.methods import METHODS
 from ..decoding.sampling import Sampling
+from ..files import write_json, write_whole
 from ..models.llamagen import GPTConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQConfig
@@ -48,7 +49,7 @@ def curves(runs: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str]]
             panel.plot([line["step"] for line in lines], [line[key] for line in lines], label=key)
         panel.set(title=stage, xlabel="step", ylabel=unit)
         panel.legend()
-    figure.savefig(path, dpi=100)
+    write_whole(path, lambda file: figure.savefig(file, dpi=100, format="png"))
     plt.close(figure)
 
 
@@ -71,7 +72,7 @@ def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: 
                                top_p=top_p)
         prompts = [f"{style} {name}" for name in NAMES]
         rows.append(pipeline.pictures(pipeline.tokens(prompts, METHODS["vanilla"], sampling).tokens))
-    tiled(rows).save(path)
+    write_whole(path, lambda file: tiled(rows).save(file, "PNG"))
 
 
 def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path, guidance: float, num_iter: int) -> None:
@@ -81,7 +82,7 @@ def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path, guidance: float, num_
         sampling = ContinuousSampling(len(NAMES) * i + torch.arange(len(NAMES)), guidance)
         features = pair.features([f"{style} {name}" for name in NAMES])
         rows.append(pair.pictures(parallel_decode(mar, features, sampling, num_iter).tokens))
-    tiled(rows).save(path)
+    write_whole(path, lambda file: tiled(rows).save(file, "PNG"))
 
 
 def write_reference_prompts(path: Path, weights: Path, across: int = 8) -> None:
@@ -97,11 +98,11 @@ def write_reference_prompts(path: Path, weights: Path, across: int = 8) -> None:
     for i in order:
         if data["names"][i] not in data["names"][rows] and len(captions[i].split()) <= 7 and len(rows) < across ** 2:
             rows.append(i)
-    (weights / "prompts.json").write_text(json.dumps([captions[i] for i in rows], indent=1) + "\n")
+    write_json(weights / "prompts.json", [captions[i] for i in rows])
     pictures = data["pictures"][rows]
     side = pictures.shape[1]
     sheet = pictures.reshape(across, across, side, side, 3).swapaxes(1, 2).reshape(across * side, across * side, 3)
-    Image.fromarray(sheet).save(weights / "prompts.png", optimize=True)
+    write_whole(weights / "prompts.png", lambda file: Image.fromarray(sheet).save(file, "PNG", optimize=True))
 
 
 def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: int, top_p: float) -> None:

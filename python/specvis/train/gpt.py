@@ -7,11 +7,12 @@ import click
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from specvis_kernels import codebook_neighbors
 
+from ..files import write_json, write_tensors
 from ..models.llamagen import GPT, GPTConfig
 from ..models.words import Words, repeated
 from .run import Run, made, options
@@ -159,9 +160,9 @@ def train(folder: Path, model: Captioned, tokens: Tokens, device: torch.device, 
             recent = []
     half = {name: value.half().contiguous() for name, value in model.state_dict().items()}
     for part in ("gpt", "words"):
-        save_file({name.removeprefix(part + "."): value for name, value in half.items()
-                   if name.startswith(part + ".")}, folder / f"{part}.safetensors")
-    (folder / "config.json").write_text(json.dumps(asdict(model.gpt.config), indent=1))
+        write_tensors(folder / f"{part}.safetensors", {name.removeprefix(part + "."): value
+                                                       for name, value in half.items() if name.startswith(part + ".")})
+    write_json(folder / "config.json", asdict(model.gpt.config))
     model.eval()
     some = tokens.train[:: max(1, len(tokens.train) // 256)]
     for name, which in (("training names", some), ("held-out names", tokens.test)):

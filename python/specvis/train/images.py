@@ -12,7 +12,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from ..pipelines.checkpoint import fingerprint, write_whole
+from ..files import write_json, write_whole
+from ..pipelines.checkpoint import fingerprint
 from ..pipelines.discrete import Pipeline
 from ..pipelines.prompts import Captions, ClassIds
 from .gpt import NULL_SHARE
@@ -91,7 +92,7 @@ def begin(run: Path, target: Path, settings: dict) -> None:
         raise ValueError(f"runs must be a folder without a run of other settings: in {run} {differences}; "
                          "choose another --runs")
     run.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(note, indent=1) + "\n")
+    write_json(path, note)
 
 
 def prompts_of(folder: Path, kind) -> dict[str, str]:

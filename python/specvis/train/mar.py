@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..files import write_json, write_tensors, write_whole
 from ..models.diffloss import DiffLoss, Schedule
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
@@ -93,10 +94,9 @@ def write_latents(runs: Path, data: Pictures, path: Path, device: torch.device) 
     latents = torch.cat([vq.latents(data.take(rows).to(device)).flatten(1, 2).cpu()
                          for rows in tqdm(torch.arange(len(data.pictures)).split(128), desc="latents")])
     scaling = Scaling.of(latents[data.train].flatten(0, 1))
-    partial = path.with_name("latents.part.npz")
-    np.savez(partial, tokens=scaling.tokens(latents).half().numpy(), shift=np.array(scaling.shift),
-             scale=np.array(scaling.scale))
-    partial.replace(path)
+    arrays = {"tokens": scaling.tokens(latents).half().numpy(), "shift": np.array(scaling.shift),
+              "scale": np.array(scaling.scale)}
+    write_whole(path, lambda file: np.savez(file, **arrays))
 
 
 def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Tensor, timesteps: Tensor,
@@ -233,10 +233,10 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
             run.log(noise=noise, bits=bits, held_out=held_out["noise"], held_out_bits=held_out["bits"],
                     epochs=run.step * batch / len(latents.train), lr=run.lr)
             recent = []
-    save_file({name: value.half().contiguous() for name, value in model.average.state_dict().items()},
-              folder / "mar.safetensors")
-    (folder / "config.json").write_text(json.dumps(asdict(model.average.config), indent=1) + "\n")
-    (folder / "scaling.json").write_text(json.dumps(asdict(latents.scaling), indent=1) + "\n")
+    write_tensors(folder / "mar.safetensors", {name: value.half().contiguous()
+                                               for name, value in model.average.state_dict().items()})
+    write_json(folder / "config.json", asdict(model.average.config))
+    write_json(folder / "scaling.json", asdict(latents.scaling))
     for name, which in (("training names", spread(latents.train, 256)), ("held-out names", latents.test)):
         numbers = measure(model, latents, which, device)
         click.echo(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in numbers.items()))

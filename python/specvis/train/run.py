@@ -13,9 +13,11 @@ from torch import nn
 from tqdm import tqdm
 
 from ..cli.options import device_option
-from ..pipelines.checkpoint import write_whole
+from ..files import locked, write_whole
+from ..pipelines.checkpoint import read_state
 
 CHECKPOINT = "checkpoint.pt"  # in a run's folder
+SAVED_EVERY = 120             # seconds
 
 
 def options(batch: int, lr: float):
@@ -74,15 +76,10 @@ class Run:
         self.checkpoint = folder / CHECKPOINT
         folder.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
-            device = next(model.parameters()).device
-            state = torch.load(self.checkpoint, map_location=device, weights_only=True)
+            state = read_state(self.checkpoint)
             model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds = state["step"], state["seconds"]
-        log = folder / "log.jsonl"
-        if log.exists():  # lines behind the checkpoint will be written again
-            lines = [line for line in log.read_text().splitlines() if json.loads(line)["step"] < self.step]
-            log.write_text("".join(f"{line}\n" for line in lines))
 
     @property
     def done(self) -> float:
@@ -93,6 +90,10 @@ class Run:
         return torch.Generator().manual_seed(self.seed * 1_000_003 + step)
 
     def __iter__(self) -> Iterator[int]:
+        with locked(self.folder, "runs"):
+            yield from self._until_interrupted()
+
+    def _until_interrupted(self) -> Iterator[int]:
         if threading.current_thread() is not threading.main_thread():  # no other thread sees a Ctrl-C
             yield from self._steps(lambda: False)
             return
@@ -115,6 +116,10 @@ class Run:
             raise KeyboardInterrupt
 
     def _steps(self, is_interrupted: Callable[[], bool]) -> Iterator[int]:
+        log = self.folder / "log.jsonl"
+        if log.exists():  # lines behind the checkpoint will be written again, and one that was being written
+            lines = [line for line in log.read_text().split("\n")[:-1] if json.loads(line)["step"] < self.step]
+            write_whole(log, "".join(f"{line}\n" for line in lines))
         saved = last = time.monotonic()
         with tqdm(total=100, initial=round(100 * self.done, 1), unit="%", desc=self.folder.name,
                   bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}") as self.bar:
@@ -128,7 +133,7 @@ class Run:
                 now = time.monotonic()
                 self.seconds, last = self.seconds + now - last, now
                 self.bar.update(round(100 * self.done, 1) - self.bar.n)
-                if now - saved > 120:
+                if now - saved > SAVED_EVERY:
                     self.save()
                     saved = now
             self.save()

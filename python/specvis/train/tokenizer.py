@@ -1,5 +1,4 @@
 """The tokenizer: it turns pictures of 64 x 64 pixels into 16 x 16 tokens, each one of 4096 codes."""
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,12 +7,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ..files import write_json, write_tensors, write_whole
 from ..models.vq import VQ, VQConfig
-from ..pipelines.checkpoint import load_weights, write_whole
+from ..pipelines.checkpoint import load_weights
 from .run import Run, made, options
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
@@ -138,7 +137,8 @@ def sheet(vq: VQ, images: Tensor, path: Path, across: int = 16) -> None:
     images = images[: len(images) // across * across]
     pairs = torch.stack([x.unflatten(0, (-1, across)) for x in (images, vq.decode(vq.encode(images)))], 1)
     canvas = pairs.flatten(0, 1).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)    # (height, width, 3)
-    Image.fromarray(((canvas + 1) * 127.5).round().byte().cpu().numpy()).save(path)
+    picture = Image.fromarray(((canvas + 1) * 127.5).round().byte().cpu().numpy())
+    write_whole(path, lambda file: picture.save(file, "PNG"))
 
 
 def spread(pictures: Tensor, count: int) -> Tensor:
@@ -216,8 +216,8 @@ def tokenizer(runs, minutes, steps, batch, lr, device):
 
     folder = runs / "tokenizer"
     state = {name: value.half().contiguous() for name, value in vq.state_dict().items() if name != COUNTS}
-    save_file(state, folder / "tokenizer.safetensors")
-    (folder / "config.json").write_text(json.dumps(asdict(CONFIG), indent=1) + "\n")
+    write_tensors(folder / "tokenizer.safetensors", state)
+    write_json(folder / "config.json", asdict(CONFIG))
     load_weights(vq, folder / "tokenizer.safetensors")  # rounded to float16: tokens as users will get them
     write_tokens(vq, data, runs / "tokens.npz")
     with torch.no_grad():

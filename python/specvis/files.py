@@ -1,0 +1,169 @@
+"""Files that are whole, and folders that one command at a time writes to.
+
+What a command writes stands beside its goal first, under a hidden name of its own, and is then renamed. So a file under
+its name is whole, however the command ended. A command that was killed may leave such a hidden file; the next one that
+writes to the folder removes it.
+"""
+import csv
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from safetensors.torch import save
+from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # on Windows two commands are not kept apart
+    fcntl = None
+
+HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]  # a folder may be shared by several
+PART = re.compile(r"\..*\.part-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}", re.DOTALL)
+
+
+def beside(path: Path) -> Path:
+    """A name in the same folder that no other writer has."""
+    return path.with_name(f".{path.name[:50]}.part-{HOST}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def write_whole(path: Path, content: bytes | str | Callable[[BinaryIO], None]) -> None:
+    """Write bytes, a text, or what a function writes to an open file, at once: an interruption leaves no half of it.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk; the file of before is as it was
+    """
+    with replacing(path) as part, open(part, "xb") as file:
+        if callable(content):
+            content(file)
+        else:
+            file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())  # else a computer that stops may have the name without the content
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """The name of a file to write, which replaces `path` in the end."""
+    part = beside(path)
+    try:
+        yield part
+        part.replace(path)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # the goal: the other name would say nothing
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_together(folder: Path, last: str) -> Iterator[Path]:
+    """A folder for files that replace those of `folder` in the end, all of them.
+
+    The file `last` is a table of what the others show. While files are exchanged it is not there: the one of before is
+    removed first, and the new one comes last. What only an earlier command has written stays.
+    """
+    part = beside(folder / "new")
+    part.mkdir()
+    try:
+        yield part
+        if (part / last).exists():
+            (folder / last).unlink(missing_ok=True)
+        for file in sorted(part.iterdir(), key=lambda file: file.name == last):
+            file.replace(folder / file.name)
+    except OSError as error:  # its name is not there any more when it is read
+        name = Path(os.fsdecode(error.filename or "")).name
+        error.filename, error.filename2 = str(folder / name), None
+        raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def write_new(path: Path, content: str) -> None:
+    """Write a file that is not there yet. If another process is first, its file stays."""
+    part = beside(path)
+    try:
+        part.write_text(content)
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            if not path.exists():
+                part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: object) -> None:
+    write_whole(path, json.dumps(values, indent=1) + "\n")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file."""
+    write_whole(path, save(tensors))  # safetensors' own writer names its errors and its half files in its own way
+
+
+def csv_text(columns: Iterable[str], rows: list[dict]) -> str:
+    """A table as CSV; what a row lacks is empty."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(columns), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+@contextmanager
+def locked(folder: Path, option: str = "out") -> Iterator[None]:
+    """Keep other commands from writing to a folder, which exists. The system takes the lock off however this one ends.
+
+    Raises:
+        ValueError: another one writes to it
+    """
+    if fcntl is None:
+        yield
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{option} must be a folder that no other command writes to, but one writes to {folder} "
+                             f"now: wait until it has ended, or choose another --{option}") from None
+        except OSError as error:  # some network drives have no locks
+            print(f"{folder} cannot be locked ({error.strerror}): run one command at a time in it", file=sys.stderr)
+        remove_leftovers(folder)
+        yield
+    finally:
+        os.close(opened)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what processes that are no more have left beside their goals."""
+    for path in folder.iterdir():
+        if (match := PART.fullmatch(path.name)) and match[1] == HOST and not is_running(int(match[2])):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def is_running(process: int) -> bool:
+    if fcntl is None:  # Windows has no such question: the signal 0 is Ctrl-C there
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
