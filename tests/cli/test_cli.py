@@ -16,7 +16,7 @@ from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
 from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
-from specvis.train.__main__ import main as train
+from specvis.train.main import main as train
 
 
 def run(*arguments):
@@ -70,15 +70,15 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     (["--prompt", "red heart", "--workers", "2"], "workers must not be given with --prompt: its pictures are drawn"),
     (["--prompt", "red hart"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "lantren"], "unknown method 'lantren'; did you mean lantern"),
-    (["--prompt", "red heart", "-n", "0"], "n must be at least 1, got 0"),
+    (["--prompt", "red heart", "-n", "0"], "n must be a whole number within 1..1000, got 0"),
     (["--prompt", "red heart", "--method", "lantern", "--delta", "-1"], "delta must be within [0, 1], got -1.0"),
     (["--prompt", "red heart", "--method", "lantern", "-k", "64"], "k must be within 1..63 (the codebook has 64"),
-    (["--prompt", "red heart", "--temperature", "-1"], "temperature must be at least 0 and finite, got -1.0"),
+    (["--prompt", "red heart", "--temperature", "-1"], "temperature must be at least 0 and finite in 32 bits"),
     (["--prompt", "red heart", "--top-p", "0"], "top_p must be within (0, 1], got 0.0"),
     (["--prompt", "red heart", "--top-p", "1.01"], "top_p must be within (0, 1], got 1.01"),
     (["--prompt", "red heart", "--method", "vanilla", "--delta", "0.1"], "method vanilla has no parameter 'delta'"),
     (["--prompt", "red heart", "--method", "lantern:delta=2"], "delta must be within [0, 1], got 2.0"),
-    (["--prompt", "red heart", "--method", "cspd:gamma=0"], "gamma must be at least 1, got 0"),
+    (["--prompt", "red heart", "--method", "cspd:gamma=0"], "gamma must be a whole number within 1..1023, got 0"),
     (["--prompt", "red heart", "--method", "cspd:truncate=1"], "truncate must be true or false, got '1'"),
     (["--prompt", "red heart", "--method", "cspd", "--delta", "0.1"], "method cspd has no parameter 'delta'"),
     (["--prompt", "red heart", "--method", "cspd", "--top-k", "5"], "top_k must not be given with cspd"),
@@ -87,9 +87,9 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     (["--prompt", "red hart", "--method", "cspd"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "eagle1:tree=nowhere.json"], "tree nowhere.json is not a file"),
     (["--prompt", "red heart", "--method", "eagle1:drafter=model"], "this model has no small.safetensors"),
-    (["--prompt", "red heart", "--method", "jacobi:window=0"], "window must be a whole number of at least 1, or auto"),
+    (["--prompt", "red heart", "--method", "jacobi:window=0"], "window must be a whole number within 1..1023, or auto"),
     (["--prompt", "red heart", "--method", "jacobi:k=8"], "seed_exact must be false where k > 0"),
-    (["--prompt", "red heart", "--scale", "0"], "scale must be at least 1, got 0"),
+    (["--prompt", "red heart", "--scale", "0"], "scale must be a whole number within 1..1024, got 0"),
     (["--prompt", "red heart", "--out", "nowhere/x.png"], "out must be a file in a folder that exists and can"),
     (["--prompt", "red heart", "--out", "x.txt"], "out must end in the name of a picture format"),
     (["--prompt", "red heart", "-n", "many"], "'many' is not a valid integer"),
@@ -228,10 +228,10 @@ def test_a_failed_picture_of_a_file_is_named_and_not_written(weights, lines, tmp
     ("red heart\n\nred hart", [], "prompts.txt, line 3: prompt 'fluent-3d red hart' has unknown words: 'hart' (near"),
     ("red heart\nred red red red", [], "prompts.txt, line 2: a prompt must have 1 to 3 words"),
     ("heart", ["--prompt", "heart"], "one of --prompt and --prompts must be given, not both"),
-    ("heart", ["--batch", 0], "batch must be at least 1, got 0"),
+    ("heart", ["--batch", 0], "batch must be a whole number within 1..1024, got 0"),
     ("heart", ["--batch", "all"], "'all' is not a valid integer"),
-    ("heart", ["-n", 0], "n must be at least 1, got 0"),
-    ("heart", ["--workers", -1], "workers must be at least 0, got -1"),
+    ("heart", ["-n", 0], "n must be a whole number within 1..1000, got 0"),
+    ("heart", ["--workers", -1], "workers must be a whole number within 0..1024, got -1"),
     ("heart", ["--gpus-per-worker", 1], "gpus_per_worker must not be given without --workers"),
     ("heart", ["--workers", 1, "--cpus-per-worker", 1.5], "cpus_per_worker must be at most 1 or a whole number, got"),
     ("heart", ["--out", "prompts.txt"], "out must be a folder that can be made, got prompts.txt: File exists"),

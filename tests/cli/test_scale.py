@@ -113,7 +113,7 @@ def test_an_interrupted_command_leaves_whole_pictures(weights, lines, tmp_path, 
 
     monkeypatch.setattr(Path, "replace", stop)
     result = generate(lines, out, weights, "--batch", 1)
-    assert result.exit_code == 1 and "interrupted; the same command goes on from here" in result.output
+    assert result.exit_code == 130 and "interrupted; the same command goes on from here" in result.output
     monkeypatch.undo()
     assert [line["number"] for line in manifest(out)[1]] == [1, 2] and not (out / NAMES[2]).exists()
     assert generate(lines, out, weights).exit_code == 0

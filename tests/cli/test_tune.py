@@ -145,7 +145,7 @@ def test_what_cannot_be_reached_is_said(weights, tmp_path):
     (["--target-tv-excess", "0.1", "--target-speedup", "2"], "give one of --target-tv-excess and --target-speedup"),
     (["--target-tv-excess", "2"], "2.0 is not in the range 0<=x<=1"),
     (["--target-speedup", "0"], "0.0 is not in the range x>0"),
-    (["--target-tv-excess", "0.1", "--images", "3"], "3 is not in the range x>=4"),
+    (["--target-tv-excess", "0.1", "--images", "3"], "3 is not in the range 4<=x<=1000"),
 ])
 def test_bad_input(weights, arguments, message):
     result = run(*arguments, "--model", weights)

@@ -146,12 +146,12 @@ def test_without_an_adaptation_trees_stay_as_they_are():
 @pytest.mark.parametrize("wrong, message", [
     ({"start": "diagonal"}, "start must be one of horizontal, vertical, random, tokenflock, got 'diagonal'"),
     ({"beta": 1.5}, r"beta must be within \[0, 1\], got 1.5"),
-    ({"depth_step": -1}, "depth_step must be at least 0, got -1"),
-    ({"flat_width": 0}, "flat_width must be at least 1, got 0"),
-    ({"radius": 0.5}, "radius must be at least 1 and finite, got 0.5"),
-    ({"radius": math.inf}, "radius must be at least 1 and finite, got inf"),
-    ({"widths": (5, 4)}, "widths must be 1 <= least <= most, got 5 and 4"),
-    ({"depths": (0, 4)}, "depths must be 1 <= least <= most, got 0 and 4"),
+    ({"depth_step": -1}, "depth_step must be a whole number within 0..128, got -1"),
+    ({"flat_width": 0}, "flat_width must be a whole number within 1..128, got 0"),
+    ({"radius": 0.5}, "radius must be within \\[1, 65536\\], got 0.5"),
+    ({"radius": math.inf}, "radius must be within \\[1, 65536\\], got inf"),
+    ({"widths": (5, 4)}, "widths must be 1 <= least <= most <= 128, got 5 and 4"),
+    ({"depths": (0, 4)}, "depths must be 1 <= least <= most <= 128, got 0 and 4"),
 ])
 def test_adaptations_out_of_range(wrong, message):
     with pytest.raises(ValueError, match=message):

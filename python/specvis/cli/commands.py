@@ -1,11 +1,34 @@
-"""A group of commands, each imported when it is asked for."""
+"""A group of commands, each imported when it is asked for, and the exit statuses that all have.
+
+0  It is done.
+1  The command ran, and what it checked is wrong.
+2  The input or an argument is wrong.
+3  The disk failed, or memory was refused.
+130, 141  It was interrupted, or nobody reads what it writes (128 and the signal's number, as shells count).
+
+With each of 1 to 3 there is one line on stderr that says why.
+"""
+import os
+import sys
+from contextlib import contextmanager, suppress
 from importlib import import_module
 
 import click
 
+from ..interrupts import INTERRUPTED, quiet, raising
+
+BAD_INPUT, REFUSED, UNREAD = 2, 3, 141
+OUT_OF_MEMORY = ("DefaultCPUAllocator", "alloc_cpu", "not enough memory", "out of memory", "OutOfMemoryError")
+
+
+class Interrupted(click.ClickException):
+    """Ctrl-C, with a line that says how to go on."""
+
+    exit_code = INTERRUPTED
+
 
 class Commands(click.Group):
-    """Bad input is one line on stderr and exit status 2, whoever found it.
+    """Whatever goes wrong is one line on stderr and an exit status, whoever found it.
 
     Args:
         package:  where the modules of the commands are
@@ -23,7 +46,8 @@ class Commands(click.Group):
         if name not in self.imported:
             return super().get_command(context, name)
         module = name.replace("-", "_")
-        return getattr(import_module(f"{self.package}.{module}"), module)
+        with quiet():
+            return getattr(import_module(f"{self.package}.{module}"), module)
 
     def format_commands(self, context, formatter):
         """Write the list without importing what is in it."""
@@ -31,9 +55,70 @@ class Commands(click.Group):
             formatter.write_dl([*self.imported.items(), *((name, command.get_short_help_str(formatter.width))
                                                           for name, command in self.commands.items())])
 
-    def invoke(self, context):
+    def main(self, *args, standalone_mode=True, **extra):
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
         try:
+            with raising():
+                found = super().main(*args, standalone_mode=False, **extra) or 0, None
+        except Exception as error:
+            if (found := status_and_line(error)) is None:
+                raise
+        except KeyboardInterrupt:
+            found = INTERRUPTED, "Aborted!"
+        status, line = found
+        with suppress(OSError):
+            if line:
+                click.echo(line, err=True)
+        leave_unwritten()
+        sys.exit(status)
+
+    def make_context(self, *args, **extra):  # writes --help
+        with unread():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, context):
+        with unread():
             return super().invoke(context)
-        except ValueError as error:
-            click.echo(f"Error: {error}", err=True)
-            context.exit(2)
+
+
+@contextmanager
+def unread():
+    """Where nobody reads, end with a status of its own; click's is 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise click.exceptions.Exit(UNREAD) from None
+
+
+def status_and_line(error: Exception) -> tuple[int, str | None] | None:
+    """The exit status for an error, and what is said about it; None: the error is a fault of the program's own."""
+    if type(error).__name__ == "NoArgsIsHelpError":  # of click since 8.2
+        return error.exit_code, error.format_message()
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        return error.exit_code, f"Error: {error.format_message()} (see {error.ctx.command_path} --help)"
+    if isinstance(error, click.ClickException):
+        return error.exit_code, f"Error: {error.format_message()}"
+    if isinstance(error, click.Abort):
+        return INTERRUPTED, "Aborted!"
+    said = " ".join(str(error).split("\n")).strip()
+    if isinstance(error, MemoryError):
+        return REFUSED, f"Error: memory was refused{said and f': {said}'}"
+    if isinstance(error, RuntimeError) and any(words in f"{type(error).__name__}: {said}" for words in OUT_OF_MEMORY):
+        return REFUSED, f"Error: memory was refused: {str(error).splitlines()[0]}"
+    if isinstance(error, ValueError):
+        return BAD_INPUT, f"Error: {said}"
+    if isinstance(error, OSError):
+        where = f": {error.filename}" if error.filename is not None else ""
+        is_input = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError))
+        return BAD_INPUT if is_input else REFUSED, f"Error: {error.strerror or said or type(error).__name__}{where}"
+    return None
+
+
+def leave_unwritten() -> None:
+    """Where stdout cannot be written, drop what it still holds: Python would try again at its end, and say so."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

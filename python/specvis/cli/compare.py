@@ -1,14 +1,14 @@
 """`specvis compare`: methods side by side on the same prompts and seeds: pictures, plots and a table."""
-import csv
 import statistics
 from pathlib import Path
 
 import click
 
 from ..decoding.methods import ContinuousMethod, Method, parse_methods
+from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
 from .figures import draw_all, draw_jacobi
-from .options import PROMPTS, load_model, refuse_filters, sampling_for, sampling_options, writable_folder
+from .options import MAX_COUNT, PROMPTS, load_model, refuse_filters, sampling_for, sampling_options, writable_folder
 from .runs import Pipelines, Result, Run, report_differences, run_all, with_window
 
 COLUMNS = ("method", "temperature", "tau", "target_forwards", "seconds", "speedup", "single_seconds", "single_speedup",
@@ -34,7 +34,8 @@ tv_excess_bound: a bound of tv_excess, COOL-SD's eq. (4), estimated on the draft
 @click.option("--methods", "names", multiple=True, default=("all",),
               help="all (of discrete tokens), continuous, or methods with commas between them, each a NAME or "
               "NAME:PARAMETER=VALUE:...")
-@click.option("-n", "count", type=click.IntRange(1), help="How many pictures a method. [default: one a prompt]")
+@click.option("-n", "count", type=click.IntRange(1, MAX_COUNT),
+              help="How many pictures a method. [default: one a prompt]")
 @click.option("--singles", type=click.IntRange(0), default=4,
               help="How many of the pictures are also decoded alone, for their seconds. Discrete tokens only.")
 @click.option("--temperature", "temperatures", multiple=True, type=float, default=(0.0, 1.0),
@@ -61,19 +62,17 @@ def compare(prompts, names, count, singles, temperatures, out, seed, guidance, t
         click.echo("temperature 0: left out for continuous tokens, which have no likeliest one")
     pipelines = {kind: load_model(kind, model, device) for kind in dict.fromkeys(type(run.method) for run in runs)}
     next(iter(pipelines.values())).prompts.encode(prompts)
-    writable_folder(out)
 
     windows = window_runs(runs) if singles else []
-    every = run_all(pipelines, runs + windows, prompts, singles)
-    results = every[:len(runs)]
-    rows = table(results)
-    draw_all(pipelines, results, prompts, out)
-    if windows:
-        draw_windows(pipelines, results, every[len(runs):], prompts, out)
-    with open(out / "compare.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    with locked(writable_folder(out)):
+        every = run_all(pipelines, runs + windows, prompts, singles)
+        results = every[:len(runs)]
+        rows = table(results)
+        with replacing_together(out, last="compare.csv") as new:
+            draw_all(pipelines, results, prompts, new)
+            if windows:
+                draw_windows(pipelines, results, every[len(runs):], prompts, new)
+            write_whole(new / "compare.csv", csv_text(COLUMNS, rows))
     print_table(rows, len(prompts))
     print_sameness(results)
     click.echo(f"the table and the pictures are in {out}")

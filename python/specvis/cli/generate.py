@@ -1,6 +1,8 @@
 """`specvis generate`: pictures of a prompt, side by side, or a picture for each prompt of a file."""
+import math
 import re
 import time
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
@@ -9,12 +11,17 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from ..decoding.limits import count_within, is_count
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
-from ..pipelines.checkpoint import fingerprint, read_settings, write_whole
+from ..files import locked, write_whole
+from ..pipelines.checkpoint import fingerprint, read_settings
 from .manifest import Manifest
-from .many import Drawing, Picture, Request, draw_here, encoded, enlarged
+from .many import Drawing, Picture, Request, draw_here, encoded, enlarged, scale_for
 from .options import (
+    MAX_COUNT,
+    check_picture,
     filters_for,
+    format_of,
     guidance_for,
     is_exact,
     is_given,
@@ -28,6 +35,8 @@ from .workers import draw_by_workers
 
 STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
 WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker")  # options that go with --prompts alone
+MAX_PICTURES = 1_000_000  # of a command
+MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 SHOWN = 20  # lines about pictures that were not drawn
 
 
@@ -77,16 +86,18 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
         raise ValueError("one of --prompt and --prompts must be given" + (", not both" if file else ""))
     if prompt is not None and not prompt.split():
         raise ValueError("prompt must have at least one word")
-    for option, value in (("n", count), ("scale", scale), ("batch", batch)):
-        if value is not None and value < 1:
-            raise ValueError(f"{option} must be at least 1, got {value}")
+    for option, value, most in (("n", count, MAX_COUNT), ("scale", scale, MAX_SCALE), ("batch", batch, MAX_BATCH)):
+        if value is not None and not is_count(value, 1, most):
+            raise ValueError(f"{option} must be {count_within(1, most)}, got {value}")
     if prompt is not None and (given := [option for option in WITH_FILE if is_given(option)]):
         raise ValueError(f"{given[0]} must not be given with --prompt: its pictures are drawn all at once")
-    if workers < 0:
-        raise ValueError(f"workers must be at least 0, got {workers}")
+    if not is_count(workers, 0, MAX_WORKERS):
+        raise ValueError(f"workers must be {count_within(0, MAX_WORKERS)}, got {workers}")
     for option, value in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus_per_worker)):
         if value is not None and not workers:
             raise ValueError(f"{option} must not be given without --workers")
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"{option} must be finite, got {value}")
         if value is not None and value > 1 and value % 1:
             raise ValueError(f"{option} must be at most 1 or a whole number, got {value}")
     if workers and device.startswith("cuda:"):
@@ -106,6 +117,8 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
     drawing = Drawing(file, model.absolute(), text_encoder and text_encoder.absolute(), dtype, device,
                       style if has_styles else None, method, temperature, scale=scale, batch=batch, **filters)
     lines = read_prompts(file) if file else {0: prompt}
+    if len(lines) * count > MAX_PICTURES:
+        raise ValueError(f"n must give at most {MAX_PICTURES} pictures, got {count} of each of {len(lines)} prompts")
     requests = [Request(i, *line, seed + i) for i, line in
                 enumerate(line for line in lines.items() for _ in range(count))]
     drawing.sampling(requests)  # settings out of their range are found before the model is read
@@ -119,6 +132,8 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
 def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
     """Draw pictures of one prompt, as one picture."""
     pipeline, start, method = drawing.load(requests), time.perf_counter(), drawing.method
+    side = pipeline.side * scale_for(pipeline.side, drawing.scale)
+    check_picture(side * len(requests), side, format_of(out))
     with tqdm(total=len(requests) * pipeline.num_tokens, unit="token", desc=method.label, disable=None) as bar:
         decoded = pipeline.tokens([drawing.text(request) for request in requests], method, drawing.sampling(requests),
                                   bar.update)
@@ -134,7 +149,7 @@ def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
     row = Image.new("RGB", (side * len(pictures), side), "white")
     for i, picture in enumerate(pictures):
         row.paste(picture, (i * side, 0))
-    write_whole(out, encoded(row, Image.registered_extensions()[out.suffix.lower()]))
+    write_whole(out, encoded(row, format_of(out)))
     click.echo(f"{out}: {len(pictures)} of {len(requests)} pictures, {seconds:.1f} s, "
                + told(drawing, requests, decoded.target_forwards, decoded.tau))
 
@@ -144,19 +159,22 @@ def many(drawing: Drawing, requests: list[Request], out: Path, workers: int, cpu
     """Draw each picture that is not in the folder `out` yet."""
     manifest = Manifest(out, settings, requests)
     missing, new, lost = [request for request in requests if request.index not in manifest.drawn], [], {}
-    num_before, start = len(manifest.drawn), 0.0
+    num_before, start, lock = len(manifest.drawn), 0.0, ExitStack()
 
     def begin():
         nonlocal start
         start = time.perf_counter()
-        writable_folder(out)
+        lock.enter_context(locked(writable_folder(out)))
+        if Manifest(out, settings, requests).drawn.keys() != manifest.drawn.keys():
+            raise ValueError(f"out must be a folder that no other command writes to, got {out}: one has drawn pictures "
+                             "there just now; the same command draws what is still missing")
         manifest.begin()
 
     def keep(picture: Picture):
         manifest.add(picture, file_name(picture.request.index + 1, len(requests), picture.request.prompt))
         new.append(picture)
 
-    with resumable():
+    with resumable(), lock:
         if not missing:
             pass
         elif workers:

@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold eac
 
 import click  # noqa: E402  torch reads the variables when it is first imported
 
+from ..interrupts import quiet  # noqa: E402
 from .commands import Commands  # noqa: E402
 
 
@@ -25,19 +26,38 @@ def main():
 
 
 @main.command("methods")
-def list_methods():
-    """List the decoding methods, with their parameters."""
-    from ..decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS, format_value, parameters_of
-    from ..decoding.trees import TREES, static_tree
+@click.argument("name", required=False)
+def list_methods(name):
+    """List the decoding methods, or say what NAME's parameters are."""
+    with quiet():
+        from ..decoding.methods import (
+            CONTINUOUS,
+            CONTINUOUS_PARAMETERS,
+            METHODS,
+            PARAMETERS,
+            every_parameter_of,
+            format_value,
+            parameters_of,
+            parse_method,
+        )
+        from ..decoding.trees import TREES, static_tree
 
-    for method in [*METHODS.values(), *CONTINUOUS.values()]:
-        if method.name == next(iter(CONTINUOUS)):
-            click.echo("\ncontinuous tokens:\n")
+    def tell(method):
         click.echo(f"{method.name:18}{method.source}")
         parameters = [f"{name} {format_value(value)}"
                       for name, value in parameters_of(method).items() if value is not None]
         for line in textwrap.wrap(", ".join(parameters) or "no parameters", 100):
             click.echo(f"{'':18}{line}")
+
+    if name is not None:
+        tell(method := parse_method(name))
+        for parameter in every_parameter_of(method):
+            click.echo(f"{parameter:21}{(PARAMETERS | CONTINUOUS_PARAMETERS)[parameter]}")
+        return
+    for method in [*METHODS.values(), *CONTINUOUS.values()]:
+        if method.name == next(iter(CONTINUOUS)):
+            click.echo("\ncontinuous tokens:\n")
+        tell(method)
     click.echo("\nTo change some: --method jacobi:window=8, --methods vanilla,lantern:delta=0.1:k=300\n")
     for name, what in (PARAMETERS | CONTINUOUS_PARAMETERS).items():
         click.echo(f"{name:21}{what}")
@@ -52,13 +72,15 @@ def list_methods():
 def info(model):
     """Show which ops have which backends here, versions and devices."""
     if model is not None:
-        from .convert import described
+        with quiet():
+            from .convert import described
         return click.echo("\n".join(described(model)))
-    from importlib.metadata import PackageNotFoundError, version
+    with quiet():
+        from importlib.metadata import PackageNotFoundError, version
 
-    import torch
+        import torch
 
-    import specvis_kernels
+        import specvis_kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names = ("oracle", "cpu", "triton", "cuda")

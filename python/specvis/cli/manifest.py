@@ -9,7 +9,7 @@ import math
 import os
 from pathlib import Path
 
-from ..pipelines.checkpoint import write_whole
+from ..files import write_whole
 from .many import Picture, Request
 
 FILE = "manifest.jsonl"

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ..decoding.methods import ContinuousMethod, Method
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
-from .options import load_model, sampling_for
+from .options import check_picture, load_model, sampling_for
 
 PIECE = 32  # times the batch: so many requests are given to the model at once, since their conditions take memory
 
@@ -77,6 +77,7 @@ class Drawing:
             except ValueError as error:
                 raise ValueError(f"{self.file}, line {line}: {error}" if self.file else error) from error
         pipeline.check(self.method)
+        check_picture(*2 * [pipeline.side * scale_for(pipeline.side, self.scale)])
         return pipeline
 
     def text(self, request: Request) -> str:
@@ -125,8 +126,13 @@ def draw_here(drawing: Drawing, requests: list[Request], begin: Callable[[], Non
         draw(pipeline, drawing, requests, then, bar.update)
 
 
+def scale_for(side: int, scale: int | None) -> int:
+    """The factor by which pictures of so many pixels a side are enlarged: as given, or up to 256 pixels."""
+    return scale or max(1, 256 // side)
+
+
 def enlarged(picture: Image.Image, scale: int | None) -> Image.Image:
-    scale = scale or max(1, 256 // picture.width)
+    scale = scale_for(picture.width, scale)
     return picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.BICUBIC)
 
 

@@ -12,10 +12,16 @@ from PIL import Image
 from ..decoding.continuous import ContinuousSampling
 from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
+from ..interrupts import quiet
 from ..pipelines.checkpoint import read_settings
 from ..pipelines.discrete import SHIPPED, Pipeline
 from ..pipelines.mar import MARPair
+from .commands import Interrupted
 
+MAX_COUNT = 1000  # pictures of a prompt or of a method: many of them are decoded at once
+MAX_SIDES = {"PNG": 2**31 - 1, "JPEG": 65500, "WEBP": 16383, "GIF": 65535, "BMP": 2**31 - 1, "TIFF": 2**31 - 1,
+             "PPM": 2**31 - 1}  # the formats that pictures are written in, and the most pixels a side that each holds
+MAX_PIXELS = 2 * 89_478_485  # more in a file, and Pillow takes it for an attack when it is opened
 FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # of the shipped models, where pipeline.json does not say
 CONTINUOUS_GUIDANCE = 2.5
 OWN = "or what the model's folder says"
@@ -25,9 +31,9 @@ PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "fluent-3d grinning 
 
 def usable_device(context, parameter, device: str) -> str:
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device must be one that torch {torch.__version__} can use here, got {device}") from error
+        torch.zeros(1, device=device).item()  # "meta" has tensors, without numbers
+    except Exception as error:  # whatever a backend that is not installed raises
+        raise ValueError(f"device must be one that torch {torch.__version__} can use here, got {device!r}") from error
     return device
 
 
@@ -82,9 +88,8 @@ def load_model(kind: type, model: Path, device: str, **options) -> Pipeline | MA
     if not holds[kind] and any(holds.values()):
         tokens, other = ("continuous", "mar:num_iter=64") if holds[ContinuousMethod] else ("discrete", "jacobi")
         raise ValueError(f"method must be one for {tokens} tokens, such as {other}: these are the tokens of {model}")
-    if kind is ContinuousMethod:
-        return MARPair.load(model, device)
-    return Pipeline.load(model, device, **options)
+    with quiet():  # torch imports much of itself now, called by C++, which a KeyboardInterrupt would abort
+        return (MARPair if kind is ContinuousMethod else Pipeline).load(model, device, **options)
 
 
 def is_exact(method: Method | ContinuousMethod, temperature: float) -> bool:
@@ -126,11 +131,31 @@ def takes_files(folder: Path) -> bool:
 
 def writable_file(path: Path) -> Path:
     """`path` if a picture can be written there, found out without leaving anything behind."""
-    if path.suffix.lower() not in Image.registered_extensions():
-        raise ValueError(f"out must end in the name of a picture format such as .png, got {path}")
-    if path.is_dir() or not takes_files(path.parent) or path.exists() and not os.access(path, os.W_OK):
+    format = format_of(path)
+    if format not in MAX_SIDES or format not in Image.SAVE:
+        known = ", ".join(sorted(suffix for suffix, kind in Image.registered_extensions().items() if kind in MAX_SIDES))
+        raise ValueError(f"out must end in the name of a picture format, one of {known}, got {path}")
+    try:
+        is_right = not path.is_dir() and takes_files(path.parent) and (not path.exists() or os.access(path, os.W_OK))
+    except (OSError, ValueError):  # as for a name of 300 letters
+        is_right = False
+    if not is_right:
         raise ValueError(f"out must be a file in a folder that exists and can be written, got {path}")
     return path
+
+
+def format_of(path: Path) -> str | None:
+    """The format of pictures that a file's name says."""
+    return Image.registered_extensions().get(path.suffix.lower())
+
+
+def check_picture(width: int, height: int, format: str = "PNG") -> None:
+    """ValueError if a picture of so many pixels cannot be written, or opened again."""
+    if max(width, height) > MAX_SIDES[format]:
+        raise ValueError(f"out must be of another format: {format} holds at most {MAX_SIDES[format]} pixels a side, "
+                         f"got {width} x {height}")
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"scale and n must give a picture of at most {MAX_PIXELS} pixels, got {width} x {height}")
 
 
 def writable_folder(path: Path) -> Path:
@@ -150,4 +175,4 @@ def resumable():
     try:
         yield
     except KeyboardInterrupt:
-        raise click.ClickException("interrupted; the same command goes on from here") from None
+        raise Interrupted("interrupted; the same command goes on from here") from None

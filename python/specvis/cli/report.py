@@ -1,19 +1,30 @@
 """`specvis report`: the papers' tables and figures on this model."""
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
 from ..decoding.continuous import ContinuousSampling
+from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
-from ..pipelines.discrete import Pipeline
-from ..pipelines.mar import MARPair
+from ..files import locked
 from ..studies import continuous, discrete
 from ..studies.base import choose_items, reference_pictures, write_report
 from ..studies.continuous import ContinuousReport
 from ..studies.discrete import DiscreteReport
 from ..studies.quality import register_scores
 from ..studies.report import CONTINUOUS_ITEMS, ITEMS
-from .options import filters_for, given_options, is_given, refuse_filters, resumable, sampling_options, writable_folder
+from .options import (
+    MAX_COUNT,
+    filters_for,
+    given_options,
+    is_given,
+    load_model,
+    refuse_filters,
+    resumable,
+    sampling_options,
+    writable_folder,
+)
 
 
 @click.command()
@@ -21,9 +32,10 @@ from .options import filters_for, given_options, is_given, refuse_filters, resum
 @click.option("--only", "names", multiple=True, help=f"What to write, of {', '.join(ITEMS)}; with --continuous of "
               f"{', '.join(CONTINUOUS_ITEMS)}; several with commas. [default: all]")
 @click.option("--quick", is_flag=True, help="Few pictures and the main tables only.")
-@click.option("--images", type=click.IntRange(1), help="Pictures a method, decoded in batches. [default: 48, quick 12; "
-              "with --continuous 4, quick 2]")
-@click.option("--timed", type=click.IntRange(1), help="Pictures a method, timed alone. [default: 4, quick 1]")
+@click.option("--images", type=click.IntRange(1, MAX_COUNT),
+              help="Pictures a method, decoded in batches. [default: 48, quick 12; with --continuous 4, quick 2]")
+@click.option("--timed", type=click.IntRange(1, MAX_COUNT),
+              help="Pictures a method, timed alone. [default: 4, quick 1]")
 @click.option("--score", "scores", multiple=True, help="One more score, as clip=my_module:function; the function takes "
               "pictures (n, H, W, 3) uint8 and n prompts and returns n numbers.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder for the report and its runs. [default: "
@@ -38,14 +50,17 @@ def report(is_continuous, names, quick, images, timed, scores, out, seed, guidan
         refuse_discrete_options()
     items = choose_items(CONTINUOUS_ITEMS if is_continuous else ITEMS, names, quick)
     command = " ".join(["specvis report", *given_options(but=("names", "out", "device"))])
-    with resumable():
+    out = out or Path("out/report-continuous" if is_continuous else "out/report")
+    with resumable(), ExitStack() as lock:
+        def folder():  # it is made, and kept from other commands, when all options are known to be right
+            lock.enter_context(locked(writable_folder(out)))
+            return out
+
         if is_continuous:
-            made = continuous_report(quick, images, out or Path("out/report-continuous"), seed, guidance, model,
-                                     device)
+            made = continuous_report(quick, images, folder, seed, guidance, model, device)
         else:
             register_scores(scores)
-            made = discrete_report(quick, images, timed, out or Path("out/report"), seed, guidance, top_k, top_p,
-                                   model, device)
+            made = discrete_report(quick, images, timed, folder, seed, guidance, top_k, top_p, model, device)
         write_report(made, items, command=command, whole=not names)
 
 
@@ -58,16 +73,15 @@ def refuse_discrete_options() -> None:
             raise ValueError(f"{name.removesuffix('s')} must not be given with --continuous: {reason}")
 
 
-def discrete_report(quick, images, timed, out, seed, guidance, top_k, top_p, model, device) -> DiscreteReport:
+def discrete_report(quick, images, timed, folder, seed, guidance, top_k, top_p, model, device) -> DiscreteReport:
     settings = filters_for(model, guidance, top_k, top_p)
     Sampling.of([seed], **settings)  # what is out of its range is told before the model is loaded
     scope = discrete.scope_of(quick, images, timed, len(reference_pictures(model)[0]))
-    return DiscreteReport.of(Pipeline.load(model, device), model, writable_folder(out), scope, seed=seed,
-                             **settings)
+    return DiscreteReport.of(load_model(Method, model, device), model, folder(), scope, seed=seed, **settings)
 
 
-def continuous_report(quick, images, out, seed, guidance, model, device) -> ContinuousReport:
+def continuous_report(quick, images, folder, seed, guidance, model, device) -> ContinuousReport:
     scope = continuous.scope_of(quick, images, guidance)
     ContinuousSampling.of([seed], guidance=scope.guidance)
     reference_pictures(model)
-    return ContinuousReport.of(MARPair.load(model, device), model, writable_folder(out), scope, seed=seed)
+    return ContinuousReport.of(load_model(ContinuousMethod, model, device), model, folder(), scope, seed=seed)

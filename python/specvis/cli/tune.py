@@ -1,5 +1,4 @@
 """`specvis tune`: the fastest method within a budget of fidelity, or the most faithful that is fast enough."""
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,20 @@ import torch
 
 from ..decoding.methods import Method, every_parameter_of, method, parameters_of, parse_method
 from ..decoding.sampling import Sampling
-from ..pipelines.discrete import Pipeline
+from ..files import csv_text, locked, replacing_together, write_whole
 from ..studies.base import Run
 from ..studies.discrete import DiscreteStudy, Latency
 from ..studies.page import save_figure
-from .options import PROMPTS, filters_for, given_options, resumable, sampling_options, writable_folder
+from .options import (
+    MAX_COUNT,
+    PROMPTS,
+    filters_for,
+    given_options,
+    load_model,
+    resumable,
+    sampling_options,
+    writable_folder,
+)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
@@ -43,7 +51,8 @@ COLUMNS = ("method", "speedup", "tau", "tv_excess", "+-", "pictures", "frontier"
 @click.option("--target-speedup", type=click.FloatRange(0, min_open=True), help="The least speedup.")
 @click.option("--by", type=click.Choice(["tau", "seconds"]), default="tau",
               help="The speedup is tokens per target forward, or in seconds of single pictures on this machine.")
-@click.option("--images", type=click.IntRange(4), default=16, help="Pictures by which the last methods are compared.")
+@click.option("--images", type=click.IntRange(4, MAX_COUNT), default=16,
+              help="Pictures by which the last methods are compared.")
 @click.option("--out", type=click.Path(path_type=Path), default="out/tune", help="Folder for the table and its runs.")
 @sampling_options
 def tune(target_tv_excess, target_speedup, by, images, out, seed, guidance, top_k, top_p, model, device):
@@ -56,14 +65,14 @@ def tune(target_tv_excess, target_speedup, by, images, out, seed, guidance, top_
     target = Target(target_tv_excess, target_speedup)
     settings = filters_for(model, guidance, top_k, top_p)
     Sampling.of([seed], **settings)
-    pipeline = Pipeline.load(model, device)
-    study = DiscreteStudy(pipeline, writable_folder(out) / "runs", PROMPTS, images=images, seed=seed, **settings)
-
-    with resumable():
+    pipeline = load_model(Method, model, device)
+    with locked(writable_folder(out)), resumable():
+        study = DiscreteStudy(pipeline, out / "runs", PROMPTS, images=images, seed=seed, **settings)
         trials, chosen = search(study, target, pictures=images, by_seconds=by == "seconds")
-    rows = table(trials, chosen)
-    write_table(rows, out / "tune.csv")
-    draw_trials(trials, chosen, target, out / "tune.png")
+        rows = table(trials, chosen)
+        with replacing_together(out, last="tune.csv") as new:
+            draw_trials(trials, chosen, target, new / "tune.png")
+            write_whole(new / "tune.csv", csv_text(COLUMNS, rows))
     print_frontier(rows)
     click.echo(f"(the frontier of {len(rows)} methods at temperature 1; tv_excess: added total variation per token, "
                f"estimated; all in {out / 'tune.csv'})")
@@ -222,13 +231,6 @@ def table(trials: list[Trial], chosen: Trial | None) -> list[dict]:
              "tau": round(t.tau, 3), "tv_excess": round(t.tv_excess, 4), "+-": round(t.standard_error, 4),
              "pictures": t.pictures, "frontier": "yes" if t in edge else "", "chosen": "yes" if t == chosen else ""}
             for t in sorted(trials, key=lambda t: t.speed)]
-
-
-def write_table(rows: list[dict], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def print_frontier(rows: list[dict]) -> None:

@@ -23,8 +23,9 @@ from specvis_kernels import (
 
 from ..models.diffloss import Denoiser
 from ..models.mar import MAR, scheduled_guidance
+from .limits import MAX_NUMBER, MIN_NUMBER, is_number
 from .methods import CONTINUOUS, SCHEDULES, ContinuousMethod, parse_method
-from .sampling import ACCEPT, FRESH, NOISE, ORDER, RESAMPLE, RESAMPLE_NOISE, UNALIGNED, philox_normals
+from .sampling import ACCEPT, FRESH, NOISE, ORDER, RESAMPLE, RESAMPLE_NOISE, UNALIGNED, check_seeds, philox_normals
 
 MAX_ROWS = 256       # in one forward of a model, for the memory that it takes
 NUM_FIRST_PATHS = 2  # whole paths that are first tried side by side to resample; twice as many in each turn after it
@@ -48,6 +49,7 @@ class ContinuousSampling:
         Raises:
             ValueError: no seeds, guidance not finite, temperature not positive and finite
         """
+        check_seeds(seeds)
         return ContinuousSampling(torch.tensor(seeds, dtype=torch.int64, device=device), guidance, temperature)
 
     def __post_init__(self):
@@ -59,10 +61,11 @@ class ContinuousSampling:
         for name in ("guidance", "temperature"):
             if not isinstance(getattr(self, name), (int, float)):
                 raise ValueError(f"{name} must be one number for the whole batch, got {getattr(self, name)!r}")
-        if not abs(self.guidance) < float("inf"):
-            raise ValueError(f"guidance must be a finite number, got {self.guidance}")
-        if not 0 < self.temperature < float("inf"):
-            raise ValueError(f"temperature must be positive and finite for continuous tokens, got {self.temperature}")
+        if not is_number(self.guidance, -MAX_NUMBER):
+            raise ValueError(f"guidance must be a finite number in 32 bits, got {self.guidance}")
+        if not is_number(self.temperature, MIN_NUMBER):
+            raise ValueError("temperature must be positive and finite in 32 bits for continuous tokens, "
+                             f"got {self.temperature}")
 
 
 @dataclass(frozen=True)

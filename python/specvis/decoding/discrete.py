@@ -547,6 +547,8 @@ def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetMo
     if known_tokens is None:
         return [0] * batch
     L, V = num_tokens(target), target.vocab_size
+    if not isinstance(known_tokens, Tensor):
+        raise ValueError(f"known_tokens must be an int64 tensor (B={batch}, K), got {type(known_tokens).__name__}")
     if known_tokens.dtype != torch.int64 or known_tokens.ndim != 2 or len(known_tokens) != batch:
         raise ValueError(f"known_tokens must be int64 (B={batch}, K), "
                          f"got {str(known_tokens.dtype)[6:]} {tuple(known_tokens.shape)}")

@@ -6,8 +6,24 @@ from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from .bounds import omega_schedule
+from .limits import (
+    MAX_CHILDREN,
+    MAX_DEPTH,
+    MAX_GUESSES,
+    MAX_NEIGHBORS,
+    MAX_NODES,
+    MAX_STEPS,
+    MAX_TOKENS,
+    MAX_TRIES,
+    MIN_NUMBER,
+    count_within,
+    is_count,
+    is_number,
+)
 from .trees import Adaptation, static_tree
 
+DRAFTINGS = ("none", "static", "dynamic", "jacobi")
+FINITE = "at least 0 and finite in 32 bits"
 CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
 METRICS = ("l2", "raw", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
@@ -45,6 +61,8 @@ class Method:
     x and of those of its first k neighbors that the cutoff admits. After a rejection, `residual` says what is left of
     the target's distribution. (See `specvis_kernels.verify_tree`.) With the metric "rank", the target's probability of
     x and k others is compared with the draft's probability of the same tokens (see `specvis_kernels.couple_tokens`).
+
+    Parameters have limits, see `limits`: a step's memory follows from them.
     """
 
     name: str
@@ -79,29 +97,31 @@ class Method:
             if not condition:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
+        need("drafting", self.drafting in DRAFTINGS, f"one of {', '.join(DRAFTINGS)}")
         need("seed_exact", isinstance(self.seed_exact, bool), "True or False")
         if self.drafting == "dynamic":
-            need("depth", self.depth >= 1, "at least 1")
-            need("width", self.width >= 1, "at least 1")
-            need("nodes", self.nodes >= 2, "at least 2 (the root and a draft)")
+            need("depth", is_count(self.depth, 1, MAX_DEPTH), count_within(1, MAX_DEPTH))
+            need("width", is_count(self.width, 1, MAX_CHILDREN), count_within(1, MAX_CHILDREN))
+            need("nodes", is_count(self.nodes, 2, MAX_NODES), f"{count_within(2, MAX_NODES)} (the root is one)")
         if self.drafting == "static":
+            need("tree", isinstance(self.tree, (str, tuple)), "a name or a list of paths")
             static_tree(self.tree)
         if self.drafting == "jacobi":
-            is_count = isinstance(self.window, int) and not isinstance(self.window, bool) and self.window >= 1
-            need("window", is_count or self.window == "auto", "a whole number of at least 1, or auto")
-            need("window", is_count or self.seed_exact,
+            is_fixed = is_count(self.window, 1, MAX_GUESSES)
+            need("window", is_fixed or self.window == "auto", f"{count_within(1, MAX_GUESSES)}, or auto")
+            need("window", is_fixed or self.seed_exact,
                  "a number where seed_exact is false (auto goes by the clock, and the tokens would too)")
         need("guess", self.guess in GUESSES, f"one of {', '.join(GUESSES)}")
         need("coupling", self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}")
         need("drafter", self.drafter in DRAFTERS, f"one of {', '.join(DRAFTERS)}")
-        need("draft_guidance", 0 <= self.draft_guidance < math.inf, "at least 0 and finite")
-        need("k", self.k >= 0, "at least 0")
+        need("draft_guidance", is_number(self.draft_guidance, 0), FINITE)
+        need("k", is_count(self.k, 0, MAX_NEIGHBORS), count_within(0, MAX_NEIGHBORS))
         need("cutoff", self.cutoff in CUTOFFS, f"one of {', '.join(CUTOFFS)}")
         max_delta = {"tvd": 1.0, "jsd": math.log(2)}.get(self.cutoff)
         if max_delta is None:
-            need("delta", 0 <= self.delta < math.inf, "at least 0 and finite where cutoff is ratio")
+            need("delta", is_number(self.delta, 0), f"{FINITE} where cutoff is ratio")
         else:
-            need("delta", 0 <= self.delta <= max_delta, f"within [0, {max_delta:.4g}]")
+            need("delta", is_number(self.delta, 0, max_delta), f"within [0, {max_delta:.4g}]")
         need("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}")
         need("residual", self.residual in RESIDUALS, f"one of {', '.join(RESIDUALS)}")
         if self.metric == "rank":
@@ -109,9 +129,9 @@ class Method:
             need("cutoff", self.cutoff == "tvd", "tvd where metric is rank (its delta is a difference)")
             need("residual", self.residual == "optimal",
                  "optimal where metric is rank (both masses are summed, and the others are not defined for that)")
-        need("nu", 0 <= self.nu < math.inf, "at least 0 and finite")
+        need("nu", is_number(self.nu, 0), FINITE)
         given = self.omega if isinstance(self.omega, tuple) else (self.omega,)
-        need("omega", all(0 <= omega < math.inf for omega in given), "at least 0 and finite")
+        need("omega", all(is_number(omega, 0) for omega in given), FINITE)
         if isinstance(self.omega, tuple):
             need("omega", self.drafting == "none" or len(given) == self.max_depth,
                  f"one number, or one for each of the {self.max_depth} levels")
@@ -247,27 +267,27 @@ class ContinuousMethod:
             if not condition:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
-        for names, types, wanted in (((*OF_MAR, "gamma", "max_tries"), int, "an integer"),
-                                     (("truncate", "aligned"), bool, "True or False"),
-                                     (("prefill", "distance_temperature"), (int, float), "a number")):
-            for name in names:
-                value = getattr(self, name)
-                need(name, isinstance(value, types) and (types is bool or not isinstance(value, bool)), wanted)
-        need("num_iter", self.num_iter >= 0, "at least 1, or 0 for one target forward a token")
+        for name in ("truncate", "aligned"):
+            need(name, isinstance(getattr(self, name), bool), "True or False")
+        need("num_iter", is_count(self.num_iter, 0, MAX_TOKENS),
+             f"{count_within(1, MAX_TOKENS)}, or 0 for one target forward a token")
         for name in ("steps_first", "steps_last"):
             steps = getattr(self, name)
-            need(name, steps == 0 or steps >= 2, "at least 2, or 0 for the model's own number")
+            need(name, is_count(steps, 0, MAX_STEPS) and steps != 1,
+                 f"{count_within(2, MAX_STEPS)}, or 0 for the model's own number")
         need("guidance_schedule", self.guidance_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-        need("gamma", self.gamma >= (self.name != "mar"), "at least 1")
-        need("prefill", 0 <= self.prefill <= 1, "within [0, 1]")
+        least = int(self.name != "mar")
+        need("gamma", is_count(self.gamma, least, MAX_GUESSES), count_within(least, MAX_GUESSES))
+        need("prefill", is_number(self.prefill, 0, 1), "within [0, 1]")
         need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
         need("conditioning", self.conditioning in CONDITIONINGS, f"one of {', '.join(CONDITIONINGS)}")
-        need("distance_temperature", 0 < self.distance_temperature < math.inf, "positive and finite")
+        need("distance_temperature", is_number(self.distance_temperature, MIN_NUMBER),
+             "positive and finite in 32 bits")
         need("distance_temperature", self.variant != "path" or self.distance_temperature == 1,
              "1 where variant is path: it has no distances")
         need("aligned", self.variant != "path" or self.aligned,
              "true where variant is path: there is the draft's noise only")
-        need("max_tries", self.max_tries >= 1, "at least 1")
+        need("max_tries", is_count(self.max_tries, 1, MAX_TRIES), count_within(1, MAX_TRIES))
 
     @property
     def drafting(self) -> str:
@@ -335,10 +355,10 @@ FRACTIONAL = {field.name for kind in (Method, Adaptation, ContinuousMethod) for 
 PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "drafter": "who drafts: " + ", ".join(f"{name} ({what})" for name, what in DRAFTERS.items()),
     "draft_guidance": "share of the guidance that the drafter gets; 0: it drafts without",
-    "tree": "static tree: a name, chain-<depth>, or a JSON file of paths",
-    "depth": "levels that a step drafts",
-    "width": "children of a node",
-    "nodes": "how many nodes a step verifies at most, the root counted",
+    "tree": f"static tree: a name, chain-<depth>, or a JSON file of paths; at most {MAX_NODES} nodes",
+    "depth": f"levels that a step drafts, at most {MAX_DEPTH}",
+    "width": f"children of a node, at most {MAX_CHILDREN}",
+    "nodes": f"how many nodes a step verifies at most, the root counted; no more than {MAX_NODES}",
     "start": "where a tree's shape starts from: horizontal, vertical, random or tokenflock",
     "beta": "share of accepted levels from which on trees get deeper, in [0, 1]",
     "depth_step": "levels that a tree gains or loses",
@@ -348,11 +368,11 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "radius": "how many tokens far tokenflock looks",
     "flat_depth": "depth to start from instead",
     "flat_width": "width to start from instead",
-    "window": "guesses that a forward reads, or auto: as many as are fastest here",
+    "window": f"guesses that a forward reads, at most {MAX_GUESSES}, or auto: as many as are fastest here",
     "guess": "where a new position's first guess is drawn from: the row above it, or the last row",
     "seed_exact": "true: the tokens of plain decoding with the same seed; false: the same distribution",
     "coupling": "maximal: a rejected guess leaves the others as they are; none: they are drawn anew",
-    "k": "nearest codes that may lend a draft their probability; 0: none",
+    "k": "nearest codes that may lend a draft their probability, fewer than the codebook has; 0: none",
     "delta": "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)",
     "cutoff": "what delta limits: tvd, ratio or jsd",
     "metric": "by which codes are near: l2, raw, cosine, random, or rank (of jacobi): by the target's own probability",
@@ -362,16 +382,16 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
 }
 CONTINUOUS_PARAMETERS = {
     "num_iter": "target forwards of MAR's own decoding; 0: one for each token",
-    "steps_first": "denoising steps of the first tokens; 0: the model's own number",
+    "steps_first": "denoising steps of the first tokens, at most the model's; 0: the model's own number",
     "steps_last": "denoising steps of the last tokens, linearly between (DiSA); 0: the model's own number",
-    "gamma": "tokens that a step drafts",
+    "gamma": f"tokens that a step drafts, at most {MAX_GUESSES}",
     "prefill": "share of the tokens that the target draws alone, first",
     "variant": "of the density ratio: paper, released or path",
     "distance_temperature": "divides the last denoising step's distances",
     "conditioning": "exact: a draft is verified given those before it; block: given the step's start",
     "truncate": "true: what follows a step's first rejection is drafted anew; false: it is kept",
     "aligned": "true: draft and target denoise the same noise",
-    "max_tries": "of resampling, before the target draws its own sample",
+    "max_tries": f"of resampling, before the target draws its own sample; at most {MAX_TRIES}",
     "guidance_schedule": "how guidance grows with the known tokens: linear, constant, or released (linear, but for the "
                          "last tokens)",
 }
@@ -406,7 +426,7 @@ def every_parameter_of(m: Method | ContinuousMethod) -> dict:
     return parameters_of(replace(m, seed_exact=False, window=m.max_depth)) | parameters_of(m)
 
 
-def method(name: str, **parameters) -> Method | ContinuousMethod:
+def method(name: str, /, **parameters) -> Method | ContinuousMethod:
     """The method of that name with some parameters changed (those that are None stay).
 
     Raises:
@@ -431,8 +451,8 @@ def method(name: str, **parameters) -> Method | ContinuousMethod:
     if base.drafting == "static" and "depth" in changed:
         if "tree" in changed:
             raise ValueError("depth and tree must not be given together: a static tree has its own depth")
-        if changed["depth"] < 1:
-            raise ValueError(f"depth must be at least 1, got {changed['depth']}")
+        if not is_count(changed["depth"], 1, MAX_DEPTH):
+            raise ValueError(f"depth must be {count_within(1, MAX_DEPTH)}, got {changed['depth']!r}")
         changed["tree"] = f"chain-{changed.pop('depth')}"
     if isinstance(changed.get("omega"), (tuple, list)):
         changed.setdefault("nu", 0.0)
@@ -446,7 +466,7 @@ def method(name: str, **parameters) -> Method | ContinuousMethod:
     return replace(base, **changed)
 
 
-def parse_method(text: str, **parameters) -> Method | ContinuousMethod:
+def parse_method(text: str, /, **parameters) -> Method | ContinuousMethod:
     """A method as it is written on the command line, "name" or "name:parameter=value:...", e.g.
     "adt-tree:start=vertical:widths=4,13".
 

@@ -8,6 +8,7 @@ from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, gu
 
 from ..models.interface import Drafter, TargetModel, id_range
 from .batching import Rows
+from .limits import MAX_NUMBER, MAX_TOP_K, count_within, is_count, is_number
 
 # streams of philox_uniforms: what a number is used for
 ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, RESAMPLE, RESAMPLE_NOISE, FRESH = range(9)
@@ -32,35 +33,30 @@ class Sampling(Rows):
         """The same number for all requests, or a list with one for each.
 
         Raises:
-            ValueError: seeds are no list of whole numbers of 64 bits, temperature < 0, top_k < 0, top_p outside (0, 1],
-                guidance not finite, a list of another length
+            ValueError: seeds are no list of whole numbers of 64 bits, temperature < 0, top_k no whole number of at
+                least 0, top_p outside (0, 1], guidance not finite, what does not fit into 32 bits, a list of another
+                length
         """
-        if not isinstance(seeds, (list, tuple, range)) or not all(isinstance(seed, int) for seed in seeds):
-            raise ValueError(f"seeds must be a list of whole numbers, one for each image, got {seeds!r}")
-        for seed in seeds:
-            if not -2**63 <= seed < 2**63:
-                raise ValueError(f"seeds must be within [-2**63, 2**63), got {seed}")
+        check_seeds(seeds)
 
         def each(name, value, dtype, holds, wanted):
             values = list(value) if isinstance(value, (list, tuple)) else [value] * len(seeds)
             if len(values) != len(seeds):
                 raise ValueError(f"{name} must be one number or {len(seeds)}, one for each seed, got {len(values)}")
             for one in values:
-                try:
-                    is_right = holds(one)
-                except TypeError:  # no number
-                    is_right = False
-                if not is_right:
+                if not holds(one):
                     raise ValueError(f"{name} must be {wanted}, got {one!r}")
             return torch.tensor(values, dtype=dtype, device=device)
 
-        infinity = float("inf")
         return Sampling(
             torch.tensor(seeds, dtype=torch.int64, device=device),
-            each("guidance", guidance, torch.float32, lambda x: abs(x) < infinity, "a finite number"),
-            each("temperature", temperature, torch.float32, lambda x: 0 <= x < infinity, "at least 0 and finite"),
-            each("top_k", top_k, torch.int32, lambda x: x >= 0, "at least 0"),
-            each("top_p", top_p, torch.float32, lambda x: 0 < x <= 1, "within (0, 1]"))
+            each("guidance", guidance, torch.float32, lambda x: is_number(x, -MAX_NUMBER),
+                 "a finite number in 32 bits"),
+            each("temperature", temperature, torch.float32, lambda x: is_number(x, 0),
+                 "at least 0 and finite in 32 bits"),
+            each("top_k", top_k, torch.int32, lambda x: is_count(x, 0, MAX_TOP_K),
+                 count_within(0, MAX_TOP_K)),
+            each("top_p", top_p, torch.float32, lambda x: is_number(x, 0, 1) and x > 0, "within (0, 1]"))
 
     def __getitem__(self, requests: list[int]) -> "Sampling":
         return Sampling(*(getattr(self, name)[requests] for name in self.ROWS))
@@ -96,6 +92,15 @@ class Sampling(Rows):
     @property
     def greedy(self) -> Tensor:
         return self.temperature == 0
+
+
+def check_seeds(seeds: list[int]) -> None:
+    """ValueError unless these are whole numbers of 64 bits."""
+    if not isinstance(seeds, (list, tuple, range)) or not all(isinstance(seed, int) for seed in seeds):
+        raise ValueError(f"seeds must be a list of whole numbers, one for each image, got {seeds!r}")
+    for seed in seeds:
+        if not -2**63 <= seed < 2**63:
+            raise ValueError(f"seeds must be within [-2**63, 2**63), got {seed}")
 
 
 def cfg_inputs(model: TargetModel, condition: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Draft trees: static ones by name, from a file, or as paths; adaptive ones by the state of an image (ADT-Tree)."""
 import difflib
 import json
-import math
+import os
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from ..models.interface import rows_and_columns
 from .batching import Rows
+from .limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, MAX_TOKENS, count_within, is_count, is_number
+
+MAX_FILE = 2**20  # bytes of a file with a tree; one of MAX_NODES has far fewer
 
 # The trees of the released decoders (EAGLE, Medusa, LANTERN): how many children each node has, level by level, in
 # order; the nodes left out at the end of a level have none.
@@ -40,18 +44,22 @@ class StaticTree:
         are verified in this order, so a node may not be there without its older siblings.
 
         Raises:
-            ValueError: not a list of lists of child numbers; or a path is empty, is there twice, or is there without
-                its parent or without the sibling before it
+            ValueError: not a list of lists of child numbers; more than MAX_NODES nodes or MAX_DEPTH levels; or a path
+                is empty, is there twice, or is there without its parent or without the sibling before it
         """
         def wrong(problem):
             return ValueError(f"tree must be a list of paths like [[0], [1], [0, 0]]: {problem}")
 
         if not isinstance(paths, (list, tuple)) or not paths:
             raise wrong(f"got {paths!r}")
+        if len(paths) >= MAX_NODES:
+            raise wrong(f"it must have at most {MAX_NODES} nodes, the root counted, got {len(paths)} paths")
         nodes = {(): 0}
         for path in paths:
             if not isinstance(path, (list, tuple)) or not path or not all(type(i) is int and i >= 0 for i in path):
                 raise wrong(f"got the path {path!r}")
+            if len(path) > MAX_DEPTH:
+                raise wrong(f"it must have at most {MAX_DEPTH} levels, got a path of {len(path)}")
         for path in sorted(map(tuple, paths), key=lambda path: (len(path), path)):
             if path in nodes:
                 raise wrong(f"{list(path)} is there twice")
@@ -65,6 +73,8 @@ class StaticTree:
 
     @staticmethod
     def chain(depth: int) -> "StaticTree":
+        if not is_count(depth, 1, MAX_DEPTH):
+            raise ValueError(f"depth of a chain must be {count_within(1, MAX_DEPTH)}, got {depth}")
         return StaticTree(tuple(range(-1, depth)), tuple(range(depth + 1)))
 
     @property
@@ -79,7 +89,7 @@ class StaticTree:
     @property
     def max_width(self) -> int:
         """How many children a node has at most."""
-        return max(self.parents.count(n) for n in range(len(self.parents)))
+        return max(Counter(self.parents[1:]).values())
 
     def level(self, depth: int) -> list[int]:
         """The nodes at this depth."""
@@ -107,18 +117,25 @@ def static_tree(name: str | tuple) -> StaticTree:
             paths += level
         return StaticTree.of(paths)
     chain, _, depth = name.partition("-")
-    if chain == "chain" and depth.isdecimal() and int(depth) > 0:
+    if chain == "chain" and depth.isdecimal() and depth.strip("0"):
         return StaticTree.chain(int(depth))
-    if name.endswith(".json") and Path(name).is_file():
-        try:
-            return StaticTree.of(json.loads(Path(name).read_text()))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"tree {name} is no JSON: {error}") from error
     if name.endswith(".json"):
-        raise ValueError(f"tree {name} is not a file")
+        return StaticTree.of(read_paths(name))
     near = difflib.get_close_matches(name, TREES, n=2, cutoff=0.4)
     raise ValueError(f"tree must be one of {', '.join(TREES)}, chain-<depth> or a .json file of paths, got {name!r}"
                      + (f"; did you mean {' or '.join(near)}?" if near else ""))
+
+
+def read_paths(name: str) -> object:
+    """What a JSON file with a tree holds."""
+    try:
+        if (size := os.stat(name).st_size) > MAX_FILE:
+            raise ValueError(f"tree {name} must be a file of at most {MAX_FILE} bytes, got {size}")
+        return json.loads(Path(name).read_text())
+    except OSError as error:
+        raise ValueError(f"tree {name} is not a file that can be read: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"tree {name} is no JSON: {error}") from error
 
 
 STARTS = ("horizontal", "vertical", "random", "tokenflock")
@@ -156,17 +173,19 @@ class Adaptation:
     def __post_init__(self):
         if self.start not in STARTS:
             raise ValueError(f"start must be one of {', '.join(STARTS)}, got {self.start!r}")
-        if not 0 <= self.beta <= 1:
+        if not is_number(self.beta, 0, 1):
             raise ValueError(f"beta must be within [0, 1], got {self.beta}")
-        if not 1 <= self.radius < math.inf:
-            raise ValueError(f"radius must be at least 1 and finite, got {self.radius}")
-        for name, low in (("depth_step", 0), ("width_step", 0), ("flat_depth", 1), ("flat_width", 1)):
-            if getattr(self, name) is not None and getattr(self, name) < low:
-                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
-        for name in ("depths", "widths"):
+        if not is_number(self.radius, 1, MAX_TOKENS):
+            raise ValueError(f"radius must be within [1, {MAX_TOKENS}], got {self.radius}")
+        for name, low, high in (("depth_step", 0, MAX_DEPTH), ("width_step", 0, MAX_CHILDREN),
+                                ("flat_depth", 1, MAX_DEPTH), ("flat_width", 1, MAX_CHILDREN)):
+            value = getattr(self, name)
+            if not is_count(value, low, high) and (value is not None or name.endswith("step")):
+                raise ValueError(f"{name} must be {count_within(low, high)}, got {value}")
+        for name, limit in (("depths", MAX_DEPTH), ("widths", MAX_CHILDREN)):
             low, high = getattr(self, name)
-            if not 1 <= low <= high:
-                raise ValueError(f"{name} must be 1 <= least <= most, got {low} and {high}")
+            if not is_count(low, 1, limit) or not is_count(high, low, limit):
+                raise ValueError(f"{name} must be 1 <= least <= most <= {limit}, got {low} and {high}")
 
 
 class Shapes(Rows):

@@ -6,6 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .sizes import check_sizes
 from .vq import AttnBlock, Resample, ResBlock
 
 
@@ -19,6 +20,9 @@ class KLConfig:
     z_channels: int = 16
     groups: int = 32               # of the group norms
     scale: float = 0.2325          # a token is its latent times this
+
+    def __post_init__(self):
+        check_sizes(self)
 
     @property
     def stride(self) -> int:

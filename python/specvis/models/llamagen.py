@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .interface import Nodes
 from .layers import Cache, Linear, NodesReading, Packing, Reading, grid_rotations, rotations_at, times
+from .sizes import check_sizes
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self):
+        check_sizes(self)
         if (self.classes is None) == (self.caption_dim is None):
             raise ValueError("set exactly one of classes and caption_dim, "
                              f"got classes={self.classes}, caption_dim={self.caption_dim}")

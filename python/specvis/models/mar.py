@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .diffloss import NORM_EPS, DiffLoss
 from .llamagen import CaptionProjection
+from .sizes import check_sizes
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class MARConfig:
     clip_sample_range: float | None = None   # a denoising step clamps its predicted x_0 to this; None: it does not
 
     def __post_init__(self):
+        check_sizes(self)
         if self.classes is not None and self.caption_dim is not None:
             raise ValueError("set at most one of classes and caption_dim, "
                              f"got classes={self.classes}, caption_dim={self.caption_dim}")

@@ -6,6 +6,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .sizes import check_sizes
+
 
 @dataclass(frozen=True)
 class VQConfig:
@@ -20,6 +22,9 @@ class VQConfig:
     codebook_dim: int = 8
     groups: int = 32               # of the group norms
     patch: int = 1                 # blocks of patch x patch pixels are folded into channels first; VQ-16: 1
+
+    def __post_init__(self):
+        check_sizes(self)
 
     @property
     def stride(self) -> int:

@@ -1,0 +1,113 @@
+"""Exit statuses: what fails is one line on stderr and a status, and no traceback, at any moment."""
+import os
+import signal
+import subprocess
+import sys
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+
+from specvis.cli.commands import Commands
+from specvis.cli.main import main
+
+PROGRAM = [sys.executable, "-m", "specvis"]
+
+
+def failing(error):
+    """A group with a command that raises this."""
+    group = Commands("program", package="none", imported={})
+
+    @group.command("fail")
+    def fail():
+        raise error
+
+    return CliRunner().invoke(group, ["fail"])
+
+
+@pytest.mark.parametrize("error, status, line", [
+    (ValueError("k must be at least 0,\ngot -1"), 2, "Error: k must be at least 0, got -1"),
+    (click.ClickException("pictures differ"), 1, "Error: pictures differ"),
+    (click.UsageError("one too many"), 2, "Error: one too many (see program fail --help)"),
+    (OSError(28, "No space left on device", "a.png"), 3, "Error: No space left on device: a.png"),
+    (OSError("odd"), 3, "Error: odd"),
+    (MemoryError(), 3, "Error: memory was refused"),
+    (MemoryError("of 8 TB"), 3, "Error: memory was refused: of 8 TB"),
+    (torch.OutOfMemoryError("CUDA out of memory.\nTried"), 3, "Error: memory was refused: CUDA out of memory."),
+    (KeyboardInterrupt(), 130, "Aborted!"),
+    (BrokenPipeError(32, "Broken pipe"), 141, ""),
+])
+def test_what_fails_is_one_line_and_a_status(error, status, line):
+    result = failing(error)
+    assert (result.exit_code, result.stderr.strip()) == (status, line)
+    assert result.stdout == ""
+
+
+def test_memory_that_torch_refuses_is_one_line():
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**59, dtype=torch.uint8)
+    result = failing(refused.value)
+    assert result.exit_code == 3 and result.stderr.startswith("Error: memory was refused: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_fault_of_the_programs_own_keeps_its_traceback():
+    error = RuntimeError("shapes differ")
+    assert failing(error).exception is error
+
+
+@pytest.mark.parametrize("command", ["methods", "--help"])
+def test_a_full_disk_or_a_reader_that_went(command):
+    with open("/dev/full", "w") as full:
+        said = subprocess.run([*PROGRAM, command], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (said.returncode, said.stderr) == (3, "Error: No space left on device\n")
+    read, write = os.pipe()
+    os.close(read)
+    said = subprocess.run([*PROGRAM, command], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (said.returncode, said.stderr) == (141, "")
+
+
+def answer_interruptions():
+    """A command that a script has put in the background is deaf to Ctrl-C, and so is what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("program", ["specvis", "specvis.train"])
+@pytest.mark.parametrize("module", ["click.core", "numpy", "torch._C", "torch.nn"])
+def test_an_interruption_during_imports_is_quiet(program, module):
+    """-X importtime writes a line when a module is imported."""
+    arguments = ["info"] if program == "specvis" else ["gpt", "--help"]
+    process = subprocess.Popen([sys.executable, "-X", "importtime", "-m", program, *arguments],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=answer_interruptions)
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.endswith(f" {module}\n"):
+            process.send_signal(signal.SIGINT)
+            break
+    said += process.stderr.readlines()
+    assert process.wait() == 130
+    assert not [line for line in said if not line.startswith("import time:")]
+
+
+def test_an_interruption_at_work_is_one_line(weights, tmp_path):
+    process = subprocess.Popen([*PROGRAM, "generate", "--prompt", "red heart", "--model", weights, "-n", "1000",
+                                "--method", "mar:steps_first=8", "--out", tmp_path / "x.png"],
+                               stderr=subprocess.PIPE, text=True, preexec_fn=answer_interruptions)
+    # the bar is drawn on terminals only: the kernels' library is mapped just before the model is read
+    while process.poll() is None and "_ops.so" not in open(f"/proc/{process.pid}/maps").read():
+        pass
+    process.send_signal(signal.SIGINT)
+    said = process.stderr.read()
+    assert process.wait() == 130 and said in ("", "\nAborted!\n", "Aborted!\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_methods_tells_of_one_method():
+    result = CliRunner().invoke(main, ["methods", "lantern:k=30"])
+    assert result.exit_code == 0 and "k 30" in result.output and "nearest codes" in result.output
+    assert "eagle1" not in result.output and "continuous" not in result.output
+    assert CliRunner().invoke(main, ["methods", "no-such"]).exit_code == 2
