@@ -1,0 +1,54 @@
+"""Attention, and the table of neighbors."""
+import numpy as np
+
+from tests.fuzz.statuses.common import outside, some
+
+
+def tree_attention(a, out):
+    q, k, v = (a[name].astype(np.float64) for name in ("q", "k_cache", "v_cache"))
+    R, N, H, D = q.shape
+    (T, Hkv), (B, _, W) = k.shape[1:3], a["ancestors"].shape
+    scale = D ** -0.5 if a["scale"] is None else a["scale"]
+
+    def of_row(r):
+        b, length = r % B, int(a["lengths"][r % B])
+        for n in range(N):
+            bits = sum((int(word) & (2**64 - 1)) << 64 * w for w, word in enumerate(a["ancestors"][b, n]))
+            seen = [t for t in range(T) if length >= 0 and (
+                t < length and (a["key_mask"] is None or t >= a["key_mask"].shape[1] or a["key_mask"][r, t])
+                or 0 <= t - length < 64 * W and bits >> (t - length) & 1)]
+            for h in range(H):
+                expected = np.zeros(D)
+                if seen:
+                    scores = k[r, seen, h // (H // Hkv)] @ q[r, n, h] * scale
+                    weights = np.exp(scores - scores.max())
+                    expected = weights / weights.sum() @ v[r, seen, h // (H // Hkv)]
+                if not np.allclose(out[0][r, n, h], expected, rtol=1e-2, atol=4e-3):
+                    return f"node {n}, head {h}: {out[0][r, n, h][:4]}, by the docstring {expected[:4]}"
+        return None
+
+    for r in list(some(R))[:4]:
+        what = of_row(r)
+        if what:
+            return f"row {r}: {what}"
+    return None
+
+
+def codebook_neighbors(a, out):
+    table, V = out[0].astype(np.int64), len(a["codebook"])
+    what = outside("neighbors", table, V)
+    if what:
+        return what
+    for i, row in enumerate(table.tolist()):
+        if len({*row, i}) != a["k"] + 1:
+            return f"neighbors of code {i} are {row}"
+    if a["metric"] != "l2" or a["normalize"] or not (np.abs(a["codebook"]) < 1e6).all():
+        return None
+    codes = a["codebook"].astype(np.float64)
+    for i in some(V):
+        distances = ((codes[i] - codes) ** 2).sum(1)
+        distances[i] = np.inf
+        nearest = np.sort(distances)[:a["k"]]
+        if not np.allclose(distances[table[i]], nearest, rtol=1e-9, atol=1e-9 * (codes ** 2).sum(1).max()):
+            return f"neighbors of code {i} are not the nearest"
+    return None

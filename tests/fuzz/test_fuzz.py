@@ -1,0 +1,159 @@
+"""A fixed part of what `python -m tests.fuzz` runs, and that it finds what is wrong."""
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import specvis_kernels
+from specvis_kernels import _dispatch
+from tests.fuzz import cases, check, shrink, workers
+from tests.kernels.inputs import DEVICE
+from tests.kernels.test_every_op import as_tuple
+
+pytestmark = [pytest.mark.skipif(DEVICE != "cpu", reason="the cases are for backends that run on a CPU"),
+              pytest.mark.filterwarnings("ignore")]
+STATUS_BITS = {name: getattr(specvis_kernels, name) for name in (
+    "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES")}
+HAVE_STATUS = [op for op in cases.ops() if " status:" in getattr(specvis_kernels, op).__doc__.split("Returns:")[1]]
+
+
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("op", cases.ops())
+def test_nothing_is_found(op, part):
+    for number in range(cases.TURN * part, cases.TURN * (part + 1)):
+        assert check.check(cases.make(op, number)) == []
+
+
+@pytest.mark.parametrize("op", HAVE_STATUS)
+def test_the_cases_reach_every_status(op):
+    """Each bit that the docstring names, and rows that are well."""
+    says = getattr(specvis_kernels, op).__doc__.split(" status:")[1].split("Raises:")[0]
+    missing = {bit for name, bit in STATUS_BITS.items() if name in says} | {0}
+    for number in range(4 * cases.TURN):
+        case = cases.make(op, number)
+        result = check.outcome(op, case.named, None)
+        if not isinstance(result, ValueError):
+            missing -= {bit for bit in missing if ((result.status & bit != 0) if bit else result.status == 0).any()}
+        if not missing:
+            return
+    raise AssertionError(f"no case of {op} has the status bits {missing}")
+
+
+def test_a_number_is_a_case():
+    for op in cases.ops():
+        one, other = (cases.make(op, 5) for _ in range(2))
+        assert shrink.literal([one.named]) == shrink.literal([other.named]) and one.environment == other.environment
+
+
+def found(op, monkeypatch, wrong, backend="wrong", most=64):
+    """The case and the first finding among so many cases, if wrong(outputs, arguments) changes the oracle's outputs."""
+    oracle = _dispatch._kernels[op]["oracle"]
+
+    def kernel(*arguments):
+        outputs = [a.clone() for a in as_tuple(oracle(*arguments))]
+        wrong(outputs, arguments)
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    monkeypatch.setitem(_dispatch._kernels[op], backend, kernel)
+    for number in range(most):
+        case = cases.make(op, number)
+        findings = check.check(case, [] if backend == "oracle" else [backend])
+        if findings:
+            return case, findings[0]
+    raise AssertionError(f"nothing was found in {most} cases")
+
+
+def one_off(outputs, _):
+    """The last element of the first output is another."""
+    if outputs[0].numel():
+        outputs[0].view(-1)[-1:] = ~outputs[0].view(-1)[-1:] if outputs[0].dtype == torch.bool else torch.where(
+            outputs[0].view(-1)[-1:] == 1, 0, 1).to(outputs[0].dtype)
+
+
+def without_status(outputs, _):
+    outputs[-1].zero_()
+
+
+@pytest.mark.parametrize("op", cases.ops())
+def test_a_wrong_element_is_found(op, monkeypatch):
+    case, finding = found(op, monkeypatch, one_off, most=4)
+    assert finding.backend == "wrong" and finding.what.startswith("output 0 at ")
+
+
+@pytest.mark.parametrize("op", HAVE_STATUS)
+def test_a_missing_status_is_found(op, monkeypatch):
+    """Of a kernel, and of the oracle itself, which only the docstrings contradict."""
+    case, finding = found(op, monkeypatch, without_status)
+    assert finding.backend == "wrong"
+    case, finding = found(op, monkeypatch, without_status, "oracle")
+    assert finding.backend == "oracle" and "Error" not in finding.what
+
+
+def test_an_input_that_is_written_is_found(monkeypatch):
+    def write(_, arguments):
+        arguments[2].mul_(0.5)
+
+    _, finding = found("sample_residual", monkeypatch, write)
+    assert finding.what.startswith("AssertionError: sample_residual wrote to an input")
+
+
+def test_an_error_is_found(monkeypatch):
+    def fail(_, arguments):
+        if arguments[0].shape[1] == 3:
+            raise RuntimeError("three tokens")
+
+    _, finding = found("sample_residual", monkeypatch, fail)
+    assert finding.what == "RuntimeError: three tokens"
+
+
+def test_what_is_found_shrinks_to_a_test(monkeypatch):
+    """The wrong kernel draws the token behind the right one if a row has a NaN beside it."""
+    def wrong(outputs, arguments):
+        has_draft = arguments[1] is not None
+        outputs[0] += (arguments[0].isnan().any(1) & has_draft).long()
+
+    case, finding = found("sample_residual", monkeypatch, wrong)
+    small = shrink.shrink(case, "wrong")
+    assert small.named["target_probs"].shape == (1, 1) and small.named["target_probs"].isnan().all()
+    assert small.named["draft_probs"].tolist() == [[0.0]] and small.named.get("omega") is None
+    test = shrink.as_test(small, "wrong", finding.what)
+    space = {}
+    exec(test, space)
+    with pytest.raises(AssertionError):
+        space["test_sample_residual_as_fuzzed"]()
+    monkeypatch.setitem(_dispatch._kernels["sample_residual"], "wrong", _dispatch._kernels["sample_residual"]["oracle"])
+    space["test_sample_residual_as_fuzzed"]()
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.tensor([0.1, float("nan"), -float("inf"), -0.0, 1e-45]), torch.tensor([[True, False]]),
+    torch.arange(6.0).view(2, 3).t(), torch.arange(4).expand(3, 4), torch.zeros(0, 3), torch.arange(4.0)[1:3],
+    torch._neg_view(torch.arange(3.0)), torch.tensor([0.1, 70000.0], dtype=torch.bfloat16),
+    torch.tensor([1, 65535], dtype=torch.uint16), torch.tensor([-2**63, 2**63 - 1])])
+def test_a_tensor_is_written_as_it_is(tensor):
+    again = eval(shrink.literal(tensor), {"torch": torch})
+    assert again.dtype == tensor.dtype and again.stride() == tensor.stride() and again.is_neg() == tensor.is_neg()
+    torch.testing.assert_close(again, tensor, rtol=0, atol=0, equal_nan=True)
+    assert again.storage_offset() == tensor.storage_offset()
+
+
+def test_a_process_that_ends_is_a_finding_and_another_goes_on():
+    said = []
+    totals = workers.run(["no_such_op"], 7, 0.1, 1, False, {}, said.append)
+    first, *others = totals.found
+    assert (first["op"], first["number"], first["backend"]) == ("no_such_op", 7, "process")
+    assert "KeyError: 'no_such_op'" in first["what"]
+    assert [finding["number"] for finding in others] == [8 + i for i in range(len(others))]
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "fuzz.json"
+    options = ["--op", "tree_links", "--minutes", "0.05", "--workers", "1", "--seed", "3", "--json", path]
+    run = subprocess.run([sys.executable, "-m", "tests.fuzz", *options], cwd=workers.ROOT, capture_output=True,
+                         text=True)
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    written = json.loads(path.read_text())
+    assert written["first"] == 3 <= written["last"]["tree_links"] and written["found"] == []
+    assert written["ops"]["tree_links"]["cpu"]["rows"] > 0 and "tree_links" in run.stdout
