@@ -146,4 +146,6 @@ def count(op: str, case: tuple) -> dict[str, int]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("benchmarks.executed is run by python -m benchmarks.bounds, with an op and its sizes")
     run_here(*sys.argv[1:])

@@ -109,7 +109,11 @@ for name in "$@"; do
     [[ " ${names[*]} " == *" $name "* ]] || { echo "no part $name, only ${names[*]}"; exit 2; }
 done
 
-gpu='import torch; assert torch.cuda.is_available(), "no GPU"; print("%d.%d" % torch.cuda.get_device_capability())'
+gpu='import sys
+try: import torch
+except ImportError: sys.exit("PYTHON must be an interpreter that has torch")
+if not torch.cuda.is_available(): sys.exit("torch finds no GPU here: make gpu is for a machine that has one")
+print("%d.%d" % torch.cuda.get_device_capability())'
 TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
 export TORCH_CUDA_ARCH_LIST
 built=built-$TORCH_CUDA_ARCH_LIST-$(cat setup.py csrc/* | sha256sum | cut -c1-12).tar

@@ -340,7 +340,7 @@ def main():
         results.write()
         try:
             add(measure(op, case, backend, copy, options.seconds))
-        except Exception as error:
+        except Exception as error:  # whatever it is: the row says it, and the other rows are still measured
             content["errors"].append(content["running"] | {"error": f"{type(error).__name__}: {error}"[:2000]})
             print(f"{op} {format_case(case)} {backend}: {content['errors'][-1]['error']}", flush=True)
             if not isinstance(error, AssertionError):

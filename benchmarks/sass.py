@@ -131,12 +131,12 @@ class Routine:
         for first, block in blocks.items():
             after = first + len(block.instructions)
             block.next = [i for i in self.following(after - 1) if i in blocks]
-        reached, todo = {0}, [0]
-        while todo:
-            for following in blocks[todo.pop()].next:
+        reached, waiting = {0}, [0]
+        while waiting:
+            for following in blocks[waiting.pop()].next:
                 if following not in reached:
                     reached.add(following)
-                    todo.append(following)
+                    waiting.append(following)
         return {first: block for first, block in blocks.items() if first in reached}
 
     def following(self, i: int) -> list[int]:
@@ -210,12 +210,12 @@ class Routine:
             for head in block.next:
                 if self.dominates(head, first):
                     body = bodies.setdefault(head, {head})
-                    todo = [first]
-                    while todo:
-                        inside = todo.pop()
+                    waiting = [first]
+                    while waiting:
+                        inside = waiting.pop()
                         if inside not in body:
                             body.add(inside)
-                            todo += before.get(inside, [])
+                            waiting += before.get(inside, [])
         loops = []
         for head, body in sorted(bodies.items(), key=lambda item: (-len(item[1]), item[0])):
             depth = sum(head in outer and head != other for other, outer in bodies.items())
@@ -575,7 +575,7 @@ def main():
     found = {}
     for file in options.file or [LIBRARY]:
         if not options.triton and not file.exists():
-            sys.exit(f"there is no {file}: build it with nvcc, python setup.py build_ext --inplace")
+            parser.error(f"there is no {file}: build it with nvcc, python setup.py build_ext --inplace")
         compiler, kernels = read_triton(options.ops) if options.triton else read_library(file, options.ops)
         found |= kernels
     if missing := [op for op in options.ops if op not in found]:
