@@ -65,12 +65,12 @@ def pytest_terminal_summary(terminalreporter):
         say("\ntests that passed, each holding one backend against the oracle or what is known of the result"
             + interpreted + ":\n" + ", ".join(f"{backend} {tests}" for backend, tests in COMPARED.items()))
     for compiler, kernels in MEASURED.items():
-        gpus = next(iter(kernels.values()))
+        gpus = dict.fromkeys(gpu for row in kernels.values() for gpu in row)
         say(f"\nregisters / bytes spilled / bytes shared, {compiler}\n"
             f"{'the most of any variant':24}" + "".join(f"{gpu:>17}" for gpu in gpus))
         for kernel, row in kernels.items():
-            cells = "".join(f"{'%d / %d / %d' % row[gpu][:3]:>17}" for gpu in gpus)
-            spills = ", ".join(f"{gpu} at sizes {row[gpu][3]}" for gpu in gpus if row[gpu][1])
+            cells = "".join(f"{'%d / %d / %d' % row[gpu][:3] if gpu in row else '':>17}" for gpu in gpus)
+            spills = ", ".join(f"{gpu} at sizes {row[gpu][3]}" for gpu in row if row[gpu][1])
             say(f"{kernel:24}{cells}" + f"  spills most: {spills}" * bool(spills))
 
 

@@ -2,6 +2,7 @@
 import json
 import re
 import time
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -10,9 +11,13 @@ from PIL import Image
 
 import specvis_kernels
 from benchmarks import bounds, sass
+from specvis.cli import options
 from specvis.cli.main import main
+from specvis.decoding import limits
 from specvis.decoding.methods import CONTINUOUS, METHODS, PARAMETERS
+from specvis_kernels import _dispatch
 
+generate = import_module("specvis.cli.generate")  # the module, not the command
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
@@ -133,6 +138,21 @@ def test_links_lead_somewhere(path):
         assert not anchor or anchor in anchors(target), f"{name_of(path)} links to {link}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_tests_that_a_page_names_exist(page):
+    for file, name in re.findall(r"`([\w/]+\.py)::(\w+)`", page.read_text()):
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.M), f"{file}::{name}"
+
+
+def test_all_that_is_said_to_be_deterministic_has_a_test():
+    """Every row of every table, but for those of what was measured."""
+    page = (DOCS / "determinism.md").read_text().partition("## What was measured")[0]
+    rows = [row for row in re.findall(r"^\|(?!---).*\|$", page, re.M) if not row.endswith("| test |")]
+    assert len(rows) > 25
+    for row in rows:
+        assert "::test_" in row, row
+
+
 def test_the_site_lists_every_page():
     nav = re.search(r"^nav:\n((?: +- .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.M)[1]
     listed = re.findall(r": (\S+\.md)$", nav, re.M)
@@ -163,3 +183,18 @@ def test_measurements_have_a_command():
     for section in re.split(r"^## ", (DOCS / "measurements.md").read_text(), flags=re.M)[1:]:
         if re.search(r"\d\.\d", section) and not section.startswith("Not measured"):
             assert re.search(r"specvis (report|compare)|make (demo|bench|test)|python -[mX] ", section), section[:40]
+
+
+def test_the_page_of_faults_has_the_statuses_and_limits_that_hold():
+    text = (DOCS / "faults.md").read_text()
+    bits = {name: int(value) for name, value in re.findall(r"^\| `(\w+)` \| (\d+) \|", text, re.M)}
+    assert bits == {name: getattr(specvis_kernels, name) for name in vars(specvis_kernels)
+                    if name.isupper() and isinstance(getattr(specvis_kernels, name), int)}
+    rows = re.findall(r"^\| [^|]+ \| ([\d, ]+) \| `(M(?:AX|OST)\w*)`(?:, `(\w+)`)?", text, re.M)
+    found = {name: int(value) for values, *names in rows
+             for value, name in zip(values.split(", "), filter(None, names))}
+    places = (_dispatch, limits, generate, options)
+    assert len(found) == 12
+    assert found == {name: next(getattr(place, name) for place in places if hasattr(place, name)) for name in found}
+    for name in re.findall(r"`(tests/[\w/.]+)`", text):
+        assert (ROOT / name).exists(), name

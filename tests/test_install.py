@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -59,10 +60,19 @@ def empty(tmp_path_factory):
     return environment
 
 
+PIP = sys.executable, "-m", "pip", "--disable-pip-version-check"
+WHEEL = *PIP, "wheel", ".", "--no-build-isolation", "--no-deps", "-w"
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """What a wheel is built from, apart from the files of earlier builds; compiled objects are used again."""
-    folder = tmp_path_factory.mktemp("sources")
+    return copy_sources(tmp_path_factory.mktemp("sources"))
+
+
+def copy_sources(folder):
+    folder.mkdir(exist_ok=True)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, folder)
     for name in ("csrc", "specvis_kernels", "tests", *(f"build/{path.name}" for path in ROOT.glob("build/objects-*"))):
@@ -70,20 +80,36 @@ def sources(tmp_path_factory):
     return folder
 
 
+OPS = f"specvis_kernels-{specvis_kernels.__version__}"
+INFORMATION = "METADATA", "WHEEL", "RECORD", "top_level.txt"
+
+
+def ours(package: str, root: Path, *patterns: str) -> set[str]:
+    """The files of a package that a wheel must hold, and no others."""
+    return {str(path.relative_to(root)) for pattern in patterns for path in (root / package).rglob(pattern)}
+
+
+def read(wheel: Path, name: str) -> str:
+    return zipfile.ZipFile(wheel).read(name).decode()
+
+
 def test_the_wheel_works_with_torch_alone(empty, sources, tmp_path):
-    pip = sys.executable, "-m", "pip", "--disable-pip-version-check"
-    built = run(*pip, "wheel", ".", "--no-build-isolation", "--no-deps", "-w", tmp_path, cwd=sources)
+    built = run(*WHEEL, tmp_path, cwd=sources)
     assert built.returncode == 0, built.stdout
     wheel, = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.stat().st_size < 6e6 and "-py3-none-" in wheel.name
-    information = f"specvis_kernels-{specvis_kernels.__version__}.dist-info"
-    assert {name.partition("/")[0] for name in names} == {"specvis_kernels", information}
-    assert "specvis_kernels/py.typed" in names
-    assert {Path(name).suffix for name in names if name.startswith("specvis_kernels/")} <= {".py", ".so", ".typed"}
+    libraries = {name for name in names if name.endswith(".so")}
+    assert libraries <= {"specvis_kernels/_ops.so", "specvis_kernels/_ops_cuda.so"}
+    assert {*names} - libraries == ours("specvis_kernels", ROOT, "*.py", "py.typed") | {
+        f"{OPS}.dist-info/{name}" for name in (*INFORMATION, "licenses/LICENSE")}
+    assert "\nLicense-Expression: Apache-2.0\n" in read(wheel, f"{OPS}.dist-info/METADATA")
+    folders = [str(folder).encode() for folder in (sources, importlib.metadata.distribution("torch").locate_file(""))]
+    for name in libraries - {"specvis_kernels/_ops_cuda.so"}:  # nvcc writes into its own what it was linked with
+        assert not [folder for folder in folders if folder in zipfile.ZipFile(wheel).read(name)], name
 
     python = empty("torch")
-    installed = run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    installed = run(*PIP, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     assert installed.returncode == 0, installed.stdout
     program = """if True:
         import importlib.util, sys, torch, specvis_kernels
@@ -101,21 +127,91 @@ def test_the_wheel_works_with_torch_alone(empty, sources, tmp_path):
 def test_the_wheel_of_the_program_has_its_weights_and_its_command(tmp_path):
     sources = shutil.copytree(ROOT / "python", tmp_path / "python",
                               ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    built = run(sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", ".", "--no-build-isolation",
-                "--no-deps", "-w", tmp_path, cwd=sources)
-    assert built.returncode == 0, built.stdout
-    wheel, = tmp_path.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-any.whl")
+    wheels = []
+    for folder in (tmp_path, tmp_path / "again"):
+        built = run(*WHEEL, folder, cwd=sources, SOURCE_DATE_EPOCH="315532800")
+        assert built.returncode == 0, built.stdout
+        wheels += folder.glob("*.whl")
+    wheel, again = wheels
+    assert wheel.name.endswith("-py3-none-any.whl") and wheel.read_bytes() == again.read_bytes()
     files = zipfile.ZipFile(wheel)
     information = f"specvis-{specvis_kernels.__version__}.dist-info"
-    assert {name.partition("/")[0] for name in files.namelist()} == {"specvis", information}
-    for folder in ("specvis", "specvis/weights"):  # all of it, as it is here
-        expected = {path for path in (sources / folder).iterdir() if path.is_file()}
-        assert expected and all(files.read(f"{folder}/{path.name}") == path.read_bytes() for path in expected)
+    expected = ours("specvis", sources, "*.py", "weights/*")
+    assert len(expected) > 50 and {*files.namelist()} == expected | {f"{information}/{name}" for name in (
+        *INFORMATION, "entry_points.txt", "licenses/LICENSE", "licenses/specvis/weights/LICENSE")}
+    assert all(files.read(name) == (sources / name).read_bytes() for name in expected)
     assert files.read(f"{information}/entry_points.txt").decode().split("\n")[:2] == [
-        "[console_scripts]", "specvis = specvis.cli.main:main"]
+        "[console_scripts]", "specvis = specvis.__main__:main"]
     for license in ("LICENSE", "specvis/weights/LICENSE"):
         assert files.read(f"{information}/licenses/{license}") == (sources / license).read_bytes()
+    assert "\nLicense-Expression: Apache-2.0 AND MIT\n" in read(wheel, f"{information}/METADATA")
+    assert (ROOT / "python/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+    packed = run(sys.executable, "-c", "import setuptools; setuptools.setup()", "sdist", "--dist-dir", tmp_path,
+                 cwd=sources)
+    assert packed.returncode == 0, packed.stdout
+    assert {name for name in packed_in(tmp_path) if ".egg-info/" not in name} == expected | {
+        "LICENSE", "PKG-INFO", "pyproject.toml", "setup.cfg"}
+
+
+def packed_in(folder: Path) -> set[str]:
+    """The files of the one archive of sources that is there."""
+    archive, = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        return {member.name.partition("/")[2] for member in files if member.isfile()}
+
+
+def without_a_license(folder: Path) -> list[str]:
+    """The files of a folder that its LICENSE does not name, by a pattern or by their names."""
+    patterns = re.findall(r"[\w*]+\.\w+", (folder / "LICENSE").read_text())
+    return [path.name for path in sorted(folder.iterdir())
+            if path.name != "LICENSE" and not any(path.match(pattern) for pattern in patterns)]
+
+
+def test_every_file_of_data_has_a_license(tmp_path):
+    """The wheels hold code, whose license is at the top, and the weights' folder, as the tests above say."""
+    weights = ROOT / "python/specvis/weights"
+    assert not without_a_license(weights)
+    assert {path.name for path in weights.iterdir() if path.suffix == ".png"} == {"prompts.png"}  # some of it is MIT
+    shutil.copy(weights / "LICENSE", tmp_path)
+    for name in ("gpt.safetensors", "more.png", "prompts.png"):
+        (tmp_path / name).touch()
+    assert without_a_license(tmp_path) == ["more.png"]
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("source", [
+    "rows.cpp", pytest.param("commit_tokens.cu", marks=[pytest.mark.slow, pytest.mark.skipif(
+        not shutil.which("nvcc"), reason="needs nvcc")])])
+def test_a_wheel_is_the_same_from_another_folder(tmp_path, source):
+    """One object is compiled in each; the others are those of this folder's build. nvcc names kernels by the folder."""
+    wheels = []
+    for name in ("one", "two"):
+        folder = copy_sources(tmp_path / ("a" if source.endswith(".cu") else name))
+        for built in (folder / "build").rglob(f"{source}.o"):
+            built.unlink()
+        said = run(*WHEEL, tmp_path / f"{name}.wheel", cwd=folder, SOURCE_DATE_EPOCH="315532800",
+                   **{} if source.endswith(".cu") else {"SPECVIS_CUDA": "0"})
+        assert said.returncode == 0, said.stdout
+        wheels += (tmp_path / f"{name}.wheel").glob("*.whl")
+        shutil.rmtree(folder)
+    one, two = wheels
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_wheel_without_libraries_is_for_any_platform(sources, tmp_path):
+    """It says so, and that there was no compiler. Who insists on CUDA gets an error."""
+    command = sys.executable, "setup.py", "bdist_wheel", "--dist-dir", tmp_path
+    built = run(*command, cwd=sources, CXX="no-compiler")
+    assert built.returncode == 0 and built.stdout.startswith(
+        "specvis_kernels: no C++ compiler: built without C++ and CUDA kernels\n"), built.stdout
+    wheel, = tmp_path.glob("*.whl")
+    assert wheel.name == f"{OPS}-py3-none-any.whl"
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    assert "Root-Is-Purelib: true\n" in read(wheel, f"{OPS}.dist-info/WHEEL")
+    refused = run(*command, cwd=sources, CXX="no-compiler", SPECVIS_CUDA="1")
+    assert refused.returncode == 1
+    assert refused.stdout == "specvis_kernels: SPECVIS_CUDA=1, but there is no C++ compiler\n"
 
 
 @pytest.mark.parametrize("command", ["dist_info", "bdist_wheel", "editable_wheel", "build_ext"])
@@ -138,7 +234,11 @@ def test_a_build_with_an_old_torch_says_what_to_do(empty, sources, tmp_path):
 
 def test_sources_are_packed_without_torch(empty, sources, tmp_path):
     packed = run(empty("setuptools"), "setup.py", "sdist", "--dist-dir", tmp_path, cwd=sources)
-    assert packed.returncode == 0 and list(tmp_path.glob("*.tar.gz")), packed.stdout
+    assert packed.returncode == 0, packed.stdout
+    csrc = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").iterdir()}
+    assert {name for name in packed_in(tmp_path) if ".egg-info/" not in name} == csrc | ours(
+        "specvis_kernels", ROOT, "*.py", "py.typed") | {
+        "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
 
 
 def test_both_packages_have_one_version():

@@ -18,8 +18,8 @@ from specvis.models.diffloss import DiffLoss, Schedule
 from specvis.pipelines.discrete import SHIPPED, Pipeline
 from specvis.pipelines.mar import MARPair, Scaling
 from specvis.train import export
-from specvis.train.__main__ import main
 from specvis.train.data import hold_out, spelled_out, words_of
+from specvis.train.main import main
 from specvis.train.mar import Averaged, diffusion_loss
 from specvis.train.run import Run
 from tests.tiny import TINY

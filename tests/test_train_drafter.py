@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from specvis.decoding.sampling import Sampling
 from specvis.models.vq import VQ
 from specvis.pipelines.discrete import Pipeline
-from specvis.train.__main__ import main
 from specvis.train.drafter import Images, drafted
 from specvis.train.images import FolderImages, classes_of, square
+from specvis.train.main import main
 from specvis.train.run import Run
 from tests.pipelines.test_prompts import t5_folder
 from tests.tiny import tiny_pipeline, vq_config
@@ -106,7 +106,7 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(target, images, tmp_path, mo
         original(self, loss)
 
     monkeypatch.setattr(Run, "descend", stop)
-    assert train(*arguments, "--runs", tmp_path / "runs").exit_code == 1
+    assert train(*arguments, "--runs", tmp_path / "runs").exit_code == 130
     assert not (target / "drafter.safetensors").exists()
     monkeypatch.undo()
     monkeypatch.setattr(VQ, "encode", lambda *arguments: pytest.fail("the pictures were encoded before"))

@@ -18,7 +18,7 @@ import torch
 import specvis_kernels
 from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS_PARAMETERS, DRAFTERS, PARAMETERS
-from specvis.train.__main__ import main as train
+from specvis.train.main import main as train
 
 ROOT = Path(__file__).parent.parent
 KERNELS, PROGRAM = "specvis_kernels/* csrc/*", "python/specvis/*"
