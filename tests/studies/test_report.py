@@ -272,7 +272,9 @@ def test_single_pictures_are_timed_beside_the_baselines(study, pipeline, monkeyp
 
 
 def test_memory_grows_with_the_tree(study, pipeline):
-    small, large = (study.memory(Memory(parse_method(f"eagle2:depth=2:width=8:nodes={n}"))) for n in (4, 40))
+    jobs = [Memory(parse_method(f"eagle2:depth=2:width=8:nodes={n}")) for n in (4, 40)]
+    small, large = (study.memory(job) for job in jobs)
+    assert [study._peak(job) for job in jobs] == [small, large]  # the same bytes, whatever was measured before
     row = 4 * pipeline.gpt.config.vocabulary
     assert large - small > 36 * row                # of every node's probabilities at least
     assert study.memory(Memory(parse_method("vanilla"))) < small

@@ -1,8 +1,9 @@
 """The study of discrete tokens: whole pictures, seconds and memory of single ones, and what a report asks of them."""
+import gc
 import json
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from .page import Section
 from .quality import GROUPS, MORE_SCORES, Baseline, Score, quality
 
 MEMORY_STEPS = 12  # that memory is looked at for: caches have their full size from the first
+SECOND_TIME = "second time"  # a mark in the profile
 LEAST_IMAGES = 12  # with about so many the kernel distance of the strongest relaxation exceeds the noise
 
 
@@ -314,19 +316,23 @@ class DiscreteStudy(Study):
                 self.pipeline.tokens(self.prompts_of(0, 1), job.method, self.sampling_of(0, 1, job.temperature),
                                      stop_after_steps)
 
-        decode_some_steps()  # the first time weights are packed, and they do not count
-        cuda = self.pipeline.device.type == "cuda"
-        if cuda:
+        if self.pipeline.device.type == "cuda":
+            decode_some_steps()  # the first time weights are packed, and they do not count
             torch.cuda.reset_peak_memory_stats()
             allocated = torch.cuda.memory_allocated()
-        profile = nullcontext() if cuda else torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        with profile as profiler:
             decode_some_steps()
-        if cuda:
             return torch.cuda.max_memory_allocated() - allocated
-        changes = sorted((event.time_range.end, event.self_cpu_memory_usage) for event in profiler.events())
-        return int(np.cumsum([change for _, change in changes]).max())
+        # The profiler sees the first time too: of memory that it did not see allocated it knows no size, or a wrong
+        # one, that of an older profile's tensor at the same address.
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            decode_some_steps()
+            gc.collect()
+            with torch.profiler.record_function(SECOND_TIME):
+                decode_some_steps()
+        events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+        second = next(i for i, event in enumerate(events) if event.name() == SECOND_TIME)
+        allocated = np.cumsum([event.nbytes() if event.name() == "[memory]" else 0 for event in events])
+        return int(allocated[second:].max() - allocated[second])
 
 
 class StopDecoding(Exception):
