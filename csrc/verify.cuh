@@ -622,7 +622,7 @@ class Verifier {
         double mass = v == x ? static_cast<double>(decision.token_mass) : moves && is_treated ? 0.0 : masses[j];
         const float draft_mass = is_treated && !moves ? 0.0f : truncf(draft_probs[j] * static_cast<float>(kFixedOne));
         if (mass > 0) mass = residual_mass(mass, unit, static_cast<double>(draft_mass), draft_unit, slack_);
-        if (v == x) {  // with neighbors that are listed many times its mass may be large
+        if (v == x) {  // with its neighbors its mass may be the whole row's
           of_token = static_cast<int64_t>(mass);
           mass = static_cast<double>(of_token);
           draft_.here(v) = 0.0f;

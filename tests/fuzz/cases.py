@@ -51,7 +51,8 @@ class Case:
     named: dict
     backends: tuple[str, ...] = ()                              # those to be held against the oracle
     environment: dict[str, str] = field(default_factory=dict)   # the device that is emulated
-    rows: int = 1
+    rows: int = 1                                               # 0 if it may be refused
+    may_be_refused: bool = False
 
 
 class Maker(Values):
@@ -528,4 +529,6 @@ def make(op, number):
         if isinstance(a, torch.Tensor) and name not in written:
             named[name] = d.layout(a, name in KEEPS.get(op, ()))
     given = spoil(d, named) if number % TURN in REFUSED else named
-    return Case(op, number, given, backends_of(d, op, named), environment(d), rows)
+    may_be_refused = number % TURN in REFUSED or op == "codebook_neighbors" and not named["codebook"].isfinite().all()
+    return Case(op, number, given, backends_of(d, op, named), environment(d), 0 if may_be_refused else rows,
+                bool(may_be_refused))

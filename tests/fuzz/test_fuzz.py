@@ -108,6 +108,20 @@ def test_an_error_is_found(monkeypatch):
     assert finding.what == "RuntimeError: three tokens"
 
 
+@pytest.mark.parametrize("backend", ["wrong", "oracle"])
+def test_a_refusal_of_good_arguments_is_found(backend, monkeypatch):
+    def refuse(_, arguments):
+        raise ValueError("target_probs must be otherwise")
+
+    case, finding = found("sample_residual", monkeypatch, refuse, backend)
+    assert finding.what == "ValueError: target_probs must be otherwise" and case.rows > 0
+
+
+def test_a_refusal_for_another_reason_is_found():
+    assert check.difference("sample_residual", ValueError("one"), ValueError("other")) is not None
+    assert check.difference("sample_residual", ValueError("one"), ValueError("one")) is None
+
+
 def test_what_is_found_shrinks_to_a_test(monkeypatch):
     """The wrong kernel draws the token behind the right one if a row has a NaN beside it."""
     def wrong(outputs, arguments):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 300.0  # seconds that one case may take
+TO_START = 1200.0  # and a process before its first one, which may compile
 SHRUNK = 2        # cases of an op on a backend that are shrunk
 
 
@@ -94,13 +95,13 @@ def say(message):
 class Worker:
     """A process that runs cases."""
 
-    def __init__(self, index, settings, environment, messages):
-        self.index, self.settings, self.environment, self.messages = index, settings, environment, messages
-        self.at, self.since = None, time.monotonic()
+    def __init__(self, settings, environment, messages):
+        self.settings, self.environment, self.messages = settings, environment, messages
+        self.at = None
         self.start()
 
     def start(self):
-        self.errors = tempfile.TemporaryFile("w+")
+        self.errors, self.since = tempfile.TemporaryFile("w+"), time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.fuzz.workers", json.dumps(self.settings)], cwd=ROOT, stderr=self.errors,
             stdout=subprocess.PIPE, text=True, env=os.environ | self.environment, start_new_session=True)
@@ -124,8 +125,8 @@ def run(ops, first, minutes, count, is_sanitized, environment, show=print):
     """Totals of so many minutes in so many workers. An interruption ends it early."""
     totals, messages, began = Totals(), queue.Queue(), time.monotonic()
     deadline, shown = began + 60 * minutes, began
-    workers = [Worker(i, {"ops": ops, "numbers": {op: first + i for op in ops}, "step": count,
-                          "seconds": 60 * minutes, "is_sanitized": is_sanitized}, environment, messages)
+    workers = [Worker({"ops": ops, "numbers": {op: first + i for op in ops}, "step": count,
+                       "seconds": 60 * minutes, "is_sanitized": is_sanitized}, environment, messages)
                for i in range(count)]
     active = {*workers}
     try:
@@ -133,7 +134,7 @@ def run(ops, first, minutes, count, is_sanitized, environment, show=print):
             handle_next(messages, totals, active, deadline, show)
             totals.seconds = time.monotonic() - began
             for worker in active:
-                if worker.at and time.monotonic() - worker.since > PATIENCE:
+                if time.monotonic() - worker.since > (PATIENCE if worker.at else TO_START):
                     worker.process.kill()
             if time.monotonic() - shown > 5:
                 shown = time.monotonic()
@@ -170,10 +171,11 @@ def handle_next(messages, totals, active, deadline, show):
         totals.found.append(finding)
         show_finding(finding, show)
         if worker.at and time.monotonic() < deadline:  # go on behind the case
-            numbers = worker.settings["numbers"]
+            numbers, step = worker.settings["numbers"], worker.settings["step"]
             for name in numbers:
-                numbers[name] = max(numbers[name], totals.last.get(name, -1) + 1 + worker.index)
-            numbers[op] = max(numbers[op], number + worker.settings["step"])
+                behind = max(totals.last.get(name, -1) + 1 - numbers[name], 0)
+                numbers[name] += -(-behind // step) * step
+            numbers[op] = max(numbers[op], number + step)
             worker.settings["seconds"] = deadline - time.monotonic()
             worker.at = None
             worker.start()

@@ -130,17 +130,20 @@ def main(backend):
                     assert expected is not None, "the oracle refuses this"
                     for n, (a, b) in enumerate(zip(out, expected)):
                         rtol, atol = inputs.TOLERANCES.get(op, {}).get(n, (0, 0))
-                        assert same(a, b) or rtol or atol, f"output {n}: {a} and {b}"
+                        is_equal = torch.allclose(a, b, rtol, atol, equal_nan=True) if rtol or atol else same(a, b)
+                        assert is_equal, f"output {n}: {a} and {b}"
 
 
 @pytest.mark.skipif(inputs.DEVICE == "cuda", reason="an access out of bounds would hurt the GPU's context")
 @pytest.mark.parametrize("backend", SAFE)
 def test_what_does_not_fit_is_refused_past_python_too(backend):
+    if backend not in backends(OPS[-1]):
+        pytest.skip("it is not built")
     result = subprocess.run([sys.executable, "-m", __name__, backend], capture_output=True, text=True,
                             env=os.environ | {"TRITON_INTERPRET": "1"})
     last = result.stdout.strip().rpartition("\n")[2]
     assert result.returncode == 0, f"{last}: exit {result.returncode}\n{result.stderr[-2000:]}"
-    assert last.startswith(OPS[-1]) or backend == "cuda_emulated" and not last
+    assert last.startswith(OPS[-1])
 
 
 def named_arguments(op):
@@ -187,11 +190,11 @@ def test_rows_have_a_limit(op):
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda_emulated"])
 def test_what_does_not_fit_into_memory_is_a_memory_error(backend):
-    ancestors = torch.ones(2**13, 1, 1, dtype=torch.int64)
+    ancestors = torch.ones(1, 1, 1, dtype=torch.int64).expand(2**17, 1, 1)  # 2**48 elements: more than addresses
     if backend not in backends("tree_mask"):
         pytest.skip("it is not built")
-    with pytest.raises(MemoryError, match=r"tree_mask: there is no memory for a tensor \(8192, 1, 2147483647\)"):
-        specvis_kernels.tree_mask(ancestors, columns=2**31 - 1, lengths=torch.zeros(2**13).int(), backend=backend)
+    with pytest.raises(MemoryError, match=r"tree_mask: there is no memory for a tensor \(131072, 1, 2147483647\)"):
+        specvis_kernels.tree_mask(ancestors, columns=2**31 - 1, lengths=torch.zeros(2**17).int(), backend=backend)
 
 
 @pytest.mark.skipif(inputs.DEVICE == "cuda", reason="only a CPU's memory can be placed so")
