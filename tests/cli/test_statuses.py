@@ -1,5 +1,6 @@
 """Exit statuses: what fails is one line on stderr and a status, and no traceback, at any moment."""
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,6 @@ def test_an_interruption_at_work_is_one_line(weights, tmp_path):
 
 def test_methods_tells_of_one_method():
     result = CliRunner().invoke(main, ["methods", "lantern:k=30"])
-    assert result.exit_code == 0 and "k 30" in result.output and "nearest codes" in result.output
+    assert result.exit_code == 0 and re.search("^k +30 +nearest codes", result.output, re.M)
     assert "eagle1" not in result.output and "continuous" not in result.output
     assert CliRunner().invoke(main, ["methods", "no-such"]).exit_code == 2

@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from ..decoding.limits import count_within, is_count
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
 from ..files import locked, write_whole
 from ..pipelines.checkpoint import fingerprint, read_settings
@@ -47,10 +46,12 @@ SHOWN = 20  # lines about pictures that were not drawn
               help="In place of --prompt: a file with a prompt a line. Empty lines and those that begin with # are "
               "skipped. Each picture is a file of its own, written as soon as it is finished; the same command draws "
               "what is missing.")
-@click.option("--batch", default=8, help="With --prompts: how many pictures are drawn at once. When one is finished, "
-              "the next takes its place.")
-@click.option("--workers", default=0, help="With --prompts: how many processes draw, each with a model of its own, on "
-              "Ray. 0: this one alone, without Ray. The pictures are the same, but for rounding.")
+@click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=8,
+              help="With --prompts: how many pictures are drawn at once. When one is finished, the next takes its "
+              "place.")
+@click.option("--workers", type=click.IntRange(0, MAX_WORKERS), default=0,
+              help="With --prompts: how many processes draw, each with a model of its own, on Ray. 0: this one alone, "
+              "without Ray. The pictures are the same, but for rounding.")
 @click.option("--cpus-per-worker", type=click.FloatRange(0, min_open=True), show_default="its part of all",
               help="Of --workers, as Ray counts them; and threads.")
 @click.option("--gpus-per-worker", type=click.FloatRange(0), show_default="1 where --device is cuda",
@@ -65,9 +66,10 @@ SHOWN = 20  # lines about pictures that were not drawn
 @click.option("--depth", type=int, help="The same as :depth=...")
 @click.option("--width", type=int, help="The same as :width=...")
 @click.option("--nodes", type=int, help="The same as :nodes=...")
-@click.option("-n", "count", default=1, help="How many pictures of a prompt.")
+@click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of a prompt.")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
-@click.option("--scale", type=int, show_default="4 for the shipped model, 1 for pictures of 256 pixels and more",
+@click.option("--scale", type=click.IntRange(1, MAX_SCALE),
+              show_default="4 for the shipped model, 1 for pictures of 256 pixels and more",
               help="Enlarge the picture by this factor.")
 @click.option("--out", type=click.Path(path_type=Path), show_default="specvis.png; with --prompts the folder pictures",
               help="The picture to write; with --prompts a folder for them.")
@@ -86,13 +88,8 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
         raise ValueError("one of --prompt and --prompts must be given" + (", not both" if file else ""))
     if prompt is not None and not prompt.split():
         raise ValueError("prompt must have at least one word")
-    for option, value, most in (("n", count, MAX_COUNT), ("scale", scale, MAX_SCALE), ("batch", batch, MAX_BATCH)):
-        if value is not None and not is_count(value, 1, most):
-            raise ValueError(f"{option} must be {count_within(1, most)}, got {value}")
     if prompt is not None and (given := [option for option in WITH_FILE if is_given(option)]):
         raise ValueError(f"{given[0]} must not be given with --prompt: its pictures are drawn all at once")
-    if not is_count(workers, 0, MAX_WORKERS):
-        raise ValueError(f"workers must be {count_within(0, MAX_WORKERS)}, got {workers}")
     for option, value in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus_per_worker)):
         if value is not None and not workers:
             raise ValueError(f"{option} must not be given without --workers")

@@ -50,9 +50,18 @@ def list_methods(name):
             click.echo(f"{'':18}{line}")
 
     if name is not None:
-        tell(method := parse_method(name))
-        for parameter in every_parameter_of(method):
-            click.echo(f"{parameter:21}{(PARAMETERS | CONTINUOUS_PARAMETERS)[parameter]}")
+        method = parse_method(name)
+        click.echo(f"{method.name:18}{method.source}")
+        own, every = parameters_of(method), every_parameter_of(method)
+        if not every:
+            click.echo("\nno parameters")
+        column = f"{'':21}{'default' if method.name == name else 'value'}"
+        for heading, names in ((column, own), ("with seed_exact=false also:", every.keys() - own)):
+            if names:
+                click.echo(f"\n{heading}")
+            for parameter in (parameter for parameter in every if parameter in names):
+                value = "none" if every[parameter] is None else format_value(every[parameter])
+                click.echo(f"{parameter:21}{value:21}{(PARAMETERS | CONTINUOUS_PARAMETERS)[parameter]}")
         return
     for method in [*METHODS.values(), *CONTINUOUS.values()]:
         if method.name == next(iter(CONTINUOUS)):
