@@ -173,6 +173,7 @@ def hurt(content: bytes, rng: random.Random) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.filterwarnings("error")  # nothing is said beside the error
 @pytest.mark.parametrize("suffix, legacy, times", [(".pth", False, 500), (".pth", True, 500), (".safetensors", False,
                                                                                              400)])
 def test_hurt_checkpoints_raise_a_checkpoint_error_or_hold_tensors(suffix, legacy, times, tmp_path):

@@ -3,6 +3,7 @@ import hashlib
 import json
 import re
 import struct
+import warnings
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
@@ -100,7 +101,9 @@ def read_state(path: str | Path):
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        with torch.serialization.safe_globals([Namespace]):  # MAR keeps its command line beside the weights
+        # MAR keeps its command line beside the weights. What is wrong with a hurt file is said in one line, below.
+        with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable(path))
     except Exception as error:  # a pickle that is hurt raises nearly any
         if needed := re.findall(r"GLOBAL ([^\s\x1b]+)", str(error)):
