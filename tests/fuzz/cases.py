@@ -496,7 +496,7 @@ def environment(d):
             "CUDA_ON_CPU_CAPABILITY": str(d.pick(8, 9, 9, 9)), "CUDA_ON_CPU_SEED": str(d.r.randrange(2**31))}
 
 
-def spoil(d, named):
+def spoil(d, op, named):
     """One argument is not what it ought to be: another dtype or size, a dimension more or less, or no tensor."""
     name = d.pick(*[name for name, a in named.items() if a is not None])
     a = named[name]
@@ -510,7 +510,9 @@ def spoil(d, named):
         return named | {name: torch.zeros(a.shape, dtype=d.pick(*dtypes))}
     if other == "size":
         dim = d.r.randrange(max(a.ndim, 1))
-        return named | {name: torch.cat([a, a], dim) if a.ndim else a}
+        if a.ndim:
+            a = a.narrow(dim, 0, 0) if name in KEEPS.get(op, ()) else torch.cat([a, a], dim)
+        return named | {name: a}
     changed = {"more": a[None], "less": a[0] if a.ndim and len(a) else a.flatten(), "none": None, "number": 0.5,
                "complex": torch.zeros(a.shape, dtype=torch.complex64)}
     return named | {name: changed[other]}
@@ -528,7 +530,7 @@ def make(op, number):
     for name, a in named.items():
         if isinstance(a, torch.Tensor) and name not in written:
             named[name] = d.layout(a, name in KEEPS.get(op, ()))
-    given = spoil(d, named) if number % TURN in REFUSED else named
+    given = spoil(d, op, named) if number % TURN in REFUSED else named
     may_be_refused = number % TURN in REFUSED or op == "codebook_neighbors" and not named["codebook"].isfinite().all()
     return Case(op, number, given, backends_of(d, op, named), environment(d), 0 if may_be_refused else rows,
                 bool(may_be_refused))

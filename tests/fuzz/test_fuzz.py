@@ -26,6 +26,13 @@ def test_nothing_is_found(op, part):
         assert check.check(cases.make(op, number)) == []
 
 
+@pytest.mark.parametrize("op, number", [
+    ("commit_kv", 3403),     # a table of slots twice behind itself: columns that share slots, which must not be
+    ("verify_tree", 2101)])  # a row of one unit in fixed point, of which a rejected point mass leaves a quarter
+def test_nothing_is_found_where_cases_were_wrong(op, number):
+    assert check.check(cases.make(op, number)) == []
+
+
 @pytest.mark.parametrize("op", HAVE_STATUS)
 def test_the_cases_reach_every_status(op):
     """Each bit that the docstring names, and rows that are well."""

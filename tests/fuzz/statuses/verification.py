@@ -60,16 +60,19 @@ class Rule:
         return ids, kept
 
     def after(self, token, mass, draft, omega, ids, kept):
-        """What is left of the target once a token was rejected; `draft` is None for a point mass."""
+        """What is left of the target once a token was rejected, in fixed point; `draft` is None for a point mass.
+
+        A point mass leaves the others what they have: they keep their total, however small it is.
+        """
         slack = max(0.0, 1 - omega) if self.residual == "optimal" else 0.0
         treated = {"optimal": [], "relaxed": ids[:kept], "released": ids if kept else []}[self.residual]
         treated = [i for i in treated if i < self.V]
-        r = mass / mass.sum()
         if draft is None:
-            left = r.copy()
+            left = mass.copy()
             left[treated] = 0
-            left[token] = slack * r[token]
+            left[token] = np.floor(slack * mass[token])
             return left
+        r = mass / mass.sum()
         if self.residual == "relaxed":
             relaxed = r[token] + sum(r[i] for i in ids[:kept] if i < self.V)
             r = r.copy()
@@ -79,15 +82,10 @@ class Rule:
         if self.residual == "released":
             q = q.copy()
             q[treated] = 0
-        return np.maximum(np.maximum(r - q, slack * r), 0)
-
-
-def is_empty(left):
-    """Whether nothing is left in fixed point."""
-    most = left.max()
-    if abs(most - 2.0**-42) < 2.0**-49:
-        raise Unclear
-    return most < 2.0**-42
+        left = np.maximum(np.maximum(r - q, slack * r), 0)
+        if abs(left.max() - 2.0**-42) < 2.0**-49:
+            raise Unclear
+        return np.floor(left * ONE)
 
 
 def lacks_rule(omegas, rule, relaxes):
@@ -127,11 +125,10 @@ def verified(request, rule, row_of, rows_valid, accepted, omegas, in_range):
             if draft is None or draft.sum() > 0:
                 ids, kept = rule.neighbors_of(token, mass, mass.sum(), in_range(node, token))
                 left = rule.after(token, mass, draft, omegas[min(depth, len(omegas) - 1)] if omegas else 1.0, ids, kept)
-                if is_empty(left):
+                if not left.any():
                     bits |= EMPTY_RESIDUAL
-                    mass = np.full(V, float(ONE // V)) if rule.empty == "uniform" else to_mass(row_of(node))
-                else:
-                    mass = np.floor(left * ONE)
+                    left = np.full(V, float(ONE // V)) if rule.empty == "uniform" else to_mass(row_of(node))
+                mass = left
                 if draft is not None:
                     draft[token] = 0
             before, child = child, int(next_sibling[child])
@@ -288,7 +285,7 @@ def couple_tokens(a, out):
             if may_keep and not is_kept[b, w]:
                 mass, token = to_mass(P[b, w]), int(guesses[b, w])
                 ids, kept = rule.neighbors_of(token, mass, mass.sum())
-                bits = EMPTY_RESIDUAL if is_empty(rule.after(token, mass, to_mass(Q[b, w]), omega, ids, kept)) else 0
+                bits = 0 if rule.after(token, mass, to_mass(Q[b, w]), omega, ids, kept).any() else EMPTY_RESIDUAL
             if is_kept[b, w] and (not may_keep or tokens[b, w] != guesses[b, w]):
                 return f"guess {w} was kept"
             if status[b, w] != bits:
