@@ -41,6 +41,34 @@ def test_an_error_leaves_the_file_of_before(tmp_path):
     assert path.read_text() == "before" and names(tmp_path) == ["a.csv"]
 
 
+def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
+    goal, link = tmp_path / "far" / "a.png", tmp_path / "a.png"
+    goal.parent.mkdir()
+    link.symlink_to(goal)
+    files.write_whole(link, b"new")
+    goal.chmod(0o600)
+    files.write_whole(link, b"newer")
+    assert link.is_symlink() and goal.read_bytes() == b"newer" and goal.stat().st_mode & 0o777 == 0o600
+    assert names(tmp_path) == ["a.png", "far"] and names(goal.parent) == ["a.png"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ValueError, match="pipe.png must be a file that can be replaced, got a device, a pipe"):
+        files.write_whole(tmp_path / "pipe.png", b"new")
+    assert names(tmp_path) == ["pipe.png"] and (tmp_path / "pipe.png").is_fifo()
+
+
+@pytest.mark.parametrize("error, said", [(KeyError("x"), "'x'"), (EOFError(), "EOFError"),
+                                         (RecursionError("a\nb"), "a")])
+def test_what_a_parser_raises_names_the_file(error, said):
+    with pytest.raises(ValueError, match=f"^a.npz cannot be read: {said}; remove it$"):
+        with files.reading(Path("a.npz"), "; remove it"):
+            raise error
+    with pytest.raises(FileNotFoundError), files.reading(Path("a.npz")):
+        raise FileNotFoundError
+
+
 def test_two_writers_of_a_file_do_not_meet(tmp_path):
     """The first waits in the middle of its file until the second has ended."""
     path, is_half, other_ended = tmp_path / "a.bin", threading.Event(), threading.Event()
@@ -141,11 +169,12 @@ def test_one_command_at_a_time_writes_to_a_folder(tmp_path):
 def test_what_killed_processes_left_is_removed(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    left = [f".a.png.part-{files.HOST}-{process.pid}-0123abcd", f".new.part-{files.HOST}-{process.pid}-0123abcd"]
-    stays = [f".a.png.part-{files.HOST}-{os.getpid()}-0123abcd", f".a.png.part-01234567-{process.pid}-0123abcd",
+    left = [f".a.png.part-{files.HOST}-{process.pid}-0123abcd", f".new.part-{files.HOST}-{process.pid}-0123abcd",
+            f".a.png.part-{files.HOST}-{os.getpid()}-0123abcd"]  # in a container the next command has the same number
+    stays = [f".a.png.part-{files.HOST}-{os.getppid()}-0123abcd", f".a.png.part-01234567-{process.pid}-0123abcd",
              ".a.part", f"a.part-{files.HOST}-{process.pid}-0123abcd", ".hidden"]
     (tmp_path / left[1]).mkdir()
-    for name in (left[0], f"{left[1]}/a.png", *stays):
+    for name in (left[0], f"{left[1]}/a.png", left[2], *stays):
         (tmp_path / name).write_text("half")
     with files.locked(tmp_path):
         assert names(tmp_path) == sorted(stays)

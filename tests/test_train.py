@@ -119,6 +119,39 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(tmp_path):
     assert torch.equal(whole.weight, again.weight) and log == whole_log == list(range(6))
 
 
+def a_run(folder, steps, width=1):
+    return Run(folder, nn.Linear(width, width), lr=0.1, weight_decay=0, minutes=None, steps=steps)
+
+
+def test_a_run_that_another_command_has_gone_on_with_is_not_taken_back(tmp_path):
+    first, second = a_run(tmp_path, 5), a_run(tmp_path, 2)
+    assert [*first] == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="one has written .*checkpoint.pt meanwhile: run the command again"):
+        next(iter(second))
+    assert a_run(tmp_path, 6).step == 5
+
+
+@pytest.mark.parametrize("state, message", [
+    (None, "size mismatch|Error.s. in loading state_dict"), ({}, "'model'"), ([], "list"), ({"model": 1}, "")])
+def test_a_checkpoint_of_another_run_is_named(tmp_path, state, message):
+    if state is None:
+        [*a_run(tmp_path, 1, width=2)]
+    else:
+        torch.save(state, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match=rf"checkpoint.pt cannot be read: .*({message}).*; it is of another run"):
+        a_run(tmp_path, 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4aaaaaaaa", b"x" * 100])
+def test_hurt_pictures_are_one_line_and_status_2(content, tmp_path):
+    pictures(tmp_path / "data")
+    (tmp_path / "data" / "pictures.npz").write_bytes(content)
+    result = run("tokenizer", "--runs", tmp_path, "--steps", 1)
+    assert result.exit_code == 2 and result.output.count("\n") == 1, result.output
+    assert "pictures.npz cannot be read: " in result.output
+    assert "; run `python -m specvis.train data` again\n" in result.output
+
+
 def test_ctrl_c_ends_a_run_after_its_step_and_keeps_it(tmp_path, capsys):
     before = signal.getsignal(signal.SIGINT)
     run, steps = Run(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=None, steps=5), []

@@ -145,7 +145,7 @@ def test_a_run_without_a_step_may_change_its_settings(target, images, tmp_path):
     assert json.loads((tmp_path / "run" / "target.json").read_text())["noise"] == 2
 
 
-def test_pictures_are_encoded_once_and_again_where_they_changed(target, images, tmp_path, monkeypatch):
+def test_pictures_are_encoded_once_and_again_where_they_changed(target, images, tmp_path, monkeypatch, capsys):
     pipeline, encoded, original = Pipeline.load(target), [], VQ.encode
     monkeypatch.setattr(VQ, "encode", lambda self, x: (encoded.append(len(x)), original(self, x))[1])
     first = FolderImages(pipeline, target, images, tmp_path / "run", 4)
@@ -164,6 +164,20 @@ def test_pictures_are_encoded_once_and_again_where_they_changed(target, images, 
     assert torch.equal(second.ids[4], alone[0])
     third = FolderImages(pipeline, target, images, tmp_path / "run", 4)
     assert encoded[4:] == [] and torch.equal(third.ids, second.ids)
+    chunks = sorted((tmp_path / "run" / "tokens").iterdir())
+    chunks[1].write_bytes(b"PK\3\4aaaaaaaa")
+    fourth = FolderImages(pipeline, target, images, tmp_path / "run", 4)
+    assert encoded[4:] == [2] and torch.equal(fourth.ids, second.ids)
+    said = capsys.readouterr().err
+    assert "00001.npz cannot be read: " in said and "; its pictures are encoded again" in said
+
+
+@pytest.mark.parametrize("note", ["{}", "[]", "[", "[" * 100_000])
+def test_a_hurt_note_of_a_run_is_named(note, target, images, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "target.json").write_text(note)
+    with pytest.raises(ValueError, match="target.json cannot be read: .*; choose another --runs"):
+        FolderImages(Pipeline.load(target), target, images, tmp_path / "run", 4)
 
 
 def test_a_draft_is_compared_with_the_hidden_state_at_its_own_token(target, images, tmp_path):

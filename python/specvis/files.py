@@ -52,12 +52,36 @@ def write_whole(path: Path, content: bytes | str | Callable[[BinaryIO], None]) -
 
 
 @contextmanager
+def reading(path: Path, advice: str = "") -> Iterator[None]:
+    """Around what reads a file that may be hurt: whatever its parser raises is a ValueError that names the file."""
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read: {first_line(error)}{advice}") from error
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The name of a file to write, which replaces `path` in the end."""
-    part = beside(path)
+    """The name of a file to write, which replaces `path` in the end, or the file that it is a link to.
+
+    Raises:
+        ValueError: there is something else than a file, such as a device
+    """
+    goal = Path(os.path.realpath(path))
+    if goal.exists() and not goal.is_file() and not goal.is_dir():
+        raise ValueError(f"{path} must be a file that can be replaced, got a device, a pipe or a socket")
+    part = beside(goal)
     try:
         yield part
-        part.replace(path)
+        if goal.is_file():
+            shutil.copymode(goal, part)
+        part.replace(goal)
     except OSError as error:
         error.filename, error.filename2 = str(path), None  # the goal: the other name would say nothing
         raise
@@ -92,7 +116,10 @@ def write_new(path: Path, content: str) -> None:
     """Write a file that is not there yet. If another process is first, its file stays."""
     part = beside(path)
     try:
-        part.write_text(content)
+        with open(part, "x") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         try:
             os.link(part, path)
         except FileExistsError:
@@ -148,7 +175,7 @@ def locked(folder: Path, option: str = "out") -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes that are no more have left beside their goals."""
+    """Remove what processes that are no more have left beside their goals. This one has not begun to write there."""
     for path in folder.iterdir():
         if (match := PART.fullmatch(path.name)) and match[1] == HOST and not is_running(int(match[2])):
             if path.is_dir():
@@ -158,6 +185,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def is_running(process: int) -> bool:
+    """Whether another process has this number. In containers a command often has that of the one before it."""
+    if process == os.getpid():
+        return False
     if fcntl is None:  # Windows has no such question: the signal 0 is Ctrl-C there
         return True
     try:

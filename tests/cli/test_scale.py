@@ -221,6 +221,7 @@ def test_a_file_that_is_no_checkpoint_has_a_fingerprint(tmp_path, header, length
 @pytest.mark.parametrize("text, message", [
     ("", "manifest that can be read, got"), ("pictures", "manifest that can be read, got"),
     ("pictures\n", "manifest.jsonl, line 1; choose another --out"),
+    ("{}\n" + "[" * 100000 + "\n", "manifest.jsonl, line 2; choose another --out"),
     ("{}\n", "specvis was None, now it is"), ("{}\n[]\n", "manifest.jsonl, line 2; choose another --out"),
     ("[]\n{}\n", "manifest.jsonl, line 1; choose another --out"),
     ('{}\n{"number": 1}\n', "manifest.jsonl, line 2; choose another --out"),

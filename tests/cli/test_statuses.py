@@ -70,6 +70,16 @@ def test_a_full_disk_or_a_reader_that_went(command):
     assert (said.returncode, said.stderr) == (141, "")
 
 
+def test_a_closed_stdout_is_no_error():
+    said = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *PROGRAM, "methods"], stderr=subprocess.PIPE, text=True)
+    assert (said.returncode, said.stderr) == (0, "")
+
+
+def test_a_file_that_ends_too_early_is_no_interruption():
+    result = failing(EOFError("No data left in file"))
+    assert result.exit_code == 2 and result.output == "Error: an input ends too early: No data left in file\n"
+
+
 def answer_interruptions():
     """A command that a script has put in the background is deaf to Ctrl-C, and so is what it starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -37,6 +37,8 @@ def shrink(case, backend, seconds=20.0):
 
 
 def kind_of(what):
+    if what and what.startswith("ValueError"):  # a refusal; of what, its words say
+        return re.sub(r"\d+", "", what)
     return what and (re.match(r"\w*(Error|Exception)\b|(?=)", what)[0] or "wrong")
 
 

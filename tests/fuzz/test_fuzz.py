@@ -124,6 +124,16 @@ def test_a_refusal_of_good_arguments_is_found(backend, monkeypatch):
     assert finding.what == "ValueError: target_probs must be otherwise" and case.rows > 0
 
 
+def test_a_refusal_stays_the_same_while_it_is_made_small(monkeypatch):
+    def refuse(_, arguments):
+        if arguments[0].shape[-1] == 5:
+            raise ValueError("draft_probs must not have 5 ids")
+
+    case, _ = found("draw_children", monkeypatch, refuse)
+    small = shrink.shrink(case, "wrong")
+    assert check.problem(small, "wrong") == "ValueError: draft_probs must not have 5 ids"
+
+
 def test_a_refusal_for_another_reason_is_found():
     assert check.difference("sample_residual", ValueError("one"), ValueError("other")) is not None
     assert check.difference("sample_residual", ValueError("one"), ValueError("one")) is None

@@ -113,6 +113,9 @@ class Worker:
                 self.messages.put((self, json.loads(line)))
         self.messages.put((self, {"ended": process.wait()}))
 
+    def is_late(self):
+        return time.monotonic() - self.since > (PATIENCE if self.at else TO_START)
+
     def said(self):
         """What it said last; of a sanitizer the first lines."""
         self.errors.seek(0)
@@ -134,7 +137,7 @@ def run(ops, first, minutes, count, is_sanitized, environment, show=print):
             handle_next(messages, totals, active, deadline, show)
             totals.seconds = time.monotonic() - began
             for worker in active:
-                if time.monotonic() - worker.since > (PATIENCE if worker.at else TO_START):
+                if worker.is_late():
                     worker.process.kill()
             if time.monotonic() - shown > 5:
                 shown = time.monotonic()
@@ -166,7 +169,7 @@ def handle_next(messages, totals, active, deadline, show):
         if message["ended"] == 0:
             return
         op, number = worker.at or ("", -1)
-        how = "took too long" if time.monotonic() - worker.since > PATIENCE else f"ended with {message['ended']}"
+        how = "took too long" if worker.is_late() else f"ended with {message['ended']}"
         finding = {"op": op, "number": number, "backend": "process", "what": f"the process {how}: {worker.said()}"}
         totals.found.append(finding)
         show_finding(finding, show)

@@ -12,7 +12,8 @@ from specvis.decoding.sampling import Sampling
 from specvis.models.kl_vae import KLConfig
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
-from specvis.pipelines.checkpoint import CheckpointError, read_weights
+from specvis.pipelines.checkpoint import CheckpointError, fingerprint, read_weights
+from specvis.pipelines.convert import open_file, open_source
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair, Scaling
 from tests.tiny import TINY, tiny_pair, tiny_pipeline
@@ -195,6 +196,44 @@ def test_hurt_checkpoints_raise_a_checkpoint_error_or_hold_tensors(suffix, legac
             assert all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items())
         path.unlink()
     assert refused > times / 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("make, what", [
+    (lambda: torch.empty(2, device="meta"), "one without"),
+    (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "a nested one")])
+def test_tensors_without_values_are_refused(make, what, tmp_path):
+    torch.save({"weight": make()}, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=f"a.pth: weight must be a tensor with values, got {what}"):
+        read_weights(tmp_path / "a.pth")
+
+
+def test_a_models_files_are_known_again_whatever_is_in_them(tmp_path):
+    rng, known = random.Random(0), set()
+    torch.save({"a": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    whole = (tmp_path / "pytorch_model.bin").read_bytes()
+    for _ in range(500):
+        (tmp_path / "pytorch_model.bin").write_bytes(hurt(whole, rng))
+        known.add(fingerprint(tmp_path))
+    assert len(known) > 100
+    nested = b"[" * 100_000
+    (tmp_path / "model.safetensors").write_bytes(len(nested).to_bytes(8, "little") + nested)
+    assert fingerprint(tmp_path) not in known
+
+
+@pytest.mark.parametrize("name, content", [
+    ("a.npy", b""), ("a.npz", b"PK\3\4aaaaaaaa"), ("a.npz", b""), ("a.npy", b"x"), ("a.safetensors", b"")])
+def test_what_is_to_be_converted_may_be_hurt(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"checkpoint .*{name} cannot be read: "):
+        open_file(tmp_path / name)
+
+
+def test_an_absurd_config_beside_what_is_converted(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="config .*config.json cannot be read: "):
+        open_source(tmp_path)
 
 
 def test_what_python_users_give_wrongly_is_named(folder):

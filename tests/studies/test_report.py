@@ -465,7 +465,7 @@ def test_prompts_without_their_pictures_are_refused(weights, pipeline, tmp_path)
     pipeline.save(tmp_path / "bare")
     result = run("report", "--out", tmp_path / "out", "--model", tmp_path / "bare")
     assert result.exit_code == 2 and "weights must have prompts.json" in result.output
-    for content in ("[]", "{bad", "[1]"):
+    for content in ("[]", "{bad", "[1]", "[" * 100_000):
         (tmp_path / "bare" / "prompts.json").write_text(content)
         result = run("report", "--out", tmp_path / "out", "--model", tmp_path / "bare")
         assert result.exit_code == 2 and "weights must have prompts.json" in result.output

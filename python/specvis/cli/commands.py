@@ -78,8 +78,11 @@ class Commands(click.Group):
             return super().make_context(*args, **extra)
 
     def invoke(self, context):
-        with unread():
-            return super().invoke(context)
+        try:
+            with unread():
+                return super().invoke(context)
+        except EOFError as error:  # click would take it for the end of somebody's answers
+            raise ValueError(f"an input ends too early{str(error) and f': {error}'}") from error
 
 
 @contextmanager
@@ -117,6 +120,8 @@ def status_and_line(error: Exception) -> tuple[int, str | None] | None:
 
 def leave_unwritten() -> None:
     """Where stdout cannot be written, drop what it still holds: Python would try again at its end, and say so."""
+    if sys.stdout is None:  # it was closed from the start
+        return
     try:
         sys.stdout.flush()
     except OSError:

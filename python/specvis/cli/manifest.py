@@ -57,7 +57,7 @@ class Manifest:
                 lines.append(json.loads(part))
                 if not isinstance(lines[-1], dict) or len(lines) > 1 and not is_of_a_picture(lines[-1]):
                     raise ValueError("not a line of a manifest")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"out must have a manifest that can be read, got {self.path}, line {number}; "
                                  "choose another --out") from error
             self.size += len(part)

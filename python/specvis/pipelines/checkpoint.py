@@ -85,6 +85,10 @@ def tensors_of(state, path: str | Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(value, Tensor)
                                               for name, value in state.items()):
         raise CheckpointError(f"checkpoint {path} must hold a dictionary of tensors, got {type(state).__name__}")
+    for name, value in state.items():
+        if value.is_meta or value.is_nested:
+            raise CheckpointError(f"checkpoint {path}: {name} must be a tensor with values, got "
+                                  f"{'one without' if value.is_meta else 'a nested one'}")
     return state
 
 
@@ -225,14 +229,14 @@ def samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
                     file.seek(8 + length + at)
                     yield file.read(max(0, min(END, end - at)))
             return
-        except (struct.error, OSError, OverflowError, ValueError, KeyError, TypeError, AttributeError):
+        except Exception:
             file.seek(0)  # it is no such file, as reading it will say
     elif path.suffix == ".bin" and is_mappable(path):
         try:
             yield repr([(entry.filename, entry.file_size, entry.CRC)
                         for entry in zipfile.ZipFile(file).infolist()]).encode()
             return
-        except zipfile.BadZipFile:
+        except Exception:
             file.seek(0)
     while piece := file.read(1 << 20):
         yield piece

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
-from ..files import locked, replacing_together, write_json
+from ..files import first_line, locked, replacing_together, write_json
 from ..models import llamagen, mar
 from ..models.eagle import EagleHead
 from ..models.kl_vae import KL, KLConfig
@@ -217,7 +217,7 @@ def open_source(path: Path) -> Source:
     if path.is_dir() or path.name.startswith(("model", "pytorch_model")):
         try:
             config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"config {folder / 'config.json'} cannot be read: {error}") from error
     return Source(path, tensors, config if isinstance(config, dict) else {})
 
@@ -231,7 +231,7 @@ def files_of(folder: Path, index: Path | None = None) -> list[Path]:
         if listed.exists():
             try:
                 files = set(json.loads(listed.read_text())["weight_map"].values())
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CheckpointError(f"index {listed} cannot be read: {error!r}") from error
             return [folder / Path(file).name for file in sorted(files)]
     raise CheckpointError(f"source {folder} must be a file, or a folder with model.safetensors or pytorch_model.bin")
@@ -260,10 +260,10 @@ def open_file(path: Path) -> dict[str, Lazy]:
             arrays = {"table": array} if isinstance(array, np.ndarray) else dict(array)
             return {name: Lazy(value.shape, torch.from_numpy(value[:0].copy()).dtype,
                                lambda value=value: torch.from_numpy(value)) for name, value in arrays.items()}
-    except (SafetensorError, OSError, ValueError, TypeError, IndexError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"checkpoint {path} cannot be read: {str(error).splitlines()[0]}") from error
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # a file that is hurt raises nearly any
+        raise CheckpointError(f"checkpoint {path} cannot be read: {first_line(error)}") from error
     state = read_state(path)
     if isinstance(state, Tensor):
         return {"table": Lazy.of(state)}
@@ -484,7 +484,7 @@ def check_text_encoder(folder: Path, config: GPTConfig) -> None:
         raise ValueError("text_encoder must not be given for a class-conditional model: its prompts are class ids")
     try:
         width = json.loads((folder / "config.json").read_text())["d_model"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"text_encoder must be a folder with FLAN-T5-XL as transformers reads it, got {folder}, whose "
                          f"config.json cannot be read: {error!r}") from error
     if width != config.caption_dim:

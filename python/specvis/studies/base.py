@@ -209,7 +209,7 @@ def reference_pictures(folder: Path) -> tuple[list[str], np.ndarray]:
         if not (isinstance(prompts, list) and prompts and all(isinstance(p, str) for p in prompts)):
             raise ValueError("prompts.json is no list of strings")
         sheet = np.array(Image.open(folder / "prompts.png").convert("RGB"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SyntaxError, RecursionError, Image.DecompressionBombError) as error:
         raise ValueError(f"weights must have prompts.json, a list of captions, and prompts.png, a square of their "
                          f"pictures, to compare with: {error}") from error
     across = round(len(prompts) ** 0.5)

@@ -316,12 +316,13 @@ class DiscreteStudy(Study):
                 self.pipeline.tokens(self.prompts_of(0, 1), job.method, self.sampling_of(0, 1, job.temperature),
                                      stop_after_steps)
 
-        if self.pipeline.device.type == "cuda":
+        if (device := self.pipeline.device).type == "cuda":
             decode_some_steps()  # the first time weights are packed, and they do not count
-            torch.cuda.reset_peak_memory_stats()
-            allocated = torch.cuda.memory_allocated()
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats(device)
+            allocated = torch.cuda.memory_allocated(device)
             decode_some_steps()
-            return torch.cuda.max_memory_allocated() - allocated
+            return torch.cuda.max_memory_allocated(device) - allocated
         # The profiler sees the first time too: of memory that it did not see allocated it knows no size, or a wrong
         # one, that of an older profile's tensor at the same address.
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from ..files import write_json, write_whole
+from ..files import remove_leftovers, write_json, write_whole
 
 SIZE = 64
 LONGEST = 10  # words of a caption, the style included
@@ -171,6 +171,7 @@ def data(runs, packages):
     arrays = {"pictures": np.stack(pictures), "captions": captions, "styles": np.array(styles),
               "names": np.array(names), "categories": np.array(categories),
               "weights": sampling_weights_of(categories, words), "held_out": held_out}
+    remove_leftovers(folder)
     write_whole(folder / "pictures.npz", lambda file: np.savez(file, **arrays))
     write_json(folder / "vocabulary.json", vocabulary)
     counts = {"pictures": len(names), "held_out": int(held_out.sum()), "names": len(set(names)),

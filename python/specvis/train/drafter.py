@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..files import write_tensors, write_whole
+from ..files import locked, write_tensors, write_whole
 from ..models.eagle import EagleHead
 from ..models.llamagen import GPT, GPTConfig, condition_mask
 from ..pipelines.discrete import Pipeline
@@ -171,7 +171,8 @@ def drafter(runs, device, target, images, text_encoder, out, replace, **training
                             noise=training["noise"])
     train(folder, pipeline.gpt, examples, device, **training)
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / FILE, (folder / FILE).read_bytes())
+    with locked(out):
+        write_whole(out / FILE, (folder / FILE).read_bytes())
     click.echo(f"{out / FILE}: " + (f"specvis generate --model {target} --method eagle2"
                                     if out.resolve() == target.resolve() else
                                     f"to draw with it, copy it into {target}, the folder of its target"))

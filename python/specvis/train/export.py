@@ -13,7 +13,7 @@ from ..cli.options import PROMPTS
 from ..decoding.continuous import ContinuousSampling, parallel_decode
 from ..decoding.methods import METHODS
 from ..decoding.sampling import Sampling
-from ..files import write_json, write_whole
+from ..files import locked, write_json, write_whole
 from ..models.llamagen import GPTConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQConfig
@@ -21,7 +21,7 @@ from ..pipelines.checkpoint import load_weights, read_config
 from ..pipelines.discrete import SHIPPED, Pipeline
 from ..pipelines.mar import MARPair, Scaling
 from .data import spelled_out, words_of
-from .run import made
+from .run import arrays_of, made
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
@@ -87,8 +87,7 @@ def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path, guidance: float, num_
 
 def write_reference_prompts(path: Path, weights: Path, across: int = 8) -> None:
     """Write prompts.json and prompts.png: PROMPTS, and prompts drawn as training draws them, with their pictures."""
-    with np.load(path) as data:
-        data = dict(data)
+    data = arrays_of(path, "data", "styles", "names", "categories", "weights", "held_out", "pictures")
     captions = [f"{style} {' '.join(words_of(spelled_out(name, category)))}"
                 for style, name, category in zip(*(data[key].tolist() for key in ("styles", "names", "categories")))]
     index = {caption: i for i, caption in enumerate(captions)}
@@ -116,8 +115,10 @@ def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: 
     for part, file in (("words", "gpt/words"), ("gpt", "gpt/gpt"), ("drafter", "drafter/drafter"),
                        ("tokenizer", "tokenizer/tokenizer"), ("draft_model", "small/gpt")):
         load_weights(getattr(pipeline, part), runs / f"{file}.safetensors")
-    pipeline.save(weights)
-    write_reference_prompts(runs / "data" / "pictures.npz", weights)
+    weights.mkdir(parents=True, exist_ok=True)
+    with locked(weights, "weights"):
+        pipeline.save(weights)
+        write_reference_prompts(runs / "data" / "pictures.npz", weights)
     for stage in CURVES:
         shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
     shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")
@@ -141,7 +142,9 @@ def export_mar(runs: Path, weights: Path, record: Path, guidance: float, num_ite
     for part, file in (("words", "gpt/words"), ("tokenizer", "tokenizer/tokenizer"), ("mar", "mar/mar"),
                        ("mar_draft", "mar_draft/mar")):
         load_weights(getattr(pair, part), runs / f"{file}.safetensors")
-    pair.save(weights)
+    weights.mkdir(parents=True, exist_ok=True)
+    with locked(weights, "weights"):
+        pair.save(weights)
     for stage in MAR_CURVES:
         shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
         mar_contact_sheet(pair, getattr(pair, stage), record / f"contact_{stage}.png", guidance, num_iter)

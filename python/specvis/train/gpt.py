@@ -15,7 +15,7 @@ from specvis_kernels import codebook_neighbors
 from ..files import write_json, write_tensors
 from ..models.llamagen import GPT, GPTConfig
 from ..models.words import Words, repeated
-from .run import Run, made, options
+from .run import Run, arrays_of, options
 
 CONDITION_TOKENS = 32
 NULL_SHARE = 0.1  # of the training captions are replaced by the null condition, for guidance
@@ -31,7 +31,7 @@ class Tokens:
     """
 
     def __init__(self, runs: Path, device: torch.device):
-        arrays = np.load(made(runs / "tokens.npz", "tokenizer"))
+        arrays = arrays_of(runs / "tokens.npz", "tokenizer", "tokens", "condition", "held_out", "weight")
         self.ids = torch.from_numpy(arrays["tokens"].astype(np.int64)).to(device)
         captions = [repeated([int(word) for word in row if word], CONDITION_TOKENS) for row in arrays["condition"]]
         self.captions = torch.tensor(captions, device=device)

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from tqdm import tqdm
 
-from ..files import write_json, write_whole
+from ..files import locked, reading, remove_leftovers, write_json, write_whole
 from ..pipelines.checkpoint import fingerprint
 from ..pipelines.discrete import Pipeline
 from ..pipelines.prompts import Captions, ClassIds
@@ -50,9 +50,11 @@ class FolderImages:
             except ValueError as error:
                 raise ValueError(f"{folder / name}: {error}") from error
         encoder = pipeline.settings.text_encoder if isinstance(pipeline.prompts, Captions) else None
-        begin(run, target, {"images": str(folder.resolve()), "text_encoder": encoder and fingerprint(Path(encoder)),
-                            "batch": batch, **settings})
-        tokens = tokenized(pipeline, folder, list(prompts), run / "tokens", batch)
+        run.mkdir(parents=True, exist_ok=True)
+        with locked(run, "runs"):
+            begin(run, target, {"images": str(folder.resolve()), "text_encoder": encoder and fingerprint(Path(encoder)),
+                                "batch": batch, **settings})
+            tokens = tokenized(pipeline, folder, list(prompts), run / "tokens", batch)
         names = [name for name in prompts if name in tokens]
         if len(names) < 2:
             raise ValueError(f"images must have at least two pictures that can be read, got {len(names)} in {folder}")
@@ -83,7 +85,11 @@ def begin(run: Path, target: Path, settings: dict) -> None:
     """
     note = {"target": str(target.resolve()), "model": fingerprint(target, but=("drafter.safetensors",)), **settings}
     path = run / "target.json"
-    old = json.loads(path.read_text()) if path.exists() else note
+    old = note
+    if path.exists():
+        with reading(path, "; choose another --runs"):
+            old = json.loads(path.read_text())
+            old["model"], old["target"]
     if old["model"] != note["model"]:
         raise ValueError(f"runs must be a folder without a run for another target: {run} is for {old['target']} as it "
                          "was; choose another --runs")
@@ -91,7 +97,6 @@ def begin(run: Path, target: Path, settings: dict) -> None:
         differences = ", ".join(f"{name} was {old.get(name)}, now it is {settings[name]}" for name in others)
         raise ValueError(f"runs must be a folder without a run of other settings: in {run} {differences}; "
                          "choose another --runs")
-    run.mkdir(parents=True, exist_ok=True)
     write_json(path, note)
 
 
@@ -150,11 +155,16 @@ def tokenized(pipeline: Pipeline, folder: Path, names: list[str], cache: Path, b
         return f"{folder.resolve() / name}|{state.st_size}|{state.st_mtime_ns}"
 
     cache.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(cache)
     known, keys, unreadable, number = {}, {name: key(name) for name in names}, [], 0
     for path in sorted(cache.glob("*.npz")):
-        with np.load(path) as chunk:
-            known.update(zip(chunk["keys"].tolist(), chunk["tokens"]))
         number = int(path.stem) + 1
+        try:
+            with reading(path, "; its pictures are encoded again"), np.load(path) as chunk:
+                known.update(zip(chunk["keys"].tolist(), chunk["tokens"]))
+        except ValueError as error:
+            click.echo(str(error), err=True)
+            path.unlink()
     missing = [name for name in names if keys[name] not in known]
     side = pipeline.gpt.config.grid * pipeline.tokenizer.config.stride
     with tqdm(total=len(missing), unit="picture", desc="tokenize", disable=None if missing else True) as bar:

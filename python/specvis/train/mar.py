@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..files import write_json, write_tensors, write_whole
+from ..files import locked, write_json, write_tensors, write_whole
 from ..models.diffloss import DiffLoss, Schedule
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
@@ -20,7 +20,7 @@ from ..models.words import Words, repeated
 from ..pipelines.checkpoint import load_weights, read_config
 from ..pipelines.mar import Scaling
 from .gpt import NULL_SHARE, mixed_precision
-from .run import Run, made, options
+from .run import Run, arrays_of, made, options
 from .tokenizer import Pictures, spread
 
 BUFFER = 16          # condition tokens: a caption has at most 10 words
@@ -49,8 +49,9 @@ class Latents:
         words = load_file(made(runs / "gpt" / "words.safetensors", "gpt"))
         path = runs / "latents.npz"
         if not path.exists() or path.stat().st_mtime < weights.stat().st_mtime:
-            write_latents(runs, data, path, device)
-        arrays = np.load(path)
+            with locked(runs, "runs"):
+                write_latents(runs, data, path, device)
+        arrays = arrays_of(path, None, "tokens", "shift", "scale")
         self.scaling = Scaling(tuple(arrays["shift"].tolist()), arrays["scale"].item())
         self.tokens = torch.from_numpy(arrays["tokens"])  # float16
         captions = [repeated([int(word) for word in row if word], BUFFER) for row in data.arrays["captions"]]

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
+import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
 
 from ..cli.options import device_option
-from ..files import locked, write_whole
+from ..files import locked, reading, write_whole
 from ..pipelines.checkpoint import read_state
 
 CHECKPOINT = "checkpoint.pt"  # in a run's folder
@@ -49,6 +50,19 @@ def made(path: Path, stage: str) -> Path:
     return path
 
 
+def arrays_of(path: Path, stage: str | None, *names: str) -> dict[str, np.ndarray]:
+    """The arrays that an earlier stage wrote, or this one, by name; `names` are some that are used.
+
+    ValueError if the file is missing or hurt.
+    """
+    advice = f"run `python -m specvis.train {stage}` again" if stage else "remove it, and it is made again"
+    with reading(made(path, stage) if stage else path, f"; {advice}"), np.load(path) as archive:
+        arrays = dict(archive)
+        if missing := [name for name in names if name not in arrays]:
+            raise ValueError(f"it has no {missing[0]}")
+        return arrays
+
+
 class Run:
     """A training run. Iterating over it gives the numbers of the steps that are still to do.
 
@@ -75,11 +89,13 @@ class Run:
         self.step, self.seconds, self.lr = 0, 0.0, 0.0
         self.checkpoint = folder / CHECKPOINT
         folder.mkdir(parents=True, exist_ok=True)
-        if self.checkpoint.exists():
-            state = read_state(self.checkpoint)
-            model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.step, self.seconds = state["step"], state["seconds"]
+        self.known = self._state_of_checkpoint()
+        if self.known is not None:
+            with reading(self.checkpoint, "; it is of another run: choose another --runs, or remove it"):
+                state = read_state(self.checkpoint)
+                model.load_state_dict(state["model"])
+                self.optimizer.load_state_dict(state["optimizer"])
+                self.step, self.seconds = int(state["step"]), float(state["seconds"])
 
     @property
     def done(self) -> float:
@@ -91,7 +107,16 @@ class Run:
 
     def __iter__(self) -> Iterator[int]:
         with locked(self.folder, "runs"):
+            if self._state_of_checkpoint() != self.known:
+                raise ValueError(f"runs must be a folder that no other command writes to, but one has written "
+                                 f"{self.checkpoint} meanwhile: run the command again")
             yield from self._until_interrupted()
+
+    def _state_of_checkpoint(self) -> tuple[int, int] | None:
+        if not self.checkpoint.exists():
+            return None
+        found = self.checkpoint.stat()
+        return found.st_ino, found.st_mtime_ns
 
     def _until_interrupted(self) -> Iterator[int]:
         if threading.current_thread() is not threading.main_thread():  # no other thread sees a Ctrl-C
@@ -118,7 +143,8 @@ class Run:
     def _steps(self, is_interrupted: Callable[[], bool]) -> Iterator[int]:
         log = self.folder / "log.jsonl"
         if log.exists():  # lines behind the checkpoint will be written again, and one that was being written
-            lines = [line for line in log.read_text().split("\n")[:-1] if json.loads(line)["step"] < self.step]
+            with reading(log, "; remove it"):
+                lines = [line for line in log.read_text().split("\n")[:-1] if json.loads(line)["step"] < self.step]
             write_whole(log, "".join(f"{line}\n" for line in lines))
         saved = last = time.monotonic()
         with tqdm(total=100, initial=round(100 * self.done, 1), unit="%", desc=self.folder.name,

@@ -10,10 +10,10 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..files import write_json, write_tensors, write_whole
+from ..files import locked, write_json, write_tensors, write_whole
 from ..models.vq import VQ, VQConfig
 from ..pipelines.checkpoint import load_weights
-from .run import Run, made, options
+from .run import Run, arrays_of, options
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
                   codebook_size=4096, codebook_dim=8, groups=8, patch=2)
@@ -29,7 +29,7 @@ class Pictures:
     """The pictures of <runs>/data: drawn by weight, as floats in [-1, 1]."""
 
     def __init__(self, runs: Path):
-        arrays = np.load(made(runs / "data" / "pictures.npz", "data"))
+        arrays = arrays_of(runs / "data" / "pictures.npz", "data", "pictures", "captions", "held_out", "weights")
         self.pictures = torch.from_numpy(arrays["pictures"]).permute(0, 3, 1, 2)
         held_out = torch.from_numpy(arrays["held_out"])
         self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
@@ -219,7 +219,8 @@ def tokenizer(runs, minutes, steps, batch, lr, device):
     write_tensors(folder / "tokenizer.safetensors", state)
     write_json(folder / "config.json", asdict(CONFIG))
     load_weights(vq, folder / "tokenizer.safetensors")  # rounded to float16: tokens as users will get them
-    write_tokens(vq, data, runs / "tokens.npz")
+    with locked(runs, "runs"):
+        write_tokens(vq, data, runs / "tokens.npz")
     with torch.no_grad():
         click.echo(f"held-out names: PSNR {psnr(vq, data.take(data.test).to(device)):.2f} dB")
         sheet(vq, data.take(spread(data.test, 64)).to(device), folder / "reconstructions.png")
