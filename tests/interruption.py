@@ -80,19 +80,23 @@ def train(folder: Path) -> None:
 
 
 def work(name: str, model: Path, out: Path, log: Path) -> None:
-    """What a fork does; it does not return."""
+    """What a fork does; it does not return. Ctrl-C is for the command: it waits while a fork begins or ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 1
     with open(log, "w") as file, redirect_stdout(file), redirect_stderr(file):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
-            if name == "train":
-                train(out)
-                status = 0
-            else:
-                arguments = [part.format(model=model) for part in COMMANDS[name]]
-                specvis.main([*arguments, "--out", str(out), "--model", str(model)], prog_name="specvis")
+            try:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+                if name == "train":
+                    train(out)
+                    status = 0
+                else:
+                    arguments = [part.format(model=model) for part in COMMANDS[name]]
+                    specvis.main([*arguments, "--out", str(out), "--model", str(model)], prog_name="specvis")
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         except SystemExit as end:
             status = end.code or 0
         except KeyboardInterrupt:  # as the entry point says it
@@ -102,12 +106,14 @@ def work(name: str, model: Path, out: Path, log: Path) -> None:
 
 
 def fork(*arguments) -> int:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     process = os.fork()
     if not process:
         try:
             work(*arguments)
         finally:
             os._exit(99)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process
 
 
