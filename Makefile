@@ -15,6 +15,8 @@ SEED ?= 0
 KILLS ?= 100
 CLANG_FORMAT := .venv/bin/clang-format csrc/* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu
 export OMP_WAIT_POLICY ?= PASSIVE
+# Where this is set, every process compiles torch anew: twice the time of an import.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install test test-all lint format demo bench sass bounds fuzz gpu clean
 
