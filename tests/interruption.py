@@ -27,7 +27,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a fork ha
 import click  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402  as what loads a model or has an optimizer does later
+import torch._dynamo  # noqa: E402  else each command does, in more time than its own work takes
 from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import nn  # noqa: E402
