@@ -5,12 +5,15 @@ import math
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from click.testing import CliRunner
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
@@ -19,8 +22,9 @@ from specvis.pipelines.discrete import SHIPPED, Pipeline
 from specvis.pipelines.mar import MARPair, Scaling
 from specvis.train import export
 from specvis.train.data import hold_out, spelled_out, words_of
+from specvis.train.gpt import Tokens, captioned, grow
 from specvis.train.main import main
-from specvis.train.mar import Averaged, diffusion_loss
+from specvis.train.mar import diffusion_loss
 from specvis.train.run import Run
 from tests.tiny import TINY
 
@@ -55,6 +59,11 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
         result = run(stage, "--runs", tmp_path, "--steps", 3, "--device", "cpu", *more)
         assert result.exit_code == 0, result.output
     tokens = np.load(tmp_path / "tokens.npz")
+    shutil.copytree(tmp_path / "tokenizer", tmp_path / "kept")
+    (tmp_path / "kept" / "config.json").rename(tmp_path / "kept" / "tokenizer.json")
+    result = run("tokenizer", "--runs", tmp_path, "--keep", tmp_path / "kept", "--device", "cpu")
+    assert result.exit_code == 0 and "held-out names: PSNR" in result.output
+    assert np.array_equal(np.load(tmp_path / "tokens.npz")["tokens"], tokens["tokens"])
     mar = ["--dim", 32, "--layers", 1, "--heads", 2, "--width", 16, "--blocks", 1, "--batch", 2]
     for stage in ("mar", "mar-draft"):
         result = run(stage, "--runs", tmp_path, "--steps", 100, "--device", "cpu", *mar)
@@ -78,6 +87,68 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
         assert (tmp_path / made / f"{part}.safetensors").exists()
 
 
+def a_gpt(folder, layers, dim=32):
+    """A small GPT with random outputs of its layers, and its files in a folder."""
+    torch.manual_seed(layers)
+    tokens = SimpleNamespace(codebook=torch.zeros(64, 8), vocabulary=["", "red", "heart"])
+    model = captioned(tokens, dim, layers, heads=2, dropout=0.0, caption_dim=dim).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    folder.mkdir()
+    for part in ("gpt", "words"):
+        save_file({name: value.contiguous() for name, value in getattr(model, part).state_dict().items()},
+                  folder / f"{part}.safetensors")
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(model.gpt.config)))
+    return model
+
+
+def test_a_deeper_gpt_begins_as_the_shallow_one(tmp_path):
+    shallow, deep = a_gpt(tmp_path / "shallow", 2), a_gpt(tmp_path / "deep", 5)
+    captions, ids = torch.randint(1, 3, (2, 32)), torch.randint(64, (2, 256))
+    wanted = shallow.logits(captions, ids)
+    assert not torch.allclose(deep.logits(captions, ids), wanted, atol=1)
+    grow(deep, tmp_path / "shallow")
+    assert torch.allclose(deep.logits(captions, ids), wanted, atol=1e-4)
+    deep.requires_grad_(True).logits(captions, ids).square().mean().backward()
+    assert all(block.attention.wo.weight.grad.abs().max() > 0 for block in deep.gpt.layers)
+
+
+@pytest.mark.parametrize("layers, dim, message", [
+    (1, 32, r"layers must be at least 2, as in .*, got 1"), (2, 64, r"dim must be 32, as in .*, got 64")])
+def test_a_gpt_that_cannot_grow_from_another_says_why(tmp_path, layers, dim, message):
+    a_gpt(tmp_path / "shallow", 2)
+    model = a_gpt(tmp_path / "other", layers, dim)
+    with pytest.raises(ValueError, match=message):
+        grow(model, tmp_path / "shallow")
+
+
+def test_training_reads_as_the_model_does(tmp_path):
+    model = a_gpt(tmp_path / "model", 2)
+    captions, ids = torch.randint(1, 3, (2, 32)), torch.randint(64, (2, 256))
+    hidden = model.gpt.teacher_forced(*model.condition(captions), ids)
+    assert torch.allclose(model.logits(captions, ids), model.gpt.logits(hidden[:, 31:]), atol=1e-4)
+
+
+def test_a_near_code_is_nearly_as_good(tmp_path):
+    """The loss is the cross entropy with the chances by which the codes that are read are drawn."""
+    codebook = F.normalize(torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    (tmp_path / "tokenizer").mkdir(), (tmp_path / "data").mkdir()
+    save_file({"quantize.embedding.weight": codebook}, tmp_path / "tokenizer" / "tokenizer.safetensors")
+    (tmp_path / "data" / "vocabulary.json").write_text('["", "red"]')
+    np.savez(tmp_path / "tokens.npz", tokens=np.full((40, 256), 7), condition=np.ones((40, 10), int),
+             held_out=np.arange(40) < 2, weight=np.ones(40))
+    tokens = Tokens(tmp_path, torch.device("cpu"))
+    captions, ids, null, original = tokens.draw(400, torch.Generator().manual_seed(0))
+    assert captions.shape == (400, 32) and null.float().mean().item() == pytest.approx(0.1, abs=0.05)
+    assert (original == 7).all() and set(ids.unique().tolist()) <= set(tokens.near[7].tolist())
+    share = torch.bincount(ids.flatten(), minlength=4096) / ids.numel()
+    assert torch.allclose(share[tokens.near[7]], tokens.chances[7], atol=0.01)
+    logits = torch.randn(2, 256, 4096)
+    wanted = F.cross_entropy(logits.flatten(0, 1), torch.zeros(4096).index_add_(
+        0, tokens.near[7], tokens.chances[7]).expand(512, -1))
+    assert tokens.cross_entropy(logits, original[:2]).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("arguments, message", [
     (["tokenizer", "--steps", "1"], "pictures.npz is missing: run `python -m specvis.train data`"),
     (["gpt", "--steps", "1"], "tokens.npz is missing: run `python -m specvis.train tokenizer`"),
@@ -92,16 +163,17 @@ def test_what_is_missing_is_named(tmp_path, arguments, message):
     assert result.exit_code == 2 and message in result.output
 
 
-def test_a_run_has_one_length(tmp_path):
-    with pytest.raises(ValueError, match="set exactly one of minutes and steps, got minutes=None, steps=None"):
-        Run(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=None, steps=None)
+def test_a_run_has_one_length_or_none(tmp_path):
+    with pytest.raises(ValueError, match="set at most one of minutes and steps, got minutes=1, steps=2"):
+        Run(tmp_path, nn.Linear(1, 1), lr=0.1, weight_decay=0, minutes=1, steps=2)
 
 
-def test_an_interrupted_run_ends_as_an_unbroken_one(tmp_path):
+@pytest.mark.parametrize("broken_at", [3, 8])
+def test_an_interrupted_run_ends_as_an_unbroken_one(tmp_path, broken_at):
     def train(folder, until):
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
-        trained = Run(folder, model, lr=0.1, weight_decay=0.1, minutes=None, steps=6)
+        trained = Run(folder, model, lr=0.1, weight_decay=0.1, minutes=None, steps=9)
         for step in trained:
             if step == until:
                 break
@@ -111,28 +183,87 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(tmp_path):
                 trained.step += 1          # as the loop would count it before saving
                 trained.save()
                 trained.step -= 1
-        return model, [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
+        log = [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines()]
+        return model.weight, trained.average[0], log
 
-    whole, whole_log = train(tmp_path / "whole", None)
-    train(tmp_path / "broken", 3)
-    again, log = train(tmp_path / "broken", None)
-    assert torch.equal(whole.weight, again.weight) and log == whole_log == list(range(6))
+    *whole, whole_log = train(tmp_path / "whole", None)
+    train(tmp_path / "broken", broken_at)
+    *again, log = train(tmp_path / "broken", None)
+    assert all(map(torch.equal, whole, again)) and log == whole_log == list(range(9))
 
 
-def a_run(folder, steps, width=1):
-    return Run(folder, nn.Linear(width, width), lr=0.1, weight_decay=0, minutes=None, steps=steps)
+def rates(trained, stop=None):
+    """The learning rate of each step that is still to do."""
+    found = []
+    for step in trained:
+        if step == stop:
+            break
+        found.append(round(trained.lr, 6))
+    return found
+
+
+def test_the_rate_is_constant_and_then_falls(tmp_path):
+    constant, falling = [0.1] * 8, [0.1, 0.05]
+    assert rates(a_run(tmp_path / "once", 10)) == constant + falling
+    assert rates(a_run(tmp_path / "once", 10)) == []
+    with pytest.raises(ValueError, match=r"steps must be more than 8, which .*once has had already, got 8"):
+        a_run(tmp_path / "once", 8)
+    assert rates(a_run(tmp_path / "once", 20)) == [0.1] * 8 + [0.1, 0.075, 0.05, 0.025]  # from step 8
+    assert rates(a_run(tmp_path / "once", 17)) == [0.1]                                   # from step 16, at once
+    assert rates(a_run(tmp_path / "endless", None), stop=30) == [0.1] * 30
+
+
+def test_a_run_without_an_end_goes_on_and_can_be_ended(tmp_path, capsys):
+    run = a_run(tmp_path, None)
+    with pytest.raises(KeyboardInterrupt):
+        for step in run:
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGINT)
+    assert "To end the run, give more than its 0.0 minutes as --minutes, or more than its 7 steps as --steps" in (
+        " ".join(capsys.readouterr().err.split()))
+    assert a_run(tmp_path, None).step == 7
+    assert rates(a_run(tmp_path, 10)) == [0.1, 0.1, 0.05]
+
+
+def test_the_time_of_a_pause_does_not_count(tmp_path, monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr("specvis.train.run.time.monotonic", lambda: next(clock))
+    run = a_run(tmp_path, 3)
+    for step in run:
+        if step == 1:
+            next(clock), next(clock)  # the process is stopped, and goes on
+            os.kill(os.getpid(), signal.SIGCONT)
+    assert run.seconds == 30
+
+
+def test_the_average_follows(tmp_path):
+    model = nn.Linear(1, 1, bias=False)
+    run, weights, wanted = a_run(tmp_path, 50, model=model), [], model.weight.item()
+    for step in run:
+        run.descend(model(torch.ones(1, 1)).square().sum())
+        weights.append(model.weight.item())
+        wanted += max(0.001, 9 / (10 + step)) * (weights[-1] - wanted)
+    with run.averaged():
+        assert model.weight.item() == pytest.approx(wanted, rel=1e-5) != weights[-1] and not model.training
+    assert model.weight.item() == weights[-1] and model.training
+
+
+def a_run(folder, steps, width=1, model=None, **configuration):
+    return Run(folder, model or nn.Linear(width, width), lr=0.1, weight_decay=0, minutes=None, steps=steps, warmup=1,
+               configuration=configuration)
 
 
 def test_a_run_that_another_command_has_gone_on_with_is_not_taken_back(tmp_path):
     first, second = a_run(tmp_path, 5), a_run(tmp_path, 2)
     assert [*first] == [0, 1, 2, 3, 4]
-    with pytest.raises(ValueError, match="one has written .*checkpoint.pt meanwhile: run the command again"):
+    with pytest.raises(ValueError, match="one has written a checkpoint to .* meanwhile: run the command again"):
         next(iter(second))
-    assert a_run(tmp_path, 6).step == 5
+    assert a_run(tmp_path, 5).step == 5
 
 
 @pytest.mark.parametrize("state, message", [
-    (None, "size mismatch|Error.s. in loading state_dict"), ({}, "'model'"), ([], "list"), ({"model": 1}, "")])
+    (None, "size mismatch|Error.s. in loading state_dict"), ({"version": 2}, "'model'"), ([], "list"),
+    ({"version": 2, "model": 1}, "")])
 def test_a_checkpoint_of_another_run_is_named(tmp_path, state, message):
     if state is None:
         [*a_run(tmp_path, 1, width=2)]
@@ -140,6 +271,21 @@ def test_a_checkpoint_of_another_run_is_named(tmp_path, state, message):
         torch.save(state, tmp_path / "checkpoint.pt")
     with pytest.raises(ValueError, match=rf"checkpoint.pt cannot be read: .*({message}).*; it is of another run"):
         a_run(tmp_path, 2)
+
+
+def test_a_checkpoint_of_another_configuration_or_version_says_which(tmp_path):
+    [*a_run(tmp_path, 1, layers=6, head_dim=64)]
+    with pytest.raises(ValueError, match=r"layers must be 6, as in .*, got 12; or choose another --runs, or remove it"):
+        a_run(tmp_path, 2, layers=12, head_dim=64)
+    torch.save({"model": {}, "step": 3}, tmp_path / "falling.pt")
+    with pytest.raises(ValueError, match=r"falling.pt is a checkpoint of version 1, this program reads version 2: "):
+        a_run(tmp_path, 2, layers=6, head_dim=64)
+
+
+def test_the_tokenizer_needs_a_length(tmp_path):
+    pictures(tmp_path / "data")
+    result = run("tokenizer", "--runs", tmp_path)
+    assert result.exit_code == 2 and "minutes or steps must be set" in result.output
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4aaaaaaaa", b"x" * 100])
@@ -212,16 +358,6 @@ def test_the_bound_trains_the_variance_alone():
     bits.backward()
     gradient = diffloss.net.final_layer.linear.bias.grad
     assert (gradient[:2] == 0).all() and (gradient[2:] != 0).all()
-
-
-def test_the_average_follows():
-    model = Averaged(TINY_TEXT)
-    before = [p.clone() for p in model.average.parameters()]
-    for parameter in model.mar.parameters():
-        parameter.data += 1
-    model.follow(10 ** 6)
-    for old, new in zip(before, model.average.parameters()):
-        assert torch.allclose(new, old + 0.001, atol=1e-6) and not new.requires_grad
 
 
 def test_scaled_tokens_have_variance_1():

@@ -4,6 +4,7 @@ The target is the GPT of the stages before, with their pictures; or that of any 
 a folder of pictures (see `images`).
 """
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -51,7 +52,7 @@ class StageImages:
         self.captioned, self.tokens, self.test = captioned, tokens, tokens.test
 
     def draw(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        captions, ids, null = self.tokens.draw(batch, generator)
+        captions, ids, null, _ = self.tokens.draw(batch, generator)
         return *self.captioned.condition(captions, null), ids
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +102,7 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
     model.embed_tokens.weight.data.copy_(gpt.tok_embeddings.weight)  # the target's, frozen
     model.embed_tokens.weight.requires_grad_(False)
     model.to(device)
-    run = Run(folder, model, lr=lr, weight_decay=0.01, minutes=minutes, steps=steps)
+    run = Run(folder, model, lr=lr, weight_decay=0.01, minutes=minutes, steps=steps, configuration=asdict(config))
 
     def loss_of(images, blur):
         with mixed_precision(device):
@@ -110,7 +111,7 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
         cross_entropy = -(target_logits.softmax(-1) * draft_logits.log_softmax(-1)).sum(-1).mean()
         return F.smooth_l1_loss(hidden.float(), target.float()) + cross_entropy
 
-    train_loss = torch.compile(loss_of) if compiled else loss_of
+    train_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
     shape = (batch, config.condition_tokens + config.tokens - 2, config.dim)
     recent = []
     for step in run:
@@ -122,12 +123,13 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
         run.descend(loss)
         recent.append(loss.detach())
         if run.step % 100 == 99:
-            with mixed_precision(device):
+            with run.averaged(), mixed_precision(device):
                 held_out = measure(model, gpt, examples, examples.test[:: max(1, len(examples.test) // 64)])
             run.log(loss=torch.stack(recent).mean(), **held_out, lr=run.lr)
             recent = []
-    write_tensors(folder / FILE, {name: value.half().contiguous() for name, value in model.state_dict().items()})
-    numbers = measure(model, gpt, examples, examples.test)
+    with run.averaged():
+        write_tensors(folder / FILE, {name: value.half().contiguous() for name, value in model.state_dict().items()})
+        numbers = measure(model, gpt, examples, examples.test)
     run.log(**numbers)
     click.echo("held out: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
 

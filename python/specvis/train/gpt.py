@@ -15,7 +15,8 @@ from specvis_kernels import codebook_neighbors
 from ..files import write_json, write_tensors
 from ..models.llamagen import GPT, GPTConfig
 from ..models.words import Words, repeated
-from .run import Run, arrays_of, options
+from ..pipelines.checkpoint import load_weights, read_config
+from .run import Run, arrays_of, made, options
 
 CONDITION_TOKENS = 32
 NULL_SHARE = 0.1  # of the training captions are replaced by the null condition, for guidance
@@ -27,7 +28,8 @@ class Tokens:
 
     Training draws them by weight and exchanges codes for near ones, code c for code d with probability in
     proportion to exp(-|c - d|^2 / JITTER): they look alike (0.5 dB), and the model learns that they may stand for
-    each other. (RQ-Transformer, arXiv:2203.01941, draws its codes in this way from the latents.)
+    each other. What it is to predict are these probabilities. (RQ-Transformer, arXiv:2203.01941, does both, with its
+    codes' distances to the latents.)
     """
 
     def __init__(self, runs: Path, device: torch.device):
@@ -42,18 +44,61 @@ class Tokens:
         weights = load_file(runs / "tokenizer" / "tokenizer.safetensors")
         self.codebook = F.normalize(weights["quantize.embedding.weight"].float(), dim=-1)
         near = codebook_neighbors(self.codebook, 16).long()
-        self.near = torch.cat([torch.arange(len(near))[:, None], near], 1)              # (V, 17), itself first
-        distances = (self.codebook[:, None] - self.codebook[self.near]).square().sum(-1)
-        self.chances = torch.exp(-distances / JITTER)
+        near = torch.cat([torch.arange(len(near))[:, None], near], 1)                   # (V, 17), itself first
+        chances = torch.exp(-(self.codebook[:, None] - self.codebook[near]).square().sum(-1) / JITTER)
+        self.near, self.chances = near.to(device), (chances / chances.sum(-1, keepdim=True)).to(device)
 
-    def draw(self, batch: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A training batch: captions (B, S), ids (B, 256), null (B,) bool: which get no caption."""
+    def draw(self, batch: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """A training batch: captions (B, S), ids (B, 256), null (B,) bool: which get no caption, original (B, 256).
+
+        `ids` are codes near those in `original`.
+        """
         rows = self.train[torch.multinomial(self.sampling_weights, batch, replacement=True, generator=generator)]
         null = torch.rand(batch, generator=generator) < NULL_SHARE
-        ids = self.ids[rows]
-        code = ids.flatten().cpu()
-        choice = torch.multinomial(self.chances[code], 1, generator=generator)[:, 0]
-        return self.captions[rows], self.near[code, choice].view_as(ids).to(ids.device), null.to(ids.device)
+        original = self.ids[rows]
+        choice = torch.multinomial(self.chances.cpu()[original.flatten().cpu()], 1, generator=generator)
+        ids = self.near[original].gather(-1, choice.view(*original.shape, 1).to(original.device))[..., 0]
+        return self.captions[rows], ids, null.to(ids.device), original
+
+    def cross_entropy(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The mean cross entropy of `logits` (B, 256, V) and the chances of the codes near `ids` (B, 256)."""
+        near = logits.gather(-1, self.near[ids])
+        return (logits.logsumexp(-1) - (near * self.chances[ids]).sum(-1)).mean()
+
+
+class CausalReading:
+    """What `Reading` is for entries that each see all before them and are not cached.
+
+    Compiled on a CPU it takes half as long, forward and backward, as PyTorch's attention with a mask: the queries are
+    read in PARTS, and a part does not multiply by what is behind it; rotations by real numbers are compiled, complex
+    ones are not.
+    """
+
+    PARTS = 2
+    cache = None
+
+    def __init__(self, gpt: GPT, entries: int):
+        rotations = gpt.rotations[:entries, 0]                                  # (N, 1, D / 2) of queries and keys
+        self.cosine, self.sine = rotations.real.contiguous(), rotations.imag.contiguous()
+        self.mask = torch.full((entries, entries), -torch.inf).triu(1)
+        self.bounds = [entries * i // self.PARTS for i in range(self.PARTS + 1)]
+
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries or keys (R, N, H, D) -> (R, H, N, D), turned by the rotations of their cells."""
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([a * self.cosine - b * self.sine, a * self.sine + b * self.cosine], -1)
+        return turned.flatten(-2).to(x.dtype).transpose(1, 2)
+
+    def attend(self, qkv: torch.Tensor, heads: int, layer: int) -> torch.Tensor:
+        """Attention of the queries in qkv (R, N, 3 * H * D) to the entries up to theirs: (R, N, H * D)."""
+        q, k, v = qkv.unflatten(-1, (3, heads, -1)).unbind(2)
+        q, k, v = self.turn(q) * q.shape[-1] ** -0.5, self.turn(k), v.transpose(1, 2)
+        parts = []
+        for first, end in zip(self.bounds, self.bounds[1:]):
+            scores = q[:, :, first:end] @ k[:, :, :end].transpose(-1, -2)
+            weights = (scores.float() + self.mask[first:end, :end]).softmax(-1)
+            parts.append(weights.to(q.dtype) @ v[:, :, :end])
+        return torch.cat(parts, 2).transpose(1, 2).flatten(2)
 
 
 class Captioned(nn.Module):
@@ -63,6 +108,7 @@ class Captioned(nn.Module):
         super().__init__()
         self.words = Words(vocabulary, config.condition_tokens, config.caption_dim)
         self.gpt = GPT(config)
+        self.reading = CausalReading(self.gpt, config.condition_tokens + config.tokens - 1)
 
     def condition(self, captions, null=None):
         """Captions (B, S) -> embeddings (B, S, dim), padding_mask (B, S); the null condition where `null` (B,)."""
@@ -73,7 +119,11 @@ class Captioned(nn.Module):
 
     def logits(self, captions, ids, null=None):
         """Logits (B, 256, V) of ids (B, 256)."""
-        hidden = self.gpt.teacher_forced(*self.condition(captions, null), ids)
+        condition, padding_mask = self.condition(captions, null)
+        if ids.device.type == "cpu":
+            hidden = self.gpt(torch.cat([condition, self.gpt.tok_embeddings(ids[:, :-1])], 1), self.reading)
+        else:
+            hidden = self.gpt.teacher_forced(condition, padding_mask, ids)
         return self.gpt.logits(hidden[:, captions.shape[1] - 1:])
 
 
@@ -91,6 +141,33 @@ def start(model: Captioned, codebook: torch.Tensor, generator: torch.Generator) 
     project.fc1.weight.data.normal_(std=1 / (words.std().item() * words.shape[1] ** 0.5), generator=generator)
     project.fc2.weight.data.normal_(std=gpt.config.dim ** -0.5, generator=generator)
     gpt.cls_embedding.uncond_embedding.data.normal_(std=words.std().item(), generator=generator)
+
+
+def grow(model: Captioned, folder: Path) -> None:
+    """Start from the weights of a GPT in `folder`, of as many layers or fewer.
+
+    Layers that it lacks are put behind its own, each a copy of the one before with outputs of 0. So at first the deeper
+    model computes what the other one does. (To train a shallow model first and stack its layers takes less time in all:
+    Gong et al., "Efficient training of BERT by progressively stacking", ICML 2019.)
+    """
+    mine = model.gpt.config
+    theirs = read_config(made(folder / "config.json", "gpt"), GPTConfig)
+    if theirs.layers > mine.layers:
+        raise ValueError(f"layers must be at least {theirs.layers}, as in {folder}, got {mine.layers}")
+    for name, wanted in asdict(theirs).items():
+        if name not in ("layers", "dropout") and wanted != getattr(mine, name):
+            raise ValueError(f"{name.replace('_', '-')} must be {wanted}, as in {folder}, got {getattr(mine, name)}")
+    load_weights(model.words, folder / "words.safetensors")
+    shallow, before = GPT(theirs), -1
+    load_weights(shallow, folder / "gpt.safetensors")
+    model.gpt.load_state_dict(shallow.state_dict(), strict=False)
+    for layer, block in enumerate(model.gpt.layers):
+        number = layer * theirs.layers // mine.layers
+        block.load_state_dict(shallow.layers[number].state_dict())
+        if number == before:
+            for outputs in (block.attention.wo, block.feed_forward.w2):
+                nn.init.zeros_(outputs.weight)
+        before = number
 
 
 def mixed_precision(device: torch.device):
@@ -133,41 +210,45 @@ def training_options(dim: int, layers: int, heads: int, **defaults):
 
 
 def train(folder: Path, model: Captioned, tokens: Tokens, device: torch.device, *, lr: float, minutes: float | None,
-          steps: int | None, batch: int, compiled: bool) -> None:
-    """Train, write <folder>/gpt.safetensors, words.safetensors and config.json, and say how well it does."""
-    start(model, tokens.codebook, torch.Generator().manual_seed(0))
-    model.to(device)
-    run = Run(folder, model, lr=lr, weight_decay=0.05, minutes=minutes, steps=steps)
+          steps: int | None, batch: int, compiled: bool, source: Path | None = None) -> None:
+    """Train, write <folder>/gpt.safetensors, words.safetensors and config.json, and say how well it does.
 
-    def loss_of(captions, ids, null):
+    source: folder of the GPT to start from, see `grow`
+    """
+    start(model, tokens.codebook, torch.Generator().manual_seed(0))
+    if source is not None:
+        grow(model, source)
+    model.to(device)
+    run = Run(folder, model, lr=lr, weight_decay=0.05, minutes=minutes, steps=steps,
+              configuration=asdict(model.gpt.config))
+
+    def loss_of(captions, ids, null, original):
         with mixed_precision(device):
             logits = model.logits(captions, ids, null)
-        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        return tokens.cross_entropy(logits, original)
 
-    train_loss = torch.compile(loss_of) if compiled else loss_of
+    train_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
     recent = []
     for step in run:
         loss = train_loss(*tokens.draw(batch, run.generator(step)))
         run.descend(loss)
         recent.append(loss.detach())
         if run.step % 250 == 249:
-            model.eval()
-            with mixed_precision(device):
+            with run.averaged(), mixed_precision(device):
                 held_out = measure(model, tokens, tokens.test[:: max(1, len(tokens.test) // 96)])
-            model.train()
             run.log(loss=torch.stack(recent).mean(), held_out=held_out["nll"], top1=held_out["top1"],
                     epochs=run.step * batch / len(tokens.train), lr=run.lr)
             recent = []
-    half = {name: value.half().contiguous() for name, value in model.state_dict().items()}
-    for part in ("gpt", "words"):
-        write_tensors(folder / f"{part}.safetensors", {name.removeprefix(part + "."): value
-                                                       for name, value in half.items() if name.startswith(part + ".")})
     write_json(folder / "config.json", asdict(model.gpt.config))
-    model.eval()
     some = tokens.train[:: max(1, len(tokens.train) // 256)]
-    for name, which in (("training names", some), ("held-out names", tokens.test)):
-        numbers = measure(model, tokens, which)
-        click.echo(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
+    with run.averaged():
+        half = {name: value.half().contiguous() for name, value in model.state_dict().items()}
+        for part in ("gpt", "words"):
+            write_tensors(folder / f"{part}.safetensors", {
+                name.removeprefix(part + "."): value for name, value in half.items() if name.startswith(part + ".")})
+        for name, which in (("training names", some), ("held-out names", tokens.test)):
+            numbers = measure(model, tokens, which)
+            click.echo(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
 
 
 def captioned(tokens: Tokens, dim: int, layers: int, heads: int, dropout: float, caption_dim: int) -> Captioned:
@@ -178,6 +259,9 @@ def captioned(tokens: Tokens, dim: int, layers: int, heads: int, dropout: float,
 
 @click.command()
 @training_options(192, 6, 3, batch=8, lr=1.2e-3)
+@click.option("--from", "source", type=click.Path(path_type=Path),
+              help="Folder of a GPT whose weights training starts from, instead of random ones. It may have fewer "
+                   "layers.")
 def gpt(runs, dim, layers, heads, dropout, device, **training):
     """Train the GPT on runs/tokens.npz; writes runs/gpt/gpt.safetensors, words.safetensors and config.json."""
     torch.manual_seed(0)

@@ -1,7 +1,6 @@
 """The small MAR: masked autoregression on the tokenizer's continuous latents, with the GPT's embeddings of words."""
 import json
 import math
-from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +26,6 @@ BUFFER = 16          # condition tokens: a caption has at most 10 words
 STEPS = 50           # of the denoising; any number can be chosen later
 LEAST_MASKED = 0.7   # of the tokens, in training; the share is normal about 1, cut at 1
 SPREAD = 0.25
-DECAY = 0.999        # of the weights' moving average
 
 
 @dataclass
@@ -126,29 +124,24 @@ def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Te
     return (epsilon - noise).square().mean(), torch.where(first, density, divergence).mean() / math.log(2)
 
 
-class Averaged(nn.Module):
-    """The MAR, and the moving average of its weights, which the stage writes."""
+class Learned(nn.Module):
+    """The MAR and its loss."""
 
     def __init__(self, config: MARConfig):
         super().__init__()
         self.mar = MAR(config)
         start(self.mar)
-        self.average = deepcopy(self.mar).requires_grad_(False).eval()
         self.schedule = Schedule(config.num_train_timesteps, config.num_train_timesteps)
         self.max_known = config.tokens - math.ceil(LEAST_MASKED * config.tokens)  # known tokens in training
 
-    def losses(self, mar: MAR, batch: Batch) -> tuple[Tensor, Tensor]:
-        condition = mar.condition(batch.features)
-        condition = torch.where(batch.null[:, None, None], mar.null_condition(len(condition))[:, None], condition)
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The losses of a batch, see `diffusion_loss`."""
+        condition = self.mar.condition(batch.features)
+        null = self.mar.null_condition(len(condition))[:, None]
+        condition = torch.where(batch.null[:, None, None], null, condition)
         unknown = ~batch.is_known
-        z = mar(batch.tokens, batch.is_known, condition, self.max_known)[unknown]
-        return diffusion_loss(mar.diffloss, self.schedule, z, batch.tokens[unknown], batch.timesteps, batch.noise)
-
-    @torch.no_grad()
-    def follow(self, step: int) -> None:
-        """Move the average. Early in a run it covers fewer steps."""
-        weight = 1 - min(DECAY, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.average.parameters()), list(self.mar.parameters()), weight)
+        z = self.mar(batch.tokens, batch.is_known, condition, self.max_known)[unknown]
+        return diffusion_loss(self.mar.diffloss, self.schedule, z, batch.tokens[unknown], batch.timesteps, batch.noise)
 
 
 def grid_waves(side: int, width: int) -> Tensor:
@@ -173,14 +166,14 @@ def start(mar: MAR) -> None:
 
 
 @torch.no_grad()
-def measure(model: Averaged, latents: Latents, which: Tensor, device: torch.device) -> dict[str, float]:
-    """The losses of the averaged weights on pictures `which`. Masks and noise are always the same."""
+def measure(model: Learned, latents: Latents, which: Tensor, device: torch.device) -> dict[str, float]:
+    """The losses on pictures `which`. Masks and noise are always the same."""
     generator = torch.Generator().manual_seed(1)
     sums = torch.zeros(2)
     for rows in which.split(32):
         batch = latents.masked(rows, torch.zeros(len(rows), dtype=torch.bool), 2, len(model.schedule), generator)
         with mixed_precision(device):
-            sums += torch.stack(model.losses(model.average, batch)).cpu() * len(rows)
+            sums += torch.stack(model(batch)).cpu() * len(rows)
     return dict(zip(("noise", "bits"), (sums / len(which)).tolist()))
 
 
@@ -218,29 +211,30 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
     config = MARConfig(dim, heads, layers, layers, width, blocks, tokens, channels, BUFFER, num_sampling_steps=STEPS,
                        caption_dim=latents.words.table.embedding_dim,
                        clip_sample_range=round(latents.tokens.abs().max().item(), 3))
-    model = Averaged(config).to(device)
-    run = Run(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps)
+    model = Learned(config).to(device)
+    run = Run(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps, configuration=asdict(config))
     recent = []
     for step in run:
         drawn = latents.draw(batch, num_timesteps, len(model.schedule), run.generator(step))
         with mixed_precision(device):
-            noise, bits = model.losses(model.mar, drawn)
+            noise, bits = model(drawn)
         run.descend(noise + bits)
-        model.follow(step)
         recent.append(torch.stack([noise, bits]).detach())
         if run.step % 100 == 99:
-            held_out = measure(model, latents, spread(latents.test, 96), device)
+            with run.averaged():
+                held_out = measure(model, latents, spread(latents.test, 96), device)
             noise, bits = torch.stack(recent).mean(0)
             run.log(noise=noise, bits=bits, held_out=held_out["noise"], held_out_bits=held_out["bits"],
                     epochs=run.step * batch / len(latents.train), lr=run.lr)
             recent = []
-    write_tensors(folder / "mar.safetensors", {name: value.half().contiguous()
-                                               for name, value in model.average.state_dict().items()})
-    write_json(folder / "config.json", asdict(model.average.config))
+    write_json(folder / "config.json", asdict(config))
     write_json(folder / "scaling.json", asdict(latents.scaling))
-    for name, which in (("training names", spread(latents.train, 256)), ("held-out names", latents.test)):
-        numbers = measure(model, latents, which, device)
-        click.echo(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in numbers.items()))
+    with run.averaged():
+        write_tensors(folder / "mar.safetensors", {name: value.half().contiguous()
+                                                   for name, value in model.mar.state_dict().items()})
+        for name, which in (("training names", spread(latents.train, 256)), ("held-out names", latents.test)):
+            numbers = measure(model, latents, which, device)
+            click.echo(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in numbers.items()))
 
 
 @click.command()

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ..files import locked, write_json, write_tensors, write_whole
 from ..models.vq import VQ, VQConfig
-from ..pipelines.checkpoint import load_weights
+from ..pipelines.checkpoint import load_weights, read_config, read_weights
 from .run import Run, arrays_of, options
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
@@ -166,8 +166,12 @@ def write_tokens(vq: VQ, data: Pictures, path: Path) -> None:
 
 @click.command()
 @options(batch=16, lr=2e-3)
-def tokenizer(runs, minutes, steps, batch, lr, device):
+@click.option("--keep", type=click.Path(path_type=Path),
+              help="Folder of a tokenizer, such as the package's weights, which is used as it is.")
+def tokenizer(runs, minutes, steps, batch, lr, device, keep):
     """Train the tokenizer on runs/data; writes runs/tokenizer/ and the pictures' tokens, runs/tokens.npz.
+
+    With --keep none is trained.
 
     tokens.npz: tokens (N, 256) uint16; condition (N, 10) int16; weight (N,) float64; held_out (N,) bool; and
     styles, names, categories (N,) text. A finished run writes them again.
@@ -175,8 +179,15 @@ def tokenizer(runs, minutes, steps, batch, lr, device):
     torch.manual_seed(0)
     device = torch.device(device)
     data = Pictures(runs)
+    if keep is not None:
+        vq = VQ(read_config(keep / "tokenizer.json", VQConfig)).to(device).eval()
+        finish(vq, runs, data, read_weights(keep / "tokenizer.safetensors"))
+        return
+    if minutes is None and steps is None:
+        raise ValueError("minutes or steps must be set: shares of the length say when codes are made")
     model = Learned(CONFIG).to(device)
-    run = Run(runs / "tokenizer", model, lr=lr, weight_decay=1e-4, minutes=minutes, steps=steps)
+    run = Run(runs / "tokenizer", model, lr=lr, weight_decay=1e-4, minutes=minutes, steps=steps,
+              configuration=asdict(CONFIG))
     vq, counts = model.vq, torch.zeros(CONFIG.codebook_size, device=device)
     test = data.take(spread(data.test, 64)).to(device)
     for step in run:
@@ -213,14 +224,20 @@ def tokenizer(runs, minutes, steps, batch, lr, device):
             run.log(phase=model.phase, l1=l1.detach(), psnr=quality, perplexity=perplexity(counts),
                     moved=moved, commitment=commitment.detach(), lr=run.lr)
             counts.zero_()
+    finish(vq, runs, data, {name: value.half().contiguous() for name, value in vq.state_dict().items()
+                            if name != COUNTS})
 
+
+def finish(vq: VQ, runs: Path, data: Pictures, weights: dict[str, Tensor]) -> None:
+    """Write the tokenizer of these weights, tokens as its users will get them, and how well it does."""
     folder = runs / "tokenizer"
-    state = {name: value.half().contiguous() for name, value in vq.state_dict().items() if name != COUNTS}
-    write_tensors(folder / "tokenizer.safetensors", state)
-    write_json(folder / "config.json", asdict(CONFIG))
-    load_weights(vq, folder / "tokenizer.safetensors")  # rounded to float16: tokens as users will get them
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "tokenizer.safetensors", weights)
+    write_json(folder / "config.json", asdict(vq.config))
+    load_weights(vq, folder / "tokenizer.safetensors")
     with locked(runs, "runs"):
         write_tokens(vq, data, runs / "tokens.npz")
     with torch.no_grad():
+        device = vq.post_quant_conv.weight.device
         click.echo(f"held-out names: PSNR {psnr(vq, data.take(data.test).to(device)):.2f} dB")
         sheet(vq, data.take(spread(data.test, 64)).to(device), folder / "reconstructions.png")
