@@ -1,6 +1,7 @@
 """Put the trained parts together: the package's weights, and the record of the run."""
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -40,11 +41,19 @@ MAR_CURVES = {
 }
 
 
-def curves(runs: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str]]) -> None:
-    """Draw a panel for each stage: numbers of its log, by step."""
+def keep_logs(runs: Path, record: Path, stages: Iterable[str]) -> None:
+    """Copy the stages' logs. A tokenizer that was kept has none: the record has that of its own training."""
+    for stage in stages:
+        if stage != "tokenizer" or (runs / stage / "log.jsonl").exists():
+            shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
+
+
+def curves(record: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str]]) -> None:
+    """Draw a panel for each stage that has a log: numbers of it, by step."""
+    drawn = {stage: numbers for stage, numbers in drawn.items() if (record / f"{stage}.jsonl").exists()}
     figure, panels = plt.subplots(1, len(drawn), figsize=(4.25 * len(drawn), 3.5), constrained_layout=True)
     for panel, (stage, (keys, unit)) in zip(panels, drawn.items()):
-        lines = [json.loads(line) for line in (runs / stage / "log.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (record / f"{stage}.jsonl").read_text().splitlines()]
         for key in keys:
             panel.plot([line["step"] for line in lines], [line[key] for line in lines], label=key)
         panel.set(title=stage, xlabel="step", ylabel=unit)
@@ -119,11 +128,10 @@ def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: 
     with locked(weights, "weights"):
         pipeline.save(weights)
         write_reference_prompts(runs / "data" / "pictures.npz", weights)
-    for stage in CURVES:
-        shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
+    keep_logs(runs, record, CURVES)
     shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")
     shutil.copyfile(runs / "tokenizer" / "reconstructions.png", record / "reconstructions.png")
-    curves(runs, record / "curves.png", CURVES)
+    curves(record, record / "curves.png", CURVES)
     for temperature in (1.0, 0.0):
         contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance, top_k, top_p)
 
@@ -145,10 +153,10 @@ def export_mar(runs: Path, weights: Path, record: Path, guidance: float, num_ite
     weights.mkdir(parents=True, exist_ok=True)
     with locked(weights, "weights"):
         pair.save(weights)
+    keep_logs(runs, record, MAR_CURVES)
     for stage in MAR_CURVES:
-        shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
         mar_contact_sheet(pair, getattr(pair, stage), record / f"contact_{stage}.png", guidance, num_iter)
-    curves(runs, record / "curves_mar.png", MAR_CURVES)
+    curves(record, record / "curves_mar.png", MAR_CURVES)
 
 
 @click.command()
