@@ -26,6 +26,7 @@ from specvis.train.gpt import Tokens, captioned, grow
 from specvis.train.main import main
 from specvis.train.mar import diffusion_loss
 from specvis.train.run import Run
+from tests.test_files import full_disk
 from tests.tiny import TINY
 
 TINY_TEXT = dataclasses.replace(TINY, classes=None, caption_dim=8)
@@ -286,6 +287,15 @@ def test_the_tokenizer_needs_a_length(tmp_path):
     pictures(tmp_path / "data")
     result = run("tokenizer", "--runs", tmp_path)
     assert result.exit_code == 2 and "minutes or steps must be set" in result.output
+
+
+@pytest.mark.parametrize("room", [100, 2000])
+def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, room):
+    [*a_run(tmp_path, 10)]
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with full_disk(room), pytest.raises(OSError, match="File too large.*checkpoint.pt"):
+        [*a_run(tmp_path, 20)]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4aaaaaaaa", b"x" * 100])

@@ -1,4 +1,5 @@
 """What all training stages have in common: schedule, progress bar, log, checkpoints, resuming."""
+import io
 import json
 import signal
 import threading
@@ -267,5 +268,6 @@ class Run:
         state = {"version": VERSION, "configuration": self.configuration, "model": self.model.state_dict(),
                  "optimizer": self.optimizer.state_dict(), "average": self.average, "step": self.step,
                  "seconds": self.seconds, "fall_from": self.fall_from, "length": self.length}
-        name = CHECKPOINT if self.fall_from is None else FALLING
-        write_whole(self.folder / name, lambda file: torch.save(state, file))
+        content = io.BytesIO()
+        torch.save(state, content)  # where it writes to a full disk itself, it raises a RuntimeError
+        write_whole(self.folder / (CHECKPOINT if self.fall_from is None else FALLING), content.getvalue())
