@@ -289,7 +289,7 @@ def test_the_tokenizer_needs_a_length(tmp_path):
     assert result.exit_code == 2 and "minutes or steps must be set" in result.output
 
 
-@pytest.mark.parametrize("room", [100, 2000])
+@pytest.mark.parametrize("room", [500, 2000])
 def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, room):
     [*a_run(tmp_path, 10)]
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
