@@ -72,6 +72,8 @@ def scheduled_guidance(guidance: float, num_unknown: Tensor, num_tokens: int, sc
 
 
 class Attention(nn.Module):
+    attend = staticmethod(F.scaled_dot_product_attention)  # training on a CPU takes another, see train/mar.py
+
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -79,7 +81,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        return self.proj(self.attend(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
