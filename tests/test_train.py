@@ -69,6 +69,8 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
     for stage in ("mar", "mar-draft"):
         result = run(stage, "--runs", tmp_path, "--steps", 100, "--device", "cpu", *mar)
         assert result.exit_code == 0, result.output
+    result = run("mar", "--runs", tmp_path, "--steps", 200, "--from", tmp_path / "mar_draft" / "config.json", *mar)
+    assert result.exit_code == 2 and "config.json cannot be read" in result.output
     result = run("export", "--only", "mar", "--runs", tmp_path, "--weights", tmp_path / "weights",
                  "--record", tmp_path / "record", "--num-iter", 2)
     assert result.exit_code == 0, result.output

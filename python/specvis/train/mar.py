@@ -203,6 +203,9 @@ def training_options(dim: int, layers: int, heads: int, width: int, blocks: int,
                      help="Of the diffusion's MLP."),
         click.option("--num-timesteps", type=click.IntRange(1), default=2, show_default=True,
                      help="Diffusion steps of each token and picture."),
+        click.option("--from", "source", type=click.Path(path_type=Path),
+                     help="File with the weights of a MAR of this size that training starts from, instead of random "
+                          "ones."),
         compile_option,
     )
 
@@ -215,7 +218,8 @@ def training_options(dim: int, layers: int, heads: int, width: int, blocks: int,
 
 
 def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads: int, width: int, blocks: int,
-          num_timesteps: int, batch: int, lr: float, minutes: float | None, steps: int | None, compiled: bool) -> None:
+          num_timesteps: int, batch: int, lr: float, minutes: float | None, steps: int | None, source: Path | None,
+          compiled: bool) -> None:
     """Train, write <folder>/mar.safetensors, config.json and scaling.json, and say how well it does."""
     torch.manual_seed(0)
     device = torch.device(device)
@@ -225,6 +229,8 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
                        caption_dim=latents.words.table.embedding_dim,
                        clip_sample_range=round(latents.tokens.abs().max().item(), 3))
     model = Learned(config, device)
+    if source is not None:
+        load_weights(model.mar, source)
     run = Run(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps, configuration=asdict(config))
     train_losses, recent = torch.compile(model) if compiled else model, []
     for step in run:
