@@ -130,6 +130,7 @@ def test_training_reads_as_the_model_does(tmp_path):
     captions, ids = torch.randint(1, 3, (2, 32)), torch.randint(64, (2, 256))
     hidden = model.gpt.teacher_forced(*model.condition(captions), ids)
     assert torch.allclose(model.logits(captions, ids), model.gpt.logits(hidden[:, 31:]), atol=1e-4)
+    assert torch.allclose(model.hidden(*model.condition(captions), ids), hidden, atol=1e-4)
 
 
 def test_a_near_code_is_nearly_as_good(tmp_path):

@@ -182,8 +182,9 @@ def test_a_hurt_note_of_a_run_is_named(note, target, images, tmp_path):
 
 def test_a_draft_is_compared_with_the_hidden_state_at_its_own_token(target, images, tmp_path):
     pipeline = Pipeline.load(target)
-    drawn = Images(*FolderImages(pipeline, target, images, tmp_path / "run", 4).take(torch.arange(3)))
-    states = drafted(tiny_pipeline().drafter, pipeline.gpt, drawn)
+    examples = FolderImages(pipeline, target, images, tmp_path / "run", 4)
+    drawn = Images(*examples.take(torch.arange(3)))
+    states = drafted(tiny_pipeline().drafter, examples, drawn)
     assert states[0].shape == states[1].shape == (3, 15, 32)
     assert torch.equal(states[1], pipeline.gpt.teacher_forced(*drawn)[:, 3:])  # behind the three of the condition
 

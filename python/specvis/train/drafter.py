@@ -23,6 +23,7 @@ from .images import FolderImages
 from .run import Run, compile_option, made, options
 
 FILE = "drafter.safetensors"
+REJECTED = 4.0  # weight of the share of drafts that speculative sampling rejects, 1 - sum min(P, Q)
 
 
 class Images(NamedTuple):
@@ -44,6 +45,9 @@ class Examples(Protocol):
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The fields of `Images`: those with these numbers."""
 
+    def hidden(self, images: Images) -> Tensor:
+        """Hidden states (B, S - 1 + L, dim) of the target, teacher-forced."""
+
 
 class StageImages:
     """The pictures of the stages before, as the GPT was trained on them."""
@@ -58,8 +62,12 @@ class StageImages:
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return *self.captioned.condition(self.tokens.captions[rows]), self.tokens.ids[rows]
 
+    def hidden(self, images: Images) -> Tensor:
+        return self.captioned.hidden(*images)
 
-def drafted(drafter: EagleHead, gpt: GPT, images: Images, noise: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+
+def drafted(drafter: EagleHead, examples: Examples, images: Images,
+            noise: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
     """Teacher-forced drafts; `noise` is added to the hidden states that the drafter sees.
 
     Returns:
@@ -68,7 +76,7 @@ def drafted(drafter: EagleHead, gpt: GPT, images: Images, noise: Tensor | float 
     condition, padding_mask, ids = images
     prefix_len = condition.shape[1] - 1  # condition entries of the drafter
     with torch.no_grad():
-        target = gpt.teacher_forced(condition, padding_mask, ids)                    # (B, prefix_len + L, dim)
+        target = examples.hidden(images)                                             # (B, prefix_len + L, dim)
     tokens = F.pad(ids[:, :-1], (prefix_len, 0))                                     # token 0 beside a condition
     position_ids = torch.arange(tokens.shape[1], device=ids.device)[None]
     mask = condition_mask(padding_mask[:, :-1], tokens.shape[1])
@@ -85,7 +93,7 @@ def measure(drafter: EagleHead, gpt: GPT, examples: Examples, which: Tensor, bat
     """
     sums, count = torch.zeros(3, dtype=torch.float64), 0
     for rows in which.split(batch):
-        hidden, target = drafted(drafter, gpt, Images(*examples.take(rows)))
+        hidden, target = drafted(drafter, examples, Images(*examples.take(rows)))
         draft_probs, target_probs = (gpt.logits(h).softmax(-1) for h in (hidden, target))
         best = target_probs.argmax(-1, keepdim=True)
         hits = draft_probs.topk(3, -1).indices == best
@@ -106,10 +114,12 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
 
     def loss_of(images, blur):
         with mixed_precision(device):
-            hidden, target = drafted(model, gpt, images, blur)
+            hidden, target = drafted(model, examples, images, blur)
             draft_logits, target_logits = gpt.logits(hidden), gpt.logits(target)
-        cross_entropy = -(target_logits.softmax(-1) * draft_logits.log_softmax(-1)).sum(-1).mean()
-        return F.smooth_l1_loss(hidden.float(), target.float()) + cross_entropy
+        target_probs, draft_log_probs = target_logits.softmax(-1), draft_logits.log_softmax(-1)
+        cross_entropy = -(target_probs * draft_log_probs).sum(-1).mean()
+        rejected = (target_probs - draft_log_probs.exp()).abs().sum(-1).mean() / 2
+        return F.smooth_l1_loss(hidden.float(), target.float()) + cross_entropy + REJECTED * rejected
 
     train_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
     shape = (batch, config.condition_tokens + config.tokens - 2, config.dim)

@@ -119,12 +119,14 @@ class Captioned(nn.Module):
 
     def logits(self, captions, ids, null=None):
         """Logits (B, 256, V) of ids (B, 256)."""
-        condition, padding_mask = self.condition(captions, null)
-        if ids.device.type == "cpu":
-            hidden = self.gpt(torch.cat([condition, self.gpt.tok_embeddings(ids[:, :-1])], 1), self.reading)
-        else:
-            hidden = self.gpt.teacher_forced(condition, padding_mask, ids)
+        hidden = self.hidden(*self.condition(captions, null), ids)
         return self.gpt.logits(hidden[:, captions.shape[1] - 1:])
+
+    def hidden(self, condition, padding_mask, ids):
+        """What `gpt.teacher_forced` returns, hidden states (B, S - 1 + 256, dim), for captions without padding."""
+        if ids.device.type != "cpu":
+            return self.gpt.teacher_forced(condition, padding_mask, ids)
+        return self.gpt(torch.cat([condition, self.gpt.tok_embeddings(ids[:, :-1])], 1), self.reading)
 
 
 def start(model: Captioned, codebook: torch.Tensor, generator: torch.Generator) -> None:

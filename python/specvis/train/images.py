@@ -77,6 +77,9 @@ class FolderImages:
         source = [None if x is None else x.clone() for x in source]  # a text encoder's cannot be kept for gradients
         return *self.pipeline.gpt.condition(*source), self.ids[rows.to(self.ids.device)]
 
+    def hidden(self, images: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return self.pipeline.gpt.teacher_forced(*images)
+
 
 def begin(run: Path, target: Path, settings: dict) -> None:
     """Note in the run's folder which target it is for, and by which settings.
