@@ -399,5 +399,5 @@ def test_a_held_out_name_is_held_out_in_every_spelling():
 
 
 def test_the_shipped_weights_are_small_enough_to_ship():
-    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= 32e6
+    assert sum(file.stat().st_size for file in SHIPPED.iterdir()) <= 48e6
     assert Pipeline.load().gpt.config.tokens == 256

@@ -42,10 +42,13 @@ MAR_CURVES = {
 
 
 def keep_logs(runs: Path, record: Path, stages: Iterable[str]) -> None:
-    """Copy the stages' logs. A tokenizer that was kept has none: the record has that of its own training."""
+    """Copy the stages' logs, and the tokenizer's picture. One that was kept has neither: the record has its own."""
     for stage in stages:
-        if stage != "tokenizer" or (runs / stage / "log.jsonl").exists():
+        if stage != "tokenizer":
             shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
+        elif (runs / stage / "log.jsonl").exists():
+            shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
+            shutil.copyfile(runs / stage / "reconstructions.png", record / "reconstructions.png")
 
 
 def curves(record: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str]]) -> None:
@@ -130,9 +133,8 @@ def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: 
         write_reference_prompts(runs / "data" / "pictures.npz", weights)
     keep_logs(runs, record, CURVES)
     shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")
-    shutil.copyfile(runs / "tokenizer" / "reconstructions.png", record / "reconstructions.png")
     curves(record, record / "curves.png", CURVES)
-    for temperature in (1.0, 0.0):
+    for temperature in (1.0, 0.5, 0.0):
         contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance, top_k, top_p)
 
 
