@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributions import Normal, kl_divergence
 
@@ -24,8 +24,8 @@ from specvis.train import export
 from specvis.train.data import hold_out, spelled_out, words_of
 from specvis.train.gpt import Tokens, captioned, grow
 from specvis.train.main import main
-from specvis.train.mar import diffusion_loss
-from specvis.train.run import Run
+from specvis.train.mar import attend, diffusion_loss
+from specvis.train.run import Run, compiling
 from tests.test_files import full_disk
 from tests.tiny import TINY
 
@@ -69,8 +69,9 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
     for stage in ("mar", "mar-draft"):
         result = run(stage, "--runs", tmp_path, "--steps", 100, "--device", "cpu", *mar)
         assert result.exit_code == 0, result.output
-    result = run("mar", "--runs", tmp_path, "--steps", 200, "--from", tmp_path / "mar_draft" / "config.json", *mar)
-    assert result.exit_code == 2 and "config.json cannot be read" in result.output
+    log = (tmp_path / "mar_draft" / "log.jsonl").read_text().splitlines()
+    assert f"held-out names: noise {json.loads(log[-1])['held-out names, noise']:.4f}" in result.output
+    goes_on_from(tmp_path, mar)
     result = run("export", "--only", "mar", "--runs", tmp_path, "--weights", tmp_path / "weights",
                  "--record", tmp_path / "record", "--num-iter", 2)
     assert result.exit_code == 0, result.output
@@ -88,6 +89,26 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
     assert tokens["tokens"].shape == (24, 256) and tokens["tokens"].max() < 4096
     for part, made in {"tokenizer": "tokenizer", "gpt": "gpt", "words": "gpt", "drafter": "drafter"}.items():
         assert (tmp_path / made / f"{part}.safetensors").exists()
+
+
+def goes_on_from(runs, options):
+    """`mar --from` begins with the weights of a file, and says what else cannot be one."""
+    source, whole = runs / "mar" / "mar.safetensors", ["mar", "--steps", 1, "--lr", 1e-9, *options, "--from"]
+    result = run(*whole, source, "--runs", runs)
+    assert result.exit_code == 2 and "was trained with another --from: choose another" in result.output
+    (runs / "mar").rename(runs / "first")
+    source = runs / "first" / "mar.safetensors"
+    for wrong, message in ((runs, "from must be a file with the weights of a MAR"),
+                           (runs / "first" / "config.json", "from must be a MAR of this --dim, --layers, --heads")):
+        result = run(*whole, wrong, "--runs", runs)
+        assert result.exit_code == 2 and message in result.output, result.output
+    for _ in range(2):  # the second time it is finished, and writes its files again
+        result = run(*whole, source, "--runs", runs)
+        assert result.exit_code == 0, result.output
+        before, after = load_file(source), load_file(runs / "mar" / "mar.safetensors")
+        assert all(torch.allclose(before[name], after[name], atol=1e-3) for name in before)
+    shutil.rmtree(runs / "mar")
+    (runs / "first").rename(runs / "mar")
 
 
 def a_gpt(folder, layers, dim=32):
@@ -160,6 +181,8 @@ def test_a_near_code_is_nearly_as_good(tmp_path):
     (["mar-draft", "--steps", "1"], "pictures.npz is missing: run `python -m specvis.train data`"),
     (["export"], "drafter.safetensors is missing: run `python -m specvis.train drafter`"),
     (["export", "--only", "mar"], "mar.safetensors is missing: run `python -m specvis.train mar`"),
+    (["gpt", "--minutes", "nan"], "'--minutes': it must be finite, got nan"),
+    (["gpt", "--lr", "inf"], "'--lr': it must be finite, got inf"),
     (["paint"], "No such command 'paint'"),
 ])
 def test_what_is_missing_is_named(tmp_path, arguments, message):
@@ -266,8 +289,8 @@ def test_a_run_that_another_command_has_gone_on_with_is_not_taken_back(tmp_path)
 
 
 @pytest.mark.parametrize("state, message", [
-    (None, "size mismatch|Error.s. in loading state_dict"), ({"version": 2}, "'model'"), ([], "list"),
-    ({"version": 2, "model": 1}, "")])
+    (None, "size mismatch|Error.s. in loading state_dict"), ({"version": 3}, "'model'"), ([], "list"),
+    ({"version": 3, "model": 1}, ""), ({"version": 3, "configuration": [1]}, "")])
 def test_a_checkpoint_of_another_run_is_named(tmp_path, state, message):
     if state is None:
         [*a_run(tmp_path, 1, width=2)]
@@ -279,11 +302,38 @@ def test_a_checkpoint_of_another_run_is_named(tmp_path, state, message):
 
 def test_a_checkpoint_of_another_configuration_or_version_says_which(tmp_path):
     [*a_run(tmp_path, 1, layers=6, head_dim=64)]
-    with pytest.raises(ValueError, match=r"layers must be 6, as in .*, got 12; or choose another --runs, or remove it"):
-        a_run(tmp_path, 2, layers=12, head_dim=64)
+    with pytest.raises(ValueError, match=r"checkpoint.pt is of another configuration: layers is 6 there and 12 here, "
+                                         "head_dim is 64 there and 32 here; choose another --runs, or remove it"):
+        a_run(tmp_path, 2, head_dim=32, layers=12)
     torch.save({"model": {}, "step": 3}, tmp_path / "falling.pt")
-    with pytest.raises(ValueError, match=r"falling.pt is a checkpoint of version 1, this program reads version 2: "):
+    with pytest.raises(ValueError, match=r"falling.pt is a checkpoint of version 1, this program reads version 3: "):
         a_run(tmp_path, 2, layers=6, head_dim=64)
+
+
+def test_a_checkpoint_of_other_inputs_says_which(tmp_path):
+    """Of what was trained on another target, part is frozen in the checkpoint: it would not fit the new one."""
+    for name in ("tokens", "words"):
+        (tmp_path / name).write_text(name)
+    trained = {"lr": 0.1, "weight_decay": 0, "minutes": None, "inputs": {n: tmp_path / n for n in ("tokens", "words")}}
+    [*Run(tmp_path / "run", nn.Linear(1, 1), steps=1, **trained)]
+    assert Run(tmp_path / "run", nn.Linear(1, 1), steps=2, **trained).step == 1
+    (tmp_path / "words").write_text("others")
+    with pytest.raises(ValueError, match="checkpoint.pt was trained with another words: choose another --runs, or rem"):
+        Run(tmp_path / "run", nn.Linear(1, 1), steps=2, **trained)
+
+
+def test_a_fall_over_steps_is_not_one_over_minutes(tmp_path):
+    arguments = {"lr": 0.1, "weight_decay": 0, "warmup": 1}
+    [*Run(tmp_path, nn.Linear(1, 1), minutes=None, steps=10, **arguments)]
+    run = Run(tmp_path, nn.Linear(1, 1), minutes=10.0, steps=None, **arguments)
+    assert run.step == 8 and rates(run, stop=20) == [0.1] * 12
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_short_run_can_be_ended_twice(tmp_path, steps):
+    """It is over before its rate falls: the same command has nothing to do."""
+    assert [*a_run(tmp_path, steps)] == [*range(steps)] and [*a_run(tmp_path, steps)] == []
+    assert [*a_run(tmp_path, steps + 1)] == [steps]
 
 
 def test_the_tokenizer_needs_a_length(tmp_path):
@@ -299,6 +349,12 @@ def test_on_a_full_disk_the_last_checkpoint_stays(tmp_path, room):
     with full_disk(room), pytest.raises(OSError, match="File too large.*checkpoint.pt"):
         [*a_run(tmp_path, 20)]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_line_of_the_log_on_a_full_disk_names_it(tmp_path):
+    run = a_run(tmp_path, 1)
+    with full_disk(10), pytest.raises(OSError, match="File too large.*log.jsonl"):
+        run.log(loss=1 / 3)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4aaaaaaaa", b"x" * 100])
@@ -362,6 +418,29 @@ def test_the_diffusion_loss_is_the_divergence_of_its_gaussians():
             errors.append((told / (1 / schedule.alpha_bar[t - 1] - 1).sqrt() - noise[m, n]).square())
     assert noise_loss.item() == pytest.approx(torch.stack(errors).mean().item(), rel=1e-2)
     assert bits.item() == pytest.approx(torch.stack(bounds).mean().item() / math.log(2), rel=1e-3)
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_attention_in_training_is_that_of_the_model(is_masked):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 8, generator=generator) for _ in range(3))
+    mask = (torch.rand(2, 1, 5, 5, generator=generator) < 0.5) | torch.eye(5, dtype=torch.bool) if is_masked else None
+    assert torch.allclose(attend(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, attn_mask=mask), atol=1e-6)
+
+
+def test_a_step_is_compiled_or_says_why_not(tmp_path, monkeypatch):
+    def square(x):
+        return (x * x).sum()
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert compiling(square, False) is square
+    x = torch.arange(5.0, requires_grad=True)
+    compiling(square, True)(x).backward()
+    assert torch.equal(x.grad, 2 * x)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/no/compiler",))
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="compile must be off, --no-compile, where torch.compile fails: "):
+        compiling(lambda x: (x + 1).exp().sum(), True)(x)
 
 
 def test_the_bound_trains_the_variance_alone():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from specvis.decoding.sampling import Sampling
 from specvis.models.vq import VQ
 from specvis.pipelines.discrete import Pipeline
-from specvis.train.drafter import Images, drafted
+from specvis.train.drafter import REJECTED, Images, distance, drafted
 from specvis.train.images import FolderImages, classes_of, square
 from specvis.train.main import main
 from specvis.train.run import Run
@@ -93,6 +93,14 @@ def test_training_brings_drafts_nearer_to_the_target(target, images, tmp_path):
         assert result.exit_code == 0, result.output
         acceptance.append(float(result.output.partition("acceptance ")[2].split()[0]))
     assert acceptance[1] > acceptance[0] + 0.1
+
+
+def test_the_loss_counts_the_drafts_that_are_rejected():
+    target, draft = torch.tensor([[0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]]), torch.tensor([[0.25, 0.25, 0.5]] * 2)
+    rejected = 1 - torch.minimum(target, draft).sum(-1)  # by speculative sampling
+    wanted = (-(target * draft.log()).sum(-1) + REJECTED * rejected).mean()
+    assert distance(draft.log() + 3, target.log() - 1).item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert rejected.tolist() == pytest.approx([0.25, 1 / 6])
 
 
 def test_an_interrupted_run_ends_as_an_unbroken_one(target, images, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from ..files import remove_leftovers, write_json, write_whole
+from ..files import reading, remove_leftovers, write_json, write_whole
 
 SIZE = 64
 LONGEST = 10  # words of a caption, the style included
@@ -55,7 +55,8 @@ def fetch(package: str, folder: Path) -> tarfile.TarFile:
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             raise click.ClickException(f"`npm pack {package}` failed ({error}); "
                                        f"--packages may name a folder that has {archive.name}") from error
-    return tarfile.open(archive)
+    with reading(archive, "; remove it, and it is fetched again"):
+        return tarfile.open(archive)
 
 
 def on_white(image: Image.Image) -> np.ndarray:

@@ -3,7 +3,6 @@
 The target is the GPT of the stages before, with their pictures; or that of any folder that `Pipeline.load` reads, with
 a folder of pictures (see `images`).
 """
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -11,16 +10,16 @@ from typing import NamedTuple, Protocol
 import click
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ..files import locked, write_tensors, write_whole
 from ..models.eagle import EagleHead
 from ..models.llamagen import GPT, GPTConfig, condition_mask
+from ..pipelines.checkpoint import load_weights, read_config
 from ..pipelines.discrete import Pipeline
-from .gpt import Captioned, Tokens, mixed_precision
+from .gpt import Captioned, Tokens
 from .images import FolderImages
-from .run import Run, compile_option, made, options
+from .run import Run, compile_option, compiling, made, mixed_precision, options
 
 FILE = "drafter.safetensors"
 REJECTED = 4.0  # weight of the share of drafts that speculative sampling rejects, 1 - sum min(P, Q)
@@ -84,6 +83,13 @@ def drafted(drafter: EagleHead, examples: Examples, images: Images,
     return hidden[:, prefix_len:], target[:, prefix_len + 1:]
 
 
+def distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Cross entropy plus REJECTED times the total variation distance of the distributions, the means over all."""
+    target_probs, draft_log_probs = target_logits.softmax(-1), draft_logits.log_softmax(-1)
+    cross_entropy = -(target_probs * draft_log_probs).sum(-1).mean()
+    return cross_entropy + REJECTED * (target_probs - draft_log_probs.exp()).abs().sum(-1).mean() / 2
+
+
 @torch.no_grad()
 def measure(drafter: EagleHead, gpt: GPT, examples: Examples, which: Tensor, batch: int = 32) -> dict[str, float]:
     """How well drafts of one token do, without guidance at temperature 1.
@@ -104,24 +110,22 @@ def measure(drafter: EagleHead, gpt: GPT, examples: Examples, which: Tensor, bat
 
 
 def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, lr: float, minutes: float | None,
-          steps: int | None, batch: int, noise: float, compiled: bool) -> None:
+          steps: int | None, batch: int, noise: float, compiled: bool, inputs: dict[str, Path] | None = None) -> None:
     """Train a head for the GPT, write <folder>/drafter.safetensors, and say how well it does."""
     config, model = gpt.config, EagleHead(gpt.config)
     model.embed_tokens.weight.data.copy_(gpt.tok_embeddings.weight)  # the target's, frozen
     model.embed_tokens.weight.requires_grad_(False)
     model.to(device)
-    run = Run(folder, model, lr=lr, weight_decay=0.01, minutes=minutes, steps=steps, configuration=asdict(config))
+    run = Run(folder, model, lr=lr, weight_decay=0.01, minutes=minutes, steps=steps, configuration=asdict(config),
+              inputs=inputs)
 
     def loss_of(images, blur):
         with mixed_precision(device):
             hidden, target = drafted(model, examples, images, blur)
             draft_logits, target_logits = gpt.logits(hidden), gpt.logits(target)
-        target_probs, draft_log_probs = target_logits.softmax(-1), draft_logits.log_softmax(-1)
-        cross_entropy = -(target_probs * draft_log_probs).sum(-1).mean()
-        rejected = (target_probs - draft_log_probs.exp()).abs().sum(-1).mean() / 2
-        return F.smooth_l1_loss(hidden.float(), target.float()) + cross_entropy + REJECTED * rejected
+        return F.smooth_l1_loss(hidden.float(), target.float()) + distance(draft_logits, target_logits)
 
-    train_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
+    train_loss = compiling(loss_of, compiled)
     shape = (batch, config.condition_tokens + config.tokens - 2, config.dim)
     recent = []
     for step in run:
@@ -170,7 +174,9 @@ def drafter(runs, device, target, images, text_encoder, out, replace, **training
                                               ("replace", replace)) if value]:
             raise ValueError(f"{given[0]} must not be given without --target")
         captioned, tokens = stages(runs, device)
-        return train(runs / "drafter", captioned.gpt, StageImages(captioned, tokens), device, **training)
+        files = (tokens.path, runs / "gpt" / "gpt.safetensors", runs / "gpt" / "words.safetensors")
+        return train(runs / "drafter", captioned.gpt, StageImages(captioned, tokens), device,
+                     inputs={file.name: file for file in files}, **training)
     if images is None:
         raise ValueError("images must be given with --target: a folder with pictures that the drafter learns from")
     out = out or target
@@ -192,9 +198,8 @@ def drafter(runs, device, target, images, text_encoder, out, replace, **training
 def stages(runs: Path, device: torch.device) -> tuple[Captioned, Tokens]:
     """The GPT that the stages before made, and its pictures."""
     tokens = Tokens(runs, device)
-    config = GPTConfig(**json.loads(made(runs / "gpt" / "config.json", "gpt").read_text()))
+    config = read_config(made(runs / "gpt" / "config.json", "gpt"), GPTConfig)
     captioned = Captioned(config, tokens.vocabulary).to(device).requires_grad_(False).eval()
     for part in ("gpt", "words"):
-        weights = load_file(runs / "gpt" / f"{part}.safetensors")
-        getattr(captioned, part).load_state_dict({name: value.float() for name, value in weights.items()})
+        load_weights(getattr(captioned, part), made(runs / "gpt" / f"{part}.safetensors", "gpt"))
     return captioned, tokens

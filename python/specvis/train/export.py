@@ -1,6 +1,5 @@
 """Put the trained parts together: the package's weights, and the record of the run."""
 import json
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from ..pipelines.checkpoint import load_weights, read_config
 from ..pipelines.discrete import SHIPPED, Pipeline
 from ..pipelines.mar import MARPair, Scaling
 from .data import spelled_out, words_of
-from .run import arrays_of, made
+from .run import arrays_of, made, vocabulary_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
@@ -41,14 +40,18 @@ MAR_CURVES = {
 }
 
 
+def copy(source: Path, path: Path) -> None:
+    write_whole(path, source.read_bytes())
+
+
 def keep_logs(runs: Path, record: Path, stages: Iterable[str]) -> None:
     """Copy the stages' logs, and the tokenizer's picture. One that was kept has neither: the record has its own."""
     for stage in stages:
         if stage != "tokenizer":
-            shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
+            copy(made(runs / stage / "log.jsonl", stage.replace("_", "-")), record / f"{stage}.jsonl")
         elif (runs / stage / "log.jsonl").exists():
-            shutil.copyfile(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
-            shutil.copyfile(runs / stage / "reconstructions.png", record / "reconstructions.png")
+            copy(runs / stage / "log.jsonl", record / f"{stage}.jsonl")
+            copy(runs / stage / "reconstructions.png", record / "reconstructions.png")
 
 
 def curves(record: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str]]) -> None:
@@ -57,6 +60,7 @@ def curves(record: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str
     figure, panels = plt.subplots(1, len(drawn), figsize=(4.25 * len(drawn), 3.5), constrained_layout=True)
     for panel, (stage, (keys, unit)) in zip(panels, drawn.items()):
         lines = [json.loads(line) for line in (record / f"{stage}.jsonl").read_text().splitlines()]
+        lines = [line for line in lines if "lr" in line]  # not those of the end, which are of more pictures
         for key in keys:
             panel.plot([line["step"] for line in lines], [line[key] for line in lines], label=key)
         panel.set(title=stage, xlabel="step", ylabel=unit)
@@ -121,9 +125,9 @@ def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: 
         made(runs / stage / f"{part}.safetensors", stage)
     record.mkdir(parents=True, exist_ok=True)
     config = read_config(runs / "gpt" / "config.json", GPTConfig)
-    vq_config = read_config(runs / "tokenizer" / "config.json", VQConfig)
+    vq_config = read_config(made(runs / "tokenizer" / "config.json", "tokenizer"), VQConfig)
     draft_config = read_config(runs / "small" / "config.json", GPTConfig)
-    pipeline = Pipeline(config, vq_config, json.loads((runs / "data" / "vocabulary.json").read_text()), draft_config)
+    pipeline = Pipeline(config, vq_config, vocabulary_of(runs), draft_config)
     for part, file in (("words", "gpt/words"), ("gpt", "gpt/gpt"), ("drafter", "drafter/drafter"),
                        ("tokenizer", "tokenizer/tokenizer"), ("draft_model", "small/gpt")):
         load_weights(getattr(pipeline, part), runs / f"{file}.safetensors")
@@ -132,7 +136,7 @@ def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: 
         pipeline.save(weights)
         write_reference_prompts(runs / "data" / "pictures.npz", weights)
     keep_logs(runs, record, CURVES)
-    shutil.copyfile(runs / "data" / "manifest.json", record / "data.json")
+    copy(made(runs / "data" / "manifest.json", "data"), record / "data.json")
     curves(record, record / "curves.png", CURVES)
     for temperature in (1.0, 0.5, 0.0):
         contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance, top_k, top_p)
@@ -147,8 +151,8 @@ def export_mar(runs: Path, weights: Path, record: Path, guidance: float, num_ite
     if scaling != other:
         raise ValueError("mar and mar-draft must be trained on the same latents, got scales "
                          f"{scaling.scale:.4f} and {other.scale:.4f}")
-    vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
-    pair = MARPair(*configs, read_config(runs / "tokenizer" / "config.json", VQConfig), vocabulary, scaling)
+    vq_config = read_config(made(runs / "tokenizer" / "config.json", "tokenizer"), VQConfig)
+    pair = MARPair(*configs, vq_config, vocabulary_of(runs), scaling)
     for part, file in (("words", "gpt/words"), ("tokenizer", "tokenizer/tokenizer"), ("mar", "mar/mar"),
                        ("mar_draft", "mar_draft/mar")):
         load_weights(getattr(pair, part), runs / f"{file}.safetensors")

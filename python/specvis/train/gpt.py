@@ -1,5 +1,4 @@
 """The text-conditional GPT: LlamaGen's architecture on the tokens of the emoji pictures."""
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -7,7 +6,6 @@ import click
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import nn
 
 from specvis_kernels import codebook_neighbors
@@ -15,8 +13,9 @@ from specvis_kernels import codebook_neighbors
 from ..files import write_json, write_tensors
 from ..models.llamagen import GPT, GPTConfig
 from ..models.words import Words, repeated
-from ..pipelines.checkpoint import load_weights, read_config
-from .run import Run, arrays_of, compile_option, made, options
+from ..pipelines.checkpoint import load_weights, read_config, read_weights
+from .run import Run, arrays_of, compile_option, compiling, made, mixed_precision, options, together, vocabulary_of
+from .tokenizer import spread
 
 CONDITION_TOKENS = 32
 NULL_SHARE = 0.1  # of the training captions are replaced by the null condition, for guidance
@@ -33,15 +32,16 @@ class Tokens:
     """
 
     def __init__(self, runs: Path, device: torch.device):
-        arrays = arrays_of(runs / "tokens.npz", "tokenizer", "tokens", "condition", "held_out", "weight")
+        self.path = runs / "tokens.npz"
+        arrays = arrays_of(self.path, "tokenizer", "tokens", "condition", "held_out", "weight")
         self.ids = torch.from_numpy(arrays["tokens"].astype(np.int64)).to(device)
         captions = [repeated([int(word) for word in row if word], CONDITION_TOKENS) for row in arrays["condition"]]
         self.captions = torch.tensor(captions, device=device)
         held_out = torch.from_numpy(arrays["held_out"])
         self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
         self.sampling_weights = torch.from_numpy(arrays["weight"]).float()[self.train]
-        self.vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
-        weights = load_file(runs / "tokenizer" / "tokenizer.safetensors")
+        self.vocabulary = vocabulary_of(runs)
+        weights = read_weights(made(runs / "tokenizer" / "tokenizer.safetensors", "tokenizer"))
         self.codebook = F.normalize(weights["quantize.embedding.weight"].float(), dim=-1)
         near = codebook_neighbors(self.codebook, 16).long()
         near = torch.cat([torch.arange(len(near))[:, None], near], 1)                   # (V, 17), itself first
@@ -152,8 +152,10 @@ def grow(model: Captioned, folder: Path) -> None:
     model computes what the other one does. (To train a shallow model first and stack its layers takes less time in all:
     Gong et al., "Efficient training of BERT by progressively stacking", ICML 2019.)
     """
-    mine = model.gpt.config
-    theirs = read_config(made(folder / "config.json", "gpt"), GPTConfig)
+    mine, needed = model.gpt.config, ("config.json", "gpt.safetensors", "words.safetensors")
+    if missing := [name for name in needed if not (folder / name).is_file()]:
+        raise ValueError(f"from must be a folder with {', '.join(needed)}, got {folder}, which has no {missing[0]}")
+    theirs = read_config(folder / "config.json", GPTConfig)
     if theirs.layers > mine.layers:
         raise ValueError(f"layers must be at least {theirs.layers}, as in {folder}, got {mine.layers}")
     for name, wanted in asdict(theirs).items():
@@ -170,10 +172,6 @@ def grow(model: Captioned, folder: Path) -> None:
             for outputs in (block.attention.wo, block.feed_forward.w2):
                 nn.init.zeros_(outputs.weight)
         before = number
-
-
-def mixed_precision(device: torch.device):
-    return torch.autocast(device.type, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -193,7 +191,7 @@ def measure(model: Captioned, tokens: Tokens, which: torch.Tensor, batch: int = 
 
 def training_options(dim: int, layers: int, heads: int, **defaults):
     """The options of a stage that trains a GPT."""
-    every = (
+    return together(
         options(**defaults),
         click.option("--dim", type=click.IntRange(1), default=dim, show_default=True, help="Width of the model."),
         click.option("--layers", type=click.IntRange(1), default=layers, show_default=True),
@@ -202,53 +200,48 @@ def training_options(dim: int, layers: int, heads: int, **defaults):
         compile_option,
     )
 
-    def add(command):
-        for option in reversed(every):
-            command = option(command)
-        return command
-
-    return add
-
 
 def train(folder: Path, model: Captioned, tokens: Tokens, device: torch.device, *, lr: float, minutes: float | None,
-          steps: int | None, batch: int, compiled: bool, source: Path | None = None) -> None:
+          steps: int | None, batch: int, compiled: bool, source: Path | None = None,
+          inputs: dict[str, Path] | None = None) -> None:
     """Train, write <folder>/gpt.safetensors, words.safetensors and config.json, and say how well it does.
 
-    source: folder of the GPT to start from, see `grow`
+    source: folder of the GPT to start from, see `grow`; inputs: files that it depends on, besides the tokens
     """
+    inputs = {"tokens.npz": tokens.path, **(inputs or {})}
     start(model, tokens.codebook, torch.Generator().manual_seed(0))
     if source is not None:
         grow(model, source)
+        inputs["--from"] = source / "gpt.safetensors"
     model.to(device)
     run = Run(folder, model, lr=lr, weight_decay=0.05, minutes=minutes, steps=steps,
-              configuration=asdict(model.gpt.config))
+              configuration=asdict(model.gpt.config), inputs=inputs)
 
     def loss_of(captions, ids, null, original):
         with mixed_precision(device):
             logits = model.logits(captions, ids, null)
         return tokens.cross_entropy(logits, original)
 
-    train_loss = torch.compile(loss_of, dynamic=False) if compiled else loss_of
-    recent = []
+    train_loss, recent = compiling(loss_of, compiled), []
     for step in run:
         loss = train_loss(*tokens.draw(batch, run.generator(step)))
         run.descend(loss)
         recent.append(loss.detach())
         if run.step % 250 == 249:
             with run.averaged(), mixed_precision(device):
-                held_out = measure(model, tokens, tokens.test[:: max(1, len(tokens.test) // 96)])
+                held_out = measure(model, tokens, spread(tokens.test, 96))
             run.log(loss=torch.stack(recent).mean(), held_out=held_out["nll"], top1=held_out["top1"],
                     epochs=run.step * batch / len(tokens.train), lr=run.lr)
             recent = []
-    write_json(folder / "config.json", asdict(model.gpt.config))
-    some = tokens.train[:: max(1, len(tokens.train) // 256)]
     with run.averaged():
         half = {name: value.half().contiguous() for name, value in model.state_dict().items()}
         for part in ("gpt", "words"):
             write_tensors(folder / f"{part}.safetensors", {
                 name.removeprefix(part + "."): value for name, value in half.items() if name.startswith(part + ".")})
-        for name, which in (("training names", some), ("held-out names", tokens.test)):
+        write_json(folder / "config.json", asdict(model.gpt.config))
+        for name, which in (("training names", spread(tokens.train, 256)), ("held-out names", tokens.test)):
             numbers = measure(model, tokens, which)
+            run.log(**{f"{name}, {key}": value for key, value in numbers.items()})
             click.echo(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
 
 

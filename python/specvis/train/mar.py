@@ -1,5 +1,4 @@
 """The small MAR: masked autoregression on the tokenizer's continuous latents, with the GPT's embeddings of words."""
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,7 +6,6 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -16,10 +14,10 @@ from ..models.diffloss import DiffLoss, Schedule
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words, repeated
-from ..pipelines.checkpoint import load_weights, read_config
+from ..pipelines.checkpoint import CheckpointError, load_weights, read_config, read_weights
 from ..pipelines.mar import Scaling
-from .gpt import NULL_SHARE, mixed_precision
-from .run import Run, arrays_of, compile_option, made, options
+from .gpt import NULL_SHARE
+from .run import Run, arrays_of, compile_option, compiling, made, mixed_precision, options, together, vocabulary_of
 from .tokenizer import Pictures, spread
 
 BUFFER = 16          # condition tokens: a caption has at most 10 words
@@ -44,7 +42,8 @@ class Latents:
     def __init__(self, runs: Path, device: torch.device):
         data = Pictures(runs)
         weights = made(runs / "tokenizer" / "tokenizer.safetensors", "tokenizer")
-        words = load_file(made(runs / "gpt" / "words.safetensors", "gpt"))
+        words = made(runs / "gpt" / "words.safetensors", "gpt")
+        self.inputs = {path.name: path for path in (runs / "data" / "pictures.npz", weights, words)}
         path = runs / "latents.npz"
         if not path.exists() or path.stat().st_mtime < weights.stat().st_mtime:
             with locked(runs, "runs"):
@@ -55,9 +54,9 @@ class Latents:
         captions = [repeated([int(word) for word in row if word], BUFFER) for row in data.arrays["captions"]]
         self.captions = torch.tensor(captions)
         self.train, self.test, self.sampling_weights = data.train, data.test, data.sampling_weights
-        vocabulary = json.loads((runs / "data" / "vocabulary.json").read_text())
-        self.words = Words(vocabulary, BUFFER, words["table.weight"].shape[1]).requires_grad_(False)
-        load_weights(self.words, runs / "gpt" / "words.safetensors")
+        width = read_weights(words)["table.weight"].shape[1]
+        self.words = Words(vocabulary_of(runs), BUFFER, width).requires_grad_(False)
+        load_weights(self.words, words)
         self.device = device
 
     def draw(self, batch: int, num_timesteps: int, num_train_timesteps: int, generator: torch.Generator) -> Batch:
@@ -191,7 +190,7 @@ def measure(model: Learned, latents: Latents, which: Tensor, device: torch.devic
 
 def training_options(dim: int, layers: int, heads: int, width: int, blocks: int, **defaults):
     """The options of a stage that trains a MAR."""
-    every = (
+    return together(
         options(**defaults),
         click.option("--dim", type=click.IntRange(1), default=dim, show_default=True, help="Width of the transformer."),
         click.option("--layers", type=click.IntRange(1), default=layers, show_default=True,
@@ -209,13 +208,6 @@ def training_options(dim: int, layers: int, heads: int, width: int, blocks: int,
         compile_option,
     )
 
-    def add(command):
-        for option in reversed(every):
-            command = option(command)
-        return command
-
-    return add
-
 
 def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads: int, width: int, blocks: int,
           num_timesteps: int, batch: int, lr: float, minutes: float | None, steps: int | None, source: Path | None,
@@ -229,10 +221,19 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
                        caption_dim=latents.words.table.embedding_dim,
                        clip_sample_range=round(latents.tokens.abs().max().item(), 3))
     model = Learned(config, device)
+    inputs = latents.inputs
     if source is not None:
-        load_weights(model.mar, source)
-    run = Run(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps, configuration=asdict(config))
-    train_losses, recent = torch.compile(model) if compiled else model, []
+        if not source.is_file():
+            raise ValueError(f"from must be a file with the weights of a MAR, mar.safetensors, got {source}")
+        try:
+            load_weights(model.mar, source)
+        except CheckpointError as error:
+            raise ValueError(f"from must be a MAR of this --dim, --layers, --heads, --width and --blocks: {error}"
+                             ) from error
+        inputs = inputs | {"--from": source}
+    run = Run(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps, configuration=asdict(config),
+              inputs=inputs)
+    train_losses, recent = compiling(model, compiled), []
     for step in run:
         drawn = latents.draw(batch, num_timesteps, len(model.schedule), run.generator(step))
         with mixed_precision(device):
@@ -246,14 +247,15 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
             run.log(noise=noise, bits=bits, held_out=held_out["noise"], held_out_bits=held_out["bits"],
                     epochs=run.step * batch / len(latents.train), lr=run.lr)
             recent = []
-    write_json(folder / "config.json", asdict(config))
-    write_json(folder / "scaling.json", asdict(latents.scaling))
     with run.averaged():
         write_tensors(folder / "mar.safetensors", {name: value.half().contiguous()
                                                    for name, value in model.mar.state_dict().items()})
         for name, which in (("training names", spread(latents.train, 256)), ("held-out names", latents.test)):
             numbers = measure(model, latents, which, device)
+            run.log(**{f"{name}, {key}": value for key, value in numbers.items()})
             click.echo(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in numbers.items()))
+    write_json(folder / "scaling.json", asdict(latents.scaling))
+    write_json(folder / "config.json", asdict(config))
 
 
 @click.command()

@@ -1,6 +1,8 @@
 """What all training stages have in common: schedule, progress bar, log, checkpoints, resuming."""
+import hashlib
 import io
 import json
+import math
 import signal
 import threading
 import time
@@ -15,10 +17,10 @@ from torch import nn
 from tqdm import tqdm
 
 from ..cli.options import device_option
-from ..files import locked, reading, write_whole
+from ..files import first_line, locked, reading, write_whole
 from ..pipelines.checkpoint import read_state
 
-VERSION = 2                   # of the checkpoints
+VERSION = 3                   # of the checkpoints
 CHECKPOINT = "checkpoint.pt"  # in a run's folder, while the learning rate is constant
 FALLING = "falling.pt"        # while it falls
 SAVED_EVERY = 120             # seconds
@@ -26,30 +28,66 @@ FALL = 0.2                    # the last share of a run's length
 HORIZON = 1000                # steps that the average of the weights covers, about
 
 
-def options(batch: int, lr: float):
-    """The options that every stage with a model has."""
-    every = (
-        click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-                     help="Folder of the training stages."),
-        click.option("--minutes", type=click.FloatRange(0, min_open=True),
-                     help="Length of the run in minutes, counted across interruptions. [default: no end]"),
-        click.option("--steps", type=click.IntRange(1), help="Length of the run in steps, instead of minutes."),
-        click.option("--batch", type=click.IntRange(1), default=batch, show_default=True, help="Pictures a step."),
-        click.option("--lr", type=click.FloatRange(0, min_open=True), default=lr, show_default=True,
-                     help="Learning rate, which falls in the last fifth of a run that has a length."),
-        device_option,
-    )
+class Positive(click.FloatRange):
+    """A finite number above 0."""
 
+    def __init__(self):
+        super().__init__(0, min_open=True)
+
+    def convert(self, value, parameter, context):
+        value = super().convert(value, parameter, context)
+        if not math.isfinite(value):
+            self.fail(f"it must be finite, got {value}", parameter, context)
+        return value
+
+
+def together(*options):
+    """One decorator of several options."""
     def add(command):
-        for option in reversed(every):
+        for option in reversed(options):
             command = option(command)
         return command
 
     return add
 
 
+def options(batch: int, lr: float):
+    """The options that every stage with a model has."""
+    return together(
+        click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
+                     help="Folder of the training stages."),
+        click.option("--minutes", type=Positive(),
+                     help="Length of the run in minutes, counted across interruptions. [default: no end]"),
+        click.option("--steps", type=click.IntRange(1), help="Length of the run in steps, instead of minutes."),
+        click.option("--batch", type=click.IntRange(1), default=batch, show_default=True, help="Pictures a step."),
+        click.option("--lr", type=Positive(), default=lr, show_default=True,
+                     help="Learning rate, which falls in the last fifth of a run that has a length."),
+        device_option,
+    )
+
+
 compile_option = click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
-                              help="Compile the training step (about 1.2 times faster, a minute to start).")
+                              help="Compile the training step, which makes it faster and takes a minute at the start.")
+
+
+def compiling(step: Callable, compiled: bool) -> Callable:
+    """The function, compiled if it is to be. ValueError at its first call if it cannot be."""
+    if not compiled:
+        return step
+    fast = torch.compile(step, dynamic=False)
+
+    def call(*arguments):
+        try:
+            return fast(*arguments)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            raise ValueError(f"compile must be off, --no-compile, where torch.compile fails: {first_line(error)}"
+                             ) from error
+
+    return call
+
+
+def mixed_precision(device: torch.device):
+    return torch.autocast(device.type, torch.bfloat16)
 
 
 def made(path: Path, stage: str) -> Path:
@@ -72,10 +110,22 @@ def arrays_of(path: Path, stage: str | None, *names: str) -> dict[str, np.ndarra
         return arrays
 
 
+def vocabulary_of(runs: Path) -> list[str]:
+    """The words of the captions, by number, from the data stage."""
+    path = made(runs / "data" / "vocabulary.json", "data")
+    with reading(path, "; run `python -m specvis.train data` again"):
+        return json.loads(path.read_text())
+
+
+def differing(found: dict, wanted: dict) -> list[str]:
+    """The names whose values are not the same."""
+    return [name for name in dict.fromkeys((*found, *wanted)) if found.get(name) != wanted.get(name)]
+
+
 class Run:
     """A training run. Iterating over it gives the numbers of the steps that are still to do.
 
-    The learning rate rises for `warmup` steps, stays at `lr`, and falls to zero in the last fifth (DECAY) of `minutes`
+    The learning rate rises for `warmup` steps, stays at `lr`, and falls to zero in the last fifth (FALL) of `minutes`
     or `steps`. With neither the run has no end: the rate stays. So the length need not be known. The state before the
     fall is kept: a longer run goes on from there, a shorter one falls from where it is.
 
@@ -91,19 +141,22 @@ class Run:
     """
 
     def __init__(self, folder: Path, model: nn.Module, *, lr: float, weight_decay: float, minutes: float | None,
-                 steps: int | None, configuration: dict | None = None, warmup: int = 100, seed: int = 0):
+                 steps: int | None, configuration: dict | None = None, inputs: dict[str, Path] | None = None,
+                 warmup: int = 100, seed: int = 0):
         """
         Args:
             configuration: the model's numbers by name; a checkpoint of others is refused
+            inputs: the files that it is trained on, or starts from, by name; likewise
         Raises:
             ValueError: minutes and steps are both given, or less than the run has had; a checkpoint that cannot be
-                read, or is of another version or another configuration
+                read, or is of another version, another configuration or other inputs
         """
         if minutes is not None and steps is not None:
             raise ValueError(f"set at most one of minutes and steps, got minutes={minutes}, steps={steps}")
         self.folder, self.model, self.seed = folder, model, seed
         self.minutes, self.steps, self.peak, self.warmup = minutes, steps, lr, warmup
         self.configuration = json.loads(json.dumps(configuration or {}))
+        self.inputs = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in (inputs or {}).items()}
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         groups = [{"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": weight_decay},
                   {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0}]
@@ -118,13 +171,14 @@ class Run:
         elif (state := self._read(folder / CHECKPOINT)) is not None:
             self._take(state, folder / CHECKPOINT)
             had = self.step if steps else round(self.seconds / 60, 1)
-            if self.length and self.progress >= self.length:
-                unit = "steps" if steps else "minutes"
-                raise ValueError(f"{unit} must be more than {had}, which {folder} has had already, got {self.length:g}")
+            if self.length and self.progress >= self.length[1] and state["length"] != self.length:
+                unit, length = self.length
+                raise ValueError(f"{unit} must be more than {had}, which {folder} has had already, got {length:g}")
 
     @property
-    def length(self) -> float | None:
-        return self.steps or self.minutes
+    def length(self) -> list | None:
+        """Its unit and how many of it."""
+        return ["steps", self.steps] if self.steps else ["minutes", self.minutes] if self.minutes else None
 
     @property
     def progress(self) -> float:
@@ -134,23 +188,26 @@ class Run:
     @property
     def done(self) -> float:
         """The share of the run that is over, 0 to 1; 0 if it has no end."""
-        return min(1.0, self.progress / self.length) if self.length else 0.0
+        return min(1.0, self.progress / self.length[1]) if self.length else 0.0
 
     def _read(self, path: Path) -> dict | None:
-        """A checkpoint of this version and configuration, or None if there is none."""
+        """A checkpoint of this version, configuration and inputs, or None if there is none."""
         if not path.exists():
             return None
         advice = "choose another --runs, or remove it"
         with reading(path, f"; it is of another run: {advice}"):
             state = read_state(path)
-            version, found = int(state.get("version", 1)), state.get("configuration", {})
+            version, numbers = int(state.get("version", 1)), dict(state.get("configuration", {}))
+            inputs = dict(state.get("inputs", {}))
         if version != VERSION:
             raise ValueError(f"{path} is a checkpoint of version {version}, this program reads version {VERSION}: "
                              f"{advice}")
-        for name in found.keys() | self.configuration.keys():
-            if found.get(name) != self.configuration.get(name):
-                raise ValueError(f"{name.replace('_', '-')} must be {found.get(name)}, as in {path}, "
-                                 f"got {self.configuration.get(name)}; or {advice}")
+        if others := differing(numbers, self.configuration):
+            raise ValueError(f"{path} is of another configuration: " + ", ".join(
+                f"{name} is {numbers.get(name)} there and {self.configuration.get(name)} here" for name in others)
+                + f"; {advice}")
+        if others := differing(inputs, self.inputs):
+            raise ValueError(f"{path} was trained with another {' and another '.join(others)}: {advice}")
         return state
 
     def _take(self, state: dict, path: Path) -> None:
@@ -263,15 +320,20 @@ class Run:
 
     def log(self, **numbers: float) -> None:
         """Append one line to <folder>/log.jsonl and show it beside the bar."""
-        numbers = {name: round(float(value), 4) for name, value in numbers.items()}
-        with open(self.folder / "log.jsonl", "a") as file:
-            print(json.dumps({"step": self.step, "seconds": round(self.seconds), **numbers}), file=file)
+        numbers = {name: float(f"{float(value):.5g}") for name, value in numbers.items()}
+        path = self.folder / "log.jsonl"
+        try:
+            with open(path, "a") as file:
+                print(json.dumps({"step": self.step, "seconds": round(self.seconds), **numbers}), file=file)
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a full disk's error does not name the file
+            raise
         self.bar.set_postfix(numbers)
 
     def save(self) -> None:
-        state = {"version": VERSION, "configuration": self.configuration, "model": self.model.state_dict(),
-                 "optimizer": self.optimizer.state_dict(), "average": self.average, "step": self.step,
-                 "seconds": self.seconds, "fall_from": self.fall_from, "length": self.length}
+        state = {"version": VERSION, "configuration": self.configuration, "inputs": self.inputs,
+                 "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "average": self.average,
+                 "step": self.step, "seconds": self.seconds, "fall_from": self.fall_from, "length": self.length}
         content = io.BytesIO()
         torch.save(state, content)  # where it writes to a full disk itself, it raises a RuntimeError
         write_whole(self.folder / (CHECKPOINT if self.fall_from is None else FALLING), content.getvalue())

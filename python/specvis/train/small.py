@@ -1,8 +1,8 @@
 """A smaller GPT of the same family, which drafts on its own (LANTERN's Table 1 lets LlamaGen-L draft for the 3B)."""
 import click
 import torch
-from safetensors.torch import load_file
 
+from ..pipelines.checkpoint import load_weights, read_weights
 from .gpt import Tokens, captioned, train, training_options
 from .run import made
 
@@ -14,8 +14,8 @@ def small(runs, dim, layers, heads, dropout, device, **training):
     torch.manual_seed(0)
     device = torch.device(device)
     tokens = Tokens(runs, device)
-    words = load_file(made(runs / "gpt" / "words.safetensors", "gpt"))
-    model = captioned(tokens, dim, layers, heads, dropout, next(iter(words.values())).shape[1])
-    model.words.load_state_dict({name: value.float() for name, value in words.items()})
+    words = made(runs / "gpt" / "words.safetensors", "gpt")
+    model = captioned(tokens, dim, layers, heads, dropout, read_weights(words)["table.weight"].shape[1])
+    load_weights(model.words, words)
     model.words.requires_grad_(False)
-    train(runs / "small", model, tokens, device, **training)
+    train(runs / "small", model, tokens, device, inputs={words.name: words}, **training)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ..files import locked, write_json, write_tensors, write_whole
 from ..models.vq import VQ, VQConfig
 from ..pipelines.checkpoint import load_weights, read_config, read_weights
-from .run import Run, arrays_of, options
+from .run import Run, arrays_of, mixed_precision, options
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
                   codebook_size=4096, codebook_dim=8, groups=8, patch=2)
@@ -103,7 +103,7 @@ def sample_latents(vq: VQ, data: Pictures, pictures: int, generator: torch.Gener
     inside, outside = [], []
     for _ in range(pictures // 128):
         images = data.draw(128, generator).to(vq.post_quant_conv.weight.device)
-        with torch.autocast(images.device.type, torch.bfloat16):
+        with mixed_precision(images.device):
             latents = vq.latents(images).flatten(0, 2)
         mask = foreground(images, vq.config.stride).flatten()
         inside.append(latents[mask])
@@ -187,7 +187,7 @@ def tokenizer(runs, minutes, steps, batch, lr, device, keep):
         raise ValueError("minutes or steps must be set: shares of the length say when codes are made")
     model = Learned(CONFIG).to(device)
     run = Run(runs / "tokenizer", model, lr=lr, weight_decay=1e-4, minutes=minutes, steps=steps,
-              configuration=asdict(CONFIG))
+              configuration=asdict(CONFIG), inputs={"pictures.npz": runs / "data" / "pictures.npz"})
     vq, counts = model.vq, torch.zeros(CONFIG.codebook_size, device=device)
     test = data.take(spread(data.test, 64)).to(device)
     for step in run:
@@ -196,7 +196,7 @@ def tokenizer(runs, minutes, steps, batch, lr, device, keep):
             model.cluster(sample_latents(vq, data, 1024, generator), generator)
             model.phase += 1
         images = data.draw(batch, generator).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device):
             latents = vq.latents(images)                                                # (B, h, w, D)
         tokens, moved, commitment = None, 0, torch.zeros((), device=device)
         if model.phase == 0:
@@ -207,7 +207,7 @@ def tokenizer(runs, minutes, steps, batch, lr, device, keep):
             quantized = vq.codebook()[tokens].view_as(latents)
             commitment = (latents - quantized).square().sum(-1).mean()
             given = latents + (quantized - latents).detach()
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device):
             result = vq.decode_latents(given).float()
         difference = result - images
         edges = sum(difference.diff(dim=d).abs().mean() for d in (-1, -2))
