@@ -1,4 +1,4 @@
-"""Runs the functions of a local checkout of EAGLE or LANTERN beside ours: are they equal, and how much faster are ours?
+"""Do our functions still fit? Runs EAGLE's and LANTERN's beside ours, and reads what other decoders call.
 
     python -m specvis_kernels.compat.check --lantern LANTERN --eagle EAGLE
 
@@ -7,6 +7,11 @@ are needed. Random trees and logits are given to both. Both draw the same number
 accepted paths must be the same ones. The next token is drawn by torch.multinomial there and by one number here: it must
 be where that number falls in their distribution. "whole step" begins with the logits of the target's forward and ends
 with the next token. Times are of one call, the mean over cases; ours with the defaults (generator="torch").
+
+    python -m specvis_kernels.compat.check --vllm VLLM --sglang SGLANG --transformers TRANSFORMERS
+
+Of these, checkouts or unpacked wheels, nothing is executed: their calls and signatures are read, and what has moved
+since the versions that are tested is said (see signatures.py).
 """
 import argparse
 import ast
@@ -25,7 +30,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import eagle, lantern
+from . import eagle, lantern, signatures
 
 TOPK = 10         # children of a node
 GUIDANCE = 3.0
@@ -513,12 +518,14 @@ CHECKS = {"lantern": (LANTERN_FILES, check_lantern), "eagle": (EAGLE_FILES, chec
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table. Returns 0 if all is equal, 1 if something differs, 2 for wrong arguments."""
+    """Print the tables. Returns 0 if all is equal and fits, 1 if something differs, 2 for wrong arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m specvis_kernels.compat.check", formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__, epilog="The code of the checkout is executed: name a checkout that you trust.")
+        description=__doc__, epilog="The code of a checkout of LANTERN or EAGLE is executed: name one that you trust.")
     parser.add_argument("--lantern", type=Path, metavar="CHECKOUT", help="a folder with LANTERN's repository")
     parser.add_argument("--eagle", type=Path, metavar="CHECKOUT", help="a folder with EAGLE's repository")
+    for name in signatures.ROWS:
+        parser.add_argument(f"--{name}", type=Path, metavar="FOLDER", help=f"a checkout or an unpacked wheel of {name}")
     for name, value, text in (("cases", 20, "random inputs for each line"), ("repeats", 5, "of each case, to time it"),
                               ("vocab", 16384, "tokens"), ("nodes", 59, "of a dynamic tree, the root counted"),
                               ("k", 1000, "neighbors (lantern_k)"), ("seed", 0, "of the inputs"),
@@ -526,18 +533,19 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: {value})")
     options = parser.parse_args(arguments)
     chosen = {name: getattr(options, name) for name in CHECKS if getattr(options, name)}
-    if not chosen:
-        parser.error("name a checkout, with --lantern or --eagle")
+    read = {name: getattr(options, name) for name in signatures.ROWS if getattr(options, name)}
+    if not chosen and not read:
+        parser.error(f"name a checkout, with --{', --'.join(CHECKS)} or --{', --'.join(signatures.ROWS)}")
     if min(options.cases, options.repeats, options.threads, options.k) < 1 or options.nodes < 16 \
             or options.vocab < max(64, 2 * options.k + 4):
         parser.error("cases, repeats, threads and k must be at least 1, nodes 16, vocab 64 and 2 k + 4")
     try:
+        is_equal = all([signatures.report(name, folder) for name, folder in read.items()])
         cut = {name: cut_out(folder, CHECKS[name][0]) for name, folder in chosen.items()}
     except (ValueError, SyntaxError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(options.threads)
-    is_equal = True
     for name, functions in cut.items():
         random.seed(options.seed), torch.manual_seed(options.seed)
         print(f"{name}: {chosen[name]}\n{'function':40} {'setting':36} {'cases':>5} {'equal':>5} "

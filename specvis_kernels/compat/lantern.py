@@ -187,7 +187,8 @@ def neighbor_table(self, columns: int, device: torch.device | str) -> Tensor:
 @torch.no_grad()
 def update_inference_inputs(self, input_ids, candidates, best_candidate, accept_length, retrieve_indices,
                             logits_processor, new_token, past_key_values_data_list, current_length_data,
-                            hidden_state_new, sample_p, cfg_scale, *position, static_tree=False, **mask):
+                            hidden_state_new, sample_p, cfg_scale, input_position_diff=None, attention_mask=None, *,
+                            static_tree=False):
     """Commit the accepted path and draft the next tree. Takes the sample_p of this file's evaluate_posterior.
 
     Anole's `input_position_diff` and `attention_mask`, if given, are handed to the draft layer.
@@ -199,7 +200,9 @@ def update_inference_inputs(self, input_ids, candidates, best_candidate, accept_
     hidden_state = hidden_state_new[:, nodes[:accept_length + 1].to(hidden_state_new.device)]
     read = torch.cat([input_ids, token.to(input_ids.device)], 1).repeat(2, 1)
     draft = self.ea_layer.topK_genrate_v1 if static_tree else self.ea_layer.topK_genrate
-    drafted = draft(hidden_state, read, self.base_model.lm_head, logits_processor, cfg_scale, *position, **mask)
+    of_anole = {"input_position_diff": input_position_diff, "attention_mask": attention_mask}
+    drafted = draft(hidden_state, read, self.base_model.lm_head, logits_processor, cfg_scale,
+                    **{name: value for name, value in of_anole.items() if value is not None})
     drafted = (drafted,) if static_tree else drafted
     return input_ids, *drafted, new_token + accept_length + 1, None, token
 

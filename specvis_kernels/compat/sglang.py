@@ -1,7 +1,8 @@
 """SGLang's tree ops over ours: build a draft tree, verify it by sampling, verify it greedily.
 
-The functions have the names, arguments and outputs of `sgl_kernel`'s ops (sgl-kernel/csrc/speculative in SGLang's
-repository at 120affb). SGLang imports them from `sgl_kernel`, at 003ddbc from `sglang.kernels.ops.speculative.tree`.
+The functions have the names, arguments and outputs of the functions in sglang/kernels/ops/speculative/sampling.py and
+tree.py of SGLang 0.5.23 (before, of the package `sgl_kernel`). docs/use_it.md says which names SGLang calls them by.
+`python -m specvis_kernels.compat.check --sglang FOLDER` says what has moved in another version.
 They write to the tensors that SGLang allocated and read nothing back to the host. They run wherever specvis_kernels
 does: SGLang itself has no tree sampler for ROCm or the CPU, and decodes greedily there.
 """
@@ -11,12 +12,15 @@ from torch import Tensor
 from .. import tree_links, verify_greedy, verify_tree
 from .. import tree_mask as make_tree_mask
 from .._dispatch import check, check_count, check_dims
+from ._versions import called_by
 
 FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING = range(3)  # SGLang's TreeMaskMode
 INTEGERS = (torch.int64, torch.int32)
+BYTES = (torch.bool, torch.uint8, torch.int8)
 LARGEST_UNIFORM = 1 - 2.0 ** -24
 
 
+@called_by("sglang")
 def tree_speculative_sampling_target_only(
         predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor,
         retrive_next_token: Tensor, retrive_next_sibling: Tensor, uniform_samples: Tensor,
@@ -91,6 +95,7 @@ def tree_speculative_sampling_target_only(
     return result.status
 
 
+@called_by("sglang")
 def verify_tree_greedy(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor,
                        retrive_index: Tensor, retrive_next_token: Tensor, retrive_next_sibling: Tensor,
                        target_predict: Tensor) -> Tensor:
@@ -134,6 +139,7 @@ def verify_tree_greedy(predicts: Tensor, accept_index: Tensor, accept_token_num:
     return result.status
 
 
+@called_by("sglang")
 def build_tree_kernel_efficient(
         parent_list: Tensor, selected_index: Tensor, verified_seq_len: Tensor, tree_mask: Tensor, positions: Tensor,
         retrive_index: Tensor, retrive_next_token: Tensor, retrive_next_sibling: Tensor, topk: int, depth: int,
@@ -148,12 +154,13 @@ def build_tree_kernel_efficient(
         parent_list:       (B, S) int64 or int32       S >= topk * (depth - 1) + 1, or 0 with one level
         selected_index:    (B, N - 1) int64 or int32   the candidates of the tree, rising
         verified_seq_len:  (B,) int64 or int32         how many tokens each request has cached
-        tree_mask:         written to, by `tree_mask_mode`:
-                           0 (FULL_MASK): flat bool, request after request N rows of verified_seq_len + N columns. The
-                           columns of cached tokens stay as they are (SGLang fills them with True before).
-                           1 (QLEN_ONLY): flat bool, B N N: the nodes' columns alone.
+        tree_mask:         written to, by `tree_mask_mode`: a flat buffer of bool, uint8 or int8, 1 where a node sees a
+                           column. It may be longer than what is written, as SGLang's buffers for the largest batch are.
+                           0 (FULL_MASK): request after request N rows of verified_seq_len + N bytes. The columns of
+                           cached tokens stay as they are (SGLang fills them with True before).
+                           1 (QLEN_ONLY): B N N bytes: the nodes' columns alone.
                            2 (QLEN_ONLY_BITPACKING): the same as little-endian bits, a row in 1, 2 or 4 bytes, so
-                           N <= 32: uint8 of B N times as many entries, or one integer of that width a row
+                           N <= 32; of any dtype
         positions:         (B N,) int64   written to: verified_seq_len and the node's depth
         retrive_index:     (B, N) int64   written to: the node's flat index
         retrive_next_token:    (B, N) int64   written to: the node's first child, or -1
@@ -205,37 +212,39 @@ def build_tree_kernel_efficient(
     retrive_next_token.copy_(links.first_child)
     retrive_next_sibling.copy_(links.next_sibling)
     positions.copy_((verified_seq_len[:, None] + links.depth.clamp(min=0)).view(-1))
+    entries = tree_mask.view(torch.uint8)
     if tree_mask_mode == QLEN_ONLY_BITPACKING:
-        entries = tree_mask.view(torch.uint8).view(B, N, -1)
         rows = make_tree_mask(links.ancestors, form="packed_rows")
+        entries = entries[:B * N * _bytes_of_row(N)].view(B, N, -1)
         entries.zero_()[..., :rows.shape[-1]] = rows
         return links.status
     mask = make_tree_mask(links.ancestors)
     if tree_mask_mode == QLEN_ONLY:
-        tree_mask.view(B, N, N).copy_(mask)
+        entries[:B * N * N].view(B, N, N).copy_(mask)
         return links.status
     lengths, node = verified_seq_len.long(), torch.arange(N, device=parent_list.device)
     columns = lengths + N
     starts = N * (columns.cumsum(0) - columns)          # of each request's rows
     first = starts[:, None] + node * columns[:, None] + lengths[:, None]
-    tree_mask.scatter_(0, (first[..., None] + node).view(-1), mask.view(-1))
+    entries.scatter_(0, (first[..., None] + node).view(-1), mask.view(-1).byte())
     return links.status
 
 
 def _check_mask(tree_mask: Tensor, mode: int, B: int, N: int, like: Tensor) -> None:
     if mode not in (FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING):
         raise ValueError(f"tree_mask_mode must be 0 (FULL_MASK), 1 (QLEN_ONLY) or 2 (QLEN_ONLY_BITPACKING), got {mode}")
-    check("tree_mask", tree_mask, tree_mask.dtype if mode == QLEN_ONLY_BITPACKING else torch.bool, like=like,
+    check("tree_mask", tree_mask, tree_mask.dtype if mode == QLEN_ONLY_BITPACKING else BYTES, like=like,
           entries=tree_mask.numel())
-    if mode == QLEN_ONLY_BITPACKING:
-        if N > 32:
-            raise ValueError(f"draft_token_num must be at most 32 under QLEN_ONLY_BITPACKING, got {N}")
-        num_bytes = B * N * (1 if N <= 8 else 2 if N <= 16 else 4)
-        if tree_mask.nbytes != num_bytes:
-            raise ValueError(f"tree_mask must have {num_bytes} bytes for B={B}, N={N}, got {tree_mask.nbytes}")
-    elif tree_mask.numel() < B * N * N or mode == QLEN_ONLY and tree_mask.numel() > B * N * N:
-        raise ValueError(f"tree_mask must have {'at least ' * (mode == FULL_MASK)}B N N = {B * N * N} entries, "
-                         f"got {tree_mask.numel()}")
+    if mode == QLEN_ONLY_BITPACKING and N > 32:
+        raise ValueError(f"draft_token_num must be at most 32 under QLEN_ONLY_BITPACKING, got {N}")
+    least = B * N * (_bytes_of_row(N) if mode == QLEN_ONLY_BITPACKING else N)  # FULL_MASK has the cached columns too
+    if tree_mask.nbytes < least:
+        raise ValueError(f"tree_mask must have at least {least} bytes for B={B}, N={N}, got {tree_mask.nbytes}")
+
+
+def _bytes_of_row(N: int) -> int:
+    """Of a row of N bits."""
+    return 1 if N <= 8 else 2 if N <= 16 else 4
 
 
 def _parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:

@@ -4,7 +4,8 @@
     model.generate(ids, custom_generate=tree_generate, draft=draft, choices=choices, max_new_tokens=256, do_sample=True)
 
 For every causal language model that takes a mask of four dimensions and position ids: full attention in each layer,
-"sdpa" or "eager". transformers 4.57 and 5.23 are tested; it is imported when one of the two functions is called.
+"sdpa" or "eager". Tested with transformers 4.57.6, 5.23.0 and 5.24.0, with text models and with Emu3, Chameleon and
+Janus. It is imported when one of the two functions is called.
 
 Tokens are equal to those of another way to decode in so far as its forwards give the same logits. In half precision
 forwards of another number of tokens round otherwise, and a token now and then differs.
@@ -15,7 +16,7 @@ scores and attentions as outputs, prompts that are not token ids, sliding window
 """
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 
 import torch
 from torch import Tensor
@@ -32,11 +33,13 @@ from .. import (
     verify_logits,
 )
 from .._dispatch import check, check_count
+from ._versions import installed, versions
 from .eagle import GREEDY, settings_of
 
 FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "LogitNormalization")
 # what generate hands over that these functions read themselves, or that only concerns a cache of its own
-KNOWN_KWARGS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on; before it
+KNOWN_KWARGS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHE_NAMES)
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -312,24 +315,27 @@ class _Asked:
     """What the caller of `generate` asked for, checked."""
 
     def __init__(self, name, model, input_ids, processors, criteria, config, guidance, id_range, streamer, kwargs):
-        B, S = input_ids.shape
-        text = model.config.get_text_config(decoder=True)
-        config = model.generation_config if config is None else config
-
         def refuse(is_wrong, message):
             if is_wrong:
                 raise ValueError(f"{name} {message}")
 
+        number = installed("transformers")
+        refuse(number and tuple(map(int, number.split(".")[:2])) < (4, 57),
+               f"needs transformers 4.57 or newer ({versions('transformers')})")
+        B, S = input_ids.shape
+        text = model.config.get_text_config(decoder=True)
+        config = model.generation_config if config is None else config
         others = [type(p).__name__ for p in processors or () if type(p).__name__ not in FILTERS]
         refuse(others, f"knows temperature, top_k and top_p alone, got {', '.join(others)}: give guidance and id_range "
                        "to the function, and leave other logits processors out")
         refuse((config.num_beams or 1) != 1, f"needs num_beams=1, got {config.num_beams}")
-        unknown = [key for key, value in kwargs.items() if key not in KNOWN_KWARGS and value is not None]
-        refuse(unknown, f"takes prompts of token ids alone, got {', '.join(unknown)}")
+        unknown = [key for key, value in kwargs.items() if key not in KNOWN_KWARGS and not _is_off(model, key, value)]
+        refuse(unknown, f"takes prompts of token ids alone, got {', '.join(unknown)} ({versions('transformers')})")
         outputs = [key for key in OUTPUTS if config.return_dict_in_generate and getattr(config, key, False)]
         refuse(outputs, f"returns sequences alone, got {', '.join(outputs)}")
-        cache = kwargs.get("past_key_values")
-        refuse(cache is not None and cache.get_seq_length() > 0, "needs empty past_key_values, got some with tokens")
+        for key in CACHE_NAMES:
+            length = 0 if kwargs.get(key) is None else kwargs[key].get_seq_length()
+            refuse(length > 0, f"needs an empty {key}, got one with {length} tokens")
         refuse(model.config.is_encoder_decoder, f"needs a causal language model, got {type(model).__name__}")
         refuse("position_ids" not in inspect.signature(model.forward).parameters,
                f"needs a model that takes position_ids, got {type(model).__name__}")
@@ -394,7 +400,8 @@ class _Target:
     def __init__(self, model, input_ids, unconditional_ids, unconditional_mask, asked, num_nodes):
         if asked.has_guidance != (unconditional_ids is not None):
             raise ValueError("guidance and unconditional_ids must be given together")
-        self.model, self.keeps_logits, self.num_forwards = model, asked.keeps_logits, 0
+        self.model, self.cache_name = model, cache_name(model)
+        self.keeps_logits, self.num_forwards = asked.keeps_logits, 0
         self.batch, (B, S) = len(input_ids), input_ids.shape
         ids, is_real = input_ids, torch.ones_like(input_ids, dtype=torch.bool)
         if asked.attention_mask is not None:
@@ -424,8 +431,8 @@ class _Target:
         """Logits (B, N, V) with the condition, and without it or None."""
         self.cache.slots, self.num_forwards = slots, self.num_forwards + 1
         self.cache.num_columns = mask.shape[-1]
-        logits = self.model(ids, attention_mask=mask[:, None], position_ids=position_ids, past_key_values=self.cache,
-                            use_cache=True, **kwargs).logits
+        logits = self.model(ids, attention_mask=mask[:, None], position_ids=position_ids, use_cache=True,
+                            **{self.cache_name: self.cache}, **kwargs).logits
         logits = logits.float() if logits.dtype == torch.float64 else logits
         return (logits, None) if len(ids) == self.batch else (logits[:self.batch], logits[self.batch:])
 
@@ -582,6 +589,20 @@ class _Tree:
             children = [(node_of[c], nodes.index(c[:-1]), rank[c]) for c in choices if len(c) == depth + 1]
             from_root = [[node_of[node[:d]] for d in range(depth + 1)] for node in nodes]
             self.levels.append(_Level(depth, from_root, children, like.device))
+
+
+def cache_name(model) -> str:
+    """The argument of the model's `forward` that takes its cache: "cache" from transformers 5.24 on."""
+    return next((name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters), CACHE_NAMES[1])
+
+
+def _is_off(model, key: str, value) -> bool:
+    """Whether an argument asks for nothing: it is None, empty, or what `forward` or `generate` takes for it anyway."""
+    if value is None or isinstance(value, Sized) and getattr(value, "shape", None) != () and len(value) == 0:
+        return True
+    defaults = [inspect.signature(function).parameters[key].default for function in (model.forward, model.generate)
+                if key in inspect.signature(function).parameters]
+    return isinstance(value, (bool, int, float, str)) and value in defaults
 
 
 def _described(tensor: Tensor) -> str:

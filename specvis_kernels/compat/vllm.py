@@ -1,10 +1,10 @@
 """vLLM's rejection samplers over our ops: the one of v1 from probabilities, and the one of model runner V2 from logits.
 
 `rejection_sample` has the arguments and the result of the function of that name in vllm/v1/sample/rejection_sampler.py
-of vLLM's repository at 7f6fc1c (later ones call an argument target_logits). `probabilistic_rejection_sample` has those
-of `rejection_sample` in vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py at 02e318b, once called as ours is.
-No vLLM is imported, and nothing is read back to the host. Both keep the target's distribution; the random numbers are
-others than vLLM's.
+of vLLM 0.33.0. `probabilistic_rejection_sample` has the arguments and the result of `rejection_sample` in
+vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. `python -m specvis_kernels.compat.check --vllm FOLDER` says
+what has moved in another version. No vLLM is imported, and nothing is read back to the host. Both keep the target's
+distribution; the random numbers are others than vLLM's.
 
 Because nothing is read back, logits of NaN raise nothing: such a row gives token 0. With SPECVIS_CHECK=1 in the
 environment every op reads its `status` and raises StatusError (see `check_status`): set it to find such a row.
@@ -16,17 +16,21 @@ from torch import Generator, Tensor
 
 from .. import guided_probs, philox_uniforms, tree_links, verify_chain, verify_greedy, verify_logits
 from .._dispatch import check, check_count, check_dims
+from ._versions import called_by
 
 PLACEHOLDER_TOKEN_ID = -1  # what stands behind the tokens of a request
 STREAM = 10                # of the uniforms for a request's drafts; the ops and the program use lower ones
 INTEGERS = (torch.int64, torch.int32)
 
 
+@called_by("vllm")
 def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], max_spec_len: int,
-                     cu_num_draft_tokens: Tensor, draft_probs: Tensor | None, target_probs: Tensor,
+                     cu_num_draft_tokens: Tensor, draft_probs: Tensor | None, target_logits: Tensor,
                      bonus_token_ids: Tensor, sampling_metadata=None, synthetic_mode: bool = False,
-                     synthetic_conditional_rates: Tensor | None = None, *, is_greedy: Tensor | bool | None = None,
-                     generators: dict[int, Generator] | None = None, from_logits: bool = False, **rule) -> Tensor:
+                     synthetic_conditional_rates: Tensor | None = None, use_fp64_gumbel: bool = False,
+                     fly_window_size: int | None = None, fly_entropy_threshold: float | None = None,
+                     fly_entropy_top_k: int = 3, *, from_logits: bool = True, is_greedy: Tensor | bool | None = None,
+                     generators: dict[int, Generator] | None = None, verify: dict | None = None) -> Tensor:
     """Accept the leading drafts of each request, and put the recovered or the bonus token behind them.
 
     Draft x is accepted if u Q(x) < P(x), and after a rejection the recovered token is drawn from max(P - Q, 0)
@@ -39,41 +43,47 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
         max_spec_len:         the most that there may be, S
         cu_num_draft_tokens:  (B,) int64 or int32   their inclusive cumulative sum
         draft_probs:          (D, V) float32        what each draft was drawn from; None: point masses, as n-grams are
-        target_probs:         (D, V) float32        the target's distribution in place of each draft; with from_logits,
-                                                    processed logits. If all requests are greedy only its argmaxes count
+        target_logits:        (D, V) float32        the target's logits in place of each draft, after temperature and
+                                                    filters. If all requests are greedy only their argmaxes count
         bonus_token_ids:      (B, 1) or (B,) int64 or int32   what follows if all drafts are accepted
         sampling_metadata:    vLLM's, of which all_greedy, temperature (0, or -1 in older versions, is greedy) and
                               generators are read; None: the next two say it
-        synthetic_mode, synthetic_conditional_rates:   of newer versions; must be off
+        synthetic_mode, synthetic_conditional_rates:   must be off: another rule
+        use_fp64_gumbel:      not looked at: nothing is drawn by logarithms
+        fly_window_size:      must be None: FLy is another rule. The other two of fly_ are then not looked at
+        from_logits:          False for versions of vLLM whose argument is called target_probs: it holds probabilities
         is_greedy:            (B,) bool, or one for all; None: as sampling_metadata says
         generators:           request -> its torch.Generator; None: as sampling_metadata says
-        from_logits:          True for versions of vLLM whose argument is called target_logits
-        rule:                 options of `verify_chain` for relaxed acceptance: neighbors, delta, cutoff, offset, omega,
+        verify:               options of `verify_chain` for relaxed acceptance: neighbors, delta, cutoff, offset, omega,
                               residual
 
     Returns:
         output_token_ids:     (B, S + 1) int32   the accepted drafts, the token behind them, then -1
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, or synthetic acceptance is asked for
+        ValueError: a dtype, shape or device differs from the above, or another rule is asked for
+        TypeError:  an argument that is not listed above; the message names the tested versions of vLLM
 
     Example:
         >>> import torch
         >>> from specvis_kernels.compat.vllm import rejection_sample
-        >>> target_probs = torch.eye(4)[[2, 1, 3]]   # three drafts of two requests, and certain of each next token
-        >>> rejection_sample(torch.tensor([2, 0, 3]), [2, 1], 2, torch.tensor([2, 3]), None, target_probs,
+        >>> logits = torch.eye(4)[[2, 1, 3]] * 100   # three drafts of two requests, and certain of each next token
+        >>> rejection_sample(torch.tensor([2, 0, 3]), [2, 1], 2, torch.tensor([2, 3]), None, logits,
         ...                  bonus_token_ids=torch.tensor([[1], [0]]))
         tensor([[ 2,  1, -1],
                 [ 3,  0, -1]], dtype=torch.int32)
     """
     if synthetic_mode or synthetic_conditional_rates is not None:
         raise ValueError("synthetic_mode must be off: it accepts drafts at given rates, whatever the target says")
-    D, V = check_dims("target_probs", target_probs, "DV")
-    B, device = len(num_draft_tokens), target_probs.device
+    if fly_window_size is not None:
+        raise ValueError(f"fly_window_size must be None, got {fly_window_size}: FLy accepts drafts that the target "
+                         "does not draw")
+    D, V = check_dims("target_logits", target_logits, "DV")
+    B, device = len(num_draft_tokens), target_logits.device
     check_count("max_spec_len", max_spec_len, max(num_draft_tokens, default=0))
-    check("draft_token_ids", draft_token_ids, INTEGERS, like=target_probs, D=D)
-    check("cu_num_draft_tokens", cu_num_draft_tokens, INTEGERS, like=target_probs, B=B)
-    check("bonus_token_ids", bonus_token_ids.view(-1), INTEGERS, like=target_probs, B=B)
+    check("draft_token_ids", draft_token_ids, INTEGERS, like=target_logits, D=D)
+    check("cu_num_draft_tokens", cu_num_draft_tokens, INTEGERS, like=target_logits, B=B)
+    check("bonus_token_ids", bonus_token_ids.view(-1), INTEGERS, like=target_logits, B=B)
     if sum(num_draft_tokens) != D:
         raise ValueError(f"num_draft_tokens must sum to D={D}, got {sum(num_draft_tokens)}")
     if sampling_metadata is not None and is_greedy is None:
@@ -87,30 +97,36 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
     at = ((ends - counts)[:, None] + step[:-1]).clamp(max=max(D - 1, 0))
     drafts = torch.nn.functional.pad(draft_token_ids.long(), (0, 1))[at]
     bonus = bonus_token_ids.view(-1).long()
-    if isinstance(is_greedy, bool) and is_greedy and not rule:  # the rows may be logits, in any version
-        targets = torch.nn.functional.pad(target_probs.argmax(-1), (0, 1))[at]
+    if isinstance(is_greedy, bool) and is_greedy and not verify:
+        targets = torch.nn.functional.pad(target_logits.argmax(-1), (0, 1))[at]
         targets = torch.where(step < counts[:, None], torch.nn.functional.pad(targets, (0, 1)), bonus[:, None])
         chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
         result = verify_greedy(targets, torch.nn.functional.pad(drafts, (1, 0)), chain.first_child, chain.next_sibling,
                                max_depth=max_spec_len)
     else:
+        target_probs = target_logits
         if from_logits:
-            target_probs = guided_probs(target_probs[None], None, 1.0, 1.0, 0, 1.0).probs[0]
+            target_probs = guided_probs(target_logits[None], None, 1.0, 1.0, 0, 1.0).probs[0]
         uniforms, start = torch.rand(D + B, device=device), 0
         for request, count in enumerate(num_draft_tokens):
             if count and request in (generators or {}):
                 uniforms[start:start + count + 1].uniform_(generator=generators[request])
             start += count + 1
         result = verify_chain(target_probs, draft_token_ids, cu_num_draft_tokens, uniforms, bonus_tokens=bonus,
-                              draft_probs=draft_probs, greedy=is_greedy, **rule)
+                              draft_probs=draft_probs, greedy=is_greedy, **(verify or {}))
     return _behind_each_other(drafts, result.num_accepted, result.next_token, PLACEHOLDER_TOKEN_ID).int()
 
 
+@called_by("vllm")
 def probabilistic_rejection_sample(
         target_logits: Tensor, draft_logits: Tensor | None, draft_sampled: Tensor, cu_num_logits: Tensor, pos: Tensor,
         idx_mapping: Tensor, expanded_idx_mapping: Tensor, expanded_local_pos: Tensor, temperature: Tensor,
         seed: Tensor, num_speculative_steps: int, synthetic_conditional_rates: Tensor | None = None,
-        use_fp64: bool = False, use_block_verification: bool = False, **rule) -> tuple[Tensor, Tensor]:
+        use_fp64: bool = False, use_block_verification: bool = False, contexts: Tensor | None = None,
+        watermarking: Tensor | None = None, watermarking_skip_mask: Tensor | None = None,
+        watermark_key: int | None = None, fly_window_size: int = 0, fly_entropy_threshold: float = 0.3,
+        fly_entropy_top_k: int = 3, *, draft_is_scaled: bool | None = None,
+        verify: dict | None = None) -> tuple[Tensor, Tensor]:
     """Accept the leading drafts of each request from the target's logits, by noise that its seed and positions decide.
 
     The rule is that of `rejection_sample`. A row is turned into probabilities only if verification comes to it (see
@@ -120,8 +136,9 @@ def probabilistic_rejection_sample(
 
     Args:
         target_logits:         (T, V) float32, float16 or bfloat16   processed: temperature and filters are applied
-        draft_logits:          (R, S, V') of the same dtypes   by state and step, what the drafts were drawn from; None:
-                               point masses. Ids that only one of the two knows have probability 0 in the other
+        draft_logits:          (R, S, V') of the same dtypes   by state and step, the logits of what the drafts were
+                               drawn from; None: point masses. Ids that only one of the two knows have probability 0 in
+                               the other. With draft_is_scaled
         draft_sampled:         (T,) int64 or int32      each row's token: the newest one, then the drafts. A draft of -1
                                                         is rejected
         cu_num_logits:         (B + 1,) int64 or int32  request b has the rows from cu_num_logits[b] on: as many as it
@@ -132,9 +149,13 @@ def probabilistic_rejection_sample(
         temperature:           (R,) float32             0: greedy
         seed:                  (R,) int64
         num_speculative_steps: S, the most drafts of a request
-        synthetic_conditional_rates, use_block_verification:   must be off: other rules
+        synthetic_conditional_rates, use_block_verification, contexts, watermarking, watermarking_skip_mask,
+        watermark_key, fly_window_size: must be off: other rules. The other two of fly_ are then not looked at
         use_fp64:              not looked at: nothing is drawn by logarithms
-        rule:                  options of `verify_logits` for relaxed acceptance: neighbors, delta (a number), cutoff,
+        draft_is_scaled:       whether the temperature has been applied to draft_logits: False for vLLM from 0.28 on,
+                               which keeps them as the draft model gave them; True before, when it kept them after the
+                               temperature. It has no default: the wrong answer moves the distribution
+        verify:                options of `verify_logits` for relaxed acceptance: neighbors, delta (a number), cutoff,
                                offset, residual
 
     Returns:
@@ -142,7 +163,9 @@ def probabilistic_rejection_sample(
         num_sampled:           (B,) int32         how many tokens that is
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, or another rule is asked for
+        ValueError: a dtype, shape or device differs from the above, another rule is asked for, or draft_is_scaled is
+            missing where there are draft_logits
+        TypeError:  an argument that is not listed above; the message names the tested versions of vLLM
 
     Example:
         >>> import torch
@@ -160,6 +183,16 @@ def probabilistic_rejection_sample(
     if synthetic_conditional_rates is not None or use_block_verification:
         raise ValueError("synthetic_conditional_rates must be None and use_block_verification False: drafts are "
                          "accepted one by one, by the target's probabilities")
+    for name, value in (("contexts", contexts), ("watermarking", watermarking), ("watermark_key", watermark_key),
+                        ("watermarking_skip_mask", watermarking_skip_mask)):
+        if value is not None:
+            raise ValueError(f"{name} must be None: no watermark is written")
+    if fly_window_size > 0:
+        raise ValueError(f"fly_window_size must be 0, got {fly_window_size}: FLy accepts drafts that the target does "
+                         "not draw")
+    if draft_logits is not None and draft_is_scaled is None:
+        raise ValueError("draft_is_scaled must be given with draft_logits: False if they were kept before the "
+                         "temperature, as in vLLM from 0.28 on, True if after it")
     T, V = check_dims("target_logits", target_logits, "TV")
     B, S, R = len(idx_mapping), num_speculative_steps, len(temperature)
     check_count("num_speculative_steps", S, 0)
@@ -178,9 +211,11 @@ def probabilistic_rejection_sample(
     chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
     words = philox_uniforms(seed[state], positions, 2, stream=STREAM)
     uniforms = torch.cat([words[:, :1, 1], words[:, :-1, 0]], 1)  # node n > 0 is decided where row n - 1 predicts it
+    rule = dict(verify or {})
     if draft_logits is not None and S:
         check("draft_logits", draft_logits, draft_logits.dtype, like=target_logits, R=R, S=S, V=draft_logits.shape[-1])
-        probs = guided_probs(draft_logits[state], None, 1.0, 1.0, 0, 1.0).probs
+        draft_temperature = 1.0 if draft_is_scaled else temperature[state]
+        probs = guided_probs(draft_logits[state], None, 1.0, draft_temperature, 0, 1.0).probs
         probs = torch.nn.functional.pad(probs, (0, V - probs.shape[-1]))
         rule.update(draft_probs=probs, draft_row=torch.where(step < counts[:, None], step, -1).int())
     result = verify_logits(logits, None, tokens, chain.first_child, chain.next_sibling, uniforms, guidance=1.0,

@@ -122,7 +122,7 @@ def test_a_folder_that_is_no_checkout(tmp_path, capsys, arguments, message):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ([], "name a checkout, with --lantern or --eagle"),
+    ([], "name a checkout, with --lantern, --eagle or --vllm, --sglang, --transformers"),
     (["--eagle", ".", "--cases", "0"], "cases, repeats, threads and k must be at least 1, nodes 16, vocab 64 and 2 k"),
     (["--eagle", ".", "--vocab", "100"], "vocab 64 and 2 k"),
 ])
@@ -135,4 +135,4 @@ def test_wrong_arguments(capsys, arguments, message):
 def test_the_help_says_whose_code_runs(capsys):
     with pytest.raises(SystemExit):
         check.main(["--help"])
-    assert "The code of the checkout is executed: name a checkout that you trust." in capsys.readouterr().out
+    assert "The code of a checkout of LANTERN or EAGLE is executed: name one that you trust." in capsys.readouterr().out

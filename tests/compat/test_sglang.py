@@ -49,23 +49,27 @@ def choose_tree(generator, topk, depth, N):
     return parent_list, flat.topk(N - 1).indices.sort().values.tolist()
 
 
-def build(parent_lists, selected, lengths, topk, depth, mode, prefix=True):
+def build(parent_lists, selected, lengths, topk, depth, mode, prefix=True, dtype=torch.bool, spare=0):
+    """With `spare` more entries than are written, as SGLang's buffers for its largest batch have."""
     B, N = len(selected), len(selected[0]) + 1
     sizes = {0: N * (sum(lengths) + B * N), 1: B * N * N, 2: B * N * (1 if N <= 8 else 2 if N <= 16 else 4)}
-    tree_mask = torch.full((sizes[mode],), prefix, dtype=torch.bool, device=DEVICE)
+    buffer = torch.full((sizes[mode] + spare,), prefix, dtype=dtype, device=DEVICE)
     if mode == 2:
-        tree_mask = torch.full((sizes[mode],), 255, dtype=torch.uint8, device=DEVICE)
+        buffer = torch.full((sizes[mode] + spare,), 255, dtype=torch.uint8, device=DEVICE)
+    before = buffer.clone()
     positions = torch.full((B * N,), -9, device=DEVICE)
     links = [torch.full((B, N), -9, device=DEVICE) for _ in range(3)]
     status = sglang.build_tree_kernel_efficient(
         torch.tensor(parent_lists, dtype=torch.int64, device=DEVICE), torch.tensor(selected, device=DEVICE),
-        torch.tensor(lengths, device=DEVICE), tree_mask, positions, *links, topk, depth, N, mode)
-    return tree_mask, positions, links, status
+        torch.tensor(lengths, device=DEVICE), buffer, positions, *links, topk, depth, N, mode)
+    assert torch.equal(buffer[sizes[mode]:], before[sizes[mode]:])
+    return buffer[:sizes[mode]], positions, links, status
 
 
 @pytest.mark.parametrize("topk, depth, N",
                          [(4, 3, 12), (3, 5, 20), (3, 5, 30), (2, 3, 8), (5, 1, 6), (1, 4, 5), (8, 4, 64)])
-def test_trees_are_built_as_sglang_builds_them(topk, depth, N, host_reads):
+@pytest.mark.parametrize("dtype, spare", [(torch.bool, 0), (torch.uint8, 500)])
+def test_trees_are_built_as_sglang_builds_them(topk, depth, N, dtype, spare, host_reads):
     generator, lengths = torch.Generator().manual_seed(N), [5, 0, 17]
     trees = [choose_tree(generator, topk, depth, N) for _ in lengths]
     parent_lists, selected = ([tree[i] for tree in trees] for i in (0, 1))
@@ -75,7 +79,7 @@ def test_trees_are_built_as_sglang_builds_them(topk, depth, N, host_reads):
     for mode in (0, 1, 2) if N <= 32 else (0, 1):
         host_reads.clear()
         tree_mask, positions, (index, first, following), status = build(parent_lists, selected, lengths, topk, depth,
-                                                                        mode)
+                                                                        mode, dtype=dtype, spare=spare)
         assert not host_reads and status.tolist() == [0, 0, 0]
         assert index.flatten().tolist() == list(range(3 * N))
         assert positions.view(3, N).tolist() == [w[0] for w in wanted]
@@ -112,11 +116,12 @@ def test_a_node_without_its_parent_is_reported_and_left_out():
      r"selected_index must be int64 or int32 \(B=1, N - 1=3\), got int64 \(1, 4\)"),
     ({"positions": torch.zeros(5, dtype=torch.int64)}, r"positions must be int64 or int32 \(B N=4\), got int64 \(5,\)"),
     ({"tree_mask_mode": 3}, "tree_mask_mode must be 0 .FULL_MASK., 1 .QLEN_ONLY. or 2 .QLEN_ONLY_BITPACKING., got 3"),
-    ({"tree_mask": torch.ones(15, dtype=torch.bool)}, "tree_mask must have B N N = 16 entries, got 15"),
-    ({"tree_mask": torch.ones(15, dtype=torch.bool), "tree_mask_mode": 0},
-     "tree_mask must have at least B N N = 16 entries, got 15"),
-    ({"tree_mask": torch.ones(5, dtype=torch.uint8), "tree_mask_mode": 2},
-     "tree_mask must have 4 bytes for B=1, N=4, got 5"),
+    ({"tree_mask": torch.ones(15, dtype=torch.bool)}, "tree_mask must have at least 16 bytes for B=1, N=4, got 15"),
+    ({"tree_mask": torch.ones(15, dtype=torch.uint8), "tree_mask_mode": 0},
+     "tree_mask must have at least 16 bytes for B=1, N=4, got 15"),
+    ({"tree_mask": torch.ones(3, dtype=torch.uint8), "tree_mask_mode": 2},
+     "tree_mask must have at least 4 bytes for B=1, N=4, got 3"),
+    ({"tree_mask": torch.ones(16)}, r"tree_mask must be bool or uint8 or int8 \(entries=16\), got float32 \(16,\)"),
     ({"topk": 0}, "topk must be an integer >= 1, got 0"),
 ])
 def test_arguments_of_the_builder_that_are_refused(change, message):

@@ -2,13 +2,17 @@
 import doctest
 import inspect
 import itertools
+import re
+import warnings
 
 import pytest
 import torch
 
 from specvis_kernels import StatusError, codebook_neighbors, guided_probs, gumbel_noise
+from specvis_kernels.compat import _versions
 from specvis_kernels.compat import transformers as compat
-from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
+from specvis_kernels.compat.transformers import GuidedProbsProcessor, cache_name, jacobi_generate, tree_generate
+from tests.models.test_transformers import chameleon_model, emu3_model, janus_model
 
 transformers = pytest.importorskip("transformers")
 V = 24
@@ -367,10 +371,14 @@ def test_a_drafter_of_no_numbers_raises(model):
 
 
 def test_models_that_cannot_be_decoded_so(model):
-    cache = transformers.DynamicCache()
-    model(PROMPTS[:, :3], past_key_values=cache)
-    with pytest.raises(ValueError, match="needs empty past_key_values"):
-        generate(model, jacobi_generate, mask=None, past_key_values=cache)
+    cache, rest = transformers.DynamicCache(), dict(generation_config=transformers.GenerationConfig(max_length=22))
+    model(PROMPTS[:, :3], **{cache_name(model): cache})
+    for name in ("cache", "past_key_values"):  # whichever of the two this version hands over
+        with pytest.raises(ValueError, match=f"needs an empty {name}, got one with 3 tokens"):
+            jacobi_generate(model, PROMPTS, **{name: cache}, **rest)
+        jacobi_generate(model, PROMPTS, **{name: transformers.DynamicCache()}, **rest)
+    with pytest.raises(ValueError, match="needs an empty .*, got one with 3 tokens"):
+        generate(model, jacobi_generate, mask=None, **{cache_name(model): cache})
     for changed, message in (({"attn_implementation": "flash_attention_2"}, "got 'flash_attention_2'"),
                              ({"layer_types": ["full_attention", "linear_attention"]}, "got linear_attention"),
                              ({"sliding_window": 20}, "got sliding_attention")):
@@ -382,6 +390,53 @@ def test_models_that_cannot_be_decoded_so(model):
     other.config.sliding_window = 22  # as long as the sequences
     tokens = jacobi_generate(other, PROMPTS, generation_config=transformers.GenerationConfig(max_length=22))
     assert tokens.shape == (4, 22)
+
+
+@pytest.mark.parametrize("make", [chameleon_model, emu3_model, janus_model])
+def test_multimodal_classes(make):
+    """They get more keyword arguments than text models do, and Emu3 and Chameleon a mask of their image ids."""
+    model, options = make(3), dict(max_new_tokens=24, eos_token_id=None)
+    prompts, mask = torch.tensor([[0, 0, 20, 21, 9], [1, 22, 23, 24, 25]]), torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    if make is janus_model:
+        options.update(generation_mode="text")
+    wanted = generate(model, prompts=prompts, mask=mask, **options)
+    options.pop("generation_mode", None)
+    for function in (dict(window=0), dict(window=4), dict(window=16, grid=16)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # the cache has the name that this version asks for
+            tokens = generate(model, jacobi_generate, prompts, mask, **function, **options, stats=(stats := {}))
+        assert torch.equal(tokens, wanted) and stats["target_forwards"] <= 24
+    table = torch.randn(wanted.max() + 1, model.get_output_embeddings().weight.shape[0]).softmax(-1)
+    tree = dict(draft=lambda sequences, mask: table[sequences[..., -1].clamp(max=len(table) - 1)], choices=CHOICES)
+    assert torch.equal(generate(model, tree_generate, prompts, mask, **tree, **options), wanted)
+    options.update(do_sample=True, top_k=20, seeds=SEEDS[:2])
+    drawn = [generate(model, jacobi_generate, prompts, mask, window=w, **options) for w in (0, 16)]
+    drawn.append(generate(model, tree_generate, prompts, mask, **tree, **options))
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], wanted)
+
+
+def test_what_another_version_may_hand_over(model, monkeypatch):
+    """New arguments are ignored where they ask for nothing; else the error says which versions are tested."""
+    class Newer(type(model)):
+        def forward(self, *read, position_ids=None, scale_of_tomorrow=1.0, **named):
+            return super().forward(*read, position_ids=position_ids, **named)
+
+    newer = Newer(model.config).eval()
+    newer.load_state_dict(model.state_dict())
+    rest = dict(generation_config=transformers.GenerationConfig(max_length=22))
+    wanted = jacobi_generate(model, PROMPTS, **rest)
+    for named in (dict(mm_encoder_outputs={}), dict(unknown=None), dict(unknown=()), dict(unknown=torch.zeros(0)),
+                  dict(scale_of_tomorrow=1.0)):
+        assert torch.equal(jacobi_generate(newer, PROMPTS, **named, **rest), wanted)
+    tested = re.escape(f"(transformers {transformers.__version__} is installed, tested with 4.57.6, 5.23.0, 5.24.0)")
+    for named in (dict(mm_encoder_outputs={"image": 1}), dict(unknown=0), dict(unknown=torch.tensor(0)),
+                  dict(scale_of_tomorrow=2.0)):
+        message = f"takes prompts of token ids alone, got {next(iter(named))} {tested}"
+        with pytest.raises(ValueError, match=message):
+            jacobi_generate(newer, PROMPTS, **named, **rest)
+    monkeypatch.setattr(_versions, "version", lambda decoder: "4.56.2")
+    with pytest.raises(ValueError, match=r"needs transformers 4.57 or newer \(transformers 4.56.2 is installed"):
+        jacobi_generate(model, PROMPTS, **rest)
 
 
 def test_the_processor_in_transformers_own_loops(model):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specvis_kernels import philox_uniforms
+from specvis_kernels.compat import _versions
 from specvis_kernels.compat.vllm import STREAM, probabilistic_rejection_sample, rejection_sample
 from tests.kernels.inputs import DEVICE
 
@@ -16,6 +17,12 @@ V, S = 4, 2
 g = torch.Generator().manual_seed(0)
 TARGET = torch.randn(S + 1, V, generator=g).softmax(-1)  # after no, one, two drafts, whichever they are
 DRAFT = torch.randn(S, V, generator=g).softmax(-1)
+
+# what vLLM 0.33.0 names in its two calls, where everything is off
+OF_V1 = dict(synthetic_mode=False, synthetic_conditional_rates=None, use_fp64_gumbel=True, fly_window_size=None,
+             fly_entropy_threshold=None, fly_entropy_top_k=3)
+OF_V2 = dict(use_fp64=False, use_block_verification=False, fly_window_size=0, fly_entropy_threshold=0.3,
+             fly_entropy_top_k=3)
 
 
 @pytest.mark.parametrize("function", [rejection_sample, probabilistic_rejection_sample])
@@ -73,9 +80,11 @@ def test_what_v1_emits_is_distributed_as_the_rule_says(is_sampled, from_logits):
     arguments = list(batch(counts, is_sampled))
     if from_logits:
         arguments[5] = arguments[5].log() + 3
+    named = dict(OF_V1) if from_logits else dict(from_logits=False)  # as 0.33.0 calls it, or as versions with probs do
+    metadata = SimpleNamespace(all_greedy=False, temperature=torch.ones(len(counts), device=DEVICE), generators={})
     torch.manual_seed(1)
-    out = rejection_sample(*arguments, torch.full((len(counts), 1), 2, device=DEVICE, dtype=torch.int32),
-                           from_logits=from_logits)
+    out = rejection_sample(*arguments, torch.full((len(counts), 1), 2, device=DEVICE, dtype=torch.int32), metadata,
+                           **named)
     assert out.shape == (len(counts), S + 1) and out.dtype == torch.int32
     for n, rows in zip((2, 0, 1), (out[i::3].tolist() for i in range(3))):
         if n == 0:
@@ -100,7 +109,8 @@ def test_v1_with_generators_does_not_depend_on_the_batch():
                                    generators=generators)
         of_order = [counts[b] for b in order]
         out = rejection_sample(tokens[rows], of_order, S, torch.tensor(of_order, device=DEVICE).cumsum(0),
-                               draft_probs[rows], target_probs[rows], bonus[order][:, None], metadata)
+                               draft_probs[rows], target_probs[rows], bonus[order][:, None], metadata,
+                               from_logits=False)
         assert [torch.equal(before[i], generators[i].get_state()) for i in generators] == [
             counts[order[i]] == 0 for i in generators]
         return {b: row for b, row in zip(order, out.tolist()) if b != 4}
@@ -133,8 +143,8 @@ def test_greedy_requests_take_argmaxes(greedy):
     if greedy in ("all", "one"):
         target_probs = 5 * target_probs.log()  # then vLLM hands over logits
     bonus = torch.full((5, 1), 3, device=DEVICE)
-    assert rejection_sample(tokens, counts, S, ends, draft_probs, target_probs, bonus,
-                            **options[greedy]).tolist() == wanted
+    assert rejection_sample(tokens, counts, S, ends, draft_probs, target_probs, bonus, **options[greedy],
+                            from_logits=greedy in ("all", "one")).tolist() == wanted
 
 
 def logits_batch(counts, seeds, is_sampled=True, temperature=1.0, seed=0):
@@ -147,8 +157,8 @@ def logits_batch(counts, seeds, is_sampled=True, temperature=1.0, seed=0):
     newest = torch.zeros(B, 1, dtype=torch.int64)
     state = torch.arange(B).flip(0)
     rows = torch.arange(B).repeat_interleave(torch.tensor(counts) + 1)
-    return dict(
-        target_logits=(TARGET[step].log() - 2).to(DEVICE),
+    return OF_V2 | dict(
+        draft_is_scaled=False, target_logits=(TARGET[step].log() - 2).to(DEVICE),
         draft_logits=DRAFT.log().expand(B, -1, -1).to(DEVICE) if is_sampled else None,
         draft_sampled=torch.cat([newest, drafts], 1)[rows, step].to(DEVICE),
         cu_num_logits=torch.nn.functional.pad((torch.tensor(counts) + 1).cumsum(0), (1, 0)).int().to(DEVICE),
@@ -160,6 +170,22 @@ def logits_batch(counts, seeds, is_sampled=True, temperature=1.0, seed=0):
 def tokens_of(sampled, num_sampled):
     assert sampled.dtype == torch.int64 and num_sampled.dtype == torch.int32
     return [row[:n] for row, n in zip(sampled.tolist(), num_sampled.tolist())]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("draft_is_scaled", [False, True])
+def test_draft_logits_before_and_after_the_temperature(temperature, draft_is_scaled):
+    """Drafts are drawn from DRAFT, whose logits are kept before the temperature or after it; the other of the two
+    answers to draft_is_scaled moves the distribution."""
+    arguments = logits_batch([2] * 6000, list(range(6000)), temperature=temperature)
+    if not draft_is_scaled:
+        arguments["draft_logits"] = arguments["draft_logits"] * temperature
+
+    def first_tokens(draft_is_scaled):
+        sampled, _ = probabilistic_rejection_sample(**arguments | dict(draft_is_scaled=draft_is_scaled))
+        return (sampled[:, 0].bincount(minlength=V).cpu() / 6000 - TARGET[0]).abs().sum() / 2
+
+    assert first_tokens(draft_is_scaled) < 0.02 < 0.05 < first_tokens(not draft_is_scaled)
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
@@ -253,13 +279,40 @@ def test_what_is_refused():
             rejection_sample(*arguments[:at], value, *arguments[at + 1:], bonus)
     with pytest.raises(ValueError, match=r"bonus_token_ids must be int64 or int32 \(B=2\), got int64 \(1,\)"):
         rejection_sample(*arguments, bonus[:1])
-    with pytest.raises(ValueError, match="synthetic_mode must be off"):
-        rejection_sample(*arguments, bonus, synthetic_mode=True)
+    for named, message in ((dict(synthetic_mode=True), "synthetic_mode must be off"),
+                           (dict(fly_window_size=2), "fly_window_size must be None, got 2")):
+        with pytest.raises(ValueError, match=message):
+            rejection_sample(*arguments, bonus, **OF_V1 | named)
     arguments = logits_batch([2, 1], [1, 2])
     for change, message in (
             (dict(use_block_verification=True), "use_block_verification False"),
+            (dict(contexts=arguments["pos"][:, None]), "contexts must be None: no watermark is written"),
+            (dict(watermarking=arguments["pos"] > 0), "watermarking must be None"),
+            (dict(watermarking_skip_mask=arguments["pos"] > 0), "watermarking_skip_mask must be None"),
+            (dict(watermark_key=7), "watermark_key must be None"),
+            (dict(fly_window_size=3), "fly_window_size must be 0, got 3"),
+            (dict(draft_is_scaled=None), "draft_is_scaled must be given with draft_logits: False .* from 0.28 on"),
             (dict(pos=arguments["pos"][:3]), r"pos must be int64 or int32 \(T=5\), got int64 \(3,\)"),
             (dict(seed=arguments["seed"][:1]), r"seed must be int64 \(R=2\), got int64 \(1,\)"),
             (dict(draft_logits=arguments["draft_logits"][:, :1]), r"draft_logits must be float32 \(R=2, S=2, V=4\)")):
         with pytest.raises(ValueError, match=message):
             probabilistic_rejection_sample(**arguments | change)
+
+
+@pytest.mark.parametrize("function, arguments", [
+    (rejection_sample, lambda: dict(zip(inspect.signature(rejection_sample).parameters, batch([2, 1], True)),
+                                    bonus_token_ids=torch.zeros(2, 1, dtype=torch.int64, device=DEVICE))),
+    (probabilistic_rejection_sample, lambda: logits_batch([2, 1], [1, 2]))])
+def test_a_version_that_calls_them_otherwise(function, arguments, monkeypatch):
+    """The error names the argument, the version that is installed and the tested ones; others stay as they are."""
+    arguments = arguments()
+    function(**arguments)
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'use_new_rule' "
+                                        r"\(vllm is not installed, tested with 0.33.0\)"):
+        function(**arguments, use_new_rule=False)
+    monkeypatch.setattr(_versions, "version", lambda decoder: "0.40.1")
+    name = "num_draft_tokens" if function is rejection_sample else "idx_mapping"
+    with pytest.raises(TypeError, match=r"missing 1 required .* \(vllm 0.40.1 is installed, tested with 0.33.0\)"):
+        function(**{key: value for key, value in arguments.items() if key != name})
+    with pytest.raises(TypeError, match="has no len..$"):
+        function(**arguments | {name: 5})

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from specvis_kernels import tree_attention
+from specvis_kernels.compat.transformers import cache_name
 
 from .interface import Nodes, num_tokens
 from .layers import Cache
@@ -72,7 +73,7 @@ class ImageModel:
             raise ValueError("model must be in evaluation mode, call model.eval() first")
         self.model, self.vqmodel, self.embed = model, vqmodel, model.get_input_embeddings()
         self.decoder = model.get_decoder() if decoder is None else decoder
-        self.config = self.decoder.config
+        self.config, self.cache_name = self.decoder.config, cache_name(self.decoder)
         weight, special = self.embed.weight, [] if newline is None else [newline]
         self.ids = torch.tensor([*ids, *special], dtype=torch.int64, device=weight.device)
         if prefix_len < 1 or min(grid) < 1 or not len(ids):
@@ -185,8 +186,9 @@ class ImageModel:
         else:
             mask = mask[:, None]
         position_ids = (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
-        return self.decoder(inputs_embeds=x, attention_mask=mask, position_ids=position_ids,
-                                     past_key_values=cache, use_cache=True, **more).last_hidden_state
+        more[self.cache_name] = cache
+        return self.decoder(inputs_embeds=x, attention_mask=mask, position_ids=position_ids, use_cache=True,
+                            **more).last_hidden_state
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         return self.embed(self.ids[tokens])

@@ -1,0 +1,33 @@
+"""Which versions of other decoders the modules here are tested with, and what a caller of another version is told."""
+import functools
+from importlib.metadata import PackageNotFoundError, version
+
+TESTED = {"transformers": ("4.57.6", "5.23.0", "5.24.0"), "vllm": ("0.33.0",), "sglang": ("0.5.23",)}
+
+
+def installed(decoder: str) -> str | None:
+    try:
+        return version(decoder)
+    except PackageNotFoundError:
+        return None
+
+
+def versions(decoder: str) -> str:
+    """E.g. "vllm 0.34.0 is installed, tested with 0.33.0"."""
+    number = installed(decoder)
+    return f"{decoder} {f'{number} is' if number else 'is not'} installed, tested with {', '.join(TESTED[decoder])}"
+
+
+def called_by(decoder: str):
+    """For functions that `decoder` calls: a call with arguments that they do not have names both versions."""
+    def decorate(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__.tb_next is not None:  # raised inside of the function
+                    raise
+                raise TypeError(f"{error} ({versions(decoder)})") from None
+        return call
+    return decorate
