@@ -1,26 +1,32 @@
-# On a fresh machine `make test` and `make demo` do everything: a virtual environment in .venv, torch, both packages.
+# On a fresh machine `make test` and `make demo` do everything: a virtual environment in .venv, torch, both packages, in
+# the versions of constraints.txt.
 #   make test TORCH=torch==2.11.0      another torch
 #   make test TORCH= PYTHON=python3.12 the interpreter's own torch
+#   make test CONSTRAINTS=             the newest of everything, in .venv-newest
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+TORCH ?= torch
+CONSTRAINTS ?= constraints.txt
+VENV := $(if $(CONSTRAINTS),.venv,.venv-newest)
+# TORCH counts more than the constraints do.
+CONSTRAIN := sed -e '' $(if $(filter file,$(origin TORCH)),,-e '/^torch==/d' -e '/^triton==/d') $(or $(CONSTRAINTS),/dev/null)
 # Python compiles what it imports, a fraction of what is installed.
-PIP := .venv/bin/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --no-compile
-PYTEST := .venv/bin/python -m pytest -q --benchmark-disable --durations=20 -n auto --dist worksteal
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --no-compile -c $(VENV)/constraints.txt
+PYTEST := $(VENV)/bin/python -m pytest -q --benchmark-disable --durations=20 -n auto --dist worksteal
 # Where packages are: --system-site-packages does not see those of a parent that is a virtual environment too.
 SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 MINUTES ?= 10
 SEED ?= 0
 KILLS ?= 100
-CLANG_FORMAT := .venv/bin/clang-format csrc/* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu
+CLANG_FORMAT := $(VENV)/bin/clang-format csrc/* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu
 export OMP_WAIT_POLICY ?= PASSIVE
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test test-all lint format demo bench sass bounds fuzz gpu clean
+.PHONY: install test test-all test-transformers constraints lint format demo bench sass bounds fuzz gpu clean
 
-install: .venv/installed
+install: $(VENV)/installed
 
 test: lint
 	$(PYTEST) -m "not slow"
@@ -28,45 +34,59 @@ test: lint
 test-all: lint
 	$(PYTEST)
 
-lint: .venv/installed
-	.venv/bin/ruff check
+test-transformers: $(VENV)/installed  # what uses transformers, with its VERSION, beside what is installed
+	$(if $(VERSION),,$(error VERSION must say which transformers: make $@ VERSION=4.57.6))
+	$(PIP) install -q --target $(VENV)/transformers-$(VERSION) transformers==$(VERSION)
+	PYTHONPATH=$(VENV)/transformers-$(VERSION) $(PYTEST) tests/compat/test_transformers.py \
+		tests/models/test_transformers.py tests/test_examples.py tests/test_documents.py \
+		-k "transformers or use_it or families"
+
+constraints:  # constraints.txt anew: the newest of everything, if the tests pass with it
+	rm -rf .venv-newest
+	$(MAKE) test CONSTRAINTS=
+	sed -e 's/+.*//' -e '/^pip==/d' .venv-newest/installed > constraints.txt
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check
 	$(CLANG_FORMAT) --dry-run --Werror
 
-format: .venv/installed  # what lint asks for, as far as it can be done by machine
-	.venv/bin/ruff check --fix
+format: $(VENV)/installed  # what lint asks for, as far as it can be done by machine
+	$(VENV)/bin/ruff check --fix
 	$(CLANG_FORMAT) -i
 
-demo: .venv/installed
-	.venv/bin/specvis compare
+demo: $(VENV)/installed
+	$(VENV)/bin/specvis compare
 
-bench: .venv/installed
-	.venv/bin/python -m benchmarks.ops --json
+bench: $(VENV)/installed
+	$(VENV)/bin/python -m benchmarks.ops --json
 
-sass: .venv/installed  # counts in the machine code of the CUDA kernels; no GPU takes part
-	.venv/bin/python -m benchmarks.sass $(OPS)
+sass: $(VENV)/installed  # counts in the machine code of the CUDA kernels; no GPU takes part
+	$(VENV)/bin/python -m benchmarks.sass $(OPS)
 
-bounds: .venv/installed  # what an H200 could do at best, counted
-	.venv/bin/python -m benchmarks.bounds
+bounds: $(VENV)/installed  # what an H200 could do at best, counted
+	$(VENV)/bin/python -m benchmarks.bounds
 
-fuzz: .venv/installed  # hostile inputs for MINUTES, as long with sanitizers, KILLS of each command; JSON=file for counts
+fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers, KILLS of each command; JSON=file for counts
 	failed=0; \
-	.venv/bin/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(if $(JSON),--json $(JSON)) || failed=1; \
-	.venv/bin/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --sanitized || failed=1; \
-	.venv/bin/python -m tests.interruption --kills $(KILLS) --seed $(SEED) || failed=1; \
+	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(if $(JSON),--json $(JSON)) || failed=1; \
+	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --sanitized || failed=1; \
+	$(VENV)/bin/python -m tests.interruption --kills $(KILLS) --seed $(SEED) || failed=1; \
 	exit $$failed
 
 gpu:  # with the machine's own torch: nothing is installed; PARTS="build tests" for some parts
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh $(PARTS)
 
-.venv/installed: setup.py pyproject.toml python/pyproject.toml $(wildcard csrc/*)
-	test -x .venv/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) .venv
-	$(if $(TORCH),$(INSTALL) "$(TORCH)",$(PYTHON) -c $(SITE) > "$$(.venv/bin/python -c $(SITE))/parent.pth")
+$(VENV)/installed: setup.py pyproject.toml python/pyproject.toml $(CONSTRAINTS) $(wildcard csrc/*)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
+	$(CONSTRAIN) > $(VENV)/constraints.txt
+	$(if $(TORCH),$(INSTALL) "$(TORCH)",$(PYTHON) -c $(SITE) > "$$($(VENV)/bin/python -c $(SITE))/parent.pth")
 	$(INSTALL) "setuptools>=77"
-	.venv/bin/python -c "import triton" 2>/dev/null || $(INSTALL) --no-deps "triton>=3.6" \
+	$(VENV)/bin/python -c "import triton" 2>/dev/null || $(INSTALL) --no-deps "triton>=3.6" \
 		|| echo "no Triton for this machine: going on without it"
-	$(INSTALL) --no-build-isolation -e ".[test]" -e "./python[test]"
-	$(PIP) list --format=freeze --exclude-editable > $@.new && mv $@.new $@  # what the tests ran with: pip install -c .venv/installed repeats it
+	$(INSTALL) --no-build-isolation -e ".[test]" -e "./python[test]" || { test -z "$(CONSTRAINTS)" || \
+		echo "$(CONSTRAINTS) may name versions that do not exist here, see above: make CONSTRAINTS= takes the newest"; exit 1; }
+	$(PIP) list --format=freeze --exclude-editable > $@.new && mv $@.new $@
 
 clean:
-	rm -rf .venv build dist out *.egg-info python/build python/*.egg-info specvis_kernels/*.so .pytest_cache .ruff_cache .benchmarks
+	rm -rf .venv .venv-newest build dist out *.egg-info python/build python/*.egg-info specvis_kernels/*.so .pytest_cache .ruff_cache .benchmarks
 	find . -name __pycache__ -prune -exec rm -rf {} +
