@@ -13,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import specvis_kernels
 
@@ -58,6 +60,24 @@ def empty(tmp_path_factory):
         return folder / "bin/python"
 
     return environment
+
+
+def test_the_constraints_meet_what_the_packages_require():
+    """One public version of each: pip takes 2.13.0 for 2.13.0+cpu and for PyPI's build with CUDA. The latter says which
+    Triton it needs."""
+    constraints = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    assert all(re.fullmatch(r"\d[\w.]*", version) for version in constraints.values())
+    constraints = {canonicalize_name(name): version for name, version in constraints.items()}
+    lines = [line for name in ("specvis_kernels", "specvis") for line in importlib.metadata.requires(name)]
+    if constraints["torch"] == importlib.metadata.version("torch").partition("+")[0]:
+        lines += importlib.metadata.requires("torch")
+    required = [requirement for requirement in map(Requirement, lines)
+                if not requirement.name.startswith(("specvis", "nvidia", "cuda")) and (
+                    requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in (
+                        "", "test", "ray", "report", "transformers")))]
+    assert {"torch", "transformers", "pytest", "ray"} <= {requirement.name for requirement in required}
+    for requirement in required:
+        assert requirement.specifier.contains(constraints[canonicalize_name(requirement.name)]), requirement
 
 
 PIP = sys.executable, "-m", "pip", "--disable-pip-version-check"

@@ -20,21 +20,21 @@ class Defined(NamedTuple):
     name: str
     ours: Callable
 
-    def moved(self, text: str) -> list[str]:
+    def changes(self, text: str) -> list[str]:
         function = _defined(ast.parse(text), self.name)
         if function is None:
             return [f"{self.name} is not defined any more"]
         theirs, ours = _arguments(function), _parameters(self.ours)
-        places, moved = list(ours), []
+        places, changes = list(ours), []
         for place, (name, default) in enumerate(theirs.items()):
             if name not in ours:
-                moved.append(f"{name} is new")
+                changes.append(f"{name} is new")
             elif places.index(name) != place:
-                moved.append(f"{name} is argument {place + 1} there, {places.index(name) + 1} here")
+                changes.append(f"{name} is argument {place + 1} there, {places.index(name) + 1} here")
             elif default != _required and ours[name].default not in (inspect.Parameter.empty, default):
-                moved.append(f"{name} is {default!r} by default there, {ours[name].default!r} here")
+                changes.append(f"{name} is {default!r} by default there, {ours[name].default!r} here")
         needed = [name for name, parameter in ours.items() if parameter.default is inspect.Parameter.empty]
-        return moved + [f"{name} is gone" for name in needed if name not in theirs]
+        return changes + [f"{name} is gone" for name in needed if name not in theirs]
 
 
 class Called(NamedTuple):
@@ -43,10 +43,10 @@ class Called(NamedTuple):
     name: str
     ours: Callable
 
-    def moved(self, text: str) -> list[str]:
+    def changes(self, text: str) -> list[str]:
         calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)
                  and getattr(node.func, "id", getattr(node.func, "attr", None)) == self.name]
-        signature, moved = inspect.Signature(list(_parameters(self.ours).values())), []
+        signature, changes = inspect.Signature(list(_parameters(self.ours).values())), []
         for call in calls:
             names = [keyword.arg for keyword in call.keywords]
             is_whole = None not in names and not any(isinstance(read, ast.Starred) for read in call.args)
@@ -55,8 +55,8 @@ class Called(NamedTuple):
                     *[read for read in call.args if not isinstance(read, ast.Starred)],
                     **{name: None for name in names if name})
             except TypeError as error:
-                moved.append(f"line {call.lineno}: {error}")
-        return moved if calls else [f"{self.name} is not called any more"]
+                changes.append(f"line {call.lineno}: {error}")
+        return changes if calls else [f"{self.name} is not called any more"]
 
 
 class Imported(NamedTuple):
@@ -64,7 +64,7 @@ class Imported(NamedTuple):
     file: str
     name: str
 
-    def moved(self, text: str) -> list[str]:
+    def changes(self, text: str) -> list[str]:
         return [] if self.name in _names(ast.parse(text).body) else [f"{self.name} is not imported any more"]
 
 
@@ -74,7 +74,7 @@ class Takes(NamedTuple):
     name: str
     ours: tuple[str | tuple[str, ...], ...]
 
-    def moved(self, text: str) -> list[str]:
+    def changes(self, text: str) -> list[str]:
         function = _defined(ast.parse(text), self.name)
         if function is None:
             return [f"{self.name} is not defined any more"]
@@ -89,7 +89,7 @@ class Handed(NamedTuple):
     name: str
     ours: tuple[str, ...]
 
-    def moved(self, text: str) -> list[str]:
+    def changes(self, text: str) -> list[str]:
         keys = {}
         for node in ast.walk(ast.parse(text)):  # d["key"] = .., and d.setdefault("key", ..)
             holder, key = None, None
@@ -108,7 +108,7 @@ class Said(NamedTuple):
     name: str
     ours: str
 
-    def moved(self, text: str) -> list[str]:
+    def changes(self, text: str) -> list[str]:
         return [] if self.name in text else [f"{self.name!r} is not said any more: {self.ours}"]
 
 
@@ -171,7 +171,7 @@ def read(decoder: str, folder: Path) -> tuple[str, Iterator[tuple[str, list[str]
         for row in ROWS[decoder]:
             path = root / row.file
             where = f"{row.file} {row.name} ({type(row).__name__.lower()})"
-            yield where, row.moved(path.read_text()) if path.is_file() else ["the file is not there any more"]
+            yield where, row.changes(path.read_text()) if path.is_file() else ["the file is not there any more"]
 
     return _version(decoder, root), rows()
 
@@ -236,7 +236,7 @@ def report(decoder: str, folder: Path) -> bool:
     version, rows = read(decoder, folder)
     print(f"{decoder} {version} (tested with {', '.join(TESTED[decoder])}): {folder}")
     fits = True
-    for where, moved in rows:
-        print(f"    {where:96} {'; '.join(moved) or 'as expected'}")
-        fits &= not moved
+    for where, changes in rows:
+        print(f"    {where:96} {'; '.join(changes) or 'as expected'}")
+        fits &= not changes
     return fits

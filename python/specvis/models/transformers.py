@@ -6,6 +6,7 @@ in the codebook, from 0 to C - 1. Where every row of an image ends in an id of i
 
 What is forced behind an image (its end, the end of a frame) is not drawn: a picture is whole without it.
 """
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from specvis_kernels import tree_attention
-from specvis_kernels.compat.transformers import cache_name
 
 from .interface import Nodes, num_tokens
 from .layers import Cache
@@ -73,7 +73,9 @@ class ImageModel:
             raise ValueError("model must be in evaluation mode, call model.eval() first")
         self.model, self.vqmodel, self.embed = model, vqmodel, model.get_input_embeddings()
         self.decoder = model.get_decoder() if decoder is None else decoder
-        self.config, self.cache_name = self.decoder.config, cache_name(self.decoder)
+        self.config = self.decoder.config
+        has_cache = "cache" in inspect.signature(self.decoder.forward).parameters  # from transformers 5.24 on
+        self.cache_name = "cache" if has_cache else "past_key_values"
         weight, special = self.embed.weight, [] if newline is None else [newline]
         self.ids = torch.tensor([*ids, *special], dtype=torch.int64, device=weight.device)
         if prefix_len < 1 or min(grid) < 1 or not len(ids):
