@@ -88,8 +88,9 @@ def test_the_tokens_are_the_baselines(temperature):
             assert torch.equal(run(m, settings, draft=draft).tokens, expected), m.label
 
 
-RELAXED = [*(m for m in ALL if not m.lossless), method("gsd", delta=1.0, k=11), method("lantern", k=6, delta=1.0),
-           method("jacobi", seed_exact=False, k=6, delta=1.0), method("gsd", delta=1.0, k=11, guess="last")]
+RELAXED = [*(m for m in ALL if not m.lossless), *(method(name, delta=1.0, k=11, guess=guess)
+                                                  for name in ("gsd", "gsd+coupled") for guess in ("above", "last")),
+           method("lantern", k=6, delta=1.0), method("jacobi", seed_exact=False, k=6, delta=1.0)]
 
 
 @pytest.mark.parametrize("m", RELAXED, ids=lambda m: m.label)

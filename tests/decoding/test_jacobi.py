@@ -184,7 +184,7 @@ def test_the_sizes_of_a_step(monkeypatch):
 
 @pytest.mark.parametrize("m", [method("jacobi", window=3), method("jacobi", window=3, guess="last"),
                                method("jacobi", window="auto"), method("jacobi", window=3, seed_exact=False),
-                               METHODS["gsd"]], ids=lambda m: m.label)
+                               METHODS["gsd"], METHODS["gsd+coupled"]], ids=lambda m: m.label)
 def test_a_step_reads_nothing_back(tiny, monkeypatch, host_reads, m):  # noqa: F811
     """Between steps the host looks once."""
     per_step, per_look = [], []
@@ -361,8 +361,8 @@ def test_pictures_have_the_target_distribution(minute, m):  # noqa: F811
     assert m.lossless and abs(far_from_target(minute, m)) < 4.5
 
 
-@pytest.mark.parametrize("m", [coupled(omega=1.5), METHODS["gsd"], coupled(k=2, delta=0.4, residual="relaxed")],
-                         ids=lambda m: m.label)
+@pytest.mark.parametrize("m", [coupled(omega=1.5), METHODS["gsd"], METHODS["gsd+coupled"],
+                               coupled(k=2, delta=0.4, residual="relaxed")], ids=lambda m: m.label)
 def test_the_distribution_test_rejects_relaxed_acceptance(minute, m):  # noqa: F811
     assert not m.lossless and far_from_target(minute, m) > 10
 
@@ -380,7 +380,8 @@ def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):  # noqa: F811
     expected = tiny.tokens(PROMPTS, "vanilla", sampling)
     lending = [coupled(k=8, delta=1.0, residual=residual) for residual in ("optimal", "relaxed", "released")]
     for m in (coupled(), coupled(coupling="none"), coupled(guess="last"), coupled(window=20), coupled(omega=0.5),
-              coupled(omega=3.0), *lending, coupled(k=8, cutoff="ratio", delta=9.0), method("gsd", delta=1.0)):
+              coupled(omega=3.0), *lending, coupled(k=8, cutoff="ratio", delta=9.0), method("gsd", delta=1.0),
+              method("gsd+coupled", delta=1.0)):
         decoded = tiny.tokens(PROMPTS, m, sampling)
         assert torch.equal(decoded.tokens, expected.tokens) and decoded.tv_excess.eq(0).all()
 
@@ -445,3 +446,16 @@ def test_the_ids_around_a_token_in_the_order_of_its_row():
                                       (2, 4, 0.06, {4}), (2, 4, 0.0, set()), (2, 14, 1.0, {0, 4, 1, 3, 5})):
         groups = rank_groups(probs, torch.tensor([[token]]), k, torch.tensor([delta]))
         assert groups.shape == (1, 1, k) and {*groups.flatten().tolist()} - {-1} == expected
+
+
+@pytest.mark.parametrize("token, gsd, both", [  # ids in the order of the row are 19, 18, .., 0
+    (9, {15, 14, 13, 12, 11, 10, 8, 7, 6, 5, 4, 3, 2}, {16, 15, 14, 13, 12, 11, 10, 8, 7, 6, 5, 4, 3, 2}),
+    (19, {18, 17, 16, 15, 14, 13, 12}, {18, 17, 16, 15, 14, 13, 12}),  # the likeliest
+    (1, {7, 6, 5, 4, 3, 2, 0}, {8, 7, 6, 5, 4, 3, 2, 0})])
+def test_the_group_of_gsd_is_seven_less_likely_ids_and_six_likelier_ones(token, gsd, both):
+    """As GSD's code slices them: sorted from the least likely one on, [place - 7 : place + 7]."""
+    probs = (torch.arange(20.0) + 1) / 210
+    for m, expected in (METHODS["gsd"], gsd), (METHODS["gsd+coupled"], both):
+        groups = rank_groups(probs.expand(1, 1, -1), torch.tensor([[token]]), m.k, torch.tensor([m.delta]))
+        assert {*groups.flatten().tolist()} - {-1} == expected
+    assert {*range(max(0, token - 7), min(20, token + 7))} - {token} == gsd

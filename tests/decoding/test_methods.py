@@ -109,7 +109,9 @@ def test_how_methods_are_written():
     ("jacobi:seed_exact=false:coupling=none", {"seed_exact": False, "coupling": "none"}),
     ("jacobi:seed_exact=false:omega=1.2:nu=0.1", {"seed_exact": False, "omega": 1.2, "nu": 0.1}),
     ("gsd:k=6:delta=0.2", {"k": 6, "delta": 0.2, "metric": "rank"}),
-    ("gsd:seed_exact=true:k=0", {"seed_exact": True, "k": 0}), ("jacobi:residual=relaxed", {"residual": "relaxed"}),
+    ("gsd+coupled:seed_exact=true:k=0", {"seed_exact": True, "k": 0}),
+    ("gsd:seed_exact=true:coupling=maximal:k=0", {"seed_exact": True, "k": 0, "coupling": "maximal"}),
+    ("jacobi:residual=relaxed", {"residual": "relaxed"}),
     ("eagle1:seed_exact=true", {"seed_exact": True}), ("eagle2:seed_exact=false", {"seed_exact": False}),
 ])
 def test_labels_read_back(text, expected):
@@ -129,8 +131,18 @@ def test_what_a_jacobi_method_is():
     assert relaxed.omegas == (1.5,) * 5 and relaxed.family == method("jacobi", seed_exact=False, window=9).family
     assert len({m.family, relaxed.family, method("jacobi", guess="last").family, METHODS["gsd"].family,
                 method("jacobi", seed_exact=False, coupling="none").family}) == 5
+    assert METHODS["gsd"].family != METHODS["gsd+coupled"].family
     assert METHODS["gsd"].num_neighbors == 0  # the target's own order is no table
     assert not m.is_baseline
+
+
+def test_gsd_is_as_released_and_the_coupled_form_has_another_name():
+    """GSD's code: 13 others than the draft, within 0.15; what stands behind the first rejection is drawn anew."""
+    gsd = METHODS["gsd"]
+    assert (gsd.coupling, gsd.k, gsd.delta, gsd.metric, gsd.residual) == ("none", 13, 0.15, "rank", "optimal")
+    assert parameters_of(METHODS["gsd+coupled"]) == parameters_of(gsd) | {"coupling": "maximal", "k": 14}
+    assert parse_method("gsd+coupled:k=6").label == "gsd+coupled:k=6"
+    assert "2508.07747" in METHODS["gsd+coupled"].source and "2510.24211" in METHODS["gsd+coupled"].source
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -166,7 +178,7 @@ def test_a_schedule_falls_and_has_its_mean():
     ("lantern", {"residual": "released"}, None),
     ("uniform-rsd", {"omega": 2.0, "residual": "relaxed"}, None), ("vanilla", {}, 0.0), ("jacobi", {}, 0.0),
     ("jacobi", {"seed_exact": False}, 0.0), ("jacobi", {"seed_exact": False, "omega": 2.0}, 0.5), ("gsd", {}, None),
-    ("eagle1", {"seed_exact": True}, 0.0),
+    ("gsd+coupled", {}, None), ("eagle1", {"seed_exact": True}, 0.0),
 ])
 def test_how_far_one_accept_test_can_go(name, parameters, bound):
     m = method(name, **parameters)

@@ -128,8 +128,9 @@ class Coupling(Rows):
 def rank_groups(probs: Tensor, tokens: Tensor, k: int, delta: Tensor) -> Tensor:
     """Which ids count with each token: of the k around it in the order of its row, those within delta of it.
 
-    The likeliest ids come first in that order, and the lower id comes first among equals. Half of the k are before the
-    token, the others behind it; at an end there are fewer.
+    The likeliest ids come first in that order, and the lower id comes first among equals. k // 2 ids are likelier than
+    the token and the other k - k // 2 are less likely, so of 13 it is 6 and 7, as GSD's code has it. At an end of the
+    order there are fewer.
 
     Args:
         probs: (B, W, V) float32, tokens: (B, W) int64, delta: (B,) float32

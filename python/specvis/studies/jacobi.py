@@ -119,7 +119,7 @@ def relaxed_runs(scope: DiscreteScope) -> list[Run]:
              *(f"jacobi:seed_exact=false:omega={omega:g}" for omega in scope.omega),
              *(f"jacobi:seed_exact=false:k=10:cutoff=ratio:delta={ratio:g}" for ratio in scope.ratio),
              *(f"jacobi:seed_exact=false:k=100:delta={delta:g}" for delta in scope.delta[1::2]),
-             "gsd", "gsd:k=6", "gsd:delta=1"]
+             "gsd", "gsd+coupled", "gsd+coupled:k=6", "gsd+coupled:delta=1"]
     return [Run.of(text) for text in texts]
 
 
@@ -131,8 +131,9 @@ def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
     section.text(f"All at the window of `jacobi`, {runs[0].method.window}. `jacobi` draws with shared noise and "
                  "verifies by equality. `seed_exact=false` accepts by rejection and redraws from the residual "
                  f"({SCD}), `coupling=none` draws anew what stands behind the first rejection ({SJD}). Both keep the "
-                 "target's distribution. omega, neighborhoods (k, delta) and `gsd` move it: tv_excess is the added "
-                 "total variation per token, estimated.")
+                 "target's distribution. omega, neighborhoods (k, delta) and groups move it: tv_excess is the added "
+                 f"total variation per token, estimated. `gsd` is groups without coupling ({GSD}); `gsd+coupled` has "
+                 "both.")
     section.table([report.row(run) for run in runs])
     report.noise(section, runs)
     figure, ((axis,),) = axes(1, 1, 6, 3.6)
