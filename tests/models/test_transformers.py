@@ -13,6 +13,7 @@ from specvis.models.transformers import TREE_ATTENTION, Chameleon, Emu3, ImageMo
 from specvis_kernels import codebook_neighbors, draw_tokens, tree_links
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of a name that transformers gives up
 
 C, S, B = 10, 7, 3
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
