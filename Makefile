@@ -8,17 +8,19 @@ PYTHON ?= python3
 TORCH ?= torch
 CONSTRAINTS ?= constraints.txt
 VENV := $(if $(CONSTRAINTS),.venv,.venv-newest)
-# TORCH counts more than the constraints do.
-CONSTRAIN := sed -e '' $(if $(filter file,$(origin TORCH)),,-e '/^torch==/d' -e '/^triton==/d') $(or $(CONSTRAINTS),/dev/null)
+# TORCH counts more than the constraints of torch and of what it needs.
+OF_TORCH := torch|triton|setuptools|sympy|networkx|filelock|fsspec|Jinja2|typing_extensions
+OWN_TORCH := $(filter-out file,$(origin TORCH))
 # Python compiles what it imports, a fraction of what is installed.
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --no-compile -c $(VENV)/constraints.txt
+INSTALL := $(PIP) install --no-compile $(if $(CONSTRAINTS),-c $(VENV)/constraints.txt,--upgrade --upgrade-strategy eager)
 PYTEST := $(VENV)/bin/python -m pytest -q --benchmark-disable --durations=20 -n auto --dist worksteal
 # Where packages are: --system-site-packages does not see those of a parent that is a virtual environment too.
 SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 MINUTES ?= 10
 SEED ?= 0
 KILLS ?= 100
+VERSION ?= 4.57.6
 CLANG_FORMAT := $(VENV)/bin/clang-format csrc/* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu
 export OMP_WAIT_POLICY ?= PASSIVE
 # Where this is set, every process compiles torch anew: twice the time of an import.
@@ -35,16 +37,17 @@ test-all: lint
 	$(PYTEST)
 
 test-transformers: $(VENV)/installed  # what uses transformers, with its VERSION, beside what is installed
-	$(if $(VERSION),,$(error VERSION must say which transformers: make $@ VERSION=4.57.6))
-	$(PIP) install -q --target $(VENV)/transformers-$(VERSION) transformers==$(VERSION)
+	sed -E '/^(transformers|huggingface_hub|tokenizers)==/d' $(VENV)/constraints.txt > $(VENV)/constraints-$(VERSION).txt
+	$(PIP) install -q --upgrade --target $(VENV)/transformers-$(VERSION) -c $(VENV)/constraints-$(VERSION).txt \
+		transformers==$(VERSION)
 	PYTHONPATH=$(VENV)/transformers-$(VERSION) $(PYTEST) tests/compat/test_transformers.py \
 		tests/models/test_transformers.py tests/test_examples.py tests/test_documents.py \
 		-k "transformers or use_it or families"
 
-constraints:  # constraints.txt anew: the newest of everything, if the tests pass with it
-	rm -rf .venv-newest
-	$(MAKE) test CONSTRAINTS=
+constraints:  # constraints.txt anew: the newest of everything, and the tests with it
+	$(MAKE) install CONSTRAINTS=
 	sed -e 's/+.*//' -e '/^pip==/d' .venv-newest/installed > constraints.txt
+	$(MAKE) test CONSTRAINTS=
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check
@@ -76,15 +79,22 @@ fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers, 
 gpu:  # with the machine's own torch: nothing is installed; PARTS="build tests" for some parts
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh $(PARTS)
 
-$(VENV)/installed: setup.py pyproject.toml python/pyproject.toml $(CONSTRAINTS) $(wildcard csrc/*)
+HINT := $(if $(CONSTRAINTS),|| { echo "$(CONSTRAINTS) may not fit this Python or machine, see above: make CONSTRAINTS= takes the newest"; exit 1; })
+
+# An environment is mended where another torch or other constraints are asked for, and with the newest each time.
+$(VENV)/asked: FORCE
+	@mkdir -p $(VENV); echo "$(TORCH) $(CONSTRAINTS)" | cmp -s - $@ $(if $(CONSTRAINTS),,&& false) || echo "$(TORCH) $(CONSTRAINTS)" > $@
+FORCE:
+
+$(VENV)/installed: setup.py pyproject.toml python/pyproject.toml $(CONSTRAINTS) $(VENV)/asked $(wildcard csrc/*)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
-	$(CONSTRAIN) > $(VENV)/constraints.txt
-	$(if $(TORCH),$(INSTALL) "$(TORCH)",$(PYTHON) -c $(SITE) > "$$($(VENV)/bin/python -c $(SITE))/parent.pth")
-	$(INSTALL) "setuptools>=77"
-	$(VENV)/bin/python -c "import triton" 2>/dev/null || $(INSTALL) --no-deps "triton>=3.6" \
-		|| echo "no Triton for this machine: going on without it"
-	$(INSTALL) --no-build-isolation -e ".[test]" -e "./python[test]" || { test -z "$(CONSTRAINTS)" || \
-		echo "$(CONSTRAINTS) may name versions that do not exist here, see above: make CONSTRAINTS= takes the newest"; exit 1; }
+	sed -E -e '' $(if $(OWN_TORCH),-e '/^($(OF_TORCH))==/d') $(or $(CONSTRAINTS),/dev/null) \
+		> $(VENV)/constraints.txt
+	$(if $(TORCH),$(INSTALL) "$(TORCH)" $(HINT),$(PYTHON) -c $(SITE) > "$$($(VENV)/bin/python -c $(SITE))/parent.pth")
+	$(INSTALL) "setuptools>=77" $(HINT)
+	$(if $(and $(CONSTRAINTS),$(if $(OWN_TORCH),,1)),,$(VENV)/bin/python -c "import triton" 2>/dev/null ||) \
+		$(INSTALL) --no-deps "triton>=3.6" || echo "no Triton for this machine: going on without it"
+	$(INSTALL) --no-build-isolation -e ".[test]" -e "./python[test]" $(if $(TORCH),"$(TORCH)") $(HINT)
 	$(PIP) list --format=freeze --exclude-editable > $@.new && mv $@.new $@
 
 clean:

@@ -1,15 +1,24 @@
 """Which versions of other decoders the modules here are tested with, and what a caller of another version is told."""
 import functools
+import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 TESTED = {"transformers": ("4.57.6", "5.23.0", "5.24.0"), "vllm": ("0.33.0",), "sglang": ("0.5.23",)}
 
 
 def installed(decoder: str) -> str | None:
+    """Its version, also where it is imported from a source folder."""
     try:
         return version(decoder)
     except PackageNotFoundError:
-        return None
+        return getattr(sys.modules.get(decoder), "__version__", None)
+
+
+def is_older(decoder: str, major: int, minor: int) -> bool:
+    """Whether an older version is installed than this one."""
+    number = re.match(r"(\d+)\.(\d+)", installed(decoder) or "")
+    return bool(number) and (int(number[1]), int(number[2])) < (major, minor)
 
 
 def versions(decoder: str) -> str:

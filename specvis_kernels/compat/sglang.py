@@ -4,7 +4,7 @@ The functions have the names, arguments and outputs of the functions in sglang/k
 tree.py of SGLang 0.5.23 (before, of the package `sgl_kernel`). docs/use_it.md says which names SGLang calls them by.
 `python -m specvis_kernels.compat.check --sglang FOLDER` says what has moved in another version.
 They write to the tensors that SGLang allocated and read nothing back to the host. They run wherever specvis_kernels
-does: SGLang itself has no tree sampler for ROCm or the CPU, and decodes greedily there.
+does; SGLang 0.5.23 calls its tree sampler on CUDA alone, and decodes greedily elsewhere.
 """
 import torch
 from torch import Tensor

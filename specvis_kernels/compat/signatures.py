@@ -13,6 +13,8 @@ from typing import NamedTuple
 from . import sglang, transformers, vllm
 from ._versions import TESTED
 
+_required = object()  # in place of a default
+
 
 class Defined(NamedTuple):
     """A function that ours replaces: each of its arguments must be one of ours, in the same place."""
@@ -31,8 +33,11 @@ class Defined(NamedTuple):
                 changes.append(f"{name} is new")
             elif places.index(name) != place:
                 changes.append(f"{name} is argument {place + 1} there, {places.index(name) + 1} here")
-            elif default != _required and ours[name].default not in (inspect.Parameter.empty, default):
-                changes.append(f"{name} is {default!r} by default there, {ours[name].default!r} here")
+            elif default != _required and ours[name].default != default:
+                here = "required" if ours[name].default is inspect.Parameter.empty else repr(ours[name].default)
+                changes.append(f"{name} is {default!r} by default there, {here} here")
+        if function.args.kwarg:
+            changes.append(f"**{function.args.kwarg.arg} is new")
         needed = [name for name, parameter in ours.items() if parameter.default is inspect.Parameter.empty]
         return changes + [f"{name} is gone" for name in needed if name not in theirs]
 
@@ -60,12 +65,20 @@ class Called(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """A name that docs/use_it.md sets in a module, where the module's functions look for it."""
+    """A name that docs/use_it.md sets in a module: this one, whose functions look for it there; or `module`, from which
+    a function of this one imports it at each call."""
     file: str
     name: str
+    module: str = ""
 
     def changes(self, text: str) -> list[str]:
-        return [] if self.name in _names(ast.parse(text).body) else [f"{self.name} is not imported any more"]
+        tree = ast.parse(text)
+        if not self.module:
+            return [] if self.name in _names(tree.body) else [f"{self.name} is not imported any more"]
+        inside = [part for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for part in ast.walk(node)]
+        is_there = any(isinstance(part, ast.ImportFrom) and part.module == self.module
+                       and self.name in [alias.name for alias in part.names] for part in inside)
+        return [] if is_there else [f"no function imports {self.name} from {self.module} any more"]
 
 
 class Takes(NamedTuple):
@@ -84,7 +97,7 @@ class Takes(NamedTuple):
 
 
 class Handed(NamedTuple):
-    """The keys that functions of theirs add to a dict of keyword arguments for ours: each must be known."""
+    """The keys of a dict of keyword arguments for ours, by its name or by the function that returns it."""
     file: str
     name: str
     ours: tuple[str, ...]
@@ -99,6 +112,11 @@ class Handed(NamedTuple):
                 holder, key = node.func.value, node.args[0]
             if isinstance(holder, ast.Name) and holder.id == self.name and isinstance(key, ast.Constant):
                 keys.setdefault(key.value, node.lineno)
+        function = next((node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == self.name), None)
+        for node in ast.walk(function) if function else ():
+            keys |= {key.value: key.lineno for key in getattr(node, "keys", ()) if isinstance(key, ast.Constant)}
+        if not keys:
+            return [f"{self.name} has no keys any more"]
         return [f"line {line}: {key} is new" for key, line in keys.items() if key not in self.ours]
 
 
@@ -110,6 +128,11 @@ class Said(NamedTuple):
 
     def changes(self, text: str) -> list[str]:
         return [] if self.name in text else [f"{self.name!r} is not said any more: {self.ours}"]
+
+
+def _parameters(function: Callable) -> dict[str, inspect.Parameter]:
+    return {name: parameter for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
 
 
 V1, V2 = "vllm/v1/sample", "vllm/v1/worker/gpu/spec_decode"
@@ -124,8 +147,10 @@ ROWS = {
         Called(f"{V1}/rejection_sampler.py", "rejection_sample", vllm.rejection_sample),
         Defined(f"{V2}/rejection_sampler_utils.py", "rejection_sample", vllm.probabilistic_rejection_sample),
         Said(f"{V2}/rejection_sampler_utils.py", "draft_logits is stored pre-temperature",
-             "whether draft_is_scaled must still be False"),
+             "draft_is_scaled must be True before 0.28, and has to be decided anew after 0.33"),
         Called(f"{V2}/rejection_sampler.py", "rejection_sample", vllm.probabilistic_rejection_sample),
+        Handed(f"{V2}/rejection_sampler.py", "_watermarking_kwargs",
+               tuple(_parameters(vllm.probabilistic_rejection_sample))),
         Imported(f"{V2}/rejection_sampler.py", "rejection_sample"),
     ),
     "sglang": (
@@ -135,6 +160,7 @@ ROWS = {
         Imported(f"{SRT}/dflash_utils.py", SAMPLER),
         Called(f"{SRT}/dflash_utils.py", SAMPLER, sglang.tree_speculative_sampling_target_only),
         Defined(f"{OPS}/tree.py", "verify_tree_greedy", sglang.verify_tree_greedy),
+        Imported(f"{OPS}/spec_tree.py", "verify_tree_greedy", f"{OPS}/tree".replace("/", ".")),
         Called(f"{OPS}/spec_tree.py", "verify_tree_greedy", sglang.verify_tree_greedy),
         Defined(f"{OPS}/tree.py", "build_tree_kernel_efficient", sglang.build_tree_kernel_efficient),
         Imported(f"{OPS}/spec_tree.py", "sgl_build_tree_kernel_efficient"),
@@ -153,7 +179,6 @@ ROWS = {
         Takes(WARPERS, "TopPLogitsWarper.__init__", ("top_p", "min_tokens_to_keep")),
     ),
 }
-_required = object()
 
 
 def read(decoder: str, folder: Path) -> tuple[str, Iterator[tuple[str, list[str]]]]:
@@ -161,19 +186,27 @@ def read(decoder: str, folder: Path) -> tuple[str, Iterator[tuple[str, list[str]
 
     Raises:
         ValueError: the folder holds no such package
-        SyntaxError: a file is not Python
     """
     root = next((folder / part for part in ("", "python", "src") if (folder / part / decoder).is_dir()), None)
     if root is None:
-        raise ValueError(f"{folder} is no checkout and no unpacked wheel of {decoder}: there is no folder {decoder}")
+        raise ValueError(f"{folder} holds no checkout and no unpacked wheel of {decoder}: it has no folder {decoder}")
 
     def rows():
         for row in ROWS[decoder]:
-            path = root / row.file
-            where = f"{row.file} {row.name} ({type(row).__name__.lower()})"
-            yield where, row.changes(path.read_text()) if path.is_file() else ["the file is not there any more"]
+            where = f"{row.file} {row.name} ({type(row).__name__.lower()}{_for(row)})"
+            try:
+                yield where, row.changes((root / row.file).read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                yield where, ["the file is not there any more"]
+            except (SyntaxError, UnicodeDecodeError) as error:
+                yield where, [f"it cannot be read: {error}"]
 
     return _version(decoder, root), rows()
+
+
+def _for(row) -> str:
+    name = getattr(getattr(row, "ours", None), "__name__", row.name)
+    return "" if name == row.name else f", {name}"
 
 
 def _version(decoder: str, root: Path) -> str:
@@ -222,11 +255,6 @@ def _arguments(function: ast.FunctionDef) -> dict[str, object]:
         for argument, node in zip(args.kwonlyargs, args.kw_defaults)}
 
 
-def _parameters(function: Callable) -> dict[str, inspect.Parameter]:
-    return {name: parameter for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
-
-
 def report(decoder: str, folder: Path) -> bool:
     """Print a line for each row. Returns whether all fits.
 
@@ -237,6 +265,6 @@ def report(decoder: str, folder: Path) -> bool:
     print(f"{decoder} {version} (tested with {', '.join(TESTED[decoder])}): {folder}")
     fits = True
     for where, changes in rows:
-        print(f"    {where:96} {'; '.join(changes) or 'as expected'}")
+        print(f"    {where:120} {'; '.join(changes) or 'as expected'}")
         fits &= not changes
     return fits

@@ -33,7 +33,7 @@ from .. import (
     verify_logits,
 )
 from .._dispatch import check, check_count
-from ._versions import installed, versions
+from ._versions import is_older, versions
 from .eagle import GREEDY, settings_of
 
 FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "LogitNormalization")
@@ -82,8 +82,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         seeds:         (B,) integers; None: torch's random numbers
         verify:        options of `verify_logits` for relaxed acceptance: neighbors, delta, cutoff, offset, omega,
                        residual. Without seeds
-        token_streamer:  a streamer of transformers, for a batch of one. (transformers does not hand `streamer` over to
-                       functions; leave that out)
+        token_streamer:  a streamer of transformers, for a batch of one; it gets the prompt first. (Leave `streamer`
+                       out: transformers does not hand it over to functions, and it would never end)
         stats:         a dict that gets "target_forwards", with the prompt's, and "num_tokens", a list for the batch
 
     Returns:
@@ -319,9 +319,7 @@ class _Asked:
             if is_wrong:
                 raise ValueError(f"{name} {message}")
 
-        number = installed("transformers")
-        refuse(number and tuple(map(int, number.split(".")[:2])) < (4, 57),
-               f"needs transformers 4.57 or newer ({versions('transformers')})")
+        refuse(is_older("transformers", 4, 57), f"needs transformers 4.57 or newer ({versions('transformers')})")
         B, S = input_ids.shape
         text = model.config.get_text_config(decoder=True)
         config = model.generation_config if config is None else config
@@ -329,13 +327,6 @@ class _Asked:
         refuse(others, f"knows temperature, top_k and top_p alone, got {', '.join(others)}: give guidance and id_range "
                        "to the function, and leave other logits processors out")
         refuse((config.num_beams or 1) != 1, f"needs num_beams=1, got {config.num_beams}")
-        unknown = [key for key, value in kwargs.items() if key not in KNOWN_KWARGS and not _is_off(model, key, value)]
-        refuse(unknown, f"takes prompts of token ids alone, got {', '.join(unknown)} ({versions('transformers')})")
-        outputs = [key for key in OUTPUTS if config.return_dict_in_generate and getattr(config, key, False)]
-        refuse(outputs, f"returns sequences alone, got {', '.join(outputs)}")
-        for key in CACHE_NAMES:
-            length = 0 if kwargs.get(key) is None else kwargs[key].get_seq_length()
-            refuse(length > 0, f"needs an empty {key}, got one with {length} tokens")
         refuse(model.config.is_encoder_decoder, f"needs a causal language model, got {type(model).__name__}")
         refuse("position_ids" not in inspect.signature(model.forward).parameters,
                f"needs a model that takes position_ids, got {type(model).__name__}")
@@ -363,6 +354,15 @@ class _Asked:
         partial = {kind for kind in layers if kind != "full_attention" and (kind != "sliding_attention" or short)}
         refuse(partial, f"needs full attention in every layer, got {', '.join(sorted(partial))}")
 
+        outputs = [key for key in OUTPUTS
+                   if config.return_dict_in_generate and getattr(config, key, False) or kwargs.get(key)]
+        refuse(outputs, f"returns sequences alone, got {', '.join(outputs)}")
+        unknown = [key for key, value in kwargs.items()
+                   if key not in (*KNOWN_KWARGS, *OUTPUTS) and not _is_off(model, key, value)]
+        refuse(unknown, f"takes prompts of token ids alone, got {', '.join(unknown)} ({versions('transformers')})")
+        for key in CACHE_NAMES:
+            length = 0 if kwargs.get(key) is None else kwargs[key].get_seq_length()
+            refuse(length > 0, f"needs an empty {key}, got one with {length} tokens")
         self.do_sample = bool(config.do_sample)
         if not self.do_sample:
             self.settings = GREEDY
@@ -481,6 +481,8 @@ class _Output:
         self.num_made = torch.zeros(B, dtype=torch.int64, device=input_ids.device)
         self.is_finished = torch.zeros(B, dtype=torch.bool, device=input_ids.device)
         self.host_made, self.host_finished = [0] * B, [False] * B
+        if asked.streamer is not None:  # as transformers does: some streamers skip it
+            asked.streamer.put(input_ids.cpu())
 
     @property
     def is_done(self) -> bool:

@@ -1,4 +1,4 @@
-"""vLLM's rejection samplers over our ops: the one of v1 from probabilities, and the one of model runner V2 from logits.
+"""vLLM's rejection samplers over our ops: for its v1 engine, and for its model runner V2.
 
 `rejection_sample` has the arguments and the result of the function of that name in vllm/v1/sample/rejection_sampler.py
 of vLLM 0.33.0. `probabilistic_rejection_sample` has the arguments and the result of `rejection_sample` in
@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from .. import guided_probs, philox_uniforms, tree_links, verify_chain, verify_greedy, verify_logits
 from .._dispatch import check, check_count, check_dims
-from ._versions import called_by
+from ._versions import called_by, is_older, versions
 
 PLACEHOLDER_TOKEN_ID = -1  # what stands behind the tokens of a request
 STREAM = 10                # of the uniforms for a request's drafts; the ops and the program use lower ones
@@ -29,8 +29,9 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
                      bonus_token_ids: Tensor, sampling_metadata=None, synthetic_mode: bool = False,
                      synthetic_conditional_rates: Tensor | None = None, use_fp64_gumbel: bool = False,
                      fly_window_size: int | None = None, fly_entropy_threshold: float | None = None,
-                     fly_entropy_top_k: int = 3, *, from_logits: bool = True, is_greedy: Tensor | bool | None = None,
-                     generators: dict[int, Generator] | None = None, verify: dict | None = None) -> Tensor:
+                     fly_entropy_top_k: int = 3, *, from_logits: bool | None = None,
+                     is_greedy: Tensor | bool | None = None, generators: dict[int, Generator] | None = None,
+                     verify: dict | None = None) -> Tensor:
     """Accept the leading drafts of each request, and put the recovered or the bonus token behind them.
 
     Draft x is accepted if u Q(x) < P(x), and after a rejection the recovered token is drawn from max(P - Q, 0)
@@ -51,7 +52,8 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
         synthetic_mode, synthetic_conditional_rates:   must be off: another rule
         use_fp64_gumbel:      not looked at: nothing is drawn by logarithms
         fly_window_size:      must be None: FLy is another rule. The other two of fly_ are then not looked at
-        from_logits:          False for versions of vLLM whose argument is called target_probs: it holds probabilities
+        from_logits:          False for vLLM before 0.17, whose argument is called target_probs and holds probabilities.
+                              None: True, and an error where an older vLLM is installed
         is_greedy:            (B,) bool, or one for all; None: as sampling_metadata says
         generators:           request -> its torch.Generator; None: as sampling_metadata says
         verify:               options of `verify_chain` for relaxed acceptance: neighbors, delta, cutoff, offset, omega,
@@ -78,6 +80,9 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
     if fly_window_size is not None:
         raise ValueError(f"fly_window_size must be None, got {fly_window_size}: FLy accepts drafts that the target "
                          "does not draw")
+    if from_logits is None and is_older("vllm", 0, 17):
+        raise ValueError("from_logits must be given: False for vLLM before 0.17, which hands over probabilities "
+                         f"({versions('vllm')})")
     D, V = check_dims("target_logits", target_logits, "DV")
     B, device = len(num_draft_tokens), target_logits.device
     check_count("max_spec_len", max_spec_len, max(num_draft_tokens, default=0))
@@ -105,7 +110,7 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
                                max_depth=max_spec_len)
     else:
         target_probs = target_logits
-        if from_logits:
+        if from_logits is not False:
             target_probs = guided_probs(target_logits[None], None, 1.0, 1.0, 0, 1.0).probs[0]
         uniforms, start = torch.rand(D + B, device=device), 0
         for request, count in enumerate(num_draft_tokens):

@@ -39,6 +39,9 @@ def rejection_sample(
     "vllm/v1/worker/gpu/spec_decode/rejection_sampler.py": """
 from utils import rejection_sample
 
+def _watermarking_kwargs(self):
+    return {"contexts": 1, "watermarking": 2, "watermarking_skip_mask": 3, "watermark_key": 4}
+
 def verify(self, **named):
     return rejection_sample(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, self.rates, use_fp64=False,
                             use_block_verification=False, fly_window_size=0, fly_entropy_threshold=0.3,
@@ -55,7 +58,8 @@ def verify(self, **named):
     "python/sglang/kernels/ops/speculative/spec_tree.py":
         "if is_cuda:\n    from tree import build_tree_kernel_efficient as sgl_build_tree_kernel_efficient\n"
         "def build():\n    sgl_build_tree_kernel_efficient(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)\n"
-        "def verify():\n    verify_tree_greedy(1, 2, 3, 4, 5, 6, retrive_next_sibling=7, target_predict=8)\n",
+        "def verify():\n    from sglang.kernels.ops.speculative.tree import verify_tree_greedy\n"
+        "    verify_tree_greedy(1, 2, 3, 4, 5, 6, retrive_next_sibling=7, target_predict=8)\n",
     "python/sglang/srt/speculative/eagle_utils.py":
         f"from verify_sampling import {SAMPLER}\ndef sample():\n    sampling_fn({NAMED})\n",
     "python/sglang/srt/speculative/dflash_utils.py":
@@ -120,10 +124,18 @@ def test_nothing_has_moved(tmp_path, capsys):
     ("rejection_sampler_utils.py", "fly_window_size=0", "fly_window_size=4",
      "fly_window_size is 4 by default there, 0 here"),
     ("rejection_sampler_utils.py", "pre-temperature", "as it was drawn from",
-     "is not said any more: whether draft_is_scaled"),
+     "is not said any more: draft_is_scaled must be True before 0.28"),
     ("spec_decode/rejection_sampler.py", "import rejection_sample", "import reject as rejection_sampler",
      "rejection_sample (imported) rejection_sample is not imported any more"),
+    ("rejection_sampler_utils.py", "fly_entropy_top_k=3):", "fly_entropy_top_k=3, **options):", "**options is new"),
+    ("rejection_sampler_utils.py", "num_speculative_steps,", "num_speculative_steps=4,",
+     "num_speculative_steps is 4 by default there, required here"),
+    ("spec_decode/rejection_sampler.py", '"watermark_key"', '"watermark_keys"', "line 5: watermark_keys is new"),
+    ("spec_decode/rejection_sampler.py", "def _watermarking", "def _marking",
+     "_watermarking_kwargs has no keys any more"),
     ("sampling.py", "predicts, ", "", "predicts is gone"),
+    ("spec_tree.py", "speculative.tree import", "other import",
+     "no function imports verify_tree_greedy from sglang.kernels.ops.speculative.tree any more"),
     ("eagle_utils.py", f"import {SAMPLER}", "import something", f"{SAMPLER} is not imported any more"),
     ("eagle_utils.py", "retrive_index=0", "retrieve_index=0", "missing a required argument: 'retrive_index'"),
     ("spec_tree.py", "10, 11, 12)", "10, 11, 12, 13)", "too many positional arguments"),
@@ -150,11 +162,16 @@ def test_a_file_that_is_gone_and_one_that_is_not_python(tmp_path, capsys, monkey
     try:
         assert run(tmp_path, "--vllm", "{}") == 1 and "the file is not there any more" in capsys.readouterr().out
         monkeypatch.setitem(FILES, name, "def def")
-        assert run(tmp_path, "--vllm", "{}") == 2 and "invalid syntax" in capsys.readouterr().err
+        assert run(tmp_path, "--vllm", "{}") == 1
+        printed = capsys.readouterr().out
+        assert printed.count("it cannot be read: invalid syntax") == 1 and "rejection_sampler.py" in printed
+        (tmp_path / name).write_bytes(b"\xff")
+        assert check.main(["--vllm", str(tmp_path)]) == 1 and "it cannot be read: 'utf-8'" in capsys.readouterr().out
     finally:
         FILES[name] = text
 
 
 def test_a_folder_without_the_package(tmp_path, capsys):
     assert run(tmp_path, "--sglang", "{}/vllm") == 2
-    assert f"{tmp_path}/vllm is no checkout and no unpacked wheel of sglang" in capsys.readouterr().err
+    message = f"{tmp_path}/vllm holds no checkout and no unpacked wheel of sglang: it has no folder sglang"
+    assert message in capsys.readouterr().err

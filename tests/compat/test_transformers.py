@@ -242,8 +242,8 @@ class Streamer:
         self.tokens, self.has_ended = [], False
 
     def put(self, value):
-        assert value.shape == (1,)
-        self.tokens.append(value.item())
+        assert value.shape == ((1,) if self.tokens else (1, 6))
+        self.tokens += value.flatten().tolist()
 
     def end(self):
         self.has_ended = True
@@ -253,7 +253,7 @@ def test_a_streamer_gets_every_token(model, draft):
     for options in functions(draft).values():
         streamer = Streamer()
         tokens = generate(model, **options, prompts=PROMPTS[1:2], mask=None, token_streamer=streamer)
-        assert streamer.tokens == tokens[0, 6:].tolist() and streamer.has_ended
+        assert streamer.tokens == tokens[0].tolist() and streamer.has_ended
 
 
 def test_an_output_with_sequences(model, draft):
@@ -284,6 +284,7 @@ REFUSED = [
     (dict(repetition_penalty=1.5), "knows temperature, top_k and top_p alone, got RepetitionPenaltyLogitsProcessor"),
     (dict(do_sample=True, min_p=0.1), "got MinPLogitsWarper"),
     (dict(return_dict_in_generate=True, output_scores=True), "returns sequences alone, got output_scores"),
+    (dict(output_attentions=True), "returns sequences alone, got output_attentions"),
     (dict(inputs_embeds=torch.zeros(4, 6, 32)), "takes prompts of token ids alone, got inputs_embeds"),
     (dict(guidance=2.0), "guidance and unconditional_ids must be given together"),
     (dict(unconditional_ids=PROMPTS), "guidance and unconditional_ids must be given together"),

@@ -2,7 +2,9 @@
 import doctest
 import inspect
 import itertools
+import sys
 from collections import Counter
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
@@ -299,6 +301,24 @@ def test_what_is_refused():
             probabilistic_rejection_sample(**arguments | change)
 
 
+def not_installed(decoder):
+    raise PackageNotFoundError(decoder)
+
+
+def test_a_vllm_that_hands_over_probabilities(monkeypatch):
+    arguments = *batch([2, 1], True), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(_versions, "version", lambda decoder: "0.16.1")
+    with pytest.raises(ValueError, match="from_logits must be given: False for .*vllm 0.16.1 is installed"):
+        rejection_sample(*arguments)
+    rejection_sample(*arguments, from_logits=False)
+    monkeypatch.setattr(_versions, "version", not_installed)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.9.2"))  # from a source folder
+    with pytest.raises(ValueError, match="vllm 0.9.2 is installed"):
+        rejection_sample(*arguments)
+    sys.modules["vllm"].__version__ = "0.17.0rc1"
+    rejection_sample(*arguments)
+
+
 @pytest.mark.parametrize("function, arguments", [
     (rejection_sample, lambda: dict(zip(inspect.signature(rejection_sample).parameters, batch([2, 1], True)),
                                     bonus_token_ids=torch.zeros(2, 1, dtype=torch.int64, device=DEVICE))),
@@ -308,7 +328,8 @@ def test_a_version_that_calls_them_otherwise(function, arguments, monkeypatch):
     arguments = arguments()
     function(**arguments)
     with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'use_new_rule' "
-                                        r"\(vllm is not installed, tested with 0.33.0\)"):
+                                        r"\(vllm is not installed, tested with 0.33.0\)"), monkeypatch.context() as m:
+        m.setattr(_versions, "version", not_installed)
         function(**arguments, use_new_rule=False)
     monkeypatch.setattr(_versions, "version", lambda decoder: "0.40.1")
     name = "num_draft_tokens" if function is rejection_sample else "idx_mapping"

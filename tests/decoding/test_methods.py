@@ -137,10 +137,12 @@ def test_what_a_jacobi_method_is():
 
 
 def test_gsd_is_as_released_and_the_coupled_form_has_another_name():
-    """GSD's code: 13 others than the draft, within 0.15; what stands behind the first rejection is drawn anew."""
+    """GSD's code: 15 guesses, 13 others than the draft, within 0.15; all after the first rejection is drawn anew."""
     gsd = METHODS["gsd"]
-    assert (gsd.coupling, gsd.k, gsd.delta, gsd.metric, gsd.residual) == ("none", 13, 0.15, "rank", "optimal")
-    assert parameters_of(METHODS["gsd+coupled"]) == parameters_of(gsd) | {"coupling": "maximal", "k": 14}
+    assert (gsd.window, gsd.coupling, gsd.k, gsd.delta, gsd.metric, gsd.residual) == (
+        15, "none", 13, 0.15, "rank", "optimal")
+    assert parameters_of(METHODS["gsd+coupled"]) == parameters_of(gsd) | {
+        "window": 16, "coupling": "maximal", "k": 14}
     assert parse_method("gsd+coupled:k=6").label == "gsd+coupled:k=6"
     assert "2508.07747" in METHODS["gsd+coupled"].source and "2510.24211" in METHODS["gsd+coupled"].source
 

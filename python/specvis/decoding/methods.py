@@ -331,7 +331,7 @@ METHODS = {m.name: m for m in (
     Method("lantern+optimal", f"{COOL_SD}, section 5.2: LANTERN's acceptance, optimal residual", **DYNAMIC,
            **RELAXED | {"residual": "optimal"}),
     # The numbers are the released code's, which has a table of distances between codes as well.
-    Method("gsd", "GSD, arXiv:2508.07747: Jacobi decoding that accepts groups of tokens", "jacobi", window=16,
+    Method("gsd", "GSD, arXiv:2508.07747: Jacobi decoding that accepts groups of tokens", "jacobi", window=15,
            coupling="none", k=13, delta=0.15, metric="rank"),
     Method("gsd+coupled", "GSD's groups, arXiv:2508.07747, with the coupling of SCD, arXiv:2510.24211", "jacobi",
            window=16, k=14, delta=0.15, metric="rank"),
