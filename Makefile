@@ -79,7 +79,7 @@ fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers, 
 gpu:  # with the machine's own torch: nothing is installed; PARTS="build tests" for some parts
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh $(PARTS)
 
-HINT := $(if $(CONSTRAINTS),|| { echo "$(CONSTRAINTS) may not fit this Python or machine, see above: make CONSTRAINTS= takes the newest"; exit 1; })
+HINT := $(if $(CONSTRAINTS),|| { echo "$(CONSTRAINTS) may not fit this Python or machine (see above): make CONSTRAINTS= takes the newest"; exit 1; })
 
 # An environment is mended where another torch or other constraints are asked for, and with the newest each time.
 $(VENV)/asked: FORCE
