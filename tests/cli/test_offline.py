@@ -15,7 +15,9 @@ REFUSE = """
 import sys
 
 def refuse(event, arguments):  # every socket that Python makes, names that it looks up, programs that may do it instead
-    if event.startswith(("socket.", "subprocess.", "os.exec", "os.posix_spawn", "os.system")):
+    # ldconfig: Triton asks it where the driver's library is, if torch is a build with CUDA
+    if event.startswith(("socket.", "subprocess.", "os.exec", "os.posix_spawn", "os.system")) \
+            and arguments[:1] != ("/sbin/ldconfig",):
         raise SystemExit(f"{event} {arguments}")
 
 sys.addaudithook(refuse)
