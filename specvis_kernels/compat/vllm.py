@@ -52,7 +52,7 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
         synthetic_mode, synthetic_conditional_rates:   must be off: another rule
         use_fp64_gumbel:      not looked at: nothing is drawn by logarithms
         fly_window_size:      must be None: FLy is another rule. The other two of fly_ are then not looked at
-        from_logits:          False for vLLM before 0.17, whose argument is called target_probs and holds probabilities.
+        from_logits:          False for vLLM before 0.16, whose argument is called target_probs and holds probabilities.
                               None: True, and an error where an older vLLM is installed
         is_greedy:            (B,) bool, or one for all; None: as sampling_metadata says
         generators:           request -> its torch.Generator; None: as sampling_metadata says
@@ -80,8 +80,8 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
     if fly_window_size is not None:
         raise ValueError(f"fly_window_size must be None, got {fly_window_size}: FLy accepts drafts that the target "
                          "does not draw")
-    if from_logits is None and is_older("vllm", 0, 17):
-        raise ValueError("from_logits must be given: False for vLLM before 0.17, which hands over probabilities "
+    if from_logits is None and is_older("vllm", 0, 16):
+        raise ValueError("from_logits must be given: False for vLLM before 0.16, which hands over probabilities "
                          f"({versions('vllm')})")
     D, V = check_dims("target_logits", target_logits, "DV")
     B, device = len(num_draft_tokens), target_logits.device

@@ -307,15 +307,15 @@ def not_installed(decoder):
 
 def test_a_vllm_that_hands_over_probabilities(monkeypatch):
     arguments = *batch([2, 1], True), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
-    monkeypatch.setattr(_versions, "version", lambda decoder: "0.16.1")
-    with pytest.raises(ValueError, match="from_logits must be given: False for .*vllm 0.16.1 is installed"):
+    monkeypatch.setattr(_versions, "version", lambda decoder: "0.15.1")
+    with pytest.raises(ValueError, match="from_logits must be given: False for .*vllm 0.15.1 is installed"):
         rejection_sample(*arguments)
     rejection_sample(*arguments, from_logits=False)
     monkeypatch.setattr(_versions, "version", not_installed)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.9.2"))  # from a source folder
     with pytest.raises(ValueError, match="vllm 0.9.2 is installed"):
         rejection_sample(*arguments)
-    sys.modules["vllm"].__version__ = "0.17.0rc1"
+    sys.modules["vllm"].__version__ = "0.16.0rc1"
     rejection_sample(*arguments)
 
 
