@@ -1,4 +1,4 @@
-"""Which versions of other decoders the modules here are tested with, and what a caller of another version is told."""
+"""Which versions of other decoders the modules here are tested with, and what the error says in another version."""
 import functools
 import re
 import sys

@@ -130,7 +130,7 @@ def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
     exact, coupled, uncoupled = (report.study.pictures(run) for run in runs[:3])
     section.text(f"All at the window of `jacobi`, {runs[0].method.window}. `jacobi` draws with shared noise and "
                  "verifies by equality. `seed_exact=false` accepts by rejection and redraws from the residual "
-                 f"({SCD}), `coupling=none` draws anew what stands behind the first rejection ({SJD}). Both keep the "
+                 f"({SCD}), `coupling=none` draws anew all that comes after the first rejection ({SJD}). Both keep the "
                  "target's distribution. omega, neighborhoods (k, delta) and groups move it: tv_excess is the added "
                  f"total variation per token, estimated. `gsd` is groups without coupling ({GSD}); `gsd+coupled` has "
                  "both.")
