@@ -48,17 +48,6 @@ def test_the_baselines_of_verify_logits_accept_the_same_nodes(options):
         assert "seeds" in options or token == expected.next_token[b]
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_verify_logits_is_timed_where_it_visits_three_rows_or_more(batch):
-    """Of each request on average. The trees hold the likeliest paths of the target's own rows."""
-    cases = [case for case in ops.ROWS["verify_logits"][0] if case[0] == batch]
-    assert cases
-    for case in cases:
-        args, kwargs = inputs.verify_logits(*case)
-        result = specvis_kernels.verify_logits(*args, **kwargs)
-        assert 1 + result.num_accepted.float().mean() >= 3 and not result.status.any()
-
-
 def test_the_baseline_finds_the_same_equal_tokens():
     results, expected = both("verify_greedy", "python loop", 2, 60, 6, 4)
     assert expected.num_accepted.max() > 2 and not expected.status.any()

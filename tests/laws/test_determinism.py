@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tests.kernels import inputs
-from tests.kernels.test_every_op import BATCHED, EVERY, by_name, make, run, tensors_of
-from tests.kernels.test_on_a_gpu import LARGE, all_same, next_request
+from tests.laws.test_every_op import BATCHED, EVERY, by_name, make, run, tensors_of
+from tests.laws.test_on_a_gpu import LARGE, all_same, next_request
 
 CSRC = Path(__file__).parent.parent.parent / "csrc"
 LONG = LARGE | {  # enough numbers that torch and the C++ kernels divide them among threads

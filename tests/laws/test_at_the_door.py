@@ -1,6 +1,6 @@
 """What no op lets in: shapes, dtypes and memory that a kernel cannot read, also where Python's checks are passed by.
 
-This file is also a program, `python -m tests.kernels.test_at_the_door BACKEND`: it calls each kernel past Python's
+This file is also a program, `python -m tests.laws.test_at_the_door BACKEND`: it calls each kernel past Python's
 checks with arguments that do not fit, says on standard output what it calls, and ends with an error at the first call
 that neither raises nor gives what the oracle gives. A test runs it, so that a crash is a failure and no end of the run.
 """
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 import specvis_kernels
 from specvis_kernels import INVALID_DRAFT, INVALID_ROW, StatusError, _dispatch, backends
 from tests.kernels import inputs
-from tests.kernels.test_every_op import EVERY, TAKES_ROWS, by_name, run, same, tensors_of
+from tests.laws.test_every_op import EVERY, TAKES_ROWS, by_name, run, same, tensors_of
 
 OPS = sorted(inputs.CASES)
 PARAMETERS = {op: list(inspect.signature(getattr(specvis_kernels, op)).parameters) for op in OPS}
