@@ -30,7 +30,6 @@ COUNTS = [  # op, the argument that is a count, the least that it may be
     ("tree_paths", "max_depth", 0), ("verify_greedy", "max_depth", 0), ("verify_logits", "max_depth", 0),
     ("verify_tree", "max_depth", 0),
 ]
-SAFE = ["oracle", "cpu", "cuda_emulated"]  # backends that refuse what does not fit, past Python's checks too
 HUGE = (2**31, -2**63)
 
 
@@ -135,7 +134,7 @@ def main(backend):
 
 
 @pytest.mark.skipif(inputs.DEVICE == "cuda", reason="an access out of bounds would hurt the GPU's context")
-@pytest.mark.parametrize("backend", SAFE)
+@pytest.mark.parametrize("backend", ["cpu"])  # others that refuse it: tests/slow/test_at_the_door.py
 def test_what_does_not_fit_is_refused_past_python_too(backend):
     if backend not in backends(OPS[-1]):
         pytest.skip("it is not built")
@@ -195,27 +194,6 @@ def test_what_does_not_fit_into_memory_is_a_memory_error(backend):
         pytest.skip("it is not built")
     with pytest.raises(MemoryError, match=r"tree_mask: there is no memory for a tensor \(131072, 1, 2147483647\)"):
         specvis_kernels.tree_mask(ancestors, columns=2**31 - 1, lengths=torch.zeros(2**17).int(), backend=backend)
-
-
-@pytest.mark.skipif(inputs.DEVICE == "cuda", reason="only a CPU's memory can be placed so")
-@pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if backend  # Triton's are alike
-                                         and (backend != "triton" or op in ("commit_kv", "sample_residual"))])
-def test_takes_tensors_anywhere_in_memory(op, backend):
-    """Elements that are not aligned; those that are, but not for vectors; and negative views."""
-    args, kwargs = getattr(inputs, op)(*inputs.CASES[op][1])
-    expected = run(op, args, kwargs, backend)
-    written, others = by_name(op, args, kwargs)
-
-    def one_further(a):
-        return torch.cat([a.new_zeros(1), a.flatten()])[1:].view(a.shape)
-
-    def negative(a):
-        return torch._neg_view(-a) if a.is_floating_point() or a.dtype in (torch.int64, torch.int32) else a
-
-    for place in (misaligned, one_further, negative):
-        placed = tree_map_only(torch.Tensor, place, others)
-        for got, wanted in zip(run(op, (), written | placed, backend), expected):
-            assert same(got, wanted)
 
 
 @pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if op in inputs.MUTATES])

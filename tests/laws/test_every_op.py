@@ -98,20 +98,6 @@ def test_empty_batch(op, backend):
             assert empty.dtype == full.dtype and empty.shape == (0, *full.shape[1:])
 
 
-@pytest.mark.parametrize("op, backend", EVERY)
-def test_takes_views(op, backend):
-    args, kwargs = make(op, *inputs.CASES[op][1])
-
-    def view(a):
-        return torch.stack([a, torch.zeros_like(a)], -1)[..., 0]
-
-    written, others = by_name(op, args, kwargs)
-    views = tree_map_only(torch.Tensor, view, others)
-    assert not any(a.is_contiguous() for a in tensors_of(views) if a.numel() > 1)
-    for got, expected in zip(run(op, (), written | views, backend), run(op, args, kwargs, backend)):
-        assert same(got, expected)
-
-
 @pytest.mark.parametrize("op, backend", BATCHED)
 def test_knows_no_neighbors_in_the_batch(op, backend):
     """A batch of three is three batches of one. Of a model's six rows a request has two, three apart."""
