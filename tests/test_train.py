@@ -22,7 +22,7 @@ from specvis.train.data import hold_out, spelled_out, words_of
 from specvis.train.gpt import Tokens, captioned, grow
 from specvis.train.main import main
 from specvis.train.mar import attend, diffusion_loss
-from specvis.train.run import Run, compiling
+from specvis.train.run import Run
 from tests.test_files import full_disk
 from tests.tiny import TINY
 
@@ -362,21 +362,6 @@ def test_attention_in_training_is_that_of_the_model(is_masked):
     q, k, v = (torch.randn(2, 3, 5, 8, generator=generator) for _ in range(3))
     mask = (torch.rand(2, 1, 5, 5, generator=generator) < 0.5) | torch.eye(5, dtype=torch.bool) if is_masked else None
     assert torch.allclose(attend(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, attn_mask=mask), atol=1e-6)
-
-
-def test_a_step_is_compiled_or_says_why_not(tmp_path, monkeypatch):
-    def square(x):
-        return (x * x).sum()
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert compiling(square, False) is square
-    x = torch.arange(5.0, requires_grad=True)
-    compiling(square, True)(x).backward()
-    assert torch.equal(x.grad, 2 * x)
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/no/compiler",))
-    torch._dynamo.reset()
-    with pytest.raises(ValueError, match="compile must be off, --no-compile, where torch.compile fails: "):
-        compiling(lambda x: (x + 1).exp().sum(), True)(x)
 
 
 def test_the_bound_trains_the_variance_alone():

@@ -1,14 +1,16 @@
-"""All stages of training, one after the other."""
+"""All stages of training, one after the other; a step that is compiled."""
 import json
 import shutil
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
 from specvis.pipelines.mar import MARPair
 from specvis.train import export
+from specvis.train.run import compiling
 from tests.test_train import pictures, run
 
 
@@ -71,3 +73,18 @@ def goes_on_from(runs, options):
         assert all(torch.allclose(before[name], after[name], atol=1e-3) for name in before)
     shutil.rmtree(runs / "mar")
     (runs / "first").rename(runs / "mar")
+
+
+def test_a_step_is_compiled_or_says_why_not(tmp_path, monkeypatch):
+    def square(x):
+        return (x * x).sum()
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert compiling(square, False) is square
+    x = torch.arange(5.0, requires_grad=True)
+    compiling(square, True)(x).backward()
+    assert torch.equal(x.grad, 2 * x)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/no/compiler",))
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="compile must be off, --no-compile, where torch.compile fails: "):
+        compiling(lambda x: (x + 1).exp().sum(), True)(x)

@@ -1,4 +1,5 @@
-"""How much memory decoding takes."""
+"""What needs a process of its own: how much memory decoding takes, and another processor."""
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,3 +34,12 @@ def test_the_memory_of_a_large_vocabulary():
     run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert 0.1 < float(run.stdout) < 2
+
+
+def test_bfloat16_on_a_cpu_without_its_instructions():
+    program = ("import torch; from specvis import Pipeline; p = Pipeline.load(dtype=torch.bfloat16); "
+               "torch.set_grad_enabled(False); print(p.gpt.logits(p.gpt.prefill(*p.gpt.condition("
+               "p.words(p.words.encode(['noto red heart']))), p.gpt.new_cache(1, 99))).isfinite().all().item())")
+    result = subprocess.run([sys.executable, "-c", program], env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}, text=True,
+                            capture_output=True)
+    assert result.stdout == "True\n", result.stderr
