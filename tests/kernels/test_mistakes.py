@@ -67,6 +67,8 @@ def test_one_tree_for_all_requests(op):
     given = set()
     for written, others in cases_of(op):
         names = {name for name in SHARED & others.keys() if others[name] is not None}
+        if op == "tree_mask" and others["lengths"] is None is others.get("start"):
+            continue  # the batch is that of the tree
         every = {name: others[name][:1].expand_as(others[name]) for name in names}
         one = {name: others[name][:1] for name in names}
         assert all(map(same, run(op, (), written | others | one), run(op, (), written | others | every)))
