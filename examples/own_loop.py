@@ -74,10 +74,10 @@ class Reader:
         return model(*(torch.cat([x, x]) for x in inputs), self.cache).chunk(2)
 
 
-def plain():
+def one_by_one():
     reader = Reader(LENGTH)
     image = reader.first_tokens()
-    for position in range(1, LENGTH):              # the newest token stands in this column, after the condition's
+    for position in range(1, LENGTH):              # the newest token goes to this column, after the condition's
         at = torch.full((B, 1), position)
         logits = reader.read(image[:, -1:], at, at, torch.ones(B, 1, position + 1, dtype=torch.bool))
         image = torch.cat([image, draw_tokens(*logits, **SETTINGS, seeds=seeds, positions=at).tokens], 1)
@@ -142,6 +142,6 @@ torch.manual_seed(0)
 model = Model().requires_grad_(False)
 classes, seeds = torch.tensor([2, 5, 7]), torch.tensor([11, 12, 13])
 B = len(classes)
-images, forwards = zip(*(loop() for loop in (plain, jacobi, tree)))
-for name, image, num_forwards in zip(("plain", "jacobi", "tree"), images, forwards):
-    print(f"{name:8}{num_forwards} forwards, the same pictures: {'yes' if torch.equal(image, images[0]) else 'no'}")
+images, target_forwards = zip(*(loop() for loop in (one_by_one, jacobi, tree)))
+for name, image, num_forwards in zip(("one by one", "jacobi", "tree"), images, target_forwards):
+    print(f"{name:12}{num_forwards} forwards, the same pictures: {'yes' if torch.equal(image, images[0]) else 'no'}")

@@ -74,10 +74,10 @@ def test_continuous_picture(run):
 @pytest.mark.parametrize("window", [8, 20])
 def test_own_loop(run, window):
     names, printed = run("own_loop", "--window", window)
-    images, (plain, jacobi, tree) = names["images"], names["forwards"]
+    images, (one_by_one, jacobi, tree) = names["images"], names["target_forwards"]
     assert images[0].shape == (3, 64) and len(images[0].unique()) > 20 and not torch.equal(images[0][0], images[0][1])
     assert all(torch.equal(image, images[0]) for image in images) and printed.count("the same pictures: yes") == 3
-    assert jacobi < (50 if window == 8 else 40) and tree < 60 and plain == 64
+    assert jacobi < (50 if window == 8 else 40) and tree < 60 and one_by_one == 64
 
 
 @pytest.mark.parametrize("method", ["eagle2:drafter=model:depth=3:width=4:nodes=12",
