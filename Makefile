@@ -33,10 +33,10 @@ unexport PYTHONDONTWRITEBYTECODE
 install: $(VENV)/installed
 
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) --ignore tests/slow
 
-test-all: lint
-	$(PYTEST)
+test-all: lint  # tests/slow too, and Triton's interpreter in every test of an op
+	$(PYTEST) --triton
 
 test-transformers: $(VENV)/installed  # what uses transformers, with its VERSION, beside what is installed
 	sed -E '/^(transformers|huggingface_hub|tokenizers)==/d' $(VENV)/constraints.txt > $(VENV)/constraints-$(VERSION).txt

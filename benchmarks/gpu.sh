@@ -64,7 +64,7 @@ measure() {  # name, seconds: a group of benchmarks.ops. Its status 75 asks for 
 
 sanitize() {  # tool, options
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 part "$1" 90 compute-sanitizer --tool "$1" --error-exitcode 3 "${@:2}" \
-        "$python" -m tests.kernels.test_on_a_gpu
+        "$python" -m tests.laws.test_on_a_gpu
 }
 
 counters() {  # op
@@ -75,14 +75,14 @@ counters() {  # op
 
 parts() {
     part build 120 bash -c '"$0" setup.py build_ext --inplace && tar -cf "$1" specvis_kernels/*.so' "$python" "$built"
-    tests tests 150 "${ops[@]}" -k "cuda or None"
+    tests tests 150 "${ops[@]}" -k "(cuda or oracle) and not triton"
     measure ops 200 kernels
-    tests graphs 60 tests/kernels/test_on_a_gpu.py
+    tests graphs 60 tests/laws/test_on_a_gpu.py
     measure baselines 120 baselines
     sanitize memcheck --kernel-name kns=specvis
     sanitize racecheck --kernel-name kns=specvis
-    tests triton 120 "${ops[@]}" -k triton
-    tests program 120 "${others[@]}" -m "not slow"
+    tests triton 120 "${ops[@]}" --triton -k triton
+    tests program 120 "${others[@]}"
     for op in guided_probs verify_tree expand_tree; do counters $op; done
     sanitize initcheck
     sanitize synccheck --kernel-name kns=specvis
@@ -95,10 +95,10 @@ if $python -c "import xdist, pytest_timeout" 2> /dev/null; then  # a test that h
     cores=$(nproc)
     workers=(-n $((cores < 8 ? cores : 8)) --dist worksteal --timeout 110 --timeout-method thread)
 fi
-ops=(tests/kernels/test_every_op.py)
+ops=(tests/laws/test_every_op.py)
 for op in specvis_kernels/[a-z]*.py; do ops+=("tests/kernels/test_$(basename "$op")"); done
-elsewhere=(tests/kernels/test_on_a_gpu.py  # or without a GPU
-    tests/kernels/test_{cuda_build,machine_code,triton_compiles}.py tests/cuda_on_cpu/test_*.py)
+elsewhere=(tests/laws/test_on_a_gpu.py  # or without a GPU
+    tests/slow/test_*.py tests/cuda_on_cpu/test_*.py)
 others=()
 for file in tests/test_*.py tests/*/test_*.py; do
     [[ " ${ops[*]} ${elsewhere[*]} " == *" $file "* ]] || others+=("$file")

@@ -24,7 +24,7 @@ import specvis_kernels
 from benchmarks import harness
 from benchmarks.baselines import BASELINES
 from tests.kernels import inputs
-from tests.kernels.test_every_op import assert_agree, run
+from tests.laws.test_every_op import assert_agree, run
 
 IMAGE = [(7.5, 1.0, 1000, 1.0)]  # guidance, temperature, top_k, top_p
 SHIPPED = [(1.2, 1.0, 100, 0.8)]

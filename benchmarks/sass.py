@@ -364,7 +364,7 @@ def report(routines: list[Routine], size: int = 4) -> dict:
 
 
 def bounds_of(kernel: dict) -> dict:
-    """The numbers of a report that tests/kernels/test_machine_code.py holds: wide_in_flight may not fall, and none of
+    """The numbers of a report that tests/slow/test_machine_code.py holds: wide_in_flight may not fall, and none of
     the others may rise."""
     loops = kernel["loops"]
     rows = [loop for loop in loops if "instructions_per_entry" in loop]
@@ -486,10 +486,10 @@ def read_library(file: Path = LIBRARY, ops: list[str] = ()) -> tuple[str, dict[s
 
 
 def read_triton(ops: list[str] = ()) -> tuple[str, dict[str, dict]]:
-    """The same of Triton's kernels, compiled as tests/kernels/test_triton_compiles.py does, for its sizes. The process
+    """The same of Triton's kernels, compiled as tests/slow/test_triton_compiles.py does, for its sizes. The process
     must have none of its interpreter, and runs no kernel afterwards."""
     import benchmarks.ops
-    from tests.kernels import test_triton_compiles
+    from tests.slow import test_triton_compiles
 
     found, compiler, rows = {}, "", benchmarks.ops.ROWS
 

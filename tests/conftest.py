@@ -19,6 +19,10 @@ COMPARED = Counter()  # backend -> tests passed
 MEASURED = {}         # compiler -> kernel -> GPU -> the most of any variant, and which one spills most
 
 
+def pytest_addoption(parser):
+    parser.addoption("--triton", action="store_true", help="hand-worked cases in Triton's interpreter too")
+
+
 @pytest.fixture
 def measured():
     """measured(compiler, op, kernel, gpu, registers, spilled, shared, variant): shown at the end of the run."""

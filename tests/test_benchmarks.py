@@ -37,28 +37,6 @@ def test_the_baseline_accepts_the_same_nodes(options):
         assert token == expected.next_token[b]
 
 
-@pytest.mark.parametrize("options", [{}, {"k": 60, "residual": "relaxed"}, {"filters": "p_then_k"}, {"seeds": True}])
-def test_the_baselines_of_verify_logits_accept_the_same_nodes(options):
-    options = {"branch": 5, "likely": True, "settings": [(3.0, 1.0, 90, 0.95), (2.0, 1.0, 60, 1.0)]} | options
-    (nodes, num_accepted, token, *_), expected = both("verify_logits", "two ops", 6, 60, 300, 4, options)
-    assert nodes.equal(expected.accepted_nodes) and token.equal(expected.next_token) and num_accepted.max() > 1
-    results, _ = both("verify_logits", "LANTERN's loop", 6, 60, 300, 4, options)
-    for b, (nodes, token) in enumerate(results):
-        assert "seeds" in options or nodes == expected.accepted_nodes[b, :expected.num_accepted[b]].tolist()
-        assert "seeds" in options or token == expected.next_token[b]
-
-
-@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_verify_logits_is_timed_where_it_visits_three_rows_or_more(batch):
-    """Of each request on average. The trees hold the likeliest paths of the target's own rows."""
-    cases = [case for case in ops.ROWS["verify_logits"][0] if case[0] == batch]
-    assert cases
-    for case in cases:
-        args, kwargs = inputs.verify_logits(*case)
-        result = specvis_kernels.verify_logits(*args, **kwargs)
-        assert 1 + result.num_accepted.float().mean() >= 3 and not result.status.any()
-
-
 def test_the_baseline_finds_the_same_equal_tokens():
     results, expected = both("verify_greedy", "python loop", 2, 60, 6, 4)
     assert expected.num_accepted.max() > 2 and not expected.status.any()
@@ -336,7 +314,7 @@ case "$*" in
     *setup.py*) echo built > specvis_kernels/_ops_cuda.so ;;
     *"--groups kernels"*) echo row >> "$OUT/ops.json"; (($(wc -l < "$OUT/ops.json") >= 3)) || exit 75 ;;
     *"-k triton"*) sleep 60 ;;
-    *"-k cuda or None"*) echo "1 failed"; exit 1 ;;
+    *"-k (cuda or oracle)"*) echo "1 failed"; exit 1 ;;
     *) echo "did $*" ;;
 esac
 """
@@ -345,8 +323,8 @@ esac
 @pytest.fixture
 def run_gpu_script(tmp_path):
     """run(*parts, **variables): its exit status, what it said, and the table's rows of words, with a fake Python and a
-    fake compute-sanitizer, without ncu, and with 10 seconds for Triton's tests."""
-    script = (harness.ROOT / "benchmarks/gpu.sh").read_text().replace("tests triton 120", "tests triton 10")
+    fake compute-sanitizer, without ncu, and with 3 seconds for Triton's tests."""
+    script = (harness.ROOT / "benchmarks/gpu.sh").read_text().replace("tests triton 120", "tests triton 3")
     files = {"benchmarks/gpu.sh": script, "setup.py": "", "csrc/a.cu": "", "specvis_kernels/verify_tree.py": "",
              "bin/python3": PYTHON, "bin/compute-sanitizer": "#!/bin/sh\necho watched $*"}
     for name, text in files.items():

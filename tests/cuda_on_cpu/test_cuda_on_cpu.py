@@ -11,7 +11,6 @@ import pytest
 
 from tests import cuda_on_cpu
 from tests.fuzz.sanitized import runtimes
-from tests.kernels.inputs import DEVICE
 
 ROOT = Path(__file__).parent.parent.parent
 COMPILER = os.environ.get("CXX", "g++")
@@ -193,45 +192,3 @@ def sanitized(*command):
     """Runs Python with the runtimes of g++'s sanitizers."""
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | runtimes(), stderr=subprocess.STDOUT,
                           stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("kernel, threads, shared, cluster, says", [
-    ("dynamic_shared_memory", 64, 512, 1, "no error"),
-    ("dynamic_shared_memory", 64, 504, 1, "heap-buffer-overflow"),
-    ("static_shared_memory", 64, 0, 1, "no error"),
-    ("static_shared_memory", 65, 0, 1, "global-buffer-overflow"),
-    ("arrays_of_the_last_block", 65, 0, 1, "global-buffer-overflow"),
-    ("arrays_of_the_last_block", 64, 0, 2, "no error"),
-    ("arrays_of_the_last_block", 65, 0, 2, "use-after-poison"),
-])
-def test_the_sanitizers_see_shared_memory(kernel, threads, shared, cluster, says):
-    """Each thread uses 8 bytes; static ones are there for 64. Those of another block are in its image."""
-    folder = cuda_on_cpu.BUILD / "cuda_on_cpu_examples_sanitized"
-    path = cuda_on_cpu.build([cuda_on_cpu.HERE / "examples.cu"], folder / "examples.so",
-                             *cuda_on_cpu.SANITIZE)
-    program = f"""if True:
-        import numpy as np
-        from tests.cuda_on_cpu.test_cuda_on_cpu import examples
-        print(examples({str(path)!r})({kernel!r}, np.array([64, 0]), {threads}, {cluster}, {shared}, {cluster}))"""
-    run = sanitized("-c", program)
-    assert says in run.stdout, run.stdout
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
-def test_the_sanitizers_find_nothing_in_hostile_inputs():
-    """In the first cases of tests/fuzz, among them some of long rows."""
-    run = sanitized("-m", "tests.fuzz.sanitized", "14")
-    assert run.returncode == 0 and run.stdout.endswith("0 found\n"), run.stdout
-
-
-OF_EVERY_OP = ("tests/kernels/test_every_op.py",)
-OF_ITS_OWN = tuple(f"tests/kernels/test_{kernel.stem}.py" for kernel in sorted(cuda_on_cpu.CSRC.glob("*.cu")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tests", [OF_EVERY_OP, OF_ITS_OWN], ids=["of every op", "of its own"])
-@pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
-def test_the_sanitizers_find_nothing(tests):
-    """In any test of an op. With -s, since pytest would lose what a sanitizer says when it ends the process."""
-    run = sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *tests, "-k", "cuda_emulated")
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout

@@ -23,6 +23,7 @@ PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain blue"]
 NAMES = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi:window=auto",
          "jacobi:window=4:seed_exact=false", "eagle1", "eagle1:seed_exact=true", "eagle2", "eagle2:drafter=model",
          "lantern:k=8", "adt-tree", "adt-tree+lantern:k=8:nodes=12", "cool-sd"]
+FEW = ["vanilla", "jacobi:window=5", "eagle1", "adt-tree+lantern:k=8:nodes=12"]  # all: tests/slow/test_batching.py
 UNTIMED = [name for name in NAMES if "auto" not in name]
 BATCHES = [3, 2, 1]
 
@@ -80,7 +81,7 @@ def assert_the_batch_does_not_matter(tiny, name, batches, known_tokens=None):
     return together
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_a_request_does_not_depend_on_how_many_are_decoded_at_once(tiny, name):
     together = assert_the_batch_does_not_matter(tiny, name, [N, *BATCHES])
     for i in range(N):
@@ -88,7 +89,7 @@ def test_a_request_does_not_depend_on_how_many_are_decoded_at_once(tiny, name):
 
 
 @pytest.mark.parametrize("counts", [[16, 16, 16, 7, 0], [0, 3, 16, 15, 16]], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW)
 def test_requests_of_a_queue_may_be_begun_or_whole(tiny, name, counts):
     known_tokens = begun(tiny, counts)
     together = assert_the_batch_does_not_matter(tiny, name, BATCHES, known_tokens)
@@ -106,7 +107,7 @@ def test_a_queue_of_whole_images_decodes_none(tiny, name):
     assert torch.equal(decoded.tokens, known_tokens) and sorted(calls) == list(range(N))
 
 
-@pytest.mark.parametrize("name", UNTIMED)
+@pytest.mark.parametrize("name", FEW)
 def test_the_device_may_be_looked_at_now_and_then(tiny, monkeypatch, name):
     for module in (specvis.decoding.discrete, specvis.decoding.jacobi):
         monkeypatch.setitem(module.POLL, "cpu", 3)
@@ -127,7 +128,7 @@ def test_a_finished_image_is_told_of_while_others_go_on(tiny, name):
 
 
 @pytest.mark.parametrize("batch", [2, 3])
-@pytest.mark.parametrize("name", UNTIMED)
+@pytest.mark.parametrize("name", FEW)
 def test_a_request_that_fails_leaves_its_place_clean(tiny, monkeypatch, name, batch):
     """Its whole row of the caches is NaN; what a drafter reads of the target then is, too."""
     whole = tiny.tokens(PROMPTS, name, settings(), batch=batch)

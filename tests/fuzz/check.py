@@ -7,7 +7,7 @@ import torch
 
 from tests.fuzz import statuses
 from tests.kernels import inputs
-from tests.kernels.test_every_op import run
+from tests.laws.test_every_op import run
 
 
 @dataclass

@@ -3,7 +3,7 @@ import random
 
 import torch
 
-from tests.kernels.test_at_the_door import misaligned
+from tests.laws.test_at_the_door import misaligned
 
 NAN, INF = float("nan"), float("inf")
 ABOVE_2, BELOW_1 = 2.0 + 2.0**-22, 1.0 - 2.0**-24

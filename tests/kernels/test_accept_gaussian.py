@@ -9,12 +9,11 @@ from specvis_kernels import INVALID_ROW, INVALID_RULE, accept_gaussian, backends
 from specvis_kernels._gaussian import exp
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
-from tests.kernels.test_every_op import same
+from tests.laws.test_every_op import same
 
 BACKENDS = backends("accept_gaussian", DEVICE)
 NAN, INF = float("nan"), float("inf")
 BELOW_ONE = 1 - 2.0**-24
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def tensor(values, *shape):
@@ -35,7 +34,6 @@ def accept(backend, x, target, draft, S=0.0, uniforms=(0.5,), **options):
 ONE, OTHER = ([1.0], [0.0]), ([0.0], [0.0])  # means and log sigmas
 
 
-@each_backend
 @pytest.mark.parametrize("x, target, draft, S, options, log_r", [
     ([1.0], ONE, OTHER, 0.0, {}, 0.5),                            # d_P = 0, d_Q = 1
     ([0.0], ONE, OTHER, 0.0, {}, -0.5),
@@ -59,7 +57,6 @@ def test_log_ratios_by_hand(backend, x, target, draft, S, options, log_r):
     assert is_rejected.equal(~is_accepted) and num_accepted.tolist() == [1, 1, 0]
 
 
-@each_backend
 def test_what_is_accepted_by_enumeration(backend):
     """Every pattern of three decisions, every number of drafts."""
     G = 3
@@ -82,7 +79,6 @@ def test_what_is_accepted_by_enumeration(backend):
         assert not status.any()
 
 
-@each_backend
 def test_without_a_count_all_are_drafts(backend):
     args, kwargs = inputs.accept_gaussian(3, 5, 2)
     every = torch.full((3,), 5, dtype=torch.int32, device=DEVICE)
@@ -91,7 +87,6 @@ def test_without_a_count_all_are_drafts(backend):
         assert same(a, b)
 
 
-@each_backend
 @pytest.mark.parametrize("temperature", [1.0, 42.0])
 def test_identical_models_reject_nothing(backend, temperature):
     g = torch.Generator().manual_seed(0)
@@ -103,7 +98,6 @@ def test_identical_models_reject_nothing(backend, temperature):
         assert is_accepted.all() and not is_rejected.any() and not log_r.any()
 
 
-@each_backend
 def test_disjoint_supports_reject_everything(backend):
     sigma = [math.log(1e-4)] * 16
     target, draft = ([0.0] * 16, sigma), ([1000.0] * 16, sigma)
@@ -113,7 +107,6 @@ def test_disjoint_supports_reject_everything(backend):
         assert log_r[0, 0].item() == pytest.approx((8e14 if yes else -8e14), rel=1e-5)  # 16 * 1e7^2 / 2
 
 
-@each_backend
 @pytest.mark.parametrize("wide", ["target", "draft"])
 def test_sigmas_a_thousand_times_apart(backend, wide):
     narrow, broad = ([0.0] * 4, [math.log(1e-3)] * 4), ([0.0] * 4, [0.0] * 4)
@@ -126,7 +119,6 @@ def test_sigmas_a_thousand_times_apart(backend, wide):
         assert is_accepted.flatten().tolist() == [expected > -708, expected > math.log(0.5), expected >= 0]
 
 
-@each_backend
 def test_a_thousand_steps_at_their_extremes(backend):
     """16 channels, a thousand steps, sigmas 1e3 apart: the sum is 1e5, and nothing overflows."""
     S = 1000 * 16 * math.log(1e3)
@@ -137,14 +129,12 @@ def test_a_thousand_steps_at_their_extremes(backend):
         assert is_accepted.flatten().tolist() == 2 * [sign > 0]
 
 
-@each_backend
 def test_a_uniform_of_zero(backend):
     """It accepts whatever has a probability in float64, and nothing else."""
     for S, yes in ((-100.0, True), (-707.9, True), (-708.1, False), (-1e30, False)):
         assert accept(backend, [0.0], None, None, S, [0.0], variant="path").is_accepted.item() is yes
 
 
-@each_backend
 def test_near_ties(backend):
     """Uniforms one float beside exp(log r): decided as float64 says."""
     g = torch.Generator().manual_seed(3)
@@ -165,7 +155,6 @@ def test_exp_is_exp():
     assert exp(torch.tensor([INF, 1e300], dtype=torch.float64)).isfinite().all()
 
 
-@each_backend
 def test_is_the_ratio_of_densities(backend):
     args, _ = inputs.accept_gaussian(4, 6, 21)
     tokens, S, _, *last_step = (a.double() for a in args)
@@ -175,7 +164,6 @@ def test_is_the_ratio_of_densities(backend):
     torch.testing.assert_close(accept_gaussian(*args, backend=backend).log_r.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-@each_backend
 def test_the_same_bits_in_any_batch_and_order(backend):
     B, G, C = (6, 5, 19) if backend == "triton" else (700, 9, 19)
     args, _ = inputs.accept_gaussian(B, G, C)
@@ -197,7 +185,6 @@ def test_the_same_bits_on_every_backend(backend, options):
         assert same(got, expected)
 
 
-@each_backend
 @pytest.mark.parametrize("large", [(0, 16), (0, 8), (3, 7), (4, 6), (32, 1)])
 def test_channels_are_added_in_one_order(backend, large):
     """2^60 and -2^60 leave the 1 of channel 2 alone where they meet before it: 16 lanes, added by halves."""
@@ -209,7 +196,6 @@ def test_channels_are_added_in_one_order(backend, large):
     assert log_r == (0.0 if large in ((4, 6), (32, 1)) else 1.0)
 
 
-@each_backend
 def test_the_same_bits_where_sums_cancel(backend):
     """log r is what rounding to float32 took from a distance: the 48 first bits of its exp must agree."""
     B = 20 if backend == "triton" else 3000
@@ -222,7 +208,6 @@ def test_the_same_bits_where_sums_cancel(backend):
     assert same(got, expected) and 0 < expected.abs().max() and (expected.abs() <= 2.0**-24 * S).all()
 
 
-@each_backend
 @pytest.mark.parametrize("which", range(7))
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_bad_number_ends_its_request_alone(backend, which, bad):
@@ -244,14 +229,12 @@ def test_a_bad_number_ends_its_request_alone(backend, which, bad):
         assert same(a[1:], b[1:])
 
 
-@each_backend
 def test_what_overflows_is_a_bad_number_too(backend):
     tiny = ([0.0], [-400.0])
     assert accept(backend, [1.0], tiny, OTHER).status.item() == INVALID_ROW
     assert accept(backend, [0.0], tiny, OTHER).status.item() == 0  # no distance: log r is 400
 
 
-@each_backend
 @pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF])
 def test_an_undefined_temperature_accepts_nothing(backend, temperature):
     result = accept(backend, [1.0], ONE, OTHER, temperature=temperature)

@@ -3,11 +3,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from specvis_kernels import backends, commit_kv
+from specvis_kernels import commit_kv
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
 
-each_backend = pytest.mark.parametrize("backend", backends("commit_kv", DEVICE))
 T = 9
 
 
@@ -22,7 +21,6 @@ def columns(*rows):
     return torch.tensor(rows, dtype=torch.float32, device=DEVICE)
 
 
-@each_backend
 @pytest.mark.parametrize("nodes, accepted, length, start, expected", [
     ([2, 4, -1], 2, 3, None, [0, 1, 2, 3, 5, 7, 6, 7, 8]),   # the root in column 3, node n in 3 + n
     ([1, 2, 3], 3, 3, None, [0, 1, 2, 3, 4, 5, 6, 7, 8]),    # where they stand already
@@ -41,7 +39,6 @@ def test_moves_by_hand(backend, nodes, accepted, length, start, expected):
     assert cache.tolist() == [expected]
 
 
-@each_backend
 @pytest.mark.parametrize("nodes, accepted, length, start", [
     ([4, -1], 1, 5, 5),            # column 9
     ([2, 2**31 - 1], 2, 0, 4),
@@ -66,7 +63,6 @@ def test_what_is_out_of_range_is_left_alone(backend, nodes, accepted, length, st
     assert cache.tolist() == [[*range(T)], [0, 1, 3, 3, 4, 5, 6, 7, 8]] * 2
 
 
-@each_backend
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("shape, row_dim, column_dim", [
     ((4, T), 0, 1), ((3, 4, T, 2, 3, 5), 1, 2), ((4, 3, T, 16), 0, 2), ((2, 4, 3, 2, T), 1, 4), ((4, T, 64), 0, 1)])
@@ -85,14 +81,12 @@ def test_every_layout(backend, dtype, shape, row_dim, column_dim):
     assert all(cache.equal(wanted) for cache, wanted in zip(caches, expected))
 
 
-@each_backend
 def test_more_caches_than_a_launch_takes(backend):
     caches = [columns(range(i, i + 3)) for i in range(257)]
     assert commit(backend, caches, [[2]], [1], [0]) == [2]
     assert torch.cat(caches).tolist() == [[i, i + 2, i + 2] for i in range(257)]
 
 
-@each_backend
 def test_memory_that_is_not_aligned(backend):
     memory = torch.arange(4 * T * 16 + 1, device=DEVICE, dtype=torch.int16)
     cache = memory[1:].view(4, T, 16)
@@ -101,7 +95,6 @@ def test_memory_that_is_not_aligned(backend):
     assert commit(backend, cache, [[3]], [1], [1]) == [3] and cache.equal(expected) and memory[0] == 0
 
 
-@each_backend
 def test_a_paged_cache(backend):
     """Slots in no order; those of another row are not touched."""
     cache = torch.arange(2 * 24, device=DEVICE).view(2, 24)  # a layer a row
@@ -113,7 +106,6 @@ def test_a_paged_cache(backend):
     assert new_lengths == [4, 2] and cache.equal(expected)
 
 
-@each_backend
 @pytest.mark.parametrize("slot", [-1, 12])
 @pytest.mark.parametrize("column, hurts", [(2, True), (4, True), (0, False), (3, False)])
 def test_a_slot_that_is_not_there(backend, slot, column, hurts):
@@ -128,7 +120,6 @@ def test_a_slot_that_is_not_there(backend, slot, column, hurts):
     assert new_lengths == [1 if hurts else 3] and cache.tolist() == [expected]
 
 
-@each_backend
 def test_caches_without_layers_or_entries(backend):
     no_layers, no_width = torch.zeros(0, 2, T, 3, device=DEVICE), torch.zeros(2, 2, T, 0, device=DEVICE)
     for caches in (no_layers, no_width):

@@ -3,11 +3,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specvis_kernels import EMPTY_RESIDUAL, INVALID_ROW, INVALID_TREE, backends, commit_tokens
+from specvis_kernels import EMPTY_RESIDUAL, INVALID_ROW, INVALID_TREE, commit_tokens
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
 
-each_backend = pytest.mark.parametrize("backend", backends("commit_tokens", DEVICE))
 WRITTEN = inputs.MUTATES["commit_tokens"]
 INT32 = ("accepted_nodes", "num_accepted", "status")
 
@@ -31,7 +30,6 @@ def commit(backend, **changes):
     return [t.tolist() for t in out], {name: given[name].tolist() for name in WRITTEN}
 
 
-@each_backend
 def test_by_hand(backend):
     """Nodes 1 and 3 and the next token: 3, 4 and 9. There was room for two drafts: the third level does not count."""
     out, written = commit(backend)
@@ -41,7 +39,6 @@ def test_by_hand(backend):
                        "tv_excess": [0.75]}
 
 
-@each_backend
 @pytest.mark.parametrize("num_accepted, new, nodes, count", [
     (0, [9, 0, 0, 0], [0, 0, 0, 0], 2), (1, [3, 9, 0, 0], [0, 1, 0, 0], 3), (3, [3, 4, 8, 9], [0, 1, 3, 2], 5),
     (-1, [9, 0, 0, 0], [0, 0, 0, 0], 2), (4, [3, 4, 8, 9], [0, 1, 3, 2], 5),  # clamped
@@ -55,14 +52,12 @@ def test_as_many_as_were_accepted(backend, num_accepted, new, nodes, count):
     assert written["num_drafted_at"] == [[0, 3, 0, 0, 0]]
 
 
-@each_backend
 def test_what_does_not_fit_is_not_written(backend):
     out, written = commit(backend, counts=[4])
     assert out[0] == [[3, 4, 9, 0]] and written["tokens"] == [[7, 6, 0, 0, 3, 50, 51]] and written["counts"] == [5]
     assert written["num_accepted_at"] == [[-1, -1, -1, -1, 2]] and written["num_drafted_at"] == [[0] * 5]
 
 
-@each_backend
 @pytest.mark.parametrize("count", [5, 6, -1, 2**40])
 def test_a_finished_image_is_left_alone(backend, count):
     out, written = commit(backend, counts=[count], status=[INVALID_ROW])
@@ -71,7 +66,6 @@ def test_a_finished_image_is_left_alone(backend, count):
     assert written == {name: before[name].tolist() for name in WRITTEN}
 
 
-@each_backend
 @pytest.mark.parametrize("status", [INVALID_ROW, INVALID_ROW | INVALID_TREE, INVALID_TREE | EMPTY_RESIDUAL])
 def test_an_image_without_a_next_token_has_failed(backend, status):
     is_invalid = bool(status & INVALID_ROW)
@@ -81,18 +75,15 @@ def test_an_image_without_a_next_token_has_failed(backend, status):
     assert commit(backend, failed=[True])[1]["failed"] == [True]
 
 
-@each_backend
 def test_a_node_outside_of_the_tree_counts_as_the_root(backend):
     out, _ = commit(backend, accepted_nodes=[[4, -1, 2**31 - 1]], num_accepted=[3])
     assert out[:2] == [[[6, 6, 6, 9]], [[0, 0, 0, 0]]]
 
 
-@each_backend
 def test_without_an_excess(backend):
     assert commit(backend, step_excess=None)[1]["tv_excess"] == [0.5]
 
 
-@each_backend
 def test_a_tree_without_drafts(backend):
     out, written = commit(backend, node_tokens=[[6]], accepted_nodes=[[]], num_accepted=[0], depth=[0])
     assert out == [[[9]], [[0]], [1]] and written["tokens"] == [[7, 6, 9, 0, 0, 50, 51]]
@@ -135,7 +126,6 @@ class AsBefore:
         return new_tokens, nodes, num_accepted.long() + 1
 
 
-@each_backend
 def test_equals_what_the_loop_did(backend):
     """Step by step, until every image is finished: results, tokens and accounts."""
     B, L, N, P = 6, 16, 9, 4

@@ -19,7 +19,6 @@ from tests.kernels.inputs import DEVICE, neighbor_table
 BACKENDS = backends("couple_tokens", DEVICE)
 NAN, INF = float("nan"), float("inf")
 P, Q = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]  # 8 4 2 2 and 4 8 4 0 sixteenths
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def tensor(values, dtype=torch.float32):
@@ -42,7 +41,6 @@ def one(backend, guess, accept, redraw=0.0, target=P, draft=Q, omega=None, group
     return tokens.item(), is_kept.item(), tv_excess.item(), status.item()
 
 
-@each_backend
 @pytest.mark.parametrize("guess, accept, redraw, token, is_kept", [
     (0, 0.99, 0.0, 0, True),     # P(0) / Q(0) = 2
     (1, 0.49, 0.0, 1, True),     # 1 / 2; equality rejects
@@ -57,13 +55,11 @@ def test_the_strict_rule(backend, guess, accept, redraw, token, is_kept):
     assert one(backend, guess, accept, redraw, draft=[q / 2 for q in Q]) == (token, is_kept, 0.0, 0)
 
 
-@each_backend
 def test_a_guess_without_mass_is_never_kept(backend):
     assert one(backend, 0, 0.0, 0.99, target=[0.0, 0.5, 0.5, 0.0]) == (2, False, 0.0, 0)
     assert one(backend, 0, -0.5, 0.99, target=[0.0, 0.5, 0.5, 0.0]) == (2, False, 0.0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("omega, accept, redraw, token, is_kept, tv_excess", [
     (0.5, 0.249, 0.0, 1, True, 0.0),    # strictly 1/2 is kept, here omega / 2
     (0.5, 0.25, 0.44, 0, False, 0.0),   # P - Q against half of P: 4 2 1 2 of 9
@@ -88,7 +84,6 @@ def test_omega(backend, omega, accept, redraw, token, is_kept, tv_excess):
 NEIGHBORS = [[1, 2, 3], [3, 2, 0], [1, 0, 3], [2, 1, 0]]  # nearest first; the third column only "released" looks at
 
 
-@each_backend
 @pytest.mark.parametrize("residual, accept, redraw, token, is_kept", [
     # Guess 1 has 1/4, neighbor 3 has 1/8, neighbor 2 too: delta 1/8 keeps one. 3/8 of Q = 1/2 is 3/4.
     ("optimal", 0.749, 0.0, 1, True),
@@ -106,7 +101,6 @@ def test_neighbors(backend, residual, accept, redraw, token, is_kept):
     assert got == (token, is_kept, 0.25, 0)
 
 
-@each_backend
 def test_the_last_column_is_for_released_alone(backend):
     """There the cutoff does not look at it: of 13 1 1 1 the guess has 3, of Q 8."""
     options = dict(target=[0.8125, 0.0625, 0.0625, 0.0625], neighbors=NEIGHBORS, delta=1.0)
@@ -115,7 +109,6 @@ def test_the_last_column_is_for_released_alone(backend):
         assert one(backend, 1, 0.375, residual=residual, **options)[1] == (accept_prob == 1.0)
 
 
-@each_backend
 @pytest.mark.parametrize("cutoff, delta, accept_prob", [
     ("tvd", 0.1249, 0.5), ("tvd", 0.125, 0.75), ("tvd", 0.25, 1.0), ("ratio", 0.5, 0.75), ("ratio", 1.0, 1.0),
     ("jsd", 0.0, 0.5), ("jsd", 1.0, 1.0), ("tvd", NAN, 0.5), ("tvd", -1.0, 0.5),
@@ -126,7 +119,6 @@ def test_cutoffs(backend, cutoff, delta, accept_prob):
     assert got == (1, True, accept_prob - 0.5, 0)
 
 
-@each_backend
 def test_neighbors_by_offset(backend):
     """Codes are tokens 2 and 3: only these have neighbors, each other."""
     options = dict(neighbors=[[1], [0]], delta=1.0, offset=2)
@@ -134,7 +126,6 @@ def test_neighbors_by_offset(backend):
     assert one(backend, 2, 0.99, **options) == (2, True, 0.5, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("group, accept_prob", [
     ([], 0.5), ([-1, -1], 0.5), ([2], 0.5),  # 4 + 2 of 8 + 4: as before
     ([3], 0.75),                             # 4 + 2 of 8 + 0
@@ -148,7 +139,6 @@ def test_groups(backend, group, accept_prob):
         assert one(backend, 1, accept, 0.67, group=group) == (token, is_kept, accept_prob - 0.5, 0)
 
 
-@each_backend
 def test_a_group_may_keep_less(backend):
     """Token 0 alone is always kept. With token 1 it has 12 of 12, with token 2 10 of 8, with 1 and 2 14 of 16."""
     assert one(backend, 0, 0.874, group=[1, 2]) == (0, True, 0.0, 0)
@@ -156,20 +146,17 @@ def test_a_group_may_keep_less(backend):
     assert one(backend, 0, 0.999, group=[1, 2], omega=1.5) == (0, True, 0.0, 0)
 
 
-@each_backend
 def test_a_group_without_mass_is_not_kept(backend):
     assert one(backend, 0, 0.0, target=[0.0, 0.0, 0.5, 0.5], draft=[0.5, 0.5, 0.0, 0.0], group=[1]) == (
         2, False, 0.0, 0)
 
 
-@each_backend
 def test_an_empty_residual_is_the_target(backend):
     assert one(backend, 0, 1.0, 0.49, draft=P) == (0, False, 0.0, EMPTY_RESIDUAL)
     assert one(backend, 0, 1.0, 0.5, draft=P) == (1, False, 0.0, EMPTY_RESIDUAL)
     assert one(backend, 0, 0.999, draft=P) == (0, True, 0.0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
 def test_a_bad_row(backend, bad):
     """There is no draw from a bad P. With a bad Q the guess counts as none, and P answers."""
@@ -178,7 +165,6 @@ def test_a_bad_row(backend, bad):
     assert one(backend, 1, 0.0, 0.76, draft=bad) == (2, False, 0.0, INVALID_DRAFT)
 
 
-@each_backend
 def test_what_is_reported_first(backend):
     """A rule or a row that is not there, then the guess: what comes behind is not looked at."""
     bad = 4 * [NAN]
@@ -188,7 +174,6 @@ def test_what_is_reported_first(backend):
     assert one(backend, 9, 0.0, 0.5, target=bad) == (0, False, 0.0, INVALID_ROW)
 
 
-@each_backend
 @pytest.mark.parametrize("guess", [-1, 4, 2**40, -2**63])
 def test_a_guess_outside_the_vocabulary_is_drawn_anew_from_the_target(backend, guess):
     assert one(backend, guess, 0.0, 0.5) == (1, False, 0.0, INVALID_TREE)
@@ -196,7 +181,6 @@ def test_a_guess_outside_the_vocabulary_is_drawn_anew_from_the_target(backend, g
     assert one(backend, guess, 0.0, 0.5, group=[guess, 0]) == (1, False, 0.0, INVALID_TREE)
 
 
-@each_backend
 @pytest.mark.parametrize("options", [
     dict(omega=-0.5), dict(omega=NAN), dict(omega=0.99, neighbors=NEIGHBORS, delta=1.0), dict(omega=0.99, group=[0]),
     dict(omega=0.99, group=[]),
@@ -207,7 +191,6 @@ def test_an_undefined_rule_draws_from_the_target(backend, options):
     assert one(backend, 1, 0.0, 0.76, target=4 * [NAN], **options) == (0, False, 0.0, INVALID_RULE | INVALID_ROW)
 
 
-@each_backend
 def test_omega_below_one_has_a_rule_with_the_other_residuals(backend):
     for residual in ("relaxed", "released"):
         got = one(backend, 1, 0.37, neighbors=NEIGHBORS, delta=0.125, residual=residual, omega=0.5)
@@ -218,7 +201,6 @@ def test_omega_below_one_has_a_rule_with_the_other_residuals(backend):
         assert got == (token, False, 0.25, 0)
 
 
-@each_backend
 def test_the_leading_ones_are_counted_and_those_behind_are_treated_alike(backend):
     guesses = tensor([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], torch.int64)
     omega = tensor([[1.0] * 4, [1.0] * 4, [1.0, 1.0, NAN, 1.0]])
@@ -231,7 +213,6 @@ def test_the_leading_ones_are_counted_and_those_behind_are_treated_alike(backend
     assert status.tolist() == [[0] * 4, [0] * 4, [0, 0, INVALID_RULE, 0]]
 
 
-@each_backend
 @pytest.mark.parametrize("V", [31, 32, 33, 64, 2560])
 def test_every_length_of_row(backend, V):
     """P has a half at each end, Q a quarter at the first token and the rest on the second: P - Q is 1/4 and 1/2."""
@@ -241,7 +222,6 @@ def test_every_length_of_row(backend, V):
     assert one(backend, V - 1, 0.9, 0.0, target, draft) == (V - 1, True, 0.0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("draft", [[1.0] + [0.0] * 7, [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
 def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
     """Exactly half of what is left stands before token 4, which has nothing."""
@@ -271,7 +251,6 @@ OPTIONS = [
 ]
 
 
-@each_backend
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_is_what_verify_tree_does_with_one_sampled_child(backend, options):
     """A root and one child: the same decision, the same draw after a rejection, the same tv_excess and status."""

@@ -7,7 +7,6 @@ import torch
 from specvis_kernels import INVALID_ROW, backends, draft_children, draw_children, draw_tokens, expand_tree, guided_probs
 from tests.kernels.inputs import DEVICE
 
-each_backend = pytest.mark.parametrize("backend", backends("draft_children", DEVICE))
 INF, NAN = math.inf, math.nan
 
 
@@ -25,7 +24,6 @@ def children(probs, uniforms, backend, **others):
     return out.tokens[0, 0].tolist(), out.probs[0, 0].tolist(), out.status.item()
 
 
-@each_backend
 @pytest.mark.parametrize("uniforms, tokens", [
     ([0.51, 0.51, 0.51, 0.5], [1, 0, 3, 2]),  # of sixteenths 8 4 2 2, then of 8 0 2 2, then of 0 0 2 2
     ([0.49, 0.49, 0.49, 0.9], [0, 1, 2, 3]),
@@ -36,7 +34,6 @@ def test_draws_by_hand(backend, uniforms, tokens):
     assert drawn == tokens and status == 0 and probs == pytest.approx([1/2, 1/4, 1/8, 1/8])
 
 
-@each_backend
 def test_only_what_the_filters_keep_is_drawn(backend):
     """Of sixteenths 1 8 1 4 2 top-k keeps 8 4 2; of these fourteen parts 12 are left by a top-p of 0.6."""
     row = [1/16, 1/2, 1/16, 1/4, 1/8]
@@ -46,7 +43,6 @@ def test_only_what_the_filters_keep_is_drawn(backend):
     assert drawn == [3, 1, 0, 0] and probs == pytest.approx([0, 2/3, 0, 1/3, 0])
 
 
-@each_backend
 @pytest.mark.parametrize("noise", [False, True])
 def test_fewer_finite_logits_than_top_k_keeps(backend, noise):
     """Only they can be drawn. The others tie at -inf with the padding of a row, which must not become candidates."""
@@ -62,7 +58,6 @@ def test_fewer_finite_logits_than_top_k_keeps(backend, noise):
         assert out.tokens[..., :3].sort().values.equal(torch.tensor([3, 100, 256], device=DEVICE).expand(1, 40, 3))
 
 
-@each_backend
 @pytest.mark.parametrize("row, tokens", [([1/8, 1/2, 1/8, 1/4], [1, 3, 0, 2, 0]), ([0, 1, 0, 0], [1, 0, 0, 0, 0])])
 def test_at_temperature_0_the_likeliest_by_hand(backend, row, tokens):
     """Whatever the uniforms and the filters are; of equal ones the lower id."""
@@ -71,7 +66,6 @@ def test_at_temperature_0_the_likeliest_by_hand(backend, row, tokens):
         assert drawn == tokens and probs == pytest.approx(row)
 
 
-@each_backend
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -89,7 +83,6 @@ def test_an_invalid_row(backend, bad, noise, temperature):
     assert all(len(set(out.tokens[0, f].tolist())) == 2 for f in (0, 2))
 
 
-@each_backend
 def test_the_first_child_is_what_the_target_draws(backend):
     """With the target's own logits, seed and position, up to the rounding of the logarithm: here of all rows."""
     g = torch.Generator().manual_seed(5)
@@ -113,7 +106,6 @@ def as_before(logits, uncond, uniforms, guidance, temperature, top_k, top_p, see
     return torch.where((temperature == 0)[:, None, None], likeliest, drawn.tokens), probs, drawn.status
 
 
-@each_backend
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("F, V, K, dtype", [(1, 40, 3, torch.float32), (4, 1100, 10, torch.float32),
                                             (3, 300, 320, torch.bfloat16), (6, 4500, 4, torch.float16)])

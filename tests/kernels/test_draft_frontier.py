@@ -7,7 +7,6 @@ import torch
 from specvis_kernels import INVALID_ROW, backends, draft_frontier, expand_tree, guided_probs, tree_links
 from tests.kernels.inputs import DEVICE
 
-each_backend = pytest.mark.parametrize("backend", backends("draft_frontier", DEVICE))
 INF, NAN = math.inf, math.nan
 
 
@@ -41,7 +40,6 @@ def ln(p):
     return math.log(p)
 
 
-@each_backend
 def test_the_root_by_hand(backend):
     """Probabilities 1/8, 1/2, 1/8, 1/4: tokens 1 and 3 are nodes 1 and 2, below node 0."""
     out = frontier([[1/8, 1/2, 1/8, 1/4]], backend=backend)
@@ -51,7 +49,6 @@ def test_the_root_by_hand(backend):
         "candidates": [0, 1], "status": [0]}
 
 
-@each_backend
 def test_the_second_level_by_hand(backend):
     """Nodes 1 and 2, of scores ln 1/2 and ln 1/4, were candidates 0 and 1. Four children: 9/20, 1/20, 1/5, 1/20."""
     out = frontier([[0.9, 0.1, 0], [0, 0.2, 0.8]], [ln(1/2), ln(1/4)], [0b011, 0b101], [0, 1], level=2, first_node=3,
@@ -62,7 +59,6 @@ def test_the_second_level_by_hand(backend):
         "ancestors": [0b01011, 0b10101], "candidates": [2, 4], "status": [0, 0]}
 
 
-@each_backend
 @pytest.mark.parametrize("depth, is_used", [(3, True), (2, False), (0, False)])
 def test_behind_a_request_s_last_level_no_slot_is_used(backend, depth, is_used):
     """Its children are candidates all the same."""
@@ -76,7 +72,6 @@ def test_behind_a_request_s_last_level_no_slot_is_used(backend, depth, is_used):
         assert out["candidates"] == [-1, -1] and out["ancestors"] == [0, 0] and out["scores"] == [-INF, -INF]
 
 
-@each_backend
 def test_where_children_are_missing(backend):
     """One child alone, of a width of one and then of a one-hot row: the other slots hold the first child's token."""
     for row, width in (([1/4, 3/4], 1), ([0, 1], 3)):
@@ -86,7 +81,6 @@ def test_where_children_are_missing(backend):
         assert out["scores"] == near([ln(row[1]), -INF, -INF]) and out["ancestors"] == [3, 0, 0]
 
 
-@each_backend
 def test_a_slot_that_is_not_used_has_no_children_and_is_not_looked_at(backend):
     out = frontier([[NAN, 1/2], [1/4, 3/4], [1/4, 3/4]], [-INF, -1.0, NAN], [0, 5, 0], [-1, 7, -1], first_node=4,
                    first_candidate=9, backend=backend)
@@ -95,7 +89,6 @@ def test_a_slot_that_is_not_used_has_no_children_and_is_not_looked_at(backend):
     assert out["ancestors"] == [0b010101, 0b100101] and out["status"] == [0, 0, 0]
 
 
-@each_backend
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_an_invalid_row_has_no_children(backend, bad):
     out = frontier([[1/4, 3/4], [bad, 1/2]], [-1.0, 0.0], [3, 5], [0, 1], first_node=3, backend=backend)
@@ -105,7 +98,6 @@ def test_an_invalid_row_has_no_children(backend, bad):
     assert out["candidates"] == [-1, -1] and out["ancestors"] == [0, 0] and out["tokens"] == [0, 0]
 
 
-@each_backend
 def test_the_last_bit_of_a_word_and_the_first_of_the_next(backend):
     """Nodes 63 and 64, below a node whose ancestors are nodes 1 and 65."""
     given = tensors(scores=[[0.0]], ancestors=[[[2, 2]]], candidates=[[-1]], width=[2], depth=[9], guidance=[1.0],
@@ -139,7 +131,6 @@ def levels_as_before(levels, uncond, sampling, width, depth, K, max_depth):
                status)
 
 
-@each_backend
 @pytest.mark.parametrize("V, K, max_depth, dtype", [(40, 3, 4, torch.float32), (300, 10, 7, torch.float32),
                                                     (1500, 6, 3, torch.bfloat16)])
 def test_equals_the_ops_that_it_stands_for(backend, V, K, max_depth, dtype):
@@ -196,7 +187,6 @@ def test_agrees_with_the_oracle_on_long_rows(backend, V, top_k, top_p):
     assert all(a.equal(b) for a, b in zip(got, expected)) and (expected.candidates >= 0).sum() >= 13
 
 
-@each_backend
 def test_probabilities_that_round_alike_are_ties(backend):
     """exp of the two logits differs in its last bit and their quotients by the total do not: the lower id is first."""
     g = torch.Generator().manual_seed(1)

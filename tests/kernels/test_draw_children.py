@@ -14,7 +14,6 @@ from tests.kernels.inputs import DEVICE, links
 BACKENDS = backends("draw_children", DEVICE)
 NAN, INF = float("nan"), float("inf")
 LAST = 1 - 2.0**-24  # the largest uniform
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def draws(backend, row, uniforms):
@@ -31,7 +30,6 @@ def blocks_of(size, backend, monkeypatch):
         monkeypatch.setitem(_rows.MAX_BLOCK, "V", size)
 
 
-@each_backend
 @pytest.mark.parametrize("uniforms, tokens", [
     # Sixteenths: 8 4 2 2; each draw sees what is left.
     ([0.5, 0.5, 0.5, 0.5], [1, 0, 3, 2]),     # 8 of 16, 6 of 8 0 2 2, 2 of 0 0 2 2, 1 of 0 0 2 0
@@ -45,12 +43,10 @@ def test_draws_by_hand(backend, uniforms, tokens):
     assert draws(backend, [0.5, 0.25, 0.125, 0.125], uniforms) == (tokens, len(tokens), 0)
 
 
-@each_backend
 def test_rows_count_relative_to_their_total(backend):
     assert draws(backend, [0.25, 0.125, 0.0625, 0.0625], [0.5, 0.5, 0.5]) == ([1, 0, 3], 3, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("K", [2, 3, 5])
 def test_once_nothing_is_left_there_are_no_more_children(backend, K):
     """Tokens without mass are no children, whatever the uniform."""
@@ -58,20 +54,17 @@ def test_once_nothing_is_left_there_are_no_more_children(backend, K):
     assert draws(backend, [0.0, 0.5, 0.0, 0.5, 0.0], [0.0] * K) == ([1, 3] + [0] * (K - 2), 2, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("uniform, token", [(NAN, 1), (-1.0, 1), (-INF, 1), (1.0, 3), (INF, 3)])
 def test_no_uniform_leads_outside(backend, uniform, token):
     assert draws(backend, [0.0, 0.5, 0.0, 0.5, 0.0], [uniform, 0.5]) == ([token, 4 - token], 2, 0)
 
 
-@each_backend
 def test_the_smallest_mass_has_its_turn(backend):
     assert draws(backend, [2.0**-42, 1.0], [0.0, 0.0, 0.0]) == ([0, 1, 0], 2, 0)
     assert draws(backend, [2.0**-42, 1.0], [2.0**-42, LAST, 0.0]) == ([1, 0, 0], 2, 0)
     assert draws(backend, [2.0**-43, 1.0], [0.0, 0.0]) == ([1, 0], 1, 0)  # less than that is nothing
 
 
-@each_backend
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5], [INF, 0, 0.0], [0.5, 0.5, -0.5], [0.5, 2.5, 0.5], 3 * [0.0],
                                  3 * [2.0**-43]])
 def test_bad_rows_have_no_children(backend, bad):
@@ -82,7 +75,6 @@ def test_bad_rows_have_no_children(backend, bad):
     assert num_children.tolist() == [[2, 0], [0, 2]] and status.tolist() == [[0, INVALID_ROW], [INVALID_ROW, 0]]
 
 
-@each_backend
 @pytest.mark.parametrize("masses, K, cells", [
     ([1, 1, 0, 2], 3, (4, 6, 2)),        # what is left has mass 4; 3 or 2; 2 or 1
     ([4, 1, 0, 1], 2, (6, 2 * 5)),
@@ -105,7 +97,6 @@ def test_every_order_has_its_probability(backend, masses, K, cells):
     assert got == expected
 
 
-@each_backend
 def test_draws_that_fall_between_two_blocks(backend, monkeypatch):
     """Quarters: exactly half of the mass stands before token 128, which has none."""
     blocks_of(64, backend, monkeypatch)
@@ -115,7 +106,6 @@ def test_draws_that_fall_between_two_blocks(backend, monkeypatch):
     assert draws(backend, row.tolist(), [0.499, 0.0, LAST, LAST]) == ([127, 100, 259, 130], 4, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("V, K", [(1, 1), (5, 5), (33, 40), (200, 200)])
 def test_all_of_a_row(backend, V, K, monkeypatch):
     blocks_of(32, backend, monkeypatch)
@@ -194,7 +184,6 @@ def scores_by_hand(row, seed, position):
     return {v: math.log(p) - math.log(-math.log1p(-u)) for v, (p, u) in enumerate(zip(row, uniforms)) if p >= 2**-42}
 
 
-@each_backend
 @pytest.mark.parametrize("K", [1, 3, 9])
 def test_with_noise_the_children_are_the_highest_scores(backend, K):
     g = torch.Generator().manual_seed(K)
@@ -210,14 +199,12 @@ def test_with_noise_the_children_are_the_highest_scores(backend, K):
     assert not status.any()
 
 
-@each_backend
 def test_with_noise_a_token_without_mass_is_no_child(backend):
     tokens, num_children, status = noisy_draws(backend, [[[0.0, 2.0**-42, 2.0**-43, 1.0, 0.0]]] * 2, [3, 4],
                                                [[0], [1]], 4)
     assert tokens.tolist() == [[[3, 1, 0, 0]]] * 2 and num_children.eq(2).all() and not status.any()
 
 
-@each_backend
 def test_with_noise_the_lower_of_two_equal_scores_comes_first(backend):
     """Under seed 1 at position 346 the noise of ids 61 and 296 is the same number, as a search has found."""
     row = torch.zeros(1, 1, 300)
@@ -228,7 +215,6 @@ def test_with_noise_the_lower_of_two_equal_scores_comes_first(backend):
     assert noisy_draws(backend, row, [1], [[346]], 2).tokens.tolist() == [[[296, 61]]]
 
 
-@each_backend
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5], [INF, 0, 0.0], [0.5, 0.5, -0.5], [0.5, 2.5, 0.5], 3 * [0.0],
                                  3 * [2.0**-43]])
 def test_with_noise_bad_rows_have_no_children(backend, bad):
@@ -238,7 +224,6 @@ def test_with_noise_bad_rows_have_no_children(backend, bad):
     assert num_children.tolist() == [[1, 0], [0, 1]] and status.tolist() == [[0, INVALID_ROW], [INVALID_ROW, 0]]
 
 
-@each_backend
 def test_the_seed_and_the_position_decide_and_nothing_else(backend):
     rows = torch.full((1, 1, 50), 0.02)
     alone = noisy_draws(backend, rows, [-8], [[41]], 5).tokens[0, 0].tolist()
@@ -246,7 +231,6 @@ def test_the_seed_and_the_position_decide_and_nothing_else(backend):
     assert [list(map(int, node)) == alone for node in among.flatten(0, 1)] == [False, False, False, False, True, True]
 
 
-@each_backend
 def test_the_first_child_is_what_the_target_draws(backend, monkeypatch):
     """Bit for bit where the target's logits are the logarithms that draw_children takes, whatever the row's total."""
     blocks_of(16, backend, monkeypatch)
@@ -299,7 +283,6 @@ def test_with_noise_every_order_has_its_probability(backend):
     assert z_of(order_probabilities([1, 4, 0, 2, 1.5], K)) > 5
 
 
-@each_backend
 @pytest.mark.parametrize("V, K", [(1, 1), (5, 5), (33, 40), (200, 200)])
 def test_with_noise_all_of_a_row(backend, V, K, monkeypatch):
     blocks_of(32, backend, monkeypatch)

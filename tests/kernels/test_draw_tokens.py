@@ -9,7 +9,6 @@ from specvis_kernels._numbers import exp, log, log1p_of_negative
 from specvis_kernels.noise import philox_words
 from tests.kernels.inputs import DEVICE
 
-BACKENDS = pytest.mark.parametrize("backend", backends("draw_tokens", DEVICE))
 INF, NAN = math.inf, math.nan
 
 
@@ -62,7 +61,6 @@ def test_words_of_wrong_arguments_are_refused():
         gumbel_noise(seeds.float(), positions, 3)
 
 
-@BACKENDS
 def test_of_a_position_the_low_half_counts(backend):
     logits = torch.zeros(1, 2, 500, device=DEVICE)
     far = draw(logits, positions=[2**63 - 1, -2**63], ahead=5, backend=backend)
@@ -85,7 +83,6 @@ def test_the_functions_are_right_to_rounding():
     assert error(log1p_of_negative(v), torch.log1p(-v.double())) < 2
 
 
-@BACKENDS
 def test_the_largest_sum_wins(backend):
     """Of four ids at eight positions; the noise as numbers, so that a change of it is seen."""
     g = noise(range(8), 4)
@@ -96,7 +93,6 @@ def test_the_largest_sum_wins(backend):
     assert out.status.eq(0).all() and out.num_accepted.eq(0).all() and torch.equal(out.ahead_tokens, out.tokens)
 
 
-@BACKENDS
 @pytest.mark.parametrize("settings, kept", [
     ({"top_k": 2}, [0, 1]),
     ({"top_k": 4}, [0, 1, 2, 3, 4]),             # the fourth largest is a tie: both stay
@@ -122,7 +118,6 @@ def test_ids_that_a_filter_drops_are_never_drawn(backend, settings, kept):
     assert tokens[0].tolist() == torch.tensor(kept, device=DEVICE)[scores.argmax(-1)].tolist()
 
 
-@BACKENDS
 @pytest.mark.parametrize("k, p", [(30, 0.7), (200, 0.95), (3, 0.95), (0, 0.8), (40, 1.0)])
 def test_p_then_k_keeps_the_ids_of_guided_probs(backend, k, p):
     x = (2 * torch.randn(1, 1, 600, generator=torch.Generator().manual_seed(k))).to(DEVICE)
@@ -135,7 +130,6 @@ def test_p_then_k_keeps_the_ids_of_guided_probs(backend, k, p):
     assert is_kept.sum() < 600 and torch.equal(drawn.tokens[0], scores.argmax(-1))
 
 
-@BACKENDS
 def test_temperature_0_takes_the_lowest_of_the_best(backend):
     logits = torch.tensor([[[1.0, 3.0, 3.0, 0.0], [-0.0, -1.0, 0.0, -INF]]], device=DEVICE)
     for filters in ({}, {"top_k": 1}, {"top_p": 0.1}):
@@ -143,13 +137,11 @@ def test_temperature_0_takes_the_lowest_of_the_best(backend):
         assert out.tokens.tolist() == out.ahead_tokens.tolist() == [[1, 0]]
 
 
-@BACKENDS
 def test_guidance_comes_first(backend):
     """2 c - u is 3, 1, 5, though c alone is largest at 0. An id that the condition forbids stays so."""
     assert draw([3.0, 1.0, 2.5, -INF], [3.0, 1.0, 0.0, -9.0], 2.0, 0.0, backend=backend).tokens.item() == 2
 
 
-@BACKENDS
 @pytest.mark.parametrize("V, position, tied", [
     (2, 17428806, [0, 1]), (2, 18739714, [0, 1]), (8, 6328359, [1, 3]), (8, 25205259, [4, 5])])
 def test_the_lowest_id_wins_a_tie(backend, V, position, tied):
@@ -159,7 +151,6 @@ def test_the_lowest_id_wins_a_tie(backend, V, position, tied):
     assert draw([0.0] * V, positions=position, backend=backend).tokens.item() == tied[0]
 
 
-@BACKENDS
 @pytest.mark.parametrize("logits, settings", [
     ([0.0, NAN, 1.0], {}),
     ([0.0, -NAN, 1.0], {"top_k": 1}),
@@ -183,13 +174,11 @@ def test_an_invalid_row_is_0_and_accepts_nothing(backend, logits, settings):
     assert [x.item() for x in out] == [0, 0, 0, INVALID_ROW]
 
 
-@BACKENDS
 def test_what_lies_outside_the_range_is_not_looked_at(backend):
     out = draw([NAN, 0.0, INF], id_range=[[[1, 2]]], backend=backend)
     assert (out.tokens.item(), out.status.item()) == (1, 0)
 
 
-@BACKENDS
 def test_leading_guesses_that_stand_are_counted(backend):
     """Up to the first that is wrong, missing, or at an invalid row."""
     logits = torch.zeros(4, 5, 9, device=DEVICE)
@@ -202,7 +191,6 @@ def test_leading_guesses_that_stand_are_counted(backend):
     assert out.num_accepted.tolist() == [5, 2, 0, 1] and guesses[3, 1] == out.tokens[3, 1] == 0
 
 
-@BACKENDS
 @pytest.mark.parametrize("settings", [{}, {"top_k": 30}, {"top_p": 0.7}, {"top_k": 200, "top_p": 0.9}])
 def test_the_second_draw_is_that_of_the_position_ahead(backend, settings):
     logits = torch.randn(2, 6, 700, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -212,7 +200,6 @@ def test_the_second_draw_is_that_of_the_position_ahead(backend, settings):
     assert not torch.equal(out.ahead_tokens, out.tokens)
 
 
-@BACKENDS
 def test_a_row_is_drawn_alike_wherever_it_stands(backend):
     g = torch.Generator().manual_seed(1)
     row = torch.randn(300, generator=g)
@@ -229,7 +216,6 @@ def test_a_row_is_drawn_alike_wherever_it_stands(backend):
     assert len(others) > 5                                       # and so do both halves of a seed
 
 
-@BACKENDS
 @pytest.mark.parametrize("V", [47, 500])
 @pytest.mark.parametrize("guidance, temperature, top_k, top_p", [
     (1.0, 1.0, 0, 1.0), (3.0, 1.0, 10, 1.0), (1.5, 0.7, 0, 0.8), (2.0, 1.3, 20, 0.9), (2.0, 0.0, 3, 0.5),
@@ -248,7 +234,6 @@ def test_the_ids_kept_are_those_of_guided_probs(backend, V, guidance, temperatur
     assert tokens == [kept[i] for i in scores.expand(N, len(kept)).argmax(-1).tolist()]
 
 
-@BACKENDS
 @pytest.mark.parametrize("V", [1, 3, 255, 256, 257, 515])
 def test_the_first_and_the_last_ids_are_drawn(backend, V):
     for best in {0, V // 2, V - 1}:
@@ -313,8 +298,6 @@ def counts_of(logits, settings, draws, seed=3, rows=500):
     (300, {"top_p": 0.8}, 100_000, 1.1),
     (16384, {"top_k": 1000}, 100_000, 1.1),
     (16384, {}, 100_000, 1.2),
-    pytest.param(16384, {}, 10_000_000, 1.02, marks=pytest.mark.slow),
-    pytest.param(16384, {"top_k": 1000, "top_p": 0.95}, 10_000_000, 1.02, marks=pytest.mark.slow),
 ])
 def test_tokens_have_the_probabilities_of_guided_probs(V, settings, draws, hotter):
     """Control: the same counts do not fit the probabilities at a slightly higher temperature."""

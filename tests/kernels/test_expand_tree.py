@@ -9,7 +9,6 @@ import torch
 from specvis_kernels import INVALID_ROW, backends, expand_tree
 from tests.kernels.inputs import DEVICE, exact_probs
 
-BACKENDS = pytest.mark.parametrize("backend", backends("expand_tree", DEVICE))
 INF, NAN = math.inf, math.nan
 
 
@@ -25,14 +24,12 @@ def one_level(rows, scores=(0.0,), width=3, K=3, backend=None):
     return [a[0].tolist() for a in out]
 
 
-@BACKENDS
 def test_the_root_by_hand(backend):
     """ln 1/2, ln 1/4, ln 1/8; of the two eighths the lower id."""
     assert one_level([[1/8, 1/2, 1/8, 1/4]], backend=backend) == [
         [[1, 3, 0]], [[log(1/2), log(1/4), log(1/8)]], [0, 1, 2], [0]]
 
 
-@BACKENDS
 def test_two_nodes_by_hand(backend):
     """Children 0..2 are of node 0, 3..5 of node 1; scores are ln of 1/2, 1/4, 1/8 and 3/8, 1/8, nothing.
 
@@ -47,7 +44,6 @@ def test_two_nodes_by_hand(backend):
     assert frontier == [0, 3, 1] and status == [0, 0]
 
 
-@BACKENDS
 def test_ties_between_nodes_go_to_the_smaller_index(backend):
     """2 ln 1/2 rounds to exactly ln 1/4: children 1, 3 and 4 tie for two slots."""
     frontier = one_level([[1/2, 1/4, 1/4, 0], [1/2, 1/2, 0, 0]], [0.0, log(1/2)], backend=backend)[2]
@@ -56,7 +52,6 @@ def test_ties_between_nodes_go_to_the_smaller_index(backend):
     assert frontier == [0, 1, 3]
 
 
-@BACKENDS
 @pytest.mark.parametrize("width, num_kept", [(3, 3), (2, 2), (1, 1), (0, 1), (-7, 1), (4, 3), (2**31 - 1, 3)])
 def test_width_is_clamped(backend, width, num_kept):
     tokens, scores, frontier, _ = one_level([[1/8, 1/2, 1/8, 1/4]], width=width, backend=backend)
@@ -65,7 +60,6 @@ def test_width_is_clamped(backend, width, num_kept):
     assert frontier == [0, 1, 2][:num_kept] + [-1] * (3 - num_kept)
 
 
-@BACKENDS
 @pytest.mark.parametrize("row, K, children", [
     ([0, 0, 1, 0], 3, [2]),                        # one-hot: the others have probability 0
     ([1/4, 1/4, 1/4, 1/4], 3, [0, 1, 2]),          # all tie
@@ -82,7 +76,6 @@ def test_only_tokens_of_positive_probability_are_children(backend, row, K, child
     assert frontier == [*range(len(children)), *[-1] * padding]
 
 
-@BACKENDS
 @pytest.mark.parametrize("row", [
     [1/2, NAN, 1/4, 1/4], [-NAN, 1/2, 1/4, 1/4], [INF, 0, 0, 0], [-INF, 1, 0, 0], [1, 1/2, -1/2, 0],
     [0, 0, 0, 0], [3, 0, 0, 0], [2.0**-49] * 4,
@@ -96,14 +89,12 @@ def test_an_invalid_row_has_no_children(backend, row):
     assert one_level([row], backend=backend)[2:] == [[-1, -1, -1], [INVALID_ROW]]
 
 
-@BACKENDS
 @pytest.mark.parametrize("score", [-INF, NAN])
 def test_an_unused_node_is_not_looked_at(backend, score):
     tokens, scores, frontier, status = one_level([[NAN] * 4, [1/2, 1/2, 0, 0]], [score, 0.0], backend=backend)
     assert status == [0, 0] and tokens[0] == [0, 0, 0] and scores[0] == [-INF] * 3 and frontier == [3, 4, -1]
 
 
-@BACKENDS
 def test_no_child_scores_above_its_parent(backend):
     """Not even where rounding made a probability larger than 1; and 1 itself costs nothing."""
     above = float(np.nextafter(np.float32(1), np.float32(2)))
@@ -111,14 +102,12 @@ def test_no_child_scores_above_its_parent(backend):
     assert [s[0] for s in scores] == [0.0, -2.0, -2.0**30]
 
 
-@BACKENDS
 def test_the_log_is_taken_in_float64(backend):
     """Of the first two probabilities a float32 log is often one unit off."""
     row = [469/1024, 457/1024, 98/1024]
     assert one_level([row], backend=backend)[1] == [[log(p) for p in row]]
 
 
-@BACKENDS
 def test_the_lowest_score_has_children_of_its_own_score(backend):
     """So far down every log-probability is lost in the rounding."""
     lowest = float(np.finfo(np.float32).min)
@@ -127,7 +116,6 @@ def test_the_lowest_score_has_children_of_its_own_score(backend):
     assert tokens == [[1, 0, 0], [2, 1, 0]] and scores[1] == [lowest, lowest, -INF] and frontier == [0, 3, 4]
 
 
-@BACKENDS
 @pytest.mark.parametrize("V, max_chunks", [(50, 4), (50, 16), (64, 64), (9000, 4096)])
 def test_the_best_may_stand_anywhere(backend, V, max_chunks, monkeypatch):
     """All in one of the chunks that a program divides its row into, in either order, or in one each."""
@@ -155,7 +143,6 @@ def test_many_children_of_one_probability(backend, V, ties):
     assert frontier == [*range(ties), *[-1] * (V - ties)]
 
 
-@BACKENDS
 def test_equals_a_sort_of_every_row(backend):
     """Widths and unused nodes differ in the batch; probabilities are few, so ties are many."""
     B, F, V, K = 3, 4, 33, 5

@@ -7,7 +7,6 @@ import torch
 from specvis_kernels import INVALID_ROW, backends, guided_probs
 from tests.kernels.inputs import DEVICE
 
-BACKENDS = pytest.mark.parametrize("backend", backends("guided_probs", DEVICE))
 INF, NAN = math.inf, math.nan
 
 
@@ -33,7 +32,6 @@ def close(expected):
     return pytest.approx(expected, rel=1e-6, abs=0)  # abs=0: a zero is a zero
 
 
-@BACKENDS
 @pytest.mark.parametrize("settings, expected", [
     ({}, [8, 4, 2, 1, 1]),                             # /16
     ({"temperature": 0.5}, [64, 16, 4, 1, 1]),         # squares, /86
@@ -70,7 +68,6 @@ def test_by_hand(backend, settings, expected):
     assert probs == close([x / sum(expected) for x in expected]) and status == 0
 
 
-@BACKENDS
 @pytest.mark.parametrize("cond, uncond, guidance, expected", [
     (logs(2, 4, 2), logs(1, 1, 4), 1.0, [2, 4, 2]),    # u + (c - u) = c
     (logs(2, 4, 2), logs(1, 1, 4), 0.0, [1, 1, 4]),
@@ -84,7 +81,6 @@ def test_guidance_by_hand(backend, cond, uncond, guidance, expected):
     assert probs == close([x / sum(expected) for x in expected]) and status == 0
 
 
-@BACKENDS
 @pytest.mark.parametrize("logits, settings", [
     ([0.0, NAN, 1.0], {}),
     ([0.0, -NAN, 1.0], {"top_k": 1}),
@@ -102,7 +98,6 @@ def test_an_invalid_row_is_zero(backend, logits, settings):
     assert one_row(logits, backend=backend, **settings) == ([0.0, 0.0, 0.0], INVALID_ROW)
 
 
-@BACKENDS
 @pytest.mark.parametrize("logits, settings, expected", [
     ([NAN, 0.0, INF], {"id_range": (1, 2)}, [0, 1, 0]),           # what is outside the range is not looked at
     ([0.0, -0.0, -1.0], {"top_k": 1}, [0.5, 0.5, 0]),             # the two zeros are a tie
@@ -115,7 +110,6 @@ def test_extremes(backend, logits, settings, expected):
     assert one_row(logits, backend=backend, **settings) == (expected, 0)
 
 
-@BACKENDS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_are_computed_in_float32(backend, dtype):
     g = torch.Generator().manual_seed(0)
@@ -127,7 +121,6 @@ def test_half_types_are_computed_in_float32(backend, dtype):
     assert torch.equal(half, full)
 
 
-@BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first, second", [(0, 1), (1, 0), (1, 1), (3, 7), (2, 10)])
 def test_rows_start_at_any_address(backend, dtype, first, second):
@@ -142,7 +135,6 @@ def test_rows_start_at_any_address(backend, dtype, first, second):
         assert torch.equal(a, b)
 
 
-@BACKENDS
 def test_settings_are_per_request(backend):
     """Four requests with settings of their own, which both rows of a request share."""
     logits = torch.tensor(logs(8, 4, 2, 1, 1), device=DEVICE).expand(4, 2, 5)
@@ -158,7 +150,6 @@ def test_settings_are_per_request(backend):
     assert not status.any()
 
 
-@BACKENDS
 def test_the_kept_set_is_the_oracles(backend):
     """On arbitrary logits too: top-k compares exact numbers, top-p sums that are far apart here."""
     g = torch.Generator().manual_seed(0)
@@ -186,7 +177,6 @@ def plainly_filtered(logits, k, p):
     return set(kept[:k] if k > 0 else kept)
 
 
-@BACKENDS
 @pytest.mark.parametrize("k", [0, 1, 7, 60, 500])
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9, 0.999, 1.0])
 def test_p_then_k_is_the_plain_statement(backend, k, p):
@@ -197,7 +187,6 @@ def test_p_then_k_is_the_plain_statement(backend, k, p):
     assert max(probs) == close(math.exp(max(logits)) / total)
 
 
-@BACKENDS
 def test_each_row_has_a_range_of_its_own(backend):
     """The last two are not ranges of ids."""
     ranges = torch.tensor([[[0, 5], [1, 4], [3, 4], [2, 2], [0, 6]]], device=DEVICE)
@@ -213,7 +202,6 @@ def test_each_row_has_a_range_of_its_own(backend):
         assert torch.equal(alone.probs[0, 0], probs[0, n])
 
 
-@BACKENDS
 def test_a_number_stands_for_all_requests(backend):
     logits, uncond = torch.randn(2, 3, 2, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     one = torch.ones(3, device=DEVICE)
@@ -222,7 +210,6 @@ def test_a_number_stands_for_all_requests(backend):
         assert torch.equal(got, wanted)
 
 
-@BACKENDS
 def test_exp_is_right_to_rounding(backend):
     logits = torch.linspace(-60, 0, 2001, device=DEVICE).view(1, 1, -1)
     one, off = torch.ones(1, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -231,7 +218,6 @@ def test_exp_is_right_to_rounding(backend):
     torch.testing.assert_close(probs.double(), expected, rtol=4e-7, atol=0)
 
 
-@BACKENDS
 def test_a_near_tie_of_top_p_is_decided_alike(backend):
     """The best token holds 0.5 up to the rounding of exp, and the n others hold the rest. They stay if it is less."""
     def num_kept(n, backend):
@@ -244,7 +230,6 @@ def test_a_near_tie_of_top_p_is_decided_alike(backend):
     assert all(kept[n] in (1, n + 1) for n in kept)
 
 
-@BACKENDS
 @pytest.mark.parametrize("units, num_kept", [(65536, 1), (65537, 2)])
 def test_top_p_counts_exactly(backend, units, num_kept):
     """In units of 2**-40 the best token has mass 2**40, and top_p of all 2**40 - 0.004 or 2**40 + 0.996.
@@ -255,7 +240,6 @@ def test_top_p_counts_exactly(backend, units, num_kept):
     assert sum(p > 0 for p in probs) == num_kept
 
 
-@BACKENDS
 @pytest.mark.parametrize("V", [70, 300])
 def test_top_k_in_rows_of_any_length(backend, V):
     """Integers, whose low bits are zero: the kernels' digits of the threshold are the lowest or highest ones."""
@@ -265,7 +249,6 @@ def test_top_k_in_rows_of_any_length(backend, V):
         assert [p > 0 for p in probs] == [x >= sorted(logits)[-k] for x in logits]
 
 
-@BACKENDS
 @pytest.mark.parametrize("V", [33, 47, 129, 300])
 def test_a_small_top_k_sees_the_last_ids(backend, V):
     for best in (0, 15, 16, V - 2, V - 1):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from specvis_kernels import backends, sample_residual, verify_tree
 from tests.kernels.inputs import DEVICE, links
-from tests.kernels.test_every_op import assert_agree
+from tests.laws.test_every_op import assert_agree
 
 MOST_EMULATED = 1000  # cells of a grid
 BACKENDS = [backend for backend in backends("verify_tree", DEVICE) if backend != "triton" or DEVICE != "cpu"]

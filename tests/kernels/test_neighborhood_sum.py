@@ -20,7 +20,6 @@ def one(backend, row, token, neighbors, delta, dtype=torch.int32, **options):
     return relaxed_mass.item(), num_neighbors.item(), status.item()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cutoff, delta, relaxed_mass, num_neighbors", [
     # The token has 1/2; its neighbors, nearest first, 1/4, 1/8, 1/8: running sums 1/4, 3/8, 1/2.
     ("tvd", 0.0, 0.5, 0),
@@ -57,7 +56,6 @@ def test_cutoffs_by_hand(backend, cutoff, delta, relaxed_mass, num_neighbors, dt
     assert got == (relaxed_mass, num_neighbors, 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cutoff, delta, relaxed_mass, num_neighbors", [
     ("tvd", 0.0, 0.5, 1),    # the neighbor of probability 0 takes a place and no budget; 1/4 does not fit
     ("ratio", 0.0, 0.5, 1),
@@ -69,7 +67,6 @@ def test_a_neighbor_without_probability_takes_a_place(backend, cutoff, delta, re
     assert one(backend, [0.5, 0.0, 0.25, 0.25], 0, table, delta, cutoff=cutoff) == (relaxed_mass, num_neighbors, 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("cutoff, delta, relaxed_mass, num_neighbors", [
     ("tvd", 0.25, 0.25, 1),
     ("ratio", 5.0, 0.0, 0),  # 5 * 0 < 1/4
@@ -81,7 +78,6 @@ def test_a_token_without_probability(backend, cutoff, delta, relaxed_mass, num_n
     assert got == (relaxed_mass, num_neighbors, 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("token, relaxed_mass, num_neighbors", [
     (0, 0.25, 0),   # below the codebook: no neighbors
     (1, 0.125, 0),
@@ -95,14 +91,12 @@ def test_an_offset_table(backend, token, relaxed_mass, num_neighbors):
     assert one(backend, row, token, [[1, 2], [0, 2], [0, 1]], 1.0, offset=2) == (relaxed_mass, num_neighbors, 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strange", [100, -3, 2**31 - 1, -2**31])
 def test_an_id_outside_the_vocabulary_adds_nothing(backend, strange):
     table = [[strange, 1], [0, 2], [0, 1]]
     assert one(backend, [0.5, 0.25, 0.25], 0, table, 1.0) == (0.75, 2, 0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_id_outside_the_vocabulary_is_not_the_next_row(backend):
     relaxed_mass, num_neighbors, _ = neighborhood_sum(
         torch.tensor([[0.5, 0.25, 0.25]] * 2, device=DEVICE), torch.tensor([0, 0], device=DEVICE),
@@ -111,7 +105,6 @@ def test_the_first_id_outside_the_vocabulary_is_not_the_next_row(backend):
     assert relaxed_mass.tolist() == [0.75, 0.75] and num_neighbors.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("row, token, status", [
     ([0.5, NAN, 0.5], 0, INVALID_ROW),
     ([0.5, INF, 0.5], 0, INVALID_ROW),
@@ -130,7 +123,6 @@ def test_bad_rows_and_tokens_are_reported(backend, row, token, status):
     assert one(backend, row, token, [[1, 2], [0, 2], [0, 1]], 1.0) == (0.0, 0, status)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("V", [1, 2, 7, 38])
 def test_every_entry_of_a_row_is_looked_at(backend, V):
     """And of no other row, wherever in memory it begins and ends: every second one has a NaN."""
@@ -155,7 +147,6 @@ def test_a_row_for_more_blocks_than_a_cluster_has(backend):
     assert out.status.tolist() == [0, INVALID_ROW]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_narrow_tables_hold_large_ids(backend):
     V = 40000
     row = torch.zeros(1, V)
@@ -168,7 +159,6 @@ def test_narrow_tables_hold_large_ids(backend):
     assert relaxed_mass.item() == 1.0 and num_neighbors.item() == 1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_moving_the_kept_mass_is_that_far_in_total_variation(backend):
     """What `tvd` bounds: the row with the kept neighbors' mass on the token differs from the row by S."""
     g = torch.Generator().manual_seed(0)

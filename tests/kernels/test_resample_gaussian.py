@@ -7,13 +7,12 @@ import torch
 from specvis_kernels import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, accept_gaussian, backends, resample_gaussian
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
-from tests.kernels.test_every_op import same
+from tests.laws.test_every_op import same
 
 BACKENDS = backends("resample_gaussian", DEVICE)
 NAN, INF = float("nan"), float("inf")
 DRAFT, FALLBACK = 9.0, 8.0
 BELOW_ONE = 1 - 2.0**-24
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def tensor(values, *shape):
@@ -35,7 +34,6 @@ def one(backend, normals, uniforms, S=0.0, is_accepted=False, is_rejected=True, 
     return token.item(), num_tries.item(), status.item()
 
 
-@each_backend
 @pytest.mark.parametrize("normals, uniforms, S, options, expected", [
     ([0.5], [0.632], 0.0, {}, (0.5, 1, 0)),                        # log r = 1, 1 - 1/e = 0.63212
     ([0.5], [0.633], 0.0, {}, (FALLBACK, 1, OUT_OF_TRIES)),
@@ -58,21 +56,18 @@ def test_tries_by_hand(backend, normals, uniforms, S, options, expected):
     assert one(backend, normals, uniforms, S, **options) == expected
 
 
-@each_backend
 def test_a_try_is_the_targets_last_step(backend):
     """mean + sigma * normal: 3 + 0.5 * 2 = 4."""
     token, num_tries, status = one(backend, [2.0], [0.0], target=(3.0, math.log(0.5)), other=(30.0, 0.0))
     assert token == pytest.approx(4.0, abs=1e-6) and (num_tries, status) == (1, 0)
 
 
-@each_backend
 def test_what_is_neither_accepted_nor_rejected_is_zero(backend):
     assert one(backend, [0.0], [0.0], is_accepted=True, is_rejected=False) == (DRAFT, 0, 0)
     assert one(backend, [0.0], [0.0], is_accepted=False, is_rejected=False) == (0.0, 0, 0)
     assert one(backend, [0.0], [0.0], is_accepted=True, is_rejected=True) == (0.0, 1, 0)
 
 
-@each_backend
 def test_any_try_may_be_the_first(backend):
     """More tries than a program of Triton looks at together."""
     M = 35
@@ -82,7 +77,6 @@ def test_any_try_may_be_the_first(backend):
         assert one(backend, normals[:M], [0.0] * M) == expected
 
 
-@each_backend
 def test_identical_models_leave_nothing_to_resample(backend):
     """accept_gaussian rejects nothing; who asks all the same gets the fallback."""
     M = 20
@@ -90,7 +84,6 @@ def test_identical_models_leave_nothing_to_resample(backend):
     assert one(backend, normals, [0.0] * M, other=(0.0, 0.0)) == (FALLBACK, M, OUT_OF_TRIES)
 
 
-@each_backend
 def test_disjoint_supports_accept_the_first_try(backend):
     for sigma in (1e-4, 1.0, 1e3):
         options = dict(target=(0.0, math.log(sigma)), other=(1e7 * sigma, math.log(sigma)))
@@ -98,7 +91,6 @@ def test_disjoint_supports_accept_the_first_try(backend):
         assert token == pytest.approx(sigma) and (num_tries, status) == (1, 0)
 
 
-@each_backend
 def test_sigmas_a_thousand_times_apart(backend):
     """A wide target over a narrow draft: only what falls under the draft's peak is rejected. And the reverse."""
     wide, narrow = (0.0, 0.0), (0.0, math.log(1e-3))
@@ -109,7 +101,6 @@ def test_sigmas_a_thousand_times_apart(backend):
         assert one(backend, [1.0, 0.0], [1 - math.exp(-log_r) + nudge, 0.0], target=narrow, other=wide)[1] == num_tries
 
 
-@each_backend
 def test_bad_numbers(backend):
     """Only what is looked at counts; the token is 0 and never NaN."""
     zero = (0.0, 1, INVALID_ROW)
@@ -137,14 +128,12 @@ def test_bad_numbers(backend):
     assert one(backend, [1.0], [0.0], target=(0.0, 400.0)) == zero  # sigma overflows
 
 
-@each_backend
 @pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF])
 def test_an_undefined_temperature_resamples_nothing(backend, temperature):
     assert one(backend, [0.0], [0.0], temperature=temperature) == (0.0, 0, INVALID_RULE)
     assert one(backend, [0.0], [0.0], temperature=temperature, is_accepted=True, is_rejected=False) == (DRAFT, 0, 0)
 
 
-@each_backend
 def test_tests_a_try_as_accept_gaussian_tests_a_draft(backend):
     """An accepted try with uniform u, and no other, has u < 1 - exp(-log_r) for accept_gaussian's log_r of it."""
     B, G, C, M = (12, 3, 18, 5) if backend == "triton" else (300, 3, 18, 5)
@@ -164,7 +153,6 @@ def test_tests_a_try_as_accept_gaussian_tests_a_draft(backend):
     assert rejected_tries > 0 and (is_rejected & (status == 0)).any() and (status == OUT_OF_TRIES).any()
 
 
-@each_backend
 def test_one_position_of_each_request_may_be_gathered(backend):
     args, _ = inputs.resample_gaussian(4, 3, 18, 5)
     which = torch.tensor([2, 0, 1, 2], device=DEVICE)
@@ -173,7 +161,6 @@ def test_one_position_of_each_request_may_be_gathered(backend):
         assert same(got[:, 0], expected[torch.arange(4), which])
 
 
-@each_backend
 def test_the_same_bits_in_any_batch_and_order(backend):
     B = 5 if backend == "triton" else 300
     args, _ = inputs.resample_gaussian(B, 4, 19, 12)

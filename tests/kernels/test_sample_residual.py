@@ -16,7 +16,6 @@ from tests.kernels.inputs import DEVICE
 BACKENDS = backends("sample_residual", DEVICE)
 NAN, INF = float("nan"), float("inf")
 TARGET, DRAFT = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def tensor(values):
@@ -30,7 +29,6 @@ def one(backend, target, draft, uniform, omega=None):
     return token.item(), status.item()
 
 
-@each_backend
 @pytest.mark.parametrize("draft, omega, masses", [
     # What is left, in sixteenths; P is 8 4 2 2, Q is 4 8 4 0.
     (DRAFT, None, [4, 0, 0, 2]),
@@ -50,7 +48,6 @@ def test_residuals_by_hand(backend, draft, omega, masses):
         assert one(backend, TARGET, draft, (i + 0.5) / total, omega) == (token, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("uniform, token", [
     (0.0, 1), (0.49, 1), (0.5, 3), (1.0, 3), (NAN, 1), (INF, 3), (-1.0, 1),
 ])
@@ -59,13 +56,11 @@ def test_the_draw_stays_where_mass_is(backend, uniform, token):
     assert one(backend, [0.0, 0.5, 0.0, 0.5, 0.0], None, uniform) == (token, 0)
 
 
-@each_backend
 def test_the_smallest_mass_has_its_turn(backend):
     assert one(backend, [2.0**-42, 1.0], None, 0.0) == (0, 0)
     assert one(backend, [2.0**-42, 1.0], None, 2.0**-42) == (1, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("draft", [None, [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]])
 def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
     """Exactly half of the mass stands before token 4, which has none."""
@@ -77,14 +72,12 @@ def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
     assert one(backend, row, draft, 0.499) == (1, 0)
 
 
-@each_backend
 def test_an_empty_residual_is_the_target(backend):
     assert one(backend, TARGET, TARGET, 0.49) == (0, EMPTY_RESIDUAL)
     assert one(backend, TARGET, TARGET, 0.5) == (1, EMPTY_RESIDUAL)
     assert one(backend, TARGET, TARGET, 0.5, 0.5) == (1, 0)  # half of P is left
 
 
-@each_backend
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
 def test_bad_rows(backend, bad):
     assert one(backend, bad, DRAFT, 0.9) == (0, INVALID_ROW)
@@ -94,14 +87,12 @@ def test_bad_rows(backend, bad):
     assert one(backend, bad, None, 0.9) == (0, INVALID_ROW)
 
 
-@each_backend
 @pytest.mark.parametrize("omega", [-0.5, NAN])
 def test_an_undefined_omega_draws_from_the_target(backend, omega):
     assert one(backend, TARGET, DRAFT, 0.5, omega) == (1, INVALID_RULE)
     assert one(backend, [NAN] * 4, DRAFT, 0.5, omega) == (0, INVALID_RULE | INVALID_ROW)
 
 
-@each_backend
 def test_is_what_verify_tree_draws_after_one_rejection(backend):
     """The two ops say the same about the same rows, token for token, inexact probabilities too."""
     g = torch.Generator().manual_seed(0)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from specvis_kernels import INVALID_TREE, backends, expand_tree, select_tree, tree_links
+from specvis_kernels import INVALID_TREE, expand_tree, select_tree, tree_links
 from tests.kernels.inputs import DEVICE, exact_probs
 
-BACKENDS = pytest.mark.parametrize("backend", backends("select_tree", DEVICE))
 INF, NAN = math.inf, math.nan
 
 
@@ -29,7 +28,6 @@ def one_tree(scores, parents, size=4, N=4, backend=None):
 SCORES, PARENTS = [-1.0, -2.0, -1.5, -4.0, -3.0], [-1, -1, 0, 0, 1]
 
 
-@BACKENDS
 @pytest.mark.parametrize("size, N, source, parents", [
     (6, 6, [0, 1, 2, 3, 4], [0, 0, 1, 1, 2]),  # everything
     (4, 4, [0, 1, 2], [0, 0, 1]),              # -1, -1.5, -2: a, c, b, in the candidates' order a, b, c
@@ -51,7 +49,6 @@ def test_by_hand(backend, size, N, source, parents):
         [-1, *source, *[-1] * padding], 0]
 
 
-@BACKENDS
 @pytest.mark.parametrize("scores, size, source", [
     ([-1.0, -1.0, -1.0, -1.0, -1.0], 4, [0, 1, 2]),        # all tie
     ([-1.0, -2.0, -2.0, -2.0, -2.0], 4, [0, 1, 2]),
@@ -67,7 +64,6 @@ def test_ranks(backend, scores, size, source):
     assert [m for m in one_tree(scores, PARENTS, size, 6, backend)[2] if m >= 0] == source
 
 
-@BACKENDS
 @pytest.mark.parametrize("scores, parents, expected, source", [
     ([-3.0, -1.0], [-1, 0], [-1, -2, -2], [-1, -1, -1]),   # its parent was not kept
     ([-3.0, -1.0, -1.0], [-1, -1, 0], [-1, 0, -2], [-1, 1, -1]),  # nor the first one behind that
@@ -85,7 +81,6 @@ def test_an_invalid_parent_is_reported_and_not_followed(backend, scores, parents
     assert tokens == [7, *[10 + m if m >= 0 else 0 for m in source[1:]]]
 
 
-@BACKENDS
 @pytest.mark.parametrize("M", [50, 1100, 2100])
 def test_an_invalid_parent_of_many(backend, M):
     """The first candidate's: every third one hangs from it, and points to a slot that is unused."""
@@ -95,18 +90,15 @@ def test_an_invalid_parent_of_many(backend, M):
     assert source == [-1, -1, *range(1, M)]
 
 
-@BACKENDS
 def test_what_is_not_kept_may_have_any_parent(backend):
     assert one_tree([-1.0, -5.0, -INF], [-1, 99, -99], 2, 4, backend) == [[7, 10, 0, 0], [-1, 0, -2, -2],
                                                                          [-1, 0, -1, -1], 0]
 
 
-@BACKENDS
 def test_no_candidates(backend):
     assert one_tree([], [], 3, 3, backend) == [[7, 0, 0], [-1, -2, -2], [-1, -1, -1], 0]
 
 
-@BACKENDS
 @pytest.mark.parametrize("M, N", [(30, 12), (90, 65), (2200, 1900)])
 def test_a_kept_nodes_parent_is_kept(backend, M, N):
     """Scores that never rise along a path, most of them equal: three requests with sizes of their own."""
@@ -152,7 +144,6 @@ def eagle_2(distribution, root, K, depth, N):
     return [root, *[path[-1] for path in paths[1:]]], [-1, *[paths.index(path[:-1]) for path in paths[1:]]]
 
 
-@BACKENDS
 @pytest.mark.parametrize("V, K, depth, N", [(8, 3, 3, 10), (5, 7, 2, 40), (24, 4, 4, 12), (3, 2, 4, 30)])
 @pytest.mark.parametrize("ties", [False, True])
 def test_grows_eagle_2s_tree(backend, V, K, depth, N, ties):

@@ -4,10 +4,8 @@ import random
 import pytest
 import torch
 
-from specvis_kernels import INVALID_TREE, backends, tree_from_mask, tree_links, tree_mask
+from specvis_kernels import INVALID_TREE, tree_from_mask, tree_links, tree_mask
 from tests.kernels.inputs import DEVICE
-
-BACKENDS = pytest.mark.parametrize("backend", backends("tree_from_mask", DEVICE))
 
 
 def parents(rows, backend):
@@ -16,7 +14,6 @@ def parents(rows, backend):
                           backend=backend)
 
 
-@BACKENDS
 def test_by_hand(backend):
     """The diagonal may be missing; who sees no other node is unused, but for the root."""
     assert parents("x.... xx... x.x.. xx.x. ....x", backend).tolist() == [[-1, 0, 0, 1, -2]]
@@ -24,7 +21,6 @@ def test_by_hand(backend):
     assert parents(".", backend).tolist() == [[-1]]
 
 
-@BACKENDS
 @pytest.mark.parametrize("rows, expected", [
     ("x... xx.. x.x. xxxx", [-1, 0, 0, 4]),   # causal: sees its parent's sibling
     ("x... xx.. x.x. .x.x", [-1, 0, 0, 4]),   # does not see its parent's parent
@@ -37,7 +33,6 @@ def test_what_is_no_tree_is_reported_by_tree_links(backend, rows, expected):
     assert got.tolist() == [expected] and tree_links(got).status.tolist() == [INVALID_TREE]
 
 
-@BACKENDS
 @pytest.mark.parametrize("N, reach", [(1, 1), (59, 9), (60, 60), (65, 20), (130, 130)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.int64])
 def test_there_and_back(backend, N, reach, dtype):

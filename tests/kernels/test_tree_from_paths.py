@@ -2,17 +2,14 @@
 import pytest
 import torch
 
-from specvis_kernels import INVALID_TREE, backends, tree_from_paths, tree_links
+from specvis_kernels import INVALID_TREE, tree_from_paths, tree_links
 from tests.kernels.inputs import DEVICE
-
-BACKENDS = pytest.mark.parametrize("backend", backends("tree_from_paths", DEVICE))
 
 
 def parents(paths, num_nodes, backend, dtype=torch.int64):
     return tree_from_paths(torch.tensor(paths, dtype=dtype, device=DEVICE), num_nodes, backend=backend)
 
 
-@BACKENDS
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_by_hand(backend, dtype):
     """EAGLE's rows, in any order, padded with any negative number; nodes 4 and 7 are on none."""
@@ -22,20 +19,17 @@ def test_by_hand(backend, dtype):
     assert tree_links(got).status.tolist() == [0]
 
 
-@BACKENDS
 def test_several_trees(backend):
     assert parents([[[0, 1], [0, 2]], [[0, 2], [0, -1]], [[0, -1], [-1, -1]]], 3, backend).tolist() == [
         [-1, 0, 0], [-1, -2, 0], [-1, -2, -2]]
 
 
-@BACKENDS
 def test_the_root_alone(backend):
     assert parents([[0]], 1, backend).tolist() == [[-1]]
     assert tree_from_paths(torch.zeros(2, 0, 3, dtype=torch.int64, device=DEVICE), 2,
                            backend=backend).tolist() == [[-1, -2]] * 2
 
 
-@BACKENDS
 @pytest.mark.parametrize("rows, expected", [
     ([[0, 1, 3], [0, 2, 3]], [-1, 0, 0, 4]),             # two parents
     ([[0, 2, 3], [0, 1, 3], [0, 2, 3]], [-1, 0, 0, 4]),

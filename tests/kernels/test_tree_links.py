@@ -4,10 +4,8 @@ import random
 import pytest
 import torch
 
-from specvis_kernels import INVALID_TREE, backends, tree_links
+from specvis_kernels import INVALID_TREE, tree_links
 from tests.kernels.inputs import DEVICE
-
-BACKENDS = pytest.mark.parametrize("backend", backends("tree_links", DEVICE))
 
 
 def links(*parents, backend=None):
@@ -17,7 +15,6 @@ def links(*parents, backend=None):
     return [[[word % 2**64 for word in words] for words in tree] for tree in ancestors], *others
 
 
-@BACKENDS
 def test_by_hand(backend):
     """0 -> 1, 2, 5; 1 -> 3; 2 -> 4; 3 -> 6. Node 6's ancestors are 6, 3, 1, 0: bits 64 + 8 + 2 + 1."""
     assert links([-1, 0, 0, 1, 2, 0, 3], backend=backend) == (
@@ -28,7 +25,6 @@ def test_by_hand(backend):
         [0])
 
 
-@BACKENDS
 def test_unused_slots(backend):
     """At the end, in the middle, and all but the root; the other requests do not notice."""
     assert links([-1, 0, 1, -2], [-1, -2, 0, 2], [-1, -2, -2, -2], [-1, 0, 0, 0], backend=backend) == (
@@ -39,7 +35,6 @@ def test_unused_slots(backend):
         [0, 0, 0, 0])
 
 
-@BACKENDS
 @pytest.mark.parametrize("parents, depth, first_child, next_sibling", [
     ([-1, 0, -1, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),        # a second root
     ([-1, 0, 2, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),         # its own parent
@@ -64,7 +59,6 @@ def test_an_invalid_parent_is_reported_and_not_followed(backend, parents, depth,
     assert ancestors[1] == [[1], [3], [7], [15]] and status == [INVALID_TREE, 0]
 
 
-@BACKENDS
 def test_int64_parents(backend):
     """torch's own integers; what does not fit into int32 stays out of range."""
     tree, *bad = [-1, 0, 1, 0], [-1, 0, 2**32 + 1, 0], [-1, 0, -2**32 + 1, 0], [2**32 - 1, 0, 0, 0]
@@ -73,13 +67,11 @@ def test_int64_parents(backend):
     assert (got.depth[1:, 2] == -1).all()
 
 
-@BACKENDS
 def test_one_node(backend):
     assert links([-1], backend=backend) == ([[[1]]], [[0]], [[-1]], [[-1]], [0])
     assert links([0], backend=backend) == ([[[0]]], [[-1]], [[-1]], [[-1]], [INVALID_TREE])
 
 
-@BACKENDS
 @pytest.mark.parametrize("N", [63, 64, 65, 130])
 def test_bits_run_on_through_the_words(backend, N):
     """A chain: node n's ancestors are 0..n, the low n + 1 bits of all its words."""
@@ -91,7 +83,6 @@ def test_bits_run_on_through_the_words(backend, N):
     assert first_child == [[*range(1, N), -1]] and next_sibling == [[-1] * N]
 
 
-@BACKENDS
 def test_a_second_root_far_behind(backend):
     """It is no sibling of the first one, and does not stay unnoticed."""
     ancestors, depth, first_child, next_sibling, status = links([-1] + [0] * 128 + [-1], backend=backend)
@@ -99,7 +90,6 @@ def test_a_second_root_far_behind(backend):
     assert first_child == [[1] + [-1] * 129] and next_sibling == [[-1, *range(2, 129), -1, -1]]
 
 
-@BACKENDS
 def test_leaves_only(backend):
     """Seventy children of the root."""
     ancestors, depth, first_child, next_sibling, status = links([-1] + [0] * 70, backend=backend)
@@ -107,7 +97,6 @@ def test_leaves_only(backend):
     assert first_child == [[1] + [-1] * 70] and next_sibling == [[-1, *range(2, 71), -1]]
 
 
-@BACKENDS
 @pytest.mark.parametrize("N", [5, 64, 65, 130])
 def test_the_links_say_what_the_parents_said(backend, N):
     """Parents can be read off the links; popcount is depth + 1; the bits are those of the way up."""

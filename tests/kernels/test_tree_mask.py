@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from specvis_kernels import backends, tree_links, tree_mask
+from specvis_kernels import tree_links, tree_mask
 from tests.kernels.inputs import DEVICE
-
-BACKENDS = pytest.mark.parametrize("backend", backends("tree_mask", DEVICE))
 
 
 def ancestors_of(*trees):
@@ -27,7 +25,6 @@ def picture(mask):
 TREE = [-1, 0, 0, 2, -2]  # 0 -> 1, 2; 2 -> 3; slot 4 is unused
 
 
-@BACKENDS
 def test_the_nodes_alone(backend):
     assert picture(tree_mask(ancestors_of(TREE), backend=backend)[0]) == [
         "x....",
@@ -37,7 +34,6 @@ def test_the_nodes_alone(backend):
         "....x"]
 
 
-@BACKENDS
 @pytest.mark.parametrize("length, columns, expected", [
     (2, 8, ["xxx.....", "xxxx....", "xxx.x...", "xxx.xx..", "......x."]),  # two cached, the nodes, nothing
     (0, 6, ["x.....", "xx....", "x.x...", "x.xx..", "....x."]),
@@ -54,7 +50,6 @@ def test_cached_columns_come_first(backend, length, columns, expected):
     assert torch.equal(mask[1], alone[0])
 
 
-@BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_additive(backend, dtype):
     mask = tree_mask(ancestors_of([-1, 0, 0]), lengths(1), columns=4, form="additive", dtype=dtype,
@@ -66,13 +61,11 @@ def test_additive(backend, dtype):
     assert mask[0].tolist() == [[0, 0, -math.inf, -math.inf], [0, 0, 0, -math.inf], [0, 0, -math.inf, 0]]
 
 
-@BACKENDS
 def test_packed_by_hand(backend):
     """x.. xx. x.x is 100 110 101 in row order: bits 0, 3, 4, 6 and 8, so 1 + 8 + 16 + 64 = 89 and 1."""
     assert tree_mask(ancestors_of([-1, 0, 0]), form="packed", backend=backend).tolist() == [[89, 1]]
 
 
-@BACKENDS
 @pytest.mark.parametrize("length, start, columns, expected", [
     (2, 4, 9, ["xx..x....", "xx..xx...", "xx..x.x..", "xx..x.xx.", "........x"]),  # columns 2 and 3 are of nobody
     (None, 1, 6, [".x....", ".xx...", ".x.x..", ".x.xx.", ".....x"]),             # nothing is cached
@@ -89,14 +82,12 @@ def test_nodes_may_stand_away_from_what_is_cached(backend, length, start, column
         assert picture(mask[0]) == expected
 
 
-@BACKENDS
 def test_packed_rows_by_hand(backend):
     """Of 9 columns: xx..x.... is 1 + 2 + 16 = 19 and 0; the unused slot's last column is bit 0 of the second byte."""
     mask = tree_mask(ancestors_of(TREE), lengths(2), start=lengths(4), columns=9, form="packed_rows", backend=backend)
     assert mask.tolist() == [[[19, 0], [51, 0], [83, 0], [211, 0], [0, 1]]]
 
 
-@BACKENDS
 def test_a_long_cache(backend):
     """Longer than a program's block of columns; the packed rows begin within bytes."""
     args = ancestors_of([-1, 0, -2]), lengths(2500)
@@ -107,7 +98,6 @@ def test_a_long_cache(backend):
     assert np.array_equal(packed, np.packbits(mask.flatten(1).cpu().numpy(), axis=1, bitorder="little"))
 
 
-@BACKENDS
 def test_bits_count_as_they_are(backend):
     """Node 1 does not say that the root is its ancestor."""
     ancestors = torch.tensor([[[1], [2]]], device=DEVICE)
@@ -122,7 +112,6 @@ def random_trees(N):
     return trees
 
 
-@BACKENDS
 @pytest.mark.parametrize("N, columns", [(1, 1), (3, 3), (7, 19), (8, 24), (65, 130)])
 def test_the_forms_say_the_same(backend, N, columns):
     """FlashInfer's segment_packbits is numpy's packbits, little bits first, of each request's flat mask."""
@@ -138,7 +127,6 @@ def test_the_forms_say_the_same(backend, N, columns):
     assert torch.equal(additive, torch.zeros_like(additive).masked_fill(~visible, -math.inf))
 
 
-@BACKENDS
 @pytest.mark.parametrize("N", [1, 6, 64, 65, 130])
 def test_what_is_seen_is_the_way_up(backend, N):
     trees = random_trees(N)
@@ -155,7 +143,6 @@ def test_what_is_seen_is_the_way_up(backend, N):
             assert {c for c in range(N + 4) if mask[b][n][c]} == seen
 
 
-@BACKENDS
 @pytest.mark.parametrize("N", [1, 63, 65])
 def test_bits_beyond_the_last_node_are_nothing(backend, N):
     """A slot whose only bits lie there is unused, and no column shows them."""

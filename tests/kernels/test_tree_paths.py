@@ -4,24 +4,20 @@ import random
 import pytest
 import torch
 
-from specvis_kernels import backends, tree_from_paths, tree_links, tree_paths
+from specvis_kernels import tree_from_paths, tree_links, tree_paths
 from tests.kernels.inputs import DEVICE
-
-BACKENDS = pytest.mark.parametrize("backend", backends("tree_paths", DEVICE))
 
 
 def paths(*parents, max_depth=None, backend=None, dtype=torch.int32):
     return tree_paths(torch.tensor(parents, dtype=dtype, device=DEVICE), max_depth, backend=backend).tolist()
 
 
-@BACKENDS
 def test_by_hand(backend):
     """0 -> 1, 2, 5; 1 -> 3; 2 -> 4; 3 -> 6: by their indices the leaves are 4, 5, 6, by their paths 6, 4, 5."""
     assert paths([-1, 0, 0, 1, 2, 0, 3], max_depth=3, backend=backend) == [[
         [0, 1, 3, 6], [0, 2, 4, -1], [0, 5, -1, -1], *[[-1] * 4] * 4]]
 
 
-@BACKENDS
 def test_nodes_below_max_depth_are_left_out(backend):
     tree = [-1, 0, 1, 2, 1, 0]
     assert paths(tree, max_depth=2, backend=backend)[0][:4] == [[0, 1, 2], [0, 1, 4], [0, 5, -1], [-1, -1, -1]]
@@ -29,7 +25,6 @@ def test_nodes_below_max_depth_are_left_out(backend):
     assert paths(tree, max_depth=0, backend=backend)[0] == [[0], *[[-1]] * 5]
 
 
-@BACKENDS
 def test_unused_and_invalid_nodes_are_on_no_path(backend):
     """As in tree_links: a node before its parent, a second root, no root, and what hangs from them."""
     assert [rows[:3] for rows in paths(
@@ -38,7 +33,6 @@ def test_unused_and_invalid_nodes_are_on_no_path(backend):
         [[-1] * 3] * 3, [[-1] * 3] * 3]
 
 
-@BACKENDS
 @pytest.mark.parametrize("N, reach", [(1, 1), (59, 9), (60, 60), (65, 20), (130, 130), (300, 300)])
 def test_there_and_back(backend, N, reach):
     """Random trees, three a batch, with unused leaves; the order is that of Python's lists."""

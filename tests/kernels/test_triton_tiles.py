@@ -9,7 +9,7 @@ import torch
 
 from specvis_kernels import backends
 from tests.kernels import inputs
-from tests.kernels.test_every_op import assert_agree, run
+from tests.laws.test_every_op import assert_agree, run
 
 K_AND_P = [(1.5, 1.0, 20, 0.8), (1.0, 0.0, 0, 1.0), (0.5, 2.0, 0, 0.9)]
 

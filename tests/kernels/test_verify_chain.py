@@ -19,7 +19,6 @@ from specvis_kernels.neighborhood_sum import CUTOFFS
 from tests.kernels.inputs import DEVICE, exact_probs, exact_uniforms, neighbor_table
 
 BACKENDS = backends("verify_chain", DEVICE)
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 ROW = [0.5, 0.25, 0.125, 0.125]
 
 
@@ -34,7 +33,6 @@ def verify(backend, num_rows, drafts, ends, uniforms, row=ROW, **options):
     return [x.tolist() for x in result]
 
 
-@each_backend
 def test_point_masses(backend):
     """Drafts 0, 1 of request 0, none of request 1, draft 0 of request 2. Tokens 0 and 1 have 1/2 and 1/4."""
     # 0.4 < 1/2; 0.3 is not below 1/4, and of 4, 0, 1, 1 sixths 0.7 draws token 2. Request 1 draws 0.6 from its row.
@@ -46,7 +44,6 @@ def test_point_masses(backend):
     assert verify(backend, 6, [0, 1, 0], [2, 2, 3], uniforms)[:2] == [[2, 0, 1], [1, 0, 2]]
 
 
-@each_backend
 def test_a_bonus_token_stands_for_the_last_row(backend):
     """One row less for each request. The token is handed on as it is, where all drafts are accepted."""
     bonus = tensor([-7, 2**40, 3], torch.int64)
@@ -62,7 +59,6 @@ def test_a_bonus_token_stands_for_the_last_row(backend):
     assert got == [[2, 0, 0], [-7, 2**40, 0], [0.0] * 3, [0] * 3]
 
 
-@each_backend
 def test_drawn_drafts(backend):
     """Token 1 was drawn from 1/4 1/2 1/4 0: accepted iff u / 2 < 1/4; else 1/4, 0, 0, 1/8 are left."""
     draft_probs = tensor([[0.25, 0.5, 0.25, 0.0]] * 3)
@@ -70,7 +66,6 @@ def test_drawn_drafts(backend):
     assert got == [[1, 0, 0], [0, 0, 3], [0.0] * 3, [0] * 3]
 
 
-@each_backend
 def test_omega_is_of_the_request(backend):
     """Token 0 has 1/2: with omega 1/2 and 2 it is accepted below 1/4 and 1."""
     drafts, ends, uniforms = [0, 0, 0, 0], [2, 4], [0.0, 0.24, 0.25, 0.0, 0.99, 0.99]
@@ -79,13 +74,11 @@ def test_omega_is_of_the_request(backend):
     assert verify(backend, 6, drafts, ends, uniforms, omega=2)[2] == [1.0, 1.0]
 
 
-@each_backend
 def test_a_request_without_drafts_needs_no_rule(backend):
     got = verify(backend, 4, [0], [0, 1, 1], [0.6, 0.6, 0.0, 0.6], omega=-1.0)
     assert got == [[0, 0, 0], [1, 1, 1], [0.0] * 3, [0, INVALID_RULE, 0]]
 
 
-@each_backend
 def test_what_replaces_an_empty_residual(backend):
     """Token 0 has everything, and is rejected at 1/2 and omega 1/2 under "relaxed": nothing is left."""
     options = dict(row=[1.0, 0.0, 0.0, 0.0], omega=0.5, residual="relaxed")
@@ -95,7 +88,6 @@ def test_what_replaces_an_empty_residual(backend):
     assert got == [[0, 0], [1, 3], [0.0, 0.0], [EMPTY_RESIDUAL] * 2]
 
 
-@each_backend
 @pytest.mark.parametrize("width", [torch.int64, torch.int32])
 @pytest.mark.parametrize("ends, num_valid", [
     ([1, 0, 3], 1), ([-1, 2, 3], 0), ([1, 2, 4], 2), ([4, 4, 4], 0), ([2, 1, 3], 1), ([0, 2**31 - 1, 1], 1),
@@ -114,13 +106,11 @@ def test_drafts_that_are_nowhere(backend, ends, num_valid, width):
                 b - a for a, b in itertools.pairwise([0, *ends])][:num_valid]
 
 
-@each_backend
 def test_a_token_outside_of_the_vocabulary_ends_the_drafts(backend):
     got = verify(backend, 6, [0, 4, -1], [2, 3, 3], [0.6, 0.0, 0.0, 0.6, 0.0, 0.0])
     assert got == [[1, 0, 0], [1, 1, 0], [0.0] * 3, [INVALID_TREE, INVALID_TREE, 0]]
 
 
-@each_backend
 def test_bad_rows_are_those_of_the_request(backend):
     """Rows 0 to 2 are of request 0, row 3 of request 1, rows 4 and 5 of request 2."""
     args = tensor([0, 1, 0], torch.int64), tensor([2, 2, 3], torch.int64), tensor([0.0] * 6)
@@ -136,7 +126,6 @@ def test_bad_rows_are_those_of_the_request(backend):
     assert got.status.tolist() == [INVALID_DRAFT, 0, 0] and got.num_accepted.tolist() == [1, 0, 1]
 
 
-@each_backend
 @pytest.mark.parametrize("bonus", [False, True])
 @pytest.mark.parametrize("num_requests", [0, 2])
 def test_without_drafts(backend, bonus, num_requests):
@@ -221,7 +210,6 @@ def test_the_batches_reach_every_rule(batches):
             for _, options, _, expected in batches} == {(x, y) for x in ("target", "uniform") for y in (False, True)}
 
 
-@each_backend
 def test_decides_as_verify_tree_does_on_each_chain(batches, backend):
     """Bit for bit, with the token after the last row as a bonus token too."""
     step = 5 if (backend, DEVICE) == ("triton", "cpu") else 1  # its interpreter takes its time

@@ -7,7 +7,6 @@ from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE, links
 
 BACKENDS = backends("verify_greedy", DEVICE)
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def walk(backend, target_tokens, tokens, first_child, next_sibling, max_depth):
@@ -30,7 +29,6 @@ def walk_tree(backend, target_tokens, tokens, parents, max_depth):
 PARENTS, TOKENS = [-1, 0, 0, 0, 2, 2, 5], [9, 10, 11, 12, 10, 11, 2**40]
 
 
-@each_backend
 @pytest.mark.parametrize("target_tokens, max_depth, path, next_token", [
     ([11, 0, 11, 0, 0, 2**40, 7], 3, [2, 5, 6], 7),
     ([11, 0, 11, 0, 0, 2**40, 7], 5, [2, 5, 6, -1, -1], 7),      # there is no child after node 6
@@ -48,7 +46,6 @@ def test_walks_by_hand(backend, target_tokens, max_depth, path, next_token):
     assert walk_tree(backend, target_tokens, TOKENS, PARENTS, max_depth) == (path, accepted, next_token, 0)
 
 
-@each_backend
 def test_the_first_of_equal_siblings_is_accepted(backend):
     """Nodes 1 to 3 have the same token. The right continuation is below the second, which is not gone to."""
     assert walk_tree(backend, [4, 5, 5, 5, 6], [0, 4, 4, 4, 5], [-1, 0, 0, 0, 2], 2) == ([1, -1], 1, 5, 0)
@@ -57,20 +54,17 @@ def test_the_first_of_equal_siblings_is_accepted(backend):
         [3, 4], 2, 6, 0)
 
 
-@each_backend
 def test_a_chain(backend):
     chain = [-1, 0, 1, 2, 3]
     assert walk_tree(backend, [1, 2, 3, 4, 5], [0, 1, 2, 3, 4], chain, 4) == ([1, 2, 3, 4], 4, 5, 0)
     assert walk_tree(backend, [1, 2, 0, 4, 5], [0, 1, 2, 3, 4], chain, 4) == ([1, 2, -1, -1], 2, 0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("max_depth", [0, 1, 3])
 def test_a_root_alone(backend, max_depth):
     assert walk(backend, [17], [3], [-1], [-1], max_depth) == ([-1] * max_depth, 0, 17, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("first_child, next_sibling, path, next_token, status", [
     ([5, -1, -1, -1], [-1, -1, -1, -1], [-1, -1], 8, INVALID_TREE),      # beyond the tree
     ([4, -1, -1, -1], [-1, -1, -1, -1], [-1, -1], 8, INVALID_TREE),
@@ -92,13 +86,11 @@ def test_a_link_that_leads_to_no_later_node_ends_the_siblings(backend, first_chi
         path, accepted, next_token, status)
 
 
-@each_backend
 def test_links_at_max_depth_are_not_followed(backend):
     assert walk(backend, [1, 2], [0, 1], [1, 7], [-1, -1], 1) == ([1], 1, 2, 0)
     assert walk(backend, [1, 2], [0, 1], [1, 7], [-1, -1], 2) == ([1, -1], 1, 2, INVALID_TREE)
 
 
-@each_backend
 def test_the_last_of_the_most_children(backend):
     """All other nodes are the root's children, and the link of the last one is followed too."""
     assert walk(backend, [6, 0, 0, 0], [0, 1, 2, 6], [1, -1, -1, -1], [-1, 2, 3, 0], 1) == ([3], 1, 0, 0)

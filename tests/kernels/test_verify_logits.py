@@ -22,7 +22,6 @@ from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE, links, neighbor_table
 
 NAN, INF = math.nan, math.inf
-each_backend = pytest.mark.parametrize("backend", backends("verify_logits", DEVICE))
 ROW = [8, 4, 2, 2]  # proportions of the four tokens
 
 
@@ -62,7 +61,6 @@ def verify(backend, rows, tokens, parents, uniforms, *, max_depth=None, neighbor
     return accepted_nodes[:num_accepted], next_token, tv_excess, status
 
 
-@each_backend
 @pytest.mark.parametrize("uniforms, accepted_nodes, token", [
     # Node 1 proposes token 0, which has 1/2; node 2, after it, token 1: 1/4 of the remaining 1/2.
     ([0.0, 0.0, 0.0], [1], 0),
@@ -79,7 +77,6 @@ def test_by_hand(backend, uniforms, accepted_nodes, token):
                   guidance=2.0) == (accepted_nodes, token, 0.0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("settings, uniform, is_accepted, token", [
     ({}, 0.24, True, 3),
     ({}, 0.26, False, 3),
@@ -101,7 +98,6 @@ def test_settings_by_hand(backend, settings, uniform, is_accepted, token):
     assert (bool(accepted_nodes), next_token, status) == (is_accepted, token, 0)
 
 
-@each_backend
 def test_temperature_0_is_greedy(backend):
     """Filters and uniforms have no part in it. Of the tokens 0 and 1 both paths are tried; the deeper one wins."""
     args = ([ROW, [1, 9, 1, 1], [1, 1, 1, 9], ROW], [9, 0, 1, 1], [-1, 0, 0, 1], 4 * [0.999])
@@ -111,7 +107,6 @@ def test_temperature_0_is_greedy(backend):
                   **relaxed) == ([2], 3, 1.0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("residual", ["optimal", "relaxed", "released"])
 def test_a_forced_token_is_never_relaxed(backend, residual):
     """Token 2 is forced at the root. Every token is a neighbor of every other, and all of them fit."""
@@ -130,7 +125,6 @@ def test_a_forced_token_is_never_relaxed(backend, residual):
     assert verify(backend, [[0, 0, 1, 0]], [9, 1], [-1, 0], [0.0, 0.9], **settings)[0] == [1]
 
 
-@each_backend
 def test_no_token_outside_the_range_is_accepted(backend):
     """Its neighbors inside have mass, which does not count for it. Token 1 is inside, and relaxed as ever."""
     settings = dict(neighbors=[[1, 2], [2, 3], [1, 3], [1, 2]], delta=1.0)
@@ -142,7 +136,6 @@ def test_no_token_outside_the_range_is_accepted(backend):
         assert (accepted_nodes, status) == ([1], 0) and tv_excess == pytest.approx(1 / 3)
 
 
-@each_backend
 def test_the_order_of_the_candidates_is_that_of_their_ids(backend):
     """Under "relaxed" a rejected token without mass gets its neighbors' mass, and is drawn in its place."""
     settings = dict(top_k=3, neighbors=[[1, 2, 3], [2, 0, 3], [1, 0, 3], [2, 1, 0]], delta=0.3, residual="relaxed",
@@ -155,7 +148,6 @@ def test_the_order_of_the_candidates_is_that_of_their_ids(backend):
         assert verify(backend, rows, [9, 1], [-1, 0], [u, 1.0], omega=[0.0], **settings)[:2] == ([], token)
 
 
-@each_backend
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_a_rejected_sibling_is_no_longer_in_the_draft(backend, top_k):
     """R - Q leaves 6/10, 4/10, 0 after token 0. Without it Q is 0, 1/7, 2/7, 4/7, so token 0 then has 7/10."""
@@ -167,7 +159,6 @@ def test_a_rejected_sibling_is_no_longer_in_the_draft(backend, top_k):
         assert got == ([], token, 0.0, 0)
 
 
-@each_backend
 def test_statuses(backend):
     chain = dict(tokens=[9, 0, 0], parents=[-1, 0, 1], uniforms=[0.9, 0.0, 0.0])
     bad = [NAN, 1, 1, 1]
@@ -190,7 +181,6 @@ def test_statuses(backend):
                   **one_id) == ([], 0, 0.0, EMPTY_RESIDUAL)
 
 
-@each_backend
 @pytest.mark.parametrize("V", [4, 300])
 def test_an_empty_residual_becomes_uniform(backend, V):
     """Token 0 is the only one that is left of the filters, and is rejected. All tokens have 1/V then, others too."""
@@ -236,7 +226,6 @@ FILTERS = [  # each filter alone, both, none, and a greedy request beside anothe
 LAWS = [rule | FILTERS[(3 * i + turn) % len(FILTERS)] for i, rule in enumerate(RULES) for turn in (0, 4)]
 
 
-@each_backend
 def test_it_is_guided_probs_and_verify_tree(backend):
     """On every law, with the root of a request before, in and after its range. Walks end early and late."""
     statuses, lengths, excess = set(), set(), 0
@@ -261,7 +250,6 @@ def test_it_is_guided_probs_and_verify_tree(backend):
     assert {0, INVALID_ROW} <= statuses and {0, 1, 2, 3} <= lengths and excess > 0
 
 
-@each_backend
 @pytest.mark.parametrize("filters", ["k_then_p", "p_then_k"])
 @pytest.mark.parametrize("ranges", [None, "all", "each"])
 def test_with_seeds_it_is_draw_tokens_and_verify_greedy(backend, filters, ranges):
@@ -293,7 +281,6 @@ def test_draws_of_long_rows_in_clusters(capability, multiprocessors, monkeypatch
         assert torch.equal(a, b)
 
 
-@each_backend
 def test_an_invalid_row_ends_the_path_of_draws(backend):
     """Draws of a row with one token are this token. The NaN's row would draw 0, which its child has."""
     sure = [[0, 1, 0], [0, 1, 0], [NAN, 1, 0]]
@@ -308,7 +295,6 @@ def test_an_invalid_row_ends_the_path_of_draws(backend):
                   next_sibling=[-1, 1, -1], id_range=[[2, 3], [0, 3], [0, 3]]) == ([], 0, 0.0, INVALID_ROW)
 
 
-@each_backend
 @pytest.mark.parametrize("options", [
     {}, {"k": 60, "residual": "relaxed", "num_draft_rows": 2}, {"seeds": True}, {"settings": [(1.5, 0.0, 0, 1.0)]}])
 def test_rows_that_are_not_visited_do_not_matter(backend, options):
@@ -336,7 +322,6 @@ def test_rows_that_are_not_visited_do_not_matter(backend, options):
         assert got.status[b] == INVALID_ROW and got.next_token[b] == 0 and got.status[1 - b] == 0
 
 
-@each_backend
 def test_calls_leave_nothing_behind(backend):
     """A thread's memory is used again: wide and narrow rows, with and without filters, one after another."""
     cases = [(1, 14, V, 3, {"branch": 3, "settings": [setting], "k": 9, "residual": residual, "num_draft_rows": M})
@@ -349,7 +334,6 @@ def test_calls_leave_nothing_behind(backend):
             assert torch.equal(a, b)
 
 
-@each_backend
 def test_numbers_stand_for_all_requests(backend):
     args, kwargs = inputs.verify_logits(3, 8, 40, 3, {"k": 6, "settings": [(2.0, 0.5, 9, 0.9)]})
     one = torch.ones(3, device=DEVICE)

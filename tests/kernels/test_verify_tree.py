@@ -24,7 +24,6 @@ BACKENDS = backends("verify_tree", DEVICE)
 OTHERS = [backend for backend in BACKENDS if backend != "oracle"]
 NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).parent.parent.parent
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def tensor(values, dtype=torch.float32):
@@ -65,7 +64,6 @@ def verify(backend, rows, tokens, parents, uniforms, *, max_depth=None, draft=No
 ROW = [0.5, 0.25, 0.125, 0.125]
 
 
-@each_backend
 @pytest.mark.parametrize("uniforms, accepted_nodes, token", [
     # Node 1 proposes token 0, which has 1/2; node 2, after it, token 1: 1/4 of the remaining 1/2.
     ([0.0, 0.0, 0.0], [1], 0),
@@ -83,7 +81,6 @@ def test_point_masses(backend, uniforms, accepted_nodes, token):
     assert verify(backend, [ROW], [9, 0, 1], [-1, 0, 0], uniforms)[1] == token
 
 
-@each_backend
 def test_a_token_without_mass_is_never_accepted_nor_drawn(backend):
     row = [0.0, 0.5, 0.0, 0.5]
     assert verify(backend, [row], [0, 0, 2], [-1, 0, 0], [0.0, 0.0, 0.0]) == ([], 1, 0.0, 0)
@@ -94,7 +91,6 @@ def test_a_token_without_mass_is_never_accepted_nor_drawn(backend):
 # Sampled children of node 0. Token 1 first: it has 0 of the target, so it goes. 3/8, 0, 1/2, 1/8 less
 # 1/4, 1/2, 1/8, 1/8 leaves 1/8, 0, 3/8, 0, which is R = 1/4, 0, 3/4, 0; without token 1 the draft is
 # 1/2, 0, 1/4, 1/4. Token 0 second: accepted iff u / 2 < 1/4. Otherwise R less Q leaves token 2 alone.
-@each_backend
 @pytest.mark.parametrize("uniforms, accepted_nodes, token", [
     ([0.0, 0.0, 0.49], [2], 0),
     ([0.0, 0.0, 0.5], [], 2),
@@ -106,7 +102,6 @@ def test_sampled_children(backend, uniforms, accepted_nodes, token):
     assert got == (accepted_nodes, token, 0.0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("uniforms, accepted_nodes, token", [
     # accepted iff u / 2 < 1/4; then 1/2, 1/4, 1/8, 1/8 less 1/4, 1/2, 1/4, 0 leaves 1/4, 0, 0, 1/8
     ([0.0, 0.49], [1], 0),
@@ -118,7 +113,6 @@ def test_one_sampled_child(backend, uniforms, accepted_nodes, token):
     assert got == (accepted_nodes, token, 0.0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("V", [31, 32, 33, 64, 2560])
 def test_every_length_of_row(backend, V):
     """Tokens 0 and V - 1 have 1/2. The draft 1/4 1/4 1/2 0 .. gave token 2, which has nothing: 1/4 and 1/2
@@ -130,7 +124,6 @@ def test_every_length_of_row(backend, V):
     assert verify(backend, [row], uniforms=[0.0, 0.0, 0.67], **tree)[:2] == ([], V - 1)
 
 
-@each_backend
 def test_the_draft_need_not_sum_to_one(backend):
     """Its total is carried along: half of every draft probability is the same draft."""
     for draft in ([0.25, 0.5, 0.25, 0.0], [0.125, 0.25, 0.125, 0.0]):
@@ -138,14 +131,12 @@ def test_the_draft_need_not_sum_to_one(backend):
         assert verify(backend, [ROW], [0, 1], [-1, 0], [0.67, 0.5], draft=[draft])[:2] == ([], 3)
 
 
-@each_backend
 def test_a_sibling_after_all_draft_mass_is_skipped(backend):
     """The draft has token 1 only. It is rejected at u >= 1/4; nothing proposes token 0, which stays in R."""
     got = verify(backend, [ROW], [0, 1, 0, 2], [-1, 0, 0, 0], [0.0, 0.25, 0.0, 0.0], draft=[[0.0, 1, 0, 0]])
     assert got == ([], 0, 0.0, 0)
 
 
-@each_backend
 def test_rows_of_drafts(backend):
     """Node 0's children come from draft row 1, node 1's are point masses, node 2's come from row 0."""
     draft = [[0.25, 0.5, 0.25, 0.0], [0.0, 0.5, 0.0, 0.5]]
@@ -164,7 +155,6 @@ def test_rows_of_drafts(backend):
     assert verify(backend, rows, uniforms=[0.0, 0.0, 0.5, 0.0, 0.0], **tree)[:2] == ([], 2)
 
 
-@each_backend
 @pytest.mark.parametrize("omega, uniforms, accepted_nodes, token, tv_excess", [
     # point mass on token 0, which has 1/2
     (0.5, [0.0, 0.249], [1], 0, 0),
@@ -182,7 +172,6 @@ def test_omega_with_a_point_mass(backend, omega, uniforms, accepted_nodes, token
     assert verify(backend, [ROW], [9, 0], [-1, 0], uniforms, omega=[omega]) == (accepted_nodes, token, tv_excess, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("omega, uniforms, accepted_nodes, token, tv_excess", [
     # Token 1 has 1/4, the draft 1/4 1/2 1/4 0: strictly 1/2 is accepted.
     (0.5, [0.0, 0.249], [1], 0, 0),
@@ -202,7 +191,6 @@ def test_omega_with_a_sampled_child(backend, omega, uniforms, accepted_nodes, to
     assert got == (accepted_nodes, token, tv_excess, 0)
 
 
-@each_backend
 def test_omega_goes_by_depth(backend):
     """A chain of token 0, which has 1/2: with 1, 1/2 and 2 it is accepted below 1/2, 1/4 and 1."""
     tree = dict(tokens=[9, 0, 0, 0], parents=[-1, 0, 1, 2], omega=[1.0, 0.5, 2.0])
@@ -211,7 +199,6 @@ def test_omega_goes_by_depth(backend):
     assert verify(backend, [ROW], uniforms=[0.0, 0.50, 0.00, 0.00], **tree)[0] == []
 
 
-@each_backend
 def test_two_sampled_children_below_omega_1(backend):
     """Omega 1/2. Token 1 of the draft 4 8 4 0 (of 16), rejected, leaves 4 2 1 2 of 9, as above.
 
@@ -227,7 +214,6 @@ def test_two_sampled_children_below_omega_1(backend):
 TABLE = [[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]]
 
 
-@each_backend
 @pytest.mark.parametrize("cutoff, delta, relaxed_mass", [
     # Token 2 has 1/8; its neighbors 3, 1, 0 have 1/8, 1/4, 1/2: running sums 1/8, 3/8, 7/8.
     ("tvd", -1.0, 0.125),
@@ -254,7 +240,6 @@ def test_cutoffs(backend, cutoff, delta, relaxed_mass):
         assert verify(backend, [ROW], uniforms=[0.0, at], **tree) == ([], 0, relaxed_mass - 0.125, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("cutoff, delta, relaxed_mass, masses", [
     ("tvd", 0.124, 0.125, [4, 2, 0, 1]),
     ("tvd", 0.125, 0.25, [4, 2, 0, 0]),
@@ -273,7 +258,6 @@ def test_neighbors_far_down_the_list(backend, cutoff, delta, relaxed_mass, masse
         assert got == ([], token, relaxed_mass - 0.125, 0)
 
 
-@each_backend
 def test_the_cutoff_is_of_what_is_left(backend):
     """Token 0 is rejected first: of what is left token 2 and its neighbor 3 have 1/4 each, token 1 1/2."""
     tree = dict(tokens=[9, 0, 2], parents=[-1, 0, 0], neighbors=TABLE, delta=0.125)
@@ -284,7 +268,6 @@ def test_the_cutoff_is_of_what_is_left(backend):
     assert verify(backend, [ROW], uniforms=[0.0, 0.75, 0.5], **tree)[0] == []     # token 1 would make 3/4
 
 
-@each_backend
 @pytest.mark.parametrize("residual, neighbors, delta, masses", [
     # Token 2 (1/8) with neighbor 3 (1/8) kept is rejected. What is left, in eighths:
     ("optimal", TABLE, 0.125, [4, 2, 0, 1]),
@@ -306,7 +289,6 @@ def test_residuals_of_a_point_mass(backend, residual, neighbors, delta, masses):
         assert got[:2] == ([], token) and got[3] == 0
 
 
-@each_backend
 @pytest.mark.parametrize("residual, neighbors, masses", [
     # The draft 1/4 1/4 1/2 0 gave token 2; with neighbor 3 its mass is 1/4: accepted iff u / 2 < 1/4.
     # Then, in eighths:
@@ -325,7 +307,6 @@ def test_residuals_of_a_sampled_child(backend, residual, neighbors, masses):
         assert verify(backend, [ROW], uniforms=[(i + 0.5) / total, 0.5], **tree) == ([], token, 0.25, 0)
 
 
-@each_backend
 def test_relaxed_below_omega_1_leaves_of_the_child_what_was_moved_to_it(backend):
     """Omega 1/2: token 2, 2/16 and neighbor 3's 2/16, against 3/16 drafted, is accepted iff 3 u / 16 < 2/16.
 
@@ -338,7 +319,6 @@ def test_relaxed_below_omega_1_leaves_of_the_child_what_was_moved_to_it(backend)
     assert verify(backend, [ROW], uniforms=[0.81, 0.67], **tree)[:2] == ([], 2)
 
 
-@each_backend
 def test_protected_neighbors_are_protected_once(backend):
     """Two siblings, `released`. The draft 2 2 4 0 (of 8) gave token 2, rejected: 4 2 1 1 less 2 - 4 - is
     2 2 0 1.
@@ -353,7 +333,6 @@ def test_protected_neighbors_are_protected_once(backend):
     assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.81], **tree)[:2] == ([], 3)
 
 
-@each_backend
 def test_an_id_listed_twice_is_removed_once(backend, monkeypatch):
     """Out of the contract, but the same everywhere: its mass counts twice in the relaxed mass."""
     if backend == "triton":
@@ -370,7 +349,6 @@ def test_an_id_listed_twice_is_removed_once(backend, monkeypatch):
         assert verify(backend, [ROW], uniforms=[(cell + 0.5) / 4, 0.9], **tree)[:2] == ([], token)
 
 
-@each_backend
 @pytest.mark.parametrize("cutoff", ["tvd", "ratio", "jsd"])
 def test_neighbors_never_lend_more_than_there_is(backend, cutoff):
     """Token 2 has 1/8. Its neighbor with 1/2 is listed 20000 times, and counts once: twice would be 9/8."""
@@ -384,7 +362,6 @@ def test_neighbors_never_lend_more_than_there_is(backend, cutoff):
     assert verify(backend, [ROW], uniforms=[0.75, 0.0], **tree)[:2] == ([], 3)
 
 
-@each_backend
 def test_a_token_that_is_its_own_neighbor_keeps_what_was_moved_to_it(backend):
     """Out of the contract, but the same everywhere. Omega 1/2: token 2 has 1/8 and moves its own and 3's 1/8
     to itself, 3/8, against 2/8 drafted: accepted iff u * 2 < 3 / 2. Otherwise 4 2 3 0 less 4 2 2 0 leaves it.
@@ -396,7 +373,6 @@ def test_a_token_that_is_its_own_neighbor_keeps_what_was_moved_to_it(backend):
     assert verify(backend, [ROW], uniforms=[0.0, 0.75], **tree)[1] == 2
 
 
-@each_backend
 def test_an_empty_residual_falls_back_to_the_target(backend):
     """Released: token 2 and all its neighbors are zeroed, which is all there is. The row comes back."""
     tree = dict(neighbors=TABLE, delta=0.125, residual="released")
@@ -411,7 +387,6 @@ def test_an_empty_residual_falls_back_to_the_target(backend):
     assert got[:2] == ([], 2) and got[3] == EMPTY_RESIDUAL
 
 
-@each_backend
 def test_an_empty_residual_becomes_uniform(backend):
     """As above, but each token has 1/4 then, for the next token and for the next sibling."""
     tree = dict(neighbors=TABLE, delta=0.125, residual="released", empty="uniform")
@@ -436,14 +411,12 @@ def test_an_empty_residual_becomes_uniform(backend):
     assert tokens == [0, 1, 1, 2, 2]
 
 
-@each_backend
 def test_an_empty_residual_of_a_sampled_child(backend):
     """Relaxed with omega 1/2 and a draft equal to the target: everything is taken away at u >= 1/2."""
     got = verify(backend, [ROW], [9, 0], [-1, 0], [0.99, 0.5], draft=[ROW], omega=[0.5], residual="relaxed")
     assert got == ([], 3, 0, EMPTY_RESIDUAL)
 
 
-@each_backend
 def test_tv_excess_counts_only_what_is_reached(backend):
     """Omega 2. Token 2: 2/8 against 1/8. Then, with 3/4, token 0: 8/7, so 1, against 4/7 of what is left."""
     got = verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.25, 0.999], omega=[2.0, 1.0])
@@ -458,7 +431,6 @@ RAGGED = dict(tokens=[0, 0, 1, 2, 0, 3, 0, 0, 2, 1], parents=[-1, 0, 0, 0, 1, 1,
 EVEN = [0.25] * 4
 
 
-@each_backend
 @pytest.mark.parametrize("accepting, max_depth, accepted_nodes", [
     ([1, 4, 7, 8], 9, [1, 4, 7, 8]),
     ([1, 4, 7, 8], 4, [1, 4, 7, 8]),
@@ -483,7 +455,6 @@ def test_a_ragged_tree(backend, accepting, max_depth, accepted_nodes):
         assert got[:2] == (accepted_nodes, end % 4)
 
 
-@each_backend
 @pytest.mark.parametrize("uniform, token", [
     (0.0, 0), (0.49, 0), (0.5, 1), (0.74, 1), (0.75, 2), (0.875, 3), (0.99, 3),
 ])
@@ -492,12 +463,10 @@ def test_a_tree_of_the_root_alone_draws_from_its_row(backend, uniform, token):
     assert verify(backend, [ROW], [9], [-1], [uniform], greedy=True) == ([], 0, 0.0, 0)
 
 
-@each_backend
 def test_one_word_vocabulary(backend):
     assert verify(backend, [[1.0]], [0, 0, 0], [-1, 0, 1], [0.9, 0.9, 0.9]) == ([1, 2], 0, 0.0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
 def test_bad_rows(backend, bad):
     chain = dict(tokens=[9, 0, 0], parents=[-1, 0, 1], uniforms=[0.9, 0.0, 0.0])
@@ -514,7 +483,6 @@ def test_bad_rows(backend, bad):
     assert verify(backend, [ROW], **chain, **drafts)[::3] == ([1, 2], 0)
 
 
-@each_backend
 @pytest.mark.parametrize("first_child, next_sibling, accepted_nodes", [
     ([0, -1, -1, -1], [-1] * 4, []),          # its own child
     ([4, -1, -1, -1], [-1] * 4, []),          # beyond the tree
@@ -533,7 +501,6 @@ def test_bad_links_are_reported_and_not_followed(backend, first_child, next_sibl
     assert got == (accepted_nodes, 0, 0.0, INVALID_TREE)
 
 
-@each_backend
 def test_there_is_no_node_beyond_the_last(backend):
     """Whatever stands in memory there: a kernel that keeps the row behind its nodes would find token 1."""
     got = verify(backend, [[2.0**-42, 0.5, 0.25, 0.25]], [9, 0, 3, 3], None, [0.99, 0.0, 0.0, 0.0], max_depth=3,
@@ -541,7 +508,6 @@ def test_there_is_no_node_beyond_the_last(backend):
     assert got == ([], 3, 0.0, INVALID_TREE)
 
 
-@each_backend
 @pytest.mark.parametrize("token", [-1, 4, 2**63 - 1, -2**63])
 @pytest.mark.parametrize("greedy", [False, True])
 def test_bad_tokens_end_the_siblings(backend, token, greedy):
@@ -552,7 +518,6 @@ def test_bad_tokens_end_the_siblings(backend, token, greedy):
     assert got == ([1], 0, 0.0, 0)  # never seen
 
 
-@each_backend
 def test_a_draft_row_out_of_range_makes_a_leaf(backend):
     got = verify(backend, [ROW], [9, 0, 0], [-1, 0, 1], [0.9, 0.0, 0.0], draft=[ROW], draft_row=[0, 1, 0])
     assert got == ([1], 3, 0.0, INVALID_TREE)
@@ -560,7 +525,6 @@ def test_a_draft_row_out_of_range_makes_a_leaf(backend):
     assert got == ([1, 2], 3, 0.0, 0)  # node 2 has no children to draw
 
 
-@each_backend
 @pytest.mark.parametrize("omega, options, status", [
     ([1.0, 0.9], dict(neighbors=TABLE, delta=0.125), INVALID_RULE),   # below 1 at any depth
     ([1.0, 0.9], dict(neighbors=TABLE, delta=-1.0), INVALID_RULE),    # with neighbors, kept or not
@@ -582,13 +546,11 @@ def test_an_undefined_rule_accepts_nothing(backend, omega, options, status):
     assert verify(backend, [ROW], greedy=True, **tree) == ([1, 2], 0, 0.0, 0)
 
 
-@each_backend
 def test_an_undefined_rule_at_a_bad_root(backend):
     got = verify(backend, [[NAN] * 4], [9, 0], [-1, 0], [0.5, 0.0], omega=[NAN])
     assert got == ([], 0, 0.0, INVALID_RULE | INVALID_ROW)
 
 
-@each_backend
 @pytest.mark.parametrize("row, tokens, neighbors, delta, accepted_nodes, token, tv_excess", [
     (ROW, [0, 1], None, None, [1], 0, 0),
     (ROW, [1, 0], None, None, [2], 0, 0),
@@ -611,7 +573,6 @@ def test_greedy_by_hand(backend, row, tokens, neighbors, delta, accepted_nodes, 
     assert got == (accepted_nodes, token, tv_excess, 0)
 
 
-@each_backend
 def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, monkeypatch):
     if backend == "triton":
         from specvis_kernels.triton import _rows
@@ -622,7 +583,6 @@ def test_a_tie_over_blocks_goes_to_the_lowest_id(backend, monkeypatch):
         assert got[:2] == ([1] * (token == 1), 1)
 
 
-@each_backend
 def test_a_tie_over_a_long_row_goes_to_the_lowest_id(backend):
     row = torch.full((700,), 2.0 ** -11)
     row[[5, 130, 300, 699]] = 2.0 ** -4
@@ -631,21 +591,18 @@ def test_a_tie_over_a_long_row_goes_to_the_lowest_id(backend):
     assert verify(backend, [row.tolist()], [9], [-1], [0.0], max_depth=1, greedy=True) == ([], 130, 0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("heavy, top", [([0, 69], 0), ([33], 33), ([69], 69), ([33, 69], 33), ([31, 32], 31)])
 def test_greedy_finds_the_argmax_wherever_it_is(backend, heavy, top):
     row = [1 / len(heavy) if v in heavy else 0.0 for v in range(70)]
     assert verify(backend, [row], [9, 68, top], [-1, 0, 0], [0.0] * 3, greedy=True)[:2] == ([2], top)
 
 
-@each_backend
 def test_greedy_counts_the_tokens_that_are_not_the_argmax(backend):
     """Token 2 with all its neighbors is more than the argmax 0; nodes 1 and 3 leave it, node 2 does not."""
     got = verify(backend, [ROW], [9, 2, 0, 2], [-1, 0, 1, 2], [0.0] * 4, neighbors=TABLE, delta=1.0, greedy=True)
     assert got == ([1, 2, 3], 0, 2.0, 0)
 
 
-@each_backend
 @pytest.mark.parametrize("tokens, max_depth, accepted_nodes", [
     # 0 -> 1 2; 1 -> 3; 2 -> 4 5; 5 -> 6; the argmax is 0 everywhere
     ([0, 0, 0, 0, 0, 0, 0], 6, [2, 5, 6]),   # the deepest
@@ -664,7 +621,6 @@ def test_greedy_takes_the_deepest_path(backend, tokens, max_depth, accepted_node
     assert got == (accepted_nodes, 0, 0.0, 0)
 
 
-@each_backend
 def test_greedy_with_bad_rows(backend):
     bad = [0.5, NAN, 0.5, 0.0]
     tree = dict(tokens=[0, 0, 0, 0, 0], parents=[-1, 0, 0, 1, 2], uniforms=[0.0] * 5, greedy=True)
@@ -675,7 +631,6 @@ def test_greedy_with_bad_rows(backend):
     assert verify(backend, [bad, ROW, ROW, ROW, ROW], **tree) == ([], 0, 0.0, INVALID_ROW)
 
 
-@each_backend
 def test_one_batch_of_different_requests(backend):
     """A greedy, a strict, a relaxed and a deep one side by side, each as if alone."""
     parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 0, 0], [-1, 0, 0, 0], [-1, 0, 1, 2]])
@@ -760,7 +715,6 @@ def any_request(seed):
                                           for name, a in kwargs.items()}
 
 
-@each_backend
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_no_factor_saves_a_token_without_mass(backend):
     """Infinity times 0 is not a number; the token is rejected, and adds nothing to tv_excess."""

@@ -9,7 +9,7 @@ import specvis_kernels
 from specvis_kernels import sample_residual, tree_links, verify_greedy, verify_tree
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
-from tests.kernels.test_every_op import make, run, same
+from tests.laws.test_every_op import make, run, same
 
 
 def case(op, i=1):

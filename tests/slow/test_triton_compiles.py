@@ -3,8 +3,8 @@
 At the real sizes it does not spill registers on an H200. It is not compiled again in the middle of decoding, when the
 sizes change that change there. The interpreter, which runs the kernels in the other tests where there is no GPU,
 accepts more than the compiler, and cannot share a process with it: so this file is also a program,
-`python -m tests.kernels.test_triton_compiles sm_90`. It prints what the kernels use. With `sm_90 one` it compiles each
-op for one size. With `sm_90 decoding` it prints how often each would be compiled, and compiles none.
+`python -m tests.slow.test_triton_compiles sm_90`. It prints what the kernels use. With `sm_90 decoding` it prints how
+often each would be compiled, and compiles none.
 """
 import json
 import os
@@ -31,18 +31,16 @@ COMPILED_AGAIN = {"tree_attention": 2}  # for few queries and for many
 def program(*arguments):
     """What this file prints as a program."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-m", "tests.kernels.test_triton_compiles", *arguments], env=environment,
+    run = subprocess.run([sys.executable, "-m", "tests.slow.test_triton_compiles", *arguments], env=environment,
                          cwd=Path(__file__).parent.parent.parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
-@pytest.mark.parametrize("gpu, which", [
-    ("sm_90", "all"), ("gfx942", "one"), pytest.param("gfx942", "all", marks=pytest.mark.slow)])
-def test_every_kernel_compiles(gpu, which, measured):
-    """For AMD each op at its first real size: what else Triton's own rules refuse, it refuses for sm_90 too."""
-    kernels = program(gpu, which)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_kernel_compiles(gpu, measured):
+    kernels = program(gpu)
     assert kernels
     for op, kernel, *numbers, sizes, _ in kernels:
         measured("Triton compiled ahead of time", op, kernel, gpu, *numbers, sizes)
@@ -176,7 +174,7 @@ def main(gpu, which="all"):
     specvis_kernels._dispatch.backends = lambda op, device: ["triton"]
     if which != "decoding":
         for op in benchmarks.ops.ROWS:
-            cases = [*real_cases(op), *inputs.CASES[op]][:1 if which == "one" else None]
+            cases = [*real_cases(op), *inputs.CASES[op]]
             for case in cases if find_spec(f"specvis_kernels.triton.{op}") else []:
                 args, kwargs = getattr(inputs, op)(*case)
                 getattr(specvis_kernels, op)(*args, **kwargs, backend="triton")

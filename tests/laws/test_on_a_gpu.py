@@ -3,7 +3,7 @@
 Without a GPU the C++ kernels stand in, so that these tests run: operations that are recorded and run again stand for a
 graph, and nothing for a stream.
 
-This file is also a program, `python -m tests.kernels.test_on_a_gpu`: it calls each CUDA kernel once with each small
+This file is also a program, `python -m tests.laws.test_on_a_gpu`: it calls each CUDA kernel once with each small
 input, and compares nothing. compute-sanitizer watches it.
 """
 import threading
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from specvis_kernels import backends
 from tests.decoding.test_step import Recorded
 from tests.kernels import inputs
-from tests.kernels.test_every_op import TAKES_ROWS, run, same, tensors_of
+from tests.laws.test_every_op import TAKES_ROWS, run, same, tensors_of
 
 ON_GPU = inputs.DEVICE == "cuda"
 KERNELS = [(op, backend) for op in inputs.CASES for backend in backends(op, inputs.DEVICE)

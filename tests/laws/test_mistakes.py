@@ -14,7 +14,7 @@ import specvis_kernels
 from specvis_kernels import commit_kv, couple_tokens, guided_probs, philox_words, tree_links, verify_logits
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
-from tests.kernels.test_every_op import as_tuple, by_name, make, run, same
+from tests.laws.test_every_op import as_tuple, by_name, make, run, same
 
 OTHER = {torch.int32: torch.int64, torch.int64: torch.int32}
 STRICT = {"ancestors", "status", "neighbors"}  # words of bits, bits, and a table that kernels read as it is

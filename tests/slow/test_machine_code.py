@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bounds, executed, sass
-from tests.kernels.test_cuda_build import NVCC, ROOT, defined_in_setup
+from tests.slow.test_cuda_build import NVCC, ROOT, defined_in_setup
 
 CSRC = ROOT / "csrc"
 needs_nvcc = pytest.mark.skipif(not NVCC, reason="needs nvcc")
@@ -286,7 +286,6 @@ def compile(source: Path, built: Path, folder: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.parametrize("old, new, broken", [
     ("kInFlight = 4", "kInFlight = 1", "single_loads"),
     ("    f(v, p.x);", "    f(v, p.x / threads);", "reciprocals_in_loops"),

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 import specvis_kernels
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def run(*command, cwd, **variables):
@@ -201,8 +201,8 @@ def test_every_file_of_data_has_a_license(tmp_path):
 
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize("source", [
-    "rows.cpp", pytest.param("commit_tokens.cu", marks=[pytest.mark.slow, pytest.mark.skipif(
-        not shutil.which("nvcc"), reason="needs nvcc")])])
+    "rows.cpp", pytest.param("commit_tokens.cu", marks=pytest.mark.skipif(not shutil.which("nvcc"),
+                                                                          reason="needs nvcc"))])
 def test_a_wheel_is_the_same_from_another_folder(tmp_path, source):
     """One object is compiled in each; the others are those of this folder's build. nvcc names kernels by the folder."""
     wheels = []

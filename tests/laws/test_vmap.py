@@ -10,7 +10,7 @@ import specvis_kernels
 from specvis_kernels import codebook_neighbors, commit_kv, neighborhood_sum, sample_residual, tree_links
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
-from tests.kernels.test_every_op import as_tuple, by_name, make, same
+from tests.laws.test_every_op import as_tuple, by_name, make, same
 
 S = 3
 LOOPED = {"commit_kv"}  # its caches have their rows in any dimension

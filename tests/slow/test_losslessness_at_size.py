@@ -16,15 +16,12 @@ import torch
 
 from specvis_kernels import backends, couple_tokens, verify_logits, verify_tree
 from tests.kernels.inputs import links
+from tests.kernels.test_draw_tokens import test_tokens_have_the_probabilities_of_guided_probs as draws_fit
 from tests.kernels.test_losslessness import ACCEPT_ABOVE, REJECT_BELOW, p_value
 
 V, BATCH = 16384, 100
 ALL, SOME = 10**6, 50_000
 needs_kernels = pytest.mark.skipif("cpu" not in backends("verify_tree"), reason="so many draws need the C++ kernels")
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def noise_floor(P, n):
@@ -136,8 +133,8 @@ def by_the_unmodified_target(P, Q, children, g):
 @needs_kernels
 @pytest.mark.parametrize("draws, peaked, sampled, siblings, omega", [
     (ALL, False, True, 2, None), (SOME, True, True, 3, 0.7), (SOME, True, False, 4, None),
-    slow(ALL, True, True, 3, 0.7), slow(ALL, True, False, 4, None), slow(ALL, False, True, 3, 0.5),
-    slow(ALL, True, False, 2, 0.7)])
+    (ALL, True, True, 3, 0.7), (ALL, True, False, 4, None), (ALL, False, True, 3, 0.5),
+    (ALL, True, False, 2, 0.7)])
 def test_verify_tree(draws, peaked, sampled, siblings, omega):
     g = torch.Generator().manual_seed(0)
     P, Q = rows(peaked, g)
@@ -162,7 +159,7 @@ def by_couple_tokens(P, Q, guesses, omega, g):
 
 @needs_kernels
 @pytest.mark.parametrize("draws, peaked, omega", [
-    (ALL, False, None), (SOME, True, 0.8), slow(ALL, True, 0.8), slow(ALL, True, None)])
+    (ALL, False, None), (SOME, True, 0.8), (ALL, True, 0.8), (ALL, True, None)])
 def test_couple_tokens(draws, peaked, omega):
     """Control: what follows a rejection is drawn from P instead of what is left of it."""
     g = torch.Generator().manual_seed(0)
@@ -215,7 +212,7 @@ def by_verify_logits(logits, uncond, Q, children, settings, g):
 @needs_kernels
 @pytest.mark.parametrize("draws, proposal, omega", [
     (ALL, "point masses", None), (SOME, "sampled", None), (SOME, "sampled", 0.7), (SOME, "seeds", None),
-    slow(ALL, "sampled", None), slow(ALL, "sampled", 0.7), slow(ALL, "seeds", None)])
+    (ALL, "sampled", None), (ALL, "sampled", 0.7), (ALL, "seeds", None)])
 def test_verify_logits(draws, proposal, omega):
     g = torch.Generator().manual_seed(0)
     logits, uncond, Q = logits_of_a_row(g)
@@ -257,3 +254,8 @@ def test_lost_ids_are_found():
     P = rows(False, g)[0].double()
     p_tv, p_chi_square = p_values(drawn(P * (torch.arange(V) % 256 < 255), ALL, g), P / P.sum())
     assert p_chi_square < REJECT_BELOW < ACCEPT_ABOVE < p_tv
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 1000, "top_p": 0.95}])
+def test_draw_tokens(settings):
+    draws_fit(V, settings, 10_000_000, hotter=1.02)

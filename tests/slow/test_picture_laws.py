@@ -1,0 +1,78 @@
+"""Loops on a model so small that the probability of each picture is known: 100,000 pictures of each method.
+
+Rules that are a little wrong, in which the pictures' law is far from the target's, show that the number is enough.
+tests/decoding has fewer pictures of fewer methods.
+"""
+import pytest
+import torch
+
+import specvis.decoding.coupling
+import specvis.decoding.discrete
+from specvis.decoding.methods import METHODS, method
+from specvis_kernels import VerifyResult, guided_probs, sample_residual
+from tests.decoding.test_discrete import DYNAMIC, FILTERED, TREE, UNFILTERED, far_from_target, minute  # noqa: F401
+from tests.decoding.test_jacobi import coupled
+
+
+@pytest.mark.parametrize("settings", [UNFILTERED, FILTERED], ids=["unfiltered", "filtered"])
+@pytest.mark.parametrize("m", [
+    METHODS["vanilla"], method("speculative", depth=3), method("eagle1", tree=TREE), method("eagle2", **DYNAMIC),
+    method("adt-tree", widths=(1, 4), width_step=1, **DYNAMIC), method("cool-sd", tree=TREE, omega=0.5),
+], ids=lambda m: m.name)
+def test_pictures_have_the_target_distribution(minute, m, settings):  # noqa: F811
+    assert m.lossless and abs(far_from_target(minute, m, settings)) < 4.5
+
+
+@pytest.mark.parametrize("m", [coupled(window=2), coupled(), coupled(guess="last"), coupled(coupling="none"),
+                               coupled(omega=0.5), method("jacobi", window=2)], ids=lambda m: m.label)
+def test_pictures_by_jacobi_have_the_target_distribution(minute, m):  # noqa: F811
+    assert m.lossless and abs(far_from_target(minute, m, UNFILTERED)) < 4.5
+
+
+def test_the_distribution_test_rejects_acceptance_above_one(minute):  # noqa: F811
+    assert far_from_target(minute, method("cool-sd", tree=TREE, omega=1.1, nu=0.0), UNFILTERED) > 10
+
+
+def unmodified_target(probs, tokens, first_child, next_sibling, uniforms):
+    """The wrong rule: every sibling of a one-level tree is verified by the target itself; then [P - Q]+."""
+    B, N, _ = probs.shape
+    is_accepted = uniforms[:, 1:] < probs[:, 0].gather(1, tokens[:, 1:])
+    node = torch.where(is_accepted.any(1), is_accepted.int().argmax(1) + 1, 0)
+    residual = probs[:, 0].scatter(1, tokens[:, 1:], 0.0) + 1e-9
+    residual = residual / residual.sum(1, keepdim=True)
+    drawn_from = torch.where((node > 0)[:, None], probs[torch.arange(B), node], residual)
+    token, status = sample_residual(drawn_from.contiguous(), None, uniforms[:, 0].contiguous())
+    accepted_nodes = torch.where(node > 0, node, -1)[:, None].int()
+    return VerifyResult(accepted_nodes, (node > 0).int(), token, torch.zeros(B), status)
+
+
+def test_the_distribution_test_rejects_siblings_verified_by_the_unmodified_target(minute, monkeypatch):  # noqa: F811
+    m = method("eagle2", depth=1, width=3, nodes=4, seed_exact=False)
+    assert abs(far_from_target(minute, m, UNFILTERED)) < 4.5
+
+    def wrong(logits, uncond, tokens, first_child, next_sibling, uniforms, *settings, **_):
+        probs = guided_probs(logits, uncond, *settings).probs
+        return unmodified_target(probs, tokens, first_child, next_sibling, uniforms)
+
+    monkeypatch.setattr(specvis.decoding.discrete, "verify_logits", wrong)
+    assert far_from_target(minute, m, UNFILTERED) > 10
+
+
+def test_the_distribution_test_rejects_relaxed_acceptance(minute):  # noqa: F811
+    """A little: the law is off by a total variation of 0.015, estimated from many more pictures."""
+    m = method("lantern", depth=2, width=3, nodes=8, k=2, delta=0.05)
+    assert far_from_target(minute, m, UNFILTERED) > 10
+
+
+@pytest.mark.parametrize("m", [coupled(omega=1.5), METHODS["gsd"], METHODS["gsd+coupled"],
+                               coupled(k=2, delta=0.4, residual="relaxed")], ids=lambda m: m.label)
+def test_the_distribution_test_rejects_relaxed_jacobi(minute, m):  # noqa: F811
+    assert not m.lossless and far_from_target(minute, m, UNFILTERED) > 10
+
+
+def test_the_distribution_test_rejects_rows_of_the_wrong_iteration(minute, monkeypatch):  # noqa: F811
+    """The row that a guess was drawn from is the one of the last forward, not its first one."""
+    keep = specvis.decoding.coupling.Coupling.keep_rows
+    monkeypatch.setattr(specvis.decoding.coupling.Coupling, "keep_rows",
+                        lambda self, positions, probs: keep(self, positions, probs.roll(1, 1)))
+    assert far_from_target(minute, coupled(), UNFILTERED) > 10
