@@ -24,10 +24,10 @@ root = torch.full((B, 1), 5)
 draft_probs = draft[root]                                                      # (B, 1, 8): the root's row
 children = draw_children(draft_probs, torch.rand(B, 1, 3, generator=generator))
 tokens = torch.cat([root, children.tokens[:, 0]], 1)                           # (B, 4)
-links = tree_links(torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32).expand(B, -1))
+links = tree_links(torch.tensor([[-1, 0, 0, 0]]))                              # one tree for all requests
 
 # One target forward gives the target's row after each of the four nodes; the op decides.
-draft_row = torch.tensor([[0, -1, -1, -1]], dtype=torch.int32).expand(B, -1)  # the root's children are from row 0
+draft_row = torch.tensor([[0, -1, -1, -1]])                                    # the root's children are from row 0
 result = verify_tree(target[tokens], tokens, links.first_child, links.next_sibling,
                      torch.rand(B, 4, generator=generator), draft_probs=draft_probs, draft_row=draft_row, max_depth=1)
 

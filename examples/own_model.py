@@ -14,6 +14,7 @@ from torch import nn
 from specvis import Sampling, decode, jacobi_decode, parse_method, speculative_decode
 from specvis.decoding.drafters import ModelDrafter
 from specvis.decoding.sampling import cfg_inputs
+from specvis_kernels import commit_kv
 
 
 class OwnCache:
@@ -28,12 +29,7 @@ class OwnCache:
         self.values.scatter_(1, index, values)
 
     def commit(self, accepted_nodes, num_accepted, lengths):
-        """The accepted nodes move to the columns behind their root's. What comes after them does not matter."""
-        order = torch.arange(accepted_nodes.shape[1])
-        slots = lengths[:, None] + 1 + order
-        source = torch.where(order < num_accepted[:, None], lengths[:, None] + accepted_nodes, slots)
-        index = source[..., None].expand(-1, -1, self.keys.shape[-1])
-        self.write(self.keys.gather(1, index), self.values.gather(1, index), slots)
+        commit_kv([self.keys, self.values], accepted_nodes, num_accepted, lengths)
 
 
 class OwnModel(nn.Module):

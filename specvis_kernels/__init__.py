@@ -2,6 +2,8 @@
 
 `ops()` lists the ops, `help(op)` explains one. Ops report invalid values in `status` and raise nothing about them:
 `check_status` does. With SPECVIS_CHECK=1 in the environment it is called after every op, at the price of a host read.
+Ops are for inference: no result requires a gradient. Tensors of integers may be int64 or int32, and what describes a
+tree may have a batch of 1, for all requests.
 """
 from ._dispatch import (
     EMPTY_RESIDUAL,

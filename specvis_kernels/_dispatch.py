@@ -47,6 +47,7 @@ INVALID_DRAFT = 32  # the row that drafts were drawn from holds NaN, a negative 
 
 MOST_IDS = 2**19   # V, and of the ids that are summed for a token: rows of 2.0 sum to 2**62 in fixed point
 MOST = 2**31 - 1   # every other size and count: nodes, columns and lengths are int32 somewhere
+INTEGERS = (torch.int64, torch.int32)  # of either are tokens, links, lengths, positions and counts
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 NAMESPACE = __package__
@@ -199,15 +200,18 @@ def backends(name: str, device: str = "cpu") -> list[str]:
     return [backend for backend in _kernels[name] if runs.get(backend, device == "cpu")]  # tests add one for the CPU
 
 
-def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | None = None, **sizes: int) -> None:
+def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | None = None, may_be_one: bool = False,
+          **sizes: int) -> None:
     """Raise ValueError unless `tensor` has this dtype (or one of these), these sizes and the device of `like`.
 
     check("tokens", tokens, torch.int64, B=B, N=N) may say
-    "tokens must be int64 (B=2, N=5), got int64 (2, 4)".
+    "tokens must be int64 (B=2, N=5), got int64 (2, 4)". With `may_be_one` its batch B may also be 1.
     """
-    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes or tensor.shape != tuple(sizes.values()):
-        wanted = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
+    dtypes, shape = dtype if isinstance(dtype, tuple) else (dtype,), tuple(sizes.values())
+    if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes or (
+            tensor.shape != shape and not (may_be_one and tensor.shape == (1, *shape[1:]))):
+        wanted = ", ".join(f"{letter}={size}{' or 1' * (may_be_one and letter == 'B' and size != 1)}"
+                           for letter, size in sizes.items())
         got = f"{type(tensor).__name__}, not a tensor"
         if isinstance(tensor, Tensor):
             got = f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}"
@@ -216,13 +220,40 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
         raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")
 
 
-def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor, **sizes: int) -> Tensor:
-    """A setting as a contiguous tensor of these sizes: `value` itself, or one number (one bool) for all of them.
+def integers(name: str, tensor: Tensor, dtype: torch.dtype, like: Tensor | None = None, may_be_one: bool = False,
+             **sizes: int) -> Tensor:
+    """An int32 or int64 tensor as a contiguous one of `dtype`, which is either; of batch B, if it `may_be_one`.
+
+    An int64 that does not fit into int32 becomes the nearest one that does: what is out of range stays so.
 
     Raises:
-        ValueError: a tensor of another dtype, shape or device, or not a number; an integer or a bool where dtype is one
+        ValueError: another dtype, shape or device
     """
+    check(name, tensor, INTEGERS, like, may_be_one, **sizes)
+    if tensor.dtype != dtype:
+        tensor = tensor.long() if dtype == torch.int64 else tensor.clamp(-MOST - 1, MOST).int()
+    return for_each(tensor, sizes["B"]) if may_be_one else tensor.contiguous()
+
+
+def for_each(tensor: Tensor, B: int) -> Tensor:
+    """A tensor of batch B or 1 as a contiguous one of batch B."""
+    return (tensor if tensor.shape[0] == B else tensor.expand(B, *tensor.shape[1:])).contiguous()
+
+
+def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor,
+            at_least: float | None = None, at_most: float = math.inf, **sizes: int) -> Tensor:
+    """A setting as a contiguous tensor of these sizes: `value` itself, or one number (one bool) for all of them.
+
+    A number is held against the bounds, a tensor is not: nothing is read back from a device.
+
+    Raises:
+        ValueError: a tensor of another dtype, shape or device, or not a number; an integer or a bool where dtype is
+            one; a number that is NaN or out of bounds, if there are bounds
+    """
+    is_integer = dtype == torch.int32
     if isinstance(value, Tensor):
+        if is_integer:
+            return integers(name, value, dtype, like, **sizes)
         check(name, value, dtype, like=like, **sizes)
         return value.contiguous()
     kinds, kind = {
@@ -231,12 +262,16 @@ def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor, 
     }.get(dtype, ((int, float, torch.SymInt, torch.SymFloat, Real), "a number"))
     if not isinstance(value, kinds) or (isinstance(value, bool) and dtype != torch.bool):
         wanted = ", ".join(f"{letter}={size}" for letter, size in sizes.items())
-        raise ValueError(f"{name} must be {str(dtype)[6:]} ({wanted}) or {kind}, got {value!r}")
-    if dtype == torch.int32 and not -2**31 <= value < 2**31:
+        dtypes = "int64 or int32" if is_integer else str(dtype)[6:]
+        raise ValueError(f"{name} must be {dtypes} ({wanted}) or {kind}, got {value!r}")
+    if is_integer and not -2**31 <= value < 2**31:
         raise ValueError(f"{name} must fit into int32, got {value}")
     if dtype == torch.float32 and not isinstance(value, (torch.SymInt, torch.SymFloat)):
         if FLOAT32_MAX < abs(value) < math.inf:
             raise ValueError(f"{name} must fit into float32, got {value}")
+        if at_least is not None and not at_least <= value <= at_most:
+            bounds = f">= {at_least}" if at_most == math.inf else f"in [{at_least}, {at_most}]"
+            raise ValueError(f"{name} must be a number {bounds}, got {value}")
         value = float(value)
     return torch.full(tuple(sizes.values()), value, dtype=dtype, device=like.device)
 
@@ -296,18 +331,21 @@ def readable(tensor: Tensor, is_written: bool) -> Tensor:
 
 
 def check_parents(parents: Tensor) -> Tensor:
-    """Parents (B, N) of int32 or int64 as contiguous int32; what does not fit stays out of range.
-
-    Raises:
-        ValueError: another dtype or shape, or N is 0
-    """
+    """Parents (B, N) as contiguous int32. Raises ValueError: another dtype or shape, or N is 0."""
     B, N = check_dims("parents", parents, "BN")
-    check("parents", parents, (torch.int32, torch.int64), B=B, N=N)
     if N < 1:
         raise ValueError(f"parents must have N >= 1, got shape ({B}, {N})")
-    if parents.dtype == torch.int64:
-        parents = parents.clamp(-3, N).int()
-    return parents.contiguous()
+    return integers("parents", parents, torch.int32, B=B, N=N)
+
+
+def check_tree(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, max_depth: int | None,
+               like: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Raise ValueError unless these are trees with a node for each row of `like` (B, N, ..). Returns them and P."""
+    B, N = like.shape[:2]
+    return (integers("tokens", tokens, torch.int64, like, B=B, N=N),
+            integers("first_child", first_child, torch.int32, like, may_be_one=True, B=B, N=N),
+            integers("next_sibling", next_sibling, torch.int32, like, may_be_one=True, B=B, N=N),
+            check_count("max_depth", N - 1 if max_depth is None else max_depth, 0))
 
 
 def check_dims(name: str, tensor: Tensor, letters: str) -> torch.Size:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_dims, setting, to_integer
+from ._dispatch import check, check_dims, integers, setting, to_integer
 from ._numbers import exp
 
 HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,14 +40,18 @@ def check_settings(guidance: Tensor | float | None, temperature: Tensor | float,
                    top_p: Tensor | float, like: Tensor, uncond: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Raise ValueError unless each is a tensor (B,) or one number for all requests; returns the tensors.
 
-    Without `uncond` the guidance may be None, because no kernel looks at it then.
+    Without `uncond` no kernel looks at the guidance: it may be None, and a number must be 1.
     """
     B = like.shape[0]
-    if guidance is None and uncond is None:
-        guidance = 1.0
+    if uncond is None:
+        if guidance is not None and not isinstance(guidance, Tensor) and guidance != 1:
+            raise ValueError("guidance must be 1 or None without uncond, the logits without the condition, "
+                             f"got {guidance!r}")
+        guidance = 1.0 if guidance is None else guidance
     return (setting("guidance", guidance, torch.float32, like, B=B),
-            setting("temperature", temperature, torch.float32, like, B=B),
-            setting("top_k", top_k, torch.int32, like, B=B), setting("top_p", top_p, torch.float32, like, B=B))
+            setting("temperature", temperature, torch.float32, like, at_least=0, B=B),
+            setting("top_k", top_k, torch.int32, like, B=B),
+            setting("top_p", top_p, torch.float32, like, at_least=0, at_most=1, B=B))
 
 
 def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str, like: Tensor,
@@ -62,12 +66,11 @@ def check_filters(id_range: Tensor | tuple[int, int] | None, filters: str, like:
     if id_range is None:
         return None, 0, V
     if isinstance(id_range, Tensor):
-        check("id_range", id_range, torch.int64, like=like, **{"B": B, nodes: N, "bounds": 2})
-        return id_range.contiguous(), 0, V
+        return integers("id_range", id_range, torch.int64, like, **{"B": B, nodes: N, "bounds": 2}), 0, V
     ids = [to_integer(i) for i in id_range] if isinstance(id_range, (tuple, list)) else []
     if len(ids) != 2 or None in ids or not 0 <= ids[0] < ids[1] <= V:
-        raise ValueError(f"id_range must be int64 (B={B}, {nodes}={N}, bounds=2), or two integers with "
-                         f"0 <= first < last <= V={V}, got {id_range!r}")
+        raise ValueError(f"id_range must be int64 or int32 (B={B}, {nodes}={N}, bounds=2), or two integers "
+                         f"with 0 <= first < last <= V={V}, got {id_range!r}")
     return None, *ids
 
 

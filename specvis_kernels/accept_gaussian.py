@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, INVALID_RULE, check, check_dims, define
+from ._dispatch import INVALID_ROW, INVALID_RULE, check, check_dims, define, integers
 from ._gaussian import check_last_step, check_not_empty, distance_factor, exp, last_step_log_ratio
 
 
@@ -56,7 +56,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
         draft_log_sigmas:   (B, G, C) float32
         variant:            "paper", "released" or "path"
         temperature:        (B,)      float32  of the distances; None is 1, the paper's; the release has 42
-        num_drafted:        (B,)      int32    only this many leading positions are drafts; None, or more than G: all
+        num_drafted:        (B,) int32 or int64  only this many leading positions are drafts; None, or more than G: all
         truncate:           see above
         backend:            None for the device's own kernel; a name from `backends()` to force one
 
@@ -94,7 +94,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
                     target_means=target_means, target_log_sigmas=target_log_sigmas,
                     draft_means=draft_means, draft_log_sigmas=draft_log_sigmas)
     if num_drafted is not None:
-        check("num_drafted", num_drafted, torch.int32, like=tokens, B=B)
+        num_drafted = integers("num_drafted", num_drafted, torch.int32, tokens, B=B)
     if not isinstance(truncate, bool):
         raise ValueError(f"truncate must be True or False, got {truncate!r}")
     inputs = [tokens, -log_ratio if variant == "released" else log_ratio, uniforms, target_means, target_log_sigmas,

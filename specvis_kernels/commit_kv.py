@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_dims, define, to_integer
+from ._dispatch import check_dims, define, integers, to_integer
 
 
 def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor, *,
@@ -30,14 +30,15 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
                          bytes an element, no two in the same memory. (layers, R, T, 2, H, D) has row_dim 1 and
                          column_dim 2, a list of (R, H, T, D), as transformers has it, has row_dim 0
                          and column_dim 2; the defaults are for (R, T, Hkv, D), as tree_attention reads it
-        accepted_nodes:  (B, P) int32   of each request, from the root down, without the root; as verify_tree gives them
-        num_accepted:    (B,)   int32   how many there are; what stands behind them is not looked at
-        lengths:         (B,)   int64   how many columns are committed: the root's new column
+        accepted_nodes:  (B, P) int32 or int64   of each request, from the root down, without the root; as verify_tree
+                                                 gives them
+        num_accepted:    (B,)   int32 or int64   how many there are; what comes after them is not looked at
+        lengths:         (B,)   int32 or int64   how many columns are committed: the root's new column
         row_dim:         the dimension of the R rows, R a multiple of B; None with `slots`
         column_dim:      the dimension of the T columns, behind row_dim; with `slots` that of the slots
-        start:           (B,)   int64   the root's column now; None: lengths, where it stays
-        slots:           (R, T) int64   of a paged cache: in which slot column t of row r is. Two columns that move do
-                                        not share a slot. None: not paged
+        start:           (B,)   int32 or int64   the root's column now; None: lengths, where it stays
+        slots:           (R, T) int32 or int64   of a paged cache: in which slot column t of row r is. Two columns that
+                                                 move do not share a slot. None: not paged
         backend:         None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -45,27 +46,31 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, a cache is not contiguous or unlike the
-            first, or there is none
+            first, or there is none: a list of pairs (k, v) must be flattened
 
     Example:
         >>> import torch
         >>> from specvis_kernels import commit_kv
         >>> cache = torch.tensor([[7, 8, 10, 11, 12, 13, 0]])    # columns 0 and 1 are committed, then nodes 0 to 3
-        >>> commit_kv(cache, torch.tensor([[2, 3]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32),
-        ...           torch.tensor([2]))
+        >>> commit_kv(cache, torch.tensor([[2, 3]]), torch.tensor([2]), torch.tensor([2]))
         tensor([5])
         >>> cache                                                # the root stays, nodes 2 and 3 follow it
         tensor([[ 7,  8, 10, 12, 13, 13,  0]])
     """
     caches = [caches] if isinstance(caches, Tensor) else caches
-    if not isinstance(caches, (list, tuple)) or not caches or not all(isinstance(cache, Tensor) for cache in caches):
+    if not isinstance(caches, (list, tuple)) or not caches:
         raise ValueError("caches must be a tensor or a list of at least one tensor")
+    for i, cache in enumerate(caches):
+        if not isinstance(cache, Tensor):
+            advice = ": flatten the pairs into one list of tensors" * isinstance(cache, (list, tuple))
+            raise ValueError(f"caches must be a tensor or a list of tensors, but caches[{i}] is a "
+                             f"{type(cache).__name__}{advice}")
     B, P = check_dims("accepted_nodes", accepted_nodes, "BP")
-    check("accepted_nodes", accepted_nodes, torch.int32, B=B, P=P)
-    check("num_accepted", num_accepted, torch.int32, like=accepted_nodes, B=B)
-    check("lengths", lengths, torch.int64, like=accepted_nodes, B=B)
+    accepted_nodes = integers("accepted_nodes", accepted_nodes, torch.int32, B=B, P=P)
+    num_accepted = integers("num_accepted", num_accepted, torch.int32, accepted_nodes, B=B)
+    lengths = integers("lengths", lengths, torch.int64, accepted_nodes, B=B)
     if start is not None:
-        check("start", start, torch.int64, like=accepted_nodes, B=B)
+        start = integers("start", start, torch.int64, accepted_nodes, B=B)
     first = caches[0]
     for cache in caches:
         if cache.shape != first.shape or cache.dtype != first.dtype:
@@ -88,14 +93,13 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
                          f"got {row_dim} and {column_dim}")
     R, T = check_dims("slots", slots, "RT") if row_dim is None else (first.shape[row_dim], first.shape[column_dim])
     if slots is not None:
-        check("slots", slots, torch.int64, like=accepted_nodes, R=R, T=T)
-        slots = slots.contiguous()
+        slots = integers("slots", slots, torch.int64, accepted_nodes, R=R, T=T)
     if R % B if B else R:
         raise ValueError(f"the rows must be a multiple of B={B}, got {R}")
     if T < 1 or first.shape[column_dim] < 1:
         raise ValueError(f"caches must have a column, got shape {tuple(first.shape)}")
-    return _call(backend, list(caches), accepted_nodes.contiguous(), num_accepted.contiguous(), lengths.contiguous(),
-                 None if start is None else start.contiguous(), slots, -1 if row_dim is None else row_dim, column_dim)
+    return _call(backend, list(caches), accepted_nodes, num_accepted, lengths, start, slots,
+                 -1 if row_dim is None else row_dim, column_dim)
 
 
 def _oracle(caches, accepted_nodes, num_accepted, lengths, start, slots, row_dim, column_dim):

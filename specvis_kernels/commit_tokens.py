@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._dispatch import INVALID_ROW, check, check_dims, define
+from ._dispatch import INVALID_ROW, check, check_dims, define, integers
 
 
 class CommitTokensResult(NamedTuple):
@@ -43,14 +43,14 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
         num_accepted_at:  written to: (B, L) int64     how many drafts the step that began with each token accepted
         num_drafted_at:   written to: (B, L) int64     and how many levels it drafted
         tv_excess:        written to: (B,)   float32   the sum over the steps
-        node_tokens:      (B, N) int64     the tokens of the draft tree's nodes
-        accepted_nodes:   (B, P) int32     of each request, from the root down, without the root; as verify_tree gives
-                                           this and the next three
-        num_accepted:     (B,)   int32     how many there are; what stands behind them is not looked at
-        next_token:       (B,)   int64     the token after the accepted path
-        step_excess:      (B,)   float32   the step's tv_excess; None: 0
-        status:           (B,)   int32     bits; INVALID_ROW alone counts
-        depth:            (B,)   int64     how many levels each request's tree has
+        node_tokens:      (B, N) int32 or int64   the tokens of the draft tree's nodes
+        accepted_nodes:   (B, P) int32 or int64   of each request, from the root down, without the root; as verify_tree
+                                                  gives this and the next three
+        num_accepted:     (B,)   int32 or int64   how many there are; what comes after them is not looked at
+        next_token:       (B,)   int32 or int64   the token after the accepted path
+        step_excess:      (B,)   float32          the step's tv_excess; None: 0
+        status:           (B,)   int32            bits; INVALID_ROW alone counts
+        depth:            (B,) or (1,) int32 or int64   how many levels each request's tree has
         backend:          None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -70,9 +70,8 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
         >>> zero, accounts = torch.tensor([0]), torch.zeros(2, 1, 5, dtype=torch.int64)
         >>> step = commit_tokens(tokens, counts, torch.tensor([False]), zero.clone(), *accounts, torch.zeros(1),
         ...                      node_tokens=torch.tensor([[7, 3, 8, 4]]), next_token=torch.tensor([9]),
-        ...                      accepted_nodes=torch.tensor([[2, 3]], dtype=torch.int32),
-        ...                      num_accepted=torch.tensor([2], dtype=torch.int32), step_excess=None,
-        ...                      status=zero.int(), depth=torch.tensor([2]))
+        ...                      accepted_nodes=torch.tensor([[2, 3]]), num_accepted=torch.tensor([2]),
+        ...                      step_excess=None, status=zero.int(), depth=torch.tensor([2]))
         >>> step.new_tokens, step.nodes, step.num_new
         (tensor([[8, 4, 9]]), tensor([[0, 2, 3]]), tensor([3]))
         >>> tokens, counts
@@ -91,22 +90,21 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
             raise ValueError(f"{name} must be contiguous, since it is written to")
     N = check_dims("node_tokens", node_tokens, "BN")[1]
     P = check_dims("accepted_nodes", accepted_nodes, "BP")[1]
-    check("node_tokens", node_tokens, torch.int64, like=tokens, B=B, N=N)
-    check("accepted_nodes", accepted_nodes, torch.int32, like=tokens, B=B, P=P)
-    check("num_accepted", num_accepted, torch.int32, like=tokens, B=B)
-    check("next_token", next_token, torch.int64, like=tokens, B=B)
+    node_tokens = integers("node_tokens", node_tokens, torch.int64, tokens, B=B, N=N)
+    accepted_nodes = integers("accepted_nodes", accepted_nodes, torch.int32, tokens, B=B, P=P)
+    num_accepted = integers("num_accepted", num_accepted, torch.int32, tokens, B=B)
+    next_token = integers("next_token", next_token, torch.int64, tokens, B=B)
     if step_excess is not None:
         check("step_excess", step_excess, torch.float32, like=tokens, B=B)
         step_excess = step_excess.contiguous()
     check("status", status, torch.int32, like=tokens, B=B)
-    check("depth", depth, torch.int64, like=tokens, B=B)
+    depth = integers("depth", depth, torch.int64, tokens, may_be_one=True, B=B)
     if L < 1 or C < L:
         raise ValueError(f"tokens must have at least the L={L} columns of num_accepted_at, and L >= 1, got C={C}")
     if N < 1:
         raise ValueError(f"node_tokens must have N >= 1, got shape ({B}, {N})")
     return _call(backend, tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess,
-                 node_tokens.contiguous(), accepted_nodes.contiguous(), num_accepted.contiguous(),
-                 next_token.contiguous(), step_excess, status.contiguous(), depth.contiguous())
+                 node_tokens, accepted_nodes, num_accepted, next_token, step_excess, status.contiguous(), depth)
 
 
 def _oracle(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,

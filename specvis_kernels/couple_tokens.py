@@ -15,6 +15,7 @@ from ._dispatch import (
     check_dims,
     check_together,
     define,
+    integers,
     setting,
 )
 from ._numbers import draw, to_fixed_point
@@ -67,14 +68,14 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
     Args:
         target_probs:  (B, W, V) float32       P, the distributions that the guesses are to follow now
         draft_probs:   (B, W, V) float32       Q, the distributions that they were drawn from
-        tokens:        (B, W)    int64         the guesses
+        tokens:        (B, W) int32 or int64   the guesses
         uniforms:      (B, W, 2) float32       in [0, 1): the first decides, the second draws
-        omega:         (B, W) float32 or a number   the factor on the accept test; None is 1
+        omega:         (B, W) float32 or a number >= 0   the factor on the accept test; None is 1
         neighbors:     (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
-        delta:         (B,) float32 or a number   how much the cutoff allows
+        delta:         (B,) float32 or a number >= 0   how much the cutoff allows
         cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
-        groups:        (B, W, k) int64         the ids that count with each guess, distinct. -1 pads: ids outside
+        groups:        (B, W, k) int32 or int64   the ids that count with each guess, distinct. -1 pads: ids outside
                                                [0, V) do not count, and the guess counts once, listed or not
         residual:      "optimal", "relaxed" or "released"
         backend:       None for the device's own kernel; a name from `backends()` to force one
@@ -117,12 +118,12 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         raise ValueError(f"target_probs must have W >= 1 and V >= 1, got shape ({B}, {W}, {V})")
     like = target_probs
     check("draft_probs", draft_probs, torch.float32, like=like, B=B, W=W, V=V)
-    check("tokens", tokens, torch.int64, like=like, B=B, W=W)
-    check("uniforms", uniforms, torch.float32, like=like, B=B, W=W, uniforms=2)
+    tokens = integers("tokens", tokens, torch.int64, like, B=B, W=W)
+    check("uniforms", uniforms, torch.float32, like=like, **{"B": B, "W": W, "accept and draw": 2})
     if omega is not None:
-        omega = setting("omega", omega, torch.float32, like, B=B, W=W)
+        omega = setting("omega", omega, torch.float32, like, at_least=0, B=B, W=W)
     if delta is not None:
-        delta = setting("delta", delta, torch.float32, like, B=B)
+        delta = setting("delta", delta, torch.float32, like, at_least=0, B=B)
     if residual not in RESIDUALS:
         raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
     check_together(neighbors=neighbors, delta=delta)
@@ -135,7 +136,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         if residual != "optimal":
             raise ValueError(f"residual must be 'optimal' with groups, got {residual!r}")
         k = check_dims("groups", groups, "BWk")[2]
-        check("groups", groups, torch.int64, like=like, B=B, W=W, k=k)
+        groups = integers("groups", groups, torch.int64, like, B=B, W=W, k=k)
     tensors = (target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta, groups)
     return _call(backend, *[None if t is None else t.contiguous() for t in tensors], cutoff, offset, residual)
 

@@ -44,12 +44,13 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         uniforms:      (B, F, K) float32   in [0, 1), one for each child; None: draw with the noise of `seeds`
         guidance:      (B,) float32 or a number   these four as in `guided_probs`; None without `uncond`
         temperature:   (B,) float32 or a number
-        top_k:         (B,) int32 or a number
+        top_k:         (B,) int32 or int64, or a number
         top_p:         (B,) float32 or a number
-        seeds:         (B,)      int64     one for each request; None: draw with `uniforms`
-        positions:     (B, F)    int64     of the token that follows each node; the low 32 bits count. Only with seeds
+        seeds:         (B,) int32 or int64     one for each request; None: draw with `uniforms`
+        positions:     (B, F) int32 or int64   of the token that follows each node; the low 32 bits count. Only with
+                                               seeds
         num_children:  K, how many children to draw for each node. Only with seeds
-        id_range:      two integers, (B, F, 2) int64 or None: the ids that a child may have, as in `guided_probs`
+        id_range:      two integers, (B, F, 2) int32 or int64, or None: the ids of a child, as in `guided_probs`
         filters:       "k_then_p" or "p_then_k", as in `guided_probs`
         backend:       None for the device's own kernel; a name from `backends()` to force one
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import MOST, check, check_count, check_dims, define
+from ._dispatch import MOST, check, check_count, check_dims, define, for_each, integers
 from ._filters import check_filters, check_logits, check_settings
 from .expand_tree import _oracle as expand_tree
 from .guided_probs import _oracle as guided_probs
@@ -47,19 +47,20 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         logits:           (B, F, V) float32, float16 or bfloat16   of the draft model after each node
         uncond:           (B, F, V) the same dtype                 without the condition; None: no guidance
         scores:           (B, F)    float32   the nodes' scores; -inf: the slot is not used
-        ancestors:        (B, F, W) int64     the nodes' ancestors among those that the draft model has read, as bits
-        candidates:       (B, F)    int32     which candidate each node was; -1: the root, or not used
-        width:            (B,)      int32     children per node and size of the next level; clamped to 1..K
-        depth:            (B,)      int64     how many levels each request's tree has
+        ancestors:        (B, F, W) or (1, F, W) int64   the nodes' ancestors among those that the draft model has
+                                                         read, as bits
+        candidates:       (B, F) int32 or int64   which candidate each node was; -1: the root, or not used
+        width:            (B,) int32 or int64     children per node and size of the next level; clamped to 1..K
+        depth:            (B,) or (1,) int32 or int64   how many levels each request's tree has
         guidance:         (B,) float32 or a number   these four as in `guided_probs`; None without `uncond`
         temperature:      (B,) float32 or a number
-        top_k:            (B,) int32 or a number
+        top_k:            (B,) int32 or int64, or a number
         top_p:            (B,) float32 or a number
         num_children:     K, the largest width
         level:            of the children: 1 for those of the root
         first_node:       how many nodes the draft model has read; first_node + K must fit in the W words
         first_candidate:  how many candidates the levels before had
-        id_range:         two integers, (B, F, 2) int64 or None: the ids that a child may have, as in `guided_probs`
+        id_range:         two integers, (B, F, 2) int32 or int64, or None: the ids of a child, as in `guided_probs`
         filters:          "k_then_p" or "p_then_k", as in `guided_probs`
         backend:          None for the device's own kernel; a name from `backends()` to force one
 
@@ -107,10 +108,10 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         raise ValueError(f"logits must have F >= 1, got shape ({B}, {F}, {V})")
     check("scores", scores, torch.float32, like=logits, B=B, F=F)
     W = check_dims("ancestors", ancestors, "BFW")[2]
-    check("ancestors", ancestors, torch.int64, like=logits, B=B, F=F, W=W)
-    check("candidates", candidates, torch.int32, like=logits, B=B, F=F)
-    check("width", width, torch.int32, like=logits, B=B)
-    check("depth", depth, torch.int64, like=logits, B=B)
+    check("ancestors", ancestors, torch.int64, logits, may_be_one=True, B=B, F=F, W=W)
+    candidates = integers("candidates", candidates, torch.int32, logits, B=B, F=F)
+    width = integers("width", width, torch.int32, logits, B=B)
+    depth = integers("depth", depth, torch.int64, logits, may_be_one=True, B=B)
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits, nodes="F")
     num_children = check_count("num_children", num_children, 1, MOST // F)
@@ -120,9 +121,8 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
     if first_node + num_children > 64 * W:
         raise ValueError(f"ancestors must have words for first_node + num_children = {first_node + num_children} "
                          f"nodes, 64 each, got W={W}")
-    return _call(backend, logits, uncond, scores.contiguous(), ancestors.contiguous(), candidates.contiguous(),
-                 width.contiguous(), depth.contiguous(), *settings, *ids, filters, num_children, level, first_node,
-                 first_candidate)
+    return _call(backend, logits, uncond, scores.contiguous(), for_each(ancestors, B), candidates, width, depth,
+                 *settings, *ids, filters, num_children, level, first_node, first_candidate)
 
 
 def _oracle(logits, uncond, scores, ancestors, candidates, width, depth, guidance, temperature, top_k, top_p,

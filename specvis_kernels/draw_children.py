@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, check, check_count, check_dims, define
+from ._dispatch import INVALID_ROW, check, check_count, check_dims, define, integers
 from ._numbers import draw, log, to_fixed_point
 from .noise import gumbel_noise
 
@@ -48,8 +48,9 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
     Args:
         draft_probs:   (B, F, V) float32   the draft's probabilities after each of F nodes
         uniforms:      (B, F, K) float32   in [0, 1), one for each child; None: draw with the noise of `seeds`
-        seeds:         (B,)      int64     one for each request; None: draw with `uniforms`
-        positions:     (B, F)    int64     of the token that follows each node; the low 32 bits count. Only with seeds
+        seeds:         (B,) int32 or int64     one for each request; None: draw with `uniforms`
+        positions:     (B, F) int32 or int64   of the token that follows each node; the low 32 bits count. Only with
+                                               seeds
         num_children:  K, how many children to draw for each node. Only with seeds
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
@@ -98,10 +99,9 @@ def check_draws(uniforms: Tensor | None, seeds: Tensor | None, positions: Tensor
         if K < 1:
             raise ValueError(f"uniforms must have K >= 1, got shape ({B}, {F}, {K})")
         return uniforms.contiguous(), None, None, K
-    check("seeds", seeds, torch.int64, like=like, B=B)
-    check("positions", positions, torch.int64, like=like, B=B, F=F)
-    num_children = check_count("num_children", num_children, 1)
-    return None, seeds.contiguous(), positions.contiguous(), num_children
+    seeds = integers("seeds", seeds, torch.int64, like, B=B)
+    positions = integers("positions", positions, torch.int64, like, B=B, F=F)
+    return None, seeds, positions, check_count("num_children", num_children, 1)
 
 
 def _oracle(draft_probs, uniforms, seeds, positions, num_children):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, check, check_count, define
+from ._dispatch import INVALID_ROW, check_count, define, integers
 from ._filters import check_filters, check_logits, check_settings, filter_logits, range_of_nodes
 from .noise import gumbel_noise
 
@@ -45,16 +45,17 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
     Args:
         logits:       (B, N, V) float32, float16 or bfloat16   with the condition
         uncond:       (B, N, V) the same dtype                 without the condition; None: no guidance
-        guidance:     (B,) float32 or a number   s, the guidance scale; may be None without `uncond`
+        guidance:     (B,) float32 or a number   s, the guidance scale; None, or the number 1, without `uncond`
         temperature:  (B,) float32 or a number   >= 0
-        top_k:        (B,) int32 or a number     off if <= 0 or at least the number of ids
-        top_p:        (B,) float32 or a number   off if <= 0 or >= 1
-        seeds:        (B,)      int64     one for each request
-        positions:    (B, N)    int64     of the token that each row predicts; the low 32 bits count
-        id_range:     two integers first, last: the ids [first, last) that every row may draw; or (B, N, 2) int64,
-                      those of each row. None: all ids
+        top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids
+        top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1
+        seeds:        (B,) int32 or int64     one for each request
+        positions:    (B, N) int32 or int64   of the token that each row predicts; the low 32 bits count
+        id_range:     two integers first, last: the ids [first, last) that every row may draw; or (B, N, 2) int32
+                      or int64, those of each row. None: all ids
         filters:      "k_then_p" or "p_then_k", the order of top-k and top-p
-        guesses:      (B, N)    int64     a guess for each row's token; -1: none. None: none anywhere
+        guesses:      (B, N) int32 or int64   a guess for each row's token; -1: none. None: none anywhere. Row n's is
+                                              the token of node n + 1, the last row has none
         ahead:        how many positions further the second draw's noise is; 0: there is no second draw
         backend:      None for the device's own kernel; a name from `backends()` to force one
 
@@ -66,7 +67,8 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, id_range is two integers but not
-            0 <= first < last <= V, N is 0, V is 0 or above 2**19, filters is neither of the two, or ahead is negative
+            0 <= first < last <= V, a number is out of its range, N is 0, V is 0 or above 2**19, filters is neither of
+            the two, or ahead is negative
 
     Example:
         >>> import torch
@@ -83,15 +85,13 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
     if N < 1:
         raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
-    check("seeds", seeds, torch.int64, like=logits, B=B)
-    check("positions", positions, torch.int64, like=logits, B=B, N=N)
+    seeds = integers("seeds", seeds, torch.int64, logits, B=B)
+    positions = integers("positions", positions, torch.int64, logits, B=B, N=N)
     ids = check_filters(id_range, filters, like=logits)
     if guesses is not None:
-        check("guesses", guesses, torch.int64, like=logits, B=B, N=N)
-        guesses = guesses.contiguous()
+        guesses = integers("guesses", guesses, torch.int64, logits, B=B, N=N)
     ahead = check_count("ahead", ahead, 0)
-    return _call(backend, logits, uncond, *settings, seeds.contiguous(), positions.contiguous(), *ids, filters, guesses,
-                 ahead)
+    return _call(backend, logits, uncond, *settings, seeds, positions, *ids, filters, guesses, ahead)
 
 
 def _oracle(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, id_range, first_id, last_id, filters,

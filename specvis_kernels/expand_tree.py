@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._dispatch import INVALID_ROW, MOST, check, check_count, check_dims, define
+from ._dispatch import INVALID_ROW, MOST, check, check_count, check_dims, define, integers
 from ._numbers import to_fixed_point
 
 
@@ -37,7 +37,7 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
     Args:
         draft_probs:   (B, F, V) float32   the draft's probabilities after each node of the level
         scores:        (B, F)    float32   the nodes' scores
-        width:         (B,)      int32     children per node and size of the next level; clamped to 1..K
+        width:         (B,) int32 or int64   children per node and size of the next level; clamped to 1..K
         num_children:  K, the largest width
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
@@ -71,11 +71,11 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
     B, F, V = check_dims("draft_probs", draft_probs, "BFV")
     check("draft_probs", draft_probs, torch.float32, B=B, F=F, V=V)
     check("scores", scores, torch.float32, like=draft_probs, B=B, F=F)
-    check("width", width, torch.int32, like=draft_probs, B=B)
+    width = integers("width", width, torch.int32, draft_probs, B=B)
     if F < 1 or V < 1:
         raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
     num_children = check_count("num_children", num_children, 1, MOST // F)
-    return _call(backend, draft_probs.contiguous(), scores.contiguous(), width.contiguous(), num_children)
+    return _call(backend, draft_probs.contiguous(), scores.contiguous(), width, num_children)
 
 
 def _oracle(draft_probs, scores, width, num_children):

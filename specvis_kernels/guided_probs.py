@@ -41,12 +41,12 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
     Args:
         logits:       (B, N, V) float32, float16 or bfloat16   with the condition
         uncond:       (B, N, V) the same dtype                 without the condition; None: no guidance
-        guidance:     (B,) float32 or a number   s, the guidance scale; may be None without `uncond`
+        guidance:     (B,) float32 or a number   s, the guidance scale; None, or the number 1, without `uncond`
         temperature:  (B,) float32 or a number   >= 0
-        top_k:        (B,) int32 or a number     off if <= 0 or at least the number of ids
-        top_p:        (B,) float32 or a number   off if <= 0 or >= 1
+        top_k:        (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids
+        top_p:        (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1
         id_range:     two integers first, last: the range of ids of every row, e.g. that of the image tokens in a mixed
-                      vocabulary; or (B, N, 2) int64, one of each row: [x, x + 1) forces token x. None: all ids
+                      vocabulary; or (B, N, 2) int32 or int64, one of each row: [x, x + 1) forces token x. None: all ids
         filters:      "k_then_p" or "p_then_k"
         backend:      None for the device's own kernel; a name from `backends()` to force one
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define, setting, to_integer
+from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define, integers, setting, to_integer
 from ._numbers import FIXED_BITS, FIXED_ONE, to_fixed_point
 
 CUTOFFS = ("tvd", "ratio", "jsd")
@@ -39,9 +39,9 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
 
     Args:
         probs:      (R, V) float32          rows of probabilities, each of total 1
-        tokens:     (R,)   int64            one token of each row; a token outside [0, V) is reported
+        tokens:     (R,) int32 or int64     one token of each row; a token outside [0, V) is reported
         neighbors:  (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
-        delta:      (R,) float32 or a number   how much the cutoff allows
+        delta:      (R,) float32 or a number >= 0   how much the cutoff allows
         cutoff:     the rule by which delta limits the sum: "tvd", "ratio" or "jsd"
         offset:     the token id of code 0; a token outside [offset, offset + C) has no neighbors
         backend:    None for the device's own kernel; a name from `backends()` to force one
@@ -68,10 +68,10 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
     """
     R, V = check_dims("probs", probs, "RV")
     check("probs", probs, torch.float32, R=R, V=V)
-    check("tokens", tokens, torch.int64, like=probs, R=R)
+    tokens = integers("tokens", tokens, torch.int64, probs, R=R)
     check_dims("neighbors", neighbors, "Ck")
     offset = check_neighbors(neighbors, cutoff, offset, V, like=probs)
-    delta = setting("delta", delta, torch.float32, probs, R=R)
+    delta = setting("delta", delta, torch.float32, probs, at_least=0, R=R)
     tensors = [t.contiguous() for t in (probs, tokens, neighbors, delta)]
     return _call(backend, *tensors, cutoff, offset)
 

@@ -6,7 +6,7 @@ words.
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_count, check_dims
+from ._dispatch import check_count, check_dims, integers
 from ._numbers import log, log1p_of_negative
 
 WORD = 0xFFFFFFFF
@@ -20,8 +20,8 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
     (low, high half of the seed).
 
     Args:
-        seeds:     (B,) int64    one per request; equal seeds give equal words in any batch
-        positions: (B, L) int64  the low 32 bits count
+        seeds:     (B,) int32 or int64     one per request; equal seeds give equal words in any batch
+        positions: (B, L) int32 or int64   the low 32 bits count
         n:         how many words for each position; the first of them do not depend on how many there are
         stream:    what the words are for, at least 0
         turn:      each turn has words of its own; at least 0
@@ -39,7 +39,7 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
         >>> words.shape, hex(words[0, 0, 0])  # the first known answer of the paper's library
         (torch.Size([1, 2, 3]), '0x6627e8d5')
     """
-    n = check_noise(seeds, positions, n)
+    seeds, positions, n = check_noise(seeds, positions, n)
     stream, turn = check_count("stream", stream, 0), check_count("turn", turn, 0)
     blocks = -(-n // 4)
     zeros = torch.zeros((*positions.shape, blocks), dtype=torch.int64, device=seeds.device)
@@ -61,8 +61,8 @@ def philox_uniforms(seeds: Tensor, positions: Tensor | int, n: int, *, stream: i
     ops that take seeds have the stream 9; use another one here.
 
     Args:
-        seeds:     (B,) int64    one per request; equal seeds give equal numbers in any batch
-        positions: (B, L) int64  the low 32 bits count; or a number L: 0 to L - 1 in every request
+        seeds:     (B,) int32 or int64     one per request; equal seeds give equal numbers in any batch
+        positions: (B, L) int32 or int64   the low 32 bits count; or a number L: 0 to L - 1 in every request
         n:         how many for each position; the first of them do not depend on how many there are
         stream:    what the numbers are for, at least 0
         turn:      each turn has numbers of its own; at least 0
@@ -83,7 +83,7 @@ def philox_uniforms(seeds: Tensor, positions: Tensor | int, n: int, *, stream: i
     """
     if not isinstance(positions, Tensor):
         length = check_count("positions", positions, 0)
-        check("seeds", seeds, torch.int64, B=check_dims("seeds", seeds, "B")[0])
+        seeds = integers("seeds", seeds, torch.int64, B=check_dims("seeds", seeds, "B")[0])
         positions = torch.arange(length, device=seeds.device).expand(len(seeds), length)
     return (philox_words(seeds, positions, n, stream, turn) >> 8).float() * 2.0 ** -24
 
@@ -97,8 +97,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     (The Gumbel-max trick: Maddison, Tarlow and Minka, arXiv:1411.0030.)
 
     Args:
-        seeds:     (B,) int64    one per request
-        positions: (B, L) int64  in the image
+        seeds:     (B,) int32 or int64     one per request
+        positions: (B, L) int32 or int64   in the image
         n:         how many ids
 
     Returns:
@@ -117,12 +117,11 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     return to_gumbel(philox_words(seeds, positions, n, GUMBEL_STREAM))
 
 
-def check_noise(seeds: Tensor, positions: Tensor, n: int) -> int:
-    """Raise ValueError unless these are the arguments of `philox_words`. Returns n."""
+def check_noise(seeds: Tensor, positions: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
+    """Raise ValueError unless these are the arguments of `philox_words`; returns them."""
     B, L = check_dims("positions", positions, "BL")
-    check("positions", positions, torch.int64, B=B, L=L)
-    check("seeds", seeds, torch.int64, like=positions, B=B)
-    return check_count("n", n, 0)
+    return (integers("seeds", seeds, torch.int64, positions, B=B),
+            integers("positions", positions, torch.int64, B=B, L=L), check_count("n", n, 0))
 
 
 def to_gumbel(words: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
         target_probs:  (R, V) float32          the target's distributions, P
         draft_probs:   (R, V) float32 or None  the distributions that the rejected tokens were drawn from, Q
         uniforms:      (R,)   float32          in [0, 1)
-        omega:         (R,) float32 or a number   the factor on the accept test; None is 1
+        omega:         (R,) float32 or a number >= 0   the factor on the accept test; None is 1
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -63,7 +63,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
         check("draft_probs", draft_probs, torch.float32, like=target_probs, R=R, V=V)
     check("uniforms", uniforms, torch.float32, like=target_probs, R=R)
     if omega is not None:
-        omega = setting("omega", omega, torch.float32, target_probs, R=R)
+        omega = setting("omega", omega, torch.float32, target_probs, at_least=0, R=R)
     tensors = [None if t is None else t.contiguous() for t in (target_probs, draft_probs, uniforms, omega)]
     return _call(backend, *tensors)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_TREE, check, check_count, check_dims, define
+from ._dispatch import INVALID_TREE, check, check_count, check_dims, define, integers
 
 
 class SelectTreeResult(NamedTuple):
@@ -26,11 +26,12 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
     (EAGLE-2, arXiv:2406.16858, section 4.2.)
 
     Args:
-        tokens:     (B, M) int64     the candidates
-        scores:     (B, M) float32   their scores, such as those of `expand_tree`
-        parents:    (B, M) int32     each one's parent among the candidates, before itself; -1: the root
-        root:       (B,)   int64     the last accepted token
-        size:       (B,)   int32     how many nodes to keep, the root included; clamped to 1..N
+        tokens:     (B, M) int32 or int64   the candidates
+        scores:     (B, M) float32          their scores, such as those of `expand_tree`
+        parents:    (B, M) or (1, M) int32 or int64   each one's parent among the candidates, before itself; -1: the
+                                                      root
+        root:       (B,)   int32 or int64   the last accepted token
+        size:       (B,)   int32 or int64   how many nodes to keep, the root included; clamped to 1..N
         num_nodes:  N, the largest size
         backend:    None for the device's own kernel; a name from `backends()` to force one
 
@@ -50,7 +51,7 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
         >>> tokens = torch.tensor([[11, 12, 13, 14]])
         >>> scores = torch.tensor([[-0.5, -2.0, -1.0, -3.0]])
         >>> parents = torch.tensor([[-1, -1, 0, 1]], dtype=torch.int32)
-        >>> root, size = torch.tensor([10]), torch.tensor([4], dtype=torch.int32)
+        >>> root, size = torch.tensor([10]), torch.tensor([4])
         >>> tree = select_tree(tokens, scores, parents, root, size, num_nodes=4)
         >>> tree.tokens
         tensor([[10, 11, 12, 13]])
@@ -58,14 +59,13 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
         tensor([[-1,  0,  0,  1]], dtype=torch.int32)
     """
     B, M = check_dims("tokens", tokens, "BM")
-    check("tokens", tokens, torch.int64, B=B, M=M)
+    tokens = integers("tokens", tokens, torch.int64, B=B, M=M)
     check("scores", scores, torch.float32, like=tokens, B=B, M=M)
-    check("parents", parents, torch.int32, like=tokens, B=B, M=M)
-    check("root", root, torch.int64, like=tokens, B=B)
-    check("size", size, torch.int32, like=tokens, B=B)
+    parents = integers("parents", parents, torch.int32, tokens, may_be_one=True, B=B, M=M)
+    root = integers("root", root, torch.int64, tokens, B=B)
+    size = integers("size", size, torch.int32, tokens, B=B)
     num_nodes = check_count("num_nodes", num_nodes, 1)
-    return _call(backend, tokens.contiguous(), scores.contiguous(), parents.contiguous(), root.contiguous(),
-                 size.contiguous(), num_nodes)
+    return _call(backend, tokens, scores.contiguous(), parents, root, size, num_nodes)
 
 
 def _oracle(tokens, scores, parents, root, size, num_nodes):

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_dims, define
+from ._dispatch import check, check_dims, define, for_each, integers
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -36,9 +36,9 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
                                            (R, T, 2, H, D), or cache.transpose(1, 2) of (R, Hkv, T, D), as transformers
                                            has it; so with q
         v_cache:    (R, T, Hkv, D)  as q
-        lengths:    (B,) int64      how many columns come before the tree's; R is a multiple of B
-        ancestors:  (B, N, W) int64   words of bits, from `tree_links` and not a mask of `tree_mask`: bit j % 64 of
-                                      word j // 64 is node j
+        lengths:    (B,) int32 or int64   how many columns come before the tree's; R is a multiple of B
+        ancestors:  (B, N, W) or (1, N, W) int64   words of bits, from `tree_links` and not a mask of `tree_mask`: bit
+                                                   j % 64 of word j // 64 is node j
         key_mask:   (R, S) bool     which of the first columns are seen, as of a condition's padding; None: all
         scale:      of the scores; None: D ** -0.5
         backend:    None for the device's own kernel; a name from `backends()` to force one
@@ -63,9 +63,10 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
     R, T, Hkv, D = check_dims("k_cache", k_cache, "RTHD")
     check("k_cache", k_cache, q.dtype, like=q, R=q.shape[0], T=T, Hkv=Hkv, D=q.shape[3])
     check("v_cache", v_cache, q.dtype, like=q, R=R, T=T, Hkv=Hkv, D=D)
-    B, _, W = check_dims("ancestors", ancestors, "BNW")
-    check("ancestors", ancestors, torch.int64, like=q, B=B, N=N, W=W)
-    check("lengths", lengths, torch.int64, like=q, B=B)
+    B, = check_dims("lengths", lengths, "B")
+    lengths = integers("lengths", lengths, torch.int64, q, B=B)
+    W = check_dims("ancestors", ancestors, "BNW")[2]
+    check("ancestors", ancestors, torch.int64, q, may_be_one=True, B=B, N=N, W=W)
     if R % B if B else R:
         raise ValueError(f"the rows of q must be a multiple of B={B}, got {R}")
     if N < 1 or T < 1 or W < 1:
@@ -82,8 +83,7 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
         check("key_mask", key_mask, torch.bool, like=q, R=R, S=check_dims("key_mask", key_mask, "RS")[1])
         key_mask = key_mask.contiguous()
     q, k_cache, v_cache = (a if a.stride(-1) == 1 else a.contiguous() for a in (q, k_cache, v_cache))
-    return _call(backend, q, k_cache, v_cache, lengths.contiguous(), ancestors.contiguous(), key_mask,
-                 scale)
+    return _call(backend, q, k_cache, v_cache, lengths, for_each(ancestors, B), key_mask, scale)
 
 
 def _oracle(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):

@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_count, check_dims, define
+from ._dispatch import check_count, check_dims, define, integers
 
 
 def tree_from_paths(paths: Tensor, num_nodes: int, *, backend: str | None = None) -> Tensor:
@@ -38,9 +38,8 @@ def tree_from_paths(paths: Tensor, num_nodes: int, *, backend: str | None = None
     if isinstance(paths, Tensor) and paths.ndim == 2:
         paths = paths[None]
     B, L, D = check_dims("paths", paths, "BLD")
-    check("paths", paths, (torch.int64, torch.int32), B=B, L=L, D=D)
-    num_nodes = check_count("num_nodes", num_nodes, 1)
-    return _call(backend, paths.long().contiguous(), num_nodes)
+    paths = integers("paths", paths, torch.int64, B=B, L=L, D=D)
+    return _call(backend, paths, check_count("num_nodes", num_nodes, 1))
 
 
 def _oracle(paths, num_nodes):

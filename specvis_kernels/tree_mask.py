@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_count, check_dims, define
+from ._dispatch import check, check_count, check_dims, define, for_each, integers
 
 FORMS = ("bool", "additive", "packed", "packed_rows")
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -19,9 +19,9 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
     node, and neither are those from start[b] + N on.
 
     Args:
-        ancestors:  (B, N, W) int64   W = ceil(N / 64) words of bits, from `tree_links`
-        lengths:    (B,)      int32   how many tokens each request has cached, >= 0; None: no such columns
-        start:      (B,)      int32 or int64   the column of node 0; None: lengths, the column behind the cached tokens
+        ancestors:  (B, N, W) or (1, N, W) int64   W = ceil(N / 64) words of bits, from `tree_links`
+        lengths:    (B,) int32 or int64   how many tokens each request has cached, >= 0; None: no such columns
+        start:      (B,) int32 or int64   the column of node 0; None: lengths, the column after the cached tokens
         form:       "bool" is True where visible; "additive" is 0 where visible, else -inf; "packed" is bits, as
                     FlashInfer packs each request's segment: bit i % 8 of byte i // 8 is entry i of the flat
                     (N, columns) mask; "packed_rows" is bits too, but each node's row begins with a byte of its own
@@ -40,8 +40,8 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
     Example:
         >>> import torch
         >>> from specvis_kernels import tree_links, tree_mask
-        >>> parents = torch.tensor([[-1, 0, 0, 1]], dtype=torch.int32)   # 0 -> 1, 2 and 1 -> 3
-        >>> lengths = torch.tensor([2], dtype=torch.int32)               # two cached tokens before the tree
+        >>> parents = torch.tensor([[-1, 0, 0, 1]])                      # 0 -> 1, 2 and 1 -> 3
+        >>> lengths = torch.tensor([2])                                  # two cached tokens before the tree
         >>> tree_mask(tree_links(parents).ancestors, lengths, columns=6).int()
         tensor([[[1, 1, 1, 0, 0, 0],
                  [1, 1, 1, 1, 0, 0],
@@ -49,15 +49,16 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
                  [1, 1, 1, 1, 0, 1]]], dtype=torch.int32)
     """
     B, N, W = check_dims("ancestors", ancestors, "BNW")
-    check("ancestors", ancestors, torch.int64, B=B, N=N, W=(N + 63) // 64)
+    for name, tensor in (("lengths", lengths), ("start", start)):
+        if tensor is not None and B == 1:
+            B, = check_dims(name, tensor, "B")
+    check("ancestors", ancestors, torch.int64, may_be_one=True, B=B, N=N, W=(N + 63) // 64)
     if N < 1:
         raise ValueError(f"ancestors must have N >= 1, got shape ({B}, {N}, {W})")
     if lengths is not None:
-        check("lengths", lengths, torch.int32, like=ancestors, B=B)
-        lengths = lengths.contiguous()
+        lengths = integers("lengths", lengths, torch.int32, ancestors, B=B)
     if start is not None:
-        check("start", start, (torch.int64, torch.int32), like=ancestors, B=B)
-        start = start.long().contiguous()
+        start = integers("start", start, torch.int64, ancestors, B=B)
     if columns is None and (lengths is not None or start is not None):
         raise ValueError("columns must be given when lengths or start are")
     columns = check_count("columns", N if columns is None else columns, 1)
@@ -66,7 +67,7 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
     dtype = FLOATS.get(dtype, dtype)  # a name
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype!r}")
-    return _call(backend, ancestors.contiguous(), lengths, start, form, columns, dtype)
+    return _call(backend, for_each(ancestors, B), lengths, start, form, columns, dtype)
 
 
 def _oracle(ancestors, lengths, start, form, columns, dtype):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_TREE, check, check_dims, define, setting
+from ._dispatch import INTEGERS, INVALID_TREE, check, check_dims, define, integers, setting
 from .verify_tree import check_rule, verify_nodes
 
 
@@ -43,15 +43,15 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         uniforms:             (D + B,) float32         in [0, 1): n + 1 of each request, one request after the other.
                                                        The first draws the next token, the i-th after it decides the
                                                        i-th draft
-        bonus_tokens:         (B,)     int64           what follows if all drafts are accepted; None: it is drawn
+        bonus_tokens:         (B,)     int32 or int64  what follows if all drafts are accepted; None: it is drawn
         draft_probs:          (D, V)   float32         row d is the distribution that draft d was drawn from; None: each
                                                        draft is a point mass
         neighbors:            (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself
                                                              excluded
-        delta:                (B,) float32 or a number   how much the cutoff allows
+        delta:                (B,) float32 or a number >= 0   how much the cutoff allows
         cutoff:               the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:               the token id of code 0; a token outside [offset, offset + C) has no neighbors
-        omega:                (B,) float32 or a number   the factor on the accept test of every draft; None is 1
+        omega:                (B,) float32 or a number >= 0   the factor on the accept test of every draft; None is 1
         residual:             "optimal", "relaxed" or "released"
         empty:                "target" or "uniform": what takes the place of a residual of which nothing is left
         greedy:               (B,) bool, or one for all  which requests are greedy; None is none
@@ -86,21 +86,20 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
     T, V = check_dims("target_probs", target_probs, "TV")
     D, = check_dims("draft_tokens", draft_tokens, "D")
     B, = check_dims("cu_num_draft_tokens", cu_num_draft_tokens, "B")
-    integers = (torch.int64, torch.int32)
     check("target_probs", target_probs, torch.float32, T=D + B if bonus_tokens is None else D, V=V)
     if V < 1:
         raise ValueError(f"target_probs must have V >= 1, got shape ({T}, {V})")
-    check("draft_tokens", draft_tokens, integers, like=target_probs, D=D)
-    check("cu_num_draft_tokens", cu_num_draft_tokens, integers, like=target_probs, B=B)
+    check("draft_tokens", draft_tokens, INTEGERS, like=target_probs, D=D)
+    check("cu_num_draft_tokens", cu_num_draft_tokens, INTEGERS, like=target_probs, B=B)
     check("uniforms", uniforms, torch.float32, like=target_probs, **{"D + B": D + B})
     if bonus_tokens is not None:
-        check("bonus_tokens", bonus_tokens, torch.int64, like=target_probs, B=B)
+        bonus_tokens = integers("bonus_tokens", bonus_tokens, torch.int64, target_probs, B=B)
     if draft_probs is not None:
         check("draft_probs", draft_probs, torch.float32, like=target_probs, D=D, V=V)
-    delta, _, offset = check_rule(None, None, neighbors, delta, cutoff, offset, None, residual, empty, 0,
+    _, delta, _, offset = check_rule(None, None, neighbors, delta, cutoff, offset, None, residual, empty, 0,
                                   like=target_probs.expand(B, T, V))
     if omega is not None:
-        omega = setting("omega", omega, torch.float32, target_probs, B=B)
+        omega = setting("omega", omega, torch.float32, target_probs, at_least=0, B=B)
     if greedy is not None:
         greedy = setting("greedy", greedy, torch.bool, target_probs, B=B)
     tensors = (target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs, neighbors, delta,

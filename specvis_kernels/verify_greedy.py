@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_TREE, check, check_count, check_dims, define
+from ._dispatch import INVALID_TREE, check_dims, check_tree, define, integers
 
 
 class VerifyGreedyResult(NamedTuple):
@@ -27,10 +27,10 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
     nothing is lost, and verification needs neither probabilities nor uniforms.
 
     Args:
-        target_tokens:  (B, N) int64   the target's token after each node; node 0 is the root
-        tokens:         (B, N) int64   the token at each node; the root's is not looked at
-        first_child:    (B, N) int32   each node's first child, a later node, or -1
-        next_sibling:   (B, N) int32   the child of the same parent tried next, a later node, or -1
+        target_tokens:  (B, N) int32 or int64   the target's token after each node; node 0 is the root
+        tokens:         (B, N) int32 or int64   the token at each node; the root's is not looked at
+        first_child:    (B, N) or (1, N) int32 or int64   each node's first child, a later node, or -1
+        next_sibling:   (B, N) or (1, N) int32 or int64   the child of the same parent tried next, a later node, or -1
         max_depth:      P, the most nodes that can be accepted; None: N - 1
         backend:        None for the device's own kernel; a name from `backends()` to force one
 
@@ -47,7 +47,7 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
     Example:
         >>> import torch
         >>> from specvis_kernels import tree_links, verify_greedy
-        >>> links = tree_links(torch.tensor([[-1, 0, 0, 2]], dtype=torch.int32))
+        >>> links = tree_links(torch.tensor([[-1, 0, 0, 2]]))
         >>> tokens = torch.tensor([[9, 4, 5, 6]])          # 4 and 5 follow the root, 6 follows 5
         >>> target_tokens = torch.tensor([[5, 0, 6, 7]])   # after the root the target says 5, then 6, then 7
         >>> result = verify_greedy(target_tokens, tokens, links.first_child, links.next_sibling, max_depth=2)
@@ -55,15 +55,10 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
         (tensor([[2, 3]], dtype=torch.int32), tensor([7]))
     """
     B, N = check_dims("target_tokens", target_tokens, "BN")
-    check("target_tokens", target_tokens, torch.int64, B=B, N=N)
+    target_tokens = integers("target_tokens", target_tokens, torch.int64, B=B, N=N)
     if N < 1:
         raise ValueError(f"target_tokens must have N >= 1, got shape ({B}, {N})")
-    check("tokens", tokens, torch.int64, like=target_tokens, B=B, N=N)
-    check("first_child", first_child, torch.int32, like=target_tokens, B=B, N=N)
-    check("next_sibling", next_sibling, torch.int32, like=target_tokens, B=B, N=N)
-    max_depth = check_count("max_depth", N - 1 if max_depth is None else max_depth, 0)
-    return _call(backend, target_tokens.contiguous(), tokens.contiguous(), first_child.contiguous(),
-                 next_sibling.contiguous(), max_depth)
+    return _call(backend, target_tokens, *check_tree(tokens, first_child, next_sibling, max_depth, target_tokens))
 
 
 def _oracle(target_tokens, tokens, first_child, next_sibling, max_depth):

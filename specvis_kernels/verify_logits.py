@@ -2,12 +2,12 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, check, check_together, define
+from ._dispatch import INVALID_ROW, check, check_together, check_tree, define, integers
 from ._filters import check_filters, check_logits, check_settings, range_of_nodes
 from .draw_tokens import _oracle as draw_tokens_oracle
 from .guided_probs import _oracle as guided_probs_oracle
 from .verify_greedy import _oracle as verify_greedy_oracle
-from .verify_tree import VerifyResult, check_rule, check_tree
+from .verify_tree import VerifyResult, check_rule
 from .verify_tree import _oracle as verify_tree_oracle
 
 
@@ -40,34 +40,34 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     Args:
         logits:        (B, N, V) float32, float16 or bfloat16   after each node; node 0 is the root
         uncond:        (B, N, V) the same dtype                 without the condition; None: no guidance
-        tokens:        (B, N)    int64          the token at each node, in [0, V); the root's is not looked at
-        first_child:   (B, N)    int32          each node's first child, a later node; negative: none
-        next_sibling:  (B, N)    int32          the child of the same parent tried next, a later node; negative:
-                                                none. With seeds, of both, -1: none
+        tokens:        (B, N) int32 or int64    the token at each node, in [0, V); the root's is not looked at
+        first_child:   (B, N) or (1, N) int32 or int64   each node's first child, a later node; negative: none
+        next_sibling:  (B, N) or (1, N) int32 or int64   the child of the same parent tried next, a later node;
+                                                         negative: none. With seeds, of both, -1: none
         uniforms:      (B, N)    float32        in [0, 1): column n > 0 decides node n, column 0 the next token. None
                                                 with `seeds`
-        guidance:      (B,) float32 or a number   s, the guidance scale; may be None without `uncond`
+        guidance:      (B,) float32 or a number   s, the guidance scale; None, or the number 1, without `uncond`
         temperature:   (B,) float32 or a number   >= 0; requests of temperature 0 are greedy
-        top_k:         (B,) int32 or a number     off if <= 0 or at least the number of ids
-        top_p:         (B,) float32 or a number   off if <= 0 or >= 1
+        top_k:         (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids
+        top_p:         (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1
         max_depth:     P, the most nodes that can be accepted; None: N - 1
-        id_range:      two integers first, last: the ids [first, last) of every row; or (B, N, 2) int64, those of each
-                       row: [x, x + 1) forces token x. None: all ids
+        id_range:      two integers first, last: the ids [first, last) of every row; or (B, N, 2) int32 or int64, those
+                       of each row: [x, x + 1) forces token x. None: all ids
         filters:       "k_then_p" or "p_then_k", the order of top-k and top-p
         draft_probs:   (B, M, V) float32        rows from which children were drawn without replacement
-        draft_row:     (B, N)    int32          the row that node n's children were drawn from; if negative, each
-                                                child is a point mass
+        draft_row:     (B, N) or (1, N) int32 or int64   the row that node n's children were drawn from; if negative,
+                                                         each child is a point mass
         neighbors:     (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
-        delta:         (B,) float32 or a number   how much the cutoff allows
+        delta:         (B,) float32 or a number >= 0   how much the cutoff allows
         cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
-        omega:         (B, P) float32 or a number   the factor on the accept test at depths 1..P; None is 1
+        omega:         (B, P) float32 or a number >= 0   the factor on the accept test at depths 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
         empty:         "target" or "uniform": what takes the place of a residual of which nothing is left. "uniform" is
                        over the whole vocabulary, whatever the filters and ranges leave
-        seeds:         (B,)      int64          verification by equality: one for each request. Then uniforms,
+        seeds:         (B,) int32 or int64      verification by equality: one for each request. Then uniforms,
                                                 draft_probs, neighbors, delta and omega are None
-        positions:     (B, N)    int64          of the token that each row predicts; the low 32 bits count. With seeds
+        positions:     (B, N) int32 or int64    of the token that each row predicts; the low 32 bits count. With seeds
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -90,7 +90,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         >>> import torch
         >>> from specvis_kernels import tree_links, verify_logits
         >>> logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().repeat(1, 3, 1)
-        >>> links = tree_links(torch.tensor([[-1, 0, 0]], dtype=torch.int32))  # a root and its two children
+        >>> links = tree_links(torch.tensor([[-1, 0, 0]]))  # a root and its two children
         >>> tokens, uniforms = torch.tensor([[3, 0, 1]]), torch.tensor([[0.9, 0.5, 0.4]])
         >>> result = verify_logits(logits, None, tokens, links.first_child, links.next_sibling, uniforms, guidance=1.0,
         ...                        temperature=1.0, top_k=0, top_p=1.0, max_depth=1)
@@ -101,11 +101,11 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     B, N, V = logits.shape
     if N < 1:
         raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
-    max_depth = check_tree(tokens, first_child, next_sibling, max_depth, logits)
+    *tree, max_depth = check_tree(tokens, first_child, next_sibling, max_depth, logits)
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits)
-    delta, omega, offset = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty,
-                                      max_depth, logits)
+    draft_row, delta, omega, offset = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega,
+                                                 residual, empty, max_depth, logits)
     check_together(seeds=seeds, positions=positions)
     if seeds is None:
         if uniforms is None:
@@ -115,15 +115,15 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         for name, value in {"uniforms": uniforms, "draft_probs": draft_probs, "neighbors": neighbors,
                             "omega": omega}.items():
             if value is not None:
-                raise ValueError(f"{name} must be None with seeds: equality has no part for it")
-        check("seeds", seeds, torch.int64, like=logits, B=B)
-        check("positions", positions, torch.int64, like=logits, B=B, N=N)
-    tree = (tokens, first_child, next_sibling, uniforms)
-    rule = (draft_probs, draft_row, neighbors, delta, omega, seeds, positions)
-    tree, rule = ([None if t is None else t.contiguous() for t in tensors] for tensors in (tree, rule))
+                raise ValueError(f"{name} must be None with seeds: by seeds a token is accepted if it equals the "
+                                 f"target's own draw, and {name} plays no part in that")
+        seeds = integers("seeds", seeds, torch.int64, logits, B=B)
+        positions = integers("positions", positions, torch.int64, logits, B=B, N=N)
+    uniforms, *rule = [None if t is None else t.contiguous() for t in (
+        uniforms, draft_probs, draft_row, neighbors, delta, omega, seeds, positions)]
     id_range, first_id, last_id = ids
-    return _call(backend, logits, uncond, *tree, *settings, id_range, *rule, first_id, last_id, filters, cutoff, offset,
-                 residual, empty, max_depth)
+    return _call(backend, logits, uncond, *tree, uniforms, *settings, id_range, *rule, first_id, last_id, filters,
+                 cutoff, offset, residual, empty, max_depth)
 
 
 def _oracle(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, id_range,

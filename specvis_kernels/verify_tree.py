@@ -12,10 +12,11 @@ from ._dispatch import (
     INVALID_RULE,
     INVALID_TREE,
     check,
-    check_count,
     check_dims,
     check_together,
+    check_tree,
     define,
+    integers,
     setting,
 )
 from ._numbers import draw, to_fixed_point, uniform_mass
@@ -89,20 +90,21 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         target_probs:  (B, N, V) float32       the target's distribution after each node; node 0 is the root.
                                                Probabilities, from guided_probs for instance; verify_logits takes
                                                logits
-        tokens:        (B, N)    int64         the token at each node, in [0, V); the root's is not looked at
-        first_child:   (B, N)    int32         each node's first child, a later node; negative: none. From tree_links,
-                                               as the next
-        next_sibling:  (B, N)    int32         the child of the same parent tried next, a later node; negative: none
+        tokens:        (B, N) int32 or int64   the token at each node, in [0, V); the root's is not looked at
+        first_child:   (B, N) or (1, N) int32 or int64   each node's first child, a later node; negative: none. From
+                                                         tree_links, as the next
+        next_sibling:  (B, N) or (1, N) int32 or int64   the child of the same parent tried next, a later node;
+                                                         negative: none
         uniforms:      (B, N)    float32       in [0, 1): column n > 0 decides node n, column 0 the next token
         max_depth:     P, the most nodes that can be accepted; None: N - 1
         draft_probs:   (B, M, V) float32       rows from which children were drawn without replacement
-        draft_row:     (B, N)    int32         the row that node n's children were drawn from; if negative, each
-                                               child is a point mass
+        draft_row:     (B, N) or (1, N) int32 or int64   the row that node n's children were drawn from; if negative,
+                                                         each child is a point mass
         neighbors:     (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
-        delta:         (B,) float32 or a number   how much the cutoff allows
+        delta:         (B,) float32 or a number >= 0   how much the cutoff allows
         cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
-        omega:         (B, P) float32 or a number   the factor on the accept test at depths 1..P; None is 1
+        omega:         (B, P) float32 or a number >= 0   the factor on the accept test at depths 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
         empty:         "target" or "uniform": what takes the place of an R of which nothing is left
         greedy:        (B,) bool or one bool   which requests are greedy; None is none
@@ -137,7 +139,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         >>> from specvis_kernels import tree_links, verify_tree
         >>> row = [0.5, 0.25, 0.125, 0.125]
         >>> target_probs = torch.tensor([[row, row, row]])  # a root and its two children, tokens 0 and 1
-        >>> links = tree_links(torch.tensor([[-1, 0, 0]], dtype=torch.int32))
+        >>> links = tree_links(torch.tensor([[-1, 0, 0]]))
         >>> result = verify_tree(target_probs, torch.tensor([[3, 0, 1]]), links.first_child, links.next_sibling,
         ...                      torch.tensor([[0.9, 0.5, 0.4]]), max_depth=1)
         >>> result.accepted_nodes  # token 0 has 1/2 and is rejected at u = 0.5; token 1 has 1/4 of the 1/2 left
@@ -149,40 +151,31 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     check("target_probs", target_probs, torch.float32, B=B, N=N, V=V)
     if N < 1 or V < 1:
         raise ValueError(f"target_probs must have N >= 1 and V >= 1, got shape ({B}, {N}, {V})")
-    max_depth = check_tree(tokens, first_child, next_sibling, max_depth, target_probs)
+    *tree, max_depth = check_tree(tokens, first_child, next_sibling, max_depth, target_probs)
     check("uniforms", uniforms, torch.float32, like=target_probs, B=B, N=N)
-    delta, omega, offset = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual,
-                                      empty, max_depth, target_probs)
+    draft_row, delta, omega, offset = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega,
+                                                 residual, empty, max_depth, target_probs)
     if greedy is not None:
         greedy = setting("greedy", greedy, torch.bool, target_probs, B=B)
-    tensors = (target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-               omega, greedy)
+    tensors = (target_probs, *tree, uniforms, draft_probs, draft_row, neighbors, delta, omega, greedy)
     return _call(backend, *[None if t is None else t.contiguous() for t in tensors],
                  cutoff, offset, residual, empty, max_depth)
 
 
-def check_tree(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, max_depth: int | None, like: Tensor) -> int:
-    """Raise ValueError unless these are trees with a node for each row of `like` (B, N, V). Returns P."""
-    B, N, _ = like.shape
-    check("tokens", tokens, torch.int64, like=like, B=B, N=N)
-    check("first_child", first_child, torch.int32, like=like, B=B, N=N)
-    check("next_sibling", next_sibling, torch.int32, like=like, B=B, N=N)
-    return check_count("max_depth", N - 1 if max_depth is None else max_depth, 0)
-
-
 def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None,
                delta: Tensor | float | None, cutoff: str, offset: int, omega: Tensor | float | None, residual: str,
-               empty: str, max_depth: int, like: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+               empty: str, max_depth: int,
+               like: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
     """Raise ValueError unless these arguments of `verify_tree` fit together, and fit rows `like` (B, N, V).
 
-    Returns delta (B,) and omega (B, P) as tensors, or None, and the offset.
+    Returns draft_row (B, N), delta (B,) and omega (B, P) as tensors, or None, and the offset.
     """
     B, N, V = like.shape
     check_together(draft_probs=draft_probs, draft_row=draft_row)
     if draft_probs is not None:
         M = check_dims("draft_probs", draft_probs, "BMV")[1]
         check("draft_probs", draft_probs, torch.float32, like=like, B=B, M=M, V=V)
-        check("draft_row", draft_row, torch.int32, like=like, B=B, N=N)
+        draft_row = integers("draft_row", draft_row, torch.int32, like, may_be_one=True, B=B, N=N)
         if M < 1:
             raise ValueError(f"draft_probs must have M >= 1, got shape ({B}, {M}, {V})")
     if residual not in RESIDUALS:
@@ -193,8 +186,9 @@ def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: 
     offset = check_neighbors(neighbors, cutoff, offset, V, like=like)
     if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:
         raise ValueError("neighbors must have at least two columns under 'released', got one")
-    return (None if delta is None else setting("delta", delta, torch.float32, like, B=B),
-            None if omega is None else setting("omega", omega, torch.float32, like, B=B, P=max_depth),
+    return (draft_row,
+            None if delta is None else setting("delta", delta, torch.float32, like, at_least=0, B=B),
+            None if omega is None else setting("omega", omega, torch.float32, like, at_least=0, B=B, P=max_depth),
             offset)
 
 

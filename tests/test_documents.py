@@ -85,7 +85,7 @@ def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
 def test_the_table_of_ops_is_the_truth():
     page = (DOCS / "ops.md").read_text()
     table = page[page.index("| op |"):].partition("\n\n")[0]
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (all|none|[^|]*\+\+[^|]*|Triton) \|$", table, re.M)
+    rows = re.findall(r"^\| \[`(\w+)`\]\(#\1\) \|[^|]*\| (all|none|[^|]*\+\+[^|]*|Triton) \|$", table, re.M)
     assert len(rows) == table.count("\n") - 1 and {name for name, _ in rows} == set(specvis_kernels.ops())
     for name, kernels in rows:
         files = {"C++": ROOT / "csrc" / f"{name}.cpp", "CUDA C++": ROOT / "csrc" / f"{name}.cu",

@@ -32,7 +32,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 def test_each_says_how_it_is_run_and_has_a_test():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"one_op", "one_picture", "compare_methods", "continuous_picture", "own_model",
+    assert names == {"one_op", "one_picture", "compare_methods", "continuous_picture", "own_loop", "own_model",
                      "lantern", "sglang_sampler", "transformers_model", "transformers_tree"}
     for name in names:
         text = (EXAMPLES / f"{name}.py").read_text()
@@ -69,6 +69,15 @@ def test_continuous_picture(run):
     names, printed = run("continuous_picture", "--out", "x.png", "--method", "mar:num_iter=4")
     assert Image.open("x.png").size == (256, 256)
     assert "x.png: 4 target forwards, 64.0 tokens in each" in printed
+
+
+@pytest.mark.parametrize("window", [8, 20])
+def test_own_loop(run, window):
+    names, printed = run("own_loop", "--window", window)
+    images, (one_by_one, jacobi, tree) = names["images"], names["target_forwards"]
+    assert images[0].shape == (3, 64) and len(images[0].unique()) > 20 and not torch.equal(images[0][0], images[0][1])
+    assert all(torch.equal(image, images[0]) for image in images) and printed.count("the same pictures: yes") == 3
+    assert jacobi < (50 if window == 8 else 40) and tree < 60 and one_by_one == 64
 
 
 @pytest.mark.parametrize("method", ["eagle2:drafter=model:depth=3:width=4:nodes=12",

@@ -147,7 +147,7 @@ def verify(logits, candidates, logits_processor, *, generator, proposals=None, r
     settings = settings_of(logits_processor)
     if settings is None:  # a processor that the ops do not know: it filters every row
         guided = cond[0].float() if uncond is None else uncond[0] + guidance * (cond[0] - uncond[0]).float()
-        settings, cond, uncond = UNFILTERED, logits_processor(None, guided)[None], None
+        settings, guidance, cond, uncond = UNFILTERED, None, logits_processor(None, guided)[None], None
 
     _, N, V = cond.shape
     is_greedy, device = logits_processor is None, cond.device

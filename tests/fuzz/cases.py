@@ -530,6 +530,8 @@ def make(op, number):
     for name, a in named.items():
         if isinstance(a, torch.Tensor) and name not in written:
             named[name] = d.layout(a, name in KEEPS.get(op, ()))
+    if named.get("uncond") is None and isinstance(named.get("guidance"), float):
+        named["guidance"] = 1.0  # another number is refused
     given = spoil(d, op, named) if number % TURN in REFUSED else named
     may_be_refused = number % TURN in REFUSED or op == "codebook_neighbors" and not named["codebook"].isfinite().all()
     return Case(op, number, given, backends_of(d, op, named), environment(d), 0 if may_be_refused else rows,

@@ -83,9 +83,9 @@ class Values:
         return self.hurt(uniforms, UNIFORMS)
 
     def setting(self, good, bad, dtype, *shape):
-        """A tensor of good numbers, or one number."""
+        """A tensor of good numbers, some of which become bad, or one good number: a bad one is refused."""
         if self.chance(0.2):
-            return self.pick(*bad if self.is_wild and self.chance(0.3) else good)
+            return self.pick(*good)
         return self.hurt(torch.tensor(good, dtype=dtype)[self.below(len(good), *shape)], bad)
 
     def tokens(self, V, *shape):

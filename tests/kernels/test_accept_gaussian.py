@@ -256,7 +256,7 @@ def test_an_undefined_temperature_accepts_nothing(backend, temperature):
     (dict(variant="path"), "target_means must be None with variant 'path', .* got Tensor"),
     (dict(temperature=torch.ones(3)), r"temperature must be float32 \(B=2\), got float32 \(3,\)"),
     (dict(temperature=1.0), r"temperature must be float32 \(B=2\), got float"),
-    (dict(num_drafted=torch.ones(2)), r"num_drafted must be int32 \(B=2\), got float32 \(2,\)"),
+    (dict(num_drafted=torch.ones(2)), r"num_drafted must be int64 or int32 \(B=2\), got float32 \(2,\)"),
     (dict(truncate=1), "truncate must be True or False, got 1"),
     (dict(backend="fast"), "backend of accept_gaussian must be one of oracle"),
 ])

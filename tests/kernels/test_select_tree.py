@@ -189,11 +189,11 @@ def test_grows_eagle_2s_tree(backend, V, K, depth, N, ties):
 
 @pytest.mark.parametrize("name, value, message", [
     ("tokens", torch.zeros(2, 3, 4), r"tokens must have 2 dimensions \(B, M\), got shape \(2, 3, 4\)"),
-    ("tokens", torch.zeros(2, 5), r"tokens must be int64 \(B=2, M=5\), got float32 \(2, 5\)"),
+    ("tokens", torch.zeros(2, 5), r"tokens must be int64 or int32 \(B=2, M=5\), got float32 \(2, 5\)"),
     ("scores", torch.zeros(2, 4), r"scores must be float32 \(B=2, M=5\), got float32 \(2, 4\)"),
-    ("parents", torch.zeros(2, 5), r"parents must be int32 \(B=2, M=5\), got float32 \(2, 5\)"),
-    ("root", torch.zeros(2, 1, dtype=torch.int64), r"root must be int64 \(B=2\), got int64 \(2, 1\)"),
-    ("size", 3, r"size must be int32 \(B=2\), got int"),
+    ("parents", torch.zeros(2, 5), r"parents must be int64 or int32 \(B=2 or 1, M=5\), got float32 \(2, 5\)"),
+    ("root", torch.zeros(2, 1, dtype=torch.int64), r"root must be int64 or int32 \(B=2\), got int64 \(2, 1\)"),
+    ("size", 3, r"size must be int64 or int32 \(B=2\), got int"),
     ("size", torch.zeros(2, dtype=torch.int32, device="meta"), "size must be on cpu like the other tensors"),
     ("num_nodes", 0, "num_nodes must be an integer >= 1, got 0"),
     ("backend", "fast", "backend of select_tree must be one of oracle.* for cpu tensors here, got 'fast'"),

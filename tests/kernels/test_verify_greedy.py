@@ -122,11 +122,11 @@ def test_agrees_with_greedy_verify_tree(backend, B, N, V, max_depth):
 
 @pytest.mark.parametrize("changes, message", [
     (dict(target_tokens=torch.zeros(2).long()), r"target_tokens must have 2 dimensions \(B, N\), got shape \(2,\)"),
-    (dict(target_tokens=torch.zeros(2, 3).int()), r"target_tokens must be int64 \(B=2, N=3\), got int32 \(2, 3\)"),
+    (dict(target_tokens=torch.zeros(2, 3)), r"target_tokens must be int64 or int32 \(B=2, N=3\), got float32 \(2, 3\)"),
     (dict(target_tokens=torch.zeros(2, 0).long()), r"target_tokens must have N >= 1, got shape \(2, 0\)"),
-    (dict(tokens=torch.zeros(2, 4).long()), r"tokens must be int64 \(B=2, N=3\), got int64 \(2, 4\)"),
-    (dict(first_child=torch.zeros(2, 3).long()), r"first_child must be int32 \(B=2, N=3\), got int64"),
-    (dict(next_sibling=torch.zeros(1, 3).int()), r"next_sibling must be int32 \(B=2, N=3\), got int32 \(1, 3\)"),
+    (dict(tokens=torch.zeros(2, 4).long()), r"tokens must be int64 or int32 \(B=2, N=3\), got int64 \(2, 4\)"),
+    (dict(first_child=torch.zeros(2, 3)), r"first_child must be int64 or int32 \(B=2 or 1, N=3\), got float32"),
+    (dict(next_sibling=torch.zeros(3, 3).int()), r"must be int64 or int32 \(B=2 or 1, N=3\), got int32 \(3, 3\)"),
     (dict(max_depth=-1), "max_depth must be an integer >= 0, got -1"),
     (dict(max_depth=2.0), "max_depth must be an integer >= 0, got 2.0"),
     (dict(backend="fast"), "backend of verify_greedy must be one of oracle"),

@@ -111,7 +111,7 @@ def test_says_what_is_wrong(arguments, message):
 def test_an_integer_setting_takes_no_fraction():
     args, kwargs = case("guided_probs", 1)
     args[4] = 2.5
-    with pytest.raises(ValueError, match=r"top_k must be int32 \(B=2\) or an integer, got 2.5"):
+    with pytest.raises(ValueError, match=r"top_k must be int64 or int32 \(B=2\) or an integer, got 2.5"):
         run("guided_probs", args, kwargs)
 
 
