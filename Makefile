@@ -67,10 +67,10 @@ demo: $(VENV)/installed
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.ops --json
 
-sass: $(VENV)/installed  # counts in the machine code of the CUDA kernels; no GPU takes part
+sass: cuda  # counts in the machine code of the CUDA kernels; no GPU takes part
 	$(VENV)/bin/python -m benchmarks.sass $(OPS)
 
-bounds: $(VENV)/installed  # what an H200 could do at best, counted
+bounds: cuda  # what an H200 could do at best, counted
 	$(VENV)/bin/python -m benchmarks.bounds
 
 fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers, KILLS of each command; JSON=file for counts
