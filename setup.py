@@ -10,8 +10,8 @@ A build says what it builds and which file it compiles; pip shows that with -v a
 that a second build takes seconds, and ccache is used where it is in PATH.
 
 The same sources, compiler and torch make the same wheel in any folder, byte for byte, if SOURCE_DATE_EPOCH
-says when it was made. With CUDA, in folders of the same names: nvcc writes a hash of its own into the
-kernels' names, and where torch is into the library.
+says when it was made. With CUDA, for the same GPUs and in folders of the same names: nvcc writes a hash of its
+own into the kernels' names, and where torch is into the library.
 
     CXX                   the C++ compiler
     MAX_JOBS              how many of them run at once
