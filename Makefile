@@ -16,6 +16,8 @@ BRINGS_TRITON := "import importlib.metadata as m; raise SystemExit(not any('trit
 # Python compiles what it imports, a fraction of what is installed.
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile $(if $(CONSTRAINTS),-c $(VENV)/constraints.txt,--upgrade --upgrade-strategy eager)
+# So that a folder named specvis beside this one, as a clone may be, is not taken for the package.
+EDITABLE := --config-settings editable_mode=compat
 PYTEST := $(VENV)/bin/python -m pytest -q --benchmark-disable --durations=20 -n auto --dist worksteal
 # Where packages are: --system-site-packages does not see those of a parent that is a virtual environment too.
 SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -28,14 +30,14 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install test test-all test-transformers constraints lint format demo bench sass bounds fuzz gpu clean
+.PHONY: install cuda test test-all test-transformers constraints lint format demo bench sass bounds fuzz gpu clean
 
 install: $(VENV)/installed
 
 test: lint
 	$(PYTEST) --ignore tests/slow
 
-test-all: lint  # tests/slow too, and Triton's interpreter in every test of an op
+test-all: lint cuda  # tests/slow too, and Triton's interpreter in every test of an op
 	$(PYTEST) --triton
 
 test-transformers: $(VENV)/installed  # what uses transformers, with its VERSION, beside what is installed
@@ -65,10 +67,10 @@ demo: $(VENV)/installed
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.ops --json
 
-sass: $(VENV)/installed  # counts in the machine code of the CUDA kernels; no GPU takes part
+sass: cuda  # counts in the machine code of the CUDA kernels; no GPU takes part
 	$(VENV)/bin/python -m benchmarks.sass $(OPS)
 
-bounds: $(VENV)/installed  # what an H200 could do at best, counted
+bounds: cuda  # what an H200 could do at best, counted
 	$(VENV)/bin/python -m benchmarks.bounds
 
 fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers, KILLS of each command; JSON=file for counts
@@ -80,6 +82,10 @@ fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers, 
 
 gpu:  # with the machine's own torch: nothing is installed; PARTS="build tests" for some parts
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh $(PARTS)
+
+cuda: $(VENV)/installed  # the CUDA library of the tests, for one kind of GPU, where there is nvcc
+	PATH=$$PATH:/usr/local/cuda/bin; if command -v nvcc; then SPECVIS_CUDA=1 \
+		TORCH_CUDA_ARCH_LIST=$${TORCH_CUDA_ARCH_LIST:-9.0} $(VENV)/bin/python setup.py build_ext --inplace; fi
 
 HINT := $(if $(CONSTRAINTS),|| { echo "$(CONSTRAINTS) may not fit this Python or machine (see above): make CONSTRAINTS= takes the newest"; exit 1; })
 
@@ -96,7 +102,8 @@ $(VENV)/installed: setup.py pyproject.toml python/pyproject.toml $(CONSTRAINTS) 
 	$(INSTALL) "setuptools>=77" $(HINT)
 	$(VENV)/bin/python -c $(BRINGS_TRITON) || $(INSTALL) --no-deps "$(TRITON)" \
 		|| echo "no Triton for this machine: going on without it"
-	$(INSTALL) --no-build-isolation -e ".[test]" -e "./python[test]" $(if $(TORCH),"$(TORCH)") $(HINT)
+	$(VENV)/bin/python setup.py build_ext --inplace
+	$(INSTALL) --no-build-isolation $(EDITABLE) -e ".[test]" -e "./python[test]" $(if $(TORCH),"$(TORCH)") $(HINT)
 	$(PIP) list --format=freeze --exclude-editable > $@.new && mv $@.new $@
 
 clean:

@@ -4,17 +4,21 @@ One build serves every Python and every torch from 2.10 on, with or without CUDA
 py3-none-<platform>. torch's headers are found by path and torch is not imported, so the build also works
 in pip's isolation, which runs the same Python. Without a C++ compiler the package is built without
 libraries, and its wheel is py3-none-any: then the oracles and Triton answer. The CUDA library is built if
-nvcc is found, with or without a GPU.
+torch has CUDA and nvcc is found, with or without a GPU.
+
+A build says what it builds and which file it compiles; pip shows that with -v alone. Objects are kept in build/, so
+that a second build takes seconds, and ccache is used where it is in PATH.
 
 The same sources, compiler and torch make the same wheel in any folder, byte for byte, if SOURCE_DATE_EPOCH
-says when it was made. With CUDA, in folders of the same names: nvcc writes a hash of its own into the
-kernels' names, and where torch is into the library.
+says when it was made. With CUDA, for the same GPUs and in folders of the same names: nvcc writes a hash of its
+own into the kernels' names, and where torch is into the library.
 
     CXX                   the C++ compiler
     MAX_JOBS              how many of them run at once
-    SPECVIS_CUDA          0: no CUDA library; 1: an error if there is no nvcc
+    SPECVIS_CUDA          0: no CUDA library; 1: one for a torch without CUDA too, and an error if there is no nvcc
     CUDA_HOME             where nvcc is, if it is neither in PATH nor in /usr/local/cuda
-    TORCH_CUDA_ARCH_LIST  the GPUs to build for; unless set, those of "8.0;9.0;10.0+PTX" that nvcc knows
+    TORCH_CUDA_ARCH_LIST  the GPUs to build for; unless set, this machine's, and without one those of
+                          "8.0;9.0;10.0+PTX" that nvcc knows
 """
 import os
 import re
@@ -23,7 +27,6 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -38,7 +41,11 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
          "-ffp-contract=off"]                      # every backend rounds alike
 CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall",
               "-fmad=false",                       # on the GPU too
-              "-Xptxas", "-v"]                     # what each kernel uses, for tests/slow/test_cuda_build.py
+              "-Xptxas=-v"]                        # what each kernel uses, for tests/slow/test_cuda_build.py
+
+
+def say(line: str) -> None:
+    print(f"specvis_kernels: {line}", flush=True)
 
 
 def find_torch() -> Path:
@@ -57,26 +64,59 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def find_nvcc() -> str | None:
-    wanted = os.environ.get("SPECVIS_CUDA", "")
+def cuda_of(torch: Path) -> str | None:
+    """The CUDA that torch was built with, e.g. 12.8"""
+    match = re.search(r"^cuda\b[^=]*= '([\d.]+)'", (torch / "version.py").read_text(), re.M)
+    return match and match[1]
+
+
+def find_nvcc(torch: Path) -> str | None:
+    """What compiles the CUDA library. None if there will be none, after a line that says why."""
+    wanted = os.environ.get("SPECVIS_CUDA")
     folders = [Path(os.environ["CUDA_HOME"], "bin")] if os.environ.get("CUDA_HOME") else []
     folders += [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
-    nvcc = shutil.which("nvcc", path=os.pathsep.join(map(str, folders))) if wanted != "0" else None
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(map(str, folders)))
+    no_nvcc = "no nvcc in CUDA_HOME, PATH or /usr/local/cuda"
     if wanted == "1" and not nvcc:
-        sys.exit("specvis_kernels: SPECVIS_CUDA=1, but no nvcc in CUDA_HOME, PATH or /usr/local/cuda")
-    return nvcc
+        sys.exit(f"specvis_kernels: SPECVIS_CUDA=1, but {no_nvcc}")
+    if wanted == "1" or wanted != "0" and nvcc and cuda_of(torch):
+        return nvcc
+    if wanted == "0":
+        why = "SPECVIS_CUDA=0: no CUDA kernels are built"
+    elif cuda_of(torch):
+        why = f"{no_nvcc}: no CUDA kernels are built"
+    else:
+        why = "torch has no CUDA: no CUDA kernels are built; SPECVIS_CUDA=1 builds them"
+    say(why)
+    return None
 
 
-def said_by(nvcc: str, option: str) -> str:
-    return subprocess.run([nvcc, option], capture_output=True, text=True).stdout
+def cached(compiler: str) -> list[str]:
+    """The compiler, by ccache where there is one. Its own variables, such as CCACHE_DISABLE, count."""
+    ccache = shutil.which("ccache")
+    return [ccache, compiler] if ccache and Path(compiler).resolve().name != "ccache" else [compiler]
+
+
+def said_by(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def gpus_here(known: list[tuple[str, str]]) -> str:
+    """The GPUs of this machine that the kernels are for, as TORCH_CUDA_ARCH_LIST names them; "" without one."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    said = said_by(nvidia_smi, "--query-gpu=compute_cap", "--format=csv,noheader") if nvidia_smi else ""
+    found = {(major, minor) for major, minor in re.findall(r"^(\d+)\.(\d)$", said, re.M) if int(major) >= 8}
+    names = [".".join(arch) for arch in known if arch in found]
+    return ";".join(names) + "+PTX" if names else ""
 
 
 def gpu_flags(nvcc: str) -> list[str]:
-    """Of what was asked for, everything, or an error; else those of our own list that this nvcc knows."""
+    """Of what was asked for, everything, or an error. Else this machine's GPUs; without one, those of our own list that
+    this nvcc knows."""
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
     known = re.findall(r"compute_(\d+)(\d)\b", said_by(nvcc, "--list-gpu-arch"))
     archs, unknown = [], []
-    for name in re.split("[; ,]+", asked or "8.0;9.0;10.0+PTX"):
+    for name in re.split("[; ,]+", asked or gpus_here(known) or "8.0;9.0;10.0+PTX"):
         match = re.fullmatch(r"(\d+)\.?(\d)([af]?)(\+PTX)?", name)
         if not match:
             sys.exit(f"specvis_kernels: TORCH_CUDA_ARCH_LIST must be like 8.0;9.0+PTX, got {name!r}")
@@ -85,9 +125,8 @@ def gpu_flags(nvcc: str) -> list[str]:
         sys.exit(f"specvis_kernels: {nvcc} cannot build for {', '.join(match[0] for match in unknown)}, only for "
                  f"{', '.join(map('.'.join, known))}: choose of these by TORCH_CUDA_ARCH_LIST")
     if unknown:
-        print(f"specvis_kernels: {nvcc} does not know {', '.join('.'.join(match.groups()[:2]) for match in unknown)}: "
-              f"built for {', '.join('.'.join(match.groups()[:2]) for match in archs)}, and as PTX for what is later",
-              flush=True)
+        say(f"{nvcc} does not know {', '.join('.'.join(match.groups()[:2]) for match in unknown)}: "
+            f"built for {', '.join('.'.join(match.groups()[:2]) for match in archs)}, and as PTX for what is later")
     flags = []
     for match in archs:
         arch = "".join(match.groups()[:3])
@@ -111,11 +150,10 @@ def compression_flags(nvcc: str) -> list[str]:
 
 def warn_of_another_cuda(nvcc: str, torch: Path) -> None:
     """The library has a CUDA runtime of its own, so what counts is the driver, which may be as old as torch's CUDA."""
-    match = re.search(r"^cuda\b[^=]*= '(\d+)\.", (torch / "version.py").read_text(), re.M)
-    release = release_of(nvcc)
-    if match and release and match[1] != release.partition(".")[0]:
-        print(f"specvis_kernels: warning: nvcc is of CUDA {release}, but torch of CUDA {match[1]}: where the driver "
-              f"does not know CUDA {release.partition('.')[0]}, Triton's kernels run", flush=True)
+    cuda, release = cuda_of(torch), release_of(nvcc)
+    if cuda and release and cuda.partition(".")[0] != release.partition(".")[0]:
+        say(f"warning: nvcc is of CUDA {release}, but torch of CUDA {cuda}: where the driver does not know CUDA "
+            f"{release.partition('.')[0]}, Triton's kernels run")
 
 
 def read_by(target: Path) -> list[Path]:
@@ -133,12 +171,11 @@ def is_fresh(target: Path) -> bool:
         and target.stat().st_mtime > max(file.stat().st_mtime for file in files)
 
 
-def run(*command, log: Path | None = None) -> None:
-    """With a log, what the command says goes there, and is shown if it warns or fails."""
-    print(*command, flush=True)
-    with open(log, "w") if log else nullcontext() as file:
-        failed = subprocess.run([*map(str, command)], stdout=file, stderr=file and subprocess.STDOUT).returncode
-    if log and (failed or "warning" in log.read_text()):
+def run(*command, log: Path) -> None:
+    """What the command says goes to the log, and is shown if it warns or fails."""
+    with open(log, "w") as file:
+        failed = subprocess.run([*map(str, command)], stdout=file, stderr=subprocess.STDOUT).returncode
+    if failed or "warning" in log.read_text():
         print(log.read_text(), flush=True)
     if failed:
         sys.exit(f"specvis_kernels: failed: {' '.join(map(str, command))}")
@@ -149,41 +186,43 @@ class Build(build_ext):
         return name.replace(".", os.sep) + ".so"
 
     def run(self):
-        self.compiler_path, self.nvcc = find_compiler(), find_nvcc()
+        self.torch = find_torch()
+        self.compiler_path, self.nvcc = find_compiler(), find_nvcc(self.torch)
         if not self.nvcc:
-            print("specvis_kernels: no nvcc: built without CUDA kernels", flush=True)
             self.extensions = [e for e in self.extensions if not e.name.endswith("_cuda")]
         super().run()
 
     def build_extension(self, extension):
-        torch = find_torch()
-        nowhere = f"-ffile-prefix-map={torch}=torch"  # the library names no folder
-        compile, link, objects = [self.compiler_path, *FLAGS, nowhere], [self.compiler_path], OBJECTS
-        has_log = extension.name.endswith("_cuda")
-        if has_log:  # nvcc knows where CUDA's headers and its static runtime are
-            host = [self.nvcc, "-ccbin", self.compiler_path]
+        nowhere = f"-ffile-prefix-map={self.torch}=torch"  # the library names no folder
+        compile, link, objects = [*cached(self.compiler_path), *FLAGS, nowhere], [self.compiler_path], OBJECTS
+        if extension.name.endswith("_cuda"):  # nvcc knows where CUDA's headers and its static runtime are
+            ccbin = ["-ccbin", self.compiler_path]
             gpus = gpu_flags(self.nvcc)
-            compile = [*host, *CUDA_FLAGS, "-Xcompiler", nowhere, *gpus, *compression_flags(self.nvcc)]
-            link = [*host, "-Xlinker", "--no-undefined,-s"]  # without the names of nvcc's temporary files
-            objects = OBJECTS / "-".join(flag.partition("code=")[2] for flag in gpus[1::2])
-            warn_of_another_cuda(self.nvcc, torch)
+            compile = [*cached(self.nvcc), *ccbin, *CUDA_FLAGS, "-Xcompiler", nowhere, *gpus,
+                       *compression_flags(self.nvcc)]
+            link = [self.nvcc, *ccbin, "-Xlinker", "--no-undefined,-s"]  # without the names of nvcc's temporary files
+            codes = [flag.partition("code=")[2] for flag in gpus[1::2]]
+            objects = OBJECTS / "-".join(codes)
+            say(f"CUDA kernels are built by {self.nvcc} for {', '.join(codes)}")
+            warn_of_another_cuda(self.nvcc, self.torch)
         else:
             link += ["-Wl,--no-undefined"]
+        # From the end of the alphabet: verify_* take the longest, and should not be what a last core is left with.
+        targets = {objects / f"{source}.o": source for source in extension.sources[::-1]}
+        old = [target for target in targets if not is_fresh(target)]
 
-        def object_of(source: str) -> Path:
-            target = objects / (source + ".o")
+        def compile_one(number: int, target: Path) -> None:
+            say(f"[{number}/{len(old)}] {targets[target]}")
             target.parent.mkdir(parents=True, exist_ok=True)
-            if not is_fresh(target):
-                run(*compile, *DEFINES, "-isystem", torch / "include", "-MMD", "-MF", target.with_suffix(".d"),
-                    "-c", source, "-o", target, log=target.with_suffix(".log") if has_log else None)
-            return target
+            run(*compile, *DEFINES, "-isystem", self.torch / "include", "-MMD", "-MF", target.with_suffix(".d"),
+                "-c", targets[target], "-o", target, log=target.with_suffix(".log"))
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            # From the end of the alphabet: verify_* take the longest, and should not be what a last core is left with.
-            built = list(pool.map(object_of, extension.sources[::-1]))
+            list(pool.map(compile_one, range(1, len(old) + 1), old))
         library = Path(self.get_ext_fullpath(extension.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        run(*link, "-shared", *built, f"-L{torch / 'lib'}", "-ltorch_cpu", "-o", library)
+        run(*link, "-shared", *targets, f"-L{self.torch / 'lib'}", "-ltorch_cpu", "-o", library,
+            log=objects / f"{library.name}.log")
 
     def copy_file(self, source, target, *_, **__):  # to the source folder, in one step: others may be loading it
         shutil.copy(source, f"{target}.new")
@@ -206,7 +245,7 @@ if NEED_TORCH & {*sys.argv[1:]}:
     if not find_compiler():
         if os.environ.get("SPECVIS_CUDA") == "1":
             sys.exit("specvis_kernels: SPECVIS_CUDA=1, but there is no C++ compiler")
-        print("specvis_kernels: no C++ compiler: built without C++ and CUDA kernels", flush=True)
+        say("no C++ compiler: built without C++ and CUDA kernels")
 
 setup(
     ext_modules=EXTENSIONS if find_compiler() else [],  # without them, the wheel is for any platform

@@ -575,7 +575,7 @@ def main():
     found = {}
     for file in options.file or [LIBRARY]:
         if not options.triton and not file.exists():
-            parser.error(f"there is no {file}: build it with nvcc, python setup.py build_ext --inplace")
+            parser.error(f"there is no {file}: build it by make cuda")
         compiler, kernels = read_triton(options.ops) if options.triton else read_library(file, options.ops)
         found |= kernels
     if missing := [op for op in options.ops if op not in found]:

@@ -44,7 +44,7 @@ from .verify_greedy import VerifyGreedyResult, verify_greedy
 from .verify_logits import verify_logits
 from .verify_tree import VerifyResult, verify_tree
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "accept_gaussian", "codebook_neighbors", "commit_kv", "commit_tokens", "couple_tokens", "draft_children",
     "draft_frontier", "draw_children", "draw_tokens", "expand_tree", "guided_probs", "neighborhood_sum",

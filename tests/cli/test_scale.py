@@ -6,6 +6,7 @@ import shutil
 import struct
 import sys
 from collections import deque
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,7 +58,7 @@ def test_the_manifest_says_by_which_settings_each_picture_was_drawn(weights, lin
     assert result.exit_code == 0 and "4 of 4 pictures, " in result.output, result.output
     settings, drawn = manifest(tmp_path / "out")
     assert len(settings.pop("model")) == 16
-    assert settings == {"specvis": "0.1.0", "folder": str(weights), "text_encoder": None, "dtype": "float32",
+    assert settings == {"specvis": version("specvis"), "folder": str(weights), "text_encoder": None, "dtype": "float32",
                         "style": "fluent-3d", "method": "lantern:k=8", "guidance": 1.5, "temperature": 1.0,
                         "top_k": 100, "top_p": 0.8, "scale": 1, "seed": 5, "n": 1}
     files = pictures(tmp_path / "out")

@@ -21,9 +21,11 @@ LIBRARY = Path(specvis_kernels.__file__).with_name("_ops_cuda.so")
 
 
 @pytest.fixture
-def setup(monkeypatch):
+def setup(monkeypatch, tmp_path):
+    """What setup.py defines, where nothing is asked for and no tools are in PATH but those of tmp_path."""
     for name in ("SPECVIS_CUDA", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
     return defined_in_setup(monkeypatch)
 
 
@@ -35,12 +37,22 @@ def defined_in_setup(monkeypatch) -> dict:
 
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-needs_nvcc = pytest.mark.skipif(not NVCC, reason="needs nvcc")
+
+
+def cuda_build() -> Path:
+    """The folder of the objects that the CUDA library is made of. Skips the test where there is none, or an old one."""
+    with pytest.MonkeyPatch.context() as patch:
+        setup = defined_in_setup(patch)
+        links = sorted(setup["OBJECTS"].resolve().glob(f"*/{LIBRARY.name}.log"), key=lambda log: log.stat().st_mtime)
+        if not (links and LIBRARY.exists() and
+                all(setup["is_fresh"](links[-1].with_name("csrc") / f"{file.name}.o") for file in KERNELS)):
+            pytest.skip("needs a CUDA library of what is in csrc/: SPECVIS_CUDA=1 python setup.py build_ext --inplace")
+    return links[-1].parent
 
 
 def tool(path: Path, said: str) -> str:
     """A program that says this, whatever it is asked."""
-    path.write_text(f"#!/bin/sh\ncat <<'end'\n{said}\nend\n")
+    path.write_text(f"#!/bin/sh\n/bin/cat <<'end'\n{said}\nend\n")
     path.chmod(0o755)
     return str(path)
 
@@ -60,6 +72,18 @@ def test_the_gpus_that_are_asked_for(setup, monkeypatch, tmp_path, wanted, archs
     if wanted is not None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wanted)
     assert archs_of(setup["gpu_flags"](tool(tmp_path / "nvcc", ""))) == archs
+
+
+def test_without_a_list_the_gpus_are_this_machines(setup, tmp_path):
+    """Those that the kernels and nvcc are for, and later ones by PTX."""
+    nvcc = tool(tmp_path / "nvcc", "compute_75\ncompute_80\ncompute_86\ncompute_90\ncompute_100")
+    for found, archs in [("9.0\n9.0", ["sm_90", "compute_90"]),
+                         ("7.5\n9.0\n8.6", ["sm_86", "sm_90", "compute_90"]),
+                         ("7.5", ["sm_80", "sm_90", "sm_100", "compute_100"]),  # as without a GPU
+                         ("12.1", ["sm_80", "sm_90", "sm_100", "compute_100"]),
+                         ("No devices were found", ["sm_80", "sm_90", "sm_100", "compute_100"])]:
+        tool(tmp_path / "nvidia-smi", found)
+        assert archs_of(setup["gpu_flags"](nvcc)) == archs, found
 
 
 @pytest.mark.parametrize("known, archs, unknown", [
@@ -94,7 +118,7 @@ def test_another_cuda_than_torchs_is_said_at_the_build(setup, tmp_path, capsys, 
     nvcc = tool(tmp_path / "nvcc", f"Cuda compilation tools, release {release}, V{release}.88")
     setup["warn_of_another_cuda"](nvcc, tmp_path)
     said = capsys.readouterr().out
-    assert said.count("\n") == said.count(f"nvcc is of CUDA {release}, but torch of CUDA {cuda[1:3]}: ") == is_warned
+    assert said.count("\n") == said.count(f"nvcc is of CUDA {release}, but torch of CUDA {cuda[1:5]}: ") == is_warned
     assert setup["compression_flags"](nvcc) == (["--compress-mode=size"] if release == "13.0" else [])
 
 
@@ -134,52 +158,68 @@ def test_the_compilers_say_what_they_read(setup):
         assert {source.name, *re.findall(r'#include "(.*)"', source.read_text())} <= names
 
 
-def test_where_nvcc_is_looked_for(setup, monkeypatch, tmp_path):
-    nvcc = tmp_path / "bin/nvcc"
-    nvcc.parent.mkdir()
-    nvcc.touch(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert setup["find_nvcc"]() == str(nvcc)
-    monkeypatch.setenv("SPECVIS_CUDA", "0")
-    assert setup["find_nvcc"]() is None
-    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
-    monkeypatch.setenv("SPECVIS_CUDA", "")
-    assert setup["find_nvcc"]() is None
-    monkeypatch.setenv("SPECVIS_CUDA", "1")
-    with pytest.raises(SystemExit, match="SPECVIS_CUDA=1, but no nvcc in CUDA_HOME, PATH or /usr/local/cuda"):
-        setup["find_nvcc"]()
+def test_which_nvcc_builds_the_cuda_library(setup, monkeypatch, tmp_path, capsys):
+    """None where torch has no CUDA or there is no nvcc, unless SPECVIS_CUDA says otherwise; the build says why."""
+    def said(nvcc: str | None, cuda: str, wanted: str | None = None) -> str:
+        torch = tmp_path / "torch"
+        torch.mkdir(exist_ok=True)
+        (torch / "version.py").write_text(f"__version__ = '2.11.0'\ncuda: Optional[str] = {cuda}\nhip = None\n")
+        monkeypatch.setenv("SPECVIS_CUDA", wanted or "")
+        assert setup["find_nvcc"](torch) == nvcc
+        return capsys.readouterr().out
+
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, path: which(name, path=path.removesuffix(":/usr/local/cuda/bin")))
+    no_torch = "specvis_kernels: torch has no CUDA: no CUDA kernels are built; SPECVIS_CUDA=1 builds them\n"
+    no_nvcc = "no nvcc in CUDA_HOME, PATH or /usr/local/cuda"
+    assert said(None, "'12.8'") == f"specvis_kernels: {no_nvcc}: no CUDA kernels are built\n"
+    assert said(None, "None") == no_torch
+    with pytest.raises(SystemExit, match=f"SPECVIS_CUDA=1, but {no_nvcc}"):
+        said(None, "'12.8'", "1")
+    nvcc = tool(tmp_path / "nvcc", "")
+    assert said(nvcc, "'12.8'") == said(nvcc, "None", "1") == said(nvcc, "'12.8'", "1") == ""
+    assert said(None, "None") == no_torch
+    assert said(None, "'12.8'", "0") == "specvis_kernels: SPECVIS_CUDA=0: no CUDA kernels are built\n"
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    assert said(tool(home / "bin/nvcc", ""), "'12.8'") == ""
 
 
-@needs_nvcc
-def test_every_kernel_stays_in_registers(setup, measured):
+def test_compilers_are_called_by_ccache_where_it_is(setup, tmp_path):
+    compiler = tool(tmp_path / "g++", "")
+    assert setup["cached"](compiler) == [compiler]
+    ccache = tool(tmp_path / "ccache", "")
+    assert setup["cached"](compiler) == [ccache, compiler]
+    (tmp_path / "c++").symlink_to(ccache)  # a compiler of ccache's own folder
+    assert setup["cached"](str(tmp_path / "c++")) == [str(tmp_path / "c++")]
+
+
+def test_every_kernel_stays_in_registers(measured):
     """Without a warning, for every GPU of the build. The build keeps what the compiler said beside each object."""
     def number(what, report):
         return int((re.search(rf"(\d+) {what}", report) or [0, 0])[1])
 
-    spilling = []
+    folder, spilling = cuda_build(), []
     for file in KERNELS:
-        logs = [built.with_suffix(".log").read_text() for built in setup["OBJECTS"].glob(f"*/csrc/{file.name}.o")
-                if setup["is_fresh"](built)]
-        assert logs, f"no build of {file.name} is newer than it and what it includes: build the package again"
-        for log in logs:
-            assert "warning" not in log, log
-            reports = log.split("Compiling entry function '")[1:]
-            assert reports, log
-            for report in reports:
-                stack, spills = number("bytes stack frame", report), number("bytes spill stores", report)
-                name, arch = re.match(r"(\w+)' for '(\w+)'", report).groups()
-                kernel = re.search(r"\d([a-z_]+_kernel)", name)
-                measured("CUDA C++ by nvcc (shared: static)", file.stem, kernel[1], arch,
-                         number("registers", report), max(stack, spills), number("bytes smem", report))
-                if stack or spills:
-                    spilling.append(f"{name} for {arch}")
+        log = (folder / f"csrc/{file.name}.log").read_text()
+        assert "warning" not in log, log
+        reports = log.split("Compiling entry function '")[1:]
+        assert reports, log
+        for report in reports:
+            stack, spills = number("bytes stack frame", report), number("bytes spill stores", report)
+            name, arch = re.match(r"(\w+)' for '(\w+)'", report).groups()
+            kernel = re.search(r"\d([a-z_]+_kernel)", name)
+            measured("CUDA C++ by nvcc (shared: static)", file.stem, kernel[1], arch,
+                     number("registers", report), max(stack, spills), number("bytes smem", report))
+            if stack or spills:
+                spilling.append(f"{name} for {arch}")
     assert not spilling
 
 
-@needs_nvcc
 def test_the_library_loads_without_a_gpu():
     """On a torch that may be CPU-only, whose loader leaves it alone; every kernel is in it."""
-    assert LIBRARY.exists(), "nvcc is here: build the package again"
+    cuda_build()
     program = f"""if True:
         import torch, specvis_kernels
         torch.ops.load_library({str(LIBRARY)!r})
@@ -237,10 +277,8 @@ def test_a_library_for_a_newer_cuda_than_the_drivers_stays_out(tmp_path, driver,
         assert warnings[0].endswith("Build it with CUDA 12 instead")
 
 
-def test_the_gpus_are_in_the_library(setup):
-    if not LIBRARY.exists() or not NVCC:
-        pytest.skip("needs the CUDA library and nvcc")
-    path = os.environ["PATH"]
+def test_the_gpus_are_in_the_library():
+    archs, path = cuda_build().name.split("-"), os.environ["PATH"]
     if find_spec("triton"):
         path += os.pathsep + str(Path(find_spec("triton").origin).parent / "backends/nvidia/bin")
     cuobjdump = shutil.which("cuobjdump", path=path)
@@ -248,7 +286,7 @@ def test_the_gpus_are_in_the_library(setup):
         pytest.skip("needs cuobjdump")
     inside = [subprocess.run([cuobjdump, option, LIBRARY], capture_output=True, text=True).stdout
               for option in ("--list-elf", "--list-ptx")]
-    for arch in archs_of(setup["gpu_flags"](NVCC)):
+    for arch in archs:
         name = arch.replace("compute", "sm")
         found = re.findall(rf"\.{name}\.(?:cubin|ptx)", inside[arch.startswith("compute")])
         assert len(found) >= len(KERNELS), f"{arch} is in {len(found)} of {len(KERNELS)} files"

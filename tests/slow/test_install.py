@@ -211,7 +211,7 @@ def test_a_wheel_is_the_same_from_another_folder(tmp_path, source):
         for built in (folder / "build").rglob(f"{source}.o"):
             built.unlink()
         said = run(*WHEEL, tmp_path / f"{name}.wheel", cwd=folder, SOURCE_DATE_EPOCH="315532800",
-                   **{} if source.endswith(".cu") else {"SPECVIS_CUDA": "0"})
+                   SPECVIS_CUDA=str(int(source.endswith(".cu"))), TORCH_CUDA_ARCH_LIST="9.0")
         assert said.returncode == 0, said.stdout
         wheels += (tmp_path / f"{name}.wheel").glob("*.whl")
         shutil.rmtree(folder)
@@ -232,6 +232,56 @@ def test_a_wheel_without_libraries_is_for_any_platform(sources, tmp_path):
     refused = run(*command, cwd=sources, CXX="no-compiler", SPECVIS_CUDA="1")
     assert refused.returncode == 1
     assert refused.stdout == "specvis_kernels: SPECVIS_CUDA=1, but there is no C++ compiler\n"
+
+
+@pytest.mark.parametrize("torch_cuda, first", [
+    ("None", "torch has no CUDA: no CUDA kernels are built; SPECVIS_CUDA=1 builds them"),
+    ("'13.0'", "CUDA kernels are built by {folder}/nvcc for sm_90"),
+])
+def test_a_build_says_what_it_does(tmp_path, torch_cuda, first):
+    """Which libraries, for which GPUs, and which file of how many; commands where they fail. Compilers and torch are
+    fake: the former make empty files."""
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy2(ROOT / name, tmp_path)
+    for name in ("csrc", "specvis_kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "torch/include/torch/csrc/stable").mkdir(parents=True)
+    (tmp_path / "torch/include/torch/csrc/stable/library.h").touch()
+    (tmp_path / "torch/version.py").write_text(f"__version__ = '2.11.0'\ncuda: Optional[str] = {torch_cuda}\n")
+    for name in ("c++", "nvcc"):
+        (tmp_path / name).write_text("""#!/bin/sh
+            case "$*" in *"$FAILS"*) echo "it fails here"; exit 1;; esac
+            while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done""")
+        (tmp_path / name).chmod(0o755)
+    program = "import sys; sys.path.insert(0, '.'); sys.argv = ['setup.py', 'build_ext', '-q']; import setup"
+    variables = {"CXX": str(tmp_path / "c++"), "PATH": f"{tmp_path}:/usr/bin:/bin", "TORCH_CUDA_ARCH_LIST": "9.0",
+                 "SPECVIS_CUDA": "", "CUDA_HOME": "", "MAX_JOBS": "1"}
+    built = run(sys.executable, "-c", program, cwd=tmp_path, FAILS="nothing", **variables)
+    assert built.returncode == 0, built.stdout
+    lines = [line for line in built.stdout.splitlines() if line.startswith("specvis_kernels: ")]
+    for_cuda = {"csrc/bindings.cpp", "csrc/cuda_version.cpp"}
+    cpp, cu = ({str(file.relative_to(tmp_path)) for file in tmp_path.glob(f"csrc/*.{end}")} for end in ("cpp", "cu"))
+    cpp, cuda = (sorted(part, reverse=True) for part in (cpp - for_cuda, cu | for_cuda if torch_cuda != "None" else ()))
+    steps = [[f"[{i + 1}/{len(part)}] {file}" for i, file in enumerate(part)] for part in (cpp, cuda)]
+    said = [*steps[0], first.format(folder=tmp_path), *steps[1]] if cuda else [first, *steps[0]]
+    assert lines == [f"specvis_kernels: {line}" for line in said]
+
+    failed = run(sys.executable, "-c", program, cwd=tmp_path, FAILS="csrc/rows.cpp -o", **variables)
+    assert failed.returncode == 1 and "\nit fails here\n" in failed.stdout
+    assert re.search(rf"specvis_kernels: failed: {tmp_path}/c\+\+ -O3 .* -c csrc/rows.cpp -o ", failed.stdout)
+
+
+def test_an_editable_install_is_found_beside_the_clone(empty, tmp_path):
+    """As make installs: where a folder of the package's name stands beside the program, and is no package."""
+    sources = shutil.copytree(ROOT / "python", tmp_path / "specvis",
+                              ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    python = empty("setuptools")
+    options = re.search(r"^EDITABLE := (.*)", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    installed = run(*PIP, "--python", python, "install", "--no-build-isolation", "--no-deps", "--no-index", *options,
+                    "-e", sources, cwd=tmp_path)
+    assert installed.returncode == 0, installed.stdout
+    found = run(python, "-c", "import importlib.util; print(importlib.util.find_spec('specvis').origin)", cwd=tmp_path)
+    assert found.stdout == f"{sources}/specvis/__init__.py\n"
 
 
 @pytest.mark.parametrize("command", ["dist_info", "bdist_wheel", "editable_wheel", "build_ext"])
@@ -264,6 +314,7 @@ def test_sources_are_packed_without_torch(empty, sources, tmp_path):
 def test_both_packages_have_one_version():
     written = (ROOT / "python/pyproject.toml").read_text()
     assert re.search(r'^version = "(.*)"', written, re.M)[1] == specvis_kernels.__version__
+    assert f"\nversion: {specvis_kernels.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_ops_depend_on_torch_alone():
