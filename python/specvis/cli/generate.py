@@ -27,12 +27,12 @@ from .options import (
     refuse_filters,
     resumable,
     sampling_options,
+    style_option,
     writable_file,
     writable_folder,
 )
 from .workers import draw_by_workers
 
-STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
 WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker")  # options that go with --prompts alone
 MAX_PICTURES = 1_000_000  # of a command
 MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
@@ -56,8 +56,7 @@ SHOWN = 20  # lines about pictures that were not drawn
               help="Of --workers, as Ray counts them; and threads.")
 @click.option("--gpus-per-worker", type=click.FloatRange(0), show_default="1 where --device is cuda",
               help="Of --workers. 0.5: two of them share a GPU.")
-@click.option("--style", type=click.Choice(STYLES), default=STYLES[0], help="Whose drawing style. "
-              "The shipped model only.")
+@style_option
 @click.option("--method", "name", default="jacobi",
               help=f"One of {', '.join([*METHODS, *CONTINUOUS])}; or NAME:PARAMETER=VALUE:..., "
               "see `specvis methods`.")
@@ -108,11 +107,8 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
         filters = {"guidance": guidance_for(model, guidance), "top_k": None, "top_p": None}
     else:
         filters = filters_for(model, guidance, top_k, top_p)
-    has_styles = (model / "vocabulary.json").exists()
-    if not has_styles and model.is_dir() and is_given("style"):
-        raise ValueError(f"style must not be given with the model in {model}: it was not trained with these")
     drawing = Drawing(file, model.absolute(), text_encoder and text_encoder.absolute(), dtype, device,
-                      style if has_styles else None, method, temperature, scale=scale, batch=batch, **filters)
+                      style, method, temperature, scale=scale, batch=batch, **filters)
     lines = read_prompts(file) if file else {0: prompt}
     if len(lines) * count > MAX_PICTURES:
         raise ValueError(f"n must give at most {MAX_PICTURES} pictures, got {count} of each of {len(lines)} prompts")
@@ -132,8 +128,8 @@ def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
     side = pipeline.side * scale_for(pipeline.side, drawing.scale)
     check_picture(side * len(requests), side, format_of(out))
     with tqdm(total=len(requests) * pipeline.num_tokens, unit="token", desc=method.label, disable=None) as bar:
-        decoded = pipeline.tokens([drawing.text(request) for request in requests], method, drawing.sampling(requests),
-                                  bar.update)
+        decoded = pipeline.tokens([drawing.text(request, pipeline) for request in requests], method,
+                                  drawing.sampling(requests), bar.update)
     seconds, failed = time.perf_counter() - start, decoded.failed.tolist()
     for i, fails in enumerate(failed):
         if fails:

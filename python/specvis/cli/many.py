@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ..decoding.methods import ContinuousMethod, Method
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
+from ..pipelines.prompts import with_style
 from .options import check_picture, load_model, sampling_for
 
 PIECE = 32  # times the batch: so many requests are given to the model at once, since their conditions take memory
@@ -53,7 +54,7 @@ class Drawing:
     text_encoder: Path | None  # None: the model's own, if it needs one
     dtype: str
     device: str
-    style: str | None  # None: the model's prompts have no first word that says how to draw
+    style: str | None  # of prompts without one; None: the model's first, if it has any
     method: Method | ContinuousMethod
     temperature: float
     guidance: float
@@ -73,16 +74,16 @@ class Drawing:
         pipeline = load_model(type(self.method), self.model, self.device, **options)
         for line, request in {request.line: request for request in requests}.items():
             try:
-                pipeline.prompts.encode([self.text(request)])
+                pipeline.prompts.encode([self.text(request, pipeline)])
             except ValueError as error:
                 raise ValueError(f"{self.file}, line {line}: {error}" if self.file else error) from error
         pipeline.check(self.method)
         check_picture(*2 * [pipeline.side * scale_for(pipeline.side, self.scale)])
         return pipeline
 
-    def text(self, request: Request) -> str:
+    def text(self, request: Request, pipeline: Pipeline | MARPair) -> str:
         """What the model reads."""
-        return f"{self.style} {request.prompt}" if self.style else request.prompt
+        return with_style(request.prompt, pipeline.prompts.styles, self.style, default=True)
 
     def sampling(self, requests: list[Request]):
         return sampling_for(self.method, [request.seed for request in requests], self.guidance, self.temperature,
@@ -104,7 +105,8 @@ def draw(pipeline: Pipeline | MARPair, drawing: Drawing, requests: list[Request]
                 png = None if fails else encoded(enlarged(pipeline.pictures(tokens[None])[0], drawing.scale))
                 keep(Picture(piece[i], png, target_forwards, tau))
 
-        arguments = [drawing.text(request) for request in piece], drawing.method, drawing.sampling(piece), progress
+        prompts = [drawing.text(request, pipeline) for request in piece]
+        arguments = prompts, drawing.method, drawing.sampling(piece), progress
         if drawing.is_continuous:  # its images are all finished in the same step
             finished(range(len(piece)), pipeline.tokens(*arguments))
         else:

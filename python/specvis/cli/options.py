@@ -13,6 +13,7 @@ from ..decoding.continuous import ContinuousSampling
 from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..interrupts import quiet
+from ..models.words import STYLES
 from ..pipelines.checkpoint import read_settings
 from ..pipelines.discrete import SHIPPED, Pipeline
 from ..pipelines.mar import MARPair
@@ -39,6 +40,11 @@ def usable_device(context, parameter, device: str) -> str:
 
 device_option = click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True,
                              callback=usable_device, help="Where to compute.")
+
+
+style_option = click.option(
+    "--style", type=click.Choice(STYLES), show_default=STYLES[0],
+    help="Put before prompts that do not begin with a style. The shipped model only.")
 
 
 def sampling_options(command):

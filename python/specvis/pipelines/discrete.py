@@ -31,7 +31,7 @@ from .checkpoint import (
     read_settings,
     read_weights,
 )
-from .prompts import Captions, ClassIds
+from .prompts import Captions, ClassIds, with_style
 
 SHIPPED = Path(__file__).parent.parent / "weights"
 PARTS = {"words": "words", "gpt": "gpt", "drafter": "drafter", "tokenizer": "tokenizer",
@@ -199,8 +199,9 @@ class Pipeline(nn.Module):
         """What `condition` of `gpt` takes: features (B, S, C) or class ids (B,) int64, and a padding mask or None.
 
         Raises:
-            ValueError: a prompt that the model cannot read
+            ValueError: a prompt that the model cannot read, or without the style that it must begin with
         """
+        prompts = [with_style(prompt, self.prompts.styles) for prompt in prompts]
         return self.prompts.source(prompts, self.device, self.gpt.output.weight.dtype)
 
     def condition(self, prompts: list[str]) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from ..models.vq import VQ, VQConfig
 from ..models.words import Words
 from .checkpoint import DEFAULTS, Settings, Vocabulary, check_draft_config, load_weights, read_config, read_settings
 from .discrete import SHIPPED
-from .prompts import ClassIds
+from .prompts import ClassIds, with_style
 
 PARTS = ("mar", "mar_draft")  # files of the folder; the shipped words and tokenizer are the discrete model's
 
@@ -163,8 +163,9 @@ class MARPair(nn.Module):
         """What `condition` of either model embeds: caption features (B, S, caption_dim) or class ids (B,) int64.
 
         Raises:
-            ValueError: a prompt that the models cannot read
+            ValueError: a prompt that the models cannot read, or without the style that it must begin with
         """
+        prompts = [with_style(prompt, self.prompts.styles) for prompt in prompts]
         return self.prompts.source(prompts, self.device, self.mar.mask_token.dtype)[0]
 
     @torch.inference_mode()
