@@ -116,7 +116,7 @@ def test_a_broken_checkpoint_is_one_line_and_status_2(weights, tmp_path):
     result = run("generate", "--prompt", "red heart", "--model", tmp_path)
     assert result.exit_code == 2 and f"folder {tmp_path} must have config.json" in result.output
     result = run("generate", "--prompt", "red heart", "--model", "FoundationVision/LlamaGen")
-    assert result.exit_code == 2 and "there is no folder FoundationVision/LlamaGen; the names of a" in result.output
+    assert result.exit_code == 2 and "FoundationVision/LlamaGen; the names of a model hub are not taken" in result.output
     for file in weights.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 500 if file.name == "gpt.safetensors" else None])
     result = run("generate", "--prompt", "red heart", "--model", tmp_path, "--out", tmp_path / "x.png")
@@ -381,7 +381,7 @@ def test_methods_and_info_list_what_there_is():
     listed = run("methods").output
     for word in (*METHODS, *CONTINUOUS, *TREES, "arXiv:2410.03355", "delta 0.2", "widths 4,39", "specvis methods NAME"):
         assert word in listed
-    assert not re.search(r"nu 0|omega 1\.0|delta 0\.0|k 0|metric l2|none", listed)     # they are off
+    assert not re.search(r"nu 0\.0|omega 1\.0|delta 0\.0|k 0|metric l2|none", listed)     # they are off
     every = "".join(run("methods", name).output for name in ("adt-tree+lantern", "eagle1", "gsd", "mar", "cspd"))
     assert all(f"\n{parameter} " in every for parameter in (*PARAMETERS, *CONTINUOUS_PARAMETERS))
     assert run("methods", "foo").output.startswith("Error: unknown method 'foo'; known: vanilla, jacobi")
@@ -435,12 +435,14 @@ def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, k
                  "--out", tmp_path / "x.png", "--model", folder)
     assert result.exit_code == 0, result.output
     pipeline = kind.load(folder)
-
-    def draw(**changes):
-        decoded = pipeline.tokens(["fluent-3d red heart"], name, pipeline.sampling([4], **changes))
-        return pipeline.pictures(decoded.tokens)[0].tobytes()
-
-    assert draw() == draw(guidance=3.0) == Image.open(tmp_path / "x.png").tobytes() != draw(guidance=1.0)
+    sampling = pipeline.sampling([4])
+    assert float(sampling.guidance) == 3.0 and float(pipeline.sampling([4], guidance=1.5).guidance) == 1.5
+    decoded = pipeline.tokens(["fluent-3d red heart"], name, sampling)
+    assert pipeline.pictures(decoded.tokens)[0].tobytes() == Image.open(tmp_path / "x.png").tobytes()
+    if kind is Pipeline:
+        assert (sampling.top_k.item(), round(sampling.top_p.item(), 4)) == (9, 0.7)
+        unfiltered = pipeline.tokens(["fluent-3d red heart"], name, pipeline.sampling([4], top_k=0, top_p=1.0))
+        assert not torch.equal(unfiltered.tokens, decoded.tokens)
 
 
 def test_a_log_has_a_line_from_time_to_time(weights, tmp_path, monkeypatch):
