@@ -65,7 +65,7 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 @click.option("--width", type=int, help="The same as :width=...")
 @click.option("--nodes", type=int, help="The same as :nodes=...")
 @click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of each prompt "
-              "(in compare and tune the number is of each method).")
+              "(in compare: of each method).")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
 @click.option("--scale", type=click.IntRange(1, MAX_SCALE),
               show_default="4 for the shipped model, 1 for pictures of 256 pixels and more",
@@ -81,7 +81,7 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
              nodes, count, temperature, scale, out, text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
     """Draw pictures of a prompt, side by side, or of each prompt of a file.
 
-    What a method's parameters are, and their defaults: specvis methods.
+    What a method's parameters are, and their defaults: specvis methods NAME.
     """
     if (prompt is None) == (file is None):
         raise ValueError("one of --prompt and --prompts must be given" + (", not both" if file else ""))
