@@ -145,7 +145,7 @@ def test_two_commands_lead_from_the_files_to_a_picture(models, files, tmp_path):
     result = run("generate", "--model", tmp_path / "m", "--prompt", 10, "--out", tmp_path / "y.png")
     assert result.exit_code == 2 and "the number of a class within 0..9, got '10'" in result.output
     result = run("generate", "--model", tmp_path / "m", "--prompt", 1, "--style", "noto", "--out", tmp_path / "y.png")
-    assert result.exit_code == 2 and "style must not be given with the model in" in result.output
+    assert result.exit_code == 2 and "style must not be given for this model" in result.output
     result = run("generate", "--model", tmp_path / "m", "--prompt", 1, "--method", "mar", "--out", tmp_path / "y.png")
     assert result.exit_code == 2 and "method must be one for discrete tokens, such as jacobi" in result.output
 

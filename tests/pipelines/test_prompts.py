@@ -1,4 +1,4 @@
-"""Prompts that are not words: class ids, and captions read by a T5."""
+"""Prompts: words with a style first, class ids, and captions read by a T5."""
 import dataclasses
 import json
 
@@ -13,8 +13,8 @@ from specvis.decoding.sampling import Sampling
 from specvis.models.llamagen import GPTConfig
 from specvis.pipelines.captions import cleaned
 from specvis.pipelines.discrete import Pipeline
-from specvis.pipelines.prompts import Captions, ClassIds
-from tests.tiny import vq_config
+from specvis.pipelines.prompts import Captions, ClassIds, with_style
+from tests.tiny import tiny_pair, tiny_pipeline, vq_config
 
 CLASSES = GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16)
 CAPTIONS = dataclasses.replace(CLASSES, classes=None, condition_tokens=6, caption_dim=8)
@@ -46,6 +46,38 @@ def t5_folder(folder, width=8):
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
     return t5_folder(tmp_path_factory.mktemp("t5"))
+
+
+def test_one_rule_for_styles():
+    """A style that leads is taken; with another one, or where none is, the prompt is refused."""
+    styles = ("fluent-3d", "fluent-flat", "noto")
+    for prompt in ("noto dog", "Noto: dog"):
+        assert with_style(prompt, styles) == with_style(prompt, styles, default=True) == prompt
+    assert with_style("dog", styles, "noto") == with_style("dog", styles, "noto", default=True) == "noto dog"
+    assert with_style("dog", styles, default=True) == "fluent-3d dog"
+    assert with_style("dog", ()) == with_style("dog", (), default=True) == "dog" and with_style(207, ()) == 207
+    for arguments, message in (
+            (("dog", styles), "prompt must begin with a style: fluent-3d, fluent-flat or noto, got 'dog'"),
+            (("noto dog", styles, "fluent-3d"), "style must not be given for a prompt that begins with one, got "
+                                                "'fluent-3d' and 'noto dog'"),
+            (("dog", styles, "pixel"), "style must be one of fluent-3d, fluent-flat, noto, got 'pixel'"),
+            (("dog", (), "noto"), "style must not be given for this model, which was trained without styles")):
+        with pytest.raises(ValueError, match=message):
+            with_style(*arguments)
+
+
+@pytest.mark.parametrize("make", [tiny_pipeline, tiny_pair])
+def test_a_pipeline_refuses_a_prompt_without_a_style_and_strips_punctuation(make):
+    pipeline = make()
+    words = pipeline.words
+    words.vocabulary = ["", "noto", "red", "blue", "heart"]
+    words.ids = {word: i for i, word in enumerate(words.vocabulary)}
+    read = pipeline.source if isinstance(pipeline, Pipeline) else pipeline.features
+    with pytest.raises(ValueError, match="^prompt must begin with a style: noto, got 'red heart'$"):
+        read(["noto heart", "red heart"])
+    assert words.encode(["Noto: Red Heart!"]).tolist() == words.encode(["noto red , heart"]).tolist()
+    with pytest.raises(ValueError, match=r"unknown words: 'hart' \(near: heart\)$"):
+        read(["noto hart!"])
 
 
 def test_class_ids():

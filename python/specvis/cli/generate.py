@@ -9,13 +9,12 @@ from pathlib import Path
 import click
 import torch
 from PIL import Image
-from tqdm import tqdm
 
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
 from ..files import locked, write_whole
 from ..pipelines.checkpoint import fingerprint, read_settings
 from .manifest import Manifest
-from .many import Drawing, Picture, Request, draw_here, encoded, enlarged, scale_for
+from .many import SHOWN, Drawing, Picture, Request, draw_here, encoded, enlarged, scale_for
 from .options import (
     MAX_COUNT,
     check_picture,
@@ -27,21 +26,21 @@ from .options import (
     refuse_filters,
     resumable,
     sampling_options,
+    style_option,
     writable_file,
     writable_folder,
 )
+from .progress import Progress
 from .workers import draw_by_workers
 
-STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped model's captions
 WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker")  # options that go with --prompts alone
 MAX_PICTURES = 1_000_000  # of a command
 MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
-SHOWN = 20  # lines about pictures that were not drawn
 
 
 @click.command()
-@click.option("--prompt", help='Words, e.g. "red heart"; a caption or the number of a class for a model of '
-              "these.")
+@click.option("--prompt", help='Words, e.g. "red heart" or "noto red heart"; a caption or the number of a class for a '
+              "model of these.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path), metavar="FILE",
               help="In place of --prompt: a file with a prompt a line. Empty lines and those that begin with # are "
               "skipped. Each picture is a file of its own, written as soon as it is finished; the same command draws "
@@ -56,8 +55,7 @@ SHOWN = 20  # lines about pictures that were not drawn
               help="Of --workers, as Ray counts them; and threads.")
 @click.option("--gpus-per-worker", type=click.FloatRange(0), show_default="1 where --device is cuda",
               help="Of --workers. 0.5: two of them share a GPU.")
-@click.option("--style", type=click.Choice(STYLES), default=STYLES[0], help="Whose drawing style. "
-              "The shipped model only.")
+@style_option
 @click.option("--method", "name", default="jacobi",
               help=f"One of {', '.join([*METHODS, *CONTINUOUS])}; or NAME:PARAMETER=VALUE:..., "
               "see `specvis methods`.")
@@ -66,7 +64,8 @@ SHOWN = 20  # lines about pictures that were not drawn
 @click.option("--depth", type=int, help="The same as :depth=...")
 @click.option("--width", type=int, help="The same as :width=...")
 @click.option("--nodes", type=int, help="The same as :nodes=...")
-@click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of a prompt.")
+@click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of each prompt "
+              "(in compare: of each method).")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
 @click.option("--scale", type=click.IntRange(1, MAX_SCALE),
               show_default="4 for the shipped model, 1 for pictures of 256 pixels and more",
@@ -82,7 +81,7 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
              nodes, count, temperature, scale, out, text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
     """Draw pictures of a prompt, side by side, or of each prompt of a file.
 
-    What a method's parameters are, and their defaults: specvis methods.
+    What a method's parameters are, and their defaults: specvis methods NAME.
     """
     if (prompt is None) == (file is None):
         raise ValueError("one of --prompt and --prompts must be given" + (", not both" if file else ""))
@@ -108,11 +107,8 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
         filters = {"guidance": guidance_for(model, guidance), "top_k": None, "top_p": None}
     else:
         filters = filters_for(model, guidance, top_k, top_p)
-    has_styles = (model / "vocabulary.json").exists()
-    if not has_styles and model.is_dir() and is_given("style"):
-        raise ValueError(f"style must not be given with the model in {model}: it was not trained with these")
     drawing = Drawing(file, model.absolute(), text_encoder and text_encoder.absolute(), dtype, device,
-                      style if has_styles else None, method, temperature, scale=scale, batch=batch, **filters)
+                      style, method, temperature, scale=scale, batch=batch, **filters)
     lines = read_prompts(file) if file else {0: prompt}
     if len(lines) * count > MAX_PICTURES:
         raise ValueError(f"n must give at most {MAX_PICTURES} pictures, got {count} of each of {len(lines)} prompts")
@@ -131,9 +127,9 @@ def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
     pipeline, start, method = drawing.load(requests), time.perf_counter(), drawing.method
     side = pipeline.side * scale_for(pipeline.side, drawing.scale)
     check_picture(side * len(requests), side, format_of(out))
-    with tqdm(total=len(requests) * pipeline.num_tokens, unit="token", desc=method.label, disable=None) as bar:
-        decoded = pipeline.tokens([drawing.text(request) for request in requests], method, drawing.sampling(requests),
-                                  bar.update)
+    with Progress(len(requests) * pipeline.num_tokens, "token", method.label) as bar:
+        decoded = pipeline.tokens([drawing.text(request, pipeline) for request in requests], method,
+                                  drawing.sampling(requests), bar.update)
     seconds, failed = time.perf_counter() - start, decoded.failed.tolist()
     for i, fails in enumerate(failed):
         if fails:
@@ -146,9 +142,11 @@ def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
     row = Image.new("RGB", (side * len(pictures), side), "white")
     for i, picture in enumerate(pictures):
         row.paste(picture, (i * side, 0))
+    verb = "overwrote" if out.exists() else "wrote"
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, encoded(row, format_of(out)))
-    click.echo(f"{out}: {len(pictures)} of {len(requests)} pictures, {seconds:.1f} s, "
-               + told(drawing, requests, decoded.target_forwards, decoded.tau))
+    click.echo(f"{verb} {out}: {len(pictures)} of {len(requests)} pictures, {size(pipeline.side, drawing.scale)}, "
+               f"{seconds:.1f} s, {told(drawing, requests, decoded.target_forwards, decoded.tau)}")
 
 
 def many(drawing: Drawing, requests: list[Request], out: Path, workers: int, cpus: float | None, gpus: float | None,
@@ -185,27 +183,36 @@ def many(drawing: Drawing, requests: list[Request], out: Path, workers: int, cpu
     for index, reason in sorted(lost.items())[:SHOWN]:
         click.echo(f"picture {index + 1:03}, {requests[index].prompt!r} (seed {requests[index].seed}) was given up: "
                    f"{reason}", err=True)
-    finished = [picture for picture in new if not picture.failed]
     if new and not manifest.drawn:
         raise click.ClickException("no picture was finished")
-    click.echo(f"{out}: {len(manifest.drawn)} of {len(requests)} pictures"
-               + (f" ({num_before} were there)" if num_before else "")
-               + (f", {seconds:.1f} s, {len(finished) / seconds:.2f} pictures a second, "
-                  + told(drawing, requests, torch.tensor([picture.target_forwards for picture in new]),
-                         torch.tensor([picture.tau for picture in new])) if new else ""))
+    line = f"{out}: {len(manifest.drawn)} of {len(requests)} pictures"
+    if num_before:
+        line += f" ({num_before} were there)"
+    if new:
+        rate = sum(not picture.failed for picture in new) / seconds
+        target_forwards, tau = (torch.tensor([getattr(picture, name) for picture in new])
+                                for name in ("target_forwards", "tau"))
+        line += (f", {size(new[0].side, drawing.scale)}, {seconds:.1f} s, {rate:.2f} pictures a second, "
+                 + told(drawing, requests, target_forwards, tau))
+    click.echo(line)
     if lost:
         raise click.ClickException(f"{len(lost)} pictures were given up; the same command tries them again")
 
 
+def size(side: int, scale: int | None) -> str:
+    """How large the pictures are, and how much larger than the model drew them."""
+    scale = scale_for(side, scale)
+    return f"{side} x {side} pixels" + (f" enlarged {scale} times" if scale > 1 else "")
+
+
 def told(drawing: Drawing, requests: list[Request], target_forwards: torch.Tensor, tau: torch.Tensor) -> str:
     """What was saved, and whether the pictures are the baseline's."""
-    first, last = requests[0].seed, requests[-1].seed
     is_the_baselines = (is_exact(drawing.method, drawing.temperature) and not drawing.method.is_baseline
                         and not tau.isnan().any())
     return (f"{target_forwards.float().mean():.0f} target forwards a picture, "
             f"tau {tau.nanmean():.2f} tokens a forward"
-            + ("; vanilla draws the same tokens with " + (f"seed {first}" if first == last else
-                                                          f"seeds {first} to {last}") if is_the_baselines else ""))
+            + (f"; same picture{'s' * (len(requests) > 1)} as --method vanilla --seed {requests[0].seed}"
+               if is_the_baselines else ""))
 
 
 def say_failed(which: str, seed: int) -> None:

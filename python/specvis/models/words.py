@@ -5,9 +5,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+STYLES = ("fluent-3d", "fluent-flat", "noto")  # the first words of the shipped models' captions
+PUNCTUATION = ".,:;!?\"'()"
+
 
 class UnknownWords(ValueError):
     """A prompt holds words that the model was not trained on."""
+
+
+def bare(word: str) -> str:
+    """A word in small letters, without the punctuation around it."""
+    return word.lower().strip(PUNCTUATION)
 
 
 def repeated(words: list[int], length: int) -> list[int]:
@@ -28,6 +36,11 @@ class Words(nn.Module):
         self.table = nn.Embedding(len(vocabulary), width)
         nn.init.normal_(self.table.weight, std=0.25)
 
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """Those of STYLES that the vocabulary has: a prompt begins with one of them, see `prompts.with_style`."""
+        return tuple(style for style in STYLES if style in self.ids)
+
     def forward(self, ids: Tensor) -> Tensor:
         """ids (B, S) int64 -> features (B, S, C)."""
         return self.table(ids)
@@ -37,7 +50,7 @@ class Words(nn.Module):
         return self(self.encode(prompts)).to(device, dtype), None
 
     def encode(self, prompts: list[str]) -> Tensor:
-        """Prompts, words between spaces -> ids (B, S) int64.
+        """Prompts, words between spaces -> ids (B, S) int64. Case and punctuation around a word do not count.
 
         Raises:
             UnknownWords: names the words, suggests near ones
@@ -45,7 +58,8 @@ class Words(nn.Module):
         """
         rows = []
         for prompt in prompts:
-            words = prompt.lower().split()
+            words = [word if word in self.ids else bare(word) for word in prompt.lower().split()]
+            words = [word for word in words if word]
             unknown = [word for word in words if self.ids.get(word, 0) == 0]
             if unknown:
                 hints = [f"{word!r}{self._near(word)}" for word in unknown]
@@ -58,4 +72,4 @@ class Words(nn.Module):
 
     def _near(self, word: str) -> str:
         near = difflib.get_close_matches(word, self.vocabulary[1:], n=3, cutoff=0.6)
-        return f" (near: {', '.join(near)})" if near else " (nothing near it)"
+        return f" (near: {', '.join(near)})" if near else " (nothing near it; specvis info --words lists all)"

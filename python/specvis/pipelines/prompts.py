@@ -1,21 +1,54 @@
-"""What a prompt is to a model that was not shipped: the number of a class, or a caption that a T5 encoder reads.
+"""What a prompt is: words, of which the first is a style, the number of a class, or a caption that a T5 encoder reads.
 
-The shipped models' prompts are words (models/words.py). Each of the three has `encode`, which refuses a prompt that the
-model cannot take, and `source`, which gives what the model's `condition` embeds.
+Words are in models/words.py: the shipped models' prompts. Each of the three has `styles`, `encode`, which refuses a
+prompt that the model cannot take, and `source`, which gives what the model's `condition` embeds.
 """
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.words import bare
 from .captions import cleaned
 
 INSTALL = "pip install transformers sentencepiece"
 
 
+def with_style(prompt: str, styles: Sequence[str], style: str | None = None, *, default: bool = False) -> str:
+    """The prompt as a model reads it, that was trained with `styles`: its first word is one of them.
+
+    Args:
+        styles:  the model's, `pipeline.prompts.styles`; of a model without styles () and the prompt is as it is
+        style:   to put before a prompt that has none; None: the prompt has its own
+        default: put the first of `styles` before a prompt that has none, where no `style` is given
+
+    Raises:
+        ValueError: a style for a prompt that has one or a model that has none, another style than the model's, or
+            none at all
+    """
+    if style is not None and style not in styles:
+        raise ValueError(f"style must be one of {', '.join(styles)}, got {style!r}" if styles else
+                         f"style must not be given for this model, which was trained without styles, got {style!r}")
+    words = str(prompt).split()
+    if not words or not styles:
+        return prompt
+    if bare(words[0]) in styles:
+        if style is not None:
+            raise ValueError(f"style must not be given for a prompt that begins with one, got {style!r} and {prompt!r}")
+        return prompt
+    if style is None and not default:
+        *others, last = styles
+        known = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"prompt must begin with a style: {known}, got {prompt!r}")
+    return f"{style or styles[0]} {prompt}"
+
+
 class ClassIds:
     """Prompts that are numbers of classes, such as 207."""
+
+    styles = ()
 
     def __init__(self, classes: int):
         self.classes = classes
@@ -45,6 +78,8 @@ class Captions:
         length: how many tokens a caption has, the rest of it is cut off
         width:  of the features
     """
+
+    styles = ()
 
     def __init__(self, folder: str | Path | None, length: int, width: int):
         self.folder, self.length, self.width = folder, length, width

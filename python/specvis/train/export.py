@@ -17,6 +17,7 @@ from ..files import locked, write_json, write_whole
 from ..models.llamagen import GPTConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQConfig
+from ..models.words import STYLES
 from ..pipelines.checkpoint import load_weights, read_config
 from ..pipelines.discrete import SHIPPED, Pipeline
 from ..pipelines.mar import MARPair, Scaling
@@ -29,7 +30,6 @@ import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: ther
 NAMES = ["red heart", "grinning face", "smiling face with sunglasses", "raised fist", "thumbs up", "pirate flag",
          "rainbow flag", "pizza", "red apple", "dog face", "cat face", "soccer ball", "rocket", "sun with face",
          "green circle", "rose"]
-STYLES = ["fluent-3d", "fluent-flat", "noto"]
 CURVES = {  # stage: what is drawn of its log, in which unit
     "tokenizer": (("psnr",), "dB"), "gpt": (("loss", "held_out"), "nats"),
     "drafter": (("top1", "top3", "acceptance"), "share"), "small": (("loss", "held_out"), "nats"),
