@@ -7,7 +7,7 @@
 import argparse
 import time
 
-from specvis import Pipeline, Sampling, parse_method
+from specvis import Pipeline, parse_method
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--methods", nargs="+", default=["vanilla", "jacobi"], help="see `specvis methods`")
@@ -16,7 +16,7 @@ options = parser.parse_args()
 
 pipeline = Pipeline.load()
 prompts = ["fluent-3d red heart"] * options.pictures
-sampling = Sampling.of(list(range(options.pictures)), guidance=1.2, temperature=1.0, top_k=100, top_p=0.8)
+sampling = pipeline.sampling(list(range(options.pictures)))
 print(f"{'method':24}{'tau':>8}{'target_forwards':>17}{'seconds':>9}")
 rows = []
 for text in options.methods:

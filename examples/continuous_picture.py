@@ -6,7 +6,7 @@
 """
 import argparse
 
-from specvis import ContinuousSampling, MARPair
+from specvis import MARPair
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--prompt", default="fluent-3d red heart", help="a style (fluent-3d, fluent-flat, noto) and words")
@@ -16,7 +16,7 @@ parser.add_argument("--out", default="heart.png")
 options = parser.parse_args()
 
 pair = MARPair.load()
-sampling = ContinuousSampling.of([options.seed], guidance=2.5)
+sampling = pair.sampling([options.seed])
 decoded = pair.tokens([options.prompt], options.method, sampling)
 pair.pictures(decoded.tokens)[0].resize((256, 256)).save(options.out)
 print(f"{options.out}: {decoded.target_forwards.item()} target forwards, {decoded.tau.item():.1f} tokens in each")

@@ -4,7 +4,7 @@
 """
 import argparse
 
-from specvis import Pipeline, Sampling
+from specvis import Pipeline
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--prompt", default="fluent-3d red heart", help="a style (fluent-3d, fluent-flat, noto) and words")
@@ -14,7 +14,7 @@ parser.add_argument("--out", default="heart.png")
 options = parser.parse_args()
 
 pipeline = Pipeline.load()  # the model that comes along; Pipeline.load(folder) for one that you trained
-sampling = Sampling.of([options.seed], guidance=1.2, temperature=1.0, top_k=100, top_p=0.8)
+sampling = pipeline.sampling([options.seed])
 decoded = pipeline.tokens([options.prompt], options.method, sampling)
 pipeline.pictures(decoded.tokens)[0].resize((256, 256)).save(options.out)
 print(f"{options.out}: {decoded.tau.item():.2f} tokens per target forward, "

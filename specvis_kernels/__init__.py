@@ -3,6 +3,12 @@
 `ops()` lists the ops, `help(op)` explains one. Ops report invalid values in `status` and raise nothing about them:
 `check_status` does. With SPECVIS_CHECK=1 in the environment it is called after every op, at the price of a host read.
 """
+import os
+import sys
+
+if "torch" not in sys.modules:  # which reads it when it is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
+
 from ._dispatch import (
     EMPTY_RESIDUAL,
     INVALID_DRAFT,

@@ -1,18 +1,24 @@
 """Speculative decoding of images: models, drafters, decoding loops, command line and training.
 
     pipeline = specvis.Pipeline.load()
-    decoded = pipeline.tokens(["fluent-3d red heart"], "jacobi", specvis.Sampling.of([0]))
+    decoded = pipeline.tokens(["fluent-3d red heart"], "jacobi", pipeline.sampling(seeds=[0]))
     pipeline.pictures(decoded.tokens)[0].save("heart.png")
     print(decoded.tau)  # tokens per target forward
 
+The picture is the one that `specvis generate --prompt "red heart" --seed 0` draws: `pipeline.sampling` has its numbers.
 `Pipeline` decodes discrete tokens, `MARPair` continuous ones. METHODS are the recipes by name, and `parse_method` reads
 what the command line takes. The loops themselves, for models of your own, are `decode`, `jacobi_decode` and
 `speculative_decode` (see `specvis.models.interface`), and for continuous tokens `parallel_decode` and
 `continuous_decode`.
 """
+import os
+import sys
 from importlib import import_module
 
-# Each is imported when it is asked for: cli/main.py sets variables before torch reads them, and --help needs no torch.
+if "torch" not in sys.modules:  # which reads it when it is imported
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
+
+# Each is imported when it is asked for: cli/main.py sets a variable before torch reads it, and --help needs no torch.
 _HOMES = {
     "decoding.continuous": ("ContinuousSampling", "KnownTokens", "continuous_decode", "parallel_decode"),
     "decoding.discrete": ("decode", "speculative_decode"),

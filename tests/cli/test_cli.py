@@ -2,10 +2,12 @@
 import csv
 import dataclasses
 import fcntl
+import json
 import os
 import pty
 import re
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -21,10 +23,11 @@ from PIL import Image
 from specvis.cli.animation import GAP, LINE
 from specvis.cli.generate import file_name
 from specvis.cli.main import main
-from specvis.cli.progress import Progress
+from specvis.cli.progress import Steps
 from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
 from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
+from specvis.pipelines.mar import MARPair
 from specvis.train.main import main as train
 
 compare_module = import_module("specvis.cli.compare")  # the module, not the command
@@ -62,12 +65,15 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
         assert result.exit_code == 0, result.output
         pictures[name] = Image.open(out).tobytes()
         if name == "default":
-            assert re.search(r"tau \d\.\d\d tokens a forward; vanilla draws the same tokens with seed 7$",
-                             result.output.strip())
+            assert re.fullmatch(rf"wrote {out}: 1 of 1 pictures, 8 x 8 pixels, \d+\.\d s, \d+ target forwards a "
+                                r"picture, tau \d\.\d\d tokens a forward; same picture as --method vanilla --seed 7",
+                                result.output.strip())
     assert pictures["default"] == pictures["vanilla"] != pictures["another seed"]
-    several = run("generate", "--prompt", "red heart", "--seed", 7, "-n", 2, "--out", tmp_path / "x.png",
-                  "--model", weights)
-    assert several.output.strip().endswith("with seeds 7 to 8")
+    x = tmp_path / "new" / "folder" / "x.png"
+    for verb in ("wrote", "overwrote"):
+        several = run("generate", "--prompt", "red heart", "--seed", 7, "-n", 2, "--out", x, "--model", weights)
+        assert several.output.startswith(f"{verb} {x}: 2 of 2 pictures, 8 x 8 pixels enlarged 32 times, ")
+        assert several.output.strip().endswith("; same pictures as --method vanilla --seed 7")
     for arguments in (("lantern:k=8",), ("vanilla", "--temperature", 0)):
         other = run("generate", "--prompt", "red heart", "--method", *arguments, "--out", tmp_path / "x.png",
                     "--model", weights)
@@ -104,10 +110,12 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     (["--prompt", "red heart", "--animate", "x.gif", "--method", "vanilla"], "method must be one of discrete tokens"),
     (["--prompt", "red heart", "--animate", "x.gif", "--out", "x.png"], "out must not be given with --animate"),
     (["--prompt", "red heart", "--animate", "x.png"], "animate must end in .gif, got x.png"),
-    (["--prompt", "red heart", "--animate", "nowhere/x.gif"], "animate must be a file in a folder that exists"),
+    (["--prompt", "red heart", "--animate", "/dev/null/x.gif"], "animate must be a file in a folder that can"),
     (["--prompt", "red heart", "--animate", "x.gif", "-n", "17"], "animate must be given with at most 16 pictures"),
     (["--prompt", "red heart", "--scale", "0"], "Invalid value for '--scale': 0 is not in the range 1<=x<=1024"),
-    (["--prompt", "red heart", "--out", "nowhere/x.png"], "out must be a file in a folder that exists and can"),
+    (["--prompt", "red heart", "--out", "/dev/null/x.png"], "out must be a file in a folder that can be made and"),
+    (["--prompt", "fluent-3d heart", "--style", "fluent-3d"], "style must not be given for a prompt that begins with"),
+    (["--prompt", "red heart", "--style", "noto"], "style must be one of fluent-3d, got 'noto'"),
     (["--prompt", "red heart", "--out", "x.txt"], "out must end in the name of a picture format"),
     (["--prompt", "red heart", "-n", "many"], "'many' is not a valid integer"),
     (["--prompt", "red heart", "--seed", "-1"], "-1 is not in the range"),
@@ -123,7 +131,9 @@ def test_bad_input_is_one_line_and_status_2(weights, tmp_path, monkeypatch, argu
 
 def test_a_broken_checkpoint_is_one_line_and_status_2(weights, tmp_path):
     result = run("generate", "--prompt", "red heart", "--model", tmp_path)
-    assert result.exit_code == 2 and "config.json cannot be read as GPTConfig" in result.output
+    assert result.exit_code == 2 and f"folder {tmp_path} must have config.json" in result.output
+    result = run("generate", "--prompt", "red heart", "--model", "FoundationVision/LlamaGen")
+    assert result.exit_code == 2 and "FoundationVision/LlamaGen; the names of a model hub" in result.output
     for file in weights.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 500 if file.name == "gpt.safetensors" else None])
     result = run("generate", "--prompt", "red heart", "--model", tmp_path, "--out", tmp_path / "x.png")
@@ -179,9 +189,9 @@ def test_generate_draws_each_prompt_of_a_file(weights, lines, tmp_path, name):
         result = prompts(weights, lines, tmp_path / str(batch), "--method", name, "--seed", 5, "--batch", batch)
         assert result.exit_code == 0, result.output
         assert [path.name for path in written_in(tmp_path / str(batch))] == names
-        assert re.search(rf"{batch}: 3 of 3 pictures, \d+\.\d s, \d+\.\d\d pictures a second, \d+ target forwards a "
-                         r"picture, tau \d\.\d\d tokens a forward", result.output)
-        assert ("vanilla draws the same tokens with seeds 5 to 7" in result.output) == (name in ("jacobi", "eagle2"))
+        assert re.search(rf"{batch}: 3 of 3 pictures, 8 x 8 pixels, \d+\.\d s, \d+\.\d\d pictures a second, \d+ target "
+                         r"forwards a picture, tau \d\.\d\d tokens a forward", result.output)
+        assert ("same pictures as --method vanilla --seed 5" in result.output) == (name in ("jacobi", "eagle2"))
     for i, prompt in enumerate(("red heart", "blue heart", "heart")):
         run("generate", "--prompt", prompt, "--method", name, "--seed", 5 + i, "--scale", 1, "--model", weights,
             "--out", tmp_path / "alone.png")
@@ -243,7 +253,8 @@ def test_a_failed_picture_of_a_file_is_named_and_not_written(weights, lines, tmp
     ("# red heart\n\n", [], "prompts must be a file with at least one prompt, got prompts.txt"),
     (b"\xff\xfe", [], "prompts must be a text file that can be read, got prompts.txt: it is not UTF-8"),
     ("red heart\n\nred hart", [], "prompts.txt, line 3: prompt 'fluent-3d red hart' has unknown words: 'hart' (near"),
-    ("red heart\nred red red red", [], "prompts.txt, line 2: a prompt must have 1 to 3 words"),
+    ("red hart\nheart\nred red red red", [], "'hart' (near: heart); line 3: a prompt must have 1 to 3 words"),
+    ("hart\n" * 21, [], "line 20: prompt 'fluent-3d hart' has unknown words: 'hart' (near: heart); these are the"),
     ("heart", ["--prompt", "heart"], "one of --prompt and --prompts must be given, not both"),
     ("heart", ["--batch", 0], "Invalid value for '--batch': 0 is not in the range 1<=x<=1024"),
     ("heart", ["--batch", "all"], "'all' is not a valid integer"),
@@ -362,7 +373,7 @@ def test_an_interrupted_compare_says_how_to_go_on(weights, tmp_path, monkeypatch
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
     clock = iter(range(0, 100, 2))
     monkeypatch.setattr("specvis.cli.progress.time.monotonic", lambda: next(clock))
-    with Progress(3) as progress:
+    with Steps(3) as progress:
         progress.begin("vanilla", 10)
         for _ in range(5):
             progress.update(1)
@@ -371,7 +382,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     with open(screen, "w") as file:
         monkeypatch.setattr(sys, "stderr", file)
-        with Progress(3) as progress:
+        with Steps(3) as progress:
             progress.begin("for jacobi.png: " + "jacobi:seed_exact=false" * 4, 10)
             progress.update(4)
             progress.bar.refresh()
@@ -471,9 +482,13 @@ def test_compare_refuses_before_any_work(weights, tmp_path):
 
 def test_methods_and_info_list_what_there_is():
     listed = run("methods").output
-    for word in (*METHODS, *PARAMETERS, *CONTINUOUS, *CONTINUOUS_PARAMETERS, *TREES, "arXiv:2410.03355", "delta 0.2",
-                 "widths 4,39"):
+    for word in (*METHODS, *CONTINUOUS, *TREES, "arXiv:2410.03355", "delta 0.2", "widths 4,39", "specvis methods NAME"):
         assert word in listed
+    assert not re.search(r"nu 0\.0|omega 1\.0|delta 0\.0|k 0|metric l2", listed)     # they are off
+    every = "".join(run("methods", name).output for name in ("adt-tree+lantern", "eagle1", "gsd", "mar", "cspd"))
+    assert all(f"\n{parameter} " in every for parameter in (*PARAMETERS, *CONTINUOUS_PARAMETERS))
+    assert run("methods", "foo").output.startswith("Error: unknown method 'foo'; known: vanilla, jacobi")
+    assert "did you mean window? its parameters: window, guess, seed_exact\n" in run("methods", "jacobi:windo=3").output
     listed = run("info").output
     for word in ("verify_tree", "oracle", "torch", torch.__version__, "C++ kernels", "CUDA kernels"):
         assert word in listed
@@ -503,6 +518,40 @@ def test_the_list_of_commands_imports_none_of_them():
             "print(*{'matplotlib', 'torch', 'specvis.studies', 'specvis.cli.options'}.intersection(sys.modules))")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "compare" in result.stdout and result.stdout.splitlines()[-1] == ""
+
+
+def test_info_lists_the_words_of_the_shipped_model():
+    listed = run("info", "--words").output
+    for words in ("begins with a style: fluent-3d, fluent-flat, noto.", "Hearts, faces, flags and hands come out well",
+                  "1,472 words:", " axe ", "zzz"):
+        assert words in listed
+    assert max(map(len, listed.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name, kind", [("jacobi", Pipeline), ("mar", MARPair)])
+def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, kind):
+    """With the same seed and nothing else said; the numbers are the folder's."""
+    folder = tmp_path / "m"
+    shutil.copytree(weights, folder)
+    (folder / "pipeline.json").write_text(json.dumps({"guidance": 3.0, "top_k": 9, "top_p": 0.7}))
+    result = run("generate", "--prompt", "red heart", "--method", name, "--seed", 4, "--scale", 1,
+                 "--out", tmp_path / "x.png", "--model", folder)
+    assert result.exit_code == 0, result.output
+    pipeline = kind.load(folder)
+    sampling = pipeline.sampling([4])
+    assert float(sampling.guidance) == 3.0 and float(pipeline.sampling([4], guidance=1.5).guidance) == 1.5
+    decoded = pipeline.tokens(["fluent-3d red heart"], name, sampling)
+    assert pipeline.pictures(decoded.tokens)[0].tobytes() == Image.open(tmp_path / "x.png").tobytes()
+    if kind is Pipeline:
+        assert (sampling.top_k.item(), round(sampling.top_p.item(), 4)) == (9, 0.7)
+        unfiltered = pipeline.tokens(["fluent-3d red heart"], name, pipeline.sampling([4], top_k=0, top_p=1.0))
+        assert not torch.equal(unfiltered.tokens, decoded.tokens)
+
+
+def test_a_log_has_a_line_from_time_to_time(weights, tmp_path, monkeypatch):
+    monkeypatch.setattr("specvis.cli.progress.EVERY", 0)
+    result = run("generate", "--prompt", "red heart", "-n", 3, "--out", tmp_path / "x.png", "--model", weights)
+    assert re.match(r"jacobi: 3 of 48 tokens, 0 s, about \d+ s left\n(jacobi: .*\n)+wrote ", result.output)
 
 
 def test_the_shipped_model_draws(tmp_path):

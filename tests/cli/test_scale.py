@@ -61,7 +61,7 @@ def test_the_manifest_says_by_which_settings_each_picture_was_drawn(weights, lin
     settings, drawn = manifest(tmp_path / "out")
     assert len(settings.pop("model")) == 16
     assert settings == {"specvis": "0.1.0", "folder": str(weights), "text_encoder": None, "dtype": "float32",
-                        "style": "fluent-3d", "method": "lantern:k=8", "guidance": 1.5, "temperature": 1.0,
+                        "style": None, "method": "lantern:k=8", "guidance": 1.5, "temperature": 1.0,
                         "top_k": 100, "top_p": 0.8, "scale": 1, "seed": 5, "n": 1}
     files = pictures(tmp_path / "out")
     for i, (line, number) in enumerate(zip(drawn, (1, 4, 5, 6))):
@@ -259,7 +259,7 @@ class Actor:
     def drawn(self, share):
         self.order.append([request.index for request in share])
         for request in share:
-            yield None if request.index in self.poison else Picture(request, b"", 1, 1.0)
+            yield None if request.index in self.poison else Picture(request, b"", 1, 1.0, 8)
 
 
 def crew(num_requests, num_workers, poison=(), batch=2):

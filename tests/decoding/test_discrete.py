@@ -687,7 +687,7 @@ def test_a_method_for_each_prompt(tiny):
     mixed = tiny.tokens(PROMPTS[:2], ["vanilla", METHODS["jacobi"]], sampling)
     assert torch.equal(mixed.tokens, tiny.tokens(PROMPTS[:2], "vanilla", sampling).tokens)
     assert mixed.num_drafted[0].sum() == 0 < mixed.num_drafted[1].sum()
-    with pytest.raises(ValueError, match="method must be one, or one for each of the 4 prompts, got 2"):
+    with pytest.raises(ValueError, match="method must be one, or one for each of the 4 requests, got 2"):
         tiny.tokens(PROMPTS, [METHODS["eagle2"]] * 2, Sampling.of([0] * 4))
 
 

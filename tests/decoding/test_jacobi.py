@@ -324,7 +324,7 @@ def test_a_target_that_is_not_causal_is_refused():
 
 
 @pytest.mark.parametrize("methods, message", [
-    ([METHODS["jacobi"]] * (B - 1), f"methods must be one for each of the {B} requests, got {B - 1}"),
+    ([METHODS["jacobi"]] * (B - 1), f"methods must be one, or one for each of the {B} requests, got {B - 1}"),
     ([METHODS["eagle2"]] * B, r"must be Jacobi decoding or vanilla \(speculative_decode .*\), got eagle2$"),
     ([METHODS["jacobi"]] * (B - 1) + [VANILLA], "methods must be of one family .*, got jacobi and vanilla"),
     ([method("jacobi", seed_exact=False, k=3, delta=0.1)] * B, f"neighbors must be a table of C={VOCAB} rows"),

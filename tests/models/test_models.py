@@ -232,7 +232,7 @@ def test_a_code_decodes_alone_as_its_unit_vector():
 def test_prompt_words():
     words = Words(["", "fluent-3d", "red", "heart"], length=3, width=4)
     assert words.encode(["red heart", "heart"]).tolist() == [[2, 3, 2], [3, 3, 3]]
-    with pytest.raises(UnknownWords, match=r"'hart' \(near: heart\), 'xyzzy' \(nothing near it\)"):
+    with pytest.raises(UnknownWords, match=r"'hart' \(near: heart\), 'xyzzy' \(nothing near it; specvis info --words"):
         words.encode(["red hart xyzzy"])
     with pytest.raises(ValueError, match="1 to 3 words, style included, got 4"):
         words.encode(["red red red heart"])

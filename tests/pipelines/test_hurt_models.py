@@ -2,12 +2,15 @@
 import dataclasses
 import json
 import random
+import re
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specvis.decoding.jacobi import jacobi_decode
+from specvis.decoding.methods import METHODS
 from specvis.decoding.sampling import Sampling
 from specvis.models.kl_vae import KLConfig
 from specvis.models.llamagen import GPTConfig
@@ -239,12 +242,50 @@ def test_an_absurd_config_beside_what_is_converted(tmp_path):
 def test_what_python_users_give_wrongly_is_named(folder):
     with pytest.raises(ValueError, match="dtype must be torch.float32, .* or torch.float16, got 'bfloat16'"):
         Pipeline.load(folder, dtype="bfloat16")
+    pipeline, pair, one = Pipeline.load(folder), tiny_pair(), ["red heart"]
+    request = pipeline.gpt, *pipeline.condition(one)
+    sampling, nowhere, empty = pipeline.sampling([0]), folder / "nowhere", folder / "empty"
+    empty.mkdir()
+    for call, message in (
+            (lambda: Pipeline.load("FoundationVision/LlamaGen"), "there is no folder FoundationVision/LlamaGen; the "
+             "names of a model hub are not taken: `specvis convert` makes such a folder of published files"),
+            (lambda: MARPair.load(nowhere), f"there is no folder {nowhere}; the names"),
+            (lambda: MARPair.load(empty), f"folder {empty} must have mar.json; `specvis convert` makes"),
+            (lambda: Pipeline.load(folder, "abacus"), f"device must be one that torch {torch.__version__} can use"),
+            (lambda: MARPair.load(folder, "abacus"), "device must be one that torch"),
+            (lambda: pipeline.tokens("red heart", "jacobi", sampling), "prompts must be a list of strings, got 'red"),
+            (lambda: pipeline.tokens(one, "jacobi", sampling, known_tokens=[[1, 2]]), "known_tokens must be an int64 "),
+            (lambda: pipeline.tokens(one, "jacobi", None), "sampling must be for discrete tokens, a Method and a "
+             "Sampling, got Method and NoneType"),
+            (lambda: pipeline.tokens(one, ["jacobi", "vanilla"], sampling), "method must be one, or one for each of "
+             "the 1 requests, got 2"),
+            (lambda: jacobi_decode(*request, None, "jacobi"), "sampling must be a Sampling, got NoneType"),
+            (lambda: jacobi_decode(*request[:2], None, sampling, "jacobi"), "padding_mask must be a Tensor, got None"),
+            (lambda: jacobi_decode(*request, sampling, "jacob"), "unknown method 'jacob'; did you mean jacobi?"),
+            (lambda: jacobi_decode(*request, sampling, None), "methods must be of discrete tokens, each a Method or a "
+             "name, got NoneType"),
+            (lambda: pipeline.pictures([[1] * 16]), "tokens must be an int64 tensor (B, L=16), got list"),
+            (lambda: pipeline.pictures(torch.ones(16)), "tokens must be int64 (B, L=16), got float32 (16,)"),
+            (lambda: pipeline.pictures(torch.full((1, 16), 64)), "tokens must be within [0, V=64), got 64"),
+            (lambda: pair.pictures([[0.0]]), "tokens must be a float32 tensor (B, L=16, C=4), got list"),
+            (lambda: pipeline.sampling(0), "seeds must be a list of whole numbers, one for each image, got 0"),
+            (lambda: pipeline.sampling([0], top_p=90), "top_p must be within (0, 1], got 90"),
+            (lambda: pair.sampling([0], temperature=0.0), "temperature must be positive and finite"),
+            (lambda: Sampling.of([0], top_k=2.5), "top_k must be a whole number within 0..2147483647, got 2.5"),
+            (lambda: Scaling((0.0,), 0.0), "scale must be a positive")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+
+
+def test_a_pipeline_is_one_line(folder):
+    assert repr(Pipeline.load(folder)) == (f"Pipeline({folder}: 8 x 8 pixels of 4 x 4 tokens, 64 codes, "
+                                           "0.1 million parameters, cpu, float32)")
+    assert repr(tiny_pair()) == ("MARPair(8 x 8 pixels of 16 tokens of 4 numbers, 0.1 million parameters, cpu, "
+                                 "float32)")
+
+
+def test_one_method_is_of_all_requests(folder):
     pipeline = Pipeline.load(folder)
-    with pytest.raises(ValueError, match="known_tokens must be an int64 tensor .*, got list"):
-        pipeline.tokens(["red heart"], "jacobi", Sampling.of([0]), known_tokens=[[1, 2]])
-    with pytest.raises(ValueError, match="sampling must be for discrete tokens, .* and NoneType"):
-        pipeline.tokens(["red heart"], "jacobi", None)
-    with pytest.raises(ValueError, match="top_k must be a whole number within 0..2147483647, got 2.5"):
-        Sampling.of([0], top_k=2.5)
-    with pytest.raises(ValueError, match="scale must be a positive"):
-        Scaling((0.0,), 0.0)
+    request = pipeline.gpt, *pipeline.condition(["red heart", "heart"]), pipeline.sampling([0, 1])
+    named, listed = (jacobi_decode(*request, methods).tokens for methods in ("jacobi", [METHODS["jacobi"]] * 2))
+    assert torch.equal(named, listed)

@@ -14,7 +14,8 @@ from ..decoding.methods import METHODS
 from ..files import write_whole
 from ..studies.positions import forward_numbers
 from .many import Drawing, Request, enlarged
-from .progress import Progress
+from .options import check_picture
+from .progress import Steps
 
 MAX_ANIMATED = 16     # pictures in a row
 SIDE = 128            # pixels of a picture, at least, where no --scale is given
@@ -30,13 +31,15 @@ def draw_animation(drawing: Drawing, requests: list[Request], out: Path) -> None
     pipeline, rows = drawing.load(requests), {}
     prompts, sampling = [drawing.text(request, pipeline) for request in requests], drawing.sampling(requests)
     scale = drawing.scale or max(1, SIDE // pipeline.side)
-    with Progress(2) as progress:
+    check_picture(len(requests) * scale * pipeline.side, 2 * scale * pipeline.side * FRAMES)  # all are held at once
+    with Steps(2) as progress:
         for method in (METHODS["vanilla"], drawing.method):
             progress.begin(method.label, len(requests) * pipeline.num_tokens)
             decoded = pipeline.tokens(prompts, method, sampling, progress.update)
             if decoded.failed.any():
                 raise click.ClickException("the model's output was not finite; nothing was written")
             rows[method.label] = decoded, [enlarged(picture, scale) for picture in pipeline.pictures(decoded.tokens)]
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, animation(rows, pipeline.gpt.config.grid))
     forwards = ", ".join(f"{label} {decoded.target_forwards.max()}" for label, (decoded, _) in rows.items())
     click.echo(f"{out}: {len(requests)} pictures; target forwards: {forwards}")

@@ -9,14 +9,13 @@ from pathlib import Path
 import click
 import torch
 from PIL import Image
-from tqdm import tqdm
 
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
 from ..files import locked, write_whole
 from ..pipelines.checkpoint import fingerprint, read_settings
 from .animation import MAX_ANIMATED, draw_animation
 from .manifest import Manifest
-from .many import Drawing, Picture, Request, draw_here, encoded, enlarged, scale_for
+from .many import SHOWN, Drawing, Picture, Request, draw_here, encoded, enlarged, scale_for
 from .options import (
     MAX_COUNT,
     check_picture,
@@ -32,17 +31,17 @@ from .options import (
     writable_file,
     writable_folder,
 )
+from .progress import Progress
 from .workers import draw_by_workers
 
 WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker")  # options that go with --prompts alone
 MAX_PICTURES = 1_000_000  # of a command
 MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
-SHOWN = 20  # lines about pictures that were not drawn
 
 
 @click.command()
-@click.option("--prompt", help='Words, e.g. "red heart"; a caption or the number of a class for a model of '
-              "these.")
+@click.option("--prompt", help='Words, e.g. "red heart" or "noto red heart"; a caption or the number of a class for a '
+              "model of these.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path), metavar="FILE",
               help="In place of --prompt: a file with a prompt a line. Empty lines and those that begin with # are "
               "skipped. Each picture is a file of its own, written as soon as it is finished; the same command draws "
@@ -66,7 +65,8 @@ SHOWN = 20  # lines about pictures that were not drawn
 @click.option("--depth", type=int, help="The same as :depth=...")
 @click.option("--width", type=int, help="The same as :width=...")
 @click.option("--nodes", type=int, help="The same as :nodes=...")
-@click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of a prompt.")
+@click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of each prompt "
+              "(in compare and tune the number is of each method).")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
 @click.option("--scale", type=click.IntRange(1, MAX_SCALE),
               show_default="4 for the shipped model, 1 for pictures of 256 pixels and more",
@@ -143,7 +143,7 @@ def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
     pipeline, start, method = drawing.load(requests), time.perf_counter(), drawing.method
     side = pipeline.side * scale_for(pipeline.side, drawing.scale)
     check_picture(side * len(requests), side, format_of(out))
-    with tqdm(total=len(requests) * pipeline.num_tokens, unit="token", desc=method.label, disable=None) as bar:
+    with Progress(len(requests) * pipeline.num_tokens, "token", method.label) as bar:
         decoded = pipeline.tokens([drawing.text(request, pipeline) for request in requests], method,
                                   drawing.sampling(requests), bar.update)
     seconds, failed = time.perf_counter() - start, decoded.failed.tolist()
@@ -158,9 +158,11 @@ def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
     row = Image.new("RGB", (side * len(pictures), side), "white")
     for i, picture in enumerate(pictures):
         row.paste(picture, (i * side, 0))
+    verb = "overwrote" if out.exists() else "wrote"
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, encoded(row, format_of(out)))
-    click.echo(f"{out}: {len(pictures)} of {len(requests)} pictures, {seconds:.1f} s, "
-               + told(drawing, requests, decoded.target_forwards, decoded.tau))
+    click.echo(f"{verb} {out}: {len(pictures)} of {len(requests)} pictures, {size(pipeline.side, drawing.scale)}, "
+               f"{seconds:.1f} s, {told(drawing, requests, decoded.target_forwards, decoded.tau)}")
 
 
 def many(drawing: Drawing, requests: list[Request], out: Path, workers: int, cpus: float | None, gpus: float | None,
@@ -197,27 +199,36 @@ def many(drawing: Drawing, requests: list[Request], out: Path, workers: int, cpu
     for index, reason in sorted(lost.items())[:SHOWN]:
         click.echo(f"picture {index + 1:03}, {requests[index].prompt!r} (seed {requests[index].seed}) was given up: "
                    f"{reason}", err=True)
-    finished = [picture for picture in new if not picture.failed]
     if new and not manifest.drawn:
         raise click.ClickException("no picture was finished")
-    click.echo(f"{out}: {len(manifest.drawn)} of {len(requests)} pictures"
-               + (f" ({num_before} were there)" if num_before else "")
-               + (f", {seconds:.1f} s, {len(finished) / seconds:.2f} pictures a second, "
-                  + told(drawing, requests, torch.tensor([picture.target_forwards for picture in new]),
-                         torch.tensor([picture.tau for picture in new])) if new else ""))
+    line = f"{out}: {len(manifest.drawn)} of {len(requests)} pictures"
+    if num_before:
+        line += f" ({num_before} were there)"
+    if new:
+        rate = sum(not picture.failed for picture in new) / seconds
+        target_forwards, tau = (torch.tensor([getattr(picture, name) for picture in new])
+                                for name in ("target_forwards", "tau"))
+        line += (f", {size(new[0].side, drawing.scale)}, {seconds:.1f} s, {rate:.2f} pictures a second, "
+                 + told(drawing, requests, target_forwards, tau))
+    click.echo(line)
     if lost:
         raise click.ClickException(f"{len(lost)} pictures were given up; the same command tries them again")
 
 
+def size(side: int, scale: int | None) -> str:
+    """How large the pictures are, and how much larger than the model drew them."""
+    scale = scale_for(side, scale)
+    return f"{side} x {side} pixels" + (f" enlarged {scale} times" if scale > 1 else "")
+
+
 def told(drawing: Drawing, requests: list[Request], target_forwards: torch.Tensor, tau: torch.Tensor) -> str:
     """What was saved, and whether the pictures are the baseline's."""
-    first, last = requests[0].seed, requests[-1].seed
     is_the_baselines = (is_exact(drawing.method, drawing.temperature) and not drawing.method.is_baseline
                         and not tau.isnan().any())
     return (f"{target_forwards.float().mean():.0f} target forwards a picture, "
             f"tau {tau.nanmean():.2f} tokens a forward"
-            + ("; vanilla draws the same tokens with " + (f"seed {first}" if first == last else
-                                                          f"seeds {first} to {last}") if is_the_baselines else ""))
+            + (f"; same picture{'s' * (len(requests) > 1)} as --method vanilla --seed {requests[0].seed}"
+               if is_the_baselines else ""))
 
 
 def say_failed(which: str, seed: int) -> None:

@@ -4,10 +4,9 @@ import platform
 import textwrap
 from pathlib import Path
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")      # torch's profiler prints no line when it starts
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints no line when it starts
 
-import click  # noqa: E402  torch reads the variables when it is first imported
+import click  # noqa: E402  torch reads the variable when it is first imported
 
 from ..interrupts import quiet  # noqa: E402
 from .commands import Commands  # noqa: E402
@@ -28,7 +27,7 @@ def main():
 @main.command("methods")
 @click.argument("name", required=False)
 def list_methods(name):
-    """List the decoding methods, or say what NAME's parameters are."""
+    """List the decoding methods, or all parameters of the one of this NAME."""
     with quiet():
         from ..decoding.methods import (
             CONTINUOUS,
@@ -39,14 +38,14 @@ def list_methods(name):
             format_value,
             parameters_of,
             parse_method,
+            settings_of,
         )
         from ..decoding.trees import TREES, static_tree
 
     def tell(method):
         click.echo(f"{method.name:18}{method.source}")
-        parameters = [f"{name} {format_value(value)}"
-                      for name, value in parameters_of(method).items() if value is not None]
-        for line in textwrap.wrap(", ".join(parameters) or "no parameters", 100):
+        settings = ", ".join(f"{name} {format_value(value)}" for name, value in settings_of(method).items())
+        for line in textwrap.wrap(settings, 100):
             click.echo(f"{'':18}{line}")
 
     if name is not None:
@@ -67,10 +66,8 @@ def list_methods(name):
         if method.name == next(iter(CONTINUOUS)):
             click.echo("\ncontinuous tokens:\n")
         tell(method)
-    click.echo("\nTo change some: --method jacobi:window=8, --methods vanilla,lantern:delta=0.1:k=300\n")
-    for name, what in (PARAMETERS | CONTINUOUS_PARAMETERS).items():
-        click.echo(f"{name:21}{what}")
-    click.echo()
+    click.echo("\nParameters that are off are not shown. All of a method's, and what they mean: specvis methods NAME\n"
+               "To change some: --method jacobi:window=8, --methods vanilla,lantern:delta=0.1:k=300\n")
     for name in TREES:
         tree = static_tree(name)
         click.echo(f"tree {name:24}{len(tree.parents) - 1} drafts on {tree.depth} levels")
@@ -78,8 +75,11 @@ def list_methods(name):
 
 @main.command()
 @click.option("--model", type=click.Path(path_type=Path), help="Show what this folder holds instead.")
-def info(model):
+@click.option("--words", is_flag=True, help="List the words that prompts may have, of the shipped model or --model.")
+def info(model, words):
     """Show which ops have which backends here, versions and devices."""
+    if words:
+        return list_words(model)
     if model is not None:
         with quiet():
             from .convert import described
@@ -110,3 +110,23 @@ def info(model):
     click.echo(f"{'python':20}{platform.python_version()}")
     click.echo(f"{'devices':20}cpu with {torch.get_num_threads()} threads"
                + "".join(f", {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())))
+
+
+def list_words(model: Path | None) -> None:
+    """The words that prompts of a model may have; None: of the shipped one, with what it draws well."""
+    with quiet():
+        from ..models.words import STYLES
+        from ..pipelines.checkpoint import Vocabulary, read_config
+        from ..pipelines.discrete import SHIPPED
+    file = (model or SHIPPED) / "vocabulary.json"
+    if not file.exists():
+        raise ValueError(f"words must be of a model whose prompts are words: {model} has no vocabulary.json")
+    _, *words = read_config(file, Vocabulary).words
+    if styles := [style for style in STYLES if style in words]:
+        click.echo(f"A prompt begins with a style: {', '.join(styles)}.\n"
+                   f"specvis generate puts {styles[0]} before one that does not.")
+    if model is None:
+        click.echo("Hearts, faces, flags and hands come out well, such as fluent-3d red heart or noto grinning face.\n"
+                   "Most objects do not.")
+    click.echo(f"{len(words):,} words:\n")
+    click.echo(textwrap.fill(" ".join(words), 100, break_on_hyphens=False))

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from tqdm import tqdm
 
 from ..decoding.methods import ContinuousMethod, Method
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
 from ..pipelines.prompts import with_style
 from .options import check_picture, load_model, sampling_for
+from .progress import Progress
 
 PIECE = 32  # times the batch: so many requests are given to the model at once, since their conditions take memory
+SHOWN = 20  # wrong lines of a file, or pictures that were not drawn, are named
 
 
 @dataclass(frozen=True, order=True)
@@ -39,6 +40,7 @@ class Picture:
     png: bytes | None     # None: it ended early, since the model's output was not finite
     target_forwards: int
     tau: float            # tokens per target forward; NaN if it ended early
+    side: int             # pixels, before it is enlarged
 
     @property
     def failed(self) -> bool:
@@ -68,15 +70,21 @@ class Drawing:
         return isinstance(self.method, ContinuousMethod)
 
     def load(self, requests: list[Request]) -> Pipeline | MARPair:
-        """The model. ValueError if it cannot be read, or names the line of a prompt that the model cannot take."""
+        """The model. ValueError if it cannot be read, or names the lines of prompts that the model cannot take."""
         options = {} if self.is_continuous else {"dtype": getattr(torch, self.dtype),
                                                  "text_encoder": self.text_encoder}
         pipeline = load_model(type(self.method), self.model, self.device, **options)
+        wrong = []
         for line, request in {request.line: request for request in requests}.items():
             try:
                 pipeline.prompts.encode([self.text(request, pipeline)])
             except ValueError as error:
-                raise ValueError(f"{self.file}, line {line}: {error}" if self.file else error) from error
+                wrong.append(f"line {line}: {error}" if self.file else str(error))
+            if len(wrong) == SHOWN:
+                wrong.append(f"these are the first {SHOWN} wrong lines")
+                break
+        if wrong:
+            raise ValueError((f"{self.file}, " if self.file else "") + "; ".join(wrong))
         pipeline.check(self.method)
         check_picture(*2 * [pipeline.side * scale_for(pipeline.side, self.scale)])
         return pipeline
@@ -103,7 +111,7 @@ def draw(pipeline: Pipeline | MARPair, drawing: Drawing, requests: list[Request]
             for i, tokens, fails, target_forwards, tau in accounts:
                 # one by one: a batch of pictures may be rounded in another way than each of them
                 png = None if fails else encoded(enlarged(pipeline.pictures(tokens[None])[0], drawing.scale))
-                keep(Picture(piece[i], png, target_forwards, tau))
+                keep(Picture(piece[i], png, target_forwards, tau, pipeline.side))
 
         prompts = [drawing.text(request, pipeline) for request in piece]
         arguments = prompts, drawing.method, drawing.sampling(piece), progress
@@ -118,14 +126,14 @@ def draw_here(drawing: Drawing, requests: list[Request], begin: Callable[[], Non
     """Draw them in this process. `begin` is called when the model and all prompts are known to be right."""
     pipeline, count = drawing.load(requests), 0
     begin()
-    with tqdm(total=len(requests) * pipeline.num_tokens, unit="token", desc=drawing.method.label, disable=None) as bar:
+    with Progress(len(requests) * pipeline.num_tokens, "token", drawing.method.label) as progress:
         def then(picture):
             nonlocal count
             keep(picture)
             count += not picture.failed
-            bar.set_postfix_str(f"{count} of {len(requests)} pictures")
+            progress.bar.set_postfix_str(f"{count} of {len(requests)} pictures")
 
-        draw(pipeline, drawing, requests, then, bar.update)
+        draw(pipeline, drawing, requests, then, progress.update)
 
 
 def scale_for(side: int, scale: int | None) -> int:

@@ -14,7 +14,7 @@ from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..interrupts import quiet
 from ..models.words import STYLES
-from ..pipelines.checkpoint import read_settings
+from ..pipelines.checkpoint import CONTINUOUS_GUIDANCE, FILTERS, check_device, read_settings
 from ..pipelines.discrete import SHIPPED, Pipeline
 from ..pipelines.mar import MARPair
 from .commands import Interrupted
@@ -23,18 +23,13 @@ MAX_COUNT = 1000  # pictures of a prompt or of a method: many of them are decode
 MAX_SIDES = {"PNG": 2**31 - 1, "JPEG": 65500, "WEBP": 16383, "GIF": 65535, "BMP": 2**31 - 1, "TIFF": 2**31 - 1,
              "PPM": 2**31 - 1}  # the formats that pictures are written in, and the most pixels a side that each holds
 MAX_PIXELS = 2 * 89_478_485  # more in a file, and Pillow takes it for an attack when it is opened
-FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # of the shipped models, where pipeline.json does not say
-CONTINUOUS_GUIDANCE = 2.5
 OWN = "or what the model's folder says"
 PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "fluent-3d grinning face", "noto neutral face",
            "fluent-flat raised fist", "fluent-3d thumbs up", "fluent-flat pirate flag", "noto chequered flag"]
 
 
 def usable_device(context, parameter, device: str) -> str:
-    try:
-        torch.zeros(1, device=device).item()  # "meta" has tensors, without numbers
-    except Exception as error:  # whatever a backend that is not installed raises
-        raise ValueError(f"device must be one that torch {torch.__version__} can use here, got {device!r}") from error
+    check_device(device)
     return device
 
 
@@ -67,15 +62,12 @@ def sampling_options(command):
 
 def filters_for(model: Path, guidance: float | None, top_k: int | None, top_p: float | None) -> dict:
     """Guidance and filters of discrete tokens: as given, or else the model's own."""
-    settings, given = read_settings(model), {"guidance": guidance, "top_k": top_k, "top_p": top_p}
-    for source in (vars(settings), FILTERS):
-        given = {name: source[name] if value is None else value for name, value in given.items()}
-    return given
+    return read_settings(model).filters(guidance, top_k, top_p)
 
 
 def guidance_for(model: Path, guidance: float | None) -> float:
     """Guidance of continuous tokens: as given, or else the model's own."""
-    return next(value for value in (guidance, read_settings(model).guidance, CONTINUOUS_GUIDANCE) if value is not None)
+    return read_settings(model).continuous_guidance(guidance)
 
 
 def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None, temperature: float,
@@ -136,17 +128,18 @@ def takes_files(folder: Path) -> bool:
 
 
 def writable_file(path: Path, option: str = "out") -> Path:
-    """`path` if a picture can be written there, found out without leaving anything behind."""
+    """`path` if a picture can be written there, in a folder that may have to be made; nothing is left behind."""
     format = format_of(path)
     if format not in MAX_SIDES or format not in Image.SAVE:
         known = ", ".join(sorted(suffix for suffix, kind in Image.registered_extensions().items() if kind in MAX_SIDES))
         raise ValueError(f"{option} must end in the name of a picture format, one of {known}, got {path}")
     try:
-        is_right = not path.is_dir() and takes_files(path.parent) and (not path.exists() or os.access(path, os.W_OK))
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        is_right = not path.is_dir() and takes_files(folder) and (not path.exists() or os.access(path, os.W_OK))
     except (OSError, ValueError):  # as for a name of 300 letters
         is_right = False
     if not is_right:
-        raise ValueError(f"{option} must be a file in a folder that exists and can be written, got {path}")
+        raise ValueError(f"{option} must be a file in a folder that can be made and written, got {path}")
     return path
 
 

@@ -1,14 +1,40 @@
-"""How far a command is: a bar on a terminal; elsewhere, as in a pipe or a log, a line every few seconds."""
+"""How far a command is: a bar on a terminal, a line from time to time in a log or a pipe."""
 import time
 
 import click
 from tqdm import tqdm
 
-EVERY = 4.0  # seconds from one line to the next
+EVERY = 30  # seconds from one line to the next, at least
+SOON = 4    # the same, of a command of many short steps
 
 
 class Progress:
-    """Of so many steps, one after the other. Use it as a context."""
+    """Counts up to `total`; `bar` is what a terminal shows."""
+
+    def __init__(self, total: int, unit: str, label: str):
+        self.bar = tqdm(total=total, unit=unit, desc=label, disable=None)
+        self.total, self.unit, self.label, self.count = total, unit, label, 0
+        self.start = self.told = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()
+
+    def update(self, count: int = 1) -> None:
+        """So many more are done."""
+        self.count += count
+        self.bar.update(count)
+        now = time.monotonic()
+        if self.bar.disable and now - self.told >= EVERY and self.count:
+            self.told, seconds = now, now - self.start
+            click.echo(f"{self.label}: {self.count} of {self.total} {self.unit}s, {seconds:.0f} s, about "
+                       f"{seconds * (self.total / self.count - 1):.0f} s left", err=True)
+
+
+class Steps:
+    """So many steps, one after the other, each with a bar or lines of its own."""
 
     def __init__(self, steps: int):
         self.steps, self.number = steps, 0
@@ -26,7 +52,7 @@ class Progress:
         """So many tokens more are drawn."""
         self.done += count
         self.bar.update(count)
-        if time.monotonic() - self.said >= EVERY:
+        if time.monotonic() - self.said >= SOON:
             self._say(f"{self.text}: {self.done / self.total:.0%}")
 
     def _say(self, line: str) -> None:
@@ -34,7 +60,7 @@ class Progress:
         if self.bar.disable:
             click.echo(line, err=True)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "Steps":
         return self
 
     def __exit__(self, *_) -> None:

@@ -15,7 +15,7 @@ from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
 from ..studies.positions import draw_margins, is_near_a_filter
 from .options import is_exact
-from .progress import Progress
+from .progress import Steps
 
 ROUNDING = 1e-4  # two candidates for a token that are nearer than this may change places by rounding
 
@@ -81,7 +81,7 @@ def run_all(pipelines: Pipelines, runs: list[Run], prompts: list[str], singles: 
     for run in runs:
         pipelines[type(run.method)].check(run.method)  # and the neighbors are found, before the clock starts
     alone = range(min(singles, len(prompts)))
-    with Progress(len(runs) + len(alone) * sum(isinstance(run.method, Method) for run in runs)) as progress:
+    with Steps(len(runs) + len(alone) * sum(isinstance(run.method, Method) for run in runs)) as progress:
         results = [decode_batch(pipelines[type(run.method)], run, prompts, progress) for run in runs]
         baselines = {(type(r.method), r.temperature): r for r in results if r.method.is_baseline}
         for result in results:
@@ -93,7 +93,7 @@ def run_all(pipelines: Pipelines, runs: list[Run], prompts: list[str], singles: 
     return results
 
 
-def decode_batch(pipeline: Pipeline | MARPair, run: Run, prompts: list[str], progress: Progress) -> Result:
+def decode_batch(pipeline: Pipeline | MARPair, run: Run, prompts: list[str], progress: Steps) -> Result:
     progress.begin(f"{run.purpose}{run.label}, {len(prompts)} at once", len(prompts) * pipeline.num_tokens)
     with ModelClock(pipeline) as clock:
         start = time.perf_counter()
@@ -102,7 +102,7 @@ def decode_batch(pipeline: Pipeline | MARPair, run: Run, prompts: list[str], pro
     return Result(*run.key, run.sampling, run.purpose, decoded=decoded, seconds=seconds, model_seconds=clock.seconds)
 
 
-def decode_alone(pipeline: Pipeline, run: Run, prompts: list[str], i: int, progress: Progress) -> float:
+def decode_alone(pipeline: Pipeline, run: Run, prompts: list[str], i: int, progress: Steps) -> float:
     """How many seconds the i-th picture takes alone."""
     progress.begin(f"{run.purpose}{run.label}, picture {i + 1} alone", pipeline.num_tokens)
     start = time.perf_counter()

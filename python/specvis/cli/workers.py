@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import click
 import torch
-from tqdm import tqdm
 
 from .many import Drawing, Picture, Request, draw
+from .progress import Progress
 
 RETRIES = 2   # of a picture whose worker ended
 DEATHS = 5    # times the number of workers: so many may end in a row without a picture between them
@@ -180,16 +180,16 @@ def draw_by_workers(drawing: Drawing, requests: list[Request], begin: Callable[[
             return Seat(worker, worker.load.remote(drawing, requests, max(1, int(cpus))))
 
         crew, count = Crew(ray, num_workers, start, requests, drawing.batch), 0
-        with tqdm(total=len(requests), unit="picture", desc=drawing.method.label, disable=None) as bar:
+        with Progress(len(requests), "picture", drawing.method.label) as progress:
             def then(picture):
                 nonlocal count
                 keep(picture)
                 count += not picture.failed
-                bar.update()
-                bar.set_postfix_str(f"{crew.num_loaded} of {num_workers} workers")
+                progress.update()
+                progress.bar.set_postfix_str(f"{crew.num_loaded} of {num_workers} workers")
 
             def say(line):
-                bar.clear()
+                progress.bar.clear()
                 click.echo(line, err=True)
 
             try:

@@ -38,7 +38,7 @@ from .batching import Finished, Rows, Slots, pairs
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
 from .capture import Captured, can_replay
 from .drafting import Draft, Drafting, chain_ancestors, new_drafting, round_up
-from .methods import Method
+from .methods import Method, one_each
 from .sampling import ACCEPT, Sampling, cfg_inputs, repeat_for_cfg, take_nodes
 from .trees import static_tree
 
@@ -198,7 +198,7 @@ Observer = Callable[[Step], None]
 
 @torch.inference_mode()
 def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor, padding_mask: Tensor,
-                       sampling: Sampling, methods: list[Method], neighbors: Tensor | None = None,
+                       sampling: Sampling, methods: str | Method | list[str | Method], neighbors: Tensor | None = None,
                        progress: Progress | None = None, observe: Observer | None = None, *,
                        known_tokens: Tensor | None = None, batch: int | None = None,
                        finished: Finished | None = None) -> Decoded:
@@ -210,7 +210,7 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
         drafter:      of both rows of each request, see `sampling.cfg_inputs`
         condition:    (B, S, dim)  as `GPT.condition` gives it
         padding_mask: (B, S) bool  True where the condition is real
-        methods:      one for each request, all of one `Method.family`
+        methods:      one of all requests, or one for each, all of one `Method.family`; or their names
         neighbors:    (C, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0. Of V codes, or of
             those that the target's `codes` says
         observe:      called after every step, with tensors that it must not change
@@ -220,8 +220,8 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
         finished:     called with the numbers of requests whose images are finished, and with these images
     """
     check_request(target, condition, padding_mask, sampling)
-    check_methods(methods, len(condition), ("static", "dynamic"),
-                  "those that draft trees (decode and jacobi_decode take the others)")
+    methods = checked_methods(methods, len(condition), ("static", "dynamic"),
+                              "those that draft trees (decode and jacobi_decode take the others)")
     check_drafter(target, drafter, condition)
     num_known = check_known_tokens(known_tokens, len(condition), target)
     batch, total = check_batch(batch, methods, observe, target, drafter), len(methods)
@@ -493,6 +493,10 @@ def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: Tar
 
 def check_request(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling) -> None:
     """Raise ValueError unless the condition is (B, S, dim) with B seeds and a (B, S) mask, B >= 1, as the target's."""
+    for name, value, kind in (("condition", condition, Tensor), ("padding_mask", padding_mask, Tensor),
+                              ("sampling", sampling, Sampling)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     null = target.null_condition(1)
     S, dim = null.shape[1:]
     if target.prefix_len != S:
@@ -601,15 +605,18 @@ def check_batch(batch: int | None, methods: list[Method], observe: Observer | No
     return batch
 
 
-def check_methods(methods: list[Method], batch: int, drafting: tuple[str, ...], which: str) -> None:
-    """Raise ValueError unless there is a method for each request, drafting in one of these ways, all of one family.
+def checked_methods(methods: str | Method | list[str | Method], batch: int, drafting: tuple[str, ...],
+                    which: str) -> list[Method]:
+    """A method for each request. ValueError unless all draft in one of these ways and are of one family.
 
     which: such methods, in words, and what decodes the others
     """
-    if len(methods) != batch:
-        raise ValueError(f"methods must be one for each of the {batch} requests, got {len(methods)}")
+    methods = one_each(methods, batch, "methods")
     for m in methods:
+        if not isinstance(m, Method):
+            raise ValueError(f"methods must be of discrete tokens, each a Method or a name, got {type(m).__name__}")
         if m.drafting not in drafting:
             raise ValueError(f"methods must be {which}, got {m.name}")
         if m.family != methods[0].family:
             raise ValueError(f"methods must be of one family (Method.family), got {methods[0].name} and {m.name}")
+    return methods

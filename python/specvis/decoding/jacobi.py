@@ -34,8 +34,8 @@ from .discrete import (
     Step,
     check_batch,
     check_known_tokens,
-    check_methods,
     check_request,
+    checked_methods,
     new_cache,
     read_known,
 )
@@ -59,8 +59,9 @@ _facts = weakref.WeakKeyDictionary()  # target -> what was found out about it, s
 
 @torch.inference_mode()
 def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
-                  methods: list[Method], neighbors: Tensor | None = None, progress: Progress | None = None,
-                  observe: Observer | None = None, *, known_tokens: Tensor | None = None, batch: int | None = None,
+                  methods: str | Method | list[str | Method], neighbors: Tensor | None = None,
+                  progress: Progress | None = None, observe: Observer | None = None, *,
+                  known_tokens: Tensor | None = None, batch: int | None = None,
                   finished: Finished | None = None) -> Decoded:
     """Read the newest token and the guesses behind it in one target forward, and draw all of them anew; until every
     image is whole.
@@ -70,7 +71,8 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     Args:
         condition:    (B, S, dim)  as `GPT.condition` gives it
         padding_mask: (B, S) bool  True where the condition is real
-        methods:      one for each request, all of one `Method.family`; `vanilla` has a window of no guesses
+        methods:      one of all requests, or one for each, all of one `Method.family`; or their names. `vanilla` has a
+            window of no guesses
         neighbors:    (C, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0, except by rank. Of V
             codes, or of those that the target's `codes` says
         observe:      called after every step, with tensors that it must not change
@@ -83,8 +85,8 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         ValueError: an argument differs from the above, or what the target says at a token depends on later tokens
     """
     check_request(target, condition, padding_mask, sampling)
-    check_methods(methods, len(condition), ("jacobi", "none"),
-                  "Jacobi decoding or vanilla (speculative_decode takes those with a drafter)")
+    methods = checked_methods(methods, len(condition), ("jacobi", "none"),
+                              "Jacobi decoding or vanilla (speculative_decode takes those with a drafter)")
     num_known = check_known_tokens(known_tokens, len(condition), target)
     check_causal(target)
     batch, base, total = check_batch(batch, methods, observe, target), methods[0], len(methods)

@@ -422,6 +422,12 @@ def parameters_of(m: Method | ContinuousMethod) -> dict:
     return {name: value for name, value in values.items() if name not in absent}
 
 
+def settings_of(m: Method | ContinuousMethod) -> dict:
+    """Its parameters that say what the method is: without those whose value means that they are off."""
+    off = {field.name: field.default for field in fields(type(m)) if field.name != "drafter"}
+    return {name: value for name, value in parameters_of(m).items() if value is not None and value != off.get(name)}
+
+
 def every_parameter_of(m: Method | ContinuousMethod) -> dict:
     """The parameters that a method has, and those that it has without seed_exact."""
     if isinstance(m, ContinuousMethod):
@@ -437,7 +443,7 @@ def method(name: str, /, **parameters) -> Method | ContinuousMethod:
     """
     known = METHODS | CONTINUOUS
     if name not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.4)
+        near = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.6)
         raise ValueError(f"unknown method {name!r}; " + (f"did you mean {' or '.join(near)}? " if near else "")
                          + f"known: {', '.join(known)}")
     base = known[name]
@@ -446,9 +452,10 @@ def method(name: str, /, **parameters) -> Method | ContinuousMethod:
     for key in changed:
         if key not in usual:
             near = difflib.get_close_matches(key, usual, n=2, cutoff=0.7)
+            taken = parameters_of(base) if changed.get("seed_exact", True) else usual
             raise ValueError(f"method {name} has no parameter {key!r}; "
                              + (f"did you mean {' or '.join(near)}? " if near else "")
-                             + f"its parameters: {', '.join(usual) or 'none'}")
+                             + f"its parameters: {', '.join(taken) or 'none'}")
     if name in CONTINUOUS:
         return replace(base, **changed)
     if base.drafting == "static" and "depth" in changed:
@@ -491,6 +498,18 @@ def parse_method(text: str, /, **parameters) -> Method | ContinuousMethod:
         else:
             parameters[key] = value if key not in known or isinstance(known[key], str) else parse_number(key, value)
     return method(name, **parameters)
+
+
+def one_each(methods, count: int, name: str) -> list:
+    """A method for each of `count` requests: one of all of them, or a list with one for each. Names are read.
+
+    Raises:
+        ValueError: a list of another length, or as `parse_method`; `name`: of the argument
+    """
+    given = list(methods) if isinstance(methods, (list, tuple)) else [methods] * count
+    if len(given) != count:
+        raise ValueError(f"{name} must be one, or one for each of the {count} requests, got {len(given)}")
+    return [parse_method(m) if isinstance(m, str) else m for m in given]
 
 
 def parse_bool(name: str, text: str) -> bool:

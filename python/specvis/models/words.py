@@ -72,4 +72,4 @@ class Words(nn.Module):
 
     def _near(self, word: str) -> str:
         near = difflib.get_close_matches(word, self.vocabulary[1:], n=3, cutoff=0.6)
-        return f" (near: {', '.join(near)})" if near else " (nothing near it)"
+        return f" (near: {', '.join(near)})" if near else " (nothing near it; specvis info --words lists all)"

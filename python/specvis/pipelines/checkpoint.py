@@ -26,6 +26,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of wei
 SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # with a drafter
 
 
+FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # of the shipped models, where pipeline.json does not say
+CONTINUOUS_GUIDANCE = 2.5
+
+
 class CheckpointError(ValueError):
     """A checkpoint cannot be read, or is of another model."""
 
@@ -61,8 +65,52 @@ class Settings:
             if (value := getattr(self, name)) is not None and type(value) not in kinds:
                 raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
+    def filters(self, guidance=None, top_k=None, top_p=None) -> dict:
+        """Guidance and filters of discrete tokens: as given, or where that is None as these settings say."""
+        given = {"guidance": guidance, "top_k": top_k, "top_p": top_p}
+        for source in (vars(self), FILTERS):
+            given = {name: source[name] if value is None else value for name, value in given.items()}
+        return given
+
+    def continuous_guidance(self, given: float | None) -> float:
+        """Guidance of continuous tokens: as given, or where that is None as these settings say."""
+        return next(value for value in (given, self.guidance, CONTINUOUS_GUIDANCE) if value is not None)
+
 
 DEFAULTS = Settings()
+
+
+def check_place(folder: str | Path, file: str, device: torch.device | str) -> Path:
+    """The folder of a model, which has this file, to be loaded on a device.
+
+    Raises:
+        CheckpointError: there is no such folder or no such file in it
+        ValueError:      torch cannot use the device here
+    """
+    check_device(device)
+    folder, advice = Path(folder), "`specvis convert` makes such a folder of published files"
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}; the names of a model hub are not taken: {advice}")
+    if not (folder / file).exists():
+        raise CheckpointError(f"folder {folder} must have {file}; {advice}")
+    return folder
+
+
+def check_device(device: torch.device | str) -> None:
+    """ValueError unless tensors can be made and read on the device."""
+    try:
+        torch.zeros(1, device=device).item()  # "meta" has tensors, without numbers
+    except Exception as error:  # whatever a backend that is not installed raises
+        raise ValueError(f"device must be one that torch {torch.__version__} can use here, got {str(device)!r}"
+                         ) from error
+
+
+def in_short(model: nn.Module, folder: Path | None, what: str) -> str:
+    """One line about a model of several parts, and the folder that it was read from."""
+    first = next(model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return (f"{type(model).__name__}({f'{folder}: ' if folder else ''}{what}, {count / 1e6:.1f} million parameters, "
+            f"{first.device}, {str(first.dtype)[6:]})")
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from ..decoding.batching import Finished
 from ..decoding.discrete import Decoded, Observer, Progress, check_known_tokens, decode, speculative_decode
 from ..decoding.drafters import EagleDrafter, ModelDrafter
 from ..decoding.jacobi import jacobi_decode
-from ..decoding.methods import Method, parse_method
+from ..decoding.methods import Method, one_each
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..files import write_json, write_tensors
 from ..models.eagle import EagleHead
@@ -26,6 +26,8 @@ from .checkpoint import (
     Settings,
     Vocabulary,
     check_draft_config,
+    check_place,
+    in_short,
     load_weights,
     read_config,
     read_settings,
@@ -60,7 +62,7 @@ class Pipeline(nn.Module):
     def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str] | None = None,
                  draft_config: GPTConfig | None = None, *, has_drafter: bool = True, settings: Settings = DEFAULTS):
         super().__init__()
-        self.settings = settings
+        self.settings, self.folder = settings, None
         if vocabulary is not None:
             self.prompts = Words(vocabulary, config.condition_tokens, config.caption_dim)
         elif config.caption_dim is None:
@@ -88,12 +90,13 @@ class Pipeline(nn.Module):
             text_encoder: folder of the T5 that reads prompts, in place of the one that pipeline.json names
 
         Raises:
-            CheckpointError: a file is missing, truncated, or of another model
-            ValueError:      a text encoder for a model whose prompts are words or class ids, or another dtype
+            CheckpointError: no such folder, or a file is missing, truncated, or of another model
+            ValueError:      a text encoder for a model whose prompts are words or class ids, another dtype, or a device
+                that torch cannot use
         """
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}")
-        folder = Path(folder)
+        folder = check_place(folder, "config.json", device)
         config = read_config(folder / "config.json", GPTConfig)
         vq_config = read_config(folder / "tokenizer.json", VQConfig)
         if vq_config.codebook_size != config.vocabulary:
@@ -113,7 +116,7 @@ class Pipeline(nn.Module):
         with torch.device("meta"):  # no weights are made that the files' would replace
             pipeline = Pipeline(config, vq_config, vocabulary, draft_config, settings=settings,
                                 has_drafter=(folder / "drafter.safetensors").exists())
-        pipeline.to(dtype)
+        pipeline.to(dtype).folder = folder
         for part, file in pipeline.parts.items():
             load_weights(getattr(pipeline, part), folder / f"{file}.safetensors")
         if (folder / "neighbors.safetensors").exists():
@@ -136,6 +139,10 @@ class Pipeline(nn.Module):
             state = getattr(self, part).state_dict()
             weights = {name: value.half().contiguous() for name, value in state.items() if name not in UNREAD}
             write_tensors(folder / f"{file}.safetensors", weights)
+
+    def __repr__(self) -> str:
+        grid, codes = self.gpt.config.grid, self.gpt.config.vocabulary
+        return in_short(self, self.folder, f"{self.side} x {self.side} pixels of {grid} x {grid} tokens, {codes} codes")
 
     @property
     def words(self) -> Words | None:
@@ -195,6 +202,17 @@ class Pipeline(nn.Module):
         if method.num_neighbors:
             self.neighbors(method.num_neighbors, method.metric)
 
+    def sampling(self, seeds: list[int], *, guidance: float | list[float] | None = None,
+                 temperature: float | list[float] = 1.0, top_k: int | list[int] | None = None,
+                 top_p: float | list[float] | None = None) -> Sampling:
+        """How `specvis generate` draws with this model and these seeds, one for each prompt, on the model's device.
+
+        Numbers are as for `Sampling.of`, which also says what is refused. What is None is the folder's number
+        (pipeline.json), or else the shipped model's: guidance 1.2, top_k 100, top_p 0.8.
+        """
+        return Sampling.of(seeds, **self.settings.filters(guidance, top_k, top_p), temperature=temperature,
+                           device=self.device)
+
     def source(self, prompts: list[str]) -> Source:
         """What `condition` of `gpt` takes: features (B, S, C) or class ids (B,) int64, and a padding mask or None.
 
@@ -233,10 +251,7 @@ class Pipeline(nn.Module):
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
-        methods = method if isinstance(method, list) else [method] * len(prompts)
-        if len(methods) != len(prompts):
-            raise ValueError(f"method must be one, or one for each of the {len(prompts)} prompts, got {len(methods)}")
-        methods = [parse_method(m) if isinstance(m, str) else m for m in methods]
+        methods = one_each(method, len(prompts), "method")
         if not all(isinstance(m, Method) for m in methods) or not isinstance(sampling, Sampling):
             kinds = ", ".join(sorted({type(m).__name__ for m in methods}))
             raise ValueError("method and sampling must be for discrete tokens, a Method and a Sampling, got "
@@ -283,7 +298,18 @@ class Pipeline(nn.Module):
 
     @torch.inference_mode()
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
-        """Tokens (B, L) int64 -> B pictures."""
+        """Tokens (B, L) int64 -> B pictures.
+
+        Raises:
+            ValueError: no such tensor, or ids that the codebook does not have
+        """
+        L, V = self.num_tokens, self.gpt.config.vocabulary
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens must be an int64 tensor (B, L={L}), got {type(tokens).__name__}")
+        if tokens.dtype != torch.int64 or tokens.ndim != 2 or tokens.shape[1] != L:
+            raise ValueError(f"tokens must be int64 (B, L={L}), got {str(tokens.dtype)[6:]} {tuple(tokens.shape)}")
+        if (wrong := tokens[(tokens < 0) | (tokens >= V)]).numel():
+            raise ValueError(f"tokens must be within [0, V={V}), got {wrong[0].item()}")
         images = self.tokenizer.decode(tokens).permute(0, 2, 3, 1)
         return [Image.fromarray(((image + 1) * 127.5).round().byte().cpu().numpy()) for image in images]
 

@@ -23,7 +23,17 @@ from ..models.kl_vae import KL, KLConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
-from .checkpoint import DEFAULTS, Settings, Vocabulary, check_draft_config, load_weights, read_config, read_settings
+from .checkpoint import (
+    DEFAULTS,
+    Settings,
+    Vocabulary,
+    check_draft_config,
+    check_place,
+    in_short,
+    load_weights,
+    read_config,
+    read_settings,
+)
 from .discrete import SHIPPED
 from .prompts import ClassIds, with_style
 
@@ -84,7 +94,7 @@ class MARPair(nn.Module):
         if len(self.scaling.shift) != config.channels:
             raise ValueError(f"shift of the scaling must be {config.channels} numbers, one a channel, "
                              f"got {len(self.scaling.shift)}")
-        self.settings = settings
+        self.settings, self.folder = settings, None
         self.requires_grad_(False).eval()
 
     @staticmethod
@@ -95,9 +105,10 @@ class MARPair(nn.Module):
         mar_scaling.json. Without vocabulary.json prompts are class ids. pipeline.json is as for `Pipeline.load`.
 
         Raises:
-            CheckpointError: a file is missing, truncated, or of another model
+            CheckpointError: no such folder, or a file is missing, truncated, or of another model
+            ValueError:      a device that torch cannot use
         """
-        folder = Path(folder)
+        folder = check_place(folder, "mar.json", device)
         config = read_config(folder / "mar.json", MARConfig)
         draft_config = (read_config(folder / "mar_draft.json", MARConfig) if (folder / "mar_draft.json").exists()
                         else None)
@@ -111,6 +122,7 @@ class MARPair(nn.Module):
         with torch.device("meta"):
             pair = MARPair(config, draft_config, tokenizer_config, vocabulary, scaling,
                            settings=read_settings(folder))
+        pair.folder = folder
         for part, file in pair.parts.items():
             load_weights(getattr(pair, part), folder / f"{file}.safetensors")
         return pair.to(device)
@@ -125,6 +137,11 @@ class MARPair(nn.Module):
             write_tensors(folder / f"{part}.safetensors",
                           {name: value.half().contiguous() for name, value in model.state_dict().items()})
         write_json(folder / "mar_scaling.json", asdict(self.scaling))
+
+    def __repr__(self) -> str:
+        c = self.mar.config
+        return in_short(self, self.folder, f"{self.side} x {self.side} pixels of {c.tokens} tokens of {c.channels} "
+                        "numbers")
 
     @property
     def words(self) -> Words | None:
@@ -158,6 +175,15 @@ class MARPair(nn.Module):
             raise ValueError(f"method must be mar, which needs no drafter, got {method.name}: this model has no "
                              "mar_draft.safetensors and mar_draft.json")
         mask_lengths(self.num_tokens, method.num_iter or self.num_tokens)
+
+    def sampling(self, seeds: list[int], *, guidance: float | None = None,
+                 temperature: float = 1.0) -> ContinuousSampling:
+        """How `specvis generate` draws with this model and these seeds, one for each prompt, on the model's device.
+
+        A guidance that is None is the folder's (pipeline.json), or else 2.5. Errors: `ContinuousSampling.of`'s.
+        """
+        return ContinuousSampling.of(seeds, guidance=self.settings.continuous_guidance(guidance),
+                                     temperature=temperature, device=self.device)
 
     def features(self, prompts: list[str]) -> Tensor:
         """What `condition` of either model embeds: caption features (B, S, caption_dim) or class ids (B,) int64.
@@ -193,6 +219,9 @@ class MARPair(nn.Module):
     def pictures(self, tokens: Tensor) -> list[Image.Image]:
         """Tokens (B, L, C) float32 of square images -> B pictures."""
         c = self.mar.config
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens must be a float32 tensor (B, L={c.tokens}, C={c.channels}), "
+                             f"got {type(tokens).__name__}")
         if tokens.shape[1:] != (c.tokens, c.channels):
             raise ValueError(f"tokens must be (B, L, C) = (B, {c.tokens}, {c.channels}), got {tuple(tokens.shape)}")
         side = math.isqrt(c.tokens)
