@@ -436,7 +436,8 @@ def test_a_picture_that_differs_is_an_error_unless_it_is_rounding(weights, tmp_p
     result, rows = compared(weights, tmp_path, *methods)
     assert result.exit_code == 1 and rows["jacobi:window=4"]["same_tokens"] == "2 of 3"
     assert re.search(r"ERROR: jacobi:window=4, temperature 1: 'fluent-3d red heart' \(picture 1\) differs from the "
-                     r"baseline's from token 5 on, where its two best candidates are (inf|\d\.\de.\d\d) apart\n", result.output)
+                     r"baseline's from token 5 on, where its two best candidates are (inf|\d\.\de.\d\d) apart\n",
+                     result.output)
     assert "pictures that differ from the baseline's by more than rounding (0.0001): 1" in result.output
 
     monkeypatch.setattr("specvis.cli.runs.draw_margins", lambda pipeline, prompts, tokens, sampling: tokens * 1e-6)

@@ -197,7 +197,8 @@ def print_origin(results: list[Result], device: torch.device) -> None:
     """What the numbers are, and of what they were measured."""
     count, alone = len(results[0].decoded.tokens), max(len(r.single_seconds) for r in results)
     temperatures = ", ".join(f"{T:g}" for T in dict.fromkeys(r.temperature for r in results))
-    of_seconds = f"median of {alone} decoded alone" if all(r.single_seconds for r in results) else "of a batch's part"
-    click.echo("tau: tokens a target forward; tv_excess: added total variation a token\n"
-               f"(estimated). Of {count} pictures; seconds, speedup: {of_seconds}.")
+    has_singles = all(r.single_seconds for r in results)
+    of_seconds = f"median of {alone} decoded alone" if has_singles else "a picture's part of the batch"
+    click.echo("tau: tokens a target forward; tv_excess: added total variation a token,\n"
+               f"estimated. Pictures: {count}; seconds, speedup: {of_seconds}.")
     click.echo(textwrap.shorten(f"Temperature {temperatures}; {machine(device)}, torch {torch.__version__}", WIDTH))
