@@ -30,7 +30,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install cuda test test-all test-transformers constraints lint format demo bench sass bounds fuzz gpu clean
+.PHONY: install cuda test test-all test-transformers constraints lint format demo compare bench sass bounds fuzz gpu \
+	clean
 
 install: $(VENV)/installed
 
@@ -61,8 +62,12 @@ format: $(VENV)/installed  # what lint asks for, as far as it can be done by mac
 	$(VENV)/bin/ruff check --fix
 	$(CLANG_FORMAT) -i
 
-demo: $(VENV)/installed
+demo: $(VENV)/installed  # pictures and a table of six methods, in a minute
 	$(VENV)/bin/specvis compare
+
+compare: $(VENV)/installed  # pictures and a table of all methods, in some ten minutes
+	$(VENV)/bin/specvis compare --methods all --temperature 0 --temperature 1 --singles 4 --windows 4,8,16,32 \
+		--out out/compare
 
 bench: $(VENV)/installed
 	$(VENV)/bin/python -m benchmarks.ops --json

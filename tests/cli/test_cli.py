@@ -1,11 +1,18 @@
 """The command line: what it writes, and one clear line with exit status 2 for bad input."""
 import csv
 import dataclasses
+import fcntl
 import json
+import os
+import pty
 import re
+import select
 import shutil
+import struct
 import subprocess
 import sys
+import termios
+from importlib import import_module
 
 import click
 import pytest
@@ -13,13 +20,17 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
+from specvis.cli.animation import GAP, LINE
 from specvis.cli.generate import file_name
 from specvis.cli.main import main
+from specvis.cli.progress import Steps
 from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
 from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
 from specvis.train.main import main as train
+
+compare_module = import_module("specvis.cli.compare")  # the module, not the command
 
 
 def run(*arguments):
@@ -95,6 +106,12 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     (["--prompt", "red heart", "--method", "eagle1:drafter=model"], "this model has no small.safetensors"),
     (["--prompt", "red heart", "--method", "jacobi:window=0"], "window must be a whole number within 1..1023, or auto"),
     (["--prompt", "red heart", "--method", "jacobi:k=8"], "seed_exact must be false where k > 0"),
+    (["--prompt", "red heart", "--animate", "x.gif", "--method", "mar"], "method must be one of discrete tokens other"),
+    (["--prompt", "red heart", "--animate", "x.gif", "--method", "vanilla"], "method must be one of discrete tokens"),
+    (["--prompt", "red heart", "--animate", "x.gif", "--out", "x.png"], "out must not be given with --animate"),
+    (["--prompt", "red heart", "--animate", "x.png"], "animate must end in .gif, got x.png"),
+    (["--prompt", "red heart", "--animate", "/dev/null/x.gif"], "animate must be a file in a folder that can"),
+    (["--prompt", "red heart", "--animate", "x.gif", "-n", "17"], "animate must be given with at most 16 pictures"),
     (["--prompt", "red heart", "--scale", "0"], "Invalid value for '--scale': 0 is not in the range 1<=x<=1024"),
     (["--prompt", "red heart", "--out", "/dev/null/x.png"], "out must be a file in a folder that can be made and"),
     (["--prompt", "fluent-3d heart", "--style", "fluent-3d"], "style must not be given for a prompt that begins with"),
@@ -267,7 +284,7 @@ def test_names_of_files_are_safe(prompt, total, name):
 def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
     result = run("compare", "--methods", "vanilla,eagle2:depth=2", "--methods", "cool-sd:tree=chain-2", "-n", 3,
                  "--prompt", "fluent-3d red heart", "--prompt", "blue heart", "--out", tmp_path / "out",
-                 "--model", weights)
+                 "--temperature", 0, "--temperature", 1, "--model", weights)
     assert result.exit_code == 0, result.output
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"compare.png", "acceptance.png", "distributions.png", "compare.csv"}
@@ -295,7 +312,6 @@ def test_compare_checks_that_the_same_seed_draws_the_same_picture(weights, tmp_p
     result, rows = compared(weights, tmp_path, "--methods", "vanilla,jacobi:window=3,eagle2:seed_exact=true",
                             "--methods", "eagle1:seed_exact=true,lantern:k=8", "--singles", 2)
     assert result.exit_code == 0, result.output
-    assert "\njacobi:window=3: same tokens as vanilla: 3 of 3 (temperature 1)\n" in result.output
     assert {name: row["same_tokens"] for name, row in rows.items()} == {
         "vanilla": "", "jacobi:window=3": "3 of 3", "eagle2": "3 of 3", "eagle1:seed_exact=true": "3 of 3",
         "lantern:k=8": ""}
@@ -308,7 +324,94 @@ def test_compare_without_single_pictures(weights, tmp_path):
     result, rows = compared(weights, tmp_path, "--methods", "vanilla,jacobi", "--singles", 0)
     assert result.exit_code == 0 and rows["jacobi"]["same_tokens"] == "3 of 3"
     assert rows["jacobi"]["single_seconds"] == rows["jacobi"]["single_speedup"] == ""
-    assert not (tmp_path / "jacobi.png").exists()
+    assert Image.open(tmp_path / "jacobi.png").width > 300
+
+
+def test_compare_runs_what_was_asked_and_each_run_once(weights, tmp_path, monkeypatch):
+    """The table and the curve over the window have the same run; the table fits a terminal, also in a pipe."""
+    original, ran, drawn = Pipeline.tokens, [], []
+
+    def watched(self, prompts, method, *arguments):
+        ran.append((method.label, len(prompts)))
+        return original(self, prompts, method, *arguments)
+
+    monkeypatch.setattr(Pipeline, "tokens", watched)
+    monkeypatch.setattr(compare_module, "draw_jacobi", lambda _, jacobi, windows, *__: drawn.append((jacobi, windows)))
+    long = "jacobi:window=8:seed_exact=false:coupling=none"
+    result, rows = compared(weights, tmp_path, "--methods", f"vanilla,jacobi:window=8,jacobi:window=8,{long}",
+                            "--singles", 1, "--windows", "4,8", "--temperature", 0)
+    assert result.exit_code == 0, result.output
+    runs = ["vanilla", "jacobi:window=8", long]
+    assert sorted(ran) == sorted([(name, n) for name in runs for n in (1, 1, 3, 3)]
+                                 + [("jacobi:window=4", n) for n in (1, 3)])
+    (jacobi, windows), = drawn
+    assert windows[8] is jacobi and list(windows) == [4, 8] and rows.keys() == set(runs)
+    row = next(row for row in csv.DictReader(open(tmp_path / "compare.csv"))
+               if row["method"] == "jacobi:window=8" and row["temperature"] == "1.0")
+    assert float(row["single_speedup"]) == round(windows[8].single_speedup, 2)
+    assert max(map(len, result.stdout.splitlines()[:-1])) <= 80
+    assert "for jacobi.png: jacobi:window=4, temperature 1, 3 at once" in result.stderr
+    assert re.search("method +T +tau +seconds +speedup +same tokens +tv_excess\n(.*\n)*.*decoded alone", result.stdout)
+
+
+def test_a_curve_over_windows_and_one_small_picture(weights, tmp_path):
+    result = run("compare", "--methods", "vanilla,jacobi", "-n", 1, "--prompt", "red heart", "--windows", "2,16",
+                 "--singles", 0, "--style", "fluent-3d", "--dtype", "bfloat16", "--out", tmp_path, "--model", weights)
+    assert result.exit_code in (0, 1) and Image.open(tmp_path / "jacobi.png").width > 500  # 1: bfloat16 rounds
+
+
+def test_an_interrupted_compare_says_how_to_go_on(weights, tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipeline, "tokens", interrupted)
+    result = run("compare", "--prompt", "red heart", "--methods", "vanilla", "--out", tmp_path, "--model", weights)
+    assert result.exit_code == 130 and list(tmp_path.iterdir()) == []
+    assert result.stderr.endswith("Error: interrupted; nothing was written; the same command begins anew\n")
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
+    clock = iter(range(0, 100, 2))
+    monkeypatch.setattr("specvis.cli.progress.time.monotonic", lambda: next(clock))
+    with Steps(3) as progress:
+        progress.begin("vanilla", 10)
+        for _ in range(5):
+            progress.update(1)
+    assert capsys.readouterr().err.splitlines() == ["1 of 3, vanilla", "1 of 3, vanilla: 20%", "1 of 3, vanilla: 40%"]
+    terminal, screen = pty.openpty()
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with open(screen, "w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        with Steps(3) as progress:
+            progress.begin("for jacobi.png: " + "jacobi:seed_exact=false" * 4, 10)
+            progress.update(4)
+            progress.bar.refresh()
+        shown = ""
+        while select.select([terminal], [], [], 0)[0]:
+            shown += os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    assert " 40% |" in shown and all(len(line) <= 80 for line in re.split(r"[\r\n]", shown))
+
+
+def test_an_animation_shows_each_token_from_its_forward_on(weights, lines, tmp_path):
+    out = tmp_path / "x.gif"
+    result = run("generate", "--prompts", lines, "--scale", 4, "--animate", out, "--model", weights)
+    assert result.exit_code == 0 and re.search(r"x.gif: 3 pictures; target forwards: vanilla 16, jacobi \d+$",
+                                               result.stdout.strip())
+    assert not (tmp_path / "pictures").exists()
+    film, gray, left = Image.open(out), [], {0: [], 1: []}
+    assert film.is_animated and film.n_frames == 16
+    for number in range(film.n_frames):
+        film.seek(number)
+        pixels = film.convert("RGB")
+        unknown = [[pixels.getpixel((GAP + picture * (32 + GAP) + 4 + 8 * (token % 4),
+                                     GAP + LINE + row * (32 + GAP + LINE) + 4 + 8 * (token // 4)))
+                    for picture in range(3) for token in range(16)] for row in (0, 1)]
+        gray = gray or unknown[0][15]
+        for row in left:
+            left[row].append(unknown[row].count(gray))
+    assert left[0] == [3 * n for n in range(15, -1, -1)]
+    assert left[1][-1] == 0 and sum(left[1]) < sum(left[0]) and left[1] == sorted(left[1], reverse=True)
 
 
 def test_compare_without_a_baseline(weights, tmp_path):
@@ -332,8 +435,9 @@ def test_a_picture_that_differs_is_an_error_unless_it_is_rounding(weights, tmp_p
     methods = ("--methods", "vanilla,jacobi:window=4", "--singles", 0)
     result, rows = compared(weights, tmp_path, *methods)
     assert result.exit_code == 1 and rows["jacobi:window=4"]["same_tokens"] == "2 of 3"
-    assert re.search(r"ERROR: jacobi:window=4, temperature 1: 'red heart' \(picture 1\) differs from the baseline's "
-                     r"from token 5 on, where its two best candidates are \d\.\de.\d\d apart\n", result.output)
+    assert re.search(r"ERROR: jacobi:window=4, temperature 1: 'fluent-3d red heart' \(picture 1\) differs from the "
+                     r"baseline's from token 5 on, where its two best candidates are (inf|\d\.\de.\d\d) apart\n",
+                     result.output)
     assert "pictures that differ from the baseline's by more than rounding (0.0001): 1" in result.output
 
     monkeypatch.setattr("specvis.cli.runs.draw_margins", lambda pipeline, prompts, tokens, sampling: tokens * 1e-6)
@@ -353,7 +457,7 @@ def test_continuous_tokens_are_drawn_as_others_are(weights, tmp_path, name):
 
 def test_compare_sets_continuous_tokens_beside_discrete_ones(weights, tmp_path):
     result = run("compare", "--methods", "vanilla,mar,cspd:gamma=2", "--prompt", "red heart", "-n", 2,
-                 "--out", tmp_path, "--model", weights)
+                 "--temperature", 0, "--temperature", 1, "--out", tmp_path, "--model", weights)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(open(tmp_path / "compare.csv")))
     assert [(row["method"], row["temperature"]) for row in rows] == [

@@ -1,102 +1,144 @@
 """`specvis compare`: methods side by side on the same prompts and seeds: pictures, plots and a table."""
+import re
 import statistics
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import click
+import torch
 
 from ..decoding.methods import ContinuousMethod, Method, parse_methods
 from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
+from ..pipelines.prompts import with_style
+from ..studies.cache import machine
 from .figures import draw_all, draw_jacobi
-from .options import MAX_COUNT, PROMPTS, load_model, refuse_filters, sampling_for, sampling_options, writable_folder
-from .runs import Pipelines, Result, Run, report_differences, run_all, with_window
+from .options import (
+    MAX_COUNT,
+    is_given,
+    load_model,
+    refuse_filters,
+    resumable,
+    sampling_for,
+    sampling_options,
+    style_option,
+    writable_folder,
+)
+from .runs import Result, Run, report_differences, run_all
 
+PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "noto grinning face", "fluent-3d cat face",
+           "fluent-flat pirate flag", "noto chequered flag"]  # with seeds 0 to 5 they come out well
+METHODS = "vanilla,jacobi,gsd,speculative,eagle1,lantern++"
 COLUMNS = ("method", "temperature", "tau", "target_forwards", "seconds", "speedup", "single_seconds", "single_speedup",
            "same_tokens", "overhead", "acceptance", "tv_bound", "tv_excess", "tv_excess_bound")
-WINDOWS = (4, 8, 16, 32)  # of jacobi, for its figure
-LEGEND = """\
-tau: tokens a target forward
-seconds, speedup: of a picture in a batch of {batch}; against the baseline of the same kind of tokens, at the same
-    temperature
-single_seconds, single_speedup: of pictures that are decoded alone, each right after the baseline's (medians)
-same_tokens: pictures whose tokens are the baseline's, every one (empty: the method does not promise that)
-overhead: the share of the seconds that is not forwards of the models
-acceptance: accepted drafts per drafted level; of continuous tokens, per draft that was verified
-tv_bound: how far one accept test can move the distribution it tests against (empty: not known)
-tv_excess: added total variation per token, estimated (0: lossless; at temperature 0 the share of tokens that strict
-    acceptance would have rejected)
-tv_excess_bound: a bound of tv_excess, COOL-SD's eq. (4), estimated on the drafted chains (empty: not known)"""
+WIDTH = 80  # columns of a terminal that the table fits
+
+
+def windows_of(context, parameter, text: str | None) -> list[int]:
+    """The numbers of --windows."""
+    if text is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII):
+        raise ValueError(f"windows must be whole numbers with commas between them, such as 4,8,16,32, got {text!r}")
+    return list(dict.fromkeys(map(int, text.split(",")))) if text else []
 
 
 @click.command()
-@click.option("--prompt", "prompts", multiple=True,
-              help="A prompt with its style first; may be repeated. [default: eight]")
-@click.option("--methods", "names", multiple=True, default=("all",),
-              help="all (of discrete tokens), continuous, or methods with commas between them, each a NAME or "
-              "NAME:PARAMETER=VALUE:...")
+@click.option("--prompt", "prompts", multiple=True, help="May be repeated. [default: six]")
+@style_option
+@click.option("--methods", "names", multiple=True, default=(METHODS,),
+              help="Methods with commas between them, each a NAME or NAME:PARAMETER=VALUE:...; all (of discrete "
+              "tokens), or continuous.")
 @click.option("-n", "count", type=click.IntRange(1, MAX_COUNT),
               help="How many pictures a method. [default: one a prompt]")
-@click.option("--singles", type=click.IntRange(0), default=4,
+@click.option("--singles", type=click.IntRange(0), default=2,
               help="How many of the pictures are also decoded alone, for their seconds. Discrete tokens only.")
-@click.option("--temperature", "temperatures", multiple=True, type=float, default=(0.0, 1.0),
+@click.option("--temperature", "temperatures", multiple=True, type=float, default=(1.0,),
               help="May be repeated.")
+@click.option("--windows", callback=windows_of, metavar="N,N,...",
+              help="Also run jacobi with these windows, for a curve in its figure, such as 4,8,16,32.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32",
+              help="Of the weights in memory. Discrete tokens only.")
 @click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
 @sampling_options
-def compare(prompts, names, count, singles, temperatures, out, seed, guidance, top_k, top_p, model, device):
+def compare(prompts, style, names, count, singles, temperatures, windows, dtype, out, seed, guidance, top_k, top_p,
+            model, device):
     """Run methods side by side: pictures, plots, a table.
 
-    Where a method draws the baseline's tokens by its definition, that is checked.
+    Where a method draws the baseline's tokens by its definition, that is checked. compare.csv has more than the table:
+
+    \b
+    target_forwards  of a picture
+    seconds, speedup of a picture in the batch; against the baseline of the
+                     same kind of tokens, at the same temperature
+    single_seconds, single_speedup
+                     of pictures that are decoded alone, each after the
+                     baseline's (medians)
+    same_tokens      pictures whose tokens are the baseline's, every one
+                     (empty: the method does not promise that)
+    overhead         the share of the seconds that is not forwards of the models
+    acceptance       accepted drafts per drafted level; of continuous tokens,
+                     per draft that was verified
+    tv_bound         how far one accept test can move the distribution that it
+                     tests against (empty: not known)
+    tv_excess        added total variation per token, estimated (at temperature
+                     0 the share of tokens that strict acceptance would have
+                     rejected)
+    tv_excess_bound  a bound of tv_excess, COOL-SD's eq. (4), estimated on the
+                     drafted chains (empty: not known)
     """
-    methods = parse_methods(names)
+    methods = list(dict.fromkeys(parse_methods(names)))
     prompts = list(prompts or PROMPTS)
     prompts = repeated(prompts, count or len(prompts))
     seeds = list(range(seed, seed + len(prompts)))
+    if any(isinstance(method, ContinuousMethod) for method in methods) and is_given("dtype"):
+        raise ValueError("dtype must not be given with continuous tokens: it is for discrete ones")
     if all(isinstance(method, ContinuousMethod) for method in methods):
         refuse_filters(methods[0].name)
     runs = [Run(method, temperature, sampling_for(method, seeds, guidance, temperature, top_k, top_p, model, device))
-            for temperature in temperatures for method in methods
+            for temperature in dict.fromkeys(temperatures) for method in methods
             if temperature or not isinstance(method, ContinuousMethod)]  # continuous tokens have no likeliest one
     if not runs:
         raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
-    if len(runs) < len(methods) * len(temperatures):
+    if len(runs) < len(methods) * len(set(temperatures)):
         click.echo("temperature 0: left out for continuous tokens, which have no likeliest one")
-    pipelines = {kind: load_model(kind, model, device) for kind in dict.fromkeys(type(run.method) for run in runs)}
-    next(iter(pipelines.values())).prompts.encode(prompts)
+    jacobi = jacobi_run(runs)
+    if windows and jacobi is None:
+        raise ValueError("windows must not be given without vanilla and jacobi among the methods")
+    of_windows = {window: Run(replace(jacobi.method, window=window), jacobi.temperature, jacobi.sampling,
+                              "for jacobi.png: ") for window in windows}
+    pipelines = {kind: load_model(kind, model, device, **({"dtype": getattr(torch, dtype)} if kind is Method else {}))
+                 for kind in dict.fromkeys(type(run.method) for run in runs)}
+    reader = next(iter(pipelines.values())).prompts
+    prompts = [with_style(prompt, reader.styles, style, default=True) for prompt in prompts]
+    reader.encode(prompts)
 
-    windows = window_runs(runs) if singles else []
-    with locked(writable_folder(out)):
-        every = run_all(pipelines, runs + windows, prompts, singles)
-        results = every[:len(runs)]
+    with resumable("nothing was written; the same command begins anew"), locked(writable_folder(out)):
+        every = run_all(pipelines, list({run.key: run for run in (*of_windows.values(), *runs)}.values()), prompts,
+                        singles)
+        found = {result.key: result for result in every}
+        results = [found[run.key] for run in runs]
         rows = table(results)
         with replacing_together(out, last="compare.csv") as new:
             draw_all(pipelines, results, prompts, new)
-            if windows:
-                draw_windows(pipelines, results, every[len(runs):], prompts, new)
+            if jacobi:
+                draw_jacobi(pipelines[Method], found[jacobi.key], {window: found[run.key] for window, run in
+                                                                   of_windows.items()}, prompts, new / "jacobi.png")
             write_whole(new / "compare.csv", csv_text(COLUMNS, rows))
-    print_table(rows, len(prompts))
-    print_sameness(results)
-    click.echo(f"the table and the pictures are in {out}")
+    print_table(rows)
+    print_origin(results, torch.device(device))
+    click.echo(f"pictures and all columns: {out}")
     for result in results:
         for i in result.decoded.failed.nonzero()[:, 0].tolist():
             click.echo(f"{result.method.label}: {prompts[i]!r} ended early: the model's output was not finite")
     report_differences(pipelines, every, prompts)
 
 
-def window_runs(runs: list[Run]) -> list[Run]:
-    """The first `jacobi` that samples (or else is greedy) with several windows, for its figure."""
+def jacobi_run(runs: list[Run]) -> Run | None:
+    """The first seed-exact run of `jacobi` that has a baseline; one that samples rather than a greedy one."""
     discrete = [run for run in runs if isinstance(run.method, Method)]
     baselines = {run.temperature for run in discrete if run.method.is_baseline}
-    jacobi = [run for run in discrete if run.method.drafting == "jacobi" and run.method.seed_exact]
-    chosen = max((run for run in jacobi if run.temperature in baselines), key=lambda run: run.temperature > 0,
-                 default=None)
-    return [with_window(chosen, window) for window in WINDOWS] if chosen else []
-
-
-def draw_windows(pipelines: Pipelines, results: list[Result], windows: list[Result], prompts: list[str],
-                 out: Path) -> None:
-    """The figure of `jacobi`, from the run that the `windows` vary."""
-    jacobi = next(r for r in results if r.method.drafting == "jacobi" and r.sampling is windows[0].sampling)
-    draw_jacobi(pipelines[Method], jacobi.baseline, jacobi, dict(zip(WINDOWS, windows)), prompts, out / "jacobi.png")
+    return max((run for run in discrete if run.method.drafting == "jacobi" and run.method.seed_exact
+                and run.temperature in baselines), key=lambda run: run.temperature > 0, default=None)
 
 
 def table(results: list[Result]) -> list[dict]:
@@ -113,10 +155,10 @@ def table(results: list[Result]) -> list[dict]:
         }
         if r.speedup is not None:
             row["speedup"] = round(r.speedup, 2)
-        if r.singles is not None:
-            row["single_seconds"] = round(statistics.median(r.singles.seconds), 2)
-            if r.singles.speedup is not None:
-                row["single_speedup"] = round(r.singles.speedup, 2)
+        if r.single_seconds:
+            row["single_seconds"] = round(statistics.median(r.single_seconds), 2)
+        if r.single_speedup is not None:
+            row["single_speedup"] = round(r.single_speedup, 2)
         if r.same_tokens is not None:
             row["same_tokens"] = f"{r.same_tokens.sum()} of {B}"
         if r.overhead is not None:
@@ -133,20 +175,30 @@ def table(results: list[Result]) -> list[dict]:
     return rows
 
 
-def print_table(rows: list[dict], batch: int) -> None:
-    name_width = max(len(row["method"]) for row in rows) + 1
-    widths = [2 + max(len(str(row[name])) for row in [*rows, {name: name}]) for name in COLUMNS[1:]]
-    for row in [dict(zip(COLUMNS, COLUMNS)), *rows]:
-        click.echo(f"{row['method']:{name_width}}"
-                   + "".join(f"{row[name]:>{width}}" for name, width in zip(COLUMNS[1:], widths)))
-    click.echo(LEGEND.format(batch=batch))
+def print_table(rows: list[dict]) -> None:
+    """Six columns in lines of at most WIDTH letters; a long name has a line of its own."""
+    single = "single_" * all(row["single_seconds"] != "" for row in rows)
+    shown = {"tau": ("tau", ".2f"), "seconds": (f"{single}seconds", ".2f"), "speedup": (f"{single}speedup", ".2f"),
+             "same tokens": ("same_tokens", ""), "tv_excess": ("tv_excess", ".4f")}
+    if len({row["temperature"] for row in rows}) > 1:
+        shown = {"T": ("temperature", "g")} | shown
+    lines = [("method", list(shown)), *((row["method"], ["" if row[name] == "" else f"{row[name]:{form}}"
+                                                         for name, form in shown.values()]) for row in rows)]
+    widths = [2 + max(map(len, column)) for column in zip(*(cells for _, cells in lines))]
+    first = min(max(len(row["method"]) for row in rows), WIDTH - sum(widths))
+    for method, cells in lines:
+        if len(method) > first:
+            click.echo(method)
+            method = ""
+        click.echo(f"{method:{first}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)))
 
 
-def print_sameness(results: list[Result]) -> None:
-    """A line for each method that promises the baseline's tokens."""
-    labels = dict.fromkeys(r.method.label for r in results if isinstance(r.method, Method) and r.method.seed_exact)
-    for label in labels:
-        counts = [f"{r.same_tokens.sum()} of {len(r.same_tokens)} (temperature {r.temperature:g})" for r in results
-                  if r.method.label == label and r.same_tokens is not None]
-        if counts:
-            click.echo(f"{label}: same tokens as vanilla: {', '.join(counts)}")
+def print_origin(results: list[Result], device: torch.device) -> None:
+    """What the numbers are, and of what they were measured."""
+    count, alone = len(results[0].decoded.tokens), max(len(r.single_seconds) for r in results)
+    temperatures = ", ".join(f"{T:g}" for T in dict.fromkeys(r.temperature for r in results))
+    has_singles = all(r.single_seconds for r in results)
+    of_seconds = f"median of {alone} decoded alone" if has_singles else "a picture's part of the batch"
+    click.echo("tau: tokens a target forward; tv_excess: added total variation a token,\n"
+               f"estimated. Pictures: {count}; seconds, speedup: {of_seconds}.")
+    click.echo(textwrap.shorten(f"Temperature {temperatures}; {machine(device)}, torch {torch.__version__}", WIDTH))

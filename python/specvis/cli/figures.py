@@ -10,12 +10,14 @@ from torch import Tensor
 from ..decoding.methods import Method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
-from ..studies.page import save_figure
+from ..studies import page
 from ..studies.positions import forward_numbers, steps_gain, teacher_forced_probs
 from .runs import Pipelines, Result
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
+
+SHOWN = 6  # pictures in the figure of jacobi
 
 
 def draw_all(pipelines: Pipelines, results: list[Result], prompts: list[str], out: Path) -> None:
@@ -24,9 +26,14 @@ def draw_all(pipelines: Pipelines, results: list[Result], prompts: list[str], ou
     if discrete:
         draw_acceptance(pipelines[Method], discrete, out / "acceptance.png")
     sampled = next((r for r in discrete if r.temperature > 0 and not r.decoded.failed.any()), None)
-    if sampled and pipelines[Method].drafter is not None:
+    if sampled and any(r.method.drafting in ("static", "dynamic") and r.method.drafter == "eagle" for r in discrete):
         draw_distributions(pipelines[Method], prompts, sampled.decoded.tokens, sampled.sampling,
                            out / "distributions.png")
+
+
+def save_figure(figure, path: Path) -> None:
+    """With all that is drawn beside the axes: few small plots leave their labels no space."""
+    page.save_figure(figure, path, bbox_inches="tight", pad_inches=0.05)
 
 
 def by_method(results: list[Result]) -> tuple[list[str], list[float], dict]:
@@ -72,13 +79,14 @@ def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> No
         axis = axes[temperatures.index(temperature), labels.index(label)]
         image = axis.imshow(gain, vmin=1, vmax=top, cmap="viridis")
         axis.set(xticks=[], yticks=[])
-        axis.set_title(label.replace(":", "\n") + f"\nT = {temperature:g}, mean {gain.mean():.2f}", fontsize=8)
-    figure.colorbar(image, ax=axes, label="tokens of the step that made this position")
+        tau = table[label, temperature].decoded.tau.nanmean()
+        axis.set_title(label.replace(":", "\n") + f"\nT = {temperature:g}, tau {tau:.2f}", fontsize=8)
+    figure.colorbar(image, ax=axes, label="tokens of the step\nthat made this position")
     save_figure(figure, path)
 
 
 def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling, path: Path) -> None:
-    """Target and draft over the union of their 20 likeliest tokens (LANTERN, Figure 2b); top-1 maps
+    """Target and EAGLE head over the union of their 20 likeliest tokens (LANTERN, Figure 2b); top-1 maps
     (ADT-Tree, Figure 4)."""
     if tokens.shape[1] < 4:
         return  # no room for three positions to look at
@@ -93,7 +101,7 @@ def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, s
         union = union[p[union].argsort(descending=True)]
         x = np.arange(len(union))
         axis.bar(x - 0.2, p[union].numpy(), 0.4, label="target")
-        axis.bar(x + 0.2, q[union].numpy(), 0.4, label="draft")
+        axis.bar(x + 0.2, q[union].numpy(), 0.4, label="draft (EAGLE head)")
         overlap = torch.minimum(p, q).sum()
         axis.set(xticks=[], xlabel="union of the 20 likeliest tokens of each", ylabel="probability",
                  title=f"{prompts[0]}\nrow {position // grid}, column {position % grid}, sum of min {overlap:.2f}")
@@ -109,45 +117,50 @@ def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, s
     save_figure(figure, path)
 
 
-def draw_jacobi(pipeline: Pipeline, baseline: Result, jacobi: Result, windows: dict[int, Result], prompts: list[str],
+def draw_jacobi(pipeline: Pipeline, jacobi: Result, windows: dict[int, Result], prompts: list[str],
                 path: Path) -> None:
-    """The pictures that were decoded alone, by the baseline and by `jacobi`; which target forward drew which token; and
-    what the window changes."""
-    count, grid = len(jacobi.singles.seconds), pipeline.gpt.config.grid
-    numbers = forward_numbers(jacobi.decoded.num_accepted)[:count].view(count, grid, grid).numpy() + 1
-    same = (jacobi.decoded.tokens == baseline.decoded.tokens).all(1)
-    figure = plt.figure(figsize=(1.45 * count + 5, 5), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(1.45 * count + 1.2, 3.8))
+    """The first pictures by the baseline and by `jacobi`; which target forward drew which token; and, if there are
+    `windows`, what the window changes."""
+    baseline, count, grid = jacobi.baseline, min(len(prompts), SHOWN), pipeline.gpt.config.grid
+    figure = plt.figure(figsize=(1.45 * count + 1.2 + 3.8 * bool(windows), 5), layout="constrained")
+    left, *right = figure.subfigures(1, 1 + bool(windows), squeeze=False,
+                                     width_ratios=[1.45 * count + 1.2, 3.8][:1 + bool(windows)])[0]
     axes = left.subplots(3, count, squeeze=False)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
     for row, result in zip(axes, (baseline, jacobi)):
-        for axis, picture, seconds in zip(row, pipeline.pictures(result.decoded.tokens[:count]),
-                                          result.singles.seconds):
-            axis.imshow(picture)
-            axis.set_xlabel(f"{seconds:.2f} s", fontsize=8)
+        forwards = result.decoded.target_forwards.tolist()
+        for i, picture in enumerate(pipeline.pictures(result.decoded.tokens[:count])):
+            row[i].imshow(picture)
+            seconds = f", {result.single_seconds[i]:.2f} s" if i < len(result.single_seconds) else ""
+            row[i].set_xlabel(f"{forwards[i]} forwards{seconds}", fontsize=8)
+    numbers = forward_numbers(jacobi.decoded.num_accepted)[:count].view(count, grid, grid).numpy()
     for axis, number in zip(axes[2], numbers):
         axis.imshow(number * 3 % 10, cmap="tab10", vmin=0, vmax=9)  # neighbors in time have other colors
-        axis.set_xlabel(f"{number.max()} forwards\nfor {grid * grid} tokens", fontsize=8)
     for axis, prompt in zip(axes[0], prompts):
         axis.set_title("\n".join(textwrap.wrap(prompt, 13)), fontsize=8)
+    same = jacobi.same_tokens
     for row, name in zip(axes, (baseline.method.label, f"{jacobi.method.label}\n\nsame tokens:\n{same.sum()} of "
-                                f"{len(same)}", "tokens that one\nforward drew\nhave one color")):
+                                f"{len(same)}", "tokens that one\nforward drew\nhave one color\n(ten, in turn)")):
         row[0].set_ylabel(name, rotation=0, ha="right", va="center")
+    if windows:
+        draw_windows(right[0], baseline.method.label, windows, len(prompts))
+    save_figure(figure, path)
 
-    above, below = right.subplots(2, 1, sharex=True)
-    x = list(windows)
-    above.plot(x, [r.decoded.tau.nanmean().item() for r in windows.values()], "o-", color="tab:blue")
-    above.set(ylabel="tokens per\ntarget forward", title=f"mean of {len(prompts)} pictures", ylim=(0, None))
-    below.plot(x, [r.singles.speedup for r in windows.values()], "o-", color="tab:blue", label="one at a time")
-    if len(prompts) > 1:
-        below.plot(x, [r.speedup for r in windows.values()], "s--", color="tab:gray",
-                   label=f"in a batch of {len(prompts)}")
+
+def draw_windows(figure, baseline: str, windows: dict[int, Result], count: int) -> None:
+    """Tokens per forward and speed over the window, in a part of a figure."""
+    above, below = figure.subplots(2, 1, sharex=True)
+    x, results = list(windows), list(windows.values())
+    above.plot(x, [r.decoded.tau.nanmean().item() for r in results], "o-", color="tab:blue")
+    above.set(ylabel="tokens per\ntarget forward", title=f"mean of {count} pictures", ylim=(0, None))
+    if alone := len(results[0].single_seconds):
+        below.plot(x, [r.single_speedup for r in results], "o-", color="tab:blue", label=f"alone, median of {alone}")
+    if count > 1 or not alone:
+        below.plot(x, [r.speedup for r in results], "s--", color="tab:gray", label=f"in a batch of {count}")
     below.axhline(1, color="black", lw=0.8, ls=":")
     below.set_xscale("log", base=2)
-    below.set(xlabel="window: guesses that a forward reads", ylabel=f"speed, {baseline.method.label} is 1", xticks=x,
-              ylim=(0, None))
+    below.set(xlabel="window: guesses that a forward reads", ylabel=f"speed, {baseline} is 1", xticks=x, ylim=(0, None))
     below.set_xticklabels(map(str, x))
     below.legend(fontsize=8)
-    save_figure(figure, path)

@@ -13,6 +13,7 @@ from PIL import Image
 from ..decoding.methods import CONTINUOUS, METHODS, ContinuousMethod, parse_method
 from ..files import locked, write_whole
 from ..pipelines.checkpoint import fingerprint, read_settings
+from .animation import MAX_ANIMATED, draw_animation
 from .manifest import Manifest
 from .many import SHOWN, Drawing, Picture, Request, draw_here, encoded, enlarged, scale_for
 from .options import (
@@ -72,13 +73,17 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
               help="Enlarge the picture by this factor.")
 @click.option("--out", type=click.Path(path_type=Path), show_default="specvis.png; with --prompts the folder pictures",
               help="The picture to write; with --prompts a folder for them.")
+@click.option("--animate", type=click.Path(path_type=Path), metavar="FILE.gif",
+              help="In place of --out: a film of vanilla and the method drawing the same pictures, at one clock of "
+              "target forwards.")
 @click.option("--text-encoder", type=click.Path(path_type=Path), help="Folder with FLAN-T5-XL, for a model whose "
               "prompts are captions. [default: the one given to specvis convert]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32",
               help="Of the weights in memory. Discrete tokens only.")
 @sampling_options
 def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, style, name, delta, k, depth, width,
-             nodes, count, temperature, scale, out, text_encoder, dtype, seed, guidance, top_k, top_p, model, device):
+             nodes, count, temperature, scale, out, animate, text_encoder, dtype, seed, guidance, top_k, top_p, model,
+             device):
     """Draw pictures of a prompt, side by side, or of each prompt of a file.
 
     What a method's parameters are, and their defaults: specvis methods NAME.
@@ -99,6 +104,13 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
     if workers and device.startswith("cuda:"):
         raise ValueError(f"device must be cuda where there are workers, each of which sees its own GPU, got {device}")
     method = parse_method(name, delta=delta, k=k, depth=depth, width=width, nodes=nodes)
+    if animate:
+        if given := [option for option in ("out", *WITH_FILE) if is_given(option)]:
+            raise ValueError(f"{given[0]} must not be given with --animate: its pictures are drawn all at once")
+        if isinstance(method, ContinuousMethod) or method.is_baseline:
+            raise ValueError(f"method must be one of discrete tokens other than vanilla with --animate, got {name}")
+        if format_of(animate) != "GIF":
+            raise ValueError(f"animate must end in .gif, got {animate}")
     if isinstance(method, ContinuousMethod):
         refuse_filters(method.name)
         for option in ("text_encoder", "dtype"):
@@ -115,7 +127,11 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
     requests = [Request(i, *line, seed + i) for i, line in
                 enumerate(line for line in lines.items() for _ in range(count))]
     drawing.sampling(requests)  # settings out of their range are found before the model is read
-    if file:
+    if animate:
+        if len(requests) > MAX_ANIMATED:
+            raise ValueError(f"animate must be given with at most {MAX_ANIMATED} pictures, got {len(requests)}")
+        draw_animation(drawing, requests, writable_file(animate, "animate"))
+    elif file:
         many(drawing, requests, out or Path("pictures"), workers, cpus_per_worker, gpus_per_worker,
              settings_of(drawing, seed, count))
     else:

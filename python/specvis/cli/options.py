@@ -127,19 +127,19 @@ def takes_files(folder: Path) -> bool:
     return True
 
 
-def writable_file(path: Path) -> Path:
+def writable_file(path: Path, option: str = "out") -> Path:
     """`path` if a picture can be written there, in a folder that may have to be made; nothing is left behind."""
     format = format_of(path)
     if format not in MAX_SIDES or format not in Image.SAVE:
         known = ", ".join(sorted(suffix for suffix, kind in Image.registered_extensions().items() if kind in MAX_SIDES))
-        raise ValueError(f"out must end in the name of a picture format, one of {known}, got {path}")
+        raise ValueError(f"{option} must end in the name of a picture format, one of {known}, got {path}")
     try:
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         is_right = not path.is_dir() and takes_files(folder) and (not path.exists() or os.access(path, os.W_OK))
     except (OSError, ValueError):  # as for a name of 300 letters
         is_right = False
     if not is_right:
-        raise ValueError(f"out must be a file in a folder that can be made and written, got {path}")
+        raise ValueError(f"{option} must be a file in a folder that can be made and written, got {path}")
     return path
 
 
@@ -169,9 +169,9 @@ def writable_folder(path: Path) -> Path:
 
 
 @contextmanager
-def resumable():
-    """Ctrl-C ends the command with a line that says how to go on, since all finished runs are saved."""
+def resumable(how: str = "the same command goes on from here"):
+    """Ctrl-C ends the command with a line that says how to go on. Without `how` all finished runs must be saved."""
     try:
         yield
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; the same command goes on from here") from None
+        raise Interrupted(f"interrupted; {how}") from None

@@ -5,6 +5,7 @@ import click
 from tqdm import tqdm
 
 EVERY = 30  # seconds from one line to the next, at least
+SOON = 4    # the same, of a command of many short steps
 
 
 class Progress:
@@ -30,3 +31,37 @@ class Progress:
             self.told, seconds = now, now - self.start
             click.echo(f"{self.label}: {self.count} of {self.total} {self.unit}s, {seconds:.0f} s, about "
                        f"{seconds * (self.total / self.count - 1):.0f} s left", err=True)
+
+
+class Steps:
+    """So many steps, one after the other, each with a bar or lines of its own."""
+
+    def __init__(self, steps: int):
+        self.steps, self.number = steps, 0
+        self.bar = tqdm(total=1, bar_format="{percentage:3.0f}% |{bar:20}| {desc}", leave=False, disable=None)
+
+    def begin(self, text: str, total: int) -> None:
+        """Begin the next step, of `total` tokens."""
+        self.number += 1
+        self.text, self.total, self.done = f"{self.number} of {self.steps}, {text}", total, 0
+        self.bar.reset(total)
+        self.bar.set_description_str(self.text)
+        self._say(self.text)
+
+    def update(self, count: int) -> None:
+        """So many tokens more are drawn."""
+        self.done += count
+        self.bar.update(count)
+        if time.monotonic() - self.said >= SOON:
+            self._say(f"{self.text}: {self.done / self.total:.0%}")
+
+    def _say(self, line: str) -> None:
+        self.said = time.monotonic()
+        if self.bar.disable:
+            click.echo(line, err=True)
+
+    def __enter__(self) -> "Steps":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()

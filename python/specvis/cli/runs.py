@@ -1,11 +1,11 @@
 """What `specvis compare` runs: methods on the same prompts and seeds, as a batch and one by one; are they the same?"""
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from operator import truediv
 
 import click
 import torch
-from tqdm import tqdm
 
 from ..decoding.continuous import ContinuousDecoded, ContinuousSampling
 from ..decoding.discrete import Decoded
@@ -15,6 +15,7 @@ from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
 from ..studies.positions import draw_margins, is_near_a_filter
 from .options import is_exact
+from .progress import Steps
 
 ROUNDING = 1e-4  # two candidates for a token that are nearer than this may change places by rounding
 
@@ -28,6 +29,12 @@ class Run:
     method: Method | ContinuousMethod
     temperature: float
     sampling: Sampling | ContinuousSampling
+    purpose: str = ""  # of a run that is not in the table
+
+    @property
+    def key(self) -> tuple:
+        """Runs of the same key are the same."""
+        return self.method, self.temperature
 
     @property
     def label(self) -> str:
@@ -35,26 +42,12 @@ class Run:
 
 
 @dataclass
-class Singles:
-    """The first pictures once more, each decoded alone and right after the baseline's of its prompt and seed."""
-
-    seconds: list[float]
-    baseline_seconds: list[float]  # empty: the baseline was not among the methods
-
-    @property
-    def speedup(self) -> float | None:
-        """The median over the pictures; None: there is no baseline."""
-        ratios = [baseline / own for baseline, own in zip(self.baseline_seconds, self.seconds)]
-        return statistics.median(ratios) if ratios else None
-
-
-@dataclass
 class Result(Run):
-    decoded: Decoded | ContinuousDecoded
-    seconds: float                # wall time of the whole batch
-    model_seconds: float | None   # of that, in forwards of the models; None: not measured
+    decoded: Decoded | ContinuousDecoded = field(kw_only=True)
+    seconds: float = field(kw_only=True)               # wall time of the whole batch
+    model_seconds: float | None = field(kw_only=True)  # of that, in forwards of the models; None: not measured
     baseline: "Result | None" = None  # of the same kind of tokens at the same temperature
-    singles: Singles | None = None    # None: no picture was decoded alone
+    single_seconds: list[float] = field(default_factory=list)  # of the first pictures, each decoded once more, alone
 
     @property
     def overhead(self) -> float | None:
@@ -64,6 +57,12 @@ class Result(Run):
     @property
     def speedup(self) -> float | None:
         return None if self.baseline is None else self.baseline.seconds / self.seconds
+
+    @property
+    def single_speedup(self) -> float | None:
+        """The median over the pictures that were decoded alone; None: there are none, or no baseline."""
+        baseline = [] if self.baseline is None else self.baseline.single_seconds
+        return statistics.median(map(truediv, baseline, self.single_seconds)) if baseline else None
 
     @property
     def same_tokens(self) -> torch.Tensor | None:
@@ -76,59 +75,39 @@ class Result(Run):
 def run_all(pipelines: Pipelines, runs: list[Run], prompts: list[str], singles: int) -> list[Result]:
     """Decode all prompts as one batch in each run, then the first `singles` of them alone.
 
-    Continuous tokens are not decoded alone: their baseline would take minutes.
+    Each picture is decoded alone by the baseline, then by all others: their seconds are of the same minute. Continuous
+    tokens are not decoded alone: their baseline would take minutes.
     """
     for run in runs:
         pipelines[type(run.method)].check(run.method)  # and the neighbors are found, before the clock starts
-    baselines = {(type(run.method), run.temperature): run for run in runs if run.method.is_baseline}
-    alone = min(singles, len(prompts))
-    discrete = [run for run in runs if isinstance(run.method, Method)]
-    single_runs = sum(1 + (not run.method.is_baseline and (Method, run.temperature) in baselines) for run in discrete)
-    total = len(prompts) * sum(pipelines[type(run.method)].num_tokens for run in runs)
-    total += alone * single_runs * (pipelines[Method].num_tokens if discrete else 0)
-    with tqdm(total=total, unit="token", smoothing=0.05, disable=None) as bar:
-        results = [decode_batch(pipelines[type(run.method)], run, prompts, bar) for run in runs]
-        found = {(type(r.method), r.temperature): r for r in results if r.method.is_baseline}
+    alone = range(min(singles, len(prompts)))
+    with Steps(len(runs) + len(alone) * sum(isinstance(run.method, Method) for run in runs)) as progress:
+        results = [decode_batch(pipelines[type(run.method)], run, prompts, progress) for run in runs]
+        baselines = {(type(r.method), r.temperature): r for r in results if r.method.is_baseline}
         for result in results:
-            result.baseline = found.get((type(result.method), result.temperature))
-            if alone and isinstance(result.method, Method):
-                result.singles = decode_alone(pipelines[Method], result, prompts[:alone], bar)
+            result.baseline = baselines.get((type(result.method), result.temperature))
+        discrete = [r for r in results if isinstance(r.method, Method)]
+        for i in alone:
+            for result in sorted(discrete, key=lambda r: (r.temperature, not r.method.is_baseline)):
+                result.single_seconds.append(decode_alone(pipelines[Method], result, prompts, i, progress))
     return results
 
 
-def announce(bar: tqdm, text: str) -> None:
-    """Say what is done now: before the bar, or in a line where there is none, as in a log."""
-    bar.set_description(text)
-    if bar.disable:
-        click.echo(text, err=True)
-
-
-def decode_batch(pipeline: Pipeline | MARPair, run: Run, prompts: list[str], bar: tqdm) -> Result:
-    announce(bar, run.label)
+def decode_batch(pipeline: Pipeline | MARPair, run: Run, prompts: list[str], progress: Steps) -> Result:
+    progress.begin(f"{run.purpose}{run.label}, {len(prompts)} at once", len(prompts) * pipeline.num_tokens)
     with ModelClock(pipeline) as clock:
         start = time.perf_counter()
-        decoded = pipeline.tokens(prompts, run.method, run.sampling, bar.update)
+        decoded = pipeline.tokens(prompts, run.method, run.sampling, progress.update)
         seconds = time.perf_counter() - start
-    return Result(run.method, run.temperature, run.sampling, decoded, seconds, clock.seconds)
+    return Result(*run.key, run.sampling, run.purpose, decoded=decoded, seconds=seconds, model_seconds=clock.seconds)
 
 
-def decode_alone(pipeline: Pipeline, result: Result, prompts: list[str], bar: tqdm) -> Singles:
-    """Seconds of pictures that are decoded one at a time, the baseline's and the method's in turn."""
-    announce(bar, f"{result.label}, one at a time")
-
-    def seconds(run: Run, i: int) -> float:
-        start = time.perf_counter()
-        pipeline.tokens([prompts[i]], run.method, run.sampling[[i]], bar.update)
-        return time.perf_counter() - start
-
-    singles = Singles([], [])
-    for i in range(len(prompts)):
-        if result.baseline not in (None, result):
-            singles.baseline_seconds.append(seconds(result.baseline, i))
-        singles.seconds.append(seconds(result, i))
-    if result.baseline is result:
-        singles.baseline_seconds = singles.seconds
-    return singles
+def decode_alone(pipeline: Pipeline, run: Run, prompts: list[str], i: int, progress: Steps) -> float:
+    """How many seconds the i-th picture takes alone."""
+    progress.begin(f"{run.purpose}{run.label}, picture {i + 1} alone", pipeline.num_tokens)
+    start = time.perf_counter()
+    pipeline.tokens([prompts[i]], run.method, run.sampling[[i]], progress.update)
+    return time.perf_counter() - start
 
 
 class ModelClock:
@@ -190,8 +169,3 @@ def report_differences(pipelines: Pipelines, results: list[Result], prompts: lis
     if wrong:
         raise click.ClickException(f"pictures that differ from the baseline's by more than rounding ({ROUNDING:g}): "
                                    f"{wrong}")
-
-
-def with_window(result: Result, window: int) -> Run:
-    """The same run of `jacobi` with another window."""
-    return Run(replace(result.method, window=window), result.temperature, result.sampling)

@@ -72,7 +72,7 @@ def tune(target_tv_excess, target_speedup, by, images, out, seed, guidance, top_
         rows = table(trials, chosen)
         with replacing_together(out, last="tune.csv") as new:
             draw_trials(trials, chosen, target, new / "tune.png")
-            write_whole(new / "tune.csv", csv_text(COLUMNS, rows))
+            write_whole(new / "tune.csv", csv_text(rows[0], rows))
     print_frontier(rows)
     click.echo(f"(the frontier of {len(rows)} methods at temperature 1; tv_excess: added total variation per token, "
                f"estimated; all in {out / 'tune.csv'})")
@@ -157,7 +157,7 @@ def search(study: DiscreteStudy, target: Target, *, pictures: int, by_seconds: b
                    if m.num_neighbors < V and (m.drafting not in ("static", "dynamic") or m.drafter not in missing)]
         works = [run for m in methods for run in runs_of(m, count)]
         works += [Latency(m, 1.0, timed) for m in methods if by_seconds]
-        study.compute(works, f"round {number} of {len(ROUNDS)}: ")
+        study.compute(works, f"round {number} of {len(ROUNDS)}, ")
         trials |= {m: trial(study, m, count, by_seconds, timed) for m in methods}
     longest = [t for t in trials.values() if t.pictures == pictures]  # only what was looked at closely is chosen
     return list(trials.values()), target.choose(longest)
@@ -225,37 +225,40 @@ def trial(study: DiscreteStudy, m: Method, pictures: int, by_seconds: bool, time
 
 
 def table(trials: list[Trial], chosen: Trial | None) -> list[dict]:
-    """A row of COLUMNS for each trial, from slow to fast."""
+    """A row for each trial, from slow to fast, of COLUMNS; without "speedup" where they were compared by tau."""
     edge = frontier(trials)
-    return [{"method": t.method.label, "speedup": "" if t.speedup is None else round(t.speedup, 3),
-             "tau": round(t.tau, 3), "tv_excess": round(t.tv_excess, 4), "+-": round(t.standard_error, 4),
-             "pictures": t.pictures, "frontier": "yes" if t in edge else "", "chosen": "yes" if t == chosen else ""}
-            for t in sorted(trials, key=lambda t: t.speed)]
+    return [{name: value for name, value in zip(COLUMNS, (
+        t.method.label, t.speedup and round(t.speedup, 3), round(t.tau, 3), round(t.tv_excess, 4),
+        round(t.standard_error, 4), t.pictures, "yes" if t in edge else "", "yes" if t == chosen else ""))
+        if value is not None} for t in sorted(trials, key=lambda t: t.speed)]
 
 
 def print_frontier(rows: list[dict]) -> None:
+    columns = [name for name in rows[0] if name not in ("method", "frontier", "chosen")]
     name_width = max(len(row["method"]) for row in rows) + 1
     for row in [dict(zip(COLUMNS, COLUMNS)), *(row for row in rows if row["frontier"])]:
-        click.echo(f"{row['method']:{name_width}}" + "".join(f"{row[name]:>10}" for name in COLUMNS[1:6]))
+        click.echo(f"{row['method']:{name_width}}" + "".join(f"{row[name]:>10}" for name in columns))
 
 
 def draw_trials(trials: list[Trial], chosen: Trial | None, target: Target, path: Path) -> None:
-    """Every trial, the frontier, the target and the choice."""
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    axis.errorbar([t.speed for t in trials], [t.tv_excess for t in trials], [t.standard_error for t in trials],
-                  fmt="o", ms=4, color="lightgray", ecolor="lightgray", label="tried")
+    """Every trial, the frontier, the target and the choice, by what is compared: the means plus a standard error."""
+    figure, axis = plt.subplots(figsize=(9, 6), layout="constrained")
+    axis.plot([t.speed for t in trials], [t.tv_excess_above for t in trials], "o", ms=4, color="lightgray",
+              label="tried")
     edge = frontier(trials)
-    axis.plot([t.speed for t in edge], [t.tv_excess for t in edge], "o-", ms=4, color="tab:blue", label="frontier")
+    axis.plot([t.speed for t in edge], [t.tv_excess_above for t in edge], "o-", ms=4, color="tab:blue",
+              label="frontier")
     for t in edge:
-        axis.annotate(t.method.label, (t.speed, t.tv_excess), fontsize=6, xytext=(4, 2), textcoords="offset points")
+        axis.annotate(t.method.label, (t.speed, t.tv_excess_above), fontsize=8, xytext=(10 if t == chosen else 4, 2),
+                      textcoords="offset points")
     if target.tv_excess is not None:
         axis.axhline(target.tv_excess, color="gray", ls=":", label="target")
     else:
         axis.axvline(target.speedup, color="gray", ls=":", label="target")
     if chosen:
-        axis.plot(chosen.speed, chosen.tv_excess, "*", ms=14, color="tab:red", label="chosen")
+        axis.plot(chosen.speed, chosen.tv_excess_above, "*", ms=14, color="tab:red", label="chosen")
     by = "tokens per target forward (tau)" if trials[0].speedup is None else "speedup in seconds, single pictures"
-    axis.set(xlabel=by, ylabel="added total variation per token, estimated")
+    axis.set(xlabel=by, ylabel="added total variation per token: estimate and one standard error")
     axis.margins(x=0.2)  # space for the names
     axis.legend()
     save_figure(figure, path)

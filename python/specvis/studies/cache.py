@@ -106,14 +106,14 @@ class ResultCache:
             write_json(self.record, record | {"origins": [*self.origins, origin]})
         costs = [self.cost(job) for job in pending]
         start, done = time.perf_counter(), 0.0
-        bar_format = "{desc}: {percentage:3.0f}% |{bar}| {elapsed} gone, {remaining} left"
+        bar_format = "{desc} {percentage:3.0f}% |{bar}| {elapsed} gone, {remaining} left of these"
         with tqdm(total=sum(costs), bar_format=bar_format, smoothing=0, disable=None) as bar:
             for number, (job, cost) in enumerate(zip(pending, costs), 1):
                 text = f"{label}{number} of {len(pending)}, {self.title(job)}"
                 bar.set_description(text)
                 if bar.disable:
                     left = (time.perf_counter() - start) / done * (sum(costs) - done) if done else None
-                    click.echo(text + ("" if left is None else f", {left / 60:.0f} min left"), err=True)
+                    click.echo(text + ("" if left is None else f", {left / 60:.0f} min left of these"), err=True)
                 self.make(job, lambda share, cost=cost: bar.update(cost * share))
                 done += cost
 

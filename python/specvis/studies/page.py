@@ -119,7 +119,7 @@ def show(axis, image, title: str = "") -> None:
     axis.set_title(title, fontsize=7)
 
 
-def save_figure(figure, path: Path) -> None:
-    """Write a PNG at once."""
-    write_whole(path, lambda file: figure.savefig(file, dpi=100, format="png"))
+def save_figure(figure, path: Path, **options) -> None:
+    """Write a PNG at once. options: of `Figure.savefig`"""
+    write_whole(path, lambda file: figure.savefig(file, dpi=100, format="png", **options))
     plt.close(figure)
