@@ -41,7 +41,7 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall",
          "-ffp-contract=off"]                      # every backend rounds alike
 CUDA_FLAGS = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall",
               "-fmad=false",                       # on the GPU too
-              "-Xptxas=-v"]                        # what each kernel uses, for tests/slow/test_cuda_build.py
+              "-Xptxas=-v"]                        # what each kernel uses, for tests/test_cuda_build.py
 
 
 def say(line: str) -> None:

@@ -1,5 +1,6 @@
 """The shape of the packages: which op has which kernels, what it brings along, which way imports point."""
 import ast
+import importlib.metadata
 import inspect
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from torch import Tensor
 
 import specvis_kernels
@@ -237,3 +240,50 @@ def test_threads_wait_passively(package, imported):
     for environment, policy in ((unset, "PASSIVE"), (unset | {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert done.stdout == f"{policy}\n", done.stderr
+
+
+def test_the_constraints_meet_what_the_packages_require():
+    """One public version of each: pip takes 2.13.0 for 2.13.0+cpu and for PyPI's build with CUDA. (The latter brings a
+    Triton of its own, which make lets it.)"""
+    constraints = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())
+    assert all(re.fullmatch(r"\d[\w.]*", version) for version in constraints.values())
+    constraints = {canonicalize_name(name): version for name, version in constraints.items()}
+    lines = [line for name in ("specvis_kernels", "specvis") for line in importlib.metadata.requires(name)]
+    if constraints["torch"] == importlib.metadata.version("torch").partition("+")[0]:
+        lines += importlib.metadata.requires("torch")
+    required = [requirement for requirement in map(Requirement, lines)
+                if not requirement.name.startswith(("specvis", "nvidia", "cuda", "triton")) and (
+                    requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in (
+                        "", "test", "ray", "report", "transformers")))]
+    assert {"torch", "transformers", "pytest", "ray"} <= {requirement.name for requirement in required}
+    for requirement in required:
+        assert requirement.specifier.contains(constraints[canonicalize_name(requirement.name)]), requirement
+
+
+def without_a_license(folder: Path) -> list[str]:
+    """The files of a folder that its LICENSE does not name, by a pattern or by their names."""
+    patterns = re.findall(r"[\w*]+\.\w+", (folder / "LICENSE").read_text())
+    return [path.name for path in sorted(folder.iterdir())
+            if path.name != "LICENSE" and not any(path.match(pattern) for pattern in patterns)]
+
+
+def test_every_file_of_data_has_a_license(tmp_path):
+    """The wheels hold code, whose license is at the top, and the weights' folder, as the tests above say."""
+    weights = ROOT / "python/specvis/weights"
+    assert not without_a_license(weights)
+    assert {path.name for path in weights.iterdir() if path.suffix == ".png"} == {"prompts.png"}  # some of it is MIT
+    shutil.copy(weights / "LICENSE", tmp_path)
+    for name in ("gpt.safetensors", "more.png", "prompts.png"):
+        (tmp_path / name).touch()
+    assert without_a_license(tmp_path) == ["more.png"]
+
+
+def test_both_packages_have_one_version():
+    written = (ROOT / "python/pyproject.toml").read_text()
+    assert re.search(r'^version = "(.*)"', written, re.M)[1] == specvis_kernels.__version__
+    assert f"\nversion: {specvis_kernels.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_ops_depend_on_torch_alone():
+    written = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r"^dependencies = (\[.*?\])", written, re.M)[1] == '["torch>=2.10"]'

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bounds, executed, sass
-from tests.slow.test_cuda_build import NVCC, ROOT, cuda_build
+from tests.test_cuda_build import NVCC, ROOT, cuda_build
 
 CSRC = ROOT / "csrc"
 needs_nvcc = pytest.mark.skipif(not NVCC, reason="needs nvcc")

@@ -15,7 +15,7 @@ import setuptools
 
 import specvis_kernels
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 KERNELS = sorted((ROOT / "csrc").glob("*.cu"))
 LIBRARY = Path(specvis_kernels.__file__).with_name("_ops_cuda.so")
 
