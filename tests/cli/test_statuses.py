@@ -85,38 +85,6 @@ def answer_interruptions():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("program", ["specvis", "specvis.train"])
-@pytest.mark.parametrize("module", ["click.core", "numpy", "torch._C", "torch.nn"])
-def test_an_interruption_during_imports_is_quiet(program, module):
-    """-X importtime writes a line when a module is imported."""
-    arguments = ["info"] if program == "specvis" else ["gpt", "--help"]
-    process = subprocess.Popen([sys.executable, "-X", "importtime", "-m", program, *arguments],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=answer_interruptions)
-    said = []
-    for line in process.stderr:
-        said.append(line)
-        if line.endswith(f" {module}\n"):
-            process.send_signal(signal.SIGINT)
-            break
-    said += process.stderr.readlines()
-    assert process.wait() == 130
-    assert not [line for line in said if not line.startswith("import time:")]
-
-
-def test_an_interruption_at_work_is_one_line(weights, tmp_path):
-    process = subprocess.Popen([*PROGRAM, "generate", "--prompt", "red heart", "--model", weights, "-n", "1000",
-                                "--method", "mar:steps_first=8", "--out", tmp_path / "x.png"],
-                               stderr=subprocess.PIPE, text=True, preexec_fn=answer_interruptions)
-    # the bar is drawn on terminals only: the kernels' library is mapped just before the model is read
-    while process.poll() is None and "_ops.so" not in open(f"/proc/{process.pid}/maps").read():
-        pass
-    process.send_signal(signal.SIGINT)
-    said = process.stderr.read()
-    assert process.wait() == 130 and said in ("", "\nAborted!\n", "Aborted!\n")
-    assert not list(tmp_path.iterdir())
-
-
 def test_methods_tells_of_one_method():
     result = CliRunner().invoke(main, ["methods", "lantern:k=30"])
     assert result.exit_code == 0 and re.search("^k +30 +nearest codes", result.output, re.M)

@@ -1,10 +1,15 @@
-"""What needs a process of its own: how much memory decoding takes, and another processor."""
+"""What needs a process of its own: memory, another processor, no network, interruptions."""
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.cli.conftest import weights  # noqa: F401
+from tests.cli.test_offline import run
+from tests.cli.test_statuses import PROGRAM, answer_interruptions
 
 MEMORY = """if True:
     import re
@@ -31,9 +36,9 @@ MEMORY = """if True:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_the_memory_of_a_large_vocabulary():
     """V = 65536, 64 nodes, 8 requests: below 2 GB beyond the models."""
-    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert 0.1 < float(run.stdout) < 2
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 0.1 < float(done.stdout) < 2
 
 
 def test_bfloat16_on_a_cpu_without_its_instructions():
@@ -43,3 +48,49 @@ def test_bfloat16_on_a_cpu_without_its_instructions():
     result = subprocess.run([sys.executable, "-c", program], env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}, text=True,
                             capture_output=True)
     assert result.stdout == "True\n", result.stderr
+
+
+def test_commands_run_where_sockets_are_forbidden(weights, tmp_path):  # noqa: F811
+    program = """
+from specvis.cli.main import main
+folder, out = sys.argv[1:]
+for command in (["generate", "--prompt", "red heart", "--out", out + "/x.png"],
+                ["generate", "--prompt", "red heart", "--method", "mar:num_iter=2", "--out", out + "/y.png"],
+                ["compare", "--methods", "vanilla", "-n", "1", "--prompt", "red heart", "--out", out]):
+    main([*command, "--model", folder], standalone_mode=False)
+"""
+    done = run(program, weights, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {"x.png", "y.png", "compare.csv", "compare.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("program", ["specvis", "specvis.train"])
+@pytest.mark.parametrize("module", ["click.core", "numpy", "torch._C", "torch.nn"])
+def test_an_interruption_during_imports_is_quiet(program, module):
+    """-X importtime writes a line when a module is imported."""
+    arguments = ["info"] if program == "specvis" else ["gpt", "--help"]
+    process = subprocess.Popen([sys.executable, "-X", "importtime", "-m", program, *arguments],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=answer_interruptions)
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.endswith(f" {module}\n"):
+            process.send_signal(signal.SIGINT)
+            break
+    said += process.stderr.readlines()
+    assert process.wait() == 130
+    assert not [line for line in said if not line.startswith("import time:")]
+
+
+def test_an_interruption_at_work_is_one_line(weights, tmp_path):  # noqa: F811
+    process = subprocess.Popen([*PROGRAM, "generate", "--prompt", "red heart", "--model", weights, "-n", "1000",
+                                "--method", "mar:steps_first=8", "--out", tmp_path / "x.png"],
+                               stderr=subprocess.PIPE, text=True, preexec_fn=answer_interruptions)
+    # the bar is drawn on terminals only: the kernels' library is mapped just before the model is read
+    while process.poll() is None and "_ops.so" not in open(f"/proc/{process.pid}/maps").read():
+        pass
+    process.send_signal(signal.SIGINT)
+    said = process.stderr.read()
+    assert process.wait() == 130 and said in ("", "\nAborted!\n", "Aborted!\n")
+    assert not list(tmp_path.iterdir())
