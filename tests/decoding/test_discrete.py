@@ -396,10 +396,14 @@ def test_a_picture_that_fails_midway_ends_in_zeros(tiny):
         embedding = tiny.gpt.tok_embeddings.weight[code].clone()
         tiny.gpt.tok_embeddings.weight[code] = torch.nan
         broken = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
+        counts = [L, 0, 0, bad + 2]                                 # what was known stays
+        known = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]), known_tokens=begun(whole[[0, 1, 2, 0]], counts))
         tiny.gpt.tok_embeddings.weight[code] = embedding
         assert broken.failed[0]
         position = (whole[0] == code).nonzero()[0, 0]
         assert position < L - 1 and (broken.tokens[0, position + 1:] == 0).all()
+        assert known.failed[3] and not known.failed[0] and torch.equal(known.tokens[0], whole[0])
+        assert torch.equal(known.tokens[3, :bad + 2], whole[0, :bad + 2])
 
 
 @pytest.mark.skipif("cpu" not in backends("tree_attention"), reason="only that kernel reads what a node sees alone")

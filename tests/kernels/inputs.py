@@ -474,7 +474,7 @@ CASES["accept_gaussian"] = [
     (1, 1, 1),
     (2, 5, 16),
     (3, 7, 33, {"temperature": (42.0, 1.0, 0.5), "truncate": False, "variant": "released"}),
-    (3, 12, 4, {"variant": "path", "num_drafted": (12, 0, 5)}),
+    (3, 40, 4, {"variant": "path", "num_drafted": (40, 0, 5)}),
 ]
 
 
