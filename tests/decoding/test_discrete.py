@@ -10,7 +10,7 @@ import specvis.decoding.drafting
 import specvis.decoding.sampling
 from specvis.decoding.discrete import decode, speculative_decode
 from specvis.decoding.drafters import EagleDrafter, ModelDrafter
-from specvis.decoding.drafting import StaticDrafting
+from specvis.decoding.drafting import Drafting, StaticDrafting
 from specvis.decoding.jacobi import facts_of, jacobi_decode
 from specvis.decoding.methods import DRAFTERS, METHODS, method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
@@ -142,6 +142,27 @@ def test_a_drafter_that_is_the_target_drafts_what_the_target_draws(twins, m):
     assert torch.equal(decoded.num_accepted.clamp(min=0), decoded.num_drafted)
     rejected = twins.tokens(PROMPTS * 4, method(m.name, drafter="model", seed_exact=False, omega=0.9), sampling)
     assert not torch.equal(rejected.num_accepted.clamp(min=0), rejected.num_drafted)
+
+
+def test_a_drafter_reads_what_the_target_read_before_each_token(twins, monkeypatch):
+    """With other hidden states it drafts worse, which no picture shows."""
+    calls, extend = [], Drafting.extend
+    monkeypatch.setattr(Drafting, "extend", lambda self, *arguments: (
+        calls.append([a.clone() for a in arguments[1:4]]), extend(self, *arguments))[1])
+    S, L = twins.gpt.prefix_len, twins.gpt.config.tokens
+    for m in (method(name, drafter="model") for name in ("speculative", "eagle2")):
+        calls.clear()
+        tokens = twins.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4], temperature=0.5)).tokens
+        condition, padding_mask = twins.gpt.condition(twins.words(twins.words.encode(PROMPTS)))
+        expected = twins.gpt.teacher_forced(condition, padding_mask, tokens)
+        most = 0
+        for hidden, counts, num_new in calls:
+            for b in (counts < L - 1).nonzero()[:, 0].tolist():  # the others may be finished
+                n = min(num_new[b].item(), L - counts[b].item())
+                first = S - 1 + counts[b].item()
+                torch.testing.assert_close(hidden[b, :n], expected[b, first:first + n], rtol=1e-4, atol=1e-4)
+                most = max(most, n)
+        assert most > 2
 
 
 def begun(tokens, counts):
