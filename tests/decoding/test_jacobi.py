@@ -362,19 +362,26 @@ def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):  # noqa: F811
 
 
 class BrokenConstant(Constant):
-    """Gives logits that are not finite behind the sixth token of request 1."""
+    """Gives logits that are not finite after token `last` of request 1."""
+
+    last = 5
 
     def extend(self, tokens, nodes, cache):
         rows = torch.arange(len(tokens)) % B == 1
-        return torch.where((rows[:, None] & (nodes.position_ids == S + 5))[..., None], torch.nan,
+        return torch.where((rows[:, None] & (nodes.position_ids == S + self.last))[..., None], torch.nan,
                            super().extend(tokens, nodes, cache))
 
     def logits(self, hidden):
         return super().logits(hidden.nan_to_num()).masked_fill(hidden.isnan(), torch.nan)
 
 
-def test_by_rejection_at_temperature_0_an_image_ends_at_logits_that_are_not_finite():
-    decoded = jacobi(coupled(), settings(temperature=0.0), BrokenConstant(0))
+@pytest.mark.parametrize("last", [5, L - 2])
+@pytest.mark.parametrize("m", [coupled(), method("jacobi", window=4), VANILLA], ids=lambda m: m.name)
+def test_at_temperature_0_an_image_ends_at_logits_that_are_not_finite(m, last):
+    """At those of its last token, too."""
+    model = BrokenConstant(0)
+    model.last = last
+    decoded = jacobi(m, settings(temperature=0.0), model)
     assert decoded.failed.tolist() == [False, True, False, False, False]
 
 
