@@ -408,17 +408,19 @@ def test_relaxing_accepts_more_and_its_tv_excess_says_so(tiny):  # noqa: F811
         assert (relaxed.tv_excess > 0).any() and relaxed.tv_bound.isnan().all()
 
 
-def test_tv_excess_counts_every_test_that_kept_a_guess(monkeypatch):
+@pytest.mark.parametrize("num_falling, num_tests", [(1, 1 + 2 + 3 * (L - 4)), (0, 3 + 3 + 3 + 2)])
+def test_tv_excess_counts_every_test_that_kept_a_guess(monkeypatch, num_falling, num_tests):
     """Of three guesses the first always falls. So a position is tested at distance 3, 2 and 1 before it is final; the
-    first two of the image fewer times, and the last one is the target's own."""
+    first two of the image fewer times, and the last one is the target's own. Or none falls: each is tested once."""
     def couple(target_probs, draft_probs, tokens, uniforms, **_):
-        is_kept = (torch.arange(tokens.shape[1]) > 0).expand_as(tokens)
+        is_kept = (torch.arange(tokens.shape[1]) >= num_falling).expand_as(tokens)
         none = torch.zeros(tokens.shape, dtype=torch.int32)
-        return CoupleTokensResult(tokens, is_kept, none[:, 0], torch.full(tokens.shape, 0.125), none)
+        num_kept = none[:, 0] + (0 if num_falling else tokens.shape[1])
+        return CoupleTokensResult(tokens, is_kept, num_kept, torch.full(tokens.shape, 0.125), none)
 
     monkeypatch.setattr(specvis.decoding.coupling, "couple_tokens", couple)
     decoded = jacobi([coupled(window=3)] * 5)
-    assert decoded.tv_excess.tolist() == [0.125 * (1 + 2 + 3 * (L - 4))] * 5
+    assert decoded.tv_excess.tolist() == [0.125 * num_tests] * 5
 
 
 def test_the_ids_around_a_token_in_the_order_of_its_row():
