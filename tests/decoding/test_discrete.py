@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import specvis.decoding.coupling
 import specvis.decoding.discrete
 import specvis.decoding.drafting
 import specvis.decoding.sampling
@@ -19,7 +20,7 @@ from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
 from specvis.studies.positions import draw_margins, steps_gain, teacher_forced_probs
-from specvis_kernels import backends
+from specvis_kernels import backends, philox_uniforms
 from tests.tiny import tiny_pipeline
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
@@ -163,6 +164,42 @@ def test_a_drafter_reads_what_the_target_read_before_each_token(twins, monkeypat
                 torch.testing.assert_close(hidden[b, :n], expected[b, first:first + n], rtol=1e-4, atol=1e-4)
                 most = max(most, n)
         assert most > 2
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle2"])
+def test_a_drafter_reads_what_it_read_at_the_parent(tiny, monkeypatch, name):
+    levels, expand_level = [], Drafting.expand_level
+
+    def recorded(self, tokens, previous_hidden, nodes):
+        if not levels or nodes.first <= levels[-1][0]:
+            read = [{0: hidden} for hidden in self.hidden[:4, 0]]  # by number, of each image; the root is number 0
+        else:
+            read = levels[-1][1]
+        hidden, logits = expand_level(self, tokens, previous_hidden, nodes)
+        for image, of_nodes in enumerate(nodes.ancestors[:, :, 0].tolist()):
+            for f, word in enumerate(of_nodes):
+                if word:
+                    *_, parent, node = (n for n in range(64) if word >> n & 1)
+                    assert torch.equal(previous_hidden[image, f], read[image][parent])
+                    read[image][node] = hidden[image, f]
+        levels.append((nodes.first, read))
+        return hidden, logits
+
+    monkeypatch.setattr(Drafting, "expand_level", recorded)
+    tiny.tokens(PROMPTS, method(name, **{"depth": 4, "width": 3} if name == "eagle2" else {}), Sampling.of([1, 2, 3, 4]))
+    assert max(len(of_image) for _, read in levels for of_image in read) > 8
+
+
+def test_no_number_is_drawn_for_two_ends(tiny, monkeypatch):
+    """As a guess and by what it is accepted, say: the tokens would have another distribution."""
+    streams, uniforms = [], philox_uniforms
+    for module in (specvis.decoding.discrete, specvis.decoding.drafting, specvis.decoding.coupling):
+        monkeypatch.setattr(module, "philox_uniforms",
+                            lambda *a, stream: (streams.append(stream), uniforms(*a, stream=stream))[1])
+    for name in ("jacobi:seed_exact=false", "eagle1"):
+        streams.clear()
+        tiny.tokens(PROMPTS, name, Sampling.of([1, 2, 3, 4]))
+        assert len(streams) == len(set(streams)) == 2
 
 
 def begun(tokens, counts):

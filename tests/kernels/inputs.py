@@ -628,14 +628,15 @@ def select_tree(B, M, N):
     return tuple(a.to(DEVICE) for a in args), {"num_nodes": N}
 
 
-CASES["tree_links"] = [(1, 1), (2, 7), (3, 20), (2, 130)]
+CASES["tree_links"] = [(1, 1), (2, 7), (3, 20), (4, 130)]
 
 
 def tree_links(B, N):
-    """Every third request has a parent that is out of range."""
+    """Every third request has a parent that is out of range, every fourth no node, not even a root."""
     g = torch.Generator().manual_seed(B + N)
     parents = torch.cat([torch.full((B, 1), -1), random_parents(B, N - 1, g)], 1)
     parents[2::3, N // 2:N // 2 + 1] = N
+    parents[3::4] = -2
     return (parents.to(DEVICE, torch.int32),), {}
 
 
