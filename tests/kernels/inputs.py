@@ -703,6 +703,8 @@ def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float3
     """
     g = torch.Generator().manual_seed(B + N)
     ancestors = ancestors_of(random_parents(B, N - 1, g))
+    if N % 64:
+        ancestors[1::2, :, -1] |= -2**63  # bits beyond the last node are nothing
     each_length = torch.tensor([0, 3, 2**20], dtype=torch.int32).roll(-1 if B < 3 else 0).repeat(B)[:B].to(DEVICE)
     kwargs = {"form": form, "columns": columns, "dtype": dtype}
     if start:
