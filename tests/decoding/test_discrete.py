@@ -186,7 +186,8 @@ def test_a_drafter_reads_what_it_read_at_the_parent(tiny, monkeypatch, name):
         return hidden, logits
 
     monkeypatch.setattr(Drafting, "expand_level", recorded)
-    tiny.tokens(PROMPTS, method(name, **{"depth": 4, "width": 3} if name == "eagle2" else {}), Sampling.of([1, 2, 3, 4]))
+    shape = {"depth": 4, "width": 3} if name == "eagle2" else {}
+    tiny.tokens(PROMPTS, method(name, **shape), Sampling.of([1, 2, 3, 4]))
     assert max(len(of_image) for _, read in levels for of_image in read) > 8
 
 

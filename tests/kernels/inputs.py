@@ -160,6 +160,7 @@ CASES["verify_tree"] = [
     (4, 7, 24, 3, {"k": 20, "omega": (1.0, 1.5), "num_draft_rows": 1, "greedy": True}),
     (1, 5, 4500, 3, {"k": 300, "residual": "relaxed", "num_draft_rows": 1}),
     (6, 9, 4, 3, {"k": 3, "residual": "released", "empty": "uniform", "omega": (0.25,)}),
+    (3, 7, 24, 3, {"num_draft_rows": 1, "greedy": True, "odd": True}),
 ]
 TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 
@@ -167,7 +168,7 @@ TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 def verify_tree(B, N, V, max_depth, options=None):
     options = {"k": 0, "cutoff": "tvd", "offset": 0, "narrow": True, "residual": "optimal",
                "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None, "empty": None,
-               "drawn": False} | (options or {})
+               "drawn": False, "odd": False} | (options or {})
     k, offset, M = options["k"], options["offset"], options["num_draft_rows"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
@@ -202,6 +203,10 @@ def verify_tree(B, N, V, max_depth, options=None):
         kwargs["omega"] = torch.tensor(options["omega"]).repeat(B, max_depth)[:, :max_depth].to(DEVICE)
     if options["greedy"]:
         kwargs["greedy"] = (torch.arange(B) % 2 == 0).to(DEVICE)
+    if options["odd"]:  # of two likeliest tokens the second is a draft; the row of request 1's drafts is invalid
+        target_probs[..., 0] = target_probs.amax(-1)
+        tokens[:, 1] = target_probs[:, 0, 1:].argmax(-1).cpu() + 1
+        kwargs["draft_probs"][1:2, 0, 0], kwargs["draft_row"][1:2, 0] = torch.nan, 0
     return (target_probs, tokens.to(DEVICE), *links(parents), exact_uniforms(B, N, seed=1)), kwargs
 
 
