@@ -48,7 +48,7 @@ CASES["guided_probs"] = [
     (3, 2, 64),
     (2, 1, 1500, torch.float16, False),
     (3, 5, 64, torch.float32, True, None, "each", "p_then_k"),
-    (3, 2, 1500, torch.float32, True, None, None, "p_then_k"),
+    (3, 2, 1500, torch.float32, True, [(1.0, 4.0, 5, 0.5), (1.0, 1.0, 40, 0.9)], None, "p_then_k"),
 ]
 
 
