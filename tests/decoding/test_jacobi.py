@@ -362,19 +362,26 @@ def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):  # noqa: F811
 
 
 class BrokenConstant(Constant):
-    """Gives logits that are not finite behind the sixth token of request 1."""
+    """Gives logits that are not finite after token `last` of request 1."""
+
+    last = 5
 
     def extend(self, tokens, nodes, cache):
         rows = torch.arange(len(tokens)) % B == 1
-        return torch.where((rows[:, None] & (nodes.position_ids == S + 5))[..., None], torch.nan,
+        return torch.where((rows[:, None] & (nodes.position_ids == S + self.last))[..., None], torch.nan,
                            super().extend(tokens, nodes, cache))
 
     def logits(self, hidden):
         return super().logits(hidden.nan_to_num()).masked_fill(hidden.isnan(), torch.nan)
 
 
-def test_by_rejection_at_temperature_0_an_image_ends_at_logits_that_are_not_finite():
-    decoded = jacobi(coupled(), settings(temperature=0.0), BrokenConstant(0))
+@pytest.mark.parametrize("last", [5, L - 2])
+@pytest.mark.parametrize("m", [coupled(), method("jacobi", window=4), VANILLA], ids=lambda m: m.name)
+def test_at_temperature_0_an_image_ends_at_logits_that_are_not_finite(m, last):
+    """At those of its last token, too."""
+    model = BrokenConstant(0)
+    model.last = last
+    decoded = jacobi(m, settings(temperature=0.0), model)
     assert decoded.failed.tolist() == [False, True, False, False, False]
 
 
@@ -401,17 +408,19 @@ def test_relaxing_accepts_more_and_its_tv_excess_says_so(tiny):  # noqa: F811
         assert (relaxed.tv_excess > 0).any() and relaxed.tv_bound.isnan().all()
 
 
-def test_tv_excess_counts_every_test_that_kept_a_guess(monkeypatch):
+@pytest.mark.parametrize("num_falling, num_tests", [(1, 1 + 2 + 3 * (L - 4)), (0, 3 + 3 + 3 + 2)])
+def test_tv_excess_counts_every_test_that_kept_a_guess(monkeypatch, num_falling, num_tests):
     """Of three guesses the first always falls. So a position is tested at distance 3, 2 and 1 before it is final; the
-    first two of the image fewer times, and the last one is the target's own."""
+    first two of the image fewer times, and the last one is the target's own. Or none falls: each is tested once."""
     def couple(target_probs, draft_probs, tokens, uniforms, **_):
-        is_kept = (torch.arange(tokens.shape[1]) > 0).expand_as(tokens)
+        is_kept = (torch.arange(tokens.shape[1]) >= num_falling).expand_as(tokens)
         none = torch.zeros(tokens.shape, dtype=torch.int32)
-        return CoupleTokensResult(tokens, is_kept, none[:, 0], torch.full(tokens.shape, 0.125), none)
+        num_kept = none[:, 0] + (0 if num_falling else tokens.shape[1])
+        return CoupleTokensResult(tokens, is_kept, num_kept, torch.full(tokens.shape, 0.125), none)
 
     monkeypatch.setattr(specvis.decoding.coupling, "couple_tokens", couple)
     decoded = jacobi([coupled(window=3)] * 5)
-    assert decoded.tv_excess.tolist() == [0.125 * (1 + 2 + 3 * (L - 4))] * 5
+    assert decoded.tv_excess.tolist() == [0.125 * num_tests] * 5
 
 
 def test_the_ids_around_a_token_in_the_order_of_its_row():

@@ -48,7 +48,7 @@ CASES["guided_probs"] = [
     (3, 2, 64),
     (2, 1, 1500, torch.float16, False),
     (3, 5, 64, torch.float32, True, None, "each", "p_then_k"),
-    (3, 2, 1500, torch.float32, True, None, None, "p_then_k"),
+    (3, 2, 1500, torch.float32, True, [(1.0, 4.0, 5, 0.5), (1.0, 1.0, 40, 0.9)], None, "p_then_k"),
 ]
 
 
@@ -160,6 +160,7 @@ CASES["verify_tree"] = [
     (4, 7, 24, 3, {"k": 20, "omega": (1.0, 1.5), "num_draft_rows": 1, "greedy": True}),
     (1, 5, 4500, 3, {"k": 300, "residual": "relaxed", "num_draft_rows": 1}),
     (6, 9, 4, 3, {"k": 3, "residual": "released", "empty": "uniform", "omega": (0.25,)}),
+    (3, 7, 24, 3, {"num_draft_rows": 1, "greedy": True, "odd": True}),
 ]
 TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 
@@ -167,7 +168,7 @@ TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 def verify_tree(B, N, V, max_depth, options=None):
     options = {"k": 0, "cutoff": "tvd", "offset": 0, "narrow": True, "residual": "optimal",
                "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None, "empty": None,
-               "drawn": False} | (options or {})
+               "drawn": False, "odd": False} | (options or {})
     k, offset, M = options["k"], options["offset"], options["num_draft_rows"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
@@ -202,6 +203,10 @@ def verify_tree(B, N, V, max_depth, options=None):
         kwargs["omega"] = torch.tensor(options["omega"]).repeat(B, max_depth)[:, :max_depth].to(DEVICE)
     if options["greedy"]:
         kwargs["greedy"] = (torch.arange(B) % 2 == 0).to(DEVICE)
+    if options["odd"]:  # of two likeliest tokens the second is a draft; the row of request 1's drafts is invalid
+        target_probs[..., 0] = target_probs.amax(-1)
+        tokens[:, 1] = target_probs[:, 0, 1:].argmax(-1).cpu() + 1
+        kwargs["draft_probs"][1:2, 0, 0], kwargs["draft_row"][1:2, 0] = torch.nan, 0
     return (target_probs, tokens.to(DEVICE), *links(parents), exact_uniforms(B, N, seed=1)), kwargs
 
 
@@ -474,7 +479,7 @@ CASES["accept_gaussian"] = [
     (1, 1, 1),
     (2, 5, 16),
     (3, 7, 33, {"temperature": (42.0, 1.0, 0.5), "truncate": False, "variant": "released"}),
-    (3, 12, 4, {"variant": "path", "num_drafted": (12, 0, 5)}),
+    (3, 40, 4, {"variant": "path", "num_drafted": (40, 0, 5)}),
 ]
 
 
@@ -628,14 +633,15 @@ def select_tree(B, M, N):
     return tuple(a.to(DEVICE) for a in args), {"num_nodes": N}
 
 
-CASES["tree_links"] = [(1, 1), (2, 7), (3, 20), (2, 130)]
+CASES["tree_links"] = [(1, 1), (2, 7), (3, 20), (4, 130)]
 
 
 def tree_links(B, N):
-    """Every third request has a parent that is out of range."""
+    """Every third request has a parent that is out of range, every fourth no node, not even a root."""
     g = torch.Generator().manual_seed(B + N)
     parents = torch.cat([torch.full((B, 1), -1), random_parents(B, N - 1, g)], 1)
     parents[2::3, N // 2:N // 2 + 1] = N
+    parents[3::4] = -2
     return (parents.to(DEVICE, torch.int32),), {}
 
 
@@ -702,6 +708,8 @@ def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float3
     """
     g = torch.Generator().manual_seed(B + N)
     ancestors = ancestors_of(random_parents(B, N - 1, g))
+    if N % 64:
+        ancestors[1::2, :, -1] |= -2**63  # bits beyond the last node are nothing
     each_length = torch.tensor([0, 3, 2**20], dtype=torch.int32).roll(-1 if B < 3 else 0).repeat(B)[:B].to(DEVICE)
     kwargs = {"form": form, "columns": columns, "dtype": dtype}
     if start:

@@ -83,11 +83,12 @@ def test_bits_run_on_through_the_words(backend, N):
     assert first_child == [[*range(1, N), -1]] and next_sibling == [[-1] * N]
 
 
-def test_a_second_root_far_behind(backend):
+@pytest.mark.parametrize("n", [40, 128])
+def test_a_second_root_far_behind(backend, n):
     """It is no sibling of the first one, and does not stay unnoticed."""
-    ancestors, depth, first_child, next_sibling, status = links([-1] + [0] * 128 + [-1], backend=backend)
-    assert status == [INVALID_TREE] and depth == [[0] + [1] * 128 + [-1]] and ancestors[0][129] == [0, 0, 0]
-    assert first_child == [[1] + [-1] * 129] and next_sibling == [[-1, *range(2, 129), -1, -1]]
+    ancestors, depth, first_child, next_sibling, status = links([-1] + [0] * n + [-1], backend=backend)
+    assert status == [INVALID_TREE] and depth == [[0] + [1] * n + [-1]] and ancestors[0][n + 1] == [0] * (n // 64 + 1)
+    assert first_child == [[1] + [-1] * (n + 1)] and next_sibling == [[-1, *range(2, n + 1), -1, -1]]
 
 
 def test_leaves_only(backend):

@@ -62,6 +62,14 @@ def test_rotations_are_zero_at_conditions_and_turn_by_row_then_column():
     assert torch.allclose(cell.angle(), torch.tensor([[2.0, 0.02, 1.0, 0.01], [2.0, 0.02, 1.0, 0.01], [0.0] * 4]))
 
 
+def test_the_null_class_and_the_drafter_s_rotations():
+    """The null class comes after the others. A drafter's positions are the target's, without the first condition's."""
+    gpt = GPT(GPTConfig(dim=8, layers=1, heads=2, vocabulary=5, grid=2, classes=3))
+    assert torch.equal(gpt.null_condition(2)[:, 0], gpt.cls_embedding.embedding_table.weight[[3, 3]])
+    pipeline = tiny_pipeline()
+    assert torch.equal(pipeline.drafter.rotations, pipeline.gpt.rotations[1:])
+
+
 def test_half_precision_keeps_the_rotations():
     pipeline = tiny_pipeline().to(torch.bfloat16)
     condition, padding_mask = pipeline.gpt.condition(pipeline.words(pipeline.words.encode(["red heart"])))
