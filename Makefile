@@ -88,9 +88,11 @@ fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers, 
 gpu:  # with the machine's own torch: nothing is installed; PARTS="build tests" for some parts
 	PYTHON=$(PYTHON) bash benchmarks/gpu.sh $(PARTS)
 
-cuda: $(VENV)/installed  # the CUDA library of the tests, for one kind of GPU, where there is nvcc
-	PATH=$$PATH:/usr/local/cuda/bin; if command -v nvcc; then SPECVIS_CUDA=1 \
-		TORCH_CUDA_ARCH_LIST=$${TORCH_CUDA_ARCH_LIST:-9.0} $(VENV)/bin/python setup.py build_ext --inplace; fi
+cuda: $(VENV)/installed  # the CUDA library, for this machine's GPU; without one for 9.0, which the tests know
+	PATH=$${CUDA_HOME:+$$CUDA_HOME/bin:}$$PATH:/usr/local/cuda/bin; \
+	command -v nvidia-smi > /dev/null || export TORCH_CUDA_ARCH_LIST=$${TORCH_CUDA_ARCH_LIST:-9.0}; \
+	if command -v nvcc > /dev/null; then SPECVIS_CUDA=1 $(VENV)/bin/python setup.py build_ext --inplace; \
+	else echo "no nvcc in CUDA_HOME, PATH or /usr/local/cuda: going on without the CUDA library"; fi
 
 HINT := $(if $(CONSTRAINTS),|| { echo "$(CONSTRAINTS) may not fit this Python or machine (see above): make CONSTRAINTS= takes the newest"; exit 1; })
 

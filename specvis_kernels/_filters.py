@@ -44,7 +44,7 @@ def check_settings(guidance: Tensor | float | None, temperature: Tensor | float,
     """
     B = like.shape[0]
     if uncond is None:
-        if guidance is not None and not isinstance(guidance, Tensor) and guidance != 1:
+        if isinstance(guidance, (int, float)) and guidance != 1:
             raise ValueError("guidance must be 1 or None without uncond, the logits without the condition, "
                              f"got {guidance!r}")
         guidance = 1.0 if guidance is None else guidance

@@ -43,6 +43,7 @@ def pytest_runtest_makereport(item, call):
     """Counts the tests of an op on one backend: they have the parameter `backend`."""
     if call.when == "call" and not call.excinfo and hasattr(item, "callspec") and "backend" in item.callspec.params:
         COMPARED[item.callspec.params["backend"] or "PyTorch's choice"] += 1
+        COMPARED.update(getattr(item, "compared", ()))
 
 
 def pytest_sessionfinish(session):

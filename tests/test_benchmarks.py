@@ -323,8 +323,8 @@ esac
 @pytest.fixture
 def run_gpu_script(tmp_path):
     """run(*parts, **variables): its exit status, what it said, and the table's rows of words, with a fake Python and a
-    fake compute-sanitizer, without ncu, and with 8 seconds for Triton's tests."""
-    script = (harness.ROOT / "benchmarks/gpu.sh").read_text().replace("tests triton 120", "tests triton 8")
+    fake compute-sanitizer, without ncu, and with 10 seconds for Triton's tests."""
+    script = (harness.ROOT / "benchmarks/gpu.sh").read_text().replace("tests triton 120", "tests triton 10")
     files = {"benchmarks/gpu.sh": script, "setup.py": "", "csrc/a.cu": "", "specvis_kernels/verify_tree.py": "",
              "bin/python3": PYTHON, "bin/compute-sanitizer": "#!/bin/sh\necho watched $*"}
     for name, text in files.items():

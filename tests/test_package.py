@@ -268,7 +268,7 @@ def without_a_license(folder: Path) -> list[str]:
 
 
 def test_every_file_of_data_has_a_license(tmp_path):
-    """The wheels hold code, whose license is at the top, and the weights' folder, as the tests above say."""
+    """The wheels hold code, whose license is at the top, and the weights' folder, see tests/slow/test_install.py."""
     weights = ROOT / "python/specvis/weights"
     assert not without_a_license(weights)
     assert {path.name for path in weights.iterdir() if path.suffix == ".png"} == {"prompts.png"}  # some of it is MIT

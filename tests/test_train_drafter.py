@@ -287,7 +287,7 @@ def test_the_middle_of_a_picture_is_read_on_white(tmp_path):
     ({"0.png": None, "metadata.jsonl": '{"file_name": "0.png", "text": 3}'}, [], "1 of 1 do not: 0.png"),
     ({"0.png": None, "metadata.jsonl": "{"}, [], "a table with file_name and text in each row, got "),
     (None, [], "images must be given with --target"),
-    (None, ["--target", "nowhere", "--images", "."], "config nowhere/config.json cannot be read"),
+    (None, ["--target", "nowhere", "--images", "."], "there is no folder nowhere"),
 ])
 def test_bad_input_is_one_line_and_status_2(target, tmp_path, monkeypatch, files, arguments, message):
     monkeypatch.chdir(tmp_path)

@@ -75,7 +75,7 @@ def test_omega_is_of_the_request(backend):
 
 
 def test_a_request_without_drafts_needs_no_rule(backend):
-    got = verify(backend, 4, [0], [0, 1, 1], [0.6, 0.6, 0.0, 0.6], omega=-1.0)
+    got = verify(backend, 4, [0], [0, 1, 1], [0.6, 0.6, 0.0, 0.6], omega=torch.full((3,), -1.0, device=DEVICE))
     assert got == [[0, 0, 0], [1, 1, 1], [0.0] * 3, [0, INVALID_RULE, 0]]
 
 

@@ -164,7 +164,7 @@ def test_statuses(backend):
     bad = [NAN, 1, 1, 1]
     assert verify(backend, [bad, ROW, ROW], **chain) == ([], 0, 0.0, INVALID_ROW)
     assert verify(backend, [ROW, ROW, bad], **chain) == ([1, 2], 0, 0.0, INVALID_ROW)
-    assert verify(backend, [ROW], **chain, temperature=-1.0) == ([], 0, 0.0, INVALID_ROW)
+    assert verify(backend, [ROW], **chain, temperature=tensor([-1.0])) == ([], 0, 0.0, INVALID_ROW)
     assert verify(backend, [ROW], **chain, id_range=[[0, 4], [0, 5], [0, 4]]) == ([1], 0, 0.0, INVALID_ROW)
     assert verify(backend, [ROW], **chain, id_range=[[0, 4], [0, 4], [3, 3]]) == ([1, 2], 0, 0.0, INVALID_ROW)
     assert verify(backend, [ROW], **chain, draft=[4 * [0.0]]) == ([], 3, 0.0, INVALID_DRAFT)

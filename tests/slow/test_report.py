@@ -33,9 +33,8 @@ from specvis.studies.page import Section, format_cell
 from specvis.studies.quality import MORE_SCORES, Score
 from specvis.studies.report import ITEMS
 from specvis_kernels import tree_links
+from tests.studies.test_quality import NETWORK
 from tests.tiny import tiny_pipeline
-
-from .test_quality import NETWORK
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "report"
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]

@@ -39,9 +39,8 @@ from specvis.studies.distances import (
     joint,
     sliced_distance,
 )
+from tests.studies.test_quality import NETWORK
 from tests.tiny import tiny_pair
-
-from .test_quality import NETWORK
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
 SCOPE = dataclasses.replace(

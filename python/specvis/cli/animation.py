@@ -31,7 +31,7 @@ def draw_animation(drawing: Drawing, requests: list[Request], out: Path) -> None
     pipeline, rows = drawing.load(requests), {}
     prompts, sampling = [drawing.text(request, pipeline) for request in requests], drawing.sampling(requests)
     scale = drawing.scale or max(1, SIDE // pipeline.side)
-    check_picture(len(requests) * scale * pipeline.side, 2 * scale * pipeline.side * FRAMES)  # all are held at once
+    check_picture(len(requests) * scale * pipeline.side, 2 * scale * pipeline.side)
     with Steps(2) as progress:
         for method in (METHODS["vanilla"], drawing.method):
             progress.begin(method.label, len(requests) * pipeline.num_tokens)

@@ -87,6 +87,8 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
                      drafted chains (empty: not known)
     """
     methods = list(dict.fromkeys(parse_methods(names)))
+    if style is not None and not prompts:
+        raise ValueError("style must be given with --prompt: the prompts of compare have theirs")
     prompts = list(prompts or PROMPTS)
     prompts = repeated(prompts, count or len(prompts))
     seeds = list(range(seed, seed + len(prompts)))
@@ -113,7 +115,7 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
     reader.encode(prompts)
 
     with resumable("nothing was written; the same command begins anew"), locked(writable_folder(out)):
-        every = run_all(pipelines, list({run.key: run for run in (*of_windows.values(), *runs)}.values()), prompts,
+        every = run_all(pipelines, list({run.key: run for run in (*runs, *of_windows.values())}.values()), prompts,
                         singles)
         found = {result.key: result for result in every}
         results = [found[run.key] for run in runs]

@@ -118,6 +118,8 @@ def list_words(model: Path | None) -> None:
         from ..models.words import STYLES
         from ..pipelines.checkpoint import Vocabulary, read_config
         from ..pipelines.discrete import SHIPPED
+    if model is not None and not model.is_dir():
+        raise ValueError(f"model must be a folder, got {model}")
     file = (model or SHIPPED) / "vocabulary.json"
     if not file.exists():
         raise ValueError(f"words must be of a model whose prompts are words: {model} has no vocabulary.json")

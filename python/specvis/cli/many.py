@@ -74,6 +74,7 @@ class Drawing:
         options = {} if self.is_continuous else {"dtype": getattr(torch, self.dtype),
                                                  "text_encoder": self.text_encoder}
         pipeline = load_model(type(self.method), self.model, self.device, **options)
+        with_style("", pipeline.prompts.styles, self.style)  # a style that the model has not is wrong once
         wrong = []
         for line, request in {request.line: request for request in requests}.items():
             try:

@@ -45,7 +45,7 @@ from .sampling import Sampling, cfg_inputs, repeat_for_cfg, take_nodes
 
 WINDOWS = (0, 2, 4, 6, 8, 12, 16, 24, MAX_WINDOW)  # what "auto" chooses from; 0 is one token a forward
 # The share of guesses that are right where those before them are, at distance 1, 2, ..; the last number goes on. Of the
-# model of 6 layers that was shipped before, at a window of 32: 64 pictures of specvis compare's prompts at its settings
+# model of 6 layers that was shipped before, at a window of 32: 64 pictures of specvis tune's prompts at its settings
 # (`Decoded.num_accepted`)
 STANDING = (0.39, 0.76, 0.88, 0.90, 0.93, 0.90, 0.92, 0.89, 0.89, 0.87, 0.88, 0.85, 0.80, 0.74, 0.51, 0.61, 0.80, 0.85)
 PRIOR_STEPS = 8.0    # as many steps STANDING counts as

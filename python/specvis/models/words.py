@@ -67,6 +67,8 @@ class Words(nn.Module):
             if not 1 <= len(words) <= self.length:
                 raise ValueError(f"a prompt must have 1 to {self.length} words, style included, "
                                  f"got {len(words)}: {prompt!r}")
+            if words[0] in STYLES and len(words) == 1:
+                raise ValueError(f"a prompt must have a word after its style, got {prompt!r}")
             rows.append(repeated([self.ids[word] for word in words], self.length))
         return torch.tensor(rows, device=self.table.weight.device)
 
