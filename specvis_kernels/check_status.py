@@ -10,7 +10,7 @@ LOGITS = ("after guidance and temperature a row holds NaN, +inf or nothing but -
           "leaves the vocabulary: is an id masked in uncond alone?")
 GAUSSIAN = "a mean, log sigma, token or log ratio is NaN or infinite"
 PROBS = ("a row holds NaN, a negative number, a number above 2 or no mass: are they logits rather than probabilities, "
-         "or is every id masked?")
+         "is every id masked, or is a temperature negative?")
 MEANINGS = {  # bit -> its name, what may have happened
     INVALID_ROW: ("INVALID_ROW", PROBS),
     INVALID_TREE: ("INVALID_TREE", "a parent, link, row or token is out of range, and it was not followed: is a token "

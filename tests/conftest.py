@@ -1,5 +1,4 @@
 import os
-from collections import Counter
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning turns 0.05 ms into 16 where cores are shared
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")   # NumPy's threads spin too, and take 7 times the CPU
@@ -12,10 +11,11 @@ if not torch.cuda.is_available():
     from tests import cuda_on_cpu
     cuda_on_cpu.load()  # and so do the CUDA ones
 
+from tests.kernels.inputs import COMPARED  # noqa: E402  now that it is known which backends there are
+
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # the cores are shared by as many processes
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
-COMPARED = Counter()  # backend -> tests passed
 MEASURED = {}         # compiler -> kernel -> GPU -> the most of any variant, and which one spills most
 
 

@@ -40,7 +40,7 @@ from tests.tiny import tiny_pair, tiny_pipeline  # noqa: E402
 
 WORDS = ["", *"plain fluent-3d fluent-flat noto red blue heart grinning face neutral raised fist thumbs up pirate flag "
          "chequered".split()]
-PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]
+PROMPTS = ["noto red heart", "noto blue heart", "fluent-3d red heart", "noto heart"]
 TIMES = ("seconds", "speedup", "single_seconds", "single_speedup", "overhead")  # differ from run to run
 COMMANDS = {  # name -> its arguments, behind which --out and --model follow
     "generate": ["generate", "--prompts", "{model}/prompts.txt", "-n", "6", "--batch", "3", "--scale", "2"],

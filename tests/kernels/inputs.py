@@ -6,6 +6,7 @@ so any sum of them, in any order, is exact: every backend must agree with the or
 the way, the op has a tolerance in TOLERANCES.
 """
 import heapq
+from collections import Counter
 from functools import lru_cache
 
 import torch
@@ -15,6 +16,7 @@ from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+COMPARED = Counter()  # backend -> tests passed
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
 UNBATCHED = {"codebook_neighbors", "verify_chain"}  # the latter's requests are of different lengths: its own tests

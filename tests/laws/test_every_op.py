@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import specvis_kernels
 from specvis_kernels import INVALID_ROW, backends
-from tests.conftest import COMPARED
 from tests.kernels import inputs
 
 EVERY = [(op, backend) for op in inputs.CASES for backend in backends(op, inputs.DEVICE)]
@@ -82,7 +81,7 @@ def test_equals_its_oracle(op, case):
     for backend in [None, *backends(op, inputs.DEVICE)]:
         if backend not in ("oracle", "triton"):
             assert_agree(op, run(op, args, kwargs, backend), expected, backend)
-            COMPARED[backend or "PyTorch's choice"] += 1
+            inputs.COMPARED[backend or "PyTorch's choice"] += 1
 
 
 @pytest.mark.parametrize("op, case", [(op, case) for op, backend in EVERY if backend == "triton"
@@ -90,7 +89,7 @@ def test_equals_its_oracle(op, case):
 def test_triton_equals_its_oracle(op, case):
     args, kwargs = make(op, *case)
     assert_agree(op, run(op, args, kwargs, "triton"), run(op, args, kwargs, "oracle"), "triton")
-    COMPARED["triton"] += 1
+    inputs.COMPARED["triton"] += 1
 
 
 @pytest.mark.parametrize("op", inputs.CASES)

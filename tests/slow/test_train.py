@@ -46,7 +46,7 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
     words = json.loads((tmp_path / "data" / "vocabulary.json").read_text())
     (tmp_path / "weights" / "vocabulary.json").write_text(json.dumps({"words": words}))
     pair, arrays = MARPair.load(tmp_path / "weights"), np.load(tmp_path / "latents.npz")
-    assert pair.mar.config.tokens == 256 and pair.features(["red heart"]).shape == (1, 16, 32)
+    assert pair.mar.config.tokens == 256 and pair.features(["fluent-3d red heart"]).shape == (1, 16, 32)
     scaled = torch.from_numpy(arrays["tokens"]).float()
     assert torch.allclose(pair.scaling.latents(scaled).norm(dim=-1), torch.ones(24, 256), atol=0.01)
 

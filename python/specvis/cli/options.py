@@ -39,7 +39,7 @@ device_option = click.option("--device", default="cuda" if torch.cuda.is_availab
 
 style_option = click.option(
     "--style", type=click.Choice(STYLES), show_default=STYLES[0],
-    help="Put before prompts that do not begin with a style. The shipped model only.")
+    help="Put before prompts; an error for one that begins with a style. The shipped model only.")
 
 
 def sampling_options(command):

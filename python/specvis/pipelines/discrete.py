@@ -224,6 +224,8 @@ class Pipeline(nn.Module):
 
     def condition(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
         """Embeddings (B, S, dim) of prompts, and their padding mask (B, S) bool."""
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
         return self.gpt.condition(*self.source(prompts))
 
     @torch.inference_mode()
@@ -251,6 +253,8 @@ class Pipeline(nn.Module):
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")
+        if sampling is None:
+            raise ValueError("sampling must be a Sampling, such as pipeline.sampling(seeds=[0]), got None")
         methods = one_each(method, len(prompts), "method")
         if not all(isinstance(m, Method) for m in methods) or not isinstance(sampling, Sampling):
             kinds = ", ".join(sorted({type(m).__name__ for m in methods}))
