@@ -255,8 +255,8 @@ def test_what_python_users_give_wrongly_is_named(folder):
             (lambda: MARPair.load(folder, "abacus"), "device must be one that torch"),
             (lambda: pipeline.tokens("red heart", "jacobi", sampling), "prompts must be a list of strings, got 'red"),
             (lambda: pipeline.tokens(one, "jacobi", sampling, known_tokens=[[1, 2]]), "known_tokens must be an int64 "),
-            (lambda: pipeline.tokens(one, "jacobi", None), "sampling must be for discrete tokens, a Method and a "
-             "Sampling, got Method and NoneType"),
+            (lambda: pipeline.tokens(one, "jacobi", None), "sampling must be a Sampling, such as "
+             "pipeline.sampling(seeds=[0]), got None"),
             (lambda: pipeline.tokens(one, ["jacobi", "vanilla"], sampling), "method must be one, or one for each of "
              "the 1 requests, got 2"),
             (lambda: jacobi_decode(*request, None, "jacobi"), "sampling must be a Sampling, got NoneType"),
