@@ -278,6 +278,7 @@ bool add_to_request(Address at, Address place, unsigned bytes, Kind kind, bool i
   if (lane.met != warp.met) {
     lane.met = warp.met;
     for (Recent& recent : lane.recent) recent.line = 0;
+    lane.next_recent = 0;  // else what is found first depends on the launches before
   }
   const Address line = at / 16;
   const uint16_t own = static_cast<uint16_t>(((1u << bytes) - 1) << at % 16);
