@@ -65,7 +65,7 @@ format: $(VENV)/installed  # what lint asks for, as far as it can be done by mac
 demo: $(VENV)/installed  # pictures and a table of six methods, in a minute
 	$(VENV)/bin/specvis compare
 
-compare: $(VENV)/installed  # pictures and a table of all methods, in some ten minutes
+compare: $(VENV)/installed  # pictures and a table of all methods
 	$(VENV)/bin/specvis compare --methods all --temperature 0 --temperature 1 --singles 4 --windows 4,8,16,32 \
 		--out out/compare
 

@@ -6,9 +6,7 @@
 // that warp tries all children of a node by itself.
 //
 // Rows is the target's rows of one request, and has
-//     kLoadsInOnePlace  whether load() is so much code that greedy and sampled requests share it
-//     load(node)        before read(node); false: the row is invalid, and not read
-//     read(node, f)     makes that row the current one; calls f(v, p) for every id of this warp; true
+//     read(node, f)     makes that row the current one; calls f(v, p) for every id of this warp; false: it is invalid
 //     reread(f)         the same of the current row; a warp's lanes take ids that follow each other
 //     (v)               the probability of an id in the current row
 //     allows(v)         whether an id is in the row's range; outside of it a token has no neighbors
@@ -304,7 +302,8 @@ class Verifier {
     num_considered_ = static_cast<uint32_t>(k > 0 ? k - (batch.residual == ResidualRule::released) : 0);
   }
 
-  __device__ __forceinline__ void verify(bool greedy);
+  __device__ void verify_sampled();
+  __device__ void verify_greedy();
 
  private:
   static constexpr uint64_t kAccepted = uint64_t{1} << 63;
@@ -368,7 +367,7 @@ class Verifier {
 
   // Reads the row of a node, and makes it the residual: as masses if `is_dense`. Finds the largest entry, and of those
   // with its mass the lowest id, if `argmax` is not null.
-  __device__ bool read(int32_t node, bool is_loaded, bool is_dense, uint32_t* argmax = nullptr) {
+  __device__ bool read(int32_t node, bool is_dense, uint32_t* argmax = nullptr) {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i * kWarp < V_; i += blockDim.x) bits_[i] = 0;
     int64_t sum = 0;
@@ -387,7 +386,7 @@ class Verifier {
         best = entry > best ? entry : best;
       }
     };
-    entries_valid &= is_loaded && rows_.read(node, is_dense, begin_, end_, use);
+    entries_valid &= rows_.read(node, is_dense, begin_, end_, use);
     const Total total = sum_of_team(sum, entries_valid);
     state_.total = total.mass;
     state_.first = state_.last = state_.next = -1;
@@ -762,48 +761,23 @@ class Verifier {
   State state_ = {};
 };
 
-// A sampled request: from the root downwards. A greedy one: the nodes in order, of which each accepted one verifies the
-// chain of its children; at last the row at the end of the path.
 template <bool kHasDrafts, class Rows, class Links>
-__device__ __forceinline__ void Verifier<kHasDrafts, Rows, Links>::verify(bool greedy) {
-  const int32_t N = static_cast<int32_t>(links_.num_nodes());
-  const bool is_undefined = !greedy && this->is_undefined();
+__device__ void Verifier<kHasDrafts, Rows, Links>::verify_sampled() {
+  const bool is_undefined = this->is_undefined();
   if (is_undefined) state_.status |= kInvalidRule;
   int64_t next_token = 0;
-  int32_t node = 0, num_accepted = 0, n = 0, best = 0;  // the last two of a greedy request
+  int32_t node = 0, num_accepted = 0;
   bool draws = false;
   while (true) {
-    for (; greedy && n < N; ++n) {
-      if (nodes_[n].depth > nodes_[best].depth) best = n;
-      if (nodes_[n].depth >= 0 && nodes_[n].depth < links_.max_depth() && nodes_[n].first_child >= 0) break;
-    }
-    const bool at_end = greedy && n == N;
-    if (greedy) node = at_end ? best : n++;
-    if ((!greedy || at_end) && ends_in_bonus(node)) {
+    if (ends_in_bonus(node)) {
       next_token = bonus();
       break;
-    }
-    const bool is_valid = rows_.load(node);
-    if (greedy) {
-      uint32_t argmax;
-      if (!read(node, is_valid, false, &argmax)) {
-        if (!at_end) continue;
-        state_.status |= kInvalidRow;
-        break;
-      }
-      if (at_end) {
-        next_token = argmax;
-        break;
-      }
-      if (num_considered_ > 0 || warp() == 0) try_greedily(node, argmax);
-      __syncthreads();
-      continue;
     }
     const bool is_leaf = is_undefined || num_accepted == links_.max_depth();
     int32_t child = is_leaf ? -1 : nodes_[node].first_child;
     const int32_t from = nodes_[node].draft_row;
     const bool sampled = kHasDrafts && child >= 0 && from >= 0;
-    if (!read(node, is_valid, sampled)) {
+    if (!read(node, sampled)) {
       state_.status |= kInvalidRow;
       break;
     }
@@ -832,13 +806,46 @@ __device__ __forceinline__ void Verifier<kHasDrafts, Rows, Links>::verify(bool g
     ++num_accepted;
   }
   if (team_.thread() >= kWarp) return;
-  const double tv_excess = greedy ? nodes_[best].num_non_argmax : this->tv_excess();
+  const double tv_excess = this->tv_excess();
   if (lane() != 0) return;
   if (!draws) batch_.next_token[b_] = next_token;
-  if (greedy) num_accepted = nodes_[best].depth;
   write(batch_, b_, num_accepted, tv_excess, state_.status);
-  for (int32_t d = num_accepted; greedy && d > 0 && links_.accepted_nodes(); --d) {
-    links_.accepted_nodes()[d - 1] = best;
+}
+
+// A greedy request: the nodes in order. Each accepted node verifies the chain of its children. At last the row at the
+// end of the path is read.
+template <bool kHasDrafts, class Rows, class Links>
+__device__ void Verifier<kHasDrafts, Rows, Links>::verify_greedy() {
+  const int64_t N = links_.num_nodes(), max_depth = links_.max_depth();
+  int64_t next_token = 0;
+  int32_t best = 0;
+  for (int32_t n = 0; n <= N; ++n) {
+    const bool at_end = n == N;
+    if (!at_end && nodes_[n].depth > nodes_[best].depth) best = n;
+    if (!at_end && (nodes_[n].depth < 0 || nodes_[n].depth >= max_depth || nodes_[n].first_child < 0)) continue;
+    if (at_end && ends_in_bonus(best)) {
+      next_token = bonus();
+      break;
+    }
+    uint32_t argmax;
+    if (!read(at_end ? best : n, false, &argmax)) {
+      if (at_end) state_.status |= kInvalidRow;
+      continue;
+    }
+    if (at_end) {
+      next_token = argmax;
+      break;
+    }
+    if (num_considered_ > 0 || warp() == 0) try_greedily(n, argmax);
+    __syncthreads();
+  }
+  if (!is_first_thread()) return;
+  const int32_t num_accepted = nodes_[best].depth;
+  batch_.next_token[b_] = next_token;
+  write(batch_, b_, num_accepted, nodes_[best].num_non_argmax, state_.status);
+  int32_t* const accepted_nodes = links_.accepted_nodes();
+  for (int32_t d = num_accepted; d > 0 && accepted_nodes; --d) {
+    accepted_nodes[d - 1] = best;
     best = nodes_[best].parent;
   }
 }
@@ -856,12 +863,10 @@ __device__ void verify(Team& team, const Verification& batch, int64_t b, Rows& r
   }
   __syncthreads();
   Verifier<kHasDrafts, Rows, Links> verifier(batch, b, rows, links, team, nodes, layout, shared, scratch);
-  if (Rows::kLoadsInOnePlace) {
-    verifier.verify(greedy);
-  } else if (greedy) {
-    verifier.verify(true);
+  if (greedy) {
+    verifier.verify_greedy();
   } else {
-    verifier.verify(false);
+    verifier.verify_sampled();
   }
   if (team.size() > 1) team.sync();  // others may still read this block's shared memory
 }
@@ -887,12 +892,10 @@ __device__ void verify(Team& team, const Verification& batch, int64_t b, Rows& r
 
 // Rows of probabilities in memory.
 struct ProbRows {
-  static constexpr bool kLoadsInOnePlace = false;
   const float* probs;
   int64_t V;
   const float* row = nullptr;  // the current one
 
-  __device__ bool load(int32_t) const { return true; }
   template <class F>
   __device__ bool read(int32_t node, bool in_stride, uint32_t begin, uint32_t end, F f) {
     row = probs + node * V;

@@ -13,7 +13,6 @@ namespace {
 // The rows of request b.
 template <class Entries>
 struct FilteredRows {
-  static constexpr bool kLoadsInOnePlace = true;
   const LogitRows& rows;
   int64_t b;
   Team& team;
@@ -22,7 +21,8 @@ struct FilteredRows {
   Slices<float> probs;                 // of the current row, by id; outside of its range they mean nothing
   uint32_t first_id = 0, num_ids = 0;  // the range
 
-  __device__ bool load(int32_t node) {
+  template <class F>
+  __device__ bool read(int32_t node, bool, uint32_t begin, uint32_t end, F f) {
     const int64_t r = b * rows.N + node;
     const IdRange range = id_range_of(rows, r);
     first_id = static_cast<uint32_t>(range.first);
@@ -32,10 +32,6 @@ struct FilteredRows {
     row.to_probs();  // with barriers: every thread is done with the row before
     row.write_to([&](int id) { return probs.at(static_cast<uint32_t>(id)); });
     team.sync();
-    return true;
-  }
-  template <class F>
-  __device__ bool read(int32_t, bool, uint32_t begin, uint32_t end, F f) const {
     reread(begin, end, f);
     return true;
   }

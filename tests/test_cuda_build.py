@@ -40,13 +40,16 @@ NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 def cuda_build() -> Path:
-    """The folder of the objects that the CUDA library is made of. Skips the test where there is none, or an old one."""
+    """The folder of the objects that the CUDA library is made of. Skips the test where there is no such library; an old
+    one is an error."""
+    if not LIBRARY.exists():
+        pytest.skip("needs the CUDA library: make cuda")
     with pytest.MonkeyPatch.context() as patch:
         setup = defined_in_setup(patch)
         links = sorted(setup["OBJECTS"].resolve().glob(f"*/{LIBRARY.name}.log"), key=lambda log: log.stat().st_mtime)
-        if not (links and LIBRARY.exists() and
-                all(setup["is_fresh"](links[-1].with_name("csrc") / f"{file.name}.o") for file in KERNELS)):
-            pytest.skip("needs a CUDA library of what is in csrc/: SPECVIS_CUDA=1 python setup.py build_ext --inplace")
+        assert links, "no objects of the CUDA library: build it again, by make cuda"
+        old = [file.name for file in KERNELS if not setup["is_fresh"](links[-1].with_name("csrc") / f"{file.name}.o")]
+        assert not old, f"the CUDA library is not made of what is in csrc/: make cuda, for {old}"
     return links[-1].parent
 
 

@@ -18,7 +18,7 @@ from importlib import import_module
 if "torch" not in sys.modules:  # which reads it when it is imported
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
 
-# Each is imported when it is asked for: cli/main.py sets a variable before torch reads it, and --help needs no torch.
+# Each is imported when it is asked for: --help needs no torch.
 _HOMES = {
     "decoding.continuous": ("ContinuousSampling", "KnownTokens", "continuous_decode", "parallel_decode"),
     "decoding.discrete": ("decode", "speculative_decode"),

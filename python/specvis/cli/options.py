@@ -128,7 +128,7 @@ def takes_files(folder: Path) -> bool:
 
 
 def writable_file(path: Path, option: str = "out") -> Path:
-    """`path` if a picture can be written there, in a folder that may have to be made; nothing is left behind."""
+    """`path` if a picture can be written there, in a folder that may have to be made. No other file is left."""
     format = format_of(path)
     if format not in MAX_SIDES or format not in Image.SAVE:
         known = ", ".join(sorted(suffix for suffix, kind in Image.registered_extensions().items() if kind in MAX_SIDES))

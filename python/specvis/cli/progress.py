@@ -23,7 +23,7 @@ class Progress:
         self.bar.close()
 
     def update(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Counts that many more as done."""
         self.count += count
         self.bar.update(count)
         now = time.monotonic()

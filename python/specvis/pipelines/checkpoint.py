@@ -100,7 +100,7 @@ def check_device(device: torch.device | str) -> None:
     """ValueError unless tensors can be made and read on the device."""
     try:
         torch.zeros(1, device=device).item()  # "meta" has tensors, without numbers
-    except Exception as error:  # whatever a backend that is not installed raises
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:  # no such kind, no driver, not built in
         raise ValueError(f"device must be one that torch {torch.__version__} can use here, got {str(device)!r}"
                          ) from error
 
