@@ -211,6 +211,11 @@ def test_what_is_written_to_shares_no_memory(op, backend):
             with pytest.raises((ValueError, RuntimeError), match="that is written to (shares memory|overlaps)"):
                 call(**changes)
         call(**wrong[2])  # two that are read may share
+        memory = torch.zeros(27, dtype=torch.uint8, device=inputs.DEVICE)
+        token = memory[:24].view(torch.int64)
+        call(next_token=token, failed=memory[24:].view(torch.bool))
+        with pytest.raises((ValueError, RuntimeError), match="that is written to (shares memory|overlaps)"):
+            call(next_token=token, failed=memory[23:26].view(torch.bool))  # begins in the last byte of what is read
     else:
         cache = by_name(op, *getattr(inputs, op)(*inputs.CASES[op][1]))[0]["caches"]
         cache = cache[0] if isinstance(cache, list) else cache
