@@ -100,6 +100,26 @@ inline constexpr Op couple_tokens = {"couple_tokens",
                                       {"cutoff", "$", kCutoffs},
                                       {"offset", "#", "o"},
                                       {"residual", "$", kResiduals}}};
+inline constexpr Op decoder_layers = {"decoder_layers",
+                                      "NELTGDWPY",
+                                      {{"x", "h", "RNE"},
+                                       {"matrices", "=", "Lm"},
+                                       {"vectors", "f", "Lv"},
+                                       {"last_norm", "f?", "E"},
+                                       {"kv_cache", "=!", "LRT2GD"},
+                                       {"lengths", "l", "B"},
+                                       {"ancestors", "l", "BNW"},
+                                       {"positions", "l", "YN"},
+                                       {"rotations", "f", "Pd2"},
+                                       {"key_mask", "b?", "RS"},
+                                       {"heads", "#", "H"},
+                                       {"ffn_dim", "#", "q"},
+                                       {"first_node", "#", "z"},
+                                       {"eps", "-", ""},
+                                       {"head_eps", "-", ""},
+                                       {"has_first_norm", "-", ""},
+                                       {"has_head_norms", "-", ""},
+                                       {"rotates_halves", "-", ""}}};
 inline constexpr Op draft_children = {"draft_children",
                                       "FVK",
                                       {{"logits", "h", "BFV"},
@@ -311,7 +331,9 @@ inline Tensor new_empty(const Tensor& like, torch::headeronly::IntHeaderOnlyArra
 // Takes an op's arguments in their order, and raises RuntimeError about the first that does not fit.
 class Arguments {
  public:
-  explicit Arguments(const Op& op) : op_(op), next_(op.arguments), writes_(has(op.arguments[0], '!')) {}
+  explicit Arguments(const Op& op) : op_(op), next_(op.arguments) {
+    for (const Argument& argument : op.arguments) writes_ = writes_ || (argument.form && has(argument, '!'));
+  }
 
   void operator()(Tensor& tensor) { check(tensor, *next_++); }
   void operator()(std::optional<Tensor>& tensor) {
@@ -447,7 +469,7 @@ class Arguments {
     for (size_t d = 0; d < dims; ++d) {
       const char letter = argument.sizes[d];
       if (letter == '2') {
-        require(sizes[d] == 2, argument, "must have two entries in its last dimension");
+        require(sizes[d] == 2, argument, "must have two entries in a dimension");
       } else if (letter == 'w') {
         require(sizes[d] == (size('N') + 63) / 64, argument, "must have a word for each 64 nodes");
       } else {
@@ -488,7 +510,7 @@ class Arguments {
 
   const Op& op_;
   const Argument* next_;
-  bool writes_;
+  bool writes_ = false;
   int64_t sizes_['z' - 'A' + 1];  // of each letter that is known
   bool is_known_['z' - 'A' + 1] = {}, given_[kGroups] = {}, missing_[kGroups] = {};
   int num_chosen_ = 0, num_left_out_ = 0;  // of the alternatives

@@ -1,0 +1,203 @@
+// Vectors of kLanes floats by the compiler's own vector types, and numbers of two bytes as floats: for code that is
+// compiled for several kinds of machines, of which the running one's is chosen.
+#pragma once
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+// What is compiled for several machines must be inlined: only the outermost function names the machine.
+#define INLINED __attribute__((always_inline))
+#define INLINE inline INLINED
+
+// A product and the sum that it is added to are rounded once where the machine can do that. Every path below does so
+// alike.
+#ifdef __clang__
+#pragma STDC FP_CONTRACT ON
+#else
+#pragma GCC optimize("fp-contract=fast")
+#pragma GCC diagnostic ignored "-Wpsabi"  // the functions that vectors are passed to are inlined
+#endif
+
+namespace specvis {
+namespace {
+
+// Vectors have 4, 8, 16 and 16 lanes. The last kind multiplies pairs of bfloat16.
+enum class Machine { portable, avx2, avx512, avx512_bf16 };
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define FOR_AVX2 __attribute__((target("avx2,fma")))
+#define FOR_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
+#define FOR_AVX512_BF16 __attribute__((target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")))
+#else
+#define FOR_AVX2
+#define FOR_AVX512
+#define FOR_AVX512_BF16
+#endif
+
+// The best kind that the processor is. PyTorch's variable ATEN_CPU_CAPABILITY (default, avx2, avx512) forbids better.
+inline Machine machine() {
+  Machine best = Machine::portable;
+#if defined(__x86_64__) && defined(__GNUC__)
+  const char* const asked = std::getenv("ATEN_CPU_CAPABILITY");
+  const auto allows = [&](const char* name) { return !asked || !std::strcmp(asked, name); };
+  const bool is_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool is_avx512 = is_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (is_avx2 && (allows("avx2") || allows("avx512"))) best = Machine::avx2;
+  if (is_avx512 && allows("avx512")) best = Machine::avx512;
+  if (is_avx512 && !asked && __builtin_cpu_supports("avx512bf16")) best = Machine::avx512_bf16;
+#endif
+  return best;
+}
+
+constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+template <int kLanes>
+struct Vector;
+#define VECTOR(lanes)                                             \
+  template <>                                                     \
+  struct Vector<lanes> {                                          \
+    typedef float Of __attribute__((vector_size(lanes * 4)));     \
+    typedef int32_t Ints __attribute__((vector_size(lanes * 4))); \
+  }
+VECTOR(4);
+VECTOR(8);
+VECTOR(16);
+#undef VECTOR
+
+template <int kLanes>
+using Vec = typename Vector<kLanes>::Of;
+
+template <int kLanes>
+INLINE Vec<kLanes> load(const float* from) {
+  Vec<kLanes> x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+template <int kLanes>
+INLINE void store(float* to, Vec<kLanes> x) {
+  std::memcpy(to, &x, sizeof x);
+}
+
+// The entries of a and b, counted through, that these indices name.
+template <int kLanes>
+INLINE Vec<kLanes> shuffle(Vec<kLanes> a, Vec<kLanes> b, typename Vector<kLanes>::Ints indices) {
+#ifdef __clang__
+  Vec<kLanes> x;
+  for (int i = 0; i < kLanes; ++i) x[i] = indices[i] < kLanes ? a[indices[i]] : b[indices[i] - kLanes];
+  return x;
+#else
+  return __builtin_shuffle(a, b, indices);
+#endif
+}
+
+// The sums of pairs of lanes that are kWidth / 2 apart, of two vectors.
+template <int kLanes, int kWidth>
+INLINE Vec<kLanes> fold(Vec<kLanes> a, Vec<kLanes> b) {
+  typename Vector<kLanes>::Ints low, high;
+  for (int i = 0; i < kLanes; ++i) {
+    low[i] = i / (kWidth / 2) * kWidth + i % (kWidth / 2);
+    high[i] = low[i] + kWidth / 2;
+  }
+  return shuffle<kLanes>(a, b, low) + shuffle<kLanes>(a, b, high);
+}
+
+// The sum of the lanes of each of kLanes vectors: lane l and l + kLanes / 2 first, and so on.
+template <int kLanes>
+INLINE Vec<kLanes> sums_of_lanes(Vec<kLanes> (&x)[kLanes]) {
+  constexpr int kHalf = kLanes / 2, kQuarter = kLanes / 4;
+  for (int i = 0; i < kHalf; ++i) x[i] = fold<kLanes, kLanes>(x[2 * i], x[2 * i + 1]);
+  for (int i = 0; i < kQuarter; ++i) x[i] = fold<kLanes, kLanes / 2>(x[2 * i], x[2 * i + 1]);
+  if constexpr (kLanes >= 8) {
+    for (int i = 0; i < kLanes / 8; ++i) x[i] = fold<kLanes, kLanes / 4>(x[2 * i], x[2 * i + 1]);
+  }
+  if constexpr (kLanes >= 16) x[0] = fold<kLanes, kLanes / 8>(x[0], x[1]);
+  return x[0];
+}
+
+template <int kLanes>
+INLINE float sum_of_lanes(Vec<kLanes> x) {
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  }
+  return x[0];
+}
+
+// exp of each lane, as exp_of of floats.h.
+template <int kLanes>
+INLINE Vec<kLanes> exp_of_lanes(Vec<kLanes> x) {
+  using Ints = typename Vector<kLanes>::Ints;
+  const Vec<kLanes> clamped = x < -100.f ? Vec<kLanes>{} - 100.f : x;
+  const Vec<kLanes> shifted = clamped * 1.44269504f + 12582912.f;
+  const Vec<kLanes> n = shifted - 12582912.f;
+  const Vec<kLanes> r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec<kLanes> y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = (y * r) * r + r + 1.f;
+  Ints bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits - 0x4b400000 + 127) << 23;
+  Vec<kLanes> scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x < -87.f ? Vec<kLanes>{} : y * scale;
+}
+
+INLINE float bits_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+template <int kLanes>
+INLINE Vec<kLanes> bits_as_lanes(typename Vector<kLanes>::Ints bits) {
+  Vec<kLanes> x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(c10::BFloat16 x) { return bits_as_float(uint32_t{x.x} << 16); }
+INLINE float to_float(c10::Half x) {
+  const uint32_t magnitude = uint32_t{x.x} & 0x7fff;
+  const float finite = bits_as_float(magnitude << 13) * 5.192296858534828e33f;  // 2^112; exact for subnormals too
+  uint32_t bits;
+  std::memcpy(&bits, &finite, sizeof bits);
+  bits = magnitude >= 0x7c00 ? magnitude << 13 | 0x7f800000 : bits;
+  return bits_as_float(bits | (uint32_t{x.x} & 0x8000) << 16);
+}
+
+// kLanes entries as floats, and floats as entries, rounded to the nearest.
+template <int kLanes>
+INLINE Vec<kLanes> load(const c10::BFloat16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const auto bits = __builtin_convertvector(halves, typename Vector<kLanes>::Ints) << 16;
+  return bits_as_lanes<kLanes>(bits);
+}
+
+template <int kLanes>
+INLINE void store(c10::BFloat16* to, Vec<kLanes> x) {
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+  typename Vector<kLanes>::Ints bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bits += 0x7fff + ((bits >> 16) & 1);
+  bits = x == x ? bits >> 16 : 0x7fc0 + typename Vector<kLanes>::Ints{};
+  const Halves halves = __builtin_convertvector(bits, Halves);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+template <class T>
+INLINE void convert(const T* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
+}
+
+}  // namespace
+}  // namespace specvis

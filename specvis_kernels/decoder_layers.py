@@ -1,0 +1,273 @@
+"""decoder_layers: all layers of a Llama-shaped decoder read the nodes of draft trees, in one call."""
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._dispatch import check, check_count, check_dims, define, for_each, integers
+from .tree_attention import _oracle as attend
+
+PANEL = 32  # outputs of a weight that are stored together
+DTYPES = torch.float32, torch.bfloat16
+
+
+class DecoderLayer(NamedTuple):
+    """The weights of one layer, as a model has them: all of one dtype, float32 or bfloat16."""
+
+    qkv: Tensor                        # ((H + 2 Hkv) D, E)  of queries, keys and values, in this order
+    out: Tensor                        # (E, H D)
+    gate: Tensor                       # (F, E)
+    up: Tensor                         # (F, E)
+    down: Tensor                       # (E, F)
+    ffn_norm: Tensor                   # (E,)
+    attention_norm: Tensor | None      # (E,)  None: attention reads x as it is, as in EAGLE's head
+    qkv_bias: Tensor | None = None     # ((H + 2 Hkv) D,)
+    out_bias: Tensor | None = None     # (E,)
+    head_norms: tuple[Tensor, Tensor] | None = None  # (H + Hkv, D) each: scale and shift of the LayerNorms of q and k
+
+
+class PackedLayers(NamedTuple):
+    """Layers in the order in which the kernel reads them, see `pack_layers`. They take as much memory again."""
+
+    matrices: Tensor          # (L, m)  float32 or bfloat16
+    vectors: Tensor           # (L, v)  float32
+    last_norm: Tensor | None  # (E,)    float32
+    heads: int                # H
+    ffn_dim: int              # F
+    eps: float
+    head_eps: float
+    has_first_norm: bool
+    has_head_norms: bool
+    rotates_halves: bool
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A weight (O, K) as panels of 32 outputs, filled up with zeros: (panels, K, 32), or of bfloat16, whose inputs come
+    in pairs, (panels, K / 2, 32, 2). K is even."""
+    O, K = weight.shape
+    pair = 4 // weight.itemsize
+    padded = F.pad(weight.detach(), (0, 0, 0, -O % PANEL))
+    return padded.view(-1, PANEL, K // pair, pair).transpose(1, 2).contiguous()
+
+
+def unpacked(packed: Tensor, O: int, K: int) -> Tensor:
+    """The weight (O, K) that `packed` (any shape) is."""
+    pair = 4 // packed.itemsize
+    return packed.view(-1, K // pair, PANEL, pair).transpose(1, 2).reshape(-1, K)[:O]
+
+
+def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None, *, heads: int, eps: float = 1e-5,
+                head_eps: float = 1e-5, rotates_halves: bool = False) -> PackedLayers:
+    """Copy the weights of a decoder's layers for `decoder_layers`. Changes of the weights do not reach the copy.
+
+    Args:
+        layers:         from the first to the last, all of the same sizes
+        last_norm:      (E,)  the RMSNorm after the last layer; None: there is no such norm
+        heads:          H, of queries
+        eps, head_eps:  of the RMSNorms, and of the LayerNorms of q and k
+        rotates_halves: a rotation turns entries i and i + D / 2, as in transformers; else 2 i and 2 i + 1, as in
+                        LlamaGen
+
+    Raises:
+        ValueError: the sizes or dtypes do not fit to each other, E or D is no multiple of 16
+    """
+    if not layers:
+        raise ValueError("layers must be at least one")
+    first = layers[0]
+    if first.qkv.dtype not in DTYPES:
+        raise ValueError(f"layers must be float32 or bfloat16, got {str(first.qkv.dtype)[6:]}")
+    E, HD = first.out.shape
+    D, ffn_dim = HD // heads, len(first.gate)
+    if E % 16 or D % 16 or HD != heads * D or len(first.qkv) % D or D > 256:
+        raise ValueError(f"layers must have E and D that are multiples of 16, and D of at most 256, got E={E}, D={D}")
+    Q, heads_of_kv = len(first.qkv), (len(first.qkv) // D - heads) // 2
+    sizes = DecoderLayer((Q, E), (E, HD), (ffn_dim, E), (ffn_dim, E), (E, ffn_dim), (E,), (E,), (Q,), (E,),
+                         (heads + heads_of_kv, D))
+
+    def pack(layer: DecoderLayer) -> tuple[Tensor, Tensor]:
+        for name, tensors, size in zip(layer._fields, layer, sizes):
+            for tensor in tensors if isinstance(tensors, tuple) else [tensors]:
+                if tensor is not None and (tensor.shape != size or tensor.dtype != first.qkv.dtype):
+                    raise ValueError(f"layers must have {name} {str(first.qkv.dtype)[6:]} {size}, "
+                                     f"got {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
+        gate_up = torch.stack([pack_weight(layer.gate), pack_weight(layer.up)], 1)  # panels take turns
+        down = F.pad(layer.down.detach(), (0, -ffn_dim % PANEL))
+        zeros = layer.out.new_zeros
+        vectors = [zeros(E) if layer.attention_norm is None else layer.attention_norm, layer.ffn_norm,
+                   zeros(E) if layer.out_bias is None else layer.out_bias,
+                   zeros(Q) if layer.qkv_bias is None else layer.qkv_bias, *(layer.head_norms or ())]
+        matrices = pack_weight(layer.qkv), pack_weight(layer.out), gate_up, pack_weight(down)
+        return torch.cat([m.flatten() for m in matrices]), torch.cat([v.detach().float().flatten() for v in vectors])
+
+    matrices, vectors = None, []
+    for number, layer in enumerate(layers):
+        if (layer.attention_norm is None, layer.head_norms is None) != (first.attention_norm is None,
+                                                                        first.head_norms is None):
+            raise ValueError("layers must all have the same norms")
+        packed, of_layer = pack(layer)
+        if matrices is None:
+            matrices = packed.new_empty(len(layers), len(packed))
+        matrices[number] = packed
+        vectors.append(of_layer)
+    return PackedLayers(matrices, torch.stack(vectors), None if last_norm is None else last_norm.detach().float(),
+                        heads, ffn_dim, eps, head_eps, first.attention_norm is not None, first.head_norms is not None,
+                        rotates_halves)
+
+
+def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: Tensor, ancestors: Tensor,
+                   positions: Tensor, rotations: Tensor, *, first_node: int = 0, key_mask: Tensor | None = None,
+                   backend: str | None = None) -> Tensor:
+    """Read nodes of draft trees by all layers of a Llama-shaped decoder. This writes to the cache.
+
+    Each layer is
+
+        q, k, v = RMSNorm(x) W_qkv;   q and k are turned by their positions' rotations;   k and v go into the cache
+        x = x + Attention(q, k, v) W_out
+        x = x + (silu(y W_gate) * y W_up) W_down,   y = RMSNorm(x)
+
+    Node n of request b stands in column lengths[b] + first_node + n, and sees what `tree_attention` says. Grouped
+    keys, biases, LayerNorms of q and k, and no first norm are options of the layers. A column outside of the cache is
+    neither written nor seen. Row r belongs to request r % B.
+
+    Products have operands of x's dtype; their sums, the residual stream and what lies between are float32. On a CPU the
+    kernel computes each output in an order that depends on the model alone: not a bit depends on how many nodes are
+    read at once, on other rows, or on the number of threads. It is for few rows: products of a hundred rows and more
+    are quicker by BLAS. Kernels exist for CPUs; elsewhere a decoder's own modules are quicker than the oracle.
+
+    Args:
+        x:          (R, N, E)             float32 or bfloat16   embeddings
+        layers:     of L layers           from `pack_layers`, of x's dtype
+        kv_cache:   (L, R, T, 2, Hkv, D)  as x   written to, contiguous
+        lengths:    (B,) int32 or int64          the column of node 0; R is a multiple of B
+        ancestors:  (B, N, W) or (1, N, W) int64   words of bits of the nodes that are read, as `tree_links` gives them:
+                                                   a node's own bit is first_node + n
+        positions:  (Y, N) int32 or int64        the row of `rotations` of each node; R is a multiple of Y. What is
+                                                 outside of the table has its first or last row
+        rotations:  (P, D / 2, 2) float32        cosine and sine by which pairs are turned
+        first_node: how many nodes of the tree were read before
+        key_mask:   (R, S) bool                  which of the first columns are seen; None: all
+        backend:    None for the device's own kernel; a name from `backends()` to force one
+
+    Returns:
+        hidden:     (R, N, E)  as x, after the last norm
+
+    Raises:
+        ValueError: an argument's dtype, shape or device differs from the above
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, tree_links
+        >>> w = torch.zeros(16, 16)                              # E = F = D = 16, one head: nothing is added to x
+        >>> layers = pack_layers([DecoderLayer(w.repeat(3, 1), w, w, w, w, torch.ones(16), None)], heads=1)
+        >>> chain = tree_links(torch.tensor([[-1, 0]], dtype=torch.int32)).ancestors
+        >>> cache = torch.zeros(1, 1, 4, 2, 1, 16)
+        >>> decoder_layers(torch.ones(1, 2, 16), layers, cache, torch.tensor([1]), chain, torch.tensor([[1, 2]]),
+        ...                torch.ones(4, 8, 2))[0, :, 0]
+        tensor([1., 1.])
+    """
+    R, N, E = check_dims("x", x, "RNE")
+    check("x", x, DTYPES, R=R, N=N, E=E)
+    if not isinstance(layers, PackedLayers):
+        raise ValueError(f"layers must be PackedLayers, from pack_layers, got {type(layers).__name__}")
+    L, m = layers.matrices.shape
+    check("layers.matrices", layers.matrices, x.dtype, like=x, L=L, m=m)
+    T, Hkv, D = (kv_cache.shape[d] for d in (2, 4, 5)) if check_dims("kv_cache", kv_cache, "LRT2GD") else ()
+    check("kv_cache", kv_cache, x.dtype, like=x, L=L, R=R, T=T, two=2, Hkv=Hkv, D=D)
+    if not kv_cache.is_contiguous():
+        raise ValueError("kv_cache must be contiguous, since it is written to")
+    B, = check_dims("lengths", lengths, "B")
+    lengths = integers("lengths", lengths, torch.int64, x, B=B)
+    W = check_dims("ancestors", ancestors, "BNW")[2]
+    check("ancestors", ancestors, torch.int64, x, may_be_one=True, B=B, N=N, W=W)
+    Y = check_dims("positions", positions, "YN")[0]
+    positions = integers("positions", positions, torch.int64, x, Y=Y, N=N)
+    P = check_dims("rotations", rotations, "Pd2")[0]
+    check("rotations", rotations, torch.float32, like=x, P=P, pairs=D // 2, two=2)
+    first_node = check_count("first_node", first_node, 0)
+    if N < 1 or T < 1 or P < 1 or Y < 1 or R % Y:
+        raise ValueError(f"there must be a node, a column, a rotation, and rows a multiple of those of positions, "
+                         f"got N={N}, T={T}, P={P}, Y={Y} and R={R}")
+    if R % B if B else R:
+        raise ValueError(f"the rows of x must be a multiple of B={B}, got {R}")
+    if first_node + N > 64 * W:
+        raise ValueError(f"ancestors must have a word for each 64 nodes, got W={W} for {first_node + N} nodes")
+    if matrix_sizes(E, layers.heads, Hkv, D, layers.ffn_dim)[-1] != m:
+        raise ValueError(f"layers must be packed for E={E}, Hkv={Hkv} and D={D} as x and kv_cache have it")
+    if key_mask is not None:
+        check("key_mask", key_mask, torch.bool, like=x, R=R, S=check_dims("key_mask", key_mask, "RS")[1])
+        key_mask = key_mask.contiguous()
+    return _call(backend, x.contiguous(), layers.matrices, layers.vectors, layers.last_norm, kv_cache, lengths,
+                 for_each(ancestors, B), positions, rotations.contiguous(), key_mask, *layers[3:5], first_node,
+                 *layers[5:])
+
+
+def matrix_sizes(E: int, H: int, Hkv: int, D: int, ffn_dim: int) -> list[int]:
+    """Where qkv, out, gate with up, and down end in a layer's packed matrices."""
+    def padded(outputs):
+        return outputs + -outputs % PANEL
+
+    F_ = padded(ffn_dim)
+    ends = [padded((H + 2 * Hkv) * D) * E, padded(E) * H * D, 2 * F_ * E, padded(E) * F_]
+    return [sum(ends[: i + 1]) for i in range(4)]
+
+
+def _oracle(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, positions, rotations, key_mask, heads,
+            ffn_dim, first_node, eps, head_eps, has_first_norm, has_head_norms, rotates_halves):
+    R, N, E = x.shape
+    L, _, T, _, G, D = kv_cache.shape
+    B, H = len(lengths), heads
+    ends, padded_F = matrix_sizes(E, H, G, D, ffn_dim), ffn_dim + -ffn_dim % PANEL
+    cosine, sine = rotations[positions.clamp(0, len(rotations) - 1)].repeat(R // len(positions), 1, 1, 1).unbind(-1)
+    column = lengths[:, None] + first_node + torch.arange(N, device=x.device)
+    column = torch.where((lengths[:, None] >= 0) & (column < T), column, T).repeat(R // max(B, 1), 1)
+    row = torch.arange(R, device=x.device)[:, None]
+
+    def times(x, weight, O, K):  # operands of the dtype, sums in float32
+        return x.float() @ unpacked(weight, O, K).float().T
+
+    def normed(x, weight):
+        return x if weight is None else F.rms_norm(x, (E,), weight, eps)
+
+    def rotated(x):  # (R, N, heads, D)
+        a, b = x.chunk(2, -1) if rotates_halves else (x[..., 0::2], x[..., 1::2])
+        c, s = cosine[:, :, None], sine[:, :, None]
+        turned = a * c - b * s, a * s + b * c
+        return torch.cat(turned, -1) if rotates_halves else torch.stack(turned, -1).flatten(-2)
+
+    dtype, stream = x.dtype, x.float()
+    for layer, (matrix, vector) in enumerate(zip(matrices, vectors)):
+        qkv, out, gate_up, down = (matrix[begin:end] for begin, end in zip([0, *ends], ends))
+        Q, n = (H + 2 * G) * D, (H + G) * D * has_head_norms
+        first_norm, ffn_norm, out_bias, qkv_bias, scale, shift = vector.split([E, E, E, Q, n, n])
+        y = normed(stream, first_norm if has_first_norm else None).to(dtype)
+        y = (times(y, qkv, Q, E) + qkv_bias).view(R, N, H + 2 * G, D)
+        qk, v = y[:, :, :H + G], y[:, :, H + G:]
+        if has_head_norms:
+            qk = F.layer_norm(qk, (D,), eps=head_eps) * scale.view(-1, D) + shift.view(-1, D)
+        qk = rotated(qk)
+        entries = torch.stack([qk[:, :, H:], v], 2).to(dtype)
+        padded = F.pad(kv_cache[layer], (0, 0, 0, 0, 0, 0, 0, 1))  # its last column takes what is outside
+        padded[row, column] = entries
+        kv_cache[layer].copy_(padded[:, :T])
+        k_cache, v_cache = kv_cache[layer].unbind(2)
+        attended = attend(qk[:, :, :H].to(dtype), k_cache, v_cache, lengths, ancestors, key_mask, D ** -0.5)
+        stream = stream + times(attended.flatten(2), out, E, H * D) + out_bias
+        y = normed(stream, ffn_norm).to(dtype)
+        gate, up = (times(y, part.reshape(-1), ffn_dim, E) for part in gate_up.view(-1, 2, E * PANEL).unbind(1))
+        y = F.pad((F.silu(gate) * up).to(dtype), (0, padded_F - ffn_dim))
+        stream = stream + times(y, down, E, padded_F)
+    return normed(stream, last_norm).to(dtype)
+
+
+def _meta(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, positions, rotations, key_mask, heads,
+          ffn_dim, first_node, eps, head_eps, has_first_norm, has_head_norms, rotates_halves):
+    return x.new_empty(x.shape)
+
+
+_call = define(
+    "decoder_layers(Tensor x, Tensor matrices, Tensor vectors, Tensor? last_norm, Tensor(a!) kv_cache, Tensor lengths, "
+    "Tensor ancestors, Tensor positions, Tensor rotations, Tensor? key_mask, int heads, int ffn_dim, int first_node, "
+    "float eps, float head_eps, bool has_first_norm, bool has_head_norms, bool rotates_halves) -> Tensor",
+    oracle=_oracle, meta=_meta, batch="lengths")
