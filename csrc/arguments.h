@@ -204,6 +204,10 @@ inline constexpr Op neighborhood_sum = {"neighborhood_sum",
                                          {"delta", "f", "R"},
                                          {"cutoff", "$", kCutoffs},
                                          {"offset", "#", "o"}}};
+inline constexpr Op packed_linear = {
+    "packed_linear",
+    "Kpnq",
+    {{"x", "h", "MK"}, {"weight", "=", "pn"}, {"bias", "f?", "q"}, {"out_features", "#", "q"}}};
 // log_ratio is (B, G), or without the four of the last step (B, G, M).
 inline constexpr Op resample_gaussian = {"resample_gaussian",
                                          "GCM",

@@ -36,6 +36,7 @@ from .expand_tree import ExpandTreeResult, expand_tree
 from .guided_probs import GuidedProbsResult, guided_probs
 from .neighborhood_sum import NeighborhoodSumResult, neighborhood_sum
 from .noise import gumbel_noise, philox_uniforms, philox_words
+from .packed_linear import pack_weight, packed_linear
 from .resample_gaussian import ResampleGaussianResult, resample_gaussian
 from .sample_residual import SampleResidualResult, sample_residual
 from .select_tree import SelectTreeResult, select_tree
@@ -54,14 +55,15 @@ from .verify_tree import VerifyResult, verify_tree
 __version__ = "0.2.0.dev0"
 __all__ = [
     "accept_gaussian", "codebook_neighbors", "commit_kv", "commit_tokens", "couple_tokens", "decoder_layers",
-    "draft_children",
-    "draft_frontier", "draw_children", "draw_tokens", "expand_tree", "guided_probs", "neighborhood_sum",
-    "resample_gaussian", "sample_residual", "select_tree", "tree_attention", "tree_from_mask", "tree_from_paths",
-    "tree_links", "tree_mask", "tree_paths", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
-    "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DraftChildrenResult", "DraftFrontierResult",
-    "DecoderLayer", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult",
-    "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError", "TreeLinksResult",
-    "VerifyChainResult", "VerifyGreedyResult", "VerifyResult",
-    "PackedLayers", "backends", "check_status", "gumbel_noise", "ops", "pack_layers", "philox_uniforms", "philox_words", "tree_from_choices",
+    "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree", "guided_probs",
+    "neighborhood_sum", "packed_linear", "resample_gaussian", "sample_residual", "select_tree", "tree_attention",
+    "tree_from_mask", "tree_from_paths", "tree_links", "tree_mask", "tree_paths", "verify_chain", "verify_greedy",
+    "verify_logits", "verify_tree",
+    "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DecoderLayer", "DraftChildrenResult",
+    "DraftFrontierResult", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult",
+    "NeighborhoodSumResult", "PackedLayers", "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult",
+    "StatusError", "TreeLinksResult", "VerifyChainResult", "VerifyGreedyResult", "VerifyResult",
+    "backends", "check_status", "gumbel_noise", "ops", "pack_layers", "pack_weight", "philox_uniforms",
+    "philox_words", "tree_from_choices",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

@@ -7,10 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._dispatch import check, check_count, check_dims, define, for_each, integers
+from .packed_linear import DTYPES, PANEL, pack_weight, unpacked
 from .tree_attention import _oracle as attend
-
-PANEL = 32  # outputs of a weight that are stored together
-DTYPES = torch.float32, torch.bfloat16
 
 
 class DecoderLayer(NamedTuple):
@@ -41,21 +39,6 @@ class PackedLayers(NamedTuple):
     has_first_norm: bool
     has_head_norms: bool
     rotates_halves: bool
-
-
-def pack_weight(weight: Tensor) -> Tensor:
-    """A weight (O, K) as panels of 32 outputs, filled up with zeros: (panels, K, 32), or of bfloat16, whose inputs come
-    in pairs, (panels, K / 2, 32, 2). K is even."""
-    O, K = weight.shape
-    pair = 4 // weight.itemsize
-    padded = F.pad(weight.detach(), (0, 0, 0, -O % PANEL))
-    return padded.view(-1, PANEL, K // pair, pair).transpose(1, 2).contiguous()
-
-
-def unpacked(packed: Tensor, O: int, K: int) -> Tensor:
-    """The weight (O, K) that `packed` (any shape) is."""
-    pair = 4 // packed.itemsize
-    return packed.view(-1, K // pair, PANEL, pair).transpose(1, 2).reshape(-1, K)[:O]
 
 
 def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None, *, heads: int, eps: float = 1e-5,
@@ -255,7 +238,7 @@ def _oracle(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, posit
         attended = attend(qk[:, :, :H].to(dtype), k_cache, v_cache, lengths, ancestors, key_mask, D ** -0.5)
         stream = stream + times(attended.flatten(2), out, E, H * D) + out_bias
         y = normed(stream, ffn_norm).to(dtype)
-        gate, up = (times(y, part.reshape(-1), ffn_dim, E) for part in gate_up.view(-1, 2, E * PANEL).unbind(1))
+        gate, up = (times(y, part, ffn_dim, E) for part in gate_up.view(-1, 2, E * PANEL).unbind(1))
         y = F.pad((F.silu(gate) * up).to(dtype), (0, padded_F - ffn_dim))
         stream = stream + times(y, down, E, padded_F)
     return normed(stream, last_norm).to(dtype)

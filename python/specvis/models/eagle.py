@@ -11,8 +11,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, pack_weight, packed_linear
+
 from .interface import Nodes
-from .layers import Cache, Linear, NodesReading, Packing, Reading, grid_rotations, rotations_at
+from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotation_pairs, rotations_at
 from .llamagen import GPTConfig, RMSNorm
 
 NORM_EPS = 1e-6  # of LANTERN's drafter, whatever the target's
@@ -22,7 +24,7 @@ class SelfAttention(nn.Module):
     def __init__(self, dim: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Linear(dim, dim, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
@@ -32,8 +34,8 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, dim: int, ffn_dim: int):
         super().__init__()
-        self.gate_proj, self.up_proj = (Linear(dim, ffn_dim, bias=False) for _ in range(2))
-        self.down_proj = Linear(ffn_dim, dim, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(dim, ffn_dim, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -52,15 +54,23 @@ class EagleLayer(nn.Module):
         x = x + self.self_attn(x, reading, layer)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+    def weights(self) -> DecoderLayer:
+        a, mlp = self.self_attn, self.mlp
+        qkv = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])
+        return DecoderLayer(qkv, a.o_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
+                            self.post_attention_layernorm.weight, None)
+
 
 class EagleHead(nn.Module):
     """Drafts for a GPT of the same config, whose output layer turns its hidden states into logits."""
+
+    PACKABLE = nn.ModuleList, EagleLayer, SelfAttention, MLP, nn.Linear, RMSNorm
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocabulary, config.dim)
-        self.fc = Linear(2 * config.dim, config.dim)
+        self.fc = nn.Linear(2 * config.dim, config.dim)
         self.layers = nn.ModuleList([EagleLayer(config)])
         self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens - 1, spare=1,
                                         base=config.rope_base)
@@ -82,16 +92,29 @@ class EagleHead(nn.Module):
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """The same for tokens behind what the cache holds. See `Drafter.extend`."""
-        return self(tokens, previous_hidden, NodesReading(self, nodes, cache))
+        packed = self.packing.get(self, previous_hidden)
+        if packed is None:
+            return self(tokens, previous_hidden, NodesReading(self, nodes, cache))
+        layers, fc, bias, rotations = packed
+        x = torch.cat([self.embed_tokens(tokens), previous_hidden], -1)
+        x = packed_linear(x, fc, self.config.dim, bias).to(x.dtype)
+        return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, nodes.lengths[:, None] + nodes.depth,
+                              rotations, first_node=nodes.first, key_mask=nodes.padding_mask)
 
     def forward(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:
-        self.packing.refresh(self, previous_hidden)
         x = self.fc(torch.cat([self.embed_tokens(tokens), previous_hidden], -1))
         for index, layer in enumerate(self.layers):
             x = layer(x, reading, index)
         return x
 
+    def packed_parts(self) -> list[nn.Module]:
+        return [self.fc, self.layers]
+
+    def pack(self) -> tuple:
+        layers = pack_layers([layer.weights() for layer in self.layers], heads=self.config.heads, eps=NORM_EPS)
+        return layers, pack_weight(self.fc.weight), self.fc.bias.detach().float(), rotation_pairs(self.rotations)
+
     def new_cache(self, rows: int, columns: int) -> Cache:
-        self.packing.forget()
+        self.packing.check(self)
         weight, c = self.fc.weight, self.config
         return Cache(len(self.layers), rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)

@@ -1,5 +1,4 @@
-"""What LlamaGen's GPT and its EAGLE drafter share: linear layers, rotary positions on a grid, attention, its cache."""
-import platform
+"""What LlamaGen's GPT and its EAGLE drafter share: packed weights, rotary positions on a grid, attention, its cache."""
 from copy import copy
 
 import torch
@@ -7,77 +6,71 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import commit_kv, tree_attention
+from specvis_kernels import backends, commit_kv, tree_attention
 
 from .interface import Nodes
 
-CAN_PACK = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
-PACKED_DTYPES = [torch.float32]
-if CAN_PACK and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    PACKED_DTYPES.append(torch.bfloat16)
-PACKED_FOR = 34  # rows: a window of 16 with guidance. The order that oneDNN chooses is the same from 2 to 66
-
-
-class Linear(nn.Linear):
-    """nn.Linear, which multiplies by the weight in oneDNN's own order while `packed` holds it; see `Packing`."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.packed = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None or torch.is_grad_enabled():
-            return super().forward(x)
-        return times(x, self.packed, self.bias)
-
-    def _apply(self, *args, **kwargs):
-        self.packed = None
-        return super()._apply(*args, **kwargs)
-
-    def __getstate__(self):
-        return self.__dict__ | {"packed": None}  # copies pack for themselves
-
-
-def times(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product of x with a packed weight."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+USE_DECODER_LAYERS = True  # False: PyTorch's modules read everything, for who compares the two
+DTYPES = torch.float32, torch.bfloat16
 
 
 class Packing:
-    """The weights of a module's linear layers in oneDNN's own order, for forwards without gradients on an x86 CPU.
+    """Copies of a model's weights in the order of `decoder_layers` and `packed_linear`, for few rows on a CPU.
 
-    A decoder reads few rows at a time. Most of the time of such a product goes into ordering the weight, unless that is
-    done beforehand. A model calls `refresh` before it reads: the weights are packed if they are other tensors than
-    before, or were changed. What is written through `weight.data` leaves no trace, nor do layers that are replaced, so
-    `new_cache` calls `forget`. The packed weights are kept beside the model's own: they take as much memory again.
+    The model says which `packed_parts()` its copies are of, of which `PACKABLE` types their modules must be, and makes
+    the copies by `pack()`. It calls `check` in `new_cache`, where a decoding begins, and `get` at each read. The copies
+    are made again when the weights have changed. They take as much memory as the weights.
     """
 
     def __init__(self):
-        self.forget()
+        self.weights, self.versions, self.sums, self.packed = [], [], [], None
 
-    def refresh(self, module: nn.Module, x: Tensor) -> list[Tensor]:
-        """Make the module's layers ready to read x. Returns their packed weights in the order of `modules`, or none."""
-        if self.layers is None:
-            self.layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
-        weights = [layer.weight for layer in self.layers]
-        source = [(w.data_ptr(), w._version) for w in weights] if weights and can_use_packed(x, weights[0]) else []
-        if source != self.source or source and any(layer.packed is None for layer in self.layers):
-            for layer, w in zip(self.layers, weights):
-                layer.packed = torch.ops.mkldnn._reorder_linear_weight(w.detach(), PACKED_FOR) if source else None
-            self.source, self.weights = source, [layer.packed for layer in self.layers if source]
-        return self.weights
+    def __reduce__(self):
+        return Packing, ()  # a copy of a model packs for itself
 
-    def forget(self) -> None:
-        self.layers, self.source, self.weights = None, None, []  # `source`: which tensors were packed, in which version
+    def check(self, model: nn.Module) -> None:
+        """Pack, if the ops can do what the model's modules do, and the weights are not those that are packed."""
+        parts = model.packed_parts()
+        weights = [weight for part in parts for weight in part.parameters()]
+        if not can_pack(weights) or not all(is_plain(m, model.PACKABLE) for part in parts for m in part.modules()):
+            self.weights, self.packed = [], None
+            return
+        sums, versions = list(map(sum_of, weights)), list(map(version, weights))
+        if self.packed is None or sums != self.sums or versions != self.versions:
+            self.packed = model.pack()
+        self.weights, self.sums, self.versions = weights, sums, versions
 
-    def __getstate__(self):
-        return {"layers": None, "source": None, "weights": []}
+    def get(self, model: nn.Module, x: Tensor) -> tuple | None:
+        """What `model.pack` gave, for reading x. None: the model's modules have to read it."""
+        if (self.packed is None or not USE_DECODER_LAYERS or torch.is_grad_enabled() or x.device.type != "cpu"
+                or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled("cpu")
+                or torch.compiler.is_compiling()):
+            return None
+        if list(map(version, self.weights)) != self.versions:
+            self.check(model)
+        return self.packed
 
 
-def can_use_packed(x: Tensor, weight: Tensor) -> bool:
-    return (CAN_PACK and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-            and x.device.type == "cpu" and x.dtype == weight.dtype in PACKED_DTYPES
-            and not torch.is_autocast_enabled("cpu") and not weight.is_inference())
+def can_pack(weights: list[Tensor]) -> bool:
+    """Whether the CPU's kernels read such weights. Sizes of layers and heads must be multiples of 16."""
+    first = weights[0]
+    return ("cpu" in backends("decoder_layers") and first.dtype in DTYPES
+            and all(w.device.type == "cpu" and w.dtype == first.dtype and w.shape[-1] % 16 == 0 for w in weights))
+
+
+def is_plain(module: nn.Module, types: tuple[type, ...]) -> bool:
+    """Whether a module is of one of these types, without hooks and dropout."""
+    return (type(module) in types and not module._forward_hooks and not module._forward_pre_hooks
+            and not (module.training and isinstance(module, nn.Dropout) and module.p))
+
+
+def version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+def sum_of(weight: Tensor) -> tuple[int, int]:
+    """Where a weight stands in memory, and the sum of its bits: what is written through weight.data shows there alone."""
+    return weight.data_ptr(), weight.detach().view(torch.int32).sum().item()
 
 
 def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, base: float = 10000.0) -> Tensor:
@@ -96,6 +89,11 @@ def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, bas
     cells = torch.polar(torch.ones_like(angles), angles)
     turns = torch.cat([cells.new_zeros(condition, half), cells, cells.new_zeros(spare, half)])
     return torch.stack([turns, turns, torch.ones_like(turns)], 1)[:, :, None]
+
+
+def rotation_pairs(rotations: Tensor) -> Tensor:
+    """The same for `decoder_layers`: (P, head_dim / 2, 2) float32."""
+    return torch.view_as_real(rotations[:, 0, 0]).contiguous()
 
 
 def rotations_at(module: torch.nn.Module, position_ids: Tensor) -> Tensor:

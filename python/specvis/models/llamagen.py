@@ -6,8 +6,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, pack_weight, packed_linear
+
 from .interface import Nodes
-from .layers import Cache, Linear, NodesReading, Packing, Reading, grid_rotations, rotations_at, times
+from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotation_pairs, rotations_at
 from .sizes import check_sizes
 
 
@@ -82,8 +84,8 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.heads = config.heads
-        self.wqkv = Linear(config.dim, 3 * config.dim, bias=False)
-        self.wo = Linear(config.dim, config.dim, bias=False)
+        self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, reading: Reading, layer: int) -> Tensor:
         return self.wo(reading.attend(self.wqkv(x), self.heads, layer))
@@ -92,9 +94,9 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.w1 = Linear(config.dim, config.ffn_dim, bias=False)
-        self.w3 = Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = Linear(config.ffn_dim, config.dim, bias=False)
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -112,19 +114,10 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x), reading, layer))
         return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
-    def forward_packed(self, x: Tensor, reading: Reading, layer: int, wqkv: Tensor, wo: Tensor, w1: Tensor, w3: Tensor,
-                       w2: Tensor) -> Tensor:
-        """`forward` without dropout, by packed weights: no module is called around an operation."""
-        x = x + times(reading.attend(times(self.attention_norm(x), wqkv), self.attention.heads, layer), wo)
-        y = self.ffn_norm(x)
-        return x + times(F.silu(times(y, w1)) * times(y, w3), w2)
-
-
-def is_unchanged(module: nn.Module) -> bool:
-    """Does `Block.forward_packed` do what this part of a block does? It knows no adapters, hooks and dropout."""
-    return (type(module) in (nn.ModuleList, Block, Attention, FeedForward, Linear, RMSNorm, nn.Dropout)
-            and not module._forward_hooks and not module._forward_pre_hooks
-            and not (module.training and isinstance(module, nn.Dropout) and module.p))
+    def weights(self) -> DecoderLayer:
+        attention, ffn = self.attention, self.feed_forward
+        return DecoderLayer(attention.wqkv.weight, attention.wo.weight, ffn.w1.weight, ffn.w3.weight, ffn.w2.weight,
+                            self.ffn_norm.weight, self.attention_norm.weight)
 
 
 class ClassEmbedding(nn.Module):
@@ -154,11 +147,13 @@ class CaptionEmbedding(nn.Module):
 class GPT(nn.Module):
     """Tokens of an image in raster order behind a class or a caption; rows of a batch are independent.
 
-    In bfloat16, on a CPU that has instructions for it, not a bit of what `extend` reads depends on how many nodes are
-    read at once, or on other rows (see `tree_attention`). So seed-exact methods draw exactly the baseline's tokens.
+    On a CPU, in float32 and bfloat16, `extend` and `logits` are `decoder_layers` and `packed_linear`: not a bit depends
+    on how many nodes are read at once, on other rows, or on the number of threads. So seed-exact methods draw exactly
+    the baseline's tokens. Blocks that were changed (adapters, hooks), gradients and other devices take PyTorch's modules.
     """
 
     can_replay = True
+    PACKABLE = nn.ModuleList, Block, Attention, FeedForward, nn.Linear, RMSNorm, nn.Dropout
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -167,11 +162,10 @@ class GPT(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocabulary, config.dim)
         self.layers = nn.ModuleList([Block(config) for _ in range(config.layers)])
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = Linear(config.dim, config.vocabulary, bias=False)
+        self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
         self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens, spare=1,
                                         base=config.rope_base)
-        self.packing, self.output_packing = Packing(), Packing()
-        self.has_unchanged_blocks = False  # found out by new_cache
+        self.packing = Packing()
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
@@ -233,13 +227,8 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor, reading: Reading) -> Tensor:
         """Embeddings (R, N, dim) -> hidden states (R, N, dim) after the last norm."""
-        packed = self.packing.refresh(self.layers, x)
-        is_direct = packed and reading.cache is not None and self.has_unchanged_blocks
         for layer, block in enumerate(self.layers):
-            if is_direct:
-                x = block.forward_packed(x, reading, layer, *packed[5 * layer: 5 * layer + 5])
-            else:
-                x = block(x, reading, layer)
+            x = block(x, reading, layer)
         return self.norm(x)
 
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: Cache) -> Tensor:
@@ -249,12 +238,26 @@ class GPT(nn.Module):
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
-        return self(self.tok_embeddings(tokens), NodesReading(self, nodes, cache))
+        x = self.tok_embeddings(tokens)
+        packed = self.packing.get(self, x)
+        if packed is None:
+            return self(x, NodesReading(self, nodes, cache))
+        layers, _, rotations = packed
+        return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, nodes.lengths[:, None] + nodes.depth,
+                              rotations, first_node=nodes.first, key_mask=nodes.padding_mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, dim) hidden states -> (R, N, V) float32."""
-        self.output_packing.refresh(self.output, hidden)
-        return self.output(hidden).float()
+        packed = self.packing.get(self, hidden)
+        return self.output(hidden).float() if packed is None else packed_linear(hidden, packed[1], self.vocab_size)
+
+    def packed_parts(self) -> list[nn.Module]:
+        return [self.layers, self.norm, self.output]
+
+    def pack(self) -> tuple:
+        c = self.config
+        layers = pack_layers([block.weights() for block in self.layers], self.norm.weight, heads=c.heads, eps=c.norm_eps)
+        return layers, pack_weight(self.output.weight), rotation_pairs(self.rotations)
 
     def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor) -> Tensor:
         """Hidden states (B, S + L - 1, dim) at the S conditions and at all but the last of `tokens` (B, L)."""
@@ -263,9 +266,7 @@ class GPT(nn.Module):
         return self.read(x, position_ids[None], condition_mask(padding_mask, x.shape[1]))
 
     def new_cache(self, rows: int, columns: int) -> Cache:
-        self.packing.forget()
-        self.output_packing.forget()
-        self.has_unchanged_blocks = all(map(is_unchanged, self.layers.modules()))
+        self.packing.check(self)
         weight, c = self.output.weight, self.config
         return Cache(c.layers, rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
 
