@@ -6,6 +6,7 @@
 
 #include "arguments.h"
 #include "gaussian.h"
+#include "team.h"
 
 namespace {
 
@@ -39,7 +40,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> accept_gaussian_cpu(
   float* log_r_out = log_r.mutable_data_ptr<float>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
     specvis::LastStep step(data<float>(target_means), data<float>(target_log_sigmas), data<float>(draft_means),
                            data<float>(draft_log_sigmas), C);
     for (int64_t b = begin; b < end; ++b) {

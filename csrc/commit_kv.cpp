@@ -6,6 +6,7 @@
 
 #include "arguments.h"
 #include "moves.h"
+#include "team.h"
 
 namespace {
 
@@ -42,7 +43,7 @@ Tensor commit_kv_cpu(std::vector<Tensor> caches, const Tensor& accepted_nodes, c
     new_length[b] = moves.new_length(b);
   }
   const int64_t runs = moves.num_runs(), grain = kTaskBytes / ((moves.P + 1) * moves.inner + 1) + 1;
-  torch::stable::parallel_for(0, runs * static_cast<int64_t>(caches.size()), grain, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, runs * static_cast<int64_t>(caches.size()), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       char* cache = data[i / runs];
       const int64_t run = i % runs, b = moves.row(run) % B;

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "arguments.h"
+#include "team.h"
 
 namespace {
 
@@ -42,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor> commit_tokens_cpu(Tensor tokens, Tensor count
   batch.new_tokens = new_tokens.mutable_data_ptr<int64_t>();
   batch.nodes = nodes.mutable_data_ptr<int64_t>();
   batch.num_new = num_new.mutable_data_ptr<int64_t>();
-  torch::stable::parallel_for(0, batch.B, 4096 / (batch.P + 1) + 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, batch.B, 4096 / (batch.P + 1) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       const int64_t count = batch.counts[b];
       for (int64_t i = 0; i <= batch.P; ++i) batch.write(b, i, count);

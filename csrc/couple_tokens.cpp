@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "rows.h"
+#include "team.h"
 
 namespace {
 
@@ -190,7 +191,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens_cpu(const Tenso
   float* tv_excess_out = tv_excess.mutable_data_ptr<float>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B * W, 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B * W, 1, [&](int64_t begin, int64_t end) {
     Scratch scratch;
     scratch.sums.resize((V + specvis::kResidualBlock - 1) / specvis::kResidualBlock);
     for (int64_t r = begin; r < end; ++r) {

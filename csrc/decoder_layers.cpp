@@ -2,9 +2,10 @@
 // computed, five times a layer. Norms are so cheap that each thread makes them for itself.
 #include <torch/headeronly/util/BFloat16.h>
 
+#include <algorithm>
 #include <cmath>
+#include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "arguments.h"
@@ -32,6 +33,14 @@ using torch::stable::Tensor;
 
 constexpr int64_t kThreadWork = 1 << 19;  // products; less is not worth another thread
 
+// Of one thread.
+template <class T>
+struct Memory {
+  std::vector<T> normed, queries;  // (R * N, E), (N, H / G, D)
+  std::vector<float> y;            // a product
+  Scratch scratch;
+};
+
 template <class T>
 struct Layers {
   int64_t R, N, B, E, L, T_, H, G, D, F, P, Y, first_node;
@@ -42,6 +51,7 @@ struct Layers {
   const int64_t *lengths, *positions;
   T *kv_cache, *hidden;  // (L, R, T_, 2, G, D), (R, N, E)
   std::vector<Row> rows;
+  std::vector<Memory<T>> memory;
   // between phases
   std::vector<float> stream, qkv;  // (R * N, E padded), (R * N, Q padded)
   std::vector<T> attended, gated;  // (R * N, H * D), (R * N, F padded)
@@ -98,12 +108,11 @@ INLINE Vec<kLanes> silu(Vec<kLanes> x) {
 }
 
 template <int kLanes, class T>
-INLINE void read(Layers<T>& s, Team::Member member, int64_t tasks) {
+INLINE void read(Layers<T>& s, Team::Member& member) {
   const int64_t M = s.R * s.N, E = s.E, D = s.D, heads = s.H / s.G, Q = s.width_qkv(), F = s.width_gate();
   const int64_t padded_E = s.width_out();
-  std::vector<T> normed(M * E), queries(s.N * heads * D);
-  std::vector<float> y(M * 2 * F);
-  Scratch scratch;
+  const int64_t tasks = s.memory.size();
+  auto& [normed, queries, y, scratch] = s.memory[member.number];
   bool is_normed = false;
   const auto norm = [&](const float* weight) INLINED {
     if (is_normed) return;
@@ -215,34 +224,39 @@ INLINE void read(Layers<T>& s, Team::Member member, int64_t tasks) {
 }
 
 template <class T>
-FOR_AVX512 void read_avx512(Layers<T>& s, Team::Member member, int64_t tasks) {
-  read<16>(s, member, tasks);
+FOR_AVX512 void read_avx512(Layers<T>& s, Team::Member& member) {
+  read<16>(s, member);
 }
 template <class T>
-FOR_AVX2 void read_avx2(Layers<T>& s, Team::Member member, int64_t tasks) {
-  read<8>(s, member, tasks);
+FOR_AVX2 void read_avx2(Layers<T>& s, Team::Member& member) {
+  read<8>(s, member);
 }
 template <class T>
-void read_portable(Layers<T>& s, Team::Member member, int64_t tasks) {
-  read<4>(s, member, tasks);
+void read_portable(Layers<T>& s, Team::Member& member) {
+  read<4>(s, member);
 }
 
 template <class T>
-void run(Layers<T>& s, int64_t C) {
+void run(const std::shared_ptr<Layers<T>>& layers, int64_t columns) {
   static const auto best = specvis::machine() >= Machine::avx512 ? read_avx512<T>
                            : specvis::machine() == Machine::avx2 ? read_avx2<T>
                                                                  : read_portable<T>;
+  Layers<T>& s = *layers;
   const int64_t M = s.R * s.N, padded_E = s.width_out();
+  s.memory.resize(Team::threads_for(M * s.L * (s.layer_matrices() + 2 * columns * s.H * s.D), kThreadWork));
+  for (Memory<T>& memory : s.memory) {
+    memory.normed.resize(M * s.E);
+    memory.queries.resize(s.N * s.H / s.G * s.D);
+    memory.y.resize(M * std::max(2 * s.width_gate(), padded_E));
+  }
   s.stream.resize(M * padded_E);
   s.qkv.resize(M * s.width_qkv());
   s.attended.resize(M * s.H * s.D);
   s.gated.resize(M * s.width_gate());
   for (int64_t m = 0; m < M; ++m)
     for (int64_t i = 0; i < s.E; ++i) s.stream[m * padded_E + i] = specvis::to_float(s.x[m * s.E + i]);
-  const int64_t work = M * s.L * (s.layer_matrices() + 2 * C * s.H * s.D);
-  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), work / kThreadWork + 1);
-  Team team(5 * s.L + 1);
-  team.run(threads, [&](Team::Member member) { best(s, member, threads); });
+  Team::run(std::make_shared<Team>(5 * s.L + 1), s.memory.size(),
+            [layers](Team::Member member) { best(*layers, member); });
 }
 
 Tensor decoder_layers_cpu(const Tensor& x,                         // (R, N, E)
@@ -260,7 +274,8 @@ Tensor decoder_layers_cpu(const Tensor& x,                         // (R, N, E)
   Tensor hidden = specvis::new_empty(x, {x.size(0), x.size(1), x.size(2)});
   const auto run_as = [&](auto zero) {
     using T = decltype(zero);
-    Layers<T> s = {};
+    const auto layers = std::make_shared<Layers<T>>();
+    Layers<T>& s = *layers;
     s.R = x.size(0);
     s.N = x.size(1);
     s.E = x.size(2);
@@ -303,7 +318,7 @@ Tensor decoder_layers_cpu(const Tensor& x,                         // (R, N, E)
       s.rows[r].set(s.lengths[r % s.B], s.T_, mask + r * S, S, words + r % s.B * s.N * W, s.N, W);
       columns = std::max<int64_t>(columns, s.rows[r].columns.size());
     }
-    run(s, columns);
+    run(layers, columns);
   };
   STD_TORCH_CHECK(x.scalar_type() != ScalarType::Half, "decoder_layers: x must be float32 or bfloat16");
   if (x.scalar_type() == ScalarType::Float)

@@ -10,6 +10,7 @@
 #include "draw_children.h"
 #include "expand_tree.h"
 #include "guided_row.h"
+#include "team.h"
 
 namespace {
 
@@ -53,7 +54,7 @@ void all_rows(const Tensor& logits, const Tensor* uncond, const Tensor* uniforms
   int64_t* const token_out = tokens.mutable_data_ptr<int64_t>();
   float* const out = probs.mutable_data_ptr<float>();
   int32_t* const bits = status.mutable_data_ptr<int32_t>();
-  torch::stable::parallel_for(0, B * F, std::max<int64_t>(1, 8192 / V), [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B * F, std::max<int64_t>(1, 8192 / V), [&](int64_t begin, int64_t end) {
     GuidedRow guided(V);
     Likeliest likeliest(K);
     std::optional<InverseCdf> by_uniforms;

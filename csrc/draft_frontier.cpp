@@ -9,6 +9,7 @@
 #include "arguments.h"
 #include "expand_tree.h"
 #include "guided_row.h"
+#include "team.h"
 
 namespace {
 
@@ -47,7 +48,7 @@ void all_children(const Tensor& logits, const Tensor* uncond, const Tensor& scor
   int64_t* const tokens = child_tokens.mutable_data_ptr<int64_t>();
   float* const out_scores = child_scores.mutable_data_ptr<float>();
   int32_t* const bits = status.mutable_data_ptr<int32_t>();
-  torch::stable::parallel_for(0, B * F, std::max<int64_t>(1, 8192 / V), [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B * F, std::max<int64_t>(1, 8192 / V), [&](int64_t begin, int64_t end) {
     GuidedRow guided(V);
     ChildFinder finder;
     for (int64_t row = begin; row < end; ++row) {
@@ -102,7 +103,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   int64_t* const words_out = frontier_ancestors.mutable_data_ptr<int64_t>();
   float* const score_out = frontier_scores.mutable_data_ptr<float>();
   int32_t* const candidate_out = frontier_candidates.mutable_data_ptr<int32_t>();
-  torch::stable::parallel_for(0, B, std::max<int64_t>(1, 4096 / (F * K)), [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, std::max<int64_t>(1, 4096 / (F * K)), [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     std::vector<int32_t> frontier(K);
     for (int64_t b = begin; b < end; ++b) {

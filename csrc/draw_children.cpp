@@ -10,6 +10,7 @@
 
 #include "arguments.h"
 #include "noise_words.h"
+#include "team.h"
 
 namespace specvis {
 
@@ -154,7 +155,7 @@ std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(const Tensor& draft_probs, 
   int32_t* num_children_out = num_children.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B * F, std::max<int64_t>(1, 16384 / V), [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B * F, std::max<int64_t>(1, 16384 / V), [&](int64_t begin, int64_t end) {
     std::optional<InverseCdf> by_uniforms;
     std::optional<HighestScores> by_noise;
     if (u)

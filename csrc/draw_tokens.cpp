@@ -9,6 +9,7 @@
 
 #include "arguments.h"
 #include "draws.h"
+#include "team.h"
 
 namespace {
 
@@ -32,7 +33,7 @@ void all_rows(const Tensor& logits, const Tensor* uncond, const Tensor& guidance
   const int64_t* const range = id_range ? id_range->const_data_ptr<int64_t>() : nullptr;
   int64_t *const out = tokens.mutable_data_ptr<int64_t>(), *const out_ahead = ahead_tokens.mutable_data_ptr<int64_t>();
   int32_t* const bits = status.mutable_data_ptr<int32_t>();
-  torch::stable::parallel_for(0, B * N, std::max<int64_t>(1, 8192 / V), [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B * N, std::max<int64_t>(1, 8192 / V), [&](int64_t begin, int64_t end) {
     FilteredRow scratch(V);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t b = row / N;

@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "arguments.h"
+#include "team.h"
 
 namespace specvis {
 
@@ -108,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree_cpu(const Tensor& draft_p
   int32_t* frontier_out = frontier.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B * F, std::max<int64_t>(1, 16384 / V), [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B * F, std::max<int64_t>(1, 16384 / V), [&](int64_t begin, int64_t end) {
     specvis::ChildFinder find_children;
     for (int64_t row = begin; row < end; ++row) {
       int64_t* const children = token_out + row * K;
@@ -122,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree_cpu(const Tensor& draft_p
     }
   });
 
-  torch::stable::parallel_for(0, B, std::max<int64_t>(1, 4096 / (F * K)), [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, std::max<int64_t>(1, 4096 / (F * K)), [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     for (int64_t b = begin; b < end; ++b)
       specvis::find_frontier(score_out + b * F * K, F * K, specvis::clamped_width(widths[b], K), K, scratch,

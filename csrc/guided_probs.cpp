@@ -9,6 +9,7 @@
 
 #include "arguments.h"
 #include "guided_row.h"
+#include "team.h"
 
 namespace {
 
@@ -27,7 +28,7 @@ void all_rows(const Tensor& logits, const Tensor* uncond, const RowSettings& set
   float* out = probs.mutable_data_ptr<float>();
   int32_t* bits = status.mutable_data_ptr<int32_t>();
   const int64_t grain = std::max<int64_t>(1, 8192 / (settings.last - settings.first));
-  torch::stable::parallel_for(0, B * N, grain, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B * N, grain, [&](int64_t begin, int64_t end) {
     GuidedRow guided(V);
     for (int64_t row = begin; row < end; ++row) {
       const bool is_valid = guided.read(x + row * V, u ? u + row * V : nullptr, settings.of(row / N, row));

@@ -4,6 +4,7 @@
 
 #include "arguments.h"
 #include "rows.h"
+#include "team.h"
 
 namespace {
 
@@ -28,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> neighborhood_sum_cpu(const Tensor& probs,    
   int32_t* num_neighbors_out = num_neighbors.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const float* row = p + r * V;
       const bool valid = specvis::sum_row(row, V).valid, inside = x[r] >= 0 && x[r] < V;

@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "products.h"
+#include "team.h"
 
 namespace {
 
@@ -21,7 +22,7 @@ void run(const Tensor& x, const Tensor& weight, const float* bias, int64_t outpu
   const int64_t M = x.size(0), K = x.size(1), panels = weight.size(0);
   const auto* const rows = static_cast<const T*>(x.const_data_ptr());
   const auto* const packed = static_cast<const T*>(weight.const_data_ptr());
-  torch::stable::parallel_for(0, panels, kTaskWork / (M * K * kPanel + 1) + 1, [&](int64_t first, int64_t last) {
+  specvis::parallel_for(0, panels, kTaskWork / (M * K * kPanel + 1) + 1, [&](int64_t first, int64_t last) {
     const bool is_whole = last * kPanel <= outputs;
     const int64_t begin = first * kPanel, end = std::min(last * kPanel, outputs);
     const int64_t stride = is_whole ? outputs : (last - first) * kPanel;

@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "gaussian.h"
+#include "team.h"
 
 namespace {
 
@@ -77,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> resample_gaussian_cpu(const Tensor& tokens,  
   int32_t* num_tries_out = num_tries.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B * G, 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B * G, 1, [&](int64_t begin, int64_t end) {
     Search search = {proposals.const_data_ptr<float>(),
                      log_ratio.const_data_ptr<float>(),
                      uniforms.const_data_ptr<float>(),

@@ -6,6 +6,7 @@
 
 #include "arguments.h"
 #include "rows.h"
+#include "team.h"
 
 namespace {
 
@@ -26,7 +27,7 @@ std::tuple<Tensor, Tensor> sample_residual_cpu(const Tensor& target_probs,      
   int64_t* token_out = tokens.mutable_data_ptr<int64_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
     std::vector<double> sums((V + specvis::kResidualBlock - 1) / specvis::kResidualBlock);
     for (int64_t r = begin; r < end; ++r) {
       const float* target = targets + r * V;

@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "rules.h"
+#include "team.h"
 
 namespace {
 
@@ -34,7 +35,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree_cpu(const Tensor& tokens,
   int32_t* source_out = source.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> best(M);
     std::vector<int32_t> node(M);  // of each candidate, or -1
     for (int64_t b = begin; b < end; ++b) {

@@ -1,27 +1,19 @@
-// Several threads that go through the same phases of one computation, on the CPU.
+// Threads of this library, on the CPU. They wait busily for microseconds only, so that nobody pays for them where cores
+// are shared; the threads of OpenMP, which PyTorch has, do so for milliseconds.
 #pragma once
-#include <torch/csrc/stable/ops.h>
-
 #include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <thread>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
 #include <vector>
 
 namespace specvis {
 
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// A phase is so many tasks. It ends when all are done, and what they wrote can be read in the next one. A thread takes
-// the next task that nobody has taken, so that one thread alone gets through too: PyTorch, whose threads these are,
-// promises no more than one. Who finds no task left waits busily for microseconds, since a phase takes no longer. After
-// that it sleeps: the core may be what the last task waits for.
+// Several threads that go through the same phases of one computation. A phase is so many tasks. It ends when all are
+// done, and what they wrote can be read in the next one. A thread takes the next task that nobody has taken: the caller
+// gets through alone if no other thread comes, as after a fork, and never waits for a thread that is late.
 class Team {
   struct alignas(64) Phase {
     std::atomic<int64_t> taken{0};
@@ -31,10 +23,10 @@ class Team {
  public:
   explicit Team(int64_t phases) : phases_(phases) {}
 
-  // What each thread holds.
+  // What each thread holds. The caller's number is 0.
   class Member {
    public:
-    explicit Member(Team& team) : next_(team.phases_.data()) {}
+    Member(Team& team, int64_t number) : number(number), team_(team), next_(team.phases_.data()) {}
 
     template <class Task>
     inline __attribute__((always_inline)) void phase(int64_t tasks, Task task) {
@@ -42,30 +34,51 @@ class Team {
       while (phase.taken.load(std::memory_order_relaxed) < tasks) {
         const int64_t i = phase.taken.fetch_add(1, std::memory_order_relaxed);
         if (i >= tasks) break;
-        task(i);
+        try {
+          task(i);
+        } catch (...) {
+          team_.fail();
+        }
         phase.done.fetch_add(1, std::memory_order_release);
       }
-      for (int tries = 0; phase.done.load(std::memory_order_acquire) < tasks; ++tries) {
-        if (tries < kBusyTries)
-          pause();
-        else
-          std::this_thread::sleep_for(std::chrono::microseconds(10));
-      }
+      if (phase.done.load(std::memory_order_acquire) < tasks) wait(phase, tasks);
     }
 
+    const int64_t number;
+
    private:
-    static constexpr int kBusyTries = 1 << 10;
+    static void wait(const Phase& phase, int64_t tasks);
+
+    Team& team_;
     Phase* next_;
   };
 
-  // Calls work(member) on so many threads.
-  template <class Work>
-  void run(int64_t threads, Work work) {
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { work(Member(*this)); });
-  }
+  // How many threads there should be for so much work, of which `work_of_thread` is worth another one.
+  static int64_t threads_for(int64_t work, int64_t work_of_thread);
+
+  // Calls work(member) on the caller and on threads that have time, of numbers below `threads`. A thread that comes
+  // late may call it when all is done, and finds no task: so all that `work` uses between tasks must belong to it.
+  static void run(const std::shared_ptr<Team>& team, int64_t threads, std::function<void(Member)> work);
 
  private:
+  void fail();
+
   std::vector<Phase> phases_;
+  std::mutex mutex_;
+  std::exception_ptr error_;  // the first that a task threw
 };
+
+// Calls task(begin, end) for parts of [begin, end), of at least `grain` each but for the last.
+template <class Task>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const Task& task) {
+  const int64_t count = end - begin, parts = count > 0 ? Team::threads_for(count, grain) : 0;
+  if (parts <= 1) {
+    if (count > 0) task(begin, end);
+    return;
+  }
+  Team::run(std::make_shared<Team>(1), parts, [=, &task](Team::Member member) {
+    member.phase(parts, [&](int64_t i) { task(begin + count * i / parts, begin + count * (i + 1) / parts); });
+  });
+}
 
 }  // namespace specvis

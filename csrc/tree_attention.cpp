@@ -7,6 +7,7 @@
 
 #include "arguments.h"
 #include "attention.h"
+#include "team.h"
 
 namespace {
 
@@ -34,7 +35,7 @@ void run(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Te
 
   int64_t work = 0;  // of a head, on average
   for (int64_t b = 0; b < B; ++b) work += std::clamp<int64_t>(length_of[b], 0, T_) * N * G * D * 2 / B;
-  torch::stable::parallel_for(0, R * Hkv, kTaskWork / (work + 1) + 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, R * Hkv, kTaskWork / (work + 1) + 1, [&](int64_t begin, int64_t end) {
     Scratch scratch;
     Row row;
     for (int64_t i = begin; i < end; ++i) {

@@ -1,5 +1,6 @@
 // tree_from_mask on the CPU: each task takes requests. A row is compared with its parent's.
 #include "arguments.h"
+#include "team.h"
 
 namespace {
 
@@ -12,7 +13,7 @@ Tensor tree_from_mask_cpu(const Tensor& mask) {  // (B, N, N)
   const bool* sees = mask.const_data_ptr<bool>();
   int32_t* parents_out = parents.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * N; i < end * N; ++i) {
       const int64_t n = i % N;
       const bool *row = sees + i * N, *tree = sees + (i - n) * N;

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "arguments.h"
+#include "team.h"
 
 namespace {
 
@@ -15,7 +16,7 @@ Tensor tree_from_paths_cpu(const Tensor& paths,  // (B, L, D)
   const int64_t* all_paths = paths.const_data_ptr<int64_t>();
   int32_t* parents_out = parents.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       int32_t* parent = parents_out + b * N;
       std::fill_n(parent, N, -2);

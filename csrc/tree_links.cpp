@@ -5,6 +5,7 @@
 
 #include "arguments.h"
 #include "rules.h"
+#include "team.h"
 
 namespace {
 
@@ -25,7 +26,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links_cpu(const Tensor& 
   int32_t* sibling_out = next_sibling.mutable_data_ptr<int32_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
     std::vector<int32_t> youngest(N);  // the last child of each node so far
     for (int64_t b = begin; b < end; ++b) {
       const int32_t* parent = all_parents + b * N;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "arguments.h"
+#include "team.h"
 
 namespace {
 
@@ -74,7 +75,7 @@ Tensor tree_mask_cpu(const Tensor& ancestors,               // (B, N, W)
 
   const auto run = [&](auto hidden, auto mask_at) {
     using T = decltype(hidden);
-    torch::stable::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
+    specvis::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b) {
         T* entry = static_cast<T*>(out) + b * entries;
         std::fill_n(entry, entries, hidden);

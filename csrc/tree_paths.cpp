@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "team.h"
 
 namespace {
 
@@ -16,7 +17,7 @@ Tensor tree_paths_cpu(const Tensor& parents,  // (B, N)
   const int32_t* all_parents = parents.const_data_ptr<int32_t>();
   int64_t* paths_out = paths.mutable_data_ptr<int64_t>();
 
-  torch::stable::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> depth(N), first_child(N), next_sibling(N), youngest(N);
     for (int64_t b = begin; b < end; ++b) {
       const int32_t* parent = all_parents + b * N;

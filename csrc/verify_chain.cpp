@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "team.h"
 #include "verify.h"
 
 namespace {
@@ -57,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_chain_cpu(const Tensor& target
   int64_t num_valid = 0, before = 0;  // requests whose drafts are where they must be
   for (; num_valid < B && ends[num_valid] >= before && ends[num_valid] <= D; ++num_valid) before = ends[num_valid];
 
-  torch::stable::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
     specvis::Scratch scratch;
     scratch.fixed_probs.reset(new int64_t[V]);
     if (draft) scratch.draft.reset(new int64_t[V]);

@@ -4,6 +4,7 @@
 
 #include "arguments.h"
 #include "rules.h"
+#include "team.h"
 
 namespace {
 
@@ -29,7 +30,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_greedy_cpu(const Tensor& targe
   int64_t* next_token_out = next_token.mutable_data_ptr<int64_t>();
   int32_t* status_out = status.mutable_data_ptr<int32_t>();
 
-  torch::stable::parallel_for(0, B, 64, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, 64, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       const specvis::Siblings siblings = {N, all_tokens + b * N, all_next_siblings + b * N};
       int32_t* path = accepted_nodes_out + b * max_depth;

@@ -13,6 +13,7 @@
 #include "arguments.h"
 #include "draws.h"
 #include "filters.h"
+#include "team.h"
 #include "verify.h"
 
 namespace {
@@ -369,7 +370,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_logits_cpu(
     using T = decltype(type);
     const T* const x = static_cast<const T*>(logits.const_data_ptr());
     const T* const u = uncond ? static_cast<const T*>(uncond->const_data_ptr()) : nullptr;
-    torch::stable::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
+    specvis::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
       RowScratch& scratch = RowScratch::of_this_thread(V);
       for (int64_t b = begin; b < end; ++b) {
         const Request request = specvis::request_at(request_0, b, deltas);

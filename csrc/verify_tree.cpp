@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "arguments.h"
+#include "team.h"
 #include "verify.h"
 
 namespace {
@@ -67,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_tree_cpu(
       accepted_nodes.mutable_data_ptr<int32_t>(), num_accepted.mutable_data_ptr<int32_t>(),
       next_token.mutable_data_ptr<int64_t>(), tv_excess.mutable_data_ptr<float>(), status.mutable_data_ptr<int32_t>()};
 
-  torch::stable::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
+  specvis::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
     Scratch scratch;
     scratch.fixed_probs.reset(new int64_t[V]);
     if (draft_probs) scratch.draft.reset(new int64_t[V]);

@@ -1,0 +1,129 @@
+#include "team.h"
+
+#include <pthread.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <system_error>
+#include <thread>
+
+namespace specvis {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kTries = 1 << 11;      // of a wait for a task, some 30 microseconds: a phase takes less
+constexpr int kIdleTries = 1 << 13;  // of a thread's wait for the next computation
+// When a task takes longer than a phase, the system has given its thread's core to other work. For so long no other
+// thread is asked then.
+constexpr auto kCrowded = std::chrono::milliseconds(200);
+
+std::atomic<int64_t> crowded_until{0};
+
+int64_t now() { return Clock::now().time_since_epoch().count(); }
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+struct Job {
+  std::function<void(int64_t)> work;
+  int64_t threads;
+  std::atomic<int64_t> next{1};
+};
+
+// Threads that wait for a job, as many as were ever asked for.
+class Pool {
+ public:
+  static Pool& here() {
+    static Pool* const pool = [] {
+      Pool* const made = new Pool;  // never destroyed: its threads may be the last that run
+      pthread_atfork([] { here().mutex_.lock(); }, [] { here().mutex_.unlock(); },
+                     [] {
+                       here().threads_ = here().sleeping_ = 0;  // a child process has none of them
+                       here().mutex_.unlock();
+                     });
+      return made;
+    }();
+    return *pool;
+  }
+
+  void ask(std::shared_ptr<Job> job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    try {
+      for (; threads_ < job->threads - 1; ++threads_) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {  // the system has no more threads: the caller gets through
+    }
+    job_ = std::move(job);
+    number_.fetch_add(1, std::memory_order_release);
+    if (sleeping_) wake_.notify_all();
+  }
+
+ private:
+  void serve() {
+    for (int64_t seen = 0;;) {
+      for (int tries = 0; tries < kIdleTries && number_.load(std::memory_order_acquire) == seen; ++tries) pause();
+      std::shared_ptr<Job> job;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        ++sleeping_;
+        wake_.wait(lock, [&] { return number_.load(std::memory_order_relaxed) != seen; });
+        --sleeping_;
+        seen = number_.load(std::memory_order_relaxed);
+        job = job_;
+      }
+      const int64_t number = job->next.fetch_add(1, std::memory_order_relaxed);
+      if (number < job->threads) job->work(number);
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::shared_ptr<Job> job_;
+  std::atomic<int64_t> number_{0};  // of the job
+  int64_t threads_ = 0, sleeping_ = 0;
+};
+
+}  // namespace
+
+void Team::Member::wait(const Phase& phase, int64_t tasks) {
+  for (int tries = 0; phase.done.load(std::memory_order_acquire) < tasks; ++tries) {
+    if (tries < kTries) {
+      pause();
+    } else {
+      crowded_until.store(now() + std::chrono::duration_cast<Clock::duration>(kCrowded).count());
+      std::this_thread::sleep_for(std::chrono::microseconds(10));
+    }
+  }
+}
+
+int64_t Team::threads_for(int64_t work, int64_t work_of_thread) {
+  const int64_t worth = (work - 1) / std::max<int64_t>(work_of_thread, 1) + 1;
+  if (worth <= 1 || now() < crowded_until.load(std::memory_order_relaxed)) return 1;
+  return std::min<int64_t>(torch::stable::get_num_threads(), worth);
+}
+
+void Team::run(const std::shared_ptr<Team>& team, int64_t threads, std::function<void(Member)> work) {
+  const auto of_number = [team, work = std::move(work)](int64_t number) { work(Member(*team, number)); };
+  if (threads > 1) {
+    auto job = std::make_shared<Job>();
+    job->work = of_number;
+    job->threads = threads;
+    Pool::here().ask(std::move(job));
+  }
+  of_number(0);
+  if (team->error_) std::rethrow_exception(team->error_);
+}
+
+void Team::fail() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!error_) error_ = std::current_exception();
+}
+
+}  // namespace specvis
