@@ -12,17 +12,14 @@
 namespace specvis {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr int kTries = 1 << 11;      // of a wait for a task, some 30 microseconds: a phase takes less
-constexpr int kIdleTries = 1 << 13;  // of a thread's wait for the next computation
-// When a task takes longer than a phase, the system has given its thread's core to other work. For so long no other
-// thread is asked then.
-constexpr auto kCrowded = std::chrono::milliseconds(200);
+constexpr int64_t kIdle = 500000;  // nanoseconds in which a thread waits busily for the next computation
+// A thread waits for the tasks of others as long as its own took, and this long. If that is not enough, the system has
+// given another thread's core to other work. Then no other thread is asked for a while.
+constexpr int64_t kWait = 50000, kCrowded = 200000000;
 
 std::atomic<int64_t> crowded_until{0};
 
-int64_t now() { return Clock::now().time_since_epoch().count(); }
+int64_t nanoseconds() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 void pause() {
 #if defined(__x86_64__)
@@ -68,7 +65,8 @@ class Pool {
  private:
   void serve() {
     for (int64_t seen = 0;;) {
-      for (int tries = 0; tries < kIdleTries && number_.load(std::memory_order_acquire) == seen; ++tries) pause();
+      const int64_t begin = nanoseconds();
+      while (number_.load(std::memory_order_acquire) == seen && nanoseconds() - begin < kIdle) pause();
       std::shared_ptr<Job> job;
       {
         std::unique_lock<std::mutex> lock(mutex_);
@@ -92,12 +90,15 @@ class Pool {
 
 }  // namespace
 
-void Team::Member::wait(const Phase& phase, int64_t tasks) {
-  for (int tries = 0; phase.done.load(std::memory_order_acquire) < tasks; ++tries) {
-    if (tries < kTries) {
+int64_t Team::Member::now() { return nanoseconds(); }
+
+void Team::Member::wait(const Phase& phase, int64_t tasks, int64_t begin) {
+  const int64_t asked = now(), most = asked - begin + kWait;
+  while (phase.done.load(std::memory_order_acquire) < tasks) {
+    if (now() - asked < most) {
       pause();
     } else {
-      crowded_until.store(now() + std::chrono::duration_cast<Clock::duration>(kCrowded).count());
+      crowded_until.store(now() + kCrowded, std::memory_order_relaxed);
       std::this_thread::sleep_for(std::chrono::microseconds(10));
     }
   }
@@ -105,7 +106,7 @@ void Team::Member::wait(const Phase& phase, int64_t tasks) {
 
 int64_t Team::threads_for(int64_t work, int64_t work_of_thread) {
   const int64_t worth = (work - 1) / std::max<int64_t>(work_of_thread, 1) + 1;
-  if (worth <= 1 || now() < crowded_until.load(std::memory_order_relaxed)) return 1;
+  if (worth <= 1 || nanoseconds() < crowded_until.load(std::memory_order_relaxed)) return 1;
   return std::min<int64_t>(torch::stable::get_num_threads(), worth);
 }
 

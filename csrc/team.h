@@ -31,6 +31,7 @@ class Team {
     template <class Task>
     inline __attribute__((always_inline)) void phase(int64_t tasks, Task task) {
       Phase& phase = *next_++;
+      const int64_t begin = now();
       while (phase.taken.load(std::memory_order_relaxed) < tasks) {
         const int64_t i = phase.taken.fetch_add(1, std::memory_order_relaxed);
         if (i >= tasks) break;
@@ -41,13 +42,14 @@ class Team {
         }
         phase.done.fetch_add(1, std::memory_order_release);
       }
-      if (phase.done.load(std::memory_order_acquire) < tasks) wait(phase, tasks);
+      if (phase.done.load(std::memory_order_acquire) < tasks) wait(phase, tasks, begin);
     }
 
     const int64_t number;
 
    private:
-    static void wait(const Phase& phase, int64_t tasks);
+    static int64_t now();  // in nanoseconds
+    static void wait(const Phase& phase, int64_t tasks, int64_t begin);
 
     Team& team_;
     Phase* next_;
