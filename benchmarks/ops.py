@@ -65,6 +65,11 @@ ROWS = {
         [*((B, W, 16384) for B in (1, 8) for W in (16, 32)), (1, 16, 65536),
          *((1, 16, 16384, options) for options in ({"k": 1000, "residual": "relaxed"}, {"group": 14}))],
         lambda B, W, V, *_: B * W * V * 8),
+    "decoder_layers": (  # the shipped model's sizes and LlamaGen-B's, of one node and of a window of 16: the weights
+        [(1, N, *sizes, {"layers": 12, "dtype": torch.bfloat16})
+         for sizes in ((192, 3, 3, 64, 512), (768, 12, 12, 64, 2048)) for N in (1, 17)],
+        lambda B, N, E, H, Hkv, D, ffn_dim, options: options["layers"] * options["dtype"].itemsize
+        * E * (2 * (H + Hkv) * D + 3 * ffn_dim)),
     "draft_children": (  # a level of 10 nodes of LlamaGen and one of 6 of the shipped model, by uniforms and by noise
         [*((1, *sizes, torch.float32, True, noise, settings) for noise in (False, True)
            for *sizes, settings in ((10, 16384, 10, IMAGE), (6, 4096, 6, SHIPPED))),
@@ -101,6 +106,9 @@ ROWS = {
         [(60, 16384, 1000, "tvd", 0, True, 0.05), (60, 16384, 1000, "tvd", 0, True, 2.0), (480, 16384, 1000),
          (3840, 16384, 1000), (60, 65536, 1000, "tvd", FIRST_CODE, True, 0.05)],
         lambda R, V, k, *_: R * (V * 4 + k * 2)),
+    "packed_linear": (  # heads of the shipped model and of LlamaGen-B: the weights
+        [(2 * N, K, O, torch.bfloat16, False) for K, O in ((192, 4096), (768, 16384)) for N in (1, 17)],
+        lambda M, K, outputs, dtype, bias: K * outputs * dtype.itemsize),
     "resample_gaussian": (  # a rejected draft at least one try, the others a draft or none
         [*((B, 1, 16, 100) for B in (1, 8, 64, 256)), (64, 32, 16, 100), (64, 1, 16, 100, {"variant": "path"})],
         lambda B, G, C, M, *_: B * G * C * 8),

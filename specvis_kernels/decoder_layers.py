@@ -253,4 +253,4 @@ _call = define(
     "decoder_layers(Tensor x, Tensor matrices, Tensor vectors, Tensor? last_norm, Tensor(a!) kv_cache, Tensor lengths, "
     "Tensor ancestors, Tensor positions, Tensor rotations, Tensor? key_mask, int heads, int ffn_dim, int first_node, "
     "float eps, float head_eps, bool has_first_norm, bool has_head_norms, bool rotates_halves) -> Tensor",
-    oracle=_oracle, meta=_meta, batch="lengths")
+    oracle=_oracle, meta=_meta, batch=None)

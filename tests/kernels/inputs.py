@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from specvis_kernels import DecoderLayer, pack_layers, pack_weight
 from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
 from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
 
@@ -19,11 +20,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPARED = Counter()  # backend -> tests passed
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
-UNBATCHED = {"codebook_neighbors", "verify_chain"}  # the latter's requests are of different lengths: its own tests
+# verify_chain's requests are of different lengths, and decoder_layers has weights: their own tests
+UNBATCHED = {"codebook_neighbors", "decoder_layers", "packed_linear", "verify_chain"}
 MUTATES = {      # op -> the arguments that it writes to, contiguous; tensors or lists of them
     "commit_kv": ("caches",),
     "commit_tokens": ("tokens", "counts", "failed", "target_forwards", "num_accepted_at", "num_drafted_at",
                       "tv_excess"),
+    "decoder_layers": ("kv_cache",),
 }
 MAX_ROWS = 512   # are drawn; more rows repeat them
 
@@ -742,6 +745,56 @@ def tree_attention(B, N, H, Hkv, D, options=None):
     k, v = cache.to(DEVICE, dtype).unbind(2)
     kwargs = {"key_mask": (torch.rand(2 * B, 9, generator=g) < 0.5).to(DEVICE)} if options["mask"] else {}
     return (q.to(DEVICE, dtype), k, v, torch.tensor(lengths).repeat(B)[:B].to(DEVICE), ancestors.to(DEVICE)), kwargs
+
+
+CASES["decoder_layers"] = [
+    (1, 1, 16, 1, 1, 16, 16),
+    (2, 7, 64, 4, 2, 32, 40, {"mask": True, "halves": True, "extra": True}),
+    (3, 14, 48, 3, 3, 16, 100, {"dtype": torch.bfloat16, "first": 3}),
+    (1, 33, 64, 2, 1, 48, 64, {"norm": False, "layers": 1}),
+]
+TOLERANCES["decoder_layers"] = {i: (1e-2, 2e-2) for i in range(2)}  # of 16 bits; its own tests have the others
+
+
+def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
+    """Rows with and without the condition. extra: biases, and LayerNorms of q and k."""
+    options = {"dtype": torch.float32, "first": 0, "mask": False, "halves": False, "extra": False, "norm": True,
+               "layers": 2} | (options or {})
+    dtype, first, L = options["dtype"], options["first"], options["layers"]
+    g = torch.Generator().manual_seed(B + N + E + D)
+
+    def normal(*sizes, scale=1.0):
+        return (torch.randn(*sizes, generator=g) * scale).to(DEVICE, dtype)
+
+    def layer():
+        sizes = ((H + 2 * Hkv) * D, E), (E, H * D), (ffn_dim, E), (ffn_dim, E), (E, ffn_dim)
+        norms = 1 + normal(E, scale=0.1), 1 + normal(E, scale=0.1) if options["norm"] else None
+        extra = normal((H + 2 * Hkv) * D), normal(E), (1 + normal(H + Hkv, D, scale=0.1), normal(H + Hkv, D))
+        return DecoderLayer(*(normal(*size, scale=size[1] ** -0.5) for size in sizes), *norms,
+                            *(extra if options["extra"] else ()))
+
+    layers = pack_layers([layer() for _ in range(L)], 1 + normal(E, scale=0.1) if options["norm"] else None, heads=H,
+                         rotates_halves=options["halves"])
+    T = first + N + 20
+    angles = torch.rand(T, D // 2, generator=g) * 6
+    ancestors = ancestors_of(random_parents(B, first + N - 1, g))[:, first:].contiguous()
+    lengths = torch.tensor([20, 0, 5]).repeat(B)[:B].to(DEVICE)
+    kwargs = {"first_node": first}
+    if options["mask"]:
+        kwargs["key_mask"] = (torch.rand(2 * B, 9, generator=g) < 0.5).to(DEVICE)
+    return (normal(2 * B, N, E), layers, normal(L, 2 * B, T, 2, Hkv, D), lengths, ancestors.to(DEVICE),
+            torch.randint(T + 3, (B, N), generator=g).to(DEVICE),
+            torch.stack([angles.cos(), angles.sin()], -1).to(DEVICE)), kwargs
+
+
+CASES["packed_linear"] = [(1, 2, 1), (3, 48, 70), (25, 64, 128, torch.bfloat16, False)]
+TOLERANCES["packed_linear"] = {0: (1e-5, 1e-5)}  # of sums in another order
+
+
+def packed_linear(M, K, outputs, dtype=torch.float32, bias=True):
+    g = torch.Generator().manual_seed(M + K)
+    x, weight = (torch.randn(n, K, generator=g).to(DEVICE, dtype) for n in (M, outputs))
+    return (x, pack_weight(weight), outputs, torch.randn(outputs, generator=g).to(DEVICE) if bias else None), {}
 
 
 CASES["codebook_neighbors"] = [(2, 1, 1), (40, 3, 39), (1100, 4, 7)]

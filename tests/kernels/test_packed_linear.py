@@ -1,0 +1,34 @@
+"""packed_linear against PyTorch's linear layer."""
+import pytest
+import torch
+
+from specvis_kernels import pack_weight, packed_linear
+from tests.kernels import inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_a_linear_layer_whose_rows_do_not_depend_on_each_other(dtype):
+    g = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(100, 80, generator=g).to(dtype), torch.randn(100, generator=g)
+    x = torch.randn(2, 40, 80, generator=g).to(dtype)
+    y = packed_linear(x, pack_weight(weight), 100, bias)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, torch.nn.functional.linear(x.float(), weight.float(), bias), rtol=1e-5, atol=2e-5)
+    if inputs.DEVICE == "cpu":
+        for rows in range(1, 40):
+            assert torch.equal(packed_linear(x[:, :rows], pack_weight(weight), 100, bias), y[:, :rows])
+        one_less = packed_linear(x[..., :64], pack_weight(weight[:, :64].contiguous()), 100, bias)
+        assert not torch.equal(one_less, y)
+
+
+def test_refuses_what_it_cannot_read():
+    weight = pack_weight(torch.zeros(40, 8))
+    for x, out_features, message in (
+            (torch.zeros(3, 6), 40, r"weight must be float32 \(panels=2, inputs=192\), got float32 \(2, 256\)"),
+            (torch.zeros(3, 8), 80, r"weight must be float32 \(panels=3, inputs=256\), got float32 \(2, 256\)"),
+            (torch.zeros(3, 8).half(), 40, "x must be float32 or bfloat16 .*, got float16"),
+            (torch.zeros(3, 7), 40, r"x must be a tensor \(.., K\) with an even K, got \(3, 7\)")):
+        with pytest.raises(ValueError, match=message):
+            packed_linear(x, weight, out_features)
+    with pytest.raises(ValueError, match="weight must have an output and an even number of inputs"):
+        pack_weight(torch.zeros(4, 5))
