@@ -107,7 +107,7 @@ ROWS = {
          (3840, 16384, 1000), (60, 65536, 1000, "tvd", FIRST_CODE, True, 0.05)],
         lambda R, V, k, *_: R * (V * 4 + k * 2)),
     "packed_linear": (  # heads of the shipped model and of LlamaGen-B: the weights
-        [(2 * N, K, O, torch.bfloat16, False) for K, O in ((192, 4096), (768, 16384)) for N in (1, 17)],
+        [(2 * N, *sizes, torch.bfloat16, False) for sizes in ((192, 4096), (768, 16384)) for N in (1, 17)],
         lambda M, K, outputs, dtype, bias: K * outputs * dtype.itemsize),
     "resample_gaussian": (  # a rejected draft at least one try, the others a draft or none
         [*((B, 1, 16, 100) for B in (1, 8, 64, 256)), (64, 32, 16, 100), (64, 1, 16, 100, {"variant": "path"})],

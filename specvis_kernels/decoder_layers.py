@@ -207,8 +207,8 @@ def _oracle(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, posit
     column = torch.where((lengths[:, None] >= 0) & (column < T), column, T).repeat(R // max(B, 1), 1)
     row = torch.arange(R, device=x.device)[:, None]
 
-    def times(x, weight, O, K):  # operands of the dtype, sums in float32
-        return x.float() @ unpacked(weight, O, K).float().T
+    def times(x, weight, outputs, K):  # operands of the dtype, sums in float32
+        return x.float() @ unpacked(weight, outputs, K).float().T
 
     def normed(x, weight):
         return x if weight is None else F.rms_norm(x, (E,), weight, eps)

@@ -20,19 +20,19 @@ def pack_weight(weight: Tensor) -> Tensor:
     Raises:
         ValueError: another dtype or shape
     """
-    O, K = check_dims("weight", weight, "OK")
-    check("weight", weight, DTYPES, O=O, K=K)
-    if O < 1 or K < 2 or K % 2:
+    outputs, K = check_dims("weight", weight, "OK")
+    check("weight", weight, DTYPES, O=outputs, K=K)
+    if outputs < 1 or K < 2 or K % 2:
         raise ValueError(f"weight must have an output and an even number of inputs, got shape {tuple(weight.shape)}")
     pair = 4 // weight.itemsize
-    padded = F.pad(weight.detach(), (0, 0, 0, -O % PANEL))
+    padded = F.pad(weight.detach(), (0, 0, 0, -outputs % PANEL))
     return padded.view(-1, PANEL, K // pair, pair).transpose(1, 2).reshape(-1, PANEL * K)
 
 
-def unpacked(packed: Tensor, O: int, K: int) -> Tensor:
-    """The weight (O, K) that `packed` (any shape) is."""
+def unpacked(packed: Tensor, outputs: int, K: int) -> Tensor:
+    """The weight (outputs, K) that `packed` (any shape) is."""
     pair = 4 // packed.itemsize
-    return packed.reshape(-1, K // pair, PANEL, pair).transpose(1, 2).reshape(-1, K)[:O]
+    return packed.reshape(-1, K // pair, PANEL, pair).transpose(1, 2).reshape(-1, K)[:outputs]
 
 
 def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | None = None, *,
@@ -67,12 +67,12 @@ def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | N
     rows = x.reshape(-1, x.shape[-1])
     M, K = check_dims("x", rows, "MK")
     check("x", rows, DTYPES, M=M, K=K)
-    O = check_count("out_features", out_features, 1)
-    check("weight", weight, x.dtype, like=x, panels=-(-O // PANEL), inputs=PANEL * K)
+    out_features = check_count("out_features", out_features, 1)
+    check("weight", weight, x.dtype, like=x, panels=-(-out_features // PANEL), inputs=PANEL * K)
     if bias is not None:
-        check("bias", bias, torch.float32, like=x, O=O)
+        check("bias", bias, torch.float32, like=x, O=out_features)
         bias = bias.contiguous()
-    return _call(backend, rows.contiguous(), weight.contiguous(), bias, O).view(*x.shape[:-1], O)
+    return _call(backend, rows.contiguous(), weight.contiguous(), bias, out_features).view(*x.shape[:-1], out_features)
 
 
 def _oracle(x, weight, bias, out_features):

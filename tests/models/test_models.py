@@ -13,12 +13,13 @@ from specvis.decoding.drafting import chain_ancestors
 from specvis.decoding.sampling import Sampling
 from specvis.models.eagle import EagleHead
 from specvis.models.interface import Nodes
-from specvis.models.layers import PACKED_DTYPES, grid_rotations
+from specvis.models.layers import grid_rotations
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config, condition_mask, text_config
 from specvis.models.vq import VQ, VQConfig
 from specvis.models.words import UnknownWords, Words
 from specvis.pipelines.checkpoint import CheckpointError, load_weights, read_weights
 from specvis.pipelines.discrete import Pipeline
+from specvis_kernels import backends
 from tests.tiny import tiny_pipeline
 
 MILLIONS = {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "XXXL": 3893, "1B": 1200, "3B": 3097, "7B": 6615}
@@ -169,18 +170,19 @@ def test_decoding_reads_the_layers_that_are_there():
         assert torch.allclose(packed, plain, atol=1e-5) and num_calls == len(calls)
 
 
-@pytest.mark.skipif(torch.bfloat16 not in PACKED_DTYPES, reason="this CPU has no instructions for bfloat16")
-def test_in_bfloat16_a_token_is_read_to_the_same_bits_beside_others(monkeypatch):
+@pytest.mark.skipif("cpu" not in backends("decoder_layers"), reason="needs the C++ kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_is_read_to_the_same_bits_beside_others(dtype, monkeypatch):
     torch.manual_seed(0)
     config = GPTConfig(dim=128, layers=3, heads=2, vocabulary=512, grid=12, classes=10, ffn_multiple=16)
-    gpt = GPT(config).eval().requires_grad_(False).to(torch.bfloat16)
+    gpt = GPT(config).eval().requires_grad_(False).to(dtype)
     for weight in gpt.parameters():
         weight.mul_(5) if weight.ndim == 2 else None     # scores that matter
     condition, padding_mask = gpt.condition(torch.tensor([1, 10]))
     tokens = torch.randint(512, (2, 144))
 
-    def hidden_by(width):
-        """Hidden states at all tokens, `width` at a time."""
+    def logits_by(width):
+        """Logits at all tokens, `width` at a time."""
         cache, parts = gpt.new_cache(2, 1 + 144), []
         gpt.prefill(condition, padding_mask, cache)
         for first in range(0, 144, width):
@@ -188,14 +190,15 @@ def test_in_bfloat16_a_token_is_read_to_the_same_bits_beside_others(monkeypatch)
             n = chunk.shape[1]
             nodes = Nodes(torch.arange(n)[None], torch.full((2,), 1 + first),
                           chain_ancestors(2, n, "cpu"), padding_mask, 1 + first + n)
-            parts.append(gpt.extend(chunk, nodes, cache))
+            parts.append(gpt.logits(gpt.extend(chunk, nodes, cache)))
         return torch.cat(parts, 1)
 
     with torch.no_grad():
-        one_by_one = hidden_by(1)
-        assert all(torch.equal(hidden_by(width), one_by_one) for width in (2, 5, 9, 17, 33))
+        one_by_one = logits_by(1)
+        assert all(torch.equal(logits_by(width), one_by_one) for width in (2, 5, 9, 17, 33))
+        monkeypatch.setattr(specvis.models.layers, "USE_DECODER_LAYERS", False)
         monkeypatch.setattr(specvis.models.layers, "tree_attention", attention_under_a_mask)
-        assert not torch.equal(hidden_by(17), hidden_by(1))  # what the above would say of PyTorch's attention
+        assert not torch.equal(logits_by(17), logits_by(1))  # what the above would say of PyTorch's modules
 
 
 def test_padding_of_a_caption_changes_nothing():

@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, pack_weight, packed_linear
+from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
 
 from .interface import Nodes
 from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotation_pairs, rotations_at
@@ -64,8 +64,6 @@ class EagleLayer(nn.Module):
 class EagleHead(nn.Module):
     """Drafts for a GPT of the same config, whose output layer turns its hidden states into logits."""
 
-    PACKABLE = nn.ModuleList, EagleLayer, SelfAttention, MLP, nn.Linear, RMSNorm
-
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -92,29 +90,29 @@ class EagleHead(nn.Module):
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """The same for tokens behind what the cache holds. See `Drafter.extend`."""
-        packed = self.packing.get(self, previous_hidden)
-        if packed is None:
-            return self(tokens, previous_hidden, NodesReading(self, nodes, cache))
-        layers, fc, bias, rotations = packed
-        x = torch.cat([self.embed_tokens(tokens), previous_hidden], -1)
-        x = packed_linear(x, fc, self.config.dim, bias).to(x.dtype)
-        return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, nodes.lengths[:, None] + nodes.depth,
-                              rotations, first_node=nodes.first, key_mask=nodes.padding_mask)
+        return self(tokens, previous_hidden, NodesReading(self, nodes, cache))
 
     def forward(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:
-        x = self.fc(torch.cat([self.embed_tokens(tokens), previous_hidden], -1))
+        x = torch.cat([self.embed_tokens(tokens), previous_hidden], -1)
+        packed = self.packing.get(x, self.pack) if isinstance(reading, NodesReading) else None
+        if packed is not None:
+            fc, bias, layers, rotations = packed
+            return reading.read(packed_linear(x, fc, self.config.dim, bias).to(x.dtype), layers, rotations)
+        x = self.fc(x)
         for index, layer in enumerate(self.layers):
             x = layer(x, reading, index)
         return x
 
-    def packed_parts(self) -> list[nn.Module]:
-        return [self.fc, self.layers]
+    def pack(self) -> None:
+        def pack():
+            layers = [layer.weights() for layer in self.layers]
+            return (pack_weight(self.fc.weight), self.fc.bias.detach().float(),
+                    pack_layers(layers, heads=self.config.heads, eps=NORM_EPS), rotation_pairs(self.rotations))
 
-    def pack(self) -> tuple:
-        layers = pack_layers([layer.weights() for layer in self.layers], heads=self.config.heads, eps=NORM_EPS)
-        return layers, pack_weight(self.fc.weight), self.fc.bias.detach().float(), rotation_pairs(self.rotations)
+        parts = [self.fc, self.layers] if self.config.head_dim % 16 == 0 else []
+        self.packing.check(parts, (nn.ModuleList, EagleLayer, SelfAttention, MLP, nn.Linear, RMSNorm), pack)
 
     def new_cache(self, rows: int, columns: int) -> Cache:
-        self.packing.check(self)
+        self.pack()
         weight, c = self.fc.weight, self.config
         return Cache(len(self.layers), rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)

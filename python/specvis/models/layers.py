@@ -1,12 +1,15 @@
 """What LlamaGen's GPT and its EAGLE drafter share: packed weights, rotary positions on a grid, attention, its cache."""
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import backends, commit_kv, tree_attention
+from specvis_kernels import PackedLayers, backends, commit_kv, decoder_layers, tree_attention
 
 from .interface import Nodes
 
@@ -15,47 +18,54 @@ DTYPES = torch.float32, torch.bfloat16
 
 
 class Packing:
-    """Copies of a model's weights in the order of `decoder_layers` and `packed_linear`, for few rows on a CPU.
+    """Copies of weights in the order of `decoder_layers` and `packed_linear`, for few rows on a CPU.
 
-    The model says which `packed_parts()` its copies are of, of which `PACKABLE` types their modules must be, and makes
-    the copies by `pack()`. It calls `check` in `new_cache`, where a decoding begins, and `get` at each read. The copies
-    are made again when the weights have changed. They take as much memory as the weights.
+    A model calls `check` in `new_cache`, where a decoding begins, and `get` at each read. The copies are made anew when
+    weights have changed. They take as much memory as the weights. What is written through `weight.data` leaves no trace
+    but in the numbers, and modules that are replaced none in those that they replace: `check` alone sees these two.
     """
 
     def __init__(self):
-        self.weights, self.versions, self.sums, self.packed = [], [], [], None
+        self.places, self.weights, self.state, self.sums, self.packed = [], [], None, None, None
 
     def __reduce__(self):
         return Packing, ()  # a copy of a model packs for itself
 
-    def check(self, model: nn.Module) -> None:
-        """Pack, if the ops can do what the model's modules do, and the weights are not those that are packed."""
-        parts = model.packed_parts()
-        weights = [weight for part in parts for weight in part.parameters()]
-        if not can_pack(weights) or not all(is_plain(m, model.PACKABLE) for part in parts for m in part.modules()):
-            self.weights, self.packed = [], None
-            return
-        sums, versions = list(map(sum_of, weights)), list(map(version, weights))
-        if self.packed is None or sums != self.sums or versions != self.versions:
-            self.packed = model.pack()
-        self.weights, self.sums, self.versions = weights, sums, versions
+    def check(self, parts: Sequence[nn.Module], types: tuple[type, ...], pack: Callable[[], Any]) -> None:
+        """Pack, if the ops can do what modules do, and their weights are not those that are packed.
 
-    def get(self, model: nn.Module, x: Tensor) -> tuple | None:
-        """What `model.pack` gave, for reading x. None: the model's modules have to read it."""
+        Args:
+            parts: the modules whose weights are packed
+            types: that they and their modules must have
+            pack:  makes the copies
+        """
+        modules = [module for part in parts for module in part.modules()]
+        places = [(module._parameters, name) for module in modules for name in module._parameters]
+        self.places = [(of, name) for of, name in places if of[name] is not None]
+        self.weights = [of[name] for of, name in self.places]
+        if not can_pack(self.weights) or not all(is_plain(module, types) for module in modules):
+            self.packed = None
+            return
+        state, sums = list(map(state_of, self.weights)), list(map(sum_of, self.weights))
+        if self.packed is None or state != self.state or sums != self.sums:
+            self.packed = pack()
+        self.state, self.sums = state, sums
+
+    def get(self, x: Tensor, check: Callable[[], None]) -> Any:
+        """What `pack` gave, for reading x. None: the modules have to read it. check: calls `check`"""
         if (self.packed is None or not USE_DECODER_LAYERS or torch.is_grad_enabled() or x.device.type != "cpu"
                 or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled("cpu")
                 or torch.compiler.is_compiling()):
             return None
-        if list(map(version, self.weights)) != self.versions:
-            self.check(model)
+        if [state_of(of[name]) for of, name in self.places] != self.state:
+            check()
         return self.packed
 
 
 def can_pack(weights: list[Tensor]) -> bool:
-    """Whether the CPU's kernels read such weights. Sizes of layers and heads must be multiples of 16."""
-    first = weights[0]
-    return ("cpu" in backends("decoder_layers") and first.dtype in DTYPES
-            and all(w.device.type == "cpu" and w.dtype == first.dtype and w.shape[-1] % 16 == 0 for w in weights))
+    """Whether the CPU's kernels read such weights."""
+    return ("cpu" in backends("decoder_layers") and bool(weights) and weights[0].dtype in DTYPES
+            and all(w.device.type == "cpu" and w.dtype == weights[0].dtype and w.shape[-1] % 16 == 0 for w in weights))
 
 
 def is_plain(module: nn.Module, types: tuple[type, ...]) -> bool:
@@ -64,13 +74,14 @@ def is_plain(module: nn.Module, types: tuple[type, ...]) -> bool:
             and not (module.training and isinstance(module, nn.Dropout) and module.p))
 
 
-def version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
+def state_of(weight: Tensor) -> tuple[int, int]:
+    """Where a weight stands in memory, and how often it was written to."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
-def sum_of(weight: Tensor) -> tuple[int, int]:
-    """Where a weight stands in memory, and the sum of its bits: what is written through weight.data shows there alone."""
-    return weight.data_ptr(), weight.detach().view(torch.int32).sum().item()
+def sum_of(weight: Tensor) -> int:
+    """Of its bits."""
+    return weight.detach().view(torch.int32).sum().item()
 
 
 def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, base: float = 10000.0) -> Tensor:
@@ -92,7 +103,7 @@ def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, bas
 
 
 def rotation_pairs(rotations: Tensor) -> Tensor:
-    """The same for `decoder_layers`: (P, head_dim / 2, 2) float32."""
+    """`grid_rotations` for `decoder_layers`: (P, head_dim / 2, 2) float32."""
     return torch.view_as_real(rotations[:, 0, 0]).contiguous()
 
 
@@ -188,9 +199,23 @@ class NodesReading(Reading):
 
     def __init__(self, module: nn.Module, nodes: Nodes, cache: Cache):
         """module: it has a table of rotations"""
-        lengths, N = nodes.lengths[:, None], nodes.depth.shape[1]
-        self.rotations, self.nodes, self.cache = rotations_at(module, lengths + nodes.depth), nodes, cache  # (B, N, ..)
-        self.slots = cache.flat_slots(lengths + torch.arange(nodes.first, nodes.first + N, device=lengths.device))
+        self.module, self.nodes, self.cache = module, nodes, cache
+
+    @cached_property
+    def rotations(self) -> Tensor:
+        return rotations_at(self.module, self.nodes.lengths[:, None] + self.nodes.depth)  # (B, N, ..)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        first, N, device = self.nodes.first, self.nodes.depth.shape[1], self.nodes.lengths.device
+        return self.cache.flat_slots(self.nodes.lengths[:, None] + torch.arange(first, first + N, device=device))
+
+    def read(self, x: Tensor, layers: PackedLayers, rotations: Tensor) -> Tensor:
+        """All layers at once: hidden states of embeddings x (R, N, dim)."""
+        nodes = self.nodes
+        return decoder_layers(x, layers, self.cache.data, nodes.lengths, nodes.ancestors,
+                              nodes.lengths[:, None] + nodes.depth, rotations, first_node=nodes.first,
+                              key_mask=nodes.padding_mask)
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         (R, N, width), nodes, data = qkv.shape, self.nodes, self.cache.data[layer]

@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, pack_weight, packed_linear
+from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
 
 from .interface import Nodes
 from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotation_pairs, rotations_at
@@ -120,6 +120,9 @@ class Block(nn.Module):
                             self.ffn_norm.weight, self.attention_norm.weight)
 
 
+PACKABLE = nn.ModuleList, Block, Attention, FeedForward, nn.Linear, RMSNorm, nn.Dropout
+
+
 class ClassEmbedding(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -149,11 +152,11 @@ class GPT(nn.Module):
 
     On a CPU, in float32 and bfloat16, `extend` and `logits` are `decoder_layers` and `packed_linear`: not a bit depends
     on how many nodes are read at once, on other rows, or on the number of threads. So seed-exact methods draw exactly
-    the baseline's tokens. Blocks that were changed (adapters, hooks), gradients and other devices take PyTorch's modules.
+    the baseline's tokens. Blocks that were changed (adapters, hooks), gradients, heads whose size is no multiple of 16,
+    and other devices take PyTorch's modules.
     """
 
     can_replay = True
-    PACKABLE = nn.ModuleList, Block, Attention, FeedForward, nn.Linear, RMSNorm, nn.Dropout
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -165,7 +168,7 @@ class GPT(nn.Module):
         self.output = nn.Linear(config.dim, config.vocabulary, bias=False)
         self.rotations = grid_rotations(config.grid, config.head_dim, config.condition_tokens, spare=1,
                                         base=config.rope_base)
-        self.packing = Packing()
+        self.packing, self.output_packing = Packing(), Packing()
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "uncond" not in name:
                 nn.init.normal_(parameter, std=0.02)
@@ -227,6 +230,9 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor, reading: Reading) -> Tensor:
         """Embeddings (R, N, dim) -> hidden states (R, N, dim) after the last norm."""
+        packed = self.packing.get(x, self.pack_layers) if isinstance(reading, NodesReading) else None
+        if packed is not None:
+            return reading.read(x, *packed)
         for layer, block in enumerate(self.layers):
             x = block(x, reading, layer)
         return self.norm(x)
@@ -238,26 +244,23 @@ class GPT(nn.Module):
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
-        x = self.tok_embeddings(tokens)
-        packed = self.packing.get(self, x)
-        if packed is None:
-            return self(x, NodesReading(self, nodes, cache))
-        layers, _, rotations = packed
-        return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, nodes.lengths[:, None] + nodes.depth,
-                              rotations, first_node=nodes.first, key_mask=nodes.padding_mask)
+        return self(self.tok_embeddings(tokens), NodesReading(self, nodes, cache))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, dim) hidden states -> (R, N, V) float32."""
-        packed = self.packing.get(self, hidden)
-        return self.output(hidden).float() if packed is None else packed_linear(hidden, packed[1], self.vocab_size)
+        packed = self.output_packing.get(hidden, self.pack_output)
+        return self.output(hidden).float() if packed is None else packed_linear(hidden, packed, self.vocab_size)
 
-    def packed_parts(self) -> list[nn.Module]:
-        return [self.layers, self.norm, self.output]
+    def pack_layers(self) -> None:
+        def pack():
+            layers = [block.weights() for block in self.layers]
+            return (pack_layers(layers, self.norm.weight, heads=self.config.heads, eps=self.config.norm_eps),
+                    rotation_pairs(self.rotations))
 
-    def pack(self) -> tuple:
-        c = self.config
-        layers = pack_layers([block.weights() for block in self.layers], self.norm.weight, heads=c.heads, eps=c.norm_eps)
-        return layers, pack_weight(self.output.weight), rotation_pairs(self.rotations)
+        self.packing.check([self.layers, self.norm] if self.config.head_dim % 16 == 0 else [], PACKABLE, pack)
+
+    def pack_output(self) -> None:
+        self.output_packing.check([self.output], PACKABLE, lambda: pack_weight(self.output.weight))
 
     def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor) -> Tensor:
         """Hidden states (B, S + L - 1, dim) at the S conditions and at all but the last of `tokens` (B, L)."""
@@ -266,7 +269,8 @@ class GPT(nn.Module):
         return self.read(x, position_ids[None], condition_mask(padding_mask, x.shape[1]))
 
     def new_cache(self, rows: int, columns: int) -> Cache:
-        self.packing.check(self)
+        self.pack_layers()
+        self.pack_output()
         weight, c = self.output.weight, self.config
         return Cache(c.layers, rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
 
