@@ -26,7 +26,6 @@ SEED ?= 0
 KILLS ?= 100
 VERSION ?= 4.57.6
 CLANG_FORMAT := $(VENV)/bin/clang-format csrc/* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.cu
-export OMP_WAIT_POLICY ?= PASSIVE
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 

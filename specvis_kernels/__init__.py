@@ -5,11 +5,6 @@
 Ops are for inference: no result requires a gradient. Tensors of integers may be int64 or int32, and what describes a
 tree may have a batch of 1, for all requests.
 """
-import os
-import sys
-
-if "torch" not in sys.modules:  # which reads it when it is imported
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
 
 from ._dispatch import (
     EMPTY_RESIDUAL,

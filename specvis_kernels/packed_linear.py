@@ -29,10 +29,10 @@ def pack_weight(weight: Tensor) -> Tensor:
     return padded.view(-1, PANEL, K // pair, pair).transpose(1, 2).reshape(-1, PANEL * K)
 
 
-def unpacked(packed: Tensor, outputs: int, K: int) -> Tensor:
-    """The weight (outputs, K) that `packed` (any shape) is."""
+def unpacked(packed: Tensor, outputs: int, inputs: int) -> Tensor:
+    """The weight (outputs, inputs) that `packed` (any shape) is."""
     pair = 4 // packed.itemsize
-    return packed.reshape(-1, K // pair, PANEL, pair).transpose(1, 2).reshape(-1, K)[:outputs]
+    return packed.reshape(-1, inputs // pair, PANEL, pair).transpose(1, 2).reshape(-1, inputs)[:outputs]
 
 
 def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | None = None, *,

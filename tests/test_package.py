@@ -225,25 +225,6 @@ def test_an_unbuilt_source_folder_says_so(tmp_path):
     assert run.returncode == 0 and "is a source folder without built libraries" in run.stderr
 
 
-@pytest.mark.parametrize("package, imported", [("specvis", "specvis.Sampling"), ("specvis_kernels", "specvis_kernels")])
-def test_threads_wait_passively(package, imported):
-    """Before torch reads how: here an import of torch prints the variable and ends. What somebody set stays."""
-    code = f"""if 1:
-        import os, sys
-        class Finder:
-            def find_spec(self, name, path=None, target=None):
-                if name == "torch":
-                    print(os.environ["OMP_WAIT_POLICY"])
-                    sys.exit()
-        sys.meta_path.insert(0, Finder())
-        import {package}
-        {imported}"""
-    unset = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    for environment, policy in ((unset, "PASSIVE"), (unset | {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert done.stdout == f"{policy}\n", done.stderr
-
-
 def test_the_constraints_meet_what_the_packages_require():
     """One public version of each: pip takes 2.13.0 for 2.13.0+cpu and for PyPI's build with CUDA. (The latter brings a
     Triton of its own, which make lets it.)"""

@@ -70,7 +70,6 @@ OLD = (
     Old("sound good fine", "is_valid"),
     Old("own moved rho", "token_mass, neighbor_mass, relaxed_mass", KERNELS),
     Old("weigh to_fixed", "to_fixed_point"),
-    Old("weights weight", "fixed_probs, mass", KERNELS),
     Old("spare spare_neighbors", "protect_neighbors", KERNELS),
     Old("departures swerves", "num_non_argmax", part=True),
     Old("P K N M", "max_depth, num_children, num_nodes, num_draft_rows", "specvis_kernels/*", ("public parameter",)),

@@ -11,12 +11,7 @@ what the command line takes. The loops themselves, for models of your own, are `
 `speculative_decode` (see `specvis.models.interface`), and for continuous tokens `parallel_decode` and
 `continuous_decode`.
 """
-import os
-import sys
 from importlib import import_module
-
-if "torch" not in sys.modules:  # which reads it when it is imported
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads hold each other up where cores are shared
 
 # Each is imported when it is asked for: --help needs no torch.
 _HOMES = {

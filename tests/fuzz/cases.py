@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 import specvis_kernels
+from specvis_kernels import pack_weight
 from specvis_kernels._candidate import EMPTY, RESIDUALS
 from specvis_kernels._filters import FILTERS
 from specvis_kernels._gaussian import VARIANTS
@@ -39,7 +40,9 @@ ROWS = {"tiny": 6, "small": 64, "long": 2, "big": 2048}
 VOCABULARIES = {"tiny": (1, 2, 3, 5, 17), "small": (1, 2, 3, 5, 17, 32, 33, 64, 129, 600),
                 "big": (1, 2, 3, 5, 8, 17, 33), "long": (4097, 16383, 16384, 65537, 262143)}
 KEEPS = {  # arguments whose numbers a layout must not change, since the docstring forbids what it would make of them
-    "commit_kv": {"slots"}, "tree_attention": {"k_cache", "v_cache", "lengths", "ancestors", "q", "key_mask"}}
+    "commit_kv": {"slots"}, "decoder_layers": {"x", "lengths", "ancestors", "positions", "rotations", "key_mask"},
+    "packed_linear": {"weight"},
+    "tree_attention": {"k_cache", "v_cache", "lengths", "ancestors", "q", "key_mask"}}
 
 
 @dataclass
@@ -304,6 +307,27 @@ def tree_attention(d):
             "lengths": lengths, "ancestors": ancestors, "key_mask": key_mask, "scale": scale}
 
 
+def decoder_layers(d):
+    heads, kv_heads = d.pick((1, 1), (2, 1), (3, 3))
+    N, B = d.nodes(9), d.r.randint(1, 3)
+    options = {"dtype": d.pick(torch.float32, torch.bfloat16), "first": d.pick(0, 0, 2), "mask": d.chance(0.4),
+               "halves": d.chance(0.5), "extra": d.chance(0.4), "norm": d.chance(0.7), "layers": d.pick(1, 2)}
+    args, kwargs = inputs.decoder_layers(B, N, d.pick(16, 48), heads, kv_heads, d.pick(16, 32), d.pick(1, 16, 40),
+                                         options)
+    named = dict(zip(("x", "layers", "kv_cache", "lengths", "ancestors", "positions", "rotations"), args)) | kwargs
+    T = named["kv_cache"].shape[2]
+    return named | {"lengths": d.hurt(d.below(T, B), (T, T - 1, -1, *INT64), 0.3),
+                    "positions": d.hurt(named["positions"], INT64, 0.2)}
+
+
+def packed_linear(d):
+    M, K, outputs = d.r.randint(1, ROWS[d.size]), 2 * d.r.randint(1, 40), d.r.randint(1, 100)
+    dtype = d.pick(torch.float32, torch.bfloat16)
+    return {"x": d.hurt(d.normal(M, K), (torch.nan, torch.inf), 0.3).to(dtype),
+            "weight": pack_weight(d.normal(outputs, K).to(dtype)), "out_features": outputs,
+            "bias": d.normal(outputs) if d.chance(0.5) else None}
+
+
 def gaussians(d, B, G, C, share=0.2):
     """The four arguments of the last step."""
     mean, sigma = d.normal(B, G, C), d.normal(B, G, C) / 2 - d.pick(0, 2)
@@ -467,7 +491,7 @@ def codebook_neighbors(d):
 
 
 COUNTED = {"sample_residual": 1, "neighborhood_sum": 1, "verify_chain": 1, "commit_tokens": 1, "codebook_neighbors": 1,
-           "commit_kv": 1}  # leading dimensions of the largest that count as rows; of other ops two
+           "commit_kv": 1, "packed_linear": 1}  # leading dimensions of the largest that count as rows; of other ops two
 
 
 def rows_of(op, named):
@@ -475,7 +499,7 @@ def rows_of(op, named):
     first = {"commit_kv": "accepted_nodes", "verify_chain": "uniforms", "tree_from_paths": "paths"}.get(op)
     tensor = named[first or next(name for name, a in named.items() if isinstance(a, torch.Tensor) and name in (
         "logits", "target_probs", "draft_probs", "probs", "parents", "mask", "ancestors", "tokens", "codebook",
-        "target_tokens"))]
+        "target_tokens", "x"))]
     dims = tensor.shape[:COUNTED.get(op, 2)]
     return dims.numel() if op != "tree_from_paths" or tensor.ndim == 3 else tensor.shape[0]
 

@@ -26,7 +26,7 @@ class Packing:
     """
 
     def __init__(self):
-        self.places, self.weights, self.state, self.sums, self.packed = [], [], None, None, None
+        self.owners, self.weights, self.state, self.sums, self.packed = [], [], None, None, None
 
     def __reduce__(self):
         return Packing, ()  # a copy of a model packs for itself
@@ -40,10 +40,10 @@ class Packing:
             pack:  makes the copies
         """
         modules = [module for part in parts for module in part.modules()]
-        places = [(module._parameters, name) for module in modules for name in module._parameters]
-        self.places = [(of, name) for of, name in places if of[name] is not None]
-        self.weights = [of[name] for of, name in self.places]
-        if not can_pack(self.weights) or not all(is_plain(module, types) for module in modules):
+        owners = [(module._parameters, name) for module in modules for name in module._parameters]
+        self.owners = [(of, name) for of, name in owners if of[name] is not None]
+        self.weights = [of[name] for of, name in self.owners]
+        if not can_pack(self.weights) or not all(is_unchanged(module, types) for module in modules):
             self.packed = None
             return
         state, sums = list(map(state_of, self.weights)), list(map(sum_of, self.weights))
@@ -57,7 +57,7 @@ class Packing:
                 or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled("cpu")
                 or torch.compiler.is_compiling()):
             return None
-        if [state_of(of[name]) for of, name in self.places] != self.state:
+        if [state_of(of[name]) for of, name in self.owners] != self.state:
             check()
         return self.packed
 
@@ -68,7 +68,7 @@ def can_pack(weights: list[Tensor]) -> bool:
             and all(w.device.type == "cpu" and w.dtype == weights[0].dtype and w.shape[-1] % 16 == 0 for w in weights))
 
 
-def is_plain(module: nn.Module, types: tuple[type, ...]) -> bool:
+def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
     """Whether a module is of one of these types, without hooks and dropout."""
     return (type(module) in types and not module._forward_hooks and not module._forward_pre_hooks
             and not (module.training and isinstance(module, nn.Dropout) and module.p))

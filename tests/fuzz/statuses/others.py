@@ -34,6 +34,32 @@ def tree_attention(a, out):
     return None
 
 
+def packed_linear(a, out):
+    """The weight's inputs come one by one, or in pairs if they are of 16 bits, which NumPy does not have."""
+    (M, K), outputs = a["x"].shape, a["out_features"]
+    for pair in (1, 2):
+        weight = a["weight"].reshape(-1, K // pair, 32, pair).transpose(0, 2, 1, 3).reshape(-1, K)[:outputs]
+        expected = a["x"].astype(np.float64) @ weight.T + (0 if a["bias"] is None else a["bias"])
+        if out[0].shape == (M, outputs) and np.allclose(out[0], expected, rtol=1e-4, atol=1e-4, equal_nan=True):
+            return None
+    return f"the product is not x W^T + bias: {out[0].flatten()[:4]}, by the docstring {expected.flatten()[:4]}"
+
+
+def decoder_layers(a, out):
+    """What it keeps: the last nodes' keys and values nowhere but in their columns."""
+    hidden, cache = out
+    (T, before), lengths, N = (cache.shape[2], a["kv_cache"]), a["lengths"], a["x"].shape[1]
+    column = np.arange(T)
+    for r in range(cache.shape[1]):
+        length = int(lengths[r % len(lengths)])
+        is_written = (column >= length + a["first_node"]) & (column < length + a["first_node"] + N) & (length >= 0)
+        if not np.array_equal(cache[:, r, ~is_written], before[:, r, ~is_written]):
+            return f"row {r}: a column outside of [{length} + first_node, .. + {N}) was written"
+        if (cache[:, r, is_written] == before[:, r, is_written]).mean() > 0.1:
+            return f"row {r}: the nodes' columns were not written"
+    return None if hidden.shape == a["x"].shape and np.isfinite(hidden).all() else "a hidden state is not finite"
+
+
 def codebook_neighbors(a, out):
     table, V = out[0].astype(np.int64), len(a["codebook"])
     what = outside("neighbors", table, V)
