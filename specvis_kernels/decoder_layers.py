@@ -181,9 +181,9 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=x, R=R, S=check_dims("key_mask", key_mask, "RS")[1])
         key_mask = key_mask.contiguous()
-    return _call(backend, x.contiguous(), layers.matrices, layers.vectors, layers.last_norm, kv_cache, lengths,
-                 for_each(ancestors, B), positions, rotations.contiguous(), key_mask, *layers[3:5], first_node,
-                 *layers[5:])
+    weights = (None if weight is None else weight.contiguous() for weight in layers[:3])
+    return _call(backend, x.contiguous(), *weights, kv_cache, lengths, for_each(ancestors, B), positions,
+                 rotations.contiguous(), key_mask, *layers[3:5], first_node, *layers[5:])
 
 
 def matrix_sizes(E: int, H: int, Hkv: int, D: int, ffn_dim: int) -> list[int]:
