@@ -238,9 +238,8 @@ def _oracle(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, posit
         attended = attend(qk[:, :, :H].to(dtype), k_cache, v_cache, lengths, ancestors, key_mask, D ** -0.5)
         stream = stream + times(attended.flatten(2), out, E, H * D) + out_bias
         y = normed(stream, ffn_norm).to(dtype)
-        gate, up = (times(y, part, ffn_dim, E) for part in gate_up.view(-1, 2, E * PANEL).unbind(1))
-        y = F.pad((F.silu(gate) * up).to(dtype), (0, padded_F - ffn_dim))
-        stream = stream + times(y, down, E, padded_F)
+        gate, up = (times(y, part, padded_F, E) for part in gate_up.view(-1, 2, E * PANEL).unbind(1))
+        stream = stream + times((F.silu(gate) * up).to(dtype), down, E, padded_F)
     return normed(stream, last_norm).to(dtype)
 
 
