@@ -68,8 +68,9 @@ def can_pack(weights: list[Tensor]) -> bool:
 
 
 def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
-    """Whether a module is of one of these types, without hooks and dropout."""
+    """Whether a module is of one of these types, without hooks, dropout and a forward of its own."""
     return (type(module) in types and not module._forward_hooks and not module._forward_pre_hooks
+            and "forward" not in vars(module)
             and not (module.training and isinstance(module, nn.Dropout) and module.p))
 
 
