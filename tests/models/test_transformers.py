@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of a name that transformers gives up
 
 C, S, B = 10, 7, 3
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TEXT = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 VQ = {"embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
 PROMPTS = [[1, 20, 21, 7], [1, 22, 23, 24, 25, 26, 7], [1, 27, 7]]
 FAMILIES = ("anole", "lumina", "emu3", "janus")
@@ -41,11 +41,11 @@ def emu3_model(seed):
 def janus_model(seed):
     torch.manual_seed(seed)
     vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 16, "patch_size": 4,
-              "projection_dim": 32, "depth": 1, "num_image_tokens": 16}
-    vq = VQ | {"num_embeddings": C, "projection_dim": 32, "image_token_embed_dim": 32, "initializer_range": 0.7}
+              "projection_dim": 64, "depth": 1, "num_image_tokens": 16}
+    vq = VQ | {"num_embeddings": C, "projection_dim": 64, "image_token_embed_dim": 64, "initializer_range": 0.7}
     model = transformers.JanusForConditionalGeneration(transformers.JanusConfig(
         text_config=TEXT | {"vocab_size": 40, "model_type": "llama"}, vision_config=vision, vq_config=vq)).eval()
-    model.model.generation_head.vision_head.weight.data *= 4
+    model.model.generation_head.vision_head.weight.data *= 2
     config = model.generation_config
     config.bos_token_id, config.pad_token_id, config.generation_kwargs = 1, 0, {"boi_token_id": 7}
     return model
@@ -327,7 +327,7 @@ def test_the_programs_of_the_page_run(monkeypatch, tmp_path):
              .replace(", 100, normalize", ", 5, normalize"), names)
         assert names["decoded"].tau.min() >= 1
     assert {path.name for path in tmp_path.iterdir()} == {"0.png", "1.png", "heart.png"}
-    assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 32)
+    assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 64)
     assert names["prompts"][0][-4:] == [8710, 8197, 8828, 8828]
 
 
