@@ -45,7 +45,7 @@ def janus_model(seed):
     vq = VQ | {"num_embeddings": C, "projection_dim": 64, "image_token_embed_dim": 64, "initializer_range": 0.7}
     model = transformers.JanusForConditionalGeneration(transformers.JanusConfig(
         text_config=TEXT | {"vocab_size": 40, "model_type": "llama"}, vision_config=vision, vq_config=vq)).eval()
-    model.model.generation_head.vision_head.weight.data *= 2
+    model.model.generation_head.vision_head.weight.data *= 4
     config = model.generation_config
     config.bos_token_id, config.pad_token_id, config.generation_kwargs = 1, 0, {"boi_token_id": 7}
     return model
@@ -135,7 +135,7 @@ def test_logits_are_the_models_own(targets, family, attention):
         """paths: what stands before the node in each image"""
         for row, prompt in enumerate(prompts):
             own = own_logits(target, prompt, paths[row % B])[-1]
-            torch.testing.assert_close(logits[row, node, :C], own, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(logits[row, node, :C], own, atol=5e-5, rtol=1e-5)
         assert logits.dtype == torch.float32 and logits.shape[2] == target.vocab_size
 
     check(logits, 0, [], [], [])
