@@ -135,7 +135,7 @@ def test_logits_are_the_models_own(targets, family, attention):
         """paths: what stands before the node in each image"""
         for row, prompt in enumerate(prompts):
             own = own_logits(target, prompt, paths[row % B])[-1]
-            torch.testing.assert_close(logits[row, node, :C], own, atol=5e-5, rtol=1e-5)
+            torch.testing.assert_close(logits[row, node, :C], own, atol=2e-4, rtol=1e-5)
         assert logits.dtype == torch.float32 and logits.shape[2] == target.vocab_size
 
     check(logits, 0, [], [], [])
