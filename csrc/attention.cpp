@@ -241,12 +241,17 @@ INLINE void attend_by(const Head<T>& head, const Row& row, Scratch& scratch) {
     const T* const key = head.k + column * head.k_stride;
     keys[i] = keys_in_place ? static_cast<const float*>(static_cast<const void*>(key)) : staged_keys + i * words;
     if (!keys_in_place) stage_words<kHasPairs>(key, D, words, staged_keys + i * words);
-    if (values_in_place) {
-      for (int64_t d = 0; d < D; d += 64 / sizeof(T)) __builtin_prefetch(head.v + column * head.v_stride + d);
-    }
   };
   for (int64_t begin = 0; begin < num_columns; begin += kLanes) {
-    for (int i = 0; i < kLanes; ++i) take_key(i, row.columns[std::min(begin + i, num_columns - 1)]);
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t column = row.columns[std::min(begin + i, num_columns - 1)];
+      const int64_t later = row.columns[std::min(begin + 2 * kLanes + i, num_columns - 1)];
+      for (int64_t d = 0; d < D; d += 64 / sizeof(T)) {
+        __builtin_prefetch(head.k + later * head.k_stride + d);
+        __builtin_prefetch(head.v + column * head.v_stride + d);
+      }
+      take_key(i, column);
+    }
     int64_t m = 0;
     if (is_across) {
       lay_across<kLanes>(keys, words, across);
