@@ -421,9 +421,9 @@ def measure(subject: Subject, methods: list[Method], batch: int, seconds: float,
     watch = Watch(Clock(subject.gpt.output.weight.device), subject.gpt)
     max_steps = None if subject.whole else STEPS
     runs = {contender.name: [] for contender in contenders}
-    for contender in contenders:  # the first turn warms up, the weights are packed
+    for contender in contenders:  # weights are packed, and forwards are compiled
         say(f"{subject.size}, batch of {batch}: {contender.name} warms up")
-        run(subject, contender, batch, 0, max_steps=2)
+        run(subject, contender, batch, 0, max_steps if contender.forward == "compile" else 2)
     start, turn = perf_counter(), 0
     while turn < 2 or perf_counter() - start < seconds:
         for contender in contenders:

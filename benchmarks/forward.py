@@ -179,7 +179,7 @@ def best_of(records: list[dict]) -> dict[tuple[str, int], dict]:
     return best
 
 
-def table(records: list[dict]) -> list[str]:
+def table(records: list[dict], limits: dict[str, float]) -> list[str]:
     """Markdown: median and least milliseconds, and the shares of the limits that `decoder_layers` reaches."""
     best = best_of(records)
     names = list(dict.fromkeys(name for name, _ in best))
@@ -190,7 +190,7 @@ def table(records: list[dict]) -> list[str]:
         cells = [f"{best[name, nodes]['median_ms']:.2f} ({best[name, nodes]['min_ms']:.2f})" for name in names]
         shares = [f"{best[ours, nodes][share]:.0%}" for share in ("of_bandwidth", "of_product")]
         lines.append(f"| {nodes} | {' | '.join(cells + shares)} |")
-    return lines
+    return [*lines, f"bandwidth {limits['bandwidth']} GB/s, product {limits['product']} GFLOP/s"]
 
 
 def plot(records: list[dict], path: Path) -> None:
@@ -229,6 +229,9 @@ def main():
                         "benchmarks/results/<machine>-forward.json")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw milliseconds over nodes")
     options = parser.parse_args()
+    for text in options.sizes:
+        if text.partition(":")[0] not in ("shipped", *SIZES, *GPTS) or text.partition(":")[2] not in ("", "float32"):
+            parser.error(f"--sizes must be of shipped, {', '.join(SIZES)}, or with :float32, got {text!r}")
     harness.check_built("cpu")
     llama = options.llama
     if subprocess.run([llama, "-c", "import gguf, llama_cpp"], stderr=subprocess.DEVNULL).returncode:
@@ -237,12 +240,9 @@ def main():
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     for text in options.sizes:
         size, _, dtype = text.partition(":")
-        if size not in ("shipped", *SIZES, *GPTS) or dtype not in ("", "float32", "bfloat16"):
-            parser.error(f"sizes must be of shipped, {', '.join(SIZES)}, with :float32 or :bfloat16, got {text!r}")
         rows, limits[text] = measure(size, dtype or "bfloat16", options.seconds, llama, options.compile)
         records += rows
-        print(*table(rows), f"bandwidth {limits[text]['bandwidth']} GB/s, product {limits[text]['product']} GFLOP/s",
-              sep="\n", flush=True)
+        print(*table(rows, limits[text]), sep="\n", flush=True)
     if options.plot:
         plot(records, options.plot)
         print(f"wrote {options.plot}")
