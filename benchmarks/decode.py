@@ -565,8 +565,9 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=["shipped", "B", "L", "XL"], metavar="SIZE",
                         help=f"of shipped, {', '.join(SIZES)}; default shipped B L XL")
-    parser.add_argument("--methods", nargs="+", default=["vanilla", "jacobi", "eagle1", "lantern"], metavar="METHOD",
-                        help="as `specvis generate` takes them; default vanilla jacobi eagle1 lantern")
+    parser.add_argument("--methods", nargs="+", default=["vanilla", "jacobi:window=8", "eagle1", "lantern"],
+                        metavar="METHOD",
+                        help="as `specvis generate` takes them; default vanilla jacobi:window=8 eagle1 lantern")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], metavar="B", help="default 1 8")
     parser.add_argument("--seconds", type=float, default=60.0, help="of turns, for each size and batch; at least two "
                         "turns are taken; default 60")

@@ -21,7 +21,7 @@ from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
 
 THREADS, BATCH = (2, 4, 8), (1, 3)
-METHODS = ("vanilla", "jacobi", "eagle2")
+METHODS = ("vanilla", "jacobi:window=16", "eagle2")
 
 
 def draw(pipeline: Pipeline | MARPair, name: str, count: int, threads: int, batch: int) -> tuple[Tensor, np.ndarray]:

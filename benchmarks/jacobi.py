@@ -1,4 +1,4 @@
-"""Jacobi decoding against plain decoding:   python -m benchmarks.jacobi {pictures,size} [--json [FILE]]
+"""Jacobi decoding against plain decoding:   python -m benchmarks.jacobi {pictures,size,tau} [--json [FILE]]
 
 `pictures` draws single pictures with the shipped model, by plain decoding and by `jacobi` with each window, in turns,
 so that other work on the machine meets all of them alike. `--baseline PATH` lets another checkout take its turn with
@@ -7,6 +7,9 @@ its own plain decoding; it must be built (`setup.py build_ext --inplace`).
 `size` times a step (a forward and its draws) of a larger LlamaGen with random weights. Such a model accepts nothing, so
 the acceptance is the shipped model's: the steps that it took for real pictures, with what a step of their size costs
 here.
+
+`tau` prints the shipped model's tokens a forward with each window: `specvis.decoding.jacobi.TAU`, by which `jacobi`
+chooses its window.
 """
 import argparse
 import json
@@ -23,6 +26,7 @@ from benchmarks import harness
 from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.discrete import Decoded
 from specvis.decoding.drafting import chain_ancestors
+from specvis.decoding.jacobi import TAU
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling
 from specvis.models.interface import Nodes
@@ -162,6 +166,15 @@ def size(name: str, windows: list[int], count: int, dtype: str, seconds: float) 
     return records
 
 
+def tau(count: int, dtype: str) -> list[dict]:
+    """A record for each window that "auto" chooses from."""
+    pipeline, prompts = Pipeline.load().to(getattr(torch, dtype)), [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+    sampling = Sampling.of(list(range(count)), **FILTERS)
+    return [{"window": window, "dtype": dtype, "samples": count, "tau": round(
+        pipeline.tokens(prompts, f"jacobi:window={window}", sampling, batch=8).tau.mean().item(), 2)}
+        for window in TAU if window]
+
+
 def interpolated(medians: dict[int, float], nodes: int) -> float:
     """The time of a step with any number of nodes, between those that were measured."""
     below, above = max(n for n in medians if n <= nodes), min(n for n in medians if n >= nodes)
@@ -171,7 +184,7 @@ def interpolated(medians: dict[int, float], nodes: int) -> float:
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.jacobi", description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("pictures", "size"))
+    parser.add_argument("what", choices=("pictures", "size", "tau"))
     parser.add_argument("--windows", default="4,8,16,32", help="default 4,8,16,32; pictures also takes auto")
     parser.add_argument("-n", type=int, default=8, help="pictures; default 8")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default float32; bfloat16 for size")
@@ -180,7 +193,7 @@ def main():
     parser.add_argument("--size", default="B", help="size: LlamaGen's, default B")
     parser.add_argument("--seconds", type=float, default=20.0, help="size: for the steps; default 20")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records; default FILE: "
-                        "benchmarks/results/<machine>-jacobi-<pictures or size>.json")
+                        "benchmarks/results/<machine>-jacobi-<pictures, size or tau>.json")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -192,6 +205,8 @@ def main():
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     if options.what == "pictures":
         records = pictures(windows, options.n, options.dtype or "float32", options.baseline)
+    elif options.what == "tau":
+        records = tau(options.n, options.dtype or "float32")
     else:
         records = size(options.size, list(map(int, windows)), options.n, options.dtype or "bfloat16", options.seconds)
     for record in records:

@@ -89,7 +89,8 @@ def test_own_model(run, method):
     assert names["decoded"].tau.mean() > (1.3 if method != "vanilla" else 0.9) and not names["decoded"].failed.any()
 
 
-@pytest.mark.parametrize("method, temperature", [("jacobi:window=16", 1), ("jacobi:window=5", 0.7), ("jacobi", 0)])
+@pytest.mark.parametrize("method, temperature", [("jacobi:window=16", 1), ("jacobi:window=5", 0.7),
+                                                 ("jacobi:window=16", 0)])
 def test_transformers_model(run, method, temperature):
     names, printed = run("transformers_model", "--method", method, "--temperature", temperature)
     target, decoded, baseline = names["target"], names["decoded"], names["baseline"]

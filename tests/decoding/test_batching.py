@@ -11,7 +11,7 @@ from specvis.decoding.discrete import speculative_decode
 from specvis.decoding.drafters import ModelDrafter
 from specvis.decoding.drafting import Drafting
 from specvis.decoding.jacobi import jacobi_decode
-from specvis.decoding.methods import METHODS, method
+from specvis.decoding.methods import method, parse_method
 from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.decoding.trees import Shapes
 from specvis.models.layers import Cache
@@ -20,11 +20,11 @@ from tests.tiny import tiny_pipeline
 
 N, L = 5, 16
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain blue"]
-NAMES = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi:window=auto",
+NAMES = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi",
          "jacobi:window=4:seed_exact=false", "eagle1", "eagle1:seed_exact=true", "eagle2", "eagle2:drafter=model",
          "lantern:k=8", "adt-tree", "adt-tree+lantern:k=8:nodes=12", "cool-sd"]
 FEW = ["vanilla", "jacobi:window=5", "eagle1", "adt-tree+lantern:k=8:nodes=12"]  # all: tests/slow/test_batching.py
-UNTIMED = [name for name in NAMES if "auto" not in name]
+UNTIMED = [name for name in NAMES if name != "jacobi"]
 BATCHES = [3, 2, 1]
 
 
@@ -55,9 +55,9 @@ def begun(tiny, counts):
 
 
 def assert_same(decoded, expected, name):
-    """What a window of `auto` reads goes by the clock, the tokens do not. Excess is rounded as matrix products are."""
+    """What `jacobi` reads goes by the clock, the tokens do not. Excess is rounded as matrix products are."""
     for field in dataclasses.fields(expected):
-        if "auto" not in name or field.name in ("tokens", "num_known", "failed"):
+        if name != "jacobi" or field.name in ("tokens", "num_known", "failed"):
             torch.testing.assert_close(getattr(decoded, field.name), getattr(expected, field.name), equal_nan=True,
                                        msg=lambda text, field=field: f"{field.name}: {text}")
 
@@ -255,14 +255,14 @@ class Whole:
 
 
 def decoded(model, name, batch=None, draft_model=None, of=lambda drafter: drafter):
-    m, sampling = method(name), Sampling.of(list(range(N)), guidance=1.5)
+    m, sampling = parse_method(name), Sampling.of(list(range(N)), guidance=1.5)
     if m.drafting in ("jacobi", "none"):
         return jacobi_decode(model, CONDITION, PADDING_MASK, sampling, [m] * N, NEIGHBORS, batch=batch)
     drafter = of(ModelDrafter(draft_model or model, *cfg_inputs(model, CONDITION, PADDING_MASK)))
     return speculative_decode(model, drafter, CONDITION, PADDING_MASK, sampling, [m] * N, NEIGHBORS, batch=batch)
 
 
-@pytest.mark.parametrize("name", ["vanilla", "jacobi", "eagle1", "eagle2"])
+@pytest.mark.parametrize("name", ["vanilla", "jacobi", "jacobi:window=16", "eagle1", "eagle2"])
 def test_a_model_of_ones_own_takes_part_if_its_cache_has_insert(name):
     expected = decoded(BagModel(1), name)
     for batch in (1, 2, 5, 9):
@@ -270,7 +270,7 @@ def test_a_model_of_ones_own_takes_part_if_its_cache_has_insert(name):
     assert_same(decoded(BagModel(1), name, N), expected, name)  # nobody waits
     with pytest.raises(ValueError, match="batch must be None for BagModel: its cache has no method insert, by which"):
         decoded(BagModel(1), name, 2)
-    if METHODS[name].drafting in ("jacobi", "none"):
+    if parse_method(name).drafting in ("jacobi", "none"):
         return
     with pytest.raises(ValueError, match="batch must be None for ModelDrafter: it has no method select, or its cache"):
         decoded(QueueModel(1), name, 2, BagModel(1))
@@ -280,7 +280,8 @@ def test_a_model_of_ones_own_takes_part_if_its_cache_has_insert(name):
 
 
 @pytest.mark.parametrize("name, owner", [
-    ("jacobi", specvis.decoding.jacobi.Settings), ("eagle2", specvis.decoding.discrete.Settings), ("eagle1", Drafting)])
+    ("jacobi:window=16", specvis.decoding.jacobi.Settings),
+    ("eagle2", specvis.decoding.discrete.Settings), ("eagle1", Drafting)])
 def test_a_padding_mask_that_is_not_handed_over_is_noticed(monkeypatch, name, owner):
     expected = decoded(BagModel(1), name)
     forgetful(monkeypatch, owner, "PAIRS", "padding_mask")

@@ -1,5 +1,6 @@
 """Jacobi decoding gives plain decoding's tokens; by rejection, tokens with plain decoding's distribution."""
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import specvis.decoding.coupling
 import specvis.decoding.jacobi
 from specvis.decoding.coupling import rank_groups
 from specvis.decoding.discrete import decode
-from specvis.decoding.jacobi import ROUNDS, WINDOWS, WindowChoice, jacobi_decode
+from specvis.decoding.jacobi import ROUNDS, fastest_window, jacobi_decode
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling
 from specvis.models.interface import Nodes
@@ -239,38 +240,38 @@ def test_logits_that_are_not_finite_end_an_image(m):
 
 # --- the window -------------------------------------------------------------------------------------------------------
 
-def test_the_window_with_the_most_tokens_a_second():
-    flat = dict.fromkeys(WINDOWS, 1.0)
-    assert WindowChoice(flat).next_window() >= 12                                   # guesses cost nothing
-    assert WindowChoice({w: 1.0 + w for w in WINDOWS}).next_window() == 0           # a guess costs a token
-    steep = {w: 1.0 if w <= 6 else 10.0 for w in WINDOWS}
-    assert WindowChoice(steep).next_window() == 6
-    first = WindowChoice({w: 1.0 if w == 0 else 1.64 if w == 2 else 10.0 for w in WINDOWS})
-    assert first.next_window() == 0  # a window of 2 has 1.69 tokens, but 3 % more speed may be an error of the timing
+@pytest.mark.parametrize("seconds, window", [
+    ({0: 1.0, 8: 9.0, 32: 33.0}, 0),                                     # a guess costs a token
+    ({0: 1.0, 8: 1.0, 32: 1.0}, 32), ({0: 1.0, 8: 1.01, 16: 1.01}, 16),  # guesses cost nothing
+    ({0: 1.0, 8: 1.4, 32: 9.0}, 8), ({0: 1.0, 8: 2.0, 32: 9.0}, 4),      # between those that were timed
+    ({0: 1.0, 8: 2.76, 32: 9.0}, 0), ({0: 1.0, 8: 2.7, 32: 9.0}, 4),     # at least 5 % faster than none
+], ids=str)
+def test_the_window_with_the_most_tokens_a_second(monkeypatch, seconds, window):
+    monkeypatch.setattr(specvis.decoding.jacobi, "TAU", {0: 1.0, 4: 1.96, 8: 2.6, 16: 3.5, 32: 4.5})
+    assert fastest_window(seconds) == window
 
 
-def test_the_window_follows_what_is_accepted_there_and_back():
-    choice, seen = WindowChoice({w: 1.0 + w / 8 for w in WINDOWS}), []
-    for accepts in (False, True):
-        for _ in range(100):
-            window = choice.next_window()
-            choice.record(window + 1 if accepts else 0, window + 1)
-        seen.append(window)
-    assert seen[0] == 0 and seen[1] >= 12
-
-
-def test_a_batch_that_shrinks_has_cheaper_steps():
-    choice = WindowChoice({window: 1.0 + max(0, window - 2) for window in WINDOWS})  # beyond 3 nodes, a node costs one
-    assert choice.next_window() == 2
-    choice.shrink(1 / 2)
-    choice.shrink(1 / 2)
-    assert choice.seconds[8] == 1.0 and choice.seconds[16] == 17 / 4 - 2 and choice.fastest() == 8
+@pytest.mark.parametrize("cost, window", [(lambda nodes: float(nodes), 0), (lambda nodes: 1.0, L)],
+                         ids=["linear", "flat"])
+def test_auto_is_chosen_once_for_a_batch_and_the_tokens_are_plain_decodings(tiny, monkeypatch, cost,  # noqa: F811
+                                                                            window):
+    calls, drafted, prompts, sampling = [], [], [*PROMPTS, PROMPTS[0]], settings()
+    monkeypatch.setattr(specvis.decoding.jacobi, "_facts", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(specvis.decoding.jacobi, "seconds_of",
+                        lambda run, state, window: (calls.append(window), cost(1 + window))[1])
+    expected = tiny.tokens(prompts, "vanilla", sampling).tokens
+    for batch in (2, 2, B):  # fewer than the requests: a queue
+        decoded = tiny.tokens(prompts, "jacobi", sampling, batch=batch)
+        assert torch.equal(decoded.tokens, expected)
+        drafted.append(decoded.num_drafted.max().item())
+    assert calls == [0, 8, L] * ROUNDS * 2
+    assert drafted == [max(0, window - 2)] * 3  # of what is left behind the first two tokens
 
 
 def test_a_window_chosen_beside_a_wider_one():
     model = Constant(0)
     model.grid = 7
-    methods = [method("jacobi", window=window) for window in ("auto", 48)]
+    methods = [METHODS["jacobi"], method("jacobi", window=48)]
     decoded = jacobi(methods, settings(temperature=0.0)[[0, 1]], model, rows=[0, 1])
     assert decoded.tokens.eq(0).all() and decoded.target_forwards[1] == 2
 
@@ -280,24 +281,6 @@ def test_a_window_chosen_beside_a_wider_one():
 def test_a_window_is_no_larger_than_an_image(m):
     decoded, other = jacobi(m), jacobi(dataclasses.replace(m, window=L - 1))
     assert torch.equal(decoded.tokens, other.tokens) and torch.equal(decoded.num_drafted, other.num_drafted)
-
-
-def test_a_target_is_timed_once_for_each_batch(monkeypatch):
-    calls, model = [], BagModel(1)
-    original = specvis.decoding.jacobi.seconds_of
-    monkeypatch.setattr(specvis.decoding.jacobi, "seconds_of", lambda *a: (calls.append(a[2]), original(*a))[1])
-    for rows in ([0, 1], [2, 3], [0]):
-        jacobi(method("jacobi", window="auto"), settings()[rows], model, rows=rows)
-    assert calls == [*WINDOWS] * ROUNDS * 2
-
-
-def test_the_choice_is_told_of_guesses_in_a_request_s_own_window_and_the_one_behind(monkeypatch):
-    told = []
-    monkeypatch.setattr(WindowChoice, "record", lambda self, num_equal, num_read: told.append(num_read))
-    monkeypatch.setattr(WindowChoice, "fastest", lambda self: 8)
-    jacobi([method("jacobi", window=window) for window in ("auto", 1)], settings(temperature=0.0)[[0, 1]],
-           Constant(0), rows=[0, 1])
-    assert told[:4] == [9, 2, 6, 2]  # of 16 tokens the first image has 1 and then 10, the second one 1 and then 3
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from specvis.decoding.methods import (
     FRACTIONAL,
     MAX_WINDOW,
     METHODS,
+    USUAL_WINDOW,
     method,
     parameters_of,
     parse_method,
@@ -48,7 +49,6 @@ from specvis.decoding.methods import (
     ("jacobi", {"window": 0}, "window must be a whole number within 1..1023, or auto, got 0"),
     ("jacobi", {"window": True}, "window must be a whole number within 1..1023, or auto, got True"),
     ("jacobi", {"window": "all"}, "window must be a whole number within 1..1023, or auto, got 'all'"),
-    ("gsd", {"window": "auto"}, "window must be a number where seed_exact is false .*, got 'auto'"),
     ("jacobi", {"guess": "below"}, "guess must be one of above, last, got 'below'"),
     ("jacobi", {"drafter": "eagle"}, "method jacobi has no parameter 'drafter'; its parameters: window, guess, seed"),
     ("jacobi", {"seed_exact": False, "coupling": "half"}, "coupling must be one of maximal, none, got 'half'"),
@@ -79,7 +79,7 @@ def test_which_parameters_have_fractions():
     ("lantern:k=1.5", "k must be an integer, got '1.5'"),
     ("lantern:k=1,2", "k must be one number, got '1,2'"),
     ("adt-tree:widths=4", "widths must be two numbers, least,most; got '4'"),
-    ("jacobi:window=1.5", "window must be a whole number within 1..1023, or auto, got '1.5'"),
+    ("jacobi:window=1.5", "window must be an integer, got '1.5'"),
     ("jacobi:seed_exact=maybe", "seed_exact must be true or false, got 'maybe'"),
 ])
 def test_how_methods_are_not_written(text, message):
@@ -104,7 +104,7 @@ def test_how_methods_are_written():
 
 
 @pytest.mark.parametrize("text, expected", [
-    ("jacobi:window=8", {"window": 8}), ("jacobi:window=auto", {"window": "auto"}),
+    ("jacobi:window=8", {"window": 8}), ("jacobi", {"window": "auto"}), ("gsd:window=auto", {"window": "auto"}),
     ("jacobi:guess=last", {"guess": "last"}),
     ("jacobi:seed_exact=false:coupling=none", {"seed_exact": False, "coupling": "none"}),
     ("jacobi:seed_exact=false:omega=1.2:nu=0.1", {"seed_exact": False, "omega": 1.2, "nu": 0.1}),
@@ -125,8 +125,9 @@ def test_what_a_jacobi_method_is():
     assert list(parameters_of(m)) == ["window", "guess", "seed_exact"]
     assert list(parameters_of(METHODS["gsd"])) == ["window", "guess", "seed_exact", "coupling", "k", "delta", "cutoff",
                                                    "metric", "omega", "nu", "residual"]
-    assert (m.max_depth, m.max_nodes, m.max_width) == (m.window, m.window + 1, 1)
-    assert method("jacobi", window="auto").max_depth == MAX_WINDOW
+    assert (m.window, m.max_depth, m.max_nodes, m.max_width) == ("auto", MAX_WINDOW, MAX_WINDOW + 1, 1)
+    assert method("jacobi", window=5).max_nodes == 6
+    assert method("jacobi", seed_exact=False).max_depth == USUAL_WINDOW  # the tokens must not go by the clock
     relaxed = method("jacobi", seed_exact=False, window=5, omega=1.5)
     assert relaxed.omegas == (1.5,) * 5 and relaxed.family == method("jacobi", seed_exact=False, window=9).family
     assert len({m.family, relaxed.family, method("jacobi", guess="last").family, METHODS["gsd"].family,

@@ -28,7 +28,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
 
 RULES = (  # of acceptance, on the recipe's own tree or window
-    "jacobi", "gsd", "gsd+coupled", "speculative", "eagle1", "eagle2", "adt-tree",
+    "jacobi:window=16", "gsd", "gsd+coupled", "speculative", "eagle1", "eagle2", "adt-tree",
     *(f"{name}:delta={delta}:k={k}" for name in ("lantern", "lantern+optimal") for delta in (0.05, 0.1, 0.2, 0.4)
       for k in (30, 300)),
     *(f"lantern++:delta={delta}{tail}" for delta in (0.5, 1.0, 2.0, 4.0) for tail in ("", ":residual=optimal")),

@@ -40,19 +40,15 @@ from .discrete import (
     read_known,
 )
 from .drafting import chain_ancestors, round_up
-from .methods import MAX_WINDOW, Method
+from .methods import METHODS, USUAL_WINDOW, Method
 from .sampling import Sampling, cfg_inputs, repeat_for_cfg, take_nodes
 
-WINDOWS = (0, 2, 4, 6, 8, 12, 16, 24, MAX_WINDOW)  # what "auto" chooses from; 0 is one token a forward
-# The share of guesses that are right where those before them are, at distance 1, 2, ..; the last number goes on. Of the
-# model of 6 layers that was shipped before, at a window of 32: 64 pictures of specvis tune's prompts at its settings
-# (`Decoded.num_accepted`)
-STANDING = (0.39, 0.76, 0.88, 0.90, 0.93, 0.90, 0.92, 0.89, 0.89, 0.87, 0.88, 0.85, 0.80, 0.74, 0.51, 0.61, 0.80, 0.85)
-PRIOR_STEPS = 8.0    # as many steps STANDING counts as
-MEMORY = 0.9         # of a step's record is left after the next REVIEW steps
-REVIEW = 4           # steps from one choice of a window to the next
-ROUNDS = 6           # in which every window is timed; the first is slower, since it allocates
-TIMING_ERROR = 0.05  # a wider window must promise so much more speed than a narrower one
+# The windows that "auto" chooses from, 0 is plain decoding, and the shipped model's tokens a forward with each: by
+# `python -m benchmarks.jacobi tau -n 32`
+TAU = {0: 1.0, 1: 1.39, 2: 1.66, 3: 1.86, 4: 2.05, 6: 2.42, 8: 2.76, 12: 3.34, 16: 3.8, 24: 4.35, 32: 4.59}
+TIMED = (0, 8, 32)  # the windows of which a step is timed
+ROUNDS = 5          # in which each of them is timed; the first ones allocate, compile and capture
+GAIN = 1.05         # a window must promise so many times the speed of plain decoding
 
 _facts = weakref.WeakKeyDictionary()  # target -> what was found out about it, see facts_of
 
@@ -92,26 +88,26 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     batch, base, total = check_batch(batch, methods, observe, target), methods[0], len(methods)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
 
-    def begin(requests: list[int], choice: WindowChoice | None = None) -> State:
+    auto = USUAL_WINDOW
+    if base.seed_exact and any(m.window == "auto" for m in methods):
+        both = pairs(list(range(batch)), total)
+        auto = auto_window(target, condition[both], padding_mask[both], sampling[list(range(batch))])
+
+    def begin(requests: list[int]) -> State:
         both = pairs(requests, total)
         own, of_these = [methods[i] for i in requests], sampling[requests]
-        settings = Settings(target, padding_mask[both], of_these, own)
+        settings = Settings(target, padding_mask[both], of_these, own, auto)
         coupling = None
         if base.drafting == "jacobi" and not base.seed_exact:
             coupling = Coupling(own, of_these, neighbors, target, bool(sampling.greedy.any()))
-        if choice is None and "auto" in settings.windows and settings.num_tokens > 1:  # of one token there is no step
-            choice = WindowChoice(step_seconds(settings, condition[both]))
-        state = State(settings, [num_known[i] for i in requests], choice, coupling)
+        state = State(settings, [num_known[i] for i in requests], coupling)
         prefill(state, settings, condition[both], None if known_tokens is None else known_tokens[requests])
         if progress:
             progress(sum(state.host_counts) - sum(num_known[i] for i in requests))
         return state
 
-    def turn_over(state: State) -> State:
-        return slots.turn_over(state, lambda requests: begin(requests, state.choice))
-
     slots = Slots(total, batch, finished)
-    state = turn_over(begin(slots.requests))  # those whose tokens are all known are finished already
+    state = slots.turn_over(begin(slots.requests), begin)  # those whose tokens are all known are finished already
     run = Captured(run_step)
     while min(state.host_counts) < state.settings.num_tokens:
         step = run(state, state.settings)
@@ -123,7 +119,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         state.look()
         if progress:
             progress(sum(state.host_counts) - num_before)
-        state = turn_over(state)
+        state = slots.turn_over(state, begin)
     return slots.decoded()
 
 
@@ -137,16 +133,19 @@ def spread(rows: list[int], batch: int, step: "ChainStep", settings: "Settings")
 class Settings(Rows):
     """What stays the same while B requests are decoded."""
 
-    ROWS, PAIRS, PARTS = ("lossless", "ancestors"), ("padding_mask",), ("sampling",)
+    ROWS, PAIRS, PARTS = ("windows", "lossless", "ancestors"), ("padding_mask",), ("sampling",)
 
-    def __init__(self, target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method]):
+    def __init__(self, target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method],
+                 auto: int = USUAL_WINDOW):
+        """auto: the window of methods whose own is that word"""
         B, L, S, device = len(padding_mask) // 2, num_tokens(target), target.prefix_len, padding_mask.device
         self.padding_mask = padding_mask
         self.target, self.sampling, self.num_tokens, self.prefix_len = target, sampling, L, S
         self.columns = rows_and_columns(target.grid)[1]  # how far the token below is
-        # a number or "auto"; of more guesses than an image has tokens, the first are read
-        self.windows = [m.window if m.window == "auto" else min(m.window, L) for m in methods]
-        self.max_window = W = min(max(m.max_depth for m in methods), L)
+        # how many guesses a step reads of each image: of more than it has tokens, the first
+        self.host_windows = [min(auto if m.window == "auto" else m.window, L) for m in methods]
+        self.windows, self.max_window = torch.tensor(self.host_windows, device=device), max(self.host_windows)
+        W = self.max_window
         self.from_last = methods[0].guess == "last"
         self.lossless = torch.tensor([m.lossless for m in methods], device=device)
         self.index = torch.arange(-1, max(self.columns, W + 1) + 1, device=device)  # from the newest token's position
@@ -155,7 +154,7 @@ class Settings(Rows):
 
     def select(self, rows: list[int], batch: int) -> "Settings":
         other = super().select(rows, batch)
-        other.windows = [self.windows[row] for row in rows]
+        other.host_windows = [self.host_windows[row] for row in rows]
         return other
 
 
@@ -174,12 +173,11 @@ class State(Rows):
     back, and takes nothing from the host but its `shape`.
     """
 
-    ROWS = ("tokens", "counts", "ends", "num_known", "windows", "target_forwards", "num_accepted", "num_drafted",
-            "num_equal", "tv_excess", "tv_bound")
+    ROWS = ("tokens", "counts", "ends", "num_known", "target_forwards", "num_accepted", "num_drafted", "tv_excess",
+            "tv_bound")
     PARTS, CACHES = ("settings", "coupling"), ("cache",)
 
-    def __init__(self, settings: Settings, num_known: list[int], choice: "WindowChoice | None" = None,
-                 coupling: Coupling | None = None):
+    def __init__(self, settings: Settings, num_known: list[int], coupling: Coupling | None = None):
         B, L, device = len(num_known), settings.num_tokens, settings.padding_mask.device
         self.settings, self.poll = settings, POLL.get(device.type, USUAL_POLL)
         self.cache = new_cache(settings.target, 2 * B, settings.num_columns)
@@ -188,18 +186,15 @@ class State(Rows):
         self.num_known = torch.tensor(num_known, device=device)
         self.counts = self.num_known.clone()       # (B,) tokens that are final; L: the image is finished, or it failed
         self.ends = torch.full_like(self.counts, L)  # (B,) where a failed image ends
-        self.windows = torch.zeros_like(self.counts)
         self.coupling = coupling  # None: seed-exact
         # the accounts, see Decoded; the last column takes what is not to be counted
         self.target_forwards = torch.ones_like(self.counts)
         self.num_accepted = torch.full((B, L + 1), -1, dtype=torch.int64, device=device)
         self.num_drafted = torch.zeros(B, L + 1, dtype=torch.int64, device=device)
-        self.num_equal = torch.zeros_like(self.counts)  # of the last step: leading guesses that were right
         self.tv_excess = torch.zeros(B, device=device)
         self.tv_bound = torch.where(settings.lossless, 0.0, torch.nan)
         # what the host knows
-        self.choice, self.host_counts, self.num_steps = choice, list(num_known), 0
-        self.set_windows()
+        self.host_counts, self.num_steps = list(num_known), 0
         self.shape = self.next_shape()
 
     @property
@@ -213,31 +208,11 @@ class State(Rows):
     def select(self, rows: list[int], batch: int) -> "State":
         other = super().select(rows, batch)
         other.host_counts = [self.host_counts[row] for row in rows]
-        other.host_windows = [self.host_windows[row] for row in rows]
-        if self.choice:
-            self.choice.shrink(len(rows) / batch)
         return other
 
-    def insert(self, rows: list[int], batch: int, source: "State") -> None:
-        super().insert(rows, batch, source)
-        self.windows.copy_(torch.tensor(self.host_windows))  # those that the host chose for all rows
-
-    def set_windows(self) -> None:
-        """How many guesses the next steps read of each image."""
-        chosen = self.choice.next_window() if self.choice else 0
-        self.host_windows = [chosen if window == "auto" else window for window in self.settings.windows]
-        self.windows.copy_(torch.tensor(self.host_windows))
-
     def look(self) -> None:
-        """Tell the host how far the images are, and choose the next windows: the loop's one host read."""
-        before, num_nodes = self.host_counts, self.shape.num_nodes
-        self.host_counts, num_equal = torch.stack([self.counts, self.num_equal]).tolist()
-        if self.choice and self.num_steps:
-            for count, equal, window in zip(before, num_equal, self.host_windows):
-                if count < self.settings.num_tokens:
-                    self.choice.record(equal, min(num_nodes, window + 1, self.settings.num_tokens - count))
-            self.set_windows()
-        self.num_steps = 0
+        """Tell the host how far the images are: the loop's one host read."""
+        self.host_counts, self.num_steps = self.counts.tolist(), 0
 
     def advance(self, num_accepted: Tensor, status: Tensor) -> None:
         """Each image gains num_accepted (B,) guesses and one more token; those with -1 gain none.
@@ -255,7 +230,8 @@ class State(Rows):
         Towards the end of all images the nodes become fewer, by eights, so that few shapes occur.
         """
         L = self.settings.num_tokens
-        going_on = [(count, window) for count, window in zip(self.host_counts, self.host_windows) if count < L]
+        going_on = [(count, window) for count, window in zip(self.host_counts, self.settings.host_windows)
+                    if count < L]
         left = L - 1 - min(self.host_counts)
         num_nodes = 1 + min(max((window for _, window in going_on), default=0), -(-left // 8) * 8)
         count = max((count for count, _ in going_on), default=L)
@@ -312,7 +288,7 @@ def run_step(state: State, settings: Settings) -> ChainStep:
     hidden = target_forward(state, settings, chain)
     verified = verify(state, settings, chain, hidden)
     commit(state, settings, chain, verified)
-    return ChainStep(chain.counts, state.windows, update(state, settings, chain, hidden, verified))
+    return ChainStep(chain.counts, settings.windows, update(state, settings, chain, hidden, verified))
 
 
 class Chain(NamedTuple):
@@ -329,7 +305,7 @@ def draft(state: State, settings: Settings) -> Chain:
     N, L, counts = state.shape.num_nodes, settings.num_tokens, state.counts.clone()
     positions = counts[:, None] + settings.index[:N + 1]
     tokens = state.tokens.gather(1, positions)
-    return Chain(tokens[:, :-1], tokens[:, 1:], positions[:, 1:], counts, state.windows.minimum((L - 1) - counts))
+    return Chain(tokens[:, :-1], tokens[:, 1:], positions[:, 1:], counts, settings.windows.minimum((L - 1) - counts))
 
 
 def target_forward(state: State, settings: Settings, chain: Chain) -> Tensor:
@@ -360,7 +336,7 @@ def commit(state: State, settings: Settings, chain: Chain, verified: DrawTokensR
     A request guesses nothing behind its own window, and a finished one nothing at all.
     """
     scratch, N = state.tokens.shape[1] - 1, chain.tokens.shape[1]
-    is_own = settings.index[1:N + 1] <= torch.where(chain.budget < 0, -1, state.windows)[:, None]
+    is_own = settings.index[1:N + 1] <= torch.where(chain.budget < 0, -1, settings.windows)[:, None]
     if state.coupling:
         state.coupling.keep_rows(torch.where(is_own, chain.positions, -1), verified.probs)
     else:
@@ -373,7 +349,6 @@ def update(state: State, settings: Settings, chain: Chain, hidden: Tensor,
            verified: DrawTokensResult | Coupled) -> Tensor:
     """Account for the step, and guess what enters the windows. How many guesses were accepted (B,); -1: finished."""
     num_accepted, column = verified.num_accepted.minimum(chain.budget), chain.counts[:, None]
-    state.num_equal.copy_(verified.num_accepted)
     state.target_forwards += num_accepted >= 0
     state.num_accepted.scatter_(1, column, num_accepted[:, None])
     state.num_drafted.scatter_(1, column, chain.budget[:, None])
@@ -381,7 +356,7 @@ def update(state: State, settings: Settings, chain: Chain, hidden: Tensor,
         state.tv_excess += verified.tv_excess
     state.advance(num_accepted, verified.status.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0])
     if state.coupling or settings.from_last:
-        last = chain.counts + state.windows.clamp(max=hidden.shape[1] - 1)
+        last = chain.counts + settings.windows.clamp(max=hidden.shape[1] - 1)
         guess_new(state, settings, hidden, chain.counts, last, hidden.shape[1])
     return num_accepted
 
@@ -410,52 +385,6 @@ def chain_step(counts: Tensor, windows: Tensor, num_accepted: Tensor, settings: 
     return Step(links, counts.clamp(max=L - 1), accepted_nodes, num_accepted.clamp(min=0).int(), num_accepted >= 0)
 
 
-class WindowChoice:
-    """Which of WINDOWS gives the most tokens a second: by the seconds of a step, and by how many guesses it accepts.
-
-    A step with a window of W tells what every narrower one would accept, and whether the guess behind its window is
-    right, too. So a decoding that went back to no guesses learns when to guess again.
-    """
-
-    def __init__(self, seconds: dict[int, float]):
-        self.timed, self.share, self.seconds, self.num_steps = seconds, 1.0, seconds, 0
-        self.usual = [*STANDING, *STANDING[-1:] * (MAX_WINDOW + 1)][:MAX_WINDOW + 1]
-        # by distance: how often a guess was looked at behind guesses that were right, and how often it was right
-        self.looks, self.rights = ([0.0] * (MAX_WINDOW + 1) for _ in range(2))
-        self.window = self.fastest()
-
-    def record(self, num_equal: int, num_read: int) -> None:
-        """Of the num_read guesses of a step, the first num_equal were right."""
-        for distance in range(min(num_equal + 1, num_read, len(self.looks))):
-            self.looks[distance] += 1
-            self.rights[distance] += distance < num_equal
-
-    def shrink(self, share: float) -> None:
-        """The batch has this share of its images left: a step now takes what one with as many nodes took before."""
-        self.share *= share
-        timed = sorted(self.timed.items())
-        nodes, seconds = [1 + window for window, _ in timed], [time for _, time in timed]
-        self.seconds = {window: float(np.interp(self.share * (1 + window), nodes, seconds)) for window in self.timed}
-
-    def next_window(self) -> int:
-        """The window of the next step. It changes every few steps."""
-        if self.num_steps and self.num_steps % REVIEW == 0:
-            self.window = self.fastest()
-            self.looks, self.rights = ([MEMORY * x for x in record] for record in (self.looks, self.rights))
-        self.num_steps += 1
-        return self.window
-
-    def fastest(self) -> int:
-        expected, chance, speeds = 1.0, 1.0, {}  # tokens of a step; the chance that all guesses so far are right
-        for window, (usual, looks, rights) in enumerate(zip(self.usual, self.looks, self.rights)):
-            if window in self.seconds:
-                speeds[window] = expected / self.seconds[window]
-            chance *= (PRIOR_STEPS * usual + rights) / (PRIOR_STEPS + looks)
-            expected += chance
-        enough = (1 - TIMING_ERROR) * max(speeds.values())
-        return min(window for window, speed in speeds.items() if speed >= enough)
-
-
 def facts_of(target: TargetModel) -> dict:
     """What was found out about a target, for as long as it lives. Of one without a hash nothing is remembered."""
     try:
@@ -464,29 +393,44 @@ def facts_of(target: TargetModel) -> dict:
         return {}
 
 
-def step_seconds(settings: Settings, condition: Tensor) -> dict[int, float]:
-    """Seconds of a step with each of WINDOWS, in the middle of the images. A target is timed once for each batch."""
-    key = "seconds", (B := len(condition) // 2), condition.device, condition.dtype
-    facts = facts_of(settings.target)
+def auto_window(target: TargetModel, condition: Tensor, padding_mask: Tensor, sampling: Sampling) -> int:
+    """The window of "auto" for a batch of so many images. It is chosen once for a target, batch, dtype and device."""
+    facts, key = facts_of(target), ("window", len(sampling.seeds), condition.dtype, condition.device)
     if key not in facts:
-        state = State(settings, [max(1, settings.num_tokens // 2)] * B, WindowChoice({0: 1.0}))
-        settings.target.prefill(condition, settings.padding_mask, state.cache)
-        run = Captured(read_again)
-        # in rounds, so that what else the machine does meets all windows alike
-        rounds = [{window: seconds_of(run, state, window) for window in WINDOWS} for _ in range(ROUNDS)]
-        facts[key] = {window: min(seconds[window] for seconds in rounds) for window in WINDOWS}
+        settings = Settings(target, padding_mask, sampling, [METHODS["jacobi"]] * len(sampling.seeds), max(TAU))
+        facts[key] = fastest_window(step_seconds(settings, condition)) if settings.num_tokens > 1 else 0
     return facts[key]
 
 
+def fastest_window(seconds: dict[int, float]) -> int:
+    """The window with the most tokens a second, by TAU and the seconds of a step with some windows; 0 unless it
+    promises GAIN."""
+    speeds = {window: tau / float(np.interp(window, list(seconds), list(seconds.values())))
+              for window, tau in TAU.items() if window <= max(seconds)}
+    best = max(speeds, key=speeds.get)
+    return best if speeds[best] > GAIN * speeds[0] else 0
+
+
+def step_seconds(settings: Settings, condition: Tensor) -> dict[int, float]:
+    """Seconds of a step with each of TIMED, as far as an image has tokens, in the middle of the images."""
+    state = State(settings, [settings.num_tokens // 2] * len(settings.windows))
+    settings.target.prefill(condition, settings.padding_mask, state.cache)
+    run, windows = Captured(read_again), sorted({min(window, settings.max_window) for window in TIMED})
+    # in rounds, so that what else the machine does meets all windows alike
+    rounds = [{window: seconds_of(run, state, window) for window in windows} for _ in range(ROUNDS)]
+    return {window: min(seconds[window] for seconds in rounds) for window in windows}
+
+
 def seconds_of(run: Captured, state: State, window: int) -> float:
-    state.host_windows, state.num_steps = [window] * len(state.host_counts), 0
-    state.windows.fill_(window)
+    settings, state.num_steps = state.settings, 0
+    settings.host_windows = [window] * len(settings.windows)
+    settings.windows.fill_(window)
     start = time.perf_counter()
-    run(state, state.settings).status.tolist()  # waits for the device
+    run(state, settings).status.tolist()  # waits for the device
     return time.perf_counter() - start
 
 
-def read_again(state: State, settings: Settings) -> DrawTokensResult | Coupled:
+def read_again(state: State, settings: Settings) -> DrawTokensResult:
     """What takes the time of a step. The images do not change."""
     chain = draft(state, settings)
     verified = verify(state, settings, chain, target_forward(state, settings, chain))

@@ -27,7 +27,7 @@ FINITE = "at least 0 and finite in 32 bits"
 CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
 METRICS = ("l2", "raw", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
-MAX_WINDOW = 32  # of "auto"
+MAX_WINDOW, USUAL_WINDOW = 32, 16  # of "auto": the most it chooses; what it is where the tokens depend on the window
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
 SCHEDULES = ("linear", "constant", "released")  # of MAR's guidance
 OF_MAR = ("num_iter", "steps_first", "steps_last")  # the parameters of MAR's own decoding
@@ -76,7 +76,7 @@ class Method:
     width: int = 0                       # children of a node, and expanded nodes of a level
     nodes: int = 0                       # the tree that is verified has at most this size, the root counted
     adaptation: Adaptation | None = None  # None: every tree has the same depth and width
-    window: int | str = 0                # of jacobi: guesses that a forward reads; "auto": as many as time best
+    window: int | str = 0                # of jacobi: guesses that a forward reads; "auto": as many as are fastest
     guess: str = "above"                 # of a new position: drawn from the row "above" it, or from the "last" row
     coupling: str = "maximal"            # "none": what follows a rejected guess is drawn anew, as SJD is published
     k: int = 0                           # how many neighbors may lend their probability
@@ -107,10 +107,8 @@ class Method:
             need("tree", isinstance(self.tree, (str, tuple)), "a name or a list of paths")
             static_tree(self.tree)
         if self.drafting == "jacobi":
-            is_fixed = is_count(self.window, 1, MAX_GUESSES)
-            need("window", is_fixed or self.window == "auto", f"{count_within(1, MAX_GUESSES)}, or auto")
-            need("window", is_fixed or self.seed_exact,
-                 "a number where seed_exact is false (auto goes by the clock, and the tokens would too)")
+            need("window", self.window == "auto" or is_count(self.window, 1, MAX_GUESSES),
+                 f"{count_within(1, MAX_GUESSES)}, or auto")
         need("guess", self.guess in GUESSES, f"one of {', '.join(GUESSES)}")
         need("coupling", self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}")
         need("drafter", self.drafter in DRAFTERS, f"one of {', '.join(DRAFTERS)}")
@@ -170,7 +168,8 @@ class Method:
         if self.drafting == "static":
             return static_tree(self.tree).depth
         if self.drafting == "jacobi":
-            return MAX_WINDOW if self.window == "auto" else self.window
+            auto = MAX_WINDOW if self.seed_exact else USUAL_WINDOW
+            return auto if self.window == "auto" else self.window
         return min(max(self.depth, self.adaptation.depths[1] if self.adaptation else 0), max(self.nodes - 1, 0))
 
     @property
@@ -316,7 +315,7 @@ RELAXED = {"k": 100, "delta": 0.2, "residual": "relaxed"}
 METHODS = {m.name: m for m in (
     Method("vanilla", "the baseline: a token a target forward"),
     Method("jacobi", f"{SJD}, with the noise of arXiv:2510.24211: no drafter, plain decoding's tokens", "jacobi",
-           seed_exact=True, window=16),
+           seed_exact=True, window="auto"),
     Method("speculative", "Leviathan et al., arXiv:2211.17192, Algorithm 1", "static", tree="chain-4"),
     Method("eagle1", f"{EAGLE1}: a static tree, children sampled", "static", tree="mc_sim_7b_63"),
     Method("eagle2", "EAGLE-2, arXiv:2406.16858, section 4", seed_exact=True, **DYNAMIC),
@@ -371,7 +370,8 @@ PARAMETERS = {  # name -> what it is; which methods have it, see parameters_of
     "radius": "how many tokens far tokenflock looks",
     "flat_depth": "depth that trees start from, whatever `start` says",
     "flat_width": "width that trees start from, whatever `start` says",
-    "window": f"guesses that a forward reads, at most {MAX_GUESSES}, or auto: as many as are fastest here",
+    "window": f"guesses that a forward reads, at most {MAX_GUESSES}, or auto: as many as are fastest here, "
+              f"by a short timing at first; {USUAL_WINDOW} where seed_exact is false",
     "guess": "where a new position's first guess is drawn from: the row above it, or the last row",
     "seed_exact": "true: the tokens of plain decoding with the same seed; false: the same distribution",
     "coupling": "maximal: a rejected guess leaves the others as they are; none: they are drawn anew",
@@ -432,7 +432,7 @@ def every_parameter_of(m: Method | ContinuousMethod) -> dict:
     """The parameters that a method has, and those that it has without seed_exact."""
     if isinstance(m, ContinuousMethod):
         return parameters_of(m)
-    return parameters_of(replace(m, seed_exact=False, window=m.max_depth)) | parameters_of(m)
+    return parameters_of(replace(m, seed_exact=False)) | parameters_of(m)
 
 
 def method(name: str, /, **parameters) -> Method | ContinuousMethod:
@@ -493,10 +493,9 @@ def parse_method(text: str, /, **parameters) -> Method | ContinuousMethod:
             raise ValueError(f"{key} must be given once, got {value} and {parameters[key]}")
         if isinstance(known.get(key), bool):
             parameters[key] = parse_bool(key, value)
-        elif key == "window" and not value.lstrip("-").isdecimal():
-            parameters[key] = value
         else:
-            parameters[key] = value if key not in known or isinstance(known[key], str) else parse_number(key, value)
+            is_word = value == "auto" if key == "window" else key not in known or isinstance(known[key], str)
+            parameters[key] = value if is_word else parse_number(key, value)
     return method(name, **parameters)
 
 

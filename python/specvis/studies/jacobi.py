@@ -69,7 +69,7 @@ def jacobi_window(report: DiscreteReport, section: Section) -> None:
     section.table([row for rows in curves.values() for row in rows])
     latencies = [report.latency_row(job) for job in window_latencies(report.scope)]
     section.text("Seconds of single pictures at temperature 1, each right after the baseline's of the same prompt and "
-                 "seed; `auto` chooses the window while it decodes:")
+                 "seed; `auto` is the window that the method chooses once for this machine:")
     section.table(latencies, "-seconds")
     figure, ((left, right),) = axes(1, 2, 4.4, 3.2)
     for name, rows in curves.items():
@@ -115,7 +115,7 @@ def jacobi_batch(report: DiscreteReport, section: Section) -> None:
 
 def relaxed_runs(scope: DiscreteScope) -> list[Run]:
     """At one window: the exact forms, then ever more relaxed ones."""
-    texts = ["jacobi", "jacobi:seed_exact=false", "jacobi:seed_exact=false:coupling=none",
+    texts = ["jacobi:window=16", "jacobi:seed_exact=false", "jacobi:seed_exact=false:coupling=none",
              *(f"jacobi:seed_exact=false:omega={omega:g}" for omega in scope.omega),
              *(f"jacobi:seed_exact=false:k=10:cutoff=ratio:delta={ratio:g}" for ratio in scope.ratio),
              *(f"jacobi:seed_exact=false:k=100:delta={delta:g}" for delta in scope.delta[1::2]),
@@ -128,7 +128,7 @@ def relaxed_runs(scope: DiscreteScope) -> list[Run]:
 def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
     runs = relaxed_runs(report.scope)
     exact, coupled, uncoupled = (report.study.pictures(run) for run in runs[:3])
-    section.text(f"All at the window of `jacobi`, {runs[0].method.window}. `jacobi` draws with shared noise and "
+    section.text(f"All at a window of {runs[0].method.window}. `jacobi` draws with shared noise and "
                  "verifies by equality. `seed_exact=false` accepts by rejection and redraws from the residual "
                  f"({SCD}), `coupling=none` draws anew all that comes after the first rejection ({SJD}). Both keep the "
                  "target's distribution. omega, neighborhoods (k, delta) and groups move it: tv_excess is the added "
@@ -237,7 +237,7 @@ class Siblings:
 
 @item(ITEMS, "jacobi-siblings", "Jacobi decoding: what a second guess would be worth", lambda scope: [], quick=False)
 def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
-    study, method = report.study, parse_method("jacobi")
+    study, method = report.study, parse_method("jacobi:window=16")
     count = min(BATCH, report.scope.images)
     gpt = Remembering(study.pipeline.gpt)
     sampling = study.sampling_of(0, count, 1.0)
