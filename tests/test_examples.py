@@ -55,7 +55,7 @@ def test_one_op(run):
 def test_one_picture(run):
     names, printed = run("one_picture", "--out", "x.png", "--seed", 1)
     assert Image.open("x.png").size == (256, 256)
-    assert printed.startswith("x.png: ") and names["decoded"].tau.item() > 1.5
+    assert printed.startswith("x.png: ") and names["decoded"].tau.item() >= 1  # auto may choose no guesses
 
 
 def test_compare_methods(run):
