@@ -15,6 +15,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
@@ -114,50 +115,55 @@ class Worker:
         print(json.dumps(question), file=self.process.stdin, flush=True)
         return self.answer()
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
-
-def workers_of(size: str, dtype: str) -> dict[str, Worker]:
-    """Of PyTorch, by how OpenMP waits."""
-    command = [sys.executable, "-m", "benchmarks.forward", "--serve", size, dtype]
-    return {waiting: Worker(command, waiting) for waiting in ("default", "passive")}
+@contextmanager
+def workers_of(size: str, dtype: str, llama: str | None = None):
+    """Of PyTorch, by how OpenMP waits; and of llama.cpp, if there is a Python for it."""
+    workers = {}
+    try:
+        for waiting in ("default", "passive"):
+            command = [sys.executable, "-m", "benchmarks.forward", "--serve", size, dtype]
+            workers[waiting] = Worker(command, waiting)
+        if llama:
+            sizes = map(str, workers["default"].said[1])
+            workers["llama.cpp"] = Worker([llama, str(Path(__file__).with_name("llama.py")), dtype, *sizes])
+        yield workers
+    finally:
+        for worker in workers.values():  # one that is stopped would stay
+            worker.process.kill()
+            worker.process.communicate()
 
 
 def eager_times(size: str, dtype: str) -> dict[tuple[str, int], float]:
     """Milliseconds of a forward of one node by PyTorch's modules, by how OpenMP waits and the number of threads."""
-    workers, most = workers_of(size, dtype), torch.get_num_threads()
-    times = {setting: [] for setting in (("default", 1), ("default", most), ("passive", most))}
-    for _ in range(5):
-        for (waiting, threads), samples in times.items():
-            samples += workers[waiting].ask("eager", 1, threads, SECONDS)
-    for worker in workers.values():
-        worker.close()
+    times = {setting: [] for setting in (("default", 1), ("default", torch.get_num_threads()),
+                                         ("passive", torch.get_num_threads()))}
+    with workers_of(size, dtype) as workers:
+        for _ in range(5):
+            for (waiting, threads), samples in times.items():
+                samples += workers[waiting].ask("eager", 1, threads, SECONDS)
     return {setting: statistics.median(samples) for setting, samples in times.items()}
 
 
 def measure(size: str, dtype: str, seconds: float, llama: str | None, is_compiled: bool) -> tuple[list[dict], dict]:
     """A record for each of NODES and each contender; and the limits, in GB/s and GFLOP/s."""
-    workers, most = workers_of(size, dtype), torch.get_num_threads()
-    weights, sizes = workers["default"].said
+    most = torch.get_num_threads()
     contenders = [("decoder_layers", "default", 1), ("decoder_layers", "default", most), ("eager", "default", 1),
                   ("eager", "default", most), ("eager", "passive", most)]
     contenders += [("compile", "default", most)] if is_compiled else []
-    if llama:
-        workers["llama.cpp"] = Worker([llama, str(Path(__file__).with_name("llama.py")), dtype, *map(str, sizes)])
-        contenders += [("llama.cpp", "llama.cpp", most)]
+    contenders += [("llama.cpp", "llama.cpp", 1), ("llama.cpp", "llama.cpp", most)] if llama else []
     times = {(contender, nodes): [] for nodes in NODES for contender in dict.fromkeys(contenders)}
-    rates, start, turns = {"bandwidth": [], "product": []}, perf_counter(), 0
-    while turns < 2 or perf_counter() - start < seconds:
-        for what, values in rates.items():
-            values += workers["default"].ask(what, 0, most, SECONDS)
-        for ((what, waiting, threads), nodes), samples in times.items():
-            question = (2 * nodes,) if what == "llama.cpp" else (what, nodes)
-            samples += workers[waiting].ask(*question, threads, SECONDS)
-        turns += 1
-    for worker in workers.values():
-        worker.close()
+    rates, turns = {"bandwidth": [], "product": []}, 0
+    with workers_of(size, dtype, llama) as workers:
+        start = perf_counter()
+        while turns < 2 or perf_counter() - start < seconds:
+            for what, values in rates.items():
+                values += workers["default"].ask(what, 0, most, SECONDS)
+            for ((what, waiting, threads), nodes), samples in times.items():
+                question = (2 * nodes,) if what == "llama.cpp" else (what, nodes)
+                samples += workers[waiting].ask(*question, threads, SECONDS)
+            turns += 1
+        weights = workers["default"].said[0]
     records = []
     for ((what, waiting, threads), nodes), samples in times.items():
         best, median = min(samples), statistics.median(samples)
@@ -171,10 +177,10 @@ def measure(size: str, dtype: str, seconds: float, llama: str | None, is_compile
 
 
 def best_of(records: list[dict]) -> dict[tuple[str, int], dict]:
-    """By contender and nodes: PyTorch's and llama.cpp's at their best setting, `decoder_layers` with its threads."""
+    """By contender, with its threads, and nodes: PyTorch's eager forward is the one of the best setting."""
     best = {}
     for r in records:
-        key = f"{r['what']}, {r['threads']} threads" if r["what"] == "decoder_layers" else r["what"], r["nodes"]
+        key = r["what"] if r["what"] == "eager" else f"{r['what']}, {r['threads']}", r["nodes"]
         best[key] = min(r, best.get(key, r), key=lambda one: one["median_ms"])
     return best
 
@@ -184,7 +190,8 @@ def table(records: list[dict], limits: dict[str, float]) -> list[str]:
     best = best_of(records)
     names = list(dict.fromkeys(name for name, _ in best))
     ours = [name for name in names if name.startswith("decoder_layers")][-1]
-    head = f"| {records[0]['size']}, {records[0]['dtype']}: nodes | {' | '.join(names)} | of bandwidth | of product |"
+    r, columns = records[0], ' | '.join(names)
+    head = f"| {r['size']}, {r['dtype']}: nodes | {columns} | of bandwidth | of product |"
     lines = [head, "|---" * (len(names) + 3) + "|"]
     for nodes in NODES:
         cells = [f"{best[name, nodes]['median_ms']:.2f} ({best[name, nodes]['min_ms']:.2f})" for name in names]
