@@ -201,17 +201,18 @@ def table(records: list[dict], limits: dict[str, float]) -> list[str]:
 
 
 def plot(records: list[dict], path: Path) -> None:
-    """Milliseconds over nodes, for the first size that is no shipped model."""
+    """Milliseconds over nodes, for the first of the random models."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    size = next((r["size"] for r in records if r["size"] != "shipped"), "shipped")
-    best = best_of([r for r in records if r["size"] == size])
+    of = next((r for r in records if r["size"] != "shipped"), records[0])
+    best = best_of([r for r in records if (r["size"], r["dtype"]) == (of["size"], of["dtype"])])
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     for name in dict.fromkeys(name for name, _ in best):
         axis.plot(NODES, [best[name, nodes]["median_ms"] for nodes in NODES], marker="o", label=name)
-    axis.set(xscale="log", yscale="log", title=size, xlabel="nodes of a guided pair of rows", ylabel="ms a forward")
+    axis.set(xscale="log", yscale="log", title=f"{of['size']}, {of['dtype']}", ylabel="ms a forward",
+             xlabel="nodes of a guided pair of rows")
     axis.set_xticks(NODES, NODES)
     axis.minorticks_off()
     axis.legend(fontsize=8)
@@ -231,7 +232,8 @@ def main():
                         "taken; default 60")
     parser.add_argument("--llama", default=sys.executable, metavar="PYTHON", help="one that has llama-cpp-python and "
                         "gguf; default: this one")
-    parser.add_argument("--compile", action="store_true", help="torch.compile too; it takes minutes")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too, of the shipped model; it takes "
+                        "minutes")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records; default FILE: "
                         "benchmarks/results/<machine>-forward.json")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw milliseconds over nodes")
@@ -240,14 +242,14 @@ def main():
         if text.partition(":")[0] not in ("shipped", *SIZES, *GPTS) or text.partition(":")[2] not in ("", "float32"):
             parser.error(f"--sizes must be of shipped, {', '.join(SIZES)}, or with :float32, got {text!r}")
     harness.check_built("cpu")
-    llama = options.llama
-    if subprocess.run([llama, "-c", "import gguf, llama_cpp"], stderr=subprocess.DEVNULL).returncode:
-        llama = print(MISSING)
-    machine, records, limits = harness.machine(), [], {}
+    version = harness.said_by(options.llama, "-c", "import gguf, llama_cpp; print(llama_cpp.__version__)")
+    llama = options.llama if version else print(MISSING)
+    machine, records, limits = harness.machine() | {"llama_cpp": version or None}, [], {}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     for text in options.sizes:
         size, _, dtype = text.partition(":")
-        rows, limits[text] = measure(size, dtype or "bfloat16", options.seconds, llama, options.compile)
+        rows, limits[text] = measure(size, dtype or "bfloat16", options.seconds, llama,
+                                     options.compile and size == "shipped")
         records += rows
         print(*table(rows, limits[text]), sep="\n", flush=True)
     if options.plot:

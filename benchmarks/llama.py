@@ -75,7 +75,7 @@ def main():
             llama_cpp.llama_get_logits(context)
 
         read(0, CONTEXT)
-        print(json.dumps(f"llama-cpp-python {llama_cpp.__version__}"), flush=True)
+        print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
             rows, threads, seconds = json.loads(line)
             llama_cpp.llama_set_n_threads(context, threads, threads)

@@ -650,7 +650,7 @@ def test_decoding_is_timed_with_pytorchs_best_setting(monkeypatch):
 def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
     """With an interpreter that has llama.cpp in it, and says a millisecond to everything."""
     python, file, figure = tmp_path / "python", tmp_path / "forward.json", tmp_path / "forward.png"
-    python.write_text("#!/bin/sh\n[ $1 = -c ] && exit\necho 0\nwhile read line; do echo '[1.0]'; done\n")
+    python.write_text("#!/bin/sh\n[ $1 = -c ] && echo 1.2 && exit\necho 0\nwhile read line; do echo '[1.0]'; done\n")
     python.chmod(0o755)
     monkeypatch.setattr("sys.argv", ["forward", "--sizes", "tiny", "--seconds", "0", "--llama", str(python), "--json",
                                      str(file), "--plot", str(figure)])
@@ -663,6 +663,7 @@ def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
     assert all(r["median_ms"] >= r["min_ms"] > 0 and r["of_bandwidth"] > 0 and r["of_product"] > 0
                for r in written["rows"])
     assert {r["median_ms"] for (name, _), r in best.items() if "llama" in name} == {1}
+    assert written["machine"]["llama_cpp"] == "1.2"
     assert set(written["limits"]["tiny"]) == {"bandwidth", "product"} and figure.stat().st_size > 1000
     assert "| 33 |" in capsys.readouterr().out
 
