@@ -3,10 +3,11 @@
 What is timed reads so many nodes for each of a guided pair of rows, in the middle of a picture, with their logits: by
 `decoder_layers`, by PyTorch's modules (eager or compiled), and by llama.cpp as many rows of a random Llama of the same
 sizes. PyTorch has two processes, in which OpenMP waits as by default or passively, and llama.cpp has its own. They take
-turns, and are stopped between these, so that their threads take no time from the others.
+turns, and are stopped between these, so that their threads take no time from the others. A single thread's time is its
+own, without what other programs take.
 
-The limits are measured in the same turns: the rate at which memory is read, and that of the products in
-`packed_linear` where the weights are in a core's cache.
+The limits are measured in the same turns, with as many threads: the rate at which memory is read, and that of the
+products of `packed_linear` where the weights are in a core's cache.
 """
 import argparse
 import json
@@ -17,7 +18,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import torch
 
@@ -83,10 +84,11 @@ def serve(size: str, dtype: str) -> None:
             call, amount = limit(dtype) if limit else (forward_of(gpt, nodes), None)
             calls[what, nodes] = (torch.compile(call, dynamic=False) if what == "compile" else call), amount
         (call, amount), results, start = calls[what, nodes], [], perf_counter()
+        now = thread_time if threads == 1 else perf_counter
         while len(results) < 4 or perf_counter() - start < seconds:  # the first warms up
-            begin = perf_counter()
+            begin = now()
             call()
-            spent = perf_counter() - begin
+            spent = now() - begin
             results.append(amount / spent if amount else 1e3 * spent)
         print(json.dumps(results[1:]), flush=True)
 
@@ -153,27 +155,27 @@ def measure(size: str, dtype: str, seconds: float, llama: str | None, is_compile
     contenders += [("compile", "default", most)] if is_compiled else []
     contenders += [("llama.cpp", "llama.cpp", 1), ("llama.cpp", "llama.cpp", most)] if llama else []
     times = {(contender, nodes): [] for nodes in NODES for contender in dict.fromkeys(contenders)}
-    rates, turns = {"bandwidth": [], "product": []}, 0
+    rates, turns = {(what, threads): [] for what in ("bandwidth", "product") for threads in (1, most)}, 0
     with workers_of(size, dtype, llama) as workers:
         start = perf_counter()
         while turns < 2 or perf_counter() - start < seconds:
-            for what, values in rates.items():
-                values += workers["default"].ask(what, 0, most, SECONDS)
+            for (what, threads), values in rates.items():
+                values += workers["default"].ask(what, 0, threads, SECONDS)
             for ((what, waiting, threads), nodes), samples in times.items():
                 question = (2 * nodes,) if what == "llama.cpp" else (what, nodes)
                 samples += workers[waiting].ask(*question, threads, SECONDS)
             turns += 1
         weights = workers["default"].said[0]
-    records = []
+    limits, records = {key: max(values) for key, values in rates.items()}, []
     for ((what, waiting, threads), nodes), samples in times.items():
         best, median = min(samples), statistics.median(samples)
         record = {"size": size, "dtype": dtype, "nodes": nodes, "what": what, "threads": threads, "waiting": waiting,
                   "median_ms": median, "min_ms": best, "samples": len(samples),
-                  "of_bandwidth": weights / 1e6 / best / max(rates["bandwidth"]),
+                  "of_bandwidth": weights / 1e6 / best / limits["bandwidth", threads],
                   "of_product": 4 * nodes * weights / getattr(torch, dtype).itemsize / 1e6 / best
-                  / max(rates["product"])}
+                  / limits["product", threads]}
         records.append({key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in record.items()})
-    return records, {key: round(max(values), 1) for key, values in rates.items()}
+    return records, {f"{what}, {threads}": round(rate, 1) for (what, threads), rate in limits.items()}
 
 
 def best_of(records: list[dict]) -> dict[tuple[str, int], dict]:
@@ -189,15 +191,16 @@ def table(records: list[dict], limits: dict[str, float]) -> list[str]:
     """Markdown: median and least milliseconds, and the shares of the limits that `decoder_layers` reaches."""
     best = best_of(records)
     names = list(dict.fromkeys(name for name, _ in best))
-    ours = [name for name in names if name.startswith("decoder_layers")][-1]
+    ours = [name for name in names if name.startswith("decoder_layers")]
     r, columns = records[0], ' | '.join(names)
     head = f"| {r['size']}, {r['dtype']}: nodes | {columns} | of bandwidth | of product |"
     lines = [head, "|---" * (len(names) + 3) + "|"]
     for nodes in NODES:
         cells = [f"{best[name, nodes]['median_ms']:.2f} ({best[name, nodes]['min_ms']:.2f})" for name in names]
-        shares = [f"{best[ours, nodes][share]:.0%}" for share in ("of_bandwidth", "of_product")]
+        shares = [", ".join(f"{best[name, nodes][share]:.0%}" for name in ours)
+                  for share in ("of_bandwidth", "of_product")]
         lines.append(f"| {nodes} | {' | '.join(cells + shares)} |")
-    return [*lines, f"bandwidth {limits['bandwidth']} GB/s, product {limits['product']} GFLOP/s"]
+    return [*lines, "Limits (GB/s, GFLOP/s; threads): " + "; ".join(f"{key}: {x}" for key, x in limits.items())]
 
 
 def plot(records: list[dict], path: Path) -> None:

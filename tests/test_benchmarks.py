@@ -664,7 +664,7 @@ def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
                for r in written["rows"])
     assert {r["median_ms"] for (name, _), r in best.items() if "llama" in name} == {1}
     assert written["machine"]["llama_cpp"] == "1.2"
-    assert set(written["limits"]["tiny"]) == {"bandwidth", "product"} and figure.stat().st_size > 1000
+    assert all(rate > 0 for rate in written["limits"]["tiny"].values()) and figure.stat().st_size > 1000
     assert "| 33 |" in capsys.readouterr().out
 
 
