@@ -85,7 +85,7 @@ def serve(size: str, dtype: str) -> None:
             calls[what, nodes] = (torch.compile(call, dynamic=False) if what == "compile" else call), amount
         (call, amount), results, start = calls[what, nodes], [], perf_counter()
         now = thread_time if threads == 1 else perf_counter
-        while len(results) < 4 or perf_counter() - start < seconds:  # the first warms up
+        while len(results) < 2 or perf_counter() - start < seconds:  # the first warms up
             begin = now()
             call()
             spent = now() - begin
