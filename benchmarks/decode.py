@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter
@@ -41,7 +40,7 @@ from torch import Tensor
 
 import specvis_kernels
 from benchmarks import harness
-from benchmarks.forward import eager_times, environment
+from benchmarks.forward import compiled, eager_times, environment
 from benchmarks.released import released_decode
 from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.capture import GRAPHS
@@ -243,18 +242,14 @@ class Subject:
     whole: bool = True                                       # are whole pictures timed, or steps?
     threads: int | None = None                               # of forwards by PyTorch; None: as many as of others
 
-    @cached_property
-    def compiled(self) -> Callable:
-        return torch.compile(self.gpt.forward)
-
     @contextmanager
     def reads_by(self, forward: str):
         """Let the models' forwards be made of one of FORWARDS."""
         threads = torch.get_num_threads()
-        compiled = patch.object(self.gpt, "forward", self.compiled) if forward == "compile" else nullcontext()
+        made_anew = patch.object(self.gpt, "forward", compiled(self.gpt)) if forward == "compile" else nullcontext()
         torch.set_num_threads(threads if forward == "fast" else self.threads or threads)
         try:
-            with patch.object(layers, "USE_DECODER_LAYERS", forward == "fast"), compiled:
+            with patch.object(layers, "USE_DECODER_LAYERS", forward == "fast"), made_anew:
                 yield
         finally:
             torch.set_num_threads(threads)

@@ -619,7 +619,7 @@ def test_forwards_of_each_kind_are_timed(monkeypatch):
         calls.append((layers.USE_DECODER_LAYERS, torch.get_num_threads()))
         return forward_of_modules(*args)
 
-    monkeypatch.setattr(torch, "compile", lambda call: compiled)
+    monkeypatch.setattr(decode, "compiled", lambda gpt: compiled)
     subject.threads, threads = 1, torch.get_num_threads()
     records = decode.measure(subject, decode.timed_methods(["vanilla", "eagle1"]), 2, 0, lambda text: None,
                              decode.FORWARDS)
