@@ -402,17 +402,17 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
     return Run(end - begin, times[-1] - times[0], num_steps, tau, Counter(watch.seconds if watch else {}))
 
 
-def contenders_of(methods: list[Method], forwards: Sequence[str] = FORWARDS[:1]) -> list[Contender]:
+def contenders_of(methods: list[Method], kinds: Sequence[str] = FORWARDS[:1]) -> list[Contender]:
     """The methods, and behind each the released loop's version of it where there is one."""
-    return [Contender(method, is_released, forward) for forward in forwards for method in methods
+    return [Contender(method, is_released, forward) for forward in kinds for method in methods
             if forward != "compile" or method.is_baseline
             for is_released in (False, True)[:1 + (method.name in RELEASED)]]
 
 
 def measure(subject: Subject, methods: list[Method], batch: int, seconds: float, say: Callable[[str], None],
-            forwards: Sequence[str] = FORWARDS[:1]) -> list:
+            kinds: Sequence[str] = FORWARDS[:1]) -> list:
     """A record for each contender."""
-    contenders = contenders_of(methods, forwards)
+    contenders = contenders_of(methods, kinds)
     watch = Watch(Clock(subject.gpt.output.weight.device), subject.gpt)
     max_steps = None if subject.whole else STEPS
     runs = {contender.name: [] for contender in contenders}
