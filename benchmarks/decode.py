@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter
@@ -41,7 +40,7 @@ from torch import Tensor
 
 import specvis_kernels
 from benchmarks import harness
-from benchmarks.forward import eager_times, environment
+from benchmarks.forward import compiled, eager_times, environment
 from benchmarks.released import released_decode
 from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.capture import GRAPHS
@@ -243,18 +242,14 @@ class Subject:
     whole: bool = True                                       # are whole pictures timed, or steps?
     threads: int | None = None                               # of forwards by PyTorch; None: as many as of others
 
-    @cached_property
-    def compiled(self) -> Callable:
-        return torch.compile(self.gpt.forward)
-
     @contextmanager
     def reads_by(self, forward: str):
         """Let the models' forwards be made of one of FORWARDS."""
         threads = torch.get_num_threads()
-        compiled = patch.object(self.gpt, "forward", self.compiled) if forward == "compile" else nullcontext()
+        made_anew = patch.object(self.gpt, "forward", compiled(self.gpt)) if forward == "compile" else nullcontext()
         torch.set_num_threads(threads if forward == "fast" else self.threads or threads)
         try:
-            with patch.object(layers, "USE_DECODER_LAYERS", forward == "fast"), compiled:
+            with patch.object(layers, "USE_DECODER_LAYERS", forward == "fast"), made_anew:
                 yield
         finally:
             torch.set_num_threads(threads)
@@ -407,17 +402,17 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
     return Run(end - begin, times[-1] - times[0], num_steps, tau, Counter(watch.seconds if watch else {}))
 
 
-def contenders_of(methods: list[Method], forwards: Sequence[str] = FORWARDS[:1]) -> list[Contender]:
+def contenders_of(methods: list[Method], kinds: Sequence[str] = FORWARDS[:1]) -> list[Contender]:
     """The methods, and behind each the released loop's version of it where there is one."""
-    return [Contender(method, is_released, forward) for forward in forwards for method in methods
+    return [Contender(method, is_released, forward) for forward in kinds for method in methods
             if forward != "compile" or method.is_baseline
             for is_released in (False, True)[:1 + (method.name in RELEASED)]]
 
 
 def measure(subject: Subject, methods: list[Method], batch: int, seconds: float, say: Callable[[str], None],
-            forwards: Sequence[str] = FORWARDS[:1]) -> list:
+            kinds: Sequence[str] = FORWARDS[:1]) -> list:
     """A record for each contender."""
-    contenders = contenders_of(methods, forwards)
+    contenders = contenders_of(methods, kinds)
     watch = Watch(Clock(subject.gpt.output.weight.device), subject.gpt)
     max_steps = None if subject.whole else STEPS
     runs = {contender.name: [] for contender in contenders}

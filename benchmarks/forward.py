@@ -3,10 +3,11 @@
 What is timed reads so many nodes for each of a guided pair of rows, in the middle of a picture, with their logits: by
 `decoder_layers`, by PyTorch's modules (eager or compiled), and by llama.cpp as many rows of a random Llama of the same
 sizes. PyTorch has two processes, in which OpenMP waits as by default or passively, and llama.cpp has its own. They take
-turns, and are stopped between these, so that their threads take no time from the others.
+turns, and are stopped between these, so that their threads take no time from the others. A single thread's time is its
+own, without what other programs take.
 
-The limits are measured in the same turns: the rate at which memory is read, and that of the products in
-`packed_linear` where the weights are in a core's cache.
+The limits are measured in the same turns, with as many threads: the rate at which memory is read, and that of the
+products of `packed_linear` where the weights are in a core's cache.
 """
 import argparse
 import json
@@ -15,8 +16,10 @@ import signal
 import statistics
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import torch
 
@@ -52,6 +55,18 @@ def forward_of(gpt: GPT, nodes: int):
     return lambda: gpt.logits(gpt.extend(tokens, read, cache))
 
 
+@lru_cache(maxsize=1)
+def compiled(gpt: GPT):
+    """`gpt.forward` as one graph of static shapes."""
+    forward = torch.compile(gpt.forward, fullgraph=True, dynamic=False)
+
+    def read(x, reading):
+        for name in ("rotations", "slots"):
+            getattr(reading, name)  # cached: what makes them would break the graph
+        return forward(x, reading)
+    return read
+
+
 def bandwidth(dtype: str):
     """A call, and the GB that it reads."""
     data = torch.ones(2**27)
@@ -70,6 +85,7 @@ def serve(size: str, dtype: str) -> None:
     """Answer each line [what, nodes, threads, seconds] with the milliseconds of forwards, or with rates."""
     with torch.inference_mode(False):  # weights of inference mode are not packed
         gpt, calls = gpt_of(size, dtype), {}
+        eager = gpt.forward
         weights = [p for name, p in gpt.named_parameters() if "embedding" not in name]
     c = gpt.config
     print(json.dumps([sum(p.nbytes for p in weights), [c.layers, c.heads, c.dim, c.ffn_dim, c.vocabulary]]), flush=True)
@@ -77,15 +93,19 @@ def serve(size: str, dtype: str) -> None:
         what, nodes, threads, seconds = json.loads(line)
         torch.set_num_threads(threads)
         layers.USE_DECODER_LAYERS = what == "decoder_layers"
+        gpt.forward = eager
         if (what, nodes) not in calls:
             limit = {"bandwidth": bandwidth, "product": product}.get(what)
             call, amount = limit(dtype) if limit else (forward_of(gpt, nodes), None)
-            calls[what, nodes] = (torch.compile(call, dynamic=False) if what == "compile" else call), amount
+            calls[what, nodes] = call, amount
+        if what == "compile":
+            gpt.forward = compiled(gpt)
         (call, amount), results, start = calls[what, nodes], [], perf_counter()
-        while len(results) < 4 or perf_counter() - start < seconds:  # the first warms up
-            begin = perf_counter()
+        now = thread_time if threads == 1 else perf_counter
+        while len(results) < 2 or perf_counter() - start < seconds:  # the first warms up
+            begin = now()
             call()
-            spent = perf_counter() - begin
+            spent = now() - begin
             results.append(amount / spent if amount else 1e3 * spent)
         print(json.dumps(results[1:]), flush=True)
 
@@ -114,67 +134,72 @@ class Worker:
         print(json.dumps(question), file=self.process.stdin, flush=True)
         return self.answer()
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
-
-def workers_of(size: str, dtype: str) -> dict[str, Worker]:
-    """Of PyTorch, by how OpenMP waits."""
-    command = [sys.executable, "-m", "benchmarks.forward", "--serve", size, dtype]
-    return {waiting: Worker(command, waiting) for waiting in ("default", "passive")}
+@contextmanager
+def workers_of(size: str, dtype: str, llama: str | None = None):
+    """Of PyTorch, by how OpenMP waits; and of llama.cpp, if there is a Python for it."""
+    workers = {}
+    try:
+        for waiting in ("default", "passive"):
+            command = [sys.executable, "-m", "benchmarks.forward", "--serve", size, dtype]
+            workers[waiting] = Worker(command, waiting)
+        if llama:
+            sizes = map(str, workers["default"].said[1])
+            workers["llama.cpp"] = Worker([llama, str(Path(__file__).with_name("llama.py")), dtype, *sizes])
+        yield workers
+    finally:
+        for worker in workers.values():  # one that is stopped would stay
+            worker.process.kill()
+            worker.process.communicate()
 
 
 def eager_times(size: str, dtype: str) -> dict[tuple[str, int], float]:
     """Milliseconds of a forward of one node by PyTorch's modules, by how OpenMP waits and the number of threads."""
-    workers, most = workers_of(size, dtype), torch.get_num_threads()
-    times = {setting: [] for setting in (("default", 1), ("default", most), ("passive", most))}
-    for _ in range(5):
-        for (waiting, threads), samples in times.items():
-            samples += workers[waiting].ask("eager", 1, threads, SECONDS)
-    for worker in workers.values():
-        worker.close()
+    times = {setting: [] for setting in (("default", 1), ("default", torch.get_num_threads()),
+                                         ("passive", torch.get_num_threads()))}
+    with workers_of(size, dtype) as workers:
+        for _ in range(5):
+            for (waiting, threads), samples in times.items():
+                samples += workers[waiting].ask("eager", 1, threads, SECONDS)
     return {setting: statistics.median(samples) for setting, samples in times.items()}
 
 
 def measure(size: str, dtype: str, seconds: float, llama: str | None, is_compiled: bool) -> tuple[list[dict], dict]:
     """A record for each of NODES and each contender; and the limits, in GB/s and GFLOP/s."""
-    workers, most = workers_of(size, dtype), torch.get_num_threads()
-    weights, sizes = workers["default"].said
+    most = torch.get_num_threads()
     contenders = [("decoder_layers", "default", 1), ("decoder_layers", "default", most), ("eager", "default", 1),
                   ("eager", "default", most), ("eager", "passive", most)]
     contenders += [("compile", "default", most)] if is_compiled else []
-    if llama:
-        workers["llama.cpp"] = Worker([llama, str(Path(__file__).with_name("llama.py")), dtype, *map(str, sizes)])
-        contenders += [("llama.cpp", "llama.cpp", most)]
+    contenders += [("llama.cpp", "llama.cpp", 1), ("llama.cpp", "llama.cpp", most)] if llama else []
     times = {(contender, nodes): [] for nodes in NODES for contender in dict.fromkeys(contenders)}
-    rates, start, turns = {"bandwidth": [], "product": []}, perf_counter(), 0
-    while turns < 2 or perf_counter() - start < seconds:
-        for what, values in rates.items():
-            values += workers["default"].ask(what, 0, most, SECONDS)
-        for ((what, waiting, threads), nodes), samples in times.items():
-            question = (2 * nodes,) if what == "llama.cpp" else (what, nodes)
-            samples += workers[waiting].ask(*question, threads, SECONDS)
-        turns += 1
-    for worker in workers.values():
-        worker.close()
-    records = []
+    rates, turns = {(what, threads): [] for what in ("bandwidth", "product") for threads in (1, most)}, 0
+    with workers_of(size, dtype, llama) as workers:
+        start = perf_counter()
+        while turns < 2 or perf_counter() - start < seconds:
+            for (what, threads), values in rates.items():
+                values += workers["default"].ask(what, 0, threads, SECONDS)
+            for ((what, waiting, threads), nodes), samples in times.items():
+                question = (2 * nodes,) if what == "llama.cpp" else (what, nodes)
+                samples += workers[waiting].ask(*question, threads, SECONDS)
+            turns += 1
+        weights = workers["default"].said[0]
+    limits, records = {key: max(values) for key, values in rates.items()}, []
     for ((what, waiting, threads), nodes), samples in times.items():
         best, median = min(samples), statistics.median(samples)
         record = {"size": size, "dtype": dtype, "nodes": nodes, "what": what, "threads": threads, "waiting": waiting,
                   "median_ms": median, "min_ms": best, "samples": len(samples),
-                  "of_bandwidth": weights / 1e6 / best / max(rates["bandwidth"]),
+                  "of_bandwidth": weights / 1e6 / best / limits["bandwidth", threads],
                   "of_product": 4 * nodes * weights / getattr(torch, dtype).itemsize / 1e6 / best
-                  / max(rates["product"])}
+                  / limits["product", threads]}
         records.append({key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in record.items()})
-    return records, {key: round(max(values), 1) for key, values in rates.items()}
+    return records, {f"{what}, {threads}": round(rate, 1) for (what, threads), rate in limits.items()}
 
 
 def best_of(records: list[dict]) -> dict[tuple[str, int], dict]:
-    """By contender and nodes: PyTorch's and llama.cpp's at their best setting, `decoder_layers` with its threads."""
+    """By contender, with its threads, and nodes: PyTorch's eager forward is the one of the best setting."""
     best = {}
     for r in records:
-        key = f"{r['what']}, {r['threads']} threads" if r["what"] == "decoder_layers" else r["what"], r["nodes"]
+        key = r["what"] if r["what"] == "eager" else f"{r['what']}, {r['threads']}", r["nodes"]
         best[key] = min(r, best.get(key, r), key=lambda one: one["median_ms"])
     return best
 
@@ -183,28 +208,31 @@ def table(records: list[dict], limits: dict[str, float]) -> list[str]:
     """Markdown: median and least milliseconds, and the shares of the limits that `decoder_layers` reaches."""
     best = best_of(records)
     names = list(dict.fromkeys(name for name, _ in best))
-    ours = [name for name in names if name.startswith("decoder_layers")][-1]
-    head = f"| {records[0]['size']}, {records[0]['dtype']}: nodes | {' | '.join(names)} | of bandwidth | of product |"
+    ours = [name for name in names if name.startswith("decoder_layers")]
+    r, columns = records[0], ' | '.join(names)
+    head = f"| {r['size']}, {r['dtype']}: nodes | {columns} | of bandwidth | of product |"
     lines = [head, "|---" * (len(names) + 3) + "|"]
     for nodes in NODES:
         cells = [f"{best[name, nodes]['median_ms']:.2f} ({best[name, nodes]['min_ms']:.2f})" for name in names]
-        shares = [f"{best[ours, nodes][share]:.0%}" for share in ("of_bandwidth", "of_product")]
+        shares = [", ".join(f"{best[name, nodes][share]:.0%}" for name in ours)
+                  for share in ("of_bandwidth", "of_product")]
         lines.append(f"| {nodes} | {' | '.join(cells + shares)} |")
-    return [*lines, f"bandwidth {limits['bandwidth']} GB/s, product {limits['product']} GFLOP/s"]
+    return [*lines, "Limits (GB/s, GFLOP/s; threads): " + "; ".join(f"{key}: {x}" for key, x in limits.items())]
 
 
 def plot(records: list[dict], path: Path) -> None:
-    """Milliseconds over nodes, for the first size that is no shipped model."""
+    """Milliseconds over nodes, for the first of the random models."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    size = next((r["size"] for r in records if r["size"] != "shipped"), "shipped")
-    best = best_of([r for r in records if r["size"] == size])
+    of = next((r for r in records if r["size"] != "shipped"), records[0])
+    best = best_of([r for r in records if (r["size"], r["dtype"]) == (of["size"], of["dtype"])])
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     for name in dict.fromkeys(name for name, _ in best):
         axis.plot(NODES, [best[name, nodes]["median_ms"] for nodes in NODES], marker="o", label=name)
-    axis.set(xscale="log", yscale="log", title=size, xlabel="nodes of a guided pair of rows", ylabel="ms a forward")
+    axis.set(xscale="log", yscale="log", title=f"{of['size']}, {of['dtype']}", ylabel="ms a forward",
+             xlabel="nodes of a guided pair of rows")
     axis.set_xticks(NODES, NODES)
     axis.minorticks_off()
     axis.legend(fontsize=8)
@@ -224,7 +252,8 @@ def main():
                         "taken; default 60")
     parser.add_argument("--llama", default=sys.executable, metavar="PYTHON", help="one that has llama-cpp-python and "
                         "gguf; default: this one")
-    parser.add_argument("--compile", action="store_true", help="torch.compile too; it takes minutes")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too, of the shipped model; it takes "
+                        "minutes")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records; default FILE: "
                         "benchmarks/results/<machine>-forward.json")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw milliseconds over nodes")
@@ -233,14 +262,14 @@ def main():
         if text.partition(":")[0] not in ("shipped", *SIZES, *GPTS) or text.partition(":")[2] not in ("", "float32"):
             parser.error(f"--sizes must be of shipped, {', '.join(SIZES)}, or with :float32, got {text!r}")
     harness.check_built("cpu")
-    llama = options.llama
-    if subprocess.run([llama, "-c", "import gguf, llama_cpp"], stderr=subprocess.DEVNULL).returncode:
-        llama = print(MISSING)
-    machine, records, limits = harness.machine(), [], {}
+    version = harness.said_by(options.llama, "-c", "import gguf, llama_cpp; print(llama_cpp.__version__)")
+    llama = options.llama if version else print(MISSING)
+    machine, records, limits = harness.machine() | {"llama_cpp": version or None}, [], {}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     for text in options.sizes:
         size, _, dtype = text.partition(":")
-        rows, limits[text] = measure(size, dtype or "bfloat16", options.seconds, llama, options.compile)
+        rows, limits[text] = measure(size, dtype or "bfloat16", options.seconds, llama,
+                                     options.compile and size == "shipped")
         records += rows
         print(*table(rows, limits[text]), sep="\n", flush=True)
     if options.plot:

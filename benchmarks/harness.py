@@ -90,12 +90,12 @@ def file_name(machine: dict) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json"
 
 
-def write(file: str, what: str, machine: dict, rest: dict) -> None:
+def write(file: str, what: str, machine: dict, content: dict) -> None:
     """Write a benchmark's records, by default to benchmarks/results/<machine>-<what>.json."""
     path = Path(file or ROOT / "benchmarks" / "results" / file_name(machine).replace(".json", f"-{what}.json"))
     path.parent.mkdir(parents=True, exist_ok=True)
     command = " ".join([f"python -m benchmarks.{what}", *sys.argv[1:]])
-    path.write_text(json.dumps({"machine": machine, "command": command} | rest, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": machine, "command": command} | content, indent=1) + "\n")
     print(f"wrote {path}")
 
 

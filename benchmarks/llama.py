@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import gguf
 import llama_cpp
@@ -63,29 +63,29 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         write(file := str(Path(folder, "random.gguf")), dtype, *map(int, sizes))
         model = llama_cpp.Llama(file, n_ctx=512, n_batch=CONTEXT, verbose=False)
-        context, batch = model.ctx, llama_cpp.llama_batch_init(CONTEXT, 0, 1)
+    context, batch = model.ctx, llama_cpp.llama_batch_init(CONTEXT, 0, 1)
 
-        def read(first, rows):
-            batch.n_tokens = rows
-            for i in range(rows):
-                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = 7 + i, first + i, 1, 1
-                batch.seq_id[i][0] = 0
-            if llama_cpp.llama_decode(context, batch):
-                raise SystemExit("llama_decode failed")
-            llama_cpp.llama_get_logits(context)
+    def read(first, rows):
+        batch.n_tokens = rows
+        for i in range(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = 7 + i, first + i, 1, 1
+            batch.seq_id[i][0] = 0
+        if llama_cpp.llama_decode(context, batch):
+            raise SystemExit("llama_decode failed")
+        llama_cpp.llama_get_logits(context)
 
-        read(0, CONTEXT)
-        print(json.dumps(f"llama-cpp-python {llama_cpp.__version__}"), flush=True)
-        for line in sys.stdin:
-            rows, threads, seconds = json.loads(line)
-            llama_cpp.llama_set_n_threads(context, threads, threads)
-            times, start = [], perf_counter()
-            while len(times) < 4 or perf_counter() - start < seconds:
-                llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 0, CONTEXT, -1)
-                begin = perf_counter()
-                read(CONTEXT, rows)
-                times.append(1e3 * (perf_counter() - begin))
-            print(json.dumps(times[1:]), flush=True)
+    read(0, CONTEXT)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        rows, threads, seconds = json.loads(line)
+        llama_cpp.llama_set_n_threads(context, threads, threads)
+        times, start, now = [], perf_counter(), thread_time if threads == 1 else perf_counter
+        while len(times) < 2 or perf_counter() - start < seconds:
+            llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 0, CONTEXT, -1)
+            begin = now()
+            read(CONTEXT, rows)
+            times.append(1e3 * (now() - begin))
+        print(json.dumps(times[1:]), flush=True)
 
 
 if __name__ == "__main__":
