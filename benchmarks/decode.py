@@ -5,6 +5,10 @@ Every method is timed beside plain decoding and, where EAGLE's and LANTERN's rel
 machine meets them alike, and what is compared are the runs of one turn. A size is "shipped", the shipped model in
 float32, or one of LlamaGen's with random weights in bfloat16.
 
+`--forwards` says what makes the models' forwards: `decoder_layers` ("fast"), PyTorch's modules ("eager"), or these
+compiled ("compile", of plain decoding alone). How many threads PyTorch should have and how they should wait is found
+out first; then the command begins anew, with OMP_WAIT_POLICY as was quickest for most sizes.
+
 The seconds are of runs that nothing else is measured in. How they divide is found out in a run of its own, in which a
 clock is read before and after every call of the target, of the drafter and of an op of specvis_kernels (on a GPU the
 device is waited for each time). Checks of arguments, torch's own operations and Python are the rest. A step is what
@@ -19,13 +23,14 @@ picture takes follows from the recorded tokens a step. On a GPU neither such ste
 replayed as CUDA graphs.
 """
 import argparse
-import json
+import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter
@@ -36,6 +41,7 @@ from torch import Tensor
 
 import specvis_kernels
 from benchmarks import harness
+from benchmarks.forward import eager_times, environment
 from benchmarks.released import released_decode
 from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.capture import GRAPHS
@@ -44,6 +50,7 @@ from specvis.decoding.drafters import EagleDrafter
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
+from specvis.models import layers
 from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
@@ -52,6 +59,7 @@ RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # of random weights
 WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
 STEPS = 8                      # of the others, in a turn
 RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # what the released loop can do
+FORWARDS = ("fast", "eager", "compile")
 PARTS = ("target", "drafter", "ops", "rest")
 CALLS = ("prefill", "extend", "logits")  # of a model
 SURE = 1e4                     # a logit that no other comes near to
@@ -233,6 +241,23 @@ class Subject:
     neighbors: Callable[[int, str], Tensor]                  # as Pipeline.neighbors
     recorder: "Recorder | None" = None                       # who says what is accepted; None: the model itself does
     whole: bool = True                                       # are whole pictures timed, or steps?
+    threads: int | None = None                               # of forwards by PyTorch; None: as many as of others
+
+    @cached_property
+    def compiled(self) -> Callable:
+        return torch.compile(self.gpt.forward)
+
+    @contextmanager
+    def reads_by(self, forward: str):
+        """Let the models' forwards be made of one of FORWARDS."""
+        threads = torch.get_num_threads()
+        compiled = patch.object(self.gpt, "forward", self.compiled) if forward == "compile" else nullcontext()
+        torch.set_num_threads(threads if forward == "fast" else self.threads or threads)
+        try:
+            with patch.object(layers, "USE_DECODER_LAYERS", forward == "fast"), compiled:
+                yield
+        finally:
+            torch.set_num_threads(threads)
 
     @staticmethod
     def of_pipeline(pipeline: Pipeline, prompts: list[str], filters: dict = FILTERS) -> "Subject":
@@ -290,14 +315,16 @@ class Recorder:
 
 @dataclass
 class Contender:
-    """A method, decoded by our loop or by the released one."""
+    """A method, decoded by our loop or by the released one, with one of FORWARDS."""
 
     method: Method
     is_released: bool = False
+    forward: str = "fast"
 
     @property
     def name(self) -> str:
-        return f"released {self.method.label}" if self.is_released else self.method.label
+        return (f"{'released ' if self.is_released else ''}{self.method.label}"
+                f"{'' if self.forward == 'fast' else f' ({self.forward})'}")
 
 
 @dataclass
@@ -368,7 +395,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
                                   progress, known_tokens=known)
 
     replayed = {} if script else GRAPHS  # a script changes what is in a step
-    with ops_replaced(replacement), patch.dict(GRAPHS, replayed, clear=True):
+    with ops_replaced(replacement), patch.dict(GRAPHS, replayed, clear=True), subject.reads_by(contender.forward):
         begin, decoded = clock.now(), None
         try:
             decoded = decode_all()
@@ -380,25 +407,23 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
     return Run(end - begin, times[-1] - times[0], num_steps, tau, Counter(watch.seconds if watch else {}))
 
 
-def contenders_of(methods: list[Method]) -> list[Contender]:
+def contenders_of(methods: list[Method], forwards: Sequence[str] = FORWARDS[:1]) -> list[Contender]:
     """The methods, and behind each the released loop's version of it where there is one."""
-    result = []
-    for method in methods:
-        result.append(Contender(method))
-        if method.name in RELEASED:
-            result.append(Contender(method, is_released=True))
-    return result
+    return [Contender(method, is_released, forward) for forward in forwards for method in methods
+            if forward != "compile" or method.is_baseline
+            for is_released in (False, True)[:1 + (method.name in RELEASED)]]
 
 
-def measure(subject: Subject, methods: list[Method], batch: int, seconds: float, say: Callable[[str], None]) -> list:
+def measure(subject: Subject, methods: list[Method], batch: int, seconds: float, say: Callable[[str], None],
+            forwards: Sequence[str] = FORWARDS[:1]) -> list:
     """A record for each contender."""
-    contenders = contenders_of(methods)
+    contenders = contenders_of(methods, forwards)
     watch = Watch(Clock(subject.gpt.output.weight.device), subject.gpt)
     max_steps = None if subject.whole else STEPS
     runs = {contender.name: [] for contender in contenders}
-    for contender in contenders:  # the first turn warms up, the weights are packed
+    for contender in contenders:  # weights are packed, and forwards are compiled
         say(f"{subject.size}, batch of {batch}: {contender.name} warms up")
-        run(subject, contender, batch, 0, max_steps=2)
+        run(subject, contender, batch, 0, max_steps if contender.forward == "compile" else 2)
     start, turn = perf_counter(), 0
     while turn < 2 or perf_counter() - start < seconds:
         for contender in contenders:
@@ -440,13 +465,14 @@ def record_of(subject: Subject, contender: Contender, batch: int, runs: dict[str
         "step_ms": 1e3 * statistics.median(one.step_seconds / one.num_steps for one in taken),
         "tau": statistics.mean(one.tau for one in taken), "imposed_tau": imposed, **shares,
         "split_step_ms": 1e3 * parts.step_seconds / parts.num_steps,
-        "times_vanilla": ratio_to(Contender(METHODS["vanilla"])),
-        "times_released": None if contender.is_released else ratio_to(Contender(method, is_released=True))}
+        "times_vanilla": ratio_to(Contender(METHODS["vanilla"], forward=contender.forward)),
+        "times_eager": ratio_to(Contender(METHODS["vanilla"], forward="eager")),
+        "times_released": None if contender.is_released else ratio_to(Contender(method, True, contender.forward))}
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in record.items()}
 
 
-HEADER = (f"{'size':9}{'batch':>6}  {'method':26}{'picture s':>10}{'step ms':>9}{'tau':>6}{'imposed':>8}"
-          + "".join(f"{part:>9}" for part in PARTS) + f"{'x vanilla':>11}{'x released':>11}")
+HEADER = (f"{'size':9}{'batch':>6}  {'method':32}{'picture s':>10}{'step ms':>9}{'tau':>6}{'imposed':>8}"
+          + "".join(f"{part:>9}" for part in PARTS) + f"{'x vanilla':>11}{'x eager':>9}{'x released':>11}")
 
 
 def line_of(record: dict) -> str:
@@ -454,10 +480,10 @@ def line_of(record: dict) -> str:
         return f"{'' if record[key] is None else f'{record[key]:.{digits}f}':>{width}}"
 
     star = "" if record["timed"] == "pictures" else "*"
-    return (f"{record['size'] + star:9}{record['batch']:>6}  {record['method']:26}{number('picture_s', 10, 3)}"
+    return (f"{record['size'] + star:9}{record['batch']:>6}  {record['method']:32}{number('picture_s', 10, 3)}"
             f"{number('step_ms', 9, 2)}{number('tau', 6, 2)}{number('imposed_tau', 8, 2)}"
             + "".join(f"{record[part]:>9.1%}" for part in PARTS)
-            + number("times_vanilla", 11, 2) + number("times_released", 11, 2))
+            + number("times_vanilla", 11, 2) + number("times_eager", 9, 2) + number("times_released", 11, 2))
 
 
 NOTES = (
@@ -468,8 +494,8 @@ NOTES = (
     "imposed: the model has random weights, and each step accepts as many drafts as a recorded step of the shipped "
     "model, whose tau this is. tau: what the timed runs reached.",
     "*: steps in the middle of pictures were timed; picture s follows from them and from the recorded tau.",
-    "x vanilla, x released: how many times as fast as plain decoding and as the released loop; medians of the ratios "
-    "of a turn's runs.")
+    "x vanilla, x released: how many times as fast as plain decoding and as the released loop, with the same forwards; "
+    "x eager: as plain decoding with PyTorch's eager ones. Medians of the ratios of a turn's runs.")
 
 
 def tau_of(record: dict) -> float:
@@ -523,6 +549,18 @@ def is_timed(method: Method) -> bool:
     return (method.drafting != "jacobi" or method.seed_exact) and method.drafter == "eagle"
 
 
+def begin_anew(sizes: list[str]) -> None:
+    """Run the command with the number of threads that PyTorch's forwards are quickest with, and their way to wait."""
+    times = [eager_times(size, "float32" if size == "shipped" else "bfloat16") for size in sizes]
+    waiting = Counter(min(of, key=of.get)[0] for of in times).most_common(1)[0][0]
+    threads = [str(min((key for key in of if key[0] == waiting), key=of.get)[1]) for of in times]
+    print(f"PyTorch's forwards: OMP_WAIT_POLICY {waiting}, threads {' '.join(threads)}, of " + "; ".join(
+        f"{size}: " + ", ".join(f"{name} {n} {ms:.2f} ms" for (name, n), ms in of.items())
+        for size, of in zip(sizes, times)), flush=True)
+    os.execve(sys.executable, [sys.executable, "-m", "benchmarks.decode", *sys.argv[1:], "--eager-threads", *threads],
+              environment(waiting))
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=["shipped", "B", "L", "XL"], metavar="SIZE",
@@ -534,6 +572,9 @@ def main():
     parser.add_argument("--seconds", type=float, default=60.0, help="of turns, for each size and batch; at least two "
                         "turns are taken; default 60")
     parser.add_argument("--threads", type=int, help="default: PyTorch's own")
+    parser.add_argument("--forwards", nargs="+", default=["fast"], choices=FORWARDS, help="default fast")
+    parser.add_argument("--eager-threads", nargs="+", type=int, metavar="N", help="of PyTorch's forwards on a CPU, for "
+                        "each size; default: found out first")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default %(default)s")
     parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records; default FILE: "
                         "benchmarks/results/<machine>-decode.json")
@@ -551,7 +592,9 @@ def main():
     harness.check_built(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
-    machine = harness.machine()
+    if options.forwards != ["fast"] and options.device == "cpu" and not options.eager_threads:
+        begin_anew(options.sizes)
+    machine = harness.machine() | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")}
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     print(*NOTES, HEADER, sep="\n", flush=True)
 
@@ -560,7 +603,7 @@ def main():
 
     pipeline = Pipeline.load(device=options.device)
     recorder, records = Recorder(pipeline, PROMPTS), []
-    for size in options.sizes:
+    for size, threads in zip(options.sizes, options.eager_threads or [None] * len(options.sizes)):
         if size == "shipped":
             subject = Subject.of_pipeline(pipeline, PROMPTS)
         else:
@@ -569,8 +612,9 @@ def main():
                     say(f"{size}: the shipped model's steps by {method.label} are recorded")
                     recorder(method)
             subject = Subject.random(size, class_config(size), recorder, options.device)
+        subject.threads = threads
         for batch in options.batch:
-            for record in measure(subject, methods, batch, options.seconds, say):
+            for record in measure(subject, methods, batch, options.seconds, say, options.forwards):
                 records.append(record)
                 print(line_of(record), flush=True)
         del subject  # one model at a time
@@ -578,13 +622,7 @@ def main():
         plot(records, options.plot)
         print(f"wrote {options.plot}")
     if options.json is not None:
-        name = harness.file_name(machine).replace(".json", "-decode.json")
-        file = Path(options.json or harness.ROOT / "benchmarks" / "results" / name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        command = " ".join(["python -m benchmarks.decode", *sys.argv[1:]])
-        file.write_text(json.dumps({"machine": machine, "command": command, "notes": NOTES, "rows": records},
-                                   indent=1) + "\n")
-        print(f"wrote {file}")
+        harness.write(options.json, "decode", machine, {"notes": NOTES, "rows": records})
 
 
 if __name__ == "__main__":

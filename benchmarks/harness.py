@@ -1,5 +1,6 @@
 """The one way in which times are taken here, and the machine that every number belongs to."""
 import hashlib
+import json
 import os
 import platform
 import re
@@ -87,6 +88,15 @@ def file_name(machine: dict) -> str:
     """E.g. NVIDIA-H200.json or AMD-EPYC-2-cores.json"""
     name = machine["device"] if machine["device"] != "cpu" else f"{machine['cpu']} {machine['cores']} cores"
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json"
+
+
+def write(file: str, what: str, machine: dict, rest: dict) -> None:
+    """Write a benchmark's records, by default to benchmarks/results/<machine>-<what>.json."""
+    path = Path(file or ROOT / "benchmarks" / "results" / file_name(machine).replace(".json", f"-{what}.json"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = " ".join([f"python -m benchmarks.{what}", *sys.argv[1:]])
+    path.write_text(json.dumps({"machine": machine, "command": command} | rest, indent=1) + "\n")
+    print(f"wrote {path}")
 
 
 def summary(microseconds: list) -> dict:

@@ -9,24 +9,55 @@ namespace specvis {
 namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr int64_t kTile = 64;        // keys that are converted at once
-constexpr int64_t kReadInPlace = 2;  // so many queries read float32 keys where they are
+constexpr int64_t kTile = 64;        // values that are looked at at once
+constexpr int64_t kReadInPlace = 8;  // so many queries read values where they are
 
-// The scores of kLanes keys. key(i) is where the i-th begins; both have `width` entries, a multiple of kLanes.
-template <int kLanes, class Key>
-INLINE Vec<kLanes> scores_of(const float* q, Key key, int64_t width) {
-  Vec<kLanes> sums[kLanes] = {};
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const Vec<kLanes> x = load<kLanes>(q + d);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) sums[i] += x * load<kLanes>(key(i) + d);
+// Scores are sums of products of words. A word is a float, or a pair of bfloat16 where the machine multiplies these
+// (kHasPairs). Words are kept as floats; only bits are copied.
+template <int kLanes, bool kHasPairs>
+INLINE void add_words(Vec<kLanes>& sums, Vec<kLanes> a, Vec<kLanes> b) {
+  if constexpr (kHasPairs) {
+    typename Vector<kLanes>::Ints x, y;
+    std::memcpy(&x, &a, sizeof x);
+    std::memcpy(&y, &b, sizeof y);
+    add_pairs<kLanes>(sums, x, y);
+  } else {
+    sums += a * b;
   }
-  return sums_of_lanes<kLanes>(sums);
 }
 
-// The same scores, bit for bit, of kQueries queries. The keys lie across: entry d of kLanes keys is one vector, so that
+// A word in all lanes.
+template <int kLanes>
+INLINE Vec<kLanes> repeated(const float* word) {
+  int32_t bits;
+  std::memcpy(&bits, word, sizeof bits);
+  return bits_as_lanes<kLanes>(typename Vector<kLanes>::Ints{} + bits);
+}
+
+// The scores of kLanes keys of `width` words, a multiple of kLanes. kBlocks is width / kLanes, or 0 if that is not
+// known beforehand.
+template <int kLanes, bool kHasPairs, int kBlocks>
+INLINE Vec<kLanes> scores_of(const float* q, const float* const (&keys)[kLanes], int64_t width) {
+  return sums_of_lanes<kLanes>([&](int i) INLINED {
+    Vec<kLanes> sums = {};
+    const int64_t end = kBlocks ? kBlocks * kLanes : width;
+#pragma GCC unroll 4
+    for (int64_t d = 0; d < end; d += kLanes)
+      add_words<kLanes, kHasPairs>(sums, load<kLanes>(keys[i] + d), load<kLanes>(q + d));
+    return sums;
+  });
+}
+
+template <int kLanes, bool kHasPairs>
+INLINE Vec<kLanes> scores_of(const float* q, const float* const (&keys)[kLanes], int64_t width) {
+  return width == 2 * kLanes   ? scores_of<kLanes, kHasPairs, 2>(q, keys, width)
+         : width == 4 * kLanes ? scores_of<kLanes, kHasPairs, 4>(q, keys, width)
+                               : scores_of<kLanes, kHasPairs, 0>(q, keys, width);
+}
+
+// The same scores, bit for bit, of kQueries queries. The keys lie across: word d of kLanes keys is one vector, so that
 // the sums over lanes are sums of whole vectors. kBlocks is width / kLanes, or 0 if that is not known beforehand.
-template <int kLanes, int kQueries, int kBlocks>
+template <int kLanes, bool kHasPairs, int kQueries, int kBlocks>
 struct Across {
   const float *q, *keys;
   int64_t width;
@@ -41,7 +72,8 @@ struct Across {
         const int64_t d = j * kLanes + kFirst;
         const Vec<kLanes> key = load<kLanes>(keys + d * kLanes);
 #pragma GCC unroll 4
-        for (int m = 0; m < kQueries; ++m) sums[m] += key * q[m * width + d];
+        for (int m = 0; m < kQueries; ++m)
+          add_words<kLanes, kHasPairs>(sums[m], key, repeated<kLanes>(q + m * width + d));
       }
     } else {
       Vec<kLanes> others[kQueries];
@@ -52,22 +84,23 @@ struct Across {
   }
 };
 
-template <int kLanes, int kQueries>
-INLINE void scores_across(const float* q, const float* keys, int64_t width, float* scores, int64_t score_stride) {
+template <int kLanes, bool kHasPairs, int kQueries>
+INLINE void scores_across(const float* q, const float* keys, int64_t width, float scale, float* scores,
+                          int64_t score_stride) {
   Vec<kLanes> sums[kQueries];
   if (width == 2 * kLanes) {
-    Across<kLanes, kQueries, 2>{q, keys, width}.template sum<1, 0>(sums);
+    Across<kLanes, kHasPairs, kQueries, 2>{q, keys, width}.template sum<1, 0>(sums);
   } else if (width == 4 * kLanes) {
-    Across<kLanes, kQueries, 4>{q, keys, width}.template sum<1, 0>(sums);
+    Across<kLanes, kHasPairs, kQueries, 4>{q, keys, width}.template sum<1, 0>(sums);
   } else {
-    Across<kLanes, kQueries, 0>{q, keys, width}.template sum<1, 0>(sums);
+    Across<kLanes, kHasPairs, kQueries, 0>{q, keys, width}.template sum<1, 0>(sums);
   }
-  for (int m = 0; m < kQueries; ++m) store<kLanes>(scores + m * score_stride, sums[m]);
+  for (int m = 0; m < kQueries; ++m) store<kLanes>(scores + m * score_stride, sums[m] * scale);
 }
 
-// Lays kLanes keys across, kLanes entries at a time.
+// Lays kLanes keys across, kLanes words at a time.
 template <int kLanes>
-INLINE void lay_across(const float* keys, int64_t stride, int64_t width, float* to) {
+INLINE void lay_across(const float* const (&keys)[kLanes], int64_t width, float* to) {
   typename Vector<kLanes>::Ints low, high;
   for (int i = 0; i < kLanes; ++i) {
     low[i] = i / 2 + i % 2 * kLanes;
@@ -76,7 +109,7 @@ INLINE void lay_across(const float* keys, int64_t stride, int64_t width, float* 
   for (int64_t d = 0; d < width; d += kLanes) {
     Vec<kLanes> x[kLanes], y[kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) x[i] = load<kLanes>(keys + i * stride + d);
+    for (int i = 0; i < kLanes; ++i) x[i] = load<kLanes>(keys[i] + d);
 #pragma GCC unroll 4
     for (int step = 1; step < kLanes; step *= 2) {
 #pragma GCC unroll 16
@@ -92,20 +125,37 @@ INLINE void lay_across(const float* keys, int64_t stride, int64_t width, float* 
   }
 }
 
-// Adds values, each times its share, to kVectors vectors of the sums of kQueries queries, key after key.
-template <int kLanes, int kVectors, int kQueries>
-INLINE void add_values(const float* values, int64_t value_stride, int64_t num_keys, const float* shares,
-                       int64_t share_stride, float* sums, int64_t sum_stride) {
+// Values and their sums are vectors of floats; of bfloat16, entries with even numbers and entries with odd ones take
+// turns. Where entry d is:
+template <int kLanes, class T>
+constexpr int64_t place_of(int64_t d) {
+  return std::is_same_v<T, c10::BFloat16> ? d / (2 * kLanes) * 2 * kLanes + d % 2 * kLanes + d % (2 * kLanes) / 2 : d;
+}
+
+template <int kLanes, int kVectors>
+INLINE void load_value(const float* from, Vec<kLanes> (&to)[kVectors]) {
+#pragma GCC unroll 8
+  for (int c = 0; c < kVectors; ++c) to[c] = load<kLanes>(from + c * kLanes);
+}
+template <int kLanes, int kVectors>
+INLINE void load_value(const c10::BFloat16* from, Vec<kLanes> (&to)[kVectors]) {
+#pragma GCC unroll 8
+  for (int c = 0; c + 1 < kVectors; c += 2) load_pairs<kLanes>(from + c * kLanes, to[c], to[c + 1]);
+}
+
+// Adds values, each times its share, to kVectors vectors of the sums of kQueries queries, value after value.
+template <int kLanes, int kVectors, int kQueries, class V>
+INLINE void add_values(const V* const* values, int64_t begin, int64_t count, const float* shares, int64_t share_stride,
+                       float* sums, int64_t width) {
   Vec<kLanes> x[kQueries][kVectors];
 #pragma GCC unroll 8
   for (int m = 0; m < kQueries; ++m) {
 #pragma GCC unroll 8
-    for (int c = 0; c < kVectors; ++c) x[m][c] = load<kLanes>(sums + m * sum_stride + c * kLanes);
+    for (int c = 0; c < kVectors; ++c) x[m][c] = load<kLanes>(sums + m * width + begin + c * kLanes);
   }
-  for (int64_t i = 0; i < num_keys; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     Vec<kLanes> value[kVectors];
-#pragma GCC unroll 8
-    for (int c = 0; c < kVectors; ++c) value[c] = load<kLanes>(values + i * value_stride + c * kLanes);
+    load_value<kLanes, kVectors>(values[i] + begin, value);
 #pragma GCC unroll 8
     for (int m = 0; m < kQueries; ++m) {
       const float share = shares[m * share_stride + i];
@@ -116,108 +166,113 @@ INLINE void add_values(const float* values, int64_t value_stride, int64_t num_ke
 #pragma GCC unroll 8
   for (int m = 0; m < kQueries; ++m) {
 #pragma GCC unroll 8
-    for (int c = 0; c < kVectors; ++c) store<kLanes>(sums + m * sum_stride + c * kLanes, x[m][c]);
+    for (int c = 0; c < kVectors; ++c) store<kLanes>(sums + m * width + begin + c * kLanes, x[m][c]);
   }
 }
 
-template <int kLanes, int kQueries>
-INLINE void add_values(const float* values, int64_t value_stride, int64_t num_keys, const float* shares,
-                       int64_t share_stride, float* sums, int64_t width) {
+template <int kLanes, int kQueries, class V>
+INLINE void add_values(const V* const* values, int64_t count, const float* shares, int64_t share_stride, float* sums,
+                       int64_t width) {
   int64_t d = 0;
   for (; d + 4 * kLanes <= width; d += 4 * kLanes)
-    add_values<kLanes, 4, kQueries>(values + d, value_stride, num_keys, shares, share_stride, sums + d, width);
+    add_values<kLanes, 4, kQueries>(values, d, count, shares, share_stride, sums, width);
   for (; d + 2 * kLanes <= width; d += 2 * kLanes)
-    add_values<kLanes, 2, kQueries>(values + d, value_stride, num_keys, shares, share_stride, sums + d, width);
-  for (; d < width; d += kLanes)
-    add_values<kLanes, 1, kQueries>(values + d, value_stride, num_keys, shares, share_stride, sums + d, width);
-}
-
-// Entries of kTile columns from `begin` on, as floats; zeros fill up a row.
-template <class T>
-INLINE void stage(const T* cache, int64_t stride, const int32_t* columns, int64_t count, int64_t D, int64_t width,
-                  float* to) {
-  for (int64_t i = 0; i < count; ++i) {
-    convert(cache + columns[i] * stride, D, to + i * width);
-    for (int64_t d = D; d < width; ++d) to[i * width + d] = 0;
+    add_values<kLanes, 2, kQueries>(values, d, count, shares, share_stride, sums, width);
+  if constexpr (!std::is_same_v<V, c10::BFloat16>) {
+    for (; d < width; d += kLanes) add_values<kLanes, 1, kQueries>(values, d, count, shares, share_stride, sums, width);
   }
 }
 
+// Entries as words; zeros fill them up.
+template <bool kHasPairs, class T>
+INLINE void stage_words(const T* from, int64_t D, int64_t width, float* to) {
+  std::memset(to, 0, width * sizeof *to);
+  if constexpr (kHasPairs)
+    std::memcpy(to, from, D * sizeof *from);
+  else
+    convert(from, D, to);
+}
+
+// Entries as vectors of floats; zeros fill them up.
 template <int kLanes, class T>
+INLINE void stage_value(const T* from, int64_t D, int64_t width, float* to) {
+  int64_t d = 0;
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    for (; d + 2 * kLanes <= D; d += 2 * kLanes) {
+      Vec<kLanes> even, odd;
+      load_pairs<kLanes>(from + d, even, odd);
+      store<kLanes>(to + d, even);
+      store<kLanes>(to + d + kLanes, odd);
+    }
+  }
+  for (; d < width; ++d) to[place_of<kLanes, T>(d)] = d < D ? to_float(from[d]) : 0.f;
+}
+
+template <int kLanes, bool kHasPairs, class T>
 INLINE void attend_by(const Head<T>& head, const Row& row, Scratch& scratch) {
   constexpr int kQueries = kLanes == 16 ? 4 : 2;
-  const int64_t M = head.N * head.G, D = head.D, width = round_up(D, kLanes), num_columns = row.columns.size();
+  constexpr bool kHasWords = kHasPairs || std::is_same_v<T, float>, kIsHalf = std::is_same_v<T, c10::Half>;
+  constexpr bool kIsInPairs = std::is_same_v<T, c10::BFloat16>;
+  using Value = std::conditional_t<kIsHalf, float, T>;
+  const int64_t M = head.N * head.G, D = head.D, num_columns = row.columns.size();
+  const int64_t words = round_up(kHasPairs ? (D + 1) / 2 : D, kLanes),
+                width = round_up(D, kIsInPairs ? 2 * kLanes : kLanes);
   const int64_t score_stride = round_up(num_columns + row.most_ancestors, kLanes) + kLanes;
-  float* const queries =
-      scratch.floats(2 * M * width + M + M * score_stride + kTile * width + kLanes * width + 2 * row.num_nodes * width);
-  float* const sums = queries + M * width;
-  float* const scores = sums + M * width;
-  float* const tile = scores + M * score_stride;
-  float* const across = tile + kTile * width;
-  float* const node_keys = across + kLanes * width;
-  float* const node_values = node_keys + row.num_nodes * width;
-  float* const inverses = node_values + row.num_nodes * width;
+  const bool keys_in_place = kHasWords && D * sizeof(T) == words * sizeof(float);
+  const bool values_in_place = !kIsHalf && M <= kReadInPlace && D == width;
+  const bool is_across = M * 8 >= words;  // so many queries are worth laying the keys across
 
-  for (int64_t m = 0; m < M; ++m) {
-    float* const q = queries + m * width;
-    convert(head.q + m / head.G * head.query_stride + m % head.G * head.query_head_stride, D, q);
-    for (int64_t d = 0; d < D; ++d) q[d] *= head.scale;
-    for (int64_t d = D; d < width; ++d) q[d] = 0;
-  }
-  for (int64_t j = 0; j < row.num_nodes; ++j) {
-    const int32_t column = static_cast<int32_t>(row.first_node + j);
-    stage(head.k, head.k_stride, &column, 1, D, width, node_keys + j * width);
-    stage(head.v, head.v_stride, &column, 1, D, width, node_values + j * width);
-  }
+  float* const queries = scratch.floats(M * (words + width + score_stride + 1) + 2 * kLanes * words +
+                                        std::max(kTile, row.num_nodes) * width);
+  float* const sums = queries + M * words;
+  float* const scores = sums + M * width;
+  float* const inverses = scores + M * score_stride;
+  float* const staged_keys = inverses + M;
+  float* const across = staged_keys + kLanes * words;
+  float* const staged_values = across + kLanes * words;
+
+  for (int64_t m = 0; m < M; ++m)
+    stage_words<kHasPairs>(head.q + m / head.G * head.query_stride + m % head.G * head.query_head_stride, D, words,
+                           queries + m * words);
   std::fill(sums, sums + M * width, 0.f);
 
-  const bool is_across = M * 8 >= width;  // so many queries are worth laying the keys across
-
-  // Calls use(begin, count, entries, stride) for tiles of the cached columns.
-  const auto for_each_tile = [&](const T* cache, int64_t stride, bool in_place, auto use) INLINED {
-    for (int64_t begin = 0; begin < num_columns; begin += kTile) {
-      const int32_t* const columns = row.columns.data() + begin;
-      const int64_t count = std::min(kTile, num_columns - begin);
-      if constexpr (std::is_same_v<T, float>) {
-        if (in_place && width == D && columns[count - 1] - columns[0] == count - 1 && count % kLanes == 0) {
-          use(begin, count, cache + columns[0] * stride, stride);
-          continue;
-        }
-      }
-      stage(cache, stride, columns, count, D, width, tile);
-      use(begin, count, static_cast<const float*>(tile), width);
-    }
+  const float* keys[kLanes];
+  const auto take_key = [&](int i, int64_t column) INLINED {
+    const T* const key = head.k + column * head.k_stride;
+    keys[i] = keys_in_place ? static_cast<const float*>(static_cast<const void*>(key)) : staged_keys + i * words;
+    if (!keys_in_place) stage_words<kHasPairs>(key, D, words, staged_keys + i * words);
   };
-
-  for_each_tile(
-      head.k, head.k_stride, is_across || M <= kReadInPlace,
-      [&](int64_t begin, int64_t count, const float* keys, int64_t stride) INLINED {
-        for (int64_t i = 0; i < count; i += kLanes) {
-          const float* const first = keys + i * stride;
-          float* const to = scores + begin + i;
-          int64_t m = 0;
-          if (is_across) {
-            lay_across<kLanes>(first, stride, width, across);
-            for (; m + 4 <= M; m += 4)
-              scores_across<kLanes, 4>(queries + m * width, across, width, to + m * score_stride, score_stride);
-            for (; m < M; ++m)
-              scores_across<kLanes, 1>(queries + m * width, across, width, to + m * score_stride, score_stride);
-          }
-          for (; m < M; ++m)
-            store<kLanes>(
-                to + m * score_stride,
-                scores_of<kLanes>(queries + m * width, [&](int j) INLINED { return first + j * stride; }, width));
-        }
-      });
+  for (int64_t begin = 0; begin < num_columns; begin += kLanes) {
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t column = row.columns[std::min(begin + i, num_columns - 1)];
+      const int64_t later = row.columns[std::min(begin + 2 * kLanes + i, num_columns - 1)];
+      for (int64_t d = 0; d < D; d += 64 / sizeof(T)) {
+        __builtin_prefetch(head.k + later * head.k_stride + d);
+        __builtin_prefetch(head.v + column * head.v_stride + d);
+      }
+      take_key(i, column);
+    }
+    int64_t m = 0;
+    if (is_across) {
+      lay_across<kLanes>(keys, words, across);
+      for (; m + 4 <= M; m += 4)
+        scores_across<kLanes, kHasPairs, 4>(queries + m * words, across, words, head.scale,
+                                            scores + m * score_stride + begin, score_stride);
+    }
+    for (; m < M; ++m)
+      store<kLanes>(scores + m * score_stride + begin,
+                    scores_of<kLanes, kHasPairs>(queries + m * words, keys, words) * head.scale);
+  }
 
   for (int64_t m = 0; m < M; ++m) {
     float* const x = scores + m * score_stride;
     const int32_t* const ancestors = row.ancestors.data() + row.ends[m / head.G];
     const int64_t num_ancestors = row.ends[m / head.G + 1] - row.ends[m / head.G];
-    for (int64_t i = 0; i < num_ancestors; i += kLanes) {
-      const float* key[kLanes];
-      for (int64_t j = 0; j < kLanes; ++j) key[j] = node_keys + ancestors[std::min(i + j, num_ancestors - 1)] * width;
-      store<kLanes>(x + num_columns + i,
-                    scores_of<kLanes>(queries + m * width, [&](int j) INLINED { return key[j]; }, width));
+    for (int64_t begin = 0; begin < num_ancestors; begin += kLanes) {
+      for (int i = 0; i < kLanes; ++i)
+        take_key(i, row.first_node + ancestors[std::min<int64_t>(begin + i, num_ancestors - 1)]);
+      store<kLanes>(x + num_columns + begin,
+                    scores_of<kLanes, kHasPairs>(queries + m * words, keys, words) * head.scale);
     }
     const int64_t seen = num_columns + num_ancestors, end = round_up(seen, kLanes);
     for (int64_t i = seen; i < end; ++i) x[i] = -kInf;
@@ -237,48 +292,93 @@ INLINE void attend_by(const Head<T>& head, const Row& row, Scratch& scratch) {
     inverses[m] = seen > 0 ? 1.f / sum_of_lanes<kLanes>(totals) : 0.f;
   }
 
-  for_each_tile(head.v, head.v_stride, M <= kReadInPlace,
-                [&](int64_t begin, int64_t count, const float* values, int64_t stride) INLINED {
-                  int64_t m = 0;
-                  for (; m + kQueries <= M; m += kQueries)
-                    add_values<kLanes, kQueries>(values, stride, count, scores + m * score_stride + begin, score_stride,
-                                                 sums + m * width, width);
-                  for (; m < M; ++m)
-                    add_values<kLanes, 1>(values, stride, count, scores + m * score_stride + begin, score_stride,
-                                          sums + m * width, width);
-                });
+  // Adds the values of some queries, which share the columns.
+  const auto add = [&](const auto* const* values, int64_t count, int64_t column, int64_t m, int64_t end) INLINED {
+    const float* const shares = scores + column;
+    for (; m + kQueries <= end; m += kQueries)
+      add_values<kLanes, kQueries>(values, count, shares + m * score_stride, score_stride, sums + m * width, width);
+    for (; m < end; ++m)
+      add_values<kLanes, 1>(values, count, shares + m * score_stride, score_stride, sums + m * width, width);
+  };
+  const Value* values[kTile];
+  const float* floats[kTile];
+  const auto stage = [&](int64_t i, int64_t column) INLINED {
+    stage_value<kLanes>(head.v + column * head.v_stride, D, width, staged_values + i * width);
+  };
+  for (int64_t begin = 0; begin < num_columns; begin += kTile) {
+    const int64_t count = std::min(kTile, num_columns - begin);
+    if constexpr (!kIsHalf) {
+      if (values_in_place) {
+        for (int64_t i = 0; i < count; ++i) values[i] = head.v + row.columns[begin + i] * head.v_stride;
+        add(values, count, begin, 0, M);
+        continue;
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      stage(i, row.columns[begin + i]);
+      floats[i] = staged_values + i * width;
+    }
+    add(floats, count, begin, 0, M);
+  }
 
+  for (int64_t j = 0; j < row.num_nodes && !values_in_place; ++j) stage(j, row.first_node + j);
   for (int64_t m = 0; m < M; ++m) {
-    const int64_t n = m / head.G;
-    float* const sum = sums + m * width;
-    const float* share = scores + m * score_stride + num_columns;
-    for (int64_t a = row.ends[n]; a < row.ends[n + 1]; ++a)
-      add_values<kLanes, 1>(node_values + row.ancestors[a] * width, width, 1, share++, 0, sum, width);
+    const int64_t n = m / head.G, first = row.ends[n], end = row.ends[n + 1];
+    for (int64_t begin = first; begin < end; begin += kTile) {
+      const int64_t count = std::min(kTile, end - begin), column = num_columns + begin - first;
+      if constexpr (!kIsHalf) {
+        if (values_in_place) {
+          for (int64_t i = 0; i < count; ++i)
+            values[i] = head.v + (row.first_node + row.ancestors[begin + i]) * head.v_stride;
+          add(values, count, column, m, m + 1);
+          continue;
+        }
+      }
+      for (int64_t i = 0; i < count; ++i) floats[i] = staged_values + row.ancestors[begin + i] * width;
+      add(floats, count, column, m, m + 1);
+    }
     T* const out = head.out + n * head.out_stride + m % head.G * D;
-    for (int64_t d = 0; d < D; ++d) out[d] = static_cast<T>(sum[d] * inverses[m]);
+    int64_t d = 0;
+    const auto scaled = [&](int64_t at) INLINED { return load<kLanes>(sums + m * width + at) * inverses[m]; };
+    if constexpr (kIsInPairs) {
+      for (; d + 2 * kLanes <= D; d += 2 * kLanes) store_pairs<kLanes>(out + d, scaled(d), scaled(d + kLanes));
+    } else if constexpr (!kIsHalf) {
+      for (; d + kLanes <= D; d += kLanes) store<kLanes>(out + d, scaled(d));
+    }
+    for (; d < D; ++d) out[d] = static_cast<T>(sums[m * width + place_of<kLanes, T>(d)] * inverses[m]);
   }
 }
 
+FOR_AVX512_BF16 void attend_avx512_bf16(const Head<c10::BFloat16>& head, const Row& row, Scratch& scratch) {
+  attend_by<16, true>(head, row, scratch);
+}
 template <class T>
 FOR_AVX512 void attend_avx512(const Head<T>& head, const Row& row, Scratch& scratch) {
-  attend_by<16>(head, row, scratch);
+  attend_by<16, false>(head, row, scratch);
 }
 template <class T>
 FOR_AVX2 void attend_avx2(const Head<T>& head, const Row& row, Scratch& scratch) {
-  attend_by<8>(head, row, scratch);
+  attend_by<8, false>(head, row, scratch);
 }
 template <class T>
 void attend_portable(const Head<T>& head, const Row& row, Scratch& scratch) {
-  attend_by<4>(head, row, scratch);
+  attend_by<4, false>(head, row, scratch);
+}
+
+template <class T>
+auto best_attend() {
+  const Machine here = machine();
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    if (here == Machine::avx512_bf16) return &attend_avx512_bf16;
+  }
+  return here >= Machine::avx512 ? &attend_avx512<T> : here == Machine::avx2 ? &attend_avx2<T> : &attend_portable<T>;
 }
 
 }  // namespace
 
 template <class T>
 void attend(const Head<T>& head, const Row& row, Scratch& scratch) {
-  static const auto best = machine() >= Machine::avx512 ? attend_avx512<T>
-                           : machine() == Machine::avx2 ? attend_avx2<T>
-                                                        : attend_portable<T>;
+  static const auto best = best_attend<T>();
   best(head, row, scratch);
 }
 template void attend(const Head<float>&, const Row&, Scratch&);

@@ -36,7 +36,7 @@ INLINE void add_products(const c10::BFloat16* x, int64_t K, const c10::BFloat16*
     if constexpr (kHasDots) {
       const Ints pairs = Ints{} + pair;
 #pragma GCC unroll 16
-      for (int c = 0; c < kVectors; ++c) asm("vdpbf16ps %2, %1, %0" : "+v"(sums[m][c]) : "v"(weight[c]), "v"(pairs));
+      for (int c = 0; c < kVectors; ++c) add_pairs<kLanes>(sums[m][c], weight[c], pairs);
     } else {
       const float even = bits_as_float(static_cast<uint32_t>(pair) << 16), odd = bits_as_float(pair & 0xffff0000);
 #pragma GCC unroll 16

@@ -106,17 +106,15 @@ INLINE Vec<kLanes> fold(Vec<kLanes> a, Vec<kLanes> b) {
   return shuffle<kLanes>(a, b, low) + shuffle<kLanes>(a, b, high);
 }
 
-// The sum of the lanes of each of kLanes vectors: lane l and l + kLanes / 2 first, and so on.
-template <int kLanes>
-INLINE Vec<kLanes> sums_of_lanes(Vec<kLanes> (&x)[kLanes]) {
-  constexpr int kHalf = kLanes / 2, kQuarter = kLanes / 4;
-  for (int i = 0; i < kHalf; ++i) x[i] = fold<kLanes, kLanes>(x[2 * i], x[2 * i + 1]);
-  for (int i = 0; i < kQuarter; ++i) x[i] = fold<kLanes, kLanes / 2>(x[2 * i], x[2 * i + 1]);
-  if constexpr (kLanes >= 8) {
-    for (int i = 0; i < kLanes / 8; ++i) x[i] = fold<kLanes, kLanes / 4>(x[2 * i], x[2 * i + 1]);
+// The sum of the lanes of each of kLanes vectors, vector(0) and so on: lane l and l + kLanes / 2 first, and so on.
+template <int kLanes, int kFirst = 0, int kCount = kLanes, class Vectors>
+INLINE Vec<kLanes> sums_of_lanes(Vectors vector) {
+  if constexpr (kCount == 1) {
+    return vector(kFirst);
+  } else {
+    return fold<kLanes, 2 * kLanes / kCount>(sums_of_lanes<kLanes, kFirst, kCount / 2>(vector),
+                                             sums_of_lanes<kLanes, kFirst + kCount / 2, kCount / 2>(vector));
   }
-  if constexpr (kLanes >= 16) x[0] = fold<kLanes, kLanes / 8>(x[0], x[1]);
-  return x[0];
 }
 
 template <int kLanes>
@@ -173,6 +171,12 @@ INLINE float to_float(c10::Half x) {
   return bits_as_float(bits | (uint32_t{x.x} & 0x8000) << 16);
 }
 
+// sums[l] += a[l] * b[l], where each lane is a pair of bfloat16. Only where machine() is avx512_bf16.
+template <int kLanes>
+INLINE void add_pairs(Vec<kLanes>& sums, typename Vector<kLanes>::Ints a, typename Vector<kLanes>::Ints b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+}
+
 // kLanes entries as floats, and floats as entries, rounded to the nearest.
 template <int kLanes>
 INLINE Vec<kLanes> load(const c10::BFloat16* from) {
@@ -183,15 +187,34 @@ INLINE Vec<kLanes> load(const c10::BFloat16* from) {
   return bits_as_lanes<kLanes>(bits);
 }
 
+// The bits of bfloat16 in the upper halves of lanes; below them is what was rounded away.
+template <int kLanes>
+INLINE typename Vector<kLanes>::Ints rounded(Vec<kLanes> x) {
+  typename Vector<kLanes>::Ints bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return x == x ? bits + 0x7fff + ((bits >> 16) & 1) : 0x7fc00000 + typename Vector<kLanes>::Ints{};
+}
+
 template <int kLanes>
 INLINE void store(c10::BFloat16* to, Vec<kLanes> x) {
   typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
-  typename Vector<kLanes>::Ints bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  bits += 0x7fff + ((bits >> 16) & 1);
-  bits = x == x ? bits >> 16 : 0x7fc0 + typename Vector<kLanes>::Ints{};
-  const Halves halves = __builtin_convertvector(bits, Halves);
+  const Halves halves = __builtin_convertvector(rounded<kLanes>(x) >> 16, Halves);
   std::memcpy(to, &halves, sizeof halves);
+}
+
+// 2 kLanes entries, those with even numbers and those with odd ones.
+template <int kLanes>
+INLINE void load_pairs(const c10::BFloat16* from, Vec<kLanes>& even, Vec<kLanes>& odd) {
+  typename Vector<kLanes>::Ints pairs;
+  std::memcpy(&pairs, from, sizeof pairs);
+  even = bits_as_lanes<kLanes>(pairs << 16);
+  odd = bits_as_lanes<kLanes>(pairs & int32_t(0xffff0000));
+}
+
+template <int kLanes>
+INLINE void store_pairs(c10::BFloat16* to, Vec<kLanes> even, Vec<kLanes> odd) {
+  const auto pairs = (rounded<kLanes>(even) >> 16 & 0xffff) | (rounded<kLanes>(odd) & int32_t(0xffff0000));
+  std::memcpy(to, &pairs, sizeof pairs);
 }
 
 template <class T>

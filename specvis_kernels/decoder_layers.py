@@ -181,9 +181,9 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=x, R=R, S=check_dims("key_mask", key_mask, "RS")[1])
         key_mask = key_mask.contiguous()
-    return _call(backend, x.contiguous(), layers.matrices, layers.vectors, layers.last_norm, kv_cache, lengths,
-                 for_each(ancestors, B), positions, rotations.contiguous(), key_mask, *layers[3:5], first_node,
-                 *layers[5:])
+    weights = (None if weight is None else weight.contiguous() for weight in layers[:3])
+    return _call(backend, x.contiguous(), *weights, kv_cache, lengths, for_each(ancestors, B), positions,
+                 rotations.contiguous(), key_mask, *layers[3:5], first_node, *layers[5:])
 
 
 def matrix_sizes(E: int, H: int, Hkv: int, D: int, ffn_dim: int) -> list[int]:
@@ -238,9 +238,8 @@ def _oracle(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, posit
         attended = attend(qk[:, :, :H].to(dtype), k_cache, v_cache, lengths, ancestors, key_mask, D ** -0.5)
         stream = stream + times(attended.flatten(2), out, E, H * D) + out_bias
         y = normed(stream, ffn_norm).to(dtype)
-        gate, up = (times(y, part, ffn_dim, E) for part in gate_up.view(-1, 2, E * PANEL).unbind(1))
-        y = F.pad((F.silu(gate) * up).to(dtype), (0, padded_F - ffn_dim))
-        stream = stream + times(y, down, E, padded_F)
+        gate, up = (times(y, part, padded_F, E) for part in gate_up.view(-1, 2, E * PANEL).unbind(1))
+        stream = stream + times((F.silu(gate) * up).to(dtype), down, E, padded_F)
     return normed(stream, last_norm).to(dtype)
 
 

@@ -76,7 +76,7 @@ def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | N
 
 
 def _oracle(x, weight, bias, out_features):
-    y = x.float() @ unpacked(weight, out_features, x.shape[1]).float().T
+    y = (x.double() @ unpacked(weight, out_features, x.shape[1]).double().T).float()
     return y if bias is None else y + bias
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import decode, determinism, harness, jacobi, ops, released
+from benchmarks import decode, determinism, forward, harness, jacobi, ops, released
 from specvis.decoding.drafters import EagleDrafter, ModelDrafter
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
 from specvis_kernels import tree_links, verify_tree
 from tests.kernels import inputs
@@ -608,6 +609,75 @@ def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
         16 * records[1]["step_ms"] / 2e3 / records[1]["imposed_tau"], rel=1e-3)
     decode.plot(records, tmp_path / "parts.png")
     assert (tmp_path / "parts.png").stat().st_size > 1000
+
+
+def test_forwards_of_each_kind_are_timed(monkeypatch):
+    subject, calls = tiny_subject(), []
+    forward_of_modules = subject.gpt.forward
+
+    def compiled(*args):
+        calls.append((layers.USE_DECODER_LAYERS, torch.get_num_threads()))
+        return forward_of_modules(*args)
+
+    monkeypatch.setattr(torch, "compile", lambda call: compiled)
+    subject.threads, threads = 1, torch.get_num_threads()
+    records = decode.measure(subject, decode.timed_methods(["vanilla", "eagle1"]), 2, 0, lambda text: None,
+                             decode.FORWARDS)
+    assert [r["method"] for r in records] == [
+        "vanilla", "eagle1", "released eagle1", "vanilla (eager)", "eagle1 (eager)", "released eagle1 (eager)",
+        "vanilla (compile)"]
+    assert set(calls) == {(False, 1)} and (layers.USE_DECODER_LAYERS, torch.get_num_threads()) == (True, threads)
+    assert subject.gpt.forward == forward_of_modules
+    assert all(r["times_eager"] > 0 for r in records) and records[3]["times_eager"] == records[3]["times_vanilla"] == 1
+    assert [r["times_released"] is None for r in records] == [True, False, True, True, False, True, True]
+
+
+def test_decoding_is_timed_with_pytorchs_best_setting(monkeypatch):
+    times = {"B": {("default", 1): 3.0, ("default", 2): 4.0, ("passive", 2): 2.0},
+             "L": {("default", 1): 3.0, ("default", 2): 2.0, ("passive", 2): 9.0},
+             "XL": {("default", 1): 1.0, ("default", 2): 2.0, ("passive", 2): 9.0}}
+    begun = []
+    monkeypatch.setattr(decode, "eager_times", lambda size, dtype: times[size])
+    monkeypatch.setattr("os.execve", lambda *arguments: begun.append(arguments))
+    monkeypatch.setattr("sys.argv", ["decode", "--forwards", "eager"])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    decode.begin_anew(["B", "L", "XL"])
+    (_, command, environment), = begun
+    assert command[1:] == ["-m", "benchmarks.decode", "--forwards", "eager", "--eager-threads", "1", "2", "1"]
+    assert "OMP_WAIT_POLICY" not in environment
+
+
+def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
+    """With an interpreter that has llama.cpp in it, and says a millisecond to everything."""
+    python, file, figure = tmp_path / "python", tmp_path / "forward.json", tmp_path / "forward.png"
+    python.write_text("#!/bin/sh\n[ $1 = -c ] && exit\necho 0\nwhile read line; do echo '[1.0]'; done\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.argv", ["forward", "--sizes", "tiny", "--seconds", "0", "--llama", str(python), "--json",
+                                     str(file), "--plot", str(figure)])
+    forward.main()
+    written = json.loads(file.read_text())
+    best = forward.best_of(written["rows"])
+    names = {f"decoder_layers, {threads} threads" for threads in (1, torch.get_num_threads())} | {"eager", "llama.cpp"}
+    assert set(best) == {(name, nodes) for name in names for nodes in forward.NODES}
+    assert all(r["median_ms"] >= r["min_ms"] > 0 and r["of_bandwidth"] > 0 and r["of_product"] > 0
+               for r in written["rows"])
+    assert {r["median_ms"] for (name, _), r in best.items() if name == "llama.cpp"} == {1}
+    assert set(written["limits"]["tiny"]) == {"bandwidth", "product"} and figure.stat().st_size > 1000
+    assert "| 33 |" in capsys.readouterr().out
+
+
+def test_forwards_are_timed_without_llama_cpp_and_of_known_sizes(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["forward", "--sizes", "B", "B:float32", "--llama", "false"])
+    asked = []
+    monkeypatch.setattr(forward, "measure", lambda *arguments: asked.append(arguments) or ([], {}))
+    monkeypatch.setattr(forward, "table", lambda records, limits: [])
+    forward.main()
+    assert asked == [("B", "bfloat16", 60, None, False), ("B", "float32", 60, None, False)]
+    assert forward.MISSING in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["forward", "--sizes", "S"])
+    with pytest.raises(SystemExit):
+        forward.main()
+    assert "--sizes must be of shipped, B, L" in capsys.readouterr().err
 
 
 def test_what_a_part_calls_is_timed_once_and_ops_are_put_back():

@@ -753,7 +753,8 @@ CASES["decoder_layers"] = [
     (3, 14, 48, 3, 3, 16, 100, {"dtype": torch.bfloat16, "first": 3}),
     (1, 33, 64, 2, 1, 48, 64, {"norm": False, "layers": 1}),
 ]
-TOLERANCES["decoder_layers"] = {i: (1e-2, 2e-2) for i in range(2)}  # of 16 bits; its own tests have the others
+# Of 16 bits; its own tests have the others. The cache is what is written to, and one of the arguments.
+TOLERANCES["decoder_layers"] = dict.fromkeys((0, 1, 4, 5), (1e-2, 2e-2))
 
 
 def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):

@@ -216,6 +216,12 @@ def test_what_is_written_to_shares_no_memory(op, backend):
         call(next_token=token, failed=memory[24:].view(torch.bool))
         with pytest.raises((ValueError, RuntimeError), match="that is written to (shares memory|overlaps)"):
             call(next_token=token, failed=memory[23:26].view(torch.bool))  # begins in the last byte of what is read
+    elif op == "decoder_layers":
+        written, others = by_name(op, *inputs.decoder_layers(*inputs.CASES[op][1]))
+        cache, x = written["kv_cache"], others["x"]
+        memory = torch.zeros(cache.numel() + x.numel() - 1, dtype=x.dtype, device=x.device)
+        with pytest.raises((ValueError, RuntimeError), match="that is written to (shares memory|overlaps)"):
+            call(kv_cache=memory[:cache.numel()].view(cache.shape), x=memory[-x.numel():].view(x.shape))
     else:
         cache = by_name(op, *getattr(inputs, op)(*inputs.CASES[op][1]))[0]["caches"]
         cache = cache[0] if isinstance(cache, list) else cache

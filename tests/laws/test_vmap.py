@@ -91,7 +91,7 @@ def test_what_is_mapped_elsewhere_or_not_at_all(op):
     assert all(map(same, got, expected))
 
 
-@pytest.mark.parametrize("op", inputs.MUTATES)
+@pytest.mark.parametrize("op", [op for op in inputs.MUTATES if op not in inputs.UNBATCHED])
 def test_what_is_written_may_have_gaps(op):
     """Each request's part is contiguous, as it must be, and the whole is not."""
     named, in_dims = stacked(op, inputs.CASES[op][2])

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of a name that transformers gives up
 
 C, S, B = 10, 7, 3
-TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+TEXT = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.25, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 VQ = {"embed_dim": 4, "latent_channels": 4, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
 PROMPTS = [[1, 20, 21, 7], [1, 22, 23, 24, 25, 26, 7], [1, 27, 7]]
@@ -41,8 +41,8 @@ def emu3_model(seed):
 def janus_model(seed):
     torch.manual_seed(seed)
     vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 16, "patch_size": 4,
-              "projection_dim": 32, "depth": 1, "num_image_tokens": 16}
-    vq = VQ | {"num_embeddings": C, "projection_dim": 32, "image_token_embed_dim": 32, "initializer_range": 0.7}
+              "projection_dim": 64, "depth": 1, "num_image_tokens": 16}
+    vq = VQ | {"num_embeddings": C, "projection_dim": 64, "image_token_embed_dim": 64, "initializer_range": 0.7}
     model = transformers.JanusForConditionalGeneration(transformers.JanusConfig(
         text_config=TEXT | {"vocab_size": 40, "model_type": "llama"}, vision_config=vision, vq_config=vq)).eval()
     model.model.generation_head.vision_head.weight.data *= 4
@@ -112,14 +112,19 @@ def sampling(temperature=1.0, guidance=2.0):
     return Sampling.of([5, 6, 7], guidance=guidance, temperature=temperature)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "tree"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "tree", "decoder_layers"])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_logits_are_the_models_own(targets, family, attention):
     """Of a prompt, of a tree behind images of different lengths, and of a token behind what was committed of it."""
     target = targets(family)
     assert isinstance(target, TargetModel) and isinstance(target.new_cache(1, 1), ModelCache)
-    target.use_tree_attention() if attention == "tree" else target.decoder.set_attn_implementation(attention)
+    if attention == "decoder_layers":
+        target.use_decoder_layers()
+    elif attention == "tree":
+        target.use_tree_attention()
+    else:
+        target.decoder.set_attn_implementation(attention)
     condition, padding_mask = cfg_inputs(target, *target.condition(PROMPTS))
     cache, L = target.new_cache(2 * B, S + 16 + 6), 5
     prompts = [*PROMPTS, *(own_null(target, prompt) for prompt in PROMPTS)]
@@ -130,7 +135,7 @@ def test_logits_are_the_models_own(targets, family, attention):
         """paths: what stands before the node in each image"""
         for row, prompt in enumerate(prompts):
             own = own_logits(target, prompt, paths[row % B])[-1]
-            torch.testing.assert_close(logits[row, node, :C], own, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(logits[row, node, :C], own, atol=2e-4, rtol=1e-5)
         assert logits.dtype == torch.float32 and logits.shape[2] == target.vocab_size
 
     check(logits, 0, [], [], [])
@@ -151,9 +156,14 @@ def test_logits_are_the_models_own(targets, family, attention):
     cache.commit(accepted, num_accepted, lengths)
     itself = tree_links(torch.tensor([[-1]], dtype=torch.int32).repeat(B, 1)).ancestors
     nodes = Nodes(torch.zeros(1, 1, dtype=torch.int64), lengths + 1 + num_accepted, itself, padding_mask, S + L + 6)
+    num_calls = []
+    hook = target.decoder.register_forward_hook(lambda *_: num_calls.append(1))
     logits = target.logits(target.extend(torch.full((2 * B, 1), 9), nodes, cache))
+    hook.remove()
+    assert len(num_calls) == (attention != "decoder_layers")
     check(logits, 0, *([*drawn[b, :n].tolist(), *path, 9] for b, (n, path) in enumerate(zip(counts, paths))))
     target.decoder.set_attn_implementation("sdpa")
+    target.packing = None
 
 
 def written_out(target, settings):
@@ -317,8 +327,28 @@ def test_the_programs_of_the_page_run(monkeypatch, tmp_path):
              .replace(", 100, normalize", ", 5, normalize"), names)
         assert names["decoded"].tau.min() >= 1
     assert {path.name for path in tmp_path.iterdir()} == {"0.png", "1.png", "heart.png"}
-    assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 32)
+    assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 64)
     assert names["prompts"][0][-4:] == [8710, 8197, 8828, 8828]
+
+
+def test_changed_layers_are_read_by_modules(targets):
+    target = targets("janus")
+    with torch.no_grad():
+        target.use_decoder_layers()
+        cache, chain = target.new_cache(2, S + 4), tree_links(torch.tensor([[-1]], dtype=torch.int32)).ancestors
+        nodes = Nodes(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([S]), chain,
+                      torch.ones(2, S, dtype=torch.bool), S + 1)
+        mlp = target.decoder.layers[0].mlp
+        expected = target.extend(torch.zeros(2, 1).long(), nodes, cache)
+        hook = mlp.register_forward_hook(lambda *_: torch.zeros(()))
+        target.new_cache(2, S + 4)
+        assert not torch.allclose(target.extend(torch.zeros(2, 1).long(), nodes, cache), expected)
+        with pytest.raises(ValueError, match="model must have layers as Llama, Emu3 or Chameleon have them, unchanged"):
+            target.use_decoder_layers()
+        hook.remove()
+        target.use_decoder_layers()
+        assert torch.equal(target.extend(torch.zeros(2, 1).long(), nodes, cache), expected)
+        target.packing = None
 
 
 def test_what_is_refused(targets):

@@ -1,7 +1,6 @@
 """What LlamaGen's GPT and its EAGLE drafter share: packed weights, rotary positions on a grid, attention, its cache."""
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,8 +68,9 @@ def can_pack(weights: list[Tensor]) -> bool:
 
 
 def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
-    """Whether a module is of one of these types, without hooks and dropout."""
+    """Whether a module is of one of these types, without hooks, dropout and a forward of its own."""
     return (type(module) in types and not module._forward_hooks and not module._forward_pre_hooks
+            and "forward" not in vars(module)
             and not (module.training and isinstance(module, nn.Dropout) and module.p))
 
 
@@ -199,16 +199,7 @@ class NodesReading(Reading):
 
     def __init__(self, module: nn.Module, nodes: Nodes, cache: Cache):
         """module: it has a table of rotations"""
-        self.module, self.nodes, self.cache = module, nodes, cache
-
-    @cached_property
-    def rotations(self) -> Tensor:
-        return rotations_at(self.module, self.nodes.lengths[:, None] + self.nodes.depth)  # (B, N, ..)
-
-    @cached_property
-    def slots(self) -> Tensor:
-        first, N, device = self.nodes.first, self.nodes.depth.shape[1], self.nodes.lengths.device
-        return self.cache.flat_slots(self.nodes.lengths[:, None] + torch.arange(first, first + N, device=device))
+        self.module, self.nodes, self.cache, self.rotations = module, nodes, cache, None
 
     def read(self, x: Tensor, layers: PackedLayers, rotations: Tensor) -> Tensor:
         """All layers at once: hidden states of embeddings x (R, N, dim)."""
@@ -219,6 +210,10 @@ class NodesReading(Reading):
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         (R, N, width), nodes, data = qkv.shape, self.nodes, self.cache.data[layer]
+        if self.rotations is None:  # `read` needs neither
+            self.rotations = rotations_at(self.module, nodes.lengths[:, None] + nodes.depth)  # (B, N, ..)
+            columns = torch.arange(nodes.first, nodes.first + N, device=qkv.device)
+            self.slots = self.cache.flat_slots(nodes.lengths[:, None] + columns)
         q, entries = self.turn(qkv, heads)
         data.flatten(0, 1).index_copy_(0, self.slots, entries)
         return tree_attention(q.view(R, N, heads, -1), data[:, :, 0], data[:, :, 1], nodes.lengths, nodes.ancestors,

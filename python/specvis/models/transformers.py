@@ -14,14 +14,18 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from specvis_kernels import tree_attention
+from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, tree_attention
 
 from .interface import Nodes, num_tokens
-from .layers import Cache
+from .layers import Cache, Packing
 from .llamagen import condition_mask
 
 MASKED = ("sdpa", "eager")        # attention of transformers that takes a mask of our own
 TREE_ATTENTION = "specvis_tree"   # the name of `tree_attention` there
+# What the layers that `decoder_layers` can read are made of.
+PACKABLE = {"ModuleList", "Linear", "Dropout", "SiLU", "SiLUActivation", "ChameleonLayerNorm"} | {
+    family + part for part in ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+    for family in ("Llama", "Emu3", "Chameleon")}
 ANOLE_NULL = (0, 8197)            # begin of text, begin of image
 LUMINA_NEWLINE, LUMINA_IMAGE, LUMINA_SIZE = 8803, 8197, 8804  # the last one: of size 0
 
@@ -95,6 +99,7 @@ class ImageModel:
         first, last = int(self.ids[0]), int(self.ids[0]) + len(ids)
         are_in_order = self.ids[:len(ids)].tolist() == list(range(first, last))
         self.head_rows = slice(first, last) if are_in_order else self.ids[:len(ids)]  # a slice is not copied
+        self.packing = None  # see use_decoder_layers
         self.check_attention()
 
     def check_attention(self) -> str:
@@ -115,6 +120,44 @@ class ImageModel:
         AttentionInterface.register(TREE_ATTENTION, attend)
         AttentionMaskInterface.register(TREE_ATTENTION, sdpa_mask)
         self.decoder.set_attn_implementation(TREE_ATTENTION)
+
+    def use_decoder_layers(self) -> None:
+        """Let the op `decoder_layers` read what is drafted from now on. It is for CPUs.
+
+        Its copy of the layers takes as much memory as they do. Prompts, and whatever else uses the model, are read by
+        its modules; so is all, while the layers have hooks, adapters or quantized weights.
+
+        Raises:
+            ValueError: the layers are not like Llama's, Emu3's or Chameleon's, or they are not on a CPU in float32 or
+                bfloat16
+        """
+        self.packing = Packing()
+        self.pack_layers()
+        if self.packing.packed is None:
+            self.packing = None
+            raise ValueError("model must have layers as Llama, Emu3 or Chameleon have them, unchanged, in float32 or "
+                             "bfloat16 on a CPU, with the kernels for it, and heads of a multiple of 16")
+
+    def pack_layers(self) -> None:
+        layers, c = self.decoder.layers, self.config
+        parts, attention = [layers, self.decoder.norm], layers[0].self_attn
+        rotary = getattr(self.decoder, "rotary_emb", None) or attention.rotary_emb  # transformers 4: in each layer
+        depends_on_length = getattr(rotary, "rope_type", "default") in ("dynamic", "longrope")
+        if layers[0].mlp.up_proj.bias is not None or attention.head_dim % 16 or depends_on_length:
+            parts = []
+        types = {type(module) for part in parts for module in part.modules()}
+        types = [t for t in types if t.__name__ in PACKABLE and t.__module__.startswith(("torch.nn.", "transformers."))]
+
+        def pack():
+            norm, position_ids = self.decoder.norm, torch.arange(self.prefix_len + num_tokens(self))
+            cosine, sine = rotary(norm.weight, position_ids[None])
+            half = attention.head_dim // 2
+            rotations = torch.stack([cosine[0, :, :half], sine[0, :, :half]], -1).float()
+            packed = pack_layers(list(map(weights_of, layers)), norm.weight, heads=c.num_attention_heads,
+                                 eps=norm.variance_epsilon, rotates_halves=True)
+            return packed, rotations
+
+        self.packing.check(parts, tuple(types), pack)
 
     # --- prompts ---
 
@@ -159,6 +202,8 @@ class ImageModel:
     # --- reading ---
 
     def new_cache(self, rows: int, columns: int) -> SlotCache:
+        if self.packing:
+            self.pack_layers()
         c, weight = self.config, self.embed.weight
         head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
@@ -172,6 +217,12 @@ class ImageModel:
     def extend(self, tokens: Tensor, nodes: Nodes, cache: SlotCache) -> Tensor:
         """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
         x = self.embed_tokens(tokens)
+        packed = self.packing and self.packing.get(x, self.pack_layers)
+        if packed:
+            layers, rotations = packed
+            positions = positions_of(nodes.position_ids, nodes.padding_mask)
+            return decoder_layers(x, layers, cache.data, nodes.lengths, nodes.ancestors, positions, rotations,
+                                  first_node=nodes.first, key_mask=nodes.padding_mask)
         if self.decoder.config._attn_implementation == TREE_ATTENTION:
             return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, None, cache, nodes)
         return self.read(x, nodes.position_ids, nodes.padding_mask, nodes.slots, nodes.mask, cache)
@@ -187,10 +238,9 @@ class ImageModel:
             mask = torch.where(mask, 0.0, torch.finfo(x.dtype).min).to(x.dtype)[:, None]
         else:
             mask = mask[:, None]
-        position_ids = (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
         more[self.cache_name] = cache
-        return self.decoder(inputs_embeds=x, attention_mask=mask, position_ids=position_ids, use_cache=True,
-                            **more).last_hidden_state
+        return self.decoder(inputs_embeds=x, attention_mask=mask, position_ids=positions_of(position_ids, padding_mask),
+                            use_cache=True, **more).last_hidden_state
 
     def embed_tokens(self, tokens: Tensor) -> Tensor:
         return self.embed(self.ids[tokens])
@@ -249,6 +299,22 @@ class ImageModel:
     def pixels(self, codes: Tensor) -> Tensor:
         """(B, rows, columns) -> (B, 3, height, width) within [-1, 1]."""
         return self.vqmodel.decode(codes)
+
+
+def positions_of(position_ids: Tensor, padding_mask: Tensor) -> Tensor:
+    """Positions (R, N) that count from each row's first real entry. padding_mask: (R, S) bool"""
+    return (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
+
+
+def weights_of(layer: nn.Module) -> DecoderLayer:
+    a, mlp = layer.self_attn, layer.mlp
+    qkv, norms = (a.q_proj, a.k_proj, a.v_proj), None
+    if hasattr(a, "q_norm"):
+        norms = tuple(torch.cat([getattr(a.q_norm, name), getattr(a.k_norm, name)]) for name in ("weight", "bias"))
+    bias = None if a.q_proj.bias is None else torch.cat([linear.bias for linear in qkv])
+    return DecoderLayer(torch.cat([linear.weight for linear in qkv]), a.o_proj.weight, mlp.gate_proj.weight,
+                        mlp.up_proj.weight, mlp.down_proj.weight, layer.post_attention_layernorm.weight,
+                        layer.input_layernorm.weight, bias, a.o_proj.bias, norms)
 
 
 def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,

@@ -1,0 +1,254 @@
+"""A forward on a CPU, and what limits it:   python -m benchmarks.forward [--sizes ..] [--llama PYTHON] [--json]
+
+What is timed reads so many nodes for each of a guided pair of rows, in the middle of a picture, with their logits: by
+`decoder_layers`, by PyTorch's modules (eager or compiled), and by llama.cpp as many rows of a random Llama of the same
+sizes. PyTorch has two processes, in which OpenMP waits as by default or passively, and llama.cpp has its own. They take
+turns, and are stopped between these, so that their threads take no time from the others.
+
+The limits are measured in the same turns: the rate at which memory is read, and that of the products in
+`packed_linear` where the weights are in a core's cache.
+"""
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from benchmarks import harness
+from specvis.decoding.drafting import chain_ancestors
+from specvis.models import layers
+from specvis.models.interface import Nodes
+from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
+from specvis.pipelines.discrete import Pipeline
+from specvis_kernels import pack_weight, packed_linear
+
+NODES = (1, 2, 3, 5, 9, 17, 33)
+SECONDS = 0.06  # of a turn
+GPTS = {"tiny": GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16)}
+MISSING = "llama.cpp is not measured: pip install llama-cpp-python gguf, or name a Python that has them with --llama"
+
+
+def gpt_of(size: str, dtype: str) -> GPT:
+    """The shipped model, or one with random weights."""
+    torch.manual_seed(0)
+    gpt = Pipeline.load().gpt if size == "shipped" else GPT(GPTS.get(size) or class_config(size))
+    return gpt.eval().requires_grad_(False).to(getattr(torch, dtype))
+
+
+def forward_of(gpt: GPT, nodes: int):
+    """A call that reads so many nodes of a single picture in its middle, with and without its condition."""
+    first, null = gpt.prefix_len + gpt.config.tokens // 2, gpt.null_condition(2)
+    cache, mask = gpt.new_cache(2, first + nodes), torch.ones(null.shape[:2], dtype=torch.bool)
+    gpt.prefill(null, mask, cache)
+    depth, ancestors = torch.arange(nodes)[None], chain_ancestors(1, nodes, "cpu")
+    read = Nodes(depth, torch.tensor([first]), ancestors, mask, first + nodes)
+    tokens = torch.zeros(2, nodes, dtype=torch.int64)
+    return lambda: gpt.logits(gpt.extend(tokens, read, cache))
+
+
+def bandwidth(dtype: str):
+    """A call, and the GB that it reads."""
+    data = torch.ones(2**27)
+    return data.sum, data.nbytes / 1e9
+
+
+def product(dtype: str):
+    """A call that multiplies blocks of 12 rows, and its GFLOPs."""
+    x, weight = torch.ones(192, 256, dtype=getattr(torch, dtype)), torch.ones(1024, 256, dtype=getattr(torch, dtype))
+    packed = pack_weight(weight)
+    return lambda: packed_linear(x, packed, 1024), 2 * len(x) * weight.numel() / 1e9
+
+
+@torch.inference_mode()
+def serve(size: str, dtype: str) -> None:
+    """Answer each line [what, nodes, threads, seconds] with the milliseconds of forwards, or with rates."""
+    with torch.inference_mode(False):  # weights of inference mode are not packed
+        gpt, calls = gpt_of(size, dtype), {}
+        weights = [p for name, p in gpt.named_parameters() if "embedding" not in name]
+    c = gpt.config
+    print(json.dumps([sum(p.nbytes for p in weights), [c.layers, c.heads, c.dim, c.ffn_dim, c.vocabulary]]), flush=True)
+    for line in sys.stdin:
+        what, nodes, threads, seconds = json.loads(line)
+        torch.set_num_threads(threads)
+        layers.USE_DECODER_LAYERS = what == "decoder_layers"
+        if (what, nodes) not in calls:
+            limit = {"bandwidth": bandwidth, "product": product}.get(what)
+            call, amount = limit(dtype) if limit else (forward_of(gpt, nodes), None)
+            calls[what, nodes] = (torch.compile(call, dynamic=False) if what == "compile" else call), amount
+        (call, amount), results, start = calls[what, nodes], [], perf_counter()
+        while len(results) < 4 or perf_counter() - start < seconds:  # the first warms up
+            begin = perf_counter()
+            call()
+            spent = perf_counter() - begin
+            results.append(amount / spent if amount else 1e3 * spent)
+        print(json.dumps(results[1:]), flush=True)
+
+
+def environment(waiting: str) -> dict[str, str]:
+    """In which OpenMP waits so: "default" or "passive"."""
+    others = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    return others | ({"OMP_WAIT_POLICY": "PASSIVE"} if waiting == "passive" else {})
+
+
+class Worker:
+    """A process that is stopped but in its turns. It says something first, and then answers questions."""
+
+    def __init__(self, command: list[str], waiting: str = "default"):
+        self.process = subprocess.Popen(command, env=environment(waiting), cwd=harness.ROOT, text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.said = self.answer()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        self.process.send_signal(signal.SIGSTOP)
+        return json.loads(line) if line else sys.exit(f"a process ended: {' '.join(self.process.args)}")
+
+    def ask(self, *question) -> list[float]:
+        self.process.send_signal(signal.SIGCONT)
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def workers_of(size: str, dtype: str) -> dict[str, Worker]:
+    """Of PyTorch, by how OpenMP waits."""
+    command = [sys.executable, "-m", "benchmarks.forward", "--serve", size, dtype]
+    return {waiting: Worker(command, waiting) for waiting in ("default", "passive")}
+
+
+def eager_times(size: str, dtype: str) -> dict[tuple[str, int], float]:
+    """Milliseconds of a forward of one node by PyTorch's modules, by how OpenMP waits and the number of threads."""
+    workers, most = workers_of(size, dtype), torch.get_num_threads()
+    times = {setting: [] for setting in (("default", 1), ("default", most), ("passive", most))}
+    for _ in range(5):
+        for (waiting, threads), samples in times.items():
+            samples += workers[waiting].ask("eager", 1, threads, SECONDS)
+    for worker in workers.values():
+        worker.close()
+    return {setting: statistics.median(samples) for setting, samples in times.items()}
+
+
+def measure(size: str, dtype: str, seconds: float, llama: str | None, is_compiled: bool) -> tuple[list[dict], dict]:
+    """A record for each of NODES and each contender; and the limits, in GB/s and GFLOP/s."""
+    workers, most = workers_of(size, dtype), torch.get_num_threads()
+    weights, sizes = workers["default"].said
+    contenders = [("decoder_layers", "default", 1), ("decoder_layers", "default", most), ("eager", "default", 1),
+                  ("eager", "default", most), ("eager", "passive", most)]
+    contenders += [("compile", "default", most)] if is_compiled else []
+    if llama:
+        workers["llama.cpp"] = Worker([llama, str(Path(__file__).with_name("llama.py")), dtype, *map(str, sizes)])
+        contenders += [("llama.cpp", "llama.cpp", most)]
+    times = {(contender, nodes): [] for nodes in NODES for contender in dict.fromkeys(contenders)}
+    rates, start, turns = {"bandwidth": [], "product": []}, perf_counter(), 0
+    while turns < 2 or perf_counter() - start < seconds:
+        for what, values in rates.items():
+            values += workers["default"].ask(what, 0, most, SECONDS)
+        for ((what, waiting, threads), nodes), samples in times.items():
+            question = (2 * nodes,) if what == "llama.cpp" else (what, nodes)
+            samples += workers[waiting].ask(*question, threads, SECONDS)
+        turns += 1
+    for worker in workers.values():
+        worker.close()
+    records = []
+    for ((what, waiting, threads), nodes), samples in times.items():
+        best, median = min(samples), statistics.median(samples)
+        record = {"size": size, "dtype": dtype, "nodes": nodes, "what": what, "threads": threads, "waiting": waiting,
+                  "median_ms": median, "min_ms": best, "samples": len(samples),
+                  "of_bandwidth": weights / 1e6 / best / max(rates["bandwidth"]),
+                  "of_product": 4 * nodes * weights / getattr(torch, dtype).itemsize / 1e6 / best
+                  / max(rates["product"])}
+        records.append({key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in record.items()})
+    return records, {key: round(max(values), 1) for key, values in rates.items()}
+
+
+def best_of(records: list[dict]) -> dict[tuple[str, int], dict]:
+    """By contender and nodes: PyTorch's and llama.cpp's at their best setting, `decoder_layers` with its threads."""
+    best = {}
+    for r in records:
+        key = f"{r['what']}, {r['threads']} threads" if r["what"] == "decoder_layers" else r["what"], r["nodes"]
+        best[key] = min(r, best.get(key, r), key=lambda one: one["median_ms"])
+    return best
+
+
+def table(records: list[dict], limits: dict[str, float]) -> list[str]:
+    """Markdown: median and least milliseconds, and the shares of the limits that `decoder_layers` reaches."""
+    best = best_of(records)
+    names = list(dict.fromkeys(name for name, _ in best))
+    ours = [name for name in names if name.startswith("decoder_layers")][-1]
+    head = f"| {records[0]['size']}, {records[0]['dtype']}: nodes | {' | '.join(names)} | of bandwidth | of product |"
+    lines = [head, "|---" * (len(names) + 3) + "|"]
+    for nodes in NODES:
+        cells = [f"{best[name, nodes]['median_ms']:.2f} ({best[name, nodes]['min_ms']:.2f})" for name in names]
+        shares = [f"{best[ours, nodes][share]:.0%}" for share in ("of_bandwidth", "of_product")]
+        lines.append(f"| {nodes} | {' | '.join(cells + shares)} |")
+    return [*lines, f"bandwidth {limits['bandwidth']} GB/s, product {limits['product']} GFLOP/s"]
+
+
+def plot(records: list[dict], path: Path) -> None:
+    """Milliseconds over nodes, for the first size that is no shipped model."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    size = next((r["size"] for r in records if r["size"] != "shipped"), "shipped")
+    best = best_of([r for r in records if r["size"] == size])
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name in dict.fromkeys(name for name, _ in best):
+        axis.plot(NODES, [best[name, nodes]["median_ms"] for nodes in NODES], marker="o", label=name)
+    axis.set(xscale="log", yscale="log", title=size, xlabel="nodes of a guided pair of rows", ylabel="ms a forward")
+    axis.set_xticks(NODES, NODES)
+    axis.minorticks_off()
+    axis.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main():
+    if sys.argv[1:2] == ["--serve"]:
+        return serve(*sys.argv[2:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forward", description=__doc__.partition("\n")[0])
+    parser.add_argument("--sizes", nargs="+", default=["shipped:float32", "shipped", "B", "L", "XL"], metavar="SIZE",
+                        help=f"of shipped, {', '.join(SIZES)}, with :float32 or in bfloat16; default shipped:float32 "
+                        "shipped B L XL")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of turns, for each size; at least two turns are "
+                        "taken; default 60")
+    parser.add_argument("--llama", default=sys.executable, metavar="PYTHON", help="one that has llama-cpp-python and "
+                        "gguf; default: this one")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too; it takes minutes")
+    parser.add_argument("--json", nargs="?", const="", metavar="FILE", help="write the records; default FILE: "
+                        "benchmarks/results/<machine>-forward.json")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw milliseconds over nodes")
+    options = parser.parse_args()
+    for text in options.sizes:
+        if text.partition(":")[0] not in ("shipped", *SIZES, *GPTS) or text.partition(":")[2] not in ("", "float32"):
+            parser.error(f"--sizes must be of shipped, {', '.join(SIZES)}, or with :float32, got {text!r}")
+    harness.check_built("cpu")
+    llama = options.llama
+    if subprocess.run([llama, "-c", "import gguf, llama_cpp"], stderr=subprocess.DEVNULL).returncode:
+        llama = print(MISSING)
+    machine, records, limits = harness.machine(), [], {}
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    for text in options.sizes:
+        size, _, dtype = text.partition(":")
+        rows, limits[text] = measure(size, dtype or "bfloat16", options.seconds, llama, options.compile)
+        records += rows
+        print(*table(rows, limits[text]), sep="\n", flush=True)
+    if options.plot:
+        plot(records, options.plot)
+        print(f"wrote {options.plot}")
+    if options.json is not None:
+        harness.write(options.json, "forward", machine, {"limits": limits, "rows": records})
+
+
+if __name__ == "__main__":
+    main()
