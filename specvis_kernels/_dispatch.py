@@ -220,6 +220,13 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple, like: Tensor | 
         raise ValueError(f"{name} must be on {like.device} like the other tensors, got {tensor.device}")
 
 
+def is_exactly(value: object, dtype: torch.dtype, like: Tensor | None, sizes: dict[str, int]) -> bool:
+    """What nearly every argument is: a tensor of this dtype, these sizes and the device of `like`. Asked first, since a
+    step of decoding checks some seventy arguments."""
+    return (type(value) is Tensor and value.dtype is dtype and value.shape == tuple(sizes.values())
+            and (like is None or value.device == like.device))
+
+
 def integers(name: str, tensor: Tensor, dtype: torch.dtype, like: Tensor | None = None, may_be_one: bool = False,
              **sizes: int) -> Tensor:
     """An int32 or int64 tensor as a contiguous one of `dtype`, which is either; of batch B, if it `may_be_one`.
@@ -229,6 +236,8 @@ def integers(name: str, tensor: Tensor, dtype: torch.dtype, like: Tensor | None 
     Raises:
         ValueError: another dtype, shape or device
     """
+    if is_exactly(tensor, dtype, like, sizes):
+        return tensor.contiguous()
     check(name, tensor, INTEGERS, like, may_be_one, **sizes)
     if tensor.dtype != dtype:
         tensor = tensor.long() if dtype == torch.int64 else tensor.clamp(-MOST - 1, MOST).int()
@@ -250,6 +259,8 @@ def setting(name: str, value: Tensor | float, dtype: torch.dtype, like: Tensor,
         ValueError: a tensor of another dtype, shape or device, or not a number; an integer or a bool where dtype is
             one; a number that is NaN or out of bounds, if there are bounds
     """
+    if is_exactly(value, dtype, like, sizes):
+        return value.contiguous()
     is_integer = dtype == torch.int32
     if isinstance(value, Tensor):
         if is_integer:

@@ -27,7 +27,8 @@ def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N") -> tup
     nodes: the letter of the second dimension
     """
     B, N, V = check_dims("logits", logits, f"B{nodes}V")
-    check("logits", logits, HALF_OR_FLOAT, **{"B": B, nodes: N, "V": V})
+    if logits.dtype not in HALF_OR_FLOAT:
+        check("logits", logits, HALF_OR_FLOAT, **{"B": B, nodes: N, "V": V})
     if V < 1:
         raise ValueError(f"logits must have V >= 1, got shape {tuple(logits.shape)}")
     if uncond is not None:

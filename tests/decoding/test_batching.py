@@ -203,7 +203,7 @@ def test_a_cache_that_is_not_handed_over_is_noticed(tiny, monkeypatch, name):
     ("adt-tree:start=random", Shapes, "ROWS", "uniforms"),
     ("cool-sd:tree=chain-3", specvis.decoding.discrete.State, "ROWS", "tv_bound"),
     ("jacobi:window=5", specvis.decoding.jacobi.Settings, "PARTS", "sampling"),
-    ("jacobi:window=5", specvis.decoding.jacobi.State, "ROWS", "num_drafted"),
+    ("jacobi:window=5", specvis.decoding.jacobi.State, "ROWS", "is_step"),
     ("jacobi:window=4:seed_exact=false", Coupling, "ROWS", "uniforms"),
     ("jacobi:window=2:guess=last:seed_exact=false", Coupling, "ROWS", "first_uniforms"),
     ("jacobi:window=4:seed_exact=false", Coupling, "ROWS", "rows"),

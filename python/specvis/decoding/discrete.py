@@ -274,6 +274,9 @@ class Settings(Rows):
     is_chain: bool        # do all trees have one node a level?
     has_bound: bool       # does chain_bound have to be computed?
 
+    def __post_init__(self):
+        self.num_tokens, self.has_id_range = num_tokens(self.target), hasattr(self.target, "id_range")
+
     @staticmethod
     def of(target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method],
            neighbors: Tensor | None) -> "Settings":
@@ -288,11 +291,6 @@ class Settings(Rows):
         has_bound = is_chain and not base.k and not all(m.lossless for m in methods)
         return Settings(target, sampling, padding_mask, base.seed_exact, uniforms, max_nodes, max_depth,
                         max(m.max_width for m in methods), rule, lossless, is_chain, has_bound)
-
-    @property
-    def num_tokens(self) -> int:
-        """L, how many tokens an image has."""
-        return num_tokens(self.target)
 
 
 class Shape(NamedTuple):
@@ -422,7 +420,10 @@ def verify(settings: Settings, tree: Draft, output: TargetOutput, position: Tens
     """Say which drafts are accepted, and draw the token behind them, for which the drafts leave a position."""
     N, sampling, links, position = tree.tokens.shape[1], settings.sampling, tree.links, position[:, None]
     first_child = torch.where(links.depth < (settings.num_tokens - 1) - position, links.first_child, -1)
-    positions = position + links.depth.clamp(min=0)  # of what follows each node
+    ids = None
+    if settings.seed_exact or settings.has_id_range:
+        positions = position + links.depth.clamp(min=0)  # of what follows each node
+        ids = id_range(settings.target, positions)
     if settings.seed_exact:
         by, uniforms = {"seeds": sampling.seeds, "positions": positions}, None
     else:
@@ -430,7 +431,7 @@ def verify(settings: Settings, tree: Draft, output: TargetOutput, position: Tens
         by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule}
     return verify_logits(*output.logits.chunk(2), tree.tokens, first_child, links.next_sibling, uniforms,
                          sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
-                         max_depth=settings.max_depth, id_range=id_range(settings.target, positions), **by)
+                         max_depth=settings.max_depth, id_range=ids, **by)
 
 
 def commit(state: State, settings: Settings, tree: Draft, output: TargetOutput,

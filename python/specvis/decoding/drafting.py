@@ -57,6 +57,7 @@ class Drafting(Rows, ABC):
             max_depth:      of any tree
         """
         self.drafter, self.target, self.shapes, self.num_tokens = drafter, target, shapes, num_tokens(target)
+        self.has_id_range = hasattr(target, "id_range")
         self.padding_mask = drafter.padding_mask.clone()
         guidance = torch.lerp(torch.ones_like(draft_guidance), sampling.guidance, draft_guidance)
         self.sampling = replace(sampling[list(range(len(sampling.seeds)))], guidance=guidance)  # in memory of its own
@@ -112,10 +113,11 @@ class Drafting(Rows, ABC):
         columns = min(self.drafter.prefix_len + max_columns, self.num_columns)
         return Nodes(depth, lengths, ancestors, self.padding_mask, columns, first)
 
-    def id_range(self, positions: Tensor, num_nodes: int) -> Tensor | None:
-        """The ids (B, F, 2) that the children of F nodes may have, which stand at positions (B, 1); None: all."""
-        ids = id_range(self.target, positions)
-        return None if ids is None else ids.expand(-1, num_nodes, -1)
+    def id_range(self, counts: Tensor, depth: int, num_nodes: int) -> Tensor | None:
+        """The ids (B, F, 2) of the children of F nodes, at this depth of trees from counts (B,) on; None: all."""
+        if not self.has_id_range:
+            return None
+        return id_range(self.target, (counts + (depth - 1))[:, None]).expand(-1, num_nodes, -1)
 
     def expand_level(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """Read the drafts of one level of the trees.
@@ -208,7 +210,7 @@ class StaticDrafting(Drafting):
         drawn, rows, hidden, logits = [root[:, None]], [], self.hidden, self.logits
         for depth, level in enumerate(self.plan.levels, 1):
             F, K = logits.shape[1], level.num_children
-            ids = self.id_range(newest + depth, F)
+            ids = self.id_range(counts, depth, F)
             if self.seed_exact:
                 by = {"seeds": self.sampling.seeds, "positions": (newest + depth).expand(-1, F), "num_children": K}
                 children = draft_children(*logits.chunk(2), None, *self.settings, id_range=ids, **by)
@@ -254,7 +256,7 @@ class DynamicDrafting(Drafting):
             grown = draft_frontier(*logits.chunk(2), scores, ancestors, candidates, width, self.shapes.depth,
                                    *self.settings, num_children=K, level=level, first_node=first,
                                    first_candidate=num_candidates,
-                                   id_range=self.id_range((counts - 1 + level)[:, None], logits.shape[1]))
+                                   id_range=self.id_range(counts, level, logits.shape[1]))
             levels.append((grown.child_tokens, grown.child_scores, grown.child_parents))
             if level == max_depth:
                 break

@@ -11,15 +11,17 @@ A position's noise never changes. So the tokens are those that `decode` draws wi
 
 Read downwards, as `discrete`: each step is five calls: draft, target_forward, verify, commit, update.
 """
+import math
 import time
 import weakref
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import INVALID_ROW, DrawTokensResult, tree_links
+from specvis_kernels import DrawTokensResult, tree_links
 
 from ..models.interface import Nodes, TargetModel, id_range, num_tokens, rows_and_columns
 from .batching import Finished, Rows, Slots, pairs
@@ -45,10 +47,10 @@ from .sampling import Sampling, cfg_inputs, repeat_for_cfg, take_nodes
 
 # The windows that "auto" chooses from, 0 is plain decoding, and the shipped model's tokens a forward with each: by
 # `python -m benchmarks.jacobi tau -n 32`
-TAU = {0: 1.0, 1: 1.39, 2: 1.66, 3: 1.86, 4: 2.05, 6: 2.42, 8: 2.76, 12: 3.34, 16: 3.8, 24: 4.35, 32: 4.59}
-TIMED = (0, 8, 32)  # the windows of which a step is timed
-ROUNDS = 5          # in which each of them is timed; the first ones allocate, compile and capture
-GAIN = 1.05         # a window must promise so many times the speed of plain decoding
+TAU = {0: 1.0, 1: 1.39, 2: 1.66, 3: 1.9, 4: 2.11, 6: 2.44, 8: 2.71, 12: 3.37, 16: 3.84, 24: 4.29, 32: 4.59}
+TIMED = (0, 0, 0, 0, 8, 8, 32)  # the windows of which a step is timed in each round, short steps oftener
+ROUNDS = 5                      # the first ones allocate, compile and capture
+GAIN = 1.05                     # a window must promise so many times the speed of plain decoding
 
 _facts = weakref.WeakKeyDictionary()  # target -> what was found out about it, see facts_of
 
@@ -126,14 +128,16 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
 def spread(rows: list[int], batch: int, step: "ChainStep", settings: "Settings") -> tuple[Tensor, Tensor, Tensor]:
     """A step's counts, windows and accepted guesses of the whole batch: images that the loop let go are finished."""
     of_all = torch.tensor([settings.num_tokens, 0, -1], device=step.counts.device)[:, None].repeat(1, batch)
-    of_all[:, rows] = torch.stack([step.counts, step.windows, step.num_accepted])
+    left = settings.num_tokens - 1 - step.counts
+    num_accepted = torch.where(left < 0, -1, step.num_accepted.minimum(left))
+    of_all[:, rows] = torch.stack([step.counts, settings.windows, num_accepted])
     return tuple(of_all)
 
 
 class Settings(Rows):
     """What stays the same while B requests are decoded."""
 
-    ROWS, PAIRS, PARTS = ("windows", "lossless", "ancestors"), ("padding_mask",), ("sampling",)
+    ROWS, PAIRS, PARTS = ("windows", "is_own", "lossless", "ancestors"), ("padding_mask",), ("sampling",)
 
     def __init__(self, target: TargetModel, padding_mask: Tensor, sampling: Sampling, methods: list[Method],
                  auto: int = USUAL_WINDOW):
@@ -147,8 +151,13 @@ class Settings(Rows):
         self.windows, self.max_window = torch.tensor(self.host_windows, device=device), max(self.host_windows)
         W = self.max_window
         self.from_last = methods[0].guess == "last"
+        # how far behind a draw a guess is drawn with it
+        self.ahead = self.columns if methods[0].seed_exact and W and not self.from_last else 0
         self.lossless = torch.tensor([m.lossless for m in methods], device=device)
         self.index = torch.arange(-1, max(self.columns, W + 1) + 1, device=device)  # from the newest token's position
+        # (B, 1 + W) which nodes of the widest window are in each request's own; None: all
+        is_own = torch.arange(1 + W, device=device) <= self.windows[:, None]
+        self.is_own = is_own if len(set(self.host_windows)) > 1 else None
         self.ancestors, self.depths = chain_ancestors(B, 1 + W, device), torch.arange(1 + W, device=device)[None]
         self.num_columns = S + L + W
 
@@ -173,8 +182,7 @@ class State(Rows):
     back, and takes nothing from the host but its `shape`.
     """
 
-    ROWS = ("tokens", "counts", "ends", "num_known", "target_forwards", "num_accepted", "num_drafted", "tv_excess",
-            "tv_bound")
+    ROWS = ("tokens", "status", "counts", "num_known", "is_step", "tv_excess", "tv_bound")
     PARTS, CACHES = ("settings", "coupling"), ("cache",)
 
     def __init__(self, settings: Settings, num_known: list[int], coupling: Coupling | None = None):
@@ -184,13 +192,11 @@ class State(Rows):
         width = L + 2 * max(settings.columns, settings.max_window + 1) + 2
         self.tokens = torch.zeros(B, width, dtype=torch.int64, device=device)
         self.num_known = torch.tensor(num_known, device=device)
-        self.counts = self.num_known.clone()       # (B,) tokens that are final; L: the image is finished, or it failed
-        self.ends = torch.full_like(self.counts, L)  # (B,) where a failed image ends
+        self.status = torch.zeros(B, width, dtype=torch.int32, device=device)  # of the rows that they were drawn from
+        self.counts = self.num_known.clone()  # (B,) tokens that are final; L: the image is finished, or it failed
         self.coupling = coupling  # None: seed-exact
-        # the accounts, see Decoded; the last column takes what is not to be counted
-        self.target_forwards = torch.ones_like(self.counts)
-        self.num_accepted = torch.full((B, L + 1), -1, dtype=torch.int64, device=device)
-        self.num_drafted = torch.zeros(B, L + 1, dtype=torch.int64, device=device)
+        # (B, L + 1) where steps began; the last column takes those of finished images
+        self.is_step = torch.zeros(B, L + 1, dtype=torch.bool, device=device)
         self.tv_excess = torch.zeros(B, device=device)
         self.tv_bound = torch.where(settings.lossless, 0.0, torch.nan)
         # what the host knows
@@ -215,14 +221,13 @@ class State(Rows):
         self.host_counts, self.num_steps = self.counts.tolist(), 0
 
     def advance(self, num_accepted: Tensor, status: Tensor) -> None:
-        """Each image gains num_accepted (B,) guesses and one more token; those with -1 gain none.
+        """Each image that is not finished gains num_accepted (B,) guesses and one more token.
 
-        status: (B,) of the rows that the last tokens were drawn from
+        status: (B, N) of the rows that the next tokens were drawn from; an image ends with the first that is not 0
         """
-        has_failed = ((status & INVALID_ROW) != 0) & (num_accepted >= 0)
-        self.counts += num_accepted + 1
-        self.ends.copy_(torch.where(has_failed, self.counts - 1, self.ends))
-        self.counts.masked_fill_(has_failed, self.settings.num_tokens)
+        L = self.settings.num_tokens
+        last = status.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0]
+        self.counts.add_(num_accepted).add_(1).add_(last, alpha=L).clamp_(max=L)
 
     def next_shape(self) -> Shape:
         """The shape of the next step, after num_steps steps since the host has looked.
@@ -238,12 +243,19 @@ class State(Rows):
         return Shape(num_nodes, min(round_up(count + self.num_steps * (self.settings.max_window + 1)), L))
 
     def decoded(self) -> Decoded:
-        L = self.settings.num_tokens
-        is_behind = torch.arange(L, device=self.ends.device) >= self.ends[:, None]
-        tokens = self.tokens[:, :L].masked_fill(is_behind, 0)
-        return Decoded(tokens, *(account.cpu() for account in (
-            self.num_known, self.target_forwards, self.num_accepted[:, :L], self.num_drafted[:, :L], self.tv_excess,
-            self.tv_bound, self.ends < L)))
+        L, settings, is_step = self.settings.num_tokens, self.settings, self.is_step[:, :-1]
+        index = torch.arange(L, device=is_step.device)
+        is_behind = (self.status[:, :L] * (index >= self.num_known[:, None])).cumsum(1) > 0  # where a failed image ends
+        end = (L - is_behind.sum(1) + 1).clamp(max=L)[:, None]
+        # a step has accepted what is between its first token and the next one's
+        following = F.pad(torch.where(is_step, index, end), (0, 1))[:, 1:]
+        following[:, -1:] = end
+        following = following.flip(1).cummin(1).values.flip(1)
+        num_accepted = torch.where(is_step, following - index - 1, -1)
+        num_drafted = torch.where(is_step, settings.windows[:, None].minimum(L - 1 - index), 0)
+        return Decoded(self.tokens[:, :L].masked_fill(is_behind, 0), *(account.cpu() for account in (
+            self.num_known, 1 + is_step.sum(1), num_accepted, num_drafted, self.tv_excess, self.tv_bound,
+            is_behind[:, -1])))
 
 
 def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: Tensor | None) -> None:
@@ -251,7 +263,7 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
 
     A position's first guess is from the row above it, as far as there is one, and else from the newest row.
     """
-    sampling, columns, L, device = settings.sampling, settings.columns, settings.num_tokens, condition.device
+    sampling, columns, device = settings.sampling, settings.columns, condition.device
     K = 0 if known_tokens is None else known_tokens.shape[1]
     if K:
         state.tokens[:, :K] = known_tokens.clamp(min=0)
@@ -261,25 +273,25 @@ def prefill(state: State, settings: Settings, condition: Tensor, known_tokens: T
     newest = state.num_known[:, None]
     positions = (newest + torch.arange(-num_above, num_behind + 1, device=device)).clamp(min=0)
     hidden = take_nodes(hidden, positions.minimum(newest))
-    drawn = sampling.draw(settings.target, hidden, positions, ahead=columns)
+    drawn = sampling.draw(settings.target, hidden, positions, ahead=settings.ahead)
     row = torch.arange(len(positions), device=device)[:, None]
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
-    if not settings.from_last:
-        state.tokens[row, positions + columns] = drawn.ahead_tokens
+    state.status[row, newest] = drawn.status[:, num_above:num_above + 1]
+    if settings.ahead:
+        state.tokens[row, positions + settings.ahead] = drawn.ahead_tokens
     if state.coupling:
         kept = positions[:, :num_above + 1]
         rows = state.coupling.exact(*sampling.probs(settings.target, hidden[:, :num_above + 1], kept))
         state.coupling.keep_rows(kept, rows)
         guess_new(state, settings, hidden, state.counts, state.counts, settings.max_window)
-    state.advance(torch.where(state.counts < L, 0, -1), drawn.status[:, num_above])
+    state.advance(torch.zeros_like(state.counts), drawn.status[:, num_above:])
     state.look()
 
 
 class ChainStep(NamedTuple):
     """What a step did."""
     counts: Tensor        # (B,) int64  tokens of each image before
-    windows: Tensor       # (B,) int64  how many guesses of each were read
-    num_accepted: Tensor  # (B,) int64  how many of them were accepted; -1: the image was finished
+    num_accepted: Tensor  # (B,) int64  how many guesses stand, perhaps more than an image has left
 
 
 def run_step(state: State, settings: Settings) -> ChainStep:
@@ -288,7 +300,7 @@ def run_step(state: State, settings: Settings) -> ChainStep:
     hidden = target_forward(state, settings, chain)
     verified = verify(state, settings, chain, hidden)
     commit(state, settings, chain, verified)
-    return ChainStep(chain.counts, settings.windows, update(state, settings, chain, hidden, verified))
+    return ChainStep(chain.counts, update(state, settings, chain, hidden, verified))
 
 
 class Chain(NamedTuple):
@@ -297,15 +309,16 @@ class Chain(NamedTuple):
     guesses: Tensor    # (B, N) int64  of what follows each
     positions: Tensor  # (B, N) int64  of what follows each
     counts: Tensor     # (B,) int64    tokens of each image before the step
-    budget: Tensor     # (B,) int64    how many guesses can be accepted; -1: the image is finished
+    windows: Tensor    # (B,) int64    how many guesses of each are read
 
 
 def draft(state: State, settings: Settings) -> Chain:
     """As many guesses as the widest window takes."""
-    N, L, counts = state.shape.num_nodes, settings.num_tokens, state.counts.clone()
-    positions = counts[:, None] + settings.index[:N + 1]
+    N, windows = state.shape.num_nodes, settings.windows
+    positions = state.counts[:, None] + settings.index[:N + 1]
     tokens = state.tokens.gather(1, positions)
-    return Chain(tokens[:, :-1], tokens[:, 1:], positions[:, 1:], counts, settings.windows.minimum((L - 1) - counts))
+    return Chain(tokens[:, :-1], tokens[:, 1:], positions[:, 1:], positions[:, 1],
+                 windows if N > settings.max_window else windows.clamp(max=N - 1))
 
 
 def target_forward(state: State, settings: Settings, chain: Chain) -> Tensor:
@@ -326,38 +339,39 @@ def verify(state: State, settings: Settings, chain: Chain, hidden: Tensor) -> Dr
     sampling = settings.sampling
     if state.coupling:
         probs = sampling.probs(settings.target, hidden, chain.positions)
-        return state.coupling.couple(*probs, chain.guesses, chain.counts[:, None], chain.budget[:, None])
-    return sampling.draw(settings.target, hidden, chain.positions, chain.guesses, settings.columns)
+        budget = chain.windows.minimum((settings.num_tokens - 1) - chain.counts)
+        return state.coupling.couple(*probs, chain.guesses, chain.counts[:, None], budget[:, None])
+    return sampling.draw(settings.target, hidden, chain.positions, chain.guesses, settings.ahead)
 
 
 def commit(state: State, settings: Settings, chain: Chain, verified: DrawTokensResult | Coupled) -> None:
     """The draws are the newest tokens and guesses. Where a window reaches the row below, its own are better.
 
-    A request guesses nothing behind its own window, and a finished one nothing at all.
+    A request guesses nothing behind its own window.
     """
-    scratch, N = state.tokens.shape[1] - 1, chain.tokens.shape[1]
-    is_own = settings.index[1:N + 1] <= torch.where(chain.budget < 0, -1, settings.windows)[:, None]
+    def own(positions: Tensor, other: int = state.tokens.shape[1] - 1) -> Tensor:
+        is_own = settings.is_own
+        return positions if is_own is None else torch.where(is_own[:, :positions.shape[1]], positions, other)
+
+    positions = own(chain.positions)
     if state.coupling:
-        state.coupling.keep_rows(torch.where(is_own, chain.positions, -1), verified.probs)
-    else:
-        below = torch.where(is_own, chain.positions + settings.columns, scratch)
-        state.tokens.scatter_(1, below, verified.ahead_tokens)
-    state.tokens.scatter_(1, torch.where(is_own, chain.positions, scratch), verified.tokens)
+        state.coupling.keep_rows(own(chain.positions, -1), verified.probs)
+    if settings.ahead:
+        state.tokens.scatter_(1, own(chain.positions + settings.ahead), verified.ahead_tokens)
+    state.tokens.scatter_(1, positions, verified.tokens)
+    state.status.scatter_(1, positions, verified.status)
 
 
 def update(state: State, settings: Settings, chain: Chain, hidden: Tensor,
            verified: DrawTokensResult | Coupled) -> Tensor:
-    """Account for the step, and guess what enters the windows. How many guesses were accepted (B,); -1: finished."""
-    num_accepted, column = verified.num_accepted.minimum(chain.budget), chain.counts[:, None]
-    state.target_forwards += num_accepted >= 0
-    state.num_accepted.scatter_(1, column, num_accepted[:, None])
-    state.num_drafted.scatter_(1, column, chain.budget[:, None])
+    """Account for the step, and guess what enters the windows. Returns how many guesses stand (B,)."""
+    num_accepted = verified.num_accepted.minimum(chain.windows)
+    state.is_step.scatter_(1, chain.positions[:, :1], True)
     if state.coupling:
         state.tv_excess += verified.tv_excess
-    state.advance(num_accepted, verified.status.gather(1, num_accepted.clamp(min=0)[:, None])[:, 0])
+    state.advance(num_accepted, verified.status)
     if state.coupling or settings.from_last:
-        last = chain.counts + settings.windows.clamp(max=hidden.shape[1] - 1)
-        guess_new(state, settings, hidden, chain.counts, last, hidden.shape[1])
+        guess_new(state, settings, hidden, chain.counts, chain.counts + chain.windows, hidden.shape[1])
     return num_accepted
 
 
@@ -415,10 +429,11 @@ def step_seconds(settings: Settings, condition: Tensor) -> dict[int, float]:
     """Seconds of a step with each of TIMED, as far as an image has tokens, in the middle of the images."""
     state = State(settings, [settings.num_tokens // 2] * len(settings.windows))
     settings.target.prefill(condition, settings.padding_mask, state.cache)
-    run, windows = Captured(read_again), sorted({min(window, settings.max_window) for window in TIMED})
-    # in rounds, so that what else the machine does meets all windows alike
-    rounds = [{window: seconds_of(run, state, window) for window in windows} for _ in range(ROUNDS)]
-    return {window: min(seconds[window] for seconds in rounds) for window in windows}
+    run, seconds = Captured(read_again), {}
+    for window in TIMED * ROUNDS:  # in rounds, so that what else the machine does meets all windows alike
+        window = min(window, settings.max_window)
+        seconds[window] = min(seconds.get(window, math.inf), seconds_of(run, state, window))
+    return seconds
 
 
 def seconds_of(run: Captured, state: State, window: int) -> float:

@@ -128,8 +128,9 @@ def repeat_for_cfg(x: Tensor) -> Tensor:
 def take_nodes(x: Tensor, nodes: Tensor) -> Tensor:
     """What a model says of some nodes: x (R, N, H), nodes (B, K) int64 -> (R, K, H). Row r is of request r % B."""
     (R, N, H), (B, K) = x.shape, nodes.shape
-    if B > 1:
-        nodes = nodes + torch.arange(0, B * N, N, device=nodes.device)[:, None]
+    if B == 1:
+        return x.index_select(1, nodes[0])
+    nodes = nodes + torch.arange(0, B * N, N, device=nodes.device)[:, None]
     return x.reshape(-1, B * N, H).index_select(1, nodes.view(-1)).view(R, K, H)
 
 
