@@ -58,13 +58,7 @@ def forward_of(gpt: GPT, nodes: int):
 @lru_cache(maxsize=1)
 def compiled(gpt: GPT):
     """`gpt.forward` as one graph of static shapes."""
-    forward = torch.compile(gpt.forward, fullgraph=True, dynamic=False)
-
-    def read(x, reading):
-        for name in ("rotations", "slots"):
-            getattr(reading, name)  # cached: what makes them would break the graph
-        return forward(x, reading)
-    return read
+    return torch.compile(gpt.forward, fullgraph=True, dynamic=False)
 
 
 def bandwidth(dtype: str):

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kIdle = 500000;  // nanoseconds in which a thread waits busily for the next computation
 // A thread waits for the tasks of others as long as its own took, and this long. If that is not enough, the system has
 // given another thread's core to other work. Then no other thread is asked for a while.
-constexpr int64_t kWait = 50000, kCrowded = 200000000;
+constexpr int64_t kWait = 500000, kCrowded = 50000000;
 
 std::atomic<int64_t> crowded_until{0};
 
