@@ -44,8 +44,8 @@ def pack_denoiser(blocks: Sequence[DenoiserBlock], input: Tensor, input_bias: Te
     """Copies of a denoiser's weights in the order in which `denoise_tokens` reads them.
 
     Args:
-        blocks:      at least one; W is a multiple of 16
-        input:       (W, C)      C is even
+        blocks:      any number
+        input:       (W, C)      W is a multiple of 16, C even
         modulation:  (2 W, W)    shift and scale of the last norm
         output:      (2 C, W)
         *_bias:      (W,), (2 W,) and (2 C,)
@@ -54,9 +54,8 @@ def pack_denoiser(blocks: Sequence[DenoiserBlock], input: Tensor, input_bias: Te
         ValueError: no blocks, or a weight of another dtype or shape
     """
     W, C = check_dims("input", input, "WC")
-    if not blocks or W % 16 or C % 2 or not W or not C:
-        raise ValueError("there must be a block, W a multiple of 16, and C even, "
-                         f"got {len(blocks)} blocks, W={W}, C={C}")
+    if W % 16 or C % 2 or not W or not C:
+        raise ValueError(f"W must be a multiple of 16 and C even, got W={W}, C={C}")
     sizes = DenoiserBlock((W,), (W,), (W, W), (W,), (W, W), (W,), (3 * W, W), (3 * W,))
     named = [(f"{name} of a block", tensor, size) for block in blocks
              for name, tensor, size in zip(block._fields, block, sizes)]

@@ -110,8 +110,7 @@ def test_weights_that_cannot_be_packed():
     block = DenoiserBlock(b, b, w, b, w, b, w.repeat(3, 1), b.repeat(3))
     rest = w[:, :2], b, w.repeat(2, 1), b.repeat(2), w[:4], b[:4]
     for blocks, others, message in (
-            ([], rest, "there must be a block, .*, got 0 blocks"),
-            ([block], (w[:, :3], *rest[1:]), "and C even, got 1 blocks, W=16, C=3"),
+            ([], (w[:, :3], *rest[1:]), "and C even, got W=16, C=3"),
             ([block._replace(up=w[:8])], rest, r"up of a block must be float32 \(16, 16\), got float32 \(8, 16\)"),
             ([block], (*rest[:-1], b[:4].double()), r"output_bias must be float32 \(4,\), got float64 \(4,\)")):
         with pytest.raises(ValueError, match=message):
