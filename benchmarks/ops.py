@@ -70,6 +70,9 @@ ROWS = {
          for sizes in ((192, 3, 3, 64, 512), (768, 12, 12, 64, 2048)) for N in (1, 17)],
         lambda B, N, E, H, Hkv, D, ffn_dim, options: options["layers"] * options["dtype"].itemsize
         * E * (2 * (H + Hkv) * D + 3 * ffn_dim)),
+    "denoise_tokens": (  # the shipped MAR's tokens and MAR-B's, with guidance: the weights of all steps
+        [*((R, 50, 8, 2, 256, 3) for R in (1, 4, 36)), (4, 100, 16, 2, 1024, 6)],
+        lambda R, T, C, P, W, blocks: T * 4 * W * ((5 * blocks + 2) * W + 3 * C)),
     "draft_children": (  # a level of 10 nodes of LlamaGen and one of 6 of the shipped model, by uniforms and by noise
         [*((1, *sizes, torch.float32, True, noise, settings) for noise in (False, True)
            for *sizes, settings in ((10, 16384, 10, IMAGE), (6, 4096, 6, SHIPPED))),

@@ -25,6 +25,7 @@ using specvis::Product;
 using specvis::round_up;
 using specvis::Row;
 using specvis::Scratch;
+using specvis::silu;
 using specvis::store;
 using specvis::Team;
 using specvis::Vec;
@@ -82,11 +83,7 @@ INLINE void normalize(const float* x, const float* weight, int64_t E, float eps,
 // LayerNorm of one head.
 template <int kLanes>
 INLINE void normalize_head(float* x, const float* scale, const float* shift, int64_t D, float eps) {
-  Vec<kLanes> sums = {}, squares = {};
-  for (int64_t i = 0; i < D; i += kLanes) sums += load<kLanes>(x + i);
-  const float mean = specvis::sum_of_lanes<kLanes>(sums) / D;
-  for (int64_t i = 0; i < D; i += kLanes) squares += (load<kLanes>(x + i) - mean) * (load<kLanes>(x + i) - mean);
-  const float factor = 1.f / std::sqrt(specvis::sum_of_lanes<kLanes>(squares) / D + eps);
+  const auto [mean, factor] = specvis::moments<kLanes>(x, D, eps);
   for (int64_t i = 0; i < D; i += kLanes)
     store<kLanes>(x + i, (load<kLanes>(x + i) - mean) * factor * load<kLanes>(scale + i) + load<kLanes>(shift + i));
 }
@@ -99,12 +96,6 @@ INLINE void rotate(float* x, const float* rotation, int64_t D, bool has_halves) 
     a = old * cosine - b * sine;
     b = old * sine + b * cosine;
   }
-}
-
-template <int kLanes>
-INLINE Vec<kLanes> silu(Vec<kLanes> x) {
-  const Vec<kLanes> e = specvis::exp_of_lanes<kLanes>(x < 0 ? x : -x);
-  return x * (x < 0 ? e : 1.f + Vec<kLanes>{}) / (1.f + e);
 }
 
 template <int kLanes, class T>

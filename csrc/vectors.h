@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -145,6 +146,26 @@ INLINE Vec<kLanes> exp_of_lanes(Vec<kLanes> x) {
   Vec<kLanes> scale;
   std::memcpy(&scale, &bits, sizeof scale);
   return x < -87.f ? Vec<kLanes>{} : y * scale;
+}
+
+template <int kLanes>
+INLINE Vec<kLanes> silu(Vec<kLanes> x) {
+  const Vec<kLanes> e = exp_of_lanes<kLanes>(x < 0 ? x : -x);
+  return x * (x < 0 ? e : 1.f + Vec<kLanes>{}) / (1.f + e);
+}
+
+struct Moments {
+  float mean, factor;  // the latter is 1 / sqrt(variance + eps)
+};
+
+// Of n numbers, a multiple of kLanes, as LayerNorm takes them.
+template <int kLanes>
+INLINE Moments moments(const float* x, int64_t n, float eps) {
+  Vec<kLanes> sums = {}, squares = {};
+  for (int64_t i = 0; i < n; i += kLanes) sums += load<kLanes>(x + i);
+  const float mean = sum_of_lanes<kLanes>(sums) / n;
+  for (int64_t i = 0; i < n; i += kLanes) squares += (load<kLanes>(x + i) - mean) * (load<kLanes>(x + i) - mean);
+  return {mean, 1.f / std::sqrt(sum_of_lanes<kLanes>(squares) / n + eps)};
 }
 
 INLINE float bits_as_float(uint32_t bits) {

@@ -23,6 +23,13 @@ from .commit_kv import commit_kv
 from .commit_tokens import CommitTokensResult, commit_tokens
 from .couple_tokens import CoupleTokensResult, couple_tokens
 from .decoder_layers import DecoderLayer, PackedLayers, decoder_layers, pack_layers
+from .denoise_tokens import (
+    DenoiserBlock,
+    DenoiseTokensResult,
+    PackedDenoiser,
+    denoise_tokens,
+    pack_denoiser,
+)
 from .draft_children import DraftChildrenResult, draft_children
 from .draft_frontier import DraftFrontierResult, draft_frontier
 from .draw_children import DrawChildrenResult, draw_children
@@ -50,15 +57,16 @@ from .verify_tree import VerifyResult, verify_tree
 __version__ = "0.2.0.dev0"
 __all__ = [
     "accept_gaussian", "codebook_neighbors", "commit_kv", "commit_tokens", "couple_tokens", "decoder_layers",
-    "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree", "guided_probs",
-    "neighborhood_sum", "packed_linear", "resample_gaussian", "sample_residual", "select_tree", "tree_attention",
-    "tree_from_mask", "tree_from_paths", "tree_links", "tree_mask", "tree_paths", "verify_chain", "verify_greedy",
-    "verify_logits", "verify_tree",
-    "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DecoderLayer", "DraftChildrenResult",
-    "DraftFrontierResult", "DrawChildrenResult", "DrawTokensResult", "ExpandTreeResult", "GuidedProbsResult",
-    "NeighborhoodSumResult", "PackedLayers", "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult",
-    "StatusError", "TreeLinksResult", "VerifyChainResult", "VerifyGreedyResult", "VerifyResult",
-    "backends", "check_status", "gumbel_noise", "ops", "pack_layers", "pack_weight", "philox_uniforms",
-    "philox_words", "tree_from_choices",
+    "denoise_tokens", "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
+    "guided_probs", "neighborhood_sum", "packed_linear", "resample_gaussian", "sample_residual", "select_tree",
+    "tree_attention", "tree_from_mask", "tree_from_paths", "tree_links", "tree_mask", "tree_paths", "verify_chain",
+    "verify_greedy", "verify_logits", "verify_tree",
+    "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DecoderLayer", "DenoiseTokensResult",
+    "DenoiserBlock", "DraftChildrenResult", "DraftFrontierResult", "DrawChildrenResult", "DrawTokensResult",
+    "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult", "PackedDenoiser", "PackedLayers",
+    "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError", "TreeLinksResult",
+    "VerifyChainResult", "VerifyGreedyResult", "VerifyResult",
+    "backends", "check_status", "gumbel_noise", "ops", "pack_denoiser", "pack_layers", "pack_weight",
+    "philox_uniforms", "philox_words", "tree_from_choices",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",
 ]

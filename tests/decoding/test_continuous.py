@@ -81,13 +81,14 @@ class Toy(MAR):
         self.shift, self.coupling, self.breaks, self.num_known = shift, coupling, breaks, []
         self.requires_grad_(False)
 
-    def forward(self, tokens, is_known, condition, max_known=None):
+    def forward(self, tokens, is_known, condition, max_known=None, wanted=None):
         counts = is_known.sum(1)
         assert max_known is None or counts.max() <= max_known
         self.num_known.append(counts.tolist())
         z = condition + self.coupling * tokens.masked_fill(~is_known[..., None], 0.0).sum(1) + self.shift
         z = z.masked_fill(((counts >= self.breaks) & (condition[:, 0] == 2))[:, None], torch.nan)
-        return z[:, None] + 0.2 * torch.arange(self.config.tokens)[:, None]
+        positions = torch.arange(self.config.tokens)[None] if wanted is None else wanted
+        return z[:, None] + 0.2 * positions[..., None]
 
 
 def toys(**settings):

@@ -41,7 +41,7 @@ VOCABULARIES = {"tiny": (1, 2, 3, 5, 17), "small": (1, 2, 3, 5, 17, 32, 33, 64, 
                 "big": (1, 2, 3, 5, 8, 17, 33), "long": (4097, 16383, 16384, 65537, 262143)}
 KEEPS = {  # arguments whose numbers a layout must not change, since the docstring forbids what it would make of them
     "commit_kv": {"slots"}, "decoder_layers": {"x", "lengths", "ancestors", "positions", "rotations", "key_mask"},
-    "packed_linear": {"weight"},
+    "denoise_tokens": {"time", "schedule"}, "packed_linear": {"weight"},
     "tree_attention": {"k_cache", "v_cache", "lengths", "ancestors", "q", "key_mask"}}
 
 
@@ -328,6 +328,15 @@ def packed_linear(d):
             "bias": d.normal(outputs) if d.chance(0.5) else None}
 
 
+def denoise_tokens(d):
+    T, P = d.r.randint(1, 4), d.pick(1, 2)
+    args, kwargs = inputs.denoise_tokens(d.r.randint(1, 20), T, d.pick(2, 4, 10), P, d.pick(16, 32, 48), d.pick(1, 2))
+    named = dict(zip(("noise", "z", "time", "network", "schedule"), args)) | kwargs
+    del named["temperature"]  # a huge one lets the squares of norms overflow
+    named |= {name: d.hurt(named[name], (torch.nan, torch.inf), 0.3) for name in ("noise", "z")}
+    return named | {"clip_range": d.pick(0.5, torch.inf)}
+
+
 def gaussians(d, B, G, C, share=0.2):
     """The four arguments of the last step."""
     mean, sigma = d.normal(B, G, C), d.normal(B, G, C) / 2 - d.pick(0, 2)
@@ -491,7 +500,7 @@ def codebook_neighbors(d):
 
 
 COUNTED = {"sample_residual": 1, "neighborhood_sum": 1, "verify_chain": 1, "commit_tokens": 1, "codebook_neighbors": 1,
-           "commit_kv": 1, "packed_linear": 1}  # leading dimensions of the largest that count as rows; of other ops two
+           "commit_kv": 1, "packed_linear": 1, "denoise_tokens": 1}  # leading dimensions that count as rows; else two
 
 
 def rows_of(op, named):
@@ -499,7 +508,7 @@ def rows_of(op, named):
     first = {"commit_kv": "accepted_nodes", "verify_chain": "uniforms", "tree_from_paths": "paths"}.get(op)
     tensor = named[first or next(name for name, a in named.items() if isinstance(a, torch.Tensor) and name in (
         "logits", "target_probs", "draft_probs", "probs", "parents", "mask", "ancestors", "tokens", "codebook",
-        "target_tokens", "x"))]
+        "target_tokens", "x", "noise"))]
     dims = tensor.shape[:COUNTED.get(op, 2)]
     return dims.numel() if op != "tree_from_paths" or tensor.ndim == 3 else tensor.shape[0]
 

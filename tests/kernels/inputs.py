@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from specvis_kernels import DecoderLayer, pack_layers, pack_weight
+from specvis_kernels import DecoderLayer, DenoiserBlock, pack_denoiser, pack_layers, pack_weight
 from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
 from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
 
@@ -20,8 +20,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPARED = Counter()  # backend -> tests passed
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
-# verify_chain's requests are of different lengths, and decoder_layers has weights: their own tests
-UNBATCHED = {"codebook_neighbors", "decoder_layers", "packed_linear", "verify_chain"}
+# verify_chain's requests are of different lengths, and three ops have weights: their own tests
+UNBATCHED = {"codebook_neighbors", "decoder_layers", "denoise_tokens", "packed_linear", "verify_chain"}
 MUTATES = {      # op -> the arguments that it writes to, contiguous; tensors or lists of them
     "commit_kv": ("caches",),
     "commit_tokens": ("tokens", "counts", "failed", "target_forwards", "num_accepted_at", "num_drafted_at",
@@ -786,6 +786,29 @@ def decoder_layers(B, N, E, H, Hkv, D, ffn_dim, options=None):
     return (normal(2 * B, N, E), layers, normal(L, 2 * B, T, 2, Hkv, D), lengths, ancestors.to(DEVICE),
             torch.randint(T + 3, (B, N), generator=g).to(DEVICE),
             torch.stack([angles.cos(), angles.sin()], -1).to(DEVICE)), kwargs
+
+
+CASES["denoise_tokens"] = [(1, 1, 2, 1, 16, 0), (13, 5, 4, 2, 48, 2), (3, 4, 8, 1, 64, 3)]
+TOLERANCES["denoise_tokens"] = {i: (1e-4, 1e-4) for i in range(3)}  # of sums in another order
+
+
+def denoise_tokens(R, T, C, P, W, blocks):
+    """P: rows of z for each token, with guidance 2"""
+    g = torch.Generator().manual_seed(R + T + W)
+
+    def normal(*sizes, scale=1.0):
+        return (torch.randn(*sizes, generator=g) * scale).to(DEVICE)
+
+    def linear(outputs, inputs):
+        return normal(outputs, inputs, scale=inputs ** -0.5), normal(outputs, scale=0.1)
+
+    parts = [DenoiserBlock(1 + normal(W, scale=0.1), normal(W, scale=0.1), *linear(W, W), *linear(W, W),
+                           *linear(3 * W, W)) for _ in range(blocks)]
+    network = pack_denoiser(parts, *linear(W, C), *linear(2 * W, W), *linear(2 * C, W))
+    schedule = torch.tensor([0., 1.1, 0.4, 0.5, 0.5, -1.5, -1.]).repeat(T, 1) + torch.rand(T, 7, generator=g) * 0.1
+    kwargs = {"guidance": 1 + torch.rand(R, generator=g).to(DEVICE)} if P == 2 else {}
+    return ((normal(R, T, C), normal(R, P, W), normal(T, W), network, schedule.to(DEVICE)),
+            kwargs | {"temperature": 0.9, "clip_range": 1.5})
 
 
 CASES["packed_linear"] = [(1, 2, 1), (3, 48, 70), (25, 64, 128, torch.bfloat16, False)]

@@ -221,6 +221,10 @@ def test_a_batch_of_masks_equals_each_row_with_its_tokens_dropped():
         assert torch.allclose(z[row], expected, atol=1e-5)
     assert torch.allclose(model(tokens, is_known, condition, max_known=15), z, atol=1e-5)
     assert torch.allclose(model(tokens[:1], is_known[:1], condition[:1], max_known=0), z[:1], atol=1e-5)
+    wanted = torch.tensor([[3, 0], [5, 5], [15, 1], [2, 3], [0, 1], [9, 8]])
+    for of in (model, mar(decoder_layers=0)):
+        z = of(tokens, is_known, condition)[torch.arange(6)[:, None], wanted]
+        assert torch.allclose(of(tokens, is_known, condition, 15, wanted), z, atol=1e-5)
 
 
 def test_unknown_tokens_do_not_matter_and_known_ones_do():

@@ -116,8 +116,9 @@ class ModelClock:
     def __init__(self, pipeline: Pipeline | MARPair):
         if isinstance(pipeline, MARPair):
             models = [mar for mar in (pipeline.mar, pipeline.mar_draft) if mar is not None]
-            self.modules = [*models, *(part for m in models for part in (m.diffloss.net, m.diffloss.net.time_embed,
-                                                                         m.diffloss.net.cond_embed))]
+            nets = [m.diffloss.net for m in models]
+            self.modules = [*models, *(m.diffloss for m in models), *nets,
+                            *(part for net in nets for part in (net.time_embed, net.cond_embed))]
         else:
             gpts = [gpt for gpt in (pipeline.gpt, pipeline.draft_model) if gpt is not None]
             self.modules = [*gpts, *(gpt.output for gpt in gpts), *filter(None, [pipeline.drafter])]

@@ -190,6 +190,7 @@ class GuidedMAR:
 
     def __init__(self, mar: MAR, source: Tensor, sampling: ContinuousSampling, guidance_schedule: str = "linear"):
         B = len(sampling.seeds)
+        mar.diffloss.pack()
         condition = mar.condition(source)
         if len(condition) != B:
             raise ValueError(f"there must be a condition for each of the {B} seeds, got {len(condition)}")
@@ -213,11 +214,10 @@ class GuidedMAR:
         repeats = self.condition.shape[1]
         parts = []
         for rows in torch.arange(len(tokens), device=tokens.device).split(max(1, MAX_ROWS // repeats)):
-            condition = self.condition[requests[rows]].flatten(0, 1)
-            z = self.mar(tokens[rows].repeat_interleave(repeats, 0), is_known[rows].repeat_interleave(repeats, 0),
-                         condition, max_known=max_known)
-            z = z.unflatten(0, (len(rows), repeats)).transpose(1, 2)                           # (r, L, 1 or 2, dim)
-            parts.append(z[torch.arange(len(rows), device=z.device)[:, None], positions[rows]])
+            tokens_of, is_known_of, positions_of = (
+                part[rows].repeat_interleave(repeats, 0) for part in (tokens, is_known, positions))
+            z = self.mar(tokens_of, is_known_of, self.condition[requests[rows]].flatten(0, 1), max_known, positions_of)
+            parts.append(z.unflatten(0, (len(rows), repeats)).transpose(1, 2))                 # (r, n, 1 or 2, dim)
         return torch.cat(parts)
 
     def denoiser(self, z: Tensor, num_unknown: Tensor, num_steps: int | None = None) -> Denoiser:

@@ -13,6 +13,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from specvis_kernels import DenoiserBlock, denoise_tokens, pack_denoiser
+
+from .layers import Packing
+
 MAX_BETA = 0.999      # the cosine falls to 0 at its end
 TIME_FEATURES = 256
 NORM_EPS = 1e-6
@@ -206,11 +210,11 @@ class Denoiser:
             raise ValueError(f"guidance must be a number or {tuple(z.shape[:-1])}, got {tuple(guidance.shape)}")
         if not 0 < temperature < math.inf:
             raise ValueError(f"temperature must be positive and finite, got {temperature}")
-        self.net, self.schedule, self.channels = diffloss.net, schedule, diffloss.channels
+        self.diffloss, self.net, self.schedule, self.channels = diffloss, diffloss.net, schedule, diffloss.channels
         self.clip_sample_range = diffloss.clip_sample_range
         self.batch_shape, self.is_guided = z.shape[:-1], uncond is not None
         self.guidance = guidance[..., None] if isinstance(guidance, Tensor) else guidance
-        self.log_temperature = math.log(temperature)
+        self.temperature, self.log_temperature = temperature, math.log(temperature)
         z = torch.stack([z, uncond] if self.is_guided else [z], -2)
         self.z_embeddings = self.net.cond_embed(z.to(self.net.cond_embed.weight.dtype))
         self.time_embeddings = self.net.time_embed(self.schedule.table(z.device)[:, 0])
@@ -239,19 +243,22 @@ class Denoiser:
         """
         T = len(self.schedule)
         self._check("noise", noise, T, "T")
-        x = noise[..., T - 1, :]
-        path, log_sigma_sum = [x], torch.zeros(self.batch_shape, dtype=torch.float64, device=noise.device)
-        for t in range(T, 1, -1):
-            mean, log_sigma = self.transition(x, t)
-            log_sigma_sum = log_sigma_sum + log_sigma.double().sum(-1)
-            x = mean + log_sigma.exp() * noise[..., t - 2, :]
-            if keep_path:
-                path.append(x)
-        mean, log_sigma = self.transition(x, 1)
+        if self.diffloss.packing.get(noise, self.diffloss.pack) is not None:
+            mean, log_sigma, log_sigma_sum, path = self.diffloss(noise, self)
+        else:
+            x = noise[..., T - 1, :]
+            states, log_sigma_sum = [x], torch.zeros(self.batch_shape, dtype=torch.float64, device=noise.device)
+            for t in range(T, 1, -1):
+                mean, log_sigma = self.transition(x, t)
+                log_sigma_sum = log_sigma_sum + log_sigma.double().sum(-1)
+                x = mean + log_sigma.exp() * noise[..., t - 2, :]
+                if keep_path:
+                    states.append(x)
+            mean, log_sigma = self.transition(x, 1)
+            path = torch.stack([mean, *reversed(states)], -2) if keep_path else None
         step_noise = noise[..., : T - 1, :].double()
         log_density = -(step_noise.square() + math.log(2 * math.pi)).sum((-2, -1)) / 2 - log_sigma_sum
-        return Sample(mean, log_sigma, log_sigma_sum, log_density,
-                      torch.stack([mean, *reversed(path)], -2) if keep_path else None)
+        return Sample(mean, log_sigma, log_sigma_sum, log_density, path if keep_path else None)
 
     def log_density(self, path: Tensor, chunk_size: int = 16384) -> Tensor:
         """(R,) float64: the log density of x_(T-1) .. x_1 given x_T, along a path that any model drew.
@@ -278,6 +285,9 @@ class Denoiser:
             raise ValueError(f"{name} must be (R, {letters}, C) = {expected}, got {tuple(value.shape)}")
 
 
+PACKABLE = ResBlock, FinalLayer, nn.ModuleList, nn.Sequential, nn.Linear, nn.LayerNorm, nn.SiLU
+
+
 class DiffLoss(nn.Module):
     """The distributions of tokens of `channels` numbers, given a vector z of `z_channels` numbers for each."""
 
@@ -290,6 +300,34 @@ class DiffLoss(nn.Module):
         self.num_train_timesteps = num_train_timesteps
         self.schedule = Schedule(num_train_timesteps, num_sampling_steps)
         self._schedules = {num_sampling_steps: self.schedule}
+        self.packing = Packing()
+
+    def pack(self) -> None:
+        """Copy the network's weights for `denoise_tokens`, where that can read them. A decoding begins with it."""
+        def pack():
+            (_, modulation), output, input = net.final_layer.adaLN_modulation, net.final_layer.linear, net.input_proj
+            blocks = [DenoiserBlock(block.in_ln.weight, block.in_ln.bias, block.mlp[0].weight, block.mlp[0].bias,
+                                    block.mlp[2].weight, block.mlp[2].bias, block.adaLN_modulation[1].weight,
+                                    block.adaLN_modulation[1].bias) for block in net.res_blocks]
+            return pack_denoiser(blocks, input.weight, input.bias, modulation.weight, modulation.bias, output.weight,
+                                 output.bias, eps=NORM_EPS)
+
+        net = self.net
+        fits = type(net) is Network and net.input_proj.out_features % 16 == 0 and self.channels % 2 == 0
+        parts = [net.input_proj, net.res_blocks, net.final_layer] if fits else []
+        self.packing.check(parts, PACKABLE, pack, multiple=2)
+
+    def forward(self, noise: Tensor, denoiser: Denoiser) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All denoising by the kernel: mean, log_sigma and log_sigma_sum of `Sample`, and the path."""
+        R, z, guidance = denoiser.batch_shape, denoiser.z_embeddings, denoiser.guidance
+        if isinstance(guidance, Tensor):
+            guidance = guidance.float().expand(*R, 1).reshape(-1)
+        path, log_sigma, log_sigma_sum = denoise_tokens(
+            noise.reshape(-1, *noise.shape[-2:]), z.reshape(-1, *z.shape[-2:]), denoiser.time_embeddings,
+            self.packing.packed, denoiser.schedule.table(noise.device), guidance=guidance,
+            temperature=denoiser.temperature, clip_range=denoiser.clip_sample_range)
+        path = path.view(*R, *path.shape[1:])
+        return path[..., 0, :], log_sigma.view(*R, self.channels), log_sigma_sum.view(R), path
 
     def schedule_of(self, num_steps: int) -> Schedule:
         """The schedule of so many denoising steps, made at the first call."""

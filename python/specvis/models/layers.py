@@ -30,19 +30,21 @@ class Packing:
     def __reduce__(self):
         return Packing, ()  # a copy of a model packs for itself
 
-    def check(self, parts: Sequence[nn.Module], types: tuple[type, ...], pack: Callable[[], Any]) -> None:
+    def check(self, parts: Sequence[nn.Module], types: tuple[type, ...], pack: Callable[[], Any],
+              multiple: int = 16) -> None:
         """Pack, if the ops can do what modules do, and their weights are not those that are packed.
 
         Args:
             parts: the modules whose weights are packed
             types: that they and their modules must have
             pack:  makes the copies
+            multiple: of which the weights' inputs must be one
         """
         modules = [module for part in parts for module in part.modules()]
         owners = [(module._parameters, name) for module in modules for name in module._parameters]
         self.owners = [(of, name) for of, name in owners if of[name] is not None]
         self.weights = [of[name] for of, name in self.owners]
-        if not can_pack(self.weights) or not all(is_unchanged(module, types) for module in modules):
+        if not can_pack(self.weights, multiple) or not all(is_unchanged(module, types) for module in modules):
             self.packed = None
             return
         state, sums = list(map(state_of, self.weights)), list(map(sum_of, self.weights))
@@ -61,10 +63,11 @@ class Packing:
         return self.packed
 
 
-def can_pack(weights: list[Tensor]) -> bool:
+def can_pack(weights: list[Tensor], multiple: int) -> bool:
     """Whether the CPU's kernels read such weights."""
     return ("cpu" in backends("decoder_layers") and bool(weights) and weights[0].dtype in DTYPES
-            and all(w.device.type == "cpu" and w.dtype == weights[0].dtype and w.shape[-1] % 16 == 0 for w in weights))
+            and all(w.device.type == "cpu" and w.dtype == weights[0].dtype and w.shape[-1] % multiple == 0
+                    for w in weights))
 
 
 def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:

@@ -79,8 +79,14 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+    def forward(self, x: Tensor, mask: Tensor | None, queries: Tensor | None = None) -> Tensor:
+        """queries (R, n, dim): of those entries of x (R, N, dim) that are wanted; None: all"""
+        if queries is None:
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        else:
+            dim, weight, bias = x.shape[-1], self.qkv.weight, self.qkv.bias
+            q = F.linear(queries, weight[:dim], bias[:dim]).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            k, v = F.linear(x, weight[dim:], bias[dim:]).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return self.proj(self.attend(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
 
 
@@ -101,9 +107,19 @@ class Block(nn.Module):
         self.mlp = MLP(config.dim, int(config.dim * config.mlp_ratio))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm1(x), mask))
+    def forward(self, x: Tensor, mask: Tensor | None = None, wanted: Tensor | None = None) -> Tensor:
+        """x (R, N, dim) -> (R, N, dim), or at the entries `wanted` (R, n) int64 alone (R, n, dim)."""
+        y = self.norm1(x)
+        if wanted is None:
+            x = x + self.dropout(self.attn(y, mask))
+        else:
+            x = entries_at(x, wanted) + self.dropout(self.attn(y, mask, entries_at(y, wanted)))
         return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+def entries_at(x: Tensor, index: Tensor) -> Tensor:
+    """x (R, N, dim) at index (R, n) int64: (R, n, dim)."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class MAR(nn.Module):
@@ -162,7 +178,8 @@ class MAR(nn.Module):
         """(R, dim): the condition that guidance leads away from."""
         return self.fake_latent.expand(num_rows, -1)
 
-    def forward(self, tokens: Tensor, is_known: Tensor, condition: Tensor, max_known: int | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, is_known: Tensor, condition: Tensor, max_known: int | None = None,
+                wanted: Tensor | None = None) -> Tensor:
         """The z of each token's diffusion, given the known tokens.
 
         Args:
@@ -171,8 +188,9 @@ class MAR(nn.Module):
             condition: (R, dim), or (R, S, dim), which is repeated over the buffer
             max_known: no row knows more tokens than this, which is not checked. The encoder gets that much shorter,
                        and the result stays the same. None: all L
+            wanted:    (R, n) int64  the positions whose z is wanted, to which the last block is kept; None: all
         Returns:
-            (R, L, dim)
+            (R, L, dim) or (R, n, dim)
         """
         c = self.config
         R, L = tokens.shape[0], c.tokens
@@ -193,16 +211,19 @@ class MAR(nn.Module):
         # The encoder reads the known tokens. Shorter rows are padded with unknown ones, which the mask hides.
         positions = is_known.byte().argsort(dim=1, descending=True, stable=True)[:, :max_known]
         padding_mask = is_known.gather(1, positions)  # True where a token is known
-        index = positions[..., None].expand(-1, -1, c.dim)
-        x = torch.cat([x[:, :c.buffer], x[:, c.buffer:].gather(1, index)], 1)
+        x = torch.cat([x[:, :c.buffer], entries_at(x[:, c.buffer:], positions)], 1)
         mask = F.pad(padding_mask, (c.buffer, 0), value=True)[:, None, None]
         for block in self.encoder_blocks:
             x = block(x, mask)
         x = self.decoder_embed(self.encoder_norm(x))
 
         known = torch.where(padding_mask[..., None], x[:, c.buffer:], self.mask_token)
-        x = torch.cat([x[:, :c.buffer], self.mask_token.expand(R, L, -1).scatter(1, index, known)], 1)
-        x = x + self.decoder_pos_embed_learned
-        for block in self.decoder_blocks:
+        filled = self.mask_token.expand(R, L, -1).scatter(1, positions[..., None].expand_as(known), known)
+        x = torch.cat([x[:, :c.buffer], filled], 1) + self.decoder_pos_embed_learned
+        for block in self.decoder_blocks if wanted is None else self.decoder_blocks[:-1]:
             x = block(x)
-        return self.decoder_norm(x)[:, c.buffer:] + self.diffusion_pos_embed_learned
+        if wanted is None:
+            return self.decoder_norm(x)[:, c.buffer:] + self.diffusion_pos_embed_learned
+        columns = c.buffer + wanted
+        x = self.decoder_blocks[-1](x, None, columns) if self.decoder_blocks else entries_at(x, columns)
+        return self.decoder_norm(x) + self.diffusion_pos_embed_learned[0, wanted]

@@ -124,13 +124,14 @@ class DeduplicatedMAR:
         self.mar, self.config, self.diffloss = mar, mar.config, mar.diffloss
         self.condition, self.null_condition = mar.condition, mar.null_condition
 
-    def __call__(self, tokens: Tensor, is_known: Tensor, condition: Tensor, max_known: int | None = None) -> Tensor:
+    def __call__(self, tokens: Tensor, is_known: Tensor, condition: Tensor, max_known: int | None,
+                 wanted: Tensor) -> Tensor:
         tokens = tokens.masked_fill(~is_known[..., None], 0.0)
-        rows = torch.cat([part.flatten(1).float() for part in (tokens, is_known, condition)], 1)
+        rows = torch.cat([part.flatten(1).float() for part in (tokens, is_known, condition, wanted)], 1)
         _, which = rows.unique(dim=0, return_inverse=True)
         one = torch.zeros(which.max() + 1, dtype=torch.int64, device=which.device)
         one[which] = torch.arange(len(which), device=which.device)  # any of the equal rows
-        return self.mar(tokens[one], is_known[one], condition[one], max_known=max_known)[which]
+        return self.mar(tokens[one], is_known[one], condition[one], max_known, wanted[one])[which]
 
 
 class ContinuousStudy(Study):

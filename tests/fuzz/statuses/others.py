@@ -60,6 +60,24 @@ def decoder_layers(a, out):
     return None if hidden.shape == a["x"].shape and np.isfinite(hidden).all() else "a hidden state is not finite"
 
 
+def denoise_tokens(a, out):
+    """What follows from the path: it starts at the noise, and a token of finite numbers stays finite and its own."""
+    path, log_sigma, log_sigma_sum = out
+    noise, z = a["noise"], a["z"]
+    if not np.array_equal(path[:, -1], noise[:, -1], equal_nan=True):
+        return "x_T is not the last entry of the noise"
+    is_good = np.isfinite(noise).all((1, 2)) & np.isfinite(z).all((1, 2))
+    if not all(np.isfinite(part[is_good]).all() for part in out):
+        return "a number of a token without NaN is not finite"
+    if noise.shape[1] == 1 and log_sigma_sum.any():
+        return "the last step counts in log_sigma_sum"
+    if a["clip_range"] == 0.5:
+        mean = np.abs(path[is_good, 0] - a["schedule"][0, 4] * path[is_good, 1])
+        if (mean > a["schedule"][0, 3] * 0.5 + 1e-5 * (1 + np.abs(path[is_good, 1]))).any():
+            return "a predicted x_0 is beyond clip_range"
+    return None if log_sigma.shape == noise[:, 0].shape else f"log_sigma is {log_sigma.shape}"
+
+
 def codebook_neighbors(a, out):
     table, V = out[0].astype(np.int64), len(a["codebook"])
     what = outside("neighbors", table, V)
