@@ -47,7 +47,7 @@ struct Blocks {
   int64_t R, N, E, L, H, F, n;  // n: rows of the output, of each of R
   float eps;
   const T *x, *matrices;
-  const float* vectors;
+  const float *vectors, *last_norm;
   std::vector<int64_t> wanted;  // (R, n)
   T* out;                       // (R, n, E)
   std::vector<Row> rows;
@@ -156,7 +156,14 @@ INLINE void read(Blocks<T>& s, Team::Member& member) {
       });
       product(hidden.data(), num_rows, F, w_down, up_bias + F, E, add);
       if (!is_last) return project(layer + 1, begin, end);
-      for (int64_t i = 0; i < num_rows * E; i += kLanes) store<kLanes>(s.out + begin * E + i, load<kLanes>(stream + i));
+      for (int64_t m = 0; m < num_rows; ++m) {
+        T* const to = s.out + (begin + m) * E;
+        if (s.last_norm) {
+          norm<kLanes>(stream + m * E, s.last_norm, E, s.eps, to);
+        } else {
+          for (int64_t i = 0; i < E; i += kLanes) store<kLanes>(to + i, load<kLanes>(stream + m * E + i));
+        }
+      }
     });
   }
 }
@@ -196,11 +203,12 @@ void run(const std::shared_ptr<Blocks<T>>& blocks) {
             [blocks](Team::Member member) { best(*blocks, member); });
 }
 
-Tensor transformer_blocks_cpu(const Tensor& x,                        // (R, N, E)
-                              const Tensor& matrices,                 // (L, m)
-                              const Tensor& vectors,                  // (L, v)
-                              const std::optional<Tensor>& key_mask,  // (R, N)
-                              const Tensor& wanted,                   // (R, n)
+Tensor transformer_blocks_cpu(const Tensor& x,                         // (R, N, E)
+                              const Tensor& matrices,                  // (L, m)
+                              const Tensor& vectors,                   // (L, v)
+                              const std::optional<Tensor>& last_norm,  // (2 E)
+                              const std::optional<Tensor>& key_mask,   // (R, N)
+                              const Tensor& wanted,                    // (R, n)
                               int64_t heads, int64_t ffn_dim, double eps) {
   Tensor out = specvis::new_empty(x, {x.size(0), wanted.size(1), x.size(2)});
   const auto run_as = [&](auto zero) {
@@ -217,11 +225,13 @@ Tensor transformer_blocks_cpu(const Tensor& x,                        // (R, N, 
     s.eps = static_cast<float>(eps);
     STD_TORCH_CHECK(s.E % 16 == 0 && s.F % 16 == 0 && s.E % s.H == 0 && s.E / s.H <= 256,
                     "transformer_blocks: x has another size");
-    STD_TORCH_CHECK(matrices.size(1) == s.layer_matrices() && vectors.size(1) == s.layer_vectors(),
-                    "transformer_blocks: matrices and vectors must be packed for these sizes");
+    STD_TORCH_CHECK(matrices.size(1) == s.layer_matrices() && vectors.size(1) == s.layer_vectors() &&
+                        (!last_norm || last_norm->size(0) == 2 * s.E),
+                    "transformer_blocks: the blocks must be packed for these sizes");
     s.x = static_cast<const T*>(x.const_data_ptr());
     s.matrices = static_cast<const T*>(matrices.const_data_ptr());
     s.vectors = vectors.const_data_ptr<float>();
+    s.last_norm = last_norm ? last_norm->const_data_ptr<float>() : nullptr;
     s.wanted.assign(wanted.const_data_ptr<int64_t>(), wanted.const_data_ptr<int64_t>() + s.R * s.n);
     for (int64_t& column : s.wanted) column = std::clamp<int64_t>(column, 0, s.N - 1);
     s.out = static_cast<T*>(out.mutable_data_ptr());

@@ -32,16 +32,19 @@ class PackedBlocks(NamedTuple):
 
     matrices: Tensor  # (L, m)  the packed weights of each block: qkv, out, up, down
     vectors: Tensor   # (L, v) float32  norms and biases, in the order of TransformerBlock
+    last_norm: Tensor | None  # (2 E,) float32  weight and bias of the norm after the last block
     heads: int
     ffn_dim: int
     eps: float
 
 
-def pack_blocks(blocks: Sequence[TransformerBlock], *, heads: int, eps: float = 1e-6) -> PackedBlocks:
+def pack_blocks(blocks: Sequence[TransformerBlock], last_norm: tuple[Tensor, Tensor] | None = None, *, heads: int,
+                eps: float = 1e-6) -> PackedBlocks:
     """Copies of blocks' weights in the order in which `transformer_blocks` reads them.
 
     Args:
         blocks: at least one; E and F are multiples of 16, and E / heads is at most 256
+        last_norm: weight and bias (E,) of the norm after them; None: there is none
         heads:  of queries, keys and values
         eps:    of the norms
     Raises:
@@ -55,14 +58,16 @@ def pack_blocks(blocks: Sequence[TransformerBlock], *, heads: int, eps: float = 
                          f"most 256, got {str(dtype)[6:]}, E={E}, F={ffn_dim}, heads={heads}")
     sizes = TransformerBlock((E,), (E,), (3 * E, E), (3 * E,), (E, E), (E,), (E,), (E,), (ffn_dim, E), (ffn_dim,),
                              (E, ffn_dim), (E,))
+    norms = [] if last_norm is None else [("last_norm", tensor, (E,)) for tensor in last_norm]
     for block in blocks:
-        for name, tensor, size in zip(block._fields, block, sizes):
+        for name, tensor, size in (*zip(block._fields, block, sizes), *norms):
             if tensor.shape != size or tensor.dtype != dtype:
                 raise ValueError(f"blocks must have {name} {str(dtype)[6:]} {size}, "
                                  f"got {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
     matrices = [torch.cat([pack_weight(weight).flatten() for weight in block if weight.ndim == 2]) for block in blocks]
     vectors = [torch.cat([v.detach().float() for v in block if v.ndim == 1]) for block in blocks]
-    return PackedBlocks(torch.stack(matrices), torch.stack(vectors), heads, ffn_dim, eps)
+    last_norm = None if last_norm is None else torch.cat(last_norm).detach().float()
+    return PackedBlocks(torch.stack(matrices), torch.stack(vectors), last_norm, heads, ffn_dim, eps)
 
 
 def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | None = None,
@@ -74,9 +79,9 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
         x = x + Attention(LayerNorm(x) W_qkv) W_out
         x = x + gelu(LayerNorm(x) W_up) W_down
 
-    where each product has a bias. Products have operands of x's dtype; their sums and the stream x are float32. On a
-    CPU not a bit of a row depends on the other rows or on the number of threads. Elsewhere a model's own modules are
-    quicker than the oracle.
+    where each product has a bias. After the last block there may be another LayerNorm. Products have operands of x's
+    dtype; their sums and the stream x are float32. On a CPU not a bit of a row depends on the other rows or on the
+    number of threads. Elsewhere a model's own modules are quicker than the oracle.
 
     Args:
         x:        (R, N, E)     float32 or bfloat16
@@ -114,8 +119,8 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
     if wanted is None:
         wanted = torch.arange(N, device=x.device).repeat(R, 1)
     wanted = integers("wanted", wanted, torch.int64, x, R=R, n=check_dims("wanted", wanted, "Rn")[1])
-    return _call(backend, x.contiguous(), blocks.matrices.contiguous(), blocks.vectors.contiguous(), key_mask, wanted,
-                 *blocks[2:])
+    return _call(backend, x.contiguous(), blocks.matrices.contiguous(), blocks.vectors.contiguous(),
+                 None if blocks.last_norm is None else blocks.last_norm.contiguous(), key_mask, wanted, *blocks[3:])
 
 
 def matrix_sizes(E: int, ffn_dim: int) -> list[int]:
@@ -123,7 +128,7 @@ def matrix_sizes(E: int, ffn_dim: int) -> list[int]:
     return [(outputs + -outputs % PANEL) * K for outputs, K in ((3 * E, E), (E, E), (ffn_dim, E), (E, ffn_dim))]
 
 
-def _oracle(x, matrices, vectors, key_mask, wanted, heads, ffn_dim, eps):
+def _oracle(x, matrices, vectors, last_norm, key_mask, wanted, heads, ffn_dim, eps):
     (_, N, E), dtype, stream = x.shape, x.dtype, x.float()
     wanted = wanted.clamp(0, N - 1)[..., None].expand(-1, -1, E)
 
@@ -150,13 +155,13 @@ def _oracle(x, matrices, vectors, key_mask, wanted, heads, ffn_dim, eps):
         stream = stream + times(attended.transpose(1, 2).flatten(2), out, E, E, out_bias)
         y = F.gelu(times(F.layer_norm(stream, (E,), norm2, norm2_bias, eps), up, ffn_dim, E, up_bias))
         stream = stream + times(y, down, E, ffn_dim, down_bias)
-    return stream.to(dtype)
+    return (stream if last_norm is None else F.layer_norm(stream, (E,), *last_norm.chunk(2), eps)).to(dtype)
 
 
-def _meta(x, matrices, vectors, key_mask, wanted, heads, ffn_dim, eps):
+def _meta(x, matrices, vectors, last_norm, key_mask, wanted, heads, ffn_dim, eps):
     return x.new_empty(x.shape[0], wanted.shape[1], x.shape[2])
 
 
 _call = define(
-    "transformer_blocks(Tensor x, Tensor matrices, Tensor vectors, Tensor? key_mask, Tensor wanted, int heads, "
-    "int ffn_dim, float eps) -> Tensor", oracle=_oracle, meta=_meta, batch=None)
+    "transformer_blocks(Tensor x, Tensor matrices, Tensor vectors, Tensor? last_norm, Tensor? key_mask, "
+    "Tensor wanted, int heads, int ffn_dim, float eps) -> Tensor", oracle=_oracle, meta=_meta, batch=None)

@@ -842,7 +842,8 @@ def transformer_blocks(R, N, E, heads, ffn_dim, options=None):
         kwargs["key_mask"] = (torch.rand(R, N, generator=g) < 0.7).to(DEVICE)
     if options["wanted"] is not None:
         kwargs["wanted"] = torch.randint(N, (R, options["wanted"]), generator=g).to(DEVICE)
-    blocks = pack_blocks([block() for _ in range(options["layers"])], heads=heads)
+    last_norm = (1 + normal(E, scale=0.1), normal(E)) if options["mask"] else None
+    blocks = pack_blocks([block() for _ in range(options["layers"])], last_norm, heads=heads)
     return (normal(R, N, E), blocks), kwargs
 
 
