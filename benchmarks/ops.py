@@ -121,6 +121,11 @@ ROWS = {
     "select_tree": (
         [(B, 410, 60) for B in (1, 8, 64)],
         lambda B, M, N: B * (M * 16 + N * 16)),
+    "transformer_blocks": (  # the shipped MAR's decoder with guidance, and MAR-B's: the weights
+        [(2, 272, 192, 3, 768, {"layers": 4}), (2, 272, 192, 3, 768, {"layers": 4, "wanted": 4}),
+         (2, 320, 768, 12, 3072, {"layers": 12, "dtype": torch.bfloat16})],
+        lambda R, N, E, heads, ffn_dim, options: options["layers"] * options.get("dtype", torch.float32).itemsize
+        * E * (4 * E + 2 * ffn_dim)),
     "tree_attention": (  # the shipped model's heads in the middle of a picture, LlamaGen-B's; LlamaGen-XL's at the end
         [*((1, N, 6, 6, 32, {"columns": 348, "lengths": [165]}) for N in (1, 6, 17, 33, 60)),
          *((1, N, 12, 12, 64, {"columns": 640, "lengths": [325], "dtype": dtype})

@@ -41,6 +41,7 @@ KERNELS = {  # op -> every backend it has, on a machine that has everything
     "resample_gaussian": {"oracle", "cpu", "triton"},
     "sample_residual": {"oracle", "cpu", "triton", *CUDA},
     "select_tree": {"oracle", "cpu", "triton", *CUDA},
+    "transformer_blocks": {"oracle", "cpu"},
     "tree_attention": {"oracle", "cpu", "triton"},
     "tree_from_mask": {"oracle", "cpu", "triton", *CUDA},
     "tree_from_paths": {"oracle", "cpu", "triton", *CUDA},

@@ -42,6 +42,7 @@ VOCABULARIES = {"tiny": (1, 2, 3, 5, 17), "small": (1, 2, 3, 5, 17, 32, 33, 64, 
 KEEPS = {  # arguments whose numbers a layout must not change, since the docstring forbids what it would make of them
     "commit_kv": {"slots"}, "decoder_layers": {"x", "lengths", "ancestors", "positions", "rotations", "key_mask"},
     "denoise_tokens": {"time", "schedule"}, "packed_linear": {"weight"},
+    "transformer_blocks": {"x", "key_mask", "wanted"},
     "tree_attention": {"k_cache", "v_cache", "lengths", "ancestors", "q", "key_mask"}}
 
 
@@ -335,6 +336,17 @@ def denoise_tokens(d):
     del named["temperature"]  # a huge one lets the squares of norms overflow
     named |= {name: d.hurt(named[name], (torch.nan, torch.inf), 0.3) for name in ("noise", "z")}
     return named | {"clip_range": d.pick(0.5, torch.inf)}
+
+
+def transformer_blocks(d):
+    options = {"dtype": d.pick(torch.float32, torch.bfloat16), "mask": d.chance(0.5), "layers": d.pick(1, 2),
+               "wanted": d.pick(None, 1, 3, 9)}
+    args, kwargs = inputs.transformer_blocks(d.r.randint(1, 3), d.nodes(40), *d.pick((16, 1), (48, 3)), d.pick(16, 48),
+                                             options)
+    named = dict(zip(("x", "blocks"), args)) | kwargs
+    if "wanted" in named:
+        named["wanted"] = d.hurt(named["wanted"], INT64, 0.2)
+    return named
 
 
 def gaussians(d, B, G, C, share=0.2):

@@ -11,7 +11,15 @@ from functools import lru_cache
 
 import torch
 
-from specvis_kernels import DecoderLayer, DenoiserBlock, pack_denoiser, pack_layers, pack_weight
+from specvis_kernels import (
+    DecoderLayer,
+    DenoiserBlock,
+    TransformerBlock,
+    pack_blocks,
+    pack_denoiser,
+    pack_layers,
+    pack_weight,
+)
 from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
 from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
 
@@ -20,8 +28,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPARED = Counter()  # backend -> tests passed
 CASES = {}       # op -> sizes
 TOLERANCES = {}  # op -> {index of an output: (rtol, atol)}; everything else is equal bit for bit
-# verify_chain's requests are of different lengths, and three ops have weights: their own tests
-UNBATCHED = {"codebook_neighbors", "decoder_layers", "denoise_tokens", "packed_linear", "verify_chain"}
+# verify_chain's requests are of different lengths, and four ops have weights: their own tests
+UNBATCHED = {"codebook_neighbors", "decoder_layers", "denoise_tokens", "packed_linear", "transformer_blocks",
+             "verify_chain"}
 MUTATES = {      # op -> the arguments that it writes to, contiguous; tensors or lists of them
     "commit_kv": ("caches",),
     "commit_tokens": ("tokens", "counts", "failed", "target_forwards", "num_accepted_at", "num_drafted_at",
@@ -809,6 +818,34 @@ def denoise_tokens(R, T, C, P, W, blocks):
     kwargs = {"guidance": 1 + torch.rand(R, generator=g).to(DEVICE)} if P == 2 else {}
     return ((normal(R, T, C), normal(R, P, W), normal(T, W), network, schedule.to(DEVICE)),
             kwargs | {"temperature": 0.9, "clip_range": 1.5})
+
+
+CASES["transformer_blocks"] = [(1, 1, 16, 1, 16), (3, 130, 48, 3, 80, {"mask": True, "wanted": 5}),
+                               (2, 30, 64, 2, 64, {"dtype": torch.bfloat16, "mask": True})]
+TOLERANCES["transformer_blocks"] = {0: (1e-2, 2e-2)}  # of 16 bits; its own tests have the others
+
+
+def transformer_blocks(R, N, E, heads, ffn_dim, options=None):
+    options = {"dtype": torch.float32, "mask": False, "wanted": None, "layers": 2} | (options or {})
+    g = torch.Generator().manual_seed(R + N + E)
+
+    def normal(*sizes, scale=1.0):
+        return (torch.randn(*sizes, generator=g) * scale).to(DEVICE, options["dtype"])
+
+    def block():
+        norm, linear = (lambda: (1 + normal(E, scale=0.1), normal(E, scale=0.1)),
+                        lambda n, k: (normal(n, k, scale=k ** -0.5), normal(n, scale=0.1)))
+        return TransformerBlock(*norm(), *linear(3 * E, E), *linear(E, E), *norm(), *linear(ffn_dim, E),
+                                *linear(E, ffn_dim))
+
+    kwargs = {}
+    if options["mask"]:
+        kwargs["key_mask"] = (torch.rand(R, N, generator=g) < 0.7).to(DEVICE)
+    if options["wanted"] is not None:
+        kwargs["wanted"] = torch.randint(N, (R, options["wanted"]), generator=g).to(DEVICE)
+    last_norm = (1 + normal(E, scale=0.1), normal(E)) if options["mask"] else None
+    blocks = pack_blocks([block() for _ in range(options["layers"])], last_norm, heads=heads)
+    return (normal(R, N, E), blocks), kwargs
 
 
 CASES["packed_linear"] = [(1, 2, 1), (3, 48, 70), (25, 64, 128, torch.bfloat16, False)]

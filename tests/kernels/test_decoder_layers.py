@@ -111,7 +111,7 @@ def test_a_nan_stays_in_its_row_and_nothing_is_written_outside():
 def test_every_kind_of_processor(capability):
     """What this one has of them: PyTorch's variable chooses, so a process of its own runs the comparisons."""
     code = ("from tests.laws.test_every_op import *\n"
-            "for op in ('decoder_layers', 'denoise_tokens', 'packed_linear', 'tree_attention'):\n"
+            "for op in ('decoder_layers', 'denoise_tokens', 'packed_linear', 'transformer_blocks', 'tree_attention'):\n"
             "    for case in inputs.CASES[op]:\n"
             "        args, kwargs = make(op, *case)\n"
             "        assert_agree(op, run(op, args, kwargs, 'cpu'), run(op, args, kwargs, 'oracle'))")

@@ -190,7 +190,7 @@ class GuidedMAR:
 
     def __init__(self, mar: MAR, source: Tensor, sampling: ContinuousSampling, guidance_schedule: str = "linear"):
         B = len(sampling.seeds)
-        mar.diffloss.pack()
+        mar.pack()
         condition = mar.condition(source)
         if len(condition) != B:
             raise ValueError(f"there must be a condition for each of the {B} seeds, got {len(condition)}")

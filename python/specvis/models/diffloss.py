@@ -217,7 +217,7 @@ class Denoiser:
         self.temperature, self.log_temperature = temperature, math.log(temperature)
         z = torch.stack([z, uncond] if self.is_guided else [z], -2)
         self.z_embeddings = self.net.cond_embed(z.to(self.net.cond_embed.weight.dtype))
-        self.time_embeddings = self.net.time_embed(self.schedule.table(z.device)[:, 0])
+        self.time_embeddings = diffloss.time_embeddings(schedule, self.z_embeddings)
 
     def transition(self, x: Tensor, t: int | Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log sigma (..., C) float32 of x_(t-1), given x = x_t (..., C).
@@ -310,11 +310,11 @@ class DiffLoss(nn.Module):
                                     block.mlp[2].weight, block.mlp[2].bias, block.adaLN_modulation[1].weight,
                                     block.adaLN_modulation[1].bias) for block in net.res_blocks]
             return pack_denoiser(blocks, input.weight, input.bias, modulation.weight, modulation.bias, output.weight,
-                                 output.bias, eps=NORM_EPS)
+                                 output.bias, eps=NORM_EPS), {}  # and time embeddings of schedules
 
         net = self.net
         fits = type(net) is Network and net.input_proj.out_features % 16 == 0 and self.channels % 2 == 0
-        parts = [net.input_proj, net.res_blocks, net.final_layer] if fits else []
+        parts = [net.input_proj, net.res_blocks, net.final_layer, net.time_embed.mlp] if fits else []
         self.packing.check(parts, PACKABLE, pack, multiple=2)
 
     def forward(self, noise: Tensor, denoiser: Denoiser) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -324,10 +324,18 @@ class DiffLoss(nn.Module):
             guidance = guidance.float().expand(*R, 1).reshape(-1)
         path, log_sigma, log_sigma_sum = denoise_tokens(
             noise.reshape(-1, *noise.shape[-2:]), z.reshape(-1, *z.shape[-2:]), denoiser.time_embeddings,
-            self.packing.packed, denoiser.schedule.table(noise.device), guidance=guidance,
+            self.packing.packed[0], denoiser.schedule.table(noise.device), guidance=guidance,
             temperature=denoiser.temperature, clip_range=denoiser.clip_sample_range)
         path = path.view(*R, *path.shape[1:])
         return path[..., 0, :], log_sigma.view(*R, self.channels), log_sigma_sum.view(R), path
+
+    def time_embeddings(self, schedule: Schedule, like: Tensor) -> Tensor:
+        """(T, width) on the device of `like`; those of packed weights are kept."""
+        packed = self.packing.get(like, self.pack)
+        kept = {} if packed is None else packed[1]
+        if len(schedule) not in kept:
+            kept[len(schedule)] = self.net.time_embed(schedule.table(like.device)[:, 0])
+        return kept[len(schedule)]
 
     def schedule_of(self, num_steps: int) -> Schedule:
         """The schedule of so many denoising steps, made at the first call."""

@@ -10,7 +10,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from specvis_kernels import TransformerBlock, pack_blocks, pack_weight, packed_linear, transformer_blocks
+
 from .diffloss import NORM_EPS, DiffLoss
+from .layers import Packing
 from .llamagen import CaptionProjection
 from .sizes import check_sizes
 
@@ -116,6 +119,13 @@ class Block(nn.Module):
             x = entries_at(x, wanted) + self.dropout(self.attn(y, mask, entries_at(y, wanted)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
+    def weights(self) -> TransformerBlock:
+        parts = self.norm1, self.attn.qkv, self.attn.proj, self.norm2, self.mlp.fc1, self.mlp.fc2
+        return TransformerBlock(*(tensor for part in parts for tensor in (part.weight, part.bias)))
+
+
+PACKABLE = nn.ModuleList, Block, Attention, MLP, nn.LayerNorm, nn.Linear, nn.Dropout
+
 
 def entries_at(x: Tensor, index: Tensor) -> Tensor:
     """x (R, N, dim) at index (R, n) int64: (R, n, dim)."""
@@ -152,6 +162,23 @@ class MAR(nn.Module):
                 nn.init.zeros_(parameter)
         self.diffloss = DiffLoss(c.channels, c.dim, c.diffusion_width, c.diffusion_blocks, c.num_train_timesteps,
                                  c.num_sampling_steps, c.clip_sample_range)
+        self.packing = Packing()
+
+    def pack(self) -> None:
+        """Copy weights for the CPU's kernels, where those can read them. A decoding begins with it."""
+        self.diffloss.pack()
+        self.pack_blocks()
+
+    def pack_blocks(self) -> None:
+        def pack():
+            blocks = [pack_blocks([block.weights() for block in stack], (norm.weight, norm.bias), heads=c.heads,
+                                  eps=NORM_EPS) for stack, norm in zip(stacks, norms)]
+            return *blocks, pack_weight(self.decoder_embed.weight), self.decoder_embed.bias.float()
+
+        c, norms = self.config, [self.encoder_norm, self.decoder_norm]
+        stacks = [self.encoder_blocks, self.decoder_blocks]
+        fits = all(map(len, stacks)) and c.dim // c.heads <= 256
+        self.packing.check([*stacks, *norms, self.decoder_embed] if fits else [], PACKABLE, pack)
 
     def condition(self, source: Tensor) -> Tensor:
         """Embed conditions.
@@ -204,26 +231,38 @@ class MAR(nn.Module):
             raise ValueError(f"condition must be (R={R}, {c.dim}) or (R={R}, S, {c.dim}) with S within 1..{c.buffer}, "
                              f"got {tuple(condition.shape)}")
         repeated = torch.arange(c.buffer, device=tokens.device) % condition.shape[1]
-        tokens = tokens.masked_fill(~is_known[..., None], 0).to(self.z_proj.weight.dtype)
-        x = torch.cat([condition[:, repeated].to(tokens.dtype), self.z_proj(tokens)], 1)
-        x = self.z_proj_ln(x + self.encoder_pos_embed_learned)
 
         # The encoder reads the known tokens. Shorter rows are padded with unknown ones, which the mask hides.
         positions = is_known.byte().argsort(dim=1, descending=True, stable=True)[:, :max_known]
         padding_mask = is_known.gather(1, positions)  # True where a token is known
-        x = torch.cat([x[:, :c.buffer], entries_at(x[:, c.buffer:], positions)], 1)
-        mask = F.pad(padding_mask, (c.buffer, 0), value=True)[:, None, None]
-        for block in self.encoder_blocks:
-            x = block(x, mask)
-        x = self.decoder_embed(self.encoder_norm(x))
+        read = entries_at(tokens, positions).masked_fill(~padding_mask[..., None], 0).to(self.z_proj.weight.dtype)
+        x = torch.cat([condition[:, repeated].to(read.dtype), self.z_proj(read)], 1)
+        columns = F.pad(c.buffer + positions, (c.buffer, 0))
+        columns[:, :c.buffer] = torch.arange(c.buffer, device=columns.device)
+        x = self.z_proj_ln(x + entries_at(self.encoder_pos_embed_learned.expand(R, -1, -1), columns))
+
+        mask, packed = F.pad(padding_mask, (c.buffer, 0), value=True), self.packing.get(x, self.pack_blocks)
+        if packed is not None:
+            encoder, decoder, *embed = packed
+            x = transformer_blocks(x, encoder, key_mask=mask)
+            x = packed_linear(x, embed[0], c.dim, embed[1]).to(x.dtype)
+        else:
+            for block in self.encoder_blocks:
+                x = block(x, mask[:, None, None])
+            x = self.decoder_embed(self.encoder_norm(x))
 
         known = torch.where(padding_mask[..., None], x[:, c.buffer:], self.mask_token)
         filled = self.mask_token.expand(R, L, -1).scatter(1, positions[..., None].expand_as(known), known)
         x = torch.cat([x[:, :c.buffer], filled], 1) + self.decoder_pos_embed_learned
-        for block in self.decoder_blocks if wanted is None else self.decoder_blocks[:-1]:
-            x = block(x)
+        columns = None if wanted is None else c.buffer + wanted
+        if packed is not None:
+            x = transformer_blocks(x, decoder, wanted=columns)
+        else:
+            for block in self.decoder_blocks if wanted is None else self.decoder_blocks[:-1]:
+                x = block(x)
+            if wanted is not None:
+                x = self.decoder_blocks[-1](x, None, columns) if self.decoder_blocks else entries_at(x, columns)
+            x = self.decoder_norm(x)
         if wanted is None:
-            return self.decoder_norm(x)[:, c.buffer:] + self.diffusion_pos_embed_learned
-        columns = c.buffer + wanted
-        x = self.decoder_blocks[-1](x, None, columns) if self.decoder_blocks else entries_at(x, columns)
-        return self.decoder_norm(x) + self.diffusion_pos_embed_learned[0, wanted]
+            return x[:, c.buffer:] + self.diffusion_pos_embed_learned
+        return x + self.diffusion_pos_embed_learned[0, wanted]

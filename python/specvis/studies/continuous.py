@@ -122,7 +122,7 @@ class DeduplicatedMAR:
 
     def __init__(self, mar: MAR):
         self.mar, self.config, self.diffloss = mar, mar.config, mar.diffloss
-        self.condition, self.null_condition = mar.condition, mar.null_condition
+        self.condition, self.null_condition, self.pack = mar.condition, mar.null_condition, mar.pack
 
     def __call__(self, tokens: Tensor, is_known: Tensor, condition: Tensor, max_known: int | None,
                  wanted: Tensor) -> Tensor:

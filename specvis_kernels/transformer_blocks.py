@@ -1,0 +1,167 @@
+"""transformer_blocks: the blocks of a bidirectional transformer."""
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._dispatch import check, check_dims, define, integers
+from .packed_linear import DTYPES, PANEL, pack_weight, unpacked
+
+
+class TransformerBlock(NamedTuple):
+    """One block's weights (outputs, inputs), norms and biases, all of the same dtype."""
+
+    norm1: Tensor       # (E,)
+    norm1_bias: Tensor  # (E,)
+    qkv: Tensor         # (3 E, E)
+    qkv_bias: Tensor    # (3 E,)
+    out: Tensor         # (E, E)
+    out_bias: Tensor    # (E,)
+    norm2: Tensor       # (E,)
+    norm2_bias: Tensor  # (E,)
+    up: Tensor          # (F, E)
+    up_bias: Tensor     # (F,)
+    down: Tensor        # (E, F)
+    down_bias: Tensor   # (E,)
+
+
+class PackedBlocks(NamedTuple):
+    """Blocks for `transformer_blocks`. `pack_blocks` makes it."""
+
+    matrices: Tensor  # (L, m)  the packed weights of each block: qkv, out, up, down
+    vectors: Tensor   # (L, v) float32  norms and biases, in the order of TransformerBlock
+    last_norm: Tensor | None  # (2 E,) float32  weight and bias of the norm after the last block
+    heads: int
+    ffn_dim: int
+    eps: float
+
+
+def pack_blocks(blocks: Sequence[TransformerBlock], last_norm: tuple[Tensor, Tensor] | None = None, *, heads: int,
+                eps: float = 1e-6) -> PackedBlocks:
+    """Copies of blocks' weights in the order in which `transformer_blocks` reads them.
+
+    Args:
+        blocks: at least one; E and F are multiples of 16, and E / heads is at most 256
+        last_norm: weight and bias (E,) of the norm after them; None: there is none
+        heads:  of queries, keys and values
+        eps:    of the norms
+    Raises:
+        ValueError: no blocks, or a weight of another dtype or shape
+    """
+    if not blocks:
+        raise ValueError("blocks must be at least one")
+    (ffn_dim, E), dtype = check_dims("up", blocks[0].up, "FE"), blocks[0].up.dtype
+    if dtype not in DTYPES or E % 16 or ffn_dim % 16 or not E or not ffn_dim or E % heads or E // heads > 256:
+        raise ValueError("blocks must be float32 or bfloat16, have E and F that are multiples of 16, and heads of at "
+                         f"most 256, got {str(dtype)[6:]}, E={E}, F={ffn_dim}, heads={heads}")
+    sizes = TransformerBlock((E,), (E,), (3 * E, E), (3 * E,), (E, E), (E,), (E,), (E,), (ffn_dim, E), (ffn_dim,),
+                             (E, ffn_dim), (E,))
+    norms = [] if last_norm is None else [("last_norm", tensor, (E,)) for tensor in last_norm]
+    for block in blocks:
+        for name, tensor, size in (*zip(block._fields, block, sizes), *norms):
+            if tensor.shape != size or tensor.dtype != dtype:
+                raise ValueError(f"blocks must have {name} {str(dtype)[6:]} {size}, "
+                                 f"got {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
+    matrices = [torch.cat([pack_weight(weight).flatten() for weight in block if weight.ndim == 2]) for block in blocks]
+    vectors = [torch.cat([v.detach().float() for v in block if v.ndim == 1]) for block in blocks]
+    last_norm = None if last_norm is None else torch.cat(last_norm).detach().float()
+    return PackedBlocks(torch.stack(matrices), torch.stack(vectors), last_norm, heads, ffn_dim, eps)
+
+
+def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | None = None,
+                       wanted: Tensor | None = None, backend: str | None = None) -> Tensor:
+    """Read rows of entries by all blocks of a bidirectional transformer, as MAR's encoder and decoder are.
+
+    Each block is
+
+        x = x + Attention(LayerNorm(x) W_qkv) W_out
+        x = x + gelu(LayerNorm(x) W_up) W_down
+
+    where each product has a bias. After the last block there may be another LayerNorm. Products have operands of x's
+    dtype; their sums and the stream x are float32. On a CPU not a bit of a row depends on the other rows or on the
+    number of threads. Elsewhere a model's own modules are quicker than the oracle.
+
+    Args:
+        x:        (R, N, E)     float32 or bfloat16
+        blocks:   of L blocks   from `pack_blocks`, of x's dtype
+        key_mask: (R, N) bool   the entries that all see; None: all entries. With none the attention is 0
+        wanted:   (R, n) int32 or int64   the entries whose result is wanted, to which the last block is kept. What is
+                                outside is the first or last entry. None: all
+        backend:  None for the device's own kernel; a name from `backends()` to force one
+
+    Returns:
+        (R, N, E) or (R, n, E) as x
+
+    Raises:
+        ValueError: an argument's dtype, shape or device differs from the above
+
+    Example:
+        >>> import torch
+        >>> from specvis_kernels import TransformerBlock, pack_blocks, transformer_blocks
+        >>> w, b = torch.zeros(16, 16), torch.zeros(16)          # E = F = 16: only the last bias is added to x
+        >>> block = TransformerBlock(b, b, w.repeat(3, 1), b.repeat(3), w, b, b, b, w, b, w, b + 2)
+        >>> transformer_blocks(torch.ones(1, 4, 16), pack_blocks([block], heads=1))[0, :, 0]
+        tensor([3., 3., 3., 3.])
+    """
+    R, N, E = check_dims("x", x, "RNE")
+    check("x", x, DTYPES, R=R, N=N, E=E)
+    if not isinstance(blocks, PackedBlocks):
+        raise ValueError(f"blocks must be PackedBlocks, from pack_blocks, got {type(blocks).__name__}")
+    L = check_dims("blocks.matrices", blocks.matrices, "Lm")[0]
+    check("blocks.matrices", blocks.matrices, x.dtype, like=x, L=L, m=sum(matrix_sizes(E, blocks.ffn_dim)))
+    if N < 1:
+        raise ValueError("x must have N >= 1")
+    if key_mask is not None:
+        check("key_mask", key_mask, torch.bool, like=x, R=R, N=N)
+        key_mask = key_mask.contiguous()
+    if wanted is None:
+        wanted = torch.arange(N, device=x.device).repeat(R, 1)
+    wanted = integers("wanted", wanted, torch.int64, x, R=R, n=check_dims("wanted", wanted, "Rn")[1])
+    return _call(backend, x.contiguous(), blocks.matrices.contiguous(), blocks.vectors.contiguous(),
+                 None if blocks.last_norm is None else blocks.last_norm.contiguous(), key_mask, wanted, *blocks[3:])
+
+
+def matrix_sizes(E: int, ffn_dim: int) -> list[int]:
+    """How many numbers the packed weights of a block are."""
+    return [(outputs + -outputs % PANEL) * K for outputs, K in ((3 * E, E), (E, E), (ffn_dim, E), (E, ffn_dim))]
+
+
+def _oracle(x, matrices, vectors, last_norm, key_mask, wanted, heads, ffn_dim, eps):
+    (_, N, E), dtype, stream = x.shape, x.dtype, x.float()
+    wanted = wanted.clamp(0, N - 1)[..., None].expand(-1, -1, E)
+
+    def times(x, weight, outputs, K, bias):  # operands of the dtype, sums in float32
+        return x.to(dtype).float() @ unpacked(weight, outputs, K).float().T + bias
+
+    def by_heads(x):
+        return x.to(dtype).float().unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    for number, (matrix, vector) in enumerate(zip(matrices, vectors), 1):
+        qkv, out, up, down = matrix.split(matrix_sizes(E, ffn_dim))
+        norm1, norm1_bias, qkv_bias, out_bias, norm2, norm2_bias, up_bias, down_bias = vector.split(
+            [E, E, 3 * E, E, E, E, ffn_dim, E])
+        q, k, v = times(F.layer_norm(stream, (E,), norm1, norm1_bias, eps), qkv, 3 * E, E, qkv_bias).chunk(3, -1)
+        if number == len(matrices):
+            q, stream = q.gather(1, wanted), stream.gather(1, wanted)
+        scores = by_heads(q) @ by_heads(k).mT * (E // heads) ** -0.5
+        if key_mask is not None:
+            scores = scores.masked_fill(~key_mask[:, None, None], -torch.inf)
+        shares = scores.softmax(-1)
+        if key_mask is not None:
+            shares = shares.masked_fill(~key_mask.any(-1)[:, None, None, None], 0.0)
+        attended = shares @ by_heads(v)
+        stream = stream + times(attended.transpose(1, 2).flatten(2), out, E, E, out_bias)
+        y = F.gelu(times(F.layer_norm(stream, (E,), norm2, norm2_bias, eps), up, ffn_dim, E, up_bias))
+        stream = stream + times(y, down, E, ffn_dim, down_bias)
+    return (stream if last_norm is None else F.layer_norm(stream, (E,), *last_norm.chunk(2), eps)).to(dtype)
+
+
+def _meta(x, matrices, vectors, last_norm, key_mask, wanted, heads, ffn_dim, eps):
+    return x.new_empty(x.shape[0], wanted.shape[1], x.shape[2])
+
+
+_call = define(
+    "transformer_blocks(Tensor x, Tensor matrices, Tensor vectors, Tensor? last_norm, Tensor? key_mask, "
+    "Tensor wanted, int heads, int ffn_dim, float eps) -> Tensor", oracle=_oracle, meta=_meta, batch=None)
