@@ -153,12 +153,12 @@ def table(results: list[Result]) -> list[dict]:
             "temperature": r.temperature,
             "tau": round(r.decoded.tau.nanmean().item(), 2),
             "target_forwards": round(r.decoded.target_forwards.float().mean().item(), 1),
-            "seconds": round(r.seconds / B, 2),
+            "seconds": round(r.seconds / B, 3),
         }
         if r.speedup is not None:
             row["speedup"] = round(r.speedup, 2)
         if r.single_seconds:
-            row["single_seconds"] = round(statistics.median(r.single_seconds), 2)
+            row["single_seconds"] = round(statistics.median(r.single_seconds), 3)
         if r.single_speedup is not None:
             row["single_speedup"] = round(r.single_speedup, 2)
         if r.same_tokens is not None:

@@ -115,9 +115,8 @@ class Drafting(Rows, ABC):
 
     def id_range(self, counts: Tensor, depth: int, num_nodes: int) -> Tensor | None:
         """The ids (B, F, 2) of the children of F nodes, at this depth of trees from counts (B,) on; None: all."""
-        if not self.has_id_range:
-            return None
-        return id_range(self.target, (counts + (depth - 1))[:, None]).expand(-1, num_nodes, -1)
+        ids = id_range(self.target, (counts + (depth - 1))[:, None]) if self.has_id_range else None
+        return None if ids is None else ids.expand(-1, num_nodes, -1)
 
     def expand_level(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """Read the drafts of one level of the trees.
