@@ -25,7 +25,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kRows = 12;            // of the network, that a task takes: a product is quickest then
-constexpr int64_t kModulationRows = 24;  // whose modulations are computed at once
+constexpr int64_t kModulationRows = 96;  // whose modulations are computed at once
 
 struct Denoiser {
   int64_t R, T, C, P, W, blocks;
