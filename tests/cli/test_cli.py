@@ -20,11 +20,14 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
+import specvis_kernels
 from specvis.cli.animation import GAP, LINE
 from specvis.cli.generate import file_name
 from specvis.cli.main import main
 from specvis.cli.progress import Steps
+from specvis.cli.runs import ModelClock
 from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
+from specvis.decoding.sampling import Sampling
 from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
@@ -318,6 +321,16 @@ def test_compare_checks_that_the_same_seed_draws_the_same_picture(weights, tmp_p
     assert all(float(row["single_seconds"]) > 0 and float(row["single_speedup"]) > 0 for row in rows.values())
     assert rows["vanilla"]["single_speedup"] == "1.0" and float(rows["jacobi:window=3"]["tau"]) > 1
     assert Image.open(tmp_path / "jacobi.png").width > 500
+
+
+@pytest.mark.skipif("cpu" not in specvis_kernels.backends("decoder_layers"), reason="it is not built")
+def test_a_forward_whose_seconds_are_counted_is_the_usual_one(weights):
+    pipeline = Pipeline.load(weights)
+    with ModelClock(pipeline) as clock:
+        pipeline.tokens(["fluent-3d red heart"], "eagle1", Sampling.of([0]))
+    packings = pipeline.gpt.packing, pipeline.gpt.output_packing, pipeline.drafter.packing
+    assert clock.seconds > 0 and all(packing.packed is not None for packing in packings)
+    assert "logits" not in vars(pipeline.gpt)
 
 
 def test_compare_without_single_pictures(weights, tmp_path):

@@ -114,14 +114,15 @@ class ModelClock:
     """Adds up the seconds that a pipeline's models spend, on the CPU: elsewhere to wait for them would cost time."""
 
     def __init__(self, pipeline: Pipeline | MARPair):
+        self.gpts = []  # whose `logits` is not what a module's hooks see
         if isinstance(pipeline, MARPair):
             models = [mar for mar in (pipeline.mar, pipeline.mar_draft) if mar is not None]
             nets = [m.diffloss.net for m in models]
             self.modules = [*models, *(m.diffloss for m in models), *nets,
                             *(part for net in nets for part in (net.time_embed, net.cond_embed))]
         else:
-            gpts = [gpt for gpt in (pipeline.gpt, pipeline.draft_model) if gpt is not None]
-            self.modules = [*gpts, *(gpt.output for gpt in gpts), *filter(None, [pipeline.drafter])]
+            self.gpts = [gpt for gpt in (pipeline.gpt, pipeline.draft_model) if gpt is not None]
+            self.modules = [*self.gpts, *filter(None, [pipeline.drafter])]
         self.seconds = 0.0 if pipeline.device.type == "cpu" else None
 
     def __enter__(self):
@@ -131,14 +132,26 @@ class ModelClock:
         def stop(*_):
             self.seconds += time.perf_counter() - self.start
 
-        measured = [] if self.seconds is None else self.modules
+        def timed(call):
+            def timed_call(*args):
+                start()
+                result = call(*args)
+                stop()
+                return result
+            return timed_call
+
+        measured, gpts = ([], []) if self.seconds is None else (self.modules, self.gpts)
         self.hooks = [hook for module in measured
                       for hook in (module.register_forward_pre_hook(start), module.register_forward_hook(stop))]
+        for gpt in gpts:
+            gpt.logits = timed(gpt.logits)
         return self
 
     def __exit__(self, *_):
         for hook in self.hooks:
             hook.remove()
+        for gpt in self.gpts:
+            vars(gpt).pop("logits", None)
 
 
 def report_differences(pipelines: Pipelines, results: list[Result], prompts: list[str]) -> None:
