@@ -165,8 +165,8 @@ INLINE void read(Layers<T>& s, Team::Member& member) {
         }
         const float* const k = finish(s.H + g, false);
         const float* const v = finish(s.H + s.G + g, true);
+        if (s.lengths[b] < 0 || s.lengths[b] >= s.T_ - s.first_node - n) continue;
         const int64_t column = s.lengths[b] + s.first_node + n;
-        if (s.lengths[b] < 0 || column >= s.T_) continue;
         for (int64_t d = 0; d < D; d += kLanes) {
           store<kLanes>(cache + column * 2 * s.G * D + d, load<kLanes>(k + d));
           store<kLanes>(cache + (column * 2 + 1) * s.G * D + d, load<kLanes>(v + d));

@@ -38,31 +38,36 @@ struct Job {
 // Threads that wait for a job, as many as were ever asked for.
 class Pool {
  public:
-  static Pool& here() {
-    static Pool* const pool = [] {
-      Pool* const made = new Pool;  // never destroyed: its threads may be the last that run
-      pthread_atfork([] { here().mutex_.lock(); }, [] { here().mutex_.unlock(); },
-                     [] {
-                       here().threads_ = here().sleeping_ = 0;  // a child process has none of them
-                       here().mutex_.unlock();
-                     });
-      return made;
-    }();
-    return *pool;
-  }
+  static Pool& here() { return *current(); }
 
-  void ask(std::shared_ptr<Job> job) {
+  void ask(const std::shared_ptr<Job>& job) {
     std::lock_guard<std::mutex> lock(mutex_);
     try {
       for (; threads_ < job->threads - 1; ++threads_) std::thread([this] { serve(); }).detach();
     } catch (const std::system_error&) {  // the system has no more threads: the caller gets through
     }
-    job_ = std::move(job);
+    job_ = job;
     number_.fetch_add(1, std::memory_order_release);
     if (sleeping_) wake_.notify_all();
   }
 
+  // The job's memory is not kept for longer than the job.
+  void forget(const std::shared_ptr<Job>& job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (job_ == job) job_.reset();
+  }
+
  private:
+  static Pool*& current() {
+    static Pool* pool = [] {
+      // A child process has none of the threads, and a condition variable whose waiters never leave: it takes a new
+      // pool.
+      pthread_atfork([] { here().mutex_.lock(); }, [] { here().mutex_.unlock(); }, [] { current() = new Pool; });
+      return new Pool;  // never destroyed: its threads may be the last that run
+    }();
+    return pool;
+  }
+
   void serve() {
     for (int64_t seen = 0;;) {
       const int64_t begin = nanoseconds();
@@ -76,6 +81,7 @@ class Pool {
         seen = number_.load(std::memory_order_relaxed);
         job = job_;
       }
+      if (!job) continue;
       const int64_t number = job->next.fetch_add(1, std::memory_order_relaxed);
       if (number < job->threads) job->work(number);
     }
@@ -112,13 +118,15 @@ int64_t Team::threads_for(int64_t work, int64_t work_of_thread) {
 
 void Team::run(const std::shared_ptr<Team>& team, int64_t threads, std::function<void(Member)> work) {
   const auto of_number = [team, work = std::move(work)](int64_t number) { work(Member(*team, number)); };
+  std::shared_ptr<Job> job;
   if (threads > 1) {
-    auto job = std::make_shared<Job>();
+    job = std::make_shared<Job>();
     job->work = of_number;
     job->threads = threads;
-    Pool::here().ask(std::move(job));
+    Pool::here().ask(job);
   }
   of_number(0);
+  if (job) Pool::here().forget(job);
   if (team->error_) std::rethrow_exception(team->error_);
 }
 

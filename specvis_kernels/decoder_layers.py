@@ -203,8 +203,8 @@ def _oracle(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, posit
     B, H = len(lengths), heads
     ends, padded_F = matrix_sizes(E, H, G, D, ffn_dim), ffn_dim + -ffn_dim % PANEL
     cosine, sine = rotations[positions.clamp(0, len(rotations) - 1)].repeat(R // len(positions), 1, 1, 1).unbind(-1)
-    column = lengths[:, None] + first_node + torch.arange(N, device=x.device)
-    column = torch.where((lengths[:, None] >= 0) & (column < T), column, T).repeat(R // max(B, 1), 1)
+    first = torch.where(lengths < 0, T, lengths.clamp(max=T))[:, None] + first_node
+    column = (first + torch.arange(N, device=x.device)).clamp(max=T).repeat(R // max(B, 1), 1)
     row = torch.arange(R, device=x.device)[:, None]
 
     def times(x, weight, outputs, K):  # operands of the dtype, sums in float32

@@ -1,4 +1,7 @@
 """packed_linear against PyTorch's linear layer."""
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -32,3 +35,24 @@ def test_refuses_what_it_cannot_read():
             packed_linear(x, weight, out_features)
     with pytest.raises(ValueError, match="weight must have an output and an even number of inputs"):
         pack_weight(torch.zeros(4, 5))
+
+
+FORKED = """
+import os, time, torch
+from specvis_kernels import pack_weight, packed_linear
+torch.set_num_threads(2)
+x, weight = torch.randn(64, 512), pack_weight(torch.randn(1024, 512))
+expected = packed_linear(x, weight, 1024).numpy()
+time.sleep(0.01)  # the other thread sleeps now
+child = os.fork()
+if not child:
+    for _ in range(5):
+        same = (packed_linear(x, weight, 1024).numpy() == expected).all()  # OpenMP's threads do not live on
+        time.sleep(0.01)
+    os._exit(not same)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=120)

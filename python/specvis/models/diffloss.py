@@ -214,7 +214,7 @@ class Denoiser:
         self.clip_sample_range = diffloss.clip_sample_range
         self.batch_shape, self.is_guided = z.shape[:-1], uncond is not None
         self.guidance = guidance[..., None] if isinstance(guidance, Tensor) else guidance
-        self.temperature, self.log_temperature = temperature, math.log(temperature)
+        self.temperature, self.log_temperature = float(temperature), math.log(temperature)
         z = torch.stack([z, uncond] if self.is_guided else [z], -2)
         self.z_embeddings = self.net.cond_embed(z.to(self.net.cond_embed.weight.dtype))
         self.time_embeddings = diffloss.time_embeddings(schedule, self.z_embeddings)

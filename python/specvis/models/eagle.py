@@ -14,7 +14,7 @@ from torch import Tensor
 from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
 
 from .interface import Nodes
-from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotation_pairs, rotations_at
+from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotation_pairs, rotations_at, without_biases
 from .llamagen import GPTConfig, RMSNorm
 
 NORM_EPS = 1e-6  # of LANTERN's drafter, whatever the target's
@@ -109,7 +109,8 @@ class EagleHead(nn.Module):
             return (pack_weight(self.fc.weight), self.fc.bias.detach().float(),
                     pack_layers(layers, heads=self.config.heads, eps=NORM_EPS), rotation_pairs(self.rotations))
 
-        parts = [self.fc, self.layers] if self.config.head_dim % 16 == 0 else []
+        fits = self.config.head_dim % 16 == 0 and self.fc.bias is not None and without_biases([self.layers])
+        parts = [self.fc, self.layers] if fits else []
         self.packing.check(parts, (nn.ModuleList, EagleLayer, SelfAttention, MLP, nn.Linear, RMSNorm), pack)
 
     def new_cache(self, rows: int, columns: int) -> Cache:

@@ -58,7 +58,8 @@ class Packing:
                 or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled("cpu")
                 or torch.compiler.is_compiling()):
             return None
-        if [state_of(of[name]) for of, name in self.owners] != self.state:
+        weights = [of.get(name) for of, name in self.owners]
+        if any(w is None for w in weights) or list(map(state_of, weights)) != self.state:
             check()
         return self.packed
 
@@ -83,8 +84,16 @@ def state_of(weight: Tensor) -> tuple[int, int]:
 
 
 def sum_of(weight: Tensor) -> int:
-    """Of its bits."""
-    return weight.detach().view(torch.int32).sum().item()
+    """Of its bits, each row's times the row's number."""
+    bits = weight.detach().view(torch.int32 if weight.itemsize == 4 else torch.int16)
+    rows = bits.flatten(1).sum(1) if bits.ndim > 1 else bits.long()
+    return (rows * torch.arange(1, len(rows) + 1)).sum().item()
+
+
+def without_biases(parts: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """The parts, or none of them if a bias that nobody expects would not be read."""
+    has_bias = any(getattr(module, "bias", None) is not None for part in parts for module in part.modules())
+    return [] if has_bias else parts
 
 
 def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, base: float = 10000.0) -> Tensor:

@@ -9,7 +9,16 @@ from torch import Tensor
 from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
 
 from .interface import Nodes
-from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotation_pairs, rotations_at
+from .layers import (
+    Cache,
+    NodesReading,
+    Packing,
+    Reading,
+    grid_rotations,
+    rotation_pairs,
+    rotations_at,
+    without_biases,
+)
 from .sizes import check_sizes
 
 
@@ -257,10 +266,11 @@ class GPT(nn.Module):
             return (pack_layers(layers, self.norm.weight, heads=self.config.heads, eps=self.config.norm_eps),
                     rotation_pairs(self.rotations))
 
-        self.packing.check([self.layers, self.norm] if self.config.head_dim % 16 == 0 else [], PACKABLE, pack)
+        parts = [self.layers, self.norm] if self.config.head_dim % 16 == 0 else []
+        self.packing.check(without_biases(parts), PACKABLE, pack)
 
     def pack_output(self) -> None:
-        self.output_packing.check([self.output], PACKABLE, lambda: pack_weight(self.output.weight))
+        self.output_packing.check(without_biases([self.output]), PACKABLE, lambda: pack_weight(self.output.weight))
 
     def teacher_forced(self, condition: Tensor, padding_mask: Tensor, tokens: Tensor) -> Tensor:
         """Hidden states (B, S + L - 1, dim) at the S conditions and at all but the last of `tokens` (B, L)."""

@@ -8,6 +8,7 @@ What is forced behind an image (its end, the end of a frame) is not drawn: a pic
 """
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
@@ -132,7 +133,8 @@ class ImageModel:
                 bfloat16
         """
         self.packing = Packing()
-        self.pack_layers()
+        with suppress(AttributeError):  # of layers that are not alike
+            self.pack_layers()
         if self.packing.packed is None:
             self.packing = None
             raise ValueError("model must have layers as Llama, Emu3 or Chameleon have them, unchanged, in float32 or "
