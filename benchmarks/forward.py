@@ -1,6 +1,6 @@
 """A forward on a CPU, and what limits it:   python -m benchmarks.forward [--sizes ..] [--llama PYTHON] [--json]
 
-What is timed reads so many nodes for each of a guided pair of rows, in the middle of a picture, with their logits: by
+A forward reads 1 to 33 nodes for each of a guided pair of rows, in the middle of a picture, with their logits: by
 `decoder_layers`, by PyTorch's modules (eager or compiled), and by llama.cpp as many rows of a random Llama of the same
 sizes. PyTorch has two processes, in which OpenMP waits as by default or passively, and llama.cpp has its own. They take
 turns, and are stopped between these, so that their threads take no time from the others. A single thread's time is its
@@ -45,7 +45,7 @@ def gpt_of(size: str, dtype: str) -> GPT:
 
 
 def forward_of(gpt: GPT, nodes: int):
-    """A call that reads so many nodes of a single picture in its middle, with and without its condition."""
+    """A call that reads that many nodes in the middle of a picture, with and without its condition."""
     first, null = gpt.prefix_len + gpt.config.tokens // 2, gpt.null_condition(2)
     cache, mask = gpt.new_cache(2, first + nodes), torch.ones(null.shape[:2], dtype=torch.bool)
     gpt.prefill(null, mask, cache)

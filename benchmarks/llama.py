@@ -2,8 +2,8 @@
 
     python benchmarks/llama.py DTYPE LAYERS HEADS DIM FFN_DIM VOCABULARY
 
-For each line [rows, threads, seconds] of its input it prints the milliseconds of forwards that read so many tokens
-behind 128, of one sequence, with all their logits.
+For each line [rows, threads, seconds] of its input it prints the milliseconds of forwards that read that many tokens of
+one sequence, after 128 others, with all their logits.
 """
 import json
 import sys

@@ -266,7 +266,7 @@ def test_auto_is_chosen_once_for_a_batch_and_the_tokens_are_plain_decodings(tiny
         drafted.append(decoded.num_drafted.max().item())
     timed = TIMED[:-1] * ROUNDS + (TIMED[-1:] * ROUNDS if window else ())  # where 8 does not pay, 32 is not tried
     assert calls == [min(window, L) for window in timed * 2]
-    assert drafted == [max(0, window - 2)] * 3  # of what is left behind the first two tokens
+    assert drafted == [max(0, window - 2)] * 3  # of what is left after the first two tokens
 
 
 def test_a_window_chosen_beside_a_wider_one():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, tree_links
+from specvis_kernels import DecoderLayer, backends, decoder_layers, pack_layers, tree_links
 from tests.kernels import inputs
 
 CPU = pytest.mark.skipif(inputs.DEVICE != "cpu", reason="only the CPU's kernel promises this")
@@ -94,13 +94,15 @@ def test_is_a_llama_layer():
 
 
 @CPU
-def test_a_nan_stays_in_its_row_and_nothing_is_written_outside():
+@pytest.mark.parametrize("backend", backends("decoder_layers", inputs.DEVICE))
+@pytest.mark.parametrize("length", [-1, 2**63 - 1])
+def test_a_nan_stays_in_its_row_and_nothing_is_written_outside(length, backend):
     args, kwargs = inputs.decoder_layers(2, 5, 64, 2, 2, 32, 64)
     x, layers, cache, _, ancestors, positions, rotations = args
-    T, lengths = cache.shape[2], torch.tensor([cache.shape[2] - 2, -1])  # three nodes have no column; no node has one
+    T, lengths = cache.shape[2], torch.tensor([cache.shape[2] - 2, length])  # three nodes have no column; no node has
     before = cache.clone()
     x[2] = torch.nan  # of request 0
-    hidden = decoder_layers(x, layers, cache, lengths, ancestors, positions, rotations, **kwargs)
+    hidden = decoder_layers(x, layers, cache, lengths, ancestors, positions, rotations, **kwargs, backend=backend)
     assert hidden[2].isnan().all() and not hidden[[0, 1, 3]].isnan().any()
     assert torch.equal(cache[:, 1::2], before[:, 1::2]) and torch.equal(cache[:, ::2, :T - 2], before[:, ::2, :T - 2])
     assert not torch.equal(cache[:, 0, T - 2:], before[:, 0, T - 2:])

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from safetensors.torch import save_file
 
 import specvis.models.layers
@@ -123,7 +124,10 @@ def test_a_changed_weight_is_never_read_as_it_was():
             lambda: gpt.load_state_dict({name: value + 0.1 for name, value in gpt.state_dict().items()}),
             lambda: (gpt.layers[0].attention.wqkv.weight.data.mul_(4), gpt.new_cache(1, 1)),
             lambda: (gpt.to(torch.bfloat16).float(), gpt.new_cache(1, 1)),  # the memory may be where the old one was
-            lambda: setattr(gpt.layers[0].attention.wo, "weight", torch.nn.Parameter(torch.eye(32)))):
+            lambda: (gpt.output.weight.data.copy_(gpt.output.weight.data.flip(0)), gpt.new_cache(1, 1)),
+            lambda: setattr(gpt.layers[0].attention.wo, "weight", torch.nn.Parameter(torch.eye(32))),
+            lambda: torch.nn.utils.prune.l1_unstructured(gpt.output, "weight", 0.5),
+            lambda: (setattr(gpt.output, "bias", torch.nn.Parameter(torch.arange(64.0))), gpt.new_cache(1, 1))):
         with torch.no_grad():
             change()
         after = logits()

@@ -151,7 +151,7 @@ class Settings(Rows):
         self.windows, self.max_window = torch.tensor(self.host_windows, device=device), max(self.host_windows)
         W = self.max_window
         self.from_last = methods[0].guess == "last"
-        # how far behind a draw a guess is drawn with it
+        # how many positions after a draw a guess is drawn with it
         self.ahead = self.columns if methods[0].seed_exact and W and not self.from_last else 0
         self.lossless = torch.tensor([m.lossless for m in methods], device=device)
         self.index = torch.arange(-1, max(self.columns, W + 1) + 1, device=device)  # from the newest token's position
@@ -347,7 +347,7 @@ def verify(state: State, settings: Settings, chain: Chain, hidden: Tensor) -> Dr
 def commit(state: State, settings: Settings, chain: Chain, verified: DrawTokensResult | Coupled) -> None:
     """The draws are the newest tokens and guesses. Where a window reaches the row below, its own are better.
 
-    A request guesses nothing behind its own window.
+    A request guesses nothing after its own window.
     """
     def own(positions: Tensor, other: int = state.tokens.shape[1] - 1) -> Tensor:
         is_own = settings.is_own
