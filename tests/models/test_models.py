@@ -126,8 +126,9 @@ def test_a_changed_weight_is_never_read_as_it_was():
             lambda: (gpt.to(torch.bfloat16).float(), gpt.new_cache(1, 1)),  # the memory may be where the old one was
             lambda: (gpt.output.weight.data.copy_(gpt.output.weight.data.flip(0)), gpt.new_cache(1, 1)),
             lambda: setattr(gpt.layers[0].attention.wo, "weight", torch.nn.Parameter(torch.eye(32))),
-            lambda: torch.nn.utils.prune.l1_unstructured(gpt.output, "weight", 0.5),
-            lambda: (setattr(gpt.output, "bias", torch.nn.Parameter(torch.arange(64.0))), gpt.new_cache(1, 1))):
+            lambda: (setattr(gpt.output, "bias", torch.nn.Parameter(torch.arange(64.0))), gpt.new_cache(1, 1)),
+            lambda: (setattr(gpt.output, "bias", None), gpt.new_cache(1, 1)),
+            lambda: torch.nn.utils.prune.l1_unstructured(gpt.output, "weight", 0.5)):
         with torch.no_grad():
             change()
         after = logits()
