@@ -25,7 +25,7 @@ class Packing:
     """
 
     def __init__(self):
-        self.owners, self.weights, self.state, self.sums, self.packed = [], [], None, None, None
+        self.owners, self.weights, self.counted, self.state, self.sums, self.packed = [], [], [], None, None, None
 
     def __reduce__(self):
         return Packing, ()  # a copy of a model packs for itself
@@ -41,13 +41,14 @@ class Packing:
             multiple: of which the weights' inputs must be one
         """
         modules = [module for part in parts for module in part.modules()]
-        owners = [(module._parameters, name) for module in modules for name in module._parameters]
-        self.owners = [(of, name) for of, name in owners if of[name] is not None]
+        self.owners = [(module._parameters, name) for module in modules
+                       for name, weight in module._parameters.items() if weight is not None]
         self.weights = [of[name] for of, name in self.owners]
+        self.counted = [weight for weight in self.weights if not weight.is_inference()]
         if not can_pack(self.weights, multiple) or not all(is_unchanged(module, types) for module in modules):
             self.packed = None
             return
-        state, sums = list(map(state_of, self.weights)), list(map(sum_of, self.weights))
+        state, sums = self.state_now(), list(map(sum_of, self.weights))
         if self.packed is None or state != self.state or sums != self.sums:
             self.packed = pack()
         self.state, self.sums = state, sums
@@ -58,10 +59,13 @@ class Packing:
                 or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled("cpu")
                 or torch.compiler.is_compiling()):
             return None
-        weights = [of.get(name) for of, name in self.owners]
-        if any(w is None for w in weights) or list(map(state_of, weights)) != self.state:
+        if self.state_now() != self.state:
             check()
         return self.packed
+
+    def state_now(self) -> tuple[list[int], list[int]]:
+        """Which tensors the weights are, and how often each was written to."""
+        return [id(of.get(name)) for of, name in self.owners], [weight._version for weight in self.counted]
 
 
 def can_pack(weights: list[Tensor], multiple: int) -> bool:
@@ -76,11 +80,6 @@ def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
     return (type(module) in types and not module._forward_hooks and not module._forward_pre_hooks
             and "forward" not in vars(module)
             and not (module.training and isinstance(module, nn.Dropout) and module.p))
-
-
-def state_of(weight: Tensor) -> tuple[int, int]:
-    """Where a weight stands in memory, and how often it was written to."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def sum_of(weight: Tensor) -> int:
