@@ -15,7 +15,7 @@ from specvis.decoding.sampling import Sampling
 from specvis.models.eagle import EagleHead
 from specvis.models.interface import Nodes
 from specvis.models.layers import grid_rotations
-from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config, condition_mask, text_config
+from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config, text_config
 from specvis.models.vq import VQ, VQConfig
 from specvis.models.words import UnknownWords, Words
 from specvis.pipelines.checkpoint import CheckpointError, load_weights, read_weights
@@ -95,8 +95,7 @@ def test_reading_token_by_token_equals_reading_at_once(config):
     S = condition.shape[1]
     whole = gpt.teacher_forced(condition, padding_mask, tokens)
     cache = gpt.new_cache(2, S + 16)
-    slots = torch.arange(S).expand(2, -1)
-    parts = [gpt.read(condition, slots, condition_mask(padding_mask, S), cache, slots)]
+    parts = [gpt.prefill(condition, padding_mask, cache)]
     for i in range(15):
         nodes = Nodes(torch.zeros(1, 1, dtype=torch.int64), torch.full((2,), S + i),
                       torch.ones(2, 1, 1, dtype=torch.int64), padding_mask, S + 16)

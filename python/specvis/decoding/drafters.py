@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models.eagle import EagleHead
 from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
-from ..models.llamagen import GPT, condition_mask
+from ..models.llamagen import GPT, condition_nodes
 from .batching import pairs
 from .capture import can_replay
 
@@ -48,9 +48,8 @@ class EagleDrafter:
 
     def prefill(self, hidden: Tensor, cache: Cache) -> None:
         if self.prefix_len:
-            slots = torch.arange(self.prefix_len, device=hidden.device)[None].expand(len(hidden), -1)
-            self.head.read(torch.zeros_like(slots), hidden[:, : self.prefix_len], slots,
-                           condition_mask(self.padding_mask, self.prefix_len), cache, slots)
+            no_tokens = torch.zeros_like(self.padding_mask, dtype=torch.int64)
+            self.head.extend(no_tokens, hidden[:, : self.prefix_len], condition_nodes(self.padding_mask), cache)
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         return self.head.extend(tokens, previous_hidden, nodes, cache)

@@ -74,8 +74,7 @@ class EagleHead(nn.Module):
                                         base=config.rope_base)
         self.packing = Packing()
 
-    def read(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor,
-             cache: Cache | None = None, slots: Tensor | None = None) -> Tensor:
+    def read(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         """Predict the target's hidden states at `tokens`. The other arguments are those of GPT.read.
 
         Args:
@@ -85,8 +84,7 @@ class EagleHead(nn.Module):
         Returns:
             (R, N, dim)
         """
-        return self(tokens, previous_hidden,
-                    Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype, cache, slots))
+        return self(tokens, previous_hidden, Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype))
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """The same for tokens behind what the cache holds. See `Drafter.extend`."""

@@ -157,40 +157,23 @@ class Cache:
         first = torch.arange(0, R * T, T, device=slots.device)  # of each row
         return (first.view(-1, len(slots), 1) + slots).flatten()
 
-    def columns(self, columns: int) -> tuple[Tensor, Tensor]:
-        """Keys and values (L, R, H, columns, D) in the first columns, now and when they are written."""
-        first = self.data[:, :, :columns].transpose(2, 4)
-        return first[:, :, :, 0], first[:, :, :, 1]
-
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
         """Move the accepted nodes of a tree to the columns behind its root, in every layer; see `ModelCache.commit`."""
         commit_kv(self.data, accepted_nodes, num_accepted, lengths, row_dim=1, column_dim=2)
 
 
 class Reading:
-    """What all layers share when they read N entries of R rows, each of which sees what a mask says.
+    """What all layers share when they read N entries of R rows, each of which sees those that a mask says."""
 
-    Without a cache the entries see each other. With one they are kept in its columns `slots`, and see the columns.
-    """
-
-    def __init__(self, rotations: Tensor, mask: Tensor, dtype: torch.dtype, cache: Cache | None = None,
-                 slots: Tensor | None = None):
-        """rotations (R or 1, N, 3, 1, D / 2); mask (R or 1, N, T) bool; slots (R, N) int64: the cache's columns."""
+    def __init__(self, rotations: Tensor, mask: Tensor, dtype: torch.dtype):
+        """rotations (R or 1, N, 3, 1, D / 2); mask (R or 1, N, N) bool"""
         self.rotations, self.mask = rotations, torch.where(mask, 0.0, -torch.inf).to(dtype)[:, None]
-        self.cache = cache
-        if cache is not None:
-            cache.check(len(slots), mask.shape[2], dtype)
-            self.slots, (self.keys, self.values) = cache.flat_slots(slots), cache.columns(mask.shape[2])
 
     def attend(self, qkv: Tensor, heads: int, layer: int) -> Tensor:
         """Attention of the queries in qkv (R, N, 3 * H * D) to what they may see: (R, N, H * D)."""
         R, N, width = qkv.shape
         q, entries = self.turn(qkv, heads)
-        if self.cache is not None:
-            self.cache.data[layer].flatten(0, 1).index_copy_(0, self.slots, entries)
-            k, v = self.keys[layer], self.values[layer]
-        else:
-            k, v = entries.view(R, N, 2, heads, -1).transpose(1, 3).unbind(2)
+        k, v = entries.view(R, N, 2, heads, -1).transpose(1, 3).unbind(2)
         q = q.view(R, N, heads, -1).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         return attended.transpose(1, 2).reshape(R, N, width // 3)

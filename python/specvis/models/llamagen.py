@@ -159,10 +159,10 @@ class CaptionEmbedding(nn.Module):
 class GPT(nn.Module):
     """Tokens of an image in raster order behind a class or a caption; rows of a batch are independent.
 
-    On a CPU, in float32 and bfloat16, `extend` and `logits` are `decoder_layers` and `packed_linear`: not a bit depends
-    on how many nodes are read at once, on other rows, or on the number of threads. So seed-exact methods draw exactly
-    the baseline's tokens. Blocks that were changed (adapters, hooks), gradients, heads whose size is no multiple of 16,
-    and other devices take PyTorch's modules.
+    On a CPU, in float32 and bfloat16, conditions and tokens are read by `decoder_layers` and `packed_linear`. Not a bit
+    depends on how many nodes are read at once, on other rows, or on the number of threads. So seed-exact methods draw
+    exactly the baseline's tokens. Blocks that were changed (adapters, hooks), gradients, heads whose size is no
+    multiple of 16, and other devices take PyTorch's modules.
     """
 
     can_replay = True
@@ -221,21 +221,18 @@ class GPT(nn.Module):
         features = self.cls_embedding.uncond_embedding
         return self.condition(features.expand(batch, *features.shape))[0]
 
-    def read(self, x: Tensor, position_ids: Tensor, mask: Tensor, cache: Cache | None = None,
-             slots: Tensor | None = None) -> Tensor:
+    def read(self, x: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         """Hidden states after the last norm.
 
         Args:
             x:            (R, N, dim)  embeddings of conditions or tokens
             position_ids: (R or 1, N) int64  where each stands in [condition | raster grid]; all positions behind the
                 grid are one spare position
-            mask:         (R or 1, N, T) bool  which of T keys each may see
-            cache:        keeps the keys and values, in columns `slots`
-            slots:        (R, N) int64
+            mask:         (R or 1, N, N) bool  which of them each may see
         Returns:
             (R, N, dim)
         """
-        return self(x, Reading(rotations_at(self, position_ids), mask, x.dtype, cache, slots))
+        return self(x, Reading(rotations_at(self, position_ids), mask, x.dtype))
 
     def forward(self, x: Tensor, reading: Reading) -> Tensor:
         """Embeddings (R, N, dim) -> hidden states (R, N, dim) after the last norm."""
@@ -248,8 +245,8 @@ class GPT(nn.Module):
 
     def prefill(self, condition: Tensor, padding_mask: Tensor, cache: Cache) -> Tensor:
         """Read conditions (R, S, dim) into an empty cache; hidden states (R, S, dim). See `TargetModel.prefill`."""
-        slots = torch.arange(condition.shape[1], device=condition.device)[None].expand(len(condition), -1)
-        return self.read(condition, slots, condition_mask(padding_mask, condition.shape[1]), cache, slots)
+        cache.check(*padding_mask.shape, condition.dtype)
+        return self(condition, NodesReading(self, condition_nodes(padding_mask), cache))
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
@@ -293,3 +290,12 @@ def condition_mask(padding_mask: Tensor, columns: int) -> Tensor:
     is_real = F.pad(padding_mask, (0, columns - padding_mask.shape[1]), value=True)
     causal = torch.ones(columns, columns, dtype=torch.bool, device=padding_mask.device).tril()
     return causal & (is_real[:, None] | torch.eye(columns, dtype=torch.bool, device=padding_mask.device))
+
+
+def condition_nodes(padding_mask: Tensor) -> Nodes:
+    """Conditions in the first columns, that see what `condition_mask` says. padding_mask (R, S) bool"""
+    R, S = padding_mask.shape
+    bit = torch.arange(64, device=padding_mask.device)
+    mask = F.pad(condition_mask(padding_mask, S), (0, -S % 64)).view(R, S, -1, 64)
+    ancestors = (mask.long() << bit).sum(-1)
+    return Nodes(torch.arange(S, device=bit.device)[None], bit.new_zeros(R), ancestors, padding_mask, S)
