@@ -14,6 +14,7 @@ from .layers import (
     NodesReading,
     Packing,
     Reading,
+    embed,
     grid_rotations,
     rotation_pairs,
     rotations_at,
@@ -250,7 +251,7 @@ class GPT(nn.Module):
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
         """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
-        return self(self.tok_embeddings(tokens), NodesReading(self, nodes, cache))
+        return self(embed(self.tok_embeddings, tokens), NodesReading(self, nodes, cache))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(R, N, dim) hidden states -> (R, N, V) float32."""
