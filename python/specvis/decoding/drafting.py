@@ -8,6 +8,7 @@ from torch import Tensor
 from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, philox_uniforms, select_tree, tree_links
 
 from ..models.interface import Drafter, Nodes, TargetModel, id_range, num_tokens
+from ..models.threads import cat
 from .batching import Rows
 from .methods import Method
 from .sampling import DRAFT, SHAPE, Sampling, repeat_for_cfg, take_nodes
@@ -103,10 +104,11 @@ class Drafting(Rows, ABC):
         hidden = self.drafter.extend(repeat_for_cfg(new_tokens), previous_hidden, nodes, self.cache)
         hidden = take_nodes(hidden, (num_new - 1)[:, None])
         logits = self.drafter.logits(hidden)
-        if self.hidden is None:
-            self.hidden, self.logits = hidden.clone(), logits.clone()
-        self.hidden.copy_(hidden)
-        self.logits.copy_(logits)
+        if self.hidden is None or not hidden.is_cuda:
+            self.hidden, self.logits = hidden, logits
+        else:  # what a CUDA graph reads stays where it is
+            self.hidden.copy_(hidden)
+            self.logits.copy_(logits)
 
     def nodes(self, depth: Tensor, lengths: Tensor, ancestors: Tensor, max_columns: int, first: int = 0) -> Nodes:
         """Of the drafter's tree. max_columns: behind the condition"""
@@ -225,7 +227,7 @@ class StaticDrafting(Drafting):
         tokens = torch.cat(drawn, 1).index_select(1, self.plan.nodes)
         if self.seed_exact:
             return Draft(tokens, self.plan.links, None, None)
-        return Draft(tokens, self.plan.links, torch.cat(rows, 1), self.plan.draft_row)
+        return Draft(tokens, self.plan.links, cat(rows, 1), self.plan.draft_row)
 
 
 class DynamicDrafting(Drafting):

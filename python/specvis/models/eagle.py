@@ -14,18 +14,9 @@ from torch import Tensor
 from specvis_kernels import DecoderLayer, pack_layers, pack_weight, packed_linear
 
 from .interface import Nodes
-from .layers import (
-    Cache,
-    NodesReading,
-    Packing,
-    Reading,
-    embed,
-    grid_rotations,
-    rotation_pairs,
-    rotations_at,
-    without_biases,
-)
+from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotation_pairs, rotations_at, without_biases
 from .llamagen import GPTConfig, RMSNorm
+from .threads import cast, cat, embed
 
 NORM_EPS = 1e-6  # of LANTERN's drafter, whatever the target's
 
@@ -101,11 +92,11 @@ class EagleHead(nn.Module):
         return self(tokens, previous_hidden, NodesReading(self, nodes, cache))
 
     def forward(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:
-        x = torch.cat([embed(self.embed_tokens, tokens), previous_hidden], -1)
+        x = cat([embed(self.embed_tokens, tokens), previous_hidden], -1)
         packed = self.packing.get(x, self.pack) if isinstance(reading, NodesReading) else None
         if packed is not None:
             fc, bias, layers, rotations = packed
-            return reading.read(packed_linear(x, fc, self.config.dim, bias).to(x.dtype), layers, rotations)
+            return reading.read(cast(packed_linear(x, fc, self.config.dim, bias), x.dtype), layers, rotations)
         x = self.fc(x)
         for index, layer in enumerate(self.layers):
             x = layer(x, reading, index)

@@ -14,7 +14,6 @@ from .interface import Nodes
 
 USE_DECODER_LAYERS = True  # False: PyTorch's modules read everything, for who compares the two
 DTYPES = torch.float32, torch.bfloat16
-ONE_THREAD = 1 << 15  # numbers that PyTorch writes by one thread; others then wait busily beside ours for milliseconds
 
 
 class Packing:
@@ -112,17 +111,6 @@ def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, bas
     cells = torch.polar(torch.ones_like(angles), angles)
     turns = torch.cat([cells.new_zeros(condition, half), cells, cells.new_zeros(spare, half)])
     return torch.stack([turns, turns, torch.ones_like(turns)], 1)[:, :, None]
-
-
-def embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-    """embedding(tokens), read in parts if that keeps PyTorch's threads from waiting beside ours."""
-    most = ONE_THREAD // embedding.embedding_dim
-    if tokens.numel() <= most or tokens.device.type != "cpu" or torch.is_grad_enabled():
-        return embedding(tokens)
-    x = embedding.weight.new_empty(tokens.numel(), embedding.embedding_dim)
-    for part, of_part in zip(x.split(max(most, 1)), tokens.flatten().split(max(most, 1))):
-        part.copy_(embedding(of_part))
-    return x.view(*tokens.shape, -1)
 
 
 def rotation_pairs(rotations: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ from .layers import (
     NodesReading,
     Packing,
     Reading,
-    embed,
     grid_rotations,
     rotation_pairs,
     rotations_at,
     without_biases,
 )
 from .sizes import check_sizes
+from .threads import embed
 
 
 @dataclass(frozen=True)
