@@ -8,6 +8,7 @@ rejected.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from specvis_kernels import (
 
 from ..models.diffloss import Denoiser
 from ..models.mar import MAR, scheduled_guidance
+from ..models.threads import in_parts
 from .limits import MAX_NUMBER, MIN_NUMBER, is_number
 from .methods import CONTINUOUS, SCHEDULES, ContinuousMethod, parse_method
 from .sampling import ACCEPT, FRESH, NOISE, ORDER, RESAMPLE, RESAMPLE_NOISE, UNALIGNED, check_seeds, philox_normals
@@ -216,9 +218,16 @@ class GuidedMAR:
         for rows in torch.arange(len(tokens), device=tokens.device).split(max(1, MAX_ROWS // repeats)):
             tokens_of, is_known_of, positions_of = (
                 part[rows].repeat_interleave(repeats, 0) for part in (tokens, is_known, positions))
-            z = self.mar(tokens_of, is_known_of, self.condition[requests[rows]].flatten(0, 1), max_known, positions_of)
+            z = self.mar(tokens_of, is_known_of, self.condition_of(requests[rows]), max_known, positions_of)
             parts.append(z.unflatten(0, (len(rows), repeats)).transpose(1, 2))                 # (r, n, 1 or 2, dim)
         return torch.cat(parts)
+
+    def condition_of(self, requests: Tensor) -> Tensor:
+        """What `mar` reads for these requests (r,): (r * 1 or 2, ..)"""
+        *shape, dim = self.condition.shape[1:]
+        table, size = self.condition.reshape(-1, dim), math.prod(shape)
+        index = requests[:, None] * size + torch.arange(size, device=requests.device)
+        return in_parts(partial(torch.index_select, table, 0), dim, index.flatten()).view(-1, *shape[1:], dim)
 
     def denoiser(self, z: Tensor, num_unknown: Tensor, num_steps: int | None = None) -> Denoiser:
         """The diffusion given z (R, 1 or 2, dim), R any dimensions.

@@ -8,7 +8,7 @@ from torch import Tensor
 from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, philox_uniforms, select_tree, tree_links
 
 from ..models.interface import Drafter, Nodes, TargetModel, id_range, num_tokens
-from ..models.threads import cat
+from ..models.threads import cat, copy
 from .batching import Rows
 from .methods import Method
 from .sampling import DRAFT, SHAPE, Sampling, repeat_for_cfg, take_nodes
@@ -104,11 +104,10 @@ class Drafting(Rows, ABC):
         hidden = self.drafter.extend(repeat_for_cfg(new_tokens), previous_hidden, nodes, self.cache)
         hidden = take_nodes(hidden, (num_new - 1)[:, None])
         logits = self.drafter.logits(hidden)
-        if self.hidden is None or not hidden.is_cuda:
-            self.hidden, self.logits = hidden, logits
-        else:  # what a CUDA graph reads stays where it is
-            self.hidden.copy_(hidden)
-            self.logits.copy_(logits)
+        if self.hidden is None:
+            self.hidden, self.logits = hidden.clone(), logits.clone()
+        copy(self.hidden, hidden)
+        copy(self.logits, logits)
 
     def nodes(self, depth: Tensor, lengths: Tensor, ancestors: Tensor, max_columns: int, first: int = 0) -> Nodes:
         """Of the drafter's tree. max_columns: behind the condition"""

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis_kernels import DenoiserBlock, denoise_tokens, pack_denoiser
+from specvis_kernels import DenoiserBlock, denoise_tokens, pack_denoiser, pack_weight, packed_linear
 
 from .layers import Packing
 
@@ -216,7 +216,7 @@ class Denoiser:
         self.guidance = guidance[..., None] if isinstance(guidance, Tensor) else guidance
         self.temperature, self.log_temperature = float(temperature), math.log(temperature)
         z = torch.stack([z, uncond] if self.is_guided else [z], -2)
-        self.z_embeddings = self.net.cond_embed(z.to(self.net.cond_embed.weight.dtype))
+        self.z_embeddings = diffloss.cond_embeddings(z.to(self.net.cond_embed.weight.dtype))
         self.time_embeddings = diffloss.time_embeddings(schedule, self.z_embeddings)
 
     def transition(self, x: Tensor, t: int | Tensor) -> tuple[Tensor, Tensor]:
@@ -310,11 +310,11 @@ class DiffLoss(nn.Module):
                                     block.mlp[2].weight, block.mlp[2].bias, block.adaLN_modulation[1].weight,
                                     block.adaLN_modulation[1].bias) for block in net.res_blocks]
             return pack_denoiser(blocks, input.weight, input.bias, modulation.weight, modulation.bias, output.weight,
-                                 output.bias, eps=NORM_EPS), {}  # and time embeddings of schedules
+                                 output.bias, eps=NORM_EPS), pack_weight(net.cond_embed.weight), {}
 
         net = self.net
         fits = type(net) is Network and net.input_proj.out_features % 16 == 0 and self.channels % 2 == 0
-        parts = [net.input_proj, net.res_blocks, net.final_layer, net.time_embed.mlp] if fits else []
+        parts = [net.input_proj, net.res_blocks, net.final_layer, net.time_embed.mlp, net.cond_embed] if fits else []
         self.packing.check(parts, PACKABLE, pack, multiple=2)
 
     def forward(self, noise: Tensor, denoiser: Denoiser) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -329,10 +329,15 @@ class DiffLoss(nn.Module):
         path = path.view(*R, *path.shape[1:])
         return path[..., 0, :], log_sigma.view(*R, self.channels), log_sigma_sum.view(R), path
 
+    def cond_embeddings(self, z: Tensor) -> Tensor:
+        """z (.., z_channels) -> (.., width)"""
+        packed, linear = self.packing.get(z, self.pack), self.net.cond_embed
+        return linear(z) if packed is None else packed_linear(z, packed[1], linear.out_features, linear.bias)
+
     def time_embeddings(self, schedule: Schedule, like: Tensor) -> Tensor:
         """(T, width) on the device of `like`; those of packed weights are kept."""
         packed = self.packing.get(like, self.pack)
-        kept = {} if packed is None else packed[1]
+        kept = {} if packed is None else packed[2]
         if len(schedule) not in kept:
             kept[len(schedule)] = self.net.time_embed(schedule.table(like.device)[:, 0])
         return kept[len(schedule)]

@@ -3,7 +3,9 @@
 An encoder reads `buffer` condition tokens and the known tokens. A decoder fills in the rest: its output z at a position
 conditions the diffusion (diffloss.py) of the token there. Attention is bidirectional, so there can be no cache.
 """
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -16,6 +18,7 @@ from .diffloss import NORM_EPS, DiffLoss
 from .layers import Packing
 from .llamagen import CaptionProjection
 from .sizes import check_sizes
+from .threads import cast, cat, in_parts, layer_norm
 
 
 @dataclass(frozen=True)
@@ -173,12 +176,15 @@ class MAR(nn.Module):
         def pack():
             blocks = [pack_blocks([block.weights() for block in stack], (norm.weight, norm.bias), heads=c.heads,
                                   eps=NORM_EPS) for stack, norm in zip(stacks, norms)]
-            return *blocks, pack_weight(self.decoder_embed.weight), self.decoder_embed.bias.float()
+            linears = [(pack_weight(linear.weight), c.dim, linear.bias.float()) for linear in linear_layers]
+            return *blocks, *linears
 
-        c, norms = self.config, [self.encoder_norm, self.decoder_norm]
+        c, norms, linear_layers = self.config, [self.encoder_norm, self.decoder_norm], [self.z_proj, self.decoder_embed]
         stacks = [self.encoder_blocks, self.decoder_blocks]
-        fits = all(map(len, stacks)) and c.dim // c.heads <= 256
-        self.packing.check([*stacks, *norms, self.decoder_embed] if fits else [], PACKABLE, pack)
+        fits = all(map(len, stacks)) and c.dim // c.heads <= 256 and c.channels % 2 == 0 and all(
+            size % 16 == 0 for size in (c.dim, int(c.dim * c.mlp_ratio)))
+        parts = [*stacks, *norms, *linear_layers, self.z_proj_ln] if fits else []
+        self.packing.check(parts, PACKABLE, pack, multiple=2)
 
     def condition(self, source: Tensor) -> Tensor:
         """Embed conditions.
@@ -230,30 +236,38 @@ class MAR(nn.Module):
         if condition.ndim != 3 or condition.shape[::2] != (R, c.dim) or not 1 <= condition.shape[1] <= c.buffer:
             raise ValueError(f"condition must be (R={R}, {c.dim}) or (R={R}, S, {c.dim}) with S within 1..{c.buffer}, "
                              f"got {tuple(condition.shape)}")
-        repeated = torch.arange(c.buffer, device=tokens.device) % condition.shape[1]
-
         # The encoder reads the known tokens. Shorter rows are padded with unknown ones, which the mask hides.
         positions = is_known.byte().argsort(dim=1, descending=True, stable=True)[:, :max_known]
         padding_mask = is_known.gather(1, positions)  # True where a token is known
         read = entries_at(tokens, positions).masked_fill(~padding_mask[..., None], 0).to(self.z_proj.weight.dtype)
-        x = torch.cat([condition[:, repeated].to(read.dtype), self.z_proj(read)], 1)
-        columns = F.pad(c.buffer + positions, (c.buffer, 0))
-        columns[:, :c.buffer] = torch.arange(c.buffer, device=columns.device)
-        x = self.z_proj_ln(x + entries_at(self.encoder_pos_embed_learned.expand(R, -1, -1), columns))
-
-        mask, packed = F.pad(padding_mask, (c.buffer, 0), value=True), self.packing.get(x, self.pack_blocks)
+        packed = self.packing.get(read, self.pack_blocks)
         if packed is not None:
-            encoder, decoder, *embed = packed
+            encoder, decoder, z_proj, decoder_embed = packed
+            z = cast(packed_linear(read, *z_proj), read.dtype)
+        else:
+            z = self.z_proj(read)
+        S, condition = condition.shape[1], condition.to(z.dtype)
+        x = cat([*[condition] * (c.buffer // S), condition[:, : c.buffer % S], z], 1)
+        columns = self.after_buffer(c.buffer + positions)
+        norm = self.z_proj_ln if packed is None else partial(layer_norm, self.z_proj_ln)
+        x = in_parts(partial(self.encoder_input, norm), c.dim, x.flatten(0, 1), columns.flatten()).view(x.shape)
+
+        mask = F.pad(padding_mask, (c.buffer, 0), value=True)
+        if packed is not None:
             x = transformer_blocks(x, encoder, key_mask=mask)
-            x = packed_linear(x, embed[0], c.dim, embed[1]).to(x.dtype)
+            x = cast(packed_linear(x, *decoder_embed), x.dtype)
         else:
             for block in self.encoder_blocks:
                 x = block(x, mask[:, None, None])
             x = self.decoder_embed(self.encoder_norm(x))
 
-        known = torch.where(padding_mask[..., None], x[:, c.buffer:], self.mask_token)
-        filled = self.mask_token.expand(R, L, -1).scatter(1, positions[..., None].expand_as(known), known)
-        x = torch.cat([x[:, :c.buffer], filled], 1) + self.decoder_pos_embed_learned
+        # The decoder reads them where they stand, and the mask token everywhere else.
+        sources = cat([x, self.mask_token.to(x.dtype).expand(R, 1, -1)], 1)
+        index = self.after_buffer(torch.where(is_known, c.buffer - 1 + is_known.cumsum(1), x.shape[1]))
+        index = index + sources.shape[1] * torch.arange(R, device=index.device)[:, None]
+        columns = torch.arange(index.shape[1], device=index.device).repeat(R)
+        x = in_parts(partial(self.decoder_input, sources.flatten(0, 1)), c.dim, index.flatten(), columns)
+        x = x.view(*index.shape, c.dim)
         columns = None if wanted is None else c.buffer + wanted
         if packed is not None:
             x = transformer_blocks(x, decoder, wanted=columns)
@@ -265,4 +279,18 @@ class MAR(nn.Module):
             x = self.decoder_norm(x)
         if wanted is None:
             return x[:, c.buffer:] + self.diffusion_pos_embed_learned
-        return x + self.diffusion_pos_embed_learned[0, wanted]
+        return in_parts(self.output, c.dim, x.flatten(0, 1), wanted.flatten()).view(x.shape)
+
+    def after_buffer(self, index: Tensor) -> Tensor:
+        """index (R, n), and before it the numbers of the buffer's entries"""
+        buffer = torch.arange(self.config.buffer, device=index.device)
+        return torch.cat([buffer.expand(len(index), -1), index], 1)
+
+    def encoder_input(self, norm: Callable[[Tensor], Tensor], x: Tensor, columns: Tensor) -> Tensor:
+        return norm(x + F.embedding(columns, self.encoder_pos_embed_learned[0]))
+
+    def decoder_input(self, sources: Tensor, index: Tensor, columns: Tensor) -> Tensor:
+        return F.embedding(index, sources) + F.embedding(columns, self.decoder_pos_embed_learned[0])
+
+    def output(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + F.embedding(positions, self.diffusion_pos_embed_learned[0])

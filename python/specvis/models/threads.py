@@ -3,37 +3,58 @@
 PyTorch's threads wait busily for milliseconds after each operation, on cores that the next op of `specvis_kernels`
 wants. So a step of decoding asks for none of them where that can be helped.
 """
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 MOST = 2**15 - 1  # as many numbers PyTorch writes by one thread
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def needs_one_thread(x: Tensor, size: int) -> bool:
-    """Whether PyTorch would take several threads for so many numbers, where `x` is."""
-    return size > MOST and x.device.type == "cpu" and x.itemsize in BITS and not torch.is_grad_enabled()
-
-
-def embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-    """embedding(tokens)"""
-    dim = embedding.embedding_dim
-    if not needs_one_thread(embedding.weight, tokens.numel() * dim):
-        return embedding(tokens)
-    return cat([embedding(part) for part in tokens.flatten().split(max(MOST // dim, 1))], 0).view(*tokens.shape, dim)
+def takes_several(like: Tensor, size: int) -> bool:
+    """Whether PyTorch takes several threads to write so many numbers, of the kind and device of `like`."""
+    return size > MOST and like.device.type == "cpu" and like.itemsize in BITS and not torch.is_grad_enabled()
 
 
 def cat(tensors: list[Tensor], dim: int) -> Tensor:
-    """torch.cat(tensors, dim), of floats of one dtype"""
-    if not needs_one_thread(tensors[0], sum(t.numel() for t in tensors)):
+    """torch.cat(tensors, dim), of one dtype"""
+    if not takes_several(tensors[0], sum(t.numel() for t in tensors)):
         return torch.cat(tensors, dim)
     bits = BITS[tensors[0].itemsize]
     return torch.from_numpy(np.concatenate([t.view(bits).numpy() for t in tensors], dim)).view(tensors[0].dtype)
 
 
+def copy(to: Tensor, x: Tensor) -> None:
+    """to.copy_(x), of one dtype and shape"""
+    if takes_several(x, x.numel()):
+        np.copyto(to.view(BITS[x.itemsize]).numpy(), x.view(BITS[x.itemsize]).numpy())
+    else:
+        to.copy_(x)
+
+
+def in_parts(function: Callable[..., Tensor], size: int, *rows: Tensor) -> Tensor:
+    """function(*rows), for some of the rows after the other. It makes `size` numbers of each."""
+    if not takes_several(rows[0], len(rows[0]) * size):
+        return function(*rows)
+    return cat([function(*part) for part in zip(*(each.split(max(MOST // size, 1)) for each in rows))], 0)
+
+
+def embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+    """embedding(tokens)"""
+    dim = embedding.embedding_dim
+    return in_parts(embedding, dim, tokens.flatten()).view(*tokens.shape, dim)
+
+
+def layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """norm(x), of so few rows that these operations take one thread. PyTorch's layer_norm takes several for any two."""
+    variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+    return (x - mean) * (variance + norm.eps).rsqrt() * norm.weight + norm.bias
+
+
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), of a contiguous x"""
-    if x.dtype == dtype or not needs_one_thread(x, x.numel()):
-        return x.to(dtype)
-    return cat([part.to(dtype) for part in x.flatten().split(MOST)], 0).view(x.shape)
+    """x.to(dtype)"""
+    if x.dtype == dtype:
+        return x
+    return in_parts(lambda rows: rows.to(dtype), x.shape[-1], x.flatten(0, -2)).view(x.shape)
