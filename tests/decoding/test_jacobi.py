@@ -244,7 +244,7 @@ def test_logits_that_are_not_finite_end_an_image(m):
     ({0: 1.0, 8: 9.0, 32: 33.0}, 0),                                     # a guess costs a token
     ({0: 1.0, 8: 1.0, 32: 1.0}, 32), ({0: 1.0, 8: 1.01, 16: 1.01}, 16),  # guesses cost nothing
     ({0: 1.0, 8: 1.4, 32: 9.0}, 8), ({0: 1.0, 8: 2.0, 32: 9.0}, 4),      # between those that were timed
-    ({0: 1.0, 8: 2.76, 32: 9.0}, 0), ({0: 1.0, 8: 2.7, 32: 9.0}, 4),     # at least 5 % faster than none
+    ({0: 1.0, 8: 2.45, 32: 9.0}, 0), ({0: 1.0, 8: 2.37, 32: 9.0}, 4),    # at least 15 % faster than none
 ], ids=str)
 def test_the_window_with_the_most_tokens_a_second(monkeypatch, seconds, window):
     monkeypatch.setattr(specvis.decoding.jacobi, "TAU", {0: 1.0, 4: 1.96, 8: 2.6, 16: 3.5, 32: 4.5})

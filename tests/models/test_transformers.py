@@ -377,4 +377,5 @@ def test_what_is_refused(targets):
     model.eval().get_decoder().config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="model must have the attention sdpa or eager, .* got flash_attention_2"):
         Emu3(model, S, (2, 2), [1])
+    Emu3(emu3_model(0), S, (2, 2), [1]).use_tree_attention()
     assert TREE_ATTENTION in transformers.AttentionInterface().valid_keys()
