@@ -265,7 +265,7 @@ class DynamicDrafting(Drafting):
             depth = self.depths_of_levels[level].expand(1, K)
             nodes = self.nodes(depth, column, ancestors, max_count + first + K, first)
             hidden, logits = self.expand_level(grown.tokens, take_nodes(hidden, grown.rows), nodes)
-        tokens, scores, parents = (torch.cat(part, 1) for part in zip(*levels))
+        tokens, scores, parents = (cat(part, 1) for part in zip(*levels))
         num_nodes = min(self.max_nodes, 1 + max_width + (max_depth - 1) * max_width ** 2)
         tree = select_tree(tokens, scores, parents, root, self.sizes, num_nodes=num_nodes)
         return Draft(tree.tokens, tree_links(tree.parents), None, None)

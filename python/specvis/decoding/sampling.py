@@ -1,5 +1,6 @@
 """How a request draws its tokens: its settings, classifier-free guidance, and numbers that its seed alone decides."""
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -7,6 +8,7 @@ from torch import Tensor
 from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs, philox_uniforms
 
 from ..models.interface import Drafter, TargetModel, id_range
+from ..models.threads import in_parts
 from .batching import Rows
 from .limits import MAX_NUMBER, MAX_TOP_K, count_within, is_count, is_number
 
@@ -128,10 +130,11 @@ def repeat_for_cfg(x: Tensor) -> Tensor:
 def take_nodes(x: Tensor, nodes: Tensor) -> Tensor:
     """What a model says of some nodes: x (R, N, H), nodes (B, K) int64 -> (R, K, H). Row r is of request r % B."""
     (R, N, H), (B, K) = x.shape, nodes.shape
-    if B == 1:
-        return x.index_select(1, nodes[0])
-    nodes = nodes + torch.arange(0, B * N, N, device=nodes.device)[:, None]
-    return x.reshape(-1, B * N, H).index_select(1, nodes.view(-1)).view(R, K, H)
+    index = nodes[0]
+    if B > 1:
+        x = x.reshape(-1, B * N, H)
+        index = (nodes + torch.arange(0, B * N, N, device=nodes.device)[:, None]).view(-1)
+    return in_parts(partial(torch.index_select, x, 1), len(x) * H, index, dim=1).view(R, K, H)
 
 
 def philox_normals(seeds: Tensor, positions: Tensor | int, n: int, *, stream: int, turn: int = 0) -> Tensor:

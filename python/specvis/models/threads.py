@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-MOST = 2**15 - 1  # as many numbers PyTorch writes by one thread
+MOST = 2**15 - 1  # numbers that PyTorch writes by one thread
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def takes_several(like: Tensor, size: int) -> bool:
     """Whether PyTorch takes several threads to write so many numbers, of the kind and device of `like`."""
-    return size > MOST and like.device.type == "cpu" and like.itemsize in BITS and not torch.is_grad_enabled()
+    return (size > MOST and like.device.type == "cpu" and like.itemsize in BITS and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling())
 
 
 def cat(tensors: list[Tensor], dim: int) -> Tensor:
@@ -34,11 +35,11 @@ def copy(to: Tensor, x: Tensor) -> None:
         to.copy_(x)
 
 
-def in_parts(function: Callable[..., Tensor], size: int, *rows: Tensor) -> Tensor:
-    """function(*rows), for some of the rows after the other. It makes `size` numbers of each."""
+def in_parts(function: Callable[..., Tensor], size: int, *rows: Tensor, dim: int = 0) -> Tensor:
+    """function(*rows), of some rows at a time. It makes `size` numbers of each row, along `dim`."""
     if not takes_several(rows[0], len(rows[0]) * size):
         return function(*rows)
-    return cat([function(*part) for part in zip(*(each.split(max(MOST // size, 1)) for each in rows))], 0)
+    return cat([function(*part) for part in zip(*(each.split(max(MOST // size, 1)) for each in rows))], dim)
 
 
 def embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ def embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
 
 
 def layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    """norm(x), of so few rows that these operations take one thread. PyTorch's layer_norm takes several for any two."""
+    """norm(x), of few rows. PyTorch's own takes several threads for any two."""
     variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     return (x - mean) * (variance + norm.eps).rsqrt() * norm.weight + norm.bias
 
