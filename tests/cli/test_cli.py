@@ -32,6 +32,7 @@ from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
 from specvis.train.main import main as train
+from tests.tiny import tiny_pair
 
 compare_module = import_module("specvis.cli.compare")  # the module, not the command
 
@@ -331,6 +332,11 @@ def test_a_forward_whose_seconds_are_counted_is_the_usual_one(weights):
     packings = pipeline.gpt.packing, pipeline.gpt.output_packing, pipeline.drafter.packing
     assert clock.seconds > 0 and all(packing.packed is not None for packing in packings)
     assert "logits" not in vars(pipeline.gpt)
+    pair = tiny_pair()
+    with ModelClock(pair) as clock:
+        pair.tokens(["red heart"], "cspd-released", pair.sampling([0]))
+    packings = [packing for mar in (pair.mar, pair.mar_draft) for packing in (mar.packing, mar.diffloss.packing)]
+    assert clock.seconds > 0 and all(packing.packed is not None for packing in packings)
 
 
 def test_compare_without_single_pictures(weights, tmp_path):

@@ -174,6 +174,26 @@ def test_decoding_reads_the_layers_that_are_there():
         assert torch.allclose(packed, plain, atol=1e-5) and num_calls == len(calls)
 
 
+@torch.no_grad()
+def test_weights_that_were_exchanged_or_cast_are_packed_anew():
+    gpt = tiny_pipeline().gpt
+    condition, padding_mask = gpt.condition(torch.randn(1, 3, 8))
+    before, weight = read_into_a_cache(gpt, condition, padding_mask), gpt.layers[0].attention.wqkv.weight
+    weight.data = weight.data.flip(1)  # the sum of its numbers is the same
+    after = read_into_a_cache(gpt, condition, padding_mask)
+    assert torch.equal(after, read_into_a_cache(copy.deepcopy(gpt), condition, padding_mask))
+    assert not torch.allclose(after, before, atol=1e-3)
+    logits = gpt.logits(after)
+    assert torch.allclose(gpt.bfloat16().logits(after.bfloat16()), logits, atol=0.05)
+
+
+def test_a_cache_that_is_too_small_is_refused():
+    gpt = tiny_pipeline().gpt
+    condition, padding_mask = gpt.condition(torch.randn(1, 3, 8))
+    with pytest.raises(ValueError, match="cache must be float32 with R=1 rows and at least 3 columns, got "):
+        gpt.prefill(condition, padding_mask, gpt.new_cache(1, 2))
+
+
 @pytest.mark.skipif("cpu" not in backends("decoder_layers"), reason="needs the C++ kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_is_read_to_the_same_bits_beside_others(dtype, monkeypatch):

@@ -42,6 +42,13 @@ def test_each_is_what_pytorch_does(dtype, size):
         assert torch.equal(in_parts(lambda a, b: a + b, size, x.flatten(0, 1), x.flatten(0, 1)), (x + x).flatten(0, 1))
 
 
+def test_an_embedding_with_a_hook_is_called_once():
+    embedding, calls = torch.nn.Embedding(50, 96), []
+    embedding.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        assert embed(embedding, torch.zeros(2, 400, dtype=torch.int64)).shape == (2, 400, 96) and calls == [1]
+
+
 def test_embeddings_and_norms():
     embedding, norm = torch.nn.Embedding(50, 96), torch.nn.LayerNorm(96, eps=1e-5)
     torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)

@@ -114,15 +114,16 @@ class ModelClock:
     """Adds up the seconds that a pipeline's models spend, on the CPU: elsewhere to wait for them would cost time."""
 
     def __init__(self, pipeline: Pipeline | MARPair):
-        self.gpts = []  # whose `logits` is not what a module's hooks see
+        self.calls = []  # (whose, name): what a module's hooks do not see, or what they would keep from an op
         if isinstance(pipeline, MARPair):
             models = [mar for mar in (pipeline.mar, pipeline.mar_draft) if mar is not None]
             nets = [m.diffloss.net for m in models]
-            self.modules = [*models, *(m.diffloss for m in models), *nets,
-                            *(part for net in nets for part in (net.time_embed, net.cond_embed))]
+            self.modules = [*models, *(m.diffloss for m in models), *nets, *(net.time_embed for net in nets)]
+            self.calls = [(m.diffloss, "cond_embeddings") for m in models]
         else:
-            self.gpts = [gpt for gpt in (pipeline.gpt, pipeline.draft_model) if gpt is not None]
-            self.modules = [*self.gpts, *filter(None, [pipeline.drafter])]
+            gpts = [gpt for gpt in (pipeline.gpt, pipeline.draft_model) if gpt is not None]
+            self.modules = [*gpts, *filter(None, [pipeline.drafter])]
+            self.calls = [(gpt, "logits") for gpt in gpts]
         self.seconds = 0.0 if pipeline.device.type == "cpu" else None
 
     def __enter__(self):
@@ -140,18 +141,18 @@ class ModelClock:
                 return result
             return timed_call
 
-        measured, gpts = ([], []) if self.seconds is None else (self.modules, self.gpts)
+        measured, calls = ([], []) if self.seconds is None else (self.modules, self.calls)
         self.hooks = [hook for module in measured
                       for hook in (module.register_forward_pre_hook(start), module.register_forward_hook(stop))]
-        for gpt in gpts:
-            gpt.logits = timed(gpt.logits)
+        for module, name in calls:
+            vars(module)[name] = timed(getattr(module, name))
         return self
 
     def __exit__(self, *_):
         for hook in self.hooks:
             hook.remove()
-        for gpt in self.gpts:
-            vars(gpt).pop("logits", None)
+        for module, name in self.calls:
+            vars(module).pop(name, None)
 
 
 def report_differences(pipelines: Pipelines, results: list[Result], prompts: list[str]) -> None:

@@ -48,6 +48,7 @@ class EagleDrafter:
 
     def prefill(self, hidden: Tensor, cache: Cache) -> None:
         if self.prefix_len:
+            cache.check(*self.padding_mask.shape, hidden.dtype)
             no_tokens = torch.zeros_like(self.padding_mask, dtype=torch.int64)
             self.head.extend(no_tokens, hidden[:, : self.prefix_len], condition_nodes(self.padding_mask), cache)
 

@@ -52,7 +52,7 @@ TAU = {0: 1.0, 1: 1.39, 2: 1.66, 3: 1.9, 4: 2.11, 6: 2.44, 8: 2.71, 12: 3.37, 16
 TIMED = (0, 0, 0, 0, 2, 2, 8, 8, 32)  # the windows of which a step is timed in each round, short steps oftener
 ROUNDS = 5                      # the first ones allocate, compile and capture
 GAIN = 1.15                     # a window must promise that many times the speed of a step without guesses: the
-                                # baseline's is quicker than that, and the next image may be another one
+                                # baseline's own step is quicker than that one, and images differ
 
 _facts = weakref.WeakKeyDictionary()  # target -> what was found out about it, see facts_of
 

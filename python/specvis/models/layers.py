@@ -20,8 +20,8 @@ class Packing:
     """Copies of weights in the order of `decoder_layers` and `packed_linear`, for few rows on a CPU.
 
     A model calls `check` in `new_cache`, where a decoding begins, and `get` at each read. The copies are made anew when
-    weights have changed. They take as much memory as the weights. What is written through `weight.data` leaves no trace
-    but in the numbers, and modules that are replaced none in those that they replace: `check` alone sees these two.
+    weights have changed. They take as much memory as the weights. `check` alone sees what is written through
+    `weight.data`, by its numbers, one weight whose `data` is another tensor, and modules that are replaced.
     """
 
     def __init__(self):
@@ -48,7 +48,7 @@ class Packing:
         if not can_pack(self.weights, multiple) or not all(is_unchanged(module, types) for module in modules):
             self.packed = None
             return
-        state, sums = self.state_now(), list(map(sum_of, self.weights))
+        state, sums = self.state_now(), [(weight.data_ptr(), sum_of(weight)) for weight in self.weights]
         if self.packed is None or state != self.state or sums != self.sums:
             self.packed = pack()
         self.state, self.sums = state, sums
@@ -63,9 +63,10 @@ class Packing:
             check()
         return self.packed
 
-    def state_now(self) -> tuple[list[int], list[int]]:
-        """Which tensors the weights are, and how often each was written to."""
-        return [id(of.get(name)) for of, name in self.owners], [weight._version for weight in self.counted]
+    def state_now(self) -> tuple[list[int], list[int], int]:
+        """Which tensors the weights are, how often each was written to, and where the first is: a cast moves all."""
+        return ([id(of.get(name)) for of, name in self.owners], [weight._version for weight in self.counted],
+                self.weights[0].data_ptr())
 
 
 def can_pack(weights: list[Tensor], multiple: int) -> bool:

@@ -182,7 +182,8 @@ class MAR(nn.Module):
         c, norms, linear_layers = self.config, [self.encoder_norm, self.decoder_norm], [self.z_proj, self.decoder_embed]
         stacks = [self.encoder_blocks, self.decoder_blocks]
         fits = all(map(len, stacks)) and c.dim // c.heads <= 256 and c.channels % 2 == 0 and all(
-            size % 16 == 0 for size in (c.dim, int(c.dim * c.mlp_ratio)))
+            size % 16 == 0 for size in (c.dim, int(c.dim * c.mlp_ratio))) and all(
+            module.bias is not None for module in (*linear_layers, self.z_proj_ln))
         parts = [*stacks, *norms, *linear_layers, self.z_proj_ln] if fits else []
         self.packing.check(parts, PACKABLE, pack, multiple=2)
 
@@ -246,11 +247,16 @@ class MAR(nn.Module):
             z = cast(packed_linear(read, *z_proj), read.dtype)
         else:
             z = self.z_proj(read)
-        S, condition = condition.shape[1], condition.to(z.dtype)
-        x = cat([*[condition] * (c.buffer // S), condition[:, : c.buffer % S], z], 1)
-        columns = self.after_buffer(c.buffer + positions)
-        norm = self.z_proj_ln if packed is None else partial(layer_norm, self.z_proj_ln)
-        x = in_parts(partial(self.encoder_input, norm), c.dim, x.flatten(0, 1), columns.flatten()).view(x.shape)
+        S, dtype = condition.shape[1], torch.promote_types(read.dtype, z.dtype)  # of z under autocast
+        condition = condition.to(read.dtype).to(dtype)
+        buffer = [condition.expand(-1, c.buffer, -1)] if S == 1 else [
+            *[condition] * (c.buffer // S), condition[:, : c.buffer % S]]
+        x, columns = cat([*buffer, z.to(dtype)], 1), self.after_buffer(c.buffer + positions)
+        if packed is not None:
+            norm = partial(layer_norm, self.z_proj_ln)
+            x = in_parts(partial(self.encoder_input, norm), c.dim, x.flatten(0, 1), columns.flatten()).view(x.shape)
+        else:
+            x = self.encoder_input(self.z_proj_ln, x, columns)
 
         mask = F.pad(padding_mask, (c.buffer, 0), value=True)
         if packed is not None:
@@ -262,8 +268,10 @@ class MAR(nn.Module):
             x = self.decoder_embed(self.encoder_norm(x))
 
         # The decoder reads them where they stand, and the mask token everywhere else.
-        sources = cat([x, self.mask_token.to(x.dtype).expand(R, 1, -1)], 1)
-        index = self.after_buffer(torch.where(is_known, c.buffer - 1 + is_known.cumsum(1), x.shape[1]))
+        dtype = torch.promote_types(x.dtype, self.mask_token.dtype)
+        sources = cat([x.to(dtype), self.mask_token.to(dtype).expand(R, 1, -1)], 1)
+        ranks = c.buffer - 1 + is_known.cumsum(1)
+        index = self.after_buffer(torch.where(is_known, ranks, x.shape[1]).clamp(max=x.shape[1]))
         index = index + sources.shape[1] * torch.arange(R, device=index.device)[:, None]
         columns = torch.arange(index.shape[1], device=index.device).repeat(R)
         x = in_parts(partial(self.decoder_input, sources.flatten(0, 1)), c.dim, index.flatten(), columns)

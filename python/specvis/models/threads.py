@@ -9,14 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-MOST = 2**15 - 1  # numbers that PyTorch writes by one thread
+from .layers import is_unchanged
+
+MOST = 2**15 - 1  # the most numbers that PyTorch writes by one thread
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def takes_several(like: Tensor, size: int) -> bool:
     """Whether PyTorch takes several threads to write so many numbers, of the kind and device of `like`."""
     return (size > MOST and like.device.type == "cpu" and like.itemsize in BITS and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling())
+            and type(like) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling())
 
 
 def cat(tensors: list[Tensor], dim: int) -> Tensor:
@@ -36,22 +38,25 @@ def copy(to: Tensor, x: Tensor) -> None:
 
 
 def in_parts(function: Callable[..., Tensor], size: int, *rows: Tensor, dim: int = 0) -> Tensor:
-    """function(*rows), of some rows at a time. It makes `size` numbers of each row, along `dim`."""
+    """function(*rows), some rows at a time, joined along `dim`. It makes `size` numbers of a row."""
     if not takes_several(rows[0], len(rows[0]) * size):
         return function(*rows)
     return cat([function(*part) for part in zip(*(each.split(max(MOST // size, 1)) for each in rows))], dim)
 
 
 def embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-    """embedding(tokens)"""
+    """embedding(tokens). Whatever has hooks, or is of another class, is called once."""
+    if not is_unchanged(embedding, (nn.Embedding,)):
+        return embedding(tokens)
     dim = embedding.embedding_dim
     return in_parts(embedding, dim, tokens.flatten()).view(*tokens.shape, dim)
 
 
 def layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """norm(x), of few rows. PyTorch's own takes several threads for any two."""
-    variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
-    return (x - mean) * (variance + norm.eps).rsqrt() * norm.weight + norm.bias
+    wide = x.float()
+    variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    return ((wide - mean) * (variance + norm.eps).rsqrt() * norm.weight + norm.bias).to(x.dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

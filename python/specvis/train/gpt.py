@@ -75,7 +75,6 @@ class CausalReading:
     """
 
     PARTS = 2
-    cache = None
 
     def __init__(self, gpt: GPT, entries: int):
         rotations = gpt.rotations[:entries, 0]                                  # (N, 1, D / 2) of queries and keys
