@@ -116,8 +116,8 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
 
     Products have operands of x's dtype; their sums, the residual stream and what lies between are float32. On a CPU the
     kernel computes each output in an order that depends on the model alone: not a bit depends on how many nodes are
-    read at once, on other rows, or on the number of threads. It is for few rows: products of a hundred rows and more
-    are quicker by BLAS. Kernels exist for CPUs; elsewhere a decoder's own modules are quicker than the oracle.
+    read at once, on other rows, or on the number of threads. It is for few rows: of a thousand PyTorch's products are
+    as quick. Kernels exist for CPUs; elsewhere a decoder's own modules are quicker than the oracle.
 
     Args:
         x:          (R, N, E)             float32 or bfloat16   embeddings
