@@ -143,7 +143,7 @@ class Adapted(torch.nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.base_layer, self.added = layer, torch.nn.Linear(layer.in_features, layer.out_features)
+        self.base_layer, self.added = layer, torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
 
     def forward(self, x):
         return self.base_layer(x) + self.added(x)
@@ -154,31 +154,32 @@ def read_into_a_cache(gpt, condition, padding_mask):
     return gpt.prefill(condition, padding_mask, gpt.new_cache(1, 3))
 
 
-def test_decoding_reads_the_layers_that_are_there():
-    gpt, calls = tiny_pipeline().gpt, []
+@pytest.mark.parametrize("change", [
+    lambda gpt, hook: None,
+    lambda gpt, hook: setattr(gpt.layers[0].attention, "wqkv", Adapted(gpt.layers[0].attention.wqkv)),
+    lambda gpt, hook: setattr(gpt.layers[1].feed_forward, "w2", torch.nn.Linear(96, 32)),  # it has a bias
+    lambda gpt, hook: gpt.layers[0].attention.register_forward_hook(hook),
+    lambda gpt, hook: setattr(gpt, "layers", gpt.layers[1:]),
+    lambda gpt, hook: gpt.train()], ids=["none", "adapter", "bias", "hook", "fewer", "dropout"])
+def test_decoding_reads_the_layers_that_are_there(change):
+    gpt, calls = tiny_pipeline().gpt.requires_grad_(True), []
     for block in gpt.layers:
         block.dropout.p = 0.5
     condition, padding_mask = gpt.condition(torch.randn(1, 3, 8))
-    attention, mlp = gpt.layers[0].attention, gpt.layers[1].feed_forward
-    for change in (lambda: None,
-                   lambda: setattr(attention, "wqkv", Adapted(attention.wqkv)),
-                   lambda: setattr(mlp, "w2", torch.nn.Linear(mlp.w2.in_features, mlp.w2.out_features)),
-                   lambda: attention.register_forward_hook(lambda *_: calls.append(1)),
-                   lambda: setattr(gpt, "layers", copy.deepcopy(gpt.layers[1:])), gpt.train):
-        change()
-        calls.clear()
-        with torch.no_grad():
-            packed, num_calls = read_into_a_cache(gpt, condition, padding_mask), len(calls)
-        calls.clear()
-        plain = read_into_a_cache(gpt, condition.detach(), padding_mask)  # with gradients no weight is packed
-        assert torch.allclose(packed, plain, atol=1e-5) and num_calls == len(calls)
+    with torch.no_grad():
+        read_into_a_cache(gpt, condition, padding_mask)
+    change(gpt, lambda *_: calls.append(1))
+    with torch.no_grad():
+        packed, num_calls = read_into_a_cache(gpt, condition, padding_mask), len(calls)
+    plain = read_into_a_cache(gpt, condition.detach(), padding_mask)  # with gradients no weight is packed
+    assert plain.requires_grad and torch.allclose(packed, plain, atol=1e-5) and len(calls) == 2 * num_calls
 
 
 @torch.no_grad()
 def test_weights_that_were_exchanged_or_cast_are_packed_anew():
     gpt = tiny_pipeline().gpt
     condition, padding_mask = gpt.condition(torch.randn(1, 3, 8))
-    before, weight = read_into_a_cache(gpt, condition, padding_mask), gpt.layers[0].attention.wqkv.weight
+    before, weight = read_into_a_cache(gpt, condition, padding_mask), gpt.layers[0].attention.wo.weight
     weight.data = weight.data.flip(1)  # the sum of its numbers is the same
     after = read_into_a_cache(gpt, condition, padding_mask)
     assert torch.equal(after, read_into_a_cache(copy.deepcopy(gpt), condition, padding_mask))

@@ -280,7 +280,7 @@ class GPT(nn.Module):
         self.pack_layers()
         self.pack_output()
         weight, c = self.output.weight, self.config
-        return Cache(c.layers, rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
+        return Cache(len(self.layers), rows, c.heads, columns, c.head_dim, device=weight.device, dtype=weight.dtype)
 
 
 def condition_mask(padding_mask: Tensor, columns: int) -> Tensor:
