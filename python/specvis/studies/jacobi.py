@@ -344,9 +344,9 @@ def jacobi_bfloat16(report: DiscreteReport, section: Section) -> None:
                      "seconds": float(np.median(seconds[text])),
                      "speedup": float(np.median(np.array(seconds["vanilla"]) / seconds[text]))})
     section.text("bfloat16 has 8 bits of mantissa. Where a forward of many nodes rounds otherwise than one of a node, "
-                 "now and then another candidate wins, and from there on the pictures part. On a CPU they do not: there "
-                 "`decoder_layers` computes a node's logits to the same bits, whatever is read beside it. Elsewhere the "
-                 "pictures may part, and still follow the target's distribution up to rounding. Single pictures, "
-                 "temperature 1; the margin is by how much the best candidate leads the second, of the baseline's "
-                 "token where the first difference is.")
+                 "now and then another candidate wins, and from there on the pictures part. On a CPU they do not: "
+                 "there `decoder_layers` computes a node's logits to the same bits, whatever is read beside it. "
+                 "Elsewhere the pictures may part, and still follow the target's distribution up to rounding. Single "
+                 "pictures, temperature 1; the margin is by how much the best candidate leads the second, of the "
+                 "baseline's token where the first difference is.")
     section.table(rows)
