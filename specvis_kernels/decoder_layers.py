@@ -56,25 +56,35 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
     Raises:
         ValueError: the sizes or dtypes do not fit to each other, E or D is no multiple of 16
     """
-    if not layers:
-        raise ValueError("layers must be at least one")
+    heads = check_count("heads", heads, 1)
+    if not layers or not all(isinstance(layer, DecoderLayer) for layer in layers):
+        raise ValueError("layers must be DecoderLayers, at least one")
     first = layers[0]
+    (Q, E), (_, HD), (ffn_dim, _) = (check_dims(f"layers[0].{name}", getattr(first, name), "oi")
+                                     for name in ("qkv", "out", "gate"))
     if first.qkv.dtype not in DTYPES:
         raise ValueError(f"layers must be float32 or bfloat16, got {str(first.qkv.dtype)[6:]}")
-    E, HD = first.out.shape
-    D, ffn_dim = HD // heads, len(first.gate)
-    if E % 16 or D % 16 or HD != heads * D or len(first.qkv) % D or D > 256:
+    D = HD // heads
+    if E % 16 or D % 16 or HD != heads * D or not 0 < D <= 256:
         raise ValueError(f"layers must have E and D that are multiples of 16, and D of at most 256, got E={E}, D={D}")
-    Q, heads_of_kv = len(first.qkv), (len(first.qkv) // D - heads) // 2
-    sizes = DecoderLayer((Q, E), (E, HD), (ffn_dim, E), (ffn_dim, E), (E, ffn_dim), (E,), (E,), (Q,), (E,),
-                         (heads + heads_of_kv, D))
+    heads_of_kv = (Q // D - heads) // 2
+    if heads_of_kv < 1 or Q != (heads + 2 * heads_of_kv) * D or heads % heads_of_kv:
+        raise ValueError(f"layers[0].qkv must have (H + 2 Hkv) D outputs, with H={heads} a multiple of Hkv, and D={D}, "
+                         f"got {Q}")
+    if last_norm is not None:
+        check("last_norm", last_norm, DTYPES, like=first.qkv, E=E)
+    sizes = {"qkv": {"Q": Q, "E": E}, "out": {"E": E, "HD": HD}, "gate": {"F": ffn_dim, "E": E},
+             "up": {"F": ffn_dim, "E": E}, "down": {"E": E, "F": ffn_dim}, "ffn_norm": {"E": E},
+             "attention_norm": {"E": E}, "qkv_bias": {"Q": Q}, "out_bias": {"E": E}}
 
-    def pack(layer: DecoderLayer) -> tuple[Tensor, Tensor]:
-        for name, tensors, size in zip(layer._fields, layer, sizes):
-            for tensor in tensors if isinstance(tensors, tuple) else [tensors]:
-                if tensor is not None and (tensor.shape != size or tensor.dtype != first.qkv.dtype):
-                    raise ValueError(f"layers must have {name} {str(first.qkv.dtype)[6:]} {size}, "
-                                     f"got {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
+    def pack(number: int, layer: DecoderLayer) -> tuple[Tensor, Tensor]:
+        for name, size in sizes.items():
+            if getattr(layer, name) is not None or name not in ("attention_norm", "qkv_bias", "out_bias"):
+                check(f"layers[{number}].{name}", getattr(layer, name), first.qkv.dtype, like=first.qkv, **size)
+        if layer.head_norms is not None and (not isinstance(layer.head_norms, tuple) or len(layer.head_norms) != 2):
+            raise ValueError(f"layers[{number}].head_norms must be two tensors, scale and shift, or None")
+        for part in layer.head_norms or ():
+            check(f"layers[{number}].head_norms", part, first.qkv.dtype, like=first.qkv, heads=heads + heads_of_kv, D=D)
         gate_up = torch.stack([pack_weight(layer.gate), pack_weight(layer.up)], 1)  # panels take turns
         down = F.pad(layer.down.detach(), (0, -ffn_dim % PANEL))
         zeros = layer.out.new_zeros
@@ -89,7 +99,7 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
         if (layer.attention_norm is None, layer.head_norms is None) != (first.attention_norm is None,
                                                                         first.head_norms is None):
             raise ValueError("layers must all have the same norms")
-        packed, of_layer = pack(layer)
+        packed, of_layer = pack(number, layer)
         if matrices is None:
             matrices = packed.new_empty(len(layers), len(packed))
         matrices[number] = packed

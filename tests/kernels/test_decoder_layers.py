@@ -141,11 +141,20 @@ def test_layers_that_cannot_be_packed():
     w = torch.zeros(16, 16)
     layer = DecoderLayer(qkv=w.repeat(3, 1), out=w, gate=w, up=w, down=w, ffn_norm=w[0], attention_norm=None)
     for layers, heads, message in (
-            ([], 1, "layers must be at least one"),
+            ([], 1, "layers must be DecoderLayers, at least one"),
+            (layer, 1, "layers must be DecoderLayers, at least one"),
+            ([layer], 0, "heads must be an integer >= 1, got 0"),
             ([layer], 2, r"layers must have E and D that are multiples of 16, .*, got E=16, D=8"),
-            ([layer._replace(up=w[:8])], 1, r"layers must have up float32 \(16, 16\), got float32 \(8, 16\)"),
+            ([layer._replace(up=w[:8])], 1, r"layers\[0\].up must be float32 \(F=16, E=16\), got float32 \(8, 16\)"),
+            ([layer, layer._replace(out=None)], 1, r"layers\[1\].out must be float32 \(E=16, HD=16\), got NoneType"),
+            ([layer._replace(qkv=w.repeat(4, 1))], 1, r"qkv must have \(H \+ 2 Hkv\) D outputs, .* got 64"),
+            ([layer._replace(qkv=w.repeat(5, 1))], 1, "with H=1 a multiple of Hkv, and D=16, got 80"),
+            ([layer._replace(head_norms=(w[:2],))], 1, r"layers\[0\].head_norms must be two tensors, scale and shift"),
+            ([layer._replace(head_norms=(w[:2], w[:3]))], 1, r"head_norms must be float32 \(heads=2, D=16\), got"),
             ([layer, layer._replace(attention_norm=w[0])], 1, "layers must all have the same norms"),
             ([DecoderLayer(**{k: t if t is None else t.half() for k, t in layer._asdict().items()
                                if k[-4:] != "bias" and k != "head_norms"})], 1, "float32 or bfloat16, got float16")):
         with pytest.raises(ValueError, match=message):
             pack_layers(layers, heads=heads)
+    with pytest.raises(ValueError, match=r"last_norm must be float32 or bfloat16 \(E=16\), got float32 \(8,\)"):
+        pack_layers([layer], w[0, :8], heads=1)
