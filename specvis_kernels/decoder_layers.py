@@ -104,9 +104,9 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
             matrices = packed.new_empty(len(layers), len(packed))
         matrices[number] = packed
         vectors.append(of_layer)
-    return PackedLayers(matrices, torch.stack(vectors), None if last_norm is None else last_norm.detach().float(),
-                        heads, ffn_dim, eps, head_eps, first.attention_norm is not None, first.head_norms is not None,
-                        rotates_halves)
+    last_norm = None if last_norm is None else last_norm.detach().float().clone()
+    return PackedLayers(matrices, torch.stack(vectors), last_norm, heads, ffn_dim, eps, head_eps,
+                        first.attention_norm is not None, first.head_norms is not None, rotates_halves)
 
 
 def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: Tensor, ancestors: Tensor,
