@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <deque>
 #include <system_error>
 #include <thread>
 
@@ -14,7 +15,8 @@ namespace {
 
 constexpr int64_t kIdle = 500000;  // nanoseconds in which a thread waits busily for the next computation
 // A thread waits for the tasks of others as long as its own took, and this long. If that is not enough, the system has
-// given another thread's core to other work. Then no other thread is asked for a while.
+// given another thread's core to other work. Then no other thread is asked for a while. A thread that found no task
+// does not know how long one takes.
 constexpr int64_t kWait = 500000, kCrowded = 50000000;
 
 std::atomic<int64_t> crowded_until{0};
@@ -29,13 +31,35 @@ void pause() {
 #endif
 }
 
+// How this thread rounds and whether it takes denormal numbers for zeros.
+uint64_t float_mode() {
+#if defined(__x86_64__)
+  return __builtin_ia32_stmxcsr();
+#elif defined(__aarch64__)
+  uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+#else
+  return 0;
+#endif
+}
+
+void set_float_mode([[maybe_unused]] uint64_t mode) {
+#if defined(__x86_64__)
+  __builtin_ia32_ldmxcsr(static_cast<uint32_t>(mode));
+#elif defined(__aarch64__)
+  asm volatile("msr fpcr, %0" : : "r"(mode));
+#endif
+}
+
 struct Job {
   std::function<void(int64_t)> work;
   int64_t threads;
+  const uint64_t mode = float_mode();  // the caller's
   std::atomic<int64_t> next{1};
 };
 
-// Threads that wait for a job, as many as were ever asked for.
+// Threads that wait for a job, as many as were ever asked for. A job wakes those that it wants.
 class Pool {
  public:
   static Pool& here() { return *current(); }
@@ -43,12 +67,16 @@ class Pool {
   void ask(const std::shared_ptr<Job>& job) {
     std::lock_guard<std::mutex> lock(mutex_);
     try {
-      for (; threads_ < job->threads - 1; ++threads_) std::thread([this] { serve(); }).detach();
+      while (static_cast<int64_t>(wake_.size()) < job->threads - 1) {
+        wake_.emplace_back();
+        std::thread([this, index = wake_.size() - 1] { serve(index); }).detach();
+      }
     } catch (const std::system_error&) {  // the system has no more threads: the caller gets through
+      wake_.pop_back();
     }
     job_ = job;
     number_.fetch_add(1, std::memory_order_release);
-    if (sleeping_) wake_.notify_all();
+    for (int64_t i = std::min<int64_t>(job->threads - 1, wake_.size()) - 1; i >= 0; --i) wake_[i].notify_one();
   }
 
   // The job's memory is not kept for longer than the job.
@@ -68,43 +96,42 @@ class Pool {
     return pool;
   }
 
-  void serve() {
+  void serve(int64_t index) {
+    int64_t begin = nanoseconds();
     for (int64_t seen = 0;;) {
-      const int64_t begin = nanoseconds();
       while (number_.load(std::memory_order_acquire) == seen && nanoseconds() - begin < kIdle) pause();
       std::shared_ptr<Job> job;
       {
         std::unique_lock<std::mutex> lock(mutex_);
-        ++sleeping_;
-        wake_.wait(lock, [&] { return number_.load(std::memory_order_relaxed) != seen; });
-        --sleeping_;
+        wake_[index].wait(lock, [&] { return number_.load(std::memory_order_relaxed) != seen; });
         seen = number_.load(std::memory_order_relaxed);
         job = job_;
       }
-      if (!job) continue;
+      if (!job || index >= job->threads - 1) continue;
       const int64_t number = job->next.fetch_add(1, std::memory_order_relaxed);
+      set_float_mode(job->mode);
       if (number < job->threads) job->work(number);
+      begin = nanoseconds();
     }
   }
 
   std::mutex mutex_;
-  std::condition_variable wake_;
+  std::deque<std::condition_variable> wake_;  // of each thread
   std::shared_ptr<Job> job_;
   std::atomic<int64_t> number_{0};  // of the job
-  int64_t threads_ = 0, sleeping_ = 0;
 };
 
 }  // namespace
 
 int64_t Team::Member::now() { return nanoseconds(); }
 
-void Team::Member::wait(const Phase& phase, int64_t tasks, int64_t begin) {
+void Team::Member::wait(const Phase& phase, int64_t tasks, int64_t begin, bool has_worked) {
   const int64_t asked = now(), most = asked - begin + kWait;
   while (phase.done.load(std::memory_order_acquire) < tasks) {
     if (now() - asked < most) {
       pause();
     } else {
-      crowded_until.store(now() + kCrowded, std::memory_order_relaxed);
+      if (has_worked) crowded_until.store(now() + kCrowded, std::memory_order_relaxed);
       std::this_thread::sleep_for(std::chrono::microseconds(10));
     }
   }

@@ -32,9 +32,11 @@ class Team {
     inline __attribute__((always_inline)) void phase(int64_t tasks, Task task) {
       Phase& phase = *next_++;
       const int64_t begin = now();
+      bool has_worked = false;
       while (phase.taken.load(std::memory_order_relaxed) < tasks) {
         const int64_t i = phase.taken.fetch_add(1, std::memory_order_relaxed);
         if (i >= tasks) break;
+        has_worked = true;
         try {
           task(i);
         } catch (...) {
@@ -42,14 +44,14 @@ class Team {
         }
         phase.done.fetch_add(1, std::memory_order_release);
       }
-      if (phase.done.load(std::memory_order_acquire) < tasks) wait(phase, tasks, begin);
+      if (phase.done.load(std::memory_order_acquire) < tasks) wait(phase, tasks, begin, has_worked);
     }
 
     const int64_t number;
 
    private:
     static int64_t now();  // in nanoseconds
-    static void wait(const Phase& phase, int64_t tasks, int64_t begin);
+    static void wait(const Phase& phase, int64_t tasks, int64_t begin, bool has_worked);
 
     Team& team_;
     Phase* next_;

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import check, check_dims, define, integers
+from ._dispatch import check, check_count, check_dims, define, integers
 from .packed_linear import DTYPES, PANEL, pack_weight, unpacked
 
 
@@ -52,6 +52,7 @@ def pack_blocks(blocks: Sequence[TransformerBlock], last_norm: tuple[Tensor, Ten
     """
     if not blocks:
         raise ValueError("blocks must be at least one")
+    heads = check_count("heads", heads, 1)
     (ffn_dim, E), dtype = check_dims("up", blocks[0].up, "FE"), blocks[0].up.dtype
     if dtype not in DTYPES or E % 16 or ffn_dim % 16 or not E or not ffn_dim or E % heads or E // heads > 256:
         raise ValueError("blocks must be float32 or bfloat16, have E and F that are multiples of 16, and heads of at "

@@ -116,6 +116,13 @@ def test_a_changed_weight_is_never_read_as_it_was():
         model = copy.deepcopy(gpt)
         return model.logits(model.teacher_forced(condition, padding_mask, tokens)).detach()
 
+    @torch.enable_grad()
+    def fused_step():  # it writes to the weights and does not count that
+        gpt.requires_grad_(True)
+        gpt.logits(gpt.teacher_forced(condition.detach(), padding_mask, tokens)).square().mean().backward()
+        torch.optim.AdamW(gpt.parameters(), lr=0.1, fused=True).step()
+        gpt.requires_grad_(False)
+
     before = logits()
     for change in (
             lambda: gpt.layers[1].feed_forward.w2.weight.add_(0.1),
@@ -124,6 +131,9 @@ def test_a_changed_weight_is_never_read_as_it_was():
             lambda: (gpt.layers[0].attention.wqkv.weight.data.mul_(4), gpt.new_cache(1, 1)),
             lambda: (gpt.to(torch.bfloat16).float(), gpt.new_cache(1, 1)),  # the memory may be where the old one was
             lambda: (gpt.output.weight.data.copy_(gpt.output.weight.data.flip(0)), gpt.new_cache(1, 1)),
+            lambda: (gpt.output.weight.data.copy_(gpt.output.weight.data.flip(1)), gpt.new_cache(1, 1)),
+            lambda: setattr(gpt.output.weight, "data", gpt.output.weight.data + 0.3),
+            fused_step,
             lambda: setattr(gpt.layers[0].attention.wo, "weight", torch.nn.Parameter(torch.eye(32))),
             lambda: (setattr(gpt.output, "bias", torch.nn.Parameter(torch.arange(64.0))), gpt.new_cache(1, 1)),
             lambda: (setattr(gpt.output, "bias", None), gpt.new_cache(1, 1)),
@@ -173,6 +183,22 @@ def test_decoding_reads_the_layers_that_are_there(change):
         packed, num_calls = read_into_a_cache(gpt, condition, padding_mask), len(calls)
     plain = read_into_a_cache(gpt, condition.detach(), padding_mask)  # with gradients no weight is packed
     assert plain.requires_grad and torch.allclose(packed, plain, atol=1e-5) and len(calls) == 2 * num_calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("register", [
+    lambda gpt, hook: gpt.layers[1].register_forward_hook(hook),
+    lambda gpt, hook: torch.nn.modules.module.register_module_forward_hook(hook)], ids=["layer", "global"])
+def test_a_hook_that_is_added_while_a_picture_is_decoded_is_called(register):
+    gpt, calls = tiny_pipeline().gpt, []
+    condition, padding_mask = gpt.condition(torch.randn(1, 3, 8))
+    cache = gpt.new_cache(1, 3)
+    handle = register(gpt, lambda module, *_: calls.append(module))
+    try:
+        gpt.prefill(condition, padding_mask, cache)
+    finally:
+        handle.remove()
+    assert gpt.layers[1] in calls
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
 """Chameleon, Emu3 and Janus of transformers as targets, in tiny sizes: what they compute is what transformers does."""
+import copy
 import re
 from pathlib import Path
 
@@ -349,6 +350,61 @@ def test_changed_layers_are_read_by_modules(targets):
         target.use_decoder_layers()
         assert torch.equal(target.extend(torch.zeros(2, 1).long(), nodes, cache), expected)
         target.packing = None
+
+
+class Twice(torch.nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args, **kwargs):
+        attended, *others = self.attention(*args, **kwargs)
+        return 2 * attended, *others
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        return 2 * self.linear(x)
+
+
+def with_bias(linear):
+    linear.bias = torch.nn.Parameter(torch.arange(float(linear.out_features)))
+
+
+@pytest.mark.parametrize("change", [
+    lambda d: with_bias(d.layers[1].mlp.gate_proj),
+    lambda d: with_bias(d.layers[1].mlp.down_proj),
+    lambda d: with_bias(d.layers[0].self_attn.k_proj),
+    lambda d: setattr(d.layers[0].mlp, "up_proj", Wrapped(d.layers[0].mlp.up_proj)),
+    lambda d: setattr(d.layers[0], "self_attn", Twice(d.layers[0].self_attn)),
+    lambda d: d.register_forward_hook(lambda module, inputs, output: output.__class__(output.last_hidden_state + 1)),
+    lambda d: d.rotary_emb.register_forward_hook(lambda module, inputs, output: (output[1], output[0])),
+    lambda d: setattr(d.layers[1].self_attn, "scaling", 3.0),
+    lambda d: setattr(d.layers[0].input_layernorm, "variance_epsilon", 1.0),
+    lambda d: setattr(d.layers[0].mlp, "act_fn", torch.nn.Tanh()),
+    lambda d: setattr(d, "layers", d.layers[::-1]),
+    lambda d: setattr(d, "layers", d.layers[:1])])
+def test_what_is_not_packed_is_read_by_modules(targets, change):
+    target = copy.deepcopy(targets("janus"))
+    chain = tree_links(torch.tensor([[-1, 0, 1]], dtype=torch.int32)).ancestors
+    nodes = Nodes(torch.arange(3)[None], torch.tensor([S]), chain, torch.ones(2, S, dtype=torch.bool), S + 3)
+
+    def read():
+        cache = target.new_cache(2, S + 3)
+        cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(0)))
+        return target.extend(torch.tensor([[1, 0, 2]] * 2), nodes, cache)
+
+    with torch.no_grad():
+        target.use_decoder_layers()
+        before = read()
+        change(target.decoder)
+        after = read()
+        target.packing = None
+        assert torch.allclose(after, read(), atol=1e-4) and not torch.allclose(after, before, atol=1e-2)
 
 
 def test_what_is_refused(targets):

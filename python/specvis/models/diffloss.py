@@ -338,9 +338,9 @@ class DiffLoss(nn.Module):
         """(T, width) on the device of `like`; those of packed weights are kept."""
         packed = self.packing.get(like, self.pack)
         kept = {} if packed is None else packed[2]
-        if len(schedule) not in kept:
-            kept[len(schedule)] = self.net.time_embed(schedule.table(like.device)[:, 0])
-        return kept[len(schedule)]
+        if schedule not in kept:
+            kept[schedule] = self.net.time_embed(schedule.table(like.device)[:, 0])
+        return kept[schedule]
 
     def schedule_of(self, num_steps: int) -> Schedule:
         """The schedule of so many denoising steps, made at the first call."""

@@ -93,8 +93,8 @@ class EagleHead(nn.Module):
 
     def forward(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:
         x = cat([embed(self.embed_tokens, tokens), previous_hidden], -1)
-        packed = self.packing.get(x, self.pack) if isinstance(reading, NodesReading) else None
-        if packed is not None:
+        packed = self.packing.get(x, self.pack)
+        if packed is not None and isinstance(reading, NodesReading):
             fc, bias, layers, rotations = packed
             return reading.read(cast(packed_linear(x, fc, self.config.dim, bias), x.dtype), layers, rotations)
         x = self.fc(x)

@@ -14,18 +14,21 @@ from .interface import Nodes
 
 USE_DECODER_LAYERS = True  # False: PyTorch's modules read everything, for who compares the two
 DTYPES = torch.float32, torch.bfloat16
+GLOBAL_HOOKS = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
 
 
 class Packing:
     """Copies of weights in the order of `decoder_layers` and `packed_linear`, for few rows on a CPU.
 
     A model calls `check` in `new_cache`, where a decoding begins, and `get` at each read. The copies are made anew when
-    weights have changed. They take as much memory as the weights. `check` alone sees what is written through
-    `weight.data`, by its numbers, one weight whose `data` is another tensor, and modules that are replaced.
+    weights have changed. They take as much memory as the weights. `check` alone sees modules that are replaced and, by
+    its numbers, what is written through `weight.data`. After a read with gradients `get` checks too: an optimizer may
+    write without a trace.
     """
 
     def __init__(self):
-        self.owners, self.weights, self.counted, self.state, self.sums, self.packed = [], [], [], None, None, None
+        self.owners, self.weights, self.counted, self.hooks, self.dropouts = [], [], [], [], []
+        self.state = self.sums = self.packed = None
 
     def __reduce__(self):
         return Packing, ()  # a copy of a model packs for itself
@@ -45,17 +48,24 @@ class Packing:
                        for name, weight in module._parameters.items() if weight is not None]
         self.weights = [of[name] for of, name in self.owners]
         self.counted = [weight for weight in self.weights if not weight.is_inference()]
-        if not can_pack(self.weights, multiple) or not all(is_unchanged(module, types) for module in modules):
+        self.hooks = [*GLOBAL_HOOKS, *(hooks for module in modules
+                                       for hooks in (module._forward_hooks, module._forward_pre_hooks))]
+        self.dropouts = [module for module in modules if isinstance(module, nn.Dropout) and module.p]
+        if not can_pack(self.weights, multiple) or any(GLOBAL_HOOKS) or not all(
+                is_unchanged(module, types) for module in modules):
             self.packed = None
             return
-        state, sums = self.state_now(), [(weight.data_ptr(), sum_of(weight)) for weight in self.weights]
+        state, sums = self.state_now(), [sums_of(weight) for weight in self.weights]
         if self.packed is None or state != self.state or sums != self.sums:
             self.packed = pack()
         self.state, self.sums = state, sums
 
     def get(self, x: Tensor, check: Callable[[], None]) -> Any:
         """What `pack` gave, for reading x. None: the modules have to read it. check: calls `check`"""
-        if (self.packed is None or not USE_DECODER_LAYERS or torch.is_grad_enabled() or x.device.type != "cpu"
+        if torch.is_grad_enabled():
+            self.state = None
+            return None
+        if (self.packed is None or not USE_DECODER_LAYERS or x.device.type != "cpu"
                 or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled("cpu")
                 or torch.compiler.is_compiling()):
             return None
@@ -63,17 +73,18 @@ class Packing:
             check()
         return self.packed
 
-    def state_now(self) -> tuple[list[int], list[int], int]:
-        """Which tensors the weights are, how often each was written to, and where the first is: a cast moves all."""
+    def state_now(self) -> tuple:
+        """Which tensors the weights are, how often each was written to, where it is; what modules would do beside."""
         return ([id(of.get(name)) for of, name in self.owners], [weight._version for weight in self.counted],
-                self.weights[0].data_ptr())
+                [weight.data_ptr() for weight in self.weights], any(self.hooks),
+                any(dropout.training for dropout in self.dropouts))
 
 
 def can_pack(weights: list[Tensor], multiple: int) -> bool:
     """Whether the CPU's kernels read such weights."""
     return ("cpu" in backends("decoder_layers") and bool(weights) and weights[0].dtype in DTYPES
-            and all(w.device.type == "cpu" and w.dtype == weights[0].dtype and w.shape[-1] % multiple == 0
-                    for w in weights))
+            and all(type(w) in (Tensor, nn.Parameter) and w.device.type == "cpu" and w.dtype == weights[0].dtype
+                    and w.shape[-1] % multiple == 0 for w in weights))
 
 
 def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
@@ -83,11 +94,12 @@ def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
             and not (module.training and isinstance(module, nn.Dropout) and module.p))
 
 
-def sum_of(weight: Tensor) -> int:
-    """Of its bits, each row's times the row's number."""
-    bits = weight.detach().view(torch.int32 if weight.itemsize == 4 else torch.int16)
-    rows = bits.flatten(1).sum(1) if bits.ndim > 1 else bits.long()
-    return (rows * torch.arange(1, len(rows) + 1)).sum().item()
+def sums_of(weight: Tensor) -> list[int]:
+    """Of the bits of its rows, each times the row's number, and of its columns."""
+    bits = weight.detach().contiguous().view(weight.shape[0] if weight.ndim > 1 else 1, -1)
+    bits = bits.view(torch.int32 if bits.shape[1] * bits.itemsize % 4 == 0 else torch.int16)
+    sums = [bits.sum(dim, dtype=torch.int32).long() for dim in (1, 0)]
+    return [(each * torch.arange(1, len(each) + 1, device="cpu")).sum().item() for each in sums]
 
 
 def without_biases(parts: Sequence[nn.Module]) -> Sequence[nn.Module]:

@@ -237,8 +237,8 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor, reading: Reading) -> Tensor:
         """Embeddings (R, N, dim) -> hidden states (R, N, dim) after the last norm."""
-        packed = self.packing.get(x, self.pack_layers) if isinstance(reading, NodesReading) else None
-        if packed is not None:
+        packed = self.packing.get(x, self.pack_layers)
+        if packed is not None and isinstance(reading, NodesReading):
             return reading.read(x, *packed)
         for layer, block in enumerate(self.layers):
             x = block(x, reading, layer)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, tree_attention
 
 from .interface import Nodes, num_tokens
-from .layers import Cache, Packing
+from .layers import Cache, Packing, is_unchanged
 from .llamagen import condition_mask
 
 MASKED = ("sdpa", "eager")        # attention of transformers that takes a mask of our own
@@ -126,34 +126,35 @@ class ImageModel:
         """Let the op `decoder_layers` read what is drafted from now on. It is for CPUs.
 
         Its copy of the layers takes as much memory as they do. Prompts, and whatever else uses the model, are read by
-        its modules; so is all, while the layers have hooks, adapters or quantized weights.
+        its modules; so is all, if a decoding begins after the layers were given hooks, adapters or quantized weights.
 
         Raises:
             ValueError: the layers are not like Llama's, Emu3's or Chameleon's, or they are not on a CPU in float32 or
                 bfloat16
         """
         self.packing = Packing()
-        with suppress(AttributeError):  # of layers that are not alike
-            self.pack_layers()
+        self.pack_layers()
         if self.packing.packed is None:
             self.packing = None
             raise ValueError("model must have layers as Llama, Emu3 or Chameleon have them, unchanged, in float32 or "
-                             "bfloat16 on a CPU, with the kernels for it, and heads of a multiple of 16")
+                             "bfloat16 on a CPU, with the kernels for it: no hooks, adapters or biases of the MLP, "
+                             "silu, and heads, hidden_size and intermediate_size that are multiples of 16")
 
     def pack_layers(self) -> None:
-        layers, c = self.decoder.layers, self.config
-        parts, attention = [layers, self.decoder.norm], layers[0].self_attn
-        rotary = getattr(self.decoder, "rotary_emb", None) or attention.rotary_emb  # transformers 4: in each layer
-        depends_on_length = getattr(rotary, "rope_type", "default") in ("dynamic", "longrope")
-        if layers[0].mlp.up_proj.bias is not None or attention.head_dim % 16 or depends_on_length:
-            parts = []
+        layers, c, rotary = self.decoder.layers, self.config, None
+        with suppress(AttributeError):  # of layers that are not alike
+            if len(layers) == c.num_hidden_layers and is_unchanged(self.decoder, (type(self.decoder),)) and all(
+                    is_packable(layer, i, self.decoder.norm.variance_epsilon) for i, layer in enumerate(layers)):
+                rotary = getattr(self.decoder, "rotary_emb", None) or layers[0].self_attn.rotary_emb  # transformers 4
+        has_table = rotary is not None and getattr(rotary, "rope_type", "default") not in ("dynamic", "longrope")
+        parts = [layers, self.decoder.norm, rotary] if has_table else []
         types = {type(module) for part in parts for module in part.modules()}
         types = [t for t in types if t.__name__ in PACKABLE and t.__module__.startswith(("torch.nn.", "transformers."))]
 
         def pack():
             norm, position_ids = self.decoder.norm, torch.arange(self.prefix_len + num_tokens(self))
             cosine, sine = rotary(norm.weight, position_ids[None])
-            half = attention.head_dim // 2
+            half = layers[0].self_attn.head_dim // 2
             rotations = torch.stack([cosine[0, :, :half], sine[0, :, :half]], -1).float()
             packed = pack_layers(list(map(weights_of, layers)), norm.weight, heads=c.num_attention_heads,
                                  eps=norm.variance_epsilon, rotates_halves=True)
@@ -258,7 +259,9 @@ class ImageModel:
 
     def code_logits(self, hidden: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
-        bias = getattr(head, "bias", None)
+        if not is_unchanged(head, (nn.Linear,)):
+            return head(hidden)[..., self.head_rows]
+        bias = head.bias
         return F.linear(hidden, head.weight[self.head_rows], None if bias is None else bias[self.head_rows])
 
     def id_range(self, positions: Tensor) -> Tensor | None:
@@ -306,6 +309,17 @@ class ImageModel:
 def positions_of(position_ids: Tensor, padding_mask: Tensor) -> Tensor:
     """Positions (R, N) that count from each row's first real entry. padding_mask: (R, S) bool"""
     return (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
+
+
+def is_packable(layer: nn.Module, index: int, eps: float) -> bool:
+    """Whether `weights_of` a layer says all that it does. Raises AttributeError for layers of another shape."""
+    a = layer.self_attn
+    qkv = a.q_proj, a.k_proj, a.v_proj
+    biased = {module for module in layer.modules() if getattr(module, "bias", None) is not None}
+    return (len({linear.bias is None for linear in qkv}) == 1 and a.head_dim % 16 == 0 and a.layer_idx == index
+            and biased <= {*qkv, a.o_proj, getattr(a, "q_norm", None), getattr(a, "k_norm", None)}
+            and getattr(a, "scaling", a.head_dim ** -0.5) == a.head_dim ** -0.5
+            and layer.input_layernorm.variance_epsilon == layer.post_attention_layernorm.variance_epsilon == eps)
 
 
 def weights_of(layer: nn.Module) -> DecoderLayer:
