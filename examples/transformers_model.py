@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specvis import Sampling, decode, jacobi_decode, parse_method
 from specvis.models.transformers import ImageModel
+from specvis_kernels import backends
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--method", default="jacobi:window=16", help="jacobi and its settings, see `specvis methods`")
@@ -21,9 +22,11 @@ options = parser.parse_args()
 
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                     num_key_value_heads=2, head_dim=8, initializer_range=0.2, attn_implementation="sdpa")
+                     num_key_value_heads=2, head_dim=16, initializer_range=0.2, attn_implementation="sdpa")
 model = LlamaForCausalLM(config).eval().requires_grad_(False)
 target = ImageModel(model, ids=range(32, 96), prefix_len=5, grid=(6, 8), null_prompt=[0], newline=96)
+if "cpu" in backends("decoder_layers"):
+    target.use_decoder_layers()  # on a CPU: every token but the prompt is read by one op
 
 prompts = [[3, 14, 15], [9, 2, 6, 5, 30], [7, 9, 31, 2, 8]]  # of ids; shorter ones are padded on the left
 condition, is_real = target.condition(prompts)

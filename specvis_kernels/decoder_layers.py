@@ -12,18 +12,30 @@ from .tree_attention import _oracle as attend
 
 
 class DecoderLayer(NamedTuple):
-    """The weights of one layer, as a model has them: all of one dtype, float32 or bfloat16."""
+    """The weights of one layer, as a model has them: all of one dtype, float32 or bfloat16.
 
-    qkv: Tensor                        # ((H + 2 Hkv) D, E)  of queries, keys and values, in this order
-    out: Tensor                        # (E, H D)
-    gate: Tensor                       # (F, E)
-    up: Tensor                         # (F, E)
-    down: Tensor                       # (E, F)
-    ffn_norm: Tensor                   # (E,)
-    attention_norm: Tensor | None      # (E,)  None: attention reads x as it is, as in EAGLE's head
-    qkv_bias: Tensor | None = None     # ((H + 2 Hkv) D,)
-    out_bias: Tensor | None = None     # (E,)
-    head_norms: tuple[Tensor, Tensor] | None = None  # (H + Hkv, D) each: scale and shift of the LayerNorms of q and k
+    Args:
+        qkv:            ((H + 2 Hkv) D, E)  of queries, keys and values, in this order
+        out:            (E, H D)
+        gate, up:       (F, E)
+        down:           (E, F)
+        ffn_norm:       (E,)
+        attention_norm: (E,)  None: attention reads x as it is, as in EAGLE's head
+        qkv_bias:       ((H + 2 Hkv) D,)
+        out_bias:       (E,)
+        head_norms:     (H + Hkv, D) each: scale and shift of the LayerNorms of q and k
+    """
+
+    qkv: Tensor
+    out: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    ffn_norm: Tensor
+    attention_norm: Tensor | None
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    head_norms: tuple[Tensor, Tensor] | None = None
 
 
 class PackedLayers(NamedTuple):
@@ -49,7 +61,7 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
         layers:         from the first to the last, all of the same sizes
         last_norm:      (E,)  the RMSNorm after the last layer; None: there is no such norm
         heads:          H, of queries
-        eps, head_eps:  of the RMSNorms, and of the LayerNorms of q and k
+        eps, head_eps:  of the RMSNorms (in transformers `rms_norm_eps`, often 1e-6), and of the LayerNorms of q and k
         rotates_halves: a rotation turns entries i and i + D / 2, as in transformers; else 2 i and 2 i + 1, as in
                         LlamaGen
 
