@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.fx.experimental.proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +48,14 @@ def test_an_embedding_with_a_hook_is_called_once():
     embedding.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
         assert embed(embedding, torch.zeros(2, 400, dtype=torch.int64)).shape == (2, 400, 96) and calls == [1]
+
+
+@torch.no_grad()
+def test_functions_that_are_mapped_or_traced():
+    embedding, tokens, others = torch.nn.Embedding(50, 96), torch.randint(50, (2, 400)), torch.randint(50, (2, 400))
+    assert torch.equal(torch.func.vmap(lambda ids: embed(embedding, ids))(tokens), embedding(tokens))
+    traced = torch.fx.experimental.proxy_tensor.make_fx(lambda ids: embed(embedding, ids))(tokens)
+    assert torch.equal(traced(others), embedding(others))
 
 
 def test_embeddings_and_norms():

@@ -67,7 +67,7 @@ class Packing:
             return None
         if (self.packed is None or not USE_DECODER_LAYERS or x.device.type != "cpu"
                 or x.dtype != self.weights[0].dtype or torch.is_autocast_enabled("cpu")
-                or torch.compiler.is_compiling()):
+                or is_transformed()):
             return None
         if self.state_now() != self.state:
             check()
@@ -78,6 +78,12 @@ class Packing:
         return ([id(of.get(name)) for of, name in self.owners], [weight._version for weight in self.counted],
                 [weight.data_ptr() for weight in self.weights], any(self.hooks),
                 any(dropout.training for dropout in self.dropouts))
+
+
+def is_transformed() -> bool:
+    """Whether torch.compile, torch.func or make_fx makes something else of what is done."""
+    return (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None)
 
 
 def can_pack(weights: list[Tensor], multiple: int) -> bool:

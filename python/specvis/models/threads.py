@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .layers import is_unchanged
+from .layers import is_transformed, is_unchanged
 
 MOST = 2**15 - 1  # the most numbers that PyTorch writes by one thread
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,7 +18,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def takes_several(like: Tensor, size: int) -> bool:
     """Whether PyTorch takes several threads to write so many numbers, of the kind and device of `like`."""
     return (size > MOST and like.device.type == "cpu" and like.itemsize in BITS and not torch.is_grad_enabled()
-            and type(like) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling())
+            and type(like) in (Tensor, nn.Parameter) and not is_transformed())
 
 
 def cat(tensors: list[Tensor], dim: int) -> Tensor:
