@@ -404,6 +404,16 @@ def test_only_a_model_with_a_range_clips_its_guesses():
     assert both.abs().max() <= 1.5 + 1e-6                                          # the guided guess is clipped
 
 
+@torch.no_grad()
+def test_another_schedule_of_as_many_steps_has_its_own_embeddings():
+    model = mar()
+    model.pack()
+    z, embeddings = torch.zeros(1, model.diffloss.net.cond_embed.in_features), model.diffloss.time_embeddings
+    for schedule in Schedule(1000, 8), Schedule(500, 8):
+        expected = model.diffloss.net.time_embed(schedule.table(z.device)[:, 0])
+        assert torch.equal(embeddings(schedule, z), expected)
+
+
 def test_the_table_is_copied_to_each_device_once():
     schedule = Schedule(1000, 10)
     meta, cpu = (schedule.table(torch.device(name)) for name in ("meta", "cpu"))

@@ -407,6 +407,14 @@ def test_what_is_not_packed_is_read_by_modules(targets, change):
         assert torch.allclose(after, read(), atol=1e-4) and not torch.allclose(after, before, atol=1e-2)
 
 
+def test_a_wrapped_head_is_called(targets):
+    target = copy.deepcopy(targets("emu3"))
+    hidden = torch.randn(1, 2, target.model.get_output_embeddings().in_features)
+    logits = target.logits(hidden)
+    target.model.set_output_embeddings(Wrapped(target.model.get_output_embeddings()))
+    assert torch.allclose(target.logits(hidden), 2 * logits, atol=1e-5)
+
+
 def test_what_is_refused(targets):
     target = targets("emu3")
     with pytest.raises(ValueError, match=r"prompts must have 1 to prefix_len=7 ids each, got \[3, 8\]"):

@@ -500,7 +500,7 @@ class DiscreteReport(Report):
         parts = [f"{name} {score.baseline:.3g} +- {score.noise:.2g}" for name, score in scores.items()]
         chance = 0.05 * len(runs) * len(scores)
         text = (f"{count} baseline pictures beside the other baseline pictures: {'; '.join(parts)}. A star marks what "
-                f"is outside; of so many numbers about {chance:.0f} would be by chance alone.")
+                f"is outside; of that many numbers about {chance:.0f} would be by chance alone.")
         relaxed = [self.quality(run)["kernel distance"] for run in runs if not run.method.lossless]
         hidden = sorted(score.pictures_needed(count) for score in relaxed if not score.significant and score.effect)
         if hidden:

@@ -250,21 +250,22 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
     tau, steps = decoded.tau.mean().item(), siblings.num_steps
     first = siblings.num_first / max(1, steps)
     section.text(f"`{method.label}`, {count} pictures, tau {tau:.2f}. In {first:.0%} of the steps the very first guess "
-                 "fell. Where a guess fell whose row of the forward before is known, the token that was drawn was that "
-                 "row's candidate number:")
+                 "was rejected. Where that happened to a guess whose row of the forward before is known, the token "
+                 "that was drawn was that row's candidate number:")
     section.table([{"candidate": name, "share": share} for name, share in zip(
         ["second", "third", "fourth", "none of these"], shares[[2, 3, 4, 0]].tolist())])
-    section.text("A sibling at the place where the first guess falls can add at most its share of a token and of the "
-                 "run behind it, if the drafts behind it were right too. With no drafts behind it a second guess adds "
+    section.text("A sibling at the place where the first guess is rejected can add at most its share of a token and of "
+                 "the run after it, if the drafts after it were right too. With no drafts after it a second guess adds "
                  f"at most {shares[2].item() * failures / max(1, steps):.2f} tokens a forward, three more guesses "
                  f"{shares[2:].sum().item() * failures / max(1, steps):.2f}, for one and three more nodes. (They are "
-                 "what the first level of SJD-PAC's tree behind a change would be made of, arXiv:2603.18599.)")
+                 "what the first level of SJD-PAC's tree after a change would be made of, arXiv:2603.18599.)")
     fell, right = drafter_first_guesses(study, decoded, sampling)
     section.text("A drafter could guess that place from the token that has just changed, by the same noise, in a "
-                 f"forward of its own before each of the target's. Where the own guess fell, EAGLE's is right in "
-                 f"{right[fell].float().mean():.0%} of the steps, and where it stood in "
-                 f"{right[~fell].float().mean():.0%}. Read beside the own guess it would add at most "
-                 f"{(right & fell).float().mean():.2f} tokens a forward with no drafts behind it; read in its place "
+                 "forward of its own before each of the target's. Where jacobi's own guess was rejected, EAGLE's is "
+                 "right in "
+                 f"{right[fell].float().mean():.0%} of the steps, and where it was kept in "
+                 f"{right[~fell].float().mean():.0%}. Read beside jacobi's own guess it would add at most "
+                 f"{(right & fell).float().mean():.2f} tokens a forward with no drafts after it; read in its place "
                  f"{right.float().mean() - (~fell).float().mean():+.2f} first guesses would be right.")
 
 
