@@ -159,10 +159,8 @@ def test_the_site_lists_every_page():
     assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in PAGES)
 
 
-def test_every_drawing_is_shown_and_made():
-    """docs/drawings/draw.py draws what is there, and a page shows it."""
+def test_every_drawing_is_shown():
     drawings = {path.stem for path in (DOCS / "drawings").glob("*.svg")}
-    assert drawings == set(re.findall(r'd\.save\("(\w+)"\)', (DOCS / "drawings" / "draw.py").read_text()))
     shown = {match for page in PAGES for match in re.findall(r"!\[[^]]+\]\(drawings/(\w+)\.svg\)", page.read_text())}
     assert shown == drawings
 
