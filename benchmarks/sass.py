@@ -26,7 +26,7 @@ import specvis_kernels
 ROOT = Path(__file__).parent.parent
 LIBRARY = Path(specvis_kernels.__file__).with_name("_ops_cuda.so")
 RESULTS = ROOT / "benchmarks" / "results" / "sm_90-machine-code.json"
-BEFORE = RESULTS.with_stem(RESULTS.stem + "-5fc92ae")  # the same of that revision
+PAGE = RESULTS.with_name("machine_code.md")
 ARCH = "sm_90"
 SIZES = {"float": 4, "__half": 2, "__nv_bfloat16": 2}  # of a kernel's template: bytes of an entry
 
@@ -560,6 +560,33 @@ def show(found: dict[str, dict]) -> None:
                 print("calls " + ", ".join(f"{name} ({size})" for name, size in kernel["called"].items()))
 
 
+def text_of(results: dict, bounds: dict[str, dict]) -> str:
+    """The file of bounds: JSON with a line for each kernel."""
+    ops = (f'  {json.dumps(op)}: {{\n' + ",\n".join(f"   {json.dumps(title)}: {json.dumps(kernel)}"
+                                                 for title, kernel in kernels.items()) + "}"
+           for op, kernels in bounds.items())
+    return json.dumps(results, indent=1)[:-2] + ',\n "kernels": {\n' + ",\n".join(ops) + "}}\n"
+
+
+def page_of(bounds: dict[str, dict]) -> str:
+    """A table of the bounds. It leaves out the kernels for float16, whose counts are nearly those for bfloat16."""
+    names = {"registers": "registers", "instructions": "instructions", "wide_in_flight": "wide loads in flight",
+             "generic_loads_in_loops": "generic loads", "conversions_64_in_loops": "64-bit conversions",
+             "reciprocals_in_loops": "divisions", "fp64_in_loops": "fp64", "barriers": "barriers"}
+    rows = [[f"`{title}`", *(str(kernel[name]) for name in names)] for kernels in bounds.values()
+            for title, kernel in kernels.items() if "half" not in title]
+    table = [["kernel", *names.values()], ["---"] * (1 + len(names)), *rows]
+    return PAGE_HEAD + "".join(f"| {' | '.join(row)} |\n" for row in table)
+
+
+PAGE_HEAD = """# The machine code of the CUDA kernels
+
+The compiler's work for sm_90, **counted, not measured**. `python -m benchmarks.sass --bounds` writes this page. Loads
+of 16 bytes are wide. Generic loads, conversions, divisions and fp64 are counted in loops alone.
+
+"""
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sass", description=__doc__.partition("\n")[0])
     parser.add_argument("ops", nargs="*", metavar="op", help="default: all that have such a kernel")
@@ -568,7 +595,7 @@ def main():
                         help="a library or object of nvcc's to read; default: specvis_kernels/_ops_cuda.so")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was counted")
     parser.add_argument("--bounds", action="store_true",
-                        help=f"write what the tests hold: {RESULTS.relative_to(ROOT)}")
+                        help=f"write the bounds of the tests: {RESULTS.relative_to(ROOT)} and {PAGE.name} beside it")
     options = parser.parse_args()
     if options.bounds and (options.ops or options.triton or options.file):
         parser.error("--bounds is for all kernels of the library: without ops, --triton and --file")
@@ -586,7 +613,8 @@ def main():
         options.json.write_text(json.dumps({**results, "kernels": found}, indent=1) + "\n")
     if options.bounds:
         bounds = {op: {title: bounds_of(kernel) for title, kernel in kernels.items()} for op, kernels in found.items()}
-        RESULTS.write_text(json.dumps({**results, "kernels": bounds}, indent=1) + "\n")
+        RESULTS.write_text(text_of(results, bounds))
+        PAGE.write_text(page_of(bounds))
 
 
 if __name__ == "__main__":
