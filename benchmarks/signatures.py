@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from . import sglang, transformers, vllm
-from ._versions import TESTED
+from specvis_kernels.compat import sglang, transformers, vllm
+from specvis_kernels.compat._versions import TESTED
 
 _required = object()  # in place of a default
 

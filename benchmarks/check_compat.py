@@ -1,6 +1,6 @@
 """Do our functions still fit? Runs EAGLE's and LANTERN's beside ours, and reads what other decoders call.
 
-    python -m specvis_kernels.compat.check --lantern LANTERN --eagle EAGLE
+    python -m benchmarks.check_compat --lantern LANTERN --eagle EAGLE
 
 The functions are cut out of the checkout's files and executed: nothing else of it is imported, neither models nor CUDA
 are needed. Random trees and logits are given to both. Both draw the same numbers from Python's `random`, so the
@@ -8,7 +8,7 @@ accepted paths must be the same ones. The next token is drawn by torch.multinomi
 be where that number falls in their distribution. "whole step" begins with the logits of the target's forward and ends
 with the next token. Times are of one call, the mean over cases; ours with the defaults (generator="torch").
 
-    python -m specvis_kernels.compat.check --vllm VLLM --sglang SGLANG --transformers TRANSFORMERS
+    python -m benchmarks.check_compat --vllm VLLM --sglang SGLANG --transformers TRANSFORMERS
 
 Of these, checkouts or unpacked wheels, nothing is executed: their calls and signatures are read, and what has moved
 since the versions that are tested is said (see signatures.py).
@@ -30,7 +30,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import eagle, lantern, signatures
+from benchmarks import signatures
+from specvis_kernels.compat import eagle, lantern
 
 TOPK = 10         # children of a node
 GUIDANCE = 3.0
@@ -520,7 +521,7 @@ CHECKS = {"lantern": (LANTERN_FILES, check_lantern), "eagle": (EAGLE_FILES, chec
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables. Returns 0 if all is equal and fits, 1 if something differs, 2 for wrong arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m specvis_kernels.compat.check", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.check_compat", formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__, epilog="The code of a checkout of LANTERN or EAGLE is executed: name one that you trust.")
     parser.add_argument("--lantern", type=Path, metavar="CHECKOUT", help="a folder with LANTERN's repository")
     parser.add_argument("--eagle", type=Path, metavar="CHECKOUT", help="a folder with EAGLE's repository")
