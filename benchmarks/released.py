@@ -14,6 +14,7 @@ As in the releases, trees may reach beyond the end of an image, and what is too 
 image's last token without a draft. So under a relaxed rule the two differ in that token.
 """
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,15 +87,21 @@ class Warpers:
 
     def probs(self, logits: Tensor) -> Tensor:
         """Guided logits (.., V) -> probabilities (.., V)."""
-        x = logits / self.temperature if self.temperature != 1 else logits
-        if 0 < self.top_k < x.shape[-1]:
-            x = x.masked_fill(x < x.topk(self.top_k).values[..., -1:], -torch.inf)
-        if self.top_p < 1:
+        return filtered(logits, self.temperature, self.top_k, self.top_p)
+
+
+def filtered(x: Tensor, temperature, top_k: int, top_p: float, filters: str = "k_then_p") -> Tensor:
+    """Logits (.., V) -> probabilities after temperature, top-k and top-p, by sorting as the releases do."""
+    x = x.float() / temperature
+    for name in filters.split("_then_"):
+        if name == "k" and 0 < top_k < x.shape[-1]:
+            x = x.masked_fill(x < x.topk(top_k).values[..., -1:], -torch.inf)
+        if name == "p" and 0 < top_p < 1:
             descending, order = x.sort(-1, descending=True)
             probs = descending.softmax(-1)
-            is_beyond = probs.cumsum(-1) - probs >= self.top_p
+            is_beyond = probs.cumsum(-1) - probs >= top_p
             x = x.masked_fill(is_beyond.scatter(-1, order, is_beyond), -torch.inf)
-        return x.softmax(-1)
+    return x.softmax(-1)
 
 
 @dataclass
@@ -132,7 +139,16 @@ class Tree:
     shapes: list[Shape]          # of each request
     probs: Tensor | None = None  # (B, M, V) the rows that children were drawn from; None: they are point masses
     draft_row: list[int] | None = None  # which of these rows a node's children were drawn from
-    shares: Tensor | None = None        # (B, N) the probability of each draft without its earlier siblings
+
+    def along_paths(self, request: int) -> Tensor:
+        """The tokens (paths, levels) of a request's tree along its paths; -1 pads."""
+        return pad(self.tokens[request], (0, 1), value=-1)[self.shapes[request].paths]
+
+    def draft_row_of(self, request: int) -> Callable | None:
+        """(path, level) -> the row that a node's children were drawn from; None: they are point masses."""
+        if self.probs is None:
+            return None
+        return lambda path, level: self.probs[request, self.draft_row[self.shapes[request].paths[path, level].item()]]
 
 
 class Drafts:
@@ -170,19 +186,15 @@ class Drafts:
         if not hasattr(self, "shape"):
             self.shape = Shape.of(list(tree.parents), device)
             self.inner = [node for node in range(len(tree.parents)) if tree.children(node)]
-        hidden, tokens, shares, rows = self.hidden, [root], [torch.ones_like(root, dtype=torch.float32)], []
+        hidden, tokens, rows = self.hidden, [root], []
         for level in range(1, tree.depth + 1):
             above = [node for node in self.inner if tree.depths[node] == level - 1]
             K = max(len(tree.children(node)) for node in above)
             probs = self.warpers.probs(self.guided(hidden))                       # (B, F, V)
             children = torch.multinomial(probs.flatten(0, 1), K).view(B, len(above), K)
-            drawn = probs.gather(2, children)
-            left = 1 - (drawn.cumsum(2) - drawn)
-            share = torch.where(left > 0, drawn / left, 0).clamp(0, 1)
             rows.append(probs)
             picked = [(f, i) for f, node in enumerate(above) for i in range(len(tree.children(node)))]
             tokens += [children[:, f, i] for f, i in picked]
-            shares += [share[:, f, i] for f, i in picked]
             inner = [node for node in self.inner if tree.depths[node] == level]
             if inner:
                 read_so_far = self.inner[1: 1 + self.inner.index(inner[-1])]
@@ -191,7 +203,7 @@ class Drafts:
                 hidden = self.read_level(torch.stack([tokens[node] for node in inner], 1), hidden[:, parents], sees,
                                          level)
         draft_row = [self.inner.index(node) if node in self.inner else -1 for node in range(len(tree.parents))]
-        return Tree(torch.stack(tokens, 1), [self.shape] * B, torch.cat(rows, 1), draft_row, torch.stack(shares, 1))
+        return Tree(torch.stack(tokens, 1), [self.shape] * B, torch.cat(rows, 1), draft_row)
 
     def draft_dynamic(self, root: Tensor) -> Tree:
         """EAGLE-2's trees: the likeliest paths go on, and the likeliest drafts are kept."""
@@ -232,79 +244,84 @@ class Drafts:
         return Tree(tokens, shapes)
 
 
-class PathVerifier:
-    """The walk down the trees, and the rule by which it accepts."""
+@dataclass
+class Relaxation:
+    """LANTERN's rule: a draft's nearest neighbors lend it their probability, as long as their sum keeps a limit."""
 
-    def __init__(self, warpers: Warpers, method: Method, neighbors: Tensor | None, seed: int):
-        self.warpers, self.method, self.random = warpers, method, random.Random(seed)
-        self.neighbors = neighbors[:, : method.k].cpu().numpy().astype("int64") if method.k else None
+    table: Tensor              # (codes, at least k) each code's nearest others, nearest first
+    k: int                     # how many of them may lend
+    delta: float               # the limit: delta itself (tvd), or delta times the draft's own probability (ratio)
+    cutoff: str = "tvd"
+    offset: int = 0            # the id of code 0
+    residual: str = "relaxed"  # a rejection removes the neighbors that lent; "released": all k + 1 nearest, if any lent
+    empty: str = "target"      # takes the place of an empty residual: the target's row, or all ids alike ("uniform")
 
-    def relaxed_mass(self, probs: Tensor, token: int) -> tuple[Tensor, Tensor | None]:
-        """The probability of the token and of the neighbors that the cutoff admits, and which those are."""
-        mass = probs[token]
-        if self.neighbors is None:
-            return mass, None
-        near = torch.from_numpy(self.neighbors[token]).to(probs.device)
-        sums = probs[near].cumsum(0)
-        limit = self.method.delta * mass if self.method.cutoff == "ratio" else self.method.delta
-        admitted = (sums <= limit).nonzero()
-        if len(admitted) == 0:
-            return mass, None
-        last = admitted[-1, 0]
-        return mass + sums[last], near[: last + 1]
+    def lent(self, probs: Tensor, token: int) -> tuple[Tensor | float, Tensor | list]:
+        """What neighbors lend the token, and the ids that its rejection removes too."""
+        code = token - self.offset
+        if not 0 <= code < len(self.table):
+            return 0.0, []
+        near = self.table[code, :self.k + 1].to(probs.device).long() + self.offset
+        sums = probs[near[:self.k]].cumsum(0)
+        num_kept = int((sums <= (self.delta * probs[token] if self.cutoff == "ratio" else self.delta)).sum())
+        if num_kept == 0:
+            return 0.0, []
+        return sums[num_kept - 1], {"optimal": [], "relaxed": near[:num_kept], "released": near}[self.residual]
 
-    def __call__(self, logits: Tensor, tree: Tree, request: int) -> tuple[int, int, Tensor]:
-        """Which path was taken, how many of its drafts were accepted, and the probabilities (V,) of what follows.
 
-        logits (N, V): guided, of the request's nodes
-        """
-        shape = tree.shapes[request]
-        of_paths = logits[shape.paths]                                                    # a copy for each path
-        tokens = torch.cat([tree.tokens[request], tree.tokens.new_tensor([-1])])[shape.paths]
-        best, prefix = 0, tokens[0, :1]
-        for level in range(1, shape.paths.shape[1]):
-            agrees = (tokens[:, :level] == prefix).all(1)
-            first = agrees.nonzero()[0, 0]
-            row = probs = self.warpers.probs(of_paths[first, level - 1])
-            tried = []
-            for path in range(len(tokens)):
-                if not agrees[path]:
-                    continue
-                token = tokens[path, level].item()
-                if token == -1 or token in tried:
-                    continue
-                tried.append(token)
-                share = 1.0 if tree.shares is None else tree.shares[request, shape.paths[path, level]]
-                if share <= 0:
-                    continue
-                mass, lenders = self.relaxed_mass(probs, token)
-                if self.random.random() <= mass / share:
-                    best, prefix = path, tokens[path, : level + 1]
-                    break
-                probs = self.residual(probs, row, tried, lenders, tree, request, shape.paths[path, level - 1])
-            if len(prefix) == level:
-                return best, level - 1, probs
-        return best, len(prefix) - 1, self.warpers.probs(of_paths[best, len(prefix) - 1])
+def walk(tokens: Tensor, row_of: Callable, coin_of: Callable, relaxation: Relaxation | None = None,
+         draft_row_of: Callable | None = None) -> tuple[int, int, Tensor]:
+    """The verification of EAGLE's and LANTERN's releases: a level at a time, and in a level the paths one by one.
 
-    def residual(self, probs: Tensor, row: Tensor, tried: list[int], lenders: Tensor | None, tree: Tree, request: int,
-                 parent: Tensor) -> Tensor:
-        """What is left of the target's distribution `probs` after the last of the tokens `tried` was rejected.
+    Args:
+        tokens:       (paths, levels) from the root's on, -1 pads
+        row_of:       (path, level) -> the target's probabilities (V,) at that node
+        coin_of:      (path, level) -> a number in [0, 1) that decides about the draft there
+        draft_row_of: (path, level) -> the probabilities (V,) that the node's children were drawn from, without
+                      replacement; None: children are point masses
 
-        Of the rejected token nothing is left: its relaxed mass was below its share of the draft's distribution.
-        """
-        left = probs.clone()
-        if lenders is not None:
-            left[lenders] = 0
-        if tree.probs is None:
-            left[tried[-1]] = 0
-        else:
-            draft = tree.probs[request, tree.draft_row[parent.item()]].clone()
-            if len(tried) > 1:
-                draft[tried[:-1]] = 0
+    Returns:
+        A path, how many of its drafts are accepted, and the probabilities (V,) of the next token.
+    """
+    best, prefix = 0, tokens[0, :1]
+    while True:
+        level = len(prefix)
+        paths = (tokens[:, :level] == prefix).all(1).nonzero()[:, 0].tolist()
+        row = probs = row_of(paths[0], level - 1)
+        tried = []
+        for path in paths if level < tokens.shape[1] else []:
+            token = tokens[path, level].item()
+            if token == -1 or token in tried:
+                continue
+            draft = None if draft_row_of is None else draft_row_of(path, level - 1)
+            if tried and draft is not None:
+                draft = draft.clone()
+                draft[tried] = 0
+            tried.append(token)
+            if draft is not None and draft[token] <= 0:
+                continue
+            if len(tried) > 1 and draft is not None:
                 draft = draft / draft.sum()
-            left = (left - draft).clamp(min=0)
-        total = left.sum()
-        return row if total.item() == 0 else left / total
+            lent, removed = relaxation.lent(probs, token) if relaxation else (0.0, [])
+            if coin_of(path, level) * (1 if draft is None else draft[token]) <= probs[token] + lent:
+                best, prefix = path, tokens[path, :level + 1]
+                break
+            left = probs.clone()
+            if draft is None:
+                left[removed] = left[token] = 0
+            elif relaxation and relaxation.residual == "released":
+                draft = draft.clone()
+                draft[removed] = 0
+                left = (left - draft).clamp(min=0)
+            else:
+                left[removed] = 0
+                left = (left - draft).clamp(min=0)
+            if left.sum().item() > 0:
+                probs = left / left.sum()
+            else:
+                probs = torch.full_like(row, 1 / len(row)) if relaxation and relaxation.empty == "uniform" else row
+        else:
+            return best, level - 1, probs
 
 
 @torch.inference_mode()
@@ -335,7 +352,9 @@ def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, pa
     forwards = [1] * B
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        drafts, walk = Drafts(drafter, warpers, method, L), PathVerifier(warpers, method, neighbors, seed)
+        drafts, coins, relaxation = Drafts(drafter, warpers, method, L), random.Random(seed), None
+        if method.k:
+            relaxation = Relaxation(neighbors, method.k, method.delta, method.cutoff)
         cache = target.new_cache(2 * B, S + L + method.max_nodes)
         hidden = target.prefill(condition, padding_mask, cache)
         drafter.prefill(hidden, drafts.cache)
@@ -361,7 +380,10 @@ def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, pa
                     previous_hidden.append(hidden[both[b][:, 0, 0], :1])
                     num_new.append(0)
                     continue
-                best, accepted, probs = walk(logits[b], tree, b)
+                along = logits[b][tree.shapes[b].paths]  # a copy for each path
+                best, accepted, probs = walk(
+                    tree.along_paths(b), lambda path, level, along=along: warpers.probs(along[path, level]),
+                    lambda path, level: coins.random(), relaxation, tree.draft_row_of(b))
                 path = tree.shapes[b].paths[best, : accepted + 1]
                 move(cache, b, S + count - 1, path)
                 next_token = torch.multinomial(probs, 1)
