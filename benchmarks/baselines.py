@@ -1,6 +1,6 @@
-"""What a decoder has without these ops: the same work in plain PyTorch, as the released decoders write it.
+"""The work of the ops in plain PyTorch, as released decoders write it: what a decoder has without the ops.
 
-BASELINES[op][name] takes the op's arguments, but for `backend` and `cutoff`. They round and draw in their own ways.
+BASELINES[op][name] takes the op's arguments without `backend` and `cutoff`. Baselines round and draw in their own ways.
 Where the results can be compared, tests/test_benchmarks.py checks them against the oracle too.
 """
 import torch
@@ -56,7 +56,7 @@ def without_replacement(draft_probs, uniforms=None, *, seeds=None, positions=Non
 
 
 def guided_multinomial(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, **others):
-    """One draw a row: what decoders do with a row of probabilities."""
+    """One draw a row, as decoders draw from a row of probabilities."""
     probs = guided_probs(logits, uncond, guidance, temperature, top_k, top_p).probs
     return torch.multinomial(probs.flatten(0, 1), 1).view(positions.shape)
 
@@ -75,7 +75,7 @@ def topk_twice(logits, scores, width, *, num_children):
 
 def scatter_and_add(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
                     accepted_nodes, num_accepted, next_token, step_excess, status, depth):
-    """commit_tokens by torch's own operations. The images' last columns take what finished ones do not need."""
+    """commit_tokens by torch's own operations. Finished images write into the last columns, which nobody reads."""
     L = num_accepted_at.shape[1]
     nodes, last = pad(accepted_nodes.clamp(min=0), (1, 0)).long(), num_accepted[:, None].long()
     index, is_active = torch.arange(nodes.shape[1], device=tokens.device), counts < L
@@ -179,8 +179,8 @@ PATHS = WeakTensorKeyDictionary()  # first_child -> the paths of each request's 
 
 
 def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
-    """The nodes from the root to each leaf (leaves, depth), -1 behind. A decoder has them from drafting: they are made
-    once for each tree, and not timed.
+    """The nodes from the root to each leaf (leaves, depth); -1 pads. A decoder has them from drafting, so they
+    are made once for each tree and not timed.
     """
     if first_child not in PATHS:
         PATHS[first_child] = []
@@ -200,7 +200,7 @@ def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
 
 
 def walks(tree, rows_of, *, max_depth, neighbors=None, delta=None, offset=0, residual="optimal"):
-    """Of each request the accepted nodes and the next token. rows_of(request, its paths): `row_of` of released.walk."""
+    """Each request's accepted nodes and next token. rows_of(request, its paths) makes `row_of` of released.walk."""
     tokens, first_child, next_sibling, uniforms = tree
     results = []
     for b, paths in enumerate(paths_of(first_child, next_sibling)):
@@ -236,7 +236,7 @@ def lantern_loop(logits, uncond, tokens, first_child, next_sibling, uniforms, gu
 
 def all_rows_first(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, *,
                    max_depth, filters="k_then_p", seeds=None, positions=None, **rule):
-    """The ops that verify_logits stands for, one after the other."""
+    """The ops that verify_logits replaces, one after another."""
     settings, tree = (guidance, temperature, top_k, top_p), (tokens, first_child, next_sibling)
     if seeds is not None:
         drawn = draw_tokens(logits, uncond, *settings, seeds, positions, filters=filters)

@@ -4,7 +4,7 @@
 
 The functions are cut out of the checkout's files and executed: nothing else of it is imported, neither models nor CUDA
 are needed. Random trees and logits are given to both. Both draw the same numbers from Python's `random`, so the
-accepted paths must be the same ones. The next token is drawn by torch.multinomial there and by one number here: it must
+accepted paths must be equal. The next token is drawn by torch.multinomial there and by one number here: it must
 be where that number falls in their distribution. "whole step" begins with the logits of the target's forward and ends
 with the next token. Times are of one call, the mean over cases; ours with the defaults (generator="torch").
 
@@ -35,7 +35,7 @@ from specvis_kernels.compat import eagle, lantern
 
 TOPK = 10         # children of a node
 GUIDANCE = 3.0
-SLACK = 2e-5      # of a sum of float32 probabilities: where it falls between two tokens, either is right
+SLACK = 2e-5      # the error of a sum of float32 probabilities: close to a border both tokens are right
 MINIMUM = torch.finfo(torch.float32).min
 STATIC, STATIC_OF_EAGLE = "naive_extend_57", "mc_sim_7b_63"
 LANTERN_FILES = {
@@ -139,22 +139,22 @@ class Processors(list):
 
 
 class Case(NamedTuple):
-    """A step of decoding: a tree of N nodes, and what target and drafter say of it."""
+    """A step of decoding: a tree of N nodes, and the outputs of target and drafter for it."""
     logits: torch.Tensor            # (2, N, V) of the target: with the condition, then without it
     tokens: torch.Tensor            # (1, N)
     retrieve_indices: torch.Tensor  # (L, D)
-    proposals: tuple | None = None  # of a static tree: cart_candidates_prob and op, as evaluate_posterior_v1 takes them
+    proposals: tuple | None = None  # for a static tree: cart_candidates_prob and op of evaluate_posterior_v1
 
 
 class Setting(NamedTuple):
-    """What a step is verified with."""
+    """The settings by which a step is verified."""
     name: str
     processors: Processors | None = Processors()
     lantern: tuple = (False, 0, 0.0)  # lantern, lantern_k, lantern_delta
 
 
 class Target(SimpleNamespace):
-    """What the released methods look for in `self`: a model whose forward gives the case's logits."""
+    """Stands in for `self` of the released methods: a model whose forward gives the case's logits."""
 
     use_eagle3 = False
 
@@ -254,7 +254,7 @@ def is_their_draw(sample_p: torch.Tensor, token: int, uniform: float) -> bool:
 def measure(function: str, setting: str, cases: int, repeats: int, make: Callable, equal: Callable) -> Row:
     """Run theirs and ours on cases: make() -> (theirs, ours), and equal(their answer, our answer, uniform).
 
-    Both begin with the same state of Python's `random` and of torch's. `uniform` is the first number of the latter.
+    Both begin with one state of Python's `random` and of torch's. `uniform` is the first number of torch's.
     If make() gives a third one, that is ours as it is timed.
     """
     num_equal, seconds = 0, [0.0, 0.0]
@@ -287,7 +287,7 @@ def verification(name: str, theirs: Callable, ours: Callable, decode: tuple[Call
 
     def make():
         case = make_case()
-        if is_greedy and case.proposals is None:  # in the order of leaves, as the release has them then
+        if is_greedy and case.proposals is None:  # the release then has the paths in the order of leaves
             case = case._replace(retrieve_indices=case.retrieve_indices[case.retrieve_indices.amax(1).argsort()])
         self, paths = owner(case), case.retrieve_indices
         candidates = torch.cat([case.tokens, torch.full((1, 1), -1)], 1)[0, paths]
@@ -320,7 +320,7 @@ def verification(name: str, theirs: Callable, ours: Callable, decode: tuple[Call
 
 
 class Layer(SimpleNamespace):
-    """A draft layer that looks at all that it is given: tokens, hidden states, positions and the tree's mask."""
+    """A draft layer that depends on all its inputs: tokens, hidden states, positions and the tree's mask."""
 
     def __call__(self, hidden, input_ids, past_key_values=None, use_cache=True, position_ids=None,
                  attention_mask=None):
@@ -346,7 +346,7 @@ def new_layer(vocab: int, nodes: int, **parts) -> Layer:
 
 
 def same_tree(theirs: tuple, ours: tuple) -> bool:
-    """Whether topK_genrate gave the same: ours pads the paths with rows and columns of -1."""
+    """Whether both trees of topK_genrate are equal: ours pads the paths with rows and columns of -1."""
     theirs, ours = ((tree[0], tree[1][tree[1][:, 0] >= 0][:, (tree[1] >= 0).any(0)], *tree[2:])
                     for tree in (theirs, ours))
     return all(torch.equal(a.to(b.dtype), b) for a, b in zip(theirs, ours))

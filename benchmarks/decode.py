@@ -16,11 +16,11 @@ lies between two calls of `progress`.
 
 With random weights nothing would be accepted. So acceptance is imposed: the steps of the shipped model are recorded,
 and before each walk the target's logits (or probabilities) are changed such that it accepts as many drafts as were
-recorded, and rejects all behind them. The ops do all their work; the time of the change is not counted. Accepted drafts
-are first children, as far as these lead deep enough. So fewer siblings are tried than in real steps, which favors the
-released loop: it pays for each. Of larger sizes than B only steps in the middle of pictures are timed, and what a
-picture takes follows from the recorded tokens a step. On a GPU neither such steps nor those whose parts are timed are
-replayed as CUDA graphs.
+recorded, and rejects all drafts after them. The ops do all their work; the time of the change is not counted. Accepted
+drafts are first children, as far as these lead deep enough. So fewer siblings are tried than in real steps, which
+favors the released loop: it pays for each. Of larger sizes than B only steps in the middle of pictures are timed, and
+what a picture takes follows from the recorded tokens a step. On a GPU, steps of larger sizes and steps whose parts are
+timed are not replayed as CUDA graphs.
 """
 import argparse
 import os
@@ -54,19 +54,19 @@ from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
 
-RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # of random weights
+RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # for random weights
 WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
-STEPS = 8                      # of the others, in a turn
-RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # what the released loop can do
+STEPS = 8                      # that a turn times of the other sizes
+RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # the methods of the released loop
 FORWARDS = ("fast", "eager", "compile")
 PARTS = ("target", "drafter", "ops", "rest")
-CALLS = ("prefill", "extend", "logits")  # of a model
+CALLS = ("prefill", "extend", "logits")  # of a model that are timed
 SURE = 1e4                     # a logit that no other comes near to
-PEAK = 8.0                     # the deviation of random logits: so peaked, dynamic trees are as deep as those of models
+PEAK = 8.0                     # the deviation of random logits: with it, dynamic trees are as deep as a trained model's
 
 
 class Clock:
-    """The time, which stands still while `stopped`. On a GPU it waits for what was begun."""
+    """The time, which does not count while `stopped`. On a GPU it waits for the kernels that were launched."""
 
     def __init__(self, device: torch.device):
         self.is_cuda, self.lost = device.type == "cuda", 0.0
@@ -84,9 +84,9 @@ class Clock:
 
 
 class Watch:
-    """Seconds by part. What a part calls belongs to it: an op that a model calls is the model's.
+    """Seconds by part. Calls inside a part belong to it: an op that a model calls counts for the model.
 
-    `target` is the model that it times, the same one in all runs: decoding remembers what it found out about a target.
+    `target` is the model that it times. It is one object in all runs, because decoding caches facts about a target.
     """
 
     def __init__(self, clock: Clock, target: GPT):
@@ -109,7 +109,7 @@ class Watch:
 class Timed:
     """A model whose calls a watch times. Everything else is passed on."""
 
-    can_replay = False  # what is replayed calls nobody
+    can_replay = False  # a replayed graph calls no Python
 
     def __init__(self, model, part: str, watch: Watch):
         self.model = model
@@ -134,9 +134,9 @@ def ops_replaced(replacement: Callable[[str, Callable], Callable]):
 
 
 class Script:
-    """Makes each step accept as many drafts as a recorded step did, by a change of what the target says.
+    """Makes each step accept as many drafts as a recorded step did, by changing the target's outputs.
 
-    num_accepted: for each request of the batch, by its seed, the numbers of its steps; they begin again behind the last
+    num_accepted: for each request of the batch, by its seed, the numbers of its steps; they repeat after the last
     """
 
     def __init__(self, num_accepted: dict[int, list[int]], clock: Clock):
@@ -153,7 +153,7 @@ class Script:
                 seeds = list(self.steps) if seeds is None else seeds.tolist()
                 if name == "draw_tokens" and given["guesses"] is not None:
                     guesses = given["guesses"].tolist()
-                    parents = [list(range(-1, len(row))) for row in guesses]  # node i + 1 is the guess behind node i
+                    parents = [list(range(-1, len(row))) for row in guesses]  # node i + 1 is the guess after node i
                     self.change([given["logits"], given["uncond"]], [[-1, *row] for row in guesses], parents, seeds)
                 elif name in ("verify_tree", "verify_logits"):
                     rows = [given["target_probs"]] if name == "verify_tree" else [given["logits"], given["uncond"]]
@@ -184,7 +184,7 @@ class Script:
             path, num_left = [0], next(self.steps[seed])
             while num_left and children[path[-1]]:
                 num_left -= 1
-                best = max(children[path[-1]], key=lambda node: min(heights[node], num_left))  # of several the first
+                best = max(children[path[-1]], key=lambda node: min(heights[node], num_left))  # the first of equal ones
                 path.append(best)
             yield b, path, children[path[-1]]
 
@@ -207,7 +207,7 @@ class Script:
 
     def change_tokens(self, target_tokens: Tensor, tokens: list[list[int]], parents: list[list[int]],
                       seeds: list[int]) -> None:
-        """The same for the target's own tokens (B, N)."""
+        """Change the target's own tokens (B, N), in place."""
         for b, path, rejected in self.paths(parents, seeds):
             for node, child in zip(path, path[1:]):
                 target_tokens[b, node] = tokens[b][child]
@@ -236,11 +236,11 @@ class Subject:
     gpt: GPT
     head: EagleHead
     filters: dict
-    condition: Callable[[list[int]], tuple[Tensor, Tensor]]  # of pictures with these numbers
+    condition: Callable[[list[int]], tuple[Tensor, Tensor]]  # for pictures with these numbers
     neighbors: Callable[[int, str], Tensor]                  # as Pipeline.neighbors
-    recorder: "Recorder | None" = None                       # who says what is accepted; None: the model itself does
+    recorder: "Recorder | None" = None                       # decides what is accepted; None: the model does
     whole: bool = True                                       # are whole pictures timed, or steps?
-    threads: int | None = None                               # of forwards by PyTorch; None: as many as of others
+    threads: int | None = None                               # for forwards by PyTorch; None: as many as for others
 
     @contextmanager
     def reads_by(self, forward: str):
@@ -324,7 +324,7 @@ class Contender:
 
 @dataclass
 class Run:
-    """What one run took."""
+    """The times of one run."""
 
     seconds: float       # all of it, for the batch
     step_seconds: float  # without what comes before the first token: the sum of the steps
@@ -334,17 +334,17 @@ class Run:
 
 
 class Enough(Exception):
-    """So many steps were asked for."""
+    """The wanted number of steps is reached."""
 
 
 @torch.inference_mode()
 def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps: int | None = None,
         watch: Watch | None = None) -> Run:
-    """Decode a batch of pictures; the numbers of a turn are other ones than those of the next.
+    """Decode a batch of pictures. Each turn has other pictures.
 
     Args:
-        max_steps: stop after so many steps in the middle of pictures; None: whole pictures
-        watch:     times the parts; None: nothing but the whole and its steps is timed
+        max_steps: stop after this number of steps in the middle of pictures; None: whole pictures
+        watch:     times the parts; None: only the whole and its steps are timed
     """
     method, gpt, device = contender.method, subject.gpt, subject.gpt.output.weight.device
     numbers, L = [turn * batch + i for i in range(batch)], gpt.config.tokens
@@ -389,7 +389,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
         return speculative_decode(target, drafter, condition, padding_mask, sampling, [method] * batch, neighbors,
                                   progress, known_tokens=known)
 
-    replayed = {} if script else GRAPHS  # a script changes what is in a step
+    replayed = {} if script else GRAPHS  # a script changes the calls of a step
     with ops_replaced(replacement), patch.dict(GRAPHS, replayed, clear=True), subject.reads_by(contender.forward):
         begin, decoded = clock.now(), None
         try:
@@ -403,7 +403,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
 
 
 def contenders_of(methods: list[Method], kinds: Sequence[str] = FORWARDS[:1]) -> list[Contender]:
-    """The methods, and behind each the released loop's version of it where there is one."""
+    """The methods, and after each the released loop's version where it exists."""
     return [Contender(method, is_released, forward) for forward in kinds for method in methods
             if forward != "compile" or method.is_baseline
             for is_released in (False, True)[:1 + (method.name in RELEASED)]]
@@ -436,7 +436,7 @@ def measure(subject: Subject, methods: list[Method], batch: int, seconds: float,
 
 
 def record_of(subject: Subject, contender: Contender, batch: int, runs: dict[str, list[Run]], parts: Run) -> dict:
-    """What is reported of a contender. parts: the run in which its parts were timed."""
+    """The record of a contender. parts: the run in which its parts were timed."""
     taken, method, imposed = runs[contender.name], contender.method, None
     if subject.recorder and not method.is_baseline:
         imposed = subject.recorder.tau(method)
@@ -494,7 +494,7 @@ NOTES = (
 
 
 def tau_of(record: dict) -> float:
-    """Of whole pictures: where steps were timed, theirs is of too few."""
+    """tau of whole pictures: the timed steps are too few to tell."""
     return record["tau"] if record["timed"] == "pictures" else record["imposed_tau"] or 1.0
 
 

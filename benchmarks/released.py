@@ -1,17 +1,17 @@
-"""How the releases of EAGLE and LANTERN decode, restated in plain PyTorch: the loop that a decoder has without the ops.
+"""How the releases of EAGLE and LANTERN decode, in plain PyTorch: the loop that a decoder has without the ops.
 
-As theirs, a step drafts with `multinomial` or `topk` a level at a time, builds the tree's mask and its paths in Python
-on the host, reads the whole tree in one target forward, copies the logits for every path, and walks these paths in
-Python, with a host read for each path and each draft; then it moves the accepted entries in the cache by indexing.
+Like theirs, a step drafts with `multinomial` or `topk` a level at a time, builds the tree's mask and its paths in
+Python on the host, reads the whole tree in one target forward, copies the logits for every path, and walks these paths
+in Python, with a host read for each path and each draft; then it moves the accepted entries in the cache by indexing.
 
-Where the releases differ among themselves or from their papers, this loop does as `eagle1` and `lantern` do here, so
-that the same drafts are accepted with the same probabilities: top-k comes before top-p, the padding is masked, a
-rejected draft takes the neighbors that were kept with it (LANTERN, equation 3), and where nothing is left of the
-target's row, the row itself takes its place. The requests of a batch share the forwards and the drafting. (The releases
+Where the releases differ among themselves or from their papers, this loop follows `eagle1` and `lantern` of this
+library, so that drafts are accepted with equal probabilities: top-k comes before top-p, the padding is masked, a
+rejected draft takes the neighbors that were kept with it (LANTERN, equation 3), and an empty residual becomes the
+target's row. The requests of a batch share the forwards and the drafting. (The releases
 decode one request at a time.) Their trees are built, verified and committed one by one.
 
-As in the releases, trees may reach beyond the end of an image, and what is too much is cut off. Our loop draws an
-image's last token without a draft. So under a relaxed rule the two differ in that token.
+As in the releases, trees may reach beyond the end of an image, and the tokens beyond the end are dropped. Our loop
+draws the last token of an image without a draft. So under a relaxed rule the two differ in that token.
 """
 import random
 from collections.abc import Callable
@@ -30,14 +30,14 @@ from specvis.models.interface import Drafter, ModelCache, Nodes, TargetModel
 
 def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tensor, lengths: list[int], cache,
          padding_mask: Tensor, previous_hidden: Tensor | None = None) -> Tensor:
-    """The one place where a model reads tokens behind its condition: hidden states (2B, F, H) of F nodes.
+    """Every read of tokens after the condition: hidden states (2B, F, H) of F nodes.
 
-    Node j of request b stands in column lengths[b] + j. It sees the columns before lengths[b], but for the padding.
+    Node j of request b is in column lengths[b] + j. It sees the columns before lengths[b] without the padding.
 
     Args:
         tokens:          (B, F) int64
-        depth:           (B, F) int64    of each node; the first position behind what was read has depth 0
-        sees:            (B, F, n) bool  which of the n nodes so far each sees; the F nodes are the last of these
+        depth:           (B, F) int64    of each node; the first position that is not read yet has depth 0
+        sees:            (B, F, n) bool  which of the n nodes so far each node sees; the F nodes are the last of them
         padding_mask:    (2B, S) bool
         previous_hidden: (2B, F, H)      for a drafter
     """
@@ -51,7 +51,7 @@ def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tens
 
 def read_chain(model: TargetModel | Drafter, tokens: Tensor, lengths: list[int], cache, padding_mask: Tensor,
                previous_hidden: Tensor | None = None) -> Tensor:
-    """Read tokens (B, F) one behind the other."""
+    """Read a chain of tokens (B, F)."""
     (B, F), device = tokens.shape, tokens.device
     sees = torch.ones(F, F, dtype=torch.bool, device=device).tril()
     return read(model, tokens, torch.arange(F, device=device).expand(B, -1), sees.expand(B, -1, -1), lengths, cache,
@@ -67,7 +67,7 @@ def move(cache: ModelCache, request: int, root: int, accepted_nodes: Tensor) -> 
 
 @dataclass
 class Warpers:
-    """Guidance, temperature, top-k and top-p, one after the other, for requests that all have the same."""
+    """Guidance, temperature, top-k and top-p, one after another. All requests have one setting."""
 
     guidance: float
     temperature: float
@@ -108,9 +108,9 @@ def filtered(x: Tensor, temperature, top_k: int, top_p: float, filters: str = "k
 class Shape:
     """The shape of a tree, worked out in Python on the host."""
 
-    parents: list[int]  # of every node; the root's is -1, that of a node that is not there is -2
+    parents: list[int]  # for every node; -1 for the root, -2 for an unused node
     mask: Tensor        # (N, N) bool  does the row's node see the column's?
-    paths: Tensor       # (leaves, depth + 1) int64  from the root to every leaf, -1 behind it
+    paths: Tensor       # (leaves, depth + 1) int64  from the root to every leaf; -1 pads
 
     @staticmethod
     def of(parents: list[int], device: torch.device) -> "Shape":
@@ -136,7 +136,7 @@ class Tree:
     """The drafts of a step, for B requests."""
 
     tokens: Tensor               # (B, N) int64
-    shapes: list[Shape]          # of each request
+    shapes: list[Shape]          # one for each request
     probs: Tensor | None = None  # (B, M, V) the rows that children were drawn from; None: they are point masses
     draft_row: list[int] | None = None  # which of these rows a node's children were drawn from
 
@@ -162,7 +162,7 @@ class Drafts:
             self.tree = static_tree(method.tree)
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, counts: list[int], num_new: list[int]) -> None:
-        """Read the new tokens (B, A) of requests that had `counts` before; num_new[b] of them are no padding."""
+        """Read the new tokens (B, A) of requests that had `counts` tokens; the first num_new[b] are not padding."""
         prefix_len, device = self.drafter.prefix_len, tokens.device
         hidden = read_chain(self.drafter, tokens, [prefix_len + n for n in counts], self.cache,
                             self.drafter.padding_mask, previous_hidden)
@@ -206,7 +206,7 @@ class Drafts:
         return Tree(torch.stack(tokens, 1), [self.shape] * B, torch.cat(rows, 1), draft_row)
 
     def draft_dynamic(self, root: Tensor) -> Tree:
-        """EAGLE-2's trees: the likeliest paths go on, and the likeliest drafts are kept."""
+        """EAGLE-2's trees: the likeliest paths are continued, and the likeliest drafts are kept."""
         B, k, device = len(root), self.method.width, root.device
         batch = torch.arange(2 * B, device=device)[:, None]
         scores, tokens = self.warpers.probs(self.guided(self.hidden))[:, 0].log().topk(k)  # (B, k)
@@ -328,7 +328,7 @@ def walk(tokens: Tensor, row_of: Callable, coin_of: Callable, relaxation: Relaxa
 def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
                     method: Method, neighbors: Tensor | None = None, progress: Progress | None = None, script=None, *,
                     known_tokens: Tensor | None = None) -> Decoded:
-    """Decode as the releases do. The arguments are those of `speculative_decode`, but all requests have one method.
+    """Decode as the releases do. It takes the arguments of `speculative_decode`, but one method for all requests.
 
     Args:
         script:       called before each walk with the guided logits (B, N, V), the trees' tokens (B, N) and their

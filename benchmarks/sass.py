@@ -1,10 +1,10 @@
 """What the compiler made of the GPU kernels:   python -m benchmarks.sass [op ...] [--triton] [--json [FILE]]
 
 Reads the machine code for sm_90 (H100, H200) of specvis_kernels/_ops_cuda.so, or of Triton's kernels, which it
-compiles. No GPU takes part: everything is counted in the code, nothing is measured. For every kernel and each of its
+compiles. It needs no GPU: everything is counted in the code, nothing is measured. For every kernel and each of its
 loops: instructions; global loads and how many of them are in flight before the first is used; shared loads and
-stores; conversions from and to 64 bits; divisions; fp64; barriers, fences and atomics. A loop has the instructions
-that are in no inner loop. An entry is a number that a loop loads 16 bytes at a time.
+stores; conversions from and to 64 bits; divisions; fp64; barriers, fences and atomics. Instructions of an
+inner loop do not count for the outer one. An entry is one number of the rows that a loop loads 16 bytes at a time.
 """
 import argparse
 import json
@@ -28,7 +28,7 @@ LIBRARY = Path(specvis_kernels.__file__).with_name("_ops_cuda.so")
 RESULTS = ROOT / "benchmarks" / "results" / "sm_90-machine-code.json"
 PAGE = RESULTS.with_name("machine_code.md")
 ARCH = "sm_90"
-SIZES = {"float": 4, "__half": 2, "__nv_bfloat16": 2}  # of a kernel's template: bytes of an entry
+SIZES = {"float": 4, "__half": 2, "__nv_bfloat16": 2}  # type in a kernel's template -> bytes of an entry
 
 LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\d) )?([A-Z][\w.]*)\s*(.*?) ?;$")
 LABEL = re.compile(r"^([.$\w]+):$")
@@ -69,7 +69,7 @@ class Instruction:
         return not self.touched.isdisjoint(registers)
 
     def registers(self) -> tuple[set[int], set[int]]:
-        """Those that it writes, and those that it reads."""
+        """The registers that it writes, and the registers that it reads."""
         parts = [[(int(number), wide) for number, wide in REGISTER.findall(part)]
                  for part in re.split(r",(?![^\[]*\])", self.operands)]
         if self.group in STORES or self.group in ("BRA", "EXIT", "RET"):
@@ -114,7 +114,7 @@ class Block:
 
 @dataclass
 class Routine:
-    """A kernel, or what it calls; `labels` are numbers of instructions."""
+    """A kernel, or a routine that it calls; `labels` maps to numbers of instructions."""
 
     name: str
     instructions: list[Instruction]
@@ -122,8 +122,10 @@ class Routine:
 
     @cached_property
     def blocks(self) -> dict[int, Block]:
-        """By their first instruction. What can be reached from the entry alone, and not where lanes of a warp are apart
-        at a shuffle (BRA.DIV): the compiler writes that case out, and it does not happen in these kernels."""
+        """The blocks that the entry reaches, by their first instruction.
+
+        The code for lanes of a warp that are apart at a shuffle (BRA.DIV) is left out: these kernels never run it.
+        """
         ends = [i + 1 for i, instruction in enumerate(self.instructions) if instruction.group in JUMPS]
         starts = sorted({0, *self.labels.values(), *ends} - {len(self.instructions)})
         blocks = {first: Block(first, self.instructions[first:end])
@@ -160,7 +162,7 @@ class Routine:
 
     @cached_property
     def dominators(self) -> dict[int, int]:
-        """The block that every way to a block comes through last (Cooper, Harvey and Kennedy)."""
+        """For each block, the last block through which every path to it goes (Cooper, Harvey and Kennedy)."""
         order, done, stack = [], {0}, [(0, iter(self.blocks[0].next))]
         while stack:
             first, rest = stack[-1]
@@ -225,7 +227,7 @@ class Routine:
 
     @cached_property
     def once(self) -> list[list[Instruction]]:
-        """What is in no loop, in runs that no loop interrupts."""
+        """Instructions outside of loops, in runs that no loop interrupts."""
         inside = {block.first for loop in self.loops for block in loop.blocks}
         runs, was_inside = [], True
         for first, block in sorted(self.blocks.items()):
@@ -271,8 +273,8 @@ def parse(text: str) -> dict[str, list[Routine]]:
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 def in_flight(instructions: list[Instruction], least: int = 1) -> int:
-    """The most global loads of at least so many bytes that wait at once. A load waits until an instruction reads or
-    writes one of its registers; what was loaded before it has come by then."""
+    """The most global loads of at least `least` bytes that wait at once. A load waits until an instruction reads or
+    writes one of its registers; earlier loads have arrived by then."""
     waiting, groups, most = [], 0, 0
     for instruction in instructions:
         used = [i for i, (registers, _) in enumerate(waiting) if registers and instruction.touches(registers)]
@@ -297,7 +299,7 @@ def accesses(instructions, *groups) -> dict[str, int]:
 
 
 def count(instructions: list[Instruction], repeats: bool, size: int) -> dict:
-    """What a loop (or what is in none) consists of; zeros are left out."""
+    """Counts of a loop's instructions, or of those outside of loops; zeros are left out."""
     distinct = {}  # an instruction of each name, and how many there are
     for instruction in instructions:
         distinct.setdefault(instruction.name, [instruction, 0])[1] += 1
@@ -349,7 +351,10 @@ IN_FLIGHT = ("loads_in_flight", "wide_in_flight")
 
 
 def report(routines: list[Routine], size: int = 4) -> dict:
-    """All counts of a kernel, of what it does once and of each loop. `size`: bytes of an entry of its rows."""
+    """All counts of a kernel: of all instructions, of those outside of loops, and of each loop.
+
+    `size`: bytes of an entry.
+    """
     kernel = routines[0]
     once = [count(run, False, size) for run in kernel.once]
     loops = [{"depth": loop.depth, **count(loop.instructions, True, size)} for loop in kernel.loops]
@@ -364,8 +369,8 @@ def report(routines: list[Routine], size: int = 4) -> dict:
 
 
 def bounds_of(kernel: dict) -> dict:
-    """The numbers of a report that tests/slow/test_machine_code.py holds: wide_in_flight may not fall, and none of
-    the others may rise."""
+    """The numbers of a report that tests/slow/test_machine_code.py holds: wide_in_flight may not fall, and the other
+    numbers may not rise."""
     loops = kernel["loops"]
     rows = [loop for loop in loops if "instructions_per_entry" in loop]
     return {
@@ -407,7 +412,7 @@ def compiler_of(cubin: Path) -> str:
 
 
 def cubins(file: Path, folder: Path) -> list[Path]:
-    """What a library or object has for the GPU, one for each file that was compiled."""
+    """The GPU code of a library or object: a file for each source file."""
     subprocess.run([find_tool("cuobjdump"), "-xelf", ARCH, file.resolve()], cwd=folder, check=True,
                    capture_output=True)
     found = {path: [int(number) for number in re.findall(r"\d+", path.name)] for path in folder.glob(f"*.{ARCH}.cubin")}
@@ -418,7 +423,7 @@ def reports(cubin: Path, names: re.Pattern | None = None) -> dict[str, dict]:
     """The report of every kernel, by its name in the machine code."""
     used = run(find_tool("cuobjdump"), "--dump-resource-usage", cubin)
     listing = run(find_tool("nvdisasm"), "-c", "-ndf", cubin)
-    if " BRX" in listing:  # where such a branch may lead is found by the analysis that was left out
+    if " BRX" in listing:  # only the full analysis finds where such a branch may lead
         listing = run(find_tool("nvdisasm"), "-c", cubin)
     kernels = {}
     for name, routines in parse(listing).items():
@@ -436,20 +441,20 @@ TYPES = {"f": "float", "h": "uint8", "t": "uint16", "j": "uint32", "m": "uint64"
 
 
 def parts_of(name: str) -> tuple[str, str, str]:
-    """Of a kernel's name in the machine code: the file, the function, and what follows it."""
+    """The parts of a kernel's name in the machine code: the file, the function, and the rest."""
     if match := KERNEL.search(name):
         file, digits, rest = match.groups()
-        for length in (int(digits[i:]) for i in range(len(digits))):  # a process's number may stand before the length
+        for length in (int(digits[i:]) for i in range(len(digits))):  # a process's number may come before the length
             if rest[length:length + 1] in ("E", "I"):
                 return file, rest[:length], rest[length:]
     return "", name, ""
 
 
 def template_of(name: str) -> list[str]:
-    """What a kernel of C++ is made for, in the order of the words: ["Held", "float"]"""
+    """The template arguments of a C++ kernel, in order: ["Held", "float"]"""
     rest, parts, depth = parts_of(name)[2], [], 0
     while rest and (depth or rest[0] == "I"):
-        if match := re.match(r"L[a-z](\d+)E|S\d*_", rest):  # a number; or what was named before
+        if match := re.match(r"L[a-z](\d+)E|S\d*_", rest):  # a number; or a name that was used before
             parts += [match[1]] if match[1] else []
             rest = rest[match.end():]
         elif match := re.match(r"\d+", rest):
@@ -486,8 +491,10 @@ def read_library(file: Path = LIBRARY, ops: list[str] = ()) -> tuple[str, dict[s
 
 
 def read_triton(ops: list[str] = ()) -> tuple[str, dict[str, dict]]:
-    """The same of Triton's kernels, compiled as tests/slow/test_triton_compiles.py does, for its sizes. The process
-    must have none of its interpreter, and runs no kernel afterwards."""
+    """read_library for Triton's kernels, compiled by tests/slow/test_triton_compiles.py, for its sizes.
+
+    The process must not use Triton's interpreter, and cannot run a kernel afterwards.
+    """
     import benchmarks.ops
     from tests.slow import test_triton_compiles
 

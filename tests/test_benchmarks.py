@@ -20,7 +20,7 @@ from tests.tiny import tiny_pipeline
 
 
 def both(op, name, *sizes):
-    """What the baseline and the oracle return."""
+    """The outputs of the baseline and of the oracle."""
     baseline, args = ops.prepare(op, sizes, name)
     return baseline(*args), ops.prepare(op, sizes, "oracle")[0](*args)
 
@@ -86,7 +86,7 @@ def test_the_baseline_commits_the_same_tokens():
         call, args = ops.prepare("commit_tokens", (8, 20, 6, 30, True, False), name)
         out = call(*args)
         tokens, counts = args[0][0][:, :30], args[0][1]
-        is_written = torch.arange(30, device=tokens.device) < counts[:, None]  # the baseline writes zeros behind
+        is_written = torch.arange(30, device=tokens.device) < counts[:, None]  # the baseline writes zeros after them
         steps.append((*out, tokens.where(is_written, 0), *args[0][1:7]))
     assert all(a.equal(b) for a, b in zip(*steps, strict=True)) and steps[0][2].max() > 3
 
@@ -99,7 +99,7 @@ def test_the_baseline_keeps_the_same_guesses(options):
 
 
 def test_bytes_that_must_move():
-    """Of a few rows, counted from the tensors."""
+    """Count them from the tensors, for a few rows."""
     (cache, nodes, accepted, _), _ = inputs.commit_kv(1, 60, 6, ops.XL_CACHE)
     moved = 2 * 36 * 2 * 6 * 2 * 1280 * 2  # read and write; layers; rows; nodes; keys and values; 16 bits
     assert cache.shape == (36, 2, 64, 2, 1280) and accepted.tolist() == [6] and (nodes >= 0).all()
@@ -132,7 +132,6 @@ def test_ops_are_timed_and_a_run_is_resumed(monkeypatch, tmp_path):
 
     monkeypatch.setattr(specvis_kernels, "tree_mask", wrong)
     monkeypatch.setattr(harness, "bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(inputs, "neighbor_table", inputs.neighbor_table)
     monkeypatch.setitem(ops.ROWS, "tree_links", ([(1, 9)], ops.ROWS["tree_links"][1]))
     monkeypatch.setitem(ops.ROWS, "tree_mask", ([(2, 9, True, "bool", 20, torch.float32)], ops.ROWS["tree_mask"][1]))
     arguments = "tree_links", "tree_mask", "--groups", "kernels,oracles", "--seconds", 0, "--json", file, "--resume"
@@ -224,7 +223,7 @@ def test_steps_of_larger_sizes_are_timed_in_the_middle_of_pictures(tmp_path):
 
 
 def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
-    """With an interpreter that has llama.cpp in it, and says a millisecond to everything."""
+    """The interpreter claims to have llama.cpp, and answers each question with a millisecond."""
     python, file, figure = tmp_path / "python", tmp_path / "forward.json", tmp_path / "forward.png"
     python.write_text("#!/bin/sh\n[ $1 = -c ] && echo 1.2 && exit\necho 0\nwhile read line; do echo '[1.0]'; done\n")
     python.chmod(0o755)
