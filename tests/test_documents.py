@@ -1,4 +1,4 @@
-"""What the documents say of code is true: snippets run, tables match the files, links lead somewhere."""
+"""The documents are true of the code: snippets run, tables match the files, links lead somewhere."""
 import json
 import re
 import time
@@ -73,7 +73,7 @@ def test_the_snippet_of_a_picture_runs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)
 def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
-    """From top to bottom, in one namespace."""
+    """They run from top to bottom, in one namespace."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": page.stem}
     for number, block in enumerate(snippets(page), 1):
@@ -145,7 +145,7 @@ def test_the_tests_that_a_page_names_exist(page):
 
 
 def test_all_that_is_said_to_be_deterministic_has_a_test():
-    """Every row of every table, but for those of what was measured."""
+    """Every row of every table, without the measurements."""
     page = (DOCS / "determinism.md").read_text().partition("## What was measured")[0]
     rows = [row for row in re.findall(r"^\|(?!---).*\|$", page, re.M) if not row.endswith("| test |")]
     assert len(rows) > 25

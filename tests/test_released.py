@@ -48,7 +48,7 @@ def test_the_loop_finds_the_likeliest_tokens(text):
     """The target drafts for itself, so all drafts are right, as deep as the tree is."""
     pipeline, method, prompts = tiny_pipeline(), parse_method(text), ["red heart", "blue", "plain heart"]
     sampling = Sampling.of([0, 1, 2], guidance=1.5, temperature=1e-3)
-    for layer in pipeline.gpt.layers:  # with weights by which earlier tokens count for much
+    for layer in pipeline.gpt.layers:  # weights by which earlier tokens matter
         layer.attention.wqkv.weight.data.normal_(std=0.4, generator=torch.Generator().manual_seed(1))
         layer.attention.wo.weight.data.normal_(std=0.8, generator=torch.Generator().manual_seed(2))
     expected = pipeline.tokens(prompts, "vanilla", sampling).tokens
@@ -82,7 +82,7 @@ class FixedDrafter:
                                   "lantern:k=2:delta=0.2:width=3:nodes=8",
                                   "lantern++:k=2:delta=1.0:tree=mc_sim_7b_63"])
 def test_the_walk_has_the_rule_of_verify_tree(text):
-    """Of equal trees both accept as many drafts, and emit one distribution."""
+    """For equal trees both accept equally many drafts, and emit one distribution."""
     method, B, V = parse_method(text), 2000, 6
     torch.manual_seed(0)
     p, q = torch.tensor([0.05, 0.3, 0.05, 0.35, 0.05, 0.2]), torch.tensor([0.4, 0.05, 0.3, 0.05, 0.15, 0.05])

@@ -84,7 +84,10 @@ def test_logits_that_are_not_numbers_raise(form, processors, generator):
 
 
 class Layer(SimpleNamespace):
-    """A draft layer whose hidden state is a function of the token and of what it is read behind. It checks the mask."""
+    """A draft layer whose hidden state is a function of the token and of the hidden state before it.
+
+    It checks the mask.
+    """
 
     total_tokens, depth, top_k = 11, 2, 3
 
@@ -193,7 +196,7 @@ def test_the_forward_over_a_tree():
     assert eagle.tree_decoding(model, *read)[1].shape == (1, 2, 3)
 
 
-def test_what_is_known_of_a_tree_goes_with_it():
+def test_a_tree_that_is_freed_is_forgotten():
     paths = torch.tensor([[0, 1], [0, 2]])
     known = len(eagle._trees)
     tree = eagle._tree_of(paths, 3, paths.device)

@@ -25,7 +25,7 @@ class Processors(list):
 
 
 def nucleus(input_ids, scores):
-    """Top-p 0.8: a token stays while those before it have less than that."""
+    """Top-p 0.8: a token stays while the tokens before it have less than that."""
     order = scores.sort(descending=True)
     probs = order.values.softmax(-1)
     gone = probs.cumsum(-1) - probs >= 0.8
@@ -53,7 +53,7 @@ def random_tree(depth=3, width=3, extra=8):
 
 
 def padded(paths):
-    """In the order in which the release sorts them: padding comes last."""
+    """The paths in the release's order: padding comes last."""
     return paths[[i for i, _ in sorted(enumerate(paths.tolist()), key=lambda row: [
         node if node >= 0 else 99 for node in row[1]])]]
 
@@ -83,7 +83,7 @@ class Step(SimpleNamespace):
         return SimpleNamespace(nearest_latents=self.table, **parts)
 
     def given(self, form):
-        """What evaluate_posterior is given: TreeLogits, or the logits along the paths."""
+        """The argument of evaluate_posterior: TreeLogits, or the logits along the paths."""
         return TreeLogits(self.logits, 3.0, self.tokens, self.paths) if form == "tree" else self.along
 
 
@@ -124,7 +124,7 @@ def greedy(along, candidates, *rule):
 
 
 def counted(seed):
-    """Numbers of Python's random for this seed, and the list of those that were taken."""
+    """Numbers of Python's random for this seed, and the list of the numbers that were taken."""
     stream, taken = random.Random(seed), []
     return iter(lambda: taken.append(stream.random()) or taken[-1], None), taken
 
@@ -168,7 +168,7 @@ def test_sampled_dynamic_trees(rule, processors, form):
 @pytest.mark.parametrize("form", ["tree", "paths"])
 @pytest.mark.parametrize("rule", [(), (True, 5, 0.2), (True, 4, 3.0)])
 def test_greedy(rule, form):
-    """Of several longest paths the first row, in whichever order the rows are."""
+    """Of several longest paths the first row counts, in any order of the rows."""
     ties = 0
     for seed in range(80):
         step = Step(seed)
@@ -185,7 +185,7 @@ def test_greedy(rule, form):
 
 @pytest.mark.parametrize("empty", ["uniform", "target"])
 def test_nothing_left(empty):
-    """All other tokens are neighbors, so a rejection leaves nothing: the release goes on with all tokens alike."""
+    """All other tokens are neighbors, so a rejection leaves nothing: the release then draws from all tokens alike."""
     step, ends = Step(3), set()
     logits = torch.full((2, step.N, V), -30.0)
     logits[:, :, :2] = 0
@@ -205,7 +205,7 @@ def test_nothing_left(empty):
     assert len(ends) > 8 if empty == "uniform" else ends == {0, 1}
 
 
-def test_codes_behind_text():
+def test_codes_after_text():
     """Anole: code 0 is token 4, and text is masked in the forward."""
     for seed in range(40):
         step = Step(seed, OFFSET)
@@ -329,7 +329,7 @@ def test_the_table_is_cut_and_moved_once(dtype):
     assert lantern.neighbor_table(model, 3, "cpu").shape == (4, 3)
     with pytest.raises(ValueError, match="nearest_latents must have at least 4 columns for this lantern_k, got 3"):
         lantern.neighbor_table(model, 4, "cpu")
-    other = torch.tensor([[2, 1, 0], [3, 1, 0], [0, 2, 3], [1, 2, 3]]).to(dtype)  # of another tokenizer
+    other = torch.tensor([[2, 1, 0], [3, 1, 0], [0, 2, 3], [1, 2, 3]]).to(dtype)  # from another tokenizer
     model.nearest_latents = other if dtype != torch.uint16 else other.numpy()
     assert lantern.neighbor_table(model, 3, "cpu").tolist() == other.tolist()
 

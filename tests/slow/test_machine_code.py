@@ -54,7 +54,7 @@ def test_loads_in_flight(code, loads):
 
 
 def test_loads_of_the_next_round_are_in_flight():
-    """Loads at a loop's end whose results its beginning uses; and 4-byte loads are no wide ones."""
+    """Loads at a loop's end whose results its beginning uses are in flight; 4-byte loads are not wide."""
     counts = counts_of("""
         LDG.E.128 R4, [R2]
         .L_x_0:
@@ -72,7 +72,10 @@ def test_loads_of_the_next_round_are_in_flight():
 
 
 def test_loops():
-    """One in another. What jumps back to behind a loop is none, and lanes that are apart at a shuffle do not count."""
+    """One loop in another.
+
+    A jump back to after a loop makes no loop, and lanes that are apart at a shuffle do not count.
+    """
     counts = counts_of("""
         ISETP.NE.AND P0, PT, R0, RZ, PT
         BRA.DIV UR4, `(.L_x_9)
@@ -164,10 +167,10 @@ def test_names_of_kernels(name, title):
 
 # --- the kernels ------------------------------------------------------------------------------------------------------
 
-# What reads rows loads 16 bytes four times before it uses the first, but for these: how often they do, and why.
+# Kernels that read rows load 16 bytes four times before they use the first, with these exceptions.
 FEWER_LOADS = {  # a part of a kernel's name -> how many, and why
     "couple_tokens": (0, "4 bytes a lane, more than 32 of them in flight"),
-    "sample_residual": (0, "the same"),
+    "sample_residual": (0, "4 bytes a lane, more than 32 of them in flight"),
     "frontier": (0, "it reads scores, no rows"),
     "Streamed": (0, "rows too long for registers: 4 bytes a lane, eight in flight"),
     "nv_bfloat16": (2, "a pack of each half, of eight entries: the compiler uses them before it loads the next two"),
@@ -178,7 +181,7 @@ ROWS = {"couple_tokens", "draft_children", "draft_frontier", "draw_children", "d
 
 @pytest.fixture(scope="module")
 def machine_code():
-    """What was counted in the library, and by which compiler it was made."""
+    """The counts of the library, and the compiler that made it."""
     if "sm_90" not in cuda_build().name.split("-"):
         pytest.skip("needs a library for sm_90")
     return sass.read_library()
@@ -223,7 +226,7 @@ PLAIN_LOOP = """
 #pragma unroll 1
   for (; i < fours; i += threads) use(i, aligned[i]);
 """
-MUTATIONS = {  # what it does to a row -> the bounds that it breaks, beside some number of instructions
+MUTATIONS = {  # what it does to a row -> the bounds that it breaks, besides some number of instructions
     "for_each_entry(row, V, use);": set(),
     "for (int i = 0; i < 2; ++i) plain_for_each_entry(row + i * V, V, threadIdx.x, blockDim.x, use);"
     "plain_for_each_entry(row, V, threadIdx.x, blockDim.x, use);": {"wide_in_flight", "single_loads"},
@@ -247,7 +250,7 @@ MUTATIONS = {  # what it does to a row -> the bounds that it breaks, beside some
 
 @needs_nvcc
 def test_every_bound_can_be_broken(tmp_path):
-    """By kernels that differ from the first in what they do to a row."""
+    """The kernels differ from the first in what they do to a row."""
     header = (CSRC / "block.cuh").read_text()
     function = re.search(r"template <class F>\n__device__ void for_each_entry\(.*?\n}\n", header, re.S)[0]
     mutated = re.sub(r"  int64_t i = thread;\n.*?aligned\[i\]\);\n", PLAIN_LOOP, function, flags=re.S)
