@@ -190,10 +190,7 @@ def measure(size: str, dtype: str, seconds: float, llama: str | None, is_compile
 
 
 def best_of(records: list[dict]) -> dict[tuple[str, int], dict]:
-    """The records by contender, with its threads, and nodes.
-
-    PyTorch's eager forward is the one with its best setting.
-    """
+    """The records by contender, with its threads, and nodes. PyTorch's eager forward has its best setting."""
     best = {}
     for r in records:
         key = r["what"] if r["what"] == "eager" else f"{r['what']}, {r['threads']}", r["nodes"]

@@ -208,10 +208,7 @@ def measured(op: str) -> list:
 
 
 def group_of(op: str, backend: str) -> str:
-    """kernels: the backend that PyTorch chooses on this device.
-
-    others: the backends that it chooses if that is not built.
-    """
+    """One of GROUPS. "kernels" is PyTorch's choice on this device, "others" its choices if that is not built."""
     if backend == "oracle" or backend in BASELINES.get(op, {}):
         return "oracles" if backend == "oracle" else "baselines"
     return "kernels" if backend == next(name for name in measured(op) if name != "oracle") else "others"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import check_compat
+from benchmarks import check_compat, compat_cases
 
 IMPORTS = "import a_package_that_is_not_there\nfrom .models import *\n\n"
 CFG = "def cfg_logit_process(combined_logits: Tensor, cfg_scale=4.0) -> Tensor:\n    pass\n"
@@ -99,12 +99,12 @@ def test_the_draw_must_be_where_the_number_falls():
 def test_random_trees():
     random.seed(0), torch.manual_seed(0)
     for nodes in (16, 59):
-        parents = check_compat.random_tree(nodes)
+        parents = compat_cases.random_tree(nodes)
         assert parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
         assert parents[1:] == sorted(parents[1:]) and nodes - 6 <= len(parents) <= nodes
-        case = check_compat.dynamic_case(128, nodes, slice(4, 68))
+        case = compat_cases.dynamic_case(128, nodes, slice(4, 68))
         assert ((case.tokens[0, 1:] >= 4) & (case.tokens[0, 1:] < 68)).all()
-    table = check_compat.ring_of_neighbors(10, 9)
+    table = compat_cases.ring_of_neighbors(10, 9)
     assert all(set(row) == set(range(10)) - {code} for code, row in enumerate(table.tolist()))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import sass
+from benchmarks import machine_code, sass
 from tests.test_cuda_build import NVCC, ROOT, cuda_build
 
 CSRC = ROOT / "csrc"
@@ -25,11 +25,11 @@ def routines_of(code: str, *called: str):
         for line in part.strip().splitlines():
             line = line.strip()
             lines.append(line if line.endswith(":") else f"        /*0000*/                   {line} ;")
-    return sass.parse("\n".join(lines))["k"]
+    return machine_code.parse("\n".join(lines))["k"]
 
 
 def counts_of(code: str, *called: str) -> dict:
-    return sass.report(routines_of(code, *called))
+    return machine_code.report(routines_of(code, *called))
 
 
 # --- the parser -------------------------------------------------------------------------------------------------------
@@ -180,23 +180,23 @@ ROWS = {"couple_tokens", "draft_children", "draft_frontier", "draw_children", "d
 
 
 @pytest.fixture(scope="module")
-def machine_code():
+def library():
     """The counts of the library, and the compiler that made it."""
     if "sm_90" not in cuda_build().name.split("-"):
         pytest.skip("needs a library for sm_90")
     return sass.read_library()
 
 
-def test_no_kernel_uses_local_memory(machine_code):
-    assert not [title for kernels in machine_code[1].values() for title, kernel in kernels.items()
+def test_no_kernel_uses_local_memory(library):
+    assert not [title for kernels in library[1].values() for title, kernel in kernels.items()
                 if kernel["stack"] or "local" in kernel]
 
 
-def test_rows_are_read_with_four_loads_in_flight(machine_code):
+def test_rows_are_read_with_four_loads_in_flight(library):
     def least(title):
         return min((loads for part, (loads, _) in FEWER_LOADS.items() if part in title), default=4)
 
-    assert not {title: kernel["wide_in_flight"] for op in ROWS for title, kernel in machine_code[1][op].items()
+    assert not {title: kernel["wide_in_flight"] for op in ROWS for title, kernel in library[1][op].items()
                 if kernel["wide_in_flight"] < least(title)}
 
 
@@ -206,8 +206,8 @@ def above(bounds: dict, counted: dict) -> list[str]:
             if (counted[name] < bound if name == "wide_in_flight" else counted[name] > bound)]
 
 
-def test_no_count_is_above_its_bound(machine_code):
-    compiler, found = machine_code
+def test_no_count_is_above_its_bound(library):
+    compiler, found = library
     results = json.loads(sass.RESULTS.read_text())
     if compiler != results["compiler"]:
         pytest.skip(f"the bounds are for nvcc {results['compiler']}, this is {compiler}")
@@ -215,7 +215,7 @@ def test_no_count_is_above_its_bound(machine_code):
     assert {op: sorted(kernels) for op, kernels in results["kernels"].items()} == {
         op: sorted(kernels) for op, kernels in found.items()}, write
     worse = [f"{title}: {line}" for op, kernels in found.items() for title, kernel in kernels.items()
-             for line in above(results["kernels"][op][title], sass.bounds_of(kernel))]
+             for line in above(results["kernels"][op][title], machine_code.bounds_of(kernel))]
     assert not worse, f"{worse}, {write}"
 
 
@@ -265,7 +265,7 @@ def test_every_bound_can_be_broken(tmp_path):
     source.write_text('#include "team.cuh"\nnamespace specvis {\nnamespace {\n'
                       f"{by_block}{mutated.replace('for_each_entry', 'plain_for_each_entry')}{kernels}}}\n}}\n")
     compile(source, built, CSRC)
-    found = {int(title.rpartition("_")[2]): sass.bounds_of(kernel)
+    found = {int(title.rpartition("_")[2]): machine_code.bounds_of(kernel)
              for title, kernel in sass.read_library(built)[1]["mutations"].items()}
     for number, (body, broken) in enumerate(MUTATIONS.items()):
         lines = above(found[0], found[number])
@@ -293,4 +293,4 @@ def test_a_real_kernel_breaks_its_bounds(old, new, broken, tmp_path):
     compile(tmp_path / "neighborhood_sum.cu", built, tmp_path)
     kernel, = sass.read_library(built)[1]["neighborhood_sum"].values()
     bounds = json.loads(sass.RESULTS.read_text())["kernels"]["neighborhood_sum"]["neighborhood_sum"]
-    assert broken in {line.partition(" ")[0] for line in above(bounds, sass.bounds_of(kernel))}
+    assert broken in {line.partition(" ")[0] for line in above(bounds, machine_code.bounds_of(kernel))}
