@@ -1,6 +1,6 @@
-"""What a decoder has without these ops: the same work in plain PyTorch, as the released decoders write it.
+"""The work of the ops in plain PyTorch, as released decoders write it: what a decoder has without the ops.
 
-BASELINES[op][name] takes the op's arguments, but for `backend` and `cutoff`. They round and draw in their own ways.
+BASELINES[op][name] takes the op's arguments without `backend` and `cutoff`. Baselines round and draw in their own ways.
 Where the results can be compared, tests/test_benchmarks.py checks them against the oracle too.
 """
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from benchmarks.released import Relaxation, filtered, walk
 from specvis_kernels import (
     INVALID_ROW,
     draw_children,
@@ -21,7 +22,7 @@ from specvis_kernels import (
 
 
 def index_and_put(caches, accepted_nodes, num_accepted, lengths, *, row_dim=0, column_dim=1):
-    """Every column of a path is read, and put in its place; those behind the accepted nodes in their own."""
+    """Every column of a path is read and written to its place; columns after the accepted nodes keep theirs."""
     caches = [caches] if isinstance(caches, Tensor) else caches
     R = caches[0].shape[row_dim]
     each_row = torch.arange(R, device=lengths.device) % len(lengths)
@@ -55,7 +56,7 @@ def without_replacement(draft_probs, uniforms=None, *, seeds=None, positions=Non
 
 
 def guided_multinomial(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, **others):
-    """One draw a row: what decoders do with a row of probabilities."""
+    """One draw a row, as decoders draw from a row of probabilities."""
     probs = guided_probs(logits, uncond, guidance, temperature, top_k, top_p).probs
     return torch.multinomial(probs.flatten(0, 1), 1).view(positions.shape)
 
@@ -74,7 +75,7 @@ def topk_twice(logits, scores, width, *, num_children):
 
 def scatter_and_add(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
                     accepted_nodes, num_accepted, next_token, step_excess, status, depth):
-    """commit_tokens by torch's own operations. The images' last columns take what finished ones do not need."""
+    """commit_tokens by torch's own operations. Finished images write into the last columns, which nobody reads."""
     L = num_accepted_at.shape[1]
     nodes, last = pad(accepted_nodes.clamp(min=0), (1, 0)).long(), num_accepted[:, None].long()
     index, is_active = torch.arange(nodes.shape[1], device=tokens.device), counts < L
@@ -121,21 +122,14 @@ def level_by_ops(logits, uncond, scores, ancestors, candidates, width, depth, gu
 
 
 def warpers(logits, uncond, guidance, temperature, top_k, top_p, *, id_range=(0, None), filters="k_then_p"):
-    """Guidance, temperature, top-k and top-p, one after the other, by sorting."""
-    guidance, temperature, each_top_p = (t[:, None, None] for t in (guidance, temperature, top_p))
-    x = (uncond + guidance * (logits - uncond)).float() / temperature
+    """Guidance, temperature, top-k and top-p, one after another. All requests have the first one's filters."""
+    guidance, temperature = guidance[:, None, None], temperature[:, None, None]
+    x = uncond + guidance * (logits - uncond)
     first, last = id_range
     x[..., :first] = -torch.inf
     if last is not None:
         x[..., last:] = -torch.inf
-    if top_k[0] > 0:
-        x = x.masked_fill(x < x.topk(int(top_k[0]), -1).values[..., -1:], -torch.inf)
-    if top_p[0] < 1:
-        descending, order = x.sort(-1, descending=True)
-        probs = descending.softmax(-1)
-        is_beyond = probs.cumsum(-1) - probs >= each_top_p
-        x = x.masked_fill(is_beyond.scatter(-1, order, is_beyond), -torch.inf)
-    return x.softmax(-1)
+    return filtered(x, temperature, int(top_k[0]), float(top_p[0]), filters)
 
 
 def gather_cumsum(probs, tokens, neighbors, delta, *, offset):
@@ -164,39 +158,6 @@ def greedy_loop(target_tokens, tokens, first_child, next_sibling, *, max_depth):
     return results
 
 
-def python_loop(target_probs, tokens, first_child, next_sibling, uniforms, *, max_depth, neighbors=None, delta=None,
-                offset=0, residual="optimal"):
-    """verify_tree with deterministic drafts: a request, a node, a child at a time, as in LANTERN's release."""
-    results = []
-    for b in range(len(tokens)):
-        node, accepted_nodes = 0, []
-        while True:
-            probs = target_probs[b, node].clone()
-            child = first_child[b, node].item() if len(accepted_nodes) < max_depth else -1
-            while child >= 0:
-                token = tokens[b, child].item()
-                accept_prob, kept_neighbors = probs[token], None
-                if neighbors is not None and 0 <= token - offset < len(neighbors):
-                    kept_neighbors = neighbors[token - offset].long() + offset
-                    sums = probs[kept_neighbors].cumsum(0)
-                    kept_neighbors = kept_neighbors[: int((sums <= delta[b]).sum())]
-                    accept_prob = accept_prob + probs[kept_neighbors].sum()
-                if uniforms[b, child].item() < accept_prob.item():
-                    break
-                probs[token] = 0
-                if residual == "relaxed" and kept_neighbors is not None:
-                    probs[kept_neighbors] = 0
-                probs /= probs.sum()
-                child = next_sibling[b, child].item()
-            if child < 0:
-                break
-            accepted_nodes.append(child)
-            node = child
-        next_token = int((probs.cumsum(0) <= uniforms[b, 0] * probs.sum()).sum())
-        results.append((accepted_nodes, next_token))
-    return results
-
-
 def padded_tree(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, *, draft_probs=None, **rule):
     """verify_chain by verify_tree, once every request has as many rows as the longest."""
     first = torch.nn.functional.pad(cu_num_draft_tokens[:-1], (1, 0))
@@ -218,8 +179,8 @@ PATHS = WeakTensorKeyDictionary()  # first_child -> the paths of each request's 
 
 
 def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
-    """The nodes from the root to each leaf (leaves, depth), -1 behind. A decoder has them from drafting: they are made
-    once for each tree, and not timed.
+    """The nodes from the root to each leaf (leaves, depth); -1 pads. A decoder has them from drafting, so they
+    are made once for each tree and not timed.
     """
     if first_child not in PATHS:
         PATHS[first_child] = []
@@ -238,69 +199,44 @@ def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
     return PATHS[first_child]
 
 
-def processed(x, temperature, top_k, top_p, filters):
-    """One row after the logits processors, in their order; then softmax."""
-    x = x.float() / temperature
-    for name in filters.split("_then_"):
-        if name == "k" and top_k > 0:
-            x = x.masked_fill(x < x.topk(int(top_k)).values[-1], -torch.inf)
-        if name == "p" and 0 < top_p < 1:
-            descending, order = x.sort(descending=True)
-            probs = descending.softmax(-1)
-            is_beyond = probs.cumsum(-1) - probs >= top_p
-            x = x.masked_fill(is_beyond.scatter(-1, order, is_beyond), -torch.inf)
-    return x.softmax(-1)
+def walks(tree, rows_of, *, max_depth, neighbors=None, delta=None, offset=0, residual="optimal"):
+    """Each request's accepted nodes and next token. rows_of(request, its paths) makes `row_of` of released.walk."""
+    tokens, first_child, next_sibling, uniforms = tree
+    results = []
+    for b, paths in enumerate(paths_of(first_child, next_sibling)):
+        relaxation = None if neighbors is None else Relaxation(neighbors, neighbors.shape[1], delta[b], offset=offset,
+                                                               residual=residual)
+        best, num_accepted, probs = walk(
+            pad(tokens[b], (0, 1), value=-1)[paths[:, :max_depth + 1]], rows_of(b, paths),
+            lambda path, level, b=b, paths=paths: uniforms[b, paths[path, level]].item(), relaxation)
+        next_token = int((probs.cumsum(0) <= uniforms[b, 0] * probs.sum()).sum())
+        results.append((paths[best, 1:num_accepted + 1].tolist(), next_token))
+    return results
+
+
+def python_loop(target_probs, *tree, **rule):
+    """verify_tree with deterministic drafts: a request, a level, a path at a time, as in LANTERN's release."""
+    return walks(tree, lambda b, paths: lambda path, level: target_probs[b, paths[path, level]], **rule)
 
 
 def lantern_loop(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, *,
-                 max_depth, filters="k_then_p", neighbors=None, delta=None, offset=0, residual="optimal", seeds=None,
-                 positions=None):
+                 filters="k_then_p", seeds=None, positions=None, **rule):
     """Verification of deterministic drafts as LANTERN's release does it: guidance for all rows, which are copied along
-    each path; then a level at a time. The filters of a level's row are applied when the walk comes to it.
+    each path; then a level at a time. A level's row is filtered when the walk reaches it.
     """
     if uniforms is None:  # it has no shared noise
         uniforms = torch.rand(tokens.shape, device=tokens.device)
-    results = []
-    for b, paths in enumerate(paths_of(first_child, next_sibling)):
-        guided = uncond[b] + guidance[b] * (logits[b] - uncond[b])
-        along, candidates = guided[paths], tokens[b][paths]
-        accepted_nodes = [0]
-        while True:
-            level = len(accepted_nodes)
-            is_on_path = (paths[:, :level] == torch.tensor(accepted_nodes, device=paths.device)).all(1)
-            first = is_on_path.nonzero()[0, 0]
-            probs = processed(along[first, level - 1], temperature[b], top_k[b], top_p[b], filters)
-            accepted, tried = -1, set()
-            for j in is_on_path.nonzero()[:, 0].tolist() if level <= min(max_depth, paths.shape[1] - 1) else []:
-                token, child = candidates[j, level].item(), paths[j, level].item()
-                if child < 0 or token in tried:
-                    continue
-                tried.add(token)
-                accept_prob, kept_neighbors = probs[token], None
-                if neighbors is not None and 0 <= token - offset < len(neighbors):
-                    near = neighbors[token - offset].long() + offset
-                    is_kept = (probs[near].cumsum(0) <= delta[b]).nonzero()
-                    if len(is_kept):
-                        kept_neighbors = near[:is_kept[-1, 0] + 1]
-                        accept_prob = accept_prob + probs[kept_neighbors].sum()
-                if uniforms[b, child].item() < accept_prob.item():
-                    accepted = child
-                    break
-                probs[token] = 0
-                if residual == "relaxed" and kept_neighbors is not None:
-                    probs[kept_neighbors] = 0
-                probs = probs / probs.sum()
-            if accepted < 0:
-                break
-            accepted_nodes.append(accepted)
-        next_token = int((probs.cumsum(0) <= uniforms[b, 0] * probs.sum()).sum())
-        results.append((accepted_nodes[1:], next_token))
-    return results
+
+    def rows_of(b, paths):
+        along = (uncond[b] + guidance[b] * (logits[b] - uncond[b]))[paths]
+        return lambda path, level: filtered(along[path, level], temperature[b], int(top_k[b]), float(top_p[b]), filters)
+
+    return walks((tokens, first_child, next_sibling, uniforms), rows_of, **rule)
 
 
 def all_rows_first(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, *,
                    max_depth, filters="k_then_p", seeds=None, positions=None, **rule):
-    """The ops that verify_logits stands for, one after the other."""
+    """The ops that verify_logits replaces, one after another."""
     settings, tree = (guidance, temperature, top_k, top_p), (tokens, first_child, next_sibling)
     if seeds is not None:
         drawn = draw_tokens(logits, uncond, *settings, seeds, positions, filters=filters)

@@ -16,11 +16,11 @@ lies between two calls of `progress`.
 
 With random weights nothing would be accepted. So acceptance is imposed: the steps of the shipped model are recorded,
 and before each walk the target's logits (or probabilities) are changed such that it accepts as many drafts as were
-recorded, and rejects all behind them. The ops do all their work; the time of the change is not counted. Accepted drafts
-are first children, as far as these lead deep enough. So fewer siblings are tried than in real steps, which favors the
-released loop: it pays for each. Of larger sizes than B only steps in the middle of pictures are timed, and what a
-picture takes follows from the recorded tokens a step. On a GPU neither such steps nor those whose parts are timed are
-replayed as CUDA graphs.
+recorded, and rejects all drafts after them. The ops do all their work; the time of the change is not counted. Accepted
+drafts are first children, as far as these lead deep enough. So fewer siblings are tried than in real steps, which
+favors the released loop: it pays for each. Of larger sizes than B only steps in the middle of pictures are timed, and
+what a picture takes follows from the recorded tokens a step. On a GPU, steps of larger sizes and steps whose parts are
+timed are not replayed as CUDA graphs.
 """
 import argparse
 import os
@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 from time import perf_counter
 from unittest.mock import patch
@@ -42,6 +41,7 @@ import specvis_kernels
 from benchmarks import harness
 from benchmarks.forward import compiled, eager_times, environment
 from benchmarks.released import released_decode
+from benchmarks.watch import Clock, Script, Timed, Watch, ops_replaced
 from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.capture import GRAPHS
 from specvis.decoding.discrete import Decoded, decode, speculative_decode
@@ -54,178 +54,13 @@ from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
 
-RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # of random weights
+RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # for random weights
 WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
-STEPS = 8                      # of the others, in a turn
-RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # what the released loop can do
+STEPS = 8                      # that a turn times of the other sizes
+RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # the methods of the released loop
 FORWARDS = ("fast", "eager", "compile")
 PARTS = ("target", "drafter", "ops", "rest")
-CALLS = ("prefill", "extend", "logits")  # of a model
-SURE = 1e4                     # a logit that no other comes near to
-PEAK = 8.0                     # the deviation of random logits: so peaked, dynamic trees are as deep as those of models
-
-
-class Clock:
-    """The time, which stands still while `stopped`. On a GPU it waits for what was begun."""
-
-    def __init__(self, device: torch.device):
-        self.is_cuda, self.lost = device.type == "cuda", 0.0
-
-    def now(self) -> float:
-        if self.is_cuda:
-            torch.cuda.synchronize()
-        return perf_counter() - self.lost
-
-    @contextmanager
-    def stopped(self):
-        begin = self.now()
-        yield
-        self.lost += self.now() - begin
-
-
-class Watch:
-    """Seconds by part. What a part calls belongs to it: an op that a model calls is the model's.
-
-    `target` is the model that it times, the same one in all runs: decoding remembers what it found out about a target.
-    """
-
-    def __init__(self, clock: Clock, target: GPT):
-        self.clock, self.seconds, self.is_inside = clock, Counter(), False
-        self.target = Timed(target, "target", self)
-
-    def timed(self, part: str, call: Callable) -> Callable:
-        def timed_call(*args, **kwargs):
-            if self.is_inside:
-                return call(*args, **kwargs)
-            self.is_inside, begin = True, self.clock.now()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.seconds[part] += self.clock.now() - begin
-                self.is_inside = False
-        return timed_call
-
-
-class Timed:
-    """A model whose calls a watch times. Everything else is passed on."""
-
-    can_replay = False  # what is replayed calls nobody
-
-    def __init__(self, model, part: str, watch: Watch):
-        self.model = model
-        for name in CALLS:
-            setattr(self, name, watch.timed(part, getattr(model, name)))
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-
-@contextmanager
-def ops_replaced(replacement: Callable[[str, Callable], Callable]):
-    """Every call of torch.ops.specvis_kernels.<name>.default goes to replacement(name, the op)."""
-    calls = {op: op._op for op in (getattr(torch.ops.specvis_kernels, name).default for name in specvis_kernels.ops())}
-    for op, call in calls.items():
-        op._op = replacement(op._schema.name.partition("::")[2], call)
-    try:
-        yield
-    finally:
-        for op, call in calls.items():
-            op._op = call
-
-
-class Script:
-    """Makes each step accept as many drafts as a recorded step did, by a change of what the target says.
-
-    num_accepted: for each request of the batch, by its seed, the numbers of its steps; they begin again behind the last
-    """
-
-    def __init__(self, num_accepted: dict[int, list[int]], clock: Clock):
-        self.steps, self.clock = {seed: cycle(steps) for seed, steps in num_accepted.items()}, clock
-
-    def around(self, name: str, call: Callable) -> Callable:
-        """`call`, with its arguments changed first if it is an op that verifies."""
-        names = [argument.name for argument in getattr(torch.ops.specvis_kernels, name).default._schema.arguments]
-
-        def scripted(*args, **kwargs):
-            with self.clock.stopped():
-                given = dict(zip(names, args)) | kwargs
-                seeds = given.get("seeds")  # an op without them is given the whole batch
-                seeds = list(self.steps) if seeds is None else seeds.tolist()
-                if name == "draw_tokens" and given["guesses"] is not None:
-                    guesses = given["guesses"].tolist()
-                    parents = [list(range(-1, len(row))) for row in guesses]  # node i + 1 is the guess behind node i
-                    self.change([given["logits"], given["uncond"]], [[-1, *row] for row in guesses], parents, seeds)
-                elif name in ("verify_tree", "verify_logits"):
-                    rows = [given["target_probs"]] if name == "verify_tree" else [given["logits"], given["uncond"]]
-                    parents = parents_of(given["first_child"], given["next_sibling"])
-                    self.change(rows, given["tokens"].tolist(), parents, seeds, given["neighbors"],
-                                are_probs=name == "verify_tree")
-                elif name == "verify_greedy":
-                    parents = parents_of(given["first_child"], given["next_sibling"])
-                    self.change_tokens(given["target_tokens"], given["tokens"].tolist(), parents, seeds)
-            return call(*args, **kwargs)
-        return scripted if name in ("draw_tokens", "verify_tree", "verify_logits", "verify_greedy") else call
-
-    def released(self, neighbors: Tensor | None) -> Callable:
-        """The change for the released loop."""
-        def script(logits, tokens, parents):
-            with self.clock.stopped():
-                self.change([logits], tokens.tolist(), parents, list(self.steps), neighbors)
-        return script
-
-    def paths(self, parents: list[list[int]], seeds: list[int]):
-        """For each request: the accepted nodes with the root in front, and the children of the last of them."""
-        for b, (request_parents, seed) in enumerate(zip(parents, seeds)):
-            children, heights = [[] for _ in request_parents], [0] * len(request_parents)
-            for node in range(len(request_parents) - 1, 0, -1):
-                if request_parents[node] >= 0:
-                    children[request_parents[node]].insert(0, node)
-                    heights[request_parents[node]] = max(heights[request_parents[node]], heights[node] + 1)
-            path, num_left = [0], next(self.steps[seed])
-            while num_left and children[path[-1]]:
-                num_left -= 1
-                best = max(children[path[-1]], key=lambda node: min(heights[node], num_left))  # of several the first
-                path.append(best)
-            yield b, path, children[path[-1]]
-
-    def change(self, rows: list[Tensor | None], tokens: list[list[int]], parents: list[list[int]], seeds: list[int],
-               neighbors: Tensor | None = None, are_probs: bool = False) -> None:
-        """Change rows, each (B, N, V), in place: logits (both rows of a guided pair), or probabilities."""
-        for b, path, rejected in self.paths(parents, seeds):
-            hopeless = [tokens[b][node] for node in rejected]
-            if neighbors is not None and hopeless:  # these would lend
-                hopeless += neighbors[hopeless].flatten().tolist()
-            for row in [row for row in rows if row is not None]:
-                for node, child in zip(path, path[1:]):
-                    if are_probs:
-                        row[b, node] = 0
-                    row[b, node, tokens[b][child]] = 1 if are_probs else SURE
-                if hopeless and path[-1] < row.shape[1]:
-                    row[b, path[-1], hopeless] = 0 if are_probs else -SURE
-                    if are_probs and row[b, path[-1]].sum() == 0:
-                        row[b, path[-1], next(x for x in range(row.shape[2]) if x not in hopeless)] = 1
-
-    def change_tokens(self, target_tokens: Tensor, tokens: list[list[int]], parents: list[list[int]],
-                      seeds: list[int]) -> None:
-        """The same for the target's own tokens (B, N)."""
-        for b, path, rejected in self.paths(parents, seeds):
-            for node, child in zip(path, path[1:]):
-                target_tokens[b, node] = tokens[b][child]
-            hopeless = [tokens[b][node] for node in rejected]
-            if target_tokens[b, path[-1]].item() in hopeless:
-                target_tokens[b, path[-1]] = next(x for x in range(len(hopeless) + 1) if x not in hopeless)
-
-
-def parents_of(first_child: Tensor, next_sibling: Tensor) -> list[list[int]]:
-    """The parent of every node of each tree; -1 of the root, -2 of nodes that no link leads to."""
-    result = []
-    for first, following in zip(first_child.tolist(), next_sibling.tolist()):
-        parents = [-1] + [-2] * (len(first) - 1)
-        for node, child in enumerate(first):
-            while child > 0:
-                parents[child], child = node, following[child]
-        result.append(parents)
-    return result
+PEAK = 8.0                     # the deviation of random logits: with it, dynamic trees are as deep as a trained model's
 
 
 @dataclass
@@ -236,11 +71,11 @@ class Subject:
     gpt: GPT
     head: EagleHead
     filters: dict
-    condition: Callable[[list[int]], tuple[Tensor, Tensor]]  # of pictures with these numbers
+    condition: Callable[[list[int]], tuple[Tensor, Tensor]]  # for pictures with these numbers
     neighbors: Callable[[int, str], Tensor]                  # as Pipeline.neighbors
-    recorder: "Recorder | None" = None                       # who says what is accepted; None: the model itself does
+    recorder: "Recorder | None" = None                       # decides what is accepted; None: the model does
     whole: bool = True                                       # are whole pictures timed, or steps?
-    threads: int | None = None                               # of forwards by PyTorch; None: as many as of others
+    threads: int | None = None                               # for forwards by PyTorch; None: as many as for others
 
     @contextmanager
     def reads_by(self, forward: str):
@@ -324,7 +159,7 @@ class Contender:
 
 @dataclass
 class Run:
-    """What one run took."""
+    """The times of one run."""
 
     seconds: float       # all of it, for the batch
     step_seconds: float  # without what comes before the first token: the sum of the steps
@@ -334,17 +169,17 @@ class Run:
 
 
 class Enough(Exception):
-    """So many steps were asked for."""
+    """The wanted number of steps is reached."""
 
 
 @torch.inference_mode()
 def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps: int | None = None,
         watch: Watch | None = None) -> Run:
-    """Decode a batch of pictures; the numbers of a turn are other ones than those of the next.
+    """Decode a batch of pictures. Each turn has other pictures.
 
     Args:
-        max_steps: stop after so many steps in the middle of pictures; None: whole pictures
-        watch:     times the parts; None: nothing but the whole and its steps is timed
+        max_steps: stop after this number of steps in the middle of pictures; None: whole pictures
+        watch:     times the parts; None: only the whole and its steps are timed
     """
     method, gpt, device = contender.method, subject.gpt, subject.gpt.output.weight.device
     numbers, L = [turn * batch + i for i in range(batch)], gpt.config.tokens
@@ -389,7 +224,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
         return speculative_decode(target, drafter, condition, padding_mask, sampling, [method] * batch, neighbors,
                                   progress, known_tokens=known)
 
-    replayed = {} if script else GRAPHS  # a script changes what is in a step
+    replayed = {} if script else GRAPHS  # a script changes the calls of a step
     with ops_replaced(replacement), patch.dict(GRAPHS, replayed, clear=True), subject.reads_by(contender.forward):
         begin, decoded = clock.now(), None
         try:
@@ -403,7 +238,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
 
 
 def contenders_of(methods: list[Method], kinds: Sequence[str] = FORWARDS[:1]) -> list[Contender]:
-    """The methods, and behind each the released loop's version of it where there is one."""
+    """The methods, and after each the released loop's version where it exists."""
     return [Contender(method, is_released, forward) for forward in kinds for method in methods
             if forward != "compile" or method.is_baseline
             for is_released in (False, True)[:1 + (method.name in RELEASED)]]
@@ -436,7 +271,7 @@ def measure(subject: Subject, methods: list[Method], batch: int, seconds: float,
 
 
 def record_of(subject: Subject, contender: Contender, batch: int, runs: dict[str, list[Run]], parts: Run) -> dict:
-    """What is reported of a contender. parts: the run in which its parts were timed."""
+    """The record of a contender. parts: the run in which its parts were timed."""
     taken, method, imposed = runs[contender.name], contender.method, None
     if subject.recorder and not method.is_baseline:
         imposed = subject.recorder.tau(method)
@@ -494,7 +329,7 @@ NOTES = (
 
 
 def tau_of(record: dict) -> float:
-    """Of whole pictures: where steps were timed, theirs is of too few."""
+    """tau of whole pictures: the timed steps are too few to tell."""
     return record["tau"] if record["timed"] == "pictures" else record["imposed_tau"] or 1.0
 
 

@@ -1,8 +1,8 @@
 """Which pictures change with the number of threads or of pictures at once:   python -m benchmarks.determinism
 
-Draws the same prompts with the same seeds by the shipped models again and again, and prints for each method how many
-pictures have other tokens and how many other pixels than those that one thread drew all at once; and of a seed-exact
-method also, against those of plain decoding.
+Draws pictures again and again by the shipped models, with fixed prompts and seeds. For each method it prints how many
+pictures have other tokens, and how many have other pixels, than the pictures that one thread drew all at once. A
+seed-exact method is also compared with plain decoding.
 """
 import argparse
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ METHODS = ("vanilla", "jacobi:window=16", "eagle2")
 
 
 def draw(pipeline: Pipeline | MARPair, name: str, count: int, threads: int, batch: int) -> tuple[Tensor, np.ndarray]:
-    """Tokens and pixels; the pictures are decoded together, so that the tokens alone can make them differ."""
+    """Tokens and pixels; the pictures are decoded together, so that only tokens can make them differ."""
     torch.set_num_threads(threads)
     prompts, seeds = [PROMPTS[i % len(PROMPTS)] for i in range(count)], list(range(count))
     parts = []

@@ -1,12 +1,12 @@
 """A forward on a CPU, and what limits it:   python -m benchmarks.forward [--sizes ..] [--llama PYTHON] [--json]
 
 A forward reads 1 to 33 nodes for each of a guided pair of rows, in the middle of a picture, with their logits: by
-`decoder_layers`, by PyTorch's modules (eager or compiled), and by llama.cpp as many rows of a random Llama of the same
-sizes. PyTorch has two processes, in which OpenMP waits as by default or passively, and llama.cpp has its own. They take
-turns, and are stopped between these, so that their threads take no time from the others. A single thread's time is its
-own, without what other programs take.
+`decoder_layers`, by PyTorch's modules (eager or compiled); and llama.cpp reads as many rows with a random Llama of
+equal sizes. PyTorch has two processes, in which OpenMP waits as by default or passively, and llama.cpp has its own.
+They take turns, and a process is stopped outside its turns, so that its threads take no time from the others. A single
+thread's time is its own, without what other programs take.
 
-The limits are measured in the same turns, with as many threads: the rate at which memory is read, and that of the
+The limits are measured in these turns too, with as many threads: the rate at which memory is read, and the rate of the
 products of `packed_linear` where the weights are in a core's cache.
 """
 import argparse
@@ -32,7 +32,7 @@ from specvis.pipelines.discrete import Pipeline
 from specvis_kernels import pack_weight, packed_linear
 
 NODES = (1, 2, 3, 5, 9, 17, 33)
-SECONDS = 0.06  # of a turn
+SECONDS = 0.06  # that a turn lasts
 GPTS = {"tiny": GPTConfig(dim=32, layers=1, heads=2, vocabulary=64, grid=4, classes=10, ffn_multiple=16)}
 MISSING = "llama.cpp is not measured: pip install llama-cpp-python gguf, or name a Python that has them with --llama"
 
@@ -105,13 +105,13 @@ def serve(size: str, dtype: str) -> None:
 
 
 def environment(waiting: str) -> dict[str, str]:
-    """In which OpenMP waits so: "default" or "passive"."""
+    """The environment in which OpenMP waits as `waiting` says: "default" or "passive"."""
     others = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     return others | ({"OMP_WAIT_POLICY": "PASSIVE"} if waiting == "passive" else {})
 
 
 class Worker:
-    """A process that is stopped but in its turns. It says something first, and then answers questions."""
+    """A process that runs only in its turns. It prints a first line, and then answers questions."""
 
     def __init__(self, command: list[str], waiting: str = "default"):
         self.process = subprocess.Popen(command, env=environment(waiting), cwd=harness.ROOT, text=True,
@@ -131,7 +131,7 @@ class Worker:
 
 @contextmanager
 def workers_of(size: str, dtype: str, llama: str | None = None):
-    """Of PyTorch, by how OpenMP waits; and of llama.cpp, if there is a Python for it."""
+    """The processes: PyTorch's by how OpenMP waits, and llama.cpp's if there is a Python for it."""
     workers = {}
     try:
         for waiting in ("default", "passive"):
@@ -142,7 +142,7 @@ def workers_of(size: str, dtype: str, llama: str | None = None):
             workers["llama.cpp"] = Worker([llama, str(Path(__file__).with_name("llama.py")), dtype, *sizes])
         yield workers
     finally:
-        for worker in workers.values():  # one that is stopped would stay
+        for worker in workers.values():  # a stopped process would never end
             worker.process.kill()
             worker.process.communicate()
 
@@ -190,7 +190,7 @@ def measure(size: str, dtype: str, seconds: float, llama: str | None, is_compile
 
 
 def best_of(records: list[dict]) -> dict[tuple[str, int], dict]:
-    """By contender, with its threads, and nodes: PyTorch's eager forward is the one of the best setting."""
+    """The records by contender, with its threads, and nodes. PyTorch's eager forward has its best setting."""
     best = {}
     for r in records:
         key = r["what"] if r["what"] == "eager" else f"{r['what']}, {r['threads']}", r["nodes"]

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# On a machine with a GPU, with the torch that is there and no network: builds for that GPU, holds every op on CUDA
-# against its oracle, measures, and looks for bad accesses, races and uninitialized reads.
+# For a machine with a GPU, with its own torch and without a network: builds for that GPU, compares every op on CUDA
+# with its oracle, measures, and looks for bad accesses, races and uninitialized reads.
 #   make gpu          or [PYTHON=python3] [OUT=out] [BEFORE=out] [LIMIT=seconds] bash benchmarks/gpu.sh [PART...]
-# The parts stand below in the order of what they are worth, each with its limit: 27 minutes in all. No part stops the
-# next; the exit status says whether any failed. OUT gets
-#   log.txt          what the parts print, line by line
+# The most useful parts come first; each has a time limit, 27 minutes in all. A part that fails does not stop the next;
+# the exit status says whether any failed. OUT gets
+#   log.txt          the output of the parts, line by line
 #   summary.txt      a table: part, seconds, status
 #   ops.json         times, written after each row; a part that is run again goes on where it ends
 #   ncu-OP.ncu-rep   counters of three kernels
 #   built-GPU-SOURCES.tar, the libraries
-# The last two of BEFORE, an earlier OUT, are taken up: rows are not timed again, and what is built is not built again.
+# The last two are copied from BEFORE, an earlier OUT: its rows are not timed again, and its libraries not built again.
 # Where `build` is left out although it is needed, it comes first. Parts for three stays of ten minutes, with LIMIT=580:
 #   build tests ops graphs
 #   baselines memcheck racecheck triton program
@@ -97,8 +97,9 @@ if $python -c "import xdist, pytest_timeout" 2> /dev/null; then  # a test that h
 fi
 ops=(tests/laws/test_every_op.py)
 for op in specvis_kernels/[a-z]*.py; do
-    test="tests/kernels/test_$(basename "$op")"
-    [[ ! -e $test ]] || ops+=("$test")
+    for test in "tests/kernels/test_$(basename "$op")" "tests/kernels/test_$(basename "$op" .py)"_*.py; do
+        [[ ! -e $test ]] || ops+=("$test")
+    done
 done
 elsewhere=(tests/laws/test_on_a_gpu.py  # or without a GPU
     tests/slow/test_*.py tests/cuda_on_cpu/test_*.py)

@@ -1,4 +1,4 @@
-"""The one way in which times are taken here, and the machine that every number belongs to."""
+"""How all benchmarks take times, and the description of the machine in every record."""
 import hashlib
 import json
 import os
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import specvis_kernels
 
 ROOT = Path(__file__).parent.parent
-CACHE = 256 * 2**20  # bytes of inputs that take turns on a CPU: more than most have of cache
-MAX_COPIES = 64      # of an input
+CACHE = 256 * 2**20  # bytes of inputs that take turns on a CPU: more than the cache of most
+MAX_COPIES = 64      # of one input
 
 
 def check_built(device: str) -> None:
@@ -31,7 +31,7 @@ def check_built(device: str) -> None:
 
 
 def said_by(*command: str) -> str:
-    """What a program prints; nothing if there is no such program."""
+    """The output of a program; empty if it does not exist."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     except OSError:
@@ -39,21 +39,21 @@ def said_by(*command: str) -> str:
 
 
 def asked_of_the_gpu(*fields: str) -> list:
-    """What nvidia-smi says about the first GPU, None for what it does not say."""
+    """The answers of nvidia-smi about the first GPU, None for each that is missing."""
     said = said_by("nvidia-smi", "--id=0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     values = [value.strip() for value in said.split(",")]
     return values if len(values) == len(fields) else [None] * len(fields)
 
 
 def clocks() -> dict:
-    """Of the GPU, in MHz, at this moment."""
+    """The GPU's clocks in MHz at this moment."""
     return dict(zip(("sm_mhz", "memory_mhz"), asked_of_the_gpu("clocks.sm", "clocks.mem")))
 
 
 def sources() -> str:
-    """A fingerprint of what is timed and of how: it says which revision it is where there is no git."""
-    patterns = ("csrc/*", "specvis_kernels/**/*.py", "tests/kernels/inputs.py",
-                *(f"benchmarks/{name}.py" for name in ("baselines", "harness", "ops")))
+    """A fingerprint of the timed code and of the benchmark: it identifies the revision where there is no git."""
+    patterns = ("csrc/*", "specvis_kernels/**/*.py", "tests/kernels/inputs/*.py",
+                *(f"benchmarks/{name}.py" for name in ("baselines", "harness", "ops", "released")))
     files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
@@ -101,7 +101,7 @@ def write(file: str, what: str, machine: dict, content: dict) -> None:
 
 def summary(microseconds: list) -> dict:
     """Median and the quantiles at 10 and 90 per cent."""
-    tenths = statistics.quantiles(microseconds * 2, n=10, method="inclusive")  # of one sample too
+    tenths = statistics.quantiles(microseconds * 2, n=10, method="inclusive")  # works for one sample too
     return {"median_us": round(statistics.median(microseconds), 3), "p10_us": round(tenths[0], 3),
             "p90_us": round(tenths[-1], 3), "samples": len(microseconds)}
 
@@ -122,7 +122,7 @@ def bytes_of(arguments: tuple) -> int:
 
 
 def copies_of(arguments: tuple, number: int) -> list:
-    """The arguments themselves and copies of them, that take turns."""
+    """The arguments themselves and copies of them, which take turns."""
     return [arguments, *(tree_map_only(torch.Tensor, torch.clone, arguments) for _ in range(number - 1))]
 
 
@@ -146,10 +146,10 @@ def time_on_cpu(call, arguments: tuple, seconds: float) -> dict:
 
 
 def reads_back(call, arguments: tuple) -> str:
-    """Why the call cannot be captured: what PyTorch says when the host waits for the device in it. Else nothing.
+    """Why the call cannot be captured: PyTorch's message if the host waits for the device in it. Otherwise empty.
 
-    A capture that fails may leave the allocator and the random generators of the process as they are in a capture. So
-    this is asked before.
+    A failed capture may leave the process's allocator and random generators in the state of a capture. So this is
+    asked before.
     """
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -163,7 +163,7 @@ def reads_back(call, arguments: tuple) -> str:
 
 @lru_cache(maxsize=1)
 def sweep_of(size: int):
-    """A call that reads as many bytes, so that nothing else is left in a cache of a third of that."""
+    """A call that reads `size` bytes, so that a cache of a third of that holds nothing else."""
     return torch.ones(size // 4, device="cuda").sum
 
 
@@ -187,18 +187,18 @@ def captured(calls: list):
 
 
 def time_graphs(call, arguments: tuple, seconds: float, touched: int) -> dict:
-    """Summaries by mode of what the device alone does: launches of a CUDA graph, one behind the other.
+    """Summaries by mode of the device's time alone: launches of a CUDA graph, one after another.
 
-    "graph warm" is over one input. In "graph cold" no input is in the L2 cache: so many inputs take turns (`inputs`)
-    that calls touch three times as much as it holds. Where these would be too many, so many bytes are read before each
-    call instead (`swept`), and the time that this takes alone is subtracted.
+    "graph warm" is over one input. In "graph cold" no input is in the L2 cache: enough inputs take turns (`inputs`)
+    that calls touch three times as much as it holds. Where these would be too many, that many bytes are read before
+    each call instead (`swept`), and the time of this reading alone is subtracted.
     """
     swept = 3 * torch.cuda.get_device_properties(0).L2_cache_size
     number = -(-swept // max(touched, 1))
     has_room = number * bytes_of(arguments) < torch.cuda.get_device_properties(0).total_memory // 8
     copies = copies_of(arguments, number if number <= MAX_COPIES and has_room else 1)
     calls = [partial(call, *a) for a in copies] * -(-20 // len(copies))
-    for each in calls[:len(copies)]:  # compiled, loaded, and memory allocated, before the capture
+    for each in calls[:len(copies)]:  # compile, load and allocate before the capture
         each()
     torch.cuda.synchronize()
     warm = captured(calls[:1] * 20)
@@ -210,15 +210,18 @@ def time_graphs(call, arguments: tuple, seconds: float, touched: int) -> dict:
         both, alone = captured([one for each in calls for one in (sweep, each)]), captured([sweep] * len(calls))
 
         def cold():
-            return max(both() - alone(), 1e-3)  # a difference of clocks may be nothing
+            return max(both() - alone(), 1e-3)  # a difference of clocks may be 0
 
     return {"graph cold": summary(collect(lambda: cold() / len(calls), seconds)) | how,
             "graph warm": summary(collect(lambda: warm() / 20, seconds))}
 
 
 def time_on_cuda(call, arguments: tuple, seconds: float, touched: int, graphs: bool) -> dict:
-    """Summaries by mode. "eager": what a loop in Python sees, over one input, which waits for the device after up to 64
-    calls; and unless this is all that is asked for, time_graphs, where the call can be captured."""
+    """Summaries by mode.
+
+    "eager" is the time of a loop in Python over one input, which waits for the device after up to 64 calls. With
+    `graphs`, time_graphs follows where the call can be captured.
+    """
     def eager(calls):
         start = perf_counter()
         for _ in range(calls):
@@ -237,7 +240,7 @@ def time_on_cuda(call, arguments: tuple, seconds: float, touched: int, graphs: b
 
 
 def time(call, arguments: tuple, seconds: float, touched: int | None = None, graphs: bool = True) -> dict:
-    """Summaries of call(*arguments) by mode, where the arguments are.
+    """Summaries of call(*arguments) by mode, on the device of the arguments.
 
     Args:
         touched:  how many bytes of the arguments it reads and writes; None: all

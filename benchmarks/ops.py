@@ -1,20 +1,20 @@
 """Every op on every backend:   python -m benchmarks.ops [op ...] [--json [FILE]] [--resume] [--groups kernels,..]
 
-Each backend is checked against the oracle before it is timed. The baselines (benchmarks/baselines.py), what a decoder
-would write without the op, are timed only. "floor" is the time in which PyTorch writes one number: no op can be
-faster. GB/s counts the bytes that must move; "of copy" is their share of what a copy moves on this machine.
-benchmarks/harness.py says what the modes are.
+Each backend is compared with the oracle before it is timed. The baselines (benchmarks/baselines.py) are what a decoder
+would write without the op; they are only timed. "floor" is the time in which PyTorch writes one number: no op can be
+faster. GB/s counts the bytes that must move; "of copy" compares this rate with a copy's on this machine.
+benchmarks/harness.py explains the modes.
 
 The file is written after each row. A row that fails is among its "errors", and the others follow. On a GPU the groups
-come one after the other, and an oracle is not timed in graphs: of thousands of launches each. There a row that raises
-something else than a disagreement may leave the device unusable. Then the exit status is 75, and with --resume the next
-run does the rest. Else it is 1 if any row failed, now or before.
+come one after another, and oracles are not timed in graphs, which would have thousands of launches. A row that raises
+an error other than a disagreement may leave the device unusable. Then the exit status is 75, and with --resume the next
+run does the rest. Otherwise it is 1 if any row failed, now or before.
 """
 import argparse
 import json
 import os
 import sys
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,12 +37,12 @@ XL_CACHE = {"layout": "layers", "count": 36, "width": 1280, "columns": 64, "dtyp
             "some_wrong": False, "all_accepted": True}  # of LlamaGen-XL, but no longer than the tree
 XL_HEADS = {"columns": 640, "lengths": [576], "dtype": torch.bfloat16}
 
-# op -> (sizes for its maker in tests/kernels/inputs.py, from real models; bytes that must move for one of them).
+# op -> (sizes for its maker in tests/kernels/inputs, from real models; bytes that must move for one of them).
 # LlamaGen: V = 16384; Chameleon's family (Anole, Lumina-mGPT): V = 65536, of which 8192 are codes. EAGLE-2 trees:
 # N = 60, K = 10; LANTERN: k = 1000; masks: a 24 x 24 image and the tree; MAR: 16 channels, CSpD: 32 drafts and 100
 # tries. Batches of 1, 8, 64. ON_GPUS has more sizes, which take a CPU seconds a call or gigabytes.
 ROWS = {
-    "accept_gaussian": (  # what it reads: tokens, four parameters, a ratio and a uniform
+    "accept_gaussian": (  # it reads tokens, four parameters, a ratio and a uniform
         [(B, 32, 16) for B in (1, 8, 64, 256)],
         lambda B, G, C: B * G * (C * 20 + 8 + 6)),
     "codebook_neighbors": (
@@ -156,11 +156,11 @@ ROWS = {
     "verify_greedy": (  # the root's target and first child, and the results
         [(B, 60, 6, 10) for B in (1, 8, 64)],
         lambda B, N, P, branch: B * (P * 4 + 28)),
-    "verify_logits": (  # the pair of the root's rows, and no more than that for certain; drafts are the likeliest paths
+    "verify_logits": (  # the pair of the root's rows: no more is read for certain; drafts are the likeliest paths
         [*((B, 60, 16384, 6, LIKELY | options) for B in (1, 8) for options in ({}, LANTERN, {"dtype": torch.bfloat16})),
          (1, 60, 16384, 6, LIKELY | {"seeds": True})],
         lambda B, N, V, P, options: B * V * 2 * options.get("dtype", torch.float32).itemsize),
-    "verify_tree": (  # the root's row, that its children were drawn from, and no more than that for certain
+    "verify_tree": (  # the rows of the root: no more than these are read for certain
         [*((B, 60, 16384, 6, options) for B in (1, 8, 64) for options in ({"branch": 10}, LANTERN)),
          (8, 60, 65536, 6, {"branch": 10}), (1, 60, 16384, 6, STATIC)],
         lambda B, N, V, P, options: B * V * 4 * (2 if options.get("drawn") else 1)),
@@ -175,7 +175,7 @@ ON_GPUS = {  # op -> sizes
     "verify_tree": [(B, 60, 16384, 6, STATIC) for B in (8, 64)],
 }
 FIRST = ("verify_tree", "guided_probs", "expand_tree", "draw_children", "verify_logits", "tree_attention",
-         "draw_tokens", "neighborhood_sum", "tree_links", "commit_kv")  # a step's own, in the order of what they take
+         "draw_tokens", "neighborhood_sum", "tree_links", "commit_kv")  # the ops of a step, the slowest first
 GROUPS = ("kernels", "others", "baselines", "oracles")
 AGAIN = 75  # the exit status that asks for another run, as sysexits.h has it
 
@@ -185,7 +185,7 @@ def format_case(case) -> str:
 
 
 def prepare(op: str, case: tuple, backend: str, check: bool = True):
-    """(call, what it takes: args and kwargs). A backend is first checked against the oracle, if wanted."""
+    """(call, its args and kwargs). With `check` a backend is first compared with the oracle."""
     args, kwargs = getattr(inputs, op)(*case)
     if backend in BASELINES.get(op, {}):
         function = BASELINES[op][backend]
@@ -202,21 +202,21 @@ def sizes_of(op: str) -> list:
 
 
 def measured(op: str) -> list:
-    """What there is to time here: the oracle first, the baselines last."""
+    """What is timed here: the oracle first, the baselines last."""
     return [backend for backend in [*specvis_kernels.backends(op, inputs.DEVICE), *BASELINES.get(op, {})]
             if (backend, inputs.DEVICE) != ("triton", "cpu") and backend != "cuda_emulated"]
 
 
 def group_of(op: str, backend: str) -> str:
-    """kernels: what answers on this device. others: what answers where that is not built."""
+    """One of GROUPS. "kernels" is PyTorch's choice on this device, "others" its choices if that is not built."""
     if backend == "oracle" or backend in BASELINES.get(op, {}):
         return "oracles" if backend == "oracle" else "baselines"
     return "kernels" if backend == next(name for name in measured(op) if name != "oracle") else "others"
 
 
 def jobs(ops: list, groups: list) -> list:
-    """(op, case, backend) of every row. On a GPU in the order of what they are worth: all kernels before anything else,
-    those of a decoding step first."""
+    """(op, case, backend) of every row. On a GPU the most useful rows come first: all kernels before anything else, and
+    of these the ops of a decoding step."""
     every = [(op, case, backend) for op in ops for case in sizes_of(op) for backend in measured(op)
              if group_of(op, backend) in groups]
     if inputs.DEVICE == "cuda":
@@ -244,7 +244,7 @@ def floor(seconds: float) -> list:
             for mode, times in harness.time(torch.Tensor.zero_, (one,), seconds).items()]
 
 
-SAME = ("device", "torch", "triton", "sources")  # of machines whose rows may stand in one file; of CPUs these too:
+SAME = ("device", "torch", "triton", "sources")  # what rows of one file must share; on a CPU these too:
 SAME_CPU = ("cpu", "cores", "threads")
 
 
@@ -256,7 +256,7 @@ class Results:
         self.content = {"machine": machine, "copy_bytes_per_second": None, "rows": [], "errors": [], "running": None}
 
     def resume(self) -> None:
-        """Go on with what the file holds. What another machine or another revision wrote is kept beside it."""
+        """Continue the file. If another machine or another revision wrote it, it is renamed and kept."""
         if not self.file.exists():
             return
         found, here = json.loads(self.file.read_text()), self.content["machine"]
@@ -277,7 +277,7 @@ class Results:
             os.replace(beside, self.file)
 
     def left(self, jobs: list) -> list:
-        """The jobs without a row or an error. What was running when an earlier run ended comes last: it may hang."""
+        """The jobs without a row or an error. The job at which an earlier run ended comes last: it may hang."""
         done = {key_of(row) for row in self.content["rows"] + self.content["errors"]}
         running = key_of(self.content["running"] or {})
         return sorted((job for job in jobs if key(*job) not in done), key=lambda job: key(*job) == running)
@@ -318,7 +318,6 @@ def main():
     if options.resume and options.json is None:
         parser.error("--resume needs --json")
 
-    inputs.neighbor_table = lru_cache(maxsize=2)(inputs.neighbor_table)  # which takes seconds
     wanted = jobs(options.ops or list(ROWS), options.groups.split(","))
     if options.once:
         for op, case, backend in wanted:
@@ -356,7 +355,7 @@ def main():
         results.write()
         try:
             add(measure(op, case, backend, copy, options.seconds))
-        except Exception as error:  # whatever it is: the row says it, and the other rows are still measured
+        except Exception as error:  # the record keeps any error, and the other rows are still measured
             content["errors"].append(content["running"] | {"error": f"{type(error).__name__}: {error}"[:2000]})
             print(f"{op} {format_case(case)} {backend}: {content['errors'][-1]['error']}", flush=True)
             if not isinstance(error, AssertionError):

@@ -1,19 +1,20 @@
-"""How the releases of EAGLE and LANTERN decode, restated in plain PyTorch: the loop that a decoder has without the ops.
+"""How the releases of EAGLE and LANTERN decode, in plain PyTorch: the loop that a decoder has without the ops.
 
-As theirs, a step drafts with `multinomial` or `topk` a level at a time, builds the tree's mask and its paths in Python
-on the host, reads the whole tree in one target forward, copies the logits for every path, and walks these paths in
-Python, with a host read for each path and each draft; then it moves the accepted entries in the cache by indexing.
+Like theirs, a step drafts with `multinomial` or `topk` a level at a time, builds the tree's mask and its paths in
+Python on the host, reads the whole tree in one target forward, copies the logits for every path, and walks these paths
+in Python, with a host read for each path and each draft; then it moves the accepted entries in the cache by indexing.
 
-Where the releases differ among themselves or from their papers, this loop does as `eagle1` and `lantern` do here, so
-that the same drafts are accepted with the same probabilities: top-k comes before top-p, the padding is masked, a
-rejected draft takes the neighbors that were kept with it (LANTERN, equation 3), and where nothing is left of the
-target's row, the row itself takes its place. The requests of a batch share the forwards and the drafting. (The releases
+Where the releases differ among themselves or from their papers, this loop follows `eagle1` and `lantern` of this
+library, so that drafts are accepted with equal probabilities: top-k comes before top-p, the padding is masked, a
+rejected draft takes the neighbors that were kept with it (LANTERN, equation 3), and an empty residual becomes the
+target's row. The requests of a batch share the forwards and the drafting. (The releases
 decode one request at a time.) Their trees are built, verified and committed one by one.
 
-As in the releases, trees may reach beyond the end of an image, and what is too much is cut off. Our loop draws an
-image's last token without a draft. So under a relaxed rule the two differ in that token.
+As in the releases, trees may reach beyond the end of an image, and the tokens beyond the end are dropped. Our loop
+draws the last token of an image without a draft. So under a relaxed rule the two differ in that token.
 """
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +30,14 @@ from specvis.models.interface import Drafter, ModelCache, Nodes, TargetModel
 
 def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tensor, lengths: list[int], cache,
          padding_mask: Tensor, previous_hidden: Tensor | None = None) -> Tensor:
-    """The one place where a model reads tokens behind its condition: hidden states (2B, F, H) of F nodes.
+    """Every read of tokens after the condition: hidden states (2B, F, H) of F nodes.
 
-    Node j of request b stands in column lengths[b] + j. It sees the columns before lengths[b], but for the padding.
+    Node j of request b is in column lengths[b] + j. It sees the columns before lengths[b] without the padding.
 
     Args:
         tokens:          (B, F) int64
-        depth:           (B, F) int64    of each node; the first position behind what was read has depth 0
-        sees:            (B, F, n) bool  which of the n nodes so far each sees; the F nodes are the last of these
+        depth:           (B, F) int64    of each node; the first position that is not read yet has depth 0
+        sees:            (B, F, n) bool  which of the n nodes so far each node sees; the F nodes are the last of them
         padding_mask:    (2B, S) bool
         previous_hidden: (2B, F, H)      for a drafter
     """
@@ -50,7 +51,7 @@ def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tens
 
 def read_chain(model: TargetModel | Drafter, tokens: Tensor, lengths: list[int], cache, padding_mask: Tensor,
                previous_hidden: Tensor | None = None) -> Tensor:
-    """Read tokens (B, F) one behind the other."""
+    """Read a chain of tokens (B, F)."""
     (B, F), device = tokens.shape, tokens.device
     sees = torch.ones(F, F, dtype=torch.bool, device=device).tril()
     return read(model, tokens, torch.arange(F, device=device).expand(B, -1), sees.expand(B, -1, -1), lengths, cache,
@@ -66,7 +67,7 @@ def move(cache: ModelCache, request: int, root: int, accepted_nodes: Tensor) -> 
 
 @dataclass
 class Warpers:
-    """Guidance, temperature, top-k and top-p, one after the other, for requests that all have the same."""
+    """Guidance, temperature, top-k and top-p, one after another. All requests have one setting."""
 
     guidance: float
     temperature: float
@@ -86,24 +87,30 @@ class Warpers:
 
     def probs(self, logits: Tensor) -> Tensor:
         """Guided logits (.., V) -> probabilities (.., V)."""
-        x = logits / self.temperature if self.temperature != 1 else logits
-        if 0 < self.top_k < x.shape[-1]:
-            x = x.masked_fill(x < x.topk(self.top_k).values[..., -1:], -torch.inf)
-        if self.top_p < 1:
+        return filtered(logits, self.temperature, self.top_k, self.top_p)
+
+
+def filtered(x: Tensor, temperature, top_k: int, top_p: float, filters: str = "k_then_p") -> Tensor:
+    """Logits (.., V) -> probabilities after temperature, top-k and top-p, by sorting as the releases do."""
+    x = x.float() / temperature
+    for name in filters.split("_then_"):
+        if name == "k" and 0 < top_k < x.shape[-1]:
+            x = x.masked_fill(x < x.topk(top_k).values[..., -1:], -torch.inf)
+        if name == "p" and 0 < top_p < 1:
             descending, order = x.sort(-1, descending=True)
             probs = descending.softmax(-1)
-            is_beyond = probs.cumsum(-1) - probs >= self.top_p
+            is_beyond = probs.cumsum(-1) - probs >= top_p
             x = x.masked_fill(is_beyond.scatter(-1, order, is_beyond), -torch.inf)
-        return x.softmax(-1)
+    return x.softmax(-1)
 
 
 @dataclass
 class Shape:
     """The shape of a tree, worked out in Python on the host."""
 
-    parents: list[int]  # of every node; the root's is -1, that of a node that is not there is -2
+    parents: list[int]  # for every node; -1 for the root, -2 for an unused node
     mask: Tensor        # (N, N) bool  does the row's node see the column's?
-    paths: Tensor       # (leaves, depth + 1) int64  from the root to every leaf, -1 behind it
+    paths: Tensor       # (leaves, depth + 1) int64  from the root to every leaf; -1 pads
 
     @staticmethod
     def of(parents: list[int], device: torch.device) -> "Shape":
@@ -129,10 +136,19 @@ class Tree:
     """The drafts of a step, for B requests."""
 
     tokens: Tensor               # (B, N) int64
-    shapes: list[Shape]          # of each request
+    shapes: list[Shape]          # one for each request
     probs: Tensor | None = None  # (B, M, V) the rows that children were drawn from; None: they are point masses
     draft_row: list[int] | None = None  # which of these rows a node's children were drawn from
-    shares: Tensor | None = None        # (B, N) the probability of each draft without its earlier siblings
+
+    def along_paths(self, request: int) -> Tensor:
+        """The tokens (paths, levels) of a request's tree along its paths; -1 pads."""
+        return pad(self.tokens[request], (0, 1), value=-1)[self.shapes[request].paths]
+
+    def draft_row_of(self, request: int) -> Callable | None:
+        """(path, level) -> the row that a node's children were drawn from; None: they are point masses."""
+        if self.probs is None:
+            return None
+        return lambda path, level: self.probs[request, self.draft_row[self.shapes[request].paths[path, level].item()]]
 
 
 class Drafts:
@@ -146,7 +162,7 @@ class Drafts:
             self.tree = static_tree(method.tree)
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, counts: list[int], num_new: list[int]) -> None:
-        """Read the new tokens (B, A) of requests that had `counts` before; num_new[b] of them are no padding."""
+        """Read the new tokens (B, A) of requests that had `counts` tokens; the first num_new[b] are not padding."""
         prefix_len, device = self.drafter.prefix_len, tokens.device
         hidden = read_chain(self.drafter, tokens, [prefix_len + n for n in counts], self.cache,
                             self.drafter.padding_mask, previous_hidden)
@@ -170,19 +186,15 @@ class Drafts:
         if not hasattr(self, "shape"):
             self.shape = Shape.of(list(tree.parents), device)
             self.inner = [node for node in range(len(tree.parents)) if tree.children(node)]
-        hidden, tokens, shares, rows = self.hidden, [root], [torch.ones_like(root, dtype=torch.float32)], []
+        hidden, tokens, rows = self.hidden, [root], []
         for level in range(1, tree.depth + 1):
             above = [node for node in self.inner if tree.depths[node] == level - 1]
             K = max(len(tree.children(node)) for node in above)
             probs = self.warpers.probs(self.guided(hidden))                       # (B, F, V)
             children = torch.multinomial(probs.flatten(0, 1), K).view(B, len(above), K)
-            drawn = probs.gather(2, children)
-            left = 1 - (drawn.cumsum(2) - drawn)
-            share = torch.where(left > 0, drawn / left, 0).clamp(0, 1)
             rows.append(probs)
             picked = [(f, i) for f, node in enumerate(above) for i in range(len(tree.children(node)))]
             tokens += [children[:, f, i] for f, i in picked]
-            shares += [share[:, f, i] for f, i in picked]
             inner = [node for node in self.inner if tree.depths[node] == level]
             if inner:
                 read_so_far = self.inner[1: 1 + self.inner.index(inner[-1])]
@@ -191,10 +203,10 @@ class Drafts:
                 hidden = self.read_level(torch.stack([tokens[node] for node in inner], 1), hidden[:, parents], sees,
                                          level)
         draft_row = [self.inner.index(node) if node in self.inner else -1 for node in range(len(tree.parents))]
-        return Tree(torch.stack(tokens, 1), [self.shape] * B, torch.cat(rows, 1), draft_row, torch.stack(shares, 1))
+        return Tree(torch.stack(tokens, 1), [self.shape] * B, torch.cat(rows, 1), draft_row)
 
     def draft_dynamic(self, root: Tensor) -> Tree:
-        """EAGLE-2's trees: the likeliest paths go on, and the likeliest drafts are kept."""
+        """EAGLE-2's trees: the likeliest paths are continued, and the likeliest drafts are kept."""
         B, k, device = len(root), self.method.width, root.device
         batch = torch.arange(2 * B, device=device)[:, None]
         scores, tokens = self.warpers.probs(self.guided(self.hidden))[:, 0].log().topk(k)  # (B, k)
@@ -232,86 +244,91 @@ class Drafts:
         return Tree(tokens, shapes)
 
 
-class PathVerifier:
-    """The walk down the trees, and the rule by which it accepts."""
+@dataclass
+class Relaxation:
+    """LANTERN's rule: a draft's nearest neighbors lend it their probability, as long as their sum keeps a limit."""
 
-    def __init__(self, warpers: Warpers, method: Method, neighbors: Tensor | None, seed: int):
-        self.warpers, self.method, self.random = warpers, method, random.Random(seed)
-        self.neighbors = neighbors[:, : method.k].cpu().numpy().astype("int64") if method.k else None
+    table: Tensor              # (codes, at least k) each code's nearest others, nearest first
+    k: int                     # how many of them may lend
+    delta: float               # the limit: delta itself (tvd), or delta times the draft's own probability (ratio)
+    cutoff: str = "tvd"
+    offset: int = 0            # the id of code 0
+    residual: str = "relaxed"  # a rejection removes the neighbors that lent; "released": all k + 1 nearest, if any lent
+    empty: str = "target"      # takes the place of an empty residual: the target's row, or all ids alike ("uniform")
 
-    def relaxed_mass(self, probs: Tensor, token: int) -> tuple[Tensor, Tensor | None]:
-        """The probability of the token and of the neighbors that the cutoff admits, and which those are."""
-        mass = probs[token]
-        if self.neighbors is None:
-            return mass, None
-        near = torch.from_numpy(self.neighbors[token]).to(probs.device)
-        sums = probs[near].cumsum(0)
-        limit = self.method.delta * mass if self.method.cutoff == "ratio" else self.method.delta
-        admitted = (sums <= limit).nonzero()
-        if len(admitted) == 0:
-            return mass, None
-        last = admitted[-1, 0]
-        return mass + sums[last], near[: last + 1]
+    def lent(self, probs: Tensor, token: int) -> tuple[Tensor | float, Tensor | list]:
+        """What neighbors lend the token, and the ids that its rejection removes too."""
+        code = token - self.offset
+        if not 0 <= code < len(self.table):
+            return 0.0, []
+        near = self.table[code, :self.k + 1].to(probs.device).long() + self.offset
+        sums = probs[near[:self.k]].cumsum(0)
+        num_kept = int((sums <= (self.delta * probs[token] if self.cutoff == "ratio" else self.delta)).sum())
+        if num_kept == 0:
+            return 0.0, []
+        return sums[num_kept - 1], {"optimal": [], "relaxed": near[:num_kept], "released": near}[self.residual]
 
-    def __call__(self, logits: Tensor, tree: Tree, request: int) -> tuple[int, int, Tensor]:
-        """Which path was taken, how many of its drafts were accepted, and the probabilities (V,) of what follows.
 
-        logits (N, V): guided, of the request's nodes
-        """
-        shape = tree.shapes[request]
-        of_paths = logits[shape.paths]                                                    # a copy for each path
-        tokens = torch.cat([tree.tokens[request], tree.tokens.new_tensor([-1])])[shape.paths]
-        best, prefix = 0, tokens[0, :1]
-        for level in range(1, shape.paths.shape[1]):
-            agrees = (tokens[:, :level] == prefix).all(1)
-            first = agrees.nonzero()[0, 0]
-            row = probs = self.warpers.probs(of_paths[first, level - 1])
-            tried = []
-            for path in range(len(tokens)):
-                if not agrees[path]:
-                    continue
-                token = tokens[path, level].item()
-                if token == -1 or token in tried:
-                    continue
-                tried.append(token)
-                share = 1.0 if tree.shares is None else tree.shares[request, shape.paths[path, level]]
-                if share <= 0:
-                    continue
-                mass, lenders = self.relaxed_mass(probs, token)
-                if self.random.random() <= mass / share:
-                    best, prefix = path, tokens[path, : level + 1]
-                    break
-                probs = self.residual(probs, row, tried, lenders, tree, request, shape.paths[path, level - 1])
-            if len(prefix) == level:
-                return best, level - 1, probs
-        return best, len(prefix) - 1, self.warpers.probs(of_paths[best, len(prefix) - 1])
+def walk(tokens: Tensor, row_of: Callable, coin_of: Callable, relaxation: Relaxation | None = None,
+         draft_row_of: Callable | None = None) -> tuple[int, int, Tensor]:
+    """The verification of EAGLE's and LANTERN's releases: a level at a time, and in a level the paths one by one.
 
-    def residual(self, probs: Tensor, row: Tensor, tried: list[int], lenders: Tensor | None, tree: Tree, request: int,
-                 parent: Tensor) -> Tensor:
-        """What is left of the target's distribution `probs` after the last of the tokens `tried` was rejected.
+    Args:
+        tokens:       (paths, levels) from the root's on, -1 pads
+        row_of:       (path, level) -> the target's probabilities (V,) at that node
+        coin_of:      (path, level) -> a number in [0, 1) that decides about the draft there
+        draft_row_of: (path, level) -> the probabilities (V,) that the node's children were drawn from, without
+                      replacement; None: children are point masses
 
-        Of the rejected token nothing is left: its relaxed mass was below its share of the draft's distribution.
-        """
-        left = probs.clone()
-        if lenders is not None:
-            left[lenders] = 0
-        if tree.probs is None:
-            left[tried[-1]] = 0
-        else:
-            draft = tree.probs[request, tree.draft_row[parent.item()]].clone()
-            if len(tried) > 1:
-                draft[tried[:-1]] = 0
+    Returns:
+        A path, how many of its drafts are accepted, and the probabilities (V,) of the next token.
+    """
+    best, prefix = 0, tokens[0, :1]
+    while True:
+        level = len(prefix)
+        paths = (tokens[:, :level] == prefix).all(1).nonzero()[:, 0].tolist()
+        row = probs = row_of(paths[0], level - 1)
+        tried = []
+        for path in paths if level < tokens.shape[1] else []:
+            token = tokens[path, level].item()
+            if token == -1 or token in tried:
+                continue
+            draft = None if draft_row_of is None else draft_row_of(path, level - 1)
+            if tried and draft is not None:
+                draft = draft.clone()
+                draft[tried] = 0
+            tried.append(token)
+            if draft is not None and draft[token] <= 0:
+                continue
+            if len(tried) > 1 and draft is not None:
                 draft = draft / draft.sum()
-            left = (left - draft).clamp(min=0)
-        total = left.sum()
-        return row if total.item() == 0 else left / total
+            lent, removed = relaxation.lent(probs, token) if relaxation else (0.0, [])
+            if coin_of(path, level) * (1 if draft is None else draft[token]) <= probs[token] + lent:
+                best, prefix = path, tokens[path, :level + 1]
+                break
+            left = probs.clone()
+            if draft is None:
+                left[removed] = left[token] = 0
+            elif relaxation and relaxation.residual == "released":
+                draft = draft.clone()
+                draft[removed] = 0
+                left = (left - draft).clamp(min=0)
+            else:
+                left[removed] = 0
+                left = (left - draft).clamp(min=0)
+            if left.sum().item() > 0:
+                probs = left / left.sum()
+            else:
+                probs = torch.full_like(row, 1 / len(row)) if relaxation and relaxation.empty == "uniform" else row
+        else:
+            return best, level - 1, probs
 
 
 @torch.inference_mode()
 def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
                     method: Method, neighbors: Tensor | None = None, progress: Progress | None = None, script=None, *,
                     known_tokens: Tensor | None = None) -> Decoded:
-    """Decode as the releases do. The arguments are those of `speculative_decode`, but all requests have one method.
+    """Decode as the releases do. It takes the arguments of `speculative_decode`, but one method for all requests.
 
     Args:
         script:       called before each walk with the guided logits (B, N, V), the trees' tokens (B, N) and their
@@ -335,7 +352,9 @@ def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, pa
     forwards = [1] * B
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        drafts, walk = Drafts(drafter, warpers, method, L), PathVerifier(warpers, method, neighbors, seed)
+        drafts, coins, relaxation = Drafts(drafter, warpers, method, L), random.Random(seed), None
+        if method.k:
+            relaxation = Relaxation(neighbors, method.k, method.delta, method.cutoff)
         cache = target.new_cache(2 * B, S + L + method.max_nodes)
         hidden = target.prefill(condition, padding_mask, cache)
         drafter.prefill(hidden, drafts.cache)
@@ -361,7 +380,10 @@ def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, pa
                     previous_hidden.append(hidden[both[b][:, 0, 0], :1])
                     num_new.append(0)
                     continue
-                best, accepted, probs = walk(logits[b], tree, b)
+                along = logits[b][tree.shapes[b].paths]  # a copy for each path
+                best, accepted, probs = walk(
+                    tree.along_paths(b), lambda path, level, along=along: warpers.probs(along[path, level]),
+                    lambda path, level: coins.random(), relaxation, tree.draft_row_of(b))
                 path = tree.shapes[b].paths[best, : accepted + 1]
                 move(cache, b, S + count - 1, path)
                 next_token = torch.multinomial(probs, 1)

@@ -1,4 +1,4 @@
-"""The same rows under pytest-benchmark, for comparing two revisions (it waits for the device after every call):
+"""The rows of benchmarks.ops under pytest-benchmark, to compare two revisions; it waits for the device in every call:
 
     pytest benchmarks --benchmark-only --benchmark-autosave           before
     pytest benchmarks --benchmark-only --benchmark-compare            after

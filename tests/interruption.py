@@ -1,5 +1,5 @@
-"""Commands of the program, killed at random moments: what is there is whole, and what goes on equals what was never
-interrupted.
+"""Commands of the program, killed at random moments: their files are whole, and the repeated command ends like one that
+was never interrupted.
 
     python -m tests.interruption [--kills 100] [--seed 0] [COMMAND ...]
 
@@ -42,7 +42,7 @@ WORDS = ["", *"plain fluent-3d fluent-flat noto red blue heart grinning face neu
          "chequered".split()]
 PROMPTS = ["noto red heart", "noto blue heart", "fluent-3d red heart", "noto heart"]
 TIMES = ("seconds", "speedup", "single_seconds", "single_speedup", "overhead")  # differ from run to run
-COMMANDS = {  # name -> its arguments, behind which --out and --model follow
+COMMANDS = {  # name -> its arguments; --out and --model follow
     "generate": ["generate", "--prompts", "{model}/prompts.txt", "-n", "6", "--batch", "3", "--scale", "2"],
     "compare": ["compare", "--prompt", "fluent-3d red heart", "--methods", "vanilla,jacobi,eagle2", "--singles", "1"],
     "tune": ["tune", "--target-tv-excess", "0.05", "--images", "4"],
@@ -81,7 +81,7 @@ def train(folder: Path) -> None:
 
 
 def work(name: str, model: Path, out: Path, log: Path) -> None:
-    """What a fork does; it does not return. Ctrl-C is for the command: it waits while a fork begins or ends."""
+    """The work of a fork; it does not return. Ctrl-C is for the command: it waits while a fork begins or ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 1
     with open(log, "w") as file, redirect_stdout(file), redirect_stderr(file):
@@ -100,7 +100,7 @@ def work(name: str, model: Path, out: Path, log: Path) -> None:
                 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         except SystemExit as end:
             status = end.code or 0
-        except KeyboardInterrupt:  # as the entry point says it
+        except KeyboardInterrupt:  # as the entry point does
             status = 130
         file.flush()
     os._exit(status)
@@ -123,7 +123,7 @@ def status_of(process: int) -> int:
 
 
 def content(folder: Path) -> dict:
-    """What is in every file under its own name, without times. An error says which file is not whole."""
+    """The contents of every file by its name, without times. An error says which file is not whole."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
@@ -148,7 +148,7 @@ def read_archive(path: Path):
 
 
 def read_lines(path: Path):
-    """A line that was being written is none."""
+    """An unfinished last line does not count."""
     lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     return sorted(json.dumps({name: value for name, value in line.items() if name != "seconds"}) for line in lines)
 
@@ -170,7 +170,7 @@ READERS = {".png": read_picture, ".npz": read_archive, ".jsonl": read_lines, ".c
 
 
 def same(name: str, got: dict, expected: dict) -> list[str]:
-    """The files that differ. What a folder of `compare` and a page of a report draw of times differs always."""
+    """The files that differ. Pictures of times, in a folder of `compare` and on a page of a report, always differ."""
     timed = {"compare": (".png",), "report --continuous": (".png", ".md")}.get(name, ())
     if got.keys() != expected.keys():
         return [f"{name}: only in one" for name in sorted(got.keys() ^ expected.keys())]

@@ -1,4 +1,4 @@
-"""Files that are whole, and folders that one command at a time writes to."""
+"""Files are written whole, and one command at a time writes to a folder."""
 import errno
 import os
 import re
@@ -170,7 +170,7 @@ def test_what_killed_processes_left_is_removed(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     left = [f".a.png.part-{files.HOST}-{process.pid}-0123abcd", f".new.part-{files.HOST}-{process.pid}-0123abcd",
-            f".a.png.part-{files.HOST}-{os.getpid()}-0123abcd"]  # in a container the next command has the same number
+            f".a.png.part-{files.HOST}-{os.getpid()}-0123abcd"]  # in a container the next command has an equal number
     stays = [f".a.png.part-{files.HOST}-{os.getppid()}-0123abcd", f".a.png.part-01234567-{process.pid}-0123abcd",
              ".a.part", f"a.part-{files.HOST}-{process.pid}-0123abcd", ".hidden"]
     (tmp_path / left[1]).mkdir()

@@ -1,4 +1,4 @@
-"""The shape of the packages: which op has which kernels, what it brings along, which way imports point."""
+"""The shape of the packages: which op has which kernels, files and documents, and which way imports point."""
 import ast
 import importlib.metadata
 import inspect
@@ -21,7 +21,7 @@ from benchmarks.ops import ROWS
 from tests.kernels import inputs
 
 ROOT = Path(__file__).parent.parent
-CUDA = {"cuda", "cuda_emulated"}  # the same files; the second in tests, where there is no GPU
+CUDA = {"cuda", "cuda_emulated"}  # one set of files; the second backend is of the tests, where there is no GPU
 KERNELS = {  # op -> every backend it has, on a machine that has everything
     "accept_gaussian": {"oracle", "cpu", "triton"},
     "codebook_neighbors": {"oracle"},
@@ -114,13 +114,13 @@ def test_several_tensors_come_as_a_named_tuple(op):
 
 
 def lines(files, pattern):
-    """What matches in these files, with the name of the file."""
+    """The matching lines of these files, with the name of the file."""
     return [f"{file.relative_to(ROOT)}: {line}" for file in sorted(ROOT.glob(files))
             for line in file.read_text().splitlines() if re.search(pattern, line)]
 
 
 def imports(file: Path, source: str, root: Path) -> set[str]:
-    """What a file imports, at its top or in a function, by its full name: from a import b is a.b."""
+    """The modules that a file imports, at its top or in a function, by full name: from a import b is a.b."""
     package = file.relative_to(root).parts[:-1]
     modules = set()
     for node in ast.walk(ast.parse(source)):
@@ -148,13 +148,13 @@ def test_imports_are_read_right():
 def test_the_ops_need_torch_alone():
     for file, modules in imported(ROOT, "specvis_kernels").items():
         allowed = {"torch", "specvis_kernels", *sys.stdlib_module_names} | ({"triton"} if "triton/" in file else set())
-        if "/compat/" in file:  # what it serves, and that in functions alone
+        if "/compat/" in file:  # it may import the package that it serves, only in functions
             assert not lines(file, rf"^(from|import) {Path(file).stem}\b")
             allowed |= {Path(file).stem}
         assert {module.partition(".")[0] for module in modules} <= allowed, file
 
 
-LAYERS = ("files", "models", "decoding", "pipelines", "studies", "cli")  # each imports itself and those before it
+LAYERS = ("files", "models", "decoding", "pipelines", "studies", "cli")  # each imports itself and the layers before it
 MAY_IMPORT = {layer: LAYERS[:i + 1] for i, layer in enumerate(LAYERS)} | {
     "cli": (*LAYERS, "interrupts"),
     "train": ("models", "decoding", "pipelines", "train",  # a command line of its own
@@ -194,7 +194,7 @@ def test_imports_point_one_way():
     beyond_the_stable_abi = r"#include <(Python\.h|pybind|ATen/|c10/|torch/(?!csrc/stable/|headeronly/))"
     assert not lines("csrc/*", beyond_the_stable_abi)
     assert not lines("python/**/*.py", r"^\s*(from|import)\s+(tests|benchmarks)\b")
-    assert not lines("python/**/*.py", r"from specvis_kernels\.|import specvis_kernels\.")  # what is public
+    assert not lines("python/**/*.py", r"from specvis_kernels\.|import specvis_kernels\.")  # only public names
 
 
 def test_types_are_declared():

@@ -1,4 +1,4 @@
-"""compat.eagle answers EAGLE's interfaces as released.py states them, and grows EAGLE-2's tree."""
+"""compat.eagle answers EAGLE's interfaces as benchmarks/released.py does, and grows EAGLE-2's tree."""
 import random
 import sys
 from types import SimpleNamespace
@@ -10,15 +10,14 @@ from specvis_kernels import StatusError
 from specvis_kernels.compat import eagle
 from specvis_kernels.compat.eagle import TreeLogits
 
-from . import released
-from .test_lantern import CHOICES, PROCESSORS, Processors, Step, assert_drawn, counted, to_softmax
+from .test_lantern import CHOICES, PROCESSORS, Processors, Step, assert_drawn, counted, greedy, sampled, to_softmax
 
 
 @pytest.mark.parametrize("form", ["tree", "paths"])
 def test_sampled(form):
     for seed in range(30):
         step, (coins, taken) = Step(seed), counted(seed)
-        wanted = released.sampled(step.along, step.candidates, to_softmax, coins)
+        wanted = sampled(step.along, step.candidates, to_softmax, coins)
         random.seed(seed), torch.manual_seed(seed)
         given = step.given(form)
         if form == "tree":  # no guidance here
@@ -31,7 +30,7 @@ def test_greedy():
     for seed in range(30):
         step = Step(seed)
         row, length, sample_p = eagle.evaluate_posterior(step.along, step.candidates, None)
-        assert (int(row), length, int(sample_p.argmax())) == released.greedy(step.along, step.candidates)
+        assert (int(row), length, int(sample_p.argmax())) == greedy(step.along, step.candidates)
 
 
 def test_equal_tokens_are_one_child():
@@ -42,7 +41,7 @@ def test_equal_tokens_are_one_child():
     for seed in range(20):
         random.seed(seed), torch.manual_seed(seed)
         row, length, _ = eagle.evaluate_posterior(logits, candidates, Processors(), generator="python")
-        wanted = released.sampled(logits, candidates, to_softmax, counted(seed)[0])
+        wanted = sampled(logits, candidates, to_softmax, counted(seed)[0])
         assert (int(row), length) == wanted[:2]
         counts.add((int(row), length))
     assert counts == {(0, 0), (0, 1)}
@@ -85,7 +84,10 @@ def test_logits_that_are_not_numbers_raise(form, processors, generator):
 
 
 class Layer(SimpleNamespace):
-    """A draft layer whose hidden state is a function of the token and of what it is read behind. It checks the mask."""
+    """A draft layer whose hidden state is a function of the token and of the hidden state before it.
+
+    It checks the mask.
+    """
 
     total_tokens, depth, top_k = 11, 2, 3
 
@@ -194,7 +196,7 @@ def test_the_forward_over_a_tree():
     assert eagle.tree_decoding(model, *read)[1].shape == (1, 2, 3)
 
 
-def test_what_is_known_of_a_tree_goes_with_it():
+def test_a_tree_that_is_freed_is_forgotten():
     paths = torch.tensor([[0, 1], [0, 2]])
     known = len(eagle._trees)
     tree = eagle._tree_of(paths, 3, paths.device)

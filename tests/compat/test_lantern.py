@@ -1,18 +1,15 @@
-"""compat.lantern answers LANTERN's interfaces as released.py states them, and replaces methods of a running decoder."""
-import itertools
+"""compat.lantern answers LANTERN's interfaces as benchmarks/released.py does, and replaces methods of a decoder."""
 import random
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks.released import Relaxation, walk
 from specvis_kernels import StatusError
 from specvis_kernels.compat import lantern
 from specvis_kernels.compat.eagle import TreeLogits
-
-from . import released
 
 V, OFFSET = 24, 4
 TEMPERATURE = type("TemperatureLogitsWarper", (), {"temperature": 0.8, "__call__": lambda self, ids, x: x / 0.8})
@@ -28,7 +25,7 @@ class Processors(list):
 
 
 def nucleus(input_ids, scores):
-    """Top-p 0.8: a token stays while those before it have less than that."""
+    """Top-p 0.8: a token stays while the tokens before it have less than that."""
     order = scores.sort(descending=True)
     probs = order.values.softmax(-1)
     gone = probs.cumsum(-1) - probs >= 0.8
@@ -56,7 +53,7 @@ def random_tree(depth=3, width=3, extra=8):
 
 
 def padded(paths):
-    """In the order in which the release sorts them: padding comes last."""
+    """The paths in the release's order: padding comes last."""
     return paths[[i for i, _ in sorted(enumerate(paths.tolist()), key=lambda row: [
         node if node >= 0 else 99 for node in row[1]])]]
 
@@ -86,7 +83,7 @@ class Step(SimpleNamespace):
         return SimpleNamespace(nearest_latents=self.table, **parts)
 
     def given(self, form):
-        """What evaluate_posterior is given: TreeLogits, or the logits along the paths."""
+        """The argument of evaluate_posterior: TreeLogits, or the logits along the paths."""
         return TreeLogits(self.logits, 3.0, self.tokens, self.paths) if form == "tree" else self.along
 
 
@@ -94,8 +91,40 @@ def to_softmax(row):
     return row.softmax(0)
 
 
+def relaxation_of(table=None, k=0, delta=0.0, offset=0):
+    """The release's rule: delta limits a sum up to 1, and above 1 its ratio to the draft's own probability."""
+    limit = (delta, "tvd") if delta <= 1 else (delta - 1, "ratio")
+    return None if table is None else Relaxation(table, k, *limit, offset, "released", "uniform")
+
+
+def sampled(along, candidates, to_probs, coins, *rule, draft_row_of=None):
+    """The row of the accepted path, how many drafts are accepted, and the next token's distribution, in float64."""
+    return walk(candidates, lambda path, level: to_probs(along[path, level]).double(), lambda *_: next(coins),
+                relaxation_of(*rule), draft_row_of)
+
+
+def greedy(along, candidates, *rule):
+    """The first of the longest paths, its length, and the next token.
+
+    A token is accepted if it is the likeliest, once it has borrowed what its neighbors lend; each token by itself.
+    """
+    lengths, relaxation = [], relaxation_of(*rule)
+    for path, rows in zip(candidates.tolist(), along):
+        length = 0
+        for token, row in zip(path[1:], rows):
+            probs = row.double().softmax(0)
+            if token >= 0 and relaxation:
+                probs[token] += relaxation.lent(probs, token)[0]
+            if token < 0 or probs.argmax() != token:
+                break
+            length += 1
+        lengths.append(length)
+    best = lengths.index(max(lengths))
+    return best, lengths[best], int(along[best, lengths[best]].argmax())
+
+
 def counted(seed):
-    """Numbers of Python's random for this seed, and the list of those that were taken."""
+    """Numbers of Python's random for this seed, and the list of the numbers that were taken."""
     stream, taken = random.Random(seed), []
     return iter(lambda: taken.append(stream.random()) or taken[-1], None), taken
 
@@ -126,8 +155,8 @@ def test_sampled_dynamic_trees(rule, processors, form):
 
     for seed in range(12):
         step, (coins, taken) = Step(seed), counted(seed)
-        wanted = released.sampled(step.along, step.candidates, to_probs, coins,
-                                  *((step.table, *rules[1:]) if rules else ()))
+        wanted = sampled(step.along, step.candidates, to_probs, coins,
+                         *((step.table, *rules[1:]) if rules else ()))
         random.seed(seed), torch.manual_seed(seed)
         answer = lantern.evaluate_posterior(step.model(), step.given(form), step.candidates, processor, *rules,
                                             generator="python")
@@ -139,7 +168,7 @@ def test_sampled_dynamic_trees(rule, processors, form):
 @pytest.mark.parametrize("form", ["tree", "paths"])
 @pytest.mark.parametrize("rule", [(), (True, 5, 0.2), (True, 4, 3.0)])
 def test_greedy(rule, form):
-    """Of several longest paths the first row, in whichever order the rows are."""
+    """Of several longest paths the first row counts, in any order of the rows."""
     ties = 0
     for seed in range(80):
         step = Step(seed)
@@ -147,16 +176,16 @@ def test_greedy(rule, form):
         step.paths, step.along, step.candidates = step.paths[order], step.along[order], step.candidates[order]
         answer = lantern.evaluate_posterior(step.model(), step.given(form), step.candidates, None, *rule)
         table = (step.table, *rule[1:]) if rule else ()
-        best, length, token = released.greedy(step.along, step.candidates, *table)
+        best, length, token = greedy(step.along, step.candidates, *table)
         assert (int(answer[0]), answer[1], int(answer[2].argmax())) == (best, length, token)
-        again = released.greedy(step.along.flip(0), step.candidates.flip(0), *table)
+        again = greedy(step.along.flip(0), step.candidates.flip(0), *table)
         ties += step.candidates.flip(0)[again[0], :length + 1].tolist() != step.candidates[best, :length + 1].tolist()
     assert ties > 0 if rule else ties == 0
 
 
 @pytest.mark.parametrize("empty", ["uniform", "target"])
 def test_nothing_left(empty):
-    """All other tokens are neighbors, so a rejection leaves nothing: the release goes on with all tokens alike."""
+    """All other tokens are neighbors, so a rejection leaves nothing: the release then draws from all tokens alike."""
     step, ends = Step(3), set()
     logits = torch.full((2, step.N, V), -30.0)
     logits[:, :, :2] = 0
@@ -165,7 +194,7 @@ def test_nothing_left(empty):
     table = torch.tensor([[other for other in range(V) if other != code] for code in range(V)])
     for seed in range(60):
         coins, taken = counted(seed)
-        wanted = released.sampled(logits[0][step.paths], candidates, to_softmax, coins, table, V - 2, 0.6)
+        wanted = sampled(logits[0][step.paths], candidates, to_softmax, coins, table, V - 2, 0.6)
         random.seed(seed), torch.manual_seed(seed)
         answer = lantern.evaluate_posterior(
             SimpleNamespace(nearest_latents=table), TreeLogits(logits, 3.0, step.tokens, step.paths), candidates,
@@ -176,7 +205,7 @@ def test_nothing_left(empty):
     assert len(ends) > 8 if empty == "uniform" else ends == {0, 1}
 
 
-def test_codes_behind_text():
+def test_codes_after_text():
     """Anole: code 0 is token 4, and text is masked in the forward."""
     for seed in range(40):
         step = Step(seed, OFFSET)
@@ -185,7 +214,7 @@ def test_codes_behind_text():
         along = step.along.clone()
         along[..., :OFFSET] = torch.finfo(along.dtype).min
         coins, taken = counted(seed)
-        wanted = released.sampled(along, step.candidates, to_softmax, coins, step.table, 5, 0.3, OFFSET)
+        wanted = sampled(along, step.candidates, to_softmax, coins, step.table, 5, 0.3, OFFSET)
         random.seed(seed), torch.manual_seed(seed)
         answer = lantern.evaluate_posterior(model, step.given("tree"), step.candidates, Processors(), True, 5, 0.3,
                                             generator="python")
@@ -234,10 +263,6 @@ def test_logits_that_are_not_numbers_raise():
         lantern.evaluate_posterior(step.model(), step.given("tree"), step.candidates, Processors(), True, 5, 0.2)
 
 
-def row_of(rows, path):
-    return rows[tuple(path)].clone()
-
-
 CHOICES = [[0], [1], [0, 0], [0, 2], [1, 1], [0, 0, 1]]
 
 
@@ -255,12 +280,10 @@ def test_sampled_static_trees(rule, form):
         candidates = torch.cat([tokens, torch.full((1, 1), -1)], 1)[0, paths]
         op = [drafts[[0]], drafts[[1, 2]], drafts[[3]]]  # nodes with children, level by level
         table = Step(seed).table
-        rows = {tuple(candidates[i, :d + 1].tolist()): drafts[paths[i, d]]
-                for i, d in itertools.product(range(len(paths)), range(paths.shape[1])) if paths[i, d] >= 0}
         coins, taken = counted(seed)
         rules = RULES[rule]
-        wanted = released.sampled(guided[paths], candidates, to_softmax, coins,
-                                  *((table, *rules[1:]) if rules else (None, 0, 0.0)), draft_rows=partial(row_of, rows))
+        wanted = sampled(guided[paths], candidates, to_softmax, coins, *((table, *rules[1:]) if rules else ()),
+                         draft_row_of=lambda path, level, drafts=drafts: drafts[paths[path, level]].double())
         random.seed(seed), torch.manual_seed(seed)
         given = TreeLogits(guided[None], None, tokens, paths) if form == "tree" else guided[paths]
         answer = lantern.evaluate_posterior_v1(
@@ -306,7 +329,7 @@ def test_the_table_is_cut_and_moved_once(dtype):
     assert lantern.neighbor_table(model, 3, "cpu").shape == (4, 3)
     with pytest.raises(ValueError, match="nearest_latents must have at least 4 columns for this lantern_k, got 3"):
         lantern.neighbor_table(model, 4, "cpu")
-    other = torch.tensor([[2, 1, 0], [3, 1, 0], [0, 2, 3], [1, 2, 3]]).to(dtype)  # of another tokenizer
+    other = torch.tensor([[2, 1, 0], [3, 1, 0], [0, 2, 3], [1, 2, 3]]).to(dtype)  # from another tokenizer
     model.nearest_latents = other if dtype != torch.uint16 else other.numpy()
     assert lantern.neighbor_table(model, 3, "cpu").tolist() == other.tolist()
 

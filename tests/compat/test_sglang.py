@@ -1,4 +1,4 @@
-"""SGLang's interface, against a plain statement of what its kernels do (sgl-kernel/csrc/speculative)."""
+"""SGLang's interface, compared with a plain statement of its kernels (sgl-kernel/csrc/speculative)."""
 import doctest
 import inspect
 import itertools
@@ -36,7 +36,7 @@ def plain_build(parent_list, selected, length, topk):
 
 
 def choose_tree(generator, topk, depth, N):
-    """What EAGLE's drafter hands to SGLang: each level expands the topk best candidates of the one before it."""
+    """The arguments that EAGLE's drafter gives SGLang: a level expands the topk best candidates of the level above."""
     scores = [torch.rand(topk, generator=generator)]
     parent_list, first = [-1], 0
     for level in range(1, depth):
@@ -50,7 +50,7 @@ def choose_tree(generator, topk, depth, N):
 
 
 def build(parent_lists, selected, lengths, topk, depth, mode, prefix=True, dtype=torch.bool, spare=0):
-    """With `spare` more entries than are written, as SGLang's buffers for its largest batch have."""
+    """Buffers with `spare` entries that are not written, as SGLang allocates them for its largest batch."""
     B, N = len(selected), len(selected[0]) + 1
     sizes = {0: N * (sum(lengths) + B * N), 1: B * N * N, 2: B * N * (1 if N <= 8 else 2 if N <= 16 else 4)}
     buffer = torch.full((sizes[mode] + spare,), prefix, dtype=dtype, device=DEVICE)
@@ -192,7 +192,7 @@ def random_trees(B, N, V, seed):
 
 def call(function, tokens, first, following, max_depth, rest, dtype=torch.int64):
     B, N = len(tokens), len(tokens[0])
-    order = torch.arange(B * N).view(B, N).flip(0)  # of the flat indices: the requests' tensors may lie anywhere
+    order = torch.arange(B * N).view(B, N).flip(0)  # flat indices in another order: requests may be anywhere
     outputs = [torch.full(size, -1, dtype=torch.int32, device=DEVICE) for size in ((B * N + 1,), (B, max_depth + 1),
                                                                                    (B,))]
     tree = [torch.tensor(a, device=DEVICE).to(dtype) for a in (tokens, order.tolist(), first, following)]
@@ -232,7 +232,7 @@ def test_what_is_emitted_is_distributed_as_the_targets():
     first, following = [[1, 4, -1, -1, -1, -1]], [[-1, 2, 3, -1, 5, -1]]
     rows = torch.tensor([[.4, .1, .2, .3], [.1, .2, .3, .4]])[[0, 1, 0, 0, 0, 0]]
     middle = (torch.arange(cells) + 0.5) / cells
-    coins = torch.cartesian_prod(middle, middle, middle)  # of the root, of node 1, and the last one
+    coins = torch.cartesian_prod(middle, middle, middle)  # for the root, for node 1, and the last one
     B = len(coins)
     uniforms = torch.zeros(B, 6)
     uniforms[:, :2] = coins[:, :2]

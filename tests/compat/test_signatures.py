@@ -1,9 +1,9 @@
-"""`python -m specvis_kernels.compat.check --vllm .. --sglang .. --transformers ..`, in a folder like all three."""
+"""`python -m benchmarks.check_compat --vllm .. --sglang .. --transformers ..`, in a folder like all three."""
 from pathlib import Path
 
 import pytest
 
-from specvis_kernels.compat import check, signatures
+from benchmarks import check_compat, signatures
 
 SAMPLER = "tree_speculative_sampling_target_only"
 TREE = "candidates, retrive_index, retrive_next_token, retrive_next_sibling"
@@ -100,7 +100,7 @@ def run(folder: Path, *arguments):
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    return check.main([argument.format(folder) for argument in arguments or ALL])
+    return check_compat.main([argument.format(folder) for argument in arguments or ALL])
 
 
 def test_nothing_has_moved(tmp_path, capsys):
@@ -166,7 +166,8 @@ def test_a_file_that_is_gone_and_one_that_is_not_python(tmp_path, capsys, monkey
         printed = capsys.readouterr().out
         assert printed.count("it cannot be read: invalid syntax") == 1 and "rejection_sampler.py" in printed
         (tmp_path / name).write_bytes(b"\xff")
-        assert check.main(["--vllm", str(tmp_path)]) == 1 and "it cannot be read: 'utf-8'" in capsys.readouterr().out
+        assert check_compat.main(["--vllm", str(tmp_path)]) == 1
+        assert "it cannot be read: 'utf-8'" in capsys.readouterr().out
     finally:
         FILES[name] = text
 

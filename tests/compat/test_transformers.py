@@ -112,7 +112,7 @@ def test_the_callers_own_warpers_count_and_not_the_configs_numbers(model, draft,
                                                    filters=warpers)
 
 
-RANGES = [(2, 20), (2, 20), (20, 21), (0, 24), (10, 14)]  # of each new token; the last goes on; token 20 is forced
+RANGES = [(2, 20), (2, 20), (20, 21), (0, 24), (10, 14)]  # for each new token; the last one repeats; token 20 is forced
 
 
 @pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
@@ -186,7 +186,7 @@ def test_a_sampled_tree_keeps_the_distribution():
 @pytest.mark.parametrize("settings", [dict(do_sample=False), dict(do_sample=True, top_k=0),
                                       dict(do_sample=True, top_k=0, seeds=SEEDS)])
 def test_the_drafter_sees_whole_sequences(model, settings):
-    """A drafter that is the model itself, told what was padding: every draft is accepted."""
+    """A drafter that is the model itself and knows the padding: every draft is accepted."""
     def draft(sequences, mask):
         B, F, T = sequences.shape
         ids, is_real = sequences.flatten(0, 1), mask.flatten(0, 1).long()
@@ -202,7 +202,7 @@ def test_the_drafter_sees_whole_sequences(model, settings):
 
 @pytest.mark.parametrize("options", [dict(window=4), dict(window=4, grid=4), dict(window=4, grid=7)])
 def test_every_position_has_a_guess(model, options):
-    """A model that says the same everywhere: every guess is right, and each forward makes five tokens."""
+    """A model with one output everywhere: every guess is right, and each forward makes five tokens."""
     same = type(model)(model.config).eval()
     torch.nn.init.zeros_(same.lm_head.weight)
     generate(same, jacobi_generate, do_sample=True, stats=(stats := {}), **options)
@@ -210,7 +210,7 @@ def test_every_position_has_a_guess(model, options):
 
 
 class Stop(transformers.StoppingCriteria):
-    """Stops behind a token that is divisible by 6, but not before the fourth."""
+    """Stops after a token that is divisible by 6, but not before the fourth."""
 
     def __call__(self, input_ids, scores, **_):
         self.seen.append(input_ids.tolist())

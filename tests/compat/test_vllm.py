@@ -55,7 +55,7 @@ def enumerated(num_drafts, is_sampled, bonus=None):
 
 
 def check_distribution(rows, expected):
-    """Chi-square of rows of tokens, -1 behind them."""
+    """Chi-square of rows of tokens, padded by -1."""
     counts = Counter(tuple(t for t in row if t >= 0) for row in rows)
     assert counts.keys() <= {key for key, p in expected.items() if p > 1e-6}
     cells = [(counts[key], p * len(rows)) for key, p in expected.items() if p * len(rows) >= 5]

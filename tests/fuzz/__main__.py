@@ -1,4 +1,4 @@
-"""python -m tests.fuzz: hostile inputs, for so many minutes."""
+"""python -m tests.fuzz: hostile inputs for every op, for a number of minutes."""
 import argparse
 import json
 import os

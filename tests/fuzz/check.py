@@ -1,18 +1,18 @@
-"""A case on its backends: held against the oracle, and against what the docstring says."""
+"""A case on its backends, compared with the oracle; and the oracle's statuses, compared with valid.py."""
 import os
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
 
-from tests.fuzz import statuses
+from tests.fuzz import valid
 from tests.kernels import inputs
 from tests.laws.test_every_op import run
 
 
 @dataclass
 class Finding:
-    """What is wrong with a case on one backend; "oracle" if the oracle is not what the docstring says."""
+    """What is wrong with a case on one backend; "oracle" if a status of the oracle is not as its docstring says."""
 
     op: str
     number: int
@@ -21,7 +21,7 @@ class Finding:
 
 
 def outcome(op, named, backend):
-    """The outputs and behind them what the op writes to; or the ValueError by which it refuses its arguments."""
+    """The outputs and after them what the op writes to; or the ValueError by which it refuses its arguments."""
     try:
         return run(op, (), named, backend)
     except ValueError as error:
@@ -29,7 +29,7 @@ def outcome(op, named, backend):
 
 
 def difference(op, got, expected):
-    """What is not as expected, or None. NaN equals NaN."""
+    """What differs from the expected outputs, or None. NaN equals NaN."""
     if isinstance(got, ValueError) or isinstance(expected, ValueError):
         return None if repr(got) == repr(expected) else f"got {got!r}, the oracle {expected!r}"
     if len(got) != len(expected):
@@ -55,12 +55,12 @@ def problem(case, backend):
             raise got
         if backend != "oracle":
             return difference(case.op, got, outcome(case.op, case.named, "oracle"))
-        return None if isinstance(got, ValueError) else statuses.problem(case.op, case.named, got)
+        return None if isinstance(got, ValueError) else valid.problem(case.op, case.named, got)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
 def check(case, backends=None):
-    """The findings of a case: first whether the oracle is as its docstring says, then the backends."""
+    """The findings of a case: first of the oracle, then of the backends."""
     found = ((backend, problem(case, backend)) for backend in ("oracle", *(backends or case.backends)))
     return [Finding(case.op, case.number, backend, what) for backend, what in found if what]

@@ -12,7 +12,7 @@ FLAGS = ["-fsanitize=float-cast-overflow", "-fno-sanitize-recover=float-cast-ove
 
 
 def runtimes():
-    """What a process needs in its environment to load libraries with sanitizers."""
+    """The environment in which a process can load libraries with sanitizers."""
     compiler = os.environ.get("CXX", "g++")
     libraries = [subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
                  for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
@@ -21,7 +21,7 @@ def runtimes():
 
 
 def prepare():
-    """Build what changed since the last time. Returns the environment of the processes that use it."""
+    """Build the sources that changed. Returns the environment of the processes that use them."""
     if not shutil.which(os.environ.get("CXX", "g++")):
         sys.exit("the sanitizers need a C++ compiler")
     from tests import cuda_on_cpu

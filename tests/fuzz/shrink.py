@@ -10,12 +10,12 @@ import torch
 import specvis_kernels
 from tests.fuzz.check import problem
 
-SIZES = {"max_depth": "P", "num_nodes": "N", "num_children": "K"}  # arguments that are sizes of others
+SIZES = {"max_depth": "P", "num_nodes": "N", "num_children": "K"}  # arguments that are sizes of other arguments
 TOGETHER = ({"draft_probs", "draft_row"}, {"neighbors", "delta"}, {"seeds", "positions"})
 
 
 def shrink(case, backend, seconds=20.0):
-    """A smaller case that fails on this backend in the same way: by the same error, or by a wrong result."""
+    """A smaller case that fails on this backend in an equal way: by an equal error, or by a wrong result."""
     wanted = kind_of(problem(case, backend))
     deadline = time.monotonic() + seconds
 
@@ -37,7 +37,7 @@ def shrink(case, backend, seconds=20.0):
 
 
 def kind_of(what):
-    if what and what.startswith("ValueError"):  # a refusal; of what, its words say
+    if what and what.startswith("ValueError"):  # a refusal; its words say of which argument
         return re.sub(r"\d+", "", what)
     return what and (re.match(r"\w*(Error|Exception)\b|(?=)", what)[0] or "wrong")
 
@@ -53,7 +53,7 @@ def letters_of(op):
 
 
 def without_options(case):
-    """Each optional argument as if it had not been given, or two that belong together."""
+    """The case without one optional argument, or without two that belong together."""
     for name, default in defaults_of(case.op).items():
         if default is not inspect.Parameter.empty and not is_same(case.named.get(name, default), default):
             together = next((names for names in TOGETHER if name in names), {name})
@@ -147,7 +147,7 @@ def weight(tensor):
 
 
 def written(number):
-    """A number in the shortest way that gives the same float32."""
+    """The shortest text of a number that gives an equal float32."""
     if isinstance(number, bool | int):
         return repr(number)
     if math.isnan(number) or math.isinf(number):

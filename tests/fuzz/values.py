@@ -1,4 +1,4 @@
-"""Numbers and layouts that a caller might hand over by mistake."""
+"""Numbers and layouts that a caller might pass by mistake."""
 import random
 
 import torch
@@ -26,7 +26,7 @@ class Values:
     def __init__(self, seed):
         self.r = random.Random(seed)
         self.g = torch.Generator().manual_seed(self.r.getrandbits(62))
-        self.is_wild = self.r.random() < 0.7  # else every number is what it ought to be
+        self.is_wild = self.r.random() < 0.7  # otherwise all numbers are good
 
     def pick(self, *choices):
         return self.r.choice(choices)
@@ -45,7 +45,7 @@ class Values:
         return torch.randint(low, max(high, low + 1), shape, generator=self.g, dtype=dtype)
 
     def hurt(self, tensor, bad, share=0.3):
-        """With this chance some elements of a tensor, one or up to an eighth of them, become bad numbers."""
+        """With this chance one element of a tensor, or up to an eighth of them, becomes a bad number."""
         if not self.is_wild or not tensor.numel() or not self.chance(share):
             return tensor
         count = self.pick(1, 1, 2, max(1, tensor.numel() // 64), max(1, tensor.numel() // 8))
@@ -92,7 +92,7 @@ class Values:
         return self.hurt(self.below(V, *shape), (-1, V, V - 1, 0, *INT64), 0.2)
 
     def table(self, C, k, V):
-        """Neighbors (C, k): distinct, or as they come, with the code itself and ids that do not exist."""
+        """Neighbors (C, k): distinct, or random, with the code itself and ids that do not exist."""
         dtype = self.pick(torch.uint16, torch.int32, torch.int64)
         if self.chance(0.5) and C > 1:
             steps = self.uniform(C, C - 1).argsort(1)[:, :k] + 1
@@ -119,7 +119,7 @@ class Values:
         return parents
 
     def layout(self, tensor, keep=False):
-        """A tensor that lies otherwise in memory. `keep`: its numbers stay; else elements may share memory too."""
+        """The tensor in another memory layout. `keep`: its numbers stay; otherwise elements may share memory too."""
         kind = self.pick("plain", "plain", "plain", "offset", "misaligned", "strided", "transposed", "negated",
                          *["expanded", "overlapping"] * (not keep))
         if not tensor.numel() or not tensor.ndim:

@@ -1,4 +1,4 @@
-"""Many cases in several processes. A process that dies or hangs is a finding too, and another one goes on behind it.
+"""Many cases in several processes. A process that dies or hangs is a finding too, and a new one takes its place.
 
 A worker prints a line of JSON before and after each case. It takes the op that has had the least time so far;
 verification gets three times as much, since it has most rules.
@@ -24,7 +24,7 @@ SHRUNK = 2        # cases of an op on a backend that are shrunk
 
 @dataclass
 class Totals:
-    """What was run, and what was found."""
+    """The cases that were run, and the findings."""
 
     rows: dict = field(default_factory=lambda: defaultdict(Counter))   # op -> backend -> rows
     cases: dict = field(default_factory=lambda: defaultdict(Counter))  # op -> backend -> cases
@@ -117,7 +117,7 @@ class Worker:
         return time.monotonic() - self.since > (PATIENCE if self.at else TO_START)
 
     def said(self):
-        """What it said last; of a sanitizer the first lines."""
+        """Its last output; for a sanitizer's report the first lines."""
         self.errors.seek(0)
         text = self.errors.read()
         report = re.search(r"^.*(runtime error|ERROR: AddressSanitizer).*\n(.*\n){0,12}", text, re.M)
@@ -125,7 +125,7 @@ class Worker:
 
 
 def run(ops, first, minutes, count, is_sanitized, environment, show=print):
-    """Totals of so many minutes in so many workers. An interruption ends it early."""
+    """Totals of `minutes` minutes in `count` workers. An interruption ends it early."""
     totals, messages, began = Totals(), queue.Queue(), time.monotonic()
     deadline, shown = began + 60 * minutes, began
     workers = [Worker({"ops": ops, "numbers": {op: first + i for op in ops}, "step": count,
@@ -173,11 +173,11 @@ def handle_next(messages, totals, active, deadline, show):
         finding = {"op": op, "number": number, "backend": "process", "what": f"the process {how}: {worker.said()}"}
         totals.found.append(finding)
         show_finding(finding, show)
-        if worker.at and time.monotonic() < deadline:  # go on behind the case
+        if worker.at and time.monotonic() < deadline:  # go on after the case
             numbers, step = worker.settings["numbers"], worker.settings["step"]
             for name in numbers:
-                behind = max(totals.last.get(name, -1) + 1 - numbers[name], 0)
-                numbers[name] += -(-behind // step) * step
+                missed = max(totals.last.get(name, -1) + 1 - numbers[name], 0)
+                numbers[name] += -(-missed // step) * step
             numbers[op] = max(numbers[op], number + step)
             worker.settings["seconds"] = deadline - time.monotonic()
             worker.at = None

@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(params=["oracle", *TRITON])
 def backend(request, monkeypatch):
-    """"oracle", each call of which is repeated on the other backends: they must give the same bits. Or "triton"."""
+    """"oracle": each call is repeated on the other backends, which must give equal bits. Or "triton"."""
     used = set()
     for op, kernels in _dispatch._kernels.items() if request.param == "oracle" else ():
         names = [name for name in backends(op, inputs.DEVICE) if name not in ("oracle", "triton")]
@@ -33,7 +33,7 @@ def repeated(op, kernels, names, used):
     written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
     def copy(a):
-        """In other memory, at the same offset there."""
+        """In other memory, at an equal offset."""
         return a.new_empty(0).set_(a.untyped_storage().clone(), a.storage_offset(), a.shape, a.stride())
 
     def copied(args):

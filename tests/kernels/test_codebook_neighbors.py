@@ -12,7 +12,7 @@ def neighbors(codes, k, **kwargs):
 
 
 def test_l2_by_hand():
-    """On a line at 0, 1, 3, 7: from 3 it is 2 to 1, 3 to 0, 4 to 7."""
+    """Codes on a line at 0, 1, 3, 7: from 3 it is 2 to 1, 3 to 0, 4 to 7."""
     assert neighbors([[0], [1], [3], [7]], 3) == [[1, 2, 3], [0, 2, 3], [1, 0, 3], [2, 1, 0]]
     assert neighbors([[0], [1], [3], [7]], 1) == [[1], [0], [1], [2]]
 
@@ -25,7 +25,7 @@ def test_cosine_by_hand():
 
 
 def test_normalize_by_hand():
-    """(1, 0) and (9, 0) are far apart, and the same direction; (2, 1) is between them and (0, 1)."""
+    """(1, 0) and (9, 0) are far apart, in one direction; (2, 1) is between them and (0, 1)."""
     codes = [[1, 0], [9, 0], [0, 1], [2, 1]]
     assert neighbors(codes, 3) == [[2, 3, 1], [3, 0, 2], [0, 3, 1], [0, 2, 1]]  # 2 = 2 < 64 | 50 < 64 < 82
     assert neighbors(codes, 3, normalize=True) == [[1, 3, 2], [0, 3, 2], [3, 0, 1], [0, 1, 2]]

@@ -23,12 +23,12 @@ def columns(*rows):
 
 @pytest.mark.parametrize("nodes, accepted, length, start, expected", [
     ([2, 4, -1], 2, 3, None, [0, 1, 2, 3, 5, 7, 6, 7, 8]),   # the root in column 3, node n in 3 + n
-    ([1, 2, 3], 3, 3, None, [0, 1, 2, 3, 4, 5, 6, 7, 8]),    # where they stand already
+    ([1, 2, 3], 3, 3, None, [0, 1, 2, 3, 4, 5, 6, 7, 8]),    # they are in place already
     ([2, 3, 5], 3, 3, None, [0, 1, 2, 3, 5, 6, 8, 7, 8]),    # the target of the third is the source of the second
     ([4, -1, -1], 0, 3, None, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
     ([2, 3, -1], 2, 0, 4, [4, 6, 7, 3, 4, 5, 6, 7, 8]),      # the root moves too
     ([-1, -1, -1], 0, 0, 4, [4, 1, 2, 3, 4, 5, 6, 7, 8]),
-    ([2, 9, -7], 1, 5, None, [0, 1, 2, 3, 4, 5, 7, 7, 8]),   # what is not accepted is not looked at
+    ([2, 9, -7], 1, 5, None, [0, 1, 2, 3, 4, 5, 7, 7, 8]),   # nodes that are not accepted do not matter
     ([3, -1, -1], 1, 5, None, [0, 1, 2, 3, 4, 5, 8, 7, 8]),  # the last column
     ([1, 2, 3], 3, 5, None, [0, 1, 2, 3, 4, 5, 6, 7, 8]),    # to the last column
 ])
@@ -96,7 +96,7 @@ def test_memory_that_is_not_aligned(backend):
 
 
 def test_a_paged_cache(backend):
-    """Slots in no order; those of another row are not touched."""
+    """Slots in no order; another row's slots do not change."""
     cache = torch.arange(2 * 24, device=DEVICE).view(2, 24)  # a layer a row
     slots = [[23, 5, 0, 7, 9], [1, 22, 11, 3, 2]]
     expected = cache.clone()
@@ -181,7 +181,7 @@ def test_says_which_argument_is_wrong(changes, message):
 
 
 def test_the_makers_nodes_move_and_some_requests_are_wrong():
-    """What makes a comparison of backends worth something."""
+    """The inputs make a comparison of backends worth something."""
     moved, left = 0, 0
     for case in inputs.CASES["commit_kv"]:
         args, kwargs = inputs.commit_kv(*case)

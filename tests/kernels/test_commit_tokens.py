@@ -12,7 +12,7 @@ INT32 = ("accepted_nodes", "num_accepted", "status")
 
 
 def arguments(**changes):
-    """One image of five tokens, with room for two more; two of them stand. A tree of four nodes, all of one path."""
+    """One image of five tokens, with room for two more; two of them exist. A tree of four nodes, all of one path."""
     values = {"tokens": [[7, 6, 0, 0, 0, 50, 51]], "counts": [2], "failed": [False], "target_forwards": [3],
               "num_accepted_at": [[-1] * 5], "num_drafted_at": [[0] * 5], "tv_excess": [0.5],
               "node_tokens": [[6, 3, 8, 4]], "accepted_nodes": [[1, 3, -1]], "num_accepted": [2], "next_token": [9],
@@ -90,7 +90,7 @@ def test_a_tree_without_drafts(backend):
 
 
 class AsBefore:
-    """What the loop kept, and did with it in `commit`, `account` and `update`."""
+    """The state of the loop and its steps `commit`, `account` and `update`."""
 
     def __init__(self, B, L, P, first):
         self.L = L

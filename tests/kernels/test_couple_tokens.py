@@ -74,7 +74,7 @@ def test_a_guess_without_mass_is_never_kept(backend):
     (0.25, 0.125, 0.49, 1, False, 0.0),
     (0.25, 0.125, 0.73, 2, False, 0.0),
     (0.25, 0.125, 0.85, 3, False, 0.0),
-    (0.0, 0.0, 0.49, 0, False, 0.0),    # never kept, and P is left as it is
+    (0.0, 0.0, 0.49, 0, False, 0.0),    # never kept, and P does not change
     (0.0, 0.0, 0.51, 1, False, 0.0),
 ])
 def test_omega(backend, omega, accept, redraw, token, is_kept, tv_excess):
@@ -90,9 +90,9 @@ NEIGHBORS = [[1, 2, 3], [3, 2, 0], [1, 0, 3], [2, 1, 0]]  # nearest first; the t
     ("optimal", 0.75, 0.66, 0, False),   # P - Q as ever: tokens 0 and 3 have 4 and 2
     ("optimal", 0.75, 0.67, 3, False),
     ("relaxed", 0.749, 0.0, 1, True),
-    ("relaxed", 0.75, 0.99, 0, False),   # P' is 8 6 2 0: of P' - Q only token 0 is left
+    ("relaxed", 0.75, 0.99, 0, False),   # P' is 8 6 2 0: of P' - Q only token 0 remains
     ("released", 0.749, 0.0, 1, True),
-    ("released", 0.75, 0.66, 0, False),  # Q without all three neighbors is 0 8 0 0: 8 0 2 2 is left, of 12
+    ("released", 0.75, 0.66, 0, False),  # Q without all three neighbors is 0 8 0 0: 8 0 2 2 remains, of 12
     ("released", 0.75, 0.67, 2, False),
     ("released", 0.75, 0.84, 3, False),
 ])
@@ -166,7 +166,7 @@ def test_a_bad_row(backend, bad):
 
 
 def test_what_is_reported_first(backend):
-    """A rule or a row that is not there, then the guess: what comes behind is not looked at."""
+    """An invalid rule or row, then the guess: later checks are skipped."""
     bad = 4 * [NAN]
     assert one(backend, 9, 0.0, 0.5, draft=bad) == (1, False, 0.0, INVALID_DRAFT)
     assert one(backend, 9, 0.0, 0.5, draft=bad, omega=NAN) == (1, False, 0.0, INVALID_RULE)
@@ -224,7 +224,7 @@ def test_every_length_of_row(backend, V):
 
 @pytest.mark.parametrize("draft", [[1.0] + [0.0] * 7, [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
 def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
-    """Exactly half of what is left stands before token 4, which has nothing."""
+    """Exactly half of the rest is before token 4, which has nothing."""
     if backend == "triton":
         from specvis_kernels.triton import _rows
         monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
@@ -238,7 +238,7 @@ def rows_of(count, V, seed):
     g = torch.Generator().manual_seed(seed)
     logits, noise = torch.randn(2, count, V, generator=g) * 2
     target, draft = logits.softmax(-1), (logits + noise / 2).softmax(-1)
-    draft[::11] = target[::11]  # nothing is left but rounding
+    draft[::11] = target[::11]  # only rounding remains
     guesses = torch.multinomial(draft, 1, generator=g)
     return target.to(DEVICE), draft.to(DEVICE), guesses.to(DEVICE), torch.rand(count, 2, generator=g).to(DEVICE)
 
@@ -253,7 +253,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_is_what_verify_tree_does_with_one_sampled_child(backend, options):
-    """A root and one child: the same decision, the same draw after a rejection, the same tv_excess and status."""
+    """A root and one child: equal decisions, draws after a rejection, tv_excess and status."""
     B, W, V = (2, 6, 40) if backend == "triton" else (5, 60, 40)
     target, draft, guesses, uniforms = rows_of(B * W, V, seed=len(str(options)))
     target[3, 5], draft[4, 6], guesses[5] = NAN, -1.0, V
@@ -282,7 +282,7 @@ def test_is_what_verify_tree_does_with_one_sampled_child(backend, options):
     assert torch.equal(window.tokens.flatten()[~is_kept], tree.next_token[~is_kept])
     assert torch.equal(window.tokens.flatten()[is_kept], guesses.flatten()[is_kept])
     assert torch.equal(window.tv_excess.flatten(), tree.tv_excess)
-    # An accepted child has a row of its own after it, here the same: nothing else is reported there.
+    # An accepted child has a row of its own after it, here an equal row: nothing else is reported there.
     assert torch.equal(status, tree.status) and {INVALID_ROW, INVALID_TREE} <= set(status.tolist())
     assert 0 < is_kept.sum() < len(is_kept)
 

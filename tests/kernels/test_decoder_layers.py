@@ -18,7 +18,7 @@ def chain(n):
 
 
 def read(x, layers, cache, widths, rotations, first=3):
-    """Nodes of a chain after `first` columns, so many at a time."""
+    """Nodes of a chain after `first` columns, some at a time."""
     cache, parts, done = cache.clone(), [], 0
     for n in widths:
         at = torch.full((1,), first + done)
@@ -47,13 +47,13 @@ def test_no_bit_depends_on_nodes_batch_or_threads(dtype):
         torch.set_num_threads(threads)
     oracle = decoder_layers(x, layers, cache.clone(), torch.tensor([3]), chain(33), 3 + torch.arange(33)[None],
                             rotations, backend="oracle")
-    assert not torch.equal(oracle, one_by_one)  # what the above says of products in another order
+    assert not torch.equal(oracle, one_by_one)  # the above is about products in another order
 
 
 @CPU
 def test_a_tree_is_read_as_its_paths():
     (x, layers, cache, _, _, _, rotations), _ = inputs.decoder_layers(1, 4, 64, 2, 1, 32, 64, {"dtype": torch.bfloat16})
-    x[:, 3] = x[:, 1]  # of a root with children 1 and 2, 3 is the child of 2
+    x[:, 3] = x[:, 1]  # a root with children 1 and 2; 3 is the child of 2
     parents = torch.tensor([[-1, 0, 0, 2]], dtype=torch.int32)
     at, depth = torch.tensor([5]), torch.tensor([[0, 1, 1, 2]])
     tree = decoder_layers(x, layers, cache.clone(), at, tree_links(parents).ancestors, at + depth, rotations)
@@ -62,7 +62,7 @@ def test_a_tree_is_read_as_its_paths():
 
 
 def test_is_a_llama_layer():
-    """In float64 by PyTorch's own operations, with everything that a layer may have."""
+    """PyTorch's own operations in float64, with everything that a layer may have."""
     (x, layers, cache, *_), _ = inputs.decoder_layers(1, 3, 64, 4, 2, 16, 40)
     g = torch.Generator().manual_seed(1)
     E, H, G, D = 64, 4, 2, 16
@@ -101,7 +101,7 @@ def test_a_nan_stays_in_its_row_and_nothing_is_written_outside(length, backend):
     x, layers, cache, _, ancestors, positions, rotations = args
     T, lengths = cache.shape[2], torch.tensor([cache.shape[2] - 2, length])  # three nodes have no column; no node has
     before = cache.clone()
-    x[2] = torch.nan  # of request 0
+    x[2] = torch.nan  # row 2 is request 0's
     hidden = decoder_layers(x, layers, cache, lengths, ancestors, positions, rotations, **kwargs, backend=backend)
     assert hidden[2].isnan().all() and not hidden[[0, 1, 3]].isnan().any()
     assert torch.equal(cache[:, 1::2], before[:, 1::2]) and torch.equal(cache[:, ::2, :T - 2], before[:, ::2, :T - 2])
@@ -111,7 +111,7 @@ def test_a_nan_stays_in_its_row_and_nothing_is_written_outside(length, backend):
 @CPU
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_every_kind_of_processor(capability):
-    """What this one has of them: PyTorch's variable chooses, so a process of its own runs the comparisons."""
+    """The instruction sets of this processor. PyTorch's variable chooses, so another process runs the comparisons."""
     code = ("from tests.laws.test_every_op import *\n"
             "for op in ('decoder_layers', 'denoise_tokens', 'packed_linear', 'transformer_blocks', 'tree_attention'):\n"
             "    for case in inputs.CASES[op]:\n"

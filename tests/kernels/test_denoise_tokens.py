@@ -31,13 +31,13 @@ def test_no_bit_depends_on_tokens_or_threads(rows):
     finally:
         torch.set_num_threads(threads)
     oracle = run(slice(33), "oracle")
-    assert not torch.equal(oracle.states, alone[0])  # what the above says of sums in another order
+    assert not torch.equal(oracle.states, alone[0])  # the above is about sums in another order
 
 
 @CPU
 @pytest.mark.parametrize("is_guided", [False, True])
 def test_is_what_the_modules_compute(is_guided, monkeypatch):
-    """For any dimensions of tokens; temperature, guidance a token and the clamp included."""
+    """For any dimensions of tokens, with temperature, guidance for each token and the clamp."""
     torch.manual_seed(0)
     diffloss = DiffLoss(6, 20, 48, 2, num_sampling_steps=9, clip_sample_range=1.5)
     for weight in diffloss.parameters():

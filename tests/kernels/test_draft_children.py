@@ -1,4 +1,4 @@
-"""draft_children on numbers small enough to check by hand, and against the ops that it stands for."""
+"""draft_children on numbers small enough to check by hand, and compared with the ops that it replaces."""
 import math
 
 import pytest
@@ -35,7 +35,7 @@ def test_draws_by_hand(backend, uniforms, tokens):
 
 
 def test_only_what_the_filters_keep_is_drawn(backend):
-    """Of sixteenths 1 8 1 4 2 top-k keeps 8 4 2; of these fourteen parts 12 are left by a top-p of 0.6."""
+    """Of sixteenths 1 8 1 4 2 top-k keeps 8 4 2; of these fourteen parts a top-p of 0.6 keeps 12."""
     row = [1/16, 1/2, 1/16, 1/4, 1/8]
     drawn, probs, _ = children(row, [0.99, 0.99, 0.99, 0.0], backend, top_k=(3,))
     assert drawn == [4, 3, 1, 0] and probs == pytest.approx([0, 4/7, 0, 2/7, 1/7])
@@ -60,7 +60,7 @@ def test_fewer_finite_logits_than_top_k_keeps(backend, noise):
 
 @pytest.mark.parametrize("row, tokens", [([1/8, 1/2, 1/8, 1/4], [1, 3, 0, 2, 0]), ([0, 1, 0, 0], [1, 0, 0, 0, 0])])
 def test_at_temperature_0_the_likeliest_by_hand(backend, row, tokens):
-    """Whatever the uniforms and the filters are; of equal ones the lower id."""
+    """The uniforms and the filters do not matter; of equal tokens the lower id comes first."""
     for uniform in (0.0, 0.99):
         drawn, probs, _ = children(row, [uniform] * 5, backend, temperature=(0.0,), top_k=(1,), top_p=(0.1,))
         assert drawn == tokens and probs == pytest.approx(row)
@@ -84,7 +84,7 @@ def test_an_invalid_row(backend, bad, noise, temperature):
 
 
 def test_the_first_child_is_what_the_target_draws(backend):
-    """With the target's own logits, seed and position, up to the rounding of the logarithm: here of all rows."""
+    """With the target's own logits, seed and position the children begin with its draw, here in all rows."""
     g = torch.Generator().manual_seed(5)
     B, F, V = 2, 6, 50
     logits = torch.randn(B, F, V, generator=g).mul(2).to(DEVICE)
@@ -97,7 +97,7 @@ def test_the_first_child_is_what_the_target_draws(backend):
 
 def as_before(logits, uncond, uniforms, guidance, temperature, top_k, top_p, seeds=None, positions=None,
               num_children=None):
-    """What the drafting did with guided_probs, draw_children and, for requests at temperature 0, expand_tree."""
+    """The drafting by guided_probs, draw_children and, for requests at temperature 0, expand_tree."""
     probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p)
     drawn = draw_children(probs, uniforms, seeds=seeds, positions=positions, num_children=num_children)
     B, F, K = drawn.tokens.shape

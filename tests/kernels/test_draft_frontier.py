@@ -1,4 +1,4 @@
-"""draft_frontier on numbers small enough to check by hand, and against the ops that it stands for."""
+"""draft_frontier on numbers small enough to check by hand, and compared with the ops that it replaces."""
 import math
 
 import pytest
@@ -61,7 +61,7 @@ def test_the_second_level_by_hand(backend):
 
 @pytest.mark.parametrize("depth, is_used", [(3, True), (2, False), (0, False)])
 def test_behind_a_request_s_last_level_no_slot_is_used(backend, depth, is_used):
-    """Its children are candidates all the same."""
+    """Its children are candidates nevertheless."""
     out = frontier([[0.9, 0.1, 0], [0, 0.2, 0.8]], [ln(1/2), ln(1/4)], [0b011, 0b101], [0, 1], depth=depth, level=2,
                    first_node=3, first_candidate=2, backend=backend)
     assert out["child_tokens"] == [0, 1, 2, 1] and out["child_scores"] == near([ln(p) for p in (.45, .05, .2, .05)])
@@ -108,7 +108,7 @@ def test_the_last_bit_of_a_word_and_the_first_of_the_next(backend):
 
 
 def levels_as_before(levels, uncond, sampling, width, depth, K, max_depth):
-    """What the drafting did with guided_probs, expand_tree and tree_links, for frontiers that it reads as `levels`."""
+    """The drafting by guided_probs, expand_tree and tree_links, for frontiers that it reads as `levels`."""
     B = len(width)
     scores = torch.zeros(B, 1, device=DEVICE)
     parents = torch.full((B, 1), -1, dtype=torch.int32, device=DEVICE)

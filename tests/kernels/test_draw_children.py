@@ -31,7 +31,7 @@ def blocks_of(size, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("uniforms, tokens", [
-    # Sixteenths: 8 4 2 2; each draw sees what is left.
+    # Sixteenths: 8 4 2 2; each draw sees the rest.
     ([0.5, 0.5, 0.5, 0.5], [1, 0, 3, 2]),     # 8 of 16, 6 of 8 0 2 2, 2 of 0 0 2 2, 1 of 0 0 2 0
     ([0.499, 0.499, 0.499, 0.9], [0, 1, 2, 3]),
     ([0.75, 0.0, 0.67, 0.0], [2, 0, 3, 1]),   # 12 of 16, 0 of 14, 4.02 of 0 4 0 2
@@ -68,7 +68,7 @@ def test_the_smallest_mass_has_its_turn(backend):
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5], [INF, 0, 0.0], [0.5, 0.5, -0.5], [0.5, 2.5, 0.5], 3 * [0.0],
                                  3 * [2.0**-43]])
 def test_bad_rows_have_no_children(backend, bad):
-    """And the nodes beside them do not notice."""
+    """The nodes beside them do not change."""
     rows = torch.tensor([[[0.5, 0.5, 0.0], bad], [bad, [0.0, 0.5, 2.0]]], device=DEVICE)
     tokens, num_children, status = draw_children(rows, torch.full((2, 2, 2), 0.5, device=DEVICE), backend=backend)
     assert tokens.tolist() == [[[1, 0], [0, 0]], [[0, 0], [2, 1]]]
@@ -76,11 +76,11 @@ def test_bad_rows_have_no_children(backend, bad):
 
 
 @pytest.mark.parametrize("masses, K, cells", [
-    ([1, 1, 0, 2], 3, (4, 6, 2)),        # what is left has mass 4; 3 or 2; 2 or 1
+    ([1, 1, 0, 2], 3, (4, 6, 2)),        # the rest has mass 4; 3 or 2; 2 or 1
     ([4, 1, 0, 1], 2, (6, 2 * 5)),
 ])
 def test_every_order_has_its_probability(backend, masses, K, cells):
-    """Over a grid of uniforms on which every draw falls evenly."""
+    """The uniforms are a grid on which every draw falls evenly."""
     grid = torch.cartesian_prod(*[(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in cells]).float()
     row = torch.tensor(masses) / sum(masses)
     tokens, num_children, _ = draw_children(row.to(DEVICE).expand(len(grid), 1, -1), grid.unsqueeze(1).to(DEVICE),
@@ -98,7 +98,7 @@ def test_every_order_has_its_probability(backend, masses, K, cells):
 
 
 def test_draws_that_fall_between_two_blocks(backend, monkeypatch):
-    """Quarters: exactly half of the mass stands before token 128, which has none."""
+    """Quarters: exactly half of the mass is before token 128, which has none."""
     blocks_of(64, backend, monkeypatch)
     row = torch.zeros(260)
     row[[100, 127, 130, 259]] = 0.25
@@ -206,7 +206,7 @@ def test_with_noise_a_token_without_mass_is_no_child(backend):
 
 
 def test_with_noise_the_lower_of_two_equal_scores_comes_first(backend):
-    """Under seed 1 at position 346 the noise of ids 61 and 296 is the same number, as a search has found."""
+    """Under seed 1 at position 346 the noise of ids 61 and 296 is equal, as a search has found."""
     row = torch.zeros(1, 1, 300)
     row[..., [61, 296]] = 0.5
     assert noisy_draws(backend, row, [1], [[346]], 1).tokens.tolist() == [[[61]]]
@@ -250,7 +250,7 @@ def test_the_first_child_is_what_the_target_draws(backend, monkeypatch):
 
 
 def order_probabilities(masses, K):
-    """The probability of every order of K children, drawn one after the other from what is left."""
+    """The probability of every order of K children, drawn one after another from the rest."""
     probabilities = {}
     for order in itertools.permutations([v for v, mass in enumerate(masses) if mass], K):
         probability, remaining = 1.0, sum(masses)
@@ -264,7 +264,7 @@ def order_probabilities(masses, K):
 def test_with_noise_every_order_has_its_probability(backend):
     """Chi-square over seeds and positions. Rows of another law, and children that are drawn in another order, fail.
 
-    Emulated and interpreted kernels take minutes for so many rows; they give the oracle's children, bit for bit.
+    Emulated and interpreted kernels take minutes for this many rows; they give the oracle's children, bit for bit.
     """
     masses, K, B, F = [1, 4, 0, 2, 1], 3, 200, 200
     row = (torch.tensor(masses) / sum(masses)).expand(B, F, -1)

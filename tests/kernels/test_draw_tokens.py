@@ -41,7 +41,7 @@ def noise(positions, n, seed=7):
 
 
 def test_philox_gives_the_published_words():
-    """Of counter 0 under key 0, from the known answers of Random123, the library of its authors."""
+    """Counter 0 under key 0 gives the known answer of Random123, the library of its authors."""
     words = philox_words(torch.tensor([0]), torch.tensor([[0]]), 4, stream=0)
     assert words.flatten().tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
@@ -70,7 +70,7 @@ def test_of_a_position_the_low_half_counts(backend):
 
 
 def test_the_functions_are_right_to_rounding():
-    """In units in the last place of float32, against float64."""
+    """The error in units in the last place of float32, compared with float64."""
     def error(got, expected):
         return ((got.double() - expected).abs() / (expected.abs() * 2.0**-23).clamp(min=2.0**-149)).max()
 
@@ -84,7 +84,7 @@ def test_the_functions_are_right_to_rounding():
 
 
 def test_the_largest_sum_wins(backend):
-    """Of four ids at eight positions; the noise as numbers, so that a change of it is seen."""
+    """The noise of four ids at eight positions, as numbers, so that a change is seen."""
     g = noise(range(8), 4)
     assert g[0].tolist() == pytest.approx([0.160515, 0.242036, -0.374804, 2.575711], abs=1e-6)
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0], device=DEVICE).expand(1, 8, 4)
@@ -107,7 +107,7 @@ def test_the_largest_sum_wins(backend):
     ({"id_range": [1, 5], "top_k": 1}, [1]),
 ])
 def test_ids_that_a_filter_drops_are_never_drawn(backend, settings, kept):
-    """And the others all are, at so many positions. What is kept does not move the noise of an id."""
+    """All other ids are drawn, at this many positions. The filters do not change the noise of an id."""
     N = 60 if backend == "triton" else 200
     x = torch.tensor([math.log(p) for p in (8, 4, 2, 1, 1)], device=DEVICE)
     if isinstance(settings.get("id_range"), list):
@@ -300,7 +300,7 @@ def counts_of(logits, settings, draws, seed=3, rows=500):
     (16384, {}, 100_000, 1.2),
 ])
 def test_tokens_have_the_probabilities_of_guided_probs(V, settings, draws, hotter):
-    """Control: the same counts do not fit the probabilities at a slightly higher temperature."""
+    """Control: these counts do not fit the probabilities at a slightly higher temperature."""
     logits = torch.randn(1, 1, V, generator=torch.Generator().manual_seed(V)).mul(2).to(DEVICE)
     counts = counts_of(logits, settings, draws)
     assert counts[probs_of(logits, **settings) == 0].sum() == 0
@@ -310,7 +310,7 @@ def test_tokens_have_the_probabilities_of_guided_probs(V, settings, draws, hotte
 
 
 def test_draws_are_independent():
-    """Of the next position, of the next seed, and of the second draw. Control: of the same position they are not."""
+    """Draws of the next position, of the next seed, and the second draw. Control: draws of one position are not."""
     V, seeds = 6, torch.arange(50_000, device=DEVICE)
     logits = torch.randn(V, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     positions = torch.tensor([20, 21, 36], device=DEVICE)

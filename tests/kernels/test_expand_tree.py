@@ -103,7 +103,7 @@ def test_no_child_scores_above_its_parent(backend):
 
 
 def test_the_log_is_taken_in_float64(backend):
-    """Of the first two probabilities a float32 log is often one unit off."""
+    """The float32 logarithm of the first two probabilities is often one unit off."""
     row = [469/1024, 457/1024, 98/1024]
     assert one_level([row], backend=backend)[1] == [[log(p) for p in row]]
 
@@ -136,7 +136,10 @@ def test_the_best_may_stand_anywhere(backend, V, max_chunks, monkeypatch):
 @pytest.mark.parametrize("backend", [b for b in backends("expand_tree", DEVICE) if b != "triton"])
 @pytest.mark.parametrize("V, ties", [(600, 512), (600, 513), (2100, 560)])
 def test_many_children_of_one_probability(backend, V, ties):
-    """As many as a block of the CUDA kernel ranks at once, and one more; and of its last threads. (Slow in Triton.)"""
+    """As many children as a block of the CUDA kernel ranks at once, one more, and its last threads.
+
+    (Slow in Triton.)
+    """
     row = [0.0] * (V - ties) + [2.0**-10] * ties
     tokens, scores, frontier, status = one_level([row], width=V, K=V, backend=backend)
     assert tokens == [[*range(V - ties, V), *[0] * (V - ties)]] and status == [0]

@@ -1,4 +1,4 @@
-"""What accept_gaussian and resample_gaussian emit together is distributed as the target where the rule is exact.
+"""The tokens of accept_gaussian and resample_gaussian together are distributed as the target where the rule is exact.
 
 By Kolmogorov-Smirnov against the target's closed form at 10^6 samples: a single denoising step, and paths of
 several. Rules that are wrong must fail: the release's sign, the paper's aligned paths over several steps.
@@ -104,9 +104,9 @@ def test_one_step_in_three_dimensions():
 
 @pytest.mark.parametrize("variant, exact", [("paper", True), ("released", False)])
 def test_the_sign_of_the_earlier_steps(variant, exact):
-    """A second channel stands still; what its last step's sigmas add to log r, its earlier ones take away again.
+    """A second channel does not move: its earlier steps' sigmas subtract from log r what its last step's add.
 
-    With the paper's sign one exact step of the first channel is left; with the release's that is off by twice S.
+    With the paper's sign one exact step of the first channel remains; with the release's sign it is off by twice S.
     """
     g = torch.Generator().manual_seed(3)
     x, _ = one_step(([0.0, 0.0], [1.0, 1.0]), ([0.5, 0.0], [1.0, 1.5]), g, S=-math.log(1.5), still=1, variant=variant)
@@ -154,7 +154,7 @@ P, Q = Chain(0.7, 0.2, [0.5, 0.3]), Chain(0.65, 0.25, [0.55, 0.33])
 
 @pytest.mark.parametrize("sign, exact", [(1, True), (-1, False)])
 def test_paths_of_several_steps_are_the_targets(sign, exact):
-    """And with the sign of the path's log ratio turned around they are not."""
+    """With the opposite sign of the path's log ratio they are not."""
     g, n, M = torch.Generator().manual_seed(5), SAMPLES, 32
 
     def draw(chain, *shape):
@@ -177,7 +177,7 @@ def test_paths_of_several_steps_are_the_targets(sign, exact):
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_aligned_paths_of_several_steps_are_not(variant):
-    """Each model on its own path with the same noise, the last step drawn anew: the paper's rule is not exact."""
+    """Each model on its own path with equal noise, the last step drawn anew: the paper's rule is not exact."""
     g, n, M = torch.Generator().manual_seed(6), SAMPLES, 64
     start, noise = (torch.randn(n, *more, generator=g, dtype=torch.float64) for more in ((), (2,)))
     before = [chain.path(start, noise)[-2] for chain in (P, Q)]

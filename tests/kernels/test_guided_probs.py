@@ -99,7 +99,7 @@ def test_an_invalid_row_is_zero(backend, logits, settings):
 
 
 @pytest.mark.parametrize("logits, settings, expected", [
-    ([NAN, 0.0, INF], {"id_range": (1, 2)}, [0, 1, 0]),           # what is outside the range is not looked at
+    ([NAN, 0.0, INF], {"id_range": (1, 2)}, [0, 1, 0]),           # logits outside the range do not matter
     ([0.0, -0.0, -1.0], {"top_k": 1}, [0.5, 0.5, 0]),             # the two zeros are a tie
     ([1.0, 1 + 2**-23, 0.0], {"top_k": 1}, [0, 1, 0]),            # the last bit counts
     ([-INF, 0.0, -INF], {"top_k": 2, "top_p": 0.5}, [0, 1, 0]),
@@ -151,7 +151,7 @@ def test_settings_are_per_request(backend):
 
 
 def test_the_kept_set_is_the_oracles(backend):
-    """On arbitrary logits too: top-k compares exact numbers, top-p sums that are far apart here."""
+    """This holds on arbitrary logits too: top-k compares exact numbers, top-p compares sums that are far apart here."""
     g = torch.Generator().manual_seed(0)
     logits = (torch.randn(6, 1, 200, generator=g) * 3).to(DEVICE)
     args = (logits, logits.roll(1, 0),
@@ -166,7 +166,7 @@ def test_the_kept_set_is_the_oracles(backend):
 
 
 def plainly_filtered(logits, k, p):
-    """Which logits of a list top-p keeps of all, and then top-k of these: by sorting."""
+    """The logits of a list that top-p keeps, and then top-k of these, by sorting."""
     order = sorted(range(len(logits)), key=lambda v: -logits[v])
     probs = torch.tensor(logits, dtype=torch.float64).softmax(0)
     kept, mass = [], 0.0
@@ -279,7 +279,7 @@ def emulated_is_oracle(*args, **kwargs):
     {}, {"multiprocessors": 8}, {"multiprocessors": 1}, {"capability": 8}], ids=["8", "4", "1", "capability 8"])
 @pytest.mark.parametrize("V", [33, 1000, 4096, 4101, 8192, 8200, 16384])
 def test_rows_in_teams_of_any_size(gpu, V, monkeypatch):
-    """In clusters of up to so many blocks; with logits that hardly tie and with some that often do."""
+    """In clusters of up to that many blocks; with logits that hardly tie and with some that often do."""
     on_gpu(monkeypatch, **gpu)
     dtype = torch.bfloat16 if V % 3 else torch.float32
     pair = torch.randn(2, 2, 1, V, generator=torch.Generator().manual_seed(V)).mul(3)

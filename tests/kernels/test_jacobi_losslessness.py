@@ -1,4 +1,4 @@
-"""What Jacobi decoding with couple_tokens emits: the joint law of a short sequence over all its iterations, exactly.
+"""Jacobi decoding with couple_tokens: the exact joint law of a short sequence over all its iterations.
 
 The op's own decisions over a grid of uniforms on which they fall evenly give the probability of each new token as a
 fraction, and the loop below carries the law of its whole state from forward to forward. A loop that hands over the rows
@@ -80,7 +80,7 @@ class Step:
 def decode(step, length, hands_over=lambda new_row, old_row: new_row):
     """The law of the emitted sequence, the expected sum of tv_excess over all tests, and the mean of the forwards.
 
-    A state is what is emitted, the guesses behind it, and the rows that they were drawn from. A forward over the
+    A state is the emitted tokens, the guesses after them, and the rows that they were drawn from. A forward over the
     guesses gives each position its new row. `hands_over` says which row a position keeps until the next forward.
     """
     states, law, tv_excess, forwards = defaultdict(F), defaultdict(F), F(0), F(0)
@@ -128,7 +128,7 @@ def distance(law):
 @each_backend
 @pytest.mark.parametrize("omega, length", [(F(1), 5), (F(1, 2), 4)])
 def test_the_joint_law_is_the_models(backend, omega, length):
-    """To the last fraction, in fewer forwards than tokens."""
+    """The law is exact, in fewer forwards than tokens."""
     law, tv_excess, forwards = decode(Step(backend, omega), length)
     assert law == law_of_the_model(length) and tv_excess == 0
     assert forwards < length - 1
@@ -144,7 +144,7 @@ PAIRS = list(itertools.product(range(len(ROWS)), repeat=2))
 
 
 def law_of_one_step(step, target, draft):
-    """Of a guess drawn from the row `draft`: the token's law, how often it is kept, the mean of tv_excess."""
+    """For a guess drawn from the row `draft`: the token's law, how often it is kept, the mean of tv_excess."""
     law, kept_prob, tv_excess = [F(0)] * V, F(0), F(0)
     for guess in range(V):
         pairs, excess = step.of(target, draft, guess)

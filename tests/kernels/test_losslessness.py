@@ -1,6 +1,6 @@
-"""What verify_tree and sample_residual emit is distributed as the target, or as far from it as the rule says.
+"""The tokens of verify_tree and sample_residual are distributed as the target, or as far from it as the rule says.
 
-By enumeration: `rule` computes with fractions when a child is accepted and what is left after the last, so a
+By enumeration: `rule` computes with fractions when a child is accepted and the rest after the last, so a
 grid of uniforms on which the op's decisions fall evenly is known, and its counts give exact probabilities. By
 chi-square on 2*10^5 draws where trees are drawn too. Either way `broken`, which holds every sibling against
 the unmodified target, must fail.
@@ -37,7 +37,7 @@ def kept_neighbors(R, x, neighbors, cutoff, delta):
 
 
 def rule(P, children, Q=None, omega=F(1), neighbors=None, cutoff=None, delta=None, residual="optimal"):
-    """Each child's probability of being accepted once the earlier ones were not; what is left at the end."""
+    """Each child's probability of being accepted once the earlier ones were not; the rest at the end."""
     R, accept_probs = list(P), []
     for i, x in enumerate(children):
         proposal = [F(v == x) for v in range(len(P))] if Q is None else normalized(

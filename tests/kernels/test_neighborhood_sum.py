@@ -125,7 +125,7 @@ def test_bad_rows_and_tokens_are_reported(backend, row, token, status):
 
 @pytest.mark.parametrize("V", [1, 2, 7, 38])
 def test_every_entry_of_a_row_is_looked_at(backend, V):
-    """And of no other row, wherever in memory it begins and ends: every second one has a NaN."""
+    """It reads no other row, wherever in memory a row begins and ends: every second one has a NaN."""
     probs = torch.full((2 * V, V), 2.0**-6)
     probs[::2].fill_diagonal_(NAN)
     zeros = torch.zeros(2 * V, dtype=torch.int64)
@@ -160,7 +160,7 @@ def test_narrow_tables_hold_large_ids(backend):
 
 
 def test_moving_the_kept_mass_is_that_far_in_total_variation(backend):
-    """What `tvd` bounds: the row with the kept neighbors' mass on the token differs from the row by S."""
+    """The bound of `tvd`: the row with the kept neighbors' mass on the token differs from the row by S."""
     g = torch.Generator().manual_seed(0)
     V, k, R = 24, 12, 8
     counts = torch.randint(1, 2**12, (R, V), generator=g).double()

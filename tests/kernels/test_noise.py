@@ -1,4 +1,4 @@
-"""The noise of gumbel_noise as Triton makes it: the same bits, of every word that matters."""
+"""Triton's noise has the bits of gumbel_noise, for every word that matters."""
 import os
 from importlib.util import find_spec
 

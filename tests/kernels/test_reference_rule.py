@@ -35,7 +35,7 @@ def exact_row(r, V):
 
 
 def draw_without_replacement(r, row, count):
-    """Distinct tokens; those after the row's last mass were not drawn from it, and verification skips them."""
+    """Distinct tokens; the tokens after the row's last mass were not drawn from it, and verification skips them."""
     left, tokens = list(row), []
     for _ in range(count):
         weights = left if sum(left) else [v not in tokens for v in range(len(row))]
@@ -176,7 +176,7 @@ def test_the_cases_reach_every_rule(batches):
 
 
 def results(requests, args, kwargs):
-    """Of each request: accepted nodes, next token, whether a residual was empty; and tv_excess."""
+    """For each request: accepted nodes, next token, whether a residual was empty; and tv_excess."""
     result = verify_tree(*args, **kwargs)
     assert set(result.status.tolist()) <= {0, EMPTY_RESIDUAL}
     for b in range(len(requests)):

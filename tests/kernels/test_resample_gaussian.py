@@ -78,7 +78,7 @@ def test_any_try_may_be_the_first(backend):
 
 
 def test_identical_models_leave_nothing_to_resample(backend):
-    """accept_gaussian rejects nothing; who asks all the same gets the fallback."""
+    """accept_gaussian rejects nothing here; a rejected position gets the fallback."""
     M = 20
     normals = torch.randn(M, generator=torch.Generator().manual_seed(0)).tolist()
     assert one(backend, normals, [0.0] * M, other=(0.0, 0.0)) == (FALLBACK, M, OUT_OF_TRIES)

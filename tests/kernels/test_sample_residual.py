@@ -30,7 +30,7 @@ def one(backend, target, draft, uniform, omega=None):
 
 
 @pytest.mark.parametrize("draft, omega, masses", [
-    # What is left, in sixteenths; P is 8 4 2 2, Q is 4 8 4 0.
+    # The rest, in sixteenths; P is 8 4 2 2, Q is 4 8 4 0.
     (DRAFT, None, [4, 0, 0, 2]),
     (DRAFT, 1.0, [4, 0, 0, 2]),
     (DRAFT, 3.0, [4, 0, 0, 2]),
@@ -63,7 +63,7 @@ def test_the_smallest_mass_has_its_turn(backend):
 
 @pytest.mark.parametrize("draft", [None, [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]])
 def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
-    """Exactly half of the mass stands before token 4, which has none."""
+    """Exactly half of the mass is before token 4, which has none."""
     if backend == "triton":
         from specvis_kernels.triton import _rows
         monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
@@ -75,7 +75,7 @@ def test_a_draw_that_falls_between_two_blocks(backend, draft, monkeypatch):
 def test_an_empty_residual_is_the_target(backend):
     assert one(backend, TARGET, TARGET, 0.49) == (0, EMPTY_RESIDUAL)
     assert one(backend, TARGET, TARGET, 0.5) == (1, EMPTY_RESIDUAL)
-    assert one(backend, TARGET, TARGET, 0.5, 0.5) == (1, 0)  # half of P is left
+    assert one(backend, TARGET, TARGET, 0.5, 0.5) == (1, 0)  # half of P remains
 
 
 @pytest.mark.parametrize("bad", [[NAN, 0.5, 0.5, 0.0], [INF, 0, 0, 0.0], [-0.5, 0.5, 0.5, 0.5], 4 * [0.0]])
@@ -94,7 +94,7 @@ def test_an_undefined_omega_draws_from_the_target(backend, omega):
 
 
 def test_is_what_verify_tree_draws_after_one_rejection(backend):
-    """The two ops say the same about the same rows, token for token, inexact probabilities too."""
+    """The two ops agree on each row, token for token, with inexact probabilities too."""
     g = torch.Generator().manual_seed(0)
     R, V = (20, 30) if backend == "triton" else (500, 30)
     target, draft = ((torch.randn(R, V, generator=g) * 2).softmax(-1).to(DEVICE) for _ in range(2))
@@ -130,7 +130,7 @@ def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
         monkeypatch.setitem(_rows.MAX_BLOCK, "V", 16)
     R, V = (30, 60) if backend == "triton" else (1000, 300)
     target, draft = ((torch.randn(R, V, generator=g) * 3).softmax(-1) for _ in range(2))
-    draft[::7] = target[::7]        # nothing is left but rounding
+    draft[::7] = target[::7]        # only rounding remains
     target[3, 5], draft[4, 6] = NAN, -1.0
     uniforms, omega = torch.rand(R, generator=g).to(DEVICE), (torch.rand(R, generator=g) * 2).to(DEVICE)
     for draft_probs in (None, draft.to(DEVICE)):

@@ -53,7 +53,7 @@ def test_by_hand(backend, size, N, source, parents):
     ([-1.0, -1.0, -1.0, -1.0, -1.0], 4, [0, 1, 2]),        # all tie
     ([-1.0, -2.0, -2.0, -2.0, -2.0], 4, [0, 1, 2]),
     ([-0.0, 0.0, -0.0, 0.0, -1.0], 3, [0, 1]),             # the zeros are one
-    ([-1.0, -INF, -1.5, -INF, -INF], 6, [0, 2]),           # what is not there is never kept
+    ([-1.0, -INF, -1.5, -INF, -INF], 6, [0, 2]),           # a candidate that does not exist is never kept
     ([-1.0, NAN, -1.5, -NAN, -INF], 6, [0, 2]),
     ([-INF] * 5, 6, []),
     ([5.0, 4.0, 3.0, 2.0, 1.0], 4, [0, 1, 2]),             # any floats will do
@@ -66,13 +66,13 @@ def test_ranks(backend, scores, size, source):
 
 @pytest.mark.parametrize("scores, parents, expected, source", [
     ([-3.0, -1.0], [-1, 0], [-1, -2, -2], [-1, -1, -1]),   # its parent was not kept
-    ([-3.0, -1.0, -1.0], [-1, -1, 0], [-1, 0, -2], [-1, 1, -1]),  # nor the first one behind that
+    ([-3.0, -1.0, -1.0], [-1, -1, 0], [-1, 0, -2], [-1, 1, -1]),  # nor the first one after that
     ([-1.0, -1.0], [-1, 1], [-1, 0, -2], [-1, 0, -1]),     # its own parent
-    ([-1.0, -1.0], [1, -1], [-1, -2, 0], [-1, -1, 1]),     # a parent behind it: a hole in the middle
+    ([-1.0, -1.0], [1, -1], [-1, -2, 0], [-1, -1, 1]),     # a parent after it: a hole in the middle
     ([-1.0, -1.0], [-1, 2], [-1, 0, -2], [-1, 0, -1]),
     ([-1.0, -1.0], [-1, -2], [-1, 0, -2], [-1, 0, -1]),
     ([-1.0, -1.0], [2**31 - 1, -2**31], [-1, -2, -2], [-1, -1, -1]),
-    ([-1.0, -1.0], [-7, 0], [-1, -2, 1], [-1, -1, 1]),     # what hangs from an unused slot still points to it
+    ([-1.0, -1.0], [-7, 0], [-1, -2, 1], [-1, -1, 1]),     # a child of an unused slot still points to it
 ])
 def test_an_invalid_parent_is_reported_and_not_followed(backend, scores, parents, expected, source):
     size = len(scores) if min(scores) < -1 else 3

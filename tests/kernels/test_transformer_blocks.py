@@ -28,7 +28,7 @@ def test_no_bit_depends_on_rows_wanted_or_threads(dtype):
     finally:
         torch.set_num_threads(threads)
     oracle = transformer_blocks(x, blocks, key_mask=mask, backend="oracle")
-    assert not torch.equal(oracle, alone)  # what the above says of sums in another order
+    assert not torch.equal(oracle, alone)  # the above is about sums in another order
 
 
 @CPU

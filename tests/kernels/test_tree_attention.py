@@ -43,7 +43,7 @@ def by_hand(q, k, v, lengths, ancestors, key_mask=None, scale=None):
 
 @each_backend
 def test_numbers_by_hand(backend):
-    """Weights of 1 and e: a score is 0 or 1. A cached column, a root with two children, and one of those with a child.
+    """Weights of 1 and e: a score is 0 or 1. A cached column, a root with two children, one of which has a child.
 
     The values are 1, 10, 100, 1000, 10000.
     """
@@ -79,7 +79,7 @@ def test_equals_a_masked_softmax(backend, D, dtype):
 @each_backend
 @pytest.mark.parametrize("N, length", [(1, 0), (1, 130), (2, 64), (5, 70), (33, 17), (70, 3), (130, 0)])
 def test_chains_of_any_length(backend, N, length):
-    """Of more than 64 nodes too: two or three words of bits."""
+    """More than 64 nodes have two or three words of bits."""
     q, (k, v) = random(2, N, 2, 32, seed=N), random(2, N + length, 2, 2, 32).unbind(2)
     lengths = torch.tensor([length], device=DEVICE)
     got = tree_attention(q, k, v, lengths, chain(N), backend=backend)
@@ -99,7 +99,7 @@ def test_a_level_alone(backend):
 @each_backend
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_what_is_not_seen_may_hold_anything(backend, dtype):
-    """Columns that the mask hides, unused ones between the nodes, and those behind them."""
+    """Columns that the mask hides, unused columns between the nodes, and columns after them."""
     q, cache = random(2, 2, 2, 64, dtype=dtype, seed=1), random(2, 40, 2, 2, 64, dtype=dtype)
     lengths, ancestors = torch.tensor([9], device=DEVICE), torch.tensor([[[1], [0b1001]]], device=DEVICE)
     key_mask = torch.tensor([[True, False, True], [False, True, True]], device=DEVICE)
@@ -150,7 +150,7 @@ def test_large_scores_do_not_overflow(backend):
 def test_bits_depend_on_what_a_query_sees_alone(length, D, G, dtype):
     """A chain read one by one, as the cache grows; read at once; within a tree with siblings; in parts.
 
-    And behind a condition's padding of any width.
+    And after a condition's padding of any width.
     """
     N, H = 19, 2 * G
     q, cache = random(2, N, H, D, dtype=dtype, seed=1), random(2, length + 3 * N, 2, 2, D, dtype=dtype)
@@ -216,7 +216,7 @@ def test_heads_that_are_too_wide_are_refused():
 
 
 def test_the_makers_trees_branch_and_lengths_differ():
-    """What makes a comparison of backends worth something."""
+    """The inputs make a comparison of backends worth something."""
     for case in inputs.CASES["tree_attention"][1:]:
         (q, k, _, lengths, ancestors), _ = inputs.tree_attention(*case)
         assert len(set(lengths.tolist())) == min(len(lengths), 3) and not k.is_contiguous()

@@ -6,7 +6,7 @@ from specvis_kernels import tree_from_choices, tree_paths
 
 
 def test_by_hand():
-    """In any order; nodes are numbered by length, then as lists are ordered. Ranks may have gaps."""
+    """The choices may have any order; nodes are numbered by length, then in the order of lists. Ranks may have gaps."""
     parents, rank = tree_from_choices([[2], [0, 1], [0], (0, 0), [1], [2, 0, 5], [2, 0]])
     assert parents.tolist() == [[-1, 0, 0, 0, 1, 1, 3, 6]] and parents.dtype == torch.int32
     assert rank.tolist() == [[0, 0, 1, 2, 0, 1, 0, 5]] and rank.dtype == torch.int64

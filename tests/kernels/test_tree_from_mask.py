@@ -9,7 +9,7 @@ from tests.kernels.inputs import DEVICE
 
 
 def parents(rows, backend):
-    """Of a mask whose rows are strings, x where a node is seen."""
+    """The parents of a mask, whose rows are strings with x where a node is seen."""
     return tree_from_mask(torch.tensor([[c == "x" for c in row] for row in rows.split()], device=DEVICE),
                           backend=backend)
 

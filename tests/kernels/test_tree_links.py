@@ -26,7 +26,7 @@ def test_by_hand(backend):
 
 
 def test_unused_slots(backend):
-    """At the end, in the middle, and all but the root; the other requests do not notice."""
+    """Unused nodes at the end, in the middle, and all but the root; the other requests do not change."""
     assert links([-1, 0, 1, -2], [-1, -2, 0, 2], [-1, -2, -2, -2], [-1, 0, 0, 0], backend=backend) == (
         [[[1], [3], [7], [0]], [[1], [0], [5], [13]], [[1], [0], [0], [0]], [[1], [3], [5], [9]]],
         [[0, 1, 2, -1], [0, -1, 1, 2], [0, -1, -1, -1], [0, 1, 1, 1]],
@@ -38,14 +38,14 @@ def test_unused_slots(backend):
 @pytest.mark.parametrize("parents, depth, first_child, next_sibling", [
     ([-1, 0, -1, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),        # a second root
     ([-1, 0, 2, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),         # its own parent
-    ([-1, 0, 3, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),         # a parent behind it
+    ([-1, 0, 3, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),         # a parent after it
     ([-1, 0, 4, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),         # no such node
     ([-1, 0, 2**31 - 1, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),
     ([-1, 0, -3, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),
     ([-1, 0, -2**31, 0], [0, 1, -1, 1], [1, -1, -1, -1], [-1, 3, -1, -1]),
     ([-1, -2, 1, 0], [0, -1, -1, 1], [3, -1, -1, -1], [-1, -1, -1, -1]),      # a parent that is unused
     ([-1, 3, 1, 2], [0, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),     # a cycle
-    ([-1, 2, 0, 2], [0, -1, 1, 2], [2, -1, 3, -1], [-1, -1, -1, -1]),         # a used node's parent, behind it
+    ([-1, 2, 0, 2], [0, -1, 1, 2], [2, -1, 3, -1], [-1, -1, -1, -1]),         # a used node's parent, after it
     ([-1, 5, 1, 1], [0, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),     # an invalid parent's children
     ([0, 0, 1, 0], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),     # no root: nothing is used
     ([-2, 0, 1, 0], [-1, -1, -1, -1], [-1, -1, -1, -1], [-1, -1, -1, -1]),
@@ -100,7 +100,7 @@ def test_leaves_only(backend):
 
 @pytest.mark.parametrize("N", [5, 64, 65, 130])
 def test_the_links_say_what_the_parents_said(backend, N):
-    """Parents can be read off the links; popcount is depth + 1; the bits are those of the way up."""
+    """Parents can be read off the links; popcount is depth + 1; the bits are the nodes on the way up."""
     rng = random.Random(N)
     trees = [[-1] + [rng.randrange(max(0, n - 9), n) for n in range(1, N)],
              [-1] + [int(rng.random() ** 2 * n) for n in range(1, N)]]

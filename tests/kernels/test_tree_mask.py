@@ -83,7 +83,7 @@ def test_nodes_may_stand_away_from_what_is_cached(backend, length, start, column
 
 
 def test_packed_rows_by_hand(backend):
-    """Of 9 columns: xx..x.... is 1 + 2 + 16 = 19 and 0; the unused slot's last column is bit 0 of the second byte."""
+    """9 columns: xx..x.... is 1 + 2 + 16 = 19 and 0; the unused slot's last column is bit 0 of the second byte."""
     mask = tree_mask(ancestors_of(TREE), lengths(2), start=lengths(4), columns=9, form="packed_rows", backend=backend)
     assert mask.tolist() == [[[19, 0], [51, 0], [83, 0], [211, 0], [0, 1]]]
 

@@ -26,7 +26,7 @@ def test_nodes_below_max_depth_are_left_out(backend):
 
 
 def test_unused_and_invalid_nodes_are_on_no_path(backend):
-    """As in tree_links: a node before its parent, a second root, no root, and what hangs from them."""
+    """As in tree_links: a node before its parent, a second root, no root, and the nodes below them."""
     assert [rows[:3] for rows in paths(
         [-1, -2, 0, 2], [-1, 2, 0, 1], [-1, 0, -1, 2], [0, 0, 1, 1], [-2, 0, 0, 0], max_depth=2, backend=backend)] == [
         [[0, 2, 3], [-1] * 3, [-1] * 3], [[0, 2, -1], [-1] * 3, [-1] * 3], [[0, 1, -1], [-1] * 3, [-1] * 3],

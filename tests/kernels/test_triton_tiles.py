@@ -31,7 +31,7 @@ def test_rows_of_several_tiles(op, case, monkeypatch):
 
 @pytest.mark.skipif("triton" not in backends("tree_attention", inputs.DEVICE), reason="needs Triton")
 def test_chunks_that_have_programs_of_their_own_give_the_same_bits(monkeypatch):
-    """Whether there are many rows or few: the chunks end at 128 columns, one of them amid the nodes."""
+    """With many rows or few: the chunks end at 128 columns, one of them amid the nodes."""
     kernels = importlib.import_module("specvis_kernels.triton.tree_attention")
     args, kwargs = inputs.tree_attention(2, 20, 2, 1, 16, {"columns": 280, "lengths": [120, 3], "mask": True})
     results = []

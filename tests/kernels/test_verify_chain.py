@@ -1,4 +1,4 @@
-"""verify_chain by hand, and request by request against verify_tree on the same chain."""
+"""verify_chain by hand, and request by request compared with verify_tree on an equal chain."""
 import itertools
 
 import pytest
@@ -39,7 +39,7 @@ def test_point_masses(backend):
     # Request 2 rejects token 0 at 0.5; of 2, 1, 1 fourths 0.5 draws token 2.
     uniforms = [0.7, 0.4, 0.3, 0.6, 0.5, 0.5]
     assert verify(backend, 6, [0, 1, 0], [2, 2, 3], uniforms) == [[1, 0, 0], [2, 1, 2], [0.0] * 3, [0] * 3]
-    # All are accepted: the next tokens come from the rows behind.
+    # All are accepted: the next tokens come from the rows after them.
     uniforms = [0.7, 0.4, 0.2, 0.0, 0.8, 0.49]
     assert verify(backend, 6, [0, 1, 0], [2, 2, 3], uniforms)[:2] == [[2, 0, 1], [1, 0, 2]]
 
@@ -80,7 +80,7 @@ def test_a_request_without_drafts_needs_no_rule(backend):
 
 
 def test_what_replaces_an_empty_residual(backend):
-    """Token 0 has everything, and is rejected at 1/2 and omega 1/2 under "relaxed": nothing is left."""
+    """Token 0 has everything, and is rejected at 1/2 and omega 1/2 under "relaxed": nothing remains."""
     options = dict(row=[1.0, 0.0, 0.0, 0.0], omega=0.5, residual="relaxed")
     got = verify(backend, 4, [0, 0], [1, 2], [0.3, 0.5, 0.8, 0.5], **options)
     assert got == [[0, 0], [0, 0], [0.0, 0.0], [EMPTY_RESIDUAL] * 2]
@@ -94,7 +94,7 @@ def test_what_replaces_an_empty_residual(backend):
     ([-2**31, 0, 3], 0), ([0, 0, 2], 3),  # the last leaves a draft to nobody
 ])
 def test_drafts_that_are_nowhere(backend, ends, num_valid, width):
-    """From the first such request on, nothing is accepted. Those before it are as they were."""
+    """From the first such request on, nothing is accepted. Requests before it do not change."""
     rows, drafts, uniforms = tensor(ROW).repeat(6, 1), tensor([0, 0, 0], width), tensor([0.0] * 6)
     for bonus in (None, tensor([1, 2, 3], torch.int64)):
         for greedy in (None, True):

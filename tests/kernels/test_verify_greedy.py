@@ -12,7 +12,7 @@ BACKENDS = backends("verify_greedy", DEVICE)
 def walk(backend, target_tokens, tokens, first_child, next_sibling, max_depth):
     """One request: its accepted nodes with the padding, how many they are, the next token, the status.
 
-    Behind it stands another, whose tokens are all wanted: a kernel that reads on finds them.
+    After it is another request, whose tokens are all wanted: a kernel that reads on finds them.
     """
     wanted, none = [target_tokens[0]] * len(tokens), [-1] * len(tokens)
     ids = (torch.tensor(rows, device=DEVICE) for rows in ([target_tokens, wanted], [tokens, wanted]))
@@ -32,10 +32,10 @@ PARENTS, TOKENS = [-1, 0, 0, 0, 2, 2, 5], [9, 10, 11, 12, 10, 11, 2**40]
 @pytest.mark.parametrize("target_tokens, max_depth, path, next_token", [
     ([11, 0, 11, 0, 0, 2**40, 7], 3, [2, 5, 6], 7),
     ([11, 0, 11, 0, 0, 2**40, 7], 5, [2, 5, 6, -1, -1], 7),      # there is no child after node 6
-    ([11, 0, 11, 0, 0, 2**40, 7], 2, [2, 5], 2**40),             # as deep as it may be
+    ([11, 0, 11, 0, 0, 2**40, 7], 2, [2, 5], 2**40),             # as deep as max_depth
     ([11, 0, 11, 0, 0, 2**40, 7], 0, [], 11),
     ([11, 0, 10, 0, 3, 2**40, 7], 3, [2, 4, -1], 3),
-    ([11, 0, 12, 0, 3, 2**40, 7], 3, [2, -1, -1], 12),           # the root's child 12 is none of node 2's
+    ([11, 0, 12, 0, 3, 2**40, 7], 3, [2, -1, -1], 12),           # the root's child 12 is not a child of node 2
     ([10, 8, 10, 0, 3, 2**40, 7], 3, [1, -1, -1], 8),
     ([12, 8, 10, 6, 3, 2**40, 7], 3, [3, -1, -1], 6),
     ([9, 8, 10, 0, 3, 2**40, 7], 3, [-1, -1, -1], 9),            # the root's own token is not looked at
@@ -47,7 +47,7 @@ def test_walks_by_hand(backend, target_tokens, max_depth, path, next_token):
 
 
 def test_the_first_of_equal_siblings_is_accepted(backend):
-    """Nodes 1 to 3 have the same token. The right continuation is below the second, which is not gone to."""
+    """Nodes 1 to 3 have one token. The right continuation is below the second, which is not visited."""
     assert walk_tree(backend, [4, 5, 5, 5, 6], [0, 4, 4, 4, 5], [-1, 0, 0, 0, 2], 2) == ([1, -1], 1, 5, 0)
     # The links decide, not the nodes' order: here node 2 is no child of the root.
     assert walk(backend, [4, 5, 5, 5, 6], [0, 3, 4, 4, 5], [1, -1, -1, 4, -1], [-1, 3, -1, -1, -1], 2) == (
@@ -102,7 +102,7 @@ def test_the_last_of_the_most_children(backend):
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b in backends("verify_tree", DEVICE)])
 @pytest.mark.parametrize("B, N, V, max_depth", [(6, 9, 5, 3), (5, 40, 7, 6)])
 def test_agrees_with_greedy_verify_tree(backend, B, N, V, max_depth):
-    """Where no siblings are equal. Nearly all of verify_tree's rows is on the target's token."""
+    """No siblings are equal. Nearly all mass of verify_tree's rows is on the target's token."""
     g = torch.Generator().manual_seed(N)
     parents = torch.tensor([[-1] + [(n - 1) // 3 for n in range(1, N)]] * B)
     tokens = torch.rand(B, N, V, generator=g).argsort(-1)[:, :, 0]
@@ -140,7 +140,7 @@ def test_says_which_argument_is_wrong(changes, message):
 
 
 def test_the_makers_paths_are_long_and_some_links_are_wrong():
-    """What makes a comparison of backends worth something."""
+    """The inputs make a comparison of backends worth something."""
     results = [verify_greedy(*args, **kwargs, backend="oracle")
                for args, kwargs in (inputs.verify_greedy(*case) for case in inputs.CASES["verify_greedy"])]
     assert max(result.num_accepted.max() for result in results) > 2 and any(result.status.any() for result in results)

@@ -37,7 +37,7 @@ def verify(backend, rows, tokens, parents, uniforms, *, max_depth=None, neighbor
     max_depth = N - 1 if max_depth is None else max_depth
 
     def logits(rows):
-        rows = rows * N if len(rows) == 1 else rows  # one row: the same at every node
+        rows = rows * N if len(rows) == 1 else rows  # one row: at every node
         return tensor([[[math.log(x) if x > 0 else x or -INF for x in row] for row in rows]])
 
     tree = links(torch.tensor([parents])) if parents else (tensor([first_child], torch.int32),
@@ -71,7 +71,7 @@ def verify(backend, rows, tokens, parents, uniforms, *, max_depth=None, neighbor
 ])
 def test_by_hand(backend, uniforms, accepted_nodes, token):
     assert verify(backend, [ROW], [9, 0, 1], [-1, 0, 0], uniforms) == (accepted_nodes, token, 0.0, 0)
-    # Guidance 2 and 8, 4, 2, 2 squared by 8, 8, 4, 4: the same row.
+    # Guidance 2 and 8, 4, 2, 2 squared by 8, 8, 4, 4: an equal row.
     cond, uncond = [[8, 8, 4, 4]], [[8, 16, 8, 8]]
     assert verify(backend, cond, [9, 0, 1], [-1, 0, 0], uniforms, uncond=uncond,
                   guidance=2.0) == (accepted_nodes, token, 0.0, 0)
@@ -174,7 +174,7 @@ def test_statuses(backend):
     assert verify(backend, [ROW], [9, 4], [-1, 0], [0.9, 0.0]) == ([], 3, 0.0, INVALID_TREE)
     assert verify(backend, [ROW], [9, 0], None, [0.9, 0.0], first_child=[2, -1],
                   next_sibling=[-1, -1]) == ([], 3, 0.0, INVALID_TREE)
-    one_id = dict(top_k=1, omega=[0.0])  # the only token that is left is rejected
+    one_id = dict(top_k=1, omega=[0.0])  # the only remaining token is rejected
     assert verify(backend, [ROW], [9, 0], [-1, 0], [0.9, 0.5], max_depth=1,
                   **(one_id | {"omega": [0.5]}))[1:] == (0, 0.0, 0)
     assert verify(backend, [ROW], [9, 0], [-1, 0], [0.9, 0.5], max_depth=1, residual="relaxed",
@@ -183,7 +183,7 @@ def test_statuses(backend):
 
 @pytest.mark.parametrize("V", [4, 300])
 def test_an_empty_residual_becomes_uniform(backend, V):
-    """Token 0 is the only one that is left of the filters, and is rejected. All tokens have 1/V then, others too."""
+    """The filters leave token 0 alone, and it is rejected. Then all tokens have 1/V, filtered ones too."""
     row = [4.0] + [1.0] * (V - 1)
     for options in ({"top_k": 1}, {"id_range": (0, 1)}):
         options |= {"omega": [0.5], "residual": "relaxed", "max_depth": 1}
@@ -202,7 +202,7 @@ def test_an_empty_residual_becomes_uniform(backend, V):
 
 
 def both(args, kwargs, backend):
-    """What verify_logits returns, what the ops do that it stands for, and the rows' probabilities or statuses."""
+    """The outputs of verify_logits and of the ops that it replaces, and the rows' probabilities or statuses."""
     logits, uncond, tokens, first_child, next_sibling, uniforms, *settings = args
     own = {"id_range": kwargs.get("id_range"), "filters": kwargs.get("filters", "k_then_p"), "backend": "oracle"}
     rule = {name: kwargs[name] for name in kwargs.keys() - {"id_range", "filters", "seeds", "positions"}}
@@ -227,7 +227,7 @@ LAWS = [rule | FILTERS[(3 * i + turn) % len(FILTERS)] for i, rule in enumerate(R
 
 
 def test_it_is_guided_probs_and_verify_tree(backend):
-    """On every law, with the root of a request before, in and after its range. Walks end early and late."""
+    """For every law, with the root of a request before, in and after its range. Walks end early and late."""
     statuses, lengths, excess = set(), set(), 0
     laws = LAWS[::7] if backend in ("triton", "cuda_emulated") else LAWS
     for i, law in enumerate(laws):
@@ -303,7 +303,7 @@ def test_rows_that_are_not_visited_do_not_matter(backend, options):
     logits = torch.full_like(args[0], NAN)
     for b in range(2):
         visited = [0, *expected.accepted_nodes[b, :expected.num_accepted[b]].tolist()]
-        if "settings" in options:  # a greedy request looks at every accepted node, not at those of one path alone
+        if "settings" in options:  # a greedy request looks at every accepted node, not only at one path
             probs = guided_probs(args[0], args[1], *args[6:]).probs[b]
             parents = inputs.parents_of(*args[3:5])[b].tolist()
             accepted = {0}

@@ -58,7 +58,7 @@ def test_which_requests():
 
 
 def test_the_usual_mistakes():
-    """Logits where probabilities belong, and tokens padded by -1."""
+    """Logits instead of probabilities, and tokens padded by -1."""
     logits = torch.tensor([[[1.0, -2.0], [0.5, 3.0]]], device=DEVICE)
     tree = [torch.tensor([row], dtype=torch.int32, device=DEVICE) for row in ([1, -1], [-1, -1])]
     uniforms, tokens = torch.zeros(1, 2, device=DEVICE), torch.tensor([[0, -1]], device=DEVICE)

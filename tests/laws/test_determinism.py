@@ -1,4 +1,4 @@
-"""The same bits however an op is called: what docs/determinism.md says of the ops, with test_every_op.py."""
+"""An op gives equal bits however it is called: with test_every_op.py, the claims of docs/determinism.md."""
 import re
 from pathlib import Path
 
@@ -31,28 +31,13 @@ FAST_AND_BATCHED = [case for case in FAST if case in BATCHED]
 
 
 def of_three(op):
-    """Three requests, or what an op without requests has."""
+    """Three requests; the second case of an op without requests."""
     case = inputs.CASES[op][1]
     return make(op, *case) if op in inputs.UNBATCHED else make(op, 3, *case[1:])
 
 
 def permuted(arguments):
     return tree_map_only(torch.Tensor, next_request, arguments)
-
-
-def many(a, times=24):
-    """The requests again and again. Of a model's six rows a request has two, three apart."""
-    if a.shape[:1] == (3,):
-        return torch.cat([a] * times)
-    return torch.cat([torch.cat([rows] * times) for rows in a.split(3)]) if a.shape[:1] == (6,) else a
-
-
-@pytest.mark.parametrize("op, backend", FAST_AND_BATCHED)
-def test_the_size_of_the_batch_is_all_the_same(op, backend):
-    """With so many rows CUDA's kernels have other teams."""
-    args, kwargs = of_three(op)
-    larger = tree_map_only(torch.Tensor, many, (args, kwargs))
-    assert all_same(run(op, *larger, backend), tree_map_only(torch.Tensor, many, run(op, args, kwargs, backend)))
 
 
 @pytest.mark.parametrize("op, backend", [(op, backend) for op, backend in EVERY if backend in ("oracle", "cpu")])
@@ -93,7 +78,7 @@ def reversed_in_memory(a):
 
 
 def one_further(a):
-    """On a multiple of an element's size, but of no vector's."""
+    """At a multiple of an element's size, but not of a vector's."""
     return torch.cat([a.new_zeros(1), a.flatten()])[1:].view(a.shape)
 
 
@@ -109,7 +94,7 @@ def test_the_layout_is_all_the_same(op, backend):
     layouts = [with_gaps, reversed_in_memory, one_further, negative]
     if inputs.DEVICE == "cpu":
         layouts.append(misaligned)
-        if backend == "triton" and op not in ("commit_kv", "sample_residual"):  # in its interpreter two are enough
+        if backend == "triton" and op not in ("commit_kv", "sample_residual"):  # two ops are enough in its interpreter
             layouts = layouts[:1]
     for layout in layouts:
         views = tree_map_only(torch.Tensor, layout, others)
@@ -119,7 +104,7 @@ def test_the_layout_is_all_the_same(op, backend):
 
 @pytest.mark.parametrize("op, backend", FAST_AND_BATCHED)
 def test_requests_may_be_one_in_memory(op, backend):
-    """What is expanded has the stride 0."""
+    """An expanded dimension has the stride 0."""
     written, others = by_name(op, *of_three(op))
     expanded = tree_map_only(torch.Tensor, lambda a: a[:1].expand(a.shape) if a.shape[0] == 3 else a, others)
     assert any(a.stride(0) == 0 for a in tensors_of(expanded))
@@ -129,7 +114,7 @@ def test_requests_may_be_one_in_memory(op, backend):
 
 @pytest.mark.parametrize("op", inputs.CASES)
 def test_traced_by_make_fx_it_is_the_same(op):
-    """With other numbers than those that it was traced with: none is a constant of the graph."""
+    """The numbers differ from the traced ones: none is a constant of the graph."""
     args, kwargs = of_three(op)
     leaves, form = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -145,7 +130,7 @@ def test_traced_by_make_fx_it_is_the_same(op):
 
 
 def test_no_cuda_kernel_waits_for_the_device_or_allocates():
-    """As a CUDA graph needs it. What an op returns and what it needs is allocated by torch."""
+    """A CUDA graph needs this. Torch allocates outputs and scratch memory."""
     found = {f"{file.name}: {word}" for file in CSRC.glob("*.c*") for word in re.findall(
         r"cuda\w*(?:Synchronize|Memcpy|Malloc|Free)\w*|\.item\b", file.read_text())}
     assert not found

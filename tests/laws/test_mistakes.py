@@ -1,6 +1,6 @@
-"""What a caller writes at first: integers of the other dtype, one tree for all requests, numbers out of their range.
+"""First mistakes of a caller: integers of the other dtype, one tree for all requests, numbers out of their range.
 
-Python's functions mend it or refuse it before a kernel is chosen, so one backend tells: PyTorch's choice.
+The Python functions accept or refuse these before a kernel is chosen, so PyTorch's choice of backend is enough.
 """
 import inspect
 
@@ -23,7 +23,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def cases_of(op):
-    """The arguments by name of every case: (those that are written to, the others)."""
+    """The arguments of every case by name: (arguments that are written to, the others)."""
     for case in inputs.CASES[op]:
         yield by_name(op, *make(op, *case))
 
@@ -34,11 +34,11 @@ def is_integer(tensor):
 
 @pytest.mark.parametrize("op", [op for op in inputs.CASES if op != "codebook_neighbors"])
 def test_integers_of_either_dtype(op):
-    """All at once, and each number beyond int32 is out of range as before."""
+    """All integers at once; numbers beyond int32 are out of range as in int32."""
     turned = set()
     for written, others in cases_of(op):
         names = {name for name, a in others.items() if is_integer(a)} - STRICT
-        small = {name: others[name].clamp(-2**31, 2**31 - 1) for name in names}  # what both dtypes can say
+        small = {name: others[name].clamp(-2**31, 2**31 - 1) for name in names}  # numbers of both dtypes
         expected = run(op, (), written | others | small)
         got = run(op, (), written | others | {name: a.to(OTHER[a.dtype]) for name, a in small.items()})
         assert all(map(same, got, expected))
@@ -99,7 +99,7 @@ def test_what_fits_costs_nothing():
 
 
 def test_conversion_is_traced():
-    """In one graph of torch.compile and in make_fx; and by vmap."""
+    """It is traced in one graph of torch.compile, in make_fx and by vmap."""
     args, kwargs = make("verify_greedy", *inputs.CASES["verify_greedy"][1])
     target_tokens, tokens, child, sibling = args
     expected = specvis_kernels.verify_greedy(target_tokens, tokens, *(a[:1].expand_as(a) for a in (child, sibling)),
@@ -123,7 +123,7 @@ PLAIN = dict(guidance=1.0, temperature=1.0, top_k=0, top_p=1.0)
 
 @pytest.mark.parametrize("op", ["guided_probs", "draw_tokens", "verify_logits", "draft_children", "draft_frontier"])
 def test_settings_of_logits_have_ranges(op):
-    """As numbers: a tensor is not read, and its row says INVALID_ROW or has the filter off, as before."""
+    """This is about numbers. A tensor is not read: its row has INVALID_ROW, or the filter is off."""
     function = getattr(specvis_kernels, op)
     for _, named in cases_of(op):
         for name, numbers, message in [
@@ -163,7 +163,7 @@ def test_what_relaxes_is_not_negative(op, name):
 
 
 def test_words_of_errors():
-    """What to do is in the sentence."""
+    """The sentence says what to do."""
     nodes, zero = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     pair = (torch.zeros(2, 4, 1), torch.zeros(2, 4, 1))
     for caches, message in [

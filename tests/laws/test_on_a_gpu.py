@@ -1,7 +1,7 @@
-"""What only a GPU does: CUDA graphs, streams, two devices; and two threads of the host, which a CPU has too.
+"""CUDA graphs, streams and two devices, which only a GPU has; and two threads of the host, which a CPU has too.
 
-Without a GPU the C++ kernels stand in, so that these tests run: operations that are recorded and run again stand for a
-graph, and nothing for a stream.
+Without a GPU these tests run the C++ kernels: operations that are recorded and run again replace a graph, and nothing
+replaces a stream.
 
 This file is also a program, `python -m tests.laws.test_on_a_gpu`: it calls each CUDA kernel once with each small
 input, and compares nothing. compute-sanitizer watches it.
@@ -50,7 +50,7 @@ def all_same(got, expected):
 
 
 def captured(function):
-    """A function that replays what `function` launches, and returns its outputs, which are always in one place."""
+    """A function that replays the launches of `function`, and returns its outputs, which stay in their memory."""
     function()  # kernels are loaded or compiled before
     if ON_GPU:
         torch.cuda.synchronize()
@@ -71,7 +71,7 @@ def captured(function):
 
 
 def next_request(a):
-    """Each request has what another one had. Of a model's six rows a request has two, three apart."""
+    """Exchange the requests. A request has two of a model's six rows, three apart."""
     if a.shape[:1] == (3,):
         return a.roll(1, 0)
     return a.unflatten(0, (2, 3)).roll(1, 1).flatten(0, 1) if a.shape[:1] == (6,) else a
@@ -79,7 +79,7 @@ def next_request(a):
 
 @pytest.mark.parametrize("op, backend", GRAPHED)
 def test_a_graph_of_it_is_it(op, backend):
-    """Also with other values in the same memory. No launch is outside of the graph, and no number is frozen in it."""
+    """Also with other values in its memory. No launch is outside of the graph, and no number is frozen in it."""
     for case in sizes_of(op):
         B = 3 if op not in inputs.UNBATCHED else case[0]
         args, kwargs = make(op, (B, *case[1:]))
@@ -95,7 +95,7 @@ def test_a_graph_of_it_is_it(op, backend):
 
 @pytest.mark.parametrize("op, backend", KERNELS)
 def test_it_runs_on_the_current_stream(op, backend):
-    """While the default stream is busy for long. What its inputs are is decided on the stream itself, just before."""
+    """The default stream is busy for long, and the inputs are written on the stream itself, just before the call."""
     stream = torch.cuda.Stream() if ON_GPU else None
     for case in sizes_of(op):
         args, kwargs = make(op, case)
@@ -136,7 +136,7 @@ def test_threads_of_the_host_may_call_it_at_once(op, backend):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("op, backend", KERNELS)
 def test_it_runs_where_its_tensors_are(op, backend):
-    """On a device that is not the current one, after it ran on that."""
+    """It runs on a device that is not the current one, after it ran on the current one."""
     for case in sizes_of(op):
         args, kwargs = make(op, case)
         expected = run(op, args, kwargs, backend)

@@ -1,4 +1,4 @@
-"""Settings as numbers: one for all requests, of Python's or NumPy's kinds; and which may be left out."""
+"""Settings as one number for all requests, of Python or NumPy; and settings that may be left out."""
 import inspect
 
 import numpy as np
@@ -28,7 +28,7 @@ def arguments_of(op):
     ("couple_tokens", "omega", 1.5),
 ])
 def test_a_number_stands_for_all_requests(op, name, value):
-    """In every case of the op that has the setting."""
+    """This holds in every case of the op that has the setting."""
     num_cases = 0
     for i in range(len(inputs.CASES[op])):
         args, kwargs = case(op, i)

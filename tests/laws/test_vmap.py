@@ -36,7 +36,7 @@ def is_mapped(dim):
 
 
 def run_both(op, named, in_dims, layout=torch.clone):
-    """What vmap returns and writes, and what a loop does. In `named` all that is mapped is so in dimension 0.
+    """The outputs and written arguments of vmap, and of a loop. In `named` dimension 0 is the mapped one.
 
     layout: makes the copies that vmap gets
     """
@@ -56,7 +56,7 @@ def run_both(op, named, in_dims, layout=torch.clone):
 
 
 def stacked(op, case):
-    """The op's arguments by name, and in_dims. What has a batch is there S times, with the requests turned."""
+    """The op's arguments by name, and in_dims. Tensors with a batch are stacked S times, with the requests rotated."""
     written, others = by_name(op, *make(op, *case))
     named, in_dims = written | others, {}
     for name, x in named.items():

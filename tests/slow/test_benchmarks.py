@@ -1,4 +1,4 @@
-"""What the benchmarks time."""
+"""The cases of verify_logits in the benchmarks."""
 import pytest
 
 import specvis_kernels
@@ -9,7 +9,10 @@ from tests.test_benchmarks import both
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_verify_logits_is_timed_where_it_visits_three_rows_or_more(batch):
-    """Of each request on average. The trees hold the likeliest paths of the target's own rows."""
+    """It visits three rows or more of a request on average.
+
+    The trees hold the likeliest paths of the target's own rows.
+    """
     cases = [case for case in ops.ROWS["verify_logits"][0] if case[0] == batch]
     assert cases
     for case in cases:

@@ -1,4 +1,4 @@
-"""Kernels keep the bounds of what they do on a GPU, and worse ones break them."""
+"""Kernels keep their bounds of traffic, barriers and steps on a GPU, and worse kernels break them."""
 import json
 import subprocess
 import sys
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def records_of(op, folder, changes):
-    """Of the op's bounded sizes, in a process of its own: this one has the kernels as they are."""
+    """Records of the op's bounded sizes, in a process of its own: this process has loaded the unchanged kernels."""
     program = f"""if True:
         import json
         from tests.cuda_on_cpu import trace
@@ -27,7 +27,7 @@ def bound(op):
     return {bound["shape"]: bound for bound in json.loads(trace.BOUNDS.read_text()) if bound["op"] == op}
 
 
-KEEP = 'asm volatile("" ::: "memory");'  # g++ does not leave out what stands twice
+KEEP = 'asm volatile("" ::: "memory");'  # so that g++ does not merge equal code
 
 
 def test_a_kernel_keeps_its_bounds_and_a_worse_one_breaks_them():
@@ -45,7 +45,7 @@ def test_a_kernel_keeps_its_bounds_and_a_worse_one_breaks_them():
         "times_written", "warp_operations_a_warp", "conflicts"}
 
 
-# Of expand_tree, whose rows a cluster shares.
+# In expand_tree, whose rows a cluster shares:
 IN_SYNC = "cluster_barrier();\n    } else {"
 
 

@@ -1,4 +1,4 @@
-"""More of what `python -m tests.fuzz` runs."""
+"""More cases of `python -m tests.fuzz`, and its command."""
 import json
 import subprocess
 import sys

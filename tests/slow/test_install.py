@@ -26,7 +26,7 @@ def run(*command, cwd, **variables):
 
 
 def dependencies(name: str, found: dict) -> dict:
-    """The distribution of this name and those that it requires, as far as they are installed."""
+    """The distribution of this name and the distributions that it requires, as far as they are installed."""
     key = re.sub(r"[-_.]+", "-", name).lower()
     if key not in found:
         try:
@@ -67,7 +67,7 @@ COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """What a wheel is built from, apart from the files of earlier builds; compiled objects are used again."""
+    """The sources of a wheel, without the files of earlier builds; compiled objects are used again."""
     return copy_sources(tmp_path_factory.mktemp("sources"))
 
 
@@ -166,7 +166,7 @@ def packed_in(folder: Path) -> set[str]:
     "rows.cpp", pytest.param("commit_tokens.cu", marks=pytest.mark.skipif(not shutil.which("nvcc"),
                                                                           reason="needs nvcc"))])
 def test_a_wheel_is_the_same_from_another_folder(tmp_path, source):
-    """One object is compiled in each; the others are those of this folder's build. nvcc names kernels by the folder."""
+    """One object is compiled in each; the others are from this folder's build. nvcc names kernels by the folder."""
     wheels = []
     for name in ("one", "two"):
         folder = copy_sources(tmp_path / ("a" if source.endswith(".cu") else name))
@@ -234,7 +234,7 @@ def test_a_build_says_what_it_does(tmp_path, torch_cuda, first):
 
 
 def test_an_editable_install_is_found_beside_the_clone(empty, tmp_path):
-    """As make installs: where a folder of the package's name stands beside the program, and is no package."""
+    """As make installs: where a folder beside the program has the package's name and is no package."""
     sources = shutil.copytree(ROOT / "python", tmp_path / "specvis",
                               ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     python = empty("setuptools")
@@ -248,7 +248,7 @@ def test_an_editable_install_is_found_beside_the_clone(empty, tmp_path):
 
 @pytest.mark.parametrize("command", ["dist_info", "bdist_wheel", "editable_wheel", "build_ext"])
 def test_a_build_without_torch_says_what_to_do(empty, sources, command):
-    """In its first line; pip runs these commands."""
+    """The first line says it; pip runs these commands."""
     said = run(empty("setuptools"), "setup.py", command, cwd=sources)
     assert said.returncode == 1
     assert said.stdout == "specvis_kernels: torch must be installed first: python -m pip install 'torch>=2.10'\n"

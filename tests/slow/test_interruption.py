@@ -28,7 +28,7 @@ def test_what_is_there_is_whole_and_what_goes_on_is_as_undisturbed(name, kills):
 
 
 def test_half_a_file_is_seen(tmp_path):
-    """Of every kind that the commands write."""
+    """Each kind of file that the commands write is read."""
     np.savez(tmp_path / "a.npz", tokens=np.arange(1000))
     interruption.Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)).save(
         tmp_path / "b.png")

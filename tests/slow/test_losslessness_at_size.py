@@ -1,13 +1,13 @@
-"""With 16384 ids, as in an image tokenizer's vocabulary, what the ops emit is still distributed as the target.
+"""With 16384 ids, as in an image tokenizer's vocabulary, the emitted tokens are still distributed as the target.
 
-test_losslessness.py knows the law of a few ids exactly. Here are up to 10^6 draws, two statistics of their counts, and
+test_losslessness.py knows the law of a few ids exactly. Here are 10^6 draws, two statistics of their counts, and
 for each op a rule that is a little wrong, which both must reject:
 
 - the total variation between the draws and the target, above that of perfect draws. The mean of the latter is known
   exactly (`noise_floor`), and the chance to be as far above it has a bound that holds for every target;
 - chi-square with rare ids pooled. It also sees what total variation does not, as an id that is lost in every block.
 
-The draws are those of the C++ kernels: test_every_op.py holds the other backends to the same bits.
+The C++ kernels make the draws: test_every_op.py holds the other backends to equal bits.
 """
 import math
 
@@ -20,8 +20,8 @@ from tests.kernels.test_draw_tokens import test_tokens_have_the_probabilities_of
 from tests.kernels.test_losslessness import ACCEPT_ABOVE, REJECT_BELOW, p_value
 
 V, BATCH = 16384, 100
-ALL, SOME = 10**6, 50_000
-needs_kernels = pytest.mark.skipif("cpu" not in backends("verify_tree"), reason="so many draws need the C++ kernels")
+DRAWS = 10**6
+needs_kernels = pytest.mark.skipif("cpu" not in backends("verify_tree"), reason="this many draws need the C++ kernels")
 
 
 def noise_floor(P, n):
@@ -131,14 +131,12 @@ def by_the_unmodified_target(P, Q, children, g):
 
 
 @needs_kernels
-@pytest.mark.parametrize("draws, peaked, sampled, siblings, omega", [
-    (ALL, False, True, 2, None), (SOME, True, True, 3, 0.7), (SOME, True, False, 4, None),
-    (ALL, True, True, 3, 0.7), (ALL, True, False, 4, None), (ALL, False, True, 3, 0.5),
-    (ALL, True, False, 2, 0.7)])
-def test_verify_tree(draws, peaked, sampled, siblings, omega):
+@pytest.mark.parametrize("peaked, sampled, siblings, omega", [
+    (False, True, 2, None), (True, True, 3, 0.7), (True, False, 4, None), (False, True, 3, 0.5), (True, False, 2, 0.7)])
+def test_verify_tree(peaked, sampled, siblings, omega):
     g = torch.Generator().manual_seed(0)
     P, Q = rows(peaked, g)
-    children = children_of(Q, draws, siblings, g) if sampled else Q.topk(siblings).indices.repeat(draws, 1)
+    children = children_of(Q, DRAWS, siblings, g) if sampled else Q.topk(siblings).indices.repeat(DRAWS, 1)
     Q = Q if sampled else None
     target = P.double() / P.double().sum()
     assert accepts(by_verify_tree(P, Q, children, omega, g), target)
@@ -158,17 +156,16 @@ def by_couple_tokens(P, Q, guesses, omega, g):
 
 
 @needs_kernels
-@pytest.mark.parametrize("draws, peaked, omega", [
-    (ALL, False, None), (SOME, True, 0.8), (ALL, True, 0.8), (ALL, True, None)])
-def test_couple_tokens(draws, peaked, omega):
-    """Control: what follows a rejection is drawn from P instead of what is left of it."""
+@pytest.mark.parametrize("peaked, omega", [(False, None), (True, 0.8), (True, None)])
+def test_couple_tokens(peaked, omega):
+    """Control: after a rejection the token is drawn from P instead of the residual."""
     g = torch.Generator().manual_seed(0)
     P, Q = rows(peaked, g)
-    guesses = drawn(Q, draws, g)
+    guesses = drawn(Q, DRAWS, g)
     target = P.double() / P.double().sum()
     assert accepts(by_couple_tokens(P, Q, guesses, omega, g), target)
-    is_kept = torch.rand(draws, generator=g) * Q[guesses] < (1.0 if omega is None else omega) * P[guesses]
-    assert rejects(torch.where(is_kept, guesses, drawn(P, draws, g)), target)
+    is_kept = torch.rand(DRAWS, generator=g) * Q[guesses] < (1.0 if omega is None else omega) * P[guesses]
+    assert rejects(torch.where(is_kept, guesses, drawn(P, DRAWS, g)), target)
 
 
 FILTERS = {"guidance": 2.0, "temperature": 0.7, "top_k": 200, "top_p": 0.9}
@@ -186,7 +183,7 @@ def filtered(logits, uncond, guidance, temperature, top_k, top_p):
 
 
 def logits_of_a_row(g):
-    """The model's, without the condition, and Q, whose 200 likeliest ids are those of the target in part."""
+    """The model's rows, rows without the condition, and Q, which shares some of its 200 likeliest ids with them."""
     logits = torch.randn(V, generator=g) * 1.5
     return logits, logits * 0.7 + torch.randn(V, generator=g) * 0.3, (logits * 1.8).softmax(0)
 
@@ -210,14 +207,13 @@ def by_verify_logits(logits, uncond, Q, children, settings, g):
 
 
 @needs_kernels
-@pytest.mark.parametrize("draws, proposal, omega", [
-    (ALL, "point masses", None), (SOME, "sampled", None), (SOME, "sampled", 0.7), (SOME, "seeds", None),
-    (ALL, "sampled", None), (ALL, "sampled", 0.7), (ALL, "seeds", None)])
-def test_verify_logits(draws, proposal, omega):
+@pytest.mark.parametrize("proposal, omega", [
+    ("point masses", None), ("sampled", None), ("sampled", 0.7), ("seeds", None)])
+def test_verify_logits(proposal, omega):
     g = torch.Generator().manual_seed(0)
     logits, uncond, Q = logits_of_a_row(g)
     target = filtered(logits, uncond, **FILTERS)
-    children = children_of(Q, draws, 2, g) if proposal == "sampled" else target.topk(2).indices.repeat(draws, 1)
+    children = children_of(Q, DRAWS, 2, g) if proposal == "sampled" else target.topk(2).indices.repeat(DRAWS, 1)
     settings = FILTERS if omega is None else FILTERS | {"omega": omega}
     Q = {"sampled": Q, "seeds": "seeds"}.get(proposal)
     assert accepts(by_verify_logits(logits, uncond, Q, children, settings, g), target)
@@ -235,7 +231,7 @@ def test_verify_logits_without_one_of_its_settings_is_found(name):
 
 
 def test_the_noise_floor_by_hand():
-    """Of two draws of a coin: they are equal, and 1/2 away, half of the time. Of three, 1/2 away or 1/6."""
+    """Two draws of a coin are equal, and so 1/2 away, half of the time. Three draws are 1/2 away or 1/6."""
     coin = torch.tensor([0.5, 0.5], dtype=torch.float64)
     assert noise_floor(coin, 2) == pytest.approx(1 / 4) and noise_floor(coin, 3) == pytest.approx(1 / 4)
     assert noise_floor(torch.tensor([1.0, 0.0], dtype=torch.float64), 10) == 0
@@ -245,14 +241,14 @@ def test_the_noise_floor_by_hand():
 def test_perfect_draws_are_accepted(peaked):
     g = torch.Generator().manual_seed(0)
     P = rows(peaked, g)[0].double()
-    assert all(accepts(drawn(P, ALL, g), P / P.sum()) for _ in range(5))
+    assert all(accepts(drawn(P, DRAWS, g), P / P.sum()) for _ in range(5))
 
 
 def test_lost_ids_are_found():
     """The last id of every block of 256: total variation does not see that they are missing, and chi-square does."""
     g = torch.Generator().manual_seed(0)
     P = rows(False, g)[0].double()
-    p_tv, p_chi_square = p_values(drawn(P * (torch.arange(V) % 256 < 255), ALL, g), P / P.sum())
+    p_tv, p_chi_square = p_values(drawn(P * (torch.arange(V) % 256 < 255), DRAWS, g), P / P.sum())
     assert p_chi_square < REJECT_BELOW < ACCEPT_ABOVE < p_tv
 
 

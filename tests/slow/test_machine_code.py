@@ -6,12 +6,11 @@ import json
 import re
 import shutil
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bounds, executed, sass
+from benchmarks import machine_code, sass
 from tests.test_cuda_build import NVCC, ROOT, cuda_build
 
 CSRC = ROOT / "csrc"
@@ -26,11 +25,11 @@ def routines_of(code: str, *called: str):
         for line in part.strip().splitlines():
             line = line.strip()
             lines.append(line if line.endswith(":") else f"        /*0000*/                   {line} ;")
-    return sass.parse("\n".join(lines))["k"]
+    return machine_code.parse("\n".join(lines))["k"]
 
 
 def counts_of(code: str, *called: str) -> dict:
-    return sass.report(routines_of(code, *called))
+    return machine_code.report(routines_of(code, *called))
 
 
 # --- the parser -------------------------------------------------------------------------------------------------------
@@ -55,7 +54,7 @@ def test_loads_in_flight(code, loads):
 
 
 def test_loads_of_the_next_round_are_in_flight():
-    """Loads at a loop's end whose results its beginning uses; and 4-byte loads are no wide ones."""
+    """Loads at a loop's end whose results its beginning uses are in flight; 4-byte loads are not wide."""
     counts = counts_of("""
         LDG.E.128 R4, [R2]
         .L_x_0:
@@ -73,7 +72,10 @@ def test_loads_of_the_next_round_are_in_flight():
 
 
 def test_loops():
-    """One in another. What jumps back to behind a loop is none, and lanes that are apart at a shuffle do not count."""
+    """One loop in another.
+
+    A jump back to after a loop makes no loop, and lanes that are apart at a shuffle do not count.
+    """
     counts = counts_of("""
         ISETP.NE.AND P0, PT, R0, RZ, PT
         BRA.DIV UR4, `(.L_x_9)
@@ -165,10 +167,10 @@ def test_names_of_kernels(name, title):
 
 # --- the kernels ------------------------------------------------------------------------------------------------------
 
-# What reads rows loads 16 bytes four times before it uses the first, but for these: how often they do, and why.
+# Kernels that read rows load 16 bytes four times before they use the first, with these exceptions.
 FEWER_LOADS = {  # a part of a kernel's name -> how many, and why
     "couple_tokens": (0, "4 bytes a lane, more than 32 of them in flight"),
-    "sample_residual": (0, "the same"),
+    "sample_residual": (0, "4 bytes a lane, more than 32 of them in flight"),
     "frontier": (0, "it reads scores, no rows"),
     "Streamed": (0, "rows too long for registers: 4 bytes a lane, eight in flight"),
     "nv_bfloat16": (2, "a pack of each half, of eight entries: the compiler uses them before it loads the next two"),
@@ -178,23 +180,23 @@ ROWS = {"couple_tokens", "draft_children", "draft_frontier", "draw_children", "d
 
 
 @pytest.fixture(scope="module")
-def machine_code():
-    """What was counted in the library, and by which compiler it was made."""
+def library():
+    """The counts of the library, and the compiler that made it."""
     if "sm_90" not in cuda_build().name.split("-"):
         pytest.skip("needs a library for sm_90")
     return sass.read_library()
 
 
-def test_no_kernel_uses_local_memory(machine_code):
-    assert not [title for kernels in machine_code[1].values() for title, kernel in kernels.items()
+def test_no_kernel_uses_local_memory(library):
+    assert not [title for kernels in library[1].values() for title, kernel in kernels.items()
                 if kernel["stack"] or "local" in kernel]
 
 
-def test_rows_are_read_with_four_loads_in_flight(machine_code):
+def test_rows_are_read_with_four_loads_in_flight(library):
     def least(title):
         return min((loads for part, (loads, _) in FEWER_LOADS.items() if part in title), default=4)
 
-    assert not {title: kernel["wide_in_flight"] for op in ROWS for title, kernel in machine_code[1][op].items()
+    assert not {title: kernel["wide_in_flight"] for op in ROWS for title, kernel in library[1][op].items()
                 if kernel["wide_in_flight"] < least(title)}
 
 
@@ -204,8 +206,8 @@ def above(bounds: dict, counted: dict) -> list[str]:
             if (counted[name] < bound if name == "wide_in_flight" else counted[name] > bound)]
 
 
-def test_no_count_is_above_its_bound(machine_code):
-    compiler, found = machine_code
+def test_no_count_is_above_its_bound(library):
+    compiler, found = library
     results = json.loads(sass.RESULTS.read_text())
     if compiler != results["compiler"]:
         pytest.skip(f"the bounds are for nvcc {results['compiler']}, this is {compiler}")
@@ -213,7 +215,7 @@ def test_no_count_is_above_its_bound(machine_code):
     assert {op: sorted(kernels) for op, kernels in results["kernels"].items()} == {
         op: sorted(kernels) for op, kernels in found.items()}, write
     worse = [f"{title}: {line}" for op, kernels in found.items() for title, kernel in kernels.items()
-             for line in above(results["kernels"][op][title], sass.bounds_of(kernel))]
+             for line in above(results["kernels"][op][title], machine_code.bounds_of(kernel))]
     assert not worse, f"{worse}, {write}"
 
 
@@ -224,7 +226,7 @@ PLAIN_LOOP = """
 #pragma unroll 1
   for (; i < fours; i += threads) use(i, aligned[i]);
 """
-MUTATIONS = {  # what it does to a row -> the bounds that it breaks, beside some number of instructions
+MUTATIONS = {  # what it does to a row -> the bounds that it breaks, besides some number of instructions
     "for_each_entry(row, V, use);": set(),
     "for (int i = 0; i < 2; ++i) plain_for_each_entry(row + i * V, V, threadIdx.x, blockDim.x, use);"
     "plain_for_each_entry(row, V, threadIdx.x, blockDim.x, use);": {"wide_in_flight", "single_loads"},
@@ -248,7 +250,7 @@ MUTATIONS = {  # what it does to a row -> the bounds that it breaks, beside some
 
 @needs_nvcc
 def test_every_bound_can_be_broken(tmp_path):
-    """By kernels that differ from the first in what they do to a row."""
+    """The kernels differ from the first in what they do to a row."""
     header = (CSRC / "block.cuh").read_text()
     function = re.search(r"template <class F>\n__device__ void for_each_entry\(.*?\n}\n", header, re.S)[0]
     mutated = re.sub(r"  int64_t i = thread;\n.*?aligned\[i\]\);\n", PLAIN_LOOP, function, flags=re.S)
@@ -263,7 +265,7 @@ def test_every_bound_can_be_broken(tmp_path):
     source.write_text('#include "team.cuh"\nnamespace specvis {\nnamespace {\n'
                       f"{by_block}{mutated.replace('for_each_entry', 'plain_for_each_entry')}{kernels}}}\n}}\n")
     compile(source, built, CSRC)
-    found = {int(title.rpartition("_")[2]): sass.bounds_of(kernel)
+    found = {int(title.rpartition("_")[2]): machine_code.bounds_of(kernel)
              for title, kernel in sass.read_library(built)[1]["mutations"].items()}
     for number, (body, broken) in enumerate(MUTATIONS.items()):
         lines = above(found[0], found[number])
@@ -291,45 +293,4 @@ def test_a_real_kernel_breaks_its_bounds(old, new, broken, tmp_path):
     compile(tmp_path / "neighborhood_sum.cu", built, tmp_path)
     kernel, = sass.read_library(built)[1]["neighborhood_sum"].values()
     bounds = json.loads(sass.RESULTS.read_text())["kernels"]["neighborhood_sum"]["neighborhood_sum"]
-    assert broken in {line.partition(" ")[0] for line in above(bounds, sass.bounds_of(kernel))}
-
-
-# --- how often it runs ------------------------------------------------------------------------------------------------
-
-def test_instructions_that_run():
-    """A loop unrolled twice over an array, in a function that is called in two places of which one is never run."""
-    def at(*places):
-        return "\n".join(f'\t//## File "/csrc/{file}", line {line} inlined at' for file, line in places)
-
-    def code(*instructions):
-        return "\n".join(f"        /*0000*/                   {instruction} ;" for instruction in instructions)
-
-    kernel, loop, unused = ("a.cu", 1), (("b.cuh", 7), ("a.cu", 2)), (("b.cuh", 7), ("a.cu", 9))
-    listing = "\n".join([
-        '\t.section\t.text.k,"ax",@progbits', "        .type           k,@function",
-        at(kernel), code("MOV R0, R1"),
-        at(*unused), code("LDG.E R4, [R2]", "DADD R4, R4, R4"), at(("d.h", 5), *unused), code("DADD R4, R4, R4"),
-        ".L_x_0:", at(*loop), code("LDG.E R4, [R2]", "LDG.E R5, [R2]", "F2I.S64.TRUNC R6, R4"),
-        at(("c.h", 3), *loop), code("DADD R6, R6, R6"),
-        at(kernel), code("@P0 BRA `(.L_x_0)", "EXIT")])
-    routine, = sass.parse(listing)["k"]
-    stacks = executed.lines_of(listing)["k"]
-    assert stacks[1] == unused and stacks[4] == loop and stacks[7] == (("c.h", 3), *loop)
-    threads = 64
-    lines = Counter({kernel: threads, ("a.cu", 2): threads, ("a.cu", 9): 0, ("b.cuh", 7): threads * 10, ("c.h", 3): 32,
-                     ("d.h", 5): 0})
-    counts = executed.instructions_run(routine, stacks, lines, threads / 32)
-    # of two warps: 5 rounds each of two loads and a conversion; c.h once; what stands in a.cu once
-    assert counts == {"instructions": 10 * 3 + 1 + 3 * 2, "conversions_64": 10, "fp64": 1}
-
-
-@pytest.mark.parametrize("B, parts, bound, limit", [
-    (1, {"memory_us": 0.0, "instructions_us": 0.13}, 1.5, "launch"),     # 1000 / 4 cycles on the one multiprocessor
-    (64, {"memory_us": 0.02, "instructions_us": 0.13}, 1.5, "launch"),   # on 64 of them
-    (1320, {"memory_us": 0.44, "instructions_us": 1.26}, 2.6, "launch"),
-    (6600, {"memory_us": 2.21, "instructions_us": 6.31}, 7.6, "instructions"),
-])
-def test_bounds(B, parts, bound, limit):
-    row = bounds.bound("tree_links", "tree_links", (B, 60), B, {"blocks": 1, "instructions": 1000}, 396, {})
-    assert {name: row[name] for name in parts} == parts and (row["bound_us"], row["limit"]) == (bound, limit)
-    assert row["bytes"] == B * 60 * 24 and row["chain_us"] == 0.2 and row["conversions_us"] == row["fp64_us"] == 0
+    assert broken in {line.partition(" ")[0] for line in above(bounds, machine_code.bounds_of(kernel))}

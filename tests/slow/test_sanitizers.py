@@ -8,7 +8,7 @@ from tests.kernels.inputs import DEVICE
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
 def test_the_sanitizers_find_nothing_in_hostile_inputs():
-    """In the first cases of tests/fuzz, among them some of long rows."""
+    """This runs the first cases of tests/fuzz, some with long rows."""
     run = sanitized("-m", "tests.fuzz.sanitized", "14")
     assert run.returncode == 0 and run.stdout.endswith("0 found\n"), run.stdout
 
@@ -19,10 +19,16 @@ OF_EVERY_OP = ("tests/laws/test_every_op.py",)
 OF_ITS_OWN = tuple(f"tests/kernels/test_{kernel.stem}.py" for kernel in sorted(cuda_on_cpu.CSRC.glob("*.cu")))
 
 
-@pytest.mark.parametrize("tests", [OF_EVERY_OP, OF_ITS_OWN], ids=["of every op", "of its own"])
+OF_VERIFY_TREE = tuple(f"tests/kernels/test_verify_tree_{part}.py" for part in ("any", "greedy", "relaxed"))
+
+
+@pytest.mark.parametrize("tests", [OF_EVERY_OP, OF_ITS_OWN + OF_VERIFY_TREE], ids=["of every op", "of its own"])
 @pytest.mark.skipif(DEVICE != "cpu", reason="the emulation is for machines without a GPU")
 def test_the_sanitizers_find_nothing(tests):
-    """In any test of an op. With -s, since pytest would lose what a sanitizer says when it ends the process."""
+    """This runs every test of an op.
+
+    With -s, because pytest would lose a sanitizer's report when it ends the process.
+    """
     run = sanitized("-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *tests,
                     "-k", "(cuda_emulated or oracle) and not triton")
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout
@@ -38,7 +44,7 @@ def test_the_sanitizers_find_nothing(tests):
     ("arrays_of_the_last_block", 65, 0, 2, "use-after-poison"),
 ])
 def test_the_sanitizers_see_shared_memory(kernel, threads, shared, cluster, says):
-    """Each thread uses 8 bytes; static ones are there for 64. Those of another block are in its image."""
+    """Each thread uses 8 bytes; static ones are there for 64. Another block's are in its image."""
     folder = cuda_on_cpu.BUILD / "cuda_on_cpu_examples_sanitized"
     path = cuda_on_cpu.build([cuda_on_cpu.HERE / "examples.cu"], folder / "examples.so",
                              *cuda_on_cpu.SANITIZE)

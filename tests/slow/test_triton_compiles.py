@@ -29,7 +29,7 @@ COMPILED_AGAIN = {"tree_attention": 2}  # for few queries and for many
 
 
 def program(*arguments):
-    """What this file prints as a program."""
+    """The output of this file as a program."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-m", "tests.slow.test_triton_compiles", *arguments], env=environment,
                          cwd=Path(__file__).parent.parent.parent, capture_output=True, text=True)
@@ -60,7 +60,7 @@ def test_no_kernel_is_compiled_again_while_decoding():
 
 
 def registers_and_stack(built):
-    """Of one thread; a kernel of Triton has a stack for what it spills."""
+    """Registers and stack of one thread; Triton's kernels have a stack for spilled registers."""
     if "amdgcn" in built.asm:
         text, names = built.asm["amdgcn"], (r"\.vgpr_count: +", r"\.private_segment_fixed_size: +")
     else:
@@ -74,7 +74,7 @@ def registers_and_stack(built):
 
 
 V, BATCHES, WINDOWS = 64, (1, 3), (1, 2, 16, 33)
-SHAPES = [(depth, width) for depth in (1, 2, 5) for width in (1, 4, 10, 16)]              # of trees that adapt
+SHAPES = [(depth, width) for depth in (1, 2, 5) for width in (1, 4, 10, 16)]              # sizes of adaptive trees
 NODES = sorted({min(60, 1 + width + (depth - 1) * width ** 2) for depth, width in SHAPES} | {1, 16, 64, 70})
 LEVELS = sorted({(F, width) for _, width in SHAPES for F in (1, width)} | {(6, 3), (4, 40)})
 
@@ -125,14 +125,17 @@ CHANGING = {
 
 
 def at_odd_addresses(value):
-    """Where decoding hands a part of a larger tensor, it starts anywhere: but rows of V ids and heads are whole."""
+    """Move tensors that in decoding are a part of a larger one and start anywhere.
+
+    Rows of V ids and heads are whole.
+    """
     if not isinstance(value, torch.Tensor) or value.ndim > 3 or value.shape[-1:] == (V,):
         return value
     return torch.cat([value.new_zeros(1), value.flatten()])[1:].view(value.shape)
 
 
 def real_cases(op):
-    """The benchmark's sizes; what stands first, a batch or rows, is 1 or 2: of more the compiler is told no more."""
+    """The benchmark's sizes; the first one, a batch or rows, is 1 or 2: larger ones change nothing for the compiler."""
     return [(min(case[0], 2), *case[1:]) for case in benchmarks.ops.ROWS[op][0]]
 
 
@@ -148,7 +151,7 @@ def main(gpu, which="all"):
     from tests.kernels import inputs
 
     class Driver:
-        """What Triton asks of a GPU before it compiles."""
+        """The answers about a GPU that Triton needs before it compiles."""
         get_current_target = staticmethod(lambda: target)
         get_current_device = staticmethod(lambda: 0)
         get_current_stream = staticmethod(lambda device: 0)

@@ -1,7 +1,7 @@
 """Reads what vLLM, SGLang and transformers call and define today: does it still fit the functions that are ours?
 
 The files of a checkout or of an unpacked wheel are parsed, and nothing of them is executed. Each row of
-the table is one such place. What a function computes is not compared.
+the table is one such place. Results of functions are not compared.
 """
 import ast
 import inspect
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from . import sglang, transformers, vllm
-from ._versions import TESTED
+from specvis_kernels.compat import sglang, transformers, vllm
+from specvis_kernels.compat._versions import TESTED
 
 _required = object()  # in place of a default
 
 
 class Defined(NamedTuple):
-    """A function that ours replaces: each of its arguments must be one of ours, in the same place."""
+    """A function that ours replaces: each of its arguments must be one of ours, in its place."""
     file: str
     name: str
     ours: Callable
@@ -55,7 +55,7 @@ class Called(NamedTuple):
         for call in calls:
             names = [keyword.arg for keyword in call.keywords]
             is_whole = None not in names and not any(isinstance(read, ast.Starred) for read in call.args)
-            try:  # what *args and **kwargs hold is not seen
+            try:  # the contents of *args and **kwargs are not seen
                 (signature.bind if is_whole else signature.bind_partial)(
                     *[read for read in call.args if not isinstance(read, ast.Starred)],
                     **{name: None for name in names if name})
@@ -220,7 +220,7 @@ def _version(decoder: str, root: Path) -> str:
 
 
 def _names(body: list[ast.stmt]) -> set[str]:
-    """What a module imports, also below an `if` or a `try`, but not inside of a function."""
+    """The names that a module imports, also below an `if` or a `try`, but not inside of a function."""
     names = set()
     for node in body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -1,4 +1,4 @@
-"""`python -m specvis_kernels.compat.check` tells equal functions from different ones, in a folder like a checkout."""
+"""`python -m benchmarks.check_compat` tells equal functions from different ones, in a folder like a checkout."""
 import random
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specvis_kernels.compat import check
+from benchmarks import check_compat, compat_cases
 
 IMPORTS = "import a_package_that_is_not_there\nfrom .models import *\n\n"
 CFG = "def cfg_logit_process(combined_logits: Tensor, cfg_scale=4.0) -> Tensor:\n    pass\n"
@@ -69,7 +69,7 @@ def threads():
 
 def test_equal_functions(tmp_path, capsys):
     lantern, eagle = checkouts(tmp_path)
-    assert check.main(["--lantern", str(lantern), "--eagle", str(eagle), *SMALL]) == 0
+    assert check_compat.main(["--lantern", str(lantern), "--eagle", str(eagle), *SMALL]) == 0
     printed = capsys.readouterr().out.splitlines()
     rows = [re.split(r" {2,}", line) for line in printed if re.search(r"\d$", line)]
     assert len(rows) > 50 and all(cases == equal for _, _, cases, equal, *_ in rows)
@@ -86,25 +86,25 @@ def test_equal_functions(tmp_path, capsys):
 def test_different_functions(tmp_path, capsys, after):
     """A shorter path, another token, one random number more."""
     lantern, _ = checkouts(tmp_path, after)
-    assert check.main(["--lantern", str(lantern), *SMALL]) == 1
+    assert check_compat.main(["--lantern", str(lantern), *SMALL]) == 1
 
 
 def test_the_draw_must_be_where_the_number_falls():
     probs = torch.tensor([0.25, 0.0, 0.5, 0.25])
-    assert [check.is_their_draw(probs, token, 0.5) for token in range(4)] == [False, False, True, False]
-    assert check.is_their_draw(probs, 2, 0.25) and check.is_their_draw(probs, 0, 0.25)  # on the border either is right
-    assert not check.is_their_draw(probs, 3, 0.7499) and not check.is_their_draw(probs, 0, 0.2501)
+    assert [check_compat.is_their_draw(probs, token, 0.5) for token in range(4)] == [False, False, True, False]
+    assert all(check_compat.is_their_draw(probs, token, 0.25) for token in (0, 2))  # on the border either is right
+    assert not check_compat.is_their_draw(probs, 3, 0.7499) and not check_compat.is_their_draw(probs, 0, 0.2501)
 
 
 def test_random_trees():
     random.seed(0), torch.manual_seed(0)
     for nodes in (16, 59):
-        parents = check.random_tree(nodes)
+        parents = compat_cases.random_tree(nodes)
         assert parents[0] == -1 and all(0 <= parent < node for node, parent in enumerate(parents[1:], 1))
         assert parents[1:] == sorted(parents[1:]) and nodes - 6 <= len(parents) <= nodes
-        case = check.dynamic_case(128, nodes, slice(4, 68))
+        case = compat_cases.dynamic_case(128, nodes, slice(4, 68))
         assert ((case.tokens[0, 1:] >= 4) & (case.tokens[0, 1:] < 68)).all()
-    table = check.ring_of_neighbors(10, 9)
+    table = compat_cases.ring_of_neighbors(10, 9)
     assert all(set(row) == set(range(10)) - {code} for code, row in enumerate(table.tolist()))
 
 
@@ -116,7 +116,7 @@ def test_random_trees():
 def test_a_folder_that_is_no_checkout(tmp_path, capsys, arguments, message):
     checkouts(tmp_path)
     (tmp_path / "EAGLE/eagle/model/cnets.py").write_text("class Model:\n    pass\n")
-    assert check.main([argument.format(tmp_path) for argument in arguments]) == 2
+    assert check_compat.main([argument.format(tmp_path) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert re.search(message, captured.err) and captured.err.count("\n") == 1 and captured.out == ""
 
@@ -128,11 +128,11 @@ def test_a_folder_that_is_no_checkout(tmp_path, capsys, arguments, message):
 ])
 def test_wrong_arguments(capsys, arguments, message):
     with pytest.raises(SystemExit) as exit:
-        check.main(arguments)
+        check_compat.main(arguments)
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_the_help_says_whose_code_runs(capsys):
     with pytest.raises(SystemExit):
-        check.main(["--help"])
+        check_compat.main(["--help"])
     assert "The code of a checkout of LANTERN or EAGLE is executed: name one that you trust." in capsys.readouterr().out

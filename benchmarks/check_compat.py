@@ -1,14 +1,14 @@
 """Do our functions still fit? Runs EAGLE's and LANTERN's beside ours, and reads what other decoders call.
 
-    python -m specvis_kernels.compat.check --lantern LANTERN --eagle EAGLE
+    python -m benchmarks.check_compat --lantern LANTERN --eagle EAGLE
 
 The functions are cut out of the checkout's files and executed: nothing else of it is imported, neither models nor CUDA
 are needed. Random trees and logits are given to both. Both draw the same numbers from Python's `random`, so the
-accepted paths must be the same ones. The next token is drawn by torch.multinomial there and by one number here: it must
+accepted paths must be equal. The next token is drawn by torch.multinomial there and by one number here: it must
 be where that number falls in their distribution. "whole step" begins with the logits of the target's forward and ends
 with the next token. Times are of one call, the mean over cases; ours with the defaults (generator="torch").
 
-    python -m specvis_kernels.compat.check --vllm VLLM --sglang SGLANG --transformers TRANSFORMERS
+    python -m benchmarks.check_compat --vllm VLLM --sglang SGLANG --transformers TRANSFORMERS
 
 Of these, checkouts or unpacked wheels, nothing is executed: their calls and signatures are read, and what has moved
 since the versions that are tested is said (see signatures.py).
@@ -30,12 +30,21 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import eagle, lantern, signatures
+from benchmarks import signatures
+from benchmarks.compat_cases import (
+    GUIDANCE,
+    TOPK,
+    Processors,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    dynamic_case,
+    ring_of_neighbors,
+    static_case,
+)
+from specvis_kernels.compat import eagle, lantern
 
-TOPK = 10         # children of a node
-GUIDANCE = 3.0
-SLACK = 2e-5      # of a sum of float32 probabilities: where it falls between two tokens, either is right
-MINIMUM = torch.finfo(torch.float32).min
+SLACK = 2e-5      # the error of a sum of float32 probabilities: close to a border both tokens are right
 STATIC, STATIC_OF_EAGLE = "naive_extend_57", "mc_sim_7b_63"
 LANTERN_FILES = {
     "models/ea_model_llamagen.py": (
@@ -103,57 +112,15 @@ def _without_annotations(definition):
     return definition
 
 
-# Logits processors under the names that transformers gives them, so that it need not be installed.
-class TemperatureLogitsWarper(NamedTuple):
-    temperature: float
-
-    def __call__(self, input_ids, scores):
-        return scores / self.temperature
-
-
-class TopKLogitsWarper(NamedTuple):
-    top_k: int
-
-    def __call__(self, input_ids, scores):
-        return scores.masked_fill(scores < scores.topk(min(self.top_k, scores.shape[-1]))[0][..., -1:], -torch.inf)
-
-
-class TopPLogitsWarper(NamedTuple):
-    top_p: float
-
-    def __call__(self, input_ids, scores):
-        rising, ids = scores.sort()
-        is_out = rising.softmax(-1).cumsum(-1) <= 1 - self.top_p
-        is_out[..., -1] = False
-        return scores.masked_fill(is_out.scatter(-1, ids, is_out), -torch.inf)
-
-
-class Processors(list):
-    """A list of the above, as LogitsProcessorList."""
-
-    def __call__(self, input_ids, scores):
-        for processor in self:
-            scores = processor(input_ids, scores)
-        return scores
-
-
-class Case(NamedTuple):
-    """A step of decoding: a tree of N nodes, and what target and drafter say of it."""
-    logits: torch.Tensor            # (2, N, V) of the target: with the condition, then without it
-    tokens: torch.Tensor            # (1, N)
-    retrieve_indices: torch.Tensor  # (L, D)
-    proposals: tuple | None = None  # of a static tree: cart_candidates_prob and op, as evaluate_posterior_v1 takes them
-
-
 class Setting(NamedTuple):
-    """What a step is verified with."""
+    """The settings by which a step is verified."""
     name: str
     processors: Processors | None = Processors()
     lantern: tuple = (False, 0, 0.0)  # lantern, lantern_k, lantern_delta
 
 
 class Target(SimpleNamespace):
-    """What the released methods look for in `self`: a model whose forward gives the case's logits."""
+    """Stands in for `self` of the released methods: a model whose forward gives the case's logits."""
 
     use_eagle3 = False
 
@@ -171,78 +138,6 @@ class Row(NamedTuple):
     ours: float
 
 
-def random_tree(nodes: int) -> list[int]:
-    """Parents of a tree of five levels, about as wide as dynamic trees are, in the order of EAGLE's nodes."""
-    parents, above = [-1], [0]
-    for share in (10, 14, 14, 12, 8):
-        width = min(max(share * nodes // 59, 1), nodes - len(parents))
-        weights = [1 / (1 + i) for i in range(len(above))]
-        chosen = sorted(random.choices(above, weights, k=width))
-        above = list(range(len(parents), len(parents) + width)) or above
-        parents += chosen
-    return parents
-
-
-def paths_of(parents: list[int]) -> torch.Tensor:
-    """retrieve_indices in lexicographic order."""
-    paths = []
-    for leaf in set(range(len(parents))) - set(parents):
-        nodes = [leaf]
-        while nodes[0]:
-            nodes.insert(0, parents[nodes[0]])
-        paths.append(nodes)
-    depth = max(map(len, paths))
-    return torch.tensor([nodes + [-1] * (depth - len(nodes)) for nodes in sorted(paths)])
-
-
-def random_rows(vocab: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a target (2, N, V), and a draft's (N, V) that is not far from it."""
-    target, uncond = 3 * torch.randn(nodes, vocab), torch.randn(nodes, vocab)
-    draft = target + 0.7 * torch.randn(nodes, vocab)
-    return torch.stack([uncond + (target - uncond) / GUIDANCE, uncond]), draft
-
-
-def dynamic_case(vocab: int, nodes: int, image: slice = slice(None)) -> Case:
-    """A node's children are its draft's likeliest tokens, in their order."""
-    parents = random_tree(nodes)
-    logits, draft = random_rows(vocab, len(parents))
-    best = draft[:, image].topk(min(len(parents), draft[:, image].shape[1])).indices + (image.start or 0)
-    rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
-    tokens = best[torch.tensor(parents).clamp(min=0), torch.tensor(rank)]
-    return Case(logits, tokens[None], paths_of(parents))
-
-
-def static_case(vocab: int, buffers: dict, processors: Processors | None) -> Case:
-    """A node's children are drawn from its draft without replacement, or are the likeliest tokens where it is greedy.
-
-    Rows of the draft have a token for each child: the release divides by 0 where they have not.
-    """
-    depth, paths, index = (buffers[name] for name in ("tree_position_ids", "retrieve_indices", "tree_indices"))
-    parent = torch.zeros_like(depth).scatter(0, paths[:, 1:].clamp(min=0).flatten(), paths[:, :-1].flatten())
-    parents = parent[1:].unique()
-    while True:
-        logits, draft = random_rows(vocab, len(depth))
-        if processors is None or bool((processors(None, draft[parents]).softmax(-1) > 0).sum(1).ge(TOPK).all()):
-            break
-    if processors is None:
-        tokens, proposals = draft[parents].topk(TOPK).indices, (None, None)
-    else:
-        rows = processors(None, draft[parents]).softmax(-1)
-        tokens = rows.multinomial(TOPK)
-        probs = rows.gather(1, tokens)
-        probs = (probs / (1 - probs.cumsum(1) + probs)).clamp(0, 1)
-        proposals = (torch.cat([torch.ones(1), probs.flatten()])[index][paths],
-                     list(rows.split(depth[parents].bincount().tolist())))
-    nodes = torch.cat([torch.zeros(1, dtype=torch.int64), tokens.flatten()])[index]
-    return Case(logits, nodes[None], paths, proposals)
-
-
-def ring_of_neighbors(codes: int, columns: int) -> torch.Tensor:
-    """A table of distinct neighbors (codes, columns) int64, without measuring distances."""
-    offsets = 1 + torch.randperm(codes - 1)[:columns]
-    return (torch.arange(codes)[:, None] + offsets) % codes
-
-
 def is_their_draw(sample_p: torch.Tensor, token: int, uniform: float) -> bool:
     """Whether the token is where this number falls in their distribution."""
     ends = sample_p.double().cumsum(0)
@@ -253,7 +148,7 @@ def is_their_draw(sample_p: torch.Tensor, token: int, uniform: float) -> bool:
 def measure(function: str, setting: str, cases: int, repeats: int, make: Callable, equal: Callable) -> Row:
     """Run theirs and ours on cases: make() -> (theirs, ours), and equal(their answer, our answer, uniform).
 
-    Both begin with the same state of Python's `random` and of torch's. `uniform` is the first number of the latter.
+    Both begin with one state of Python's `random` and of torch's. `uniform` is the first number of torch's.
     If make() gives a third one, that is ours as it is timed.
     """
     num_equal, seconds = 0, [0.0, 0.0]
@@ -286,7 +181,7 @@ def verification(name: str, theirs: Callable, ours: Callable, decode: tuple[Call
 
     def make():
         case = make_case()
-        if is_greedy and case.proposals is None:  # in the order of leaves, as the release has them then
+        if is_greedy and case.proposals is None:  # the release then has the paths in the order of leaves
             case = case._replace(retrieve_indices=case.retrieve_indices[case.retrieve_indices.amax(1).argsort()])
         self, paths = owner(case), case.retrieve_indices
         candidates = torch.cat([case.tokens, torch.full((1, 1), -1)], 1)[0, paths]
@@ -319,7 +214,7 @@ def verification(name: str, theirs: Callable, ours: Callable, decode: tuple[Call
 
 
 class Layer(SimpleNamespace):
-    """A draft layer that looks at all that it is given: tokens, hidden states, positions and the tree's mask."""
+    """A draft layer that depends on all its inputs: tokens, hidden states, positions and the tree's mask."""
 
     def __call__(self, hidden, input_ids, past_key_values=None, use_cache=True, position_ids=None,
                  attention_mask=None):
@@ -345,7 +240,7 @@ def new_layer(vocab: int, nodes: int, **parts) -> Layer:
 
 
 def same_tree(theirs: tuple, ours: tuple) -> bool:
-    """Whether topK_genrate gave the same: ours pads the paths with rows and columns of -1."""
+    """Whether both trees of topK_genrate are equal: ours pads the paths with rows and columns of -1."""
     theirs, ours = ((tree[0], tree[1][tree[1][:, 0] >= 0][:, (tree[1] >= 0).any(0)], *tree[2:])
                     for tree in (theirs, ours))
     return all(torch.equal(a.to(b.dtype), b) for a, b in zip(theirs, ours))
@@ -520,7 +415,7 @@ CHECKS = {"lantern": (LANTERN_FILES, check_lantern), "eagle": (EAGLE_FILES, chec
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables. Returns 0 if all is equal and fits, 1 if something differs, 2 for wrong arguments."""
     parser = argparse.ArgumentParser(
-        prog="python -m specvis_kernels.compat.check", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m benchmarks.check_compat", formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__, epilog="The code of a checkout of LANTERN or EAGLE is executed: name one that you trust.")
     parser.add_argument("--lantern", type=Path, metavar="CHECKOUT", help="a folder with LANTERN's repository")
     parser.add_argument("--eagle", type=Path, metavar="CHECKOUT", help="a folder with EAGLE's repository")

@@ -1,0 +1,301 @@
+"""Which arguments are valid, by the docstrings.
+
+The status of a row, request or position has a bit INVALID_* if and only if its arguments are not valid. Tests of the
+kernels say which bit it is, and check.py compares it between backends.
+
+A function has the name of its op. It takes the arguments by name and the outputs, and returns True or False for each
+entry of `status`, or None where rounding decides. A walk is judged by the nodes that it visited. Of a large batch some
+requests are judged where that takes a loop.
+"""
+import inspect
+
+import numpy as np
+import torch
+
+import specvis_kernels
+from specvis_kernels import INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE, OUT_OF_TRIES
+
+INVALID = INVALID_DRAFT | INVALID_ROW | INVALID_RULE | INVALID_TREE
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
+
+def problem(op, named, outputs):
+    """What is wrong with the status of an op, or None. An op without a status gives None."""
+    if op not in globals():
+        return None
+    defaults = {name: p.default for name, p in inspect.signature(getattr(specvis_kernels, op)).parameters.items()}
+    arguments = {name: to_numpy(a) for name, a in (defaults | named).items()}
+    outputs = [to_numpy(a) for a in outputs]
+    with np.errstate(all="ignore"):
+        valid = np.array(globals()[op](arguments, outputs), dtype=float).reshape(outputs[-1].shape)  # NaN for None
+    for at in np.argwhere(~np.isnan(valid) & ((outputs[-1] & INVALID == 0) != (valid == 1))).tolist():
+        at = tuple(at)
+        return f"status at {at} is {outputs[-1][at]}, but its arguments are {'valid' if valid[at] else 'not valid'}"
+    return None
+
+
+def to_numpy(a):
+    if not isinstance(a, torch.Tensor):
+        return a
+    a = a.resolve_neg()
+    return (a.float() if a.dtype in (torch.bfloat16, torch.float16) else a).numpy()
+
+
+def each(is_valid, count):
+    """is_valid(request) of at most 24 requests, None of the others."""
+    step = max(1, -(-count // 24))
+    return [is_valid(b) if b % step == 0 else None for b in range(count)]
+
+
+def setting(value, like, *index):
+    """A setting of a request: one number for all, or an entry of a tensor."""
+    return like(value[index] if isinstance(value, np.ndarray) else value)
+
+
+def is_row(probs):
+    """No entry is NaN, negative or above 2, and some entry is not 0 in fixed point."""
+    return ((probs >= 0) & (probs <= 2)).all(-1) & (probs >= 2.0**-42).any(-1)
+
+
+def ranges(a):
+    """The first id of each row (B, N), and the id after the last one."""
+    if isinstance(a["id_range"], np.ndarray):
+        return a["id_range"][..., 0], a["id_range"][..., 1]
+    return tuple(np.full(a["logits"].shape[:2], end) for end in a["id_range"] or (0, a["logits"].shape[2]))
+
+
+def guided_probs(a, out):
+    x, u = a["logits"].astype(np.float32), a["uncond"]
+    B, _, V = x.shape
+    guidance, temperature = (np.broadcast_to(np.float32(a[name]), B)[:, None, None]
+                             for name in ("guidance", "temperature"))
+    if u is not None:
+        u = u.astype(np.float32)
+        x = np.where(np.isneginf(x) & (u < np.inf), -np.inf, u + guidance * (x - u))
+    x = np.where(temperature == 0, x, x / np.where(temperature == 0, 1, temperature))
+    first, last = ranges(a)
+    is_inside = (np.arange(V) >= first[..., None]) & (np.arange(V) < last[..., None])
+    return ((~is_inside | (x < np.inf)).all(-1) & (is_inside & (x > -np.inf)).any(-1) & (temperature >= 0)[:, :, 0]
+            & (0 <= first) & (first < last) & (last <= V))
+
+
+draw_tokens = draft_children = guided_probs
+
+
+def draft_frontier(a, out):
+    return ~(a["scores"] > -np.inf) | guided_probs(a, out)
+
+
+def expand_tree(a, out):
+    return ~(a["scores"] > -np.inf) | is_row(a["draft_probs"])
+
+
+def draw_children(a, out):
+    return is_row(a["draft_probs"])
+
+
+def sample_residual(a, out):
+    omega = np.float32(1 if a["omega"] is None else a["omega"])
+    return is_row(a["target_probs"]) & (a["draft_probs"] is None or is_row(a["draft_probs"])) & (omega >= 0)
+
+
+def neighborhood_sum(a, out):
+    return is_row(a["probs"]) & (0 <= a["tokens"]) & (a["tokens"] < a["probs"].shape[1])
+
+
+def couple_tokens(a, out):
+    omega, tokens = np.float32(1 if a["omega"] is None else a["omega"]), a["tokens"]
+    return (is_row(a["target_probs"]) & is_row(a["draft_probs"]) & (0 <= tokens)
+            & (tokens < a["target_probs"].shape[2]) & (omega >= least_omega(a)))
+
+
+def least_omega(a):
+    is_relaxed = a["neighbors"] is not None or a.get("groups") is not None
+    return 1 if is_relaxed and a["residual"] == "optimal" else 0
+
+
+def tree_links(a, out):
+    def of_request(b):
+        parents, is_used = a["parents"][b].tolist(), [a["parents"][b, 0] == -1]
+        for n, parent in enumerate(parents[1:], 1):
+            is_used.append(0 <= parent < n and is_used[parent])
+        return is_used[0] and all(used or parent == -2 for used, parent in zip(is_used[1:], parents[1:]))
+
+    return each(of_request, len(a["parents"]))
+
+
+def select_tree(a, out):
+    def of_request(b):
+        scores, parents = np.where(np.isnan(a["scores"][b]), -np.inf, a["scores"][b]), a["parents"][b]
+        best = np.argsort(-scores, kind="stable")[:max(1, min(int(a["size"][b]), a["num_nodes"])) - 1]
+        kept = {int(m) for m in best if scores[m] > -np.inf}
+        return all(parents[m] == -1 or parents[m] < m and int(parents[m]) in kept for m in kept)
+
+    return each(of_request, len(a["size"]))
+
+
+# --- walks ------------------------------------------------------------------------------------------------------------
+
+def walked(path, first_child, next_sibling, max_depth, row_is_valid, draft_is_valid, is_token, ends=range(-2**31, 0)):
+    """Whether the nodes on a path, and their children up to the accepted ones, are valid. `ends`: ends of a list."""
+    for depth, node in enumerate(path):
+        if not row_is_valid(node):
+            return False
+        child, before, accepted = int(first_child[node]), node, [*path, None][depth + 1]
+        if depth >= max_depth or child in ends:
+            return True
+        if not draft_is_valid(node):
+            return False
+        while child not in ends and child != accepted:
+            if not before < child < len(first_child) or not is_token(child):
+                return False
+            before, child = child, int(next_sibling[child])
+    return True
+
+
+def searched(first_child, next_sibling, rows, is_token):
+    """True if all that a search can visit is valid; None if it is not, as the search may not have visited it."""
+    links = [*enumerate(first_child), *enumerate(next_sibling)]
+    are_valid = (child < 0 or node < child < len(rows) and is_token(child) for node, child in links)
+    return True if rows.all() and all(are_valid) else None
+
+
+def verify_tree(a, out, rows=None, greedy=None):
+    rows = is_row(a["target_probs"]) if rows is None else rows
+    B, N = a["tokens"].shape
+    V = (a["target_probs"] if "target_probs" in a else a["logits"]).shape[2]
+    P = N - 1 if a["max_depth"] is None else a["max_depth"]
+    greedy = np.broadcast_to(bool(a["greedy"]) if not isinstance(a["greedy"], np.ndarray) else a["greedy"], B) \
+        if greedy is None else greedy
+
+    def of_request(b):
+        def is_token(child):
+            return 0 <= a["tokens"][b, child] < V
+
+        def draft_is_valid(node):
+            row = -1 if a["draft_probs"] is None else int(a["draft_row"][b, node])
+            return row < 0 or row < a["draft_probs"].shape[1] and is_row(a["draft_probs"][b, row])
+
+        if greedy[b]:
+            return searched(a["first_child"][b], a["next_sibling"][b], rows[b], is_token)
+        omega = [1.0] if a["omega"] is None else [setting(a["omega"], np.float32, b, d) for d in range(P)]
+        path = [0, *map(int, out[0][b, :out[1][b]])]
+        return all(x >= least_omega(a) for x in omega) and walked(
+            path, a["first_child"][b], a["next_sibling"][b], P, rows[b].__getitem__, draft_is_valid, is_token)
+
+    return each(of_request, B)
+
+
+def verify_logits(a, out):
+    rows = guided_probs(a, out)
+    if a["seeds"] is None:
+        return verify_tree(a, out, rows, np.broadcast_to(np.float32(a["temperature"]) == 0, len(rows)))
+    return verify_greedy(a, out, rows)
+
+
+def verify_greedy(a, out, rows=None):
+    N = a["tokens"].shape[1]
+    P = N - 1 if a["max_depth"] is None else a["max_depth"]
+    return each(lambda b: walked(
+        [0, *map(int, out[0][b, :out[1][b]])], a["first_child"][b], a["next_sibling"][b], P,
+        lambda node: rows is None or rows[b, node], lambda node: True, lambda child: True, (-1,)), len(a["tokens"]))
+
+
+def verify_chain(a, out):
+    ends, drafts, V = a["cu_num_draft_tokens"].tolist(), a["draft_tokens"], a["target_probs"].shape[1]
+    has_bonus, rows = a["bonus_tokens"] is not None, is_row(a["target_probs"])
+    draft_rows = None if a["draft_probs"] is None else is_row(a["draft_probs"])
+
+    def of_request(b):
+        starts = [0, *ends[:b]]
+        if not all(0 <= start <= end <= len(drafts) for start, end in zip(starts, ends)):
+            return False
+        first, n = starts[b], ends[b] - starts[b]
+        own = [*rows[first + (0 if has_bonus else b):][:n + (not has_bonus)], True][:n + 1]
+        are_tokens = (0 <= drafts[first:first + n]) & (drafts[first:first + n] < V)
+        if a["greedy"] is not None and setting(a["greedy"], bool, b):
+            return True if are_tokens.all() and all(own) else None
+        omega = 1.0 if a["omega"] is None else setting(a["omega"], np.float32, b)
+        return (n == 0 or omega >= least_omega(a)) and walked(
+            range(int(out[0][b]) + 1), [*range(1, n + 1), -1], [-1] * (n + 1), n, own.__getitem__,
+            lambda node: draft_rows is None or draft_rows[first + node], lambda child: are_tokens[child - 1])
+
+    return each(of_request, len(ends))
+
+
+# --- continuous tokens ------------------------------------------------------------------------------------------------
+
+def last_step_of(a, b, g):
+    names = "target_means", "target_log_sigmas", "draft_means", "draft_log_sigmas"
+    return [None if a[name] is None else a[name][b, g] for name in names]
+
+
+def exp(x):
+    """exp of the docstrings: 0 below -708 and for a NaN, and at most exp(709)."""
+    return np.where(x > -708, np.exp(np.clip(x, -708, 709)), 0)
+
+
+def ratio_is_valid(x, uniform, log_ratio, last_step, temperature):
+    """Whether the logarithm of the density ratio is a float32, in float64; None where rounding decides."""
+    if not all(np.isfinite(t).all() for t in (x, uniform, log_ratio)):
+        return False
+    terms = [np.float64(log_ratio)]
+    if last_step[0] is not None:
+        mean_p, sigma_p, mean_q, sigma_q = (np.asarray(t, dtype=np.float64) for t in last_step)
+        d_p, d_q = (x - mean_p) * exp(-sigma_p), (x - mean_q) * exp(-sigma_q)
+        factor = 0.5 / np.float64(temperature) ** 2
+        terms += [*(sigma_q - sigma_p), *(d_q * d_q * factor), *(-d_p * d_p * factor)]
+    value, doubt = np.sum(terms), np.abs(terms).sum() * 1e-9 + 1e31
+    if abs(abs(value) - LARGEST_FLOAT) <= doubt or not np.isfinite(value) and np.isfinite(terms).all():
+        return None
+    return bool(abs(value) <= LARGEST_FLOAT)
+
+
+def all_of(parts):
+    """False if a part is False, None if one is unclear."""
+    parts = list(parts)
+    return False if False in parts else None if None in parts else True
+
+
+def temperature_of(a, b):
+    return np.float32(1) if a["temperature"] is None else a["temperature"][b]
+
+
+def accept_gaussian(a, out):
+    B, G, _ = a["tokens"].shape
+    counts = np.full(B, G) if a["num_drafted"] is None else a["num_drafted"].clip(0, G)
+    sign = -1 if a["variant"] == "released" else 1
+
+    def of_request(b):
+        temperature = temperature_of(a, b)
+        return 0 < temperature < np.inf and all_of(ratio_is_valid(
+            a["tokens"][b, g].astype(np.float64), a["uniforms"][b, g], sign * a["log_ratio"][b, g],
+            last_step_of(a, b, g), temperature) for g in range(counts[b]))
+
+    return each(of_request, B)
+
+
+def resample_gaussian(a, out):
+    B, G = a["is_rejected"].shape
+    is_path, sign = a["variant"] == "path", -1 if a["variant"] == "released" else 1
+    num_tries, status = out[1].reshape(-1), out[2].reshape(-1)
+
+    def of_position(i):
+        b, g = divmod(i, G)
+        if not a["is_rejected"][b, g]:
+            return bool(not a["is_accepted"][b, g] or np.isfinite(a["tokens"][b, g]).all())
+        if not 0 < temperature_of(a, b) < np.inf:
+            return False
+        tries, last_step = [], last_step_of(a, b, g)
+        for m in range(num_tries[i]):
+            x, log_ratio = a["proposals"][b, g, m], a["log_ratio"][b, g, m] if is_path else sign * a["log_ratio"][b, g]
+            if not is_path:
+                mean, sigma = (t.astype(np.float64) for t in last_step[:2])
+                x = (mean + exp(sigma) * x).astype(np.float32)
+            tries.append(ratio_is_valid(x.astype(np.float64), a["uniforms"][b, g, m], log_ratio, last_step,
+                                        temperature_of(a, b)))
+        if status[i] & OUT_OF_TRIES:
+            tries.append(bool(np.isfinite(a["fallback"][b, g]).all()))
+        return all_of(tries)
+
+    return each(of_position, B * G)

@@ -1,0 +1,165 @@
+"""Inputs of the ops on rows of logits or probabilities."""
+import torch
+
+from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
+from tests.kernels.inputs.common import CASES, DEVICE, exact_probs, exact_uniforms, ids_of, neighbor_table, noise_keys
+
+# guided_probs: logits are multiples of 1/8, guidance of 1/2, temperatures powers of two: exact until the exp.
+CASES["guided_probs"] = [
+    (1, 1, 2),
+    (2, 3, 33, torch.bfloat16),
+    (3, 2, 64),
+    (2, 1, 1500, torch.float16, False),
+    (3, 5, 64, torch.float32, True, None, "each", "p_then_k"),
+    (3, 2, 1500, torch.float32, True, [(1.0, 4.0, 5, 0.5), (1.0, 1.0, 40, 0.9)], None, "p_then_k"),
+]
+
+
+def guided_probs(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges="all", filters="k_then_p"):
+    """`settings`: (guidance, temperature, top_k, top_p) of the requests, repeated. `ranges`: "all": one range for
+    all rows; "each": each row's own, some of them invalid; None: all ids.
+    """
+    settings = settings or [(3.5, 1.0, V // 2, 0.8), (1.0, 0.0, 0, 0.9), (0.5, 0.5, 5, 1.0)]
+    g = torch.Generator().manual_seed(B + N + V)
+
+    def draw():
+        return (torch.randn(B, N, V, generator=g) * 16).round().div(8).to(DEVICE, dtype)
+
+    guidance, temperature, top_k, top_p = torch.tensor(settings, device=DEVICE).repeat(B, 1)[:B].unbind(1)
+    args = draw(), draw() if uncond else None, guidance, temperature, top_k.int(), top_p
+    kwargs = {"filters": filters}
+    if ranges == "all":
+        kwargs["id_range"] = (V // 8, V - V // 16)
+    if ranges == "each":
+        first = torch.randint(-V // 8, V, (B, N), generator=g)
+        last = torch.randint(V // 2, V + V // 8, (B, N), generator=g)
+        kwargs["id_range"] = torch.stack([first, last], -1).to(DEVICE)
+    return args, kwargs
+
+
+# draw_tokens: the logits of guided_probs. Three quarters of the guesses are right.
+CASES["draw_tokens"] = [
+    (1, 1, 2),
+    (2, 3, 33, torch.bfloat16),
+    (3, 5, 64, torch.float32, True, None, "each", 3),
+    (2, 2, 1500, torch.float16, False, None, None, 24),
+    (3, 2, 4500, torch.float32, True, [(3.5, 1.0, 100, 0.8), (2.0, 0.7, 0, 0.9), (1.5, 1.3, 0, 1.0)], "each", 7),
+    (3, 3, 64, torch.float32, True, None, "all", 3, "p_then_k"),
+    (3, 2, 4500, torch.float32, True, [(3.5, 1.0, 100, 0.8), (2.0, 0.7, 40, 0.9)], "each", 7, "p_then_k"),
+]
+
+
+def draw_tokens(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges=None, ahead=0, filters="k_then_p"):
+    args, kwargs = guided_probs(B, N, V, dtype, uncond, settings, ranges, filters)
+    seeds, positions = noise_keys(B, N, V)
+    # its own oracle, also where tests replace the backends
+    guesses = draw_tokens_oracle(*args, seeds, positions, *ids_of(kwargs, V), filters, None, 0)[0]
+    kwargs["guesses"] = torch.where(torch.arange(N, device=DEVICE) % 4 < 3, guesses, -1)
+    return (*args, seeds, positions), kwargs | {"ahead": ahead}
+
+
+CASES["neighborhood_sum"] = [
+    (1, 2, 1),
+    (2, 19, 5, "ratio"),
+    (4, 60, 33, "jsd", 7),
+    (3, 4500, 300, "tvd", 5, False),
+]
+
+
+def neighborhood_sum(R, V, k, cutoff="tvd", offset=0, narrow=True, delta=None):
+    """`delta`: one for all rows; None: several sizes take turns."""
+    g = torch.Generator().manual_seed(R + V)
+    C = V - 2 * offset
+    tokens = torch.randint(offset, offset + C, (R,), generator=g)
+    tokens[3:4] = 0  # outside the table where there is an offset
+    delta = torch.tensor([0.25, 0.03125, 1.0] if delta is None else [delta]).repeat(R)[:R]
+    args = (exact_probs(R, V), tokens.to(DEVICE), neighbor_table(C, k, narrow=narrow), delta.to(DEVICE))
+    return args, {"cutoff": cutoff, "offset": offset}
+
+
+CASES["sample_residual"] = [(1, 2), (2, 19), (3, 4500), (3, 40, (1.0, 0.5, 2.0)), (2, 40, None, False)]
+
+
+def sample_residual(R, V, omega=None, draft=True):
+    kwargs = {"omega": torch.tensor(omega).repeat(R)[:R].to(DEVICE)} if omega else {}
+    draft_probs = exact_probs(R, V, seed=1) if draft else None
+    return (exact_probs(R, V), draft_probs, exact_uniforms(R, seed=2)), kwargs
+
+
+CASES["draw_children"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 4500, 6),
+                          (1, 1, 1, 1, True), (3, 2, 30, 40, True), (2, 2, 4500, 6, True)]
+
+
+def draw_children(B, F, V, K, noise=False):
+    draft_probs = exact_probs(B * F, V).view(B, F, V)
+    if not noise:
+        return (draft_probs, exact_uniforms(B, F, K, seed=3)), {}
+    g = torch.Generator().manual_seed(V)
+    seeds, positions = torch.randint(2**62, (B,), generator=g), torch.randint(576, (B, F), generator=g)
+    return (draft_probs,), {"seeds": seeds.to(DEVICE), "positions": positions.to(DEVICE), "num_children": K}
+
+
+CASES["draft_children"] = [
+    (1, 1, 2, 1),
+    (3, 3, 64, 4, torch.bfloat16),
+    (2, 2, 33, 40, torch.float32, True, True),
+    (3, 2, 1500, 5, torch.float16, False),
+    (3, 6, 1100, 10, torch.float32, True, True, [(7.5, 1.0, 100, 1.0), (1.2, 1.0, 100, 0.8), (2.0, 0.7, 0, 1.0)]),
+    (3, 5, 64, 6, torch.float32, True, True, None, "each", "p_then_k"),
+    (3, 2, 1500, 8, torch.float32, True, False, None, "all", "p_then_k"),
+]
+
+
+def draft_children(B, F, V, K, dtype=torch.float32, uncond=True, noise=False, settings=None, ranges=None,
+                   filters="k_then_p"):
+    """The second request is greedy."""
+    (logits, uncond, *settings), ids = guided_probs(B, F, V, dtype, uncond, settings, ranges, filters)
+    draw_args, kwargs = draw_children(B, F, V, K, noise)
+    return (logits, uncond, None if noise else draw_args[1], *settings), kwargs | ids
+
+
+CASES["draft_frontier"] = [
+    (1, 1, 2, 1),
+    (2, 3, 300, 4, torch.bfloat16),
+    (3, 2, 64, 7, torch.float32, True, 2),
+    (2, 1, 1500, 5, torch.float16, False),
+    (3, 10, 1100, 10, torch.float32, True, 1, [(7.5, 1.0, 100, 1.0), (1.2, 1.0, 100, 0.8), (2.0, 0.7, 0, 1.0)]),
+    (3, 5, 64, 6, torch.float32, True, 1, None, "each", "p_then_k"),
+    (3, 2, 1500, 8, torch.float32, True, 1, None, "all", "p_then_k"),
+]
+
+
+def draft_frontier(B, F, V, K, dtype=torch.float32, uncond=True, W=1, settings=None, ranges=None, filters="k_then_p"):
+    """A level in the middle of a tree. Trees end after different levels; every request but one has an unused node."""
+    logits, kwargs = guided_probs(B, F, V, dtype, uncond, settings, ranges, filters)
+    _, scores, width = expand_tree(B, F, V, K)[0]
+    first_node = 64 * (W - 1) + F + 1
+    node = torch.arange(first_node - F, first_node)[:, None]
+    words = torch.where(torch.arange(W) == node // 64, torch.ones_like(node) << node % 64, 0)
+    words[:, 0] |= 1
+    candidates = torch.arange(F, dtype=torch.int32).repeat(B, 1) + 5
+    candidates[1:, F - 1:] = -1
+    depth = torch.tensor([4, 3, 2]).repeat(B)[:B]
+    args = (*logits[:2], scores, words.repeat(B, 1, 1).to(DEVICE), candidates.to(DEVICE), width,
+            depth.to(DEVICE), *logits[2:])
+    return args, kwargs | {"num_children": K, "level": 2, "first_node": first_node, "first_candidate": 40}
+
+
+CASES["expand_tree"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 1100, 6)]
+
+
+def expand_tree(B, F, V, K):
+    """Widths differ in the batch; every request but the first has an unused node."""
+    g = torch.Generator().manual_seed(B + F + V)
+    scores = -torch.randint(0, 8, (B, F), generator=g).float()
+    scores[1:, F - 1:] = -torch.inf
+    width = torch.tensor([K, max(K - 2, 1), 1], dtype=torch.int32).repeat(B)[:B]
+    return (exact_probs(B * F, V).view(B, F, V), scores.to(DEVICE), width.to(DEVICE)), {"num_children": K}
+
+
+CASES["codebook_neighbors"] = [(2, 1, 1), (40, 3, 39), (1100, 4, 7)]
+
+
+def codebook_neighbors(V, D, k):
+    g = torch.Generator().manual_seed(V)
+    return (torch.randint(-8, 9, (V, D), generator=g).float().to(DEVICE), k), {}

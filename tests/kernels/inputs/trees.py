@@ -1,0 +1,98 @@
+"""Inputs of the ops on trees."""
+import torch
+
+from tests.kernels.inputs.common import CASES, DEVICE, ancestors_of, random_parents
+
+CASES["select_tree"] = [(1, 0, 1), (2, 12, 6), (3, 70, 33), (3, 9, 20)]
+
+
+def select_tree(B, M, N):
+    """Scores fall along every path and are often equal. Every seventh candidate does not exist."""
+    g = torch.Generator().manual_seed(B + M + N)
+    parents = random_parents(B, M, g, unused=False) - 1
+    scores = torch.zeros(B, M)
+    steps = torch.randint(0, 3, (B, M), generator=g) / 4
+    for m in range(M):
+        parent_scores = scores.gather(1, parents[:, m:m + 1].clamp(min=0))[:, 0]
+        scores[:, m] = torch.where(parents[:, m] < 0, 0.0, parent_scores) - steps[:, m]
+    scores[:, 6::7] = -torch.inf
+    for m in range(M):  # nor are its descendants
+        is_lost = scores.gather(1, parents[:, m:m + 1].clamp(min=0))[:, 0] == -torch.inf
+        scores[:, m] = torch.where((parents[:, m] >= 0) & is_lost, -torch.inf, scores[:, m])
+    tokens = torch.randint(2**40, (B, M), generator=g)
+    size = torch.tensor([N, N // 2, 1], dtype=torch.int32).repeat(B)[:B]
+    args = tokens, scores, parents.int(), torch.arange(B), size
+    return tuple(a.to(DEVICE) for a in args), {"num_nodes": N}
+
+
+CASES["tree_links"] = [(1, 1), (2, 7), (3, 20), (4, 130)]
+
+
+def tree_links(B, N):
+    """Every third request has a parent that is out of range, every fourth no node, not even a root."""
+    g = torch.Generator().manual_seed(B + N)
+    parents = torch.cat([torch.full((B, 1), -1), random_parents(B, N - 1, g)], 1)
+    parents[2::3, N // 2:N // 2 + 1] = N
+    parents[3::4] = -2
+    return (parents.to(DEVICE, torch.int32),), {}
+
+
+CASES["tree_from_mask"] = [(1, 1), (2, 7), (3, 20), (2, 130)]
+
+
+def tree_from_mask(B, N):
+    """Every third request has a node that sees what its parent does not."""
+    (parents,), _ = tree_links(B, N)
+    words = ancestors_of(parents[:, 1:].cpu().long() % N)
+    mask = (words.repeat_interleave(64, 2) >> torch.arange(64).repeat(words.shape[2]) & 1)[..., :N] == 1
+    mask[2::3, N - 1, N // 3] ^= True
+    return (mask.to(DEVICE),), {}
+
+
+CASES["tree_from_paths"] = [(1, 1, 1, 1), (2, 5, 4, 7), (3, 9, 3, 20), (2, 70, 7, 130)]
+
+
+def tree_from_paths(B, L, D, N):
+    """Random rows, each from the root on; many nodes have two parents. Every third request has a node too many."""
+    g = torch.Generator().manual_seed(B + L + D + N)
+    paths = torch.randint(-N // 2, N, (B, L, D), generator=g).clamp(min=-2)
+    paths = torch.where(paths == 0, -1, paths)
+    paths[:, :, :1] = 0
+    paths[2::3, L // 2, D - 1] = N
+    return (paths.to(DEVICE), N), {}
+
+
+CASES["tree_paths"] = [(1, 1, 0), (2, 7, 2), (3, 20, 19), (2, 130, 4)]
+
+
+def tree_paths(B, N, max_depth):
+    (parents,), _ = tree_links(B, N)
+    return (parents, max_depth), {}
+
+
+CASES["tree_mask"] = [
+    (1, 1),
+    (2, 7, True, "packed", 20),
+    (1, 65, True, "additive", 80, torch.float16),
+    (3, 12, True, "bool", 20),
+    (1, 5, True, "additive", 9, torch.bfloat16),
+    (2, 9, False, "packed"),
+    (3, 12, True, "packed_rows", 43, torch.float32, True),
+    (2, 70, False, "bool", 100, torch.float32, True),
+]
+
+
+def tree_mask(B, N, lengths=False, form="bool", columns=None, dtype=torch.float32, start=False):
+    """Ancestor bits of trees with unused slots; lengths from 0 to more than there are columns.
+
+    start: nodes begin before the end of the cached columns, after it, and out of sight.
+    """
+    g = torch.Generator().manual_seed(B + N)
+    ancestors = ancestors_of(random_parents(B, N - 1, g))
+    if N % 64:
+        ancestors[1::2, :, -1] |= -2**63  # bits beyond the last node are nothing
+    each_length = torch.tensor([0, 3, 2**20], dtype=torch.int32).roll(-1 if B < 3 else 0).repeat(B)[:B].to(DEVICE)
+    kwargs = {"form": form, "columns": columns, "dtype": dtype}
+    if start:
+        kwargs["start"] = torch.tensor([5, -2, 2**62]).repeat(B)[:B].to(DEVICE)
+    return (ancestors.to(DEVICE), each_length if lengths else None), kwargs

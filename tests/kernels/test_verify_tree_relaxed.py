@@ -1,0 +1,220 @@
+"""verify_tree with neighbors, on trees small enough to verify by hand: cutoffs, residuals and their ends."""
+import pytest
+
+from specvis_kernels import EMPTY_RESIDUAL
+from tests.kernels.test_verify_tree import NAN, ROW, TABLE, verify
+
+
+@pytest.mark.parametrize("cutoff, delta, relaxed_mass", [
+    # Token 2 has 1/8; its neighbors 3, 1, 0 have 1/8, 1/4, 1/2: running sums 1/8, 3/8, 7/8.
+    ("tvd", -1.0, 0.125),
+    ("tvd", NAN, 0.125),
+    ("tvd", 0.124, 0.125),
+    ("tvd", 0.125, 0.25),
+    ("tvd", 0.375, 0.5),
+    ("tvd", 0.875, 1.0),
+    ("ratio", 0.99, 0.125),
+    ("ratio", 1.0, 0.25),
+    ("ratio", 3.0, 0.5),    # 3 / 8
+    ("ratio", 6.99, 0.5),
+    ("ratio", 7.0, 1.0),
+    # S = r = 1/8: h = 3/16, [1/8 ln 2 + 1/8 ln(2/3) + 1/4 ln(4/3)] / 2 = (0.08664 - 0.05068 + 0.07192) / 2
+    # = 0.05394
+    ("jsd", 0.0539, 0.125),
+    ("jsd", 0.0540, 0.25),
+])
+def test_cutoffs(backend, cutoff, delta, relaxed_mass):
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=TABLE, delta=delta, cutoff=cutoff)
+    below, at = relaxed_mass - 2.0**-10, relaxed_mass
+    assert verify(backend, [ROW], uniforms=[0.0, below], **tree) == ([1], 0, relaxed_mass - 0.125, 0)
+    if relaxed_mass < 1:
+        assert verify(backend, [ROW], uniforms=[0.0, at], **tree) == ([], 0, relaxed_mass - 0.125, 0)
+
+
+@pytest.mark.parametrize("cutoff, delta, relaxed_mass, masses", [
+    ("tvd", 0.124, 0.125, [4, 2, 0, 1]),
+    ("tvd", 0.125, 0.25, [4, 2, 0, 0]),
+    ("tvd", 0.375, 0.5, [4, 0, 0, 0]),
+    ("jsd", 0.0539, 0.125, [4, 2, 0, 1]),
+    ("jsd", 0.0540, 0.25, [4, 2, 0, 0]),
+])
+def test_neighbors_far_down_the_list(backend, cutoff, delta, relaxed_mass, masses):
+    """Token 2's neighbors 3 and 1 are among ids that do not exist, further apart than one warp looks at once."""
+    neighbors = [[7] * 70 + [3] + [7] * 140 + [1]] * 4
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=neighbors, delta=delta, cutoff=cutoff, residual="relaxed")
+    assert verify(backend, [ROW], uniforms=[0.0, relaxed_mass - 2.0**-10], **tree)[0] == [1]
+    for i in range(sum(masses)):
+        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
+        got = verify(backend, [ROW], uniforms=[(i + 0.5) / sum(masses), relaxed_mass], **tree)
+        assert got == ([], token, relaxed_mass - 0.125, 0)
+
+
+def test_the_cutoff_is_of_the_rest(backend):
+    """Token 0 is rejected first: of the rest token 2 and its neighbor 3 have 1/4 each, token 1 1/2."""
+    tree = dict(tokens=[9, 0, 2], parents=[-1, 0, 0], neighbors=TABLE, delta=0.125)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.249], **tree)[0] == [2]
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.25], **tree)[0] == []    # 1/4 is over 1/8
+    tree["delta"] = 0.25  # token 0 keeps its neighbor 1 and is rejected from 3/4 on
+    assert verify(backend, [ROW], uniforms=[0.0, 0.75, 0.499], **tree)[0] == [2]  # and within 1/4
+    assert verify(backend, [ROW], uniforms=[0.0, 0.75, 0.5], **tree)[0] == []     # token 1 would make 3/4
+
+
+@pytest.mark.parametrize("residual, neighbors, delta, masses", [
+    # Token 2 (1/8) with neighbor 3 (1/8) kept is rejected. The rest, in eighths:
+    ("optimal", TABLE, 0.125, [4, 2, 0, 1]),
+    ("relaxed", TABLE, 0.125, [4, 2, 0, 0]),
+    ("relaxed", TABLE, 0.375, [4, 0, 0, 0]),                                  # 3 and 1 kept
+    ("relaxed", TABLE, 0.124, [4, 2, 0, 1]),                                  # none kept
+    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], 0.125, [4, 0, 0, 0]),      # 3 kept, and one more goes
+    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], 1.0, [4, 0, 0, 0]),        # the last column is never kept
+    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], 0.124, [4, 2, 0, 1]),      # none kept
+    ("released", [[1, 2], [0, 2], [3, 0], [2, 1]], 0.125, [0, 2, 0, 0]),
+])
+def test_residuals_of_a_point_mass(backend, residual, neighbors, delta, masses):
+    """Over a grid of uniforms, the next token is distributed as the masses."""
+    total = sum(masses)
+    for i in range(total):
+        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
+        got = verify(backend, [ROW], [9, 2], [-1, 0], [(i + 0.5) / total, 0.99], neighbors=neighbors, delta=delta,
+                     residual=residual)
+        assert got[:2] == ([], token) and got[3] == 0
+
+
+@pytest.mark.parametrize("residual, neighbors, masses", [
+    # The draft 1/4 1/4 1/2 0 gave token 2; with neighbor 3 its mass is 1/4: accepted iff u / 2 < 1/4.
+    # Then, in eighths:
+    ("optimal", TABLE, [2, 0, 0, 1]),                              # 4 2 1 1 less 2 2 4 0
+    ("relaxed", TABLE, [2, 0, 0, 0]),                              # 4 2 2 0 less 2 2 4 0
+    ("released", [[1, 2], [0, 2], [3, 1], [2, 1]], [2, 2, 0, 1]),  # 4 2 1 1 less 2 - 4 -: 3 and 1 are protected
+    ("released", [[1, 2], [0, 2], [3, 0], [2, 1]], [4, 0, 0, 1]),  # 4 2 1 1 less - 2 4 -: 3 and 0 are protected
+])
+def test_residuals_of_a_sampled_child(backend, residual, neighbors, masses):
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=neighbors, delta=0.125, residual=residual,
+                draft=[[0.25, 0.25, 0.5, 0.0]])
+    assert verify(backend, [ROW], uniforms=[0.0, 0.49], **tree) == ([1], 0, 0.25, 0)  # 1/2 against 1/4
+    total = sum(masses)
+    for i in range(total):
+        token = next(v for v in range(4) if sum(masses[:v + 1]) > i)
+        assert verify(backend, [ROW], uniforms=[(i + 0.5) / total, 0.5], **tree) == ([], token, 0.25, 0)
+
+
+def test_relaxed_below_omega_1_leaves_of_the_child_what_was_moved_to_it(backend):
+    """Omega 1/2: token 2, 2/16 and neighbor 3's 2/16, against 3/16 drafted, is accepted iff 3 u / 16 < 2/16.
+
+    Otherwise 8 4 4 0 less 4 8 3 1 (of 16) leaves 4 0 1 0.
+    """
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=TABLE, delta=0.125, residual="relaxed", omega=[0.5],
+                draft=[[0.25, 0.5, 0.1875, 0.0625]])
+    assert verify(backend, [ROW], uniforms=[0.0, 0.66], **tree)[0] == [1]
+    assert verify(backend, [ROW], uniforms=[0.79, 0.67], **tree)[:2] == ([], 0)
+    assert verify(backend, [ROW], uniforms=[0.81, 0.67], **tree)[:2] == ([], 2)
+
+
+def test_protected_neighbors_are_protected_once(backend):
+    """Two siblings, `released`. The draft 2 2 4 0 (of 8) gave token 2, rejected: 4 2 1 1 less 2 - 4 - is
+    2 2 0 1.
+
+    Then the draft is 4 4 0 0 (of 8), protected neighbors and all, and token 1 has 2/5 of the rest. Its
+    neighbor 0 is too heavy to be kept: it is accepted iff u / 2 < 2/5. Otherwise 2/5 - 1/2, 2/5 - 1/2, 0, 1/5
+    leaves token 3.
+    """
+    tree = dict(tokens=[9, 2, 1], parents=[-1, 0, 0], neighbors=[[1, 2], [0, 2], [3, 1], [2, 1]], delta=0.125,
+                residual="released", draft=[[0.25, 0.25, 0.5, 0.0]])
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.79], **tree)[0] == [2]
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.81], **tree)[:2] == ([], 3)
+
+
+def test_an_id_listed_twice_is_removed_once(backend, monkeypatch):
+    """Out of the contract, but equal on all backends: its mass counts twice in the relaxed mass."""
+    if backend == "triton":
+        from specvis_kernels.triton import _rows
+        monkeypatch.setitem(_rows.MAX_BLOCK, "k", 1)
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=[[1, 2], [0, 2], [3, 3], [2, 1]], delta=0.25)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.374], **tree)[0] == [1]
+    # relaxed: 4 2 0 0 (of 8) remains
+    assert verify(backend, [ROW], uniforms=[0.66, 0.375], residual="relaxed", **tree)[:2] == ([], 0)
+    assert verify(backend, [ROW], uniforms=[0.99, 0.375], residual="relaxed", **tree)[:2] == ([], 1)
+    # released: 4 2 1 1 less 2 1 4 -, token 3 protected, is 2 1 0 1
+    tree |= dict(draft=[[0.25, 0.125, 0.5, 0.125]], residual="released")
+    for cell, token in enumerate([0, 0, 1, 3]):
+        assert verify(backend, [ROW], uniforms=[(cell + 0.5) / 4, 0.9], **tree)[:2] == ([], token)
+
+
+@pytest.mark.parametrize("cutoff", ["tvd", "ratio", "jsd"])
+def test_neighbors_never_lend_more_than_there_is(backend, cutoff):
+    """Token 2 has 1/8. Its neighbor with 1/2 is listed 20000 times, and counts once: twice would be 9/8."""
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=[[code] * 20000 for code in (1, 2, 0, 1)], delta=1e30,
+                cutoff=cutoff, residual="relaxed")
+    assert verify(backend, [ROW], uniforms=[0.0, 0.624], **tree)[0] == [1]
+    assert verify(backend, [ROW], uniforms=[0.66, 0.625], **tree)[:2] == ([], 1)  # 0 2 0 1 (of 8) remains
+    assert verify(backend, [ROW], uniforms=[0.67, 0.625], **tree)[:2] == ([], 3)
+    tree |= dict(draft=[[0.5, 0.25, 0.25, 0.0]], omega=[0.0])  # 0 2 5 1 less 4 2 2 0 is 0 0 3 1
+    assert verify(backend, [ROW], uniforms=[0.74, 0.0], **tree)[:2] == ([], 2)
+    assert verify(backend, [ROW], uniforms=[0.75, 0.0], **tree)[:2] == ([], 3)
+
+
+def test_a_token_that_is_its_own_neighbor_keeps_what_was_moved_to_it(backend):
+    """Out of the contract, but equal on all backends. Omega 1/2: token 2 has 1/8 and moves its own and 3's 1/8
+    to itself, 3/8, against 2/8 drafted: accepted iff u * 2 < 3 / 2. Otherwise 4 2 3 0 less 4 2 2 0 leaves it.
+    """
+    tree = dict(tokens=[9, 2], parents=[-1, 0], neighbors=[[1, 2], [0, 2], [2, 3], [2, 1]], delta=0.25,
+                omega=[0.5], residual="relaxed", draft=[[0.5, 0.25, 0.25, 0.0]])
+    assert verify(backend, [ROW], uniforms=[0.0, 0.749], **tree)[0] == [1]
+    assert verify(backend, [ROW], uniforms=[0.0, 0.75], **tree)[::3] == ([], 0)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.75], **tree)[1] == 2
+
+
+def test_an_empty_residual_falls_back_to_the_target(backend):
+    """Released: token 2 and all its neighbors are zeroed, which is all there is. The row comes back."""
+    tree = dict(neighbors=TABLE, delta=0.125, residual="released")
+    got = verify(backend, [ROW], [9, 2], [-1, 0], [0.49, 0.5], **tree)
+    assert got[:2] == ([], 0) and got[3] == EMPTY_RESIDUAL
+    got = verify(backend, [ROW], [9, 2], [-1, 0], [0.5, 0.5], **tree)
+    assert got[:2] == ([], 1) and got[3] == EMPTY_RESIDUAL
+    # The next sibling is held against the target again: token 0 has 1/2.
+    assert verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.5, 0.49], **tree)[::3] == ([2], EMPTY_RESIDUAL)
+    # and rejected, it leaves 1/4 1/8 1/8 as if nothing had happened (its neighbors are too heavy).
+    got = verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.5, 0.5, 0.5], **tree)
+    assert got[:2] == ([], 2) and got[3] == EMPTY_RESIDUAL
+
+
+def test_an_empty_residual_becomes_uniform(backend):
+    """As above, but each token has 1/4 then, for the next token and for the next sibling."""
+    tree = dict(neighbors=TABLE, delta=0.125, residual="released", empty="uniform")
+    for token in range(4):
+        got = verify(backend, [ROW], [9, 2], [-1, 0], [(token + 0.5) / 4, 0.5], **tree)
+        assert got[:2] == ([], token) and got[3] == EMPTY_RESIDUAL
+    two = dict(tokens=[9, 2, 0], parents=[-1, 0, 0], **tree)
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.249], **two)[::3] == ([2], EMPTY_RESIDUAL)
+    assert verify(backend, [ROW], uniforms=[0.34, 0.5, 0.25], **two)[:2] == ([], 2)  # of 0, 1/3, 1/3, 1/3
+    # A sampled child: after token 0 the draft has 0, 1/2, 1/4, 1/4. So token 1 is accepted iff u / 2 < 1/4 / 2; else
+    # only token 0 has more than the draft.
+    two = dict(tokens=[9, 0, 1], parents=[-1, 0, 0], draft=[ROW], omega=[0.5, 0.5], residual="relaxed", empty="uniform")
+    assert verify(backend, [ROW], uniforms=[0.0, 0.5, 0.249], **two)[::3] == ([2], EMPTY_RESIDUAL)
+    assert verify(backend, [ROW], uniforms=[0.99, 0.5, 0.25], **two)[:2] == ([], 0)
+    # Emptied twice: of two tokens only the second remains, and goes as well.
+    twice = dict(omega=[0.5], residual="relaxed", empty="uniform", max_depth=1)
+    got = verify(backend, [[1.0, 0.0]], [9, 0, 0, 1], [-1, 0, 0, 0], [0.75, 0.5, 0.25, 0.5], **twice)
+    assert got == ([], 1, 0, EMPTY_RESIDUAL)
+    # In fixed point three tokens have 2**42 // 3 each, and the row's total is three times that.
+    third = dict(rows=[[1.0, 0.0, 0.0]], tokens=[9, 0], parents=[-1, 0], **twice)
+    tokens = [verify(backend, uniforms=[u, 0.5], **third)[1] for u in (0.333, 0.334, 0.666, 0.667, 1.0)]
+    assert tokens == [0, 1, 1, 2, 2]
+
+
+def test_an_empty_residual_of_a_sampled_child(backend):
+    """Relaxed with omega 1/2 and a draft equal to the target: everything is taken away at u >= 1/2."""
+    got = verify(backend, [ROW], [9, 0], [-1, 0], [0.99, 0.5], draft=[ROW], omega=[0.5], residual="relaxed")
+    assert got == ([], 3, 0, EMPTY_RESIDUAL)
+
+
+def test_tv_excess_counts_only_what_is_reached(backend):
+    """Omega 2. Token 2: 2/8 against 1/8. Then, with 3/4, token 0: 8/7, so 1, against 4/7 of the rest."""
+    got = verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.25, 0.999], omega=[2.0, 1.0])
+    assert got[0] == [2] and got[2] == pytest.approx(1 / 8 + 3 / 4 * 3 / 7, abs=1e-6)
+    got = verify(backend, [ROW], [9, 2, 0], [-1, 0, 0], [0.0, 0.24, 0.999], omega=[2.0, 1.0])
+    assert got[0] == [1] and got[2] == 1 / 8
+
+
+# A deep, ragged tree: 0 -> 1 2 3; 1 -> 4 5; 2 -> 6; 4 -> 7; 7 -> 8; 5 -> 9. Its rows are uniform, so
+# siblings have 1/4, 1/3, 1/2.
