@@ -85,7 +85,8 @@ def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
 def test_the_table_of_ops_is_the_truth():
     page = (DOCS / "ops.md").read_text()
     table = page[page.index("| op |"):].partition("\n\n")[0]
-    rows = re.findall(r"^\| \[`(\w+)`\]\(#\1\) \|[^|]*\| (all|none|[^|]*\+\+[^|]*|Triton) \|$", table, re.M)
+    rows = re.findall(r"^\| \[`(\w+)`\]\(#\1\) \|[^|]*\| (all|none|[^|]*\+\+[^|]*|Triton) \| "
+                      r"\[\1\.py\]\(\.\./specvis_kernels/\1\.py\) \|$", table, re.M)
     assert len(rows) == table.count("\n") - 1 and {name for name, _ in rows} == set(specvis_kernels.ops())
     for name, kernels in rows:
         files = {"C++": ROOT / "csrc" / f"{name}.cpp", "CUDA C++": ROOT / "csrc" / f"{name}.cu",
@@ -100,7 +101,19 @@ def test_the_readme_names_every_op_once():
 
 
 def test_every_op_is_explained():
-    assert set(re.findall(r"^## (\w+)$", (DOCS / "ops.md").read_text(), re.M)) == set(specvis_kernels.ops())
+    """Its heading on the page has its docstring, which tests/laws/test_docstrings.py runs."""
+    page = (DOCS / "ops.md").read_text()
+    explained = re.findall(r"^### (\w+)\n\n(?:!?\S.*\n\n)*::: specvis_kernels\.\1\.\1$", page, re.M)
+    assert sorted(explained) == sorted(specvis_kernels.ops())
+
+
+@pytest.mark.parametrize("page", [DOCS / "ops.md", DOCS / "api.md"], ids=name_of)
+def test_what_a_page_takes_from_the_source_is_there(page):
+    """mkdocstrings puts the docstring of an object in the place of its name."""
+    names = re.findall(r"^::: ([\w.]+)\.(\w+)$", page.read_text(), re.M)
+    assert names and len(names) == page.read_text().count("\n:::")
+    for module, name in names:
+        assert getattr(import_module(module), name).__doc__, f"{module}.{name}"
 
 
 def test_every_command_is_in_the_table_of_the_design():
