@@ -1,4 +1,4 @@
-"""Two methods side by side: the same prompts and seeds, how many target forwards and seconds each takes.
+"""Two methods side by side: the same prompts and seeds, the target forwards and seconds of each.
 
     python examples/compare_methods.py --methods vanilla jacobi eagle1 --pictures 4
 
@@ -21,7 +21,7 @@ print(f"{'method':24}{'tau':>8}{'target_forwards':>17}{'seconds':>9}")
 rows = []
 for text in options.methods:
     method = parse_method(text)
-    pipeline.check(method)  # what it needs is made ready before the clock starts
+    pipeline.check(method)  # prepares the method before the clock starts
     start = time.perf_counter()
     decoded = pipeline.tokens(prompts, method, sampling)
     seconds = time.perf_counter() - start

@@ -1,9 +1,9 @@
-"""A decoder with LANTERN's interfaces, as it stands and with the ops in it: `specvis_kernels.compat.lantern.patch`.
+"""A decoder with LANTERN's interfaces, without and with the ops: `specvis_kernels.compat.lantern.patch`.
 
     python examples/lantern.py
 
-The decoder is a stand-in: one layer of attention on random weights, which offers what the release's EaModel offers,
-with loops of its own in plain torch. `generate` is not touched by the patch.
+The decoder has one layer of attention with random weights, and the methods of the release's EaModel, with its own
+loops in plain torch. The patch does not change `generate`.
 """
 import argparse
 import random
@@ -18,7 +18,7 @@ CODES, DIM, PREFIX, COLUMNS = 4096, 32, 4, 512
 
 
 class TopKLogitsWarper:
-    """As transformers' logits processor of this name, by which the ops know it."""
+    """Transformers' logits processor of this name; the ops recognize it by the name."""
 
     def __init__(self, top_k):
         self.top_k = top_k
@@ -48,7 +48,7 @@ class Target:
         self.current_length_data = torch.zeros(2, dtype=torch.int64)
 
     def read(self, ids, position_ids):
-        """The hidden states behind tokens (2, n), which are cached; a token sees those before it, a node its path."""
+        """The hidden states of tokens (2, n), which are cached; a token sees all earlier ones, a node its path."""
         length, n = int(self.current_length_data[0]), ids.shape[1]
         x = self.embedding[ids] + self.condition
         placed = x + self.positions[position_ids]
@@ -62,7 +62,7 @@ class Target:
 
 
 class Model:
-    """The draft layer: it knows the newest token, and not what stands before it."""
+    """The draft layer: it knows only the newest token."""
 
     total_tokens, depth, top_k = 58, 4, 10
 

@@ -1,4 +1,4 @@
-"""One op: a draft tree is verified, and the tokens that come out are distributed as the target's.
+"""One op: a draft tree is verified, and the emitted tokens are distributed as the target's.
 
     python examples/one_op.py
 
@@ -14,12 +14,12 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--requests", type=int, default=20000, help="how many times, side by side")
 B = parser.parse_args().requests
 
-# Two models of 8 tokens. Row x of each: the probabilities of what follows token x.
+# Two models of 8 tokens. Row x of each has the probabilities of the token after x.
 generator = torch.Generator().manual_seed(0)
 target = torch.randn(8, 8, generator=generator).softmax(-1)
 draft = (target.log() + 0.5 * torch.randn(8, 8, generator=generator)).softmax(-1)
 
-# The tree: node 0 is the newest token, nodes 1 to 3 are drafts of what follows it, drawn without replacement.
+# The tree: node 0 is the newest token, nodes 1 to 3 are drafts of the next token, drawn without replacement.
 root = torch.full((B, 1), 5)
 draft_probs = draft[root]                                                      # (B, 1, 8): the root's row
 children = draw_children(draft_probs, torch.rand(B, 1, 3, generator=generator))
@@ -31,7 +31,7 @@ draft_row = torch.tensor([[0, -1, -1, -1]])                                    #
 result = verify_tree(target[tokens], tokens, links.first_child, links.next_sibling,
                      torch.rand(B, 4, generator=generator), draft_probs=draft_probs, draft_row=draft_row, max_depth=1)
 
-child = tokens.gather(1, result.accepted_nodes.clamp(min=0).long())[:, 0]   # meaningless where none was accepted
+child = tokens.gather(1, result.accepted_nodes.clamp(min=0).long())[:, 0]   # meaningless if no draft was accepted
 first = torch.where(result.num_accepted > 0, child, result.next_token)      # the first new token of each request
 measured = first.bincount(minlength=8) / B
 print("token       " + "".join(f"{x:8}" for x in range(8)))

@@ -13,7 +13,7 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--out", default="heart.png")
 options = parser.parse_args()
 
-pipeline = Pipeline.load()  # the model that comes along; Pipeline.load(folder) for one that you trained
+pipeline = Pipeline.load()  # the shipped model; Pipeline.load(folder) for your own
 sampling = pipeline.sampling([options.seed])
 decoded = pipeline.tokens([options.prompt], options.method, sampling)
 pipeline.pictures(decoded.tokens)[0].resize((256, 256)).save(options.out)

@@ -3,7 +3,7 @@
     python examples/own_loop.py
 
 Needs torch and specvis_kernels only. The model is a GPT of two layers with random weights. A request's seed and a
-token's position decide the noise of a draw, so the three loops draw the same pictures; two of them in fewer forwards.
+token's position decide the noise of a draw, so the three loops draw equal pictures, two of them in fewer forwards.
 """
 import argparse
 
@@ -14,7 +14,7 @@ from specvis_kernels import check_status, commit_kv, draw_tokens, tree_links, tr
 
 VOCAB, GRID, DIM, HEADS, LAYERS = 64, 8, 48, 4, 2
 LENGTH = GRID * GRID
-CLASSES = 10                                       # their ids come after the VOCAB; the last one is the null condition
+CLASSES = 10                                       # ids after the VOCAB; the last one is the null condition
 SETTINGS = dict(guidance=2.0, temperature=1.0, top_k=0, top_p=0.95)
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -46,7 +46,7 @@ class Model(nn.Module):
         self.layers, self.head = nn.ModuleList(Layer() for _ in range(LAYERS)), nn.Linear(DIM, VOCAB)
 
     def forward(self, tokens, positions, columns, mask, cache):
-        """(R, N) tokens, their positions, their columns of the cache and what they see (R, N, T) -> (R, N, VOCAB)."""
+        """(R, N) tokens, their positions, their columns of the cache, their mask (R, N, T) -> logits (R, N, VOCAB)."""
         x = self.tokens(tokens) + self.positions(positions)
         for layer, part in zip(self.layers, cache):
             x = layer(x, columns, mask, part)
@@ -77,7 +77,7 @@ class Reader:
 def one_by_one():
     reader = Reader(LENGTH)
     image = reader.first_tokens()
-    for position in range(1, LENGTH):              # the newest token goes to this column, after the condition's
+    for position in range(1, LENGTH):              # the newest token's column, after the condition's
         at = torch.full((B, 1), position)
         logits = reader.read(image[:, -1:], at, at, torch.ones(B, 1, position + 1, dtype=torch.bool))
         image = torch.cat([image, draw_tokens(*logits, **SETTINGS, seeds=seeds, positions=at).tokens], 1)
@@ -85,21 +85,21 @@ def one_by_one():
 
 
 def jacobi():
-    room = LENGTH + WINDOW + 1                     # what is drawn past an image's end is cut off
+    room = LENGTH + WINDOW + 1                     # draws past an image's end are cut off
     reader = Reader(room)
     image, guesses = torch.zeros(2, B, room + GRID, dtype=torch.int64)
     image[:, :1], counts = reader.first_tokens(), torch.ones(B, dtype=torch.int64)
     node = torch.arange(WINDOW + 1)                # node 0 is the newest token, the others are guesses
     while (counts < LENGTH).any():
-        columns = counts[:, None] + node           # of the nodes; the row of each predicts the token of this index
+        columns = counts[:, None] + node           # of the nodes; each row predicts the token of this index
         tokens = torch.where(node == 0, image.gather(1, columns - 1), guesses.gather(1, columns - 1))
         logits = reader.read(tokens, columns, columns, torch.arange(room) <= columns[..., None])
         # Row n's guess is the token of node n + 1. The last row has none.
         guesses_of_rows = nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)
         drawn = draw_tokens(*logits, **SETTINGS, seeds=seeds, positions=columns, guesses=guesses_of_rows, ahead=GRID)
         check_status(drawn.status)
-        # The guesses that stand and the draw after them are final. The draws after that are better guesses, and
-        # ahead_tokens are first guesses of the tokens one row of the image below.
+        # The accepted guesses and the draw after them are final. The later draws are better guesses, and ahead_tokens
+        # are first guesses of the tokens one row of the image below.
         image.scatter_(1, columns, torch.where(node <= drawn.num_accepted[:, None], drawn.tokens, 0))
         guesses.scatter_(1, columns + GRID, drawn.ahead_tokens).scatter_(1, columns, drawn.tokens)
         counts = (counts + drawn.num_accepted + 1).clamp(max=LENGTH)
@@ -107,8 +107,8 @@ def jacobi():
 
 
 def tree():
-    parents = [-1, 0, 0, 0, 1, 1, 2]               # one tree for all requests. Node n is the token that comes at place
-    ranks, depth = [0, 0, 1, 2, 0, 1, 0], 2        # ranks[n] of those that are likeliest after its parent alone
+    parents = [-1, 0, 0, 0, 1, 1, 2]               # one tree for all requests. Node n is number ranks[n] of the
+    ranks, depth = [0, 0, 1, 2, 0, 1, 0], 2        # likeliest tokens after its parent alone
     links = tree_links(torch.tensor([parents]))
     node = torch.arange(len(parents))
     reader = Reader(LENGTH + len(parents))
@@ -129,7 +129,7 @@ def tree():
                                  seeds=seeds, positions=positions, max_depth=depth)
         check_status(verified.status)
         commit_kv(reader.cache.flatten(0, 1), verified.accepted_nodes, verified.num_accepted, counts, row_dim=1,
-                  column_dim=2)                    # the accepted nodes' keys and values move to after the root's
+                  column_dim=2)                    # the accepted nodes' keys and values follow the root's
         accepted = tokens.gather(1, verified.accepted_nodes.clamp(min=0).long())
         step, num_accepted = torch.arange(depth + 1), verified.num_accepted[:, None]
         new = torch.where(step < num_accepted, nn.functional.pad(accepted, (0, 1)), verified.next_token[:, None])

@@ -1,9 +1,9 @@
-"""A model of your own, decoded speculatively: what `specvis.models.interface.TargetModel` asks for, and no more.
+"""A model of your own, decoded speculatively: only what `specvis.models.interface.TargetModel` needs.
 
     python examples/own_model.py
 
-The model is one layer of attention on random weights. A noisy copy of it drafts, except where the method is jacobi,
-which needs no drafter.
+The model is one layer of attention on random weights. A noisy copy of it is the draft model; the method
+`jacobi` needs none.
 """
 import argparse
 from copy import deepcopy
@@ -18,7 +18,7 @@ from specvis_kernels import commit_kv
 
 
 class OwnCache:
-    """Keys and values of what was read: R rows of columns."""
+    """Keys and values of the tokens read: R rows of columns."""
 
     def __init__(self, rows, columns, dim):
         self.keys, self.values = torch.zeros(2, rows, columns, dim)
@@ -33,7 +33,7 @@ class OwnCache:
 
 
 class OwnModel(nn.Module):
-    """Images of 4 x 4 tokens, each one of 32, behind a condition of 2 entries."""
+    """Images of 4 x 4 tokens with 32 values, after a condition of 2 entries."""
 
     prefix_len, grid, vocab_size = 2, 4, 32
 

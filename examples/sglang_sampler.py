@@ -1,8 +1,8 @@
-"""A verification step with SGLang's tensors: trees are built and verified, and held against the rule in plain Python.
+"""A verification step with SGLang's tensors: it builds and verifies trees, and compares with the rule in plain Python.
 
     python examples/sglang_sampler.py
 
-Needs torch and specvis_kernels only. The drafter and the target are random; the data have SGLang's layout.
+Needs torch and specvis_kernels only. Both models are random; the data have SGLang's layout.
 """
 import argparse
 
@@ -16,8 +16,8 @@ B = parser.parse_args().requests
 topk, depth, N, V, num_steps = 4, 3, 12, 64, 3  # N nodes of a tree, of which a path of num_steps can be accepted
 generator = torch.Generator().manual_seed(0)
 
-# What SGLang's drafter hands over. Candidates 0 to 3 follow the root. Each of them is expanded, 4 to 19 follow them.
-# Of these the best four are expanded, and 20 to 35 follow those. parent_list says which candidate stands in which slot.
+# The output of SGLang's draft model. Candidates 0 to 3 follow the root. Each of them is expanded, 4 to 19 follow them.
+# The best four of these are expanded, and 20 to 35 follow them. parent_list says which candidate is in which slot.
 scores = torch.rand(B, topk, generator=generator).sort(descending=True).values
 second = (scores[:, :, None] * torch.rand(B, topk, topk, generator=generator)).flatten(1)
 best = second.topk(topk).indices.sort().values
@@ -36,7 +36,7 @@ retrive_index, retrive_next_token, retrive_next_sibling = torch.full((3, B, N), 
 build_tree_kernel_efficient(parent_list, selected_index, seq_lens, tree_mask, positions, retrive_index,
                             retrive_next_token, retrive_next_sibling, topk, depth, N)
 
-# One target forward reads B N tokens at these positions under this mask. Then what it says is verified.
+# One target forward reads B N tokens at these positions with this mask. Then the drafts are verified.
 likely = tokens.gather(1, retrive_next_token.clamp(min=0))[..., None]  # each node's first child
 target_probs = (2 * torch.randn(B, N, V, generator=generator)).scatter(2, likely, 6).softmax(-1)
 uniforms, last_uniforms = torch.rand(B, N, generator=generator), torch.rand(B, generator=generator)

@@ -1,10 +1,10 @@
-"""A causal language model of transformers, decoded by `jacobi`: the same tokens as one by one, in fewer forwards.
+"""A causal language model of transformers, decoded by `jacobi`: the tokens of plain decoding, in fewer forwards.
 
     python examples/transformers_model.py
 
 Needs `pip install transformers`. The model is tiny and random, and nothing is downloaded. Its vocabulary is mixed: ids
-of text, then ids of image codes, then one that ends each row. What `ImageModel` is told of it is all that another such
-model needs; for Chameleon, Emu3 and Janus-Pro it is known (docs/families.md).
+of text, then ids of image codes, then one id that ends each row. Another such model needs only these arguments of
+`ImageModel`; for Chameleon, Emu3 and Janus-Pro they are known (docs/families.md).
 """
 import argparse
 
@@ -26,9 +26,9 @@ config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hi
 model = LlamaForCausalLM(config).eval().requires_grad_(False)
 target = ImageModel(model, ids=range(32, 96), prefix_len=5, grid=(6, 8), null_prompt=[0], newline=96)
 if "cpu" in backends("decoder_layers"):
-    target.use_decoder_layers()  # on a CPU: every token but the prompt is read by one op
+    target.use_decoder_layers()  # on a CPU one op reads every token but the prompt
 
-prompts = [[3, 14, 15], [9, 2, 6, 5, 30], [7, 9, 31, 2, 8]]  # of ids; shorter ones are padded on the left
+prompts = [[3, 14, 15], [9, 2, 6, 5, 30], [7, 9, 31, 2, 8]]  # ids; shorter prompts are padded on the left
 condition, is_real = target.condition(prompts)
 sampling = Sampling.of([0, 1, 2], guidance=1.5, temperature=options.temperature, top_k=20)
 method = parse_method(options.method)

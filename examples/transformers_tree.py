@@ -2,8 +2,8 @@
 
     python examples/transformers_tree.py
 
-Needs `pip install transformers`. The model is tiny and random, and nothing is downloaded. The tokens are the same as
-one by one, in fewer forwards.
+Needs `pip install transformers`. The model is tiny and random, and nothing is downloaded. All methods give equal
+tokens, two of them in fewer forwards.
 """
 import argparse
 
@@ -22,25 +22,25 @@ config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hi
                      num_key_value_heads=2, head_dim=8, initializer_range=0.1, pad_token_id=0, eos_token_id=None)
 model = LlamaForCausalLM(config).eval()
 
-# A drafter: the model's own answer to the last token alone, with image tokens only, ids 32 to 95.
+# The draft model: the model's own answer to the last token alone, with image tokens only, ids 32 to 95.
 table = model(torch.arange(96)[:, None]).logits[:, 0].detach()
 table[:, :32] = -torch.inf
 table = table.softmax(-1)
 
 
 def draft(sequences, mask):
-    """All tokens so far (B, F, T), and which of them are real -> (B, F, V) probabilities of what follows."""
+    """All tokens so far (B, F, T), and which of them are real -> (B, F, V) probabilities of the next token."""
     return table[sequences[..., -1]]
 
 
-# Two prompts, the shorter one padded on the left. Their guidance pair: the same without the prompt.
+# Two prompts, the shorter one padded on the left. Guidance compares with a sequence without the prompt.
 prompts = torch.tensor([[0, 0, 41, 8, 20], [3, 17, 5, 60, 2]])
 settings = dict(
     attention_mask=(prompts != 0).long(), max_new_tokens=options.max_new_tokens, guidance=1.5,
     unconditional_ids=torch.tensor([[2]]), id_range=(32, 96), seeds=[0, 1], do_sample=options.temperature > 0)
 if options.temperature > 0:
     settings.update(temperature=options.temperature, top_k=40)
-choices = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]  # of each node: its first child, its second, ..
+choices = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]  # paths: (0, 1) is the second child of (0,)
 methods = {
     "one at a time": dict(custom_generate=jacobi_generate, window=0),
     "tree": dict(custom_generate=tree_generate, draft=draft, choices=choices),
