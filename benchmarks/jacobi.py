@@ -24,11 +24,11 @@ import torch
 
 from benchmarks import harness
 from specvis.cli.options import FILTERS, PROMPTS
-from specvis.decoding.discrete import Decoded
-from specvis.decoding.drafting import chain_ancestors
-from specvis.decoding.jacobi import TAU
+from specvis.decoding.decoded import Decoded
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling
+from specvis.decoding.trees import chain_ancestors
+from specvis.decoding.window import TAU
 from specvis.models.interface import Nodes
 from specvis.models.llamagen import GPT, class_config
 from specvis.pipelines.discrete import Pipeline

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specvis.decoding.discrete import Decoded, Progress
+from specvis.decoding.decoded import Decoded, Progress
 from specvis.decoding.methods import Method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.decoding.trees import static_tree
@@ -143,7 +143,7 @@ class Drafts:
         self.cache = drafter.new_cache(drafter.prefix_len + num_tokens + method.max_nodes + method.max_depth
                                        + method.max_width * method.max_depth + 1)
         if method.drafting == "static":
-            self.tree = static_tree(method.tree)
+            self.tree = static_tree(method.drafts.tree)
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, counts: list[int], num_new: list[int]) -> None:
         """Read the new tokens (B, A) of requests that had `counts` before; num_new[b] of them are no padding."""
@@ -195,14 +195,14 @@ class Drafts:
 
     def draft_dynamic(self, root: Tensor) -> Tree:
         """EAGLE-2's trees: the likeliest paths go on, and the likeliest drafts are kept."""
-        B, k, device = len(root), self.method.width, root.device
+        B, k, device = len(root), self.method.drafts.width, root.device
         batch = torch.arange(2 * B, device=device)[:, None]
         scores, tokens = self.warpers.probs(self.guided(self.hidden))[:, 0].log().topk(k)  # (B, k)
         all_tokens, all_scores, origins = [tokens], [scores], [torch.full_like(tokens, -1)]
         frontier = torch.arange(k, device=device).expand(B, -1)  # which candidates the next level continues
         hidden, sees = self.hidden.expand(-1, k, -1), torch.eye(k, dtype=torch.bool, device=device).expand(B, -1, -1)
         num_candidates = k
-        for level in range(1, self.method.depth):
+        for level in range(1, self.method.drafts.depth):
             hidden = self.read_level(tokens, hidden, sees, level)
             best, children = self.warpers.probs(self.guided(hidden)).log().topk(k)          # (B, k, k)
             child_scores, children = (best + scores[..., None]).flatten(1), children.flatten(1)
@@ -217,7 +217,7 @@ class Drafts:
             sees = torch.cat([sees[batch[:B], parents],
                               torch.eye(k, dtype=torch.bool, device=device).expand(B, -1, -1)], 2)
         all_tokens, all_scores, origins = (torch.cat(x, 1) for x in (all_tokens, all_scores, origins))
-        kept = all_scores.topk(min(self.method.nodes - 1, num_candidates)).indices.sort().values
+        kept = all_scores.topk(min(self.method.drafts.nodes - 1, num_candidates)).indices.sort().values
         tokens = torch.cat([root[:, None], all_tokens.gather(1, kept)], 1)
         shapes = []
         for b in range(B):
@@ -237,7 +237,8 @@ class PathVerifier:
 
     def __init__(self, warpers: Warpers, method: Method, neighbors: Tensor | None, seed: int):
         self.warpers, self.method, self.random = warpers, method, random.Random(seed)
-        self.neighbors = neighbors[:, : method.k].cpu().numpy().astype("int64") if method.k else None
+        k = method.acceptance.k
+        self.neighbors = neighbors[:, :k].cpu().numpy().astype("int64") if k else None
 
     def relaxed_mass(self, probs: Tensor, token: int) -> tuple[Tensor, Tensor | None]:
         """The probability of the token and of the neighbors that the cutoff admits, and which those are."""
@@ -246,7 +247,8 @@ class PathVerifier:
             return mass, None
         near = torch.from_numpy(self.neighbors[token]).to(probs.device)
         sums = probs[near].cumsum(0)
-        limit = self.method.delta * mass if self.method.cutoff == "ratio" else self.method.delta
+        acceptance = self.method.acceptance
+        limit = acceptance.delta * mass if acceptance.cutoff == "ratio" else acceptance.delta
         admitted = (sums <= limit).nonzero()
         if len(admitted) == 0:
             return mass, None
@@ -321,9 +323,10 @@ def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, pa
     Raises:
         ValueError: a method that no release has: one that is verified by equality, or another rule of acceptance
     """
-    is_known = (method.drafting in ("static", "dynamic") and not method.seed_exact and not method.adaptation
-                and set(method.omegas) == {1.0} and method.draft_guidance == 1 and method.cutoff in ("tvd", "ratio")
-                and (not method.k or method.residual == "relaxed"))
+    is_known = (method.drafting in ("static", "dynamic") and not method.seed_exact and "start" not in method.parameters
+                and set(method.omegas) == {1.0} and method.drafts.draft_guidance == 1
+                and method.acceptance.cutoff in ("tvd", "ratio")
+                and (not method.acceptance.k or method.acceptance.residual == "relaxed"))
     if not is_known:
         raise ValueError(f"method must be eagle1, lantern, lantern++ or speculative, got {method.label}")
     warpers, B, L, S = Warpers.of(sampling), len(condition), target.grid ** 2, target.prefix_len

@@ -12,7 +12,7 @@ import torch
 
 import specvis_kernels
 from benchmarks import decode, determinism, forward, harness, jacobi, ops, released
-from specvis.decoding.drafters import EagleDrafter, ModelDrafter
+from specvis.decoding.draft_model import EagleDrafter, ModelDrafter
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.models import layers
@@ -543,12 +543,13 @@ def test_the_released_walk_has_the_rule_of_verify_tree(text):
         emitted[0] += torch.eye(V)[first] if accepted else probs
         num_accepted[0].append(accepted)
     links = tree_links(torch.tensor([shape.parents for shape in tree.shapes], dtype=torch.int32))
-    options = {"residual": method.residual}
+    options = {"residual": method.acceptance.residual}
     if tree.probs is not None:
         options |= {"draft_probs": tree.probs.contiguous(),
                     "draft_row": torch.tensor([tree.draft_row] * B, dtype=torch.int32)}
-    if method.k:
-        options |= {"neighbors": neighbors, "delta": torch.full((B,), method.delta), "cutoff": method.cutoff}
+    if method.acceptance.k:
+        options |= {"neighbors": neighbors, "delta": torch.full((B,), method.acceptance.delta),
+                    "cutoff": method.acceptance.cutoff}
     for _ in range(4):
         ours = verify_tree(p.expand(B, N, V), tree.tokens, links.first_child, links.next_sibling, torch.rand(B, N),
                            max_depth=method.max_depth, **options)

@@ -17,7 +17,8 @@ import torch
 
 import specvis_kernels
 from specvis.cli.main import main
-from specvis.decoding.methods import CONTINUOUS_PARAMETERS, DRAFTERS, PARAMETERS
+from specvis.decoding.method_parts import DRAFTERS
+from specvis.decoding.methods import CONTINUOUS_PARAMETERS, PARAMETERS
 from specvis.train.main import main as train
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +62,7 @@ class Old:
 
 OLD = (
     Old("excess tv meter target_tv", "tv_excess"),
-    Old("distance", "tv_excess", "*verify_tree* csrc/rules.h python/specvis/decoding/discrete.py", VALUES),
+    Old("distance", "tv_excess", "*verify_tree* csrc/rules.h python/specvis/decoding/speculative.py", VALUES),
     Old("odds", "accept_prob", part=True),
     Old("walk judge judged", "verify_sampled, verify_greedy; evaluate_drafts", part=True),
     Old("rest Rest remnant remains", "residual"),
