@@ -43,12 +43,14 @@ from benchmarks.forward import compiled, eager_times, environment
 from benchmarks.released import released_decode
 from benchmarks.watch import Clock, Script, Timed, Watch, ops_replaced
 from specvis.cli.options import FILTERS, PROMPTS
-from specvis.decoding.capture import GRAPHS
-from specvis.decoding.discrete import Decoded, decode, speculative_decode
-from specvis.decoding.drafters import EagleDrafter
+from specvis.decoding.baseline import decode
+from specvis.decoding.decoded import Decoded
+from specvis.decoding.draft_model import EagleDrafter
+from specvis.decoding.driver import GRAPHS
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
+from specvis.decoding.speculative import speculative_decode
 from specvis.models import layers
 from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
@@ -190,7 +192,7 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
     if max_steps is not None:
         generator = torch.Generator().manual_seed(turn)
         known = torch.randint(gpt.config.vocabulary, (batch, L // 2), generator=generator).to(device)
-    neighbors = subject.neighbors(method.num_neighbors, method.metric) if method.num_neighbors else None
+    neighbors = subject.neighbors(method.num_neighbors, method.acceptance.metric) if method.num_neighbors else None
     target, drafter = gpt, EagleDrafter(gpt, subject.head, repeat_for_cfg(padding_mask))
     if watch:
         target, drafter = watch.target, Timed(drafter, "drafter", watch)
@@ -376,7 +378,7 @@ def timed_methods(texts: list[str]) -> list[Method]:
 
 def is_timed(method: Method) -> bool:
     """Can its acceptance be imposed, and is its drafter the EAGLE head?"""
-    return (method.drafting != "jacobi" or method.seed_exact) and method.drafter == "eagle"
+    return (method.drafting != "jacobi" or method.seed_exact) and method.parameters.get("drafter", "eagle") == "eagle"
 
 
 def begin_anew(sizes: list[str]) -> None:

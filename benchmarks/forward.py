@@ -24,7 +24,7 @@ from time import perf_counter, thread_time
 import torch
 
 from benchmarks import harness
-from specvis.decoding.drafting import chain_ancestors
+from specvis.decoding.trees import chain_ancestors
 from specvis.models import layers
 from specvis.models.interface import Nodes
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config

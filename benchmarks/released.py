@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specvis.decoding.discrete import Decoded, Progress
+from specvis.decoding.decoded import Decoded, Progress
 from specvis.decoding.methods import Method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.decoding.trees import static_tree
@@ -159,7 +159,7 @@ class Drafts:
         self.cache = drafter.new_cache(drafter.prefix_len + num_tokens + method.max_nodes + method.max_depth
                                        + method.max_width * method.max_depth + 1)
         if method.drafting == "static":
-            self.tree = static_tree(method.tree)
+            self.tree = static_tree(method.drafts.tree)
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, counts: list[int], num_new: list[int]) -> None:
         """Read the new tokens (B, A) of requests that had `counts` tokens; the first num_new[b] are not padding."""
@@ -207,14 +207,14 @@ class Drafts:
 
     def draft_dynamic(self, root: Tensor) -> Tree:
         """EAGLE-2's trees: the likeliest paths are continued, and the likeliest drafts are kept."""
-        B, k, device = len(root), self.method.width, root.device
+        B, k, device = len(root), self.method.drafts.width, root.device
         batch = torch.arange(2 * B, device=device)[:, None]
         scores, tokens = self.warpers.probs(self.guided(self.hidden))[:, 0].log().topk(k)  # (B, k)
         all_tokens, all_scores, origins = [tokens], [scores], [torch.full_like(tokens, -1)]
         frontier = torch.arange(k, device=device).expand(B, -1)  # which candidates the next level continues
         hidden, sees = self.hidden.expand(-1, k, -1), torch.eye(k, dtype=torch.bool, device=device).expand(B, -1, -1)
         num_candidates = k
-        for level in range(1, self.method.depth):
+        for level in range(1, self.method.drafts.depth):
             hidden = self.read_level(tokens, hidden, sees, level)
             best, children = self.warpers.probs(self.guided(hidden)).log().topk(k)          # (B, k, k)
             child_scores, children = (best + scores[..., None]).flatten(1), children.flatten(1)
@@ -229,7 +229,7 @@ class Drafts:
             sees = torch.cat([sees[batch[:B], parents],
                               torch.eye(k, dtype=torch.bool, device=device).expand(B, -1, -1)], 2)
         all_tokens, all_scores, origins = (torch.cat(x, 1) for x in (all_tokens, all_scores, origins))
-        kept = all_scores.topk(min(self.method.nodes - 1, num_candidates)).indices.sort().values
+        kept = all_scores.topk(min(self.method.drafts.nodes - 1, num_candidates)).indices.sort().values
         tokens = torch.cat([root[:, None], all_tokens.gather(1, kept)], 1)
         shapes = []
         for b in range(B):
@@ -338,9 +338,10 @@ def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, pa
     Raises:
         ValueError: a method that no release has: one that is verified by equality, or another rule of acceptance
     """
-    is_known = (method.drafting in ("static", "dynamic") and not method.seed_exact and not method.adaptation
-                and set(method.omegas) == {1.0} and method.draft_guidance == 1 and method.cutoff in ("tvd", "ratio")
-                and (not method.k or method.residual == "relaxed"))
+    is_known = (method.drafting in ("static", "dynamic") and not method.seed_exact and "start" not in method.parameters
+                and set(method.omegas) == {1.0} and method.drafts.draft_guidance == 1
+                and method.acceptance.cutoff in ("tvd", "ratio")
+                and (not method.acceptance.k or method.acceptance.residual == "relaxed"))
     if not is_known:
         raise ValueError(f"method must be eagle1, lantern, lantern++ or speculative, got {method.label}")
     warpers, B, L, S = Warpers.of(sampling), len(condition), target.grid ** 2, target.prefix_len
@@ -353,8 +354,8 @@ def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, pa
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         drafts, coins, relaxation = Drafts(drafter, warpers, method, L), random.Random(seed), None
-        if method.k:
-            relaxation = Relaxation(neighbors, method.k, method.delta, method.cutoff)
+        if (rule := method.acceptance).k:
+            relaxation = Relaxation(neighbors, rule.k, rule.delta, rule.cutoff)
         cache = target.new_cache(2 * B, S + L + method.max_nodes)
         hidden = target.prefill(condition, padding_mask, cache)
         drafter.prefill(hidden, drafts.cache)

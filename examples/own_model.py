@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from specvis import Sampling, decode, jacobi_decode, parse_method, speculative_decode
-from specvis.decoding.drafters import ModelDrafter
+from specvis.decoding.draft_model import ModelDrafter
 from specvis.decoding.sampling import cfg_inputs
 from specvis_kernels import commit_kv
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 import specvis_kernels
 from specvis import jacobi_decode, method, speculative_decode
-from specvis.decoding.drafters import ModelDrafter
+from specvis.decoding.draft_model import ModelDrafter
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import ModelCache, TargetModel
 from specvis_kernels.compat import lantern

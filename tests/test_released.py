@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks import released
-from specvis.decoding.drafters import EagleDrafter, ModelDrafter
+from specvis.decoding.draft_model import EagleDrafter, ModelDrafter
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis_kernels import tree_links, verify_tree
@@ -91,7 +91,8 @@ def test_the_walk_has_the_rule_of_verify_tree(text):
     drafts.extend(torch.zeros(B, 1, dtype=torch.int64), torch.zeros(2 * B, 1, 1), [0] * B, [1] * B)
     tree = drafts.draft(torch.zeros(B, dtype=torch.int64))
     N = tree.tokens.shape[1]
-    relaxation = released.Relaxation(neighbors, method.k, method.delta, method.cutoff) if method.k else None
+    rule = method.acceptance
+    relaxation = released.Relaxation(neighbors, rule.k, rule.delta, rule.cutoff) if rule.k else None
     emitted, num_accepted, coins = torch.zeros(2, V), [[], []], random.Random(0)
     for b in range(B):
         path, accepted, probs = released.walk(tree.along_paths(b), lambda path, level: p, lambda *_: coins.random(),
@@ -100,12 +101,12 @@ def test_the_walk_has_the_rule_of_verify_tree(text):
         emitted[0] += torch.eye(V)[first] if accepted else probs
         num_accepted[0].append(accepted)
     links = tree_links(torch.tensor([shape.parents for shape in tree.shapes], dtype=torch.int32))
-    options = {"residual": method.residual}
+    options = {"residual": rule.residual}
     if tree.probs is not None:
         options |= {"draft_probs": tree.probs.contiguous(),
                     "draft_row": torch.tensor([tree.draft_row] * B, dtype=torch.int32)}
-    if method.k:
-        options |= {"neighbors": neighbors, "delta": torch.full((B,), method.delta), "cutoff": method.cutoff}
+    if rule.k:
+        options |= {"neighbors": neighbors, "delta": torch.full((B,), rule.delta), "cutoff": rule.cutoff}
     for _ in range(4):
         ours = verify_tree(p.expand(B, N, V), tree.tokens, links.first_child, links.next_sibling, torch.rand(B, N),
                            max_depth=method.max_depth, **options)

@@ -15,11 +15,12 @@ from importlib import import_module
 
 # Each is imported when it is asked for: --help needs no torch.
 _HOMES = {
+    "decoding.baseline": ("decode",),
     "decoding.continuous": ("ContinuousSampling", "KnownTokens", "continuous_decode", "parallel_decode"),
-    "decoding.discrete": ("decode", "speculative_decode"),
     "decoding.jacobi": ("jacobi_decode",),
     "decoding.methods": ("METHODS", "ContinuousMethod", "Method", "method", "parse_method"),
     "decoding.sampling": ("Sampling",),
+    "decoding.speculative": ("speculative_decode",),
     "pipelines.discrete": ("Pipeline",),
     "pipelines.mar": ("MARPair",),
 }

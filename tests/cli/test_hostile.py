@@ -5,7 +5,7 @@ from click.testing import CliRunner
 
 from specvis.cli import compare, report, tune
 from specvis.cli.main import main
-from specvis.decoding.methods import CONTINUOUS, METHODS, every_parameter_of, parse_method
+from specvis.decoding.methods import CONTINUOUS, METHODS, parse_method
 from specvis.train.main import main as train
 
 VALUES = ("-1", "0", "1.5", "99999999999999999999", "-99999999999", "1e308", "1e-320", "nan", "-inf", "", " ", "x",
@@ -82,7 +82,7 @@ FILES = ["config.json", "drafter.safetensors", "gpt.safetensors", "mar.json", "m
 @pytest.mark.parametrize("name", [*METHODS, *CONTINUOUS])
 def test_every_parameter_of_every_method(name):
     """Refused or bounded: what is accepted says how large a step is."""
-    for parameter in [*every_parameter_of(METHODS.get(name) or CONTINUOUS[name]), "name", "text", "self", "source"]:
+    for parameter in [*(METHODS.get(name) or CONTINUOUS[name]).every_parameter, "name", "text", "self", "source"]:
         for value in VALUES:
             try:
                 method = parse_method(f"{name}:{parameter}={value}")

@@ -50,11 +50,12 @@ def test_every_rule_and_its_variations_are_methods(text):
     around = list(variations(base))
     assert len(around) >= 3 and base not in around
     for m in around:
-        assert m.name == base.name and m.residual == base.residual and m.cutoff == base.cutoff and m.nu == base.nu
-    if base.k:
-        assert {m.delta for m in around} == {base.delta, *(m.delta for m in around[-2:])}
-        assert all(m.delta != base.delta for m in around if m.delta <= 1 and m in around[-2:])
-    assert len({m.max_nodes for m in around}) > 1 or base.adaptation
+        assert m.name == base.name and all(
+            getattr(m.acceptance, name) == getattr(base.acceptance, name) for name in ("residual", "cutoff", "nu"))
+    if base.acceptance.k:
+        deltas, own = [m.acceptance.delta for m in around], base.acceptance.delta
+        assert set(deltas) == {own, *deltas[-2:]} and all(delta != own for delta in deltas[-2:] if delta <= 1)
+    assert len({m.max_nodes for m in around}) > 1 or "start" in base.parameters
 
 
 def test_variations_go_on_from_variations():

@@ -4,14 +4,15 @@ import itertools
 import pytest
 import torch
 
-from specvis.decoding.discrete import decode, speculative_decode
-from specvis.decoding.drafters import ModelDrafter
+from specvis.decoding.baseline import decode
+from specvis.decoding.draft_model import ModelDrafter
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling, cfg_inputs
+from specvis.decoding.speculative import speculative_decode
 from specvis.decoding.trees import Adaptation, Shapes
 from specvis_kernels import codebook_neighbors, draw_tokens, guided_probs
-from tests.decoding.test_discrete import chi_square
+from tests.decoding.pictures import chi_square
 from tests.models.test_interface import CONDITION, DIM, PADDING_MASK, VOCAB, BagModel, S, next_logits
 
 B, ROWS, COLUMNS = len(CONDITION), 3, 5
@@ -22,7 +23,7 @@ NEIGHBORS = codebook_neighbors(torch.randn(LAST - FIRST, 4, generator=torch.Gene
 
 
 class RowsModel(BagModel):
-    """Three rows of four codes; behind each of them id 10 is forced."""
+    """Three rows of four codes; after each of them id 10 is forced."""
 
     grid, codes = (ROWS, COLUMNS), (FIRST, LAST)
 
@@ -72,7 +73,7 @@ def run(m, settings, target=None, draft=None, neighbors=NEIGHBORS):
     return speculative_decode(target, drafter, CONDITION, PADDING_MASK, settings, [m] * B, neighbors)
 
 
-ALL = [method(name, k=5) if m.k else m for name, m in METHODS.items() if m.drafting != "none"]
+ALL = [method(name, k=5) if m.acceptance.k else m for name, m in METHODS.items() if m.drafting != "none"]
 EXACT = [m for m in ALL if m.seed_exact] + [
     method("jacobi", window=3, guess="last"), method("speculative", seed_exact=True), method("eagle1", seed_exact=True)]
 
@@ -105,7 +106,7 @@ def test_no_method_relaxes_what_is_forced(m, temperature):
 @pytest.mark.parametrize("m", [method("jacobi", seed_exact=False, window=4), method("speculative"), method("eagle1"),
                                method("jacobi", seed_exact=False, window=4, guess="last")], ids=lambda m: m.label)
 def test_the_tokens_around_a_newline_have_the_baselines_distribution(m):
-    """The three tokens behind a known beginning: a code, the newline, a code. 4000 images against their exact law."""
+    """The three tokens after a known beginning: a code, the newline, a code. 4000 images against their exact law."""
     n, model, known = 4000, RowsModel(1), torch.tensor([[2, 5, 3]])
     probs = torch.zeros(LAST - FIRST, LAST - FIRST)
     condition, mask = cfg_inputs(model, CONDITION[:1], PADDING_MASK[:1])
@@ -189,7 +190,7 @@ def test_the_bound_is_of_the_ids_that_may_stand_there():
 
 
 class AllCodes(RowsModel):
-    """The same codes with the same neighbors, in a table for all ids."""
+    """Equal codes with equal neighbors, in a table for all ids."""
 
     codes = (0, VOCAB)
 

@@ -7,14 +7,17 @@ import torch
 
 import specvis.decoding.coupling
 import specvis.decoding.jacobi
+import specvis.decoding.requests
+import specvis.decoding.window
+from specvis.decoding.baseline import decode
 from specvis.decoding.coupling import rank_groups
-from specvis.decoding.discrete import decode
-from specvis.decoding.jacobi import ROUNDS, TIMED, fastest_window, jacobi_decode
+from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling
+from specvis.decoding.window import ROUNDS, TIMED, fastest_window
 from specvis.models.interface import Nodes
 from specvis_kernels import CoupleTokensResult
-from tests.decoding.test_discrete import PROMPTS, UNFILTERED, begun, far_from_target, minute, tiny  # noqa: F401
+from tests.decoding.pictures import PROMPTS, UNFILTERED, begun, far_from_target
 from tests.models.test_interface import CONDITION, PADDING_MASK, VOCAB, BagModel, CacheFreeModel, L, S
 
 B, SEEDS = len(CONDITION), [3, 1, 4, 1, 5]
@@ -45,9 +48,9 @@ def plain(sampling, model=None, **arguments):
 ], ids=str)
 @pytest.mark.parametrize("methods", [
     VANILLA, *(method("jacobi", window=window, guess=guess) for window in (1, 3, 7, 32) for guess in ("above", "last")),
-    method("jacobi", window="auto"), MIXED, [dataclasses.replace(m, guess="last") for m in MIXED],
+    method("jacobi", window="auto"), MIXED, [m.changed(guess="last") for m in MIXED],
     [*MIXED[:3], method("jacobi", window="auto"), MIXED[4]],
-], ids=lambda m: "mixed" if isinstance(m, list) else f"{m.window} {m.guess}")
+], ids=lambda m: "mixed" if isinstance(m, list) else f"{m.drafts.window} {m.drafts.guess}")
 def test_the_tokens_are_plain_decodings(methods, parameters):
     sampling = settings(**parameters)
     expected = plain(sampling).tokens
@@ -60,7 +63,7 @@ def test_the_tokens_are_plain_decodings(methods, parameters):
         assert not torch.equal(jacobi(methods, other).tokens, expected)
 
 
-@pytest.mark.parametrize("methods", [MIXED, [dataclasses.replace(m, guess="last") for m in MIXED]])
+@pytest.mark.parametrize("methods", [MIXED, [m.changed(guess="last") for m in MIXED]])
 def test_a_request_does_not_depend_on_its_batch(methods):
     counts = [0, 5, 2, 3, 11]
     known_tokens = begun(plain(settings()).tokens, counts)
@@ -140,7 +143,7 @@ class Likely(BagModel):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("m", [method("jacobi", window=5), method("jacobi", window=3, guess="last"),
                                method("jacobi", window="auto")])
-def test_finished_images_are_let_go(tiny, monkeypatch, m, temperature):  # noqa: F811
+def test_finished_images_leave_the_batch(tiny, monkeypatch, m, temperature):
     """Each has its own tokens and accounts then, its own number of known tokens too, and observers do not notice."""
     sampling = Sampling.of(list(range(6)), guidance=2.0, temperature=temperature)
     condition = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS[:2] * 3)))
@@ -155,13 +158,13 @@ def test_finished_images_are_let_go(tiny, monkeypatch, m, temperature):  # noqa:
         num_steps.add_(step.active)
 
     with monkeypatch.context() as patched:
-        patched.setattr(specvis.decoding.jacobi.State, "can_select", False)
+        patched.setattr(specvis.decoding.jacobi.JacobiState, "can_select", False)
         usual = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens)
     monkeypatch.setattr(tiny.gpt, "extend", counting)
     decoded = jacobi_decode(tiny.gpt, *condition, sampling, [m] * 6, known_tokens=known_tokens, observe=observe)
     assert min(batches) < 12 == max(batches)  # rows: two an image
     assert torch.equal(num_steps, decoded.target_forwards)
-    fields = ["tokens", "num_known"] if m.window == "auto" else [f.name for f in dataclasses.fields(decoded)]
+    fields = ["tokens", "num_known"] if m.drafts.window == "auto" else [f.name for f in dataclasses.fields(decoded)]
     for name in fields:
         assert torch.equal(getattr(decoded, name), getattr(usual, name)), name
 
@@ -186,20 +189,20 @@ def test_the_sizes_of_a_step(monkeypatch):
 @pytest.mark.parametrize("m", [method("jacobi", window=3), method("jacobi", window=3, guess="last"),
                                method("jacobi", window="auto"), method("jacobi", window=3, seed_exact=False),
                                METHODS["gsd"], METHODS["gsd+coupled"]], ids=lambda m: m.label)
-def test_a_step_reads_nothing_back(tiny, monkeypatch, host_reads, m):  # noqa: F811
+def test_a_step_reads_nothing_back(tiny, monkeypatch, host_reads, m):
     """Between steps the host looks once."""
     per_step, per_look = [], []
-    step, look = specvis.decoding.jacobi.run_step, specvis.decoding.jacobi.State.look
+    step, look = specvis.decoding.jacobi.run_step, specvis.decoding.jacobi.JacobiState.look
     monkeypatch.setattr(specvis.decoding.jacobi, "run_step",
                         lambda *a: (host_reads.clear(), step(*a), per_step.append(host_reads.copy()))[1])
-    monkeypatch.setattr(specvis.decoding.jacobi.State, "look",
+    monkeypatch.setattr(specvis.decoding.jacobi.JacobiState, "look",
                         lambda *a: (host_reads.clear(), look(*a), per_look.append(host_reads.copy()))[1])
     tiny.tokens(PROMPTS, m, Sampling.of(list(range(4))))
     assert len(per_step) > 2 and all(names == [] for names in per_step)
     assert len(per_look) > 2 and all(names == ["tolist"] for names in per_look)
 
 
-def test_an_observer_sees_every_step(tiny):  # noqa: F811
+def test_an_observer_sees_every_step(tiny):
     steps, gained, windows = [], [], (1, 7, 3, 20)
     decoded = tiny.tokens(PROMPTS, [method("jacobi", window=window) for window in windows],
                           Sampling.of(list(range(4))), gained.append, steps.append)
@@ -217,7 +220,7 @@ def test_an_observer_sees_every_step(tiny):  # noqa: F811
 
 
 class Broken(BagModel):
-    """Gives logits that are not finite behind a token 3 of request 1."""
+    """Gives logits that are not finite after a token 3 of request 1."""
 
     def extend(self, tokens, nodes, cache):
         hidden = super().extend(tokens, nodes, cache)
@@ -243,22 +246,22 @@ def test_logits_that_are_not_finite_end_an_image(m):
 @pytest.mark.parametrize("seconds, window", [
     ({0: 1.0, 8: 9.0, 32: 33.0}, 0),                                     # a guess costs a token
     ({0: 1.0, 8: 1.0, 32: 1.0}, 32), ({0: 1.0, 8: 1.01, 16: 1.01}, 16),  # guesses cost nothing
-    ({0: 1.0, 8: 1.4, 32: 9.0}, 8), ({0: 1.0, 8: 2.0, 32: 9.0}, 4),      # between those that were timed
+    ({0: 1.0, 8: 1.4, 32: 9.0}, 8), ({0: 1.0, 8: 2.0, 32: 9.0}, 4),      # between timed windows
     ({0: 1.0, 8: 2.45, 32: 9.0}, 0), ({0: 1.0, 8: 2.37, 32: 9.0}, 4),    # at least 15 % faster than none
 ], ids=str)
 def test_the_window_with_the_most_tokens_a_second(monkeypatch, seconds, window):
-    monkeypatch.setattr(specvis.decoding.jacobi, "TAU", {0: 1.0, 4: 1.96, 8: 2.6, 16: 3.5, 32: 4.5})
+    monkeypatch.setattr(specvis.decoding.window, "TAU", {0: 1.0, 4: 1.96, 8: 2.6, 16: 3.5, 32: 4.5})
     assert fastest_window(seconds) == window
 
 
 @pytest.mark.parametrize("cost, window", [(lambda nodes: float(nodes), 0), (lambda nodes: 1.0, L)],
                          ids=["linear", "flat"])
-def test_auto_is_chosen_once_for_a_batch_and_the_tokens_are_plain_decodings(tiny, monkeypatch, cost,  # noqa: F811
+def test_auto_is_chosen_once_for_a_batch_and_the_tokens_are_plain_decodings(tiny, monkeypatch, cost,
                                                                             window):
     calls, drafted, prompts, sampling = [], [], [*PROMPTS, PROMPTS[0]], settings()
-    monkeypatch.setattr(specvis.decoding.jacobi, "_facts", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(specvis.decoding.jacobi, "seconds_of",
-                        lambda run, state, window: (calls.append(window), cost(1 + window))[1])
+    monkeypatch.setattr(specvis.decoding.requests, "_facts", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(specvis.decoding.jacobi, "step_timer", lambda target, requests: lambda window: (
+        calls.append(window), cost(1 + window))[1])
     expected = tiny.tokens(prompts, "vanilla", sampling).tokens
     for batch in (2, 2, B):  # fewer than the requests: a queue
         decoded = tiny.tokens(prompts, "jacobi", sampling, batch=batch)
@@ -266,7 +269,7 @@ def test_auto_is_chosen_once_for_a_batch_and_the_tokens_are_plain_decodings(tiny
         drafted.append(decoded.num_drafted.max().item())
     timed = TIMED[:-1] * ROUNDS + (TIMED[-1:] * ROUNDS if window else ())  # where 8 does not pay, 32 is not tried
     assert calls == [min(window, L) for window in timed * 2]
-    assert drafted == [max(0, window - 2)] * 3  # of what is left after the first two tokens
+    assert drafted == [max(0, window - 2)] * 3  # of the tokens after the first two
 
 
 def test_a_window_chosen_beside_a_wider_one():
@@ -280,14 +283,14 @@ def test_a_window_chosen_beside_a_wider_one():
 @pytest.mark.parametrize("m", [method("jacobi", window=1023), method("jacobi", window=1023, seed_exact=False)],
                          ids=lambda m: m.label)
 def test_a_window_is_no_larger_than_an_image(m):
-    decoded, other = jacobi(m), jacobi(dataclasses.replace(m, window=L - 1))
+    decoded, other = jacobi(m), jacobi(m.changed(window=L - 1))
     assert torch.equal(decoded.tokens, other.tokens) and torch.equal(decoded.num_drafted, other.num_drafted)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 class LooksAhead(BagModel):
-    """Ignores its mask: a token sees those behind it."""
+    """Ignores its mask: a token sees the tokens after it."""
 
     class Unmasked(Nodes):
         @property
@@ -302,7 +305,7 @@ class LooksAhead(BagModel):
 def test_a_target_that_is_not_causal_is_refused():
     for model in (LooksAhead(1), LooksAhead(2)):
         for _ in range(2):
-            with pytest.raises(ValueError, match="target must be causal.* those of LooksAhead do"):
+            with pytest.raises(ValueError, match="target must be causal.* the logits of LooksAhead do"):
                 jacobi(method("jacobi", window=3), model=model)
     decode(LooksAhead(1), CONDITION, PADDING_MASK, settings())  # plain decoding reads no guesses
 
@@ -330,11 +333,11 @@ def coupled(**parameters):
 
 
 @pytest.mark.parametrize("m", [coupled(), coupled(guess="last"), coupled(coupling="none")], ids=lambda m: m.label)
-def test_pictures_have_the_target_distribution(minute, m):  # noqa: F811
+def test_pictures_have_the_target_distribution(minute, m):
     assert m.lossless and abs(far_from_target(minute, m, UNFILTERED, requests=25_000)) < 4.5
 
 
-def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):  # noqa: F811
+def test_by_rejection_greedy_decoding_is_greedy_decoding(tiny):
     sampling = Sampling.of([1, 2, 3, 4], temperature=0.0)
     expected = tiny.tokens(PROMPTS, "vanilla", sampling)
     lending = [coupled(k=8, delta=1.0, residual=residual) for residual in ("optimal", "relaxed", "released")]
@@ -362,7 +365,7 @@ class BrokenConstant(Constant):
 @pytest.mark.parametrize("last", [5, L - 2])
 @pytest.mark.parametrize("m", [coupled(), method("jacobi", window=4), VANILLA], ids=lambda m: m.name)
 def test_at_temperature_0_an_image_ends_at_logits_that_are_not_finite(m, last):
-    """At those of its last token, too."""
+    """At the logits of its last token, too."""
     model = BrokenConstant(0)
     model.last = last
     decoded = jacobi(m, settings(temperature=0.0), model)
@@ -382,7 +385,7 @@ def test_by_rejection_a_request_does_not_depend_on_its_batch():
                                            equal_nan=True)
 
 
-def test_relaxing_accepts_more_and_its_tv_excess_says_so(tiny):  # noqa: F811
+def test_relaxing_accepts_more_and_its_tv_excess_says_so(tiny):
     prompts, sampling = PROMPTS * 16, Sampling.of(list(range(64)))
     strict = tiny.tokens(prompts, coupled(), sampling)
     assert (strict.tv_excess == 0).all() and (strict.tv_bound == 0).all()
@@ -424,6 +427,7 @@ def test_the_group_of_gsd_is_seven_less_likely_ids_and_six_likelier_ones(token, 
     """As GSD's code slices them: sorted from the least likely one on, [place - 7 : place + 7]."""
     probs = (torch.arange(20.0) + 1) / 210
     for m, expected in (METHODS["gsd"], gsd), (METHODS["gsd+coupled"], both):
-        groups = rank_groups(probs.expand(1, 1, -1), torch.tensor([[token]]), m.k, torch.tensor([m.delta]))
+        groups = rank_groups(probs.expand(1, 1, -1), torch.tensor([[token]]), m.acceptance.k,
+                             torch.tensor([m.acceptance.delta]))
         assert {*groups.flatten().tolist()} - {-1} == expected
     assert {*range(max(0, token - 7), min(20, token + 7))} - {token} == gsd

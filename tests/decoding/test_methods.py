@@ -1,19 +1,10 @@
-"""Methods as data: what they stand for, how they are written, and what is refused before a model runs."""
+"""Methods as data: what they mean, how they are written, and what is refused before a model runs."""
 import math
 
 import pytest
 
-from specvis.decoding.methods import (
-    DRAFTERS,
-    FRACTIONAL,
-    MAX_WINDOW,
-    METHODS,
-    USUAL_WINDOW,
-    method,
-    parameters_of,
-    parse_method,
-    parse_methods,
-)
+from specvis.decoding.method_parts import DRAFTERS, MAX_WINDOW, USUAL_WINDOW, Acceptance, JacobiDrafts, StaticDrafts
+from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_method, parse_methods
 
 
 @pytest.mark.parametrize("name, parameters, message", [
@@ -69,6 +60,24 @@ def test_methods_and_parameters_are_checked(name, parameters, message):
         method(name, **parameters)
 
 
+@pytest.mark.parametrize("parts, message", [
+    (("jacobi",), "drafts must be NoDrafts or JacobiDrafts or StaticDrafts or DynamicDrafts, got str"),
+    ((JacobiDrafts(window=3), StaticDrafts(tree="chain-2")), "acceptance must be Acceptance, got StaticDrafts"),
+])
+def test_parts_of_another_kind_are_refused(parts, message):
+    with pytest.raises(TypeError, match=message):
+        Method("own", "here", *parts)
+
+
+def test_a_part_takes_its_own_settings_only():
+    with pytest.raises(TypeError, match="window"):
+        METHODS["eagle1"].changed(window=3)
+    with pytest.raises(TypeError, match="tree"):
+        StaticDrafts()
+    own = Method("own", "here", StaticDrafts(tree="chain-2", drafter="model"), Acceptance(omega=(2.0, 1.0)))
+    assert own.omegas == (2.0, 1.0) and own.drafting == "static" and own.max_nodes == 3
+
+
 def test_which_parameters_have_fractions():
     assert FRACTIONAL == {"draft_guidance", "delta", "omega", "nu", "beta", "radius", "prefill", "distance_temperature"}
 
@@ -94,10 +103,11 @@ def test_a_parameter_is_given_once():
 
 def test_how_methods_are_written():
     m = parse_method("adt-tree:start=vertical:widths=4,13:beta=0.5", depth=3)
-    assert (m.adaptation.start, m.adaptation.widths, m.adaptation.beta, m.depth) == ("vertical", (4, 13), 0.5, 3)
+    a = m.drafts.adaptation
+    assert (a.start, a.widths, a.beta, m.drafts.depth) == ("vertical", (4, 13), 0.5, 3)
     assert m.label == "adt-tree:depth=3:start=vertical:beta=0.5:widths=4,13"
     assert parse_method(m.label) == m
-    assert parse_method("speculative", depth=7).tree == "chain-7"
+    assert parse_method("speculative", depth=7).drafts.tree == "chain-7"
     assert [m.label for m in parse_methods(("vanilla, cool-sd:omega=2,1,1,1,0.5,lantern", "eagle2"))] == [
         "vanilla", "cool-sd:omega=2.0,1.0,1.0,1.0,0.5:nu=0.0", "lantern", "eagle2"]
     assert parse_methods(("all",)) == list(METHODS.values())
@@ -116,16 +126,16 @@ def test_how_methods_are_written():
 ])
 def test_labels_read_back(text, expected):
     m = parse_method(text)
-    assert {key: getattr(m, key) for key in expected} == expected
+    assert expected.items() <= m.every_parameter.items()
     assert m.label == text and parse_method(m.label) == m
 
 
 def test_what_a_jacobi_method_is():
     m = METHODS["jacobi"]
-    assert list(parameters_of(m)) == ["window", "guess", "seed_exact"]
-    assert list(parameters_of(METHODS["gsd"])) == ["window", "guess", "seed_exact", "coupling", "k", "delta", "cutoff",
+    assert list(m.parameters) == ["window", "guess", "seed_exact"]
+    assert list(METHODS["gsd"].parameters) == ["window", "guess", "seed_exact", "coupling", "k", "delta", "cutoff",
                                                    "metric", "omega", "nu", "residual"]
-    assert (m.window, m.max_depth, m.max_nodes, m.max_width) == ("auto", MAX_WINDOW, MAX_WINDOW + 1, 1)
+    assert (m.drafts.window, m.max_depth, m.max_nodes, m.max_width) == ("auto", MAX_WINDOW, MAX_WINDOW + 1, 1)
     assert method("jacobi", window=5).max_nodes == 6
     assert method("jacobi", seed_exact=False).max_depth == USUAL_WINDOW  # the tokens must not go by the clock
     relaxed = method("jacobi", seed_exact=False, window=5, omega=1.5)
@@ -140,10 +150,10 @@ def test_what_a_jacobi_method_is():
 def test_gsd_is_as_released_and_the_coupled_form_has_another_name():
     """GSD's code: 15 guesses, 13 others than the draft, within 0.15; all after the first rejection is drawn anew."""
     gsd = METHODS["gsd"]
-    assert (gsd.window, gsd.coupling, gsd.k, gsd.delta, gsd.metric, gsd.residual) == (
-        15, "none", 13, 0.15, "rank", "optimal")
-    assert parameters_of(METHODS["gsd+coupled"]) == parameters_of(gsd) | {
-        "window": 16, "coupling": "maximal", "k": 14}
+    assert gsd.parameters == {
+        "window": 15, "guess": "above", "seed_exact": False, "coupling": "none", "k": 13, "delta": 0.15,
+        "cutoff": "tvd", "metric": "rank", "omega": 1.0, "nu": 0.0, "residual": "optimal"}
+    assert METHODS["gsd+coupled"].parameters == gsd.parameters | {"window": 16, "coupling": "maximal", "k": 14}
     assert parse_method("gsd+coupled:k=6").label == "gsd+coupled:k=6"
     assert "2508.07747" in METHODS["gsd+coupled"].source and "2510.24211" in METHODS["gsd+coupled"].source
 
@@ -158,7 +168,7 @@ def test_seed_exact_is_lossless(name):
 def test_every_recipe_says_what_it_is(name):
     m = METHODS[name]
     assert m.name == name == m.label and "arXiv" in m.source or name == "vanilla"
-    assert bool(parameters_of(m)) == (name != "vanilla")
+    assert bool(m.parameters) == (name != "vanilla")
 
 
 def test_a_tree_has_no_more_nodes_than_candidates():

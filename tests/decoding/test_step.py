@@ -9,14 +9,15 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import specvis.decoding.discrete
+import specvis.decoding.baseline
 import specvis.decoding.jacobi
+import specvis.decoding.speculative
 import specvis.models.threads
-from specvis.decoding.capture import GRAPHS
-from specvis.decoding.drafters import EagleDrafter
+from specvis.decoding.draft_model import EagleDrafter
+from specvis.decoding.driver import GRAPHS, POLL
 from specvis.decoding.sampling import Sampling
 from specvis_kernels import backends
-from tests.decoding.test_discrete import PROMPTS, tiny  # noqa: F401
+from tests.decoding.pictures import PROMPTS
 
 MOST_OPERATIONS = 60
 
@@ -45,7 +46,7 @@ class Operations(TorchDispatchMode):
 
 
 def module_of(method):
-    return specvis.decoding.jacobi if method.startswith(("jacobi", "vanilla")) else specvis.decoding.discrete
+    return specvis.decoding.jacobi if method.startswith(("jacobi", "vanilla")) else specvis.decoding.speculative
 
 
 def operations_of_steps(pipeline, method, monkeypatch, batch=2):
@@ -70,7 +71,7 @@ def operations_of_steps(pipeline, method, monkeypatch, batch=2):
 
 
 @pytest.mark.parametrize("method", ["jacobi:window=5", "lantern:k=8", "eagle1"])
-def test_a_step_takes_few_operations(tiny, monkeypatch, method):  # noqa: F811
+def test_a_step_takes_few_operations(tiny, monkeypatch, method):
     steps = operations_of_steps(tiny, method, monkeypatch)
     for counts in steps:
         print(counts.total(), counts)
@@ -132,7 +133,7 @@ METHODS = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi:w
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("poll, batch", [(1, 4), (3, 2)])
-def test_a_step_that_is_run_again_is_the_next_step(tiny, monkeypatch, request, name, poll, batch):  # noqa: F811
+def test_a_step_that_is_run_again_is_the_next_step(tiny, monkeypatch, request, name, poll, batch):
     """Nothing that a step needs is in Python but its shapes."""
     def decoded():
         sampling = Sampling.of(list(range(4)), guidance=2.0)
@@ -140,8 +141,7 @@ def test_a_step_that_is_run_again_is_the_next_step(tiny, monkeypatch, request, n
 
     expected = decoded()
     request.getfixturevalue("recorded")
-    for module in (specvis.decoding.discrete, specvis.decoding.jacobi):
-        monkeypatch.setitem(module.POLL, "cpu", poll)
+    monkeypatch.setitem(POLL, "cpu", poll)
     again = decoded()
     for field in dataclasses.fields(expected):
         a, b = (getattr(x, field.name) for x in (expected, again))
@@ -151,8 +151,8 @@ def test_a_step_that_is_run_again_is_the_next_step(tiny, monkeypatch, request, n
 
 
 @pytest.mark.parametrize("num_known", [(0, 0), (3, 0), (5, 7)])
-def test_the_steps_of_the_baseline_are_run_again(tiny, request, num_known):  # noqa: F811
-    """Else a comparison on a GPU would favor the other methods."""
+def test_the_steps_of_the_baseline_are_run_again(tiny, request, num_known):
+    """Otherwise a comparison on a GPU would favor the other methods."""
     def decoded(known_tokens=None):
         return tiny.tokens(PROMPTS[:2], "vanilla", Sampling.of([0, 1], guidance=2.0), known_tokens=known_tokens)
 
@@ -167,7 +167,7 @@ def test_the_steps_of_the_baseline_are_run_again(tiny, request, num_known):  # n
 
 
 @pytest.mark.parametrize("name", ["jacobi:window=3", "eagle1", "eagle2"])
-def test_an_observer_may_keep_the_steps(tiny, request, name):  # noqa: F811
+def test_an_observer_may_keep_the_steps(tiny, request, name):
     """A step that is run again writes over what it returned before."""
     def observed():
         steps = []
@@ -183,7 +183,7 @@ def test_an_observer_may_keep_the_steps(tiny, request, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["jacobi:window=3", "eagle1"])
-def test_steps_are_run_again_only_if_every_model_agrees(tiny, monkeypatch, recorded, name):  # noqa: F811
+def test_steps_are_run_again_only_if_every_model_agrees(tiny, monkeypatch, recorded, name):
     monkeypatch.setattr(EagleDrafter if name == "eagle1" else tiny.gpt, "can_replay", False, raising=False)
     tiny.tokens(PROMPTS[:2], name, Sampling.of([0, 1], guidance=2.0))
     assert Recorded.num_replays == 0
@@ -194,7 +194,7 @@ class Stop(Exception):
 
 
 def state_before(pipeline, method, monkeypatch, num_steps=1, temperature=1.0):
-    """The state of a loop before its next step, after so many steps."""
+    """The state of a loop before its next step, after that many steps."""
     states, run_step = [], module_of(method).run_step
 
     def stopping(state, settings):
@@ -227,7 +227,7 @@ STEPS = ["jacobi:window=5", "jacobi:window=5:seed_exact=false", "lantern:k=8", "
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", STEPS)
 @torch.inference_mode()
-def test_all_steps_ask_a_gpu_for_the_same(tiny, monkeypatch, host_reads, name, temperature):  # noqa: F811
+def test_all_steps_ask_a_gpu_for_the_same(tiny, monkeypatch, host_reads, name, temperature):
     """Under fake tensors: no value can be read, nothing on the CPU takes part, and the host hands nothing over.
 
     The device is called meta here: without a GPU, PyTorch does not index a fake tensor on one.
@@ -240,7 +240,7 @@ def test_all_steps_ask_a_gpu_for_the_same(tiny, monkeypatch, host_reads, name, t
             fake.look()
         steps = []
         for _ in range(2):
-            fake.shape, asked = fake.next_shape(), Asked()
+            fake.graph_key, asked = fake.next_graph_key(), Asked()
             host_reads.clear()
             with asked:
                 module_of(name).run_step(fake, fake.settings)
@@ -271,15 +271,15 @@ class Asked(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_a_step_asks_for_depends_on_its_shape_alone(tiny, monkeypatch, host_reads, name):  # noqa: F811
+def test_what_a_step_asks_for_depends_on_its_shape_alone(tiny, monkeypatch, host_reads, name):
     """And not on what the host knows besides, nor does the host learn anything."""
-    module, of_shape, num_steps = module_of(name), {}, 0
+    module, of_key, num_steps = module_of(name), {}, 0
     run_step = module.run_step
 
     def asking(state, settings):
         nonlocal num_steps
         known = {key: value for key, value in vars(state).items() if key.startswith("host_")}
-        known |= {key: vars(state)[key] for key in ("num_steps", "choice", "poll") if key in vars(state)}
+        known |= {key: vars(state)[key] for key in ("num_steps", "poll") if key in vars(state)}
         for key in known:
             delattr(state, key)
         held = held_by(state, monkeypatch)
@@ -290,14 +290,14 @@ def test_what_a_step_asks_for_depends_on_its_shape_alone(tiny, monkeypatch, host
         read_below = {"aten::_local_scalar_dense", "aten::nonzero"}.intersection(call[0] for call in asked.calls)
         assert not read_below, read_below
         vars(state).update(known)
-        assert of_shape.setdefault((state.shape, len(state.counts)), asked.calls) == asked.calls
+        assert of_key.setdefault((state.graph_key, len(state.counts)), asked.calls) == asked.calls
         num_steps += 1
         return result
 
     monkeypatch.setattr(module, "run_step", asking)
     sampling = Sampling.of(list(range(4)), guidance=2.0, temperature=[0.0, 1.0, 0.0, 1.0])
     tiny.tokens(PROMPTS[:4], name, sampling, batch=4)
-    assert num_steps > len(of_shape)
+    assert num_steps > len(of_key)
 
 
 def held_by(state, monkeypatch):
@@ -308,8 +308,8 @@ def held_by(state, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["jacobi:window=5"])  # others: tests/slow/test_steps.py
-def test_a_step_compiles_as_one_graph(tiny, monkeypatch, name):  # noqa: F811
-    module, step = (specvis.decoding.discrete, "baseline_step") if name == "vanilla" else (module_of(name), "run_step")
+def test_a_step_compiles_as_one_graph(tiny, monkeypatch, name):
+    module, step = (specvis.decoding.baseline, "baseline_step") if name == "vanilla" else (module_of(name), "run_step")
 
     def decoded():
         return tiny.tokens(PROMPTS[:2], name, Sampling.of([0, 1], guidance=2.0))

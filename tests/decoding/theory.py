@@ -1,33 +1,16 @@
 """What relaxed acceptance does to the distribution of a chain of drafts: exactly, by enumeration of a small vocabulary.
 
 The theory is COOL-SD's (arXiv:2601.09212). Equations are named by the paper's numbers; accept and residual functions
-are those of specvis.decoding.bounds. A chain over V tokens is a pair of tables: P[i] and Q[i], float64 (V,) * (i + 1),
+are in specvis.decoding.bounds. A chain over V tokens is a pair of tables: P[i] and Q[i], float64 (V,) * (i + 1),
 hold in their last dimension the target's and the draft's distribution of the token after each prefix of i tokens.
 """
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from specvis.decoding.bounds import Accept, Residual, accept_prob, level_law, level_tv, normalized, optimal_residual
-
-
-def tables(conditional: Callable[[tuple[int, ...]], Sequence[float]], V: int, length: int) -> list[Tensor]:
-    """Conditional distributions x_i given x_<i, as in eq. (3), from a function of the prefix: (V,) * (i + 1) each.
-
-    Raises:
-        ValueError: a row is not V numbers of at least 0 whose total is 1
-    """
-    result = []
-    for i in range(length):
-        prefixes = itertools.product(range(V), repeat=i)
-        rows = torch.stack([torch.as_tensor(conditional(prefix), dtype=torch.float64) for prefix in prefixes])
-        if rows.shape[1:] != (V,) or not (rows >= 0).all() or not ((rows.sum(1) - 1).abs() < 1e-9).all():
-            raise ValueError(f"each row after {i} tokens must be V={V} probabilities of total 1")
-        result.append(rows.view((V,) * (i + 1)))
-    return result
 
 
 def total_variation(a: Tensor, b: Tensor) -> Tensor:
@@ -62,17 +45,12 @@ def _lent(P: Tensor, table: Tensor, delta: float, cutoff: str) -> tuple[Tensor, 
 def neighborhood(table: Tensor, delta: float, cutoff: str = "tvd") -> Accept:
     """min(1, rho / Q), LANTERN's f, which Proposition 1 is about: rho is P with the neighbors that the cutoff admits.
 
-    table: (V, k) int64, nearest first. Cutoffs and deltas are those of `specvis_kernels.neighborhood_sum`.
+    table: (V, k) int64, nearest first. Cutoffs and deltas are as in `specvis_kernels.neighborhood_sum`.
 
     Raises (when called):
         ValueError: an unknown cutoff
     """
     return lambda P, Q: accept_prob(_lent(P, table, delta, cutoff)[1], Q)
-
-
-def omega_residual(omega: float) -> Residual:
-    """norm([max(P - Q, (1 - omega) P)]+), what eq. (5) is for min(1, omega P / Q); verify_tree's `optimal`."""
-    return lambda P, Q, f: normalized(torch.maximum(P - Q, (1 - omega) * P).clamp(min=0), P)
 
 
 def relaxed_residual(table: Tensor, delta: float, cutoff: str = "tvd") -> Residual:
@@ -157,19 +135,3 @@ def output_law(P: Sequence[Tensor], Q: Sequence[Tensor], accepts: Sequence[Accep
 def target_law(P: Sequence[Tensor]) -> Tensor:
     """The target's law of len(P) tokens, (V,) * len(P): what eq. (4) measures from."""
     return output_law(P, P, [])[0]
-
-
-def compensation(f1: float, f2: float, c2: float) -> float:
-    """c_1 = -f1 c_2 / (1 + f2 + c_2): eq. (8), its misprint corrected. f1 and f2 are E_Q[f_1] and E_Q[f_2].
-
-    With two drafts, f_1 + c_1 and f_2 + c_2 then have the expected length of f_1 and f_2, whatever the prefix does.
-    Proposition 2: of two such rules the one that accepts more at first has the lower bound. Precisely, for two drafts,
-    g_1 >= f_1 >= vanilla, g_2 and f_2 >= vanilla, optimal residuals and equal expected lengths, g's bound (eq. (4)) is
-    lower by E_Q[(g_1 - f_1) sum min(P_2, Q_2)]. It ends where g_2 falls below vanilla: from there it rises again.
-
-    Raises:
-        ValueError: 1 + f2 + c_2 is not above 0
-    """
-    if not 1 + f2 + c2 > 0:
-        raise ValueError(f"1 + f2 + c2 must be above 0, got {1 + f2 + c2}")
-    return -f1 * c2 / (1 + f2 + c2)

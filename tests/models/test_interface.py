@@ -2,10 +2,11 @@
 import pytest
 import torch
 
-from specvis.decoding.discrete import decode, speculative_decode
-from specvis.decoding.drafters import EagleDrafter, ModelDrafter
+from specvis.decoding.baseline import decode
+from specvis.decoding.draft_model import EagleDrafter, ModelDrafter
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from specvis.decoding.speculative import speculative_decode
 from specvis.models.interface import Drafter, ModelCache, TargetModel
 from specvis_kernels import codebook_neighbors, commit_kv, draw_tokens
 from tests.tiny import tiny_pipeline
@@ -98,7 +99,8 @@ B = 5
 CONDITION = torch.randint(-2, 3, (B, S, DIM), generator=torch.Generator().manual_seed(0)).double()
 PADDING_MASK = torch.tensor([[True, True], [False, True], [True, True], [False, True], [True, True]])
 NEIGHBORS = codebook_neighbors(torch.randn(VOCAB, 4, generator=torch.Generator().manual_seed(1)), 6)
-DRAFTING = [method(name, k=5) if m.k else m for name, m in METHODS.items() if m.drafting in ("static", "dynamic")]
+DRAFTING = [method(name, k=5) if m.acceptance.k else m for name, m in METHODS.items()
+            if m.drafting in ("static", "dynamic")]
 BRANCHING = [m for m in DRAFTING if m.max_width > 1]  # of a chain the accepted drafts need no commit
 
 

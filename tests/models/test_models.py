@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 import specvis.models.layers
 from benchmarks.baselines import attention_under_a_mask
-from specvis.decoding.drafting import chain_ancestors
 from specvis.decoding.sampling import Sampling
+from specvis.decoding.trees import chain_ancestors
 from specvis.models.eagle import EagleHead
 from specvis.models.interface import Nodes
 from specvis.models.layers import grid_rotations

@@ -7,8 +7,8 @@ import torch.fx.experimental.proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import specvis.decoding.discrete
 import specvis.decoding.jacobi
+import specvis.decoding.speculative
 from specvis.decoding.continuous import ContinuousSampling, parallel_decode
 from specvis.decoding.sampling import Sampling
 from specvis.models import layers
@@ -113,7 +113,7 @@ def test_a_step_on_eight_pictures_takes_one_thread_of_pytorchs(monkeypatch, meth
         pipeline = Pipeline(config, replace(vq_config(4), codebook_size=8192), VOCABULARY, None).to(torch.bfloat16)
     largest = Largest()
     monkeypatch.setattr(layers, "USE_DECODER_LAYERS", by_ops)
-    for module in (specvis.decoding.jacobi, specvis.decoding.discrete):
+    for module in (specvis.decoding.jacobi, specvis.decoding.speculative):
         monkeypatch.setattr(module, "run_step", largest.seen(module.run_step))
     with largest:
         pipeline.tokens(["red heart"] * 8, method, Sampling.of(list(range(8)), guidance=2.0))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specvis import Sampling, decode, jacobi_decode, method, speculative_decode
-from specvis.decoding.drafters import ModelDrafter
+from specvis.decoding.draft_model import ModelDrafter
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import ModelCache, Nodes, TargetModel
 from specvis.models.transformers import TREE_ATTENTION, Chameleon, Emu3, ImageModel, JanusPro, anole, lumina_mgpt

@@ -14,11 +14,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from specvis.cli.main import main
+from specvis.decoding.baseline import decode
 from specvis.decoding.continuous import ContinuousSampling, parallel_decode
-from specvis.decoding.discrete import decode, speculative_decode
-from specvis.decoding.drafters import EagleDrafter
+from specvis.decoding.draft_model import EagleDrafter
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
+from specvis.decoding.speculative import speculative_decode
 from specvis.models.eagle import EagleHead
 from specvis.models.kl_vae import KL, KLConfig
 from specvis.models.llamagen import GPT, GPTConfig

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from specvis.cli.main import main
-from specvis.decoding.discrete import decode
+from specvis.decoding.baseline import decode
 from specvis.decoding.sampling import Sampling
 from specvis.models.llamagen import GPTConfig
 from specvis.pipelines.captions import cleaned

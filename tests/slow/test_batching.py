@@ -2,7 +2,7 @@
 import pytest
 
 from tests.decoding import test_batching as few
-from tests.decoding.test_batching import NAMES, UNTIMED, tiny  # noqa: F401
+from tests.decoding.test_driver import NAMES, UNTIMED, tiny  # noqa: F401
 
 
 @pytest.mark.parametrize("name", NAMES)

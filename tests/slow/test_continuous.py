@@ -2,9 +2,9 @@
 import pytest
 
 from tests.decoding import test_continuous as few
-from tests.decoding.test_continuous import METHODS, tiny  # noqa: F401
+from tests.decoding.toys import METHODS, pair  # noqa: F401
 
 
 @pytest.mark.parametrize("m", ["mar", "mar:num_iter=5", *METHODS])
-def test_a_request_does_not_depend_on_its_batch(tiny, m):  # noqa: F811
-    few.test_a_request_does_not_depend_on_its_batch(tiny, m)
+def test_a_request_does_not_depend_on_its_batch(pair, m):  # noqa: F811
+    few.test_a_request_does_not_depend_on_its_batch(pair, m)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import specvis.decoding.coupling
-import specvis.decoding.discrete
+import specvis.decoding.speculative
 from specvis.decoding.methods import METHODS, method
 from specvis_kernels import VerifyResult, guided_probs, sample_residual
-from tests.decoding.test_discrete import DYNAMIC, FILTERED, TREE, UNFILTERED, far_from_target, minute  # noqa: F401
+from tests.decoding.pictures import DYNAMIC, FILTERED, TREE, UNFILTERED, far_from_target, minute  # noqa: F401
 from tests.decoding.test_jacobi import coupled
 
 
@@ -54,7 +54,7 @@ def test_the_distribution_test_rejects_siblings_verified_by_the_unmodified_targe
         probs = guided_probs(logits, uncond, *settings).probs
         return unmodified_target(probs, tokens, first_child, next_sibling, uniforms)
 
-    monkeypatch.setattr(specvis.decoding.discrete, "verify_logits", wrong)
+    monkeypatch.setattr(specvis.decoding.speculative, "verify_logits", wrong)
     assert far_from_target(minute, m, UNFILTERED) > 10
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from specvis.cli.main import main
-from specvis.decoding.discrete import Step
+from specvis.decoding.decoded import Step
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling

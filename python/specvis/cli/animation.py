@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ..decoding.discrete import Decoded
+from ..decoding.decoded import Decoded
 from ..decoding.methods import METHODS
 from ..files import write_whole
 from ..studies.positions import forward_numbers

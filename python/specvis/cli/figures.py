@@ -26,7 +26,7 @@ def draw_all(pipelines: Pipelines, results: list[Result], prompts: list[str], ou
     if discrete:
         draw_acceptance(pipelines[Method], discrete, out / "acceptance.png")
     sampled = next((r for r in discrete if r.temperature > 0 and not r.decoded.failed.any()), None)
-    if sampled and any(r.method.drafting in ("static", "dynamic") and r.method.drafter == "eagle" for r in discrete):
+    if sampled and any(r.method.parameters.get("drafter") == "eagle" for r in discrete):
         draw_distributions(pipelines[Method], prompts, sampled.decoded.tokens, sampled.sampling,
                            out / "distributions.png")
 

@@ -34,24 +34,21 @@ def list_methods(name):
             CONTINUOUS_PARAMETERS,
             METHODS,
             PARAMETERS,
-            every_parameter_of,
             format_value,
-            parameters_of,
             parse_method,
-            settings_of,
         )
         from ..decoding.trees import TREES, static_tree
 
     def tell(method):
         click.echo(f"{method.name:18}{method.source}")
-        settings = ", ".join(f"{name} {format_value(value)}" for name, value in settings_of(method).items())
+        settings = ", ".join(f"{name} {format_value(value)}" for name, value in method.settings.items())
         for line in textwrap.wrap(settings, 100):
             click.echo(f"{'':18}{line}")
 
     if name is not None:
         method = parse_method(name)
         click.echo(f"{method.name:18}{method.source}")
-        own, every = parameters_of(method), every_parameter_of(method)
+        own, every = method.parameters, method.every_parameter
         if not every:
             click.echo("\nno parameters")
         column = f"{'':21}{'default' if method.name == name else 'value'}"

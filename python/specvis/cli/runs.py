@@ -8,7 +8,7 @@ import click
 import torch
 
 from ..decoding.continuous import ContinuousDecoded, ContinuousSampling
-from ..decoding.discrete import Decoded
+from ..decoding.decoded import Decoded
 from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline

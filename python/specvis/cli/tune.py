@@ -7,7 +7,7 @@ import click
 import matplotlib
 import torch
 
-from ..decoding.methods import Method, every_parameter_of, method, parameters_of, parse_method
+from ..decoding.methods import Method, method, parse_method
 from ..decoding.sampling import Sampling
 from ..files import csv_text, locked, replacing_together, write_whole
 from ..studies.base import Run
@@ -154,7 +154,7 @@ def search(study: DiscreteStudy, target: Target, *, pictures: int, by_seconds: b
             if share > 1:
                 methods += [m for base in list(methods) for m in variations(base)]
         methods = [m for m in dict.fromkeys(methods)
-                   if m.num_neighbors < V and (m.drafting not in ("static", "dynamic") or m.drafter not in missing)]
+                   if m.num_neighbors < V and m.parameters.get("drafter") not in missing]
         works = [run for m in methods for run in runs_of(m, count)]
         works += [Latency(m, 1.0, timed) for m in methods if by_seconds]
         study.compute(works, f"round {number} of {len(ROUNDS)}, ")
@@ -183,17 +183,16 @@ def frontier(trials: list[Trial]) -> list[Trial]:
 
 def variations(base: Method) -> Iterator[Method]:
     """The method with other trees or windows, with the other drafter, and with stricter and looser acceptance."""
-    changes = list(TREES[base.drafting]) if base.adaptation is None else [
+    changes = list(TREES[base.drafting]) if "start" not in base.parameters else [
         {"start": start} for start in ("vertical", "tokenflock")]
     changes.append({"drafter": "model"})
-    if base.k:
-        changes += [{"delta": round(base.delta * factor, 4)} for factor in (0.7, 1.4)]
-    elif base.omega != 1:
-        changes += [{"omega": round(1 + (base.omega - 1) * factor, 4)} for factor in (0.7, 1.4)]
+    acceptance = base.acceptance
+    if acceptance.k:
+        changes += [{"delta": round(acceptance.delta * factor, 4)} for factor in (0.7, 1.4)]
+    elif acceptance.omega != 1:
+        changes += [{"omega": round(1 + (acceptance.omega - 1) * factor, 4)} for factor in (0.7, 1.4)]
     shape = {name for tree in TREES[base.drafting] for name in tree}
-    recipe = every_parameter_of(method(base.name))
-    differing = {name: value for name, value in parameters_of(base).items() if value != recipe.get(name)
-                 and (name, base.drafting) != ("depth", "static")}  # a static tree has its own depth
+    differing = base.differing(method(base.name))
     for change in changes:
         replaced = set(change) | (shape if shape & set(change) else set())
         unchanged = {name: value for name, value in differing.items() if name not in replaced}

@@ -1,4 +1,6 @@
-"""Jacobi decoding by rejection: a guess is kept as often as its new distribution allows (see `couple_tokens`).
+"""Jacobi decoding by rejection, a maximal coupling: a guess is kept as often as its new distribution allows.
+
+See `specvis_kernels.couple_tokens`.
 
 A guess needs the row that it was drawn from. So the rows of the newest positions are kept, where seed-exact decoding
 keeps none.
@@ -12,12 +14,12 @@ from torch import Tensor
 from specvis_kernels import couple_tokens, philox_uniforms, sample_residual
 
 from ..models.interface import TargetModel, id_range, num_tokens, rows_and_columns
-from .batching import Rows
-from .discrete import acceptance_rule
+from .batch_state import BatchState
 from .methods import Method
+from .requests import acceptance_rule
 from .sampling import ACCEPT, DRAFT, Sampling
 
-UNUSED = torch.iinfo(torch.int64)
+INT64 = torch.iinfo(torch.int64)
 
 
 class Coupled(NamedTuple):
@@ -29,11 +31,11 @@ class Coupled(NamedTuple):
     tv_excess: Tensor     # (B,)   float32  summed over the tokens that are final now
 
 
-class Coupling(Rows):
+class Coupling(BatchState):
     """The rule of rejection, its random numbers, and the rows that the guesses were drawn from.
 
-    A step's random numbers belong to the position of its first token, as those of speculative decoding do. Every step
-    has another one, so a guess that is drawn anew in a later step has new numbers.
+    A step's random numbers belong to the position of its first token, as in speculative decoding. Every step
+    has another first token, so a guess that is drawn anew in a later step has new numbers.
     """
 
     ROWS = ("delta", "is_greedy", "uniforms", "first_uniforms", "rows", "earlier_excess")
@@ -47,15 +49,16 @@ class Coupling(Rows):
         W = min(max_depth, L)  # an image has no more to guess
         self.rule = acceptance_rule(methods, neighbors, target, max_depth, device)
         self.omega = self.rule.pop("omega", None)
-        # at temperature 0 nothing is lent: a guess stands if it is the likeliest token
-        self.delta = torch.tensor([0.0 if greedy else m.delta for m, greedy in zip(methods, sampling.greedy.tolist())],
-                                  dtype=torch.float32, device=device)
+        # at temperature 0 nothing is lent: a guess is kept if it is the likeliest token
+        deltas = [0.0 if greedy else m.acceptance.delta for m, greedy in zip(methods, sampling.greedy.tolist())]
+        self.delta = torch.tensor(deltas, dtype=torch.float32, device=device)
         if "delta" in self.rule:
             self.rule["delta"] = self.delta
         self.is_greedy, self.any_greedy = sampling.greedy[:, None, None], any_greedy
         self.uniforms = philox_uniforms(sampling.seeds, L, 2 * (W + 1), stream=ACCEPT).unflatten(2, (-1, 2))
         self.first_uniforms = philox_uniforms(sampling.seeds, L, W + 1, stream=DRAFT)
-        # the row of position p is at p % num_rows; one row more takes what is behind a request's own window
+        # the row of position p is at p % num_rows; one row more is scratch for positions after a request's own
+        # window
         self.num_rows = self.columns + 2 * W + 2
         self.rows = torch.zeros(B, self.num_rows + 1, target.vocab_size, device=device)
         self.earlier_excess = torch.zeros(B, self.num_rows + 1, device=device)  # of tests that kept the guess so far
@@ -75,7 +78,7 @@ class Coupling(Rows):
     def couple(self, probs: Tensor, status: Tensor, guesses: Tensor, counts: Tensor, budget: Tensor) -> Coupled:
         """Keep the guesses (B, N) for the positions from counts (B, 1) on, or draw them anew, from probs (B, N, V).
 
-        budget: (B, 1) how many guesses can be accepted. The token behind them is the target's own.
+        budget: (B, 1) how many guesses can be accepted. The token after them is the target's own.
         """
         N, probs = guesses.shape[1], self.exact(probs, status)
         step = counts.clamp(max=self.uniforms.shape[1] - 1)
@@ -87,13 +90,15 @@ class Coupling(Rows):
         drafted = guesses[:, :-1]
         old_rows = self.rows[self.request, (counts + index[:-1]) % self.num_rows]
         omega = None if self.omega is None else self.omega[:, :N - 1]
-        groups = rank_groups(probs[:, :-1], drafted, self.base.k, self.delta) if self.base.metric == "rank" else None
+        acceptance, groups = self.base.acceptance, None
+        if acceptance.metric == "rank":
+            groups = rank_groups(probs[:, :-1], drafted, acceptance.k, self.delta)
         coupled = couple_tokens(probs[:, :-1], old_rows, drafted, uniforms[:, :-1], omega=omega, groups=groups,
                                 **self.rule)
         num_accepted = coupled.num_kept[:, None].minimum(budget)
         is_final = (index[:-1] <= num_accepted) & (index[:-1] < budget)
         is_fresh = index >= budget
-        if self.base.coupling == "none":
+        if acceptance.coupling == "none":
             is_fresh = is_fresh | (index > num_accepted)
         tokens = torch.where(is_fresh, fresh, F.pad(coupled.tokens, (0, 1)))
         place = self.request, (counts + index[:-1]) % self.num_rows
@@ -102,15 +107,15 @@ class Coupling(Rows):
         return Coupled(tokens, num_accepted[:, 0], status, probs, (tv_excess * is_final).sum(1))
 
     def first_guesses(self, counts: Tensor, last: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Guess the n positions behind last (B, 1), the last ones that have rows, after a step from counts (B, 1) on.
+        """Guess the n positions after last (B, 1), the last ones that have rows, after a step from counts (B, 1) on.
 
-        They are drawn from the rows above them, or from the last row; where these are of other ids, such as at the
-        tokens that are forced, from those that may stand there, evenly. So no guess is ever an id that may not be where
-        it is, and no rule of acceptance can keep one. Returns the positions and the tokens (B, n).
+        They are drawn from the rows above them, or from the last row; where other ids are allowed there, as before a
+        forced token, they are drawn evenly from the ids that are allowed at the position. So every guess is an allowed
+        id, and no rule of acceptance can keep another one. Returns the positions and the tokens (B, n).
         """
         positions = last + 1 + torch.arange(n, device=last.device)
         source, above = last.expand(-1, n), positions - self.columns
-        if self.base.guess == "above":
+        if self.base.drafts.guess == "above":
             source = torch.where((above >= 0) & (above <= last), above, source)
         rows = self.rows[self.request, source % self.num_rows]
         ids = id_range(self.target, positions)
@@ -126,7 +131,7 @@ class Coupling(Rows):
 
 
 def rank_groups(probs: Tensor, tokens: Tensor, k: int, delta: Tensor) -> Tensor:
-    """Which ids count with each token: of the k around it in the order of its row, those within delta of it.
+    """Which ids count with each token: of the k around it in the order of its row, and only within delta of it.
 
     The likeliest ids come first in that order, and the lower id comes first among equals. k // 2 ids are likelier than
     the token and the other k - k // 2 are less likely, so of 13 it is 6 and 7, as GSD's code has it. At an end of the
@@ -135,16 +140,16 @@ def rank_groups(probs: Tensor, tokens: Tensor, k: int, delta: Tensor) -> Tensor:
     Args:
         probs: (B, W, V) float32, tokens: (B, W) int64, delta: (B,) float32
     Returns:
-        (B, W, k) int64, -1 where there is none
+        (B, W, k) int64, -1 where fewer ids count
     """
     V = probs.shape[-1]
     ids = torch.arange(V, device=probs.device)
     order = (probs.contiguous().view(torch.int32).long() << 32) + (V - 1 - ids)  # no two are equal, largest first
     own = order.gather(-1, tokens[..., None])
     num_before = min(k // 2, V - 1)
-    before = torch.where(order > own, order, UNUSED.max).topk(num_before, -1, largest=False).indices
-    behind = torch.where(order < own, order, UNUSED.min).topk(min(k - k // 2, V - 1), -1).indices
-    groups, mass = torch.cat([before, behind], -1), probs.gather(-1, tokens[..., None])
-    is_there = torch.cat([order.gather(-1, before) > own, order.gather(-1, behind) < own], -1)
+    before = torch.where(order > own, order, INT64.max).topk(num_before, -1, largest=False).indices
+    after = torch.where(order < own, order, INT64.min).topk(min(k - k // 2, V - 1), -1).indices
+    groups, mass = torch.cat([before, after], -1), probs.gather(-1, tokens[..., None])
+    is_there = torch.cat([order.gather(-1, before) > own, order.gather(-1, after) < own], -1)
     is_near = (probs.gather(-1, groups) - mass).abs() <= delta[:, None, None]
     return F.pad(torch.where(is_there & is_near, groups, -1), (0, k - groups.shape[-1]), value=-1)

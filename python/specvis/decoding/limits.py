@@ -1,7 +1,8 @@
-"""The most that the parameters of methods and requests may be. What is beyond is an error before memory is taken.
+"""The most that the parameters of methods and requests may be. More than that is an error before memory is taken.
 
-They are far above what the papers use (in brackets), and a step within them takes gigabytes at most.
+The limits are far above the papers' values (in brackets), and a step within them takes gigabytes at most.
 """
+from dataclasses import MISSING, field
 from numbers import Integral, Real
 
 MAX_NODES = 1024           # of a tree [64], the root counted: a forward reads as many positions, and gives their logits
@@ -29,3 +30,8 @@ def is_number(value, low: float, high: float = MAX_NUMBER) -> bool:
 def count_within(low: int, high: int) -> str:
     """What such a number must be, in an error."""
     return f"a whole number within {low}..{high}"
+
+
+def setting(help: str, default=MISSING):
+    """A field of a dataclass that is a parameter of methods, with what `specvis methods NAME` says of it."""
+    return field(default=default, metadata={"help": help}, kw_only=True)

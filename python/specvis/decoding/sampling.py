@@ -9,7 +9,7 @@ from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, gu
 
 from ..models.interface import Drafter, TargetModel, id_range
 from ..models.threads import in_parts
-from .batching import Rows
+from .batch_state import BatchState
 from .limits import MAX_NUMBER, MAX_TOP_K, count_within, is_count, is_number
 
 # streams of philox_uniforms: what a number is used for
@@ -17,13 +17,13 @@ ACCEPT, DRAFT, SHAPE, ORDER, NOISE, UNALIGNED, RESAMPLE, RESAMPLE_NOISE, FRESH =
 
 
 @dataclass(frozen=True)
-class Sampling(Rows):
+class Sampling(BatchState):
     """How each of B requests draws its tokens."""
 
     ROWS = ("seeds", "guidance", "temperature", "top_k", "top_p")
 
     seeds: Tensor        # (B,) int64
-    guidance: Tensor     # (B,) float32   1 is none
+    guidance: Tensor     # (B,) float32   1 is off
     temperature: Tensor  # (B,) float32   0 is greedy
     top_k: Tensor        # (B,) int32     0 is off
     top_p: Tensor        # (B,) float32   1 is off
@@ -36,8 +36,8 @@ class Sampling(Rows):
 
         Raises:
             ValueError: seeds are no list of whole numbers of 64 bits, temperature < 0, top_k no whole number of at
-                least 0, top_p outside (0, 1], guidance not finite, what does not fit into 32 bits, a list of another
-                length
+                least 0, top_p outside (0, 1], guidance not finite, a number that does not fit into 32 bits, a
+                list of another length
         """
         check_seeds(seeds)
 
@@ -69,7 +69,7 @@ class Sampling(Rows):
     def probs(self, model: TargetModel | Drafter, hidden: Tensor, positions: Tensor | None = None) -> GuidedProbsResult:
         """Hidden states (2B, N, dim) -> guided probabilities (B, N, V) and their status (B, N).
 
-        positions (B, N) int64: in the image, of the token after each; None: any id may stand there
+        positions (B, N) int64: in the image, of the token after each; None: any id is allowed
         """
         return self.of_logits(model.logits(hidden), None if positions is None else id_range(model, positions))
 
@@ -87,7 +87,7 @@ class Sampling(Rows):
 
     def draw_from(self, logits: Tensor, positions: Tensor, ids: Tensor | None = None, guesses: Tensor | None = None,
                   ahead: int = 0) -> DrawTokensResult:
-        """The same from logits (2B, N, V). ids (B, N, 2): see `id_range`"""
+        """The target's own draws from logits (2B, N, V). ids (B, N, 2): see `id_range`"""
         return draw_tokens(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p, self.seeds,
                            positions, id_range=ids, guesses=guesses, ahead=ahead)
 
@@ -123,12 +123,12 @@ def cfg_inputs(model: TargetModel, condition: Tensor, padding_mask: Tensor) -> t
 
 
 def repeat_for_cfg(x: Tensor) -> Tensor:
-    """(B, ...) -> (2B, ...): the same for the row with the condition and for the row without."""
+    """(B, ...) -> (2B, ...): equal rows with the condition and without it."""
     return torch.cat([x, x])
 
 
 def take_nodes(x: Tensor, nodes: Tensor) -> Tensor:
-    """What a model says of some nodes: x (R, N, H), nodes (B, K) int64 -> (R, K, H). Row r is of request r % B."""
+    """The entries of some nodes: x (R, N, H), nodes (B, K) int64 -> (R, K, H). Row r is of request r % B."""
     (R, N, H), (B, K) = x.shape, nodes.shape
     index = nodes[0]
     if B > 1:
@@ -138,6 +138,6 @@ def take_nodes(x: Tensor, nodes: Tensor) -> Tensor:
 
 
 def philox_normals(seeds: Tensor, positions: Tensor | int, n: int, *, stream: int, turn: int = 0) -> Tensor:
-    """Standard normal numbers from `philox_uniforms` of these arguments, by the inverse CDF. None is beyond 5.6."""
+    """Standard normal numbers from `philox_uniforms` of these arguments, by the inverse CDF. All are within 5.6."""
     middles = philox_uniforms(seeds, positions, n, stream=stream, turn=turn).double() + 2.0 ** -25
     return torch.special.ndtri(middles).float()

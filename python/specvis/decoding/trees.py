@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specvis_kernels import tree_links
+
 from ..models.interface import rows_and_columns
-from .batching import Rows
-from .limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, MAX_TOKENS, count_within, is_count, is_number
+from .batch_state import BatchState
+from .limits import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, MAX_TOKENS, count_within, is_count, is_number, setting
 
 MAX_FILE = 2**20  # bytes of a file with a tree; one of MAX_NODES has far fewer
 
@@ -101,7 +103,7 @@ class StaticTree:
 
 @lru_cache
 def static_tree(name: str | tuple) -> StaticTree:
-    """A tree of TREES, "chain-5" (so many drafts in a row), of a JSON file that lists its paths, or of paths.
+    """A tree of TREES, "chain-5" (5 drafts in a row), of a JSON file that lists its paths, or of paths.
 
     A file is read once.
 
@@ -127,7 +129,7 @@ def static_tree(name: str | tuple) -> StaticTree:
 
 
 def read_paths(name: str) -> object:
-    """What a JSON file with a tree holds."""
+    """The content of a JSON file with a tree."""
     try:
         if (size := os.stat(name).st_size) > MAX_FILE:
             raise ValueError(f"tree {name} must be a file of at most {MAX_FILE} bytes, got {size}")
@@ -136,6 +138,12 @@ def read_paths(name: str) -> object:
         raise ValueError(f"tree {name} is not a file that can be read: {error.strerror}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"tree {name} is no JSON: {error}") from error
+
+
+def chain_ancestors(batch: int, n: int, device: torch.device) -> Tensor:
+    """The ancestors (B, n, W) int64 of the nodes of a chain, in bits as `tree_links` gives them."""
+    parents = torch.arange(-1, n - 1, dtype=torch.int32, device=device).expand(batch, -1)
+    return tree_links(parents).ancestors
 
 
 STARTS = ("horizontal", "vertical", "random", "tokenflock")
@@ -156,19 +164,20 @@ class Adaptation:
     2. What is the neighbor at the edge of the image? At the start of a row "horizontal" takes the position above. In
        the first row "vertical" takes the position to the left.
     3. Which tree is the first of an image? It has the method's own depth and width, unadapted. It is remembered for
-       the tokens before it as well, which no tree drew: the image's first one, and those that were known.
+       the tokens before it as well, which no tree drew: the image's first one, and the known tokens.
     4. How many nodes does a tree keep? At most the method's `nodes`, whatever its shape.
     """
 
-    start: str = "horizontal"          # one of STARTS
-    beta: float = 1.0                  # the share of accepted levels from which on trees get deeper
-    depth_step: int = 1
-    width_step: int = 10
-    depths: tuple[int, int] = (1, 9)   # least and most
-    widths: tuple[int, int] = (4, 39)  # least and most; a tree of depth 1 may have any width
-    radius: float = 2.0                # of "tokenflock": how many tokens far it looks
-    flat_depth: int | None = None      # the paper's ablation: start from this depth, whatever `start` says,
-    flat_width: int | None = None      # and from this width
+    start: str = setting("where a tree's shape starts from: horizontal, vertical, random or tokenflock", "horizontal")
+    beta: float = setting("share of accepted levels from which on trees get deeper, in [0, 1]", 1.0)
+    depth_step: int = setting("levels that a tree gains or loses", 1)
+    width_step: int = setting("children a node that a tree loses or gains", 10)
+    depths: tuple[int, int] = setting("least and most levels", (1, 9))
+    widths: tuple[int, int] = setting("least and most children a node, of trees deeper than 1", (4, 39))
+    radius: float = setting("how many tokens far tokenflock looks", 2.0)
+    # the paper's ablation
+    flat_depth: int | None = setting("depth that trees start from, whatever `start` says", None)
+    flat_width: int | None = setting("width that trees start from, whatever `start` says", None)
 
     def __post_init__(self):
         if self.start not in STARTS:
@@ -188,7 +197,7 @@ class Adaptation:
                 raise ValueError(f"{name} must be 1 <= least <= most <= {limit}, got {low} and {high}")
 
 
-class Shapes(Rows):
+class Shapes(BatchState):
     """The depth and width of the next tree of each of B requests, for images of rows of tokens.
 
     Without an adaptation they never change.

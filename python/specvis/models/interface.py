@@ -1,7 +1,7 @@
 """What a model must offer to be decoded by the loops of `specvis.decoding`: a target, a drafter, and their caches.
 
 These are protocols: a class that has the methods fits, it need not inherit anything. `models.llamagen.GPT` is such a
-target; `decoding.drafters` has two drafters, and one of them makes a drafter of any target.
+target; `decoding.draft_model` has two drafters, and one of them makes a drafter of any target.
 
 A model reads R rows at once, which are independent of each other. Row r belongs to request r % B: with guidance each of
 B requests has a row that reads its condition and one that reads none. A model's cache has numbered columns, and what is

@@ -8,12 +8,14 @@ from torch import Tensor, nn
 
 from specvis_kernels import codebook_neighbors
 
-from ..decoding.batching import Finished
-from ..decoding.discrete import Decoded, Observer, Progress, check_known_tokens, decode, speculative_decode
-from ..decoding.drafters import EagleDrafter, ModelDrafter
+from ..decoding.baseline import decode
+from ..decoding.decoded import Decoded, Finished, Observer, Progress
+from ..decoding.draft_model import EagleDrafter, ModelDrafter
 from ..decoding.jacobi import jacobi_decode
 from ..decoding.methods import Method, one_each
+from ..decoding.requests import check_known_tokens
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from ..decoding.speculative import speculative_decode
 from ..files import write_json, write_tensors
 from ..models.eagle import EagleHead
 from ..models.interface import Drafter
@@ -195,12 +197,12 @@ class Pipeline(nn.Module):
 
     def check(self, method: Method) -> None:
         """Raise ValueError if this model cannot decode by the method; make ready what the method needs."""
-        if method.drafting in ("static", "dynamic") and method.drafter in self.missing_drafters:
+        if method.parameters.get("drafter") in self.missing_drafters:
             others = [name for name in DRAFTER_FILES if name not in self.missing_drafters]
             wanted = f"drafter must be {others[0]}" if others else "method must be one without a drafter"
-            raise ValueError(f"{wanted}: this model has no {DRAFTER_FILES[method.drafter]}; jacobi needs none")
+            raise ValueError(f"{wanted}: this model has no {DRAFTER_FILES[method.drafts.drafter]}; jacobi needs none")
         if method.num_neighbors:
-            self.neighbors(method.num_neighbors, method.metric)
+            self.neighbors(method.num_neighbors, method.acceptance.metric)
 
     def sampling(self, seeds: list[int], *, guidance: float | list[float] | None = None,
                  temperature: float | list[float] = 1.0, top_k: int | list[int] | None = None,
@@ -278,7 +280,7 @@ class Pipeline(nn.Module):
             part = source[requests], None if padding_mask is None else padding_mask[requests]
             parts.append(self._decode(part, [methods[i] for i in requests], sampling[requests], progress, observe,
                                       None if known_tokens is None else known_tokens[requests], batch, finished))
-        return Decoded.merged(parts, torch.tensor(order))
+        return Decoded.merged(parts, order)
 
     def _decode(self, source: Source, methods: list[Method], sampling: Sampling, progress: Progress | None,
                 observe: Observer | None, known_tokens: Tensor | None, batch: int | None,
@@ -287,11 +289,13 @@ class Pipeline(nn.Module):
         condition, padding_mask = self.gpt.condition(*source)
         if base.drafting == "none" and batch is None and finished is None:
             return decode(self.gpt, condition, padding_mask, sampling, progress, known_tokens=known_tokens)
-        neighbors = self.neighbors(base.num_neighbors, base.metric) if base.num_neighbors else None
+        neighbors = None
+        if base.num_neighbors:
+            neighbors = self.neighbors(base.num_neighbors, base.acceptance.metric)
         if base.drafting in ("jacobi", "none"):
             return jacobi_decode(self.gpt, condition, padding_mask, sampling, methods, neighbors, progress, observe,
                                  **queue)
-        return speculative_decode(self.gpt, self._drafter(base.drafter, source, padding_mask), condition,
+        return speculative_decode(self.gpt, self._drafter(base.drafts.drafter, source, padding_mask), condition,
                                   padding_mask, sampling, methods, neighbors, progress, observe, **queue)
 
     def _drafter(self, name: str, source: Source, padding_mask: Tensor) -> Drafter:

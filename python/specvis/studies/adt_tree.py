@@ -187,7 +187,7 @@ def cost_rows(report: DiscreteReport) -> list[dict]:
     """A row for each tree. Fitted columns are still 0."""
     study, rows = report.study, []
     for method, latency, memory in cost_jobs(report.scope):
-        timings, (d, w, N) = study.seconds(latency), (method.depth, method.width, method.max_nodes)
+        timings, (d, w, N) = study.seconds(latency), (method.drafts.depth, method.drafts.width, method.max_nodes)
         steps = np.array([study.pipeline.num_tokens / tau for tau in timings.tau])
         rows.append({"depth d": d, "width w": w, "nodes N": N,
                      "step (ms)": 1e3 * float(np.median(np.array(timings.method) / steps)), "C_T fitted (ms)": 0.0,

@@ -92,7 +92,7 @@ def strip(report: DiscreteReport, jobs: list[Latency]):
     figure, all_axes = axes(count, len(jobs), 1.15, 1.4)
     for column, job in enumerate(jobs):
         timings = study.seconds(job)
-        delta = job.method.omega if job.method.name == "cool-sd" else job.method.delta
+        delta = job.method.acceptance.omega if job.method.name == "cool-sd" else job.method.acceptance.delta
         head = f"delta {delta:g}\n{np.mean(timings.method):.2f} +- {np.std(timings.method):.2f} s\n\n"
         for line, picture in enumerate(study.pixels(torch.tensor(timings.tokens[:count]))):
             title = f"{timings.method[line]:.2f} s, tau {timings.tau[line]:.2f}"

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..decoding.discrete import Decoded, Sampling, Step
+from ..decoding.decoded import Decoded, Step
 from ..decoding.methods import Method, parse_method
+from ..decoding.sampling import Sampling
 from ..files import write_whole
 from ..pipelines.discrete import Pipeline
 from .base import BATCH, Report, Run, Scope, Study, decided, reference_pictures
@@ -194,7 +195,7 @@ class DiscreteStudy(Study):
         if isinstance(job, Memory):
             return 5.0
         if isinstance(job, Latency):
-            return (job.count + 1) * job.batch * (3.0 if method.adaptation else 2.2)
+            return (job.count + 1) * job.batch * (3.0 if "start" in method.parameters else 2.2)
         if method.drafting == "none":
             return 0.12 * job.count
         return job.count * (0.35 + 0.02 * method.max_nodes)

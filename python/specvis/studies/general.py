@@ -15,11 +15,11 @@ ITEMS: dict[str, Item] = {}
 def families(scope: DiscreteScope) -> dict[str, Callable[[Method], bool]]:
     """The curves: each is a method whose runs differ in one parameter."""
     def lantern_of(k: int):
-        return lambda method: method.name == "lantern" and method.k == k
+        return lambda method: method.name == "lantern" and method.acceptance.k == k
 
     return {f"LANTERN, k {k}": lantern_of(k) for k in scope.k} | {
-        "LANTERN++": lambda method: method.name == "lantern++" and method.residual == "relaxed",
-        "LANTERN++ with G*": lambda method: method.name == "lantern++" and method.residual == "optimal",
+        "LANTERN++": lambda method: method.name == "lantern++" and method.acceptance.residual == "relaxed",
+        "LANTERN++ with G*": lambda method: method.name == "lantern++" and method.acceptance.residual == "optimal",
         "UniformRSD": lambda method: method.name == "uniform-rsd",
         "COOL-SD": lambda method: method.name == "cool-sd",
     }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from specvis_kernels import guided_probs, gumbel_noise
 
-from ..decoding.discrete import Decoded
+from ..decoding.decoded import Decoded
 from ..decoding.jacobi import jacobi_decode
 from ..decoding.methods import parse_method
 from ..decoding.sampling import Sampling
@@ -52,7 +52,7 @@ def same_tokens(report: DiscreteReport, run: Run) -> str:
 
 def tau_row(report: DiscreteReport, run: Run) -> dict:
     tau = report.study.pictures(run).decoded.tau
-    return {"method": run.method.label, "T": f"{run.temperature:g}", "window": run.method.window,
+    return {"method": run.method.label, "T": f"{run.temperature:g}", "window": run.method.drafts.window,
             "tau": tau.nanmean().item(), "+-": 2 * tau.std().item() / len(tau) ** 0.5, "least": tau.min().item(),
             "most": tau.max().item(), "same tokens as the baseline": same_tokens(report, run)}
 
@@ -103,7 +103,7 @@ def jacobi_batch(report: DiscreteReport, section: Section) -> None:
     section.table(rows)
     figure, ((axis,),) = axes(1, 1, 5.4, 3.2)
     for W in BATCH_WINDOWS:
-        those = [row for row, job in zip(rows, batch_latencies(report.scope)) if job.method.window == W]
+        those = [row for row, job in zip(rows, batch_latencies(report.scope)) if job.method.drafts.window == W]
         axis.plot(BATCHES, [row["speedup"] for row in those], "o-", ms=4, lw=2 if W == "auto" else 1,
                   label=f"window={W}")
     axis.axhline(1, color="black", lw=1)
@@ -128,7 +128,7 @@ def relaxed_runs(scope: DiscreteScope) -> list[Run]:
 def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
     runs = relaxed_runs(report.scope)
     exact, coupled, uncoupled = (report.study.pictures(run) for run in runs[:3])
-    section.text(f"All at a window of {runs[0].method.window}. `jacobi` draws with shared noise and "
+    section.text(f"All at a window of {runs[0].method.drafts.window}. `jacobi` draws with shared noise and "
                  "verifies by equality. `seed_exact=false` accepts by rejection and redraws from the residual "
                  f"({SCD}), `coupling=none` draws anew all that comes after the first rejection ({SJD}). Both keep the "
                  "target's distribution. omega, neighborhoods (k, delta) and groups move it: tv_excess is the added "
@@ -242,7 +242,7 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
     gpt = Remembering(study.pipeline.gpt)
     sampling = study.sampling_of(0, count, 1.0)
     condition = study.pipeline.condition(study.prompts_of(0, count))
-    siblings = Siblings(gpt, sampling, method.window)
+    siblings = Siblings(gpt, sampling, method.drafts.window)
     decoded = jacobi_decode(gpt, *condition, sampling, [method] * count,
                             observe=siblings)
     failures = max(1, int(siblings.ranks.sum()))

@@ -106,7 +106,8 @@ def table_4(report: DiscreteReport, section: Section) -> None:
     section.claim("near codes are better neighbors than random ones", decided(gap, half),
                   f"with random ones the kernel distance differs by {gap:+.2g} +- {half:.2g}, tau is "
                   f"{report.study.pictures(of['random']).tau:.2f} against {report.study.pictures(of['l2']).tau:.2f}")
-    cutoffs = {cutoff: sorted((run for run in runs if run.method.cutoff == cutoff and run.method.metric == "l2"),
+    rules = [(run, run.method.acceptance) for run in runs]
+    cutoffs = {cutoff: sorted((run for run, rule in rules if rule.cutoff == cutoff and rule.metric == "l2"),
                               key=lambda run: report.study.pictures(run).tau) for cutoff in ("tvd", "jsd")}
     gap, half, shared = curve_gap(report, cutoffs["jsd"], cutoffs["tvd"])
     section.claim("total variation and Jensen-Shannon divergence do equally well at equal speed",

@@ -65,9 +65,9 @@ def figure_7(report: DiscreteReport, section: Section) -> None:
     rows, tau, usual = [], {}, report.study.settings["guidance"]
     for run in figure_7_runs(report.scope):
         pictures = report.study.pictures(run)
-        tau[run.method.name, run.guidance, run.method.draft_guidance] = pictures.tau
+        tau[run.method.name, run.guidance, run.method.drafts.draft_guidance] = pictures.tau
         rows.append({"method": run.method.name, "guidance": f"{run.guidance or usual:g}",
-                     "drafter": "guided" if run.method.draft_guidance else "not guided", "tau": pictures.tau,
+                     "drafter": "guided" if run.method.drafts.draft_guidance else "not guided", "tau": pictures.tau,
                      "acceptance": pictures.decoded.acceptance_rate})
     section.text("The drafter's distribution is moved by the request's guidance, or is that with the caption alone.")
     section.table(rows)

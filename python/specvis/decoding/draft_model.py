@@ -12,12 +12,12 @@ from ..models.eagle import EagleHead
 from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
 from ..models.llamagen import GPT, condition_nodes
-from .batching import pairs
-from .capture import can_replay
+from .batch_state import pairs
+from .driver import can_replay
 
 
 class EagleDrafter:
-    """EAGLE's head on a GPT. It stands one position behind the target, and borrows the target's output layer."""
+    """EAGLE's head on a GPT. It is one position behind the target, and borrows the target's output layer."""
 
     can_replay = True
 

@@ -1,18 +1,19 @@
-"""Images that take the places of finished ones: each has the tokens and the accounts that it has alone."""
+"""The running batch: an image that takes the row of a finished one has the tokens and accounts that it has alone."""
 import dataclasses
 
 import pytest
 import torch
 
-import specvis.decoding.discrete
 import specvis.decoding.jacobi
+import specvis.decoding.speculative
 from specvis.decoding.coupling import Coupling
-from specvis.decoding.discrete import speculative_decode
-from specvis.decoding.drafters import ModelDrafter
-from specvis.decoding.drafting import Drafting
+from specvis.decoding.draft_model import ModelDrafter
+from specvis.decoding.draft_tree import DraftState
+from specvis.decoding.driver import POLL
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import method, parse_method
 from specvis.decoding.sampling import Sampling, cfg_inputs
+from specvis.decoding.speculative import speculative_decode
 from specvis.decoding.trees import Shapes
 from specvis.models.layers import Cache
 from tests.models.test_interface import CONDITION, NEIGHBORS, PADDING_MASK, BagModel, Columns
@@ -49,7 +50,7 @@ def settings():
 
 
 def begun(tiny, counts):
-    """known_tokens: so many of each image."""
+    """known_tokens: that many of each image."""
     tokens = tiny.tokens(PROMPTS, "vanilla", Sampling.of(list(range(50, 50 + N)))).tokens
     return tokens.masked_fill(torch.arange(L) >= torch.tensor(counts)[:, None], -1)[:, :max(counts)]
 
@@ -109,17 +110,15 @@ def test_a_queue_of_whole_images_decodes_none(tiny, name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_the_device_may_be_looked_at_now_and_then(tiny, monkeypatch, name):
-    for module in (specvis.decoding.discrete, specvis.decoding.jacobi):
-        monkeypatch.setitem(module.POLL, "cpu", 3)
     known_tokens = begun(tiny, [0, 16, 2, 9, 1])
+    expected = tiny.tokens(PROMPTS, name, settings(), known_tokens=known_tokens)
+    monkeypatch.setitem(POLL, "cpu", 3)
     for batch in (1, 2):
-        queued = tiny.tokens(PROMPTS, name, settings(), known_tokens=known_tokens, batch=batch)
-        monkeypatch.setitem(specvis.decoding.discrete.POLL, "cpu", 1)
-        assert_same(queued, tiny.tokens(PROMPTS, name, settings(), known_tokens=known_tokens), name)
+        assert_same(tiny.tokens(PROMPTS, name, settings(), known_tokens=known_tokens, batch=batch), expected, name)
 
 
 @pytest.mark.parametrize("name", ["jacobi:window=5", "eagle2"])
-def test_a_finished_image_is_told_of_while_others_go_on(tiny, name):
+def test_a_finished_image_is_reported_while_others_go_on(tiny, name):
     """Where nobody waits for its place, too."""
     known_tokens, gained, calls = begun(tiny, [0, 15, 0, 8, 0]), [], []
     tiny.tokens(PROMPTS, name, settings(), gained.append, known_tokens=known_tokens,
@@ -172,7 +171,7 @@ def test_the_baseline_counts_a_picture_that_fails_as_others_do(tiny):
 
 
 def forgetful(monkeypatch, owner, kind, name):
-    """Let `insert` of this class forget what is called so."""
+    """Let `insert` of this class forget the tensor or part of that name."""
     names, insert = getattr(owner, kind), owner.insert
     assert name in names
 
@@ -185,32 +184,32 @@ def forgetful(monkeypatch, owner, kind, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cache_that_is_not_handed_over_is_noticed(tiny, monkeypatch, name):
+def test_a_cache_that_is_not_inserted_is_noticed(tiny, monkeypatch, name):
     monkeypatch.setattr(Cache, "insert", lambda self, rows, source: None)
     with pytest.raises(AssertionError):
         assert_the_batch_does_not_matter(tiny, name, [2])
 
 
 @pytest.mark.parametrize("name, owner, kind, forgotten", [
-    ("lantern:k=8", specvis.decoding.discrete.Settings, "ROWS", "uniforms"),
-    ("lantern:k=8", specvis.decoding.discrete.Settings, "PARTS", "sampling"),
-    ("eagle1:drafter=model", Drafting, "ROWS", "uniforms"),
-    ("eagle1:drafter=model", Drafting, "CACHES", "cache"),
-    ("eagle2:drafter=model", Drafting, "PAIRS", "logits"),
-    ("eagle1:drafter=model:seed_exact=true", Drafting, "PARTS", "sampling"),
-    ("adt-tree", Drafting, "PARTS", "shapes"),
+    ("lantern:k=8", specvis.decoding.speculative.SpeculativeSettings, "ROWS", "uniforms"),
+    ("lantern:k=8", specvis.decoding.speculative.SpeculativeSettings, "PARTS", "sampling"),
+    ("eagle1:drafter=model", DraftState, "ROWS", "uniforms"),
+    ("eagle1:drafter=model", DraftState, "CACHES", "cache"),
+    ("eagle2:drafter=model", DraftState, "PAIRS", "logits"),
+    ("eagle1:drafter=model:seed_exact=true", DraftState, "PARTS", "sampling"),
+    ("adt-tree", DraftState, "PARTS", "shapes"),
     ("adt-tree", Shapes, "ROWS", "depth"),
     ("adt-tree:start=random", Shapes, "ROWS", "uniforms"),
-    ("cool-sd:tree=chain-3", specvis.decoding.discrete.State, "ROWS", "tv_bound"),
-    ("jacobi:window=5", specvis.decoding.jacobi.Settings, "PARTS", "sampling"),
-    ("jacobi:window=5", specvis.decoding.jacobi.State, "ROWS", "is_step"),
+    ("cool-sd:tree=chain-3", specvis.decoding.speculative.SpeculativeState, "ROWS", "tv_bound"),
+    ("jacobi:window=5", specvis.decoding.jacobi.JacobiSettings, "PARTS", "sampling"),
+    ("jacobi:window=5", specvis.decoding.jacobi.JacobiState, "ROWS", "is_step"),
     ("jacobi:window=4:seed_exact=false", Coupling, "ROWS", "uniforms"),
     ("jacobi:window=2:guess=last:seed_exact=false", Coupling, "ROWS", "first_uniforms"),
     ("jacobi:window=4:seed_exact=false", Coupling, "ROWS", "rows"),
     ("jacobi:window=4:seed_exact=false", Coupling, "ROWS", "is_greedy"),
     ("jacobi:window=4:seed_exact=false:k=8:delta=0.3", Coupling, "ROWS", "delta"),
 ])
-def test_whatever_is_not_handed_over_is_noticed(tiny, monkeypatch, name, owner, kind, forgotten):
+def test_whatever_is_not_inserted_is_noticed(tiny, monkeypatch, name, owner, kind, forgotten):
     assert_the_batch_does_not_matter(tiny, name, [2, 1])
     forgetful(monkeypatch, owner, kind, forgotten)
     with pytest.raises(AssertionError):
@@ -240,7 +239,7 @@ class Insertable(Columns):
 
 
 class QueueModel(BagModel):
-    """A user's model whose cache has `insert`, but no `select`: no finished image is let go."""
+    """A user's model whose cache has `insert`, but no `select`: the batch is never compacted."""
 
     def new_cache(self, rows, columns):
         return Insertable(rows, columns, self.of_token.shape[1])
@@ -280,9 +279,9 @@ def test_a_model_of_ones_own_takes_part_if_its_cache_has_insert(name):
 
 
 @pytest.mark.parametrize("name, owner", [
-    ("jacobi:window=16", specvis.decoding.jacobi.Settings),
-    ("eagle2", specvis.decoding.discrete.Settings), ("eagle1", Drafting)])
-def test_a_padding_mask_that_is_not_handed_over_is_noticed(monkeypatch, name, owner):
+    ("jacobi:window=16", specvis.decoding.jacobi.JacobiSettings),
+    ("eagle2", specvis.decoding.speculative.SpeculativeSettings), ("eagle1", DraftState)])
+def test_a_padding_mask_that_is_not_inserted_is_noticed(monkeypatch, name, owner):
     expected = decoded(BagModel(1), name)
     forgetful(monkeypatch, owner, "PAIRS", "padding_mask")
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Drafting for a batch: the drafter's cache, and the trees that it proposes, of a static or a dynamic shape."""
+"""Draft trees of a batch: the draft model's state, and the trees that it proposes, of a static or a dynamic shape."""
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
@@ -9,21 +9,14 @@ from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, phi
 
 from ..models.interface import Drafter, Nodes, TargetModel, id_range, num_tokens
 from ..models.threads import cat, copy
-from .batching import Rows
+from .batch_state import BatchState
 from .methods import Method
 from .sampling import DRAFT, SHAPE, Sampling, repeat_for_cfg, take_nodes
-from .trees import Shapes, StaticTree, static_tree
-
-BUCKET = 64  # columns: models read their caches in multiples of so many
-
-
-def round_up(columns: int) -> int:
-    """So many columns, or a few more: reads of almost as many columns have the same shapes."""
-    return -(-columns // BUCKET) * BUCKET
+from .trees import Shapes, StaticTree, chain_ancestors, static_tree
 
 
 @dataclass
-class Draft:
+class DraftTree:
     """A tree of tokens for each request. Its root is the newest token of the image."""
 
     tokens: Tensor              # (B, N) int64
@@ -32,17 +25,11 @@ class Draft:
     draft_row: Tensor | None    # (B, N) int32  which of these rows a node's children were sampled from
 
 
-def chain_ancestors(batch: int, n: int, device: torch.device) -> Tensor:
-    """The ancestors (B, n, W) int64 of the nodes of a chain."""
-    parents = torch.arange(-1, n - 1, dtype=torch.int32, device=device).expand(batch, -1)
-    return tree_links(parents).ancestors
+class DraftState(BatchState, ABC):
+    """State of the draft model for B requests, including its logits for the next token.
 
-
-class Drafting(Rows, ABC):
-    """The drafter at work on B requests, and what it says of the token behind the newest one.
-
-    After `extend` there are, for the newest token of each request, the drafter's hidden state (2B, 1, H) and its logits
-    (2B, 1, V) for the next token. A tree is drafted from these.
+    After `extend` it holds the draft model's hidden state (2B, 1, H) at the newest token of each request, and its
+    logits (2B, 1, V) for the next token. A tree is drafted from these.
     """
 
     ROWS, PAIRS, PARTS, CACHES = ("uniforms",), ("hidden", "logits", "padding_mask"), ("sampling", "shapes"), ("cache",)
@@ -51,17 +38,17 @@ class Drafting(Rows, ABC):
                  shapes: Shapes, num_nodes: int, max_depth: int):
         """
         Args:
-            target:         whose drafts these are: it says which ids may stand where
+            target:         says which ids are allowed at a position
             draft_guidance: (B,) float32  the share of each request's guidance that the drafter gets
             shapes:         the depth and the width of each request's next tree
             num_nodes:      how many nodes of a tree the drafter reads at most, the root among them
-            max_depth:      of any tree
+            max_depth:      the largest depth of any tree
         """
         self.drafter, self.target, self.shapes, self.num_tokens = drafter, target, shapes, num_tokens(target)
         self.has_id_range = hasattr(target, "id_range")
         self.padding_mask = drafter.padding_mask.clone()
         guidance = torch.lerp(torch.ones_like(draft_guidance), sampling.guidance, draft_guidance)
-        self.sampling = replace(sampling[list(range(len(sampling.seeds)))], guidance=guidance)  # in memory of its own
+        self.sampling = replace(sampling[list(range(len(sampling.seeds)))], guidance=guidance)  # in its own memory
         seeds = self.sampling.seeds
         self.settings = guidance, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
         self.num_columns = drafter.prefix_len + self.num_tokens + max(num_nodes, max_depth + 1)
@@ -71,7 +58,7 @@ class Drafting(Rows, ABC):
         self.hidden, self.logits = None, None
 
     @abstractmethod
-    def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
+    def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         """The next trees.
 
         Args:
@@ -90,7 +77,7 @@ class Drafting(Rows, ABC):
         """Read the tokens that an image has gained.
 
         Args:
-            new_tokens:      (B, A) int64  the new tokens of each request, and padding behind them
+            new_tokens:      (B, A) int64  the new tokens of each request, padding follows them
             previous_hidden: (2B, A, H)    the target's hidden state before each
             counts:          (B,) int64    how many tokens each request had before; of a finished one at most L
             num_new:         (B,) int64    how many of `new_tokens` are new, at least 1
@@ -110,7 +97,7 @@ class Drafting(Rows, ABC):
         copy(self.logits, logits)
 
     def nodes(self, depth: Tensor, lengths: Tensor, ancestors: Tensor, max_columns: int, first: int = 0) -> Nodes:
-        """Of the drafter's tree. max_columns: behind the condition"""
+        """The nodes of the drafter's tree. max_columns: after the condition"""
         columns = min(self.drafter.prefix_len + max_columns, self.num_columns)
         return Nodes(depth, lengths, ancestors, self.padding_mask, columns, first)
 
@@ -135,10 +122,10 @@ class Drafting(Rows, ABC):
 class StaticPlan:
     """How to draft a static tree level by level, as index tensors on the device.
 
-    Inner nodes are those that have children. They are the nodes that the drafter reads, the root first. Each level
+    Inner nodes are the nodes that have children. The drafter reads them, the root first. Each level
     takes three moves:
     1. Draw K children after each of the F inner nodes of the level above. K is the most that any of them has.
-    2. Pick the children that are inner nodes: those of this level.
+    2. Pick the children that are inner nodes: the inner nodes of this level.
     3. Read them. They are the F of the next level.
     In the end the nodes of the tree are picked from all children.
     """
@@ -186,7 +173,7 @@ class StaticPlan:
                                            for node in range(len(tree.parents))])
 
 
-class StaticDrafting(Drafting):
+class StaticDraftState(DraftState):
     """Trees of one shape, whose children are sampled without replacement. Greedy requests get the likeliest ones.
 
     Where drafts are verified by equality, they are drawn with the noise of the target's own draws: the nearer the
@@ -202,9 +189,9 @@ class StaticDrafting(Drafting):
             uniforms = philox_uniforms(sampling.seeds, self.num_tokens, num_drafts, stream=DRAFT)  # (B, L, N - 1)
             self.uniforms = uniforms.index_select(2, plan.uniforms)
 
-    def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
+    def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         B, newest = len(counts), (counts - 1)[:, None]                           # the position of the newest token
-        column = newest[:, 0] + self.drafter.prefix_len                          # (B,) where it stands
+        column = newest[:, 0] + self.drafter.prefix_len                          # (B,) its column
         if not self.seed_exact:
             uniforms = take_nodes(self.uniforms, newest)[:, 0].split(self.plan.num_drawn, 1)
         drawn, rows, hidden, logits = [root[:, None]], [], self.hidden, self.logits
@@ -225,11 +212,11 @@ class StaticDrafting(Drafting):
                                                    hidden.index_select(1, level.parents), nodes)
         tokens = torch.cat(drawn, 1).index_select(1, self.plan.nodes)
         if self.seed_exact:
-            return Draft(tokens, self.plan.links, None, None)
-        return Draft(tokens, self.plan.links, cat(rows, 1), self.plan.draft_row)
+            return DraftTree(tokens, self.plan.links, None, None)
+        return DraftTree(tokens, self.plan.links, cat(rows, 1), self.plan.draft_row)
 
 
-class DynamicDrafting(Drafting):
+class DynamicDraftState(DraftState):
     """EAGLE-2's trees: each level continues the likeliest paths, and in the end the likeliest drafts are kept."""
 
     def __init__(self, drafter: Drafter, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
@@ -239,13 +226,13 @@ class DynamicDrafting(Drafting):
         self.sizes, self.max_nodes = sizes, max_nodes
         B, device = len(sizes), sizes.device
         self.depths_of_levels = [torch.full((1, 1), level, device=device) for level in range(max_depth)]
-        # of the root, as a frontier: its score, its bit among those of all nodes that the drafter reads, no candidate
+        # The root is the first frontier: its score, its bit among all nodes that the drafter reads, no candidate.
         self.root_score = torch.zeros(B, 1, device=device)
         self.root_ancestors = torch.zeros(B, 1, (num_nodes + 63) // 64, dtype=torch.int64, device=device)
         self.root_ancestors[..., 0] = 1
         self.root_candidate = torch.full((B, 1), -1, dtype=torch.int32, device=device)
 
-    def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> Draft:
+    def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         K, width, levels = max_width, self.shapes.width.int(), []
         column = counts + (self.drafter.prefix_len - 1)                          # (B,) of the newest token
         hidden, logits = self.hidden, self.logits
@@ -268,23 +255,25 @@ class DynamicDrafting(Drafting):
         tokens, scores, parents = (cat(part, 1) for part in zip(*levels))
         num_nodes = min(self.max_nodes, 1 + max_width + (max_depth - 1) * max_width ** 2)
         tree = select_tree(tokens, scores, parents, root, self.sizes, num_nodes=num_nodes)
-        return Draft(tree.tokens, tree_links(tree.parents), None, None)
+        return DraftTree(tree.tokens, tree_links(tree.parents), None, None)
 
 
-def new_drafting(drafter: Drafter, sampling: Sampling, methods: list[Method], target: TargetModel) -> Drafting:
-    """The drafting that the methods stand for, one for each request and all of one `Method.family`."""
+def new_draft_state(drafter: Drafter, sampling: Sampling, methods: list[Method], target: TargetModel) -> DraftState:
+    """The state of the draft model for these methods, one for each request and all of one `Method.family`."""
     base, seeds, grid = methods[0], sampling.seeds, target.grid
 
     def of_each(value, dtype=torch.int64):
         return torch.tensor([value(m) for m in methods], dtype=dtype, device=seeds.device)
 
-    draft_guidance, max_depth = of_each(lambda m: m.draft_guidance, torch.float32), of_each(lambda m: m.max_depth)
+    draft_guidance = of_each(lambda m: m.drafts.draft_guidance, torch.float32)
     if base.drafting == "static":
-        plan = StaticPlan(static_tree(base.tree), len(methods), seeds.device)
+        plan = StaticPlan(static_tree(base.drafts.tree), len(methods), seeds.device)
+        max_depth = of_each(lambda m: m.max_depth)
         shapes = Shapes(max_depth, max_depth, max_depth, grid)
-        return StaticDrafting(drafter, target, sampling, draft_guidance, shapes, plan, base.seed_exact)
-    shapes = Shapes(of_each(lambda m: m.depth), of_each(lambda m: m.width), of_each(lambda m: m.nodes - 1), grid,
-                    base.adaptation, philox_uniforms(seeds, num_tokens(target), 2, stream=SHAPE))
+        return StaticDraftState(drafter, target, sampling, draft_guidance, shapes, plan, base.seed_exact)
+    shapes = Shapes(of_each(lambda m: m.drafts.depth), of_each(lambda m: m.drafts.width),
+                    of_each(lambda m: m.drafts.nodes - 1), grid, base.drafts.adaptation,
+                    philox_uniforms(seeds, num_tokens(target), 2, stream=SHAPE))
     deepest, widest = max(m.max_depth for m in methods), max(m.max_width for m in methods)
-    return DynamicDrafting(drafter, target, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
-                           of_each(lambda m: m.nodes, torch.int32), max(m.max_nodes for m in methods))
+    return DynamicDraftState(drafter, target, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
+                           of_each(lambda m: m.drafts.nodes, torch.int32), max(m.max_nodes for m in methods))

@@ -1,0 +1,58 @@
+"""What decoding of discrete tokens returns, and what it reports while it runs."""
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specvis_kernels import TreeLinksResult
+
+
+@dataclass
+class Decoded:
+    """B images of L tokens, and what they cost."""
+
+    tokens: Tensor           # (B, L) int64
+    num_known: Tensor        # (B,) int64    how many of the tokens were known before
+    target_forwards: Tensor  # (B,) int64    the one that reads the condition and the known tokens is counted
+    num_accepted: Tensor     # (B, L) int64  by the step whose first token is here; -1: no step began here
+    num_drafted: Tensor      # (B, L) int64  levels drafted by this step, within the image; 0: no step began here
+    tv_excess: Tensor        # (B,) float32  added total variation, estimated, summed over the image's tokens
+    tv_bound: Tensor         # (B,) float32  its bound for sampled chains, COOL-SD's eq. (4), summed; NaN: not known
+    failed: Tensor           # (B,) bool     the logits were not finite: the image ended there, its other tokens are 0
+
+    @property
+    def tau(self) -> Tensor:
+        """(B,) new tokens per target forward. The baseline has 1, a failed image NaN, an image known as a whole 0."""
+        return ((self.tokens.shape[1] - self.num_known) / self.target_forwards).masked_fill(self.failed, torch.nan)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts per drafted level, over all steps of all images."""
+        return (self.num_accepted.clamp(min=0).sum() / self.num_drafted.sum().clamp(min=1)).item()
+
+    def select(self, images: list[int]) -> "Decoded":
+        """These images alone, in this order."""
+        return Decoded(*(getattr(self, field.name)[images] for field in fields(Decoded)))
+
+    @staticmethod
+    def merged(parts: "list[Decoded]", order: list[int]) -> "Decoded":
+        """The images of all parts as one batch. order[i] is the index of the i-th image in that batch."""
+        back = torch.tensor(order).argsort()
+        return Decoded(*(torch.cat([getattr(part, field.name) for part in parts])[back] for field in fields(Decoded)))
+
+
+class Step(NamedTuple):
+    """What an observer sees of one step of speculative or Jacobi decoding."""
+
+    links: TreeLinksResult   # of the trees
+    position: Tensor         # (B,) int64    of the step's first token in the image
+    accepted_nodes: Tensor   # (B, P) int32  -1 after the last
+    num_accepted: Tensor     # (B,) int32
+    active: Tensor           # (B,) bool     images that were not finished before the step
+
+
+Progress = Callable[[int], None]                # called with how many tokens the batch has just gained
+Observer = Callable[[Step], None]               # called after every step
+Finished = Callable[[list[int], Decoded], None]  # called with requests whose images are finished, and their images

@@ -1,0 +1,350 @@
+"""What methods are made of: how a method for discrete tokens drafts and which drafts it accepts; continuous methods.
+
+Each setting is a field with its help, which `specvis methods NAME` prints. A setting out of its range is a ValueError.
+"""
+import math
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+from .bounds import omega_schedule
+from .limits import (
+    MAX_CHILDREN,
+    MAX_DEPTH,
+    MAX_GUESSES,
+    MAX_NEIGHBORS,
+    MAX_NODES,
+    MAX_STEPS,
+    MAX_TOKENS,
+    MAX_TRIES,
+    MIN_NUMBER,
+    count_within,
+    is_count,
+    is_number,
+    setting,
+)
+from .trees import Adaptation, static_tree
+
+FINITE = "at least 0 and finite in 32 bits"
+CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
+METRICS = ("l2", "raw", "cosine", "random", "rank")
+GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
+MAX_WINDOW, USUAL_WINDOW = 32, 16  # of "auto": the most it chooses; its value where the tokens depend on the window
+VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
+SCHEDULES = ("linear", "constant", "released")  # of MAR's guidance
+OF_MAR = ("num_iter", "steps_first", "steps_last")  # the parameters of MAR's own decoding
+DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "model": "a smaller model of the target's family"}
+
+
+class Size(NamedTuple):
+    """The most that a step of a method can have."""
+
+    depth: int  # drafts that it accepts
+    nodes: int  # nodes that one target forward verifies, the root counted
+    width: int  # children of a node
+
+
+class Part:
+    """A part of a method."""
+
+    def need(self, name: str, condition: bool, wanted: str) -> None:
+        """Raise ValueError unless the condition holds. wanted: what the setting must be, in words"""
+        if not condition:
+            raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+    @property
+    def parameters(self) -> dict:
+        """The settings and their values, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class NoDrafts(Part):
+    """Every target forward gives one token. To Jacobi decoding it is a window of no guesses."""
+
+    drafting, window, guess, family = "none", 0, "above", ("none",)
+
+    def size(self, seed_exact: bool) -> Size:
+        return Size(0, 1, 0)
+
+
+@dataclass(frozen=True)
+class JacobiDrafts(Part):
+    """The target itself guesses the next tokens, and improves its guesses from forward to forward: no drafter."""
+
+    drafting = "jacobi"
+
+    window: int | str = setting(f"guesses that a forward reads, at most {MAX_GUESSES}, or auto: as many as are fastest "
+                                f"here, by a short timing at first; {USUAL_WINDOW} where seed_exact is false")
+    guess: str = setting("where a new position's first guess is drawn from: the row above it, or the last row", "above")
+
+    def __post_init__(self):
+        self.need("window", self.window == "auto" or is_count(self.window, 1, MAX_GUESSES),
+                  f"{count_within(1, MAX_GUESSES)}, or auto")
+        self.need("guess", self.guess in GUESSES, f"one of {', '.join(GUESSES)}")
+
+    @property
+    def family(self) -> tuple:
+        return "jacobi", self.guess
+
+    def size(self, seed_exact: bool) -> Size:
+        window = self.window if self.window != "auto" else MAX_WINDOW if seed_exact else USUAL_WINDOW
+        return Size(window, 1 + window, 1)
+
+
+@dataclass(frozen=True)
+class TreeDrafts(Part):
+    """A draft model proposes trees."""
+
+    drafter: str = setting("who drafts: " + ", ".join(f"{name} ({what})" for name, what in DRAFTERS.items()), "eagle")
+    draft_guidance: float = setting("share of the guidance that the drafter gets; 0: it drafts without", 1.0)
+
+    def __post_init__(self):
+        self.need("drafter", self.drafter in DRAFTERS, f"one of {', '.join(DRAFTERS)}")
+        self.need("draft_guidance", is_number(self.draft_guidance, 0), FINITE)
+
+
+@dataclass(frozen=True)
+class StaticDrafts(TreeDrafts):
+    """All trees have one shape. Children are sampled without replacement; at temperature 0 they are the likeliest."""
+
+    drafting = "static"
+
+    tree: str | tuple = setting("static tree: a name, chain-<depth>, or a JSON file of paths; at most "
+                                f"{MAX_NODES} nodes")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.tree, list):
+            object.__setattr__(self, "tree", tuple(tuple(p) if isinstance(p, list) else p for p in self.tree))
+        self.need("tree", isinstance(self.tree, (str, tuple)), "a name or a list of paths")
+        static_tree(self.tree)
+
+    @property
+    def parameters(self) -> dict:
+        """With the depth of a chain, which may be given in place of the tree."""
+        tree = static_tree(self.tree)
+        return super().parameters | ({"depth": tree.depth} if tree.is_chain else {})
+
+    @property
+    def family(self) -> tuple:
+        return "static", self.drafter, self.tree
+
+    def size(self, seed_exact: bool) -> Size:
+        tree = static_tree(self.tree)
+        return Size(tree.depth, len(tree.parents), tree.max_width)
+
+
+@dataclass(frozen=True)
+class DynamicDrafts(TreeDrafts):
+    """The trees are EAGLE-2's: the likeliest tokens, `depth` x `width`, cut to `nodes`.
+
+    With an `adaptation` the depth and the width change from step to step, as ADT-Tree says.
+    """
+
+    drafting = "dynamic"
+
+    depth: int = setting(f"levels that a step drafts, at most {MAX_DEPTH}")
+    width: int = setting(f"children of a node, at most {MAX_CHILDREN}")
+    nodes: int = setting(f"how many nodes a step verifies at most, the root counted; no more than {MAX_NODES}")
+    adaptation: Adaptation | None = None  # None: every tree has the same depth and width
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.need("depth", is_count(self.depth, 1, MAX_DEPTH), count_within(1, MAX_DEPTH))
+        self.need("width", is_count(self.width, 1, MAX_CHILDREN), count_within(1, MAX_CHILDREN))
+        self.need("nodes", is_count(self.nodes, 2, MAX_NODES), f"{count_within(2, MAX_NODES)} (the root is one)")
+
+    @property
+    def parameters(self) -> dict:
+        """With the adaptation's parameters in its place."""
+        own = super().parameters
+        adaptation = own.pop("adaptation")
+        return own | (vars(adaptation) if adaptation else {})
+
+    @property
+    def family(self) -> tuple:
+        return "dynamic", self.drafter, self.adaptation
+
+    def size(self, seed_exact: bool) -> Size:
+        """A tree of one level may adapt beyond the width of the others."""
+        if self.adaptation:
+            return Size(min(max(self.depth, self.adaptation.depths[1]), self.nodes - 1), self.nodes, self.nodes - 1)
+        return Size(min(self.depth, self.nodes - 1),
+                    min(self.nodes, 1 + self.width + (self.depth - 1) * self.width ** 2),
+                    min(self.width, self.nodes - 1))
+
+
+@dataclass(frozen=True)
+class Acceptance(Part):
+    """Which drafts are accepted.
+
+    With `seed_exact`, a draft is accepted if it equals the target's own draw, which the request's seed and the position
+    decide: the tokens are the tokens of plain decoding with the same seed. (See `specvis_kernels.draw_tokens`.) The
+    other settings mean nothing then.
+
+    Without it, a draft x at depth d is accepted if u Q(x) < omega_d rho(x). Here rho(x) is the target's probability of
+    x and of its first k neighbors that the cutoff admits. After a rejection, `residual` says what remains of the
+    target's distribution. (See `specvis_kernels.verify_tree`.) With the metric "rank", the target's probability of x
+    and k others is compared with the draft's probability of the same tokens (see `specvis_kernels.couple_tokens`).
+    """
+
+    seed_exact: bool = setting(
+        "true: the tokens of plain decoding with the same seed; false: the same distribution", False)
+    coupling: str = setting("maximal: a rejected guess leaves the others as they are; none: they are drawn anew",
+                            "maximal")  # of Jacobi decoding alone; none: as SJD is published
+    k: int = setting("nearest codes that may lend a draft their probability, fewer than the codebook has; 0: none", 0)
+    delta: float = setting(
+        "the most they may lend: probability (tvd), nats (jsd), multiple of the draft's own (ratio)", 0.0)
+    cutoff: str = setting("what delta limits: tvd, ratio or jsd", "tvd")  # ratio: LANTERN++'s lambda
+    metric: str = setting("by which codes are near: l2, raw, cosine, random, or rank (of jacobi): by the target's own "
+                          "probability", "l2")  # raw: as they are stored
+    omega: float | tuple[float, ...] = setting(
+        "factor of acceptance: its mean over the levels, or one for each, as 1.4,1.2,1,0.9,0.8", 1.0)
+    nu: float = setting("how fast omega falls from level to level; 0: it does not", 0.0)  # COOL-SD
+    residual: str = setting("what a rejection leaves: optimal, relaxed or released", "optimal")
+
+    def __post_init__(self):
+        if isinstance(self.omega, list):
+            object.__setattr__(self, "omega", tuple(self.omega))
+        need = self.need
+        need("seed_exact", isinstance(self.seed_exact, bool), "True or False")
+        need("coupling", self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}")
+        need("k", is_count(self.k, 0, MAX_NEIGHBORS), count_within(0, MAX_NEIGHBORS))
+        need("cutoff", self.cutoff in CUTOFFS, f"one of {', '.join(CUTOFFS)}")
+        max_delta = {"tvd": 1.0, "jsd": math.log(2)}.get(self.cutoff)
+        if max_delta is None:
+            need("delta", is_number(self.delta, 0), f"{FINITE} where cutoff is ratio")
+        else:
+            need("delta", is_number(self.delta, 0, max_delta), f"within [0, {max_delta:.4g}]")
+        need("metric", self.metric in METRICS, f"one of {', '.join(METRICS)}")
+        need("residual", self.residual in RESIDUALS, f"one of {', '.join(RESIDUALS)}")
+        need("nu", is_number(self.nu, 0), FINITE)
+        is_by_level = isinstance(self.omega, tuple)
+        need("omega", all(is_number(omega, 0) for omega in (self.omega if is_by_level else (self.omega,))), FINITE)
+        need("nu", not is_by_level or self.nu == 0, "0 where omega is given level by level")
+
+    @property
+    def family(self) -> tuple:
+        return self.seed_exact, self.coupling, self.k, self.cutoff, self.metric, self.residual
+
+    def omegas(self, num_levels: int) -> tuple[float, ...]:
+        """The factor of acceptance at each level."""
+        if isinstance(self.omega, tuple) or not num_levels:
+            return self.omega if num_levels else ()
+        return tuple(omega_schedule(self.omega, num_levels, self.nu))
+
+
+RECIPES: dict[str, "Recipe"] = {}  # all recipes by name; `methods` fills it
+
+
+def format_value(value) -> str:
+    """A parameter's value, as the command line takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+class Recipe(Part):
+    """A method with a name. `parameters` are its parameters and their values; `every_parameter` has also the
+    parameters that it takes with seed_exact=false."""
+
+    @property
+    def label(self) -> str:
+        """The name, and what differs from the recipe of that name."""
+        recipe = RECIPES.get(self.name)
+        return ":".join([self.name, *(f"{key}={format_value(value)}"
+                                      for key, value in self.differing(recipe).items())])
+
+    def differing(self, recipe: "Recipe | None") -> dict:
+        """The parameters whose values the recipe does not have. The depth of a static tree is the tree's own."""
+        usual = recipe.every_parameter if recipe else {}
+        return {key: value for key, value in self.every_parameter.items()
+                if value != usual.get(key, value) and (key, self.drafting) != ("depth", "static")}
+
+    @property
+    def settings(self) -> dict:
+        """The parameters that say what the method is: without the parameters whose value means that they are off."""
+        off = {field.name: field.default for part in self.parts for field in fields(part) if field.name != "drafter"}
+        return {name: value for name, value in self.parameters.items()
+                if value is not None and value != off.get(name)}
+
+
+@dataclass(frozen=True)
+class ContinuousMethod(Recipe):
+    """One way to decode continuous tokens with a MAR: its own, or speculatively (CSpD, arXiv:2411.11925).
+
+    One setting is exact: the variant `path` with gamma 1 and without `truncate` draws from the target's distribution,
+    up to the bound that `max_tries` leaves (see `specvis_kernels.resample_gaussian`). With a larger gamma, `path`
+    deviates in one place: a later draft is verified given the draft's last denoising step of the earlier drafts, while
+    the tokens that are kept went through the target's. The other variants, and block conditioning, are approximations.
+    """
+
+    name: str
+    source: str                        # the paper, and the place in it
+    num_iter: int = setting("target forwards of MAR's own decoding; 0: one for each token", 0)
+    steps_first: int = setting(
+        "denoising steps of the first tokens, at most the model's; 0: the model's own number", 0)
+    steps_last: int = setting(
+        "denoising steps of the last tokens, linearly between (DiSA); 0: the model's own number", 0)
+    gamma: int = setting(f"tokens that a step drafts, at most {MAX_GUESSES}", 0)  # 0: MAR's own decoding
+    prefill: float = setting("share of the tokens that the target draws alone, first", 0.0)
+    variant: str = setting("of the density ratio: paper, released or path", "paper")
+    distance_temperature: float = setting("divides the last denoising step's distances", 1.0)  # the release: accepting
+    conditioning: str = setting("exact: a draft is verified given those before it; block: given the step's start",
+                                "exact")
+    truncate: bool = setting(  # Algorithm 1
+        "true: what follows a step's first rejection is drafted anew; false: it is kept", True)
+    aligned: bool = setting("true: draft and target denoise the same noise", True)
+    max_tries: int = setting(
+        f"of resampling, before the target draws its own sample; at most {MAX_TRIES}", 100)
+    guidance_schedule: str = setting("how guidance grows with the known tokens: linear, constant, or released (linear, "
+                                     "but for the last tokens)", "linear")
+
+    def __post_init__(self):
+        need = self.need
+        for name in ("truncate", "aligned"):
+            need(name, isinstance(getattr(self, name), bool), "True or False")
+        need("num_iter", is_count(self.num_iter, 0, MAX_TOKENS),
+             f"{count_within(1, MAX_TOKENS)}, or 0 for one target forward a token")
+        for name in ("steps_first", "steps_last"):
+            steps = getattr(self, name)
+            need(name, is_count(steps, 0, MAX_STEPS) and steps != 1,
+                 f"{count_within(2, MAX_STEPS)}, or 0 for the model's own number")
+        need("guidance_schedule", self.guidance_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        least = int(self.name != "mar")
+        need("gamma", is_count(self.gamma, least, MAX_GUESSES), count_within(least, MAX_GUESSES))
+        need("prefill", is_number(self.prefill, 0, 1), "within [0, 1]")
+        need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
+        need("conditioning", self.conditioning in CONDITIONINGS, f"one of {', '.join(CONDITIONINGS)}")
+        need("distance_temperature", is_number(self.distance_temperature, MIN_NUMBER),
+             "positive and finite in 32 bits")
+        need("distance_temperature", self.variant != "path" or self.distance_temperature == 1,
+             "1 where variant is path: it has no distances")
+        need("aligned", self.variant != "path" or self.aligned,
+             "true where variant is path: there is the draft's noise only")
+        need("max_tries", is_count(self.max_tries, 1, MAX_TRIES), count_within(1, MAX_TRIES))
+
+    @property
+    def drafting(self) -> str:
+        return "chain" if self.gamma else "none"
+
+    @property
+    def is_baseline(self) -> bool:
+        """Is this the method that others are measured against: one token a forward, no drafts?"""
+        return not self.gamma and not any(getattr(self, name) for name in OF_MAR)
+
+    @property
+    def parameters(self) -> dict:
+        """The parameters that the method has, with their values."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if "help" in field.metadata
+                and (field.name == "guidance_schedule" or (field.name in OF_MAR) == (self.gamma == 0))}
+
+    every_parameter = parameters
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (self,)
+
+    def changed(self, **parameters) -> "ContinuousMethod":
+        """The method with other values of some parameters."""
+        return replace(self, **parameters)

@@ -1,0 +1,257 @@
+"""Speculative decoding of discrete tokens: a draft model proposes a tree of tokens, one target forward verifies it.
+
+Each step is five calls: draft, target_forward, verify, commit, update. `driver.decode_batch` runs the steps.
+
+A seed-exact method verifies by equality: at every node of a tree the target draws its own token, with the noise of the
+node's position as the baseline does. A draft is accepted if it is this token. So the tokens are the baseline's,
+whatever the trees.
+
+Some tokens of an image may be known. They are read with the condition, and the other tokens are drawn after them.
+"""
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commit_tokens, philox_uniforms, verify_logits
+
+from ..models.interface import Drafter, Nodes, TargetModel, id_range, num_tokens
+from .batch_state import BatchState
+from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
+from .decoded import Decoded, Finished, Observer, Progress, Step
+from .draft_tree import DraftState, DraftTree, new_draft_state
+from .driver import GraphKey, RunningBatch, can_replay, decode_batch, read_known, round_up
+from .methods import Method
+from .requests import Requests, acceptance_rule, check_batch, check_drafter, checked_requests
+from .sampling import ACCEPT, Sampling, repeat_for_cfg, take_nodes
+from .trees import static_tree
+
+
+@torch.inference_mode()
+def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor, padding_mask: Tensor,
+                       sampling: Sampling, methods: str | Method | list[str | Method], neighbors: Tensor | None = None,
+                       progress: Progress | None = None, observe: Observer | None = None, *,
+                       known_tokens: Tensor | None = None, batch: int | None = None,
+                       finished: Finished | None = None) -> Decoded:
+    """Draft a tree, read it in one target forward, accept a path of it; until every image is finished.
+
+    If the target puts a NaN into its cache, the image ends there. If it does so at a draft that is rejected, the image
+    may end or go on.
+
+    Args:
+        drafter:      of both rows of each request, see `sampling.cfg_inputs`
+        condition:    (B, S, dim)  as `GPT.condition` gives it
+        padding_mask: (B, S) bool  True where the condition is real
+        methods:      one for all requests, or one for each, all of one `Method.family`; or their names
+        neighbors:    (C, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0. C is V, or the
+            number of the target's `codes`
+        observe:      called after every step, with tensors that it must not change
+        known_tokens: (B, K) int64  the first tokens of each image, -1 after them; None: no token is known
+        batch:        how many images are decoded at once; when one is finished, the next takes its row. Then all
+            requests have one method, and nobody observes. None: all images
+        finished:     called with the numbers of requests whose images are finished, and with these images
+    Raises:
+        ValueError: an argument differs from the above
+    """
+    requests = checked_requests(target, condition, padding_mask, sampling, methods, known_tokens, (
+        "static", "dynamic"), "methods that draft trees (decode and jacobi_decode take the others)")
+    check_drafter(target, drafter, condition)
+    batch = check_batch(batch, requests.methods, observe, target, drafter)
+
+    def begin(numbers: list[int]) -> SpeculativeState:
+        these = requests[numbers]
+        settings = SpeculativeSettings(target, these, neighbors)
+        own_drafter = drafter if len(numbers) == len(requests) else drafter.select(numbers)
+        state = SpeculativeState(settings, new_draft_state(own_drafter, these.sampling, these.methods, target),
+                                 these.num_known)
+        prefill(state, settings, these.condition, these.known_tokens)
+        return state
+
+    return decode_batch(begin, run_step, requests.num_known, batch, progress, observe, finished)
+
+
+class SpeculativeSettings(BatchState):
+    """What does not change while B requests are decoded."""
+
+    ROWS, PAIRS, PARTS = ("uniforms", "lossless"), ("padding_mask",), ("sampling",)
+
+    def __init__(self, target: TargetModel, requests: Requests, neighbors: Tensor | None):
+        methods, self.sampling, self.padding_mask = requests.methods, requests.sampling, requests.padding_mask
+        base, device, self.target, self.num_tokens = methods[0], self.padding_mask.device, target, num_tokens(target)
+        self.has_id_range, self.seed_exact = hasattr(target, "id_range"), base.seed_exact
+        # the most nodes of a tree, drafts that a step can accept, and children of a node
+        self.max_nodes, self.max_depth, self.max_width = (
+            max(getattr(m, name) for m in methods) for name in ("max_nodes", "max_depth", "max_width"))
+        # (B, L, N) float32 for verification, by the position of a step's first token
+        self.uniforms = None if base.seed_exact else philox_uniforms(
+            self.sampling.seeds, self.num_tokens, self.max_nodes, stream=ACCEPT)
+        self.rule = acceptance_rule(methods, neighbors, target, self.max_depth, device)  # arguments of verify_logits
+        self.lossless = torch.tensor([m.lossless for m in methods], device=device)
+        self.is_chain = base.drafting == "static" and static_tree(base.drafts.tree).is_chain
+        # does chain_bound have to be computed?
+        self.has_bound = self.is_chain and not base.acceptance.k and not all(m.lossless for m in methods)
+
+
+class SpeculativeState(RunningBatch):
+    """The images, the draft model's state, and the accounts, see `Decoded`."""
+
+    ROWS = (*RunningBatch.ROWS, "root", "failed", "target_forwards", "num_accepted", "num_drafted")
+    PARTS, CACHES = ("settings", "draft_state"), ("cache",)
+
+    def __init__(self, settings: SpeculativeSettings, draft_state: DraftState, num_known: list[int]):
+        """num_known: how many tokens of each image are known."""
+        seeds, greedy = settings.sampling.seeds, settings.sampling.greedy
+        B, L, device = len(seeds), settings.num_tokens, seeds.device
+        super().__init__(settings, num_known, settings.target.prefix_len + L + settings.max_nodes,
+                         settings.lossless | ~greedy & settings.has_bound)
+        self.draft_state = draft_state
+        self.tokens = torch.zeros(B, L, dtype=torch.int64, device=device)
+        self.counts = self.num_known + 1  # (B,) tokens of each image; L: it is finished, or it failed
+        self.root = torch.zeros(B, dtype=torch.int64, device=device)  # (B,) the newest token: not in the cache yet
+        self.failed = torch.zeros(B, dtype=torch.bool, device=device)
+        self.target_forwards = torch.ones(B, dtype=torch.int64, device=device)
+        self.num_accepted = torch.full((B, L), -1, dtype=torch.int64, device=device)
+        self.num_drafted = torch.zeros(B, L, dtype=torch.int64, device=device)
+
+    @property
+    def can_replay(self) -> bool:
+        return super().can_replay and can_replay(self.draft_state.drafter)
+
+    def look(self) -> None:
+        """Read how far the images are, and how deep and wide the next trees: the loop's one host read."""
+        shapes = self.draft_state.shapes
+        self.host_counts, depths, widths = torch.stack([self.counts, shapes.depth, shapes.width]).tolist()
+        self.num_steps, self.host_depth, self.host_width = 0, max(depths), max(widths)
+        if self.poll > 1 and shapes.adaptation:  # trees may grow before the next look
+            self.host_depth, self.host_width = self.settings.max_depth, self.settings.max_width
+
+    def next_graph_key(self) -> GraphKey:
+        """The key of the next step, after num_steps steps since the last look."""
+        L = self.settings.num_tokens
+        count = max((count for count in self.host_counts if count < L), default=L)
+        max_count = min(round_up(count + self.num_steps * (self.settings.max_depth + 1)), L)
+        return GraphKey(max_count, self.host_depth, self.host_width)
+
+    def observed(self, step: Step, requests: list[int], num_requests: int) -> Step:
+        """A copy of the step: the next step may overwrite this one."""
+        return tree_map(torch.clone, step)
+
+    def decoded(self) -> Decoded:
+        return Decoded(self.tokens, *(account.cpu() for account in (
+            self.num_known, self.target_forwards, self.num_accepted, self.num_drafted, self.tv_excess, self.tv_bound,
+            self.failed)))
+
+
+def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: Tensor,
+            known_tokens: Tensor | None) -> None:
+    """Read the conditions (2B, S, dim) and the known tokens with target and drafter. Draw the next tokens."""
+    sampling, num_known, draft_state = settings.sampling, state.num_known, state.draft_state
+    S, L = settings.target.prefix_len, settings.num_tokens
+    K = 0 if known_tokens is None else known_tokens.shape[1]
+    if K:
+        state.tokens[:, :K] = known_tokens.clamp(min=0)
+    hidden = read_known(settings.target, condition, settings.padding_mask, state.tokens[:, :K], state.cache)
+    draft_state.prefill(hidden[:, :S])
+    hidden = hidden[:, S - 1:]  # at the entry before each token, the next token included
+    drawn = sampling.draw(settings.target, take_nodes(hidden, num_known[:, None]), num_known[:, None])
+    is_whole = num_known == L
+    last = num_known.clamp(max=L - 1)[:, None]
+    state.tokens.scatter_(1, last, torch.where(is_whole[:, None], state.tokens.gather(1, last), drawn.tokens))
+    state.root.copy_(drawn.tokens[:, 0])
+    state.failed.copy_(((drawn.status[:, 0] & INVALID_ROW) != 0) & ~is_whole)
+    state.counts.copy_((num_known + 1).clamp(max=L).masked_fill(state.failed, L))
+    draft_state.shapes.first = state.counts.clone()
+    new_tokens = F.pad(state.tokens, (0, 1))[:, :K + 1]
+    draft_state.extend(new_tokens, hidden, torch.zeros_like(num_known), num_known + 1, 0)
+    state.look()
+
+
+def run_step(state: SpeculativeState, settings: SpeculativeSettings) -> Step:
+    """One step of all images that are not finished."""
+    position = state.counts.clamp(max=settings.num_tokens - 1)
+    active = state.counts < settings.num_tokens
+    tree = draft(state)
+    output = target_forward(state, settings, tree, position)
+    verified = verify(settings, tree, output, position)
+    committed = commit(state, settings, tree, output, verified)
+    update(state, settings, tree, output, verified, committed, position, active)
+    return Step(tree.links, position, verified.accepted_nodes, verified.num_accepted, active)
+
+
+def draft(state: SpeculativeState) -> DraftTree:
+    """The next trees."""
+    return state.draft_state.draft(state.root, state.counts, *state.graph_key)
+
+
+class TargetOutput(NamedTuple):
+    """The target's output for the nodes of the trees."""
+    hidden: Tensor   # (2B, N, H)
+    logits: Tensor   # (2B, N, V)
+    lengths: Tensor  # (B,) int64  the root's column
+
+
+def target_forward(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree,
+                   position: Tensor) -> TargetOutput:
+    """Read all nodes of the trees at once. Each sees the tokens before the root, its ancestors and itself."""
+    N, S, target = tree.tokens.shape[1], settings.target.prefix_len, settings.target
+    lengths, columns = position + (S - 1), min(S - 1 + state.graph_key.max_count + N, state.num_columns)
+    nodes = Nodes(tree.links.depth, lengths, tree.links.ancestors, settings.padding_mask, columns)
+    hidden = target.extend(repeat_for_cfg(tree.tokens), nodes, state.cache)
+    return TargetOutput(hidden, target.logits(hidden), lengths)
+
+
+def verify(settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput, position: Tensor) -> VerifyResult:
+    """Say which drafts are accepted, and draw the next token. Drafts are limited so that its
+    position exists."""
+    N, sampling, links, position = tree.tokens.shape[1], settings.sampling, tree.links, position[:, None]
+    first_child = torch.where(links.depth < (settings.num_tokens - 1) - position, links.first_child, -1)
+    ids = None
+    if settings.seed_exact or settings.has_id_range:
+        positions = position + links.depth.clamp(min=0)  # of the token after each node
+        ids = id_range(settings.target, positions)
+    if settings.seed_exact:
+        by, uniforms = {"seeds": sampling.seeds, "positions": positions}, None
+    else:
+        uniforms = take_nodes(settings.uniforms, position)[:, 0, :N]
+        by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule}
+    return verify_logits(*output.logits.chunk(2), tree.tokens, first_child, links.next_sibling, uniforms,
+                         sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
+                         max_depth=settings.max_depth, id_range=ids, **by)
+
+
+def commit(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
+           verified: VerifyResult) -> CommitTokensResult:
+    """Put the accepted drafts into the cache, and them and the next token into the images and their accounts."""
+    if not settings.is_chain:  # an accepted part of a chain is where it should be
+        state.cache.commit(verified.accepted_nodes, verified.num_accepted, output.lengths)
+    state.root.copy_(verified.next_token)
+    return commit_tokens(state.tokens, state.counts, state.failed, state.target_forwards, state.num_accepted,
+                         state.num_drafted, state.tv_excess, tree.tokens, verified.accepted_nodes,
+                         verified.num_accepted, verified.next_token, verified.tv_excess, verified.status,
+                         state.draft_state.shapes.depth)
+
+
+def update(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
+           verified: VerifyResult, committed: CommitTokensResult, position: Tensor, active: Tensor) -> None:
+    """Let the drafter read the new tokens, and choose the next trees' shapes."""
+    if settings.has_bound:
+        add_bound(state, settings, tree, output, position, active)
+    shapes = state.draft_state.shapes
+    if shapes.adaptation:
+        shapes.record(position, verified.num_accepted.long(), active & (state.counts < settings.num_tokens))
+    hidden = take_nodes(output.hidden, committed.nodes)
+    state.draft_state.extend(committed.new_tokens, hidden, position, committed.num_new, state.graph_key.max_count)
+
+
+def add_bound(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
+              position: Tensor, active: Tensor) -> None:
+    """Add the bound of COOL-SD's eq. (4) for the chains of a step."""
+    P, L = settings.max_depth, settings.num_tokens
+    positions = position[:, None] + torch.arange(P, device=position.device)
+    probs = settings.sampling.of_logits(output.logits[:, :P], id_range(settings.target, positions)).probs
+    accepts = [scaled(settings.rule["omega"][:, i:i + 1].double()) for i in range(P)]
+    residual = optimal_residual if settings.rule["residual"] == "optimal" else vanilla_residual
+    levels = torch.where(settings.lossless | ~active, 0, L - 1 - position)
+    state.tv_bound += chain_bound(probs, tree.draft_probs, tree.tokens[:, 1:], accepts, residual, levels)
