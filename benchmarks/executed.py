@@ -32,7 +32,7 @@ def run_here(op: str, case: str) -> None:
     import torch
 
     import specvis_kernels
-    from specvis_kernels import _dispatch
+    from specvis_kernels import _define
     from tests import cuda_on_cpu
     from tests.kernels import inputs
 
@@ -40,7 +40,7 @@ def run_here(op: str, case: str) -> None:
                              "--coverage")
     library = torch.library.Library(cuda_on_cpu.NAMESPACE, "DEF")
     library.define(str(getattr(torch.ops.specvis_kernels, op).default._schema).partition("::")[2])
-    _dispatch._kernels[op]["cuda_emulated"] = getattr(getattr(torch.ops, cuda_on_cpu.NAMESPACE), op).default
+    _define._kernels[op]["cuda_emulated"] = getattr(getattr(torch.ops, cuda_on_cpu.NAMESPACE), op).default
     torch.ops.load_library(path)
     for file in FOLDER.glob("*.gcda"):
         file.unlink()

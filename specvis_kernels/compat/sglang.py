@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import tree_links, verify_greedy, verify_tree
 from .. import tree_mask as make_tree_mask
-from .._dispatch import check, check_count, check_dims
+from .._checks import check, check_count, check_dims
 from ._versions import called_by
 
 FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING = range(3)  # SGLang's TreeMaskMode

@@ -32,7 +32,7 @@ from .. import (
     tree_mask,
     verify_logits,
 )
-from .._dispatch import check, check_count
+from .._checks import check, check_count
 from ._versions import is_older, versions
 from .eagle import GREEDY, settings_of
 

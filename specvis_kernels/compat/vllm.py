@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from .. import guided_probs, philox_uniforms, tree_links, verify_chain, verify_greedy, verify_logits
-from .._dispatch import check, check_count, check_dims
+from .._checks import check, check_count, check_dims
 from ._versions import called_by, is_older, versions
 
 PLACEHOLDER_TOKEN_ID = -1  # what stands behind the tokens of a request

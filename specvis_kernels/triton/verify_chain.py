@@ -26,7 +26,7 @@ def is_in_place(ends, b, D, BLOCK: tl.constexpr):
 def verify_chain_kernel(
         target_probs,               # (T, V)
         draft_tokens,               # (D)
-        ends,                       # (B) the first draft behind each request's own
+        ends,                       # (B) where each request's drafts end
         uniforms,                   # (D + B)
         bonus_tokens,               # (B) or None
         draft_probs,                # (D, V) or None
