@@ -5,7 +5,9 @@ import triton.language as tl
 
 from ._kernel import kernel
 from ._rows import INVALID_TREE, block
-from ._verify import store_outputs, verify_greedy, verify_sampled
+from ._verify import store_outputs
+from ._verify_greedy import verify_greedy
+from ._verify_sampled import verify_sampled
 
 
 @triton.jit
