@@ -157,9 +157,7 @@ def readable(tensor: Tensor, is_written: bool) -> Tensor:
 
 def check_parents(parents: Tensor) -> Tensor:
     """Parents (B, N) as int32. Raises ValueError: another dtype or shape, or N is 0."""
-    B, N = check_dims("parents", parents, "BN")
-    if N < 1:
-        raise ValueError(f"parents must have N >= 1, got shape ({B}, {N})")
+    B, N = check_dims("parents", parents, "BN", not_empty="N")
     return integers("parents", parents, torch.int32, B=B, N=N)
 
 
@@ -173,10 +171,12 @@ def check_tree(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, max_de
             check_count("max_depth", N - 1 if max_depth is None else max_depth, 0))
 
 
-def check_dims(name: str, tensor: Tensor, letters: str) -> torch.Size:
-    """Raise ValueError unless `tensor` has one dimension per letter, none of them too large; returns its shape.
+def check_dims(name: str, tensor: Tensor, letters: str, dtype: torch.dtype | tuple | None = None, *,
+               like: Tensor | None = None, not_empty: str = "") -> torch.Size:
+    """Raise ValueError unless `tensor` has one dimension per letter, of a size within the limits; returns its shape.
 
-    check_dims("probs", probs, "BNV") may say "probs must have 3 dimensions (B, N, V), got shape (2, 4)".
+    check_dims("probs", probs, "BNV") may say "probs must have 3 dimensions (B, N, V), got shape (2, 4)". The letters of
+    `not_empty` name sizes that are at least 1. With a dtype it is checked too, and the device of `like`.
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -184,9 +184,13 @@ def check_dims(name: str, tensor: Tensor, letters: str) -> torch.Size:
         raise ValueError(f"{name} must have {len(letters)} dimensions ({', '.join(letters)}), "
                          f"got shape {tuple(tensor.shape)}")
     for letter, size in zip(letters, tensor.shape):
-        most = MOST_IDS if letter in "Vk" else MOST
-        if size > most:
+        if size > MOST_IDS and (letter in "Vk" or size > MOST):
+            most = MOST_IDS if letter in "Vk" else MOST
             raise ValueError(f"{name} must have {letter} <= {most}, got shape {tuple(tensor.shape)}")
+        if size == 0 and letter in not_empty:
+            raise ValueError(f"{name} must have {letter} >= 1, got shape {tuple(tensor.shape)}")
+    if dtype is not None and (tensor.dtype is not dtype or like is not None):
+        check(name, tensor, dtype, like, **dict(zip(letters, tensor.shape)))
     return tensor.shape
 
 

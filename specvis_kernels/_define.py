@@ -68,35 +68,18 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
     def built(key):
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
 
-    def triton(*args):  # imported at the first call: Triton takes a second or two to import
-        kernel = getattr(import_module(f".triton.{name}", __package__), name)
-        refuse_overlap(args)
-        args = [[readable(each, i in written) for each in a] if isinstance(a, (list, tuple)) else
-                readable(a, i in written) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
-        with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):  # Triton launches on the current one
-            return kernel(*args)
-
-    def checked_oracle(*args):
-        refuse_overlap(args)
-        return oracle(*args)
-
-    def refuse_overlap(args):
-        if written and not torch.compiler.is_compiling():
-            check_apart(name, [(a, i in written) for i, arg in enumerate(args)
-                               for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if isinstance(a, Tensor)])
-
-    kernels = _kernels[name] = {"oracle": checked_oracle}
+    kernels = _kernels[name] = {"oracle": _refusing_overlap(name, oracle, written)}
     if built("CPU"):
         kernels["cpu"] = op
     if built("CUDA"):
         kernels["cuda"] = op
     if find_spec("triton") and find_spec(f".triton.{name}", __package__):
-        kernels["triton"] = triton
+        kernels["triton"] = _refusing_overlap(name, _triton_kernel(name, written), written)
 
-    _library.impl(name, checked_oracle, "CompositeExplicitAutograd")
+    _library.impl(name, kernels["oracle"], "CompositeExplicitAutograd")
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # inference only: no output asks for gradients
     if "triton" in kernels and "cuda" not in kernels:
-        _library.impl(name, triton, "CUDA")
+        _library.impl(name, kernels["triton"], "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: meta(*(args[i] for i in meta_reads)),
                                 lib=_library)
 
@@ -119,10 +102,10 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
     has_status = result is not None and result._fields[-1] == "status"
 
     def call(backend, *args):
-        args = list(args)
         for i in dense:
-            if args[i] is not None:
-                args[i] = args[i].contiguous()
+            tensor = args[i]
+            if tensor is not None and not tensor.is_contiguous():
+                args = *args[:i], tensor.contiguous(), *args[i + 1:]
         kernel = op if backend is None else forced(backend, args)
         outputs = kernel(*args)
         if CHECKS and has_status and not is_traced(outputs[-1]):
@@ -130,6 +113,28 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
         return outputs if result is None else result(*outputs)
 
     return call
+
+
+def _triton_kernel(name: str, written: list[int]) -> Callable:
+    def triton(*args):  # imported at the first call: Triton takes a second or two to import
+        kernel = getattr(import_module(f".triton.{name}", __package__), name)
+        args = [[readable(each, i in written) for each in a] if isinstance(a, (list, tuple)) else
+                readable(a, i in written) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+        with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):  # Triton launches on the current one
+            return kernel(*args)
+
+    return triton
+
+
+def _refusing_overlap(name: str, kernel: Callable, written: list[int]) -> Callable:
+    """`kernel`, which first refuses a written argument that shares memory with another one."""
+    def checked(*args):
+        if not torch.compiler.is_compiling():
+            check_apart(name, [(a, i in written) for i, arg in enumerate(args)
+                               for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if isinstance(a, Tensor)])
+        return kernel(*args)
+
+    return checked if written else kernel
 
 
 def ops() -> list[str]:

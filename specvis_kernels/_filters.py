@@ -21,19 +21,18 @@ class Filtered(NamedTuple):
     is_sampled: Tensor  # (B, 1) bool        the temperature is not 0
 
 
-def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N") -> tuple[Tensor, Tensor | None]:
-    """Raise ValueError unless these are logits of a model, perhaps with guidance; returns them.
+def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N",
+                 not_empty: str = "NFV") -> tuple[int, int, int]:
+    """Raise ValueError unless these are logits of a model, perhaps with guidance; returns B, N and V.
 
     nodes: the letter of the second dimension
     """
-    B, N, V = check_dims("logits", logits, f"B{nodes}V")
+    B, N, V = check_dims("logits", logits, f"B{nodes}V", not_empty=not_empty)
     if logits.dtype not in HALF_OR_FLOAT:
         check("logits", logits, HALF_OR_FLOAT, **{"B": B, nodes: N, "V": V})
-    if V < 1:
-        raise ValueError(f"logits must have V >= 1, got shape {tuple(logits.shape)}")
     if uncond is not None:
         check("uncond", uncond, logits.dtype, like=logits, **{"B": B, nodes: N, "V": V})
-    return logits, uncond
+    return B, N, V
 
 
 def check_settings(guidance: Tensor | float | None, temperature: Tensor | float, top_k: Tensor | int,

@@ -37,13 +37,6 @@ def check_last_step(variant: str, tokens: Tensor, sizes: dict[str, int], tempera
         check("temperature", temperature, torch.float32, like=tokens, B=sizes["B"])
 
 
-def check_not_empty(name: str, tensor: Tensor, **sizes: int) -> None:
-    """Raise ValueError if one of these sizes is 0."""
-    for letter, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must have {letter} >= 1, got shape {tuple(tensor.shape)}")
-
-
 def exp(x: Tensor) -> Tensor:
     """exp(x) of float64, to about two units in the last place. A NaN gives 0."""
     clamped = torch.where(x > MIN_EXP, x, MIN_EXP)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ._checks import check, check_dims, integers
 from ._define import define
-from ._gaussian import check_last_step, check_not_empty, distance_factor, exp, last_step_log_ratio
+from ._gaussian import check_last_step, distance_factor, exp, last_step_log_ratio
 from .status import INVALID_ROW, INVALID_RULE
 
 
@@ -87,9 +87,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
         >>> result.is_rejected
         tensor([[False, False,  True]])
     """
-    B, G, C = check_dims("tokens", tokens, "BGC")
-    check("tokens", tokens, torch.float32, B=B, G=G, C=C)
-    check_not_empty("tokens", tokens, G=G, C=C)
+    B, G, C = check_dims("tokens", tokens, "BGC", torch.float32, not_empty="GC")
     check("log_ratio", log_ratio, torch.float32, like=tokens, B=B, G=G)
     check("uniforms", uniforms, torch.float32, like=tokens, B=B, G=G)
     check_last_step(variant, tokens, {"B": B, "G": G, "C": C}, temperature,

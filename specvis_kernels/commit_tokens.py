@@ -48,7 +48,7 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
         node_tokens:      (B, N) int32 or int64   the tokens of the draft tree's nodes
         accepted_nodes:   (B, P) int32 or int64   of each request, from the root down, without the root; as verify_tree
                                                   gives this and the next three
-        num_accepted:     (B,)   int32 or int64   how many there are; what comes after them is not looked at
+        num_accepted:     (B,)   int32 or int64   how many there are; later entries are not read
         next_token:       (B,)   int32 or int64   the token after the accepted path
         step_excess:      (B,)   float32          the step's tv_excess; None: 0
         status:           (B,)   int32            bits; INVALID_ROW alone counts
@@ -90,7 +90,7 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
         check(name, tensor, dtype, like=tokens, **sizes)
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, since it is written to")
-    N = check_dims("node_tokens", node_tokens, "BN")[1]
+    N = check_dims("node_tokens", node_tokens, "BN", not_empty="N")[1]
     P = check_dims("accepted_nodes", accepted_nodes, "BP")[1]
     node_tokens = integers("node_tokens", node_tokens, torch.int64, tokens, B=B, N=N)
     accepted_nodes = integers("accepted_nodes", accepted_nodes, torch.int32, tokens, B=B, P=P)
@@ -102,8 +102,6 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
     depth = integers("depth", depth, torch.int64, tokens, may_be_one=True, B=B)
     if L < 1 or C < L:
         raise ValueError(f"tokens must have at least the L={L} columns of num_accepted_at, and L >= 1, got C={C}")
-    if N < 1:
-        raise ValueError(f"node_tokens must have N >= 1, got shape ({B}, {N})")
     return _call(backend, tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess,
                  node_tokens, accepted_nodes, num_accepted, next_token, step_excess, status, depth)
 

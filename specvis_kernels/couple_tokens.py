@@ -4,11 +4,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._candidate import RESIDUALS, Candidate, is_undefined, kept_neighbors, residual_mass
-from ._checks import check, check_dims, check_together, integers, setting
+from ._candidate import Candidate, check_relaxation, is_undefined, kept_neighbors, residual_mass
+from ._checks import check, check_dims, integers, setting
 from ._define import define
 from ._numbers import draw, to_fixed_point
-from .neighborhood_sum import check_neighbors
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
 
 
@@ -77,8 +76,9 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         num_kept:   (B,)   int32    how many leading guesses were kept
         tv_excess:  (B, W) float32  the added total variation, estimated: by how much the probability of keeping the
                                     guess exceeds the one with omega 1 and neither neighbors nor groups (0 if it does
-                                    not)
-        status:     (B, W) int32    EMPTY_RESIDUAL: nothing was left of P after a rejection; the token comes from P.
+                                    not). Its mean over guesses is the total variation that a position adds, if groups
+                                    keep at least as much as the strict rule
+        status:     (B, W) int32    EMPTY_RESIDUAL: the residual was empty after a rejection; the token comes from P.
                                     INVALID_ROW: P has an entry that is NaN, negative or above 2, or is 0 in fixed
                                     point; the token is 0.
                                     INVALID_DRAFT: the same errors, in Q; the token comes from P.
@@ -103,10 +103,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         >>> result.num_kept
         tensor([0], dtype=torch.int32)
     """
-    B, W, V = check_dims("target_probs", target_probs, "BWV")
-    check("target_probs", target_probs, torch.float32, B=B, W=W, V=V)
-    if W < 1 or V < 1:
-        raise ValueError(f"target_probs must have W >= 1 and V >= 1, got shape ({B}, {W}, {V})")
+    B, W, V = check_dims("target_probs", target_probs, "BWV", torch.float32, not_empty="WV")
     like = target_probs
     check("draft_probs", draft_probs, torch.float32, like=like, B=B, W=W, V=V)
     tokens = integers("tokens", tokens, torch.int64, like, B=B, W=W)
@@ -115,12 +112,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         omega = setting("omega", omega, torch.float32, like, at_least=0, B=B, W=W)
     if delta is not None:
         delta = setting("delta", delta, torch.float32, like, at_least=0, B=B)
-    if residual not in RESIDUALS:
-        raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
-    check_together(neighbors=neighbors, delta=delta)
-    offset = check_neighbors(neighbors, cutoff, offset, V, like=like)
-    if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:
-        raise ValueError("neighbors must have at least two columns under 'released', got one")
+    offset = check_relaxation(neighbors, delta, cutoff, offset, residual, like)
     if groups is not None:
         if neighbors is not None:
             raise ValueError("neighbors must be None with groups")

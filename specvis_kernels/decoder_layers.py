@@ -180,8 +180,7 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
         ...                torch.ones(4, 8, 2))[0, :, 0]
         tensor([1., 1.])
     """
-    R, N, E = check_dims("x", x, "RNE")
-    check("x", x, DTYPES, R=R, N=N, E=E)
+    R, N, E = check_dims("x", x, "RNE", DTYPES)
     if not isinstance(layers, PackedLayers):
         raise ValueError(f"layers must be PackedLayers, from pack_layers, got {type(layers).__name__}")
     L, m = layers.matrices.shape

@@ -133,8 +133,7 @@ def denoise_tokens(noise: Tensor, z: Tensor, time: Tensor, network: PackedDenois
                 [3., 3.],
                 [1., 1.]])
     """
-    R, T, C = check_dims("noise", noise, "RTC")
-    check("noise", noise, torch.float32, R=R, T=T, C=C)
+    R, T, C = check_dims("noise", noise, "RTC", torch.float32)
     P, W = check_dims("z", z, "RPW")[1:]
     check("z", z, torch.float32, like=noise, R=R, P=P, W=W)
     check("time", time, torch.float32, like=noise, T=T, W=W)

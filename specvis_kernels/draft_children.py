@@ -77,10 +77,7 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         ...                positions=torch.tensor([[0]]), num_children=3).tokens
         tensor([[[1, 2, 0]]])
     """
-    logits, uncond = check_logits(logits, uncond, nodes="F")
-    B, F, V = logits.shape
-    if F < 1:
-        raise ValueError(f"logits must have F >= 1, got shape ({B}, {F}, {V})")
+    B, F, V = check_logits(logits, uncond, nodes="F")
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits, nodes="F")
     uniforms, *noise, num_children = check_draws(uniforms, seeds, positions, num_children, like=logits)

@@ -67,8 +67,8 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         backend:          None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        child_tokens:     (B, F*K)  int64     the children's tokens, K for each node; 0 where there is none
-        child_scores:     (B, F*K)  float32   their scores, -inf where there is none
+        child_tokens:     (B, F*K)  int64     the children's tokens, K for each node; 0 for a missing child
+        child_scores:     (B, F*K)  float32   their scores, -inf for a missing child
         child_parents:    (B, F*K)  int32     the candidate of each child's parent
         tokens:           (B, K)    int64     of the frontier; in an unused slot the token of some child
         scores:           (B, K)    float32   its scores, -inf in unused slots
@@ -105,10 +105,7 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         >>> level.ancestors[0, :, 0]      # node 3 is below nodes 0 and 1
         tensor([11, 19])
     """
-    logits, uncond = check_logits(logits, uncond, nodes="F")
-    B, F, V = logits.shape
-    if F < 1:
-        raise ValueError(f"logits must have F >= 1, got shape ({B}, {F}, {V})")
+    B, F, V = check_logits(logits, uncond, nodes="F")
     check("scores", scores, torch.float32, like=logits, B=B, F=F)
     W = check_dims("ancestors", ancestors, "BFW")[2]
     check("ancestors", ancestors, torch.int64, logits, may_be_one=True, B=B, F=F, W=W)

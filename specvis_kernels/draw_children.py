@@ -79,10 +79,7 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
         >>> noisy.num_children  # the token of probability 0 is no child
         tensor([[3]], dtype=torch.int32)
     """
-    B, F, V = check_dims("draft_probs", draft_probs, "BFV")
-    check("draft_probs", draft_probs, torch.float32, B=B, F=F, V=V)
-    if F < 1 or V < 1:
-        raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
+    B, F, V = check_dims("draft_probs", draft_probs, "BFV", torch.float32, not_empty="FV")
     return _call(backend, draft_probs, *check_draws(uniforms, seeds, positions, num_children, draft_probs))
 
 
@@ -97,10 +94,8 @@ def check_draws(uniforms: Tensor | None, seeds: Tensor | None, positions: Tensor
         for name, value in (("positions", positions), ("num_children", num_children)):
             if value is not None:
                 raise ValueError(f"{name} must be None with uniforms, got {type(value).__name__}")
-        K = check_dims("uniforms", uniforms, "BFK")[2]
+        K = check_dims("uniforms", uniforms, "BFK", not_empty="K")[2]
         check("uniforms", uniforms, torch.float32, like=like, B=B, F=F, K=K)
-        if K < 1:
-            raise ValueError(f"uniforms must have K >= 1, got shape ({B}, {F}, {K})")
         return uniforms, None, None, K
     seeds = integers("seeds", seeds, torch.int64, like, B=B)
     positions = integers("positions", positions, torch.int64, like, B=B, F=F)

@@ -84,10 +84,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         >>> again.num_accepted
         tensor([3], dtype=torch.int32)
     """
-    logits, uncond = check_logits(logits, uncond)
-    B, N, V = logits.shape
-    if N < 1:
-        raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
+    B, N, V = check_logits(logits, uncond)
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     seeds = integers("seeds", seeds, torch.int64, logits, B=B)
     positions = integers("positions", positions, torch.int64, logits, B=B, N=N)

@@ -72,12 +72,9 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
         >>> level.frontier                                        # both children of node 0
         tensor([[0, 1]], dtype=torch.int32)
     """
-    B, F, V = check_dims("draft_probs", draft_probs, "BFV")
-    check("draft_probs", draft_probs, torch.float32, B=B, F=F, V=V)
+    B, F, V = check_dims("draft_probs", draft_probs, "BFV", torch.float32, not_empty="FV")
     check("scores", scores, torch.float32, like=draft_probs, B=B, F=F)
     width = integers("width", width, torch.int32, draft_probs, B=B)
-    if F < 1 or V < 1:
-        raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
     num_children = check_count("num_children", num_children, 1, MOST // F)
     return _call(backend, draft_probs, scores, width, num_children)
 

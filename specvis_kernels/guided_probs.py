@@ -71,7 +71,7 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
         >>> probs.round(decimals=2)                               # softmax of 5 and 2
         tensor([[[0.9500, 0.0500, 0.0000, 0.0000]]])
     """
-    logits, uncond = check_logits(logits, uncond)
+    check_logits(logits, uncond, not_empty="V")
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     return _call(backend, logits, uncond, *settings, *check_filters(id_range, filters, like=logits), filters)
 

@@ -70,8 +70,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
         >>> result.relaxed_mass, result.num_neighbors  # 1/2 of its own, 1/4 + 1/8 of tokens 1 and 2
         (tensor([0.8750]), tensor([2], dtype=torch.int32))
     """
-    R, V = check_dims("probs", probs, "RV")
-    check("probs", probs, torch.float32, R=R, V=V)
+    R, V = check_dims("probs", probs, "RV", torch.float32)
     tokens = integers("tokens", tokens, torch.int64, probs, R=R)
     check_dims("neighbors", neighbors, "Ck")
     offset = check_neighbors(neighbors, cutoff, offset, V, like=probs)

@@ -73,8 +73,7 @@ def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | N
         raise ValueError("x must be a tensor (.., K) with an even K, got "
                          f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
     rows = x.reshape(-1, x.shape[-1])
-    M, K = check_dims("x", rows, "MK")
-    check("x", rows, DTYPES, M=M, K=K)
+    M, K = check_dims("x", rows, "MK", DTYPES)
     out_features = check_count("out_features", out_features, 1)
     check("weight", weight, x.dtype, like=x, panels=-(-out_features // PANEL), inputs=PANEL * K)
     if bias is not None:

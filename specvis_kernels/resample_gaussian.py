@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ._checks import check, check_dims
 from ._define import define
-from ._gaussian import check_last_step, check_not_empty, distance_factor, exp, last_step_log_ratio
+from ._gaussian import check_last_step, distance_factor, exp, last_step_log_ratio
 from .status import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES
 
 
@@ -59,9 +59,9 @@ def resample_gaussian(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, 
 
     Returns:
         tokens:     (B, G, C) float32  the draft where it is accepted, the new token where it is rejected, else 0
-        num_tries:  (B, G)    int32    how many tries were looked at; 0 where nothing is rejected
-        status:     (B, G)    int32    OUT_OF_TRIES: the token is the fallback; INVALID_ROW: a number that was looked
-                                       at is NaN or infinite, or leads to such a token or log r; INVALID_RULE: the
+        num_tries:  (B, G)    int32    how many tries were read; 0 where nothing is rejected
+        status:     (B, G)    int32    OUT_OF_TRIES: the token is the fallback; INVALID_ROW: a number that was read
+                                       is NaN or infinite, or leads to such a token or log r; INVALID_RULE: the
                                        temperature is not positive and finite. After either of the last two the
                                        token is 0
 
@@ -82,14 +82,11 @@ def resample_gaussian(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, 
         >>> result.tokens, result.num_tries
         (tensor([[[8.]]]), tensor([[2]], dtype=torch.int32))
     """
-    B, G, C = check_dims("tokens", tokens, "BGC")
-    check("tokens", tokens, torch.float32, B=B, G=G, C=C)
-    check_not_empty("tokens", tokens, G=G, C=C)
+    B, G, C = check_dims("tokens", tokens, "BGC", torch.float32, not_empty="GC")
     check("is_accepted", is_accepted, torch.bool, like=tokens, B=B, G=G)
     check("is_rejected", is_rejected, torch.bool, like=tokens, B=B, G=G)
-    M = check_dims("proposals", proposals, "BGMC")[2]
+    M = check_dims("proposals", proposals, "BGMC", not_empty="M")[2]
     check("proposals", proposals, torch.float32, like=tokens, B=B, G=G, M=M, C=C)
-    check_not_empty("proposals", proposals, M=M)
     check_last_step(variant, tokens, {"B": B, "G": G, "C": C}, temperature,
                     target_means=target_means, target_log_sigmas=target_log_sigmas,
                     draft_means=draft_means, draft_log_sigmas=draft_log_sigmas)

@@ -57,10 +57,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
         >>> sample_residual(P, None, torch.tensor([0.9])).tokens
         tensor([2])
     """
-    R, V = check_dims("target_probs", target_probs, "RV")
-    check("target_probs", target_probs, torch.float32, R=R, V=V)
-    if V < 1:
-        raise ValueError(f"target_probs must have V >= 1, got shape ({R}, {V})")
+    R, V = check_dims("target_probs", target_probs, "RV", torch.float32, not_empty="V")
     if draft_probs is not None:
         check("draft_probs", draft_probs, torch.float32, like=target_probs, R=R, V=V)
     check("uniforms", uniforms, torch.float32, like=target_probs, R=R)

@@ -85,7 +85,7 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
         x = x + gelu(LayerNorm(x) W_up) W_down
 
     where each product has a bias. After the last block there may be another LayerNorm. Products have operands of x's
-    dtype; their sums and the stream x are float32. On a CPU not a bit of a row depends on the other rows or on the
+    dtype; their sums and the stream x are float32. On a CPU no bit of a row depends on other rows or on the
     number of threads. Elsewhere a model's own modules are quicker than the oracle.
 
     Args:
@@ -110,14 +110,11 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
         >>> transformer_blocks(torch.ones(1, 4, 16), pack_blocks([block], heads=1))[0, :, 0]
         tensor([3., 3., 3., 3.])
     """
-    R, N, E = check_dims("x", x, "RNE")
-    check("x", x, DTYPES, R=R, N=N, E=E)
+    R, N, E = check_dims("x", x, "RNE", DTYPES, not_empty="N")
     if not isinstance(blocks, PackedBlocks):
         raise ValueError(f"blocks must be PackedBlocks, from pack_blocks, got {type(blocks).__name__}")
     L = check_dims("blocks.matrices", blocks.matrices, "Lm")[0]
     check("blocks.matrices", blocks.matrices, x.dtype, like=x, L=L, m=sum(matrix_sizes(E, blocks.ffn_dim)))
-    if N < 1:
-        raise ValueError("x must have N >= 1")
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=x, R=R, N=N)
     if wanted is None:

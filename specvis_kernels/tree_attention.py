@@ -60,8 +60,7 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
         >>> tree_attention(torch.ones(1, 3, 1, 32), keys, values, torch.tensor([1]), links.ancestors)[..., 0, 0]
         tensor([[3., 3., 5.]])
     """
-    R, N, H, D = check_dims("q", q, "RNHD")
-    check("q", q, FLOATS, R=R, N=N, H=H, D=D)
+    R, N, H, D = check_dims("q", q, "RNHD", FLOATS)
     R, T, Hkv, D = check_dims("k_cache", k_cache, "RTHD")
     check("k_cache", k_cache, q.dtype, like=q, R=q.shape[0], T=T, Hkv=Hkv, D=q.shape[3])
     check("v_cache", v_cache, q.dtype, like=q, R=R, T=T, Hkv=Hkv, D=D)

@@ -16,7 +16,7 @@ def tree_from_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
 
     Args:
         mask:      (.., N, N) of any dtype: True, or not 0, where the row's node sees the column's. Parents come before
-                   their children. The diagonal is not looked at. Give `mask == 0` for an additive mask of 0 and -inf,
+                   their children. The diagonal is not read. Give `mask == 0` for an additive mask of 0 and -inf,
                    and the last N columns of a mask that has columns of cached tokens
         backend:   None for the device's own kernel; a name from `backends()` to force one
 

@@ -49,13 +49,11 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
                  [1, 1, 1, 0, 1, 0],
                  [1, 1, 1, 1, 0, 1]]], dtype=torch.int32)
     """
-    B, N, W = check_dims("ancestors", ancestors, "BNW")
+    B, N, W = check_dims("ancestors", ancestors, "BNW", not_empty="N")
     for name, tensor in (("lengths", lengths), ("start", start)):
         if tensor is not None and B == 1:
             B, = check_dims(name, tensor, "B")
     check("ancestors", ancestors, torch.int64, may_be_one=True, B=B, N=N, W=(N + 63) // 64)
-    if N < 1:
-        raise ValueError(f"ancestors must have N >= 1, got shape ({B}, {N}, {W})")
     if lengths is not None:
         lengths = integers("lengths", lengths, torch.int32, ancestors, B=B)
     if start is not None:

@@ -45,7 +45,7 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         uniforms:             (D + B,) float32         in [0, 1): n + 1 of each request, one request after the other.
                                                        The first draws the next token, the i-th after it decides the
                                                        i-th draft
-        bonus_tokens:         (B,)     int32 or int64  what follows if all drafts are accepted; None: it is drawn
+        bonus_tokens:         (B,)     int32 or int64  the next token if all drafts are accepted; None: it is drawn
         draft_probs:          (D, V)   float32         row d is the distribution that draft d was drawn from; None: each
                                                        draft is a point mass
         neighbors:            (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself
@@ -67,7 +67,7 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
                                      are not where they can be: cu_num_draft_tokens has fallen, is negative or has gone
                                      beyond D, here or at an earlier request; nothing is accepted, and next_token is 0.
                                      INVALID_ROW, INVALID_DRAFT, INVALID_RULE, EMPTY_RESIDUAL: as in verify_tree. A
-                                     request without drafts needs no rule: its omega is not looked at
+                                     request without drafts needs no rule: its omega is not read
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, V is 0, neighbors come without delta,
@@ -85,12 +85,10 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         >>> result.next_token    # the residual without token 1, at 0.6; the second row, at 0
         tensor([0, 0])
     """
-    T, V = check_dims("target_probs", target_probs, "TV")
+    T, V = check_dims("target_probs", target_probs, "TV", not_empty="V")
     D, = check_dims("draft_tokens", draft_tokens, "D")
     B, = check_dims("cu_num_draft_tokens", cu_num_draft_tokens, "B")
     check("target_probs", target_probs, torch.float32, T=D + B if bonus_tokens is None else D, V=V)
-    if V < 1:
-        raise ValueError(f"target_probs must have V >= 1, got shape ({T}, {V})")
     check("draft_tokens", draft_tokens, INTEGERS, like=target_probs, D=D)
     check("cu_num_draft_tokens", cu_num_draft_tokens, INTEGERS, like=target_probs, B=B)
     check("uniforms", uniforms, torch.float32, like=target_probs, **{"D + B": D + B})

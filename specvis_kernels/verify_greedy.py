@@ -30,7 +30,7 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
 
     Args:
         target_tokens:  (B, N) int32 or int64   the target's token after each node; node 0 is the root
-        tokens:         (B, N) int32 or int64   the token at each node; the root's is not looked at
+        tokens:         (B, N) int32 or int64   the token at each node; the root's is not read
         first_child:    (B, N) or (1, N) int32 or int64   each node's first child, a later node, or -1
         next_sibling:   (B, N) or (1, N) int32 or int64   the child of the same parent tried next, a later node, or -1
         max_depth:      P, the most nodes that can be accepted; None: N - 1
@@ -56,10 +56,8 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
         >>> result.accepted_nodes, result.next_token
         (tensor([[2, 3]], dtype=torch.int32), tensor([7]))
     """
-    B, N = check_dims("target_tokens", target_tokens, "BN")
+    B, N = check_dims("target_tokens", target_tokens, "BN", not_empty="N")
     target_tokens = integers("target_tokens", target_tokens, torch.int64, B=B, N=N)
-    if N < 1:
-        raise ValueError(f"target_tokens must have N >= 1, got shape ({B}, {N})")
     return _call(backend, target_tokens, *check_tree(tokens, first_child, next_sibling, max_depth, target_tokens))
 
 

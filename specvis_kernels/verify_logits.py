@@ -41,7 +41,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     Args:
         logits:        (B, N, V) float32, float16 or bfloat16   after each node; node 0 is the root
         uncond:        (B, N, V) the same dtype                 without the condition; None: no guidance
-        tokens:        (B, N) int32 or int64    the token at each node, in [0, V); the root's is not looked at
+        tokens:        (B, N) int32 or int64    the token at each node, in [0, V); the root's is not read
         first_child:   (B, N) or (1, N) int32 or int64   each node's first child, a later node; negative: none
         next_sibling:  (B, N) or (1, N) int32 or int64   the child of the same parent tried next, a later node;
                                                          negative: none. With seeds, -1: none, in both
@@ -98,10 +98,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         >>> result.accepted_nodes, result.next_token  # as verify_tree decides on these probabilities
         (tensor([[2]], dtype=torch.int32), tensor([3]))
     """
-    logits, uncond = check_logits(logits, uncond)
-    B, N, V = logits.shape
-    if N < 1:
-        raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
+    B, N, V = check_logits(logits, uncond)
     *tree, max_depth = check_tree(tokens, first_child, next_sibling, max_depth, logits)
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits)

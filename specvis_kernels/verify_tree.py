@@ -4,11 +4,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._candidate import EMPTY, RESIDUALS, Candidate, is_undefined, kept_neighbors, residual_mass
+from ._candidate import EMPTY, Candidate, check_relaxation, is_undefined, kept_neighbors, residual_mass
 from ._checks import check, check_dims, check_together, check_tree, integers, setting
 from ._define import define
 from ._numbers import draw, to_fixed_point, uniform_mass
-from .neighborhood_sum import check_neighbors, neighbor_prefix
+from .neighborhood_sum import neighbor_prefix
 from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
 
 
@@ -80,7 +80,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         target_probs:  (B, N, V) float32       the target's distribution after each node; node 0 is the root.
                                                Probabilities, from guided_probs for instance; verify_logits takes
                                                logits
-        tokens:        (B, N) int32 or int64   the token at each node, in [0, V); the root's is not looked at
+        tokens:        (B, N) int32 or int64   the token at each node, in [0, V); the root's is not read
         first_child:   (B, N) or (1, N) int32 or int64   each node's first child, a later node; negative: no
                                                          child. tree_links gives this and the next
         next_sibling:  (B, N) or (1, N) int32 or int64   the child of the same parent tried next, a later node;
@@ -104,11 +104,11 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         accepted_nodes:  (B, P) int32    the accepted nodes from the root down, without the root; -1 pads
         num_accepted:    (B,)   int32    how many there are
         next_token:      (B,)   int64    the token that follows them, in [0, V)
-        tv_excess:       (B,)   float32  the added total variation, estimated: a sum over the children that were
-                                         tried. For each it takes how much the accept probability exceeds the one
-                                         with omega 1 and no neighbors (0 if it does not), times the probability
-                                         that all earlier siblings are rejected. For a greedy request: how many
-                                         accepted tokens are not the argmax of their parent's row
+        tv_excess:       (B,)   float32  the added total variation, estimated; 0 for lossless rules. It is a sum
+                                         over the children that were tried: how much the accept probability
+                                         exceeds the one with omega 1 and no neighbors (0 if it does not), times the
+                                         probability that all earlier siblings are rejected. For a greedy request:
+                                         how many accepted tokens are not the argmax of their parent's row
         status:          (B,)   int32    EMPTY_RESIDUAL: R was empty after a rejection.
                                          INVALID_ROW: the target's row at the end of the path has an entry that is
                                          NaN, negative or above 2, or is 0 in fixed point; next_token is 0.
@@ -137,10 +137,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         >>> result.next_token      # after node 2, from its row at u = 0.9
         tensor([3])
     """
-    B, N, V = check_dims("target_probs", target_probs, "BNV")
-    check("target_probs", target_probs, torch.float32, B=B, N=N, V=V)
-    if N < 1 or V < 1:
-        raise ValueError(f"target_probs must have N >= 1 and V >= 1, got shape ({B}, {N}, {V})")
+    B, N, V = check_dims("target_probs", target_probs, "BNV", torch.float32, not_empty="NV")
     *tree, max_depth = check_tree(tokens, first_child, next_sibling, max_depth, target_probs)
     check("uniforms", uniforms, torch.float32, like=target_probs, B=B, N=N)
     draft_row, delta, omega, offset = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega,
@@ -162,19 +159,12 @@ def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: 
     B, N, V = like.shape
     check_together(draft_probs=draft_probs, draft_row=draft_row)
     if draft_probs is not None:
-        M = check_dims("draft_probs", draft_probs, "BMV")[1]
+        M = check_dims("draft_probs", draft_probs, "BMV", not_empty="M")[1]
         check("draft_probs", draft_probs, torch.float32, like=like, B=B, M=M, V=V)
         draft_row = integers("draft_row", draft_row, torch.int32, like, may_be_one=True, B=B, N=N)
-        if M < 1:
-            raise ValueError(f"draft_probs must have M >= 1, got shape ({B}, {M}, {V})")
-    if residual not in RESIDUALS:
-        raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
     if empty not in EMPTY:
         raise ValueError(f"empty must be one of {', '.join(EMPTY)}, got {empty!r}")
-    check_together(neighbors=neighbors, delta=delta)
-    offset = check_neighbors(neighbors, cutoff, offset, V, like=like)
-    if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:
-        raise ValueError("neighbors must have at least two columns under 'released', got one")
+    offset = check_relaxation(neighbors, delta, cutoff, offset, residual, like)
     return (draft_row,
             None if delta is None else setting("delta", delta, torch.float32, like, at_least=0, B=B),
             None if omega is None else setting("omega", omega, torch.float32, like, at_least=0, B=B, P=max_depth),

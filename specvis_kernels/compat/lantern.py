@@ -5,8 +5,8 @@
     lantern.patch(EaModel)
 
 The rule is the release's, for dynamic trees and static ones (LANTERN++), sampled and greedy. Shapes below: L paths
-(rows of retrieve_indices) of D columns, N nodes, V tokens, C codes. What has a name of the release keeps it, and takes
-and returns what it does there.
+(rows of retrieve_indices) of D columns, N nodes, V tokens, C codes. Functions with a name
+of the release keep its arguments and results.
 """
 import sys
 from collections.abc import Callable

@@ -312,6 +312,6 @@ def _write(predicts, accept_index, accept_token_num, tokens, flat, accepted_node
     index = flat.gather(1, nodes)
     accept_index.copy_(torch.where(step <= num_accepted[:, None], index.int(), accept_index))
     accept_token_num.copy_(num_accepted)
-    behind = torch.nn.functional.pad(nodes[:, 1:], (0, 1))
-    follows = torch.where(at_end, next_token[:, None], tokens.gather(1, behind))
+    after = torch.nn.functional.pad(nodes[:, 1:], (0, 1))
+    follows = torch.where(at_end, next_token[:, None], tokens.gather(1, after))
     predicts.scatter_(0, index.view(-1), follows.int().view(-1))

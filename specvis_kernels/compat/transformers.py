@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import draw_children, draw_tokens, guided_probs, tree_from_choices, tree_links, verify_logits
 from .._checks import check, check_count
-from ._generate import Asked, Output, Target, described
+from ._transformers import Asked, Output, Target, described
 
 
 @torch.no_grad()

@@ -47,8 +47,8 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
                                                     such as n-grams
         target_logits:        (D, V) float32        the target's logits in place of each draft, after temperature and
                                                     filters. If all requests are greedy only their argmaxes count
-        bonus_token_ids:      (B, 1) or (B,) int64 or int32   what follows if all drafts are accepted
-        sampling_metadata:    vLLM's, of which all_greedy, temperature (0, or -1 in older versions, is greedy) and
+        bonus_token_ids:      (B, 1) or (B,) int64 or int32   the next token if all drafts are accepted
+        sampling_metadata:    vLLM's; only all_greedy, temperature (0, or -1 in older versions, is greedy) and
                               generators are read; None: is_greedy and generators count
         synthetic_mode, synthetic_conditional_rates:   must be off: another rule
         use_fp64_gumbel:      not read: nothing is drawn by logarithms

@@ -14,7 +14,7 @@ from ._rows import FIXED_ONE, neighbor_prefix, to_fixed_point
 def read_row(rows, node, V, mass, num_copied, FILTERS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
     """Reads the row of a node: its total, whether it is valid, and its ids, from the first to one past the last.
 
-    The first `num_copied` entries of probabilities go to `mass`; of logits, all do.
+    The first `num_copied` entries of probabilities go to `mass`, or all entries of logits.
     """
     probs, logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, scratch = rows
     zero = tl.full((), 0, tl.int64)
@@ -39,7 +39,7 @@ def read_row(rows, node, V, mass, num_copied, FILTERS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def unchanged_row(rows, node, V, mass):
-    """Where the entries stand that read_row() has read: floats of probabilities, else in fixed point."""
+    """The entries that read_row() has read: floats of probabilities, else in fixed point."""
     probs, logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, scratch = rows
     if probs is not None:
         return probs + node * V

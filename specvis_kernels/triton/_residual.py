@@ -7,7 +7,7 @@ from ._rows import FIXED_ONE, residual_mass
 
 @triton.jit
 def fill_uniform(mass, V, BLOCK: tl.constexpr):
-    """mass becomes the uniform distribution; returns its total."""
+    """Sets mass to the uniform distribution; returns its total."""
     each = tl.full((), FIXED_ONE, tl.float64).to(tl.int64) // V
     start = 0
     while start < V:
@@ -19,7 +19,7 @@ def fill_uniform(mass, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def clear_neighbors(mass, V, token_neighbors, count, offset, BLOCK_K: tl.constexpr):
-    """The mass of the first `count` neighbors becomes 0; returns its sum, in which an id counts once."""
+    """Sets the mass of the first `count` neighbors to 0; returns its sum, in which an id counts once."""
     sums = tl.zeros([BLOCK_K], tl.int64)
     start = count * 0
     while start < count:
@@ -34,7 +34,7 @@ def clear_neighbors(mass, V, token_neighbors, count, offset, BLOCK_K: tl.constex
 
 @triton.jit
 def protect_neighbors(draft_mass, V, token_neighbors, count, offset, BLOCK_K: tl.constexpr):
-    """The next subtract() takes nothing from the first `count` neighbors: negatives mark them, which it undoes."""
+    """Marks the first `count` neighbors by negative numbers: the next subtract() skips and unmarks them."""
     start = count * 0
     while start < count:
         j = start + tl.arange(0, BLOCK_K)
@@ -48,7 +48,7 @@ def protect_neighbors(draft_mass, V, token_neighbors, count, offset, BLOCK_K: tl
 
 @triton.jit
 def subtract(mass, draft_mass, V, total, draft_total, slack, BLOCK: tl.constexpr):
-    """mass becomes the residual after a child from the draft row; returns its total."""
+    """Sets mass to the residual after a child from the draft row; returns its total."""
     totals = tl.zeros([BLOCK], tl.int64)
     start = 0
     while start < V:
@@ -66,7 +66,7 @@ def subtract(mass, draft_mass, V, total, draft_total, slack, BLOCK: tl.constexpr
 @triton.jit
 def reject(mass, draft_mass, V, token, token_mass, relaxed_mass, token_draft_mass, total, draft_total, is_sampled,
            omega, neighbors, num_kept, k, offset, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """mass becomes the residual after the rejected token, and draft_mass loses the token; returns their totals."""
+    """Sets mass to the residual after the rejected token, and takes the token from draft_mass; returns their totals."""
     slack = tl.where(omega < 1.0, 1.0 - omega, 0.0)  # the share of R that stays at least
     if RESIDUAL != "optimal":
         slack = slack * 0.0

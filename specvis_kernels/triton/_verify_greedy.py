@@ -27,9 +27,9 @@ def row_argmax(row, V, IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr):
 def verify_greedy(rows, tokens, first_child, next_sibling, neighbors, delta, bonus, mass, scratch, accepted_nodes, N, V,
                   P, C, k, offset, CUTOFF: tl.constexpr, RESIDUAL: tl.constexpr, FILTERS: tl.constexpr,
                   IS_FLOAT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A greedy request: nodes in order, each with its chain of children; at last the row at the end of the path.
+    """Verifies a greedy request: the nodes in order, each with its children, then the row at the end of the path.
 
-    Returns what verify_sampled() does.
+    Returns num_accepted, next_token, tv_excess, status.
     """
     zero = tl.program_id(0).to(tl.int64) * 0
     status = zero.to(tl.int32)

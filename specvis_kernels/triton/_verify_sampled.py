@@ -36,7 +36,7 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
                    bonus, mass, draft_mass, accepted_nodes, N, V, M, P, C, k, offset, CUTOFF: tl.constexpr,
                    RESIDUAL: tl.constexpr, EMPTY: tl.constexpr, FILTERS: tl.constexpr, IS_FLOAT: tl.constexpr,
                    BLOCK: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A request that samples; returns num_accepted, next_token, tv_excess, status."""
+    """Verifies a request that samples; returns num_accepted, next_token, tv_excess, status."""
     zero = tl.program_id(0).to(tl.int64) * 0
     omega_step = zero.to(tl.int32)
     if first_child is not None:
@@ -49,11 +49,11 @@ def verify_sampled(rows, tokens, first_child, next_sibling, uniforms, draft_prob
     tv_excess = zero.to(tl.float64)
     total = zero
     is_valid = zero == 0
-    is_changed = zero != 0  # does the mass differ from the target's row?
+    is_changed = zero != 0  # whether the mass differs from the target's row
     descends = zero == 0
     if bonus is not None:
         descends = N > 1
-    enters = zero == 0  # else the node's row is read again, because nothing was left of it
+    enters = zero == 0  # else the residual was empty, and the node's row is read again
     child = zero
     previous = zero
     is_sampled = zero != 0

@@ -11,7 +11,7 @@ import torch
 from specvis_kernels import StatusError, codebook_neighbors, guided_probs, gumbel_noise
 from specvis_kernels.compat import _versions
 from specvis_kernels.compat import transformers as compat
-from specvis_kernels.compat._generate import cache_name
+from specvis_kernels.compat._transformers import cache_name
 from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
 from tests.models.test_transformers import chameleon_model, emu3_model, janus_model
 
