@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from specvis_kernels.compat import sglang, transformers, vllm
+from specvis_kernels.compat import _transformers, sglang, transformers, vllm
 from specvis_kernels.compat._versions import TESTED
 
 _required = object()  # in place of a default
@@ -139,7 +139,7 @@ V1, V2 = "vllm/v1/sample", "vllm/v1/worker/gpu/spec_decode"
 OPS, SRT = "sglang/kernels/ops/speculative", "sglang/srt/speculative"
 SAMPLER = "tree_speculative_sampling_target_only"
 WARPERS = "transformers/generation/logits_process.py"
-HANDED = (*transformers.KNOWN_KWARGS, "mm_encoder_outputs", "encoder_outputs", "decoder_attention_mask", "input_ids",
+HANDED = (*_transformers.KNOWN_KWARGS, "mm_encoder_outputs", "encoder_outputs", "decoder_attention_mask", "input_ids",
           "inputs_embeds", "token_type_ids", "mm_token_type_ids", "output_attentions", "output_hidden_states")
 ROWS = {
     "vllm": (
@@ -173,7 +173,7 @@ ROWS = {
         Takes("transformers/cache_utils.py", "Cache.__init__", ("layers",)),
         Takes("transformers/cache_utils.py", "Cache.update", ("key_states", "value_states", "layer_idx")),
         Takes("transformers/models/llama/modeling_llama.py", "LlamaForCausalLM.forward",
-              ("attention_mask", "position_ids", transformers.CACHE_NAMES, "use_cache", "logits_to_keep")),
+              ("attention_mask", "position_ids", _transformers.CACHE_NAMES, "use_cache", "logits_to_keep")),
         Takes(WARPERS, "TemperatureLogitsWarper.__init__", ("temperature",)),
         Takes(WARPERS, "TopKLogitsWarper.__init__", ("top_k", "min_tokens_to_keep")),
         Takes(WARPERS, "TopPLogitsWarper.__init__", ("top_p", "min_tokens_to_keep")),

@@ -1,4 +1,4 @@
-// The CUDA that the library is built with, as text in its file: _dispatch.py reads it before it loads the library, and
+// The CUDA that the library is built with, as text in its file: _libraries.py reads it before it loads the library, and
 // does not load one that the driver is too old for.
 #include <cuda_runtime_api.h>
 

@@ -20,7 +20,7 @@
 
 namespace specvis {
 
-// Status bits, as in specvis_kernels/_dispatch.py.
+// Status bits, as in specvis_kernels/status.py.
 constexpr int32_t kEmptyResidual = 1, kInvalidRow = 2, kInvalidTree = 4, kInvalidRule = 8, kOutOfTries = 16,
                   kInvalidDraft = 32;
 

@@ -2,25 +2,15 @@
 
 `ops()` lists the ops, `help(op)` explains one. Ops report invalid values in `status` and raise nothing about them:
 `check_status` does. With SPECVIS_CHECK=1 in the environment it is called after every op, at the price of a host read.
-Ops are for inference: no result requires a gradient. Tensors of integers may be int64 or int32, and what describes a
-tree may have a batch of 1, for all requests.
+Ops are for inference: no result requires a gradient. Tensors of integers may be int64 or int32. Tensors that describe
+a tree may have a batch of 1, which then serves all requests.
 """
 
-from ._dispatch import (
-    EMPTY_RESIDUAL,
-    INVALID_DRAFT,
-    INVALID_ROW,
-    INVALID_RULE,
-    INVALID_TREE,
-    OUT_OF_TRIES,
-    backends,
-    ops,
-)
+from ._define import backends, ops
 from .accept_gaussian import AcceptGaussianResult, accept_gaussian
-from .check_status import StatusError, check_status
 from .codebook_neighbors import codebook_neighbors
 from .commit_kv import commit_kv
-from .commit_tokens import CommitTokensResult, commit_tokens
+from .commit_tokens import CommitTokensResult, commit_tokens  # noqa: F401  for the loop of specvis alone
 from .couple_tokens import CoupleTokensResult, couple_tokens
 from .decoder_layers import DecoderLayer, PackedLayers, decoder_layers, pack_layers
 from .denoise_tokens import (
@@ -42,6 +32,16 @@ from .packed_linear import pack_weight, packed_linear
 from .resample_gaussian import ResampleGaussianResult, resample_gaussian
 from .sample_residual import SampleResidualResult, sample_residual
 from .select_tree import SelectTreeResult, select_tree
+from .status import (
+    EMPTY_RESIDUAL,
+    INVALID_DRAFT,
+    INVALID_ROW,
+    INVALID_RULE,
+    INVALID_TREE,
+    OUT_OF_TRIES,
+    StatusError,
+    check_status,
+)
 from .transformer_blocks import PackedBlocks, TransformerBlock, pack_blocks, transformer_blocks
 from .tree_attention import tree_attention
 from .tree_from_choices import tree_from_choices
@@ -57,12 +57,12 @@ from .verify_tree import VerifyResult, verify_tree
 
 __version__ = "0.2.0.dev0"
 __all__ = [
-    "accept_gaussian", "codebook_neighbors", "commit_kv", "commit_tokens", "couple_tokens", "decoder_layers",
-    "denoise_tokens", "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
+    "accept_gaussian", "codebook_neighbors", "commit_kv", "couple_tokens", "decoder_layers", "denoise_tokens",
+    "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
     "guided_probs", "neighborhood_sum", "packed_linear", "resample_gaussian", "sample_residual", "select_tree",
     "transformer_blocks", "tree_attention", "tree_from_mask", "tree_from_paths", "tree_links", "tree_mask",
     "tree_paths", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
-    "AcceptGaussianResult", "CommitTokensResult", "CoupleTokensResult", "DecoderLayer", "DenoiseTokensResult",
+    "AcceptGaussianResult", "CoupleTokensResult", "DecoderLayer", "DenoiseTokensResult",
     "DenoiserBlock", "DraftChildrenResult", "DraftFrontierResult", "DrawChildrenResult", "DrawTokensResult",
     "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult", "PackedBlocks", "PackedDenoiser",
     "PackedLayers", "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError",

@@ -1,24 +1,37 @@
-"""A candidate that is about to be accepted or rejected, and what a rejection leaves of the target. For oracles."""
+"""A candidate that is accepted or rejected, and the residual of the target after a rejection. For oracles."""
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._checks import check_together
 from ._numbers import FIXED_ONE
-from .neighborhood_sum import neighbor_prefix
+from .neighborhood_sum import check_neighbors, neighbor_prefix
 
 RESIDUALS = ("optimal", "relaxed", "released")
-EMPTY = ("target", "uniform")  # what takes the place of a residual of which nothing is left
+EMPTY = ("target", "uniform")  # what takes the place of an empty residual
+
+
+def check_relaxation(neighbors: Tensor | None, delta: Tensor | float | None, cutoff: str, offset: int, residual: str,
+                     like: Tensor) -> int:
+    """Raise ValueError unless these arguments fit together, and fit rows `like` (.., V). Returns the offset."""
+    if residual not in RESIDUALS:
+        raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
+    check_together(neighbors=neighbors, delta=delta)
+    offset = check_neighbors(neighbors, cutoff, offset, like.shape[-1], like=like)
+    if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:
+        raise ValueError("neighbors must have at least two columns under 'released', got one")
+    return offset
 
 
 class Candidate(NamedTuple):
     """A token of each of R rows, as `Candidate` in csrc/rules.h. Masses and totals are in fixed point."""
     token: Tensor         # (R,) int64    in [0, V)
     is_sampled: Tensor    # (R,) bool     whether it was drawn from the draft's row; else it is a point mass
-    token_mass: Tensor    # (R,) int64    what the target gives it
-    relaxed_mass: Tensor  # (R,) int64    and with its neighbors
+    token_mass: Tensor    # (R,) int64    its mass in the target
+    relaxed_mass: Tensor  # (R,) int64    its mass and its kept neighbors'
     total: Tensor         # (R,) int64    of the target
-    draft_mass: Tensor    # (R,) int64    what the draft gives it
+    draft_mass: Tensor    # (R,) int64    its mass in the draft
     draft_total: Tensor   # (R,) int64    of the draft
     omega: Tensor         # (R,) float64
 
@@ -43,7 +56,7 @@ class Candidate(NamedTuple):
 
 
 def is_undefined(omega: Tensor, has_neighbors: bool, residual: str) -> Tensor:
-    """Where no rule says what to do: omega is negative or NaN, or below 1 with neighbors and the optimal residual."""
+    """Where there is no rule: omega is negative or NaN, or below 1 with neighbors and the optimal residual."""
     return ~(omega >= (1 if has_neighbors and residual == "optimal" else 0))
 
 
@@ -66,7 +79,7 @@ def kept_neighbors(mass: Tensor, total: Tensor, token: Tensor, neighbors: Tensor
 
 def residual_mass(residual: str, mass: Tensor, draft_mass: Tensor, candidate: Candidate, num_kept: Tensor,
                   ids: Tensor) -> Tensor:
-    """What is left of the target (R, V) once the candidate was rejected: (R, V) int64, of any total.
+    """The residual of the target (R, V) after the candidate was rejected: (R, V) int64, of any total.
 
     mass and draft_mass (R, V) int64 are the rows of target and draft, num_kept and ids are of kept_neighbors().
     """

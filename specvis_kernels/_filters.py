@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_dims, integers, setting, to_integer
+from ._checks import check, check_dims, integers, setting, to_integer
 from ._numbers import exp
 
 HALF_OR_FLOAT = (torch.float32, torch.float16, torch.bfloat16)
@@ -16,25 +16,23 @@ MASS_ONE = 2.0 ** 40  # exp(logit - best) <= 1 as an integer
 class Filtered(NamedTuple):
     """Rows of logits after guidance, temperature and filters."""
     margins: Tensor     # (B, N, V) float32  logit - best logit; only where `is_kept`, else -inf
-    is_kept: Tensor     # (B, N, V) bool     nothing of an invalid row is
+    is_kept: Tensor     # (B, N, V) bool     False in an invalid row
     is_valid: Tensor    # (B, N) bool
     is_sampled: Tensor  # (B, 1) bool        the temperature is not 0
 
 
-def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N") -> tuple[Tensor, Tensor | None]:
-    """Raise ValueError unless these are logits of a model, perhaps with guidance; returns them contiguous.
+def check_logits(logits: Tensor, uncond: Tensor | None, nodes: str = "N",
+                 not_empty: str = "NFV") -> tuple[int, int, int]:
+    """Raise ValueError unless these are logits of a model, perhaps with guidance; returns B, N and V.
 
     nodes: the letter of the second dimension
     """
-    B, N, V = check_dims("logits", logits, f"B{nodes}V")
+    B, N, V = check_dims("logits", logits, f"B{nodes}V", not_empty=not_empty)
     if logits.dtype not in HALF_OR_FLOAT:
         check("logits", logits, HALF_OR_FLOAT, **{"B": B, nodes: N, "V": V})
-    if V < 1:
-        raise ValueError(f"logits must have V >= 1, got shape {tuple(logits.shape)}")
     if uncond is not None:
         check("uncond", uncond, logits.dtype, like=logits, **{"B": B, nodes: N, "V": V})
-        uncond = uncond.contiguous()
-    return logits.contiguous(), uncond
+    return B, N, V
 
 
 def check_settings(guidance: Tensor | float | None, temperature: Tensor | float, top_k: Tensor | int,
@@ -90,7 +88,7 @@ def to_mass(e: Tensor) -> Tensor:
 
 def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor,
                   top_p: Tensor, id_range: Tensor, filters: str) -> Filtered:
-    """The arguments are those of `guided_probs`; id_range is a tensor (B, N, 2)."""
+    """Filter rows with the arguments of `guided_probs`; id_range is a tensor (B, N, 2)."""
     V = logits.shape[-1]
     first_id, last_id = id_range[..., :1], id_range[..., 1:]
     ids = torch.arange(V, device=logits.device)
@@ -114,8 +112,8 @@ def filter_logits(logits: Tensor, uncond: Tensor | None, guidance: Tensor, tempe
     k = k.clamp(max=V)  # an invalid range may have more ids
     is_kept = is_inside & (x >= descending.gather(-1, k.expand(*x.shape[:-1], 1) - 1))
 
-    # Both filters keep the ids from some logit upwards. So the order matters for the mass alone, of which top_p is a
-    # share: that of the ids that top-k kept, or that of all.
+    # Both filters keep the ids from some logit upwards. So their order only changes the mass of which top_p is a
+    # share: the mass of the ids that top-k kept, or of all ids.
     e = torch.where(is_kept if filters == "k_then_p" else is_inside, exp(x - best), 0.0)
     mass = to_mass(e.sort(-1, descending=True).values).cumsum(-1)  # in the order of `descending`
     mass_before = torch.cat([torch.zeros_like(mass[..., :1]), mass[..., :-1]], -1)

@@ -9,13 +9,13 @@ import math
 import torch
 from torch import Tensor
 
-from ._dispatch import check
+from ._checks import check
 
 VARIANTS = ("paper", "released", "path")
 LANES = 16
-MIN_EXP, MAX_EXP = -708.0, 709.0  # where 2**n is a normal number: below, exp is 0; above, it is that of MAX_EXP
+MIN_EXP, MAX_EXP = -708.0, 709.0  # where 2**n is a normal number: below, exp is 0; above, it is exp(MAX_EXP)
 LOG2_E = 1.4426950408889634
-LN2_HIGH = 2977044471 / 2**32     # 32 bits of log 2, so that n * LN2_HIGH is exact, and what they lack
+LN2_HIGH = 2977044471 / 2**32     # 32 bits of log 2, so that n * LN2_HIGH is exact, and the rest of log 2
 LN2_LOW = 1.9082149292705877e-10
 TERMS = 13                        # of the series, for |x| <= log(2) / 2: more of them change no bit
 
@@ -35,13 +35,6 @@ def check_last_step(variant: str, tokens: Tensor, sizes: dict[str, int], tempera
         check(name, tensor, torch.float32, like=tokens, **sizes)
     if temperature is not None:
         check("temperature", temperature, torch.float32, like=tokens, B=sizes["B"])
-
-
-def check_not_empty(name: str, tensor: Tensor, **sizes: int) -> None:
-    """Raise ValueError if one of these sizes is 0."""
-    for letter, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must have {letter} >= 1, got shape {tuple(tensor.shape)}")
 
 
 def exp(x: Tensor) -> Tensor:

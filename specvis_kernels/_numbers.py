@@ -1,6 +1,6 @@
 """Numbers with the same bits on every backend: probabilities as integers, and exp and log in float32.
 
-A sum of integers does not depend on the order in which it was taken. A probability p stands as floor(p * 2**42) in
+A sum of integers does not depend on the order in which it was taken. A probability p is kept as floor(p * 2**42) in
 int64. That is exact for every float32 p >= 2**-19, and a row of total 1 sums to about 2**42, which float64 holds
 exactly. A row of up to 2**19 entries cannot overflow, whatever it holds.
 """

@@ -4,8 +4,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, INVALID_RULE, check, check_dims, define, integers
-from ._gaussian import check_last_step, check_not_empty, distance_factor, exp, last_step_log_ratio
+from ._checks import check, check_dims, integers
+from ._define import define
+from ._gaussian import check_last_step, distance_factor, exp, last_step_log_ratio
+from .status import INVALID_ROW, INVALID_RULE
 
 
 class AcceptGaussianResult(NamedTuple):
@@ -28,7 +30,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
 
         variant     log r                       S
         paper       S + log P(x) - log Q(x)     sum of log sigma_Q - log sigma_P over the earlier steps and channels
-        released    -S + log P(x) - log Q(x)    the same; the paper's code turns its sign around
+        released    -S + log P(x) - log Q(x)    the sum of `paper`; the paper's code has its sign wrong
         path        S                           log p(path) - log q(path), both of the draft's path
 
         log P(x) - log Q(x) = sum over channels of log sigma_Q - log sigma_P + (d_Q^2 - d_P^2) / 2
@@ -39,9 +41,9 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
     and its four arguments are None; the `tokens` are the target's last step applied to the draft's path.
     (CSpD, arXiv:2411.11925, eq. 5.)
 
-    log r is computed in float64, in the same order for every batch and backend, and rounded to float32. The rounded
+    log r is computed in float64, in one order for every batch and backend, and rounded to float32. The rounded
     number is returned, and it decides, by u < exp(log r). So u = 0 accepts a draft unless exp(log r) is 0 in
-    float64, which it is below -708.
+    float64, as it is for log r below -708.
 
     With `truncate`, the paper's Algorithm 1, nothing after a request's first rejected draft is accepted or rejected.
     Without it every position is decided on its own.
@@ -50,7 +52,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
         tokens:             (B, G, C) float32  the drafts
         log_ratio:          (B, G)    float32  S
         uniforms:           (B, G)    float32  in [0, 1)
-        target_means:       (B, G, C) float32  None for `path`, as are the next three
+        target_means:       (B, G, C) float32  None for `path`, as the next three are
         target_log_sigmas:  (B, G, C) float32  natural logarithms of the standard deviations
         draft_means:        (B, G, C) float32
         draft_log_sigmas:   (B, G, C) float32
@@ -71,7 +73,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
                                        nothing of the request is accepted or rejected
 
     Raises:
-        ValueError: an argument's dtype, shape or device differs from the above, G or C is 0, no such variant
+        ValueError: an argument's dtype, shape or device differs from the above, G or C is 0, or the variant is unknown
 
     Example:
         >>> import torch
@@ -85,9 +87,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
         >>> result.is_rejected
         tensor([[False, False,  True]])
     """
-    B, G, C = check_dims("tokens", tokens, "BGC")
-    check("tokens", tokens, torch.float32, B=B, G=G, C=C)
-    check_not_empty("tokens", tokens, G=G, C=C)
+    B, G, C = check_dims("tokens", tokens, "BGC", torch.float32, not_empty="GC")
     check("log_ratio", log_ratio, torch.float32, like=tokens, B=B, G=G)
     check("uniforms", uniforms, torch.float32, like=tokens, B=B, G=G)
     check_last_step(variant, tokens, {"B": B, "G": G, "C": C}, temperature,
@@ -97,13 +97,13 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
         num_drafted = integers("num_drafted", num_drafted, torch.int32, tokens, B=B)
     if not isinstance(truncate, bool):
         raise ValueError(f"truncate must be True or False, got {truncate!r}")
-    inputs = [tokens, -log_ratio if variant == "released" else log_ratio, uniforms, target_means, target_log_sigmas,
-              draft_means, draft_log_sigmas, temperature, num_drafted]
-    return _call(backend, *[None if t is None else t.contiguous() for t in inputs], truncate)
+    return _call(backend, tokens, -log_ratio if variant == "released" else log_ratio, uniforms, target_means,
+                 target_log_sigmas, draft_means, draft_log_sigmas, temperature, num_drafted, truncate)
 
 
-def _oracle(tokens, log_ratio, uniforms, target_means, target_log_sigmas, draft_means, draft_log_sigmas,
-            temperature, num_drafted, truncate):
+def _oracle(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor, target_means: Tensor | None,
+            target_log_sigmas: Tensor | None, draft_means: Tensor | None, draft_log_sigmas: Tensor | None,
+            temperature: Tensor | None, num_drafted: Tensor | None, truncate: bool):
     factor, is_undefined = distance_factor(temperature, tokens)
     log_r = log_ratio.double()
     if target_means is not None:
@@ -128,17 +128,11 @@ def _oracle(tokens, log_ratio, uniforms, target_means, target_log_sigmas, draft_
     return is_accepted.sum(1).int(), is_accepted, is_rejected, torch.where(is_tested, log_r, 0.0), status.int()
 
 
-def _meta(tokens, log_ratio, uniforms, target_means, target_log_sigmas, draft_means, draft_log_sigmas,
-          temperature, num_drafted, truncate):
+def _meta(tokens, uniforms):
     B, G, _ = tokens.shape
     num_accepted, status = (uniforms.new_empty(B, dtype=torch.int32) for _ in range(2))
     is_accepted, is_rejected = (uniforms.new_empty((B, G), dtype=torch.bool) for _ in range(2))
     return num_accepted, is_accepted, is_rejected, torch.empty_like(uniforms), status
 
 
-_call = define(
-    "accept_gaussian(Tensor tokens, Tensor log_ratio, Tensor uniforms, Tensor? target_means,"
-    " Tensor? target_log_sigmas, Tensor? draft_means, Tensor? draft_log_sigmas, Tensor? temperature,"
-    " Tensor? num_drafted, bool truncate)"
-    " -> (Tensor num_accepted, Tensor is_accepted, Tensor is_rejected, Tensor log_r, Tensor status)",
-    oracle=_oracle, meta=_meta, result=AcceptGaussianResult)
+_call = define("accept_gaussian", oracle=_oracle, meta=_meta, result=AcceptGaussianResult)

@@ -2,7 +2,8 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_count, check_dims, define, is_traced
+from ._checks import check, check_count, check_dims, is_traced
+from ._define import define
 
 METRICS = ("l2", "cosine", "random")
 GRID = 2.0 ** 40      # steps between the smallest and the largest distance
@@ -14,9 +15,10 @@ def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normaliz
                        seed: int = 0, size: int | None = None, backend: str | None = None) -> Tensor:
     """Find the k nearest other codes of every code, nearest first.
 
-    Squared distances are computed in float64 and rounded to 2**-40 of the largest possible distance. So codes at
-    equal distance tie in spite of the arithmetic. Ties go to the lower id. (LANTERN's latent proximity,
-    arXiv:2410.03355, section 4.)
+    Compute it once, when a model is loaded. Squared distances are computed in float64 and rounded to 2**-40 of the
+    largest possible distance. So codes at equal distance tie in spite of the arithmetic. Ties go to the lower id.
+
+    (LANTERN's latent proximity, arXiv:2410.03355, section 4.)
 
     Args:
         codebook:   (V, D) float64, float32, float16 or bfloat16   finite; one code a row
@@ -28,7 +30,7 @@ def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normaliz
         seed:       the seed of metric "random"
         size:       how many codes the codebook must have, the size of the image vocabulary: then a transposed
                     codebook is refused. None: any number
-        backend:    None or "oracle"; there is no other
+        backend:    None or "oracle": there is no other kernel
 
     Returns:
         neighbors:  (V, k) uint16, or int32 if V > 65536
@@ -59,10 +61,10 @@ def codebook_neighbors(codebook: Tensor, k: int, *, metric: str = "l2", normaliz
     seed = check_count("seed", seed, 0, 2**63 - 1)
     if not is_traced(codebook) and not codebook.isfinite().all():
         raise ValueError("codebook must be finite, got NaN or an infinity")
-    return _call(backend, codebook.detach().contiguous(), k, metric, normalize, seed)
+    return _call(backend, codebook.detach(), k, metric, normalize, seed)
 
 
-def _oracle(codebook, k, metric, normalize, seed):
+def _oracle(codebook: Tensor, k: int, metric: str, normalize: bool, seed: int):
     V = len(codebook)
     codes = codebook.double()
     if normalize or metric == "cosine":
@@ -73,7 +75,7 @@ def _oracle(codebook, k, metric, normalize, seed):
     largest = 4 * squares.max().clamp(min=1e-300)  # two codes are at most twice the longest apart
     ids = torch.arange(V, device=codes.device)
     generator = torch.Generator().manual_seed(seed)
-    neighbors = _meta(codebook, k, metric, normalize, seed)
+    neighbors = _meta(codebook, k)
     for start in range(0, V, block := max(1, BLOCK // V)):
         rows = codes[start:start + block]
         if metric == "l2":
@@ -83,7 +85,7 @@ def _oracle(codebook, k, metric, normalize, seed):
             distance = (1 - rows @ codes.T) / 2
         else:
             distance = torch.rand(len(rows), V, generator=generator, dtype=torch.float64).to(codes.device)
-        keys = (distance * GRID).round().long() * V + ids  # no two are equal
+        keys = (distance * GRID).round().long() * V + ids  # all keys differ
         keys.diagonal(start).fill_(LARGEST)
         neighbors[start:start + block] = keys.topk(k, largest=False).indices.to(neighbors.dtype)
     return neighbors
@@ -95,11 +97,9 @@ def scaled(codes, dims):
     return torch.ldexp(codes, -exponent)
 
 
-def _meta(codebook, k, metric, normalize, seed):
+def _meta(codebook, k):
     V = codebook.shape[0]
     return codebook.new_empty((V, k), dtype=torch.uint16 if V <= 65536 else torch.int32)
 
 
-_call = define(
-    "codebook_neighbors(Tensor codebook, SymInt k, str metric, bool normalize, SymInt seed) -> Tensor",
-    oracle=_oracle, meta=_meta, batch=None)
+_call = define("codebook_neighbors", oracle=_oracle, meta=_meta, batch=None)

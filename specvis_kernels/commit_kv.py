@@ -1,24 +1,25 @@
-"""commit_kv: the keys and values of the accepted nodes move behind their root, in place."""
+"""commit_kv: the keys and values of the accepted nodes move next to their root, in place."""
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ._dispatch import check_dims, define, integers, to_integer
+from ._checks import check_dims, integers, to_integer
+from ._define import define
 
 
 def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor, *,
               row_dim: int | None = 0, column_dim: int = 1, start: Tensor | None = None,
               slots: Tensor | None = None, backend: str | None = None) -> Tensor:
-    """Move what a model cached for the accepted nodes of a draft tree to the front. This writes to the caches.
+    """Move the keys and values of a draft tree's accepted nodes to the front of a cache. This writes to the caches.
 
     A target forward caches node n of request b in column start[b] + n. Then
 
         the root, node 0, moves to column lengths[b]
         the i-th accepted node (i = 1, 2, ..) moves to column lengths[b] + i
 
-    in every cache and every layer. All other columns stay as they are. Row r of a cache belongs to request r % B, so
-    that R = 2 B rows are those with the condition and those without it.
+    in every cache and every layer. All other columns stay as they are. Row r of a cache belongs to request
+    r % B: of R = 2 B rows the first B are the rows with the condition, the others the rows without it.
 
     A request is left alone, and its length is returned unchanged, if its numbers are out of range: its accepted nodes
     are not positive and rising, num_accepted is not within 0..P, lengths[b] is negative or above start[b], or a column
@@ -32,12 +33,12 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
                          and column_dim 2; the defaults are for (R, T, Hkv, D), as tree_attention reads it
         accepted_nodes:  (B, P) int32 or int64   of each request, from the root down, without the root; as verify_tree
                                                  gives them
-        num_accepted:    (B,)   int32 or int64   how many there are; what comes after them is not looked at
+        num_accepted:    (B,)   int32 or int64   how many there are; later entries are not read
         lengths:         (B,)   int32 or int64   how many columns are committed: the root's new column
         row_dim:         the dimension of the R rows, R a multiple of B; None with `slots`
-        column_dim:      the dimension of the T columns, behind row_dim; with `slots` that of the slots
+        column_dim:      the dimension of the T columns, after row_dim; with `slots` the dimension of the slots
         start:           (B,)   int32 or int64   the root's column now; None: lengths, where it stays
-        slots:           (R, T) int32 or int64   of a paged cache: in which slot column t of row r is. Two columns that
+        slots:           (R, T) int32 or int64   of a paged cache: the slot of column t of row r. Two columns that
                                                  move do not share a slot. None: not paged
         backend:         None for the device's own kernel; a name from `backends()` to force one
 
@@ -46,7 +47,7 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, a cache is not contiguous or unlike the
-            first, or there is none: a list of pairs (k, v) must be flattened
+            first, or the list is empty or has pairs: a list of pairs (k, v) must be flattened
 
     Example:
         >>> import torch
@@ -102,7 +103,8 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
                  -1 if row_dim is None else row_dim, column_dim)
 
 
-def _oracle(caches, accepted_nodes, num_accepted, lengths, start, slots, row_dim, column_dim):
+def _oracle(caches: list[Tensor], accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor, start: Tensor | None,
+            slots: Tensor | None, row_dim: int, column_dim: int):
     B, P = accepted_nodes.shape
     num_slots = caches[0].shape[column_dim]
     is_paged = slots is not None
@@ -130,7 +132,7 @@ def _oracle(caches, accepted_nodes, num_accepted, lengths, start, slots, row_dim
     is_valid = is_valid & ~is_outside
     is_moved = in_rows(is_moved & is_valid[:, None])
 
-    source_of = torch.arange(num_slots + 1, device=lengths.device)  # the last one takes what does not move
+    source_of = torch.arange(num_slots + 1, device=lengths.device)  # the last one takes the columns that do not move
     source_of.scatter_(0, torch.where(is_moved, target, num_slots).flatten(),
                        torch.where(is_moved, source, num_slots).flatten())
     source_of = source_of[:-1]
@@ -144,10 +146,8 @@ def _oracle(caches, accepted_nodes, num_accepted, lengths, start, slots, row_dim
     return torch.where(is_valid, lengths + 1 + num_accepted, lengths)
 
 
-def _meta(caches, accepted_nodes, num_accepted, lengths, start, slots, row_dim, column_dim):
+def _meta(accepted_nodes, lengths):
     return lengths.new_empty(accepted_nodes.shape[0])
 
 
-_call = define(
-    "commit_kv(Tensor(a!)[] caches, Tensor accepted_nodes, Tensor num_accepted, Tensor lengths, Tensor? start, "
-    "Tensor? slots, int row_dim, int column_dim) -> Tensor", oracle=_oracle, meta=_meta, batch=None)
+_call = define("commit_kv", oracle=_oracle, meta=_meta, writes=("caches",), batch=None)

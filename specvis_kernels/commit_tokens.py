@@ -1,11 +1,13 @@
-"""commit_tokens: the accepted drafts and the next token enter the images, and the accounts are kept, in place."""
+"""commit_tokens: the accepted drafts and the next token enter the images, and the step is accounted for, in place."""
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._dispatch import INVALID_ROW, check, check_dims, define, integers
+from ._checks import check, check_dims, integers
+from ._define import define
+from .status import INVALID_ROW
 
 
 class CommitTokensResult(NamedTuple):
@@ -21,7 +23,7 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
                   *, backend: str | None = None) -> CommitTokensResult:
     """Put the tokens of a step into the images, and account for the step. This writes to its first seven arguments.
 
-    The new tokens of a request are those of its accepted nodes, and then next_token: a + 1 of them, where a is its
+    The new tokens of a request are the tokens of its accepted nodes, and then next_token: a + 1 tokens, where a is its
     num_accepted. An image is finished once it has L tokens; then nothing of it is written. Else, with count tokens,
 
         tokens[count + i]        becomes new token i, for i = 0, 1, .., a, if count + i < L
@@ -31,7 +33,7 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
         tv_excess                grows by step_excess
         counts                   becomes min(count + a + 1, L)
 
-    and if the status says INVALID_ROW, which means that next_token is none, failed becomes True and counts becomes L.
+    and if the status has INVALID_ROW, so that next_token is no draw, failed becomes True and counts becomes L.
 
     num_accepted is clamped to 0..P. A node that is not in the tree counts as the root.
 
@@ -46,7 +48,7 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
         node_tokens:      (B, N) int32 or int64   the tokens of the draft tree's nodes
         accepted_nodes:   (B, P) int32 or int64   of each request, from the root down, without the root; as verify_tree
                                                   gives this and the next three
-        num_accepted:     (B,)   int32 or int64   how many there are; what comes after them is not looked at
+        num_accepted:     (B,)   int32 or int64   how many there are; later entries are not read
         next_token:       (B,)   int32 or int64   the token after the accepted path
         step_excess:      (B,)   float32          the step's tv_excess; None: 0
         status:           (B,)   int32            bits; INVALID_ROW alone counts
@@ -54,9 +56,9 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
         backend:          None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        new_tokens:       (B, P + 1) int64   the new tokens, 0 behind them; of finished images too
-        nodes:            (B, P + 1) int64   the node before each new token: 0, the root, then the accepted nodes; 0
-                                             behind them
+        new_tokens:       (B, P + 1) int64   the new tokens, then 0; of finished images too
+        nodes:            (B, P + 1) int64   the node before each new token: 0, the root, then the accepted nodes,
+                                             then 0
         num_new:          (B,)       int64   a + 1
 
     Raises:
@@ -88,7 +90,7 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
         check(name, tensor, dtype, like=tokens, **sizes)
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, since it is written to")
-    N = check_dims("node_tokens", node_tokens, "BN")[1]
+    N = check_dims("node_tokens", node_tokens, "BN", not_empty="N")[1]
     P = check_dims("accepted_nodes", accepted_nodes, "BP")[1]
     node_tokens = integers("node_tokens", node_tokens, torch.int64, tokens, B=B, N=N)
     accepted_nodes = integers("accepted_nodes", accepted_nodes, torch.int32, tokens, B=B, P=P)
@@ -96,19 +98,17 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
     next_token = integers("next_token", next_token, torch.int64, tokens, B=B)
     if step_excess is not None:
         check("step_excess", step_excess, torch.float32, like=tokens, B=B)
-        step_excess = step_excess.contiguous()
     check("status", status, torch.int32, like=tokens, B=B)
     depth = integers("depth", depth, torch.int64, tokens, may_be_one=True, B=B)
     if L < 1 or C < L:
         raise ValueError(f"tokens must have at least the L={L} columns of num_accepted_at, and L >= 1, got C={C}")
-    if N < 1:
-        raise ValueError(f"node_tokens must have N >= 1, got shape ({B}, {N})")
     return _call(backend, tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess,
-                 node_tokens, accepted_nodes, num_accepted, next_token, step_excess, status.contiguous(), depth)
+                 node_tokens, accepted_nodes, num_accepted, next_token, step_excess, status, depth)
 
 
-def _oracle(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
-            accepted_nodes, num_accepted, next_token, step_excess, status, depth):
+def _oracle(tokens: Tensor, counts: Tensor, failed: Tensor, target_forwards: Tensor, num_accepted_at: Tensor,
+            num_drafted_at: Tensor, tv_excess: Tensor, node_tokens: Tensor, accepted_nodes: Tensor,
+            num_accepted: Tensor, next_token: Tensor, step_excess: Tensor | None, status: Tensor, depth: Tensor):
     (C, L), N, P = (tokens.shape[1], num_accepted_at.shape[1]), node_tokens.shape[1], accepted_nodes.shape[1]
     last = num_accepted.long().clamp(0, P)
     index = torch.arange(P + 1, device=tokens.device)
@@ -135,15 +135,10 @@ def _oracle(tokens, counts, failed, target_forwards, num_accepted_at, num_drafte
     return new_tokens, nodes, last + 1
 
 
-def _meta(tokens, counts, failed, target_forwards, num_accepted_at, num_drafted_at, tv_excess, node_tokens,
-          accepted_nodes, num_accepted, next_token, step_excess, status, depth):
+def _meta(tokens, accepted_nodes):
     B, P = accepted_nodes.shape
     return tokens.new_empty(B, P + 1), tokens.new_empty(B, P + 1), tokens.new_empty(B)
 
 
-_call = define(
-    "commit_tokens(Tensor(a!) tokens, Tensor(b!) counts, Tensor(c!) failed, Tensor(d!) target_forwards,"
-    " Tensor(e!) num_accepted_at, Tensor(f!) num_drafted_at, Tensor(g!) tv_excess, Tensor node_tokens,"
-    " Tensor accepted_nodes, Tensor num_accepted, Tensor next_token, Tensor? step_excess, Tensor status, Tensor depth)"
-    " -> (Tensor new_tokens, Tensor nodes, Tensor num_new)",
-    oracle=_oracle, meta=_meta, result=CommitTokensResult)
+_call = define("commit_tokens", oracle=_oracle, meta=_meta, result=CommitTokensResult, writes=(
+    "tokens", "counts", "failed", "target_forwards", "num_accepted_at", "num_drafted_at", "tv_excess"))

@@ -1,25 +1,14 @@
-"""couple_tokens: keep the guesses that their new distributions allow to keep, and draw the others anew."""
+"""couple_tokens: keep as many guesses as their new distributions allow, and draw the others anew."""
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._candidate import RESIDUALS, Candidate, is_undefined, kept_neighbors, residual_mass
-from ._dispatch import (
-    EMPTY_RESIDUAL,
-    INVALID_DRAFT,
-    INVALID_ROW,
-    INVALID_RULE,
-    INVALID_TREE,
-    check,
-    check_dims,
-    check_together,
-    define,
-    integers,
-    setting,
-)
+from ._candidate import Candidate, check_relaxation, is_undefined, kept_neighbors, residual_mass
+from ._checks import check, check_dims, integers, setting
+from ._define import define
 from ._numbers import draw, to_fixed_point
-from .neighborhood_sum import check_neighbors
+from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
 
 
 class CoupleTokensResult(NamedTuple):
@@ -44,15 +33,16 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         u * Q(x) < omega * relaxed mass
 
     where the relaxed mass is P(x), plus P of the neighbors that the cutoff keeps (see verify_tree). Otherwise a
-    new token is drawn from the residual by the second uniform. This is how `verify_tree` treats one sampled child and
-    what follows its rejection, bit for bit; its docstring says what the three residuals are. Unlike there, a
-    rejection does not end anything: the positions behind it are treated alike.
+    new token is drawn from the residual by the second uniform. `verify_tree` treats one sampled child and its
+    rejection in this way, bit for bit; its docstring explains the three residuals. But here a rejection ends nothing:
+    the positions after it are treated like the others.
 
-    Jacobi decoding keeps a window of guesses in this way: one target forward reads them and gives each position a
-    new row P, this op makes a draw from it, and P is the Q of the next forward. A guess and the row that it was drawn
-    from do not depend on what comes behind, so the first guess that is not kept, and all before it, are distributed
-    as the target's own tokens if omega is at most 1 with the optimal residual, or is 1, without neighbors and groups.
-    Q must be the row of the guess itself: with the row of an older guess the tokens have another distribution.
+    This is a maximal coupling of P and Q: no rule that draws from P keeps more guesses. Jacobi decoding uses it for a
+    window of guesses. One target forward reads them and gives each position a new row P, this op makes a draw from P,
+    and P is the Q of the next forward. The decoder emits the kept leading guesses and the token after them. A guess and
+    its row do not depend on later positions. So the emitted tokens are distributed as the target's own if omega is at
+    most 1 with the optimal residual, or is 1, without neighbors and groups. Q must be the row of the guess itself: with
+    the row of an older guess the tokens have another distribution.
 
     With `groups` both masses are summed over the guess and the ids listed for it, A:
 
@@ -66,7 +56,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
     (Speculative Jacobi decoding: arXiv:2410.01699, coupled: arXiv:2510.24211; groups: GSD, arXiv:2508.07747.)
 
     Args:
-        target_probs:  (B, W, V) float32       P, the distributions that the guesses are to follow now
+        target_probs:  (B, W, V) float32       P, the distributions that the tokens follow now
         draft_probs:   (B, W, V) float32       Q, the distributions that they were drawn from
         tokens:        (B, W) int32 or int64   the guesses
         uniforms:      (B, W, 2) float32       in [0, 1): the first decides, the second draws
@@ -83,14 +73,15 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
     Returns:
         tokens:     (B, W) int64    the guess where it was kept, else the new token, in [0, V)
         is_kept:    (B, W) bool     which guesses were kept
-        num_kept:   (B,)   int32    how many leading guesses were
+        num_kept:   (B,)   int32    how many leading guesses were kept
         tv_excess:  (B, W) float32  the added total variation, estimated: by how much the probability of keeping the
                                     guess exceeds the one with omega 1 and neither neighbors nor groups (0 if it does
-                                    not)
-        status:     (B, W) int32    EMPTY_RESIDUAL: nothing was left of P after a rejection; the token comes from P.
+                                    not). Its mean over guesses is the total variation that a position adds, if groups
+                                    keep at least as much as the strict rule
+        status:     (B, W) int32    EMPTY_RESIDUAL: the residual was empty after a rejection; the token comes from P.
                                     INVALID_ROW: P has an entry that is NaN, negative or above 2, or is 0 in fixed
                                     point; the token is 0.
-                                    INVALID_DRAFT: Q has or is; the token comes from P.
+                                    INVALID_DRAFT: the same errors, in Q; the token comes from P.
                                     INVALID_TREE: the guess is outside [0, V); the token comes from P.
                                     INVALID_RULE: omega is negative or NaN, or is below 1 with groups or with
                                     neighbors and the optimal residual; the token comes from P.
@@ -107,15 +98,12 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         >>> Q = torch.tensor([[0.25, 0.5, 0.25]]).repeat(1, 2, 1)
         >>> uniforms = torch.tensor([[[0.6, 0.0], [0.4, 0.0]]])
         >>> result = couple_tokens(P, Q, torch.tensor([[1, 1]]), uniforms)
-        >>> result.tokens, result.is_kept  # P / Q of token 1 is 1/2; what is left of P - Q is token 0
+        >>> result.tokens, result.is_kept  # P / Q of token 1 is 1/2; the residual of P - Q is token 0
         (tensor([[0, 1]]), tensor([[False,  True]]))
         >>> result.num_kept
         tensor([0], dtype=torch.int32)
     """
-    B, W, V = check_dims("target_probs", target_probs, "BWV")
-    check("target_probs", target_probs, torch.float32, B=B, W=W, V=V)
-    if W < 1 or V < 1:
-        raise ValueError(f"target_probs must have W >= 1 and V >= 1, got shape ({B}, {W}, {V})")
+    B, W, V = check_dims("target_probs", target_probs, "BWV", torch.float32, not_empty="WV")
     like = target_probs
     check("draft_probs", draft_probs, torch.float32, like=like, B=B, W=W, V=V)
     tokens = integers("tokens", tokens, torch.int64, like, B=B, W=W)
@@ -124,12 +112,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         omega = setting("omega", omega, torch.float32, like, at_least=0, B=B, W=W)
     if delta is not None:
         delta = setting("delta", delta, torch.float32, like, at_least=0, B=B)
-    if residual not in RESIDUALS:
-        raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
-    check_together(neighbors=neighbors, delta=delta)
-    offset = check_neighbors(neighbors, cutoff, offset, V, like=like)
-    if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:
-        raise ValueError("neighbors must have at least two columns under 'released', got one")
+    offset = check_relaxation(neighbors, delta, cutoff, offset, residual, like)
     if groups is not None:
         if neighbors is not None:
             raise ValueError("neighbors must be None with groups")
@@ -137,11 +120,13 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
             raise ValueError(f"residual must be 'optimal' with groups, got {residual!r}")
         k = check_dims("groups", groups, "BWk")[2]
         groups = integers("groups", groups, torch.int64, like, B=B, W=W, k=k)
-    tensors = (target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta, groups)
-    return _call(backend, *[None if t is None else t.contiguous() for t in tensors], cutoff, offset, residual)
+    return _call(backend, target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta, groups, cutoff, offset,
+                 residual)
 
 
-def _oracle(target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta, groups, cutoff, offset, residual):
+def _oracle(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uniforms: Tensor, omega: Tensor | None,
+            neighbors: Tensor | None, delta: Tensor | None, groups: Tensor | None, cutoff: str, offset: int,
+            residual: str):
     B, W, V = target_probs.shape
     rows = B * W  # each is one candidate that was sampled
     mass, total, is_valid = to_fixed_point(target_probs.view(rows, V))
@@ -187,14 +172,10 @@ def _oracle(target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta
     return tokens, is_kept, num_kept.int(), tv_excess.float().view(B, W), status.int().view(B, W)
 
 
-def _meta(target_probs, draft_probs, tokens, uniforms, omega, neighbors, delta, groups, cutoff, offset, residual):
+def _meta(tokens):
     return (torch.empty_like(tokens), torch.empty_like(tokens, dtype=torch.bool),
             tokens.new_empty(tokens.shape[0], dtype=torch.int32), torch.empty_like(tokens, dtype=torch.float32),
             torch.empty_like(tokens, dtype=torch.int32))
 
 
-_call = define(
-    "couple_tokens(Tensor target_probs, Tensor draft_probs, Tensor tokens, Tensor uniforms, Tensor? omega,"
-    " Tensor? neighbors, Tensor? delta, Tensor? groups, str cutoff, SymInt offset, str residual)"
-    " -> (Tensor tokens, Tensor is_kept, Tensor num_kept, Tensor tv_excess, Tensor status)",
-    oracle=_oracle, meta=_meta, result=CoupleTokensResult)
+_call = define("couple_tokens", oracle=_oracle, meta=_meta, result=CoupleTokensResult)

@@ -1,13 +1,15 @@
 """decoder_layers: all layers of a Llama-shaped decoder read the nodes of draft trees, in one call."""
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import check, check_count, check_dims, define, for_each, integers
-from .packed_linear import DTYPES, PANEL, pack_weight, unpacked
+from ._checks import check, check_count, check_dims, for_each, integers
+from ._define import define
+from .packed_linear import DTYPES, PANEL, pack_weight, padded, unpacked
 from .tree_attention import _oracle as attend
 
 
@@ -39,7 +41,7 @@ class DecoderLayer(NamedTuple):
 
 
 class PackedLayers(NamedTuple):
-    """Layers in the order in which the kernel reads them, see `pack_layers`. They take as much memory again."""
+    """Layers for `decoder_layers`, as `pack_layers` makes them: a copy, which doubles the memory of the weights."""
 
     matrices: Tensor          # (L, m)  float32 or bfloat16
     vectors: Tensor           # (L, v)  float32
@@ -58,15 +60,18 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
     """Copy the weights of a decoder's layers for `decoder_layers`. Changes of the weights do not reach the copy.
 
     Args:
-        layers:         from the first to the last, all of the same sizes
-        last_norm:      (E,)  the RMSNorm after the last layer; None: there is no such norm
-        heads:          H, of queries
+        layers:         from the first to the last, all of equal sizes
+        last_norm:      (E,)  the RMSNorm after the last layer; None: no such norm
+        heads:          H, how many heads the queries have
         eps, head_eps:  of the RMSNorms (in transformers `rms_norm_eps`, often 1e-6), and of the LayerNorms of q and k
         rotates_halves: a rotation turns entries i and i + D / 2, as in transformers; else 2 i and 2 i + 1, as in
                         LlamaGen
 
+    Returns:
+        layers:         the copy, in the order in which the kernel reads it
+
     Raises:
-        ValueError: the sizes or dtypes do not fit to each other, E or D is no multiple of 16
+        ValueError: the sizes or dtypes do not fit together, or E or D is no multiple of 16
     """
     heads = check_count("heads", heads, 1)
     if not layers or not all(isinstance(layer, DecoderLayer) for layer in layers):
@@ -98,7 +103,7 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
         for part in layer.head_norms or ():
             check(f"layers[{number}].head_norms", part, first.qkv.dtype, like=first.qkv, heads=heads + heads_of_kv, D=D)
         gate_up = torch.stack([pack_weight(layer.gate), pack_weight(layer.up)], 1)  # panels take turns
-        down = F.pad(layer.down.detach(), (0, -ffn_dim % PANEL))
+        down = F.pad(layer.down.detach(), (0, padded(ffn_dim) - ffn_dim))
         zeros = layer.out.new_zeros
         vectors = [zeros(E) if layer.attention_norm is None else layer.attention_norm, layer.ffn_norm,
                    zeros(E) if layer.out_bias is None else layer.out_bias,
@@ -110,7 +115,7 @@ def pack_layers(layers: Sequence[DecoderLayer], last_norm: Tensor | None = None,
     for number, layer in enumerate(layers):
         if (layer.attention_norm is None, layer.head_norms is None) != (first.attention_norm is None,
                                                                         first.head_norms is None):
-            raise ValueError("layers must all have the same norms")
+            raise ValueError("layers must all have equal norms")
         packed, of_layer = pack(number, layer)
         if matrices is None:
             matrices = packed.new_empty(len(layers), len(packed))
@@ -132,25 +137,28 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
         x = x + Attention(q, k, v) W_out
         x = x + (silu(y W_gate) * y W_up) W_down,   y = RMSNorm(x)
 
-    Node n of request b stands in column lengths[b] + first_node + n, and sees what `tree_attention` says. Grouped
-    keys, biases, LayerNorms of q and k, and no first norm are options of the layers. A column outside of the cache is
-    neither written nor seen. Row r belongs to request r % B.
+    Node n of request b is in column lengths[b] + first_node + n, and sees the columns that `tree_attention` explains.
+    Grouped keys, biases, LayerNorms of q and k, and no first norm are options of the layers. A column outside the cache
+    is neither written nor seen. Row r belongs to request r % B.
 
-    Products have operands of x's dtype; their sums, the residual stream and what lies between are float32. On a CPU the
-    kernel computes each output in an order that depends on the model alone: not a bit depends on how many nodes are
-    read at once, on other rows, or on the number of threads. It is for few rows: of a thousand PyTorch's products are
-    as quick. Kernels exist for CPUs; elsewhere a decoder's own modules are quicker than the oracle.
+    One call replaces some hundred operations, whose dispatch takes most of a CPU's time when few rows are read. It is
+    for few rows: for a thousand PyTorch's products are as quick. There is a kernel for CPUs only; elsewhere a decoder's
+    own modules are quicker than the oracle, which is for comparison.
+
+    Products have operands of x's dtype; their sums, the residual stream and all other numbers are float32. On a CPU the
+    kernel computes each output in an order that depends on the model alone: no bit depends on how many nodes are read
+    at once, on other rows, or on the number of threads.
 
     Args:
         x:          (R, N, E)             float32 or bfloat16   embeddings
         layers:     of L layers           from `pack_layers`, of x's dtype
         kv_cache:   (L, R, T, 2, Hkv, D)  as x   written to, contiguous
         lengths:    (B,) int32 or int64          the column of node 0; R is a multiple of B
-        ancestors:  (B, N, W) or (1, N, W) int64   words of bits of the nodes that are read, as `tree_links` gives them:
-                                                   a node's own bit is first_node + n
-        positions:  (Y, N) int32 or int64        the row of `rotations` of each node; R is a multiple of Y. What is
-                                                 outside of the table has its first or last row
-        rotations:  (P, D / 2, 2) float32        cosine and sine by which pairs are turned
+        ancestors:  (B, N, W) or (1, N, W) int64   words of bits for the nodes that are read, from `tree_links`: a
+                                                   node's own bit is first_node + n
+        positions:  (Y, N) int32 or int64        the row of `rotations` of each node; R is a multiple of Y. A
+                                                 position outside the table takes its first or last row
+        rotations:  (P, D / 2, 2) float32        cosine and sine by which pairs of entries are turned
         first_node: how many nodes of the tree were read before
         key_mask:   (R, S) bool                  which of the first columns are seen; None: all
         backend:    None for the device's own kernel; a name from `backends()` to force one
@@ -172,8 +180,7 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
         ...                torch.ones(4, 8, 2))[0, :, 0]
         tensor([1., 1.])
     """
-    R, N, E = check_dims("x", x, "RNE")
-    check("x", x, DTYPES, R=R, N=N, E=E)
+    R, N, E = check_dims("x", x, "RNE", DTYPES)
     if not isinstance(layers, PackedLayers):
         raise ValueError(f"layers must be PackedLayers, from pack_layers, got {type(layers).__name__}")
     L, m = layers.matrices.shape
@@ -192,7 +199,7 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
     check("rotations", rotations, torch.float32, like=x, P=P, pairs=D // 2, two=2)
     first_node = check_count("first_node", first_node, 0)
     if N < 1 or T < 1 or P < 1 or Y < 1 or R % Y:
-        raise ValueError(f"there must be a node, a column, a rotation, and rows a multiple of those of positions, "
+        raise ValueError(f"there must be a node, a column, a rotation, and rows a multiple of the rows of positions, "
                          f"got N={N}, T={T}, P={P}, Y={Y} and R={R}")
     if R % B if B else R:
         raise ValueError(f"the rows of x must be a multiple of B={B}, got {R}")
@@ -202,28 +209,24 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
         raise ValueError(f"layers must be packed for E={E}, Hkv={Hkv} and D={D} as x and kv_cache have it")
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=x, R=R, S=check_dims("key_mask", key_mask, "RS")[1])
-        key_mask = key_mask.contiguous()
-    weights = (None if weight is None else weight.contiguous() for weight in layers[:3])
-    return _call(backend, x.contiguous(), *weights, kv_cache, lengths, for_each(ancestors, B), positions,
-                 rotations.contiguous(), key_mask, *layers[3:5], first_node, *layers[5:])
+    return _call(backend, x, *layers[:3], kv_cache, lengths, for_each(ancestors, B), positions, rotations, key_mask,
+                 *layers[3:5], first_node, *layers[5:])
 
 
 def matrix_sizes(E: int, H: int, Hkv: int, D: int, ffn_dim: int) -> list[int]:
     """Where qkv, out, gate with up, and down end in a layer's packed matrices."""
-    def padded(outputs):
-        return outputs + -outputs % PANEL
-
     F_ = padded(ffn_dim)
-    ends = [padded((H + 2 * Hkv) * D) * E, padded(E) * H * D, 2 * F_ * E, padded(E) * F_]
-    return [sum(ends[: i + 1]) for i in range(4)]
+    return [*accumulate([padded((H + 2 * Hkv) * D) * E, padded(E) * H * D, 2 * F_ * E, padded(E) * F_])]
 
 
-def _oracle(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, positions, rotations, key_mask, heads,
-            ffn_dim, first_node, eps, head_eps, has_first_norm, has_head_norms, rotates_halves):
+def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | None, kv_cache: Tensor, lengths: Tensor,
+            ancestors: Tensor, positions: Tensor, rotations: Tensor, key_mask: Tensor | None, heads: int, ffn_dim: int,
+            first_node: int, eps: float, head_eps: float, has_first_norm: bool, has_head_norms: bool,
+            rotates_halves: bool):
     R, N, E = x.shape
     L, _, T, _, G, D = kv_cache.shape
     B, H = len(lengths), heads
-    ends, padded_F = matrix_sizes(E, H, G, D, ffn_dim), ffn_dim + -ffn_dim % PANEL
+    ends, padded_F = matrix_sizes(E, H, G, D, ffn_dim), padded(ffn_dim)
     cosine, sine = rotations[positions.clamp(0, len(rotations) - 1)].repeat(R // len(positions), 1, 1, 1).unbind(-1)
     first = torch.where(lengths < 0, T, lengths.clamp(max=T))[:, None] + first_node
     column = (first + torch.arange(N, device=x.device)).clamp(max=T).repeat(R // max(B, 1), 1)
@@ -253,9 +256,9 @@ def _oracle(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, posit
             qk = F.layer_norm(qk, (D,), eps=head_eps) * scale.view(-1, D) + shift.view(-1, D)
         qk = rotated(qk)
         entries = torch.stack([qk[:, :, H:], v], 2).to(dtype)
-        padded = F.pad(kv_cache[layer], (0, 0, 0, 0, 0, 0, 0, 1))  # its last column takes what is outside
-        padded[row, column] = entries
-        kv_cache[layer].copy_(padded[:, :T])
+        longer = F.pad(kv_cache[layer], (0, 0, 0, 0, 0, 0, 0, 1))  # its last column takes what is outside
+        longer[row, column] = entries
+        kv_cache[layer].copy_(longer[:, :T])
         k_cache, v_cache = kv_cache[layer].unbind(2)
         attended = attend(qk[:, :, :H].to(dtype), k_cache, v_cache, lengths, ancestors, key_mask, D ** -0.5)
         stream = stream + times(attended.flatten(2), out, E, H * D) + out_bias
@@ -265,13 +268,8 @@ def _oracle(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, posit
     return normed(stream, last_norm).to(dtype)
 
 
-def _meta(x, matrices, vectors, last_norm, kv_cache, lengths, ancestors, positions, rotations, key_mask, heads,
-          ffn_dim, first_node, eps, head_eps, has_first_norm, has_head_norms, rotates_halves):
+def _meta(x):
     return x.new_empty(x.shape)
 
 
-_call = define(
-    "decoder_layers(Tensor x, Tensor matrices, Tensor vectors, Tensor? last_norm, Tensor(a!) kv_cache, Tensor lengths, "
-    "Tensor ancestors, Tensor positions, Tensor rotations, Tensor? key_mask, int heads, int ffn_dim, int first_node, "
-    "float eps, float head_eps, bool has_first_norm, bool has_head_norms, bool rotates_halves) -> Tensor",
-    oracle=_oracle, meta=_meta, batch=None)
+_call = define("decoder_layers", oracle=_oracle, meta=_meta, writes=("kv_cache",), batch=None)

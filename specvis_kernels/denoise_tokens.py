@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import check, check_dims, define, setting
-from .packed_linear import PANEL, pack_weight, unpacked
+from ._checks import check, check_dims, setting
+from ._define import define
+from .packed_linear import pack_weight, padded, unpacked
 
 
 class DenoiserBlock(NamedTuple):
@@ -25,7 +26,7 @@ class DenoiserBlock(NamedTuple):
 
 
 class PackedDenoiser(NamedTuple):
-    """The MLP for `denoise_tokens`. `pack_denoiser` makes it."""
+    """The MLP for `denoise_tokens`, as `pack_denoiser` makes it."""
 
     matrices: Tensor  # (m,)  the packed weights: all modulations as one, the input, the blocks, the output
     vectors: Tensor   # (v,)  biases and norms in this order
@@ -41,7 +42,7 @@ class DenoiseTokensResult(NamedTuple):
 
 def pack_denoiser(blocks: Sequence[DenoiserBlock], input: Tensor, input_bias: Tensor, modulation: Tensor,
                   modulation_bias: Tensor, output: Tensor, output_bias: Tensor, *, eps: float = 1e-6) -> PackedDenoiser:
-    """Copies of a denoiser's weights in the order in which `denoise_tokens` reads them.
+    """Copy the weights of a denoiser for `denoise_tokens`. Changes of the weights do not reach the copy.
 
     Args:
         blocks:      any number
@@ -50,6 +51,10 @@ def pack_denoiser(blocks: Sequence[DenoiserBlock], input: Tensor, input_bias: Te
         output:      (2 C, W)
         *_bias:      (W,), (2 W,) and (2 C,)
         eps:         of all norms
+
+    Returns:
+        network:     the copy, in the order in which the kernel reads it
+
     Raises:
         ValueError: no blocks, or a weight of another dtype or shape
     """
@@ -86,23 +91,23 @@ def denoise_tokens(noise: Tensor, z: Tensor, time: Tensor, network: PackedDenois
         h = h + gate * (silu(m W_up) W_down),   m = norm(h) (1 + scale) + shift      in each block
         epsilon, v = (norm(h) (1 + scale) + shift) W_out                             each of C numbers
 
-    Norms are LayerNorms; shift, scale and gate are products of y; each product has a bias. With z of two rows a token,
-    with and without the condition, epsilon = e_1 + guidance * (e_0 - e_1), and v is that of the first one. With
+    Norms are LayerNorms; shift, scale and gate are products of y; each product has a bias. If z has two rows a
+    token, with and without the condition, epsilon = e_1 + guidance * (e_0 - e_1), and v is v_0. With
     (c_x, c_e, c_0, c_1, low, high) of the step
 
         x_0 = c_x x - c_e epsilon, clamped to clip_range
         mean = c_0 x_0 + c_1 x;   log sigma = low + (high - low) (v + 1) / 2 + log temperature
         x_(t-1) = mean + sigma * noise[t - 2]
 
-    but in the last step, t = 1, x_0 is the mean. A NaN stays in its token. On a CPU not a bit of a token depends on
-    the other tokens or on the number of threads. Elsewhere a denoiser's own modules are as quick as the oracle.
+    but in the last step, t = 1, the mean itself is x_0. A NaN stays in its token. On a CPU no bit of a token depends on
+    other tokens or on the number of threads. Elsewhere a denoiser's own modules are as quick as the oracle.
 
     Args:
         noise:       (R, T, C) float32          standard normals: entry T - 1 is x_T, entry t - 2 goes into x_(t-1)
-        z:           (R, 1, W) or (R, 2, W) float32   what conditions a token, embedded
-        time:        (T, W) float32             what the steps' times are embedded as
+        z:           (R, 1, W) or (R, 2, W) float32   a token's condition, embedded
+        time:        (T, W) float32             the embeddings of the steps' times
         network:     from `pack_denoiser`
-        schedule:    (T, 7) float32             of each step: its time, which is not read, then the six coefficients
+        schedule:    (T, 7) float32             for each step its time, which is not read, then the six coefficients
         guidance:    a number, or (R,) float32; with one row a token it is 1
         temperature: positive and finite
         clip_range:  positive; infinite: nothing is clamped
@@ -128,8 +133,7 @@ def denoise_tokens(noise: Tensor, z: Tensor, time: Tensor, network: PackedDenois
                 [3., 3.],
                 [1., 1.]])
     """
-    R, T, C = check_dims("noise", noise, "RTC")
-    check("noise", noise, torch.float32, R=R, T=T, C=C)
+    R, T, C = check_dims("noise", noise, "RTC", torch.float32)
     P, W = check_dims("z", z, "RPW")[1:]
     check("z", z, torch.float32, like=noise, R=R, P=P, W=W)
     check("time", time, torch.float32, like=noise, T=T, W=W)
@@ -149,21 +153,19 @@ def denoise_tokens(noise: Tensor, z: Tensor, time: Tensor, network: PackedDenois
             raise ValueError(f"{name} must be a positive number, got {value!r}")
     if not temperature < math.inf:
         raise ValueError(f"temperature must be finite, got {temperature}")
-    return _call(backend, *(a.contiguous() for a in (noise, z, time, *network[:2], schedule)), guidance,
-                 network.num_blocks, network.eps, math.log(temperature), float(clip_range))
+    return _call(backend, noise, z, time, *network[:2], schedule, guidance, network.num_blocks, network.eps,
+                 math.log(temperature), float(clip_range))
 
 
 def part_sizes(num_blocks: int, W: int, C: int) -> tuple[list[int], list[int]]:
     """How many numbers the packed matrices have, and the vectors."""
-    def padded(outputs):
-        return outputs + -outputs % PANEL
-
     Q = (3 * num_blocks + 2) * W  # of all modulations
     return ([padded(Q) * W, padded(W) * C, *[padded(W) * W] * (2 * num_blocks), padded(2 * C) * W],
             [Q, W, *[W] * (4 * num_blocks), 2 * C])
 
 
-def _oracle(noise, z, time, matrices, vectors, schedule, guidance, num_blocks, eps, log_temperature, clip_range):
+def _oracle(noise: Tensor, z: Tensor, time: Tensor, matrices: Tensor, vectors: Tensor, schedule: Tensor,
+            guidance: Tensor, num_blocks: int, eps: float, log_temperature: float, clip_range: float):
     (R, T, C), (P, W), n = noise.shape, z.shape[1:], num_blocks
     matrix_sizes, vector_sizes = part_sizes(n, W, C)
     matrix = [unpacked(part, outputs, inputs) for part, outputs, inputs in zip(
@@ -197,13 +199,9 @@ def _oracle(noise, z, time, matrices, vectors, schedule, guidance, num_blocks, e
     return torch.stack(states[::-1], 1), log_sigma, log_sigma_sum
 
 
-def _meta(noise, z, time, matrices, vectors, schedule, guidance, num_blocks, eps, log_temperature, clip_range):
+def _meta(noise):
     R, T, C = noise.shape
     return noise.new_empty(R, T + 1, C), noise.new_empty(R, C), noise.new_empty(R, dtype=torch.float64)
 
 
-_call = define(
-    "denoise_tokens(Tensor noise, Tensor z, Tensor time, Tensor matrices, Tensor vectors, Tensor schedule, "
-    "Tensor guidance, int num_blocks, float eps, float log_temperature, float clip_range) "
-    "-> (Tensor states, Tensor log_sigma, Tensor log_sigma_sum)",
-    oracle=_oracle, meta=_meta, result=DenoiseTokensResult, batch=None)
+_call = define("denoise_tokens", oracle=_oracle, meta=_meta, result=DenoiseTokensResult, batch=None)

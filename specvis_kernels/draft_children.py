@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import define
+from ._define import define
 from ._filters import check_filters, check_logits, check_settings
 from .draw_children import _oracle as draw_children
 from .draw_children import check_draws
@@ -26,15 +26,14 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
                    backend: str | None = None) -> DraftChildrenResult:
     """Draw the children of a static tree's nodes from the draft model's logits.
 
-    The rows of probabilities are those of `guided_probs`. From each row K different tokens are drawn without
-    replacement, as `draw_children` draws them: with `uniforms`, or with the noise of `seeds` and `positions`. The bits
-    are those of these two ops, one after the other.
+    This is `guided_probs` and then `draw_children`, bit for bit: from each row of probabilities K different tokens are
+    drawn without replacement, with `uniforms`, or with the noise of `seeds` and `positions`.
 
     At temperature 0 nothing is drawn. The children are the K most probable tokens, most probable first; ties go to the
     lower id.
 
-    `verify_tree` and `verify_logits` take the rows as draft_probs, if the children were drawn with uniforms. What was
-    drawn with noise is verified by equality.
+    `verify_tree` and `verify_logits` take the rows as draft_probs, if the children were drawn with uniforms. Children
+    that were drawn with noise are verified by equality: by `verify_greedy`, or by `verify_logits` with seeds.
 
     (The static trees of EAGLE, arXiv:2401.15077; LANTERN++, arXiv:2502.06352; COOL-SD, arXiv:2601.09212.)
 
@@ -58,11 +57,11 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         tokens:        (B, F, K) int64     the children, in the order in which they were drawn; 0 where a row has no
                                            mass left for one
         probs:         (B, F, V) float32   the rows
-        status:        (B, F)    int32     INVALID_ROW as `guided_probs` says it; then the row is 0, and the tokens are
+        status:        (B, F)    int32     INVALID_ROW as in `guided_probs`; then the row and the tokens are 0
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, F or K is 0, V is 0 or above 2**19, both or none of
-                    uniforms and seeds are given, or id_range or filters is not as in `guided_probs`
+        ValueError: a dtype, shape or device differs from the above, F or K is 0, V is 0 or above 2**19, both or neither
+                    of uniforms and seeds are given, or id_range or filters is not as in `guided_probs`
 
     Example:
         >>> import torch
@@ -78,18 +77,16 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         ...                positions=torch.tensor([[0]]), num_children=3).tokens
         tensor([[[1, 2, 0]]])
     """
-    logits, uncond = check_logits(logits, uncond, nodes="F")
-    B, F, V = logits.shape
-    if F < 1:
-        raise ValueError(f"logits must have F >= 1, got shape ({B}, {F}, {V})")
+    B, F, V = check_logits(logits, uncond, nodes="F")
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits, nodes="F")
     uniforms, *noise, num_children = check_draws(uniforms, seeds, positions, num_children, like=logits)
     return _call(backend, logits, uncond, uniforms, *settings, *noise, *ids, filters, num_children)
 
 
-def _oracle(logits, uncond, uniforms, guidance, temperature, top_k, top_p, seeds, positions, id_range,
-            first_id, last_id, filters, num_children):
+def _oracle(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | None, guidance: Tensor, temperature: Tensor,
+            top_k: Tensor, top_p: Tensor, seeds: Tensor | None, positions: Tensor | None, id_range: Tensor | None,
+            first_id: int, last_id: int, filters: str, num_children: int):
     (B, F, _), K = logits.shape, num_children
     probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters)
     tokens, _, status = draw_children(probs, uniforms, seeds, positions, K)
@@ -98,15 +95,10 @@ def _oracle(logits, uncond, uniforms, guidance, temperature, top_k, top_p, seeds
     return torch.where((temperature == 0)[:, None, None], likeliest, tokens), probs, status
 
 
-def _meta(logits, uncond, uniforms, guidance, temperature, top_k, top_p, seeds, positions, id_range,
-          first_id, last_id, filters, num_children):
+def _meta(logits, top_k, num_children):
     nodes = logits.shape[:2]
     return (logits.new_empty((*nodes, num_children), dtype=torch.int64),
             torch.empty_like(logits, dtype=torch.float32), top_k.new_empty(nodes))
 
 
-_call = define(
-    "draft_children(Tensor logits, Tensor? uncond, Tensor? uniforms, Tensor guidance, Tensor temperature, Tensor top_k,"
-    " Tensor top_p, Tensor? seeds, Tensor? positions, Tensor? id_range, SymInt first_id, SymInt last_id, str filters,"
-    " SymInt num_children) -> (Tensor tokens, Tensor probs, Tensor status)",
-    oracle=_oracle, meta=_meta, result=DraftChildrenResult)
+_call = define("draft_children", oracle=_oracle, meta=_meta, result=DraftChildrenResult)

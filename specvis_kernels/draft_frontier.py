@@ -4,7 +4,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import MOST, check, check_count, check_dims, define, for_each, integers
+from ._checks import MOST, check, check_count, check_dims, for_each, integers
+from ._define import define
 from ._filters import check_filters, check_logits, check_settings
 from .expand_tree import _oracle as expand_tree
 from .guided_probs import _oracle as guided_probs
@@ -30,26 +31,27 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
                    backend: str | None = None) -> DraftFrontierResult:
     """Draft a level of a dynamic tree: the children of F nodes, and the K nodes that the draft model reads next.
 
-    The rows of probabilities are those of `guided_probs`; no row is written. The children, their scores and the order
-    of the frontier are those of `expand_tree`. The bits are those of these two ops, one after the other.
+    This is `guided_probs` and then `expand_tree`, bit for bit, but no row of probabilities is written. It also returns
+    what the draft model needs to read the next level.
 
     The F nodes are the last frontier, or the root: one node with score 0, candidate -1, and the ancestors that
     `tree_links` gives a root. A drafted child is a candidate for the tree. Candidates are numbered over all levels.
     This level's F * K have the numbers from `first_candidate`. `select_tree` takes the three tensors `child_..` of all
     levels, side by side, and makes the tree.
 
-    Slot k of the frontier is the k-th best child, and will be node first_node + k of those that the draft model has
-    read. A slot is not used if there are not so many children, or if the request's tree is not deeper than this level.
+    Slot k of the frontier is the k-th best child. The draft model reads it as its node first_node + k. A slot is unused
+    if there are at most k children, or if the request's tree is not deeper than this level. Unused slots have score
+    -inf and candidate -1, and the next level ignores them.
 
     (EAGLE-2, arXiv:2406.16858, section 4.1.)
 
     Args:
         logits:           (B, F, V) float32, float16 or bfloat16   of the draft model after each node
         uncond:           (B, F, V) the same dtype                 without the condition; None: no guidance
-        scores:           (B, F)    float32   the nodes' scores; -inf: the slot is not used
-        ancestors:        (B, F, W) or (1, F, W) int64   the nodes' ancestors among those that the draft model has
-                                                         read, as bits
-        candidates:       (B, F) int32 or int64   which candidate each node was; -1: the root, or not used
+        scores:           (B, F)    float32   the nodes' scores; -inf: the slot is unused
+        ancestors:        (B, F, W) or (1, F, W) int64   the nodes' ancestors among the nodes that the draft model
+                                                         has read, as bits
+        candidates:       (B, F) int32 or int64   which candidate each node was; -1: the root, or unused
         width:            (B,) int32 or int64     children per node and size of the next level; clamped to 1..K
         depth:            (B,) or (1,) int32 or int64   how many levels each request's tree has
         guidance:         (B,) float32 or a number   these four as in `guided_probs`; None without `uncond`
@@ -57,7 +59,7 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         top_k:            (B,) int32 or int64, or a number
         top_p:            (B,) float32 or a number
         num_children:     K, the largest width
-        level:            of the children: 1 for those of the root
+        level:            the children's level: 1 for the root's children
         first_node:       how many nodes the draft model has read; first_node + K must fit in the W words
         first_candidate:  how many candidates the levels before had
         id_range:         two integers, (B, F, 2) int32 or int64, or None: the ids of a child, as in `guided_probs`
@@ -65,16 +67,17 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         backend:          None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        child_tokens:     (B, F*K)  int64     the children's tokens, K for each node; 0 where there is none
-        child_scores:     (B, F*K)  float32   their scores, -inf where there is none
-        child_parents:    (B, F*K)  int32     the candidate that is each child's parent: its node's
-        tokens:           (B, K)    int64     of the frontier; where a slot is not used, some child's
-        scores:           (B, K)    float32   its scores, -inf where a slot is not used
-        rows:             (B, K)    int64     which of the F nodes is the parent; in [0, F) everywhere
-        ancestors:        (B, K, W) int64     the parent's, and the node itself; 0 where a slot is not used
-        candidates:       (B, K)    int32     which candidate each is; -1 where a slot is not used
-        status:           (B, F)    int32     INVALID_ROW as `guided_probs` says it; the node has no children then. Not
-                                              looked at if the node's score is -inf
+        child_tokens:     (B, F*K)  int64     the children's tokens, K for each node; 0 for a missing child
+        child_scores:     (B, F*K)  float32   their scores, -inf for a missing child
+        child_parents:    (B, F*K)  int32     the candidate of each child's parent
+        tokens:           (B, K)    int64     of the frontier; in an unused slot the token of some child
+        scores:           (B, K)    float32   its scores, -inf in unused slots
+        rows:             (B, K)    int64     which of the F nodes is the parent, whose hidden state a drafter
+                                              takes along; in [0, F) everywhere
+        ancestors:        (B, K, W) int64     the parent's, and the node itself; 0 in unused slots
+        candidates:       (B, K)    int32     which candidate each is; -1 in unused slots
+        status:           (B, F)    int32     INVALID_ROW as in `guided_probs`; then the node has no children. A row is
+                                              not read if the node's score is -inf
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, F is 0, V is 0 or above 2**19, num_children, level
@@ -102,10 +105,7 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         >>> level.ancestors[0, :, 0]      # node 3 is below nodes 0 and 1
         tensor([11, 19])
     """
-    logits, uncond = check_logits(logits, uncond, nodes="F")
-    B, F, V = logits.shape
-    if F < 1:
-        raise ValueError(f"logits must have F >= 1, got shape ({B}, {F}, {V})")
+    B, F, V = check_logits(logits, uncond, nodes="F")
     check("scores", scores, torch.float32, like=logits, B=B, F=F)
     W = check_dims("ancestors", ancestors, "BFW")[2]
     check("ancestors", ancestors, torch.int64, logits, may_be_one=True, B=B, F=F, W=W)
@@ -121,12 +121,14 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
     if first_node + num_children > 64 * W:
         raise ValueError(f"ancestors must have words for first_node + num_children = {first_node + num_children} "
                          f"nodes, 64 each, got W={W}")
-    return _call(backend, logits, uncond, scores.contiguous(), for_each(ancestors, B), candidates, width, depth,
+    return _call(backend, logits, uncond, scores, for_each(ancestors, B), candidates, width, depth,
                  *settings, *ids, filters, num_children, level, first_node, first_candidate)
 
 
-def _oracle(logits, uncond, scores, ancestors, candidates, width, depth, guidance, temperature, top_k, top_p,
-            id_range, first_id, last_id, filters, num_children, level, first_node, first_candidate):
+def _oracle(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancestors: Tensor, candidates: Tensor, width: Tensor,
+            depth: Tensor, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, id_range: Tensor | None,
+            first_id: int, last_id: int, filters: str, num_children: int, level: int, first_node: int,
+            first_candidate: int):
     (B, W), K = (len(logits), ancestors.shape[2]), num_children
     probs, _ = guided_probs(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters)
     tokens, child_scores, frontier, status = expand_tree(probs, scores, width, K)
@@ -144,8 +146,7 @@ def _oracle(logits, uncond, scores, ancestors, candidates, width, depth, guidanc
             torch.where(is_used, frontier + first_candidate, -1).int(), status)
 
 
-def _meta(logits, uncond, scores, ancestors, candidates, width, depth, guidance, temperature, top_k, top_p,
-          id_range, first_id, last_id, filters, num_children, level, first_node, first_candidate):
+def _meta(logits, scores, ancestors, width, depth, num_children):
     B, F, _ = logits.shape
     K = num_children
     return (depth.new_empty(B, F * K), scores.new_empty(B, F * K), width.new_empty(B, F * K),
@@ -153,10 +154,4 @@ def _meta(logits, uncond, scores, ancestors, candidates, width, depth, guidance,
             depth.new_empty(B, K, ancestors.shape[2]), width.new_empty(B, K), width.new_empty(B, F))
 
 
-_call = define(
-    "draft_frontier(Tensor logits, Tensor? uncond, Tensor scores, Tensor ancestors, Tensor candidates, Tensor width,"
-    " Tensor depth, Tensor guidance, Tensor temperature, Tensor top_k, Tensor top_p, Tensor? id_range, SymInt first_id,"
-    " SymInt last_id, str filters, SymInt num_children, SymInt level, SymInt first_node, SymInt first_candidate)"
-    " -> (Tensor child_tokens, Tensor child_scores, Tensor child_parents, Tensor tokens, Tensor frontier_scores,"
-    " Tensor rows, Tensor frontier_ancestors, Tensor frontier_candidates, Tensor status)",
-    oracle=_oracle, meta=_meta, result=DraftFrontierResult)
+_call = define("draft_frontier", oracle=_oracle, meta=_meta, result=DraftFrontierResult)

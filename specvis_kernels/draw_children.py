@@ -4,9 +4,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, check, check_count, check_dims, define, integers
+from ._checks import check, check_count, check_dims, integers
+from ._define import define
 from ._numbers import draw, log, to_fixed_point
 from .noise import gumbel_noise
+from .status import INVALID_ROW
 
 
 class DrawChildrenResult(NamedTuple):
@@ -35,12 +37,13 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
 
     where best is log(p) of the row's largest p, and g the noise that `gumbel_noise` gives for (seed, position, token).
     The lowest token comes first on ties. So if the target's row is the draft's, the first child is the token that the
-    target draws there, up to the rounding of log(p). Children that are drawn in this way are distributed as those that
-    are drawn with uniforms.
+    target draws there, up to the rounding of log(p). Children that are drawn by noise are distributed like children
+    that are drawn with uniforms.
 
-    verify_tree, with these rows as its draft_probs, removes mass in the same way. It skips a child that does not
-    exist, so it stays exact even on a tree that has such children. Children that share the target's noise are verified
-    by verify_greedy instead: verify_tree would have to know that they are not independent of the target's draws.
+    verify_tree, with these rows as its draft_probs, removes mass in the same way. There draft_row[b, n] is the row from
+    which the children of node n were drawn: for the tree [-1, 0, 0, 1, 1] it is [0, 1, -1, -1, -1]. verify_tree skips a
+    child that does not exist, so it stays exact even on a tree that has such children. Children that share the target's
+    noise are verified by verify_greedy instead: they are not independent of the target's draws, as verify_tree assumes.
 
     (The static trees of EAGLE, arXiv:2401.15077; LANTERN++, arXiv:2502.06352; COOL-SD, arXiv:2601.09212. Sampling
     without replacement by Gumbel noise: Kool, van Hoof and Welling, arXiv:1903.06059.)
@@ -61,7 +64,7 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
                                            row is 0 in fixed point; then the node has no children
 
     Raises:
-        ValueError: an argument's dtype, shape or device differs from the above, F, V or K is 0, or both or none of
+        ValueError: an argument's dtype, shape or device differs from the above, F, V or K is 0, or both or neither of
                     uniforms and seeds are given
 
     Example:
@@ -76,16 +79,13 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
         >>> noisy.num_children  # the token of probability 0 is no child
         tensor([[3]], dtype=torch.int32)
     """
-    B, F, V = check_dims("draft_probs", draft_probs, "BFV")
-    check("draft_probs", draft_probs, torch.float32, B=B, F=F, V=V)
-    if F < 1 or V < 1:
-        raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
-    return _call(backend, draft_probs.contiguous(), *check_draws(uniforms, seeds, positions, num_children, draft_probs))
+    B, F, V = check_dims("draft_probs", draft_probs, "BFV", torch.float32, not_empty="FV")
+    return _call(backend, draft_probs, *check_draws(uniforms, seeds, positions, num_children, draft_probs))
 
 
 def check_draws(uniforms: Tensor | None, seeds: Tensor | None, positions: Tensor | None, num_children: int | None,
                 like: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
-    """Raise ValueError unless these say how to draw from rows `like` (B, F, V); returns them contiguous, and K."""
+    """Raise ValueError unless these say how to draw from rows `like` (B, F, V); returns them, and K."""
     B, F, _ = like.shape
     if (uniforms is None) == (seeds is None):
         raise ValueError("exactly one of uniforms and seeds must be given, got "
@@ -94,17 +94,16 @@ def check_draws(uniforms: Tensor | None, seeds: Tensor | None, positions: Tensor
         for name, value in (("positions", positions), ("num_children", num_children)):
             if value is not None:
                 raise ValueError(f"{name} must be None with uniforms, got {type(value).__name__}")
-        K = check_dims("uniforms", uniforms, "BFK")[2]
+        K = check_dims("uniforms", uniforms, "BFK", not_empty="K")[2]
         check("uniforms", uniforms, torch.float32, like=like, B=B, F=F, K=K)
-        if K < 1:
-            raise ValueError(f"uniforms must have K >= 1, got shape ({B}, {F}, {K})")
-        return uniforms.contiguous(), None, None, K
+        return uniforms, None, None, K
     seeds = integers("seeds", seeds, torch.int64, like, B=B)
     positions = integers("positions", positions, torch.int64, like, B=B, F=F)
     return None, seeds, positions, check_count("num_children", num_children, 1)
 
 
-def _oracle(draft_probs, uniforms, seeds, positions, num_children):
+def _oracle(draft_probs: Tensor, uniforms: Tensor | None, seeds: Tensor | None, positions: Tensor | None,
+            num_children: int):
     mass, total, is_valid = to_fixed_point(draft_probs)
     if uniforms is None:
         tokens, num_drawn = draw_by_noise(draft_probs, (mass > 0) & is_valid[..., None], seeds, positions, num_children)
@@ -136,13 +135,10 @@ def draw_by_noise(draft_probs, exists, seeds, positions, num_children):
     return torch.where(torch.arange(K, device=x.device) < num_drawn[..., None], tokens, 0), num_drawn
 
 
-def _meta(draft_probs, uniforms, seeds, positions, num_children):
+def _meta(draft_probs, num_children):
     nodes = draft_probs.shape[:2]
     return (draft_probs.new_empty((*nodes, num_children), dtype=torch.int64),
             draft_probs.new_empty(nodes, dtype=torch.int32), draft_probs.new_empty(nodes, dtype=torch.int32))
 
 
-_call = define(
-    "draw_children(Tensor draft_probs, Tensor? uniforms, Tensor? seeds, Tensor? positions, SymInt num_children)"
-    " -> (Tensor tokens, Tensor num_children, Tensor status)",
-    oracle=_oracle, meta=_meta, result=DrawChildrenResult)
+_call = define("draw_children", oracle=_oracle, meta=_meta, result=DrawChildrenResult)

@@ -4,9 +4,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, check_count, define, integers
+from ._checks import check_count, integers
+from ._define import define
 from ._filters import check_filters, check_logits, check_settings, filter_logits, range_of_nodes
 from .noise import gumbel_noise
+from .status import INVALID_ROW
 
 
 class DrawTokensResult(NamedTuple):
@@ -23,7 +25,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
                 guesses: Tensor | None = None, ahead: int = 0, backend: str | None = None) -> DrawTokensResult:
     """Draw one token from each row of logits. The seed and the position decide the noise, and nothing else does.
 
-    Guidance, temperature, top-k and top-p are those of `guided_probs`, in the same order, and keep the same ids. Then
+    Guidance, temperature, top-k and top-p work as in `guided_probs`, and keep the same ids. Then
 
         token = argmax over the kept ids of (logit / temperature + g)
 
@@ -35,9 +37,11 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
     Probabilities are logits too: draw from them by `probs.log()` with temperature 1, top_k 0 and top_p 1.
 
     A guess is compared with the token that was drawn in its place. Jacobi decoding reads the guesses of the next
-    positions in one forward, and keeps the leading ones that stand: they are what decoding one by one would draw.
-    With `ahead`, each row is drawn a second time, with the noise of the position that many behind: on a grid, with the
-    noise of the position below, for which this token is a first guess.
+    positions in one forward, and keeps the leading guesses that equal their draws: decoding one by one would draw these
+    tokens. So the first num_accepted + 1 of `tokens` are final, and the others are guesses for the next step.
+
+    With `ahead`, each row is drawn a second time, with the noise of a position that is `ahead` positions later. On a
+    grid of that width this is the position below, and the token is a first guess for it.
 
     (The Gumbel-max trick: Maddison, Tarlow and Minka, arXiv:1411.0030; shared noise in Jacobi decoding:
     arXiv:2510.24211.)
@@ -52,18 +56,18 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         seeds:        (B,) int32 or int64     one for each request
         positions:    (B, N) int32 or int64   of the token that each row predicts; the low 32 bits count
         id_range:     two integers first, last: the ids [first, last) that every row may draw; or (B, N, 2) int32
-                      or int64, those of each row. None: all ids
+                      or int64, the ids of each row. None: all ids
         filters:      "k_then_p" or "p_then_k", the order of top-k and top-p
-        guesses:      (B, N) int32 or int64   a guess for each row's token; -1: none. None: none anywhere. Row n's is
-                                              the token of node n + 1, the last row has none
-        ahead:        how many positions further the second draw's noise is; 0: there is no second draw
+        guesses:      (B, N) int32 or int64   a guess for each row's token; -1: no guess. None: no guesses at all. The
+                                              guess of row n is the token of node n + 1, the last row has none
+        ahead:        by how many positions the second draw's noise is later; 0: there is no second draw
         backend:      None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
         tokens:        (B, N) int64   in [0, V); 0 where the row is invalid
         num_accepted:  (B,)   int32   how many leading guesses equal their tokens; a guess at an invalid row does not
-        ahead_tokens:  (B, N) int64   the second draw; the same as `tokens` if ahead is 0
-        status:        (B, N) int32   INVALID_ROW: what guided_probs calls invalid
+        ahead_tokens:  (B, N) int64   the second draw; equal to `tokens` if ahead is 0
+        status:        (B, N) int32   INVALID_ROW: the row is invalid, as in `guided_probs`
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, id_range is two integers but not
@@ -80,10 +84,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
         >>> again.num_accepted
         tensor([3], dtype=torch.int32)
     """
-    logits, uncond = check_logits(logits, uncond)
-    B, N, V = logits.shape
-    if N < 1:
-        raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
+    B, N, V = check_logits(logits, uncond)
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     seeds = integers("seeds", seeds, torch.int64, logits, B=B)
     positions = integers("positions", positions, torch.int64, logits, B=B, N=N)
@@ -94,8 +95,9 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
     return _call(backend, logits, uncond, *settings, seeds, positions, *ids, filters, guesses, ahead)
 
 
-def _oracle(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, id_range, first_id, last_id, filters,
-            guesses, ahead):
+def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
+            seeds: Tensor, positions: Tensor, id_range: Tensor | None, first_id: int, last_id: int, filters: str,
+            guesses: Tensor | None, ahead: int):
     V = logits.shape[-1]
     id_range = range_of_nodes(id_range, first_id, last_id, like=logits)
     row = filter_logits(logits, uncond, guidance, temperature, top_k, top_p, id_range, filters)
@@ -112,15 +114,9 @@ def _oracle(logits, uncond, guidance, temperature, top_k, top_p, seeds, position
     return tokens, num_accepted.int(), ahead_tokens, torch.where(row.is_valid, 0, INVALID_ROW).int()
 
 
-def _meta(logits, uncond, guidance, temperature, top_k, top_p, seeds, positions, id_range, first_id, last_id, filters,
-          guesses, ahead):
+def _meta(seeds, positions):
     return (torch.empty_like(positions), seeds.new_empty(seeds.shape, dtype=torch.int32),
             torch.empty_like(positions), positions.new_empty(positions.shape, dtype=torch.int32))
 
 
-_call = define(
-    "draw_tokens(Tensor logits, Tensor? uncond, Tensor guidance, Tensor temperature, Tensor top_k, Tensor top_p,"
-    " Tensor seeds, Tensor positions, Tensor? id_range, SymInt first_id, SymInt last_id, str filters,"
-    " Tensor? guesses, SymInt ahead)"
-    " -> (Tensor tokens, Tensor num_accepted, Tensor ahead_tokens, Tensor status)",
-    oracle=_oracle, meta=_meta, result=DrawTokensResult)
+_call = define("draw_tokens", oracle=_oracle, meta=_meta, result=DrawTokensResult)

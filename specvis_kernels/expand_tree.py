@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._dispatch import INVALID_ROW, MOST, check, check_count, check_dims, define, integers
+from ._checks import MOST, check, check_count, check_dims, integers
+from ._define import define
 from ._numbers import to_fixed_point
+from .status import INVALID_ROW
 
 
 class ExpandTreeResult(NamedTuple):
@@ -28,9 +30,11 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
 
     The next level, the frontier, holds the width[b] best of all children, best first. Ties go to the smaller index.
 
-    A child that does not exist has score -inf and token 0. That is a child beyond the width, one of probability 0,
-    and every child of an invalid row or of a node whose own score is -inf or NaN. So the root is a level of one node
-    with score 0, and padding is a node with score -inf.
+    A child that does not exist has score -inf and token 0: a child beyond the width, a child of probability 0, and
+    every child of an invalid row or of a node whose own score is -inf or NaN. The root is a level of one node with
+    score 0, and padding is a node with score -inf.
+
+    The children are chosen and not sampled, so `verify_tree` takes each as a point mass: without draft_probs.
 
     (EAGLE-2, arXiv:2406.16858, section 4.1.)
 
@@ -46,7 +50,7 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
         scores:        (B, F, K) float32   their scores
         frontier:      (B, K)    int32     the next level as flat indices f * K + k into the children; -1 pads
         status:        (B, F)    int32     INVALID_ROW: an entry of the node's row is NaN, negative or above 2, or the
-                                           whole row is 0 in fixed point; not looked at if the node's score is -inf
+                                           whole row is 0 in fixed point; a row is not read if the node's score is -inf
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, F or V is 0, or num_children < 1
@@ -68,19 +72,16 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
         >>> level.frontier                                        # both children of node 0
         tensor([[0, 1]], dtype=torch.int32)
     """
-    B, F, V = check_dims("draft_probs", draft_probs, "BFV")
-    check("draft_probs", draft_probs, torch.float32, B=B, F=F, V=V)
+    B, F, V = check_dims("draft_probs", draft_probs, "BFV", torch.float32, not_empty="FV")
     check("scores", scores, torch.float32, like=draft_probs, B=B, F=F)
     width = integers("width", width, torch.int32, draft_probs, B=B)
-    if F < 1 or V < 1:
-        raise ValueError(f"draft_probs must have F >= 1 and V >= 1, got shape ({B}, {F}, {V})")
     num_children = check_count("num_children", num_children, 1, MOST // F)
-    return _call(backend, draft_probs.contiguous(), scores.contiguous(), width, num_children)
+    return _call(backend, draft_probs, scores, width, num_children)
 
 
-def _oracle(draft_probs, scores, width, num_children):
+def _oracle(draft_probs: Tensor, scores: Tensor, width: Tensor, num_children: int):
     V, K = draft_probs.shape[-1], num_children
-    exists = scores > -torch.inf  # a node whose score is NaN does not
+    exists = scores > -torch.inf  # a node whose score is NaN does not exist
     is_valid = to_fixed_point(draft_probs)[2]
     in_width = torch.arange(K, device=width.device) < width.clamp(1, K).unsqueeze(1)  # (B, K)
 
@@ -98,13 +99,10 @@ def _oracle(draft_probs, scores, width, num_children):
     return torch.where(is_child, tokens, 0), child_scores, frontier.int(), status.int()
 
 
-def _meta(draft_probs, scores, width, num_children):
+def _meta(draft_probs, width, num_children):
     B, F, _ = draft_probs.shape
     return (draft_probs.new_empty(B, F, num_children, dtype=torch.int64), draft_probs.new_empty(B, F, num_children),
             width.new_empty(B, num_children), width.new_empty(B, F))
 
 
-_call = define(
-    "expand_tree(Tensor draft_probs, Tensor scores, Tensor width, SymInt num_children)"
-    " -> (Tensor tokens, Tensor child_scores, Tensor frontier, Tensor status)",
-    oracle=_oracle, meta=_meta, result=ExpandTreeResult)
+_call = define("expand_tree", oracle=_oracle, meta=_meta, result=ExpandTreeResult)

@@ -1,12 +1,14 @@
-"""neighborhood_sum: the probability of a token together with that of its neighbors in the codebook."""
+"""neighborhood_sum: the probability of a token and of its neighbors in the codebook."""
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, INVALID_TREE, check, check_dims, define, integers, setting, to_integer
+from ._checks import check, check_dims, integers, setting, to_integer
+from ._define import define
 from ._numbers import FIXED_BITS, FIXED_ONE, to_fixed_point
+from .status import INVALID_ROW, INVALID_TREE
 
 CUTOFFS = ("tvd", "ratio", "jsd")
 
@@ -20,7 +22,7 @@ class NeighborhoodSumResult(NamedTuple):
 
 def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor | float, *, cutoff: str = "tvd",
                      offset: int = 0, backend: str | None = None) -> NeighborhoodSumResult:
-    """The relaxed mass of each token: its own probability plus that of its nearest neighbors in the codebook.
+    """Compute the relaxed mass of each token: its own probability plus the probabilities of its nearest neighbors.
 
     Neighbors are taken one by one, the nearest first. The cutoff says which are kept. With r the probability of
     the token and S the sum over the neighbors so far, the next one included, a neighbor is kept if
@@ -31,9 +33,11 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
         jsd    JSD(S, r) <= delta, the Jensen-Shannon divergence between the row and the row with this mass
                                  moved: 1/2 [S ln 2 + r ln(r / h) + (r + S) ln((r + S) / h)], h = r + S / 2
 
-    The first neighbor that does not fit ends the list. A neighbor of probability 0 fits whenever those before
+    The first neighbor that does not fit ends the list. A neighbor of probability 0 fits if the neighbors before
     it do. If delta is negative or NaN no neighbor is kept; an infinite one keeps all. Sums are taken in fixed point,
     floor(p * 2**42), so they do not depend on the order of addition. An id that is listed twice counts twice.
+
+    `verify_tree` applies this rule itself. This op is for decoders with an acceptance of their own.
 
     (LANTERN, arXiv:2410.03355, section 4; LANTERN++, arXiv:2502.06352.)
 
@@ -54,7 +58,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
                                       With either, the other two results are 0
 
     Raises:
-        ValueError: an argument's dtype, shape or device differs from the above, cutoff is none of the three, or
+        ValueError: an argument's dtype, shape or device differs from the above, cutoff is unknown, or
             offset + C > V
 
     Example:
@@ -66,14 +70,12 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
         >>> result.relaxed_mass, result.num_neighbors  # 1/2 of its own, 1/4 + 1/8 of tokens 1 and 2
         (tensor([0.8750]), tensor([2], dtype=torch.int32))
     """
-    R, V = check_dims("probs", probs, "RV")
-    check("probs", probs, torch.float32, R=R, V=V)
+    R, V = check_dims("probs", probs, "RV", torch.float32)
     tokens = integers("tokens", tokens, torch.int64, probs, R=R)
     check_dims("neighbors", neighbors, "Ck")
     offset = check_neighbors(neighbors, cutoff, offset, V, like=probs)
     delta = setting("delta", delta, torch.float32, probs, at_least=0, R=R)
-    tensors = [t.contiguous() for t in (probs, tokens, neighbors, delta)]
-    return _call(backend, *tensors, cutoff, offset)
+    return _call(backend, probs, tokens, neighbors, delta, cutoff, offset)
 
 
 def check_neighbors(neighbors: Tensor | None, cutoff: str, offset: int, V: int, like: Tensor) -> int:
@@ -99,8 +101,8 @@ def neighbor_prefix(mass: Tensor, total: Tensor, tokens: Tensor, neighbors: Tens
     """Which of the first `num_considered` neighbors the cutoff keeps. For oracles.
 
     mass (..., V) int64, total, tokens (in [0, V)) and delta (...) -> neighbor_mass, the sum over the neighbors
-    kept (...) int64, num_kept, how many these are (...), and ids, the token of every neighbor of the table,
-    (..., k) int64, V where there is none. Together with the token the neighbors kept have at most `limit` (...) int64.
+    kept (...) int64, num_kept, how many these are (...), and ids, the token of every neighbor in the table,
+    (..., k) int64, V for a missing one. The token and its kept neighbors have at most the mass `limit` (...) int64.
     """
     V, C = mass.shape[-1], neighbors.shape[0]
     code = tokens - offset
@@ -129,12 +131,12 @@ def _jsd(neighbor_mass: Tensor, token_mass: Tensor) -> Tensor:
     return 0.5 * (neighbor_mass * math.log(2) + first + second)
 
 
-def _oracle(probs, tokens, neighbors, delta, cutoff, offset):
+def _oracle(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Tensor, cutoff: str, offset: int):
     V = probs.shape[1]
     fixed_probs, _, is_valid = to_fixed_point(probs)
     in_vocabulary = (tokens >= 0) & (tokens < V)
     tokens = tokens.clamp(0, V - 1)
-    total = torch.full_like(tokens, 1 << FIXED_BITS)  # delta is held against 1, not against the row's rounded sum
+    total = torch.full_like(tokens, 1 << FIXED_BITS)  # delta is compared with 1, not with the row's rounded sum
     neighbor_mass, num_kept, _ = neighbor_prefix(
         fixed_probs, total, tokens, neighbors, delta, cutoff, offset, neighbors.shape[1],
         limit=torch.full_like(tokens, 2**63 - 1))
@@ -145,12 +147,9 @@ def _oracle(probs, tokens, neighbors, delta, cutoff, offset):
     return torch.where(ok, relaxed_mass, 0.0), torch.where(ok, num_kept, 0).int(), status.int()
 
 
-def _meta(probs, tokens, neighbors, delta, cutoff, offset):
+def _meta(probs):
     R = probs.shape[0]
     return probs.new_empty(R), probs.new_empty(R, dtype=torch.int32), probs.new_empty(R, dtype=torch.int32)
 
 
-_call = define(
-    "neighborhood_sum(Tensor probs, Tensor tokens, Tensor neighbors, Tensor delta, str cutoff, SymInt offset)"
-    " -> (Tensor relaxed_mass, Tensor num_neighbors, Tensor status)",
-    oracle=_oracle, meta=_meta, result=NeighborhoodSumResult)
+_call = define("neighborhood_sum", oracle=_oracle, meta=_meta, result=NeighborhoodSumResult)

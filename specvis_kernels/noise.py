@@ -1,12 +1,11 @@
 """Random numbers that a request's seed alone decides: Philox4x32-10 (Salmon et al., SC 2011), and Gumbel noise from it.
 
-These are plain torch. The kernels make the same words inside; csrc/noise.h and triton/_noise.py say the same in other
-words.
+These are plain torch. The kernels make equal words inside, by csrc/noise.h and triton/_noise.py.
 """
 import torch
 from torch import Tensor
 
-from ._dispatch import check_count, check_dims, integers
+from ._checks import check_count, check_dims, integers
 from ._numbers import log, log1p_of_negative
 
 WORD = 0xFFFFFFFF
@@ -27,7 +26,7 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
         turn:      each turn has words of its own; at least 0
 
     Returns:
-        (B, L, n) int64 in [0, 2**32)
+        words:     (B, L, n) int64 in [0, 2**32)
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, or a number is negative
@@ -55,7 +54,7 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
 
 
 def philox_uniforms(seeds: Tensor, positions: Tensor | int, n: int, *, stream: int, turn: int = 0) -> Tensor:
-    """Uniforms in [0, 1) that a request's seed decides, whatever the batch: what ops take as `uniforms`.
+    """Uniforms in [0, 1) that a request's seed decides, whatever the batch. Ops take them as `uniforms`.
 
     A uniform is the upper 24 bits of a word of `philox_words`, as a fraction. The draws of `draw_tokens` and of other
     ops that take seeds have the stream 9; use another one here.
@@ -68,7 +67,7 @@ def philox_uniforms(seeds: Tensor, positions: Tensor | int, n: int, *, stream: i
         turn:      each turn has numbers of its own; at least 0
 
     Returns:
-        (B, L, n) float32 on the seeds' device, multiples of 2**-24
+        uniforms:  (B, L, n) float32 on the seeds' device, multiples of 2**-24
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, or a number is negative
@@ -89,10 +88,10 @@ def philox_uniforms(seeds: Tensor, positions: Tensor | int, n: int, *, stream: i
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
-    """The Gumbel noise with which `draw_tokens` and `draw_children` draw, of the ids 0 to n - 1.
+    """The Gumbel noise of the ids 0 to n - 1, with which `draw_tokens` and `draw_children` draw.
 
-    v = (floor(word / 2) + 1/2) 2**-31 is uniform in (0, 1), and -log(-log(1 - v)) is standard Gumbel. Where v is small,
-    which is where the noise is large and decides, v is fine: the largest noise is 22.2.
+    v = (floor(word / 2) + 1/2) 2**-31 is uniform in (0, 1), and -log(-log(1 - v)) is standard Gumbel. Small v give the
+    large noise that decides, and there v has a fine resolution: the largest noise is 22.2.
 
     (The Gumbel-max trick: Maddison, Tarlow and Minka, arXiv:1411.0030.)
 
@@ -102,7 +101,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
         n:         how many ids
 
     Returns:
-        (B, L, n) float32 on the seeds' device, with the same bits on every backend
+        noise:     (B, L, n) float32 on the seeds' device, with equal bits on every backend
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, or n is negative

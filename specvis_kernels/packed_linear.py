@@ -3,19 +3,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import check, check_count, check_dims, define
+from ._checks import check, check_count, check_dims
+from ._define import define
 
 PANEL = 32  # outputs of a weight that are stored together
 DTYPES = torch.float32, torch.bfloat16
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """A weight (O, K) in the order in which the kernel reads it: panels of 32 outputs, filled up with zeros.
+    """Copy a weight for `packed_linear`: panels of 32 outputs, the last one filled up with zeros.
 
     Args:
         weight: (O, K) float32 or bfloat16   K is even
+
     Returns:
-        (panels, 32 K) as weight: for each input, or pair of inputs of bfloat16, that of 32 outputs
+        packed: (panels, 32 K) as weight     a panel holds, input by input, the weights of its 32 outputs; of bfloat16
+                                             pair by pair of inputs
 
     Raises:
         ValueError: another dtype or shape
@@ -25,22 +28,27 @@ def pack_weight(weight: Tensor) -> Tensor:
     if outputs < 1 or K < 2 or K % 2:
         raise ValueError(f"weight must have an output and an even number of inputs, got shape {tuple(weight.shape)}")
     pair = 4 // weight.itemsize
-    padded = F.pad(weight.detach(), (0, 0, 0, -outputs % PANEL))
-    return padded.view(-1, PANEL, K // pair, pair).transpose(1, 2).reshape(-1, PANEL * K)
+    whole = F.pad(weight.detach(), (0, 0, 0, -outputs % PANEL))
+    return whole.view(-1, PANEL, K // pair, pair).transpose(1, 2).reshape(-1, PANEL * K)
+
+
+def padded(outputs: int) -> int:
+    """How many outputs a packed weight of `outputs` stores: whole panels."""
+    return outputs + -outputs % PANEL
 
 
 def unpacked(packed: Tensor, outputs: int, inputs: int) -> Tensor:
-    """The weight (outputs, inputs) that `packed` (any shape) is."""
+    """The weight (outputs, inputs) that pack_weight() made `packed`, of any shape, from."""
     pair = 4 // packed.itemsize
     return packed.reshape(-1, inputs // pair, PANEL, pair).transpose(1, 2).reshape(-1, inputs)[:outputs]
 
 
 def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | None = None, *,
                   backend: str | None = None) -> Tensor:
-    """x W^T + bias, with sums in float32. It is for few rows, as a decoder's head reads them.
+    """Compute x W^T + bias for few rows, such as a decoder's head reads, with sums in float32.
 
-    On a CPU each output is summed in the order of the inputs: not a bit depends on the other rows or on the number of
-    threads.
+    `pack_weight` copies the weight once. On a CPU each output is summed in the order of the inputs: no bit depends on
+    other rows or on the number of threads.
 
     Args:
         x:            (.., K)         float32 or bfloat16
@@ -50,7 +58,7 @@ def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | N
         backend:      None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        (.., O) float32
+        y:            (.., O) float32
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above
@@ -65,24 +73,21 @@ def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | N
         raise ValueError("x must be a tensor (.., K) with an even K, got "
                          f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
     rows = x.reshape(-1, x.shape[-1])
-    M, K = check_dims("x", rows, "MK")
-    check("x", rows, DTYPES, M=M, K=K)
+    M, K = check_dims("x", rows, "MK", DTYPES)
     out_features = check_count("out_features", out_features, 1)
     check("weight", weight, x.dtype, like=x, panels=-(-out_features // PANEL), inputs=PANEL * K)
     if bias is not None:
         check("bias", bias, torch.float32, like=x, O=out_features)
-        bias = bias.contiguous()
-    return _call(backend, rows.contiguous(), weight.contiguous(), bias, out_features).view(*x.shape[:-1], out_features)
+    return _call(backend, rows, weight, bias, out_features).view(*x.shape[:-1], out_features)
 
 
-def _oracle(x, weight, bias, out_features):
+def _oracle(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int):
     y = (x.double() @ unpacked(weight, out_features, x.shape[1]).double().T).float()
     return y if bias is None else y + bias
 
 
-def _meta(x, weight, bias, out_features):
+def _meta(x, out_features):
     return x.new_empty(x.shape[0], out_features, dtype=torch.float32)
 
 
-_call = define("packed_linear(Tensor x, Tensor weight, Tensor? bias, SymInt out_features) -> Tensor", oracle=_oracle,
-               meta=_meta, batch=None)
+_call = define("packed_linear", oracle=_oracle, meta=_meta, batch=None)

@@ -4,8 +4,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, check, check_dims, define
-from ._gaussian import check_last_step, check_not_empty, distance_factor, exp, last_step_log_ratio
+from ._checks import check, check_dims
+from ._define import define
+from ._gaussian import check_last_step, distance_factor, exp, last_step_log_ratio
+from .status import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES
 
 
 class ResampleGaussianResult(NamedTuple):
@@ -47,7 +49,7 @@ def resample_gaussian(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, 
         log_ratio:          (B, G)       float32  for `path` (B, G, M)
         uniforms:           (B, G, M)    float32  in [0, 1)
         fallback:           (B, G, C)    float32  fresh samples of the target
-        target_means:       (B, G, C)    float32  None for `path`, as are the next three
+        target_means:       (B, G, C)    float32  None for `path`, as the next three are
         target_log_sigmas:  (B, G, C)    float32  natural logarithms of the standard deviations
         draft_means:        (B, G, C)    float32
         draft_log_sigmas:   (B, G, C)    float32
@@ -57,14 +59,15 @@ def resample_gaussian(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, 
 
     Returns:
         tokens:     (B, G, C) float32  the draft where it is accepted, the new token where it is rejected, else 0
-        num_tries:  (B, G)    int32    how many tries were looked at; 0 where nothing is rejected
-        status:     (B, G)    int32    OUT_OF_TRIES: the token is the fallback; INVALID_ROW: a number that was looked
-                                       at is NaN or infinite, or leads to such a token or log r; INVALID_RULE: the
+        num_tries:  (B, G)    int32    how many tries were read; 0 where nothing is rejected
+        status:     (B, G)    int32    OUT_OF_TRIES: the token is the fallback; INVALID_ROW: a number that was read
+                                       is NaN or infinite, or leads to such a token or log r; INVALID_RULE: the
                                        temperature is not positive and finite. After either of the last two the
                                        token is 0
 
     Raises:
-        ValueError: an argument's dtype, shape or device differs from the above, G, M or C is 0, no such variant
+        ValueError: an argument's dtype, shape or device differs from the above, G, M or C is 0, or the variant is
+            unknown
 
     Example:
         >>> import torch
@@ -79,27 +82,25 @@ def resample_gaussian(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, 
         >>> result.tokens, result.num_tries
         (tensor([[[8.]]]), tensor([[2]], dtype=torch.int32))
     """
-    B, G, C = check_dims("tokens", tokens, "BGC")
-    check("tokens", tokens, torch.float32, B=B, G=G, C=C)
-    check_not_empty("tokens", tokens, G=G, C=C)
+    B, G, C = check_dims("tokens", tokens, "BGC", torch.float32, not_empty="GC")
     check("is_accepted", is_accepted, torch.bool, like=tokens, B=B, G=G)
     check("is_rejected", is_rejected, torch.bool, like=tokens, B=B, G=G)
-    M = check_dims("proposals", proposals, "BGMC")[2]
+    M = check_dims("proposals", proposals, "BGMC", not_empty="M")[2]
     check("proposals", proposals, torch.float32, like=tokens, B=B, G=G, M=M, C=C)
-    check_not_empty("proposals", proposals, M=M)
     check_last_step(variant, tokens, {"B": B, "G": G, "C": C}, temperature,
                     target_means=target_means, target_log_sigmas=target_log_sigmas,
                     draft_means=draft_means, draft_log_sigmas=draft_log_sigmas)
     check("log_ratio", log_ratio, torch.float32, like=tokens, B=B, G=G, **({"M": M} if variant == "path" else {}))
     check("uniforms", uniforms, torch.float32, like=tokens, B=B, G=G, M=M)
     check("fallback", fallback, torch.float32, like=tokens, B=B, G=G, C=C)
-    inputs = [tokens, is_accepted, is_rejected, proposals, -log_ratio if variant == "released" else log_ratio,
-              uniforms, fallback, target_means, target_log_sigmas, draft_means, draft_log_sigmas, temperature]
-    return _call(backend, *[None if t is None else t.contiguous() for t in inputs])
+    return _call(backend, tokens, is_accepted, is_rejected, proposals,
+                 -log_ratio if variant == "released" else log_ratio, uniforms, fallback, target_means,
+                 target_log_sigmas, draft_means, draft_log_sigmas, temperature)
 
 
-def _oracle(tokens, is_accepted, is_rejected, proposals, log_ratio, uniforms, fallback, target_means,
-            target_log_sigmas, draft_means, draft_log_sigmas, temperature):
+def _oracle(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, proposals: Tensor, log_ratio: Tensor,
+            uniforms: Tensor, fallback: Tensor, target_means: Tensor | None, target_log_sigmas: Tensor | None,
+            draft_means: Tensor | None, draft_log_sigmas: Tensor | None, temperature: Tensor | None):
     factor, is_undefined = distance_factor(temperature, tokens)
     M = uniforms.shape[2]
     if target_means is None:
@@ -114,7 +115,7 @@ def _oracle(tokens, is_accepted, is_rejected, proposals, log_ratio, uniforms, fa
     try_is_valid = log_r.isfinite() & uniforms.isfinite() & x.isfinite().all(-1)
     try_is_accepted = try_is_valid & (log_r > 0) & (uniforms.double() < 1 - exp(-log_r.double()))
     ends = try_is_accepted | ~try_is_valid
-    last = (ends.cumsum(2) == 0).sum(2)  # (B, G): the try that ends the search; M: none does
+    last = (ends.cumsum(2) == 0).sum(2)  # (B, G): the try that ends the search; M: no try does
     index = last.clamp(max=M - 1).unsqueeze(2)
     proposed = x.gather(2, index.unsqueeze(3).expand(-1, -1, 1, x.shape[3])).squeeze(2)
 
@@ -132,15 +133,10 @@ def _oracle(tokens, is_accepted, is_rejected, proposals, log_ratio, uniforms, fa
     return torch.where((has_token & is_valid).unsqueeze(2), chosen, 0.0), num_tries.int(), status.int()
 
 
-def _meta(tokens, is_accepted, is_rejected, proposals, log_ratio, uniforms, fallback, target_means,
-          target_log_sigmas, draft_means, draft_log_sigmas, temperature):
+def _meta(tokens, uniforms):
     B, G, _ = tokens.shape
     num_tries, status = (uniforms.new_empty((B, G), dtype=torch.int32) for _ in range(2))
     return torch.empty_like(tokens), num_tries, status
 
 
-_call = define(
-    "resample_gaussian(Tensor tokens, Tensor is_accepted, Tensor is_rejected, Tensor proposals, Tensor log_ratio,"
-    " Tensor uniforms, Tensor fallback, Tensor? target_means, Tensor? target_log_sigmas, Tensor? draft_means,"
-    " Tensor? draft_log_sigmas, Tensor? temperature) -> (Tensor tokens, Tensor num_tries, Tensor status)",
-    oracle=_oracle, meta=_meta, result=ResampleGaussianResult)
+_call = define("resample_gaussian", oracle=_oracle, meta=_meta, result=ResampleGaussianResult)

@@ -4,8 +4,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, check, check_dims, define, setting
+from ._checks import check, check_dims, setting
+from ._define import define
 from ._numbers import FIXED_ONE, draw, to_fixed_point
+from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE
 
 
 class SampleResidualResult(NamedTuple):
@@ -20,10 +22,10 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
 
     This is the rule `optimal` of verify_tree, for decoders that accept and reject in a loop of their own. Such a
     loop draws x from Q and u in [0, 1), accepts x if u * Q(x) < omega * P(x), and otherwise takes this op's
-    token. For omega <= 1 what it emits is then distributed as P.
+    token. For omega <= 1 its tokens are then distributed as P.
 
     Without draft_probs, and if the residual is empty, the token is drawn from P. Both rows are in fixed point,
-    floor(p * 2**42), and each is divided by its total, so rows of another sum than 1 are renormalized. The draw is by
+    floor(p * 2**42), and each is divided by its total, so rows whose sum is not 1 are renormalized. The draw is by
     inverse CDF in vocabulary order.
 
     (Leviathan et al., arXiv:2211.17192, section 2.3; COOL-SD, arXiv:2601.09212.)
@@ -40,7 +42,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
         status:  (R,) int32  EMPTY_RESIDUAL: the residual was 0 everywhere and the token comes from P.
                              INVALID_ROW: P has an entry that is NaN, negative or above 2, or is 0 in fixed point;
                              the token is 0.
-                             INVALID_DRAFT: Q has or is; the token comes from P.
+                             INVALID_DRAFT: the same errors, in Q; the token comes from P.
                              INVALID_RULE: omega is negative or NaN; the token comes from P
 
     Raises:
@@ -55,20 +57,16 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
         >>> sample_residual(P, None, torch.tensor([0.9])).tokens
         tensor([2])
     """
-    R, V = check_dims("target_probs", target_probs, "RV")
-    check("target_probs", target_probs, torch.float32, R=R, V=V)
-    if V < 1:
-        raise ValueError(f"target_probs must have V >= 1, got shape ({R}, {V})")
+    R, V = check_dims("target_probs", target_probs, "RV", torch.float32, not_empty="V")
     if draft_probs is not None:
         check("draft_probs", draft_probs, torch.float32, like=target_probs, R=R, V=V)
     check("uniforms", uniforms, torch.float32, like=target_probs, R=R)
     if omega is not None:
         omega = setting("omega", omega, torch.float32, target_probs, at_least=0, R=R)
-    tensors = [None if t is None else t.contiguous() for t in (target_probs, draft_probs, uniforms, omega)]
-    return _call(backend, *tensors)
+    return _call(backend, target_probs, draft_probs, uniforms, omega)
 
 
-def _oracle(target_probs, draft_probs, uniforms, omega):
+def _oracle(target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor, omega: Tensor | None):
     mass, total, is_valid = to_fixed_point(target_probs)
     omega = torch.ones_like(uniforms) if omega is None else omega
     is_undefined = ~(omega >= 0)
@@ -90,12 +88,9 @@ def _oracle(target_probs, draft_probs, uniforms, omega):
     return torch.where(is_valid, draw(mass, total, uniforms), 0), status.int()
 
 
-def _meta(target_probs, draft_probs, uniforms, omega):
+def _meta(target_probs, uniforms):
     R = target_probs.shape[0]
     return uniforms.new_empty(R, dtype=torch.int64), uniforms.new_empty(R, dtype=torch.int32)
 
 
-_call = define(
-    "sample_residual(Tensor target_probs, Tensor? draft_probs, Tensor uniforms, Tensor? omega)"
-    " -> (Tensor tokens, Tensor status)",
-    oracle=_oracle, meta=_meta, result=SampleResidualResult)
+_call = define("sample_residual", oracle=_oracle, meta=_meta, result=SampleResidualResult)

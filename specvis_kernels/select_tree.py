@@ -4,7 +4,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_TREE, check, check_count, check_dims, define, integers
+from ._checks import check, check_count, check_dims, integers
+from ._define import define
+from .status import INVALID_TREE
 
 
 class SelectTreeResult(NamedTuple):
@@ -21,13 +23,13 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
 
     The size[b] - 1 best scores are kept. Ties go to the smaller index; -inf and NaN are never kept. Node 0 is the
     root. The kept candidates follow it in the order in which they were given. Candidates must be given level by
-    level, each behind its parent and with no higher score, so that a kept candidate's parent is kept too.
+    level, each after its parent and with no higher score, so that a kept candidate's parent is kept too.
 
     (EAGLE-2, arXiv:2406.16858, section 4.2.)
 
     Args:
         tokens:     (B, M) int32 or int64   the candidates
-        scores:     (B, M) float32          their scores, such as those of `expand_tree`
+        scores:     (B, M) float32          their scores, as `expand_tree` gives them
         parents:    (B, M) or (1, M) int32 or int64   each one's parent among the candidates, before itself; -1: the
                                                       root
         root:       (B,)   int32 or int64   the last accepted token
@@ -65,13 +67,13 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
     root = integers("root", root, torch.int64, tokens, B=B)
     size = integers("size", size, torch.int32, tokens, B=B)
     num_nodes = check_count("num_nodes", num_nodes, 1)
-    return _call(backend, tokens, scores.contiguous(), parents, root, size, num_nodes)
+    return _call(backend, tokens, scores, parents, root, size, num_nodes)
 
 
-def _oracle(tokens, scores, parents, root, size, num_nodes):
+def _oracle(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, size: Tensor, num_nodes: int):
     (B, M), N = tokens.shape, num_nodes
     index = torch.arange(M, device=tokens.device).expand(B, M)
-    scores = torch.where(scores > -torch.inf, scores, -torch.inf)  # a NaN is not
+    scores = torch.where(scores > -torch.inf, scores, -torch.inf)  # a NaN never counts
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter(1, order, index)
     is_kept = (rank < size.clamp(1, N).unsqueeze(1) - 1) & (scores > -torch.inf)
@@ -82,7 +84,7 @@ def _oracle(tokens, scores, parents, root, size, num_nodes):
     parent = torch.where(is_before, node.gather(1, torch.where(is_before, parents, 0)), -2)
     parent = torch.where(parents == -1, 0, parent)
     is_valid = is_kept & (parent >= 0)
-    slot = torch.where(is_valid, node, N)  # slot N takes what is not kept
+    slot = torch.where(is_valid, node, N)  # slot N takes the rejected candidates
 
     def fill(values, unused, at_root):
         out = values.new_full((B, N + 1), unused).scatter(1, slot, values)
@@ -93,13 +95,10 @@ def _oracle(tokens, scores, parents, root, size, num_nodes):
             fill(index, -1, torch.full_like(root, -1)).int(), status.int())
 
 
-def _meta(tokens, scores, parents, root, size, num_nodes):
+def _meta(tokens, parents, num_nodes):
     B = tokens.shape[0]
     return (tokens.new_empty(B, num_nodes), parents.new_empty(B, num_nodes), parents.new_empty(B, num_nodes),
             parents.new_empty(B))
 
 
-_call = define(
-    "select_tree(Tensor tokens, Tensor scores, Tensor parents, Tensor root, Tensor size, SymInt num_nodes)"
-    " -> (Tensor node_tokens, Tensor node_parents, Tensor source, Tensor status)",
-    oracle=_oracle, meta=_meta, result=SelectTreeResult)
+_call = define("select_tree", oracle=_oracle, meta=_meta, result=SelectTreeResult)

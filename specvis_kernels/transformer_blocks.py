@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._dispatch import check, check_count, check_dims, define, integers
-from .packed_linear import DTYPES, PANEL, pack_weight, unpacked
+from ._checks import check, check_count, check_dims, integers
+from ._define import define
+from .packed_linear import DTYPES, pack_weight, padded, unpacked
 
 
 class TransformerBlock(NamedTuple):
@@ -28,7 +29,7 @@ class TransformerBlock(NamedTuple):
 
 
 class PackedBlocks(NamedTuple):
-    """Blocks for `transformer_blocks`. `pack_blocks` makes it."""
+    """Blocks for `transformer_blocks`, as `pack_blocks` makes them."""
 
     matrices: Tensor  # (L, m)  the packed weights of each block: qkv, out, up, down
     vectors: Tensor   # (L, v) float32  norms and biases, in the order of TransformerBlock
@@ -40,13 +41,17 @@ class PackedBlocks(NamedTuple):
 
 def pack_blocks(blocks: Sequence[TransformerBlock], last_norm: tuple[Tensor, Tensor] | None = None, *, heads: int,
                 eps: float = 1e-6) -> PackedBlocks:
-    """Copies of blocks' weights in the order in which `transformer_blocks` reads them.
+    """Copy the weights of blocks for `transformer_blocks`. Changes of the weights do not reach the copy.
 
     Args:
-        blocks: at least one; E and F are multiples of 16, and E / heads is at most 256
-        last_norm: weight and bias (E,) of the norm after them; None: there is none
-        heads:  of queries, keys and values
-        eps:    of the norms
+        blocks:     at least one; E and F are multiples of 16, and E / heads is at most 256
+        last_norm:  weight and bias (E,) of the norm after the last block; None: no such norm
+        heads:      how many heads queries, keys and values have
+        eps:        of the norms
+
+    Returns:
+        blocks:     the copy, in the order in which the kernel reads it
+
     Raises:
         ValueError: no blocks, or a weight of another dtype or shape
     """
@@ -59,12 +64,11 @@ def pack_blocks(blocks: Sequence[TransformerBlock], last_norm: tuple[Tensor, Ten
                          f"most 256, got {str(dtype)[6:]}, E={E}, F={ffn_dim}, heads={heads}")
     sizes = TransformerBlock((E,), (E,), (3 * E, E), (3 * E,), (E, E), (E,), (E,), (E,), (ffn_dim, E), (ffn_dim,),
                              (E, ffn_dim), (E,))
-    norms = [] if last_norm is None else [("last_norm", tensor, (E,)) for tensor in last_norm]
-    for block in blocks:
-        for name, tensor, size in (*zip(block._fields, block, sizes), *norms):
-            if tensor.shape != size or tensor.dtype != dtype:
-                raise ValueError(f"blocks must have {name} {str(dtype)[6:]} {size}, "
-                                 f"got {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
+    named = [named for block in blocks for named in zip(block._fields, block, sizes)]
+    for name, tensor, size in (*named, *(("last_norm", tensor, (E,)) for tensor in last_norm or ())):
+        if tensor.shape != size or tensor.dtype != dtype:
+            raise ValueError(f"blocks must have {name} {str(dtype)[6:]} {size}, "
+                             f"got {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
     matrices = [torch.cat([pack_weight(weight).flatten() for weight in block if weight.ndim == 2]) for block in blocks]
     vectors = [torch.cat([v.detach().float() for v in block if v.ndim == 1]) for block in blocks]
     last_norm = None if last_norm is None else torch.cat(last_norm).detach().float()
@@ -81,19 +85,19 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
         x = x + gelu(LayerNorm(x) W_up) W_down
 
     where each product has a bias. After the last block there may be another LayerNorm. Products have operands of x's
-    dtype; their sums and the stream x are float32. On a CPU not a bit of a row depends on the other rows or on the
+    dtype; their sums and the stream x are float32. On a CPU no bit of a row depends on other rows or on the
     number of threads. Elsewhere a model's own modules are quicker than the oracle.
 
     Args:
         x:        (R, N, E)     float32 or bfloat16
         blocks:   of L blocks   from `pack_blocks`, of x's dtype
-        key_mask: (R, N) bool   the entries that all see; None: all entries. With none the attention is 0
-        wanted:   (R, n) int32 or int64   the entries whose result is wanted, to which the last block is kept. What is
-                                outside is the first or last entry. None: all
+        key_mask: (R, N) bool   the entries that all others see; None: all entries. Without any the attention is 0
+        wanted:   (R, n) int32 or int64   the entries that the last block computes. A number outside [0, N) means the
+                                          first or last entry. None: all entries
         backend:  None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
-        (R, N, E) or (R, n, E) as x
+        hidden:   (R, N, E) or (R, n, E) as x
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above
@@ -106,30 +110,26 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
         >>> transformer_blocks(torch.ones(1, 4, 16), pack_blocks([block], heads=1))[0, :, 0]
         tensor([3., 3., 3., 3.])
     """
-    R, N, E = check_dims("x", x, "RNE")
-    check("x", x, DTYPES, R=R, N=N, E=E)
+    R, N, E = check_dims("x", x, "RNE", DTYPES, not_empty="N")
     if not isinstance(blocks, PackedBlocks):
         raise ValueError(f"blocks must be PackedBlocks, from pack_blocks, got {type(blocks).__name__}")
     L = check_dims("blocks.matrices", blocks.matrices, "Lm")[0]
     check("blocks.matrices", blocks.matrices, x.dtype, like=x, L=L, m=sum(matrix_sizes(E, blocks.ffn_dim)))
-    if N < 1:
-        raise ValueError("x must have N >= 1")
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=x, R=R, N=N)
-        key_mask = key_mask.contiguous()
     if wanted is None:
         wanted = torch.arange(N, device=x.device).repeat(R, 1)
     wanted = integers("wanted", wanted, torch.int64, x, R=R, n=check_dims("wanted", wanted, "Rn")[1])
-    return _call(backend, x.contiguous(), blocks.matrices.contiguous(), blocks.vectors.contiguous(),
-                 None if blocks.last_norm is None else blocks.last_norm.contiguous(), key_mask, wanted, *blocks[3:])
+    return _call(backend, x, *blocks[:3], key_mask, wanted, *blocks[3:])
 
 
 def matrix_sizes(E: int, ffn_dim: int) -> list[int]:
     """How many numbers the packed weights of a block are."""
-    return [(outputs + -outputs % PANEL) * K for outputs, K in ((3 * E, E), (E, E), (ffn_dim, E), (E, ffn_dim))]
+    return [padded(outputs) * K for outputs, K in ((3 * E, E), (E, E), (ffn_dim, E), (E, ffn_dim))]
 
 
-def _oracle(x, matrices, vectors, last_norm, key_mask, wanted, heads, ffn_dim, eps):
+def _oracle(x: Tensor, matrices: Tensor, vectors: Tensor, last_norm: Tensor | None, key_mask: Tensor | None,
+            wanted: Tensor, heads: int, ffn_dim: int, eps: float):
     (_, N, E), dtype, stream = x.shape, x.dtype, x.float()
     wanted = wanted.clamp(0, N - 1)[..., None].expand(-1, -1, E)
 
@@ -159,10 +159,8 @@ def _oracle(x, matrices, vectors, last_norm, key_mask, wanted, heads, ffn_dim, e
     return (stream if last_norm is None else F.layer_norm(stream, (E,), *last_norm.chunk(2), eps)).to(dtype)
 
 
-def _meta(x, matrices, vectors, last_norm, key_mask, wanted, heads, ffn_dim, eps):
+def _meta(x, wanted):
     return x.new_empty(x.shape[0], wanted.shape[1], x.shape[2])
 
 
-_call = define(
-    "transformer_blocks(Tensor x, Tensor matrices, Tensor vectors, Tensor? last_norm, Tensor? key_mask, "
-    "Tensor wanted, int heads, int ffn_dim, float eps) -> Tensor", oracle=_oracle, meta=_meta, batch=None)
+_call = define("transformer_blocks", oracle=_oracle, meta=_meta, batch=None)

@@ -2,7 +2,8 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_dims, define, for_each, integers
+from ._checks import check, check_dims, for_each, integers
+from ._define import define
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -10,24 +11,25 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, ancestors: Tensor, *,
                    key_mask: Tensor | None = None, scale: float | None = None,
                    backend: str | None = None) -> Tensor:
-    """Attention of the nodes of draft trees, without a mask in memory and without what the trees do not see.
+    """Attention of the nodes of draft trees. It needs no mask in memory and reads no column that the nodes do not see.
 
     Query n of request b sees the columns
 
-        t < lengths[b]                       but for those t < S where key_mask is False
+        t < lengths[b]                       except t < S where key_mask is False
         lengths[b] + j                       for each bit j of ancestors[b, n]: itself and its ancestors
 
-    and its result is softmax(scale q k) v over these, with sums in float32. So the keys and values of the nodes are in
-    the cache already, those of node j in column lengths[b] + j; `commit_kv` moves them once they are accepted. The
-    queries may be some of the nodes only, such as a level. A column outside of the cache is not seen, and of a request
-    with a negative length none is. A query that sees nothing gives 0. What no query of a row sees may be NaN. A NaN
-    that one query of a row sees may reach the row's other queries, and no other row.
+    and its result is softmax(scale q k) v over these, with sums in float32. The keys and values of node j are in column
+    lengths[b] + j of the cache already; `commit_kv` moves them once the node is accepted. The queries may be some of
+    the nodes only, such as a level. A column outside the cache is not seen, and a request with a negative length sees
+    no column. A query that sees nothing gives 0. Entries that no query of a row sees may be NaN. A NaN that one query
+    of a row sees may reach the row's other queries, and no other row.
 
-    Row r belongs to request r % B, so that R = 2 B rows are those with the condition and those without it.
+    Row r belongs to request r % B: of R = 2 B rows the first B have the condition, the others do not.
 
     On a CPU the kernel sums over a query's keys in the order of its cached columns, then of its ancestors. So the bits
-    of a result depend on the query and on what it sees alone: they are the same whether nodes are read one by one or
-    all at once, with or without siblings, and once the ancestors are cached.
+    of a result depend only on the query and on the entries that it sees: they do not change if nodes are read one by
+    one or all at once, with or without siblings, and once the ancestors are cached. Kernels agree with the oracle up to
+    rounding.
 
     Args:
         q:          (R, N, H, D)    float32, float16 or bfloat16   D from 1 to 256
@@ -58,8 +60,7 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
         >>> tree_attention(torch.ones(1, 3, 1, 32), keys, values, torch.tensor([1]), links.ancestors)[..., 0, 0]
         tensor([[3., 3., 5.]])
     """
-    R, N, H, D = check_dims("q", q, "RNHD")
-    check("q", q, FLOATS, R=R, N=N, H=H, D=D)
+    R, N, H, D = check_dims("q", q, "RNHD", FLOATS)
     R, T, Hkv, D = check_dims("k_cache", k_cache, "RTHD")
     check("k_cache", k_cache, q.dtype, like=q, R=q.shape[0], T=T, Hkv=Hkv, D=q.shape[3])
     check("v_cache", v_cache, q.dtype, like=q, R=R, T=T, Hkv=Hkv, D=D)
@@ -72,7 +73,7 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
     if N < 1 or T < 1 or W < 1:
         raise ValueError(f"there must be a node, a column and a word, got N={N}, T={T}, W={W}")
     if Hkv < 1 or H < 1 or H % Hkv:
-        raise ValueError(f"the heads of q must be a multiple of those of k_cache, got H={H} and Hkv={Hkv}")
+        raise ValueError(f"the heads of q must be a multiple of the heads of k_cache, got H={H} and Hkv={Hkv}")
     if not 1 <= D <= 256:
         raise ValueError(f"q must have D from 1 to 256, got {D}")
     try:
@@ -81,12 +82,12 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
         raise ValueError(f"scale must be a number or None, got {scale!r}") from error
     if key_mask is not None:
         check("key_mask", key_mask, torch.bool, like=q, R=R, S=check_dims("key_mask", key_mask, "RS")[1])
-        key_mask = key_mask.contiguous()
     q, k_cache, v_cache = (a if a.stride(-1) == 1 else a.contiguous() for a in (q, k_cache, v_cache))
     return _call(backend, q, k_cache, v_cache, lengths, for_each(ancestors, B), key_mask, scale)
 
 
-def _oracle(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
+def _oracle(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, ancestors: Tensor, key_mask: Tensor | None,
+            scale: float):
     R, N, H, D = q.shape
     _, T, Hkv, _ = k_cache.shape
     B, _, W = ancestors.shape
@@ -101,7 +102,7 @@ def _oracle(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
     is_node = is_node & (bits.view(B, N, 64 * W).gather(2, node.clamp(0, 64 * W - 1)) == 1)
     is_seen = is_cached[:, None] | is_node.repeat(R // max(B, 1), 1, 1)  # (R, N, T)
 
-    in_use = is_seen.any(1)[:, :, None, None]  # what nobody sees may hold anything
+    in_use = is_seen.any(1)[:, :, None, None]  # entries that no query sees may hold anything
     k, v = (torch.where(in_use, cache.float(), 0.0).repeat_interleave(H // Hkv, 2) for cache in (k_cache, v_cache))
     scores = torch.einsum("rnhd,rthd->rhnt", q.float() * scale, k)
     weights = torch.where(is_seen[:, None], scores, -torch.inf).softmax(-1)
@@ -109,10 +110,8 @@ def _oracle(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
     return torch.einsum("rhnt,rthd->rnhd", weights, v).to(q.dtype).contiguous()
 
 
-def _meta(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
+def _meta(q):
     return q.new_empty(q.shape)
 
 
-_call = define(
-    "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor ancestors, Tensor? key_mask, "
-    "float scale) -> Tensor", oracle=_oracle, meta=_meta, batch="lengths")
+_call = define("tree_attention", oracle=_oracle, meta=_meta, strided=("q", "k_cache", "v_cache"), batch="lengths")

@@ -15,7 +15,7 @@ def tree_from_choices(choices: Sequence[Sequence[int]], device: torch.device | s
 
     Args:
         choices:  for each node but the root its path: which child of the root, which child of that, and so on. The
-                  shorter paths that a path begins with are in the list too
+                  list also has every shorter path with which a path begins
         device:   of the results; None: the CPU
 
     Returns:

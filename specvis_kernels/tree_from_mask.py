@@ -2,7 +2,8 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check_dims, define
+from ._checks import check_dims
+from ._define import define
 
 
 def tree_from_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
@@ -10,19 +11,19 @@ def tree_from_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
 
     The parent of a node is the last other node that it sees. A node that sees no other is unused, except the root.
 
-    Sibling order is part of a relaxed method. Here it is that of the nodes' indices, as `tree_links` has it: see
+    Sibling order is part of a relaxed method. Here it is the order of the nodes' indices, as in `tree_links`: see
     `tree_from_paths`.
 
     Args:
         mask:      (.., N, N) of any dtype: True, or not 0, where the row's node sees the column's. Parents come before
-                   their children. The diagonal is not looked at. Give `mask == 0` for an additive mask of 0 and -inf,
+                   their children. The diagonal is not read. Give `mask == 0` for an additive mask of 0 and -inf,
                    and the last N columns of a mask that has columns of cached tokens
         backend:   None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
         parents:   (B, N) int32   B is the product of the leading sizes. -1 for the root, -2 for unused nodes. It is N,
-                   so that `tree_links` reports INVALID_TREE, for a node that sees others than its parent and what its
-                   parent sees, or that sees a later node
+                   so that `tree_links` reports INVALID_TREE, for a node that sees more or less than its parent and the
+                   nodes that its parent sees, or that sees a later node
 
     Raises:
         ValueError: mask is no tensor, not square, or N is 0
@@ -42,10 +43,10 @@ def tree_from_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
     B, N, columns = check_dims("mask", mask, "BNN")
     if N != columns or N < 1:
         raise ValueError(f"mask must be (.., N, N) with N >= 1, got shape {tuple(mask.shape)}")
-    return _call(backend, (mask if mask.dtype == torch.bool else mask != 0).contiguous())
+    return _call(backend, mask if mask.dtype == torch.bool else mask != 0)
 
 
-def _oracle(mask):
+def _oracle(mask: Tensor):
     N = mask.shape[1]
     node = torch.arange(N, device=mask.device)
     sees = mask & (node != node.unsqueeze(1))
@@ -60,4 +61,4 @@ def _meta(mask):
     return mask.new_empty(mask.shape[:2], dtype=torch.int32)
 
 
-_call = define("tree_from_mask(Tensor mask) -> Tensor", oracle=_oracle, meta=_meta)
+_call = define("tree_from_mask", oracle=_oracle, meta=_meta)

@@ -2,18 +2,19 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check_count, check_dims, define, integers
+from ._checks import check_count, check_dims, integers
+from ._define import define
 
 
 def tree_from_paths(paths: Tensor, num_nodes: int, *, backend: str | None = None) -> Tensor:
     """Make parents from the paths to the leaves: `retrieve_indices` of EAGLE, LANTERN and Medusa.
 
-    Each row of paths is the way from the root, node 0, down to a leaf. A node that is below no other is unused, except
-    the root. `tree_paths` is the way back.
+    Each row of paths is the way from the root, node 0, down to a leaf. A node on no path is unused, except the
+    root. `tree_paths` is the way back.
 
     verify_tree tries siblings in the order of their indices, the released loops in the order of the rows of paths. In
-    EAGLE's dynamic trees the two agree if its rows are sorted. Sibling order is part of a relaxed method: leaf order
-    in place of draft order took LANTERN's accepted length from 2.8 to 0.6 in one comparison.
+    EAGLE's dynamic trees the two orders agree if the rows are sorted. Sibling order is part of a relaxed method: leaf
+    order in place of draft order took LANTERN's accepted length from 2.8 to 0.6 in one comparison.
 
     Args:
         paths:      (L, D) or (B, L, D) int64 or int32   L paths of at most D nodes; negative numbers pad
@@ -22,8 +23,8 @@ def tree_from_paths(paths: Tensor, num_nodes: int, *, backend: str | None = None
 
     Returns:
         parents:    (B, N) int32   B is 1 for paths of two dimensions. -1 for the root, -2 for unused nodes. It is N,
-                    so that `tree_links` reports INVALID_TREE, for a node with two parents; and for the root if a node
-                    above it or a node >= N is given. A node behind padding has the parent -1, which is reported too
+                    so that `tree_links` reports INVALID_TREE, for a node with two parents; and for the root if a path
+                    has a node before it, or a node >= N. A node after padding has the parent -1, which is reported too
 
     Raises:
         ValueError: the dtype or shape differs from the above, or num_nodes is no integer >= 1
@@ -42,7 +43,7 @@ def tree_from_paths(paths: Tensor, num_nodes: int, *, backend: str | None = None
     return _call(backend, paths, check_count("num_nodes", num_nodes, 1))
 
 
-def _oracle(paths, num_nodes):
+def _oracle(paths: Tensor, num_nodes: int):
     B, N = len(paths), num_nodes
     paths = paths.clamp(-1, N)
     parent, child = paths[:, :, :-1].flatten(1), paths[:, :, 1:].flatten(1)
@@ -60,4 +61,4 @@ def _meta(paths, num_nodes):
     return paths.new_empty(len(paths), num_nodes, dtype=torch.int32)
 
 
-_call = define("tree_from_paths(Tensor paths, SymInt num_nodes) -> Tensor", oracle=_oracle, meta=_meta)
+_call = define("tree_from_paths", oracle=_oracle, meta=_meta)

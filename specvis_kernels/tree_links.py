@@ -4,7 +4,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_TREE, check_parents, define
+from ._checks import check_parents
+from ._define import define
+from .status import INVALID_TREE
 
 
 class TreeLinksResult(NamedTuple):
@@ -59,7 +61,7 @@ def tree_links(parents: Tensor, *, backend: str | None = None) -> TreeLinksResul
     return _call(backend, check_parents(parents))
 
 
-def _oracle(parents):
+def _oracle(parents: Tensor):
     B, N = parents.shape
     W = (N + 63) // 64
     request = torch.arange(B, device=parents.device)
@@ -98,7 +100,4 @@ def _meta(parents):
             parents.new_empty(B, N), parents.new_empty(B, N), parents.new_empty(B))
 
 
-_call = define(
-    "tree_links(Tensor parents)"
-    " -> (Tensor ancestors, Tensor depth, Tensor first_child, Tensor next_sibling, Tensor status)",
-    oracle=_oracle, meta=_meta, result=TreeLinksResult)
+_call = define("tree_links", oracle=_oracle, meta=_meta, result=TreeLinksResult)

@@ -2,7 +2,8 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check, check_count, check_dims, define, for_each, integers
+from ._checks import check, check_count, check_dims, for_each, integers
+from ._define import define
 
 FORMS = ("bool", "additive", "packed", "packed_rows")
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -34,8 +35,8 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
                     (B, N, ceil(columns / 8)) uint8; bits past the end are 0
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, N is 0, `form` or `dtype` is none of the
-            above, or `columns` is < 1, or missing beside `lengths` or `start`
+        ValueError: a dtype, shape or device differs from the above, N is 0, `form` or `dtype` is unknown,
+            or `columns` is < 1, or missing although `lengths` or `start` is given
 
     Example:
         >>> import torch
@@ -48,13 +49,11 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
                  [1, 1, 1, 0, 1, 0],
                  [1, 1, 1, 1, 0, 1]]], dtype=torch.int32)
     """
-    B, N, W = check_dims("ancestors", ancestors, "BNW")
+    B, N, W = check_dims("ancestors", ancestors, "BNW", not_empty="N")
     for name, tensor in (("lengths", lengths), ("start", start)):
         if tensor is not None and B == 1:
             B, = check_dims(name, tensor, "B")
     check("ancestors", ancestors, torch.int64, may_be_one=True, B=B, N=N, W=(N + 63) // 64)
-    if N < 1:
-        raise ValueError(f"ancestors must have N >= 1, got shape ({B}, {N}, {W})")
     if lengths is not None:
         lengths = integers("lengths", lengths, torch.int32, ancestors, B=B)
     if start is not None:
@@ -70,7 +69,8 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
     return _call(backend, for_each(ancestors, B), lengths, start, form, columns, dtype)
 
 
-def _oracle(ancestors, lengths, start, form, columns, dtype):
+def _oracle(ancestors: Tensor, lengths: Tensor | None, start: Tensor | None, form: str, columns: int,
+            dtype: torch.dtype):
     B, N, W = ancestors.shape
     node = torch.arange(N, device=ancestors.device)
     bits = (ancestors.unsqueeze(-1) >> torch.arange(64, device=ancestors.device)) & 1  # (B, N, W, 64)
@@ -89,13 +89,13 @@ def _oracle(ancestors, lengths, start, form, columns, dtype):
     if form == "additive":
         return torch.where(is_visible, 0.0, -torch.inf).to(dtype)
     rows = is_visible.int() if form == "packed_rows" else is_visible.view(B, N * columns).int()
-    num_bits = columns if form == "packed_rows" else N * columns  # of what begins with a byte of its own
+    num_bits = columns if form == "packed_rows" else N * columns  # of a piece that begins with a byte of its own
     entries = torch.nn.functional.pad(rows, (0, -num_bits % 8)).unflatten(-1, ((num_bits + 7) // 8, 8))
     place_values = 1 << torch.arange(8, device=ancestors.device)
     return (entries * place_values).sum(-1).to(torch.uint8)
 
 
-def _meta(ancestors, lengths, start, form, columns, dtype):
+def _meta(ancestors, form, columns, dtype):
     B, N, _ = ancestors.shape
     if form == "packed":
         return ancestors.new_empty(B, (N * columns + 7) // 8, dtype=torch.uint8)
@@ -104,6 +104,4 @@ def _meta(ancestors, lengths, start, form, columns, dtype):
     return ancestors.new_empty(B, N, columns, dtype=torch.bool if form == "bool" else dtype)
 
 
-_call = define(
-    "tree_mask(Tensor ancestors, Tensor? lengths, Tensor? start, str form, SymInt columns, ScalarType dtype) -> Tensor",
-    oracle=_oracle, meta=_meta)
+_call = define("tree_mask", oracle=_oracle, meta=_meta)

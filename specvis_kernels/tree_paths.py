@@ -2,14 +2,15 @@
 import torch
 from torch import Tensor
 
-from ._dispatch import check_count, check_parents, define
+from ._checks import check_count, check_parents
+from ._define import define
 from .tree_links import _oracle as links_oracle
 
 
 def tree_paths(parents: Tensor, max_depth: int | None = None, *, backend: str | None = None) -> Tensor:
     """List the path from the root to each leaf: `retrieve_indices` of EAGLE, LANTERN and Medusa, in a fixed shape.
 
-    A row is the way to one leaf, the root first. Rows are in lexicographic order of their nodes. That is the order in
+    A row is the path to one leaf, the root first. Rows are in lexicographic order of their nodes. That is the order in
     which `verify_tree` tries siblings. Sibling order is part of a relaxed method: leaf order in place of draft order
     took LANTERN's accepted length from 2.8 to 0.6 in one comparison. A node at max_depth counts as a leaf, and nodes
     below it are left out. Unused and invalid nodes, as `tree_links` finds them, are on no path. `tree_from_paths` is
@@ -40,7 +41,7 @@ def tree_paths(parents: Tensor, max_depth: int | None = None, *, backend: str | 
     return _call(backend, parents, max_depth)
 
 
-def _oracle(parents, max_depth):
+def _oracle(parents: Tensor, max_depth: int):
     B, N = parents.shape
     node = torch.arange(N, device=parents.device)
     ancestors, depth, *_ = links_oracle(parents)
@@ -59,7 +60,7 @@ def _oracle(parents, max_depth):
 
     width = max_depth + 1
     at = row.unsqueeze(2) * width + depth.unsqueeze(1)
-    at = torch.where(is_on_path & is_leaf.unsqueeze(2), at, N * width)  # the last place takes what is no path
+    at = torch.where(is_on_path & is_leaf.unsqueeze(2), at, N * width)  # the last place takes all other nodes
     paths = torch.full((B, N * width + 1), -1, device=parents.device)
     paths.scatter_(1, at.flatten(1), node.expand(B, N, N).flatten(1))
     return paths[:, :-1].view(B, N, width).contiguous()
@@ -70,4 +71,4 @@ def _meta(parents, max_depth):
     return parents.new_empty(B, N, max_depth + 1, dtype=torch.int64)
 
 
-_call = define("tree_paths(Tensor parents, SymInt max_depth) -> Tensor", oracle=_oracle, meta=_meta)
+_call = define("tree_paths", oracle=_oracle, meta=_meta)

@@ -4,7 +4,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INTEGERS, INVALID_TREE, check, check_dims, define, integers, setting
+from ._checks import INTEGERS, check, check_dims, integers, setting
+from ._define import define
+from .status import INVALID_TREE
 from .verify_tree import check_rule, verify_nodes
 
 
@@ -24,15 +26,15 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
                  backend: str | None = None) -> VerifyChainResult:
     """Accept the leading drafts of each request, one guess for each position, and draw the token that follows them.
 
-    It is `verify_tree` on trees in which every node has one child, and decides as it does, bit for bit. But requests
-    may have different numbers of drafts, none among them, and nothing is padded. Request b's drafts are
+    This is `verify_tree` on trees in which every node has one child, with equal decisions, bit for bit. But requests
+    may have different numbers of drafts, also none, and nothing is padded. Request b's drafts are
 
         draft_tokens[cu_num_draft_tokens[b - 1]:cu_num_draft_tokens[b]]        from 0 for b = 0
 
     A request with n drafts has n + 1 rows of target_probs: row i is the target's distribution after the first i of
     them. The rows of all requests follow each other. With `bonus_tokens` the last row of each is left out: the token
     that follows if all drafts are accepted has been drawn from it already. Drafts from cu_num_draft_tokens[B - 1] on,
-    and rows and uniforms behind the last request's, belong to nobody: buffers may be larger than what they hold.
+    and rows and uniforms after the last request's, belong to no request: buffers may be larger than their content.
 
     (vLLM's rejection sampler takes drafts in this form; Leviathan et al., arXiv:2211.17192.)
 
@@ -43,7 +45,7 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         uniforms:             (D + B,) float32         in [0, 1): n + 1 of each request, one request after the other.
                                                        The first draws the next token, the i-th after it decides the
                                                        i-th draft
-        bonus_tokens:         (B,)     int32 or int64  what follows if all drafts are accepted; None: it is drawn
+        bonus_tokens:         (B,)     int32 or int64  the next token if all drafts are accepted; None: it is drawn
         draft_probs:          (D, V)   float32         row d is the distribution that draft d was drawn from; None: each
                                                        draft is a point mass
         neighbors:            (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself
@@ -53,8 +55,8 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         offset:               the token id of code 0; a token outside [offset, offset + C) has no neighbors
         omega:                (B,) float32 or a number >= 0   the factor on the accept test of every draft; None is 1
         residual:             "optimal", "relaxed" or "released"
-        empty:                "target" or "uniform": what takes the place of a residual of which nothing is left
-        greedy:               (B,) bool, or one for all  which requests are greedy; None is none
+        empty:                "target" or "uniform": what takes the place of an empty residual
+        greedy:               (B,) bool, or one for all  which requests are greedy; None: no request
         backend:              None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -65,11 +67,11 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
                                      are not where they can be: cu_num_draft_tokens has fallen, is negative or has gone
                                      beyond D, here or at an earlier request; nothing is accepted, and next_token is 0.
                                      INVALID_ROW, INVALID_DRAFT, INVALID_RULE, EMPTY_RESIDUAL: as in verify_tree. A
-                                     request without drafts needs no rule: its omega is not looked at
+                                     request without drafts needs no rule: its omega is not read
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, V is 0, neighbors come without delta,
-            cutoff, residual or empty is none of its names, or "released" with a single column
+            cutoff, residual or empty is unknown, or "released" with a single column
 
     Example:
         >>> import torch
@@ -78,17 +80,15 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         >>> target_probs = torch.tensor([row, row, row, row])     # of two requests: with two drafts, and with none
         >>> result = verify_chain(target_probs, torch.tensor([0, 1]), torch.tensor([2, 2]),
         ...                       torch.tensor([0.6, 0.4, 0.3, 0.0]))
-        >>> result.num_accepted  # 0.4 is below 1/2, the probability of token 0; 0.3 is not below 1/4, that of token 1
+        >>> result.num_accepted  # token 0: 0.4 is below its probability, 1/2; token 1: 0.3 is not below 1/4
         tensor([1, 0], dtype=torch.int32)
-        >>> result.next_token    # of what is left without token 1 at 0.6; of the row at 0
+        >>> result.next_token    # the residual without token 1, at 0.6; the second row, at 0
         tensor([0, 0])
     """
-    T, V = check_dims("target_probs", target_probs, "TV")
+    T, V = check_dims("target_probs", target_probs, "TV", not_empty="V")
     D, = check_dims("draft_tokens", draft_tokens, "D")
     B, = check_dims("cu_num_draft_tokens", cu_num_draft_tokens, "B")
     check("target_probs", target_probs, torch.float32, T=D + B if bonus_tokens is None else D, V=V)
-    if V < 1:
-        raise ValueError(f"target_probs must have V >= 1, got shape ({T}, {V})")
     check("draft_tokens", draft_tokens, INTEGERS, like=target_probs, D=D)
     check("cu_num_draft_tokens", cu_num_draft_tokens, INTEGERS, like=target_probs, B=B)
     check("uniforms", uniforms, torch.float32, like=target_probs, **{"D + B": D + B})
@@ -102,13 +102,13 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         omega = setting("omega", omega, torch.float32, target_probs, at_least=0, B=B)
     if greedy is not None:
         greedy = setting("greedy", greedy, torch.bool, target_probs, B=B)
-    tensors = (target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs, neighbors, delta,
-               omega, greedy)
-    return _call(backend, *[None if t is None else t.contiguous() for t in tensors], cutoff, offset, residual, empty)
+    return _call(backend, target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs,
+                 neighbors, delta, omega, greedy, cutoff, offset, residual, empty)
 
 
-def _oracle(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs, neighbors, delta,
-            omega, greedy, cutoff, offset, residual, empty):
+def _oracle(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, uniforms: Tensor,
+            bonus_tokens: Tensor | None, draft_probs: Tensor | None, neighbors: Tensor | None, delta: Tensor | None,
+            omega: Tensor | None, greedy: Tensor | None, cutoff: str, offset: int, residual: str, empty: str):
     """A draft is tried against a row of its own. So each of the R rows is a tree of two nodes, a root and its draft."""
     (_, V), D, B = target_probs.shape, len(draft_tokens), len(cu_num_draft_tokens)
     R, device = D + B, target_probs.device
@@ -125,7 +125,7 @@ def _oracle(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tok
     has_draft = (row >= begin[request]) & (row < begin[request] + num_drafts[request])
     draft = (row - request).clamp(0, max(D - 1, 0))
 
-    # A row that all requests may read stands behind the others: token 0 is certain.
+    # The row after all others, which every request may read, makes token 0 certain.
     certain = (torch.arange(V, device=device) == 0).float().unsqueeze(0)
     rows = torch.cat([target_probs, certain])
     root = row if bonus_tokens is None else torch.where(has_draft, draft, len(rows) - 1)
@@ -143,7 +143,7 @@ def _oracle(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tok
         None if omega is None else torch.where(has_draft, omega[request], 1.0).unsqueeze(1), of_row(greedy), cutoff,
         offset, residual, empty, 1)
 
-    # The first row from a request's own on whose draft is not accepted: at the latest the one behind its drafts.
+    # A request's first row whose draft is not accepted: at the latest the row after its drafts.
     last = torch.where(is_accepted == 1, R - 1, row).flip(0).cummin(0).values.flip(0)[begin.clamp(max=R - 1)]
     is_visited = (row >= begin.unsqueeze(1)) & (row <= last.unsqueeze(1))
     num_accepted, next_token, status = last - begin, next_token[last], status[last]
@@ -154,16 +154,10 @@ def _oracle(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tok
             torch.where(is_in_place, tv_excess, 0.0), torch.where(is_in_place, status, INVALID_TREE).int())
 
 
-def _meta(target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs, neighbors, delta,
-          omega, greedy, cutoff, offset, residual, empty):
+def _meta(target_probs, cu_num_draft_tokens):
     B = len(cu_num_draft_tokens)
     return (target_probs.new_empty(B, dtype=torch.int32), target_probs.new_empty(B, dtype=torch.int64),
             target_probs.new_empty(B), target_probs.new_empty(B, dtype=torch.int32))
 
 
-_call = define(
-    "verify_chain(Tensor target_probs, Tensor draft_tokens, Tensor cu_num_draft_tokens, Tensor uniforms,"
-    " Tensor? bonus_tokens, Tensor? draft_probs, Tensor? neighbors, Tensor? delta, Tensor? omega, Tensor? greedy,"
-    " str cutoff, SymInt offset, str residual, str empty)"
-    " -> (Tensor num_accepted, Tensor next_token, Tensor tv_excess, Tensor status)",
-    oracle=_oracle, meta=_meta, result=VerifyChainResult, batch=None)
+_call = define("verify_chain", oracle=_oracle, meta=_meta, result=VerifyChainResult, batch=None)

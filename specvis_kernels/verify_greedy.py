@@ -4,7 +4,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_TREE, check_dims, check_tree, define, integers
+from ._checks import check_dims, check_tree, integers
+from ._define import define
+from .status import INVALID_TREE
 
 
 class VerifyGreedyResult(NamedTuple):
@@ -20,15 +22,15 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
     """Accept the path of each request's tree on which every token is the target's own.
 
     Verification starts at the root. At each node it goes on at the first child, in sibling order, whose token equals
-    the node's target token. Where no child does, and at max_depth, the node's target token follows as the next token.
+    the node's target token. Without such a child, and at max_depth, the node's target token is the next token.
 
     If the target tokens are the target's argmaxes, this is greedy decoding. If they are the draws of `draw_tokens` at
-    each node's position, the tokens are those that decoding one by one draws with the same seeds, whatever the tree:
-    nothing is lost, and verification needs neither probabilities nor uniforms.
+    each node's position, the tokens are the ones that decoding one by one draws with the same seeds, whatever the
+    tree. Verification needs neither probabilities nor uniforms.
 
     Args:
         target_tokens:  (B, N) int32 or int64   the target's token after each node; node 0 is the root
-        tokens:         (B, N) int32 or int64   the token at each node; the root's is not looked at
+        tokens:         (B, N) int32 or int64   the token at each node; the root's is not read
         first_child:    (B, N) or (1, N) int32 or int64   each node's first child, a later node, or -1
         next_sibling:   (B, N) or (1, N) int32 or int64   the child of the same parent tried next, a later node, or -1
         max_depth:      P, the most nodes that can be accepted; None: N - 1
@@ -54,14 +56,12 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
         >>> result.accepted_nodes, result.next_token
         (tensor([[2, 3]], dtype=torch.int32), tensor([7]))
     """
-    B, N = check_dims("target_tokens", target_tokens, "BN")
+    B, N = check_dims("target_tokens", target_tokens, "BN", not_empty="N")
     target_tokens = integers("target_tokens", target_tokens, torch.int64, B=B, N=N)
-    if N < 1:
-        raise ValueError(f"target_tokens must have N >= 1, got shape ({B}, {N})")
     return _call(backend, target_tokens, *check_tree(tokens, first_child, next_sibling, max_depth, target_tokens))
 
 
-def _oracle(target_tokens, tokens, first_child, next_sibling, max_depth):
+def _oracle(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor, max_depth: int):
     B, N = tokens.shape
     node = torch.zeros(B, dtype=torch.int64, device=tokens.device)
     num_accepted, status = torch.zeros_like(node), torch.zeros_like(node)
@@ -73,7 +73,7 @@ def _oracle(target_tokens, tokens, first_child, next_sibling, max_depth):
     for _ in range(max_depth):
         wanted, child, previous = at(target_tokens, node), at(first_child, node), node
         found, is_searching = torch.full_like(node, -1), is_open
-        for _ in range(N):  # a node has fewer children: the last turn only looks at a link
+        for _ in range(N):  # a node has fewer children than N: the last turn only reads a link
             is_bad = is_searching & (child != -1) & ((child <= previous) | (child >= N))
             status = torch.where(is_bad, INVALID_TREE, status)
             is_searching = is_searching & (child != -1) & ~is_bad
@@ -91,13 +91,10 @@ def _oracle(target_tokens, tokens, first_child, next_sibling, max_depth):
     return accepted_nodes, num_accepted.int(), at(target_tokens, node), status.int()
 
 
-def _meta(target_tokens, tokens, first_child, next_sibling, max_depth):
+def _meta(tokens, first_child, max_depth):
     B = tokens.shape[0]
     return (first_child.new_empty((B, max_depth)), first_child.new_empty(B), tokens.new_empty(B),
             first_child.new_empty(B))
 
 
-_call = define(
-    "verify_greedy(Tensor target_tokens, Tensor tokens, Tensor first_child, Tensor next_sibling, SymInt max_depth)"
-    " -> (Tensor accepted_nodes, Tensor num_accepted, Tensor next_token, Tensor status)",
-    oracle=_oracle, meta=_meta, result=VerifyGreedyResult)
+_call = define("verify_greedy", oracle=_oracle, meta=_meta, result=VerifyGreedyResult)

@@ -1,14 +1,15 @@
-"""verify_logits: verify_tree, or verification by equality, from a model's logits; only the rows on the way are read."""
+"""verify_logits: verify_tree, or verification by equality, from a model's logits; it reads only rows on the path."""
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_ROW, check, check_together, check_tree, define, integers
+from ._checks import check, check_together, check_tree, integers
+from ._define import define
 from ._filters import check_filters, check_logits, check_settings, range_of_nodes
 from .draw_tokens import _oracle as draw_tokens_oracle
 from .guided_probs import _oracle as guided_probs_oracle
+from .status import INVALID_ROW
 from .verify_greedy import _oracle as verify_greedy_oracle
-from .verify_tree import VerifyResult, check_rule
-from .verify_tree import _oracle as verify_tree_oracle
+from .verify_tree import VerifyResult, check_rule, verify_rows
 
 
 def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
@@ -23,27 +24,27 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
     """Accept drafted tokens along one path of each request's tree, straight from the logits of the tree's nodes.
 
     With `uniforms` this is `guided_probs` of all rows, and then `verify_tree` on them with greedy = (temperature is
-    0): the same decisions and the same results, bit for bit. But a row is read only if verification comes to its node:
-    num_accepted + 1 rows of N, unless the request is greedy. What the other rows hold does not matter.
+    0), bit for bit. But a row is read only if verification reaches its node: num_accepted + 1 rows of N, unless the
+    request is greedy. The content of the other rows does not matter.
 
-    One rule is added, for rows with a range of ids. A token outside of the range of its parent node keeps no neighbors:
-    it has no relaxed mass, and is never accepted. So where a range forces a token, no other one can take its place.
+    One rule is added, for rows with a range of ids. A token outside the range of its parent node keeps no neighbors:
+    it has no relaxed mass, and is never accepted. So where a range forces a token, no other token can take its place.
 
     With `seeds` it is verification by equality: `draw_tokens` of all rows at their positions, and then
     `verify_greedy` with the tokens drawn. Verification goes from a node on to the first child whose token equals the
-    node's own draw. Where there is none, and at max_depth, the draw is the next token. So the tokens are those that
+    node's own draw. Without such a child, and at max_depth, the draw is the next token. So the tokens are the ones that
     decoding one by one draws with the same seeds, whatever the tree. An invalid row ends the path.
 
-    (LANTERN, arXiv:2410.03355, whose released code filters rows as it comes to them too; COOL-SD, arXiv:2601.09212;
+    (LANTERN, arXiv:2410.03355, whose released code also filters rows as it reaches them; COOL-SD, arXiv:2601.09212;
     the Gumbel-max trick: Maddison, Tarlow and Minka, arXiv:1411.0030.)
 
     Args:
         logits:        (B, N, V) float32, float16 or bfloat16   after each node; node 0 is the root
         uncond:        (B, N, V) the same dtype                 without the condition; None: no guidance
-        tokens:        (B, N) int32 or int64    the token at each node, in [0, V); the root's is not looked at
+        tokens:        (B, N) int32 or int64    the token at each node, in [0, V); the root's is not read
         first_child:   (B, N) or (1, N) int32 or int64   each node's first child, a later node; negative: none
         next_sibling:  (B, N) or (1, N) int32 or int64   the child of the same parent tried next, a later node;
-                                                         negative: none. With seeds, of both, -1: none
+                                                         negative: none. With seeds, -1: none, in both
         uniforms:      (B, N)    float32        in [0, 1): column n > 0 decides node n, column 0 the next token. None
                                                 with `seeds`
         guidance:      (B,) float32 or a number   s, the guidance scale; None, or the number 1, without `uncond`
@@ -51,8 +52,8 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         top_k:         (B,) int32 or int64, or a number   off if <= 0 or at least the number of ids
         top_p:         (B,) float32 or a number in [0, 1]   off if <= 0 or >= 1
         max_depth:     P, the most nodes that can be accepted; None: N - 1
-        id_range:      two integers first, last: the ids [first, last) of every row; or (B, N, 2) int32 or int64, those
-                       of each row: [x, x + 1) forces token x. None: all ids
+        id_range:      two integers first, last: the ids [first, last) of every row; or (B, N, 2) int32 or int64, the
+                       ids of each row: [x, x + 1) forces token x. None: all ids
         filters:       "k_then_p" or "p_then_k", the order of top-k and top-p
         draft_probs:   (B, M, V) float32        rows from which children were drawn without replacement
         draft_row:     (B, N) or (1, N) int32 or int64   the row that node n's children were drawn from; if negative,
@@ -63,8 +64,8 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
         omega:         (B, P) float32 or a number >= 0   the factor on the accept test at depths 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
-        empty:         "target" or "uniform": what takes the place of a residual of which nothing is left. "uniform" is
-                       over the whole vocabulary, whatever the filters and ranges leave
+        empty:         "target" or "uniform": what takes the place of an empty residual. "uniform" is over the whole
+                       vocabulary, whatever the filters and ranges leave
         seeds:         (B,) int32 or int64      verification by equality: one for each request. Then uniforms,
                                                 draft_probs, neighbors, delta and omega are None
         positions:     (B, N) int32 or int64    of the token that each row predicts; the low 32 bits count. With seeds
@@ -75,16 +76,16 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         num_accepted:    (B,)   int32    how many there are
         next_token:      (B,)   int64    the token that follows them, in [0, V)
         tv_excess:       (B,)   float32  the added total variation, estimated, as in verify_tree; 0 with seeds
-        status:          (B,)   int32    INVALID_ROW: guided_probs calls the row at the end of the path invalid;
+        status:          (B,)   int32    INVALID_ROW: the row at the end of the path is invalid, as in guided_probs;
                                          next_token is 0.
                                          INVALID_DRAFT, INVALID_TREE, INVALID_RULE, EMPTY_RESIDUAL: as in verify_tree;
-                                         with seeds, INVALID_TREE as in verify_greedy and none of the others
+                                         with seeds, INVALID_TREE as in verify_greedy and no other bit
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, N is 0, V is 0 or above 2**19, M is 0, id_range is
-            two integers but not 0 <= first < last <= V, filters, cutoff or residual is none of its names, draft_probs
+            two integers but not 0 <= first < last <= V, filters, cutoff or residual is unknown, draft_probs
             comes without draft_row or neighbors without delta, "released" with a single column, neither uniforms nor
-            seeds are given, or seeds come without positions or with what has no part in equality
+            seeds are given, or seeds come without positions or with an argument that equality does not use
 
     Example:
         >>> import torch
@@ -97,10 +98,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         >>> result.accepted_nodes, result.next_token  # as verify_tree decides on these probabilities
         (tensor([[2]], dtype=torch.int32), tensor([3]))
     """
-    logits, uncond = check_logits(logits, uncond)
-    B, N, V = logits.shape
-    if N < 1:
-        raise ValueError(f"logits must have N >= 1, got shape ({B}, {N}, {V})")
+    B, N, V = check_logits(logits, uncond)
     *tree, max_depth = check_tree(tokens, first_child, next_sibling, max_depth, logits)
     settings = check_settings(guidance, temperature, top_k, top_p, logits, uncond)
     ids = check_filters(id_range, filters, like=logits)
@@ -119,21 +117,21 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
                                  f"target's own draw, and {name} plays no part in that")
         seeds = integers("seeds", seeds, torch.int64, logits, B=B)
         positions = integers("positions", positions, torch.int64, logits, B=B, N=N)
-    uniforms, *rule = [None if t is None else t.contiguous() for t in (
-        uniforms, draft_probs, draft_row, neighbors, delta, omega, seeds, positions)]
     id_range, first_id, last_id = ids
-    return _call(backend, logits, uncond, *tree, uniforms, *settings, id_range, *rule, first_id, last_id, filters,
-                 cutoff, offset, residual, empty, max_depth)
+    return _call(backend, logits, uncond, *tree, uniforms, *settings, id_range, draft_probs, draft_row, neighbors,
+                 delta, omega, seeds, positions, first_id, last_id, filters, cutoff, offset, residual, empty, max_depth)
 
 
-def _oracle(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, id_range,
-            draft_probs, draft_row, neighbors, delta, omega, seeds, positions, first_id, last_id, filters, cutoff,
-            offset, residual, empty, max_depth):
+def _oracle(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
+            uniforms: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
+            id_range: Tensor | None, draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None,
+            delta: Tensor | None, omega: Tensor | None, seeds: Tensor | None, positions: Tensor | None, first_id: int,
+            last_id: int, filters: str, cutoff: str, offset: int, residual: str, empty: str, max_depth: int):
     settings = (guidance, temperature, top_k, top_p)
     ids = (id_range, first_id, last_id, filters)
     if seeds is None:
         target_probs, _ = guided_probs_oracle(logits, uncond, *settings, *ids)
-        return verify_tree_oracle(
+        return verify_rows(
             target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega,
             temperature == 0, cutoff, offset, residual, empty, max_depth,
             id_range=range_of_nodes(id_range, first_id, last_id, like=logits))
@@ -149,19 +147,10 @@ def _oracle(logits, uncond, tokens, first_child, next_sibling, uniforms, guidanc
     return accepted_nodes, num_accepted, next_token, torch.zeros_like(guidance), status.int()
 
 
-def _meta(logits, uncond, tokens, first_child, next_sibling, uniforms, guidance, temperature, top_k, top_p, id_range,
-          draft_probs, draft_row, neighbors, delta, omega, seeds, positions, first_id, last_id, filters, cutoff, offset,
-          residual, empty, max_depth):
+def _meta(logits, tokens, guidance, max_depth):
     B = logits.shape[0]
     return (tokens.new_empty(B, max_depth, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32),
             tokens.new_empty(B), guidance.new_empty(B), tokens.new_empty(B, dtype=torch.int32))
 
 
-_call = define(
-    "verify_logits(Tensor logits, Tensor? uncond, Tensor tokens, Tensor first_child, Tensor next_sibling,"
-    " Tensor? uniforms, Tensor guidance, Tensor temperature, Tensor top_k, Tensor top_p, Tensor? id_range,"
-    " Tensor? draft_probs, Tensor? draft_row, Tensor? neighbors, Tensor? delta, Tensor? omega, Tensor? seeds,"
-    " Tensor? positions, SymInt first_id, SymInt last_id, str filters, str cutoff, SymInt offset, str residual,"
-    " str empty, SymInt max_depth)"
-    " -> (Tensor accepted_nodes, Tensor num_accepted, Tensor next_token, Tensor tv_excess, Tensor status)",
-    oracle=_oracle, meta=_meta, result=VerifyResult)
+_call = define("verify_logits", oracle=_oracle, meta=_meta, result=VerifyResult)

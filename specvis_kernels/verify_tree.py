@@ -4,23 +4,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._candidate import EMPTY, RESIDUALS, Candidate, is_undefined, kept_neighbors, residual_mass
-from ._dispatch import (
-    EMPTY_RESIDUAL,
-    INVALID_DRAFT,
-    INVALID_ROW,
-    INVALID_RULE,
-    INVALID_TREE,
-    check,
-    check_dims,
-    check_together,
-    check_tree,
-    define,
-    integers,
-    setting,
-)
+from ._candidate import EMPTY, Candidate, check_relaxation, is_undefined, kept_neighbors, residual_mass
+from ._checks import check, check_dims, check_together, check_tree, integers, setting
+from ._define import define
 from ._numbers import draw, to_fixed_point, uniform_mass
-from .neighborhood_sum import check_neighbors, neighbor_prefix
+from .neighborhood_sum import neighbor_prefix
+from .status import EMPTY_RESIDUAL, INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE
 
 
 class VerifyResult(NamedTuple):
@@ -42,10 +31,10 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
     Verification starts at the root. At each node, R starts as the node's row of target_probs, and the children are
     tried in sibling order. Take a child at depth d with token x and uniform u. Q is the distribution that proposed
     x: all mass on x (a point mass), or the draft row without the tokens of earlier siblings, normalized. The
-    relaxed mass of x is R(x), plus R of the neighbors that the cutoff keeps (see neighborhood_sum). The child is
+    relaxed mass of x is R(x) plus the R of the neighbors that the cutoff keeps (see neighborhood_sum). The child is
     accepted if
 
-        u * Q(x) < omega[d] * relaxed mass
+        u * Q(x) < omega[d] * relaxed mass   and   relaxed mass > 0
 
     and verification goes on at this child. Otherwise the child is rejected, and R becomes the residual, normalized:
 
@@ -57,29 +46,30 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
                   them. If Q is a draft row, Q is set to 0 on them, so that R loses nothing there. The cutoff does
                   not look at the last column of the table; it is there for this rule alone
 
-    The next sibling is tried against this R. If nothing is left of R (EMPTY_RESIDUAL), the node's row of target_probs
-    takes its place; with empty="uniform" the uniform distribution over the whole vocabulary does, as in LANTERN's
-    released code. If no child is accepted, the next token is drawn from R. At a leaf and at max_depth it is drawn from
+    The next sibling is tried against this R. If R is empty (EMPTY_RESIDUAL), the node's row of target_probs takes
+    its place; with empty="uniform" the uniform distribution over the whole vocabulary does, as in LANTERN's released
+    code. If no child is accepted, the next token is drawn from R. At a leaf and at max_depth it is drawn from
     the node's row.
 
     docs/verification.md states this rule as Python that can be run. It also says which options keep the target's
     distribution: for instance omega at most 1 with no neighbors and the optimal residual.
 
-    A greedy request looks at no draft row, uniform or omega. Each child is verified by itself: it is accepted if its
+    A greedy request uses no draft row, uniform or omega. Each child is verified by itself: it is accepted if its
     token is the argmax of its parent's row, after the token's entry has been raised to the relaxed mass. The lowest
-    id wins a tie. The deepest path on which every node is accepted is taken, down to max_depth; of several, the one
-    whose end has the lowest node number. The argmax of the row at its end follows.
+    id wins a tie. The deepest path on which every node is accepted is taken, down to max_depth; of equally deep ones,
+    the path whose end has the lowest node number. The argmax of the row at its end is the next token.
 
-    A child with a draft row must have been *sampled* from it: for one that was chosen, such as the likeliest, the
-    output would be biased. As a point mass any child is right, however it came about; but of sampled children fewer
-    are then accepted. Sibling order is part of a relaxed method: leaf order in place of draft order took LANTERN's
-    accepted length from 2.8 to 0.6 in one comparison.
+    A child with a draft row must have been *sampled* from it: a child that was chosen, such as the likeliest, would
+    bias the output. Any child may be a point mass, but then fewer of the sampled children are accepted.
+
+    Sibling order is part of a relaxed method: leaf order in place of draft order took LANTERN's accepted length from
+    2.8 to 0.6 in one comparison.
 
     A neighbor that is listed twice counts twice, and its mass is moved once. But no kept neighbor makes the relaxed
-    mass larger than the whole of R: the first that would ends the list. (Of distinct ids none can.)
+    mass larger than the whole of R: the first one that would ends the list. (Distinct ids cannot.)
 
     Probabilities are in fixed point, floor(p * 2**42), and each side of a comparison is one product in float64. So
-    all backends decide alike. A row of another sum than 1 is renormalized: only the ratios of its entries count. A
+    all backends decide alike. A row whose sum is not 1 is renormalized: only the ratios of its entries count. A
     sibling is skipped if its draft row has no mass left without the earlier siblings. A node whose draft row is
     invalid counts as a leaf.
 
@@ -90,9 +80,9 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         target_probs:  (B, N, V) float32       the target's distribution after each node; node 0 is the root.
                                                Probabilities, from guided_probs for instance; verify_logits takes
                                                logits
-        tokens:        (B, N) int32 or int64   the token at each node, in [0, V); the root's is not looked at
-        first_child:   (B, N) or (1, N) int32 or int64   each node's first child, a later node; negative: none. From
-                                                         tree_links, as the next
+        tokens:        (B, N) int32 or int64   the token at each node, in [0, V); the root's is not read
+        first_child:   (B, N) or (1, N) int32 or int64   each node's first child, a later node; negative: no
+                                                         child. tree_links gives this and the next
         next_sibling:  (B, N) or (1, N) int32 or int64   the child of the same parent tried next, a later node;
                                                          negative: none
         uniforms:      (B, N)    float32       in [0, 1): column n > 0 decides node n, column 0 the next token
@@ -106,26 +96,26 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
         omega:         (B, P) float32 or a number >= 0   the factor on the accept test at depths 1..P; None is 1
         residual:      "optimal", "relaxed" or "released"
-        empty:         "target" or "uniform": what takes the place of an R of which nothing is left
-        greedy:        (B,) bool or one bool   which requests are greedy; None is none
+        empty:         "target" or "uniform": what takes the place of an empty R
+        greedy:        (B,) bool or one bool   which requests are greedy; None: no request
         backend:       None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
         accepted_nodes:  (B, P) int32    the accepted nodes from the root down, without the root; -1 pads
         num_accepted:    (B,)   int32    how many there are
         next_token:      (B,)   int64    the token that follows them, in [0, V)
-        tv_excess:       (B,)   float32  the added total variation, estimated: a sum over the children that were
-                                         tried. For each it takes how much the accept probability exceeds the one
-                                         with omega 1 and no neighbors (0 if it does not), times the probability
-                                         that all earlier siblings are rejected. For a greedy request: how many
-                                         accepted tokens are not the argmax of their parent's row
-        status:          (B,)   int32    EMPTY_RESIDUAL: nothing was left of R after a rejection.
+        tv_excess:       (B,)   float32  the added total variation, estimated; 0 for lossless rules. It is a sum
+                                         over the children that were tried: how much the accept probability
+                                         exceeds the one with omega 1 and no neighbors (0 if it does not), times the
+                                         probability that all earlier siblings are rejected. For a greedy request:
+                                         how many accepted tokens are not the argmax of their parent's row
+        status:          (B,)   int32    EMPTY_RESIDUAL: R was empty after a rejection.
                                          INVALID_ROW: the target's row at the end of the path has an entry that is
                                          NaN, negative or above 2, or is 0 in fixed point; next_token is 0.
-                                         INVALID_DRAFT: the draft row of a node with children has or is; the node
-                                         counts as a leaf.
-                                         INVALID_TREE: a link to no later node, or a token outside [0, V); the
-                                         siblings end there. Or a draft row >= M; the node counts as a leaf.
+                                         INVALID_DRAFT: the same errors, in the draft row of a node with children; the
+                                         node counts as a leaf.
+                                         INVALID_TREE: a link that leads to no later node, or a token outside [0, V);
+                                         the siblings end there. Or a draft row >= M; the node counts as a leaf.
                                          INVALID_RULE: an omega is negative or NaN, or is below 1 with neighbors and
                                          the optimal residual; nothing is accepted, and next_token is drawn at
                                          the root
@@ -147,18 +137,14 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         >>> result.next_token      # after node 2, from its row at u = 0.9
         tensor([3])
     """
-    B, N, V = check_dims("target_probs", target_probs, "BNV")
-    check("target_probs", target_probs, torch.float32, B=B, N=N, V=V)
-    if N < 1 or V < 1:
-        raise ValueError(f"target_probs must have N >= 1 and V >= 1, got shape ({B}, {N}, {V})")
+    B, N, V = check_dims("target_probs", target_probs, "BNV", torch.float32, not_empty="NV")
     *tree, max_depth = check_tree(tokens, first_child, next_sibling, max_depth, target_probs)
     check("uniforms", uniforms, torch.float32, like=target_probs, B=B, N=N)
     draft_row, delta, omega, offset = check_rule(draft_probs, draft_row, neighbors, delta, cutoff, offset, omega,
                                                  residual, empty, max_depth, target_probs)
     if greedy is not None:
         greedy = setting("greedy", greedy, torch.bool, target_probs, B=B)
-    tensors = (target_probs, *tree, uniforms, draft_probs, draft_row, neighbors, delta, omega, greedy)
-    return _call(backend, *[None if t is None else t.contiguous() for t in tensors],
+    return _call(backend, target_probs, *tree, uniforms, draft_probs, draft_row, neighbors, delta, omega, greedy,
                  cutoff, offset, residual, empty, max_depth)
 
 
@@ -173,28 +159,29 @@ def check_rule(draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: 
     B, N, V = like.shape
     check_together(draft_probs=draft_probs, draft_row=draft_row)
     if draft_probs is not None:
-        M = check_dims("draft_probs", draft_probs, "BMV")[1]
+        M = check_dims("draft_probs", draft_probs, "BMV", not_empty="M")[1]
         check("draft_probs", draft_probs, torch.float32, like=like, B=B, M=M, V=V)
         draft_row = integers("draft_row", draft_row, torch.int32, like, may_be_one=True, B=B, N=N)
-        if M < 1:
-            raise ValueError(f"draft_probs must have M >= 1, got shape ({B}, {M}, {V})")
-    if residual not in RESIDUALS:
-        raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
     if empty not in EMPTY:
         raise ValueError(f"empty must be one of {', '.join(EMPTY)}, got {empty!r}")
-    check_together(neighbors=neighbors, delta=delta)
-    offset = check_neighbors(neighbors, cutoff, offset, V, like=like)
-    if neighbors is not None and residual == "released" and neighbors.shape[1] < 2:
-        raise ValueError("neighbors must have at least two columns under 'released', got one")
+    offset = check_relaxation(neighbors, delta, cutoff, offset, residual, like)
     return (draft_row,
             None if delta is None else setting("delta", delta, torch.float32, like, at_least=0, B=B),
             None if omega is None else setting("omega", omega, torch.float32, like, at_least=0, B=B, P=max_depth),
             offset)
 
 
-def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-            omega, greedy, cutoff, offset, residual, empty, max_depth, id_range=None):
-    """With id_range (B, N, 2) a token outside of its parent's range keeps no neighbors: see verify_logits."""
+def _oracle(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibling: Tensor, uniforms: Tensor,
+            draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None, delta: Tensor | None,
+            omega: Tensor | None, greedy: Tensor | None, cutoff: str, offset: int, residual: str, empty: str,
+            max_depth: int):
+    return verify_rows(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
+                       delta, omega, greedy, cutoff, offset, residual, empty, max_depth)
+
+
+def verify_rows(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
+                omega, greedy, cutoff, offset, residual, empty, max_depth, id_range=None):
+    """With id_range (B, N, 2) a token outside its parent's range keeps no neighbors: see verify_logits."""
     batch, M = torch.arange(len(tokens), device=tokens.device), 0 if draft_probs is None else draft_probs.shape[1]
     return verify_nodes(lambda node: target_probs[batch, node], target_probs.shape[2], tokens, first_child,
                         next_sibling, uniforms, lambda row: draft_probs[batch, row], M, draft_row, neighbors, delta,
@@ -203,7 +190,7 @@ def _oracle(target_probs, tokens, first_child, next_sibling, uniforms, draft_pro
 
 def verify_nodes(target_row, V, tokens, first_child, next_sibling, uniforms, draft_row_at, num_draft_rows, draft_row,
                  neighbors, delta, omega, greedy, cutoff, offset, residual, empty, max_depth, id_range=None):
-    """The oracle, wherever the rows are: target_row(node) and draft_row_at(row) map (B,) int64 to (B, V)."""
+    """Verify with rows from anywhere: target_row(node) and draft_row_at(row) map (B,) int64 to (B, V)."""
     result = _verify_sampled(target_row, V, tokens, first_child, next_sibling, uniforms, draft_row_at, num_draft_rows,
                              draft_row, neighbors, delta, omega, cutoff, offset, residual, empty, max_depth, id_range)
     if greedy is not None:
@@ -224,7 +211,7 @@ def _is_inside(token, id_range):
 
 
 class _Node(NamedTuple):
-    """Where each request stands: its node, what is left of the target there, and which child is tried next."""
+    """The state of each request: its node, the rest of the target there, and the child that is tried next."""
     mass: Tensor         # (B, V) int64    R in fixed point
     total: Tensor        # (B,)   int64    its sum
     is_valid: Tensor     # (B,)   bool     of the node's row of target_probs
@@ -235,7 +222,7 @@ class _Node(NamedTuple):
     draft_total: Tensor  # (B,)   int64    its sum
     is_sampled: Tensor   # (B,)   bool     whether children come from the draft row; else they are point masses
     reach_prob: Tensor   # (B,)   float64  the probability that all earlier siblings are rejected
-    status: Tensor       # (B,)   int64    what was found on entering
+    status: Tensor       # (B,)   int64    the bits that were found on entering
 
 
 def _verify_sampled(target_row, V, tokens, first_child, next_sibling, uniforms, draft_row_at, num_draft_rows,
@@ -254,7 +241,7 @@ def _verify_sampled(target_row, V, tokens, first_child, next_sibling, uniforms, 
     status = status | torch.where(has_no_rule, INVALID_RULE, 0)
 
     def enter(node, num_accepted):
-        """Where requests stand on entering `node`, before its first child."""
+        """The state of requests on entering `node`, before its first child."""
         mass, total, is_valid = to_fixed_point(target_row(node))
         status = torch.where(is_valid, 0, INVALID_ROW)
         child = first_child[batch, node].long()
@@ -296,7 +283,7 @@ def _verify_sampled(target_row, V, tokens, first_child, next_sibling, uniforms, 
         tv_excess = torch.where(is_tried, tv_excess + added, tv_excess)
         reach_prob = torch.where(is_tried, at.reach_prob * (1 - accept_prob), at.reach_prob)
 
-        # Rejected: the residual takes R's place, or what `empty` says does where nothing is left of it.
+        # Rejected: the residual takes R's place. If it is empty, `empty` says what does.
         is_rejected = is_tried & ~is_accepted
         mass = residual_mass(residual, at.mass, at.draft_mass, candidate, num_kept, ids)
         is_empty = is_rejected & (mass.sum(1) == 0)
@@ -340,7 +327,7 @@ def _verify_greedy(target_row, V, tokens, first_child, next_sibling, neighbors, 
     for n in range(N):
         mass, total, row_is_valid = to_fixed_point(target_row(torch.full_like(status, n)))
         max_mass, argmax = mass.max(1, keepdim=True)
-        relaxed_mass = mass.gather(1, tokens)  # (B, N): of every token, were it node n's child
+        relaxed_mass = mass.gather(1, tokens)  # (B, N): of every token, as if it were node n's child
         if neighbors is not None:
             num_considered = neighbors.shape[1] - (residual == "released")
             neighbor_mass = neighbor_prefix(
@@ -368,7 +355,7 @@ def _verify_greedy(target_row, V, tokens, first_child, next_sibling, neighbors, 
                 1, index, torch.where(is_accepted, count, num_non_argmax.gather(1, index)))
             previous, child = child, next_sibling.gather(1, index).squeeze(1).long()
 
-    num_accepted, node = depth.max(1)  # of several the first
+    num_accepted, node = depth.max(1)  # the first of equally deep ones
     tv_excess = num_non_argmax.gather(1, node.unsqueeze(1)).squeeze(1)
     mass, _, is_valid = to_fixed_point(target_row(node))
     status = status | torch.where(is_valid, 0, INVALID_ROW)
@@ -381,16 +368,10 @@ def _verify_greedy(target_row, V, tokens, first_child, next_sibling, neighbors, 
     return accepted_nodes[:, 1:], num_accepted, next_token, tv_excess.double(), status
 
 
-def _meta(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-          omega, greedy, cutoff, offset, residual, empty, max_depth):
+def _meta(target_probs, tokens, max_depth):
     B = target_probs.shape[0]
     return (tokens.new_empty(B, max_depth, dtype=torch.int32), tokens.new_empty(B, dtype=torch.int32),
             tokens.new_empty(B), target_probs.new_empty(B), tokens.new_empty(B, dtype=torch.int32))
 
 
-_call = define(
-    "verify_tree(Tensor target_probs, Tensor tokens, Tensor first_child, Tensor next_sibling,"
-    " Tensor uniforms, Tensor? draft_probs, Tensor? draft_row, Tensor? neighbors, Tensor? delta,"
-    " Tensor? omega, Tensor? greedy, str cutoff, SymInt offset, str residual, str empty, SymInt max_depth)"
-    " -> (Tensor accepted_nodes, Tensor num_accepted, Tensor next_token, Tensor tv_excess, Tensor status)",
-    oracle=_oracle, meta=_meta, result=VerifyResult)
+_call = define("verify_tree", oracle=_oracle, meta=_meta, result=VerifyResult)

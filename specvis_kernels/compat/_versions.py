@@ -1,4 +1,4 @@
-"""Which versions of other decoders the modules here are tested with, and what the error says in another version."""
+"""The versions of other decoders with which the modules here are tested, and the error for another version."""
 import functools
 import re
 import sys
@@ -28,14 +28,14 @@ def versions(decoder: str) -> str:
 
 
 def called_by(decoder: str):
-    """For functions that `decoder` calls: a call with arguments that they do not have names both versions."""
+    """For functions that `decoder` calls: the error of a call with unknown arguments names both versions."""
     def decorate(function):
         @functools.wraps(function)
         def call(*args, **kwargs):
             try:
                 return function(*args, **kwargs)
             except TypeError as error:
-                if error.__traceback__.tb_next is not None:  # raised inside of the function
+                if error.__traceback__.tb_next is not None:  # raised inside the function
                     raise
                 raise TypeError(f"{error} ({versions(decoder)})") from None
         return call

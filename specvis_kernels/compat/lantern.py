@@ -5,8 +5,8 @@
     lantern.patch(EaModel)
 
 The rule is the release's, for dynamic trees and static ones (LANTERN++), sampled and greedy. Shapes below: L paths
-(rows of retrieve_indices) of D columns, N nodes, V tokens, C codes. What has a name of the release keeps it, and takes
-and returns what it does there.
+(rows of retrieve_indices) of D columns, N nodes, V tokens, C codes. Functions with a name
+of the release keep its arguments and results.
 """
 import sys
 from collections.abc import Callable
@@ -15,24 +15,15 @@ from functools import partial, partialmethod
 import torch
 from torch import Tensor
 
-from .eagle import (
-    GREEDY,
-    TOPK,
-    TreeLogits,
-    _check_generator,
-    commit,
-    grow_tree,
-    replace,
-    settings_of,
-    static_tree,
-    verify,
-)
+from ._posterior import TreeLogits, check_generator, verify
+from ._settings import GREEDY, settings_of
+from .eagle import TOPK, commit, grow_tree, replace, static_tree
 from .eagle import generate_tree_buffers as tree_shape
 
 
 def patch(EaModel: type, *, residual: str = "released", empty: str = "uniform",
           generator: str = "torch") -> Callable[[], None]:
-    """Replace the functions of LANTERN's loop by those of this file. `generate` stays as it is.
+    """Replace the functions of LANTERN's loop by the functions of this file. `generate` stays as it is.
 
     Replaced are tree_decoding, evaluate_posterior, evaluate_posterior_v1, generate_tree_buffers and
     update_inference_inputs of EaModel, topK_genrate of its draft layer's class, and generate_tree_buffers in the module
@@ -40,17 +31,17 @@ def patch(EaModel: type, *, residual: str = "released", empty: str = "uniform",
 
     Args:
         EaModel:    the class, from models.ea_model_llamagen or models.ea_model_anole
-        residual:   what a rejection leaves of the target: "released", or "optimal" or "relaxed" of `verify_tree`
-        empty:      what follows when it leaves nothing: "uniform", as released, or "target"
+        residual:   the residual after a rejection: "released", or "optimal" or "relaxed" of `verify_tree`
+        empty:      what takes the place of an empty residual: "uniform", as released, or "target"
         generator:  as in `eagle.evaluate_posterior`
 
     Returns:
         undo:       a function without arguments that puts everything back
 
     Raises:
-        ValueError: generator is none of its names, or EaModel has no evaluate_posterior
+        ValueError: generator is unknown, or EaModel has no evaluate_posterior
     """
-    _check_generator(generator)
+    check_generator(generator)
     if not hasattr(EaModel, "evaluate_posterior"):
         raise ValueError(f"EaModel must be LANTERN's, with evaluate_posterior, got {EaModel.__name__} without it")
     options = {"residual": residual, "empty": empty, "generator": generator}
@@ -86,16 +77,16 @@ def tree_decoding(self, tree_candidates, past_key_values, tree_position_ids, inp
 @torch.no_grad()
 def evaluate_posterior(self, logits, candidates, logits_processor=None, lantern=False, lantern_k=1000,
                        lantern_delta=0.1, *, residual="released", empty="uniform", generator="torch"):
-    """Which path of a dynamic tree is accepted, how far, and what follows.
+    """Accept a path of a dynamic tree and draw the token after it.
 
     Args:
         self:              with nearest_latents (C, >= lantern_k + 1), NumPy or torch, where lantern; and
                            image_token_offset, the id of code 0, where that is not 0
         logits:            (L, D, V) of every path, or TreeLogits
         candidates:        (L, D)    int64: tokens along the paths, -1 pads
-        logits_processor:  None: greedy; or a list of transformers' logits processors (see `eagle.settings_of`)
+        logits_processor:  None: greedy; or a list of transformers' logits processors (see `settings_of`)
         lantern:           whether neighbors lend their probability
-        lantern_k:         how many may, besides the token itself
+        lantern_k:         how many neighbors may, besides the token itself
         lantern_delta:     up to 1: LANTERN's limit of the total variation. Above: LANTERN++'s ratio, their mass at most
                            lantern_delta - 1 times the token's
         residual:          these two as in `patch`
@@ -103,14 +94,14 @@ def evaluate_posterior(self, logits, candidates, logits_processor=None, lantern=
         generator:         as in `eagle.evaluate_posterior`
 
     Returns:
-        best_candidate:    () int64: the first row of retrieve_indices with the accepted path; of several greedy paths
-                           of one length the first
+        best_candidate:    () int64: the first row of retrieve_indices with the accepted path; of equally long greedy
+                           paths the first
         accept_length:     how many drafts were accepted, an integer
         sample_p:          (V,) float32: 1 at the next token, which is drawn already, and 0 elsewhere
 
     Raises:
         ValueError:  nearest_latents has too few columns, or non_image_tokens leaves more than one range of ids
-        StatusError: a row on the way holds NaN, or leaves nothing to draw from (`check_status`)
+        StatusError: a row on the path has a NaN, or nothing to draw from (`check_status`)
     """
     rule = _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty)
     return verify(logits, candidates, logits_processor, generator=generator,
@@ -123,7 +114,7 @@ def evaluate_posterior_v1(self, logits, candidates, logits_processor, cart_candi
                           residual="released", empty="uniform", generator="torch"):
     """evaluate_posterior for a static tree, whose children were drawn from the rows `op` without replacement.
 
-    `cart_candidates_prob` and `b_indices` are not looked at: both follow from the rows and the tree.
+    `cart_candidates_prob` and `b_indices` are not read: both follow from the rows and the tree.
     """
     rule = _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty)
     return verify(logits, candidates, logits_processor, generator=generator, proposals=(op, p_indices),
@@ -131,7 +122,7 @@ def evaluate_posterior_v1(self, logits, candidates, logits_processor, cart_candi
 
 
 def _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty) -> dict:
-    """The arguments of verify_logits that LANTERN's options stand for."""
+    """The arguments of verify_logits for LANTERN's options."""
     rows = logits.logits if isinstance(logits, TreeLogits) else logits
     rule = {"residual": residual, "empty": empty, "id_range": _image_ids(self, rows.shape[-1])}
     if lantern:
@@ -164,13 +155,13 @@ def neighbor_table(self, columns: int, device: torch.device | str) -> Tensor:
     Args:
         self:       with nearest_latents (C, C - 1): NumPy or torch, uint16, int32 or int64, as generate_codebook of
                     LANTERN writes it
-        columns:    k, or k + 1 for the residual "released": the last column is for that alone
+        columns:    k, or k + 1 for the residual "released": only that residual uses the last column
 
     Returns:
         neighbors:  (C, columns) uint16 or int32
 
     Raises:
-        ValueError: the table has not so many columns
+        ValueError: the table has fewer columns
     """
     source, kept = getattr(self, "_neighbor_table", (None, None))
     if source is not self.nearest_latents or kept.shape[1] != columns or kept.device != torch.device(device):
@@ -210,7 +201,7 @@ def update_inference_inputs(self, input_ids, candidates, best_candidate, accept_
 @torch.no_grad()
 def topK_genrate(self, hidden_states, input_ids, head, logits_processor, cfg_scale, input_position_diff=None,
                  attention_mask=None):
-    """A dynamic tree; input_position_diff and attention_mask are Anole's. Returns what `eagle.grow_tree` does."""
+    """A dynamic tree; input_position_diff and attention_mask are Anole's. Returns the results of `eagle.grow_tree`."""
     input_ids = input_ids.to(hidden_states.device)
     root, input_ids = input_ids[:1, -1], input_ids[:, 1:]
     length, device = input_ids.shape[1], hidden_states.device
@@ -236,7 +227,7 @@ def topK_genrate(self, hidden_states, input_ids, head, logits_processor, cfg_sca
 
     settings = GREEDY if logits_processor is None else settings_of(logits_processor)
     if settings is None:
-        raise ValueError("logits_processor must be what prepare_logits_processor makes of temperature, top_p and top_k")
+        raise ValueError("logits_processor must be made by prepare_logits_processor, of temperature, top_p and top_k")
     return grow_tree(self, hidden[:, -1:], cached, root, head, read, sampled=logits_processor is not None,
                      settings=settings, guidance=cfg_scale, id_range=partial(_image_ids, self))
 
@@ -246,7 +237,7 @@ def generate_tree_buffers(self, tree_choices, device="cuda") -> dict:
 
     Returns:
         p_indices:  for each path and column, which row of its level its node's token was drawn from; -1 at the root
-        b_indices:  for each path and column, (n,) int64: the earlier siblings; [] where there are none
+        b_indices:  for each path and column, (n,) int64: the earlier siblings; [] without any
     """
     buffers, parents = static_tree(tree_choices)
     depth, paths = buffers["tree_position_ids"], buffers["retrieve_indices"]
@@ -262,9 +253,9 @@ def generate_tree_buffers(self, tree_choices, device="cuda") -> dict:
 
 
 def draft_tree_buffers(tree_choices, device="cuda") -> dict:
-    """generate_tree_buffers of the drafter's side: what the draft layer reads at each level of a static tree.
+    """generate_tree_buffers for the drafter: the inputs of the draft layer at each level of a static tree.
 
-    It reads the nodes that have children. F of them are on level d, and G on all levels down to it.
+    The layer reads the nodes that have children: F of them on level d, and G on all levels down to it.
 
     Returns:
         attn_mask:     (1, 1, F, G) float32 of each level: 1 where visible

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import tree_links, verify_greedy, verify_tree
 from .. import tree_mask as make_tree_mask
-from .._dispatch import check, check_count, check_dims
+from .._checks import check, check_count, check_dims
 from ._versions import called_by
 
 FULL_MASK, QLEN_ONLY, QLEN_ONLY_BITPACKING = range(3)  # SGLang's TreeMaskMode
@@ -26,33 +26,33 @@ def tree_speculative_sampling_target_only(
         retrive_next_token: Tensor, retrive_next_sibling: Tensor, uniform_samples: Tensor,
         uniform_samples_for_final_sampling: Tensor, target_probs: Tensor, draft_probs: Tensor | None = None,
         threshold_single: float = 1.0, threshold_acc: float = 1.0, deterministic: bool = True) -> Tensor:
-    """Accept one path of each request's draft tree, and draw the token behind it. This writes to the first three.
+    """Accept one path of each request's draft tree, and draw the token after it. This writes to the first three.
 
-    The tokens are those of SGLang's kernel for the same random numbers, but for their rounding. Its coin belongs to
+    For equal random numbers the tokens are the ones of SGLang's kernel, except for rounding. Its coin belongs to
     a parent: child k is accepted if the coin is at most the mass of the children 1..k, c <= p_1 + .. + p_k. For
-    `verify_tree`, child k gets the coin's place in what the earlier ones left of the row,
+    `verify_tree`, child k gets the coin's place in the rest of the row after the earlier children,
 
         u_k = (c - (p_1 + .. + p_(k-1))) / (1 - (p_1 + .. + p_(k-1)))
 
-    which is uniform where they were rejected. So the emitted tokens are distributed as the target's. (EAGLE-2,
+    which is uniform if they were rejected. So the emitted tokens are distributed as the target's. (EAGLE-2,
     arXiv:2406.16858, as SGLang verifies it: children are point masses.)
 
     Args:
         predicts:         (>= B N,) int32   written to: at each accepted node's flat index the token that follows it
         accept_index:     (B, P + 1) int32  written to: the flat indices of the root and of the accepted nodes. What
-                                            stands behind them stays as it is (SGLang fills it with -1 before)
+                                            follows them stays as it is (SGLang fills it with -1 before)
         accept_token_num: (B,) int32        written to: how many nodes were accepted, the root not counted
         candidates:       (B, N) int64 or int32      the token at each node; node 0 is the root
         retrive_index:    (B, N) int64 or int32      the flat index of each node, in [0, len(predicts))
         retrive_next_token:    (B, N) int64 or int32   each node's first child, a later node, or -1
         retrive_next_sibling:  (B, N) int64 or int32   the next child of the same parent, a later node, or -1
         uniform_samples:       (B, N) float32          in [0, 1): column n is the coin for the children of node n
-        uniform_samples_for_final_sampling: (B,) float32   in [0, 1), for the token behind the path
+        uniform_samples_for_final_sampling: (B,) float32   in [0, 1), for the token after the path
         target_probs:     (B, N, V) float32          the target's distribution after each node
-        draft_probs:      not looked at: the memory that SGLang's kernel works in
+        draft_probs:      not read: working memory of SGLang's kernel
         threshold_single: must be 1
         threshold_acc:    must be 1
-        deterministic:    not looked at: it always is
+        deterministic:    not read: the result always is
 
     Returns:
         status:           (B,) int32   as `verify_tree` gives it; SGLang's kernel returns nothing
@@ -155,11 +155,11 @@ def build_tree_kernel_efficient(
         selected_index:    (B, N - 1) int64 or int32   the candidates of the tree, rising
         verified_seq_len:  (B,) int64 or int32         how many tokens each request has cached
         tree_mask:         written to, by `tree_mask_mode`: a flat buffer of bool, uint8 or int8, 1 where a node sees a
-                           column. It may be longer than what is written, as SGLang's buffers for the largest batch are.
+                           column. It may be longer than needed, as SGLang's buffers for the largest batch are.
                            0 (FULL_MASK): request after request N rows of verified_seq_len + N bytes. The columns of
                            cached tokens stay as they are (SGLang fills them with True before).
                            1 (QLEN_ONLY): B N N bytes: the nodes' columns alone.
-                           2 (QLEN_ONLY_BITPACKING): the same as little-endian bits, a row in 1, 2 or 4 bytes, so
+                           2 (QLEN_ONLY_BITPACKING): mode 1 as little-endian bits, a row in 1, 2 or 4 bytes, so
                            N <= 32; of any dtype
         positions:         (B N,) int64   written to: verified_seq_len and the node's depth
         retrive_index:     (B, N) int64   written to: the node's flat index
@@ -175,7 +175,7 @@ def build_tree_kernel_efficient(
                                         are left out (SGLang's kernel prints a warning, and returns nothing)
 
     Raises:
-        ValueError: a dtype, shape or device differs from the above, or tree_mask_mode is none of the three
+        ValueError: a dtype, shape or device differs from the above, or tree_mask_mode is unknown
 
     Example:
         >>> import torch
@@ -280,11 +280,11 @@ def _uniforms_of_children(tokens: Tensor, first_child: Tensor, next_sibling: Ten
     B, N, V = target_probs.shape
     node = torch.arange(N, device=tokens.device).expand(B, N)
 
-    def inverse(links):  # whose link leads to each node; N: none does
+    def inverse(links):  # the node whose link leads to each node; N: no node
         index = torch.where((links >= 0) & (links < N), links, N).long()
         return node.new_full((B, N + 1), N).scatter_(1, index, node)[:, :N]
 
-    def at(table, index, default):  # index N stands for none
+    def at(table, index, default):  # index N means no node
         return torch.nn.functional.pad(table, (0, 1), value=default).gather(1, index)
 
     previous, parent_of_first = inverse(next_sibling), inverse(first_child)
@@ -293,7 +293,7 @@ def _uniforms_of_children(tokens: Tensor, first_child: Tensor, next_sibling: Ten
         head = head.gather(1, head)
     parent = parent_of_first.gather(1, head)
     safe = parent.clamp(max=N - 1)
-    # An invalid token gets the mass of a valid one; verify_tree reports it, and tries neither it nor those behind it.
+    # An invalid token gets the mass of a valid one; verify_tree reports it, and tries neither it nor later siblings.
     mass = target_probs.reshape(B, N * V).gather(1, safe * V + tokens.clamp(0, V - 1)).double()
     earlier = at(mass, previous, 0.0)  # summed over 1, 2, 4, .. earlier siblings
     for _ in range(rounds):
@@ -312,6 +312,6 @@ def _write(predicts, accept_index, accept_token_num, tokens, flat, accepted_node
     index = flat.gather(1, nodes)
     accept_index.copy_(torch.where(step <= num_accepted[:, None], index.int(), accept_index))
     accept_token_num.copy_(num_accepted)
-    behind = torch.nn.functional.pad(nodes[:, 1:], (0, 1))
-    follows = torch.where(at_end, next_token[:, None], tokens.gather(1, behind))
+    after = torch.nn.functional.pad(nodes[:, 1:], (0, 1))
+    follows = torch.where(at_end, next_token[:, None], tokens.gather(1, after))
     predicts.scatter_(0, index.view(-1), follows.int().view(-1))

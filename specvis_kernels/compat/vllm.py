@@ -4,7 +4,7 @@
 of vLLM 0.33.0. `probabilistic_rejection_sample` has the arguments and the result of `rejection_sample` in
 vllm/v1/worker/gpu/spec_decode/rejection_sampler_utils.py. `python -m benchmarks.check_compat --vllm FOLDER` says
 what has moved in another version. No vLLM is imported, and nothing is read back to the host. Both keep the target's
-distribution; the random numbers are others than vLLM's.
+distribution; the random numbers differ from vLLM's.
 
 Because nothing is read back, logits of NaN raise nothing: such a row gives token 0. With SPECVIS_CHECK=1 in the
 environment every op reads its `status` and raises StatusError (see `check_status`): set it to find such a row.
@@ -15,10 +15,10 @@ import torch
 from torch import Generator, Tensor
 
 from .. import guided_probs, philox_uniforms, tree_links, verify_chain, verify_greedy, verify_logits
-from .._dispatch import check, check_count, check_dims
+from .._checks import check, check_count, check_dims
 from ._versions import called_by, is_older, versions
 
-PLACEHOLDER_TOKEN_ID = -1  # what stands behind the tokens of a request
+PLACEHOLDER_TOKEN_ID = -1  # what follows the tokens of a request
 STREAM = 10                # of the uniforms for a request's drafts; the ops and the program use lower ones
 INTEGERS = (torch.int64, torch.int32)
 
@@ -32,26 +32,27 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
                      fly_entropy_top_k: int = 3, *, from_logits: bool | None = None,
                      is_greedy: Tensor | bool | None = None, generators: dict[int, Generator] | None = None,
                      verify: dict | None = None) -> Tensor:
-    """Accept the leading drafts of each request, and put the recovered or the bonus token behind them.
+    """Accept the leading drafts of each request, and put the recovered or the bonus token after them.
 
     Draft x is accepted if u Q(x) < P(x), and after a rejection the recovered token is drawn from max(P - Q, 0)
     (Leviathan et al., arXiv:2211.17192; see `verify_chain`). A greedy request accepts the argmaxes. A request with a
-    generator gives the same tokens in any batch: it takes n + 1 numbers for its n drafts, and none without drafts.
+    generator gives the same tokens in any batch: it takes n + 1 numbers for its n drafts, and no number without drafts.
 
     Args:
         draft_token_ids:      (D,) int64 or int32   the drafts of all requests, one request after the other
         num_draft_tokens:     how many drafts each request has, B integers of the host
         max_spec_len:         the most that there may be, S
         cu_num_draft_tokens:  (B,) int64 or int32   their inclusive cumulative sum
-        draft_probs:          (D, V) float32        what each draft was drawn from; None: point masses, as n-grams are
+        draft_probs:          (D, V) float32        the row of each draft, from which it was drawn; None: point masses,
+                                                    such as n-grams
         target_logits:        (D, V) float32        the target's logits in place of each draft, after temperature and
                                                     filters. If all requests are greedy only their argmaxes count
-        bonus_token_ids:      (B, 1) or (B,) int64 or int32   what follows if all drafts are accepted
-        sampling_metadata:    vLLM's, of which all_greedy, temperature (0, or -1 in older versions, is greedy) and
-                              generators are read; None: the next two say it
+        bonus_token_ids:      (B, 1) or (B,) int64 or int32   the next token if all drafts are accepted
+        sampling_metadata:    vLLM's; only all_greedy, temperature (0, or -1 in older versions, is greedy) and
+                              generators are read; None: is_greedy and generators count
         synthetic_mode, synthetic_conditional_rates:   must be off: another rule
-        use_fp64_gumbel:      not looked at: nothing is drawn by logarithms
-        fly_window_size:      must be None: FLy is another rule. The other two of fly_ are then not looked at
+        use_fp64_gumbel:      not read: nothing is drawn by logarithms
+        fly_window_size:      must be None: FLy is another rule. The other two arguments of FLy are not read
         from_logits:          False for vLLM before 0.16, whose argument is called target_probs and holds probabilities.
                               None: True, and an error where an older vLLM is installed
         is_greedy:            (B,) bool, or one for all; None: as sampling_metadata says
@@ -60,7 +61,7 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
                               residual
 
     Returns:
-        output_token_ids:     (B, S + 1) int32   the accepted drafts, the token behind them, then -1
+        output_token_ids:     (B, S + 1) int32   the accepted drafts, the token after them, then -1
 
     Raises:
         ValueError: a dtype, shape or device differs from the above, or another rule is asked for
@@ -69,7 +70,7 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
     Example:
         >>> import torch
         >>> from specvis_kernels.compat.vllm import rejection_sample
-        >>> logits = torch.eye(4)[[2, 1, 3]] * 100   # three drafts of two requests, and certain of each next token
+        >>> logits = torch.eye(4)[[2, 1, 3]] * 100   # three drafts of two requests; each next token is certain
         >>> rejection_sample(torch.tensor([2, 0, 3]), [2, 1], 2, torch.tensor([2, 3]), None, logits,
         ...                  bonus_token_ids=torch.tensor([[1], [0]]))
         tensor([[ 2,  1, -1],
@@ -119,7 +120,7 @@ def rejection_sample(draft_token_ids: Tensor, num_draft_tokens: Sequence[int], m
             start += count + 1
         result = verify_chain(target_probs, draft_token_ids, cu_num_draft_tokens, uniforms, bonus_tokens=bonus,
                               draft_probs=draft_probs, greedy=is_greedy, **(verify or {}))
-    return _behind_each_other(drafts, result.num_accepted, result.next_token, PLACEHOLDER_TOKEN_ID).int()
+    return _then_next(drafts, result.num_accepted, result.next_token, PLACEHOLDER_TOKEN_ID).int()
 
 
 @called_by("vllm")
@@ -134,15 +135,15 @@ def probabilistic_rejection_sample(
         verify: dict | None = None) -> tuple[Tensor, Tensor]:
     """Accept the leading drafts of each request from the target's logits, by noise that its seed and positions decide.
 
-    The rule is that of `rejection_sample`. A row is turned into probabilities only if verification comes to it (see
+    The rule is the one of `rejection_sample`. A row is turned into probabilities only if verification reaches it (see
     `verify_logits`). Draft i of a request is decided by the uniform of (seed, position of the row that predicts it),
-    and the token behind the accepted drafts by another one of (seed, position of the first row). So a request gives the
-    same tokens in any batch and any order.
+    and the token after the accepted drafts by another uniform of (seed, position of the first row). So a request gives
+    the same tokens in any batch and any order.
 
     Args:
         target_logits:         (T, V) float32, float16 or bfloat16   processed: temperature and filters are applied
-        draft_logits:          (R, S, V') of the same dtypes   by state and step, the logits of what the drafts were
-                               drawn from; None: point masses. Ids that only one of the two knows have probability 0 in
+        draft_logits:          (R, S, V') of the same dtypes   by state and step, the logits from which the drafts were
+                               drawn; None: point masses. Ids that only one of the two models has get probability 0 in
                                the other. With draft_is_scaled
         draft_sampled:         (T,) int64 or int32      each row's token: the newest one, then the drafts. A draft of -1
                                                         is rejected
@@ -150,13 +151,13 @@ def probabilistic_rejection_sample(
                                                         has drafts, and one
         pos:                   (T,) int64 or int32      each row's position
         idx_mapping:           (B,) int64 or int32      each request's state, in [0, R)
-        expanded_idx_mapping, expanded_local_pos:       not looked at: cu_num_logits says it
+        expanded_idx_mapping, expanded_local_pos:       not read: they follow from cu_num_logits
         temperature:           (R,) float32             0: greedy
         seed:                  (R,) int64
         num_speculative_steps: S, the most drafts of a request
         synthetic_conditional_rates, use_block_verification, contexts, watermarking, watermarking_skip_mask,
-        watermark_key, fly_window_size: must be off: other rules. The other two of fly_ are then not looked at
-        use_fp64:              not looked at: nothing is drawn by logarithms
+        watermark_key, fly_window_size: must be off: other rules. The other two arguments of FLy are not read
+        use_fp64:              not read: nothing is drawn by logarithms
         draft_is_scaled:       whether the temperature has been applied to draft_logits: False for vLLM from 0.28 on,
                                which keeps them as the draft model gave them; True before, when it kept them after the
                                temperature. It has no default: the wrong answer moves the distribution
@@ -164,7 +165,7 @@ def probabilistic_rejection_sample(
                                offset, residual
 
     Returns:
-        sampled:               (B, S + 1) int64   the accepted drafts, the token behind them, then 0
+        sampled:               (B, S + 1) int64   the accepted drafts, the token after them, then 0
         num_sampled:           (B,) int32         how many tokens that is
 
     Raises:
@@ -211,11 +212,11 @@ def probabilistic_rejection_sample(
     first, state = cu_num_logits[:-1].long(), idx_mapping.long()
     counts = cu_num_logits.long().diff() - 1
     step = torch.arange(S + 1, device=target_logits.device)
-    at = (first[:, None] + step).clamp(max=max(T - 1, 0))  # T does not say it: rows behind the last may be unused
+    at = (first[:, None] + step).clamp(max=max(T - 1, 0))  # T may be larger: rows after the last request's are unused
     logits, tokens, positions = (x[at] for x in (target_logits, draft_sampled.long(), pos.long()))
     chain = tree_links(torch.where(step <= counts[:, None], step - 1, -2).int())
     words = philox_uniforms(seed[state], positions, 2, stream=STREAM)
-    uniforms = torch.cat([words[:, :1, 1], words[:, :-1, 0]], 1)  # node n > 0 is decided where row n - 1 predicts it
+    uniforms = torch.cat([words[:, :1, 1], words[:, :-1, 0]], 1)  # row n - 1 predicts and decides node n > 0
     rule = dict(verify or {})
     if draft_logits is not None and S:
         check("draft_logits", draft_logits, draft_logits.dtype, like=target_logits, R=R, S=S, V=draft_logits.shape[-1])
@@ -225,10 +226,10 @@ def probabilistic_rejection_sample(
         rule.update(draft_probs=probs, draft_row=torch.where(step < counts[:, None], step, -1).int())
     result = verify_logits(logits, None, tokens, chain.first_child, chain.next_sibling, uniforms, guidance=1.0,
                            temperature=(temperature[state] > 0).float(), top_k=0, top_p=1.0, max_depth=S, **rule)
-    return _behind_each_other(tokens[:, 1:], result.num_accepted, result.next_token, 0), result.num_accepted + 1
+    return _then_next(tokens[:, 1:], result.num_accepted, result.next_token, 0), result.num_accepted + 1
 
 
-def _behind_each_other(drafts: Tensor, num_accepted: Tensor, next_token: Tensor, pad: int) -> Tensor:
+def _then_next(drafts: Tensor, num_accepted: Tensor, next_token: Tensor, pad: int) -> Tensor:
     """(B, S) drafts of which the first num_accepted are kept, then the next token: (B, S + 1)."""
     step = torch.arange(drafts.shape[1], device=drafts.device)
     kept = torch.nn.functional.pad(torch.where(step < num_accepted[:, None], drafts, pad), (0, 1), value=pad)

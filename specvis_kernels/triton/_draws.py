@@ -10,8 +10,8 @@ from ._noise import gumbel_noise
 @triton.jit
 def draw_row(logits, uncond, scratch, id_range, row, V, first_id, last_id, s, t, top_k, top_p, seed, position, ahead,
              FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
-    """The token of a row of (.., V) logits, a second one with the noise `ahead` further, and whether the row is valid.
-    Both are 0 if it is not, and the same if `ahead` is 0.
+    """Draws from a row of (.., V) logits. Returns the token, a second token with the noise of `ahead` positions later,
+    and whether the row is valid. Both tokens are 0 if it is not, and they are equal if `ahead` is 0.
     """
     first, last, is_range = row_range(id_range, row, first_id, last_id, V)
     begin, best, lowest_kept, is_valid = filter_row(
@@ -23,7 +23,7 @@ def draw_row(logits, uncond, scratch, id_range, row, V, first_id, last_id, s, t,
     if is_valid:
         largest = tl.full([TILE], NONE, tl.int64)
         ahead_largest = largest
-        start = begin                                    # a multiple of four: so many ids share their noise's making
+        start = begin                                    # a multiple of four: four ids share a block of Philox
         while start < last:
             v = start + tl.arange(0, TILE)
             keys = load_keys(scratch, v, V)

@@ -1,7 +1,7 @@
 """What guidance, temperature, top-k and top-p make of a row of logits, TILE ids at a time.
 
-The ids' keys, in the order of their logits, stand in scratch of the program, (2, V) int32: they are read again in each
-pass, since those of a whole row would not fit into registers. Behind them stands what top-p sums.
+The ids' keys, which order them as their logits do, are kept in the program's scratch, (2, V) int32. Each pass reads
+them again, since the keys of a whole row would not fit into registers. After the keys come the masses that top-p sums.
 """
 import os
 
@@ -16,7 +16,7 @@ LOWEST = tl.constexpr(-(2**31))           # below the key of every logit
 HIGHEST = tl.constexpr(2**31 - 1)
 MASS_ONE = tl.constexpr(1099511627776.0)  # 2**40
 
-# The interpreter takes as long for an operation on few numbers as on many.
+# The interpreter takes equally long for an operation on few numbers and on many.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_TILE, MAX_BITS = (2**18, 4) if IS_INTERPRETED else (4096, 2)
 
@@ -31,7 +31,7 @@ def tiles(V, share=1):
 
 
 def programs_and_scratch(rows, V, device):
-    """How many programs share the rows, so many as run at a time, and their scratch."""
+    """How many programs share the rows, as many as run at a time, and their scratch."""
     count = 4
     if device.type == "cuda":
         count = 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -52,7 +52,7 @@ def load_logits(logits, uncond, guidance, temperature, i, mask):
 
 @triton.jit
 def row_range(id_range, row, first_id, last_id, V):
-    """first_id, last_id and is_valid of a row: from id_range, if not None. Of no valid range, ids that may be read."""
+    """first_id, last_id and is_valid of a row: from id_range, if not None. An invalid range gives readable ids."""
     first = tl.full((), 0, tl.int64) + first_id
     last = tl.full((), 0, tl.int64) + last_id
     if id_range is not None:
@@ -69,7 +69,7 @@ def load_keys(scratch, v, V):
 
 @triton.jit
 def load_mass(scratch, v, V, IS_MASS: tl.constexpr):
-    """What each of the ids v counts for: one, or the mass that stands behind the keys."""
+    """The weight of each of the ids v: one, or its mass, which is stored after the keys."""
     if IS_MASS:
         e = tl.load(scratch + V + v, mask=v < V, other=0).to(tl.float32, bitcast=True)
         return (e * MASS_ONE).to(tl.int64)
@@ -79,7 +79,7 @@ def load_mass(scratch, v, V, IS_MASS: tl.constexpr):
 
 @triton.jit
 def sums_of_three(scratch, begin, last, V, first, second, third, IS_MASS: tl.constexpr, TILE: tl.constexpr):
-    """What the keys from each of three upwards count for, (2, 2), the last one twice: one reduction for all."""
+    """The weights of the keys at or above each of three bounds, (2, 2), the last one twice: one reduction for all."""
     one = tl.zeros([TILE], tl.int64 if IS_MASS else tl.int32)
     two = one
     three = one
@@ -97,9 +97,9 @@ def sums_of_three(scratch, begin, last, V, first, second, third, IS_MASS: tl.con
 
 @triton.jit
 def threshold(scratch, begin, last, V, limit, IS_MASS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
-    """The largest key such that the keys from it upwards count for at least `limit`, found 2 or 4 bits at a time.
+    """The largest key such that the keys at or above it weigh at least `limit`, found 2 or 4 bits at a time.
 
-    A search for so many ids may end at a lower key, if exactly so many reach it: the filters then keep the same ids.
+    A search for a number of ids may end at a lower key that exactly this number reaches: the filters keep equal ids.
     """
     found = tl.full((), LOWEST, tl.int32)
     step = tl.full((), 1, tl.int32) << (32 - BITS)
@@ -135,17 +135,16 @@ def threshold(scratch, begin, last, V, limit, IS_MASS: tl.constexpr, TILE: tl.co
 @triton.jit
 def filter_row(logits, uncond, scratch, first, last, V, guidance, temperature, top_k, top_p, FILTERS: tl.constexpr,
                TILE: tl.constexpr, BITS: tl.constexpr):
-    """Of the ids first .. last - 1 of a row: the multiple of TILE where the tiles begin, whose keys it has put into
-    scratch (LOWEST for other ids); the best logit, the lowest key that the filters keep, and whether the row is valid.
-    Of an invalid row the other results mean nothing.
+    """Filters the ids first .. last - 1 of a row, and puts their keys into scratch, LOWEST for other ids of the tiles.
 
-    Both filters keep the ids from some logit upwards, so their order matters for the mass alone of which top-p is a
-    share.
+    Returns the multiple of TILE where the tiles begin, the best logit, the lowest key that the filters keep, and
+    whether the row is valid. For an invalid row the other results mean nothing. Both filters keep the ids from some
+    logit upwards, so their order only changes the mass of which top-p is a share.
     """
     begin = first // TILE * TILE
     highest = tl.full([TILE], LOWEST, tl.int32)
     lowest = tl.full([TILE], HIGHEST, tl.int32)
-    tl.debug_barrier()                        # the last row's keys are read
+    tl.debug_barrier()                        # all threads have read the last row's keys
     start = begin
     while start < last:
         v = start + tl.arange(0, TILE)
@@ -187,15 +186,15 @@ def filter_row(logits, uncond, scratch, first, last, V, guidance, temperature, t
 
 @triton.jit
 def shares(keys, best, lowest_kept):
-    """exp(logit - best) of the ids that the filters keep, 0 of the others."""
+    """exp(logit - best) of the ids that the filters keep, 0 for the others."""
     return tl.where(keys >= lowest_kept, exp(floats_of(keys) - best), 0.0)
 
 
 @triton.jit
 def filter_and_sum(logits, uncond, scratch, id_range, row, V, first_id, last_id, guidance, temperature, top_k, top_p,
                    FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
-    """Of a row of (.., V) logits: its ids, from the first to one past the last; whether it is valid; and what
-    load_probs() needs: where the tiles begin and end, the best logit, the lowest key that is kept, the shares' sum.
+    """Filters a row of (.., V) logits. Returns its ids, from the first to one past the last, whether it is valid, and
+    the arguments of load_probs(): where the tiles begin and end, the best logit, the lowest kept key, the shares' sum.
     """
     first, last, is_range = row_range(id_range, row, first_id, last_id, V)
     begin, best, lowest_kept, is_valid = filter_row(
@@ -215,7 +214,7 @@ def filter_and_sum(logits, uncond, scratch, id_range, row, V, first_id, last_id,
 
 @triton.jit
 def load_probs(scratch, start, V, begin, end, best, lowest_kept, total, TILE: tl.constexpr):
-    """The probabilities of a tile's ids; zeros of ids that are in no tile of the row's."""
+    """The probabilities of a tile's ids; zeros for ids that are in no tile of the row."""
     size = tl.where((start >= begin) & (start < end), V, 0)
     keys = load_keys(scratch, start + tl.arange(0, TILE), size)
     return tl.div_rn(shares(keys, best, lowest_kept), total)

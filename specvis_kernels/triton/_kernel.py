@@ -6,11 +6,11 @@ import triton.language as tl
 
 
 def kernel(*fixed):
-    """As triton.jit, for a kernel that is compiled once for all values and addresses of its arguments but those named.
+    """As triton.jit, for a kernel that is compiled once for all values and addresses of its arguments, except `fixed`.
 
     triton.jit alone compiles anew for an integer that is 1, one that 16 divides, and a tensor that starts at a multiple
-    of 16 bytes. In the middle of decoding that takes seconds. `fixed` names what a run does not change and wide loads
-    need: the vocabulary's size, and tensors whose rows are that wide. What is constexpr must be as fixed.
+    of 16 bytes. In the middle of decoding that takes seconds. `fixed` names arguments that do not change in a run and
+    that wide loads need: the vocabulary's size, and tensors with rows of this size. A constexpr must not change either.
     """
     def compiled_once(function):
         changing = [name for name, parameter in inspect.signature(function).parameters.items()

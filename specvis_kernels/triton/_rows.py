@@ -1,4 +1,4 @@
-"""What the verification kernels do with a row of probabilities: one program, BLOCK entries at a time."""
+"""How the verification kernels read a row of probabilities: one program, BLOCK entries at a time."""
 import os
 
 import triton
@@ -6,14 +6,14 @@ import triton.language as tl
 
 FIXED_ONE = tl.constexpr(2.0 ** 42)
 FIXED_UNIT = tl.constexpr(2.0 ** -42)
-EMPTY_RESIDUAL = tl.constexpr(1)  # the status bits of specvis_kernels/_dispatch.py
+EMPTY_RESIDUAL = tl.constexpr(1)  # the status bits of specvis_kernels/status.py
 INVALID_ROW = tl.constexpr(2)
 INVALID_TREE = tl.constexpr(4)
 INVALID_RULE = tl.constexpr(8)
 OUT_OF_TRIES = tl.constexpr(16)
 INVALID_DRAFT = tl.constexpr(32)
 
-# Tokens and neighbors that a program takes at a time, at most. The interpreter is as fast on many as on few.
+# The most tokens and neighbors that a program takes at a time. The interpreter is as fast on many as on few.
 MAX_BLOCK = {"V": 4096 if os.environ.get("TRITON_INTERPRET") == "1" else 2048, "k": 256}
 
 
@@ -24,7 +24,7 @@ def block(letter, size):
 
 @triton.jit
 def fill(pointer, value, first, end):
-    """The entries first .. end - 1 become `value`."""
+    """Sets the entries first .. end - 1 to `value`."""
     start = first
     while start < end:
         i = start + tl.arange(0, 32)
@@ -77,7 +77,7 @@ def neighbor_prefix(row, V, neighbors, C, k, num_considered, offset, token, toke
                     CUTOFF: tl.constexpr, IS_FLOAT: tl.constexpr, BLOCK_K: tl.constexpr):
     """Which of the token's first `num_considered` neighbors the cutoff keeps: their mass, and how many.
 
-    Together with the token they have at most `limit`. More can only be ids that are listed twice.
+    The token and these neighbors have at most the mass `limit`. Only ids that are listed twice could have more.
     """
     token_prob = token_mass.to(tl.float64) / total.to(tl.float64)
     bound = delta.to(tl.float64)
@@ -104,7 +104,7 @@ def neighbor_prefix(row, V, neighbors, C, k, num_considered, offset, token, toke
         is_over = sums > threshold
         if CUTOFF == "jsd":
             is_over = is_over | (jsd(sums.to(tl.float64) / total.to(tl.float64), token_prob) > bound)
-        # Sums only grow: the first entry that is over, or the table's end, ends the prefix.
+        # Sums only grow: the first entry above the bound, or the table's end, ends the prefix.
         num_new = tl.min(tl.where(is_over | (num_kept + j >= num_considered), j, BLOCK_K), axis=0)
         neighbor_mass += tl.sum(tl.where(j < num_new, each_mass, 0), axis=0)
         num_kept += num_new
@@ -149,8 +149,8 @@ def residual_mass(mass, total, draft_mass, draft_total, slack):
 @triton.jit
 def load_residual(target_row, draft_row, v, V, total, draft_total, slack, is_treated, token, token_mass,
                   MOVES_MASS: tl.constexpr):
-    """What is left of the target's row at tokens v. Neighbors that are treated, if not None, lost their mass to
-    `token` (MOVES_MASS), or nothing is taken from them."""
+    """The residual of the target's row at tokens v. Treated neighbors, if not None, have lost their mass to `token`
+    (MOVES_MASS), or nothing is taken from them."""
     mass = load_mass(target_row, v, v < V, True)
     draft_mass = load_mass(draft_row, v, v < V, True)
     if is_treated is not None:
@@ -165,7 +165,7 @@ def load_residual(target_row, draft_row, v, V, total, draft_total, slack, is_tre
 @triton.jit
 def draw_residual(target_row, draft_row, V, total, draft_total, slack, uniform, is_treated, token, token_mass,
                   MOVES_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """A token from what a rejection leaves, and its total; if that is 0 the token means nothing."""
+    """A token from the residual, and the residual's total; if the total is 0 the token means nothing."""
     v = tl.arange(0, BLOCK)
     totals = tl.zeros([BLOCK], tl.int64)
     start = 0

@@ -52,7 +52,7 @@ def accept_gaussian_kernel(
         tl.store(log_r + row, ratio, mask=g < G)
         begin += BLOCK
     is_valid = tl.sum(num_bad, axis=0) == 0
-    tl.debug_barrier()                                   # the ratios are read by whoever needs them
+    tl.debug_barrier()                                   # other threads read the ratios
 
     num_tested = tl.where(is_valid & (status_bits == 0), num_tested, 0)
     count = 0

@@ -1,6 +1,6 @@
 """commit_kv in Triton: one launch a tensor, one program per block of a column in a run of columns.
 
-It moves what stands in its block, column after column, so no program touches what another one does.
+It moves its block of each column, one column after the other. So no two programs touch the same memory.
 """
 import torch
 import triton
@@ -11,7 +11,7 @@ from ._kernel import kernel
 
 @triton.jit
 def source_of(accepted_nodes, first, b, P, i):
-    """Where node i of the accepted path stands, the root being i = 0."""
+    """The column of node i of the accepted path; the root is i = 0."""
     return first + tl.load(accepted_nodes + b * P + i - 1, mask=i > 0, other=0).to(tl.int64)
 
 
@@ -59,7 +59,7 @@ def commit_kv_kernel(
     first = tl.load(start + b)
     accepted = tl.load(num_accepted + b).to(tl.int64)
     is_valid = moves_to_the_front(accepted_nodes, slots, b, length, first, accepted, num_slots, B, P, R, T)
-    if run >= num_runs:               # the programs behind the runs write the lengths
+    if run >= num_runs:               # the programs after the runs write the lengths
         tl.store(new_lengths + b, length + tl.where(is_valid, 1 + accepted, 0))
     else:
         unit = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

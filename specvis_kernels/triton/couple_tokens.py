@@ -1,6 +1,6 @@
-"""couple_tokens in Triton: one program per position; a pass for each total, and two over what a rejection leaves.
+"""couple_tokens in Triton: one program per position; a pass for each total, and two over the residual.
 
-A relaxed rule leaves something else at the guess and at its neighbors: these are marked in scratch of this program, a
+A relaxed rule has another residual at the guess and at its neighbors: these are marked in scratch of this program, a
 byte for each token.
 """
 import torch
@@ -26,7 +26,7 @@ from ._rows import (
 
 @triton.jit
 def mark_neighbors(is_treated, V, token_neighbors, count, offset, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """is_treated becomes 1 at the first `count` neighbors, 0 elsewhere."""
+    """Sets is_treated to 1 at the first `count` neighbors, to 0 elsewhere."""
     start = 0
     while start < V:
         v = start + tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def mark_neighbors(is_treated, V, token_neighbors, count, offset, BLOCK: tl.cons
 
 @triton.jit
 def group_masses(target_row, draft_row, V, group, num_ids, guess, BLOCK_K: tl.constexpr):
-    """What target and draft give to the ids of a group, the guess not counted."""
+    """The masses of target and draft on the ids of a group, without the guess."""
     masses = tl.zeros([BLOCK_K], tl.int64)
     draft_masses = tl.zeros([BLOCK_K], tl.int64)
     start = num_ids * 0

@@ -13,7 +13,7 @@ from .guided_probs import guided_probs
 
 @triton.jit
 def find_likeliest(row, tokens, V, K, BLOCK: tl.constexpr):
-    """Stores the K most probable tokens, 0 where there is none."""
+    """Stores the K most probable tokens, 0 for a missing one."""
     keys = tl.full([BLOCK], NONE, tl.int64)
     start = tl.full([], 0, tl.int64)
     while start < V:

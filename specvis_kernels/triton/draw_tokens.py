@@ -1,4 +1,4 @@
-"""draw_tokens in Triton: each program takes a row after the other, see _draws.py."""
+"""draw_tokens in Triton: each program takes one row after the other, see _draws.py."""
 import torch
 import triton.language as tl
 
@@ -18,7 +18,7 @@ def draw_tokens_kernel(
         guesses,                               # (B, N) or None
         scratch,                               # (programs, 2, V)
         tokens,                                # (B, N)
-        num_accepted,                          # (B), where N stands before
+        num_accepted,                          # (B), each N before the launch
         ahead_tokens,                          # (B, N)
         status,                                # (B, N)
         num_rows, N, V, first_id, last_id, ahead, FILTERS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):

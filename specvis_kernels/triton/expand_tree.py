@@ -12,7 +12,7 @@ from ._kernel import kernel
 from ._keys import NONE, entries_of, id_of
 from ._rows import INVALID_ROW, block, fill
 
-NO_PROB = tl.constexpr(2**63 - 1)  # the key of what is no probability: above all others
+NO_PROB = tl.constexpr(2**63 - 1)  # the key of an invalid probability, above all others
 LENGTH = tl.constexpr(8)           # entries of a chunk that are read together
 
 

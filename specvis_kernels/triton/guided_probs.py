@@ -1,4 +1,4 @@
-"""guided_probs in Triton: each program takes a row after the other, see _filters.py."""
+"""guided_probs in Triton: each program takes one row after the other, see _filters.py."""
 import torch
 import triton.language as tl
 

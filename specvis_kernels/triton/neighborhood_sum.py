@@ -23,7 +23,7 @@ def neighborhood_sum_kernel(
     in_vocabulary = (token >= 0) & (token < V)
     token = tl.where(in_vocabulary, token, 0)
     token_mass = load_mass(row, token, in_vocabulary, True)
-    total = tl.full([], FIXED_ONE, tl.float64).to(tl.int64)  # delta is held against 1, not the row's rounded sum
+    total = tl.full([], FIXED_ONE, tl.float64).to(tl.int64)  # delta is compared with 1, not the row's rounded sum
     neighbor_mass, num_kept = neighbor_prefix(
         row, V, neighbors, C, k, k, offset, token, token_mass, total, NO_LIMIT, tl.load(delta + r), CUTOFF, True,
         BLOCK_K)

@@ -7,7 +7,7 @@ from ._gaussian import LANES, add_lanes, distance_factor, exp64, is_finite, log_
 from ._kernel import kernel
 from ._rows import INVALID_ROW, OUT_OF_TRIES
 
-MAX_TRIES = 16  # that a program looks at together
+MAX_TRIES = 16  # how many tries a program reads together
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """select_tree in Triton: one program per request takes BLOCK candidates at a time; the threshold by bitwise search.
 
-The nodes' numbers stand in scratch of this program, where a later candidate looks for its parent's.
+The nodes' numbers are kept in scratch of this program, where a later candidate finds its parent's number.
 """
 import triton.language as tl
 
@@ -23,7 +23,7 @@ def select_tree_kernel(
     i = tl.arange(0, BLOCK)
     budget = tl.minimum(tl.maximum(tl.load(size + b), 1), N) - 1
 
-    # The largest key that `budget` candidates reach, found one bit at a time; NONE if there are fewer.
+    # The largest key that `budget` candidates reach, found one bit at a time; NONE if there are fewer candidates.
     threshold = tl.full([], NONE, tl.int64)
     num_above = budget * 0
     step = tl.full([], 2**31, tl.int64)

@@ -1,8 +1,8 @@
 """tree_attention in Triton: one program per row, head of keys and block of queries; a softmax that runs along the keys.
 
-It runs along CHUNK columns at a time: first those of the cache, whose loads overlap with the tile before, then those of
-the nodes, whose bits say who sees them. What the chunks give is merged in their order. Where rows and heads are fewer
-than multiprocessors each chunk has a program of its own, and a second kernel merges: the bits are the same.
+It takes CHUNK columns at a time: first the cached columns, whose loads overlap with the tile before, then the nodes'
+columns, which the ancestors' bits make visible. The chunks' results are merged in order. If there are fewer rows and
+heads than multiprocessors, each chunk has a program of its own and a second kernel merges, with equal bits.
 """
 import os
 
@@ -18,7 +18,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @triton.jit
 def merge(best, total, attended, other_best, other_total, other_attended):
-    """Two parts of a softmax, as one."""
+    """Merges two parts of a softmax."""
     new_best = tl.maximum(best, other_best)
     shift = tl.where(new_best == float("-inf"), 0.0, new_best)
     rescale = tl.exp(best - shift)
@@ -34,7 +34,7 @@ def attend_tile(
         k_stride, v_stride, D, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
     i = tl.arange(0, BLOCK_T)[:, None]
     d = tl.arange(0, BLOCK_D)
-    inside = in_use[:, None] & (d < D)[None, :]            # what nobody sees may hold anything
+    inside = in_use[:, None] & (d < D)[None, :]            # unseen entries may hold anything
     k = tl.load(k_row + first * k_stride + (i * k_stride + d[None, :]), mask=inside, other=0.0)
     v = tl.load(v_row + first * v_stride + (i * v_stride + d[None, :]), mask=inside, other=0.0)
     if WIDE:
@@ -172,7 +172,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, key_mask, scale):
     if R > 0:
         G = H // Hkv
         block_d = max(triton.next_power_of_2(D), 16)
-        # Two kinds alone, for few queries and for many, since their number changes from step to step.
+        # Only two block sizes, for few and for many queries, since their number changes from step to step.
         most = 128 // q.element_size()
         block_m = 16 if N * G <= 16 else max(16, min(most, 2 * most * 32 // block_d))
         block_t = 16 if D % 16 != 0 else max(16, min(most, most * most // block_d))

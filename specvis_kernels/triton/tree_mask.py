@@ -9,7 +9,7 @@ from ._kernel import kernel
 @triton.jit
 def has_bits(words, N, W):
     """Whether the nodes whose words start here are used: one of their first N bits is set."""
-    last_bits = N - (W - 1) * 64                         # of the last word, 1 to 64
+    last_bits = N - (W - 1) * 64                         # bits of the last word, 1 to 64
     bits = tl.load(words + (W - 1)) << (64 - last_bits)
     if W > 1:                                            # Triton 3.6 cannot compile a loop that never runs
         w = 0
@@ -35,7 +35,7 @@ def load_columns(lengths, starts, b, N, columns):
     if lengths is not None:
         length = tl.load(lengths + b).to(tl.int64)
     start = length
-    if starts is not None:  # further away nothing changes
+    if starts is not None:  # beyond these bounds the mask does not change
         start = tl.minimum(tl.maximum(tl.load(starts + b), -N), columns)
     return length, start
 

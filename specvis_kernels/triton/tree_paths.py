@@ -1,7 +1,7 @@
-"""tree_paths in Triton: behind tree_links, one program per tree and block of nodes.
+"""tree_paths in Triton: after tree_links, one program per tree and block of nodes.
 
-Each leaf counts those that come before it, which tells its row. The lowest bit in which the ancestors of two leaves
-differ is a child of their last common ancestor: whose it is comes first.
+Each leaf counts the leaves before it, which gives its row. The lowest bit in which the ancestors of two leaves differ
+is a child of their last common ancestor: the leaf under this child comes first.
 """
 import torch
 import triton

@@ -5,7 +5,9 @@ import triton.language as tl
 
 from ._kernel import kernel
 from ._rows import INVALID_TREE, block
-from ._verify import store_outputs, verify_greedy, verify_sampled
+from ._verify import store_outputs
+from ._verify_greedy import verify_greedy
+from ._verify_sampled import verify_sampled
 
 
 @triton.jit
@@ -26,7 +28,7 @@ def is_in_place(ends, b, D, BLOCK: tl.constexpr):
 def verify_chain_kernel(
         target_probs,               # (T, V)
         draft_tokens,               # (D)
-        ends,                       # (B) the first draft behind each request's own
+        ends,                       # (B) where each request's drafts end
         uniforms,                   # (D + B)
         bonus_tokens,               # (B) or None
         draft_probs,                # (D, V) or None

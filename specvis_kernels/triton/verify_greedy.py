@@ -8,7 +8,7 @@ from ._rows import INVALID_TREE
 
 @triton.jit
 def find_child(tokens, next_sibling, wanted, node, child, N):
-    """The first of a node's children, from its first one on, whose token is `wanted`, or -1; and the status."""
+    """Finds the first child, from `child` on, whose token is `wanted`; returns it, or -1, and the status."""
     previous = node
     found = node * 0 - 1
     status = (node * 0).to(tl.int32)

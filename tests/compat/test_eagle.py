@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from specvis_kernels import StatusError
-from specvis_kernels.compat import eagle
+from specvis_kernels.compat import _posterior, eagle
+from specvis_kernels.compat._settings import settings_of
 from specvis_kernels.compat.eagle import TreeLogits
 
 from .test_lantern import CHOICES, PROCESSORS, Processors, Step, assert_drawn, counted, greedy, sampled, to_softmax
@@ -63,19 +64,19 @@ def test_torchs_generator_leaves_pythons_alone():
     ("plain", (1.0, 0, 1.0, "k_then_p")), ("T, top-p, top-k", (0.8, 6, 0.8, "p_then_k")),
     ("top-k, top-p", (1.0, 6, 0.8, "k_then_p")), ("unknown", None)])
 def test_settings_of_a_list_of_processors(name, wanted):
-    settings = eagle.settings_of(PROCESSORS[name])
+    settings = settings_of(PROCESSORS[name])
     assert wanted is None and settings is None or tuple(settings.values()) == wanted
-    assert list(eagle.settings_of(None)) == ["temperature", "top_k", "top_p", "filters"]
+    assert list(settings_of(None)) == ["temperature", "top_k", "top_p", "filters"]
     temperature, top_p, top_k = PROCESSORS["T, top-p, top-k"]
-    assert eagle.settings_of([top_k, temperature]) is None and eagle.settings_of([top_k, top_k]) is None
+    assert settings_of([top_k, temperature]) is None and settings_of([top_k, top_k]) is None
     for other in (dict(min_tokens_to_keep=3), dict(filter_value=-1e4), dict(top_p=0.0)):  # ops keep other ids
-        assert eagle.settings_of([type("TopPLogitsWarper", (), {"top_p": 0.1} | other)()]) is None
-    assert eagle.settings_of([type("TopKLogitsWarper", (), {"top_k": 5, "min_tokens_to_keep": 3})()])["top_k"] == 5
+        assert settings_of([type("TopPLogitsWarper", (), {"top_p": 0.1} | other)()]) is None
+    assert settings_of([type("TopKLogitsWarper", (), {"top_k": 5, "min_tokens_to_keep": 3})()])["top_k"] == 5
 
 
 @pytest.mark.parametrize("processors", [None, Processors(), PROCESSORS["unknown"]])
 @pytest.mark.parametrize("form", ["tree", "paths"])
-@pytest.mark.parametrize("generator", eagle.GENERATORS)
+@pytest.mark.parametrize("generator", _posterior.GENERATORS)
 def test_logits_that_are_not_numbers_raise(form, processors, generator):
     step = Step(1)
     step.logits.fill_(torch.nan), step.along.fill_(torch.nan)
@@ -198,24 +199,24 @@ def test_the_forward_over_a_tree():
 
 def test_a_tree_that_is_freed_is_forgotten():
     paths = torch.tensor([[0, 1], [0, 2]])
-    known = len(eagle._trees)
-    tree = eagle._tree_of(paths, 3, paths.device)
-    assert eagle._tree_of(paths, 3, paths.device) is tree and len(eagle._trees) == known + 1
-    assert tree.first_child.tolist() == [[1, -1, -1]] and eagle._tree_of(paths, 4, paths.device) is not tree
+    known = len(_posterior.trees)
+    tree = _posterior.tree_of(paths, 3, paths.device)
+    assert _posterior.tree_of(paths, 3, paths.device) is tree and len(_posterior.trees) == known + 1
+    assert tree.first_child.tolist() == [[1, -1, -1]] and _posterior.tree_of(paths, 4, paths.device) is not tree
     del paths
-    assert len(eagle._trees) == known
+    assert len(_posterior.trees) == known
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_tree_that_is_written_over_is_read_again(mode):
     with mode():
         paths = torch.tensor([[0, 1], [0, 2]])
-        assert eagle._tree_of(paths, 3, paths.device).parents.tolist() == [[-1, 0, 0]]
+        assert _posterior.tree_of(paths, 3, paths.device).parents.tolist() == [[-1, 0, 0]]
         paths.copy_(torch.tensor([[0, 1], [1, 2]])).copy_(torch.tensor([[0, 2], [0, 1]]))
-        tree = eagle._tree_of(paths, 3, paths.device)
+        tree = _posterior.tree_of(paths, 3, paths.device)
         assert tree.parents.tolist() == [[-1, 0, 0]] and tree.paths.tolist() == paths.tolist()
         paths.copy_(torch.tensor([[0, 1], [0, -1]]))
-        assert eagle._tree_of(paths, 3, paths.device).parents.tolist() == [[-1, 0, -2]]
+        assert _posterior.tree_of(paths, 3, paths.device).parents.tolist() == [[-1, 0, -2]]
 
 
 def test_patch_and_undo():

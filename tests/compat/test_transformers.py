@@ -11,7 +11,8 @@ import torch
 from specvis_kernels import StatusError, codebook_neighbors, guided_probs, gumbel_noise
 from specvis_kernels.compat import _versions
 from specvis_kernels.compat import transformers as compat
-from specvis_kernels.compat.transformers import GuidedProbsProcessor, cache_name, jacobi_generate, tree_generate
+from specvis_kernels.compat._transformers import cache_name
+from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
 from tests.models.test_transformers import chameleon_model, emu3_model, janus_model
 
 transformers = pytest.importorskip("transformers")
@@ -466,7 +467,7 @@ def test_the_processor_in_transformers_own_loops(model):
 
 def test_every_path_of_a_tree_is_drawn_from_its_own_row():
     choices = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
-    tree = compat._Tree(reversed(choices), torch.zeros(1))
+    tree = compat.StaticTree(reversed(choices), torch.zeros(1))
     order = sorted(choices, key=lambda c: (len(c), c))
     assert tree.num_nodes == 7 and tree.max_depth == 3 and tree.draft_row.tolist() == [[0, 1, 2, -1, 3, -1, -1]]
     made = [(child, level.paths[row].tolist(), rank) for level in tree.levels for child, row, rank in zip(
@@ -479,7 +480,7 @@ def test_every_path_of_a_tree_is_drawn_from_its_own_row():
 
 @pytest.mark.parametrize("are_all_kept", [True, False])
 def test_gaps_in_the_ranks(are_all_kept):
-    tree = compat._Tree([(1,), (4,), (4, 2), (4, 0), (1, 3)], torch.zeros(1), are_all_kept)
+    tree = compat.StaticTree([(1,), (4,), (4, 2), (4, 0), (1, 3)], torch.zeros(1), are_all_kept)
     assert [level.rank_of_child.tolist() for level in tree.levels] == ([[0, 1], [0, 0, 1]] if are_all_kept else
                                                                        [[1, 4], [3, 0, 2]])
     assert [level.num_children for level in tree.levels] == ([2, 2] if are_all_kept else [5, 4])

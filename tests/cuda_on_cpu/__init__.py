@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from specvis_kernels import _dispatch
+from specvis_kernels import _define
 
 HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
@@ -79,5 +79,5 @@ def register(path: Path) -> None:
     register.keep = library  # its ops live as long as it does
     for op in (kernel.stem for kernel in kernels()):
         library.define(str(getattr(torch.ops.specvis_kernels, op).default._schema).partition("::")[2])
-        _dispatch._kernels[op]["cuda_emulated"] = getattr(getattr(torch.ops, NAMESPACE), op).default
+        _define._kernels[op]["cuda_emulated"] = getattr(getattr(torch.ops, NAMESPACE), op).default
     torch.ops.load_library(path)

@@ -42,10 +42,10 @@ def load():
     """The sanitized C++ kernels take the place of backend "cpu"."""
     import torch
 
-    from specvis_kernels import _dispatch
+    from specvis_kernels import _define
     library = torch.library.Library(CPU, "DEF")
     load.keep = library  # its ops live as long as it does
-    for op, kernels in _dispatch._kernels.items():
+    for op, kernels in _define._kernels.items():
         if "cpu" in kernels:
             library.define(str(getattr(torch.ops.specvis_kernels, op).default._schema).partition("::")[2])
             kernels["cpu"] = getattr(getattr(torch.ops, CPU), op).default

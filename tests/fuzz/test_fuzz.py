@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import specvis_kernels
-from specvis_kernels import _dispatch
+from specvis_kernels import _define
 from tests.fuzz import cases, check, shrink
 from tests.kernels.inputs import DEVICE
 from tests.laws.test_every_op import as_tuple
@@ -52,14 +52,14 @@ def test_a_number_is_a_case():
 
 def found(op, monkeypatch, wrong, backend="wrong", most=64):
     """The first case with a finding, and this finding, if wrong(outputs, arguments) changes the oracle's outputs."""
-    oracle = _dispatch._kernels[op]["oracle"]
+    oracle = _define._kernels[op]["oracle"]
 
     def kernel(*arguments):
         outputs = [a.clone() for a in as_tuple(oracle(*arguments))]
         wrong(outputs, arguments)
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
-    monkeypatch.setitem(_dispatch._kernels[op], backend, kernel)
+    monkeypatch.setitem(_define._kernels[op], backend, kernel)
     for number in range(most):
         case = cases.make(op, number)
         findings = [finding for finding in check.check(case, [backend]) if finding.backend == backend]
@@ -150,7 +150,7 @@ def test_what_is_found_shrinks_to_a_test(monkeypatch):
     exec(test, space)
     with pytest.raises(AssertionError):
         space["test_sample_residual_as_fuzzed"]()
-    monkeypatch.setitem(_dispatch._kernels["sample_residual"], "wrong", _dispatch._kernels["sample_residual"]["oracle"])
+    monkeypatch.setitem(_define._kernels["sample_residual"], "wrong", _define._kernels["sample_residual"]["oracle"])
     space["test_sample_residual_as_fuzzed"]()
 
 

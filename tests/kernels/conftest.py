@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from specvis_kernels import _dispatch, backends
+from specvis_kernels import _define, backends
 from tests.kernels import inputs
 from tests.laws.test_every_op import same
 
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config, items):
 def backend(request, monkeypatch):
     """"oracle": each call is repeated on the other backends, which must give equal bits. Or "triton"."""
     used = set()
-    for op, kernels in _dispatch._kernels.items() if request.param == "oracle" else ():
+    for op, kernels in _define._kernels.items() if request.param == "oracle" else ():
         names = [name for name in backends(op, inputs.DEVICE) if name not in ("oracle", "triton")]
         monkeypatch.setitem(kernels, "oracle", repeated(op, dict(kernels), names, used))
     request.node.compared = used

@@ -151,7 +151,7 @@ def test_layers_that_cannot_be_packed():
             ([layer._replace(qkv=w.repeat(5, 1))], 1, "with H=1 a multiple of Hkv, and D=16, got 80"),
             ([layer._replace(head_norms=(w[:2],))], 1, r"layers\[0\].head_norms must be two tensors, scale and shift"),
             ([layer._replace(head_norms=(w[:2], w[:3]))], 1, r"head_norms must be float32 \(heads=2, D=16\), got"),
-            ([layer, layer._replace(attention_norm=w[0])], 1, "layers must all have the same norms"),
+            ([layer, layer._replace(attention_norm=w[0])], 1, "layers must all have equal norms"),
             ([DecoderLayer(**{k: t if t is None else t.half() for k, t in layer._asdict().items()
                                if k[-4:] != "bias" and k != "head_norms"})], 1, "float32 or bfloat16, got float16")):
         with pytest.raises(ValueError, match=message):

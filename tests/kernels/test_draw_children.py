@@ -319,8 +319,8 @@ SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(
 @pytest.mark.parametrize("changes, message", [
     (dict(draft_probs=torch.zeros(2, 4)), r"draft_probs must have 3 dimensions \(B, F, V\), got shape \(2, 4\)"),
     (dict(draft_probs=torch.zeros(2, 3, 4).half()), r"draft_probs must be float32 \(B=2, F=3, V=4\), got float16"),
-    (dict(draft_probs=torch.zeros(2, 3, 0)), r"draft_probs must have F >= 1 and V >= 1, got shape \(2, 3, 0\)"),
-    (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have F >= 1 and V >= 1, got shape \(2, 0, 4\)"),
+    (dict(draft_probs=torch.zeros(2, 3, 0)), r"draft_probs must have V >= 1, got shape \(2, 3, 0\)"),
+    (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have F >= 1, got shape \(2, 0, 4\)"),
     (dict(uniforms=torch.zeros(2, 3)), r"uniforms must have 3 dimensions \(B, F, K\), got shape \(2, 3\)"),
     (dict(uniforms=torch.zeros(2, 4, 5)), r"uniforms must be float32 \(B=2, F=3, K=5\), got float32 \(2, 4, 5\)"),
     (dict(uniforms=torch.zeros(2, 3, 5).double()), r"uniforms must be float32 \(B=2, F=3, K=5\), got float64"),

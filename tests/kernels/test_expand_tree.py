@@ -188,7 +188,6 @@ def test_equals_the_oracle(backend, F, V, K):
 @pytest.mark.parametrize("name, value, message", [
     ("draft_probs", torch.zeros(2, 5), r"draft_probs must have 3 dimensions \(B, F, V\), got shape \(2, 5\)"),
     ("draft_probs", torch.zeros(2, 3, 5).half(), r"must be float32 \(B=2, F=3, V=5\), got float16"),
-    ("draft_probs", torch.zeros(2, 0, 5), r"scores must be float32 \(B=2, F=0\)"),
     ("scores", torch.zeros(2, 4), r"scores must be float32 \(B=2, F=3\), got float32 \(2, 4\)"),
     ("width", torch.zeros(2), r"width must be int64 or int32 \(B=2\), got float32 \(2,\)"),
     ("width", 3, r"width must be int64 or int32 \(B=2\), got int"),
@@ -206,5 +205,5 @@ def test_says_which_argument_is_wrong(name, value, message):
 
 @pytest.mark.parametrize("F, V", [(0, 5), (3, 0)])
 def test_refuses_an_empty_level(F, V):
-    with pytest.raises(ValueError, match=rf"must have F >= 1 and V >= 1, got shape \(2, {F}, {V}\)"):
+    with pytest.raises(ValueError, match=rf"must have [FV] >= 1, got shape \(2, {F}, {V}\)"):
         expand_tree(torch.zeros(2, F, V), torch.zeros(2, F), torch.ones(2, dtype=torch.int32), num_children=4)

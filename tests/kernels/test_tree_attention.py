@@ -191,7 +191,7 @@ def arguments(**changes):
 @pytest.mark.parametrize("changes, message", [
     (dict(q=torch.zeros(4, 3, 32)), r"q must have 4 dimensions \(R, N, H, D\), got shape \(4, 3, 32\)"),
     (dict(q=torch.zeros(4, 3, 4, 32).double()), "q must be float32 or float16 or bfloat16 .*, got float64"),
-    (dict(q=torch.zeros(4, 3, 3, 32)), "the heads of q must be a multiple of those of k_cache, got H=3 and Hkv=2"),
+    (dict(q=torch.zeros(4, 3, 3, 32)), "the heads of q must be a multiple of the heads of k_cache, got H=3 and Hkv=2"),
     (dict(k_cache=torch.zeros(4, 9, 2, 32).half()), "k_cache must be float32 .*, got float16"),
     (dict(k_cache=torch.zeros(4, 9, 2, 16)), r"k_cache must be float32 \(R=4, T=9, Hkv=2, D=32\), got"),
     (dict(v_cache=torch.zeros(4, 8, 2, 32)), r"v_cache must be float32 \(R=4, T=9, Hkv=2, D=32\), got"),

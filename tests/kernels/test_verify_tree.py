@@ -390,7 +390,7 @@ def arguments(**changes):
 @pytest.mark.parametrize("changes, message", [
     (dict(target_probs=torch.zeros(3, 4)), r"target_probs must have 3 dimensions \(B, N, V\), got shape"),
     (dict(target_probs=torch.zeros(2, 3, 4).half()), r"target_probs must be float32 \(B=2, N=3, V=4\), got"),
-    (dict(target_probs=torch.zeros(2, 0, 4)), r"target_probs must have N >= 1 and V >= 1, got shape"),
+    (dict(target_probs=torch.zeros(2, 0, 4)), r"target_probs must have N >= 1, got shape"),
     (dict(tokens=torch.zeros(2, 4).long()), r"tokens must be int64 or int32 \(B=2, N=3\), got int64 \(2, 4\)"),
     (dict(first_child=torch.zeros(2, 3)), r"first_child must be int64 or int32 \(B=2 or 1, N=3\), got float32"),
     (dict(next_sibling=torch.zeros(3).int()), r"next_sibling must be int64 or int32 \(B=2 or 1, N=3\), got"),

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import specvis_kernels
-from specvis_kernels import INVALID_DRAFT, INVALID_ROW, StatusError, _dispatch, backends
+from specvis_kernels import INVALID_DRAFT, INVALID_ROW, StatusError, _define, backends
 from tests.kernels import inputs
 from tests.laws.test_every_op import EVERY, TAKES_ROWS, by_name, run, same, tensors_of
 
@@ -114,7 +114,7 @@ def call(kernel, args):
 
 def main(backend):
     for op in OPS:
-        kernels = _dispatch._kernels[op]
+        kernels = _define._kernels[op]
         if backend not in kernels:
             continue
         schema, args = raw_call(op)
@@ -264,7 +264,7 @@ def test_logits_in_place_of_probabilities_are_reported(op, backend, name, monkey
     status = run(op, (), named, backend)[-1]
     bit = INVALID_DRAFT if name == "draft_probs" and name != PARAMETERS[op][0] else INVALID_ROW
     assert (status & bit).any() and (bit == INVALID_DRAFT or (status & bit).all())
-    monkeypatch.setattr(_dispatch, "CHECKS", True)
+    monkeypatch.setattr(_define, "CHECKS", True)
     with pytest.raises(StatusError, match="are they logits rather than probabilities"):
         run(op, (), named, backend)
 

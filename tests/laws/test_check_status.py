@@ -16,14 +16,14 @@ from specvis_kernels import (
     INVALID_TREE,
     OUT_OF_TRIES,
     StatusError,
-    _dispatch,
+    _define,
     check_status,
     guided_probs,
     sample_residual,
     tree_paths,
     verify_tree,
 )
-from specvis_kernels.check_status import MEANINGS
+from specvis_kernels.status import MEANINGS
 from tests.kernels.inputs import DEVICE
 
 NAMES = {INVALID_ROW: "INVALID_ROW", INVALID_TREE: "INVALID_TREE", INVALID_RULE: "INVALID_RULE",
@@ -84,7 +84,7 @@ def sample(rows):
 
 @pytest.fixture
 def checks(monkeypatch):
-    monkeypatch.setattr(_dispatch, "CHECKS", True)
+    monkeypatch.setattr(_define, "CHECKS", True)
 
 
 def test_every_op_can_check_itself(checks):
@@ -106,7 +106,7 @@ def test_nothing_is_checked_where_there_are_no_values(checks):
 
 def test_the_environment_asks_for_it():
     """SPECVIS_CHECK is read when the package is imported."""
-    program = "import specvis_kernels._dispatch as d; print(d.CHECKS)"
+    program = "import specvis_kernels._define as d; print(d.CHECKS)"
     for value, expected in (("1", "True"), ("0", "False")):
         run = subprocess.run([sys.executable, "-c", program], env=os.environ | {"SPECVIS_CHECK": value},
                              capture_output=True, text=True)

@@ -7,10 +7,9 @@ import torch
 
 import specvis_kernels
 
-NAMES = {"torch": torch} | {name: getattr(specvis_kernels, name) for name in specvis_kernels.__all__}
-
-
-PLAIN = ["check_status", "gumbel_noise", "philox_uniforms", "philox_words", "tree_from_choices"]
+NAMES = {"torch": torch} | {name: getattr(specvis_kernels, name)
+                            for name in {*specvis_kernels.__all__, *specvis_kernels.ops()}}
+PLAIN = ["backends", "check_status", "gumbel_noise", "philox_uniforms", "philox_words", "tree_from_choices"]
 
 
 @pytest.mark.parametrize("op", [*specvis_kernels.ops(), *PLAIN])

@@ -174,7 +174,7 @@ def main(gpu, which="all"):
 
     triton.runtime.driver.set_active(Driver())
     run, JITFunction.run = JITFunction.run, compile_only
-    specvis_kernels._dispatch.backends = lambda op, device: ["triton"]
+    specvis_kernels._define.backends = lambda op, device: ["triton"]
     if which != "decoding":
         for op in benchmarks.ops.ROWS:
             cases = [*real_cases(op), *inputs.CASES[op]]

@@ -1,4 +1,4 @@
-"""What torch.func.vmap does with the ops: one call with a larger batch where there is one."""
+"""What torch.func.vmap does with the ops: one call with a larger batch, if the op has a batch."""
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -54,7 +54,7 @@ def batching_rule(op, batch: str | None, written: list[int]):
             leaves, spec = tree_flatten(args)
             dims = tree_leaves(in_dims, is_leaf=lambda dim: dim is None)
             slices = [x if dim is None else x.select(dim, s) for x, dim in zip(leaves, dims)]
-            own = [x.contiguous() if isinstance(x, Tensor) else x for x in slices]  # no copy of what is written to
+            own = [x.contiguous() if isinstance(x, Tensor) else x for x in slices]  # written ones are already
             outputs.append(op(*tree_unflatten(own, spec)))
         outputs = tree_map(lambda *each: torch.stack(each), *outputs)
         return outputs, tree_map(lambda _: 0, outputs)

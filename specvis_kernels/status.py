@@ -1,9 +1,18 @@
-"""check_status: what an op reports about its inputs, as an error with words."""
+"""The bits of `status`, by which ops report invalid inputs, and check_status, which makes an error of them."""
 import torch
 from torch import Tensor
 
-from ._dispatch import INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE, check
+from ._checks import check
 
+EMPTY_RESIDUAL = 1  # the residual was empty: the target's own distribution was used, or the one that `empty` names
+INVALID_ROW = 2     # a row of logits or probabilities holds NaN, an infinity, a negative number, or no mass, or its
+                    # range of ids is empty or leaves the vocabulary; or a Gaussian's mean, log sigma, token or log
+                    # ratio is NaN or infinite, or leads to such a number
+INVALID_TREE = 4    # a parent, link, row or token id is out of range: it is reported and never followed
+INVALID_RULE = 8    # omega is negative, NaN, or < 1 with groups or with neighbors and the optimal residual; or the
+                    # temperature of a Gaussian's distances is not positive and finite: nothing is accepted
+OUT_OF_TRIES = 16   # no try for a continuous token was accepted: the target's own sample was used instead
+INVALID_DRAFT = 32  # the row that drafts were drawn from holds NaN, a negative number, a number above 2, or no mass
 SHOWN = 4  # requests of a kind of error
 
 LOGITS = ("after guidance and temperature a row holds NaN, +inf or nothing but -inf, or its range of ids is empty or "
@@ -39,20 +48,20 @@ def check_status(status: Tensor, op: str | None = None) -> None:
     With SPECVIS_CHECK=1 in the environment when specvis_kernels is imported, every op that returns a `status` calls it,
     unless it is being traced or captured.
 
-    EMPTY_RESIDUAL and OUT_OF_TRIES are no errors: the result is what the op's docstring says.
+    EMPTY_RESIDUAL and OUT_OF_TRIES are no errors: the op's docstring says what the result is then.
 
     Args:
-        status:  (B,) or (B, N) int32   what an op returned
-        op:      the op's name; with it the words fit better
+        status:  (B,) or (B, N) int32   an op's result
+        op:      the op's name, for the message
 
     Raises:
-        StatusError: an INVALID_* bit is set; it is a ValueError
+        StatusError: an INVALID_* bit is set. StatusError is a ValueError
         ValueError: status is no int32 tensor
 
     Example:
         >>> import torch
         >>> from specvis_kernels import StatusError, check_status, sample_residual
-        >>> logits = torch.tensor([[0.5, 0.5], [3.0, -1.0]])  # of the second row; the first are probabilities
+        >>> logits = torch.tensor([[0.5, 0.5], [3.0, -1.0]])  # the first row has probabilities, the second logits
         >>> result = sample_residual(logits, None, torch.tensor([0.3, 0.3]))
         >>> result.status
         tensor([0, 2], dtype=torch.int32)

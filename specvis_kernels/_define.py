@@ -1,0 +1,170 @@
+"""How an op is registered, and how it finds its kernel.
+
+Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
+
+    dispatch key               kernel             file
+    CompositeExplicitAutograd  oracle             specvis_kernels/<op>.py
+    Meta                       output shapes      specvis_kernels/<op>.py
+    CPU                        C++                csrc/<op>.cpp                 if built
+    CUDA                       CUDA C++           csrc/<op>.cu                  if built, and the driver is as new
+                               else Triton        specvis_kernels/triton/<op>.py
+
+PyTorch prefers a device's own key to the composite one. So where a kernel is missing the oracle answers, and on the
+ordinary path Python chooses nothing. _libraries.py loads the compiled kernels, _checks.py checks arguments, and
+_vmap.py says what torch.func.vmap does.
+
+Most ops report on each row or request in `status` (int32), by the bits of status.py. These do not:
+codebook_neighbors, commit_kv, commit_tokens, tree_attention, tree_from_mask, tree_from_paths, tree_mask, tree_paths.
+
+An op that writes to arguments says so in its schema: Tensor(a!) and Tensor(a!)[]. Its meta and its outputs do not name
+them. Then torch.compile, fake tensors and the version counters of written tensors work as for torch's own operations.
+"""
+import inspect
+import os
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ._checks import check_apart, is_traced, readable
+from ._libraries import load_libraries
+from ._vmap import batching_rule
+from .status import check_status
+
+NAMESPACE = __package__
+CHECKS = os.environ.get("SPECVIS_CHECK") == "1"  # read once: whether every op ends with check_status()
+_library = torch.library.Library(NAMESPACE, "DEF")
+_kernels: dict[str, dict[str, Callable]] = {}  # op name -> backend name -> kernel
+load_libraries()
+
+
+def define(name: str, *, oracle: Callable, meta: Callable, result: type | None = None, writes: tuple[str, ...] = (),
+           strided: tuple[str, ...] = (), batch: str | None = "") -> Callable:
+    """Register an op. Returns `call(backend, *args)`, which makes tensors contiguous and runs the op.
+
+    The schema follows from the oracle's annotated arguments: `Tensor | None` becomes `Tensor?`, `int` a `SymInt`, and
+    `torch.dtype` a `ScalarType`.
+
+    Args:
+        name:    the op's name
+        oracle:  the op in plain torch: it says what is right, and runs where there is no kernel
+        meta:    some of the oracle's arguments, by their names -> empty outputs of the right shapes
+        result:  the named tuple that `call` makes of several outputs (torch.ops returns plain tuples); None: one output
+        writes:  the arguments that the op writes to
+        strided: the arguments that kernels read by their strides, so that they are not made contiguous
+        batch:   the argument whose first size is B, if that is not the first one; None: no tensor leads with B
+    """
+    oracle.__annotations__["return"] = Tensor if result is None else tuple[(Tensor,) * len(result._fields)]
+    _library.define(torch.library.infer_schema(oracle, op_name=name, mutates_args=writes))
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    names = list(inspect.signature(oracle).parameters)
+    written = [names.index(argument) for argument in writes]
+    dense = [i for i, (argument, kind) in enumerate(inspect.get_annotations(oracle).items())
+             if kind in (Tensor, Tensor | None) and argument not in ("return", *writes, *strided)]
+    meta_reads = [names.index(argument) for argument in inspect.signature(meta).parameters]
+
+    def built(key):
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
+
+    kernels = _kernels[name] = {"oracle": _refusing_overlap(name, oracle, written)}
+    if built("CPU"):
+        kernels["cpu"] = op
+    if built("CUDA"):
+        kernels["cuda"] = op
+    if find_spec("triton") and find_spec(f".triton.{name}", __package__):
+        kernels["triton"] = _refusing_overlap(name, _triton_kernel(name, written), written)
+
+    _library.impl(name, kernels["oracle"], "CompositeExplicitAutograd")
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # inference only: no output asks for gradients
+    if "triton" in kernels and "cuda" not in kernels:
+        _library.impl(name, kernels["triton"], "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: meta(*(args[i] for i in meta_reads)),
+                                lib=_library)
+
+    def count_versions(keyset, *args):  # as torch's own in-place operations do, for autograd's saved tensors
+        for i in written:
+            torch.autograd.graph.increment_version(args[i])
+        return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", batching_rule(op, batch, written), lib=_library)
+    if written:
+        _library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)
+
+    def forced(backend, args):
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        if backend not in backends(name, device):
+            raise ValueError(f"backend of {name} must be one of {', '.join(backends(name, device))} "
+                             f"for {device} tensors here, got {backend!r}")
+        return torch.no_grad()(kernels[backend])
+
+    has_status = result is not None and result._fields[-1] == "status"
+
+    def call(backend, *args):
+        for i in dense:
+            tensor = args[i]
+            if tensor is not None and not tensor.is_contiguous():
+                args = *args[:i], tensor.contiguous(), *args[i + 1:]
+        kernel = op if backend is None else forced(backend, args)
+        outputs = kernel(*args)
+        if CHECKS and has_status and not is_traced(outputs[-1]):
+            check_status(outputs[-1], name)
+        return outputs if result is None else result(*outputs)
+
+    return call
+
+
+def _triton_kernel(name: str, written: list[int]) -> Callable:
+    def triton(*args):  # imported at the first call: Triton takes a second or two to import
+        kernel = getattr(import_module(f".triton.{name}", __package__), name)
+        args = [[readable(each, i in written) for each in a] if isinstance(a, (list, tuple)) else
+                readable(a, i in written) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
+        with torch.cuda.device_of(next(a for a in args if isinstance(a, Tensor))):  # Triton launches on the current one
+            return kernel(*args)
+
+    return triton
+
+
+def _refusing_overlap(name: str, kernel: Callable, written: list[int]) -> Callable:
+    """`kernel`, which first refuses a written argument that shares memory with another one."""
+    def checked(*args):
+        if not torch.compiler.is_compiling():
+            check_apart(name, [(a, i in written) for i, arg in enumerate(args)
+                               for a in (arg if isinstance(arg, (list, tuple)) else [arg]) if isinstance(a, Tensor)])
+        return kernel(*args)
+
+    return checked if written else kernel
+
+
+def ops() -> list[str]:
+    """The name of every op."""
+    return list(_kernels)
+
+
+def backends(name: str, device: str = "cpu") -> list[str]:
+    """The backends that op `name` can be forced to for tensors on `device` ("cuda", "cuda:1"), the oracle first.
+
+    Triton runs on CPU tensors only under its interpreter (TRITON_INTERPRET=1, set before the first import).
+
+    Args:
+        name:    an op's name, see `ops()`
+        device:  where the tensors are
+
+    Returns:
+        the names that an op's argument `backend` takes
+
+    Raises:
+        ValueError: there is no such op
+
+    Example:
+        >>> from specvis_kernels import backends
+        >>> backends("tree_links")[0]
+        'oracle'
+    """
+    if name not in _kernels:
+        raise ValueError(f"op must be one of {', '.join(_kernels)}, got {name!r}")
+    device = str(device).partition(":")[0]
+    runs = {"oracle": True, "cpu": device == "cpu", "cuda": device == "cuda",
+            "triton": device == "cuda" or device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"}
+    return [backend for backend in _kernels[name] if runs.get(backend, device == "cpu")]  # tests add one for CPUs

@@ -1,0 +1,330 @@
+"""The requests, the model with its cache, and the output of one call of `generate`, for compat/transformers.py."""
+import functools
+import inspect
+from collections.abc import Sized
+
+import torch
+from torch import Tensor
+
+from .. import check_status, commit_kv, tree_mask
+from .._checks import check
+from ._settings import GREEDY, settings_of
+from ._versions import is_older, versions
+
+FILTERS = ("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "LogitNormalization")
+CACHE_NAMES = ("cache", "past_key_values")  # from transformers 5.24 on; before it
+# arguments from `generate` that these functions read themselves, or that only concern its own cache
+KNOWN_KWARGS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position", *CACHE_NAMES)
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+class Asked:
+    """The arguments that `generate` hands to a function, checked. `name` is the function's, for messages."""
+
+    def __init__(self, name, model, input_ids, processors, criteria, config, guidance, id_range, streamer, kwargs):
+        self.name = name
+        config = model.generation_config if config is None else config
+        self.check_model(model, config, processors)
+        if streamer is not None:
+            self.refuse(len(input_ids) != 1, f"needs a batch of one for token_streamer, got {len(input_ids)}")
+        self.streamer, self.returns_dict = streamer, config.return_dict_in_generate
+        length = self.read_ends(input_ids, criteria, config)
+        self.max_tokens = length - input_ids.shape[1]
+        self.check_layers(model.config.get_text_config(decoder=True), length)
+        self.check_kwargs(model, config, kwargs)
+        self.do_sample = bool(config.do_sample)
+        self.settings = self.read_settings(config, processors) if self.do_sample else GREEDY
+        self.has_guidance, self.guidance = guidance is not None, 1.0 if guidance is None else guidance
+        self.attention_mask = kwargs.get("attention_mask")
+        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.id_range = id_range
+        if isinstance(id_range, Tensor):
+            B, leading = len(input_ids), tuple(id_range.shape[:-2])
+            if id_range.ndim < 2 or id_range.shape[-1] != 2 or leading not in ((), (B,)) or 0 in id_range.shape:
+                raise ValueError(f"id_range must be int64 (L, 2) or (B={B}, L, 2), got {described(id_range)}")
+            self.id_range = id_range.to(input_ids.device, torch.int64).expand(B, -1, 2)
+
+    def refuse(self, is_wrong, message: str) -> None:
+        if is_wrong:
+            raise ValueError(f"{self.name} {message}")
+
+    def check_model(self, model, config, processors) -> None:
+        self.refuse(is_older("transformers", 4, 57),
+                    f"needs transformers 4.57 or newer ({versions('transformers')})")
+        others = [type(p).__name__ for p in processors or () if type(p).__name__ not in FILTERS]
+        self.refuse(others, f"knows temperature, top_k and top_p alone, got {', '.join(others)}: give guidance and "
+                            "id_range to the function, and leave other logits processors out")
+        self.refuse((config.num_beams or 1) != 1, f"needs num_beams=1, got {config.num_beams}")
+        self.refuse(model.config.is_encoder_decoder, f"needs a causal language model, got {type(model).__name__}")
+        self.refuse("position_ids" not in inspect.signature(model.forward).parameters,
+                    f"needs a model that takes position_ids, got {type(model).__name__}")
+        attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+        self.refuse(attention not in ("sdpa", "eager"), "needs attn_implementation 'sdpa' or 'eager', which take a "
+                                                        f"mask for each node, got {attention!r}")
+
+    def read_ends(self, input_ids, criteria, config) -> int:
+        """Sets the tokens and criteria that end a request; returns the length at which all end."""
+        self.criteria, lengths, ends = [], [config.max_length or input_ids.shape[1] + 20], config.eos_token_id
+        ends = [] if ends is None else torch.as_tensor(ends).flatten().tolist()
+        self.pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
+        for criterion in criteria or ():
+            if type(criterion).__name__ == "MaxLengthCriteria":
+                lengths.append(criterion.max_length)
+            elif type(criterion).__name__ == "EosTokenCriteria":
+                ends += criterion.eos_token_id.flatten().tolist()
+            else:
+                self.criteria.append(criterion)
+        self.ends = torch.tensor(sorted(set(ends)), device=input_ids.device)
+        return min(lengths)
+
+    def check_layers(self, text, length: int) -> None:
+        window, layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+        if layers is None:  # older configurations have the window alone
+            layers = ["sliding_attention" if window and getattr(text, "use_sliding_window", True) else "full_attention"]
+        short = window is not None and length > window
+        partial = {kind for kind in layers if kind != "full_attention" and (kind != "sliding_attention" or short)}
+        self.refuse(partial, f"needs full attention in every layer, got {', '.join(sorted(partial))}")
+
+    def check_kwargs(self, model, config, kwargs) -> None:
+        outputs = [key for key in OUTPUTS
+                   if config.return_dict_in_generate and getattr(config, key, False) or kwargs.get(key)]
+        self.refuse(outputs, f"returns sequences alone, got {', '.join(outputs)}")
+        unknown = [key for key, value in kwargs.items()
+                   if key not in (*KNOWN_KWARGS, *OUTPUTS) and not _is_off(model, key, value)]
+        self.refuse(unknown, f"takes prompts of token ids alone, got {', '.join(unknown)} ({versions('transformers')})")
+        for key in CACHE_NAMES:
+            length = 0 if kwargs.get(key) is None else kwargs[key].get_seq_length()
+            self.refuse(length > 0, f"needs an empty {key}, got one with {length} tokens")
+
+    def read_settings(self, config, processors) -> dict:
+        if processors is None:  # not called by `generate`, which makes them
+            temperature = config.temperature if config.temperature is not None else 1.0
+            return dict(temperature=float(temperature), top_k=config.top_k or 0, top_p=float(config.top_p or 1.0))
+        warpers = [p for p in processors if type(p).__name__ != "LogitNormalization"]
+        settings = settings_of(warpers)
+        self.refuse(settings is None, "needs temperature before top_k and top_p, each at most once, without "
+                    "min_tokens_to_keep and filter_value, and top_p > 0, got "
+                    f"{', '.join(type(p).__name__ for p in warpers)} (off by top_k=0 and top_p=1.0 of generate)")
+        return settings
+
+    def ids(self, positions: Tensor):
+        """The ranges of new tokens at these positions (B, N), as the ops take them."""
+        if not isinstance(self.id_range, Tensor):
+            return self.id_range
+        index = positions.clamp(max=self.id_range.shape[1] - 1).long()
+        return self.id_range.gather(1, index[..., None].expand(-1, -1, 2))
+
+
+class Target:
+    """The model with a cache in which each request has its own length. First the rows with the condition."""
+
+    def __init__(self, model, input_ids, unconditional_ids, unconditional_mask, asked, num_nodes):
+        if asked.has_guidance != (unconditional_ids is not None):
+            raise ValueError("guidance and unconditional_ids must be given together")
+        self.model, self.cache_name = model, cache_name(model)
+        self.keeps_logits, self.num_forwards = asked.keeps_logits, 0
+        self.batch, (B, S) = len(input_ids), input_ids.shape
+        ids, is_real = input_ids, torch.ones_like(input_ids, dtype=torch.bool)
+        if asked.attention_mask is not None:
+            check("attention_mask", asked.attention_mask, asked.attention_mask.dtype, B=B, S=S)
+            is_real = asked.attention_mask != 0
+        if unconditional_ids is not None:
+            R, width = unconditional_ids.shape if unconditional_ids.ndim == 2 else (0, 0)
+            check("unconditional_ids", unconditional_ids, torch.int64, like=input_ids, R=R, S=width)
+            if not R or B % R:
+                raise ValueError(f"unconditional_ids must be int64 (R, S') with R a divisor of B={B}, "
+                                 f"got {tuple(unconditional_ids.shape)}")
+            mask = torch.ones_like(unconditional_ids) if unconditional_mask is None else unconditional_mask
+            check("unconditional_mask", mask, mask.dtype, like=input_ids, R=R, S=width)
+            both = max(S, width)
+            ids, is_real = (torch.cat([torch.nn.functional.pad(a, (both - S, 0)),
+                                       torch.nn.functional.pad(b.repeat_interleave(B // R, 0), (both - width, 0))])
+                            for a, b in ((ids, unconditional_ids), (is_real, mask != 0)))
+        self.ids, self.is_real, self.prefix_len = ids, is_real, ids.shape[1]
+        self.num_pads = self.prefix_len - is_real.sum(1)
+        self.cache = _cache_class()(len(ids), self.prefix_len + asked.max_tokens + num_nodes)
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+
+    def twice(self, tensor: Tensor) -> Tensor:
+        return tensor.repeat(len(self.ids) // self.batch, *[1] * (tensor.ndim - 1))
+
+    def forward(self, ids, mask, position_ids, slots, **kwargs):
+        """Logits (B, N, V) with the condition, and logits without it or None."""
+        self.cache.slots, self.num_forwards = slots, self.num_forwards + 1
+        self.cache.num_columns = mask.shape[-1]
+        logits = self.model(ids, attention_mask=mask[:, None], position_ids=position_ids, use_cache=True,
+                            **{self.cache_name: self.cache}, **kwargs).logits
+        logits = logits.float() if logits.dtype == torch.float64 else logits
+        return (logits, None) if len(ids) == self.batch else (logits[:self.batch], logits[self.batch:])
+
+    def prefill(self):
+        """The logits (B, 1, V) of the first new token."""
+        S = self.prefix_len
+        slots = torch.arange(S, device=self.ids.device)
+        sees = (slots <= slots[:, None]) & self.is_real[:, None] | (slots == slots[:, None])  # no row may be empty
+        mask = torch.zeros(sees.shape, dtype=self.model.dtype, device=sees.device).masked_fill(~sees, -torch.inf)
+        logits = self.forward(self.ids, mask, (self.is_real.cumsum(1) - 1).clamp(min=0), slots.expand(len(self.ids), S),
+                              **({"logits_to_keep": 1} if self.keeps_logits else {}))
+        return tuple(None if x is None else x[:, -1:] for x in logits)
+
+    def read(self, tokens, depth, ancestors, output):
+        """The logits of the nodes (B, N) of a tree after each request's tokens; node 0 is the newest token."""
+        N = tokens.shape[1]
+        lengths = self.lengths(output)
+        columns = self.prefix_len + max(output.host_made) - 1 + N
+        dtype = torch.float32 if self.model.dtype == torch.float64 else self.model.dtype
+        mask = tree_mask(ancestors.contiguous(), lengths.int(), form="additive", columns=columns, dtype=dtype)
+        mask = self.twice(mask.to(self.model.dtype))
+        mask[..., :self.prefix_len].masked_fill_(~self.is_real[:, None], -torch.inf)
+        slots = lengths[:, None] + torch.arange(N, device=tokens.device)
+        position_ids = self.twice(lengths[:, None] + depth) - self.num_pads[:, None]
+        return self.forward(self.twice(tokens), mask, position_ids, self.twice(slots))
+
+    def lengths(self, output) -> Tensor:
+        """(B,) int64: the columns before the newest token, which no forward has read yet."""
+        return self.prefix_len + output.num_made - 1
+
+    def commit(self, accepted_nodes, num_accepted, output):
+        for caches in self.cache.groups():
+            commit_kv(caches, accepted_nodes, num_accepted, self.lengths(output), row_dim=0, column_dim=2)
+
+
+class Output:
+    """The new tokens of B requests, and which requests are finished."""
+
+    def __init__(self, input_ids, asked):
+        B, S = input_ids.shape
+        self.prompts, self.asked, self.limit = input_ids, asked, asked.max_tokens
+        self.is_real = torch.ones_like(input_ids, dtype=torch.bool)
+        if asked.attention_mask is not None:
+            self.is_real = asked.attention_mask != 0
+        self.tokens = torch.full((B, self.limit + 1), asked.pad, device=input_ids.device)  # the last is scratch
+        self.num_made = torch.zeros(B, dtype=torch.int64, device=input_ids.device)
+        self.is_finished = torch.zeros(B, dtype=torch.bool, device=input_ids.device)
+        self.host_made, self.host_finished = [0] * B, [False] * B
+        if asked.streamer is not None:  # as transformers does: some streamers skip the prompt
+            asked.streamer.put(input_ids.cpu())
+
+    @property
+    def is_done(self) -> bool:
+        return all(self.host_finished)
+
+    def open_counts(self) -> list[int]:
+        return [made for made, finished in zip(self.host_made, self.host_finished) if not finished]
+
+    def newest(self) -> Tensor:
+        return self.tokens.gather(1, self.num_made[:, None] - 1)[:, 0]
+
+    def take(self, tokens: Tensor, num_tokens: Tensor, **statuses: Tensor) -> None:
+        """Append the first num_tokens (B,) of tokens (B, M), until a request is finished: the loop's host read.
+
+        statuses (B,) are of ops, by their names. They are checked for requests that were not finished before.
+        """
+        statuses = {op: torch.where(self.is_finished, 0, status) for op, status in statuses.items()}
+        bits = functools.reduce(torch.bitwise_or, statuses.values())
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        num = torch.where(self.is_finished, 0, num_tokens.minimum(self.limit - self.num_made))
+        is_end = torch.isin(tokens, self.asked.ends) & (index < num[:, None])
+        has_end = is_end.any(1)
+        num = torch.where(has_end, is_end.int().argmax(1) + 1, num)
+        is_new = index < num[:, None]
+        scratch = torch.where(is_new, self.num_made[:, None] + index, self.limit)
+        self.tokens.scatter_(1, scratch, tokens)
+        self.num_made = self.num_made + num
+        self.is_finished = self.is_finished | has_end | (self.num_made >= self.limit)
+        before = self.host_made
+        self.host_made, finished, bits = torch.stack([self.num_made, self.is_finished.long(), bits.long()]).tolist()
+        if any(bits):
+            for op, status in statuses.items():
+                check_status(status, op)
+        self.host_finished = [bool(f) for f in finished]
+        if self.asked.criteria:
+            for request, first in enumerate(before):
+                self.ask_criteria(request, first)
+        if self.asked.streamer is not None:
+            for token in self.tokens[0, before[0]:self.host_made[0]].cpu():
+                self.asked.streamer.put(token[None])
+
+    def ask_criteria(self, request: int, first: int) -> None:
+        """Token by token, as one-at-a-time decoding of this request would; their scores are None."""
+        for made in range(first + 1, self.host_made[request] + 1):
+            ids = torch.cat([self.prompts[request], self.tokens[request, :made]])[None]
+            if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.asked.criteria):
+                self.tokens[request, made:] = self.asked.pad
+                self.host_made[request], self.host_finished[request] = made, True
+                self.num_made[request], self.is_finished[request] = made, True
+                return
+
+    def sequences(self, paths: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of F paths from the root down (B, F, D) -> all tokens up to their ends, left-padded; where real."""
+        S, F = self.prompts.shape[1], paths.shape[1]
+        width = S + max(self.host_made) - 1
+        at = (S + self.num_made - 1)[:, None] + torch.arange(-width, 0, device=paths.device)
+        ids = torch.cat([self.prompts, self.tokens], 1).gather(1, at.clamp(min=0))
+        is_real = torch.nn.functional.pad(self.is_real, (0, self.tokens.shape[1]), value=True)
+        is_real = is_real.gather(1, at.clamp(min=0)) & (at >= 0)
+        ids, is_real = (x[:, None].expand(-1, F, -1) for x in (ids, is_real))
+        return torch.cat([ids, paths], 2), torch.cat([is_real, torch.ones_like(paths, dtype=torch.bool)], 2)
+
+    def result(self, stats: dict | None, target: Target):
+        if self.asked.streamer is not None:
+            self.asked.streamer.end()
+        if stats is not None:
+            stats.update(target_forwards=target.num_forwards, num_tokens=list(self.host_made))
+        sequences = torch.cat([self.prompts, self.tokens[:, :max(self.host_made)]], 1)
+        if not self.asked.returns_dict:
+            return sequences
+        from transformers.generation import GenerateDecoderOnlyOutput
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+
+
+def cache_name(model) -> str:
+    """The argument of the model's `forward` that takes its cache: "cache" from transformers 5.24 on."""
+    return next((name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters), CACHE_NAMES[1])
+
+
+def _is_off(model, key: str, value) -> bool:
+    """Whether an argument changes nothing: it is None, empty, or the default of `forward` or `generate`."""
+    if value is None or isinstance(value, Sized) and getattr(value, "shape", None) != () and len(value) == 0:
+        return True
+    defaults = [inspect.signature(function).parameters[key].default for function in (model.forward, model.generate)
+                if key in inspect.signature(function).parameters]
+    return isinstance(value, (bool, int, float, str)) and value in defaults
+
+
+def described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+@functools.cache
+def _cache_class() -> type:
+    """A cache of R rows; before each read `slots` says where it is kept. Some models need a subclass of Cache."""
+    from transformers import Cache
+
+    class SlotCache(Cache):
+        def __init__(self, rows: int, capacity: int):
+            super().__init__(layers=[])
+            self.rows, self.capacity, self.keys, self.values = rows, capacity, {}, {}
+
+        def update(self, key_states, value_states, layer_idx, *_, **__):
+            """Transformers calls this in every layer: it keeps (R, H, N, D) and returns all visible columns."""
+            seen = []
+            for caches, new in ((self.keys, key_states), (self.values, value_states)):
+                if layer_idx not in caches:
+                    R, H, _, D = new.shape
+                    caches[layer_idx] = new.new_zeros(R, H, self.capacity, D)
+                index = self.slots.to(new.device)[:, None, :, None].expand_as(new)
+                seen.append(caches[layer_idx].scatter_(2, index, new)[:, :, :self.num_columns])
+            return tuple(seen)
+
+        def get_seq_length(self, *_, **__):
+            return 0  # used only without position ids
+
+        def groups(self):
+            """All layers' tensors, in lists of one shape: as commit_kv takes them."""
+            groups = {}
+            for cache in (*self.keys.values(), *self.values.values()):
+                groups.setdefault((cache.shape, cache.dtype, cache.device), []).append(cache)
+            return list(groups.values())
+
+    return SlotCache
