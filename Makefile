@@ -29,7 +29,7 @@ CLANG_FORMAT := $(VENV)/bin/clang-format csrc/* tests/cuda_on_cpu/*.h tests/cuda
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install cuda test test-all test-transformers constraints lint format demo compare bench sass fuzz gpu \
+.PHONY: install cuda test test-all test-transformers constraints lint format demo compare bench sass bounds fuzz gpu \
 	clean
 
 install: $(VENV)/installed
@@ -73,6 +73,9 @@ bench: $(VENV)/installed
 
 sass: cuda  # counts in the machine code of the CUDA kernels; no GPU takes part
 	$(VENV)/bin/python -m benchmarks.sass $(OPS)
+
+bounds: cuda  # what an H200 could do at best, counted
+	$(VENV)/bin/python -m benchmarks.bounds
 
 fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers, KILLS of each command; JSON=file for counts
 	failed=0; \

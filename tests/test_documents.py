@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import specvis_kernels
-from benchmarks import sass
+from benchmarks import bounds, sass
 from specvis.cli import options
 from specvis.cli.main import main
 from specvis.decoding import limits
@@ -177,6 +177,14 @@ def test_every_drawing_is_shown():
     drawings = {path.stem for path in (DOCS / "drawings").glob("*.svg")}
     shown = {match for page in PAGES for match in re.findall(r"!\[[^]]+\]\(drawings/(\w+)\.svg\)", page.read_text())}
     assert shown == drawings
+
+
+def test_the_table_of_bounds_is_the_file():
+    """docs/gpu.md shows the bounds in benchmarks/results."""
+    page, results = (DOCS / "gpu.md").read_text(), json.loads(bounds.RESULTS.read_text())
+    assert page == bounds.page_of(page, results), "python -m benchmarks.bounds --page"
+    assert bounds.page_of(page.replace("| **2.1** |", "| **2.2** |"), results) == page
+    assert {row["title"] for row in results["rows"]} == {title for title, *_ in bounds.CASES}
 
 
 def test_the_table_of_machine_code_is_the_file():

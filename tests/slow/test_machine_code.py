@@ -6,11 +6,12 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from benchmarks import machine_code, sass
+from benchmarks import bounds, executed, machine_code, sass
 from tests.test_cuda_build import NVCC, ROOT, cuda_build
 
 CSRC = ROOT / "csrc"
@@ -292,5 +293,46 @@ def test_a_real_kernel_breaks_its_bounds(old, new, broken, tmp_path):
     header.write_text(header.read_text().replace(old, new))
     compile(tmp_path / "neighborhood_sum.cu", built, tmp_path)
     kernel, = sass.read_library(built)[1]["neighborhood_sum"].values()
-    bounds = json.loads(sass.RESULTS.read_text())["kernels"]["neighborhood_sum"]["neighborhood_sum"]
-    assert broken in {line.partition(" ")[0] for line in above(bounds, machine_code.bounds_of(kernel))}
+    held = json.loads(sass.RESULTS.read_text())["kernels"]["neighborhood_sum"]["neighborhood_sum"]
+    assert broken in {line.partition(" ")[0] for line in above(held, machine_code.bounds_of(kernel))}
+
+
+# --- how often it runs ------------------------------------------------------------------------------------------------
+
+def test_instructions_that_run():
+    """A loop over an array is unrolled twice, in a function with two calls, one of which never runs."""
+    def at(*places):
+        return "\n".join(f'\t//## File "/csrc/{file}", line {line} inlined at' for file, line in places)
+
+    def code(*instructions):
+        return "\n".join(f"        /*0000*/                   {instruction} ;" for instruction in instructions)
+
+    kernel, loop, unused = ("a.cu", 1), (("b.cuh", 7), ("a.cu", 2)), (("b.cuh", 7), ("a.cu", 9))
+    listing = "\n".join([
+        '\t.section\t.text.k,"ax",@progbits', "        .type           k,@function",
+        at(kernel), code("MOV R0, R1"),
+        at(*unused), code("LDG.E R4, [R2]", "DADD R4, R4, R4"), at(("d.h", 5), *unused), code("DADD R4, R4, R4"),
+        ".L_x_0:", at(*loop), code("LDG.E R4, [R2]", "LDG.E R5, [R2]", "F2I.S64.TRUNC R6, R4"),
+        at(("c.h", 3), *loop), code("DADD R6, R6, R6"),
+        at(kernel), code("@P0 BRA `(.L_x_0)", "EXIT")])
+    routine, = machine_code.parse(listing)["k"]
+    stacks = executed.lines_of(listing)["k"]
+    assert stacks[1] == unused and stacks[4] == loop and stacks[7] == (("c.h", 3), *loop)
+    threads = 64
+    lines = Counter({kernel: threads, ("a.cu", 2): threads, ("a.cu", 9): 0, ("b.cuh", 7): threads * 10, ("c.h", 3): 32,
+                     ("d.h", 5): 0})
+    counts = executed.instructions_run(routine, stacks, lines, threads / 32)
+    # of two warps: 5 rounds each of two loads and a conversion; c.h once; the code of a.cu once
+    assert counts == {"instructions": 10 * 3 + 1 + 3 * 2, "conversions_64": 10, "fp64": 1}
+
+
+@pytest.mark.parametrize("B, parts, bound, limit", [
+    (1, {"memory_us": 0.0, "instructions_us": 0.13}, 1.5, "launch"),     # 1000 / 4 cycles on the one multiprocessor
+    (64, {"memory_us": 0.02, "instructions_us": 0.13}, 1.5, "launch"),   # on 64 of them
+    (1320, {"memory_us": 0.44, "instructions_us": 1.26}, 2.6, "launch"),
+    (6600, {"memory_us": 2.21, "instructions_us": 6.31}, 7.6, "instructions"),
+])
+def test_bounds(B, parts, bound, limit):
+    row = bounds.bound("tree_links", "tree_links", (B, 60), B, {"blocks": 1, "instructions": 1000}, 396, {})
+    assert {name: row[name] for name in parts} == parts and (row["bound_us"], row["limit"]) == (bound, limit)
+    assert row["bytes"] == B * 60 * 24 and row["chain_us"] == 0.2 and row["conversions_us"] == row["fp64_us"] == 0

@@ -1,0 +1,174 @@
+"""What an H200 could do at best with each op:   python -m benchmarks.bounds
+
+Counts bytes, instructions and dependent steps and divides them by the H200's rates, for trees of 60 nodes and 16384
+ids and batches of 1, 8 and 64. Nothing is measured and no GPU takes part. It writes
+benchmarks/results/h200-bounds.json and the table of docs/gpu.md.
+"""
+import argparse
+import json
+import os
+import re
+
+import torch
+
+from benchmarks import executed, harness, ops, sass
+from tests.cuda_on_cpu import trace
+
+RESULTS = sass.ROOT / "benchmarks" / "results" / "h200-bounds.json"
+PAGE = sass.ROOT / "docs" / "gpu.md"
+BATCHES = (1, 8, 64)
+RATES = {  # assumed: from NVIDIA's documents, and from what others measured on Hopper GPUs
+    "multiprocessors": 132,
+    "cycles_per_us": 1980,
+    "copy_bytes_per_us": 4.3e6,
+    "warp_instructions_per_cycle": 4,    # on a multiprocessor, as the next two
+    "conversions_64_per_cycle": 16,
+    "fp64_per_cycle": 64,
+    "tensor_flop_per_us": 989e6,         # bfloat16, dense
+    "kernel_us": 1.3,                    # an empty kernel in a chain of a CUDA graph
+}
+HOW = {
+    "bytes": "what must be read and written, from the shapes (benchmarks/ops.py); of a walk the root's row alone",
+    "memory_us": "bytes / copy_bytes_per_us, as if nothing were in the cache",
+    "instructions": "of warps: what one request runs (benchmarks/executed.py, an estimate: the machine code's loops as "
+                    "often as gcov counts their lines in the emulation), times the batch. Of tree_attention: tiles * "
+                    "the instructions of its loop",
+    "instructions_us": "instructions / warp_instructions_per_cycle on the multiprocessors that have a block",
+    "conversions_us": "of them those from and to 64 bits / conversions_64_per_cycle",
+    "fp64_us": "of them those of fp64 / fp64_per_cycle",
+    "chain_cycles": "the longest chain of steps that wait for each other, of a block, by the emulation's clock and the "
+                    "costs that tests/cuda_on_cpu/trace.cpp assumes; of rows that are alike one is traced, by as many "
+                    "blocks as share it in that batch",
+    "chain_us": "chain_cycles / cycles_per_us",
+    "tensor_us": "multiplications and additions of whole tiles / tensor_flop_per_us",
+    "bound_us": "kernel_us + the largest of the others in microseconds: counted, not measured",
+    "limit": "which that is; launch, if all of them are less than kernel_us",
+    "target_us": "the design's target",
+    "forbids_target": "the limit, where bound_us is above target_us",
+}
+
+CASES = [  # title, op, sizes for its maker with batch B, and targets for each batch
+    ("tree_links", "tree_links", lambda B: (B, 60), (3, 3, 4)),
+    ("expand_tree, 10 rows", "expand_tree", lambda B: (B, 10, 16384, 10), (4, 5, 10)),
+    ("draw_children, 10 rows", "draw_children", lambda B: (B, 10, 16384, 10), (5, 5, 14)),
+    ("neighborhood_sum, 60 rows, k = 1000", "neighborhood_sum", lambda B: (B * 60, 16384, 1000), (5, 8, 60)),
+    ("verify_tree", "verify_tree", lambda B: (B, 60, 16384, 6, {"branch": 10}), (6, 10, 15)),
+    ("verify_tree, LANTERN, k = 1000", "verify_tree", lambda B: (B, 60, 16384, 6, ops.LANTERN), (12, 16, 25)),
+    ("verify_tree, draft rows", "verify_tree", lambda B: (B, 60, 16384, 6, ops.STATIC), (12, 16, 25)),
+    ("guided_probs, 60 pairs of bfloat16", "guided_probs", lambda B: (B, 60, 16384, torch.bfloat16, True, ops.IMAGE),
+     (6, 18, 130)),
+    ("verify_logits", "verify_logits", lambda B: (B, 60, 16384, 6, ops.LIKELY), (8, 10, 20)),
+    ("draw_tokens, 33 pairs of float32", "draw_tokens", lambda B: (B, 33, 16384, torch.float32, True, ops.IMAGE),
+     (6, 12, 75)),
+    ("tree_attention, LlamaGen-XL, 576 columns", "tree_attention", lambda B: (B, 60, 20, 20, 64, ops.XL_HEADS),
+     (5, 15, 105)),
+    ("commit_kv, 6 nodes of LlamaGen-XL", "commit_kv", lambda B: (B, 60, 6, ops.XL_CACHE), (3, 10, 75)),
+]
+
+
+def chain(op: str, B: int, case) -> int | None:
+    """Cycles, of all launches of a call one after another. `case(B)`: the sizes for a batch."""
+    if op == "tree_attention":
+        return None
+    one = list(case(1))
+    requests = B
+    if op in ("guided_probs", "draw_tokens"):
+        requests, one[1] = B * one[1], 1
+    if op == "neighborhood_sum":
+        requests, one[0] = B * one[0], 1
+    os.environ["CUDA_ON_CPU_SMS"] = str(max(1, RATES["multiprocessors"] // requests))
+    try:
+        return sum(record["chain_cycles"] for record in trace.run(trace.build([op]), [(op, tuple(one))]))
+    finally:
+        del os.environ["CUDA_ON_CPU_SMS"]
+
+
+def attention_tiles(kernels: dict[str, dict], case: tuple) -> tuple[int, float]:
+    """Instructions of all threads, and floating-point operations, of tree_attention."""
+    B, N, H, Hkv, D, options = case
+    title = next(title for title in kernels if "bf16" in title and f"BLOCK_D={D}" in title and "BLOCK_M=64" in title)
+    kernel = kernels[title]
+    block_m, block_t = (int(re.search(rf"BLOCK_{name}=(\d+)", title)[1]) for name in "MT")
+    programs = 2 * B * Hkv * -(-N * (H // Hkv) // block_m)
+    tiles = programs * (-(-options["lengths"][0] // block_t) + -(-N // block_t))
+    loop = next(loop for loop in kernel["loops"] if "matrix_products" in loop)
+    return (tiles * loop["instructions"] * kernel["warps"], tiles * 4.0 * block_m * block_t * D)
+
+
+def bound(title: str, op: str, case: tuple, B: int, one: dict, cycles_in_chain: int | None,
+          kernels: dict[str, dict]) -> dict:
+    """One row of the results, without target. `one`: what the same call of one request runs."""
+    num_bytes, flop = ops.ROWS[op][1](*case), 0.0
+    counts = {name: B * one.get(name, 0) for name in ("instructions", "conversions_64", "fp64")}
+    cycles = min(RATES["multiprocessors"], B * one.get("blocks", 132)) * RATES["cycles_per_us"]  # a us, of all used
+    if op == "tree_attention":
+        counts["instructions"], flop = attention_tiles(kernels, case)
+    parts = {
+        "memory_us": num_bytes / RATES["copy_bytes_per_us"],
+        "instructions_us": counts["instructions"] / RATES["warp_instructions_per_cycle"] / cycles,
+        "conversions_us": counts["conversions_64"] * 32 / RATES["conversions_64_per_cycle"] / cycles,
+        "fp64_us": counts["fp64"] * 32 / RATES["fp64_per_cycle"] / cycles,
+        "tensor_us": flop / RATES["tensor_flop_per_us"],
+        "chain_us": (cycles_in_chain or 0) / RATES["cycles_per_us"],
+    }
+    limit = max(parts, key=parts.get)
+    return {"title": title, "op": op, "batch": B, "bytes": num_bytes, **counts,
+            "chain_cycles": cycles_in_chain,
+            **{name: round(us, 2) for name, us in parts.items()},
+            **({"chain_us": None} if cycles_in_chain is None else {}),
+            "bound_us": round(RATES["kernel_us"] + parts[limit], 1),
+            "limit": limit.removesuffix("_us") if parts[limit] > RATES["kernel_us"] else "launch"}
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+def cell(rows: list[dict], name: str, number: str = "{:g}") -> str:
+    """1 / 8 / 64, or one where they are equal."""
+    texts = ["-" if row.get(name) is None else number.format(row[name]) if name != "limit" else row[name]
+             for row in rows]
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+
+
+def table(results: dict) -> str:
+    """Of docs/gpu.md: a line for each op, and in a cell the batches of 1 / 8 / 64."""
+    lines = ["| op | MB | memory | instructions | chain | bound | limit | target |",
+             "|---|---|---|---|---|---|---|---|"]
+    for title in dict.fromkeys(row["title"] for row in results["rows"]):
+        rows = [row | {"mb": row["bytes"] / 1e6} for row in results["rows"] if row["title"] == title]
+        parts = [re.sub(r"^\w+", r"`\g<0>`", title), cell(rows, "mb", "{:.3g}"),
+                 *(cell(rows, name) for name in ("memory_us", "instructions_us", "chain_us")),
+                 f"**{cell(rows, 'bound_us')}**", *(cell(rows, name) for name in ("limit", "target_us"))]
+        lines.append("| " + " | ".join(parts) + " |")
+    return "\n".join(lines)
+
+
+def page_of(page: str, results: dict) -> str:
+    """docs/gpu.md with the table between its comments."""
+    start, end = "<!-- bounds -->\n", "\n<!-- end of bounds -->"
+    before, _, rest = page.partition(start)
+    return before + start + table(results) + end + rest.partition(end)[2]
+
+
+def count_all() -> dict:
+    rows, attention = [], sass.read_triton(["tree_attention"])[1]["tree_attention"]
+    for title, op, case, targets in CASES:
+        one = executed.count(op, case(1)) if op != "tree_attention" else {}
+        for i, B in enumerate(BATCHES):
+            row = bound(title, op, case(B), B, one, chain(op, B, case), attention)
+            row |= {"target_us": targets[i], "forbids_target": row["limit"] if row["bound_us"] > targets[i] else None}
+            rows.append(row)
+            print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return {"device": "NVIDIA H200", "note": "counted, not measured", "how": HOW, "rates": RATES,
+            "git": harness.machine()["git"], "rows": rows}
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bounds", description=__doc__.partition("\n")[0])
+    parser.add_argument("--page", action="store_true", help="only the table of docs/gpu.md, from the counts in benchmarks/results")
+    if not parser.parse_args().page:
+        RESULTS.write_text(json.dumps(count_all(), indent=1) + "\n")
+    PAGE.write_text(page_of(PAGE.read_text(), json.loads(RESULTS.read_text())))
+
+
+if __name__ == "__main__":
+    main()
