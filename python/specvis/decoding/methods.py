@@ -104,8 +104,8 @@ class Method(Recipe):
             TypeError:  a parameter that the method does not have
             ValueError: a value out of its range
         """
-        def taken(kind) -> dict:
-            return {field.name: parameters.pop(field.name) for field in fields(kind) if field.name in parameters}
+        def taken(part: type) -> dict:
+            return {field.name: parameters.pop(field.name) for field in fields(part) if field.name in parameters}
 
         acceptance, drafts = replace(self.acceptance, **taken(Acceptance)), self.drafts
         if self.drafting == "static" and "depth" in parameters:
@@ -296,6 +296,7 @@ def one_each(methods, count: int, name: str) -> list:
 
 
 def parse_bool(name: str, text: str) -> bool:
+    """A value for parameter `name`, true or false."""
     if text.lower() not in ("true", "false"):
         raise ValueError(f"{name} must be true or false, got {text!r}")
     return text.lower() == "true"
