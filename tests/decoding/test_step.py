@@ -16,6 +16,7 @@ import specvis.models.threads
 from specvis.decoding.draft_model import EagleDrafter
 from specvis.decoding.driver import GRAPHS, POLL
 from specvis.decoding.jacobi import JacobiState
+from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling
 from specvis.decoding.speculative import SpeculativeState
 from specvis_kernels import backends
@@ -48,7 +49,8 @@ class Operations(TorchDispatchMode):
 
 
 def module_of(method):
-    return specvis.decoding.jacobi if method.startswith(("jacobi", "vanilla")) else specvis.decoding.speculative
+    is_jacobi = parse_method(method).drafting in ("jacobi", "none")
+    return specvis.decoding.jacobi if is_jacobi else specvis.decoding.speculative
 
 
 def operations_of_steps(pipeline, method, monkeypatch, batch=2):

@@ -62,6 +62,16 @@ class Method(Recipe):
             raise ValueError(f"coupling must be maximal where seed_exact is true: {why}, and nothing is rejected; "
                              f"got {a.coupling!r}. Set seed_exact to false")
 
+    def __repr__(self) -> str:
+        """All settings in one line. Saved results of studies are found by it, so it must not change."""
+        values = {"name": self.name, "source": self.source, "drafting": self.drafting, "seed_exact": self.seed_exact,
+                  "drafter": "eagle", "draft_guidance": 1.0, "tree": "", "depth": 0, "width": 0, "nodes": 0,
+                  "adaptation": None, "window": 0, "guess": "above"}
+        values |= {field.name: getattr(self.drafts, field.name) for field in fields(self.drafts)}
+        values |= {name: getattr(self.acceptance, name)
+                   for name in ("coupling", "k", "cutoff", "delta", "metric", "omega", "nu", "residual")}
+        return f"Method({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
     @property
     def parts(self) -> tuple[Part, ...]:
         return self.drafts, self.acceptance
