@@ -186,22 +186,6 @@ def test_the_sizes_of_a_step(monkeypatch):
     assert sizes == [(2 * B, 6)] * 3 and decoded.target_forwards.tolist() == [4] * B
 
 
-@pytest.mark.parametrize("m", [method("jacobi", window=3), method("jacobi", window=3, guess="last"),
-                               method("jacobi", window="auto"), method("jacobi", window=3, seed_exact=False),
-                               METHODS["gsd"], METHODS["gsd+coupled"]], ids=lambda m: m.label)
-def test_a_step_reads_nothing_back(tiny, monkeypatch, host_reads, m):
-    """Between steps the host looks once."""
-    per_step, per_look = [], []
-    step, look = specvis.decoding.jacobi.run_step, specvis.decoding.jacobi.JacobiState.look
-    monkeypatch.setattr(specvis.decoding.jacobi, "run_step",
-                        lambda *a: (host_reads.clear(), step(*a), per_step.append(host_reads.copy()))[1])
-    monkeypatch.setattr(specvis.decoding.jacobi.JacobiState, "look",
-                        lambda *a: (host_reads.clear(), look(*a), per_look.append(host_reads.copy()))[1])
-    tiny.tokens(PROMPTS, m, Sampling.of(list(range(4))))
-    assert len(per_step) > 2 and all(names == [] for names in per_step)
-    assert len(per_look) > 2 and all(names == ["tolist"] for names in per_look)
-
-
 def test_an_observer_sees_every_step(tiny):
     steps, gained, windows = [], [], (1, 7, 3, 20)
     decoded = tiny.tokens(PROMPTS, [method("jacobi", window=window) for window in windows],

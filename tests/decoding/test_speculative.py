@@ -357,21 +357,6 @@ def test_an_observer_sees_every_step(tiny):
         assert [step.position[b].item() for step in mine] == (num_accepted >= 0).nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize("m", [METHODS["speculative"], METHODS["eagle1"], fitted("adt-tree+lantern"), METHODS["eagle2"],
-                               method("eagle1", seed_exact=True)], ids=lambda m: m.label)
-def test_a_step_reads_nothing_back(tiny, monkeypatch, host_reads, m):
-    """Between steps the host looks once."""
-    per_step, per_look = [], []
-    step, look = specvis.decoding.speculative.run_step, specvis.decoding.speculative.SpeculativeState.look
-    monkeypatch.setattr(specvis.decoding.speculative, "run_step",
-                        lambda *a: (host_reads.clear(), step(*a), per_step.append(host_reads.copy()))[1])
-    monkeypatch.setattr(specvis.decoding.speculative.SpeculativeState, "look",
-                        lambda *a: (host_reads.clear(), look(*a), per_look.append(host_reads.copy()))[1])
-    tiny.tokens(PROMPTS, m, Sampling.of(list(range(4))))
-    assert len(per_step) > 2 and all(names == [] for names in per_step)
-    assert len(per_look) > 2 and all(names == ["tolist"] for names in per_look)
-
-
 def test_nan_ends_one_picture_and_leaves_the_others(tiny):
     for m in map(fitted, METHODS):
         whole = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))

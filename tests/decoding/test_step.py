@@ -15,7 +15,10 @@ import specvis.decoding.speculative
 import specvis.models.threads
 from specvis.decoding.draft_model import EagleDrafter
 from specvis.decoding.driver import GRAPHS, POLL
+from specvis.decoding.jacobi import JacobiState
+from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling
+from specvis.decoding.speculative import SpeculativeState
 from specvis_kernels import backends
 from tests.decoding.pictures import PROMPTS
 
@@ -46,7 +49,8 @@ class Operations(TorchDispatchMode):
 
 
 def module_of(method):
-    return specvis.decoding.jacobi if method.startswith(("jacobi", "vanilla")) else specvis.decoding.speculative
+    is_jacobi = parse_method(method).drafting in ("jacobi", "none")
+    return specvis.decoding.jacobi if is_jacobi else specvis.decoding.speculative
 
 
 def operations_of_steps(pipeline, method, monkeypatch, batch=2):
@@ -129,6 +133,7 @@ def recorded(monkeypatch):
 
 METHODS = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi:window=5:seed_exact=false", "eagle1",
            "eagle1:seed_exact=true", "eagle2", "lantern:k=8", "adt-tree", "cool-sd"]
+MORE = ["gsd", "gsd+coupled", "speculative:omega=1.5", "adt-tree+lantern:k=8"]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -270,11 +275,18 @@ class Asked(TorchDispatchMode):
         return (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_what_a_step_asks_for_depends_on_its_shape_alone(tiny, monkeypatch, host_reads, name):
-    """And not on what the host knows besides, nor does the host learn anything."""
-    module, of_key, num_steps = module_of(name), {}, 0
+@pytest.mark.parametrize("name", METHODS + MORE)
+def test_what_a_step_asks_for_depends_on_its_graph_key_alone(tiny, monkeypatch, host_reads, name):
+    """A step uses nothing else that the host knows, and reads nothing back. Between steps the host looks once."""
+    module, of_key, num_steps, per_look = module_of(name), {}, 0, []
     run_step = module.run_step
+    state_class = JacobiState if module is specvis.decoding.jacobi else SpeculativeState
+    look = state_class.look
+
+    def looking(state):
+        host_reads.clear()
+        look(state)
+        per_look.append(host_reads.copy())
 
     def asking(state, settings):
         nonlocal num_steps
@@ -295,9 +307,11 @@ def test_what_a_step_asks_for_depends_on_its_shape_alone(tiny, monkeypatch, host
         return result
 
     monkeypatch.setattr(module, "run_step", asking)
+    monkeypatch.setattr(state_class, "look", looking)
     sampling = Sampling.of(list(range(4)), guidance=2.0, temperature=[0.0, 1.0, 0.0, 1.0])
     tiny.tokens(PROMPTS[:4], name, sampling, batch=4)
-    assert num_steps > len(of_key)
+    assert num_steps > len(of_key) and num_steps < len(per_look)
+    assert all(names == ["tolist"] for names in per_look)
 
 
 def held_by(state, monkeypatch):

@@ -2,7 +2,6 @@
 import re
 import statistics
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -106,7 +105,7 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
     jacobi = jacobi_run(runs)
     if windows and jacobi is None:
         raise ValueError("windows must not be given without vanilla and jacobi among the methods")
-    of_windows = {window: Run(replace(jacobi.method, window=window), jacobi.temperature, jacobi.sampling,
+    of_windows = {window: Run(jacobi.method.changed(window=window), jacobi.temperature, jacobi.sampling,
                               "for jacobi.png: ") for window in windows}
     pipelines = {kind: load_model(kind, model, device, **({"dtype": getattr(torch, dtype)} if kind is Method else {}))
                  for kind in dict.fromkeys(type(run.method) for run in runs)}

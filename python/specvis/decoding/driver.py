@@ -65,6 +65,7 @@ class RunningBatch(BatchState):
 
     @property
     def can_replay(self) -> bool:
+        """May steps be captured and replayed? Every model that takes part must say so."""
         return can_replay(self.settings.target)
 
 
@@ -78,14 +79,14 @@ def decode_batch(begin: Callable[[list[int]], RunningBatch], run_step: Callable,
         num_known: how many tokens of each request are known before
         batch:     how many images are decoded at once
     """
-    def begun(requests: list[int]) -> RunningBatch:
+    def started(requests: list[int]) -> RunningBatch:
         state = begin(requests)
         if progress:
             progress(sum(state.host_counts) - sum(num_known[i] for i in requests))
         return state
 
     scheduler, run = Scheduler(len(num_known), batch, finished), Captured(run_step)
-    state = scheduler.schedule(begun(scheduler.requests), begun)
+    state = scheduler.schedule(started(scheduler.requests), started)
     while min(state.host_counts) < state.settings.num_tokens:
         step = run(state, state.settings)
         if observe:
@@ -96,7 +97,7 @@ def decode_batch(begin: Callable[[list[int]], RunningBatch], run_step: Callable,
         state.look()
         if progress:
             progress(sum(state.host_counts) - num_before)
-        state = scheduler.schedule(state, begun)
+        state = scheduler.schedule(state, started)
     return scheduler.decoded()
 
 

@@ -286,6 +286,8 @@ class ContinuousMethod(Recipe):
         "denoising steps of the first tokens, at most the model's; 0: the model's own number", 0)
     steps_last: int = setting(
         "denoising steps of the last tokens, linearly between (DiSA); 0: the model's own number", 0)
+    guidance_schedule: str = setting("how guidance grows with the known tokens: linear, constant, or released (linear, "
+                                     "but for the last tokens)", "linear")
     gamma: int = setting(f"tokens that a step drafts, at most {MAX_GUESSES}", 0)  # 0: MAR's own decoding
     prefill: float = setting("share of the tokens that the target draws alone, first", 0.0)
     variant: str = setting("of the density ratio: paper, released or path", "paper")
@@ -297,8 +299,6 @@ class ContinuousMethod(Recipe):
     aligned: bool = setting("true: draft and target denoise the same noise", True)
     max_tries: int = setting(
         f"of resampling, before the target draws its own sample; at most {MAX_TRIES}", 100)
-    guidance_schedule: str = setting("how guidance grows with the known tokens: linear, constant, or released (linear, "
-                                     "but for the last tokens)", "linear")
 
     def __post_init__(self):
         need = self.need
@@ -336,8 +336,9 @@ class ContinuousMethod(Recipe):
     @property
     def parameters(self) -> dict:
         """The parameters that the method has, with their values."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if "help" in field.metadata
-                and (field.name == "guidance_schedule" or (field.name in OF_MAR) == (self.gamma == 0))}
+        names = [field.name for field in fields(self) if "help" in field.metadata
+                 and field.name != "guidance_schedule" and (field.name in OF_MAR) == (self.gamma == 0)]
+        return {name: getattr(self, name) for name in (*names, "guidance_schedule")}
 
     every_parameter = parameters
 

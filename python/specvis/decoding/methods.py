@@ -62,6 +62,16 @@ class Method(Recipe):
             raise ValueError(f"coupling must be maximal where seed_exact is true: {why}, and nothing is rejected; "
                              f"got {a.coupling!r}. Set seed_exact to false")
 
+    def __repr__(self) -> str:
+        """All settings in one line. Saved results of studies are found by it, so it must not change."""
+        values = {"name": self.name, "source": self.source, "drafting": self.drafting, "seed_exact": self.seed_exact,
+                  "drafter": "eagle", "draft_guidance": 1.0, "tree": "", "depth": 0, "width": 0, "nodes": 0,
+                  "adaptation": None, "window": 0, "guess": "above"}
+        values |= {field.name: getattr(self.drafts, field.name) for field in fields(self.drafts)}
+        values |= {name: getattr(self.acceptance, name)
+                   for name in ("coupling", "k", "cutoff", "delta", "metric", "omega", "nu", "residual")}
+        return f"Method({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
     @property
     def parts(self) -> tuple[Part, ...]:
         return self.drafts, self.acceptance
@@ -104,8 +114,8 @@ class Method(Recipe):
             TypeError:  a parameter that the method does not have
             ValueError: a value out of its range
         """
-        def taken(kind) -> dict:
-            return {field.name: parameters.pop(field.name) for field in fields(kind) if field.name in parameters}
+        def taken(part: type) -> dict:
+            return {field.name: parameters.pop(field.name) for field in fields(part) if field.name in parameters}
 
         acceptance, drafts = replace(self.acceptance, **taken(Acceptance)), self.drafts
         if self.drafting == "static" and "depth" in parameters:
@@ -296,6 +306,7 @@ def one_each(methods, count: int, name: str) -> list:
 
 
 def parse_bool(name: str, text: str) -> bool:
+    """A value for parameter `name`, true or false."""
     if text.lower() not in ("true", "false"):
         raise ValueError(f"{name} must be true or false, got {text!r}")
     return text.lower() == "true"

@@ -93,6 +93,7 @@ class Sampling(BatchState):
 
     @property
     def greedy(self) -> Tensor:
+        """(B,) bool: which requests take the likeliest token."""
         return self.temperature == 0
 
 

@@ -75,6 +75,7 @@ class StaticTree:
 
     @staticmethod
     def chain(depth: int) -> "StaticTree":
+        """That many drafts in a row. ValueError: depth is no whole number within 1..MAX_DEPTH"""
         if not is_count(depth, 1, MAX_DEPTH):
             raise ValueError(f"depth of a chain must be {count_within(1, MAX_DEPTH)}, got {depth}")
         return StaticTree(tuple(range(-1, depth)), tuple(range(depth + 1)))
@@ -86,6 +87,7 @@ class StaticTree:
 
     @property
     def is_chain(self) -> bool:
+        """Has every level one node?"""
         return len(self.parents) == 1 + self.depth
 
     @property
@@ -98,6 +100,7 @@ class StaticTree:
         return [n for n, d in enumerate(self.depths) if d == depth]
 
     def children(self, node: int) -> list[int]:
+        """The children of a node, in the order in which they are verified."""
         return [n for n, parent in enumerate(self.parents) if parent == node]
 
 
