@@ -18,7 +18,7 @@ import torch
 import specvis_kernels
 from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS_PARAMETERS, DRAFTERS, PARAMETERS
-from specvis.train.main import main as train
+from training.main import main as train
 
 ROOT = Path(__file__).parent.parent
 KERNELS, PROGRAM = "specvis_kernels/* csrc/*", "python/specvis/*"
@@ -76,7 +76,7 @@ OLD = (
     Old("cutoff", "delta", kinds=VALUES, type="Tensor|float"),
     Old("kind", "cutoff", f"{KERNELS} python/specvis/decoding/*"),
     Old("path", "accepted_nodes", KERNELS),
-    Old("path", "accepted_nodes", "python/specvis/decoding/* python/specvis/studies/*", VALUES, type="Tensor"),
+    Old("path", "accepted_nodes", "python/specvis/decoding/* python/studies/*", VALUES, type="Tensor"),
     Old("accepted", "num_accepted"),
     Old("keep redraw", "is_accepted, is_rejected", KERNELS),
     Old("coins", "uniforms", part=True),
@@ -281,7 +281,7 @@ def report(names) -> list[str]:
     pytest.param(op_names, id="ops"),
     pytest.param(method_names, id="methods"),
     pytest.param(lambda: command_names(main, "specvis"), id="commands"),
-    pytest.param(lambda: command_names(train, "python -m specvis.train"), id="stages"),
+    pytest.param(lambda: command_names(train, "python -m training"), id="stages"),
 ])
 def test_no_old_name_is_left(names):
     found = report(names())

@@ -399,7 +399,7 @@ def steps():
 def layers():
     """Which package may import which."""
     d = Drawing(760, 250, "packages and their imports")
-    rows = [["cli"], ["studies", "train"], ["pipelines"], ["decoding"], ["models"]]
+    rows = [["cli"], ["studies", "training"], ["pipelines"], ["decoding"], ["models"]]
     d.box(20, 16, 350, 218, "none", LINE, 8, 1.5, "6 4")
     d.text(195, 36, "specvis, the program (python/specvis)", 12, GRAY)
     for r, names in enumerate(rows):

@@ -31,8 +31,8 @@ from specvis.decoding.sampling import Sampling
 from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
-from specvis.train.main import main as train
 from tests.tiny import tiny_pair
+from training.main import main as train
 
 compare_module = import_module("specvis.cli.compare")  # the module, not the command
 
@@ -535,7 +535,7 @@ def test_the_list_of_commands_says_what_each_says_itself(group):
 
 def test_the_list_of_commands_imports_none_of_them():
     code = ("import sys; from specvis.cli.main import main; main(['--help'], standalone_mode=False); "
-            "print(*{'matplotlib', 'torch', 'specvis.studies', 'specvis.cli.options'}.intersection(sys.modules))")
+            "print(*{'matplotlib', 'torch', 'studies', 'specvis.cli.options'}.intersection(sys.modules))")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "compare" in result.stdout and result.stdout.splitlines()[-1] == ""
 

@@ -19,7 +19,7 @@ from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
-from specvis.studies.positions import draw_margins, steps_gain, teacher_forced_probs
+from specvis.pipelines.positions import draw_margins, steps_gain, teacher_forced_probs
 from specvis_kernels import backends, philox_uniforms
 from tests.tiny import tiny_pipeline
 

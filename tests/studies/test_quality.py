@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from specvis.studies.quality import (
+from studies.quality import (
     GROUPS,
     Baseline,
     Features,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..decoding.discrete import Decoded
 from ..decoding.methods import METHODS
 from ..files import write_whole
-from ..studies.positions import forward_numbers
+from ..pipelines.positions import forward_numbers
 from .many import Drawing, Request, enlarged
 from .options import check_picture
 from .progress import Steps

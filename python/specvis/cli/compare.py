@@ -12,7 +12,6 @@ from ..decoding.methods import ContinuousMethod, Method, parse_methods
 from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
 from ..pipelines.prompts import with_style
-from ..studies.cache import machine
 from .figures import draw_all, draw_jacobi
 from .options import (
     MAX_COUNT,
@@ -26,6 +25,7 @@ from .options import (
     writable_folder,
 )
 from .runs import Result, Run, report_differences, run_all
+from .study import machine
 
 PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "noto grinning face", "fluent-3d cat face",
            "fluent-flat pirate flag", "noto chequered flag"]  # with seeds 0 to 5 they come out well

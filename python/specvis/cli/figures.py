@@ -2,7 +2,6 @@
 import textwrap
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,12 +9,10 @@ from torch import Tensor
 from ..decoding.methods import Method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
-from ..studies import page
-from ..studies.positions import forward_numbers, steps_gain, teacher_forced_probs
+from ..pipelines.positions import forward_numbers, steps_gain, teacher_forced_probs
+from . import plots
+from .plots import plt
 from .runs import Pipelines, Result
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
 
 SHOWN = 6  # pictures in the figure of jacobi
 
@@ -33,7 +30,7 @@ def draw_all(pipelines: Pipelines, results: list[Result], prompts: list[str], ou
 
 def save_figure(figure, path: Path) -> None:
     """With all that is drawn beside the axes: few small plots leave their labels no space."""
-    page.save_figure(figure, path, bbox_inches="tight", pad_inches=0.05)
+    plots.save_figure(figure, path, bbox_inches="tight", pad_inches=0.05)
 
 
 def by_method(results: list[Result]) -> tuple[list[str], list[float], dict]:

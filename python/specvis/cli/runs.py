@@ -13,7 +13,7 @@ from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
-from ..studies.positions import draw_margins, is_near_a_filter
+from ..pipelines.positions import draw_margins, is_near_a_filter
 from .options import is_exact
 from .progress import Steps
 

@@ -4,15 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import matplotlib
 import torch
 
 from ..decoding.methods import Method, every_parameter_of, method, parameters_of, parse_method
 from ..decoding.sampling import Sampling
 from ..files import csv_text, locked, replacing_together, write_whole
-from ..studies.base import Run
-from ..studies.discrete import DiscreteStudy, Latency
-from ..studies.page import save_figure
+from .discrete_study import DiscreteStudy, Latency, PictureRun
 from .options import (
     MAX_COUNT,
     PROMPTS,
@@ -23,9 +20,7 @@ from .options import (
     sampling_options,
     writable_folder,
 )
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
+from .plots import plt, save_figure
 
 RULES = (  # of acceptance, on the recipe's own tree or window
     "jacobi:window=16", "gsd", "gsd+coupled", "speculative", "eagle1", "eagle2", "adt-tree",
@@ -205,12 +200,12 @@ def variations(base: Method) -> Iterator[Method]:
             yield changed
 
 
-def runs_of(m: Method, pictures: int) -> list[Run]:
+def runs_of(m: Method, pictures: int) -> list[PictureRun]:
     """The pictures in runs of 4, 4, 8, 16, ...: a longer trial begins with the runs of a shorter one."""
     pieces, start = [], 0
     while start < pictures:
         count = min(max(start, 4), pictures - start)
-        pieces.append(Run(m, 1.0, count, start))
+        pieces.append(PictureRun(m, 1.0, count, start))
         start += count
     return pieces
 
