@@ -43,7 +43,7 @@ WORDS = ["", *"plain fluent-3d fluent-flat noto red blue heart grinning face neu
          "chequered".split()]
 PROMPTS = ["noto red heart", "noto blue heart", "fluent-3d red heart", "noto heart"]
 TIMES = ("seconds", "speedup", "single_seconds", "single_speedup", "overhead")  # differ from run to run
-COMMANDS = {  # name -> its arguments, behind which --out and --model follow
+COMMANDS = {  # name -> its arguments, after which --out and --model follow
     "generate": ["generate", "--prompts", "{model}/prompts.txt", "-n", "6", "--batch", "3", "--scale", "2"],
     "compare": ["compare", "--prompt", "fluent-3d red heart", "--methods", "vanilla,jacobi,eagle2", "--singles", "1"],
     "tune": ["tune", "--target-tv-excess", "0.05", "--images", "4"],
@@ -149,7 +149,7 @@ def read_archive(path: Path):
 
 
 def read_lines(path: Path):
-    """A line that was being written is none."""
+    """The whole lines: the last one may be half written."""
     lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     return sorted(json.dumps({name: value for name, value in line.items() if name != "seconds"}) for line in lines)
 
@@ -215,7 +215,7 @@ def check_end(name: str, out: Path, expected: dict) -> None:
     different = same(name, content(out), expected)
     assert not different, f"{name}: not as undisturbed: {', '.join(different)}"
     left = [path for path in out.rglob(".*") if PART.fullmatch(path.name)]
-    assert not left, f"{name}: left behind: {left}"
+    assert not left, f"{name}: left after: {left}"
 
 
 def main() -> int:

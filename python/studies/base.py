@@ -76,7 +76,7 @@ def item(registry: dict[str, Item], name: str, title: str, jobs: Callable[[Scope
 
 
 def choose_items(items: dict[str, Item], names: tuple[str, ...], quick: bool = False) -> list[Item]:
-    """The items of these names, in the report's order; none named: all, or those of a quick report.
+    """The items of these names, in the report's order; no names: all, or the items of a quick report.
 
     Raises:
         ValueError: an unknown name; the known are listed
@@ -141,7 +141,7 @@ def features(study: Study, run: PictureRun) -> Features:
 def reference_pictures(folder: Path) -> tuple[list[str], np.ndarray]:
     """Prompts (n) and the pictures (n, H, W, 3) that they name, from prompts.json and prompts.png beside the weights.
 
-    The pictures stand in rows, as many in each as there are rows.
+    The pictures are in rows, as many in each as there are rows.
 
     Raises:
         ValueError: a file is missing or the picture does not hold as many as there are prompts

@@ -95,7 +95,7 @@ class ContinuousRun(ContinuousJob, PictureRun):
 class TokenTiming(ContinuousJob):
     """The seconds of the next `num_new` tokens where the first `num_known` of `batch` images are known.
 
-    The images are those of `source`, again and again.
+    The images come from `source`, again and again.
     """
 
     method: ContinuousMethod
@@ -209,7 +209,7 @@ class ContinuousPictures:
 
 
 def share(is_accepted: Tensor, is_verified: Tensor) -> tuple[float, float]:
-    """How much of what was verified is accepted, with half a 95 % interval; NaN where nothing was verified.
+    """The share of verified tokens that is accepted, with half a 95 % interval; NaN where nothing was verified.
 
     The interval is binomial, of the tokens of these pictures: other pictures may differ by more.
     """

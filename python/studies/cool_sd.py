@@ -82,7 +82,7 @@ def figure_2(report: DiscreteReport, section: Section) -> None:
     jobs = strips(report.scope)
     for name, label in (("cool-sd", "COOL-SD"), ("lantern", "LANTERN, k 100")):
         section.figure(strip(report, jobs[name]), f"{label}: each row is a prompt and a seed, each column a delta; the "
-                                                  "pictures are those that were timed, alone", f"-{name}")
+                                                  "pictures were timed, alone", f"-{name}")
     section.table([report.latency_row(job) for those in jobs.values() for job in those])
     section.text("COOL-SD's delta is our `omega`. What delta does to tau, by more pictures: `cool-figure-3`.")
 

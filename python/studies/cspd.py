@@ -106,7 +106,7 @@ def table_1(report: ContinuousReport, section: Section) -> None:
         "The paper's speedups (MAR-H with MAR-B, batch 256) were at hand for gamma 4 to 32, with alpha from 0.19 to "
         "0.30 and c = 0.38 (of batch 128); none of its other numbers. With these eq. 35 gives 0.09 to 0.57, the count "
         "of forwards 1.54 to 2.26 if 5 % are pre-filled (for this table it is not stated): the published 1.62 to 2.33 "
-        "are near the second, so they seem to be of decoding without truncation, with which they stand in one row.")
+        "are near the second, so they seem to be of decoding without truncation, with which they share a row.")
     section.table(rows)
     section.figure(table_1_figure(rows), "Acceptance, tokens per target forward and speedup over gamma")
     released = [row for row in rows if row["family"] == "cspd-released"]
@@ -130,7 +130,7 @@ def table_2_runs(scope: ContinuousScope) -> list[ContinuousRun]:
 @item(ITEMS, "table-2", "CSpD, Table 2: with and without guidance",
       lambda scope: [*baselines(table_2_runs(scope)), *table_2_runs(scope)], quick=False)
 def table_2(report: ContinuousReport, section: Section) -> None:
-    section.text("Guidance 1 is none. With guidance a forward is over two rows a picture; log sigma, which the "
+    section.text("With guidance 1 nothing is guided. Otherwise a forward has two rows a picture; log sigma, which the "
                  "density ratios weigh, is that of the conditional row alone.")
     report.table(section, table_2_runs(report.scope))
 
@@ -162,11 +162,11 @@ def table_4_runs(scope: ContinuousScope) -> list[list[ContinuousRun]]:
       quick=False)
 def table_4(report: ContinuousReport, section: Section) -> None:
     section.text("The share of tokens that the target draws alone, first. alpha is of the tokens that were "
-                 "verified, those behind it; the trend is of the tokens behind the largest share in all rows.")
+                 "verified, those after it; the trend is of the tokens after the largest share in all rows.")
     report.table(section, sum(table_4_runs(report.scope), []))
     for runs in table_4_runs(report.scope):
-        behind = round(runs[-1].method.prefill * report.study.num_tokens)
-        section.claim("pre-filling raises acceptance", *report.higher(runs[-1], runs[0], behind))
+        first = round(runs[-1].method.prefill * report.study.num_tokens)
+        section.claim("pre-filling raises acceptance", *report.higher(runs[-1], runs[0], first))
 
 
 def timings(scope: ContinuousScope) -> dict[int, list[TokenTiming]]:
@@ -179,7 +179,7 @@ def timings(scope: ContinuousScope) -> dict[int, list[TokenTiming]]:
 @item(ITEMS, "batch", "Batch size", lambda scope: [scope.baseline, *sum(timings(scope).values(), [])])
 def batch(report: ContinuousReport, section: Section) -> None:
     study, scope = report.study, report.scope
-    section.text(f"What was timed: {scope.timed_tokens} tokens behind the first {scope.num_tokens // 4} of baseline "
+    section.text(f"What was timed: {scope.timed_tokens} tokens after the first {scope.num_tokens // 4} of baseline "
                  "pictures, used over and over, after two tokens that warm up, again and again until "
                  f"{MIN_SECONDS:g} seconds are timed. Seconds are a token of one image, the median.")
     rows = []
@@ -218,7 +218,7 @@ def figure_9(report: ContinuousReport, section: Section) -> None:
         columns[f"{run.method.label}, verified"] = decoded.tokens
     count = min(len(tokens) for tokens in columns.values())
     section.figure(gallery(study, {name: tokens[:count] for name, tokens in columns.items()}),
-                   "Each row is a prompt and a seed. Drafts: those that were verified, the picture's own "
+                   "Each row is a prompt and a seed. Drafts: the verified ones, the picture's own "
                    "tokens elsewhere")
     section.text("Prompts: " + "; ".join(study.prompts[i % len(study.prompts)] for i in range(count)) + ".")
 

@@ -206,5 +206,5 @@ class DiscreteReport(Report):
             "Medusa is out of scope.", "",
             "The papers' models have 0.8 to 7 billion parameters on A100 GPUs, ours has millions on what is named "
             "above: what can agree is a trend. Of the papers only abstracts, released repositories and notes by others "
-            "were at hand; their numbers stand here where they could be read, and nowhere else.", "",
+            "were at hand; their numbers are here where they could be read, and nowhere else.", "",
             *self.links()])

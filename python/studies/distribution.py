@@ -44,7 +44,7 @@ def distributions_kept(rows: list[dict]) -> str:
     methods = [row for row in rows if row["method"] not in ("target again", "draft model alone")]
     same, other = ([row for row in methods if differs(row) is which] for which in (False, True))
     draft = next(row for row in rows if row["method"] == "draft model alone")
-    power = "" if differs(draft) else (" The draft model alone cannot be told from the target either: these draws are "
+    power = "" if differs(draft) else (" Not even the draft model alone is found to differ: these draws are "
                                        "too few to decide anything.")
     return (f"no difference from the target is found in {rows[0]['draws']} draws for: {named(same)}. The distribution "
             f"is changed by: {named(other)}. (In brackets the {' and the '.join(DISTANCES)} above chance, in "
@@ -99,7 +99,7 @@ def distance_rows(study: ContinuousStudy, states: list[dict[str, Draws]]) -> lis
 
 
 def distance_columns(name: str, parts: list[SampleDistance], drafts: list[SampleDistance]) -> dict:
-    """The columns of a distance, from those of a method and of the draft model in each state."""
+    """The columns of a distance, from the distances of a method and of the draft model in each state."""
     share = distance_excess(parts) / distance_excess(drafts) if joint(drafts) > SURE else ""
     return {name: float(np.mean([part.value for part in parts])),
             f"{name}, by chance": float(np.mean([part.chance for part in parts])),
@@ -183,7 +183,8 @@ def joint_distribution(report: ContinuousReport, section: Section, state: dict[s
     section.text(f"The next {JOINT_TOKENS} tokens jointly, {report.scope.joint_draws} draws from one state ({known} "
                  "known), with MAR's own parallel decoding beside:")
     section.table(rows, "-several")
-    section.figure(distance_figure(study, rows, state), f"The same of {JOINT_TOKENS} tokens jointly", "-several")
+    section.figure(distance_figure(study, rows, state), f"Distance and samples of {JOINT_TOKENS} joint tokens",
+                   "-several")
     kept = f"Of {JOINT_TOKENS} tokens jointly: {distributions_kept(rows)}"
     section.text(kept)
     report.results["Distribution"] += f" {kept}"

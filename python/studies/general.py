@@ -91,7 +91,7 @@ def all_methods(scope: DiscreteScope) -> Iterator[PictureRun]:
 def trade_off(report: DiscreteReport, section: Section) -> None:
     runs = list(dict.fromkeys(all_methods(report.scope)))
     rows = sorted((report.row(run) for run in runs), key=lambda row: row["tau"])
-    section.text("tau is tokens per target forward (of trees of so many nodes), of pictures decoded in batches; "
+    section.text("tau is tokens per target forward (of trees of `nodes` nodes), of pictures decoded in batches; "
                  "seconds of single pictures are in `latency`. tv_excess is the added total variation per token, "
                  "estimated: what relaxed acceptance added.")
     section.figure(plot_curves(report, runs), "Speed against distance from baseline pictures (band: the baseline's "

@@ -99,7 +99,7 @@ def batch_latencies(scope: DiscreteScope) -> list[Latency]:
 @item(ITEMS, "jacobi-batch", "Jacobi decoding over the batch size", batch_latencies, quick=False)
 def jacobi_batch(report: DiscreteReport, section: Section) -> None:
     rows = [{"batch": job.batch} | report.latency_row(job) for job in batch_latencies(report.scope)]
-    section.text("Seconds of a picture when so many are decoded at once, each batch right after the baseline's. Wide "
+    section.text("Seconds of a picture when `batch` are decoded at once, each batch right after the baseline's. Wide "
                  "forwards are bound by arithmetic, so the best window shrinks while the batch grows.")
     section.table(rows)
     figure, ((axis,),) = axes(1, 1, 5.4, 3.2)
@@ -159,7 +159,7 @@ def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
 
 
 class KeepsRows:
-    """A cache that cannot let rows go, so that the logits are always those of the whole batch."""
+    """A cache that cannot let rows go, so that the logits are always of the whole batch."""
 
     def __init__(self, cache):
         self.cache = cache
@@ -196,7 +196,7 @@ CANDIDATES = 4
 
 
 class Siblings:
-    """An observer that asks, where a guess did not stand, whether its row's next-best candidates were right.
+    """An observer that asks, where a guess was rejected, whether its row's next-best candidates were right.
 
     A guess is the candidate with the largest score (log-probability plus noise) of a row that is one forward old.
     ranks counts the rank that the token which was drawn instead has among them; 0 is beyond CANDIDATES.

@@ -185,7 +185,7 @@ def figures_5_7(report: DiscreteReport, section: Section) -> None:
     figure, (all_axes,) = axes(1, 1 + len(names), 3.0, 2.6)
     for axis, (name, table) in zip(all_axes, {"tau": tau, **values}.items()):
         heatmap(axis, table, scope.k, scope.delta, name, ("k", "delta"))
-    section.figure(figure, "The same as numbers", "-grid")
+    section.figure(figure, "The curves as numbers", "-grid")
     for index in (0, 2, 5):
         if index < study.num_images:
             section.figure(picture_grid(report, runs, index), "Pictures over k and delta, "

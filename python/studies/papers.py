@@ -1,4 +1,4 @@
-"""What the papers say of their own experiments, as far as it could be had, to stand beside ours.
+"""What the papers say of their own experiments, as far as it could be had, to be read beside ours.
 
 Only abstracts, released repositories and notes by others on the papers were at hand, not the papers' tables; where a
 cell is missing here it was not read, and nothing was filled in from memory. Those models (LlamaGen-XL 775M, Anole and

@@ -135,7 +135,7 @@ def disa(report: ContinuousReport, section: Section) -> None:
     rows = distance_and_speed(report, runs)
     section.text("The number of denoising steps falls linearly from the model's own in the first iteration to "
                  f"{scope.steps_last} in the last one (`steps_last`), because later tokens have less left to decide. "
-                 "Kernel distance and its noise are those of `parallel`. The same seeds denoise other noise when "
+                 "Kernel distance and its noise are as in `parallel`. The same seeds denoise other noise when "
                  "there are fewer steps, so the pictures of a seed differ.")
     section.table(rows)
     section.figure(gallery(study, {run.method.label: study.pictures(run).decoded.tokens[:scope.few] for run in runs}),

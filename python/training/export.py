@@ -23,7 +23,7 @@ from specvis.pipelines.discrete import SHIPPED, Pipeline
 from specvis.pipelines.mar import MARPair, Scaling
 
 from .data import spelled_out, words_of
-from .run import arrays_of, made, vocabulary_of
+from .stages import arrays_of, made, vocabulary_of
 
 NAMES = ["red heart", "grinning face", "smiling face with sunglasses", "raised fist", "thumbs up", "pirate flag",
          "rainbow flag", "pizza", "red apple", "dog face", "cat face", "soccer ball", "rocket", "sun with face",
@@ -58,7 +58,7 @@ def curves(record: Path, path: Path, drawn: dict[str, tuple[tuple[str, ...], str
     figure, panels = plt.subplots(1, len(drawn), figsize=(4.25 * len(drawn), 3.5), constrained_layout=True)
     for panel, (stage, (keys, unit)) in zip(panels, drawn.items()):
         lines = [json.loads(line) for line in (record / f"{stage}.jsonl").read_text().splitlines()]
-        lines = [line for line in lines if "lr" in line]  # not those of the end, which are of more pictures
+        lines = [line for line in lines if "lr" in line]  # not the lines of the end, which are of more pictures
         for key in keys:
             panel.plot([line["step"] for line in lines], [line[key] for line in lines], label=key)
         panel.set(title=stage, xlabel="step", ylabel=unit)

@@ -8,31 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specvis.files import write_json, write_tensors
+from specvis.files import write_json
 from specvis.models.llamagen import GPT, GPTConfig
 from specvis.models.words import Words, repeated
 from specvis.pipelines.checkpoint import load_weights, read_config, read_weights
 from specvis_kernels import codebook_neighbors
 
-from .run import (
-    TrainingRun,
-    arrays_of,
-    compile_option,
-    compiling,
-    made,
-    mixed_precision,
-    options,
-    together,
-    vocabulary_of,
-)
-from .tokenizer import spread
+from .run import TrainingRun, compiling, mixed_precision
+from .stages import Sampled, arrays_of, made, options, spread, vocabulary_of, write_half
 
 CONDITION_TOKENS = 32
 NULL_SHARE = 0.1  # of the training captions are replaced by the null condition, for guidance
 JITTER = 0.02     # squared distance at which a code replaces another 1/e times as often as itself
 
 
-class Tokens:
+class Tokens(Sampled):
     """The tokenized pictures of <runs>/tokens.npz: `ids` (N, 256), `captions` (N, S).
 
     Training draws them by weight and exchanges codes for near ones, code c for code d with probability in
@@ -47,9 +37,7 @@ class Tokens:
         self.ids = torch.from_numpy(arrays["tokens"].astype(np.int64)).to(device)
         captions = [repeated([int(word) for word in row if word], CONDITION_TOKENS) for row in arrays["condition"]]
         self.captions = torch.tensor(captions, device=device)
-        held_out = torch.from_numpy(arrays["held_out"])
-        self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
-        self.sampling_weights = torch.from_numpy(arrays["weight"]).float()[self.train]
+        super().__init__(arrays["held_out"], arrays["weight"])
         self.vocabulary = vocabulary_of(runs)
         weights = read_weights(made(runs / "tokenizer" / "tokenizer.safetensors", "tokenizer"))
         self.codebook = F.normalize(weights["quantize.embedding.weight"].float(), dim=-1)
@@ -63,7 +51,7 @@ class Tokens:
 
         `ids` are codes near those in `original`.
         """
-        rows = self.train[torch.multinomial(self.sampling_weights, batch, replacement=True, generator=generator)]
+        rows = self.rows(batch, generator)
         null = torch.rand(batch, generator=generator) < NULL_SHARE
         original = self.ids[rows]
         choice = torch.multinomial(self.chances.cpu()[original.flatten().cpu()], 1, generator=generator)
@@ -80,7 +68,7 @@ class CausalReading:
     """What `Reading` is for entries that each see all before them and are not cached.
 
     Compiled on a CPU it takes half as long, forward and backward, as PyTorch's attention with a mask: the queries are
-    read in PARTS, and a part does not multiply by what is behind it; rotations by real numbers are compiled, complex
+    read in PARTS, and a part does not multiply by what is after it; rotations by real numbers are compiled, complex
     ones are not.
     """
 
@@ -142,7 +130,7 @@ def start(model: Captioned, codebook: torch.Tensor, generator: torch.Generator) 
     """Initialize what learns faster from better values than from small random numbers.
 
     The embeddings and the output layer are projections of the codes, so that near codes mean nearly the same from the
-    beginning. The embeddings of captions are as large as those of tokens.
+    beginning. The embeddings of captions are as large as the embeddings of tokens.
     """
     gpt, words = model.gpt, model.words.table.weight
     for table, scale in ((gpt.tok_embeddings.weight, 0.1), (gpt.output.weight, 0.05)):
@@ -157,7 +145,7 @@ def start(model: Captioned, codebook: torch.Tensor, generator: torch.Generator) 
 def grow(model: Captioned, folder: Path) -> None:
     """Start from the weights of a GPT in `folder`, of as many layers or fewer.
 
-    Layers that it lacks are put behind its own, each a copy of the one before with outputs of 0. So at first the deeper
+    Layers that it lacks are put after its own, each a copy of the one before with outputs of 0. So at first the deeper
     model computes what the other one does. (To train a shallow model first and stack its layers takes less time in all:
     Gong et al., "Efficient training of BERT by progressively stacking", ICML 2019.)
     """
@@ -198,15 +186,14 @@ def measure(model: Captioned, tokens: Tokens, which: torch.Tensor, batch: int = 
     return dict(zip(("nll", "top1", "top10", "entropy"), (sums / count).tolist()))
 
 
-def training_options(dim: int, layers: int, heads: int, **defaults):
+def training_options(dim: int, layers: int, heads: int, *defaults):
     """The options of a stage that trains a GPT."""
-    return together(
-        options(**defaults),
+    return options(
+        *defaults,
         click.option("--dim", type=click.IntRange(1), default=dim, show_default=True, help="Width of the model."),
         click.option("--layers", type=click.IntRange(1), default=layers, show_default=True),
         click.option("--heads", type=click.IntRange(1), default=heads, show_default=True),
         click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True),
-        compile_option,
     )
 
 
@@ -231,27 +218,18 @@ def train(folder: Path, model: Captioned, tokens: Tokens, device: torch.device, 
             logits = model.logits(captions, ids, null)
         return tokens.cross_entropy(logits, original)
 
-    train_loss, recent = compiling(loss_of, compiled), []
-    for step in run:
-        loss = train_loss(*tokens.draw(batch, run.generator(step)))
-        run.descend(loss)
-        recent.append(loss.detach())
-        if run.step % 250 == 249:
-            with run.averaged(), mixed_precision(device):
-                held_out = measure(model, tokens, spread(tokens.test, 96))
-            run.log(loss=torch.stack(recent).mean(), held_out=held_out["nll"], top1=held_out["top1"],
-                    epochs=run.step * batch / len(tokens.train), lr=run.lr)
-            recent = []
+    def held_out():
+        numbers = measure(model, tokens, spread(tokens.test, 96))
+        return {"held_out": numbers["nll"], "top1": numbers["top1"], "epochs": run.step * batch / len(tokens.train)}
+
+    train_loss = compiling(loss_of, compiled)
+    run.learn(lambda generator: {"loss": train_loss(*tokens.draw(batch, generator))}, 250, held_out)
     with run.averaged():
-        half = {name: value.half().contiguous() for name, value in model.state_dict().items()}
         for part in ("gpt", "words"):
-            write_tensors(folder / f"{part}.safetensors", {
-                name.removeprefix(part + "."): value for name, value in half.items() if name.startswith(part + ".")})
+            write_half(folder / f"{part}.safetensors", getattr(model, part))
         write_json(folder / "config.json", asdict(model.gpt.config))
-        for name, which in (("training names", spread(tokens.train, 256)), ("held-out names", tokens.test)):
-            numbers = measure(model, tokens, which)
-            run.log(**{f"{name}, {key}": value for key, value in numbers.items()})
-            click.echo(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))
+        run.report({"training names": lambda: measure(model, tokens, spread(tokens.train, 256)),
+                    "held-out names": lambda: measure(model, tokens, tokens.test)}, digits=3)
 
 
 def captioned(tokens: Tokens, dim: int, layers: int, heads: int, dropout: float, caption_dim: int) -> Captioned:
@@ -261,7 +239,7 @@ def captioned(tokens: Tokens, dim: int, layers: int, heads: int, dropout: float,
 
 
 @click.command()
-@training_options(192, 6, 3, batch=8, lr=1.2e-3)
+@training_options(192, 6, 3, 8, 1.2e-3)
 @click.option("--from", "source", type=click.Path(path_type=Path),
               help="Folder of a GPT whose weights training starts from, instead of random ones. It may have fewer "
                    "layers.")

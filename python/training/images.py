@@ -30,7 +30,7 @@ SHOWN = 5        # names in a message
 class FolderImages:
     """The pictures in `folder`, as the target's tokenizer encodes them. See `Examples` in `drafter`.
 
-    The tokens are kept in <run>/tokens, so that each picture is encoded once. A picture that cannot be read is left
+    The tokens are kept in <run>/tokens, so that each picture is encoded once. A picture that cannot be read is skipped
     out, with a line that says so.
     """
 
@@ -153,7 +153,7 @@ def read(path: Path) -> str:
 
 
 def tokenized(pipeline: Pipeline, folder: Path, names: list[str], cache: Path, batch: int) -> dict[str, np.ndarray]:
-    """The tokens (L,) of each picture that can be read; those that are in the cache are not encoded again."""
+    """The tokens (L,) of each picture that can be read; pictures in the cache are not encoded again."""
     def key(name):
         state = (folder / name).stat()
         return f"{folder.resolve() / name}|{state.st_size}|{state.st_mtime_ns}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specvis.files import locked, write_json, write_tensors, write_whole
+from specvis.files import locked, write_json, write_whole
 from specvis.models.diffloss import DiffLoss, Schedule
 from specvis.models.mar import MAR, MARConfig
 from specvis.models.vq import VQ, VQConfig
@@ -18,18 +18,9 @@ from specvis.pipelines.checkpoint import CheckpointError, load_weights, read_con
 from specvis.pipelines.mar import Scaling
 
 from .gpt import NULL_SHARE
-from .run import (
-    TrainingRun,
-    arrays_of,
-    compile_option,
-    compiling,
-    made,
-    mixed_precision,
-    options,
-    together,
-    vocabulary_of,
-)
-from .tokenizer import Pictures, spread
+from .run import TrainingRun, compiling, mixed_precision
+from .stages import Sampled, arrays_of, made, options, spread, vocabulary_of, write_half
+from .tokenizer import PictureData
 
 BUFFER = 16          # condition tokens: a caption has at most 10 words
 STEPS = 50           # of the denoising; any number can be chosen later
@@ -47,11 +38,11 @@ class Batch:
     noise: Tensor      # (M, n, C) float32
 
 
-class Latents:
+class Latents(Sampled):
     """The pictures as continuous tokens (N, 256, 8), from runs/latents.npz, which is made if it is missing."""
 
     def __init__(self, runs: Path, device: torch.device):
-        data = Pictures(runs)
+        data = PictureData(runs)
         weights = made(runs / "tokenizer" / "tokenizer.safetensors", "tokenizer")
         words = made(runs / "gpt" / "words.safetensors", "gpt")
         self.inputs = {path.name: path for path in (runs / "data" / "pictures.npz", weights, words)}
@@ -64,7 +55,7 @@ class Latents:
         self.tokens = torch.from_numpy(arrays["tokens"])  # float16
         captions = [repeated([int(word) for word in row if word], BUFFER) for row in data.arrays["captions"]]
         self.captions = torch.tensor(captions)
-        self.train, self.test, self.sampling_weights = data.train, data.test, data.sampling_weights
+        super().__init__(data.arrays["held_out"], data.arrays["weights"])
         width = read_weights(words)["table.weight"].shape[1]
         self.words = Words(vocabulary_of(runs), BUFFER, width).requires_grad_(False)
         load_weights(self.words, words)
@@ -72,7 +63,7 @@ class Latents:
 
     def draw(self, batch: int, num_timesteps: int, num_train_timesteps: int, generator: torch.Generator) -> Batch:
         """A training batch, drawn by weight. Each unknown token is there at `num_timesteps` steps of the diffusion."""
-        rows = self.train[torch.multinomial(self.sampling_weights, batch, replacement=True, generator=generator)]
+        rows = self.rows(batch, generator)
         null = torch.rand(batch, generator=generator) < NULL_SHARE
         return self.masked(rows, null, num_timesteps, num_train_timesteps, generator)
 
@@ -95,7 +86,7 @@ class Latents:
 
 
 @torch.no_grad()
-def write_latents(runs: Path, data: Pictures, path: Path, device: torch.device) -> None:
+def write_latents(runs: Path, data: PictureData, path: Path, device: torch.device) -> None:
     """runs/latents.npz: tokens (N, 256, 8) float16, and the shift (8,) and scale that made them of unit latents."""
     vq = VQ(read_config(runs / "tokenizer" / "config.json", VQConfig))
     load_weights(vq, runs / "tokenizer" / "tokenizer.safetensors")
@@ -142,7 +133,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> Tensor:
     return scores.softmax(-1).to(q.dtype) @ v
 
 
-class Learned(nn.Module):
+class LearnedMAR(nn.Module):
     """The MAR and its loss."""
 
     def __init__(self, config: MARConfig, device: torch.device):
@@ -177,7 +168,7 @@ def grid_waves(side: int, width: int) -> Tensor:
 def start(mar: MAR) -> None:
     """Initialize what learns faster from better values than from small random numbers.
 
-    The embeddings of positions are waves, and those of captions are as large as those of tokens.
+    The embeddings of positions are waves, and captions have embeddings as large as tokens.
     """
     c = mar.config
     for table in (mar.encoder_pos_embed_learned, mar.decoder_pos_embed_learned):
@@ -188,7 +179,7 @@ def start(mar: MAR) -> None:
 
 
 @torch.no_grad()
-def measure(model: Learned, latents: Latents, which: Tensor, device: torch.device) -> dict[str, float]:
+def measure(model: LearnedMAR, latents: Latents, which: Tensor, device: torch.device) -> dict[str, float]:
     """The losses on pictures `which`. Masks and noise are always the same."""
     generator = torch.Generator().manual_seed(1)
     sums = torch.zeros(2)
@@ -199,10 +190,10 @@ def measure(model: Learned, latents: Latents, which: Tensor, device: torch.devic
     return dict(zip(("noise", "bits"), (sums / len(which)).tolist()))
 
 
-def training_options(dim: int, layers: int, heads: int, width: int, blocks: int, **defaults):
+def training_options(dim: int, layers: int, heads: int, width: int, blocks: int, *defaults):
     """The options of a stage that trains a MAR."""
-    return together(
-        options(**defaults),
+    return options(
+        *defaults,
         click.option("--dim", type=click.IntRange(1), default=dim, show_default=True, help="Width of the transformer."),
         click.option("--layers", type=click.IntRange(1), default=layers, show_default=True,
                      help="Of the encoder, and of the decoder."),
@@ -216,7 +207,6 @@ def training_options(dim: int, layers: int, heads: int, width: int, blocks: int,
         click.option("--from", "source", type=click.Path(path_type=Path),
                      help="File with the weights of a MAR of this size that training starts from, instead of random "
                           "ones."),
-        compile_option,
     )
 
 
@@ -231,7 +221,7 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
     config = MARConfig(dim, heads, layers, layers, width, blocks, tokens, channels, BUFFER, num_sampling_steps=STEPS,
                        caption_dim=latents.words.table.embedding_dim,
                        clip_sample_range=round(latents.tokens.abs().max().item(), 3))
-    model = Learned(config, device)
+    model = LearnedMAR(config, device)
     inputs = latents.inputs
     if source is not None:
         if not source.is_file():
@@ -244,33 +234,29 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
         inputs = inputs | {"--from": source}
     run = TrainingRun(folder, model, lr=lr, weight_decay=0.02, minutes=minutes, steps=steps,
                       configuration=asdict(config), inputs=inputs)
-    train_losses, recent = compiling(model, compiled), []
-    for step in run:
-        drawn = latents.draw(batch, num_timesteps, len(model.schedule), run.generator(step))
+    train_losses = compiling(model, compiled)
+
+    def losses_of(generator):
+        drawn = latents.draw(batch, num_timesteps, len(model.schedule), generator)
         with mixed_precision(device):
-            noise, bits = train_losses(drawn)
-        run.descend(noise + bits)
-        recent.append(torch.stack([noise, bits]).detach())
-        if run.step % 100 == 99:
-            with run.averaged():
-                held_out = measure(model, latents, spread(latents.test, 96), device)
-            noise, bits = torch.stack(recent).mean(0)
-            run.log(noise=noise, bits=bits, held_out=held_out["noise"], held_out_bits=held_out["bits"],
-                    epochs=run.step * batch / len(latents.train), lr=run.lr)
-            recent = []
+            return dict(zip(("noise", "bits"), train_losses(drawn)))
+
+    def held_out():
+        numbers = measure(model, latents, spread(latents.test, 96), device)
+        return {"held_out": numbers["noise"], "held_out_bits": numbers["bits"],
+                "epochs": run.step * batch / len(latents.train)}
+
+    run.learn(losses_of, 100, held_out)
     with run.averaged():
-        write_tensors(folder / "mar.safetensors", {name: value.half().contiguous()
-                                                   for name, value in model.mar.state_dict().items()})
-        for name, which in (("training names", spread(latents.train, 256)), ("held-out names", latents.test)):
-            numbers = measure(model, latents, which, device)
-            run.log(**{f"{name}, {key}": value for key, value in numbers.items()})
-            click.echo(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in numbers.items()))
+        write_half(folder / "mar.safetensors", model.mar)
+        run.report({"training names": lambda: measure(model, latents, spread(latents.train, 256), device),
+                    "held-out names": lambda: measure(model, latents, latents.test, device)}, digits=4)
     write_json(folder / "scaling.json", asdict(latents.scaling))
     write_json(folder / "config.json", asdict(config))
 
 
 @click.command()
-@training_options(192, 4, 3, 256, 3, batch=16, lr=1e-3)
+@training_options(192, 4, 3, 256, 3, 16, 1e-3)
 def mar(runs, device, **training):
     """Train the MAR on runs/data with the GPT's words; writes runs/mar/mar.safetensors and its JSON files.
 

@@ -1,8 +1,7 @@
-"""What all training stages have in common: schedule, progress bar, log, checkpoints, resuming."""
+"""A training run: schedule, progress bar, log, checkpoints, resuming."""
 import hashlib
 import io
 import json
-import math
 import signal
 import threading
 import time
@@ -11,12 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import click
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from specvis.cli.options import device_option
 from specvis.files import first_line, locked, reading, write_whole
 from specvis.pipelines.checkpoint import read_state
 
@@ -26,48 +23,6 @@ FALLING = "falling.pt"        # while it falls
 SAVED_EVERY = 120             # seconds
 FALL = 0.2                    # the last share of a run's length
 HORIZON = 1000                # steps that the average of the weights covers, about
-
-
-class Positive(click.FloatRange):
-    """A finite number above 0."""
-
-    def __init__(self):
-        super().__init__(0, min_open=True)
-
-    def convert(self, value, parameter, context):
-        value = super().convert(value, parameter, context)
-        if not math.isfinite(value):
-            self.fail(f"it must be finite, got {value}", parameter, context)
-        return value
-
-
-def together(*options):
-    """One decorator of several options."""
-    def add(command):
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
-def options(batch: int, lr: float):
-    """The options that every stage with a model has."""
-    return together(
-        click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-                     help="Folder of the training stages."),
-        click.option("--minutes", type=Positive(),
-                     help="Length of the run in minutes, counted across interruptions. [default: no end]"),
-        click.option("--steps", type=click.IntRange(1), help="Length of the run in steps, instead of minutes."),
-        click.option("--batch", type=click.IntRange(1), default=batch, show_default=True, help="Pictures a step."),
-        click.option("--lr", type=Positive(), default=lr, show_default=True,
-                     help="Learning rate, which falls in the last fifth of a run that has a length."),
-        device_option,
-    )
-
-
-compile_option = click.option("--compile/--no-compile", "compiled", default=True, show_default=True,
-                              help="Compile the training step, which makes it faster and takes a minute at the start.")
 
 
 def compiling(step: Callable, compiled: bool) -> Callable:
@@ -90,35 +45,8 @@ def mixed_precision(device: torch.device):
     return torch.autocast(device.type, torch.bfloat16)
 
 
-def made(path: Path, stage: str) -> Path:
-    """`path`, a file that an earlier stage makes. ValueError if it is missing."""
-    if not path.exists():
-        raise ValueError(f"{path} is missing: run `python -m training {stage}` with the same --runs first")
-    return path
-
-
-def arrays_of(path: Path, stage: str | None, *names: str) -> dict[str, np.ndarray]:
-    """The arrays that an earlier stage wrote, or this one, by name; `names` are some that are used.
-
-    ValueError if the file is missing or hurt.
-    """
-    advice = f"run `python -m training {stage}` again" if stage else "remove it, and it is made again"
-    with reading(made(path, stage) if stage else path, f"; {advice}"), np.load(path) as archive:
-        arrays = dict(archive)
-        if missing := [name for name in names if name not in arrays]:
-            raise ValueError(f"it has no {missing[0]}")
-        return arrays
-
-
-def vocabulary_of(runs: Path) -> list[str]:
-    """The words of the captions, by number, from the data stage."""
-    path = made(runs / "data" / "vocabulary.json", "data")
-    with reading(path, "; run `python -m training data` again"):
-        return json.loads(path.read_text())
-
-
 def differing(found: dict, wanted: dict) -> list[str]:
-    """The names whose values are not the same."""
+    """The names whose values differ."""
     return [name for name in dict.fromkeys((*found, *wanted)) if found.get(name) != wanted.get(name)]
 
 
@@ -136,7 +64,7 @@ class TrainingRun:
             loss = ...
             run.descend(loss)
 
-    Draw random numbers from `run.generator(step)`. A resumed run then draws the same as one without interruption.
+    Draw random numbers from `run.generator(step)`. A resumed run then draws what an uninterrupted run draws.
     `average` is the moving average of the parameters that are trained; see `averaged`.
     """
 
@@ -191,7 +119,7 @@ class TrainingRun:
         return min(1.0, self.progress / self.length[1]) if self.length else 0.0
 
     def _read(self, path: Path) -> dict | None:
-        """A checkpoint of this version, configuration and inputs, or None if there is none."""
+        """A checkpoint of this version, configuration and inputs, or None if it does not exist."""
         if not path.exists():
             return None
         advice = "choose another --runs, or remove it"
@@ -265,7 +193,7 @@ class TrainingRun:
 
     def _steps(self, is_interrupted: Callable[[], bool]) -> Iterator[int]:
         log = self.folder / "log.jsonl"
-        if log.exists():  # lines behind the checkpoint will be written again, and one that was being written
+        if log.exists():  # lines after the checkpoint will be written again, and one that was being written
             with reading(log, "; remove it"):
                 lines = [line for line in log.read_text().split("\n")[:-1] if json.loads(line)["step"] < self.step]
             write_whole(log, "".join(f"{line}\n" for line in lines))
@@ -304,6 +232,33 @@ class TrainingRun:
         self.optimizer.step()
         with torch.no_grad():
             torch._foreach_lerp_(self.average, self.parameters, max(1 / HORIZON, 9 / (10 + self.step)))
+
+    def learn(self, losses_of: Callable[[torch.Generator], dict[str, torch.Tensor]], every: int,
+              measured: Callable[[], dict[str, float]]) -> None:
+        """Do the remaining steps. Each minimizes the sum of the losses of a batch that `losses_of` draws.
+
+        After every `every` steps a line of the log has the means of the losses, and what `measured` returns for the
+        averaged parameters.
+        """
+        recent = []
+        for step in self:
+            losses = losses_of(self.generator(step))
+            loss = sum(losses.values())
+            self.descend(loss)
+            recent.append({name: loss.detach() for name, loss in losses.items()})
+            if self.step % every == every - 1:
+                with self.averaged(), mixed_precision(loss.device):
+                    numbers = measured()
+                means = {name: torch.stack([losses[name] for losses in recent]).mean() for name in losses}
+                self.log(**means, **numbers, lr=self.lr)
+                recent = []
+
+    def report(self, measured: dict[str, Callable[[], dict[str, float]]], digits: int) -> None:
+        """Log and print what is measured at the end, each part under its name."""
+        for name, measure in measured.items():
+            numbers = measure()
+            self.log(**{f"{name}, {key}": value for key, value in numbers.items()})
+            click.echo(f"{name}: " + ", ".join(f"{key} {value:.{digits}f}" for key, value in numbers.items()))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

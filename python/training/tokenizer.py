@@ -14,7 +14,8 @@ from specvis.files import locked, write_json, write_tensors, write_whole
 from specvis.models.vq import VQ, VQConfig
 from specvis.pipelines.checkpoint import load_weights, read_config, read_weights
 
-from .run import TrainingRun, arrays_of, mixed_precision, options
+from .run import TrainingRun, mixed_precision
+from .stages import Sampled, arrays_of, options, spread, write_half
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
                   codebook_size=4096, codebook_dim=8, groups=8, patch=2)
@@ -26,15 +27,13 @@ BACKGROUND = 1 / 16    # white patches for each other one in the samples that co
 COUNTS = "quantize.codebook_used"  # a statistic of the official checkpoints that nothing reads
 
 
-class Pictures:
+class PictureData(Sampled):
     """The pictures of <runs>/data: drawn by weight, as floats in [-1, 1]."""
 
     def __init__(self, runs: Path):
         arrays = arrays_of(runs / "data" / "pictures.npz", "data", "pictures", "captions", "held_out", "weights")
         self.pictures = torch.from_numpy(arrays["pictures"]).permute(0, 3, 1, 2)
-        held_out = torch.from_numpy(arrays["held_out"])
-        self.train, self.test = (~held_out).nonzero()[:, 0], held_out.nonzero()[:, 0]
-        self.sampling_weights = torch.from_numpy(arrays["weights"]).float()[self.train]
+        super().__init__(arrays["held_out"], arrays["weights"])
         self.arrays = arrays
 
     def take(self, rows: Tensor) -> Tensor:
@@ -43,11 +42,10 @@ class Pictures:
 
     def draw(self, batch: int, generator: torch.Generator) -> Tensor:
         """Training pictures (B, 3, 64, 64) float32, by weight."""
-        rows = torch.multinomial(self.sampling_weights, batch, replacement=True, generator=generator)
-        return self.take(self.train[rows])
+        return self.take(self.rows(batch, generator))
 
 
-class Learned(nn.Module):
+class LearnedTokenizer(nn.Module):
     """The tokenizer, and the running means from which its codes are made."""
 
     def __init__(self, config: VQConfig):
@@ -99,7 +97,7 @@ def foreground(images: Tensor, stride: int) -> Tensor:
 
 
 @torch.no_grad()
-def sample_latents(vq: VQ, data: Pictures, pictures: int, generator: torch.Generator) -> Tensor:
+def sample_latents(vq: VQ, data: PictureData, pictures: int, generator: torch.Generator) -> Tensor:
     """Latents (n, D) of drawn training pictures, with few of the white patches, which need few codes."""
     inside, outside = [], []
     for _ in range(pictures // 128):
@@ -142,13 +140,8 @@ def sheet(vq: VQ, images: Tensor, path: Path, across: int = 16) -> None:
     write_whole(path, lambda file: picture.save(file, "PNG"))
 
 
-def spread(pictures: Tensor, count: int) -> Tensor:
-    """At most `count` of these rows (int64), evenly spaced."""
-    return pictures[:: max(1, len(pictures) // count)][:count]
-
-
 @torch.no_grad()
-def write_tokens(vq: VQ, data: Pictures, path: Path) -> None:
+def write_tokens(vq: VQ, data: PictureData, path: Path) -> None:
     """Tokenize all pictures, and say how evenly the codes are used."""
     tokens, inside = [], []
     for rows in tqdm(torch.arange(len(data.pictures)).split(128), desc="tokenize"):
@@ -166,7 +159,7 @@ def write_tokens(vq: VQ, data: Pictures, path: Path) -> None:
 
 
 @click.command()
-@options(batch=16, lr=2e-3)
+@options(16, 2e-3, compiled=False)
 @click.option("--keep", type=click.Path(path_type=Path),
               help="Folder of a tokenizer, such as the package's weights, which is used as it is.")
 def tokenizer(runs, minutes, steps, batch, lr, device, keep):
@@ -179,14 +172,14 @@ def tokenizer(runs, minutes, steps, batch, lr, device, keep):
     """
     torch.manual_seed(0)
     device = torch.device(device)
-    data = Pictures(runs)
+    data = PictureData(runs)
     if keep is not None:
         vq = VQ(read_config(keep / "tokenizer.json", VQConfig)).to(device).eval()
         finish(vq, runs, data, read_weights(keep / "tokenizer.safetensors"))
         return
     if minutes is None and steps is None:
         raise ValueError("minutes or steps must be set: shares of the length say when codes are made")
-    model = Learned(CONFIG).to(device)
+    model = LearnedTokenizer(CONFIG).to(device)
     run = TrainingRun(runs / "tokenizer", model, lr=lr, weight_decay=1e-4, minutes=minutes, steps=steps,
                       configuration=asdict(CONFIG), inputs={"pictures.npz": runs / "data" / "pictures.npz"})
     vq, counts = model.vq, torch.zeros(CONFIG.codebook_size, device=device)
@@ -225,15 +218,17 @@ def tokenizer(runs, minutes, steps, batch, lr, device, keep):
             run.log(phase=model.phase, l1=l1.detach(), psnr=quality, perplexity=perplexity(counts),
                     moved=moved, commitment=commitment.detach(), lr=run.lr)
             counts.zero_()
-    finish(vq, runs, data, {name: value.half().contiguous() for name, value in vq.state_dict().items()
-                            if name != COUNTS})
+    finish(vq, runs, data, None)
 
 
-def finish(vq: VQ, runs: Path, data: Pictures, weights: dict[str, Tensor]) -> None:
-    """Write the tokenizer of these weights, tokens as its users will get them, and how well it does."""
+def finish(vq: VQ, runs: Path, data: PictureData, weights: dict[str, Tensor] | None) -> None:
+    """Write the tokenizer, of these weights or its own, the tokens as users will get them, and how well it does."""
     folder = runs / "tokenizer"
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / "tokenizer.safetensors", weights)
+    if weights is None:
+        write_half(folder / "tokenizer.safetensors", vq, but=COUNTS)
+    else:
+        write_tensors(folder / "tokenizer.safetensors", weights)
     write_json(folder / "config.json", asdict(vq.config))
     load_weights(vq, folder / "tokenizer.safetensors")
     with locked(runs, "runs"):

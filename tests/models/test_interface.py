@@ -122,7 +122,7 @@ def test_the_protocols_are_what_the_models_here_offer():
 
 
 def next_logits(model, condition, padding_mask, tokens):
-    """Of the token behind `tokens` (R, n): by one sum over everything, without a cache and without the loop."""
+    """Of the token after `tokens` (R, n): by one sum over everything, without a cache and without the loop."""
     of_condition = (condition @ model.of_condition * padding_mask[..., None]).sum(1)
     of_tokens = model.embed(tokens, S + torch.arange(tokens.shape[1])).sum(1)
     return model.logits((of_condition + of_tokens)[:, None])

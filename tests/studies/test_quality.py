@@ -9,7 +9,7 @@ from studies.quality import (
     GROUPS,
     Baseline,
     Features,
-    Network,
+    ImageNetwork,
     Score,
     frechet_distance,
     inception_score,
@@ -140,7 +140,7 @@ def test_quality_beside_greedy_pictures():
 
 @NETWORK
 def test_the_network_tells_pictures_apart():
-    network = Network(batch=2)
+    network = ImageNetwork(batch=2)
     pictures = np.full((3, 8, 8, 3), 255, np.uint8)
     pictures[1, 2:6, 2:6] = [255, 0, 0]
     pictures[2, :, ::2] = 0
@@ -154,4 +154,4 @@ def test_the_network_tells_pictures_apart():
 def test_without_the_network_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
     with pytest.raises(ValueError, match=r"pip install 'specvis\[report\]'"):
-        Network()
+        ImageNetwork()

@@ -82,7 +82,7 @@ def refuse_discrete_options() -> None:
 
 def discrete_report(quick, images, timed, folder, seed, guidance, top_k, top_p, model, device) -> DiscreteReport:
     settings = filters_for(model, guidance, top_k, top_p)
-    Sampling.of([seed], **settings)  # what is out of its range is told before the model is loaded
+    Sampling.of([seed], **settings)  # values out of their range are reported before the model is loaded
     scope = discrete.scope_of(quick, images, timed, len(reference_pictures(model)[0]))
     return DiscreteReport.of(load_model(Method, model, device), model, folder(), scope, seed=seed, **settings)
 

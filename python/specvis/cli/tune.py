@@ -22,14 +22,14 @@ from .options import (
 )
 from .plots import plt, save_figure
 
-RULES = (  # of acceptance, on the recipe's own tree or window
+RULES = (  # rules of acceptance, on the recipe's own tree or window
     "jacobi:window=16", "gsd", "gsd+coupled", "speculative", "eagle1", "eagle2", "adt-tree",
     *(f"{name}:delta={delta}:k={k}" for name in ("lantern", "lantern+optimal") for delta in (0.05, 0.1, 0.2, 0.4)
       for k in (30, 300)),
     *(f"lantern++:delta={delta}{tail}" for delta in (0.5, 1.0, 2.0, 4.0) for tail in ("", ":residual=optimal")),
     *(f"{name}:omega={omega}" for name in ("uniform-rsd", "cool-sd") for omega in (1.1, 1.5, 2.0, 3.0)),
 )
-TREES = {  # shapes that a second round tries
+TREES = {  # a second round tries these shapes
     "static": [{"tree": name} for name in ("chain-2", "chain-4", "chain-6", "mc_sim_7b_63", "reverse_balanced_25",
                                            "naive_extend_57")],
     "dynamic": [{"depth": depth, "width": width, "nodes": nodes}
@@ -83,7 +83,7 @@ def tune(target_tv_excess, target_speedup, by, images, out, seed, guidance, top_
 
 @dataclass(frozen=True)
 class Trial:
-    """What is known of a method."""
+    """The measurements of a method."""
 
     method: Method
     pictures: int
@@ -98,7 +98,7 @@ class Trial:
 
     @property
     def tv_excess_above(self) -> float:
-        """One standard error above the mean: what is compared with a target, and with other methods."""
+        """One standard error above the mean. This is compared with a target, and with other methods."""
         return self.tv_excess + self.standard_error
 
 
@@ -110,7 +110,7 @@ class Target:
     speedup: float | None = None    # at least
 
     def choose(self, trials: list[Trial]) -> Trial | None:
-        """The fastest within the budget, or the most faithful that is fast enough; None: there is none."""
+        """The fastest within the budget, or the most faithful that is fast enough; None: no trial is."""
         if self.tv_excess is not None:
             within = [t for t in trials if t.tv_excess_above <= self.tv_excess]
             return max(within, key=lambda t: t.speed, default=None)
@@ -162,7 +162,7 @@ def nearest(trials: list[Trial], target: Target, count: int) -> list[Trial]:
     """At most `count` trials: the choice so far, the most faithful, then the frontier's nearest to the target."""
     edge = frontier(trials)
     chosen = target.choose(trials)
-    first = [*([chosen] if chosen else []), edge[0]]  # the last of them keeps a choice possible
+    first = [*([chosen] if chosen else []), edge[0]]  # the most faithful keeps a choice possible
     return list(dict.fromkeys([*first, *sorted(edge, key=target.distance)]))[:count]
 
 

@@ -267,7 +267,7 @@ class MAR(nn.Module):
                 x = block(x, mask[:, None, None])
             x = self.decoder_embed(self.encoder_norm(x))
 
-        # The decoder reads them where they stand, and the mask token everywhere else.
+        # The decoder reads them where they are, and the mask token everywhere else.
         dtype = torch.promote_types(x.dtype, self.mask_token.dtype)
         sources = cat([x.to(dtype), self.mask_token.to(dtype).expand(R, 1, -1)], 1)
         ranks = c.buffer - 1 + is_known.cumsum(1)

@@ -23,7 +23,7 @@ from ..models.words import Words
 from .checkpoint import (
     DEFAULTS,
     CheckpointError,
-    Settings,
+    ModelSettings,
     Vocabulary,
     check_draft_config,
     check_place,
@@ -54,13 +54,14 @@ class Pipeline(nn.Module):
 
     Args:
         vocabulary:   the words of prompts; None: they are class ids or free text, as the GPT is conditioned
-        draft_config: of the smaller GPT; None: there is none
+        draft_config: of the smaller GPT; None: the model has no smaller GPT
         has_drafter:  whether there is an EAGLE head
         settings:     how the pictures are drawn unless one says otherwise, and where the text encoder is
     """
 
     def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str] | None = None,
-                 draft_config: GPTConfig | None = None, *, has_drafter: bool = True, settings: Settings = DEFAULTS):
+                 draft_config: GPTConfig | None = None, *, has_drafter: bool = True,
+                 settings: ModelSettings = DEFAULTS):
         super().__init__()
         self.settings, self.folder = settings, None
         if vocabulary is not None:
@@ -83,7 +84,7 @@ class Pipeline(nn.Module):
 
         With vocabulary.json and words.safetensors prompts are words. drafter.safetensors may be missing; so may
         small.json and small.safetensors, the draft model's, neighbors.safetensors, a table of neighbors, and
-        pipeline.json, see `Settings`. `specvis convert` makes such a folder of published files.
+        pipeline.json, see `ModelSettings`. `specvis convert` makes such a folder of published files.
 
         Args:
             dtype:        of the weights: torch.float32, torch.bfloat16 or torch.float16
@@ -240,7 +241,7 @@ class Pipeline(nn.Module):
         every step of each such group.
 
         Args:
-            known_tokens: (B, K) int64  the first tokens of each image, which are kept, -1 behind them. Of a seed-exact
+            known_tokens: (B, K) int64  the first tokens of each image, which are kept, -1 after them. Of a seed-exact
                 method's picture, the first tokens with the same seed give the same picture again.
             batch:        how many images are decoded at once; when one is finished, the next takes its place. All
                 prompts have one method then, and nobody observes. None: all of them

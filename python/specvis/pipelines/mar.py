@@ -25,7 +25,7 @@ from ..models.vq import VQ, VQConfig
 from ..models.words import Words
 from .checkpoint import (
     DEFAULTS,
-    Settings,
+    ModelSettings,
     Vocabulary,
     check_draft_config,
     check_place,
@@ -82,7 +82,7 @@ class MARPair(nn.Module):
 
     def __init__(self, config: MARConfig, draft_config: MARConfig | None, tokenizer_config: VQConfig | KLConfig,
                  vocabulary: list[str] | None = None, scaling: Scaling | None = None, *,
-                 settings: Settings = DEFAULTS):
+                 settings: ModelSettings = DEFAULTS):
         super().__init__()
         self.mar, self.mar_draft = MAR(config), None if draft_config is None else MAR(draft_config)
         self.tokenizer = (KL if isinstance(tokenizer_config, KLConfig) else VQ)(tokenizer_config)
@@ -128,7 +128,7 @@ class MARPair(nn.Module):
         return pair.to(device)
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that `load` reads, except those of the discrete model. Weights are written in float16."""
+        """Write the files that `load` reads, but not the discrete model's. Weights are written in float16."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for part in [part for part in PARTS if getattr(self, part) is not None]:
