@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     import fcntl
@@ -138,6 +138,11 @@ def write_json(path: Path, values: object) -> None:
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """A safetensors file."""
     write_whole(path, save(tensors))  # safetensors' own writer is not whole-or-nothing
+
+
+def write_weights(path: Path, module: nn.Module, but: str | None = None) -> None:
+    """The weights of a module in float16, without the one that is named `but`."""
+    write_tensors(path, {name: value.half().contiguous() for name, value in module.state_dict().items() if name != but})
 
 
 def csv_text(columns: Iterable[str], rows: list[dict]) -> str:

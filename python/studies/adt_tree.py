@@ -1,4 +1,4 @@
-"""ADT-Tree's tables, figures and cost model (arXiv:2512.21857)."""
+"""ADT-Tree's tables and figures (arXiv:2512.21857)."""
 from collections.abc import Iterator
 
 import numpy as np
@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from specvis.cli.discrete_study import Latency, PictureRun
-from specvis.decoding.methods import Method, parse_method
 from specvis.pipelines.positions import steps_gain, teacher_forced_probs
 
 from . import papers
 from .base import Item, item, pixels
 from .discrete import DiscreteReport, DiscreteScope
-from .memory import Memory
 from .page import Section, axes, show
 
 ITEMS: dict[str, Item] = {}
@@ -32,7 +30,8 @@ def table_1(report: DiscreteReport, section: Section) -> None:
     study = report.study
     section.text("The paper, Anole:")
     section.table(papers.ADT_TABLE_1, "-paper")
-    section.text("Here; depth is drafted levels (EAGLE-2 drafts 5 there, 4 in our recipe).")
+    section.text("Here; depth is drafted levels (EAGLE-2 drafts 5 there, 4 in our recipe). In the paper ADT-Tree gains "
+                 "by cheaper trees and not by tau; here its trees are larger than EAGLE-2's.")
     rows, tau, depth = [], {}, {}
     for T in (0.0, 1.0):
         for text in COMPARED:
@@ -59,7 +58,7 @@ STARTS = {"horizontal (the default)": "adt-tree", "vertical": "adt-tree:start=ve
           "depth from 1": "adt-tree:flat_depth=1", "width from 25": "adt-tree:flat_width=25"}
 
 
-@item(ITEMS, "adt-table-5", "ADT-Tree, Table V: where a tree's shape starts from",
+@item(ITEMS, "adt-table-5", "ADT-Tree, Figure 8 and Table V: where a tree's shape starts from",
       lambda scope: [PictureRun.of(text) for text in STARTS.values()], quick=False)
 def table_5(report: DiscreteReport, section: Section) -> None:
     rows = []
@@ -67,48 +66,12 @@ def table_5(report: DiscreteReport, section: Section) -> None:
         pictures = report.study.pictures(PictureRun.of(text))
         rows.append({"start": name, "tau": pictures.tau, "mean depth": pictures.mean_depth,
                      "mean nodes": pictures.mean_nodes, "acceptance": pictures.decoded.acceptance_rate})
-    section.text("At temperature 1. The last two rows are the ablation's fixed starts; where the paper leaves a choice "
-                 "open, `Adaptation` in trees.py says what was taken.")
+    section.text("At temperature 1. The first four rows are the starts of the paper's Figure 8, the last two the fixed "
+                 "starts of its Table V; where the paper leaves a choice open, `Adaptation` in trees.py names ours.")
     section.table(rows)
     for name in ("vertical", "random"):
         section.claim(f"the default, the left neighbor's shape, is a better start than {name}",
                       *report.tau_gain(STARTS["horizontal (the default)"], STARTS[name]))
-
-
-RANKED = ("eagle2:width=10:nodes=60", "adt-tree")
-MAX_RANK = 12
-
-
-@item(ITEMS, "adt-figure-3b", "ADT-Tree, Figure 3b: rank of the accepted token",
-      lambda scope: [PictureRun.of(text) for text in RANKED], quick=False)
-def figure_3b(report: DiscreteReport, section: Section) -> None:
-    rows, means = [], {}
-    figure, (both,) = axes(1, 2, 4.2, 3.2)
-    for axis, run in zip(both, map(PictureRun.of, RANKED)):
-        ranks, (top, _, _) = report.study.pictures(run).ranks, forced(report, run)
-        sure = top >= top.median()
-        for name, where in (("likelier half", sure), ("less likely half", ~sure)):
-            those = ranks[where & (ranks >= 0)].clamp(max=MAX_RANK - 1)
-            share = torch.bincount(those, minlength=MAX_RANK).float() / max(len(those), 1)
-            mean = 1 + those.float().mean().item() if len(those) else None  # no draft was accepted there
-            means.setdefault(name, []).append(mean)
-            axis.plot(1 + np.arange(MAX_RANK), share.where(share > 0, torch.nan).numpy(), "o-", ms=4, lw=1, label=name)
-            rows.append({"method": run.method.label, "positions": name, "accepted drafts": len(those),
-                         "mean rank": mean, "rank 1": share[0].item(), "rank 2": share[1].item(),
-                         "rank 3": share[2].item(), "rank 4 or more": share[3:].sum().item()})
-        axis.set(xlabel=f"rank among the siblings ({MAX_RANK}: and beyond)", ylabel="share of accepted drafts",
-                 yscale="log")
-        axis.set_title(run.method.label, fontsize=8)
-        axis.legend(fontsize=7)
-    section.figure(figure, "Rank, by the draft's probability, of the sibling that was accepted, for positions where "
-                           "the target's likeliest token is likelier or less likely than its median")
-    section.table(rows)
-    easy, hard = means["likelier half"], means["less likely half"]
-    is_known = None not in easy + hard
-    section.claim("wide trees pay where prediction is hard",
-                  all(b > a for a, b in zip(easy, hard)) if is_known else None,
-                  f"EAGLE-2's accepted ranks average {hard[0]:.2f} there, {easy[0]:.2f} elsewhere" if is_known else
-                  "in one half no draft was accepted")
 
 
 def forced(report: DiscreteReport, run: PictureRun) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,74 +132,7 @@ def figures_4_5_9(report: DiscreteReport, section: Section) -> None:
         ("the target's top-1 with the left neighbor's", left), ("the target's top-1 with the upper neighbor's", up))])
     section.text("At the edges of the pictures, which are white, the target is unsure among codes that are all white, "
                  "and so is the draft: there top-1 is low, and yet what they share and what is accepted is much.")
-    section.claim("difficulty differs between regions, and acceptance follows it", difficulty > 0.1,
+    section.claim("simple regions have a low top-1 probability, and accept more", difficulty < -0.1,
                   f"correlation of the target's top-1 with the tokens gained {difficulty:.2f}")
     section.claim("neighbors are alike", min(left, up) > 0.2,
                   f"correlation with the left neighbor {left:.2f}, with the upper {up:.2f}")
-
-
-# --- the cost of a tree ------------------------------------------------------------------------------------------
-
-VANILLA = Memory(parse_method("vanilla"))
-
-
-def cost_jobs(scope: DiscreteScope) -> list[tuple[Method, Latency, Memory]]:
-    methods = [parse_method(f"eagle2:depth={depth}:width={width}:nodes={1 + width + min(depth - 1, 5) * width}")
-               for depth in scope.depth for width in scope.width]
-    return [(m, Latency(m, 1.0, 2 if len(scope.depth) > 2 else 1), Memory(m)) for m in methods]
-
-
-def cost_rows(report: DiscreteReport) -> list[dict]:
-    """A row for each tree. Fitted columns are still 0."""
-    study, rows = report.study, []
-    for method, latency, memory in cost_jobs(report.scope):
-        timings, (d, w, N) = study.seconds(latency), (method.depth, method.width, method.max_nodes)
-        steps = np.array([study.pipeline.num_tokens / tau for tau in timings.tau])
-        rows.append({"depth d": d, "width w": w, "nodes N": N,
-                     "step (ms)": 1e3 * float(np.median(np.array(timings.method) / steps)), "C_T fitted (ms)": 0.0,
-                     "rows C_S": N + w + (d - 1) * w,
-                     "memory (MB)": (memory.bytes(study) - VANILLA.bytes(study)) / 1e6, "C_S fitted (MB)": 0.0,
-                     "tau": float(np.mean(timings.tau))})
-    return rows
-
-
-@item(ITEMS, "adt-cost", "ADT-Tree, equations 4 and 5: cost of a tree in time and space",
-      lambda scope: [job for jobs in cost_jobs(scope) for job in jobs[1:]] + [VANILLA], quick=False)
-def cost(report: DiscreteReport, section: Section) -> None:
-    section.text("The equations' text was not at hand. As cost in time we take C_T = d t_D(w) + t_T(N), d forwards of "
-                 "the drafter on w nodes and one of the target on N; as cost in space C_S = N + w + (d - 1) w, the "
-                 "rows of V probabilities that the target's and the drafter's forwards give. Memory is the most that "
-                 "all tensors of one picture took together, less the baseline's.")
-    rows = cost_rows(report)
-    depth, width, nodes, space, step, memory = np.array([[row[name] for name in (
-        "depth d", "width w", "nodes N", "rows C_S", "step (ms)", "memory (MB)")] for row in rows], dtype=np.float64).T
-    one = np.ones(len(rows))
-    time_fit, time_weights, time_share = least_squares(np.stack([one, depth, (depth - 1) * width, nodes], 1), step)
-    space_fit, space_weights, space_share = least_squares(np.stack([one, space], 1), memory)
-    for row, a, b in zip(rows, time_fit, space_fit):
-        row |= {"C_T fitted (ms)": float(a), "C_S fitted (MB)": float(b)}
-    section.table(rows)
-    few = " (as many weights as trees: R^2 says nothing)" if len(rows) <= time_weights.size else ""
-    section.text(f"Least squares, single pictures: a step takes {time_weights[0]:.2f} ms + {time_weights[1]:.2f} ms a "
-                 f"level + {time_weights[2]:.3f} ms a drafted inner node + {time_weights[3]:.3f} ms a verified node, "
-                 f"R^2 {time_share:.2f}{few}; memory is {space_weights[0]:.2f} MB + {1e3 * space_weights[1]:.1f} kB a "
-                 f"row, R^2 {space_share:.2f}. (A row of float32 is "
-                 f"{4e-3 * report.study.pipeline.gpt.config.vocabulary:.1f} kB; a node has two rows of logits too.)")
-    figure, (three,) = axes(1, 3, 3.6, 3)
-    for axis, x, y, unit in ((three[0], step, time_fit, "step (ms)"), (three[1], memory, space_fit, "memory (MB)")):
-        axis.plot(x, y, "o", ms=4)
-        axis.plot([0, 1.05 * max(x.max(), y.max())], [0, 1.05 * max(x.max(), y.max())], "k:", lw=1)
-        axis.set(xlabel=f"measured {unit}", ylabel=f"fitted {unit}")
-    for value in report.scope.width:
-        axis = three[2]
-        axis.plot(depth[width == value], step[width == value], "o-", ms=4, lw=1, label=f"width {value}")
-    three[2].set(xlabel="depth", ylabel="measured step (ms)")
-    three[2].legend(fontsize=7)
-    section.figure(figure, "The linear costs against measured steps and memory of single pictures")
-
-
-def least_squares(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Fitted values, weights, and the share of y's variance that they explain."""
-    weights, *_ = np.linalg.lstsq(x, y, rcond=None)
-    spread = ((y - y.mean()) ** 2).sum()
-    return x @ weights, weights, float(1 - ((y - x @ weights) ** 2).sum() / spread) if spread else 1.0

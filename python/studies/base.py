@@ -23,7 +23,7 @@ from .quality import Features, network
 class Scope:
     """How much is run: numbers of pictures, and the values of the sweeps."""
 
-    images: int  # of each run
+    images: int  # each run has this many
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Item:
     jobs: Callable[[Scope], Iterable[Job]]
     write: Callable[[Report, Section], None]
     quick: bool         # a quick report has it too
-    uses_network: bool  # of quality.py
+    uses_network: bool  # the network of quality.py
 
 
 def item(registry: dict[str, Item], name: str, title: str, jobs: Callable[[Scope], Iterable[Job]], *,

@@ -21,18 +21,18 @@ class ContinuousScope(Scope):
     """How much is run of continuous tokens. A run's pictures are decoded as one batch."""
 
     few: int                         # images of a run whose target verifies each draft given those before it: costly
-    baseline_batches: int            # that pictures are compared with
-    parallel_batches: int            # of each parallel decoding
+    baseline_batches: int            # others are compared with these pictures
+    parallel_batches: int            # each parallel decoding has this many
     gammas: dict[str, tuple[int, ...]]
-    batch_sizes: tuple[int, ...]     # that are timed, for `timed_tokens` tokens of each image
+    batch_sizes: tuple[int, ...]     # they are timed, for `timed_tokens` tokens of each image
     timed_tokens: int
     guidances: tuple[float, ...]
     temperatures: tuple[float, ...]
-    known_shares: tuple[float, ...]  # of known tokens of the states that are drawn from
-    draws: int                       # of one token
-    joint_draws: int                 # of JOINT_TOKENS tokens; 0: none
+    known_shares: tuple[float, ...]  # tokens that the states know from which is drawn
+    draws: int                       # each draws one token
+    joint_draws: int                 # each draws JOINT_TOKENS tokens; 0: no such draws
     guidance: float = 2.5
-    num_tokens: int = 256            # of an image
+    num_tokens: int = 256            # an image has this many
     steps_last: int = 5              # denoising steps of the last tokens, where they fall
 
     def run(self, text: str, guidance: float | None = None, temperature: float = 1.0, draft_alone: bool = False

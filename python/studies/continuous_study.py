@@ -61,7 +61,7 @@ class ContinuousRun(ContinuousJob, PictureRun):
     """A run whose pictures are decoded in batches of `batch`, with the seconds of each batch."""
 
     batch: int = field(kw_only=True)
-    draft_alone: bool = False  # by the draft model, without the target
+    draft_alone: bool = False  # the draft model decodes, without the target
 
     @property
     def baseline(self) -> "ContinuousRun":

@@ -18,7 +18,7 @@ from .continuous_study import MIN_SECONDS, TokenTiming, half_interval
 from .page import Section, axes, show
 
 ITEMS: dict[str, Item] = {}
-WINDOWS = 16  # of the order
+WINDOWS = 16  # the order is cut into this many
 
 
 def baselines(runs: list[ContinuousRun]) -> Iterator[Job]:
@@ -33,7 +33,7 @@ def eq_35(alpha: float, gamma: int, c: float) -> float:
 
 
 def speedup_by_forwards(tokens: int, target_forwards: float, draft_forwards: float, c: float) -> float:
-    """Where no drafted token is dropped, but at most replaced: tokens over the forwards that they took."""
+    """The speedup if drafted tokens are replaced but never dropped: tokens over the forwards that they took."""
     return tokens / (target_forwards + draft_forwards * c)
 
 

@@ -29,8 +29,6 @@ class DiscreteScope(Scope):
     delta: tuple[float, ...]     # LANTERN's
     omega: tuple[float, ...]     # COOL-SD's delta
     ratio: tuple[float, ...]     # LANTERN++'s lambda
-    depth: tuple[int, ...]       # of the cost model's trees
-    width: tuple[int, ...]
 
     def baseline(self, temperature: float = 1.0) -> PictureRun:
         """Pictures that others are compared with. Where temperature makes them differ: GROUPS times as many."""
@@ -57,9 +55,8 @@ class DiscreteScope(Scope):
         return runs
 
 
-FULL = DiscreteScope(48, 4, (30, 100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0), (0.5, 1.0, 2.0, 4.0),
-                     (1, 2, 4, 6), (2, 6, 10))
-QUICK = DiscreteScope(12, 1, (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0), (1, 4), (2, 10))
+FULL = DiscreteScope(48, 4, (30, 100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0), (0.5, 1.0, 2.0, 4.0))
+QUICK = DiscreteScope(12, 1, (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0))
 
 
 def scope_of(quick: bool, images: int | None, timed: int | None, num_prompts: int) -> DiscreteScope:

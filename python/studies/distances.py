@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SPLITS = 200     # of the target's samples, from which the noise is taken
-DIRECTIONS = 64  # that samples are projected on
+SPLITS = 200     # the noise is taken from this many splits of the target's samples
+DIRECTIONS = 64  # samples are projected on them
 SURE = 5.0       # standard deviations of the noise from which a difference is believed: it is skewed upwards
 
 

@@ -271,7 +271,7 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
 
 
 def drafter_first_guesses(study: DiscreteStudy, decoded: Decoded, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Of all steps: whether the very first guess fell, and whether the drafter's draw with the same noise is right."""
+    """For each step: whether the first guess was rejected; whether the drafter's draw by the same noise is right."""
     count, L = decoded.tokens.shape
     draft_probs = teacher_forced_probs(study.pipeline, study.prompts_of(0, count), decoded.tokens, sampling)[1]
     drafts = torch.empty(count, L - 1, dtype=torch.int64)
@@ -288,7 +288,7 @@ TREES = ("speculative", "eagle1", "eagle1:tree=naive_extend_57", "eagle2")
 
 
 def tree_runs(text: str) -> tuple[PictureRun, PictureRun]:
-    """By shared noise and equality, and by rejection."""
+    """A tree verified by shared noise and equality, and by rejection."""
     return PictureRun.of(f"{text}:seed_exact=true"), PictureRun.of(f"{text}:seed_exact=false")
 
 

@@ -11,7 +11,7 @@ from .page import Section, axes
 from .quality import kernel_distance
 
 ITEMS: dict[str, Item] = {}
-SPLITS = 200  # of the baseline's pictures, from which the noise of a distance is taken
+SPLITS = 200  # the noise of a distance is taken from this many splits of the baseline's pictures
 
 
 def parallel_runs(scope: ContinuousScope) -> list[ContinuousRun]:

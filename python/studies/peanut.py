@@ -13,7 +13,7 @@ from .page import Section, axes
 
 ITEMS: dict[str, Item] = {}
 COMPARED = ("eagle1", *adt_tree.COMPARED, "cool-sd")
-SHUFFLES = 20  # of each picture's positions, for what chance makes of the differences between them
+SHUFFLES = 20  # each picture's positions are shuffled, to see what chance makes of their differences
 
 
 @item(ITEMS, "peanut-figures-1-2", "PEANUT, Figures 1 and 2: where and how much is accepted",

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 SIDE = 224        # the network's input
-GROUPS = 8        # of baseline pictures, each as many as are compared, that the noise is taken from
+GROUPS = 8        # the noise is taken from groups of baseline pictures, each as large as the compared set
 QUANTILE = 2.365  # 97.5 % of the t distribution with GROUPS - 1 degrees of freedom
 
 
@@ -165,9 +165,9 @@ class Score:
         return self.effect > self.noise
 
     def pictures_needed(self, count: int) -> int | None:
-        """With about how many pictures the noise of a distance, which falls as 1 / n, would be below the effect.
+        """Roughly how many pictures bring the noise of a distance, which falls as 1 / n, below the effect.
 
-        count: of the pictures that the noise is of
+        count: the number of pictures that have this noise
         """
         return int(np.ceil(count * self.noise / self.effect)) if self.effect else None
 
@@ -184,8 +184,8 @@ class Baseline:
     """Baseline pictures in GROUPS groups of n, all of the same prompts; greedy ones, which do not differ, in one."""
 
     groups: list[Features]
-    others: list[Features]           # for each group all pictures of the others; of one group itself
-    numbers: dict[str, list[float]]  # of each group, by the name of a distance (to the others) or of a score
+    others: list[Features]           # for each group all pictures of the other groups; a single group has itself
+    numbers: dict[str, list[float]]  # a number of each group, by the name of a distance (to the others) or of a score
 
     @staticmethod
     def of(pictures: Features, n: int, references: np.ndarray) -> "Baseline":

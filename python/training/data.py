@@ -22,7 +22,7 @@ PACKAGES = {  # style: npm package, license of the pictures
     "noto": ("@iconify-json/noto@1.2.9", "Apache-2.0"),
 }
 PEOPLE = "People & Body"
-PEOPLE_SHARE = 0.25   # of the draws; 62 % of the pictures are people, mostly a name in many skin tones
+PEOPLE_SHARE = 0.25   # this share of the draws is people; 62 % of the pictures are, mostly one name in many skin tones
 PERSON = {"person", "man", "woman", "people", "men", "women", "boy", "girl"}
 HELD_OUT_NAMES = 150
 TONE = "medium-light|medium-dark|light|medium|dark"  # the longer phrases first

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specvis.files import locked, write_whole
+from specvis.files import locked, write_weights, write_whole
 from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, GPTConfig, condition_mask
 from specvis.pipelines.checkpoint import load_weights, read_config
@@ -21,7 +21,7 @@ from specvis.pipelines.discrete import Pipeline
 from .gpt import Captioned, Tokens
 from .images import FolderImages
 from .run import TrainingRun, compiling, mixed_precision
-from .stages import made, options, write_half
+from .stages import made, options
 
 FILE = "drafter.safetensors"
 REJECTED = 4.0  # weight of the share of drafts that speculative sampling rejects, 1 - sum min(P, Q)
@@ -139,7 +139,7 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
     held_out = examples.test[:: max(1, len(examples.test) // 64)]
     run.learn(losses_of, 100, lambda: measure(model, gpt, examples, held_out))
     with run.averaged():
-        write_half(folder / FILE, model)
+        write_weights(folder / FILE, model)
         numbers = measure(model, gpt, examples, examples.test)
     run.log(**numbers)
     click.echo("held out: " + ", ".join(f"{key} {value:.3f}" for key, value in numbers.items()))

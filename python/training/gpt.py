@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specvis.files import write_json
+from specvis.files import write_json, write_weights
 from specvis.models.llamagen import GPT, GPTConfig
 from specvis.models.words import Words, repeated
 from specvis.pipelines.checkpoint import load_weights, read_config, read_weights
 from specvis_kernels import codebook_neighbors
 
 from .run import TrainingRun, compiling, mixed_precision
-from .stages import Sampled, arrays_of, made, options, spread, vocabulary_of, write_half
+from .stages import Sampled, arrays_of, made, options, spread, vocabulary_of
 
 CONDITION_TOKENS = 32
-NULL_SHARE = 0.1  # of the training captions are replaced by the null condition, for guidance
+NULL_SHARE = 0.1  # the null condition replaces this share of the training captions, for guidance
 JITTER = 0.02     # squared distance at which a code replaces another 1/e times as often as itself
 
 
@@ -226,7 +226,7 @@ def train(folder: Path, model: Captioned, tokens: Tokens, device: torch.device, 
     run.learn(lambda generator: {"loss": train_loss(*tokens.draw(batch, generator))}, 250, held_out)
     with run.averaged():
         for part in ("gpt", "words"):
-            write_half(folder / f"{part}.safetensors", getattr(model, part))
+            write_weights(folder / f"{part}.safetensors", getattr(model, part))
         write_json(folder / "config.json", asdict(model.gpt.config))
         run.report({"training names": lambda: measure(model, tokens, spread(tokens.train, 256)),
                     "held-out names": lambda: measure(model, tokens, tokens.test)}, digits=3)

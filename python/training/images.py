@@ -22,7 +22,7 @@ from .run import CHECKPOINT
 
 FORMATS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.csv")
-HELD_OUT = 0.05  # of the pictures, chosen by their names
+HELD_OUT = 0.05  # this share of the pictures, chosen by their names
 CHUNK = 256      # pictures whose tokens are kept together
 SHOWN = 5        # names in a message
 

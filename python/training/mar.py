@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specvis.files import locked, write_json, write_whole
+from specvis.files import locked, write_json, write_weights, write_whole
 from specvis.models.diffloss import DiffLoss, Schedule
 from specvis.models.mar import MAR, MARConfig
 from specvis.models.vq import VQ, VQConfig
@@ -19,12 +19,12 @@ from specvis.pipelines.mar import Scaling
 
 from .gpt import NULL_SHARE
 from .run import TrainingRun, compiling, mixed_precision
-from .stages import Sampled, arrays_of, made, options, spread, vocabulary_of, write_half
+from .stages import Sampled, arrays_of, made, options, spread, vocabulary_of
 from .tokenizer import PictureData
 
 BUFFER = 16          # condition tokens: a caption has at most 10 words
-STEPS = 50           # of the denoising; any number can be chosen later
-LEAST_MASKED = 0.7   # of the tokens, in training; the share is normal about 1, cut at 1
+STEPS = 50           # denoising steps; any number can be chosen later
+LEAST_MASKED = 0.7   # the smallest share of masked tokens in training; it is normal about 1, cut at 1
 SPREAD = 0.25
 
 
@@ -104,7 +104,7 @@ def diffusion_loss(diffloss: DiffLoss, schedule: Schedule, z: Tensor, tokens: Te
     """The two losses of the network (improved DDPM, arXiv:2102.09672). Their sum is the hybrid loss.
 
     Args:
-        schedule: of all the timesteps
+        schedule: it has all the timesteps
         z, tokens, timesteps, noise: (n, dim), (n, C), (M, n), (M, n, C)
     Returns:
         the mean squared error of the noise, and the variational bound in bits a number. The bound trains the variance
@@ -248,7 +248,7 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
 
     run.learn(losses_of, 100, held_out)
     with run.averaged():
-        write_half(folder / "mar.safetensors", model.mar)
+        write_weights(folder / "mar.safetensors", model.mar)
         run.report({"training names": lambda: measure(model, latents, spread(latents.train, 256), device),
                     "held-out names": lambda: measure(model, latents, latents.test, device)}, digits=4)
     write_json(folder / "scaling.json", asdict(latents.scaling))

@@ -17,11 +17,11 @@ from tqdm import tqdm
 from specvis.files import first_line, locked, reading, write_whole
 from specvis.pipelines.checkpoint import read_state
 
-VERSION = 3                   # of the checkpoints
-CHECKPOINT = "checkpoint.pt"  # in a run's folder, while the learning rate is constant
-FALLING = "falling.pt"        # while it falls
+VERSION = 3                   # checkpoints of other versions are refused
+CHECKPOINT = "checkpoint.pt"  # written in a run's folder while the learning rate is constant
+FALLING = "falling.pt"        # written while the learning rate falls
 SAVED_EVERY = 120             # seconds
-FALL = 0.2                    # the last share of a run's length
+FALL = 0.2                    # the learning rate falls in this last share of a run
 HORIZON = 1000                # steps that the average of the weights covers, about
 
 

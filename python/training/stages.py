@@ -6,10 +6,10 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specvis.cli.options import device_option
-from specvis.files import reading, write_tensors
+from specvis.files import reading
 
 
 class Positive(click.FloatRange):
@@ -48,11 +48,6 @@ def options(batch: int, lr: float, *more, compiled: bool = True):
         return command
 
     return add
-
-
-def write_half(path: Path, module: nn.Module, but: str | None = None) -> None:
-    """Write the weights of a module in float16, without the one that is named `but`."""
-    write_tensors(path, {name: value.half().contiguous() for name, value in module.state_dict().items() if name != but})
 
 
 def made(path: Path, stage: str) -> Path:

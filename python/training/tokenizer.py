@@ -10,18 +10,18 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specvis.files import locked, write_json, write_tensors, write_whole
+from specvis.files import locked, write_json, write_tensors, write_weights, write_whole
 from specvis.models.vq import VQ, VQConfig
 from specvis.pipelines.checkpoint import load_weights, read_config, read_weights
 
 from .run import TrainingRun, mixed_precision
-from .stages import Sampled, arrays_of, options, spread, write_half
+from .stages import Sampled, arrays_of, options, spread
 
 CONFIG = VQConfig(channels=32, decoder_channels=48, multipliers=(1, 2), residual_blocks=1, z_channels=64,
                   codebook_size=4096, codebook_dim=8, groups=8, patch=2)
-PHASES = (0.15, 0.75)  # of the run: latents are continuous until the first, codes move until the second
+PHASES = (0.15, 0.75)  # shares of the run: latents are continuous until the first, codes move until the second
 NOISE = 0.1            # on the continuous latents, about the error that 4096 codes will make
-DECAY = 0.99           # of the running means that the moving codes are
+DECAY = 0.99           # moving codes are running means with this decay
 RARE = 0.03            # a code used less often than this share of its fair part is put elsewhere
 BACKGROUND = 1 / 16    # white patches for each other one in the samples that codes are clustered from
 COUNTS = "quantize.codebook_used"  # a statistic of the official checkpoints that nothing reads
@@ -226,7 +226,7 @@ def finish(vq: VQ, runs: Path, data: PictureData, weights: dict[str, Tensor] | N
     folder = runs / "tokenizer"
     folder.mkdir(parents=True, exist_ok=True)
     if weights is None:
-        write_half(folder / "tokenizer.safetensors", vq, but=COUNTS)
+        write_weights(folder / "tokenizer.safetensors", vq, but=COUNTS)
     else:
         write_tensors(folder / "tokenizer.safetensors", weights)
     write_json(folder / "config.json", asdict(vq.config))

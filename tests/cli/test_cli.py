@@ -388,7 +388,7 @@ def test_info_lists_the_words_of_the_shipped_model():
 
 @pytest.mark.parametrize("name, kind", [("jacobi", Pipeline), ("mar", MARPair)])
 def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, kind):
-    """With the same seed and nothing else said; the numbers are the folder's."""
+    """Both get the seed alone; all other numbers are the folder's."""
     folder = tmp_path / "m"
     shutil.copytree(weights, folder)
     (folder / "pipeline.json").write_text(json.dumps({"guidance": 3.0, "top_k": 9, "top_p": 0.7}))

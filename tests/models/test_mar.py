@@ -109,7 +109,7 @@ def functional_middle(w, x):
 
 
 def functional_encoder(w, x):
-    """Of TINY_KL: a block a level, attention at the lower."""
+    """The encoder of TINY_KL: a block a level, attention at the lower level."""
     x = functional_residual(under(w, "down.0.block.0."), conv(w, "conv_in", x, padding=1))
     x = conv(w, "down.0.downsample.conv", F.pad(x, (0, 1, 0, 1)), stride=2)
     x = functional_attention(under(w, "down.1.attn.0."), functional_residual(under(w, "down.1.block.0."), x))
@@ -117,7 +117,7 @@ def functional_encoder(w, x):
 
 
 def functional_decoder(w, z):
-    """Of TINY_KL: two blocks a level, the lower resolution first."""
+    """The decoder of TINY_KL: two blocks a level, the lower resolution first."""
     x = functional_middle(under(w, "mid."), conv(w, "conv_in", z, padding=1))
     x = functional_residual(under(w, "up.1.block.1."), functional_residual(under(w, "up.1.block.0."), x))
     x = conv(w, "up.1.upsample.conv", x.repeat_interleave(2, 2).repeat_interleave(2, 3), padding=1)

@@ -76,7 +76,7 @@ def targets():
 
 
 def own_logits(target, prompt, tokens):
-    """By transformers alone, of one sequence and without padding: (len(tokens) + 1, C) of what follows the prompt.
+    """Logits (len(tokens) + 1, C) of what follows the prompt, by transformers alone, of one sequence without padding.
 
     ChameleonForConditionalGeneration sets the logits of image ids to the least number: its head is applied here.
     """
@@ -117,7 +117,7 @@ def sampling(temperature=1.0, guidance=2.0):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_logits_are_the_models_own(targets, family, attention):
-    """Of a prompt, of a tree after images of different lengths, and of a token after what was committed of it."""
+    """A prompt is read, a tree after images of different lengths, and a token after the committed nodes."""
     target = targets(family)
     assert isinstance(target, TargetModel) and isinstance(target.new_cache(1, 1), ModelCache)
     if attention == "decoder_layers":
@@ -294,7 +294,7 @@ def test_pictures_and_what_tokens_stand_for(targets):
 
 
 class Processor:
-    """In place of a tokenizer or processor of a published checkpoint: ids of tiny models."""
+    """It replaces the tokenizer or processor of a published checkpoint: it gives ids of tiny models."""
 
     def __call__(self, text, **_):
         ids = [[1, *self.encode(t), 7] for t in text]

@@ -26,13 +26,11 @@ from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
 from specvis_kernels import tree_links
 from studies import page, quality
-from studies.adt_tree import least_squares
 from studies.base import alike, decided, pixels
 from studies.discrete import FULL, QUICK, DiscreteReport
 from studies.general import curve_gap
 from studies.jacobi import Remembering, Siblings
 from studies.lantern import grows
-from studies.memory import Memory
 from studies.page import Section, format_cell
 from studies.quality import MORE_SCORES, Score
 from studies.report import ITEMS
@@ -114,7 +112,7 @@ def test_a_run_is_done_once_and_kept(study, pipeline, monkeypatch):
     for field in dataclasses.fields(first.decoded):
         a, b = (getattr(p.decoded, field.name) for p in (first, again))
         assert a.dtype == b.dtype and torch.equal(a, b), field.name
-    assert torch.equal(first.ranks, again.ranks) and torch.equal(first.nodes, again.nodes)
+    assert torch.equal(first.nodes, again.nodes)
     assert study.pending([wanted, Latency(wanted.method)]) == [Latency(wanted.method, count=2)]
 
 
@@ -200,9 +198,8 @@ def test_where_runs_come_from_is_kept(study):
 
 
 def test_a_hurt_file_is_named_and_made_again(study, capsys):
-    run, latency, memory = PictureRun.of("eagle2", count=2), Latency.of("eagle2"), Memory(parse_method("vanilla"))
+    run, latency = PictureRun.of("eagle2", count=2), Latency.of("eagle2")
     tokens, seconds = study.pictures(run).decoded.tokens, study.seconds(latency)
-    memory.bytes(study)
     foreign = {"vectors": np.zeros((2, 3))}
     np.savez(study.folder / "foreign.npz", **foreign)
     other = study.path(PictureRun.of("vanilla", count=3))
@@ -216,9 +213,8 @@ def test_a_hurt_file_is_named_and_made_again(study, capsys):
     latency = study.counted(latency)
     for text in ("[]", "{", '{"tau": 1}', "[" * 10**5):
         study.path(latency).write_text(text)
-        study.path(memory).write_text(text)
-        assert study.seconds(latency).tokens == seconds.tokens and memory.bytes(study) > 0
-        assert capsys.readouterr().err.count("; it is made again\n") == 2
+        assert study.seconds(latency).tokens == seconds.tokens
+        assert capsys.readouterr().err.count("; it is made again\n") == 1
     for text in ("[]", "{}", ""):
         study.record.write_text(text)
         with pytest.raises(ValueError, match="study.json cannot be read: .*; choose another folder, or remove"):
@@ -255,7 +251,7 @@ def test_no_hurt_archive_is_taken_for_another(study):
 
 def read_arrays_of(study, run):
     pictures = study.read_pictures(study.path(run), run.count)
-    return [*vars(pictures.decoded).values(), pictures.ranks, pictures.nodes]
+    return [*vars(pictures.decoded).values(), pictures.nodes]
 
 
 def test_single_pictures_are_timed_beside_the_baselines(study, pipeline, monkeypatch):
@@ -273,47 +269,21 @@ def test_single_pictures_are_timed_beside_the_baselines(study, pipeline, monkeyp
     assert torch.tensor(seconds.tokens).shape == (2, 16)
 
 
-def test_memory_grows_with_the_tree(study, pipeline):
-    jobs = [Memory(parse_method(f"eagle2:depth=2:width=8:nodes={n}")) for n in (4, 40)]
-    small, large = (job.bytes(study) for job in jobs)
-    assert [job.peak(study) for job in jobs] == [small, large]  # the same bytes, whatever was measured before
-    row = 4 * pipeline.gpt.config.vocabulary
-    assert large - small > 36 * row                # of every node's probabilities at least
-    assert Memory(parse_method("vanilla")).bytes(study) < small
-    assert study.pending([Memory(parse_method("vanilla"))]) == []
-
-
-def test_the_recorder_writes_ranks_and_nodes():
-    """Root 0 has the children 1, 2, 3; 2 has 4, 5. Accepted: 3 in one picture; 2, 5 in the other, from token 4."""
+def test_the_recorder_writes_nodes():
+    """Root 0 has the children 1, 2, 3; 2 has 4, 5, and one of the two trees lacks 3. They begin at tokens 0 and 4."""
     links = tree_links(torch.tensor([[-1, 0, 0, 0, 2, 2], [-1, 0, 0, -2, 2, 2]], dtype=torch.int32))
     recorder = Recorder(2, 8)
-    nodes = torch.tensor([[3, -1], [2, 5]], dtype=torch.int32)
-    num_accepted = torch.tensor([1, 2], dtype=torch.int32)
+    nodes, num_accepted = torch.tensor([[3, -1], [2, 5]]).int(), torch.tensor([1, 2]).int()
     recorder(Step(links, torch.tensor([0, 4]), nodes, num_accepted, torch.tensor([True, True])))
-    assert recorder.ranks[:, :8].tolist() == [[2, -1, -1, -1, -1, -1, -1, -1], [-1, -1, -1, -1, 1, 1, -1, -1]]
     assert recorder.nodes.tolist() == [[6, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 5, 0, 0, 0]]
-    previous = recorder.ranks.clone()
     recorder(Step(links, torch.tensor([5, 6]), nodes, num_accepted, torch.tensor([False, False])))
-    assert torch.equal(recorder.ranks[:, :8], previous[:, :8]) and recorder.nodes[:, 5:].sum() == 0
+    assert recorder.nodes.sum() == 11
 
 
-def test_the_recorder_of_a_large_tree():
-    """130 nodes, three words of ancestors: 64 children of the root, then each one's child, some unused."""
-    parents = [-1] + [0] * 64 + [1 + i if i % 3 else -2 for i in range(65)]
-    parents[-1] = 64
-    recorder = Recorder(1, 4)
-    recorder(Step(tree_links(torch.tensor([parents], dtype=torch.int32)), torch.tensor([0]),
-                  torch.tensor([[64, 129]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32),
-                  torch.tensor([True])))
-    assert recorder.ranks[0, :4].tolist() == [63, int(parents[128] == 64), -1, -1]
-    assert recorder.nodes[0, 0] == sum(parent != -2 for parent in parents)
-
-
-def test_ranks_and_nodes_of_a_run(study):
+def test_nodes_of_a_run(study):
     pictures = study.pictures(PictureRun.of("eagle1"))
     began = pictures.decoded.num_accepted >= 0
     assert torch.equal(pictures.nodes > 0, began) and (pictures.nodes[began] == 26).all()
-    assert ((pictures.ranks >= 0).sum(1) == pictures.decoded.num_accepted.clamp(min=0).sum(1)).all()
     assert pictures.accepted_per_step.sum() == pictures.decoded.num_accepted.clamp(min=0).sum()
     assert (study.pictures(PictureRun.of("vanilla")).nodes == 0).all()
 
@@ -352,13 +322,6 @@ def test_what_is_decided():
     assert decided(2, 1) is True and decided(-2, 1) is False and decided(1, 2) is None
     assert alike(0.1, 0.2, 0.5) is True and alike(-0.1, 0.5, 0.5) is None and alike(-2, 1, 0.5) is False
     assert grows(np.array([[1.0, 2.0], [1.5, 1.95]]), 0, 0.1) and not grows(np.array([[1.0, 2.0], [1.5, 1.85]]), 0, 0.1)
-
-
-def test_least_squares_explain_what_is_linear():
-    x = np.array([[1.0, 0], [1, 1], [1, 2], [1, 5]])
-    fitted, weights, share = least_squares(x, x @ [2.0, 3.0])
-    assert np.allclose(weights, [2, 3]) and np.allclose(fitted, x @ [2, 3]) and share == pytest.approx(1)
-    assert least_squares(x[:, :1], np.array([1.0, -1, 1, -1]))[2] == pytest.approx(0)
 
 
 def test_numbers_are_shown_with_three_digits():

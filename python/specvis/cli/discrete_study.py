@@ -47,7 +47,7 @@ class PictureRun(Job):
         decoded = study.pipeline.tokens(study.prompts_of(self.start, self.count), self.method, sampling,
                                         lambda new: progress(new / (self.count * length)), recorder)
         arrays = {field.name: getattr(decoded, field.name).cpu().numpy() for field in fields(Decoded)}
-        arrays |= {"ranks": recorder.ranks[:, :length].numpy(), "nodes": recorder.nodes.numpy()}
+        arrays["nodes"] = recorder.nodes.numpy()
         arrays = {name: a.astype(np.int32) if a.dtype == np.int64 else a for name, a in arrays.items()}
         write_whole(study.path(self), lambda file: np.savez_compressed(file, **arrays))
 
@@ -91,10 +91,9 @@ class Latency(Job):
 
 @dataclass
 class DiscretePictures:
-    """The pictures of a run: `Decoded`, and facts about the tree of each step."""
+    """The pictures of a run: `Decoded`, and the sizes of the trees of its steps."""
 
     decoded: Decoded
-    ranks: Tensor  # (n, L) int64  how many older siblings the accepted draft has; -1: this token was not a draft
     nodes: Tensor  # (n, L) int64  nodes of the tree whose step began here, with the root; 0: no step began here
 
     @property
@@ -132,7 +131,7 @@ class Timings:
     baseline: list[float]
     method: list[float]
     tau: list[float]
-    tokens: list[list[int]]  # of one picture of each batch, by the method
+    tokens: list[list[int]]  # the method's tokens of one picture of each batch
 
     @property
     def speedup(self) -> np.ndarray:
@@ -140,29 +139,14 @@ class Timings:
 
 
 class Recorder:
-    """An observer that writes ranks and nodes of each step to the positions of its tokens."""
+    """An observer that notes at the first position of each step how many nodes its tree has."""
 
     def __init__(self, count: int, length: int):
-        self.ranks = torch.full((count, length + 1), -1, dtype=torch.int64)  # the last column is scratch
         self.nodes = torch.zeros(count, length, dtype=torch.int64)
 
     def __call__(self, step: Step) -> None:
-        ancestors, depth = step.links[0].cpu(), step.links[1].cpu()
-        B, N, W = ancestors.shape
-        node = torch.arange(N)
-        self_bits = torch.zeros(N, W, dtype=torch.int64)
-        self_bits[node, node // 64] = torch.ones(1, dtype=torch.int64) << node % 64
-        proper = ancestors ^ self_bits * (depth >= 0)[..., None]                      # without the node itself
-        siblings = (proper[:, :, None] == proper[:, None]).all(-1) & (depth[:, None] == depth[..., None])
-        older_siblings = siblings.tril(-1).sum(-1)                                    # (B, N)
-        nodes, position, active = step.accepted_nodes.long().cpu(), step.position.cpu(), step.active.cpu()
-        index = torch.arange(nodes.shape[1])
-        is_accepted = (index < step.num_accepted.cpu()[:, None]) & active[:, None]
-        end = self.ranks.shape[1] - 1
-        positions = torch.where(is_accepted, position[:, None] + index, end).clamp(max=end)
-        self.ranks.scatter_(1, positions, older_siblings.gather(1, nodes.clamp(min=0)))
-        rows = active.nonzero()[:, 0]
-        self.nodes[rows, position[rows]] = (depth >= 0).sum(1)[rows]
+        rows = step.active.cpu().nonzero()[:, 0]
+        self.nodes[rows, step.position.cpu()[rows]] = (step.links[1].cpu() >= 0).sum(1)[rows]
 
 
 class DiscreteStudy(Study):
@@ -227,12 +211,12 @@ class DiscreteStudy(Study):
             decoded = [part.decoded for part in parts]
             self.loaded[key] = DiscretePictures(
                 Decoded(*(torch.cat([getattr(d, field.name) for d in decoded]) for field in fields(Decoded))),
-                torch.cat([part.ranks for part in parts]), torch.cat([part.nodes for part in parts]))
+                torch.cat([part.nodes for part in parts]))
         return self.loaded[key]
 
     def read_pictures(self, path: Path, count: int) -> DiscretePictures:
-        by_position = ("tokens", "num_accepted", "num_drafted", "ranks", "nodes")
-        names = [*(field.name for field in fields(Decoded)), "ranks", "nodes"]
+        by_position = ("tokens", "num_accepted", "num_drafted", "nodes")
+        names = [*(field.name for field in fields(Decoded)), "nodes"]
         found = read_arrays(path, {name: (count, self.pipeline.num_tokens) if name in by_position else (count,)
                                    for name in names})
         vocabulary = self.pipeline.gpt.config.vocabulary
@@ -241,8 +225,8 @@ class DiscreteStudy(Study):
         integers = (*by_position, "num_known", "target_forwards")
         arrays = {name: torch.from_numpy(value).long() if name in integers else torch.from_numpy(value)
                   for name, value in found.items()}
-        ranks, nodes = arrays.pop("ranks"), arrays.pop("nodes")
-        return DiscretePictures(Decoded(**arrays), ranks, nodes)
+        nodes = arrays.pop("nodes")
+        return DiscretePictures(Decoded(**arrays), nodes)
 
     def seconds(self, latency: Latency) -> Timings:
         latency = self.counted(latency)

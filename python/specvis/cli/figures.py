@@ -29,7 +29,7 @@ def draw_all(pipelines: Pipelines, results: list[ComparedResult], prompts: list[
 
 
 def save_figure(figure, path: Path) -> None:
-    """With all that is drawn beside the axes: few small plots leave their labels no space."""
+    """Write a figure with all that is beside its axes: a few small plots leave their labels no space."""
     plots.save_figure(figure, path, bbox_inches="tight", pad_inches=0.05)
 
 

@@ -35,7 +35,7 @@ from .progress import Progress
 from .workers import draw_by_workers
 
 WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker")  # options that go with --prompts alone
-MAX_PICTURES = 1_000_000  # of a command
+MAX_PICTURES = 1_000_000  # a command draws no more
 MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 
 

@@ -14,7 +14,7 @@ from .many import Picture, PictureRequest
 
 FILE = "manifest.jsonl"
 NOTED = ("folder",)  # no picture depends on these settings
-TYPES = {"number": int, "prompt": str, "file": str | None, "bytes": int, "failed": bool}  # of a picture's line
+TYPES = {"number": int, "prompt": str, "file": str | None, "bytes": int, "failed": bool}  # fields of a picture's line
 
 
 class Manifest:

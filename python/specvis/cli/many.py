@@ -27,7 +27,7 @@ class PictureRequest:
     """One picture that is wanted."""
 
     index: int   # among all pictures, from 0
-    line: int    # of the prompts' file, from 1
+    line: int    # its line in the file of prompts, from 1
     prompt: str  # as it is there
     seed: int
 
@@ -49,14 +49,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Drawing:
-    """By which model and which settings pictures are drawn."""
+    """The model and the settings by which pictures are drawn."""
 
-    file: Path | None  # of the prompts
+    file: Path | None  # it has the prompts
     model: Path
     text_encoder: Path | None  # None: the model's own, if it needs one
     dtype: str
     device: str
-    style: str | None  # of prompts without one; None: the model's first, if it has any
+    style: str | None  # for prompts without a style; None: the model's first, if it has any
     method: Method | ContinuousMethod
     temperature: float
     guidance: float

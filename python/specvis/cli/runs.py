@@ -19,7 +19,7 @@ from .progress import Steps
 
 ROUNDING = 1e-4  # two candidates for a token that are nearer than this may change places by rounding
 
-Pipelines = dict[type, Pipeline | MARPair]  # by the type of the methods that they decode by
+Pipelines = dict[type, Pipeline | MARPair]  # the key is the type of the methods by which they decode
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ComparedRun:
     method: Method | ContinuousMethod
     temperature: float
     sampling: Sampling | ContinuousSampling
-    purpose: str = ""  # of a run that is not in the table
+    purpose: str = ""  # why a run is done that is not in the table
 
     @property
     def key(self) -> tuple:
@@ -45,9 +45,9 @@ class ComparedRun:
 class ComparedResult(ComparedRun):
     decoded: Decoded | ContinuousDecoded = field(kw_only=True)
     seconds: float = field(kw_only=True)               # wall time of the whole batch
-    model_seconds: float | None = field(kw_only=True)  # of that, in forwards of the models; None: not measured
-    baseline: "ComparedResult | None" = None  # of the same kind of tokens at the same temperature
-    single_seconds: list[float] = field(default_factory=list)  # of the first pictures, each decoded once more, alone
+    model_seconds: float | None = field(kw_only=True)  # the part in forwards of the models; None: not measured
+    baseline: "ComparedResult | None" = None  # it has the same kind of tokens and temperature
+    single_seconds: list[float] = field(default_factory=list)  # the first pictures, each decoded again alone
 
     @property
     def overhead(self) -> float | None:

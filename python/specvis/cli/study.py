@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 class Job:
     """What a study computes once and keeps in a file. A subclass is a frozen dataclass, whose fields name the file."""
 
-    suffix: ClassVar[str]  # of the file
+    suffix: ClassVar[str]  # the file's
     method: Method | ContinuousMethod
 
     def title(self, study: "Study") -> str:

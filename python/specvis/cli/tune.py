@@ -89,8 +89,8 @@ class Trial:
     pictures: int
     tau: float
     tv_excess: float         # per token, mean over pictures
-    standard_error: float    # of tv_excess
-    speedup: float | None    # in seconds of single pictures, against the baseline; None: compared by tau
+    standard_error: float    # the error of tv_excess
+    speedup: float | None    # over the baseline in seconds of single pictures; None: tau is compared
 
     @property
     def speed(self) -> float:

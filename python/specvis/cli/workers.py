@@ -17,7 +17,7 @@ import torch
 from .many import Drawing, Picture, PictureRequest, draw
 from .progress import Progress
 
-RETRIES = 2   # of a picture whose worker ended
+RETRIES = 2   # a picture whose worker ended is tried again this often
 DEATHS = 5    # times the number of workers may end in a row without a picture between them
 BATCHES = 4   # the most in a share: the rows of a batch are filled again until a share is at its end
 

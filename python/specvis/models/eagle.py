@@ -18,7 +18,7 @@ from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotat
 from .llamagen import GPTConfig, RMSNorm
 from .threads import cast, cat, embed
 
-NORM_EPS = 1e-6  # of LANTERN's drafter, whatever the target's
+NORM_EPS = 1e-6  # LANTERN's drafter has it, whatever the target has
 
 
 class SelfAttention(nn.Module):

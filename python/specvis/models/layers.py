@@ -39,9 +39,9 @@ class Packing:
 
         Args:
             parts: the modules whose weights are packed
-            types: that they and their modules must have
+            types: they and their modules must have one of these
             pack:  makes the copies
-            multiple: of which the weights' inputs must be one
+            multiple: the number of the weights' inputs must be divisible by it
         """
         modules = [module for part in parts for module in part.modules()]
         self.owners = [(module._parameters, name) for module in modules
@@ -101,7 +101,7 @@ def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
 
 
 def sums_of(weight: Tensor) -> list[int]:
-    """Of the bits of its rows, each times the row's number, and of its columns."""
+    """A checksum: of the bits of the rows, each times its number, and of the columns."""
     bits = weight.detach().contiguous().view(weight.shape[0] if weight.ndim > 1 else 1, -1)
     bits = bits.view(torch.int32 if bits.shape[1] * bits.itemsize % 4 == 0 else torch.int16)
     sums = [bits.sum(dim, dtype=torch.int32).long() for dim in (1, 0)]

@@ -121,7 +121,7 @@ class ImageModel:
 
     def pack_layers(self) -> None:
         layers, c, rotary = self.decoder.layers, self.config, None
-        with suppress(AttributeError):  # of layers that are not alike
+        with suppress(AttributeError):  # layers that differ lack some
             if len(layers) == c.num_hidden_layers and is_unchanged(self.decoder, (type(self.decoder),)) and all(
                     is_packable(layer, i, self.decoder.norm.variance_epsilon) for i, layer in enumerate(layers)):
                 rotary = getattr(self.decoder, "rotary_emb", None) or layers[0].self_attn.rotary_emb  # transformers 4
@@ -214,9 +214,9 @@ class ImageModel:
         """Embeddings (R, N, dim) -> hidden states after the last norm. They see what `mask` or `nodes` says."""
         cache.begin_read(slots, nodes.columns if mask is None else mask.shape[-1])
         more = {}
-        if mask is None:  # of four dimensions, or else transformers makes one; `attend` does not look at it
+        if mask is None:  # four dimensions, or transformers makes one; `attend` ignores it
             more, mask = {"nodes": nodes}, x.new_empty(1, 1, 1, 0)
-        elif self.check_attention() == "eager":  # which adds it to the scores
+        elif self.check_attention() == "eager":  # eager attention adds the mask to the scores
             mask = torch.where(mask, 0.0, torch.finfo(x.dtype).min).to(x.dtype)[:, None]
         else:
             mask = mask[:, None]

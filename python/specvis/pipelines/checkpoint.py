@@ -21,12 +21,12 @@ from ..models.sizes import MAX_WORDS
 KNOWN = (".json", ".safetensors", ".bin", ".model")  # files of a model
 END = 1 << 12  # bytes at each end of a tensor by which it is known again
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of weights in a file
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # weights in a file may have them
 
-SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # with a drafter
+SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # as a drafter
 
 
-FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # of the shipped models, where pipeline.json does not say
+FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # the shipped models' where pipeline.json has none
 CONTINUOUS_GUIDANCE = 2.5
 
 

@@ -25,8 +25,8 @@ IMAGE_SIZES = (256, 384, 512)
 SAMPLE = 64          # rows of a table of neighbors that are compared with the codebook
 PIECE = 1024         # rows of it that are looked through at once
 DRAFTER_SIZES = {"t2i": 256, "t2i2": 512}                        # input_type in the config of LANTERN's drafters
-MAR_GUIDANCE = {"B": 2.9, "L": 3.0, "H": 3.2}                    # with which the release evaluates
-CAPTIONS, CLASSES = ({"guidance": 7.5, "top_k": 1000, "top_p": 1.0},  # of LlamaGen's demos
+MAR_GUIDANCE = {"B": 2.9, "L": 3.0, "H": 3.2}                    # the release evaluates with it
+CAPTIONS, CLASSES = ({"guidance": 7.5, "top_k": 1000, "top_p": 1.0},  # from LlamaGen's demos
                      {"guidance": 4.0, "top_k": 2000, "top_p": 1.0})
 def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int | None = None,
             dtype: torch.dtype | None = None, heads: int | None = None, text_encoder: str | Path | None = None,
@@ -38,7 +38,7 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
         sources:      files or folders: LlamaGen's GPT and tokenizer, LANTERN's copy of the GPT, its drafter and its
             table of neighbors; or MAR and its autoencoder. Of two GPTs or two MARs the smaller one drafts
         image_size:   pixels a side, of a GPT: no tensor's shape says it
-        dtype:        of the weights that are written, but of the tokenizers'; None: as they are stored
+        dtype:        weights are written in it, except the tokenizers'; None: as they are stored
         heads:        attention heads, of a GPT or MAR of none of the published sizes
         text_encoder: folder of the T5 that reads prompts, which the folder remembers
         say:          called with a line for each source: what it is, and where it went

@@ -14,7 +14,7 @@ from ..decoding.drafters import EagleDrafter, ModelDrafter
 from ..decoding.jacobi import jacobi_decode
 from ..decoding.methods import Method, one_each
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
-from ..files import write_json, write_tensors
+from ..files import write_json, write_weights
 from ..models.eagle import EagleHead
 from ..models.interface import Drafter
 from ..models.llamagen import GPT, GPTConfig
@@ -39,7 +39,7 @@ SHIPPED = Path(__file__).parent.parent / "weights"
 PARTS = {"words": "words", "gpt": "gpt", "drafter": "drafter", "tokenizer": "tokenizer",
          "draft_model": "small"}  # attribute -> file's name; a folder may lack words, drafter and small
 DRAFTER_FILES = {"eagle": "drafter.safetensors", "model": "small.safetensors and small.json"}
-UNREAD = {"quantize.codebook_used"}  # a statistic in the official checkpoints
+UNREAD = "quantize.codebook_used"  # a statistic in the official checkpoints
 
 Source = tuple[Tensor, Tensor | None]  # what a GPT's `condition` takes
 
@@ -54,7 +54,7 @@ class Pipeline(nn.Module):
 
     Args:
         vocabulary:   the words of prompts; None: they are class ids or free text, as the GPT is conditioned
-        draft_config: of the smaller GPT; None: the model has no smaller GPT
+        draft_config: the smaller GPT's; None: the model has no smaller GPT
         has_drafter:  whether there is an EAGLE head
         settings:     how the pictures are drawn unless one says otherwise, and where the text encoder is
     """
@@ -74,7 +74,7 @@ class Pipeline(nn.Module):
         self.drafter = EagleHead(config) if has_drafter else None
         self.draft_model = GPT(draft_config) if draft_config else None
         self.table: Tensor | None = None         # (V, k) neighbors, where the folder has them
-        self._neighbors: dict[str, Tensor] = {}  # by metric
+        self._neighbors: dict[str, Tensor] = {}  # the key is the metric
         self.requires_grad_(False).eval()
 
     @staticmethod
@@ -87,7 +87,7 @@ class Pipeline(nn.Module):
         pipeline.json, see `ModelSettings`. `specvis convert` makes such a folder of published files.
 
         Args:
-            dtype:        of the weights: torch.float32, torch.bfloat16 or torch.float16
+            dtype:        the weights': torch.float32, torch.bfloat16 or torch.float16
             text_encoder: folder of the T5 that reads prompts, in place of the one that pipeline.json names
 
         Raises:
@@ -137,9 +137,7 @@ class Pipeline(nn.Module):
         if self.settings != DEFAULTS:
             write_json(folder / "pipeline.json", asdict(self.settings))
         for part, file in self.parts.items():
-            state = getattr(self, part).state_dict()
-            weights = {name: value.half().contiguous() for name, value in state.items() if name not in UNREAD}
-            write_tensors(folder / f"{file}.safetensors", weights)
+            write_weights(folder / f"{file}.safetensors", getattr(self, part), but=UNREAD)
 
     def __repr__(self) -> str:
         grid, codes = self.gpt.config.grid, self.gpt.config.vocabulary

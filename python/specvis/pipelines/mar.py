@@ -18,7 +18,7 @@ from ..decoding.continuous import (
 )
 from ..decoding.limits import MAX_NUMBER, MIN_NUMBER, is_number
 from ..decoding.methods import ContinuousMethod
-from ..files import write_json, write_tensors
+from ..files import write_json, write_weights
 from ..models.kl_vae import KL, KLConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
@@ -47,7 +47,7 @@ class Scaling:
     All channels have the same scale, so that an error of a token is as visible in one direction as in another.
     """
 
-    shift: tuple[float, ...]  # of each channel
+    shift: tuple[float, ...]  # one number a channel
     scale: float
 
     def __post_init__(self):
@@ -75,9 +75,9 @@ class MARPair(nn.Module):
 
     Args:
         draft_config:     None: there is no drafter, and `mar` is the only method
-        tokenizer_config: of LlamaGen's tokenizer, whose latents before quantization are the tokens, or of MAR's KL-16
+        tokenizer_config: LlamaGen's tokenizer's, whose latents before quantization are the tokens, or MAR's KL-16
         vocabulary:       the words of prompts; None: they are class ids
-        scaling:          of the tokens; None: they are what the tokenizer decodes
+        scaling:          scales the tokens; None: the tokenizer decodes them as they are
     """
 
     def __init__(self, config: MARConfig, draft_config: MARConfig | None, tokenizer_config: VQConfig | KLConfig,
@@ -134,8 +134,7 @@ class MARPair(nn.Module):
         for part in [part for part in PARTS if getattr(self, part) is not None]:
             model = getattr(self, part)
             write_json(folder / f"{part}.json", asdict(model.config))
-            write_tensors(folder / f"{part}.safetensors",
-                          {name: value.half().contiguous() for name, value in model.state_dict().items()})
+            write_weights(folder / f"{part}.safetensors", model)
         write_json(folder / "mar_scaling.json", asdict(self.scaling))
 
     def __repr__(self) -> str:

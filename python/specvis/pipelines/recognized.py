@@ -16,7 +16,7 @@ from .checkpoint import CheckpointError
 from .sources import CODES, Lazy, Source
 
 UNREAD = re.compile(r"^loss\.|freqs_cis$|inv_freq$|causal_mask$|_cache$|codebook_used$")  # nor do the releases read it
-GROUPS = 32          # of the group norms of the published tokenizers; no tensor's shape says it
+GROUPS = 32          # the published tokenizers' group norms have 32 groups; no tensor's shape says it
 SHOWN = 5            # names of missing tensors in an error
 SPLIT_NAMES = {      # LANTERN's names of a GPT's tensors, which are Hugging Face's; q, k and v are joined besides
     r"^model\.embed_tokens\.": "tok_embeddings.", r"^lm_head\.": "output.", r"^model\.": "",

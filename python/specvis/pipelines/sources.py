@@ -49,7 +49,7 @@ class Source:
     config: dict = field(default_factory=dict)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor without which the model's size cannot be said."""
+        """The shape of a tensor that tells the model's size. CheckpointError if it is missing."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} lacks {name}")
         return self.tensors[name].shape
@@ -76,7 +76,7 @@ def open_source(path: Path) -> Source:
     tensors = {}
     for file in files:
         tensors |= open_file(file)
-    prefixes = ("module.", "_orig_mod.")  # of PyTorch's wrappers of models
+    prefixes = ("module.", "_orig_mod.")  # PyTorch's wrappers of models add them
     while tensors and any(all(name.startswith(prefix) for name in tensors) for prefix in prefixes):
         tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
     config = {}
