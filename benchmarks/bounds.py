@@ -164,7 +164,7 @@ def count_all() -> dict:
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bounds", description=__doc__.partition("\n")[0])
-    parser.add_argument("--page", action="store_true", help="only the table of docs/gpu.md, from the counts in benchmarks/results")
+    parser.add_argument("--page", action="store_true", help="only the table of docs/gpu.md, of what was counted")
     if not parser.parse_args().page:
         RESULTS.write_text(json.dumps(count_all(), indent=1) + "\n")
     PAGE.write_text(page_of(PAGE.read_text(), json.loads(RESULTS.read_text())))

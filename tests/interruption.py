@@ -32,17 +32,18 @@ from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import nn  # noqa: E402
 
+from specvis.cli import study  # noqa: E402
 from specvis.cli.main import main as specvis  # noqa: E402
 from specvis.files import PART  # noqa: E402
-from specvis.studies import cache, continuous  # noqa: E402
-from specvis.train import run as training  # noqa: E402
+from studies import continuous_study  # noqa: E402
 from tests.tiny import tiny_pair, tiny_pipeline  # noqa: E402
+from training import run as training  # noqa: E402
 
 WORDS = ["", *"plain fluent-3d fluent-flat noto red blue heart grinning face neutral raised fist thumbs up pirate flag "
          "chequered".split()]
 PROMPTS = ["noto red heart", "noto blue heart", "fluent-3d red heart", "noto heart"]
 TIMES = ("seconds", "speedup", "single_seconds", "single_speedup", "overhead")  # differ from run to run
-COMMANDS = {  # name -> its arguments; --out and --model follow
+COMMANDS = {  # name -> its arguments, after which --out and --model follow
     "generate": ["generate", "--prompts", "{model}/prompts.txt", "-n", "6", "--batch", "3", "--scale", "2"],
     "compare": ["compare", "--prompt", "fluent-3d red heart", "--methods", "vanilla,jacobi,eagle2", "--singles", "1"],
     "tune": ["tune", "--target-tv-excess", "0.05", "--images", "4"],
@@ -72,7 +73,7 @@ def train(folder: Path) -> None:
     training.SAVED_EVERY = 0.02
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
-    run = training.Run(folder, model, lr=1e-3, weight_decay=0.1, minutes=None, steps=400)
+    run = training.TrainingRun(folder, model, lr=1e-3, weight_decay=0.1, minutes=None, steps=400)
     for step in run:
         loss = model(torch.randn(256, 64, generator=run.generator(step))).square().mean()
         run.descend(loss)
@@ -214,7 +215,7 @@ def check_end(name: str, out: Path, expected: dict) -> None:
     different = same(name, content(out), expected)
     assert not different, f"{name}: not as undisturbed: {', '.join(different)}"
     left = [path for path in out.rglob(".*") if PART.fullmatch(path.name)]
-    assert not left, f"{name}: left behind: {left}"
+    assert not left, f"{name}: left after: {left}"
 
 
 def main() -> int:
@@ -227,8 +228,8 @@ def main() -> int:
     if unknown := [name for name in options.commands if name not in COMMANDS]:
         parser.error(f"no command {unknown[0]!r}, only {', '.join(COMMANDS)}")
     torch.set_num_threads(1)
-    continuous.MIN_SECONDS = 0.01
-    cache.revision = lambda: "of this run"  # not that of a checkout which changes meanwhile
+    continuous_study.MIN_SECONDS = 0.01
+    study.revision = lambda: "of this run"  # not that of a checkout which changes meanwhile
     chance, failed = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")

@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from torch import nn
 
 from specvis import files
+from specvis.cli.discrete_study import DiscreteStudy
 from specvis.cli.main import main
-from specvis.studies.discrete import DiscreteStudy
-from specvis.train.run import Run
 from tests.interruption import make_model
 from tests.tiny import tiny_pipeline
+from training.run import TrainingRun
 
 PROMPTS = ["red heart", "blue heart"]
 
@@ -156,7 +156,7 @@ def test_one_command_at_a_time_writes_to_a_folder(tmp_path):
                 f"Error: out must be a folder that no other command writes to, but one writes to {out} now: wait until "
                 "it has ended, or choose another --out\n")
             assert names(out) == []
-        training = Run(out, nn.Linear(2, 2), lr=1e-3, weight_decay=0.1, minutes=None, steps=1)
+        training = TrainingRun(out, nn.Linear(2, 2), lr=1e-3, weight_decay=0.1, minutes=None, steps=1)
         with pytest.raises(ValueError, match="runs must be a folder that no other .* choose another --runs"):
             next(iter(training))
     finally:
@@ -185,11 +185,11 @@ def test_two_studies_that_begin_at_once_have_one_record(tmp_path, monkeypatch):
     write_new = files.write_new
 
     def late(path, content):
-        monkeypatch.setattr("specvis.studies.cache.write_new", write_new)
+        monkeypatch.setattr("specvis.cli.study.write_new", write_new)
         DiscreteStudy(tiny_pipeline(), tmp_path, PROMPTS, images=2, seed=1)
         write_new(path, content)
 
-    monkeypatch.setattr("specvis.studies.cache.write_new", late)
+    monkeypatch.setattr("specvis.cli.study.write_new", late)
     with pytest.raises(ValueError, match=r"holds results of another seed \(1; here it is 0\)"):
         DiscreteStudy(tiny_pipeline(), tmp_path, PROMPTS, images=2, seed=0)
     assert names(tmp_path) == ["study.json"]

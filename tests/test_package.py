@@ -156,39 +156,43 @@ def test_the_ops_need_torch_alone():
         assert {module.partition(".")[0] for module in modules} <= allowed, file
 
 
-LAYERS = ("files", "models", "decoding", "pipelines", "studies", "cli")  # each imports itself and the layers before it
+LAYERS = ("files", "models", "decoding", "pipelines", "cli")  # each imports itself and the layers before it
 MAY_IMPORT = {layer: LAYERS[:i + 1] for i, layer in enumerate(LAYERS)} | {
     "cli": (*LAYERS, "interrupts"),
-    "train": ("models", "decoding", "pipelines", "train",  # a command line of its own
-              "cli.options", "cli.commands", "interrupts", "files"),
     "__init__": ("models", "decoding", "pipelines"),
     "interrupts": (),
     "__main__": ("cli", "interrupts"),
 }
+BESIDE = ("studies", "training")  # these may import all of specvis; of specvis, one command may import one of them
+USES_STUDIES = "specvis/cli/report.py"
 
 
 def imports_that_point_up(root: Path) -> list[str]:
     return [f"{file} imports {module}" for file, modules in imported(root, "specvis").items()
             for module in sorted(modules) if module.startswith("specvis.")
             and not any(f"{module}.".startswith(f"specvis.{allowed}.")
-                        for allowed in MAY_IMPORT[Path(file).parts[1].removesuffix(".py")])]
+                        for allowed in MAY_IMPORT[Path(file).parts[1].removesuffix(".py")])
+            or module.startswith(BESIDE) and (file, module.partition(".")[0]) != (USES_STUDIES, "studies")]
 
 
 def test_imports_point_down():
-    """cli -> studies -> pipelines -> decoding -> models, in python/specvis."""
+    """cli -> pipelines -> decoding -> models, in python/specvis; studies and training are beside it."""
     assert not imports_that_point_up(ROOT / "python")
+    for folder, other in (BESIDE, BESIDE[::-1]):
+        assert not [file for file, modules in imported(ROOT / "python", folder).items()
+                    if any(module.startswith(other) for module in modules)]
 
 
 def test_an_import_that_points_up_is_found(tmp_path):
     lines = {"models/gpt.py": "from ..decoding import trees", "decoding/trees.py": "from ..models import gpt",
-             "studies/lantern.py": "from ..cli.main import main", "train/run.py": "import specvis.studies.base",
-             "cli/main.py": "from ..train import run"}
+             "cli/main.py": "from training import run", "cli/tune.py": "import studies.base",
+             "cli/report.py": "from studies import base"}
     for file, line in lines.items():
-        (tmp_path / "specvis" / file).parent.mkdir(parents=True)
+        (tmp_path / "specvis" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "specvis" / file).write_text(line)
     assert imports_that_point_up(tmp_path) == [
-        "specvis/cli/main.py imports specvis.train.run", "specvis/models/gpt.py imports specvis.decoding.trees",
-        "specvis/studies/lantern.py imports specvis.cli.main.main", "specvis/train/run.py imports specvis.studies.base"]
+        "specvis/cli/main.py imports training.run", "specvis/cli/tune.py imports studies.base",
+        "specvis/models/gpt.py imports specvis.decoding.trees"]
 
 
 def test_imports_point_one_way():

@@ -1,7 +1,7 @@
-"""Files that are whole, and folders that one command at a time writes to.
+"""Files are whole, and one command at a time writes to a folder.
 
-What a command writes stands beside its goal first, under a hidden name of its own, and is then renamed. So a file under
-its name is whole, however the command ended. A command that was killed may leave such a hidden file; the next one that
+A command first writes beside its goal, under a hidden name of its own, and then renames. So a file
+under its name is whole, however the command ended. A killed command may leave such a hidden file; the next command that
 writes to the folder removes it.
 """
 import csv
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     import fcntl
-except ImportError:  # on Windows two commands are not kept apart
+except ImportError:  # on Windows nothing keeps two commands apart
     fcntl = None
 
-HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]  # a folder may be shared by several
+HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:8]  # several hosts may share a folder
 PART = re.compile(r"\..*\.part-([0-9a-f]{8})-(\d+)-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -37,10 +37,10 @@ def beside(path: Path) -> Path:
 
 
 def write_whole(path: Path, content: bytes | str | Callable[[BinaryIO], None]) -> None:
-    """Write bytes, a text, or what a function writes to an open file, at once: an interruption leaves no half of it.
+    """Write bytes, a text, or what a function writes to an open file. An interruption leaves the old file or the new.
 
     Raises:
-        OSError: it cannot be written, as on a full disk; the file of before is as it was
+        OSError: it cannot be written, as on a full disk; the old file stays unchanged
     """
     with replacing(path) as part, open(part, "xb") as file:
         if callable(content):
@@ -48,12 +48,12 @@ def write_whole(path: Path, content: bytes | str | Callable[[BinaryIO], None]) -
         else:
             file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
-        os.fsync(file.fileno())  # else a computer that stops may have the name without the content
+        os.fsync(file.fileno())  # without it, a crash of the computer may leave the name without the content
 
 
 @contextmanager
 def reading(path: Path, advice: str = "") -> Iterator[None]:
-    """Around what reads a file that may be hurt: whatever its parser raises is a ValueError that names the file."""
+    """Around code that reads a file that may be damaged: an error of its parser is a ValueError that names it."""
     try:
         yield
     except (OSError, MemoryError):
@@ -68,10 +68,10 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The name of a file to write, which replaces `path` in the end, or the file that it is a link to.
+    """The name of a file to write. In the end it replaces `path`, or the file to which `path` is a link.
 
     Raises:
-        ValueError: there is something else than a file, such as a device
+        ValueError: `path` is not a file, but a device or a pipe
     """
     goal = Path(os.path.realpath(path))
     if goal.exists() and not goal.is_file() and not goal.is_dir():
@@ -83,7 +83,7 @@ def replacing(path: Path) -> Iterator[Path]:
             shutil.copymode(goal, part)
         part.replace(goal)
     except OSError as error:
-        error.filename, error.filename2 = str(path), None  # the goal: the other name would say nothing
+        error.filename, error.filename2 = str(path), None  # users know the goal, not the hidden name
         raise
     finally:
         part.unlink(missing_ok=True)
@@ -91,10 +91,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_together(folder: Path, last: str) -> Iterator[Path]:
-    """A folder for files that replace those of `folder` in the end, all of them.
+    """A folder for files that replace the files of `folder` in the end, all of them.
 
-    The file `last` is a table of what the others show. While files are exchanged it is not there: the one of before is
-    removed first, and the new one comes last. What only an earlier command has written stays.
+    The file `last` is a table of what the others show. While files are exchanged it does not exist: the old one is
+    removed first, and the new one comes last. Other files of earlier commands stay.
     """
     part = beside(folder / "new")
     part.mkdir()
@@ -104,7 +104,7 @@ def replacing_together(folder: Path, last: str) -> Iterator[Path]:
             (folder / last).unlink(missing_ok=True)
         for file in sorted(part.iterdir(), key=lambda file: file.name == last):
             file.replace(folder / file.name)
-    except OSError as error:  # its name is not there any more when it is read
+    except OSError as error:  # the hidden folder is gone when a user reads the message
         name = Path(os.fsdecode(error.filename or "")).name
         error.filename, error.filename2 = str(folder / name), None
         raise
@@ -113,7 +113,7 @@ def replacing_together(folder: Path, last: str) -> Iterator[Path]:
 
 
 def write_new(path: Path, content: str) -> None:
-    """Write a file that is not there yet. If another process is first, its file stays."""
+    """Write a file that does not exist yet. If another process is first, its file stays."""
     part = beside(path)
     try:
         with open(part, "x") as file:
@@ -137,11 +137,16 @@ def write_json(path: Path, values: object) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """A safetensors file."""
-    write_whole(path, save(tensors))  # safetensors' own writer names its errors and its half files in its own way
+    write_whole(path, save(tensors))  # safetensors' own writer is not whole-or-nothing
+
+
+def write_weights(path: Path, module: nn.Module, but: str | None = None) -> None:
+    """The weights of a module in float16, without the one that is named `but`."""
+    write_tensors(path, {name: value.half().contiguous() for name, value in module.state_dict().items() if name != but})
 
 
 def csv_text(columns: Iterable[str], rows: list[dict]) -> str:
-    """A table as CSV; what a row lacks is empty."""
+    """A table as CSV. A cell that a row lacks is empty."""
     file = io.StringIO(newline="")
     writer = csv.DictWriter(file, list(columns), restval="", lineterminator="\n")
     writer.writeheader()
@@ -151,10 +156,10 @@ def csv_text(columns: Iterable[str], rows: list[dict]) -> str:
 
 @contextmanager
 def locked(folder: Path, option: str = "out") -> Iterator[None]:
-    """Keep other commands from writing to a folder, which exists. The system takes the lock off however this one ends.
+    """Keep other commands from writing to a folder. The system removes the lock, however this command ends.
 
     Raises:
-        ValueError: another one writes to it
+        ValueError: another command writes to it
     """
     if fcntl is None:
         yield
@@ -175,7 +180,7 @@ def locked(folder: Path, option: str = "out") -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what processes that are no more have left beside their goals. This one has not begun to write there."""
+    """Remove the hidden files of processes that have ended. This process must not have begun to write there."""
     for path in folder.iterdir():
         if (match := PART.fullmatch(path.name)) and match[1] == HOST and not is_running(int(match[2])):
             if path.is_dir():
@@ -185,10 +190,10 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Whether another process has this number. In containers a command often has that of the one before it."""
+    """Whether another process has this number. In containers a command often has the number of the command before."""
     if process == os.getpid():
         return False
-    if fcntl is None:  # Windows has no such question: the signal 0 is Ctrl-C there
+    if fcntl is None:  # Windows cannot ask this: signal 0 is Ctrl-C there
         return True
     try:
         os.kill(process, 0)

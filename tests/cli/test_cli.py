@@ -1,5 +1,4 @@
 """The command line: what it writes, and one clear line with exit status 2 for bad input."""
-import csv
 import dataclasses
 import fcntl
 import json
@@ -12,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-from importlib import import_module
 
 import click
 import pytest
@@ -20,21 +18,15 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-import specvis_kernels
 from specvis.cli.animation import GAP, LINE
 from specvis.cli.generate import file_name
 from specvis.cli.main import main
 from specvis.cli.progress import Steps
-from specvis.cli.runs import ModelClock
 from specvis.decoding.methods import CONTINUOUS, CONTINUOUS_PARAMETERS, METHODS, PARAMETERS
-from specvis.decoding.sampling import Sampling
 from specvis.decoding.trees import TREES
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
-from specvis.train.main import main as train
-from tests.tiny import tiny_pair
-
-compare_module = import_module("specvis.cli.compare")  # the module, not the command
+from training.main import main as train
 
 
 def run(*arguments):
@@ -285,110 +277,6 @@ def test_names_of_files_are_safe(prompt, total, name):
     assert file_name(7, total, prompt) == name
 
 
-def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
-    result = run("compare", "--methods", "vanilla,eagle2:depth=2", "--methods", "cool-sd:tree=chain-2", "-n", 3,
-                 "--prompt", "fluent-3d red heart", "--prompt", "blue heart", "--out", tmp_path / "out",
-                 "--temperature", 0, "--temperature", 1, "--model", weights)
-    assert result.exit_code == 0, result.output
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"compare.png", "acceptance.png", "distributions.png", "compare.csv"}
-    rows = list(csv.DictReader(open(tmp_path / "out" / "compare.csv")))
-    assert [(row["method"], row["temperature"]) for row in rows] == [
-        (name, T) for T in ("0.0", "1.0") for name in ("vanilla", "eagle2:depth=2", "cool-sd:tree=chain-2")]
-    vanilla = [row for row in rows if row["method"] == "vanilla"]
-    assert all(float(row["tau"]) == 1 and float(row["target_forwards"]) == 16 for row in vanilla)
-    assert all(0 < float(row["overhead"]) < 1 for row in rows)
-    for row in rows:
-        if "cool" not in row["method"]:
-            assert float(row["tv_bound"]) == float(row["tv_excess"]) == float(row["tv_excess_bound"]) == 0
-    assert rows[2]["tv_excess_bound"] == ""                     # eq. (4) says nothing of greedy decoding
-    assert float(rows[5]["tv_excess_bound"]) > 0
-
-
-def compared(weights, out, *arguments):
-    """What `specvis compare` printed of methods at temperature 1 on three pictures, its exit status and its table."""
-    result = run("compare", "--temperature", 1, "-n", 3, "--prompt", "red heart", "--out", out, "--model", weights,
-                 *arguments)
-    return result, {row["method"]: row for row in csv.DictReader(open(out / "compare.csv"))}
-
-
-def test_compare_checks_that_the_same_seed_draws_the_same_picture(weights, tmp_path):
-    result, rows = compared(weights, tmp_path, "--methods", "vanilla,jacobi:window=3,eagle2:seed_exact=true",
-                            "--methods", "eagle1:seed_exact=true,lantern:k=8", "--singles", 2)
-    assert result.exit_code == 0, result.output
-    assert {name: row["same_tokens"] for name, row in rows.items()} == {
-        "vanilla": "", "jacobi:window=3": "3 of 3", "eagle2": "3 of 3", "eagle1:seed_exact=true": "3 of 3",
-        "lantern:k=8": ""}
-    assert all(float(row["single_seconds"]) > 0 and float(row["single_speedup"]) > 0 for row in rows.values())
-    assert rows["vanilla"]["single_speedup"] == "1.0" and float(rows["jacobi:window=3"]["tau"]) > 1
-    assert Image.open(tmp_path / "jacobi.png").width > 500
-
-
-@pytest.mark.skipif("cpu" not in specvis_kernels.backends("decoder_layers"), reason="it is not built")
-def test_a_forward_whose_seconds_are_counted_is_the_usual_one(weights):
-    pipeline = Pipeline.load(weights)
-    with ModelClock(pipeline) as clock:
-        pipeline.tokens(["fluent-3d red heart"], "eagle1", Sampling.of([0]))
-    packings = pipeline.gpt.packing, pipeline.gpt.output_packing, pipeline.drafter.packing
-    assert clock.seconds > 0 and all(packing.packed is not None for packing in packings)
-    assert "logits" not in vars(pipeline.gpt)
-    pair = tiny_pair()
-    with ModelClock(pair) as clock:
-        pair.tokens(["red heart"], "cspd-released", pair.sampling([0]))
-    packings = [packing for mar in (pair.mar, pair.mar_draft) for packing in (mar.packing, mar.diffloss.packing)]
-    assert clock.seconds > 0 and all(packing.packed is not None for packing in packings)
-
-
-def test_compare_without_single_pictures(weights, tmp_path):
-    result, rows = compared(weights, tmp_path, "--methods", "vanilla,jacobi", "--singles", 0)
-    assert result.exit_code == 0 and rows["jacobi"]["same_tokens"] == "3 of 3"
-    assert rows["jacobi"]["single_seconds"] == rows["jacobi"]["single_speedup"] == ""
-    assert Image.open(tmp_path / "jacobi.png").width > 300
-
-
-def test_compare_runs_what_was_asked_and_each_run_once(weights, tmp_path, monkeypatch):
-    """The table and the curve over the window have the same run; the table fits a terminal, also in a pipe."""
-    original, ran, drawn = Pipeline.tokens, [], []
-
-    def watched(self, prompts, method, *arguments):
-        ran.append((method.label, len(prompts)))
-        return original(self, prompts, method, *arguments)
-
-    monkeypatch.setattr(Pipeline, "tokens", watched)
-    monkeypatch.setattr(compare_module, "draw_jacobi", lambda _, jacobi, windows, *__: drawn.append((jacobi, windows)))
-    long = "jacobi:window=8:seed_exact=false:coupling=none"
-    result, rows = compared(weights, tmp_path, "--methods", f"vanilla,jacobi:window=8,jacobi:window=8,{long}",
-                            "--singles", 1, "--windows", "4,8", "--temperature", 0)
-    assert result.exit_code == 0, result.output
-    runs = ["vanilla", "jacobi:window=8", long]
-    assert sorted(ran) == sorted([(name, n) for name in runs for n in (1, 1, 3, 3)]
-                                 + [("jacobi:window=4", n) for n in (1, 3)])
-    (jacobi, windows), = drawn
-    assert windows[8] is jacobi and list(windows) == [4, 8] and rows.keys() == set(runs)
-    row = next(row for row in csv.DictReader(open(tmp_path / "compare.csv"))
-               if row["method"] == "jacobi:window=8" and row["temperature"] == "1.0")
-    assert float(row["single_speedup"]) == round(windows[8].single_speedup, 2)
-    assert max(map(len, result.stdout.splitlines()[:-1])) <= 80
-    assert "for jacobi.png: jacobi:window=4, temperature 1, 3 at once" in result.stderr
-    assert re.search("method +T +tau +seconds +speedup +same tokens +tv_excess\n(.*\n)*.*decoded alone", result.stdout)
-
-
-def test_a_curve_over_windows_and_one_small_picture(weights, tmp_path):
-    result = run("compare", "--methods", "vanilla,jacobi", "-n", 1, "--prompt", "red heart", "--windows", "2,16",
-                 "--singles", 0, "--style", "fluent-3d", "--dtype", "bfloat16", "--out", tmp_path, "--model", weights)
-    assert result.exit_code in (0, 1) and Image.open(tmp_path / "jacobi.png").width > 500  # 1: bfloat16 rounds
-
-
-def test_an_interrupted_compare_says_how_to_go_on(weights, tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Pipeline, "tokens", interrupted)
-    result = run("compare", "--prompt", "red heart", "--methods", "vanilla", "--out", tmp_path, "--model", weights)
-    assert result.exit_code == 130 and list(tmp_path.iterdir()) == []
-    assert result.stderr.endswith("Error: interrupted; nothing was written; the same command begins anew\n")
-
-
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
     clock = iter(range(0, 100, 2))
     monkeypatch.setattr("specvis.cli.progress.time.monotonic", lambda: next(clock))
@@ -433,38 +321,6 @@ def test_an_animation_shows_each_token_from_its_forward_on(weights, lines, tmp_p
     assert left[1][-1] == 0 and sum(left[1]) < sum(left[0]) and left[1] == sorted(left[1], reverse=True)
 
 
-def test_compare_without_a_baseline(weights, tmp_path):
-    result, rows = compared(weights, tmp_path, "--methods", "jacobi", "--singles", 1)
-    assert result.exit_code == 0 and "same tokens as" not in result.output
-    assert float(rows["jacobi"]["single_seconds"]) > 0
-    assert rows["jacobi"]["speedup"] == rows["jacobi"]["single_speedup"] == rows["jacobi"]["same_tokens"] == ""
-
-
-def test_a_picture_that_differs_is_an_error_unless_it_is_rounding(weights, tmp_path, monkeypatch):
-    original = Pipeline.tokens
-
-    def differing(self, prompts, method, *arguments):
-        decoded = original(self, prompts, method, *arguments)
-        if method.name == "jacobi" and len(prompts) == 3:
-            decoded.tokens = decoded.tokens.clone()
-            decoded.tokens[1, 5] ^= 1
-        return decoded
-
-    monkeypatch.setattr(Pipeline, "tokens", differing)
-    methods = ("--methods", "vanilla,jacobi:window=4", "--singles", 0)
-    result, rows = compared(weights, tmp_path, *methods)
-    assert result.exit_code == 1 and rows["jacobi:window=4"]["same_tokens"] == "2 of 3"
-    assert re.search(r"ERROR: jacobi:window=4, temperature 1: 'fluent-3d red heart' \(picture 1\) differs from the "
-                     r"baseline's from token 5 on, where its two best candidates are (inf|\d\.\de.\d\d) apart\n",
-                     result.output)
-    assert "pictures that differ from the baseline's by more than rounding (0.0001): 1" in result.output
-
-    monkeypatch.setattr("specvis.cli.runs.draw_margins", lambda pipeline, prompts, tokens, sampling: tokens * 1e-6)
-    result, rows = compared(weights, tmp_path, *methods)
-    assert result.exit_code == 0 and rows["jacobi:window=4"]["same_tokens"] == "2 of 3"
-    assert "apart: rounding\n" in result.output and "ERROR" not in result.output
-
-
 @pytest.mark.parametrize("name", ["mar", "cspd", "cspd-path:gamma=2", "cspd-released"])
 def test_continuous_tokens_are_drawn_as_others_are(weights, tmp_path, name):
     out = tmp_path / "x.png"
@@ -472,32 +328,6 @@ def test_continuous_tokens_are_drawn_as_others_are(weights, tmp_path, name):
                  "--model", weights)
     assert result.exit_code == 0, result.output
     assert "2 of 2 pictures" in result.output and Image.open(out).size == (16, 8)
-
-
-def test_compare_sets_continuous_tokens_beside_discrete_ones(weights, tmp_path):
-    result = run("compare", "--methods", "vanilla,mar,cspd:gamma=2", "--prompt", "red heart", "-n", 2,
-                 "--temperature", 0, "--temperature", 1, "--out", tmp_path, "--model", weights)
-    assert result.exit_code == 0, result.output
-    rows = list(csv.DictReader(open(tmp_path / "compare.csv")))
-    assert [(row["method"], row["temperature"]) for row in rows] == [
-        ("vanilla", "0.0"), ("vanilla", "1.0"), ("mar", "1.0"), ("cspd:gamma=2", "1.0")]
-    assert rows[2]["speedup"] == "1.0" and rows[2]["acceptance"] == "" and 0 <= float(rows[3]["acceptance"]) <= 1
-    assert 0 < float(rows[3]["overhead"]) < 1 and rows[3]["tv_excess"] == ""
-    only = run("compare", "--methods", "continuous", "--prompt", "red heart", "--temperature", 0, "--out", tmp_path,
-               "--model", weights)
-    assert only.exit_code == 2 and "temperature must be positive for mar, got 0" in only.output
-
-
-def test_compare_refuses_before_any_work(weights, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("")
-    for arguments, message in ((["--methods", "vanilla,magic"], "unknown method 'magic'"),
-                               (["--methods", "lantern:k=64", "--prompt", "red heart"], "k must be within 1..63"),
-                               (["--temperature", "-1"], "temperature must be at least 0"),
-                               (["--prompt", "green heart"], "unknown words: 'green'"),
-                               (["--out", file / "x", "--prompt", "red heart"], "out must be a folder that can")):
-        result = run("compare", *arguments, "--model", weights)
-        assert result.exit_code == 2 and message in result.output, result.output
 
 
 def test_methods_and_info_list_what_there_is():
@@ -535,9 +365,17 @@ def test_the_list_of_commands_says_what_each_says_itself(group):
 
 def test_the_list_of_commands_imports_none_of_them():
     code = ("import sys; from specvis.cli.main import main; main(['--help'], standalone_mode=False); "
-            "print(*{'matplotlib', 'torch', 'specvis.studies', 'specvis.cli.options'}.intersection(sys.modules))")
+            "print(*{'matplotlib', 'torch', 'studies', 'specvis.cli.options'}.intersection(sys.modules))")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "compare" in result.stdout and result.stdout.splitlines()[-1] == ""
+
+
+def test_a_report_without_its_studies_says_where_they_are(monkeypatch):
+    monkeypatch.setitem(sys.modules, "studies", None)  # as in an installation from a wheel
+    monkeypatch.delitem(sys.modules, "specvis.cli.report", raising=False)
+    result = run("report", "--quick")
+    assert result.exit_code == 2 and result.output.startswith("Error: report needs the folder python/studies")
+    assert run("--help").exit_code == 0
 
 
 def test_info_lists_the_words_of_the_shipped_model():
@@ -550,7 +388,7 @@ def test_info_lists_the_words_of_the_shipped_model():
 
 @pytest.mark.parametrize("name, kind", [("jacobi", Pipeline), ("mar", MARPair)])
 def test_the_command_and_python_draw_the_same_picture(weights, tmp_path, name, kind):
-    """With the same seed and nothing else said; the numbers are the folder's."""
+    """Both get the seed alone; all other numbers are the folder's."""
     folder = tmp_path / "m"
     shutil.copytree(weights, folder)
     (folder / "pipeline.json").write_text(json.dumps({"guidance": 3.0, "top_k": 9, "top_p": 0.7}))

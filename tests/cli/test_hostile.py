@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from specvis.cli import compare, report, tune
 from specvis.cli.main import main
 from specvis.decoding.methods import CONTINUOUS, METHODS, parse_method
-from specvis.train.main import main as train
+from training.main import main as train
 
 VALUES = ("-1", "0", "1.5", "99999999999999999999", "-99999999999", "1e308", "1e-320", "nan", "-inf", "", " ", "x",
           "\u2603", "\udcff", "x" * 300, "x" * 300 + ".png", "folder", "folder.png", "noise.png", "noise.json",

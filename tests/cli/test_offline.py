@@ -39,7 +39,7 @@ def test_what_reaches_out_is_stopped():
 
 
 def test_nothing_imports_what_reaches_out():
-    """Training pictures come from `npm pack`, a program; Transformers is told to look at local files alone."""
+    """Training pictures come from `npm pack`, a program; Transformers may look at local files alone."""
     for root, folder in ((ROOT, "specvis_kernels"), (ROOT / "python", "specvis")):
         for file, modules in imported(root, folder).items():
             far = {out for out in REACHES_OUT for name in modules if f"{name}.".startswith(f"{out}.")}

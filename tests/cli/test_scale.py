@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from specvis.cli import workers
 from specvis.cli.main import main
-from specvis.cli.many import Picture, Request
+from specvis.cli.many import Picture, PictureRequest
 from specvis.cli.workers import Crew, Seat, per_worker
-from specvis.pipelines.checkpoint import Settings, fingerprint
+from specvis.pipelines.checkpoint import ModelSettings, fingerprint
 from specvis.pipelines.discrete import Pipeline
 from tests.pipelines.test_prompts import t5_folder
 from tests.tiny import tiny_pipeline
@@ -168,7 +168,7 @@ def test_another_model_is_refused(weights, lines, tmp_path):
 def test_the_text_encoder_of_the_models_folder_is_noted(lines, tmp_path):
     pipeline = tiny_pipeline()
     config = dataclasses.replace(pipeline.gpt.config, condition_tokens=6)
-    model, settings = tmp_path / "model", Settings(text_encoder=str(t5_folder(tmp_path / "t5")))
+    model, settings = tmp_path / "model", ModelSettings(text_encoder=str(t5_folder(tmp_path / "t5")))
     Pipeline(config, pipeline.tokenizer.config, has_drafter=False, settings=settings).save(model)
     result = generate(lines, tmp_path / "out", model)
     assert result.exit_code == 0, result.output
@@ -245,7 +245,7 @@ def test_continuous_tokens_are_drawn_of_a_file_too(weights, lines, tmp_path, nam
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 class Ended(Exception):
-    """What the driver is told of a worker that ended."""
+    """What the driver hears of a worker that ended."""
 
 
 class Actor:
@@ -272,7 +272,7 @@ def crew(num_requests, num_workers, poison=(), batch=2):
     ray = SimpleNamespace(wait=lambda pending, num_returns: (pending[:1], pending[1:]), get=get, kill=id,
                           exceptions=SimpleNamespace(RayError=Ended))
     numbers = itertools.count()
-    requests = [Request(i, i, f"prompt {i}", i) for i in range(num_requests)]
+    requests = [PictureRequest(i, i, f"prompt {i}", i) for i in range(num_requests)]
     it = Crew(ray, num_workers, lambda: Seat(Actor(poison, order), (f"worker {next(numbers)}", None)), requests, batch)
     return it, order, kept, said
 
@@ -324,7 +324,7 @@ def test_the_reason_of_an_error_is_its_first_line():
     seat.share = {0: it.waiting.popleft()}
     it.replace(seat, error, said.append)
     assert said == ["worker that was starting is replaced: RuntimeError: out of memory"]
-    assert it.alone == deque([Request(0, 0, "prompt 0", 0)]) and it.seats[0] is not seat
+    assert it.alone == deque([PictureRequest(0, 0, "prompt 0", 0)]) and it.seats[0] is not seat
 
 
 @pytest.mark.parametrize("nodes, num_workers, cpus, gpus, each", [

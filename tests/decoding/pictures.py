@@ -10,7 +10,7 @@ from specvis.decoding.sampling import Sampling, repeat_for_cfg
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
-from specvis.studies.positions import teacher_forced_probs
+from specvis.pipelines.positions import teacher_forced_probs
 from tests.tiny import tiny_pipeline
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart"]

@@ -15,7 +15,7 @@ from specvis.decoding.method_parts import DRAFTERS
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling
 from specvis.decoding.speculative import speculative_decode
-from specvis.studies.positions import draw_margins, steps_gain
+from specvis.pipelines.positions import draw_margins, steps_gain
 from specvis_kernels import backends, philox_uniforms
 from tests.decoding.pictures import (
     DYNAMIC,

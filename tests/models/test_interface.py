@@ -124,7 +124,7 @@ def test_the_protocols_are_what_the_models_here_offer():
 
 
 def next_logits(model, condition, padding_mask, tokens):
-    """Of the token behind `tokens` (R, n): by one sum over everything, without a cache and without the loop."""
+    """The logits after `tokens` (R, n), by one sum over everything, without a cache and without the loop."""
     of_condition = (condition @ model.of_condition * padding_mask[..., None]).sum(1)
     of_tokens = model.embed(tokens, S + torch.arange(tokens.shape[1])).sum(1)
     return model.logits((of_condition + of_tokens)[:, None])
@@ -184,7 +184,7 @@ def test_a_cache_whose_commit_is_broken_is_noticed(m, temperature):
 
 
 def test_every_position_is_one_of_the_image_or_behind_it():
-    """Of the nodes that a request's tree does not use, too."""
+    """The unused nodes of a request's tree have such positions too."""
     methods = [METHODS["eagle2"] if i % 2 else method("eagle2", depth=1, width=1, nodes=2) for i in range(B)]
 
     def decoded(model):

@@ -76,7 +76,7 @@ def targets():
 
 
 def own_logits(target, prompt, tokens):
-    """By transformers alone, of one sequence and without padding: (len(tokens) + 1, C) of what follows the prompt.
+    """Logits (len(tokens) + 1, C) of what follows the prompt, by transformers alone, of one sequence without padding.
 
     ChameleonForConditionalGeneration sets the logits of image ids to the least number: its head is applied here.
     """
@@ -117,7 +117,7 @@ def sampling(temperature=1.0, guidance=2.0):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_logits_are_the_models_own(targets, family, attention):
-    """Of a prompt, of a tree behind images of different lengths, and of a token behind what was committed of it."""
+    """A prompt is read, a tree after images of different lengths, and a token after the committed nodes."""
     target = targets(family)
     assert isinstance(target, TargetModel) and isinstance(target.new_cache(1, 1), ModelCache)
     if attention == "decoder_layers":
@@ -133,7 +133,7 @@ def test_logits_are_the_models_own(targets, family, attention):
     logits = target.logits(target.prefill(condition, padding_mask, cache)[:, -1:])
 
     def check(logits, node, *paths):
-        """paths: what stands before the node in each image"""
+        """paths: the tokens before the node in each image"""
         for row, prompt in enumerate(prompts):
             own = own_logits(target, prompt, paths[row % B])[-1]
             torch.testing.assert_close(logits[row, node, :C], own, atol=2e-4, rtol=1e-5)
@@ -142,7 +142,7 @@ def test_logits_are_the_models_own(targets, family, attention):
     check(logits, 0, [], [], [])
     both, causal = torch.cat([drawn, drawn]), tree_links(torch.arange(-1, L - 1)[None].int()).ancestors
     nodes = Nodes(torch.arange(L)[None], torch.full((B,), S), causal.expand(B, -1, -1), padding_mask, S + L)
-    target.extend(both, nodes, cache)  # all five of each; behind the counts the trees are written over them
+    target.extend(both, nodes, cache)  # all five of each; after the counts the trees are written over them
 
     links = tree_links(torch.tensor([[-1, 0, 0, 1, 1, 2]], dtype=torch.int32).repeat(B, 1))
     lengths = torch.tensor(counts) + S - 1                             # the newest token is the root
@@ -294,7 +294,7 @@ def test_pictures_and_what_tokens_stand_for(targets):
 
 
 class Processor:
-    """In place of a tokenizer or processor of a published checkpoint: ids of tiny models."""
+    """It replaces the tokenizer or processor of a published checkpoint: it gives ids of tiny models."""
 
     def __call__(self, text, **_):
         ids = [[1, *self.encode(t), 7] for t in text]
@@ -311,7 +311,7 @@ class Processor:
 
 
 def test_the_programs_of_the_page_run(monkeypatch, tmp_path):
-    """As they stand, but with tiny models in place of the published ones, and with small pictures of Chameleon's."""
+    """As they are, but with tiny models in place of the published ones, and with small pictures of Chameleon's."""
     monkeypatch.chdir(tmp_path)
     models = {"Chameleon": chameleon_model, "Emu3": emu3_model, "Janus": janus_model}
     for name, make in models.items():

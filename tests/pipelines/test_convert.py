@@ -20,16 +20,19 @@ from specvis.decoding.draft_model import EagleDrafter
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
 from specvis.decoding.speculative import speculative_decode
+from specvis.models import llamagen
 from specvis.models.eagle import EagleHead
 from specvis.models.kl_vae import KL, KLConfig
 from specvis.models.llamagen import GPT, GPTConfig
 from specvis.models.mar import MAR, MARConfig
 from specvis.models.vq import VQ, VQConfig
 from specvis.pipelines import convert as converting
+from specvis.pipelines import sources
 from specvis.pipelines.checkpoint import CheckpointError
 from specvis.pipelines.convert import convert
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair
+from specvis.pipelines.recognized import recognized_table
 from specvis_kernels import codebook_neighbors
 
 CLASSES = GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=16, classes=10, ffn_multiple=16)
@@ -348,7 +351,7 @@ def test_a_table_is_looked_at_in_all_its_columns_and_over_all_its_rows(models, f
         table[50, 40] = number
         assert refused(table).endswith(f"must be a table of ids within 0..63, got {number}")
     table = right.copy()
-    table[:, 40:] = table[:, 40:][:, ::-1]                                    # behind the first 40 columns
+    table[:, 40:] = table[:, 40:][:, ::-1]                                    # after the first 40 columns
     assert "is a table of another codebook" in refused(table)
     own = np.concatenate([np.arange(64, dtype=np.int32)[:, None], right[:, :-1]], 1)
     assert refused(own).endswith("the first column is the code itself: LANTERN's tables leave it out")
@@ -362,8 +365,8 @@ def test_rows_of_a_table_are_drawn_over_all_of_it():
     wrong = table.flip(1)
     wrong[evenly] = table[evenly]
     for neighbors, is_right in ((table, True), (wrong, False)):
-        source = converting.Source("top.npy", {"table": converting.Lazy.of(neighbors)})
-        part = converting.recognized_table(source, source.tensors["table"])
+        source = sources.Source("top.npy", {"table": sources.Lazy.of(neighbors)})
+        part = recognized_table(source, source.tensors["table"])
         if is_right:
             converting.check_table(part, codes)
         else:
@@ -411,7 +414,7 @@ def test_what_drafted_for_the_model_before_does_not_stay(models, files, tmp_path
 
 
 def test_heads_that_contradict_a_published_size_are_refused(files, tmp_path, monkeypatch):
-    monkeypatch.setitem(converting.llamagen.SIZES, "B", (2, 2, 32))
+    monkeypatch.setitem(llamagen.SIZES, "B", (2, 2, 32))
     sources = [files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"]
     with pytest.raises(ValueError, match=r"heads must be 2, those of .*c2i_B_256.pt .*, or not be given, got 99"):
         convert(sources, tmp_path / "m", image_size=256, heads=99)
@@ -474,8 +477,8 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
         living.add(i)
         weakref.finalize(tensor, living.discard, i)
         return tensor
-    tensors = {str(i): converting.Lazy((4,), torch.float32, lambda i=i: make(i)) for i in range(5)}
-    converting.write_tensors(tmp_path / "x.safetensors", tensors, lambda num_bytes: None)
+    tensors = {str(i): sources.Lazy((4,), torch.float32, lambda i=i: make(i)) for i in range(5)}
+    sources.write_tensors(tmp_path / "x.safetensors", tensors, lambda num_bytes: None)
     assert {name: value[0].item() for name, value in load_file(tmp_path / "x.safetensors").items()} == {
         str(i): i for i in range(5)}
 

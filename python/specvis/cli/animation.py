@@ -12,8 +12,8 @@ from torch import Tensor
 from ..decoding.decoded import Decoded
 from ..decoding.methods import METHODS
 from ..files import write_whole
-from ..studies.positions import forward_numbers
-from .many import Drawing, Request, enlarged
+from ..pipelines.positions import forward_numbers
+from .many import Drawing, PictureRequest, enlarged
 from .options import check_picture
 from .progress import Steps
 
@@ -26,7 +26,7 @@ UNKNOWN = 225         # the gray of tokens that no forward has drawn
 GAP, LINE = 6, 22     # pixels between the pictures, and of a line of text
 
 
-def draw_animation(drawing: Drawing, requests: list[Request], out: Path) -> None:
+def draw_animation(drawing: Drawing, requests: list[PictureRequest], out: Path) -> None:
     """Draw the pictures by the baseline and by the method, and write how they came to be."""
     pipeline, rows = drawing.load(requests), {}
     prompts, sampling = [drawing.text(request, pipeline) for request in requests], drawing.sampling(requests)

@@ -1,9 +1,9 @@
-"""A group of commands, each imported when it is asked for, and the exit statuses that all have.
+"""A group of commands, each imported when a user calls it, and their exit statuses.
 
 0  It is done.
 1  The command ran, and what it checked is wrong.
 2  The input or an argument is wrong.
-3  The disk failed, or memory was refused.
+3  The disk failed, or the system refused memory.
 130, 141  It was interrupted, or nobody reads what it writes (128 and the signal's number, as shells count).
 
 With each of 1 to 3 there is one line on stderr that says why.
@@ -28,7 +28,7 @@ class Interrupted(click.ClickException):
 
 
 class Commands(click.Group):
-    """Whatever goes wrong is one line on stderr and an exit status, whoever found it.
+    """Every error is one line on stderr and an exit status.
 
     Args:
         package:  where the modules of the commands are
@@ -81,13 +81,13 @@ class Commands(click.Group):
         try:
             with unread():
                 return super().invoke(context)
-        except EOFError as error:  # click would take it for the end of somebody's answers
+        except EOFError as error:  # click would take it for the end of a user's answers
             raise ValueError(f"an input ends too early{str(error) and f': {error}'}") from error
 
 
 @contextmanager
 def unread():
-    """Where nobody reads, end with a status of its own; click's is 1."""
+    """End with a status of its own where nobody reads the output; click's status is 1."""
     try:
         yield
     except BrokenPipeError:
@@ -119,7 +119,7 @@ def status_and_line(error: Exception) -> tuple[int, str | None] | None:
 
 
 def leave_unwritten() -> None:
-    """Where stdout cannot be written, drop what it still holds: Python would try again at its end, and say so."""
+    """If stdout cannot be written, drop its buffer: Python would try again at its end, and print an error."""
     if sys.stdout is None:  # it was closed from the start
         return
     try:

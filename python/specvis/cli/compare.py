@@ -2,16 +2,19 @@
 import re
 import statistics
 import textwrap
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import click
 import torch
 
+from ..decoding.continuous import ContinuousSampling
 from ..decoding.methods import ContinuousMethod, Method, parse_methods
+from ..decoding.sampling import Sampling
 from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
 from ..pipelines.prompts import with_style
-from ..studies.cache import machine
 from .figures import draw_all, draw_jacobi
 from .options import (
     MAX_COUNT,
@@ -24,7 +27,8 @@ from .options import (
     style_option,
     writable_folder,
 )
-from .runs import Result, Run, report_differences, run_all
+from .runs import ComparedResult, ComparedRun, report_differences, run_all
+from .study import machine
 
 PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "noto grinning face", "fluent-3d cat face",
            "fluent-flat pirate flag", "noto chequered flag"]  # with seeds 0 to 5 they come out well
@@ -95,18 +99,13 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
         raise ValueError("dtype must not be given with continuous tokens: it is for discrete ones")
     if all(isinstance(method, ContinuousMethod) for method in methods):
         refuse_filters(methods[0].name)
-    runs = [Run(method, temperature, sampling_for(method, seeds, guidance, temperature, top_k, top_p, model, device))
-            for temperature in dict.fromkeys(temperatures) for method in methods
-            if temperature or not isinstance(method, ContinuousMethod)]  # continuous tokens have no likeliest one
-    if not runs:
-        raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
-    if len(runs) < len(methods) * len(set(temperatures)):
-        click.echo("temperature 0: left out for continuous tokens, which have no likeliest one")
+    runs = runs_of(methods, temperatures, lambda method, temperature: sampling_for(
+        method, seeds, guidance, temperature, top_k, top_p, model, device))
     jacobi = jacobi_run(runs)
     if windows and jacobi is None:
         raise ValueError("windows must not be given without vanilla and jacobi among the methods")
-    of_windows = {window: Run(jacobi.method.changed(window=window), jacobi.temperature, jacobi.sampling,
-                              "for jacobi.png: ") for window in windows}
+    of_windows = {window: replace(jacobi, method=jacobi.method.changed(window=window), purpose="for jacobi.png: ")
+                  for window in windows}
     pipelines = {kind: load_model(kind, model, device, **({"dtype": getattr(torch, dtype)} if kind is Method else {}))
                  for kind in dict.fromkeys(type(run.method) for run in runs)}
     reader = next(iter(pipelines.values())).prompts
@@ -134,7 +133,22 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
     report_differences(pipelines, every, prompts)
 
 
-def jacobi_run(runs: list[Run]) -> Run | None:
+def runs_of(methods: list[Method | ContinuousMethod], temperatures: tuple[float, ...],
+            sampling_of: Callable[[Method | ContinuousMethod, float], Sampling | ContinuousSampling]
+            ) -> list[ComparedRun]:
+    """Each method at each temperature. Continuous tokens have no likeliest one: they are left out at temperature 0."""
+    temperatures = list(dict.fromkeys(temperatures))
+    runs = [ComparedRun(method, temperature, sampling_of(method, temperature))
+            for temperature in temperatures for method in methods
+            if temperature or not isinstance(method, ContinuousMethod)]
+    if not runs:
+        raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
+    if len(runs) < len(methods) * len(temperatures):
+        click.echo("temperature 0: left out for continuous tokens, which have no likeliest one")
+    return runs
+
+
+def jacobi_run(runs: list[ComparedRun]) -> ComparedRun | None:
     """The first seed-exact run of `jacobi` that has a baseline; one that samples rather than a greedy one."""
     discrete = [run for run in runs if isinstance(run.method, Method)]
     baselines = {run.temperature for run in discrete if run.method.is_baseline}
@@ -142,7 +156,7 @@ def jacobi_run(runs: list[Run]) -> Run | None:
                 and run.temperature in baselines), key=lambda run: run.temperature > 0, default=None)
 
 
-def table(results: list[Result]) -> list[dict]:
+def table(results: list[ComparedResult]) -> list[dict]:
     """A row of COLUMNS for each result."""
     rows = []
     for r in results:
@@ -194,8 +208,8 @@ def print_table(rows: list[dict]) -> None:
         click.echo(f"{method:{first}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)))
 
 
-def print_origin(results: list[Result], device: torch.device) -> None:
-    """What the numbers are, and of what they were measured."""
+def print_origin(results: list[ComparedResult], device: torch.device) -> None:
+    """Say what the numbers mean, and by what they were measured."""
     count, alone = len(results[0].decoded.tokens), max(len(r.single_seconds) for r in results)
     temperatures = ", ".join(f"{T:g}" for T in dict.fromkeys(r.temperature for r in results))
     has_singles = all(r.single_seconds for r in results)

@@ -10,8 +10,9 @@ from ..models.llamagen import GPTConfig
 from ..models.mar import MARConfig
 from ..models.vq import VQConfig
 from ..pipelines.checkpoint import read_config, read_settings
-from ..pipelines.convert import IMAGE_SIZES, open_file
+from ..pipelines.convert import IMAGE_SIZES
 from ..pipelines.convert import convert as convert_files
+from ..pipelines.sources import open_file
 
 
 @click.command()

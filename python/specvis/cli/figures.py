@@ -2,7 +2,6 @@
 import textwrap
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,17 +9,15 @@ from torch import Tensor
 from ..decoding.methods import Method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
-from ..studies import page
-from ..studies.positions import forward_numbers, steps_gain, teacher_forced_probs
-from .runs import Pipelines, Result
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
+from ..pipelines.positions import forward_numbers, steps_gain, teacher_forced_probs
+from . import plots
+from .plots import plt
+from .runs import ComparedResult, Pipelines
 
 SHOWN = 6  # pictures in the figure of jacobi
 
 
-def draw_all(pipelines: Pipelines, results: list[Result], prompts: list[str], out: Path) -> None:
+def draw_all(pipelines: Pipelines, results: list[ComparedResult], prompts: list[str], out: Path) -> None:
     draw_pictures(pipelines, results, prompts, out / "compare.png")
     discrete = [r for r in results if isinstance(r.method, Method)]
     if discrete:
@@ -32,17 +29,17 @@ def draw_all(pipelines: Pipelines, results: list[Result], prompts: list[str], ou
 
 
 def save_figure(figure, path: Path) -> None:
-    """With all that is drawn beside the axes: few small plots leave their labels no space."""
-    page.save_figure(figure, path, bbox_inches="tight", pad_inches=0.05)
+    """Write a figure with all that is beside its axes: a few small plots leave their labels no space."""
+    plots.save_figure(figure, path, bbox_inches="tight", pad_inches=0.05)
 
 
-def by_method(results: list[Result]) -> tuple[list[str], list[float], dict]:
+def by_method(results: list[ComparedResult]) -> tuple[list[str], list[float], dict]:
     """Labels of methods and temperatures, in order, and the result of each pair."""
     table = {(r.method.label, r.temperature): r for r in results}
     return list(dict.fromkeys(label for label, _ in table)), list(dict.fromkeys(T for _, T in table)), table
 
 
-def draw_pictures(pipelines: Pipelines, results: list[Result], prompts: list[str], path: Path) -> None:
+def draw_pictures(pipelines: Pipelines, results: list[ComparedResult], prompts: list[str], path: Path) -> None:
     """Rows are methods, columns prompts, once for each temperature."""
     labels, temperatures, table = by_method(results)
     count = len(prompts)
@@ -64,7 +61,7 @@ def draw_pictures(pipelines: Pipelines, results: list[Result], prompts: list[str
     save_figure(figure, path)
 
 
-def draw_acceptance(pipeline: Pipeline, results: list[Result], path: Path) -> None:
+def draw_acceptance(pipeline: Pipeline, results: list[ComparedResult], path: Path) -> None:
     """How many tokens the step gave that made each position, mean over pictures (ADT-Tree, Figure 2)."""
     labels, temperatures, table = by_method([r for r in results if r.method.drafting != "none"])
     if not table:
@@ -117,7 +114,7 @@ def draw_distributions(pipeline: Pipeline, prompts: list[str], tokens: Tensor, s
     save_figure(figure, path)
 
 
-def draw_jacobi(pipeline: Pipeline, jacobi: Result, windows: dict[int, Result], prompts: list[str],
+def draw_jacobi(pipeline: Pipeline, jacobi: ComparedResult, windows: dict[int, ComparedResult], prompts: list[str],
                 path: Path) -> None:
     """The first pictures by the baseline and by `jacobi`; which target forward drew which token; and, if there are
     `windows`, what the window changes."""
@@ -149,7 +146,7 @@ def draw_jacobi(pipeline: Pipeline, jacobi: Result, windows: dict[int, Result], 
     save_figure(figure, path)
 
 
-def draw_windows(figure, baseline: str, windows: dict[int, Result], count: int) -> None:
+def draw_windows(figure, baseline: str, windows: dict[int, ComparedResult], count: int) -> None:
     """Tokens per forward and speed over the window, in a part of a figure."""
     above, below = figure.subplots(2, 1, sharex=True)
     x, results = list(windows), list(windows.values())

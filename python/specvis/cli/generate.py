@@ -15,7 +15,7 @@ from ..files import locked, write_whole
 from ..pipelines.checkpoint import fingerprint, read_settings
 from .animation import MAX_ANIMATED, draw_animation
 from .manifest import Manifest
-from .many import SHOWN, Drawing, Picture, Request, draw_here, encoded, enlarged, scale_for
+from .many import SHOWN, Drawing, Picture, PictureRequest, draw_here, encoded, enlarged, scale_for
 from .options import (
     MAX_COUNT,
     check_picture,
@@ -35,7 +35,7 @@ from .progress import Progress
 from .workers import draw_by_workers
 
 WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker")  # options that go with --prompts alone
-MAX_PICTURES = 1_000_000  # of a command
+MAX_PICTURES = 1_000_000  # a command draws no more
 MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 
 
@@ -43,7 +43,7 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 @click.option("--prompt", help='Words, e.g. "red heart" or "noto red heart"; a caption or the number of a class for a '
               "model of these.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path), metavar="FILE",
-              help="In place of --prompt: a file with a prompt a line. Empty lines and those that begin with # are "
+              help="In place of --prompt: a file with a prompt a line. Empty lines and lines that begin with # are "
               "skipped. Each picture is a file of its own, written as soon as it is finished; the same command draws "
               "what is missing.")
 @click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=8,
@@ -60,11 +60,11 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 @click.option("--method", "name", default="jacobi",
               help=f"One of {', '.join([*METHODS, *CONTINUOUS])}; or NAME:PARAMETER=VALUE:..., "
               "see `specvis methods`.")
-@click.option("--delta", type=float, help="The same as :delta=...")
-@click.option("-k", type=int, help="The same as :k=...")
-@click.option("--depth", type=int, help="The same as :depth=...")
-@click.option("--width", type=int, help="The same as :width=...")
-@click.option("--nodes", type=int, help="The same as :nodes=...")
+@click.option("--delta", type=float, help="Short for :delta=...")
+@click.option("-k", type=int, help="Short for :k=...")
+@click.option("--depth", type=int, help="Short for :depth=...")
+@click.option("--width", type=int, help="Short for :width=...")
+@click.option("--nodes", type=int, help="Short for :nodes=...")
 @click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of each prompt "
               "(in compare: of each method).")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")
@@ -124,7 +124,7 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
     lines = read_prompts(file) if file else {0: prompt}
     if len(lines) * count > MAX_PICTURES:
         raise ValueError(f"n must give at most {MAX_PICTURES} pictures, got {count} of each of {len(lines)} prompts")
-    requests = [Request(i, *line, seed + i) for i, line in
+    requests = [PictureRequest(i, *line, seed + i) for i, line in
                 enumerate(line for line in lines.items() for _ in range(count))]
     drawing.sampling(requests)  # settings out of their range are found before the model is read
     if animate:
@@ -138,7 +138,7 @@ def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, sty
         side_by_side(drawing, requests, writable_file(out or Path("specvis.png")))
 
 
-def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
+def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path) -> None:
     """Draw pictures of one prompt, as one picture."""
     pipeline, start, method = drawing.load(requests), time.perf_counter(), drawing.method
     side = pipeline.side * scale_for(pipeline.side, drawing.scale)
@@ -165,8 +165,8 @@ def side_by_side(drawing: Drawing, requests: list[Request], out: Path) -> None:
                f"{seconds:.1f} s, {told(drawing, requests, decoded.target_forwards, decoded.tau)}")
 
 
-def many(drawing: Drawing, requests: list[Request], out: Path, workers: int, cpus: float | None, gpus: float | None,
-         settings: dict) -> None:
+def many(drawing: Drawing, requests: list[PictureRequest], out: Path, workers: int, cpus: float | None,
+         gpus: float | None, settings: dict) -> None:
     """Draw each picture that is not in the folder `out` yet."""
     manifest = Manifest(out, settings, requests)
     missing, new, lost = [request for request in requests if request.index not in manifest.drawn], [], {}
@@ -221,7 +221,7 @@ def size(side: int, scale: int | None) -> str:
     return f"{side} x {side} pixels" + (f" enlarged {scale} times" if scale > 1 else "")
 
 
-def told(drawing: Drawing, requests: list[Request], target_forwards: torch.Tensor, tau: torch.Tensor) -> str:
+def told(drawing: Drawing, requests: list[PictureRequest], target_forwards: torch.Tensor, tau: torch.Tensor) -> str:
     """What was saved, and whether the pictures are the baseline's."""
     is_the_baselines = (is_exact(drawing.method, drawing.temperature) and not drawing.method.is_baseline
                         and not tau.isnan().any())
@@ -246,7 +246,7 @@ def settings_of(drawing: Drawing, seed: int, count: int) -> dict:
 
 
 def read_prompts(file: Path) -> dict[int, str]:
-    """The prompts of a file by the numbers of their lines; empty lines and those that begin with # are none."""
+    """The prompts of a file by the numbers of their lines, without empty lines and lines that begin with #."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -260,6 +260,6 @@ def read_prompts(file: Path) -> dict[int, str]:
 
 
 def file_name(number: int, total: int, prompt: str) -> str:
-    """Of the picture with this number, out of so many: 001-words-of-the-prompt.png."""
+    """The name of picture `number` of `total`: 001-words-of-the-prompt.png."""
     words = re.sub(r"[\W_]+", "-", prompt.lower()).strip("-")[:60]
     return f"{number:0{max(3, len(str(total)))}}-{words}".rstrip("-") + ".png"

@@ -1,8 +1,8 @@
-"""The manifest of a folder of pictures: by which settings they were drawn, and which of them are there.
+"""The manifest of a folder of pictures: the settings by which they were drawn, and the pictures that exist.
 
 manifest.jsonl has a line with the settings, then one for each picture, in the order in which they were finished. The
-line is written after the picture's file is whole. So a command that was interrupted, however it ended, draws what has
-no line, and what is no longer as its line says.
+line is written after the picture's file is whole. So after an interruption a command draws the pictures that have no
+line, and those whose files have changed.
 """
 import json
 import math
@@ -10,20 +10,20 @@ import os
 from pathlib import Path
 
 from ..files import write_whole
-from .many import Picture, Request
+from .many import Picture, PictureRequest
 
 FILE = "manifest.jsonl"
-NOTED = ("folder",)  # settings that no picture depends on
-TYPES = {"number": int, "prompt": str, "file": str | None, "bytes": int, "failed": bool}  # of a picture's line
+NOTED = ("folder",)  # no picture depends on these settings
+TYPES = {"number": int, "prompt": str, "file": str | None, "bytes": int, "failed": bool}  # fields of a picture's line
 
 
 class Manifest:
-    """The pictures of a folder, as its manifest has them.
+    """The pictures of a folder, as its manifest lists them.
 
-    `drawn` has the lines of the pictures that are there, by the requests' indices.
+    `drawn` has the lines of the finished pictures, by the indices of their requests.
     """
 
-    def __init__(self, folder: Path, settings: dict, requests: list[Request]):
+    def __init__(self, folder: Path, settings: dict, requests: list[PictureRequest]):
         """Read the folder's manifest, if it has one. Nothing is written.
 
         Raises:
@@ -43,7 +43,7 @@ class Manifest:
             number, index = line["number"], line["number"] - 1
             prompt = requests[index].prompt if index < len(requests) else None
             if prompt != line["prompt"]:
-                raise ValueError(f"prompts must have those of {self.path} in the same order: number {number} was "
+                raise ValueError(f"prompts must be the prompts of {self.path} in the same order: number {number} was "
                                  f"{line['prompt']!r}, now it is {prompt!r}; choose another --out")
             if self._is_whole(line):
                 self.drawn[index] = line
@@ -72,7 +72,7 @@ class Manifest:
         return file.is_file() and file.stat().st_size == line["bytes"]
 
     def begin(self) -> None:
-        """Write the settings, if there is no manifest yet, and drop a last line that is not whole."""
+        """Write the settings if the folder has no manifest yet, and drop a last line that is half written."""
         if self.size:
             os.truncate(self.path, self.size)
         else:
@@ -94,6 +94,6 @@ class Manifest:
 
 
 def is_of_a_picture(line: dict) -> bool:
-    """Has a line what `Manifest` reads, and in its types?"""
+    """Whether a line has the fields that `Manifest` reads, in their types."""
     return (all(name in line and isinstance(line[name], kind) for name, kind in TYPES.items())
             and line["number"] >= 1 and line["failed"] == (line["file"] is None))

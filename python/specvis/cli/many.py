@@ -18,17 +18,17 @@ from ..pipelines.prompts import with_style
 from .options import check_picture, load_model, sampling_for
 from .progress import Progress
 
-PIECE = 32  # times the batch: so many requests are given to the model at once, since their conditions take memory
+PIECE = 32  # batches of requests are given to the model at once: the conditions of more would take much memory
 SHOWN = 20  # wrong lines of a file, or pictures that were not drawn, are named
 
 
 @dataclass(frozen=True, order=True)
-class Request:
+class PictureRequest:
     """One picture that is wanted."""
 
     index: int   # among all pictures, from 0
-    line: int    # of the prompts' file, from 1
-    prompt: str  # as it stands there
+    line: int    # its line in the file of prompts, from 1
+    prompt: str  # as it is there
     seed: int
 
 
@@ -36,7 +36,7 @@ class Request:
 class Picture:
     """One picture that is drawn."""
 
-    request: Request
+    request: PictureRequest
     png: bytes | None     # None: it ended early, since the model's output was not finite
     target_forwards: int
     tau: float            # tokens per target forward; NaN if it ended early
@@ -49,14 +49,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Drawing:
-    """By which model and which settings pictures are drawn."""
+    """The model and the settings by which pictures are drawn."""
 
-    file: Path | None  # of the prompts
+    file: Path | None  # it has the prompts
     model: Path
     text_encoder: Path | None  # None: the model's own, if it needs one
     dtype: str
     device: str
-    style: str | None  # of prompts without one; None: the model's first, if it has any
+    style: str | None  # for prompts without a style; None: the model's first, if it has any
     method: Method | ContinuousMethod
     temperature: float
     guidance: float
@@ -69,12 +69,12 @@ class Drawing:
     def is_continuous(self) -> bool:
         return isinstance(self.method, ContinuousMethod)
 
-    def load(self, requests: list[Request]) -> Pipeline | MARPair:
-        """The model. ValueError if it cannot be read, or names the lines of prompts that the model cannot take."""
+    def load(self, requests: list[PictureRequest]) -> Pipeline | MARPair:
+        """The model. ValueError if it cannot be read, or names the lines of prompts that it cannot take."""
         options = {} if self.is_continuous else {"dtype": getattr(torch, self.dtype),
                                                  "text_encoder": self.text_encoder}
         pipeline = load_model(type(self.method), self.model, self.device, **options)
-        with_style("", pipeline.prompts.styles, self.style)  # a style that the model has not is wrong once
+        with_style("", pipeline.prompts.styles, self.style)  # an unknown style is reported once, not for each line
         wrong = []
         for line, request in {request.line: request for request in requests}.items():
             try:
@@ -90,18 +90,18 @@ class Drawing:
         check_picture(*2 * [pipeline.side * scale_for(pipeline.side, self.scale)])
         return pipeline
 
-    def text(self, request: Request, pipeline: Pipeline | MARPair) -> str:
+    def text(self, request: PictureRequest, pipeline: Pipeline | MARPair) -> str:
         """What the model reads."""
         return with_style(request.prompt, pipeline.prompts.styles, self.style, default=True)
 
-    def sampling(self, requests: list[Request]):
+    def sampling(self, requests: list[PictureRequest]):
         return sampling_for(self.method, [request.seed for request in requests], self.guidance, self.temperature,
                             self.top_k, self.top_p, self.model, self.device)
 
 
-def draw(pipeline: Pipeline | MARPair, drawing: Drawing, requests: list[Request], keep: Callable[[Picture], None],
-         progress: Callable[[int], None] | None = None) -> None:
-    """Draw these pictures; each is handed to `keep` as soon as it is finished."""
+def draw(pipeline: Pipeline | MARPair, drawing: Drawing, requests: list[PictureRequest],
+         keep: Callable[[Picture], None], progress: Callable[[int], None] | None = None) -> None:
+    """Draw these pictures. `keep` gets each as soon as it is finished."""
     size = drawing.batch * (1 if drawing.is_continuous else PIECE)
     for start in range(0, len(requests), size):
         piece = requests[start: start + size]
@@ -116,13 +116,13 @@ def draw(pipeline: Pipeline | MARPair, drawing: Drawing, requests: list[Request]
 
         prompts = [drawing.text(request, pipeline) for request in piece]
         arguments = prompts, drawing.method, drawing.sampling(piece), progress
-        if drawing.is_continuous:  # its images are all finished in the same step
+        if drawing.is_continuous:  # all its images finish in one step
             finished(range(len(piece)), pipeline.tokens(*arguments))
         else:
             pipeline.tokens(*arguments, batch=drawing.batch, finished=finished)
 
 
-def draw_here(drawing: Drawing, requests: list[Request], begin: Callable[[], None],
+def draw_here(drawing: Drawing, requests: list[PictureRequest], begin: Callable[[], None],
               keep: Callable[[Picture], None]) -> None:
     """Draw them in this process. `begin` is called when the model and all prompts are known to be right."""
     pipeline, count = drawing.load(requests), 0
@@ -138,7 +138,7 @@ def draw_here(drawing: Drawing, requests: list[Request], begin: Callable[[], Non
 
 
 def scale_for(side: int, scale: int | None) -> int:
-    """The factor by which pictures of so many pixels a side are enlarged: as given, or up to 256 pixels."""
+    """The factor by which pictures of `side` pixels a side are enlarged: as given, or up to 256 pixels."""
     return scale or max(1, 256 // side)
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the checks of what they are given."""
+"""Options that several commands share, and the checks of their values."""
 import os
 import tempfile
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from ..pipelines.discrete import SHIPPED, Pipeline
 from ..pipelines.mar import MARPair
 from .commands import Interrupted
 
-MAX_COUNT = 1000  # pictures of a prompt or of a method: many of them are decoded at once
+MAX_COUNT = 1000  # pictures of a prompt or of a method; all may be decoded at once
 MAX_SIDES = {"PNG": 2**31 - 1, "JPEG": 65500, "WEBP": 16383, "GIF": 65535, "BMP": 2**31 - 1, "TIFF": 2**31 - 1,
              "PPM": 2**31 - 1}  # the formats that pictures are written in, and the most pixels a side that each holds
 MAX_PIXELS = 2 * 89_478_485  # more in a file, and Pillow takes it for an attack when it is opened
@@ -73,7 +73,7 @@ def guidance_for(model: Path, guidance: float | None) -> float:
 def sampling_for(method: Method | ContinuousMethod, seeds: list[int], guidance: float | None, temperature: float,
                  top_k: int | None, top_p: float | None, model: Path,
                  device: str = "cpu") -> Sampling | ContinuousSampling:
-    """How to draw by this method; ValueError names the option that is out of its range."""
+    """How to draw by this method. ValueError names an option that is out of its range."""
     if isinstance(method, ContinuousMethod):
         return ContinuousSampling.of(seeds, guidance=guidance_for(model, guidance), temperature=temperature,
                                      device=device)
@@ -86,7 +86,7 @@ def load_model(kind: type, model: Path, device: str, **options) -> Pipeline | MA
     if not holds[kind] and any(holds.values()):
         tokens, other = ("continuous", "mar:num_iter=64") if holds[ContinuousMethod] else ("discrete", "jacobi")
         raise ValueError(f"method must be one for {tokens} tokens, such as {other}: these are the tokens of {model}")
-    with quiet():  # torch imports much of itself now, called by C++, which a KeyboardInterrupt would abort
+    with quiet():  # C++ now imports much of torch, and a KeyboardInterrupt would abort it
         return (MARPair if kind is ContinuousMethod else Pipeline).load(model, device, **options)
 
 
@@ -96,7 +96,7 @@ def is_exact(method: Method | ContinuousMethod, temperature: float) -> bool:
 
 
 def is_given(name: str) -> bool:
-    """Whether this command was given the option, rather than having its default."""
+    """Whether the user gave the option: it has not its default."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
@@ -108,7 +108,7 @@ def refuse_filters(what: str) -> None:
 
 
 def given_options(but: tuple[str, ...]) -> list[str]:
-    """The options that this command was given, as one would write them again; `but`: without these."""
+    """The options that the user gave, as one would write them again; `but`: without these."""
     context, words = click.get_current_context(), []
     for option in context.command.params:
         value = context.params[option.name]
@@ -119,7 +119,7 @@ def given_options(but: tuple[str, ...]) -> list[str]:
 
 
 def takes_files(folder: Path) -> bool:
-    """Can files be made in `folder`? It is tried, since its permissions alone do not say so."""
+    """Whether files can be made in `folder`. It tries: permissions alone do not say so."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
@@ -128,7 +128,7 @@ def takes_files(folder: Path) -> bool:
 
 
 def writable_file(path: Path, option: str = "out") -> Path:
-    """`path` if a picture can be written there, in a folder that may have to be made. No other file is left."""
+    """`path` if a picture can be written there, in a folder that may have to be made. No file remains."""
     format = format_of(path)
     if format not in MAX_SIDES or format not in Image.SAVE:
         known = ", ".join(sorted(suffix for suffix, kind in Image.registered_extensions().items() if kind in MAX_SIDES))
@@ -149,7 +149,7 @@ def format_of(path: Path) -> str | None:
 
 
 def check_picture(width: int, height: int, format: str = "PNG") -> None:
-    """ValueError if a picture of so many pixels cannot be written, or opened again."""
+    """ValueError if a picture of this size cannot be written, or opened again."""
     if max(width, height) > MAX_SIDES[format]:
         raise ValueError(f"out must be of another format: {format} holds at most {MAX_SIDES[format]} pixels a side, "
                          f"got {width} x {height}")
@@ -170,7 +170,7 @@ def writable_folder(path: Path) -> Path:
 
 @contextmanager
 def resumable(how: str = "the same command goes on from here"):
-    """Ctrl-C ends the command with a line that says how to go on. Without `how` all finished runs must be saved."""
+    """Ctrl-C ends the command with a line that says how to go on. The default of `how` needs saved runs."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,11 +1,11 @@
-"""How far a command is: a bar on a terminal, a line from time to time in a log or a pipe."""
+"""The progress of a command: a bar on a terminal, a line from time to time in a log or a pipe."""
 import time
 
 import click
 from tqdm import tqdm
 
 EVERY = 30  # seconds from one line to the next, at least
-SOON = 4    # the same, of a command of many short steps
+SOON = 4    # seconds from one line to the next in a command of many short steps
 
 
 class Progress:
@@ -14,7 +14,7 @@ class Progress:
     def __init__(self, total: int, unit: str, label: str):
         self.bar = tqdm(total=total, unit=unit, desc=label, disable=None)
         self.total, self.unit, self.label, self.count = total, unit, label, 0
-        self.start = self.told = time.monotonic()
+        self.start = self.said = time.monotonic()
 
     def __enter__(self) -> "Progress":
         return self
@@ -27,14 +27,14 @@ class Progress:
         self.count += count
         self.bar.update(count)
         now = time.monotonic()
-        if self.bar.disable and now - self.told >= EVERY and self.count:
-            self.told, seconds = now, now - self.start
+        if self.bar.disable and now - self.said >= EVERY and self.count:
+            self.said, seconds = now, now - self.start
             click.echo(f"{self.label}: {self.count} of {self.total} {self.unit}s, {seconds:.0f} s, about "
                        f"{seconds * (self.total / self.count - 1):.0f} s left", err=True)
 
 
 class Steps:
-    """So many steps, one after the other, each with a bar or lines of its own."""
+    """Steps, one after the other, each with a bar or lines of its own."""
 
     def __init__(self, steps: int):
         self.steps, self.number = steps, 0
@@ -49,7 +49,7 @@ class Steps:
         self._say(self.text)
 
     def update(self, count: int) -> None:
-        """So many tokens more are drawn."""
+        """`count` tokens more are drawn."""
         self.done += count
         self.bar.update(count)
         if time.monotonic() - self.said >= SOON:

@@ -8,12 +8,6 @@ from ..decoding.continuous import ContinuousSampling
 from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..files import locked
-from ..studies import continuous, discrete
-from ..studies.base import choose_items, reference_pictures, write_report
-from ..studies.continuous import ContinuousReport
-from ..studies.discrete import DiscreteReport
-from ..studies.quality import register_scores
-from ..studies.report import CONTINUOUS_ITEMS, ITEMS
 from .options import (
     MAX_COUNT,
     filters_for,
@@ -25,6 +19,19 @@ from .options import (
     sampling_options,
     writable_folder,
 )
+
+try:
+    from studies import continuous, discrete
+    from studies.base import choose_items, reference_pictures, write_report
+    from studies.continuous import ContinuousReport
+    from studies.discrete import DiscreteReport
+    from studies.quality import register_scores
+    from studies.report import CONTINUOUS_ITEMS, ITEMS
+except ModuleNotFoundError as error:
+    if error.name != "studies":
+        raise
+    raise ValueError("report needs the folder python/studies, which is in a clone of the repository and not in the "
+                     "installed package: run `make install` in a clone, and then .venv/bin/specvis report") from None
 
 
 @click.command()
@@ -75,7 +82,7 @@ def refuse_discrete_options() -> None:
 
 def discrete_report(quick, images, timed, folder, seed, guidance, top_k, top_p, model, device) -> DiscreteReport:
     settings = filters_for(model, guidance, top_k, top_p)
-    Sampling.of([seed], **settings)  # what is out of its range is told before the model is loaded
+    Sampling.of([seed], **settings)  # values out of their range are reported before the model is loaded
     scope = discrete.scope_of(quick, images, timed, len(reference_pictures(model)[0]))
     return DiscreteReport.of(load_model(Method, model, device), model, folder(), scope, seed=seed, **settings)
 

@@ -13,27 +13,27 @@ from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
-from ..studies.positions import draw_margins, is_near_a_filter
+from ..pipelines.positions import draw_margins, is_near_a_filter
 from .options import is_exact
 from .progress import Steps
 
 ROUNDING = 1e-4  # two candidates for a token that are nearer than this may change places by rounding
 
-Pipelines = dict[type, Pipeline | MARPair]  # by the type of the methods that they decode by
+Pipelines = dict[type, Pipeline | MARPair]  # the key is the type of the methods by which they decode
 
 
 @dataclass
-class Run:
+class ComparedRun:
     """One method at one temperature, on all prompts."""
 
     method: Method | ContinuousMethod
     temperature: float
     sampling: Sampling | ContinuousSampling
-    purpose: str = ""  # of a run that is not in the table
+    purpose: str = ""  # why a run is done that is not in the table
 
     @property
     def key(self) -> tuple:
-        """Runs of the same key are the same."""
+        """Two runs with one key are one run."""
         return self.method, self.temperature
 
     @property
@@ -42,12 +42,12 @@ class Run:
 
 
 @dataclass
-class Result(Run):
+class ComparedResult(ComparedRun):
     decoded: Decoded | ContinuousDecoded = field(kw_only=True)
     seconds: float = field(kw_only=True)               # wall time of the whole batch
-    model_seconds: float | None = field(kw_only=True)  # of that, in forwards of the models; None: not measured
-    baseline: "Result | None" = None  # of the same kind of tokens at the same temperature
-    single_seconds: list[float] = field(default_factory=list)  # of the first pictures, each decoded once more, alone
+    model_seconds: float | None = field(kw_only=True)  # the part in forwards of the models; None: not measured
+    baseline: "ComparedResult | None" = None  # it has the same kind of tokens and temperature
+    single_seconds: list[float] = field(default_factory=list)  # the first pictures, each decoded again alone
 
     @property
     def overhead(self) -> float | None:
@@ -60,7 +60,7 @@ class Result(Run):
 
     @property
     def single_speedup(self) -> float | None:
-        """The median over the pictures that were decoded alone; None: there are none, or no baseline."""
+        """The median over the pictures that were decoded alone; None: no picture was, or no baseline exists."""
         baseline = [] if self.baseline is None else self.baseline.single_seconds
         return statistics.median(map(truediv, baseline, self.single_seconds)) if baseline else None
 
@@ -72,10 +72,10 @@ class Result(Run):
         return (self.decoded.tokens == self.baseline.decoded.tokens).all(1)
 
 
-def run_all(pipelines: Pipelines, runs: list[Run], prompts: list[str], singles: int) -> list[Result]:
+def run_all(pipelines: Pipelines, runs: list[ComparedRun], prompts: list[str], singles: int) -> list[ComparedResult]:
     """Decode all prompts as one batch in each run, then the first `singles` of them alone.
 
-    Each picture is decoded alone by the baseline, then by all others: their seconds are of the same minute. Continuous
+    Each picture is decoded alone by the baseline, then by all others: their seconds are from one minute. Continuous
     tokens are not decoded alone: their baseline would take minutes.
     """
     for run in runs:
@@ -93,16 +93,17 @@ def run_all(pipelines: Pipelines, runs: list[Run], prompts: list[str], singles: 
     return results
 
 
-def decode_batch(pipeline: Pipeline | MARPair, run: Run, prompts: list[str], progress: Steps) -> Result:
+def decode_batch(pipeline: Pipeline | MARPair, run: ComparedRun, prompts: list[str], progress: Steps) -> ComparedResult:
     progress.begin(f"{run.purpose}{run.label}, {len(prompts)} at once", len(prompts) * pipeline.num_tokens)
     with ModelClock(pipeline) as clock:
         start = time.perf_counter()
         decoded = pipeline.tokens(prompts, run.method, run.sampling, progress.update)
         seconds = time.perf_counter() - start
-    return Result(*run.key, run.sampling, run.purpose, decoded=decoded, seconds=seconds, model_seconds=clock.seconds)
+    return ComparedResult(*run.key, run.sampling, run.purpose, decoded=decoded, seconds=seconds,
+                          model_seconds=clock.seconds)
 
 
-def decode_alone(pipeline: Pipeline, run: Run, prompts: list[str], i: int, progress: Steps) -> float:
+def decode_alone(pipeline: Pipeline, run: ComparedRun, prompts: list[str], i: int, progress: Steps) -> float:
     """How many seconds the i-th picture takes alone."""
     progress.begin(f"{run.purpose}{run.label}, picture {i + 1} alone", pipeline.num_tokens)
     start = time.perf_counter()
@@ -155,7 +156,7 @@ class ModelClock:
             vars(module).pop(name, None)
 
 
-def report_differences(pipelines: Pipelines, results: list[Result], prompts: list[str]) -> None:
+def report_differences(pipelines: Pipelines, results: list[ComparedResult], prompts: list[str]) -> None:
     """Say where a picture differs that should be the baseline's. More than rounding is an error.
 
     The baseline reads one node a forward and other methods read many, and the two round differently. Where two

@@ -4,15 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import matplotlib
 import torch
 
 from ..decoding.methods import Method, method, parse_method
 from ..decoding.sampling import Sampling
 from ..files import csv_text, locked, replacing_together, write_whole
-from ..studies.base import Run
-from ..studies.discrete import DiscreteStudy, Latency
-from ..studies.page import save_figure
+from .discrete_study import DiscreteStudy, Latency, PictureRun
 from .options import (
     MAX_COUNT,
     PROMPTS,
@@ -23,18 +20,16 @@ from .options import (
     sampling_options,
     writable_folder,
 )
+from .plots import plt, save_figure
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  the backend is chosen first: there may be no screen
-
-RULES = (  # of acceptance, on the recipe's own tree or window
+RULES = (  # rules of acceptance, on the recipe's own tree or window
     "jacobi:window=16", "gsd", "gsd+coupled", "speculative", "eagle1", "eagle2", "adt-tree",
     *(f"{name}:delta={delta}:k={k}" for name in ("lantern", "lantern+optimal") for delta in (0.05, 0.1, 0.2, 0.4)
       for k in (30, 300)),
     *(f"lantern++:delta={delta}{tail}" for delta in (0.5, 1.0, 2.0, 4.0) for tail in ("", ":residual=optimal")),
     *(f"{name}:omega={omega}" for name in ("uniform-rsd", "cool-sd") for omega in (1.1, 1.5, 2.0, 3.0)),
 )
-TREES = {  # shapes that a second round tries
+TREES = {  # a second round tries these shapes
     "static": [{"tree": name} for name in ("chain-2", "chain-4", "chain-6", "mc_sim_7b_63", "reverse_balanced_25",
                                            "naive_extend_57")],
     "dynamic": [{"depth": depth, "width": width, "nodes": nodes}
@@ -88,14 +83,14 @@ def tune(target_tv_excess, target_speedup, by, images, out, seed, guidance, top_
 
 @dataclass(frozen=True)
 class Trial:
-    """What is known of a method."""
+    """The measurements of a method."""
 
     method: Method
     pictures: int
     tau: float
     tv_excess: float         # per token, mean over pictures
-    standard_error: float    # of tv_excess
-    speedup: float | None    # in seconds of single pictures, against the baseline; None: compared by tau
+    standard_error: float    # the error of tv_excess
+    speedup: float | None    # over the baseline in seconds of single pictures; None: tau is compared
 
     @property
     def speed(self) -> float:
@@ -103,7 +98,7 @@ class Trial:
 
     @property
     def tv_excess_above(self) -> float:
-        """One standard error above the mean: what is compared with a target, and with other methods."""
+        """One standard error above the mean. This is compared with a target, and with other methods."""
         return self.tv_excess + self.standard_error
 
 
@@ -115,7 +110,7 @@ class Target:
     speedup: float | None = None    # at least
 
     def choose(self, trials: list[Trial]) -> Trial | None:
-        """The fastest within the budget, or the most faithful that is fast enough; None: there is none."""
+        """The fastest within the budget, or the most faithful that is fast enough; None: no trial is."""
         if self.tv_excess is not None:
             within = [t for t in trials if t.tv_excess_above <= self.tv_excess]
             return max(within, key=lambda t: t.speed, default=None)
@@ -167,7 +162,7 @@ def nearest(trials: list[Trial], target: Target, count: int) -> list[Trial]:
     """At most `count` trials: the choice so far, the most faithful, then the frontier's nearest to the target."""
     edge = frontier(trials)
     chosen = target.choose(trials)
-    first = [*([chosen] if chosen else []), edge[0]]  # the last of them keeps a choice possible
+    first = [*([chosen] if chosen else []), edge[0]]  # the most faithful keeps a choice possible
     return list(dict.fromkeys([*first, *sorted(edge, key=target.distance)]))[:count]
 
 
@@ -204,12 +199,12 @@ def variations(base: Method) -> Iterator[Method]:
             yield changed
 
 
-def runs_of(m: Method, pictures: int) -> list[Run]:
+def runs_of(m: Method, pictures: int) -> list[PictureRun]:
     """The pictures in runs of 4, 4, 8, 16, ...: a longer trial begins with the runs of a shorter one."""
     pieces, start = [], 0
     while start < pictures:
         count = min(max(start, 4), pictures - start)
-        pieces.append(Run(m, 1.0, count, start))
+        pieces.append(PictureRun(m, 1.0, count, start))
         start += count
     return pieces
 

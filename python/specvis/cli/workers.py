@@ -1,7 +1,7 @@
 """Pictures of many prompts drawn by several workers, each a process with a model of its own, on Ray.
 
-The driver hands out requests, small shares of them, and keeps what comes back, picture by picture. A worker that ends
-is replaced. What it had not finished is drawn again, each picture alone, since one of them may be the reason.
+The driver gives each worker a small share of the requests, and keeps each picture that comes back. A worker that ends
+is replaced. Its unfinished pictures are drawn again, each alone, since one of them may be the reason.
 """
 import logging
 import os
@@ -14,19 +14,19 @@ from collections.abc import Callable
 import click
 import torch
 
-from .many import Drawing, Picture, Request, draw
+from .many import Drawing, Picture, PictureRequest, draw
 from .progress import Progress
 
-RETRIES = 2   # of a picture whose worker ended
-DEATHS = 5    # times the number of workers: so many may end in a row without a picture between them
+RETRIES = 2   # a picture whose worker ended is tried again this often
+DEATHS = 5    # times the number of workers may end in a row without a picture between them
 BATCHES = 4   # the most in a share: the rows of a batch are filled again until a share is at its end
 
 
 class Worker:
-    """What runs in a process of its own."""
+    """The part that runs in a process of its own."""
 
-    def load(self, drawing: Drawing, requests: list[Request], threads: int) -> tuple[str, str | None]:
-        """Load the model and look at all prompts. Which process this is, and what is wrong, if something is."""
+    def load(self, drawing: Drawing, requests: list[PictureRequest], threads: int) -> tuple[str, str | None]:
+        """Load the model and look at all prompts. Returns the name of this process, and an error or None."""
         torch.set_num_threads(threads)
         name = f"{os.getpid()} on {socket.gethostname()}"
         try:
@@ -35,7 +35,7 @@ class Worker:
             return name, str(error)
         return name, None
 
-    def draw(self, requests: list[Request]):
+    def draw(self, requests: list[PictureRequest]):
         """Yield each picture as soon as it is finished."""
         finished = queue.SimpleQueue()
 
@@ -58,15 +58,15 @@ class Seat:
 
     def __init__(self, actor, pending):
         self.actor = actor
-        self.pending = pending  # what it is asked for: a reference, or a generator of them; None: it waits
+        self.pending = pending  # a reference to its answer, or a generator of references; None: it waits
         self.name = None        # which process it is, once its model is loaded
         self.share = {}         # the requests that it has not finished, by their indices
 
 
 class Crew:
-    """The workers, the requests that wait, and those that are given up."""
+    """The workers, the waiting requests, and the ones that are given up."""
 
-    def __init__(self, ray, num_workers: int, start: Callable[[], Seat], requests: list[Request], batch: int):
+    def __init__(self, ray, num_workers: int, start: Callable[[], Seat], requests: list[PictureRequest], batch: int):
         self.ray, self.num_workers, self.start, self.batch = ray, num_workers, start, batch
         self.waiting, self.alone = deque(requests), deque()  # alone: those whose worker ended
         self.ends, self.lost, self.deaths = Counter(), {}, 0
@@ -99,7 +99,7 @@ class Crew:
             has_begun, seat.name, seat.pending = True, name, None
 
     def hand_out(self) -> None:
-        """Give a share to each worker that waits: half of its part of what is left, so that all end together."""
+        """Give a share to each worker that waits: half of its part of the rest, so that all end together."""
         for seat in self.seats:
             if seat.name is None or seat.pending is not None:
                 continue
@@ -151,10 +151,10 @@ class Crew:
         self.seats[self.seats.index(seat)] = self.start()
 
 
-def draw_by_workers(drawing: Drawing, requests: list[Request], begin: Callable[[], None],
+def draw_by_workers(drawing: Drawing, requests: list[PictureRequest], begin: Callable[[], None],
                     keep: Callable[[Picture], None], *, num_workers: int, cpus: float | None,
                     gpus: float | None) -> dict[int, str]:
-    """Draw them by so many workers. `begin` is called when the model and all prompts are known to be right.
+    """Draw them by `num_workers` workers. `begin` is called when the model and all prompts are known to be right.
 
     Args:
         cpus: for each worker, as Ray counts them, and as many threads; None: its part of all there are
@@ -215,7 +215,7 @@ def imported():
 
 
 def per_worker(nodes: list[dict], num_workers: int, cpus: float | None, gpus: float) -> tuple[float, float]:
-    """How many CPUs and GPUs each worker gets. ValueError if so many workers have no place on these machines."""
+    """How many CPUs and GPUs each worker gets. ValueError if these machines have no place for that many workers."""
     def num_fitting(cpus):
         return sum(int(min(node.get("CPU", 0) / cpus if cpus else num_workers,
                            node.get("GPU", 0) / gpus if gpus else num_workers) + 1e-6) for node in nodes)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-# The windows that "auto" chooses from, 0 is plain decoding, and the shipped model's tokens per forward with each, over 32
-# pictures. `specvis compare --methods vanilla,jacobi:window=4 -n 32 --singles 0` measures one of them.
+# The windows that "auto" chooses from, 0 is plain decoding, and the shipped model's tokens per forward with each, over
+# 32 pictures. `specvis compare --methods vanilla,jacobi:window=4 -n 32 --singles 0` measures one of them.
 TAU = {0: 1.0, 1: 1.39, 2: 1.66, 3: 1.9, 4: 2.11, 6: 2.44, 8: 2.71, 12: 3.37, 16: 3.84, 24: 4.29, 32: 4.59}
 TIMED = (0, 0, 0, 0, 2, 2, 8, 8, 32)  # the windows of which a step is timed in each round, short steps oftener
 ROUNDS = 5                            # the first ones allocate, compile and capture

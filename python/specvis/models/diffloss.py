@@ -23,7 +23,7 @@ NORM_EPS = 1e-6
 
 
 def cosine_alpha_bar(num_timesteps: int) -> Tensor:
-    """(num_timesteps,) float64: the share of the signal's variance that is left after each timestep of noise.
+    """(num_timesteps,) float64: the share of the signal's variance that remains after each timestep of noise.
 
     This is the cosine schedule, cos((s + 0.008) / 1.008 * pi / 2)^2 at s = t / num_timesteps over its value at 0.
     No timestep takes more than MAX_BETA.
@@ -44,7 +44,7 @@ class Schedule:
         beta                  the variance of the noise between x_(t-1) and x_t
         posterior_mean_coef1  the mean of x_(t-1) given x_0 and x_t is posterior_mean_coef1 * x_0
         posterior_mean_coef2      + posterior_mean_coef2 * x_t
-        min_log_sigma         log sigma of x_(t-1) given x_0 and x_t. At t = 1 that is log 0, so step 2's stands there
+        min_log_sigma         log sigma of x_(t-1) given x_0 and x_t. At t = 1 that is log 0, so step 2's is there
         max_log_sigma         log sqrt(beta). The network chooses between the two
     """
 
@@ -185,7 +185,7 @@ class Network(nn.Module):
 
 @dataclass
 class Sample:
-    """Tokens, and what an acceptance rule needs to know of their paths. R stands for any dimensions."""
+    """Tokens, and what an acceptance rule needs to know of their paths. R means any dimensions."""
 
     mean: Tensor            # (R, C) float32  of the last step: this is the token, since that step adds no noise
     log_sigma: Tensor       # (R, C) float32  of the last step, temperature included
@@ -335,7 +335,7 @@ class DiffLoss(nn.Module):
         return linear(z) if packed is None else packed_linear(z, packed[1], linear.out_features, linear.bias)
 
     def time_embeddings(self, schedule: Schedule, like: Tensor) -> Tensor:
-        """(T, width) on the device of `like`; those of packed weights are kept."""
+        """(T, width) on the device of `like`; the embeddings of packed weights are kept."""
         packed = self.packing.get(like, self.pack)
         kept = {} if packed is None else packed[2]
         if schedule not in kept:
@@ -343,14 +343,14 @@ class DiffLoss(nn.Module):
         return kept[schedule]
 
     def schedule_of(self, num_steps: int) -> Schedule:
-        """The schedule of so many denoising steps, made at the first call."""
+        """The schedule of this number of denoising steps, made at the first call."""
         if num_steps not in self._schedules:
             self._schedules[num_steps] = Schedule(self.num_train_timesteps, num_steps)
         return self._schedules[num_steps]
 
     def denoiser(self, z: Tensor, *, uncond: Tensor | None = None, guidance: float | Tensor = 1.0,
                  temperature: float = 1.0, num_steps: int | None = None) -> Denoiser:
-        """The diffusion of tokens (R, C), given z. R stands for any dimensions.
+        """The diffusion of tokens (R, C), given z. R means any dimensions.
 
         Args:
             z:           (R, z_channels), of any dtype

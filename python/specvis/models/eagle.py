@@ -18,7 +18,7 @@ from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotat
 from .llamagen import GPTConfig, RMSNorm
 from .threads import cast, cat, embed
 
-NORM_EPS = 1e-6  # of LANTERN's drafter, whatever the target's
+NORM_EPS = 1e-6  # LANTERN's drafter has it, whatever the target has
 
 
 class SelfAttention(nn.Module):
@@ -76,19 +76,19 @@ class EagleHead(nn.Module):
         self.packing = Packing()
 
     def read(self, tokens: Tensor, previous_hidden: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
-        """Predict the target's hidden states at `tokens`. The other arguments are those of GPT.read.
+        """Predict the target's hidden states at `tokens`. The other arguments are the arguments of GPT.read.
 
         Args:
             tokens:          (R, N) int64
             previous_hidden: (R, N, dim)  the hidden state before each token, the target's or the head's own
-            position_ids:    (R or 1, N) int64  where each token stands in [condition less one | raster grid]
+            position_ids:    (R or 1, N) int64  where each token is in [condition less one | raster grid]
         Returns:
             (R, N, dim)
         """
         return self(tokens, previous_hidden, Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype))
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
-        """The same for tokens behind what the cache holds. See `Drafter.extend`."""
+        """Predict after what the cache holds. See `Drafter.extend`."""
         return self(tokens, previous_hidden, NodesReading(self, nodes, cache))
 
     def forward(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:

@@ -5,9 +5,9 @@ target; `decoding.draft_model` has two drafters, and one of them makes a drafter
 
 A model reads R rows at once, which are independent of each other. Row r belongs to request r % B: with guidance each of
 B requests has a row that reads its condition and one that reads none. A model's cache has numbered columns, and what is
-read is kept there until the column is written again. Every read says in which columns its tokens stand and what each of
+read is kept there until the column is written again. Every read says in which columns its tokens are and what each of
 them sees (`Nodes`). The loop needs this freedom for trees: sibling drafts have the same position in the image, must not
-see each other, and stand in columns of their own.
+see each other, and have columns of their own.
 """
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -21,9 +21,9 @@ from specvis_kernels import tree_mask
 
 @dataclass
 class Nodes:
-    """Where the tokens of one read stand, and what they see: N nodes of a tree of drafts for each of R rows.
+    """Where the tokens of one read are, and what they see: N nodes of a tree of drafts for each of R rows.
 
-    Node j of request b stands in column lengths[b] + j. A node sees the columns before lengths[b], but for the padding
+    Node j of request b is in column lengths[b] + j. A node sees the columns before lengths[b], but for the padding
     of the condition, and of the tree's nodes its ancestors and itself. All shapes stay the same from step to step.
     Where a model has `specvis_kernels.tree_attention`, it needs no mask; others ask for `mask` and `slots`.
     """
@@ -32,12 +32,12 @@ class Nodes:
     lengths: Tensor       # (B,) int64       the column of node 0, and its position: prefix_len + that in the image
     ancestors: Tensor     # (B, N, W) int64  bits, as `tree_links` gives them; a node's own is among them
     padding_mask: Tensor  # (R, S) bool      True where the condition is real
-    columns: int          # all of this stands before that column of the cache
+    columns: int          # all of this is before that column of the cache
     first: int = 0        # the number of the first node that is read; those before it were read already
 
     @property
     def position_ids(self) -> Tensor:
-        """(R, N) int64 prefix_len + a token's position in the image; behind the image any will do. A node that is not
+        """(R, N) int64 prefix_len + a token's position in the image; after the image any will do. A node that is not
         used has its root's."""
         return self.of_rows(self.lengths[:, None] + self.depth.clamp(min=0))
 
@@ -72,15 +72,15 @@ class ModelCache(Protocol):
     """
 
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
-        """Move the accepted nodes of a draft tree to the columns behind the tree's root.
+        """Move the accepted nodes of a draft tree to the columns after the tree's root.
 
         In the rows of request b node n is in column lengths[b] + n, and the root is node 0. The i-th accepted node, for
         i from 0 to num_accepted[b] - 1, goes to column lengths[b] + 1 + i. Nodes are moved to the front only, and in
-        order, but the ranges may overlap. What is in the columns behind the last accepted node does not matter any
+        order, but the ranges may overlap. What is in the columns after the last accepted node does not matter any
         more. `specvis_kernels.commit_kv` does this.
 
         Args:
-            accepted_nodes: (B, P) int32  the nodes of the accepted path, in order; -1 behind its end
+            accepted_nodes: (B, P) int32  the nodes of the accepted path, in order; -1 after its end
             num_accepted:   (B,) int32    how many they are
             lengths:        (B,) int64    the column of the root
         """
@@ -88,7 +88,7 @@ class ModelCache(Protocol):
 
 @runtime_checkable
 class TargetModel(Protocol):
-    """A model of images: rows of tokens in raster order, behind a condition of `prefix_len` entries.
+    """A model of images: rows of tokens in raster order, after a condition of `prefix_len` entries.
 
     It may have more, for models whose images are no mere grid of codes; `models.transformers` has all of it:
 
@@ -131,11 +131,11 @@ class TargetModel(Protocol):
         """
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: ModelCache) -> Tensor:
-        """Read tokens behind what is in the cache.
+        """Read tokens after what is in the cache.
 
         Args:
             tokens: (R, N) int64
-            nodes:  where they stand, and what they see; a token behind the image does not count, but must not be an
+            nodes:  where they are, and what they see; a token after the image does not count, but must not be an
                 error
         Returns:
             (R, N, H) hidden states, each of which predicts what follows its token
@@ -172,7 +172,7 @@ class Drafter(Protocol):
     """Who proposes tokens for a target, for both rows of each of B requests: R = 2B (see `sampling.cfg_inputs`).
 
     It is asked for the same batch from the first token to the last one, so it holds the conditions itself. It may also
-    have `select(requests)`, which gives a drafter for these of the B requests alone. That is needed where requests wait
+    have `select(requests)`, which gives a drafter for some of the B requests alone. That is needed where requests wait
     for a place in a batch; then its cache has `insert`, as `ModelCache` says. And it may have `can_replay`, as
     `TargetModel` says: steps are captured if both say so. If it has a `grid` and a `vocab_size`, they are compared with
     the target's.
@@ -189,7 +189,7 @@ class Drafter(Protocol):
         """Read the conditions into columns 0 to prefix_len - 1. hidden (R, S, H): the target's states at them."""
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Any) -> Tensor:
-        """Read tokens behind what is in the cache, as `TargetModel.extend` does.
+        """Read tokens after what is in the cache, as `TargetModel.extend` does.
 
         Args:
             previous_hidden: (R, N, H)  the hidden state before each token: the target's for a token of the image, the

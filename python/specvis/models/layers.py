@@ -35,13 +35,13 @@ class Packing:
 
     def check(self, parts: Sequence[nn.Module], types: tuple[type, ...], pack: Callable[[], Any],
               multiple: int = 16) -> None:
-        """Pack, if the ops can do what modules do, and their weights are not those that are packed.
+        """Pack, if the ops can do what modules do, and the weights are not packed yet.
 
         Args:
             parts: the modules whose weights are packed
-            types: that they and their modules must have
+            types: they and their modules must have one of these
             pack:  makes the copies
-            multiple: of which the weights' inputs must be one
+            multiple: the number of the weights' inputs must be divisible by it
         """
         modules = [module for part in parts for module in part.modules()]
         self.owners = [(module._parameters, name) for module in modules
@@ -81,7 +81,7 @@ class Packing:
 
 
 def is_transformed() -> bool:
-    """Whether torch.compile, torch.func or make_fx makes something else of what is done."""
+    """Whether torch.compile, torch.func or make_fx traces what is done."""
     return (torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
             or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None)
 
@@ -101,7 +101,7 @@ def is_unchanged(module: nn.Module, types: tuple[type, ...]) -> bool:
 
 
 def sums_of(weight: Tensor) -> list[int]:
-    """Of the bits of its rows, each times the row's number, and of its columns."""
+    """A checksum: of the bits of the rows, each times its number, and of the columns."""
     bits = weight.detach().contiguous().view(weight.shape[0] if weight.ndim > 1 else 1, -1)
     bits = bits.view(torch.int32 if bits.shape[1] * bits.itemsize % 4 == 0 else torch.int16)
     sums = [bits.sum(dim, dtype=torch.int32).long() for dim in (1, 0)]
@@ -119,7 +119,7 @@ def grid_rotations(grid: int, head_dim: int, condition: int, spare: int = 0, bas
 
     They are the factors of query, key and value; a value's are 1. A cell's first half turns by its row, its second
     half by its column. Condition positions are 0, not 1: there q = k = 0, so attention from and to them is uniform.
-    `spare` positions behind the grid are 0 too. Drafted tokens that overshoot the image stand there; they are thrown
+    `spare` positions after the grid are 0 too. Drafted tokens that overshoot the image are there; they are thrown
     away.
     """
     half = head_dim // 2
@@ -138,7 +138,7 @@ def rotation_pairs(rotations: Tensor) -> Tensor:
 
 
 def rotations_at(module: torch.nn.Module, position_ids: Tensor) -> Tensor:
-    """module.rotations at position_ids (rows, N) int64; all positions behind the table get its last entry.
+    """module.rotations at position_ids (rows, N) int64; all positions after the table get its last entry.
 
     The table is no buffer: Module.to(torch.bfloat16) would cast its complex numbers to real ones.
     """
@@ -171,13 +171,13 @@ class Cache:
                              f"{str(self.data.dtype)[6:]} with {R} rows and {T} columns")
 
     def flat_slots(self, slots: Tensor) -> Tensor:
-        """Columns `slots` (B, N) int64 of rows r % B, counted through all R rows, one behind the other: (R * N,)."""
+        """Columns `slots` (B, N) int64 of rows r % B, counted through all R rows, one after the other: (R * N,)."""
         R, T = self.data.shape[1:3]
         first = torch.arange(0, R * T, T, device=slots.device)  # of each row
         return (first.view(-1, len(slots), 1) + slots).flatten()
 
     def commit(self, accepted_nodes: Tensor, num_accepted: Tensor, lengths: Tensor) -> None:
-        """Move the accepted nodes of a tree to the columns behind its root, in every layer; see `ModelCache.commit`."""
+        """Move the accepted nodes of a tree to the columns after its root, in every layer; see `ModelCache.commit`."""
         commit_kv(self.data, accepted_nodes, num_accepted, lengths, row_dim=1, column_dim=2)
 
 
@@ -208,7 +208,7 @@ class Reading:
 
 
 class NodesReading(Reading):
-    """The same for nodes behind what a cache holds, which see what `Nodes` says."""
+    """A reading of nodes after what a cache holds. They see what `Nodes` says."""
 
     def __init__(self, module: nn.Module, nodes: Nodes, cache: Cache):
         """module: it has a table of rotations"""

@@ -158,7 +158,7 @@ class CaptionEmbedding(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens of an image in raster order behind a class or a caption; rows of a batch are independent.
+    """Tokens of an image in raster order after a class or a caption; rows of a batch are independent.
 
     On a CPU, in float32 and bfloat16, conditions and tokens are read by `decoder_layers` and `packed_linear`. Not a bit
     depends on how many nodes are read at once, on other rows, or on the number of threads. So seed-exact methods draw
@@ -227,7 +227,7 @@ class GPT(nn.Module):
 
         Args:
             x:            (R, N, dim)  embeddings of conditions or tokens
-            position_ids: (R or 1, N) int64  where each stands in [condition | raster grid]; all positions behind the
+            position_ids: (R or 1, N) int64  where each is in [condition | raster grid]; all positions after the
                 grid are one spare position
             mask:         (R or 1, N, N) bool  which of them each may see
         Returns:
@@ -250,7 +250,7 @@ class GPT(nn.Module):
         return self(condition, NodesReading(self, condition_nodes(padding_mask), cache))
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
-        """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
+        """Read tokens (R, N) after what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
         return self(embed(self.tok_embeddings, tokens), NodesReading(self, nodes, cache))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -31,14 +31,14 @@ class MARConfig:
     decoder_layers: int
     diffusion_width: int
     diffusion_blocks: int
-    tokens: int = 256                        # of an image
-    channels: int = 16                       # of a token
+    tokens: int = 256                        # an image has this many
+    channels: int = 16                       # a token has this many numbers
     buffer: int = 64                         # condition tokens
     classes: int | None = None               # for a class-conditional model
     caption_dim: int | None = None           # for a text-conditional model: the width of the caption features
     mlp_ratio: float = 4.0
-    num_train_timesteps: int = 1000          # of the diffusion
-    num_sampling_steps: int = 100            # of the denoising
+    num_train_timesteps: int = 1000          # the diffusion has this many
+    num_sampling_steps: int = 100            # the denoising takes this many
     dropout: float = 0.0
     clip_sample_range: float | None = None   # a denoising step clamps its predicted x_0 to this; None: it does not
 
@@ -212,6 +212,21 @@ class MAR(nn.Module):
         """(R, dim): the condition that guidance leads away from."""
         return self.fake_latent.expand(num_rows, -1)
 
+    def checked(self, tokens: Tensor, is_known: Tensor, condition: Tensor) -> Tensor:
+        """The condition as (R, S, dim). ValueError for inputs of `forward` that have other shapes."""
+        c = self.config
+        R, L = tokens.shape[0], c.tokens
+        if tokens.shape[1:] != (L, c.channels):
+            raise ValueError(f"tokens must be (R, L={L}, C={c.channels}), got {tuple(tokens.shape)}")
+        if is_known.shape != (R, L) or is_known.dtype != torch.bool:
+            raise ValueError(f"is_known must be bool (R={R}, L={L}), got {is_known.dtype} {tuple(is_known.shape)}")
+        if condition.ndim == 2:
+            condition = condition[:, None]
+        if condition.ndim != 3 or condition.shape[::2] != (R, c.dim) or not 1 <= condition.shape[1] <= c.buffer:
+            raise ValueError(f"condition must be (R={R}, {c.dim}) or (R={R}, S, {c.dim}) with S within 1..{c.buffer}, "
+                             f"got {tuple(condition.shape)}")
+        return condition
+
     def forward(self, tokens: Tensor, is_known: Tensor, condition: Tensor, max_known: int | None = None,
                 wanted: Tensor | None = None) -> Tensor:
         """The z of each token's diffusion, given the known tokens.
@@ -226,17 +241,7 @@ class MAR(nn.Module):
         Returns:
             (R, L, dim) or (R, n, dim)
         """
-        c = self.config
-        R, L = tokens.shape[0], c.tokens
-        if tokens.shape[1:] != (L, c.channels):
-            raise ValueError(f"tokens must be (R, L={L}, C={c.channels}), got {tuple(tokens.shape)}")
-        if is_known.shape != (R, L) or is_known.dtype != torch.bool:
-            raise ValueError(f"is_known must be bool (R={R}, L={L}), got {is_known.dtype} {tuple(is_known.shape)}")
-        if condition.ndim == 2:
-            condition = condition[:, None]
-        if condition.ndim != 3 or condition.shape[::2] != (R, c.dim) or not 1 <= condition.shape[1] <= c.buffer:
-            raise ValueError(f"condition must be (R={R}, {c.dim}) or (R={R}, S, {c.dim}) with S within 1..{c.buffer}, "
-                             f"got {tuple(condition.shape)}")
+        c, R, condition = self.config, tokens.shape[0], self.checked(tokens, is_known, condition)
         # The encoder reads the known tokens. Shorter rows are padded with unknown ones, which the mask hides.
         positions = is_known.byte().argsort(dim=1, descending=True, stable=True)[:, :max_known]
         padding_mask = is_known.gather(1, positions)  # True where a token is known
@@ -247,7 +252,7 @@ class MAR(nn.Module):
             z = cast(packed_linear(read, *z_proj), read.dtype)
         else:
             z = self.z_proj(read)
-        S, dtype = condition.shape[1], torch.promote_types(read.dtype, z.dtype)  # of z under autocast
+        S, dtype = condition.shape[1], torch.promote_types(read.dtype, z.dtype)  # under autocast z has another dtype
         condition = condition.to(read.dtype).to(dtype)
         buffer = [condition.expand(-1, c.buffer, -1)] if S == 1 else [
             *[condition] * (c.buffer // S), condition[:, : c.buffer % S]]
@@ -267,7 +272,7 @@ class MAR(nn.Module):
                 x = block(x, mask[:, None, None])
             x = self.decoder_embed(self.encoder_norm(x))
 
-        # The decoder reads them where they stand, and the mask token everywhere else.
+        # The decoder reads them where they are, and the mask token everywhere else.
         dtype = torch.promote_types(x.dtype, self.mask_token.dtype)
         sources = cat([x.to(dtype), self.mask_token.to(dtype).expand(R, 1, -1)], 1)
         ranks = c.buffer - 1 + is_known.cumsum(1)

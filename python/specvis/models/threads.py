@@ -16,7 +16,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def takes_several(like: Tensor, size: int) -> bool:
-    """Whether PyTorch takes several threads to write so many numbers, of the kind and device of `like`."""
+    """Whether PyTorch takes several threads to write that many numbers, of the kind and device of `like`."""
     return (size > MOST and like.device.type == "cpu" and like.itemsize in BITS and not torch.is_grad_enabled()
             and type(like) in (Tensor, nn.Parameter) and not is_transformed())
 

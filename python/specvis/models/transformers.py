@@ -4,7 +4,7 @@ The weights stay where they are: a target holds the model that transformers has 
 transformers. Of its vocabulary only the ids that stand for codes of an image are ever looked at. They are numbered as
 in the codebook, from 0 to C - 1. Where every row of an image ends in an id of its own, which is forced, that is C.
 
-What is forced behind an image (its end, the end of a frame) is not drawn: a picture is whole without it.
+What is forced after an image (its end, the end of a frame) is not drawn: a picture is whole without it.
 """
 import inspect
 from collections.abc import Sequence
@@ -15,38 +15,17 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, tree_attention
+from specvis_kernels import decoder_layers, pack_layers
 
 from .interface import Nodes, num_tokens
-from .layers import Cache, Packing, is_unchanged
+from .layers import Packing, is_unchanged
 from .llamagen import condition_mask
+from .transformers_layers import PACKABLE, SlotCache, attend, is_packable, positions_of, weights_of
 
 MASKED = ("sdpa", "eager")        # attention of transformers that takes a mask of our own
 TREE_ATTENTION = "specvis_tree"   # the name of `tree_attention` there
-# What the layers that `decoder_layers` can read are made of.
-PACKABLE = {"ModuleList", "Linear", "Dropout", "SiLU", "SiLUActivation", "ChameleonLayerNorm"} | {
-    family + part for part in ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
-    for family in ("Llama", "Emu3", "Chameleon")}
 ANOLE_NULL = (0, 8197)            # begin of text, begin of image
 LUMINA_NEWLINE, LUMINA_IMAGE, LUMINA_SIZE = 8803, 8197, 8804  # the last one: of size 0
-
-
-class SlotCache(Cache):
-    """Keys and values of R rows, as transformers asks for them; each read says in which columns to keep its own."""
-
-    def begin_read(self, slots: Tensor, columns: int) -> None:
-        """slots (R, N) int64: where the next entries stand. They may see the first `columns` columns."""
-        self.slots, self.num_columns = self.flat_slots(slots), columns
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """Keep (R, heads, N, head_dim) of a layer, and return all that may be seen."""
-        entries = torch.stack([keys, values], 1).permute(0, 3, 1, 2, 4).flatten(0, 1)
-        self.data[layer].flatten(0, 1).index_copy_(0, self.slots, entries)
-        seen = self.data[layer, :, :self.num_columns].permute(2, 0, 3, 1, 4)
-        return seen[0], seen[1]
-
-    def get_seq_length(self, *_) -> int:
-        return 0  # asked for where there are no position_ids
 
 
 class ImageModel:
@@ -66,7 +45,7 @@ class ImageModel:
             prefix_len:  S, how many ids a prompt has at most
             grid:        (rows, columns) of codes
             null_prompt: vocabulary ids that are read in place of the prompt, for guidance
-            newline:     the vocabulary id that is forced behind every row; None: there is none
+            newline:     the vocabulary id that is forced after every row; None: no id is
             decoder:     the language model in it, which embeddings go through; None: model.get_decoder()
             vqmodel:     what turns codes into pixels; None: nothing does
 
@@ -142,7 +121,7 @@ class ImageModel:
 
     def pack_layers(self) -> None:
         layers, c, rotary = self.decoder.layers, self.config, None
-        with suppress(AttributeError):  # of layers that are not alike
+        with suppress(AttributeError):  # layers that differ lack some
             if len(layers) == c.num_hidden_layers and is_unchanged(self.decoder, (type(self.decoder),)) and all(
                     is_packable(layer, i, self.decoder.norm.variance_epsilon) for i, layer in enumerate(layers)):
                 rotary = getattr(self.decoder, "rotary_emb", None) or layers[0].self_attn.rotary_emb  # transformers 4
@@ -199,7 +178,7 @@ class ImageModel:
         return self.embed(ids), is_real
 
     def null_condition(self, batch: int) -> Tensor:
-        """The same for prompts of S ids: (batch, S, dim)."""
+        """`null_inputs` for prompts of S ids: (batch, S, dim)."""
         return self.null_inputs(torch.ones(batch, self.prefix_len, dtype=torch.bool, device=self.ids.device))[0]
 
     # --- reading ---
@@ -218,7 +197,7 @@ class ImageModel:
         return self.read(condition, slots, padding_mask, slots, condition_mask(padding_mask, self.prefix_len), cache)
 
     def extend(self, tokens: Tensor, nodes: Nodes, cache: SlotCache) -> Tensor:
-        """Read tokens (R, N) behind what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
+        """Read tokens (R, N) after what the cache holds; hidden states (R, N, dim). See `TargetModel.extend`."""
         x = self.embed_tokens(tokens)
         packed = self.packing and self.packing.get(x, self.pack_layers)
         if packed:
@@ -235,9 +214,9 @@ class ImageModel:
         """Embeddings (R, N, dim) -> hidden states after the last norm. They see what `mask` or `nodes` says."""
         cache.begin_read(slots, nodes.columns if mask is None else mask.shape[-1])
         more = {}
-        if mask is None:  # of four dimensions, or else transformers makes one; `attend` does not look at it
+        if mask is None:  # four dimensions, or transformers makes one; `attend` ignores it
             more, mask = {"nodes": nodes}, x.new_empty(1, 1, 1, 0)
-        elif self.check_attention() == "eager":  # which adds it to the scores
+        elif self.check_attention() == "eager":  # eager attention adds the mask to the scores
             mask = torch.where(mask, 0.0, torch.finfo(x.dtype).min).to(x.dtype)[:, None]
         else:
             mask = mask[:, None]
@@ -306,47 +285,6 @@ class ImageModel:
         return self.vqmodel.decode(codes)
 
 
-def positions_of(position_ids: Tensor, padding_mask: Tensor) -> Tensor:
-    """Positions (R, N) that count from each row's first real entry. padding_mask: (R, S) bool"""
-    return (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
-
-
-def is_packable(layer: nn.Module, index: int, eps: float) -> bool:
-    """Whether `weights_of` a layer says all that it does. Raises AttributeError for layers of another shape."""
-    a = layer.self_attn
-    qkv = a.q_proj, a.k_proj, a.v_proj
-    biased = {module for module in layer.modules() if getattr(module, "bias", None) is not None}
-    return (len({linear.bias is None for linear in qkv}) == 1 and a.head_dim % 16 == 0 and a.layer_idx == index
-            and biased <= {*qkv, a.o_proj, getattr(a, "q_norm", None), getattr(a, "k_norm", None)}
-            and getattr(a, "scaling", a.head_dim ** -0.5) == a.head_dim ** -0.5
-            and layer.input_layernorm.variance_epsilon == layer.post_attention_layernorm.variance_epsilon == eps)
-
-
-def weights_of(layer: nn.Module) -> DecoderLayer:
-    a, mlp = layer.self_attn, layer.mlp
-    qkv, norms = (a.q_proj, a.k_proj, a.v_proj), None
-    if hasattr(a, "q_norm"):
-        norms = tuple(torch.cat([getattr(a.q_norm, name), getattr(a.k_norm, name)]) for name in ("weight", "bias"))
-    bias = None if a.q_proj.bias is None else torch.cat([linear.bias for linear in qkv])
-    return DecoderLayer(torch.cat([linear.weight for linear in qkv]), a.o_proj.weight, mlp.gate_proj.weight,
-                        mlp.up_proj.weight, mlp.down_proj.weight, layer.post_attention_layernorm.weight,
-                        layer.input_layernorm.weight, bias, a.o_proj.bias, norms)
-
-
-def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-           nodes: Nodes | None = None, **more) -> tuple[Tensor, None]:
-    """`tree_attention` in the form of transformers' AttentionInterface; where no tree is read, as "sdpa".
-
-    query (R, H, N, D), key and value (R, Hkv, T, D) -> (R, N, H, D)
-    """
-    if nodes is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    return tree_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), nodes.lengths,
-                          nodes.ancestors, key_mask=nodes.padding_mask, scale=more.get("scaling")), None
-
-
 class Chameleon(ImageModel):
     """ChameleonForConditionalGeneration, whose image ids are not in the codebook's order. transformers has no decoder
     for its codes."""
@@ -365,7 +303,7 @@ def anole(model: nn.Module, prefix_len: int, grid: tuple[int, int] = (32, 32)) -
 
 
 def lumina_mgpt(model: nn.Module, prefix_len: int, grid: tuple[int, int] = (48, 48)) -> Chameleon:
-    """Lumina-mGPT: a newline behind each row. Its prompts end with what begins an image and its size, which is all that
+    """Lumina-mGPT: a newline after each row. Its prompts end with what begins an image and its size, which is all that
     guidance is measured against: 8197, 8804 + rows / 2, 8804 + columns / 2.
 
     Raises:
@@ -378,7 +316,7 @@ def lumina_mgpt(model: nn.Module, prefix_len: int, grid: tuple[int, int] = (48, 
 
 
 class Emu3(ImageModel):
-    """Emu3ForConditionalGeneration: a newline behind each row."""
+    """Emu3ForConditionalGeneration: a newline after each row."""
 
     def __init__(self, model: nn.Module, prefix_len: int, grid: tuple[int, int], null_prompt: Sequence[int]):
         """See `ImageModel`. Both kinds of prompts are what Emu3's processor makes of text for image generation."""
@@ -393,7 +331,7 @@ class JanusPro(ImageModel):
 
     def __init__(self, model: nn.Module, prefix_len: int):
         """See `ImageModel`. What guidance is measured against is each prompt with its text replaced by padding, which
-        is seen, as `generate` does it; the ids are those of the model's generation_config."""
+        is seen, as `generate` does it; the ids are in the model's generation_config."""
         c = model.generation_config
         begin_image = (getattr(c, "generation_kwargs", None) or {}).get("boi_token_id")
         if begin_image is None:

@@ -26,7 +26,7 @@ def repeated(words: list[int], length: int) -> list[int]:
 class Words(nn.Module):
     """Features (B, S, C) of prompts of at most S words, repeated to S.
 
-    `vocabulary` lists the words; entry 0 is none of them.
+    `vocabulary` lists the words; entry 0 is not a word.
     """
 
     def __init__(self, vocabulary: list[str], length: int, width: int):

@@ -1,6 +1,6 @@
 """The cleaning of captions that LlamaGen's text-conditional models were trained with.
 
-The rules are those of LlamaGen's language/t5.py, which has them from PixArt-alpha and DeepFloyd's IF, in their order
+The rules come from LlamaGen's language/t5.py, which has them from PixArt-alpha and DeepFloyd's IF, in their order
 and stated anew. What depends on other packages is simpler here. ftfy's repair of text in the wrong encoding is left
 out, but for its straight quotes, ligatures, full-width letters and control characters; HTML is parsed by the standard
 library in place of Beautiful Soup.
@@ -68,7 +68,7 @@ QUOTES = {ord(mark): by for marks, by in (("\u02bc\u2018\u2019\u201a\u201b", "'"
 
 
 class Text(HTMLParser):
-    """What stands between the tags of HTML."""
+    """What is between the tags of HTML."""
 
     def __init__(self, source: str):
         super().__init__()

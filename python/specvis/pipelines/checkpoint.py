@@ -21,12 +21,12 @@ from ..models.sizes import MAX_WORDS
 KNOWN = (".json", ".safetensors", ".bin", ".model")  # files of a model
 END = 1 << 12  # bytes at each end of a tensor by which it is known again
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # of weights in a file
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # weights in a file may have them
 
-SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # with a drafter
+SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # as a drafter
 
 
-FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # of the shipped models, where pipeline.json does not say
+FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # the shipped models' where pipeline.json has none
 CONTINUOUS_GUIDANCE = 2.5
 
 
@@ -48,7 +48,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ModelSettings:
     """What pipeline.json holds: how a model's pictures are drawn unless one says otherwise, and by which text encoder.
 
     A number that is None is the shipped model's.
@@ -77,7 +77,7 @@ class Settings:
         return next(value for value in (given, self.guidance, CONTINUOUS_GUIDANCE) if value is not None)
 
 
-DEFAULTS = Settings()
+DEFAULTS = ModelSettings()
 
 
 def check_place(folder: str | Path, file: str, device: torch.device | str) -> Path:
@@ -153,11 +153,11 @@ def read_state(path: str | Path):
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        # MAR keeps its command line beside the weights. What is wrong with a hurt file is said in one line, below.
+        # MAR keeps its command line beside the weights. One line below says what is wrong with a damaged file.
         with torch.serialization.safe_globals([Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mappable(path))
-    except Exception as error:  # a pickle that is hurt raises nearly any
+    except Exception as error:  # a damaged pickle raises nearly any error
         if needed := re.findall(r"GLOBAL ([^\s\x1b]+)", str(error)):
             names = "".join(c for c in ", ".join(dict.fromkeys(needed)) if c.isprintable())
             raise CheckpointError(f"checkpoint {path} is a pickle that is more than tensors: to read it, code would be "
@@ -237,10 +237,10 @@ def read_config(path: str | Path, dataclass_type):
         raise CheckpointError(f"config {path} cannot be read as {dataclass_type.__name__}: {error}") from error
 
 
-def read_settings(folder: Path) -> Settings:
-    """`Settings` of pipeline.json, or of none."""
+def read_settings(folder: Path) -> ModelSettings:
+    """`ModelSettings` of pipeline.json, or of none."""
     path = folder / "pipeline.json"
-    return read_config(path, Settings) if path.exists() else DEFAULTS
+    return read_config(path, ModelSettings) if path.exists() else DEFAULTS
 
 
 def fingerprint(folder: Path, but: tuple[str, ...] = ()) -> str:
@@ -263,7 +263,7 @@ def samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
     """The parts of a file that tell it from others.
 
     Of safetensors: the header, and the first and last 4 KB of each tensor. Of PyTorch's format: the checksum of each
-    tensor, which stands in the file. Of any other file: all of it.
+    tensor, which is in the file. Of any other file: all of it.
     """
     if path.suffix == ".safetensors":
         try:

@@ -1,143 +1,33 @@
-"""From published checkpoints to a folder that `Pipeline.load` or `MARPair.load` reads.
-
-What a file holds is found from the names and shapes of its tensors. Tensors are read and written one after the other,
-from a file that is mapped into memory: no second copy of the model is held.
-"""
+"""From published checkpoints to a folder that `Pipeline.load` or `MARPair.load` reads."""
 import json
 import math
-import re
-import struct
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..files import first_line, locked, replacing_together, write_json
-from ..models import llamagen, mar
+from ..files import locked, replacing_together, write_json
+from ..models import mar
 from ..models.eagle import EagleHead
-from ..models.kl_vae import KL, KLConfig
-from ..models.llamagen import GPT, GPTConfig
-from ..models.mar import MAR, MARConfig
-from ..models.vq import VQ, VQConfig
-from .checkpoint import (
-    CheckpointError,
-    check_draft_config,
-    read_config,
-    read_settings,
-    read_state,
-    read_weights,
-    tensors_of,
-)
+from ..models.kl_vae import KLConfig
+from ..models.llamagen import GPTConfig
+from ..models.mar import MARConfig
+from ..models.vq import VQConfig
+from .checkpoint import CheckpointError, check_draft_config, read_config, read_settings, read_weights
+from .recognized import Part, recognized
+from .sources import open_source, write_tensors
 
 IMAGE_SIZES = (256, 384, 512)
-CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-         torch.int32: "I32", torch.int16: "I16", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL"}
-UNREAD = re.compile(r"^loss\.|freqs_cis$|inv_freq$|causal_mask$|_cache$|codebook_used$")  # nor do the releases read it
-GROUPS = 32          # of the group norms of the published tokenizers; no tensor's shape says it
-SHOWN = 5            # names of missing tensors in an error
 SAMPLE = 64          # rows of a table of neighbors that are compared with the codebook
 PIECE = 1024         # rows of it that are looked through at once
 DRAFTER_SIZES = {"t2i": 256, "t2i2": 512}                        # input_type in the config of LANTERN's drafters
-MAR_GUIDANCE = {"B": 2.9, "L": 3.0, "H": 3.2}                    # with which the release evaluates
-CAPTIONS, CLASSES = ({"guidance": 7.5, "top_k": 1000, "top_p": 1.0},  # of LlamaGen's demos
+MAR_GUIDANCE = {"B": 2.9, "L": 3.0, "H": 3.2}                    # the release evaluates with it
+CAPTIONS, CLASSES = ({"guidance": 7.5, "top_k": 1000, "top_p": 1.0},  # from LlamaGen's demos
                      {"guidance": 4.0, "top_k": 2000, "top_p": 1.0})
-SPLIT_NAMES = {      # LANTERN's names of a GPT's tensors, which are Hugging Face's; q, k and v are joined besides
-    r"^model\.embed_tokens\.": "tok_embeddings.", r"^lm_head\.": "output.", r"^model\.": "",
-    r"\.self_attn\.o_proj\.": ".attention.wo.", r"\.mlp\.gate_proj\.": ".feed_forward.w1.",
-    r"\.mlp\.up_proj\.": ".feed_forward.w3.", r"\.mlp\.down_proj\.": ".feed_forward.w2.",
-    r"\.input_layernorm\.": ".attention_norm.", r"\.post_attention_layernorm\.": ".ffn_norm.",
-}
-
-
-@dataclass(frozen=True)
-class Lazy:
-    """A tensor that is read, or made, when it is written."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
-
-    @staticmethod
-    def of(tensor: Tensor) -> "Lazy":
-        return Lazy(tuple(tensor.shape), tensor.dtype, lambda: tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def to(self, dtype: torch.dtype | None) -> "Lazy":
-        """The tensor in another dtype; None: as it is."""
-        return self if dtype in (None, self.dtype) else Lazy(self.shape, dtype, lambda: self.make().to(dtype))
-
-
-@dataclass
-class Source:
-    """What was given: tensors by name, and the config.json beside them, if there is one."""
-
-    path: Path
-    tensors: dict[str, Lazy]
-    config: dict = field(default_factory=dict)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor without which the model's size cannot be said."""
-        if name not in self.tensors:
-            raise CheckpointError(f"{self.path} lacks {name}")
-        return self.tensors[name].shape
-
-    def width(self, name: str, dim: int = 0) -> int:
-        if len(shape := self.shape(name)) <= dim:
-            raise CheckpointError(f"{self.path} is of no known model: {name} must have more than {dim} dimensions, "
-                                  f"got {len(shape)}")
-        return shape[dim]
-
-    def count(self, prefix: str) -> int:
-        """How many blocks there are whose names begin so and have a number behind it."""
-        numbers = [int(match[1]) for name in self.tensors if (match := re.match(rf"{prefix}\.(\d+)\.", name))]
-        return max(numbers, default=-1) + 1
-
-
-@dataclass
-class Part:
-    """A model that was recognized, with its tensors under this package's names."""
-
-    kind: str            # "gpt", "drafter", "vq", "table", "mar" or "kl"
-    source: Source
-    name: str            # what it is, in words
-    config: object = None
-
-    @property
-    def size(self) -> int:
-        return sum(math.prod(tensor.shape) for tensor in self.source.tensors.values())
-
-    def check(self, make: Callable[[], nn.Module]) -> None:
-        """CheckpointError unless there are the tensors of the module that `make` makes, in their shapes, and no others.
-
-        The others that releases do not read are dropped.
-        """
-        with torch.device("meta"):
-            expected = {name: tuple(value.shape) for name, value in make().state_dict().items()
-                        if not UNREAD.search(name)}
-        source = self.source
-        source.tensors = {name: value for name, value in source.tensors.items() if not UNREAD.search(name)}
-        if missing := [name for name in expected if name not in source.tensors]:
-            rest = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-            raise CheckpointError(f"{source.path} lacks tensors of {self.name}: {', '.join(missing[:SHOWN])}{rest}")
-        if unknown := [name for name in source.tensors if name not in expected]:
-            raise CheckpointError(f"{source.path} holds tensors that {self.name} has not: {', '.join(unknown[:SHOWN])}")
-        for name, shape in expected.items():
-            if source.tensors[name].shape != shape:
-                raise CheckpointError(f"{source.path} is no {self.name}: {name} must be {shape}, "
-                                      f"got {source.tensors[name].shape}")
-            if not source.tensors[name].dtype.is_floating_point or source.tensors[name].dtype not in CODES:
-                raise CheckpointError(f"{source.path} must hold numbers of 16, 32 or 64 bits, but {name} is "
-                                      f"{str(source.tensors[name].dtype)[6:]}")
-
-
 def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int | None = None,
             dtype: torch.dtype | None = None, heads: int | None = None, text_encoder: str | Path | None = None,
             say: Callable[[str], None] = lambda line: None,
@@ -148,7 +38,7 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
         sources:      files or folders: LlamaGen's GPT and tokenizer, LANTERN's copy of the GPT, its drafter and its
             table of neighbors; or MAR and its autoencoder. Of two GPTs or two MARs the smaller one drafts
         image_size:   pixels a side, of a GPT: no tensor's shape says it
-        dtype:        of the weights that are written, but of the tokenizers'; None: as they are stored
+        dtype:        weights are written in it, except the tokenizers'; None: as they are stored
         heads:        attention heads, of a GPT or MAR of none of the published sizes
         text_encoder: folder of the T5 that reads prompts, which the folder remembers
         say:          called with a line for each source: what it is, and where it went
@@ -197,209 +87,6 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
         for file, values in configs.items():
             write_json(new / f"{file}.json", values)
 
-
-# --- sources ----------------------------------------------------------------------------------------------------------
-
-def open_source(path: Path) -> Source:
-    """The tensors of a file or folder, none of them read yet."""
-    if not path.exists():
-        raise CheckpointError(f"source {path} does not exist")
-    folder, files = (path, files_of(path)) if path.is_dir() else (path.parent, [path])
-    if path.name.endswith(".index.json"):
-        files = files_of(folder, path)
-    tensors = {}
-    for file in files:
-        tensors |= open_file(file)
-    prefixes = ("module.", "_orig_mod.")  # of PyTorch's wrappers of models
-    while tensors and any(all(name.startswith(prefix) for name in tensors) for prefix in prefixes):
-        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
-    config = {}
-    if path.is_dir() or path.name.startswith(("model", "pytorch_model")):
-        try:
-            config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"config {folder / 'config.json'} cannot be read: {error}") from error
-    return Source(path, tensors, config if isinstance(config, dict) else {})
-
-
-def files_of(folder: Path, index: Path | None = None) -> list[Path]:
-    """The files of weights in a folder as transformers writes it, one or several with an index."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if index is None and (folder / name).exists():
-            return [folder / name]
-        listed = index or folder / f"{name}.index.json"
-        if listed.exists():
-            try:
-                files = set(json.loads(listed.read_text())["weight_map"].values())
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise CheckpointError(f"index {listed} cannot be read: {error!r}") from error
-            return [folder / Path(file).name for file in sorted(files)]
-    raise CheckpointError(f"source {folder} must be a file, or a folder with model.safetensors or pytorch_model.bin")
-
-
-def open_file(path: Path) -> dict[str, Lazy]:
-    """The tensors of a file: safetensors, NumPy's, or PyTorch's, of which no code is run."""
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint {path} does not exist")
-    try:
-        if path.suffix == ".safetensors":
-            dtypes = {code: dtype for dtype, code in CODES.items()}
-            with safe_open(path, "pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
-                described = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-            if unknown := {code for _, code in described.values()} - set(dtypes):
-                raise CheckpointError(f"checkpoint {path} must hold numbers of known types, got {', '.join(unknown)}")
-
-            def read(name):
-                with safe_open(path, "pt") as file:
-                    return file.get_tensor(name)
-            return {name: Lazy(shape, dtypes[code], lambda name=name: read(name))
-                    for name, (shape, code) in described.items()}
-        if path.suffix in (".npy", ".npz"):
-            array = np.load(path, mmap_mode="c", allow_pickle=False)
-            arrays = {"table": array} if isinstance(array, np.ndarray) else dict(array)
-            return {name: Lazy(value.shape, torch.from_numpy(value[:0].copy()).dtype,
-                               lambda value=value: torch.from_numpy(value)) for name, value in arrays.items()}
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:  # a file that is hurt raises nearly any
-        raise CheckpointError(f"checkpoint {path} cannot be read: {first_line(error)}") from error
-    state = read_state(path)
-    if isinstance(state, Tensor):
-        return {"table": Lazy.of(state)}
-    return {name: Lazy.of(tensor) for name, tensor in tensors_of(state, path).items()}
-
-
-# --- what they are ----------------------------------------------------------------------------------------------------
-
-def recognized(source: Source, heads: int | None) -> Part:
-    """What a source holds. CheckpointError if it is nothing that is known, or not all of it."""
-    tensors = source.tensors
-
-    def has(pattern):
-        return any(re.match(pattern, name) for name in tensors)
-
-    if len(tensors) == 1 and (table := next(iter(tensors.values()))) and not table.dtype.is_floating_point:
-        return recognized_table(source, table)
-    if has(r"layers\.\d+\.attention\."):
-        return recognized_gpt(source, heads)
-    if has(r"model\.layers\.\d+\.self_attn\.") and has(r"model\.cls_embedding\."):
-        source.tensors = joined(source)
-        return recognized_gpt(source, heads)
-    if has(r"layers\.0\.self_attn\.") and has(r"fc\."):
-        width, vocabulary = source.width("fc.weight"), source.width("embed_tokens.weight")
-        return Part("drafter", source, f"LANTERN's drafter, an EAGLE head of width {width} for {vocabulary} codes")
-    if has(r"diffloss\.net\.|encoder_blocks\."):
-        return recognized_mar(source, heads)
-    if has(r"(en|de)coder\.conv_blocks\."):
-        return recognized_vq(source)
-    if has(r"encoder\.down\.\d+\.block\.|decoder\.up\.\d+\.block\.") and not has(r"quantize\."):
-        return recognized_kl(source)
-    names = ", ".join(list(tensors)[:SHOWN]) or "no tensors"
-    raise CheckpointError(f"{source.path} is of no known model: it holds {names}; known are LlamaGen's GPT and "
-                          "tokenizer, LANTERN's copy of the GPT, its drafters and its tables, MAR and KL-16")
-
-
-def size_of(source: Source, sizes: dict, layers: int, dim: int, heads: int | None) -> tuple[str, int]:
-    """The name of a published size, and its attention heads; or those that are given."""
-    for name, (size_layers, size_heads, size_dim, *_) in sizes.items():
-        if (size_layers, size_dim) == (layers, dim):
-            return name, size_heads
-    heads = heads or source.config.get("num_attention_heads")
-    if not isinstance(heads, int):
-        known = ", ".join(f"{name}: {size[0]} of {size[2]}" for name, size in sizes.items())
-        raise CheckpointError(f"{source.path} has {layers} layers of width {dim}, no published size "
-                              f"({known}); heads must be given for another one")
-    return f"{layers} layers of width {dim}", heads
-
-
-def recognized_gpt(source: Source, heads: int | None) -> Part:
-    vocabulary, dim = source.width("output.weight"), source.width("output.weight", 1)
-    layers, ffn_dim = source.count("layers"), source.width("layers.0.feed_forward.w1.weight")
-    name, heads = size_of(source, llamagen.SIZES, layers, dim, heads)
-    multiples = (2 ** n for n in range(8, -1, -1))
-    multiple = next((m for m in multiples if -(-int(8 * dim / 3) // m) * m == ffn_dim), 256)
-    numbers = {"vocabulary": vocabulary, "ffn_multiple": multiple, "grid": 1}  # the grid is chosen later
-    theirs = {"norm_eps": "rms_norm_eps", "rope_base": "rope_base"}  # in LANTERN's config.json
-    numbers |= {name: source.config[other] for name, other in theirs.items() if other in source.config}
-    if "cls_embedding.embedding_table.weight" in source.tensors:
-        numbers["classes"] = source.width("cls_embedding.embedding_table.weight") - 1
-        kind = f"class-conditional ({numbers['classes']} classes)"
-    else:
-        uncond = "cls_embedding.uncond_embedding"
-        numbers |= {"condition_tokens": source.width(uncond), "caption_dim": source.width(uncond, 1)}
-        kind = f"text-conditional ({numbers['condition_tokens']} tokens of width {numbers['caption_dim']})"
-    part = Part("gpt", source, f"LlamaGen's GPT, {name}, {kind}", GPTConfig(dim, layers, heads, **numbers))
-    part.check(lambda: GPT(part.config))
-    return part
-
-
-def joined(source: Source) -> dict[str, Lazy]:
-    """A GPT's tensors under LlamaGen's names, from LANTERN's. Rows of wqkv are those of q, then k, then v."""
-    renamed = {}
-    for name, tensor in source.tensors.items():
-        if match := re.match(r"model\.layers\.(\d+)\.self_attn\.q_proj\.weight$", name):
-            parts = [source.tensors.get(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
-            if all(part is not None and part.shape[1:] == tensor.shape[1:] for part in parts):
-                rows = sum(part.shape[0] for part in parts)
-                renamed[f"layers.{match[1]}.attention.wqkv.weight"] = Lazy(
-                    (rows, *tensor.shape[1:]), tensor.dtype,
-                    lambda parts=parts: torch.cat([part.make() for part in parts]))
-        elif not re.search(r"\.self_attn\.[kv]_proj\.weight$", name):
-            for pattern, by in SPLIT_NAMES.items():
-                name = re.sub(pattern, by, name)
-            renamed[name] = tensor
-    return renamed
-
-
-def recognized_vq(source: Source) -> Part:
-    channels, inside = (source.width("encoder.conv_in.weight", dim) for dim in (0, 1))
-    levels = max(1, source.count(r"encoder\.conv_blocks"))
-    multipliers = tuple(max(1, source.width(f"encoder.conv_blocks.{i}.res.0.conv1.weight") // channels)
-                        for i in range(levels))
-    config = VQConfig(
-        channels, source.width("decoder.norm_out.weight") // multipliers[0], multipliers,
-        source.count(r"encoder\.conv_blocks\.0\.res"), source.width("quant_conv.weight", 1),
-        source.width("quantize.embedding.weight"), source.width("quantize.embedding.weight", 1),
-        GROUPS, math.isqrt(inside // 3))
-    part = Part("vq", source, f"LlamaGen's tokenizer VQ-{config.stride}, {config.codebook_size} codes of "
-                f"{config.codebook_dim} numbers", config)
-    part.check(lambda: VQ(config))
-    return part
-
-
-def recognized_mar(source: Source, heads: int | None) -> Part:
-    dim, tokens = source.width("mask_token", 2), source.width("diffusion_pos_embed_learned", 1)
-    layers = source.count("encoder_blocks")
-    name, heads = size_of(source, mar.SIZES, layers, dim, heads)
-    config = MARConfig(
-        dim, heads, layers, source.count("decoder_blocks"), source.width("diffloss.net.input_proj.weight"),
-        source.count(r"diffloss\.net\.res_blocks"), tokens, source.width("z_proj.weight", 1),
-        source.width("encoder_pos_embed_learned", 1) - tokens, source.width("class_emb.weight"),
-        mlp_ratio=source.width("encoder_blocks.0.mlp.fc1.weight") / dim)
-    part = Part("mar", source, f"MAR, {name}, {config.classes} classes, {tokens} tokens", config)
-    part.check(lambda: MAR(config))
-    return part
-
-
-def recognized_kl(source: Source) -> Part:
-    channels, levels = source.width("encoder.conv_in.weight"), max(1, source.count(r"encoder\.down"))
-    config = KLConfig(
-        channels, tuple(source.width(f"encoder.down.{i}.block.0.conv1.weight") // channels for i in range(levels)),
-        source.count(r"encoder\.down\.0\.block"), source.width("post_quant_conv.weight"), GROUPS)
-    part = Part("kl", source, f"MAR's autoencoder KL-{config.stride}, latents of {config.z_channels} numbers", config)
-    part.check(lambda: KL(config))
-    return part
-
-
-def recognized_table(source: Source, table: Lazy) -> Part:
-    if len(table.shape) != 2 or not 0 < table.shape[1] < table.shape[0]:
-        raise CheckpointError(f"{source.path} must be a table of neighbors (V, k) with k < V, got {table.shape}")
-    source.tensors = {"neighbors": table.to(torch.uint16 if table.shape[0] <= 65536 else torch.int32)}
-    return Part("table", source, f"a table of neighbors, {table.shape[1]} of each of {table.shape[0]} codes", table)
-
-
-# --- what belongs together --------------------------------------------------------------------------------------------
 
 def only(parts: list[Part], kind: str, limit: int = 1) -> list[Part]:
     """The parts of a kind. CheckpointError if there are more than `limit`."""
@@ -519,7 +206,7 @@ def check_table(part: Part, codebook: Tensor) -> None:
 
 def plan_mar(parts: list[Part], out: Path, image_size: int | None,
              text_encoder: str | Path | None) -> tuple[dict[str, Part], dict[str, dict]]:
-    """The same for MAR."""
+    """`plan_llamagen` for MAR."""
     mars, kls = only(parts, "mar", 2), only(parts, "kl")
     if not mars and not (out / "mar.json").exists():
         raise CheckpointError(f"sources must have a MAR, such as checkpoint-last.pth, which {out} has not yet")
@@ -546,23 +233,3 @@ def plan_mar(parts: list[Part], out: Path, image_size: int | None,
         guidance = MAR_GUIDANCE.get(sizes.get((config.encoder_layers, config.dim)), MAR_GUIDANCE["B"])
         settings = replace(settings, guidance=guidance)
     return files, {file: asdict(part.config) for file, part in files.items()} | {"pipeline": asdict(settings)}
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-def write_tensors(path: Path, tensors: dict[str, Lazy], progress: Callable[[int], None]) -> None:
-    """A safetensors file, one tensor after the other. (safetensors' own writer takes all of them at once.)"""
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
-    header, start = {}, 0
-    for name in order:
-        tensor = tensors[name]
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [start, start := start + tensor.num_bytes]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name in order:
-            file.write(tensors[name].make().contiguous().reshape(-1).view(torch.uint8).numpy())
-            progress(tensors[name].num_bytes)

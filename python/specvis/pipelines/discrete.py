@@ -16,7 +16,7 @@ from ..decoding.methods import Method, one_each
 from ..decoding.requests import check_known_tokens
 from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..decoding.speculative import speculative_decode
-from ..files import write_json, write_tensors
+from ..files import write_json, write_weights
 from ..models.eagle import EagleHead
 from ..models.interface import Drafter
 from ..models.llamagen import GPT, GPTConfig
@@ -25,7 +25,7 @@ from ..models.words import Words
 from .checkpoint import (
     DEFAULTS,
     CheckpointError,
-    Settings,
+    ModelSettings,
     Vocabulary,
     check_draft_config,
     check_place,
@@ -41,7 +41,7 @@ SHIPPED = Path(__file__).parent.parent / "weights"
 PARTS = {"words": "words", "gpt": "gpt", "drafter": "drafter", "tokenizer": "tokenizer",
          "draft_model": "small"}  # attribute -> file's name; a folder may lack words, drafter and small
 DRAFTER_FILES = {"eagle": "drafter.safetensors", "model": "small.safetensors and small.json"}
-UNREAD = {"quantize.codebook_used"}  # a statistic in the official checkpoints
+UNREAD = "quantize.codebook_used"  # a statistic in the official checkpoints
 
 Source = tuple[Tensor, Tensor | None]  # what a GPT's `condition` takes
 
@@ -56,13 +56,14 @@ class Pipeline(nn.Module):
 
     Args:
         vocabulary:   the words of prompts; None: they are class ids or free text, as the GPT is conditioned
-        draft_config: of the smaller GPT; None: there is none
+        draft_config: the smaller GPT's; None: the model has no smaller GPT
         has_drafter:  whether there is an EAGLE head
         settings:     how the pictures are drawn unless one says otherwise, and where the text encoder is
     """
 
     def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str] | None = None,
-                 draft_config: GPTConfig | None = None, *, has_drafter: bool = True, settings: Settings = DEFAULTS):
+                 draft_config: GPTConfig | None = None, *, has_drafter: bool = True,
+                 settings: ModelSettings = DEFAULTS):
         super().__init__()
         self.settings, self.folder = settings, None
         if vocabulary is not None:
@@ -75,7 +76,7 @@ class Pipeline(nn.Module):
         self.drafter = EagleHead(config) if has_drafter else None
         self.draft_model = GPT(draft_config) if draft_config else None
         self.table: Tensor | None = None         # (V, k) neighbors, where the folder has them
-        self._neighbors: dict[str, Tensor] = {}  # by metric
+        self._neighbors: dict[str, Tensor] = {}  # the key is the metric
         self.requires_grad_(False).eval()
 
     @staticmethod
@@ -85,10 +86,10 @@ class Pipeline(nn.Module):
 
         With vocabulary.json and words.safetensors prompts are words. drafter.safetensors may be missing; so may
         small.json and small.safetensors, the draft model's, neighbors.safetensors, a table of neighbors, and
-        pipeline.json, see `Settings`. `specvis convert` makes such a folder of published files.
+        pipeline.json, see `ModelSettings`. `specvis convert` makes such a folder of published files.
 
         Args:
-            dtype:        of the weights: torch.float32, torch.bfloat16 or torch.float16
+            dtype:        the weights': torch.float32, torch.bfloat16 or torch.float16
             text_encoder: folder of the T5 that reads prompts, in place of the one that pipeline.json names
 
         Raises:
@@ -138,9 +139,7 @@ class Pipeline(nn.Module):
         if self.settings != DEFAULTS:
             write_json(folder / "pipeline.json", asdict(self.settings))
         for part, file in self.parts.items():
-            state = getattr(self, part).state_dict()
-            weights = {name: value.half().contiguous() for name, value in state.items() if name not in UNREAD}
-            write_tensors(folder / f"{file}.safetensors", weights)
+            write_weights(folder / f"{file}.safetensors", getattr(self, part), but=UNREAD)
 
     def __repr__(self) -> str:
         grid, codes = self.gpt.config.grid, self.gpt.config.vocabulary
@@ -242,7 +241,7 @@ class Pipeline(nn.Module):
         every step of each such group.
 
         Args:
-            known_tokens: (B, K) int64  the first tokens of each image, which are kept, -1 behind them. Of a seed-exact
+            known_tokens: (B, K) int64  the first tokens of each image, which are kept, -1 after them. Of a seed-exact
                 method's picture, the first tokens with the same seed give the same picture again.
             batch:        how many images are decoded at once; when one is finished, the next takes its place. All
                 prompts have one method then, and nobody observes. None: all of them

@@ -18,14 +18,14 @@ from ..decoding.continuous import (
 )
 from ..decoding.limits import MAX_NUMBER, MIN_NUMBER, is_number
 from ..decoding.methods import ContinuousMethod
-from ..files import write_json, write_tensors
+from ..files import write_json, write_weights
 from ..models.kl_vae import KL, KLConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
 from .checkpoint import (
     DEFAULTS,
-    Settings,
+    ModelSettings,
     Vocabulary,
     check_draft_config,
     check_place,
@@ -47,7 +47,7 @@ class Scaling:
     All channels have the same scale, so that an error of a token is as visible in one direction as in another.
     """
 
-    shift: tuple[float, ...]  # of each channel
+    shift: tuple[float, ...]  # one number a channel
     scale: float
 
     def __post_init__(self):
@@ -75,14 +75,14 @@ class MARPair(nn.Module):
 
     Args:
         draft_config:     None: there is no drafter, and `mar` is the only method
-        tokenizer_config: of LlamaGen's tokenizer, whose latents before quantization are the tokens, or of MAR's KL-16
+        tokenizer_config: LlamaGen's tokenizer's, whose latents before quantization are the tokens, or MAR's KL-16
         vocabulary:       the words of prompts; None: they are class ids
-        scaling:          of the tokens; None: they are what the tokenizer decodes
+        scaling:          scales the tokens; None: the tokenizer decodes them as they are
     """
 
     def __init__(self, config: MARConfig, draft_config: MARConfig | None, tokenizer_config: VQConfig | KLConfig,
                  vocabulary: list[str] | None = None, scaling: Scaling | None = None, *,
-                 settings: Settings = DEFAULTS):
+                 settings: ModelSettings = DEFAULTS):
         super().__init__()
         self.mar, self.mar_draft = MAR(config), None if draft_config is None else MAR(draft_config)
         self.tokenizer = (KL if isinstance(tokenizer_config, KLConfig) else VQ)(tokenizer_config)
@@ -128,14 +128,13 @@ class MARPair(nn.Module):
         return pair.to(device)
 
     def save(self, folder: str | Path) -> None:
-        """Write the files that `load` reads, except those of the discrete model. Weights are written in float16."""
+        """Write the files that `load` reads, but not the discrete model's. Weights are written in float16."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for part in [part for part in PARTS if getattr(self, part) is not None]:
             model = getattr(self, part)
             write_json(folder / f"{part}.json", asdict(model.config))
-            write_tensors(folder / f"{part}.safetensors",
-                          {name: value.half().contiguous() for name, value in model.state_dict().items()})
+            write_weights(folder / f"{part}.safetensors", model)
         write_json(folder / "mar_scaling.json", asdict(self.scaling))
 
     def __repr__(self) -> str:

@@ -76,7 +76,7 @@ class Captions:
     Args:
         folder: with the T5 as transformers reads it; None: `encode` and `source` say what is missing
         length: how many tokens a caption has, the rest of it is cut off
-        width:  of the features
+        width:  the features' width
     """
 
     styles = ()

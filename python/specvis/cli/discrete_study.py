@@ -1,0 +1,244 @@
+"""Pictures of discrete tokens by many methods, and the seconds of single ones, kept in a folder."""
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..decoding.decoded import Decoded, Step
+from ..decoding.methods import ContinuousMethod, Method, parse_method
+from ..files import write_whole
+from ..pipelines.discrete import Pipeline
+from .study import Job, NotWhole, Study, is_list_of, read_arrays, read_json
+
+BATCH = 32  # pictures decoded as one batch
+
+
+@dataclass(frozen=True)
+class PictureRun(Job):
+    """`count` pictures of a method. Picture i is of prompt i modulo the number of prompts, with seed i."""
+
+    method: Method | ContinuousMethod
+    temperature: float = 1.0
+    count: int = 0                 # 0: as many as the study has
+    start: int = 0
+    guidance: float | None = None  # None: the study's
+    suffix = "npz"
+
+    @classmethod
+    def of(cls, text: str, temperature: float = 1.0, **others) -> "PictureRun":
+        return cls(parse_method(text), temperature, **others)
+
+    def title(self, study: "DiscreteStudy") -> str:
+        return f"{self.method.label}, T = {self.temperature:g}"
+
+    def cost(self, study: "DiscreteStudy") -> float:
+        return self.count * (0.12 if self.method.drafting == "none" else 0.35 + 0.02 * self.method.max_nodes)
+
+    def make(self, study: "DiscreteStudy", progress: Callable[[float], None] = lambda share: None) -> None:
+        length = study.pipeline.num_tokens
+        recorder = Recorder(self.count, length)
+        sampling = study.sampling_of(self.start, self.count, self.temperature, self.guidance)
+        decoded = study.pipeline.tokens(study.prompts_of(self.start, self.count), self.method, sampling,
+                                        lambda new: progress(new / (self.count * length)), recorder)
+        arrays = {field.name: getattr(decoded, field.name).cpu().numpy() for field in fields(Decoded)}
+        arrays["nodes"] = recorder.nodes.numpy()
+        arrays = {name: a.astype(np.int32) if a.dtype == np.int64 else a for name, a in arrays.items()}
+        write_whole(study.path(self), lambda file: np.savez_compressed(file, **arrays))
+
+
+@dataclass(frozen=True)
+class Latency(Job):
+    """`count` batches of a method, each decoded right after the baseline's of the same prompts: for seconds."""
+
+    method: Method
+    temperature: float = 1.0
+    count: int = 0  # batches; 0: as many as the study times
+    batch: int = 1  # pictures decoded at once
+    suffix = "json"
+    title = PictureRun.title
+
+    @classmethod
+    def of(cls, text: str, temperature: float = 1.0) -> "Latency":
+        return cls(parse_method(text), temperature)
+
+    def cost(self, study: "DiscreteStudy") -> float:
+        return (self.count + 1) * self.batch * (3.0 if "start" in self.method.parameters else 2.2)
+
+    def make(self, study: "DiscreteStudy", progress: Callable[[float], None] = lambda share: None) -> None:
+        timings = Timings([], [], [], [])
+        for i in range(-1, self.count):  # the first is dropped: it fills caches and touches memory
+            first = max(i, 0) * self.batch
+            arguments = study.prompts_of(first, self.batch), study.sampling_of(first, self.batch, self.temperature)
+            for method, seconds in ((parse_method("vanilla"), timings.baseline), (self.method, timings.method)):
+                start = time.perf_counter()
+                decoded = study.pipeline.tokens(arguments[0], method, arguments[1])
+                if study.pipeline.device.type == "cuda":
+                    torch.cuda.synchronize()
+                if i >= 0:
+                    seconds.append((time.perf_counter() - start) / self.batch)
+            if i >= 0:
+                timings.tau.append(decoded.tau.mean().item())
+                timings.tokens.append(decoded.tokens[0].tolist())
+                progress(1 / self.count)
+        write_whole(study.path(self), json.dumps(asdict(timings)) + "\n")
+
+
+@dataclass
+class DiscretePictures:
+    """The pictures of a run: `Decoded`, and the sizes of the trees of its steps."""
+
+    decoded: Decoded
+    nodes: Tensor  # (n, L) int64  nodes of the tree whose step began here, with the root; 0: no step began here
+
+    @property
+    def tau(self) -> float:
+        return self.decoded.tau.nanmean().item()
+
+    @property
+    def mean_depth(self) -> float:
+        """Mean number of levels of a tree, without the trees of a picture's last ten tokens: its end cuts them."""
+        began = self.decoded.num_accepted >= 0
+        whole = began & (torch.arange(began.shape[1]) < began.shape[1] - 10)
+        whole = whole if whole.any() else began
+        return self.decoded.num_drafted[whole].float().mean().item()
+
+    @property
+    def mean_nodes(self) -> float:
+        """Mean number of nodes of a tree."""
+        return self.nodes[self.nodes > 0].float().mean().item()
+
+    @property
+    def accepted_per_step(self) -> Tensor:
+        """(steps,) how many drafts each step accepted."""
+        return self.decoded.num_accepted[self.decoded.num_accepted >= 0]
+
+    @property
+    def tv_excess(self) -> Tensor:
+        """(n,) added total variation per token, estimated."""
+        return self.decoded.tv_excess / self.decoded.tokens.shape[1]
+
+
+@dataclass
+class Timings:
+    """Seconds of a picture in each batch, beside the seconds of the baseline with the same prompts and seeds."""
+
+    baseline: list[float]
+    method: list[float]
+    tau: list[float]
+    tokens: list[list[int]]  # the method's tokens of one picture of each batch
+
+    @property
+    def speedup(self) -> np.ndarray:
+        return np.array(self.baseline) / np.array(self.method)
+
+
+class Recorder:
+    """An observer that notes at the first position of each step how many nodes its tree has."""
+
+    def __init__(self, count: int, length: int):
+        self.nodes = torch.zeros(count, length, dtype=torch.int64)
+
+    def __call__(self, step: Step) -> None:
+        rows = step.active.cpu().nonzero()[:, 0]
+        self.nodes[rows, step.position.cpu()[rows]] = (step.links[1].cpu() >= 0).sum(1)[rows]
+
+
+class DiscreteStudy(Study):
+    """Runs and latencies of a pipeline.
+
+    Args:
+        prompts: the first `images` of them are used, again and again
+        images:  pictures of a run
+        timed:   batches of a latency
+    """
+
+    def __init__(self, pipeline: Pipeline, folder: str | Path, prompts: list[str], *, images: int, timed: int = 4,
+                 seed: int = 0, guidance: float = 1.2, top_k: int = 100, top_p: float = 0.8):
+        """
+        Raises:
+            ValueError: the folder holds runs of another model, version or setting
+        """
+        pipeline.prompts.encode(prompts)
+        draft_config = pipeline.draft_model and pipeline.draft_model.config
+        super().__init__(pipeline, folder, prompts, seed, [
+            pipeline.gpt.config, pipeline.tokenizer.config, draft_config,
+            pipeline.words and pipeline.words.vocabulary],
+            guidance=guidance, top_k=top_k, top_p=top_p)
+        self.prompts, self.num_images, self.timed = prompts[:images], images, timed
+
+    def key(self, job: Job) -> list:
+        values = [*(getattr(job, field.name) for field in fields(job)), len(self.prompts)]
+        return values if isinstance(job, PictureRun) else [*values, self.machine]
+
+    def batches(self, run: PictureRun) -> list[PictureRun]:
+        """The run as batches of at most BATCH pictures, aligned, so that longer runs of a method share them."""
+        count, runs, start = run.count or self.num_images, [], run.start
+        while start < run.start + count:
+            end = min(run.start + count, (start // BATCH + 1) * BATCH)
+            runs.append(replace(run, count=end - start, start=start))
+            start = end
+        return runs
+
+    def parts(self, job: Job) -> list[Job]:
+        if isinstance(job, PictureRun):
+            return self.batches(job)
+        return [self.counted(job) if isinstance(job, Latency) else job]
+
+    def counted(self, latency: Latency) -> Latency:
+        """The latency with its number of batches."""
+        return replace(latency, count=latency.count or self.timed)
+
+    def pending(self, jobs: list[Job]) -> list[Job]:
+        """The parts of these jobs that are not in the folder yet, each once. Runs of many pictures come last."""
+        return super().pending(sorted(jobs, key=lambda job: isinstance(job, PictureRun)))
+
+    def sampling_of(self, start: int, count: int, temperature: float, guidance: float | None = None) -> Sampling:
+        settings = self.settings | ({} if guidance is None else {"guidance": guidance})
+        return Sampling.of(list(range(self.seed + start, self.seed + start + count)), temperature=temperature,
+                           device=self.pipeline.device, **settings)
+
+    def pictures(self, run: PictureRun) -> DiscretePictures:
+        key = (run, self.num_images)
+        if key not in self.loaded:
+            parts = [self.read_or_make(self.path(batch), partial(self.read_pictures, count=batch.count),
+                                       partial(batch.make, self)) for batch in self.batches(run)]
+            decoded = [part.decoded for part in parts]
+            self.loaded[key] = DiscretePictures(
+                Decoded(*(torch.cat([getattr(d, field.name) for d in decoded]) for field in fields(Decoded))),
+                torch.cat([part.nodes for part in parts]))
+        return self.loaded[key]
+
+    def read_pictures(self, path: Path, count: int) -> DiscretePictures:
+        by_position = ("tokens", "num_accepted", "num_drafted", "nodes")
+        names = [*(field.name for field in fields(Decoded)), "nodes"]
+        found = read_arrays(path, {name: (count, self.pipeline.num_tokens) if name in by_position else (count,)
+                                   for name in names})
+        vocabulary = self.pipeline.gpt.config.vocabulary
+        if not ((found["tokens"] >= 0) & (found["tokens"] < vocabulary)).all():
+            raise NotWhole(f"{path} must hold tokens below {vocabulary}")
+        integers = (*by_position, "num_known", "target_forwards")
+        arrays = {name: torch.from_numpy(value).long() if name in integers else torch.from_numpy(value)
+                  for name, value in found.items()}
+        nodes = arrays.pop("nodes")
+        return DiscretePictures(Decoded(**arrays), nodes)
+
+    def seconds(self, latency: Latency) -> Timings:
+        latency = self.counted(latency)
+
+        def read(path: Path) -> Timings:
+            found = read_json(path)
+            numbers = [found.get(name) for name in ("baseline", "method", "tau")]
+            tokens = found.get("tokens")
+            if (len(found) != 4 or any(not is_list_of(part, (int, float)) or len(part) != latency.count
+                                       for part in numbers)
+                    or not is_list_of(tokens, list) or any(not is_list_of(part, int) for part in tokens)):
+                raise NotWhole(f"{path} must hold the seconds and tokens of {latency.count} pictures")
+            return Timings(**found)
+
+        return self.read_or_make(self.path(latency), read, partial(latency.make, self))

@@ -1,0 +1,72 @@
+"""The layers of transformers' models: their cache, their attention as `tree_attention`, their weights as one tensor."""
+import torch
+from torch import Tensor, nn
+
+from specvis_kernels import DecoderLayer, tree_attention
+
+from .interface import Nodes
+from .layers import Cache
+
+# What the layers that `decoder_layers` can read are made of.
+PACKABLE = {"ModuleList", "Linear", "Dropout", "SiLU", "SiLUActivation", "ChameleonLayerNorm"} | {
+    family + part for part in ("DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+    for family in ("Llama", "Emu3", "Chameleon")}
+
+
+class SlotCache(Cache):
+    """Keys and values of R rows, as transformers asks for them; each read says in which columns to keep its own."""
+
+    def begin_read(self, slots: Tensor, columns: int) -> None:
+        """slots (R, N) int64: where the next entries are. They may see the first `columns` columns."""
+        self.slots, self.num_columns = self.flat_slots(slots), columns
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
+        """Keep (R, heads, N, head_dim) of a layer, and return all that may be seen."""
+        entries = torch.stack([keys, values], 1).permute(0, 3, 1, 2, 4).flatten(0, 1)
+        self.data[layer].flatten(0, 1).index_copy_(0, self.slots, entries)
+        seen = self.data[layer, :, :self.num_columns].permute(2, 0, 3, 1, 4)
+        return seen[0], seen[1]
+
+    def get_seq_length(self, *_) -> int:
+        return 0  # asked for where there are no position_ids
+
+
+def positions_of(position_ids: Tensor, padding_mask: Tensor) -> Tensor:
+    """Positions (R, N) that count from each row's first real entry. padding_mask: (R, S) bool"""
+    return (position_ids - (~padding_mask).sum(1, keepdim=True)).clamp(min=0)
+
+
+def is_packable(layer: nn.Module, index: int, eps: float) -> bool:
+    """Whether `weights_of` a layer says all that it does. Raises AttributeError for layers of another shape."""
+    a = layer.self_attn
+    qkv = a.q_proj, a.k_proj, a.v_proj
+    biased = {module for module in layer.modules() if getattr(module, "bias", None) is not None}
+    return (len({linear.bias is None for linear in qkv}) == 1 and a.head_dim % 16 == 0 and a.layer_idx == index
+            and biased <= {*qkv, a.o_proj, getattr(a, "q_norm", None), getattr(a, "k_norm", None)}
+            and getattr(a, "scaling", a.head_dim ** -0.5) == a.head_dim ** -0.5
+            and layer.input_layernorm.variance_epsilon == layer.post_attention_layernorm.variance_epsilon == eps)
+
+
+def weights_of(layer: nn.Module) -> DecoderLayer:
+    a, mlp = layer.self_attn, layer.mlp
+    qkv, norms = (a.q_proj, a.k_proj, a.v_proj), None
+    if hasattr(a, "q_norm"):
+        norms = tuple(torch.cat([getattr(a.q_norm, name), getattr(a.k_norm, name)]) for name in ("weight", "bias"))
+    bias = None if a.q_proj.bias is None else torch.cat([linear.bias for linear in qkv])
+    return DecoderLayer(torch.cat([linear.weight for linear in qkv]), a.o_proj.weight, mlp.gate_proj.weight,
+                        mlp.up_proj.weight, mlp.down_proj.weight, layer.post_attention_layernorm.weight,
+                        layer.input_layernorm.weight, bias, a.o_proj.bias, norms)
+
+
+def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+           nodes: Nodes | None = None, **more) -> tuple[Tensor, None]:
+    """`tree_attention` in the form of transformers' AttentionInterface; where no tree is read, as "sdpa".
+
+    query (R, H, N, D), key and value (R, Hkv, T, D) -> (R, N, H, D)
+    """
+    if nodes is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+    return tree_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), nodes.lengths,
+                          nodes.ancestors, key_mask=nodes.padding_mask, scale=more.get("scaling")), None

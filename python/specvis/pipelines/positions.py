@@ -1,0 +1,95 @@
+"""What can be said of each position of pictures that are decoded."""
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specvis_kernels import draw_tokens, gumbel_noise
+
+from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
+from ..models.llamagen import condition_mask
+from .discrete import Pipeline
+
+
+def steps_gain(num_accepted: Tensor) -> Tensor:
+    """How many tokens the step that made each position added to the picture.
+
+    Args:
+        num_accepted: (B, L) int64  accepted drafts of the step that began at each position; -1 where none began
+    Returns:
+        (B, L) int64: accepted drafts plus one
+    """
+    began = torch.where(num_accepted >= 0, torch.arange(num_accepted.shape[1]), 0).cummax(1).values
+    return num_accepted.gather(1, began).clamp(min=0) + 1
+
+
+def forward_numbers(num_accepted: Tensor) -> Tensor:
+    """Which target forward drew each token, counted from 0. (The one that reads the condition draws the first token.)
+
+    Args:
+        num_accepted: (B, L) int64  accepted drafts of the step that began at each position; -1 where none began
+    Returns:
+        (B, L) int64
+    """
+    began = (num_accepted >= 0).long()
+    return began.cumsum(1) - began[:, :1]  # a step that begins at the first token is number 0
+
+
+def target_hidden(pipeline: Pipeline, prompts: list[str], tokens: Tensor) -> Tensor:
+    """The target's hidden states at pictures whose tokens (B, L) are known: (2B, prefix_len - 1 + L, dim).
+
+    The last L of them predict the tokens.
+    """
+    gpt = pipeline.gpt
+    condition, padding_mask = cfg_inputs(gpt, *pipeline.condition(prompts))
+    return gpt.teacher_forced(condition, padding_mask, repeat_for_cfg(tokens))
+
+
+@torch.inference_mode()
+def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
+                         sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The probabilities of target and drafter at each position of pictures whose tokens are known.
+
+    Returns:
+        target_probs (B, L, V) and draft_probs (B, L - 1, V), the latter for tokens 1..L - 1
+    """
+    gpt, prefix_len = pipeline.gpt, pipeline.gpt.config.condition_tokens - 1
+    padding_mask = repeat_for_cfg(pipeline.condition(prompts)[1])
+    hidden = target_hidden(pipeline, prompts, tokens)
+    shifted = F.pad(repeat_for_cfg(tokens[:, :-1]), (prefix_len, 0))
+    position_ids = torch.arange(shifted.shape[1], device=tokens.device)[None]
+    drafted = pipeline.drafter.read(shifted, hidden[:, :-1], position_ids,
+                                    condition_mask(padding_mask[:, :prefix_len], shifted.shape[1]))
+    return sampling.probs(gpt, hidden[:, prefix_len:])[0], sampling.probs(gpt, drafted[:, prefix_len:])[0]
+
+
+@torch.inference_mode()
+def is_near_a_filter(pipeline: Pipeline, prompt: str, tokens: Tensor, sampling: Sampling, position: int,
+                     size: float, num_tries: int = 256) -> bool:
+    """Can changes of the logits by up to `size` change the token that is drawn at a position of a picture?
+
+    They change which ids the filters keep, too. tokens (1, L) int64: of the picture
+    """
+    row = target_hidden(pipeline, [prompt], tokens)[:, position - tokens.shape[1]].unsqueeze(1)
+    logits = pipeline.gpt.logits(row).expand(-1, num_tries, -1)
+    generator = torch.Generator(logits.device).manual_seed(0)
+    changes = torch.rand(logits.shape, generator=generator, device=logits.device) * 2 - 1
+    changes[:, 0] = 0
+    conditional, unconditional = (logits + size * changes).chunk(2)
+    positions = torch.full((1, num_tries), position, device=logits.device)
+    drawn = draw_tokens(conditional, unconditional, sampling.guidance, sampling.temperature, sampling.top_k,
+                        sampling.top_p, sampling.seeds, positions).tokens
+    return bool((drawn != drawn[:, :1]).any())
+
+
+@torch.inference_mode()
+def draw_margins(pipeline: Pipeline, prompts: list[str], tokens: Tensor, sampling: Sampling) -> Tensor:
+    """By how much the best candidate for each token leads the second best, in what `draw_tokens` compares: (B, L).
+
+    tokens (B, L) int64: of the pictures
+    """
+    probs = sampling.probs(pipeline.gpt, target_hidden(pipeline, prompts, tokens)[:, -tokens.shape[1]:])[0]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    noise = gumbel_noise(sampling.seeds, positions, probs.shape[-1])
+    scores = probs.log() + torch.where(sampling.greedy[:, None, None], 0.0, noise)
+    best, second = scores.topk(2, -1).values.unbind(-1)
+    return best - second

@@ -1,0 +1,1 @@
+"""The papers' tables and figures on one's own model. `specvis report` writes them."""

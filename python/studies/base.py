@@ -1,0 +1,179 @@
+"""What the reports on discrete and on continuous tokens share: items, pages, and the features of pictures."""
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from specvis.cli.discrete_study import BATCH, PictureRun
+from specvis.cli.study import Job, Study, read_arrays
+from specvis.files import write_whole
+
+from .page import Section
+from .quality import Features, network
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is run: numbers of pictures, and the values of the sweeps."""
+
+    images: int  # each run has this many
+
+
+@dataclass
+class Report(ABC):
+    """What the items look at, and the sections that they have written. A subclass writes the `cover`."""
+
+    study: Study
+    scope: Scope
+    out: Path
+    sections: list[Section] = field(default_factory=list)
+    results: dict = field(default_factory=dict)  # what several items ask for
+
+    def once(self, name, make: Callable):
+        """What `make` returns, which is called the first time only."""
+        if name not in self.results:
+            self.results[name] = make()
+        return self.results[name]
+
+    @abstractmethod
+    def cover(self, command: str, origin: str) -> str:
+        """The first page: what was run, and a line for each trend."""
+
+    def links(self) -> list[str]:
+        """The rows of a table of claims, and a list of the sections."""
+        claims = [f"| [{section.name}]({section.name}.md) | {claim.text} | {claim.evidence} | {claim.finding} |"
+                  for section in self.sections for claim in section.claims]
+        return ["| | the paper says | here | |", "|---|---|---|---|", *claims, "",
+                *(f"- [{section.title}]({section.name}.md)" for section in self.sections), ""]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One table or figure: the jobs that it needs, and the function that writes its section."""
+
+    name: str
+    title: str
+    jobs: Callable[[Scope], Iterable[Job]]
+    write: Callable[[Report, Section], None]
+    quick: bool         # a quick report has it too
+    uses_network: bool  # the network of quality.py
+
+
+def item(registry: dict[str, Item], name: str, title: str, jobs: Callable[[Scope], Iterable[Job]], *,
+         quick: bool = True, uses_network: bool = False):
+    """A decorator: the function that writes a section becomes an item of `registry`."""
+    def register(write):
+        registry[name] = Item(name, title, jobs, write, quick, uses_network)
+        return write
+    return register
+
+
+def choose_items(items: dict[str, Item], names: tuple[str, ...], quick: bool = False) -> list[Item]:
+    """The items of these names, in the report's order; no names: all, or the items of a quick report.
+
+    Raises:
+        ValueError: an unknown name; the known are listed
+    """
+    names = [name.strip() for text in names for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in items:
+            raise ValueError(f"unknown table or figure {name!r}; known: {', '.join(items)}")
+    return [item for item in items.values() if (item.name in names if names else item.quick or not quick)]
+
+
+def write_report(report: Report, items: list[Item], *, command: str, whole: bool) -> None:
+    """Compute what is missing, then write a page for each item; if `whole`, a README.md that leads to them.
+
+    Raises:
+        ValueError: a package is missing
+    """
+    study, out = report.study, report.out
+    if any(item.uses_network for item in items):
+        network()  # a missing package is reported before hours of work
+    study.compute([job for item in items for job in item.jobs(report.scope)])
+    origin = study.origins_text
+    with tqdm(items, desc="writing", disable=None) as bar:
+        for item in bar:
+            bar.set_postfix_str(item.name)
+            section = Section(item.name, item.title, out, f"{command} --only {item.name} | {origin}")
+            item.write(report, section)
+            write_whole(out / f"{item.name}.md", section.markdown())
+            report.sections.append(section)
+    if whole:
+        write_whole(out / "README.md", report.cover(command, origin))
+    claims = [claim for section in report.sections for claim in section.claims]
+    agree = sum(claim.holds is True for claim in claims)
+    first = "README" if whole else ",".join(item.name for item in items)
+    click.echo(f"{out / first}.md: {len(items)} tables and figures; of {len(claims)} trends that the papers state "
+               f"{agree} are seen here")
+
+
+def pixels(study: Study, tokens: Tensor) -> np.ndarray:
+    """The pictures (n, H, W, 3) uint8 that the tokens of n images decode to."""
+    return np.stack([np.asarray(picture) for part in tokens.split(BATCH)
+                     for picture in study.pipeline.pictures(part.to(study.pipeline.device))])
+
+
+def features(study: Study, run: PictureRun) -> Features:
+    """The features of a run's pictures. They are kept beside the pictures."""
+    def read_or_make(part: PictureRun) -> dict[str, np.ndarray]:
+        def make():
+            vectors, classes = network()(pixels(study, study.pictures(part).decoded.tokens))
+            write_whole(path, lambda file: np.savez(file, vectors=vectors, classes=classes))
+
+        path = study.path(part).with_suffix(".features.npz")
+        shapes = {"vectors": (part.count, None), "classes": (part.count, None)}
+        return study.read_or_make(path, lambda path: read_arrays(path, shapes), make)
+
+    parts = study.parts(run)
+    arrays = [read_or_make(part) for part in parts]
+    names = np.concatenate([part.start + np.arange(part.count) for part in parts]) % len(study.prompts)
+    return Features(*(np.concatenate([part[name] for part in arrays]) for name in ("vectors", "classes")), names)
+
+
+def reference_pictures(folder: Path) -> tuple[list[str], np.ndarray]:
+    """Prompts (n) and the pictures (n, H, W, 3) that they name, from prompts.json and prompts.png beside the weights.
+
+    The pictures are in rows, as many in each as there are rows.
+
+    Raises:
+        ValueError: a file is missing or the picture does not hold as many as there are prompts
+    """
+    if not folder.is_dir():
+        raise ValueError(f"weights must be a folder, got {folder}")
+    try:
+        prompts = json.loads((folder / "prompts.json").read_text())
+        if not (isinstance(prompts, list) and prompts and all(isinstance(p, str) for p in prompts)):
+            raise ValueError("prompts.json is no list of strings")
+        sheet = np.array(Image.open(folder / "prompts.png").convert("RGB"))
+    except (OSError, ValueError, SyntaxError, RecursionError, Image.DecompressionBombError) as error:
+        raise ValueError(f"weights must have prompts.json, a list of captions, and prompts.png, a square of their "
+                         f"pictures, to compare with: {error}") from error
+    across = round(len(prompts) ** 0.5)
+    side = sheet.shape[1] // across
+    if across ** 2 != len(prompts) or sheet.shape[:2] != (side * across, side * across):
+        raise ValueError(f"{folder / 'prompts.png'} must be a square of as many pictures as prompts.json has captions "
+                         f"({len(prompts)}), got {sheet.shape[1]} x {sheet.shape[0]} pixels")
+    return prompts, sheet.reshape(across, side, across, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+
+
+def decided(value: float, half: float) -> bool | None:
+    """Say whether a value is above 0; None: its interval, from value - half to value + half, has both signs."""
+    return None if abs(value) <= half else value > 0
+
+
+def alike(value: float, half: float, margin: float) -> bool | None:
+    """Say whether a difference is within a margin; None: its interval is partly within and partly outside.
+
+    value: the difference; half: half the width of its interval
+    """
+    if abs(value) + half <= margin:
+        return True
+    return False if abs(value) - half > margin else None

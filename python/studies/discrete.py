@@ -1,0 +1,207 @@
+"""What a report on discrete tokens asks: how much is run, and the rows and scores that its items share."""
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from specvis.cli.discrete_study import DiscreteStudy, Latency, PictureRun
+from specvis.pipelines.discrete import Pipeline
+
+from .base import Report, Scope, decided, features, pixels, reference_pictures
+from .page import Section
+from .quality import GROUPS, MORE_SCORES, Baseline, Score, network, quality
+
+LEAST_IMAGES = 12  # with about this many the kernel distance of the strongest relaxation exceeds the noise
+
+
+def lantern(k: int, delta: float, **others) -> str:
+    """LANTERN with these parameters, as the command line has it."""
+    return f"lantern:k={k}:delta={delta:g}" + "".join(f":{key}={value}" for key, value in others.items())
+
+
+@dataclass(frozen=True)
+class DiscreteScope(Scope):
+    """How much is run of discrete tokens."""
+
+    timed: int                   # pictures of each latency
+    k: tuple[int, ...]
+    delta: tuple[float, ...]     # LANTERN's
+    omega: tuple[float, ...]     # COOL-SD's delta
+    ratio: tuple[float, ...]     # LANTERN++'s lambda
+
+    def baseline(self, temperature: float = 1.0) -> PictureRun:
+        """Pictures that others are compared with. Where temperature makes them differ: GROUPS times as many."""
+        return PictureRun.of("vanilla", temperature, count=GROUPS * self.images if temperature else self.images)
+
+    @property
+    def grid(self) -> list[PictureRun]:
+        """LANTERN over k and delta."""
+        return [PictureRun.of(lantern(k, delta)) for k in self.k for delta in self.delta]
+
+    @property
+    def strongest(self) -> str:
+        """LANTERN with the largest k and delta."""
+        return lantern(self.k[-1], self.delta[-1])
+
+    @property
+    def sweeps(self) -> list[PictureRun]:
+        """The methods on static trees, over how much they relax."""
+        runs = []
+        for omega in self.omega:
+            runs += [PictureRun.of(f"uniform-rsd:omega={omega:g}"), PictureRun.of(f"cool-sd:omega={omega:g}")]
+        for ratio in self.ratio:
+            runs += [PictureRun.of(f"lantern++:delta={ratio:g}{tail}") for tail in ("", ":residual=optimal")]
+        return runs
+
+
+FULL = DiscreteScope(48, 4, (30, 100, 300, 1000), (0.05, 0.1, 0.2, 0.4), (1.1, 1.5, 2.0, 3.0), (0.5, 1.0, 2.0, 4.0))
+QUICK = DiscreteScope(12, 1, (100, 1000), (0.1, 0.4), (1.1, 2.0), (1.0, 4.0))
+
+
+def scope_of(quick: bool, images: int | None, timed: int | None, num_prompts: int) -> DiscreteScope:
+    """The scope of a report, quick or full.
+
+    Raises:
+        ValueError: too few pictures for a score, or not every prompt equally often
+    """
+    scope = QUICK if quick else FULL
+    scope = replace(scope, images=images or scope.images, timed=timed or scope.timed)
+    if scope.images < LEAST_IMAGES:
+        raise ValueError(f"images must be at least {LEAST_IMAGES}, got {scope.images}: with fewer, baseline pictures "
+                         "differ more by chance than the strongest relaxation makes them. The report says how many "
+                         "would be needed to tell a method from the baseline")
+    if scope.images > num_prompts and scope.images % num_prompts:
+        raise ValueError(f"images must be at most {num_prompts} or a multiple of it, the number of prompts, "
+                         f"got {scope.images}")
+    return scope
+
+
+@dataclass
+class DiscreteReport(Report):
+    """What the items on discrete tokens look at."""
+
+    study: DiscreteStudy
+    scope: DiscreteScope
+    references: np.ndarray = field(kw_only=True)  # features of the pictures that the prompts name
+
+    @staticmethod
+    def of(pipeline: Pipeline, weights: Path, out: Path, scope: DiscreteScope, **settings) -> "DiscreteReport":
+        """A report in `out`, whose runs are in `out`/runs.
+
+        Raises:
+            ValueError: `out` holds runs of another model, version or setting, or a package is missing
+        """
+        prompts, pictures = reference_pictures(weights)
+        study = DiscreteStudy(pipeline, out / "runs", prompts, images=scope.images, timed=scope.timed, **settings)
+        references, _ = network()(pictures[:min(scope.images, len(prompts))])
+        return DiscreteReport(study, scope, out, references=references)
+
+    def quality(self, run: PictureRun) -> dict[str, Score]:
+        """Distances to baseline pictures at the same temperature, and scores."""
+        return self.once(("quality", run), lambda: self._quality(run))
+
+    def _quality(self, run: PictureRun) -> dict[str, Score]:
+        count = run.count or self.study.num_images
+        baseline = PictureRun.of("vanilla", run.temperature, count=GROUPS * count if run.temperature else count)
+        beside = self.once(("baseline", baseline), lambda: Baseline.of(features(self.study, baseline), count,
+                                                                       self.references))
+        scores = quality(features(self.study, run), beside, self.references)
+        for name in MORE_SCORES:
+            groups = self._more(name, baseline).reshape(-1, count).mean(1)
+            scores[name] = Score.of(self._more(name, run).mean(), groups.tolist())
+        return scores
+
+    def _more(self, name: str, run: PictureRun) -> np.ndarray:
+        """(n,) one of quality.MORE_SCORES."""
+        prompts = self.study.prompts_of(run.start, run.count or self.study.num_images)
+        def score():
+            pictures = pixels(self.study, self.study.pictures(run).decoded.tokens)
+            return np.asarray(MORE_SCORES[name](pictures, prompts), dtype=np.float64)
+
+        return self.once((name, run), score)
+
+    def tau(self, text: str, temperature: float = 1.0) -> float:
+        return self.study.pictures(PictureRun.of(text, temperature)).tau
+
+    def tv_excess(self, run: PictureRun) -> float:
+        """Added total variation per token, estimated, of all its pictures."""
+        return self.study.pictures(run).tv_excess.mean().item()
+
+    def row(self, run: PictureRun) -> dict:
+        """A run's row of a table: tau, tv_excess and every score. It has no seconds: those are of single pictures."""
+        return {"method": run.method.label, "T": f"{run.temperature:g}", "nodes": run.method.max_nodes,
+                "tau": self.study.pictures(run).tau, "tv_excess": self.tv_excess(run)} | self.quality(run)
+
+    def latency_row(self, latency: Latency) -> dict:
+        """Seconds of a picture. The speedup is the median of ratios of neighbors in time."""
+        timings = self.study.seconds(latency)
+        return {"method": latency.method.label, "T": f"{latency.temperature:g}",
+                "seconds": float(np.mean(timings.method)), "+-": float(np.std(timings.method)),
+                "baseline_seconds": float(np.mean(timings.baseline)), "speedup": float(np.median(timings.speedup)),
+                "min": float(timings.speedup.min()), "max": float(timings.speedup.max()),
+                "tau": float(np.mean(timings.tau)), "pictures": latency.batch * len(timings.tau)}
+
+    def contrast(self, statistic: Callable[[Callable[[PictureRun], float]], float], runs: list[PictureRun],
+                 name: str = "kernel distance") -> tuple[float, float]:
+        """A weighted sum of runs' distances to the baseline, and what chance alone adds or takes in 19 of 20 cases.
+
+        statistic: from a function that gives each run's distance; linear in it. Every run is taken to have the noise
+        that the baseline has, of its own.
+        """
+        weights = [statistic(lambda other, run=run: float(other == run)) for run in runs]
+        value = statistic(lambda run: self.quality(run)[name].value)
+        return value, self.quality(runs[0])[name].noise * float(np.linalg.norm(weights))
+
+    def faster(self, a: str, b: str, temperature: float) -> tuple[bool | None, float]:
+        """Say whether a is faster than b in every picture, both beside the baseline (None: in some); and the median
+        ratio of their speeds."""
+        speedups = [self.study.seconds(Latency.of(text, temperature)).speedup for text in (a, b)]
+        ratios = speedups[0] / speedups[1]
+        return (True if ratios.min() > 1 else False if ratios.max() < 1 else None), float(np.median(ratios))
+
+    def tau_gain(self, a: str, b: str) -> tuple[bool | None, str]:
+        """Say whether a has the larger tau at temperature 1, by differences of the same pictures; and put it in
+        words."""
+        taus = [self.study.pictures(PictureRun.of(text)).decoded.tau for text in (a, b)]
+        change = (taus[0] - taus[1])[~(taus[0] - taus[1]).isnan()]
+        half = 2 * change.std().item() / len(change) ** 0.5
+        return decided(change.mean().item(), half), (f"tau {taus[0].nanmean():.2f} against {taus[1].nanmean():.2f}, a "
+                                                     f"difference of {change.mean():+.2f} +- {half:.2f}")
+
+    def noise(self, section: Section, runs: list[PictureRun]) -> None:
+        """Write below a table of these runs what their scores can tell."""
+        scores, count = self.quality(runs[0]), self.study.num_images
+        parts = [f"{name} {score.baseline:.3g} +- {score.noise:.2g}" for name, score in scores.items()]
+        chance = 0.05 * len(runs) * len(scores)
+        text = (f"{count} baseline pictures beside the other baseline pictures: {'; '.join(parts)}. A star marks what "
+                f"is outside; of that many numbers about {chance:.0f} would be by chance alone.")
+        relaxed = [self.quality(run)["kernel distance"] for run in runs if not run.method.lossless]
+        hidden = sorted(score.pictures_needed(count) for score in relaxed if not score.significant and score.effect)
+        if hidden:
+            text += (f" {len(hidden)} of {len(relaxed)} relaxed methods cannot be told from the baseline by the "
+                     f"kernel distance of {count} pictures: half of them would need {hidden[len(hidden) // 2]} or "
+                     "more.")
+        section.text(text)
+
+    def cover(self, command: str, origin: str) -> str:
+        config, settings, scope = self.study.pipeline.gpt.config, self.study.settings, self.scope
+        return "\n".join([
+            "# The papers' tables and figures on our model", "",
+            f"`{command}`", "",
+            f"Runs: {origin}.", "",
+            f"Model: {config.layers} layers of width {config.dim}, {config.vocabulary} codes, {config.tokens} tokens a "
+            f"picture. {scope.images} pictures a method, {GROUPS * scope.images} of the baseline, of "
+            f"{len(self.study.prompts)} prompts; guidance {settings['guidance']:g}, top-k {settings['top_k']}, "
+            f"top-p {settings['top_p']:g}. Seconds are of single pictures, {scope.timed} a method, everything "
+            "else of pictures decoded in batches.", "",
+            "The baseline is `vanilla`: a token a target forward. Frechet and kernel distance are to its pictures, on "
+            "the features of an ImageNet network (EfficientNet-Lite0); the inception score is on its classes; nearest "
+            "name is the share of pictures whose features are nearest to those of the picture that their prompt "
+            "names. `tv_excess` is added total variation per token, estimated. CLIP score, HPSv2, ImageReward and the "
+            "aesthetic predictor need weights that no package brings: not measured (`--score` takes them). "
+            "Medusa is out of scope.", "",
+            "The papers' models have 0.8 to 7 billion parameters on A100 GPUs, ours has millions on what is named "
+            "above: what can agree is a trend. Of the papers only abstracts, released repositories and notes by others "
+            "were at hand; their numbers are here where they could be read, and nowhere else.", "",
+            *self.links()])

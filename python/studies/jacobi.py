@@ -1,0 +1,354 @@
+"""Jacobi decoding on this model: the curves over window, batch and temperature, what relaxing it buys, and what more
+guesses would."""
+import time
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specvis.cli.discrete_study import BATCH, DiscreteStudy, Latency, PictureRun
+from specvis.decoding.decoded import Decoded
+from specvis.decoding.jacobi import jacobi_decode
+from specvis.decoding.methods import parse_method
+from specvis.decoding.sampling import Sampling
+from specvis.pipelines.positions import draw_margins, teacher_forced_probs
+from specvis_kernels import guided_probs, gumbel_noise
+
+from .base import Item, item
+from .discrete import DiscreteReport, DiscreteScope
+from .page import Section, axes
+
+ITEMS: dict[str, Item] = {}
+WINDOWS = (1, 2, 4, 8, 16, 32)
+TEMPERATURES = (0.0, 0.7, 1.0)
+BATCHES = (1, 2, 4, 8)
+BATCH_WINDOWS = ("auto", 2, 4, 8, 16)
+SJD, SCD, GSD = "SJD, arXiv:2410.01699", "coupled SJD, arXiv:2510.24211", "GSD, arXiv:2508.07747"
+
+
+def windows(scope: DiscreteScope) -> tuple[int, ...]:
+    """The windows of the curves: of a quick report every second one."""
+    return WINDOWS if len(scope.k) > 2 else WINDOWS[1::2]
+
+
+def window_runs(scope: DiscreteScope) -> dict[str, list[PictureRun]]:
+    """The curves: a name, and a run for each window."""
+    curves = {f"T = {T:g}": [PictureRun.of(f"jacobi:window={W}", T) for W in windows(scope)] for T in TEMPERATURES}
+    return curves | {"T = 1, guesses from the last row": [PictureRun.of(f"jacobi:window={W}:guess=last")
+                                                          for W in windows(scope)]}
+
+
+def window_latencies(scope: DiscreteScope) -> list[Latency]:
+    return [Latency.of(f"jacobi:window={W}") for W in (*windows(scope), "auto")]
+
+
+def same_tokens(report: DiscreteReport, run: PictureRun) -> str:
+    """In how many pictures every token is the baseline's of that seed."""
+    pictures = report.study.pictures(run).decoded.tokens
+    baseline = report.study.pictures(PictureRun.of("vanilla", run.temperature)).decoded.tokens
+    return f"{(pictures == baseline).all(1).sum()} of {len(pictures)}"
+
+
+def tau_row(report: DiscreteReport, run: PictureRun) -> dict:
+    tau = report.study.pictures(run).decoded.tau
+    return {"method": run.method.label, "T": f"{run.temperature:g}", "window": run.method.drafts.window,
+            "tau": tau.nanmean().item(), "+-": 2 * tau.std().item() / len(tau) ** 0.5, "least": tau.min().item(),
+            "most": tau.max().item(), "same tokens as the baseline": same_tokens(report, run)}
+
+
+@item(ITEMS, "jacobi-window", "Jacobi decoding over the window and the temperature", lambda scope: [
+    *(PictureRun.of("vanilla", T) for T in TEMPERATURES),
+    *(run for runs in window_runs(scope).values() for run in runs), *window_latencies(scope)])
+def jacobi_window(report: DiscreteReport, section: Section) -> None:
+    curves = {name: [tau_row(report, run) for run in runs] for name, runs in window_runs(report.scope).items()}
+    section.text("No drafter, nothing trained: a target forward reads the newest token and a window of guesses, draws "
+                 "every position again with the noise of its seed, and keeps the guesses in front that did not "
+                 "change. The tokens are the baseline's for the same seeds; the last column counts the pictures in "
+                 "which all of them are. tau is tokens per target forward, +- twice its standard error over pictures.")
+    section.table([row for rows in curves.values() for row in rows])
+    latencies = [report.latency_row(job) for job in window_latencies(report.scope)]
+    section.text("Seconds of single pictures at temperature 1, each right after the baseline's of the same prompt and "
+                 "seed; `auto` is the window that the method chooses once for this machine:")
+    section.table(latencies, "-seconds")
+    figure, ((left, right),) = axes(1, 2, 4.4, 3.2)
+    for name, rows in curves.items():
+        left.errorbar([row["window"] for row in rows], [row["tau"] for row in rows], [row["+-"] for row in rows],
+                      fmt="o-", ms=4, lw=1, capsize=2, label=name)
+    left.set(xscale="log", xlabel="window", ylabel="tau: tokens per target forward")
+    left.set_xticks(windows(report.scope), windows(report.scope))
+    left.legend(fontsize=7)
+    timed = latencies[:-1]
+    right.errorbar(windows(report.scope), [row["speedup"] for row in timed],
+                   [[row["speedup"] - row["min"] for row in timed], [row["max"] - row["speedup"] for row in timed]],
+                   fmt="o-", ms=4, lw=1, capsize=2)
+    right.axhline(latencies[-1]["speedup"], color="tab:green", lw=1, label="window=auto")
+    right.axhline(1, color="black", lw=1, label="baseline")
+    right.set(xscale="log", xlabel="window", ylabel="speedup over the baseline, single pictures")
+    right.set_xticks(windows(report.scope), windows(report.scope))
+    right.legend(fontsize=7)
+    section.figure(figure, "Tokens per target forward and speed over the window; bars: two standard errors, and the "
+                           "range over pictures")
+
+
+def batch_latencies(scope: DiscreteScope) -> list[Latency]:
+    return [replace(Latency.of(f"jacobi:window={W}"), batch=B) for B in BATCHES for W in BATCH_WINDOWS]
+
+
+@item(ITEMS, "jacobi-batch", "Jacobi decoding over the batch size", batch_latencies, quick=False)
+def jacobi_batch(report: DiscreteReport, section: Section) -> None:
+    rows = [{"batch": job.batch} | report.latency_row(job) for job in batch_latencies(report.scope)]
+    section.text("Seconds of a picture when `batch` are decoded at once, each batch right after the baseline's. Wide "
+                 "forwards are bound by arithmetic, so the best window shrinks while the batch grows.")
+    section.table(rows)
+    figure, ((axis,),) = axes(1, 1, 5.4, 3.2)
+    for W in BATCH_WINDOWS:
+        those = [row for row, job in zip(rows, batch_latencies(report.scope)) if job.method.drafts.window == W]
+        axis.plot(BATCHES, [row["speedup"] for row in those], "o-", ms=4, lw=2 if W == "auto" else 1,
+                  label=f"window={W}")
+    axis.axhline(1, color="black", lw=1)
+    axis.set(xscale="log", xlabel="batch size", ylabel="speedup over the baseline at this batch size")
+    axis.set_xticks(BATCHES, BATCHES)
+    axis.legend(fontsize=7)
+    section.figure(figure, "Speed over the batch size, median of the batches")
+
+
+def relaxed_runs(scope: DiscreteScope) -> list[PictureRun]:
+    """At one window: the exact forms, then ever more relaxed ones."""
+    texts = ["jacobi:window=16", "jacobi:seed_exact=false", "jacobi:seed_exact=false:coupling=none",
+             *(f"jacobi:seed_exact=false:omega={omega:g}" for omega in scope.omega),
+             *(f"jacobi:seed_exact=false:k=10:cutoff=ratio:delta={ratio:g}" for ratio in scope.ratio),
+             *(f"jacobi:seed_exact=false:k=100:delta={delta:g}" for delta in scope.delta[1::2]),
+             "gsd", "gsd+coupled", "gsd+coupled:k=6", "gsd+coupled:delta=1"]
+    return [PictureRun.of(text) for text in texts]
+
+
+@item(ITEMS, "jacobi-relaxed", "Jacobi decoding, coupled, not coupled and relaxed",
+      lambda scope: [scope.baseline(), *relaxed_runs(scope)], uses_network=True)
+def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
+    runs = relaxed_runs(report.scope)
+    exact, coupled, uncoupled = (report.study.pictures(run) for run in runs[:3])
+    section.text(f"All at a window of {runs[0].method.drafts.window}. `jacobi` draws with shared noise and "
+                 "verifies by equality. `seed_exact=false` accepts by rejection and redraws from the residual "
+                 f"({SCD}), `coupling=none` draws anew all that comes after the first rejection ({SJD}). Both keep the "
+                 "target's distribution. omega, neighborhoods (k, delta) and groups move it: tv_excess is the added "
+                 f"total variation per token, estimated. `gsd` is groups without coupling ({GSD}); `gsd+coupled` has "
+                 "both.")
+    section.table([report.row(run) for run in runs])
+    report.noise(section, runs)
+    figure, ((axis,),) = axes(1, 1, 6, 3.6)
+    for run in runs:
+        point = report.tv_excess(run), report.study.pictures(run).tau
+        axis.plot(*point, "k*" if run.method.lossless else "kx", ms=6)
+        axis.annotate(run.method.label.replace("jacobi:seed_exact=false:", ""), point, fontsize=5, xytext=(3, 3),
+                      textcoords="offset points")
+    axis.set(xlabel="tv_excess: added total variation per token", ylabel="tau: tokens per target forward")
+    section.figure(figure, "What relaxing Jacobi decoding buys; stars are lossless")
+    for text, a, b in ((f"coupled redraws keep more guesses than fresh ones ({SCD})", coupled, uncoupled),
+                       ("shared noise keeps as many as rejection with coupled redraws (semantics of both: none is lost "
+                        "that a coupling could keep)", exact, coupled)):
+        change = a.decoded.tau - b.decoded.tau
+        mean, half = change.mean().item(), 2 * change.std().item() / len(change) ** 0.5
+        section.claim(text, (mean > half or None) if a is coupled else mean > -half,
+                      f"tau {a.tau:.2f} against {b.tau:.2f}, a difference of {mean:+.2f} +- {half:.2f}")
+    group = report.study.pictures(PictureRun.of("gsd"))
+    section.claim(f"groups accept more than single tokens, at a small loss ({GSD}: 3.39 steps of SJD's 2.22)",
+                  group.tau > uncoupled.tau, f"tau {group.tau:.2f} against {uncoupled.tau:.2f} without groups and "
+                  f"{exact.tau:.2f} with shared noise; tv_excess {report.tv_excess(PictureRun.of('gsd')):.3f}")
+
+
+class KeepsRows:
+    """A cache that cannot let rows go, so that the logits are always of the whole batch."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def __getattr__(self, name: str):
+        if name == "select":
+            raise AttributeError(name)
+        return getattr(self.cache, name)
+
+
+class Remembering(nn.Module):
+    """A target that keeps the logits of its last forwards, for a look at what else it could have guessed."""
+
+    def __init__(self, target: nn.Module):
+        super().__init__()
+        self.target, self.last = target, []
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("target"), name)
+
+    def new_cache(self, rows: int, columns: int) -> KeepsRows:
+        return KeepsRows(self.target.new_cache(rows, columns))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.target.logits(hidden)
+        self.last = [*self.last[-1:], logits]
+        return logits
+
+
+CANDIDATES = 4
+
+
+class Siblings:
+    """An observer that asks, where a guess was rejected, whether its row's next-best candidates were right.
+
+    A guess is the candidate with the largest score (log-probability plus noise) of a row that is one forward old.
+    ranks counts the rank that the token which was drawn instead has among them; 0 is beyond CANDIDATES.
+    """
+
+    def __init__(self, target: Remembering, sampling: Sampling, window: int):
+        self.target, self.sampling, self.window, self.previous = target, sampling, window, None
+        self.ranks = torch.zeros(CANDIDATES + 1, dtype=torch.int64)
+        self.num_steps = self.num_first = 0  # steps, and those in which the very first guess fell
+
+    def __call__(self, step) -> None:
+        position, fell = step.position, step.position + step.num_accepted
+        if self.previous is not None:
+            old, start = self.previous
+            index = fell - start
+            is_known = (index < old.shape[1]) & (fell < self.target.grid ** 2 - 1)  # the last token is never guessed
+            seen = step.active & is_known & (step.num_accepted < self.window)
+            self.num_steps += int(step.active.sum())
+            self.num_first += int((step.active & (step.num_accepted == 0)).sum())
+            rows = seen.nonzero()[:, 0]
+            scores = self.scores(old[rows, index[rows]], rows, fell[rows])
+            drawn = self.scores(self.probs(self.target.last[-1])[rows, step.num_accepted[rows].long()], rows,
+                                fell[rows]).argmax(-1)
+            best = scores.topk(CANDIDATES, -1).indices
+            is_hit = best == drawn[:, None]
+            ranks = torch.where(is_hit.any(-1), is_hit.int().argmax(-1) + 1, 0)
+            self.ranks += torch.bincount(ranks, minlength=CANDIDATES + 1)
+        self.previous = self.probs(self.target.last[-1]), position.clone()
+
+    def probs(self, logits: Tensor) -> Tensor:
+        cond, uncond = logits.chunk(2)
+        s = self.sampling
+        return guided_probs(cond, uncond, s.guidance, s.temperature, s.top_k, s.top_p).probs
+
+    def scores(self, probs: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        noise = gumbel_noise(self.sampling.seeds[rows], positions[:, None], probs.shape[-1])[:, 0]
+        return probs.log() + noise
+
+
+@item(ITEMS, "jacobi-siblings", "Jacobi decoding: what a second guess would be worth", lambda scope: [], quick=False)
+def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
+    study, method = report.study, parse_method("jacobi:window=16")
+    count = min(BATCH, report.scope.images)
+    gpt = Remembering(study.pipeline.gpt)
+    sampling = study.sampling_of(0, count, 1.0)
+    condition = study.pipeline.condition(study.prompts_of(0, count))
+    siblings = Siblings(gpt, sampling, method.drafts.window)
+    decoded = jacobi_decode(gpt, *condition, sampling, [method] * count,
+                            observe=siblings)
+    failures = max(1, int(siblings.ranks.sum()))
+    shares = siblings.ranks.float() / failures
+    tau, steps = decoded.tau.mean().item(), siblings.num_steps
+    first = siblings.num_first / max(1, steps)
+    section.text(f"`{method.label}`, {count} pictures, tau {tau:.2f}. In {first:.0%} of the steps the very first guess "
+                 "was rejected. Where that happened to a guess whose row of the forward before is known, the token "
+                 "that was drawn was that row's candidate number:")
+    section.table([{"candidate": name, "share": share} for name, share in zip(
+        ["second", "third", "fourth", "none of these"], shares[[2, 3, 4, 0]].tolist())])
+    section.text("A sibling at the place where the first guess is rejected can add at most its share of a token and of "
+                 "the run after it, if the drafts after it were right too. With no drafts after it a second guess adds "
+                 f"at most {shares[2].item() * failures / max(1, steps):.2f} tokens a forward, three more guesses "
+                 f"{shares[2:].sum().item() * failures / max(1, steps):.2f}, for one and three more nodes. (They are "
+                 "what the first level of SJD-PAC's tree after a change would be made of, arXiv:2603.18599.)")
+    fell, right = drafter_first_guesses(study, decoded, sampling)
+    section.text("A drafter could guess that place from the token that has just changed, by the same noise, in a "
+                 "forward of its own before each of the target's. Where jacobi's own guess was rejected, EAGLE's is "
+                 "right in "
+                 f"{right[fell].float().mean():.0%} of the steps, and where it was kept in "
+                 f"{right[~fell].float().mean():.0%}. Read beside jacobi's own guess it would add at most "
+                 f"{(right & fell).float().mean():.2f} tokens a forward with no drafts after it; read in its place "
+                 f"{right.float().mean() - (~fell).float().mean():+.2f} first guesses would be right.")
+
+
+def drafter_first_guesses(study: DiscreteStudy, decoded: Decoded, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """For each step: whether the first guess was rejected; whether the drafter's draw by the same noise is right."""
+    count, L = decoded.tokens.shape
+    draft_probs = teacher_forced_probs(study.pipeline, study.prompts_of(0, count), decoded.tokens, sampling)[1]
+    drafts = torch.empty(count, L - 1, dtype=torch.int64)
+    for i, probs in enumerate(draft_probs.unbind(1)):
+        position = torch.full((count, 1), i + 1, device=probs.device)
+        drafts[:, i] = (probs.log() + gumbel_noise(sampling.seeds, position, probs.shape[-1])[:, 0]).argmax(-1)
+    began = (decoded.num_drafted > 0)[:, 1:]
+    return (decoded.num_accepted[:, 1:] == 0)[began], (drafts == decoded.tokens[:, 1:].cpu())[began]
+
+
+# --- trees by the same noise -----------------------------------------------------------------------------------------
+
+TREES = ("speculative", "eagle1", "eagle1:tree=naive_extend_57", "eagle2")
+
+
+def tree_runs(text: str) -> tuple[PictureRun, PictureRun]:
+    """A tree verified by shared noise and equality, and by rejection."""
+    return PictureRun.of(f"{text}:seed_exact=true"), PictureRun.of(f"{text}:seed_exact=false")
+
+
+@item(ITEMS, "seed-exact", "Trees verified by equality and by rejection", lambda scope: [
+    PictureRun.of("vanilla"), *(run for text in TREES for run in tree_runs(text))], quick=False)
+def seed_exact(report: DiscreteReport, section: Section) -> None:
+    rows = []
+    for text in TREES:
+        exact, usual = tree_runs(text)
+        taus = [report.study.pictures(run).decoded.tau for run in (exact, usual)]
+        change = taus[0] - taus[1]
+        rows.append({"method": text, "tau by equality": taus[0].nanmean().item(),
+                     "tau by rejection": taus[1].nanmean().item(), "difference": change.nanmean().item(),
+                     "+-": 2 * change[~change.isnan()].std().item() / len(change) ** 0.5,
+                     "same tokens as the baseline": same_tokens(report, exact)})
+    section.text("Both are lossless. By equality (`seed_exact=true`) the target draws at every node with the noise of "
+                 "its position, sampled children are drawn with the same noise, and the tokens are the baseline's; by "
+                 "rejection the tokens are other draws of the same distribution. Differences are of the same prompts "
+                 "and seeds, +- twice their standard error.")
+    section.table(rows)
+
+
+# --- what exactness means in bfloat16 --------------------------------------------------------------------------------
+
+IN_BFLOAT16 = ("vanilla", "jacobi:window=8", "jacobi:window=16", "jacobi:window=32", "eagle2")
+
+
+def first_difference(tokens: Tensor, others: Tensor) -> int:
+    """The first position at which two images (L,) differ; L: nowhere."""
+    differs = (tokens != others).nonzero()
+    return differs[0].item() if len(differs) else len(tokens)
+
+
+@item(ITEMS, "jacobi-bfloat16", "What the same seed promises in bfloat16", lambda scope: [], quick=False)
+def jacobi_bfloat16(report: DiscreteReport, section: Section) -> None:
+    study, count = report.study, min(16, report.scope.images)
+    pipeline, rows = deepcopy(study.pipeline).to(torch.bfloat16), []
+    L = pipeline.num_tokens
+    margins, parts, seconds = {}, {}, {text: [] for text in IN_BFLOAT16}
+    for text in IN_BFLOAT16:
+        images = []
+        for i in range(count):
+            start = time.perf_counter()
+            images.append(pipeline.tokens(study.prompts_of(i, 1), text, study.sampling_of(i, 1, 1.0)).tokens[0])
+            seconds[text].append(time.perf_counter() - start)
+        parts[text] = [first_difference(a, b) for a, b in zip(images, parts.get("images", images))]
+        parts.setdefault("images", images)
+        margins[text] = [draw_margins(pipeline, study.prompts_of(i, 1), image[None], study.sampling_of(i, 1, 1.0))
+                         [0, at].item() for i, (image, at) in enumerate(zip(parts["images"], parts[text])) if at < L]
+    for text in IN_BFLOAT16:
+        apart = [at for at in parts[text] if at < L]
+        rows.append({"method": text, "same pictures as the baseline": f"{count - len(apart)} of {count}",
+                     "first difference, median token": float(np.median(apart)) if apart else "",
+                     "margin there, median": float(np.median(margins[text])) if apart else "",
+                     "seconds": float(np.median(seconds[text])),
+                     "speedup": float(np.median(np.array(seconds["vanilla"]) / seconds[text]))})
+    section.text("bfloat16 has 8 bits of mantissa. Where a forward of many nodes rounds otherwise than one of a node, "
+                 "now and then another candidate wins, and from there on the pictures part. On a CPU they do not: "
+                 "there `decoder_layers` computes a node's logits to the same bits, whatever is read beside it. "
+                 "Elsewhere the pictures may part, and still follow the target's distribution up to rounding. Single "
+                 "pictures, temperature 1; the margin is by how much the best candidate leads the second, of the "
+                 "baseline's token where the first difference is.")
+    section.table(rows)

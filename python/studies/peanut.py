@@ -1,0 +1,89 @@
+"""PEANUT's figures: where and how much is accepted, and drafting with and without guidance."""
+import numpy as np
+import torch
+
+from specvis.cli.discrete_study import BATCH, PictureRun
+from specvis.decoding.methods import parse_method
+from specvis.pipelines.positions import steps_gain
+
+from . import adt_tree
+from .base import Item, item
+from .discrete import DiscreteReport, DiscreteScope
+from .page import Section, axes
+
+ITEMS: dict[str, Item] = {}
+COMPARED = ("eagle1", *adt_tree.COMPARED, "cool-sd")
+SHUFFLES = 20  # each picture's positions are shuffled, to see what chance makes of their differences
+
+
+@item(ITEMS, "peanut-figures-1-2", "PEANUT, Figures 1 and 2: where and how much is accepted",
+      lambda scope: [PictureRun.of(text) for text in COMPARED])
+def figures_1_2(report: DiscreteReport, section: Section) -> None:
+    pictures = {text: report.study.pictures(PictureRun.of(text)) for text in COMPARED}
+    gains = {text: steps_gain(those.decoded.num_accepted).float() for text, those in pictures.items()}
+    side = report.study.pipeline.gpt.config.grid
+    maps = {text: values.mean(0).view(side, side).numpy() for text, values in gains.items()}
+    top = max(values.max() for values in maps.values())
+    figure, (all_axes,) = axes(1, len(COMPARED), 2.1, 2.2)
+    for axis, (text, values) in zip(all_axes, maps.items()):
+        image = axis.imshow(values, vmin=1, vmax=top)
+        axis.set(xticks=[], yticks=[])
+        axis.set_title(f"{text}, mean {values.mean():.2f}", fontsize=8)
+    figure.colorbar(image, ax=all_axes, label="tokens of the step")
+    section.figure(figure, "Tokens gained by the step that drew each position, mean over pictures, temperature 1 (a "
+                           "step of many tokens counts at many positions: these means exceed tau)", "-maps")
+    figure, (all_axes,) = axes(1, len(COMPARED), 2.1, 2.2)
+    rows, longest = [], max(those.accepted_per_step.max().item() for those in pictures.values())
+    for axis, (text, those) in zip(all_axes, pictures.items()):
+        lengths = those.accepted_per_step
+        share = torch.bincount(lengths, minlength=longest + 1).float() / len(lengths)
+        axis.bar(range(longest + 1), share.numpy())
+        axis.set(ylim=(0, 1), xlabel="accepted drafts")
+        axis.set_title(text, fontsize=8)
+        rows.append({"method": text, **{f"{n}": value.item() for n, value in enumerate(share)},
+                     "mean accepted drafts": lengths.float().mean().item()})
+    section.figure(figure, "How many drafts a step accepts, share of steps", "-lengths")
+    section.table(rows)
+    generator, each = torch.Generator().manual_seed(0), gains["eagle2"]
+    orders = torch.stack([torch.stack([torch.randperm(side * side, generator=generator) for _ in each])
+                          for _ in range(SHUFFLES)])
+    shuffled = [each.gather(1, order).mean(0) for order in orders]
+    spread, chance = maps["eagle2"].max() / maps["eagle2"].min(), max((m.max() / m.min()).item() for m in shuffled)
+    section.claim("acceptance differs strongly between regions", spread > chance,
+                  f"EAGLE-2's steps gain {spread:.1f} times as many tokens at the best position as at the worst; with "
+                  f"positions shuffled in each picture at most {chance:.1f} times")
+
+
+GUIDED = ("eagle2", "eagle1", "speculative")
+
+
+def figure_7_runs(scope: DiscreteScope) -> list[PictureRun]:
+    count = min(scope.images, BATCH)
+    return [PictureRun(parse_method(f"{text}:draft_guidance={share}"), count=count, guidance=guidance)
+            for guidance in (None, 3.0) for text in GUIDED for share in (1, 0)]
+
+
+@item(ITEMS, "peanut-figure-7", "PEANUT, Figure 7: drafting with and without guidance", figure_7_runs, quick=False)
+def figure_7(report: DiscreteReport, section: Section) -> None:
+    rows, tau, usual = [], {}, report.study.settings["guidance"]
+    for run in figure_7_runs(report.scope):
+        pictures = report.study.pictures(run)
+        tau[run.method.name, run.guidance, run.method.drafts.draft_guidance] = pictures.tau
+        rows.append({"method": run.method.name, "guidance": f"{run.guidance or usual:g}",
+                     "drafter": "guided" if run.method.drafts.draft_guidance else "not guided", "tau": pictures.tau,
+                     "acceptance": pictures.decoded.acceptance_rate})
+    section.text("The drafter's distribution is moved by the request's guidance, or is that with the caption alone.")
+    section.table(rows)
+    figure, (all_axes,) = axes(1, 2, 3.6, 2.8)
+    for axis, guidance in zip(all_axes, (None, 3.0)):
+        for shift, share, label in ((-0.2, 1.0, "guided drafter"), (0.2, 0.0, "not guided")):
+            heights = [tau[text, guidance, share] for text in GUIDED]
+            axis.bar(np.arange(len(GUIDED)) + shift, heights, 0.4, label=label)
+        axis.set(xticks=range(len(GUIDED)), xticklabels=GUIDED, ylabel="tau",
+                 title=f"guidance {guidance or usual:g}")
+        axis.legend(fontsize=7)
+    section.figure(figure, "tau with and without guidance of the drafter")
+    ratios = [tau[text, guidance, 1.0] / tau[text, guidance, 0.0] for text in GUIDED for guidance in (None, 3.0)]
+    section.claim("the drafter is guided as the target (the paper's method figure), which pays",
+                  True if min(ratios) > 1 else False if max(ratios) < 1 else None,
+                  f"tau changes by {min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}")
