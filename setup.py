@@ -235,10 +235,10 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-FOR_CUDA = {"csrc/bindings.cpp", "csrc/cuda_version.cpp"}
 EXTENSIONS = [
-    Extension("specvis_kernels._ops", sorted({*map(str, Path("csrc").glob("*.cpp"))} - FOR_CUDA)),
-    Extension("specvis_kernels._ops_cuda", sorted({*map(str, Path("csrc").glob("*.cu"))} | FOR_CUDA)),
+    Extension("specvis_kernels._ops", sorted(map(str, Path("csrc/cpu").glob("*.cpp")))),
+    Extension("specvis_kernels._ops_cuda", ["csrc/bindings.cpp",
+                                            *sorted(map(str, Path("csrc/cuda").glob("*.c*[pu]")))]),
 ]
 if NEED_TORCH & {*sys.argv[1:]}:
     find_torch()  # before anything else, so that a missing torch is the first line that a build prints

@@ -52,7 +52,7 @@ def clocks() -> dict:
 
 def sources() -> str:
     """A fingerprint of what is timed and of how: it says which revision it is where there is no git."""
-    patterns = ("csrc/*", "specvis_kernels/**/*.py", "tests/kernels/inputs.py",
+    patterns = ("csrc/**/*.*", "specvis_kernels/**/*.py", "tests/kernels/inputs.py",
                 *(f"benchmarks/{name}.py" for name in ("baselines", "harness", "ops")))
     files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "arguments.h"
-#include "params.h"
+#include "shared/params.h"
 
 #ifdef SPECVIS_EMULATED
 #define LIBRARY specvis_kernels_emulated

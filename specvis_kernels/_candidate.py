@@ -12,7 +12,7 @@ EMPTY = ("target", "uniform")  # what takes the place of a residual of which not
 
 
 class Candidate(NamedTuple):
-    """A token of each of R rows, as `Candidate` in csrc/rules.h. Masses and totals are in fixed point."""
+    """A token of each of R rows, as `Candidate` in csrc/shared/rules.h. Masses and totals are in fixed point."""
     token: Tensor         # (R,) int64    in [0, V)
     is_sampled: Tensor    # (R,) bool     whether it was drawn from the draft's row; else it is a point mass
     token_mass: Tensor    # (R,) int64    what the target gives it

@@ -1,7 +1,6 @@
 """Random numbers that a request's seed alone decides: Philox4x32-10 (Salmon et al., SC 2011), and Gumbel noise from it.
 
-These are plain torch. The kernels make the same words inside; csrc/noise.h and triton/_noise.py say the same in other
-words.
+These are plain torch. The kernels make the same words inside, by csrc/shared/noise.h and triton/_noise.py.
 """
 import torch
 from torch import Tensor

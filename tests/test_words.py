@@ -61,7 +61,7 @@ class Old:
 
 OLD = (
     Old("excess tv meter target_tv", "tv_excess"),
-    Old("distance", "tv_excess", "*verify_tree* csrc/rules.h python/specvis/decoding/discrete.py", VALUES),
+    Old("distance", "tv_excess", "*verify_tree* csrc/shared/rules.h python/specvis/decoding/discrete.py", VALUES),
     Old("odds", "accept_prob", part=True),
     Old("walk judge judged", "verify_sampled, verify_greedy; evaluate_drafts", part=True),
     Old("rest Rest remnant remains", "residual"),

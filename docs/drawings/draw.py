@@ -411,7 +411,7 @@ def layers():
     d.box(410, 16, 330, 218, "none", LINE, 8, 1.5, "6 4")
     d.text(575, 36, "specvis_kernels, the ops", 12, GRAY)
     for y, name, what in ((56, "op.py", "checks, schema, oracle"), (112, "triton/op.py", "Triton kernel"),
-                          (168, "csrc/op.cpp, csrc/op.cu", "C++ and CUDA kernels")):
+                          (168, "csrc/cpu/op.cpp, csrc/cuda/op.cu", "C++ and CUDA kernels")):
         d.box(430, y, 290, 44, PALE[TARGET], TARGET)
         d.text(575, y + 19, name, 13, mono=True)
         d.text(575, y + 36, what, 11, GRAY)

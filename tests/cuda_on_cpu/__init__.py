@@ -1,4 +1,4 @@
-"""The CUDA kernels on the CPU, as backend "cuda_emulated": csrc/*.cu, by g++ with the headers here."""
+"""The CUDA kernels on the CPU, as backend "cuda_emulated": csrc/cuda/*.cu, by g++ with the headers here."""
 import fcntl
 import os
 import shutil
@@ -71,7 +71,7 @@ def load() -> None:
 
 
 def kernels() -> list:
-    return sorted(CSRC.glob("*.cu"))
+    return sorted(CSRC.glob("cuda/*.cu"))
 
 
 def register(path: Path) -> None:

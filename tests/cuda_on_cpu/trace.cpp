@@ -14,7 +14,8 @@
 //
 // Races. Two accesses to one byte by two threads, one of them a plain write, that nothing orders: a barrier of the
 // block or the cluster, a warp operation of both, or, between blocks, an atomic that one made after a fence, and the
-// other before one. A volatile load and an atomic may meet. Which order the threads ran in does not matter. Two readers of a word are remembered.
+// other before one. A volatile load and an atomic may meet. Which order the threads ran in does not matter. Two readers
+// of a word are remembered.
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
@@ -769,20 +770,20 @@ extern "C" __attribute__((visibility("default"))) const char* trace_costs() {
   void __tsan_unaligned_write##bytes(void* p) {                         \
     if (!paused) access(p, bytes, kWrite, __builtin_return_address(0)); \
   }
-#define VOLATILE(bytes)                                                                                       \
-  void __tsan_volatile_read##bytes(void* p) {                                                                 \
-    is_volatile = true;                                                                                       \
-    if (!paused) access(p, bytes, kRead, __builtin_return_address(0));                                        \
-    is_volatile = false;                                                                                      \
-  }                                                                                                           \
-  void __tsan_volatile_write##bytes(void* p) {                                                                \
-    if (!paused) access(p, bytes, kWrite, __builtin_return_address(0));                                       \
+#define VOLATILE(bytes)                                                 \
+  void __tsan_volatile_read##bytes(void* p) {                           \
+    is_volatile = true;                                                 \
+    if (!paused) access(p, bytes, kRead, __builtin_return_address(0));  \
+    is_volatile = false;                                                \
+  }                                                                     \
+  void __tsan_volatile_write##bytes(void* p) {                          \
+    if (!paused) access(p, bytes, kWrite, __builtin_return_address(0)); \
   }
 #pragma GCC visibility push(hidden)
 extern "C" {
-TRACED(1) TRACED(2) TRACED(4) TRACED(8) TRACED(16)
-VOLATILE(1) VOLATILE(2) VOLATILE(4) VOLATILE(8) VOLATILE(16)
- void __tsan_read_range(void* p, size_t bytes) {
+TRACED(1)
+TRACED(2) TRACED(4) TRACED(8) TRACED(16) VOLATILE(1) VOLATILE(2) VOLATILE(4) VOLATILE(8)
+    VOLATILE(16) void __tsan_read_range(void* p, size_t bytes) {
   if (!paused)
     for (size_t i = 0; i < bytes; i += 16)
       access(static_cast<char*>(p) + i, std::min<size_t>(16, bytes - i), kRead, __builtin_return_address(0));

@@ -146,6 +146,6 @@ def test_traced_by_make_fx_it_is_the_same(op):
 
 def test_no_cuda_kernel_waits_for_the_device_or_allocates():
     """As a CUDA graph needs it. What an op returns and what it needs is allocated by torch."""
-    found = {f"{file.name}: {word}" for file in CSRC.glob("*.c*") for word in re.findall(
+    found = {f"{file.name}: {word}" for file in CSRC.glob("**/*.c*") for word in re.findall(
         r"cuda\w*(?:Synchronize|Memcpy|Malloc|Free)\w*|\.item\b", file.read_text())}
     assert not found

@@ -283,12 +283,11 @@ def compile(source: Path, built: Path, folder: Path) -> None:
     ("int64_t{threads}, p[j]);", "int64_t{threads}, p[(j + i) & 3]);", "local"),
 ])
 def test_a_real_kernel_breaks_its_bounds(old, new, broken, tmp_path):
-    for file in [*CSRC.glob("*.h"), *CSRC.glob("*.cuh"), CSRC / "neighborhood_sum.cu"]:
-        shutil.copy(file, tmp_path)
-    header, built = tmp_path / "block.cuh", tmp_path / "neighborhood_sum.o"
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    header, built = tmp_path / "csrc/cuda/block.cuh", tmp_path / "neighborhood_sum.o"
     assert header.read_text().count(old) == 1
     header.write_text(header.read_text().replace(old, new))
-    compile(tmp_path / "neighborhood_sum.cu", built, tmp_path)
+    compile(tmp_path / "csrc/cuda/neighborhood_sum.cu", built, tmp_path)
     kernel, = sass.read_library(built)[1]["neighborhood_sum"].values()
     bounds = json.loads(sass.RESULTS.read_text())["kernels"]["neighborhood_sum"]["neighborhood_sum"]
     assert broken in {line.partition(" ")[0] for line in above(bounds, sass.bounds_of(kernel))}

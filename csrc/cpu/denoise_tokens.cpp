@@ -1,0 +1,212 @@
+// denoise_tokens on the CPU: each task takes a few tokens through all steps, so that the weights stay in the cache and
+// no thread waits for another. What depends on no x, the modulations, is computed for several steps at once.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "../arguments.h"
+#include "products.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace {
+
+using specvis::kPanel;
+using specvis::load;
+using specvis::Machine;
+using specvis::Product;
+using specvis::round_up;
+using specvis::store;
+using specvis::Team;
+using specvis::Vec;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kRows = 12;            // of the network, that a task takes: a product is quickest then
+constexpr int64_t kModulationRows = 96;  // whose modulations are computed at once
+
+struct Denoiser {
+  int64_t R, T, C, P, W, blocks;
+  float eps, log_temperature, clip_range;
+  const float *noise, *z, *time, *matrices, *vectors, *schedule, *guidance;
+  float *states, *log_sigma;
+  double* log_sigma_sum;
+
+  int64_t modulations() const { return (3 * blocks + 2) * W; }
+};
+
+// norm(x) * weight + bias, where there are such, * (1 + scale) + shift.
+template <int kLanes>
+INLINE void modulate(const float* x, const float* weight, const float* bias, const float* shift, const float* scale,
+                     int64_t W, float eps, float* to) {
+  const auto [mean, factor] = specvis::moments<kLanes>(x, W, eps);
+  for (int64_t i = 0; i < W; i += kLanes) {
+    Vec<kLanes> y = (load<kLanes>(x + i) - mean) * factor;
+    if (weight) y = y * load<kLanes>(weight + i) + load<kLanes>(bias + i);
+    store<kLanes>(to + i, y * (1.f + load<kLanes>(scale + i)) + load<kLanes>(shift + i));
+  }
+}
+
+// Tokens [first, last).
+template <int kLanes>
+INLINE void denoise(const Denoiser& d, int64_t first, int64_t last) {
+  const int64_t n = last - first, P = d.P, M = n * P, T = d.T, C = d.C, W = d.W, Q = d.modulations();
+  const int64_t padded_W = round_up(W, kPanel), padded_Q = round_up(Q, kPanel), padded_out = round_up(2 * C, kPanel);
+  const int64_t steps = std::min(std::max<int64_t>(kModulationRows / M, 1), T);
+  std::vector<float> y(steps * M * W), modulations(steps * M * padded_Q), inputs(M * C), h(M * padded_W), x(M * W),
+      products(M * padded_W), outputs(M * padded_out);
+  const float* const input = d.matrices + padded_Q * W;
+  const float* const blocks = input + padded_W * C;
+  const float* const input_bias = d.vectors + Q;
+  const auto product = [](const float* rows, int64_t num_rows, int64_t K, const float* weight,
+                          std::vector<float>& to) INLINED {
+    const int64_t stride = to.size() / num_rows;
+    specvis::multiply(Product<float>{rows, num_rows, K, weight, 0, stride / kPanel, to.data(), stride});
+  };
+
+  for (int64_t i = 0; i < n; ++i) {
+    std::copy_n(d.noise + ((first + i) * T + T - 1) * C, C, d.states + ((first + i) * (T + 1) + T) * C);
+    d.log_sigma_sum[first + i] = 0;
+  }
+  for (int64_t t = T; t >= 1; --t) {
+    const int64_t step = (T - t) % steps;
+    if (step == 0) {
+      const int64_t num_rows = std::min(steps, t) * M;
+      for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t c = 0; c < W; c += kLanes)
+          store<kLanes>(&y[row * W + c], specvis::silu<kLanes>(load<kLanes>(d.z + (first * P + row % M) * W + c) +
+                                                               load<kLanes>(d.time + (t - 1 - row / M) * W + c)));
+      specvis::multiply(
+          Product<float>{y.data(), num_rows, W, d.matrices, 0, padded_Q / kPanel, modulations.data(), padded_Q});
+      for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t c = 0; c < Q; c += kLanes) {
+          float* const to = &modulations[row * padded_Q + c];
+          store<kLanes>(to, load<kLanes>(to) + load<kLanes>(d.vectors + c));
+        }
+    }
+    const auto modulation = [&](int64_t m, int64_t part)
+                                INLINED { return &modulations[(step * M + m) * padded_Q + part * W]; };
+
+    for (int64_t m = 0; m < M; ++m) std::copy_n(d.states + ((first + m / P) * (T + 1) + t) * C, C, &inputs[m * C]);
+    product(inputs.data(), M, C, input, h);
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t c = 0; c < W; c += kLanes) {
+        float* const to = &h[m * padded_W + c];
+        store<kLanes>(to, load<kLanes>(to) + load<kLanes>(input_bias + c));
+      }
+    for (int64_t block = 0; block < d.blocks; ++block) {
+      const float* const up = blocks + 2 * block * padded_W * W;
+      const float* const norm = input_bias + (1 + 4 * block) * W;
+      const float *const norm_bias = norm + W, *const up_bias = norm_bias + W, *const down_bias = up_bias + W;
+      for (int64_t m = 0; m < M; ++m)
+        modulate<kLanes>(&h[m * padded_W], norm, norm_bias, modulation(m, 3 * block), modulation(m, 3 * block + 1), W,
+                         d.eps, &x[m * W]);
+      product(x.data(), M, W, up, products);
+      for (int64_t m = 0; m < M; ++m)
+        for (int64_t c = 0; c < W; c += kLanes)
+          store<kLanes>(&x[m * W + c],
+                        specvis::silu<kLanes>(load<kLanes>(&products[m * padded_W + c]) + load<kLanes>(up_bias + c)));
+      product(x.data(), M, W, up + padded_W * W, products);
+      for (int64_t m = 0; m < M; ++m)
+        for (int64_t c = 0; c < W; c += kLanes) {
+          float* const to = &h[m * padded_W + c];
+          const Vec<kLanes> down = load<kLanes>(&products[m * padded_W + c]) + load<kLanes>(down_bias + c);
+          store<kLanes>(to, load<kLanes>(to) + load<kLanes>(modulation(m, 3 * block + 2) + c) * down);
+        }
+    }
+    for (int64_t m = 0; m < M; ++m)
+      modulate<kLanes>(&h[m * padded_W], nullptr, nullptr, modulation(m, 3 * d.blocks), modulation(m, 3 * d.blocks + 1),
+                       W, d.eps, &x[m * W]);
+    product(x.data(), M, W, blocks + 2 * d.blocks * padded_W * W, outputs);
+
+    const float* const s = d.schedule + (t - 1) * 7;
+    const float* const output_bias = input_bias + (1 + 4 * d.blocks) * W;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t token = first + i;
+      const float* const output = &outputs[i * P * padded_out];
+      float* const now = d.states + (token * (T + 1) + t) * C;
+      double sum = 0;
+      for (int64_t c = 0; c < C; ++c) {
+        float epsilon = output[c] + output_bias[c];
+        if (P == 2) {
+          const float other = output[padded_out + c] + output_bias[c];
+          epsilon = other + d.guidance[token] * (epsilon - other);
+        }
+        const float weight = (output[C + c] + output_bias[C + c] + 1) / 2;
+        const float x_0 = std::clamp(s[1] * now[c] - s[2] * epsilon, -d.clip_range, d.clip_range);
+        const float mean = s[3] * x_0 + s[4] * now[c];
+        const float log_sigma = weight * s[6] + (1 - weight) * s[5] + d.log_temperature;
+        sum += log_sigma;
+        now[c - C] = t > 1 ? mean + std::exp(log_sigma) * d.noise[(token * T + t - 2) * C + c] : mean;
+        if (t == 1) d.log_sigma[token * C + c] = log_sigma;
+      }
+      if (t > 1) d.log_sigma_sum[token] += sum;
+    }
+  }
+}
+
+FOR_AVX512 void denoise_avx512(const Denoiser& d, int64_t first, int64_t last) { denoise<16>(d, first, last); }
+FOR_AVX2 void denoise_avx2(const Denoiser& d, int64_t first, int64_t last) { denoise<8>(d, first, last); }
+void denoise_portable(const Denoiser& d, int64_t first, int64_t last) { denoise<4>(d, first, last); }
+
+std::tuple<Tensor, Tensor, Tensor> denoise_tokens_cpu(const Tensor& noise,     // (R, T, C)
+                                                      const Tensor& z,         // (R, P, W)
+                                                      const Tensor& time,      // (T, W)
+                                                      const Tensor& matrices,  // (m)
+                                                      const Tensor& vectors,   // (v)
+                                                      const Tensor& schedule,  // (T, 7)
+                                                      const Tensor& guidance,  // (R)
+                                                      int64_t num_blocks, double eps, double log_temperature,
+                                                      double clip_range) {
+  static const auto best = specvis::machine() >= Machine::avx512 ? denoise_avx512
+                           : specvis::machine() == Machine::avx2 ? denoise_avx2
+                                                                 : denoise_portable;
+  Denoiser d;
+  d.R = noise.size(0);
+  d.T = noise.size(1);
+  d.C = noise.size(2);
+  d.P = z.size(1);
+  d.W = z.size(2);
+  d.blocks = num_blocks;
+  const int64_t padded_W = round_up(d.W, kPanel);
+  STD_TORCH_CHECK(d.P <= 2 && d.W % 16 == 0 && d.C % 2 == 0 && schedule.size(1) == 7,
+                  "denoise_tokens: z, noise or schedule has another size");
+  STD_TORCH_CHECK(
+      matrices.size(0) ==
+              (round_up(d.modulations(), kPanel) + 2 * num_blocks * padded_W + round_up(2 * d.C, kPanel)) * d.W +
+                  padded_W * d.C &&
+          vectors.size(0) == d.modulations() + (1 + 4 * num_blocks) * d.W + 2 * d.C,
+      "denoise_tokens: matrices and vectors must be packed for these sizes");
+  Tensor states = specvis::new_empty(noise, {d.R, d.T + 1, d.C}), log_sigma = specvis::new_empty(noise, {d.R, d.C});
+  Tensor log_sigma_sum = specvis::new_empty(noise, {d.R}, ScalarType::Double);
+  d.eps = static_cast<float>(eps);
+  d.log_temperature = static_cast<float>(log_temperature);
+  d.clip_range = static_cast<float>(clip_range);
+  d.noise = noise.const_data_ptr<float>();
+  d.z = z.const_data_ptr<float>();
+  d.time = time.const_data_ptr<float>();
+  d.matrices = matrices.const_data_ptr<float>();
+  d.vectors = vectors.const_data_ptr<float>();
+  d.schedule = schedule.const_data_ptr<float>();
+  d.guidance = guidance.const_data_ptr<float>();
+  d.states = states.mutable_data_ptr<float>();
+  d.log_sigma = log_sigma.mutable_data_ptr<float>();
+  d.log_sigma_sum = log_sigma_sum.mutable_data_ptr<double>();
+  if (d.R == 0) return {states, log_sigma, log_sigma_sum};
+
+  const int64_t threads = Team::threads_for(d.R, 1);
+  const int64_t turns = (d.R * d.P + threads * kRows - 1) / (threads * kRows);  // in which each thread takes a task
+  const int64_t tasks = std::min(d.R, turns * threads);
+  Team::run(std::make_shared<Team>(1), threads, [=, &d](Team::Member member) {
+    member.phase(tasks, [&](int64_t i) { best(d, d.R * i / tasks, d.R * (i + 1) / tasks); });
+  });
+  return {states, log_sigma, log_sigma_sum};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
+  m.impl("denoise_tokens", SPECVIS_BOX(denoise_tokens, &denoise_tokens_cpu));
+}

@@ -1,0 +1,89 @@
+// What guidance, temperature, top-k and top-p make of a row of logits on the CPU, for guided_probs, draw_tokens and
+// verify_logits.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <string>
+
+#include "../shared/floats.h"
+
+namespace specvis {
+
+// What stands in a row's request about its filters. A filter is off where its number is 0.
+struct Filters {
+  int64_t top_k;
+  float top_p;
+  bool p_first;  // top_p is a share of the mass of all ids; else of the mass of those that top-k kept
+
+  // The filters of a request, for a row of so many ids; `order` is what Python has checked.
+  static bool is_p_first(const std::string& order) { return order == "p_then_k"; }
+  static Filters of(float temperature, int32_t top_k, float top_p, int64_t num_ids, bool p_first) {
+    const bool is_sampled = temperature != 0;
+    return {is_sampled && top_k > 0 && top_k < num_ids ? top_k : 0, is_sampled && top_p > 0 && top_p < 1 ? top_p : 0,
+            p_first};
+  }
+};
+
+// One row at a time: read() it, then narrow the candidates down. There is one object per thread.
+class FilteredRow {
+ public:
+  static constexpr int64_t kChunk = 256;  // logits that are read at once; arrays are padded by -inf to whole chunks
+  static constexpr int64_t kGroups = 32;  // of a chunk; each has the maximum of every 32nd logit
+
+  explicit FilteredRow(int64_t V);
+
+  // Applies guidance and temperature (0 counts as 1) to the ids in [first, last); `uncond` may be null. All of them are
+  // candidates then. Returns false if the row is invalid.
+  template <class T>
+  bool read(const T* logits, const T* uncond, float guidance, float temperature, int64_t first, int64_t last);
+
+  // The candidates. Until they are packed, some may lie outside of [first, last), with the logit -inf; packed ones are
+  // above -inf. values() has size() logits and then -inf up to a whole chunk. Their ids ascend.
+  int64_t size() const { return n_; }
+  bool is_packed() const { return is_packed_; }
+  const float* values() const { return is_packed_ ? packed_.get() : x_.get(); }
+  const int32_t* packed_slots() const { return slots_.get(); }
+  int64_t id(int64_t i) const { return base_ + (is_packed_ ? slots_[i] : i); }
+  int64_t base() const { return base_; }  // the id of slot 0, a multiple of 4
+
+  float best() const { return best_; }
+  int64_t id_of_best() const;                            // the lowest
+  const float* maxima() const { return maxima_.get(); }  // of groups, kGroups a chunk; of all ids
+  int64_t count_above(float x) const;                    // of the candidates
+
+  // Drops candidates that are not among the k largest, where that is cheap; never one that is.
+  void pack_for_top_k(int64_t k);
+  void keep_top_k(int64_t k);  // drops all of them; ties stay
+
+  void apply(const Filters& filters);  // drops what they do not keep, and computes the masses of the others
+
+  // exp(value - best) of the candidates, and these as integers (in float: they are exact).
+  void compute_masses();
+  const float* exponentials() const { return e_.get(); }
+  int64_t mass_above(float x) const;
+  float total() const;  // of the exponentials, by the integers
+  int64_t limit_of(float top_p) const;
+  float top_p_threshold(int64_t limit) const;  // the lowest logit that top-p keeps
+  void keep_from(float lowest);                // drops the candidates below
+
+ private:
+  float threshold(const float* masses, int64_t limit, float lowest) const;
+
+  static constexpr std::align_val_t kLine{64};  // of the cache: vectors lie in one
+  struct Release {
+    void operator()(void* array) const { ::operator delete[](array, kLine); }
+  };
+  template <class T>
+  using Array = std::unique_ptr<T[], Release>;  // not filled: a row writes little of most
+  template <class T>
+  static Array<T> allocate(int64_t n);
+  Array<float> x_, maxima_, packed_, e_, masses_, some_, some_masses_;  // the last two are threshold()'s alone
+  Array<int32_t> slots_;
+  int64_t n_ = 0, base_ = 0, num_chunks_ = 0;
+  bool is_packed_ = false;
+  float best_ = 0, lowest_ = 0;
+  float reach_ = 8;  // how far below the best the k-th largest of the last row was
+};
+
+}  // namespace specvis
