@@ -3,6 +3,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "../shared/params.h"
 #include "vectors.h"
 
 namespace specvis {
@@ -209,7 +210,7 @@ INLINE void stage_value(const T* from, int64_t D, int64_t width, float* to) {
 }
 
 template <int kLanes, bool kHasPairs, class T>
-INLINE void attend_by(const Head<T>& head, const Row& row, Scratch& scratch) {
+INLINE void attend_by(const Head<T>& head, const Row& row, AttentionScratch& scratch) {
   constexpr int kQueries = kLanes == 16 ? 4 : 2;
   constexpr bool kHasWords = kHasPairs || std::is_same_v<T, float>, kIsHalf = std::is_same_v<T, c10::Half>;
   constexpr bool kIsInPairs = std::is_same_v<T, c10::BFloat16>;
@@ -349,19 +350,19 @@ INLINE void attend_by(const Head<T>& head, const Row& row, Scratch& scratch) {
   }
 }
 
-FOR_AVX512_BF16 void attend_avx512_bf16(const Head<c10::BFloat16>& head, const Row& row, Scratch& scratch) {
+FOR_AVX512_BF16 void attend_avx512_bf16(const Head<c10::BFloat16>& head, const Row& row, AttentionScratch& scratch) {
   attend_by<16, true>(head, row, scratch);
 }
 template <class T>
-FOR_AVX512 void attend_avx512(const Head<T>& head, const Row& row, Scratch& scratch) {
+FOR_AVX512 void attend_avx512(const Head<T>& head, const Row& row, AttentionScratch& scratch) {
   attend_by<16, false>(head, row, scratch);
 }
 template <class T>
-FOR_AVX2 void attend_avx2(const Head<T>& head, const Row& row, Scratch& scratch) {
+FOR_AVX2 void attend_avx2(const Head<T>& head, const Row& row, AttentionScratch& scratch) {
   attend_by<8, false>(head, row, scratch);
 }
 template <class T>
-void attend_portable(const Head<T>& head, const Row& row, Scratch& scratch) {
+void attend_portable(const Head<T>& head, const Row& row, AttentionScratch& scratch) {
   attend_by<4, false>(head, row, scratch);
 }
 
@@ -377,12 +378,12 @@ auto best_attend() {
 }  // namespace
 
 template <class T>
-void attend(const Head<T>& head, const Row& row, Scratch& scratch) {
+void attend(const Head<T>& head, const Row& row, AttentionScratch& scratch) {
   static const auto best = best_attend<T>();
   best(head, row, scratch);
 }
-template void attend(const Head<float>&, const Row&, Scratch&);
-template void attend(const Head<c10::Half>&, const Row&, Scratch&);
-template void attend(const Head<c10::BFloat16>&, const Row&, Scratch&);
+template void attend(const Head<float>&, const Row&, AttentionScratch&);
+template void attend(const Head<c10::Half>&, const Row&, AttentionScratch&);
+template void attend(const Head<c10::BFloat16>&, const Row&, AttentionScratch&);
 
 }  // namespace specvis

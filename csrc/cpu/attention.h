@@ -9,7 +9,7 @@
 namespace specvis {
 
 // Memory of a thread, in which it computes a head of a row after another.
-struct Scratch {
+struct AttentionScratch {
   std::unique_ptr<float[]> memory;
   int64_t size = 0;
 
@@ -30,8 +30,8 @@ struct Row {
   std::vector<int64_t> ends;       // of N + 1: the ancestors of query n are within [ends[n], ends[n + 1])
   int64_t most_ancestors;
 
-  // A column outside of the cache of T is not seen, and of a row of negative length none is.
-  void set(int64_t length, int64_t T, const bool* mask, int64_t S, const uint64_t* words, int64_t N, int64_t W) {
+  // A column outside of the cache of T is not seen. A row of negative length sees nothing.
+  void set(int64_t length, int64_t T, const bool* mask, int64_t S, const int64_t* words, int64_t N, int64_t W) {
     first_node = std::clamp<int64_t>(length, 0, T);
     num_nodes = most_ancestors = 0;
     columns.clear();
@@ -41,7 +41,7 @@ struct Row {
     ends.assign(1, 0);
     for (int64_t n = 0; n < N; ++n) {
       for (int64_t w = 0; w < W; ++w)
-        for (uint64_t bits = words[n * W + w]; bits; bits &= bits - 1) {
+        for (auto bits = static_cast<uint64_t>(words[n * W + w]); bits; bits &= bits - 1) {
           const int64_t node = w * 64 + __builtin_ctzll(bits);
           if (length < 0 || length >= T - node) continue;
           ancestors.push_back(static_cast<int32_t>(node));
@@ -66,6 +66,6 @@ struct Head {
 
 // T: float, c10::Half or c10::BFloat16
 template <class T>
-void attend(const Head<T>& head, const Row& row, Scratch& scratch);
+void attend(const Head<T>& head, const Row& row, AttentionScratch& scratch);
 
 }  // namespace specvis

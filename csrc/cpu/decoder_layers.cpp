@@ -5,65 +5,33 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <optional>
 #include <vector>
 
-#include "../arguments.h"
 #include "attention.h"
 #include "products.h"
 #include "team.h"
 #include "vectors.h"
 
+namespace specvis {
 namespace {
-
-using specvis::Head;
-using specvis::kPanel;
-using specvis::load;
-using specvis::Machine;
-using specvis::multiply;
-using specvis::Product;
-using specvis::round_up;
-using specvis::Row;
-using specvis::Scratch;
-using specvis::silu;
-using specvis::store;
-using specvis::Team;
-using specvis::Vec;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int64_t kThreadWork = 1 << 19;  // products; less is not worth another thread
 
-// Of one thread.
+// The memory of one thread.
 template <class T>
 struct Memory {
   std::vector<T> normed, queries;  // (R * N, E), (N, H / G, D)
   std::vector<float> y;            // a product
-  Scratch scratch;
+  AttentionScratch scratch;
 };
 
 template <class T>
-struct Layers {
-  int64_t R, N, B, E, L, T_, H, G, D, F, P, Y, first_node;
-  float eps, head_eps;
-  bool has_first_norm, has_head_norms, has_halves;
-  const T *x, *matrices;  // (R, N, E), and of each layer the packed weights
-  const float *vectors, *last_norm, *rotations;
-  const int64_t *lengths, *positions;
-  T *kv_cache, *hidden;  // (L, R, T_, 2, G, D), (R, N, E)
+struct Layers : DecoderLayers {
   std::vector<Row> rows;
   std::vector<Memory<T>> memory;
   // between phases
   std::vector<float> stream, qkv;  // (R * N, E padded), (R * N, Q padded)
   std::vector<T> attended, gated;  // (R * N, H * D), (R * N, F padded)
-
-  int64_t width_qkv() const { return round_up((H + 2 * G) * D, kPanel); }
-  int64_t width_out() const { return round_up(E, kPanel); }
-  int64_t width_gate() const { return round_up(F, kPanel); }
-  int64_t layer_matrices() const {
-    return width_qkv() * E + width_out() * H * D + 2 * width_gate() * E + width_out() * width_gate();
-  }
-  int64_t layer_vectors() const { return 2 * E + (H + 2 * G) * D + E + (has_head_norms ? 2 * (H + G) * D : 0); }
 };
 
 // RMSNorm; without a weight the row as it is. E is a multiple of 16.
@@ -72,7 +40,7 @@ INLINE void normalize(const float* x, const float* weight, int64_t E, float eps,
   Vec<kLanes> squares = {}, factor = Vec<kLanes>{} + 1.f;
   if (weight) {
     for (int64_t i = 0; i < E; i += kLanes) squares += load<kLanes>(x + i) * load<kLanes>(x + i);
-    factor = Vec<kLanes>{} + 1.f / std::sqrt(specvis::sum_of_lanes<kLanes>(squares) / E + eps);
+    factor = Vec<kLanes>{} + 1.f / std::sqrt(sum_of_lanes<kLanes>(squares) / E + eps);
   }
   for (int64_t i = 0; i < E; i += kLanes) {
     const Vec<kLanes> y = load<kLanes>(x + i) * factor;
@@ -83,7 +51,7 @@ INLINE void normalize(const float* x, const float* weight, int64_t E, float eps,
 // LayerNorm of one head.
 template <int kLanes>
 INLINE void normalize_head(float* x, const float* scale, const float* shift, int64_t D, float eps) {
-  const auto [mean, factor] = specvis::moments<kLanes>(x, D, eps);
+  const auto [mean, factor] = moments<kLanes>(x, D, eps);
   for (int64_t i = 0; i < D; i += kLanes)
     store<kLanes>(x + i, (load<kLanes>(x + i) - mean) * factor * load<kLanes>(scale + i) + load<kLanes>(shift + i));
 }
@@ -127,7 +95,7 @@ INLINE void read(Layers<T>& s, Team::Member& member) {
   };
 
   for (int64_t layer = 0; layer < s.L; ++layer) {
-    const T* const w_qkv = s.matrices + layer * s.layer_matrices();
+    const T* const w_qkv = static_cast<const T*>(s.matrices) + layer * s.layer_matrices();
     const T* const w_out = w_qkv + Q * E;
     const T* const w_gate = w_out + padded_E * s.H * D;
     const T* const w_down = w_gate + 2 * F * E;
@@ -145,7 +113,7 @@ INLINE void read(Layers<T>& s, Team::Member& member) {
 
     member.phase(s.R * s.G, [&](int64_t i) INLINED {
       const int64_t r = i / s.G, g = i % s.G, b = r % s.B;
-      T* const cache = s.kv_cache + ((layer * s.R + r) * s.T_ * 2 * s.G + g) * D;
+      T* const cache = static_cast<T*>(s.kv_cache) + ((layer * s.R + r) * s.cache_len * 2 * s.G + g) * D;
       for (int64_t n = 0; n < s.N; ++n) {
         float* const row = &s.qkv[(r * s.N + n) * Q];
         const int64_t position = std::clamp<int64_t>(s.positions[r % s.Y * s.N + n], 0, s.P - 1);
@@ -165,7 +133,7 @@ INLINE void read(Layers<T>& s, Team::Member& member) {
         }
         const float* const k = finish(s.H + g, false);
         const float* const v = finish(s.H + s.G + g, true);
-        if (s.lengths[b] < 0 || s.lengths[b] >= s.T_ - s.first_node - n) continue;
+        if (s.lengths[b] < 0 || s.lengths[b] >= s.cache_len - s.first_node - n) continue;
         const int64_t column = s.lengths[b] + s.first_node + n;
         for (int64_t d = 0; d < D; d += kLanes) {
           store<kLanes>(cache + column * 2 * s.G * D + d, load<kLanes>(k + d));
@@ -185,7 +153,7 @@ INLINE void read(Layers<T>& s, Team::Member& member) {
       head.scale = 1.f / std::sqrt(static_cast<float>(D));
       head.out = &s.attended[(r * s.N * s.H + g * heads) * D];
       head.out_stride = s.H * D;
-      specvis::attend(head, s.rows[r], scratch);
+      attend(head, s.rows[r], scratch);
     });
 
     member.phase(tasks, [&](int64_t i) INLINED { add_to_stream(s.attended.data(), s.H * D, w_out, out_bias, i); });
@@ -210,7 +178,7 @@ INLINE void read(Layers<T>& s, Team::Member& member) {
 
   member.phase(tasks, [&](int64_t i) INLINED {
     for (int64_t m = M * i / tasks; m < M * (i + 1) / tasks; ++m)
-      normalize<kLanes>(&s.stream[m * padded_E], s.last_norm, E, s.eps, s.hidden + m * E);
+      normalize<kLanes>(&s.stream[m * padded_E], s.last_norm, E, s.eps, static_cast<T*>(s.hidden) + m * E);
   });
 }
 
@@ -228,11 +196,21 @@ void read_portable(Layers<T>& s, Team::Member& member) {
 }
 
 template <class T>
-void run(const std::shared_ptr<Layers<T>>& layers, int64_t columns) {
-  static const auto best = specvis::machine() >= Machine::avx512 ? read_avx512<T>
-                           : specvis::machine() == Machine::avx2 ? read_avx2<T>
-                                                                 : read_portable<T>;
+void run(const DecoderLayers& batch) {
+  static const auto best = machine() >= Machine::avx512 ? read_avx512<T>
+                           : machine() == Machine::avx2 ? read_avx2<T>
+                                                        : read_portable<T>;
+  const auto layers = std::make_shared<Layers<T>>();
   Layers<T>& s = *layers;
+  static_cast<DecoderLayers&>(s) = batch;
+  int64_t columns = 0;
+  s.rows.resize(s.R);
+  for (int64_t r = 0; r < s.R; ++r) {
+    const int64_t b = r % s.B;
+    s.rows[r].set(s.lengths[b], s.cache_len, s.key_mask + r * s.S, s.S, s.ancestors + b * s.N * s.W, s.N, s.W);
+    columns = std::max<int64_t>(columns, s.rows[r].columns.size());
+  }
+  const T* const x = static_cast<const T*>(s.x);
   const int64_t M = s.R * s.N, padded_E = s.width_out();
   s.memory.resize(Team::threads_for(M * s.L * (s.layer_matrices() + 2 * columns * s.H * s.D), kThreadWork));
   for (Memory<T>& memory : s.memory) {
@@ -245,82 +223,15 @@ void run(const std::shared_ptr<Layers<T>>& layers, int64_t columns) {
   s.attended.resize(M * s.H * s.D);
   s.gated.resize(M * s.width_gate());
   for (int64_t m = 0; m < M; ++m)
-    for (int64_t i = 0; i < s.E; ++i) s.stream[m * padded_E + i] = specvis::to_float(s.x[m * s.E + i]);
+    for (int64_t i = 0; i < s.E; ++i) s.stream[m * padded_E + i] = to_float(x[m * s.E + i]);
   Team::run(std::make_shared<Team>(5 * s.L + 1), s.memory.size(),
             [layers](Team::Member member) { best(*layers, member); });
 }
 
-Tensor decoder_layers_cpu(const Tensor& x,                         // (R, N, E)
-                          const Tensor& matrices,                  // (L, m)
-                          const Tensor& vectors,                   // (L, v)
-                          const std::optional<Tensor>& last_norm,  // (E)
-                          Tensor kv_cache,                         // (L, R, T, 2, G, D)
-                          const Tensor& lengths,                   // (B)
-                          const Tensor& ancestors,                 // (B, N, W)
-                          const Tensor& positions,                 // (Y, N)
-                          const Tensor& rotations,                 // (P, d, 2)
-                          const std::optional<Tensor>& key_mask,   // (R, S)
-                          int64_t heads, int64_t ffn_dim, int64_t first_node, double eps, double head_eps,
-                          bool has_first_norm, bool has_head_norms, bool has_halves) {
-  Tensor hidden = specvis::new_empty(x, {x.size(0), x.size(1), x.size(2)});
-  const auto run_as = [&](auto zero) {
-    using T = decltype(zero);
-    const auto layers = std::make_shared<Layers<T>>();
-    Layers<T>& s = *layers;
-    s.R = x.size(0);
-    s.N = x.size(1);
-    s.E = x.size(2);
-    s.B = lengths.size(0);
-    s.L = kv_cache.size(0);
-    s.T_ = kv_cache.size(2);
-    s.G = kv_cache.size(4);
-    s.D = kv_cache.size(5);
-    s.H = heads;
-    s.F = ffn_dim;
-    s.P = rotations.size(0);
-    s.Y = positions.size(0);
-    s.first_node = first_node;
-    s.eps = static_cast<float>(eps);
-    s.head_eps = static_cast<float>(head_eps);
-    s.has_first_norm = has_first_norm;
-    s.has_head_norms = has_head_norms;
-    s.has_halves = has_halves;
-    const int64_t W = ancestors.size(2), S = key_mask ? key_mask->size(1) : 0;
-    STD_TORCH_CHECK(s.E % 16 == 0 && s.D % 16 == 0, "decoder_layers: x and kv_cache must have multiples of 16 entries");
-    STD_TORCH_CHECK(rotations.size(1) * 2 == s.D, "decoder_layers: rotations must be of D / 2 pairs");
-    STD_TORCH_CHECK(s.R % s.Y == 0, "decoder_layers: the rows must be a multiple of those of positions");
-    STD_TORCH_CHECK(matrices.size(1) == s.layer_matrices() && vectors.size(1) == s.layer_vectors(),
-                    "decoder_layers: matrices and vectors must be packed for these sizes");
-    STD_TORCH_CHECK(first_node + s.N <= 64 * W, "decoder_layers: ancestors must have a word for each 64 nodes");
-    s.x = static_cast<const T*>(x.const_data_ptr());
-    s.matrices = static_cast<const T*>(matrices.const_data_ptr());
-    s.vectors = vectors.const_data_ptr<float>();
-    s.last_norm = last_norm ? last_norm->const_data_ptr<float>() : nullptr;
-    s.rotations = rotations.const_data_ptr<float>();
-    s.lengths = lengths.const_data_ptr<int64_t>();
-    s.positions = positions.const_data_ptr<int64_t>();
-    s.kv_cache = static_cast<T*>(kv_cache.mutable_data_ptr());
-    s.hidden = static_cast<T*>(hidden.mutable_data_ptr());
-    const bool* const mask = key_mask ? key_mask->const_data_ptr<bool>() : nullptr;
-    const uint64_t* const words = static_cast<const uint64_t*>(ancestors.const_data_ptr());
-    s.rows.resize(s.R);
-    int64_t columns = 0;
-    for (int64_t r = 0; r < s.R; ++r) {
-      s.rows[r].set(s.lengths[r % s.B], s.T_, mask + r * S, S, words + r % s.B * s.N * W, s.N, W);
-      columns = std::max<int64_t>(columns, s.rows[r].columns.size());
-    }
-    run(layers, columns);
-  };
-  STD_TORCH_CHECK(x.scalar_type() != ScalarType::Half, "decoder_layers: x must be float32 or bfloat16");
-  if (x.scalar_type() == ScalarType::Float)
-    run_as(0.f);
-  else
-    run_as(c10::BFloat16());
-  return hidden;
-}
-
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
-  m.impl("decoder_layers", SPECVIS_BOX(decoder_layers, &decoder_layers_cpu));
+void decoder_layers_cpu(const DecoderLayers& batch) {
+  (batch.type == FloatType::float32 ? run<float> : run<c10::BFloat16>)(batch);
 }
+
+}  // namespace specvis

@@ -1,47 +1,25 @@
 // denoise_tokens on the CPU: each task takes a few tokens through all steps, so that the weights stay in the cache and
-// no thread waits for another. What depends on no x, the modulations, is computed for several steps at once.
+// no thread waits for another. The modulations do not depend on x, so they are computed for several steps at once.
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <tuple>
 #include <vector>
 
-#include "../arguments.h"
 #include "products.h"
 #include "team.h"
 #include "vectors.h"
 
+namespace specvis {
 namespace {
-
-using specvis::kPanel;
-using specvis::load;
-using specvis::Machine;
-using specvis::Product;
-using specvis::round_up;
-using specvis::store;
-using specvis::Team;
-using specvis::Vec;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int64_t kRows = 12;            // of the network, that a task takes: a product is quickest then
 constexpr int64_t kModulationRows = 96;  // whose modulations are computed at once
-
-struct Denoiser {
-  int64_t R, T, C, P, W, blocks;
-  float eps, log_temperature, clip_range;
-  const float *noise, *z, *time, *matrices, *vectors, *schedule, *guidance;
-  float *states, *log_sigma;
-  double* log_sigma_sum;
-
-  int64_t modulations() const { return (3 * blocks + 2) * W; }
-};
 
 // norm(x) * weight + bias, where there are such, * (1 + scale) + shift.
 template <int kLanes>
 INLINE void modulate(const float* x, const float* weight, const float* bias, const float* shift, const float* scale,
                      int64_t W, float eps, float* to) {
-  const auto [mean, factor] = specvis::moments<kLanes>(x, W, eps);
+  const auto [mean, factor] = moments<kLanes>(x, W, eps);
   for (int64_t i = 0; i < W; i += kLanes) {
     Vec<kLanes> y = (load<kLanes>(x + i) - mean) * factor;
     if (weight) y = y * load<kLanes>(weight + i) + load<kLanes>(bias + i);
@@ -51,7 +29,7 @@ INLINE void modulate(const float* x, const float* weight, const float* bias, con
 
 // Tokens [first, last).
 template <int kLanes>
-INLINE void denoise(const Denoiser& d, int64_t first, int64_t last) {
+INLINE void denoise(const DenoiseTokens& d, int64_t first, int64_t last) {
   const int64_t n = last - first, P = d.P, M = n * P, T = d.T, C = d.C, W = d.W, Q = d.modulations();
   const int64_t padded_W = round_up(W, kPanel), padded_Q = round_up(Q, kPanel), padded_out = round_up(2 * C, kPanel);
   const int64_t steps = std::min(std::max<int64_t>(kModulationRows / M, 1), T);
@@ -60,11 +38,11 @@ INLINE void denoise(const Denoiser& d, int64_t first, int64_t last) {
   const float* const input = d.matrices + padded_Q * W;
   const float* const blocks = input + padded_W * C;
   const float* const input_bias = d.vectors + Q;
-  const auto product = [](const float* rows, int64_t num_rows, int64_t K, const float* weight,
-                          std::vector<float>& to) INLINED {
-    const int64_t stride = to.size() / num_rows;
-    specvis::multiply(Product<float>{rows, num_rows, K, weight, 0, stride / kPanel, to.data(), stride});
-  };
+  const auto product = [](const float* rows, int64_t num_rows, int64_t K, const float* weight, std::vector<float>& to)
+                           INLINED {
+                             const int64_t stride = to.size() / num_rows;
+                             multiply(Product<float>{rows, num_rows, K, weight, 0, stride / kPanel, to.data(), stride});
+                           };
 
   for (int64_t i = 0; i < n; ++i) {
     std::copy_n(d.noise + ((first + i) * T + T - 1) * C, C, d.states + ((first + i) * (T + 1) + T) * C);
@@ -76,10 +54,9 @@ INLINE void denoise(const Denoiser& d, int64_t first, int64_t last) {
       const int64_t num_rows = std::min(steps, t) * M;
       for (int64_t row = 0; row < num_rows; ++row)
         for (int64_t c = 0; c < W; c += kLanes)
-          store<kLanes>(&y[row * W + c], specvis::silu<kLanes>(load<kLanes>(d.z + (first * P + row % M) * W + c) +
-                                                               load<kLanes>(d.time + (t - 1 - row / M) * W + c)));
-      specvis::multiply(
-          Product<float>{y.data(), num_rows, W, d.matrices, 0, padded_Q / kPanel, modulations.data(), padded_Q});
+          store<kLanes>(&y[row * W + c], silu<kLanes>(load<kLanes>(d.z + (first * P + row % M) * W + c) +
+                                                      load<kLanes>(d.time + (t - 1 - row / M) * W + c)));
+      multiply(Product<float>{y.data(), num_rows, W, d.matrices, 0, padded_Q / kPanel, modulations.data(), padded_Q});
       for (int64_t row = 0; row < num_rows; ++row)
         for (int64_t c = 0; c < Q; c += kLanes) {
           float* const to = &modulations[row * padded_Q + c];
@@ -107,7 +84,7 @@ INLINE void denoise(const Denoiser& d, int64_t first, int64_t last) {
       for (int64_t m = 0; m < M; ++m)
         for (int64_t c = 0; c < W; c += kLanes)
           store<kLanes>(&x[m * W + c],
-                        specvis::silu<kLanes>(load<kLanes>(&products[m * padded_W + c]) + load<kLanes>(up_bias + c)));
+                        silu<kLanes>(load<kLanes>(&products[m * padded_W + c]) + load<kLanes>(up_bias + c)));
       product(x.data(), M, W, up + padded_W * W, products);
       for (int64_t m = 0; m < M; ++m)
         for (int64_t c = 0; c < W; c += kLanes) {
@@ -147,66 +124,23 @@ INLINE void denoise(const Denoiser& d, int64_t first, int64_t last) {
   }
 }
 
-FOR_AVX512 void denoise_avx512(const Denoiser& d, int64_t first, int64_t last) { denoise<16>(d, first, last); }
-FOR_AVX2 void denoise_avx2(const Denoiser& d, int64_t first, int64_t last) { denoise<8>(d, first, last); }
-void denoise_portable(const Denoiser& d, int64_t first, int64_t last) { denoise<4>(d, first, last); }
-
-std::tuple<Tensor, Tensor, Tensor> denoise_tokens_cpu(const Tensor& noise,     // (R, T, C)
-                                                      const Tensor& z,         // (R, P, W)
-                                                      const Tensor& time,      // (T, W)
-                                                      const Tensor& matrices,  // (m)
-                                                      const Tensor& vectors,   // (v)
-                                                      const Tensor& schedule,  // (T, 7)
-                                                      const Tensor& guidance,  // (R)
-                                                      int64_t num_blocks, double eps, double log_temperature,
-                                                      double clip_range) {
-  static const auto best = specvis::machine() >= Machine::avx512 ? denoise_avx512
-                           : specvis::machine() == Machine::avx2 ? denoise_avx2
-                                                                 : denoise_portable;
-  Denoiser d;
-  d.R = noise.size(0);
-  d.T = noise.size(1);
-  d.C = noise.size(2);
-  d.P = z.size(1);
-  d.W = z.size(2);
-  d.blocks = num_blocks;
-  const int64_t padded_W = round_up(d.W, kPanel);
-  STD_TORCH_CHECK(d.P <= 2 && d.W % 16 == 0 && d.C % 2 == 0 && schedule.size(1) == 7,
-                  "denoise_tokens: z, noise or schedule has another size");
-  STD_TORCH_CHECK(
-      matrices.size(0) ==
-              (round_up(d.modulations(), kPanel) + 2 * num_blocks * padded_W + round_up(2 * d.C, kPanel)) * d.W +
-                  padded_W * d.C &&
-          vectors.size(0) == d.modulations() + (1 + 4 * num_blocks) * d.W + 2 * d.C,
-      "denoise_tokens: matrices and vectors must be packed for these sizes");
-  Tensor states = specvis::new_empty(noise, {d.R, d.T + 1, d.C}), log_sigma = specvis::new_empty(noise, {d.R, d.C});
-  Tensor log_sigma_sum = specvis::new_empty(noise, {d.R}, ScalarType::Double);
-  d.eps = static_cast<float>(eps);
-  d.log_temperature = static_cast<float>(log_temperature);
-  d.clip_range = static_cast<float>(clip_range);
-  d.noise = noise.const_data_ptr<float>();
-  d.z = z.const_data_ptr<float>();
-  d.time = time.const_data_ptr<float>();
-  d.matrices = matrices.const_data_ptr<float>();
-  d.vectors = vectors.const_data_ptr<float>();
-  d.schedule = schedule.const_data_ptr<float>();
-  d.guidance = guidance.const_data_ptr<float>();
-  d.states = states.mutable_data_ptr<float>();
-  d.log_sigma = log_sigma.mutable_data_ptr<float>();
-  d.log_sigma_sum = log_sigma_sum.mutable_data_ptr<double>();
-  if (d.R == 0) return {states, log_sigma, log_sigma_sum};
-
-  const int64_t threads = Team::threads_for(d.R, 1);
-  const int64_t turns = (d.R * d.P + threads * kRows - 1) / (threads * kRows);  // in which each thread takes a task
-  const int64_t tasks = std::min(d.R, turns * threads);
-  Team::run(std::make_shared<Team>(1), threads, [=, &d](Team::Member member) {
-    member.phase(tasks, [&](int64_t i) { best(d, d.R * i / tasks, d.R * (i + 1) / tasks); });
-  });
-  return {states, log_sigma, log_sigma_sum};
-}
+FOR_AVX512 void denoise_avx512(const DenoiseTokens& d, int64_t first, int64_t last) { denoise<16>(d, first, last); }
+FOR_AVX2 void denoise_avx2(const DenoiseTokens& d, int64_t first, int64_t last) { denoise<8>(d, first, last); }
+void denoise_portable(const DenoiseTokens& d, int64_t first, int64_t last) { denoise<4>(d, first, last); }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
-  m.impl("denoise_tokens", SPECVIS_BOX(denoise_tokens, &denoise_tokens_cpu));
+void denoise_tokens_cpu(const DenoiseTokens& batch) {
+  static const auto best = machine() >= Machine::avx512 ? denoise_avx512
+                           : machine() == Machine::avx2 ? denoise_avx2
+                                                        : denoise_portable;
+  if (batch.R == 0) return;
+  const int64_t R = batch.R, threads = Team::threads_for(R, 1);
+  const int64_t turns = (R * batch.P + threads * kRows - 1) / (threads * kRows);  // in which each thread takes a task
+  const int64_t tasks = std::min(R, turns * threads);
+  Team::run(std::make_shared<Team>(1), threads, [=, &batch](Team::Member member) {
+    member.phase(tasks, [&](int64_t i) { best(batch, R * i / tasks, R * (i + 1) / tasks); });
+  });
 }
+
+}  // namespace specvis

@@ -6,9 +6,8 @@
 #include <cstring>
 #include <limits>
 #include <optional>
-#include <tuple>
 
-#include "../arguments.h"
+#include "../shared/params.h"
 #include "noise_words.h"
 #include "team.h"
 
@@ -128,56 +127,27 @@ void HighestScores::offer(const Child& child) {
   limit_ = static_cast<float>(exact * 2147483648.0 * 1.001);  // more than rounding can take away
 }
 
-}  // namespace specvis
-
-namespace {
-
-using specvis::HighestScores;
-using specvis::InverseCdf;
-using specvis::Noise;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-std::tuple<Tensor, Tensor, Tensor> draw_children_cpu(const Tensor& draft_probs,               // (B, F, V)
-                                                     const std::optional<Tensor>& uniforms,   // (B, F, K)
-                                                     const std::optional<Tensor>& seeds,      // (B)
-                                                     const std::optional<Tensor>& positions,  // (B, F)
-                                                     int64_t K) {
-  const int64_t B = draft_probs.size(0), F = draft_probs.size(1), V = draft_probs.size(2);
-  Tensor tokens = specvis::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
-  Tensor num_children = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
-  Tensor status = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
-  const float* probs = draft_probs.const_data_ptr<float>();
-  const float* u = uniforms ? uniforms->const_data_ptr<float>() : nullptr;
-  const int64_t* seed = seeds ? seeds->const_data_ptr<int64_t>() : nullptr;
-  const int64_t* position = positions ? positions->const_data_ptr<int64_t>() : nullptr;
-  int64_t* token_out = tokens.mutable_data_ptr<int64_t>();
-  int32_t* num_children_out = num_children.mutable_data_ptr<int32_t>();
-  int32_t* status_out = status.mutable_data_ptr<int32_t>();
-
-  specvis::parallel_for(0, B * F, std::max<int64_t>(1, 16384 / V), [&](int64_t begin, int64_t end) {
+void draw_children_cpu(const DrawChildren& batch) {
+  const int64_t F = batch.F, V = batch.V, K = batch.K;
+  parallel_for(batch.R, std::max<int64_t>(1, 16384 / V), [&](int64_t begin, int64_t end) {
     std::optional<InverseCdf> by_uniforms;
     std::optional<HighestScores> by_noise;
-    if (u)
+    if (batch.uniforms)
       by_uniforms.emplace(V);
     else
       by_noise.emplace(V, K);
     for (int64_t r = begin; r < end; ++r) {
-      const specvis::ProbRow row = {probs + r * V, V, 0, nullptr};
-      int64_t* children = token_out + r * K;
+      const ProbRow row = {batch.draft_probs + r * V, V, 0, nullptr};
+      int64_t* const children = batch.tokens + r * K;
       bool valid = true;
-      const int64_t n = u ? (*by_uniforms)(row, u + r * K, K, children, valid)
-                          : (*by_noise)(row, Noise(seed[r / F], position[r]), children, valid);
+      const int64_t n = batch.uniforms
+                            ? (*by_uniforms)(row, batch.uniforms + r * K, K, children, valid)
+                            : (*by_noise)(row, Noise(batch.seeds[r / F], batch.positions[r]), children, valid);
       std::fill(children + n, children + K, 0);
-      num_children_out[r] = static_cast<int32_t>(n);
-      status_out[r] = valid ? 0 : specvis::kInvalidRow;
+      batch.num_children[r] = static_cast<int32_t>(n);
+      batch.status[r] = valid ? 0 : kInvalidRow;
     }
   });
-  return {tokens, num_children, status};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
-  m.impl("draw_children", SPECVIS_BOX(draw_children, &draw_children_cpu));
-}
+}  // namespace specvis

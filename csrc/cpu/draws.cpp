@@ -1,8 +1,5 @@
 #include "draws.h"
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -130,27 +127,19 @@ class Draws {
 
 }  // namespace
 
-template <class T>
-int32_t draw_row(const T* logits, const T* uncond, int64_t V, const DrawRow& r, FilteredRow& row, int64_t& token,
-                 int64_t& ahead_token) {
+int32_t draw_row(const LogitRows& rows, int64_t r, int64_t seed, int64_t position, int64_t ahead, FilteredRow& row,
+                 int64_t& token, int64_t& ahead_token) {
   token = ahead_token = 0;
-  if (!(r.first >= 0 && r.first < r.last && r.last <= V)) return kInvalidRow;
-  if (!row.read(logits, uncond, r.guidance, r.temperature, r.first, r.last)) return kInvalidRow;
-  if (r.temperature == 0) {
+  if (!row.read(rows, r)) return kInvalidRow;
+  if (rows.temperature[r / rows.N] == 0) {
     token = ahead_token = row.id_of_best();
     return 0;
   }
-  Draws draw(row, Filters::of(r.temperature, r.top_k, r.top_p, r.last - r.first, r.p_first));
-  const Noise noise(r.seed, r.position);
+  Draws draw(row, Filters(rows, r));
+  const Noise noise(seed, position);
   token = draw(noise);
-  ahead_token = r.ahead ? draw(noise.ahead_by(r.ahead)) : token;
+  ahead_token = ahead ? draw(noise.ahead_by(ahead)) : token;
   return 0;
 }
-
-template int32_t draw_row(const float*, const float*, int64_t, const DrawRow&, FilteredRow&, int64_t&, int64_t&);
-template int32_t draw_row(const c10::Half*, const c10::Half*, int64_t, const DrawRow&, FilteredRow&, int64_t&,
-                          int64_t&);
-template int32_t draw_row(const c10::BFloat16*, const c10::BFloat16*, int64_t, const DrawRow&, FilteredRow&, int64_t&,
-                          int64_t&);
 
 }  // namespace specvis

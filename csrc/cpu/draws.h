@@ -7,20 +7,9 @@
 
 namespace specvis {
 
-// The settings of one row.
-struct DrawRow {
-  float guidance, temperature;
-  int32_t top_k;
-  float top_p;
-  bool p_first;
-  int64_t first, last;  // its ids
-  int64_t seed, position;
-  int64_t ahead;  // 0: no second draw
-};
-
-// Draws from one row, and returns its status; `row` is scratch.
-template <class T>
-int32_t draw_row(const T* logits, const T* uncond, int64_t V, const DrawRow& settings, FilteredRow& row, int64_t& token,
-                 int64_t& ahead_token);
+// Draws from row r, with another noise a second time if `ahead` is not 0, and returns the row's status. `row` is
+// scratch.
+int32_t draw_row(const LogitRows& rows, int64_t r, int64_t seed, int64_t position, int64_t ahead, FilteredRow& row,
+                 int64_t& token, int64_t& ahead_token);
 
 }  // namespace specvis

@@ -1,9 +1,7 @@
 // expand_tree on the CPU: each task takes rows.
 #include "expand_tree.h"
 
-#include <tuple>
-
-#include "../arguments.h"
+#include "../shared/params.h"
 #include "team.h"
 
 namespace specvis {
@@ -85,55 +83,27 @@ bool ChildFinder::operator()(const float* row, int64_t n, float total, float sco
   return is_valid;
 }
 
-}  // namespace specvis
-
-namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree_cpu(const Tensor& draft_probs,  // (B, F, V)
-                                                           const Tensor& scores,       // (B, F)
-                                                           const Tensor& width,        // (B)
-                                                           int64_t K) {
-  const int64_t B = draft_probs.size(0), F = draft_probs.size(1), V = draft_probs.size(2);
-  Tensor tokens = specvis::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
-  Tensor child_scores = specvis::new_empty(draft_probs, {B, F, K});
-  Tensor frontier = specvis::new_empty(draft_probs, {B, K}, ScalarType::Int);
-  Tensor status = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
-  const float* probs = draft_probs.const_data_ptr<float>();
-  const float* score = scores.const_data_ptr<float>();
-  const int32_t* widths = width.const_data_ptr<int32_t>();
-  int64_t* token_out = tokens.mutable_data_ptr<int64_t>();
-  float* score_out = child_scores.mutable_data_ptr<float>();
-  int32_t* frontier_out = frontier.mutable_data_ptr<int32_t>();
-  int32_t* status_out = status.mutable_data_ptr<int32_t>();
-
-  specvis::parallel_for(0, B * F, std::max<int64_t>(1, 16384 / V), [&](int64_t begin, int64_t end) {
-    specvis::ChildFinder find_children;
-    for (int64_t row = begin; row < end; ++row) {
-      int64_t* const children = token_out + row * K;
-      float* const child_score = score_out + row * K;
-      status_out[row] = 0;
-      if (!(score[row] > -specvis::kInf))
-        specvis::no_children(K, children, child_score);
-      else if (!find_children(probs + row * V, V, 1, score[row], specvis::clamped_width(widths[row / F], K), K,
-                              children, child_score))
-        status_out[row] = specvis::kInvalidRow;
+void expand_tree_cpu(const ExpandTree& batch) {
+  const int64_t B = batch.B, F = batch.F, V = batch.V, K = batch.num_children;
+  parallel_for(B * F, std::max<int64_t>(1, 16384 / V), [&](int64_t begin, int64_t end) {
+    ChildFinder find_children;
+    for (int64_t r = begin; r < end; ++r) {
+      int64_t* const tokens = batch.tokens + r * K;
+      float* const scores = batch.child_scores + r * K;
+      batch.status[r] = 0;
+      if (!(batch.scores[r] > -kInf))
+        no_children(K, tokens, scores);
+      else if (!find_children(batch.draft_probs + r * V, V, 1, batch.scores[r], clamped_width(batch.width[r / F], K), K,
+                              tokens, scores))
+        batch.status[r] = kInvalidRow;
     }
   });
-
-  specvis::parallel_for(0, B, std::max<int64_t>(1, 4096 / (F * K)), [&](int64_t begin, int64_t end) {
+  parallel_for(B, std::max<int64_t>(1, 4096 / (F * K)), [&](int64_t begin, int64_t end) {
     std::vector<float> scratch;
     for (int64_t b = begin; b < end; ++b)
-      specvis::find_frontier(score_out + b * F * K, F * K, specvis::clamped_width(widths[b], K), K, scratch,
-                             frontier_out + b * K);
+      find_frontier(batch.child_scores + b * F * K, F * K, clamped_width(batch.width[b], K), K, scratch,
+                    batch.frontier + b * K);
   });
-  return {tokens, child_scores, frontier, status};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
-  m.impl("expand_tree", SPECVIS_BOX(expand_tree, &expand_tree_cpu));
-}
+}  // namespace specvis

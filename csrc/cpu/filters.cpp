@@ -151,9 +151,21 @@ FilteredRow::FilteredRow(int64_t V) {
   slots_ = allocate<int32_t>(packed);
 }
 
+bool FilteredRow::read(const LogitRows& rows, int64_t r) {
+  if (!(rows.first(r) >= 0 && rows.first(r) < rows.last(r) && rows.last(r) <= rows.V)) return false;
+  switch (rows.type) {
+    case FloatType::float16: return read_as<c10::Half>(rows, r);
+    case FloatType::bfloat16: return read_as<c10::BFloat16>(rows, r);
+    default: return read_as<float>(rows, r);
+  }
+}
+
 template <class T>
-bool FilteredRow::read(const T* logits, const T* uncond, float guidance, float temperature, int64_t first,
-                       int64_t last) {
+bool FilteredRow::read_as(const LogitRows& rows, int64_t r) {
+  const T* const logits = static_cast<const T*>(rows.logits) + r * rows.V;
+  const T* const uncond = rows.uncond ? static_cast<const T*>(rows.uncond) + r * rows.V : nullptr;
+  const float guidance = rows.guidance[r / rows.N], temperature = rows.temperature[r / rows.N];
+  const int64_t first = rows.first(r), last = rows.last(r);
   base_ = first & ~int64_t{3};
   num_chunks_ = padded(last - base_) / kChunk;
   n_ = num_chunks_ * kChunk;
@@ -193,10 +205,6 @@ bool FilteredRow::read(const T* logits, const T* uncond, float guidance, float t
   best_ = largest_of(maxima_.get(), num_chunks_ * kGroups);
   return is_valid && best_ > -kInf && best_ < kInf;
 }
-
-template bool FilteredRow::read(const float*, const float*, float, float, int64_t, int64_t);
-template bool FilteredRow::read(const c10::Half*, const c10::Half*, float, float, int64_t, int64_t);
-template bool FilteredRow::read(const c10::BFloat16*, const c10::BFloat16*, float, float, int64_t, int64_t);
 
 int64_t FilteredRow::id_of_best() const {
   int64_t c = 0;

@@ -1,27 +1,27 @@
-// What guidance, temperature, top-k and top-p make of a row of logits on the CPU, for guided_probs, draw_tokens and
+// How guidance, temperature, top-k and top-p change a row of logits on the CPU, for guided_probs, draw_tokens and
 // verify_logits.
 #pragma once
 #include <cstdint>
 #include <memory>
 #include <new>
-#include <string>
 
 #include "../shared/floats.h"
+#include "../shared/params.h"
 
 namespace specvis {
 
-// What stands in a row's request about its filters. A filter is off where its number is 0.
+// The filters of a row. A filter is off where its number is 0.
 struct Filters {
   int64_t top_k;
   float top_p;
-  bool p_first;  // top_p is a share of the mass of all ids; else of the mass of those that top-k kept
+  bool p_first;  // top_p is a share of the mass of all ids, not of those that top-k keeps
 
-  // The filters of a request, for a row of so many ids; `order` is what Python has checked.
-  static bool is_p_first(const std::string& order) { return order == "p_then_k"; }
-  static Filters of(float temperature, int32_t top_k, float top_p, int64_t num_ids, bool p_first) {
-    const bool is_sampled = temperature != 0;
-    return {is_sampled && top_k > 0 && top_k < num_ids ? top_k : 0, is_sampled && top_p > 0 && top_p < 1 ? top_p : 0,
-            p_first};
+  Filters(const LogitRows& rows, int64_t r) : top_k(0), top_p(0), p_first(rows.top_p_first) {
+    const int64_t b = r / rows.N, k = rows.top_k[b];
+    const float p = rows.top_p[b];
+    if (rows.temperature[b] == 0) return;
+    if (k > 0 && k < rows.last(r) - rows.first(r)) top_k = k;
+    if (p > 0 && p < 1) top_p = p;
   }
 };
 
@@ -33,10 +33,9 @@ class FilteredRow {
 
   explicit FilteredRow(int64_t V);
 
-  // Applies guidance and temperature (0 counts as 1) to the ids in [first, last); `uncond` may be null. All of them are
-  // candidates then. Returns false if the row is invalid.
-  template <class T>
-  bool read(const T* logits, const T* uncond, float guidance, float temperature, int64_t first, int64_t last);
+  // Applies guidance and temperature (0 counts as 1) to the ids of row r. All of them are candidates then. Returns
+  // whether the row is valid.
+  bool read(const LogitRows& rows, int64_t r);
 
   // The candidates. Until they are packed, some may lie outside of [first, last), with the logit -inf; packed ones are
   // above -inf. values() has size() logits and then -inf up to a whole chunk. Their ids ascend.
@@ -68,6 +67,8 @@ class FilteredRow {
   void keep_from(float lowest);                // drops the candidates below
 
  private:
+  template <class T>
+  bool read_as(const LogitRows& rows, int64_t r);
   float threshold(const float* masses, int64_t limit, float lowest) const;
 
   static constexpr std::align_val_t kLine{64};  // of the cache: vectors lie in one

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../shared/rules.h"
+#include "../shared/params.h"
 
 namespace specvis {
 
@@ -50,7 +50,7 @@ inline bool all_finite(const float* x, int64_t n) {
   return finite;
 }
 
-// The temperature of request b, and what a squared distance is multiplied by: 1 / (2 temperature^2). An undefined
+// The temperature of request b, and the factor of a squared distance: 1 / (2 temperature^2). An undefined
 // temperature counts as 1.
 struct Temperature {
   bool is_undefined;
@@ -65,17 +65,15 @@ struct Temperature {
 // The last denoising step of both models at one position. The terms that do not depend on the token are computed once.
 class LastStep {
  public:
-  LastStep(const float* target_means, const float* target_log_sigmas, const float* draft_means,
-           const float* draft_log_sigmas, int64_t C)
-      : target_means_(target_means), target_log_sigmas_(target_log_sigmas), draft_means_(draft_means),
-        draft_log_sigmas_(draft_log_sigmas), C_(C), sigma_(C), target_scale_(C), draft_scale_(C), shift_(C) {}
+  LastStep(const LastStepParams& step, int64_t C)
+      : step_(step), C_(C), sigma_(C), target_scale_(C), draft_scale_(C), shift_(C) {}
 
-  explicit operator bool() const { return target_means_; }
+  explicit operator bool() const { return step_.target_means; }
 
   void move_to(int64_t position) {
     start_ = position * C_;
     for (int64_t c = 0; c < C_; ++c) {
-      const double target = target_log_sigmas_[start_ + c], draft = draft_log_sigmas_[start_ + c];
+      const double target = step_.target_log_sigmas[start_ + c], draft = step_.draft_log_sigmas[start_ + c];
       target_scale_[c] = exp64(-target);
       draft_scale_[c] = exp64(-draft);
       shift_[c] = draft - target;
@@ -84,15 +82,15 @@ class LastStep {
 
   // Call this before draw().
   void prepare_draws() {
-    for (int64_t c = 0; c < C_; ++c) sigma_[c] = exp64(target_log_sigmas_[start_ + c]);
+    for (int64_t c = 0; c < C_; ++c) sigma_[c] = exp64(step_.target_log_sigmas[start_ + c]);
   }
 
   // log P(x) - log Q(x).
   double log_ratio(const float* x, double distance_factor) const {
     double lanes[kLanes] = {};
     for (int64_t c = 0; c < C_; ++c) {
-      const double target = (double{x[c]} - double{target_means_[start_ + c]}) * target_scale_[c];
-      const double draft = (double{x[c]} - double{draft_means_[start_ + c]}) * draft_scale_[c];
+      const double target = (double{x[c]} - double{step_.target_means[start_ + c]}) * target_scale_[c];
+      const double draft = (double{x[c]} - double{step_.draft_means[start_ + c]}) * draft_scale_[c];
       lanes[c % kLanes] += shift_[c] + (draft * draft - target * target) * distance_factor;
     }
     for (int64_t half = kLanes / 2; half > 0; half /= 2)
@@ -103,11 +101,11 @@ class LastStep {
   // A sample of the target, from standard normal numbers.
   void draw(const float* normals, float* x) const {
     for (int64_t c = 0; c < C_; ++c)
-      x[c] = static_cast<float>(double{target_means_[start_ + c]} + sigma_[c] * double{normals[c]});
+      x[c] = static_cast<float>(double{step_.target_means[start_ + c]} + sigma_[c] * double{normals[c]});
   }
 
  private:
-  const float *target_means_, *target_log_sigmas_, *draft_means_, *draft_log_sigmas_;
+  const LastStepParams step_;
   int64_t C_, start_ = 0;
   std::vector<double> sigma_, target_scale_, draft_scale_, shift_;
 };

@@ -8,51 +8,20 @@
 
 namespace specvis {
 
-// What is applied to one row: to the ids in [first, last).
-struct RowSetting {
-  float guidance, temperature;
-  int32_t top_k;
-  float top_p;
-  int64_t first, last;
-  bool p_first;
-};
-
-// The settings of all requests, as Python has checked them.
-struct RowSettings {
-  const float *guidance, *temperature;  // one for each request, as are top_k and top_p
-  const int32_t* top_k;
-  const float* top_p;
-  const int64_t* id_range;  // two for each row; null: first and last hold for all
-  int64_t first, last;
-  bool p_first;
-
-  RowSetting of(int64_t request, int64_t row) const {
-    return {guidance[request],
-            temperature[request],
-            top_k[request],
-            top_p[request],
-            id_range ? id_range[2 * row] : first,
-            id_range ? id_range[2 * row + 1] : last,
-            p_first};
-  }
-};
-
 // One row at a time: candidate i of `row`, an id that the filters keep, has the probability row.exponentials()[i] /
 // total. There is one object per thread.
 class GuidedRow {
  public:
   explicit GuidedRow(int64_t V) : row(V), V_(V) {}
 
-  // Returns false if the row is invalid. `uncond` may be null.
-  template <class T>
-  bool read(const T* logits, const T* uncond, const RowSetting& s) {
-    is_valid_ = s.first >= 0 && s.first < s.last && s.last <= V_ &&
-                row.read(logits, uncond, s.guidance, s.temperature, s.first, s.last);
+  // Reads row r, and returns whether it is valid.
+  bool read(const LogitRows& rows, int64_t r) {
+    is_valid_ = row.read(rows, r);
     if (!is_valid_) return false;
-    row.apply(Filters::of(s.temperature, s.top_k, s.top_p, s.last - s.first, s.p_first));
+    row.apply(Filters(rows, r));
     total = row.total();
-    first_ = s.first;
-    last_ = s.last;
+    first_ = rows.first(r);
+    last_ = rows.last(r);
     return true;
   }
 

@@ -3,11 +3,9 @@
 #pragma once
 #include <cstdint>
 
-namespace specvis {
+#include "../shared/params.h"
 
-// A weight (O, K) is packed as panels of kPanel outputs: (panels, K, kPanel), or of numbers of two bytes (panels, K /
-// 2, kPanel, 2). Zeros fill up the last panel.
-constexpr int64_t kPanel = 32;
+namespace specvis {
 
 template <class T>
 struct Product {

@@ -2,59 +2,34 @@
 // order then gives them their slots.
 #include <algorithm>
 #include <limits>
-#include <tuple>
 #include <vector>
 
-#include "../arguments.h"
-#include "../shared/rules.h"
+#include "../shared/params.h"
 #include "team.h"
 
-namespace {
+namespace specvis {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree_cpu(const Tensor& tokens,   // (B, M)
-                                                           const Tensor& scores,   // (B, M)
-                                                           const Tensor& parents,  // (B, M)
-                                                           const Tensor& root,     // (B)
-                                                           const Tensor& size,     // (B)
-                                                           int64_t num_nodes) {
-  const int64_t B = tokens.size(0), M = tokens.size(1);
-  Tensor node_tokens = specvis::new_empty(tokens, {B, num_nodes});
-  Tensor node_parents = specvis::new_empty(parents, {B, num_nodes});
-  Tensor source = specvis::new_empty(parents, {B, num_nodes});
-  Tensor status = specvis::new_empty(parents, {B});
-  const int64_t* all_tokens = tokens.const_data_ptr<int64_t>();
-  const float* all_scores = scores.const_data_ptr<float>();
-  const int32_t* all_parents = parents.const_data_ptr<int32_t>();
-  const int64_t* first = root.const_data_ptr<int64_t>();
-  const int32_t* sizes = size.const_data_ptr<int32_t>();
-  int64_t* token_out = node_tokens.mutable_data_ptr<int64_t>();
-  int32_t* parent_out = node_parents.mutable_data_ptr<int32_t>();
-  int32_t* source_out = source.mutable_data_ptr<int32_t>();
-  int32_t* status_out = status.mutable_data_ptr<int32_t>();
-
-  specvis::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
+void select_tree_cpu(const SelectTree& batch) {
+  const int64_t M = batch.M, N = batch.num_nodes;
+  parallel_for(batch.B, 1, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> best(M);
-    std::vector<int32_t> node(M);  // of each candidate, or -1
+    std::vector<int32_t> node(M);  // the node of each candidate, or -1
     for (int64_t b = begin; b < end; ++b) {
-      const float* score = all_scores + b * M;
-      const int32_t* parent = all_parents + b * M;
-      int64_t* nodes_token = token_out + b * num_nodes;
-      int32_t* nodes_parent = parent_out + b * num_nodes;
-      int32_t* nodes_source = source_out + b * num_nodes;
-      std::fill_n(nodes_token, num_nodes, 0);
-      std::fill_n(nodes_parent, num_nodes, -2);
-      std::fill_n(nodes_source, num_nodes, -1);
-      nodes_token[0] = first[b];
-      nodes_parent[0] = -1;
-      status_out[b] = 0;
+      const float* const score = batch.scores + b * M;
+      const int32_t* const parent = batch.parents + b * M;
+      int64_t* const tokens = batch.node_tokens + b * N;
+      int32_t *const parents = batch.node_parents + b * N, *const source = batch.source + b * N;
+      std::fill_n(tokens, N, 0);
+      std::fill_n(parents, N, -2);
+      std::fill_n(source, N, -1);
+      tokens[0] = batch.root[b];
+      parents[0] = -1;
+      batch.status[b] = 0;
 
       best.clear();
       for (int64_t m = 0; m < M; ++m)
         if (score[m] > -std::numeric_limits<float>::infinity()) best.push_back(m);
-      const int64_t budget = std::clamp<int64_t>(sizes[b], 1, num_nodes) - 1;
+      const int64_t budget = std::clamp<int64_t>(batch.size[b], 1, N) - 1;
       const int64_t num_kept = std::min<int64_t>(budget, best.size());
       std::nth_element(best.begin(), best.begin() + num_kept, best.end(), [score](int64_t i, int64_t j) {
         return score[i] > score[j] || (score[i] == score[j] && i < j);
@@ -66,20 +41,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree_cpu(const Tensor& tokens,
       for (int64_t n = 1; n <= num_kept; ++n) {
         const int64_t m = best[n - 1], p = parent[m];
         if (p < -1 || p >= m || (p >= 0 && node[p] < 0)) {
-          status_out[b] = specvis::kInvalidTree;
+          batch.status[b] = kInvalidTree;
           continue;
         }
-        nodes_token[n] = all_tokens[b * M + m];
-        nodes_parent[n] = p < 0 ? 0 : node[p];
-        nodes_source[n] = static_cast<int32_t>(m);
+        tokens[n] = batch.tokens[b * M + m];
+        parents[n] = p < 0 ? 0 : node[p];
+        source[n] = static_cast<int32_t>(m);
       }
     }
   });
-  return {node_tokens, node_parents, source, status};
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
-  m.impl("select_tree", SPECVIS_BOX(select_tree, &select_tree_cpu));
-}
+}  // namespace specvis

@@ -72,16 +72,16 @@ class Team {
   std::exception_ptr error_;  // the first that a task threw
 };
 
-// Calls task(begin, end) for parts of [begin, end), of at least `grain` each but for the last.
+// Calls task(begin, end) for parts of [0, count), each of at least `grain`; the last may be smaller.
 template <class Task>
-void parallel_for(int64_t begin, int64_t end, int64_t grain, const Task& task) {
-  const int64_t count = end - begin, parts = count > 0 ? Team::threads_for(count, grain) : 0;
+void parallel_for(int64_t count, int64_t grain, const Task& task) {
+  const int64_t parts = count > 0 ? Team::threads_for(count, grain) : 0;
   if (parts <= 1) {
-    if (count > 0) task(begin, end);
+    if (count > 0) task(0, count);
     return;
   }
   Team::run(std::make_shared<Team>(1), parts, [=, &task](Team::Member member) {
-    member.phase(parts, [&](int64_t i) { task(begin + count * i / parts, begin + count * (i + 1) / parts); });
+    member.phase(parts, [&](int64_t i) { task(count * i / parts, count * (i + 1) / parts); });
   });
 }
 

@@ -5,61 +5,36 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <optional>
 #include <vector>
 
-#include "../arguments.h"
 #include "attention.h"
 #include "products.h"
 #include "team.h"
 #include "vectors.h"
 
+namespace specvis {
 namespace {
-
-using specvis::Head;
-using specvis::kPanel;
-using specvis::load;
-using specvis::Machine;
-using specvis::Product;
-using specvis::round_up;
-using specvis::Row;
-using specvis::Scratch;
-using specvis::store;
-using specvis::Team;
-using specvis::Vec;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 constexpr int64_t kTaskRows = 24, kTaskQueries = 96;
 constexpr int64_t kThreadWork = 1 << 19;  // products; less is not worth another thread
 
-// Of one thread.
+// The memory of one thread.
 template <class T>
 struct Memory {
   std::vector<T> rows, hidden;  // (kTaskRows, E), (kTaskRows, F)
   std::vector<float> y;         // a product
   std::vector<T> queries;       // (kTaskQueries, D)
-  Scratch scratch;
+  AttentionScratch scratch;
 };
 
 template <class T>
-struct Blocks {
-  int64_t R, N, E, L, H, F, n;  // n: rows of the output, of each of R
-  float eps;
-  const T *x, *matrices;
-  const float *vectors, *last_norm;
-  std::vector<int64_t> wanted;  // (R, n)
-  T* out;                       // (R, n, E)
+struct Blocks : TransformerBlocks {
+  std::vector<int64_t> columns;  // (R, n): `wanted`, each a column of the row
   std::vector<Row> rows;
   std::vector<Memory<T>> memory;
   // between phases
   std::vector<float> stream;     // (R * N, E)
   std::vector<T> qkv, attended;  // (R * N, 3 E), (R * N, E)
-
-  int64_t layer_matrices() const {
-    return (round_up(3 * E, kPanel) + round_up(E, kPanel) + round_up(F, kPanel)) * E + round_up(E, kPanel) * F;
-  }
-  int64_t layer_vectors() const { return 9 * E + F; }
 };
 
 // By Abramowitz and Stegun's 7.1.26 of the error function, which is exact to 2e-7.
@@ -70,13 +45,13 @@ INLINE Vec<kLanes> gelu(Vec<kLanes> x) {
   sum = sum * t + 1.421413741f;
   sum = sum * t - 0.284496736f;
   sum = sum * t + 0.254829592f;
-  const Vec<kLanes> tail = sum * t * specvis::exp_of_lanes<kLanes>(-a * a) * 0.5f;  // of the normal distribution
+  const Vec<kLanes> tail = sum * t * exp_of_lanes<kLanes>(-a * a) * 0.5f;  // of the normal distribution
   return x * (x < 0 ? tail : 1.f - tail);
 }
 
 template <int kLanes, class T>
 INLINE void norm(const float* x, const float* weight, int64_t E, float eps, T* to) {
-  const auto [mean, factor] = specvis::moments<kLanes>(x, E, eps);
+  const auto [mean, factor] = moments<kLanes>(x, E, eps);
   for (int64_t i = 0; i < E; i += kLanes)
     store<kLanes>(to + i,
                   (load<kLanes>(x + i) - mean) * factor * load<kLanes>(weight + i) + load<kLanes>(weight + E + i));
@@ -90,7 +65,7 @@ INLINE void read(Blocks<T>& s, Team::Member& member) {
   const auto product = [&](const T* x, int64_t num_rows, int64_t K, const T* weight, const float* bias, int64_t outputs,
                            auto use) INLINED {
     const int64_t stride = round_up(outputs, kPanel);
-    specvis::multiply(Product<T>{x, num_rows, K, weight, 0, stride / kPanel, y.data(), stride});
+    multiply(Product<T>{x, num_rows, K, weight, 0, stride / kPanel, y.data(), stride});
     for (int64_t m = 0; m < num_rows; ++m)
       for (int64_t c = 0; c < outputs; c += kLanes)
         use(m, c, load<kLanes>(&y[m * stride + c]) + load<kLanes>(bias + c));
@@ -98,9 +73,9 @@ INLINE void read(Blocks<T>& s, Team::Member& member) {
   const auto project = [&](int64_t layer, int64_t begin, int64_t end) INLINED {
     const float* const v = s.vectors + layer * s.layer_vectors();
     for (int64_t m = begin; m < end; ++m) norm<kLanes>(&s.stream[m * E], v, E, s.eps, &rows[(m - begin) * E]);
-    product(rows.data(), end - begin, E, s.matrices + layer * s.layer_matrices(), v + 2 * E, 3 * E,
-            [&](int64_t m, int64_t c, Vec<kLanes> sum)
-                INLINED { store<kLanes>(&s.qkv[(begin + m) * 3 * E + c], sum); });
+    product(
+        rows.data(), end - begin, E, static_cast<const T*>(s.matrices) + layer * s.layer_matrices(), v + 2 * E, 3 * E,
+        [&](int64_t m, int64_t c, Vec<kLanes> sum) INLINED { store<kLanes>(&s.qkv[(begin + m) * 3 * E + c], sum); });
   };
   const auto for_rows = [&](int64_t num_rows, auto task) INLINED {
     const int64_t tasks = (num_rows + kTaskRows - 1) / kTaskRows;
@@ -116,7 +91,7 @@ INLINE void read(Blocks<T>& s, Team::Member& member) {
                     end = n * (i % parts + 1) / parts;
       const T* const first = &s.qkv[r * s.N * 3 * E + h * D];
       for (int64_t m = begin; m < end; ++m)
-        std::copy_n(first + (is_last ? s.wanted[r * n + m] : m) * 3 * E, D, &queries[(m - begin) * D]);
+        std::copy_n(first + (is_last ? s.columns[r * n + m] : m) * 3 * E, D, &queries[(m - begin) * D]);
       Head<T> head = {};
       head.q = queries.data();
       head.k = first + E;
@@ -129,12 +104,12 @@ INLINE void read(Blocks<T>& s, Team::Member& member) {
       head.scale = 1.f / std::sqrt(static_cast<float>(D));
       head.out = &s.attended[(r * n + begin) * E + h * D];
       head.out_stride = E;
-      specvis::attend(head, s.rows[r], scratch);
+      attend(head, s.rows[r], scratch);
     });
 
     const float* const v = s.vectors + layer * s.layer_vectors();
     const float *const out_bias = v + 5 * E, *const second_norm = out_bias + E, *const up_bias = second_norm + 2 * E;
-    const T* const w_out = s.matrices + layer * s.layer_matrices() + round_up(3 * E, kPanel) * E;
+    const T* const w_out = static_cast<const T*>(s.matrices) + layer * s.layer_matrices() + round_up(3 * E, kPanel) * E;
     const T* const w_up = w_out + padded_E * E;
     const T* const w_down = w_up + round_up(F, kPanel) * E;
     for_rows(s.R * n, [&](int64_t begin, int64_t end) INLINED {
@@ -144,7 +119,7 @@ INLINE void read(Blocks<T>& s, Team::Member& member) {
       if (is_last) {
         picked.resize(num_rows * E);
         for (int64_t m = begin; m < end; ++m)
-          std::copy_n(&s.stream[(m / n * s.N + s.wanted[m]) * E], E, &picked[(m - begin) * E]);
+          std::copy_n(&s.stream[(m / n * s.N + s.columns[m]) * E], E, &picked[(m - begin) * E]);
         stream = picked.data();
       }
       const auto add = [&](int64_t m, int64_t c, Vec<kLanes> sum)
@@ -157,7 +132,7 @@ INLINE void read(Blocks<T>& s, Team::Member& member) {
       product(hidden.data(), num_rows, F, w_down, up_bias + F, E, add);
       if (!is_last) return project(layer + 1, begin, end);
       for (int64_t m = 0; m < num_rows; ++m) {
-        T* const to = s.out + (begin + m) * E;
+        T* const to = static_cast<T*>(s.out) + (begin + m) * E;
         if (s.last_norm) {
           norm<kLanes>(stream + m * E, s.last_norm, E, s.eps, to);
         } else {
@@ -182,11 +157,18 @@ void read_portable(Blocks<T>& s, Team::Member& member) {
 }
 
 template <class T>
-void run(const std::shared_ptr<Blocks<T>>& blocks) {
-  static const auto best = specvis::machine() >= Machine::avx512 ? read_avx512<T>
-                           : specvis::machine() == Machine::avx2 ? read_avx2<T>
-                                                                 : read_portable<T>;
+void run(const TransformerBlocks& batch) {
+  static const auto best = machine() >= Machine::avx512 ? read_avx512<T>
+                           : machine() == Machine::avx2 ? read_avx2<T>
+                                                        : read_portable<T>;
+  const auto blocks = std::make_shared<Blocks<T>>();
   Blocks<T>& s = *blocks;
+  static_cast<TransformerBlocks&>(s) = batch;
+  s.columns.assign(s.wanted, s.wanted + s.R * s.n);
+  for (int64_t& column : s.columns) column = std::clamp<int64_t>(column, 0, s.N - 1);
+  const int64_t S = s.key_mask ? s.N : 0;
+  s.rows.resize(s.R);
+  for (int64_t r = 0; r < s.R; ++r) s.rows[r].set(s.N, s.N, s.key_mask + r * S, S, nullptr, kTaskQueries, 0);
   const int64_t M = s.R * s.N;
   s.memory.resize(Team::threads_for(M * s.L * (s.layer_matrices() + 2 * s.N * s.E), kThreadWork));
   for (Memory<T>& memory : s.memory) {
@@ -198,59 +180,15 @@ void run(const std::shared_ptr<Blocks<T>>& blocks) {
   s.stream.resize(M * s.E);
   s.qkv.resize(M * 3 * s.E);
   s.attended.resize(s.R * std::max(s.N, s.n) * s.E);
-  for (int64_t i = 0; i < M * s.E; ++i) s.stream[i] = specvis::to_float(s.x[i]);
+  for (int64_t i = 0; i < M * s.E; ++i) s.stream[i] = to_float(static_cast<const T*>(s.x)[i]);
   Team::run(std::make_shared<Team>(2 * s.L + 1), s.memory.size(),
             [blocks](Team::Member member) { best(*blocks, member); });
 }
 
-Tensor transformer_blocks_cpu(const Tensor& x,                         // (R, N, E)
-                              const Tensor& matrices,                  // (L, m)
-                              const Tensor& vectors,                   // (L, v)
-                              const std::optional<Tensor>& last_norm,  // (2 E)
-                              const std::optional<Tensor>& key_mask,   // (R, N)
-                              const Tensor& wanted,                    // (R, n)
-                              int64_t heads, int64_t ffn_dim, double eps) {
-  Tensor out = specvis::new_empty(x, {x.size(0), wanted.size(1), x.size(2)});
-  const auto run_as = [&](auto zero) {
-    using T = decltype(zero);
-    const auto blocks = std::make_shared<Blocks<T>>();
-    Blocks<T>& s = *blocks;
-    s.R = x.size(0);
-    s.N = x.size(1);
-    s.E = x.size(2);
-    s.L = matrices.size(0);
-    s.H = heads;
-    s.F = ffn_dim;
-    s.n = wanted.size(1);
-    s.eps = static_cast<float>(eps);
-    STD_TORCH_CHECK(s.E % 16 == 0 && s.F % 16 == 0 && s.E % s.H == 0 && s.E / s.H <= 256,
-                    "transformer_blocks: x has another size");
-    STD_TORCH_CHECK(matrices.size(1) == s.layer_matrices() && vectors.size(1) == s.layer_vectors() &&
-                        (!last_norm || last_norm->size(0) == 2 * s.E),
-                    "transformer_blocks: the blocks must be packed for these sizes");
-    s.x = static_cast<const T*>(x.const_data_ptr());
-    s.matrices = static_cast<const T*>(matrices.const_data_ptr());
-    s.vectors = vectors.const_data_ptr<float>();
-    s.last_norm = last_norm ? last_norm->const_data_ptr<float>() : nullptr;
-    s.wanted.assign(wanted.const_data_ptr<int64_t>(), wanted.const_data_ptr<int64_t>() + s.R * s.n);
-    for (int64_t& column : s.wanted) column = std::clamp<int64_t>(column, 0, s.N - 1);
-    s.out = static_cast<T*>(out.mutable_data_ptr());
-    const bool* const mask = key_mask ? key_mask->const_data_ptr<bool>() : nullptr;
-    s.rows.resize(s.R);
-    for (int64_t r = 0; r < s.R; ++r) s.rows[r].set(s.N, s.N, mask + r * s.N, mask ? s.N : 0, nullptr, kTaskQueries, 0);
-    run(blocks);
-  };
-  STD_TORCH_CHECK(x.scalar_type() != ScalarType::Half, "transformer_blocks: x must be float32 or bfloat16");
-  if (x.size(0) == 0) return out;
-  if (x.scalar_type() == ScalarType::Float)
-    run_as(float{});
-  else
-    run_as(c10::BFloat16{});
-  return out;
-}
-
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
-  m.impl("transformer_blocks", SPECVIS_BOX(transformer_blocks, &transformer_blocks_cpu));
+void transformer_blocks_cpu(const TransformerBlocks& batch) {
+  (batch.type == FloatType::float32 ? run<float> : run<c10::BFloat16>)(batch);
 }
+
+}  // namespace specvis

@@ -2,26 +2,18 @@
 #include <algorithm>
 #include <vector>
 
-#include "../arguments.h"
+#include "../shared/params.h"
 #include "team.h"
 
-namespace {
+namespace specvis {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-Tensor tree_paths_cpu(const Tensor& parents,  // (B, N)
-                      int64_t max_depth) {
-  const int64_t B = parents.size(0), N = parents.size(1), width = max_depth + 1;
-  Tensor paths = specvis::new_empty(parents, {B, N, width}, ScalarType::Long);
-  const int32_t* all_parents = parents.const_data_ptr<int32_t>();
-  int64_t* paths_out = paths.mutable_data_ptr<int64_t>();
-
-  specvis::parallel_for(0, B, 16, [&](int64_t begin, int64_t end) {
+void tree_paths_cpu(const TreePaths& batch) {
+  const int64_t N = batch.N, max_depth = batch.max_depth, width = max_depth + 1;
+  parallel_for(batch.B, 16, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> depth(N), first_child(N), next_sibling(N), youngest(N);
     for (int64_t b = begin; b < end; ++b) {
-      const int32_t* parent = all_parents + b * N;
-      int64_t* row = paths_out + b * N * width;
+      const int32_t* const parent = batch.parents + b * N;
+      int64_t* row = batch.paths + b * N * width;
       std::fill_n(row, N * width, -1);
       for (int64_t n = 0; n < N; ++n) {
         const int64_t p = parent[n];
@@ -44,9 +36,6 @@ Tensor tree_paths_cpu(const Tensor& parents,  // (B, N)
       }
     }
   });
-  return paths;
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) { m.impl("tree_paths", SPECVIS_BOX(tree_paths, &tree_paths_cpu)); }
+}  // namespace specvis

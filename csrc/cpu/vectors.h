@@ -54,8 +54,6 @@ inline Machine machine() {
   return best;
 }
 
-constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 template <int kLanes>
 struct Vector;
 #define VECTOR(lanes)                                             \

@@ -1,42 +1,40 @@
 // How a request's tree is verified on the CPU, for verify_tree, verify_chain and verify_logits: from the root
-// downwards. What a row is, and what a rejection leaves of it, is said by classes that they hand over.
+// downwards. These ops pass classes that say what a row is, and how a rejection changes it.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 
+#include "../shared/params.h"
 #include "rows.h"
 
 namespace specvis {
 
-// One request: its slices of the arguments, and the rules. Of N nodes, a vocabulary of V, and M draft rows. Without
-// links it is a chain: node n's only child is n + 1, of draft row n, down to the last node at depth P = N - 1.
-struct Request {
-  int64_t N, V, num_draft_rows, max_depth;  // the last two are M and P below
-  const int64_t* tokens;                    // (N)
-  const int32_t* first_child;               // (N), or null: a chain
-  const int32_t* next_sibling;              // (N), or null: a chain
-  const float* uniforms;                    // (N)
-  const float* draft;                       // (M, V) or null
-  const int32_t* draft_row;                 // (N), or null: a chain
-  const float* omega;                       // (P), of a chain (1), or null
-  Neighbors neighbors;
-  int64_t num_considered;  // how many neighbors of a token the cutoff looks at; 0 without neighbors
-  float delta;
-  Cutoff cutoff;
-  ResidualRule residual;
-  Empty empty;
-  const int64_t* id_range;         // (N, 2) or null: then the two below count. The ids of each node, [first, last): a
-  int64_t first_id, last_id;       // child's token outside of its parent's keeps no neighbors
-  const int64_t* bonus = nullptr;  // unless null, node N - 1 has no row: this token follows it
+// One request of a batch: its slices of the arrays. Without links it is a chain: node n's only child is n + 1, whose
+// draft row is n, down to the last node at depth N - 1.
+struct VerifyRequest : VerifyParams {
+  int64_t num_considered = 0;         // how many neighbors of a token the cutoff looks at; 0 without neighbors
+  const int64_t* id_range = nullptr;  // (N, 2): each node's ids; null: then [first_id, last_id) for all nodes
+  int64_t first_id = 0, last_id;      // a child's token outside of its parent's ids keeps no neighbors
+  const int64_t* bonus = nullptr;     // unless null, node N - 1 has no row: this token follows it
 
-  // Takes a table (C, k), a tensor or none, once the rule of the residual is set.
-  template <class Tensor>
-  void take_neighbors(const Tensor& table, int64_t offset) {
-    if (!table) return;
-    neighbors = neighbors_of(*table, offset);
-    num_considered = neighbors.k() - (residual == ResidualRule::released);
+  // Request b. Of a chain, the rest is to be set by its own sizes.
+  VerifyRequest(const VerifyParams& batch, int64_t b) : VerifyParams(batch), last_id(batch.V) {
+    if (neighbors.k() > 0) num_considered = neighbors.k() - (residual == ResidualRule::released);
+    if (delta) delta += b;
+    if (!first_child) return;
+    tokens += b * N;
+    first_child += b * N;
+    next_sibling += b * N;
+    if (uniforms) uniforms += b * N;
+    if (draft_probs) {
+      draft_probs += b * num_draft_rows * V;
+      draft_row += b * N;
+    }
+    if (omega) omega += b * max_depth;
   }
-  // A chain's last node has none either; its depth says so.
+
+  // The last node of a chain has none either; its depth says so.
   int64_t child_of(int64_t node) const { return first_child ? first_child[node] : node + 1; }
   int64_t sibling_of(int64_t node) const { return next_sibling ? next_sibling[node] : -1; }
   int64_t draft_row_of(int64_t node) const { return draft_row ? draft_row[node] : node; }
@@ -46,38 +44,21 @@ struct Request {
   bool is_valid(int64_t child, int64_t previous) const {
     return child > previous && child < N && tokens[child] >= 0 && tokens[child] < V;
   }
-  Budget budget(int64_t token_mass, int64_t total) const { return Budget(cutoff, delta, token_mass, total); }
+  Budget budget(int64_t token_mass, int64_t total) const {
+    return Budget(cutoff, delta ? *delta : 0.f, token_mass, total);
+  }
   bool is_undefined() const {
     for (int64_t d = 0; omega && d < max_depth; ++d) {
       if (specvis::is_undefined(omega_at(d), num_considered > 0, residual)) return true;
     }
     return false;
   }
-  int64_t first(int64_t node) const { return id_range ? id_range[2 * node] : first_id; }
-  int64_t last(int64_t node) const { return id_range ? id_range[2 * node + 1] : last_id; }
   // How many neighbors of x the cutoff looks at where x is tried as a child of `node`.
   int64_t num_considered_at(int64_t node, int64_t x) const {
-    return neighbors.has(x) && x >= first(node) && x < last(node) ? num_considered : 0;
+    const int64_t first = id_range ? id_range[2 * node] : first_id, last = id_range ? id_range[2 * node + 1] : last_id;
+    return neighbors.has(x) && x >= first && x < last ? num_considered : 0;
   }
 };
-
-// The slices of request b of `first`, which is request 0. `deltas` (B) may be null.
-inline Request request_at(const Request& first, int64_t b, const float* deltas) {
-  Request request = first;
-  const int64_t N = first.N;
-  request.tokens += b * N;
-  request.first_child += b * N;
-  request.next_sibling += b * N;
-  if (request.uniforms) request.uniforms += b * N;
-  if (request.draft) {
-    request.draft += b * request.num_draft_rows * request.V;
-    request.draft_row += b * N;
-  }
-  if (request.omega) request.omega += b * request.max_depth;
-  if (request.id_range) request.id_range += 2 * b * N;
-  if (deltas) request.delta = deltas[b];
-  return request;
-}
 
 struct VerifyResult {
   int32_t* accepted_nodes;  // (P), filled with -1
@@ -85,27 +66,21 @@ struct VerifyResult {
   int64_t next_token = 0;
   double tv_excess = 0;
   int32_t status = 0;
-};
 
-// The results of a batch.
-struct VerifyOutputs {
-  int32_t *accepted_nodes, *num_accepted;  // (B, P), (B)
-  int64_t* next_token;                     // (B)
-  float* tv_excess;                        // (B)
-  int32_t* status;                         // (B)
-
-  // Writes those of request b, which verify(result) makes.
-  template <class F>
-  void write(int64_t b, int64_t max_depth, F verify) const {
-    VerifyResult result = {accepted_nodes + b * max_depth};
-    for (int64_t d = 0; d < max_depth; ++d) result.accepted_nodes[d] = -1;
-    verify(result);
-    num_accepted[b] = result.num_accepted;
-    next_token[b] = result.next_token;
-    tv_excess[b] = static_cast<float>(result.tv_excess);
-    status[b] = result.status;
+  void write(const VerifyParams& batch, int64_t b) const {
+    batch.num_accepted[b] = num_accepted;
+    batch.next_token[b] = next_token;
+    batch.tv_excess[b] = static_cast<float>(tv_excess);
+    batch.status[b] = status;
   }
 };
+
+// The result of request b of a batch of trees, with nothing accepted yet.
+inline VerifyResult new_result(const VerifyParams& batch, int64_t b) {
+  VerifyResult result = {batch.accepted_nodes + b * batch.max_depth};
+  std::fill_n(result.accepted_nodes, batch.max_depth, -1);
+  return result;
+}
 
 // Scratch memory of one thread for rows of V and trees of N. Nothing is filled.
 struct Scratch {
@@ -118,8 +93,8 @@ struct Scratch {
   }
 };
 
-// The residual of the target at one node, and the draft row of its children. At first it is the row of probabilities;
-// once a rejection changes it, it is a copy in fixed point.
+// The residual of the target at one node, and the draft row of its children. It is the row of probabilities until a
+// rejection changes it; then it is a copy in fixed point.
 class DenseResidual {
  public:
   DenseResidual(const float* row, int64_t V, int64_t total, Scratch& scratch)
@@ -145,7 +120,7 @@ class DenseResidual {
     return changed_ ? specvis::draw(fixed_probs_, V_, total_, uniform) : specvis::draw(row_, V_, total_, uniform);
   }
 
-  // Those of x's first `count` neighbors that fit the budget.
+  // The neighbors among x's first `count` that fit the budget.
   NeighborPrefix prefix(const Neighbors& neighbors, int64_t x, int64_t count, const Budget& budget) const {
     if (count == 0) return {0, 0};
     const auto changed = [fixed_probs = fixed_probs_](int64_t v) { return fixed_probs[v]; };
@@ -193,11 +168,11 @@ class DenseResidual {
   bool changed_ = false;
 };
 
-// Updates the residual after the rejection of x, of whose neighbors the cutoff had kept num_kept. The rule "released"
-// is that of LANTERN's released code: as soon as one neighbor was kept, it clears or protects all neighbors of x in
+// Updates the residual after the rejection of x; the cutoff had kept num_kept of its neighbors. The rule "released" is
+// the rule of LANTERN's released code: as soon as one neighbor was kept, it clears or protects all neighbors of x in
 // the table.
 template <class Residual>
-void reject(const Request& request, Residual& residual, const Candidate& candidate, int64_t x, int64_t num_kept) {
+void reject(const VerifyRequest& request, Residual& residual, const Candidate& candidate, int64_t x, int64_t num_kept) {
   const ResidualRule rule = request.residual;
   const int64_t num_treated = rule == ResidualRule::relaxed                    ? num_kept
                               : rule == ResidualRule::released && num_kept > 0 ? request.neighbors.k()
@@ -220,14 +195,14 @@ void reject(const Request& request, Residual& residual, const Candidate& candida
 // Tries the children of a node against the residual of its row. Returns the one that was accepted; or -1, and then
 // out.next_token is drawn.
 template <class Residual>
-int64_t try_children(const Request& request, int64_t node, bool is_leaf, Residual& residual, VerifyResult& out) {
+int64_t try_children(const VerifyRequest& request, int64_t node, bool is_leaf, Residual& residual, VerifyResult& out) {
   int64_t child = is_leaf ? -1 : request.child_of(node);
   int64_t draft_total = 0;
-  const bool sampled = child >= 0 && request.draft && request.draft_row_of(node) >= 0;
+  const bool sampled = child >= 0 && request.draft_probs && request.draft_row_of(node) >= 0;
   if (sampled) {
     const int64_t from = request.draft_row_of(node);
     Total draft_row_sum = {0, false};
-    if (from < request.num_draft_rows) draft_row_sum = residual.read_draft(request.draft + from * request.V);
+    if (from < request.num_draft_rows) draft_row_sum = residual.read_draft(request.draft_probs + from * request.V);
     if (!draft_row_sum.valid) {
       out.status |= from < request.num_draft_rows ? kInvalidDraft : kInvalidTree;
       child = -1;
@@ -278,7 +253,7 @@ int64_t try_children(const Request& request, int64_t node, bool is_leaf, Residua
 // A request that samples. rows.visit(node, f) is f(residual of the node's row), or -1 with a bit of the status if the
 // row is invalid.
 template <class Rows>
-void verify_sampled(const Request& request, Rows& rows, VerifyResult& out) {
+void verify_sampled(const VerifyRequest& request, Rows& rows, VerifyResult& out) {
   const bool is_undefined = request.is_undefined();
   if (is_undefined) out.status |= kInvalidRule;
   for (int64_t node = 0; node >= 0;) {
@@ -297,7 +272,7 @@ void verify_sampled(const Request& request, Rows& rows, VerifyResult& out) {
 // A greedy request: the nodes in order. Each accepted node verifies the chain of its children. rows.probs(node, total)
 // is the node's row of probabilities, or null if it is invalid.
 template <class Rows>
-void verify_greedy(const Request& request, Rows& rows, const Scratch& scratch, VerifyResult& out) {
+void verify_greedy(const VerifyRequest& request, Rows& rows, const Scratch& scratch, VerifyResult& out) {
   constexpr int32_t kUnread = -1, kInvalid = -2;  // beside argmaxes
   const int64_t N = request.N, V = request.V;
   int32_t *depth = scratch.depth.get(), *parent = scratch.parent.get(), *argmaxes = scratch.argmax.get();
@@ -371,7 +346,7 @@ struct ProbRows {
     DenseResidual residual(row, V, total, scratch);
     return f(residual);
   }
-  void verify(const Request& request, bool greedy, VerifyResult& out) const {
+  void verify(const VerifyRequest& request, bool greedy, VerifyResult& out) const {
     if (greedy) {
       verify_greedy(request, *this, scratch, out);
     } else {

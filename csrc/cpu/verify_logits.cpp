@@ -1,66 +1,36 @@
-// verify_logits on the CPU: one request per task. A row is read, filtered and normalized when verification comes to it.
+// verify_logits on the CPU: one request per task. A row is read, filtered and normalized when verification reaches it.
 // Where filters left few candidates, their masses are scattered into a row that is zero elsewhere, and removed after.
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <algorithm>
 #include <numeric>
-#include <optional>
-#include <string>
-#include <tuple>
 #include <vector>
 
-#include "../arguments.h"
 #include "draws.h"
 #include "filters.h"
 #include "team.h"
 #include "verify.h"
 
+namespace specvis {
 namespace {
-
-using specvis::Budget;
-using specvis::Candidate;
-using specvis::FilteredRow;
-using specvis::Filters;
-using specvis::kInvalidRow;
-using specvis::NeighborPrefix;
-using specvis::Neighbors;
-using specvis::Request;
-using specvis::ResidualRule;
-using specvis::Scratch;
-using specvis::to_fixed_point;
-using specvis::Total;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-template <class T>
-const T* data(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr<T>() : nullptr;
-}
-
-WIDEST_VECTORS void divide(const float* x, int64_t n, float divisor, float* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = x[i] / divisor;
-}
 
 WIDEST_VECTORS void masses_of(const float* e, int64_t n, float total, int64_t* masses) {
   for (int64_t i = 0; i < n; ++i) masses[i] = to_fixed_point(e[i] / total);
 }
 
-// Writes the numbers of those of n neighbors that are candidates, and returns how many they are.
+// Writes which of n neighbors are candidates, and returns how many are.
 template <class Code>
 int64_t find_candidates(const Code* codes, int64_t n, const uint8_t* is_candidate, uint64_t V, int64_t offset,
                         int32_t* found) {
   int64_t count = 0;
   for (int64_t j = 0; j < n; ++j) {
-    const uint64_t id = specvis::id_of_code(codes[j], offset);  // a negative one is large
+    const uint64_t id = id_of_code(codes[j], offset);  // a negative one is large
     found[count] = static_cast<int32_t>(j);
     count += is_candidate[id < V ? id : V];
   }
   return count;
 }
 
-// The residual of a row of few candidates, and the draft row of its children. It has the methods of DenseResidual. Of a
-// token's neighbors few are candidates, and only these are looked at.
+// The residual of a row of few candidates, and the draft row of its children. It has the methods of DenseResidual. Few
+// of a token's neighbors are candidates, and only these are looked at.
 class SparseResidual {
  public:
   // For rows of up to V. The memory is used again for each row.
@@ -74,7 +44,7 @@ class SparseResidual {
     masses_of(row.exponentials(), n, row.total(), row_masses_.data());
     int64_t size = 0;
     total_ = 0;
-    for (int64_t i = 0; i < n; ++i) {  // those without mass are none any more
+    for (int64_t i = 0; i < n; ++i) {  // an id without mass is no candidate any more
       const int64_t mass = row_masses_[i];
       ids_[size] = static_cast<int32_t>(row.id(i));
       row_masses_[size] = mass;
@@ -111,7 +81,7 @@ class SparseResidual {
     total_ = V_ * mass;
   }
   int64_t draw(float uniform) const {
-    int64_t remaining = specvis::draw_threshold(uniform, total_);
+    int64_t remaining = draw_threshold(uniform, total_);
     size_t i = 0;
     while ((remaining -= masses_[ids_[i]]) >= 0) ++i;  // the total is positive, and larger than the threshold
     return ids_[i];
@@ -125,7 +95,7 @@ class SparseResidual {
         prefix.mass = sum;
         return true;
       }
-      prefix.num_kept = j;  // those before it without mass fit
+      prefix.num_kept = j;  // neighbors without mass before it fit
       return false;
     });
     return prefix;
@@ -147,7 +117,7 @@ class SparseResidual {
   Total read_draft(const float* row) {
     draft_ = row;
     removed_.clear();
-    return specvis::sum_row(row, V_);
+    return sum_row(row, V_);
   }
   int64_t draft_mass(int64_t v) const {
     return std::find(removed_.begin(), removed_.end(), v) == removed_.end() ? to_fixed_point(draft_[v]) : 0;
@@ -158,11 +128,11 @@ class SparseResidual {
     const double draft_unit = 1 / static_cast<double>(candidate.draft_total);
     for (const int64_t v : removed_) protect(v);
     total_ = 0;
-    for (const int32_t id : ids_) {  // nothing is left of what had no mass
+    for (const int32_t id : ids_) {  // an id without mass stays without
       const int64_t mass = masses_[id] < 0 ? ~masses_[id] : masses_[id];
       const int64_t draft_mass = masses_[id] < 0 ? 0 : to_fixed_point(draft_[id]);
       masses_[id] = static_cast<int64_t>(
-          specvis::residual_mass(static_cast<double>(mass), unit, static_cast<double>(draft_mass), draft_unit, slack));
+          residual_mass(static_cast<double>(mass), unit, static_cast<double>(draft_mass), draft_unit, slack));
       total_ += masses_[id];
     }
   }
@@ -172,7 +142,7 @@ class SparseResidual {
   void protect(int64_t v) {
     if (masses_[v] > 0) masses_[v] = ~masses_[v];
   }
-  // f(j, id) of those of x's first `count` neighbors that are candidates, the j-th first, until it is false.
+  // Calls f(j, id) for each of x's first `count` neighbors that is a candidate, in their order, until it returns false.
   template <class F>
   void find_neighbors(const Neighbors& neighbors, int64_t x, int64_t count, F f) const {
     constexpr int64_t kBlock = 128;
@@ -195,10 +165,10 @@ class SparseResidual {
   }
 
   int64_t V_;
-  std::vector<int64_t> masses_;        // (V): what is left of the candidates; 0 elsewhere
+  std::vector<int64_t> masses_;        // (V): the remaining mass of candidates; 0 elsewhere
   std::vector<uint8_t> is_candidate_;  // (V + 1), the last is 0
-  std::vector<int32_t> ids_;           // of the candidates, ascending
-  std::vector<int64_t> row_masses_;    // theirs before any rejection
+  std::vector<int32_t> ids_;           // the candidates, ascending
+  std::vector<int64_t> row_masses_;    // the candidates' masses before any rejection
   int64_t total_ = 0, row_total_ = 0;
   const float* draft_ = nullptr;
   std::vector<int64_t> removed_;  // tokens of earlier siblings
@@ -223,41 +193,32 @@ struct RowScratch {
   }
 };
 
-// The logits of one request.
-template <class T>
+// The logits of request b.
 struct Rows {
-  const Request& request;
-  const T *logits, *uncond;  // (N, V); uncond may be null
-  float guidance, temperature;
-  int32_t top_k;
-  float top_p;
-  bool p_first;
+  const LogitRows& rows;
+  int64_t b;
   RowScratch& scratch;
 
+  int64_t row_of(int64_t node) const { return b * rows.N + node; }
   // Reads and filters a row. Returns whether it is valid.
   bool read(int64_t node) const {
-    const int64_t V = request.V, first = request.first(node), last = request.last(node);
-    if (!(first >= 0 && first < last && last <= V)) return false;
-    FilteredRow& row = scratch.row;
-    if (!row.read(logits + node * V, uncond ? uncond + node * V : nullptr, guidance, temperature, first, last)) {
-      return false;
-    }
-    row.apply(Filters::of(temperature, top_k, top_p, last - first, p_first));
+    if (!scratch.row.read(rows, row_of(node))) return false;
+    scratch.row.apply(Filters(rows, row_of(node)));
     return true;
   }
-  // The probabilities of the row that was read, of which all ids are candidates.
+  // The probabilities of the row that was read, where all ids are candidates.
   const float* dense_probs(int64_t node) const {
-    const int64_t first = request.first(node), last = request.last(node);
+    const int64_t first = rows.first(row_of(node)), last = rows.last(row_of(node));
     float* const probs = scratch.probs.get();
     std::fill(probs, probs + first, 0.f);
     divide(scratch.row.exponentials() + first - scratch.row.base(), last - first, scratch.row.total(), probs + first);
-    std::fill(probs + last, probs + request.V, 0.f);
+    std::fill(probs + last, probs + rows.V, 0.f);
     return probs;
   }
-  const float* probs(int64_t node, int64_t& total) const {  // of a greedy request: without filters
+  const float* probs(int64_t node, int64_t& total) const {  // for a greedy request: without filters
     if (!read(node)) return nullptr;
     const float* const row = dense_probs(node);
-    total = specvis::sum_row(row, request.V).mass;
+    total = sum_row(row, rows.V).mass;
     return row;
   }
   template <class F>
@@ -273,30 +234,21 @@ struct Rows {
       return next;
     }
     const float* const row = dense_probs(node);
-    specvis::DenseResidual residual(row, request.V, specvis::sum_row(row, request.V).mass, scratch.dense);
+    DenseResidual residual(row, rows.V, sum_row(row, rows.V).mass, scratch.dense);
     return f(residual);
-  }
-  // The target's own draw at a node, or -1 with a bit of the status.
-  int64_t draw(int64_t node, int64_t seed, int64_t position, int32_t& status) const {
-    const int64_t V = request.V;
-    const specvis::DrawRow settings = {guidance,           temperature, top_k,    top_p, p_first, request.first(node),
-                                       request.last(node), seed,        position, 0};
-    int64_t token, ahead;
-    const int32_t bits = specvis::draw_row(logits + node * V, uncond ? uncond + node * V : nullptr, V, settings,
-                                           scratch.row, token, ahead);
-    status |= bits;
-    return bits ? -1 : token;
   }
 };
 
-// Verification by equality.
-template <class T>
-void verify_draws(const Request& request, const Rows<T>& rows, int64_t seed, const int64_t* positions,
-                  specvis::VerifyResult& out) {
-  const specvis::Siblings siblings = {request.N, request.tokens, request.next_sibling};
+// Verification by equality with the target's own draws.
+void verify_draws(const VerifyLogits& batch, const VerifyRequest& request, int64_t b, RowScratch& scratch,
+                  VerifyResult& out) {
+  const Siblings siblings = {request.N, request.tokens, request.next_sibling};
   for (int64_t node = 0;;) {
-    const int64_t token = rows.draw(node, seed, positions[node], out.status);
-    if (token < 0) return;
+    const int64_t r = b * request.N + node;
+    int64_t token, ahead;
+    const int32_t bits = draw_row(batch.rows, r, batch.seeds[b], batch.positions[r], 0, scratch.row, token, ahead);
+    out.status |= bits;
+    if (bits) return;
     out.next_token = token;
     if (out.num_accepted == request.max_depth) return;
     const int64_t child = siblings.find(token, node, request.first_child[node], &out.status);
@@ -307,98 +259,30 @@ void verify_draws(const Request& request, const Rows<T>& rows, int64_t seed, con
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_logits_cpu(
-    const Tensor& logits,                      // (B, N, V)
-    const std::optional<Tensor>& uncond,       // (B, N, V)
-    const Tensor& tokens,                      // (B, N)
-    const Tensor& first_child,                 // (B, N)
-    const Tensor& next_sibling,                // (B, N)
-    const std::optional<Tensor>& uniforms,     // (B, N)
-    const Tensor& guidance,                    // (B)
-    const Tensor& temperature,                 // (B)
-    const Tensor& top_k,                       // (B)
-    const Tensor& top_p,                       // (B)
-    const std::optional<Tensor>& id_range,     // (B, N, 2)
-    const std::optional<Tensor>& draft_probs,  // (B, M, V)
-    const std::optional<Tensor>& draft_row,    // (B, N)
-    const std::optional<Tensor>& neighbors,    // (C, k)
-    const std::optional<Tensor>& delta,        // (B)
-    const std::optional<Tensor>& omega,        // (B, P)
-    const std::optional<Tensor>& seeds,        // (B)
-    const std::optional<Tensor>& positions,    // (B, N)
-    int64_t first_id, int64_t last_id, std::string filters, std::string cutoff, int64_t offset, std::string residual,
-    std::string empty, int64_t max_depth) {
-  const int64_t B = logits.size(0), N = logits.size(1), V = logits.size(2);
-  Tensor accepted_nodes = specvis::new_empty(tokens, {B, max_depth}, ScalarType::Int);
-  Tensor num_accepted = specvis::new_empty(tokens, {B}, ScalarType::Int);
-  Tensor next_token = specvis::new_empty(tokens, {B});
-  Tensor tv_excess = specvis::new_empty(guidance, {B});
-  Tensor status = specvis::new_empty(tokens, {B}, ScalarType::Int);
-  const specvis::VerifyOutputs outputs = {
-      accepted_nodes.mutable_data_ptr<int32_t>(), num_accepted.mutable_data_ptr<int32_t>(),
-      next_token.mutable_data_ptr<int64_t>(), tv_excess.mutable_data_ptr<float>(), status.mutable_data_ptr<int32_t>()};
-
-  Request request_0 = {N,
-                       V,
-                       draft_probs ? draft_probs->size(1) : 0,
-                       max_depth,
-                       tokens.const_data_ptr<int64_t>(),
-                       first_child.const_data_ptr<int32_t>(),
-                       next_sibling.const_data_ptr<int32_t>(),
-                       data<float>(uniforms),
-                       data<float>(draft_probs),
-                       data<int32_t>(draft_row),
-                       data<float>(omega),
-                       {},
-                       0,
-                       0,
-                       specvis::cutoff_named(cutoff),
-                       specvis::residual_named(residual),
-                       specvis::empty_named(empty),
-                       data<int64_t>(id_range),
-                       first_id,
-                       last_id};
-  request_0.take_neighbors(neighbors, offset);
-  const float *const g = guidance.const_data_ptr<float>(), *const t = temperature.const_data_ptr<float>();
-  const int32_t* const k = top_k.const_data_ptr<int32_t>();
-  const float* const p = top_p.const_data_ptr<float>();
-  const float* const deltas = data<float>(delta);
-  const int64_t *const seed = data<int64_t>(seeds), *const position = data<int64_t>(positions);
-  const bool p_first = Filters::is_p_first(filters);
-
-  const auto run = [&](auto type) {
-    using T = decltype(type);
-    const T* const x = static_cast<const T*>(logits.const_data_ptr());
-    const T* const u = uncond ? static_cast<const T*>(uncond->const_data_ptr()) : nullptr;
-    specvis::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
-      RowScratch& scratch = RowScratch::of_this_thread(V);
-      for (int64_t b = begin; b < end; ++b) {
-        const Request request = specvis::request_at(request_0, b, deltas);
-        const int64_t at = b * N * V;
-        const Rows<T> rows = {request, x + at, u ? u + at : nullptr, g[b], t[b], k[b], p[b], p_first, scratch};
-        outputs.write(b, max_depth, [&](specvis::VerifyResult& out) {
-          if (seed) {
-            verify_draws(request, rows, seed[b], position + b * N, out);
-          } else if (t[b] == 0) {
-            scratch.dense.allocate_nodes(N);
-            specvis::verify_greedy(request, rows, scratch.dense, out);
-          } else {
-            specvis::verify_sampled(request, rows, out);
-          }
-        });
-      }
-    });
-  };
-  switch (logits.scalar_type()) {
-    case ScalarType::Half: run(c10::Half()); break;
-    case ScalarType::BFloat16: run(c10::BFloat16()); break;
-    default: run(float());
-  }
-  return {accepted_nodes, num_accepted, next_token, tv_excess, status};
-}
-
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(specvis_kernels, CPU, m) {
-  m.impl("verify_logits", SPECVIS_BOX(verify_logits, &verify_logits_cpu));
+void verify_logits_cpu(const VerifyLogits& batch) {
+  const LogitRows& logits = batch.rows;
+  parallel_for(batch.B, 1, [&](int64_t begin, int64_t end) {
+    RowScratch& scratch = RowScratch::of_this_thread(batch.V);
+    for (int64_t b = begin; b < end; ++b) {
+      VerifyRequest request(batch, b);
+      if (logits.id_range) request.id_range = logits.id_range + 2 * b * batch.N;
+      request.first_id = logits.first_id;
+      request.last_id = logits.last_id;
+      const Rows rows = {logits, b, scratch};
+      VerifyResult result = new_result(batch, b);
+      if (batch.seeds) {
+        verify_draws(batch, request, b, scratch, result);
+      } else if (logits.temperature[b] == 0) {
+        scratch.dense.allocate_nodes(batch.N);
+        verify_greedy(request, rows, scratch.dense, result);
+      } else {
+        verify_sampled(request, rows, result);
+      }
+      result.write(batch, b);
+    }
+  });
 }
+
+}  // namespace specvis

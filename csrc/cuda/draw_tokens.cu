@@ -45,8 +45,8 @@ cudaError_t draw_tokens_cuda(const DrawTokens& batch, cudaStream_t stream) {
     if (error != cudaSuccess) return error;
   }
   switch (batch.rows.type) {
-    case LogitType::float16: return launch<__half>(batch, stream);
-    case LogitType::bfloat16: return launch<__nv_bfloat16>(batch, stream);
+    case FloatType::float16: return launch<__half>(batch, stream);
+    case FloatType::bfloat16: return launch<__nv_bfloat16>(batch, stream);
     default: return launch<float>(batch, stream);
   }
 }

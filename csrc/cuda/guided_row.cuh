@@ -32,8 +32,7 @@ struct IdRange {
 };
 
 __device__ inline IdRange id_range_of(const LogitRows& rows, int64_t r) {
-  const int64_t first = rows.id_range ? rows.id_range[r * 2] : rows.first_id;
-  const int64_t last = rows.id_range ? rows.id_range[r * 2 + 1] : rows.last_id;
+  const int64_t first = rows.first(r), last = rows.last(r);
   if (first < 0 || first >= last || last > rows.V) return {0, 1, false};
   return {first, last - first, true};
 }

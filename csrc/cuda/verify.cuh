@@ -49,12 +49,12 @@ struct Layout {
   unsigned cluster, threads;
 
   // Of rows of probabilities in memory.
-  Layout(const Verification& batch, const Device& device)
+  Layout(const VerifyParams& batch, const Device& device)
       : Layout(batch, batch.draft_probs || batch.V > kWideRow ? cluster_for(device, batch.B) : 1,
                threads_for(batch.V, kVerifyThreads), device.shared, 0, false) {}
 
   // `taken` bytes at the front of shared memory hold something else. copies_rows: rows are no probabilities in memory.
-  Layout(const Verification& batch, unsigned cluster, unsigned threads, int64_t most_shared, int64_t taken,
+  Layout(const VerifyParams& batch, unsigned cluster, unsigned threads, int64_t most_shared, int64_t taken,
          bool copies_rows)
       : shared(taken), cluster(cluster), threads(threads) {
     const int64_t warps = threads / kWarp, words = (batch.V + kWarp - 1) / kWarp;
@@ -265,7 +265,7 @@ __device__ KeptNeighbors keep_neighbors(Block& block, const Mass& mass, uint32_t
 // A request's slices of a batch of trees: of N nodes, with num_draft_rows rows of the draft.
 struct Tree {
   static constexpr bool kHasBonus = false;
-  const Verification& batch;
+  const VerifyParams& batch;
   int64_t b;
 
   __device__ int64_t num_nodes() const { return batch.N; }
@@ -277,7 +277,7 @@ struct Tree {
 };
 
 // Writes the outputs of request b, apart from accepted_nodes and next_token.
-__device__ inline void write(const Verification& batch, int64_t b, int32_t num_accepted, double tv_excess,
+__device__ inline void write(const VerifyParams& batch, int64_t b, int32_t num_accepted, double tv_excess,
                              int32_t status) {
   batch.num_accepted[b] = num_accepted;
   batch.tv_excess[b] = static_cast<float>(tv_excess);
@@ -289,7 +289,7 @@ __device__ inline void write(const Verification& batch, int64_t b, int32_t num_a
 template <bool kHasDrafts, class Rows, class Links>
 class Verifier {
  public:
-  __device__ Verifier(const Verification& batch, int64_t b, Rows& rows, const Links& links, Team& team, Node* nodes,
+  __device__ Verifier(const VerifyParams& batch, int64_t b, Rows& rows, const Links& links, Team& team, Node* nodes,
                       const Layout& layout, char* shared, char* scratch)
       : batch_(batch), b_(b), V_(static_cast<uint32_t>(batch.V)), rows_(rows), links_(links), team_(team),
         nodes_(nodes), bits_(reinterpret_cast<unsigned*>((layout.bits.shared ? shared : scratch) + layout.bits.offset)),
@@ -742,7 +742,7 @@ class Verifier {
     }
   }
 
-  const Verification& batch_;
+  const VerifyParams& batch_;
   int64_t b_;
   uint32_t V_;
   Rows& rows_;
@@ -853,7 +853,7 @@ __device__ void Verifier<kHasDrafts, Rows, Links>::verify_greedy() {
 // Verifies request b and writes its outputs. The block's nodes are `nodes`, or where the layout says if that is null;
 // node_at(n) is the n-th.
 template <bool kHasDrafts, class Rows, class Links, class NodeAt>
-__device__ void verify(Team& team, const Verification& batch, int64_t b, Rows& rows, const Links& links, NodeAt node_at,
+__device__ void verify(Team& team, const VerifyParams& batch, int64_t b, Rows& rows, const Links& links, NodeAt node_at,
                        bool greedy, const Layout& layout, char* shared, Node* nodes = nullptr) {
   char* const scratch = batch.scratch + blockIdx.x * layout.scratch;
   if (!nodes) nodes = reinterpret_cast<Node*>((layout.nodes.shared ? shared : scratch) + layout.nodes.offset);
@@ -873,7 +873,7 @@ __device__ void verify(Team& team, const Verification& batch, int64_t b, Rows& r
 
 // The same of a request of a batch of trees.
 template <bool kHasDrafts, class Rows>
-__device__ void verify(Team& team, const Verification& batch, int64_t b, Rows& rows, bool greedy, const Layout& layout,
+__device__ void verify(Team& team, const VerifyParams& batch, int64_t b, Rows& rows, bool greedy, const Layout& layout,
                        char* shared) {
   const auto node_at = [&](int64_t n) {
     const int64_t i = b * batch.N + n;

@@ -137,8 +137,8 @@ cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) 
 }
 cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) {
   switch (batch.rows.type) {
-    case LogitType::float16: return launch_of<__half>(batch, result);
-    case LogitType::bfloat16: return launch_of<__nv_bfloat16>(batch, result);
+    case FloatType::float16: return launch_of<__half>(batch, result);
+    case FloatType::bfloat16: return launch_of<__nv_bfloat16>(batch, result);
     default: return launch_of<float>(batch, result);
   }
 }
@@ -158,8 +158,8 @@ cudaError_t verify_logits_cuda(const VerifyLogits& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
   if (batch.seeds) {
     switch (batch.rows.type) {
-      case LogitType::float16: return launch_by_seeds<__half>(batch, stream);
-      case LogitType::bfloat16: return launch_by_seeds<__nv_bfloat16>(batch, stream);
+      case FloatType::float16: return launch_by_seeds<__half>(batch, stream);
+      case FloatType::bfloat16: return launch_by_seeds<__nv_bfloat16>(batch, stream);
       default: return launch_by_seeds<float>(batch, stream);
     }
   }

@@ -3,7 +3,6 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
-#include <string>
 
 #ifdef __CUDACC__
 #define HOST_DEVICE __host__ __device__
@@ -27,15 +26,6 @@ constexpr int32_t kEmptyResidual = 1, kInvalidRow = 2, kInvalidTree = 4, kInvali
 enum class Cutoff { tvd, ratio, jsd };
 enum class ResidualRule { optimal, relaxed, released };
 enum class Empty { target, uniform };  // what takes the place of a residual of which nothing is left
-
-// The enumerators of names that Python has checked.
-inline Cutoff cutoff_named(const std::string& name) {
-  return name == "tvd" ? Cutoff::tvd : name == "ratio" ? Cutoff::ratio : Cutoff::jsd;
-}
-inline ResidualRule residual_named(const std::string& name) {
-  return name == "optimal" ? ResidualRule::optimal : name == "relaxed" ? ResidualRule::relaxed : ResidualRule::released;
-}
-inline Empty empty_named(const std::string& name) { return name == "target" ? Empty::target : Empty::uniform; }
 
 constexpr double kFixedOne = 4398046511104.0;  // 2^42: probabilities are counted in units of 2^-42
 
@@ -106,15 +96,6 @@ class Neighbors {
   Integers table_ = {nullptr, 0};
   int64_t C_ = 0, k_ = 0, offset_ = 0;
 };
-
-template <class Tensor>
-Integers integers_of(const Tensor& tensor) {
-  return {tensor.const_data_ptr(), static_cast<int64_t>(tensor.element_size())};
-}
-template <class Tensor>
-Neighbors neighbors_of(const Tensor& table, int64_t offset) {  // (C, k)
-  return {integers_of(table), table.size(0), table.size(1), offset};
-}
 
 // Jensen-Shannon divergence of a row from the same row with its neighbors' mass moved onto the token.
 HOST_DEVICE inline double jsd(double neighbor_mass, double token_mass) {

@@ -221,9 +221,9 @@ def test_a_build_says_what_it_does(tmp_path, torch_cuda, first):
     built = run(sys.executable, "-c", program, cwd=tmp_path, FAILS="nothing", **variables)
     assert built.returncode == 0, built.stdout
     lines = [line for line in built.stdout.splitlines() if line.startswith("specvis_kernels: ")]
-    cpp, cuda = (sorted((str(file.relative_to(tmp_path)) for file in tmp_path.glob(files)), reverse=True)
-                 for files in ("csrc/cpu/*.cpp", "csrc/cuda/*.c*[pu]"))
-    cuda = [*cuda, "csrc/bindings.cpp"] if torch_cuda != "None" else []
+    cpp, cuda = ([*sorted((str(file.relative_to(tmp_path)) for file in tmp_path.glob(files)), reverse=True),
+                  "csrc/bindings.cpp"] for files in ("csrc/cpu/*.cpp", "csrc/cuda/*.c*[pu]"))
+    cuda = cuda if torch_cuda != "None" else []
     steps = [[f"[{i + 1}/{len(part)}] {file}" for i, file in enumerate(part)] for part in (cpp, cuda)]
     said = [*steps[0], first.format(folder=tmp_path), *steps[1]] if cuda else [first, *steps[0]]
     assert lines == [f"specvis_kernels: {line}" for line in said]

@@ -249,7 +249,7 @@ MUTATIONS = {  # what it does to a row -> the bounds that it breaks, beside some
 @needs_nvcc
 def test_every_bound_can_be_broken(tmp_path):
     """By kernels that differ from the first in what they do to a row."""
-    header = (CSRC / "block.cuh").read_text()
+    header = (CSRC / "cuda/block.cuh").read_text()
     function = re.search(r"template <class F>\n__device__ void for_each_entry\(.*?\n}\n", header, re.S)[0]
     mutated = re.sub(r"  int64_t i = thread;\n.*?aligned\[i\]\);\n", PLAIN_LOOP, function, flags=re.S)
     assert mutated.count("unroll") == 1 and "unroll 1" in mutated
