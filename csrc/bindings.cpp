@@ -101,9 +101,7 @@ specvis::LogitRows read_rows(Arguments& a, char n, const Tensor& logits, const M
   a.read("top_p", top_p, "B", &rows.top_p);
   a.read("id_range", id_range, range_sizes, &rows.id_range);
   rows.top_p_first = a.name<int>("filters", filters, {"k_then_p", "p_then_k"});
-  rows.B = a.size('B');
-  rows.N = a.size(n);
-  rows.V = a.size('V');
+  a.sizes(sizes, rows.B, rows.N, rows.V);
   a.require(0 <= first_id && first_id < last_id && last_id <= rows.V, "first_id and last_id must be a range of ids");
   rows.first_id = first_id;
   rows.last_id = last_id;
@@ -151,8 +149,7 @@ Verified read_tree(Arguments& a, specvis::VerifyParams& batch, const Tensor& tok
   a.size("max_depth", max_depth, 'P');
   a.read("omega", omega, "BP", &batch.omega);
   const int64_t B = batch.B = a.size('B');
-  batch.N = a.size('N');
-  batch.V = a.size('V');
+  a.sizes("NV", batch.N, batch.V);
   batch.num_draft_rows = draft_probs ? a.size('M') : 0;
   batch.max_depth = max_depth;
   return {a.make({B, max_depth}, &batch.accepted_nodes), a.make({B}, &batch.num_accepted),
@@ -225,9 +222,7 @@ Tensors<3> commit_tokens(const Tensor& tokens, const Tensor& counts, const Tenso
   a.read("status", status, "B", &batch.status);
   a.read("depth", depth, "B", &batch.depth);
   const int64_t B = batch.B = a.size('B'), P = batch.P = a.size('P');
-  batch.C = a.size('C');
-  batch.L = a.size('L');
-  batch.N = a.size('N');
+  a.sizes("CLN", batch.C, batch.L, batch.N);
   a.require(batch.C >= batch.L, "tokens has too few columns");
   Tensor new_tokens = a.make({B, P + 1}, &batch.new_tokens), nodes = a.make({B, P + 1}, &batch.nodes);
   Tensor num_new = a.make({B}, &batch.num_new);
@@ -431,8 +426,7 @@ Tensor tree_from_mask(const Tensor& mask) {
   Arguments a("tree_from_mask", "N");
   specvis::TreeFromMask batch = {};
   a.read("mask", mask, "BNN", &batch.mask);
-  batch.B = a.size('B');
-  batch.N = a.size('N');
+  a.sizes("BN", batch.B, batch.N);
   Tensor parents = a.make({batch.B, batch.N}, &batch.parents);
   RUN(tree_from_mask, a, batch);
   return parents;
@@ -443,9 +437,7 @@ Tensor tree_from_paths(const Tensor& paths, int64_t num_nodes) {
   specvis::TreeFromPaths batch = {};
   a.read("paths", paths, "BLD", &batch.paths);
   a.size("num_nodes", num_nodes, 'N');
-  batch.B = a.size('B');
-  batch.L = a.size('L');
-  batch.D = a.size('D');
+  a.sizes("BLD", batch.B, batch.L, batch.D);
   batch.N = num_nodes;
   Tensor parents = a.make({batch.B, num_nodes}, &batch.parents);
   RUN(tree_from_paths, a, batch);
@@ -656,17 +648,11 @@ Tensor decoder_layers(const Tensor& x, const Tensor& matrices, const Tensor& vec
   a.size("heads", heads, 'H');
   a.size("ffn_dim", ffn_dim, 'F');
   a.count("first_node", first_node, 0);
-  const int64_t R = batch.R = a.size('R'), N = batch.N = a.size('N'), E = batch.E = a.size('E');
-  batch.B = a.size('B');
-  batch.L = a.size('L');
-  batch.cache_len = a.size('T');
+  const int64_t R = a.size('R'), N = a.size('N'), E = a.size('E');
+  a.sizes("RNEBLTGDPYW", batch.R, batch.N, batch.E, batch.B, batch.L, batch.cache_len, batch.G, batch.D, batch.P,
+          batch.Y, batch.W);
   batch.H = heads;
-  batch.G = a.size('G');
-  batch.D = a.size('D');
   batch.F = ffn_dim;
-  batch.P = a.size('P');
-  batch.Y = a.size('Y');
-  batch.W = a.size('W');
   batch.S = key_mask ? a.size('S') : 0;
   batch.first_node = first_node;
   batch.eps = static_cast<float>(eps);
@@ -702,8 +688,7 @@ Tensors<3> denoise_tokens(const Tensor& noise, const Tensor& z, const Tensor& ti
   a.read("guidance", guidance, "R", &batch.guidance);
   a.count("num_blocks", num_blocks, 0);
   const int64_t R = batch.R = a.size('R'), T = batch.T = a.size('T'), C = batch.C = a.size('C');
-  batch.P = a.size('P');
-  batch.W = a.size('W');
+  a.sizes("PW", batch.P, batch.W);
   batch.blocks = num_blocks;
   batch.eps = static_cast<float>(eps);
   batch.log_temperature = static_cast<float>(log_temperature);
@@ -725,9 +710,7 @@ Tensor packed_linear(const Tensor& x, const Tensor& weight, const MaybeTensor& b
   batch.weight = a.read("weight", weight, "pn", x.scalar_type());
   a.read("bias", bias, "q", &batch.bias);
   a.size("out_features", out_features, 'q');
-  batch.M = a.size('M');
-  batch.K = a.size('K');
-  batch.panels = a.size('p');
+  a.sizes("MKp", batch.M, batch.K, batch.panels);
   batch.outputs = out_features;
   a.require(a.size('n') == batch.K * specvis::kPanel &&
                 (batch.type == specvis::FloatType::float32 || batch.K % 2 == 0) &&
@@ -778,8 +761,7 @@ Tensor transformer_blocks(const Tensor& x, const Tensor& matrices, const Tensor&
   a.size("heads", heads, 'H');
   a.size("ffn_dim", ffn_dim, 'F');
   const int64_t R = batch.R = a.size('R'), E = batch.E = a.size('E'), n = batch.n = a.size('n');
-  batch.N = a.size('N');
-  batch.L = a.size('L');
+  a.sizes("NL", batch.N, batch.L);
   batch.H = heads;
   batch.F = ffn_dim;
   batch.eps = static_cast<float>(eps);
@@ -806,10 +788,7 @@ Tensor tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, const Tensor& le
   a.read("key_mask", key_mask, "RS", &batch.key_mask);
   const int64_t R = batch.R = a.size('R'), N = batch.N = a.size('N'), H = batch.H = a.size('H');
   const int64_t D = batch.D = a.size('D');
-  batch.T = a.size('T');
-  batch.G = a.size('G');
-  batch.B = a.size('B');
-  batch.W = a.size('W');
+  a.sizes("TGBW", batch.T, batch.G, batch.B, batch.W);
   batch.S = key_mask ? a.size('S') : 0;
   batch.scale = static_cast<float>(scale);
   a.require_rows_of_requests(R);

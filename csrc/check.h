@@ -56,7 +56,7 @@ class Arguments {
   // `positive`: the letters of sizes that may not be 0.
   Arguments(const char* op, const char* positive) : op_(op), positive_(positive) {}
 
-  // Checks a tensor that is read, and hands over where its elements are; null if it may be missing, and is.
+  // Checks a tensor that is read, and says where its elements are: null for an optional tensor that is not given.
   template <class T>
   void read(const char* name, const Tensor& tensor, const char* sizes, const T** to) {
     *to = static_cast<const T*>(read(name, tensor, sizes, type_of<T>()));
@@ -89,7 +89,7 @@ class Arguments {
             "the codes of neighbors leave the vocabulary");
     return {codes, size('C'), size('k'), offset};
   }
-  // As read_floats, of a tensor with strides; those of the last dimension must be 1. The tensor becomes a copy if its
+  // As read_floats, for a tensor with strides; the last dimension's must be 1. The tensor becomes a copy if its
   // elements are not aligned.
   FloatType read_strided(const char* name, Tensor& tensor, const char* sizes, const void** to, int64_t* strides) {
     check_sizes(name, tensor, sizes);
@@ -118,6 +118,11 @@ class Arguments {
   }
   void size(const char* name, int64_t value, char letter) { bind(name, letter, value); }
   int64_t size(char letter) const { return sizes_[letter - 'A']; }
+  // The sizes that these letters name, into as many numbers.
+  template <class... Numbers>
+  void sizes(const char* letters, Numbers&... to) const {
+    ((to = size(*letters++)), ...);
+  }
   // The number of `value` among these names, as an enumerator.
   template <class Enum>
   Enum name(const char* name, const std::string& value, std::initializer_list<const char*> names) const {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr int64_t kTile = 64;        // values that are looked at at once
-constexpr int64_t kReadInPlace = 8;  // so many queries read values where they are
+constexpr int64_t kReadInPlace = 8;  // up to that many queries read values where they are
 
 // Scores are sums of products of words. A word is a float, or a pair of bfloat16 where the machine multiplies these
 // (kHasPairs). Words are kept as floats; only bits are copied.
@@ -56,14 +56,15 @@ INLINE Vec<kLanes> scores_of(const float* q, const float* const (&keys)[kLanes],
                                : scores_of<kLanes, kHasPairs, 0>(q, keys, width);
 }
 
-// The same scores, bit for bit, of kQueries queries. The keys lie across: word d of kLanes keys is one vector, so that
-// the sums over lanes are sums of whole vectors. kBlocks is width / kLanes, or 0 if that is not known beforehand.
+// The scores of kQueries queries, with the bits of scores_of. The keys lie across: word d of kLanes keys is one vector,
+// so that the sums over lanes are sums of whole vectors. kBlocks is width / kLanes, or 0 if that is not known
+// beforehand.
 template <int kLanes, bool kHasPairs, int kQueries, int kBlocks>
 struct Across {
   const float *q, *keys;
   int64_t width;
 
-  template <int kGroups, int kFirst>  // of the lanes kFirst + i * kGroups
+  template <int kGroups, int kFirst>  // sums the lanes kFirst + i * kGroups
   INLINE void sum(Vec<kLanes> (&sums)[kQueries]) const {
     if constexpr (kGroups == kLanes) {
       for (int m = 0; m < kQueries; ++m) sums[m] = Vec<kLanes>{};
@@ -221,7 +222,7 @@ INLINE void attend_by(const Head<T>& head, const Row& row, AttentionScratch& scr
   const int64_t score_stride = round_up(num_columns + row.most_ancestors, kLanes) + kLanes;
   const bool keys_in_place = kHasWords && D * sizeof(T) == words * sizeof(float);
   const bool values_in_place = !kIsHalf && M <= kReadInPlace && D == width;
-  const bool is_across = M * 8 >= words;  // so many queries are worth laying the keys across
+  const bool is_across = M * 8 >= words;  // with fewer queries, laying the keys across would take longer
 
   float* const queries = scratch.floats(M * (words + width + score_stride + 1) + 2 * kLanes * words +
                                         std::max(kTile, row.num_nodes) * width);
@@ -353,26 +354,15 @@ INLINE void attend_by(const Head<T>& head, const Row& row, AttentionScratch& scr
 FOR_AVX512_BF16 void attend_avx512_bf16(const Head<c10::BFloat16>& head, const Row& row, AttentionScratch& scratch) {
   attend_by<16, true>(head, row, scratch);
 }
-template <class T>
-FOR_AVX512 void attend_avx512(const Head<T>& head, const Row& row, AttentionScratch& scratch) {
-  attend_by<16, false>(head, row, scratch);
-}
-template <class T>
-FOR_AVX2 void attend_avx2(const Head<T>& head, const Row& row, AttentionScratch& scratch) {
-  attend_by<8, false>(head, row, scratch);
-}
-template <class T>
-void attend_portable(const Head<T>& head, const Row& row, AttentionScratch& scratch) {
-  attend_by<4, false>(head, row, scratch);
-}
+FOR_EACH_MACHINE(template <class T>, attend, (const Head<T>& head, const Row& row, AttentionScratch& scratch),
+                 attend_by<kLanes, false>(head, row, scratch))
 
 template <class T>
 auto best_attend() {
-  const Machine here = machine();
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    if (here == Machine::avx512_bf16) return &attend_avx512_bf16;
+    if (machine() == Machine::avx512_bf16) return &attend_avx512_bf16;
   }
-  return here >= Machine::avx512 ? &attend_avx512<T> : here == Machine::avx2 ? &attend_avx2<T> : &attend_portable<T>;
+  return BEST_FUNCTION(attend, <T>);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 
 namespace specvis {
 
-// Memory of a thread, in which it computes a head of a row after another.
+// The memory in which a thread computes one head of a row after another.
 struct AttentionScratch {
   std::unique_ptr<float[]> memory;
   int64_t size = 0;
@@ -26,8 +26,8 @@ struct AttentionScratch {
 struct Row {
   std::vector<int32_t> columns;    // the cached columns that all see, rising
   int64_t first_node, num_nodes;   // the columns of the nodes
-  std::vector<int32_t> ancestors;  // of each query, one after the other, rising
-  std::vector<int64_t> ends;       // of N + 1: the ancestors of query n are within [ends[n], ends[n + 1])
+  std::vector<int32_t> ancestors;  // each query's, one query after the other, rising
+  std::vector<int64_t> ends;       // N + 1 numbers: the ancestors of query n are within [ends[n], ends[n + 1])
   int64_t most_ancestors;
 
   // A column outside of the cache of T is not seen. A row of negative length sees nothing.

@@ -34,7 +34,7 @@ struct TokenMass {
 
 // Scratch memory of one thread.
 struct Scratch {
-  std::vector<double> sums;        // of blocks of the residual
+  std::vector<double> sums;        // the sums of blocks of the residual
   std::vector<TokenMass> changed;  // the tokens whose residual a relaxed rule changes, in vocabulary order
 };
 

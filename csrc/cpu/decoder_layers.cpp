@@ -78,7 +78,7 @@ INLINE void read(Layers<T>& s, Team::Member& member) {
     for (int64_t m = 0; m < M; ++m) normalize<kLanes>(&s.stream[m * padded_E], weight, E, s.eps, &normed[m * E]);
     is_normed = true;
   };
-  // Part i of so many panels, times rows of K inputs, to `to`, where the first of these panels begins.
+  // Multiplies part i of the panels by rows of K inputs, and writes to `to`, where the part's first panel begins.
   const auto product =
       [&](const T* x, int64_t K, const T* weight, int64_t panels, int64_t i, float* to, int64_t stride)
           INLINED { multiply(Product<T>{x, M, K, weight, panels * i / tasks, panels * (i + 1) / tasks, to, stride}); };
@@ -117,7 +117,8 @@ INLINE void read(Layers<T>& s, Team::Member& member) {
       for (int64_t n = 0; n < s.N; ++n) {
         float* const row = &s.qkv[(r * s.N + n) * Q];
         const int64_t position = std::clamp<int64_t>(s.positions[r % s.Y * s.N + n], 0, s.P - 1);
-        // A head's part of the row, with the bias, normalized and turned; where: among all heads of q, k and v
+        // Adds the bias to a head's part of the row, normalizes and turns it; `where` is its place among all heads of
+        // q, k, v
         const auto finish = [&](int64_t where, bool is_value) INLINED {
           float* const x = row + where * D;
           for (int64_t d = 0; d < D; d += kLanes)
@@ -182,24 +183,11 @@ INLINE void read(Layers<T>& s, Team::Member& member) {
   });
 }
 
-template <class T>
-FOR_AVX512 void read_avx512(Layers<T>& s, Team::Member& member) {
-  read<16>(s, member);
-}
-template <class T>
-FOR_AVX2 void read_avx2(Layers<T>& s, Team::Member& member) {
-  read<8>(s, member);
-}
-template <class T>
-void read_portable(Layers<T>& s, Team::Member& member) {
-  read<4>(s, member);
-}
+FOR_EACH_MACHINE(template <class T>, read, (Layers<T> & s, Team::Member& member), read<kLanes>(s, member))
 
 template <class T>
 void run(const DecoderLayers& batch) {
-  static const auto best = machine() >= Machine::avx512 ? read_avx512<T>
-                           : machine() == Machine::avx2 ? read_avx2<T>
-                                                        : read_portable<T>;
+  static const auto best = BEST_FUNCTION(read, <T>);
   const auto layers = std::make_shared<Layers<T>>();
   Layers<T>& s = *layers;
   static_cast<DecoderLayers&>(s) = batch;

@@ -12,10 +12,10 @@
 namespace specvis {
 namespace {
 
-constexpr int64_t kRows = 12;            // of the network, that a task takes: a product is quickest then
-constexpr int64_t kModulationRows = 96;  // whose modulations are computed at once
+constexpr int64_t kRows = 12;            // rows of the network that a task takes: with 12 a product is quickest
+constexpr int64_t kModulationRows = 96;  // rows whose modulations are computed at once
 
-// norm(x) * weight + bias, where there are such, * (1 + scale) + shift.
+// y = norm(x), y = y * weight + bias if these are given, then y * (1 + scale) + shift.
 template <int kLanes>
 INLINE void modulate(const float* x, const float* weight, const float* bias, const float* shift, const float* scale,
                      int64_t W, float eps, float* to) {
@@ -124,19 +124,16 @@ INLINE void denoise(const DenoiseTokens& d, int64_t first, int64_t last) {
   }
 }
 
-FOR_AVX512 void denoise_avx512(const DenoiseTokens& d, int64_t first, int64_t last) { denoise<16>(d, first, last); }
-FOR_AVX2 void denoise_avx2(const DenoiseTokens& d, int64_t first, int64_t last) { denoise<8>(d, first, last); }
-void denoise_portable(const DenoiseTokens& d, int64_t first, int64_t last) { denoise<4>(d, first, last); }
+FOR_EACH_MACHINE(, denoise, (const DenoiseTokens& d, int64_t first, int64_t last), denoise<kLanes>(d, first, last))
 
 }  // namespace
 
 void denoise_tokens_cpu(const DenoiseTokens& batch) {
-  static const auto best = machine() >= Machine::avx512 ? denoise_avx512
-                           : machine() == Machine::avx2 ? denoise_avx2
-                                                        : denoise_portable;
+  static const auto best = BEST_FUNCTION(denoise, );
   if (batch.R == 0) return;
   const int64_t R = batch.R, threads = Team::threads_for(R, 1);
-  const int64_t turns = (R * batch.P + threads * kRows - 1) / (threads * kRows);  // in which each thread takes a task
+  const int64_t turns =
+      (R * batch.P + threads * kRows - 1) / (threads * kRows);  // in each turn every thread takes a task
   const int64_t tasks = std::min(R, turns * threads);
   Team::run(std::make_shared<Team>(1), threads, [=, &batch](Team::Member member) {
     member.phase(tasks, [&](int64_t i) { best(batch, R * i / tasks, R * (i + 1) / tasks); });

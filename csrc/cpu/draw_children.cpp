@@ -96,7 +96,7 @@ int64_t HighestScores::operator()(const ProbRow& row, const Noise& noise, int64_
 }
 
 void HighestScores::look_at(const ProbRow& row, const Noise& noise, int64_t block) {
-  constexpr float kLeast = 0.5f;  // of v, times 2^31
+  constexpr float kLeast = 0.5f;  // the least v, times 2^31
   if (!(float_of_bits(maxima_[block]) * limit_ >= kLeast)) return;
   const int64_t begin = block * kWords;
   const float* probs = row.probs + begin;

@@ -18,7 +18,7 @@ constexpr int64_t kChunk = FilteredRow::kChunk, kGroups = FilteredRow::kGroups;
 
 int64_t padded(int64_t n) { return (n + kChunk - 1) / kChunk * kChunk; }
 
-// x / temperature. A product with the inverse is the same where both are powers of two.
+// x / temperature. A product with the inverse has the same bits where both are powers of two.
 struct Divisor {
   float temperature, inverse;
   bool is_power;
@@ -33,7 +33,8 @@ inline T larger(T a, T b) {
   return a > b ? a : b;
 }
 
-inline uint32_t magnitude(float x) {  // its bits without the sign: in the order of |x|, and NaN above infinity
+inline uint32_t magnitude(
+    float x) {  // its bits without the sign: they are in the order of |x|, and NaN is above infinity
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits & 0x7fffffffu;
@@ -41,13 +42,14 @@ inline uint32_t magnitude(float x) {  // its bits without the sign: in the order
 
 constexpr uint32_t kInfiniteMagnitude = 0x7f800000u;
 
-inline __attribute__((always_inline)) uint32_t largest_magnitude(const float* x) {  // of a chunk
+inline __attribute__((always_inline)) uint32_t largest_magnitude(const float* x) {  // x: a chunk
   uint32_t largest = 0;
   for (int64_t v = 0; v < kChunk; ++v) largest = larger(largest, magnitude(x[v]));
   return largest;
 }
 
-inline __attribute__((always_inline)) void find_maxima(const float* x, float* maxima) {  // of a chunk's groups
+inline __attribute__((always_inline)) void find_maxima(const float* x,
+                                                       float* maxima) {  // maxima: one for each of the chunk's groups
   float m[kChunk / 2];
   for (int64_t i = 0; i < kChunk / 2; ++i) m[i] = larger(x[i], x[i + kChunk / 2]);
   for (int64_t i = 0; i < kChunk / 4; ++i) m[i] = larger(m[i], m[i + kChunk / 4]);

@@ -29,7 +29,7 @@ struct Filters {
 class FilteredRow {
  public:
   static constexpr int64_t kChunk = 256;  // logits that are read at once; arrays are padded by -inf to whole chunks
-  static constexpr int64_t kGroups = 32;  // of a chunk; each has the maximum of every 32nd logit
+  static constexpr int64_t kGroups = 32;  // groups of a chunk: each has the maximum of every 32nd logit
 
   explicit FilteredRow(int64_t V);
 
@@ -48,8 +48,8 @@ class FilteredRow {
 
   float best() const { return best_; }
   int64_t id_of_best() const;                            // the lowest
-  const float* maxima() const { return maxima_.get(); }  // of groups, kGroups a chunk; of all ids
-  int64_t count_above(float x) const;                    // of the candidates
+  const float* maxima() const { return maxima_.get(); }  // the groups' maxima, kGroups a chunk; of all ids
+  int64_t count_above(float x) const;                    // how many candidates are above
 
   // Drops candidates that are not among the k largest, where that is cheap; never one that is.
   void pack_for_top_k(int64_t k);
@@ -61,7 +61,7 @@ class FilteredRow {
   void compute_masses();
   const float* exponentials() const { return e_.get(); }
   int64_t mass_above(float x) const;
-  float total() const;  // of the exponentials, by the integers
+  float total() const;  // the sum of the exponentials, by the integers
   int64_t limit_of(float top_p) const;
   float top_p_threshold(int64_t limit) const;  // the lowest logit that top-p keeps
   void keep_from(float lowest);                // drops the candidates below
@@ -71,7 +71,7 @@ class FilteredRow {
   bool read_as(const LogitRows& rows, int64_t r);
   float threshold(const float* masses, int64_t limit, float lowest) const;
 
-  static constexpr std::align_val_t kLine{64};  // of the cache: vectors lie in one
+  static constexpr std::align_val_t kLine{64};  // a line of the cache: vectors lie in one
   struct Release {
     void operator()(void* array) const { ::operator delete[](array, kLine); }
   };

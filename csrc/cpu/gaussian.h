@@ -1,4 +1,4 @@
-// Density ratios of diagonal Gaussians on the CPU, with the same bits as specvis_kernels/_gaussian.py.
+// Density ratios of diagonal Gaussians on the CPU, with the bits of specvis_kernels/_gaussian.py.
 #pragma once
 #include <cmath>
 #include <cstdint>

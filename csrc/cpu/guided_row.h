@@ -1,4 +1,4 @@
-// A row of logits as the probabilities that guided_probs makes of it, on the CPU: for the ops that start with these.
+// A row of logits as probabilities, on the CPU, for guided_probs and the ops that start as it does.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -25,7 +25,7 @@ class GuidedRow {
     return true;
   }
 
-  // Writes all V probabilities of the row that was read, and returns those of the candidates. These hold until the next
+  // Writes all V probabilities of the row that was read, and returns the candidates' ones. These hold until the next
   // row is read. An invalid row is 0.
   ProbRow write(float* out) {
     std::fill_n(out, V_, 0.f);

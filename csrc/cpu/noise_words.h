@@ -13,7 +13,7 @@
 
 namespace specvis {
 
-constexpr int64_t kWords = 64;  // that are made at once
+constexpr int64_t kWords = 64;  // words that are made at once
 
 #if defined(__x86_64__) && defined(__GNUC__)
 // Philox4x32-10 of two times eight blocks, each number in the low half of 64 bits: there a product of 32-bit numbers is
@@ -87,7 +87,7 @@ inline bool has_avx512() {
 }
 
 WIDEST_VECTORS static void words_of_portably(const Noise& noise, int64_t base, const int32_t* slots, uint32_t* words) {
-  const Noise copy = noise;  // which `words` cannot overlap
+  const Noise copy = noise;  // `words` cannot overlap the copy
   for (int64_t i = 0; i < kWords; ++i) words[i] = copy.word(static_cast<uint32_t>(base + slots[i]));
 }
 

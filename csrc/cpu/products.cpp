@@ -77,7 +77,7 @@ INLINE void multiply(const Product<T>& p, int64_t row, int64_t panel) {
   }
 }
 
-// The sums of so many rows and panels fit into registers, beside what is multiplied.
+// How many rows and panels have their sums in registers, beside the numbers that are multiplied.
 template <int kLanes>
 constexpr int kMostRows = kLanes == 16  ? 12
                           : kLanes == 8 ? 3
@@ -114,28 +114,14 @@ INLINE void multiply_by(const Product<T>& p) {
 }
 
 FOR_AVX512_BF16 void multiply_avx512_bf16(const Product<c10::BFloat16>& p) { multiply_by<16, true>(p); }
-template <class T>
-FOR_AVX512 void multiply_avx512(const Product<T>& p) {
-  multiply_by<16>(p);
-}
-template <class T>
-FOR_AVX2 void multiply_avx2(const Product<T>& p) {
-  multiply_by<8>(p);
-}
-template <class T>
-void multiply_portable(const Product<T>& p) {
-  multiply_by<4>(p);
-}
+FOR_EACH_MACHINE(template <class T>, multiply, (const Product<T>& p), multiply_by<kLanes>(p))
 
 template <class T>
 auto best_multiply() {
-  const Machine here = machine();
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    if (here == Machine::avx512_bf16) return &multiply_avx512_bf16;
+    if (machine() == Machine::avx512_bf16) return &multiply_avx512_bf16;
   }
-  return here >= Machine::avx512 ? &multiply_avx512<T>
-         : here == Machine::avx2 ? &multiply_avx2<T>
-                                 : &multiply_portable<T>;
+  return BEST_FUNCTION(multiply, <T>);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ struct Product {
   const T* x;  // (rows, K); K is even
   int64_t rows, K;
   const T* weight;
-  int64_t first, last;  // of its panels
+  int64_t first, last;  // the panels [first, last)
   float* y;             // (rows, y_stride), from the first panel's first output on
   int64_t y_stride;
 };

@@ -16,7 +16,7 @@ struct Search {
   std::vector<float> drawn;
 
   struct Found {
-    const float* token;  // null if there is none
+    const float* token;  // null if none is drawn
     int32_t num_tries, status;
   };
 

@@ -22,11 +22,11 @@ void divide(const float* x, int64_t n, float divisor, float* quotients);
 // The sum of a row in fixed point. An entry that is no probability counts as 0.
 Total sum_row(const float* row, int64_t V);
 
-// The same. Unless it is null, `sums` also receives the sum of every kRowBlock entries.
+// The row's sum. Unless it is null, `sums` also receives the sum of every kRowBlock entries.
 constexpr int64_t kRowBlock = 128;  // so few that the sums of their 32-bit parts fit in 32 bits
 Total sum_blocks(const float* row, int64_t V, int64_t* sums);
 
-// The same. `fixed_probs` receives the row in fixed point.
+// The row's sum. `fixed_probs` receives the row in fixed point.
 Total sum_row(const float* row, int64_t V, int64_t* fixed_probs);
 
 int64_t sum(const int64_t* fixed_probs, int64_t V);
@@ -34,7 +34,7 @@ int64_t sum(const int64_t* fixed_probs, int64_t V);
 // The id of the largest entry in fixed point, the lowest id on ties.
 int64_t argmax(const float* row, int64_t V);
 
-// The mass of one entry, and of n of them, in a row of probabilities or of fixed_probs.
+// The mass of one entry, and of n entries, in a row of probabilities or of fixed_probs.
 inline int64_t entry_mass(float p) { return to_fixed_point(p); }
 inline int64_t entry_mass(int64_t mass) { return mass; }
 inline int64_t block_mass(const float* row, int64_t n) { return sum_row(row, n).mass; }
@@ -54,7 +54,7 @@ int64_t draw(const T* row, int64_t V, int64_t total, float uniform) {
   return v;
 }
 
-// What is left of a target's row after a sampled candidate was rejected. Both rows are valid.
+// The residual of a target's row after a sampled candidate was rejected. Both rows are valid.
 struct ResidualRow {
   const float *target, *draft;
   double unit, draft_unit, slack;

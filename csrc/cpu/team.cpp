@@ -116,9 +116,9 @@ class Pool {
   }
 
   std::mutex mutex_;
-  std::deque<std::condition_variable> wake_;  // of each thread
+  std::deque<std::condition_variable> wake_;  // one for each thread
   std::shared_ptr<Job> job_;
-  std::atomic<int64_t> number_{0};  // of the job
+  std::atomic<int64_t> number_{0};  // the job's number
 };
 
 }  // namespace

@@ -11,7 +11,7 @@
 
 namespace specvis {
 
-// Several threads that go through the same phases of one computation. A phase is so many tasks. It ends when all are
+// Several threads that go through the phases of one computation. A phase has a number of tasks. It ends when all are
 // done, and what they wrote can be read in the next one. A thread takes the next task that nobody has taken: the caller
 // gets through alone if no other thread comes, as after a fork, and never waits for a thread that is late.
 class Team {
@@ -57,7 +57,7 @@ class Team {
     Phase* next_;
   };
 
-  // How many threads there should be for so much work, of which `work_of_thread` is worth another one.
+  // How many threads there should be for this work; each further `work_of_thread` is worth another one.
   static int64_t threads_for(int64_t work, int64_t work_of_thread);
 
   // Calls work(member) on the caller and on threads that have time, of numbers below `threads`. A thread that comes

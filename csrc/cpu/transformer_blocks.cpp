@@ -45,7 +45,7 @@ INLINE Vec<kLanes> gelu(Vec<kLanes> x) {
   sum = sum * t + 1.421413741f;
   sum = sum * t - 0.284496736f;
   sum = sum * t + 0.254829592f;
-  const Vec<kLanes> tail = sum * t * exp_of_lanes<kLanes>(-a * a) * 0.5f;  // of the normal distribution
+  const Vec<kLanes> tail = sum * t * exp_of_lanes<kLanes>(-a * a) * 0.5f;  // the tail of the normal distribution
   return x * (x < 0 ? tail : 1.f - tail);
 }
 
@@ -143,24 +143,11 @@ INLINE void read(Blocks<T>& s, Team::Member& member) {
   }
 }
 
-template <class T>
-FOR_AVX512 void read_avx512(Blocks<T>& s, Team::Member& member) {
-  read<16>(s, member);
-}
-template <class T>
-FOR_AVX2 void read_avx2(Blocks<T>& s, Team::Member& member) {
-  read<8>(s, member);
-}
-template <class T>
-void read_portable(Blocks<T>& s, Team::Member& member) {
-  read<4>(s, member);
-}
+FOR_EACH_MACHINE(template <class T>, read, (Blocks<T> & s, Team::Member& member), read<kLanes>(s, member))
 
 template <class T>
 void run(const TransformerBlocks& batch) {
-  static const auto best = machine() >= Machine::avx512 ? read_avx512<T>
-                           : machine() == Machine::avx2 ? read_avx2<T>
-                                                        : read_portable<T>;
+  static const auto best = BEST_FUNCTION(read, <T>);
   const auto blocks = std::make_shared<Blocks<T>>();
   Blocks<T>& s = *blocks;
   static_cast<TransformerBlocks&>(s) = batch;

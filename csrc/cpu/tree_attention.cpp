@@ -17,7 +17,7 @@ template <class T>
 void run(const TreeAttention& batch) {
   const int64_t N = batch.N, H = batch.H, D = batch.D, B = batch.B, heads = batch.G, G = H / heads;
   const int64_t *const q = batch.q_strides, *const k = batch.k_strides, *const v = batch.v_strides;
-  int64_t work = 0;  // of a head, on average
+  int64_t work = 0;  // the work for a head, on average
   for (int64_t b = 0; b < B; ++b) work += std::clamp<int64_t>(batch.lengths[b], 0, batch.T) * N * G * D * 2 / B;
   parallel_for(batch.R * heads, kTaskWork / (work + 1) + 1, [&](int64_t begin, int64_t end) {
     AttentionScratch scratch;

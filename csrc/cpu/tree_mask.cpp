@@ -56,7 +56,7 @@ void fill(Mask mask, const int64_t* ancestors, int64_t N, int64_t W, int64_t len
 
 void tree_mask_cpu(const TreeMask& batch) {
   const int64_t N = batch.N, W = (N + 63) / 64, columns = batch.columns, row_entries = batch.row_bits;
-  const int64_t entries = batch.form == Form::bits ? (N * row_entries + 7) / 8 : N * columns;  // of one request
+  const int64_t entries = batch.form == Form::bits ? (N * row_entries + 7) / 8 : N * columns;  // entries of one request
   const auto run = [&](auto hidden, auto mask_at) {
     using T = decltype(hidden);
     parallel_for(batch.B, 1, [&](int64_t begin, int64_t end) {

@@ -38,6 +38,26 @@ enum class Machine { portable, avx2, avx512, avx512_bf16 };
 #define FOR_AVX512_BF16
 #endif
 
+// Functions of the name with these parameters (in parentheses), one for each number of lanes kLanes, that run the code
+// in the last argument. BEST_FUNCTION is the one for this machine; `arguments` are its template arguments in < >.
+#define FOR_EACH_MACHINE(prefix, name, parameters, ...) \
+  prefix FOR_AVX512 void name##_avx512 parameters {     \
+    constexpr int kLanes = 16;                          \
+    __VA_ARGS__;                                        \
+  }                                                     \
+  prefix FOR_AVX2 void name##_avx2 parameters {         \
+    constexpr int kLanes = 8;                           \
+    __VA_ARGS__;                                        \
+  }                                                     \
+  prefix void name##_portable parameters {              \
+    constexpr int kLanes = 4;                           \
+    __VA_ARGS__;                                        \
+  }
+#define BEST_FUNCTION(name, arguments)                     \
+  (machine() >= Machine::avx512 ? &name##_avx512 arguments \
+   : machine() == Machine::avx2 ? &name##_avx2 arguments   \
+                                : &name##_portable arguments)
+
 // The best kind that the processor is. PyTorch's variable ATEN_CPU_CAPABILITY (default, avx2, avx512) forbids better.
 inline Machine machine() {
   Machine best = Machine::portable;
@@ -193,7 +213,9 @@ INLINE float to_float(c10::Half x) {
 // sums[l] += a[l] * b[l], where each lane is a pair of bfloat16. Only where machine() is avx512_bf16.
 template <int kLanes>
 INLINE void add_pairs(Vec<kLanes>& sums, typename Vector<kLanes>::Ints a, typename Vector<kLanes>::Ints b) {
+#if defined(__x86_64__)
   asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+#endif
 }
 
 // kLanes entries as floats, and floats as entries, rounded to the nearest.

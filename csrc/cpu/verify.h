@@ -273,7 +273,7 @@ void verify_sampled(const VerifyRequest& request, Rows& rows, VerifyResult& out)
 // is the node's row of probabilities, or null if it is invalid.
 template <class Rows>
 void verify_greedy(const VerifyRequest& request, Rows& rows, const Scratch& scratch, VerifyResult& out) {
-  constexpr int32_t kUnread = -1, kInvalid = -2;  // beside argmaxes
+  constexpr int32_t kUnread = -1, kInvalid = -2;  // these are no argmaxes
   const int64_t N = request.N, V = request.V;
   int32_t *depth = scratch.depth.get(), *parent = scratch.parent.get(), *argmaxes = scratch.argmax.get();
   int32_t* num_non_argmax = scratch.num_non_argmax.get();

@@ -174,7 +174,7 @@ class SparseResidual {
   std::vector<int64_t> removed_;  // tokens of earlier siblings
 };
 
-// What one thread needs for rows of V. It is kept between calls.
+// The memory of one thread for rows of V. It is kept between calls.
 struct RowScratch {
   explicit RowScratch(int64_t V) : V(V), row(V), sparse(V), probs(new float[V]) {
     dense.fixed_probs.reset(new int64_t[V]);

@@ -4,7 +4,8 @@
 // entry of the row. The threads whose largest entry reaches the bound look at their entries again, and the team's first
 // block ranks those that reach it.
 //
-// A row is a function for_each(f) that calls f(v, x) for the entries of the calling thread, every time for the same.
+// A row is a function for_each(f) that calls f(v, x) for the entries of the calling thread; each call has the same
+// ones.
 #pragma once
 #include "team.cuh"
 
@@ -12,12 +13,12 @@ namespace specvis {
 namespace {
 
 constexpr unsigned kMaxRanked = 512;   // entries; if more reach the bound, the best are taken one by one
-constexpr unsigned kMaxGroups = 1024;  // of lanes, in a team
+constexpr unsigned kMaxGroups = 1024;  // groups of lanes in a team
 constexpr int64_t kFewRanked = 128;    // entries that are ranked without a bound
 
 __device__ inline float value_of(uint32_t order) { return float_of(static_cast<int32_t>(order ^ 0x80000000u)); }
 
-// For one row after the other if the team is a block, and for one row if it is a cluster.
+// A block may reuse it for several rows; a cluster only for one.
 class BestOf {
  public:
   __device__ explicit BestOf(Team& team) : team_(team) {}
@@ -30,7 +31,7 @@ class BestOf {
     count_ = clamped(count);
     turn_ ^= 1;
     if (threadIdx.x == 0) shared.num_found[turn_] = 0;
-    unsigned groups = team_.threads() / kWarp, shift = 5;  // of 2^shift lanes; the more groups, the better is the bound
+    unsigned groups = team_.threads() / kWarp, shift = 5;  // groups of 2^shift lanes; more of them make a better bound
     for (; shift > 0 && groups * 5 < count_ * 8 && groups * 2 <= kMaxGroups; --shift) groups *= 2;
     uint32_t largest = own_largest;
     for (unsigned step = 0; step < shift; ++step) {
@@ -79,7 +80,7 @@ class BestOf {
     }
   }
 
-  // The same for a few entries, without a bound, by a block. A barrier must stand between this and other calls.
+  // Finds the best of a few entries, without a bound, by a block. A barrier must separate this from other calls.
   template <class Emit>
   __device__ void rank_few(const float* entries, unsigned size, float floor, int64_t count, const Emit& emit) {
     Shared& shared = shared_memory();
@@ -93,7 +94,7 @@ class BestOf {
   struct Shared {
     uint64_t found[kMaxRanked];
     uint32_t maxima[kMaxGroups];
-    unsigned num_found[2];  // of this row and of the one before
+    unsigned num_found[2];  // for this row and for the one before
     uint32_t bound, largest;
   };
   __device__ static Shared& shared_memory() {
@@ -123,7 +124,7 @@ class BestOf {
     float last = INFINITY;  // what was taken last, and its id
     int64_t last_id = -1;
     for (unsigned rank = 0; rank < count_; ++rank) {
-      float own = floor;  // the thread's largest entry behind that one
+      float own = floor;  // the thread's largest entry after that one
       int64_t own_id = 0;
       for_each([&](int64_t v, float x) {
         const bool is_left = x < last || (x == last && v > last_id);

@@ -11,7 +11,7 @@
 #ifdef __CUDACC__
 #define LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
-// In clusters of so many blocks, by which the grid can be divided. Returns the error.
+// Launches clusters of `cluster` blocks; the grid is a multiple of `cluster`. Returns the error.
 #define LAUNCH_CLUSTERS(kernel, grid, cluster, block, shared_bytes, stream, ...) \
   specvis::launch_clusters(kernel, grid, cluster, block, shared_bytes, stream, __VA_ARGS__)
 #define DYNAMIC_SHARED(T, name)                                           \
@@ -30,7 +30,7 @@ namespace {  // each kernel file has its own copies
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kWarp = 32;
-constexpr int kMaxWarps = 32;  // in a block
+constexpr int kMaxWarps = 32;  // of one block
 
 #ifdef __CUDACC__
 template <class... Parameters, class... Arguments>
@@ -54,7 +54,7 @@ cudaError_t launch_clusters(void (*kernel)(Parameters...), unsigned grid, unsign
 // The number of blocks of a grid. A launch of more than a grid can have is refused by CUDA.
 inline unsigned blocks_for(int64_t count) { return static_cast<unsigned>(count <= INT32_MAX ? count : UINT32_MAX); }
 
-// The number of threads for so many items: in whole warps, and at most max_threads.
+// The number of threads for a number of items: whole warps, and at most max_threads.
 inline unsigned threads_for(int64_t items, int64_t max_threads) {
   const int64_t whole = (items + kWarp - 1) / kWarp * kWarp;
   return static_cast<unsigned>(whole < kWarp ? kWarp : whole < max_threads ? whole : max_threads);

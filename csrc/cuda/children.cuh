@@ -1,5 +1,5 @@
 // How K children are drawn from a row of probabilities without replacement, for draw_children and draft_children. Only
-// the children are stored, and 0 where there is none.
+// the children are stored, and 0 where no child exists.
 #pragma once
 #include "../shared/noise.h"
 #include "best_of.cuh"
@@ -10,7 +10,7 @@ namespace {
 
 struct Children {
   int64_t count;
-  bool valid;  // of the row
+  bool valid;  // whether the row is valid
 };
 
 __device__ inline void clear_tokens(int64_t first, int64_t K, int64_t* tokens) {
@@ -26,9 +26,9 @@ __device__ inline int64_t mass_of_four(const float4& p) {
 constexpr unsigned kSegments = kWarp * kWarp;
 
 struct Segments {
-  int64_t masses[kSegments];  // of each one and those before it in its span, once the spans are summed
+  int64_t masses[kSegments];  // the mass of each and of all before it in its span, once the spans are summed
   int64_t spans[kWarp];
-  unsigned fours;  // of each segment: a power of two
+  unsigned fours;  // how many a segment has: a power of two
 
   // The sum of a row, by a block that calls this with all of its threads.
   __device__ Total sum(const Fours& row) {
@@ -94,7 +94,7 @@ class SegmentWarp {
   }
 
  private:
-  // The first lane whose sum exceeds what is left, from which the sum of the lanes before it is taken.
+  // The first lane whose sum exceeds the rest of the threshold; the sum of the lanes before it is taken from that rest.
   __device__ static unsigned step(int64_t sum, int64_t* left) {
     const unsigned before = __popc(__ballot_sync(kAllLanes, sum <= *left));
     const int64_t sum_before = __shfl_sync(kAllLanes, sum, (before + kWarp - 1) % kWarp);
@@ -142,7 +142,7 @@ class SegmentWarp {
     masses[3] = to_fixed_point(p.w);
   }
 
-  // Of the n children drawn so far, those in the lanes' fours count as 0. The last of them stand in registers.
+  // Of the n children drawn so far, the children in the lanes' fours count as 0. The last of them are in registers.
   __device__ void remove_drawn(uint32_t first, uint32_t n, int64_t (&masses)[4]) const {
     for (uint32_t start = 0; start < n; start += kWarp) {
       uint32_t drawn = own_drawn_;
@@ -160,7 +160,7 @@ class SegmentWarp {
   const Fours row_;
   int64_t* const masses_;
   int64_t* const tokens_;
-  int64_t sum_;  // of the own span and those before it
+  int64_t sum_;  // the mass of the thread's span and of all spans before it
   const unsigned fours_, lanes_;
   uint32_t own_drawn_ = 0;
 };
@@ -183,7 +183,7 @@ __device__ inline Children draw_by_uniforms(const float* probs, int64_t V, const
   return {n, valid};
 }
 
-// With seeds. Each thread makes the noise of its fours, and the largest scores are the children. The row stands in
+// With seeds. Each thread makes the noise of its fours, and the largest scores are the children. The row is in
 // `copy` between the passes, if that has room for all fours of the block's threads; else it is read for each. A cluster
 // must end with a barrier.
 __device__ inline Children draw_by_noise(Team& team, const float* probs, int64_t V, const Noise& noise, int64_t K,

@@ -13,7 +13,7 @@ template <class Unit>
 __global__ void __launch_bounds__(kThreads) commit_kv_kernel(CommitKv batch, int64_t units, int64_t total) {
   const Moves& moves = batch.moves;
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= total) {  // the threads behind them
+  if (i >= total) {  // the threads after them
     const int64_t b = i - total;
     if (batch.new_lengths && b < moves.B) batch.new_lengths[b] = moves.new_length(b);
     return;

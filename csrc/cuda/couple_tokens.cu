@@ -14,7 +14,7 @@ constexpr int kThreads = 512;  // at most
 struct Residual {
   bool from_target;
   double unit, draft_unit, slack;
-  bool moves_mass;  // relaxed: the neighbors' mass stands at the guess; else nothing is taken from them
+  bool moves_mass;  // relaxed: the neighbors' mass moves to the guess; else nothing is taken from them
   int64_t guess;
   double guess_mass;           // what the guess has after that
   const unsigned* is_treated;  // a bit for each token, or null if no neighbor is treated
@@ -47,7 +47,7 @@ __device__ void mark_neighbors(const Neighbors& neighbors, int64_t guess, int64_
 }
 
 struct Coupled {
-  int64_t token = -1;  // in the thread that writes it
+  int64_t token = -1;  // known to the thread that writes it
   bool is_kept = false;
   double tv_excess = 0;
   int32_t status = 0;

@@ -10,7 +10,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) draw_tokens_kernel(DrawTokens 
   DYNAMIC_SHARED(RowShared, shared);
   const auto row = [&] { return static_cast<int64_t>(__shfl_sync(kAllLanes, blockIdx.x, 0) / team.size()); };
   const auto noise = [&] {
-    const int64_t r = row();  // by a shuffle: found again and not kept
+    const int64_t r = row();  // a shuffle makes the compiler find it again, not keep it
     return Noise(batch.seeds[request_of(batch.rows, r)], batch.positions[r]);
   };
   const Drawn drawn = draw_row<Entries>(team, shared, capacity, batch.rows, row(), noise, batch.ahead);
@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kMaxRowThreads) draw_tokens_kernel(DrawTokens 
     return;
   }
   const bool stands = drawn.valid && batch.guesses[r] == drawn.token;
-  const unsigned num_leading = stands ? static_cast<unsigned>(batch.rows.N) : n;  // as far as this row knows
+  const unsigned num_leading =
+      stands ? static_cast<unsigned>(batch.rows.N) : n;  // if it were decided by this row alone
   atomicMin(reinterpret_cast<unsigned*>(batch.num_accepted + b), num_leading);
 }
 

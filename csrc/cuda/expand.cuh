@@ -38,7 +38,7 @@ __device__ inline void clear_children(int64_t num_children, int64_t* tokens, flo
   }
 }
 
-// Calls emit(rank, id) for the `count` best of so many children, by one block. A barrier must stand before.
+// Calls emit(rank, id) for the `count` best of the children, by one block. A barrier must come before.
 template <class Emit>
 __device__ void find_frontier(BestOf& best, const float* children, int64_t size, int64_t count, const Emit& emit) {
   const auto emit_child = [=](unsigned rank, int64_t id, float) { emit(rank, id); };

@@ -36,7 +36,7 @@ __device__ void write_frontier(const ExpandTree& batch, int64_t b, int64_t count
   const float* const children = batch.child_scores + b * size;
   int32_t* const frontier = batch.frontier + b * batch.num_children;
   for (int64_t k = threadIdx.x; k < batch.num_children; k += blockDim.x) {
-    const bool is_in_order = batch.F == 1 && children[k] > -INFINITY;  // those of an only node
+    const bool is_in_order = batch.F == 1 && children[k] > -INFINITY;  // the children of an only node are
     frontier[k] = is_in_order ? static_cast<int32_t>(k) : -1;
   }
   if (batch.F == 1) return;
@@ -44,7 +44,7 @@ __device__ void write_frontier(const ExpandTree& batch, int64_t b, int64_t count
                 [=](int64_t rank, int64_t id) { frontier[rank] = static_cast<int32_t>(id); });
 }
 
-// A cluster for each request, of as many blocks as take the same number of nodes each.
+// A cluster for each request. It has just as many blocks as give each block an equal number of nodes.
 template <bool kIsHeld>
 __global__ void __launch_bounds__(kThreads, 2) expand_tree_kernel(ExpandTree batch) {
   const Team request;

@@ -5,7 +5,7 @@
 namespace specvis {
 namespace {
 
-// Number i of a row holds the entries 4 i to 4 i + 3. What is behind the row's end is 0. Ids fit into 32 bits.
+// Number i of a row holds the entries 4 i to 4 i + 3. Entries after the row's end are 0. Ids fit into 32 bits.
 class Fours {
  public:
   __device__ Fours(const float* row, int64_t V)
@@ -45,7 +45,7 @@ class Fours {
   bool is_aligned_;
 };
 
-// The fours of one of so many threads, which take them in turns. A row that is held is read once, and stays in
+// The fours of one thread; the threads of a block take them in turns. A row that is held is read once, and stays in
 // registers; the threads must be enough for that. Any other is read as often as it is looked at.
 constexpr int kHeldFours = 8, kFoursInFlight = 4;
 constexpr int64_t kHeldEntries = kHeldFours * 4;  // a thread
@@ -58,7 +58,7 @@ class ThreadRow {
     if (kIsHeld) fours_.load(thread_, threads_, p_);
   }
 
-  // Calls f(i, p) for the own fours. All lanes of a warp make each call, also behind the row's end.
+  // Calls f(i, p) for the own fours. All lanes of a warp make each call, also after the row's end.
   template <class F>
   __device__ void for_each_four(F f) const {
     if (kIsHeld) {
@@ -74,7 +74,7 @@ class ThreadRow {
       }
     }
   }
-  // Calls f(v, p) for the own entries, and for zeros behind the row's end.
+  // Calls f(v, p) for the own entries, and for zeros after the row's end.
   template <class F>
   __device__ void for_each(F f) const {
     for_each_four([&](uint32_t i, const float4& p) {

@@ -10,7 +10,8 @@ __global__ void __launch_bounds__(kMaxRowThreads) guided_probs_kernel(GuidedProb
   DYNAMIC_SHARED(RowShared, shared);
   GuidedRow<Entries> row(team, shared, capacity, batch.rows, blockIdx.x / team.size());
   if (row.valid()) row.to_probs();
-  const int64_t r = __shfl_sync(kAllLanes, blockIdx.x, 0) / team.size();  // by a shuffle: found again and not kept
+  const int64_t r =
+      __shfl_sync(kAllLanes, blockIdx.x, 0) / team.size();  // a shuffle makes the compiler find it again, not keep it
   row.write(batch.probs + r * batch.rows.V, batch.rows.V);
   if (team.thread() == 0) batch.status[r] = row.valid() ? 0 : kInvalidRow;
 }

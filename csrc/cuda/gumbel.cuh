@@ -1,6 +1,6 @@
-// How a team draws from a row of logits that it has filtered. Each block lists those of its ids that the filters keep,
-// so that every thread makes noise for one that counts. Where they are too many for the list, a thread makes it for its
-// own ids, of which four neighbors share a block of random words.
+// How a team draws from a row of logits that it has filtered. Each block lists the ids of its own that the filters
+// keep, so that every thread makes noise for one that counts. Where they are too many for the list, a thread makes
+// noise for its own ids; four neighboring ids share a block of random words.
 #pragma once
 #include "../shared/noise.h"
 #include "guided_row.cuh"
@@ -10,8 +10,8 @@ namespace {
 
 constexpr unsigned kMaxListed = kBins;
 
-// Lists the logits of this block that are kept, in any order: ids where the low halves of a histogram stand, and logits
-// where the high ones do. Returns how many there are; no more than kMaxListed are written.
+// Lists the logits of this block that are kept, in any order: ids in the memory of a histogram's low halves, and logits
+// in the memory of its high halves. Returns how many there are; no more than kMaxListed are written.
 template <class Entries>
 __device__ unsigned list_kept(const GuidedRow<Entries>& row, RowShared* shared) {
   unsigned own = 0;

@@ -11,8 +11,8 @@ constexpr int kBlocks = 3;     // per multiprocessor, so that registers suffice
 // Entries of a row, at least: all are in flight at once then, and a barrier of a cluster takes longer than that.
 constexpr int64_t kOfBlock = 4096;
 
-// The bits of a probability p are among those of 0 .. 2, once + 0.0f has made 0 of -0; those of other numbers and of
-// NaN are larger. So the largest of a row tells whether all of it are probabilities, and whether its sum is positive.
+// The bits of a probability p are among those of 0 .. 2, once + 0.0f has made 0 of -0; the bits of other numbers and of
+// NaN are larger. So the largest of a row says whether all of it are probabilities, and whether its sum is positive.
 __device__ bool is_valid_row(Team& team, const float* row, int64_t V) {
   unsigned largest = 0;
   for_each_entry(row, V, team.thread(), team.threads(),

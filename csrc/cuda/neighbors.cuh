@@ -6,8 +6,8 @@ namespace specvis {
 namespace {
 
 // The longest prefix of a token's first num_considered neighbors that fits the budget. Each thread takes kColumns
-// neighbors that follow each other, and their loads are in flight together. One exchange tells it the mass before them,
-// and another one what comes before the first that does not fit. mass(v) is an entry of the row.
+// neighbors that follow each other, and their loads are in flight together. One exchange gives it the mass before them,
+// and another one the mass before the first that does not fit. mass(v) is an entry of the row.
 template <class Mass>
 __device__ NeighborPrefix neighbor_prefix(Team& team, const Mass& mass, int64_t V, const Neighbors& neighbors,
                                           int64_t num_considered, int64_t token, const Budget& budget) {

@@ -123,18 +123,18 @@ class RowPair {
   }
 
   const float *target_, *draft_;
-  int64_t begin_, end_;  // of this warp's share
+  int64_t begin_, end_;  // the bounds of this warp's share
   int64_t held_;         // the first of those in registers
-  int count_;            // of them
+  int count_;            // how many there are
   float target_probs_[kHeld], draft_probs_[kHeld];
 };
 
-// How many threads and blocks share each of so many pairs: their registers hold it if they can, and every
+// How many threads and blocks share each pair: their registers hold it if they can, and every
 // multiprocessor has work. But a thread has kLeast entries: a barrier of a cluster takes as long as to read a few.
 struct PairTeam {
   static constexpr int64_t kLeast = 4;
   unsigned threads, cluster;  // threads of a block
-  int64_t share;              // of each warp
+  int64_t share;              // how many entries a warp takes
 
   PairTeam(const Device& device, int64_t rows, int64_t V, int64_t max_threads)
       : threads(threads_for(V / kLeast, max_threads)), cluster(cluster_for(device, rows, V / (threads * kLeast))) {

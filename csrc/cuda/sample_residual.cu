@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_residual_kernel(SampleResi
   Total target_sum, draft_sum;
   rows.sum(team, &target_sum, &draft_sum);
   int32_t status = (omega >= 0 ? 0 : kInvalidRule) | (has_draft && !draft_sum.valid ? kInvalidDraft : 0);
-  int64_t token = team.thread() == 0 ? 0 : -1;  // in the thread that writes it
+  int64_t token = team.thread() == 0 ? 0 : -1;  // known to the thread that writes it
   if (target_sum.valid) {
     const double unit = 1 / static_cast<double>(target_sum.mass), slack = slack_of(omega);
     const double draft_unit = 1 / static_cast<double>(draft_sum.mass);

@@ -12,7 +12,8 @@ constexpr int kThreads = 1024;  // at most
 constexpr int kHeld = 4;        // scores that a thread keeps in registers; it reads others again
 constexpr unsigned kDigitBits = 8, kDigits = 32 / kDigitBits, kBins = 1 << kDigitBits;
 
-// The scores of a thread's own candidates as integers of the same order; 0 for a candidate that does not exist.
+// The scores of a thread's own candidates as integers in the order of the scores; 0 for a candidate that does not
+// exist.
 class OwnScores {
  public:
   __device__ OwnScores(const float* scores, int64_t M) : scores_(scores) {
@@ -75,7 +76,7 @@ __device__ Digit find_digit(const unsigned* counts, int64_t wanted) {
 
 // One block at a time per multiprocessor: with two, there are too few registers on sm_100.
 __global__ void __launch_bounds__(kThreads, 1) select_tree_kernel(SelectTree batch) {
-  __shared__ unsigned counts[kDigits][kBins];  // of the candidates that share the digits before
+  __shared__ unsigned counts[kDigits][kBins];  // counts the candidates that share the digits before
   Team team;
   const int64_t b = blockIdx.x, M = batch.M, num_nodes = batch.num_nodes;
   const int32_t* parents = batch.parents + b * M;
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_tree_kernel(SelectTree bat
     ties = wanted;
   }
 
-  int64_t num_higher = 0, num_equal = 0;  // of the own candidates
+  int64_t num_higher = 0, num_equal = 0;  // among the thread's own candidates
   scores.for_each([&](int64_t, uint32_t order) {
     num_higher += order > lowest;
     num_equal += order == lowest;

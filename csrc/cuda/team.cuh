@@ -1,5 +1,5 @@
-// The threads that share a row: those of a block, or of all blocks of a cluster where the GPU has clusters (sm_90 and
-// later). All of them call a method of their team together, and each gets the result.
+// The threads that share a row: the threads of a block, or of all blocks of a cluster where the GPU has clusters (sm_90
+// and later). All of them call a method of their team together, and each gets the result.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -13,7 +13,7 @@ namespace specvis {
 namespace {
 
 constexpr int64_t kMaxCluster = 8;       // blocks: as many as every GPU with clusters takes
-constexpr unsigned kMaxTeamWarps = 128;  // in all blocks
+constexpr unsigned kMaxTeamWarps = 128;  // in all blocks together
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 __device__ inline unsigned cluster_rank() { return 0; }
@@ -41,10 +41,10 @@ class Team {
  public:
   // The first statement of a kernel.
   __device__ Team() : rank_(cluster_rank()), size_(cluster_size()) {
-    if (size_ > 1) cluster_barrier();  // from here on all of its blocks run, and their memory can be written
+    if (size_ > 1) cluster_barrier();  // from here on all blocks of the cluster run, and their memory can be written
   }
 
-  __device__ unsigned rank() const { return rank_; }  // of this block
+  __device__ unsigned rank() const { return rank_; }  // this block's number
   __device__ unsigned size() const { return size_; }  // blocks
   __device__ unsigned thread() const { return rank_ * blockDim.x + threadIdx.x; }
   __device__ unsigned threads() const { return size_ * blockDim.x; }
@@ -58,7 +58,7 @@ class Team {
     }
   }
 
-  // This block by itself, for what it does behind the last thing that the team does together.
+  // This block by itself, for its work after the last thing that the team does together.
   __device__ Team alone() const {
     Team block = *this;
     block.rank_ = 0;
@@ -137,7 +137,7 @@ class Team {
     return __ballot_sync(kAllLanes, is_any) != 0;
   }
 
-  // The lowest thread() for which the condition holds, or threads() if there is none.
+  // The lowest thread() for which the condition holds, or threads() if it holds for no thread.
   __device__ unsigned first(bool condition) {
     const unsigned votes = __ballot_sync(kAllLanes, condition);
     const unsigned none = threads(), own = thread() / kWarp * kWarp;
@@ -155,7 +155,7 @@ class Team {
 
 // What a device gives to a kernel, asked once for each of both.
 struct Device {
-  int64_t shared;  // bytes of dynamic shared memory, beside what the kernel declares; it may be launched with so many
+  int64_t shared;  // bytes of dynamic shared memory that it may be launched with, beside what the kernel declares
   int64_t multiprocessors;
   bool has_clusters;  // the device has them, and the kernel is compiled for them
 };
@@ -188,7 +188,7 @@ cudaError_t device_for(Kernel* kernel, Device* result) {
   return cudaSuccess;
 }
 
-// How many blocks share each of so many rows, so that every multiprocessor has work: a power of two, at most `max_size`
+// How many blocks share each of `rows` rows, so that every multiprocessor has work: a power of two, at most `max_size`
 // and kMaxCluster.
 inline unsigned cluster_for(const Device& device, int64_t rows, int64_t max_size = kMaxCluster) {
   int64_t size = 1;

@@ -39,7 +39,7 @@ class View {
 
   const int64_t* words_;
   int64_t n_, N_, length_, start_;
-  uint64_t first_word_;  // of few nodes the only one
+  uint64_t first_word_;  // the only one, where there are few nodes
   bool used_;
 };
 
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) dense_kernel(TreeMask batch, T hidde
   if (tail + threadIdx.x < columns) write(tail + threadIdx.x);
 }
 
-// A request has so many units, and its mask begins with one.
+// How many units a request has; its mask begins with a whole one.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) packed_kernel(TreeMask batch, int64_t units, int64_t blocks) {
   constexpr int kBits = 8 * sizeof(Unit);
@@ -119,7 +119,7 @@ cudaError_t tree_mask_cuda(const TreeMask& batch, cudaStream_t stream) {
     case Form::bfloat16: return dense<uint16_t>(batch, 0xff80, 0, stream);
     case Form::bits: break;
   }
-  const int64_t bytes = (batch.N * batch.row_bits + 7) / 8;  // of a request
+  const int64_t bytes = (batch.N * batch.row_bits + 7) / 8;  // how many a request has
   if (bytes % 8 == 0) return packed<uint64_t>(batch, bytes, stream);
   if (bytes % 4 == 0) return packed<uint32_t>(batch, bytes, stream);
   if (bytes % 2 == 0) return packed<uint16_t>(batch, bytes, stream);

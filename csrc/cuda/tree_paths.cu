@@ -1,4 +1,4 @@
-// tree_paths on CUDA: one block per tree, behind tree_links. Each leaf counts those that come before it, which tells
+// tree_paths on CUDA: one block per tree, after tree_links. Each leaf counts the leaves before it, which gives
 // its row. The lowest bit in which the ancestors of two leaves differ is a child of their last common ancestor: whose
 // it is comes first.
 #include "../shared/params.h"

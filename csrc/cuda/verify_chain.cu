@@ -30,7 +30,7 @@ __device__ bool is_in_place(const VerifyChain& batch, int64_t b) {
   return !__syncthreads_or(falls);
 }
 
-// Behind what the layout takes, scratch memory holds the nodes of all requests, for each block of a cluster.
+// After the layout's part, scratch memory holds the nodes of all requests, for each block of a cluster.
 template <bool kHasDrafts>
 __global__ void __launch_bounds__(kVerifyThreads) verify_chain_kernel(VerifyChain batch, Layout layout) {
   Team team;

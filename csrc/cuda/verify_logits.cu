@@ -18,7 +18,7 @@ struct FilteredRows {
   Team& team;
   RowShared* shared;
   int64_t capacity;
-  Slices<float> probs;                 // of the current row, by id; outside of its range they mean nothing
+  Slices<float> probs;                 // the current row's, by id; outside of its range they mean nothing
   uint32_t first_id = 0, num_ids = 0;  // the range
 
   template <class F>
@@ -29,7 +29,7 @@ struct FilteredRows {
     num_ids = static_cast<uint32_t>(range.count);
     GuidedRow<Entries> row(team, shared, capacity, rows, r, range);
     if (!row.valid()) return false;
-    row.to_probs();  // with barriers: every thread is done with the row before
+    row.to_probs();  // it has barriers: every thread is done with the row before
     row.write_to([&](int id) { return probs.at(static_cast<uint32_t>(id)); });
     team.sync();
     reread(begin, end, f);
@@ -103,7 +103,7 @@ using Kernel = void(VerifyLogits, Layout, int64_t);
 struct Launch {
   Kernel* kernel;
   Layout layout;
-  int64_t capacity;  // of Streamed
+  int64_t capacity;  // the capacity of Streamed
 };
 
 template <class T>

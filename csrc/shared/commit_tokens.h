@@ -45,7 +45,7 @@ struct CommitTokens {
     if (is_active(count) && i <= last && i < L - count) tokens[b * C + count + i] = token;
   }
 
-  // Accounts for the step. Nothing reads the image's count behind that.
+  // Accounts for the step. Nothing reads the image's count after that.
   HOST_DEVICE void account(int64_t b, int64_t count) const {
     const int64_t last = last_new(b);
     num_new[b] = last + 1;

@@ -23,7 +23,7 @@ HOST_DEVICE inline float float_of(int32_t key) {
   return x;
 }
 
-// The same order in unsigned integers.
+// The float's place in that order, as an unsigned integer.
 HOST_DEVICE inline uint32_t ordered(float x) { return static_cast<uint32_t>(key_of(x)) ^ 0x80000000u; }
 
 // exp for x <= 0, to about one unit in the last place, in operations that vectorize; 0 below exp(-87).
@@ -101,7 +101,7 @@ HOST_DEVICE inline float fused(float a, float b, float c) {
 #endif
 }
 
-// Division by one number: a product with its inverse, corrected by what is left of x. It gives the bits of x / divisor
+// Division by one number: a product with its inverse, corrected by the remainder. It gives the bits of x / divisor
 // if can_correct() and |x| is above kLeast and below kMost.
 struct Divider {
   static constexpr float kLeast = 0x1p-100f, kMost = 0x1p+100f;

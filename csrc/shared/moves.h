@@ -17,7 +17,7 @@ struct Moves {
   const int64_t* start;           // (B)
   const int64_t* slots;           // (R, T); null: not paged
 
-  // Where node i of the accepted path stands, the root being i = 0, and where it goes to.
+  // The column of node i of the accepted path, where i = 0 is the root, and the column that it is moved to.
   HOST_DEVICE int64_t source(int64_t b, int64_t i) const {
     return start[b] + (i == 0 ? 0 : accepted_nodes[b * P + i - 1]);
   }
@@ -33,7 +33,7 @@ struct Moves {
     const int64_t accepted = num_accepted[b], length = lengths[b];
     if (accepted < 0 || accepted > P || length < 0 || length > start[b] || start[b] >= T) return false;
     if (length + accepted >= T) return false;
-    bool ascends = true;  // looked at behind the loop, so that its loads need not wait for each other
+    bool ascends = true;  // tested after the loop, so that its loads need not wait for each other
     int64_t last = start[b];
     for (int64_t i = 1; i <= accepted; ++i) {
       const int64_t column = source(b, i);
@@ -50,7 +50,7 @@ struct Moves {
   }
   HOST_DEVICE int64_t new_length(int64_t b) const { return lengths[b] + (is_valid(b) ? 1 + num_accepted[b] : 0); }
 
-  // A run is what lies in the same place of `outer` and `middle`, of one row: T columns.
+  // A run is the T columns of one row at one index of `outer` and of `middle`.
   HOST_DEVICE int64_t num_runs() const { return outer * R * middle; }
   HOST_DEVICE int64_t row(int64_t run) const { return run / middle % R; }
   // Where a column of a run begins in a cache, in bytes.
@@ -59,7 +59,8 @@ struct Moves {
   }
 };
 
-// What of `Moves` follows from a cache's shape. row_dim is -1 if it is paged. `size(d)` is the size of a dimension.
+// Fills in the part of `Moves` that follows from a cache's shape. row_dim is -1 if it is paged. `size(d)` is the size
+// of a dimension.
 template <class Size>
 void set_layout(Moves& moves, const Size& size, int64_t dims, int64_t row_dim, int64_t column_dim,
                 int64_t element_size) {

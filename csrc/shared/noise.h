@@ -6,7 +6,7 @@
 
 namespace specvis {
 
-constexpr uint32_t kGumbelStream = 9;  // of the draws of tokens, as in noise.py
+constexpr uint32_t kGumbelStream = 9;  // the stream for draws of tokens, as in noise.py
 
 // One round of Philox4x32: the counter is replaced.
 HOST_DEVICE inline void philox_round(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {

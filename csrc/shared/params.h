@@ -28,7 +28,7 @@ struct LogitRows {
   const int32_t* top_k;                 // (B)
   const float* top_p;                   // (B)
   const int64_t* id_range;              // (B, N, 2) or null
-  int64_t first_id, last_id;            // of every row; with id_range, all ids
+  int64_t first_id, last_id;            // the ids of every row; with id_range, all ids
   bool top_p_first;                     // top_p is a share of the mass of all ids, not of those that top-k keeps
 
   HOST_DEVICE int64_t first(int64_t row) const { return id_range ? id_range[2 * row] : first_id; }
@@ -213,7 +213,7 @@ struct TreeMask {
   const int32_t* lengths;    // (B) or null
   const int64_t* start;      // (B) or null: lengths
   Form form;
-  int64_t row_bits;  // of bits: how many a row has, its padding counted
+  int64_t row_bits;  // for bits: how many a row has, with its padding
   void* mask;        // (B, N, columns), or bits (B, ceil(N * row_bits / 8))
 };
 KERNEL(tree_mask, TreeMask);
@@ -255,7 +255,7 @@ struct VerifyParams {
   Cutoff cutoff;
   ResidualRule residual;
   Empty empty;
-  char* scratch;            // of CUDA: as many bytes as verify_.._scratch says, aligned to 16
+  char* scratch;            // CUDA's: as many bytes as verify_.._scratch says, aligned to 16
   int32_t* accepted_nodes;  // (B, P)
   int32_t* num_accepted;    // (B)
   int64_t* next_token;      // (B)
@@ -334,7 +334,7 @@ struct TreeAttention {
   int64_t R, N, H, D, T, G, B, W, S;  // G heads of keys and values; S is 0 without a mask
   FloatType type;
   const void *q, *k, *v;                             // (R, N, H, D), (R, T, G, D), (R, T, G, D)
-  int64_t q_strides[3], k_strides[3], v_strides[3];  // of all dimensions but the last
+  int64_t q_strides[3], k_strides[3], v_strides[3];  // without the last dimension
   const int64_t* lengths;                            // (B)
   const int64_t* ancestors;                          // (B, N, W)
   const bool* key_mask;                              // (R, S) or null

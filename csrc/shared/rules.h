@@ -25,7 +25,7 @@ constexpr int32_t kEmptyResidual = 1, kInvalidRow = 2, kInvalidTree = 4, kInvali
 
 enum class Cutoff { tvd, ratio, jsd };
 enum class ResidualRule { optimal, relaxed, released };
-enum class Empty { target, uniform };  // what takes the place of a residual of which nothing is left
+enum class Empty { target, uniform };  // what replaces an empty residual
 
 constexpr double kFixedOne = 4398046511104.0;  // 2^42: probabilities are counted in units of 2^-42
 
@@ -51,7 +51,7 @@ struct NeighborPrefix {
 // An array of integers: of 16 bits without a sign, or of 32 or 64 bits with one.
 struct Integers {
   const void* data;
-  int64_t bytes;  // of each: 2, 4 or 8
+  int64_t bytes;  // each integer has 2, 4 or 8
 
   HOST_DEVICE int64_t operator[](int64_t i) const {
     if (bytes == 2) return static_cast<const uint16_t*>(data)[i];
@@ -97,7 +97,7 @@ class Neighbors {
   int64_t C_ = 0, k_ = 0, offset_ = 0;
 };
 
-// Jensen-Shannon divergence of a row from the same row with its neighbors' mass moved onto the token.
+// The Jensen-Shannon divergence between a row and the row that has its neighbors' mass moved onto the token.
 HOST_DEVICE inline double jsd(double neighbor_mass, double token_mass) {
   const double mean = token_mass + neighbor_mass / 2, relaxed_mass = token_mass + neighbor_mass;
   const double first = token_mass > 0 ? token_mass * log(token_mass / mean) : 0.0;
@@ -174,7 +174,7 @@ HOST_DEVICE inline bool is_undefined(double omega, bool has_neighbors, ResidualR
   return !(omega >= (has_neighbors && residual == ResidualRule::optimal ? 1.0 : 0.0));
 }
 
-// The share of the target that is left after a rejection in any case: 1 - omega, at least 0.
+// The share of the target that every rejection leaves: 1 - omega, at least 0.
 HOST_DEVICE inline double slack_of(double omega) { return omega < 1 ? 1 - omega : 0.0; }
 
 // The residual of one token after a sampled candidate was rejected: max(R - Q, slack R, 0), where R is the token's
@@ -187,7 +187,7 @@ HOST_DEVICE inline double residual_mass(double mass, double unit, double draft_m
 }
 
 // The whole part of a number of [0, 2^52], in fewer steps than to an integer and back. A GPU has a quarter of the units
-// for such conversions that it has for sums.
+// for such conversions as it has for sums.
 HOST_DEVICE inline double whole_part(double x) {
   constexpr double shift = 4503599627370496.0;  // 2^52: numbers above it have no fraction
 #ifdef __CUDA_ARCH__
@@ -223,7 +223,7 @@ struct Siblings {
   const int64_t* tokens;
   const int32_t* next_sibling;
 
-  // The first of a node's children, in sibling order, whose token is `wanted`; -1 if there is none. A link that leads
+  // The first of a node's children, in sibling order, whose token is `wanted`; -1 if no child has it. A link that leads
   // to no later node ends the children and sets a bit of the status.
   HOST_DEVICE int64_t find(int64_t wanted, int64_t node, int64_t first_child, int32_t* status) const {
     for (int64_t previous = node, child = first_child; child != -1;) {

@@ -262,7 +262,7 @@ def test_every_bound_can_be_broken(tmp_path):
                 "  for_each_entry(row, V, threadIdx.x, blockDim.x, f);\n}\n")
     source.write_text('#include "team.cuh"\nnamespace specvis {\nnamespace {\n'
                       f"{by_block}{mutated.replace('for_each_entry', 'plain_for_each_entry')}{kernels}}}\n}}\n")
-    compile(source, built, CSRC)
+    compile(source, built, CSRC / "cuda")
     found = {int(title.rpartition("_")[2]): sass.bounds_of(kernel)
              for title, kernel in sass.read_library(built)[1]["mutations"].items()}
     for number, (body, broken) in enumerate(MUTATIONS.items()):
@@ -273,7 +273,7 @@ def test_every_bound_can_be_broken(tmp_path):
 
 def compile(source: Path, built: Path, folder: Path) -> None:
     subprocess.run([NVCC, "-O3", "-std=c++17", "-fmad=false", "-w", "-gencode", f"arch=compute_90,code={sass.ARCH}",
-                    f"-I{folder}", "-c", source, "-o", built], check=True)
+                    "-DSPECVIS_CUDA", f"-I{folder}", "-c", source, "-o", built], check=True)
 
 
 @needs_nvcc
