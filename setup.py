@@ -195,12 +195,14 @@ class Build(build_ext):
     def build_extension(self, extension):
         nowhere = f"-ffile-prefix-map={self.torch}=torch"  # the library names no folder
         compile, link, objects = [*cached(self.compiler_path), *FLAGS, nowhere], [self.compiler_path], OBJECTS
+        defines = DEFINES
         if extension.name.endswith("_cuda"):  # nvcc knows where CUDA's headers and its static runtime are
             ccbin = ["-ccbin", self.compiler_path]
             gpus = gpu_flags(self.nvcc)
             compile = [*cached(self.nvcc), *ccbin, *CUDA_FLAGS, "-Xcompiler", nowhere, *gpus,
                        *compression_flags(self.nvcc)]
             link = [self.nvcc, *ccbin, "-Xlinker", "--no-undefined,-s"]  # without the names of nvcc's temporary files
+            defines = [*DEFINES, "-DSPECVIS_CUDA"]
             codes = [flag.partition("code=")[2] for flag in gpus[1::2]]
             objects = OBJECTS / "-".join(codes)
             say(f"CUDA kernels are built by {self.nvcc} for {', '.join(codes)}")
@@ -214,7 +216,7 @@ class Build(build_ext):
         def compile_one(number: int, target: Path) -> None:
             say(f"[{number}/{len(old)}] {targets[target]}")
             target.parent.mkdir(parents=True, exist_ok=True)
-            run(*compile, *DEFINES, "-isystem", self.torch / "include", "-MMD", "-MF", target.with_suffix(".d"),
+            run(*compile, *defines, "-isystem", self.torch / "include", "-MMD", "-MF", target.with_suffix(".d"),
                 "-c", targets[target], "-o", target, log=target.with_suffix(".log"))
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
@@ -235,10 +237,10 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-FOR_CUDA = {"csrc/bindings.cpp", "csrc/cuda_version.cpp"}
 EXTENSIONS = [
-    Extension("specvis_kernels._ops", sorted({*map(str, Path("csrc").glob("*.cpp"))} - FOR_CUDA)),
-    Extension("specvis_kernels._ops_cuda", sorted({*map(str, Path("csrc").glob("*.cu"))} | FOR_CUDA)),
+    Extension("specvis_kernels._ops", ["csrc/bindings.cpp", *sorted(map(str, Path("csrc/cpu").glob("*.cpp")))]),
+    Extension("specvis_kernels._ops_cuda", ["csrc/bindings.cpp",
+                                            *sorted(map(str, Path("csrc/cuda").glob("*.c*[pu]")))]),
 ]
 if NEED_TORCH & {*sys.argv[1:]}:
     find_torch()  # before anything else, so that a missing torch is the first line that a build prints

@@ -36,7 +36,7 @@ def run_here(op: str, case: str) -> None:
     from tests import cuda_on_cpu
     from tests.kernels import inputs
 
-    path = cuda_on_cpu.build([*sorted(CSRC.glob("*.cu")), CSRC / "bindings.cpp"], FOLDER / "emulated.so", "-O1",
+    path = cuda_on_cpu.build([*cuda_on_cpu.kernels(), CSRC / "bindings.cpp"], FOLDER / "emulated.so", "-O1",
                              "--coverage")
     library = torch.library.Library(cuda_on_cpu.NAMESPACE, "DEF")
     library.define(str(getattr(torch.ops.specvis_kernels, op).default._schema).partition("::")[2])
@@ -128,8 +128,8 @@ def count(op: str, case: tuple) -> dict[str, int]:
     total = Counter(blocks=sum(runs for name, runs in functions.items() if name.startswith("cuda_on_cpu::begin(")))
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder, f"{op}.o")
-        sass.run(sass.find_tool("nvcc"), "-O3", "-std=c++17", "-fmad=false", "-w", "-lineinfo", "-gencode",
-                 f"arch=compute_90,code={sass.ARCH}", "-c", CSRC / f"{op}.cu", "-o", built)
+        sass.run(sass.find_tool("nvcc"), "-O3", "-std=c++17", "-fmad=false", "-w", "-lineinfo", "-DSPECVIS_CUDA",
+                 "-gencode", f"arch=compute_90,code={sass.ARCH}", "-c", CSRC / "cuda" / f"{op}.cu", "-o", built)
         cubin, = sass.cubins(built, Path(folder))
         listing = sass.run(sass.find_tool("nvdisasm"), "-gi", "-c", "-ndf", cubin)
     stacks, threads = lines_of(listing), Counter()

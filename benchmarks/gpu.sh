@@ -120,7 +120,7 @@ if not torch.cuda.is_available(): sys.exit("torch finds no GPU here: make gpu is
 print("%d.%d" % torch.cuda.get_device_capability())'
 TORCH_CUDA_ARCH_LIST=$($python -c "$gpu") || exit 1
 export TORCH_CUDA_ARCH_LIST
-built=built-$TORCH_CUDA_ARCH_LIST-$(cat setup.py csrc/* | sha256sum | cut -c1-12).tar
+built=built-$TORCH_CUDA_ARCH_LIST-$(cat setup.py $(find csrc -type f | sort) | sha256sum | cut -c1-12).tar
 for file in "$built" ops.json; do
     [[ -e $folder/$file || ! -e $before/$file ]] || cp "$before/$file" "$folder"
 done

@@ -1,30 +1,59 @@
-// The bindings: the CUDA kernels as ops of torch. They allocate the outputs, launch on PyTorch's current stream and
-// check every launch. Nothing of libtorch_cuda is linked, so that one library loads beside any build of torch. With
-// SPECVIS_EMULATED the same functions are ops of another library, on CPU tensors, whose kernels tests/cuda_on_cpu
-// runs.
+// The kernels as ops of torch. A function for each op checks the arguments, allocates the results, fills the op's
+// struct and runs the kernel. This file is compiled three times: for the CPU, for CUDA (SPECVIS_CUDA), and for the CUDA
+// kernels that tests/cuda_on_cpu runs on CPU tensors (SPECVIS_EMULATED too). Nothing of libtorch_cuda is linked, so
+// that one library loads beside any build of torch.
+#include <torch/csrc/stable/library.h>
+
+#include <array>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "arguments.h"
-#include "params.h"
+#include "check.h"
 
 #ifdef SPECVIS_EMULATED
 #define LIBRARY specvis_kernels_emulated
-#define DEVICE CPU
 #else
 #define LIBRARY specvis_kernels
+#endif
+#if defined(SPECVIS_CUDA) && !defined(SPECVIS_EMULATED)
 #define DEVICE CUDA
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
+#else
+#define DEVICE CPU
+#endif
+
+#ifdef SPECVIS_CUDA
+#define RUN(op, arguments, batch)                      \
+  arguments.run([&] {                                  \
+    const Device device(arguments.first());            \
+    check(specvis::op##_cuda(batch, device.stream())); \
+  })
+#define RUN_WITH_SCRATCH(op, arguments, batch)                      \
+  arguments.run([&] {                                               \
+    const Device device(arguments.first());                         \
+    int64_t bytes = 0;                                              \
+    check(specvis::op##_scratch(batch, &bytes));                    \
+    const Tensor scratch = arguments.make({bytes}, &batch.scratch); \
+    check(specvis::op##_cuda(batch, device.stream()));              \
+  })
+#else
+#define RUN(op, arguments, batch) arguments.run([&] { specvis::op##_cpu(batch); })
+#define RUN_WITH_SCRATCH RUN
 #endif
 
 namespace {
 
+using specvis::Arguments;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+template <size_t n>
+using Tensors = decltype(std::tuple_cat(std::array<Tensor, n>()));
 
+#ifdef SPECVIS_CUDA
 // As long as this object exists, the tensor's device is the current one. stream() is PyTorch's current stream there.
 class Device {
 #ifdef SPECVIS_EMULATED
@@ -55,724 +84,756 @@ class Device {
 void check(cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, "specvis_kernels: CUDA error: ", cudaGetErrorString(error));
 }
+#endif
 
-template <class T>
-const T* data(const std::optional<Tensor>& tensor) {
-  return tensor ? tensor->const_data_ptr<T>() : nullptr;
-}
-
-specvis::LogitRows logit_rows(const Tensor& logits,                   // (B, N, V)
-                              const std::optional<Tensor>& uncond,    // (B, N, V)
-                              const Tensor& guidance,                 // (B)
-                              const Tensor& temperature,              // (B)
-                              const Tensor& top_k,                    // (B)
-                              const Tensor& top_p,                    // (B)
-                              const std::optional<Tensor>& id_range,  // (B, N, 2)
-                              int64_t first_id, int64_t last_id, const std::string& filters) {
-  using specvis::LogitType;
-  const ScalarType type = logits.scalar_type();
+// Rows of logits. `n` is the letter of how many rows a request has.
+specvis::LogitRows read_rows(Arguments& a, char n, const Tensor& logits, const MaybeTensor& uncond,
+                             const Tensor& guidance, const Tensor& temperature, const Tensor& top_k,
+                             const Tensor& top_p, const MaybeTensor& id_range, int64_t first_id, int64_t last_id,
+                             const std::string& filters) {
+  const char sizes[] = {'B', n, 'V', 0}, range_sizes[] = {'B', n, '2', 0};
   specvis::LogitRows rows = {};
-  rows.B = logits.size(0);
-  rows.N = logits.size(1);
-  rows.V = logits.size(2);
-  rows.type = type == ScalarType::Half       ? LogitType::float16
-              : type == ScalarType::BFloat16 ? LogitType::bfloat16
-                                             : LogitType::float32;
-  rows.logits = logits.const_data_ptr();
-  rows.uncond = uncond ? uncond->const_data_ptr() : nullptr;
-  rows.guidance = guidance.const_data_ptr<float>();
-  rows.temperature = temperature.const_data_ptr<float>();
-  rows.top_k = top_k.const_data_ptr<int32_t>();
-  rows.top_p = top_p.const_data_ptr<float>();
-  rows.id_range = data<int64_t>(id_range);
+  rows.type = a.read_floats("logits", logits, sizes, &rows.logits);
+  if (uncond) rows.uncond = a.read("uncond", *uncond, sizes, logits.scalar_type());
+  a.read("guidance", guidance, "B", &rows.guidance);
+  a.read("temperature", temperature, "B", &rows.temperature);
+  a.read("top_k", top_k, "B", &rows.top_k);
+  a.read("top_p", top_p, "B", &rows.top_p);
+  a.read("id_range", id_range, range_sizes, &rows.id_range);
+  rows.top_p_first = a.name<int>("filters", filters, {"k_then_p", "p_then_k"});
+  a.sizes(sizes, rows.B, rows.N, rows.V);
+  a.require(0 <= first_id && first_id < last_id && last_id <= rows.V, "first_id and last_id must be a range of ids");
   rows.first_id = first_id;
   rows.last_id = last_id;
-  rows.top_p_first = filters == "p_then_k";
   return rows;
 }
 
-specvis::Neighbors neighbors_of(const std::optional<Tensor>& table, int64_t offset) {  // (C, k)
-  return table ? specvis::neighbors_of(*table, offset) : specvis::Neighbors();
+template <class Batch>
+void read_neighbors(Arguments& a, Batch& batch, const MaybeTensor& neighbors, const MaybeTensor& delta,
+                    const std::string& cutoff, int64_t offset, const std::string& residual) {
+  a.require(neighbors.has_value() == delta.has_value(), "neighbors and delta must be given together");
+  if (neighbors) batch.neighbors = a.read_neighbors(*neighbors, offset);
+  a.read("delta", delta, "B", &batch.delta);
+  batch.cutoff = a.name<specvis::Cutoff>("cutoff", cutoff, {"tvd", "ratio", "jsd"});
+  batch.residual = a.name<specvis::ResidualRule>("residual", residual, {"optimal", "relaxed", "released"});
 }
 
-// What verify_logits and verify_tree return: accepted_nodes, num_accepted, next_token, tv_excess, status.
-using Verified = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+specvis::Empty empty_of(const Arguments& a, const std::string& empty) {
+  return a.name<specvis::Empty>("empty", empty, {"target", "uniform"});
+}
 
-// Allocates these outputs, and fills in what both ops take.
-Verified verification(specvis::Verification& batch,
-                      const Tensor& tokens,                      // (B, N)
-                      const Tensor& first_child,                 // (B, N)
-                      const Tensor& next_sibling,                // (B, N)
-                      const std::optional<Tensor>& uniforms,     // (B, N)
-                      const std::optional<Tensor>& draft_probs,  // (B, M, V)
-                      const std::optional<Tensor>& draft_row,    // (B, N)
-                      const std::optional<Tensor>& neighbors,    // (C, k)
-                      const std::optional<Tensor>& delta,        // (B)
-                      const std::optional<Tensor>& omega,        // (B, P)
-                      const std::string& cutoff, int64_t offset, const std::string& residual, const std::string& empty,
-                      int64_t max_depth, int64_t V) {
-  const int64_t B = tokens.size(0);
-  Tensor accepted_nodes = specvis::new_empty(tokens, {B, max_depth}, ScalarType::Int);
-  Tensor num_accepted = specvis::new_empty(tokens, {B}, ScalarType::Int);
-  Tensor next_token = specvis::new_empty(tokens, {B});
-  Tensor tv_excess = specvis::new_empty(tokens, {B}, ScalarType::Float);
-  Tensor status = specvis::new_empty(tokens, {B}, ScalarType::Int);
-  batch.B = B;
-  batch.N = tokens.size(1);
-  batch.V = V;
-  batch.num_draft_rows = draft_probs ? draft_probs->size(1) : 0;
+// Uniform numbers of these sizes, or else seeds and positions.
+template <class Batch>
+void read_randomness(Arguments& a, Batch& batch, const MaybeTensor& uniforms, const char* sizes,
+                     const MaybeTensor& seeds, const MaybeTensor& positions, const char* position_sizes) {
+  a.require(uniforms.has_value() != seeds.has_value(), "exactly one of uniforms and seeds must be given");
+  a.require(seeds.has_value() == positions.has_value(), "seeds and positions must be given together");
+  a.read("uniforms", uniforms, sizes, &batch.uniforms);
+  a.read("seeds", seeds, "B", &batch.seeds);
+  a.read("positions", positions, position_sizes, &batch.positions);
+}
+
+// accepted_nodes, num_accepted, next_token, tv_excess, status
+using Verified = Tensors<5>;
+
+// Reads the tree and makes the results of verify_logits and verify_tree, whose rows have been read.
+Verified read_tree(Arguments& a, specvis::VerifyParams& batch, const Tensor& tokens, const Tensor& first_child,
+                   const Tensor& next_sibling, const MaybeTensor& draft_probs, const MaybeTensor& draft_row,
+                   const MaybeTensor& omega, int64_t max_depth) {
+  a.read("tokens", tokens, "BN", &batch.tokens);
+  a.read("first_child", first_child, "BN", &batch.first_child);
+  a.read("next_sibling", next_sibling, "BN", &batch.next_sibling);
+  a.require(draft_probs.has_value() == draft_row.has_value(), "draft_probs and draft_row must be given together");
+  a.read("draft_probs", draft_probs, "BMV", &batch.draft_probs);
+  a.read("draft_row", draft_row, "BN", &batch.draft_row);
+  a.size("max_depth", max_depth, 'P');
+  a.read("omega", omega, "BP", &batch.omega);
+  const int64_t B = batch.B = a.size('B');
+  a.sizes("NV", batch.N, batch.V);
+  batch.num_draft_rows = draft_probs ? a.size('M') : 0;
   batch.max_depth = max_depth;
-  batch.tokens = tokens.const_data_ptr<int64_t>();
-  batch.first_child = first_child.const_data_ptr<int32_t>();
-  batch.next_sibling = next_sibling.const_data_ptr<int32_t>();
-  batch.uniforms = data<float>(uniforms);
-  batch.draft_probs = data<float>(draft_probs);
-  batch.draft_row = data<int32_t>(draft_row);
-  batch.neighbors = neighbors_of(neighbors, offset);
-  batch.delta = data<float>(delta);
-  batch.omega = data<float>(omega);
-  batch.cutoff = specvis::cutoff_named(cutoff);
-  batch.residual = specvis::residual_named(residual);
-  batch.empty = specvis::empty_named(empty);
-  batch.accepted_nodes = accepted_nodes.mutable_data_ptr<int32_t>();
-  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
-  batch.next_token = next_token.mutable_data_ptr<int64_t>();
-  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  return {accepted_nodes, num_accepted, next_token, tv_excess, status};
+  return {a.make({B, max_depth}, &batch.accepted_nodes), a.make({B}, &batch.num_accepted),
+          a.make({B}, &batch.next_token), a.make({B}, &batch.tv_excess), a.make({B}, &batch.status)};
 }
 
-Tensor commit_kv(std::vector<Tensor> caches, const Tensor& accepted_nodes, const Tensor& num_accepted,
-                 const Tensor& lengths, const std::optional<Tensor>& start, const std::optional<Tensor>& slots,
-                 int64_t row_dim, int64_t column_dim) {
-  const Device device(lengths);
+Tensor commit_kv(const std::vector<Tensor>& caches, const Tensor& accepted_nodes, const Tensor& num_accepted,
+                 const Tensor& lengths, const MaybeTensor& start, const MaybeTensor& slots, int64_t row_dim,
+                 int64_t column_dim) {
+  Arguments a("commit_kv", "T");
+  a.require(!caches.empty(), "caches", "must be at least one tensor");
   const Tensor& first = caches[0];
-  Tensor new_lengths = specvis::new_empty(lengths, {accepted_nodes.size(0)});
-  specvis::CommitKv batch = {};
-  batch.moves.B = accepted_nodes.size(0);
-  batch.moves.P = accepted_nodes.size(1);
-  batch.moves.R = slots ? slots->size(0) : first.size(row_dim);
-  batch.moves.T = slots ? slots->size(1) : first.size(column_dim);
-  batch.moves.accepted_nodes = accepted_nodes.const_data_ptr<int32_t>();
-  batch.moves.num_accepted = num_accepted.const_data_ptr<int32_t>();
-  batch.moves.lengths = lengths.const_data_ptr<int64_t>();
-  batch.moves.start = start ? start->const_data_ptr<int64_t>() : batch.moves.lengths;
-  batch.moves.slots = data<int64_t>(slots);
-  specvis::set_layout(
-      batch.moves, [&](int64_t d) { return first.size(d); }, first.dim(), row_dim, column_dim,
-      static_cast<int64_t>(first.element_size()));
-  batch.new_lengths = new_lengths.mutable_data_ptr<int64_t>();
+  std::vector<char*> data;
   for (const Tensor& cache : caches) {
-    batch.caches[batch.num_caches++] = static_cast<char*>(cache.mutable_data_ptr());
-    if (batch.num_caches < specvis::kCachesALaunch && &cache != &caches.back()) continue;
-    check(specvis::commit_kv_cuda(batch, device.stream()));
+    const auto sizes = cache.sizes(), first_sizes = first.sizes();
+    a.require(cache.scalar_type() == first.scalar_type() && sizes.size() == first_sizes.size() &&
+                  std::equal(sizes.begin(), sizes.end(), first_sizes.begin()),
+              "caches", "must have one shape and dtype");
+    data.push_back(static_cast<char*>(a.write("caches", cache)));
+  }
+  specvis::CommitKv batch = {};
+  specvis::Moves& moves = batch.moves;
+  a.read("accepted_nodes", accepted_nodes, "BP", &moves.accepted_nodes);
+  a.read("num_accepted", num_accepted, "B", &moves.num_accepted);
+  a.read("lengths", lengths, "B", &moves.lengths);
+  a.read("start", start, "B", &moves.start);
+  a.read("slots", slots, "RT", &moves.slots);
+  if (!start) moves.start = moves.lengths;
+  const auto bytes = static_cast<int64_t>(first.element_size());
+  a.require(bytes == 1 || bytes == 2 || bytes == 4 || bytes == 8, "caches must have 1, 2, 4 or 8 bytes an element");
+  a.require(row_dim >= -1 && row_dim < column_dim && column_dim < first.dim() && first.size(column_dim) >= 1,
+            "row_dim and column_dim are no dimensions of the caches, in this order");
+  a.require(slots.has_value() == (row_dim == -1), "row_dim must be -1 with slots, and only then");
+  moves.B = a.size('B');
+  moves.P = a.size('P');
+  moves.R = slots ? a.size('R') : first.size(row_dim);
+  moves.T = slots ? a.size('T') : first.size(column_dim);
+  a.require_rows_of_requests(moves.R);
+  specvis::set_layout(moves, [&](int64_t d) { return first.size(d); }, first.dim(), row_dim, column_dim, bytes);
+  Tensor new_lengths = a.make({moves.B}, &batch.new_lengths);
+  for (char* cache : data) {
+    batch.caches[batch.num_caches++] = cache;
+    if (batch.num_caches < specvis::kCachesALaunch && cache != data.back()) continue;
+    RUN(commit_kv, a, batch);
     batch.num_caches = 0;
     batch.new_lengths = nullptr;
   }
   return new_lengths;
 }
 
-std::tuple<Tensor, Tensor, Tensor> commit_tokens(Tensor tokens,                             // (B, C)
-                                                 Tensor counts,                             // (B)
-                                                 Tensor failed,                             // (B)
-                                                 Tensor target_forwards,                    // (B)
-                                                 Tensor num_accepted_at,                    // (B, L)
-                                                 Tensor num_drafted_at,                     // (B, L)
-                                                 Tensor tv_excess,                          // (B)
-                                                 const Tensor& node_tokens,                 // (B, N)
-                                                 const Tensor& accepted_nodes,              // (B, P)
-                                                 const Tensor& num_accepted,                // (B)
-                                                 const Tensor& next_token,                  // (B)
-                                                 const std::optional<Tensor>& step_excess,  // (B)
-                                                 const Tensor& status,                      // (B)
-                                                 const Tensor& depth) {                     // (B)
-  const Device device(tokens);
+Tensors<3> commit_tokens(const Tensor& tokens, const Tensor& counts, const Tensor& failed,
+                         const Tensor& target_forwards, const Tensor& num_accepted_at, const Tensor& num_drafted_at,
+                         const Tensor& tv_excess, const Tensor& node_tokens, const Tensor& accepted_nodes,
+                         const Tensor& num_accepted, const Tensor& next_token, const MaybeTensor& step_excess,
+                         const Tensor& status, const Tensor& depth) {
+  Arguments a("commit_tokens", "LN");
   specvis::CommitTokens batch = {};
-  batch.B = tokens.size(0);
-  batch.C = tokens.size(1);
-  batch.L = num_accepted_at.size(1);
-  batch.N = node_tokens.size(1);
-  batch.P = accepted_nodes.size(1);
-  Tensor new_tokens = specvis::new_empty(tokens, {batch.B, batch.P + 1});
-  Tensor nodes = specvis::new_empty(tokens, {batch.B, batch.P + 1});
-  Tensor num_new = specvis::new_empty(tokens, {batch.B});
-  batch.tokens = tokens.mutable_data_ptr<int64_t>();
-  batch.counts = counts.mutable_data_ptr<int64_t>();
-  batch.failed = failed.mutable_data_ptr<bool>();
-  batch.target_forwards = target_forwards.mutable_data_ptr<int64_t>();
-  batch.num_accepted_at = num_accepted_at.mutable_data_ptr<int64_t>();
-  batch.num_drafted_at = num_drafted_at.mutable_data_ptr<int64_t>();
-  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
-  batch.node_tokens = node_tokens.const_data_ptr<int64_t>();
-  batch.accepted_nodes = accepted_nodes.const_data_ptr<int32_t>();
-  batch.num_accepted = num_accepted.const_data_ptr<int32_t>();
-  batch.next_token = next_token.const_data_ptr<int64_t>();
-  batch.step_excess = data<float>(step_excess);
-  batch.status = status.const_data_ptr<int32_t>();
-  batch.depth = depth.const_data_ptr<int64_t>();
-  batch.new_tokens = new_tokens.mutable_data_ptr<int64_t>();
-  batch.nodes = nodes.mutable_data_ptr<int64_t>();
-  batch.num_new = num_new.mutable_data_ptr<int64_t>();
-  check(specvis::commit_tokens_cuda(batch, device.stream()));
+  a.write("tokens", tokens, "BC", &batch.tokens);
+  a.write("counts", counts, "B", &batch.counts);
+  a.write("failed", failed, "B", &batch.failed);
+  a.write("target_forwards", target_forwards, "B", &batch.target_forwards);
+  a.write("num_accepted_at", num_accepted_at, "BL", &batch.num_accepted_at);
+  a.write("num_drafted_at", num_drafted_at, "BL", &batch.num_drafted_at);
+  a.write("tv_excess", tv_excess, "B", &batch.tv_excess);
+  a.read("node_tokens", node_tokens, "BN", &batch.node_tokens);
+  a.read("accepted_nodes", accepted_nodes, "BP", &batch.accepted_nodes);
+  a.read("num_accepted", num_accepted, "B", &batch.num_accepted);
+  a.read("next_token", next_token, "B", &batch.next_token);
+  a.read("step_excess", step_excess, "B", &batch.step_excess);
+  a.read("status", status, "B", &batch.status);
+  a.read("depth", depth, "B", &batch.depth);
+  const int64_t B = batch.B = a.size('B'), P = batch.P = a.size('P');
+  a.sizes("CLN", batch.C, batch.L, batch.N);
+  a.require(batch.C >= batch.L, "tokens has too few columns");
+  Tensor new_tokens = a.make({B, P + 1}, &batch.new_tokens), nodes = a.make({B, P + 1}, &batch.nodes);
+  Tensor num_new = a.make({B}, &batch.num_new);
+  RUN(commit_tokens, a, batch);
   return {new_tokens, nodes, num_new};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> couple_tokens(const Tensor& target_probs,              // (B, W, V)
-                                                                 const Tensor& draft_probs,               // (B, W, V)
-                                                                 const Tensor& tokens,                    // (B, W)
-                                                                 const Tensor& uniforms,                  // (B, W, 2)
-                                                                 const std::optional<Tensor>& omega,      // (B, W)
-                                                                 const std::optional<Tensor>& neighbors,  // (C, k)
-                                                                 const std::optional<Tensor>& delta,      // (B)
-                                                                 const std::optional<Tensor>& groups,     // (B, W, k)
-                                                                 std::string cutoff, int64_t offset,
-                                                                 std::string residual) {
-  const int64_t B = target_probs.size(0), W = target_probs.size(1);
-  const Device device(target_probs);
-  Tensor new_tokens = specvis::new_empty(tokens, {B, W});
-  Tensor is_kept = specvis::new_empty(tokens, {B, W}, ScalarType::Bool);
-  Tensor num_kept = specvis::new_empty(tokens, {B}, ScalarType::Int);
-  Tensor tv_excess = specvis::new_empty(target_probs, {B, W});
-  Tensor status = specvis::new_empty(tokens, {B, W}, ScalarType::Int);
+Tensors<5> couple_tokens(const Tensor& target_probs, const Tensor& draft_probs, const Tensor& tokens,
+                         const Tensor& uniforms, const MaybeTensor& omega, const MaybeTensor& neighbors,
+                         const MaybeTensor& delta, const MaybeTensor& groups, const std::string& cutoff, int64_t offset,
+                         const std::string& residual) {
+  Arguments a("couple_tokens", "WVCk");
   specvis::CoupleTokens batch = {};
-  batch.B = B;
-  batch.W = W;
-  batch.V = target_probs.size(2);
-  batch.group_size = groups ? groups->size(2) : 0;
-  batch.target_probs = target_probs.const_data_ptr<float>();
-  batch.draft_probs = draft_probs.const_data_ptr<float>();
-  batch.tokens = tokens.const_data_ptr<int64_t>();
-  batch.uniforms = uniforms.const_data_ptr<float>();
-  batch.omega = data<float>(omega);
-  batch.neighbors = neighbors_of(neighbors, offset);
-  batch.delta = data<float>(delta);
-  batch.groups = data<int64_t>(groups);
+  a.read("target_probs", target_probs, "BWV", &batch.target_probs);
+  a.read("draft_probs", draft_probs, "BWV", &batch.draft_probs);
+  a.read("tokens", tokens, "BW", &batch.tokens);
+  a.read("uniforms", uniforms, "BW2", &batch.uniforms);
+  a.read("omega", omega, "BW", &batch.omega);
+  a.read("groups", groups, "BWg", &batch.groups);
+  read_neighbors(a, batch, neighbors, delta, cutoff, offset, residual);
+  const int64_t B = batch.B = a.size('B'), W = batch.W = a.size('W');
+  batch.V = a.size('V');
+  batch.group_size = groups ? a.size('g') : 0;
   batch.is_relaxed = neighbors || groups;
-  batch.cutoff = specvis::cutoff_named(cutoff);
-  batch.residual = specvis::residual_named(residual);
-  batch.new_tokens = new_tokens.mutable_data_ptr<int64_t>();
-  batch.is_kept = is_kept.mutable_data_ptr<bool>();
-  batch.num_kept = num_kept.mutable_data_ptr<int32_t>();
-  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::couple_tokens_cuda(batch, device.stream()));
+  Tensor new_tokens = a.make({B, W}, &batch.new_tokens), is_kept = a.make({B, W}, &batch.is_kept);
+  Tensor num_kept = a.make({B}, &batch.num_kept);
+  Tensor tv_excess = a.make({B, W}, &batch.tv_excess), status = a.make({B, W}, &batch.status);
+  RUN(couple_tokens, a, batch);
   return {new_tokens, is_kept, num_kept, tv_excess, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor> draft_children(const Tensor& logits,                    // (B, F, V)
-                                                  const std::optional<Tensor>& uncond,     // (B, F, V)
-                                                  const std::optional<Tensor>& uniforms,   // (B, F, K)
-                                                  const Tensor& guidance,                  // (B)
-                                                  const Tensor& temperature,               // (B)
-                                                  const Tensor& top_k,                     // (B)
-                                                  const Tensor& top_p,                     // (B)
-                                                  const std::optional<Tensor>& seeds,      // (B)
-                                                  const std::optional<Tensor>& positions,  // (B, F)
-                                                  const std::optional<Tensor>& id_range,   // (B, F, 2)
-                                                  int64_t first_id, int64_t last_id, std::string filters, int64_t K) {
-  const int64_t B = logits.size(0), F = logits.size(1);
-  const Device device(logits);
-  Tensor tokens = specvis::new_empty(logits, {B, F, K}, ScalarType::Long);
-  Tensor probs = specvis::new_empty(logits, logits.sizes(), ScalarType::Float);
-  Tensor status = specvis::new_empty(logits, {B, F}, ScalarType::Int);
+Tensors<3> draft_children(const Tensor& logits, const MaybeTensor& uncond, const MaybeTensor& uniforms,
+                          const Tensor& guidance, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+                          const MaybeTensor& seeds, const MaybeTensor& positions, const MaybeTensor& id_range,
+                          int64_t first_id, int64_t last_id, const std::string& filters, int64_t num_children) {
+  Arguments a("draft_children", "FVK");
   specvis::DraftChildren batch = {};
-  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
-  batch.K = K;
-  batch.uniforms = data<float>(uniforms);
-  batch.seeds = data<int64_t>(seeds);
-  batch.positions = data<int64_t>(positions);
-  batch.tokens = tokens.mutable_data_ptr<int64_t>();
-  batch.probs = probs.mutable_data_ptr<float>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::draft_children_cuda(batch, device.stream()));
+  batch.rows =
+      read_rows(a, 'F', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  a.size("num_children", num_children, 'K');
+  read_randomness(a, batch, uniforms, "BFK", seeds, positions, "BF");
+  const int64_t B = a.size('B'), F = a.size('F'), K = batch.K = num_children;
+  a.require(F * K <= specvis::kMost, "there are too many candidates");
+  Tensor tokens = a.make({B, F, K}, &batch.tokens), probs = a.make({B, F, a.size('V')}, &batch.probs);
+  Tensor status = a.make({B, F}, &batch.status);
+  RUN(draft_children, a, batch);
   return {tokens, probs, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> draft_frontier(
-    const Tensor& logits,                   // (B, F, V)
-    const std::optional<Tensor>& uncond,    // (B, F, V)
-    const Tensor& scores,                   // (B, F)
-    const Tensor& ancestors,                // (B, F, W)
-    const Tensor& candidates,               // (B, F)
-    const Tensor& width,                    // (B)
-    const Tensor& depth,                    // (B)
-    const Tensor& guidance,                 // (B)
-    const Tensor& temperature,              // (B)
-    const Tensor& top_k,                    // (B)
-    const Tensor& top_p,                    // (B)
-    const std::optional<Tensor>& id_range,  // (B, F, 2)
-    int64_t first_id, int64_t last_id, std::string filters, int64_t K, int64_t level, int64_t first_node,
-    int64_t first_candidate) {
-  const int64_t B = logits.size(0), F = logits.size(1), W = ancestors.size(2);
-  const Device device(logits);
-  Tensor child_tokens = specvis::new_empty(depth, {B, F * K});
-  Tensor child_scores = specvis::new_empty(scores, {B, F * K});
-  Tensor child_parents = specvis::new_empty(width, {B, F * K});
-  Tensor tokens = specvis::new_empty(depth, {B, K});
-  Tensor frontier_scores = specvis::new_empty(scores, {B, K});
-  Tensor rows = specvis::new_empty(depth, {B, K});
-  Tensor frontier_ancestors = specvis::new_empty(depth, {B, K, W});
-  Tensor frontier_candidates = specvis::new_empty(width, {B, K});
-  Tensor status = specvis::new_empty(width, {B, F});
+Tensors<9> draft_frontier(const Tensor& logits, const MaybeTensor& uncond, const Tensor& scores,
+                          const Tensor& ancestors, const Tensor& candidates, const Tensor& width, const Tensor& depth,
+                          const Tensor& guidance, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+                          const MaybeTensor& id_range, int64_t first_id, int64_t last_id, const std::string& filters,
+                          int64_t num_children, int64_t level, int64_t first_node, int64_t first_candidate) {
+  Arguments a("draft_frontier", "FVWK");
   specvis::DraftFrontier batch = {};
-  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
-  batch.K = K;
-  batch.W = W;
+  batch.rows =
+      read_rows(a, 'F', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  a.read("scores", scores, "BF", &batch.scores);
+  a.read("ancestors", ancestors, "BFW", &batch.ancestors);
+  a.read("candidates", candidates, "BF", &batch.candidates);
+  a.read("width", width, "B", &batch.width);
+  a.read("depth", depth, "B", &batch.depth);
+  a.size("num_children", num_children, 'K');
+  a.count("level", level, 1);
+  a.count("first_node", first_node, 1);
+  a.count("first_candidate", first_candidate, 0);
+  const int64_t B = a.size('B'), F = a.size('F'), K = batch.K = num_children, W = batch.W = a.size('W');
+  a.require(F * K + first_candidate <= specvis::kMost, "there are too many candidates");
+  a.require(first_node + K <= 64 * W, "ancestors must have a word for each 64 nodes");
   batch.level = level;
   batch.first_node = first_node;
   batch.first_candidate = first_candidate;
-  batch.scores = scores.const_data_ptr<float>();
-  batch.ancestors = ancestors.const_data_ptr<int64_t>();
-  batch.candidates = candidates.const_data_ptr<int32_t>();
-  batch.width = width.const_data_ptr<int32_t>();
-  batch.depth = depth.const_data_ptr<int64_t>();
-  batch.child_tokens = child_tokens.mutable_data_ptr<int64_t>();
-  batch.child_scores = child_scores.mutable_data_ptr<float>();
-  batch.child_parents = child_parents.mutable_data_ptr<int32_t>();
-  batch.tokens = tokens.mutable_data_ptr<int64_t>();
-  batch.frontier_scores = frontier_scores.mutable_data_ptr<float>();
-  batch.parent_rows = rows.mutable_data_ptr<int64_t>();
-  batch.frontier_ancestors = frontier_ancestors.mutable_data_ptr<int64_t>();
-  batch.frontier_candidates = frontier_candidates.mutable_data_ptr<int32_t>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::draft_frontier_cuda(batch, device.stream()));
+  Tensor child_tokens = a.make({B, F * K}, &batch.child_tokens), child_scores = a.make({B, F * K}, &batch.child_scores);
+  Tensor child_parents = a.make({B, F * K}, &batch.child_parents), tokens = a.make({B, K}, &batch.tokens);
+  Tensor frontier_scores = a.make({B, K}, &batch.frontier_scores), rows = a.make({B, K}, &batch.parent_rows);
+  Tensor frontier_ancestors = a.make({B, K, W}, &batch.frontier_ancestors);
+  Tensor frontier_candidates = a.make({B, K}, &batch.frontier_candidates), status = a.make({B, F}, &batch.status);
+  RUN(draft_frontier, a, batch);
   return {child_tokens, child_scores,       child_parents,       tokens, frontier_scores,
           rows,         frontier_ancestors, frontier_candidates, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor> draw_children(const Tensor& draft_probs,               // (B, F, V)
-                                                 const std::optional<Tensor>& uniforms,   // (B, F, K)
-                                                 const std::optional<Tensor>& seeds,      // (B)
-                                                 const std::optional<Tensor>& positions,  // (B, F)
-                                                 int64_t K) {
-  const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
-  const Device device(draft_probs);
-  Tensor tokens = specvis::new_empty(draft_probs, {B, F, K}, ScalarType::Long);
-  Tensor num_children = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
-  Tensor status = specvis::new_empty(draft_probs, {B, F}, ScalarType::Int);
+Tensors<3> draw_children(const Tensor& draft_probs, const MaybeTensor& uniforms, const MaybeTensor& seeds,
+                         const MaybeTensor& positions, int64_t num_children) {
+  Arguments a("draw_children", "FVK");
   specvis::DrawChildren batch = {};
+  a.read("draft_probs", draft_probs, "BFV", &batch.draft_probs);
+  a.size("num_children", num_children, 'K');
+  read_randomness(a, batch, uniforms, "BFK", seeds, positions, "BF");
+  const int64_t B = a.size('B'), F = batch.F = a.size('F'), K = batch.K = num_children;
+  a.require(F * K <= specvis::kMost, "there are too many candidates");
   batch.R = B * F;
-  batch.F = F;
-  batch.V = draft_probs.size(2);
-  batch.K = K;
-  batch.draft_probs = draft_probs.const_data_ptr<float>();
-  batch.uniforms = data<float>(uniforms);
-  batch.seeds = data<int64_t>(seeds);
-  batch.positions = data<int64_t>(positions);
-  batch.tokens = tokens.mutable_data_ptr<int64_t>();
-  batch.num_children = num_children.mutable_data_ptr<int32_t>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::draw_children_cuda(batch, device.stream()));
-  return {tokens, num_children, status};
+  batch.V = a.size('V');
+  Tensor tokens = a.make({B, F, K}, &batch.tokens), found = a.make({B, F}, &batch.num_children);
+  Tensor status = a.make({B, F}, &batch.status);
+  RUN(draw_children, a, batch);
+  return {tokens, found, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> draw_tokens(const Tensor& logits,                   // (B, N, V)
-                                                       const std::optional<Tensor>& uncond,    // (B, N, V)
-                                                       const Tensor& guidance,                 // (B)
-                                                       const Tensor& temperature,              // (B)
-                                                       const Tensor& top_k,                    // (B)
-                                                       const Tensor& top_p,                    // (B)
-                                                       const Tensor& seeds,                    // (B)
-                                                       const Tensor& positions,                // (B, N)
-                                                       const std::optional<Tensor>& id_range,  // (B, N, 2)
-                                                       int64_t first_id, int64_t last_id, std::string filters,
-                                                       const std::optional<Tensor>& guesses,  // (B, N)
-                                                       int64_t ahead) {
-  const Device device(logits);
-  Tensor tokens = specvis::new_empty(positions, positions.sizes());
-  Tensor num_accepted = specvis::new_empty(seeds, seeds.sizes(), ScalarType::Int);
-  Tensor ahead_tokens = specvis::new_empty(positions, positions.sizes());
-  Tensor status = specvis::new_empty(positions, positions.sizes(), ScalarType::Int);
+Tensors<4> draw_tokens(const Tensor& logits, const MaybeTensor& uncond, const Tensor& guidance,
+                       const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& seeds,
+                       const Tensor& positions, const MaybeTensor& id_range, int64_t first_id, int64_t last_id,
+                       const std::string& filters, const MaybeTensor& guesses, int64_t ahead) {
+  Arguments a("draw_tokens", "NV");
   specvis::DrawTokens batch = {};
-  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
-  batch.seeds = seeds.const_data_ptr<int64_t>();
-  batch.positions = positions.const_data_ptr<int64_t>();
-  batch.guesses = data<int64_t>(guesses);
+  batch.rows =
+      read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  a.read("seeds", seeds, "B", &batch.seeds);
+  a.read("positions", positions, "BN", &batch.positions);
+  a.read("guesses", guesses, "BN", &batch.guesses);
+  a.count("ahead", ahead, 0);
   batch.ahead = ahead;
-  batch.tokens = tokens.mutable_data_ptr<int64_t>();
-  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
-  batch.ahead_tokens = ahead_tokens.mutable_data_ptr<int64_t>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::draw_tokens_cuda(batch, device.stream()));
+  const int64_t B = a.size('B'), N = a.size('N');
+  Tensor tokens = a.make({B, N}, &batch.tokens), num_accepted = a.make({B}, &batch.num_accepted);
+  Tensor ahead_tokens = a.make({B, N}, &batch.ahead_tokens), status = a.make({B, N}, &batch.status);
+  RUN(draw_tokens, a, batch);
   return {tokens, num_accepted, ahead_tokens, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> expand_tree(const Tensor& draft_probs,  // (B, F, V)
-                                                       const Tensor& scores,       // (B, F)
-                                                       const Tensor& width,        // (B)
-                                                       int64_t num_children) {
-  const int64_t B = draft_probs.size(0), F = draft_probs.size(1);
-  const Device device(draft_probs);
-  Tensor tokens = specvis::new_empty(draft_probs, {B, F, num_children}, ScalarType::Long);
-  Tensor child_scores = specvis::new_empty(draft_probs, {B, F, num_children});
-  Tensor frontier = specvis::new_empty(width, {B, num_children});
-  Tensor status = specvis::new_empty(width, {B, F});
+Tensors<4> expand_tree(const Tensor& draft_probs, const Tensor& scores, const Tensor& width, int64_t num_children) {
+  Arguments a("expand_tree", "FVK");
   specvis::ExpandTree batch = {};
-  batch.B = B;
-  batch.F = F;
-  batch.V = draft_probs.size(2);
-  batch.num_children = num_children;
-  batch.draft_probs = draft_probs.const_data_ptr<float>();
-  batch.scores = scores.const_data_ptr<float>();
-  batch.width = width.const_data_ptr<int32_t>();
-  batch.tokens = tokens.mutable_data_ptr<int64_t>();
-  batch.child_scores = child_scores.mutable_data_ptr<float>();
-  batch.frontier = frontier.mutable_data_ptr<int32_t>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::expand_tree_cuda(batch, device.stream()));
+  a.read("draft_probs", draft_probs, "BFV", &batch.draft_probs);
+  a.read("scores", scores, "BF", &batch.scores);
+  a.read("width", width, "B", &batch.width);
+  a.size("num_children", num_children, 'K');
+  const int64_t B = batch.B = a.size('B'), F = batch.F = a.size('F'), K = batch.num_children = num_children;
+  a.require(F * K <= specvis::kMost, "there are too many candidates");
+  batch.V = a.size('V');
+  Tensor tokens = a.make({B, F, K}, &batch.tokens), child_scores = a.make({B, F, K}, &batch.child_scores);
+  Tensor frontier = a.make({B, K}, &batch.frontier), status = a.make({B, F}, &batch.status);
+  RUN(expand_tree, a, batch);
   return {tokens, child_scores, frontier, status};
 }
 
-std::tuple<Tensor, Tensor> guided_probs(const Tensor& logits,                   // (B, N, V)
-                                        const std::optional<Tensor>& uncond,    // (B, N, V)
-                                        const Tensor& guidance,                 // (B)
-                                        const Tensor& temperature,              // (B)
-                                        const Tensor& top_k,                    // (B)
-                                        const Tensor& top_p,                    // (B)
-                                        const std::optional<Tensor>& id_range,  // (B, N, 2)
-                                        int64_t first_id, int64_t last_id, std::string filters) {
-  const Device device(logits);
-  Tensor probs = specvis::new_empty(logits, logits.sizes(), ScalarType::Float);
-  Tensor status = specvis::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Int);
+Tensors<2> guided_probs(const Tensor& logits, const MaybeTensor& uncond, const Tensor& guidance,
+                        const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+                        const MaybeTensor& id_range, int64_t first_id, int64_t last_id, const std::string& filters) {
+  Arguments a("guided_probs", "V");
   specvis::GuidedProbs batch = {};
-  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
-  batch.probs = probs.mutable_data_ptr<float>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::guided_probs_cuda(batch, device.stream()));
+  batch.rows =
+      read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  const int64_t B = a.size('B'), N = a.size('N');
+  Tensor probs = a.make({B, N, a.size('V')}, &batch.probs), status = a.make({B, N}, &batch.status);
+  RUN(guided_probs, a, batch);
   return {probs, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor> neighborhood_sum(const Tensor& probs,      // (R, V)
-                                                    const Tensor& tokens,     // (R)
-                                                    const Tensor& neighbors,  // (C, k)
-                                                    const Tensor& delta,      // (R)
-                                                    std::string cutoff, int64_t offset) {
-  const int64_t R = probs.size(0);
-  const Device device(probs);
-  Tensor relaxed_mass = specvis::new_empty(probs, {R});
-  Tensor num_neighbors = specvis::new_empty(probs, {R}, ScalarType::Int);
-  Tensor status = specvis::new_empty(probs, {R}, ScalarType::Int);
+Tensors<3> neighborhood_sum(const Tensor& probs, const Tensor& tokens, const Tensor& neighbors, const Tensor& delta,
+                            const std::string& cutoff, int64_t offset) {
+  Arguments a("neighborhood_sum", "VCk");
   specvis::NeighborhoodSum batch = {};
-  batch.R = R;
-  batch.V = probs.size(1);
-  batch.probs = probs.const_data_ptr<float>();
-  batch.tokens = tokens.const_data_ptr<int64_t>();
-  batch.neighbors = neighbors_of(neighbors, offset);
-  batch.delta = delta.const_data_ptr<float>();
-  batch.cutoff = specvis::cutoff_named(cutoff);
-  batch.relaxed_mass = relaxed_mass.mutable_data_ptr<float>();
-  batch.num_neighbors = num_neighbors.mutable_data_ptr<int32_t>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::neighborhood_sum_cuda(batch, device.stream()));
+  a.read("probs", probs, "RV", &batch.probs);
+  a.read("tokens", tokens, "R", &batch.tokens);
+  batch.neighbors = a.read_neighbors(neighbors, offset);
+  a.read("delta", delta, "R", &batch.delta);
+  batch.cutoff = a.name<specvis::Cutoff>("cutoff", cutoff, {"tvd", "ratio", "jsd"});
+  const int64_t R = batch.R = a.size('R');
+  batch.V = a.size('V');
+  Tensor relaxed_mass = a.make({R}, &batch.relaxed_mass), num_neighbors = a.make({R}, &batch.num_neighbors);
+  Tensor status = a.make({R}, &batch.status);
+  RUN(neighborhood_sum, a, batch);
   return {relaxed_mass, num_neighbors, status};
 }
 
-std::tuple<Tensor, Tensor> sample_residual(const Tensor& target_probs,                // (R, V)
-                                           const std::optional<Tensor>& draft_probs,  // (R, V)
-                                           const Tensor& uniforms,                    // (R)
-                                           const std::optional<Tensor>& omega) {      // (R)
-  const int64_t R = target_probs.size(0);
-  const Device device(target_probs);
-  Tensor tokens = specvis::new_empty(uniforms, {R}, ScalarType::Long);
-  Tensor status = specvis::new_empty(uniforms, {R}, ScalarType::Int);
+Tensors<2> sample_residual(const Tensor& target_probs, const MaybeTensor& draft_probs, const Tensor& uniforms,
+                           const MaybeTensor& omega) {
+  Arguments a("sample_residual", "V");
   specvis::SampleResidual batch = {};
-  batch.R = R;
-  batch.V = target_probs.size(1);
-  batch.target_probs = target_probs.const_data_ptr<float>();
-  batch.draft_probs = data<float>(draft_probs);
-  batch.uniforms = uniforms.const_data_ptr<float>();
-  batch.omega = data<float>(omega);
-  batch.tokens = tokens.mutable_data_ptr<int64_t>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::sample_residual_cuda(batch, device.stream()));
+  a.read("target_probs", target_probs, "RV", &batch.target_probs);
+  a.read("draft_probs", draft_probs, "RV", &batch.draft_probs);
+  a.read("uniforms", uniforms, "R", &batch.uniforms);
+  a.read("omega", omega, "R", &batch.omega);
+  const int64_t R = batch.R = a.size('R');
+  batch.V = a.size('V');
+  Tensor tokens = a.make({R}, &batch.tokens), status = a.make({R}, &batch.status);
+  RUN(sample_residual, a, batch);
   return {tokens, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> select_tree(const Tensor& tokens,   // (B, M)
-                                                       const Tensor& scores,   // (B, M)
-                                                       const Tensor& parents,  // (B, M)
-                                                       const Tensor& root,     // (B)
-                                                       const Tensor& size,     // (B)
-                                                       int64_t num_nodes) {
-  const int64_t B = tokens.size(0);
-  const Device device(tokens);
-  Tensor node_tokens = specvis::new_empty(tokens, {B, num_nodes});
-  Tensor node_parents = specvis::new_empty(parents, {B, num_nodes});
-  Tensor source = specvis::new_empty(parents, {B, num_nodes});
-  Tensor status = specvis::new_empty(parents, {B});
+Tensors<4> select_tree(const Tensor& tokens, const Tensor& scores, const Tensor& parents, const Tensor& root,
+                       const Tensor& size, int64_t num_nodes) {
+  Arguments a("select_tree", "N");
   specvis::SelectTree batch = {};
-  batch.B = B;
-  batch.M = tokens.size(1);
-  batch.num_nodes = num_nodes;
-  batch.tokens = tokens.const_data_ptr<int64_t>();
-  batch.scores = scores.const_data_ptr<float>();
-  batch.parents = parents.const_data_ptr<int32_t>();
-  batch.root = root.const_data_ptr<int64_t>();
-  batch.size = size.const_data_ptr<int32_t>();
-  batch.node_tokens = node_tokens.mutable_data_ptr<int64_t>();
-  batch.node_parents = node_parents.mutable_data_ptr<int32_t>();
-  batch.source = source.mutable_data_ptr<int32_t>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::select_tree_cuda(batch, device.stream()));
+  a.read("tokens", tokens, "BM", &batch.tokens);
+  a.read("scores", scores, "BM", &batch.scores);
+  a.read("parents", parents, "BM", &batch.parents);
+  a.read("root", root, "B", &batch.root);
+  a.read("size", size, "B", &batch.size);
+  a.size("num_nodes", num_nodes, 'N');
+  const int64_t B = batch.B = a.size('B'), N = batch.num_nodes = num_nodes;
+  batch.M = a.size('M');
+  Tensor node_tokens = a.make({B, N}, &batch.node_tokens), node_parents = a.make({B, N}, &batch.node_parents);
+  Tensor source = a.make({B, N}, &batch.source), status = a.make({B}, &batch.status);
+  RUN(select_tree, a, batch);
   return {node_tokens, node_parents, source, status};
 }
 
-Tensor tree_from_mask(const Tensor& mask) {  // (B, N, N)
-  const int64_t B = mask.size(0), N = mask.size(1);
-  const Device device(mask);
-  Tensor parents = specvis::new_empty(mask, {B, N}, ScalarType::Int);
+Tensor tree_from_mask(const Tensor& mask) {
+  Arguments a("tree_from_mask", "N");
   specvis::TreeFromMask batch = {};
-  batch.B = B;
-  batch.N = N;
-  batch.mask = mask.const_data_ptr<bool>();
-  batch.parents = parents.mutable_data_ptr<int32_t>();
-  check(specvis::tree_from_mask_cuda(batch, device.stream()));
+  a.read("mask", mask, "BNN", &batch.mask);
+  a.sizes("BN", batch.B, batch.N);
+  Tensor parents = a.make({batch.B, batch.N}, &batch.parents);
+  RUN(tree_from_mask, a, batch);
   return parents;
 }
 
-Tensor tree_from_paths(const Tensor& paths,  // (B, L, D)
-                       int64_t num_nodes) {
-  const int64_t B = paths.size(0);
-  const Device device(paths);
-  Tensor parents = specvis::new_empty(paths, {B, num_nodes}, ScalarType::Int);
+Tensor tree_from_paths(const Tensor& paths, int64_t num_nodes) {
+  Arguments a("tree_from_paths", "N");
   specvis::TreeFromPaths batch = {};
-  batch.B = B;
-  batch.L = paths.size(1);
-  batch.D = paths.size(2);
+  a.read("paths", paths, "BLD", &batch.paths);
+  a.size("num_nodes", num_nodes, 'N');
+  a.sizes("BLD", batch.B, batch.L, batch.D);
   batch.N = num_nodes;
-  batch.paths = paths.const_data_ptr<int64_t>();
-  batch.parents = parents.mutable_data_ptr<int32_t>();
-  check(specvis::tree_from_paths_cuda(batch, device.stream()));
+  Tensor parents = a.make({batch.B, num_nodes}, &batch.parents);
+  RUN(tree_from_paths, a, batch);
   return parents;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tree_links(const Tensor& parents) {  // (B, N)
-  const int64_t B = parents.size(0), N = parents.size(1);
-  const Device device(parents);
-  Tensor ancestors = specvis::new_empty(parents, {B, N, (N + 63) / 64}, ScalarType::Long);
-  Tensor depth = specvis::new_empty(parents, {B, N});
-  Tensor first_child = specvis::new_empty(parents, {B, N});
-  Tensor next_sibling = specvis::new_empty(parents, {B, N});
-  Tensor status = specvis::new_empty(parents, {B});
+Tensors<5> tree_links(const Tensor& parents) {
+  Arguments a("tree_links", "N");
   specvis::TreeLinks batch = {};
-  batch.B = B;
-  batch.N = N;
-  batch.parents = parents.const_data_ptr<int32_t>();
-  batch.ancestors = ancestors.mutable_data_ptr<int64_t>();
-  batch.depth = depth.mutable_data_ptr<int32_t>();
-  batch.first_child = first_child.mutable_data_ptr<int32_t>();
-  batch.next_sibling = next_sibling.mutable_data_ptr<int32_t>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::tree_links_cuda(batch, device.stream()));
+  a.read("parents", parents, "BN", &batch.parents);
+  const int64_t B = batch.B = a.size('B'), N = batch.N = a.size('N');
+  Tensor ancestors = a.make({B, N, (N + 63) / 64}, &batch.ancestors), depth = a.make({B, N}, &batch.depth);
+  Tensor first_child = a.make({B, N}, &batch.first_child), next_sibling = a.make({B, N}, &batch.next_sibling);
+  Tensor status = a.make({B}, &batch.status);
+  RUN(tree_links, a, batch);
   return {ancestors, depth, first_child, next_sibling, status};
 }
 
-Tensor tree_mask(const Tensor& ancestors,               // (B, N, W)
-                 const std::optional<Tensor>& lengths,  // (B)
-                 const std::optional<Tensor>& start,    // (B)
-                 std::string form, int64_t columns, ScalarType dtype) {
+Tensor tree_mask(const Tensor& ancestors, const MaybeTensor& lengths, const MaybeTensor& start, const std::string& form,
+                 int64_t columns, ScalarType dtype) {
   using specvis::Form;
-  const int64_t B = ancestors.size(0), N = ancestors.size(1);
-  const bool rows = form == "packed_rows", packed = rows || form == "packed", additive = form == "additive";
-  const ScalarType type = packed ? ScalarType::Byte : additive ? dtype : ScalarType::Bool;
-  const Device device(ancestors);
-  Tensor mask = rows     ? specvis::new_empty(ancestors, {B, N, (columns + 7) / 8}, type)
-                : packed ? specvis::new_empty(ancestors, {B, (N * columns + 7) / 8}, type)
-                         : specvis::new_empty(ancestors, {B, N, columns}, type);
+  Arguments a("tree_mask", "NC");
   specvis::TreeMask batch = {};
-  batch.B = B;
-  batch.N = N;
+  a.read("ancestors", ancestors, "BNW", &batch.ancestors);
+  a.read("lengths", lengths, "B", &batch.lengths);
+  a.read("start", start, "B", &batch.start);
+  a.size("columns", columns, 'C');
+  const int number = a.name<int>("form", form, {"bool", "additive", "packed", "packed_rows"});
+  const bool additive = number == 1, packed = number >= 2, rows = number == 3;
+  const int64_t B = batch.B = a.size('B'), N = batch.N = a.size('N');
+  a.require(a.size('W') == (N + 63) / 64, "ancestors", "must have a word for each 64 nodes");
+  a.require(!additive || dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+            "dtype", "is no type of floats");
   batch.columns = columns;
-  batch.ancestors = ancestors.const_data_ptr<int64_t>();
-  batch.lengths = data<int32_t>(lengths);
-  batch.start = data<int64_t>(start);
   batch.row_bits = rows ? (columns + 7) / 8 * 8 : columns;
   batch.form = packed                       ? Form::bits
                : !additive                  ? Form::bytes
                : dtype == ScalarType::Float ? Form::float32
                : dtype == ScalarType::Half  ? Form::float16
                                             : Form::bfloat16;
+  Tensor mask = rows     ? a.make({B, N, (columns + 7) / 8}, ScalarType::Byte)
+                : packed ? a.make({B, (N * columns + 7) / 8}, ScalarType::Byte)
+                         : a.make({B, N, columns}, additive ? dtype : ScalarType::Bool);
   batch.mask = mask.mutable_data_ptr();
-  check(specvis::tree_mask_cuda(batch, device.stream()));
+  RUN(tree_mask, a, batch);
   return mask;
 }
 
-Tensor tree_paths(const Tensor& parents,  // (B, N)
-                  int64_t max_depth) {
-  const int64_t B = parents.size(0), N = parents.size(1);
-  const Device device(parents);
-  const auto links = tree_links(parents);
-  Tensor paths = specvis::new_empty(parents, {B, N, max_depth + 1}, ScalarType::Long);
+Tensor tree_paths(const Tensor& parents, int64_t max_depth) {
+  Arguments a("tree_paths", "N");
   specvis::TreePaths batch = {};
-  batch.B = B;
-  batch.N = N;
+  a.read("parents", parents, "BN", &batch.parents);
+  a.size("max_depth", max_depth, 'P');
+  const int64_t B = batch.B = a.size('B'), N = batch.N = a.size('N');
   batch.max_depth = max_depth;
-  batch.parents = parents.const_data_ptr<int32_t>();
+#ifdef SPECVIS_CUDA
+  const auto links = tree_links(parents);
   batch.ancestors = std::get<0>(links).const_data_ptr<int64_t>();
   batch.depth = std::get<1>(links).const_data_ptr<int32_t>();
   batch.first_child = std::get<2>(links).const_data_ptr<int32_t>();
-  batch.paths = paths.mutable_data_ptr<int64_t>();
-  check(specvis::tree_paths_cuda(batch, device.stream()));
+#endif
+  Tensor paths = a.make({B, N, max_depth + 1}, &batch.paths);
+  RUN(tree_paths, a, batch);
   return paths;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> verify_chain(const Tensor& target_probs,                 // (T, V)
-                                                        const Tensor& draft_tokens,                 // (D)
-                                                        const Tensor& cu_num_draft_tokens,          // (B)
-                                                        const Tensor& uniforms,                     // (D + B)
-                                                        const std::optional<Tensor>& bonus_tokens,  // (B)
-                                                        const std::optional<Tensor>& draft_probs,   // (D, V)
-                                                        const std::optional<Tensor>& neighbors,     // (C, k)
-                                                        const std::optional<Tensor>& delta,         // (B)
-                                                        const std::optional<Tensor>& omega,         // (B)
-                                                        const std::optional<Tensor>& greedy,        // (B)
-                                                        std::string cutoff, int64_t offset, std::string residual,
-                                                        std::string empty) {
-  const int64_t B = cu_num_draft_tokens.size(0);
-  const Device device(target_probs);
-  Tensor num_accepted = specvis::new_empty(target_probs, {B}, ScalarType::Int);
-  Tensor next_token = specvis::new_empty(target_probs, {B}, ScalarType::Long);
-  Tensor tv_excess = specvis::new_empty(target_probs, {B});
-  Tensor status = specvis::new_empty(target_probs, {B}, ScalarType::Int);
+Tensors<4> verify_chain(const Tensor& target_probs, const Tensor& draft_tokens, const Tensor& cu_num_draft_tokens,
+                        const Tensor& uniforms, const MaybeTensor& bonus_tokens, const MaybeTensor& draft_probs,
+                        const MaybeTensor& neighbors, const MaybeTensor& delta, const MaybeTensor& omega,
+                        const MaybeTensor& greedy, const std::string& cutoff, int64_t offset,
+                        const std::string& residual, const std::string& empty) {
+  Arguments a("verify_chain", "VCk");
   specvis::VerifyChain batch = {};
-  batch.B = B;
-  batch.V = target_probs.size(1);
-  batch.D = draft_tokens.size(0);
-  batch.draft_tokens = specvis::integers_of(draft_tokens);
-  batch.ends = specvis::integers_of(cu_num_draft_tokens);
-  batch.target_probs = target_probs.const_data_ptr<float>();
-  batch.bonus_tokens = data<int64_t>(bonus_tokens);
-  batch.greedy = data<bool>(greedy);
-  batch.uniforms = uniforms.const_data_ptr<float>();
-  batch.draft_probs = data<float>(draft_probs);
-  batch.neighbors = neighbors_of(neighbors, offset);
-  batch.delta = data<float>(delta);
-  batch.omega = data<float>(omega);
-  batch.cutoff = specvis::cutoff_named(cutoff);
-  batch.residual = specvis::residual_named(residual);
-  batch.empty = specvis::empty_named(empty);
-  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
-  batch.next_token = next_token.mutable_data_ptr<int64_t>();
-  batch.tv_excess = tv_excess.mutable_data_ptr<float>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  int64_t bytes = 0;
-  check(specvis::verify_chain_scratch(batch, &bytes));
-  Tensor scratch = specvis::new_empty(target_probs, {bytes}, ScalarType::Char);
-  batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
-  check(specvis::verify_chain_cuda(batch, device.stream()));
+  a.read("target_probs", target_probs, "TV", &batch.target_probs);
+  batch.draft_tokens = a.read_integers("draft_tokens", draft_tokens, "D");
+  batch.ends = a.read_integers("cu_num_draft_tokens", cu_num_draft_tokens, "B");
+  a.read("uniforms", uniforms, "U", &batch.uniforms);
+  a.read("bonus_tokens", bonus_tokens, "B", &batch.bonus_tokens);
+  a.read("draft_probs", draft_probs, "DV", &batch.draft_probs);
+  a.read("omega", omega, "B", &batch.omega);
+  a.read("greedy", greedy, "B", &batch.greedy);
+  read_neighbors(a, batch, neighbors, delta, cutoff, offset, residual);
+  batch.empty = empty_of(a, empty);
+  const int64_t B = batch.B = a.size('B'), D = batch.D = a.size('D');
+  batch.V = a.size('V');
+  a.require(a.size('U') == D + B && a.size('T') == (bonus_tokens ? D : D + B),
+            "there must be a row for each draft and request");
+  Tensor num_accepted = a.make({B}, &batch.num_accepted), next_token = a.make({B}, &batch.next_token);
+  Tensor tv_excess = a.make({B}, &batch.tv_excess), status = a.make({B}, &batch.status);
+  RUN_WITH_SCRATCH(verify_chain, a, batch);
   return {num_accepted, next_token, tv_excess, status};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> verify_greedy(const Tensor& target_tokens,  // (B, N)
-                                                         const Tensor& tokens,         // (B, N)
-                                                         const Tensor& first_child,    // (B, N)
-                                                         const Tensor& next_sibling,   // (B, N)
-                                                         int64_t max_depth) {
-  const int64_t B = tokens.size(0);
-  const Device device(tokens);
-  Tensor accepted_nodes = specvis::new_empty(first_child, {B, max_depth});
-  Tensor num_accepted = specvis::new_empty(first_child, {B});
-  Tensor next_token = specvis::new_empty(tokens, {B});
-  Tensor status = specvis::new_empty(first_child, {B});
+Tensors<4> verify_greedy(const Tensor& target_tokens, const Tensor& tokens, const Tensor& first_child,
+                         const Tensor& next_sibling, int64_t max_depth) {
+  Arguments a("verify_greedy", "N");
   specvis::VerifyGreedy batch = {};
-  batch.B = B;
-  batch.N = tokens.size(1);
+  a.read("target_tokens", target_tokens, "BN", &batch.target_tokens);
+  a.read("tokens", tokens, "BN", &batch.tokens);
+  a.read("first_child", first_child, "BN", &batch.first_child);
+  a.read("next_sibling", next_sibling, "BN", &batch.next_sibling);
+  a.size("max_depth", max_depth, 'P');
+  const int64_t B = batch.B = a.size('B');
+  batch.N = a.size('N');
   batch.max_depth = max_depth;
-  batch.target_tokens = target_tokens.const_data_ptr<int64_t>();
-  batch.tokens = tokens.const_data_ptr<int64_t>();
-  batch.first_child = first_child.const_data_ptr<int32_t>();
-  batch.next_sibling = next_sibling.const_data_ptr<int32_t>();
-  batch.accepted_nodes = accepted_nodes.mutable_data_ptr<int32_t>();
-  batch.num_accepted = num_accepted.mutable_data_ptr<int32_t>();
-  batch.next_token = next_token.mutable_data_ptr<int64_t>();
-  batch.status = status.mutable_data_ptr<int32_t>();
-  check(specvis::verify_greedy_cuda(batch, device.stream()));
+  Tensor accepted_nodes = a.make({B, max_depth}, &batch.accepted_nodes),
+         num_accepted = a.make({B}, &batch.num_accepted);
+  Tensor next_token = a.make({B}, &batch.next_token), status = a.make({B}, &batch.status);
+  RUN(verify_greedy, a, batch);
   return {accepted_nodes, num_accepted, next_token, status};
 }
 
-Verified verify_logits(const Tensor& logits,                      // (B, N, V)
-                       const std::optional<Tensor>& uncond,       // (B, N, V)
-                       const Tensor& tokens,                      // (B, N)
-                       const Tensor& first_child,                 // (B, N)
-                       const Tensor& next_sibling,                // (B, N)
-                       const std::optional<Tensor>& uniforms,     // (B, N)
-                       const Tensor& guidance,                    // (B)
-                       const Tensor& temperature,                 // (B)
-                       const Tensor& top_k,                       // (B)
-                       const Tensor& top_p,                       // (B)
-                       const std::optional<Tensor>& id_range,     // (B, N, 2)
-                       const std::optional<Tensor>& draft_probs,  // (B, M, V)
-                       const std::optional<Tensor>& draft_row,    // (B, N)
-                       const std::optional<Tensor>& neighbors,    // (C, k)
-                       const std::optional<Tensor>& delta,        // (B)
-                       const std::optional<Tensor>& omega,        // (B, P)
-                       const std::optional<Tensor>& seeds,        // (B)
-                       const std::optional<Tensor>& positions,    // (B, N)
-                       int64_t first_id, int64_t last_id, std::string filters, std::string cutoff, int64_t offset,
-                       std::string residual, std::string empty, int64_t max_depth) {
-  const Device device(logits);
+Verified verify_logits(const Tensor& logits, const MaybeTensor& uncond, const Tensor& tokens, const Tensor& first_child,
+                       const Tensor& next_sibling, const MaybeTensor& uniforms, const Tensor& guidance,
+                       const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const MaybeTensor& id_range,
+                       const MaybeTensor& draft_probs, const MaybeTensor& draft_row, const MaybeTensor& neighbors,
+                       const MaybeTensor& delta, const MaybeTensor& omega, const MaybeTensor& seeds,
+                       const MaybeTensor& positions, int64_t first_id, int64_t last_id, const std::string& filters,
+                       const std::string& cutoff, int64_t offset, const std::string& residual, const std::string& empty,
+                       int64_t max_depth) {
+  Arguments a("verify_logits", "NVMCk");
   specvis::VerifyLogits batch = {};
-  Verified outputs = verification(batch, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                                  delta, omega, cutoff, offset, residual, empty, max_depth, logits.size(2));
-  batch.rows = logit_rows(logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
-  batch.seeds = data<int64_t>(seeds);
-  batch.positions = data<int64_t>(positions);
-  int64_t bytes = 0;
-  check(specvis::verify_logits_scratch(batch, &bytes));
-  Tensor scratch = specvis::new_empty(tokens, {bytes}, ScalarType::Char);
-  batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
-  check(specvis::verify_logits_cuda(batch, device.stream()));
-  return outputs;
+  batch.rows =
+      read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  read_randomness(a, batch, uniforms, "BN", seeds, positions, "BN");
+  read_neighbors(a, batch, neighbors, delta, cutoff, offset, residual);
+  batch.empty = empty_of(a, empty);
+  Verified results = read_tree(a, batch, tokens, first_child, next_sibling, draft_probs, draft_row, omega, max_depth);
+  RUN_WITH_SCRATCH(verify_logits, a, batch);
+  return results;
 }
 
-Verified verify_tree(const Tensor& target_probs,                // (B, N, V)
-                     const Tensor& tokens,                      // (B, N)
-                     const Tensor& first_child,                 // (B, N)
-                     const Tensor& next_sibling,                // (B, N)
-                     const Tensor& uniforms,                    // (B, N)
-                     const std::optional<Tensor>& draft_probs,  // (B, M, V)
-                     const std::optional<Tensor>& draft_row,    // (B, N)
-                     const std::optional<Tensor>& neighbors,    // (C, k)
-                     const std::optional<Tensor>& delta,        // (B)
-                     const std::optional<Tensor>& omega,        // (B, P)
-                     const std::optional<Tensor>& greedy,       // (B)
-                     std::string cutoff, int64_t offset, std::string residual, std::string empty, int64_t max_depth) {
-  const Device device(target_probs);
+Verified verify_tree(const Tensor& target_probs, const Tensor& tokens, const Tensor& first_child,
+                     const Tensor& next_sibling, const Tensor& uniforms, const MaybeTensor& draft_probs,
+                     const MaybeTensor& draft_row, const MaybeTensor& neighbors, const MaybeTensor& delta,
+                     const MaybeTensor& omega, const MaybeTensor& greedy, const std::string& cutoff, int64_t offset,
+                     const std::string& residual, const std::string& empty, int64_t max_depth) {
+  Arguments a("verify_tree", "NVMCk");
   specvis::VerifyTree batch = {};
-  Verified outputs = verification(batch, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                                  delta, omega, cutoff, offset, residual, empty, max_depth, target_probs.size(2));
-  batch.target_probs = target_probs.const_data_ptr<float>();
-  batch.greedy = data<bool>(greedy);
-  int64_t bytes = 0;
-  check(specvis::verify_tree_scratch(batch, &bytes));
-  Tensor scratch = specvis::new_empty(tokens, {bytes}, ScalarType::Char);
-  batch.scratch = static_cast<char*>(scratch.mutable_data_ptr());
-  check(specvis::verify_tree_cuda(batch, device.stream()));
-  return outputs;
+  a.read("target_probs", target_probs, "BNV", &batch.target_probs);
+  a.read("uniforms", uniforms, "BN", &batch.uniforms);
+  a.read("greedy", greedy, "B", &batch.greedy);
+  read_neighbors(a, batch, neighbors, delta, cutoff, offset, residual);
+  batch.empty = empty_of(a, empty);
+  Verified results = read_tree(a, batch, tokens, first_child, next_sibling, draft_probs, draft_row, omega, max_depth);
+  RUN_WITH_SCRATCH(verify_tree, a, batch);
+  return results;
 }
+
+#ifndef SPECVIS_CUDA
+// The ops that have a kernel for the CPU alone.
+
+// The last denoising step of both models. Returns whether it is given.
+bool read_last_step(Arguments& a, specvis::LastStepParams& step, const MaybeTensor& target_means,
+                    const MaybeTensor& target_log_sigmas, const MaybeTensor& draft_means,
+                    const MaybeTensor& draft_log_sigmas) {
+  const bool is_given = target_means.has_value();
+  a.require(target_log_sigmas.has_value() == is_given && draft_means.has_value() == is_given &&
+                draft_log_sigmas.has_value() == is_given,
+            "target_means, target_log_sigmas, draft_means and draft_log_sigmas must be given together");
+  a.read("target_means", target_means, "BGC", &step.target_means);
+  a.read("target_log_sigmas", target_log_sigmas, "BGC", &step.target_log_sigmas);
+  a.read("draft_means", draft_means, "BGC", &step.draft_means);
+  a.read("draft_log_sigmas", draft_log_sigmas, "BGC", &step.draft_log_sigmas);
+  return is_given;
+}
+
+Tensors<5> accept_gaussian(const Tensor& tokens, const Tensor& log_ratio, const Tensor& uniforms,
+                           const MaybeTensor& target_means, const MaybeTensor& target_log_sigmas,
+                           const MaybeTensor& draft_means, const MaybeTensor& draft_log_sigmas,
+                           const MaybeTensor& temperature, const MaybeTensor& num_drafted, bool truncate) {
+  Arguments a("accept_gaussian", "GC");
+  specvis::AcceptGaussian batch = {};
+  a.read("tokens", tokens, "BGC", &batch.tokens);
+  a.read("log_ratio", log_ratio, "BG", &batch.log_ratio);
+  a.read("uniforms", uniforms, "BG", &batch.uniforms);
+  read_last_step(a, batch.last_step, target_means, target_log_sigmas, draft_means, draft_log_sigmas);
+  a.read("temperature", temperature, "B", &batch.temperature);
+  a.read("num_drafted", num_drafted, "B", &batch.num_drafted);
+  batch.truncate = truncate;
+  const int64_t B = batch.B = a.size('B'), G = batch.G = a.size('G');
+  batch.C = a.size('C');
+  Tensor num_accepted = a.make({B}, &batch.num_accepted), is_accepted = a.make({B, G}, &batch.is_accepted);
+  Tensor is_rejected = a.make({B, G}, &batch.is_rejected), log_r = a.make({B, G}, &batch.log_r);
+  Tensor status = a.make({B}, &batch.status);
+  RUN(accept_gaussian, a, batch);
+  return {num_accepted, is_accepted, is_rejected, log_r, status};
+}
+
+Tensor decoder_layers(const Tensor& x, const Tensor& matrices, const Tensor& vectors, const MaybeTensor& last_norm,
+                      const Tensor& kv_cache, const Tensor& lengths, const Tensor& ancestors, const Tensor& positions,
+                      const Tensor& rotations, const MaybeTensor& key_mask, int64_t heads, int64_t ffn_dim,
+                      int64_t first_node, double eps, double head_eps, bool has_first_norm, bool has_head_norms,
+                      bool rotates_halves) {
+  Arguments a("decoder_layers", "NELTGDWPY");
+  specvis::DecoderLayers batch = {};
+  batch.kv_cache = a.write("kv_cache", kv_cache, "LRT2GD", x.scalar_type());
+  batch.type = a.read_floats("x", x, "RNE", &batch.x);
+  a.require(batch.type != specvis::FloatType::float16, "x must be float32 or bfloat16");
+  batch.matrices = a.read("matrices", matrices, "Lm", x.scalar_type());
+  a.read("vectors", vectors, "Lv", &batch.vectors);
+  a.read("last_norm", last_norm, "E", &batch.last_norm);
+  a.read("lengths", lengths, "B", &batch.lengths);
+  a.read("ancestors", ancestors, "BNW", &batch.ancestors);
+  a.read("positions", positions, "YN", &batch.positions);
+  a.read("rotations", rotations, "Pd2", &batch.rotations);
+  a.read("key_mask", key_mask, "RS", &batch.key_mask);
+  a.size("heads", heads, 'H');
+  a.size("ffn_dim", ffn_dim, 'F');
+  a.count("first_node", first_node, 0);
+  const int64_t R = a.size('R'), N = a.size('N'), E = a.size('E');
+  a.sizes("RNEBLTGDPYW", batch.R, batch.N, batch.E, batch.B, batch.L, batch.cache_len, batch.G, batch.D, batch.P,
+          batch.Y, batch.W);
+  batch.H = heads;
+  batch.F = ffn_dim;
+  batch.S = key_mask ? a.size('S') : 0;
+  batch.first_node = first_node;
+  batch.eps = static_cast<float>(eps);
+  batch.head_eps = static_cast<float>(head_eps);
+  batch.has_first_norm = has_first_norm;
+  batch.has_head_norms = has_head_norms;
+  batch.has_halves = rotates_halves;
+  a.require_rows_of_requests(R);
+  a.require(heads % batch.G == 0 && batch.D <= 256, "heads do not fit kv_cache");
+  a.require(E % 16 == 0 && batch.D % 16 == 0, "x and kv_cache must have multiples of 16 entries");
+  a.require(a.size('d') * 2 == batch.D, "rotations must be of D / 2 pairs");
+  a.require(R % batch.Y == 0, "the rows must be a multiple of the rows of positions");
+  a.require(a.size('m') == batch.layer_matrices() && a.size('v') == batch.layer_vectors(),
+            "matrices and vectors must be packed for these sizes");
+  a.require(first_node + N <= 64 * batch.W, "ancestors must have a word for each 64 nodes");
+  Tensor hidden = a.make({R, N, E}, x.scalar_type());
+  batch.hidden = hidden.mutable_data_ptr();
+  RUN(decoder_layers, a, batch);
+  return hidden;
+}
+
+Tensors<3> denoise_tokens(const Tensor& noise, const Tensor& z, const Tensor& time, const Tensor& matrices,
+                          const Tensor& vectors, const Tensor& schedule, const Tensor& guidance, int64_t num_blocks,
+                          double eps, double log_temperature, double clip_range) {
+  Arguments a("denoise_tokens", "TCPW");
+  specvis::DenoiseTokens batch = {};
+  a.read("noise", noise, "RTC", &batch.noise);
+  a.read("z", z, "RPW", &batch.z);
+  a.read("time", time, "TW", &batch.time);
+  a.read("matrices", matrices, "m", &batch.matrices);
+  a.read("vectors", vectors, "v", &batch.vectors);
+  a.read("schedule", schedule, "T7", &batch.schedule);
+  a.read("guidance", guidance, "R", &batch.guidance);
+  a.count("num_blocks", num_blocks, 0);
+  const int64_t R = batch.R = a.size('R'), T = batch.T = a.size('T'), C = batch.C = a.size('C');
+  a.sizes("PW", batch.P, batch.W);
+  batch.blocks = num_blocks;
+  batch.eps = static_cast<float>(eps);
+  batch.log_temperature = static_cast<float>(log_temperature);
+  batch.clip_range = static_cast<float>(clip_range);
+  a.require(batch.P <= 2 && batch.W % 16 == 0 && C % 2 == 0, "z or noise has another size");
+  a.require(a.size('m') == batch.num_matrices() && a.size('v') == batch.num_vectors(),
+            "matrices and vectors must be packed for these sizes");
+  Tensor states = a.make({R, T + 1, C}, &batch.states), log_sigma = a.make({R, C}, &batch.log_sigma);
+  Tensor log_sigma_sum = a.make({R}, &batch.log_sigma_sum);
+  RUN(denoise_tokens, a, batch);
+  return {states, log_sigma, log_sigma_sum};
+}
+
+Tensor packed_linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias, int64_t out_features) {
+  Arguments a("packed_linear", "Kpnq");
+  specvis::PackedLinear batch = {};
+  batch.type = a.read_floats("x", x, "MK", &batch.x);
+  a.require(batch.type != specvis::FloatType::float16, "x must be float32 or bfloat16");
+  batch.weight = a.read("weight", weight, "pn", x.scalar_type());
+  a.read("bias", bias, "q", &batch.bias);
+  a.size("out_features", out_features, 'q');
+  a.sizes("MKp", batch.M, batch.K, batch.panels);
+  batch.outputs = out_features;
+  a.require(a.size('n') == batch.K * specvis::kPanel &&
+                (batch.type == specvis::FloatType::float32 || batch.K % 2 == 0) &&
+                batch.panels == specvis::round_up(out_features, specvis::kPanel) / specvis::kPanel,
+            "weight and bias must be for these inputs and outputs");
+  Tensor y = a.make({batch.M, out_features}, &batch.y);
+  RUN(packed_linear, a, batch);
+  return y;
+}
+
+Tensors<3> resample_gaussian(const Tensor& tokens, const Tensor& is_accepted, const Tensor& is_rejected,
+                             const Tensor& proposals, const Tensor& log_ratio, const Tensor& uniforms,
+                             const Tensor& fallback, const MaybeTensor& target_means,
+                             const MaybeTensor& target_log_sigmas, const MaybeTensor& draft_means,
+                             const MaybeTensor& draft_log_sigmas, const MaybeTensor& temperature) {
+  Arguments a("resample_gaussian", "GCM");
+  specvis::ResampleGaussian batch = {};
+  a.read("tokens", tokens, "BGC", &batch.tokens);
+  a.read("is_accepted", is_accepted, "BG", &batch.is_accepted);
+  a.read("is_rejected", is_rejected, "BG", &batch.is_rejected);
+  a.read("proposals", proposals, "BGMC", &batch.proposals);
+  a.read("uniforms", uniforms, "BGM", &batch.uniforms);
+  a.read("fallback", fallback, "BGC", &batch.fallback);
+  const bool has_last_step =
+      read_last_step(a, batch.last_step, target_means, target_log_sigmas, draft_means, draft_log_sigmas);
+  a.read("log_ratio", log_ratio, has_last_step ? "BG" : "BGM", &batch.log_ratio);
+  a.read("temperature", temperature, "B", &batch.temperature);
+  const int64_t B = batch.B = a.size('B'), G = batch.G = a.size('G'), C = batch.C = a.size('C');
+  batch.M = a.size('M');
+  Tensor new_tokens = a.make({B, G, C}, &batch.new_tokens), num_tries = a.make({B, G}, &batch.num_tries);
+  Tensor status = a.make({B, G}, &batch.status);
+  RUN(resample_gaussian, a, batch);
+  return {new_tokens, num_tries, status};
+}
+
+Tensor transformer_blocks(const Tensor& x, const Tensor& matrices, const Tensor& vectors, const MaybeTensor& last_norm,
+                          const MaybeTensor& key_mask, const Tensor& wanted, int64_t heads, int64_t ffn_dim,
+                          double eps) {
+  Arguments a("transformer_blocks", "NELHFn");
+  specvis::TransformerBlocks batch = {};
+  batch.type = a.read_floats("x", x, "RNE", &batch.x);
+  a.require(batch.type != specvis::FloatType::float16, "x must be float32 or bfloat16");
+  batch.matrices = a.read("matrices", matrices, "Lm", x.scalar_type());
+  a.read("vectors", vectors, "Lv", &batch.vectors);
+  a.read("last_norm", last_norm, "p", &batch.last_norm);
+  a.read("key_mask", key_mask, "RN", &batch.key_mask);
+  a.read("wanted", wanted, "Rn", &batch.wanted);
+  a.size("heads", heads, 'H');
+  a.size("ffn_dim", ffn_dim, 'F');
+  const int64_t R = batch.R = a.size('R'), E = batch.E = a.size('E'), n = batch.n = a.size('n');
+  a.sizes("NL", batch.N, batch.L);
+  batch.H = heads;
+  batch.F = ffn_dim;
+  batch.eps = static_cast<float>(eps);
+  a.require(E % 16 == 0 && ffn_dim % 16 == 0 && E % heads == 0 && E / heads <= 256, "x has another size");
+  a.require(a.size('m') == batch.layer_matrices() && a.size('v') == batch.layer_vectors() &&
+                (!last_norm || a.size('p') == 2 * E),
+            "the blocks must be packed for these sizes");
+  Tensor out = a.make({R, n, E}, x.scalar_type());
+  batch.out = out.mutable_data_ptr();
+  if (R > 0) RUN(transformer_blocks, a, batch);
+  return out;
+}
+
+Tensor tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, const Tensor& lengths, const Tensor& ancestors,
+                      const MaybeTensor& key_mask, double scale) {
+  Arguments a("tree_attention", "NHDTGW");
+  specvis::TreeAttention batch = {};
+  const ScalarType type = q.scalar_type();
+  batch.type = a.read_strided("q", q, "RNHD", &batch.q, batch.q_strides);
+  a.read_strided("k_cache", k_cache, "RTGD", &batch.k, batch.k_strides);
+  a.read_strided("v_cache", v_cache, "RTGD", &batch.v, batch.v_strides);
+  a.read("lengths", lengths, "B", &batch.lengths);
+  a.read("ancestors", ancestors, "BNW", &batch.ancestors);
+  a.read("key_mask", key_mask, "RS", &batch.key_mask);
+  const int64_t R = batch.R = a.size('R'), N = batch.N = a.size('N'), H = batch.H = a.size('H');
+  const int64_t D = batch.D = a.size('D');
+  a.sizes("TGBW", batch.T, batch.G, batch.B, batch.W);
+  batch.S = key_mask ? a.size('S') : 0;
+  batch.scale = static_cast<float>(scale);
+  a.require_rows_of_requests(R);
+  a.require(H % batch.G == 0 && D <= 256, "the heads of q and k_cache do not fit");
+  a.require(k_cache.scalar_type() == type && v_cache.scalar_type() == type, "k_cache and v_cache",
+            "must have the dtype of q");
+  Tensor attended = a.make({R, N, H, D}, type);
+  batch.attended = attended.mutable_data_ptr();
+  RUN(tree_attention, a, batch);
+  return attended;
+}
+#endif
 
 }  // namespace
 
+#define OP(name) m.impl(#name, TORCH_BOX(&name))
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
-  m.impl("commit_kv", SPECVIS_BOX(commit_kv, &commit_kv));
-  m.impl("commit_tokens", SPECVIS_BOX(commit_tokens, &commit_tokens));
-  m.impl("couple_tokens", SPECVIS_BOX(couple_tokens, &couple_tokens));
-  m.impl("draft_children", SPECVIS_BOX(draft_children, &draft_children));
-  m.impl("draft_frontier", SPECVIS_BOX(draft_frontier, &draft_frontier));
-  m.impl("draw_children", SPECVIS_BOX(draw_children, &draw_children));
-  m.impl("draw_tokens", SPECVIS_BOX(draw_tokens, &draw_tokens));
-  m.impl("expand_tree", SPECVIS_BOX(expand_tree, &expand_tree));
-  m.impl("guided_probs", SPECVIS_BOX(guided_probs, &guided_probs));
-  m.impl("neighborhood_sum", SPECVIS_BOX(neighborhood_sum, &neighborhood_sum));
-  m.impl("sample_residual", SPECVIS_BOX(sample_residual, &sample_residual));
-  m.impl("select_tree", SPECVIS_BOX(select_tree, &select_tree));
-  m.impl("tree_from_mask", SPECVIS_BOX(tree_from_mask, &tree_from_mask));
-  m.impl("tree_from_paths", SPECVIS_BOX(tree_from_paths, &tree_from_paths));
-  m.impl("tree_links", SPECVIS_BOX(tree_links, &tree_links));
-  m.impl("tree_mask", SPECVIS_BOX(tree_mask, &tree_mask));
-  m.impl("tree_paths", SPECVIS_BOX(tree_paths, &tree_paths));
-  m.impl("verify_chain", SPECVIS_BOX(verify_chain, &verify_chain));
-  m.impl("verify_greedy", SPECVIS_BOX(verify_greedy, &verify_greedy));
-  m.impl("verify_logits", SPECVIS_BOX(verify_logits, &verify_logits));
-  m.impl("verify_tree", SPECVIS_BOX(verify_tree, &verify_tree));
+  OP(commit_kv);
+  OP(commit_tokens);
+  OP(couple_tokens);
+  OP(draft_children);
+  OP(draft_frontier);
+  OP(draw_children);
+  OP(draw_tokens);
+  OP(expand_tree);
+  OP(guided_probs);
+  OP(neighborhood_sum);
+  OP(sample_residual);
+  OP(select_tree);
+  OP(tree_from_mask);
+  OP(tree_from_paths);
+  OP(tree_links);
+  OP(tree_mask);
+  OP(tree_paths);
+  OP(verify_chain);
+  OP(verify_greedy);
+  OP(verify_logits);
+  OP(verify_tree);
+#ifndef SPECVIS_CUDA
+  OP(accept_gaussian);
+  OP(decoder_layers);
+  OP(denoise_tokens);
+  OP(packed_linear);
+  OP(resample_gaussian);
+  OP(transformer_blocks);
+  OP(tree_attention);
+#endif
 }

@@ -25,7 +25,7 @@ def check_relaxation(neighbors: Tensor | None, delta: Tensor | float | None, cut
 
 
 class Candidate(NamedTuple):
-    """A token of each of R rows, as `Candidate` in csrc/rules.h. Masses and totals are in fixed point."""
+    """A token of each of R rows, as `Candidate` in csrc/shared/rules.h. Masses and totals are in fixed point."""
     token: Tensor         # (R,) int64    in [0, V)
     is_sampled: Tensor    # (R,) bool     whether it was drawn from the draft's row; else it is a point mass
     token_mass: Tensor    # (R,) int64    its mass in the target

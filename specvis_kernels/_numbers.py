@@ -41,7 +41,7 @@ def draw(mass: Tensor, total: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """exp(x) of float32 x <= 0, to about one unit in the last place; 0 below -87. As `exp_of` in csrc/floats.h."""
+    """exp(x) of float32 x <= 0, to one unit in the last place or so; 0 below -87. As `exp_of` in shared/floats.h."""
     clamped = torch.where(x < -100.0, -100.0, x)
     shifted = clamped * 1.44269504 + 12582912.0  # 1.5 * 2**23: the low bits are the integer nearest to the product
     n = shifted - 12582912.0
@@ -55,7 +55,7 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """log(x) of positive, normal float32, to about one unit in the last place. As `log_of` in csrc/floats.h."""
+    """log(x) of positive, normal float32, to about one unit in the last place. As `log_of` in csrc/shared/floats.h."""
     exponent, mantissa = split(x)
     return log_of_parts(exponent, mantissa - 1.0)
 

@@ -1,6 +1,6 @@
 """Random numbers that a request's seed alone decides: Philox4x32-10 (Salmon et al., SC 2011), and Gumbel noise from it.
 
-These are plain torch. The kernels make equal words inside, by csrc/noise.h and triton/_noise.py.
+These are plain torch. The kernels make equal words inside, by csrc/shared/noise.h and triton/_noise.py.
 """
 import torch
 from torch import Tensor

@@ -16,7 +16,7 @@ import setuptools
 import specvis_kernels
 
 ROOT = Path(__file__).parent.parent
-KERNELS = sorted((ROOT / "csrc").glob("*.cu"))
+KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
 LIBRARY = Path(specvis_kernels.__file__).with_name("_ops_cuda.so")
 
 
@@ -48,7 +48,8 @@ def cuda_build() -> Path:
         setup = defined_in_setup(patch)
         links = sorted(setup["OBJECTS"].resolve().glob(f"*/{LIBRARY.name}.log"), key=lambda log: log.stat().st_mtime)
         assert links, "no objects of the CUDA library: build it again, by make cuda"
-        old = [file.name for file in KERNELS if not setup["is_fresh"](links[-1].with_name("csrc") / f"{file.name}.o")]
+        folder = links[-1].parent / "csrc/cuda"
+        old = [file.name for file in KERNELS if not setup["is_fresh"](folder / f"{file.name}.o")]
         assert not old, f"the CUDA library is not made of what is in csrc/: make cuda, for {old}"
     return links[-1].parent
 
@@ -156,9 +157,10 @@ def test_the_compilers_say_what_they_read(setup):
     if not found:
         pytest.skip("needs a build that is newer than the sources")
     for file in found:
-        source = ROOT / "csrc" / file.name.removesuffix(".o")
-        names = {path.name for path in setup["read_by"](file)}
-        assert {source.name, *re.findall(r'#include "(.*)"', source.read_text())} <= names
+        read = setup["read_by"](file)
+        source, = (path for path in read if path.name == file.name.removesuffix(".o"))
+        names = {path.name for path in read}
+        assert {Path(name).name for name in re.findall(r'#include "(.*)"', source.read_text())} <= names
 
 
 def test_which_nvcc_builds_the_cuda_library(setup, monkeypatch, tmp_path, capsys):
@@ -205,7 +207,7 @@ def test_every_kernel_stays_in_registers(measured):
 
     folder, spilling = cuda_build(), []
     for file in KERNELS:
-        log = (folder / f"csrc/{file.name}.log").read_text()
+        log = (folder / f"csrc/cuda/{file.name}.log").read_text()
         assert "warning" not in log, log
         reports = log.split("Compiling entry function '")[1:]
         assert reports, log
@@ -257,7 +259,7 @@ def test_a_library_for_a_newer_cuda_than_the_drivers_stays_out(tmp_path, driver,
     package = shutil.copytree(LIBRARY.parent, tmp_path / "specvis_kernels",
                               ignore=shutil.ignore_patterns("_ops_cuda.so", "__pycache__"))
     (tmp_path / "cuda_runtime_api.h").write_text(FAKE_HEADER)
-    compile((ROOT / "csrc/cuda_version.cpp").read_text(), package / "_ops_cuda.so")
+    compile((ROOT / "csrc/cuda/cuda_version.cpp").read_text(), package / "_ops_cuda.so")
     if driver:
         compile(FAKE_DRIVER % driver, tmp_path / "libcuda.so.1")
     program = f"""if True:

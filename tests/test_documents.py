@@ -90,7 +90,7 @@ def test_the_table_of_ops_is_the_truth():
                       r"\[\1\.py\]\(\.\./specvis_kernels/\1\.py\) \|$", table, re.M)
     assert len(rows) == table.count("\n") - 1 and {name for name, _ in rows} == PUBLIC
     for name, kernels in rows:
-        files = {"C++": ROOT / "csrc" / f"{name}.cpp", "CUDA C++": ROOT / "csrc" / f"{name}.cu",
+        files = {"C++": ROOT / "csrc/cpu" / f"{name}.cpp", "CUDA C++": ROOT / "csrc/cuda" / f"{name}.cu",
                  "Triton": ROOT / "specvis_kernels" / "triton" / f"{name}.py"}
         there = [kernel for kernel, file in files.items() if file.exists()]
         assert kernels == {3: "all", 0: "none"}.get(len(there), ", ".join(there)), name

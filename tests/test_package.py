@@ -73,7 +73,7 @@ def test_no_kernel_has_gone_missing(op):
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_files_have_the_name_of_the_op(op):
-    files = {"oracle": f"specvis_kernels/{op}.py", "cpu": f"csrc/{op}.cpp", "cuda": f"csrc/{op}.cu",
+    files = {"oracle": f"specvis_kernels/{op}.py", "cpu": f"csrc/cpu/{op}.cpp", "cuda": f"csrc/cuda/{op}.cu",
              "triton": f"specvis_kernels/triton/{op}.py"}
     for backend, file in files.items():
         assert (ROOT / file).exists() == (backend in KERNELS[op]), file
@@ -198,7 +198,7 @@ def test_an_import_that_points_up_is_found(tmp_path):
 def test_imports_point_one_way():
     """csrc -> specvis_kernels -> python/specvis; tests and benchmarks look on."""
     beyond_the_stable_abi = r"#include <(Python\.h|pybind|ATen/|c10/|torch/(?!csrc/stable/|headeronly/))"
-    assert not lines("csrc/*", beyond_the_stable_abi)
+    assert not lines("csrc/**/*.*", beyond_the_stable_abi)
     assert not lines("python/**/*.py", r"^\s*(from|import)\s+(tests|benchmarks)\b")
     assert not lines("python/**/*.py", r"from specvis_kernels\.|import specvis_kernels\.")  # only public names
 
@@ -210,7 +210,7 @@ def test_types_are_declared():
 
 def test_the_version_stands_in_one_place():
     version = specvis_kernels.__version__
-    files = ("pyproject.toml", "setup.py", "csrc/*", "specvis_kernels/**/*.py", "python/specvis/**/*.py")
+    files = ("pyproject.toml", "setup.py", "csrc/**/*.*", "specvis_kernels/**/*.py", "python/specvis/**/*.py")
     found = [line for pattern in files for line in lines(pattern, rf"(?<![\d.]){re.escape(version)}(?![\d.])")]
     assert found == [f'specvis_kernels/__init__.py: __version__ = "{version}"']
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels on the CPU, as backend "cuda_emulated": csrc/*.cu, by g++ with the headers here."""
+"""The CUDA kernels on the CPU, as backend "cuda_emulated": csrc/cuda/*.cu, by g++ with the headers here."""
 import fcntl
 import os
 import shutil
@@ -33,6 +33,8 @@ def build(sources, library: Path, *flags: str, trace: bool = False, others=()) -
     """
     if trace:
         sources = [*sources, HERE / "trace.cpp"]
+    if any(source.suffix == ".cu" for source in sources):
+        flags = ("-DSPECVIS_CUDA", "-DSPECVIS_EMULATED", *flags)
     compiler = os.environ.get("CXX", "g++")
     torch_folder = Path(torch.__file__).parent
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -47,9 +49,8 @@ def build(sources, library: Path, *flags: str, trace: bool = False, others=()) -
         if not known or not all(map(Path.exists, known)) or not newer(target, [Path(__file__), *known]):
             traced = [] if not trace else TRACE if source.suffix == ".cu" else ["-DCUDA_ON_CPU_TRACE"]
             subprocess.run([compiler, *FLAGS, *flags, *traced, "-MMD", "-MF", includes, "-x", "c++", "-c", source,
-                            "-o", target, "-isystem", torch_folder / "include", f"-I{source.parent}", f"-I{CSRC}",
-                            "-DSPECVIS_EMULATED", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"],
-                           check=True)
+                            "-o", target, "-isystem", torch_folder / "include",
+                            "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DTORCH_STABLE_ONLY"], check=True)
             subprocess.run(["objcopy", "--rename-section", ".noinit=specvis_shared", target], check=True)
         return target
 
@@ -71,7 +72,7 @@ def load() -> None:
 
 
 def kernels() -> list:
-    return sorted(CSRC.glob("*.cu"))
+    return sorted(CSRC.glob("cuda/*.cu"))
 
 
 def register(path: Path) -> None:

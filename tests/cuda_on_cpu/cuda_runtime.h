@@ -66,7 +66,7 @@ VECTORS(double, double)
 #undef VECTORS
 
 constexpr int warpSize = 32;
-inline uint3 threadIdx, blockIdx;  // of the thread that runs
+inline uint3 threadIdx, blockIdx;  // the running thread's
 inline dim3 blockDim, gridDim;
 
 namespace cuda_on_cpu {
@@ -88,13 +88,13 @@ struct Thread {
   Fiber fiber;
   Block* block;
   uint3 index;
-  unsigned rank;  // in its block
+  unsigned rank;  // its number in the block
   State state;
   Place place;               // where it waits
-  uint64_t arrivals, waits;  // at the cluster's barrier
-  unsigned mask;             // of the warp operation where it waits
+  uint64_t arrivals, waits;  // how often it arrived at the cluster's barrier and waited there
+  unsigned mask;             // the mask of the warp operation where it waits
   uint64_t value;            // what it brings to that
-  uint64_t values[32];       // and what all the lanes brought
+  uint64_t values[32];       // what all the lanes brought to that operation
 };
 
 // Where the linker puts __shared__ variables.
@@ -140,10 +140,10 @@ class Image {
 
 struct Block {
   uint3 index;
-  unsigned rank;                     // in its cluster
-  std::unique_ptr<Thread>* threads;  // of all threads of the cluster
+  unsigned rank;                     // its number in the cluster
+  std::unique_ptr<Thread>* threads;  // all threads of the cluster
   bool has_begun, has_exited;
-  unsigned arrived, votes, counted;  // at the barrier; votes so far, and those of the last barrier
+  unsigned arrived, votes, counted;  // threads at the barrier; their votes so far, and the votes of the last barrier
   Place barrier_place;
   std::unique_ptr<unsigned char[]> dynamic_shared;  // while another block runs
   Image static_shared;
@@ -158,7 +158,7 @@ inline uint64_t cluster_phase;    // how many such barriers everyone has arrived
 inline Place cluster_place;
 inline unsigned size;  // threads of a block
 inline Thread* self;
-inline std::unique_ptr<unsigned char[]> dynamic_shared;  // of the running block
+inline std::unique_ptr<unsigned char[]> dynamic_shared;  // the running block's
 inline size_t dynamic_bytes;
 inline const std::function<void()>* body;
 inline std::string failure;

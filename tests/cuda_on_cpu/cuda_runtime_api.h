@@ -35,7 +35,7 @@ namespace cuda_on_cpu {
 constexpr int kSharedByDefault = 48 * 1024;
 
 inline cudaError_t last_error = cudaSuccess;
-inline std::string report;  // of the last launch that failed
+inline std::string report;  // says why the last launch failed
 
 inline int variable(const char* name, int otherwise) {
   const char* value = std::getenv(name);

@@ -1,7 +1,7 @@
 // Kernels right and wrong, to test what runs them: see test_cuda_on_cpu.py.
 #include <cstring>
 
-#include "team.cuh"
+#include "../../csrc/cuda/team.cuh"
 
 namespace specvis {
 namespace {
@@ -40,7 +40,7 @@ __global__ void static_shared_memory(int64_t* data) {
   clear(values + threadIdx.x);
 }
 
-// The same of an array in a template, of one in a member function of a class template, and of one in a lambda.
+// An array in a template, an array in a member function of a class template, and an array in a lambda.
 template <class T>
 struct Arrays {
   __device__ T* member() {
@@ -98,7 +98,7 @@ __global__ void teams(int64_t* data) {
 }
 
 // Each block gives its values to the next of its cluster, through a variable and through dynamic memory, and adds up
-// those of two others. Without a barrier, or the last one, what it reads may be there or not.
+// the words of two others. Without a barrier, or the last one, what it reads may be there or not.
 template <bool kBarrier, bool kLast>
 __global__ void passes_on(int64_t* data) {
   Team team;
@@ -222,7 +222,7 @@ __global__ void reads_a_counter(int64_t* data) {
   data[1 + threadIdx.x] = *reinterpret_cast<T*>(data);
 }
 
-// Each thread stores a word so many words behind the one before, and loads it.
+// Each thread stores a word kStride words after the previous thread's, and loads it.
 template <int kStride>
 __global__ void strides(int64_t* data) {
   __shared__ int words[32 * 33];
@@ -231,7 +231,7 @@ __global__ void strides(int64_t* data) {
   data[threadIdx.x] = words[threadIdx.x * kStride];
 }
 
-// Each thread loads a number so many numbers behind the one before.
+// Each thread loads a number kStride numbers after the previous thread's.
 template <int kStride>
 __global__ void loads(int64_t* data) {
   const int64_t value = data[threadIdx.x * kStride];
@@ -239,7 +239,7 @@ __global__ void loads(int64_t* data) {
   data[threadIdx.x] = value;
 }
 
-// The first lane of each half warp tells the others, or those of the whole warp; the half alone waits.
+// The first lane of each half warp passes a number on to the half, or to the whole warp; the half alone waits.
 template <bool kWhole>
 __global__ void tells_half_a_warp(int64_t* data) {
   __shared__ int64_t told[2];

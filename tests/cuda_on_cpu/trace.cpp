@@ -7,14 +7,15 @@
 // in each, half a warp is served at once where a lane takes 8 bytes, and a quarter of one where it takes 16.
 //
 // Time. Every thread has a clock, in cycles of which kCosts says how many each step takes. Arithmetic is not seen. A
-// load is waited for, but a thread's loads that stand one behind the other, with no other step between, overlap in
+// load is waited for, but a thread's loads that follow each other, with no other step between, overlap in
 // groups of up to four: each from an instruction of its own, since a loop that is not unrolled may need what it loaded
 // in the turn before. (Whether a load needs the value of one before is not seen: where it does, the chain is longer.)
 // Stores are not waited for. A warp operation lasts until its last lane comes, a barrier until its last thread does.
 //
 // Races. Two accesses to one byte by two threads, one of them a plain write, that nothing orders: a barrier of the
 // block or the cluster, a warp operation of both, or, between blocks, an atomic that one made after a fence, and the
-// other before one. A volatile load and an atomic may meet. Which order the threads ran in does not matter. Two readers of a word are remembered.
+// other before one. A volatile load and an atomic may meet. Which order the threads ran in does not matter. Two readers
+// of a word are remembered.
 #include <dlfcn.h>
 #include <link.h>
 #include <pthread.h>
@@ -149,7 +150,7 @@ struct Release {
   std::vector<uint32_t> clocks;
 };
 using Location = std::vector<Release>;               // what atomics on an address published, in their order
-using Acquired = std::map<const Location*, size_t>;  // and how many of them someone has seen
+using Acquired = std::map<const Location*, size_t>;  // with how many of them someone has seen
 
 struct Recent {
   Address line;
@@ -159,9 +160,9 @@ struct Recent {
   unsigned number, slot;
 };
 struct Lane {
-  uint64_t time, issued;  // and when the group of loads began
+  uint64_t time, issued;  // its time, and when the group of loads began
   unsigned num_grouped;
-  uint16_t grouped[kOverlap];  // their sites
+  uint16_t grouped[kOverlap];  // the sites of the group
   uint16_t barriers, clusters, clusters_arrived;
   uint32_t clocks[32], fenced[32];  // what it knows of the warp's lanes; and knew at its last fence
   uint16_t fenced_barriers, fenced_clusters;
@@ -193,7 +194,7 @@ std::string kernel;
 std::vector<Site> sites;
 uint16_t site_table[8192];
 std::vector<std::unique_ptr<TracedBlock>> traced;
-Lane* lane_ = nullptr;  // that runs
+Lane* lane_ = nullptr;  // the lane that runs
 TracedBlock* block_ = nullptr;
 Range stack, fiber, fixed, dynamic, image, host;
 Memory global;
@@ -592,7 +593,7 @@ void arrives_at_cluster() {
   uint64_t& opens = cluster_times[lane_->clusters_arrived++ % 2];
   opens = std::max(opens, lane_->time + kCosts[kCluster].cycles);
   if (cluster_arrived + 1 < cluster_size * size) return;
-  cluster_times[lane_->clusters_arrived % 2] = 0;  // of the next
+  cluster_times[lane_->clusters_arrived % 2] = 0;  // the next barrier's
   for (unsigned b = 0; b < cluster_size; ++b) {
     TracedBlock& block = *traced[b];
     ++block.clusters;
@@ -679,7 +680,7 @@ void atomic(void* memory, unsigned bytes, const void* instruction) {
   }
   release.time = lane_->time;
   location.push_back(release);
-  for (unsigned b = 0; b < cluster_size; ++b)  // what its cluster's barriers have told it of the other blocks
+  for (unsigned b = 0; b < cluster_size; ++b)  // what its cluster's barriers have shown it of the other blocks
     if (traced[b].get() != block_) location.push_back(traced[b]->fenced), location.back().time = lane_->time;
 }
 
@@ -769,20 +770,28 @@ extern "C" __attribute__((visibility("default"))) const char* trace_costs() {
   void __tsan_unaligned_write##bytes(void* p) {                         \
     if (!paused) access(p, bytes, kWrite, __builtin_return_address(0)); \
   }
-#define VOLATILE(bytes)                                                                                       \
-  void __tsan_volatile_read##bytes(void* p) {                                                                 \
-    is_volatile = true;                                                                                       \
-    if (!paused) access(p, bytes, kRead, __builtin_return_address(0));                                        \
-    is_volatile = false;                                                                                      \
-  }                                                                                                           \
-  void __tsan_volatile_write##bytes(void* p) {                                                                \
-    if (!paused) access(p, bytes, kWrite, __builtin_return_address(0));                                       \
+#define VOLATILE(bytes)                                                 \
+  void __tsan_volatile_read##bytes(void* p) {                           \
+    is_volatile = true;                                                 \
+    if (!paused) access(p, bytes, kRead, __builtin_return_address(0));  \
+    is_volatile = false;                                                \
+  }                                                                     \
+  void __tsan_volatile_write##bytes(void* p) {                          \
+    if (!paused) access(p, bytes, kWrite, __builtin_return_address(0)); \
   }
 #pragma GCC visibility push(hidden)
 extern "C" {
-TRACED(1) TRACED(2) TRACED(4) TRACED(8) TRACED(16)
-VOLATILE(1) VOLATILE(2) VOLATILE(4) VOLATILE(8) VOLATILE(16)
- void __tsan_read_range(void* p, size_t bytes) {
+TRACED(1);
+TRACED(2);
+TRACED(4);
+TRACED(8);
+TRACED(16);
+VOLATILE(1);
+VOLATILE(2);
+VOLATILE(4);
+VOLATILE(8);
+VOLATILE(16);
+void __tsan_read_range(void* p, size_t bytes) {
   if (!paused)
     for (size_t i = 0; i < bytes; i += 16)
       access(static_cast<char*>(p) + i, std::min<size_t>(16, bytes - i), kRead, __builtin_return_address(0));

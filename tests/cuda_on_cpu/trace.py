@@ -94,23 +94,24 @@ def cases(op: str, every: bool) -> list:
 
 def copy_sources(folder: Path, changes: dict) -> Path:
     """csrc as g++ is to see it: it knows `#pragma unroll` by another name. `changes`: file -> [(old, new)]."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in cuda_on_cpu.CSRC.iterdir():
+    for file in cuda_on_cpu.CSRC.rglob("*.*"):
+        copy = folder / file.relative_to(cuda_on_cpu.CSRC)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         text = file.read_text()
         for old, new in changes.get(file.name, []):
             if text.count(old) != 1:
                 raise ValueError(f"{file.name} has {text.count(old)} times {old!r}")
             text = text.replace(old, new)
         text = re.sub(r"#pragma unroll *(\d*)", lambda found: f"#pragma GCC unroll {found[1] or 16}", text)
-        if not (folder / file.name).exists() or (folder / file.name).read_text() != text:
-            (folder / file.name).write_text(text)
+        if not copy.exists() or copy.read_text() != text:
+            copy.write_text(text)
     return folder
 
 
 def build(ops, folder: Path = TRACED, changes=None) -> Path:
     """A library in which the kernels of these ops are traced. Raises CalledProcessError."""
     copy = copy_sources(folder / "csrc", changes or {})
-    sources, kernels = [copy / f"{op}.cu" for op in ops], cuda_on_cpu.kernels()
+    sources, kernels = [copy / f"cuda/{op}.cu" for op in ops], cuda_on_cpu.kernels()
     if len(ops) == len(kernels):
         return cuda_on_cpu.build([*sources, cuda_on_cpu.CSRC / "bindings.cpp"], folder / "emulated.so", trace=True)
     plain = cuda_on_cpu.BUILD / "cuda_on_cpu"

@@ -33,8 +33,7 @@ def prepare():
 
 def build_cpu():
     from tests import cuda_on_cpu
-    sources = sorted({*cuda_on_cpu.CSRC.glob("*.cpp")} - {cuda_on_cpu.CSRC / name
-                                                          for name in ("bindings.cpp", "cuda_version.cpp")})
+    sources = [cuda_on_cpu.CSRC / "bindings.cpp", *sorted(cuda_on_cpu.CSRC.glob("cpu/*.cpp"))]
     return cuda_on_cpu.build(sources, cuda_on_cpu.BUILD / "ops_sanitized" / "_ops.so", *cuda_on_cpu.SANITIZE, *FLAGS)
 
 

@@ -365,8 +365,8 @@ def test_the_whole_part_of_a_number(tmp_path):
     (tmp_path / "whole.cpp").write_text("""
         #include "rules.h"
         extern "C" double whole_part(double x) { return specvis::whole_part(x); }""")
-    subprocess.run(["g++", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", "whole.cpp", "-o",
-                    "whole.so"], cwd=tmp_path, check=True)
+    subprocess.run(["g++", "-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-I{ROOT / 'csrc/shared'}", "whole.cpp",
+                    "-o", "whole.so"], cwd=tmp_path, check=True)
     whole_part = ctypes.CDLL(tmp_path / "whole.so").whole_part
     whole_part.argtypes, whole_part.restype = [ctypes.c_double], ctypes.c_double
     r = random.Random(0)

@@ -1,8 +1,9 @@
-"""What no op lets in: shapes, dtypes and memory that a kernel cannot read, also where Python's checks are passed by.
+"""Arguments that every op must refuse, even when it is called below Python's checks: shapes, dtypes and memory that a
+kernel cannot read.
 
 This file is also a program, `python -m tests.laws.test_at_the_door BACKEND`: it calls each kernel past Python's
-checks with arguments that do not fit, says on standard output what it calls, and ends with an error at the first call
-that neither raises nor gives what the oracle gives. A test runs it, so that a crash is a failure and no end of the run.
+checks with arguments that do not fit, prints what it calls, and ends with an error at the first call that neither
+raises nor returns what the oracle returns. A test runs it as a process, so that a crash fails that test alone.
 """
 import inspect
 import os
@@ -34,7 +35,7 @@ HUGE = (2**31, -2**63)
 
 
 class Recorder(TorchDispatchMode):
-    """What the public functions hand to the registered ops: `calls`."""
+    """`calls`: the arguments that the public functions pass to the registered ops."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +66,7 @@ def resized(tensor, dim, size):
 
 
 def misaligned(tensor):
-    """The same values one byte behind where they could be."""
+    """The values, one byte after where they could be."""
     raw = torch.empty(tensor.numel() * tensor.itemsize + 1, dtype=torch.uint8)
     raw[1:] = tensor.contiguous().view(-1).view(torch.uint8)
     if tensor.numel() == 0:
@@ -100,7 +101,7 @@ def others_of(value, is_huge_tried):
 
 
 def call(kernel, args):
-    """The outputs and what was written to, or None if it raises; it writes to copies."""
+    """The outputs and the arguments after the call, or None if it raises; it writes to copies."""
     def copied(a):  # a copy begins at an even address
         return a if not a.is_contiguous() else misaligned(a) if a.data_ptr() % a.element_size() else a.clone()
 

@@ -131,6 +131,6 @@ def test_traced_by_make_fx_it_is_the_same(op):
 
 def test_no_cuda_kernel_waits_for_the_device_or_allocates():
     """A CUDA graph needs this. Torch allocates outputs and scratch memory."""
-    found = {f"{file.name}: {word}" for file in CSRC.glob("*.c*") for word in re.findall(
+    found = {f"{file.name}: {word}" for file in CSRC.glob("**/*.c*") for word in re.findall(
         r"cuda\w*(?:Synchronize|Memcpy|Malloc|Free)\w*|\.item\b", file.read_text())}
     assert not found

@@ -1,4 +1,4 @@
-"""What does not fit, of every argument, on the oracle and on emulated CUDA."""
+"""Arguments that every op must refuse, on the oracle and on emulated CUDA."""
 import pytest
 
 from tests.laws.test_at_the_door import test_what_does_not_fit_is_refused_past_python_too as refused

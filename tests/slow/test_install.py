@@ -221,16 +221,16 @@ def test_a_build_says_what_it_does(tmp_path, torch_cuda, first):
     built = run(sys.executable, "-c", program, cwd=tmp_path, FAILS="nothing", **variables)
     assert built.returncode == 0, built.stdout
     lines = [line for line in built.stdout.splitlines() if line.startswith("specvis_kernels: ")]
-    for_cuda = {"csrc/bindings.cpp", "csrc/cuda_version.cpp"}
-    cpp, cu = ({str(file.relative_to(tmp_path)) for file in tmp_path.glob(f"csrc/*.{end}")} for end in ("cpp", "cu"))
-    cpp, cuda = (sorted(part, reverse=True) for part in (cpp - for_cuda, cu | for_cuda if torch_cuda != "None" else ()))
+    cpp, cuda = ([*sorted((str(file.relative_to(tmp_path)) for file in tmp_path.glob(files)), reverse=True),
+                  "csrc/bindings.cpp"] for files in ("csrc/cpu/*.cpp", "csrc/cuda/*.c*[pu]"))
+    cuda = cuda if torch_cuda != "None" else []
     steps = [[f"[{i + 1}/{len(part)}] {file}" for i, file in enumerate(part)] for part in (cpp, cuda)]
     said = [*steps[0], first.format(folder=tmp_path), *steps[1]] if cuda else [first, *steps[0]]
     assert lines == [f"specvis_kernels: {line}" for line in said]
 
-    failed = run(sys.executable, "-c", program, cwd=tmp_path, FAILS="csrc/rows.cpp -o", **variables)
+    failed = run(sys.executable, "-c", program, cwd=tmp_path, FAILS="csrc/cpu/rows.cpp -o", **variables)
     assert failed.returncode == 1 and "\nit fails here\n" in failed.stdout
-    assert re.search(rf"specvis_kernels: failed: {tmp_path}/c\+\+ -O3 .* -c csrc/rows.cpp -o ", failed.stdout)
+    assert re.search(rf"specvis_kernels: failed: {tmp_path}/c\+\+ -O3 .* -c csrc/cpu/rows.cpp -o ", failed.stdout)
 
 
 def test_an_editable_install_is_found_beside_the_clone(empty, tmp_path):
@@ -267,7 +267,7 @@ def test_a_build_with_an_old_torch_says_what_to_do(empty, sources, tmp_path):
 def test_sources_are_packed_without_torch(empty, sources, tmp_path):
     packed = run(empty("setuptools"), "setup.py", "sdist", "--dist-dir", tmp_path, cwd=sources)
     assert packed.returncode == 0, packed.stdout
-    csrc = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").iterdir()}
+    csrc = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
     assert {name for name in packed_in(tmp_path) if ".egg-info/" not in name} == csrc | ours(
         "specvis_kernels", ROOT, "*.py", "py.typed") | {
         "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}

@@ -252,7 +252,7 @@ MUTATIONS = {  # what it does to a row -> the bounds that it breaks, besides som
 @needs_nvcc
 def test_every_bound_can_be_broken(tmp_path):
     """The kernels differ from the first in what they do to a row."""
-    header = (CSRC / "block.cuh").read_text()
+    header = (CSRC / "cuda/block.cuh").read_text()
     function = re.search(r"template <class F>\n__device__ void for_each_entry\(.*?\n}\n", header, re.S)[0]
     mutated = re.sub(r"  int64_t i = thread;\n.*?aligned\[i\]\);\n", PLAIN_LOOP, function, flags=re.S)
     assert mutated.count("unroll") == 1 and "unroll 1" in mutated
@@ -265,7 +265,7 @@ def test_every_bound_can_be_broken(tmp_path):
                 "  for_each_entry(row, V, threadIdx.x, blockDim.x, f);\n}\n")
     source.write_text('#include "team.cuh"\nnamespace specvis {\nnamespace {\n'
                       f"{by_block}{mutated.replace('for_each_entry', 'plain_for_each_entry')}{kernels}}}\n}}\n")
-    compile(source, built, CSRC)
+    compile(source, built, CSRC / "cuda")
     found = {int(title.rpartition("_")[2]): machine_code.bounds_of(kernel)
              for title, kernel in sass.read_library(built)[1]["mutations"].items()}
     for number, (body, broken) in enumerate(MUTATIONS.items()):
@@ -276,7 +276,7 @@ def test_every_bound_can_be_broken(tmp_path):
 
 def compile(source: Path, built: Path, folder: Path) -> None:
     subprocess.run([NVCC, "-O3", "-std=c++17", "-fmad=false", "-w", "-gencode", f"arch=compute_90,code={sass.ARCH}",
-                    f"-I{folder}", "-c", source, "-o", built], check=True)
+                    "-DSPECVIS_CUDA", f"-I{folder}", "-c", source, "-o", built], check=True)
 
 
 @needs_nvcc
@@ -286,12 +286,11 @@ def compile(source: Path, built: Path, folder: Path) -> None:
     ("int64_t{threads}, p[j]);", "int64_t{threads}, p[(j + i) & 3]);", "local"),
 ])
 def test_a_real_kernel_breaks_its_bounds(old, new, broken, tmp_path):
-    for file in [*CSRC.glob("*.h"), *CSRC.glob("*.cuh"), CSRC / "neighborhood_sum.cu"]:
-        shutil.copy(file, tmp_path)
-    header, built = tmp_path / "block.cuh", tmp_path / "neighborhood_sum.o"
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    header, built = tmp_path / "csrc/cuda/block.cuh", tmp_path / "neighborhood_sum.o"
     assert header.read_text().count(old) == 1
     header.write_text(header.read_text().replace(old, new))
-    compile(tmp_path / "neighborhood_sum.cu", built, tmp_path)
+    compile(tmp_path / "csrc/cuda/neighborhood_sum.cu", built, tmp_path)
     kernel, = sass.read_library(built)[1]["neighborhood_sum"].values()
     held = json.loads(sass.RESULTS.read_text())["kernels"]["neighborhood_sum"]["neighborhood_sum"]
     assert broken in {line.partition(" ")[0] for line in above(held, machine_code.bounds_of(kernel))}

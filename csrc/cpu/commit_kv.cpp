@@ -1,0 +1,33 @@
+// commit_kv on the CPU: each task moves the columns of some rows.
+#include <cstring>
+#include <vector>
+
+#include "../shared/params.h"
+#include "team.h"
+
+namespace specvis {
+
+void commit_kv_cpu(const CommitKv& batch) {
+  constexpr int64_t kTaskBytes = 1 << 17;  // less is not worth another thread
+  const Moves& moves = batch.moves;
+  std::vector<char> is_valid(moves.B);
+  for (int64_t b = 0; b < moves.B; ++b) {
+    is_valid[b] = moves.is_valid(b);
+    if (batch.new_lengths) batch.new_lengths[b] = moves.new_length(b);
+  }
+  const int64_t runs = moves.num_runs(), grain = kTaskBytes / ((moves.P + 1) * moves.inner + 1) + 1;
+  parallel_for(runs * batch.num_caches, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      char* const cache = batch.caches[i / runs];
+      const int64_t run = i % runs, b = moves.row(run) % moves.B;
+      if (!is_valid[b]) continue;
+      for (int64_t n = 0; n <= moves.num_accepted[b]; ++n) {
+        const int64_t from = moves.source(b, n), to = moves.target(b, n);
+        if (from == to) continue;
+        std::memcpy(cache + moves.offset(run, to), cache + moves.offset(run, from), moves.inner);
+      }
+    }
+  });
+}
+
+}  // namespace specvis

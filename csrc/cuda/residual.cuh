@@ -1,0 +1,116 @@
+// A request's tree, and where a team keeps its nodes and the residual of the current row.
+#pragma once
+#include "../shared/params.h"
+#include "team.cuh"
+
+namespace specvis {
+namespace {
+
+constexpr int kVerifyThreads = 512;  // at most
+constexpr int64_t kWideRow = 32768;  // ids from which on one block takes too long to read a row
+
+// What a child that was tried adds to tv_excess: numerators and denominator of its probabilities of being accepted.
+struct Trial {
+  double relaxed, strict, whole;
+  bool is_first;  // whether it is the first of the node's children
+};
+
+struct Node {
+  int64_t token;
+  int32_t first_child, next_sibling, draft_row;
+  float uniform;
+  int32_t depth, parent, num_non_argmax;  // set where a greedy request accepts the node; until then, depth is -1
+  Trial trial;                            // the request's n-th trial is in its n-th node
+};
+
+// Where a block's arrays are: each is in shared memory if it still fits there, else in the block's part of scratch.
+// Each warp of a team owns `share` ids that follow each other, a multiple of 32.
+struct Layout {
+  struct Region {
+    bool shared;
+    int64_t offset;  // bytes
+  };
+  Region nodes, bits, row, masses, draft;
+  int64_t shared, scratch = 0;  // bytes of each in all
+  uint32_t share;
+  unsigned cluster, threads;
+
+  // Of rows of probabilities in memory.
+  Layout(const VerifyParams& batch, const Device& device)
+      : Layout(batch, batch.draft_probs || batch.V > kWideRow ? cluster_for(device, batch.B) : 1,
+               threads_for(batch.V, kVerifyThreads), device.shared, 0, false) {}
+
+  // `taken` bytes at the front of shared memory hold something else. copies_rows: rows are no probabilities in memory.
+  Layout(const VerifyParams& batch, unsigned cluster, unsigned threads, int64_t most_shared, int64_t taken,
+         bool copies_rows)
+      : shared(taken), cluster(cluster), threads(threads) {
+    const int64_t warps = threads / kWarp, words = (batch.V + kWarp - 1) / kWarp;
+    share = static_cast<uint32_t>((words + warps * cluster - 1) / (warps * cluster) * kWarp);
+    const auto reserve = [&](int64_t bytes) {
+      bytes = (bytes + 15) / 16 * 16;
+      const bool fits = shared + bytes <= most_shared;
+      int64_t& end = fits ? shared : scratch;
+      end += bytes;
+      return Region{fits, end - bytes};
+    };
+    const int64_t ids = warps * share;
+    nodes = reserve(batch.N * sizeof(Node));
+    bits = reserve(words * sizeof(unsigned));
+    row = reserve(copies_rows ? ids * sizeof(float) : 0);
+    masses = reserve(batch.draft_probs ? ids * sizeof(double) : 0);
+    draft = reserve(batch.draft_probs ? ids * sizeof(float) : 0);
+  }
+  HOST_DEVICE int64_t scratch_of(int64_t B) const { return B * cluster * scratch; }  // bytes for B requests
+};
+
+// An array with an entry for each id. Every block of a team holds the entries of its own ids.
+template <class T>
+class Slices {
+ public:
+  __device__ Slices(char* shared, char* scratch, const Layout& layout, Layout::Region region, const Team& team)
+      : own_(reinterpret_cast<T*>((region.shared ? shared : scratch) + region.offset)), layout_(layout),
+        shared_(region.shared), team_(team) {}
+
+  __device__ T& here(uint32_t v) const { return own_[v - team_.rank() * ids()]; }  // the entry of an id of this block
+  __device__ T* at(uint32_t v) const {                                             // the entry of any id
+    if (team_.size() == 1) return own_ + v;
+    const unsigned rank = v / ids();
+    if (shared_) return in_block(own_, rank) + (v - rank * ids());
+    const int64_t distance = (int64_t{rank} - team_.rank()) * layout_.scratch;
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(own_) + distance) + (v - rank * ids());
+  }
+  __device__ T operator()(uint32_t v) const { return *at(v); }
+
+ private:
+  __device__ uint32_t ids() const { return layout_.share * warps(); }  // how many a block owns
+
+  T* own_;
+  const Layout& layout_;
+  bool shared_;
+  const Team& team_;
+};
+
+// A request's slices of a batch of trees: of N nodes, with num_draft_rows rows of the draft.
+struct Tree {
+  static constexpr bool kHasBonus = false;
+  const VerifyParams& batch;
+  int64_t b;
+
+  __device__ int64_t num_nodes() const { return batch.N; }
+  __device__ int64_t max_depth() const { return batch.max_depth; }
+  __device__ int64_t num_draft_rows() const { return batch.num_draft_rows; }
+  __device__ const float* draft_probs() const { return batch.draft_probs + b * batch.num_draft_rows * batch.V; }
+  __device__ double omega(int64_t depth) const { return batch.omega ? batch.omega[b * batch.max_depth + depth] : 1.0; }
+  __device__ int32_t* accepted_nodes() const { return batch.accepted_nodes + b * batch.max_depth; }
+};
+
+// Writes the outputs of request b, apart from accepted_nodes and next_token.
+__device__ inline void write(const VerifyParams& batch, int64_t b, int32_t num_accepted, double tv_excess,
+                             int32_t status) {
+  batch.num_accepted[b] = num_accepted;
+  batch.tv_excess[b] = static_cast<float>(tv_excess);
+  batch.status[b] = status;
+}
+
+}  // namespace
+}  // namespace specvis

@@ -1,0 +1,201 @@
+// The threads that share a row: the threads of a block, or of all blocks of a cluster where the GPU has clusters (sm_90
+// and later). All of them call a method of their team together, and each gets the result.
+#pragma once
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <type_traits>
+#include <utility>
+
+#include "block.cuh"
+
+namespace specvis {
+namespace {
+
+constexpr int64_t kMaxCluster = 8;       // blocks: as many as every GPU with clusters takes
+constexpr unsigned kMaxTeamWarps = 128;  // in all blocks together
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+__device__ inline unsigned cluster_rank() { return 0; }
+__device__ inline unsigned cluster_size() { return 1; }
+__device__ inline void cluster_barrier() {}
+template <class T>
+__device__ T* in_block(T* shared, unsigned) {
+  return shared;
+}
+#else
+__device__ inline unsigned cluster_rank() { return __clusterRelativeBlockRank(); }
+__device__ inline unsigned cluster_size() { return __clusterSizeInBlocks(); }
+__device__ inline void cluster_barrier() {
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
+}
+// What another block of the cluster has where this one has `shared`.
+template <class T>
+__device__ T* in_block(T* shared, unsigned rank) {
+  return static_cast<T*>(__cluster_map_shared_rank(shared, rank));
+}
+#endif
+
+class Team {
+ public:
+  // The first statement of a kernel.
+  __device__ Team() : rank_(cluster_rank()), size_(cluster_size()) {
+    if (size_ > 1) cluster_barrier();  // from here on all blocks of the cluster run, and their memory can be written
+  }
+
+  __device__ unsigned rank() const { return rank_; }  // this block's number
+  __device__ unsigned size() const { return size_; }  // blocks
+  __device__ unsigned thread() const { return rank_ * blockDim.x + threadIdx.x; }
+  __device__ unsigned threads() const { return size_ * blockDim.x; }
+
+  // What any thread wrote before, every thread may read. A block whose shared memory others read must not end without.
+  __device__ void sync() const {
+    if (size_ > 1) {
+      cluster_barrier();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // This block by itself, for its work after the last thing that the team does together.
+  __device__ Team alone() const {
+    Team block = *this;
+    block.rank_ = 0;
+    block.size_ = 1;
+    return block;
+  }
+
+  // What block `rank` of the team has where this one has `shared`.
+  template <class T>
+  __device__ T* shared_of(unsigned rank, T* shared) const {
+    return size_ > 1 ? in_block(shared, rank) : shared;
+  }
+
+  // The values of all warps in their order, which each lane of a warp brings. They stand until the exchange after the
+  // next: the barrier of that one in between says that everyone has read them.
+  template <class T = uint64_t>
+  __device__ const T* exchange(const std::common_type_t<T>& value) {
+    __shared__ T values[2][kMaxTeamWarps];
+    turn_ ^= 1;
+    T* const to = values[turn_];
+    if (size_ == 1) {
+      if (lane() == 0) to[warp()] = value;
+    } else if (lane() < size_) {
+      in_block(to, lane())[rank_ * warps() + warp()] = value;
+    }
+    sync();
+    return to;
+  }
+
+  __device__ int64_t sum(int64_t value) {
+    const uint64_t* const sums = exchange(static_cast<uint64_t>(warp_sum(value)));
+    int64_t total = 0;
+    for (unsigned w = lane(); w < num_warps(); w += kWarp) total += static_cast<int64_t>(sums[w]);
+    return warp_sum(total);
+  }
+
+  // The sum of a row of which each thread has summed a part, and said whether that is valid.
+  __device__ Total total(int64_t mass, bool valid) {
+    const bool all_valid = __ballot_sync(kAllLanes, !valid) == 0;
+    const uint64_t* const sums = exchange(all_valid ? static_cast<uint64_t>(warp_sum(mass)) : UINT64_MAX);
+    int64_t total = 0;
+    bool is_valid = true;
+    for (unsigned w = lane(); w < num_warps(); w += kWarp) {
+      is_valid &= sums[w] != UINT64_MAX;
+      total += static_cast<int64_t>(sums[w]);
+    }
+    is_valid = __ballot_sync(kAllLanes, !is_valid) == 0;
+    total = warp_sum(total);
+    return {total, is_valid && total > 0};
+  }
+
+  __device__ Scan scan(int64_t value) {
+    const int64_t sum = warp_scan(value);
+    const uint64_t* const sums = exchange(static_cast<uint64_t>(__shfl_sync(kAllLanes, sum, kWarp - 1)));
+    const unsigned own = rank_ * warps() + warp();
+    Scan scan = {0, 0};
+    for (unsigned w = lane(); w < num_warps(); w += kWarp) {
+      const int64_t of_warp = static_cast<int64_t>(sums[w]);
+      if (w < own) scan.before += of_warp;
+      scan.total += of_warp;
+    }
+    return {warp_sum(scan.before) + sum - value, warp_sum(scan.total)};
+  }
+
+  __device__ uint64_t max(uint64_t value) {
+    const uint64_t* const maxima = exchange(warp_max(value));
+    uint64_t largest = 0;
+    for (unsigned w = lane(); w < num_warps(); w += kWarp) largest = maxima[w] > largest ? maxima[w] : largest;
+    return warp_max(largest);
+  }
+
+  __device__ bool any(bool condition) {
+    const uint64_t* const votes = exchange(__ballot_sync(kAllLanes, condition));
+    bool is_any = false;
+    for (unsigned w = lane(); w < num_warps(); w += kWarp) is_any |= votes[w] != 0;
+    return __ballot_sync(kAllLanes, is_any) != 0;
+  }
+
+  // The lowest thread() for which the condition holds, or threads() if it holds for no thread.
+  __device__ unsigned first(bool condition) {
+    const unsigned votes = __ballot_sync(kAllLanes, condition);
+    const unsigned none = threads(), own = thread() / kWarp * kWarp;
+    const uint64_t* const firsts = exchange(votes ? own + __ffs(votes) - 1 : none);
+    unsigned first = none;
+    for (unsigned w = lane(); w < num_warps(); w += kWarp) first = ::min(first, static_cast<unsigned>(firsts[w]));
+    return __reduce_min_sync(kAllLanes, first);
+  }
+
+ private:
+  __device__ unsigned num_warps() const { return size_ * warps(); }
+
+  unsigned rank_, size_, turn_ = 0;
+};
+
+// What a device gives to a kernel, asked once for each of both.
+struct Device {
+  int64_t shared;  // bytes of dynamic shared memory that it may be launched with, beside what the kernel declares
+  int64_t multiprocessors;
+  bool has_clusters;  // the device has them, and the kernel is compiled for them
+};
+
+template <class Kernel>
+cudaError_t device_for(Kernel* kernel, Device* result) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, Device> known;
+  int id = 0;
+  cudaError_t error = cudaGetDevice(&id);
+  if (error != cudaSuccess) return error;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto key = std::make_pair(reinterpret_cast<const void*>(kernel), id);
+  const auto found = known.find(key);
+  if (found != known.end()) {
+    *result = found->second;
+    return cudaSuccess;
+  }
+  int shared = 0, multiprocessors = 0, capability = 0;
+  cudaFuncAttributes attributes = {};
+  error = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, id);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, id);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+  if (error != cudaSuccess) return error;
+  shared -= std::min(shared, static_cast<int>(attributes.sharedSizeBytes));
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  if (error != cudaSuccess) return error;
+  *result = known[key] = {shared, multiprocessors, capability >= 9 && attributes.ptxVersion >= 90};
+  return cudaSuccess;
+}
+
+// How many blocks share each of `rows` rows, so that every multiprocessor has work: a power of two, at most `max_size`
+// and kMaxCluster.
+inline unsigned cluster_for(const Device& device, int64_t rows, int64_t max_size = kMaxCluster) {
+  int64_t size = 1;
+  max_size = max_size < kMaxCluster ? max_size : kMaxCluster;
+  while (device.has_clusters && size * 2 <= max_size && rows * size * 2 <= device.multiprocessors) size *= 2;
+  return static_cast<unsigned>(size);
+}
+
+}  // namespace
+}  // namespace specvis

@@ -1,0 +1,498 @@
+// The rule of verification for one request: a team of threads tries the children of each node on the accepted path.
+//
+// A row is read once, by all blocks of the team. Its residual is stored in one of two ways. For point masses it is the
+// row itself, plus a bit for each id that has lost its mass or a part of it. For draft rows it is a full row of masses,
+// split over the blocks of the team, because a rejection changes every entry. One warp of each block decides about a
+// child, and all blocks repeat this. Where no neighbor is looked at, that warp tries all children of a node by itself.
+//
+// Rows is a class with the target's rows of one request. It has
+//     read(node, f)     makes that row the current one; calls f(v, p) for every id of this warp; false: it is invalid
+//     reread(f)         calls f(v, p) for the current row again; a warp's lanes take ids that follow each other
+//     (v)               the probability of an id in the current row
+//     allows(v)         whether an id is in the row's range; outside of it a token has no neighbors
+#pragma once
+#include "kept_neighbors.cuh"
+#include "residual.cuh"
+
+namespace specvis {
+namespace {
+
+// One request. Links is Tree, or a class with the same members. Every thread has the same object and calls its methods
+// together with the others.
+template <bool kHasDrafts, class Rows, class Links>
+class Verifier {
+ public:
+  __device__ Verifier(const VerifyParams& batch, int64_t b, Rows& rows, const Links& links, Team& team, Node* nodes,
+                      const Layout& layout, char* shared, char* scratch)
+      : batch_(batch), b_(b), V_(static_cast<uint32_t>(batch.V)), rows_(rows), links_(links), team_(team),
+        nodes_(nodes), bits_(reinterpret_cast<unsigned*>((layout.bits.shared ? shared : scratch) + layout.bits.offset)),
+        masses_(shared, scratch, layout, layout.masses, team), draft_(shared, scratch, layout, layout.draft, team),
+        share_(layout.share) {
+    begin_ = min((team.rank() * warps() + warp()) * share_, V_);
+    end_ = min(begin_ + share_, V_);
+    const int64_t k = batch.neighbors.k();
+    delta_ = batch.delta ? batch.delta[b] : -1.0f;
+    num_considered_ = static_cast<uint32_t>(k > 0 ? k - (batch.residual == ResidualRule::released) : 0);
+  }
+
+  __device__ void verify_sampled();
+  __device__ void verify_greedy();
+
+ private:
+  static constexpr uint64_t kAccepted = uint64_t{1} << 63;
+
+  // How far verification has come. Every thread has the same values.
+  struct State {
+    int64_t total;        // the residual's mass
+    int32_t first, last;  // siblings from `first` on, and before `last`, were rejected
+    int32_t next;         // the child that was accepted, or -1
+    int32_t num_trials, status;
+    bool is_uniform;  // whether the uniform distribution has taken the row's place
+  };
+
+  // Is `child` a later node than `previous`, with a token in the vocabulary?
+  __device__ bool is_valid(int32_t child, int32_t previous) const {
+    return child > previous && child < links_.num_nodes() && nodes_[child].token >= 0 && nodes_[child].token < V_;
+  }
+  __device__ bool is_undefined() const {
+    for (int64_t d = 0; batch_.omega && d < links_.max_depth(); ++d) {
+      if (specvis::is_undefined(links_.omega(d), num_considered_ > 0, batch_.residual)) return true;
+    }
+    return false;
+  }
+  // Has the node no row, because the token after it is drawn already?
+  __device__ bool ends_in_bonus(int32_t node) const {
+    if constexpr (Links::kHasBonus) return links_.bonus && node == links_.num_nodes() - 1;
+    return false;
+  }
+  __device__ int64_t bonus() const {
+    if constexpr (Links::kHasBonus) return *links_.bonus;
+    return 0;
+  }
+  __device__ bool is_own(uint32_t v) const {  // an id of this block
+    return v / (share_ * warps()) == team_.rank();
+  }
+  __device__ bool is_first_thread() const { return team_.thread() == 0; }
+
+  // The sum of which each thread has a part, and said whether that is valid. What each warp has is in `chunks` after
+  // the next barrier.
+  __device__ Total sum_of_team(int64_t sum, bool valid) {
+    const bool all_valid = __ballot_sync(kAllLanes, !valid) == 0;
+    const uint64_t* const sums = team_.exchange(all_valid ? static_cast<uint64_t>(warp_sum(sum)) : UINT64_MAX);
+    int64_t total = 0;
+    bool is_invalid = false;
+    for (unsigned w = lane(); w < num_chunks(); w += kWarp) {
+      is_invalid |= sums[w] == UINT64_MAX;
+      total += static_cast<int64_t>(sums[w]);
+    }
+    for (unsigned w = warp(); w < num_chunks(); w += warps()) {
+      if (lane() == 0) chunks()[w] = static_cast<int64_t>(sums[w]);
+    }
+    is_invalid = __ballot_sync(kAllLanes, is_invalid) != 0;
+    total = warp_sum(total);
+    return {total, !is_invalid && total > 0};
+  }
+  __device__ unsigned num_chunks() const { return team_.size() * warps(); }
+  __device__ static int64_t* chunks() {  // the mass of each warp's ids in the residual
+    __shared__ int64_t sums[kMaxTeamWarps];
+    return sums;
+  }
+
+  // Reads the row of a node, and makes it the residual: as masses if `is_dense`. Finds the largest entry, and of those
+  // with its mass the lowest id, if `argmax` is not null.
+  __device__ bool read(int32_t node, bool is_dense, uint32_t* argmax = nullptr) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i * kWarp < V_; i += blockDim.x) bits_[i] = 0;
+    int64_t sum = 0;
+    bool entries_valid = true;  // this thread's
+    uint64_t best = 0;          // the mass as a float, and an id that is larger where the id is lower
+    const auto use = [&](uint32_t v, float p) {
+      const bool ok = is_probability(p);
+      const float probability = ok ? p : 0.0f;
+      const int64_t mass = to_fixed_point(probability);
+      entries_valid &= ok;
+      sum += mass;
+      if (is_dense) {
+        masses_.here(v) = static_cast<double>(mass);
+      } else if (argmax) {
+        const uint64_t whole = __float_as_uint(static_cast<float>(mass)), entry = whole << 32 | (0xffffffffu - v);
+        best = entry > best ? entry : best;
+      }
+    };
+    entries_valid &= rows_.read(node, is_dense, begin_, end_, use);
+    const Total total = sum_of_team(sum, entries_valid);
+    state_.total = total.mass;
+    state_.first = state_.last = state_.next = -1;
+    state_.is_uniform = false;
+    if (argmax) *argmax = 0xffffffffu - static_cast<uint32_t>(team_.max(best));
+    return total.valid;
+  }
+
+  // An entry of the row, or of the distribution in its place.
+  __device__ int64_t row_mass(uint32_t v) const {
+    return state_.is_uniform ? uniform_mass(V_) : to_fixed_point(rows_(v));
+  }
+  // An entry of the residual where children were point masses.
+  __device__ int64_t mass(uint32_t v) const {
+    int64_t mass = row_mass(v);
+    if (!(bits_[v / kWarp] >> (v % kWarp) & 1)) return mass;
+    if (slack_ == 0) return 0;
+    for (int32_t child = state_.first; child != state_.last; child = nodes_[child].next_sibling) {
+      if (nodes_[child].token == v) mass = rest_of(mass);
+    }
+    return mass;
+  }
+  // What a rejected point mass leaves of its token.
+  __device__ int64_t rest_of(int64_t mass) const { return static_cast<int64_t>(slack_ * static_cast<double>(mass)); }
+  // Sets the residual of an id to 0. Returns what it has lost.
+  __device__ int64_t clear(uint32_t id) {
+    const unsigned bit = 1u << (id % kWarp);
+    return atomicOr(bits_ + id / kWarp, bit) & bit ? 0 : row_mass(id);
+  }
+  // Calls f(id) for those neighbors of x that this thread treats if x is rejected.
+  template <class F>
+  __device__ void for_treated_neighbors(uint32_t x, const KeptNeighbors& prefix, F f) const {
+    const bool released = batch_.residual == ResidualRule::released;
+    if (batch_.residual == ResidualRule::optimal || (released && !prefix.has_any)) return;
+    for_own_columns(num_considered_ + released, released ? UINT32_MAX : prefix.num_own, [&](uint32_t column) {
+      const int64_t id = batch_.neighbors(x, column);
+      if (id >= 0 && id < V_) f(static_cast<uint32_t>(id));
+    });
+  }
+  __device__ bool considers_neighbors(uint32_t x) const {
+    return num_considered_ > 0 && delta_ >= 0 && batch_.neighbors.has(x) && rows_.allows(x);
+  }
+
+  // Called by the lanes of one warp, the decider.
+  __device__ bool accepts(const Candidate& candidate, int32_t child, bool is_first) {
+    if (lane() == 0) {
+      nodes_[state_.num_trials].trial = {candidate.numerator(false), candidate.numerator(true), candidate.denominator(),
+                                         is_first};
+    }
+    return candidate.accepts(nodes_[child].uniform);
+  }
+
+  // Tries a child that is a point mass at x, by all threads of the block. All of them look at its neighbors, and clear
+  // what its rejection would clear before they know whether it is rejected: an accepted child ends the residual.
+  __device__ bool try_with_neighbors(int32_t child, uint32_t x, double omega, bool is_first) {
+    const bool considers = considers_neighbors(x);
+    const int64_t token_mass = considers || warp() == 0 ? mass(x) : 0;
+    KeptNeighbors prefix = {0, 0, false, warp() == 0};
+    if (considers) {
+      prefix = keep_neighbors(
+          block_, [this](uint32_t v) { return mass(v); }, V_, batch_.neighbors, num_considered_, x,
+          Budget(batch_.cutoff, delta_, token_mass, state_.total));
+    }
+    uint64_t to_all = 0;
+    if (prefix.is_of_decider) {
+      const Candidate candidate = {false, token_mass, token_mass + prefix.mass, state_.total, 0, 0, omega};
+      if (accepts(candidate, child, is_first)) to_all = kAccepted;
+    }
+    __syncwarp();
+    int64_t cleared = threadIdx.x == 0 ? clear(x) : 0;
+    for_treated_neighbors(x, prefix, [&](uint32_t id) { cleared += clear(id); });
+    to_all |= static_cast<uint64_t>(warp_sum(cleared));
+    const uint64_t* const of_warps = block_.exchange(to_all);
+    const uint64_t of_warp = lane() < warps() ? of_warps[lane()] : 0;
+    state_.total -= warp_sum(static_cast<int64_t>(of_warp & ~kAccepted));
+    return __ballot_sync(kAllLanes, (of_warp & kAccepted) != 0) != 0;
+  }
+
+  // Tries the children by the lanes of one warp, without neighbors.
+  __device__ bool try_alone(int32_t child, uint32_t x, double omega, bool is_first) {
+    const int64_t token_mass = mass(x);
+    if (accepts({false, token_mass, token_mass, state_.total, 0, 0, omega}, child, is_first)) return true;
+    state_.total += rest_of(token_mass) - token_mass;
+    __syncwarp();  // every lane has read the bit
+    if (lane() == 0) bits_[x / kWarp] |= 1u << (x % kWarp);
+    __syncwarp();
+    return false;
+  }
+
+  // Tries the children of a node, from `child` on, which are point masses.
+  __device__ void try_point_masses(int32_t node, int32_t child, double omega) {
+    __shared__ State of_warp;
+    const bool is_alone = num_considered_ == 0;
+    if (!is_alone || warp() == 0) {
+      const int64_t row_total = state_.total;
+      state_.first = state_.last = child;
+      for (int32_t previous = node; child >= 0;) {
+        if (!is_valid(child, previous)) {
+          state_.status |= kInvalidTree;
+          break;
+        }
+        const bool is_first = previous == node;
+        const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
+        const bool is_accepted =
+            is_alone ? try_alone(child, x, omega, is_first) : try_with_neighbors(child, x, omega, is_first);
+        ++state_.num_trials;
+        if (is_accepted) {
+          state_.next = child;
+          break;
+        }
+        previous = child;
+        state_.last = child = nodes_[child].next_sibling;
+        if (state_.total == 0) {
+          state_.status |= kEmptyResidual;
+          state_.is_uniform = batch_.empty == Empty::uniform;
+          state_.total = state_.is_uniform ? int64_t{V_} * uniform_mass(V_) : row_total;
+          state_.first = child;
+          const unsigned threads = is_alone ? kWarp : blockDim.x;
+          for (uint32_t i = threadIdx.x; i * kWarp < V_; i += threads) bits_[i] = 0;
+          if (is_alone) {
+            __syncwarp();
+          } else {
+            __syncthreads();
+          }
+        }
+      }
+    }
+    if (!is_alone) return;
+    if (threadIdx.x == 0) of_warp = state_;
+    __syncthreads();
+    state_ = of_warp;
+  }
+
+  // Reads row `from` of the draft.
+  __device__ bool read_draft(int32_t from) {
+    int64_t sum = 0;
+    bool entries_valid = true;  // this thread's
+    for_each_in_stride(links_.draft_probs() + from * batch_.V, begin_, end_, [&](uint32_t v, float p) {
+      const bool ok = is_probability(p);
+      const float probability = ok ? p : 0.0f;
+      draft_.here(v) = probability;
+      entries_valid &= ok;
+      sum += to_fixed_point(probability);
+    });
+    const Total total = team_.total(sum, entries_valid);
+    draft_total_ = total.mass;
+    return total.valid;
+  }
+
+  // What the other warps learn from the warp that decides about a sampled child.
+  struct Decision {
+    bool is_accepted;
+    int64_t token_mass, draft_mass;  // the token's masses; token_mass includes what the rule moves there
+    double unit, draft_unit;
+  };
+
+  // Tries the children of a node, from `child` on, which were drawn from the draft's row.
+  __device__ void try_samples(int32_t node, int32_t child, double omega) {
+    __shared__ Decision of_decider;
+    bool is_first = true;
+    for (int32_t previous = node; child >= 0; previous = child, child = nodes_[child].next_sibling) {
+      if (!is_valid(child, previous)) {
+        state_.status |= kInvalidTree;
+        return;
+      }
+      if (draft_total_ == 0) continue;
+      const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
+      const bool considers = considers_neighbors(x);
+      const int64_t token_mass = considers || warp() == 0 ? static_cast<int64_t>(masses_(x)) : 0;
+      KeptNeighbors prefix = {0, 0, false, warp() == 0};
+      if (considers) {
+        prefix = keep_neighbors(
+            block_, [this](uint32_t v) { return static_cast<int64_t>(masses_(v)); }, V_, batch_.neighbors,
+            num_considered_, x, Budget(batch_.cutoff, delta_, token_mass, state_.total));
+        for_treated_neighbors(x, prefix, [this](uint32_t id) {
+          if (is_own(id)) atomicOr(bits_ + id / kWarp, 1u << (id % kWarp));
+        });
+      }
+      if (prefix.is_of_decider) {
+        const int64_t relaxed_mass = token_mass + prefix.mass, draft_mass = to_fixed_point(draft_(x));
+        const bool is_accepted =
+            accepts({true, token_mass, relaxed_mass, state_.total, draft_mass, draft_total_, omega}, child, is_first);
+        if (lane() == 0) {
+          const bool moves = batch_.residual == ResidualRule::relaxed;
+          of_decider = {is_accepted, moves ? relaxed_mass : token_mass, draft_mass,
+                        1 / static_cast<double>(state_.total), 1 / static_cast<double>(draft_total_)};
+        }
+      }
+      team_.sync();  // every block has read the masses
+      is_first = false;
+      ++state_.num_trials;
+      if (of_decider.is_accepted) {
+        state_.next = child;
+        return;
+      }
+      draft_total_ -= of_decider.draft_mass;
+      subtract(x, of_decider);
+      if (state_.total == 0) {
+        state_.status |= kEmptyResidual;
+        refill_masses();
+      }
+    }
+  }
+
+  // Subtracts the draft after a sampled candidate x was rejected, and takes x out of the draft. Its treated neighbors,
+  // which have a bit until then, have no mass by the relaxed rule; by the released one nothing is taken from them.
+  __device__ void subtract(uint32_t x, const Decision& decision) {
+    const bool moves = batch_.residual == ResidualRule::relaxed;
+    const double unit = decision.unit, draft_unit = decision.draft_unit;
+    double sum = 0;  // below 2^53, so exact
+    int64_t of_token = 0;
+#pragma unroll 1
+    for (uint32_t start = begin_ + lane(); start - lane() < end_; start += kMassLoads * kWarp) {
+      double masses[kMassLoads];
+      float draft_probs[kMassLoads];
+#pragma unroll
+      for (int j = 0; j < kMassLoads; ++j) {
+        const uint32_t v = start + j * kWarp;
+        masses[j] = v < end_ ? masses_.here(v) : 0.0;
+        draft_probs[j] = v < end_ ? draft_.here(v) : 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < kMassLoads; ++j) {
+        const uint32_t v = start + j * kWarp;
+        bool is_treated = false;
+        if (num_considered_ > 0 && v - lane() < end_) {  // the lanes share a word
+          const unsigned treated = bits_[v / kWarp];
+          __syncwarp();
+          if (treated && lane() == 0) bits_[v / kWarp] = 0;
+          is_treated = treated >> lane() & 1;
+        }
+        if (v >= end_) continue;
+        double mass = v == x ? static_cast<double>(decision.token_mass) : moves && is_treated ? 0.0 : masses[j];
+        const float draft_mass = is_treated && !moves ? 0.0f : truncf(draft_probs[j] * static_cast<float>(kFixedOne));
+        if (mass > 0) mass = residual_mass(mass, unit, static_cast<double>(draft_mass), draft_unit, slack_);
+        if (v == x) {  // its mass and its neighbors' may be the whole row's
+          of_token = static_cast<int64_t>(mass);
+          mass = static_cast<double>(of_token);
+          draft_.here(v) = 0.0f;
+        } else {
+          mass = whole_part(mass);
+          sum += mass;
+        }
+        masses_.here(v) = mass;
+      }
+    }
+    state_.total = sum_of_team(static_cast<int64_t>(sum) + of_token, true).mass;
+  }
+
+  // What takes the place of masses of which nothing is left.
+  __device__ void refill_masses() {
+    int64_t sum = 0;
+    const auto put = [&](uint32_t v, int64_t mass) {
+      masses_.here(v) = static_cast<double>(mass);
+      sum += mass;
+    };
+    if (batch_.empty == Empty::target) {
+      rows_.reread(begin_, end_, [&](uint32_t v, float p) { put(v, to_fixed_point(p)); });
+    } else {
+      for (uint32_t v = begin_ + lane(); v < end_; v += kWarp) put(v, uniform_mass(V_));
+    }
+    state_.total = sum_of_team(sum, true).mass;
+  }
+
+  // Inverse CDF in vocabulary order: writes the first id at which the running sum of the residual exceeds a threshold.
+  // The masses of the warps' ids tell which warp's it is among; the warps of its block share these. mass(v) is an
+  // entry.
+  template <class Mass>
+  __device__ void draw(bool is_dense, const Mass& mass) {
+#pragma unroll 1
+    for (unsigned w = warp(); !is_dense && w < num_chunks(); w += warps()) {
+      const uint32_t begin = min(w * share_, V_), end = min(begin + share_, V_);
+      int64_t change = 0;  // how the chunk's mass has changed since the row was read
+      if (state_.is_uniform && lane() == 0) change = (end - begin) * uniform_mass(V_) - chunks()[w];
+      if (state_.first != state_.last) {
+#pragma unroll 1
+        for (uint32_t v = begin + lane(); v < end; v += kWarp) {
+          if (bits_[v / kWarp] >> lane() & 1) change += mass(v) - row_mass(v);
+        }
+      }
+      change = warp_sum(change);
+      if (lane() == 0) chunks()[w] += change;
+    }
+    __syncthreads();
+    int64_t threshold = draw_threshold(nodes_[0].uniform, state_.total);
+    const Found chunk = search_in_warp(num_chunks(), threshold, [](uint32_t w) { return chunks()[w]; });
+    if (chunk.index / warps() != team_.rank()) return;
+    threshold -= chunk.before;
+    const uint32_t end = min((chunk.index + 1) * share_, V_);
+    const uint32_t part = (share_ / kWarp + warps() - 1) / warps() * kWarp;  // how many ids a warp takes
+    const uint32_t first = min(chunk.index * share_ + warp() * part, end), last = min(first + part, end);
+    int64_t sum = 0;
+#pragma unroll 1
+    for (uint32_t v = first + lane(); v < last; v += kWarp) sum += mass(v);
+    const uint64_t* const sums = block_.exchange(warp_sum(sum));
+    const Found own = search_in_warp(warps(), threshold, [=](uint32_t w) { return static_cast<int64_t>(sums[w]); });
+    if (own.index != warp()) return;
+    const Found id = search_in_warp(last - first, threshold - own.before, [&](uint32_t i) { return mass(first + i); });
+    if (lane() == 0) batch_.next_token[b_] = first + id.index;
+  }
+  __device__ void draw(bool is_dense) {
+    if constexpr (kHasDrafts) {
+      if (is_dense) {
+        draw(true, [this](uint32_t v) { return static_cast<int64_t>(masses_.here(v)); });
+        return;
+      }
+    }
+    draw(false, [this](uint32_t v) { return this->mass(v); });
+  }
+
+  // The sum over tried siblings of the probability of reaching one times what it adds, by the lanes of one warp.
+  __device__ double tv_excess() const {
+    double result = 0, reach_prob = 1;
+#pragma unroll 1
+    for (int32_t start = 0; start < state_.num_trials; start += kWarp) {
+      const int32_t count = min(state_.num_trials - start, kWarp), own = static_cast<int32_t>(lane());
+      const Trial trial = own < count ? nodes_[start + own].trial : Trial{0, 0, 1, false};
+      const double accept_prob = Candidate::probability(trial.relaxed, trial.whole);
+      const double difference = accept_prob - Candidate::probability(trial.strict, trial.whole);
+      const double excess = difference > 0 ? difference : 0.0;
+      if (__ballot_sync(kAllLanes, excess > 0) == 0 && start + count == state_.num_trials) break;  // adds nothing
+#pragma unroll 1
+      for (int32_t j = 0; j < count; ++j) {
+        if (__shfl_sync(kAllLanes, trial.is_first, j)) reach_prob = 1;
+        result += reach_prob * __shfl_sync(kAllLanes, excess, j);
+        reach_prob *= 1 - __shfl_sync(kAllLanes, accept_prob, j);
+      }
+    }
+    return result;
+  }
+
+  // Tries the children of node n of a greedy request, against its row's argmax.
+  __device__ void try_greedily(int32_t n, uint32_t argmax) {
+    const int64_t max_mass = row_mass(argmax);
+    int32_t previous = n;
+    for (int32_t child = nodes_[n].first_child; child >= 0; previous = child, child = nodes_[child].next_sibling) {
+      if (!is_valid(child, previous)) {
+        state_.status |= kInvalidTree;
+        return;
+      }
+      const uint32_t x = static_cast<uint32_t>(nodes_[child].token);
+      const int64_t token_mass = row_mass(x);
+      KeptNeighbors prefix = {0, 0, false, warp() == 0};
+      if (considers_neighbors(x)) {
+        prefix = keep_neighbors(
+            block_, [this](uint32_t v) { return row_mass(v); }, V_, batch_.neighbors, num_considered_, x,
+            Budget(batch_.cutoff, delta_, token_mass, state_.total));
+      }
+      if (!prefix.is_of_decider || lane() != 0 || !is_argmax(x, token_mass + prefix.mass, argmax, max_mass)) continue;
+      nodes_[child].depth = nodes_[n].depth + 1;
+      nodes_[child].parent = n;
+      nodes_[child].num_non_argmax = nodes_[n].num_non_argmax + (x != argmax);
+    }
+  }
+
+  const VerifyParams& batch_;
+  int64_t b_;
+  uint32_t V_;
+  Rows& rows_;
+  const Links& links_;
+  Team& team_;
+  Block block_;
+  Node* nodes_;
+  unsigned* bits_;         // one for each id
+  Slices<double> masses_;  // if kHasDrafts
+  Slices<float> draft_;
+  uint32_t share_, begin_, end_;  // the ids of a warp, and this warp's
+  uint32_t num_considered_;       // how many neighbors of a token the cutoff looks at; 0 without neighbors
+  float delta_;
+  double slack_ = 0;         // for the node's children
+  int64_t draft_total_ = 0;  // the mass that remains of the draft's row
+  State state_ = {};
+};
+
+}  // namespace
+}  // namespace specvis
