@@ -8,7 +8,7 @@ its own plain decoding; it must be built (`setup.py build_ext --inplace`).
 the acceptance is the shipped model's: the steps that it took for real pictures, with what a step of their size costs
 here.
 
-`tau` prints the shipped model's tokens a forward with each window: `specvis.decoding.jacobi.TAU`, by which `jacobi`
+`tau` prints the shipped model's tokens a forward with each window: `specvis.decoding.window.TAU`, by which `jacobi`
 chooses its window.
 """
 import argparse
