@@ -113,7 +113,7 @@ def _oracle(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Ten
     (_, V), D, B = target_probs.shape, len(draft_tokens), len(cu_num_draft_tokens)
     R, device = D + B, target_probs.device
     if B == 0:
-        return _meta(target_probs, draft_tokens, cu_num_draft_tokens, *[None] * 11)
+        return _meta(target_probs, cu_num_draft_tokens)
     end = cu_num_draft_tokens.long()
     first = torch.nn.functional.pad(end[:-1], (1, 0))
     is_in_place = ((first <= end) & (end <= D)).long().cumprod(0) == 1
