@@ -25,7 +25,7 @@ namespace specvis {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The limits of specvis_kernels/_dispatch.py. With them no index, and no sum of masses, leaves 63 bits.
+// The limits of specvis_kernels/_checks.py. With them no index, and no sum of masses, leaves 63 bits.
 constexpr int64_t kMostIds = 1 << 19;       // V, and how many neighbors or other ids are summed for one token
 constexpr int64_t kMost = (1ll << 31) - 1;  // every other size and count
 

@@ -5,8 +5,8 @@ Each op is one torch.library op, `torch.ops.specvis_kernels.<op>`:
     dispatch key               kernel             file
     CompositeExplicitAutograd  oracle             specvis_kernels/<op>.py
     Meta                       output shapes      specvis_kernels/<op>.py
-    CPU                        C++                csrc/<op>.cpp                 if built
-    CUDA                       CUDA C++           csrc/<op>.cu                  if built, and the driver is as new
+    CPU                        C++                csrc/cpu/<op>.cpp             if built
+    CUDA                       CUDA C++           csrc/cuda/<op>.cu             if built, and the driver is as new
                                else Triton        specvis_kernels/triton/<op>.py
 
 PyTorch prefers a device's own key to the composite one. So where a kernel is missing the oracle answers, and on the
@@ -157,7 +157,7 @@ def backends(name: str, device: str = "cpu") -> list[str]:
     Raises:
         ValueError: there is no such op
 
-    Example:
+    Examples:
         >>> from specvis_kernels import backends
         >>> backends("tree_links")[0]
         'oracle'

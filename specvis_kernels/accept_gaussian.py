@@ -75,7 +75,7 @@ def accept_gaussian(tokens: Tensor, log_ratio: Tensor, uniforms: Tensor,
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, G or C is 0, or the variant is unknown
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import accept_gaussian
         >>> drafts = torch.zeros(1, 3, 16)                  # one request, three drafts of 16 channels

@@ -49,7 +49,7 @@ def commit_kv(caches: Tensor | Sequence[Tensor], accepted_nodes: Tensor, num_acc
         ValueError: an argument's dtype, shape or device differs from the above, a cache is not contiguous or unlike the
             first, or the list is empty or has pairs: a list of pairs (k, v) must be flattened
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import commit_kv
         >>> cache = torch.tensor([[7, 8, 10, 11, 12, 13, 0]])    # columns 0 and 1 are committed, then nodes 0 to 3

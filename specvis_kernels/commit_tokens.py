@@ -65,7 +65,7 @@ def commit_tokens(tokens: Tensor, counts: Tensor, failed: Tensor, target_forward
         ValueError: a dtype, shape or device differs from the above, C < L, N or L is 0, or what is written to is not
                     contiguous
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import commit_tokens
         >>> tokens, counts = torch.tensor([[7, 0, 0, 0, 0]]), torch.tensor([1])      # one token of five

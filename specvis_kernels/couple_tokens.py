@@ -91,7 +91,7 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         ValueError: an argument's dtype, shape or device differs from the above, W or V is 0, neighbors come without
             delta, groups come with neighbors or another residual than "optimal", or "released" with a single column
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import couple_tokens
         >>> P = torch.tensor([[0.5, 0.25, 0.25]]).repeat(1, 2, 1)   # one request, two positions with the same rows

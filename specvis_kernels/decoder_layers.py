@@ -169,7 +169,7 @@ def decoder_layers(x: Tensor, layers: PackedLayers, kv_cache: Tensor, lengths: T
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import DecoderLayer, decoder_layers, pack_layers, tree_links
         >>> w = torch.zeros(16, 16)                              # E = F = D = 16, one head: nothing is added to x

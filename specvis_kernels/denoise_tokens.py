@@ -121,7 +121,7 @@ def denoise_tokens(noise: Tensor, z: Tensor, time: Tensor, network: PackedDenois
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import DenoiserBlock, denoise_tokens, pack_denoiser
         >>> w, b = torch.zeros(16, 16), torch.zeros(16)          # W = 16, C = 2: epsilon and v are 0

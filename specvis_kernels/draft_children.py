@@ -63,7 +63,7 @@ def draft_children(logits: Tensor, uncond: Tensor | None, uniforms: Tensor | Non
         ValueError: a dtype, shape or device differs from the above, F or K is 0, V is 0 or above 2**19, both or neither
                     of uniforms and seeds are given, or id_range or filters is not as in `guided_probs`
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import draft_children
         >>> logits = torch.tensor([[[0.0, 2.0, 1.0, -1.0]]])

@@ -84,7 +84,7 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
                     or first_node is below 1, first_candidate is negative, the words are too few, or id_range or
                     filters is not as in `guided_probs`
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import draft_frontier
         >>> settings = dict(width=torch.tensor([2], dtype=torch.int32), depth=torch.tensor([3]), guidance=1.0,

@@ -67,7 +67,7 @@ def draw_children(draft_probs: Tensor, uniforms: Tensor | None = None, *, seeds:
         ValueError: an argument's dtype, shape or device differs from the above, F, V or K is 0, or both or neither of
                     uniforms and seeds are given
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import draw_children
         >>> draft_probs = torch.tensor([[[0.5, 0.25, 0.25, 0.0]]])

@@ -74,7 +74,7 @@ def draw_tokens(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float 
             0 <= first < last <= V, a number is out of its range, N is 0, V is 0 or above 2**19, filters is neither of
             the two, or ahead is negative
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import draw_tokens
         >>> logits = torch.tensor([[4.0, 2.0, 1.0, 0.0]]).repeat(1, 3, 1)  # one request, three positions

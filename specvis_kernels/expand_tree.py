@@ -55,7 +55,7 @@ def expand_tree(draft_probs: Tensor, scores: Tensor, width: Tensor, *, num_child
     Raises:
         ValueError: a dtype, shape or device differs from the above, F or V is 0, or num_children < 1
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import expand_tree
         >>> draft_probs = torch.tensor([[[0.1, 0.6, 0.3],         # after node 0

@@ -62,7 +62,7 @@ def guided_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | float
         ValueError: a dtype, shape or device differs from the above, id_range is two integers but not
             0 <= first < last <= V, V is 0 or above 2**19, or filters is neither of the two
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import guided_probs
         >>> logits = torch.tensor([[[4.0, 2.0, 1.0, 0.0]]])       # one request, one position, four tokens

@@ -61,7 +61,7 @@ def neighborhood_sum(probs: Tensor, tokens: Tensor, neighbors: Tensor, delta: Te
         ValueError: an argument's dtype, shape or device differs from the above, cutoff is unknown, or
             offset + C > V
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import neighborhood_sum
         >>> probs = torch.tensor([[0.5, 0.25, 0.125, 0.125]])

@@ -31,7 +31,7 @@ def philox_words(seeds: Tensor, positions: Tensor, n: int, stream: int, turn: in
     Raises:
         ValueError: a dtype, shape or device differs from the above, or a number is negative
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import philox_words
         >>> words = philox_words(torch.tensor([0]), torch.tensor([[0, 1]]), 3, stream=0)
@@ -72,7 +72,7 @@ def philox_uniforms(seeds: Tensor, positions: Tensor | int, n: int, *, stream: i
     Raises:
         ValueError: a dtype, shape or device differs from the above, or a number is negative
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import philox_uniforms
         >>> seeds, length = torch.tensor([7, 8]), torch.tensor([[16], [40]])  # two requests, and how far they are
@@ -106,7 +106,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
     Raises:
         ValueError: a dtype, shape or device differs from the above, or n is negative
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import gumbel_noise
         >>> noise = gumbel_noise(torch.tensor([7, 7]), torch.tensor([[0, 1], [1, 2]]), 5)

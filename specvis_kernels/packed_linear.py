@@ -63,7 +63,7 @@ def packed_linear(x: Tensor, weight: Tensor, out_features: int, bias: Tensor | N
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import pack_weight, packed_linear
         >>> packed_linear(torch.tensor([[1., 2.]]), pack_weight(torch.tensor([[3., 4.], [5., 6.]])), 2)

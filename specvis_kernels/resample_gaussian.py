@@ -69,7 +69,7 @@ def resample_gaussian(tokens: Tensor, is_accepted: Tensor, is_rejected: Tensor, 
         ValueError: an argument's dtype, shape or device differs from the above, G, M or C is 0, or the variant is
             unknown
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import resample_gaussian
         >>> draft = torch.tensor([[[1.0]]])                      # one rejected draft of one channel

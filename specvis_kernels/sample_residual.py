@@ -48,7 +48,7 @@ def sample_residual(target_probs: Tensor, draft_probs: Tensor | None, uniforms: 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, or V is 0
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import sample_residual
         >>> P, Q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])

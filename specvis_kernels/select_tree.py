@@ -47,7 +47,7 @@ def select_tree(tokens: Tensor, scores: Tensor, parents: Tensor, root: Tensor, s
     Raises:
         ValueError: a dtype, shape or device differs from the above, or num_nodes < 1
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import select_tree
         >>> tokens = torch.tensor([[11, 12, 13, 14]])

@@ -58,7 +58,7 @@ def check_status(status: Tensor, op: str | None = None) -> None:
         StatusError: an INVALID_* bit is set. StatusError is a ValueError
         ValueError: status is no int32 tensor
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import StatusError, check_status, sample_residual
         >>> logits = torch.tensor([[0.5, 0.5], [3.0, -1.0]])  # the first row has probabilities, the second logits

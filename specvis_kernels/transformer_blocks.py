@@ -102,7 +102,7 @@ def transformer_blocks(x: Tensor, blocks: PackedBlocks, *, key_mask: Tensor | No
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import TransformerBlock, pack_blocks, transformer_blocks
         >>> w, b = torch.zeros(16, 16), torch.zeros(16)          # E = F = 16: only the last bias is added to x

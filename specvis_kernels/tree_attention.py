@@ -51,7 +51,7 @@ def tree_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor,
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import tree_attention, tree_links
         >>> links = tree_links(torch.tensor([[-1, 0, 0]], dtype=torch.int32))   # a root and its two children

@@ -27,7 +27,7 @@ def tree_from_choices(choices: Sequence[Sequence[int]], device: torch.device | s
         ValueError: a path is no sequence of integers, is empty, negative, given twice, or its parent's is not in the
             list
 
-    Example:
+    Examples:
         >>> from specvis_kernels import tree_from_choices
         >>> parents, rank = tree_from_choices([[0], [1], [0, 0], [0, 2]])
         >>> parents

@@ -28,7 +28,7 @@ def tree_from_mask(mask: Tensor, *, backend: str | None = None) -> Tensor:
     Raises:
         ValueError: mask is no tensor, not square, or N is 0
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import tree_from_mask
         >>> mask = torch.tensor([[1, 0, 0, 0],

@@ -29,7 +29,7 @@ def tree_from_paths(paths: Tensor, num_nodes: int, *, backend: str | None = None
     Raises:
         ValueError: the dtype or shape differs from the above, or num_nodes is no integer >= 1
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import tree_from_paths
         >>> paths = torch.tensor([[0, 1, 3], [0, 2, -1]])  # 0 -> 1, 2 and 1 -> 3

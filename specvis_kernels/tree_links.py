@@ -44,7 +44,7 @@ def tree_links(parents: Tensor, *, backend: str | None = None) -> TreeLinksResul
     Raises:
         ValueError: the dtype or shape differs from the above, or N is 0
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import tree_links
         >>> parents = torch.tensor([[-1, 0, 0, 1]])    # 0 -> 1, 2 and 1 -> 3

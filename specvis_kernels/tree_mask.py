@@ -38,7 +38,7 @@ def tree_mask(ancestors: Tensor, lengths: Tensor | None = None, *, start: Tensor
         ValueError: a dtype, shape or device differs from the above, N is 0, `form` or `dtype` is unknown,
             or `columns` is < 1, or missing although `lengths` or `start` is given
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import tree_links, tree_mask
         >>> parents = torch.tensor([[-1, 0, 0, 1]])                      # 0 -> 1, 2 and 1 -> 3

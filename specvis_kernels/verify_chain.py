@@ -73,7 +73,7 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         ValueError: an argument's dtype, shape or device differs from the above, V is 0, neighbors come without delta,
             cutoff, residual or empty is unknown, or "released" with a single column
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import verify_chain
         >>> row = [0.5, 0.25, 0.125, 0.125]

@@ -46,7 +46,7 @@ def verify_greedy(target_tokens: Tensor, tokens: Tensor, first_child: Tensor, ne
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, N is 0, or max_depth is negative
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import tree_links, verify_greedy
         >>> links = tree_links(torch.tensor([[-1, 0, 0, 2]]))

@@ -87,7 +87,7 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
             comes without draft_row or neighbors without delta, "released" with a single column, neither uniforms nor
             seeds are given, or seeds come without positions or with an argument that equality does not use
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import tree_links, verify_logits
         >>> logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().repeat(1, 3, 1)

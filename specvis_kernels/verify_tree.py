@@ -124,7 +124,7 @@ def verify_tree(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_
         ValueError: an argument's dtype, shape or device differs from the above, N or V or M is 0, draft_probs
             comes without draft_row or neighbors without delta, or "released" with a single column
 
-    Example:
+    Examples:
         >>> import torch
         >>> from specvis_kernels import tree_links, verify_tree
         >>> row = [0.5, 0.25, 0.125, 0.125]

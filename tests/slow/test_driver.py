@@ -1,4 +1,4 @@
-"""What tests/decoding/test_batching.py asks of a few methods, asked of all."""
+"""What tests/decoding/test_driver.py asks of a few methods, asked of all."""
 import pytest
 
 from tests.decoding import test_batching as few
