@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..decoding.decoded import Decoded, Step
 from ..decoding.methods import ContinuousMethod, Method, parse_method
+from ..decoding.sampling import Sampling
 from ..files import write_whole
 from ..pipelines.discrete import Pipeline
 from .study import Job, NotWhole, Study, is_list_of, read_arrays, read_json
