@@ -28,9 +28,10 @@ from .batch_state import BatchState
 from .coupling import Coupled, Coupling
 from .decoded import Decoded, Finished, Observer, Progress, Step
 from .driver import Captured, GraphKey, RunningBatch, decode_batch, read_known, round_up
+from .facts import check_causal, facts_of
 from .method_parts import USUAL_WINDOW
 from .methods import METHODS, Method
-from .requests import Requests, check_batch, check_causal, checked_requests, facts_of
+from .requests import Requests, check_batch, checked_requests
 from .sampling import Sampling, repeat_for_cfg, take_nodes
 from .trees import chain_ancestors
 from .window import TAU, timed_window
@@ -72,7 +73,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     auto = USUAL_WINDOW
     if base.seed_exact and any(m.drafts.window == "auto" for m in methods):
         auto = auto_window(target, requests[list(range(batch))])
-        is_plain = auto == 0 and all(m.drafts.window in ("auto", 0) for m in methods)
+        is_plain = auto == 0 and all(m.drafts.window == "auto" for m in methods)
         if is_plain and batch == total and observe is None and finished is None:
             return decode(target, condition, padding_mask, sampling, progress, known_tokens=known_tokens)
     any_greedy = bool(sampling.greedy.any())
@@ -89,7 +90,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
 
 
 class JacobiSettings(BatchState):
-    """What does not change while B requests are decoded."""
+    """What a step does not change, of B requests."""
 
     ROWS, PAIRS, PARTS = ("windows", "is_own", "lossless", "ancestors"), ("padding_mask",), ("sampling",)
 
@@ -209,12 +210,9 @@ def prefill(state: JacobiState, settings: JacobiSettings, condition: Tensor, kno
     A position's first guess is from the row above it, as far as there is one, and else from the newest row.
     """
     sampling, columns, device = settings.sampling, settings.columns, condition.device
-    K = 0 if known_tokens is None else known_tokens.shape[1]
-    if K:
-        state.tokens[:, :K] = known_tokens.clamp(min=0)
-    hidden = read_known(settings.target, condition, settings.padding_mask, state.tokens[:, :K], state.cache)
+    hidden = read_known(settings.target, condition, settings.padding_mask, known_tokens, state.tokens, state.cache)
     hidden = hidden[:, settings.prefix_len - 1:]  # of the entry before each token, also before the next one
-    num_above, num_after = min(K, columns - 1), settings.max_window if settings.from_last else columns - 1
+    num_above, num_after = min(hidden.shape[1], columns) - 1, settings.max_window if settings.from_last else columns - 1
     newest = state.num_known[:, None]
     positions = (newest + torch.arange(-num_above, num_after + 1, device=device)).clamp(min=0)
     hidden = take_nodes(hidden, positions.minimum(newest))

@@ -4,6 +4,10 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
+import torch
+from torch import Tensor
+
+from ..models.interface import TargetModel, codes
 from .limits import (
     MAX_DEPTH,
     MAX_GUESSES,
@@ -385,6 +389,32 @@ def parse_method(text: str, /, **parameters) -> Method | ContinuousMethod:
             is_word = value == "auto" if key == "window" else key not in known or isinstance(known[key], str)
             parameters[key] = value if is_word else parse_number(key, value)
     return method(name, **parameters)
+
+
+def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: TargetModel, max_depth: int,
+                    device: torch.device) -> dict:
+    """The keyword arguments of verify_tree for methods of one family. max_depth: the largest of the methods' depths
+
+    Raises:
+        ValueError: `neighbors` is not a table that the methods need, or is on another device
+    """
+    base = methods[0]
+    rule = {"residual": base.acceptance.residual}
+    if any(omega != 1 for m in methods for omega in m.omegas):
+        padded = [[*m.omegas, *[1.0] * (max_depth - m.max_depth)] for m in methods]
+        rule["omega"] = torch.tensor(padded, dtype=torch.float32, device=device)
+    k = base.num_neighbors
+    if not k:
+        return rule
+    first, last = codes(target)
+    if neighbors is None or neighbors.shape[0] != last - first or neighbors.shape[1] < k:
+        have = "none" if neighbors is None else tuple(neighbors.shape)
+        raise ValueError(f"neighbors must be a table of C={last - first} rows and at least k={k} columns for "
+                         f"{base.name}, got {have}")
+    if neighbors.device != device:
+        raise ValueError(f"neighbors must be on {device} like the target, got {neighbors.device}")
+    return rule | {"neighbors": neighbors[:, :k].contiguous(), "cutoff": base.acceptance.cutoff, "offset": first,
+                   "delta": torch.tensor([m.acceptance.delta for m in methods], dtype=torch.float32, device=device)}
 
 
 def one_each(methods, count: int, name: str) -> list:
