@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specvis.decoding.continuous import ContinuousSampling, KnownTokens, continuous_decode, parallel_decode
+from specvis.decoding.continuous import continuous_decode, parallel_decode
+from specvis.decoding.continuous_state import ContinuousSampling, KnownTokens
 from specvis.decoding.methods import CONTINUOUS, method, parse_method
 from specvis.decoding.sampling import Sampling
 from specvis.models.mar import MAR
