@@ -47,20 +47,12 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     image is finished.
 
     If the target puts a NaN into its cache, the image ends there. If it does so at a wrong guess, the image may end or
-    go on.
+    go on. Arguments that are not listed here are those of `speculative_decode`.
 
     Args:
-        condition:    (B, S, dim)  as `GPT.condition` gives it
-        padding_mask: (B, S) bool  True where the condition is real
-        methods:      one for all requests, or one for each, all of one `Method.family`; or their names. `vanilla` has a
+        methods:   one for all requests, or one for each, all of one `Method.family`; or their names. `vanilla` has a
             window of no guesses
-        neighbors:    (C, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0, except by rank. C is
-            V, or the number of the target's `codes`
-        observe:      called after every step, with tensors that it must not change
-        known_tokens: (B, K) int64  the first tokens of each image, -1 after them; None: no token is known
-        batch:        how many images are decoded at once; when one is finished, the next takes its row. Then all
-            requests have one method, and nobody observes. None: all images
-        finished:     called with the numbers of requests whose images are finished, and with these images
+        neighbors: needed where k > 0, except by rank
 
     Raises:
         ValueError: an argument differs from the above, or the target's logits at a token depend on later tokens
