@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from specvis.cli.options import CONTINUOUS_GUIDANCE, FILTERS, PROMPTS
-from specvis.decoding.continuous import ContinuousSampling
+from specvis.decoding.continuous_state import ContinuousSampling
 from specvis.decoding.methods import ContinuousMethod, parse_method
 from specvis.decoding.sampling import Sampling
 from specvis.pipelines.discrete import Pipeline

@@ -32,9 +32,9 @@ from PIL import Image  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import nn  # noqa: E402
 
-from specvis.cli import study  # noqa: E402
 from specvis.cli.main import main as specvis  # noqa: E402
 from specvis.files import PART  # noqa: E402
+from specvis.study import jobs  # noqa: E402
 from studies import continuous_study  # noqa: E402
 from tests.tiny import tiny_pair, tiny_pipeline  # noqa: E402
 from training import run as training  # noqa: E402
@@ -229,7 +229,7 @@ def main() -> int:
         parser.error(f"no command {unknown[0]!r}, only {', '.join(COMMANDS)}")
     torch.set_num_threads(1)
     continuous_study.MIN_SECONDS = 0.01
-    study.revision = lambda: "of this run"  # not that of a checkout which changes meanwhile
+    jobs.revision = lambda: "of this run"  # not that of a checkout which changes meanwhile
     chance, failed = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")

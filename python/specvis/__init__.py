@@ -16,11 +16,14 @@ from importlib import import_module
 # Each is imported when it is asked for: --help needs no torch.
 _HOMES = {
     "decoding.baseline": ("decode",),
-    "decoding.continuous": ("ContinuousSampling", "KnownTokens", "continuous_decode", "parallel_decode"),
+    "decoding.continuous": ("continuous_decode", "parallel_decode"),
+    "decoding.continuous_state": ("ContinuousSampling", "KnownTokens"),
     "decoding.jacobi": ("jacobi_decode",),
+    "decoding.method_parts": ("Acceptance", "DynamicDrafts", "JacobiDrafts", "NoDrafts", "StaticDrafts"),
     "decoding.methods": ("METHODS", "ContinuousMethod", "Method", "method", "parse_method"),
     "decoding.sampling": ("Sampling",),
     "decoding.speculative": ("speculative_decode",),
+    "decoding.trees": ("Adaptation",),
     "pipelines.discrete": ("Pipeline",),
     "pipelines.mar": ("MARPair",),
 }

@@ -5,8 +5,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specvis.cli.discrete_study import Latency, PictureRun
 from specvis.pipelines.positions import steps_gain, teacher_forced_probs
+from specvis.study.discrete import Latency, PictureRun
 
 from . import papers
 from .base import Item, item, pixels

@@ -11,9 +11,9 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from specvis.cli.discrete_study import BATCH, PictureRun
-from specvis.cli.study import Job, Study, read_arrays
 from specvis.files import write_whole
+from specvis.study.discrete import BATCH, PictureRun
+from specvis.study.jobs import Job, Study, read_arrays
 
 from .page import Section
 from .quality import Features, network

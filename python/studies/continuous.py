@@ -22,7 +22,7 @@ class ContinuousScope(Scope):
 
     few: int                         # images of a run whose target verifies each draft given those before it: costly
     baseline_batches: int            # others are compared with these pictures
-    parallel_batches: int            # each parallel decoding has this many
+    parallel_batches: int
     gammas: dict[str, tuple[int, ...]]
     batch_sizes: tuple[int, ...]     # they are timed, for `timed_tokens` tokens of each image
     timed_tokens: int
@@ -32,7 +32,7 @@ class ContinuousScope(Scope):
     draws: int                       # each draws one token
     joint_draws: int                 # each draws JOINT_TOKENS tokens; 0: no such draws
     guidance: float = 2.5
-    num_tokens: int = 256            # an image has this many
+    num_tokens: int = 256
     steps_last: int = 5              # denoising steps of the last tokens, where they fall
 
     def run(self, text: str, guidance: float | None = None, temperature: float = 1.0, draft_alone: bool = False

@@ -10,20 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specvis.cli.discrete_study import PictureRun
-from specvis.cli.study import Job, Study, read_arrays
-from specvis.decoding.continuous import (
-    ContinuousDecoded,
-    ContinuousSampling,
-    GuidedMAR,
-    KnownTokens,
-    Progress,
-    continuous_decode,
-)
+from specvis.decoding.continuous import continuous_decode
+from specvis.decoding.continuous_state import ContinuousDecoded, ContinuousSampling, GuidedMAR, KnownTokens
+from specvis.decoding.decoded import Progress
 from specvis.decoding.methods import ContinuousMethod, parse_method
 from specvis.files import write_whole
 from specvis.models.mar import MAR
 from specvis.pipelines.mar import MARPair
+from specvis.study.discrete import PictureRun
+from specvis.study.jobs import Job, Study, read_arrays
 
 ROWS = 512         # draws of one state side by side
 MIN_SECONDS = 2.0  # a shorter timing is repeated
@@ -34,7 +29,11 @@ Shapes = dict[str, tuple[int | None, ...]]
 
 
 class ContinuousJob(Job):
-    """A job whose result is an archive of arrays. A subclass has `shapes` and `arrays`."""
+    """A job whose result is an archive of arrays.
+
+    A subclass has `shapes(study)`, the shapes of the arrays by name (None: any size), and `arrays(study, progress)`,
+    which computes them.
+    """
 
     suffix = "npz"
     draft_alone = False
@@ -42,14 +41,6 @@ class ContinuousJob(Job):
     @property
     def label(self) -> str:
         return f"{self.method.label}{' by the draft model alone' * self.draft_alone}"
-
-    def shapes(self, study: "ContinuousStudy") -> Shapes:
-        """The shapes of `arrays`; None: any size."""
-        raise NotImplementedError
-
-    def arrays(self, study: "ContinuousStudy", progress: Callable[[float], None]) -> Arrays:
-        """Compute the arrays."""
-        raise NotImplementedError
 
     def make(self, study: "ContinuousStudy", progress: Callable[[float], None] = lambda share: None) -> None:
         arrays = self.arrays(study, progress)

@@ -2,7 +2,7 @@
 import numpy as np
 import torch
 
-from specvis.cli.discrete_study import Latency, PictureRun
+from specvis.study.discrete import Latency, PictureRun
 
 from . import papers
 from .base import Item, decided, item, pixels

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from specvis.cli.study import Job
 from specvis.decoding.methods import parse_method
+from specvis.study.jobs import Job
 
 from . import papers
 from .base import Item, decided, item, pixels

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specvis.cli.discrete_study import DiscreteStudy, Latency, PictureRun
 from specvis.pipelines.discrete import Pipeline
+from specvis.study.discrete import DiscreteStudy, Latency, PictureRun
 
 from .base import Report, Scope, decided, features, pixels, reference_pictures
 from .page import Section

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from specvis.cli.study import Job
 from specvis.decoding.methods import parse_method
+from specvis.study.jobs import Job
 
 from .base import Item, item
 from .continuous import ContinuousReport, ContinuousScope, ContinuousStudy

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from specvis.cli.discrete_study import Latency, PictureRun
 from specvis.decoding.methods import METHODS, Method
+from specvis.study.discrete import Latency, PictureRun
 
 from .base import Item, item
 from .discrete import DiscreteReport, DiscreteScope

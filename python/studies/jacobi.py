@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from specvis.cli.discrete_study import BATCH, DiscreteStudy, Latency, PictureRun
 from specvis.decoding.decoded import Decoded
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling
 from specvis.pipelines.positions import draw_margins, teacher_forced_probs
+from specvis.study.discrete import BATCH, DiscreteStudy, Latency, PictureRun
 from specvis_kernels import guided_probs, gumbel_noise
 
 from .base import Item, item

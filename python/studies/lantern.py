@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specvis.cli.discrete_study import Latency, PictureRun
+from specvis.study.discrete import Latency, PictureRun
 
 from . import papers
 from .base import Item, alike, decided, item, pixels

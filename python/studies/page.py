@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specvis.cli.plots import plt, save_figure
 from specvis.files import csv_text, write_whole
+from specvis.study.plots import plt, save_figure
 
 from .quality import Score
 

@@ -2,9 +2,9 @@
 import numpy as np
 import torch
 
-from specvis.cli.discrete_study import BATCH, PictureRun
 from specvis.decoding.methods import parse_method
 from specvis.pipelines.positions import steps_gain
+from specvis.study.discrete import BATCH, PictureRun
 
 from . import adt_tree
 from .base import Item, item

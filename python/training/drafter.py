@@ -147,17 +147,18 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
 
 @click.command()
 @options(
-    16, 1.5e-3,
     click.option("--target", type=click.Path(path_type=Path),
                  help="Folder with a model, as `specvis convert` makes it. [default: the GPT of the stages before]"),
     click.option("--images", type=click.Path(path_type=Path),
-                 help="With --target: folder of pictures with captions, or with a folder of pictures for each class."),
+                 help="With --target: folder with pictures and their captions, or a folder of pictures for each "
+                      "class."),
     click.option("--text-encoder", type=click.Path(path_type=Path),
                  help="With --target: folder with FLAN-T5-XL, for a model whose prompts are captions."),
     click.option("--out", type=click.Path(path_type=Path),
                  help="With --target: folder for drafter.safetensors. [default: that of --target]"),
     click.option("--replace", is_flag=True, help="With --target: a drafter that is there is replaced."),
-    click.option("--noise", default=0.2, show_default=True, help="Width of the uniform noise on the hidden states."))
+    click.option("--noise", default=0.2, show_default=True, help="Width of the uniform noise on the hidden states."),
+    batch=16, lr=1.5e-3)
 def drafter(runs, device, target, images, text_encoder, out, replace, **training):
     """Train the drafter on the GPT, or on another target; writes runs/drafter/drafter.safetensors.
 

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from specvis.cli.options import PROMPTS
-from specvis.cli.plots import plt, save_figure
-from specvis.decoding.continuous import ContinuousSampling, parallel_decode
+from specvis.decoding.continuous import parallel_decode
+from specvis.decoding.continuous_state import ContinuousSampling
 from specvis.decoding.methods import METHODS
 from specvis.decoding.sampling import Sampling
 from specvis.files import locked, write_json, write_whole
@@ -21,6 +21,7 @@ from specvis.models.words import STYLES
 from specvis.pipelines.checkpoint import load_weights, read_config
 from specvis.pipelines.discrete import SHIPPED, Pipeline
 from specvis.pipelines.mar import MARPair, Scaling
+from specvis.study.plots import plt, save_figure
 
 from .data import spelled_out, words_of
 from .stages import arrays_of, made, vocabulary_of

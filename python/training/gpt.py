@@ -186,15 +186,14 @@ def measure(model: Captioned, tokens: Tokens, which: torch.Tensor, batch: int = 
     return dict(zip(("nll", "top1", "top10", "entropy"), (sums / count).tolist()))
 
 
-def training_options(dim: int, layers: int, heads: int, *defaults):
+def training_options(dim: int, layers: int, heads: int, **defaults):
     """The options of a stage that trains a GPT."""
     return options(
-        *defaults,
         click.option("--dim", type=click.IntRange(1), default=dim, show_default=True, help="Width of the model."),
         click.option("--layers", type=click.IntRange(1), default=layers, show_default=True),
         click.option("--heads", type=click.IntRange(1), default=heads, show_default=True),
         click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True),
-    )
+        **defaults)
 
 
 def train(folder: Path, model: Captioned, tokens: Tokens, device: torch.device, *, lr: float, minutes: float | None,
@@ -239,7 +238,7 @@ def captioned(tokens: Tokens, dim: int, layers: int, heads: int, dropout: float,
 
 
 @click.command()
-@training_options(192, 6, 3, 8, 1.2e-3)
+@training_options(192, 6, 3, batch=8, lr=1.2e-3)
 @click.option("--from", "source", type=click.Path(path_type=Path),
               help="Folder of a GPT whose weights training starts from, instead of random ones. It may have fewer "
                    "layers.")

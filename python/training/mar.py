@@ -190,10 +190,9 @@ def measure(model: LearnedMAR, latents: Latents, which: Tensor, device: torch.de
     return dict(zip(("noise", "bits"), (sums / len(which)).tolist()))
 
 
-def training_options(dim: int, layers: int, heads: int, width: int, blocks: int, *defaults):
+def training_options(dim: int, layers: int, heads: int, width: int, blocks: int, **defaults):
     """The options of a stage that trains a MAR."""
     return options(
-        *defaults,
         click.option("--dim", type=click.IntRange(1), default=dim, show_default=True, help="Width of the transformer."),
         click.option("--layers", type=click.IntRange(1), default=layers, show_default=True,
                      help="Of the encoder, and of the decoder."),
@@ -207,7 +206,7 @@ def training_options(dim: int, layers: int, heads: int, width: int, blocks: int,
         click.option("--from", "source", type=click.Path(path_type=Path),
                      help="File with the weights of a MAR of this size that training starts from, instead of random "
                           "ones."),
-    )
+        **defaults)
 
 
 def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads: int, width: int, blocks: int,
@@ -256,7 +255,7 @@ def train(folder: Path, runs: Path, device: str, *, dim: int, layers: int, heads
 
 
 @click.command()
-@training_options(192, 4, 3, 256, 3, 16, 1e-3)
+@training_options(192, 4, 3, 256, 3, batch=16, lr=1e-3)
 def mar(runs, device, **training):
     """Train the MAR on runs/data with the GPT's words; writes runs/mar/mar.safetensors and its JSON files.
 

@@ -9,7 +9,7 @@ from .stages import made
 
 
 @click.command()
-@training_options(96, 2, 3, 16, 2e-3)
+@training_options(96, 2, 3, batch=16, lr=2e-3)
 def small(runs, dim, layers, heads, dropout, device, **training):
     """Train the smaller GPT on runs/tokens.npz, with the GPT's words; writes runs/small/gpt.safetensors."""
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ class Positive(click.FloatRange):
         return value
 
 
-def options(batch: int, lr: float, *more, compiled: bool = True):
+def options(*more, batch: int, lr: float, compiled: bool = True):
     """A decorator: the options that every stage with a model has, and `more`. compiled: --compile too"""
     every = [
         click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specvis.files import locked, write_json, write_tensors, write_weights, write_whole
+from specvis.files import locked, write_json, write_tensors, write_whole
 from specvis.models.vq import VQ, VQConfig
 from specvis.pipelines.checkpoint import load_weights, read_config, read_weights
 
@@ -159,7 +159,7 @@ def write_tokens(vq: VQ, data: PictureData, path: Path) -> None:
 
 
 @click.command()
-@options(16, 2e-3, compiled=False)
+@options(batch=16, lr=2e-3, compiled=False)
 @click.option("--keep", type=click.Path(path_type=Path),
               help="Folder of a tokenizer, such as the package's weights, which is used as it is.")
 def tokenizer(runs, minutes, steps, batch, lr, device, keep):
@@ -218,17 +218,15 @@ def tokenizer(runs, minutes, steps, batch, lr, device, keep):
             run.log(phase=model.phase, l1=l1.detach(), psnr=quality, perplexity=perplexity(counts),
                     moved=moved, commitment=commitment.detach(), lr=run.lr)
             counts.zero_()
-    finish(vq, runs, data, None)
+    weights = {name: value.half().contiguous() for name, value in vq.state_dict().items() if name != COUNTS}
+    finish(vq, runs, data, weights)
 
 
-def finish(vq: VQ, runs: Path, data: PictureData, weights: dict[str, Tensor] | None) -> None:
-    """Write the tokenizer, of these weights or its own, the tokens as users will get them, and how well it does."""
+def finish(vq: VQ, runs: Path, data: PictureData, weights: dict[str, Tensor]) -> None:
+    """Write the tokenizer of these weights, the tokens as users will get them, and how well it does."""
     folder = runs / "tokenizer"
     folder.mkdir(parents=True, exist_ok=True)
-    if weights is None:
-        write_weights(folder / "tokenizer.safetensors", vq, but=COUNTS)
-    else:
-        write_tensors(folder / "tokenizer.safetensors", weights)
+    write_tensors(folder / "tokenizer.safetensors", weights)
     write_json(folder / "config.json", asdict(vq.config))
     load_weights(vq, folder / "tokenizer.safetensors")
     with locked(runs, "runs"):

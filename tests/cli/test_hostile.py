@@ -82,7 +82,7 @@ FILES = ["config.json", "drafter.safetensors", "gpt.safetensors", "mar.json", "m
 @pytest.mark.parametrize("name", [*METHODS, *CONTINUOUS])
 def test_every_parameter_of_every_method(name):
     """Refused or bounded: what is accepted says how large a step is."""
-    for parameter in [*(METHODS.get(name) or CONTINUOUS[name]).every_parameter, "name", "text", "self", "source"]:
+    for parameter in [*(METHODS.get(name) or CONTINUOUS[name]).parameters, "name", "text", "self", "source"]:
         for value in VALUES:
             try:
                 method = parse_method(f"{name}:{parameter}={value}")

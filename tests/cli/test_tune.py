@@ -3,10 +3,10 @@
 import pytest
 from click.testing import CliRunner
 
-from specvis.cli.discrete_study import DiscreteStudy
 from specvis.cli.main import main
 from specvis.cli.tune import RULES, Target, Trial, frontier, nearest, runs_of, search, variations
 from specvis.decoding.methods import METHODS, method, parse_method
+from specvis.study.discrete import DiscreteStudy
 from tests.tiny import tiny_pipeline
 
 

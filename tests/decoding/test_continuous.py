@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from specvis.decoding import continuous_state, continuous_verify
-from specvis.decoding.continuous import (
-    ContinuousSampling,
-    KnownTokens,
-    continuous_decode,
-    denoising_steps,
-    mask_lengths,
-    parallel_decode,
-)
+from specvis.decoding.continuous import continuous_decode, denoising_steps, mask_lengths, parallel_decode
+from specvis.decoding.continuous_state import ContinuousSampling, KnownTokens
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import (
     ACCEPT,

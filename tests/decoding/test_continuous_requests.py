@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specvis.decoding.continuous import ContinuousSampling, KnownTokens, continuous_decode, parallel_decode
+from specvis.decoding.continuous import continuous_decode, parallel_decode
+from specvis.decoding.continuous_state import ContinuousSampling, KnownTokens
 from specvis.decoding.methods import CONTINUOUS, method, parse_method
 from specvis.decoding.sampling import Sampling
 from specvis.models.mar import MAR
@@ -71,6 +72,14 @@ def test_how_methods_for_continuous_tokens_are_not_written(text, message):
 def test_a_label_names_its_method(text):
     m = parse_method(text)
     assert sorted(m.label.split(":")) == sorted(text.split(":")) and parse_method(m.label) == m
+
+
+@pytest.mark.parametrize("m, expected", [
+    (replace(CONTINUOUS["mar"], gamma=4), "mar:gamma=4:prefill=0.0"),
+    (replace(CONTINUOUS["cspd"], name="mine"), "mine:gamma=4:prefill=0.05"),
+])
+def test_a_method_that_is_no_recipe_has_its_settings_in_its_label(m, expected):
+    assert m.label.startswith(expected)
 
 
 @pytest.mark.parametrize("name", CONTINUOUS)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import specvis.decoding.coupling
+import specvis.decoding.facts
 import specvis.decoding.jacobi
-import specvis.decoding.requests
 import specvis.decoding.window
 from specvis.decoding.baseline import decode
 from specvis.decoding.coupling import rank_groups
@@ -243,7 +243,7 @@ def test_the_window_with_the_most_tokens_a_second(monkeypatch, seconds, window):
 def test_auto_is_chosen_once_for_a_batch_and_the_tokens_are_plain_decodings(tiny, monkeypatch, cost,
                                                                             window):
     calls, drafted, prompts, sampling = [], [], [*PROMPTS, PROMPTS[0]], settings()
-    monkeypatch.setattr(specvis.decoding.requests, "_facts", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(specvis.decoding.facts, "_facts", weakref.WeakKeyDictionary())
     monkeypatch.setattr(specvis.decoding.jacobi, "step_timer", lambda target, requests: lambda window: (
         calls.append(window), cost(1 + window))[1])
     expected = tiny.tokens(prompts, "vanilla", sampling).tokens

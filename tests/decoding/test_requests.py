@@ -6,9 +6,9 @@ import torch
 
 from specvis.decoding.baseline import decode
 from specvis.decoding.draft_model import EagleDrafter, ModelDrafter
+from specvis.decoding.facts import facts_of
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, method
-from specvis.decoding.requests import facts_of
 from specvis.decoding.sampling import Sampling, cfg_inputs
 from specvis.decoding.speculative import speculative_decode
 from specvis.models.eagle import EagleHead

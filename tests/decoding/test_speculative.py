@@ -1,13 +1,17 @@
 """The loops: greedy and seed-exact decoding give the baseline's tokens, and sampling gives its distribution."""
 import dataclasses
+from functools import partial
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 import torch
 
+import specvis.decoding
 import specvis.decoding.coupling
 import specvis.decoding.draft_tree
-import specvis.decoding.sampling
 import specvis.decoding.speculative
+import specvis_kernels
 from specvis.decoding.baseline import decode
 from specvis.decoding.draft_tree import DraftState, StaticDraftState
 from specvis.decoding.jacobi import jacobi_decode
@@ -305,17 +309,24 @@ def test_requests_of_one_batch_may_be_greedy_and_sampled(tiny):
         assert torch.equal(together[::2], greedy[::2])
 
 
-@pytest.mark.parametrize("m", [fitted("adt-tree+lantern"), fitted("lantern++"), METHODS["cool-sd"], METHODS["vanilla"],
-                               METHODS["eagle2"], method("eagle1", seed_exact=True)], ids=lambda m: m.name)
+@pytest.mark.parametrize("m", [
+    fitted("adt-tree+lantern"), fitted("lantern++"), METHODS["cool-sd"], METHODS["vanilla"], METHODS["eagle2"],
+    method("eagle1", seed_exact=True), fitted("jacobi"), fitted("gsd+coupled"),
+], ids=lambda m: m.name)
 def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, m):
     sampling = Sampling.of(list(range(4)), top_k=30, top_p=0.95)
     ours = tiny.tokens(PROMPTS, m, sampling)
-    for op in ("draw_children", "draw_tokens", "expand_tree", "select_tree", "tree_links", "tree_mask", "verify_greedy",
-               "verify_tree"):
-        for module in (specvis.decoding.speculative, specvis.decoding.draft_tree, specvis.decoding.sampling):
-            if hasattr(module, op):
-                kernel = getattr(module, op)
-                monkeypatch.setattr(module, op, lambda *a, kernel=kernel, **k: kernel(*a, **k, backend="oracle"))
+    modules = [import_module(f"{specvis.decoding.__name__}.{module.name}")
+               for module in iter_modules(specvis.decoding.__path__)]
+    forced = [(module, op) for op in specvis_kernels.ops() for module in modules
+              if getattr(module, op, None) is getattr(specvis_kernels, op)]
+    assert {op for _, op in forced} == {
+        "accept_gaussian", "commit_tokens", "couple_tokens", "draft_children", "draft_frontier", "draw_tokens",
+        "guided_probs", "resample_gaussian", "sample_residual", "select_tree", "tree_links", "verify_logits"}
+    assert [module.__name__ for module, op in forced if op == "tree_links"] == [
+        f"specvis.decoding.{name}" for name in ("draft_tree", "jacobi", "trees")]
+    for module, op in forced:
+        monkeypatch.setattr(module, op, partial(getattr(module, op), backend="oracle"))
     oracles = tiny.tokens(PROMPTS, m, sampling)
     assert torch.equal(ours.tokens, oracles.tokens) and torch.equal(ours.num_accepted, oracles.num_accepted)
 

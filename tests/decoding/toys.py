@@ -5,15 +5,14 @@ images of the target alone, by the Kolmogorov-Smirnov test on each token, on sum
 """
 import math
 
-import pytest
 import torch
 from torch import nn
 
-from specvis.decoding.continuous import ContinuousSampling, continuous_decode, parallel_decode
+from specvis.decoding.continuous import continuous_decode, parallel_decode
+from specvis.decoding.continuous_state import ContinuousSampling
 from specvis.decoding.methods import parse_method
 from specvis.models.diffloss import cosine_alpha_bar
 from specvis.models.mar import MAR, MARConfig
-from tests.tiny import tiny_pair
 
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain", "blue"]
 SEEDS = torch.tensor([3, 1, 4, 1, 5, 9])
@@ -70,11 +69,6 @@ class Toy(MAR):
 def toys(**settings):
     """Target and drafter."""
     return Toy(0.6, **settings), Toy(0.9, **{"shift": 0.7, "coupling": 0.5, "var_values": 0.7} | settings)
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return tiny_pair()
 
 
 def classes(num_requests):

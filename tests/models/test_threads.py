@@ -9,7 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 import specvis.decoding.jacobi
 import specvis.decoding.speculative
-from specvis.decoding.continuous import ContinuousSampling, parallel_decode
+from specvis.decoding.continuous import parallel_decode
+from specvis.decoding.continuous_state import ContinuousSampling
 from specvis.decoding.sampling import Sampling
 from specvis.models import layers
 from specvis.models.llamagen import GPTConfig

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from specvis.cli.main import main
 from specvis.decoding.baseline import decode
-from specvis.decoding.continuous import ContinuousSampling, parallel_decode
+from specvis.decoding.continuous import parallel_decode
+from specvis.decoding.continuous_state import ContinuousSampling
 from specvis.decoding.draft_model import EagleDrafter
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg

@@ -2,7 +2,8 @@
 import pytest
 
 from tests.decoding import test_continuous as few
-from tests.decoding.toys import METHODS, pair  # noqa: F401
+from tests.decoding.conftest import pair  # noqa: F401
+from tests.decoding.toys import METHODS
 
 
 @pytest.mark.parametrize("m", ["mar", "mar:num_iter=5", *METHODS])

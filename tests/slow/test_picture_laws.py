@@ -10,7 +10,8 @@ import specvis.decoding.coupling
 import specvis.decoding.speculative
 from specvis.decoding.methods import METHODS, method
 from specvis_kernels import VerifyResult, guided_probs, sample_residual
-from tests.decoding.pictures import DYNAMIC, FILTERED, TREE, UNFILTERED, far_from_target, minute  # noqa: F401
+from tests.decoding.conftest import minute  # noqa: F401
+from tests.decoding.pictures import DYNAMIC, FILTERED, TREE, UNFILTERED, far_from_target
 from tests.decoding.test_jacobi import coupled
 
 

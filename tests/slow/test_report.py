@@ -13,8 +13,6 @@ import torch
 from click.testing import CliRunner
 from PIL import Image
 
-from specvis.cli import study as study_module
-from specvis.cli.discrete_study import DiscreteStudy, Latency, PictureRun, Recorder
 from specvis.cli.main import main
 from specvis.decoding.decoded import Step
 from specvis.decoding.jacobi import jacobi_decode
@@ -24,6 +22,8 @@ from specvis.files import write_whole
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
+from specvis.study import jobs as study_module
+from specvis.study.discrete import DiscreteStudy, Latency, PictureRun, Recorder
 from specvis_kernels import tree_links
 from studies import page, quality
 from studies.base import alike, decided, pixels

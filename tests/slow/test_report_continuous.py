@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 from specvis.cli.main import main
-from specvis.decoding.continuous import ContinuousDecoded, ContinuousSampling, KnownTokens, continuous_decode
+from specvis.decoding.continuous import continuous_decode
+from specvis.decoding.continuous_state import ContinuousDecoded, ContinuousSampling, KnownTokens
 from specvis.decoding.methods import parse_method
 from specvis.pipelines.mar import MARPair
 from studies import continuous_study

@@ -1,7 +1,7 @@
 """Every method's step is one graph of torch.compile."""
 import pytest
 
-from tests.decoding.pictures import tiny  # noqa: F401
+from tests.decoding.conftest import tiny  # noqa: F401
 from tests.decoding.test_step import test_a_step_compiles_as_one_graph as compiles
 
 

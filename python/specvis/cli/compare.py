@@ -2,19 +2,17 @@
 import re
 import statistics
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import click
 import torch
 
-from ..decoding.continuous import ContinuousSampling
 from ..decoding.methods import ContinuousMethod, Method, parse_methods
-from ..decoding.sampling import Sampling
 from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
 from ..pipelines.prompts import with_style
+from ..study.jobs import machine
 from .figures import draw_all, draw_jacobi
 from .options import (
     MAX_COUNT,
@@ -28,7 +26,6 @@ from .options import (
     writable_folder,
 )
 from .runs import ComparedResult, ComparedRun, report_differences, run_all
-from .study import machine
 
 PROMPTS = ["fluent-3d red heart", "fluent-flat blue heart", "noto grinning face", "fluent-3d cat face",
            "fluent-flat pirate flag", "noto chequered flag"]  # with seeds 0 to 5 they come out well
@@ -99,8 +96,15 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
         raise ValueError("dtype must not be given with continuous tokens: it is for discrete ones")
     if all(isinstance(method, ContinuousMethod) for method in methods):
         refuse_filters(methods[0].name)
-    runs = runs_of(methods, temperatures, lambda method, temperature: sampling_for(
-        method, seeds, guidance, temperature, top_k, top_p, model, device))
+    temperatures = list(dict.fromkeys(temperatures))
+    runs = [ComparedRun(method, temperature, sampling_for(method, seeds, guidance, temperature, top_k, top_p, model,
+                                                          device))
+            for temperature in temperatures for method in methods
+            if temperature or not isinstance(method, ContinuousMethod)]
+    if not runs:
+        raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
+    if len(runs) < len(methods) * len(temperatures):
+        click.echo("temperature 0: left out for continuous tokens, which have no likeliest one")
     jacobi = jacobi_run(runs)
     if windows and jacobi is None:
         raise ValueError("windows must not be given without vanilla and jacobi among the methods")
@@ -131,21 +135,6 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
         for i in result.decoded.failed.nonzero()[:, 0].tolist():
             click.echo(f"{result.method.label}: {prompts[i]!r} ended early: the model's output was not finite")
     report_differences(pipelines, every, prompts)
-
-
-def runs_of(methods: list[Method | ContinuousMethod], temperatures: tuple[float, ...],
-            sampling_of: Callable[[Method | ContinuousMethod, float], Sampling | ContinuousSampling]
-            ) -> list[ComparedRun]:
-    """Each method at each temperature. Continuous tokens have no likeliest one: they are left out at temperature 0."""
-    temperatures = list(dict.fromkeys(temperatures))
-    runs = [ComparedRun(method, temperature, sampling_of(method, temperature))
-            for temperature in temperatures for method in methods
-            if temperature or not isinstance(method, ContinuousMethod)]
-    if not runs:
-        raise ValueError(f"temperature must be positive for {methods[0].name}, got 0")
-    if len(runs) < len(methods) * len(temperatures):
-        click.echo("temperature 0: left out for continuous tokens, which have no likeliest one")
-    return runs
 
 
 def jacobi_run(runs: list[ComparedRun]) -> ComparedRun | None:

@@ -10,8 +10,8 @@ from ..decoding.methods import Method
 from ..decoding.sampling import Sampling
 from ..pipelines.discrete import Pipeline
 from ..pipelines.positions import forward_numbers, steps_gain, teacher_forced_probs
-from . import plots
-from .plots import plt
+from ..study import plots
+from ..study.plots import plt
 from .runs import ComparedResult, Pipelines
 
 SHOWN = 6  # pictures in the figure of jacobi

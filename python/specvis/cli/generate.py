@@ -43,7 +43,7 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 @click.option("--prompt", help='Words, e.g. "red heart" or "noto red heart"; a caption or the number of a class for a '
               "model of these.")
 @click.option("--prompts", "file", type=click.Path(path_type=Path), metavar="FILE",
-              help="In place of --prompt: a file with a prompt a line. Empty lines and lines that begin with # are "
+              help="In place of --prompt: a file with a prompt a line. Empty lines and those that begin with # are "
               "skipped. Each picture is a file of its own, written as soon as it is finished; the same command draws "
               "what is missing.")
 @click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=8,
@@ -60,11 +60,11 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
 @click.option("--method", "name", default="jacobi",
               help=f"One of {', '.join([*METHODS, *CONTINUOUS])}; or NAME:PARAMETER=VALUE:..., "
               "see `specvis methods`.")
-@click.option("--delta", type=float, help="Short for :delta=...")
-@click.option("-k", type=int, help="Short for :k=...")
-@click.option("--depth", type=int, help="Short for :depth=...")
-@click.option("--width", type=int, help="Short for :width=...")
-@click.option("--nodes", type=int, help="Short for :nodes=...")
+@click.option("--delta", type=float, help="The same as :delta=...")
+@click.option("-k", type=int, help="The same as :k=...")
+@click.option("--depth", type=int, help="The same as :depth=...")
+@click.option("--width", type=int, help="The same as :width=...")
+@click.option("--nodes", type=int, help="The same as :nodes=...")
 @click.option("-n", "count", type=click.IntRange(1, MAX_COUNT), default=1, help="How many pictures of each prompt "
               "(in compare: of each method).")
 @click.option("--temperature", default=1.0, help="0 always takes the likeliest token.")

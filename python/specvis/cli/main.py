@@ -2,6 +2,7 @@
 import os
 import platform
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints no line when it starts
@@ -36,23 +37,18 @@ def list_methods(name):
             PARAMETERS,
             format_value,
             parse_method,
+            relaxing,
         )
         from ..decoding.trees import TREES, static_tree
-
-    def tell(method):
-        click.echo(f"{method.name:18}{method.source}")
-        settings = ", ".join(f"{name} {format_value(value)}" for name, value in method.settings.items())
-        for line in textwrap.wrap(settings, 100):
-            click.echo(f"{'':18}{line}")
 
     if name is not None:
         method = parse_method(name)
         click.echo(f"{method.name:18}{method.source}")
-        own, every = method.parameters, method.every_parameter
+        every, also = method.parameters, relaxing(method)
         if not every:
             click.echo("\nno parameters")
         column = f"{'':21}{'default' if method.name == name else 'value'}"
-        for heading, names in ((column, own), ("with seed_exact=false also:", every.keys() - own)):
+        for heading, names in ((column, every.keys() - also), ("with seed_exact=false also:", also)):
             if names:
                 click.echo(f"\n{heading}")
             for parameter in (parameter for parameter in every if parameter in names):
@@ -62,7 +58,13 @@ def list_methods(name):
     for method in [*METHODS.values(), *CONTINUOUS.values()]:
         if method.name == next(iter(CONTINUOUS)):
             click.echo("\ncontinuous tokens:\n")
-        tell(method)
+        click.echo(f"{method.name:18}{method.source}")
+        parts = (method.drafts, method.acceptance) if method.name in METHODS else (method,)
+        off = {field.name: field.default for part in parts for field in fields(part) if field.name != "drafter"}
+        settings = ", ".join(f"{name} {format_value(value)}" for name, value in method.parameters.items()
+                             if value is not None and value != off.get(name))
+        for line in textwrap.wrap(settings, 100):
+            click.echo(f"{'':18}{line}")
     click.echo("\nParameters that are off are not shown. All of a method's, and what they mean: specvis methods NAME\n"
                "To change some: --method jacobi:window=8, --methods vanilla,lantern:delta=0.1:k=300\n")
     for name in TREES:

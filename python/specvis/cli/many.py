@@ -18,7 +18,7 @@ from ..pipelines.prompts import with_style
 from .options import check_picture, load_model, sampling_for
 from .progress import Progress
 
-PIECE = 32  # batches of requests are given to the model at once: the conditions of more would take much memory
+PIECE = 32  # so many batches of requests are given to the model at once: conditions take memory
 SHOWN = 20  # wrong lines of a file, or pictures that were not drawn, are named
 
 

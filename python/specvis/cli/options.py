@@ -9,7 +9,7 @@ import torch
 from click.core import ParameterSource
 from PIL import Image
 
-from ..decoding.continuous import ContinuousSampling
+from ..decoding.continuous_state import ContinuousSampling
 from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..interrupts import quiet
@@ -96,7 +96,7 @@ def is_exact(method: Method | ContinuousMethod, temperature: float) -> bool:
 
 
 def is_given(name: str) -> bool:
-    """Whether the user gave the option: it has not its default."""
+    """Whether the user gave the option; otherwise it has its default."""
     return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from ..decoding.continuous import ContinuousSampling
+from ..decoding.continuous_state import ContinuousSampling
 from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
 from ..files import locked

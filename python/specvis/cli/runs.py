@@ -7,7 +7,7 @@ from operator import truediv
 import click
 import torch
 
-from ..decoding.continuous import ContinuousDecoded, ContinuousSampling
+from ..decoding.continuous_state import ContinuousDecoded, ContinuousSampling
 from ..decoding.decoded import Decoded
 from ..decoding.methods import ContinuousMethod, Method
 from ..decoding.sampling import Sampling
@@ -82,7 +82,7 @@ def run_all(pipelines: Pipelines, runs: list[ComparedRun], prompts: list[str], s
         pipelines[type(run.method)].check(run.method)  # and the neighbors are found, before the clock starts
     alone = range(min(singles, len(prompts)))
     with Steps(len(runs) + len(alone) * sum(isinstance(run.method, Method) for run in runs)) as progress:
-        results = [decode_batch(pipelines[type(run.method)], run, prompts, progress) for run in runs]
+        results = [decode_together(pipelines[type(run.method)], run, prompts, progress) for run in runs]
         baselines = {(type(r.method), r.temperature): r for r in results if r.method.is_baseline}
         for result in results:
             result.baseline = baselines.get((type(result.method), result.temperature))
@@ -93,7 +93,8 @@ def run_all(pipelines: Pipelines, runs: list[ComparedRun], prompts: list[str], s
     return results
 
 
-def decode_batch(pipeline: Pipeline | MARPair, run: ComparedRun, prompts: list[str], progress: Steps) -> ComparedResult:
+def decode_together(pipeline: Pipeline | MARPair, run: ComparedRun, prompts: list[str],
+                    progress: Steps) -> ComparedResult:
     progress.begin(f"{run.purpose}{run.label}, {len(prompts)} at once", len(prompts) * pipeline.num_tokens)
     with ModelClock(pipeline) as clock:
         start = time.perf_counter()

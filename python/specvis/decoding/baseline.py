@@ -35,7 +35,7 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
     run = Captured(baseline_step)
     for i in range(state.first, state.num_tokens):
         if i == state.first:
-            hidden = read_known(target, condition, padding_mask, state.tokens[:, :i], state.cache)
+            hidden = read_known(target, condition, padding_mask, state.tokens[:, :i], state.tokens, state.cache)
             draw_next(state, sampling, hidden[:, -1:])
         else:
             run(state, sampling)

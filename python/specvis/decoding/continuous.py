@@ -23,8 +23,7 @@ from .continuous_state import (
 )
 from .continuous_verify import Verified, verify
 from .decoded import Progress
-from .method_parts import SCHEDULES, ContinuousMethod
-from .methods import CONTINUOUS, parse_method
+from .methods import CONTINUOUS, SCHEDULES, ContinuousMethod, parse_method
 
 
 def mask_lengths(num_tokens: int, num_iter: int) -> list[int]:

@@ -14,7 +14,7 @@ from specvis_kernels import (
 )
 
 from .continuous_state import Denoisers, Drafts, Step, path_noise
-from .method_parts import ContinuousMethod
+from .methods import ContinuousMethod
 from .sampling import ACCEPT, FRESH, RESAMPLE, RESAMPLE_NOISE, UNALIGNED
 
 NUM_FIRST_PATHS = 2  # whole paths that are first tried side by side to resample; twice as many in each turn after it

@@ -15,8 +15,7 @@ from specvis_kernels import couple_tokens, philox_uniforms, sample_residual
 
 from ..models.interface import TargetModel, id_range, num_tokens, rows_and_columns
 from .batch_state import BatchState
-from .methods import Method
-from .requests import acceptance_rule
+from .methods import Method, acceptance_rule
 from .sampling import ACCEPT, DRAFT, Sampling
 
 INT64 = torch.iinfo(torch.int64)

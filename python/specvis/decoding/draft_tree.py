@@ -276,4 +276,4 @@ def new_draft_state(drafter: Drafter, sampling: Sampling, methods: list[Method],
                     philox_uniforms(seeds, num_tokens(target), 2, stream=SHAPE))
     deepest, widest = max(m.max_depth for m in methods), max(m.max_width for m in methods)
     return DynamicDraftState(drafter, target, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
-                           of_each(lambda m: m.drafts.nodes, torch.int32), max(m.max_nodes for m in methods))
+                             of_each(lambda m: m.drafts.nodes, torch.int32), max(m.max_nodes for m in methods))

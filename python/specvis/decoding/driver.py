@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
 from .batch_state import BatchState
-from .decoded import Decoded, Finished, Observer, Progress
+from .decoded import Decoded, Finished, Observer, Progress, Step
 from .sampling import repeat_for_cfg
 from .trees import chain_ancestors
 
@@ -41,7 +42,7 @@ class RunningBatch(BatchState):
 
     All tensors stay in the same memory. The host knows how far the images were at its last `look`. A step reads nothing
     back, and takes nothing from the host but its `graph_key`. A subclass has `tokens` and `counts`, and the methods
-    `look`, `next_graph_key`, `decoded` and `observed`.
+    `look`, `next_graph_key` and `decoded`.
     """
 
     ROWS: tuple[str, ...] = ("tokens", "counts", "num_known", "tv_excess", "tv_bound")
@@ -50,7 +51,7 @@ class RunningBatch(BatchState):
     def __init__(self, settings, num_known: list[int], num_columns: int, has_bound: Tensor):
         """
         Args:
-            settings:    what does not change while the images are decoded; it has `target`, `sampling` and `num_tokens`
+            settings:    what a step does not change; it has `target`, `sampling` and `num_tokens`
             num_known:   how many tokens of each image are known
             num_columns: of the target's cache
             has_bound:   (B,) bool  for which images `tv_bound` is known
@@ -67,6 +68,10 @@ class RunningBatch(BatchState):
     def can_replay(self) -> bool:
         """May steps be captured and replayed? Every model that takes part must say so."""
         return can_replay(self.settings.target)
+
+    def observed(self, step, requests: list[int], num_requests: int) -> Step:
+        """What observers see of a step. It is a copy, because the next step may overwrite this one."""
+        return tree_map(torch.clone, step)
 
 
 def decode_batch(begin: Callable[[list[int]], RunningBatch], run_step: Callable, num_known: list[int], batch: int,
@@ -148,23 +153,24 @@ class Scheduler:
         return Decoded.merged([images for _, images in self.parts], [i for requests, _ in self.parts for i in requests])
 
 
-def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, tokens: Tensor,
-               cache: ModelCache) -> Tensor:
-    """Read the conditions and the first tokens of the images: the forward before anything is drawn.
+def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, known_tokens: Tensor | None,
+               tokens: Tensor, cache: ModelCache) -> Tensor:
+    """Read the conditions and the known tokens, and copy these into `tokens`: the forward before anything is drawn.
 
     Args:
         condition:    (2B, S, dim), padding_mask (2B, S) bool
-        tokens:       (B, K) int64  the first tokens; where fewer are known, padding follows them
+        known_tokens: (B, K) int64  the first tokens; where fewer are known, padding follows them. None: K is 0
     Returns:
         (2B, S + K, H) hidden states
     """
-    hidden, (B, K), S = target.prefill(condition, padding_mask, cache), tokens.shape, condition.shape[1]
-    if K == 0:
+    hidden, S = target.prefill(condition, padding_mask, cache), condition.shape[1]
+    if known_tokens is None or known_tokens.shape[1] == 0:
         return hidden
-    lengths = torch.full((B,), S, device=tokens.device)
-    depth = torch.arange(K, device=tokens.device)[None]
-    nodes = Nodes(depth, lengths, chain_ancestors(B, K, tokens.device), padding_mask, S + K)
-    return torch.cat([hidden, target.extend(repeat_for_cfg(tokens.clamp(min=0)), nodes, cache)], 1)
+    (B, K), device = known_tokens.shape, tokens.device
+    tokens[:, :K] = known_tokens.clamp(min=0)
+    nodes = Nodes(torch.arange(K, device=device)[None], torch.full((B,), S, device=device),
+                  chain_ancestors(B, K, device), padding_mask, S + K)
+    return torch.cat([hidden, target.extend(repeat_for_cfg(tokens[:, :K]), nodes, cache)], 1)
 
 
 def new_cache(target: TargetModel, rows: int, columns: int) -> ModelCache:

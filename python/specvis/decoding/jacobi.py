@@ -28,9 +28,10 @@ from .batch_state import BatchState
 from .coupling import Coupled, Coupling
 from .decoded import Decoded, Finished, Observer, Progress, Step
 from .driver import Captured, GraphKey, RunningBatch, decode_batch, read_known, round_up
+from .facts import check_causal, facts_of
 from .method_parts import USUAL_WINDOW
 from .methods import METHODS, Method
-from .requests import Requests, check_batch, check_causal, checked_requests, facts_of
+from .requests import Requests, check_batch, checked_requests
 from .sampling import Sampling, repeat_for_cfg, take_nodes
 from .trees import chain_ancestors
 from .window import TAU, timed_window
@@ -46,20 +47,12 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     image is finished.
 
     If the target puts a NaN into its cache, the image ends there. If it does so at a wrong guess, the image may end or
-    go on.
+    go on. Arguments that are not listed here are those of `speculative_decode`.
 
     Args:
-        condition:    (B, S, dim)  as `GPT.condition` gives it
-        padding_mask: (B, S) bool  True where the condition is real
-        methods:      one for all requests, or one for each, all of one `Method.family`; or their names. `vanilla` has a
+        methods:   one for all requests, or one for each, all of one `Method.family`; or their names. `vanilla` has a
             window of no guesses
-        neighbors:    (C, k) uint16 or int32, as `codebook_neighbors` gives it; needed where k > 0, except by rank. C is
-            V, or the number of the target's `codes`
-        observe:      called after every step, with tensors that it must not change
-        known_tokens: (B, K) int64  the first tokens of each image, -1 after them; None: no token is known
-        batch:        how many images are decoded at once; when one is finished, the next takes its row. Then all
-            requests have one method, and nobody observes. None: all images
-        finished:     called with the numbers of requests whose images are finished, and with these images
+        neighbors: needed where k > 0, except by rank
 
     Raises:
         ValueError: an argument differs from the above, or the target's logits at a token depend on later tokens
@@ -72,7 +65,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
     auto = USUAL_WINDOW
     if base.seed_exact and any(m.drafts.window == "auto" for m in methods):
         auto = auto_window(target, requests[list(range(batch))])
-        is_plain = auto == 0 and all(m.drafts.window in ("auto", 0) for m in methods)
+        is_plain = auto == 0 and all(m.drafts.window == "auto" for m in methods)
         if is_plain and batch == total and observe is None and finished is None:
             return decode(target, condition, padding_mask, sampling, progress, known_tokens=known_tokens)
     any_greedy = bool(sampling.greedy.any())
@@ -89,7 +82,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
 
 
 class JacobiSettings(BatchState):
-    """What does not change while B requests are decoded."""
+    """What a step does not change, of B requests."""
 
     ROWS, PAIRS, PARTS = ("windows", "is_own", "lossless", "ancestors"), ("padding_mask",), ("sampling",)
 
@@ -209,12 +202,9 @@ def prefill(state: JacobiState, settings: JacobiSettings, condition: Tensor, kno
     A position's first guess is from the row above it, as far as there is one, and else from the newest row.
     """
     sampling, columns, device = settings.sampling, settings.columns, condition.device
-    K = 0 if known_tokens is None else known_tokens.shape[1]
-    if K:
-        state.tokens[:, :K] = known_tokens.clamp(min=0)
-    hidden = read_known(settings.target, condition, settings.padding_mask, state.tokens[:, :K], state.cache)
+    hidden = read_known(settings.target, condition, settings.padding_mask, known_tokens, state.tokens, state.cache)
     hidden = hidden[:, settings.prefix_len - 1:]  # of the entry before each token, also before the next one
-    num_above, num_after = min(K, columns - 1), settings.max_window if settings.from_last else columns - 1
+    num_above, num_after = min(hidden.shape[1], columns) - 1, settings.max_window if settings.from_last else columns - 1
     newest = state.num_known[:, None]
     positions = (newest + torch.arange(-num_above, num_after + 1, device=device)).clamp(min=0)
     hidden = take_nodes(hidden, positions.minimum(newest))

@@ -1,9 +1,9 @@
-"""What methods are made of: how a method for discrete tokens drafts and which drafts it accepts; continuous methods.
+"""What methods for discrete tokens are made of: how a method drafts, and which drafts it accepts.
 
 Each setting is a field with its help, which `specvis methods NAME` prints. A setting out of its range is a ValueError.
 """
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from .bounds import omega_schedule
@@ -13,10 +13,6 @@ from .limits import (
     MAX_GUESSES,
     MAX_NEIGHBORS,
     MAX_NODES,
-    MAX_STEPS,
-    MAX_TOKENS,
-    MAX_TRIES,
-    MIN_NUMBER,
     count_within,
     is_count,
     is_number,
@@ -29,9 +25,6 @@ CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
 METRICS = ("l2", "raw", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
 MAX_WINDOW, USUAL_WINDOW = 32, 16  # of "auto": the most it chooses; its value where the tokens depend on the window
-VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
-SCHEDULES = ("linear", "constant", "released")  # of MAR's guidance
-OF_MAR = ("num_iter", "steps_first", "steps_last")  # the parameters of MAR's own decoding
 DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "model": "a smaller model of the target's family"}
 
 
@@ -61,7 +54,7 @@ class Part:
 class NoDrafts(Part):
     """Every target forward gives one token. To Jacobi decoding it is a window of no guesses."""
 
-    drafting, window, guess, family = "none", 0, "above", ("none",)
+    drafting, window, guess = "none", 0, "above"
 
     def size(self, seed_exact: bool) -> Size:
         return Size(0, 1, 0)
@@ -81,10 +74,6 @@ class JacobiDrafts(Part):
         self.need("window", self.window == "auto" or is_count(self.window, 1, MAX_GUESSES),
                   f"{count_within(1, MAX_GUESSES)}, or auto")
         self.need("guess", self.guess in GUESSES, f"one of {', '.join(GUESSES)}")
-
-    @property
-    def family(self) -> tuple:
-        return "jacobi", self.guess
 
     def size(self, seed_exact: bool) -> Size:
         window = self.window if self.window != "auto" else MAX_WINDOW if seed_exact else USUAL_WINDOW
@@ -125,10 +114,6 @@ class StaticDrafts(TreeDrafts):
         tree = static_tree(self.tree)
         return super().parameters | ({"depth": tree.depth} if tree.is_chain else {})
 
-    @property
-    def family(self) -> tuple:
-        return "static", self.drafter, self.tree
-
     def size(self, seed_exact: bool) -> Size:
         tree = static_tree(self.tree)
         return Size(tree.depth, len(tree.parents), tree.max_width)
@@ -160,10 +145,6 @@ class DynamicDrafts(TreeDrafts):
         own = super().parameters
         adaptation = own.pop("adaptation")
         return own | (vars(adaptation) if adaptation else {})
-
-    @property
-    def family(self) -> tuple:
-        return "dynamic", self.drafter, self.adaptation
 
     def size(self, seed_exact: bool) -> Size:
         """A tree of one level may adapt beyond the width of the others."""
@@ -223,129 +204,8 @@ class Acceptance(Part):
         need("omega", all(is_number(omega, 0) for omega in (self.omega if is_by_level else (self.omega,))), FINITE)
         need("nu", not is_by_level or self.nu == 0, "0 where omega is given level by level")
 
-    @property
-    def family(self) -> tuple:
-        return self.seed_exact, self.coupling, self.k, self.cutoff, self.metric, self.residual
-
     def omegas(self, num_levels: int) -> tuple[float, ...]:
         """The factor of acceptance at each level."""
         if isinstance(self.omega, tuple) or not num_levels:
             return self.omega if num_levels else ()
         return tuple(omega_schedule(self.omega, num_levels, self.nu))
-
-
-RECIPES: dict[str, "Recipe"] = {}  # all recipes by name; `methods` fills it
-
-
-def format_value(value) -> str:
-    """A parameter's value, as the command line takes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-class Recipe(Part):
-    """A method with a name. `parameters` are its parameters and their values; `every_parameter` has also the
-    parameters that it takes with seed_exact=false."""
-
-    @property
-    def label(self) -> str:
-        """The name, and what differs from the recipe of that name."""
-        recipe = RECIPES.get(self.name)
-        return ":".join([self.name, *(f"{key}={format_value(value)}"
-                                      for key, value in self.differing(recipe).items())])
-
-    def differing(self, recipe: "Recipe | None") -> dict:
-        """The parameters whose values the recipe does not have. The depth of a static tree is the tree's own."""
-        usual = recipe.every_parameter if recipe else {}
-        return {key: value for key, value in self.every_parameter.items()
-                if value != usual.get(key, value) and (key, self.drafting) != ("depth", "static")}
-
-    @property
-    def settings(self) -> dict:
-        """The parameters that say what the method is: without the parameters whose value means that they are off."""
-        off = {field.name: field.default for part in self.parts for field in fields(part) if field.name != "drafter"}
-        return {name: value for name, value in self.parameters.items()
-                if value is not None and value != off.get(name)}
-
-
-@dataclass(frozen=True)
-class ContinuousMethod(Recipe):
-    """One way to decode continuous tokens with a MAR: its own, or speculatively (CSpD, arXiv:2411.11925).
-
-    One setting is exact: the variant `path` with gamma 1 and without `truncate` draws from the target's distribution,
-    up to the bound that `max_tries` leaves (see `specvis_kernels.resample_gaussian`). With a larger gamma, `path`
-    deviates in one place: a later draft is verified given the draft's last denoising step of the earlier drafts, while
-    the tokens that are kept went through the target's. The other variants, and block conditioning, are approximations.
-    """
-
-    name: str
-    source: str                        # the paper, and the place in it
-    num_iter: int = setting("target forwards of MAR's own decoding; 0: one for each token", 0)
-    steps_first: int = setting(
-        "denoising steps of the first tokens, at most the model's; 0: the model's own number", 0)
-    steps_last: int = setting(
-        "denoising steps of the last tokens, linearly between (DiSA); 0: the model's own number", 0)
-    guidance_schedule: str = setting("how guidance grows with the known tokens: linear, constant, or released (linear, "
-                                     "but for the last tokens)", "linear")
-    gamma: int = setting(f"tokens that a step drafts, at most {MAX_GUESSES}", 0)  # 0: MAR's own decoding
-    prefill: float = setting("share of the tokens that the target draws alone, first", 0.0)
-    variant: str = setting("of the density ratio: paper, released or path", "paper")
-    distance_temperature: float = setting("divides the last denoising step's distances", 1.0)  # the release: accepting
-    conditioning: str = setting("exact: a draft is verified given those before it; block: given the step's start",
-                                "exact")
-    truncate: bool = setting(  # Algorithm 1
-        "true: what follows a step's first rejection is drafted anew; false: it is kept", True)
-    aligned: bool = setting("true: draft and target denoise the same noise", True)
-    max_tries: int = setting(
-        f"of resampling, before the target draws its own sample; at most {MAX_TRIES}", 100)
-
-    def __post_init__(self):
-        need = self.need
-        for name in ("truncate", "aligned"):
-            need(name, isinstance(getattr(self, name), bool), "True or False")
-        need("num_iter", is_count(self.num_iter, 0, MAX_TOKENS),
-             f"{count_within(1, MAX_TOKENS)}, or 0 for one target forward a token")
-        for name in ("steps_first", "steps_last"):
-            steps = getattr(self, name)
-            need(name, is_count(steps, 0, MAX_STEPS) and steps != 1,
-                 f"{count_within(2, MAX_STEPS)}, or 0 for the model's own number")
-        need("guidance_schedule", self.guidance_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
-        least = int(self.name != "mar")
-        need("gamma", is_count(self.gamma, least, MAX_GUESSES), count_within(least, MAX_GUESSES))
-        need("prefill", is_number(self.prefill, 0, 1), "within [0, 1]")
-        need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
-        need("conditioning", self.conditioning in CONDITIONINGS, f"one of {', '.join(CONDITIONINGS)}")
-        need("distance_temperature", is_number(self.distance_temperature, MIN_NUMBER),
-             "positive and finite in 32 bits")
-        need("distance_temperature", self.variant != "path" or self.distance_temperature == 1,
-             "1 where variant is path: it has no distances")
-        need("aligned", self.variant != "path" or self.aligned,
-             "true where variant is path: there is the draft's noise only")
-        need("max_tries", is_count(self.max_tries, 1, MAX_TRIES), count_within(1, MAX_TRIES))
-
-    @property
-    def drafting(self) -> str:
-        return "chain" if self.gamma else "none"
-
-    @property
-    def is_baseline(self) -> bool:
-        """Is this the method that others are measured against: one token a forward, no drafts?"""
-        return not self.gamma and not any(getattr(self, name) for name in OF_MAR)
-
-    @property
-    def parameters(self) -> dict:
-        """The parameters that the method has, with their values."""
-        names = [field.name for field in fields(self) if "help" in field.metadata
-                 and field.name != "guidance_schedule" and (field.name in OF_MAR) == (self.gamma == 0)]
-        return {name: getattr(self, name) for name in (*names, "guidance_schedule")}
-
-    every_parameter = parameters
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return (self,)
-
-    def changed(self, **parameters) -> "ContinuousMethod":
-        """The method with other values of some parameters."""
-        return replace(self, **parameters)

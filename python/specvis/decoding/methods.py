@@ -1,23 +1,59 @@
-"""Decoding methods as data: the recipes by name, and how a method is written as text."""
+"""Decoding methods as data: for discrete and continuous tokens, the recipes by name, and a method as text."""
 import difflib
 import re
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
-from .limits import MAX_DEPTH, count_within, is_count
-from .method_parts import (
-    RECIPES,
-    Acceptance,
-    ContinuousMethod,
-    DynamicDrafts,
-    JacobiDrafts,
-    NoDrafts,
-    Part,
-    Recipe,
-    StaticDrafts,
-    format_value,
+import torch
+from torch import Tensor
+
+from ..models.interface import TargetModel, codes
+from .limits import (
+    MAX_DEPTH,
+    MAX_GUESSES,
+    MAX_STEPS,
+    MAX_TOKENS,
+    MAX_TRIES,
+    MIN_NUMBER,
+    count_within,
+    is_count,
+    is_number,
+    setting,
 )
+from .method_parts import Acceptance, DynamicDrafts, JacobiDrafts, NoDrafts, Part, StaticDrafts
 from .trees import Adaptation
+
+VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
+SCHEDULES = ("linear", "constant", "released")  # of MAR's guidance
+OF_MAR = ("num_iter", "steps_first", "steps_last")  # the parameters of MAR's own decoding
+FAMILY = ("guess", "drafter", "tree", "adaptation", "seed_exact", "coupling", "k", "cutoff", "metric", "residual")
+
+
+def format_value(value) -> str:
+    """A parameter's value, as the command line takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+class Recipe(Part):
+    """A method with a name."""
+
+    @property
+    def label(self) -> str:
+        """The name, and what differs from the recipe of that name."""
+        differing = self.differing(RECIPES.get(self.name))
+        return ":".join([self.name, *(f"{key}={format_value(value)}" for key, value in differing.items())])
+
+    def differing(self, recipe: "Recipe | None") -> dict:
+        """The parameters whose values the recipe does not have. The depth of a static tree is the tree's own.
+
+        Parameters that the recipe lacks count where tokens are continuous: seeds of draws are found by the label.
+        """
+        usual, is_discrete = recipe.parameters if recipe else {}, isinstance(self, Method)
+        return {key: value for key, value in self.parameters.items()
+                if value != usual.get(key, value if is_discrete else None)
+                and (key, self.drafting) != ("depth", "static")}
 
 
 @dataclass(frozen=True)
@@ -62,20 +98,6 @@ class Method(Recipe):
             raise ValueError(f"coupling must be maximal where seed_exact is true: {why}, and nothing is rejected; "
                              f"got {a.coupling!r}. Set seed_exact to false")
 
-    def __repr__(self) -> str:
-        """All settings in one line. Saved results of studies are found by it, so it must not change."""
-        values = {"name": self.name, "source": self.source, "drafting": self.drafting, "seed_exact": self.seed_exact,
-                  "drafter": "eagle", "draft_guidance": 1.0, "tree": "", "depth": 0, "width": 0, "nodes": 0,
-                  "adaptation": None, "window": 0, "guess": "above"}
-        values |= {field.name: getattr(self.drafts, field.name) for field in fields(self.drafts)}
-        values |= {name: getattr(self.acceptance, name)
-                   for name in ("coupling", "k", "cutoff", "delta", "metric", "omega", "nu", "residual")}
-        return f"Method({', '.join(f'{name}={value!r}' for name, value in values.items())})"
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.drafts, self.acceptance
-
     @property
     def drafting(self) -> str:
         """ "none", "jacobi", "static" or "dynamic"."""
@@ -92,19 +114,12 @@ class Method(Recipe):
         return isinstance(self.drafts, NoDrafts)
 
     @property
-    def every_parameter(self) -> dict:
+    def parameters(self) -> dict:
         if self.is_baseline:
             return {}
         every = self.drafts.parameters | self.acceptance.parameters
         if self.drafting != "jacobi":
             del every["coupling"]
-        return every
-
-    @property
-    def parameters(self) -> dict:
-        every = self.every_parameter
-        if self.drafting == "jacobi" and self.seed_exact:
-            return {name: every[name] for name in (*self.drafts.parameters, "seed_exact")}
         return every
 
     def changed(self, **parameters) -> "Method":
@@ -182,14 +197,90 @@ class Method(Recipe):
     @property
     def family(self) -> tuple:
         """What methods must have in common to share a forward. The rest may differ from request to request."""
-        return self.drafts.family + self.acceptance.family
+        settings = vars(self.drafts) | vars(self.acceptance)
+        return self.drafting, *(settings.get(name) for name in FAMILY)
+
+
+@dataclass(frozen=True)
+class ContinuousMethod(Recipe):
+    """One way to decode continuous tokens with a MAR: its own, or speculatively (CSpD, arXiv:2411.11925).
+
+    One setting is exact: the variant `path` with gamma 1 and without `truncate` draws from the target's distribution,
+    up to the bound that `max_tries` leaves (see `specvis_kernels.resample_gaussian`). With a larger gamma, `path`
+    deviates in one place: a later draft is verified given the draft's last denoising step of the earlier drafts, while
+    the tokens that are kept went through the target's. The other variants, and block conditioning, are approximations.
+    """
+
+    name: str
+    source: str                        # the paper, and the place in it
+    num_iter: int = setting("target forwards of MAR's own decoding; 0: one for each token", 0)
+    steps_first: int = setting(
+        "denoising steps of the first tokens, at most the model's; 0: the model's own number", 0)
+    steps_last: int = setting(
+        "denoising steps of the last tokens, linearly between (DiSA); 0: the model's own number", 0)
+    guidance_schedule: str = setting("how guidance grows with the known tokens: linear, constant, or released (linear, "
+                                     "but for the last tokens)", "linear")
+    gamma: int = setting(f"tokens that a step drafts, at most {MAX_GUESSES}", 0)  # 0: MAR's own decoding
+    prefill: float = setting("share of the tokens that the target draws alone, first", 0.0)
+    variant: str = setting("of the density ratio: paper, released or path", "paper")
+    distance_temperature: float = setting("divides the last denoising step's distances", 1.0)  # the release: accepting
+    conditioning: str = setting("exact: a draft is verified given those before it; block: given the step's start",
+                                "exact")
+    truncate: bool = setting(  # Algorithm 1
+        "true: what follows a step's first rejection is drafted anew; false: it is kept", True)
+    aligned: bool = setting("true: draft and target denoise the same noise", True)
+    max_tries: int = setting(
+        f"of resampling, before the target draws its own sample; at most {MAX_TRIES}", 100)
+
+    def __post_init__(self):
+        need = self.need
+        for name in ("truncate", "aligned"):
+            need(name, isinstance(getattr(self, name), bool), "True or False")
+        need("num_iter", is_count(self.num_iter, 0, MAX_TOKENS),
+             f"{count_within(1, MAX_TOKENS)}, or 0 for one target forward a token")
+        for name in ("steps_first", "steps_last"):
+            steps = getattr(self, name)
+            need(name, is_count(steps, 0, MAX_STEPS) and steps != 1,
+                 f"{count_within(2, MAX_STEPS)}, or 0 for the model's own number")
+        need("guidance_schedule", self.guidance_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        least = int(self.name != "mar")
+        need("gamma", is_count(self.gamma, least, MAX_GUESSES), count_within(least, MAX_GUESSES))
+        need("prefill", is_number(self.prefill, 0, 1), "within [0, 1]")
+        need("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
+        need("conditioning", self.conditioning in CONDITIONINGS, f"one of {', '.join(CONDITIONINGS)}")
+        need("distance_temperature", is_number(self.distance_temperature, MIN_NUMBER),
+             "positive and finite in 32 bits")
+        need("distance_temperature", self.variant != "path" or self.distance_temperature == 1,
+             "1 where variant is path: it has no distances")
+        need("aligned", self.variant != "path" or self.aligned,
+             "true where variant is path: there is the draft's noise only")
+        need("max_tries", is_count(self.max_tries, 1, MAX_TRIES), count_within(1, MAX_TRIES))
+
+    @property
+    def drafting(self) -> str:
+        return "chain" if self.gamma else "none"
+
+    @property
+    def is_baseline(self) -> bool:
+        """Is this the method that others are measured against: one token a forward, no drafts?"""
+        return not self.gamma and not any(getattr(self, name) for name in OF_MAR)
+
+    @property
+    def parameters(self) -> dict:
+        """The parameters that the method has, with their values."""
+        names = [field.name for field in fields(self) if "help" in field.metadata
+                 and field.name != "guidance_schedule" and (field.name in OF_MAR) == (self.gamma == 0)]
+        return {name: getattr(self, name) for name in (*names, "guidance_schedule")}
+
+    def changed(self, **parameters) -> "ContinuousMethod":
+        """The method with other values of some parameters."""
+        return replace(self, **parameters)
 
 
 EAGLE1, LANTERN, COOL_SD = ("EAGLE, arXiv:2401.15077", "LANTERN, arXiv:2410.03355, Algorithm 1",
                             "COOL-SD, arXiv:2601.09212")
 SJD = "speculative Jacobi decoding, arXiv:2410.01699"
-EXACT = Acceptance(seed_exact=True)
-STRICT, RELAXED = Acceptance(), Acceptance(k=100, delta=0.2, residual="relaxed")
+EXACT, RELAXED = Acceptance(seed_exact=True), Acceptance(k=100, delta=0.2, residual="relaxed")
 STATIC, DYNAMIC = StaticDrafts(tree="mc_sim_7b_63"), DynamicDrafts(depth=4, width=6, nodes=32)
 ADAPTIVE = DynamicDrafts(depth=4, width=10, nodes=60, adaptation=Adaptation())
 
@@ -197,8 +288,8 @@ METHODS = {m.name: m for m in (
     Method("vanilla", "the baseline: a token a target forward"),
     Method("jacobi", f"{SJD}, with the noise of arXiv:2510.24211: no drafter, plain decoding's tokens",
            JacobiDrafts(window="auto"), EXACT),
-    Method("speculative", "Leviathan et al., arXiv:2211.17192, Algorithm 1", StaticDrafts(tree="chain-4"), STRICT),
-    Method("eagle1", f"{EAGLE1}: a static tree, children sampled", STATIC, STRICT),
+    Method("speculative", "Leviathan et al., arXiv:2211.17192, Algorithm 1", StaticDrafts(tree="chain-4")),
+    Method("eagle1", f"{EAGLE1}: a static tree, children sampled", STATIC),
     Method("eagle2", "EAGLE-2, arXiv:2406.16858, section 4", DYNAMIC, EXACT),
     Method("lantern", LANTERN, DYNAMIC, RELAXED),
     Method("lantern++", "LANTERN++, arXiv:2502.06352: static tree, cutoff relative to the draft's probability",
@@ -225,7 +316,7 @@ CONTINUOUS = {m.name: m for m in (
     ContinuousMethod("cspd-released", f"{CSPD}, as its code has it", gamma=8, prefill=0.15, variant="released",
                      distance_temperature=42.0, conditioning="block", truncate=False),
 )}
-RECIPES |= METHODS | CONTINUOUS
+RECIPES = METHODS | CONTINUOUS
 
 
 def takes_float(annotation) -> bool:
@@ -241,6 +332,13 @@ PARAMETERS, CONTINUOUS_PARAMETERS = ({field.name: field.metadata["help"] for kin
 FRACTIONAL = {field.name for kind in _KINDS for field in fields(kind) if takes_float(field.type)}
 
 
+def relaxing(method: Method | ContinuousMethod) -> set[str]:
+    """The parameters of Jacobi decoding that mean nothing while it is seed-exact. Lists leave them out."""
+    if method.drafting != "jacobi" or not method.seed_exact:
+        return set()
+    return {field.name for field in fields(Acceptance)} - {"seed_exact"}
+
+
 def method(name: str, /, **parameters) -> Method | ContinuousMethod:
     """The method of that name with some parameters changed (None keeps a parameter).
 
@@ -253,14 +351,14 @@ def method(name: str, /, **parameters) -> Method | ContinuousMethod:
                          + f"known: {', '.join(RECIPES)}")
     base = RECIPES[name]
     changed = {key: value for key, value in parameters.items() if value is not None}
-    usual = base.every_parameter
+    usual = base.parameters
     for key in changed:
         if key not in usual:
             near = difflib.get_close_matches(key, usual, n=2, cutoff=0.7)
-            taken = base.parameters if changed.get("seed_exact", True) else usual
+            taken = usual.keys() - relaxing(base) if changed.get("seed_exact", True) else usual
             raise ValueError(f"method {name} has no parameter {key!r}; "
                              + (f"did you mean {' or '.join(near)}? " if near else "")
-                             + f"its parameters: {', '.join(taken) or 'none'}")
+                             + f"its parameters: {', '.join(name for name in usual if name in taken) or 'none'}")
     if isinstance(changed.get("omega"), (tuple, list)):
         changed.setdefault("nu", 0.0)
     if not changed.get("k", usual.get("k")):
@@ -278,7 +376,7 @@ def parse_method(text: str, /, **parameters) -> Method | ContinuousMethod:
         ValueError: as `method`; or a value is not what the parameter takes
     """
     name, *settings = text.strip().split(":")
-    known = method(name).every_parameter
+    known = method(name).parameters
     for part in settings:
         key, equals, value = part.partition("=")
         if not equals:
@@ -291,6 +389,32 @@ def parse_method(text: str, /, **parameters) -> Method | ContinuousMethod:
             is_word = value == "auto" if key == "window" else key not in known or isinstance(known[key], str)
             parameters[key] = value if is_word else parse_number(key, value)
     return method(name, **parameters)
+
+
+def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: TargetModel, max_depth: int,
+                    device: torch.device) -> dict:
+    """The keyword arguments of verify_tree for methods of one family. max_depth: the largest of the methods' depths
+
+    Raises:
+        ValueError: `neighbors` is not a table that the methods need, or is on another device
+    """
+    base = methods[0]
+    rule = {"residual": base.acceptance.residual}
+    if any(omega != 1 for m in methods for omega in m.omegas):
+        padded = [[*m.omegas, *[1.0] * (max_depth - m.max_depth)] for m in methods]
+        rule["omega"] = torch.tensor(padded, dtype=torch.float32, device=device)
+    k = base.num_neighbors
+    if not k:
+        return rule
+    first, last = codes(target)
+    if neighbors is None or neighbors.shape[0] != last - first or neighbors.shape[1] < k:
+        have = "none" if neighbors is None else tuple(neighbors.shape)
+        raise ValueError(f"neighbors must be a table of C={last - first} rows and at least k={k} columns for "
+                         f"{base.name}, got {have}")
+    if neighbors.device != device:
+        raise ValueError(f"neighbors must be on {device} like the target, got {neighbors.device}")
+    return rule | {"neighbors": neighbors[:, :k].contiguous(), "cutoff": base.acceptance.cutoff, "offset": first,
+                   "delta": torch.tensor([m.acceptance.delta for m in methods], dtype=torch.float32, device=device)}
 
 
 def one_each(methods, count: int, name: str) -> list:

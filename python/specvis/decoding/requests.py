@@ -3,20 +3,16 @@
 Every request of a batch has a seed, a guidance and a temperature of its own. It is one pair of model rows: row b reads
 the condition, row B + b reads none, and guidance moves the probabilities from the second towards the first.
 """
-import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..models.interface import Drafter, Nodes, TargetModel, codes, id_range, num_tokens, rows_and_columns
+from ..models.interface import Drafter, TargetModel, id_range, num_tokens, rows_and_columns
 from .batch_state import pairs
 from .decoded import Observer
 from .methods import Method, one_each
 from .sampling import Sampling, cfg_inputs
-from .trees import chain_ancestors
-
-_facts = weakref.WeakKeyDictionary()  # target -> what was found out about it, see facts_of
 
 
 @dataclass(frozen=True)
@@ -137,33 +133,6 @@ def check_drafter(target: TargetModel, drafter: Drafter, condition: Tensor) -> N
                          f"{mask.device}")
 
 
-def check_causal(target: TargetModel) -> None:
-    """Raise ValueError if the target's logits at a token depend on the token after it. Each target is asked once."""
-    facts = facts_of(target)
-    if "is_causal" not in facts:
-        condition, S = target.null_condition(1), target.prefix_len
-        cache, device = target.new_cache(1, S + 2), condition.device
-        padding_mask = torch.ones(1, S, dtype=torch.bool, device=device)
-        target.prefill(condition, padding_mask, cache)
-        nodes = Nodes(torch.arange(2, device=device)[None], torch.tensor([S], device=device),
-                      chain_ancestors(1, 2, device), padding_mask, S + 2)
-        first, second = (target.logits(target.extend(torch.tensor([[0, token]], device=device), nodes, cache))[:, 0]
-                         for token in (0, target.vocab_size - 1))
-        facts["is_causal"] = torch.allclose(first, second, rtol=1e-4, atol=1e-4, equal_nan=True)
-    if not facts["is_causal"]:
-        raise ValueError("target must be causal, so that its logits at a token do not depend on later tokens: Jacobi "
-                         "decoding reads guesses after a token that may change; the logits of "
-                         f"{type(target).__name__} do")
-
-
-def facts_of(target: TargetModel) -> dict:
-    """What was found out about a target, for as long as it lives. Nothing is remembered of a target without a hash."""
-    try:
-        return _facts.setdefault(target, {})
-    except TypeError:
-        return {}
-
-
 def check_batch(batch: int | None, methods: list[Method], observe: Observer | None, target: TargetModel,
                 drafter: Drafter | None = None) -> int:
     """How many images are decoded at once.
@@ -191,29 +160,3 @@ def check_batch(batch: int | None, methods: list[Method], observe: Observer | No
         raise ValueError(f"batch must be None for {type(drafter).__name__}: it has no method select, or its cache has "
                          "no method insert, by which an image could take the place of a finished one")
     return batch
-
-
-def acceptance_rule(methods: list[Method], neighbors: Tensor | None, target: TargetModel, max_depth: int,
-                    device: torch.device) -> dict:
-    """The keyword arguments of verify_tree for methods of one family. max_depth: the largest of the methods' depths
-
-    Raises:
-        ValueError: `neighbors` is not a table that the methods need, or is on another device
-    """
-    base = methods[0]
-    rule = {"residual": base.acceptance.residual}
-    if any(omega != 1 for m in methods for omega in m.omegas):
-        padded = [[*m.omegas, *[1.0] * (max_depth - m.max_depth)] for m in methods]
-        rule["omega"] = torch.tensor(padded, dtype=torch.float32, device=device)
-    k = base.num_neighbors
-    if not k:
-        return rule
-    first, last = codes(target)
-    if neighbors is None or neighbors.shape[0] != last - first or neighbors.shape[1] < k:
-        have = "none" if neighbors is None else tuple(neighbors.shape)
-        raise ValueError(f"neighbors must be a table of C={last - first} rows and at least k={k} columns for "
-                         f"{base.name}, got {have}")
-    if neighbors.device != device:
-        raise ValueError(f"neighbors must be on {device} like the target, got {neighbors.device}")
-    return rule | {"neighbors": neighbors[:, :k].contiguous(), "cutoff": base.acceptance.cutoff, "offset": first,
-                   "delta": torch.tensor([m.acceptance.delta for m in methods], dtype=torch.float32, device=device)}

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commit_tokens, philox_uniforms, verify_logits
 
@@ -23,8 +22,8 @@ from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
 from .decoded import Decoded, Finished, Observer, Progress, Step
 from .draft_tree import DraftState, DraftTree, new_draft_state
 from .driver import GraphKey, RunningBatch, can_replay, decode_batch, read_known, round_up
-from .methods import Method
-from .requests import Requests, acceptance_rule, check_batch, check_drafter, checked_requests
+from .methods import Method, acceptance_rule
+from .requests import Requests, check_batch, check_drafter, checked_requests
 from .sampling import ACCEPT, Sampling, repeat_for_cfg, take_nodes
 from .trees import static_tree
 
@@ -73,7 +72,7 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
 
 
 class SpeculativeSettings(BatchState):
-    """What does not change while B requests are decoded."""
+    """What a step does not change, of B requests."""
 
     ROWS, PAIRS, PARTS = ("uniforms", "lossless"), ("padding_mask",), ("sampling",)
 
@@ -90,8 +89,8 @@ class SpeculativeSettings(BatchState):
         self.rule = acceptance_rule(methods, neighbors, target, self.max_depth, device)  # arguments of verify_logits
         self.lossless = torch.tensor([m.lossless for m in methods], device=device)
         self.is_chain = base.drafting == "static" and static_tree(base.drafts.tree).is_chain
-        # does chain_bound have to be computed?
-        self.has_bound = self.is_chain and not base.acceptance.k and not all(m.lossless for m in methods)
+        # must chain_bound be computed?
+        self.needs_bound = self.is_chain and not base.acceptance.k and not all(m.lossless for m in methods)
 
 
 class SpeculativeState(RunningBatch):
@@ -105,7 +104,7 @@ class SpeculativeState(RunningBatch):
         seeds, greedy = settings.sampling.seeds, settings.sampling.greedy
         B, L, device = len(seeds), settings.num_tokens, seeds.device
         super().__init__(settings, num_known, settings.target.prefix_len + L + settings.max_nodes,
-                         settings.lossless | ~greedy & settings.has_bound)
+                         settings.lossless | ~greedy & settings.needs_bound)
         self.draft_state = draft_state
         self.tokens = torch.zeros(B, L, dtype=torch.int64, device=device)
         self.counts = self.num_known + 1  # (B,) tokens of each image; L: it is finished, or it failed
@@ -134,10 +133,6 @@ class SpeculativeState(RunningBatch):
         max_count = min(round_up(count + self.num_steps * (self.settings.max_depth + 1)), L)
         return GraphKey(max_count, self.host_depth, self.host_width)
 
-    def observed(self, step: Step, requests: list[int], num_requests: int) -> Step:
-        """A copy of the step: the next step may overwrite this one."""
-        return tree_map(torch.clone, step)
-
     def decoded(self) -> Decoded:
         return Decoded(self.tokens, *(account.cpu() for account in (
             self.num_known, self.target_forwards, self.num_accepted, self.num_drafted, self.tv_excess, self.tv_bound,
@@ -149,10 +144,7 @@ def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: T
     """Read the conditions (2B, S, dim) and the known tokens with target and drafter. Draw the next tokens."""
     sampling, num_known, draft_state = settings.sampling, state.num_known, state.draft_state
     S, L = settings.target.prefix_len, settings.num_tokens
-    K = 0 if known_tokens is None else known_tokens.shape[1]
-    if K:
-        state.tokens[:, :K] = known_tokens.clamp(min=0)
-    hidden = read_known(settings.target, condition, settings.padding_mask, state.tokens[:, :K], state.cache)
+    hidden = read_known(settings.target, condition, settings.padding_mask, known_tokens, state.tokens, state.cache)
     draft_state.prefill(hidden[:, :S])
     hidden = hidden[:, S - 1:]  # at the entry before each token, the next token included
     drawn = sampling.draw(settings.target, take_nodes(hidden, num_known[:, None]), num_known[:, None])
@@ -163,7 +155,7 @@ def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: T
     state.failed.copy_(((drawn.status[:, 0] & INVALID_ROW) != 0) & ~is_whole)
     state.counts.copy_((num_known + 1).clamp(max=L).masked_fill(state.failed, L))
     draft_state.shapes.first = state.counts.clone()
-    new_tokens = F.pad(state.tokens, (0, 1))[:, :K + 1]
+    new_tokens = F.pad(state.tokens, (0, 1))[:, :hidden.shape[1]]
     draft_state.extend(new_tokens, hidden, torch.zeros_like(num_known), num_known + 1, 0)
     state.look()
 
@@ -203,8 +195,7 @@ def target_forward(state: SpeculativeState, settings: SpeculativeSettings, tree:
 
 
 def verify(settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput, position: Tensor) -> VerifyResult:
-    """Say which drafts are accepted, and draw the next token. Drafts are limited so that its
-    position exists."""
+    """Say which drafts are accepted, and draw the next token. Drafts are limited so that its position exists."""
     N, sampling, links, position = tree.tokens.shape[1], settings.sampling, tree.links, position[:, None]
     first_child = torch.where(links.depth < (settings.num_tokens - 1) - position, links.first_child, -1)
     ids = None
@@ -236,7 +227,7 @@ def commit(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTr
 def update(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
            verified: VerifyResult, committed: CommitTokensResult, position: Tensor, active: Tensor) -> None:
     """Let the drafter read the new tokens, and choose the next trees' shapes."""
-    if settings.has_bound:
+    if settings.needs_bound:
         add_bound(state, settings, tree, output, position, active)
     shapes = state.draft_state.shapes
     if shapes.adaptation:

@@ -18,7 +18,7 @@ class KLConfig:
     multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
     residual_blocks: int = 2       # in a level of the encoder; one more in the decoder
     z_channels: int = 16
-    groups: int = 32               # the group norms have this many
+    groups: int = 32               # of the group norms
     scale: float = 0.2325          # a token is its latent times this
 
     def __post_init__(self):

@@ -31,14 +31,14 @@ class MARConfig:
     decoder_layers: int
     diffusion_width: int
     diffusion_blocks: int
-    tokens: int = 256                        # an image has this many
-    channels: int = 16                       # a token has this many numbers
+    tokens: int = 256                        # of an image
+    channels: int = 16                       # numbers of a token
     buffer: int = 64                         # condition tokens
     classes: int | None = None               # for a class-conditional model
     caption_dim: int | None = None           # for a text-conditional model: the width of the caption features
     mlp_ratio: float = 4.0
-    num_train_timesteps: int = 1000          # the diffusion has this many
-    num_sampling_steps: int = 100            # the denoising takes this many
+    num_train_timesteps: int = 1000          # of the diffusion
+    num_sampling_steps: int = 100            # of denoising
     dropout: float = 0.0
     clip_sample_range: float | None = None   # a denoising step clamps its predicted x_0 to this; None: it does not
 

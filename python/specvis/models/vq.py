@@ -20,7 +20,7 @@ class VQConfig:
     z_channels: int = 256
     codebook_size: int = 16384
     codebook_dim: int = 8
-    groups: int = 32               # the group norms have this many
+    groups: int = 32               # of the group norms
     patch: int = 1                 # blocks of patch x patch pixels are folded into channels first; VQ-16: 1
 
     def __post_init__(self):

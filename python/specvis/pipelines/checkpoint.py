@@ -23,7 +23,7 @@ END = 1 << 12  # bytes at each end of a tensor by which it is known again
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # weights in a file may have them
 
-SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # as a drafter
+SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # with a drafter
 
 
 FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # the shipped models' where pipeline.json has none

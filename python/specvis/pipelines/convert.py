@@ -28,6 +28,8 @@ DRAFTER_SIZES = {"t2i": 256, "t2i2": 512}                        # input_type in
 MAR_GUIDANCE = {"B": 2.9, "L": 3.0, "H": 3.2}                    # the release evaluates with it
 CAPTIONS, CLASSES = ({"guidance": 7.5, "top_k": 1000, "top_p": 1.0},  # from LlamaGen's demos
                      {"guidance": 4.0, "top_k": 2000, "top_p": 1.0})
+
+
 def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int | None = None,
             dtype: torch.dtype | None = None, heads: int | None = None, text_encoder: str | Path | None = None,
             say: Callable[[str], None] = lambda line: None,

@@ -7,15 +7,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..decoding.continuous import (
-    ContinuousDecoded,
-    ContinuousSampling,
-    KnownTokens,
-    Progress,
-    continuous_decode,
-    continuous_method,
-    mask_lengths,
-)
+from ..decoding.continuous import continuous_decode, continuous_method, mask_lengths
+from ..decoding.continuous_state import ContinuousDecoded, ContinuousSampling, KnownTokens
+from ..decoding.decoded import Progress
 from ..decoding.limits import MAX_NUMBER, MIN_NUMBER, is_number
 from ..decoding.methods import ContinuousMethod
 from ..files import write_json, write_weights

@@ -15,7 +15,7 @@ from ..decoding.methods import ContinuousMethod, Method, parse_method
 from ..decoding.sampling import Sampling
 from ..files import write_whole
 from ..pipelines.discrete import Pipeline
-from .study import Job, NotWhole, Study, is_list_of, read_arrays, read_json
+from .jobs import Job, NotWhole, Study, is_list_of, read_arrays, read_json
 
 BATCH = 32  # pictures decoded as one batch
 
@@ -189,7 +189,7 @@ class DiscreteStudy(Study):
     def parts(self, job: Job) -> list[Job]:
         if isinstance(job, PictureRun):
             return self.batches(job)
-        return [self.counted(job) if isinstance(job, Latency) else job]
+        return [self.counted(job)]
 
     def counted(self, latency: Latency) -> Latency:
         """The latency with its number of batches."""

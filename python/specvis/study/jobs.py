@@ -29,22 +29,15 @@ Result = TypeVar("Result")
 
 
 class Job:
-    """What a study computes once and keeps in a file. A subclass is a frozen dataclass, whose fields name the file."""
+    """What a study computes once and keeps in a file. A subclass is a frozen dataclass, whose fields name the file.
+
+    It has `title(study)`, what the progress bar shows, and `cost(study)`, roughly the seconds that it takes on two
+    processor cores, for the estimate of the remaining time. `make(study, progress)` writes the file, and calls
+    `progress` with each share of the job that is done.
+    """
 
     suffix: ClassVar[str]  # the file's
     method: Method | ContinuousMethod
-
-    def title(self, study: "Study") -> str:
-        """What the progress bar shows."""
-        raise NotImplementedError
-
-    def cost(self, study: "Study") -> float:
-        """The seconds that it takes on two processor cores, roughly: for the estimate of the remaining time."""
-        raise NotImplementedError
-
-    def make(self, study: "Study", progress: Callable[[float], None]) -> None:
-        """Write the file. `progress` is called with each share of the job that is done."""
-        raise NotImplementedError
 
 
 class Study(ABC):
@@ -69,7 +62,7 @@ class Study(ABC):
         self.folder.mkdir(parents=True, exist_ok=True)
         self.record = self.folder / "study.json"
         remove_leftovers(self.folder)
-        identity = {"model": fingerprint(pipeline, *configs), "version": specvis_kernels.__version__, "seed": seed,
+        identity = {"model": digest_of(pipeline, *configs), "version": specvis_kernels.__version__, "seed": seed,
                     "prompts": prompts, **settings}
         if not self.record.exists():  # if two processes make it at once, the second one reads that of the first
             write_new(self.record, json.dumps(identity | {"origins": []}, indent=1) + "\n")
@@ -157,7 +150,7 @@ class Study(ABC):
                 done += cost
 
 
-def fingerprint(module: nn.Module, *configs) -> str:
+def digest_of(module: nn.Module, *configs) -> str:
     """Sixteen digits that two models share if their weights and configurations are equal."""
     digest = hashlib.sha256(repr(configs).encode())
     for name, weight in sorted(module.state_dict().items()):
