@@ -68,11 +68,15 @@ def load() -> None:
         return
     sanitize = os.environ.get("CUDA_ON_CPU_SANITIZE") == "1"  # needs LD_PRELOAD, see test_cuda_on_cpu.py
     folder = BUILD / ("cuda_on_cpu_sanitized" if sanitize else "cuda_on_cpu")
-    register(build([*kernels(), CSRC / "bindings.cpp"], folder / "emulated.so", *(SANITIZE if sanitize else [])))
+    register(build([*kernels(), *bindings()], folder / "emulated.so", *(SANITIZE if sanitize else [])))
 
 
 def kernels() -> list:
     return sorted(CSRC.glob("cuda/*.cu"))
+
+
+def bindings() -> list:
+    return sorted(CSRC.glob("bindings/*.cpp"))
 
 
 def register(path: Path) -> None:

@@ -111,14 +111,14 @@ def copy_sources(folder: Path, changes: dict) -> Path:
 def build(ops, folder: Path = TRACED, changes=None) -> Path:
     """A library in which the kernels of these ops are traced. Raises CalledProcessError."""
     copy = copy_sources(folder / "csrc", changes or {})
-    sources, kernels = [copy / f"cuda/{op}.cu" for op in ops], cuda_on_cpu.kernels()
+    sources, kernels, bindings = [copy / f"cuda/{op}.cu" for op in ops], cuda_on_cpu.kernels(), cuda_on_cpu.bindings()
     if len(ops) == len(kernels):
-        return cuda_on_cpu.build([*sources, cuda_on_cpu.CSRC / "bindings.cpp"], folder / "emulated.so", trace=True)
+        return cuda_on_cpu.build([*sources, *bindings], folder / "emulated.so", trace=True)
     plain = cuda_on_cpu.BUILD / "cuda_on_cpu"
-    cuda_on_cpu.build([*kernels, cuda_on_cpu.CSRC / "bindings.cpp"], plain / "emulated.so")
-    others = [kernel.name for kernel in kernels if kernel.stem not in ops]
+    cuda_on_cpu.build([*kernels, *bindings], plain / "emulated.so")
+    others = [source.name for source in [*kernels, *bindings] if source.stem not in ops]
     return cuda_on_cpu.build(sources, folder / f"{'-'.join(sorted(ops))}.so", trace=True,
-                             others=[plain / f"{name}.o" for name in [*others, "bindings.cpp"]])
+                             others=[plain / f"{name}.o" for name in others])
 
 
 def taker(path: Path):

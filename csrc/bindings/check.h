@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "shared/params.h"
+#include "../shared/params.h"
 
 namespace specvis {
 
