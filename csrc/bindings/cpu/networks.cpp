@@ -100,7 +100,7 @@ Tensor packed_linear(const Tensor& x, const Tensor& weight, const MaybeTensor& b
 Tensor transformer_blocks(const Tensor& x, const Tensor& matrices, const Tensor& vectors, const MaybeTensor& last_norm,
                           const MaybeTensor& key_mask, const Tensor& wanted, int64_t heads, int64_t ffn_dim,
                           double eps) {
-  Arguments a("transformer_blocks", "NELHFn");
+  Arguments a("transformer_blocks", "NELHF");
   TransformerBlocks batch = {};
   batch.type = a.read_floats("x", x, "RNE", &batch.x);
   a.require(batch.type != FloatType::float16, "x must be float32 or bfloat16");
