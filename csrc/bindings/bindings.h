@@ -1,8 +1,8 @@
 // What all bindings share. A binding makes an op of torch of a kernel: it checks the arguments, allocates the results,
 // fills the op's struct and runs the kernel. The files here are compiled three times: for the CPU, for CUDA
 // (SPECVIS_CUDA), and for the CUDA kernels that tests/cuda_on_cpu runs on CPU tensors (SPECVIS_EMULATED too). Those in
-// cpu/ are of ops without a CUDA kernel, and are compiled for the CPU alone. Nothing of libtorch_cuda is linked, so that
-// one library loads beside any build of torch.
+// cpu/ are of ops without a CUDA kernel, and are compiled for the CPU alone. Nothing of libtorch_cuda is linked, so
+// that one library loads beside any build of torch.
 #pragma once
 #include <torch/csrc/stable/library.h>
 
