@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import specvis_kernels
+from benchmarks import harness
 from benchmarks.ops import ROWS, format_case
 from tests import cuda_on_cpu
 from tests.kernels import inputs
@@ -202,7 +203,7 @@ def main(arguments=None) -> bool:
     print(LEGEND)
     if options.json:
         flat = [{name: value for name, value in record.items() if name != "sites"} for record in records]
-        Path(options.json).write_text(json.dumps(flat, indent=1) + "\n")
+        Path(options.json).write_text(harness.text_of(flat) + "\n")
     bounds = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else []
     if options.write_bounds:
         bounds = [bound for bound in bounds if bound["op"] not in ops] + [bound_of(record) for record in records]
