@@ -86,9 +86,9 @@ def test_an_op_says_what_it_takes_and_gives(op):
     function = getattr(specvis_kernels, op)
     assert (op in specvis_kernels.__all__) == (op != "commit_tokens")  # it is for the loop of specvis alone
     text = inspect.getdoc(function)
-    parts = ("Args", "Returns", "Raises", "Example")
-    arguments, returns, raises, example = (text.find(f"\n{part}:\n") for part in parts)
-    assert 0 < arguments < returns < raises < example and ">>> " in text[example:]
+    parts = ("Args", "Returns", "Raises", "Examples")
+    arguments, returns, raises, examples = (text.find(f"\n{part}:\n") for part in parts)
+    assert 0 < arguments < returns < raises < examples and ">>> " in text[examples:]
     for name in inspect.signature(function).parameters:
         assert re.search(rf"^ +{name}: ", text[arguments:returns], re.M), f"{op} does not explain {name}"
     for name in getattr(result_of(function), "_fields", ()):
