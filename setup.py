@@ -237,10 +237,14 @@ class Wheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+
+def sources(*patterns: str) -> list[str]:
+    return [str(file) for pattern in patterns for file in sorted(Path("csrc").glob(pattern))]
+
+
 EXTENSIONS = [
-    Extension("specvis_kernels._ops", ["csrc/bindings.cpp", *sorted(map(str, Path("csrc/cpu").glob("*.cpp")))]),
-    Extension("specvis_kernels._ops_cuda", ["csrc/bindings.cpp",
-                                            *sorted(map(str, Path("csrc/cuda").glob("*.c*[pu]")))]),
+    Extension("specvis_kernels._ops", sources("bindings/*.cpp", "bindings/cpu/*.cpp", "cpu/*.cpp")),
+    Extension("specvis_kernels._ops_cuda", sources("bindings/*.cpp", "cuda/*.cpp", "cuda/*.cu")),
 ]
 if NEED_TORCH & {*sys.argv[1:]}:
     find_torch()  # before anything else, so that a missing torch is the first line that a build prints

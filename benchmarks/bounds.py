@@ -166,7 +166,7 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bounds", description=__doc__.partition("\n")[0])
     parser.add_argument("--page", action="store_true", help="only the table of docs/gpu.md, of what was counted")
     if not parser.parse_args().page:
-        RESULTS.write_text(json.dumps(count_all(), indent=1) + "\n")
+        RESULTS.write_text(harness.text_of(count_all()) + "\n")
     PAGE.write_text(page_of(PAGE.read_text(), json.loads(RESULTS.read_text())))
 
 

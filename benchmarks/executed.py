@@ -36,7 +36,7 @@ def run_here(op: str, case: str) -> None:
     from tests import cuda_on_cpu
     from tests.kernels import inputs
 
-    path = cuda_on_cpu.build([*cuda_on_cpu.kernels(), CSRC / "bindings.cpp"], FOLDER / "emulated.so", "-O1",
+    path = cuda_on_cpu.build([*cuda_on_cpu.kernels(), *cuda_on_cpu.bindings()], FOLDER / "emulated.so", "-O1",
                              "--coverage")
     library = torch.library.Library(cuda_on_cpu.NAMESPACE, "DEF")
     library.define(str(getattr(torch.ops.specvis_kernels, op).default._schema).partition("::")[2])

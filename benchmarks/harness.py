@@ -90,12 +90,23 @@ def file_name(machine: dict) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") + ".json"
 
 
+def text_of(content: dict | list, depth: int = 2) -> str:
+    """JSON with a line for each row of a table: what is deeper than `depth`, or short and flat, is one line."""
+    parts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else []
+    text = json.dumps(content)
+    if not depth or len(text) < 600 and not any(isinstance(part, (dict, list)) for part in parts):
+        return text
+    keys = [f"{json.dumps(key)}: " for key in content] if isinstance(content, dict) else [""] * len(parts)
+    lines = ",\n".join(key + text_of(part, depth - 1) for key, part in zip(keys, parts)).replace("\n", "\n ")
+    return f"{text[0]}\n {lines}\n{text[-1]}"
+
+
 def write(file: str, what: str, machine: dict, content: dict) -> None:
     """Write a benchmark's records, by default to benchmarks/results/<machine>-<what>.json."""
     path = Path(file or ROOT / "benchmarks" / "results" / file_name(machine).replace(".json", f"-{what}.json"))
     path.parent.mkdir(parents=True, exist_ok=True)
     command = " ".join([f"python -m benchmarks.{what}", *sys.argv[1:]])
-    path.write_text(json.dumps({"machine": machine, "command": command} | content, indent=1) + "\n")
+    path.write_text(text_of({"machine": machine, "command": command} | content) + "\n")
     print(f"wrote {path}")
 
 

@@ -273,7 +273,7 @@ class Results:
         if self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             beside = self.file.with_name(self.file.name + ".new")
-            beside.write_text(json.dumps(self.content, indent=1) + "\n")
+            beside.write_text(harness.text_of(self.content) + "\n")
             os.replace(beside, self.file)
 
     def left(self, jobs: list) -> list:

@@ -139,16 +139,19 @@ class Tree:
     shapes: list[Shape]          # one for each request
     probs: Tensor | None = None  # (B, M, V) the rows that children were drawn from; None: they are point masses
     draft_row: list[int] | None = None  # which of these rows a node's children were drawn from
+    shares: Tensor | None = None        # (B, N) the probability of each draft without its earlier siblings
 
     def along_paths(self, request: int) -> Tensor:
         """The tokens (paths, levels) of a request's tree along its paths; -1 pads."""
         return pad(self.tokens[request], (0, 1), value=-1)[self.shapes[request].paths]
 
-    def draft_row_of(self, request: int) -> Callable | None:
-        """(path, level) -> the row that a node's children were drawn from; None: they are point masses."""
+    def drawn(self, request: int) -> tuple[Callable | None, Callable | None]:
+        """draft_row_of and share_of as `walk` takes them."""
         if self.probs is None:
-            return None
-        return lambda path, level: self.probs[request, self.draft_row[self.shapes[request].paths[path, level].item()]]
+            return None, None
+        paths = self.shapes[request].paths
+        return (lambda path, level: self.probs[request, self.draft_row[paths[path, level].item()]],
+                lambda path, level: self.shares[request, paths[path, level]])
 
 
 class Drafts:
@@ -186,15 +189,19 @@ class Drafts:
         if not hasattr(self, "shape"):
             self.shape = Shape.of(list(tree.parents), device)
             self.inner = [node for node in range(len(tree.parents)) if tree.children(node)]
-        hidden, tokens, rows = self.hidden, [root], []
+        hidden, tokens, shares, rows = self.hidden, [root], [torch.ones_like(root, dtype=torch.float32)], []
         for level in range(1, tree.depth + 1):
             above = [node for node in self.inner if tree.depths[node] == level - 1]
             K = max(len(tree.children(node)) for node in above)
             probs = self.warpers.probs(self.guided(hidden))                       # (B, F, V)
             children = torch.multinomial(probs.flatten(0, 1), K).view(B, len(above), K)
+            drawn = probs.gather(2, children)
+            left = 1 - (drawn.cumsum(2) - drawn)
+            share = torch.where(left > 0, drawn / left, 0).clamp(0, 1)
             rows.append(probs)
             picked = [(f, i) for f, node in enumerate(above) for i in range(len(tree.children(node)))]
             tokens += [children[:, f, i] for f, i in picked]
+            shares += [share[:, f, i] for f, i in picked]
             inner = [node for node in self.inner if tree.depths[node] == level]
             if inner:
                 read_so_far = self.inner[1: 1 + self.inner.index(inner[-1])]
@@ -203,7 +210,7 @@ class Drafts:
                 hidden = self.read_level(torch.stack([tokens[node] for node in inner], 1), hidden[:, parents], sees,
                                          level)
         draft_row = [self.inner.index(node) if node in self.inner else -1 for node in range(len(tree.parents))]
-        return Tree(torch.stack(tokens, 1), [self.shape] * B, torch.cat(rows, 1), draft_row)
+        return Tree(torch.stack(tokens, 1), [self.shape] * B, torch.cat(rows, 1), draft_row, torch.stack(shares, 1))
 
     def draft_dynamic(self, root: Tensor) -> Tree:
         """EAGLE-2's trees: the likeliest paths are continued, and the likeliest drafts are kept."""
@@ -270,7 +277,7 @@ class Relaxation:
 
 
 def walk(tokens: Tensor, row_of: Callable, coin_of: Callable, relaxation: Relaxation | None = None,
-         draft_row_of: Callable | None = None) -> tuple[int, int, Tensor]:
+         draft_row_of: Callable | None = None, share_of: Callable | None = None) -> tuple[int, int, Tensor]:
     """The verification of EAGLE's and LANTERN's releases: a level at a time, and in a level the paths one by one.
 
     Args:
@@ -279,6 +286,7 @@ def walk(tokens: Tensor, row_of: Callable, coin_of: Callable, relaxation: Relaxa
         coin_of:      (path, level) -> a number in [0, 1) that decides about the draft there
         draft_row_of: (path, level) -> the probabilities (V,) that the node's children were drawn from, without
                       replacement; None: children are point masses
+        share_of:     (path, level) -> the probability of that draft without its earlier siblings
 
     Returns:
         A path, how many of its drafts are accepted, and the probabilities (V,) of the next token.
@@ -293,28 +301,23 @@ def walk(tokens: Tensor, row_of: Callable, coin_of: Callable, relaxation: Relaxa
             token = tokens[path, level].item()
             if token == -1 or token in tried:
                 continue
-            draft = None if draft_row_of is None else draft_row_of(path, level - 1)
-            if tried and draft is not None:
-                draft = draft.clone()
-                draft[tried] = 0
             tried.append(token)
-            if draft is not None and draft[token] <= 0:
+            share = 1.0 if share_of is None else share_of(path, level)
+            if share <= 0:
                 continue
-            if len(tried) > 1 and draft is not None:
-                draft = draft / draft.sum()
             lent, removed = relaxation.lent(probs, token) if relaxation else (0.0, [])
-            if coin_of(path, level) * (1 if draft is None else draft[token]) <= probs[token] + lent:
+            if coin_of(path, level) * share <= probs[token] + lent:
                 best, prefix = path, tokens[path, :level + 1]
                 break
             left = probs.clone()
-            if draft is None:
+            if draft_row_of is None:
                 left[removed] = left[token] = 0
-            elif relaxation and relaxation.residual == "released":
-                draft = draft.clone()
-                draft[removed] = 0
-                left = (left - draft).clamp(min=0)
             else:
-                left[removed] = 0
+                draft = draft_row_of(path, level - 1).clone()
+                if len(tried) > 1:
+                    draft[tried[:-1]] = 0
+                    draft = draft / draft.sum()
+                (draft if relaxation and relaxation.residual == "released" else left)[removed] = 0
                 left = (left - draft).clamp(min=0)
             if left.sum().item() > 0:
                 probs = left / left.sum()
@@ -384,7 +387,7 @@ def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, pa
                 along = logits[b][tree.shapes[b].paths]  # a copy for each path
                 best, accepted, probs = walk(
                     tree.along_paths(b), lambda path, level, along=along: warpers.probs(along[path, level]),
-                    lambda path, level: coins.random(), relaxation, tree.draft_row_of(b))
+                    lambda path, level: coins.random(), relaxation, *tree.drawn(b))
                 path = tree.shapes[b].paths[best, : accepted + 1]
                 move(cache, b, S + count - 1, path)
                 next_token = torch.multinomial(probs, 1)

@@ -7,7 +7,6 @@ stores; conversions from and to 64 bits; divisions; fp64; barriers, fences and a
 inner loop do not count for the outer one. An entry is one number of the rows that a loop loads 16 bytes at a time.
 """
 import argparse
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import specvis_kernels
+from benchmarks import harness
 from benchmarks.machine_code import bounds_of, parse, report
 
 ROOT = Path(__file__).parent.parent
@@ -209,14 +209,6 @@ def show(found: dict[str, dict]) -> None:
                 print("calls " + ", ".join(f"{name} ({size})" for name, size in kernel["called"].items()))
 
 
-def text_of(results: dict, bounds: dict[str, dict]) -> str:
-    """The file of bounds: JSON with a line for each kernel."""
-    ops = (f'  {json.dumps(op)}: {{\n' + ",\n".join(f"   {json.dumps(title)}: {json.dumps(kernel)}"
-                                                 for title, kernel in kernels.items()) + "}"
-           for op, kernels in bounds.items())
-    return json.dumps(results, indent=1)[:-2] + ',\n "kernels": {\n' + ",\n".join(ops) + "}}\n"
-
-
 def page_of(bounds: dict[str, dict]) -> str:
     """A table of the bounds. It leaves out the kernels for float16, whose counts are nearly those for bfloat16."""
     names = {"registers": "registers", "instructions": "instructions", "wide_in_flight": "wide loads in flight",
@@ -259,10 +251,10 @@ def main():
     show(found)
     results = {"arch": ARCH, "compiler": compiler, "note": "counted in the machine code, not measured"}
     if options.json:
-        options.json.write_text(json.dumps({**results, "kernels": found}, indent=1) + "\n")
+        options.json.write_text(harness.text_of(results | {"kernels": found}, 3) + "\n")
     if options.bounds:
         bounds = {op: {title: bounds_of(kernel) for title, kernel in kernels.items()} for op, kernels in found.items()}
-        RESULTS.write_text(text_of(results, bounds))
+        RESULTS.write_text(harness.text_of(results | {"kernels": bounds}, 3) + "\n")
         PAGE.write_text(page_of(bounds))
 
 

@@ -56,13 +56,16 @@ def define(name: str, *, oracle: Callable, meta: Callable, result: type | None =
         strided: the arguments that kernels read by their strides, so that they are not made contiguous
         batch:   the argument whose first size is B, if that is not the first one; None: no tensor leads with B
     """
+    parameters, kinds = inspect.signature(oracle).parameters, inspect.get_annotations(oracle, eval_str=True)
+    if any(p.default is not p.empty for p in parameters.values()):
+        raise TypeError(f"the oracle of {name} must have no defaults: torch leaves out arguments that equal them")
     oracle.__annotations__["return"] = Tensor if result is None else tuple[(Tensor,) * len(result._fields)]
     _library.define(torch.library.infer_schema(oracle, op_name=name, mutates_args=writes))
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
-    names = list(inspect.signature(oracle).parameters)
+    names = list(parameters)
     written = [names.index(argument) for argument in writes]
-    dense = [i for i, (argument, kind) in enumerate(inspect.get_annotations(oracle).items())
-             if kind in (Tensor, Tensor | None) and argument not in ("return", *writes, *strided)]
+    dense = [i for i, argument in enumerate(names)
+             if kinds[argument] in (Tensor, Tensor | None) and argument not in (*writes, *strided)]
     meta_reads = [names.index(argument) for argument in inspect.signature(meta).parameters]
 
     def built(key):

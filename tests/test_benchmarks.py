@@ -149,6 +149,30 @@ def test_ops_are_timed_and_a_run_is_resumed(monkeypatch, tmp_path):
     assert run_main(ops, monkeypatch, *arguments) == 1 and json.loads(file.read_text()) == written
 
 
+def test_a_run_on_a_gpu_that_breaks_off_is_gone_on_with(monkeypatch, tmp_path):
+    """Kernels come first, and of these a step's slowest. After an error the process is left; what hung comes last."""
+    file, timed = tmp_path / "rows.json", []
+
+    def measure(op, case, backend, *_):
+        timed.append((op, backend))
+        if len(timed) == 4:
+            raise RuntimeError("the device is lost")
+        return [{"op": op, "backend": backend, "shape": ops.format_case(case)}]
+
+    for owner, name, value in ((inputs, "DEVICE", "cuda"), (ops, "measure", measure), (ops, "floor", lambda _: []),
+                               (specvis_kernels, "backends", lambda *_: ["oracle", "cuda", "triton"]),
+                               (ops, "report", lambda *_: None), (harness, "bandwidth", lambda _: 1e9)):
+        monkeypatch.setattr(owner, name, value)
+    arguments = "tree_mask", "tree_links", "--groups", "others,kernels", "--json", file, "--resume"
+    assert run_main(ops, monkeypatch, *arguments) == ops.AGAIN == 75
+    assert timed == 3 * [("tree_links", "cuda")] + [("tree_mask", "cuda")]
+    assert run_main(ops, monkeypatch, *arguments) == 1  # the error is still in the file
+    assert timed[4:] == 2 * [("tree_mask", "cuda")] + 3 * [("tree_links", "triton")] + 3 * [("tree_mask", "triton")]
+    hung = {"op": "tree_mask", "backend": "cuda", "shape": ops.format_case(ops.ROWS["tree_mask"][0][0])}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rows": [], "errors": [], "running": hung}))
+    assert run_main(ops, monkeypatch, *arguments) == 0 and len(timed) == 24 and timed[-1] == ("tree_mask", "cuda")
+
+
 @pytest.mark.parametrize("module, arguments, message", [
     (ops, ["tree"], "no op 'tree', only accept_gaussian"),
     (ops, ["--groups", "rivals"], "no group 'rivals', only kernels"), (ops, ["--resume"], "--resume needs --json"),

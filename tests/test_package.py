@@ -18,6 +18,7 @@ from torch import Tensor
 
 import specvis_kernels
 from benchmarks.ops import ROWS
+from specvis_kernels import _define
 from tests.kernels import inputs
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +113,14 @@ def test_several_tensors_come_as_a_named_tuple(op):
         assert (result._fields[-1] == "status") == (op not in ("commit_tokens", "denoise_tokens"))
         assert getattr(specvis_kernels, result.__name__) is result
         assert (result.__name__ in specvis_kernels.__all__) == (op != "commit_tokens")
+
+
+def test_an_oracle_has_no_defaults():
+    def oracle(x: Tensor, k: int = 2):
+        return x + k
+
+    with pytest.raises(TypeError, match="the oracle of never must have no defaults"):
+        _define.define("never", oracle=oracle, meta=lambda x: x)
 
 
 def lines(files, pattern):

@@ -96,7 +96,7 @@ def test_the_walk_has_the_rule_of_verify_tree(text):
     emitted, num_accepted, coins = torch.zeros(2, V), [[], []], random.Random(0)
     for b in range(B):
         path, accepted, probs = released.walk(tree.along_paths(b), lambda path, level: p, lambda *_: coins.random(),
-                                              relaxation, tree.draft_row_of(b))
+                                              relaxation, *tree.drawn(b))
         first = tree.tokens[b, tree.shapes[b].paths[path, 1]]
         emitted[0] += torch.eye(V)[first] if accepted else probs
         num_accepted[0].append(accepted)

@@ -43,10 +43,11 @@ def build(sources, library: Path, *flags: str, trace: bool = False, others=()) -
 
     def object_of(source: Path) -> Path:
         target = library.parent / (source.name + ".o")
-        includes = target.with_suffix(".d")  # what the compiler read of ours the last time, as a rule of make
+        includes = target.with_suffix(".d")  # what the compiler read of ours the last time, as a rule of make;
+        # in a copy of a build folder these are files elsewhere, so the source itself counts too
         rule = includes.read_text() if includes.exists() else ""
         known = [Path(name) for name in rule.replace("\\\n", " ").split()[1:]]
-        if not known or not all(map(Path.exists, known)) or not newer(target, [Path(__file__), *known]):
+        if not known or not all(map(Path.exists, known)) or not newer(target, [Path(__file__), source, *known]):
             traced = [] if not trace else TRACE if source.suffix == ".cu" else ["-DCUDA_ON_CPU_TRACE"]
             subprocess.run([compiler, *FLAGS, *flags, *traced, "-MMD", "-MF", includes, "-x", "c++", "-c", source,
                             "-o", target, "-isystem", torch_folder / "include",
@@ -68,11 +69,15 @@ def load() -> None:
         return
     sanitize = os.environ.get("CUDA_ON_CPU_SANITIZE") == "1"  # needs LD_PRELOAD, see test_cuda_on_cpu.py
     folder = BUILD / ("cuda_on_cpu_sanitized" if sanitize else "cuda_on_cpu")
-    register(build([*kernels(), CSRC / "bindings.cpp"], folder / "emulated.so", *(SANITIZE if sanitize else [])))
+    register(build([*kernels(), *bindings()], folder / "emulated.so", *(SANITIZE if sanitize else [])))
 
 
 def kernels() -> list:
     return sorted(CSRC.glob("cuda/*.cu"))
+
+
+def bindings() -> list:
+    return sorted(CSRC.glob("bindings/*.cpp"))
 
 
 def register(path: Path) -> None:

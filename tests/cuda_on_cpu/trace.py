@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import specvis_kernels
+from benchmarks import harness
 from benchmarks.ops import ROWS, format_case
 from tests import cuda_on_cpu
 from tests.kernels import inputs
@@ -111,14 +112,14 @@ def copy_sources(folder: Path, changes: dict) -> Path:
 def build(ops, folder: Path = TRACED, changes=None) -> Path:
     """A library in which the kernels of these ops are traced. Raises CalledProcessError."""
     copy = copy_sources(folder / "csrc", changes or {})
-    sources, kernels = [copy / f"cuda/{op}.cu" for op in ops], cuda_on_cpu.kernels()
+    sources, kernels, bindings = [copy / f"cuda/{op}.cu" for op in ops], cuda_on_cpu.kernels(), cuda_on_cpu.bindings()
     if len(ops) == len(kernels):
-        return cuda_on_cpu.build([*sources, cuda_on_cpu.CSRC / "bindings.cpp"], folder / "emulated.so", trace=True)
+        return cuda_on_cpu.build([*sources, *bindings], folder / "emulated.so", trace=True)
     plain = cuda_on_cpu.BUILD / "cuda_on_cpu"
-    cuda_on_cpu.build([*kernels, cuda_on_cpu.CSRC / "bindings.cpp"], plain / "emulated.so")
-    others = [kernel.name for kernel in kernels if kernel.stem not in ops]
+    cuda_on_cpu.build([*kernels, *bindings], plain / "emulated.so")
+    others = [source.name for source in [*kernels, *bindings] if source.stem not in ops]
     return cuda_on_cpu.build(sources, folder / f"{'-'.join(sorted(ops))}.so", trace=True,
-                             others=[plain / f"{name}.o" for name in [*others, "bindings.cpp"]])
+                             others=[plain / f"{name}.o" for name in others])
 
 
 def taker(path: Path):
@@ -202,7 +203,7 @@ def main(arguments=None) -> bool:
     print(LEGEND)
     if options.json:
         flat = [{name: value for name, value in record.items() if name != "sites"} for record in records]
-        Path(options.json).write_text(json.dumps(flat, indent=1) + "\n")
+        Path(options.json).write_text(harness.text_of(flat) + "\n")
     bounds = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else []
     if options.write_bounds:
         bounds = [bound for bound in bounds if bound["op"] not in ops] + [bound_of(record) for record in records]

@@ -1,6 +1,5 @@
 """python -m tests.fuzz: hostile inputs for every op, for a number of minutes."""
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -51,7 +50,8 @@ def main():
     print(totals.table())
     print(f"{len(totals.found)} found in {totals.seconds:.0f} s, cases from {first} on")
     if given.json:
-        given.json.write_text(json.dumps(summary(totals, given), indent=1) + "\n")
+        from benchmarks import harness
+        given.json.write_text(harness.text_of(summary(totals, given)) + "\n")
     return 1 if totals.found else 0
 
 

@@ -26,14 +26,14 @@ def prepare():
         sys.exit("the sanitizers need a C++ compiler")
     from tests import cuda_on_cpu
     build_cpu()
-    cuda_on_cpu.build([*cuda_on_cpu.kernels(), cuda_on_cpu.CSRC / "bindings.cpp"],
+    cuda_on_cpu.build([*cuda_on_cpu.kernels(), *cuda_on_cpu.bindings()],
                       cuda_on_cpu.BUILD / "cuda_on_cpu_sanitized" / "emulated.so", *cuda_on_cpu.SANITIZE)
     return runtimes()
 
 
 def build_cpu():
     from tests import cuda_on_cpu
-    sources = [cuda_on_cpu.CSRC / "bindings.cpp", *sorted(cuda_on_cpu.CSRC.glob("cpu/*.cpp"))]
+    sources = [*cuda_on_cpu.bindings(), *sorted(cuda_on_cpu.CSRC.glob("**/cpu/*.cpp"))]
     return cuda_on_cpu.build(sources, cuda_on_cpu.BUILD / "ops_sanitized" / "_ops.so", *cuda_on_cpu.SANITIZE, *FLAGS)
 
 

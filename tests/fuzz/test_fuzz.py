@@ -94,6 +94,12 @@ def test_a_missing_status_is_found(op, monkeypatch):
     assert finding.backend == "oracle" and "Error" not in finding.what
 
 
+@pytest.mark.parametrize("wrong", [lambda table: table.flip(1), lambda table: table[:, :1].expand_as(table)])
+def test_a_wrong_table_of_neighbors_is_found(wrong, monkeypatch):
+    _, finding = found("codebook_neighbors", monkeypatch, lambda out, _: out[0].copy_(wrong(out[0].int())), "oracle")
+    assert finding.what.startswith("neighbors of code ")
+
+
 def test_an_input_that_is_written_is_found(monkeypatch):
     def write(_, arguments):
         arguments[2].mul_(0.5)

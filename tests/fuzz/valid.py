@@ -16,21 +16,37 @@ import specvis_kernels
 from specvis_kernels import INVALID_DRAFT, INVALID_ROW, INVALID_RULE, INVALID_TREE, OUT_OF_TRIES
 
 INVALID = INVALID_DRAFT | INVALID_ROW | INVALID_RULE | INVALID_TREE
-LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 def problem(op, named, outputs):
-    """What is wrong with the status of an op, or None. An op without a status gives None."""
-    if op not in globals():
+    """What is wrong with the status of an op, or None. Of ops without one only codebook_neighbors is judged."""
+    if op not in globals() and op != "codebook_neighbors":
         return None
     defaults = {name: p.default for name, p in inspect.signature(getattr(specvis_kernels, op)).parameters.items()}
     arguments = {name: to_numpy(a) for name, a in (defaults | named).items()}
     outputs = [to_numpy(a) for a in outputs]
+    if op == "codebook_neighbors":
+        return problem_of_neighbors(arguments, outputs[0])
     with np.errstate(all="ignore"):
         valid = np.array(globals()[op](arguments, outputs), dtype=float).reshape(outputs[-1].shape)  # NaN for None
     for at in np.argwhere(~np.isnan(valid) & ((outputs[-1] & INVALID == 0) != (valid == 1))).tolist():
         at = tuple(at)
         return f"status at {at} is {outputs[-1][at]}, but its arguments are {'valid' if valid[at] else 'not valid'}"
+    return None
+
+
+def problem_of_neighbors(a, table):
+    """What is wrong with the table of codebook_neighbors, or None: it has no kernel to be compared with."""
+    V, k, codes = len(table), a["k"], a["codebook"].astype(np.float64)
+    is_plain = a["metric"] == "l2" and not a["normalize"] and (np.abs(codes) < 1e6).all()
+    for i in range(0, V, max(1, -(-V // 24))):
+        row = table[i].astype(int)
+        if len({i, *row}) != k + 1 or row.min() < 0 or row.max() >= V:
+            return f"neighbors of code {i} are {row}"
+        distances = ((codes - codes[i]) ** 2).sum(1)
+        distances[i] = np.inf
+        if is_plain and not np.allclose(distances[row], np.sort(distances)[:k], 1e-9, 1e-9 * (codes**2).sum(1).max()):
+            return f"neighbors of code {i} are {row}, which are not the nearest"
     return None
 
 
@@ -230,25 +246,12 @@ def last_step_of(a, b, g):
     return [None if a[name] is None else a[name][b, g] for name in names]
 
 
-def exp(x):
-    """exp of the docstrings: 0 below -708 and for a NaN, and at most exp(709)."""
-    return np.where(x > -708, np.exp(np.clip(x, -708, 709)), 0)
-
-
-def ratio_is_valid(x, uniform, log_ratio, last_step, temperature):
-    """Whether the logarithm of the density ratio is a float32, in float64; None where rounding decides."""
-    if not all(np.isfinite(t).all() for t in (x, uniform, log_ratio)):
+def try_is_valid(numbers, last_step, temperature):
+    """Whether the density ratio can be computed; None where it may be too large, of which the kernels' tests know."""
+    largest = np.array([np.abs(t).max() for t in (*numbers, *last_step) if t is not None])
+    if not np.isfinite(largest).all():
         return False
-    terms = [np.float64(log_ratio)]
-    if last_step[0] is not None:
-        mean_p, sigma_p, mean_q, sigma_q = (np.asarray(t, dtype=np.float64) for t in last_step)
-        d_p, d_q = (x - mean_p) * exp(-sigma_p), (x - mean_q) * exp(-sigma_q)
-        factor = 0.5 / np.float64(temperature) ** 2
-        terms += [*(sigma_q - sigma_p), *(d_q * d_q * factor), *(-d_p * d_p * factor)]
-    value, doubt = np.sum(terms), np.abs(terms).sum() * 1e-9 + 1e31
-    if abs(abs(value) - LARGEST_FLOAT) <= doubt or not np.isfinite(value) and np.isfinite(terms).all():
-        return None
-    return bool(abs(value) <= LARGEST_FLOAT)
+    return True if last_step[0] is None or largest.max() < 15 and temperature > 0.01 else None
 
 
 def all_of(parts):
@@ -264,20 +267,18 @@ def temperature_of(a, b):
 def accept_gaussian(a, out):
     B, G, _ = a["tokens"].shape
     counts = np.full(B, G) if a["num_drafted"] is None else a["num_drafted"].clip(0, G)
-    sign = -1 if a["variant"] == "released" else 1
 
     def of_request(b):
         temperature = temperature_of(a, b)
-        return 0 < temperature < np.inf and all_of(ratio_is_valid(
-            a["tokens"][b, g].astype(np.float64), a["uniforms"][b, g], sign * a["log_ratio"][b, g],
-            last_step_of(a, b, g), temperature) for g in range(counts[b]))
+        return 0 < temperature < np.inf and all_of(
+            try_is_valid([a[name][b, g] for name in ("tokens", "uniforms", "log_ratio")], last_step_of(a, b, g),
+                         temperature) for g in range(counts[b]))
 
     return each(of_request, B)
 
 
 def resample_gaussian(a, out):
-    B, G = a["is_rejected"].shape
-    is_path, sign = a["variant"] == "path", -1 if a["variant"] == "released" else 1
+    (B, G), dims = a["is_rejected"].shape, a["log_ratio"].ndim  # variant "path" has a log_ratio for each try
     num_tries, status = out[1].reshape(-1), out[2].reshape(-1)
 
     def of_position(i):
@@ -286,14 +287,8 @@ def resample_gaussian(a, out):
             return bool(not a["is_accepted"][b, g] or np.isfinite(a["tokens"][b, g]).all())
         if not 0 < temperature_of(a, b) < np.inf:
             return False
-        tries, last_step = [], last_step_of(a, b, g)
-        for m in range(num_tries[i]):
-            x, log_ratio = a["proposals"][b, g, m], a["log_ratio"][b, g, m] if is_path else sign * a["log_ratio"][b, g]
-            if not is_path:
-                mean, sigma = (t.astype(np.float64) for t in last_step[:2])
-                x = (mean + exp(sigma) * x).astype(np.float32)
-            tries.append(ratio_is_valid(x.astype(np.float64), a["uniforms"][b, g, m], log_ratio, last_step,
-                                        temperature_of(a, b)))
+        tries = [try_is_valid([a["proposals"][b, g, m], a["uniforms"][b, g, m], a["log_ratio"][(b, g, m)[:dims]]],
+                              last_step_of(a, b, g), temperature_of(a, b)) for m in range(num_tries[i])]
         if status[i] & OUT_OF_TRIES:
             tries.append(bool(np.isfinite(a["fallback"][b, g]).all()))
         return all_of(tries)

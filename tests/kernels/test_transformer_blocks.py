@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+import specvis_kernels
 from specvis.models import layers
 from specvis.models.mar import MAR, MARConfig
 from specvis_kernels import TransformerBlock, pack_blocks, transformer_blocks
@@ -60,6 +61,13 @@ def test_a_row_that_sees_nothing_and_a_nan():
     x[2, 5] = torch.nan  # which is hidden
     hurt = transformer_blocks(x, blocks, key_mask=mask)
     assert hurt[2, 5].isnan().all() and torch.equal(hurt[2, :5], clean[2, :5]) and torch.equal(hurt[:2], clean[:2])
+
+
+@pytest.mark.parametrize("backend", specvis_kernels.backends("transformer_blocks", inputs.DEVICE))
+def test_nothing_may_be_wanted(backend):
+    (x, blocks), _ = inputs.transformer_blocks(2, 5, 32, 2, 48)
+    nothing = torch.zeros(2, 0, dtype=torch.int64, device=x.device)
+    assert transformer_blocks(x, blocks, wanted=nothing, backend=backend).shape == (2, 0, 32)
 
 
 def test_refuses_what_does_not_fit():

@@ -1,7 +1,7 @@
 """What tests/decoding/test_driver.py asks of a few methods, asked of all."""
 import pytest
 
-from tests.decoding import test_batching as few
+from tests.decoding import test_driver as few
 from tests.decoding.test_driver import NAMES, UNTIMED, tiny  # noqa: F401
 
 

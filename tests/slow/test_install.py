@@ -221,8 +221,10 @@ def test_a_build_says_what_it_does(tmp_path, torch_cuda, first):
     built = run(sys.executable, "-c", program, cwd=tmp_path, FAILS="nothing", **variables)
     assert built.returncode == 0, built.stdout
     lines = [line for line in built.stdout.splitlines() if line.startswith("specvis_kernels: ")]
-    cpp, cuda = ([*sorted((str(file.relative_to(tmp_path)) for file in tmp_path.glob(files)), reverse=True),
-                  "csrc/bindings.cpp"] for files in ("csrc/cpu/*.cpp", "csrc/cuda/*.c*[pu]"))
+    cpp, cuda = ([str(file.relative_to(tmp_path)) for pattern in patterns
+                  for file in sorted(tmp_path.glob(f"csrc/{pattern}"), reverse=True)]
+                 for patterns in (("cpu/*.cpp", "bindings/cpu/*.cpp", "bindings/*.cpp"),
+                                  ("cuda/*.cu", "cuda/*.cpp", "bindings/*.cpp")))
     cuda = cuda if torch_cuda != "None" else []
     steps = [[f"[{i + 1}/{len(part)}] {file}" for i, file in enumerate(part)] for part in (cpp, cuda)]
     said = [*steps[0], first.format(folder=tmp_path), *steps[1]] if cuda else [first, *steps[0]]

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "shared/params.h"
+#include "../shared/params.h"
 
 namespace specvis {
 
@@ -48,8 +48,7 @@ constexpr ScalarType type_of() {
   return std::is_same_v<T, bool> ? ScalarType::Bool : ScalarType::Char;
 }
 
-// The arguments of one call. The first tensor that is checked says on which device the others must be; tensors that are
-// written to are checked before the others. In `sizes` each
+// The arguments of one call. The first tensor that is checked says on which device the others must be. In `sizes` each
 // dimension has a letter or the digit that is its size. A letter is one size throughout a call; V, k and g count ids.
 class Arguments {
  public:
@@ -219,15 +218,13 @@ class Arguments {
       copies_.push_back(torch::stable::clone(tensor));
       data = copies_.back().const_data_ptr();
     }
-    if (is_written || !ranges_.empty()) {
-      const auto address = reinterpret_cast<uintptr_t>(data);
-      ranges_.push_back({address, address + tensor.numel() * tensor.element_size(), is_written});
-    }
-    require(!is_written || !has_read_, name, "must be checked before arguments that are read");
-    has_read_ = !is_written;
+    const auto address = reinterpret_cast<uintptr_t>(data);
+    ranges_.push_back({address, address + tensor.numel() * tensor.element_size(), is_written});
+    has_written_ |= is_written;
     return data;
   }
   void check_apart() {
+    if (!has_written_) return;
     std::sort(ranges_.begin(), ranges_.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
     uintptr_t end = 0, written_end = 0;
     for (const Range& range : ranges_) {
@@ -253,8 +250,8 @@ class Arguments {
   Sizes sizes_;
   const Tensor* first_ = nullptr;
   int32_t device_ = 0;
-  bool is_cpu_ = true, has_read_ = false;
-  std::vector<Range> ranges_;  // if there are arguments that are written to: of these and of the others
+  bool is_cpu_ = true, has_written_ = false;
+  std::vector<Range> ranges_;
   std::vector<Tensor> copies_;
 };
 
