@@ -25,7 +25,7 @@ MINUTES ?= 10
 SEED ?= 0
 KILLS ?= 100
 VERSION ?= 4.57.6
-CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*.* csrc/*/* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c*
+CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c*
 # Where this is set, every process compiles torch anew: twice the time of an import.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -100,7 +100,7 @@ $(VENV)/asked: FORCE
 	@mkdir -p $(VENV); echo "$(TORCH) $(CONSTRAINTS)" | cmp -s - $@ $(if $(CONSTRAINTS),,&& false) || echo "$(TORCH) $(CONSTRAINTS)" > $@
 FORCE:
 
-$(VENV)/installed: setup.py pyproject.toml python/pyproject.toml $(CONSTRAINTS) $(VENV)/asked $(wildcard csrc/*.* csrc/*/*)
+$(VENV)/installed: setup.py pyproject.toml python/pyproject.toml $(CONSTRAINTS) $(VENV)/asked $(wildcard csrc/*/*.* csrc/*/*/*.*)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(if $(TORCH),,--system-site-packages) $(VENV)
 	sed -E -e '/^triton==/d' $(if $(OWN_TORCH),-e '/^($(OF_TORCH))==/d') $(or $(CONSTRAINTS),/dev/null) \
 		> $(VENV)/constraints.txt
