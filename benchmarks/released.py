@@ -286,7 +286,7 @@ def walk(tokens: Tensor, row_of: Callable, coin_of: Callable, relaxation: Relaxa
         coin_of:      (path, level) -> a number in [0, 1) that decides about the draft there
         draft_row_of: (path, level) -> the probabilities (V,) that the node's children were drawn from, without
                       replacement; None: children are point masses
-        share_of:     (path, level) -> the probability of that draft without its earlier siblings
+        share_of:     (path, level) -> the probability of that draft without its earlier siblings; with draft_row_of
 
     Returns:
         A path, how many of its drafts are accepted, and the probabilities (V,) of the next token.
@@ -302,7 +302,7 @@ def walk(tokens: Tensor, row_of: Callable, coin_of: Callable, relaxation: Relaxa
             if token == -1 or token in tried:
                 continue
             tried.append(token)
-            share = 1.0 if share_of is None else share_of(path, level)
+            share = 1.0 if draft_row_of is None else share_of(path, level)
             if share <= 0:
                 continue
             lent, removed = relaxation.lent(probs, token) if relaxation else (0.0, [])

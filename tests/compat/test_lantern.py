@@ -97,10 +97,10 @@ def relaxation_of(table=None, k=0, delta=0.0, offset=0):
     return None if table is None else Relaxation(table, k, *limit, offset, "released", "uniform")
 
 
-def sampled(along, candidates, to_probs, coins, *rule, draft_row_of=None):
+def sampled(along, candidates, to_probs, coins, *rule, draft_row_of=None, share_of=None):
     """The row of the accepted path, how many drafts are accepted, and the next token's distribution, in float64."""
     return walk(candidates, lambda path, level: to_probs(along[path, level]).double(), lambda *_: next(coins),
-                relaxation_of(*rule), draft_row_of)
+                relaxation_of(*rule), draft_row_of, share_of)
 
 
 def greedy(along, candidates, *rule):
@@ -282,8 +282,14 @@ def test_sampled_static_trees(rule, form):
         table = Step(seed).table
         coins, taken = counted(seed)
         rules = RULES[rule]
+        share = torch.ones(7, dtype=torch.float64)  # the probability of each draft without its earlier siblings
+        for node in range(1, 7):
+            row = drafts[parents[node]].double()
+            earlier = sum(row[tokens[0, other]] for other in range(1, node) if parents[other] == parents[node])
+            share[node] = row[tokens[0, node]] / (1 - earlier)
         wanted = sampled(guided[paths], candidates, to_softmax, coins, *((table, *rules[1:]) if rules else ()),
-                         draft_row_of=lambda path, level, drafts=drafts: drafts[paths[path, level]].double())
+                         draft_row_of=lambda path, level, drafts=drafts: drafts[paths[path, level]].double(),
+                         share_of=lambda path, level, share=share: share[paths[path, level]])
         random.seed(seed), torch.manual_seed(seed)
         given = TreeLogits(guided[None], None, tokens, paths) if form == "tree" else guided[paths]
         answer = lantern.evaluate_posterior_v1(
