@@ -120,7 +120,7 @@ class Setting(NamedTuple):
 
 
 class Target(SimpleNamespace):
-    """Stands in for `self` of the released methods: a model whose forward gives the case's logits."""
+    """Takes the place of `self` in the released methods: a model whose forward gives the case's logits."""
 
     use_eagle3 = False
 
