@@ -277,7 +277,7 @@ def same(theirs, ours) -> bool:
 
 
 def updating(name: str, functions: tuple, rows: int, options: argparse.Namespace) -> Row:
-    """update_inference_inputs: the tokens, the caches, their lengths, and what it gives the drafter to read."""
+    """update_inference_inputs: the tokens, the caches, their lengths, and what it gives the draft model to read."""
     def make():
         case, length = dynamic_case(64, options.nodes), 30
         paths = case.retrieve_indices
@@ -366,7 +366,7 @@ def check_lantern(cut: dict[str, SimpleNamespace], options: argparse.Namespace):
     yield setting_up("generate_tree_buffers", (lambda: llamagen.generate_tree_buffers(method, tree, device="cpu"),
                                                lambda: lantern.generate_tree_buffers(method, tree, "cpu")),
                      STATIC, options)
-    yield setting_up("generate_tree_buffers (drafter)",
+    yield setting_up("generate_tree_buffers (draft model)",
                      (lambda: layer_tree.generate_tree_buffers(tree, "cpu"),
                       lambda: lantern.draft_tree_buffers(tree, "cpu")), STATIC, options)
     for setting in (relaxed[0], relaxed[4], relaxed[6]):

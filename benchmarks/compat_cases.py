@@ -1,4 +1,4 @@
-"""Random steps of decoding, for benchmarks.check_compat: trees, logits of target and drafter, and logits processors."""
+"""Random steps of decoding, for benchmarks.check_compat: trees, logits of target and draft model, logits processors."""
 import random
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class Processors(list):
 
 
 class Case(NamedTuple):
-    """A step of decoding: a tree of N nodes, and the outputs of target and drafter for it."""
+    """A step of decoding: a tree of N nodes, and the outputs of target and draft model for it."""
     logits: torch.Tensor            # (2, N, V) of the target: with the condition, then without it
     tokens: torch.Tensor            # (1, N)
     retrieve_indices: torch.Tensor  # (L, D)

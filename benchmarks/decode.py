@@ -1,7 +1,7 @@
 """Where the time of a picture goes:   python -m benchmarks.decode [--sizes ..] [--methods ..] [--batch ..] [--json]
 
 Every method is timed beside plain decoding and, where EAGLE's and LANTERN's releases have it, beside a loop like theirs
-(benchmarks/released.py), with the same models, drafters, trees and settings. All take turns, so that other work on the
+(benchmarks/released.py), with the same models, trees and settings. All take turns, so that other work on the
 machine meets them alike, and what is compared are the runs of one turn. A size is "shipped", the shipped model in
 float32, or one of LlamaGen's with random weights in bfloat16.
 
@@ -10,7 +10,7 @@ compiled ("compile", of plain decoding alone). How many threads PyTorch should h
 out first; then the command begins anew, with OMP_WAIT_POLICY as was quickest for most sizes.
 
 The seconds are of runs that nothing else is measured in. How they divide is found out in a run of its own, in which a
-clock is read before and after every call of the target, of the drafter and of an op of specvis_kernels (on a GPU the
+clock is read before and after every call of target, draft model and ops of specvis_kernels (on a GPU the
 device is waited for each time). Checks of arguments, torch's own operations and Python are the rest. A step is what
 lies between two calls of `progress`.
 
@@ -45,7 +45,7 @@ from benchmarks.watch import Clock, Script, Timed, Watch, ops_replaced
 from specvis.cli.options import FILTERS, PROMPTS
 from specvis.decoding.baseline import decode
 from specvis.decoding.decoded import Decoded
-from specvis.decoding.draft_model import EagleDrafter
+from specvis.decoding.draft_model import EagleDraftModel
 from specvis.decoding.driver import GRAPHS
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, Method, parse_method
@@ -61,7 +61,7 @@ WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
 STEPS = 8                      # that a turn times of the other sizes
 RELEASED = ("eagle1", "lantern", "lantern++", "speculative")  # the methods of the released loop
 FORWARDS = ("fast", "eager", "compile")
-PARTS = ("target", "drafter", "ops", "rest")
+PARTS = ("target", "draft", "ops", "rest")
 PEAK = 8.0                     # the deviation of random logits: with it, dynamic trees are as deep as a trained model's
 
 
@@ -94,7 +94,7 @@ class Subject:
     @staticmethod
     def of_pipeline(pipeline: Pipeline, prompts: list[str], filters: dict = FILTERS) -> "Subject":
         features = pipeline.words(pipeline.words.encode(prompts))
-        return Subject("shipped", pipeline.gpt, pipeline.drafter, filters,
+        return Subject("shipped", pipeline.gpt, pipeline.eagle, filters,
                        lambda numbers: pipeline.gpt.condition(features[[n % len(prompts) for n in numbers]]),
                        pipeline.neighbors)
 
@@ -193,9 +193,9 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
         generator = torch.Generator().manual_seed(turn)
         known = torch.randint(gpt.config.vocabulary, (batch, L // 2), generator=generator).to(device)
     neighbors = subject.neighbors(method.num_neighbors, method.acceptance.metric) if method.num_neighbors else None
-    target, drafter = gpt, EagleDrafter(gpt, subject.head, repeat_for_cfg(padding_mask))
+    target, draft_model = gpt, EagleDraftModel(gpt, subject.head, repeat_for_cfg(padding_mask))
     if watch:
-        target, drafter = watch.target, Timed(drafter, "drafter", watch)
+        target, draft_model = watch.target, Timed(draft_model, "draft", watch)
     script = None
     if subject.recorder and not method.is_baseline:
         script = Script(subject.recorder.steps(method, numbers, 0 if known is None else L // 2), clock)
@@ -221,9 +221,9 @@ def run(subject: Subject, contender: Contender, batch: int, turn: int, max_steps
             return jacobi_decode(target, condition, padding_mask, sampling, [method] * batch, None, progress,
                                  known_tokens=known)
         if contender.is_released:
-            return released_decode(target, drafter, condition, padding_mask, sampling, method, neighbors, progress,
+            return released_decode(target, draft_model, condition, padding_mask, sampling, method, neighbors, progress,
                                    script.released(neighbors) if script else None, known_tokens=known)
-        return speculative_decode(target, drafter, condition, padding_mask, sampling, [method] * batch, neighbors,
+        return speculative_decode(target, draft_model, condition, padding_mask, sampling, [method] * batch, neighbors,
                                   progress, known_tokens=known)
 
     replayed = {} if script else GRAPHS  # a script changes the calls of a step
@@ -321,7 +321,7 @@ def line_of(record: dict) -> str:
 NOTES = (
     "picture s: of one picture, its share of the batch's seconds. step ms: of the batch. Both are medians of runs in "
     "which nothing else was timed.",
-    "target, drafter, ops, rest: their shares of the steps, in a run of its own in which every call of them is timed. "
+    "target, draft (model), ops, rest: their shares of the steps, in a run of its own that times every call of them. "
     "Checks of arguments, torch's own operations and Python are the rest.",
     "imposed: the model has random weights, and each step accepts as many drafts as a recorded step of the shipped "
     "model, whose tau this is. tau: what the timed runs reached.",
@@ -377,8 +377,9 @@ def timed_methods(texts: list[str]) -> list[Method]:
 
 
 def is_timed(method: Method) -> bool:
-    """Can its acceptance be imposed, and is its drafter the EAGLE head?"""
-    return (method.drafting != "jacobi" or method.seed_exact) and method.parameters.get("drafter", "eagle") == "eagle"
+    """Can its acceptance be imposed, and is its draft model the EAGLE head?"""
+    has_head = method.parameters.get("draft_model", "eagle") == "eagle"
+    return has_head and (method.drafting != "jacobi" or method.seed_exact)
 
 
 def begin_anew(sizes: list[str]) -> None:

@@ -25,10 +25,10 @@ from specvis.decoding.decoded import Decoded, Progress
 from specvis.decoding.methods import Method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.decoding.trees import static_tree
-from specvis.models.interface import Drafter, ModelCache, Nodes, TargetModel
+from specvis.models.interface import DraftModel, ModelCache, Nodes, TargetModel
 
 
-def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tensor, lengths: list[int], cache,
+def read(model: TargetModel | DraftModel, tokens: Tensor, depth: Tensor, sees: Tensor, lengths: list[int], cache,
          padding_mask: Tensor, previous_hidden: Tensor | None = None) -> Tensor:
     """Every read of tokens after the condition: hidden states (2B, F, H) of F nodes.
 
@@ -39,7 +39,7 @@ def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tens
         depth:           (B, F) int64    of each node; the first position that is not read yet has depth 0
         sees:            (B, F, n) bool  which of the n nodes so far each node sees; the F nodes are the last of them
         padding_mask:    (2B, S) bool
-        previous_hidden: (2B, F, H)      for a drafter
+        previous_hidden: (2B, F, H)      for a draft model
     """
     (F, n), device = sees.shape[1:], tokens.device
     bits = pad(sees, (0, -n % 64)).unflatten(2, (-1, 64)).long() << torch.arange(64, device=device)
@@ -49,7 +49,7 @@ def read(model: TargetModel | Drafter, tokens: Tensor, depth: Tensor, sees: Tens
     return model.extend(repeat_for_cfg(tokens), *read_before, nodes, cache)
 
 
-def read_chain(model: TargetModel | Drafter, tokens: Tensor, lengths: list[int], cache, padding_mask: Tensor,
+def read_chain(model: TargetModel | DraftModel, tokens: Tensor, lengths: list[int], cache, padding_mask: Tensor,
                previous_hidden: Tensor | None = None) -> Tensor:
     """Read a chain of tokens (B, F)."""
     (B, F), device = tokens.shape, tokens.device
@@ -155,30 +155,30 @@ class Tree:
 
 
 class Drafts:
-    """The drafter's cache, and its state at the newest token of each request."""
+    """The draft model's cache, and its state at the newest token of each request."""
 
-    def __init__(self, drafter: Drafter, warpers: Warpers, method: Method, num_tokens: int):
-        self.drafter, self.warpers, self.method = drafter, warpers, method
-        self.cache = drafter.new_cache(drafter.prefix_len + num_tokens + method.max_nodes + method.max_depth
+    def __init__(self, draft_model: DraftModel, warpers: Warpers, method: Method, num_tokens: int):
+        self.draft_model, self.warpers, self.method = draft_model, warpers, method
+        self.cache = draft_model.new_cache(draft_model.prefix_len + num_tokens + method.max_nodes + method.max_depth
                                        + method.max_width * method.max_depth + 1)
         if method.drafting == "static":
             self.tree = static_tree(method.drafts.tree)
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, counts: list[int], num_new: list[int]) -> None:
         """Read the new tokens (B, A) of requests that had `counts` tokens; the first num_new[b] are not padding."""
-        prefix_len, device = self.drafter.prefix_len, tokens.device
-        hidden = read_chain(self.drafter, tokens, [prefix_len + n for n in counts], self.cache,
-                            self.drafter.padding_mask, previous_hidden)
+        prefix_len, device = self.draft_model.prefix_len, tokens.device
+        hidden = read_chain(self.draft_model, tokens, [prefix_len + n for n in counts], self.cache,
+                            self.draft_model.padding_mask, previous_hidden)
         last = repeat_for_cfg(torch.tensor(num_new, device=device) - 1)
         self.hidden = hidden[torch.arange(len(hidden), device=device), last][:, None]
         self.lengths = [prefix_len + n + new for n, new in zip(counts, num_new)]
 
     def read_level(self, tokens: Tensor, previous_hidden: Tensor, sees: Tensor, level: int) -> Tensor:
-        return read(self.drafter, tokens, torch.full_like(tokens, level - 1), sees, self.lengths, self.cache,
-                    self.drafter.padding_mask, previous_hidden)
+        return read(self.draft_model, tokens, torch.full_like(tokens, level - 1), sees, self.lengths, self.cache,
+                    self.draft_model.padding_mask, previous_hidden)
 
     def guided(self, hidden: Tensor) -> Tensor:
-        return self.warpers.guide(self.drafter.logits(hidden))
+        return self.warpers.guide(self.draft_model.logits(hidden))
 
     def draft(self, root: Tensor) -> Tree:
         return self.draft_static(root) if self.method.drafting == "static" else self.draft_dynamic(root)
@@ -328,9 +328,9 @@ def walk(tokens: Tensor, row_of: Callable, coin_of: Callable, relaxation: Relaxa
 
 
 @torch.inference_mode()
-def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, padding_mask: Tensor, sampling: Sampling,
-                    method: Method, neighbors: Tensor | None = None, progress: Progress | None = None, script=None, *,
-                    known_tokens: Tensor | None = None) -> Decoded:
+def released_decode(target: TargetModel, draft_model: DraftModel, condition: Tensor, padding_mask: Tensor,
+                    sampling: Sampling, method: Method, neighbors: Tensor | None = None,
+                    progress: Progress | None = None, script=None, *, known_tokens: Tensor | None = None) -> Decoded:
     """Decode as the releases do. It takes the arguments of `speculative_decode`, but one method for all requests.
 
     Args:
@@ -356,12 +356,12 @@ def released_decode(target: TargetModel, drafter: Drafter, condition: Tensor, pa
     forwards = [1] * B
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        drafts, coins, relaxation = Drafts(drafter, warpers, method, L), random.Random(seed), None
+        drafts, coins, relaxation = Drafts(draft_model, warpers, method, L), random.Random(seed), None
         if (rule := method.acceptance).k:
             relaxation = Relaxation(neighbors, rule.k, rule.delta, rule.cutoff)
         cache = target.new_cache(2 * B, S + L + method.max_nodes)
         hidden = target.prefill(condition, padding_mask, cache)
-        drafter.prefill(hidden, drafts.cache)
+        draft_model.prefill(hidden, drafts.cache)
         if K:
             hidden = torch.cat([hidden, read_chain(target, known_tokens, [S] * B, cache, padding_mask)], 1)
         root = torch.multinomial(warpers.probs(warpers.guide(target.logits(hidden[:, -1:])))[:, 0], 1)

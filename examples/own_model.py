@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from specvis import Sampling, decode, jacobi_decode, parse_method, speculative_decode
-from specvis.decoding.draft_model import ModelDrafter
+from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.sampling import cfg_inputs
 from specvis_kernels import commit_kv
 
@@ -69,7 +69,8 @@ class OwnModel(nn.Module):
 
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--method", default="eagle2:drafter=model:depth=3:width=4:nodes=12", help="see `specvis methods`")
+parser.add_argument("--method", default="eagle2:draft_model=small:depth=3:width=4:nodes=12",
+                    help="see `specvis methods`")
 parser.add_argument("--temperature", type=float, default=1.0,
                     help="a seed-exact method draws the baseline's tokens at every temperature, a lossless one at 0")
 options = parser.parse_args()
@@ -87,7 +88,7 @@ baseline = decode(target, condition, padding_mask, sampling)
 if method.drafting in ("jacobi", "none"):
     decoded = jacobi_decode(target, condition, padding_mask, sampling, [method] * 3)
 else:
-    drafter = ModelDrafter(model, *cfg_inputs(model, condition, padding_mask))
-    decoded = speculative_decode(target, drafter, condition, padding_mask, sampling, [method] * 3)
+    draft_model = SmallDraftModel(model, *cfg_inputs(model, condition, padding_mask))
+    decoded = speculative_decode(target, draft_model, condition, padding_mask, sampling, [method] * 3)
 print(f"{method.label}: {decoded.tau.mean():.2f} tokens per target forward; "
       f"{(decoded.tokens == baseline.tokens).float().mean():.0%} of the tokens are the baseline's")

@@ -72,7 +72,7 @@ def draft_frontier(logits: Tensor, uncond: Tensor | None, scores: Tensor, ancest
         child_parents:    (B, F*K)  int32     the candidate of each child's parent
         tokens:           (B, K)    int64     of the frontier; in an unused slot the token of some child
         scores:           (B, K)    float32   its scores, -inf in unused slots
-        rows:             (B, K)    int64     which of the F nodes is the parent, whose hidden state a drafter
+        rows:             (B, K)    int64     which of the F nodes is the parent, whose hidden state a draft model
                                               takes along; in [0, F) everywhere
         ancestors:        (B, K, W) int64     the parent's, and the node itself; 0 in unused slots
         candidates:       (B, K)    int32     which candidate each is; -1 in unused slots

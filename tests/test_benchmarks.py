@@ -212,7 +212,7 @@ def test_a_record_says_where_the_time_of_a_picture_goes():
         assert (r["size"], r["dtype"], r["batch"], r["timed"], r["turns"]) == ("shipped", "float32", 2, "pictures", 2)
         assert r["picture_s"] > 0 and r["step_ms"] > 0 and r["imposed_tau"] is None and r["times_vanilla"] > 0
         assert sum(r[part] for part in decode.PARTS) == pytest.approx(1, abs=1e-3) and r["rest"] > 0
-        assert r["target"] > 0 and (r["drafter"] > 0) == ("eagle1" in r["method"])
+        assert r["target"] > 0 and (r["draft"] > 0) == ("eagle1" in r["method"])
         assert (r["ops"] > 0) != r["method"].startswith("released")
         assert r["method"] in decode.line_of(r)
     assert [r["times_released"] is None for r in records] == [True, True, False, True]

@@ -10,7 +10,7 @@ from PIL import Image
 
 import specvis_kernels
 from specvis import jacobi_decode, method, speculative_decode
-from specvis.decoding.draft_model import ModelDrafter
+from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import ModelCache, TargetModel
 from specvis_kernels.compat import lantern
@@ -80,8 +80,8 @@ def test_own_loop(run, window):
     assert jacobi < (50 if window == 8 else 40) and tree < 60 and one_by_one == 64
 
 
-@pytest.mark.parametrize("method", ["eagle2:drafter=model:depth=3:width=4:nodes=12",
-                                    "speculative:drafter=model:seed_exact=true", "jacobi:window=8", "vanilla"])
+@pytest.mark.parametrize("method", ["eagle2:draft_model=small:depth=3:width=4:nodes=12",
+                                    "speculative:draft_model=small:seed_exact=true", "jacobi:window=8", "vanilla"])
 def test_own_model(run, method):
     names, printed = run("own_model", "--method", method)
     assert isinstance(names["target"], TargetModel)
@@ -120,9 +120,9 @@ def test_transformers_model_in_a_tree(run):
     """The cache of the example commits the path of a draft tree."""
     names, _ = run("transformers_model")
     target, condition, is_real = names["target"], names["condition"], names["is_real"]
-    drafter = ModelDrafter(target, *cfg_inputs(target, condition, is_real))
-    decoded = speculative_decode(target, drafter, condition, is_real, names["sampling"],
-                                 [method("eagle2", drafter="model", depth=3, width=4, nodes=12)] * 3)
+    draft_model = SmallDraftModel(target, *cfg_inputs(target, condition, is_real))
+    decoded = speculative_decode(target, draft_model, condition, is_real, names["sampling"],
+                                 [method("eagle2", draft_model="small", depth=3, width=4, nodes=12)] * 3)
     assert torch.equal(decoded.tokens, names["baseline"].tokens) and decoded.tau.mean() > 1.3
 
 

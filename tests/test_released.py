@@ -5,22 +5,22 @@ import pytest
 import torch
 
 from benchmarks import released
-from specvis.decoding.draft_model import EagleDrafter, ModelDrafter
+from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis_kernels import tree_links, verify_tree
 from tests.tiny import tiny_pipeline
 
-WIDE = {"guidance": 1.2, "temperature": 1.5, "top_k": 24, "top_p": 0.95}  # at which tiny drafters are accepted often
+WIDE = {"guidance": 1.2, "temperature": 1.5, "top_k": 24, "top_p": 0.95}  # tiny draft models are accepted often
 
 
-def decode_as_released(pipeline, drafter, prompts, method, sampling, known_tokens=None):
+def decode_as_released(pipeline, draft_model, prompts, method, sampling, known_tokens=None):
     with torch.inference_mode():
         features = pipeline.words(pipeline.words.encode(prompts))
         condition, padding_mask = pipeline.gpt.condition(features)
-        drafter = drafter(features, padding_mask)
+        draft_model = draft_model(features, padding_mask)
     neighbors = pipeline.neighbors(method.num_neighbors) if method.num_neighbors else None
-    return released.released_decode(pipeline.gpt, drafter, condition, padding_mask, sampling, method, neighbors,
+    return released.released_decode(pipeline.gpt, draft_model, condition, padding_mask, sampling, method, neighbors,
                                     known_tokens=known_tokens)
 
 
@@ -31,8 +31,8 @@ def test_the_loop_accepts_and_draws_as_ours(text):
     at = L - 3  # where the first step begins; two levels are in the image, and the released loop drafts beyond it
     known = torch.randint(64, (1, at - 1), generator=torch.Generator().manual_seed(3)).repeat(B, 1)
     both = (pipeline.tokens(prompts, method, sampling, known_tokens=known),
-            decode_as_released(pipeline, lambda _, padding_mask: EagleDrafter(
-                pipeline.gpt, pipeline.drafter, repeat_for_cfg(padding_mask)), prompts, method, sampling, known))
+            decode_as_released(pipeline, lambda _, padding_mask: EagleDraftModel(
+                pipeline.gpt, pipeline.eagle, repeat_for_cfg(padding_mask)), prompts, method, sampling, known))
     accepted = [decoded.num_accepted[:, at].double() for decoded in both]
     assert accepted[0].mean() > 0.15
     assert abs(accepted[0].mean() - accepted[1].mean()) < 4 * sum(a.var() / B for a in accepted) ** 0.5
@@ -54,14 +54,14 @@ def test_the_loop_finds_the_likeliest_tokens(text):
     expected = pipeline.tokens(prompts, "vanilla", sampling).tokens
 
     def itself(features, padding_mask):
-        return ModelDrafter(pipeline.gpt, *cfg_inputs(pipeline.gpt, *pipeline.gpt.condition(features)))
+        return SmallDraftModel(pipeline.gpt, *cfg_inputs(pipeline.gpt, *pipeline.gpt.condition(features)))
 
     decoded = decode_as_released(pipeline, itself, prompts, method, sampling)
     assert decoded.tokens.equal(expected) and decoded.num_accepted[:, 1].tolist() == [method.max_depth] * 3
     assert decode_as_released(pipeline, itself, prompts, method, sampling, expected[:, :5]).tokens.equal(expected)
 
 
-class FixedDrafter:
+class FixedDraftModel:
     """Has one distribution, whatever it reads."""
     prefix_len = 1
 
@@ -87,7 +87,7 @@ def test_the_walk_has_the_rule_of_verify_tree(text):
     torch.manual_seed(0)
     p, q = torch.tensor([0.05, 0.3, 0.05, 0.35, 0.05, 0.2]), torch.tensor([0.4, 0.05, 0.3, 0.05, 0.15, 0.05])
     neighbors = torch.tensor([[1, 2], [0, 3], [4, 5], [1, 5], [3, 0], [2, 4]], dtype=torch.int32)
-    drafts = released.Drafts(FixedDrafter(q, B), released.Warpers(1.0, 1.0, 0, 1.0), method, 16)
+    drafts = released.Drafts(FixedDraftModel(q, B), released.Warpers(1.0, 1.0, 0, 1.0), method, 16)
     drafts.extend(torch.zeros(B, 1, dtype=torch.int64), torch.zeros(2 * B, 1, 1), [0] * B, [1] * B)
     tree = drafts.draft(torch.zeros(B, dtype=torch.int64))
     N = tree.tokens.shape[1]

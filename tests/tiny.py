@@ -21,14 +21,14 @@ def tiny_pipeline(seed: int = 0) -> Pipeline:
         config = GPTConfig(dim=32, layers=2, heads=2, vocabulary=64, grid=4, condition_tokens=3, caption_dim=8,
                            ffn_multiple=16)
         pipeline = Pipeline(config, vq_config(4), VOCABULARY, replace(config, dim=16, layers=1))
-        for gpt in (pipeline.gpt, pipeline.draft_model):
+        for gpt in (pipeline.gpt, pipeline.small):
             for weight in (gpt.output.weight, gpt.tok_embeddings.weight):
                 weight.data.normal_(std=0.5)  # peaked enough that tokens depend on what came before
     return pipeline
 
 
 def tiny_pair(seed: int = 0) -> MARPair:
-    """A target and a smaller drafter. Both denoise alike, so that some drafts are accepted."""
+    """A target and a smaller draft model. Both denoise alike, so that some drafts are accepted."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = replace(TINY, classes=None, caption_dim=8, clip_sample_range=3.0)

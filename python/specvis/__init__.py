@@ -1,4 +1,4 @@
-"""Speculative decoding of images: models, drafters, decoding loops and command line.
+"""Speculative decoding of images: models, draft models, decoding loops and command line.
 
     pipeline = specvis.Pipeline.load()
     decoded = pipeline.tokens(["fluent-3d red heart"], "jacobi", pipeline.sampling(seeds=[0]))

@@ -25,7 +25,7 @@ MIN_SECONDS = 2.0  # a shorter timing is repeated
 SAVED = [field.name for field in fields(ContinuousDecoded) if field.name != "num_drawn"]
 
 Arrays = dict[str, np.ndarray]
-Shapes = dict[str, tuple[int | None, ...]]
+ArrayShapes = dict[str, tuple[int | None, ...]]
 
 
 class ContinuousJob(Job):
@@ -65,7 +65,7 @@ class ContinuousRun(ContinuousJob, PictureRun):
     def cost(self, study: "ContinuousStudy") -> float:
         return estimated_seconds(self, self.guidance, self.count, study.num_tokens, study.num_tokens)
 
-    def shapes(self, study: "ContinuousStudy") -> Shapes:
+    def shapes(self, study: "ContinuousStudy") -> ArrayShapes:
         L, C = study.num_tokens, study.pipeline.mar.config.channels
         each, by_position = ("target_forwards", "draft_forwards", "failed"), ("tokens", "drafts")
         return {"seconds": ()} | {name: (self.count, *(() if name in each else (L,)),
@@ -101,7 +101,7 @@ class TokenTiming(ContinuousJob):
     def cost(self, study: "ContinuousStudy") -> float:
         return estimated_seconds(self, self.source.guidance, self.batch, self.num_new, study.num_tokens)
 
-    def shapes(self, study: "ContinuousStudy") -> Shapes:
+    def shapes(self, study: "ContinuousStudy") -> ArrayShapes:
         return {"seconds": (None,)}
 
     def arrays(self, study: "ContinuousStudy", progress: Callable[[float], None]) -> Arrays:
@@ -140,7 +140,7 @@ class Draws(ContinuousJob):
     def cost(self, study: "ContinuousStudy") -> float:
         return estimated_seconds(self, self.source.guidance, self.count, self.num_new, study.num_tokens)
 
-    def shapes(self, study: "ContinuousStudy") -> Shapes:
+    def shapes(self, study: "ContinuousStudy") -> ArrayShapes:
         return {"samples": (self.count, self.num_new * study.pipeline.mar.config.channels),
                 "acceptance": (self.count, self.num_new), "target_forwards": (self.count,)}
 
@@ -237,7 +237,7 @@ class ContinuousStudy(Study):
     def __init__(self, pair: MARPair, folder: str | Path, prompts: list[str], *, seed: int = 0):
         """
         Raises:
-            ValueError: the folder holds runs of another model, version or setting; or the pair has no drafter
+            ValueError: the folder holds runs of another model, version or setting; or the pair has no draft model
         """
         pair.check(parse_method("cspd"))
         self.captions = pair.features(prompts)  # (P, S, caption_dim)

@@ -63,8 +63,8 @@ def tau_row(report: DiscreteReport, run: PictureRun) -> dict:
     *(run for runs in window_runs(scope).values() for run in runs), *window_latencies(scope)])
 def jacobi_window(report: DiscreteReport, section: Section) -> None:
     curves = {name: [tau_row(report, run) for run in runs] for name, runs in window_runs(report.scope).items()}
-    section.text("No drafter, nothing trained: a target forward reads the newest token and a window of guesses, draws "
-                 "every position again with the noise of its seed, and keeps the guesses in front that did not "
+    section.text("No draft model, nothing trained: a target forward reads the newest token and a window of guesses, "
+                 "draws every position again with the noise of its seed, and keeps the guesses in front that did not "
                  "change. The tokens are the baseline's for the same seeds; the last column counts the pictures in "
                  "which all of them are. tau is tokens per target forward, +- twice its standard error over pictures.")
     section.table([row for rows in curves.values() for row in rows])
@@ -260,8 +260,8 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
                  f"at most {shares[2].item() * failures / max(1, steps):.2f} tokens a forward, three more guesses "
                  f"{shares[2:].sum().item() * failures / max(1, steps):.2f}, for one and three more nodes. (They are "
                  "what the first level of SJD-PAC's tree after a change would be made of, arXiv:2603.18599.)")
-    fell, right = drafter_first_guesses(study, decoded, sampling)
-    section.text("A drafter could guess that place from the token that has just changed, by the same noise, in a "
+    fell, right = draft_model_first_guesses(study, decoded, sampling)
+    section.text("A draft model could guess that place from the token that has just changed, by the same noise, in a "
                  "forward of its own before each of the target's. Where jacobi's own guess was rejected, EAGLE's is "
                  "right in "
                  f"{right[fell].float().mean():.0%} of the steps, and where it was kept in "
@@ -270,8 +270,8 @@ def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
                  f"{right.float().mean() - (~fell).float().mean():+.2f} first guesses would be right.")
 
 
-def drafter_first_guesses(study: DiscreteStudy, decoded: Decoded, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """For each step: whether the first guess was rejected; whether the drafter's draw by the same noise is right."""
+def draft_model_first_guesses(study: DiscreteStudy, decoded: Decoded, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """For each step: whether the first guess was rejected; whether the draft model's, by the same noise, is right."""
     count, L = decoded.tokens.shape
     draft_probs = teacher_forced_probs(study.pipeline, study.prompts_of(0, count), decoded.tokens, sampling)[1]
     drafts = torch.empty(count, L - 1, dtype=torch.int64)

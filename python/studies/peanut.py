@@ -70,20 +70,21 @@ def figure_7(report: DiscreteReport, section: Section) -> None:
         pictures = report.study.pictures(run)
         tau[run.method.name, run.guidance, run.method.drafts.draft_guidance] = pictures.tau
         rows.append({"method": run.method.name, "guidance": f"{run.guidance or usual:g}",
-                     "drafter": "guided" if run.method.drafts.draft_guidance else "not guided", "tau": pictures.tau,
+                     "draft model": "guided" if run.method.drafts.draft_guidance else "not guided", "tau": pictures.tau,
                      "acceptance": pictures.decoded.acceptance_rate})
-    section.text("The drafter's distribution is moved by the request's guidance, or is that with the caption alone.")
+    section.text("The draft model's distribution is moved by the request's guidance, or is that with the caption "
+                 "alone.")
     section.table(rows)
     figure, (all_axes,) = axes(1, 2, 3.6, 2.8)
     for axis, guidance in zip(all_axes, (None, 3.0)):
-        for shift, share, label in ((-0.2, 1.0, "guided drafter"), (0.2, 0.0, "not guided")):
+        for shift, share, label in ((-0.2, 1.0, "guided draft model"), (0.2, 0.0, "not guided")):
             heights = [tau[text, guidance, share] for text in GUIDED]
             axis.bar(np.arange(len(GUIDED)) + shift, heights, 0.4, label=label)
         axis.set(xticks=range(len(GUIDED)), xticklabels=GUIDED, ylabel="tau",
                  title=f"guidance {guidance or usual:g}")
         axis.legend(fontsize=7)
-    section.figure(figure, "tau with and without guidance of the drafter")
+    section.figure(figure, "tau with and without guidance of the draft model")
     ratios = [tau[text, guidance, 1.0] / tau[text, guidance, 0.0] for text in GUIDED for guidance in (None, 3.0)]
-    section.claim("the drafter is guided as the target (the paper's method figure), which pays",
+    section.claim("the draft model is guided as the target (the paper's method figure), which pays",
                   True if min(ratios) > 1 else False if max(ratios) < 1 else None,
                   f"tau changes by {min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}")

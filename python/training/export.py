@@ -31,7 +31,7 @@ NAMES = ["red heart", "grinning face", "smiling face with sunglasses", "raised f
          "green circle", "rose"]
 CURVES = {  # stage: what is drawn of its log, in which unit
     "tokenizer": (("psnr",), "dB"), "gpt": (("loss", "held_out"), "nats"),
-    "drafter": (("top1", "top3", "acceptance"), "share"), "small": (("loss", "held_out"), "nats"),
+    "eagle": (("top1", "top3", "acceptance"), "share"), "small": (("loss", "held_out"), "nats"),
 }
 MAR_CURVES = {
     "mar": (("noise", "held_out"), "squared error of the noise"),
@@ -119,15 +119,15 @@ def write_reference_prompts(path: Path, weights: Path, across: int = 8) -> None:
 
 
 def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: int, top_p: float) -> None:
-    for stage, part in (("drafter", "drafter"), ("small", "gpt")):
+    for stage, part in (("eagle", "eagle"), ("small", "gpt")):
         made(runs / stage / f"{part}.safetensors", stage)
     record.mkdir(parents=True, exist_ok=True)
     config = read_config(runs / "gpt" / "config.json", GPTConfig)
     vq_config = read_config(made(runs / "tokenizer" / "config.json", "tokenizer"), VQConfig)
     draft_config = read_config(runs / "small" / "config.json", GPTConfig)
     pipeline = Pipeline(config, vq_config, vocabulary_of(runs), draft_config)
-    for part, file in (("words", "gpt/words"), ("gpt", "gpt/gpt"), ("drafter", "drafter/drafter"),
-                       ("tokenizer", "tokenizer/tokenizer"), ("draft_model", "small/gpt")):
+    for part, file in (("words", "gpt/words"), ("gpt", "gpt/gpt"), ("eagle", "eagle/eagle"),
+                       ("tokenizer", "tokenizer/tokenizer"), ("small", "small/gpt")):
         load_weights(getattr(pipeline, part), runs / f"{file}.safetensors")
     weights.mkdir(parents=True, exist_ok=True)
     with locked(weights, "weights"):

@@ -28,7 +28,7 @@ SHOWN = 5        # names in a message
 
 
 class FolderImages:
-    """The pictures in `folder`, as the target's tokenizer encodes them. See `Examples` in `drafter`.
+    """The pictures in `folder`, as the target's tokenizer encodes them. See `Examples` in `eagle.py`.
 
     The tokens are kept in <run>/tokens, so that each picture is encoded once. A picture that cannot be read is skipped
     out, with a line that says so.
@@ -87,7 +87,7 @@ def begin(run: Path, target: Path, settings: dict) -> None:
 
     ValueError if it is for another target, or goes on from a checkpoint that was trained by other settings.
     """
-    note = {"target": str(target.resolve()), "model": fingerprint(target, but=("drafter.safetensors",)), **settings}
+    note = {"target": str(target.resolve()), "model": fingerprint(target, but=("eagle.safetensors",)), **settings}
     path = run / "target.json"
     old = note
     if path.exists():

@@ -1,6 +1,6 @@
 """`python -m training STAGE`: a command per stage.
 
-In the order data, tokenizer, gpt, drafter, small, mar, mar-draft, export.
+In the order data, tokenizer, gpt, eagle, small, mar, mar-draft, export.
 """
 import click
 
@@ -11,7 +11,7 @@ from specvis.cli.commands import Commands
     "data": "Fetch and render the pictures.",
     "tokenizer": "Train the tokenizer and tokenize the pictures.",
     "gpt": "Train the GPT on the tokens.",
-    "drafter": "Train the drafter on the GPT, or on another target.",
+    "eagle": "Train an EAGLE head on the GPT, or on another target.",
     "small": "Train a smaller GPT that drafts on its own.",
     "mar": "Train the MAR on the tokenizer's continuous latents.",
     "mar-draft": "Train a smaller MAR that drafts.",

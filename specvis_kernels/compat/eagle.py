@@ -66,7 +66,7 @@ def tree_decoding(model, tree_candidates, past_key_values, tree_position_ids, in
     """The target's forward over the nodes (1, N). Returns TreeLogits, the hidden states and the outputs."""
     outputs, logits, hidden_state = model(tree_candidates, output_orig=True, past_key_values=past_key_values,
                                           position_ids=(tree_position_ids + input_ids.shape[1]).view(1, -1))
-    if model.use_eagle3:  # its drafter reads three layers
+    if model.use_eagle3:  # its draft model reads three layers
         device = model.ea_layer.lm_head.weight.device
         hidden_state = torch.cat([states.to(device) for states in outputs["hidden_states"]], -1)
     return TreeLogits(logits[:1], None, tree_candidates, retrieve_indices), hidden_state, outputs
@@ -162,7 +162,7 @@ def _draft(self, hidden_states, input_ids, head, logits_processor, token_offsets
                      settings=GREEDY, token_offsets=token_offsets)
 
 
-def grow_tree(drafter, hidden: Tensor, cached, root: Tensor, head: Callable, read: Callable, *, sampled: bool,
+def grow_tree(draft_model, hidden: Tensor, cached, root: Tensor, head: Callable, read: Callable, *, sampled: bool,
               settings: dict, guidance: float | None = None, token_offsets: Tensor | None = None,
               id_range: Callable[[int], tuple[int, int] | None] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The part of topK_genrate after its first forward: EAGLE-2's dynamic tree, by `draft_frontier` for each level.
@@ -170,7 +170,7 @@ def grow_tree(drafter, hidden: Tensor, cached, root: Tensor, head: Callable, rea
     Nothing is read from the device. So the tree has as many rows of paths as nodes, and unused rows are -1.
 
     Args:
-        drafter:        with total_tokens, depth, top_k, tree_mask_init, and tree_mask, which is set before each read
+        draft_model:  with total_tokens, depth, top_k, tree_mask_init, and tree_mask, which is set before each read
         hidden:         (R, 1, H) of the newest token: R = 2 with guidance
         cached:         the draft layer's keys and values
         root:           (1,) int64: the newest token
@@ -188,15 +188,15 @@ def grow_tree(drafter, hidden: Tensor, cached, root: Tensor, head: Callable, rea
         tree_mask:          (1, 1, N, N) float32: 1 where visible
         tree_position_ids:  (N,) int64: the nodes' depths
     """
-    R, K, device = len(hidden), drafter.top_k, hidden.device
-    num_levels, N = drafter.depth + 1, drafter.total_tokens + 1
+    R, K, device = len(hidden), draft_model.top_k, hidden.device
+    num_levels, N = draft_model.depth + 1, draft_model.total_tokens + 1
     width = torch.full((1,), K, dtype=torch.int32, device=device)
     depth = torch.full((1,), num_levels, device=device)
     scores = torch.zeros(1, 1, device=device)
     ancestors = torch.zeros(1, 1, (num_levels * K + 64) // 64, dtype=torch.int64, device=device)
     ancestors[..., 0] = 1
     candidates = torch.full((1, 1), -1, dtype=torch.int32, device=device)
-    levels, visible, first_candidate = [], drafter.tree_mask_init.to(device), 0
+    levels, visible, first_candidate = [], draft_model.tree_mask_init.to(device), 0
     for level in range(1, num_levels + 1):
         logits = head(hidden)
         logits, uncond = (logits, None) if guidance is None else logits.split(1)
@@ -211,8 +211,8 @@ def grow_tree(drafter, hidden: Tensor, cached, root: Tensor, head: Callable, rea
         if level == num_levels:
             break
         if level > 1:
-            visible = torch.cat([visible[:, :, drafted.rows[0]], drafter.tree_mask_init.to(device)], 3)
-        drafter.tree_mask = visible
+            visible = torch.cat([visible[:, :, drafted.rows[0]], draft_model.tree_mask_init.to(device)], 3)
+        draft_model.tree_mask = visible
         first_candidate += children.shape[1]
         scores, ancestors, candidates = drafted.scores, drafted.ancestors, drafted.candidates
         hidden, cached = read(hidden[:, drafted.rows[0]], tokens.expand(R, -1), cached, level - 1)

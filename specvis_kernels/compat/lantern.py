@@ -134,7 +134,7 @@ def _rule(self, logits, lantern, lantern_k, lantern_delta, residual, empty) -> d
 
 
 def _image_ids(self, vocab_size):
-    """The ids [first, last) beside self.non_image_tokens, which Anole's model and drafter have; None for LlamaGen's."""
+    """The ids [first, last) beside self.non_image_tokens, which Anole's two models have; None for LlamaGen's."""
     masked = getattr(self, "non_image_tokens", None)
     if masked is None:
         return None
@@ -253,7 +253,7 @@ def generate_tree_buffers(self, tree_choices, device="cuda") -> dict:
 
 
 def draft_tree_buffers(tree_choices, device="cuda") -> dict:
-    """generate_tree_buffers for the drafter: the inputs of the draft layer at each level of a static tree.
+    """generate_tree_buffers for the draft model: the inputs of the draft layer at each level of a static tree.
 
     The layer reads the nodes that have children: F of them on level d, and G on all levels down to it.
 

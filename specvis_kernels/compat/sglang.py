@@ -144,9 +144,9 @@ def build_tree_kernel_efficient(
         parent_list: Tensor, selected_index: Tensor, verified_seq_len: Tensor, tree_mask: Tensor, positions: Tensor,
         retrive_index: Tensor, retrive_next_token: Tensor, retrive_next_sibling: Tensor, topk: int, depth: int,
         draft_token_num: int, tree_mask_mode: int = FULL_MASK) -> Tensor:
-    """Find mask, positions and links of the trees that SGLang's drafter chose. This writes to the five tensors.
+    """Find mask, positions and links of the trees that SGLang's draft model chose. This writes to the five tensors.
 
-    The drafter's candidates are numbered by level: topk of the root, then topk for each of the topk candidates that
+    The draft model's candidates are numbered by level: topk of the root, then topk for each of the topk candidates that
     each level expands. Candidate c has the parent in slot c // topk. Slot 0 is the root, and slot j > 0 is candidate
     parent_list[j]. Node n > 0 of a tree is candidate selected_index[n - 1]; the root is node 0.
 

@@ -72,7 +72,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
 
     Raises:
         ValueError: the call is not supported, see the top of this module, or an argument differs from the above
-        StatusError: the model's logits or the drafter's rows have a NaN, or nothing to draw from (`check_status`)
+        StatusError: the model's logits or the draft model's rows have a NaN, or nothing to draw from (`check_status`)
 
     Example:
         >>> import torch
@@ -154,7 +154,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
                     unconditional_ids: Tensor | None = None, unconditional_mask: Tensor | None = None,
                     id_range: tuple[int, int] | Tensor | None = None, seeds: Sequence[int] | Tensor | None = None,
                     token_streamer=None, stats: dict | None = None, **model_kwargs):
-    """Decode by Jacobi iteration, without a drafter: to be passed to `model.generate` as `custom_generate`.
+    """Decode by Jacobi iteration, without a draft model: to be passed to `model.generate` as `custom_generate`.
 
     Each target forward reads the newest token and guesses of the next `window` ones, and draws all of them anew, each
     with its own noise. The leading guesses that were right are final, and so is the draw after them; the others are

@@ -12,7 +12,7 @@ def weights(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     pipeline = tiny_pipeline()
     pipeline.words.vocabulary = ["", "fluent-3d", "red", "blue", "heart"]
-    pipeline.draft_model = None
+    pipeline.small = None
     pipeline.save(folder)
     pair = tiny_pair()
     pair.mar, pair.mar_draft = (MAR(dataclasses.replace(m.config, clip_sample_range=3.0))

@@ -99,7 +99,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
     (["--prompt", "red heart", "--method", "mar:num_iter=17"], "num_iter must be within 1..16"),
     (["--prompt", "red hart", "--method", "cspd"], "unknown words: 'hart' (near: heart)"),
     (["--prompt", "red heart", "--method", "eagle1:tree=nowhere.json"], "tree nowhere.json is not a file"),
-    (["--prompt", "red heart", "--method", "eagle1:drafter=model"], "this model has no small.safetensors"),
+    (["--prompt", "red heart", "--method", "eagle1:draft_model=small"], "this model has no small.safetensors"),
     (["--prompt", "red heart", "--method", "jacobi:window=0"], "window must be a whole number within 1..1023, or auto"),
     (["--prompt", "red heart", "--method", "jacobi:k=8"], "seed_exact must be false where k > 0"),
     (["--prompt", "red heart", "--animate", "x.gif", "--method", "mar"], "method must be one of discrete tokens other"),

@@ -60,7 +60,7 @@ def test_a_forward_whose_seconds_are_counted_is_the_usual_one(weights):
     pipeline = Pipeline.load(weights)
     with ModelClock(pipeline) as clock:
         pipeline.tokens(["fluent-3d red heart"], "eagle1", Sampling.of([0]))
-    packings = pipeline.gpt.packing, pipeline.gpt.output_packing, pipeline.drafter.packing
+    packings = pipeline.gpt.packing, pipeline.gpt.output_packing, pipeline.eagle.packing
     assert clock.seconds > 0 and all(packing.packed is not None for packing in packings)
     assert "logits" not in vars(pipeline.gpt)
     pair = tiny_pair()

@@ -74,7 +74,7 @@ def test_every_option_of_every_command(name, weights, place):
     assert sorted(path.name for path in weights.iterdir()) == FILES
 
 
-FILES = ["config.json", "drafter.safetensors", "gpt.safetensors", "mar.json", "mar.safetensors", "mar_draft.json",
+FILES = ["config.json", "eagle.safetensors", "gpt.safetensors", "mar.json", "mar.safetensors", "mar_draft.json",
          "mar_draft.safetensors", "mar_scaling.json", "tokenizer.json", "tokenizer.safetensors", "vocabulary.json",
          "words.safetensors"]
 
@@ -142,7 +142,7 @@ def test_what_is_absurd_is_said_before_anything_is_drawn(words, message, weights
     assert not [path for path in place.iterdir() if path.suffix in (".psd", ".xbm", ".webp", ".jpg")]
 
 
-@pytest.mark.parametrize("stage", ["gpt", "mar", "drafter", "export"])
+@pytest.mark.parametrize("stage", ["gpt", "mar", "eagle", "export"])
 def test_every_option_of_a_training_stage(stage, place):
     command = train.get_command(click.Context(train), stage)
     for parameter in command.params:

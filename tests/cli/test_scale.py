@@ -169,7 +169,7 @@ def test_the_text_encoder_of_the_models_folder_is_noted(lines, tmp_path):
     pipeline = tiny_pipeline()
     config = dataclasses.replace(pipeline.gpt.config, condition_tokens=6)
     model, settings = tmp_path / "model", ModelSettings(text_encoder=str(t5_folder(tmp_path / "t5")))
-    Pipeline(config, pipeline.tokenizer.config, has_drafter=False, settings=settings).save(model)
+    Pipeline(config, pipeline.tokenizer.config, has_eagle=False, settings=settings).save(model)
     result = generate(lines, tmp_path / "out", model)
     assert result.exit_code == 0, result.output
     noted = manifest(tmp_path / "out")[0]["text_encoder"]

@@ -59,11 +59,13 @@ def test_every_rule_and_its_variations_are_methods(text):
 
 
 def test_variations_go_on_from_variations():
-    base = parse_method("uniform-rsd:drafter=model:tree=chain-4:omega=1.5")
+    base = parse_method("uniform-rsd:draft_model=small:tree=chain-4:omega=1.5")
     around = [m.label for m in variations(base)]
-    assert "uniform-rsd:drafter=model:tree=chain-4:omega=1.35" in around and base.label not in around
-    assert "uniform-rsd:drafter=model:tree=chain-6:omega=1.5" in around and all("drafter=model" in m for m in around)
-    assert "eagle2:drafter=model:depth=6:width=3" in [m.label for m in variations(method("eagle2", depth=6, width=3))]
+    assert "uniform-rsd:draft_model=small:tree=chain-4:omega=1.35" in around and base.label not in around
+    assert "uniform-rsd:draft_model=small:tree=chain-6:omega=1.5" in around
+    assert all("draft_model=small" in m for m in around)
+    around = [m.label for m in variations(method("eagle2", depth=6, width=3))]
+    assert "eagle2:draft_model=small:depth=6:width=3" in around
 
 
 def test_a_variation_of_jacobi_has_another_window():
@@ -79,7 +81,7 @@ def test_a_variation_keeps_every_other_setting():
     around = [m.label for m in variations(base)]
     start = "start=tokenflock:beta=0.5"
     assert f"adt-tree+lantern:draft_guidance=0.5:depth=3:{start}" in around
-    assert "adt-tree+lantern:drafter=model:draft_guidance=0.5:depth=3:start=vertical:beta=0.5" in around
+    assert "adt-tree+lantern:draft_model=small:draft_guidance=0.5:depth=3:start=vertical:beta=0.5" in around
     assert [m.label for m in variations(parse_method("eagle1:draft_guidance=0.5:residual=relaxed"))][:2] == [
         "eagle1:draft_guidance=0.5:tree=chain-2:residual=relaxed",
         "eagle1:draft_guidance=0.5:tree=chain-4:residual=relaxed"]

@@ -75,7 +75,7 @@ def test_equal_functions(tmp_path, capsys):
     assert len(rows) > 50 and all(cases == equal for _, _, cases, equal, *_ in rows)
     assert {name.partition(",")[0] for name, *_ in rows} == {
         "evaluate_posterior", "evaluate_posterior (Anole)", "evaluate_posterior_v1", "generate_tree_buffers",
-        "generate_tree_buffers (drafter)", "topK_genrate", "update_inference_inputs", "topK_genrate (EAGLE-3)",
+        "generate_tree_buffers (draft model)", "topK_genrate", "update_inference_inputs", "topK_genrate (EAGLE-3)",
         "topK_genrate (EAGLE-2)"}
     assert len(printed) == len(rows) + 4  # a name and a head for each checkout
 

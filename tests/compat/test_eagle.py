@@ -166,7 +166,7 @@ def test_the_shape_of_a_static_tree():
 
 
 def test_commit_and_draft():
-    """The path's columns move to the front, its tokens and hidden states go to the drafter with the next token."""
+    """The path's columns move to the front, its tokens and hidden states go to the draft model with the next token."""
     cache, lengths = torch.arange(20.0).reshape(1, 1, 2, 10, 1).repeat(2, 1, 1, 1, 1), torch.tensor([8, 8])
     paths, candidates = torch.tensor([[0, 1, 3], [0, 2, -1]]), torch.tensor([[7, 8, 9], [7, 6, -1]])
     hidden = torch.arange(4.0).reshape(1, 4, 1)

@@ -239,7 +239,7 @@ def test_the_ids_of_pictures_are_one_range():
 
 
 @pytest.mark.parametrize("text, image", [([0, 1, 2, 3, 12], range(4, 12)), ([0, 1, 2, 3, 4], range(5, 13))])
-def test_a_drafter_of_pictures_drafts_no_text(text, image):
+def test_a_draft_model_of_pictures_drafts_no_text(text, image):
     class Layer(SimpleNamespace):
         total_tokens, depth, top_k, reset = 8, 2, 3, lambda self: None
 
@@ -313,7 +313,7 @@ def test_the_shape_of_a_static_tree():
         [[], [], [], []], [[], [], [3], []], [[], [1], [], []]]
 
 
-def test_what_a_drafter_reads_of_a_static_tree():
+def test_what_a_draft_model_reads_of_a_static_tree():
     buffers = lantern.draft_tree_buffers(CHOICES, "cpu")  # it reads nodes 1 and 2, then node 3
     assert [mask.tolist() for mask in buffers["attn_mask"]] == [[[[[1, 0], [0, 1]]]], [[[[1, 0, 1]]]]]
     assert [index.tolist() for index in buffers["tree_indices"]] == [[0, 1], [0]]

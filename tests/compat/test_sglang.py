@@ -36,7 +36,7 @@ def plain_build(parent_list, selected, length, topk):
 
 
 def choose_tree(generator, topk, depth, N):
-    """The arguments that EAGLE's drafter gives SGLang: a level expands the topk best candidates of the level above."""
+    """The arguments that EAGLE gives SGLang: a level expands the topk best candidates of the level above."""
     scores = [torch.rand(topk, generator=generator)]
     parent_list, first = [-1], 0
     for level in range(1, depth):

@@ -186,8 +186,8 @@ def test_a_sampled_tree_keeps_the_distribution():
 
 @pytest.mark.parametrize("settings", [dict(do_sample=False), dict(do_sample=True, top_k=0),
                                       dict(do_sample=True, top_k=0, seeds=SEEDS)])
-def test_the_drafter_sees_whole_sequences(model, settings):
-    """A drafter that is the model itself and knows the padding: every draft is accepted."""
+def test_the_draft_model_sees_whole_sequences(model, settings):
+    """A draft model that is the model itself and knows the padding: every draft is accepted."""
     def draft(sequences, mask):
         B, F, T = sequences.shape
         ids, is_real = sequences.flatten(0, 1), mask.flatten(0, 1).long()
@@ -365,7 +365,7 @@ def test_guesses_behind_a_wrong_one_may_be_no_numbers(model):
     assert torch.equal(generate(broken, **options), generate(model, **options)) and next(num_broken) > 4
 
 
-def test_a_drafter_of_no_numbers_raises(model):
+def test_a_draft_model_of_no_numbers_raises(model):
     for options in ({}, dict(seeds=SEEDS)):
         with pytest.raises(StatusError, match="draw_children: INVALID_ROW at requests 0, 1, 2, 3 "):
             generate(model, tree_generate, do_sample=True, choices=CHOICES, **options,

@@ -17,7 +17,7 @@ def tiny():
 def twins():
     """The draft model is the target itself, so that many of its drafts are accepted."""
     pipeline = tiny_pipeline()
-    pipeline.draft_model = pipeline.gpt
+    pipeline.small = pipeline.gpt
     return pipeline
 
 

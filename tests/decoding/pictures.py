@@ -3,7 +3,7 @@ import math
 
 import torch
 
-from specvis.decoding.draft_model import EagleDrafter
+from specvis.decoding.draft_model import EagleDraftModel
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
 from specvis.pipelines.positions import teacher_forced_probs
@@ -22,7 +22,7 @@ def lantern(**parameters):
 
 
 def eagle(pipeline, padding_mask):
-    return EagleDrafter(pipeline.gpt, pipeline.drafter, repeat_for_cfg(padding_mask))
+    return EagleDraftModel(pipeline.gpt, pipeline.eagle, repeat_for_cfg(padding_mask))
 
 
 def begun(tokens, counts):

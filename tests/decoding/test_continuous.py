@@ -39,11 +39,11 @@ from tests.decoding.toys import (
 )
 
 
-def test_the_test_knows_the_target_and_refuses_the_drafter():
-    target, drafter = toys()
+def test_the_test_knows_the_target_and_refuses_the_draft_model():
+    target, draft_model = toys()
     sampling = ContinuousSampling(torch.arange(NUM_REQUESTS))
     assert p_value(features(parallel_decode(target, classes(NUM_REQUESTS), sampling)), reference()) > ACCEPT_ABOVE
-    assert p_value(features(parallel_decode(drafter, classes(NUM_REQUESTS), sampling)), reference()) < REFUSE_BELOW
+    assert p_value(features(parallel_decode(draft_model, classes(NUM_REQUESTS), sampling)), reference()) < REFUSE_BELOW
     independent = parallel_decode(target, classes(NUM_REQUESTS), sampling, num_iter=1)
     assert p_value(features(independent), reference()) < REFUSE_BELOW
     x = torch.randn(2, NUM_REQUESTS, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_methods_that_are_not_exact_do_not(m):
     assert compare(m)[0] < REFUSE_BELOW
 
 
-@pytest.mark.parametrize("wrong", ["sign", "first try", "the drafter's noise"])
+@pytest.mark.parametrize("wrong", ["sign", "first try", "the draft model's noise"])
 def test_paths_accepted_or_resampled_wrongly_do_not(monkeypatch, wrong):
     accept, resample = continuous_verify.accept_gaussian, continuous_verify.resample_gaussian
 
@@ -97,7 +97,7 @@ def test_paths_accepted_or_resampled_wrongly_do_not(monkeypatch, wrong):
         monkeypatch.setattr(continuous_verify, "resample_gaussian", negated(resample, 4))
     if wrong == "first try":
         monkeypatch.setattr(continuous_verify, "resample_gaussian", first_try)
-    if wrong == "the drafter's noise":
+    if wrong == "the draft model's noise":
         monkeypatch.setattr(continuous_verify, "RESAMPLE_NOISE", NOISE)
     assert compare("cspd-path:gamma=2")[0] < REFUSE_BELOW
 
@@ -107,7 +107,7 @@ def test_paths_accepted_or_resampled_wrongly_do_not(monkeypatch, wrong):
                                "cspd-path:gamma=16"])
 def test_a_draft_of_the_target_itself_is_accepted(pair, m, guidance):
     baseline = decode(pair, "mar", guidance=guidance)
-    decoded = decode(pair, m, guidance=guidance, drafter=pair.mar)
+    decoded = decode(pair, m, guidance=guidance, draft_model=pair.mar)
     torch.testing.assert_close(decoded.tokens, baseline.tokens, rtol=1e-4, atol=1e-4)
     assert torch.equal(decoded.order, baseline.order) and decoded.acceptance_rate == 1
     assert not decoded.num_tries.any() and not decoded.out_of_tries.any()
@@ -247,18 +247,18 @@ def test_an_image_drawn_in_two_parts_is_the_image_drawn_at_once(pair, m):
     assert torch.equal(first_half.target_forwards + second_half.target_forwards, at_once.target_forwards)
 
 
-@pytest.mark.parametrize("broken", ["target", "drafter"])
+@pytest.mark.parametrize("broken", ["target", "draft_model"])
 @pytest.mark.parametrize("m", ["mar", "cspd:prefill=0.125", "cspd:prefill=0.9", "cspd-path", "cspd-released",
                                "cspd-path:truncate=false"])
 def test_nan_ends_one_image_and_leaves_the_others(m, broken):
-    target, drafter = toys(tokens=16, coupling=0.1)
+    target, draft_model = toys(tokens=16, coupling=0.1)
     source, sampling, breaks = torch.tensor([0, 2, 1, 0]), ContinuousSampling(torch.arange(4), 1.5), 9
-    complete = continuous_decode(target, drafter, source, sampling, parse_method(m))
+    complete = continuous_decode(target, draft_model, source, sampling, parse_method(m))
     assert not complete.failed.any() and not complete.tau.isnan().any()
-    (target if broken == "target" else drafter).breaks = breaks
+    (target if broken == "target" else draft_model).breaks = breaks
     reports = []
-    ended = continuous_decode(target, drafter, source, sampling, parse_method(m), reports.append)
-    if broken == "drafter" and m == "mar":
+    ended = continuous_decode(target, draft_model, source, sampling, parse_method(m), reports.append)
+    if broken == "draft_model" and m == "mar":
         assert torch.equal(ended.tokens, complete.tokens)
         return
     assert ended.failed.tolist() == ended.tau.isnan().tolist() == [False, True, False, False]
@@ -278,15 +278,16 @@ def test_nan_ends_one_image_and_leaves_the_others(m, broken):
 
 def test_nan_from_the_start_leaves_an_empty_image(pair):
     for m in ("mar", "mar:num_iter=3", *METHODS):
-        target, drafter = toys(tokens=6, coupling=0.1, breaks=0)
-        ended = continuous_decode(target, drafter, torch.tensor([2, 0]), ContinuousSampling(SEEDS[:2]), parse_method(m))
+        target, draft_model = toys(tokens=6, coupling=0.1, breaks=0)
+        ended = continuous_decode(target, draft_model, torch.tensor([2, 0]), ContinuousSampling(SEEDS[:2]),
+                                  parse_method(m))
         assert ended.failed.tolist() == [True, False]
         assert not ended.tokens[0].any() and ended.tokens[1].all() and ended.target_forwards[0] == 1
 
 
 @pytest.mark.parametrize("m", ["cspd:prefill=0", "cspd-path"])
 def test_a_resample_that_is_not_finite_ends_its_image(monkeypatch, m):
-    target, drafter = toys(tokens=16, coupling=0.05)
+    target, draft_model = toys(tokens=16, coupling=0.05)
     philox_normals = continuous_state.philox_normals
 
     def broken(seeds, *others, stream, **options):
@@ -294,9 +295,9 @@ def test_a_resample_that_is_not_finite_ends_its_image(monkeypatch, m):
         return numbers.masked_fill((seeds == 1)[:, None, None], torch.nan) if stream == RESAMPLE_NOISE else numbers
 
     sampling = ContinuousSampling(torch.arange(3))
-    complete = continuous_decode(target, drafter, classes(3), sampling, parse_method(m))
+    complete = continuous_decode(target, draft_model, classes(3), sampling, parse_method(m))
     monkeypatch.setattr(continuous_state, "philox_normals", broken)
-    ended = continuous_decode(target, drafter, classes(3), sampling, parse_method(m))
+    ended = continuous_decode(target, draft_model, classes(3), sampling, parse_method(m))
     assert ended.failed.tolist() == [False, True, False]
     assert torch.equal(ended.tokens[::2], complete.tokens[::2])
     x = in_order(ended)[1, :, 0]
@@ -307,15 +308,15 @@ def test_a_resample_that_is_not_finite_ends_its_image(monkeypatch, m):
 @pytest.mark.parametrize("m, prefill, gamma", [("cspd-path:gamma=3:prefill=0.25", 4, 3), ("cspd:gamma=5", 1, 5),
                                                ("cspd-path:gamma=1", 0, 1)])
 def test_forwards_are_counted(m, prefill, gamma):
-    target, drafter = toys(tokens=16, coupling=0.05)
+    target, draft_model = toys(tokens=16, coupling=0.05)
     for seed in range(5):
-        target.num_known.clear(), drafter.num_known.clear()
-        decoded = continuous_decode(target, drafter, torch.tensor([1]), ContinuousSampling(torch.tensor([seed])),
+        target.num_known.clear(), draft_model.num_known.clear()
+        decoded = continuous_decode(target, draft_model, torch.tensor([1]), ContinuousSampling(torch.tensor([seed])),
                                     parse_method(m))
         assert decoded.target_forwards.tolist() == [len(target.num_known)]
-        assert decoded.draft_forwards.tolist() == [len(drafter.num_known)]
+        assert decoded.draft_forwards.tolist() == [len(draft_model.num_known)]
         assert target.num_known[:prefill] == [[n] for n in range(prefill)]
-        count, draft_counts, acceptance = prefill, iter(drafter.num_known), decoded.acceptance[0].tolist()
+        count, draft_counts, acceptance = prefill, iter(draft_model.num_known), decoded.acceptance[0].tolist()
         for counts in target.num_known[prefill:]:                  # a row for each draft, and one for the token after
             num_drafted = min(gamma, 16 - count)
             assert counts == [*range(count, min(count + num_drafted + 1, 16))] + [15] * (count + num_drafted == 16)
@@ -335,8 +336,8 @@ def test_forwards_are_counted(m, prefill, gamma):
     ("cspd-path:truncate=false:gamma=3", 6, 16), ("cspd:prefill=1", 16, 0), ("mar", 16, 0), ("mar:num_iter=7", 7, 0),
 ])
 def test_forwards_without_truncation_are_known_before(m, target_forwards, draft_forwards):
-    target, drafter = toys(tokens=16, coupling=0.05)
-    decoded = continuous_decode(target, drafter, classes(5), ContinuousSampling(torch.arange(5)), parse_method(m))
+    target, draft_model = toys(tokens=16, coupling=0.05)
+    decoded = continuous_decode(target, draft_model, classes(5), ContinuousSampling(torch.arange(5)), parse_method(m))
     assert decoded.target_forwards.tolist() == [target_forwards] * 5
     assert decoded.draft_forwards.tolist() == [draft_forwards] * 5
     assert (decoded.acceptance >= 0).sum(1).tolist() == [draft_forwards] * 5
@@ -347,9 +348,9 @@ def test_forwards_without_truncation_are_known_before(m, target_forwards, draft_
 
 @pytest.mark.parametrize("m", [*METHODS, "cspd:max_tries=1", "cspd-path:max_tries=1", "cspd-path:max_tries=9"])
 def test_the_records_agree(m):
-    target, drafter = toys(tokens=16, coupling=0.05)
+    target, draft_model = toys(tokens=16, coupling=0.05)
     seeds = torch.arange(40)
-    decoded = continuous_decode(target, drafter, classes(40), ContinuousSampling(seeds), parse_method(m))
+    decoded = continuous_decode(target, draft_model, classes(40), ContinuousSampling(seeds), parse_method(m))
     is_draft, is_accepted = decoded.acceptance >= 0, decoded.acceptance == 1
     assert is_draft.any() and ((decoded.num_tries > 0) == (decoded.acceptance == 0)).all()
     assert (decoded.num_tries <= parse_method(m).max_tries).all()
@@ -370,9 +371,9 @@ def test_the_records_agree(m):
                                "cspd:gamma=1:truncate=false:prefill=0:max_tries=1:distance_temperature=42"])
 def test_out_of_tries_the_target_draws_anew(monkeypatch, m):
     monkeypatch.setattr(continuous_verify, "NUM_FIRST_PATHS", 2)
-    target, drafter = toys(coupling=0.3)
+    target, draft_model = toys(coupling=0.3)
     seeds, source = torch.arange(2000), classes(2000)
-    decoded = continuous_decode(target, drafter, source, ContinuousSampling(seeds), parse_method(m))
+    decoded = continuous_decode(target, draft_model, source, ContinuousSampling(seeds), parse_method(m))
     noise = philox_normals(seeds, 3, 3, stream=FRESH).unflatten(-1, (3, 1))
     ranks, num_given_up = decoded.order.argsort(1), 0
     for n in range(3):
@@ -385,14 +386,14 @@ def test_out_of_tries_the_target_draws_anew(monkeypatch, m):
 
 
 def by_hand(m, guidance, coupling=0.3):
-    """A decoding of one token a step. For each n: its position, the denoisers of target and drafter, and the noise."""
-    target, drafter = toys(coupling=coupling)
+    """A decoding of one token a step. For each n: its position, the denoisers of both models, and the noise."""
+    target, draft_model = toys(coupling=coupling)
     seeds, source = torch.arange(500), classes(500)
-    decoded = continuous_decode(target, drafter, source, ContinuousSampling(seeds, guidance), parse_method(m))
+    decoded = continuous_decode(target, draft_model, source, ContinuousSampling(seeds, guidance), parse_method(m))
     ranks, steps = decoded.order.argsort(1), []
     for n in range(3):
         denoisers = []
-        for model in (target, drafter):
+        for model in (target, draft_model):
             z = z_of(model, source, decoded.tokens, ranks < n)
             uncond = model(decoded.tokens, ranks < n, model.null_condition(500))
             z, uncond = (part.gather(1, decoded.order[:, n, None, None])[:, 0] for part in (z, uncond))
@@ -405,16 +406,16 @@ def by_hand(m, guidance, coupling=0.3):
 
 def test_a_path_is_accepted_or_resampled_as_a_whole():
     decoded, seeds, steps = by_hand("cspd-path:gamma=1:truncate=false", 2.0)
-    for n, position, target, drafter, noise in steps:
-        sample = drafter.sample(noise, keep_path=True)
-        log_r = (target.log_density(sample.path) - drafter.log_density(sample.path)).float()
+    for n, position, target, draft_model, noise in steps:
+        sample = draft_model.sample(noise, keep_path=True)
+        log_r = (target.log_density(sample.path) - draft_model.log_density(sample.path)).float()
         torch.testing.assert_close(decoded.log_r[:, n], log_r, rtol=1e-4, atol=1e-4)
         x, is_accepted = in_order(decoded)[:, n], decoded.acceptance[:, n] == 1
         token = target.transition(sample.path[:, 1], 1)[0]
         torch.testing.assert_close(x[is_accepted], token[is_accepted], rtol=0, atol=1e-5)
-        assert ((x - sample.mean)[is_accepted].abs() > 2e-5).float().mean() > 0.5  # the drafter's own last step
+        assert ((x - sample.mean)[is_accepted].abs() > 2e-5).float().mean() > 0.5  # the draft model's own last step
         new = target.sample(philox_normals(seeds, position, 3, stream=RESAMPLE_NOISE)[:, 0, :, None], keep_path=True)
-        ratio = target.log_density(new.path) - drafter.log_density(new.path)
+        ratio = target.log_density(new.path) - draft_model.log_density(new.path)
         uniforms = philox_uniforms(seeds, position, 1, stream=RESAMPLE)[:, 0, 0]
         first_try = ~is_accepted & (uniforms < 1 - torch.exp(-ratio))
         assert torch.equal(decoded.num_tries[:, n] == 1, first_try)
@@ -428,10 +429,10 @@ def test_the_last_step_is_accepted_or_resampled(variant, sign, resample_temperat
     decoded, seeds, steps = by_hand(f"cspd:gamma=1:truncate=false:prefill=0:distance_temperature=42:variant={variant}:"
                                     f"aligned={aligned}", 2.0)
     num_first_tries = 0
-    for n, position, target, drafter, noise in steps:
+    for n, position, target, draft_model, noise in steps:
         unaligned = philox_normals(seeds, position, 3, stream=UNALIGNED)[:, 0, :, None]
         p = target.sample(noise if aligned == "true" else unaligned)
-        q = drafter.sample(noise)
+        q = draft_model.sample(noise)
 
         def log_r(x, temperature, p=p, q=q):
             distances = [((x - s.mean) / s.log_sigma.exp() / temperature).double() for s in (p, q)]

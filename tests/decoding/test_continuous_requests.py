@@ -109,9 +109,9 @@ def test_settings_out_of_range_are_refused(settings, message):
 
 @pytest.mark.parametrize("name, got", [("tokens", 9), ("channels", 5), ("num_sampling_steps", 6),
                                        ("num_train_timesteps", 500), ("classes", 9)])
-def test_a_drafter_of_other_tokens_is_refused(name, got):
+def test_a_draft_model_of_other_tokens_is_refused(name, got):
     wanted = getattr(TINY, name)
-    with pytest.raises(ValueError, match=f"drafter must have the target's {name}={wanted}, got {name}={got}"):
+    with pytest.raises(ValueError, match=f"draft_model must have the target's {name}={wanted}, got {name}={got}"):
         continuous_decode(MAR(TINY), MAR(replace(TINY, **{name: got})), torch.tensor([1]),
                           ContinuousSampling(SEEDS[:1]), method("cspd"))
 

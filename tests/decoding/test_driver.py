@@ -7,7 +7,7 @@ import torch
 import specvis.decoding.jacobi
 import specvis.decoding.speculative
 from specvis.decoding.coupling import Coupling
-from specvis.decoding.draft_model import ModelDrafter
+from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.draft_tree import DraftState
 from specvis.decoding.driver import POLL
 from specvis.decoding.jacobi import jacobi_decode
@@ -22,7 +22,7 @@ from tests.tiny import tiny_pipeline
 N, L = 5, 16
 PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain blue"]
 NAMES = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi",
-         "jacobi:window=4:seed_exact=false", "eagle1", "eagle1:seed_exact=true", "eagle2", "eagle2:drafter=model",
+         "jacobi:window=4:seed_exact=false", "eagle1", "eagle1:seed_exact=true", "eagle2", "eagle2:draft_model=small",
          "lantern:k=8", "adt-tree", "adt-tree+lantern:k=8:nodes=12", "cool-sd"]
 FEW = ["vanilla", "jacobi:window=5", "eagle1", "adt-tree+lantern:k=8:nodes=12"]  # all: tests/slow/test_driver.py
 UNTIMED = [name for name in NAMES if name != "jacobi"]
@@ -39,7 +39,7 @@ def tiny():
         for layer in pipeline.gpt.layers:
             for weight in (layer.attention.wqkv.weight, layer.attention.wo.weight):
                 weight.normal_(std=0.4)
-    pipeline.draft_model = pipeline.gpt
+    pipeline.small = pipeline.gpt
     return pipeline
 
 
@@ -129,7 +129,7 @@ def test_a_finished_image_is_reported_while_others_go_on(tiny, name):
 @pytest.mark.parametrize("batch", [2, 3])
 @pytest.mark.parametrize("name", FEW)
 def test_a_request_that_fails_leaves_its_place_clean(tiny, monkeypatch, name, batch):
-    """Its whole row of the caches is NaN; what a drafter reads of the target then is, too."""
+    """Its whole row of the caches is NaN; what a draft model reads of the target then is, too."""
     whole = tiny.tokens(PROMPTS, name, settings(), batch=batch)
     caches, gained, failed, new_cache = [], [], [], tiny.gpt.new_cache
 
@@ -193,10 +193,10 @@ def test_a_cache_that_is_not_inserted_is_noticed(tiny, monkeypatch, name):
 @pytest.mark.parametrize("name, owner, kind, forgotten", [
     ("lantern:k=8", specvis.decoding.speculative.SpeculativeSettings, "ROWS", "uniforms"),
     ("lantern:k=8", specvis.decoding.speculative.SpeculativeSettings, "PARTS", "sampling"),
-    ("eagle1:drafter=model", DraftState, "ROWS", "uniforms"),
-    ("eagle1:drafter=model", DraftState, "CACHES", "cache"),
-    ("eagle2:drafter=model", DraftState, "PAIRS", "logits"),
-    ("eagle1:drafter=model:seed_exact=true", DraftState, "PARTS", "sampling"),
+    ("eagle1:draft_model=small", DraftState, "ROWS", "uniforms"),
+    ("eagle1:draft_model=small", DraftState, "CACHES", "cache"),
+    ("eagle2:draft_model=small", DraftState, "PAIRS", "logits"),
+    ("eagle1:draft_model=small:seed_exact=true", DraftState, "PARTS", "sampling"),
     ("adt-tree", DraftState, "PARTS", "shapes"),
     ("adt-tree", Shapes, "ROWS", "depth"),
     ("adt-tree:start=random", Shapes, "ROWS", "uniforms"),
@@ -246,19 +246,19 @@ class QueueModel(BagModel):
 
 
 class Whole:
-    """The control: a drafter that cannot be asked for some requests alone."""
+    """The control: a draft model that cannot be asked for some requests alone."""
 
-    def __init__(self, drafter):
+    def __init__(self, draft_model):
         for name in ("prefix_len", "padding_mask", "new_cache", "prefill", "extend", "logits"):
-            setattr(self, name, getattr(drafter, name))
+            setattr(self, name, getattr(draft_model, name))
 
 
-def decoded(model, name, batch=None, draft_model=None, of=lambda drafter: drafter):
+def decoded(model, name, batch=None, small=None, of=lambda draft_model: draft_model):
     m, sampling = parse_method(name), Sampling.of(list(range(N)), guidance=1.5)
     if m.drafting in ("jacobi", "none"):
         return jacobi_decode(model, CONDITION, PADDING_MASK, sampling, [m] * N, NEIGHBORS, batch=batch)
-    drafter = of(ModelDrafter(draft_model or model, *cfg_inputs(model, CONDITION, PADDING_MASK)))
-    return speculative_decode(model, drafter, CONDITION, PADDING_MASK, sampling, [m] * N, NEIGHBORS, batch=batch)
+    draft_model = of(SmallDraftModel(small or model, *cfg_inputs(model, CONDITION, PADDING_MASK)))
+    return speculative_decode(model, draft_model, CONDITION, PADDING_MASK, sampling, [m] * N, NEIGHBORS, batch=batch)
 
 
 @pytest.mark.parametrize("name", ["vanilla", "jacobi", "jacobi:window=16", "eagle1", "eagle2"])
@@ -271,7 +271,7 @@ def test_a_model_of_ones_own_takes_part_if_its_cache_has_insert(name):
         decoded(BagModel(1), name, 2)
     if parse_method(name).drafting in ("jacobi", "none"):
         return
-    with pytest.raises(ValueError, match="batch must be None for ModelDrafter: it has no method select, or its cache"):
+    with pytest.raises(ValueError, match="batch must be None for SmallDraftModel: it has no method select, or"):
         decoded(QueueModel(1), name, 2, BagModel(1))
     with pytest.raises(ValueError, match="batch must be None for Whole: it has no method select, or its cache"):
         decoded(QueueModel(1), name, 2, of=Whole)

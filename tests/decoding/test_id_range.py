@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specvis.decoding.baseline import decode
-from specvis.decoding.draft_model import ModelDrafter
+from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling, cfg_inputs
@@ -69,8 +69,8 @@ def run(m, settings, target=None, draft=None, neighbors=NEIGHBORS):
     target, draft = target or RowsModel(1), draft or RowsModel(2)
     if m.drafting == "jacobi":
         return jacobi_decode(target, CONDITION, PADDING_MASK, settings, [m] * B, neighbors)
-    drafter = ModelDrafter(draft, *cfg_inputs(draft, CONDITION, PADDING_MASK))
-    return speculative_decode(target, drafter, CONDITION, PADDING_MASK, settings, [m] * B, neighbors)
+    draft_model = SmallDraftModel(draft, *cfg_inputs(draft, CONDITION, PADDING_MASK))
+    return speculative_decode(target, draft_model, CONDITION, PADDING_MASK, settings, [m] * B, neighbors)
 
 
 ALL = [method(name, k=5) if m.acceptance.k else m for name, m in METHODS.items() if m.drafting != "none"]
@@ -124,8 +124,8 @@ def test_the_tokens_around_a_newline_have_the_baselines_distribution(m):
     if m.drafting == "jacobi":
         decoded = jacobi_decode(model, condition, mask, settings, [m] * n, **arguments)
     else:
-        drafter = ModelDrafter(RowsModel(2), *cfg_inputs(RowsModel(2), condition, mask))
-        decoded = speculative_decode(model, drafter, condition, mask, settings, [m] * n, **arguments)
+        draft_model = SmallDraftModel(RowsModel(2), *cfg_inputs(RowsModel(2), condition, mask))
+        decoded = speculative_decode(model, draft_model, condition, mask, settings, [m] * n, **arguments)
     assert (decoded.tokens[:, 4] == NEWLINE).all()
     assert chi_square(decoded.tokens[:, [3, 5]] - FIRST, probs.flatten(), LAST - FIRST) < 4
 
@@ -169,7 +169,7 @@ def test_guesses_are_from_the_token_above_and_of_ids_that_may_stand_there():
 
 
 def test_drafts_are_of_ids_that_may_stand_there():
-    """A drafter that is the target itself, and is sure of its tokens: all that is drafted is accepted, newlines too."""
+    """A draft model that is the target itself, and is sure of its tokens: all drafts are accepted, newlines too."""
     for m in (method("eagle2", depth=4, width=2, nodes=9), method("speculative", tree="chain-4"),
               method("speculative", tree="chain-4", seed_exact=True)):
         assert steps(m, ByColumn(0)) == [{1: 4, 6: 4, 11: 3}] * B, m.label
@@ -183,7 +183,7 @@ class Even(ByColumn):
 
 
 def test_the_bound_is_of_the_ids_that_may_stand_there():
-    """A drafter that is the target itself moves nothing."""
+    """A draft model that is the target itself moves nothing."""
     m = method("uniform-rsd", tree="chain-3", omega=1.5)
     assert (run(m, sampling(), Even(0), Even(0)).tv_bound == 0).all()
     assert (run(m, sampling(), Even(0), RowsModel(1)).tv_bound > 0.1).all()
@@ -221,6 +221,7 @@ def test_adapted_trees_know_how_long_a_row_is():
 
 def test_a_table_of_neighbors_is_of_the_codes():
     with pytest.raises(ValueError, match="neighbors must be a table of C=7 rows and at least k=5 columns for lantern"):
-        speculative_decode(RowsModel(1), ModelDrafter(RowsModel(2), *cfg_inputs(RowsModel(2), CONDITION, PADDING_MASK)),
+        draft_model = SmallDraftModel(RowsModel(2), *cfg_inputs(RowsModel(2), CONDITION, PADDING_MASK))
+        speculative_decode(RowsModel(1), draft_model,
                            CONDITION, PADDING_MASK, sampling(), [method("lantern", k=5)] * B,
                            torch.zeros(VOCAB, 5, dtype=torch.int32))

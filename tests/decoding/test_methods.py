@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from specvis.decoding.method_parts import DRAFTERS, MAX_WINDOW, USUAL_WINDOW, Acceptance, JacobiDrafts, StaticDrafts
+from specvis.decoding.method_parts import DRAFT_MODELS, MAX_WINDOW, USUAL_WINDOW, Acceptance, JacobiDrafts, StaticDrafts
 from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_method, parse_methods, relaxing
 
 
@@ -18,7 +18,7 @@ from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_
     ("lantern", {"metric": "l1"}, "metric must be one of l2, raw, cosine, random, rank, got 'l1'"),
     ("lantern", {"residual": "best"}, "residual must be one of optimal, relaxed, released, got 'best'"),
     ("eagle2", {"delta": 0.1}, "delta must come with k > 0"),
-    ("eagle2", {"drafter": "large"}, f"drafter must be one of {', '.join(DRAFTERS)}, got 'large'"),
+    ("eagle2", {"draft_model": "large"}, f"draft_model must be one of {', '.join(DRAFT_MODELS)}, got 'large'"),
     ("eagle2", {"tree": "chain-3"}, "method eagle2 has no parameter 'tree'"),
     ("eagle2", {"start": "vertical"}, "method eagle2 has no parameter 'start'"),
     ("adt-tree", {"stat": "vertical"}, "no parameter 'stat'; did you mean start"),
@@ -41,7 +41,7 @@ from specvis.decoding.methods import FRACTIONAL, METHODS, Method, method, parse_
     ("jacobi", {"window": True}, "window must be a whole number within 1..1023, or auto, got True"),
     ("jacobi", {"window": "all"}, "window must be a whole number within 1..1023, or auto, got 'all'"),
     ("jacobi", {"guess": "below"}, "guess must be one of above, last, got 'below'"),
-    ("jacobi", {"drafter": "eagle"}, "method jacobi has no parameter 'drafter'; its parameters: window, guess, seed"),
+    ("jacobi", {"draft_model": "eagle"}, "method jacobi has no parameter 'draft_model'; its parameters: window, guess"),
     ("jacobi", {"seed_exact": False, "coupling": "half"}, "coupling must be one of maximal, none, got 'half'"),
     ("jacobi", {"seed_exact": "false"}, "seed_exact must be True or False, got 'false'"),
     ("jacobi", {"coupling": "none"}, "coupling must be maximal where seed_exact is true: with shared noise"),
@@ -74,7 +74,7 @@ def test_a_part_takes_its_own_settings_only():
         METHODS["eagle1"].changed(window=3)
     with pytest.raises(TypeError, match="tree"):
         StaticDrafts()
-    own = Method("own", "here", StaticDrafts(tree="chain-2", drafter="model"), Acceptance(omega=(2.0, 1.0)))
+    own = Method("own", "here", StaticDrafts(tree="chain-2", draft_model="small"), Acceptance(omega=(2.0, 1.0)))
     assert own.omegas == (2.0, 1.0) and own.drafting == "static" and own.max_nodes == 3
 
 

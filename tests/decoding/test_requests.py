@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specvis.decoding.baseline import decode
-from specvis.decoding.draft_model import EagleDrafter, ModelDrafter
+from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
 from specvis.decoding.facts import facts_of
 from specvis.decoding.jacobi import jacobi_decode
 from specvis.decoding.methods import METHODS, method
@@ -92,27 +92,27 @@ def test_models_and_conditions_that_do_not_fit_are_refused(tiny, monkeypatch, de
         elif decoding == "jacobi_decode":
             jacobi_decode(**given, methods=[METHODS["jacobi"]] * 4)
         else:
-            speculative_decode(**given, drafter=eagle(tiny, padding_mask), methods=[METHODS["eagle1"]] * 4)
+            speculative_decode(**given, draft_model=eagle(tiny, padding_mask), methods=[METHODS["eagle1"]] * 4)
 
 
-WRONG_DRAFTERS = {
-    "grid": (lambda d: Wrong(d, grid=5), "drafter.grid must be the target's, 4, got 5"),
-    "vocabulary": (lambda d: Wrong(d, vocab_size=65), "drafter.vocab_size must be the target's, 64, got 65"),
+WRONG_DRAFT_MODELS = {
+    "grid": (lambda d: Wrong(d, grid=5), "draft_model.grid must be the target's, 4, got 5"),
+    "vocabulary": (lambda d: Wrong(d, vocab_size=65), "draft_model.vocab_size must be the target's, 64, got 65"),
     "rows": (lambda d: Wrong(d, padding_mask=d.padding_mask[:4]),
              r"padding_mask must be bool \(R=8, prefix_len=3\) on cpu, two rows a request, got bool \(4, 3\)"),
     "dtype": (lambda d: Wrong(d, padding_mask=d.padding_mask.int()),
-              r"drafter.padding_mask must be bool .* got int32 \(8, 3\)"),
+              r"draft_model.padding_mask must be bool .* got int32 \(8, 3\)"),
     "device": (lambda d: Wrong(d, padding_mask=d.padding_mask.to("meta")), "padding_mask must be bool .* on meta"),
 }
 
 
-@pytest.mark.parametrize("wrong, message", WRONG_DRAFTERS.values(), ids=WRONG_DRAFTERS)
-def test_drafters_that_do_not_fit_are_refused(tiny, wrong, message):
+@pytest.mark.parametrize("wrong, message", WRONG_DRAFT_MODELS.values(), ids=WRONG_DRAFT_MODELS)
+def test_draft_models_that_do_not_fit_are_refused(tiny, wrong, message):
     condition, padding_mask = tiny.gpt.condition(tiny.words(tiny.words.encode(PROMPTS)))
-    drafter = ModelDrafter(tiny.draft_model, *cfg_inputs(tiny.draft_model, *tiny.draft_model.condition(
+    draft_model = SmallDraftModel(tiny.small, *cfg_inputs(tiny.small, *tiny.small.condition(
         tiny.words(tiny.words.encode(PROMPTS)))))
     with pytest.raises(ValueError, match=message):
-        speculative_decode(tiny.gpt, wrong(drafter), condition, padding_mask, Sampling.of([0] * 4),
+        speculative_decode(tiny.gpt, wrong(draft_model), condition, padding_mask, Sampling.of([0] * 4),
                            [METHODS["speculative"]] * 4)
 
 
@@ -125,7 +125,7 @@ def test_a_head_that_is_not_the_target_s_is_refused(tiny):
             (EagleHead(config).bfloat16(), "head must have the target's dtype, torch.float32, got torch.bfloat16"),
             (EagleHead(config).to("meta"), "head must have the target's device, cpu, got meta")):
         with pytest.raises(ValueError, match=message):
-            EagleDrafter(tiny.gpt, wrong, padding_mask)
+            EagleDraftModel(tiny.gpt, wrong, padding_mask)
 
 
 def test_neighbors_on_another_device_are_refused(tiny):

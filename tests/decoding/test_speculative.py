@@ -15,7 +15,7 @@ import specvis_kernels
 from specvis.decoding.baseline import decode
 from specvis.decoding.draft_tree import DraftState, StaticDraftState
 from specvis.decoding.jacobi import jacobi_decode
-from specvis.decoding.method_parts import DRAFTERS
+from specvis.decoding.method_parts import DRAFT_MODELS
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling
 from specvis.decoding.speculative import speculative_decode
@@ -43,7 +43,7 @@ def test_what_is_lossless():
 
 
 @pytest.mark.parametrize("m", [
-    *(method(name, drafter=drafter) for name in LOSSLESS if name != "jacobi" for drafter in DRAFTERS),
+    *(method(name, draft_model=draft_model) for name in LOSSLESS if name != "jacobi" for draft_model in DRAFT_MODELS),
     fitted("jacobi"), METHODS["jacobi"],
     *(method(name, depth=depth) for name in ("speculative", "eagle2") for depth in (1, 7)),
     *(method("adt-tree", start=start) for start in ("vertical", "random", "tokenflock")),
@@ -56,8 +56,8 @@ def test_greedy_is_the_baseline_token_for_token(tiny, m):
     assert torch.equal(tiny.tokens(PROMPTS, m, sampling).tokens, baseline.tokens)
 
 
-SEED_EXACT = [fitted("jacobi"), *(method(name, seed_exact=True, drafter=drafter)
-                                  for name in LOSSLESS if name != "jacobi" for drafter in DRAFTERS)]
+SEED_EXACT = [fitted("jacobi"), *(method(name, seed_exact=True, draft_model=draft_model)
+                                  for name in LOSSLESS if name != "jacobi" for draft_model in DRAFT_MODELS)]
 SETTINGS = [{"temperature": 0.0}, {"temperature": 0.7, "guidance": 1.0}, {"temperature": 1.0, "guidance": 3.0,
                                                                          "top_k": 30, "top_p": 0.95}]
 ROUNDING = 1e-4  # two candidates that are nearer than this may change places by rounding
@@ -86,7 +86,7 @@ def test_seed_exact_is_the_baseline_token_for_token(twins, m, settings):
     decoded = twins.tokens(PROMPTS, m, sampling)
     assert_same_tokens(twins, PROMPTS, decoded.tokens, baseline.tokens, sampling)
     assert (decoded.tv_excess == 0).all() and (decoded.tv_bound == 0).all()
-    if m.parameters.get("drafter") == "model":  # else equality would say nothing of the accepted drafts
+    if m.parameters.get("draft_model") == "small":  # else equality would say nothing of the accepted drafts
         assert (decoded.tau > 2).all()
     if settings["temperature"] > 0:  # the control: another seed
         with pytest.raises(AssertionError):
@@ -105,24 +105,25 @@ def test_seed_exact_requests_of_every_kind_share_a_batch(twins):
     assert not torch.equal(decoded.tokens[-1], baseline.tokens[-1])  # eagle1 is not seed-exact by itself
 
 
-@pytest.mark.parametrize("m", [method(name, seed_exact=True, drafter="model") for name in ("speculative", "eagle1")],
+@pytest.mark.parametrize("m", [method(name, seed_exact=True, draft_model="small")
+                               for name in ("speculative", "eagle1")],
                          ids=lambda m: m.name)
-def test_a_drafter_that_is_the_target_drafts_what_the_target_draws(twins, m):
+def test_a_draft_model_that_is_the_target_drafts_what_the_target_draws(twins, m):
     """Both draw with the same noise, so every level has its draft accepted; with rejection, too few are."""
     sampling = Sampling.of(list(range(16)), guidance=3.0, top_k=30)
     decoded = twins.tokens(PROMPTS * 4, m, sampling)
     assert torch.equal(decoded.num_accepted.clamp(min=0), decoded.num_drafted)
-    rejected = twins.tokens(PROMPTS * 4, method(m.name, drafter="model", seed_exact=False, omega=0.9), sampling)
+    rejected = twins.tokens(PROMPTS * 4, method(m.name, draft_model="small", seed_exact=False, omega=0.9), sampling)
     assert not torch.equal(rejected.num_accepted.clamp(min=0), rejected.num_drafted)
 
 
-def test_a_drafter_reads_what_the_target_read_before_each_token(twins, monkeypatch):
+def test_a_draft_model_reads_what_the_target_read_before_each_token(twins, monkeypatch):
     """With other hidden states it drafts worse, which no picture shows."""
     calls, extend = [], DraftState.extend
     monkeypatch.setattr(DraftState, "extend", lambda self, *arguments: (
         calls.append([a.clone() for a in arguments[1:4]]), extend(self, *arguments))[1])
     S, L = twins.gpt.prefix_len, twins.gpt.config.tokens
-    for m in (method(name, drafter="model") for name in ("speculative", "eagle2")):
+    for m in (method(name, draft_model="small") for name in ("speculative", "eagle2")):
         calls.clear()
         tokens = twins.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4], temperature=0.5)).tokens
         condition, padding_mask = twins.gpt.condition(twins.words(twins.words.encode(PROMPTS)))
@@ -138,7 +139,7 @@ def test_a_drafter_reads_what_the_target_read_before_each_token(twins, monkeypat
 
 
 @pytest.mark.parametrize("name", ["eagle1", "eagle2"])
-def test_a_drafter_reads_what_it_read_at_the_parent(tiny, monkeypatch, name):
+def test_a_draft_model_reads_what_it_read_at_the_parent(tiny, monkeypatch, name):
     levels, expand_level = [], DraftState.expand_level
 
     def recorded(self, tokens, previous_hidden, nodes):
@@ -212,7 +213,7 @@ def test_images_that_wait_for_whole_ones_are_decoded(tiny, name, counts):
 @pytest.mark.parametrize("start", ["horizontal", "vertical", "random", "tokenflock"])
 def test_an_image_that_takes_a_place_begins_with_a_whole_tree(twins, start):
     """The trees of the images before it have become small by then."""
-    m, sampling = method("adt-tree", start=start, drafter="model"), Sampling.of(list(range(8)), guidance=2.0)
+    m, sampling = method("adt-tree", start=start, draft_model="small"), Sampling.of(list(range(8)), guidance=2.0)
     expected = twins.tokens(PROMPTS * 2, m, sampling)
     assert_same_images(twins.tokens(PROMPTS * 2, m, sampling, batch=1), expected)
 
@@ -331,7 +332,7 @@ def test_every_op_forced_to_the_oracle_gives_the_same_tokens(tiny, monkeypatch, 
     assert torch.equal(ours.tokens, oracles.tokens) and torch.equal(ours.num_accepted, oracles.num_accepted)
 
 
-def test_the_drafter_gets_its_share_of_the_guidance(tiny):
+def test_the_draft_model_gets_its_share_of_the_guidance(tiny):
     """Guidance 5 with a share of 0 drafts as guidance 1 does, and a share is each request's own."""
     drafts, shares = {}, (1.0, 0.0, 0.5)
     propose = StaticDraftState.draft
@@ -418,13 +419,13 @@ def test_a_nan_after_a_rejected_draft_ends_no_picture(tiny, name):
     assert torch.equal(decoded.tokens, expected.tokens)
 
 
-def test_a_broken_drafter_costs_speed_and_no_picture(tiny):
-    bias = tiny.drafter.fc.bias.clone()
-    tiny.drafter.fc.bias[0] = torch.nan
+def test_a_broken_draft_model_costs_speed_and_no_picture(tiny):
+    bias = tiny.eagle.fc.bias.clone()
+    tiny.eagle.fc.bias[0] = torch.nan
     for m in (METHODS["speculative"], METHODS["eagle2"]):
         decoded = tiny.tokens(PROMPTS, m, Sampling.of([1, 2, 3, 4]))
         assert not decoded.failed.any()
-    tiny.drafter.fc.bias.copy_(bias)
+    tiny.eagle.fc.bias.copy_(bias)
 
 
 @pytest.mark.parametrize("nodes, depth", [(2, 4), (3, 4), (3, 7)])

@@ -13,7 +13,7 @@ import specvis.decoding.baseline
 import specvis.decoding.jacobi
 import specvis.decoding.speculative
 import specvis.models.threads
-from specvis.decoding.draft_model import EagleDrafter
+from specvis.decoding.draft_model import EagleDraftModel
 from specvis.decoding.driver import GRAPHS, POLL
 from specvis.decoding.jacobi import JacobiState
 from specvis.decoding.methods import parse_method
@@ -66,7 +66,7 @@ def operations_of_steps(pipeline, method, monkeypatch, batch=2):
         return result
 
     monkeypatch.setattr(module, "run_step", counted)
-    for model, names in ((pipeline.gpt, ("extend", "prefill", "logits")), (EagleDrafter, ("extend", "prefill"))):
+    for model, names in ((pipeline.gpt, ("extend", "prefill", "logits")), (EagleDraftModel, ("extend", "prefill"))):
         for name in names:
             monkeypatch.setattr(model, name, operations.unseen(getattr(model, name)))
     with operations:
@@ -189,7 +189,7 @@ def test_an_observer_may_keep_the_steps(tiny, request, name):
 
 @pytest.mark.parametrize("name", ["jacobi:window=3", "eagle1"])
 def test_steps_are_run_again_only_if_every_model_agrees(tiny, monkeypatch, recorded, name):
-    monkeypatch.setattr(EagleDrafter if name == "eagle1" else tiny.gpt, "can_replay", False, raising=False)
+    monkeypatch.setattr(EagleDraftModel if name == "eagle1" else tiny.gpt, "can_replay", False, raising=False)
     tiny.tokens(PROMPTS[:2], name, Sampling.of([0, 1], guidance=2.0))
     assert Recorded.num_replays == 0
 

@@ -67,7 +67,7 @@ class Toy(MAR):
 
 
 def toys(**settings):
-    """Target and drafter."""
+    """Target and draft model."""
     return Toy(0.6, **settings), Toy(0.9, **{"shift": 0.7, "coupling": 0.5, "var_values": 0.7} | settings)
 
 
@@ -126,6 +126,6 @@ def compare(m, channels=1, guidance=1.0, temperature=1.0):
     return p_value(features(decoded), reference(channels, guidance, temperature)), decoded
 
 
-def decode(pair, m, seeds=SEEDS, prompts=PROMPTS, guidance=2.0, drafter=None, **options):
-    return continuous_decode(pair.mar, drafter or pair.mar_draft, pair.features(prompts[:len(seeds)]),
+def decode(pair, m, seeds=SEEDS, prompts=PROMPTS, guidance=2.0, draft_model=None, **options):
+    return continuous_decode(pair.mar, draft_model or pair.mar_draft, pair.features(prompts[:len(seeds)]),
                              ContinuousSampling(seeds, guidance), parse_method(m), **options)

@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from specvis.decoding.baseline import decode
-from specvis.decoding.draft_model import EagleDrafter, ModelDrafter
+from specvis.decoding.draft_model import EagleDraftModel, SmallDraftModel
 from specvis.decoding.methods import METHODS, method
 from specvis.decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from specvis.decoding.speculative import speculative_decode
-from specvis.models.interface import Drafter, ModelCache, TargetModel
+from specvis.models.interface import DraftModel, ModelCache, TargetModel
 from specvis_kernels import codebook_neighbors, commit_kv, draw_tokens
 from tests.tiny import tiny_pipeline
 
@@ -109,17 +109,18 @@ def sampling(temperature):
 
 
 def speculative(m, target, draft, temperature):
-    drafter = ModelDrafter(draft, *cfg_inputs(draft, CONDITION, PADDING_MASK))
-    return speculative_decode(target, drafter, CONDITION, PADDING_MASK, sampling(temperature), [m] * B, NEIGHBORS)
+    draft_model = SmallDraftModel(draft, *cfg_inputs(draft, CONDITION, PADDING_MASK))
+    return speculative_decode(target, draft_model, CONDITION, PADDING_MASK, sampling(temperature), [m] * B, NEIGHBORS)
 
 
 def test_the_protocols_are_what_the_models_here_offer():
     pipeline = tiny_pipeline()
     condition, padding_mask = pipeline.gpt.condition(torch.zeros(1, 3, 8))
     assert isinstance(pipeline.gpt, TargetModel) and isinstance(pipeline.gpt.new_cache(1, 1), ModelCache)
-    assert isinstance(EagleDrafter(pipeline.gpt, pipeline.drafter, repeat_for_cfg(padding_mask)), Drafter)
-    for model in (pipeline.draft_model, BagModel(0)):
-        assert isinstance(model, TargetModel) and isinstance(ModelDrafter(model, condition, padding_mask), Drafter)
+    assert isinstance(EagleDraftModel(pipeline.gpt, pipeline.eagle, repeat_for_cfg(padding_mask)), DraftModel)
+    for model in (pipeline.small, BagModel(0)):
+        assert isinstance(model, TargetModel)
+        assert isinstance(SmallDraftModel(model, condition, padding_mask), DraftModel)
     assert not isinstance(pipeline.tokenizer, TargetModel)
 
 
@@ -164,7 +165,7 @@ def test_the_baseline_is_the_model_without_a_cache(temperature):
 @pytest.mark.parametrize("m", DRAFTING, ids=lambda m: m.name)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_model_of_ones_own_decodes_by_every_method(m, temperature):
-    """The drafter is another such model: EAGLE's head needs the hidden states of a GPT that it was trained on."""
+    """The draft model is another such model: EAGLE's head needs the hidden states of a GPT that it was trained on."""
     for draft in (1, 2):  # 1 is the target itself, whose drafts are mostly accepted
         decoded = speculative(m, BagModel(1), BagModel(draft), temperature)
         cache_free = speculative(m, CacheFreeModel(1), CacheFreeModel(draft), temperature)
@@ -188,7 +189,7 @@ def test_every_position_is_one_of_the_image_or_behind_it():
     methods = [METHODS["eagle2"] if i % 2 else method("eagle2", depth=1, width=1, nodes=2) for i in range(B)]
 
     def decoded(model):
-        drafter = ModelDrafter(BagModel(2), *cfg_inputs(BagModel(2), CONDITION, PADDING_MASK))
-        return speculative_decode(model(1), drafter, CONDITION, PADDING_MASK, sampling(1.0), methods)
+        draft_model = SmallDraftModel(BagModel(2), *cfg_inputs(BagModel(2), CONDITION, PADDING_MASK))
+        return speculative_decode(model(1), draft_model, CONDITION, PADDING_MASK, sampling(1.0), methods)
 
     assert torch.equal(decoded(Lookup).tokens, decoded(BagModel).tokens)

@@ -36,17 +36,17 @@ def test_published_sizes(size):
         assert round(parameters(GPT(class_config(size))) / 1e6) == MILLIONS[size]
 
 
-def test_text_model_and_drafter_have_the_published_names_and_sizes():
+def test_text_model_and_eagle_head_have_the_published_names_and_sizes():
     with torch.device("meta"):
-        gpt, drafter, vq = GPT(text_config("XL")), EagleHead(text_config("XL")), VQ(VQConfig())
+        gpt, head, vq = GPT(text_config("XL")), EagleHead(text_config("XL")), VQ(VQConfig())
     assert round(parameters(gpt) / 1e6) == 778
     names = {name: tuple(value.shape) for name, value in gpt.state_dict().items()}
     assert names["cls_embedding.uncond_embedding"] == (120, 2048)
     assert names["cls_embedding.cap_proj.fc1.weight"] == (1280, 2048)
     assert names["layers.35.attention.wqkv.weight"] == (3840, 1280)
     assert names["layers.0.feed_forward.w2.weight"] == (1280, 3584)
-    assert round(parameters(drafter) / 1e6, 1) == 44.6
-    assert set(drafter.state_dict()) == {
+    assert round(parameters(head) / 1e6, 1) == 44.6
+    assert set(head.state_dict()) == {
         "embed_tokens.weight", "fc.weight", "fc.bias", "layers.0.post_attention_layernorm.weight",
         *(f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"),
         *(f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))}
@@ -64,12 +64,12 @@ def test_rotations_are_zero_at_conditions_and_turn_by_row_then_column():
     assert torch.allclose(cell.angle(), torch.tensor([[2.0, 0.02, 1.0, 0.01], [2.0, 0.02, 1.0, 0.01], [0.0] * 4]))
 
 
-def test_the_null_class_and_the_drafter_s_rotations():
-    """The null class comes after the others. A drafter's positions are the target's, without the first condition's."""
+def test_the_null_class_and_the_head_s_rotations():
+    """The null class comes after the others. The head's positions are the target's, without the first condition's."""
     gpt = GPT(GPTConfig(dim=8, layers=1, heads=2, vocabulary=5, grid=2, classes=3))
     assert torch.equal(gpt.null_condition(2)[:, 0], gpt.cls_embedding.embedding_table.weight[[3, 3]])
     pipeline = tiny_pipeline()
-    assert torch.equal(pipeline.drafter.rotations, pipeline.gpt.rotations[1:])
+    assert torch.equal(pipeline.eagle.rotations, pipeline.gpt.rotations[1:])
 
 
 def test_half_precision_keeps_the_rotations():
@@ -378,9 +378,9 @@ def test_a_prompt_that_is_longer_than_the_cache_is_refused():
 def test_hooks_see_every_forward():
     """`specvis compare` times models by them."""
     pipeline, calls = tiny_pipeline(), []
-    for name in ("gpt", "drafter"):
+    for name in ("gpt", "draft_model"):
         getattr(pipeline, name).register_forward_hook(lambda *_, name=name: calls.append(name))
     decoded = pipeline.tokens(["red heart"], "eagle1:tree=chain-2", Sampling.of([0]))
     steps = decoded.target_forwards.item() - 1
     assert calls.count("gpt") == 1 + steps
-    assert calls.count("drafter") == 2 + 2 * steps  # it reads the condition, the new tokens, and the inner drafts
+    assert calls.count("draft_model") == 2 + 2 * steps  # it reads the condition, the new tokens, and the inner drafts

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specvis import Sampling, decode, jacobi_decode, method, speculative_decode
-from specvis.decoding.draft_model import ModelDrafter
+from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import ModelCache, Nodes, TargetModel
 from specvis.models.transformers import TREE_ATTENTION, Chameleon, Emu3, ImageModel, JanusPro, anole, lumina_mgpt
@@ -186,21 +186,22 @@ def written_out(target, settings):
 
 
 SAME = [method("jacobi", window=5), method("jacobi", window=3, guess="last"), method("jacobi"),
-        method("eagle2", drafter="model", depth=3, width=3, nodes=10), method("adt-tree", drafter="model", nodes=10),
-        method("speculative", drafter="model", seed_exact=True)]
+        method("eagle2", draft_model="small", depth=3, width=3, nodes=10),
+        method("adt-tree", draft_model="small", nodes=10),
+        method("speculative", draft_model="small", seed_exact=True)]
 
 
 def decoded(target, draft, m, settings, neighbors=None, **more):
     condition, padding_mask = target.condition(PROMPTS)
     if m.drafting == "jacobi":
         return jacobi_decode(target, condition, padding_mask, settings, [m] * B, neighbors, **more)
-    drafter = ModelDrafter(draft, *cfg_inputs(draft, condition, padding_mask))
-    return speculative_decode(target, drafter, condition, padding_mask, settings, [m] * B, neighbors, **more)
+    draft_model = SmallDraftModel(draft, *cfg_inputs(draft, condition, padding_mask))
+    return speculative_decode(target, draft_model, condition, padding_mask, settings, [m] * B, neighbors, **more)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_method_draws_what_transformers_alone_would(targets, family):
-    """Batches of prompts of different lengths, with guidance. The drafter is the target itself, or another model."""
+    """Batches of prompts of different lengths, with guidance. The target itself drafts, or another model."""
     target, other = targets(family), targets(family, 1)
     settings = sampling()
     baseline = decode(target, *target.condition(PROMPTS), settings)
@@ -248,9 +249,9 @@ def test_greedy_emu3_is_its_own_generate(targets):
     assert len(expected.unique()) > 3
 
 
-RELAXED = [method("lantern", drafter="model", k=5, delta=1.0, seed_exact=False),
-           method("lantern++", drafter="model", k=5, delta=50.0),
-           method("uniform-rsd", drafter="model", tree="chain-3", omega=3.0),
+RELAXED = [method("lantern", draft_model="small", k=5, delta=1.0, seed_exact=False),
+           method("lantern++", draft_model="small", k=5, delta=50.0),
+           method("uniform-rsd", draft_model="small", tree="chain-3", omega=3.0),
            method("jacobi", window=6, seed_exact=False, k=5, delta=1.0),
            method("jacobi", window=6, seed_exact=False, k=8, delta=1.0, metric="rank")]
 

@@ -17,7 +17,7 @@ from specvis.cli.main import main
 from specvis.decoding.baseline import decode
 from specvis.decoding.continuous import parallel_decode
 from specvis.decoding.continuous_state import ContinuousSampling
-from specvis.decoding.draft_model import EagleDrafter
+from specvis.decoding.draft_model import EagleDraftModel
 from specvis.decoding.methods import parse_method
 from specvis.decoding.sampling import Sampling, repeat_for_cfg
 from specvis.decoding.speculative import speculative_decode
@@ -83,10 +83,10 @@ def files(models, tmp_path_factory):
         {"metadata": {}, "weight_map": {name: shard for shard, inside in shards.items() for name in inside}}))
     (split / "config.json").write_text(json.dumps(
         {"block_size": 256, "num_attention_heads": 2, "rms_norm_eps": 1e-5, "input_type": "t2i"}))
-    drafter = folder / "llamagen_drafter"
-    drafter.mkdir()
-    torch.save(state["eagle"], drafter / "pytorch_model.bin")
-    (drafter / "config.json").write_text(json.dumps({"hidden_size": 32, "input_type": "t2i"}))
+    head = folder / "llamagen_drafter"
+    head.mkdir()
+    torch.save(state["eagle"], head / "pytorch_model.bin")
+    (head / "config.json").write_text(json.dumps({"hidden_size": 32, "input_type": "t2i"}))
     table = codebook_neighbors(state["vq"]["quantize.embedding.weight"], 63)
     np.save(folder / "top_63_indices.npy", table.numpy())
     torch.save({"model": state["mar"], "model_ema": state["mar"], "epoch": 400, "args": Namespace(model="mar_base"),
@@ -137,7 +137,7 @@ def test_two_commands_lead_from_the_files_to_a_picture(models, files, tmp_path):
     assert "in place of" not in result.output
     shown = run("info", "--model", tmp_path / "m").output.split("\n")
     assert shown[:4] == ["discrete tokens: 16 x 16 of 64 codes, pictures of 256 pixels a side",
-                         "prompts: class ids, 0..9", "drafters: none; jacobi needs none",
+                         "prompts: class ids, 0..9", "draft models: none; jacobi needs none",
                          "drawn with, unless one says otherwise: guidance 4.0, top_k 2000, top_p 1.0"]
     assert shown[4].startswith("gpt.safetensors") and shown[4].endswith(" million numbers, float32")
     result = run("generate", "--model", tmp_path / "m", "--prompt", 7, "--seed", 3, "--out", tmp_path / "x.png")
@@ -187,7 +187,7 @@ def test_lanterns_folders_decode_as_the_modules_do(models, files, tmp_path):
     convert([files / "llamagen_drafter", files / "top_63_indices.npy", files / "LlamaGen-T2I",
              files / "vq_ds16_c2i.pt"], tmp_path, say=lines.append)          # config.json says the size and the heads
     assert [line.split(": ")[1].split(",")[0] for line in lines] == [
-        "LlamaGen's GPT", "LlamaGen's tokenizer VQ-16", "LANTERN's drafter", "a table of neighbors"]
+        "LlamaGen's GPT", "LlamaGen's tokenizer VQ-16", "LANTERN's EAGLE head", "a table of neighbors"]
     pipeline, gpt = Pipeline.load(tmp_path), models["text"]
     state = gpt.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in pipeline.gpt.state_dict().items())
@@ -200,8 +200,8 @@ def test_lanterns_folders_decode_as_the_modules_do(models, files, tmp_path):
     features, mask = torch.randn(1, 6, 8), torch.tensor([[False, True, True, True, True, True]])
     sampling, method = Sampling.of([4], guidance=7.5, top_k=50), parse_method("lantern:k=8")
     condition, mask = gpt.condition(features * mask[..., None], mask)
-    drafter = EagleDrafter(gpt, models["eagle"], repeat_for_cfg(mask))
-    expected = speculative_decode(gpt, drafter, condition, mask, sampling, [method], table).tokens
+    draft_model = EagleDraftModel(gpt, models["eagle"], repeat_for_cfg(mask))
+    expected = speculative_decode(gpt, draft_model, condition, mask, sampling, [method], table).tokens
     pipeline.prompts.source = lambda *_: (features * mask[..., None], mask)  # in place of a T5
     assert torch.equal(pipeline.tokens(["a cat"], method, sampling).tokens, expected)
     assert pipeline.settings.guidance == 7.5 and pipeline.settings.top_k == 1000
@@ -231,9 +231,9 @@ def test_of_two_gpts_the_smaller_one_drafts(models, files, tmp_path):
     convert([files / "c2i_small.pt", files / "c2i_B_256.pt", files / "vq_ds16_c2i.pt"], tmp_path, image_size=256,
             heads=2)
     pipeline = Pipeline.load(tmp_path)
-    assert pipeline.gpt.config.dim == 32 and pipeline.draft_model.config.dim == 16
+    assert pipeline.gpt.config.dim == 32 and pipeline.small.config.dim == 16
     sampling = Sampling.of([4], guidance=2.0, temperature=0.0)
-    tokens = [pipeline.tokens(["3"], m, sampling).tokens for m in ("vanilla", "eagle2:drafter=model")]
+    tokens = [pipeline.tokens(["3"], m, sampling).tokens for m in ("vanilla", "eagle2:draft_model=small")]
     assert torch.equal(*tokens)
 
 
@@ -242,7 +242,7 @@ def test_mars_files_draw_by_commands(models, files, tmp_path):
     result = run("convert", files / "kl16.ckpt", files / "checkpoint-last.pth", "--heads", 2, "--out", out)
     assert result.exit_code == 0 and "MAR, 2 layers of width 32, 10 classes, 16 tokens" in result.output
     assert run("info", "--model", out).output.startswith(
-        "continuous tokens: 16 of 4 numbers\nprompts: class ids, 0..9\ndrafter: none; mar needs none\n")
+        "continuous tokens: 16 of 4 numbers\nprompts: class ids, 0..9\ndraft model: none; mar needs none\n")
     assert "model must be a folder with config.json or mar.json" in run("info", "--model", tmp_path).output
     result = run("generate", "--model", out, "--prompt", 3, "--method", "mar:num_iter=4", "--seed", 5,
                  "--out", tmp_path / "x.png")
@@ -255,7 +255,7 @@ def test_mars_files_draw_by_commands(models, files, tmp_path):
     shown = Image.fromarray(image).resize((256, 256), Image.Resampling.BICUBIC)
     assert np.array_equal(np.array(Image.open(tmp_path / "x.png")), np.array(shown))
     for method, message in (("jacobi", "method must be one for continuous tokens, such as mar:num_iter=64"),
-                            ("cspd", "method must be mar, which needs no drafter, got cspd: this model has no mar_")):
+                            ("cspd", "method must be mar, which needs no draft model, got cspd: this model has no")):
         result = run("generate", "--model", out, "--prompt", 3, "--method", method, "--out", tmp_path / "y.png")
         assert result.exit_code == 2 and message in result.output
     convert([files / "checkpoint-last.pth", files / "draft-last.pth", files / "kl16.ckpt"], out, heads=2)
@@ -366,7 +366,7 @@ def test_rows_of_a_table_are_drawn_over_all_of_it():
     wrong = table.flip(1)
     wrong[evenly] = table[evenly]
     for neighbors, is_right in ((table, True), (wrong, False)):
-        source = sources.Source("top.npy", {"table": sources.Lazy.of(neighbors)})
+        source = sources.SourceFile("top.npy", {"table": sources.Lazy.of(neighbors)})
         part = recognized_table(source, source.tensors["table"])
         if is_right:
             converting.check_table(part, codes)
@@ -391,15 +391,15 @@ def test_what_drafted_for_the_model_before_does_not_stay(models, files, tmp_path
     gpts, mars = tmp_path / "gpts", tmp_path / "mars"
     sources = [files / name for name in ("c2i_B_256.pt", "c2i_small.pt", "vq_ds16_c2i.pt")]
     convert(sources, gpts, image_size=256, heads=2)
-    save_file(EagleHead(CLASSES).state_dict(), gpts / "drafter.safetensors")
+    save_file(EagleHead(CLASSES).state_dict(), gpts / "eagle.safetensors")
     message = "would stay and belong to the {} before: give what is to take their place together with the new"
-    with pytest.raises(CheckpointError, match="drafter.safetensors " + message.format("GPT")):
+    with pytest.raises(CheckpointError, match="eagle.safetensors " + message.format("GPT")):
         convert([files / "c2i_B_256.pt"], gpts, image_size=384, heads=2)
-    (gpts / "drafter.safetensors").unlink()
+    (gpts / "eagle.safetensors").unlink()
     with pytest.raises(CheckpointError, match="small.safetensors and .*small.json " + message.format("GPT")):
         convert([files / "c2i_B_256.pt"], gpts, image_size=384, heads=2)
     convert([files / "c2i_B_256.pt", files / "c2i_small.pt"], gpts, image_size=384, heads=2)  # both again
-    assert Pipeline.load(gpts).draft_model.config.grid == 24
+    assert Pipeline.load(gpts).small.config.grid == 24
     convert([files / name for name in ("checkpoint-last.pth", "draft-last.pth", "kl16.ckpt")], mars, heads=2)
     with pytest.raises(CheckpointError, match="mar_draft.safetensors and .*mar_draft.json " + message.format("MAR")):
         convert([files / "checkpoint-last.pth"], mars, heads=2)
@@ -422,7 +422,7 @@ def test_heads_that_contradict_a_published_size_are_refused(files, tmp_path, mon
     convert(sources, tmp_path / "m", image_size=256, heads=2)
     convert([*sources, files / "c2i_small.pt"], tmp_path / "m", image_size=256, heads=4)  # the smaller one's
     pipeline = Pipeline.load(tmp_path / "m")
-    assert (pipeline.gpt.config.heads, pipeline.draft_model.config.heads) == (2, 4)
+    assert (pipeline.gpt.config.heads, pipeline.small.config.heads) == (2, 4)
 
 
 class Runs:
@@ -479,7 +479,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
         weakref.finalize(tensor, living.discard, i)
         return tensor
     tensors = {str(i): sources.Lazy((4,), torch.float32, lambda i=i: make(i)) for i in range(5)}
-    sources.write_tensors(tmp_path / "x.safetensors", tensors, lambda num_bytes: None)
+    sources.write_lazy_tensors(tmp_path / "x.safetensors", tensors, lambda num_bytes: None)
     assert {name: value[0].item() for name, value in load_file(tmp_path / "x.safetensors").items()} == {
         str(i): i for i in range(5)}
 

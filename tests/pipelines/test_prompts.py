@@ -22,7 +22,7 @@ CAPTIONS = dataclasses.replace(CLASSES, classes=None, condition_tokens=6, captio
 
 def pipeline_of(config: GPTConfig, **options) -> Pipeline:
     torch.manual_seed(0)
-    pipeline = Pipeline(config, vq_config(4), has_drafter=False, **options)
+    pipeline = Pipeline(config, vq_config(4), has_eagle=False, **options)
     for weight in (pipeline.gpt.output.weight, pipeline.gpt.tok_embeddings.weight):
         weight.data.normal_(std=0.5)
     return pipeline
@@ -90,9 +90,9 @@ def test_class_ids():
 
 def test_a_class_conditional_folder_draws_what_its_gpt_draws(tmp_path):
     pipeline_of(CLASSES).save(tmp_path)
-    assert not {"words.safetensors", "drafter.safetensors"} & {path.name for path in tmp_path.iterdir()}
+    assert not {"words.safetensors", "eagle.safetensors"} & {path.name for path in tmp_path.iterdir()}
     pipeline = Pipeline.load(tmp_path)
-    assert pipeline.drafter is None and pipeline.words is None
+    assert pipeline.eagle is None and pipeline.words is None
     sampling = Sampling.of([5, 6], guidance=2.0)
     condition = pipeline.gpt.condition(torch.tensor([3, 7]))
     assert torch.equal(pipeline.condition(["3", "7"])[0], condition[0])
@@ -104,11 +104,11 @@ def test_a_class_conditional_folder_draws_what_its_gpt_draws(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["eagle2", "lantern:k=4", "speculative"])
-def test_without_a_drafter_methods_that_need_one_are_refused(method):
+def test_without_a_draft_model_methods_that_need_one_are_refused(method):
     pipeline = pipeline_of(CLASSES)
-    with pytest.raises(ValueError, match="without a drafter: this model has no drafter.safetensors; jacobi needs"):
+    with pytest.raises(ValueError, match="without a draft model: this model has no eagle.safetensors; jacobi needs"):
         pipeline.tokens(["3"], method, Sampling.of([5]))
-    assert pipeline.missing_drafters == ["eagle", "model"]
+    assert pipeline.missing_draft_models == ["eagle", "small"]
 
 
 @pytest.mark.parametrize("config, kind", [(CLASSES, "class ids"), (CAPTIONS, "words")])

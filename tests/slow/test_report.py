@@ -50,7 +50,7 @@ def pipeline():
     assert isinstance(config, GPTConfig) and isinstance(codes, VQConfig)
     torch.manual_seed(0)
     pipeline = Pipeline(config, codes, tiny.words.vocabulary, dataclasses.replace(config, dim=16, layers=1))
-    for gpt in (pipeline.gpt, pipeline.draft_model):
+    for gpt in (pipeline.gpt, pipeline.small):
         for weight in (gpt.output.weight, gpt.tok_embeddings.weight):
             weight.data.normal_(std=0.5)
     return pipeline

@@ -20,7 +20,7 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
     pictures(tmp_path / "data")
     small = ["--dim", 32, "--layers", 1, "--heads", 2]
     for stage, more in (("tokenizer", ["--batch", 2]), ("gpt", ["--batch", 2, *small, "--no-compile"]),
-                        ("drafter", ["--batch", 2, "--no-compile"])):
+                        ("eagle", ["--batch", 2, "--no-compile"])):
         result = run(stage, "--runs", tmp_path, "--steps", 3, "--device", "cpu", *more)
         assert result.exit_code == 0, result.output
     tokens = np.load(tmp_path / "tokens.npz")
@@ -51,7 +51,7 @@ def test_stages_follow_each_other(tmp_path, monkeypatch):
     assert torch.allclose(pair.scaling.latents(scaled).norm(dim=-1), torch.ones(24, 256), atol=0.01)
 
     assert tokens["tokens"].shape == (24, 256) and tokens["tokens"].max() < 4096
-    for part, made in {"tokenizer": "tokenizer", "gpt": "gpt", "words": "gpt", "drafter": "drafter"}.items():
+    for part, made in {"tokenizer": "tokenizer", "gpt": "gpt", "words": "gpt", "eagle": "eagle"}.items():
         assert (tmp_path / made / f"{part}.safetensors").exists()
 
 

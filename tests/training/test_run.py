@@ -115,7 +115,7 @@ def test_a_near_code_is_nearly_as_good(tmp_path):
     (["gpt", "--steps", "1"], "tokens.npz is missing: run `python -m training tokenizer`"),
     (["mar", "--steps", "1"], "pictures.npz is missing: run `python -m training data`"),
     (["mar-draft", "--steps", "1"], "pictures.npz is missing: run `python -m training data`"),
-    (["export"], "drafter.safetensors is missing: run `python -m training drafter`"),
+    (["export"], "eagle.safetensors is missing: run `python -m training eagle`"),
     (["export", "--only", "mar"], "mar.safetensors is missing: run `python -m training mar`"),
     (["gpt", "--minutes", "nan"], "'--minutes': it must be finite, got nan"),
     (["gpt", "--lr", "inf"], "'--lr': it must be finite, got inf"),

@@ -30,7 +30,7 @@ def convert(sources, out, image_size, dtype, heads, text_encoder):
     """Make a folder for --model from published checkpoints.
 
     They are files, or folders as Hugging Face has them. LlamaGen: c2i_*.pt or t2i_*.pt, and vq_ds*.pt. LANTERN: its
-    copy of the GPT, its drafter, its table of neighbors. MAR: checkpoint-last.pth and kl16.ckpt. Of two GPTs or two
+    copy of the GPT, its draft model, its table of neighbors. MAR: checkpoint-last.pth and kl16.ckpt. Of two GPTs or two
     MARs the smaller one drafts. No code in a file is run.
     """
     if not sources:
@@ -73,14 +73,14 @@ def described(model: Path) -> list[str]:
             lines.append(f"prompts: class ids, 0..{config.classes - 1}")
         else:
             lines.append(f"prompts: captions, read by {settings.text_encoder or 'the T5 given as --text-encoder'}")
-        drafters = [name for name, file in (("eagle", "drafter"), ("model", "small"))
+        draft_models = [name for name, file in (("eagle", "eagle"), ("small", "small"))
                     if (model / f"{file}.safetensors").exists()]
-        lines.append(f"drafters: {', '.join(drafters) or 'none; jacobi needs none'}")
+        lines.append(f"draft models: {', '.join(draft_models) or 'none; jacobi needs none'}")
     if (model / "mar.json").exists():
         config = read_config(model / "mar.json", MARConfig)
         lines.append(f"continuous tokens: {config.tokens} of {config.channels} numbers")
         lines.append(f"prompts: {'words' if config.classes is None else f'class ids, 0..{config.classes - 1}'}")
-        lines.append(f"drafter: {'yes' if (model / 'mar_draft.json').exists() else 'none; mar needs none'}")
+        lines.append(f"draft model: {'yes' if (model / 'mar_draft.json').exists() else 'none; mar needs none'}")
     if not lines:
         raise ValueError(f"model must be a folder with config.json or mar.json, got {model}")
     own = {name: value for name, value in vars(settings).items() if value is not None}

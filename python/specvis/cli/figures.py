@@ -23,7 +23,7 @@ def draw_all(pipelines: Pipelines, results: list[ComparedResult], prompts: list[
     if discrete:
         draw_acceptance(pipelines[Method], discrete, out / "acceptance.png")
     sampled = next((r for r in discrete if r.temperature > 0 and not r.decoded.failed.any()), None)
-    if sampled and any(r.method.parameters.get("drafter") == "eagle" for r in discrete):
+    if sampled and any(r.method.parameters.get("draft_model") == "eagle" for r in discrete):
         draw_distributions(pipelines[Method], prompts, sampled.decoded.tokens, sampled.sampling,
                            out / "distributions.png")
 

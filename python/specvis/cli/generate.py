@@ -31,7 +31,7 @@ from .options import (
     writable_file,
     writable_folder,
 )
-from .progress import Progress
+from .progress import ProgressBar
 from .workers import draw_by_workers
 
 WITH_FILE = ("batch", "workers", "cpus_per_worker", "gpus_per_worker")  # options that go with --prompts alone
@@ -143,7 +143,7 @@ def side_by_side(drawing: Drawing, requests: list[PictureRequest], out: Path) ->
     pipeline, start, method = drawing.load(requests), time.perf_counter(), drawing.method
     side = pipeline.side * scale_for(pipeline.side, drawing.scale)
     check_picture(side * len(requests), side, format_of(out))
-    with Progress(len(requests) * pipeline.num_tokens, "token", method.label) as bar:
+    with ProgressBar(len(requests) * pipeline.num_tokens, "token", method.label) as bar:
         decoded = pipeline.tokens([drawing.text(request, pipeline) for request in requests], method,
                                   drawing.sampling(requests), bar.update)
     seconds, failed = time.perf_counter() - start, decoded.failed.tolist()

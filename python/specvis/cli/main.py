@@ -60,7 +60,7 @@ def list_methods(name):
             click.echo("\ncontinuous tokens:\n")
         click.echo(f"{method.name:18}{method.source}")
         parts = (method.drafts, method.acceptance) if method.name in METHODS else (method,)
-        off = {field.name: field.default for part in parts for field in fields(part) if field.name != "drafter"}
+        off = {field.name: field.default for part in parts for field in fields(part) if field.name != "draft_model"}
         settings = ", ".join(f"{name} {format_value(value)}" for name, value in method.parameters.items()
                              if value is not None and value != off.get(name))
         for line in textwrap.wrap(settings, 100):

@@ -16,7 +16,7 @@ from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
 from ..pipelines.prompts import with_style
 from .options import check_picture, load_model, sampling_for
-from .progress import Progress
+from .progress import ProgressBar
 
 PIECE = 32  # so many batches of requests are given to the model at once: conditions take memory
 SHOWN = 20  # wrong lines of a file, or pictures that were not drawn, are named
@@ -127,7 +127,7 @@ def draw_here(drawing: Drawing, requests: list[PictureRequest], begin: Callable[
     """Draw them in this process. `begin` is called when the model and all prompts are known to be right."""
     pipeline, count = drawing.load(requests), 0
     begin()
-    with Progress(len(requests) * pipeline.num_tokens, "token", drawing.method.label) as progress:
+    with ProgressBar(len(requests) * pipeline.num_tokens, "token", drawing.method.label) as progress:
         def then(picture):
             nonlocal count
             keep(picture)

@@ -8,7 +8,7 @@ EVERY = 30  # seconds from one line to the next, at least
 SOON = 4    # seconds from one line to the next in a command of many short steps
 
 
-class Progress:
+class ProgressBar:
     """Counts up to `total`; `bar` is what a terminal shows."""
 
     def __init__(self, total: int, unit: str, label: str):
@@ -16,7 +16,7 @@ class Progress:
         self.total, self.unit, self.label, self.count = total, unit, label, 0
         self.start = self.said = time.monotonic()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *_) -> None:

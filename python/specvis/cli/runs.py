@@ -123,8 +123,8 @@ class ModelClock:
             self.modules = [*models, *(m.diffloss for m in models), *nets, *(net.time_embed for net in nets)]
             self.calls = [(m.diffloss, "cond_embeddings") for m in models]
         else:
-            gpts = [gpt for gpt in (pipeline.gpt, pipeline.draft_model) if gpt is not None]
-            self.modules = [*gpts, *filter(None, [pipeline.drafter])]
+            gpts = [gpt for gpt in (pipeline.gpt, pipeline.small) if gpt is not None]
+            self.modules = [*gpts, *filter(None, [pipeline.eagle])]
             self.calls = [(gpt, "logits") for gpt in gpts]
         self.seconds = 0.0 if pipeline.device.type == "cpu" else None
 

@@ -139,7 +139,7 @@ def search(study: DiscreteStudy, target: Target, *, pictures: int, by_seconds: b
     Returns:
         the trial of each method with the most pictures, and the chosen one; None: no method meets the target
     """
-    V, missing = study.pipeline.gpt.config.vocabulary, study.pipeline.missing_drafters
+    V, missing = study.pipeline.gpt.config.vocabulary, study.pipeline.missing_draft_models
     methods = [parse_method(text) for text in RULES] if rules is None else rules
     trials: dict[Method, Trial] = {}
     for number, (share, num_best) in enumerate(ROUNDS, 1):
@@ -149,7 +149,7 @@ def search(study: DiscreteStudy, target: Target, *, pictures: int, by_seconds: b
             if share > 1:
                 methods += [m for base in list(methods) for m in variations(base)]
         methods = [m for m in dict.fromkeys(methods)
-                   if m.num_neighbors < V and m.parameters.get("drafter") not in missing]
+                   if m.num_neighbors < V and m.parameters.get("draft_model") not in missing]
         works = [run for m in methods for run in runs_of(m, count)]
         works += [Latency(m, 1.0, timed) for m in methods if by_seconds]
         study.compute(works, f"round {number} of {len(ROUNDS)}, ")
@@ -177,10 +177,10 @@ def frontier(trials: list[Trial]) -> list[Trial]:
 
 
 def variations(base: Method) -> Iterator[Method]:
-    """The method with other trees or windows, with the other drafter, and with stricter and looser acceptance."""
+    """The method with other trees or windows, with the other draft model, and with stricter and looser acceptance."""
     changes = list(TREES[base.drafting]) if "start" not in base.parameters else [
         {"start": start} for start in ("vertical", "tokenflock")]
-    changes.append({"drafter": "model"})
+    changes.append({"draft_model": "small"})
     acceptance = base.acceptance
     if acceptance.k:
         changes += [{"delta": round(acceptance.delta * factor, 4)} for factor in (0.7, 1.4)]
@@ -193,7 +193,7 @@ def variations(base: Method) -> Iterator[Method]:
         unchanged = {name: value for name, value in differing.items() if name not in replaced}
         try:
             changed = method(base.name, **unchanged, **change)
-        except ValueError:  # such as a delta beyond its range, or a drafter of jacobi: no variation then
+        except ValueError:  # such as a delta beyond its range, or a draft model of jacobi: no variation then
             continue
         if changed != base:
             yield changed

@@ -15,7 +15,7 @@ import click
 import torch
 
 from .many import Drawing, Picture, PictureRequest, draw
-from .progress import Progress
+from .progress import ProgressBar
 
 RETRIES = 2   # a picture whose worker ended is tried again this often
 DEATHS = 5    # times the number of workers may end in a row without a picture between them
@@ -180,7 +180,7 @@ def draw_by_workers(drawing: Drawing, requests: list[PictureRequest], begin: Cal
             return Seat(worker, worker.load.remote(drawing, requests, max(1, int(cpus))))
 
         crew, count = Crew(ray, num_workers, start, requests, drawing.batch), 0
-        with Progress(len(requests), "picture", drawing.method.label) as progress:
+        with ProgressBar(len(requests), "picture", drawing.method.label) as progress:
             def then(picture):
                 nonlocal count
                 keep(picture)

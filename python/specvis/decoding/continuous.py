@@ -15,11 +15,11 @@ from .continuous_state import (
     ContinuousDecoded,
     ContinuousSampling,
     ContinuousState,
+    ContinuousStep,
     Denoisers,
     Drafts,
     GuidedMAR,
     KnownTokens,
-    Step,
 )
 from .continuous_verify import Verified, verify
 from .decoded import Progress
@@ -106,7 +106,7 @@ def parallel_decode(mar: MAR, source: Tensor, sampling: ContinuousSampling, num_
 
 
 @torch.inference_mode()
-def continuous_decode(target: MAR, drafter: MAR | None, source: Tensor, sampling: ContinuousSampling,
+def continuous_decode(target: MAR, draft_model: MAR | None, source: Tensor, sampling: ContinuousSampling,
                       method: str | ContinuousMethod, progress: Progress | None = None,
                       known: KnownTokens | None = None) -> ContinuousDecoded:
     """Draft tokens, verify them in one target forward, resample what is rejected, until every image is complete.
@@ -118,7 +118,7 @@ def continuous_decode(target: MAR, drafter: MAR | None, source: Tensor, sampling
         method: a method or its name, see parse_method; with gamma 0 this is parallel_decode
         known:  tokens that are known from the start; None: there are none
     Raises:
-        ValueError: not a method for continuous tokens, not one condition for each seed, or the drafter's tokens,
+        ValueError: not a method for continuous tokens, not one condition for each seed, or the draft model's tokens,
             channels, timesteps, denoising steps or classes are not the target's
     """
     method = continuous_method(method)
@@ -126,19 +126,20 @@ def continuous_decode(target: MAR, drafter: MAR | None, source: Tensor, sampling
         return parallel_decode(target, source, sampling, method.num_iter or None, progress, known,
                                steps_first=method.steps_first or None, steps_last=method.steps_last or None,
                                guidance_schedule=method.guidance_schedule)
-    check_pair(target, drafter)
+    check_pair(target, draft_model)
     state = ContinuousState(target, sampling, known)
-    target, drafter = (GuidedMAR(model, source, sampling, method.guidance_schedule) for model in (target, drafter))
+    target, draft_model = (GuidedMAR(model, source, sampling, method.guidance_schedule)
+                           for model in (target, draft_model))
     for start in range(state.start, min(round(method.prefill * state.num_tokens), state.end)):
         sample_tokens(state, target, start, start + 1)
         state.report(progress)
     while (step := next_step(state, method)) is not None:
-        run_step(state, target, drafter, step, method)
+        run_step(state, target, draft_model, step, method)
         state.report(progress)
     return state.decoded()
 
 
-def next_step(state: ContinuousState, method: ContinuousMethod) -> Step | None:
+def next_step(state: ContinuousState, method: ContinuousMethod) -> ContinuousStep | None:
     """The step that goes on with all images that are not complete; None where all are."""
     requests = (state.counts < state.end).nonzero()[:, 0]
     if not len(requests):
@@ -149,31 +150,31 @@ def next_step(state: ContinuousState, method: ContinuousMethod) -> Step | None:
     max_count, max_drafted = torch.stack([counts.max(), num_drafted.max()]).tolist()
     ranks = counts[:, None] + torch.arange(max_drafted + method.truncate, device=counts.device)
     ranks = ranks.clamp(max=state.end - 1)
-    return Step(requests, state.seeds[requests], counts, num_missing, num_drafted.int(), max_count, max_drafted,
-                ranks, state.order[requests].gather(1, ranks), state.num_tokens - 1 - ranks,
-                state.noise[requests[:, None], ranks - state.start])
+    return ContinuousStep(requests, state.seeds[requests], counts, num_missing, num_drafted.int(), max_count,
+                          max_drafted, ranks, state.order[requests].gather(1, ranks), state.num_tokens - 1 - ranks,
+                          state.noise[requests[:, None], ranks - state.start])
 
 
-def run_step(state: ContinuousState, target: GuidedMAR, drafter: GuidedMAR, step: Step,
+def run_step(state: ContinuousState, target: GuidedMAR, draft_model: GuidedMAR, step: ContinuousStep,
              method: ContinuousMethod) -> None:
     """Add tokens to the images of one step."""
-    drafts = draft(state, drafter, step, method)
+    drafts = draft(state, draft_model, step, method)
     denoisers = target_forward(state, target, step, drafts, method)
     verified = verify(step, drafts, denoisers, method)
     commit(state, step, verified)
     update(state, step, drafts, verified)
 
 
-def draft(state: ContinuousState, drafter: GuidedMAR, step: Step, method: ContinuousMethod) -> Drafts:
+def draft(state: ContinuousState, draft_model: GuidedMAR, step: ContinuousStep, method: ContinuousMethod) -> Drafts:
     """Draft G tokens for each image, one after the other, each given the drafts before it."""
     images, ranks = state.tokens[step.requests], state.ranks[step.requests]
     rows, keep_paths = torch.arange(len(images), device=images.device), method.variant == "path"
     zs, samples = [], []
     for g in range(step.max_drafted):
         token = slice(g, g + 1)
-        z = drafter.z(images, ranks < step.ranks[:, token], step.positions[:, token], step.requests,
+        z = draft_model.z(images, ranks < step.ranks[:, token], step.positions[:, token], step.requests,
                       min(state.num_tokens, step.max_count + g))
-        sample = drafter.denoiser(z, step.num_unknown[:, token]).sample(step.noise[:, token], keep_paths)
+        sample = draft_model.denoiser(z, step.num_unknown[:, token]).sample(step.noise[:, token], keep_paths)
         images[rows, step.positions[:, g]] = sample.mean[:, 0]
         zs.append(z)
         samples.append(sample)
@@ -181,12 +182,12 @@ def draft(state: ContinuousState, drafter: GuidedMAR, step: Step, method: Contin
     def joined(name):
         return torch.cat([getattr(sample, name) for sample in samples], 1)
 
-    denoisers = Denoisers(drafter, torch.cat(zs, 1), step.num_unknown[:, :step.max_drafted])
+    denoisers = Denoisers(draft_model, torch.cat(zs, 1), step.num_unknown[:, :step.max_drafted])
     return Drafts(images, denoisers, joined("mean"), joined("log_sigma"), joined("log_sigma_sum"),
                   joined("path") if keep_paths else None)
 
 
-def target_forward(state: ContinuousState, target: GuidedMAR, step: Step, drafts: Drafts,
+def target_forward(state: ContinuousState, target: GuidedMAR, step: ContinuousStep, drafts: Drafts,
                    method: ContinuousMethod) -> Denoisers:
     """The target's diffusions of the step's tokens (R, n), from one forward.
 
@@ -205,14 +206,14 @@ def target_forward(state: ContinuousState, target: GuidedMAR, step: Step, drafts
     return Denoisers(target, z[:, 0].unflatten(0, (R, n)), step.num_unknown)
 
 
-def commit(state: ContinuousState, step: Step, verified: Verified) -> None:
+def commit(state: ContinuousState, step: ContinuousStep, verified: Verified) -> None:
     """Put the step's tokens into the images."""
     index = verified.is_new.nonzero(as_tuple=True)
     state.tokens[step.requests[index[0]], step.positions[index]] = verified.tokens[index]
     state.counts[step.requests] += verified.is_new.sum(1)
 
 
-def update(state: ContinuousState, step: Step, drafts: Drafts, verified: Verified) -> None:
+def update(state: ContinuousState, step: ContinuousStep, drafts: Drafts, verified: Verified) -> None:
     """Record what became of the drafts, and end the images that failed."""
     index = (verified.is_accepted | verified.is_rejected).nonzero(as_tuple=True)
     requests, ranks = step.requests[index[0]], step.ranks[index]
@@ -236,9 +237,9 @@ def continuous_method(method: str | ContinuousMethod) -> ContinuousMethod:
     return method
 
 
-def check_pair(target: MAR, drafter: MAR) -> None:
+def check_pair(target: MAR, draft_model: MAR) -> None:
     """ValueError unless both models have the same tokens and denoise them in the same steps."""
     for name in ("tokens", "channels", "num_train_timesteps", "num_sampling_steps", "classes"):
-        wanted, got = getattr(target.config, name), getattr(drafter.config, name)
+        wanted, got = getattr(target.config, name), getattr(draft_model.config, name)
         if wanted != got:
-            raise ValueError(f"drafter must have the target's {name}={wanted}, got {name}={got}")
+            raise ValueError(f"draft_model must have the target's {name}={wanted}, got {name}={got}")

@@ -228,7 +228,7 @@ class GuidedMAR:
 
 
 @dataclass
-class Step:
+class ContinuousStep:
     """One step of the loop: its R images, and the n tokens of each that it may add.
 
     The first G of the n are drafted. Where the method truncates, there is one more: the token after the drafts. Where
@@ -262,7 +262,7 @@ class Denoisers:
 
 @dataclass
 class Drafts:
-    """What the drafter proposes in one step, for R images and up to G tokens of each."""
+    """What the draft model proposes in one step, for R images and up to G tokens of each."""
 
     images: Tensor         # (R, L, C) float32  the known tokens and the drafts
     denoisers: Denoisers   # (R, G)

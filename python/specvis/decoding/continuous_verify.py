@@ -13,7 +13,7 @@ from specvis_kernels import (
     resample_gaussian,
 )
 
-from .continuous_state import Denoisers, Drafts, Step, path_noise
+from .continuous_state import ContinuousStep, Denoisers, Drafts, path_noise
 from .methods import ContinuousMethod
 from .sampling import ACCEPT, FRESH, RESAMPLE, RESAMPLE_NOISE, UNALIGNED
 
@@ -29,8 +29,8 @@ class Evaluated:
     last_step: list[Tensor]  # four of (R, G, C): target_means to draft_log_sigmas; empty for the variant "path"
 
 
-def evaluate_drafts(step: Step, drafts: Drafts, denoisers: Denoisers, method: ContinuousMethod) -> Evaluated:
-    """The density ratios of the drafts, target to drafter."""
+def evaluate_drafts(step: ContinuousStep, drafts: Drafts, denoisers: Denoisers, method: ContinuousMethod) -> Evaluated:
+    """The density ratios of the drafts, target to draft model."""
     G = step.max_drafted
     target = denoisers[:, :G]
     if method.variant == "path":
@@ -65,7 +65,7 @@ class Verified:
     is_failed: Tensor     # (R,) bool     a number of either model was not finite
 
 
-def verify(step: Step, drafts: Drafts, denoisers: Denoisers, method: ContinuousMethod) -> Verified:
+def verify(step: ContinuousStep, drafts: Drafts, denoisers: Denoisers, method: ContinuousMethod) -> Verified:
     """Accept or reject the drafts, resample the rejected ones, and draw what the target adds alone.
 
     That is the token after the drafts where all are accepted, if the method truncates, and the tokens whose
@@ -101,8 +101,8 @@ def verify(step: Step, drafts: Drafts, denoisers: Denoisers, method: ContinuousM
                     result.log_r, is_failed)
 
 
-def resample(step: Step, drafts: Drafts, denoisers: Denoisers, evaluated: Evaluated, index: tuple[Tensor, Tensor],
-           method: ContinuousMethod) -> ResampleGaussianResult:
+def resample(step: ContinuousStep, drafts: Drafts, denoisers: Denoisers, evaluated: Evaluated,
+             index: tuple[Tensor, Tensor], method: ContinuousMethod) -> ResampleGaussianResult:
     """Tokens (m, C) in place of the m rejected drafts at `index`, NaN where a number was not finite.
 
     Where the status is OUT_OF_TRIES, the token is still to be drawn.
@@ -115,7 +115,7 @@ def resample(step: Step, drafts: Drafts, denoisers: Denoisers, evaluated: Evalua
     return ResampleGaussianResult(tokens.masked_fill(is_invalid[:, None], torch.nan), num_tries, status)
 
 
-def resample_last_step(step: Step, evaluated: Evaluated, index: tuple[Tensor, Tensor],
+def resample_last_step(step: ContinuousStep, evaluated: Evaluated, index: tuple[Tensor, Tensor],
                      method: ContinuousMethod) -> ResampleGaussianResult:
     """Resample the last step of the target's denoising, for the m rejected drafts at `index`."""
     seeds, positions = step.seeds[index[0]], step.positions[index][:, None]
@@ -127,7 +127,7 @@ def resample_last_step(step: Step, evaluated: Evaluated, index: tuple[Tensor, Te
                          temperature=temperature)
 
 
-def resample_paths(step: Step, drafts: Drafts, denoisers: Denoisers, index: tuple[Tensor, Tensor],
+def resample_paths(step: ContinuousStep, drafts: Drafts, denoisers: Denoisers, index: tuple[Tensor, Tensor],
                  method: ContinuousMethod) -> ResampleGaussianResult:
     """Resample whole paths of the target, for the m rejected drafts at `index`, until one is accepted.
 
@@ -174,7 +174,8 @@ def try_proposals(seeds: Tensor, positions: Tensor, proposals: Tensor, log_ratio
     return ResampleGaussianResult(*(part[:, 0] for part in result))
 
 
-def sample_target(step: Step, denoisers: Denoisers, index: tuple[Tensor, Tensor], is_rejected: Tensor) -> Tensor:
+def sample_target(step: ContinuousStep, denoisers: Denoisers, index: tuple[Tensor, Tensor],
+                  is_rejected: Tensor) -> Tensor:
     """The target's own samples (m, C) of the tokens at `index`.
 
     is_rejected (m,): there was a draft, made from the token's noise, so that this sample needs other noise

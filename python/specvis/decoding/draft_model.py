@@ -1,7 +1,6 @@
 """Who drafts: EAGLE's head, which reads the target's hidden states, or a model that reads the tokens alone.
 
-Both are drafters as `models.interface.Drafter` describes them: row b of 2B has the condition of request b, row B + b
-has none.
+Both are `models.interface.DraftModel`s: row b of 2B has the condition of request b, row B + b has none.
 """
 from copy import copy
 
@@ -16,7 +15,7 @@ from .batch_state import pairs
 from .driver import can_replay
 
 
-class EagleDrafter:
+class EagleDraftModel:
     """EAGLE's head on a GPT. It is one position behind the target, and borrows the target's output layer."""
 
     can_replay = True
@@ -38,7 +37,7 @@ class EagleDrafter:
         self.prefix_len = gpt.prefix_len - 1
         self.padding_mask = padding_mask[:, : self.prefix_len]
 
-    def select(self, requests: list[int]) -> "EagleDrafter":
+    def select(self, requests: list[int]) -> "EagleDraftModel":
         other = copy(self)
         other.padding_mask = self.padding_mask[pairs(requests, len(self.padding_mask) // 2)]
         return other
@@ -56,7 +55,7 @@ class EagleDrafter:
         return self.head.extend(tokens, previous_hidden, nodes, cache)
 
 
-class ModelDrafter:
+class SmallDraftModel:
     """A model that drafts by itself: it knows the condition and the tokens, and nothing of the target's states.
 
     Any `TargetModel` with the target's grid and vocabulary will do.
@@ -68,9 +67,9 @@ class ModelDrafter:
         self.logits, self.prefix_len, self.can_replay = model.logits, model.prefix_len, can_replay(model)
         self.grid, self.vocab_size = model.grid, model.vocab_size
 
-    def select(self, requests: list[int]) -> "ModelDrafter":
+    def select(self, requests: list[int]) -> "SmallDraftModel":
         both = pairs(requests, len(self.padding_mask) // 2)
-        return ModelDrafter(self.model, self.condition[both], self.padding_mask[both])
+        return SmallDraftModel(self.model, self.condition[both], self.padding_mask[both])
 
     def new_cache(self, columns: int) -> ModelCache:
         return self.model.new_cache(len(self.padding_mask), columns)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specvis_kernels import TreeLinksResult, draft_children, draft_frontier, philox_uniforms, select_tree, tree_links
 
-from ..models.interface import Drafter, Nodes, TargetModel, id_range, num_tokens
+from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens
 from ..models.threads import cat, copy
 from .batch_state import BatchState
 from .methods import Method
@@ -34,25 +34,25 @@ class DraftState(BatchState, ABC):
 
     ROWS, PAIRS, PARTS, CACHES = ("uniforms",), ("hidden", "logits", "padding_mask"), ("sampling", "shapes"), ("cache",)
 
-    def __init__(self, drafter: Drafter, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
+    def __init__(self, draft_model: DraftModel, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
                  shapes: Shapes, num_nodes: int, max_depth: int):
         """
         Args:
             target:         says which ids are allowed at a position
-            draft_guidance: (B,) float32  the share of each request's guidance that the drafter gets
+            draft_guidance: (B,) float32  the share of each request's guidance that the draft model gets
             shapes:         the depth and the width of each request's next tree
-            num_nodes:      how many nodes of a tree the drafter reads at most, the root among them
+            num_nodes:      how many nodes of a tree the draft model reads at most, the root among them
             max_depth:      the largest depth of any tree
         """
-        self.drafter, self.target, self.shapes, self.num_tokens = drafter, target, shapes, num_tokens(target)
+        self.draft_model, self.target, self.shapes, self.num_tokens = draft_model, target, shapes, num_tokens(target)
         self.has_id_range = hasattr(target, "id_range")
-        self.padding_mask = drafter.padding_mask.clone()
+        self.padding_mask = draft_model.padding_mask.clone()
         guidance = torch.lerp(torch.ones_like(draft_guidance), sampling.guidance, draft_guidance)
         self.sampling = replace(sampling[list(range(len(sampling.seeds)))], guidance=guidance)  # in its own memory
         seeds = self.sampling.seeds
         self.settings = guidance, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p
-        self.num_columns = drafter.prefix_len + self.num_tokens + max(num_nodes, max_depth + 1)
-        self.cache = drafter.new_cache(self.num_columns)
+        self.num_columns = draft_model.prefix_len + self.num_tokens + max(num_nodes, max_depth + 1)
+        self.cache = draft_model.new_cache(self.num_columns)
         self.depths = torch.arange(max_depth + 1, device=seeds.device)[None]  # of the nodes of a chain
         self.chain = chain_ancestors(len(seeds), max_depth + 1, seeds.device)
         self.hidden, self.logits = None, None
@@ -70,7 +70,7 @@ class DraftState(BatchState, ABC):
 
     def prefill(self, hidden: Tensor) -> None:
         """Read the conditions; hidden (2B, S, H): the target's states at them."""
-        self.drafter.prefill(hidden, self.cache)
+        self.draft_model.prefill(hidden, self.cache)
 
     def extend(self, new_tokens: Tensor, previous_hidden: Tensor, counts: Tensor, num_new: Tensor,
                max_count: int) -> None:
@@ -87,18 +87,18 @@ class DraftState(BatchState, ABC):
         is_step = A == self.depths.shape[1]  # else it is the prefill, with any number of known tokens
         depths, ancestors = (self.depths, self.chain) if is_step else (
             torch.arange(A, device=counts.device)[None], chain_ancestors(B, A, counts.device))
-        nodes = self.nodes(depths, counts + self.drafter.prefix_len, ancestors, max_count + A)
-        hidden = self.drafter.extend(repeat_for_cfg(new_tokens), previous_hidden, nodes, self.cache)
+        nodes = self.nodes(depths, counts + self.draft_model.prefix_len, ancestors, max_count + A)
+        hidden = self.draft_model.extend(repeat_for_cfg(new_tokens), previous_hidden, nodes, self.cache)
         hidden = take_nodes(hidden, (num_new - 1)[:, None])
-        logits = self.drafter.logits(hidden)
+        logits = self.draft_model.logits(hidden)
         if self.hidden is None:
             self.hidden, self.logits = hidden.clone(), logits.clone()
         copy(self.hidden, hidden)
         copy(self.logits, logits)
 
     def nodes(self, depth: Tensor, lengths: Tensor, ancestors: Tensor, max_columns: int, first: int = 0) -> Nodes:
-        """The nodes of the drafter's tree. max_columns: after the condition"""
-        columns = min(self.drafter.prefix_len + max_columns, self.num_columns)
+        """The nodes of the draft model's tree. max_columns: after the condition"""
+        columns = min(self.draft_model.prefix_len + max_columns, self.num_columns)
         return Nodes(depth, lengths, ancestors, self.padding_mask, columns, first)
 
     def id_range(self, counts: Tensor, depth: int, num_nodes: int) -> Tensor | None:
@@ -111,18 +111,18 @@ class DraftState(BatchState, ABC):
 
         Args:
             tokens:          (B, F) int64  the drafts
-            previous_hidden: (2B, F, H)    the drafter's hidden states at their parents
+            previous_hidden: (2B, F, H)    the draft model's hidden states at their parents
         Returns:
             hidden states (2B, F, H), logits (2B, F, V) of their children
         """
-        hidden = self.drafter.extend(repeat_for_cfg(tokens), previous_hidden, nodes, self.cache)
-        return hidden, self.drafter.logits(hidden)
+        hidden = self.draft_model.extend(repeat_for_cfg(tokens), previous_hidden, nodes, self.cache)
+        return hidden, self.draft_model.logits(hidden)
 
 
 class StaticPlan:
     """How to draft a static tree level by level, as index tensors on the device.
 
-    Inner nodes are the nodes that have children. The drafter reads them, the root first. Each level
+    Inner nodes are the nodes that have children. The draft model reads them, the root first. Each level
     takes three moves:
     1. Draw K children after each of the F inner nodes of the level above. K is the most that any of them has.
     2. Pick the children that are inner nodes: the inner nodes of this level.
@@ -177,12 +177,12 @@ class StaticDraftState(DraftState):
     """Trees of one shape, whose children are sampled without replacement. Greedy requests get the likeliest ones.
 
     Where drafts are verified by equality, they are drawn with the noise of the target's own draws: the nearer the
-    drafter's probabilities are to the target's, the more likely the two draw the same token.
+    draft model's probabilities are to the target's, the more likely the two draw the same token.
     """
 
-    def __init__(self, drafter: Drafter, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
+    def __init__(self, draft_model: DraftModel, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
                  shapes: Shapes, plan: StaticPlan, seed_exact: bool):
-        super().__init__(drafter, target, sampling, draft_guidance, shapes, plan.num_inner, len(plan.levels))
+        super().__init__(draft_model, target, sampling, draft_guidance, shapes, plan.num_inner, len(plan.levels))
         self.plan, self.seed_exact = plan, seed_exact
         if not seed_exact:
             num_drafts = plan.links.depth.shape[1] - 1
@@ -191,7 +191,7 @@ class StaticDraftState(DraftState):
 
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         B, newest = len(counts), (counts - 1)[:, None]                           # the position of the newest token
-        column = newest[:, 0] + self.drafter.prefix_len                          # (B,) its column
+        column = newest[:, 0] + self.draft_model.prefix_len                          # (B,) its column
         if not self.seed_exact:
             uniforms = take_nodes(self.uniforms, newest)[:, 0].split(self.plan.num_drawn, 1)
         drawn, rows, hidden, logits = [root[:, None]], [], self.hidden, self.logits
@@ -219,14 +219,14 @@ class StaticDraftState(DraftState):
 class DynamicDraftState(DraftState):
     """EAGLE-2's trees: each level continues the likeliest paths, and in the end the likeliest drafts are kept."""
 
-    def __init__(self, drafter: Drafter, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
+    def __init__(self, draft_model: DraftModel, target: TargetModel, sampling: Sampling, draft_guidance: Tensor,
                  shapes: Shapes, num_nodes: int, max_depth: int, sizes: Tensor, max_nodes: int):
         """sizes (B,) int32: how many nodes each request's tree may keep, the root counted; none has over max_nodes."""
-        super().__init__(drafter, target, sampling, draft_guidance, shapes, num_nodes, max_depth)
+        super().__init__(draft_model, target, sampling, draft_guidance, shapes, num_nodes, max_depth)
         self.sizes, self.max_nodes = sizes, max_nodes
         B, device = len(sizes), sizes.device
         self.depths_of_levels = [torch.full((1, 1), level, device=device) for level in range(max_depth)]
-        # The root is the first frontier: its score, its bit among all nodes that the drafter reads, no candidate.
+        # The root is the first frontier: its score, its bit among all nodes that the draft model reads, no candidate.
         self.root_score = torch.zeros(B, 1, device=device)
         self.root_ancestors = torch.zeros(B, 1, (num_nodes + 63) // 64, dtype=torch.int64, device=device)
         self.root_ancestors[..., 0] = 1
@@ -234,7 +234,7 @@ class DynamicDraftState(DraftState):
 
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         K, width, levels = max_width, self.shapes.width.int(), []
-        column = counts + (self.drafter.prefix_len - 1)                          # (B,) of the newest token
+        column = counts + (self.draft_model.prefix_len - 1)                          # (B,) of the newest token
         hidden, logits = self.hidden, self.logits
         scores, ancestors, candidates = self.root_score, self.root_ancestors, self.root_candidate
         num_candidates = 0
@@ -258,7 +258,8 @@ class DynamicDraftState(DraftState):
         return DraftTree(tree.tokens, tree_links(tree.parents), None, None)
 
 
-def new_draft_state(drafter: Drafter, sampling: Sampling, methods: list[Method], target: TargetModel) -> DraftState:
+def new_draft_state(draft_model: DraftModel, sampling: Sampling, methods: list[Method],
+                    target: TargetModel) -> DraftState:
     """The state of the draft model for these methods, one for each request and all of one `Method.family`."""
     base, seeds, grid = methods[0], sampling.seeds, target.grid
 
@@ -270,10 +271,10 @@ def new_draft_state(drafter: Drafter, sampling: Sampling, methods: list[Method],
         plan = StaticPlan(static_tree(base.drafts.tree), len(methods), seeds.device)
         max_depth = of_each(lambda m: m.max_depth)
         shapes = Shapes(max_depth, max_depth, max_depth, grid)
-        return StaticDraftState(drafter, target, sampling, draft_guidance, shapes, plan, base.seed_exact)
+        return StaticDraftState(draft_model, target, sampling, draft_guidance, shapes, plan, base.seed_exact)
     shapes = Shapes(of_each(lambda m: m.drafts.depth), of_each(lambda m: m.drafts.width),
                     of_each(lambda m: m.drafts.nodes - 1), grid, base.drafts.adaptation,
                     philox_uniforms(seeds, num_tokens(target), 2, stream=SHAPE))
     deepest, widest = max(m.max_depth for m in methods), max(m.max_width for m in methods)
-    return DynamicDraftState(drafter, target, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
+    return DynamicDraftState(draft_model, target, sampling, draft_guidance, shapes, 1 + deepest * widest, deepest,
                              of_each(lambda m: m.drafts.nodes, torch.int32), max(m.max_nodes for m in methods))

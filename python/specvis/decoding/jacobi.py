@@ -58,7 +58,7 @@ def jacobi_decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, 
         ValueError: an argument differs from the above, or the target's logits at a token depend on later tokens
     """
     requests = checked_requests(target, condition, padding_mask, sampling, methods, known_tokens, (
-        "jacobi", "none"), "Jacobi decoding or vanilla (speculative_decode takes methods with a drafter)")
+        "jacobi", "none"), "Jacobi decoding or vanilla (speculative_decode takes methods with a draft model)")
     methods, base, total = requests.methods, requests.methods[0], len(requests)
     check_causal(target)
     batch = check_batch(batch, methods, observe, target)

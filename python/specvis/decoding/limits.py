@@ -6,7 +6,7 @@ from dataclasses import MISSING, field
 from numbers import Integral, Real
 
 MAX_NODES = 1024           # of a tree [64], the root counted: a forward reads as many positions, and gives their logits
-MAX_DEPTH = 128            # levels of a tree [9]: the drafter is run once a level
+MAX_DEPTH = 128            # levels of a tree [9]: the draft model is run once a level
 MAX_CHILDREN = 128         # children of a node [39]: a level has as many nodes, and the square of it in candidates
 MAX_GUESSES = MAX_NODES - 1  # guesses of Jacobi decoding [64], or drafts of a step of continuous tokens [32]
 MAX_NEIGHBORS = 2**19 - 1  # columns of a table [1000]: the ops take codebooks of at most 2**19

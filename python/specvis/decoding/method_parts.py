@@ -25,7 +25,7 @@ CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
 METRICS = ("l2", "raw", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
 MAX_WINDOW, USUAL_WINDOW = 32, 16  # of "auto": the most it chooses; its value where the tokens depend on the window
-DRAFTERS = {"eagle": "the EAGLE head on the target's hidden states", "model": "a smaller model of the target's family"}
+DRAFT_MODELS = {"eagle": "the EAGLE head on the target's hidden states", "small": "a smaller model of its family"}
 
 
 class Size(NamedTuple):
@@ -36,7 +36,7 @@ class Size(NamedTuple):
     width: int  # children of a node
 
 
-class Part:
+class MethodPart:
     """A part of a method."""
 
     def need(self, name: str, condition: bool, wanted: str) -> None:
@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class NoDrafts(Part):
+class NoDrafts(MethodPart):
     """Every target forward gives one token. To Jacobi decoding it is a window of no guesses."""
 
     drafting, window, guess = "none", 0, "above"
@@ -61,8 +61,8 @@ class NoDrafts(Part):
 
 
 @dataclass(frozen=True)
-class JacobiDrafts(Part):
-    """The target itself guesses the next tokens, and improves its guesses from forward to forward: no drafter."""
+class JacobiDrafts(MethodPart):
+    """The target itself guesses the next tokens, and improves its guesses from forward to forward: no draft model."""
 
     drafting = "jacobi"
 
@@ -81,14 +81,14 @@ class JacobiDrafts(Part):
 
 
 @dataclass(frozen=True)
-class TreeDrafts(Part):
+class TreeDrafts(MethodPart):
     """A draft model proposes trees."""
 
-    drafter: str = setting("who drafts: " + ", ".join(f"{name} ({what})" for name, what in DRAFTERS.items()), "eagle")
-    draft_guidance: float = setting("share of the guidance that the drafter gets; 0: it drafts without", 1.0)
+    draft_model: str = setting("; ".join(f"{name}: {what}" for name, what in DRAFT_MODELS.items()), "eagle")
+    draft_guidance: float = setting("share of the guidance that the draft model gets; 0: it drafts without", 1.0)
 
     def __post_init__(self):
-        self.need("drafter", self.drafter in DRAFTERS, f"one of {', '.join(DRAFTERS)}")
+        self.need("draft_model", self.draft_model in DRAFT_MODELS, f"one of {', '.join(DRAFT_MODELS)}")
         self.need("draft_guidance", is_number(self.draft_guidance, 0), FINITE)
 
 
@@ -156,7 +156,7 @@ class DynamicDrafts(TreeDrafts):
 
 
 @dataclass(frozen=True)
-class Acceptance(Part):
+class Acceptance(MethodPart):
     """Which drafts are accepted.
 
     With `seed_exact`, a draft is accepted if it equals the target's own draw, which the request's seed and the position

@@ -20,13 +20,13 @@ from .limits import (
     is_number,
     setting,
 )
-from .method_parts import Acceptance, DynamicDrafts, JacobiDrafts, NoDrafts, Part, StaticDrafts
+from .method_parts import Acceptance, DynamicDrafts, JacobiDrafts, MethodPart, NoDrafts, StaticDrafts
 from .trees import Adaptation
 
 VARIANTS, CONDITIONINGS = ("paper", "released", "path"), ("exact", "block")
 SCHEDULES = ("linear", "constant", "released")  # of MAR's guidance
 OF_MAR = ("num_iter", "steps_first", "steps_last")  # the parameters of MAR's own decoding
-FAMILY = ("guess", "drafter", "tree", "adaptation", "seed_exact", "coupling", "k", "cutoff", "metric", "residual")
+FAMILY = ("guess", "draft_model", "tree", "adaptation", "seed_exact", "coupling", "k", "cutoff", "metric", "residual")
 
 
 def format_value(value) -> str:
@@ -36,7 +36,7 @@ def format_value(value) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-class Recipe(Part):
+class Recipe(MethodPart):
     """A method with a name."""
 
     @property
@@ -286,7 +286,7 @@ ADAPTIVE = DynamicDrafts(depth=4, width=10, nodes=60, adaptation=Adaptation())
 
 METHODS = {m.name: m for m in (
     Method("vanilla", "the baseline: a token a target forward"),
-    Method("jacobi", f"{SJD}, with the noise of arXiv:2510.24211: no drafter, plain decoding's tokens",
+    Method("jacobi", f"{SJD}, with the noise of arXiv:2510.24211: no draft model, plain decoding's tokens",
            JacobiDrafts(window="auto"), EXACT),
     Method("speculative", "Leviathan et al., arXiv:2211.17192, Algorithm 1", StaticDrafts(tree="chain-4")),
     Method("eagle1", f"{EAGLE1}: a static tree, children sampled", STATIC),

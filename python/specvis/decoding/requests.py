@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..models.interface import Drafter, TargetModel, id_range, num_tokens, rows_and_columns
+from ..models.interface import DraftModel, TargetModel, id_range, num_tokens, rows_and_columns
 from .batch_state import pairs
 from .decoded import Observer
 from .methods import Method, one_each
@@ -120,26 +120,26 @@ def check_known_tokens(known_tokens: Tensor | None, batch: int, target: TargetMo
     return counts.tolist()
 
 
-def check_drafter(target: TargetModel, drafter: Drafter, condition: Tensor) -> None:
-    """Raise ValueError unless a drafter is for both rows of each condition (B, S, dim), and of the target's kind."""
+def check_draft_model(target: TargetModel, draft_model: DraftModel, condition: Tensor) -> None:
+    """Raise ValueError unless a draft model has both rows of each condition (B, S, dim) and is of the target's kind."""
     for name, same in (("grid", rows_and_columns), ("vocab_size", int)):
-        if same(getattr(drafter, name, getattr(target, name))) != same(getattr(target, name)):
-            raise ValueError(f"drafter.{name} must be the target's, {getattr(target, name)}, "
-                             f"got {getattr(drafter, name)}")
-    mask, wanted = drafter.padding_mask, (2 * len(condition), drafter.prefix_len)
+        if same(getattr(draft_model, name, getattr(target, name))) != same(getattr(target, name)):
+            raise ValueError(f"draft_model.{name} must be the target's, {getattr(target, name)}, "
+                             f"got {getattr(draft_model, name)}")
+    mask, wanted = draft_model.padding_mask, (2 * len(condition), draft_model.prefix_len)
     if mask.dtype != torch.bool or mask.shape != wanted or mask.device != condition.device:
-        raise ValueError(f"drafter.padding_mask must be bool (R={wanted[0]}, prefix_len={wanted[1]}) on "
+        raise ValueError(f"draft_model.padding_mask must be bool (R={wanted[0]}, prefix_len={wanted[1]}) on "
                          f"{condition.device}, two rows a request, got {str(mask.dtype)[6:]} {tuple(mask.shape)} on "
                          f"{mask.device}")
 
 
 def check_batch(batch: int | None, methods: list[Method], observe: Observer | None, target: TargetModel,
-                drafter: Drafter | None = None) -> int:
+                draft_model: DraftModel | None = None) -> int:
     """How many images are decoded at once.
 
     Raises:
         ValueError: not None and no whole number of at least 1; or requests would wait for a row although they have
-            several methods, someone observes, or the caches of the model or the drafter have no `insert`
+            several methods, someone observes, or the caches of the model or the draft model have no `insert`
     """
     if batch is None:
         return len(methods)
@@ -156,7 +156,7 @@ def check_batch(batch: int | None, methods: list[Method], observe: Observer | No
     if not hasattr(target.new_cache(1, 1), "insert"):
         raise ValueError(f"batch must be None for {type(target).__name__}: its cache has no method insert, by which "
                          "an image could take the place of a finished one")
-    if drafter and not (hasattr(drafter, "select") and hasattr(drafter.new_cache(1), "insert")):
-        raise ValueError(f"batch must be None for {type(drafter).__name__}: it has no method select, or its cache has "
+    if draft_model and not (hasattr(draft_model, "select") and hasattr(draft_model.new_cache(1), "insert")):
+        raise ValueError(f"batch must be None for {type(draft_model).__name__}: it has no method select, or its cache "
                          "no method insert, by which an image could take the place of a finished one")
     return batch

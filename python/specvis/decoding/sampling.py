@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs, philox_uniforms
 
-from ..models.interface import Drafter, TargetModel, id_range
+from ..models.interface import DraftModel, TargetModel, id_range
 from ..models.threads import in_parts
 from .batch_state import BatchState
 from .limits import MAX_NUMBER, MAX_TOP_K, count_within, is_count, is_number
@@ -66,7 +66,8 @@ class Sampling(BatchState):
     def select(self, rows: list[int], batch: int) -> "Sampling":
         return self[rows]
 
-    def probs(self, model: TargetModel | Drafter, hidden: Tensor, positions: Tensor | None = None) -> GuidedProbsResult:
+    def probs(self, model: TargetModel | DraftModel, hidden: Tensor,
+              positions: Tensor | None = None) -> GuidedProbsResult:
         """Hidden states (2B, N, dim) -> guided probabilities (B, N, V) and their status (B, N).
 
         positions (B, N) int64: in the image, of the token after each; None: any id is allowed

@@ -16,20 +16,20 @@ from torch import Tensor
 
 from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commit_tokens, philox_uniforms, verify_logits
 
-from ..models.interface import Drafter, Nodes, TargetModel, id_range, num_tokens
+from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens
 from .batch_state import BatchState
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
 from .decoded import Decoded, Finished, Observer, Progress, Step
 from .draft_tree import DraftState, DraftTree, new_draft_state
 from .driver import GraphKey, RunningBatch, can_replay, decode_batch, read_known, round_up
 from .methods import Method, acceptance_rule
-from .requests import Requests, check_batch, check_drafter, checked_requests
+from .requests import Requests, check_batch, check_draft_model, checked_requests
 from .sampling import ACCEPT, Sampling, repeat_for_cfg, take_nodes
 from .trees import static_tree
 
 
 @torch.inference_mode()
-def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor, padding_mask: Tensor,
+def speculative_decode(target: TargetModel, draft_model: DraftModel, condition: Tensor, padding_mask: Tensor,
                        sampling: Sampling, methods: str | Method | list[str | Method], neighbors: Tensor | None = None,
                        progress: Progress | None = None, observe: Observer | None = None, *,
                        known_tokens: Tensor | None = None, batch: int | None = None,
@@ -40,7 +40,7 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
     may end or go on.
 
     Args:
-        drafter:      of both rows of each request, see `sampling.cfg_inputs`
+        draft_model:  of both rows of each request, see `sampling.cfg_inputs`
         condition:    (B, S, dim)  as `GPT.condition` gives it
         padding_mask: (B, S) bool  True where the condition is real
         methods:      one for all requests, or one for each, all of one `Method.family`; or their names
@@ -56,14 +56,14 @@ def speculative_decode(target: TargetModel, drafter: Drafter, condition: Tensor,
     """
     requests = checked_requests(target, condition, padding_mask, sampling, methods, known_tokens, (
         "static", "dynamic"), "methods that draft trees (decode and jacobi_decode take the others)")
-    check_drafter(target, drafter, condition)
-    batch = check_batch(batch, requests.methods, observe, target, drafter)
+    check_draft_model(target, draft_model, condition)
+    batch = check_batch(batch, requests.methods, observe, target, draft_model)
 
     def begin(numbers: list[int]) -> SpeculativeState:
         these = requests[numbers]
         settings = SpeculativeSettings(target, these, neighbors)
-        own_drafter = drafter if len(numbers) == len(requests) else drafter.select(numbers)
-        state = SpeculativeState(settings, new_draft_state(own_drafter, these.sampling, these.methods, target),
+        own_draft_model = draft_model if len(numbers) == len(requests) else draft_model.select(numbers)
+        state = SpeculativeState(settings, new_draft_state(own_draft_model, these.sampling, these.methods, target),
                                  these.num_known)
         prefill(state, settings, these.condition, these.known_tokens)
         return state
@@ -116,7 +116,7 @@ class SpeculativeState(RunningBatch):
 
     @property
     def can_replay(self) -> bool:
-        return super().can_replay and can_replay(self.draft_state.drafter)
+        return super().can_replay and can_replay(self.draft_state.draft_model)
 
     def look(self) -> None:
         """Read how far the images are, and how deep and wide the next trees: the loop's one host read."""
@@ -141,7 +141,7 @@ class SpeculativeState(RunningBatch):
 
 def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: Tensor,
             known_tokens: Tensor | None) -> None:
-    """Read the conditions (2B, S, dim) and the known tokens with target and drafter. Draw the next tokens."""
+    """Read the conditions (2B, S, dim) and the known tokens with target and draft model. Draw the next tokens."""
     sampling, num_known, draft_state = settings.sampling, state.num_known, state.draft_state
     S, L = settings.target.prefix_len, settings.num_tokens
     hidden = read_known(settings.target, condition, settings.padding_mask, known_tokens, state.tokens, state.cache)
@@ -226,7 +226,7 @@ def commit(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTr
 
 def update(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
            verified: VerifyResult, committed: CommitTokensResult, position: Tensor, active: Tensor) -> None:
-    """Let the drafter read the new tokens, and choose the next trees' shapes."""
+    """Let the draft model read the new tokens, and choose the next trees' shapes."""
     if settings.needs_bound:
         add_bound(state, settings, tree, output, position, active)
     shapes = state.draft_state.shapes

@@ -1,9 +1,9 @@
-"""The EAGLE drafter for LlamaGen (arXiv:2401.15077; LANTERN's weights): one layer on the target's hidden states.
+"""The EAGLE draft model for LlamaGen (arXiv:2401.15077; LANTERN's weights): one layer on the target's hidden states.
 
 Entry j holds token j and the target's hidden state before it, and predicts the hidden state at token j, which
 the target's own head turns into logits. The first entry is the second position of the target's sequence (EAGLE's
 shift by one), so there is one condition entry fewer; condition entries carry token 0 beside their hidden state.
-(LANTERN's release lets the drafter see the padding of short captions; here it is masked, as for the target.)
+(LANTERN's release lets the draft model see the padding of short captions; here it is masked, as for the target.)
 """
 
 import torch
@@ -18,7 +18,7 @@ from .layers import Cache, NodesReading, Packing, Reading, grid_rotations, rotat
 from .llamagen import GPTConfig, RMSNorm
 from .threads import cast, cat, embed
 
-NORM_EPS = 1e-6  # LANTERN's drafter has it, whatever the target has
+NORM_EPS = 1e-6  # LANTERN's draft model has it, whatever the target has
 
 
 class SelfAttention(nn.Module):
@@ -88,7 +88,7 @@ class EagleHead(nn.Module):
         return self(tokens, previous_hidden, Reading(rotations_at(self, position_ids), mask, previous_hidden.dtype))
 
     def extend(self, tokens: Tensor, previous_hidden: Tensor, nodes: Nodes, cache: Cache) -> Tensor:
-        """Predict after what the cache holds. See `Drafter.extend`."""
+        """Predict after what the cache holds. See `DraftModel.extend`."""
         return self(tokens, previous_hidden, NodesReading(self, nodes, cache))
 
     def forward(self, tokens: Tensor, previous_hidden: Tensor, reading: Reading) -> Tensor:

@@ -1,7 +1,7 @@
-"""What a model must offer to be decoded by the loops of `specvis.decoding`: a target, a drafter, and their caches.
+"""What a model must offer to be decoded by the loops of `specvis.decoding`: a target, a draft model, and their caches.
 
 These are protocols: a class that has the methods fits, it need not inherit anything. `models.llamagen.GPT` is such a
-target; `decoding.draft_model` has two drafters, and one of them makes a drafter of any target.
+target; `decoding.draft_model` has two draft models, and one of them makes a draft model of any target.
 
 A model reads R rows at once, which are independent of each other. Row r belongs to request r % B: with guidance each of
 B requests has a row that reads its condition and one that reads none. A model's cache has numbered columns, and what is
@@ -107,7 +107,7 @@ class TargetModel(Protocol):
     nothing in Python, and make no memory of the cache anew.
 
     A hidden state is any vector from which the model can tell the logits. It may be the logits themselves. Only a
-    drafter that reads hidden states (EAGLE's) needs more of it.
+    draft model that reads hidden states (EAGLE's) needs more of it.
     """
 
     prefix_len: int   # S, how many entries a condition has, at least 1
@@ -168,12 +168,12 @@ def codes(target: TargetModel) -> tuple[int, int]:
 
 
 @runtime_checkable
-class Drafter(Protocol):
+class DraftModel(Protocol):
     """Who proposes tokens for a target, for both rows of each of B requests: R = 2B (see `sampling.cfg_inputs`).
 
     It is asked for the same batch from the first token to the last one, so it holds the conditions itself. It may also
-    have `select(requests)`, which gives a drafter for some of the B requests alone. That is needed where requests wait
-    for a place in a batch; then its cache has `insert`, as `ModelCache` says. And it may have `can_replay`, as
+    have `select(requests)`, which gives a draft model for some of the B requests alone. That is needed where requests
+    wait for a place in a batch; then its cache has `insert`, as `ModelCache` says. And it may have `can_replay`, as
     `TargetModel` says: steps are captured if both say so. If it has a `grid` and a `vocab_size`, they are compared with
     the target's.
     """
@@ -182,7 +182,7 @@ class Drafter(Protocol):
     padding_mask: Tensor   # (R, prefix_len) bool  True where these are real
 
     def new_cache(self, columns: int) -> Any:
-        """An empty cache for R rows of at most `columns` entries. The loop only hands it on: a drafter reads the
+        """An empty cache for R rows of at most `columns` entries. The loop only hands it on: a draft model reads the
         accepted tokens once more, so nothing of its drafts is committed."""
 
     def prefill(self, hidden: Tensor, cache: Any) -> None:
@@ -193,7 +193,7 @@ class Drafter(Protocol):
 
         Args:
             previous_hidden: (R, N, H)  the hidden state before each token: the target's for a token of the image, the
-                drafter's own for a draft. A drafter that reads tokens alone ignores it.
+                draft model's own for a draft. A draft model that reads tokens alone ignores it.
         Returns:
             (R, N, H) hidden states
         """

@@ -1,4 +1,4 @@
-"""What LlamaGen's GPT and its EAGLE drafter share: packed weights, rotary positions on a grid, attention, its cache."""
+"""What LlamaGen's GPT and its EAGLE head share: packed weights, rotary positions on a grid, attention, its cache."""
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any

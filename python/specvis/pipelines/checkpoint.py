@@ -23,7 +23,7 @@ END = 1 << 12  # bytes at each end of a tensor by which it is known again
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # weights in a file may have them
 
-SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # with a drafter
+SHARED = ("vocabulary", "grid", "condition_tokens", "tokens", "channels", "classes", "caption_dim")  # with a draft
 
 
 FILTERS = {"guidance": 1.2, "top_k": 100, "top_p": 0.8}  # the shipped models' where pipeline.json has none
@@ -291,7 +291,7 @@ def samples(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def check_draft_config(path: Path, draft_config, config) -> None:
-    """CheckpointError unless the drafter, a GPT or MAR that was read from `path`, has the target's tokens and prompts.
+    """CheckpointError unless the draft model, a GPT or MAR read from `path`, has the target's tokens and prompts.
     """
     for name in SHARED:
         if hasattr(config, name) and (got := getattr(draft_config, name)) != (wanted := getattr(config, name)):

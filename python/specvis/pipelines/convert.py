@@ -18,13 +18,13 @@ from ..models.llamagen import GPTConfig
 from ..models.mar import MARConfig
 from ..models.vq import VQConfig
 from .checkpoint import CheckpointError, check_draft_config, read_config, read_settings, read_weights
-from .recognized import Part, recognized
-from .sources import open_source, write_tensors
+from .recognized import Recognized, recognized
+from .sources import open_source, write_lazy_tensors
 
 IMAGE_SIZES = (256, 384, 512)
 SAMPLE = 64          # rows of a table of neighbors that are compared with the codebook
 PIECE = 1024         # rows of it that are looked through at once
-DRAFTER_SIZES = {"t2i": 256, "t2i2": 512}                        # input_type in the config of LANTERN's drafters
+EAGLE_SIZES = {"t2i": 256, "t2i2": 512}                          # input_type in the config of LANTERN's heads
 MAR_GUIDANCE = {"B": 2.9, "L": 3.0, "H": 3.2}                    # the release evaluates with it
 CAPTIONS, CLASSES = ({"guidance": 7.5, "top_k": 1000, "top_p": 1.0},  # from LlamaGen's demos
                      {"guidance": 4.0, "top_k": 2000, "top_p": 1.0})
@@ -37,7 +37,7 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
     """Write a folder of published checkpoints. Parts that the folder `out` has already stay, unless they are given.
 
     Args:
-        sources:      files or folders: LlamaGen's GPT and tokenizer, LANTERN's copy of the GPT, its drafter and its
+        sources:      files or folders: LlamaGen's GPT and tokenizer, LANTERN's copy of the GPT, its draft model and its
             table of neighbors; or MAR and its autoencoder. Of two GPTs or two MARs the smaller one drafts
         image_size:   pixels a side, of a GPT: no tensor's shape says it
         dtype:        weights are written in it, except the tokenizers'; None: as they are stored
@@ -81,7 +81,7 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
         raise CheckpointError(f"out must be a folder that can be made, got {out}: {error.strerror}") from error
     with locked(out), replacing_together(out, last="mar.json" if of_mar else "config.json") as new:
         for file, tensors in weights.items():
-            write_tensors(new / f"{file}.safetensors", tensors, lambda num_bytes: progress(num_bytes, total))
+            write_lazy_tensors(new / f"{file}.safetensors", tensors, lambda num_bytes: progress(num_bytes, total))
             dtypes = " and ".join(sorted({str(tensor.dtype)[6:] for tensor in tensors.values()}))
             goal = out / f"{file}.safetensors"
             say(f"{files[file].source.path}: {files[file].name}, {dtypes} -> {goal}"
@@ -90,7 +90,7 @@ def convert(sources: Iterable[str | Path], out: str | Path, *, image_size: int |
             write_json(new / f"{file}.json", values)
 
 
-def only(parts: list[Part], kind: str, limit: int = 1) -> list[Part]:
+def only(parts: list[Recognized], kind: str, limit: int = 1) -> list[Recognized]:
     """The parts of a kind. CheckpointError if there are more than `limit`."""
     found = [part for part in parts if part.kind == kind]
     if len(found) > limit:
@@ -99,11 +99,11 @@ def only(parts: list[Part], kind: str, limit: int = 1) -> list[Part]:
     return found
 
 
-def plan_llamagen(parts: list[Part], out: Path, image_size: int | None,
-                  text_encoder: str | Path | None) -> tuple[dict[str, Part], dict[str, dict]]:
+def plan_llamagen(parts: list[Recognized], out: Path, image_size: int | None,
+                  text_encoder: str | Path | None) -> tuple[dict[str, Recognized], dict[str, dict]]:
     """Which part goes into which file, and what the files of numbers hold."""
     gpts, vqs = only(parts, "gpt", 2), only(parts, "vq")
-    drafters, tables = only(parts, "drafter"), only(parts, "table")
+    heads, tables = only(parts, "eagle"), only(parts, "table")
     if not vqs and not (out / "tokenizer.json").exists():
         raise CheckpointError(f"sources must have the GPT's tokenizer, such as vq_ds16_c2i.pt, which {out} has not yet")
     if not gpts and not (out / "config.json").exists():
@@ -123,8 +123,8 @@ def plan_llamagen(parts: list[Part], out: Path, image_size: int | None,
         if len(gpts) == 2:
             check_draft_config(gpts[1].source.path, configs_of[1], config)
             files["small"], configs["small"] = gpts[1], asdict(configs_of[1])
-        if not drafters:
-            refuse_left(out, "GPT", "drafter.safetensors")
+        if not heads:
+            refuse_left(out, "GPT", "eagle.safetensors")
         if len(gpts) == 1:
             refuse_left(out, "GPT", "small.safetensors", "small.json")
     else:
@@ -139,9 +139,9 @@ def plan_llamagen(parts: list[Part], out: Path, image_size: int | None,
         refuse_left(out, "tokenizer", "neighbors.safetensors")
     if vqs:
         files["tokenizer"], configs["tokenizer"] = vqs[0], asdict(vq_config)
-    for part in drafters:
+    for part in heads:
         part.check(lambda: EagleHead(config))
-        files["drafter"] = part
+        files["eagle"] = part
     for part in tables:
         codebook = (vqs[0].source.tensors["quantize.embedding.weight"].make() if vqs
                     else read_weights(out / "tokenizer.safetensors")["quantize.embedding.weight"])
@@ -160,10 +160,10 @@ def refuse_left(out: Path, what: str, *files: str) -> None:
                               f"their place together with the new {what}, or remove them")
 
 
-def size_said(part: Part, stride: int) -> int | None:
+def size_said(part: Recognized, stride: int) -> int | None:
     """The pixels a side that LANTERN's config.json says."""
-    if part.kind == "drafter":
-        return DRAFTER_SIZES.get(part.source.config.get("input_type"))
+    if part.kind == "eagle":
+        return EAGLE_SIZES.get(part.source.config.get("input_type"))
     block_size = part.source.config.get("block_size") if part.kind == "gpt" else None
     return math.isqrt(block_size) * stride if isinstance(block_size, int) else None
 
@@ -181,7 +181,7 @@ def check_text_encoder(folder: Path, config: GPTConfig) -> None:
                          f"got {width} in {folder}")
 
 
-def check_table(part: Part, codebook: Tensor) -> None:
+def check_table(part: Recognized, codebook: Tensor) -> None:
     """CheckpointError unless the table is of this codebook: ids of all its rows, and distances of a sample of them."""
     path, (num_rows, k), V = part.source.path, part.config.shape, len(codebook)
     if num_rows == V:
@@ -206,8 +206,8 @@ def check_table(part: Part, codebook: Tensor) -> None:
                           f"the nearest of the tokenizer's {V} codes")
 
 
-def plan_mar(parts: list[Part], out: Path, image_size: int | None,
-             text_encoder: str | Path | None) -> tuple[dict[str, Part], dict[str, dict]]:
+def plan_mar(parts: list[Recognized], out: Path, image_size: int | None,
+             text_encoder: str | Path | None) -> tuple[dict[str, Recognized], dict[str, dict]]:
     """`plan_llamagen` for MAR."""
     mars, kls = only(parts, "mar", 2), only(parts, "kl")
     if not mars and not (out / "mar.json").exists():

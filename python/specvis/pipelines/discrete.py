@@ -1,4 +1,4 @@
-"""From a prompt to a picture: the words, GPT, drafters and tokenizer that belong together, and their neighbors."""
+"""From a prompt to a picture: the words, GPT, draft models and tokenizer that belong together, and their neighbors."""
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from specvis_kernels import codebook_neighbors
 
 from ..decoding.baseline import decode
 from ..decoding.decoded import Decoded, Finished, Observer, Progress
-from ..decoding.draft_model import EagleDrafter, ModelDrafter
+from ..decoding.draft_model import EagleDraftModel, SmallDraftModel
 from ..decoding.jacobi import jacobi_decode
 from ..decoding.methods import Method, one_each
 from ..decoding.requests import check_known_tokens
@@ -18,7 +18,7 @@ from ..decoding.sampling import Sampling, cfg_inputs, repeat_for_cfg
 from ..decoding.speculative import speculative_decode
 from ..files import write_json, write_weights
 from ..models.eagle import EagleHead
-from ..models.interface import Drafter
+from ..models.interface import DraftModel
 from ..models.llamagen import GPT, GPTConfig
 from ..models.vq import VQ, VQConfig
 from ..models.words import Words
@@ -38,9 +38,8 @@ from .checkpoint import (
 from .prompts import Captions, ClassIds, with_style
 
 SHIPPED = Path(__file__).parent.parent / "weights"
-PARTS = {"words": "words", "gpt": "gpt", "drafter": "drafter", "tokenizer": "tokenizer",
-         "draft_model": "small"}  # attribute -> file's name; a folder may lack words, drafter and small
-DRAFTER_FILES = {"eagle": "drafter.safetensors", "model": "small.safetensors and small.json"}
+PARTS = ("words", "gpt", "eagle", "tokenizer", "small")  # files of the folder, which may lack words, eagle and small
+DRAFT_MODEL_FILES = {"eagle": "eagle.safetensors", "small": "small.safetensors and small.json"}
 UNREAD = "quantize.codebook_used"  # a statistic in the official checkpoints
 
 Source = tuple[Tensor, Tensor | None]  # what a GPT's `condition` takes
@@ -52,17 +51,17 @@ class Pipeline(nn.Module):
     `prompts` says what a prompt must be, and encodes it. It is the words that the shipped model knows (`Words`), the
     number of a class for a class-conditional GPT (`ClassIds`), or else free text (`Captions`).
 
-    `drafter` is the GPT's EAGLE head, `draft_model` a smaller GPT that drafts by itself, or None.
+    `eagle` is the GPT's EAGLE head, `small` a smaller GPT that drafts by itself, or None.
 
     Args:
         vocabulary:   the words of prompts; None: they are class ids or free text, as the GPT is conditioned
         draft_config: the smaller GPT's; None: the model has no smaller GPT
-        has_drafter:  whether there is an EAGLE head
+        has_eagle:    whether there is an EAGLE head
         settings:     how the pictures are drawn unless one says otherwise, and where the text encoder is
     """
 
     def __init__(self, config: GPTConfig, vq_config: VQConfig, vocabulary: list[str] | None = None,
-                 draft_config: GPTConfig | None = None, *, has_drafter: bool = True,
+                 draft_config: GPTConfig | None = None, *, has_eagle: bool = True,
                  settings: ModelSettings = DEFAULTS):
         super().__init__()
         self.settings, self.folder = settings, None
@@ -73,8 +72,8 @@ class Pipeline(nn.Module):
         else:
             self.prompts = Captions(settings.text_encoder, config.condition_tokens, config.caption_dim)
         self.gpt, self.tokenizer = GPT(config), VQ(vq_config)
-        self.drafter = EagleHead(config) if has_drafter else None
-        self.draft_model = GPT(draft_config) if draft_config else None
+        self.eagle = EagleHead(config) if has_eagle else None
+        self.small = GPT(draft_config) if draft_config else None
         self.table: Tensor | None = None         # (V, k) neighbors, where the folder has them
         self._neighbors: dict[str, Tensor] = {}  # the key is the metric
         self.requires_grad_(False).eval()
@@ -84,7 +83,7 @@ class Pipeline(nn.Module):
              text_encoder: str | Path | None = None) -> "Pipeline":
         """The pipeline in `folder`: config.json, tokenizer.json and a safetensors file per part.
 
-        With vocabulary.json and words.safetensors prompts are words. drafter.safetensors may be missing; so may
+        With vocabulary.json and words.safetensors prompts are words. eagle.safetensors may be missing; so may
         small.json and small.safetensors, the draft model's, neighbors.safetensors, a table of neighbors, and
         pipeline.json, see `ModelSettings`. `specvis convert` makes such a folder of published files.
 
@@ -118,10 +117,10 @@ class Pipeline(nn.Module):
             settings = replace(settings, text_encoder=str(text_encoder))
         with torch.device("meta"):  # no weights are made that the files' would replace
             pipeline = Pipeline(config, vq_config, vocabulary, draft_config, settings=settings,
-                                has_drafter=(folder / "drafter.safetensors").exists())
+                                has_eagle=(folder / "eagle.safetensors").exists())
         pipeline.to(dtype).folder = folder
-        for part, file in pipeline.parts.items():
-            load_weights(getattr(pipeline, part), folder / f"{file}.safetensors")
+        for part in pipeline.parts:
+            load_weights(getattr(pipeline, part), folder / f"{part}.safetensors")
         if (folder / "neighbors.safetensors").exists():
             pipeline.table = read_neighbors(folder, config.vocabulary).to(device)
         return pipeline.to(device)
@@ -134,12 +133,12 @@ class Pipeline(nn.Module):
         write_json(folder / "tokenizer.json", asdict(self.tokenizer.config))
         if self.words:
             write_json(folder / "vocabulary.json", {"words": self.words.vocabulary})
-        if self.draft_model:
-            write_json(folder / "small.json", asdict(self.draft_model.config))
+        if self.small:
+            write_json(folder / "small.json", asdict(self.small.config))
         if self.settings != DEFAULTS:
             write_json(folder / "pipeline.json", asdict(self.settings))
-        for part, file in self.parts.items():
-            write_weights(folder / f"{file}.safetensors", getattr(self, part), but=UNREAD)
+        for part in self.parts:
+            write_weights(folder / f"{part}.safetensors", getattr(self, part), but=UNREAD)
 
     def __repr__(self) -> str:
         grid, codes = self.gpt.config.grid, self.gpt.config.vocabulary
@@ -151,9 +150,9 @@ class Pipeline(nn.Module):
         return self.prompts if isinstance(self.prompts, Words) else None
 
     @property
-    def parts(self) -> dict[str, str]:
-        """The parts that have weights, and the names of their files."""
-        return {part: file for part, file in PARTS.items() if getattr(self, part) is not None}
+    def parts(self) -> list[str]:
+        """The parts that have weights; their files have these names."""
+        return [part for part in PARTS if getattr(self, part) is not None]
 
     @property
     def device(self) -> torch.device:
@@ -170,9 +169,9 @@ class Pipeline(nn.Module):
         return self.gpt.config.grid * self.tokenizer.config.stride
 
     @property
-    def missing_drafters(self) -> list[str]:
-        """Those of DRAFTERS that this model does not have."""
-        modules = {"eagle": self.drafter, "model": self.draft_model}
+    def missing_draft_models(self) -> list[str]:
+        """Those of DRAFT_MODELS that this model does not have."""
+        modules = {"eagle": self.eagle, "small": self.small}
         return [name for name, module in modules.items() if module is None]
 
     def neighbors(self, k: int, metric: str = "l2") -> Tensor:
@@ -196,10 +195,11 @@ class Pipeline(nn.Module):
 
     def check(self, method: Method) -> None:
         """Raise ValueError if this model cannot decode by the method; make ready what the method needs."""
-        if method.parameters.get("drafter") in self.missing_drafters:
-            others = [name for name in DRAFTER_FILES if name not in self.missing_drafters]
-            wanted = f"drafter must be {others[0]}" if others else "method must be one without a drafter"
-            raise ValueError(f"{wanted}: this model has no {DRAFTER_FILES[method.drafts.drafter]}; jacobi needs none")
+        if method.parameters.get("draft_model") in self.missing_draft_models:
+            others = [name for name in DRAFT_MODEL_FILES if name not in self.missing_draft_models]
+            wanted = f"draft_model must be {others[0]}" if others else "method must be one without a draft model"
+            missing = DRAFT_MODEL_FILES[method.drafts.draft_model]
+            raise ValueError(f"{wanted}: this model has no {missing}; jacobi needs none")
         if method.num_neighbors:
             self.neighbors(method.num_neighbors, method.acceptance.metric)
 
@@ -294,14 +294,14 @@ class Pipeline(nn.Module):
         if base.drafting in ("jacobi", "none"):
             return jacobi_decode(self.gpt, condition, padding_mask, sampling, methods, neighbors, progress, observe,
                                  **queue)
-        return speculative_decode(self.gpt, self._drafter(base.drafts.drafter, source, padding_mask), condition,
-                                  padding_mask, sampling, methods, neighbors, progress, observe, **queue)
+        draft_model = self._draft_model(base.drafts.draft_model, source, padding_mask)
+        return speculative_decode(self.gpt, draft_model, condition, padding_mask, sampling, methods, neighbors,
+                                  progress, observe, **queue)
 
-    def _drafter(self, name: str, source: Source, padding_mask: Tensor) -> Drafter:
-        if name == "model":
-            model = self.draft_model
-            return ModelDrafter(model, *cfg_inputs(model, *model.condition(*source)))
-        return EagleDrafter(self.gpt, self.drafter, repeat_for_cfg(padding_mask))
+    def _draft_model(self, name: str, source: Source, padding_mask: Tensor) -> DraftModel:
+        if name == "small":
+            return SmallDraftModel(self.small, *cfg_inputs(self.small, *self.small.condition(*source)))
+        return EagleDraftModel(self.gpt, self.eagle, repeat_for_cfg(padding_mask))
 
     @torch.inference_mode()
     def pictures(self, tokens: Tensor) -> list[Image.Image]:

@@ -63,12 +63,12 @@ class Scaling:
 
 
 class MARPair(nn.Module):
-    """The target `mar`, its drafter `mar_draft` if there is one, and what reads prompts and makes pictures of tokens.
+    """The target `mar`, its draft model `mar_draft` or None, and what reads prompts and makes pictures of tokens.
 
     `prompts` are words of the shipped models, or class ids; see `Pipeline`.
 
     Args:
-        draft_config:     None: there is no drafter, and `mar` is the only method
+        draft_config:     None: there is no draft model, and `mar` is the only method
         tokenizer_config: LlamaGen's tokenizer's, whose latents before quantization are the tokens, or MAR's KL-16
         vocabulary:       the words of prompts; None: they are class ids
         scaling:          scales the tokens; None: the tokenizer decodes them as they are
@@ -95,7 +95,7 @@ class MARPair(nn.Module):
     def load(folder: str | Path = SHIPPED, device: torch.device | str = "cpu") -> "MARPair":
         """The pair in `folder`: mar.json, a tokenizer, what belongs to them, and a safetensors file per part.
 
-        mar_draft.json and the drafter may be missing. The tokenizer is kl.json or else tokenizer.json with
+        mar_draft.json and the draft model may be missing. The tokenizer is kl.json or else tokenizer.json with
         mar_scaling.json. Without vocabulary.json prompts are class ids. pipeline.json is as for `Pipeline.load`.
 
         Raises:
@@ -165,7 +165,7 @@ class MARPair(nn.Module):
     def check(self, method: ContinuousMethod) -> None:
         """Raise ValueError if this pair cannot decode by the method."""
         if continuous_method(method).gamma and self.mar_draft is None:
-            raise ValueError(f"method must be mar, which needs no drafter, got {method.name}: this model has no "
+            raise ValueError(f"method must be mar, which needs no draft model, got {method.name}: this model has no "
                              "mar_draft.safetensors and mar_draft.json")
         mask_lengths(self.num_tokens, method.num_iter or self.num_tokens)
 
@@ -195,7 +195,7 @@ class MARPair(nn.Module):
         Raises:
             UnknownWords: a prompt has words that the shipped models do not know
             ValueError:   a prompt that the models cannot read, not a method for continuous tokens or one that lacks its
-                drafter, or not a seed for each prompt
+                draft model, or not a seed for each prompt
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of strings, got {prompts!r}")

@@ -47,7 +47,7 @@ def target_hidden(pipeline: Pipeline, prompts: list[str], tokens: Tensor) -> Ten
 @torch.inference_mode()
 def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
                          sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The probabilities of target and drafter at each position of pictures whose tokens are known.
+    """The probabilities of target and draft model at each position of pictures whose tokens are known.
 
     Returns:
         target_probs (B, L, V) and draft_probs (B, L - 1, V), the latter for tokens 1..L - 1
@@ -57,7 +57,7 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
     hidden = target_hidden(pipeline, prompts, tokens)
     shifted = F.pad(repeat_for_cfg(tokens[:, :-1]), (prefix_len, 0))
     position_ids = torch.arange(shifted.shape[1], device=tokens.device)[None]
-    drafted = pipeline.drafter.read(shifted, hidden[:, :-1], position_ids,
+    drafted = pipeline.eagle.read(shifted, hidden[:, :-1], position_ids,
                                     condition_mask(padding_mask[:, :prefix_len], shifted.shape[1]))
     return sampling.probs(gpt, hidden[:, prefix_len:])[0], sampling.probs(gpt, drafted[:, prefix_len:])[0]
 

@@ -13,7 +13,7 @@ from ..models.llamagen import GPT, GPTConfig
 from ..models.mar import MAR, MARConfig
 from ..models.vq import VQ, VQConfig
 from .checkpoint import CheckpointError
-from .sources import CODES, Lazy, Source
+from .sources import CODES, Lazy, SourceFile
 
 UNREAD = re.compile(r"^loss\.|freqs_cis$|inv_freq$|causal_mask$|_cache$|codebook_used$")  # nor do the releases read it
 GROUPS = 32          # the published tokenizers' group norms have 32 groups; no tensor's shape says it
@@ -27,11 +27,11 @@ SPLIT_NAMES = {      # LANTERN's names of a GPT's tensors, which are Hugging Fac
 
 
 @dataclass
-class Part:
+class Recognized:
     """A model that was recognized, with its tensors under this package's names."""
 
-    kind: str            # "gpt", "drafter", "vq", "table", "mar" or "kl"
-    source: Source
+    kind: str            # "gpt", "eagle", "vq", "table", "mar" or "kl"
+    source: SourceFile
     name: str            # what it is, in words
     config: object = None
 
@@ -63,7 +63,7 @@ class Part:
                                       f"{str(source.tensors[name].dtype)[6:]}")
 
 
-def recognized(source: Source, heads: int | None) -> Part:
+def recognized(source: SourceFile, heads: int | None) -> Recognized:
     """What a source holds. CheckpointError if it is nothing that is known, or not all of it."""
     tensors = source.tensors
 
@@ -79,7 +79,7 @@ def recognized(source: Source, heads: int | None) -> Part:
         return recognized_gpt(source, heads)
     if has(r"layers\.0\.self_attn\.") and has(r"fc\."):
         width, vocabulary = source.width("fc.weight"), source.width("embed_tokens.weight")
-        return Part("drafter", source, f"LANTERN's drafter, an EAGLE head of width {width} for {vocabulary} codes")
+        return Recognized("eagle", source, f"LANTERN's EAGLE head of width {width} for {vocabulary} codes")
     if has(r"diffloss\.net\.|encoder_blocks\."):
         return recognized_mar(source, heads)
     if has(r"(en|de)coder\.conv_blocks\."):
@@ -88,10 +88,10 @@ def recognized(source: Source, heads: int | None) -> Part:
         return recognized_kl(source)
     names = ", ".join(list(tensors)[:SHOWN]) or "no tensors"
     raise CheckpointError(f"{source.path} is of no known model: it holds {names}; known are LlamaGen's GPT and "
-                          "tokenizer, LANTERN's copy of the GPT, its drafters and its tables, MAR and KL-16")
+                          "tokenizer, LANTERN's copy of the GPT, its draft models and its tables, MAR and KL-16")
 
 
-def size_of(source: Source, sizes: dict, layers: int, dim: int, heads: int | None) -> tuple[str, int]:
+def size_of(source: SourceFile, sizes: dict, layers: int, dim: int, heads: int | None) -> tuple[str, int]:
     """The name of a published size, and its attention heads; or the given heads."""
     for name, (size_layers, size_heads, size_dim, *_) in sizes.items():
         if (size_layers, size_dim) == (layers, dim):
@@ -104,7 +104,7 @@ def size_of(source: Source, sizes: dict, layers: int, dim: int, heads: int | Non
     return f"{layers} layers of width {dim}", heads
 
 
-def recognized_gpt(source: Source, heads: int | None) -> Part:
+def recognized_gpt(source: SourceFile, heads: int | None) -> Recognized:
     vocabulary, dim = source.width("output.weight"), source.width("output.weight", 1)
     layers, ffn_dim = source.count("layers"), source.width("layers.0.feed_forward.w1.weight")
     name, heads = size_of(source, llamagen.SIZES, layers, dim, heads)
@@ -120,12 +120,12 @@ def recognized_gpt(source: Source, heads: int | None) -> Part:
         uncond = "cls_embedding.uncond_embedding"
         numbers |= {"condition_tokens": source.width(uncond), "caption_dim": source.width(uncond, 1)}
         kind = f"text-conditional ({numbers['condition_tokens']} tokens of width {numbers['caption_dim']})"
-    part = Part("gpt", source, f"LlamaGen's GPT, {name}, {kind}", GPTConfig(dim, layers, heads, **numbers))
+    part = Recognized("gpt", source, f"LlamaGen's GPT, {name}, {kind}", GPTConfig(dim, layers, heads, **numbers))
     part.check(lambda: GPT(part.config))
     return part
 
 
-def joined(source: Source) -> dict[str, Lazy]:
+def joined(source: SourceFile) -> dict[str, Lazy]:
     """A GPT's tensors under LlamaGen's names, from LANTERN's. The rows of wqkv are q, then k, then v."""
     renamed = {}
     for name, tensor in source.tensors.items():
@@ -143,7 +143,7 @@ def joined(source: Source) -> dict[str, Lazy]:
     return renamed
 
 
-def recognized_vq(source: Source) -> Part:
+def recognized_vq(source: SourceFile) -> Recognized:
     channels, inside = (source.width("encoder.conv_in.weight", dim) for dim in (0, 1))
     levels = max(1, source.count(r"encoder\.conv_blocks"))
     multipliers = tuple(max(1, source.width(f"encoder.conv_blocks.{i}.res.0.conv1.weight") // channels)
@@ -153,13 +153,13 @@ def recognized_vq(source: Source) -> Part:
         source.count(r"encoder\.conv_blocks\.0\.res"), source.width("quant_conv.weight", 1),
         source.width("quantize.embedding.weight"), source.width("quantize.embedding.weight", 1),
         GROUPS, math.isqrt(inside // 3))
-    part = Part("vq", source, f"LlamaGen's tokenizer VQ-{config.stride}, {config.codebook_size} codes of "
+    part = Recognized("vq", source, f"LlamaGen's tokenizer VQ-{config.stride}, {config.codebook_size} codes of "
                 f"{config.codebook_dim} numbers", config)
     part.check(lambda: VQ(config))
     return part
 
 
-def recognized_mar(source: Source, heads: int | None) -> Part:
+def recognized_mar(source: SourceFile, heads: int | None) -> Recognized:
     dim, tokens = source.width("mask_token", 2), source.width("diffusion_pos_embed_learned", 1)
     layers = source.count("encoder_blocks")
     name, heads = size_of(source, mar.SIZES, layers, dim, heads)
@@ -168,23 +168,25 @@ def recognized_mar(source: Source, heads: int | None) -> Part:
         source.count(r"diffloss\.net\.res_blocks"), tokens, source.width("z_proj.weight", 1),
         source.width("encoder_pos_embed_learned", 1) - tokens, source.width("class_emb.weight"),
         mlp_ratio=source.width("encoder_blocks.0.mlp.fc1.weight") / dim)
-    part = Part("mar", source, f"MAR, {name}, {config.classes} classes, {tokens} tokens", config)
+    part = Recognized("mar", source, f"MAR, {name}, {config.classes} classes, {tokens} tokens", config)
     part.check(lambda: MAR(config))
     return part
 
 
-def recognized_kl(source: Source) -> Part:
+def recognized_kl(source: SourceFile) -> Recognized:
     channels, levels = source.width("encoder.conv_in.weight"), max(1, source.count(r"encoder\.down"))
     config = KLConfig(
         channels, tuple(source.width(f"encoder.down.{i}.block.0.conv1.weight") // channels for i in range(levels)),
         source.count(r"encoder\.down\.0\.block"), source.width("post_quant_conv.weight"), GROUPS)
-    part = Part("kl", source, f"MAR's autoencoder KL-{config.stride}, latents of {config.z_channels} numbers", config)
+    part = Recognized("kl", source, f"MAR's autoencoder KL-{config.stride}, latents of {config.z_channels} numbers",
+                      config)
     part.check(lambda: KL(config))
     return part
 
 
-def recognized_table(source: Source, table: Lazy) -> Part:
+def recognized_table(source: SourceFile, table: Lazy) -> Recognized:
     if len(table.shape) != 2 or not 0 < table.shape[1] < table.shape[0]:
         raise CheckpointError(f"{source.path} must be a table of neighbors (V, k) with k < V, got {table.shape}")
     source.tensors = {"neighbors": table.to(torch.uint16 if table.shape[0] <= 65536 else torch.int32)}
-    return Part("table", source, f"a table of neighbors, {table.shape[1]} of each of {table.shape[0]} codes", table)
+    return Recognized("table", source, f"a table of neighbors, {table.shape[1]} of each of {table.shape[0]} codes",
+                      table)

@@ -41,7 +41,7 @@ class Lazy:
 
 
 @dataclass
-class Source:
+class SourceFile:
     """What was given: tensors by name, and the config.json beside them, if there is one."""
 
     path: Path
@@ -66,7 +66,7 @@ class Source:
         return max(numbers, default=-1) + 1
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> SourceFile:
     """The tensors of a file or folder, none of them read yet."""
     if not path.exists():
         raise CheckpointError(f"source {path} does not exist")
@@ -85,7 +85,7 @@ def open_source(path: Path) -> Source:
             config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"config {folder / 'config.json'} cannot be read: {error}") from error
-    return Source(path, tensors, config if isinstance(config, dict) else {})
+    return SourceFile(path, tensors, config if isinstance(config, dict) else {})
 
 
 def files_of(folder: Path, index: Path | None = None) -> list[Path]:
@@ -136,7 +136,7 @@ def open_file(path: Path) -> dict[str, Lazy]:
     return {name: Lazy.of(tensor) for name, tensor in tensors_of(state, path).items()}
 
 
-def write_tensors(path: Path, tensors: dict[str, Lazy], progress: Callable[[int], None]) -> None:
+def write_lazy_tensors(path: Path, tensors: dict[str, Lazy], progress: Callable[[int], None]) -> None:
     """A safetensors file, one tensor after the other. (safetensors' own writer takes all of them at once.)"""
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that each is aligned
     header, start = {}, 0

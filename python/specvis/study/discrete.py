@@ -166,7 +166,7 @@ class DiscreteStudy(Study):
             ValueError: the folder holds runs of another model, version or setting
         """
         pipeline.prompts.encode(prompts)
-        draft_config = pipeline.draft_model and pipeline.draft_model.config
+        draft_config = pipeline.small and pipeline.small.config
         super().__init__(pipeline, folder, prompts, seed, [
             pipeline.gpt.config, pipeline.tokenizer.config, draft_config,
             pipeline.words and pipeline.words.vocabulary],

@@ -41,7 +41,7 @@ def verify_tree(B, N, V, max_depth, options=None):
     k, offset, M = options["k"], options["offset"], options["num_draft_rows"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
-    if options["branch"]:  # that many children each, as drafters make them on flat distributions
+    if options["branch"]:  # that many children each, as draft models make them on flat distributions
         parents = [[-1] + [(n - 1) // options["branch"] for n in range(1, N)]] * B
     parents = torch.tensor(parents, dtype=torch.int64).view(B, N)
     target_probs = exact_probs(B * N, V).view(B, N, V)

@@ -23,7 +23,7 @@ from .images import FolderImages
 from .run import TrainingRun, compiling, mixed_precision
 from .stages import made, options
 
-FILE = "drafter.safetensors"
+FILE = "eagle.safetensors"
 REJECTED = 4.0  # weight of the share of drafts that speculative sampling rejects, 1 - sum min(P, Q)
 
 
@@ -67,21 +67,21 @@ class StageImages:
         return self.captioned.hidden(*images)
 
 
-def drafted(drafter: EagleHead, examples: Examples, images: Images,
+def drafted(head: EagleHead, examples: Examples, images: Images,
             noise: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
-    """Teacher-forced drafts; `noise` is added to the hidden states that the drafter sees.
+    """Teacher-forced drafts; `noise` is added to the hidden states that the head sees.
 
     Returns:
-        hidden states (B, L - 1, dim) that the drafter expects, and the target's own, at the first L - 1 ids
+        hidden states (B, L - 1, dim) that the head expects, and the target's own, at the first L - 1 ids
     """
     condition, padding_mask, ids = images
-    prefix_len = condition.shape[1] - 1  # condition entries of the drafter
+    prefix_len = condition.shape[1] - 1  # condition entries of the head
     with torch.no_grad():
         target = examples.hidden(images)                                             # (B, prefix_len + L, dim)
     tokens = F.pad(ids[:, :-1], (prefix_len, 0))                                     # token 0 beside a condition
     position_ids = torch.arange(tokens.shape[1], device=ids.device)[None]
     mask = condition_mask(padding_mask[:, :-1], tokens.shape[1])
-    hidden = drafter.read(tokens, target[:, :-1] + noise, position_ids, mask)
+    hidden = head.read(tokens, target[:, :-1] + noise, position_ids, mask)
     return hidden[:, prefix_len:], target[:, prefix_len + 1:]
 
 
@@ -93,15 +93,15 @@ def distance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(drafter: EagleHead, gpt: GPT, examples: Examples, which: Tensor, batch: int = 32) -> dict[str, float]:
+def measure(head: EagleHead, gpt: GPT, examples: Examples, which: Tensor, batch: int = 32) -> dict[str, float]:
     """How well drafts of one token do, without guidance at temperature 1.
 
-    top1, top3: share of positions where the target's likeliest token is among the drafter's 1 or 3 likeliest;
+    top1, top3: share of positions where the target's likeliest token is among the head's 1 or 3 likeliest;
     acceptance: E[sum min(P, Q)], what speculative sampling accepts of single drafts.
     """
     sums, count = torch.zeros(3, dtype=torch.float64), 0
     for rows in which.split(batch):
-        hidden, target = drafted(drafter, examples, Images(*examples.take(rows)))
+        hidden, target = drafted(head, examples, Images(*examples.take(rows)))
         draft_probs, target_probs = (gpt.logits(h).softmax(-1) for h in (hidden, target))
         best = target_probs.argmax(-1, keepdim=True)
         hits = draft_probs.topk(3, -1).indices == best
@@ -113,7 +113,7 @@ def measure(drafter: EagleHead, gpt: GPT, examples: Examples, which: Tensor, bat
 
 def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, lr: float, minutes: float | None,
           steps: int | None, batch: int, noise: float, compiled: bool, inputs: dict[str, Path] | None = None) -> None:
-    """Train a head for the GPT, write <folder>/drafter.safetensors, and say how well it does."""
+    """Train a head for the GPT, write <folder>/eagle.safetensors, and say how well it does."""
     config, model = gpt.config, EagleHead(gpt.config)
     model.embed_tokens.weight.data.copy_(gpt.tok_embeddings.weight)  # the target's, frozen
     model.embed_tokens.weight.requires_grad_(False)
@@ -155,14 +155,14 @@ def train(folder: Path, gpt: GPT, examples: Examples, device: torch.device, *, l
     click.option("--text-encoder", type=click.Path(path_type=Path),
                  help="With --target: folder with FLAN-T5-XL, for a model whose prompts are captions."),
     click.option("--out", type=click.Path(path_type=Path),
-                 help="With --target: folder for drafter.safetensors. [default: that of --target]"),
-    click.option("--replace", is_flag=True, help="With --target: a drafter that is there is replaced."),
+                 help="With --target: folder for eagle.safetensors. [default: that of --target]"),
+    click.option("--replace", is_flag=True, help="With --target: a head that is there is replaced."),
     click.option("--noise", default=0.2, show_default=True, help="Width of the uniform noise on the hidden states."),
     batch=16, lr=1.5e-3)
-def drafter(runs, device, target, images, text_encoder, out, replace, **training):
-    """Train the drafter on the GPT, or on another target; writes runs/drafter/drafter.safetensors.
+def eagle(runs, device, target, images, text_encoder, out, replace, **training):
+    """Train an EAGLE head on the GPT, or on another target; writes runs/eagle/eagle.safetensors.
 
-    With --target and --images it is written to the target's folder too. Its run is in runs/drafter-NAME, with the
+    With --target and --images it is written to the target's folder too. Its run is in runs/eagle-NAME, with the
     pictures' tokens.
     """
     torch.manual_seed(0)
@@ -173,14 +173,14 @@ def drafter(runs, device, target, images, text_encoder, out, replace, **training
             raise ValueError(f"{given[0]} must not be given without --target")
         captioned, tokens = stages(runs, device)
         files = (tokens.path, runs / "gpt" / "gpt.safetensors", runs / "gpt" / "words.safetensors")
-        return train(runs / "drafter", captioned.gpt, StageImages(captioned, tokens), device,
+        return train(runs / "eagle", captioned.gpt, StageImages(captioned, tokens), device,
                      inputs={file.name: file for file in files}, **training)
     if images is None:
-        raise ValueError("images must be given with --target: a folder with pictures that the drafter learns from")
+        raise ValueError("images must be given with --target: a folder with pictures that the head learns from")
     out = out or target
     if (out / FILE).exists() and not replace:
         raise ValueError(f"out must be a folder without {FILE}, or --replace must be given, got {out}")
-    folder = runs / f"drafter-{target.resolve().name}"
+    folder = runs / f"eagle-{target.resolve().name}"
     pipeline = Pipeline.load(target, device, text_encoder=text_encoder)
     examples = FolderImages(pipeline, target, images, folder, training["batch"], lr=training["lr"],
                             noise=training["noise"])

@@ -1,4 +1,4 @@
-"""A drafter for any target: from a folder of pictures to a folder that decodes by it."""
+"""An EAGLE head for any target: from a folder of pictures to a folder that decodes by it."""
 import dataclasses
 import json
 import shutil
@@ -15,7 +15,7 @@ from specvis.models.vq import VQ
 from specvis.pipelines.discrete import Pipeline
 from tests.pipelines.test_prompts import t5_folder
 from tests.tiny import tiny_pipeline, vq_config
-from training.drafter import REJECTED, Images, distance, drafted
+from training.eagle import REJECTED, Images, distance, drafted
 from training.images import FolderImages, classes_of, square
 from training.main import main
 from training.run import TrainingRun
@@ -24,14 +24,14 @@ CAPTIONS = ["red heart", "blue heart", "plain"]
 
 
 def train(*arguments):
-    arguments = ("drafter", "--device", "cpu", "--no-compile", "--batch", 4, *arguments)
+    arguments = ("eagle", "--device", "cpu", "--no-compile", "--batch", 4, *arguments)
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture
 def target(tmp_path):
     pipeline = tiny_pipeline()
-    pipeline.draft_model = pipeline.drafter = None
+    pipeline.small = pipeline.eagle = None
     pipeline.save(tmp_path / "target")
     return tmp_path / "target"
 
@@ -55,16 +55,16 @@ def images(tmp_path):
     return folder
 
 
-def test_a_target_gets_a_drafter_that_it_decodes_by(target, images, tmp_path):
+def test_a_target_gets_a_draft_model_that_it_decodes_by(target, images, tmp_path):
     arguments = ("--target", target, "--images", images, "--runs", tmp_path / "runs")
     result = train(*arguments, "--steps", 100, "--lr", 0.01)
     assert result.exit_code == 0, result.output
     assert "1 of 12 pictures cannot be read and are left out: 11.png\n" in result.output
-    run = tmp_path / "runs" / "drafter-target"
+    run = tmp_path / "runs" / "eagle-target"
     log, at_the_end = map(json.loads, (run / "log.jsonl").read_text().splitlines())
     assert log["step"] == 99 and 0 < log["acceptance"] < 1
     assert at_the_end["step"] == 100 and f"acceptance {at_the_end['acceptance']:.3f}" in result.output
-    trained, untrained = load_file(target / "drafter.safetensors"), tiny_pipeline().drafter.state_dict()
+    trained, untrained = load_file(target / "eagle.safetensors"), tiny_pipeline().eagle.state_dict()
     assert {name: value.shape for name, value in trained.items()} == {n: v.shape for n, v in untrained.items()}
     pipeline = Pipeline.load(target)
     assert torch.equal(trained["embed_tokens.weight"], pipeline.gpt.tok_embeddings.weight.half())
@@ -73,10 +73,10 @@ def test_a_target_gets_a_drafter_that_it_decodes_by(target, images, tmp_path):
     assert torch.equal(decoded.tokens, baseline.tokens)
 
     result = train(*arguments, "--steps", 100)
-    assert result.exit_code == 2 and "out must be a folder without drafter.safetensors, or --replace" in result.output
-    before = (target / "drafter.safetensors").read_bytes()
+    assert result.exit_code == 2 and "out must be a folder without eagle.safetensors, or --replace" in result.output
+    before = (target / "eagle.safetensors").read_bytes()
     result = train(*arguments, "--lr", 0.01, "--steps", 101, "--replace")
-    assert result.exit_code == 0 and (target / "drafter.safetensors").read_bytes() != before
+    assert result.exit_code == 0 and (target / "eagle.safetensors").read_bytes() != before
     shutil.copyfile(target / "gpt.safetensors", tmp_path / "gpt")
     content = (target / "gpt.safetensors").read_bytes()
     (target / "gpt.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -115,12 +115,12 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(target, images, tmp_path, mo
 
     monkeypatch.setattr(TrainingRun, "descend", stop)
     assert train(*arguments, "--runs", tmp_path / "runs").exit_code == 130
-    assert not (target / "drafter.safetensors").exists()
+    assert not (target / "eagle.safetensors").exists()
     monkeypatch.undo()
     monkeypatch.setattr(VQ, "encode", lambda *arguments: pytest.fail("the pictures were encoded before"))
     result = train(*arguments, "--runs", tmp_path / "runs")
     assert result.exit_code == 0, result.output
-    whole, again = (load_file(folder / "drafter.safetensors") for folder in (tmp_path / "whole", target))
+    whole, again = (load_file(folder / "eagle.safetensors") for folder in (tmp_path / "whole", target))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
@@ -130,12 +130,12 @@ def test_a_run_of_other_settings_is_not_gone_on_with(target, images, tmp_path):
     shutil.copytree(images, other)
     result = train(*runs, "--images", images, "--steps", 2, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    assert f"/out/drafter.safetensors: to draw with it, copy it into {target}, the folder of its" in result.output
+    assert f"/out/eagle.safetensors: to draw with it, copy it into {target}, the folder of its" in result.output
     for arguments, message in (
             (("--images", other, "--noise", 0),
              f"images was {images}, now it is {other}, noise was 0.2, now it is 0.0; choose another --runs"),
-            (("--images", images, "--lr", 0.5), "drafter-target lr was 0.0015, now it is 0.5; choose another --runs"),
-            (("--images", images, "--batch", 5), "drafter-target batch was 4, now it is 5; choose another --runs")):
+            (("--images", images, "--lr", 0.5), "eagle-target lr was 0.0015, now it is 0.5; choose another --runs"),
+            (("--images", images, "--batch", 5), "eagle-target batch was 4, now it is 5; choose another --runs")):
         result = train(*runs, *arguments, "--steps", 2, "--out", tmp_path / "out2")
         assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output, result.output
     assert not (tmp_path / "out2").exists()
@@ -143,7 +143,7 @@ def test_a_run_of_other_settings_is_not_gone_on_with(target, images, tmp_path):
     (images / "20.txt").write_text("plain")
     result = train(*runs, "--images", images, "--steps", 3)
     assert result.exit_code == 0, result.output
-    assert f"/target/drafter.safetensors: specvis generate --model {target} --method eagle2\n" in result.output
+    assert f"/target/eagle.safetensors: specvis generate --model {target} --method eagle2\n" in result.output
 
 
 def test_a_run_without_a_step_may_change_its_settings(target, images, tmp_path):
@@ -192,7 +192,7 @@ def test_a_draft_is_compared_with_the_hidden_state_at_its_own_token(target, imag
     pipeline = Pipeline.load(target)
     examples = FolderImages(pipeline, target, images, tmp_path / "run", 4)
     drawn = Images(*examples.take(torch.arange(3)))
-    states = drafted(tiny_pipeline().drafter, examples, drawn)
+    states = drafted(tiny_pipeline().eagle, examples, drawn)
     assert states[0].shape == states[1].shape == (3, 15, 32)
     assert torch.equal(states[1], pipeline.gpt.teacher_forced(*drawn)[:, 3:])  # after the three of the condition
 
@@ -213,7 +213,7 @@ def test_draws_are_conditioned_as_decoding_is(target, images, tmp_path):
 
 def test_a_class_conditional_target_learns_from_a_folder_of_each_class(tmp_path):
     config = dataclasses.replace(tiny_pipeline().gpt.config, condition_tokens=1, classes=5, caption_dim=None)
-    Pipeline(config, vq_config(4), has_drafter=False).save(tmp_path / "target")
+    Pipeline(config, vq_config(4), has_eagle=False).save(tmp_path / "target")
     for i in range(6):
         paint(tmp_path / "images" / f"{i % 3 + 2:03}" / f"{i}.png", i)
     arguments = ("--target", tmp_path / "target", "--images", tmp_path / "images", "--runs", tmp_path / "runs")
@@ -234,7 +234,7 @@ def test_a_class_conditional_target_learns_from_a_folder_of_each_class(tmp_path)
 
 def test_a_target_of_captions_learns_by_its_text_encoder(images, tmp_path):
     config = dataclasses.replace(tiny_pipeline().gpt.config, condition_tokens=5)
-    Pipeline(config, vq_config(4), has_drafter=False).save(tmp_path / "target")
+    Pipeline(config, vq_config(4), has_eagle=False).save(tmp_path / "target")
     arguments = ("--target", tmp_path / "target", "--images", images, "--runs", tmp_path / "runs", "--steps", 2)
     result = train(*arguments)
     assert result.exit_code == 2 and "text_encoder must be a folder with FLAN-T5-XL" in result.output
@@ -242,8 +242,8 @@ def test_a_target_of_captions_learns_by_its_text_encoder(images, tmp_path):
     assert result.exit_code == 0 and "held out: top1 " in result.output, result.output
     (tmp_path / "t5" / "config.json").write_text((tmp_path / "t5" / "config.json").read_text() + "\n")
     result = train(*arguments, "--text-encoder", tmp_path / "t5", "--replace")
-    assert result.exit_code == 2 and "drafter-target text_encoder was " in result.output
-    assert Pipeline.load(tmp_path / "target").drafter is not None
+    assert result.exit_code == 2 and "eagle-target text_encoder was " in result.output
+    assert Pipeline.load(tmp_path / "target").eagle is not None
 
 
 def test_as_many_folders_as_classes_are_counted_in_their_order():
@@ -300,7 +300,7 @@ def test_bad_input_is_one_line_and_status_2(target, tmp_path, monkeypatch, files
     arguments = ["--images", "images"] if files is not None else arguments
     result = train("--steps", 1, "--target", target, *arguments)
     assert result.exit_code == 2 and f"Error: {message}" in result.output or message in result.output, result.output
-    assert "Traceback" not in result.output and not (target / "drafter.safetensors").exists()
+    assert "Traceback" not in result.output and not (target / "eagle.safetensors").exists()
 
 
 @pytest.mark.parametrize("option", ["--images", "--text-encoder", "--out"])
