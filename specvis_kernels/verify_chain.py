@@ -7,7 +7,7 @@ from torch import Tensor
 from ._checks import INTEGERS, check, check_dims, integers, setting
 from ._define import define
 from .status import INVALID_TREE
-from .verify_tree import check_rule, verify_nodes
+from .verify_tree import Rule, check_rule, verify_nodes
 
 
 class VerifyChainResult(NamedTuple):
@@ -136,12 +136,13 @@ def _oracle(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Ten
     tokens = torch.nn.functional.pad(draft_tokens.long(), (0, 1))[draft]
     no_link = torch.full((R, 2), -1, device=device)
     child = torch.where(has_draft.unsqueeze(1), no_link.new_tensor([[1, -1]]), no_link)
+    draw_and_accept = torch.stack([uniforms[begin.clamp(max=R - 1)[request]], uniforms[(row + 1).clamp(max=R - 1)]], 1)
+    omega = None if omega is None else torch.where(has_draft, omega[request], 1.0).unsqueeze(1)
     _, is_accepted, next_token, tv_excess, status = verify_nodes(
-        lambda node: rows[torch.where(node == 0, root, len(rows) - 1)], V, torch.stack([tokens, tokens], 1), child,
-        no_link, torch.stack([uniforms[begin.clamp(max=R - 1)[request]], uniforms[(row + 1).clamp(max=R - 1)]], 1),
-        lambda _: draft_probs[draft], 0 if draft_probs is None or D == 0 else 1, child - 1, neighbors, of_row(delta),
-        None if omega is None else torch.where(has_draft, omega[request], 1.0).unsqueeze(1), of_row(greedy), cutoff,
-        offset, residual, empty, 1)
+        lambda node: rows[torch.where(node == 0, root, len(rows) - 1)], V,
+        (torch.stack([tokens, tokens], 1), child, no_link, draw_and_accept),
+        lambda _: draft_probs[draft], 0 if draft_probs is None or D == 0 else 1, child - 1,
+        Rule(neighbors, of_row(delta), omega, cutoff, offset, residual, empty, 1), of_row(greedy))
 
     # A request's first row whose draft is not accepted: at the latest the row after its drafts.
     last = torch.where(is_accepted == 1, R - 1, row).flip(0).cummin(0).values.flip(0)[begin.clamp(max=R - 1)]

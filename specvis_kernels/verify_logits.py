@@ -9,7 +9,7 @@ from .draw_tokens import _oracle as draw_tokens_oracle
 from .guided_probs import _oracle as guided_probs_oracle
 from .status import INVALID_ROW
 from .verify_greedy import _oracle as verify_greedy_oracle
-from .verify_tree import VerifyResult, check_rule, verify_rows
+from .verify_tree import Rule, VerifyResult, check_rule, verify_rows
 
 
 def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: Tensor, next_sibling: Tensor,
@@ -132,8 +132,8 @@ def _oracle(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_child: 
     if seeds is None:
         target_probs, _ = guided_probs_oracle(logits, uncond, *settings, *ids)
         return verify_rows(
-            target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta, omega,
-            temperature == 0, cutoff, offset, residual, empty, max_depth,
+            target_probs, (tokens, first_child, next_sibling, uniforms), draft_probs, draft_row,
+            Rule(neighbors, delta, omega, cutoff, offset, residual, empty, max_depth), temperature == 0,
             id_range=range_of_nodes(id_range, first_id, last_id, like=logits))
 
     target_tokens, _, _, row_status = draw_tokens_oracle(logits, uncond, *settings, seeds, positions, *ids, None, 0)

@@ -175,27 +175,38 @@ def _oracle(target_probs: Tensor, tokens: Tensor, first_child: Tensor, next_sibl
             draft_probs: Tensor | None, draft_row: Tensor | None, neighbors: Tensor | None, delta: Tensor | None,
             omega: Tensor | None, greedy: Tensor | None, cutoff: str, offset: int, residual: str, empty: str,
             max_depth: int):
-    return verify_rows(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors,
-                       delta, omega, greedy, cutoff, offset, residual, empty, max_depth)
+    return verify_rows(target_probs, (tokens, first_child, next_sibling, uniforms), draft_probs, draft_row,
+                       Rule(neighbors, delta, omega, cutoff, offset, residual, empty, max_depth), greedy)
 
 
-def verify_rows(target_probs, tokens, first_child, next_sibling, uniforms, draft_probs, draft_row, neighbors, delta,
-                omega, greedy, cutoff, offset, residual, empty, max_depth, id_range=None):
+class Rule(NamedTuple):
+    """How drafts are accepted: arguments of `verify_tree`."""
+    neighbors: Tensor | None
+    delta: Tensor | None
+    omega: Tensor | None
+    cutoff: str
+    offset: int
+    residual: str
+    empty: str
+    max_depth: int
+
+
+def verify_rows(target_probs, tree, draft_probs, draft_row, rule, greedy, id_range=None):
     """With id_range (B, N, 2) a token outside its parent's range keeps no neighbors: see verify_logits."""
-    batch, M = torch.arange(len(tokens), device=tokens.device), 0 if draft_probs is None else draft_probs.shape[1]
-    return verify_nodes(lambda node: target_probs[batch, node], target_probs.shape[2], tokens, first_child,
-                        next_sibling, uniforms, lambda row: draft_probs[batch, row], M, draft_row, neighbors, delta,
-                        omega, greedy, cutoff, offset, residual, empty, max_depth, id_range)
+    batch = torch.arange(len(target_probs), device=target_probs.device)
+    return verify_nodes(lambda node: target_probs[batch, node], target_probs.shape[2], tree,
+                        lambda row: draft_probs[batch, row], 0 if draft_probs is None else draft_probs.shape[1],
+                        draft_row, rule, greedy, id_range)
 
 
-def verify_nodes(target_row, V, tokens, first_child, next_sibling, uniforms, draft_row_at, num_draft_rows, draft_row,
-                 neighbors, delta, omega, greedy, cutoff, offset, residual, empty, max_depth, id_range=None):
-    """Verify with rows from anywhere: target_row(node) and draft_row_at(row) map (B,) int64 to (B, V)."""
-    result = _verify_sampled(target_row, V, tokens, first_child, next_sibling, uniforms, draft_row_at, num_draft_rows,
-                             draft_row, neighbors, delta, omega, cutoff, offset, residual, empty, max_depth, id_range)
+def verify_nodes(target_row, V, tree, draft_row_at, num_draft_rows, draft_row, rule, greedy, id_range=None):
+    """Verify with rows from anywhere: target_row(node) and draft_row_at(row) map (B,) int64 to (B, V).
+
+    tree: tokens, first_child, next_sibling and uniforms of `verify_tree`
+    """
+    result = _verify_sampled(target_row, V, tree, draft_row_at, num_draft_rows, draft_row, rule, id_range)
     if greedy is not None:
-        greedy_result = _verify_greedy(target_row, V, tokens, first_child, next_sibling, neighbors, delta, cutoff,
-                                       offset, residual, max_depth, id_range)
+        greedy_result = _verify_greedy(target_row, V, tree, rule, id_range)
         result = [torch.where(_to_dims_of(a, greedy), b, a) for a, b in zip(result, greedy_result)]
     accepted_nodes, num_accepted, next_token, tv_excess, status = result
     return accepted_nodes.int(), num_accepted.int(), next_token, tv_excess.float(), status.int()
@@ -225,9 +236,10 @@ class _Node(NamedTuple):
     status: Tensor       # (B,)   int64    the bits that were found on entering
 
 
-def _verify_sampled(target_row, V, tokens, first_child, next_sibling, uniforms, draft_row_at, num_draft_rows,
-                    draft_row, neighbors, delta, omega, cutoff, offset, residual, empty, max_depth, id_range):
+def _verify_sampled(target_row, V, tree, draft_row_at, num_draft_rows, draft_row, rule, id_range):
     """Requests that sample. Links lead to later nodes only, so N steps of one child each reach every request's end."""
+    tokens, first_child, next_sibling, uniforms = tree
+    neighbors, delta, omega, cutoff, offset, residual, empty, max_depth = rule
     B, N = tokens.shape
     device = tokens.device
     batch = torch.arange(B, device=device)
@@ -312,9 +324,9 @@ def _verify_sampled(target_row, V, tokens, first_child, next_sibling, uniforms, 
     return accepted_nodes, num_accepted, next_token, tv_excess, status | at.status
 
 
-def _verify_greedy(target_row, V, tokens, first_child, next_sibling, neighbors, delta, cutoff, offset, residual,
-                   max_depth, id_range):
+def _verify_greedy(target_row, V, tree, rule, id_range):
     """Greedy requests: the nodes in order, each with its chain of children."""
+    (tokens, first_child, next_sibling, _), max_depth = tree, rule.max_depth
     B, N = tokens.shape
     device = tokens.device
     status = torch.zeros(B, dtype=torch.int64, device=device)
@@ -328,11 +340,11 @@ def _verify_greedy(target_row, V, tokens, first_child, next_sibling, neighbors, 
         mass, total, row_is_valid = to_fixed_point(target_row(torch.full_like(status, n)))
         max_mass, argmax = mass.max(1, keepdim=True)
         relaxed_mass = mass.gather(1, tokens)  # (B, N): of every token, as if it were node n's child
-        if neighbors is not None:
-            num_considered = neighbors.shape[1] - (residual == "released")
+        if rule.neighbors is not None:
+            num_considered = rule.neighbors.shape[1] - (rule.residual == "released")
             neighbor_mass = neighbor_prefix(
-                mass.unsqueeze(1).expand(B, N, V), total.unsqueeze(1), tokens, neighbors, delta.unsqueeze(1), cutoff,
-                offset, num_considered, limit=total.unsqueeze(1))[0]
+                mass.unsqueeze(1).expand(B, N, V), total.unsqueeze(1), tokens, rule.neighbors,
+                rule.delta.unsqueeze(1), rule.cutoff, rule.offset, num_considered, limit=total.unsqueeze(1))[0]
             if id_range is not None:
                 neighbor_mass = torch.where(_is_inside(tokens, id_range[:, n:n + 1]), neighbor_mass, 0)
             relaxed_mass = relaxed_mass + neighbor_mass

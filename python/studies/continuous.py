@@ -152,8 +152,8 @@ class ContinuousReport(Report):
             f"Models: a MAR of {config.encoder_layers} + {config.decoder_layers} layers of width {config.dim}, a "
             f"draft model of {draft.encoder_layers} + {draft.decoder_layers} of width {draft.dim}; {config.tokens} "
             f"tokens of {config.channels} numbers a picture, {len(self.study.pipeline.mar.diffloss.schedule)} "
-            f"denoising steps. {scope.images} pictures a run, {scope.few} where each draft is verified given those before "
-            f"it, {scope.baseline.count} of the baseline, which is `mar`: a token a target forward; guidance "
+            f"denoising steps. {scope.images} pictures a run, {scope.few} where each draft is verified given those "
+            f"before it, {scope.baseline.count} of the baseline, which is `mar`: a token a target forward; guidance "
             f"{scope.guidance:g} where nothing else is said.", "",
             "The paper's models have 0.2 to 0.9 billion parameters on GPUs at batch 128 and 256, ours are small and on "
             "what is named above: what can agree is a trend. Of the paper's numbers only the speedups of its Table 1 "
