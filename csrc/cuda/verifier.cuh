@@ -12,7 +12,7 @@
 //     allows(v)         whether an id is in the row's range; outside of it a token has no neighbors
 #pragma once
 #include "kept_neighbors.cuh"
-#include "residual.cuh"
+#include "verify_state.cuh"
 
 namespace specvis {
 namespace {
