@@ -79,7 +79,7 @@ def recognized(source: SourceFile, heads: int | None) -> Recognized:
         return recognized_gpt(source, heads)
     if has(r"layers\.0\.self_attn\.") and has(r"fc\."):
         width, vocabulary = source.width("fc.weight"), source.width("embed_tokens.weight")
-        return Recognized("eagle", source, f"LANTERN's EAGLE head of width {width} for {vocabulary} codes")
+        return Recognized("eagle", source, f"LANTERN's EAGLE head, width {width}, for {vocabulary} codes")
     if has(r"diffloss\.net\.|encoder_blocks\."):
         return recognized_mar(source, heads)
     if has(r"(en|de)coder\.conv_blocks\."):
