@@ -17,7 +17,8 @@ from specvis.pipelines.mar import MARPair, Scaling
 TINY = MARConfig(dim=32, heads=2, encoder_layers=2, decoder_layers=2, diffusion_width=32, diffusion_blocks=2,
                  tokens=16, channels=4, buffer=6, classes=10, num_sampling_steps=8)
 VOCABULARY = ["", "plain", "red", "blue", "heart"]
-STYLED = [*VOCABULARY, "fluent-3d"]  # the program's own style
+STYLED = [*VOCABULARY, *"fluent-3d fluent-flat noto grinning face neutral raised fist thumbs up pirate flag "
+          "chequered".split()]  # the program's own styles, and the words of its own prompts
 
 
 def tiny_pipeline(seed: int = 0) -> Pipeline:
