@@ -166,8 +166,8 @@ def test_the_baseline_counts_a_picture_that_fails_as_others_do(tiny):
 
 @pytest.mark.parametrize("name", [
     "lantern:k=8", "eagle1:draft_model=small", "eagle1:draft_model=small:seed_exact=true", "eagle2:draft_model=small",
-    "adt-tree", "adt-tree:start=random", "cool-sd:tree=chain-3", "jacobi:window=2:guess=last:seed_exact=false",
-    "jacobi:window=4:seed_exact=false:k=8:delta=0.3"])
+    "adt-tree", "adt-tree:start=vertical", "adt-tree:start=random", "adt-tree:start=tokenflock", "cool-sd:tree=chain-3",
+    "jacobi:window=2:guess=last:seed_exact=false", "jacobi:window=4:seed_exact=false:k=8:delta=0.3"])
 def test_whatever_a_step_needs_of_an_image_takes_its_place(tiny, name):
     """These methods have settings, caches and random numbers that the ones above do not have."""
     assert_the_batch_does_not_matter(tiny, name, [2, 1])

@@ -194,15 +194,6 @@ def test_a_begun_image_goes_on_as_it_did(twins, m, counts):
     torch.testing.assert_close(decoded.tau, (16 - n) / decoded.target_forwards)
 
 
-@pytest.mark.parametrize("start", ["horizontal", "vertical", "random", "tokenflock"])
-def test_an_image_that_takes_a_place_begins_with_a_whole_tree(twins, start):
-    """The trees of the images before it have become small by then."""
-    m, sampling = method("adt-tree", start=start, draft_model="small"), Sampling.of(list(range(8)), guidance=2.0)
-    expected, decoded = (twins.tokens(PROMPTS * 2, m, sampling, batch=batch) for batch in (None, 1))
-    for field in dataclasses.fields(expected):
-        assert torch.equal(*(getattr(images, field.name).nan_to_num(-1) for images in (decoded, expected))), field.name
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_a_begun_image_keeps_what_was_known(tiny, name):
     m, counts, sampling = fitted(name), [4, 0, 16, 9], Sampling.of([1, 2, 3, 4])

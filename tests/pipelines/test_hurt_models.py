@@ -1,5 +1,6 @@
 """Folders and files of models that are damaged, foreign or absurd: one CheckpointError that names what is wrong."""
 import dataclasses
+import itertools
 import json
 import random
 import re
@@ -191,12 +192,15 @@ def test_hurt_checkpoints_raise_a_checkpoint_error_or_hold_tensors(suffix, legac
         path.write_bytes(hurt(whole, rng))
         try:
             found = read_weights(path)
-        except CheckpointError:
+        except CheckpointError as error:
+            assert "\n" not in str(error)
             refused += 1
         else:
             assert all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in found.items())
         path.unlink()
     assert refused > times / 4
+    with pytest.raises(CheckpointError, match="does not exist"):
+        read_weights(path)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -217,9 +221,14 @@ def test_a_models_files_are_known_again_whatever_is_in_them(tmp_path):
         (tmp_path / "pytorch_model.bin").write_bytes(hurt(whole, rng))
         known.add(fingerprint(tmp_path))
     assert len(known) > 100
-    nested = b"[" * 100_000
-    (tmp_path / "model.safetensors").write_bytes(len(nested).to_bytes(8, "little") + nested)
-    assert fingerprint(tmp_path) not in known
+    headers = [b"[" * 100_000, b"", b"[]", b"{", *(b'{"a": %s}' % value for value in (
+        b"{}", b"3", b'{"data_offsets": [-99, 1]}', b'{"data_offsets": [0, 1e99]}', b'{"data_offsets": "ab"}',
+        b'{"data_offsets": [%d, %d]}' % (2 ** 70, 2 ** 71)))]
+    for header, more in itertools.product(headers, (b"", b"\n")):
+        for length in {len(header), 2 ** 64 - 1}:
+            (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + header + more)
+            assert fingerprint(tmp_path) not in known
+            known.add(fingerprint(tmp_path))
 
 
 @pytest.mark.parametrize("name, content", [
