@@ -91,7 +91,7 @@ def test_generate_draws_the_baselines_picture_by_default(weights, tmp_path):
 ])
 def test_bad_input_is_one_line_and_status_2(weights, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    result = run("generate", *arguments, *([] if "--model" in arguments else ["--model", weights]))
+    result = run("generate", *arguments, "--model", weights)
     assert result.exit_code == 2
     assert message in result.output and "token/s" not in result.output      # found before the work starts
     assert list(tmp_path.iterdir()) == []

@@ -30,7 +30,7 @@ from studies.discrete import FULL, QUICK, DiscreteReport
 from studies.general import curve_gap
 from studies.jacobi import Remembering, Siblings
 from studies.lantern import grows
-from studies.page import Section, format_cell
+from studies.page import Section
 from studies.quality import MORE_SCORES, Score
 from studies.report import ITEMS
 from tests.studies.test_quality import NETWORK
@@ -316,11 +316,6 @@ def test_what_is_decided(tmp_path):
         section.claim(f"claim {word}", holds, "from 1 to 2")
     assert all(f"**{word}**: claim {word}. Here: from 1 to 2." in section.markdown() for word in words.values())
     assert grows(np.array([[1.0, 2.0], [1.5, 1.95]]), 0, 0.1) and not grows(np.array([[1.0, 2.0], [1.5, 1.85]]), 0, 0.1)
-
-
-def test_numbers_are_shown_with_three_digits():
-    assert [format_cell(x) for x in (0.18349, 1.23456, 123.456, 5, "x", None)] == [
-        "0.183", "1.23", "123.5", "5", "x", "not measured"]
 
 
 @NETWORK
