@@ -23,7 +23,6 @@ PYTEST := $(VENV)/bin/python -m pytest -q --benchmark-disable --durations=20 -n 
 SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 MINUTES ?= 10
 SEED ?= 0
-KILLS ?= 100
 VERSION ?= 4.57.6
 CLANG_FORMAT := $(VENV)/bin/clang-format csrc/*/*.* csrc/*/*/*.* tests/cuda_on_cpu/*.h tests/cuda_on_cpu/*.c*
 # Where this is set, every process compiles torch anew: twice the time of an import.
@@ -77,11 +76,10 @@ sass: cuda  # counts in the machine code of the CUDA kernels; no GPU takes part
 bounds: cuda  # what an H200 could do at best, counted
 	$(VENV)/bin/python -m benchmarks.bounds
 
-fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers, KILLS of each command; JSON=file for counts
+fuzz: $(VENV)/installed  # hostile inputs for MINUTES, as long with sanitizers; JSON=file for counts
 	failed=0; \
 	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) $(if $(JSON),--json $(JSON)) || failed=1; \
 	$(VENV)/bin/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED) --sanitized || failed=1; \
-	$(VENV)/bin/python -m tests.interruption --kills $(KILLS) --seed $(SEED) || failed=1; \
 	exit $$failed
 
 gpu:  # with the machine's own torch: nothing is installed; PARTS="build tests" for some parts

@@ -16,27 +16,9 @@ from tests.kernels.inputs import COMPARED  # noqa: E402  now that it is known wh
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # the cores are shared by as many processes
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
-MEASURED = {}         # compiler -> kernel -> GPU -> the most of any variant, and which one spills most
-
 
 def pytest_addoption(parser):
     parser.addoption("--triton", action="store_true", help="hand-worked cases in Triton's interpreter too")
-
-
-@pytest.fixture
-def measured():
-    """measured(compiler, op, kernel, gpu, registers, spilled, shared, variant): shown at the end of the run."""
-    def add(compiler, op, kernel, gpu, registers, spilled, shared, variant=""):
-        name = " ".join(dict.fromkeys([op, kernel.removesuffix("_kernel")]))
-        merge_measured(compiler, name, gpu, registers, spilled, shared, variant)
-    return add
-
-
-def merge_measured(compiler, name, gpu, registers, spilled, shared, variant):
-    row = MEASURED.setdefault(compiler, {}).setdefault(name, {})
-    largest = row.get(gpu, (0, 0, 0, ""))
-    row[gpu] = (max(largest[0], registers), max(largest[1], spilled), max(largest[2], shared),
-                variant if spilled > largest[1] else largest[3])
 
 
 def pytest_runtest_makereport(item, call):
@@ -49,34 +31,21 @@ def pytest_runtest_makereport(item, call):
 def pytest_sessionfinish(session):
     """A worker of pytest-xdist hands over what it counted."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput.update(compared=dict(COMPARED), measured=MEASURED)
+        session.config.workeroutput.update(compared=dict(COMPARED))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
     """The process that shows the summary takes what a worker hands over."""
-    output = getattr(node, "workeroutput", {})
-    COMPARED.update(output.get("compared", {}))
-    for compiler, kernels in output.get("measured", {}).items():
-        for kernel, row in kernels.items():
-            for gpu, numbers in row.items():
-                merge_measured(compiler, kernel, gpu, *numbers)
+    COMPARED.update(getattr(node, "workeroutput", {}).get("compared", {}))
 
 
 def pytest_terminal_summary(terminalreporter):
-    say = terminalreporter.write_line
     if COMPARED:
         interpreted = " (Triton in its interpreter)" if os.environ.get("TRITON_INTERPRET") == "1" else ""
-        say("\ntests that passed, each holding one backend against the oracle or what is known of the result"
+        terminalreporter.write_line(
+            "\ntests that passed, each holding one backend against the oracle or what is known of the result"
             + interpreted + ":\n" + ", ".join(f"{backend} {tests}" for backend, tests in COMPARED.items()))
-    for compiler, kernels in MEASURED.items():
-        gpus = dict.fromkeys(gpu for row in kernels.values() for gpu in row)
-        say(f"\nregisters / bytes spilled / bytes shared, {compiler}\n"
-            f"{'the most of any variant':24}" + "".join(f"{gpu:>17}" for gpu in gpus))
-        for kernel, row in kernels.items():
-            cells = "".join(f"{'%d / %d / %d' % row[gpu][:3] if gpu in row else '':>17}" for gpu in gpus)
-            spills = ", ".join(f"{gpu} at sizes {row[gpu][3]}" for gpu in row if row[gpu][1])
-            say(f"{kernel:24}{cells}" + f"  spills most: {spills}" * bool(spills))
 
 
 @pytest.fixture(autouse=True)

@@ -113,6 +113,9 @@ def test_gpus_that_nvcc_does_not_know_are_refused(setup, monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
     with pytest.raises(SystemExit, match="cannot build for 8.0, 9.0, 10.0.PTX, only for 5.0"):
         setup["gpu_flags"](tool(tmp_path / "nvcc", "compute_50"))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0;Hopper")
+    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST must be like 8.0;9.0.PTX, got 'Hopper'"):
+        setup["gpu_flags"](nvcc)
 
 
 @pytest.mark.parametrize("cuda, release, is_warned", [("'12.8'", "13.0", True), ("'13.2'", "13.0", False),
@@ -124,12 +127,6 @@ def test_another_cuda_than_torchs_is_said_at_the_build(setup, tmp_path, capsys, 
     said = capsys.readouterr().out
     assert said.count("\n") == said.count(f"nvcc is of CUDA {release}, but torch of CUDA {cuda[1:5]}: ") == is_warned
     assert setup["compression_flags"](nvcc) == (["--compress-mode=size"] if release == "13.0" else [])
-
-
-def test_words_that_are_no_gpus_are_refused(setup, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0;Hopper")
-    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST must be like 8.0;9.0.PTX, got 'Hopper'"):
-        setup["gpu_flags"](tool(tmp_path / "nvcc", ""))
 
 
 def test_an_object_is_built_again_when_what_it_was_made_from_changes(setup, tmp_path):
@@ -200,11 +197,8 @@ def test_compilers_are_called_by_ccache_where_it_is(setup, tmp_path):
     assert setup["cached"](str(tmp_path / "c++")) == [str(tmp_path / "c++")]
 
 
-def test_every_kernel_stays_in_registers(measured):
+def test_every_kernel_stays_in_registers():
     """Without a warning, for every GPU of the build. The build keeps what the compiler said beside each object."""
-    def number(what, report):
-        return int((re.search(rf"(\d+) {what}", report) or [0, 0])[1])
-
     folder, spilling = cuda_build(), []
     for file in KERNELS:
         log = (folder / f"csrc/cuda/{file.name}.log").read_text()
@@ -212,13 +206,8 @@ def test_every_kernel_stays_in_registers(measured):
         reports = log.split("Compiling entry function '")[1:]
         assert reports, log
         for report in reports:
-            stack, spills = number("bytes stack frame", report), number("bytes spill stores", report)
-            name, arch = re.match(r"(\w+)' for '(\w+)'", report).groups()
-            kernel = re.search(r"\d([a-z_]+_kernel)", name)
-            measured("CUDA C++ by nvcc (shared: static)", file.stem, kernel[1], arch,
-                     number("registers", report), max(stack, spills), number("bytes smem", report))
-            if stack or spills:
-                spilling.append(f"{name} for {arch}")
+            if {*re.findall(r"(\d+) bytes (?:stack frame|spill stores)", report)} - {"0"}:
+                spilling.append(report.partition("\n")[0])
     assert not spilling
 
 

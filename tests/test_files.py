@@ -17,8 +17,7 @@ from torch import nn
 from specvis import files
 from specvis.cli.main import main
 from specvis.study.discrete import DiscreteStudy
-from tests.interruption import make_model
-from tests.tiny import tiny_pipeline
+from tests.tiny import save_models, tiny_pipeline
 from training.run import TrainingRun
 
 PROMPTS = ["red heart", "blue heart"]
@@ -143,7 +142,7 @@ def holder(folder):
 def test_one_command_at_a_time_writes_to_a_folder(tmp_path):
     """Until the other one has ended, in whatever way."""
     model, out = tmp_path / "model", tmp_path / "out"
-    make_model(model)
+    save_models(model)
     out.mkdir()
     commands = (["tune", "--target-tv-excess", "0.1"], ["report", "--quick"],
                 ["compare", "--prompt", "red heart", "--methods", "vanilla"],
@@ -214,7 +213,7 @@ def full_disk(size):
 ], ids=lambda command: " ".join(command[:2]))
 def test_a_full_disk_is_one_line_and_leaves_what_was_there(command, tmp_path):
     model, out = tmp_path / "model", tmp_path / "out"
-    make_model(model)
+    save_models(model)
     out.mkdir()
 
     def run():

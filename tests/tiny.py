@@ -1,7 +1,12 @@
 """Small models with random weights, for tests: 16 tokens an image, of 64 codes or of 4 numbers."""
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
+from torch import nn
 
 from specvis.models.llamagen import GPTConfig
 from specvis.models.mar import MARConfig
@@ -12,6 +17,8 @@ from specvis.pipelines.mar import MARPair, Scaling
 TINY = MARConfig(dim=32, heads=2, encoder_layers=2, decoder_layers=2, diffusion_width=32, diffusion_blocks=2,
                  tokens=16, channels=4, buffer=6, classes=10, num_sampling_steps=8)
 VOCABULARY = ["", "plain", "red", "blue", "heart"]
+STYLED = [*VOCABULARY, *"fluent-3d fluent-flat noto grinning face neutral raised fist thumbs up pirate flag "
+          "chequered".split()]  # the program's own styles, and the words of its own prompts
 
 
 def tiny_pipeline(seed: int = 0) -> Pipeline:
@@ -45,3 +52,17 @@ def tiny_pair(seed: int = 0) -> MARPair:
 def vq_config(codebook_dim: int) -> VQConfig:
     return VQConfig(channels=8, decoder_channels=8, multipliers=(1, 1), residual_blocks=1, z_channels=8,
                     codebook_size=64, codebook_dim=codebook_dim, groups=4)
+
+
+def save_models(folder: Path) -> None:
+    """A folder with both models, prompts and their pictures."""
+    folder.mkdir()
+    for pipeline in (tiny_pipeline(), tiny_pair()):
+        pipeline.words.vocabulary = STYLED
+        pipeline.words.table = nn.Embedding(len(STYLED), 8)
+        pipeline.requires_grad_(False).save(folder)
+    (folder / "prompts.txt").write_text("red heart\nblue heart\n")
+    prompts = [f"fluent-3d {words}" for words in ("red heart", "blue heart", "heart", "plain heart")]
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "prompts.png")

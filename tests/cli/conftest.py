@@ -1,10 +1,12 @@
-"""A model's folder that the tests of commands draw with."""
+"""A model's folder and a file of prompts that the tests of commands draw with."""
 import dataclasses
 
 import pytest
 
 from specvis.models.mar import MAR
 from tests.tiny import tiny_pair, tiny_pipeline
+
+LINES = "red heart\n\n# of two words\n  Blue   heart\nred heart\nheart\n"
 
 
 @pytest.fixture(scope="module")
@@ -19,3 +21,10 @@ def weights(tmp_path_factory):
                                 for m in (pair.mar, pair.mar_draft))
     pair.save(folder)
     return folder
+
+
+@pytest.fixture
+def lines(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text(LINES)
+    return file

@@ -110,18 +110,6 @@ def test_tuning_a_small_model(tmp_path, monkeypatch):
     assert again == trials and same == chosen
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    pipeline = tiny_pipeline()
-    pipeline.words.vocabulary = ["", *"fluent-3d fluent-flat noto red blue heart grinning face neutral raised fist "
-                                      "thumbs up pirate flag chequered".split()]
-    import torch
-    pipeline.words.table = torch.nn.Embedding(17, 8)
-    pipeline.requires_grad_(False).save(folder)
-    return folder
-
-
 def run(*arguments):
     return CliRunner().invoke(main, ["tune", *(str(argument) for argument in arguments)])
 

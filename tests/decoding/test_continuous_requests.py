@@ -18,10 +18,8 @@ from tests.tiny import TINY, tiny_pair, tiny_pipeline
 
 @pytest.mark.parametrize("name, parameters, message", [
     ("cspd", {"gamma": 0}, "gamma must be a whole number within 1..1023, got 0"),
-    ("cspd", {"gamma": -1}, "gamma must be a whole number within 1..1023, got -1"),
     ("cspd", {"prefill": -0.1}, r"prefill must be within \[0, 1\], got -0.1"),
     ("cspd", {"prefill": 1.1}, r"prefill must be within \[0, 1\], got 1.1"),
-    ("cspd", {"prefill": math.nan}, r"prefill must be within \[0, 1\], got nan"),
     ("cspd", {"variant": "paths"}, "variant must be one of paper, released, path, got 'paths'"),
     ("cspd", {"conditioning": "none"}, "conditioning must be one of exact, block, got 'none'"),
     ("cspd", {"distance_temperature": 0.0}, "distance_temperature must be positive and finite in 32 bits, got 0.0"),
@@ -32,18 +30,12 @@ from tests.tiny import TINY, tiny_pair, tiny_pipeline
     ("cspd", {"num_iter": 3}, "method cspd has no parameter 'num_iter'.* its parameters: gamma, prefill"),
     ("cspd", {"gama": 3}, "method cspd has no parameter 'gama'; did you mean gamma"),
     ("mar", {"num_iter": -1}, "num_iter must be a whole number within 1..65536, or 0 for one target forward a token"),
-    ("mar", {"gamma": 2}, "method mar has no parameter 'gamma'.* its parameters: num_iter"),
     ("cspd", {"gamma": 2.0}, "gamma must be a whole number within 1..1023, got 2.0"),
-    ("cspd", {"gamma": "2"}, "gamma must be a whole number within 1..1023, got '2'"),
     ("cspd", {"max_tries": True}, "max_tries must be a whole number within 1..1000000, got True"),
-    ("mar", {"num_iter": 4.0}, "num_iter must be a whole number within 1..65536, or 0 for .*, got 4.0"),
     ("mar", {"steps_last": 1}, "steps_last must be a whole number within 2..100000, or 0 for the model.s own number"),
     ("mar", {"guidance_schedule": "cubic"}, "guidance_schedule must be one of linear, constant, released, got 'cubic'"),
-    ("mar", {"steps_first": 5.0}, "steps_first must be a whole number within 2..100000, or 0 for .*, got 5.0"),
-    ("cspd", {"steps_last": 5}, "method cspd has no parameter 'steps_last'"),
     ("cspd", {"truncate": "false"}, "truncate must be True or False, got 'false'"),
     ("cspd", {"aligned": 0}, "aligned must be True or False, got 0"),
-    ("cspd", {"prefill": "a"}, "prefill must be within .*, got 'a'"),
     ("cspd-paths", {}, "unknown method 'cspd-paths'; did you mean cspd-path"),
 ])
 def test_methods_for_continuous_tokens_are_checked(name, parameters, message):
@@ -54,9 +46,7 @@ def test_methods_for_continuous_tokens_are_checked(name, parameters, message):
 @pytest.mark.parametrize("text, message", [
     ("cspd:truncate=maybe", "truncate must be true or false, got 'maybe'"),
     ("cspd:aligned=1", "aligned must be true or false, got '1'"),
-    ("cspd:num_iter=3", "method cspd has no parameter 'num_iter'"),
     ("cspd:gamma=two", "gamma must be an integer, got 'two'"),
-    ("cspd:gamma=2.5", "gamma must be an integer, got '2.5'"),
     ("cspd:prefill=much", "prefill must be a number, got 'much'"),
     ("cspd:gamma", "method must be like name:parameter=value, got 'cspd:gamma'"),
 ])
@@ -94,7 +84,6 @@ def test_every_continuous_recipe_says_what_it_is(name):
     ({"seeds": torch.zeros(0, dtype=torch.int64)}, r"seeds must be int64 .* got torch.int64 \(0,\)"),
     ({"seeds": torch.zeros(2, 1, dtype=torch.int64)}, r"seeds must be int64 .* got torch.int64 \(2, 1\)"),
     ({"temperature": 0.0}, "temperature must be positive and finite in 32 bits for continuous tokens, got 0.0"),
-    ({"temperature": -1.0}, "temperature must be positive and finite in 32 bits for continuous tokens, got -1.0"),
     ({"temperature": math.inf}, "temperature must be positive and finite in 32 bits for continuous tokens, got inf"),
     ({"seeds": [1, 2]}, "seeds must be an int64 tensor .* got list; ContinuousSampling.of takes a list"),
     ({"guidance": [1.0, 2.0]}, r"guidance must be one number for the whole batch, got \[1.0, 2.0\]"),

@@ -11,7 +11,7 @@ from specvis.decoding.draft_model import SmallDraftModel
 from specvis.decoding.sampling import cfg_inputs
 from specvis.models.interface import ModelCache, Nodes, TargetModel
 from specvis.models.transformers import TREE_ATTENTION, Chameleon, Emu3, ImageModel, JanusPro, anole, lumina_mgpt
-from specvis_kernels import codebook_neighbors, draw_tokens, tree_links
+from specvis_kernels import draw_tokens, tree_links
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of a name that transformers gives up
@@ -249,24 +249,6 @@ def test_greedy_emu3_is_its_own_generate(targets):
     assert len(expected.unique()) > 3
 
 
-RELAXED = [method("lantern", draft_model="small", k=5, delta=1.0, seed_exact=False),
-           method("lantern++", draft_model="small", k=5, delta=50.0),
-           method("uniform-rsd", draft_model="small", tree="chain-3", omega=3.0),
-           method("jacobi", window=6, seed_exact=False, k=5, delta=1.0),
-           method("jacobi", window=6, seed_exact=False, k=8, delta=1.0, metric="rank")]
-
-
-@pytest.mark.parametrize("family", ["lumina", "emu3"])
-@pytest.mark.parametrize("m", RELAXED, ids=lambda m: m.label)
-def test_what_is_forced_is_never_relaxed(targets, family, m):
-    target, other = targets(family), targets(family, 1)
-    neighbors = codebook_neighbors(target.codebook, 5) if m.num_neighbors else None
-    result = decoded(target, other, m, sampling(), neighbors)
-    rows = result.tokens.view(B, *target.grid)
-    assert (rows[..., -1] == C).all() and (rows[..., :-1] < C).all() and (rows >= 0).all()
-    assert (result.tv_excess > 0).any() and not result.failed.any()  # it did relax
-
-
 def test_pictures_and_what_tokens_stand_for(targets):
     for family, size in (("emu3", (8, 6)), ("janus", (8, 8))):
         target = targets(family)
@@ -378,7 +360,6 @@ def with_bias(linear):
 
 @pytest.mark.parametrize("change", [
     lambda d: with_bias(d.layers[1].mlp.gate_proj),
-    lambda d: with_bias(d.layers[1].mlp.down_proj),
     lambda d: with_bias(d.layers[0].self_attn.k_proj),
     lambda d: setattr(d.layers[0].mlp, "up_proj", Wrapped(d.layers[0].mlp.up_proj)),
     lambda d: setattr(d.layers[0], "self_attn", Twice(d.layers[0].self_attn)),
@@ -387,8 +368,7 @@ def with_bias(linear):
     lambda d: setattr(d.layers[1].self_attn, "scaling", 3.0),
     lambda d: setattr(d.layers[0].input_layernorm, "variance_epsilon", 1.0),
     lambda d: setattr(d.layers[0].mlp, "act_fn", torch.nn.Tanh()),
-    lambda d: setattr(d, "layers", d.layers[::-1]),
-    lambda d: setattr(d, "layers", d.layers[:1])])
+    lambda d: setattr(d, "layers", d.layers[::-1])])
 def test_what_is_not_packed_is_read_by_modules(targets, change):
     target = copy.deepcopy(targets("janus"))
     chain = tree_links(torch.tensor([[-1, 0, 1]], dtype=torch.int32)).ancestors

@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.cuda_on_cpu import trace
 from tests.cuda_on_cpu.test_trace import pytestmark  # noqa: F401
 
@@ -43,32 +41,6 @@ def test_a_kernel_keeps_its_bounds_and_a_worse_one_breaks_them():
     ]})
     assert set(trace.broken(worse, known[worse["shape"]])) == {
         "times_written", "warp_operations_a_warp", "conflicts"}
-
-
-# In expand_tree, whose rows a cluster shares:
-IN_SYNC = "cluster_barrier();\n    } else {"
-
-
-WORSE_ROWS = {
-    "times_read": ("fours.cuh", "if (kIsHeld) fours_.load(thread_, threads_, p_);",
-                   'if (kIsHeld) fours_.load(thread_, threads_, p_); asm volatile("" : "+m"(p_));'
-                   " if (kIsHeld) fours_.load(thread_, threads_, p_);"),
-    "sectors_a_request": ("fours.cuh", "if (kIsHeld) fours_.load(thread_, threads_, p_);",
-                          "if (kIsHeld) fours_.load(thread_ * kHeldFours, 1, p_);"),
-    "chain_cycles": ("fours.cuh", "const float4* const fours = reinterpret_cast<const float4*>(row_);\n#pragma unroll",
-                     "const float4* const fours = reinterpret_cast<const float4*>(row_);\n#pragma unroll 1"),
-    "cluster_barriers": ("team.cuh", IN_SYNC, "cluster_barrier();\n" + IN_SYNC),
-    "barriers": ("team.cuh", IN_SYNC, "__syncthreads();\n" + IN_SYNC),
-    "races": ("team.cuh", IN_SYNC, "__syncthreads();\n} else {"),
-}
-
-
-@pytest.mark.parametrize("limit", WORSE_ROWS)
-def test_a_worse_way_to_read_rows_breaks_a_bound(limit):
-    file, old, new = WORSE_ROWS[limit]
-    known = bound("expand_tree")
-    worse = records_of("expand_tree", f"cuda_on_cpu_traced_{limit}", {file: [(old, new)]})
-    assert all(limit in trace.broken(record, known[record["shape"]]) for record in worse)
 
 
 def test_every_kernel_keeps_its_bounds():

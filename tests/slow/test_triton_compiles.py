@@ -39,11 +39,9 @@ def program(*arguments):
 
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 @pytest.mark.parametrize("gpu", GPUS)
-def test_every_kernel_compiles(gpu, measured):
+def test_every_kernel_compiles(gpu):
     kernels = program(gpu)
     assert kernels
-    for op, kernel, *numbers, sizes, _ in kernels:
-        measured("Triton compiled ahead of time", op, kernel, gpu, *numbers, sizes)
     if gpu == "sm_90":
         release = tuple(map(int, version("triton").split(".")[:2]))
         most = 0 if release >= (3, 9) else 16  # 3.7 and 3.8 give a few kernels a stack of 8 or 16 bytes

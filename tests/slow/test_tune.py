@@ -1,10 +1,20 @@
 """specvis tune as a command."""
 import csv
 
-from tests.cli.test_tune import run, weights  # noqa: F401
+import pytest
+
+from tests.cli.test_tune import run
+from tests.tiny import save_models
 
 
-def test_the_command_prints_the_frontier_and_the_choice(weights, tmp_path):  # noqa: F811
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    save_models(folder)
+    return folder
+
+
+def test_the_command_prints_the_frontier_and_the_choice(weights, tmp_path):
     result = run("--target-tv-excess", 0.05, "--images", 4, "--out", tmp_path, "--model", weights)
     assert result.exit_code == 0, result.output
     assert "chosen: " in result.output and "specvis generate --prompt" in result.output
@@ -14,7 +24,7 @@ def test_the_command_prints_the_frontier_and_the_choice(weights, tmp_path):  # n
     assert (tmp_path / "tune.png").stat().st_size > 5000
 
 
-def test_what_cannot_be_reached_is_said(weights, tmp_path):  # noqa: F811
+def test_what_cannot_be_reached_is_said(weights, tmp_path):
     result = run("--target-speedup", 50, "--images", 4, "--out", tmp_path, "--model", weights)
     assert result.exit_code == 1
     assert "no method that was tried reaches a speedup of 50 by tau; the fastest is" in result.output

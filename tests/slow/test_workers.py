@@ -10,7 +10,8 @@ from PIL import Image
 from specvis.cli import workers
 from specvis.cli.workers import Crew
 from specvis.pipelines.discrete import Pipeline
-from tests.cli.test_scale import generate, lines, pictures  # noqa: F401
+from tests.cli.conftest import lines  # noqa: F401
+from tests.cli.test_scale import generate, pictures
 from tests.tiny import tiny_pipeline
 
 
