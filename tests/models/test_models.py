@@ -378,9 +378,9 @@ def test_a_prompt_that_is_longer_than_the_cache_is_refused():
 def test_hooks_see_every_forward():
     """`specvis compare` times models by them."""
     pipeline, calls = tiny_pipeline(), []
-    for name in ("gpt", "draft_model"):
+    for name in ("gpt", "eagle"):
         getattr(pipeline, name).register_forward_hook(lambda *_, name=name: calls.append(name))
     decoded = pipeline.tokens(["red heart"], "eagle1:tree=chain-2", Sampling.of([0]))
     steps = decoded.target_forwards.item() - 1
     assert calls.count("gpt") == 1 + steps
-    assert calls.count("draft_model") == 2 + 2 * steps  # it reads the condition, the new tokens, and the inner drafts
+    assert calls.count("eagle") == 2 + 2 * steps  # it reads the condition, the new tokens, and the inner drafts
