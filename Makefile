@@ -44,7 +44,7 @@ test-transformers: $(VENV)/installed  # what uses transformers, with its VERSION
 	$(PIP) install -q --upgrade --target $(VENV)/transformers-$(VERSION) -c $(VENV)/constraints-$(VERSION).txt \
 		transformers==$(VERSION)
 	PYTHONPATH=$(VENV)/transformers-$(VERSION) $(PYTEST) tests/compat/test_transformers.py \
-		tests/models/test_transformers.py tests/test_examples.py tests/test_documents.py \
+		tests/models/test_transformers.py tests/test_examples.py tests/test_documents.py tests/laws/test_docstrings.py \
 		-k "transformers or use_it or families"
 
 constraints:  # constraints.txt anew: the newest of everything, and the tests with it

@@ -1,4 +1,4 @@
-"""Do our functions still fit? Runs EAGLE's and LANTERN's beside ours, and reads what other decoders call.
+"""Do our functions still fit? Runs EAGLE's and LANTERN's beside ours, and reads what other decoders define.
 
     python -m benchmarks.check_compat --lantern LANTERN --eagle EAGLE
 
@@ -8,9 +8,9 @@ accepted paths must be equal. The next token is drawn by torch.multinomial there
 be where that number falls in their distribution. "whole step" begins with the logits of the target's forward and ends
 with the next token. Times are of one call, the mean over cases; ours with the defaults (generator="torch").
 
-    python -m benchmarks.check_compat --vllm VLLM --sglang SGLANG --transformers TRANSFORMERS
+    python -m benchmarks.check_compat --vllm VLLM --sglang SGLANG
 
-Of these, checkouts or unpacked wheels, nothing is executed: their calls and signatures are read, and what has moved
+Of these, checkouts or unpacked wheels, nothing is executed: their signatures and imports are read, and what has moved
 since the versions that are tested is said (see signatures.py).
 """
 import argparse

@@ -45,11 +45,7 @@ cudaError_t draw_tokens_cuda(const DrawTokens& batch, cudaStream_t stream) {
     const cudaError_t error = cudaMemsetAsync(batch.num_accepted, 0xff, bytes, stream);
     if (error != cudaSuccess) return error;
   }
-  switch (batch.rows.type) {
-    case FloatType::float16: return launch<__half>(batch, stream);
-    case FloatType::bfloat16: return launch<__nv_bfloat16>(batch, stream);
-    default: return launch<float>(batch, stream);
-  }
+  return of_type(batch.rows.type, [&](auto x) { return launch<decltype(x)>(batch, stream); });
 }
 
 }  // namespace specvis

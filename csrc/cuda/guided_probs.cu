@@ -26,11 +26,7 @@ cudaError_t launch(const GuidedProbs& batch, cudaStream_t stream) {
 
 cudaError_t guided_probs_cuda(const GuidedProbs& batch, cudaStream_t stream) {
   if (batch.rows.B * batch.rows.N == 0) return cudaSuccess;
-  switch (batch.rows.type) {
-    case FloatType::float16: return launch<__half>(batch, stream);
-    case FloatType::bfloat16: return launch<__nv_bfloat16>(batch, stream);
-    default: return launch<float>(batch, stream);
-  }
+  return of_type(batch.rows.type, [&](auto x) { return launch<decltype(x)>(batch, stream); });
 }
 
 }  // namespace specvis

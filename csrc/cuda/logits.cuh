@@ -21,6 +21,16 @@ __device__ inline float value(float x) { return x; }
 __device__ inline float value(__half x) { return __half2float(x); }
 __device__ inline float value(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// f of a number of this type.
+template <class F>
+cudaError_t of_type(FloatType type, F f) {
+  switch (type) {
+    case FloatType::float16: return f(__half());
+    case FloatType::bfloat16: return f(__nv_bfloat16());
+    default: return f(float());
+  }
+}
+
 // The ids [first, first + count) of a row. If the range is not valid, these are other ids that may be read.
 struct IdRange {
   int64_t first, count;

@@ -136,11 +136,7 @@ cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) 
   return cudaSuccess;
 }
 cudaError_t launch_of(const VerifyLogits& batch, std::optional<Launch>* result) {
-  switch (batch.rows.type) {
-    case FloatType::float16: return launch_of<__half>(batch, result);
-    case FloatType::bfloat16: return launch_of<__nv_bfloat16>(batch, result);
-    default: return launch_of<float>(batch, result);
-  }
+  return of_type(batch.rows.type, [&](auto x) { return launch_of<decltype(x)>(batch, result); });
 }
 
 }  // namespace
@@ -157,11 +153,7 @@ cudaError_t verify_logits_scratch(const VerifyLogits& batch, int64_t* bytes) {
 cudaError_t verify_logits_cuda(const VerifyLogits& batch, cudaStream_t stream) {
   if (batch.B == 0) return cudaSuccess;
   if (batch.seeds) {
-    switch (batch.rows.type) {
-      case FloatType::float16: return launch_by_seeds<__half>(batch, stream);
-      case FloatType::bfloat16: return launch_by_seeds<__nv_bfloat16>(batch, stream);
-      default: return launch_by_seeds<float>(batch, stream);
-    }
+    return of_type(batch.rows.type, [&](auto x) { return launch_by_seeds<decltype(x)>(batch, stream); });
   }
   std::optional<Launch> launch;
   const cudaError_t error = launch_of(batch, &launch);

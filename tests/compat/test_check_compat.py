@@ -122,7 +122,7 @@ def test_a_folder_that_is_no_checkout(tmp_path, capsys, arguments, message):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ([], "name a checkout, with --lantern, --eagle or --vllm, --sglang, --transformers"),
+    ([], "name a checkout, with --lantern, --eagle or --vllm, --sglang"),
     (["--eagle", ".", "--cases", "0"], "cases, repeats, threads and k must be at least 1, nodes 16, vocab 64 and 2 k"),
     (["--eagle", ".", "--vocab", "100"], "vocab 64 and 2 k"),
 ])

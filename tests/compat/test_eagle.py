@@ -11,7 +11,7 @@ from specvis_kernels.compat import _posterior, eagle
 from specvis_kernels.compat._settings import settings_of
 from specvis_kernels.compat.eagle import TreeLogits
 
-from .test_lantern import CHOICES, PROCESSORS, Processors, Step, assert_drawn, counted, greedy, sampled, to_softmax
+from .test_lantern import PROCESSORS, Processors, Step, assert_drawn, counted, greedy, sampled, to_softmax
 
 
 @pytest.mark.parametrize("form", ["tree", "paths"])
@@ -157,12 +157,6 @@ def test_the_dynamic_tree(seed, sampled):
         for row in rows:
             for i, node in enumerate(row):
                 assert depth[node] == i and mask[0, 0, node].nonzero()[:, 0].tolist() == sorted(row[:i + 1])
-
-
-def test_the_shape_of_a_static_tree():
-    buffers = eagle.generate_tree_buffers(CHOICES, "cpu")
-    assert list(buffers) == ["tree_attn_mask", "tree_indices", "tree_position_ids", "retrieve_indices"]
-    assert buffers["tree_indices"].tolist() == [0, 1, 2, 11, 13, 22, 32]
 
 
 def test_commit_and_draft():

@@ -6,56 +6,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.compat_cases import (
+    GUIDANCE,
+    Processors,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    dynamic_case,
+    ring_of_neighbors,
+)
 from benchmarks.released import Relaxation, walk
-from specvis_kernels import StatusError
 from specvis_kernels.compat import lantern
 from specvis_kernels.compat.eagle import TreeLogits
 
 V, OFFSET = 24, 4
-TEMPERATURE = type("TemperatureLogitsWarper", (), {"temperature": 0.8, "__call__": lambda self, ids, x: x / 0.8})
-TOP_K = type("TopKLogitsWarper", (), {
-    "top_k": 6, "__call__": lambda self, ids, x: x.masked_fill(x < x.topk(6).values[..., -1:], -torch.inf)})
-
-
-class Processors(list):
-    def __call__(self, input_ids, scores):
-        for processor in self:
-            scores = processor(input_ids, scores)
-        return scores
-
-
-def nucleus(input_ids, scores):
-    """Top-p 0.8: a token stays while the tokens before it have less than that."""
-    order = scores.sort(descending=True)
-    probs = order.values.softmax(-1)
-    gone = probs.cumsum(-1) - probs >= 0.8
-    return scores.masked_fill(gone.gather(-1, order.indices.argsort()), -torch.inf)
-
-
-TOP_P = type("TopPLogitsWarper", (), {"top_p": 0.8, "__call__": lambda self, ids, x: nucleus(ids, x)})
-PROCESSORS = {"plain": Processors(), "T, top-p, top-k": Processors([TEMPERATURE(), TOP_P(), TOP_K()]),
-              "top-k, top-p": Processors([TOP_K(), TOP_P()]), "unknown": Processors([lambda ids, x: x.clamp(max=3)])}
-
-
-def random_tree(depth=3, width=3, extra=8):
-    """Paths (L, D) of a random tree of at most 1 + extra nodes; node numbers are level by level."""
-    choices = {()}
-    while len(choices) <= extra:
-        node = random.choice([node for node in choices if len(node) < depth])
-        choices.add((*node, sum(other[:-1] == node for other in choices if other)))
-    choices = {node for node in choices if not node or node[-1] < width}
-    nodes = sorted((node for node in choices if all(node[:i] in choices for i in range(len(node)))),
-                   key=lambda node: (len(node), node))
-    leaves = [node for node in nodes if (*node, 0) not in nodes]
-    paths = [[nodes.index(leaf[:i]) for i in range(len(leaf) + 1)] for leaf in leaves]
-    deepest = max(map(len, paths))
-    return torch.tensor(sorted(path + [-1] * (deepest - len(path)) for path in paths)).reshape(-1, deepest), nodes
-
-
-def padded(paths):
-    """The paths in the release's order: padding comes last."""
-    return paths[[i for i, _ in sorted(enumerate(paths.tolist()), key=lambda row: [
-        node if node >= 0 else 99 for node in row[1]])]]
+PROCESSORS = {"plain": Processors(),
+              "T, top-p, top-k": Processors([TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.8), TopKLogitsWarper(6)]),
+              "top-k, top-p": Processors([TopKLogitsWarper(6), TopPLogitsWarper(0.8)]),
+              "unknown": Processors([lambda ids, x: x.clamp(max=3)])}
 
 
 class Step(SimpleNamespace):
@@ -63,28 +31,19 @@ class Step(SimpleNamespace):
 
     def __init__(self, seed, offset=0):
         random.seed(seed), torch.manual_seed(seed)
-        paths, nodes = random_tree()
-        paths, N = padded(paths), len(nodes)
-        uncond = torch.randn(N, V)
-        guided = 2 * torch.randn(N, V)
-        tokens = torch.zeros(1, N, dtype=torch.int64)
-        for node in range(N):
-            children = [child for child in range(1, N) if nodes[child][:-1] == nodes[node]]
-            best = guided[node, offset:].add(torch.randn(V - offset)).topk(3).indices + offset
-            tokens[0, children] = best[[nodes[child][-1] for child in children]]
+        logits, tokens, paths, _ = dynamic_case(V, 20, slice(offset, None))
         candidates = torch.cat([tokens, torch.full((1, 1), -1)], 1)[0, paths]
-        codes = V - offset
-        table = torch.stack([torch.randperm(codes)[:codes] for _ in range(codes)])
-        table = torch.stack([row[row != code] for code, row in enumerate(table)])
-        super().__init__(logits=torch.stack([uncond + (guided - uncond) / 3, uncond]), paths=paths, tokens=tokens,
-                         along=guided[paths], candidates=candidates, table=table, nodes=nodes, N=N)
+        cond, uncond = logits = logits / 2  # flatter: rejections and equally long paths are frequent
+        super().__init__(logits=logits, paths=paths, tokens=tokens, along=(uncond + GUIDANCE * (cond - uncond))[paths],
+                         candidates=candidates, table=ring_of_neighbors(V - offset, V - offset - 1),
+                         N=tokens.shape[1])
 
     def model(self, **parts):
         return SimpleNamespace(nearest_latents=self.table, **parts)
 
     def given(self, form):
         """The argument of evaluate_posterior: TreeLogits, or the logits along the paths."""
-        return TreeLogits(self.logits, 3.0, self.tokens, self.paths) if form == "tree" else self.along
+        return TreeLogits(self.logits, GUIDANCE, self.tokens, self.paths) if form == "tree" else self.along
 
 
 def to_softmax(row):
@@ -254,13 +213,6 @@ def test_a_draft_model_of_pictures_drafts_no_text(text, image):
     tokens, *_ = lantern.topK_genrate(layer, torch.randn(2, 2, 13), torch.tensor([[0, 7, 8], [0, 7, 8]]),
                                       lambda hidden: hidden, Processors(), 3.0)
     assert tokens.shape == (1, 9) and set(tokens[0, 1:].tolist()) <= {*image}
-
-
-def test_logits_that_are_not_numbers_raise():
-    step = Step(1)
-    step.logits.fill_(torch.nan)
-    with pytest.raises(StatusError, match="INVALID_ROW at request 0"):
-        lantern.evaluate_posterior(step.model(), step.given("tree"), step.candidates, Processors(), True, 5, 0.2)
 
 
 CHOICES = [[0], [1], [0, 0], [0, 2], [1, 1], [0, 0, 1]]

@@ -1,6 +1,4 @@
 """SGLang's interface, compared with a plain statement of its kernels (sgl-kernel/csrc/speculative)."""
-import doctest
-import inspect
 import itertools
 
 import pytest
@@ -9,16 +7,6 @@ import torch
 from specvis_kernels import INVALID_TREE
 from specvis_kernels.compat import sglang
 from tests.kernels.inputs import DEVICE
-
-FUNCTIONS = (sglang.tree_speculative_sampling_target_only, sglang.verify_tree_greedy,
-             sglang.build_tree_kernel_efficient)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_example_runs(function):
-    test = doctest.DocTestParser().get_doctest(inspect.getdoc(function), {}, function.__name__, None, 0)
-    report = []
-    assert test.examples and not doctest.DocTestRunner().run(test, out=report.append).failed, "".join(report)
 
 
 def plain_build(parent_list, selected, length, topk):

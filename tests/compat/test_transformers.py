@@ -1,6 +1,4 @@
 """Trees and Jacobi decoding inside of transformers' generate, against its own decoding and plain statements of ours."""
-import doctest
-import inspect
 import itertools
 import re
 import warnings
@@ -49,13 +47,6 @@ def functions(draft):
     return {"tree": dict(function=tree_generate, draft=draft, choices=CHOICES),
             "jacobi": dict(function=jacobi_generate, window=5), "jacobi on a grid": dict(function=jacobi_generate,
                                                                                       window=4, grid=4)}
-
-
-@pytest.mark.parametrize("function", [tree_generate, jacobi_generate, GuidedProbsProcessor])
-def test_the_example_runs(function):
-    test = doctest.DocTestParser().get_doctest(inspect.getdoc(function), {}, function.__name__, None, 0)
-    report = []
-    assert test.examples and not doctest.DocTestRunner().run(test, out=report.append).failed, "".join(report)
 
 
 @pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])

@@ -1,5 +1,4 @@
 """vLLM's interfaces, against exact enumeration of the rule that its kernels follow."""
-import doctest
 import inspect
 import itertools
 import sys
@@ -25,13 +24,6 @@ OF_V1 = dict(synthetic_mode=False, synthetic_conditional_rates=None, use_fp64_gu
              fly_entropy_threshold=None, fly_entropy_top_k=3)
 OF_V2 = dict(use_fp64=False, use_block_verification=False, fly_window_size=0, fly_entropy_threshold=0.3,
              fly_entropy_top_k=3)
-
-
-@pytest.mark.parametrize("function", [rejection_sample, probabilistic_rejection_sample])
-def test_the_example_runs(function):
-    test = doctest.DocTestParser().get_doctest(inspect.getdoc(function), {}, function.__name__, None, 0)
-    report = []
-    assert test.examples and not doctest.DocTestRunner().run(test, out=report.append).failed, "".join(report)
 
 
 def enumerated(num_drafts, is_sampled, bonus=None):

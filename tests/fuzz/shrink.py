@@ -47,9 +47,13 @@ def defaults_of(op):
 
 
 def letters_of(op):
-    """The letters of each argument's dimensions, from the docstring: {"tokens": ["B", "N"], ..}."""
+    """The letters of each argument's dimensions, from the docstring: {"tokens": ["B", "N"], ..}.
+
+    Arguments that a docstring leaves to `verify_tree` have the letters that they have there.
+    """
     lines = re.findall(r"^ +(\w+): +(?:written to: )?\(([^)]*)\)", getattr(specvis_kernels, op).__doc__, re.M)
-    return {name: [letter.strip() for letter in letters.split(",") if letter.strip()] for name, letters in lines}
+    letters = {name: [letter.strip() for letter in letters.split(",") if letter.strip()] for name, letters in lines}
+    return letters if op == "verify_tree" else letters_of("verify_tree") | letters
 
 
 def without_options(case):

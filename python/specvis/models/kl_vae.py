@@ -6,8 +6,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import vq
 from .sizes import check_sizes
-from .vq import AttnBlock, Resample, ResBlock
+from .vq import AttnBlock, ResBlock, check_images
 
 
 @dataclass(frozen=True)
@@ -29,25 +30,8 @@ class KLConfig:
         return 2 ** (len(self.multipliers) - 1)
 
 
-class Level(nn.Module):
-    """The blocks of one resolution. `resample` ("downsample", "upsample" or None) leads to the next."""
-
-    def __init__(self, in_channels: int, out_channels: int, num_blocks: int, groups: int, has_attention: bool,
-                 resample: str | None):
-        super().__init__()
-        self.block = nn.ModuleList(ResBlock(out_channels if i else in_channels, out_channels, groups)
-                                   for i in range(num_blocks))
-        self.attn = nn.ModuleList(AttnBlock(out_channels, groups) for _ in range(num_blocks if has_attention else 0))
-        if resample:
-            setattr(self, resample, Resample(out_channels, resample == "downsample"))
-        self.resample = resample
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.block):
-            x = block(x)
-            if self.attn:
-                x = self.attn[i](x)
-        return getattr(self, self.resample)(x) if self.resample else x
+class Level(vq.Level):
+    BLOCKS = "block"
 
 
 class Middle(nn.Module):
@@ -121,10 +105,7 @@ class KL(nn.Module):
         Returns:
             (B, h, w, C) float32
         """
-        stride = self.config.stride
-        if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] % stride or images.shape[3] % stride:
-            raise ValueError(f"images must be (B, 3, H, W), H and W multiples of {stride}, "
-                             f"got {tuple(images.shape)}")
+        check_images(images, self.config.stride)
         moments = self.quant_conv(self.encoder(images)).permute(0, 2, 3, 1).float()
         mean, log_variance = moments.chunk(2, -1)
         if noise is not None:

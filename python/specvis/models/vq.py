@@ -75,17 +75,20 @@ class Resample(nn.Module):
 class Level(nn.Module):
     """The blocks of one size; `resample` ("downsample", "upsample" or None) leads to the next."""
 
+    BLOCKS = "res"  # the official name of the list of blocks
+
     def __init__(self, inside: int, outside: int, blocks: int, groups: int, attention: bool,
                  resample: str | None):
         super().__init__()
-        self.res = nn.ModuleList(ResBlock(outside if i else inside, outside, groups) for i in range(blocks))
+        setattr(self, self.BLOCKS, nn.ModuleList(ResBlock(outside if i else inside, outside, groups)
+                                                 for i in range(blocks)))
         self.attn = nn.ModuleList(AttnBlock(outside, groups) for _ in range(blocks if attention else 0))
         if resample:
             setattr(self, resample, Resample(outside, resample == "downsample"))
         self.resample = resample
 
     def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.res):
+        for i, block in enumerate(getattr(self, self.BLOCKS)):
             x = block(x)
             if self.attn:
                 x = self.attn[i](x)
@@ -138,6 +141,12 @@ class Decoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(z)))
 
 
+def check_images(images: Tensor, stride: int) -> None:
+    """Raise ValueError unless the images have three channels, and sides that are multiples of `stride`."""
+    if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] % stride or images.shape[3] % stride:
+        raise ValueError(f"images must be (B, 3, H, W), H and W multiples of {stride}, got {tuple(images.shape)}")
+
+
 class Codes(nn.Module):
     def __init__(self, c: VQConfig):
         super().__init__()
@@ -161,10 +170,7 @@ class VQ(nn.Module):
 
     def latents(self, images: Tensor) -> Tensor:
         """(B, 3, H, W) in [-1, 1] -> (B, h, w, D) float32 of length 1, before quantization."""
-        stride = self.config.stride
-        if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] % stride or images.shape[3] % stride:
-            raise ValueError(f"images must be (B, 3, H, W), H and W multiples of {stride}, "
-                             f"got {tuple(images.shape)}")
+        check_images(images, self.config.stride)
         z = self.quant_conv(self.encoder(F.pixel_unshuffle(images, self.config.patch)))
         return F.normalize(z.permute(0, 2, 3, 1).float(), dim=-1)
 
