@@ -13,7 +13,7 @@ from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
 from ..pipelines.prompts import with_style
 from ..study.jobs import machine
-from .figures import draw_all, draw_jacobi
+from .figures import draw_jacobi, draw_pictures
 from .options import (
     MAX_COUNT,
     is_given,
@@ -123,7 +123,7 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
         results = [found[run.key] for run in runs]
         rows = table(results)
         with replacing_together(out, last="compare.csv") as new:
-            draw_all(pipelines, results, prompts, new)
+            draw_pictures(pipelines, results, prompts, new / "compare.png")
             if jacobi:
                 draw_jacobi(pipelines[Method], found[jacobi.key], {window: found[run.key] for window, run in
                                                                    of_windows.items()}, prompts, new / "jacobi.png")
