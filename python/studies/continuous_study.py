@@ -14,37 +14,24 @@ from specvis.decoding.continuous import continuous_decode
 from specvis.decoding.continuous_state import ContinuousDecoded, ContinuousSampling, GuidedMAR, KnownTokens
 from specvis.decoding.decoded import Progress
 from specvis.decoding.methods import ContinuousMethod, parse_method
-from specvis.files import write_whole
 from specvis.models.mar import MAR
 from specvis.pipelines.mar import MARPair
 from specvis.study.discrete import PictureRun
-from specvis.study.jobs import Job, Study, read_arrays
+from specvis.study.jobs import Arrays, ArrayShapes, Job, Study
 
 ROWS = 512         # draws of one state side by side
 MIN_SECONDS = 2.0  # a shorter timing is repeated
 SAVED = [field.name for field in fields(ContinuousDecoded) if field.name != "num_drawn"]
 
-Arrays = dict[str, np.ndarray]
-ArrayShapes = dict[str, tuple[int | None, ...]]
-
 
 class ContinuousJob(Job):
-    """A job whose result is an archive of arrays.
+    """A job of either model of a pair."""
 
-    A subclass has `shapes(study)`, the shapes of the arrays by name (None: any size), and `arrays(study, progress)`,
-    which computes them.
-    """
-
-    suffix = "npz"
     draft_alone = False
 
     @property
     def label(self) -> str:
         return f"{self.method.label}{' by the draft model alone' * self.draft_alone}"
-
-    def make(self, study: "ContinuousStudy", progress: Callable[[float], None] = lambda share: None) -> None:
-        arrays = self.arrays(study, progress)
-        write_whole(study.path(self), lambda file: np.savez_compressed(file, **arrays))
 
 
 @dataclass(frozen=True)
@@ -255,11 +242,6 @@ class ContinuousStudy(Study):
         end = job.start + job.count
         return [replace(job, start=start, count=min(job.batch, end - start))
                 for start in range(job.start, end, job.batch)]
-
-    def arrays(self, job: ContinuousJob) -> Arrays:
-        """The arrays of a job, which is computed now if it was not before."""
-        shapes = job.shapes(self)
-        return self.read_or_make(self.path(job), lambda path: read_arrays(path, shapes), lambda: job.make(self))
 
     def pictures(self, run: ContinuousRun) -> ContinuousPictures:
         if run not in self.loaded:
