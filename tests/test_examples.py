@@ -31,8 +31,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 def test_each_says_how_it_is_run_and_has_a_test():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"one_op", "own_loop", "own_model", "lantern", "sglang_sampler", "transformers_model",
-                     "transformers_tree"}
+    assert names == {"one_op", "own_loop", "own_model", "lantern", "transformers_model"}
     for name in names:
         text = (EXAMPLES / f"{name}.py").read_text()
         assert f"\n    python examples/{name}.py" in ast.get_docstring(ast.parse(text), clean=False), name
@@ -132,29 +131,3 @@ def test_lantern_drafts_the_tree_of_the_example(run):
         (tokens, paths, mask, depth), (our_tokens, our_paths, our_mask, our_depth) = trees
         assert torch.equal(tokens, our_tokens) and torch.equal(mask, our_mask) and torch.equal(depth, our_depth)
         assert torch.equal(paths, our_paths[:len(paths), :paths.shape[1]]) and (our_paths[len(paths):] == -1).all()
-
-
-def test_sglang_sampler(run):
-    names, printed = run("sglang_sampler")
-    tree = ast.parse((EXAMPLES / "sglang_sampler.py").read_text())
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"specvis_kernels.compat.sglang"}
-    assert "100 of 100 requests as the rule in plain Python decides" in printed
-    assert len(set(names["num_correct_drafts"].tolist())) == 4  # from no draft to a whole path
-    assert (names["positions"].view(100, 12) - names["seq_lens"][:, None]).amax() == 3
-
-
-@pytest.mark.parametrize("temperature", [1, 0])
-def test_transformers_tree(run, temperature):
-    names, printed = run("transformers_tree", "--temperature", temperature, "--max-new-tokens", 48)
-    assert printed.count("the same tokens: yes") == 3
-    assert names["tau"]["one at a time"] == 1
-    assert min(names["tau"]["tree"], names["tau"]["jacobi"]) > (1.5 if temperature else 0.99)
-    new = names["tokens"]["tree"][:, 5:]
-    assert new.shape == (2, 48) and new.min() >= 32 and not torch.equal(new[0], new[1])
-    if temperature == 0:
-        cond, null = names["prompts"][1:], torch.cat([torch.tensor([[2]]), new[1:]], 1)
-        logits = names["model"](torch.cat([cond, new[1:]], 1)).logits[:, 4:-1]
-        uncond = names["model"](null).logits[:, :-1]
-        guided = uncond + 1.5 * (logits - uncond)
-        assert torch.equal(guided[..., 32:].argmax(-1) + 32, new[1:])

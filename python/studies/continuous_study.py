@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specvis.decoding.continuous import continuous_decode
-from specvis.decoding.continuous_state import ContinuousDecoded, ContinuousSampling, GuidedMAR, KnownTokens
+from specvis.decoding.continuous_state import ContinuousDecoded, ContinuousSampling, KnownTokens
 from specvis.decoding.decoded import Progress
 from specvis.decoding.methods import ContinuousMethod, parse_method
 from specvis.models.mar import MAR
@@ -261,26 +261,6 @@ class ContinuousStudy(Study):
         acceptance = torch.from_numpy(arrays["acceptance"])
         return (torch.from_numpy(arrays["samples"]), share(acceptance == 1, acceptance >= 0),
                 float(arrays["target_forwards"].mean()))
-
-    def last_steps(self, job: Draws, count: int = 256) -> tuple[float, float]:
-        """How far apart the target's and the draft's last denoising steps take the draft's x_1: rms over numbers and
-        `count` paths, beside the rms of the tokens' own spread. For the first token of the state of `job`."""
-        known, prompt = job.state(self, 1)
-        generator = torch.Generator().manual_seed(self.seed)
-        mar, request = self.pipeline.mar, torch.zeros(1, dtype=torch.int64, device=self.device)
-        noise = torch.randn(count, len(mar.diffloss.schedule), mar.config.channels, generator=generator)
-        num_unknown = torch.full((count,), self.num_tokens - job.num_known - 1, device=self.device)
-        sampling = ContinuousSampling(torch.zeros_like(request), job.source.guidance)
-        positions = known.order[:, job.num_known:job.num_known + 1]
-        with torch.inference_mode():
-            target, draft = (
-                model.denoiser(model.z(known.tokens, known.is_known, positions, request, job.num_known)[0].expand(
-                    count, -1, -1), num_unknown)
-                for model in (GuidedMAR(part, self.captions[[prompt]], sampling)
-                              for part in (mar, self.pipeline.mar_draft)))
-            path = draft.sample(noise.to(self.device), keep_path=True).path
-            gap = target.transition(path[:, 1], 1)[0] - path[:, 0]
-        return gap.square().mean().sqrt().item(), path[:, 0].var(0).mean().sqrt().item()
 
     def decode(self, method: ContinuousMethod, sampling: ContinuousSampling, prompts: Tensor,
                draft_alone: bool = False, progress: Progress | None = None, known: KnownTokens | None = None,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from specvis.study.discrete import Latency, PictureRun
 
-from .base import Item, item
+from .base import Item, item, mean_and_half
 from .discrete import DiscreteReport, DiscreteScope
 from .page import Section, axes
 
@@ -41,8 +41,9 @@ def same_tokens(report: DiscreteReport, run: PictureRun) -> str:
 
 def tau_row(report: DiscreteReport, run: PictureRun) -> dict:
     tau = report.study.pictures(run).decoded.tau
+    mean, half = mean_and_half(tau)
     return {"method": run.method.label, "T": f"{run.temperature:g}", "window": run.method.drafts.window,
-            "tau": tau.nanmean().item(), "+-": 2 * tau.std().item() / len(tau) ** 0.5, "least": tau.min().item(),
+            "tau": mean, "+-": half, "least": tau.min().item(),
             "most": tau.max().item(), "same tokens as the baseline": same_tokens(report, run)}
 
 
@@ -136,8 +137,7 @@ def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
     for text, a, b in ((f"coupled redraws keep more guesses than fresh ones ({SCD})", coupled, uncoupled),
                        ("shared noise keeps as many as rejection with coupled redraws (semantics of both: none is lost "
                         "that a coupling could keep)", exact, coupled)):
-        change = a.decoded.tau - b.decoded.tau
-        mean, half = change.mean().item(), 2 * change.std().item() / len(change) ** 0.5
+        mean, half = mean_and_half(a.decoded.tau - b.decoded.tau)
         section.claim(text, (mean > half or None) if a is coupled else mean > -half,
                       f"tau {a.tau:.2f} against {b.tau:.2f}, a difference of {mean:+.2f} +- {half:.2f}")
     group = report.study.pictures(PictureRun.of("gsd"))
@@ -161,10 +161,9 @@ def seed_exact(report: DiscreteReport, section: Section) -> None:
     for text in TREES:
         exact, usual = tree_runs(text)
         taus = [report.study.pictures(run).decoded.tau for run in (exact, usual)]
-        change = taus[0] - taus[1]
+        mean, half = mean_and_half(taus[0] - taus[1])
         rows.append({"method": text, "tau by equality": taus[0].nanmean().item(),
-                     "tau by rejection": taus[1].nanmean().item(), "difference": change.nanmean().item(),
-                     "+-": 2 * change[~change.isnan()].std().item() / len(change) ** 0.5,
+                     "tau by rejection": taus[1].nanmean().item(), "difference": mean, "+-": half,
                      "same tokens as the baseline": same_tokens(report, exact)})
     section.text("Both are lossless. By equality (`seed_exact=true`) the target draws at every node with the noise of "
                  "its position, sampled children are drawn with the same noise, and the tokens are the baseline's; by "
