@@ -24,7 +24,7 @@ from specvis.pipelines.mar import MARPair, Scaling
 from specvis.study.plots import plt, save_figure
 
 from .data import spelled_out, words_of
-from .stages import arrays_of, made, vocabulary_of
+from .stages import arrays_of, made, runs_option, vocabulary_of
 
 NAMES = ["red heart", "grinning face", "smiling face with sunglasses", "raised fist", "thumbs up", "pirate flag",
          "rainbow flag", "pizza", "red apple", "dog face", "cat face", "soccer ball", "rocket", "sun with face",
@@ -163,8 +163,7 @@ def export_mar(runs: Path, weights: Path, record: Path) -> None:
 
 
 @click.command()
-@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-              help="Folder of the training stages.")
+@runs_option
 @click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED,
               help="Where the weights go. [default: the package]")
 @click.option("--record", type=click.Path(path_type=Path), default="benchmarks/results/training", show_default=True,

@@ -16,7 +16,6 @@ from PIL import Image
 from specvis.cli.main import main
 from specvis.decoding.decoded import Step
 from specvis.decoding.methods import parse_method
-from specvis.files import write_whole
 from specvis.models.llamagen import GPTConfig
 from specvis.models.vq import VQConfig
 from specvis.pipelines.discrete import Pipeline
@@ -130,16 +129,6 @@ def test_an_interruption_loses_only_the_batch_at_work(study, pipeline, monkeypat
     monkeypatch.setattr(pipeline, "tokens", tokens)
     study.compute(jobs)
     assert study.pending(jobs) == []
-
-
-def test_half_a_file_is_never_left(tmp_path):
-    def breaks(file):
-        file.write(b"half")
-        raise OSError("no space left")
-
-    with pytest.raises(OSError):
-        write_whole(tmp_path / "run.npz", breaks)
-    assert not (tmp_path / "run.npz").exists()
 
 
 def test_a_folder_of_another_study_is_refused(study, pipeline, monkeypatch):

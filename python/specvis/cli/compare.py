@@ -16,6 +16,7 @@ from ..study.jobs import machine
 from .figures import draw_jacobi, draw_pictures
 from .options import (
     MAX_COUNT,
+    dtype_option,
     is_given,
     load_model,
     refuse_filters,
@@ -56,8 +57,7 @@ def windows_of(context, parameter, text: str | None) -> list[int]:
               help="May be repeated.")
 @click.option("--windows", callback=windows_of, metavar="N,N,...",
               help="Also run jacobi with these windows, for a curve in its figure, such as 4,8,16,32.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32",
-              help="Of the weights in memory. Discrete tokens only.")
+@dtype_option
 @click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
 @sampling_options
 def compare(prompts, style, names, count, singles, temperatures, windows, dtype, out, seed, guidance, top_k, top_p,
