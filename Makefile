@@ -18,7 +18,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile $(if $(CONSTRAINTS),-c $(VENV)/constraints.txt,--upgrade --upgrade-strategy eager)
 # So that a folder named specvis beside this one, as a clone may be, is not taken for the package.
 EDITABLE := --config-settings editable_mode=compat
-PYTEST := $(VENV)/bin/python -m pytest -q --durations=20 -n auto --dist worksteal
+PYTEST := $(VENV)/bin/python -m pytest -q --benchmark-disable --durations=20 -n auto --dist worksteal
 # Where packages are: --system-site-packages does not see those of a parent that is a virtual environment too.
 SITE := "import sysconfig; print(sysconfig.get_path('purelib'))"
 MINUTES ?= 10

@@ -54,7 +54,7 @@ part() {  # name, seconds, command: only listed as long as nothing is wanted
 }
 
 tests() {  # name, seconds, what pytest is to run
-    part "$1" "$2" "$python" -m pytest -q -rfEs --tb=short -p no:cacheprovider "${workers[@]}" "${@:3}"
+    part "$1" "$2" "$python" -m pytest -q -rfEs --tb=short --benchmark-disable -p no:cacheprovider "${workers[@]}" "${@:3}"
 }
 
 measure() {  # name, seconds: a group of benchmarks.ops. Its status 75 asks for another process, for the rows that are left
