@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from benchmarks.released import Relaxation, filtered, walk
+from benchmarks.released import Relaxation, Shape, filtered, walk
+from benchmarks.watch import parents_of
 from specvis_kernels import (
     INVALID_ROW,
     draw_children,
@@ -183,19 +184,8 @@ def paths_of(first_child: Tensor, next_sibling: Tensor) -> list[Tensor]:
     are made once for each tree and not timed.
     """
     if first_child not in PATHS:
-        PATHS[first_child] = []
-        for child_of, sibling_of in zip(first_child.tolist(), next_sibling.tolist()):
-            paths, stack = [], [[0]]
-            while stack:
-                path = stack.pop()
-                children, child = [], child_of[path[-1]]
-                while child >= 0:
-                    children.append([*path, child])
-                    child = sibling_of[child]
-                stack += children[::-1]
-                if not children:
-                    paths.append(torch.tensor(path))
-            PATHS[first_child].append(torch.nn.utils.rnn.pad_sequence(paths, True, -1).to(first_child.device))
+        PATHS[first_child] = [Shape.of(parents, first_child.device).paths
+                              for parents in parents_of(first_child, next_sibling)]
     return PATHS[first_child]
 
 

@@ -55,6 +55,7 @@ from specvis.models import layers
 from specvis.models.eagle import EagleHead
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
+from specvis.study.plots import plt
 
 RANDOM = FILTERS | {"top_k": 1000, "top_p": 1.0}  # for random weights
 WHOLE = ("shipped", "B")       # sizes of which whole pictures are timed
@@ -337,10 +338,6 @@ def tau_of(record: dict) -> float:
 
 def plot(records: list[dict], path: Path) -> None:
     """Stacked bars: the milliseconds that a token of one picture takes, by part."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     groups = list(dict.fromkeys((r["size"], r["batch"]) for r in records))
     names = list(dict.fromkeys(r["method"] for r in records))
     figure, axes = plt.subplots(1, len(groups), squeeze=False, layout="constrained",
@@ -358,9 +355,7 @@ def plot(records: list[dict], path: Path) -> None:
         axis.tick_params(labelsize=7, labelleft=axis is axes[0][0] or len(rows) != len(names))
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    harness.save_plot(figure, path)
 
 
 def timed_methods(texts: list[str]) -> list[Method]:
@@ -453,7 +448,6 @@ def main():
         del subject  # one model at a time
     if options.plot:
         plot(records, options.plot)
-        print(f"wrote {options.plot}")
     if options.json is not None:
         harness.write(options.json, "decode", machine, {"notes": NOTES, "rows": records})
 

@@ -29,6 +29,7 @@ from specvis.models import layers
 from specvis.models.interface import Nodes
 from specvis.models.llamagen import GPT, SIZES, GPTConfig, class_config
 from specvis.pipelines.discrete import Pipeline
+from specvis.study.plots import plt
 from specvis_kernels import pack_weight, packed_linear
 
 NODES = (1, 2, 3, 5, 9, 17, 33)
@@ -216,10 +217,6 @@ def table(records: list[dict], limits: dict[str, float]) -> list[str]:
 
 def plot(records: list[dict], path: Path) -> None:
     """Milliseconds over nodes, for the first of the random models."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     of = next((r for r in records if r["size"] != "shipped"), records[0])
     best = best_of([r for r in records if (r["size"], r["dtype"]) == (of["size"], of["dtype"])])
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
@@ -230,9 +227,7 @@ def plot(records: list[dict], path: Path) -> None:
     axis.set_xticks(NODES, NODES)
     axis.minorticks_off()
     axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    harness.save_plot(figure, path)
 
 
 def main():
@@ -268,7 +263,6 @@ def main():
         print(*table(rows, limits[text]), sep="\n", flush=True)
     if options.plot:
         plot(records, options.plot)
-        print(f"wrote {options.plot}")
     if options.json is not None:
         harness.write(options.json, "forward", machine, {"limits": limits, "rows": records})
 

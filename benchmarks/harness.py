@@ -110,6 +110,13 @@ def write(file: str, what: str, machine: dict, content: dict) -> None:
     print(f"wrote {path}")
 
 
+def save_plot(figure, path: Path) -> None:
+    """Write a figure, and say where it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
+
+
 def summary(microseconds: list) -> dict:
     """Median and the quantiles at 10 and 90 per cent."""
     tenths = statistics.quantiles(microseconds * 2, n=10, method="inclusive")  # works for one sample too

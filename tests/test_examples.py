@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 import specvis_kernels
 from specvis import jacobi_decode, method, speculative_decode
@@ -32,8 +31,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 def test_each_says_how_it_is_run_and_has_a_test():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"one_op", "one_picture", "compare_methods", "continuous_picture", "own_loop", "own_model",
-                     "lantern", "sglang_sampler", "transformers_model", "transformers_tree"}
+    assert names == {"one_op", "own_loop", "own_model", "lantern", "transformers_model"}
     for name in names:
         text = (EXAMPLES / f"{name}.py").read_text()
         assert f"\n    python examples/{name}.py" in ast.get_docstring(ast.parse(text), clean=False), name
@@ -50,25 +48,6 @@ def test_one_op(run):
     draft_distance = (names["draft"][5] - names["target"][5]).abs().sum() / 2
     assert distance < 0.02 < 0.1 < draft_distance          # 20000 draws, 8 tokens: about 0.005 by chance
     assert f"{names['tau']:.2f} tokens per target forward" in printed and 1.5 < names["tau"] < 2
-
-
-def test_one_picture(run):
-    names, printed = run("one_picture", "--out", "x.png", "--seed", 1)
-    assert Image.open("x.png").size == (256, 256)
-    assert printed.startswith("x.png: ") and names["decoded"].tau.item() >= 1  # auto may choose no guesses
-
-
-def test_compare_methods(run):
-    names, printed = run("compare_methods", "--pictures", 1, "--methods", "vanilla", "eagle1:tree=chain-2")
-    (baseline, ones, _), (method, decoded, seconds) = names["rows"]
-    assert (ones.tau == 1).all() and (decoded.tau > 1.2).all() and seconds > 0
-    assert [line.split()[0] for line in printed.splitlines()] == ["method", baseline.label, method.label]
-
-
-def test_continuous_picture(run):
-    names, printed = run("continuous_picture", "--out", "x.png", "--method", "mar:num_iter=4")
-    assert Image.open("x.png").size == (256, 256)
-    assert "x.png: 4 target forwards, 64.0 tokens in each" in printed
 
 
 @pytest.mark.parametrize("window", [8, 20])
@@ -152,29 +131,3 @@ def test_lantern_drafts_the_tree_of_the_example(run):
         (tokens, paths, mask, depth), (our_tokens, our_paths, our_mask, our_depth) = trees
         assert torch.equal(tokens, our_tokens) and torch.equal(mask, our_mask) and torch.equal(depth, our_depth)
         assert torch.equal(paths, our_paths[:len(paths), :paths.shape[1]]) and (our_paths[len(paths):] == -1).all()
-
-
-def test_sglang_sampler(run):
-    names, printed = run("sglang_sampler")
-    tree = ast.parse((EXAMPLES / "sglang_sampler.py").read_text())
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"specvis_kernels.compat.sglang"}
-    assert "100 of 100 requests as the rule in plain Python decides" in printed
-    assert len(set(names["num_correct_drafts"].tolist())) == 4  # from no draft to a whole path
-    assert (names["positions"].view(100, 12) - names["seq_lens"][:, None]).amax() == 3
-
-
-@pytest.mark.parametrize("temperature", [1, 0])
-def test_transformers_tree(run, temperature):
-    names, printed = run("transformers_tree", "--temperature", temperature, "--max-new-tokens", 48)
-    assert printed.count("the same tokens: yes") == 3
-    assert names["tau"]["one at a time"] == 1
-    assert min(names["tau"]["tree"], names["tau"]["jacobi"]) > (1.5 if temperature else 0.99)
-    new = names["tokens"]["tree"][:, 5:]
-    assert new.shape == (2, 48) and new.min() >= 32 and not torch.equal(new[0], new[1])
-    if temperature == 0:
-        cond, null = names["prompts"][1:], torch.cat([torch.tensor([[2]]), new[1:]], 1)
-        logits = names["model"](torch.cat([cond, new[1:]], 1)).logits[:, 4:-1]
-        uncond = names["model"](null).logits[:, :-1]
-        guided = uncond + 1.5 * (logits - uncond)
-        assert torch.equal(guided[..., 32:].argmax(-1) + 32, new[1:])

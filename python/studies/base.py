@@ -164,6 +164,12 @@ def reference_pictures(folder: Path) -> tuple[list[str], np.ndarray]:
     return prompts, sheet.reshape(across, side, across, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
 
 
+def mean_and_half(values: Tensor) -> tuple[float, float]:
+    """The mean over pictures (n,) float, and twice its standard error; pictures that failed (NaN) do not count."""
+    values = values[~values.isnan()]
+    return values.mean().item(), 2 * values.std().item() / len(values) ** 0.5
+
+
 def decided(value: float, half: float) -> bool | None:
     """Say whether a value is above 0; None: its interval, from value - half to value + half, has both signs."""
     return None if abs(value) <= half else value > 0

@@ -11,40 +11,27 @@ import torch
 from torch import Tensor
 
 from specvis.decoding.continuous import continuous_decode
-from specvis.decoding.continuous_state import ContinuousDecoded, ContinuousSampling, GuidedMAR, KnownTokens
+from specvis.decoding.continuous_state import ContinuousDecoded, ContinuousSampling, KnownTokens
 from specvis.decoding.decoded import Progress
 from specvis.decoding.methods import ContinuousMethod, parse_method
-from specvis.files import write_whole
 from specvis.models.mar import MAR
 from specvis.pipelines.mar import MARPair
 from specvis.study.discrete import PictureRun
-from specvis.study.jobs import Job, Study, read_arrays
+from specvis.study.jobs import Arrays, ArrayShapes, Job, Study
 
 ROWS = 512         # draws of one state side by side
 MIN_SECONDS = 2.0  # a shorter timing is repeated
 SAVED = [field.name for field in fields(ContinuousDecoded) if field.name != "num_drawn"]
 
-Arrays = dict[str, np.ndarray]
-ArrayShapes = dict[str, tuple[int | None, ...]]
-
 
 class ContinuousJob(Job):
-    """A job whose result is an archive of arrays.
+    """A job of either model of a pair."""
 
-    A subclass has `shapes(study)`, the shapes of the arrays by name (None: any size), and `arrays(study, progress)`,
-    which computes them.
-    """
-
-    suffix = "npz"
     draft_alone = False
 
     @property
     def label(self) -> str:
         return f"{self.method.label}{' by the draft model alone' * self.draft_alone}"
-
-    def make(self, study: "ContinuousStudy", progress: Callable[[float], None] = lambda share: None) -> None:
-        arrays = self.arrays(study, progress)
-        write_whole(study.path(self), lambda file: np.savez_compressed(file, **arrays))
 
 
 @dataclass(frozen=True)
@@ -256,11 +243,6 @@ class ContinuousStudy(Study):
         return [replace(job, start=start, count=min(job.batch, end - start))
                 for start in range(job.start, end, job.batch)]
 
-    def arrays(self, job: ContinuousJob) -> Arrays:
-        """The arrays of a job, which is computed now if it was not before."""
-        shapes = job.shapes(self)
-        return self.read_or_make(self.path(job), lambda path: read_arrays(path, shapes), lambda: job.make(self))
-
     def pictures(self, run: ContinuousRun) -> ContinuousPictures:
         if run not in self.loaded:
             parts = [self.arrays(part) for part in self.parts(run)]
@@ -279,26 +261,6 @@ class ContinuousStudy(Study):
         acceptance = torch.from_numpy(arrays["acceptance"])
         return (torch.from_numpy(arrays["samples"]), share(acceptance == 1, acceptance >= 0),
                 float(arrays["target_forwards"].mean()))
-
-    def last_steps(self, job: Draws, count: int = 256) -> tuple[float, float]:
-        """How far apart the target's and the draft's last denoising steps take the draft's x_1: rms over numbers and
-        `count` paths, beside the rms of the tokens' own spread. For the first token of the state of `job`."""
-        known, prompt = job.state(self, 1)
-        generator = torch.Generator().manual_seed(self.seed)
-        mar, request = self.pipeline.mar, torch.zeros(1, dtype=torch.int64, device=self.device)
-        noise = torch.randn(count, len(mar.diffloss.schedule), mar.config.channels, generator=generator)
-        num_unknown = torch.full((count,), self.num_tokens - job.num_known - 1, device=self.device)
-        sampling = ContinuousSampling(torch.zeros_like(request), job.source.guidance)
-        positions = known.order[:, job.num_known:job.num_known + 1]
-        with torch.inference_mode():
-            target, draft = (
-                model.denoiser(model.z(known.tokens, known.is_known, positions, request, job.num_known)[0].expand(
-                    count, -1, -1), num_unknown)
-                for model in (GuidedMAR(part, self.captions[[prompt]], sampling)
-                              for part in (mar, self.pipeline.mar_draft)))
-            path = draft.sample(noise.to(self.device), keep_path=True).path
-            gap = target.transition(path[:, 1], 1)[0] - path[:, 0]
-        return gap.square().mean().sqrt().item(), path[:, 0].var(0).mean().sqrt().item()
 
     def decode(self, method: ContinuousMethod, sampling: ContinuousSampling, prompts: Tensor,
                draft_alone: bool = False, progress: Progress | None = None, known: KnownTokens | None = None,

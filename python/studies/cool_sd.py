@@ -82,7 +82,7 @@ def strip(report: DiscreteReport, jobs: list[Latency]):
         timings = study.seconds(job)
         delta = job.method.acceptance.omega if job.method.name == "cool-sd" else job.method.acceptance.delta
         head = f"delta {delta:g}\n{np.mean(timings.method):.2f} +- {np.std(timings.method):.2f} s\n\n"
-        for line, picture in enumerate(pixels(study, torch.tensor(timings.tokens[:count]))):
+        for line, picture in enumerate(pixels(study, torch.from_numpy(timings.tokens[:count]))):
             title = f"{timings.method[line]:.2f} s, tau {timings.tau[line]:.2f}"
             show(all_axes[line, column], picture, head * (line == 0) + title)
     return figure

@@ -8,7 +8,7 @@ import numpy as np
 from specvis.pipelines.discrete import Pipeline
 from specvis.study.discrete import DiscreteStudy, Latency, PictureRun
 
-from .base import Report, Scope, decided, features, pixels, reference_pictures
+from .base import Report, Scope, decided, features, mean_and_half, pixels, reference_pictures
 from .page import Section
 from .quality import GROUPS, MORE_SCORES, Baseline, Score, network, quality
 
@@ -164,10 +164,9 @@ class DiscreteReport(Report):
         """Say whether a has the larger tau at temperature 1, by differences of the same pictures; and put it in
         words."""
         taus = [self.study.pictures(PictureRun.of(text)).decoded.tau for text in (a, b)]
-        change = (taus[0] - taus[1])[~(taus[0] - taus[1]).isnan()]
-        half = 2 * change.std().item() / len(change) ** 0.5
-        return decided(change.mean().item(), half), (f"tau {taus[0].nanmean():.2f} against {taus[1].nanmean():.2f}, a "
-                                                     f"difference of {change.mean():+.2f} +- {half:.2f}")
+        mean, half = mean_and_half(taus[0] - taus[1])
+        return decided(mean, half), (f"tau {taus[0].nanmean():.2f} against {taus[1].nanmean():.2f}, a difference of "
+                                     f"{mean:+.2f} +- {half:.2f}")
 
     def noise(self, section: Section, runs: list[PictureRun]) -> None:
         """Write below a table of these runs what their scores can tell."""

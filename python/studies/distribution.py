@@ -157,11 +157,6 @@ def distribution(report: ContinuousReport, section: Section) -> None:
                    "difference is believed), and samples of the first state")
     report.results["Distribution"] = f"Of the next token: {distributions_kept(rows)}"
     section.text(report.results["Distribution"])
-    gaps = [{"tokens known": state["target"].num_known, "paths": 256, "rms gap": gap, "rms spread of the token": spread}
-            for state in states for gap, spread in [study.last_steps(state["target"])]]
-    section.text("`cspd-path` with gamma above 1 verifies later drafts given the draft's last denoising step of the "
-                 "earlier ones, and keeps the target's. How far these are apart, from the same x_1 of the draft's:")
-    section.table(gaps, "-last-step")
     for state in several(scope):
         joint_distribution(report, section, state)
     row_of = {row["method"]: row for row in rows}

@@ -1,22 +1,10 @@
-"""Jacobi decoding on this model: the curves over window, batch and temperature, what relaxing it buys, and what more
-guesses would."""
-import time
-from copy import deepcopy
+"""Jacobi decoding on this model: the curves over window, batch and temperature, what relaxing it buys, and trees that
+are verified as it is."""
 from dataclasses import replace
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from specvis.study.discrete import Latency, PictureRun
 
-from specvis.decoding.decoded import Decoded
-from specvis.decoding.jacobi import jacobi_decode
-from specvis.decoding.methods import parse_method
-from specvis.decoding.sampling import Sampling
-from specvis.pipelines.positions import draw_margins, teacher_forced_probs
-from specvis.study.discrete import BATCH, DiscreteStudy, Latency, PictureRun
-from specvis_kernels import guided_probs, gumbel_noise
-
-from .base import Item, item
+from .base import Item, item, mean_and_half
 from .discrete import DiscreteReport, DiscreteScope
 from .page import Section, axes
 
@@ -53,8 +41,9 @@ def same_tokens(report: DiscreteReport, run: PictureRun) -> str:
 
 def tau_row(report: DiscreteReport, run: PictureRun) -> dict:
     tau = report.study.pictures(run).decoded.tau
+    mean, half = mean_and_half(tau)
     return {"method": run.method.label, "T": f"{run.temperature:g}", "window": run.method.drafts.window,
-            "tau": tau.nanmean().item(), "+-": 2 * tau.std().item() / len(tau) ** 0.5, "least": tau.min().item(),
+            "tau": mean, "+-": half, "least": tau.min().item(),
             "most": tau.max().item(), "same tokens as the baseline": same_tokens(report, run)}
 
 
@@ -148,8 +137,7 @@ def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
     for text, a, b in ((f"coupled redraws keep more guesses than fresh ones ({SCD})", coupled, uncoupled),
                        ("shared noise keeps as many as rejection with coupled redraws (semantics of both: none is lost "
                         "that a coupling could keep)", exact, coupled)):
-        change = a.decoded.tau - b.decoded.tau
-        mean, half = change.mean().item(), 2 * change.std().item() / len(change) ** 0.5
+        mean, half = mean_and_half(a.decoded.tau - b.decoded.tau)
         section.claim(text, (mean > half or None) if a is coupled else mean > -half,
                       f"tau {a.tau:.2f} against {b.tau:.2f}, a difference of {mean:+.2f} +- {half:.2f}")
     group = report.study.pictures(PictureRun.of("gsd"))
@@ -157,132 +145,6 @@ def jacobi_relaxed(report: DiscreteReport, section: Section) -> None:
                   group.tau > uncoupled.tau, f"tau {group.tau:.2f} against {uncoupled.tau:.2f} without groups and "
                   f"{exact.tau:.2f} with shared noise; tv_excess {report.tv_excess(PictureRun.of('gsd')):.3f}")
 
-
-class KeepsRows:
-    """A cache that cannot let rows go, so that the logits are always of the whole batch."""
-
-    def __init__(self, cache):
-        self.cache = cache
-
-    def __getattr__(self, name: str):
-        if name == "select":
-            raise AttributeError(name)
-        return getattr(self.cache, name)
-
-
-class Remembering(nn.Module):
-    """A target that keeps the logits of its last forwards, for a look at what else it could have guessed."""
-
-    def __init__(self, target: nn.Module):
-        super().__init__()
-        self.target, self.last = target, []
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("target"), name)
-
-    def new_cache(self, rows: int, columns: int) -> KeepsRows:
-        return KeepsRows(self.target.new_cache(rows, columns))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.target.logits(hidden)
-        self.last = [*self.last[-1:], logits]
-        return logits
-
-
-CANDIDATES = 4
-
-
-class Siblings:
-    """An observer that asks, where a guess was rejected, whether its row's next-best candidates were right.
-
-    A guess is the candidate with the largest score (log-probability plus noise) of a row that is one forward old.
-    ranks counts the rank that the token which was drawn instead has among them; 0 is beyond CANDIDATES.
-    """
-
-    def __init__(self, target: Remembering, sampling: Sampling, window: int):
-        self.target, self.sampling, self.window, self.previous = target, sampling, window, None
-        self.ranks = torch.zeros(CANDIDATES + 1, dtype=torch.int64)
-        self.num_steps = self.num_first = 0  # steps, and those in which the very first guess fell
-
-    def __call__(self, step) -> None:
-        position, fell = step.position, step.position + step.num_accepted
-        if self.previous is not None:
-            old, start = self.previous
-            index = fell - start
-            is_known = (index < old.shape[1]) & (fell < self.target.grid ** 2 - 1)  # the last token is never guessed
-            seen = step.active & is_known & (step.num_accepted < self.window)
-            self.num_steps += int(step.active.sum())
-            self.num_first += int((step.active & (step.num_accepted == 0)).sum())
-            rows = seen.nonzero()[:, 0]
-            scores = self.scores(old[rows, index[rows]], rows, fell[rows])
-            drawn = self.scores(self.probs(self.target.last[-1])[rows, step.num_accepted[rows].long()], rows,
-                                fell[rows]).argmax(-1)
-            best = scores.topk(CANDIDATES, -1).indices
-            is_hit = best == drawn[:, None]
-            ranks = torch.where(is_hit.any(-1), is_hit.int().argmax(-1) + 1, 0)
-            self.ranks += torch.bincount(ranks, minlength=CANDIDATES + 1)
-        self.previous = self.probs(self.target.last[-1]), position.clone()
-
-    def probs(self, logits: Tensor) -> Tensor:
-        cond, uncond = logits.chunk(2)
-        s = self.sampling
-        return guided_probs(cond, uncond, s.guidance, s.temperature, s.top_k, s.top_p).probs
-
-    def scores(self, probs: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        noise = gumbel_noise(self.sampling.seeds[rows], positions[:, None], probs.shape[-1])[:, 0]
-        return probs.log() + noise
-
-
-@item(ITEMS, "jacobi-siblings", "Jacobi decoding: what a second guess would be worth", lambda scope: [], quick=False)
-def jacobi_siblings(report: DiscreteReport, section: Section) -> None:
-    study, method = report.study, parse_method("jacobi:window=16")
-    count = min(BATCH, report.scope.images)
-    gpt = Remembering(study.pipeline.gpt)
-    sampling = study.sampling_of(0, count, 1.0)
-    condition = study.pipeline.condition(study.prompts_of(0, count))
-    siblings = Siblings(gpt, sampling, method.drafts.window)
-    decoded = jacobi_decode(gpt, *condition, sampling, [method] * count,
-                            observe=siblings)
-    failures = max(1, int(siblings.ranks.sum()))
-    shares = siblings.ranks.float() / failures
-    tau, steps = decoded.tau.mean().item(), siblings.num_steps
-    first = siblings.num_first / max(1, steps)
-    section.text(f"`{method.label}`, {count} pictures, tau {tau:.2f}. In {first:.0%} of the steps the very first guess "
-                 "was rejected. Where that happened to a guess whose row of the forward before is known, the token "
-                 "that was drawn was that row's candidate number:")
-    section.table([{"candidate": name, "share": share} for name, share in zip(
-        ["second", "third", "fourth", "none of these"], shares[[2, 3, 4, 0]].tolist())])
-    section.text("A sibling at the place where the first guess is rejected can add at most its share of a token and of "
-                 "the run after it, if the drafts after it were right too. With no drafts after it a second guess adds "
-                 f"at most {shares[2].item() * failures / max(1, steps):.2f} tokens a forward, three more guesses "
-                 f"{shares[2:].sum().item() * failures / max(1, steps):.2f}, for one and three more nodes. (They are "
-                 "what the first level of SJD-PAC's tree after a change would be made of, arXiv:2603.18599.)")
-    fell, right = draft_model_first_guesses(study, decoded, sampling)
-    section.text("A draft model could guess that place from the token that has just changed, by the same noise, in a "
-                 "forward of its own before each of the target's. Where jacobi's own guess was rejected, EAGLE's is "
-                 "right in "
-                 f"{right[fell].float().mean():.0%} of the steps, and where it was kept in "
-                 f"{right[~fell].float().mean():.0%}. Read beside jacobi's own guess it would add at most "
-                 f"{(right & fell).float().mean():.2f} tokens a forward with no drafts after it; read in its place "
-                 f"{right.float().mean() - (~fell).float().mean():+.2f} first guesses would be right.")
-
-
-def draft_model_first_guesses(study: DiscreteStudy, decoded: Decoded, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """For each step: whether the first guess was rejected; whether the draft model's, by the same noise, is right."""
-    count, L = decoded.tokens.shape
-    draft_probs = teacher_forced_probs(study.pipeline, study.prompts_of(0, count), decoded.tokens, sampling)[1]
-    drafts = torch.empty(count, L - 1, dtype=torch.int64)
-    for i, probs in enumerate(draft_probs.unbind(1)):
-        position = torch.full((count, 1), i + 1, device=probs.device)
-        drafts[:, i] = (probs.log() + gumbel_noise(sampling.seeds, position, probs.shape[-1])[:, 0]).argmax(-1)
-    began = (decoded.num_drafted > 0)[:, 1:]
-    return (decoded.num_accepted[:, 1:] == 0)[began], (drafts == decoded.tokens[:, 1:].cpu())[began]
-
-
-# --- trees by the same noise -----------------------------------------------------------------------------------------
 
 TREES = ("speculative", "eagle1", "eagle1:tree=naive_extend_57", "eagle2")
 
@@ -299,56 +161,12 @@ def seed_exact(report: DiscreteReport, section: Section) -> None:
     for text in TREES:
         exact, usual = tree_runs(text)
         taus = [report.study.pictures(run).decoded.tau for run in (exact, usual)]
-        change = taus[0] - taus[1]
+        mean, half = mean_and_half(taus[0] - taus[1])
         rows.append({"method": text, "tau by equality": taus[0].nanmean().item(),
-                     "tau by rejection": taus[1].nanmean().item(), "difference": change.nanmean().item(),
-                     "+-": 2 * change[~change.isnan()].std().item() / len(change) ** 0.5,
+                     "tau by rejection": taus[1].nanmean().item(), "difference": mean, "+-": half,
                      "same tokens as the baseline": same_tokens(report, exact)})
     section.text("Both are lossless. By equality (`seed_exact=true`) the target draws at every node with the noise of "
                  "its position, sampled children are drawn with the same noise, and the tokens are the baseline's; by "
                  "rejection the tokens are other draws of the same distribution. Differences are of the same prompts "
                  "and seeds, +- twice their standard error.")
-    section.table(rows)
-
-
-# --- what exactness means in bfloat16 --------------------------------------------------------------------------------
-
-IN_BFLOAT16 = ("vanilla", "jacobi:window=8", "jacobi:window=16", "jacobi:window=32", "eagle2")
-
-
-def first_difference(tokens: Tensor, others: Tensor) -> int:
-    """The first position at which two images (L,) differ; L: nowhere."""
-    differs = (tokens != others).nonzero()
-    return differs[0].item() if len(differs) else len(tokens)
-
-
-@item(ITEMS, "jacobi-bfloat16", "What the same seed promises in bfloat16", lambda scope: [], quick=False)
-def jacobi_bfloat16(report: DiscreteReport, section: Section) -> None:
-    study, count = report.study, min(16, report.scope.images)
-    pipeline, rows = deepcopy(study.pipeline).to(torch.bfloat16), []
-    L = pipeline.num_tokens
-    margins, parts, seconds = {}, {}, {text: [] for text in IN_BFLOAT16}
-    for text in IN_BFLOAT16:
-        images = []
-        for i in range(count):
-            start = time.perf_counter()
-            images.append(pipeline.tokens(study.prompts_of(i, 1), text, study.sampling_of(i, 1, 1.0)).tokens[0])
-            seconds[text].append(time.perf_counter() - start)
-        parts[text] = [first_difference(a, b) for a, b in zip(images, parts.get("images", images))]
-        parts.setdefault("images", images)
-        margins[text] = [draw_margins(pipeline, study.prompts_of(i, 1), image[None], study.sampling_of(i, 1, 1.0))
-                         [0, at].item() for i, (image, at) in enumerate(zip(parts["images"], parts[text])) if at < L]
-    for text in IN_BFLOAT16:
-        apart = [at for at in parts[text] if at < L]
-        rows.append({"method": text, "same pictures as the baseline": f"{count - len(apart)} of {count}",
-                     "first difference, median token": float(np.median(apart)) if apart else "",
-                     "margin there, median": float(np.median(margins[text])) if apart else "",
-                     "seconds": float(np.median(seconds[text])),
-                     "speedup": float(np.median(np.array(seconds["vanilla"]) / seconds[text]))})
-    section.text("bfloat16 has 8 bits of mantissa. Where a forward of many nodes rounds otherwise than one of a node, "
-                 "now and then another candidate wins, and from there on the pictures part. On a CPU they do not: "
-                 "there `decoder_layers` computes a node's logits to the same bits, whatever is read beside it. "
-                 "Elsewhere the pictures may part, and still follow the target's distribution up to rounding. Single "
-                 "pictures, temperature 1; the margin is by how much the best candidate leads the second, of the "
-                 "baseline's token where the first difference is.")
     section.table(rows)

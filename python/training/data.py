@@ -14,6 +14,8 @@ from tqdm import tqdm
 
 from specvis.files import reading, remove_leftovers, write_json, write_whole
 
+from .stages import runs_option
+
 SIZE = 64
 LONGEST = 10  # words of a caption, the style included
 PACKAGES = {  # style: npm package, license of the pictures
@@ -132,8 +134,7 @@ def hold_out(names: list[str], words: list[list[str]]) -> np.ndarray:
 
 
 @click.command()
-@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-              help="Folder of the training stages.")
+@runs_option
 @click.option("--packages", type=click.Path(path_type=Path),
               help="Folder of the packages' archives; missing ones are fetched. [default: RUNS/packages]")
 def data(runs, packages):

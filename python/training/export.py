@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from specvis.cli.options import PROMPTS
+from specvis.cli.options import CONTINUOUS_GUIDANCE, FILTERS, PROMPTS
 from specvis.decoding.continuous import parallel_decode
 from specvis.decoding.continuous_state import ContinuousSampling
 from specvis.decoding.methods import METHODS
@@ -24,11 +24,12 @@ from specvis.pipelines.mar import MARPair, Scaling
 from specvis.study.plots import plt, save_figure
 
 from .data import spelled_out, words_of
-from .stages import arrays_of, made, vocabulary_of
+from .stages import arrays_of, made, runs_option, vocabulary_of
 
 NAMES = ["red heart", "grinning face", "smiling face with sunglasses", "raised fist", "thumbs up", "pirate flag",
          "rainbow flag", "pizza", "red apple", "dog face", "cat face", "soccer ball", "rocket", "sun with face",
          "green circle", "rose"]
+MAR_FORWARDS = 32  # target forwards of a picture of the continuous models' contact sheets
 CURVES = {  # stage: what is drawn of its log, in which unit
     "tokenizer": (("psnr",), "dB"), "gpt": (("loss", "held_out"), "nats"),
     "eagle": (("top1", "top3", "acceptance"), "share"), "small": (("loss", "held_out"), "nats"),
@@ -77,25 +78,23 @@ def tiled(rows: list[list[Image.Image]]) -> Image.Image:
     return sheet
 
 
-def contact_sheet(pipeline: Pipeline, path: Path, temperature: float, guidance: float, top_k: int,
-                  top_p: float) -> None:
+def contact_sheet(pipeline: Pipeline, path: Path, temperature: float) -> None:
     """NAMES across, STYLES down, by the method vanilla."""
     rows = []
     for style in STYLES:
-        sampling = Sampling.of(list(range(len(NAMES))), guidance=guidance, temperature=temperature, top_k=top_k,
-                               top_p=top_p)
+        sampling = Sampling.of(list(range(len(NAMES))), temperature=temperature, **FILTERS)
         prompts = [f"{style} {name}" for name in NAMES]
         rows.append(pipeline.pictures(pipeline.tokens(prompts, METHODS["vanilla"], sampling).tokens))
     write_whole(path, lambda file: tiled(rows).save(file, "PNG"))
 
 
-def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path, guidance: float, num_iter: int) -> None:
+def mar_contact_sheet(pair: MARPair, mar: MAR, path: Path) -> None:
     """NAMES across, STYLES down, by MAR's own decoding; the same orders and noise for any model."""
     rows = []
     for i, style in enumerate(STYLES):
-        sampling = ContinuousSampling(len(NAMES) * i + torch.arange(len(NAMES)), guidance)
+        sampling = ContinuousSampling(len(NAMES) * i + torch.arange(len(NAMES)), CONTINUOUS_GUIDANCE)
         features = pair.features([f"{style} {name}" for name in NAMES])
-        rows.append(pair.pictures(parallel_decode(mar, features, sampling, num_iter).tokens))
+        rows.append(pair.pictures(parallel_decode(mar, features, sampling, MAR_FORWARDS).tokens))
     write_whole(path, lambda file: tiled(rows).save(file, "PNG"))
 
 
@@ -118,7 +117,7 @@ def write_reference_prompts(path: Path, weights: Path, across: int = 8) -> None:
     write_whole(weights / "prompts.png", lambda file: Image.fromarray(sheet).save(file, "PNG", optimize=True))
 
 
-def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: int, top_p: float) -> None:
+def export_gpt(runs: Path, weights: Path, record: Path) -> None:
     for stage, part in (("eagle", "eagle"), ("small", "gpt")):
         made(runs / stage / f"{part}.safetensors", stage)
     record.mkdir(parents=True, exist_ok=True)
@@ -137,10 +136,10 @@ def export_gpt(runs: Path, weights: Path, record: Path, guidance: float, top_k: 
     copy(made(runs / "data" / "manifest.json", "data"), record / "data.json")
     curves(record, record / "curves.png", CURVES)
     for temperature in (1.0, 0.5, 0.0):
-        contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature, guidance, top_k, top_p)
+        contact_sheet(pipeline, record / f"contact_{temperature:g}.png", temperature)
 
 
-def export_mar(runs: Path, weights: Path, record: Path, guidance: float, num_iter: int) -> None:
+def export_mar(runs: Path, weights: Path, record: Path) -> None:
     for stage in MAR_CURVES:
         made(runs / stage / "mar.safetensors", stage.replace("_", "-"))
     record.mkdir(parents=True, exist_ok=True)
@@ -159,28 +158,21 @@ def export_mar(runs: Path, weights: Path, record: Path, guidance: float, num_ite
         pair.save(weights)
     keep_logs(runs, record, MAR_CURVES)
     for stage in MAR_CURVES:
-        mar_contact_sheet(pair, getattr(pair, stage), record / f"contact_{stage}.png", guidance, num_iter)
+        mar_contact_sheet(pair, getattr(pair, stage), record / f"contact_{stage}.png")
     curves(record, record / "curves_mar.png", MAR_CURVES)
 
 
 @click.command()
-@click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-              help="Folder of the training stages.")
+@runs_option
 @click.option("--weights", type=click.Path(path_type=Path), default=SHIPPED,
               help="Where the weights go. [default: the package]")
 @click.option("--record", type=click.Path(path_type=Path), default="benchmarks/results/training", show_default=True,
               help="Where logs, curves and the contact sheet go.")
 @click.option("--only", type=click.Choice(["gpt", "mar"]),
               help="The discrete model or the continuous one. [default: both]")
-@click.option("--guidance", default=1.2, show_default=True, help="Of the discrete model's contact sheet.")
-@click.option("--top-k", default=100, show_default=True)
-@click.option("--top-p", default=0.8, show_default=True)
-@click.option("--mar-guidance", default=2.5, show_default=True, help="Of the continuous models' contact sheets.")
-@click.option("--num-iter", type=click.IntRange(1), default=32, show_default=True,
-              help="Target forwards of a picture there.")
-def export(runs, weights, record, only, guidance, top_k, top_p, mar_guidance, num_iter):
+def export(runs, weights, record, only):
     """Copy the trained parts to the package, and logs, curves and contact sheets to the record."""
     if only != "mar":
-        export_gpt(runs, weights, record, guidance, top_k, top_p)
+        export_gpt(runs, weights, record)
     if only != "gpt":
-        export_mar(runs, weights, record, mar_guidance, num_iter)
+        export_mar(runs, weights, record)

@@ -25,11 +25,14 @@ class Positive(click.FloatRange):
         return value
 
 
+runs_option = click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
+                           help="Folder of the training stages.")
+
+
 def options(*more, batch: int, lr: float, compiled: bool = True):
     """A decorator: the options that every stage with a model has, and `more`. compiled: --compile too"""
     every = [
-        click.option("--runs", type=click.Path(path_type=Path), default="runs", show_default=True,
-                     help="Folder of the training stages."),
+        runs_option,
         click.option("--minutes", type=Positive(),
                      help="Length of the run in minutes, counted across interruptions. [default: no end]"),
         click.option("--steps", type=click.IntRange(1), help="Length of the run in steps, instead of minutes."),

@@ -22,7 +22,7 @@ def test_compare_writes_its_pictures_and_its_table(weights, tmp_path):
                  "--temperature", 0, "--temperature", 1, "--model", weights)
     assert result.exit_code == 0, result.output
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"compare.png", "acceptance.png", "distributions.png", "compare.csv"}
+    assert written == {"compare.png", "compare.csv"}
     rows = list(csv.DictReader(open(tmp_path / "out" / "compare.csv")))
     assert [(row["method"], row["temperature"]) for row in rows] == [
         (name, T) for T in ("0.0", "1.0") for name in ("vanilla", "eagle2:depth=2", "cool-sd:tree=chain-2")]

@@ -225,16 +225,6 @@ def test_a_batch_is_timed(study):
     assert 0 < taken and study.pending([job]) == [] and study.token_seconds(job) == taken
 
 
-def test_last_steps_of_equal_models_agree(pair, study, tmp_path):
-    gap, spread = study.last_steps(draw_sets(SCOPE, 4, 1, 8)["target"])
-    assert 0 < gap and 0 < spread
-    twin = MARPair(pair.mar.config, pair.mar.config, pair.tokenizer.config, pair.words.vocabulary, pair.scaling)
-    twin.load_state_dict(pair.state_dict())
-    twin.mar_draft.load_state_dict(pair.mar.state_dict())
-    twin.mar.diffloss.clip_sample_range = twin.mar_draft.diffloss.clip_sample_range = 3.0
-    assert ContinuousStudy(twin, tmp_path / "twin", PROMPTS).last_steps(draw_sets(SCOPE, 4, 1, 8)["target"])[0] < 1e-6
-
-
 # --- sections --------------------------------------------------------------------------------------------------------
 
 @NETWORK

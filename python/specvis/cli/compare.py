@@ -13,9 +13,10 @@ from ..files import csv_text, locked, replacing_together, write_whole
 from ..models.words import repeated
 from ..pipelines.prompts import with_style
 from ..study.jobs import machine
-from .figures import draw_all, draw_jacobi
+from .figures import draw_jacobi, draw_pictures
 from .options import (
     MAX_COUNT,
+    dtype_option,
     is_given,
     load_model,
     refuse_filters,
@@ -56,8 +57,7 @@ def windows_of(context, parameter, text: str | None) -> list[int]:
               help="May be repeated.")
 @click.option("--windows", callback=windows_of, metavar="N,N,...",
               help="Also run jacobi with these windows, for a curve in its figure, such as 4,8,16,32.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32",
-              help="Of the weights in memory. Discrete tokens only.")
+@dtype_option
 @click.option("--out", type=click.Path(path_type=Path), default="out", help="Folder for the pictures and the table.")
 @sampling_options
 def compare(prompts, style, names, count, singles, temperatures, windows, dtype, out, seed, guidance, top_k, top_p,
@@ -123,7 +123,7 @@ def compare(prompts, style, names, count, singles, temperatures, windows, dtype,
         results = [found[run.key] for run in runs]
         rows = table(results)
         with replacing_together(out, last="compare.csv") as new:
-            draw_all(pipelines, results, prompts, new)
+            draw_pictures(pipelines, results, prompts, new / "compare.png")
             if jacobi:
                 draw_jacobi(pipelines[Method], found[jacobi.key], {window: found[run.key] for window, run in
                                                                    of_windows.items()}, prompts, new / "jacobi.png")

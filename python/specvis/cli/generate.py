@@ -19,6 +19,7 @@ from .many import SHOWN, Drawing, Picture, PictureRequest, draw_here, encoded, e
 from .options import (
     MAX_COUNT,
     check_picture,
+    dtype_option,
     filters_for,
     format_of,
     guidance_for,
@@ -78,8 +79,7 @@ MAX_SCALE, MAX_BATCH, MAX_WORKERS = 1024, 1024, 1024
               "target forwards.")
 @click.option("--text-encoder", type=click.Path(path_type=Path), help="Folder with FLAN-T5-XL, for a model whose "
               "prompts are captions. [default: the one given to specvis convert]")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32",
-              help="Of the weights in memory. Discrete tokens only.")
+@dtype_option
 @sampling_options
 def generate(prompt, file, batch, workers, cpus_per_worker, gpus_per_worker, style, name, delta, k, depth, width,
              nodes, count, temperature, scale, out, animate, text_encoder, dtype, seed, guidance, top_k, top_p, model,

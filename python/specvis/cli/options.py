@@ -42,6 +42,10 @@ style_option = click.option(
     help="Put before prompts; an error for one that begins with a style. The shipped model only.")
 
 
+dtype_option = click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32",
+                            help="Of the weights in memory. Discrete tokens only.")
+
+
 def sampling_options(command):
     for option in reversed((
         click.option("--seed", type=click.IntRange(0, 2**32), default=0,

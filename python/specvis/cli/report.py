@@ -64,10 +64,18 @@ def report(is_continuous, names, quick, images, timed, scores, out, seed, guidan
             return out
 
         if is_continuous:
-            made = continuous_report(quick, images, folder, seed, guidance, model, device)
+            scope = continuous.scope_of(quick, images, guidance)
+            ContinuousSampling.of([seed], guidance=scope.guidance)
+            reference_pictures(model)
+            pair = load_model(ContinuousMethod, model, device)
+            made = ContinuousReport.of(pair, model, folder(), scope, seed=seed)
         else:
             register_scores(scores)
-            made = discrete_report(quick, images, timed, folder, seed, guidance, top_k, top_p, model, device)
+            settings = filters_for(model, guidance, top_k, top_p)
+            Sampling.of([seed], **settings)  # values out of their range are reported before the model is loaded
+            scope = discrete.scope_of(quick, images, timed, len(reference_pictures(model)[0]))
+            pipeline = load_model(Method, model, device)
+            made = DiscreteReport.of(pipeline, model, folder(), scope, seed=seed, **settings)
         write_report(made, items, command=command, whole=not names)
 
 
@@ -78,17 +86,3 @@ def refuse_discrete_options() -> None:
                          ("scores", "its pictures are too few to score")):
         if is_given(name):
             raise ValueError(f"{name.removesuffix('s')} must not be given with --continuous: {reason}")
-
-
-def discrete_report(quick, images, timed, folder, seed, guidance, top_k, top_p, model, device) -> DiscreteReport:
-    settings = filters_for(model, guidance, top_k, top_p)
-    Sampling.of([seed], **settings)  # values out of their range are reported before the model is loaded
-    scope = discrete.scope_of(quick, images, timed, len(reference_pictures(model)[0]))
-    return DiscreteReport.of(load_model(Method, model, device), model, folder(), scope, seed=seed, **settings)
-
-
-def continuous_report(quick, images, folder, seed, guidance, model, device) -> ContinuousReport:
-    scope = continuous.scope_of(quick, images, guidance)
-    ContinuousSampling.of([seed], guidance=scope.guidance)
-    reference_pictures(model)
-    return ContinuousReport.of(load_model(ContinuousMethod, model, device), model, folder(), scope, seed=seed)

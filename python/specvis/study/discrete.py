@@ -1,9 +1,7 @@
 """Pictures of discrete tokens by many methods, and the seconds of single ones, kept in a folder."""
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +11,13 @@ from torch import Tensor
 from ..decoding.decoded import Decoded, Step
 from ..decoding.methods import ContinuousMethod, Method, parse_method
 from ..decoding.sampling import Sampling
-from ..files import write_whole
 from ..pipelines.discrete import Pipeline
-from .jobs import Job, NotWhole, Study, is_list_of, read_arrays, read_json
+from .jobs import Arrays, ArrayShapes, Job, NotWhole, Study
 
 BATCH = 32  # pictures decoded as one batch
+SAVED = [field.name for field in fields(Decoded)]
+BY_POSITION = ("tokens", "num_accepted", "num_drafted", "nodes")  # these arrays are (pictures, L)
+INTEGERS = (*BY_POSITION, "num_known", "target_forwards")         # int64, but int32 in the file
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class PictureRun(Job):
     count: int = 0                 # 0: as many as the study has
     start: int = 0
     guidance: float | None = None  # None: the study's
-    suffix = "npz"
 
     @classmethod
     def of(cls, text: str, temperature: float = 1.0, **others) -> "PictureRun":
@@ -41,16 +40,18 @@ class PictureRun(Job):
     def cost(self, study: "DiscreteStudy") -> float:
         return self.count * (0.12 if self.method.drafting == "none" else 0.35 + 0.02 * self.method.max_nodes)
 
-    def make(self, study: "DiscreteStudy", progress: Callable[[float], None] = lambda share: None) -> None:
+    def shapes(self, study: "DiscreteStudy") -> ArrayShapes:
+        return {name: (self.count, study.pipeline.num_tokens) if name in BY_POSITION else (self.count,)
+                for name in (*SAVED, "nodes")}
+
+    def arrays(self, study: "DiscreteStudy", progress: Callable[[float], None]) -> Arrays:
         length = study.pipeline.num_tokens
         recorder = Recorder(self.count, length)
         sampling = study.sampling_of(self.start, self.count, self.temperature, self.guidance)
         decoded = study.pipeline.tokens(study.prompts_of(self.start, self.count), self.method, sampling,
                                         lambda new: progress(new / (self.count * length)), recorder)
-        arrays = {field.name: getattr(decoded, field.name).cpu().numpy() for field in fields(Decoded)}
-        arrays["nodes"] = recorder.nodes.numpy()
-        arrays = {name: a.astype(np.int32) if a.dtype == np.int64 else a for name, a in arrays.items()}
-        write_whole(study.path(self), lambda file: np.savez_compressed(file, **arrays))
+        arrays = {name: getattr(decoded, name).cpu().numpy() for name in SAVED} | {"nodes": recorder.nodes.numpy()}
+        return {name: a.astype(np.int32) if a.dtype == np.int64 else a for name, a in arrays.items()}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,6 @@ class Latency(Job):
     temperature: float = 1.0
     count: int = 0  # batches; 0: as many as the study times
     batch: int = 1  # pictures decoded at once
-    suffix = "json"
     title = PictureRun.title
 
     @classmethod
@@ -71,23 +71,27 @@ class Latency(Job):
     def cost(self, study: "DiscreteStudy") -> float:
         return (self.count + 1) * self.batch * (3.0 if "start" in self.method.parameters else 2.2)
 
-    def make(self, study: "DiscreteStudy", progress: Callable[[float], None] = lambda share: None) -> None:
-        timings = Timings([], [], [], [])
+    def shapes(self, study: "DiscreteStudy") -> ArrayShapes:
+        return {"baseline": (self.count,), "method": (self.count,), "tau": (self.count,),
+                "tokens": (self.count, study.pipeline.num_tokens)}
+
+    def arrays(self, study: "DiscreteStudy", progress: Callable[[float], None]) -> Arrays:
+        results = {"baseline": [], "method": [], "tau": [], "tokens": []}
         for i in range(-1, self.count):  # the first is dropped: it fills caches and touches memory
             first = max(i, 0) * self.batch
             arguments = study.prompts_of(first, self.batch), study.sampling_of(first, self.batch, self.temperature)
-            for method, seconds in ((parse_method("vanilla"), timings.baseline), (self.method, timings.method)):
+            for method, name in ((parse_method("vanilla"), "baseline"), (self.method, "method")):
                 start = time.perf_counter()
                 decoded = study.pipeline.tokens(arguments[0], method, arguments[1])
                 if study.pipeline.device.type == "cuda":
                     torch.cuda.synchronize()
                 if i >= 0:
-                    seconds.append((time.perf_counter() - start) / self.batch)
+                    results[name].append((time.perf_counter() - start) / self.batch)
             if i >= 0:
-                timings.tau.append(decoded.tau.mean().item())
-                timings.tokens.append(decoded.tokens[0].tolist())
+                results["tau"].append(decoded.tau.mean().item())
+                results["tokens"].append(decoded.tokens[0].tolist())
                 progress(1 / self.count)
-        write_whole(study.path(self), json.dumps(asdict(timings)) + "\n")
+        return results
 
 
 @dataclass
@@ -129,14 +133,14 @@ class DiscretePictures:
 class Timings:
     """Seconds of a picture in each batch, beside the seconds of the baseline with the same prompts and seeds."""
 
-    baseline: list[float]
-    method: list[float]
-    tau: list[float]
-    tokens: list[list[int]]  # the method's tokens of one picture of each batch
+    baseline: np.ndarray
+    method: np.ndarray
+    tau: np.ndarray
+    tokens: np.ndarray  # (batches, L) the method's, of one picture of each batch
 
     @property
     def speedup(self) -> np.ndarray:
-        return np.array(self.baseline) / np.array(self.method)
+        return self.baseline / self.method
 
 
 class Recorder:
@@ -207,39 +211,19 @@ class DiscreteStudy(Study):
     def pictures(self, run: PictureRun) -> DiscretePictures:
         key = (run, self.num_images)
         if key not in self.loaded:
-            parts = [self.read_or_make(self.path(batch), partial(self.read_pictures, count=batch.count),
-                                       partial(batch.make, self)) for batch in self.batches(run)]
-            decoded = [part.decoded for part in parts]
-            self.loaded[key] = DiscretePictures(
-                Decoded(*(torch.cat([getattr(d, field.name) for d in decoded]) for field in fields(Decoded))),
-                torch.cat([part.nodes for part in parts]))
+            parts = [self.arrays(batch) for batch in self.batches(run)]
+            values = {name: torch.from_numpy(np.concatenate([part[name] for part in parts]))
+                      for name in (*SAVED, "nodes")}
+            values |= {name: values[name].long() for name in INTEGERS}
+            nodes = values.pop("nodes")
+            self.loaded[key] = DiscretePictures(Decoded(**values), nodes)
         return self.loaded[key]
 
-    def read_pictures(self, path: Path, count: int) -> DiscretePictures:
-        by_position = ("tokens", "num_accepted", "num_drafted", "nodes")
-        names = [*(field.name for field in fields(Decoded)), "nodes"]
-        found = read_arrays(path, {name: (count, self.pipeline.num_tokens) if name in by_position else (count,)
-                                   for name in names})
-        vocabulary = self.pipeline.gpt.config.vocabulary
-        if not ((found["tokens"] >= 0) & (found["tokens"] < vocabulary)).all():
-            raise NotWhole(f"{path} must hold tokens below {vocabulary}")
-        integers = (*by_position, "num_known", "target_forwards")
-        arrays = {name: torch.from_numpy(value).long() if name in integers else torch.from_numpy(value)
-                  for name, value in found.items()}
-        nodes = arrays.pop("nodes")
-        return DiscretePictures(Decoded(**arrays), nodes)
+    def read(self, job: Job) -> Arrays:
+        arrays, vocabulary = super().read(job), self.pipeline.gpt.config.vocabulary
+        if not ((arrays["tokens"] >= 0) & (arrays["tokens"] < vocabulary)).all():
+            raise NotWhole(f"{self.path(job)} must hold tokens below {vocabulary}")
+        return arrays
 
     def seconds(self, latency: Latency) -> Timings:
-        latency = self.counted(latency)
-
-        def read(path: Path) -> Timings:
-            found = read_json(path)
-            numbers = [found.get(name) for name in ("baseline", "method", "tau")]
-            tokens = found.get("tokens")
-            if (len(found) != 4 or any(not is_list_of(part, (int, float)) or len(part) != latency.count
-                                       for part in numbers)
-                    or not is_list_of(tokens, list) or any(not is_list_of(part, int) for part in tokens)):
-                raise NotWhole(f"{path} must hold the seconds and tokens of {latency.count} pictures")
-            return Timings(**found)
-
-        return self.read_or_make(self.path(latency), read, partial(latency.make, self))
+        return Timings(**self.arrays(self.counted(latency)))

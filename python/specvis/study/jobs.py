@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import click
 import numpy as np
@@ -21,23 +21,30 @@ from tqdm import tqdm
 import specvis_kernels
 
 from ..decoding.methods import ContinuousMethod, Method
-from ..files import remove_leftovers, write_json, write_new
+from ..files import remove_leftovers, write_json, write_new, write_whole
 from ..pipelines.discrete import Pipeline
 from ..pipelines.mar import MARPair
 
 Result = TypeVar("Result")
+Arrays = dict[str, np.ndarray]
+ArrayShapes = dict[str, tuple[int | None, ...]]
 
 
 class Job:
     """What a study computes once and keeps in a file. A subclass is a frozen dataclass, whose fields name the file.
 
     It has `title(study)`, what the progress bar shows, and `cost(study)`, roughly the seconds that it takes on two
-    processor cores, for the estimate of the remaining time. `make(study, progress)` writes the file, and calls
-    `progress` with each share of the job that is done.
+    processor cores, for the estimate of the remaining time. `arrays(study, progress)` computes what the file holds,
+    and calls `progress` with each share of the job that is done. `shapes(study)` has the shapes of these arrays by
+    name (None: any size).
     """
 
-    suffix: ClassVar[str]  # the file's
     method: Method | ContinuousMethod
+
+    def make(self, study: "Study", progress: Callable[[float], None] = lambda share: None) -> None:
+        """Write the file."""
+        arrays = self.arrays(study, progress)
+        write_whole(study.path(self), lambda file: np.savez_compressed(file, **arrays))
 
 
 class Study(ABC):
@@ -106,7 +113,7 @@ class Study(ABC):
 
     def path(self, job: Job) -> Path:
         digest = hashlib.sha256(repr(self.key(job)).encode()).hexdigest()[:16]
-        return self.folder / f"{job.method.name}-{digest}.{job.suffix}"
+        return self.folder / f"{job.method.name}-{digest}.npz"
 
     def read_or_make(self, path: Path, read: Callable[[Path], Result], make: Callable[[], None]) -> Result:
         """What `read` finds in a file that `make` writes. A damaged file is made again, with a message."""
@@ -117,6 +124,14 @@ class Study(ABC):
                 tqdm.write(f"{error}; it is made again", file=sys.stderr)
         make()
         return read(path)
+
+    def read(self, job: Job) -> Arrays:
+        """The arrays in a job's file. NotWhole if it is damaged or holds something else."""
+        return read_arrays(self.path(job), job.shapes(self))
+
+    def arrays(self, job: Job) -> Arrays:
+        """The arrays of a job, which is computed now if it was not before."""
+        return self.read_or_make(self.path(job), lambda path: self.read(job), lambda: job.make(self))
 
     def parts(self, job: Job) -> list[Job]:
         """The jobs that it consists of. These are computed and kept."""
@@ -204,7 +219,7 @@ def read_json(path: Path) -> dict:
         raise NotWhole(f"{path} cannot be read: {error}") from error
 
 
-def read_arrays(path: Path, shapes: dict[str, tuple[int | None, ...]]) -> dict[str, np.ndarray]:
+def read_arrays(path: Path, shapes: ArrayShapes) -> Arrays:
     """The arrays in a NumPy archive, by name. They must have these shapes; None allows any size.
 
     Raises:
