@@ -317,26 +317,15 @@ SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(draft_probs=torch.zeros(2, 4)), r"draft_probs must have 3 dimensions \(B, F, V\), got shape \(2, 4\)"),
-    (dict(draft_probs=torch.zeros(2, 3, 4).half()), r"draft_probs must be float32 \(B=2, F=3, V=4\), got float16"),
     (dict(draft_probs=torch.zeros(2, 3, 0)), r"draft_probs must have V >= 1, got shape \(2, 3, 0\)"),
     (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have F >= 1, got shape \(2, 0, 4\)"),
-    (dict(uniforms=torch.zeros(2, 3)), r"uniforms must have 3 dimensions \(B, F, K\), got shape \(2, 3\)"),
-    (dict(uniforms=torch.zeros(2, 4, 5)), r"uniforms must be float32 \(B=2, F=3, K=5\), got float32 \(2, 4, 5\)"),
-    (dict(uniforms=torch.zeros(2, 3, 5).double()), r"uniforms must be float32 \(B=2, F=3, K=5\), got float64"),
     (dict(uniforms=torch.zeros(2, 3, 0)), r"uniforms must have K >= 1, got shape \(2, 3, 0\)"),
-    (dict(backend="fast"), "backend of draw_children must be one of oracle"),
-    (SEEDED | dict(backend="fast"), "backend of draw_children must be one of oracle"),
     (dict(uniforms=None), "exactly one of uniforms and seeds must be given, got neither"),
     (dict(seeds=torch.zeros(2).long()), "exactly one of uniforms and seeds must be given, got both"),
     (dict(positions=torch.zeros(2, 3).long()), "positions must be None with uniforms, got Tensor"),
     (dict(num_children=5), "num_children must be None with uniforms, got int"),
-    (SEEDED | dict(seeds=torch.zeros(3).long()), r"seeds must be int64 or int32 \(B=2\), got int64 \(3,\)"),
-    (SEEDED | dict(seeds=torch.zeros(2)), r"seeds must be int64 or int32 \(B=2\), got float32"),
     (SEEDED | dict(positions=None), r"positions must be int64 or int32 \(B=2, F=3\), got NoneType, not a tensor"),
-    (SEEDED | dict(positions=torch.zeros(2).long()), r"positions must be int64 or int32 \(B=2, F=3\), got"),
     (SEEDED | dict(num_children=None), "num_children must be an integer >= 1, got None"),
-    (SEEDED | dict(num_children=0), "num_children must be an integer >= 1, got 0"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     base = dict(draft_probs=torch.full((2, 3, 4), 0.25), uniforms=torch.zeros(2, 3, 5))

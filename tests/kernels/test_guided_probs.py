@@ -333,26 +333,17 @@ def test_every_logit_is_divided_exactly(temperature, scale):
 
 
 @pytest.mark.parametrize("name, value, message", [
-    ("logits", torch.zeros(2, 5), r"logits must have 3 dimensions \(B, N, V\), got shape \(2, 5\)"),
-    ("logits", torch.zeros(2, 3, 5, dtype=torch.float64), "logits must be float32 or float16 or bfloat16"),
-    ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, N=3, V=5\), got float32 \(2, 3, 4\)"),
-    ("uncond", torch.zeros(2, 3, 5, dtype=torch.float16), "uncond must be float32 .*, got float16"),
-    ("guidance", torch.zeros(3), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
     ("temperature", "1", r"temperature must be float32 \(B=2\) or a number, got '1'"),
     ("guidance", True, r"guidance must be float32 \(B=2\) or a number, got True"),
     ("top_k", 1.0, r"top_k must be int64 or int32 \(B=2\) or an integer, got 1.0"),
     ("top_k", 2**31, "top_k must fit into int32, got 2147483648"),
-    ("top_k", torch.zeros(2), r"top_k must be int64 or int32 \(B=2\), got float32 \(2,\)"),
-    ("top_p", torch.zeros(2, device="meta"), "top_p must be on cpu like the other tensors, got meta"),
     ("id_range", (0, 6), r"id_range must be int64 or int32 \(B=2, N=3, bounds=2\), or two integers with "
                          r"0 <= first < last <= V=5, got \(0, 6\)"),
     ("id_range", (5, 5), r"got \(5, 5\)"),
     ("id_range", (-1, 5), r"got \(-1, 5\)"),
     ("id_range", (0, 2.0), r"got \(0, 2.0\)"),
     ("id_range", (0, 1, 2), r"got \(0, 1, 2\)"),
-    ("id_range", torch.zeros(2, 2, dtype=torch.int64), r"id_range must be int64 or int32 \(B=2, N=3, bounds=2\), got"),
     ("filters", "p", "filters must be one of k_then_p, p_then_k, got 'p'"),
-    ("backend", "fast", "backend of guided_probs must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):
     arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5),

@@ -52,6 +52,8 @@ SHARED = {"ancestors", "first_child", "next_sibling", "draft_row", "depth"}
 SETTINGS = {"delta": (0.25, np.float32(0.5)), "omega": (1.5, np.float64(1.25)), "guidance": (3, np.float32(1.5)),
             "temperature": (0.5, np.float32(2)), "top_k": (3, np.int64(5)), "top_p": (0.75, np.float64(0.5)),
             "greedy": (True, False)}
+MAY_BE_NUMBERS = [(op, name) for op in OPS for name in SETTINGS if name in PARAMETERS[op]
+                  and (name != "temperature" or "top_k" in PARAMETERS[op])]
 
 
 def cases_of(op):
@@ -68,6 +70,16 @@ def named_arguments(op):
             return named
 
 
+def sizes_of(function, name, tensor):
+    """How an error states a tensor's sizes, as a pattern: by the docstring's letters, if it has any."""
+    letters = re.search(rf"^ +{name}: [^(]*\(([^)]*)\)", function.__doc__, re.M)
+    letters = re.findall(r"[^, ]+", letters[1]) if letters else []
+    if len(letters) != tensor.ndim:
+        letters = [""] * tensor.ndim
+    return ", ".join(rf"{letter if letter.isalpha() else '[a-z +A-Z]+'}={size}(?: or 1)?"
+                     for letter, size in zip(letters, tensor.shape))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_tensor_that_does_not_fit_is_named(op):
     """Dtypes that are not in the sentence, a dimension more, another size, another device, no tensor."""
@@ -78,7 +90,7 @@ def test_a_tensor_that_does_not_fit_is_named(op):
                 cases.setdefault(name, named)
     for i, (name, named) in enumerate(cases.items()):
         tensor = named[name]
-        sizes = ", ".join(rf"[\w +]+={size}(?: or 1)?" for size in tensor.shape)
+        sizes = sizes_of(function, name, tensor)
         if (op, name) not in FORGIVING:
             with pytest.raises(ValueError) as error:
                 function(**named | {name: tensor.to(torch.complex64)})
@@ -94,8 +106,9 @@ def test_a_tensor_that_does_not_fit_is_named(op):
         if i:  # the first one says where the others must be
             with pytest.raises(ValueError, match=f"{name} must be on {DEVICE}.* like the other tensors, got meta"):
                 function(**named | {name: tensor.to("meta")})
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            function(**named | {name: "none"})
+        for other in ("none",) if (op, name) in MAY_BE_NUMBERS else ("none", 3, 0.5, True):
+            with pytest.raises(ValueError, match=f"{name} must be"):
+                function(**named | {name: other})
         for dim in range(tensor.ndim):
             with suppress(ValueError):  # no other error, which would come from a kernel's binding
                 function(**named | {name: torch.cat([tensor, tensor], dim)})
@@ -181,12 +194,11 @@ def test_conversion_is_traced():
     assert all(same(a[1], b) for a, b in zip(mapped, expected))
 
 
-@pytest.mark.parametrize("op, name", [(op, name) for op in OPS for name in SETTINGS if name in PARAMETERS[op]
-                                      and op not in ("accept_gaussian", "denoise_tokens", "resample_gaussian")])
+@pytest.mark.parametrize("op, name", MAY_BE_NUMBERS)
 def test_a_number_stands_for_all_requests(op, name):
     """Of Python or NumPy, in every case of the op that has the setting."""
     of_tensors = [named for named in cases_of(op) if isinstance(named.get(name), torch.Tensor)
-                  and (name != "guidance" or named["uncond"] is not None)]
+                  and (name != "guidance" or named.get("uncond", ()) is not None)]
     assert of_tensors
     for named in of_tensors:
         for number in SETTINGS[name]:
