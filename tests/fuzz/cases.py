@@ -23,7 +23,6 @@ from tests.fuzz.values import (
     bits_of,
 )
 from tests.kernels import inputs
-from tests.kernels.test_verify_tree_any import any_request
 
 MOST_SHOWN = 256       # elements of a tensor whose numbers are printed
 MOST_EMULATED = 2**16  # elements of a tensor: larger ones would take a minute with sanitizers
@@ -370,9 +369,6 @@ def verified(d, B, N, V, P):
 
 
 def verify_tree(d):
-    if d.size in ("tiny", "small") and d.chance(0.3):
-        args, named = any_request(d.r.randrange(2**31))
-        return dict(zip(inspect.signature(specvis_kernels.verify_tree).parameters, args)) | named
     N, V = d.nodes(), d.vocabulary()
     B = d.batch(N)
     named = verified(d, B, N, V, d.pick(N - 1, 0, 1, 2, 3, N + 1)) | {"target_probs": d.rows(B, N, V)}

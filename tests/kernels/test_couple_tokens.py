@@ -287,30 +287,6 @@ def test_is_what_verify_tree_does_with_one_sampled_child(backend, options):
     assert 0 < is_kept.sum() < len(is_kept)
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
-@pytest.mark.parametrize("options", [*OPTIONS, dict(residual="optimal", cutoff=None, omega=None, group=7),
-                                     dict(residual="optimal", cutoff=None, omega=1.5, group=40)], ids=str)
-def test_agrees_with_the_oracle_on_inexact_rows(backend, options, monkeypatch):
-    if backend == "triton":  # several blocks without long rows
-        from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 16)
-        monkeypatch.setitem(_rows.MAX_BLOCK, "k", 4)
-    B, W, V = (2, 8, 60) if backend == "triton" else (4, 100, 300)
-    target, draft, guesses, uniforms = rows_of(B * W, V, seed=1)
-    kwargs = {"residual": options["residual"]}
-    if options["cutoff"]:
-        kwargs |= {"neighbors": neighbor_table(V, 11), "cutoff": options["cutoff"],
-                   "delta": torch.tensor([0.5, 0.125, 1.0, 0.01], device=DEVICE)[:B]}
-    if options["omega"]:
-        kwargs["omega"] = torch.full((B, W), options["omega"], device=DEVICE)
-    if "group" in options:
-        kwargs["groups"] = target.topk(options["group"]).indices.view(B, W, -1)
-    args = target.view(B, W, V), draft.view(B, W, V), guesses.view(B, W), uniforms.view(B, W, 2)
-    for got, expected in zip(couple_tokens(*args, **kwargs, backend=backend),
-                             couple_tokens(*args, **kwargs, backend="oracle")):
-        assert torch.equal(got, expected)
-
-
 def base(**changes):
     arguments = dict(target_probs=torch.full((2, 3, 4), 0.25), draft_probs=torch.full((2, 3, 4), 0.25),
                      tokens=torch.zeros(2, 3, dtype=torch.int64), uniforms=torch.zeros(2, 3, 2)) | changes
