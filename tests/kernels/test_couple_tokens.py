@@ -10,13 +10,11 @@ from specvis_kernels import (
     INVALID_ROW,
     INVALID_RULE,
     INVALID_TREE,
-    backends,
     couple_tokens,
     verify_tree,
 )
 from tests.kernels.inputs import DEVICE, neighbor_table
 
-BACKENDS = backends("couple_tokens", DEVICE)
 NAN, INF = float("nan"), float("inf")
 P, Q = [0.5, 0.25, 0.125, 0.125], [0.25, 0.5, 0.25, 0.0]  # 8 4 2 2 and 4 8 4 0 sixteenths
 

@@ -4,12 +4,11 @@ import math
 import pytest
 import torch
 
-from specvis_kernels import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, accept_gaussian, backends, resample_gaussian
+from specvis_kernels import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, accept_gaussian, resample_gaussian
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
 from tests.laws.test_every_op import same
 
-BACKENDS = backends("resample_gaussian", DEVICE)
 NAN, INF = float("nan"), float("inf")
 DRAFT, FALLBACK = 9.0, 8.0
 BELOW_ONE = 1 - 2.0**-24
