@@ -5,7 +5,6 @@
     cases.py     a case: the arguments of one call, made from an op's name and a number
     valid.py     which arguments are valid: for these a status has no bit INVALID_*
     check.py     a case on its backends, compared with the oracle
-    shrink.py    a case that fails, made small and printed as a test
     workers.py   many cases in several processes, and the findings
     sanitized.py the C++ kernels with ASan and UBSan
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.fuzz import sanitized, workers
@@ -14,7 +15,7 @@ def arguments():
     parser.add_argument("--minutes", type=float, default=1.0, help="how long")
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
     parser.add_argument("--op", help="this op only")
-    parser.add_argument("--case", type=int, help="this case of the op only, shrunk if it fails")
+    parser.add_argument("--case", type=int, help="this case of the op only: its arguments are shown")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--sanitized", action="store_true",
                         help="with the address and undefined behaviour sanitizers in C++ and emulated CUDA kernels")
@@ -59,9 +60,9 @@ def one_case(op, number):
     from tests.fuzz import cases, check
     case = cases.make(op, number)
     print(case)
-    found = [finding.__dict__ for finding in check.check(case)]
+    found = check.check(case)
     for finding in found:
-        workers.show_finding(finding | {"test": workers.shrunk_test(case, finding)}, print)
+        workers.show_finding(asdict(finding), print)
     print(f"{len(found)} found")
     return 1 if found else 0
 
@@ -75,7 +76,7 @@ def summary(totals, given):
             "seconds": round(totals.seconds), "workers": given.workers,
             "total": {name: {"rows": rows, "cases": cases} for name, (rows, cases) in totals.of_backends().items()},
             "first": given.seed, "last": totals.last, "ops": rows,
-            "found": [{key: value for key, value in finding.items() if key != "test"} for finding in totals.found]}
+            "found": totals.found}
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from tests.fuzz.values import (
     bits_of,
 )
 from tests.kernels import inputs
-from tests.kernels.test_verify_tree_any import any_request
 
+MOST_SHOWN = 256       # elements of a tensor whose numbers are printed
 MOST_EMULATED = 2**16  # elements of a tensor: larger ones would take a minute with sanitizers
 KEEPS = {  # arguments whose numbers a layout must not change, because the docstring forbids the result
     "commit_kv": {"slots"}, "decoder_layers": {"x", "lengths", "ancestors", "positions", "rotations", "key_mask"},
@@ -44,6 +44,21 @@ class Case:
     environment: dict[str, str] = field(default_factory=dict)   # the device that is emulated
     rows: int = 1                                               # 0 if it may be refused
     may_be_refused: bool = False
+
+    def __str__(self):
+        arguments = map(text_of, self.named, self.named.values())
+        environment = [f"{name}={value}" for name, value in self.environment.items()]
+        return "\n".join([f"{self.op} --case {self.number}", *arguments, *environment])
+
+
+def text_of(name, a):
+    """An argument as torch prints it, without the numbers of a large tensor."""
+    if isinstance(a, list):
+        return "\n".join(text_of(f"{name}[{i}]", one) for i, one in enumerate(a))
+    if not isinstance(a, torch.Tensor):
+        return f"{name} = {a!r}"
+    numbers = f"\n{a}" if a.numel() <= MOST_SHOWN else ""
+    return f"{name}: {a.dtype} {tuple(a.shape)}, strides {a.stride()}{numbers}"
 
 
 def sample_residual(d):
@@ -354,9 +369,6 @@ def verified(d, B, N, V, P):
 
 
 def verify_tree(d):
-    if d.size in ("tiny", "small") and d.chance(0.3):
-        args, named = any_request(d.r.randrange(2**31))
-        return dict(zip(inspect.signature(specvis_kernels.verify_tree).parameters, args)) | named
     N, V = d.nodes(), d.vocabulary()
     B = d.batch(N)
     named = verified(d, B, N, V, d.pick(N - 1, 0, 1, 2, 3, N + 1)) | {"target_probs": d.rows(B, N, V)}

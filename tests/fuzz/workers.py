@@ -19,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 300.0  # seconds that one case may take
 TO_START = 1200.0  # and a process before its first one, which may compile
-SHRUNK = 2        # cases of an op on a backend that are shrunk
 
 
 @dataclass
@@ -64,7 +63,7 @@ def work(ops, numbers, step, seconds, is_sanitized):
     """A worker: cases of these ops, from numbers[op] on, each `step` further."""
     from tests.fuzz import cases, check, setup
     setup(is_sanitized)
-    deadline, spent, shrunk = time.monotonic() + seconds, Counter(), Counter()
+    deadline, spent = time.monotonic() + seconds, Counter()
     while True:  # one case at least, as where one is asked for
         op = min(ops, key=lambda op: spent[op] / (3 if op.startswith("verify") else 1))
         number, began = numbers[op], time.monotonic()
@@ -72,20 +71,10 @@ def work(ops, numbers, step, seconds, is_sanitized):
         say({"begin": [op, number]})
         case = cases.make(op, number)
         found = [asdict(finding) for finding in check.check(case)]
-        for finding in found:
-            shrunk[op, finding["backend"]] += 1
-            if shrunk[op, finding["backend"]] <= SHRUNK:
-                finding["test"] = shrunk_test(case, finding)
         say({"end": [op, number, ["oracle", *case.backends], case.rows, found]})
         spent[op] += max(time.monotonic() - began, 1e-4)
         if time.monotonic() >= deadline:
             return
-
-
-def shrunk_test(case, finding):
-    from tests.fuzz import check, shrink
-    small = shrink.shrink(case, finding["backend"])
-    return shrink.as_test(small, finding["backend"], check.problem(small, finding["backend"]) or finding["what"])
 
 
 def say(message):
@@ -187,8 +176,6 @@ def handle_next(messages, totals, active, deadline, show):
 
 def show_finding(finding, show):
     show(f"\nFOUND by --op {finding['op']} --case {finding['number']} on {finding['backend']}: {finding['what']}")
-    if finding.get("test"):
-        show(finding["test"])
 
 
 if __name__ == "__main__":

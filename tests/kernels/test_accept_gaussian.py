@@ -5,13 +5,12 @@ import math
 import pytest
 import torch
 
-from specvis_kernels import INVALID_ROW, INVALID_RULE, accept_gaussian, backends
+from specvis_kernels import INVALID_ROW, INVALID_RULE, accept_gaussian
 from specvis_kernels._gaussian import exp
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
 from tests.laws.test_every_op import same
 
-BACKENDS = backends("accept_gaussian", DEVICE)
 NAN, INF = float("nan"), float("inf")
 BELOW_ONE = 1 - 2.0**-24
 
@@ -176,15 +175,6 @@ def test_the_same_bits_in_any_batch_and_order(backend):
     assert same(alone.is_accepted, together.is_accepted[3:4, 2:3])
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
-@pytest.mark.parametrize("options", [{}, {"truncate": False, "temperature": (42.0, 1.0, 0.3)}])
-def test_the_same_bits_on_every_backend(backend, options):
-    args, kwargs = inputs.accept_gaussian(*((9, 6, 18) if backend == "triton" else (3000, 6, 18)), options)
-    for got, expected in zip(accept_gaussian(*args, **kwargs, backend=backend),
-                             accept_gaussian(*args, **kwargs, backend="oracle")):
-        assert same(got, expected)
-
-
 @pytest.mark.parametrize("large", [(0, 16), (0, 8), (3, 7), (4, 6), (32, 1)])
 def test_channels_are_added_in_one_order(backend, large):
     """2^60 and -2^60 leave the 1 of channel 2 alone where they meet before it: 16 lanes, added by halves."""
@@ -244,21 +234,12 @@ def test_an_undefined_temperature_accepts_nothing(backend, temperature):
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(tokens=torch.zeros(2, 3)), r"tokens must have 3 dimensions \(B, G, C\), got shape \(2, 3\)"),
-    (dict(tokens=torch.zeros(2, 3, 4).double()), r"tokens must be float32 \(B=2, G=3, C=4\), got float64 \(2, 3, 4\)"),
     (dict(tokens=torch.zeros(2, 0, 4)), r"tokens must have G >= 1, got shape \(2, 0, 4\)"),
     (dict(tokens=torch.zeros(2, 3, 0)), r"tokens must have C >= 1, got shape \(2, 3, 0\)"),
-    (dict(log_ratio=torch.zeros(2)), r"log_ratio must be float32 \(B=2, G=3\), got float32 \(2,\)"),
-    (dict(uniforms=torch.zeros(2, 4)), r"uniforms must be float32 \(B=2, G=3\), got float32 \(2, 4\)"),
-    (dict(target_means=torch.zeros(2, 3, 5)), r"target_means must be float32 \(B=2, G=3, C=4\), got .* \(2, 3, 5\)"),
     (dict(draft_log_sigmas=None), r"draft_log_sigmas must be float32 \(B=2, G=3, C=4\), got NoneType"),
     (dict(variant="exact"), "variant must be one of paper, released, path, got 'exact'"),
     (dict(variant="path"), "target_means must be None with variant 'path', .* got Tensor"),
-    (dict(temperature=torch.ones(3)), r"temperature must be float32 \(B=2\), got float32 \(3,\)"),
-    (dict(temperature=1.0), r"temperature must be float32 \(B=2\), got float"),
-    (dict(num_drafted=torch.ones(2)), r"num_drafted must be int64 or int32 \(B=2\), got float32 \(2,\)"),
     (dict(truncate=1), "truncate must be True or False, got 1"),
-    (dict(backend="fast"), "backend of accept_gaussian must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     names = ("target_means", "target_log_sigmas", "draft_means", "draft_log_sigmas")

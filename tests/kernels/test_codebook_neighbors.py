@@ -74,9 +74,7 @@ def test_a_parameter_is_a_codebook():
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ({"codebook": torch.zeros(4)}, r"codebook must have 2 dimensions \(V, D\), got shape \(4,\)"),
     ({"codebook": torch.zeros(4, 2, dtype=torch.int64)}, "codebook must be float64 or .*, got int64"),
-    ({"k": 0}, "k must be an integer >= 1, got 0"),
     ({"k": 4}, "k must be at most 3, got 4"),
     ({"metric": "hamming"}, "metric must be one of l2, cosine, random, got 'hamming'"),
     ({"codebook": torch.zeros(2, 4), "size": 4, "k": 1},

@@ -160,25 +160,14 @@ SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(logits=torch.zeros(2, 5)), r"logits must have 3 dimensions \(B, F, V\), got shape \(2, 5\)"),
-    (dict(logits=torch.zeros(2, 3, 5).double()), r"logits must be float32 or float16 or bfloat16 \(B=2, F=3, V=5\)"),
     (dict(logits=torch.zeros(2, 0, 5)), r"logits must have F >= 1, got shape \(2, 0, 5\)"),
     (dict(logits=torch.zeros(2, 3, 0)), r"logits must have V >= 1"),
-    (dict(uncond=torch.zeros(2, 3, 4)), r"uncond must be float32 \(B=2, F=3, V=5\), got float32 \(2, 3, 4\)"),
-    (dict(uniforms=torch.zeros(2, 4, 5)), r"uniforms must be float32 \(B=2, F=3, K=5\), got float32 \(2, 4, 5\)"),
     (dict(uniforms=None), "exactly one of uniforms and seeds must be given, got neither"),
     (dict(seeds=torch.zeros(2).long()), "exactly one of uniforms and seeds must be given, got both"),
     (dict(num_children=5), "num_children must be None with uniforms, got int"),
     (SEEDED | dict(positions=None), r"positions must be int64 or int32 \(B=2, F=3\), got NoneType, not a tensor"),
-    (SEEDED | dict(num_children=0), "num_children must be an integer >= 1, got 0"),
-    (dict(guidance=torch.ones(3)), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
-    (dict(temperature=torch.ones(2).int()), r"temperature must be float32 \(B=2\), got int32"),
-    (dict(top_k=torch.ones(2)), r"top_k must be int64 or int32 \(B=2\), got float32"),
-    (dict(top_p=torch.ones(2, device="meta")), "top_p must be on cpu like the other tensors"),
     (dict(top_p="1"), r"top_p must be float32 \(B=2\) or a number, got '1'"),
-    (dict(id_range=torch.zeros(2, 4, 2).long()), r"id_range must be int64 or int32 \(B=2, F=3, bounds=2\), got int64"),
     (dict(filters="k"), "filters must be one of k_then_p, p_then_k, got 'k'"),
-    (dict(backend="fast"), "backend of draft_children must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     with pytest.raises(ValueError, match=message):

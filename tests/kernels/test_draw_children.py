@@ -118,23 +118,6 @@ def test_all_of_a_row(backend, V, K, monkeypatch):
     assert tokens.equal(draw_children(rows, uniforms, backend="oracle").tokens)
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
-def test_agrees_with_the_oracle_on_inexact_rows(backend, monkeypatch):
-    """Nothing about the rows is aligned, and their totals are not 1."""
-    blocks_of(16, backend, monkeypatch)
-    B, F, V, K = (4, 3, 61, 9) if backend == "triton" and DEVICE == "cpu" else (60, 5, 701, 12)
-    g = torch.Generator().manual_seed(1)
-    logits = torch.randn(B, F, V, generator=g) * 3
-    logits[:, 1, K // 2:] = -INF                      # fewer than K
-    probs = logits.softmax(-1) * (0.1 + torch.rand(B, F, 1, generator=g))
-    probs[1, 0, V - 1], probs[2, 0, 0] = NAN, -1.0
-    rows = torch.cat([torch.zeros(1), probs.flatten()]).to(DEVICE)[1:].view(B, F, V)
-    uniforms = torch.rand(B, F, K, generator=g).to(DEVICE)
-    got, expected = (draw_children(rows, uniforms, backend=name) for name in (backend, "oracle"))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected))
-    assert expected.num_children[:, 1].eq(K // 2).all() and (expected.status != 0).sum() == 2
-
-
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("oracle", "triton")])
 @pytest.mark.parametrize("V, K", [(16384, 5), (16388, 70), (131072, 5), (140001, 70)])
 def test_children_that_stand_close_together(backend, V, K):
@@ -294,49 +277,19 @@ def test_with_noise_all_of_a_row(backend, V, K, monkeypatch):
     assert tokens.equal(noisy_draws("oracle", rows, [9], [[0, 1]], K).tokens)
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
-@pytest.mark.parametrize("scale", [0.0, 3.0, 20.0])
-def test_with_noise_agrees_with_the_oracle_on_inexact_rows(backend, scale, monkeypatch):
-    """Flat, peaked and very peaked rows, of which nothing is aligned."""
-    blocks_of(16, backend, monkeypatch)
-    B, F, V, K = (3, 3, 61, 9) if backend == "triton" and DEVICE == "cpu" else (20, 5, 1701, 12)
-    g = torch.Generator().manual_seed(1)
-    logits = torch.randn(B, F, V, generator=g) * scale
-    logits[:, 1, K // 2:] = -INF                      # fewer than K
-    probs = logits.softmax(-1) * (0.1 + torch.rand(B, F, 1, generator=g))
-    probs[1, 0, V - 1], probs[2, 0, 0] = NAN, -1.0
-    rows = torch.cat([torch.zeros(1), probs.flatten()]).to(DEVICE)[1:].view(B, F, V)
-    seeds = torch.randint(-2**63, 2**63 - 1, (B,), generator=g)
-    positions = torch.randint(2**40, (B, F), generator=g)
-    got, expected = (noisy_draws(name, rows, seeds, positions, K) for name in (backend, "oracle"))
-    assert all(torch.equal(a, b) for a, b in zip(got, expected))
-    assert expected.num_children[:, 1].le(K // 2).all() and (expected.status != 0).sum() == 2
-
-
 SEEDED = dict(uniforms=None, seeds=torch.zeros(2).long(), positions=torch.zeros(2, 3).long(), num_children=5)
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(draft_probs=torch.zeros(2, 4)), r"draft_probs must have 3 dimensions \(B, F, V\), got shape \(2, 4\)"),
-    (dict(draft_probs=torch.zeros(2, 3, 4).half()), r"draft_probs must be float32 \(B=2, F=3, V=4\), got float16"),
     (dict(draft_probs=torch.zeros(2, 3, 0)), r"draft_probs must have V >= 1, got shape \(2, 3, 0\)"),
     (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have F >= 1, got shape \(2, 0, 4\)"),
-    (dict(uniforms=torch.zeros(2, 3)), r"uniforms must have 3 dimensions \(B, F, K\), got shape \(2, 3\)"),
-    (dict(uniforms=torch.zeros(2, 4, 5)), r"uniforms must be float32 \(B=2, F=3, K=5\), got float32 \(2, 4, 5\)"),
-    (dict(uniforms=torch.zeros(2, 3, 5).double()), r"uniforms must be float32 \(B=2, F=3, K=5\), got float64"),
     (dict(uniforms=torch.zeros(2, 3, 0)), r"uniforms must have K >= 1, got shape \(2, 3, 0\)"),
-    (dict(backend="fast"), "backend of draw_children must be one of oracle"),
-    (SEEDED | dict(backend="fast"), "backend of draw_children must be one of oracle"),
     (dict(uniforms=None), "exactly one of uniforms and seeds must be given, got neither"),
     (dict(seeds=torch.zeros(2).long()), "exactly one of uniforms and seeds must be given, got both"),
     (dict(positions=torch.zeros(2, 3).long()), "positions must be None with uniforms, got Tensor"),
     (dict(num_children=5), "num_children must be None with uniforms, got int"),
-    (SEEDED | dict(seeds=torch.zeros(3).long()), r"seeds must be int64 or int32 \(B=2\), got int64 \(3,\)"),
-    (SEEDED | dict(seeds=torch.zeros(2)), r"seeds must be int64 or int32 \(B=2\), got float32"),
     (SEEDED | dict(positions=None), r"positions must be int64 or int32 \(B=2, F=3\), got NoneType, not a tensor"),
-    (SEEDED | dict(positions=torch.zeros(2).long()), r"positions must be int64 or int32 \(B=2, F=3\), got"),
     (SEEDED | dict(num_children=None), "num_children must be an integer >= 1, got None"),
-    (SEEDED | dict(num_children=0), "num_children must be an integer >= 1, got 0"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     base = dict(draft_probs=torch.full((2, 3, 4), 0.25), uniforms=torch.zeros(2, 3, 5))

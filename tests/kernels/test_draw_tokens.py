@@ -330,26 +330,13 @@ def test_draws_are_independent():
 
 
 @pytest.mark.parametrize("name, value, message", [
-    ("logits", torch.zeros(2, 5), r"logits must have 3 dimensions \(B, N, V\), got shape \(2, 5\)"),
-    ("logits", torch.zeros(2, 3, 5, dtype=torch.float64), "logits must be float32 or float16 or bfloat16"),
     ("logits", torch.zeros(2, 0, 5), r"logits must have N >= 1, got shape \(2, 0, 5\)"),
     ("logits", torch.zeros(2, 3, 0), r"logits must have V >= 1, got shape \(2, 3, 0\)"),
     ("logits", torch.zeros(1).expand(2, 3, 2**19 + 1), r"logits must have V <= 524288, got shape"),
-    ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, N=3, V=5\), got float32 \(2, 3, 4\)"),
-    ("guidance", torch.zeros(3), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
     ("temperature", None, r"temperature must be float32 \(B=2\) or a number, got None"),
     ("top_k", 0.5, r"top_k must be int64 or int32 \(B=2\) or an integer, got 0.5"),
-    ("top_k", torch.zeros(2), r"top_k must be int64 or int32 \(B=2\), got float32 \(2,\)"),
-    ("top_p", torch.zeros(2, device="meta"), "top_p must be on cpu like the other tensors, got meta"),
-    ("seeds", torch.zeros(2), r"seeds must be int64 or int32 \(B=2\), got float32 \(2,\)"),
-    ("positions", torch.zeros(2, dtype=torch.int64), r"positions must be int64 or int32 \(B=2, N=3\), got"),
-    ("id_range", torch.zeros(2, 3, dtype=torch.int64), r"id_range must be int64 or int32 \(B=2, N=3, bounds=2\), got"),
     ("id_range", (2, 1), r"or two integers with 0 <= first < last <= V=5, got \(2, 1\)"),
     ("filters", "k", "filters must be one of k_then_p, p_then_k, got 'k'"),
-    ("guesses", torch.zeros(2, 3), r"guesses must be int64 or int32 \(B=2, N=3\), got float32 \(2, 3\)"),
-    ("ahead", -1, "ahead must be an integer >= 0, got -1"),
-    ("ahead", 1.5, "ahead must be an integer >= 0, got 1.5"),
-    ("backend", "fast", "backend of draw_tokens must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):
     arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5),

@@ -185,24 +185,6 @@ def test_equals_the_oracle(backend, F, V, K):
     assert all(a.equal(b) for a, b in zip(got, expected)) and (expected.status != 0).sum() == 1
 
 
-@pytest.mark.parametrize("name, value, message", [
-    ("draft_probs", torch.zeros(2, 5), r"draft_probs must have 3 dimensions \(B, F, V\), got shape \(2, 5\)"),
-    ("draft_probs", torch.zeros(2, 3, 5).half(), r"must be float32 \(B=2, F=3, V=5\), got float16"),
-    ("scores", torch.zeros(2, 4), r"scores must be float32 \(B=2, F=3\), got float32 \(2, 4\)"),
-    ("width", torch.zeros(2), r"width must be int64 or int32 \(B=2\), got float32 \(2,\)"),
-    ("width", 3, r"width must be int64 or int32 \(B=2\), got int"),
-    ("width", torch.ones(2, dtype=torch.int32, device="meta"), "width must be on cpu like the other tensors"),
-    ("num_children", 0, "num_children must be an integer >= 1, got 0"),
-    ("num_children", 2.0, "num_children must be an integer >= 1, got 2.0"),
-    ("backend", "fast", "backend of expand_tree must be one of oracle.* for cpu tensors here, got 'fast'"),
-])
-def test_says_which_argument_is_wrong(name, value, message):
-    arguments = {"draft_probs": torch.zeros(2, 3, 5), "scores": torch.zeros(2, 3),
-                 "width": torch.ones(2, dtype=torch.int32), "num_children": 4}
-    with pytest.raises(ValueError, match=message):
-        expand_tree(**arguments | {name: value})
-
-
 @pytest.mark.parametrize("F, V", [(0, 5), (3, 0)])
 def test_refuses_an_empty_level(F, V):
     with pytest.raises(ValueError, match=rf"must have [FV] >= 1, got shape \(2, {F}, {V}\)"):

@@ -202,14 +202,6 @@ def test_each_row_has_a_range_of_its_own(backend):
         assert torch.equal(alone.probs[0, 0], probs[0, n])
 
 
-def test_a_number_stands_for_all_requests(backend):
-    logits, uncond = torch.randn(2, 3, 2, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    one = torch.ones(3, device=DEVICE)
-    expected = guided_probs(logits, uncond, 2.5 * one, 0.5 * one, (7 * one).int(), 0.75 * one, backend=backend)
-    for got, wanted in zip(guided_probs(logits, uncond, 2.5, 0.5, 7, 0.75, backend=backend), expected):
-        assert torch.equal(got, wanted)
-
-
 def test_exp_is_right_to_rounding(backend):
     logits = torch.linspace(-60, 0, 2001, device=DEVICE).view(1, 1, -1)
     one, off = torch.ones(1, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -333,26 +325,17 @@ def test_every_logit_is_divided_exactly(temperature, scale):
 
 
 @pytest.mark.parametrize("name, value, message", [
-    ("logits", torch.zeros(2, 5), r"logits must have 3 dimensions \(B, N, V\), got shape \(2, 5\)"),
-    ("logits", torch.zeros(2, 3, 5, dtype=torch.float64), "logits must be float32 or float16 or bfloat16"),
-    ("uncond", torch.zeros(2, 3, 4), r"uncond must be float32 \(B=2, N=3, V=5\), got float32 \(2, 3, 4\)"),
-    ("uncond", torch.zeros(2, 3, 5, dtype=torch.float16), "uncond must be float32 .*, got float16"),
-    ("guidance", torch.zeros(3), r"guidance must be float32 \(B=2\), got float32 \(3,\)"),
     ("temperature", "1", r"temperature must be float32 \(B=2\) or a number, got '1'"),
     ("guidance", True, r"guidance must be float32 \(B=2\) or a number, got True"),
     ("top_k", 1.0, r"top_k must be int64 or int32 \(B=2\) or an integer, got 1.0"),
     ("top_k", 2**31, "top_k must fit into int32, got 2147483648"),
-    ("top_k", torch.zeros(2), r"top_k must be int64 or int32 \(B=2\), got float32 \(2,\)"),
-    ("top_p", torch.zeros(2, device="meta"), "top_p must be on cpu like the other tensors, got meta"),
     ("id_range", (0, 6), r"id_range must be int64 or int32 \(B=2, N=3, bounds=2\), or two integers with "
                          r"0 <= first < last <= V=5, got \(0, 6\)"),
     ("id_range", (5, 5), r"got \(5, 5\)"),
     ("id_range", (-1, 5), r"got \(-1, 5\)"),
     ("id_range", (0, 2.0), r"got \(0, 2.0\)"),
     ("id_range", (0, 1, 2), r"got \(0, 1, 2\)"),
-    ("id_range", torch.zeros(2, 2, dtype=torch.int64), r"id_range must be int64 or int32 \(B=2, N=3, bounds=2\), got"),
     ("filters", "p", "filters must be one of k_then_p, p_then_k, got 'p'"),
-    ("backend", "fast", "backend of guided_probs must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(name, value, message):
     arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5),

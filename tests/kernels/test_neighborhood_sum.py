@@ -182,24 +182,6 @@ def test_moving_the_kept_mass_is_that_far_in_total_variation(backend):
         assert one_more > delta[r]
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
-@pytest.mark.parametrize("cutoff", ["tvd", "ratio", "jsd"])
-def test_agrees_with_the_oracle_on_inexact_rows(backend, cutoff, monkeypatch):
-    g = torch.Generator().manual_seed(len(cutoff))
-    if backend == "triton":  # several blocks without a long row
-        from specvis_kernels.triton import _rows
-        monkeypatch.setitem(_rows.MAX_BLOCK, "V", 16)
-        monkeypatch.setitem(_rows.MAX_BLOCK, "k", 4)
-    R, V, k = (6, 60, 30) if backend == "triton" else (400, 300, 200)
-    probs = (torch.randn(R, V, generator=g) * 3).softmax(-1).to(DEVICE)
-    tokens = torch.randint(V, (R,), generator=g).to(DEVICE)
-    delta = (torch.rand(R, generator=g) * (3 if cutoff == "ratio" else 0.5)).to(DEVICE)
-    args = (probs, tokens, neighbor_table(V, k), delta)
-    for got, expected in zip(neighborhood_sum(*args, cutoff=cutoff, backend=backend),
-                             neighborhood_sum(*args, cutoff=cutoff, backend="oracle")):
-        assert torch.equal(got, expected)
-
-
 def test_jsd_is_the_divergence_it_is_named_after():
     """S and r alone decide: the closed form equals the divergence of the two whole rows."""
     def divergence(a, b):
@@ -221,16 +203,10 @@ def arguments(**changes):
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(probs=torch.zeros(4)), r"probs must have 2 dimensions \(R, V\), got shape \(4,\)"),
-    (dict(probs=torch.zeros(2, 4).double()), r"probs must be float32 \(R=2, V=4\), got float64 \(2, 4\)"),
-    (dict(tokens=torch.zeros(3).long()), r"tokens must be int64 or int32 \(R=2\), got int64 \(3,\)"),
-    (dict(neighbors=torch.ones(4, 3).short()), r"neighbors must be uint16 or int32 or int64 \(C=4, k=3\), got int16"),
     (dict(neighbors=torch.ones(4, 0).int()), r"neighbors must have at least one row and one column"),
-    (dict(delta=torch.zeros(2, 1)), r"delta must be float32 \(R=2\), got float32 \(2, 1\)"),
     (dict(cutoff="l2"), "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
     (dict(offset=1), r"offset must be in \[0, V - C\] = \[0, 0\], got 1 with V=4, C=4"),
     (dict(offset=-1), r"offset must be in \[0, V - C\] = \[0, 0\], got -1"),
-    (dict(backend="fast"), "backend of neighborhood_sum must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -4,12 +4,11 @@ import math
 import pytest
 import torch
 
-from specvis_kernels import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, accept_gaussian, backends, resample_gaussian
+from specvis_kernels import INVALID_ROW, INVALID_RULE, OUT_OF_TRIES, accept_gaussian, resample_gaussian
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
 from tests.laws.test_every_op import same
 
-BACKENDS = backends("resample_gaussian", DEVICE)
 NAN, INF = float("nan"), float("inf")
 DRAFT, FALLBACK = 9.0, 8.0
 BELOW_ONE = 1 - 2.0**-24
@@ -170,31 +169,11 @@ def test_the_same_bits_in_any_batch_and_order(backend):
         assert same(got, expected[order])
 
 
-@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend != "oracle"])
-@pytest.mark.parametrize("options", [{}, {"temperature": (42.0, 1.0, 0.3)}, {"variant": "path"}])
-def test_the_same_bits_on_every_backend(backend, options):
-    args, kwargs = inputs.resample_gaussian(*((8, 3, 18, 20) if backend == "triton" else (1000, 3, 18, 20)), options)
-    for got, expected in zip(resample_gaussian(*args, **kwargs, backend=backend),
-                             resample_gaussian(*args, **kwargs, backend="oracle")):
-        assert same(got, expected)
-
-
 @pytest.mark.parametrize("changes, message", [
-    (dict(tokens=torch.zeros(2, 3)), r"tokens must have 3 dimensions \(B, G, C\), got shape \(2, 3\)"),
     (dict(tokens=torch.zeros(2, 0, 4)), r"tokens must have G >= 1, got shape \(2, 0, 4\)"),
-    (dict(is_accepted=torch.zeros(2, 3)), r"is_accepted must be bool \(B=2, G=3\), got float32 \(2, 3\)"),
-    (dict(is_rejected=torch.zeros(2, dtype=torch.bool)), r"is_rejected must be bool \(B=2, G=3\), got bool \(2,\)"),
-    (dict(proposals=torch.zeros(2, 3, 4)), r"proposals must have 4 dimensions \(B, G, M, C\), got shape \(2, 3, 4\)"),
-    (dict(proposals=torch.zeros(2, 3, 5, 1)), r"proposals must be float32 \(B=2, G=3, M=5, C=4\), got .*5, 1\)"),
     (dict(proposals=torch.zeros(2, 3, 0, 4)), r"proposals must have M >= 1, got shape \(2, 3, 0, 4\)"),
-    (dict(log_ratio=torch.zeros(2, 3, 5)), r"log_ratio must be float32 \(B=2, G=3\), got float32 \(2, 3, 5\)"),
-    (dict(uniforms=torch.zeros(2, 3)), r"uniforms must be float32 \(B=2, G=3, M=5\), got float32 \(2, 3\)"),
-    (dict(fallback=torch.zeros(2, 3, 5)), r"fallback must be float32 \(B=2, G=3, C=4\), got float32 \(2, 3, 5\)"),
-    (dict(draft_means=torch.zeros(2, 3)), r"draft_means must be float32 \(B=2, G=3, C=4\), got float32 \(2, 3\)"),
     (dict(variant="exact"), "variant must be one of paper, released, path, got 'exact'"),
     (dict(variant="path"), "target_means must be None with variant 'path', .* got Tensor"),
-    (dict(temperature=torch.ones(2, 1)), r"temperature must be float32 \(B=2\), got float32 \(2, 1\)"),
-    (dict(backend="fast"), "backend of resample_gaussian must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     names = ("tokens", "fallback", "target_means", "target_log_sigmas", "draft_means", "draft_log_sigmas")

@@ -185,22 +185,3 @@ def test_grows_eagle_2s_tree(backend, V, K, depth, N, ties):
         padding = N - len(expected[0])
         assert tokens[b].tolist() == expected[0] + [0] * padding
         assert parents[b].tolist() == expected[1] + [-2] * padding
-
-
-@pytest.mark.parametrize("name, value, message", [
-    ("tokens", torch.zeros(2, 3, 4), r"tokens must have 2 dimensions \(B, M\), got shape \(2, 3, 4\)"),
-    ("tokens", torch.zeros(2, 5), r"tokens must be int64 or int32 \(B=2, M=5\), got float32 \(2, 5\)"),
-    ("scores", torch.zeros(2, 4), r"scores must be float32 \(B=2, M=5\), got float32 \(2, 4\)"),
-    ("parents", torch.zeros(2, 5), r"parents must be int64 or int32 \(B=2 or 1, M=5\), got float32 \(2, 5\)"),
-    ("root", torch.zeros(2, 1, dtype=torch.int64), r"root must be int64 or int32 \(B=2\), got int64 \(2, 1\)"),
-    ("size", 3, r"size must be int64 or int32 \(B=2\), got int"),
-    ("size", torch.zeros(2, dtype=torch.int32, device="meta"), "size must be on cpu like the other tensors"),
-    ("num_nodes", 0, "num_nodes must be an integer >= 1, got 0"),
-    ("backend", "fast", "backend of select_tree must be one of oracle.* for cpu tensors here, got 'fast'"),
-])
-def test_says_which_argument_is_wrong(name, value, message):
-    arguments = {"tokens": torch.zeros(2, 5, dtype=torch.int64), "scores": torch.zeros(2, 5),
-                 "parents": torch.zeros(2, 5, dtype=torch.int32), "root": torch.zeros(2, dtype=torch.int64),
-                 "size": torch.zeros(2, dtype=torch.int32), "num_nodes": 4}
-    with pytest.raises(ValueError, match=message):
-        select_tree(**arguments | {name: value})

@@ -189,21 +189,11 @@ def arguments(**changes):
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(q=torch.zeros(4, 3, 32)), r"q must have 4 dimensions \(R, N, H, D\), got shape \(4, 3, 32\)"),
-    (dict(q=torch.zeros(4, 3, 4, 32).double()), "q must be float32 or float16 or bfloat16 .*, got float64"),
     (dict(q=torch.zeros(4, 3, 3, 32)), "the heads of q must be a multiple of the heads of k_cache, got H=3 and Hkv=2"),
-    (dict(k_cache=torch.zeros(4, 9, 2, 32).half()), "k_cache must be float32 .*, got float16"),
-    (dict(k_cache=torch.zeros(4, 9, 2, 16)), r"k_cache must be float32 \(R=4, T=9, Hkv=2, D=32\), got"),
-    (dict(v_cache=torch.zeros(4, 8, 2, 32)), r"v_cache must be float32 \(R=4, T=9, Hkv=2, D=32\), got"),
-    (dict(lengths=torch.zeros(2)), r"lengths must be int64 or int32 \(B=2\), got float32"),
     (dict(lengths=torch.zeros(4).long()), r"ancestors must be int64 \(B=4 or 1, N=3, W=1\), got"),
-    (dict(ancestors=torch.ones(2, 4, 1).long()), r"ancestors must be int64 \(B=2 or 1, N=3, W=1\), got"),
     (dict(ancestors=torch.ones(3, 3, 1).long(), lengths=torch.zeros(3).long()), "a multiple of B=3, got 4"),
     (dict(ancestors=torch.ones(2, 3, 0).long()), "there must be a node, a column and a word, got N=3, T=9, W=0"),
-    (dict(key_mask=torch.ones(2, 3).bool()), r"key_mask must be bool \(R=4, S=3\), got bool \(2, 3\)"),
-    (dict(key_mask=torch.ones(4, 3)), r"key_mask must be bool \(R=4, S=3\), got float32"),
     (dict(scale="small"), "scale must be a number or None, got 'small'"),
-    (dict(backend="fast"), "backend of tree_attention must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -53,7 +53,6 @@ def test_what_is_no_tree_is_reported_by_tree_links(backend, rows, expected):
     (([[0, 1]], 2), "paths must be a tensor, got list"),
     ((torch.zeros(2, 2), 2), r"paths must be int64 or int32 \(B=1, L=2, D=2\), got float32 \(1, 2, 2\)"),
     ((torch.zeros(2, dtype=torch.int64), 2), r"paths must have 3 dimensions \(B, L, D\), got shape \(2,\)"),
-    ((torch.zeros(2, 2, dtype=torch.int64), 0), "num_nodes must be an integer >= 1, got 0"),
 ])
 def test_says_which_argument_is_wrong(arguments, message):
     with pytest.raises(ValueError, match=message):

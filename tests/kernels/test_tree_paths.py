@@ -53,11 +53,7 @@ def test_there_and_back(backend, N, reach):
 
 @pytest.mark.parametrize("arguments, message", [
     ({"parents": [[-1]]}, "parents must be a tensor, got list"),
-    ({"parents": torch.zeros(3)}, r"parents must have 2 dimensions \(B, N\), got shape \(3,\)"),
-    ({"parents": torch.zeros(2, 3)}, r"parents must be int64 or int32 \(B=2, N=3\), got float32 \(2, 3\)"),
     ({"parents": torch.zeros(2, 0).int()}, r"parents must have N >= 1, got shape \(2, 0\)"),
-    ({"parents": torch.zeros(2, 3).int(), "max_depth": -1}, "max_depth must be an integer >= 0, got -1"),
-    ({"parents": torch.zeros(2, 3).int(), "max_depth": 1.0}, "max_depth must be an integer >= 0, got 1.0"),
 ])
 def test_says_which_argument_is_wrong(arguments, message):
     with pytest.raises(ValueError, match=message):

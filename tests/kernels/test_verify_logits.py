@@ -334,33 +334,12 @@ def test_calls_leave_nothing_behind(backend):
             assert torch.equal(a, b)
 
 
-def test_numbers_stand_for_all_requests(backend):
-    args, kwargs = inputs.verify_logits(3, 8, 40, 3, {"k": 6, "settings": [(2.0, 0.5, 9, 0.9)]})
-    one = torch.ones(3, device=DEVICE)
-    kwargs["delta"] = 0.25 * one
-    expected = verify_logits(*args, **kwargs, backend=backend)
-    got = verify_logits(*args[:6], 2.0, 0.5, 9, args[9], **kwargs | {"delta": 0.25}, backend=backend)
-    for a, b in zip(got, expected):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("change, message", [
-    ({"logits": torch.zeros(2, 5)}, r"logits must have 3 dimensions \(B, N, V\), got shape \(2, 5\)"),
-    ({"logits": torch.zeros(2, 3, 5, dtype=torch.float64)}, "logits must be float32 or float16 or bfloat16"),
     ({"logits": torch.zeros(2, 0, 5)}, r"logits must have N >= 1, got shape \(2, 0, 5\)"),
-    ({"uncond": torch.zeros(2, 3, 4)}, r"uncond must be float32 \(B=2, N=3, V=5\), got float32 \(2, 3, 4\)"),
-    ({"tokens": torch.zeros(2, 3)}, r"tokens must be int64 or int32 \(B=2, N=3\), got float32 \(2, 3\)"),
-    ({"first_child": torch.zeros(2, 3)}, r"first_child must be int64 or int32 \(B=2 or 1, N=3\), got float32"),
-    ({"next_sibling": torch.zeros(2, dtype=torch.int32)}, r"next_sibling must be int64 or int32 \(B=2 or 1, N=3\)"),
-    ({"uniforms": torch.zeros(2, 4)}, r"uniforms must be float32 \(B=2, N=3\), got float32 \(2, 4\)"),
     ({"uniforms": None}, "uniforms or seeds must be given"),
     ({"guidance": "3"}, r"guidance must be float32 \(B=2\) or a number, got '3'"),
-    ({"temperature": torch.zeros(3)}, r"temperature must be float32 \(B=2\), got float32 \(3,\)"),
     ({"top_k": 1.0}, r"top_k must be int64 or int32 \(B=2\) or an integer, got 1.0"),
-    ({"top_p": torch.zeros(2, device="meta")}, "top_p must be on cpu like the other tensors, got meta"),
-    ({"max_depth": -1}, "max_depth must be an integer >= 0, got -1"),
     ({"id_range": (3, 3)}, r"or two integers with 0 <= first < last <= V=5, got \(3, 3\)"),
-    ({"id_range": torch.zeros(2, 3, 2)}, r"id_range must be int64 or int32 \(B=2, N=3, bounds=2\), got float32"),
     ({"filters": "top_k"}, "filters must be one of k_then_p, p_then_k, got 'top_k'"),
     ({"draft_row": torch.zeros(2, 3, dtype=torch.int32)}, "draft_probs and draft_row must be given together"),
     ({"neighbors": neighbor_table(5, 2)}, "neighbors and delta must be given together"),
@@ -370,12 +349,10 @@ def test_numbers_stand_for_all_requests(backend):
     ({"cutoff": "l2"}, "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
     ({"offset": 1.5}, "offset must be an integer, got 1.5"),
     ({"neighbors": neighbor_table(5, 1), "delta": 0.1, "residual": "released"}, "at least two columns"),
-    ({"omega": torch.ones(2, 3)}, r"omega must be float32 \(B=2, P=2\), got float32 \(2, 3\)"),
     ({"empty": "none"}, "empty must be one of target, uniform, got 'none'"),
     ({"residual": "none"}, "residual must be one of optimal, relaxed, released, got 'none'"),
     ({"seeds": torch.zeros(2, dtype=torch.int64)}, "seeds and positions must be given together"),
     ({"positions": torch.zeros(2, 3, dtype=torch.int64)}, "seeds and positions must be given together"),
-    ({"backend": "fast"}, "backend of verify_logits must be one of oracle.* for cpu tensors here, got 'fast'"),
 ])
 def test_says_which_argument_is_wrong(change, message):
     arguments = {"logits": torch.zeros(2, 3, 5), "uncond": torch.zeros(2, 3, 5),

@@ -388,31 +388,17 @@ def arguments(**changes):
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(target_probs=torch.zeros(3, 4)), r"target_probs must have 3 dimensions \(B, N, V\), got shape"),
-    (dict(target_probs=torch.zeros(2, 3, 4).half()), r"target_probs must be float32 \(B=2, N=3, V=4\), got"),
     (dict(target_probs=torch.zeros(2, 0, 4)), r"target_probs must have N >= 1, got shape"),
-    (dict(tokens=torch.zeros(2, 4).long()), r"tokens must be int64 or int32 \(B=2, N=3\), got int64 \(2, 4\)"),
-    (dict(first_child=torch.zeros(2, 3)), r"first_child must be int64 or int32 \(B=2 or 1, N=3\), got float32"),
-    (dict(next_sibling=torch.zeros(3).int()), r"next_sibling must be int64 or int32 \(B=2 or 1, N=3\), got"),
-    (dict(uniforms=torch.zeros(2, 3).double()), r"uniforms must be float32 \(B=2, N=3\), got float64"),
     (dict(draft_probs=None), "draft_probs and draft_row must be given together"),
     (dict(draft_row=None), "draft_probs and draft_row must be given together"),
-    (dict(draft_probs=torch.zeros(2, 2, 5)), r"draft_probs must be float32 \(B=2, M=2, V=4\), got"),
     (dict(draft_probs=torch.zeros(2, 0, 4)), r"draft_probs must have M >= 1, got shape \(2, 0, 4\)"),
-    (dict(draft_row=torch.zeros(2, 2).int()), r"draft_row must be int64 or int32 \(B=2 or 1, N=3\), got"),
     (dict(neighbors=None), "neighbors and delta must be given together"),
     (dict(delta=None), "neighbors and delta must be given together"),
-    (dict(neighbors=torch.ones(4, 2).short()), r"neighbors must be uint16 or int32 or int64 \(C=4, k=2\)"),
     (dict(neighbors=torch.ones(4, 1).int(), residual="released"), "two columns under 'released', got one"),
-    (dict(delta=torch.zeros(3)), r"delta must be float32 \(B=2\), got float32 \(3,\)"),
     (dict(cutoff="l2"), "cutoff must be one of tvd, ratio, jsd, got 'l2'"),
     (dict(offset=1), r"offset must be in \[0, V - C\] = \[0, 0\], got 1"),
     (dict(empty="none"), "empty must be one of target, uniform, got 'none'"),
     (dict(residual="best"), "residual must be one of optimal, relaxed, released, got 'best'"),
-    (dict(omega=torch.ones(2, 3)), r"omega must be float32 \(B=2, P=2\), got float32 \(2, 3\)"),
-    (dict(greedy=torch.zeros(2)), r"greedy must be bool \(B=2\), got float32 \(2,\)"),
-    (dict(max_depth=-1), "max_depth must be an integer >= 0, got -1"),
-    (dict(backend="fast"), "backend of verify_tree must be one of oracle"),
 ])
 def test_says_which_argument_is_wrong(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -19,6 +19,20 @@ TAKES_ROWS = [(op, backend) for op, backend in EVERY
               if next(iter(inspect.signature(getattr(specvis_kernels, op)).parameters)) in ROWS]
 
 
+class Recorder(TorchDispatchMode):
+    """`names` of all operations that are called, and `own`: those of this package, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.own = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        if func.namespace == specvis_kernels.__name__:
+            self.own.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 def make(op, *sizes):
     return getattr(inputs, op)(*sizes)
 
@@ -170,18 +184,10 @@ def test_neighbors_may_be_int64(op, backend):
 
 @pytest.mark.parametrize("op", inputs.CASES)
 def test_is_registered_correctly(op):
-    calls = []
-
-    class Recorder(TorchDispatchMode):  # records the call of the registered op by the public function
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == specvis_kernels.__name__:
-                calls.append((func, args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
     args, kwargs = make(op, *inputs.CASES[op][1])
-    with Recorder():
+    with Recorder() as recorder:
         run(op, args, kwargs)
-    (registered, *call), = calls
+    (registered, *call), = recorder.own
     assert registered is getattr(torch.ops.specvis_kernels, op).default
     torch.library.opcheck(registered, *call)
 

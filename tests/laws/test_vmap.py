@@ -3,25 +3,16 @@ import warnings
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import specvis_kernels
 from specvis_kernels import codebook_neighbors, commit_kv, neighborhood_sum, sample_residual, tree_links
 from tests.kernels import inputs
 from tests.kernels.inputs import DEVICE
-from tests.laws.test_every_op import as_tuple, by_name, make, same
+from tests.laws.test_every_op import Recorder, as_tuple, by_name, make, same
 
 S = 3
 LOOPED = {"commit_kv"}  # its caches have their rows in any dimension
-
-
-class CountCalls(TorchDispatchMode):
-    num_calls = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.num_calls += function.namespace == specvis_kernels.__name__
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +62,9 @@ def stacked(op, case):
                                       for case in cases[1:3]])
 def test_equals_a_loop(op, case):
     named, in_dims = stacked(op, case)
-    with CountCalls() as calls:
+    with Recorder() as recorder:
         got, expected = run_both(op, named, in_dims)
-    assert calls.num_calls == S + (S if op in LOOPED else 1)
+    assert len(recorder.own) == S + (S if op in LOOPED else 1)
     assert len(got) == len(expected) and all(map(same, got, expected))
 
 
@@ -104,9 +95,9 @@ def test_what_is_written_may_have_gaps(op):
 def test_a_mapped_table_is_a_loop():
     (probs, tokens, neighbors, delta), kwargs = make("neighborhood_sum", *inputs.CASES["neighborhood_sum"][1])
     tables = torch.stack([neighbors, neighbors.flip(0), neighbors.flip(0)])
-    with CountCalls() as calls:
+    with Recorder() as recorder:
         got = torch.func.vmap(lambda table: neighborhood_sum(probs, tokens, table, delta, **kwargs))(tables)
-    assert calls.num_calls == S
+    assert len(recorder.own) == S
     for s, table in enumerate(tables):
         assert all(same(a[s], b) for a, b in zip(got, neighborhood_sum(probs, tokens, table, delta, **kwargs)))
     codebooks = torch.randn(S, 5, 2, device=DEVICE)
