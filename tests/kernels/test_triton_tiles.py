@@ -29,6 +29,15 @@ def test_rows_of_several_tiles(op, case, monkeypatch):
     assert_agree(op, *(run(op, args, kwargs, backend) for backend in ("triton", "oracle")))
 
 
+@pytest.mark.skipif("triton" not in backends("verify_tree", inputs.DEVICE), reason="needs Triton")
+@pytest.mark.parametrize("case", [case for case in inputs.CASES["verify_tree"] if case[2] == 40])
+def test_residuals_of_several_blocks(case, monkeypatch):
+    from specvis_kernels.triton import _rows
+    monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
+    args, kwargs = inputs.verify_tree(*case)
+    assert_agree("verify_tree", *(run("verify_tree", args, kwargs, backend) for backend in ("triton", "oracle")))
+
+
 @pytest.mark.skipif("triton" not in backends("tree_attention", inputs.DEVICE), reason="needs Triton")
 def test_chunks_that_have_programs_of_their_own_give_the_same_bits(monkeypatch):
     """With many rows or few: the chunks end at 128 columns, one of them amid the nodes."""

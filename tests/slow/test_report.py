@@ -27,7 +27,7 @@ from studies.base import alike, decided, pixels
 from studies.discrete import FULL, QUICK, DiscreteReport
 from studies.general import curve_gap
 from studies.lantern import grows
-from studies.page import Section
+from studies.page import Section, format_cell
 from studies.quality import MORE_SCORES, Score
 from studies.report import ITEMS
 from tests.studies.test_quality import NETWORK
@@ -289,6 +289,8 @@ def test_noise_of_what_is_made_of_several_distances():
 
 def test_what_is_decided(tmp_path):
     assert decided(2, 1) is True and decided(-2, 1) is False and decided(1, 2) is None
+    assert [format_cell(x) for x in (0.18349, 1.23456, 123.456, 5, None)] == [
+        "0.183", "1.23", "123.5", "5", "not measured"]
     assert alike(0.1, 0.2, 0.5) is True and alike(-0.1, 0.5, 0.5) is None and alike(-2, 1, 0.5) is False
     section = Section("table", "A table", tmp_path, "origin")
     words = {True: "agrees", False: "does not agree", None: "not decided"}

@@ -19,7 +19,7 @@ from studies import continuous_study
 from studies.base import pixels, write_report
 from studies.continuous import FULL, QUICK, ContinuousReport
 from studies.continuous_study import ContinuousRun, ContinuousStudy, DeduplicatedMAR, TokenTiming, share
-from studies.cspd import eq_35, speedup_by_forwards
+from studies.cspd import eq_35, speed, speedup_by_forwards
 from studies.distances import (
     DISTANCES,
     SampleDistance,
@@ -276,6 +276,14 @@ def test_the_summary_says_what_the_draws_say():
     assert "draws for: cspd (alpha 0.500; +2.0, +0.0)" in text and "changed by: cspd-path (" in text
     same = [distance_row("cspd", 0.0), distance_row("draft model alone", 0.0)]
     assert "too few to decide" in distributions_kept(same)
+
+
+def test_the_summary_says_who_is_fastest():
+    rows = [{"family": "a", "method": "a:gamma=1", "gamma": 1, "tau": 2.0, "speedup": 0.5, "batch": 4},
+            {"family": "a", "method": "a:gamma=2", "gamma": 2, "tau": 1.0, "speedup": 0.9, "batch": 4}]
+    assert "a 2.00 tokens a target forward (gamma 1), 0.90 times" in speed(rows) and "None is faster" in speed(rows)
+    rows[0]["speedup"] = 1.5
+    assert "The fastest in seconds is a:gamma=1." in speed(rows)
 
 
 def test_the_summary_says_who_wins():

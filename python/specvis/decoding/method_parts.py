@@ -25,7 +25,8 @@ CUTOFFS, RESIDUALS = ("tvd", "ratio", "jsd"), ("optimal", "relaxed", "released")
 METRICS = ("l2", "raw", "cosine", "random", "rank")
 GUESSES, COUPLINGS = ("above", "last"), ("maximal", "none")
 MAX_WINDOW, USUAL_WINDOW = 32, 16  # of "auto": the most it chooses; its value where the tokens depend on the window
-DRAFT_MODELS = {"eagle": "the EAGLE head on the target's hidden states", "small": "a smaller model of its family"}
+DRAFT_MODELS = {"eagle": "the EAGLE head on the target's hidden states",
+                "small": "a smaller model of the target's family"}
 
 
 class Size(NamedTuple):
@@ -84,7 +85,8 @@ class JacobiDrafts(MethodPart):
 class TreeDrafts(MethodPart):
     """A draft model proposes trees."""
 
-    draft_model: str = setting("; ".join(f"{name}: {what}" for name, what in DRAFT_MODELS.items()), "eagle")
+    draft_model: str = setting("who drafts: " + ", ".join(f"{name} ({what})" for name, what in DRAFT_MODELS.items()),
+                               "eagle")
     draft_guidance: float = setting("share of the guidance that the draft model gets; 0: it drafts without", 1.0)
 
     def __post_init__(self):

@@ -21,9 +21,13 @@ MUTATES = {      # op -> the arguments that it writes to, contiguous; tensors or
 MAX_ROWS = 512   # are drawn; more rows repeat them
 
 
-def exact_probs(rows, V, seed=0):
-    """(rows, V) float32 probabilities: peaked, as a model's are, and exact to sum."""
+def exact_probs(rows, V, seed=0, exact=True):
+    """(rows, V) float32 probabilities: peaked, as a model's are, and exact to sum. With exact=False nothing about them
+    is aligned, and their sums are not 1."""
     g = torch.Generator().manual_seed(seed)
+    if not exact:
+        probs = (torch.randn(rows, V, generator=g) * 3).softmax(-1)
+        return (probs * (0.1 + torch.rand(rows, 1, generator=g))).to(DEVICE)
     draws = (torch.rand(min(rows, MAX_ROWS), 2**16, generator=g) ** 4 * V).long()
     counts = torch.zeros(len(draws), V).scatter_add_(1, draws, torch.ones(()).expand_as(draws))
     probs = (counts / 2**16)[:, torch.randperm(V, generator=g)].to(DEVICE)

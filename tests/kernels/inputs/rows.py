@@ -62,36 +62,40 @@ CASES["neighborhood_sum"] = [
     (1, 2, 1),
     (2, 19, 5, "ratio"),
     (4, 60, 33, "jsd", 7),
+    *((40, 300, 200, cutoff, 0, True, None, False) for cutoff in ("tvd", "ratio", "jsd")),
     (3, 4500, 300, "tvd", 5, False),
 ]
 
 
-def neighborhood_sum(R, V, k, cutoff="tvd", offset=0, narrow=True, delta=None):
+def neighborhood_sum(R, V, k, cutoff="tvd", offset=0, narrow=True, delta=None, exact=True):
     """`delta`: one for all rows; None: several sizes take turns."""
     g = torch.Generator().manual_seed(R + V)
     C = V - 2 * offset
     tokens = torch.randint(offset, offset + C, (R,), generator=g)
     tokens[3:4] = 0  # outside the table where there is an offset
     delta = torch.tensor([0.25, 0.03125, 1.0] if delta is None else [delta]).repeat(R)[:R]
-    args = (exact_probs(R, V), tokens.to(DEVICE), neighbor_table(C, k, narrow=narrow), delta.to(DEVICE))
+    probs = exact_probs(R, V, exact=exact)
+    args = (probs, tokens.to(DEVICE), neighbor_table(C, k, narrow=narrow), delta.to(DEVICE))
     return args, {"cutoff": cutoff, "offset": offset}
 
 
-CASES["sample_residual"] = [(1, 2), (2, 19), (3, 4500), (3, 40, (1.0, 0.5, 2.0)), (2, 40, None, False)]
+CASES["sample_residual"] = [(1, 2), (2, 19), (3, 4500), (3, 40, (1.0, 0.5, 2.0)), (2, 40, None, False),
+                            (40, 300, (1.0, 0.5, 2.0), True, False)]
 
 
-def sample_residual(R, V, omega=None, draft=True):
+def sample_residual(R, V, omega=None, draft=True, exact=True):
     kwargs = {"omega": torch.tensor(omega).repeat(R)[:R].to(DEVICE)} if omega else {}
-    draft_probs = exact_probs(R, V, seed=1) if draft else None
-    return (exact_probs(R, V), draft_probs, exact_uniforms(R, seed=2)), kwargs
+    draft_probs = exact_probs(R, V, seed=1, exact=exact) if draft else None
+    return (exact_probs(R, V, exact=exact), draft_probs, exact_uniforms(R, seed=2)), kwargs
 
 
 CASES["draw_children"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 4500, 6),
-                          (1, 1, 1, 1, True), (3, 2, 30, 40, True), (2, 2, 4500, 6, True)]
+                          (1, 1, 1, 1, True), (3, 2, 30, 40, True), (2, 2, 4500, 6, True),
+                          (10, 3, 301, 12, False, False), (10, 3, 301, 12, True, False)]
 
 
-def draw_children(B, F, V, K, noise=False):
-    draft_probs = exact_probs(B * F, V).view(B, F, V)
+def draw_children(B, F, V, K, noise=False, exact=True):
+    draft_probs = exact_probs(B * F, V, exact=exact).view(B, F, V)
     if not noise:
         return (draft_probs, exact_uniforms(B, F, K, seed=3)), {}
     g = torch.Generator().manual_seed(V)

@@ -30,6 +30,8 @@ CASES["verify_tree"] = [
     (1, 5, 4500, 3, {"k": 300, "residual": "relaxed", "num_draft_rows": 1}),
     (6, 9, 4, 3, {"k": 3, "residual": "released", "empty": "uniform", "omega": (0.25,)}),
     (3, 7, 24, 3, {"num_draft_rows": 1, "greedy": True, "odd": True}),
+    *((12, 9, 40, 4, {"k": 6, "residual": residual, "num_draft_rows": 2, "exact": False})
+      for residual in ("optimal", "relaxed", "released")),
 ]
 TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 
@@ -37,14 +39,14 @@ TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
 def verify_tree(B, N, V, max_depth, options=None):
     options = {"k": 0, "cutoff": "tvd", "offset": 0, "narrow": True, "residual": "optimal",
                "num_draft_rows": 0, "omega": None, "greedy": False, "branch": None, "empty": None,
-               "drawn": False, "odd": False} | (options or {})
+               "drawn": False, "odd": False, "exact": True} | (options or {})
     k, offset, M = options["k"], options["offset"], options["num_draft_rows"]
     g = torch.Generator().manual_seed(B + N + V)
     parents = [[-1] + [max(0, (n - 1 - b % 2) // 3) for n in range(1, N)] for b in range(B)]
     if options["branch"]:  # that many children each, as draft models make them on flat distributions
         parents = [[-1] + [(n - 1) // options["branch"] for n in range(1, N)]] * B
     parents = torch.tensor(parents, dtype=torch.int64).view(B, N)
-    target_probs = exact_probs(B * N, V).view(B, N, V)
+    target_probs = exact_probs(B * N, V, exact=options["exact"]).view(B, N, V)
     # Half of the drafted tokens are likely ones, so that long paths are accepted and neighbors have mass to move.
     likely = target_probs[:, 0].argsort(1, descending=True)[:, torch.arange(N) % V].cpu()
     tokens = torch.where(torch.rand(B, N, generator=g) < 0.5, likely, torch.randint(V, (B, N), generator=g))
@@ -62,7 +64,7 @@ def verify_tree(B, N, V, max_depth, options=None):
     if options["empty"]:
         kwargs["empty"] = options["empty"]
     if options["num_draft_rows"]:
-        kwargs["draft_probs"] = exact_probs(B * M, V, seed=1).view(B, M, V)
+        kwargs["draft_probs"] = exact_probs(B * M, V, 1, options["exact"]).view(B, M, V)
         kwargs["draft_row"] = torch.randint(-1, M, (B, N), generator=g, dtype=torch.int32).to(DEVICE)
     if k:
         kwargs["neighbors"] = neighbor_table(V - 2 * offset, k, narrow=options["narrow"])
