@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -216,8 +217,10 @@ class Build(build_ext):
         def compile_one(number: int, target: Path) -> None:
             say(f"[{number}/{len(old)}] {targets[target]}")
             target.parent.mkdir(parents=True, exist_ok=True)
+            began = time.time()
             run(*compile, *defines, "-isystem", self.torch / "include", "-MMD", "-MF", target.with_suffix(".d"),
                 "-c", targets[target], "-o", target, log=target.with_suffix(".log"))
+            os.utime(target, (began, began))  # older than a source that was changed meanwhile
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
             list(pool.map(compile_one, range(1, len(old) + 1), old))

@@ -160,7 +160,7 @@ class Drafts:
     def __init__(self, draft_model: DraftModel, warpers: Warpers, method: Method, num_tokens: int):
         self.draft_model, self.warpers, self.method = draft_model, warpers, method
         self.cache = draft_model.new_cache(draft_model.prefix_len + num_tokens + method.max_nodes + method.max_depth
-                                       + method.max_width * method.max_depth + 1)
+                                           + method.max_width * method.max_depth + 1)
         if method.drafting == "static":
             self.tree = static_tree(method.drafts.tree)
 

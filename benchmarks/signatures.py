@@ -37,8 +37,8 @@ class Defined(NamedTuple):
             elif default != _required and ours[name] != default:
                 here = "required" if ours[name] is _required else repr(ours[name])
                 changes.append(f"{name} is {default!r} by default there, {here} here")
-        if function.args.kwarg:
-            changes.append(f"**{function.args.kwarg.arg} is new")
+        changes += [f"{stars}{rest.arg} is new" for stars, rest in (("*", function.args.vararg),
+                                                                    ("**", function.args.kwarg)) if rest]
         return changes + [f"{name} is gone" for name in ours if ours[name] is _required and name not in theirs]
 
 

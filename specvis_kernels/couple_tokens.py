@@ -61,7 +61,10 @@ def couple_tokens(target_probs: Tensor, draft_probs: Tensor, tokens: Tensor, uni
         tokens:        (B, W) int32 or int64   the guesses
         uniforms:      (B, W, 2) float32       in [0, 1): the first decides, the second draws
         omega:         (B, W) float32 or a number >= 0   the factor on the accept test; None is 1
-        neighbors, delta, cutoff, offset:   as in `verify_tree`
+        neighbors:     (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
+        delta:         (B,) float32 or a number >= 0   how much the cutoff allows
+        cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
+        offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
         groups:        (B, W, k) int32 or int64   the ids that count with each guess, distinct. -1 pads: ids outside
                                                [0, V) do not count, and the guess counts once, listed or not
         residual:      "optimal", "relaxed" or "released"

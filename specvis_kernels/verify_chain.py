@@ -48,8 +48,14 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         bonus_tokens:         (B,)     int32 or int64  the next token if all drafts are accepted; None: it is drawn
         draft_probs:          (D, V)   float32         row d is the distribution that draft d was drawn from; None: each
                                                        draft is a point mass
-        neighbors, delta, cutoff, offset, residual, empty:   as in `verify_tree`
+        neighbors:            (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself
+                                                             excluded
+        delta:                (B,) float32 or a number >= 0   how much the cutoff allows
+        cutoff:               the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
+        offset:               the token id of code 0; a token outside [offset, offset + C) has no neighbors
         omega:                (B,) float32 or a number >= 0   the factor on the accept test of every draft; None is 1
+        residual:             "optimal", "relaxed" or "released"
+        empty:                "target" or "uniform": what takes the place of an empty residual
         greedy:               (B,) bool, or one for all  which requests are greedy; None: no request
         backend:              None for the device's own kernel; a name from `backends()` to force one
 

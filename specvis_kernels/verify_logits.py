@@ -55,8 +55,17 @@ def verify_logits(logits: Tensor, uncond: Tensor | None, tokens: Tensor, first_c
         id_range:      two integers first, last: the ids [first, last) of every row; or (B, N, 2) int32 or int64, the
                        ids of each row: [x, x + 1) forces token x. None: all ids
         filters:       "k_then_p" or "p_then_k", the order of top-k and top-p
-        draft_probs, draft_row, neighbors, delta, cutoff, offset, omega, residual, empty:   as in `verify_tree`;
-                       empty="uniform" is over the whole vocabulary, whatever the filters and ranges leave
+        draft_probs:   (B, M, V) float32        rows from which children were drawn without replacement
+        draft_row:     (B, N) or (1, N) int32 or int64   the row that node n's children were drawn from; if negative,
+                                                         each child is a point mass
+        neighbors:     (C, k) uint16, int32 or int64  each code's neighbors, nearest first: distinct, itself excluded
+        delta:         (B,) float32 or a number >= 0   how much the cutoff allows
+        cutoff:        the rule by which delta limits the neighbors: "tvd", "ratio" or "jsd"
+        offset:        the token id of code 0; a token outside [offset, offset + C) has no neighbors
+        omega:         (B, P) float32 or a number >= 0   the factor on the accept test at depths 1..P; None is 1
+        residual:      "optimal", "relaxed" or "released"
+        empty:         "target" or "uniform": what takes the place of an empty residual. "uniform" is over the whole
+                       vocabulary, whatever the filters and ranges leave
         seeds:         (B,) int32 or int64      verification by equality: one for each request. Then uniforms,
                                                 draft_probs, neighbors, delta and omega are None
         positions:     (B, N) int32 or int64    of the token that each row predicts; the low 32 bits count. With seeds

@@ -1,4 +1,4 @@
-"""What the tracer counts and which races it finds, and that no kernel does more than it did."""
+"""What the tracer counts, and which races it finds."""
 import os
 import shutil
 import subprocess

@@ -173,7 +173,7 @@ def draft(state: ContinuousState, draft_model: GuidedMAR, step: ContinuousStep, 
     for g in range(step.max_drafted):
         token = slice(g, g + 1)
         z = draft_model.z(images, ranks < step.ranks[:, token], step.positions[:, token], step.requests,
-                      min(state.num_tokens, step.max_count + g))
+                          min(state.num_tokens, step.max_count + g))
         sample = draft_model.denoiser(z, step.num_unknown[:, token]).sample(step.noise[:, token], keep_paths)
         images[rows, step.positions[:, g]] = sample.mean[:, 0]
         zs.append(z)

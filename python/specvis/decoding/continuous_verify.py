@@ -116,7 +116,7 @@ def resample(step: ContinuousStep, drafts: Drafts, denoisers: Denoisers, evaluat
 
 
 def resample_last_step(step: ContinuousStep, evaluated: Evaluated, index: tuple[Tensor, Tensor],
-                     method: ContinuousMethod) -> ResampleGaussianResult:
+                       method: ContinuousMethod) -> ResampleGaussianResult:
     """Resample the last step of the target's denoising, for the m rejected drafts at `index`."""
     seeds, positions = step.seeds[index[0]], step.positions[index][:, None]
     last_step = [part[index][:, None] for part in evaluated.last_step]                          # each (m, 1, C)
@@ -128,7 +128,7 @@ def resample_last_step(step: ContinuousStep, evaluated: Evaluated, index: tuple[
 
 
 def resample_paths(step: ContinuousStep, drafts: Drafts, denoisers: Denoisers, index: tuple[Tensor, Tensor],
-                 method: ContinuousMethod) -> ResampleGaussianResult:
+                   method: ContinuousMethod) -> ResampleGaussianResult:
     """Resample whole paths of the target, for the m rejected drafts at `index`, until one is accepted.
 
     They are drawn in turns. Each turn tries twice as many paths as the one before.

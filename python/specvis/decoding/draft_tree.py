@@ -191,7 +191,7 @@ class StaticDraftState(DraftState):
 
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         B, newest = len(counts), (counts - 1)[:, None]                           # the position of the newest token
-        column = newest[:, 0] + self.draft_model.prefix_len                          # (B,) its column
+        column = newest[:, 0] + self.draft_model.prefix_len                      # (B,) its column
         if not self.seed_exact:
             uniforms = take_nodes(self.uniforms, newest)[:, 0].split(self.plan.num_drawn, 1)
         drawn, rows, hidden, logits = [root[:, None]], [], self.hidden, self.logits
@@ -234,7 +234,7 @@ class DynamicDraftState(DraftState):
 
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         K, width, levels = max_width, self.shapes.width.int(), []
-        column = counts + (self.draft_model.prefix_len - 1)                          # (B,) of the newest token
+        column = counts + (self.draft_model.prefix_len - 1)                      # (B,) of the newest token
         hidden, logits = self.hidden, self.logits
         scores, ancestors, candidates = self.root_score, self.root_ancestors, self.root_candidate
         num_candidates = 0

@@ -58,7 +58,7 @@ def teacher_forced_probs(pipeline: Pipeline, prompts: list[str], tokens: Tensor,
     shifted = F.pad(repeat_for_cfg(tokens[:, :-1]), (prefix_len, 0))
     position_ids = torch.arange(shifted.shape[1], device=tokens.device)[None]
     drafted = pipeline.eagle.read(shifted, hidden[:, :-1], position_ids,
-                                    condition_mask(padding_mask[:, :prefix_len], shifted.shape[1]))
+                                  condition_mask(padding_mask[:, :prefix_len], shifted.shape[1]))
     return sampling.probs(gpt, hidden[:, prefix_len:])[0], sampling.probs(gpt, drafted[:, prefix_len:])[0]
 
 

@@ -154,7 +154,7 @@ def recognized_vq(source: SourceFile) -> Recognized:
         source.width("quantize.embedding.weight"), source.width("quantize.embedding.weight", 1),
         GROUPS, math.isqrt(inside // 3))
     part = Recognized("vq", source, f"LlamaGen's tokenizer VQ-{config.stride}, {config.codebook_size} codes of "
-                f"{config.codebook_dim} numbers", config)
+                      f"{config.codebook_dim} numbers", config)
     part.check(lambda: VQ(config))
     return part
 
