@@ -97,7 +97,7 @@ def test_a_draft_of_the_target_itself_is_accepted(pair, m, guidance):
     assert (decoded.log_r[decoded.acceptance == 1].abs() < 0.1).all()
 
 
-@pytest.mark.parametrize("m", ["mar:num_iter=5", "cspd", "cspd-path"])  # all: tests/slow/test_continuous.py
+@pytest.mark.parametrize("m", ["mar:num_iter=5", "cspd", "cspd-path"])  # all: tests/slow/test_asked_of_all.py
 def test_a_request_does_not_depend_on_its_batch(pair, m):
     together = decode(pair, m)
     reverse = torch.arange(5, -1, -1)

@@ -18,7 +18,7 @@ PROMPTS = ["red heart", "blue heart", "plain red heart", "heart", "plain blue"]
 NAMES = ["vanilla", "jacobi:window=5", "jacobi:window=3:guess=last", "jacobi",
          "jacobi:window=4:seed_exact=false", "eagle1", "eagle1:seed_exact=true", "eagle2", "eagle2:draft_model=small",
          "lantern:k=8", "adt-tree", "adt-tree+lantern:k=8:nodes=12", "cool-sd"]
-FEW = ["vanilla", "jacobi:window=5", "eagle1", "adt-tree+lantern:k=8:nodes=12"]  # all: tests/slow/test_driver.py
+FEW = ["vanilla", "jacobi:window=5", "eagle1", "adt-tree+lantern:k=8:nodes=12"]  # all: tests/slow/test_asked_of_all.py
 UNTIMED = [name for name in NAMES if name != "jacobi"]
 BATCHES = [3, 2, 1]
 

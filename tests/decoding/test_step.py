@@ -321,7 +321,7 @@ def held_by(state, monkeypatch):
     return [(id(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", ["jacobi:window=5"])  # others: tests/slow/test_steps.py
+@pytest.mark.parametrize("name", ["jacobi:window=5"])  # others: tests/slow/test_asked_of_all.py
 def test_a_step_compiles_as_one_graph(tiny, monkeypatch, name):
     module, step = (specvis.decoding.baseline, "baseline_step") if name == "vanilla" else (module_of(name), "run_step")
 

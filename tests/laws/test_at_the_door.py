@@ -108,7 +108,7 @@ def main(backend):
 
 
 @pytest.mark.skipif(inputs.DEVICE == "cuda", reason="an access out of bounds would hurt the GPU's context")
-@pytest.mark.parametrize("backend", ["cpu"])  # others that refuse it: tests/slow/test_at_the_door.py
+@pytest.mark.parametrize("backend", ["cpu"])  # others that refuse it: tests/slow/test_asked_of_all.py
 def test_what_does_not_fit_is_refused_past_python_too(backend):
     if backend not in backends(OPS[-1]):
         pytest.skip("it is not built")

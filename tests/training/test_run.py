@@ -26,7 +26,6 @@ from training.main import main
 from training.mar import attend, diffusion_loss
 from training.run import TrainingRun
 
-TINY_TEXT = dataclasses.replace(TINY, classes=None, caption_dim=8)
 
 
 def run(*arguments):
