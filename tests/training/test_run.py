@@ -19,13 +19,11 @@ from specvis.models.diffloss import DiffLoss, Schedule
 from specvis.pipelines.discrete import SHIPPED, Pipeline
 from specvis.pipelines.mar import Scaling
 from tests.test_files import full_disk
-from tests.tiny import TINY
 from training.data import hold_out, spelled_out, words_of
 from training.gpt import Tokens, captioned, grow
 from training.main import main
 from training.mar import attend, diffusion_loss
 from training.run import TrainingRun
-
 
 
 def run(*arguments):
