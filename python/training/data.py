@@ -5,6 +5,7 @@ import re
 import subprocess
 import tarfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -144,6 +145,8 @@ def data(runs, packages):
     vocabulary, 0 before them; styles, names, categories (N,) text; weights (N,) float64, how often each
     is drawn; held_out (N,) bool.
     """
+    if not find_spec("resvg_py"):
+        raise ValueError("resvg-py, which draws the pictures, is not installed: python -m pip install resvg-py")
     packages = packages or runs / "packages"
     archives = {style: fetch(package, packages) for style, (package, _) in PACKAGES.items()}
     noto, flat = archives["noto"], archives["fluent-flat"]

@@ -188,7 +188,7 @@ def eagle(runs, device, target, images, text_encoder, out, replace, **training):
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         write_whole(out / FILE, (folder / FILE).read_bytes())
-    click.echo(f"{out / FILE}: " + (f"specvis generate --model {target} --method eagle2"
+    click.echo(f"{out / FILE}: " + (f"specvis generate --model {target} --method eagle2 --prompt .."
                                     if out.resolve() == target.resolve() else
                                     f"to draw with it, copy it into {target}, the folder of its target"))
 

@@ -143,7 +143,7 @@ def test_a_run_of_other_settings_is_not_gone_on_with(target, images, tmp_path):
     (images / "20.txt").write_text("plain")
     result = train(*runs, "--images", images, "--steps", 3)
     assert result.exit_code == 0, result.output
-    assert f"/target/eagle.safetensors: specvis generate --model {target} --method eagle2\n" in result.output
+    assert f"eagle.safetensors: specvis generate --model {target} --method eagle2 --prompt ..\n" in result.output
 
 
 def test_a_run_without_a_step_may_change_its_settings(target, images, tmp_path):

@@ -196,10 +196,10 @@ class Pipeline(nn.Module):
     def check(self, method: Method) -> None:
         """Raise ValueError if this model cannot decode by the method; make ready what the method needs."""
         if method.parameters.get("draft_model") in self.missing_draft_models:
-            others = [name for name in DRAFT_MODEL_FILES if name not in self.missing_draft_models]
-            wanted = f"draft_model must be {others[0]}" if others else "method must be one without a draft model"
-            missing = DRAFT_MODEL_FILES[method.drafts.draft_model]
-            raise ValueError(f"{wanted}: this model has no {missing}; jacobi needs none")
+            others = [f"{method.name}:draft_model={name}" for name in DRAFT_MODEL_FILES
+                      if name not in self.missing_draft_models]
+            raise ValueError(f"method must be {' or '.join([*others, 'jacobi'])}, got {method.name}: this model has no "
+                             f"{DRAFT_MODEL_FILES[method.drafts.draft_model]}, its draft model")
         if method.num_neighbors:
             self.neighbors(method.num_neighbors, method.acceptance.metric)
 
