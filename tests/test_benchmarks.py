@@ -5,12 +5,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import specvis_kernels
-from benchmarks import decode, determinism, forward, harness, ops
+from benchmarks import decode, forward, harness, ops
 from specvis.decoding.methods import parse_method
 from specvis.models import layers
 from specvis.models.llamagen import GPTConfig
@@ -265,24 +264,6 @@ def test_a_forward_is_timed_beside_its_limits(tmp_path, monkeypatch, capsys):
     assert written["machine"]["llama_cpp"] == "1.2"
     assert all(rate > 0 for rate in written["limits"]["tiny"].values()) and figure.stat().st_size > 1000
     assert "| 33 |" in capsys.readouterr().out
-
-
-def test_pictures_that_changed_are_counted(monkeypatch):
-    """Two of four have other tokens with two threads, one of them other pixels; three at once change two pixels."""
-    def draw(pipeline, name, count, threads, batch):
-        tokens, pixels = torch.zeros(count, 5), np.zeros((count, 2, 2, 3), int)
-        if threads == 2:
-            tokens[1:3, 4], pixels[2, 0, 1] = 1, 7
-        if batch == 3:
-            pixels[::3, 1, 1, 0] = -1
-        return tokens, pixels
-
-    monkeypatch.setattr(determinism, "draw", draw)
-    monkeypatch.setattr(determinism.Pipeline, "load", lambda: None)
-    assert list(determinism.differences("jacobi", 4)) == [
-        ("2 threads", 2, 1, 7), ("4 threads", 0, 0, 0), ("8 threads", 0, 0, 0), ("1 at once", 0, 0, 0),
-        ("3 at once", 0, 2, 1), ("plain decoding", 0, 0, 0)]
-    assert len(list(determinism.differences("speculative", 4))) == 5  # which does not draw plain decoding's pictures
 
 
 needs_bash = pytest.mark.skipif(not (shutil.which("bash") and shutil.which("timeout")), reason="needs bash, timeout")

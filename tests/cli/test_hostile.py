@@ -34,8 +34,8 @@ def place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compare, "run_all", begun)
     monkeypatch.setattr(tune, "search", begun)
-    for name in ("discrete_report", "continuous_report"):
-        monkeypatch.setattr(report, name, begun)
+    for kind in (report.DiscreteReport, report.ContinuousReport):
+        monkeypatch.setattr(kind, "of", begun)
     return tmp_path
 
 
