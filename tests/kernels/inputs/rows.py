@@ -62,7 +62,7 @@ CASES["neighborhood_sum"] = [
     (1, 2, 1),
     (2, 19, 5, "ratio"),
     (4, 60, 33, "jsd", 7),
-    *((40, 300, 200, cutoff, 0, True, None, False) for cutoff in ("tvd", "ratio", "jsd")),
+    *((30, 60, 30, cutoff, 0, True, None, False) for cutoff in ("tvd", "ratio", "jsd")),
     (3, 4500, 300, "tvd", 5, False),
 ]
 
@@ -80,7 +80,7 @@ def neighborhood_sum(R, V, k, cutoff="tvd", offset=0, narrow=True, delta=None, e
 
 
 CASES["sample_residual"] = [(1, 2), (2, 19), (3, 4500), (3, 40, (1.0, 0.5, 2.0)), (2, 40, None, False),
-                            (40, 300, (1.0, 0.5, 2.0), True, False)]
+                            (30, 60, (1.0, 0.5, 2.0), True, False)]
 
 
 def sample_residual(R, V, omega=None, draft=True, exact=True):
@@ -91,7 +91,7 @@ def sample_residual(R, V, omega=None, draft=True, exact=True):
 
 CASES["draw_children"] = [(1, 1, 1, 1), (2, 3, 19, 4), (3, 2, 5, 7), (1, 2, 4500, 6),
                           (1, 1, 1, 1, True), (3, 2, 30, 40, True), (2, 2, 4500, 6, True),
-                          (10, 3, 301, 12, False, False), (10, 3, 301, 12, True, False)]
+                          (4, 3, 61, 9, False, False), (4, 3, 61, 9, True, False)]
 
 
 def draw_children(B, F, V, K, noise=False, exact=True):

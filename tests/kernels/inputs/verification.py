@@ -30,7 +30,7 @@ CASES["verify_tree"] = [
     (1, 5, 4500, 3, {"k": 300, "residual": "relaxed", "num_draft_rows": 1}),
     (6, 9, 4, 3, {"k": 3, "residual": "released", "empty": "uniform", "omega": (0.25,)}),
     (3, 7, 24, 3, {"num_draft_rows": 1, "greedy": True, "odd": True}),
-    *((12, 9, 40, 4, {"k": k, "residual": residual, "num_draft_rows": 2, "omega": (0.25,), "exact": False})
+    *((6, 9, 40, 4, {"k": k, "residual": residual, "num_draft_rows": 2, "omega": (0.25,), "exact": False})
       for k, residual in ((0, "optimal"), (6, "relaxed"), (6, "released"))),
 ]
 TOLERANCES["verify_tree"] = {3: (0, 1e-5)}
