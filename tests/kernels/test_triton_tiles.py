@@ -30,12 +30,16 @@ def test_rows_of_several_tiles(op, case, monkeypatch):
 
 
 @pytest.mark.skipif("triton" not in backends("verify_tree", inputs.DEVICE), reason="needs Triton")
-@pytest.mark.parametrize("case", [case for case in inputs.CASES["verify_tree"] if case[2] == 40])
-def test_residuals_of_several_blocks(case, monkeypatch):
+@pytest.mark.parametrize("op, case", [
+    (op, case) for op in ("couple_tokens", "draw_children", "neighborhood_sum", "sample_residual", "verify_tree")
+    for case in inputs.CASES[op] if case[-1] is False and max(n for n in case if isinstance(n, int)) < 100
+    or isinstance(case[-1], dict) and case[-1].get("exact") is False])
+def test_inexact_rows_of_several_blocks(op, case, monkeypatch):
     from specvis_kernels.triton import _rows
     monkeypatch.setitem(_rows.MAX_BLOCK, "V", 4)
-    args, kwargs = inputs.verify_tree(*case)
-    assert_agree("verify_tree", *(run("verify_tree", args, kwargs, backend) for backend in ("triton", "oracle")))
+    monkeypatch.setitem(_rows.MAX_BLOCK, "k", 4)
+    args, kwargs = getattr(inputs, op)(*case)
+    assert_agree(op, *(run(op, args, kwargs, backend) for backend in ("triton", "oracle")))
 
 
 @pytest.mark.skipif("triton" not in backends("tree_attention", inputs.DEVICE), reason="needs Triton")

@@ -170,7 +170,7 @@ class Pipeline(nn.Module):
 
     @property
     def missing_draft_models(self) -> list[str]:
-        """Those of DRAFT_MODELS that this model does not have."""
+        """The names in DRAFT_MODELS of which this model has no weights."""
         modules = {"eagle": self.eagle, "small": self.small}
         return [name for name, module in modules.items() if module is None]
 

@@ -298,17 +298,19 @@ CASES["couple_tokens"] = [
     (3, 4, 40, {"group": 6, "omega": (1.0, 2.0)}),
     (1, 6, 4500, {"k": 300, "residual": "relaxed"}),
     (1, 6, 4500, {"group": 300}),
+    *((3, 6, 40, {"k": k, "residual": residual, "omega": (0.75,), "exact": False})
+      for k, residual in ((0, "optimal"), (6, "relaxed"), (6, "released"))),
 ]
 
 
 def couple_tokens(B, W, V, options=None):
     """Guesses drawn from their rows; half of each new row is the old one."""
     options = {"k": 0, "cutoff": "tvd", "offset": 0, "narrow": True, "residual": "optimal", "omega": None,
-               "group": 0} | (options or {})
+               "group": 0, "exact": True} | (options or {})
     k, offset = options["k"], options["offset"]
     g = torch.Generator().manual_seed(B + W + V)
-    draft_probs = exact_probs(B * W, V, seed=1)
-    target_probs = (exact_probs(B * W, V) + draft_probs) / 2
+    draft_probs = exact_probs(B * W, V, 1, options["exact"])
+    target_probs = (exact_probs(B * W, V, 0, options["exact"]) + draft_probs) / 2
     thresholds = torch.rand(B * W, 1, generator=g).to(DEVICE)
     tokens = (draft_probs.cumsum(1) <= thresholds).sum(1).clamp(max=V - 1).view(B, W)
     kwargs = {"residual": options["residual"]}
