@@ -160,6 +160,9 @@ ROWS = {
         [*((B, 60, 16384, 6, LIKELY | options) for B in (1, 8) for options in ({}, LANTERN, {"dtype": torch.bfloat16})),
          (1, 60, 16384, 6, LIKELY | {"seeds": True})],
         lambda B, N, V, P, options: B * V * 2 * options.get("dtype", torch.float32).itemsize),
+    "token_log_probs": (  # of a step's tokens, pairs with and without condition
+        [(B, 17, 16384, 4, torch.bfloat16, True, IMAGE, None) for B in (1, 8, 64)],
+        lambda B, N, V, K, dtype, *_: B * K * V * 2 * dtype.itemsize),
     "verify_tree": (  # the rows of the root: no more than these are read for certain
         [*((B, 60, 16384, 6, options) for B in (1, 8, 64) for options in ({"branch": 10}, LANTERN)),
          (8, 60, 65536, 6, {"branch": 10}), (1, 60, 16384, 6, STATIC)],

@@ -42,6 +42,7 @@ from .status import (
     StatusError,
     check_status,
 )
+from .token_log_probs import TokenLogProbsResult, token_log_probs
 from .transformer_blocks import PackedBlocks, TransformerBlock, pack_blocks, transformer_blocks
 from .tree_attention import tree_attention
 from .tree_from_choices import tree_from_choices
@@ -60,13 +61,14 @@ __all__ = [
     "accept_gaussian", "codebook_neighbors", "commit_kv", "couple_tokens", "decoder_layers", "denoise_tokens",
     "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
     "guided_probs", "neighborhood_sum", "packed_linear", "resample_gaussian", "sample_residual", "select_tree",
-    "transformer_blocks", "tree_attention", "tree_from_mask", "tree_from_paths", "tree_links", "tree_mask",
-    "tree_paths", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
+    "token_log_probs", "transformer_blocks", "tree_attention", "tree_from_mask", "tree_from_paths", "tree_links",
+    "tree_mask", "tree_paths", "verify_chain", "verify_greedy", "verify_logits", "verify_tree",
     "AcceptGaussianResult", "CoupleTokensResult", "DecoderLayer", "DenoiseTokensResult",
     "DenoiserBlock", "DraftChildrenResult", "DraftFrontierResult", "DrawChildrenResult", "DrawTokensResult",
     "ExpandTreeResult", "GuidedProbsResult", "NeighborhoodSumResult", "PackedBlocks", "PackedDenoiser",
     "PackedLayers", "ResampleGaussianResult", "SampleResidualResult", "SelectTreeResult", "StatusError",
-    "TransformerBlock", "TreeLinksResult", "VerifyChainResult", "VerifyGreedyResult", "VerifyResult",
+    "TokenLogProbsResult", "TransformerBlock", "TreeLinksResult", "VerifyChainResult", "VerifyGreedyResult",
+    "VerifyResult",
     "backends", "check_status", "gumbel_noise", "ops", "pack_blocks", "pack_denoiser", "pack_layers", "pack_weight",
     "philox_uniforms", "philox_words", "tree_from_choices",
     "EMPTY_RESIDUAL", "INVALID_DRAFT", "INVALID_ROW", "INVALID_RULE", "INVALID_TREE", "OUT_OF_TRIES",

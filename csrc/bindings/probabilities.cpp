@@ -154,6 +154,24 @@ Tensors<2> sample_residual(const Tensor& target_probs, const MaybeTensor& draft_
   return {tokens, status};
 }
 
+Tensors<3> token_log_probs(const Tensor& logits, const MaybeTensor& uncond, const Tensor& guidance,
+                           const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& tokens,
+                           const MaybeTensor& rows, const MaybeTensor& id_range, int64_t first_id, int64_t last_id,
+                           const std::string& filters) {
+  Arguments a("token_log_probs", "NV");
+  TokenLogProbs batch = {};
+  batch.rows =
+      read_rows(a, 'N', logits, uncond, guidance, temperature, top_k, top_p, id_range, first_id, last_id, filters);
+  const char* const sizes = rows ? "BK" : "BN";
+  a.read("tokens", tokens, sizes, &batch.tokens);
+  a.read("rows", rows, sizes, &batch.row_numbers);
+  const int64_t B = a.size('B'), K = batch.K = a.size(sizes[1]);
+  Tensor sampled = a.make({B, K}, &batch.sampled), full = a.make({B, K}, &batch.full);
+  Tensor status = a.make({B, K}, &batch.status);
+  RUN(token_log_probs, a, batch);
+  return {sampled, full, status};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
@@ -165,6 +183,7 @@ STABLE_TORCH_LIBRARY_IMPL(LIBRARY, DEVICE, m) {
   OP(guided_probs);
   OP(neighborhood_sum);
   OP(sample_residual);
+  OP(token_log_probs);
 }
 
 }  // namespace specvis

@@ -181,6 +181,18 @@ struct SelectTree {
 };
 KERNEL(select_tree, SelectTree);
 
+struct TokenLogProbs {
+  LogitRows rows;
+  int64_t K;
+  const int64_t* tokens;       // (B, K)
+  const int64_t* row_numbers;  // (B, K), negative: there is no token; null: token k is predicted by row k
+  float *sampled, *full;       // (B, K)
+  int32_t* status;             // (B, K)
+
+  HOST_DEVICE int64_t row_number(int64_t token) const { return row_numbers ? row_numbers[token] : token % K; }
+};
+KERNEL(token_log_probs, TokenLogProbs);
+
 struct TreeFromMask {
   int64_t B, N;
   const bool* mask;  // (B, N, N)

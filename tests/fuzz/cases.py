@@ -92,6 +92,15 @@ def draw_tokens(d):
     return named | {"guesses": d.tokens(V, B, N) if d.chance(0.6) else None, "ahead": d.pick(0, 0, 1, 24, 2**31 - 1)}
 
 
+def token_log_probs(d):
+    N, V = d.nodes(), d.vocabulary()
+    B, K = d.batch(N), d.number(1, 2, 5)
+    named = d.logits(B, N, V) | d.settings(B, V)
+    if d.chance(0.5):
+        return named | {"tokens": d.tokens(V, B, N)}
+    return named | {"tokens": d.tokens(V, B, K), "rows": d.tokens(N, B, K)}
+
+
 def draw_children(d):
     F, V, K = d.nodes(), d.vocabulary(), d.number(1, 2, 5, 9)
     B = d.batch(F)

@@ -98,6 +98,14 @@ def guided_probs(a, out):
 draw_tokens = draft_children = guided_probs
 
 
+def token_log_probs(a, out):
+    is_valid, rows = guided_probs(a, out), a["rows"]
+    if rows is None:
+        return is_valid
+    N = is_valid.shape[1]
+    return (rows < 0) | (rows < N) & np.take_along_axis(is_valid, rows.clip(0, N - 1).astype(int), 1)
+
+
 def draft_frontier(a, out):
     return ~(a["scores"] > -np.inf) | guided_probs(a, out)
 

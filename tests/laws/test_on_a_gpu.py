@@ -30,6 +30,7 @@ LARGE = {  # sizes that need other amounts of shared memory, or other numbers of
     "draw_tokens": [(1, 2, 16384), (3, 4, 20000, torch.bfloat16)],
     "expand_tree": [(1, 2, 16384, 5), (3, 4, 20000, 8)],
     "guided_probs": [(1, 2, 16384), (3, 4, 20000, torch.bfloat16)],
+    "token_log_probs": [(1, 2, 16384), (3, 4, 20000, 3, torch.bfloat16)],
     "verify_logits": [(1, 4, 16384, 2), (3, 12, 20000, 3, {"num_draft_rows": 2})],
     "verify_tree": [(1, 4, 16384, 2), (3, 12, 20000, 3, {"num_draft_rows": 2})],
 }

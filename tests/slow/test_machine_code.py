@@ -174,7 +174,8 @@ FEWER_LOADS = {  # a part of a kernel's name -> how many, and why
     "nv_bfloat16": (2, "a pack of each half, of eight entries: the compiler uses them before it loads the next two"),
 }
 ROWS = {"couple_tokens", "draft_children", "draft_frontier", "draw_children", "draw_tokens", "expand_tree",
-        "guided_probs", "neighborhood_sum", "sample_residual", "verify_chain", "verify_logits", "verify_tree"}
+        "guided_probs", "neighborhood_sum", "sample_residual", "token_log_probs", "verify_chain", "verify_logits",
+        "verify_tree"}
 
 
 @pytest.fixture(scope="module")

@@ -95,6 +95,7 @@ CHANGING = {
     "expand_tree": [[(B, F, V, K) for B in BATCHES for F, K in LEVELS]],
     "guided_probs": [[(B, N, V, torch.bfloat16, True, None, ranges) for B in BATCHES for N in (1, 6, 16, 60)]
                      for ranges in ("all", "each")],
+    "token_log_probs": [[(B, 16, V, K, torch.bfloat16, True, None, "each") for B in BATCHES for K in (1, 6, 16)]],
     "neighborhood_sum": [[(R, V, 33) for R in (1, 16, 60)]],
     "resample_gaussian": [[(B, G, 16, 100) for B in (*BATCHES, 16) for G in (1, 16)]],
     "sample_residual": [[(R, V) for R in (1, 16, 60)]],

@@ -2,6 +2,7 @@
 import torch
 
 from specvis_kernels.draw_tokens import _oracle as draw_tokens_oracle
+from specvis_kernels.guided_probs import _oracle as guided_probs_oracle
 from tests.kernels.inputs.common import CASES, DEVICE, exact_probs, exact_uniforms, ids_of, neighbor_table, noise_keys
 
 # guided_probs: logits are multiples of 1/8, guidance of 1/2, temperatures powers of two: exact until the exp.
@@ -56,6 +57,31 @@ def draw_tokens(B, N, V, dtype=torch.float32, uncond=True, settings=None, ranges
     guesses = draw_tokens_oracle(*args, seeds, positions, *ids_of(kwargs, V), filters, None, 0)[0]
     kwargs["guesses"] = torch.where(torch.arange(N, device=DEVICE) % 4 < 3, guesses, -1)
     return (*args, seeds, positions), kwargs | {"ahead": ahead}
+
+
+# token_log_probs: the logits of guided_probs. With K, tokens of any rows, some of which are none or do not exist.
+CASES["token_log_probs"] = [
+    (1, 1, 2),
+    (2, 3, 33, None, torch.bfloat16),
+    (3, 5, 64, 4, torch.float32, True, None, "each"),
+    (2, 2, 1500, 3, torch.float16, False, None, None),
+    (3, 2, 4500, None, torch.float32, True, [(3.5, 1.0, 100, 0.8), (2.0, 0.7, 0, 0.9), (1.5, 1.3, 0, 1.0)], "each"),
+    (3, 2, 4500, 4, torch.float32, True, [(3.5, 1.0, 100, 0.8), (2.0, 0.7, 40, 0.9)], "all", "p_then_k"),
+]
+
+
+def token_log_probs(B, N, V, K=None, dtype=torch.float32, uncond=True, settings=None, ranges="all",
+                    filters="k_then_p"):
+    """Every other token is the likeliest of its row, which the filters keep."""
+    args, kwargs = guided_probs(B, N, V, dtype, uncond, settings, ranges, filters)
+    g = torch.Generator().manual_seed(B + N + V)
+    number = torch.arange(K or N)
+    rows = (number * 3 % (N + 2) - 1).expand(B, -1).to(DEVICE)
+    tokens = torch.randint(-1, V + 1, (B, K or N), generator=g).to(DEVICE)
+    likeliest = guided_probs_oracle(*args, *ids_of(kwargs, V), filters)[0].argmax(-1)
+    likeliest = likeliest if K is None else likeliest.gather(1, rows.clamp(0, N - 1))
+    tokens = torch.where(number.to(DEVICE) % 2 == 0, likeliest, tokens)
+    return (*args, tokens), kwargs | {"rows": None if K is None else rows}
 
 
 CASES["neighborhood_sum"] = [

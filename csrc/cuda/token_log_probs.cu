@@ -1,0 +1,66 @@
+// token_log_probs on CUDA: one team of threads per token reads a row, see guided_row.cuh.
+#include "guided_row.cuh"
+
+namespace specvis {
+namespace {
+
+template <class Entries>
+__global__ void __launch_bounds__(kMaxRowThreads) token_log_probs_kernel(TokenLogProbs batch, int64_t capacity) {
+  Team team;
+  DYNAMIC_SHARED(RowShared, shared);
+  const int64_t i = blockIdx.x / team.size(), n = batch.row_number(i);
+  const auto write = [&](float sampled, float full, int32_t status) {
+    batch.sampled[i] = sampled;
+    batch.full[i] = full;
+    batch.status[i] = status;
+  };
+  if (n < 0 || n >= batch.rows.N) {
+    const float nothing = n < 0 ? 0.0f : -INFINITY;
+    if (team.thread() == 0) write(nothing, nothing, n < 0 ? 0 : kInvalidRow);
+    return;
+  }
+  const int64_t r = i / batch.K * batch.rows.N + n, token = batch.tokens[i];
+  GuidedRow<Entries> row(team, shared, capacity, batch.rows, r);
+  if (!row.valid()) {
+    if (team.thread() == 0) write(-INFINITY, -INFINITY, kInvalidRow);
+    return;
+  }
+  int64_t all = 0, kept = 0;
+  row.for_each_logit([&](float x) {
+    const int64_t mass = mass_of(exp_of(x - row.best()));
+    all += mass;
+    kept += x >= row.lowest() ? mass : 0;
+  });
+  const auto log_of_sum = [&](int64_t mass) {
+    return log_of(static_cast<float>(static_cast<double>(team.sum(mass)) / static_cast<double>(kMassOne)));
+  };
+  const float log_all = log_of_sum(all), log_kept = log_of_sum(kept);
+  if (!row.allows(token)) {  // not earlier: other blocks may still read this one's candidates
+    if (team.thread() == 0) write(-INFINITY, -INFINITY, 0);
+    return;
+  }
+  row.for_each_logits([&](int id, const float (&x)[Entries::kUnit]) {
+#pragma unroll
+    for (int j = 0; j < Entries::kUnit; ++j) {
+      if (id + j != token) continue;
+      const float margin = x[j] - row.best();
+      const bool is_kept = row.is_sampled() ? x[j] >= row.lowest() : margin == 0;
+      write(is_kept ? margin - (row.is_sampled() ? log_kept : 0) : -INFINITY, margin - log_all, 0);
+    }
+  });
+}
+
+template <class T>
+cudaError_t launch(const TokenLogProbs& batch, cudaStream_t stream) {
+  return launch_rows<T>(token_log_probs_kernel<Held<T>>, token_log_probs_kernel<Streamed<T>>, batch,
+                        batch.rows.B * batch.K, stream);
+}
+
+}  // namespace
+
+cudaError_t token_log_probs_cuda(const TokenLogProbs& batch, cudaStream_t stream) {
+  if (batch.rows.B * batch.K == 0) return cudaSuccess;
+  return of_type(batch.rows.type, [&](auto x) { return launch<decltype(x)>(batch, stream); });
+}
+
+}  // namespace specvis
