@@ -2,6 +2,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import check_dims, integers
@@ -80,6 +81,20 @@ def token_log_probs(logits: Tensor, uncond: Tensor | None, guidance: Tensor | fl
         rows = integers("rows", rows, torch.int64, logits, B=B, K=K)
     tokens = integers("tokens", tokens, torch.int64, logits, B=B, K=K)
     return _call(backend, logits, uncond, *settings, tokens, rows, *ids, filters)
+
+
+def log_probs_of(probs: Tensor, tokens: Tensor) -> Tensor:
+    """log of the probabilities that rows (.., V) gave to tokens (..), with the same bits everywhere; -inf for 0."""
+    p, least = probs.gather(-1, tokens[..., None])[..., 0], torch.finfo(torch.float32).tiny
+    return torch.where(p < least, -torch.inf, log(p.clamp(min=least)))
+
+
+def emitted(tokens: Tensor, accepted_nodes: Tensor, num_accepted: Tensor,
+            next_token: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows (B, P + 1) that the tokens of a verified tree were drawn from, -1 after the last, and these tokens."""
+    rows = F.pad(accepted_nodes.long(), (1, 0))  # the root's row first
+    drafts = F.pad(tokens.gather(1, accepted_nodes.long().clamp(min=0)), (0, 1))
+    return rows, drafts.scatter(1, num_accepted.long()[:, None], next_token[:, None])
 
 
 def _oracle(logits: Tensor, uncond: Tensor | None, guidance: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,

@@ -7,6 +7,7 @@ from torch import Tensor
 from ._checks import INTEGERS, check, check_dims, integers, setting
 from ._define import define
 from .status import INVALID_TREE
+from .token_log_probs import log_probs_of
 from .verify_tree import Rule, check_rule, verify_nodes
 
 
@@ -16,13 +17,14 @@ class VerifyChainResult(NamedTuple):
     next_token: Tensor    # (B,) int64
     tv_excess: Tensor     # (B,) float32
     status: Tensor        # (B,) int32
+    log_probs: Tensor | None = None
 
 
 def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, uniforms: Tensor, *,
                  bonus_tokens: Tensor | None = None, draft_probs: Tensor | None = None,
                  neighbors: Tensor | None = None, delta: Tensor | float | None = None, cutoff: str = "tvd",
                  offset: int = 0, omega: Tensor | float | None = None, residual: str = "optimal",
-                 empty: str = "target", greedy: Tensor | bool | None = None,
+                 empty: str = "target", greedy: Tensor | bool | None = None, log_probs: bool = False,
                  backend: str | None = None) -> VerifyChainResult:
     """Accept the leading drafts of each request, one guess for each position, and draw the token that follows them.
 
@@ -57,6 +59,7 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         residual:             "optimal", "relaxed" or "released"
         empty:                "target" or "uniform": what takes the place of an empty residual
         greedy:               (B,) bool, or one for all  which requests are greedy; None: no request
+        log_probs:            whether to compute the log-probabilities of the accepted drafts and next tokens, too
         backend:              None for the device's own kernel; a name from `backends()` to force one
 
     Returns:
@@ -68,6 +71,10 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
                                      beyond D, here or at an earlier request; nothing is accepted, and next_token is 0.
                                      INVALID_ROW, INVALID_DRAFT, INVALID_RULE, EMPTY_RESIDUAL: as in verify_tree. A
                                      request without drafts needs no rule: its omega is not read
+        log_probs:     (T,) float32  in nats, of the token that each row of target_probs gave, in this row: an accepted
+                                     draft, or the next token; -inf for probability 0, 0 where a row gave none. A bonus
+                                     token has no row. Where neighbors or omega above 1 relax the rule, the target has
+                                     not drawn the tokens, but these are its probabilities still. None unless asked for
 
     Raises:
         ValueError: an argument's dtype, shape or device differs from the above, V is 0, neighbors come without delta,
@@ -102,8 +109,36 @@ def verify_chain(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens
         omega = setting("omega", omega, torch.float32, target_probs, at_least=0, B=B)
     if greedy is not None:
         greedy = setting("greedy", greedy, torch.bool, target_probs, B=B)
-    return _call(backend, target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs,
-                 neighbors, delta, omega, greedy, cutoff, offset, residual, empty)
+    result = _call(backend, target_probs, draft_tokens, cu_num_draft_tokens, uniforms, bonus_tokens, draft_probs,
+                   neighbors, delta, omega, greedy, cutoff, offset, residual, empty)
+    if not log_probs:
+        return result
+    return result._replace(log_probs=_log_probs(target_probs, draft_tokens, cu_num_draft_tokens, result,
+                                                num_bonus_rows=0 if bonus_tokens is not None else 1))
+
+
+def _log_probs(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, result: VerifyChainResult,
+               num_bonus_rows: int) -> Tensor:
+    """(T,) see `verify_chain`. num_bonus_rows: how many rows a request has beside those of its drafts"""
+    T, D, B, device = len(target_probs), len(draft_tokens), len(cu_num_draft_tokens), target_probs.device
+    if B == 0:
+        return target_probs.new_zeros(T)
+    first, num_drafts, is_in_place = _drafts_of_requests(cu_num_draft_tokens, D)
+    begin, row = first + torch.arange(B, device=device) * num_bonus_rows, torch.arange(T, device=device)
+    request = ((begin[:, None] <= row) & is_in_place[:, None]).sum(0).sub(1).clamp(min=0)  # of each row
+    index, num_accepted = row - begin[request], result.num_accepted[request]
+    draft = torch.nn.functional.pad(draft_tokens.long(), (0, 1))[(row - request * num_bonus_rows).clamp(0, D)]
+    tokens = torch.where(index < num_accepted, draft, result.next_token[request])
+    has_token = (index <= num_accepted) & (index < num_drafts[request] + num_bonus_rows) & is_in_place[request]
+    return torch.where(has_token, log_probs_of(target_probs, tokens), 0.0)
+
+
+def _drafts_of_requests(cu_num_draft_tokens: Tensor, D: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first draft of each request, how many it has, and whether they are where they can be."""
+    end = cu_num_draft_tokens.long()
+    first = torch.nn.functional.pad(end[:-1], (1, 0))
+    is_in_place = ((first <= end) & (end <= D)).long().cumprod(0) == 1
+    return torch.where(is_in_place, first, 0), torch.where(is_in_place, end - first, 0), is_in_place
 
 
 def _oracle(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Tensor, uniforms: Tensor,
@@ -114,10 +149,7 @@ def _oracle(target_probs: Tensor, draft_tokens: Tensor, cu_num_draft_tokens: Ten
     R, device = D + B, target_probs.device
     if B == 0:
         return _meta(target_probs, cu_num_draft_tokens)
-    end = cu_num_draft_tokens.long()
-    first = torch.nn.functional.pad(end[:-1], (1, 0))
-    is_in_place = ((first <= end) & (end <= D)).long().cumprod(0) == 1
-    first, num_drafts = (torch.where(is_in_place, x, 0) for x in (first, end - first))
+    first, num_drafts, is_in_place = _drafts_of_requests(cu_num_draft_tokens, D)
 
     row = torch.arange(R, device=device)
     begin = torch.where(is_in_place, first + torch.arange(B, device=device), R)  # each request's first row

@@ -10,7 +10,16 @@ from specvis_kernels import INVALID_ROW
 
 from ..models.interface import Nodes, TargetModel, num_tokens
 from .decoded import Decoded, Progress
-from .driver import Captured, can_replay, new_cache, read_known, round_up
+from .driver import (
+    Captured,
+    can_replay,
+    decoded_log_probs,
+    keep_log_probs,
+    new_cache,
+    new_log_probs,
+    read_known,
+    round_up,
+)
 from .requests import check_known_tokens, check_request
 from .sampling import Sampling, cfg_inputs, repeat_for_cfg
 from .trees import chain_ancestors
@@ -31,7 +40,7 @@ def decode(target: TargetModel, condition: Tensor, padding_mask: Tensor, samplin
     check_request(target, condition, padding_mask, sampling)
     num_known = check_known_tokens(known_tokens, len(condition), target)
     condition, padding_mask = cfg_inputs(target, condition, padding_mask)
-    state = BaselineState(target, padding_mask, known_tokens, num_known)
+    state = BaselineState(target, padding_mask, known_tokens, num_known, new_log_probs(sampling, num_tokens(target)))
     run = Captured(baseline_step)
     for i in range(state.first, state.num_tokens):
         if i == state.first:
@@ -60,6 +69,7 @@ def draw_next(state: "BaselineState", sampling: Sampling, hidden: Tensor) -> Non
         tokens = torch.where(known < 0, tokens, known)
     state.tokens.scatter_(1, state.position, tokens)
     state.status.scatter_(1, state.position, drawn.status)
+    keep_log_probs(state.log_probs, state.position, drawn.log_probs)
     state.newest.copy_(tokens)
     state.position += 1
 
@@ -67,8 +77,9 @@ def draw_next(state: "BaselineState", sampling: Sampling, hidden: Tensor) -> Non
 class BaselineState:
     """The images of the batch: a step draws the same position of all of them."""
 
-    def __init__(self, target: TargetModel, padding_mask: Tensor, known_tokens: Tensor | None, num_known: list[int]):
-        """padding_mask (2B, S) bool"""
+    def __init__(self, target: TargetModel, padding_mask: Tensor, known_tokens: Tensor | None, num_known: list[int],
+                 log_probs: Tensor | None):
+        """padding_mask (2B, S) bool; log_probs as `new_log_probs` gives them"""
         B, L, device = len(num_known), num_tokens(target), padding_mask.device
         self.target, self.padding_mask, self.num_tokens = target, padding_mask, L
         self.num_columns, self.num_known, self.can_replay = target.prefix_len + L, num_known, can_replay(target)
@@ -77,6 +88,7 @@ class BaselineState:
         if known_tokens is not None:
             self.tokens[:, :known_tokens.shape[1]] = known_tokens
         self.status = torch.zeros(B, L, dtype=torch.int32, device=device)
+        self.log_probs = log_probs
         self.first, self.is_ragged, self.num_steps = min(num_known), min(num_known) < max(num_known), 0
         self.position = torch.full((B, 1), self.first, device=device)  # of the token that is drawn next
         self.newest = torch.zeros_like(self.position)                  # the token before it
@@ -92,6 +104,7 @@ class BaselineState:
         has_failed = ((self.status.cpu() & INVALID_ROW) * (index >= num_known[:, None])).cumsum(1) > 0  # here or before
         is_step = (index > num_known[:, None]) & ~F.pad(has_failed, (1, -1))
         zeros = torch.zeros(len(num_known))
-        return Decoded(self.tokens.masked_fill(has_failed.to(self.tokens.device), 0), num_known, 1 + is_step.sum(1),
+        failed = has_failed.to(self.tokens.device)
+        return Decoded(self.tokens.masked_fill(failed, 0), num_known, 1 + is_step.sum(1),
                        is_step.long() - 1, torch.zeros_like(is_step, dtype=torch.int64), zeros, zeros.clone(),
-                       has_failed[:, -1])
+                       has_failed[:, -1], decoded_log_probs(self.log_probs, num_known.to(failed.device), failed))

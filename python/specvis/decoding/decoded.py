@@ -9,6 +9,13 @@ from torch import Tensor
 from specvis_kernels import TreeLinksResult
 
 
+class LogProbs(NamedTuple):
+    """Log-probabilities of the tokens of B images, in nats; 0 for known tokens, and from where an image failed."""
+
+    sampled: Tensor  # (B, L) float32  in the target's distribution that tokens are drawn from
+    full: Tensor     # (B, L) float32  in the same distribution without top-k and top-p
+
+
 @dataclass
 class Decoded:
     """B images of L tokens, and what they cost."""
@@ -21,6 +28,9 @@ class Decoded:
     tv_excess: Tensor        # (B,) float32  added total variation, estimated, summed over the image's tokens
     tv_bound: Tensor         # (B,) float32  its bound for sampled chains, COOL-SD's eq. (4), summed; NaN: not known
     failed: Tensor           # (B,) bool     the logits were not finite: the image ended there, its other tokens are 0
+    # If Sampling.log_probs asks for them. A method that is not lossless does not draw its tokens from these
+    # distributions: they are the target's.
+    log_probs: LogProbs | None = None
 
     @property
     def tau(self) -> Tensor:
@@ -34,13 +44,21 @@ class Decoded:
 
     def select(self, images: list[int]) -> "Decoded":
         """These images alone, in this order."""
-        return Decoded(*(getattr(self, field.name)[images] for field in fields(Decoded)))
+        return Decoded(*(each_tensor(lambda x: x[images], getattr(self, field.name)) for field in fields(Decoded)))
 
     @staticmethod
     def merged(parts: "list[Decoded]", order: list[int]) -> "Decoded":
         """The images of all parts as one batch. order[i] is the index of the i-th image in that batch."""
         back = torch.tensor(order).argsort()
-        return Decoded(*(torch.cat([getattr(part, field.name) for part in parts])[back] for field in fields(Decoded)))
+        return Decoded(*(each_tensor(lambda *x: torch.cat(x)[back], *(getattr(part, field.name) for part in parts))
+                         for field in fields(Decoded)))
+
+
+def each_tensor(f: Callable, *fields: Tensor | LogProbs | None) -> Tensor | LogProbs | None:
+    """f of a field of one or several `Decoded`."""
+    if isinstance(fields[0], LogProbs):
+        return LogProbs(*map(f, *fields))
+    return None if fields[0] is None else f(*fields)
 
 
 class Step(NamedTuple):

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from specvis_kernels import TokenLogProbsResult
+
 from ..models.interface import ModelCache, Nodes, TargetModel
 from ..models.layers import Cache
 from .batch_state import BatchState
-from .decoded import Decoded, Finished, Observer, Progress, Step
-from .sampling import repeat_for_cfg
+from .decoded import Decoded, Finished, LogProbs, Observer, Progress, Step
+from .sampling import Sampling, repeat_for_cfg
 from .trees import chain_ancestors
 
 POLL = {"cpu": 1}  # how many steps the host runs between two looks at the device
@@ -45,7 +47,7 @@ class RunningBatch(BatchState):
     `look`, `next_graph_key` and `decoded`.
     """
 
-    ROWS: tuple[str, ...] = ("tokens", "counts", "num_known", "tv_excess", "tv_bound")
+    ROWS: tuple[str, ...] = ("tokens", "counts", "num_known", "tv_excess", "tv_bound", "log_probs")
     can_select = False
 
     def __init__(self, settings, num_known: list[int], num_columns: int, has_bound: Tensor):
@@ -171,6 +173,26 @@ def read_known(target: TargetModel, condition: Tensor, padding_mask: Tensor, kno
     nodes = Nodes(torch.arange(K, device=device)[None], torch.full((B,), S, device=device),
                   chain_ancestors(B, K, device), padding_mask, S + K)
     return torch.cat([hidden, target.extend(repeat_for_cfg(tokens[:, :K]), nodes, cache)], 1)
+
+
+def new_log_probs(sampling: Sampling, width: int) -> Tensor | None:
+    """(B, width, 2) where `keep_log_probs` puts them; None if nobody wants them."""
+    return torch.zeros(len(sampling.seeds), width, 2, device=sampling.seeds.device) if sampling.log_probs else None
+
+
+def keep_log_probs(log_probs: Tensor | None, positions: Tensor, new: TokenLogProbsResult | LogProbs | None) -> None:
+    """Put the log-probabilities of the tokens at positions (B, K) there, if there are any."""
+    if log_probs is not None:
+        log_probs.scatter_(1, positions[..., None].expand(-1, -1, 2), torch.stack([new.sampled, new.full], -1))
+
+
+def decoded_log_probs(log_probs: Tensor | None, num_known: Tensor, failed: Tensor) -> LogProbs | None:
+    """What `keep_log_probs` has kept of the tokens of whole images. failed: (B, L) bool  where tokens mean nothing"""
+    if log_probs is None:
+        return None
+    L = failed.shape[1]
+    is_nothing = failed | (torch.arange(L, device=failed.device) < num_known[:, None])
+    return LogProbs(*log_probs[:, :L].masked_fill(is_nothing[..., None], 0.0).unbind(-1))
 
 
 def new_cache(target: TargetModel, rows: int, columns: int) -> ModelCache:

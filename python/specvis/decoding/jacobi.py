@@ -27,7 +27,17 @@ from .baseline import decode
 from .batch_state import BatchState
 from .coupling import Coupled, Coupling
 from .decoded import Decoded, Finished, Observer, Progress, Step
-from .driver import Captured, GraphKey, RunningBatch, decode_batch, read_known, round_up
+from .driver import (
+    Captured,
+    GraphKey,
+    RunningBatch,
+    decode_batch,
+    decoded_log_probs,
+    keep_log_probs,
+    new_log_probs,
+    read_known,
+    round_up,
+)
 from .facts import check_causal, facts_of
 from .method_parts import USUAL_WINDOW
 from .methods import METHODS, Method
@@ -128,6 +138,7 @@ class JacobiState(RunningBatch):
         width = L + 2 * max(settings.columns, settings.max_window + 1) + 2
         self.tokens = torch.zeros(B, width, dtype=torch.int64, device=device)
         self.status = torch.zeros(B, width, dtype=torch.int32, device=device)  # of the rows that they were drawn from
+        self.log_probs = new_log_probs(settings.sampling, width)
         self.counts = self.num_known.clone()  # (B,) tokens that are final; L: the image is finished, or it failed
         self.coupling = coupling  # None: seed-exact
         self.is_step = torch.zeros(B, L + 1, dtype=torch.bool, device=device)  # where steps began; scratch as above
@@ -193,7 +204,7 @@ class JacobiState(RunningBatch):
         num_drafted = torch.where(is_step, settings.windows[:, None].minimum(L - 1 - index), 0)
         return Decoded(self.tokens[:, :L].masked_fill(is_after_failure, 0), *(account.cpu() for account in (
             self.num_known, 1 + is_step.sum(1), num_accepted, num_drafted, self.tv_excess, self.tv_bound,
-            is_after_failure[:, -1])))
+            is_after_failure[:, -1])), decoded_log_probs(self.log_probs, self.num_known, is_after_failure))
 
 
 def prefill(state: JacobiState, settings: JacobiSettings, condition: Tensor, known_tokens: Tensor | None) -> None:
@@ -212,6 +223,7 @@ def prefill(state: JacobiState, settings: JacobiSettings, condition: Tensor, kno
     row = torch.arange(len(positions), device=device)[:, None]
     state.tokens[row, positions[:, num_above:]] = drawn.tokens[:, num_above:]
     state.status[row, newest] = drawn.status[:, num_above:num_above + 1]
+    keep_log_probs(state.log_probs, positions, drawn.log_probs)
     if settings.ahead:
         state.tokens[row, positions + settings.ahead] = drawn.ahead_tokens
     if state.coupling:
@@ -273,9 +285,15 @@ def verify(state: JacobiState, settings: JacobiSettings, chain: Chain, hidden: T
     """
     sampling = settings.sampling
     if state.coupling:
-        probs = sampling.probs(settings.target, hidden, chain.positions)
+        logits, ids = settings.target.logits(hidden), id_range(settings.target, chain.positions)
         budget = chain.windows.minimum((settings.num_tokens - 1) - chain.counts)
-        return state.coupling.couple(*probs, chain.guesses, chain.counts[:, None], budget[:, None])
+        coupled = state.coupling.couple(*sampling.of_logits(logits, ids), chain.guesses, chain.counts[:, None],
+                                        budget[:, None])
+        if not sampling.log_probs:
+            return coupled
+        index = settings.depths[:, :hidden.shape[1]]
+        rows = torch.where(index <= coupled.num_accepted[:, None], index, -1)
+        return coupled._replace(log_probs=sampling.log_probs_of(logits, coupled.tokens, ids, rows))
     return sampling.draw(settings.target, hidden, chain.positions, chain.guesses, settings.ahead)
 
 
@@ -296,6 +314,7 @@ def commit(state: JacobiState, settings: JacobiSettings, chain: Chain, verified:
         state.tokens.scatter_(1, own(chain.positions + settings.ahead), verified.ahead_tokens)
     state.tokens.scatter_(1, positions, verified.tokens)
     state.status.scatter_(1, positions, verified.status)
+    keep_log_probs(state.log_probs, positions, verified.log_probs)
 
 
 def update(state: JacobiState, settings: JacobiSettings, chain: Chain, hidden: Tensor,

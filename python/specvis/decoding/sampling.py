@@ -5,7 +5,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specvis_kernels import DrawTokensResult, GuidedProbsResult, draw_tokens, guided_probs, philox_uniforms
+from specvis_kernels import (
+    DrawTokensResult,
+    GuidedProbsResult,
+    TokenLogProbsResult,
+    draw_tokens,
+    guided_probs,
+    philox_uniforms,
+    token_log_probs,
+)
 
 from ..models.interface import DraftModel, TargetModel, id_range
 from ..models.threads import in_parts
@@ -27,12 +35,15 @@ class Sampling(BatchState):
     temperature: Tensor  # (B,) float32   0 is greedy
     top_k: Tensor        # (B,) int32     0 is off
     top_p: Tensor        # (B,) float32   1 is off
+    log_probs: bool = False  # whether Decoded has the tokens' log-probabilities
 
     @staticmethod
     def of(seeds: list[int], *, guidance: float | list[float] = 2.0, temperature: float | list[float] = 1.0,
-           top_k: int | list[int] = 0, top_p: float | list[float] = 1.0,
+           top_k: int | list[int] = 0, top_p: float | list[float] = 1.0, log_probs: bool = False,
            device: torch.device | str = "cpu") -> "Sampling":
         """The same number for all requests, or a list with one for each.
+
+        log_probs: whether `Decoded.log_probs` is wanted
 
         Raises:
             ValueError: seeds are no list of whole numbers of 64 bits, temperature < 0, top_k no whole number of at
@@ -58,10 +69,11 @@ class Sampling(BatchState):
                  "at least 0 and finite in 32 bits"),
             each("top_k", top_k, torch.int32, lambda x: is_count(x, 0, MAX_TOP_K),
                  count_within(0, MAX_TOP_K)),
-            each("top_p", top_p, torch.float32, lambda x: is_number(x, 0, 1) and x > 0, "within (0, 1]"))
+            each("top_p", top_p, torch.float32, lambda x: is_number(x, 0, 1) and x > 0, "within (0, 1]"),
+            log_probs)
 
     def __getitem__(self, requests: list[int]) -> "Sampling":
-        return Sampling(*(getattr(self, name)[requests] for name in self.ROWS))
+        return Sampling(*(getattr(self, name)[requests] for name in self.ROWS), self.log_probs)
 
     def select(self, rows: list[int], batch: int) -> "Sampling":
         return self[rows]
@@ -90,7 +102,13 @@ class Sampling(BatchState):
                   ahead: int = 0) -> DrawTokensResult:
         """The target's own draws from logits (2B, N, V). ids (B, N, 2): see `id_range`"""
         return draw_tokens(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p, self.seeds,
-                           positions, id_range=ids, guesses=guesses, ahead=ahead)
+                           positions, id_range=ids, guesses=guesses, ahead=ahead, log_probs=self.log_probs)
+
+    def log_probs_of(self, logits: Tensor, tokens: Tensor, ids: Tensor | None = None,
+                     rows: Tensor | None = None) -> TokenLogProbsResult:
+        """Of tokens (B, K) int64 in logits (2B, N, V). ids (B, N, 2): see `id_range`; rows: see `token_log_probs`"""
+        return token_log_probs(*logits.chunk(2), self.guidance, self.temperature, self.top_k, self.top_p, tokens,
+                               rows=rows, id_range=ids)
 
     @property
     def greedy(self) -> Tensor:

@@ -19,9 +19,19 @@ from specvis_kernels import INVALID_ROW, CommitTokensResult, VerifyResult, commi
 from ..models.interface import DraftModel, Nodes, TargetModel, id_range, num_tokens
 from .batch_state import BatchState
 from .bounds import chain_bound, optimal_residual, scaled, vanilla_residual
-from .decoded import Decoded, Finished, Observer, Progress, Step
+from .decoded import Decoded, Finished, LogProbs, Observer, Progress, Step
 from .draft_tree import DraftState, DraftTree, new_draft_state
-from .driver import GraphKey, RunningBatch, can_replay, decode_batch, read_known, round_up
+from .driver import (
+    GraphKey,
+    RunningBatch,
+    can_replay,
+    decode_batch,
+    decoded_log_probs,
+    keep_log_probs,
+    new_log_probs,
+    read_known,
+    round_up,
+)
 from .methods import Method, acceptance_rule
 from .requests import Requests, check_batch, check_draft_model, checked_requests
 from .sampling import ACCEPT, Sampling, repeat_for_cfg, take_nodes
@@ -113,6 +123,8 @@ class SpeculativeState(RunningBatch):
         self.target_forwards = torch.ones(B, dtype=torch.int64, device=device)
         self.num_accepted = torch.full((B, L), -1, dtype=torch.int64, device=device)
         self.num_drafted = torch.zeros(B, L, dtype=torch.int64, device=device)
+        # a step writes the next P + 1 entries; the last one is scratch for finished requests
+        self.log_probs = new_log_probs(settings.sampling, L + settings.max_depth + 1)
 
     @property
     def can_replay(self) -> bool:
@@ -134,9 +146,10 @@ class SpeculativeState(RunningBatch):
         return GraphKey(max_count, self.host_depth, self.host_width)
 
     def decoded(self) -> Decoded:
+        log_probs = decoded_log_probs(self.log_probs, self.num_known, torch.zeros_like(self.tokens, dtype=torch.bool))
         return Decoded(self.tokens, *(account.cpu() for account in (
             self.num_known, self.target_forwards, self.num_accepted, self.num_drafted, self.tv_excess, self.tv_bound,
-            self.failed)))
+            self.failed)), log_probs)
 
 
 def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: Tensor,
@@ -151,6 +164,7 @@ def prefill(state: SpeculativeState, settings: SpeculativeSettings, condition: T
     is_whole = num_known == L
     last = num_known.clamp(max=L - 1)[:, None]
     state.tokens.scatter_(1, last, torch.where(is_whole[:, None], state.tokens.gather(1, last), drawn.tokens))
+    keep_log_probs(state.log_probs, last, drawn.log_probs)
     state.root.copy_(drawn.tokens[:, 0])
     state.failed.copy_(((drawn.status[:, 0] & INVALID_ROW) != 0) & ~is_whole)
     state.counts.copy_((num_known + 1).clamp(max=L).masked_fill(state.failed, L))
@@ -209,7 +223,7 @@ def verify(settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
         by = {"draft_probs": tree.draft_probs, "draft_row": tree.draft_row, **settings.rule}
     return verify_logits(*output.logits.chunk(2), tree.tokens, first_child, links.next_sibling, uniforms,
                          sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p,
-                         max_depth=settings.max_depth, id_range=ids, **by)
+                         max_depth=settings.max_depth, id_range=ids, log_probs=sampling.log_probs, **by)
 
 
 def commit(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
@@ -227,6 +241,8 @@ def commit(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTr
 def update(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,
            verified: VerifyResult, committed: CommitTokensResult, position: Tensor, active: Tensor) -> None:
     """Let the draft model read the new tokens, and choose the next trees' shapes."""
+    if state.log_probs is not None:
+        keep_new_log_probs(state, verified, position, active)
     if settings.needs_bound:
         add_bound(state, settings, tree, output, position, active)
     shapes = state.draft_state.shapes
@@ -234,6 +250,15 @@ def update(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTr
         shapes.record(position, verified.num_accepted.long(), active & (state.counts < settings.num_tokens))
     hidden = take_nodes(output.hidden, committed.nodes)
     state.draft_state.extend(committed.new_tokens, hidden, position, committed.num_new, state.graph_key.max_count)
+
+
+def keep_new_log_probs(state: SpeculativeState, verified: VerifyResult, position: Tensor, active: Tensor) -> None:
+    """Keep the log-probabilities of a step's tokens, without that of a token from an invalid row."""
+    index = torch.arange(verified.accepted_nodes.shape[1] + 1, device=position.device)
+    is_invalid = ((verified.status & INVALID_ROW) != 0)[:, None] & (index == verified.num_accepted[:, None])
+    positions = torch.where(active[:, None], position[:, None] + index, state.log_probs.shape[1] - 1)
+    sampled, full, _ = (x.masked_fill(is_invalid, 0) for x in verified.log_probs)
+    keep_log_probs(state.log_probs, positions, LogProbs(sampled, full))
 
 
 def add_bound(state: SpeculativeState, settings: SpeculativeSettings, tree: DraftTree, output: TargetOutput,

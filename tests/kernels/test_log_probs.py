@@ -1,0 +1,113 @@
+"""The argument log_probs of the ops that emit tokens: one token after the other, as a loop would look them up."""
+import pytest
+import torch
+
+import specvis_kernels
+from specvis_kernels import draw_tokens, guided_probs, token_log_probs
+from tests.kernels import inputs
+
+OPS = ["couple_tokens", "draw_tokens", "verify_chain", "verify_logits", "verify_tree"]
+EVERY = [(op, i) for op in OPS for i in range(len(inputs.CASES[op]))]
+
+
+def call(op, i, backend=None, log_probs=True):
+    args, kwargs = getattr(inputs, op)(*inputs.CASES[op][i])
+    parameters = [*specvis_kernels.__dict__[op].__annotations__]
+    named = dict(zip(parameters, args)) | kwargs
+    return named, getattr(specvis_kernels, op)(*args, **kwargs, log_probs=log_probs, backend=backend)
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+
+
+def walk(named, result):
+    """(request, index, row, token) of each token that a verified tree emits."""
+    tokens = named["tokens"].long()
+    for b, n in enumerate(result.num_accepted.tolist()):
+        path = result.accepted_nodes[b, :n].tolist()
+        new_tokens = [*tokens[b, path].tolist(), result.next_token[b].item()]
+        for i, (row, token) in enumerate(zip([0, *path], new_tokens)):
+            yield b, i, row, token
+
+
+@pytest.mark.parametrize("op, i", EVERY)
+def test_without_them_nothing_else_changes(op, i):
+    *with_them, log_probs = call(op, i)[1]
+    *without, none = call(op, i, log_probs=False)[1]
+    assert none is None and log_probs is not None and all(map(torch.equal, with_them, without))
+
+
+@pytest.mark.parametrize("i", range(len(inputs.CASES["verify_tree"])))
+def test_verify_tree(i, backend):
+    named, result = call("verify_tree", i, backend)
+    expected = torch.zeros_like(result.log_probs)
+    for b, index, row, token in walk(named, result):
+        expected[b, index] = named["target_probs"][b, row, token].log()
+    close(result.log_probs, expected)
+
+
+@pytest.mark.parametrize("i", range(len(inputs.CASES["verify_logits"])))
+def test_verify_logits(i, backend):
+    """By uniforms and by seeds. The filtered probabilities are guided_probs', the others those without filters."""
+    named, result = call("verify_logits", i, backend)
+    logits, uncond, ids = named["logits"], named["uncond"], {"id_range": named.get("id_range")}
+    settings = [named[name] for name in ("guidance", "temperature", "top_k", "top_p")]
+    probs = guided_probs(logits, uncond, *settings, **ids, filters=named.get("filters", "k_then_p")).probs
+    plain = guided_probs(logits, uncond, *settings[:2], 0, 1.0, **ids).probs
+    for b, index, row, token in walk(named, result):
+        greedy = named["temperature"][b] == 0
+        sampled = probs[b, row, token] if not greedy else (probs[b, row, token] == probs[b, row].max()).float()
+        is_there = probs[b, row].sum() > 0
+        close(result.log_probs.sampled[b, index], (sampled * is_there).log())
+        close(result.log_probs.full[b, index], plain[b, row, token].log())
+    after = torch.arange(result.accepted_nodes.shape[1] + 1, device=inputs.DEVICE) > result.num_accepted[:, None]
+    assert not result.log_probs.sampled[after].any() and not result.log_probs.full[after].any()
+
+
+@pytest.mark.parametrize("i", range(len(inputs.CASES["verify_chain"])))
+def test_verify_chain(i, backend):
+    named, result = call("verify_chain", i, backend)
+    ends, drafts = named["cu_num_draft_tokens"].tolist(), named["draft_tokens"].tolist()
+    expected, num_bonus_rows, begin, row = torch.zeros_like(result.log_probs), named.get("bonus_tokens") is None, 0, 0
+    for b, end in enumerate(ends):
+        if not begin <= end <= len(drafts):
+            break
+        n = result.num_accepted[b].item()
+        tokens = [*drafts[begin:begin + n], result.next_token[b].item()]
+        for index, token in enumerate(tokens[:end - begin + num_bonus_rows]):
+            expected[row + index] = named["target_probs"][row + index, token].log()
+        begin, row = end, row + end - begin + num_bonus_rows
+    close(result.log_probs, expected)
+
+
+@pytest.mark.parametrize("i", range(len(inputs.CASES["couple_tokens"])))
+def test_couple_tokens(i, backend):
+    named, result = call("couple_tokens", i, backend)
+    close(result.log_probs, named["target_probs"].gather(-1, result.tokens[..., None])[..., 0].log())
+
+
+@pytest.mark.parametrize("i", range(len(inputs.CASES["draw_tokens"])))
+def test_draw_tokens(i, backend):
+    named, result = call("draw_tokens", i, backend)
+    arguments = [named[name] for name in ("logits", "uncond", "guidance", "temperature", "top_k", "top_p")]
+    ids = {name: named[name] for name in ("id_range", "filters") if name in named}
+    expected = token_log_probs(*arguments, result.tokens, **ids)
+    is_final = torch.arange(result.tokens.shape[1], device=inputs.DEVICE) <= result.num_accepted[:, None]
+    for ours, each in zip(result.log_probs, expected):
+        assert torch.equal(ours, torch.where(is_final, each, 0))
+    is_valid = result.status == 0
+    assert (expected.sampled[is_valid] > -20).all() and (expected.sampled[~is_valid] == -torch.inf).all()
+    arguments = [*arguments, named["seeds"], named["positions"]]
+    assert all(map(torch.equal, draw_tokens(*arguments, **ids, log_probs=True, backend=backend).log_probs, expected))
+
+
+def test_a_probability_of_zero(backend):
+    """A draft that neighbors keep although the target never draws it; and a denormal counts as 0."""
+    probs = torch.tensor([[[0.0, 1.0, 1e-40]] * 2], device=inputs.DEVICE)
+    tokens, links = torch.tensor([[0, 0]], device=inputs.DEVICE), torch.tensor([[1, -1]], device=inputs.DEVICE)
+    neighbors = torch.tensor([[1], [0], [1]], dtype=torch.int32, device=inputs.DEVICE)
+    result = specvis_kernels.verify_tree(
+        probs, tokens, links, torch.full_like(links, -1), torch.full((1, 2), 0.25, device=inputs.DEVICE),
+        neighbors=neighbors, delta=1.0, log_probs=True, backend=backend)
+    assert result.num_accepted == 1 and result.log_probs.tolist() == [[-torch.inf, 0.0]]
