@@ -72,7 +72,8 @@ for update in range(args.updates):
     curve.append({"reward": rewards.mean().item(), "tokens_per_forward": decoded.tau.mean().item(),
                   "mismatch": mismatch, "checksum": int(decoded.tokens.sum())})
     print(f"update {update + 1:3}: reward {curve[-1]['reward']:.3f}, {curve[-1]['tokens_per_forward']:.2f} tokens per "
-          f"forward, log-probabilities agree to {mismatch:.0e}; {drawing:.0f} s of drawing, {training:.0f} s of training")
+          f"forward, log-probabilities agree to {mismatch:.0e}; "
+          f"{drawing:.0f} s of drawing, {training:.0f} s of training")
 if args.out:
     with open(args.out, "w") as file:
         json.dump(vars(args) | {"drawing_s": drawing, "training_s": training, "curve": curve}, file, indent=1)

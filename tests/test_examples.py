@@ -1,5 +1,6 @@
 """The programs in examples/ run as they stand, and what they print is true."""
 import ast
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 def test_each_says_how_it_is_run_and_has_a_test():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"one_op", "own_loop", "own_model", "lantern", "transformers_model"}
+    assert names == {"one_op", "own_loop", "own_model", "lantern", "transformers_model", "grpo"}
     for name in names:
         text = (EXAMPLES / f"{name}.py").read_text()
         assert f"\n    python examples/{name}.py" in ast.get_docstring(ast.parse(text), clean=False), name
@@ -66,6 +67,20 @@ def test_own_model(run, method):
     assert isinstance(names["target"], TargetModel)
     assert torch.equal(names["decoded"].tokens, names["baseline"].tokens) and "100% of the tokens" in printed
     assert names["decoded"].tau.mean() > (1.3 if method != "vanilla" else 0.9) and not names["decoded"].failed.any()
+
+
+def test_grpo(run, tmp_path):
+    """The decoder's log-probabilities are the trainer's, and both methods train the same model."""
+    curves = []
+    for name in ("jacobi:window=8", "vanilla"):
+        names, printed = run("grpo", "--updates", 2, "--group", 2, "--method", name, "--out", "curve.json")
+        curves.append(json.loads((tmp_path / "curve.json").read_text())["curve"])
+        assert printed.count("reward") == 2 and all(point["mismatch"] < 1e-3 for point in curves[-1])
+    jacobi, plain = curves
+    for ours, theirs in zip(jacobi, plain):
+        assert ours["checksum"] == theirs["checksum"] and ours["reward"] == theirs["reward"]
+    assert jacobi[0]["tokens_per_forward"] > 1.5 and plain[0]["tokens_per_forward"] == 1
+    assert jacobi[0]["checksum"] != jacobi[1]["checksum"]
 
 
 @pytest.mark.parametrize("method, temperature", [("jacobi:window=16", 1), ("jacobi:window=5", 0.7),

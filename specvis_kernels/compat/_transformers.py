@@ -6,7 +6,7 @@ from collections.abc import Sized
 import torch
 from torch import Tensor
 
-from .. import check_status, commit_kv, tree_mask
+from .. import TokenLogProbsResult, check_status, commit_kv, tree_mask
 from .._checks import check
 from ._settings import GREEDY, settings_of
 from ._versions import is_older, versions
@@ -21,8 +21,10 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 class Asked:
     """The arguments that `generate` hands to a function, checked. `name` is the function's, for messages."""
 
-    def __init__(self, name, model, input_ids, processors, criteria, config, guidance, id_range, streamer, kwargs):
-        self.name = name
+    def __init__(self, name, model, input_ids, processors, criteria, config, guidance, id_range, streamer, stats,
+                 log_probs, kwargs):
+        self.name, self.log_probs = name, log_probs
+        self.refuse(log_probs and stats is None, "needs a dict stats with log_probs, which it puts there")
         config = model.generation_config if config is None else config
         self.check_model(model, config, processors)
         if streamer is not None:
@@ -88,7 +90,8 @@ class Asked:
     def check_kwargs(self, model, config, kwargs) -> None:
         outputs = [key for key in OUTPUTS
                    if config.return_dict_in_generate and getattr(config, key, False) or kwargs.get(key)]
-        self.refuse(outputs, f"returns sequences alone, got {', '.join(outputs)}")
+        self.refuse(outputs, f"returns sequences alone, got {', '.join(outputs)} (with log_probs=True a dict stats "
+                             "gets the log-probabilities of the new tokens)")
         unknown = [key for key, value in kwargs.items()
                    if key not in (*KNOWN_KWARGS, *OUTPUTS) and not _is_off(model, key, value)]
         self.refuse(unknown, f"takes prompts of token ids alone, got {', '.join(unknown)} ({versions('transformers')})")
@@ -199,6 +202,8 @@ class Output:
         if asked.attention_mask is not None:
             self.is_real = asked.attention_mask != 0
         self.tokens = torch.full((B, self.limit + 1), asked.pad, device=input_ids.device)  # the last is scratch
+        # (B, .., 2) sampled and full, if asked for
+        self.log_probs = torch.zeros(*self.tokens.shape, 2, device=input_ids.device) if asked.log_probs else None
         self.num_made = torch.zeros(B, dtype=torch.int64, device=input_ids.device)
         self.is_finished = torch.zeros(B, dtype=torch.bool, device=input_ids.device)
         self.host_made, self.host_finished = [0] * B, [False] * B
@@ -215,9 +220,11 @@ class Output:
     def newest(self) -> Tensor:
         return self.tokens.gather(1, self.num_made[:, None] - 1)[:, 0]
 
-    def take(self, tokens: Tensor, num_tokens: Tensor, **statuses: Tensor) -> None:
+    def take(self, tokens: Tensor, num_tokens: Tensor, log_probs: TokenLogProbsResult | None,
+             **statuses: Tensor) -> None:
         """Append the first num_tokens (B,) of tokens (B, M), until a request is finished: the loop's host read.
 
+        log_probs: of these tokens, or of more
         statuses (B,) are of ops, by their names. They are checked for requests that were not finished before.
         """
         statuses = {op: torch.where(self.is_finished, 0, status) for op, status in statuses.items()}
@@ -230,6 +237,9 @@ class Output:
         is_new = index < num[:, None]
         scratch = torch.where(is_new, self.num_made[:, None] + index, self.limit)
         self.tokens.scatter_(1, scratch, tokens)
+        if log_probs is not None:
+            new = torch.stack([log_probs.sampled, log_probs.full], -1)[:, :tokens.shape[1]]
+            self.log_probs.scatter_(1, scratch[..., None].expand(-1, -1, 2), new)
         self.num_made = self.num_made + num
         self.is_finished = self.is_finished | has_end | (self.num_made >= self.limit)
         before = self.host_made
@@ -251,6 +261,8 @@ class Output:
             ids = torch.cat([self.prompts[request], self.tokens[request, :made]])[None]
             if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.asked.criteria):
                 self.tokens[request, made:] = self.asked.pad
+                if self.log_probs is not None:
+                    self.log_probs[request, made:] = 0
                 self.host_made[request], self.host_finished[request] = made, True
                 self.num_made[request], self.is_finished[request] = made, True
                 return
@@ -271,6 +283,8 @@ class Output:
             self.asked.streamer.end()
         if stats is not None:
             stats.update(target_forwards=target.num_forwards, num_tokens=list(self.host_made))
+        if self.log_probs is not None:
+            stats["sampled"], stats["full"] = self.log_probs[:, :max(self.host_made)].unbind(-1)
         sequences = torch.cat([self.prompts, self.tokens[:, :max(self.host_made)]], 1)
         if not self.asked.returns_dict:
             return sequences

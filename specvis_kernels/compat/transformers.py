@@ -12,7 +12,8 @@ another number of tokens round differently, so now and then a token differs.
 
 The functions keep a cache of their own, in which each request has its own length, and do not use the one that
 `generate` makes. They refuse what they cannot do: beams, other logits processors than temperature, top-k and top-p,
-scores and attentions as outputs, prompts that are not token ids, sliding windows shorter than the sequence.
+scores and attentions as outputs (but see `log_probs`), prompts that are not token ids, sliding windows shorter than
+the sequence.
 """
 from collections.abc import Callable, Sequence
 
@@ -31,7 +32,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
                   guidance: float | Tensor | None = None, unconditional_ids: Tensor | None = None,
                   unconditional_mask: Tensor | None = None, id_range: tuple[int, int] | Tensor | None = None,
                   seeds: Sequence[int] | Tensor | None = None, verify: dict | None = None, token_streamer=None,
-                  stats: dict | None = None, **model_kwargs):
+                  stats: dict | None = None, log_probs: bool = False, **model_kwargs):
     """Decode with a static draft tree: to be passed to `model.generate` as `custom_generate`.
 
     Each target forward reads a whole tree of drafts. `draft` proposes what may follow a node, children are drawn from
@@ -66,6 +67,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         token_streamer:  a streamer of transformers, for a batch of one; it gets the prompt first. (Leave `streamer`
                        out: transformers does not hand it over to functions, and it would never end)
         stats:         a dict that gets "target_forwards", with the prompt's, and "num_tokens", a list for the batch
+        log_probs:     whether `stats` gets "sampled" and "full", too: (B, the longest) float32, the log-probabilities
+                       of the new tokens, as `token_log_probs` gives them; 0 after a request's end
 
     Returns:
         as `generate` does: (B, S + the longest) int64, or with return_dict_in_generate an output with `sequences`
@@ -89,7 +92,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         True
     """
     asked = Asked("tree_generate", model, input_ids, logits_processor, stopping_criteria, generation_config,
-                   guidance, id_range, token_streamer, model_kwargs)
+                   guidance, id_range, token_streamer, stats, log_probs, model_kwargs)
     if verify and seeds is not None:
         raise ValueError("verify must be empty with seeds: tokens that equal the target's draws are not relaxed")
     if not callable(draft):
@@ -106,7 +109,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         draws = dict(uniforms=torch.rand(tokens.shape, device=tokens.device)) if seeds is None else dict(
             uniforms=None, seeds=seeds, positions=positions)
         return verify_logits(logits, uncond, tokens, *links, guidance=asked.guidance, **asked.settings,
-                             id_range=asked.ids(positions), **draws, **rule)
+                             id_range=asked.ids(positions), log_probs=log_probs, **draws, **rule)
 
     def drafts(tokens):
         """Fills in the children level by level; returns the rows that they come from (B, F, V), and status (B,)."""
@@ -129,7 +132,7 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
 
     none = torch.full((B, 1), -1, dtype=torch.int32, device=input_ids.device)
     root = verify_nodes(*target.prefill(), input_ids[:, -1:], torch.zeros_like(none), (none, none), max_depth=0)
-    output.take(root.next_token[:, None], torch.ones_like(root.next_token), verify_logits=root.status)
+    output.take(root.next_token[:, None], torch.ones_like(root.next_token), root.log_probs, verify_logits=root.status)
     while not output.is_done:
         tokens = output.newest()[:, None].repeat(1, N)
         draft_probs, draft_status = drafts(tokens)
@@ -143,7 +146,8 @@ def tree_generate(model, input_ids: Tensor, logits_processor: Sequence | None = 
         emitted = tokens.gather(1, result.accepted_nodes.clamp(min=0).long())
         emitted = torch.nn.functional.pad(emitted, (0, 1)).scatter(1, result.num_accepted[:, None].long(),
                                                                    result.next_token[:, None])
-        output.take(emitted, result.num_accepted + 1, draw_children=draft_status, verify_logits=result.status)
+        output.take(emitted, result.num_accepted + 1, result.log_probs, draw_children=draft_status,
+                    verify_logits=result.status)
     return output.result(stats, target)
 
 
@@ -153,7 +157,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
                     grid: int | None = None, guidance: float | Tensor | None = None,
                     unconditional_ids: Tensor | None = None, unconditional_mask: Tensor | None = None,
                     id_range: tuple[int, int] | Tensor | None = None, seeds: Sequence[int] | Tensor | None = None,
-                    token_streamer=None, stats: dict | None = None, **model_kwargs):
+                    token_streamer=None, stats: dict | None = None, log_probs: bool = False, **model_kwargs):
     """Decode by Jacobi iteration, without a draft model: to be passed to `model.generate` as `custom_generate`.
 
     Each target forward reads the newest token and guesses of the next `window` ones, and draws all of them anew, each
@@ -164,7 +168,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, guidance, unconditional_ids,
-        unconditional_mask, id_range, token_streamer, stats: as in `tree_generate`
+        unconditional_mask, id_range, token_streamer, stats, log_probs: as in `tree_generate`
         window:   how many guesses a forward reads, >= 0
         grid:     how many tokens a row of the image has: a position's first guess is then drawn from the row of the
                   position above it. At least window. None: from the newest row
@@ -189,7 +193,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         True
     """
     asked = Asked("jacobi_generate", model, input_ids, logits_processor, stopping_criteria, generation_config,
-                   guidance, id_range, token_streamer, model_kwargs)
+                   guidance, id_range, token_streamer, stats, log_probs, model_kwargs)
     check_count("window", window, 0)
     if grid is not None:
         check_count("grid", grid, max(window, 1))
@@ -204,7 +208,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
 
     def draw(logits, uncond, positions, **options):
         return draw_tokens(logits, uncond, asked.guidance, **asked.settings, seeds=seeds, positions=positions,
-                           id_range=asked.ids(positions), **options)
+                           id_range=asked.ids(positions), log_probs=log_probs, **options)
 
     def draw_from_last(logits, uncond, first):
         """Guesses of most + 1 positions from `first` (B,) on, or a row of the grid, by one row of logits (B, 1, V)."""
@@ -212,10 +216,10 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
         logits, uncond = (None if x is None else x.expand(-1, len(step), -1) for x in (logits, uncond))
         drawn = draw(logits, uncond, positions)
         image.scatter_(1, positions, drawn.tokens)
-        return drawn.status
+        return drawn
 
-    status = draw_from_last(*target.prefill(), output.num_made)
-    output.take(image[:, :1], torch.ones_like(output.num_made), draw_tokens=status[:, 0])
+    first = draw_from_last(*target.prefill(), output.num_made)
+    output.take(image[:, :1], torch.ones_like(output.num_made), first.log_probs, draw_tokens=first.status[:, 0])
     while not output.is_done:
         N = min(most, L - min(output.open_counts()))
         positions = output.num_made[:, None] + step[:N]
@@ -228,7 +232,7 @@ def jacobi_generate(model, input_ids: Tensor, logits_processor: Sequence | None 
             draw_from_last(logits[:, -1:], None if uncond is None else uncond[:, -1:], output.num_made + N)
         image.scatter_(1, positions, drawn.tokens)
         is_final = step[:N] <= drawn.num_accepted[:, None]  # after a wrong guess a row need not be valid
-        output.take(drawn.tokens, drawn.num_accepted.clamp(max=N - 1) + 1,
+        output.take(drawn.tokens, drawn.num_accepted.clamp(max=N - 1) + 1, drawn.log_probs,
                     draw_tokens=torch.where(is_final, drawn.status, 0).amax(1))
     return output.result(stats, target)
 

@@ -254,6 +254,26 @@ def test_an_output_with_sequences(model, draft):
         assert torch.equal(output.sequences, generate(model))
 
 
+@pytest.mark.parametrize("name", ["tree", "jacobi", "jacobi on a grid"])
+@pytest.mark.parametrize("seeds", [None, SEEDS])
+def test_log_probabilities_of_the_new_tokens(model, draft, name, seeds):
+    """Against transformers' filters on a forward over the finished sequences. Requests end at different tokens."""
+    stats = {}
+    options = dict(do_sample=True, temperature=0.8, top_k=7, top_p=0.9, eos_token_id=[5, 13, 21])
+    tokens = generate(model, **functions(draft)[name], seeds=seeds, stats=stats, log_probs=True, **options)
+    is_real = torch.nn.functional.pad(MASK, (0, tokens.shape[1] - 6), value=1)
+    logits = model(tokens, attention_mask=is_real, position_ids=(is_real.cumsum(1) - 1).clamp(min=0)).logits[:, 5:-1]
+    new, x = tokens[:, 6:], logits / 0.8
+    filtered = transformers.TopPLogitsWarper(0.9)(None, transformers.TopKLogitsWarper(7)(None, x.flatten(0, 1)))
+    is_made = torch.arange(new.shape[1]) < torch.tensor(stats["num_tokens"])[:, None]
+    assert len(set(stats["num_tokens"])) > 1
+    for ours, theirs in (("full", x), ("sampled", filtered.view_as(x))):
+        expected = theirs.log_softmax(-1).gather(-1, new[..., None])[..., 0]
+        torch.testing.assert_close(stats[ours], torch.where(is_made, expected, 0.0), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="needs a dict stats with log_probs"):
+        generate(model, **functions(draft)[name], log_probs=True)
+
+
 def test_several_sequences_of_a_prompt(model, draft):
     tokens = generate(model, **functions(draft)["jacobi"], do_sample=True, num_return_sequences=2,
                       seeds=[*SEEDS, 1, 2, 3, 4])
