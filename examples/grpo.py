@@ -1,16 +1,18 @@
 """Reinforcement learning with fast rollouts: a small GRPO teaches the shipped model to draw in red.
 
-    python examples/grpo.py --updates 100 --out curve.json
+    python examples/grpo.py --updates 100 --out red
 
 Needs specvis. An update draws a group of pictures of one prompt, with guidance, and gets the log-probability of every
 token with them. A picture's reward is its share of red pixels; its advantage is how far that is from the group's mean,
 in standard deviations (GRPO, arXiv:2402.03300). The last two layers and the head are trained. `--method vanilla` draws
-the same tokens one by one, so that the whole run is the same; the output has the seconds.
+the same tokens one by one, so that the whole run is the same; the output has the seconds. With `--out red` the rewards
+are in red.json, and in red.png beside pictures of the first and the last update.
 """
 import argparse
 import json
 import time
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
@@ -21,7 +23,7 @@ parser.add_argument("--method", default="jacobi", help="how pictures are decoded
 parser.add_argument("--updates", type=int, default=20)
 parser.add_argument("--group", type=int, default=8, help="pictures of an update")
 parser.add_argument("--prompt", default="noto grinning face")
-parser.add_argument("--out", help="a JSON file for the curve")
+parser.add_argument("--out", help="the name of two files with the rewards, without .json and .png")
 args = parser.parse_args()
 
 GUIDANCE, TEMPERATURE, CLIP, EPOCHS = 1.5, 1.0, 0.2, 2
@@ -47,7 +49,7 @@ def log_probs_of(tokens):
     return guided.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
 
 
-curve, drawing, training = [], 0.0, 0.0
+curve, shown, drawing, training = [], [], 0.0, 0.0
 for update in range(args.updates):
     start = time.perf_counter()
     seeds = list(range(update * args.group, (update + 1) * args.group))
@@ -56,7 +58,8 @@ for update in range(args.updates):
     drawing += time.perf_counter() - start
 
     start = time.perf_counter()
-    rewards = torch.tensor([redness(picture) for picture in pipeline.pictures(decoded.tokens)])
+    pictures = pipeline.pictures(decoded.tokens)
+    rewards = torch.tensor([redness(picture) for picture in pictures])
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     tokens, old = decoded.tokens.clone(), decoded.log_probs.full.clone()  # gradients do not take inference tensors
     for epoch in range(EPOCHS):
@@ -74,6 +77,14 @@ for update in range(args.updates):
     print(f"update {update + 1:3}: reward {curve[-1]['reward']:.3f}, {curve[-1]['tokens_per_forward']:.2f} tokens per "
           f"forward, log-probabilities agree to {mismatch:.0e}; "
           f"{drawing:.0f} s of drawing, {training:.0f} s of training")
+    if update in (0, args.updates - 1):
+        shown.append(np.hstack(pictures[:4]))
 if args.out:
-    with open(args.out, "w") as file:
+    with open(f"{args.out}.json", "w") as file:
         json.dump(vars(args) | {"drawing_s": drawing, "training_s": training, "curve": curve}, file, indent=1)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    left.plot(range(1, args.updates + 1), [point["reward"] for point in curve])
+    left.set(xlabel="update", ylabel="share of red pixels")
+    right.imshow(np.vstack(shown))
+    right.set(xticks=[], yticks=[], ylabel="last and first update" if len(shown) > 1 else "")
+    figure.savefig(f"{args.out}.png", dpi=100)

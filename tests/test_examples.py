@@ -73,8 +73,8 @@ def test_grpo(run, tmp_path):
     """The decoder's log-probabilities are the trainer's, and both methods train the same model."""
     curves = []
     for name in ("jacobi:window=8", "vanilla"):
-        names, printed = run("grpo", "--updates", 2, "--group", 2, "--method", name, "--out", "curve.json")
-        curves.append(json.loads((tmp_path / "curve.json").read_text())["curve"])
+        names, printed = run("grpo", "--updates", 2, "--group", 2, "--method", name, "--out", "red")
+        curves.append(json.loads((tmp_path / "red.json").read_text())["curve"])
         assert printed.count("reward") == 2 and all(point["mismatch"] < 1e-3 for point in curves[-1])
     jacobi, plain = curves
     for ours, theirs in zip(jacobi, plain):
