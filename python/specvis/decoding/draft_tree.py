@@ -57,6 +57,10 @@ class DraftState(BatchState, ABC):
         self.chain = chain_ancestors(len(seeds), max_depth + 1, seeds.device)
         self.hidden, self.logits = None, None
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.padding_mask)
+
     @abstractmethod
     def draft(self, root: Tensor, counts: Tensor, max_count: int, max_depth: int, max_width: int) -> DraftTree:
         """The next trees.
