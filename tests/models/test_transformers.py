@@ -1,10 +1,13 @@
 """Chameleon, Emu3, Janus and GLM-Image as targets, in tiny sizes: what they compute is what transformers does."""
 import copy
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from specvis import Sampling, decode, jacobi_decode, method, speculative_decode
 from specvis.decoding.draft_model import SmallDraftModel
@@ -358,35 +361,60 @@ class Processor:
         longest = max(map(len, ids))
         return {"input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in ids]),  # padded on the right
                 "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids]),
-                "image_sizes": [[3, 4]] * len(text)}
+                "image_sizes": [[3, 4]] * len(text), "image_grid_thw": torch.tensor(GRIDS * len(text)),
+                "images_per_sample": torch.tensor([2] * len(text))}
 
     def encode(self, text, **_):
         return [20 + len(word) for word in str(text).split()][:6]
 
-    def apply_chat_template(self, chat, **_):
-        return chat[0]["content"][0]["text"]
+    def apply_chat_template(self, chat, tokenize=False, **_):
+        return self([c[0]["content"][0]["text"] for c in chat]) if tokenize else chat[0]["content"][0]["text"]
+
+
+class Pipe:
+    """It replaces GlmImagePipeline of diffusers: it checks or draws the codes, and its pictures are empty."""
+
+    @classmethod
+    def from_pretrained(cls, _, vision_language_encoder, **__):
+        pipe = cls()
+        pipe.vision_language_encoder = vision_language_encoder
+        return pipe
+
+    def __call__(self, prompt, height, width, prior_token_ids=None):
+        if prior_token_ids is None:
+            inputs = dict(input_ids=torch.tensor([[1, 20, 7]]), image_grid_thw=torch.tensor(GRIDS))
+            tokens = self.vision_language_encoder.generate(**inputs, max_new_tokens=15, do_sample=True)
+            assert tokens.shape == (1, 18) and tokens[:, 3:].max() < C
+        else:
+            image = torch.nn.functional.interpolate(prior_token_ids.view(-1, 1, 4, 8).float(), scale_factor=0.5)
+            assert torch.equal(prior_token_ids.view(-1, 1, 4, 8), image.repeat_interleave(2, 2).repeat_interleave(2, 3))
+        return SimpleNamespace(images=[Image.new("RGB", (8, 8))])
 
 
 def test_the_programs_of_the_page_run(monkeypatch, tmp_path):
     """As they are, but with tiny models in place of the published ones, and with small pictures of Chameleon's."""
     monkeypatch.chdir(tmp_path)
     models = {"Chameleon": chameleon_model, "Emu3": emu3_model, "Janus": janus_model}
+    models |= {"GlmImage": glm_image_model} if HAS_GLM_IMAGE else {}
+    monkeypatch.setitem(sys.modules, "diffusers", SimpleNamespace(GlmImagePipeline=Pipe))
     for name, make in models.items():
         monkeypatch.setattr(getattr(transformers, f"{name}ForConditionalGeneration"), "from_pretrained",
                             lambda _, make=make, **__: make(0))
-    for name in ("JanusProcessor", "Emu3Processor", "AutoTokenizer"):
-        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lambda _: Processor())
+    for name in ("JanusProcessor", "Emu3Processor", "AutoTokenizer", *["GlmImageProcessor"] * HAS_GLM_IMAGE):
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", lambda _, **__: Processor())
     page = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
     blocks = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
-    assert len(blocks) == 6
-    names = {"lumina_mgpt": lumina_mgpt}
-    for block in blocks:
+    assert len(blocks) == 9
+    names, pictures = {"lumina_mgpt": lumina_mgpt}, {"0.png", "1.png", "heart.png"}
+    for block in blocks[:None if HAS_GLM_IMAGE else 6]:
         exec(block.replace("prefix_len=128)", "prefix_len=128, grid=(2, 4))").replace("k=100", "k=5")
-             .replace(", 100, normalize", ", 5, normalize"), names)
+             .replace(", 100, normalize", ", 5, normalize").replace("16384", "10"), names)
         assert names["decoded"].tau.min() >= 1
-    assert {path.name for path in tmp_path.iterdir()} == {"0.png", "1.png", "heart.png"}
-    assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 64)
-    assert names["prompts"][0][-4:] == [8710, 8197, 8828, 8828]
+        if block == blocks[5]:
+            assert names["codes"].shape == (2, 2, 4) and names["condition"].shape == (2, 128, 64)
+            assert names["prompts"][0][-4:] == [8710, 8197, 8828, 8828]
+    pictures |= {"red heart.png", "zebra.png"} if HAS_GLM_IMAGE else set()
+    assert {path.name for path in tmp_path.iterdir()} == pictures and names["codes"].shape == (2, 2, 4)
 
 
 def test_changed_layers_are_read_by_modules(targets):
