@@ -308,23 +308,10 @@ class Output:
 
 
 def grid_positions(grids: Sequence[tuple[int, int]]) -> Tensor:
-    """The positions of GLM-Image's tokens in grids that follow each other, counted from the end of the prompt.
+    """GLM-Image's tokens in grids that follow each other, counted from the end of the prompt: (3, L) int64.
 
-    In a grid the first axis stays where the grid starts; the others count its rows and columns from there. The next
-    grid starts after the longer side. (`GlmImageModel.get_rope_index` of transformers.)
-
-    Args:
-        grids: the rows and columns of each grid in the order in which they are drawn: the preview's, the picture's
-
-    Returns:
-        (3, L) int64, L = the sum of rows * columns
-
-    Example:
-        >>> from specvis_kernels.compat.transformers import grid_positions
-        >>> grid_positions([(1, 2), (2, 2)])
-        tensor([[0, 0, 2, 2, 2, 2],
-                [0, 0, 2, 2, 3, 3],
-                [0, 1, 2, 3, 2, 3]])
+    In a grid the first axis stays where the grid starts, and the others count rows and columns from there. The next
+    grid starts after the longer side.
     """
     parts, start = [], 0
     for rows, columns in grids:

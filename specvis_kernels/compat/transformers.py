@@ -22,7 +22,6 @@ from torch import Tensor
 from .. import draw_children, draw_tokens, guided_probs, tree_from_choices, tree_links, verify_logits
 from .._checks import check, check_count
 from ._transformers import Asked, Output, Target, described
-from ._transformers import grid_positions as grid_positions
 
 
 @torch.no_grad()

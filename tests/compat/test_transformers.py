@@ -13,6 +13,7 @@ from specvis_kernels.compat._transformers import cache_name
 from specvis_kernels.compat.transformers import GuidedProbsProcessor, jacobi_generate, tree_generate
 from tests.models.test_transformers import (
     GRIDS,
+    TEXT,
     chameleon_model,
     emu3_model,
     glm_image_model,
@@ -392,6 +393,27 @@ def test_models_that_cannot_be_decoded_so(model):
     assert tokens.shape == (4, 22)
 
 
+def qwen2_vl_model(seed):
+    torch.manual_seed(seed)
+    text = TEXT | {"vocab_size": 40, "rope_scaling": {"rope_type": "default", "mrope_section": [3, 2, 3]}}
+    vision = {"depth": 1, "embed_dim": 8, "num_heads": 1, "hidden_size": 64, "patch_size": 2}
+    ids = {"image_token_id": 30, "video_token_id": 31, "vision_start_token_id": 32, "vision_end_token_id": 33}
+    return transformers.Qwen2VLForConditionalGeneration(transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, bos_token_id=1, eos_token_id=2, **ids)).eval()
+
+
+@needs_glm_image  # a version in which Qwen2-VL's configuration is nested
+def test_three_axes_of_text_alone():
+    """All three count the same there; the positions of a picture in the prompt are not known."""
+    model, options = qwen2_vl_model(0), dict(max_new_tokens=24, eos_token_id=None)
+    wanted = generate(model, **options)
+    assert torch.equal(generate(model, jacobi_generate, window=4, **options), wanted) and len(wanted[:, 6:].unique()) > 5
+    picture = dict(pixel_values=torch.zeros(4, 24), image_grid_thw=torch.tensor([[1, 2, 2]]),
+                   mm_token_type_ids=torch.tensor([[0, 1, 0]]))
+    with pytest.raises(ValueError, match="jacobi_generate takes prompts of token ids alone, got .*mm_token_type_ids"):
+        generate(model, jacobi_generate, torch.tensor([[32, 30, 33]]), None, **picture, **options)
+
+
 @pytest.mark.parametrize("make", [chameleon_model, emu3_model, janus_model])
 def test_multimodal_classes(make):
     """They get more keyword arguments than text models do, and Emu3 and Chameleon a mask of their image ids."""
@@ -425,7 +447,7 @@ DRAWN = dict(prompts=GLM_PROMPTS, mask=GLM_MASK, max_new_tokens=15, eos_token_id
 @needs_glm_image
 def test_glm_image_draws_its_grids():
     """The positions of three axes are its own; each request has its own grids."""
-    model = glm_image_model(0)
+    model = glm_image_model(3)
     wanted = generate(model, **DRAWN, suppress_tokens=[10, 11, 12])
     wanted[:, -1] = 11
     table = torch.randn(40, 13, generator=torch.Generator().manual_seed(0)).softmax(-1)
@@ -437,7 +459,7 @@ def test_glm_image_draws_its_grids():
     plain = generate(model, **DRAWN, **jacobi | dict(window=0), **options, id_range=CODES)
     for function in (jacobi, tree):
         assert torch.equal(generate(model, **DRAWN, **function, **options, id_range=CODES), plain)
-    assert len(plain[:, 5:].unique()) > 5
+    assert len(wanted[1, 5:].unique()) > 5 and len(plain[:, 5:].unique()) > 5
     for b in range(2):  # alone, without padding; a request's own grids count
         alone = dict(prompts=GLM_PROMPTS[b:b + 1, 2 * (b == 0):], mask=None, images_per_sample=None,
                      image_grid_thw=DRAWN["image_grid_thw"][2 * b:][:2])

@@ -13,7 +13,7 @@ NAMES = {"torch": torch} | {name: getattr(specvis_kernels, name)
 PLAIN = ["backends", "check_status", "gumbel_noise", "philox_uniforms", "philox_words", "tree_from_choices"]
 COMPAT = [sglang.tree_speculative_sampling_target_only, sglang.verify_tree_greedy, sglang.build_tree_kernel_efficient,
           vllm.rejection_sample, vllm.probabilistic_rejection_sample, transformers.tree_generate,
-          transformers.jacobi_generate, transformers.GuidedProbsProcessor, transformers.grid_positions]
+          transformers.jacobi_generate, transformers.GuidedProbsProcessor]
 
 
 @pytest.mark.parametrize("function", [*(NAMES[op] for op in [*specvis_kernels.ops(), *PLAIN]), *COMPAT],

@@ -16,7 +16,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from specvis_kernels import decoder_layers, pack_layers
-from specvis_kernels.compat.transformers import grid_positions
 
 from .interface import Nodes, num_tokens
 from .layers import Packing, is_unchanged
@@ -369,8 +368,9 @@ class JanusPro(ImageModel):
 class GLMImage(ImageModel):
     """GlmImageForConditionalGeneration: the codes of a small preview, and those of the picture right after them.
 
-    It has no guidance. A position has three axes: see `grid_positions`. In the prompt all three count its ids. An
-    image's tokens are both grids', and `grid` is the picture's. `codes_of` leaves the preview out.
+    It has no guidance. A position has three axes. In the prompt all three count its ids. In a grid the first axis stays
+    where the grid starts, and the others count rows and columns from there; the next grid starts after the longer side.
+    An image's tokens are both grids', and `grid` is the picture's. `codes_of` leaves the preview out.
     """
 
     has_guidance = False
@@ -395,7 +395,12 @@ class GLMImage(ImageModel):
         vqmodel = model.model.vqmodel
         super().__init__(model, range(vqmodel.config.num_embeddings), prefix_len, tuple(picture), self.image_ids[:1],
                          decoder=model.model.language_model, vqmodel=vqmodel)
-        self.axes = grid_positions([preview, picture]).to(self.ids.device)  # from the end of the prompt
+        axes, start = [], 0
+        for rows, columns in (preview, picture):
+            cells = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).T
+            axes.append(F.pad(cells, (0, 0, 1, 0)) + start)
+            start += max(rows, columns)
+        self.axes = torch.cat(axes, 1).to(self.ids.device)  # (3, L) of the tokens, from the end of the prompt
         self.num_tokens = self.axes.shape[1]
 
     def padded(self, prompts: Sequence[Sequence[int]], name: str = "prompts") -> tuple[Tensor, Tensor]:
