@@ -407,7 +407,8 @@ def test_three_axes_of_text_alone():
     """All three count the same there; the positions of a picture in the prompt are not known."""
     model, options = qwen2_vl_model(0), dict(max_new_tokens=24, eos_token_id=None)
     wanted = generate(model, **options)
-    assert torch.equal(generate(model, jacobi_generate, window=4, **options), wanted) and len(wanted[:, 6:].unique()) > 5
+    tokens = generate(model, jacobi_generate, window=4, **options)
+    assert torch.equal(tokens, wanted) and len(wanted[:, 6:].unique()) > 5
     picture = dict(pixel_values=torch.zeros(4, 24), image_grid_thw=torch.tensor([[1, 2, 2]]),
                    mm_token_type_ids=torch.tensor([[0, 1, 0]]))
     with pytest.raises(ValueError, match="jacobi_generate takes prompts of token ids alone, got .*mm_token_type_ids"):

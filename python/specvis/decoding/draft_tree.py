@@ -82,7 +82,7 @@ class DraftState(BatchState, ABC):
 
         Args:
             new_tokens:      (B, A) int64  the new tokens of each request, padding follows them
-            previous_hidden: (R, A, H)    the target's hidden state before each
+            previous_hidden: (R, A, H)     the target's hidden state before each
             counts:          (B,) int64    how many tokens each request had before; of a finished one at most L
             num_new:         (B,) int64    how many of `new_tokens` are new, at least 1
             max_count:       the largest of `counts` of the images that go on
@@ -115,7 +115,7 @@ class DraftState(BatchState, ABC):
 
         Args:
             tokens:          (B, F) int64  the drafts
-            previous_hidden: (R, F, H)    the draft model's hidden states at their parents
+            previous_hidden: (R, F, H)     the draft model's hidden states at their parents
         Returns:
             hidden states (R, F, H), logits (R, F, V) of their children
         """

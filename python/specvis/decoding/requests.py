@@ -1,7 +1,8 @@
 """Requests for images of discrete tokens, and all checks of them, before a model reads anything.
 
 Every request of a batch has a seed, a guidance and a temperature of its own. It is one pair of model rows: row b reads
-the condition, row B + b reads none, and guidance moves the probabilities from the second towards the first.
+the condition, row B + b reads none, and guidance moves the probabilities from the second towards the first. Of a model
+without guidance it is row b alone.
 """
 from dataclasses import dataclass
 
